@@ -1,0 +1,3 @@
+//! The `dunlin` command.
+#![forbid(unsafe_code)]
+fn main() {}

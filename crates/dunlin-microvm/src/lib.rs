@@ -1,0 +1,2 @@
+//! A small virtual machine on KVM that really runs and really migrates.
+#![forbid(unsafe_code)]

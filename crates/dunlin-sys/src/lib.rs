@@ -1,0 +1,1 @@
+//! The kernel interfaces that Dunlin touches, one file each. The only crate with `unsafe` in it.

@@ -1,0 +1,2 @@
+//! Live migration of virtual machines over many encrypted lanes at once.
+#![forbid(unsafe_code)]
