@@ -1,0 +1,398 @@
+//! The regions of a VM's memory, as *describe* names them. The table is frozen
+//! for the session, and every range of every chunk is checked against it.
+
+use std::collections::HashSet;
+
+use thiserror::Error;
+
+use crate::limits::{MAX_MEMORY_BYTES, MAX_NAME_BYTES, MAX_REGION_BYTES, MAX_REGIONS, PAGE_BYTES};
+use crate::wire::{DecodeError, DecodeReason, EncodeError, Reader, Writer, bad_value, wide};
+
+/// Bytes of a region on the wire, but for its name.
+const REGION_BYTES: usize = 30;
+
+/// Flags that a receiver may ignore without harm. The other half must be
+/// understood, so a set bit there that is not known refuses the region.
+const IGNORABLE_FLAGS: u32 = 0x0000_ffff;
+
+/// What a region is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum RegionKind {
+    /// The guest's main memory.
+    Ram,
+    /// Firmware, which the guest does not write.
+    Rom,
+    /// Memory of a device, such as a frame buffer.
+    DeviceMemory,
+    /// Not guest memory: device state too large for sections.
+    StateStream,
+}
+
+impl RegionKind {
+    fn to_wire(self) -> u16 {
+        match self {
+            Self::Ram => 1,
+            Self::Rom => 2,
+            Self::DeviceMemory => 3,
+            Self::StateStream => 4,
+        }
+    }
+
+    fn decode(reader: &mut Reader<'_>) -> Result<Self, DecodeError> {
+        let offset = reader.offset();
+        match reader.u16("region kind")? {
+            1 => Ok(Self::Ram),
+            2 => Ok(Self::Rom),
+            3 => Ok(Self::DeviceMemory),
+            4 => Ok(Self::StateStream),
+            value => Err(bad_value("region kind", u64::from(value), offset)),
+        }
+    }
+}
+
+/// One region.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Region {
+    /// Names the region in every range; unique, and need not be dense.
+    pub id: u16,
+    /// What it is for.
+    pub kind: RegionKind,
+    /// Version 1 defines none. The low 16 bits may be ignored; an unknown bit
+    /// among the high 16 refuses the region.
+    pub flags: u32,
+    /// The size of the pages that back it at the source, in bytes: a power of
+    /// two, at least [`PAGE_BYTES`]. A hint for the destination.
+    pub backing_page_bytes: u32,
+    /// Bytes, a multiple of [`PAGE_BYTES`], at least one page.
+    pub length: u64,
+    /// Where the guest sees it, for information: nothing is computed from it.
+    pub guest_physical: u64,
+    /// The VMM's name for it, at most [`MAX_NAME_BYTES`].
+    pub name: String,
+}
+
+impl Region {
+    /// Pages of [`PAGE_BYTES`] in the region.
+    #[must_use]
+    pub fn pages(&self) -> u64 {
+        self.length / PAGE_BYTES
+    }
+
+    fn check(&self) -> Result<(), RegionError> {
+        let id = self.id;
+        if self.length == 0
+            || !self.length.is_multiple_of(PAGE_BYTES)
+            || self.length > MAX_REGION_BYTES
+        {
+            return Err(RegionError::Length {
+                id,
+                length: self.length,
+            });
+        }
+        let backing = self.backing_page_bytes;
+        if !backing.is_power_of_two() || u64::from(backing) < PAGE_BYTES {
+            return Err(RegionError::BackingPage { id, bytes: backing });
+        }
+        if self.flags & !IGNORABLE_FLAGS != 0 {
+            return Err(RegionError::Flags {
+                id,
+                flags: self.flags,
+            });
+        }
+        if self.name.len() > MAX_NAME_BYTES {
+            return Err(RegionError::Name {
+                id,
+                bytes: self.name.len(),
+            });
+        }
+        Ok(())
+    }
+
+    fn encode(&self, writer: &mut Writer<'_>) -> Result<(), EncodeError> {
+        writer.u16(self.id);
+        writer.u16(self.kind.to_wire());
+        writer.u32(self.flags);
+        writer.u32(self.backing_page_bytes);
+        writer.u64(self.length);
+        writer.u64(self.guest_physical);
+        writer.text("region name", &self.name, MAX_NAME_BYTES)
+    }
+
+    fn decode(reader: &mut Reader<'_>) -> Result<Self, DecodeError> {
+        Ok(Self {
+            id: reader.u16("region id")?,
+            kind: RegionKind::decode(reader)?,
+            flags: reader.u32("region flags")?,
+            backing_page_bytes: reader.u32("backing page length")?,
+            length: reader.u64("region length")?,
+            guest_physical: reader.u64("guest-physical address")?,
+            name: reader.text("region name", MAX_NAME_BYTES)?.to_owned(),
+        })
+    }
+}
+
+/// Why regions do not make a table. Whoever described them is at fault.
+#[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum RegionError {
+    /// No region, or more than [`MAX_REGIONS`].
+    #[error("a VM has 1 to {MAX_REGIONS} regions, not {0}")]
+    Count(usize),
+    /// Two regions with one identifier.
+    #[error("region {id} is described twice")]
+    Duplicate {
+        /// The identifier.
+        id: u16,
+    },
+    /// Not a positive multiple of the page size within the limit.
+    #[error(
+        "region {id} has {length} bytes: a multiple of {PAGE_BYTES}, at least one and at most {MAX_REGION_BYTES} is possible"
+    )]
+    Length {
+        /// The region.
+        id: u16,
+        /// Its length in bytes.
+        length: u64,
+    },
+    /// Together over the limit.
+    #[error("the regions have more than {MAX_MEMORY_BYTES} bytes together")]
+    Total,
+    /// Not a power of two, or under the page size.
+    #[error(
+        "region {id} has backing pages of {bytes} bytes: a power of two from {PAGE_BYTES} is possible"
+    )]
+    BackingPage {
+        /// The region.
+        id: u16,
+        /// Its backing page size in bytes.
+        bytes: u32,
+    },
+    /// A flag that must be understood is not known.
+    #[error("region {id} has flags {flags:#x}, of which this release does not know all it must")]
+    Flags {
+        /// The region.
+        id: u16,
+        /// Its flags.
+        flags: u32,
+    },
+    /// The name is too long.
+    #[error("region {id} has a name of {bytes} bytes, over {MAX_NAME_BYTES}")]
+    Name {
+        /// The region.
+        id: u16,
+        /// Bytes of its name.
+        bytes: usize,
+    },
+}
+
+impl RegionError {
+    fn into_decode(self, offset: usize) -> DecodeError {
+        let (what, why) = match self {
+            Self::Count(count) => ("region count", over(wide(count), wide(MAX_REGIONS))),
+            Self::Duplicate { .. } => (
+                "region id",
+                DecodeReason::Inconsistent("identifiers must ascend, each used once"),
+            ),
+            Self::Length { length, .. } if length > MAX_REGION_BYTES => {
+                ("region length", over(length, MAX_REGION_BYTES))
+            }
+            Self::Length { length, .. } => {
+                ("region length", DecodeReason::BadValue { value: length })
+            }
+            Self::Total => ("memory length", over(u64::MAX, MAX_MEMORY_BYTES)),
+            Self::BackingPage { bytes, .. } => (
+                "backing page length",
+                DecodeReason::BadValue {
+                    value: u64::from(bytes),
+                },
+            ),
+            Self::Flags { flags, .. } => (
+                "region flags",
+                DecodeReason::Unsupported {
+                    value: u64::from(flags),
+                },
+            ),
+            Self::Name { bytes, .. } => ("region name", over(wide(bytes), wide(MAX_NAME_BYTES))),
+        };
+        DecodeError { what, why, offset }
+    }
+}
+
+fn over(value: u64, limit: u64) -> DecodeReason {
+    DecodeReason::OverLimit { value, limit }
+}
+
+/// The regions of a VM, in the order of their identifiers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RegionTable {
+    regions: Vec<Region>,
+    total_bytes: u64,
+}
+
+impl RegionTable {
+    /// Checks and sorts the regions.
+    ///
+    /// # Errors
+    /// [`RegionError`] on the first region that cannot be.
+    pub fn new(mut regions: Vec<Region>) -> Result<Self, RegionError> {
+        if regions.is_empty() || regions.len() > MAX_REGIONS {
+            return Err(RegionError::Count(regions.len()));
+        }
+        let mut seen = HashSet::with_capacity(regions.len());
+        let mut total_bytes = 0_u64;
+        for region in &regions {
+            region.check()?;
+            if !seen.insert(region.id) {
+                return Err(RegionError::Duplicate { id: region.id });
+            }
+            // At most MAX_REGIONS × MAX_REGION_BYTES, which is 2^62.
+            total_bytes += region.length;
+        }
+        if total_bytes > MAX_MEMORY_BYTES {
+            return Err(RegionError::Total);
+        }
+        regions.sort_by_key(|region| region.id);
+        Ok(Self {
+            regions,
+            total_bytes,
+        })
+    }
+
+    /// The region with this identifier.
+    #[must_use]
+    pub fn get(&self, id: u16) -> Option<&Region> {
+        let position = self
+            .regions
+            .binary_search_by_key(&id, |region| region.id)
+            .ok()?;
+        self.regions.get(position)
+    }
+
+    /// All regions in the order of their identifiers.
+    #[must_use]
+    pub fn regions(&self) -> &[Region] {
+        &self.regions
+    }
+
+    /// Bytes of all regions together. A destination compares this with what it
+    /// is prepared to give before it allocates anything in proportion.
+    #[must_use]
+    pub fn total_bytes(&self) -> u64 {
+        self.total_bytes
+    }
+
+    /// Pages of [`PAGE_BYTES`] of all regions together.
+    #[must_use]
+    pub fn total_pages(&self) -> u64 {
+        self.total_bytes / PAGE_BYTES
+    }
+
+    pub(super) fn encode(&self, writer: &mut Writer<'_>) -> Result<(), EncodeError> {
+        writer.count("region count", self.regions.len(), MAX_REGIONS)?;
+        for region in &self.regions {
+            region.encode(writer)?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn decode(reader: &mut Reader<'_>) -> Result<Self, DecodeError> {
+        let start = reader.offset();
+        let count = reader.count("region count", MAX_REGIONS, REGION_BYTES)?;
+        let mut regions: Vec<Region> = Vec::with_capacity(count);
+        for _ in 0..count {
+            let offset = reader.offset();
+            let region = Region::decode(reader)?;
+            region.check().map_err(|error| error.into_decode(offset))?;
+            // Sorted on the wire, so that a table has one encoding.
+            if regions.last().is_some_and(|last| region.id <= last.id) {
+                return Err(RegionError::Duplicate { id: region.id }.into_decode(offset));
+            }
+            regions.push(region);
+        }
+        Self::new(regions).map_err(|error| error.into_decode(start))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    fn region(id: u16, length: u64) -> Region {
+        Region {
+            id,
+            kind: RegionKind::Ram,
+            flags: 0,
+            backing_page_bytes: 4096,
+            length,
+            guest_physical: 0,
+            name: String::new(),
+        }
+    }
+
+    #[test]
+    fn a_region_is_found_by_its_identifier() {
+        let table = RegionTable::new(vec![region(7, 8192), region(2, 4096)]).unwrap();
+        assert_eq!(table.get(2).unwrap().length, 4096);
+        assert_eq!(table.get(7).unwrap().pages(), 2);
+        assert_eq!(table.get(3), None);
+        assert_eq!(table.total_pages(), 3);
+        assert_eq!(table.regions()[0].id, 2);
+    }
+
+    #[test]
+    fn i7_regions_that_cannot_be_are_refused() {
+        let table = |regions| RegionTable::new(regions).unwrap_err();
+        assert_eq!(table(vec![]), RegionError::Count(0));
+        let many = (0..=MAX_REGIONS).map(|id| region(u16::try_from(id).unwrap(), 4096));
+        assert_eq!(table(many.collect()), RegionError::Count(MAX_REGIONS + 1));
+        for length in [0, 1, 4095, 4097, MAX_REGION_BYTES + PAGE_BYTES, u64::MAX] {
+            assert_eq!(
+                table(vec![region(1, length)]),
+                RegionError::Length { id: 1, length }
+            );
+        }
+        assert_eq!(
+            table(vec![region(1, 4096), region(1, 4096)]),
+            RegionError::Duplicate { id: 1 }
+        );
+        assert_eq!(
+            table(vec![region(1, MAX_REGION_BYTES), region(2, 4096)]),
+            RegionError::Total
+        );
+        for bytes in [0, 2048, 4097] {
+            let odd = Region {
+                backing_page_bytes: bytes,
+                ..region(1, 4096)
+            };
+            assert_eq!(table(vec![odd]), RegionError::BackingPage { id: 1, bytes });
+        }
+        let flagged = Region {
+            flags: 0x1_0000,
+            ..region(1, 4096)
+        };
+        assert_eq!(
+            table(vec![flagged]),
+            RegionError::Flags {
+                id: 1,
+                flags: 0x1_0000
+            }
+        );
+        let named = Region {
+            name: "n".repeat(MAX_NAME_BYTES + 1),
+            ..region(1, 4096)
+        };
+        assert_eq!(table(vec![named]), RegionError::Name { id: 1, bytes: 256 });
+    }
+
+    #[test]
+    fn flags_that_may_be_ignored_are_kept() {
+        let flagged = Region {
+            flags: 0x8001,
+            ..region(1, 4096)
+        };
+        let table = RegionTable::new(vec![flagged]).unwrap();
+        assert_eq!(table.get(1).unwrap().flags, 0x8001);
+    }
+}

@@ -1,0 +1,245 @@
+//! Why a migration or a lane was refused or given up: a stable code, whose
+//! fault it is, and what to do.
+//!
+//! The codes travel in *refuse*, *cancel* and *lane refused*, and head the
+//! message with which a process exits. A code is never given another meaning;
+//! one that this release does not know is kept as it came.
+
+use std::fmt;
+
+/// Who has to change something, seen from the side that raises the fault.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum AtFault {
+    /// The other side's process.
+    Peer,
+    /// This side's process or host.
+    Local,
+    /// What the operators asked for, on one side or between the two.
+    Configuration,
+    /// A kernel interface that failed.
+    Kernel,
+    /// What the guest does.
+    Guest,
+    /// The network between the two.
+    Network,
+}
+
+impl AtFault {
+    /// The same party as seen by the side that is told of the fault.
+    #[must_use]
+    pub fn seen_by_peer(self) -> Self {
+        match self {
+            Self::Peer => Self::Local,
+            Self::Local | Self::Kernel => Self::Peer,
+            Self::Configuration | Self::Guest | Self::Network => self,
+        }
+    }
+
+    /// The party in a word, for messages.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Peer => "peer",
+            Self::Local => "this side",
+            Self::Configuration => "configuration",
+            Self::Kernel => "kernel",
+            Self::Guest => "guest",
+            Self::Network => "network",
+        }
+    }
+}
+
+impl fmt::Display for AtFault {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(self.name())
+    }
+}
+
+/// A code that this release does not know. Only decoding makes one, so that
+/// no known code is hidden in it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct UnknownFault(u16);
+
+/// One row for each code: its number on the wire, its name, who is at fault
+/// and what to do. A table keeps the four from drifting apart.
+macro_rules! faults {
+    ($( $(#[$doc:meta])* $variant:ident = $number:literal, $name:literal, $at_fault:ident, $advice:literal; )*) => {
+        /// Why something was refused or given up; 16 bits on the wire.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        #[non_exhaustive]
+        pub enum FaultCode {
+            $( $(#[$doc])* $variant, )*
+            /// A code of a newer release.
+            Unknown(UnknownFault),
+        }
+
+        impl FaultCode {
+            /// Every code that this release knows, in the order of their
+            /// numbers.
+            pub const ALL: &'static [Self] = &[$(Self::$variant,)*];
+
+            /// The code for a number from the wire; none is refused.
+            pub fn from_wire(number: u16) -> Self {
+                match number {
+                    $( $number => Self::$variant, )*
+                    _ => Self::Unknown(UnknownFault(number)),
+                }
+            }
+
+            /// The number on the wire.
+            pub fn to_wire(self) -> u16 {
+                match self {
+                    $( Self::$variant => $number, )*
+                    Self::Unknown(UnknownFault(number)) => number,
+                }
+            }
+
+            /// A short name that never changes, for logs, metrics and scripts.
+            pub fn name(self) -> &'static str {
+                match self {
+                    $( Self::$variant => $name, )*
+                    Self::Unknown(_) => "unknown",
+                }
+            }
+
+            /// Who has to change something, seen from the side that raises
+            /// the fault. An unknown code counts as the raiser's own.
+            pub fn at_fault(self) -> AtFault {
+                match self {
+                    $( Self::$variant => AtFault::$at_fault, )*
+                    Self::Unknown(_) => AtFault::Local,
+                }
+            }
+
+            /// What to do about it, in one sentence.
+            pub fn advice(self) -> &'static str {
+                match self {
+                    $( Self::$variant => $advice, )*
+                    Self::Unknown(_) => "Read the peer's log: it is newer and gave a reason that this release does not know.",
+                }
+            }
+        }
+    };
+}
+
+faults! {
+    /// The two sides have no protocol version in common.
+    VersionMismatch = 1, "version-mismatch", Configuration,
+        "Upgrade the older side: each release talks to the one before it.";
+    /// One side requires something that the other does not have.
+    FeatureMissing = 2, "feature-missing", Configuration,
+        "Upgrade the side that lacks the feature, or do not require it.";
+    /// The two sides do not want the same lane security (I6).
+    SecurityNotAgreed = 3, "security-not-agreed", Configuration,
+        "Ask for TLS lanes, or allow plain lanes on both sides.";
+    /// The peer proved who it is, and is not on the list.
+    Unauthorised = 4, "unauthorised", Configuration,
+        "Add the peer's name to the list of authorised peers, or use a certificate that bears a listed name.";
+    /// The destination cannot build the VM that was described.
+    DescriptionRefused = 5, "description-refused", Configuration,
+        "Compare the VM's configuration with what the destination's VMM and CPU offer.";
+    /// The host has not the memory for this VM.
+    NoMemory = 6, "no-memory", Local,
+        "Free memory or huge pages on that host, or choose another destination.";
+    /// The bytes break the protocol.
+    Malformed = 7, "malformed", Peer,
+        "Report it with both logs: one of the two programs has a defect.";
+    /// More lanes than were agreed.
+    LaneLimit = 8, "lane-limit", Peer,
+        "Ask for fewer lanes, or raise the destination's limit.";
+    /// A lane's proof does not match the session's secret.
+    WrongSecret = 9, "wrong-secret", Peer,
+        "Look for a stray or hostile client: this lane does not belong to the session.";
+    /// A lane's peer is not the control lane's peer.
+    WrongIdentity = 10, "wrong-identity", Peer,
+        "Use one certificate for all lanes of a session, and check load balancers in between.";
+    /// A lane number that was used before (I4).
+    DuplicateLane = 11, "duplicate-lane", Peer,
+        "Report it if no replay is to be expected: lane numbers are never used twice.";
+    /// The guest switched itself off while it was being migrated.
+    GuestPoweredOff = 12, "guest-powered-off", Guest,
+        "Nothing is left to migrate; start the VM where it is wanted.";
+    /// The guest reset, crashed or halted while it was being migrated.
+    GuestStopped = 13, "guest-stopped", Guest,
+        "Look at the guest's console, then migrate again.";
+    /// The guest writes memory faster than the link carries it.
+    NotConverging = 14, "not-converging", Guest,
+        "Add lanes or bandwidth, raise the downtime limit, or let the guest be throttled or stopped.";
+    /// The time limit passed.
+    TimeLimit = 15, "time-limit", Configuration,
+        "Raise the time limit, or choose the strategy that stops the guest.";
+    /// An operator cancelled.
+    Cancelled = 16, "cancelled", Local,
+        "Migrate again when it is wanted.";
+    /// The two memories differ (I3).
+    VerificationFailed = 17, "verification-failed", Local,
+        "Report it with both logs, and test both hosts' memory: the VM goes on at the source.";
+    /// The destination's VMM could not load the device state.
+    StateLoadFailed = 18, "state-load-failed", Local,
+        "Compare the VMM's versions and device configuration on both sides.";
+    /// A lane was lost and no other could take over.
+    LaneLost = 19, "lane-lost", Network,
+        "Check the network between the hosts, then migrate again.";
+    /// The control lane was lost or went silent.
+    ControlLost = 20, "control-lost", Network,
+        "Check the network and the peer's process; if the VM is in doubt, use `dunlin resolve`.";
+    /// A defect of this program.
+    Internal = 21, "internal", Local,
+        "Report it with both logs.";
+    /// A lane, or an inquiry, for a session that is not known here.
+    UnknownSession = 22, "unknown-session", Peer,
+        "Check the address; a session ends when its process does.";
+    /// A kernel interface failed or is missing.
+    Kernel = 23, "kernel", Kernel,
+        "Run `dunlin doctor` on that host: it says what is missing and how to get it.";
+    /// The journal could not be written or read.
+    Journal = 24, "journal", Local,
+        "Free space where the journal lies, and check that the disk works.";
+    /// The memory layout changed under the migration, by hot-plug for example.
+    LayoutChanged = 25, "layout-changed", Local,
+        "Do not plug memory while a VM migrates; migrate again.";
+    /// That destination is taking in another VM.
+    Busy = 26, "busy", Configuration,
+        "Wait until the other migration is over, or start another receiver.";
+}
+
+impl fmt::Display for FaultCode {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unknown(UnknownFault(number)) => write!(formatter, "unknown fault {number}"),
+            known => formatter.write_str(known.name()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::*;
+
+    #[test]
+    fn every_number_comes_back_as_itself() {
+        for number in 0..=u16::MAX {
+            assert_eq!(FaultCode::from_wire(number).to_wire(), number);
+        }
+    }
+
+    #[test]
+    fn every_code_has_its_own_name_and_says_what_to_do() {
+        let names: HashSet<_> = FaultCode::ALL.iter().map(|code| code.name()).collect();
+        assert_eq!(names.len(), FaultCode::ALL.len());
+        for code in FaultCode::ALL {
+            assert!(!names.contains("unknown"));
+            assert!(code.advice().ends_with('.'), "{code}");
+            let stable = |byte: u8| byte.is_ascii_lowercase() || byte == b'-';
+            assert!(code.name().bytes().all(stable), "{code}");
+        }
+    }
+
+    #[test]
+    fn a_peers_fault_is_ours_when_the_peer_is_told() {
+        assert_eq!(AtFault::Peer.seen_by_peer(), AtFault::Local);
+        assert_eq!(AtFault::Local.seen_by_peer(), AtFault::Peer);
+        assert_eq!(AtFault::Guest.seen_by_peer(), AtFault::Guest);
+    }
+}

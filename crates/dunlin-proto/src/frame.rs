@@ -1,0 +1,403 @@
+//! What data lanes carry after *lane open*: chunks, marks and the end.
+//!
+//! ```text
+//!  source ──▶ destination, one way only
+//!  [header 24][range 24]…[payload of range 1][payload of range 2]…   chunk
+//!  [header 24]                                                       mark, end
+//! ```
+//!
+//! Parsing makes the values that are safe to use: a [`Range`] that came out of
+//! [`ChunkHeader::decode_ranges`] lies inside a region of the table, and its
+//! payload is as long as its encoding says. Neither direction allocates per
+//! chunk: ranges go into a vector that the lane's thread keeps, bytes into
+//! another.
+
+use crate::control::RegionTable;
+use crate::limits::{MAX_CHUNK_PAYLOAD_BYTES, MAX_RANGES_PER_CHUNK, PAGE_BYTES};
+use crate::wire::{
+    DecodeError, DecodeReason, EncodeError, Reader, Writer, bad_value, bounded, wide, within,
+};
+
+/// Bytes of the header of a chunk, a mark or an end.
+pub const FRAME_HEADER_BYTES: usize = 24;
+
+/// Bytes of one range in a chunk.
+pub const RANGE_BYTES: usize = 24;
+
+const KIND_CHUNK: u16 = 1;
+const KIND_MARK: u16 = 2;
+const KIND_END: u16 = 3;
+
+const ENCODING_RAW: u8 = 0;
+const ENCODING_ZERO: u8 = 1;
+
+/// What a frame's header announces.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Frame {
+    /// Pages; ranges and payload follow.
+    Chunk(ChunkHeader),
+    /// This lane carries nothing more of this iteration (I4).
+    Mark {
+        /// The iteration that ends, counted from 1.
+        iteration: u32,
+    },
+    /// This lane carries nothing more at all. End-of-file without it is a
+    /// lost lane.
+    End {
+        /// Chunks that this lane has carried.
+        chunks: u64,
+    },
+}
+
+impl Frame {
+    /// Reads a header of exactly [`FRAME_HEADER_BYTES`].
+    ///
+    /// # Errors
+    /// An unknown kind, a number over its limit, or a field that is not zero
+    /// where the kind does not use it.
+    pub fn decode(bytes: &[u8; FRAME_HEADER_BYTES]) -> Result<Self, DecodeError> {
+        let mut reader = Reader::new(bytes);
+        let kind = reader.u16("frame kind")?;
+        let range_count = reader.u16("range count")?;
+        let payload_bytes = reader.u32("payload length")?;
+        let number = reader.u64("number")?;
+        let iteration = reader.u32("iteration")?;
+        reader.reserved::<4>("reserved")?;
+
+        // A field that the kind does not use is zero.
+        let unused = |what, value: u64, offset| match value {
+            0 => Ok(()),
+            value => Err(bad_value(what, value, offset)),
+        };
+        let no_payload = || {
+            unused("range count", u64::from(range_count), 2)?;
+            unused("payload length", u64::from(payload_bytes), 4)
+        };
+        match kind {
+            KIND_CHUNK => {
+                ChunkHeader::checked(number, iteration, range_count, payload_bytes).map(Self::Chunk)
+            }
+            KIND_MARK => {
+                no_payload()?;
+                unused("number", number, 8)?;
+                Ok(Self::Mark { iteration })
+            }
+            KIND_END => {
+                no_payload()?;
+                unused("iteration", u64::from(iteration), 16)?;
+                Ok(Self::End { chunks: number })
+            }
+            kind => Err(bad_value("frame kind", u64::from(kind), 0)),
+        }
+    }
+
+    /// Appends the header; nothing is allocated while `out` has room.
+    pub fn encode(&self, out: &mut Vec<u8>) {
+        out.extend_from_slice(&self.to_bytes());
+    }
+
+    /// The header as it goes on the lane.
+    #[must_use]
+    pub fn to_bytes(&self) -> [u8; FRAME_HEADER_BYTES] {
+        let (kind, range_count, payload_bytes, number, iteration) = match *self {
+            Self::Chunk(header) => (
+                KIND_CHUNK,
+                header.range_count,
+                header.payload_bytes,
+                header.number,
+                header.iteration,
+            ),
+            Self::Mark { iteration } => (KIND_MARK, 0, 0, 0, iteration),
+            Self::End { chunks } => (KIND_END, 0, 0, chunks, 0),
+        };
+        let mut header = [0; FRAME_HEADER_BYTES];
+        header[0..2].copy_from_slice(&kind.to_le_bytes());
+        header[2..4].copy_from_slice(&range_count.to_le_bytes());
+        header[4..8].copy_from_slice(&payload_bytes.to_le_bytes());
+        header[8..16].copy_from_slice(&number.to_le_bytes());
+        header[16..20].copy_from_slice(&iteration.to_le_bytes());
+        header
+    }
+}
+
+/// The header of a chunk: its counts are within their limits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ChunkHeader {
+    number: u64,
+    iteration: u32,
+    range_count: u16,
+    payload_bytes: u32,
+}
+
+impl ChunkHeader {
+    /// Writes a chunk's header and ranges, and says what was written. The
+    /// payload of each raw range follows on the lane, in the order of the
+    /// ranges.
+    ///
+    /// # Errors
+    /// No range or too many of them, a payload over its limit, or a range
+    /// without pages; `out` is then unchanged.
+    pub fn encode(
+        number: u64,
+        iteration: u32,
+        ranges: &[Range],
+        out: &mut Vec<u8>,
+    ) -> Result<Self, EncodeError> {
+        let range_count = bounded("range count", ranges.len(), MAX_RANGES_PER_CHUNK)?;
+        if range_count == 0 {
+            return Err(EncodeError::Invalid {
+                what: "range count",
+                why: "a chunk has at least one range",
+            });
+        }
+        let total: u64 = ranges
+            .iter()
+            .map(|range| range.payload_bytes())
+            .fold(0, u64::saturating_add);
+        let over = EncodeError::OverLimit {
+            what: "payload length",
+            value: total,
+            limit: u64::from(MAX_CHUNK_PAYLOAD_BYTES),
+        };
+        if total > u64::from(MAX_CHUNK_PAYLOAD_BYTES) {
+            return Err(over);
+        }
+        let header = Self {
+            number,
+            iteration,
+            range_count,
+            payload_bytes: u32::try_from(total).map_err(|_| over)?,
+        };
+        Writer::append(out, |writer| {
+            writer.bytes(&Frame::Chunk(header).to_bytes());
+            for range in ranges {
+                range.encode(writer)?;
+            }
+            Ok(header)
+        })
+    }
+
+    /// The chunk's number, counted from 0 over the session; it is what gets
+    /// acknowledged.
+    #[must_use]
+    pub fn number(&self) -> u64 {
+        self.number
+    }
+
+    /// The iteration to which the pages belong, counted from 1.
+    #[must_use]
+    pub fn iteration(&self) -> u32 {
+        self.iteration
+    }
+
+    /// Ranges of the chunk, 1 to [`MAX_RANGES_PER_CHUNK`].
+    #[must_use]
+    pub fn range_count(&self) -> usize {
+        usize::from(self.range_count)
+    }
+
+    /// Bytes that stand between the header and the payload.
+    #[must_use]
+    pub fn ranges_bytes(&self) -> usize {
+        self.range_count() * RANGE_BYTES
+    }
+
+    /// Bytes of payload after the ranges, at most [`MAX_CHUNK_PAYLOAD_BYTES`].
+    #[must_use]
+    pub fn payload_bytes(&self) -> u32 {
+        self.payload_bytes
+    }
+
+    /// Reads the ranges, exactly [`ChunkHeader::ranges_bytes`] bytes, into a
+    /// vector that is cleared first. Nothing is allocated when it has room for
+    /// [`MAX_RANGES_PER_CHUNK`]. After an error its content means nothing.
+    ///
+    /// # Errors
+    /// A range outside its region or of an unknown region, an encoding that
+    /// was not negotiated, or lengths that contradict each other. The peer is
+    /// at fault, and nothing of the chunk may be used.
+    pub fn decode_ranges(
+        &self,
+        bytes: &[u8],
+        regions: &RegionTable,
+        ranges: &mut Vec<Range>,
+    ) -> Result<(), DecodeError> {
+        ranges.clear();
+        let mut reader = Reader::new(bytes);
+        let mut payload_left = self.payload_bytes;
+        for _ in 0..self.range_count {
+            let offset = reader.offset();
+            let (range, payload_bytes) = Range::decode(&mut reader, regions)?;
+            payload_left = payload_left.checked_sub(payload_bytes).ok_or(DecodeError {
+                what: "payload length",
+                why: DecodeReason::Inconsistent("the ranges' payloads exceed the chunk's"),
+                offset,
+            })?;
+            ranges.push(range);
+        }
+        if payload_left != 0 {
+            return Err(DecodeError {
+                what: "payload length",
+                why: DecodeReason::Inconsistent("the chunk's payload exceeds its ranges'"),
+                offset: reader.offset(),
+            });
+        }
+        reader.finish("ranges")
+    }
+
+    fn checked(
+        number: u64,
+        iteration: u32,
+        range_count: u16,
+        payload_bytes: u32,
+    ) -> Result<Self, DecodeError> {
+        if range_count == 0 {
+            return Err(bad_value("range count", 0, 2));
+        }
+        within(
+            "range count",
+            u64::from(range_count),
+            wide(MAX_RANGES_PER_CHUNK),
+            2,
+        )?;
+        within(
+            "payload length",
+            u64::from(payload_bytes),
+            u64::from(MAX_CHUNK_PAYLOAD_BYTES),
+            4,
+        )?;
+        Ok(Self {
+            number,
+            iteration,
+            range_count,
+            payload_bytes,
+        })
+    }
+}
+
+/// How the pages of a range are sent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Encoding {
+    /// The pages as they are.
+    Raw,
+    /// No payload: every byte of every page is zero.
+    Zero,
+}
+
+/// Pages of one region that lie side by side and share an encoding.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Range {
+    /// The region's identifier in the region table.
+    pub region: u16,
+    /// How the pages are sent.
+    pub encoding: Encoding,
+    /// How many pages, at least one.
+    pub page_count: u32,
+    /// Bytes from the start of the region, a multiple of [`PAGE_BYTES`].
+    pub offset: u64,
+}
+
+impl Range {
+    /// Bytes of guest memory that the range covers.
+    #[must_use]
+    pub fn memory_bytes(&self) -> u64 {
+        u64::from(self.page_count) * PAGE_BYTES
+    }
+
+    /// Bytes that the range has in the chunk's payload.
+    #[must_use]
+    pub fn payload_bytes(&self) -> u64 {
+        match self.encoding {
+            Encoding::Raw => self.memory_bytes(),
+            Encoding::Zero => 0,
+        }
+    }
+
+    fn encode(&self, writer: &mut Writer<'_>) -> Result<(), EncodeError> {
+        let invalid = |what, why| Err(EncodeError::Invalid { what, why });
+        if self.page_count == 0 {
+            return invalid("page count", "a range has at least one page");
+        }
+        if !self.offset.is_multiple_of(PAGE_BYTES) {
+            return invalid("offset", "a range starts at a page");
+        }
+        let payload_bytes =
+            u32::try_from(self.payload_bytes()).map_err(|_| EncodeError::OverLimit {
+                what: "payload length",
+                value: self.payload_bytes(),
+                limit: u64::from(MAX_CHUNK_PAYLOAD_BYTES),
+            })?;
+        let encoding = match self.encoding {
+            Encoding::Raw => ENCODING_RAW,
+            Encoding::Zero => ENCODING_ZERO,
+        };
+        let mut range = [0; RANGE_BYTES];
+        range[0..2].copy_from_slice(&self.region.to_le_bytes());
+        range[2] = encoding;
+        range[4..8].copy_from_slice(&self.page_count.to_le_bytes());
+        range[8..16].copy_from_slice(&self.offset.to_le_bytes());
+        range[16..20].copy_from_slice(&payload_bytes.to_le_bytes());
+        writer.bytes(&range);
+        Ok(())
+    }
+
+    /// Reads one range with the bytes of its payload.
+    fn decode(reader: &mut Reader<'_>, regions: &RegionTable) -> Result<(Self, u32), DecodeError> {
+        let start = reader.offset();
+        let refuse = |what, why, at: usize| {
+            Err(DecodeError {
+                what,
+                why,
+                offset: start + at,
+            })
+        };
+        let region_id = reader.u16("region")?;
+        let encoding = match reader.u8("encoding")? {
+            ENCODING_RAW => Encoding::Raw,
+            ENCODING_ZERO => Encoding::Zero,
+            value => {
+                let value = u64::from(value);
+                return refuse("encoding", DecodeReason::Unsupported { value }, 2);
+            }
+        };
+        reader.reserved::<1>("range flags")?;
+        let page_count = reader.u32("page count")?;
+        let offset = reader.u64("offset")?;
+        let payload_bytes = reader.u32("payload length")?;
+        reader.reserved::<4>("reserved")?;
+
+        let range = Self {
+            region: region_id,
+            encoding,
+            page_count,
+            offset,
+        };
+        let Some(region) = regions.get(region_id) else {
+            return Err(bad_value("region", u64::from(region_id), start));
+        };
+        if page_count == 0 {
+            return Err(bad_value("page count", 0, start + 4));
+        }
+        if !offset.is_multiple_of(PAGE_BYTES) {
+            return Err(bad_value("offset", offset, start + 8));
+        }
+        // Neither sum nor product overflows before it is compared: a count of
+        // 32 bits times a page stays under 2^44.
+        let end = offset.checked_add(range.memory_bytes());
+        if end.is_none_or(|end| end > region.length) {
+            let why = DecodeReason::OverLimit {
+                value: end.unwrap_or(u64::MAX),
+                limit: region.length,
+            };
+            return refuse("end of range", why, 8);
+        }
+        if u64::from(payload_bytes) != range.payload_bytes() {
+            let why = DecodeReason::Inconsistent("it is not what encoding and page count ask for");
+            return refuse("payload length", why, 16);
+        }
+        Ok((range, payload_bytes))
+    }
+}
+
+#[cfg(test)]
+mod tests;

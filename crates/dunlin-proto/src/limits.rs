@@ -1,0 +1,176 @@
+//! Every bound of the protocol, with its reason.
+//!
+//! A number from a peer is compared with one of these before it sizes or
+//! indexes anything (I7). Lengths that count bytes of a buffer are `usize`;
+//! lengths and offsets of guest memory are `u64`, since they exceed the
+//! address space of a 32-bit build. The relations that the codecs rely on are
+//! asserted at compile time at the end of the file.
+
+/// Bytes of a guest page, the unit of dirty tracking and of every range.
+///
+/// Formula: the smallest page of x86-64 and the usual one of AArch64.
+/// Drawback: a host with 64 KiB pages tracks more bits than it has pages.
+/// Alternative: a negotiated size; *describe* already carries the number, so
+/// that a later version can allow others.
+pub const PAGE_BYTES: u64 = 4096;
+
+/// Lanes of one session that are alive at the same time, control included.
+///
+/// Four times the lanes that saturated 100 Gbit/s in any published
+/// measurement; it bounds threads and per-lane buffers. Lane *numbers* go
+/// beyond it, because a replaced lane's number is never used again (I4).
+pub const MAX_LANES: u16 = 128;
+
+/// Regions of one VM.
+///
+/// KVM allows more slots, but a slot is not a region: holes and aliases cost
+/// nothing here. 1024 covers a VM with every DIMM and device memory apart.
+pub const MAX_REGIONS: usize = 1024;
+
+/// Bytes of a name: of a VM, a region or a state section.
+///
+/// The longest file name, since toolstacks use these names as one.
+pub const MAX_NAME_BYTES: usize = 255;
+
+/// Bytes of the VMM's opaque description in *describe*.
+///
+/// A generous libvirt domain XML with CPU features is under 32 KiB.
+pub const MAX_DESCRIPTION_BYTES: usize = 256 * 1024;
+
+/// Bytes of a control message after its header: what the receiver buffers.
+pub const MAX_CONTROL_BODY_BYTES: usize = 1024 * 1024;
+
+/// Bytes of one state section's content, so that the section with its name
+/// and room for extension fields fits one control body.
+///
+/// Larger state travels as a state-stream region over the lanes.
+pub const MAX_SECTION_BYTES: usize = MAX_CONTROL_BODY_BYTES - EXTENSION_ROOM_BYTES;
+
+/// Sections of one attempt.
+pub const MAX_SECTIONS: u32 = 4096;
+
+/// Bytes of all sections of one attempt together.
+///
+/// The number of sections and the size of each would allow 4 GiB between
+/// them. A receiver that keeps sections until *final* counts their bytes
+/// against this, so that it stays within its bound of 64 MiB (I8).
+pub const MAX_STATE_BYTES: usize = 32 * 1024 * 1024;
+
+/// Ranges in one chunk's header.
+///
+/// Formula: 24 + 448 × 24 = 10 776 bytes, which fits the record that carries
+/// a chunk's header ([`MAX_CHUNK_HEADER_BYTES`]).
+/// Drawback: more than 448 scattered zero ranges need a second chunk.
+/// Alternative: several header records; nothing gains from them, since a
+/// chunk of single scattered raw pages ends at 256 ranges.
+pub const MAX_RANGES_PER_CHUNK: usize = 448;
+
+/// Bytes of a chunk's header with its ranges: part of one TLS record, whose
+/// plaintext is at most 16 384 bytes (RFC 8446 section 5.1).
+pub const MAX_CHUNK_HEADER_BYTES: usize = 12 * 1024;
+
+/// Payload bytes of one chunk.
+///
+/// It bounds each lane's buffer, and what is sent again when a lane is lost.
+pub const MAX_CHUNK_PAYLOAD_BYTES: u32 = 1024 * 1024;
+
+/// Pages of a chunk as this source cuts it: 256 KiB.
+///
+/// Formula: the pages of one frame of a data lane, which is sealed and written
+/// at once and stays in a core's second-level cache while it is.
+/// Drawback: a header and an acknowledgement for each 256 KiB.
+/// Alternative: several frames for a chunk; measured, larger batches were
+/// slower (docs/benchmarking.md).
+pub const CHUNK_PAGES: u64 = 64;
+
+/// Page ranges under way at the source: given to a lane and not acknowledged.
+///
+/// Formula: 24 bytes each, so 6 MiB; 256 Ki ranges of a whole chunk each are
+/// 128 GiB under way, and in the worst case of single scattered pages 1 GiB,
+/// more than any path holds (100 Gbit/s over 80 ms).
+/// Drawback: a destination that does not acknowledge stops the source there.
+/// Alternative: none needed; that destination has stalled.
+pub const MAX_IN_FLIGHT_RANGES: usize = 256 * 1024;
+
+/// Sets of chunk numbers in one acknowledgement.
+///
+/// Chunks of one lane are acknowledged nearly in order, so the sets of a
+/// batch are as many as there are lanes; 4096 leaves room for a new control
+/// lane that repeats all of them.
+pub const MAX_ACK_SETS: usize = 4096;
+
+/// Addresses that a destination names for lanes.
+pub const MAX_ENDPOINTS: usize = 16;
+
+/// Bytes of one such address: a DNS name of 253, or an IPv6 address with a
+/// scope of 15, and the port.
+pub const MAX_ENDPOINT_BYTES: usize = 272;
+
+/// Bytes of a text for people that goes with a fault.
+pub const MAX_TEXT_BYTES: usize = 1024;
+
+/// Bytes of one region: the physical addresses of x86-64 end here.
+pub const MAX_REGION_BYTES: u64 = 1 << 52;
+
+/// Bytes of all regions together; no VM has more than it can address.
+///
+/// A destination still compares the sum with what it is prepared to give
+/// before it allocates anything in proportion to it.
+pub const MAX_MEMORY_BYTES: u64 = 1 << 52;
+
+/// Bytes of a session's identity.
+pub const SESSION_ID_BYTES: usize = 16;
+
+/// Bytes of the secret under which lanes prove that they belong to a session:
+/// as many as the output of the hash of its HMAC (RFC 2104 section 3).
+pub const SESSION_SECRET_BYTES: usize = 32;
+
+/// Bytes of a lane's proof: a whole HMAC-SHA-256 (RFC 6234).
+pub const LANE_MAC_BYTES: usize = 32;
+
+/// Bytes of the digest that compares memory when verification was negotiated.
+pub const DIGEST_BYTES: usize = 16;
+
+/// Bytes after the prelude of an opening message.
+///
+/// The peer is hardly known yet, so this is what it may make us buffer.
+pub const MAX_OPENING_BODY_BYTES: usize = 4096;
+
+/// Bytes left in the largest control bodies for extension fields of later
+/// versions.
+pub const EXTENSION_ROOM_BYTES: usize = 4096;
+
+// A 32-bit number from the wire, once bounded, indexes memory without loss.
+const _: () = assert!(usize::BITS >= 32);
+const _: () = assert!(PAGE_BYTES.is_power_of_two());
+const _: () = assert!(MAX_REGION_BYTES.is_multiple_of(PAGE_BYTES));
+const _: () = assert!(MAX_REGION_BYTES <= MAX_MEMORY_BYTES);
+// The end of any page, counted in bytes, is far from overflowing.
+const _: () = assert!(MAX_MEMORY_BYTES <= u64::MAX / 2);
+const _: () = assert!(24 + MAX_RANGES_PER_CHUNK * 24 <= MAX_CHUNK_HEADER_BYTES);
+const _: () = assert!(MAX_CHUNK_HEADER_BYTES <= 16 * 1024);
+const _: () = assert!(MAX_RANGES_PER_CHUNK < MAX_IN_FLIGHT_RANGES);
+const _: () = assert!((MAX_CHUNK_PAYLOAD_BYTES as u64).is_multiple_of(PAGE_BYTES));
+const _: () = assert!(CHUNK_PAGES * PAGE_BYTES <= MAX_CHUNK_PAYLOAD_BYTES as u64);
+// A chunk of scattered raw pages is full before its list of ranges is.
+const _: () = assert!(MAX_CHUNK_PAYLOAD_BYTES as u64 / PAGE_BYTES <= MAX_RANGES_PER_CHUNK as u64);
+// The largest describe: fixed part, name, description, regions with names.
+const _: () = assert!(
+    64 + MAX_NAME_BYTES + MAX_DESCRIPTION_BYTES + MAX_REGIONS * (32 + MAX_NAME_BYTES)
+        <= MAX_CONTROL_BODY_BYTES - EXTENSION_ROOM_BYTES
+);
+const _: () = assert!(32 + MAX_NAME_BYTES <= EXTENSION_ROOM_BYTES);
+const _: () = assert!(MAX_SECTION_BYTES <= MAX_STATE_BYTES);
+const _: () = assert!(8 + MAX_ACK_SETS * 12 <= MAX_CONTROL_BODY_BYTES - EXTENSION_ROOM_BYTES);
+const _: () = assert!(
+    64 + MAX_ENDPOINTS * (2 + MAX_ENDPOINT_BYTES) <= MAX_CONTROL_BODY_BYTES - EXTENSION_ROOM_BYTES
+);
+const _: () = assert!(8 + MAX_TEXT_BYTES <= MAX_OPENING_BODY_BYTES / 2);
+const _: () = assert!(MAX_OPENING_BODY_BYTES <= u16::MAX as usize);
+// Counts and short lengths are 16 bits on the wire.
+const _: () = assert!(MAX_REGIONS <= u16::MAX as usize);
+const _: () = assert!(MAX_RANGES_PER_CHUNK <= u16::MAX as usize);
+const _: () = assert!(MAX_ACK_SETS <= u16::MAX as usize);
+const _: () = assert!(MAX_NAME_BYTES <= u16::MAX as usize);
+const _: () = assert!(MAX_ENDPOINT_BYTES <= u16::MAX as usize);
+const _: () = assert!(MAX_TEXT_BYTES <= u16::MAX as usize);

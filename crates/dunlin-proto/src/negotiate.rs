@@ -1,0 +1,340 @@
+//! How a connection opens: what both sides speak, and which session a lane
+//! belongs to.
+//!
+//! ```text
+//!  control lane                       data lane
+//!  source            destination      source            destination
+//!    │ offer ───────────▶ │             │ lane open ───────▶ │
+//!    │ ◀─── select/refuse │             │ frames ──────────▶ │
+//!    │ control messages ▶ │                (refused on the control lane)
+//! ```
+//!
+//! Every opening message starts with a prelude of 16 bytes that any release
+//! can read for ever: it tells the versions without the body being decoded.
+//! The fixed parts of *offer*, *select* and *refuse* never change either, or
+//! an old destination could not choose an old version from a new source's
+//! offer; later releases add extension fields to them.
+
+mod lane;
+mod terms;
+
+use thiserror::Error;
+
+pub use lane::{LANE_MAC_INPUT_BYTES, LANE_OPEN_BYTES, LaneOpen, SessionSecret, lane_mac_input};
+pub use terms::{Features, LaneSecurity, NotOffered, Supported, VERSIONS, VersionRange, select};
+
+use crate::fault::FaultCode;
+use crate::limits::{MAX_OPENING_BODY_BYTES, MAX_TEXT_BYTES, SESSION_ID_BYTES};
+use crate::wire::{
+    DecodeError, DecodeReason, EncodeError, Reader, Writer, bad_value, bounded, wide, within,
+};
+
+/// Bytes of the prelude.
+pub const PRELUDE_BYTES: usize = 16;
+
+/// The first eight bytes of every connection. The line end shows a transfer
+/// that rewrites text, and makes a server for a line protocol answer at once.
+pub const MAGIC: [u8; 8] = *b"DUNLIN\r\n";
+
+/// Identifies one migration of one VM: random, chosen by the source.
+pub type SessionId = [u8; SESSION_ID_BYTES];
+
+/// What an opening message is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OpeningKind {
+    /// The source's [`Offer`].
+    Offer,
+    /// The destination's [`Selection`].
+    Select,
+    /// The destination's [`Refusal`].
+    Refuse,
+    /// A data lane's [`LaneOpen`].
+    Lane,
+}
+
+impl OpeningKind {
+    fn to_wire(self) -> u16 {
+        match self {
+            Self::Offer => 1,
+            Self::Select => 2,
+            Self::Refuse => 3,
+            Self::Lane => 4,
+        }
+    }
+}
+
+/// The first 16 bytes of an opening message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Prelude {
+    /// What follows.
+    pub kind: OpeningKind,
+    /// Offer: what the source speaks. Refuse: what the destination speaks.
+    /// Select and lane open: the one version that was selected.
+    pub versions: VersionRange,
+    /// Bytes that follow, at most [`MAX_OPENING_BODY_BYTES`].
+    pub body_bytes: usize,
+}
+
+impl Prelude {
+    /// Reads a prelude. Versions that this release does not speak are no
+    /// error: [`select`] answers them in words.
+    ///
+    /// # Errors
+    /// Not Dunlin, an unknown kind, an empty range of versions, or a body over
+    /// the limit.
+    pub fn decode(bytes: &[u8; PRELUDE_BYTES]) -> Result<Self, DecodeError> {
+        let mut reader = Reader::new(bytes);
+        if reader.array::<8>("magic")? != MAGIC {
+            return Err(DecodeError {
+                what: "magic",
+                why: DecodeReason::Inconsistent("the peer does not speak Dunlin's protocol"),
+                offset: 0,
+            });
+        }
+        let offset = reader.offset();
+        let kind = match reader.u16("opening kind")? {
+            1 => OpeningKind::Offer,
+            2 => OpeningKind::Select,
+            3 => OpeningKind::Refuse,
+            4 => OpeningKind::Lane,
+            value => return Err(bad_value("opening kind", u64::from(value), offset)),
+        };
+        let offset = reader.offset();
+        let versions = VersionRange {
+            min: reader.u16("oldest version")?,
+            max: reader.u16("newest version")?,
+        };
+        let one_version = matches!(kind, OpeningKind::Select | OpeningKind::Lane);
+        if versions.min == 0
+            || versions.min > versions.max
+            || (one_version && versions.min != versions.max)
+        {
+            return Err(DecodeError {
+                what: "versions",
+                why: DecodeReason::Inconsistent("this is no range of versions"),
+                offset,
+            });
+        }
+        let offset = reader.offset();
+        let body_bytes = usize::from(reader.u16("body length")?);
+        within(
+            "body length",
+            wide(body_bytes),
+            wide(MAX_OPENING_BODY_BYTES),
+            offset,
+        )?;
+        Ok(Self {
+            kind,
+            versions,
+            body_bytes,
+        })
+    }
+
+    /// A reader over the body, once it is known to be the one announced.
+    fn body<'a>(&self, body: &'a [u8]) -> Result<Reader<'a>, DecodeError> {
+        let mut whole = Reader::new(body);
+        let announced = Reader::new(whole.bytes("body", self.body_bytes)?);
+        whole.finish("body")?;
+        Ok(announced)
+    }
+}
+
+/// Appends a prelude and the body that `write` makes.
+fn append_opening(
+    out: &mut Vec<u8>,
+    kind: OpeningKind,
+    versions: VersionRange,
+    write: impl FnOnce(&mut Writer<'_>) -> Result<(), EncodeError>,
+) -> Result<(), EncodeError> {
+    if versions.min == 0 || versions.min > versions.max {
+        return Err(EncodeError::Invalid {
+            what: "versions",
+            why: "this is no range of versions",
+        });
+    }
+    Writer::append(out, |writer| {
+        writer.bytes(&MAGIC);
+        writer.u16(kind.to_wire());
+        writer.u16(versions.min);
+        writer.u16(versions.max);
+        let length_at = writer.position();
+        writer.u16(0);
+        let body_at = writer.position();
+        write(writer)?;
+        let body_bytes = writer.position() - body_at;
+        let length: u16 = bounded("body length", body_bytes, MAX_OPENING_BODY_BYTES)?;
+        writer.patch(length_at, &length.to_le_bytes());
+        Ok(())
+    })
+}
+
+/// An opening message, whichever it is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Opening {
+    /// See [`Offer`].
+    Offer(Offer),
+    /// See [`Selection`].
+    Select(Selection),
+    /// See [`Refusal`]; the versions are what the refusing side speaks.
+    Refuse(VersionRange, Refusal),
+    /// See [`LaneOpen`].
+    Lane(LaneOpen),
+}
+
+impl Opening {
+    /// Reads the body that follows `prelude`.
+    ///
+    /// # Errors
+    /// [`DecodeError`]; a body that is not exactly as long as announced is
+    /// one.
+    pub fn decode(prelude: &Prelude, body: &[u8]) -> Result<Self, DecodeError> {
+        let reader = prelude.body(body)?;
+        match prelude.kind {
+            OpeningKind::Offer => Offer::decode(prelude.versions, reader).map(Self::Offer),
+            OpeningKind::Select => Selection::decode(prelude.versions, reader).map(Self::Select),
+            OpeningKind::Refuse => {
+                Refusal::decode(reader).map(|refusal| Self::Refuse(prelude.versions, refusal))
+            }
+            OpeningKind::Lane => LaneOpen::decode(prelude.versions, reader).map(Self::Lane),
+        }
+    }
+
+    /// Appends the message with its prelude.
+    ///
+    /// # Errors
+    /// A text over its limit, or an empty range of versions; `out` is then
+    /// unchanged.
+    pub fn encode(&self, out: &mut Vec<u8>) -> Result<(), EncodeError> {
+        match self {
+            Self::Offer(offer) => offer.encode(out),
+            Self::Select(selection) => selection.encode(out),
+            Self::Refuse(versions, refusal) => refusal.encode(*versions, out),
+            Self::Lane(lane) => lane.encode(out),
+        }
+    }
+}
+
+/// The source's first words on the control lane.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Offer {
+    /// What the source speaks.
+    pub versions: VersionRange,
+    /// What it can do and may be left out.
+    pub optional: Features,
+    /// What it insists on.
+    pub required: Features,
+    /// What it wants on the data lanes.
+    pub security: LaneSecurity,
+    /// The session.
+    pub session: SessionId,
+    /// The attempt to migrate in this session, counted from 1.
+    pub attempt: u32,
+    /// The control lane of this attempt, counted from 1. A higher one replaces
+    /// those before it.
+    pub epoch: u32,
+}
+
+impl Offer {
+    fn decode(versions: VersionRange, mut reader: Reader<'_>) -> Result<Self, DecodeError> {
+        let offer = Self {
+            versions,
+            optional: Features::from_bits(reader.u64("optional features")?),
+            required: Features::from_bits(reader.u64("required features")?),
+            session: reader.array("session")?,
+            attempt: reader.u32("attempt")?,
+            epoch: reader.u32("epoch")?,
+            security: LaneSecurity::decode(&mut reader)?,
+        };
+        reader.fields(|_, _| Ok(false))?;
+        Ok(offer)
+    }
+
+    /// Appends the offer with its prelude.
+    ///
+    /// # Errors
+    /// An empty range of versions; `out` is then unchanged.
+    pub fn encode(&self, out: &mut Vec<u8>) -> Result<(), EncodeError> {
+        append_opening(out, OpeningKind::Offer, self.versions, |writer| {
+            writer.u64(self.optional.bits());
+            writer.u64(self.required.bits());
+            writer.bytes(&self.session);
+            writer.u32(self.attempt);
+            writer.u32(self.epoch);
+            writer.u8(self.security.to_wire());
+            Ok(())
+        })
+    }
+}
+
+/// What the destination chose from an offer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Selection {
+    /// The version that both speak from here on.
+    pub version: u16,
+    /// The features that both use.
+    pub features: Features,
+    /// What protects the data lanes.
+    pub security: LaneSecurity,
+}
+
+impl Selection {
+    fn decode(versions: VersionRange, mut reader: Reader<'_>) -> Result<Self, DecodeError> {
+        let selection = Self {
+            version: versions.min,
+            features: Features::from_bits(reader.u64("features")?),
+            security: LaneSecurity::decode(&mut reader)?,
+        };
+        reader.fields(|_, _| Ok(false))?;
+        Ok(selection)
+    }
+
+    /// Appends the selection with its prelude.
+    ///
+    /// # Errors
+    /// Version 0; `out` is then unchanged.
+    pub fn encode(&self, out: &mut Vec<u8>) -> Result<(), EncodeError> {
+        let versions = VersionRange::only(self.version);
+        append_opening(out, OpeningKind::Select, versions, |writer| {
+            writer.u64(self.features.bits());
+            writer.u8(self.security.to_wire());
+            Ok(())
+        })
+    }
+}
+
+/// Why the destination will not talk.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[error("{fault}: {text}")]
+pub struct Refusal {
+    /// The reason as a code.
+    pub fault: FaultCode,
+    /// The reason in words for the operator, at most [`MAX_TEXT_BYTES`].
+    pub text: String,
+}
+
+impl Refusal {
+    fn decode(mut reader: Reader<'_>) -> Result<Self, DecodeError> {
+        let refusal = Self {
+            fault: FaultCode::from_wire(reader.u16("fault")?),
+            text: reader.text("text", MAX_TEXT_BYTES)?.to_owned(),
+        };
+        reader.fields(|_, _| Ok(false))?;
+        Ok(refusal)
+    }
+
+    /// Appends the refusal with its prelude; `versions` are what this side
+    /// speaks.
+    ///
+    /// # Errors
+    /// The text is over its limit, or the range of versions is empty; `out`
+    /// is then unchanged.
+    pub fn encode(&self, versions: VersionRange, out: &mut Vec<u8>) -> Result<(), EncodeError> {
+        append_opening(out, OpeningKind::Refuse, versions, |writer| {
+            writer.u16(self.fault.to_wire());
+            writer.text("text", &self.text, MAX_TEXT_BYTES)
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests;

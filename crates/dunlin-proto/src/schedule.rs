@@ -1,0 +1,507 @@
+//! Cutting chunks from the pages that are waiting, and giving them to lanes.
+//!
+//! Nothing is queued for a whole pass: a chunk is cut from the bitmap at the
+//! moment a lane asks, so a slow lane holds one chunk and a fast one takes
+//! the rest. What a lane has been given and the destination has not
+//! acknowledged is kept as ranges, not as bytes: guest memory itself is the
+//! retransmit buffer.
+//!
+//! Order of calls: [`Schedule::new`], [`Schedule::open_lane`] for each lane;
+//! then, in turn, [`Schedule::mark_dirty`] and [`Schedule::begin_iteration`],
+//! while the lanes' threads call [`Schedule::next`] and the control thread
+//! [`Schedule::acknowledge`]; at last [`Schedule::finish`]. A lane that is
+//! lost goes through [`Schedule::lose_lane`].
+//!
+//! ```text
+//! lane:   Chunk* Mark(1)  Chunk* Mark(2)  …  Chunk* Mark(n)  End
+//! ```
+//! A lane may be in iteration 3 while another is still in 2: the marks keep
+//! them apart at the destination ([`crate::marks`]).
+
+use std::collections::{BTreeMap, VecDeque};
+
+use thiserror::Error;
+
+use crate::bitmap::{PageBitmap, Run};
+use crate::limits::{CHUNK_PAGES, MAX_IN_FLIGHT_RANGES, MAX_RANGES_PER_CHUNK};
+
+/// Pages of one region that lie side by side.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PageRange {
+    /// The region's identifier in the region table.
+    pub region: u16,
+    /// Which pages of it.
+    pub run: Run,
+}
+
+/// What a lane sends next. The lane's thread owns one and hands it in again,
+/// so that no chunk costs an allocation.
+#[derive(Debug, Default)]
+pub struct ChunkPlan {
+    /// The chunk's number, never used twice in a session.
+    pub number: u64,
+    /// The iteration to which the chunk belongs, counted from 1.
+    pub iteration: u32,
+    /// The pages, in the order of the region table.
+    pub ranges: Vec<PageRange>,
+    /// How many pages the ranges hold together.
+    pub pages: u64,
+}
+
+/// The answer to a lane that asks for work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Work {
+    /// The plan has been filled.
+    Chunk,
+    /// Send the mark that ends this iteration.
+    Mark(u32),
+    /// Nothing more will come: send *end* with the number of chunks that
+    /// this lane has carried, and close.
+    End {
+        /// Chunks that this lane has carried.
+        chunks: u64,
+    },
+    /// Nothing to do now; ask again when something has changed.
+    Wait,
+}
+
+/// An acknowledgement that cannot be right. The peer is at fault.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[error(
+    "the destination acknowledged chunks {first} to {last}, of which {first_unknown} was never sent: the destination does not keep the protocol"
+)]
+pub struct UnknownChunk {
+    /// First chunk of the acknowledged set.
+    pub first: u64,
+    /// Last chunk of the acknowledged set.
+    pub last: u64,
+    /// The chunk that has not been cut yet.
+    pub first_unknown: u64,
+}
+
+#[derive(Debug)]
+struct RegionWork {
+    id: u16,
+    pending: PageBitmap,
+}
+
+#[derive(Debug)]
+struct LaneWork {
+    iteration: u32,
+    chunks: u64,
+    ended: bool,
+}
+
+#[derive(Debug)]
+struct InFlight {
+    number: u64,
+    lane: u16,
+    acknowledged: bool,
+    pages: u64,
+    ranges: Vec<PageRange>,
+}
+
+/// The pending pages, the lanes and what is under way on them.
+#[derive(Debug)]
+pub struct Schedule {
+    regions: Vec<RegionWork>,
+    cursor: (usize, u64),
+    iteration: u32,
+    finishing: bool,
+    next_chunk: u64,
+    lanes: BTreeMap<u16, LaneWork>,
+    in_flight: VecDeque<InFlight>,
+    in_flight_ranges: usize,
+    in_flight_pages: u64,
+    spare: Vec<Vec<PageRange>>,
+}
+
+impl Schedule {
+    /// A schedule over regions given as (identifier, pages), in the order in
+    /// which they shall be sent. Nothing is pending.
+    #[must_use]
+    pub fn new(regions: impl IntoIterator<Item = (u16, u64)>) -> Self {
+        Self {
+            regions: regions
+                .into_iter()
+                .map(|(id, pages)| RegionWork {
+                    id,
+                    pending: PageBitmap::new(pages),
+                })
+                .collect(),
+            cursor: (0, 0),
+            iteration: 0,
+            finishing: false,
+            next_chunk: 0,
+            lanes: BTreeMap::new(),
+            in_flight: VecDeque::new(),
+            in_flight_ranges: 0,
+            in_flight_pages: 0,
+            spare: Vec::new(),
+        }
+    }
+
+    /// Pages that have not been given to a lane.
+    #[must_use]
+    pub fn pending_pages(&self) -> u64 {
+        self.regions.iter().map(|r| r.pending.count()).sum()
+    }
+
+    /// Pages given to a lane and not acknowledged.
+    #[must_use]
+    pub fn in_flight_pages(&self) -> u64 {
+        self.in_flight_pages
+    }
+
+    /// The iteration that is being cut, counted from 1; 0 before the first.
+    #[must_use]
+    pub fn iteration(&self) -> u32 {
+        self.iteration
+    }
+
+    /// How many chunks have been cut: the number that the next one will bear.
+    #[must_use]
+    pub fn chunks(&self) -> u64 {
+        self.next_chunk
+    }
+
+    /// Whether every lane has been given its *end*.
+    #[must_use]
+    pub fn ended(&self) -> bool {
+        self.finishing && self.lanes.values().all(|lane| lane.ended)
+    }
+
+    /// Adds a lane. It takes part from the next iteration to begin on.
+    pub fn open_lane(&mut self, lane: u16) {
+        self.lanes.insert(
+            lane,
+            LaneWork {
+                iteration: self.iteration.max(1),
+                chunks: 0,
+                ended: false,
+            },
+        );
+    }
+
+    /// Marks a run of pages of region number `index` (its place in the list
+    /// given to [`Schedule::new`]) as waiting.
+    pub fn mark_run(&mut self, index: usize, run: Run) {
+        if let Some(region) = self.regions.get_mut(index) {
+            region.pending.insert(run);
+        }
+    }
+
+    /// Adds a dirty log's bitmap for region number `index`. Returns how many
+    /// pages the log named.
+    pub fn mark_dirty(&mut self, index: usize, log: &[u64]) -> u64 {
+        self.regions
+            .get_mut(index)
+            .map_or(0, |region| region.pending.union(log))
+    }
+
+    /// The pages that wait now are the next iteration's. Lanes still busy
+    /// with the one before go on with it.
+    pub fn begin_iteration(&mut self) {
+        self.iteration += 1;
+        self.cursor = (0, 0);
+    }
+
+    /// No iteration comes after this one: when its pages are gone, each lane
+    /// is given its last mark and its *end*.
+    pub fn finish(&mut self) {
+        self.finishing = true;
+    }
+
+    /// What `lane` shall do now. A chunk is put into `plan`.
+    pub fn next(&mut self, lane: u16, plan: &mut ChunkPlan) -> Work {
+        let Some(state) = self.lanes.get_mut(&lane) else {
+            return Work::Wait;
+        };
+        if self.iteration > state.iteration {
+            let passed = state.iteration;
+            state.iteration += 1;
+            return Work::Mark(passed);
+        }
+        if self.iteration == 0 || state.ended || state.iteration > self.iteration && !self.finishing
+        {
+            return Work::Wait;
+        }
+        if state.iteration > self.iteration {
+            state.ended = true;
+            return Work::End {
+                chunks: state.chunks,
+            };
+        }
+        if self.in_flight_ranges >= MAX_IN_FLIGHT_RANGES {
+            return Work::Wait;
+        }
+        if self.cut(plan) {
+            self.record(lane, plan);
+            return Work::Chunk;
+        }
+        if self.finishing {
+            if let Some(state) = self.lanes.get_mut(&lane) {
+                state.iteration += 1;
+            }
+            return Work::Mark(self.iteration);
+        }
+        Work::Wait
+    }
+
+    /// The destination has written chunks `first` to `first + count - 1`.
+    /// Naming a chunk twice does no harm. Returns the pages that this
+    /// acknowledged for the first time.
+    ///
+    /// # Errors
+    /// A chunk that has not been cut yet is named.
+    pub fn acknowledge(&mut self, first: u64, count: u64) -> Result<u64, UnknownChunk> {
+        let end = first.saturating_add(count);
+        if end > self.next_chunk {
+            return Err(UnknownChunk {
+                first,
+                last: end.saturating_sub(1),
+                first_unknown: first.max(self.next_chunk),
+            });
+        }
+        let from = self.in_flight.partition_point(|chunk| chunk.number < first);
+        let mut pages = 0;
+        for chunk in self.in_flight.range_mut(from..) {
+            if chunk.number >= end {
+                break;
+            }
+            if !chunk.acknowledged {
+                chunk.acknowledged = true;
+                pages += chunk.pages;
+                self.in_flight_ranges -= chunk.ranges.len();
+                let mut ranges = std::mem::take(&mut chunk.ranges);
+                ranges.clear();
+                self.spare.push(ranges);
+            }
+        }
+        self.in_flight_pages -= pages;
+        while self.in_flight.front().is_some_and(|c| c.acknowledged) {
+            self.in_flight.pop_front();
+        }
+        Ok(pages)
+    }
+
+    /// `lane` is lost and fenced: what it was given and the destination has
+    /// not acknowledged waits again. Returns how many pages that is.
+    pub fn lose_lane(&mut self, lane: u16) -> u64 {
+        self.lanes.remove(&lane);
+        let mut pages = 0;
+        for chunk in &mut self.in_flight {
+            if chunk.lane != lane || chunk.acknowledged {
+                continue;
+            }
+            chunk.acknowledged = true;
+            pages += chunk.pages;
+            self.in_flight_ranges -= chunk.ranges.len();
+            for range in chunk.ranges.drain(..) {
+                if let Some(region) = self.regions.iter_mut().find(|r| r.id == range.region) {
+                    region.pending.insert(range.run);
+                }
+            }
+        }
+        self.in_flight_pages -= pages;
+        while self.in_flight.front().is_some_and(|c| c.acknowledged) {
+            self.in_flight.pop_front();
+        }
+        self.cursor = (0, 0);
+        pages
+    }
+
+    fn cut(&mut self, plan: &mut ChunkPlan) -> bool {
+        plan.ranges.clear();
+        plan.pages = 0;
+        while let Some(region) = self.regions.get_mut(self.cursor.0) {
+            let room = CHUNK_PAGES - plan.pages;
+            match region.pending.take_run(self.cursor.1, room) {
+                Some(run) => {
+                    self.cursor.1 = run.first + run.count;
+                    plan.pages += run.count;
+                    plan.ranges.push(PageRange {
+                        region: region.id,
+                        run,
+                    });
+                    if plan.pages >= CHUNK_PAGES || plan.ranges.len() >= MAX_RANGES_PER_CHUNK {
+                        break;
+                    }
+                }
+                None => self.cursor = (self.cursor.0 + 1, 0),
+            }
+        }
+        plan.iteration = self.iteration;
+        plan.number = self.next_chunk;
+        !plan.ranges.is_empty()
+    }
+
+    fn record(&mut self, lane: u16, plan: &ChunkPlan) {
+        let mut ranges = self.spare.pop().unwrap_or_default();
+        ranges.extend_from_slice(&plan.ranges);
+        self.in_flight_ranges += ranges.len();
+        self.in_flight_pages += plan.pages;
+        self.in_flight.push_back(InFlight {
+            number: plan.number,
+            lane,
+            acknowledged: false,
+            pages: plan.pages,
+            ranges,
+        });
+        self.next_chunk += 1;
+        if let Some(state) = self.lanes.get_mut(&lane) {
+            state.chunks += 1;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    fn run(first: u64, count: u64) -> Run {
+        Run { first, count }
+    }
+
+    fn schedule(pages: u64, lanes: u16) -> Schedule {
+        let mut schedule = Schedule::new([(7, pages)]);
+        for lane in 1..=lanes {
+            schedule.open_lane(lane);
+        }
+        schedule
+    }
+
+    /// Asks for `lane` until it has to wait; returns what it was given.
+    fn drain(schedule: &mut Schedule, lane: u16) -> (u64, Vec<Work>) {
+        let mut plan = ChunkPlan::default();
+        let mut pages = 0;
+        let mut works = Vec::new();
+        loop {
+            let work = schedule.next(lane, &mut plan);
+            match work {
+                Work::Wait => return (pages, works),
+                Work::Chunk => pages += plan.pages,
+                Work::End { .. } => {
+                    works.push(work);
+                    return (pages, works);
+                }
+                Work::Mark(_) => {}
+            }
+            works.push(work);
+        }
+    }
+
+    #[test]
+    fn a_lane_sends_chunks_then_mark_then_end() {
+        let mut schedule = schedule(CHUNK_PAGES + 1, 1);
+        schedule.mark_run(0, run(0, CHUNK_PAGES + 1));
+        schedule.begin_iteration();
+        schedule.finish();
+        let (pages, works) = drain(&mut schedule, 1);
+        assert_eq!(pages, CHUNK_PAGES + 1);
+        assert_eq!(
+            works,
+            [
+                Work::Chunk,
+                Work::Chunk,
+                Work::Mark(1),
+                Work::End { chunks: 2 }
+            ]
+        );
+        assert!(schedule.ended());
+    }
+
+    #[test]
+    fn i4_a_lane_marks_the_old_iteration_before_its_first_chunk_of_the_new() {
+        let mut schedule = schedule(4 * CHUNK_PAGES, 2);
+        schedule.mark_run(0, run(0, 2 * CHUNK_PAGES));
+        schedule.begin_iteration();
+        let mut plan = ChunkPlan::default();
+        assert_eq!(schedule.next(1, &mut plan), Work::Chunk);
+        assert_eq!(schedule.next(2, &mut plan), Work::Chunk);
+        assert_eq!(schedule.next(1, &mut plan), Work::Wait);
+        schedule.mark_run(0, run(0, 2 * CHUNK_PAGES));
+        schedule.begin_iteration();
+        assert_eq!(schedule.next(1, &mut plan), Work::Mark(1));
+        assert_eq!(schedule.next(1, &mut plan), Work::Chunk);
+        assert_eq!(plan.iteration, 2);
+        assert_eq!(schedule.next(2, &mut plan), Work::Mark(1));
+        assert_eq!(schedule.next(2, &mut plan), Work::Chunk);
+    }
+
+    #[test]
+    fn a_lane_idle_through_several_iterations_sends_each_mark() {
+        let mut schedule = schedule(CHUNK_PAGES, 2);
+        for _ in 0..3 {
+            schedule.mark_run(0, run(0, 1));
+            schedule.begin_iteration();
+            drain(&mut schedule, 1);
+        }
+        schedule.finish();
+        let (_, works) = drain(&mut schedule, 2);
+        assert_eq!(
+            works,
+            [
+                Work::Mark(1),
+                Work::Mark(2),
+                Work::Mark(3),
+                Work::End { chunks: 0 }
+            ]
+        );
+    }
+
+    #[test]
+    fn i5_a_lost_lanes_unacknowledged_pages_wait_again() {
+        let mut schedule = schedule(3 * CHUNK_PAGES, 2);
+        schedule.mark_run(0, run(0, 3 * CHUNK_PAGES));
+        schedule.begin_iteration();
+        let mut plan = ChunkPlan::default();
+        schedule.next(1, &mut plan);
+        schedule.next(1, &mut plan);
+        schedule.next(2, &mut plan);
+        assert_eq!(schedule.pending_pages(), 0);
+        assert_eq!(schedule.acknowledge(0, 1), Ok(CHUNK_PAGES));
+        assert_eq!(schedule.lose_lane(1), CHUNK_PAGES);
+        assert_eq!(schedule.pending_pages(), CHUNK_PAGES);
+        assert_eq!(schedule.next(2, &mut plan), Work::Chunk);
+        assert_eq!(plan.ranges[0].run, run(CHUNK_PAGES, CHUNK_PAGES));
+        assert_eq!(schedule.next(1, &mut plan), Work::Wait);
+    }
+
+    #[test]
+    fn acknowledging_twice_counts_once() {
+        let mut schedule = schedule(2 * CHUNK_PAGES, 1);
+        schedule.mark_run(0, run(0, 2 * CHUNK_PAGES));
+        schedule.begin_iteration();
+        drain(&mut schedule, 1);
+        assert_eq!(schedule.acknowledge(1, 1), Ok(CHUNK_PAGES));
+        assert_eq!(schedule.acknowledge(0, 2), Ok(CHUNK_PAGES));
+        assert_eq!(schedule.acknowledge(0, 2), Ok(0));
+        assert_eq!(schedule.in_flight_pages(), 0);
+    }
+
+    #[test]
+    fn i7_an_acknowledgement_of_a_chunk_never_sent_is_refused() {
+        let mut schedule = schedule(CHUNK_PAGES, 1);
+        assert!(schedule.acknowledge(0, 1).is_err());
+        assert!(schedule.acknowledge(u64::MAX, u64::MAX).is_err());
+    }
+
+    #[test]
+    fn i8_scattered_pages_in_flight_are_bounded() {
+        let pages = 4 * MAX_IN_FLIGHT_RANGES as u64;
+        let mut schedule = schedule(pages, 1);
+        let every_other: Vec<u64> = vec![0x5555_5555_5555_5555; (pages / 64) as usize];
+        schedule.mark_dirty(0, &every_other);
+        schedule.begin_iteration();
+        let mut plan = ChunkPlan::default();
+        while schedule.next(1, &mut plan) == Work::Chunk {}
+        assert!(schedule.pending_pages() > 0);
+        assert!(schedule.in_flight_ranges < MAX_IN_FLIGHT_RANGES + MAX_RANGES_PER_CHUNK);
+        let chunks = schedule.chunks();
+        schedule.acknowledge(0, chunks).unwrap();
+        assert_eq!(schedule.next(1, &mut plan), Work::Chunk);
+    }
+}

@@ -1,0 +1,451 @@
+//! Reading and writing bounded little-endian bytes: what every codec here is
+//! made of.
+//!
+//! Fields stand one after another without padding. A text or list is preceded
+//! by a 16-bit, a run of opaque bytes by a 32-bit count, and each count is
+//! compared with the field's limit *and* with the bytes that are there before
+//! anything is allocated (I7). After a message's fixed part come extension
+//! fields, by which later releases add to a message without a new version:
+//!
+//! | bytes | field |
+//! | --- | --- |
+//! | 2 | tag; tags ascend strictly within a message |
+//! | 2 | flags: bit 0 required; the others zero |
+//! | 4 | length of the value |
+//! | length | value |
+//!
+//! An unknown optional field is skipped, an unknown required one refuses the
+//! message.
+
+mod error;
+
+pub use error::{DecodeError, DecodeReason, EncodeError};
+
+/// Lossless where a `usize` has at most 64 bits, which is everywhere Rust runs.
+pub(crate) const fn wide(length: usize) -> u64 {
+    length as u64
+}
+
+/// Lossless: [`crate::limits`] asserts that a `usize` has at least 32 bits.
+pub(crate) const fn index(value: u32) -> usize {
+    value as usize
+}
+
+/// Takes fields off the front of a slice.
+///
+/// Every method names the field, for the error, and none allocates.
+#[derive(Clone, Debug)]
+pub struct Reader<'a> {
+    rest: &'a [u8],
+    offset: usize,
+}
+
+impl<'a> Reader<'a> {
+    /// A reader over all of `bytes`.
+    pub fn new(bytes: &'a [u8]) -> Self {
+        Self {
+            rest: bytes,
+            offset: 0,
+        }
+    }
+
+    /// Bytes taken so far, which is where the next field starts.
+    pub fn offset(&self) -> usize {
+        self.offset
+    }
+
+    /// Bytes that are left.
+    pub fn left(&self) -> usize {
+        self.rest.len()
+    }
+
+    /// The next `length` bytes.
+    ///
+    /// # Errors
+    /// [`DecodeReason::Truncated`].
+    pub fn bytes(&mut self, what: &'static str, length: usize) -> Result<&'a [u8], DecodeError> {
+        let Some((taken, rest)) = self.rest.split_at_checked(length) else {
+            let why = DecodeReason::Truncated {
+                needed: wide(length),
+                left: wide(self.rest.len()),
+            };
+            return Err(self.refuse(what, why));
+        };
+        self.rest = rest;
+        self.offset += length;
+        Ok(taken)
+    }
+
+    /// The next `N` bytes.
+    ///
+    /// # Errors
+    /// [`DecodeReason::Truncated`].
+    pub fn array<const N: usize>(&mut self, what: &'static str) -> Result<[u8; N], DecodeError> {
+        let mut array = [0; N];
+        array.copy_from_slice(self.bytes(what, N)?);
+        Ok(array)
+    }
+
+    /// One byte.
+    ///
+    /// # Errors
+    /// [`DecodeReason::Truncated`].
+    pub fn u8(&mut self, what: &'static str) -> Result<u8, DecodeError> {
+        self.array(what).map(u8::from_le_bytes)
+    }
+
+    /// Two bytes, little-endian.
+    ///
+    /// # Errors
+    /// [`DecodeReason::Truncated`].
+    pub fn u16(&mut self, what: &'static str) -> Result<u16, DecodeError> {
+        self.array(what).map(u16::from_le_bytes)
+    }
+
+    /// Four bytes, little-endian.
+    ///
+    /// # Errors
+    /// [`DecodeReason::Truncated`].
+    pub fn u32(&mut self, what: &'static str) -> Result<u32, DecodeError> {
+        self.array(what).map(u32::from_le_bytes)
+    }
+
+    /// Eight bytes, little-endian.
+    ///
+    /// # Errors
+    /// [`DecodeReason::Truncated`].
+    pub fn u64(&mut self, what: &'static str) -> Result<u64, DecodeError> {
+        self.array(what).map(u64::from_le_bytes)
+    }
+
+    /// One byte, 0 or 1.
+    ///
+    /// # Errors
+    /// [`DecodeReason::Truncated`] or [`DecodeReason::BadValue`].
+    pub fn flag(&mut self, what: &'static str) -> Result<bool, DecodeError> {
+        let offset = self.offset;
+        match self.u8(what)? {
+            0 => Ok(false),
+            1 => Ok(true),
+            value => Err(bad_value(what, u64::from(value), offset)),
+        }
+    }
+
+    /// A number that must be zero in this version, `N` bytes of it.
+    ///
+    /// # Errors
+    /// [`DecodeReason::Truncated`] or [`DecodeReason::Unsupported`].
+    pub fn reserved<const N: usize>(&mut self, what: &'static str) -> Result<(), DecodeError> {
+        let offset = self.offset;
+        let first_set = self.array::<N>(what)?.into_iter().find(|byte| *byte != 0);
+        first_set.map_or(Ok(()), |byte| {
+            Err(DecodeError {
+                what,
+                why: DecodeReason::Unsupported {
+                    value: u64::from(byte),
+                },
+                offset,
+            })
+        })
+    }
+
+    /// Opaque bytes behind a 32-bit length of at most `limit`.
+    ///
+    /// # Errors
+    /// [`DecodeReason::Truncated`] or [`DecodeReason::OverLimit`].
+    pub fn blob(&mut self, what: &'static str, limit: usize) -> Result<&'a [u8], DecodeError> {
+        let offset = self.offset;
+        let length = index(self.u32(what)?);
+        within(what, wide(length), wide(limit), offset)?;
+        self.bytes(what, length)
+    }
+
+    /// UTF-8 behind a 16-bit length of at most `limit` bytes.
+    ///
+    /// The text is the peer's: escape it before it reaches a terminal.
+    ///
+    /// # Errors
+    /// [`DecodeReason::Truncated`], [`DecodeReason::OverLimit`] or
+    /// [`DecodeReason::BadText`].
+    pub fn text(&mut self, what: &'static str, limit: usize) -> Result<&'a str, DecodeError> {
+        let offset = self.offset;
+        let length = usize::from(self.u16(what)?);
+        within(what, wide(length), wide(limit), offset)?;
+        std::str::from_utf8(self.bytes(what, length)?).map_err(|_| DecodeError {
+            what,
+            why: DecodeReason::BadText,
+            offset,
+        })
+    }
+
+    /// A 16-bit count of items, at most `limit`, of at least `item_bytes` each,
+    /// all of which are there: so the count may size an allocation.
+    ///
+    /// # Errors
+    /// [`DecodeReason::Truncated`] or [`DecodeReason::OverLimit`].
+    pub fn count(
+        &mut self,
+        what: &'static str,
+        limit: usize,
+        item_bytes: usize,
+    ) -> Result<usize, DecodeError> {
+        let offset = self.offset;
+        let count = usize::from(self.u16(what)?);
+        within(what, wide(count), wide(limit), offset)?;
+        let needed = count * item_bytes;
+        if needed > self.rest.len() {
+            let why = DecodeReason::Truncated {
+                needed: wide(needed),
+                left: wide(self.rest.len()),
+            };
+            return Err(self.refuse(what, why));
+        }
+        Ok(count)
+    }
+
+    /// Reads the extension fields up to the end of the bytes.
+    ///
+    /// `known` gets each field's tag and a reader over its value alone. It
+    /// answers whether it knows the tag, and if so takes the whole value.
+    ///
+    /// # Errors
+    /// Those of `known`; [`DecodeReason::Truncated`];
+    /// [`DecodeReason::Inconsistent`] when tags do not ascend;
+    /// [`DecodeReason::UnknownRequiredField`]; [`DecodeReason::Trailing`] when
+    /// a known field is longer than its value.
+    pub fn fields(
+        mut self,
+        mut known: impl FnMut(u16, &mut Reader<'a>) -> Result<bool, DecodeError>,
+    ) -> Result<(), DecodeError> {
+        const WHAT: &str = "extension field";
+        let mut previous = None;
+        while !self.rest.is_empty() {
+            let offset = self.offset;
+            let refuse = |why| DecodeError {
+                what: WHAT,
+                why,
+                offset,
+            };
+            let tag = self.u16(WHAT)?;
+            let flags = self.u16(WHAT)?;
+            if previous.is_some_and(|previous| tag <= previous) {
+                return Err(refuse(DecodeReason::Inconsistent(
+                    "tags must ascend, each used once",
+                )));
+            }
+            previous = Some(tag);
+            if flags & !FIELD_REQUIRED != 0 {
+                return Err(refuse(DecodeReason::Unsupported {
+                    value: u64::from(flags),
+                }));
+            }
+            let length = index(self.u32(WHAT)?);
+            let start = self.offset;
+            let mut value = Reader {
+                rest: self.bytes(WHAT, length)?,
+                offset: start,
+            };
+            if known(tag, &mut value)? {
+                value.finish(WHAT)?;
+            } else if flags & FIELD_REQUIRED != 0 {
+                return Err(refuse(DecodeReason::UnknownRequiredField { tag }));
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks that nothing is left.
+    ///
+    /// # Errors
+    /// [`DecodeReason::Trailing`].
+    pub fn finish(self, what: &'static str) -> Result<(), DecodeError> {
+        if self.rest.is_empty() {
+            return Ok(());
+        }
+        let bytes = wide(self.rest.len());
+        Err(self.refuse(what, DecodeReason::Trailing { bytes }))
+    }
+
+    fn refuse(&self, what: &'static str, why: DecodeReason) -> DecodeError {
+        DecodeError {
+            what,
+            why,
+            offset: self.offset,
+        }
+    }
+}
+
+/// Bit 0 of an extension field's flags.
+const FIELD_REQUIRED: u16 = 1;
+
+/// Compares a number with its limit.
+pub(crate) fn within(
+    what: &'static str,
+    value: u64,
+    limit: u64,
+    offset: usize,
+) -> Result<(), DecodeError> {
+    if value <= limit {
+        return Ok(());
+    }
+    Err(DecodeError {
+        what,
+        why: DecodeReason::OverLimit { value, limit },
+        offset,
+    })
+}
+
+/// The error for a value that a field cannot have.
+pub(crate) fn bad_value(what: &'static str, value: u64, offset: usize) -> DecodeError {
+    DecodeError {
+        what,
+        why: DecodeReason::BadValue { value },
+        offset,
+    }
+}
+
+/// Appends fields to a vector; the mirror of [`Reader`].
+///
+/// Nothing is allocated while the vector has room.
+#[derive(Debug)]
+pub struct Writer<'a> {
+    out: &'a mut Vec<u8>,
+}
+
+impl<'a> Writer<'a> {
+    /// Lets `write` append to `out`; on an error `out` is as it was before.
+    ///
+    /// # Errors
+    /// Those of `write`.
+    pub fn append<T>(
+        out: &'a mut Vec<u8>,
+        write: impl FnOnce(&mut Writer<'_>) -> Result<T, EncodeError>,
+    ) -> Result<T, EncodeError> {
+        let before = out.len();
+        let result = write(&mut Writer { out });
+        if result.is_err() {
+            out.truncate(before);
+        }
+        result
+    }
+
+    /// Bytes in the vector, those from before included.
+    pub fn position(&self) -> usize {
+        self.out.len()
+    }
+
+    /// These bytes as they are.
+    pub fn bytes(&mut self, bytes: &[u8]) {
+        self.out.extend_from_slice(bytes);
+    }
+
+    /// One byte.
+    pub fn u8(&mut self, value: u8) {
+        self.out.push(value);
+    }
+
+    /// Two bytes, little-endian.
+    pub fn u16(&mut self, value: u16) {
+        self.bytes(&value.to_le_bytes());
+    }
+
+    /// Four bytes, little-endian.
+    pub fn u32(&mut self, value: u32) {
+        self.bytes(&value.to_le_bytes());
+    }
+
+    /// Eight bytes, little-endian.
+    pub fn u64(&mut self, value: u64) {
+        self.bytes(&value.to_le_bytes());
+    }
+
+    /// One byte, 0 or 1.
+    pub fn flag(&mut self, value: bool) {
+        self.u8(u8::from(value));
+    }
+
+    /// Opaque bytes behind their 32-bit length.
+    ///
+    /// # Errors
+    /// [`EncodeError::OverLimit`] over `limit` bytes.
+    pub fn blob(
+        &mut self,
+        what: &'static str,
+        bytes: &[u8],
+        limit: usize,
+    ) -> Result<(), EncodeError> {
+        let length = bounded(what, bytes.len(), limit)?;
+        self.u32(length);
+        self.bytes(bytes);
+        Ok(())
+    }
+
+    /// UTF-8 behind its 16-bit length.
+    ///
+    /// # Errors
+    /// [`EncodeError::OverLimit`] over `limit` bytes.
+    pub fn text(
+        &mut self,
+        what: &'static str,
+        text: &str,
+        limit: usize,
+    ) -> Result<(), EncodeError> {
+        let length = bounded(what, text.len(), limit)?;
+        self.u16(length);
+        self.bytes(text.as_bytes());
+        Ok(())
+    }
+
+    /// A 16-bit count of items that follow.
+    ///
+    /// # Errors
+    /// [`EncodeError::OverLimit`] over `limit` items.
+    pub fn count(
+        &mut self,
+        what: &'static str,
+        count: usize,
+        limit: usize,
+    ) -> Result<(), EncodeError> {
+        let count = bounded(what, count, limit)?;
+        self.u16(count);
+        Ok(())
+    }
+
+    /// An extension field. The caller writes tags in ascending order.
+    ///
+    /// # Errors
+    /// [`EncodeError::OverLimit`] where the value's length does not fit.
+    pub fn field(&mut self, tag: u16, required: bool, value: &[u8]) -> Result<(), EncodeError> {
+        self.u16(tag);
+        self.u16(if required { FIELD_REQUIRED } else { 0 });
+        self.blob(
+            "extension field",
+            value,
+            crate::limits::MAX_CONTROL_BODY_BYTES,
+        )
+    }
+
+    /// Overwrites bytes that were written before, such as a length that is
+    /// only known at the end. `position` is one that [`Writer::position`] gave
+    /// before at least as many bytes were written.
+    pub(crate) fn patch(&mut self, position: usize, bytes: &[u8]) {
+        self.out[position..position + bytes.len()].copy_from_slice(bytes);
+    }
+}
+
+/// A length as the integer that its field has, if it keeps its limit.
+pub(crate) fn bounded<T: TryFrom<usize>>(
+    what: &'static str,
+    value: usize,
+    limit: usize,
+) -> Result<T, EncodeError> {
+    let over = EncodeError::OverLimit {
+        what,
+        value: wide(value),
+        limit: wide(limit),
+    };
+    if value > limit {
+        return Err(over);
+    }
+    T::try_from(value).map_err(|_| over)
+}
