@@ -1,1 +1,11 @@
 //! The kernel interfaces that Dunlin touches, one file each. The only crate with `unsafe` in it.
+pub mod affinity;
+#[cfg(target_arch = "x86_64")]
+pub mod kick;
+#[cfg(target_arch = "x86_64")]
+pub mod kvm;
+pub mod mapping;
+pub mod memory;
+pub mod pagemap;
+pub mod poll;
+pub mod socket;

@@ -1,0 +1,157 @@
+//! Making a vCPU thread leave KVM_RUN from another thread, with no wake-up lost.
+//!
+//! The signal is blocked in the vCPU thread and let in only while KVM runs the guest
+//! (KVM_SET_SIGNAL_MASK, section 4.30 of the kernel's KVM API). A kick that comes too early thus
+//! stays pending and makes the next KVM_RUN return at once with EINTR. There is no signal handler, so
+//! nothing global is taken from the program that embeds this.
+
+use std::io;
+use std::marker::PhantomData;
+use std::mem::MaybeUninit;
+use std::os::fd::AsRawFd;
+use std::ptr;
+use std::sync::{Mutex, PoisonError};
+
+use crate::kvm::Vcpu;
+
+/// Wakes one vCPU thread. Shared between that thread and those that want it out of the guest.
+#[derive(Debug, Default)]
+pub struct Kick(Mutex<Target>);
+
+#[derive(Debug, Default)]
+struct Target {
+    /// Thread id, while a thread is attached.
+    thread: Option<libc::pid_t>,
+    /// A signal was sent and not yet taken. At most one is ever queued, so that the limit on
+    /// queued signals cannot lose one.
+    sent: bool,
+}
+
+impl Kick {
+    /// Makes the calling thread the one to be kicked, until the answer is dropped.
+    ///
+    /// Call it on the thread that will run `vcpu`, before its first KVM_RUN.
+    ///
+    /// # Errors
+    /// What KVM_SET_SIGNAL_MASK or pthread_sigmask answered.
+    pub fn attach(&self, vcpu: &Vcpu) -> io::Result<Attached<'_>> {
+        let old = block()?;
+        set_guest_mask(vcpu, &old)?;
+        // SAFETY: gettid takes nothing and cannot fail.
+        self.lock().thread = Some(unsafe { libc::gettid() });
+        Ok(Attached {
+            kick: self,
+            old,
+            this_thread_only: PhantomData,
+        })
+    }
+
+    /// Makes the attached thread leave KVM_RUN, now or as soon as it enters. Does nothing when no
+    /// thread is attached.
+    pub fn kick(&self) {
+        let mut target = self.lock();
+        let Some(thread) = target.thread else { return };
+        if target.sent {
+            return;
+        }
+        // SAFETY: tgkill touches no memory. The thread is alive and has the signal blocked: it
+        // clears `thread` under this lock before it unblocks it.
+        let sent = unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), thread, signal()) };
+        assert_eq!(sent, 0, "the attached thread is alive and one signal fits");
+        target.sent = true;
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Target> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The calling thread is the target of a [`Kick`].
+#[derive(Debug)]
+pub struct Attached<'a> {
+    kick: &'a Kick,
+    old: libc::sigset_t,
+    /// Its drop restores this thread's signal mask, so it must not leave the thread.
+    this_thread_only: PhantomData<*const ()>,
+}
+
+impl Attached<'_> {
+    /// Takes a pending kick away, after KVM_RUN has returned EINTR.
+    ///
+    /// Read whatever the kicker wanted *after* this: a kick that is sent later is pending again.
+    pub fn take(&self) {
+        let mut target = self.kick.lock();
+        let only = set_of(signal());
+        let now = libc::timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
+        // SAFETY: both pointers are to live locals, and a null siginfo is allowed.
+        while unsafe { libc::sigtimedwait(&only, ptr::null_mut(), &now) } > 0 {}
+        target.sent = false;
+    }
+}
+
+impl Drop for Attached<'_> {
+    fn drop(&mut self) {
+        self.kick.lock().thread = None;
+        self.take();
+        // SAFETY: `old` is the mask that `attach` read on this very thread.
+        unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &self.old, ptr::null_mut()) };
+    }
+}
+
+fn signal() -> libc::c_int {
+    libc::SIGRTMIN()
+}
+
+fn set_of(signal: libc::c_int) -> libc::sigset_t {
+    let mut set = MaybeUninit::uninit();
+    // SAFETY: `set` is valid for writes, and sigemptyset initialises all of it.
+    unsafe { libc::sigemptyset(set.as_mut_ptr()) };
+    // SAFETY: initialised by the call above.
+    let mut set = unsafe { set.assume_init() };
+    // SAFETY: `set` is a live, initialised set, and the number is that of a signal.
+    unsafe { libc::sigaddset(&mut set, signal) };
+    set
+}
+
+/// Blocks the signal in this thread and returns the mask from before.
+fn block() -> io::Result<libc::sigset_t> {
+    let mut old = set_of(signal());
+    // SAFETY: both sets are live and initialised.
+    let code = unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &set_of(signal()), &mut old) };
+    if code != 0 {
+        return Err(io::Error::from_raw_os_error(code));
+    }
+    Ok(old)
+}
+
+/// `struct kvm_signal_mask` with the kernel's eight-byte set behind it.
+#[repr(C, packed)]
+struct GuestMask {
+    length: u32,
+    set: u64,
+}
+
+/// While the guest runs, the thread's mask is `old` without the signal.
+fn set_guest_mask(vcpu: &Vcpu, old: &libc::sigset_t) -> io::Result<()> {
+    /// `_IOW(KVMIO, 0x8b, struct kvm_signal_mask)`; the size in it is that of the head alone.
+    const KVM_SET_SIGNAL_MASK: libc::c_ulong = 0x4004_ae8b;
+    let mut set = 0;
+    for number in 1..=64 {
+        // SAFETY: `old` is an initialised set and the number is in the kernel's range.
+        let blocked = unsafe { libc::sigismember(old, number) } == 1;
+        if blocked && number != signal() {
+            set |= 1u64 << (number - 1);
+        }
+    }
+    let mask = GuestMask { length: 8, set };
+    // SAFETY: the descriptor is a vCPU's, and the kernel reads `length` bytes behind the head, which
+    // are the set.
+    let code = unsafe { libc::ioctl(vcpu.as_raw_fd(), KVM_SET_SIGNAL_MASK, &raw const mask) };
+    if code < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
+}

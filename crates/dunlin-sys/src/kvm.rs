@@ -1,0 +1,479 @@
+//! KVM with the memory kept alive: a [`Machine`] owns the guest memory that KVM was given, and a
+//! [`Vcpu`] owns its machine, so that no guest can write to memory that was unmapped.
+//!
+//! State is carried as the bytes of the kernel's own structures ([`VcpuState`], [`MachineState`]):
+//! they are its stable interface, and no length but theirs is accepted.
+
+use std::io;
+use std::ops::Deref;
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+
+use kvm_bindings as kb;
+use kvm_ioctls::{Cap, Kvm, VcpuExit, VcpuFd, VmFd};
+use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
+
+use crate::mapping::TrackedMemory;
+
+mod state;
+
+use state::{Buffer, KVM_GET_XSAVE2, WRITE, XSAVE_BYTES, check_length, invalid, number};
+pub use state::{MachineState, VcpuState};
+
+/// A virtual machine, with an interrupt controller and a timer in the kernel.
+#[derive(Debug)]
+pub struct Machine {
+    /// Before `memory`: closed first.
+    vm: VmFd,
+    memory: Arc<TrackedMemory>,
+    xsave_bytes: usize,
+}
+
+impl Machine {
+    /// Creates a machine with `memory`; each region is one slot, by its position. No slot logs yet.
+    ///
+    /// # Errors
+    /// What the kernel answered.
+    pub fn new(kvm: &Kvm, memory: Arc<TrackedMemory>) -> io::Result<Self> {
+        // Intel without unrestricted guest needs three pages for itself and one for an identity
+        // map, outside guest memory: the customary place, inside the hole below 4 GiB.
+        const TSS: usize = 0xfffb_d000;
+        const IDENTITY_MAP: u64 = 0xfffb_c000;
+        let vm = kvm.create_vm()?;
+        vm.set_identity_map_address(IDENTITY_MAP)?;
+        vm.set_tss_address(TSS)?;
+        vm.create_irq_chip()?;
+        vm.create_pit2(kb::kvm_pit_config {
+            flags: kb::KVM_PIT_SPEAKER_DUMMY,
+            ..Default::default()
+        })?;
+        let xsave_bytes = usize::try_from(vm.check_extension_int(Cap::Xsave2))
+            .unwrap_or(0)
+            .max(XSAVE_BYTES);
+        let machine = Self {
+            vm,
+            memory,
+            xsave_bytes,
+        };
+        machine.set_dirty_logging(false)?;
+        Ok(machine)
+    }
+
+    /// The guest's memory.
+    pub fn memory(&self) -> &Arc<TrackedMemory> {
+        &self.memory
+    }
+
+    /// Switches the log of the guest's writes on or off for every slot. A log starts empty.
+    ///
+    /// # Errors
+    /// What KVM_SET_USER_MEMORY_REGION answered; the slots before the failing one have changed.
+    pub fn set_dirty_logging(&self, on: bool) -> io::Result<()> {
+        for (slot, region) in self.memory.iter().enumerate() {
+            let description = kb::kvm_userspace_memory_region {
+                slot: slot as u32,
+                flags: if on { kb::KVM_MEM_LOG_DIRTY_PAGES } else { 0 },
+                guest_phys_addr: region.start_addr().0,
+                memory_size: region.len(),
+                userspace_addr: region.as_ptr() as u64,
+            };
+            // SAFETY: address and length are those of a live mapping that this process owns; it
+            // lives as long as `memory`, which outlives the VM's descriptor here and every vCPU's
+            // in `Vcpu`. All access by the VMM goes through vm-memory's volatile slices.
+            unsafe { self.vm.set_user_memory_region(description) }?;
+        }
+        Ok(())
+    }
+
+    /// Reads and clears the log of one region's slot: one bit for each 4 KiB page, least significant
+    /// first, in words of 64.
+    ///
+    /// # Errors
+    /// What KVM_GET_DIRTY_LOG answered: ENOENT where logging is off or the region does not exist.
+    pub fn take_dirty_log(&self, region: usize) -> io::Result<Vec<u64>> {
+        let bytes = self
+            .memory
+            .iter()
+            .nth(region)
+            .ok_or(io::ErrorKind::NotFound)?
+            .len();
+        Ok(self.vm.get_dirty_log(region as u32, bytes as usize)?)
+    }
+
+    /// Adds a vCPU.
+    ///
+    /// # Errors
+    /// What KVM_CREATE_VCPU answered.
+    pub fn create_vcpu(self: &Arc<Self>, id: u64) -> io::Result<Vcpu> {
+        Ok(Vcpu {
+            fd: self.vm.create_vcpu(id)?,
+            machine: Arc::clone(self),
+        })
+    }
+
+    /// Whether KVM can run a guest at another TSC rate than the host's.
+    pub fn can_scale_tsc(&self) -> bool {
+        self.vm.check_extension(Cap::TscControl)
+    }
+
+    /// The bytes of one piece of the machine's state.
+    ///
+    /// # Errors
+    /// What the kernel answered.
+    pub fn read_state(&self, state: MachineState) -> io::Result<Vec<u8>> {
+        let (get, _, bytes) = state.interface();
+        let mut buffer = Buffer::zeroed(bytes);
+        if let Some(chip) = state.chip() {
+            buffer.fill(&chip.to_ne_bytes());
+        }
+        buffer.exchange(self.vm.as_raw_fd(), get, bytes)?;
+        Ok(buffer.bytes(bytes))
+    }
+
+    /// Sets one piece of the machine's state.
+    ///
+    /// # Errors
+    /// InvalidData for a wrong length or chip, else what the kernel answered.
+    pub fn write_state(&self, state: MachineState, bytes: &[u8]) -> io::Result<()> {
+        let (_, set, length) = state.interface();
+        check_length(bytes, length)?;
+        if let Some(chip) = state.chip()
+            && bytes[..4] != chip.to_ne_bytes()
+        {
+            return Err(invalid(
+                "the state is that of another interrupt chip".into(),
+            ));
+        }
+        let mut buffer = Buffer::zeroed(length);
+        buffer.fill(bytes);
+        buffer.exchange(self.vm.as_raw_fd(), set, length)
+    }
+}
+
+/// A vCPU, which keeps its machine and so the guest's memory.
+///
+/// Everything that only reads or sets registers is reached through the descriptor it dereferences
+/// to. There is no mutable way to that: a descriptor swapped into another `Vcpu` would outlive its
+/// memory.
+#[derive(Debug)]
+pub struct Vcpu {
+    /// Before `machine`: closed first.
+    fd: VcpuFd,
+    machine: Arc<Machine>,
+}
+
+impl Deref for Vcpu {
+    type Target = VcpuFd;
+
+    fn deref(&self) -> &VcpuFd {
+        &self.fd
+    }
+}
+
+impl Vcpu {
+    /// The machine this vCPU belongs to.
+    pub fn machine(&self) -> &Arc<Machine> {
+        &self.machine
+    }
+
+    /// Runs the guest until it needs the VMM.
+    ///
+    /// # Errors
+    /// Interrupted after a kick ([`crate::kick`]); else what KVM_RUN answered.
+    pub fn run(&mut self) -> io::Result<VcpuExit<'_>> {
+        Ok(self.fd.run()?)
+    }
+
+    /// Lets KVM finish the port access that the last exit stands for, without running the guest.
+    ///
+    /// Registers are consistent only after that (section 5 of the kernel's KVM API, KVM_EXIT_IO).
+    ///
+    /// # Errors
+    /// What KVM_RUN answered, other than EINTR.
+    pub fn complete_exit(&mut self) -> io::Result<()> {
+        self.fd.set_kvm_immediate_exit(1);
+        let result = match self.fd.run() {
+            Ok(_) => Err(io::Error::other("KVM ran the guest despite immediate_exit")),
+            Err(error) if error.errno() == libc::EINTR => Ok(()),
+            Err(error) => Err(error.into()),
+        };
+        self.fd.set_kvm_immediate_exit(0);
+        result
+    }
+
+    /// The bytes of one piece of the vCPU's state.
+    ///
+    /// # Errors
+    /// What the kernel answered.
+    pub fn read_state(&self, state: VcpuState) -> io::Result<Vec<u8>> {
+        let (mut get, _, mut bytes) = state.interface();
+        if state == VcpuState::Xsave && self.machine.xsave_bytes > XSAVE_BYTES {
+            get = KVM_GET_XSAVE2;
+            bytes = self.machine.xsave_bytes;
+        }
+        let mut buffer = Buffer::zeroed(bytes);
+        buffer.exchange(self.fd.as_raw_fd(), get, bytes)?;
+        Ok(buffer.bytes(bytes))
+    }
+
+    /// Sets one piece of the vCPU's state.
+    ///
+    /// The XSAVE area may be shorter than this host's: its components lie at fixed places, and
+    /// those that the bytes do not reach are in their initial state.
+    ///
+    /// # Errors
+    /// InvalidData for a wrong length, else what the kernel answered.
+    pub fn write_state(&self, state: VcpuState, bytes: &[u8]) -> io::Result<()> {
+        let (_, set, mut length) = state.interface();
+        if state == VcpuState::Xsave {
+            length = self.machine.xsave_bytes;
+            if bytes.len() < XSAVE_BYTES || bytes.len() > length {
+                return Err(invalid(format!(
+                    "an XSAVE area of {} bytes; this host takes {XSAVE_BYTES} to {length}",
+                    bytes.len()
+                )));
+            }
+        } else {
+            check_length(bytes, length)?;
+        }
+        let mut buffer = Buffer::zeroed(length);
+        buffer.fill(bytes);
+        buffer.exchange(self.fd.as_raw_fd(), set, length)
+    }
+
+    /// What the guest's TSC is ahead of the host's, modulo 2^64; none where the kernel has no such
+    /// attribute (before 5.16).
+    ///
+    /// # Errors
+    /// What KVM_GET_DEVICE_ATTR answered.
+    pub fn tsc_offset(&self) -> io::Result<Option<u64>> {
+        let mut offset = 0u64;
+        let attribute = tsc_offset_attribute(&raw mut offset);
+        match device_attribute(&self.fd, KVM_GET_DEVICE_ATTR, &attribute) {
+            Ok(()) => Ok(Some(offset)),
+            Err(error) if error.raw_os_error() == Some(libc::ENXIO) => Ok(None),
+            Err(error) if error.raw_os_error() == Some(libc::ENOTTY) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Sets what the guest's TSC is ahead of the host's, modulo 2^64.
+    ///
+    /// # Errors
+    /// Unsupported where KVM takes the offset and then does not keep it (seen on a KVM without
+    /// hardware virtualisation, whose guests read the host's counter); else what
+    /// KVM_SET_DEVICE_ATTR answered.
+    pub fn set_tsc_offset(&self, offset: u64) -> io::Result<()> {
+        let mut value = offset;
+        let attribute = tsc_offset_attribute(&raw mut value);
+        device_attribute(&self.fd, KVM_SET_DEVICE_ATTR, &attribute)?;
+        if self.tsc_offset()? != Some(offset) {
+            return Err(io::ErrorKind::Unsupported.into());
+        }
+        Ok(())
+    }
+}
+
+/// This CPU's time-stamp counter.
+pub fn host_tsc() -> u64 {
+    // SAFETY: every x86-64 CPU has RDTSC, and Linux lets user space execute it.
+    unsafe { core::arch::x86_64::_rdtsc() }
+}
+
+/// CLOCK_MONOTONIC, in nanoseconds. Comparable between processes of one boot.
+pub fn monotonic_ns() -> u64 {
+    let mut now = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    // SAFETY: `now` is live, and this clock exists on every Linux.
+    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut now) };
+    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
+}
+
+const KVM_SET_DEVICE_ATTR: libc::c_ulong = number(WRITE, 0xe1, size_of::<kb::kvm_device_attr>());
+const KVM_GET_DEVICE_ATTR: libc::c_ulong = number(WRITE, 0xe2, size_of::<kb::kvm_device_attr>());
+
+fn tsc_offset_attribute(value: *mut u64) -> kb::kvm_device_attr {
+    kb::kvm_device_attr {
+        group: kb::KVM_VCPU_TSC_CTRL,
+        attr: u64::from(kb::KVM_VCPU_TSC_OFFSET),
+        addr: value as u64,
+        flags: 0,
+    }
+}
+
+fn device_attribute(
+    fd: &VcpuFd,
+    ioctl: libc::c_ulong,
+    attribute: &kb::kvm_device_attr,
+) -> io::Result<()> {
+    // SAFETY: `attribute` is a live structure of the size in the number, and comes from
+    // `tsc_offset_attribute` alone, whose address is that of a live u64, the size of this attribute.
+    let code = unsafe { libc::ioctl(fd.as_raw_fd(), ioctl, std::ptr::from_ref(attribute)) };
+    if code < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::mapping::{Backing, allocate};
+
+    /// A machine, or none where there is no KVM; CI must have it.
+    fn machine() -> Option<Arc<Machine>> {
+        let kvm = match Kvm::new() {
+            Ok(kvm) => kvm,
+            Err(error) if std::env::var_os("CI").is_some_and(|ci| ci == "true") => {
+                panic!("CI must have /dev/kvm: {error}")
+            }
+            Err(error) => {
+                println!("skipped, no /dev/kvm: {error}");
+                return None;
+            }
+        };
+        let memory = Arc::new(allocate(4 << 20, Backing::Private).unwrap());
+        Some(Arc::new(Machine::new(&kvm, memory).unwrap()))
+    }
+
+    #[test]
+    fn every_piece_of_state_can_be_set_to_what_was_read() {
+        let Some(machine) = machine() else { return };
+        let vcpu = machine.create_vcpu(0).unwrap();
+        for state in [
+            VcpuState::Registers,
+            VcpuState::SpecialRegisters,
+            VcpuState::Xsave,
+            VcpuState::Xcrs,
+            VcpuState::Lapic,
+            VcpuState::DebugRegisters,
+            VcpuState::Events,
+            VcpuState::MpState,
+        ] {
+            let bytes = match vcpu.read_state(state) {
+                Ok(bytes) => bytes,
+                // A guest without XSAVE has no XCR0.
+                Err(error) if state == VcpuState::Xcrs => {
+                    println!("no XCRs: {error}");
+                    continue;
+                }
+                Err(error) => panic!("{state:?}: {error}"),
+            };
+            vcpu.write_state(state, &bytes).unwrap();
+        }
+        for state in [
+            MachineState::PicMaster,
+            MachineState::PicSlave,
+            MachineState::Ioapic,
+            MachineState::Pit,
+        ] {
+            let bytes = machine.read_state(state).unwrap();
+            machine.write_state(state, &bytes).unwrap();
+        }
+        assert!(!machine.read_state(MachineState::Clock).unwrap().is_empty());
+    }
+
+    #[test]
+    fn registers_read_back_as_they_were_set() {
+        let Some(machine) = machine() else { return };
+        let vcpu = machine.create_vcpu(0).unwrap();
+        let mut registers = vcpu.get_regs().unwrap();
+        registers.rax = 0x1122_3344_5566_7788;
+        vcpu.set_regs(&registers).unwrap();
+        let bytes = vcpu.read_state(VcpuState::Registers).unwrap();
+        assert_eq!(bytes.len(), 144);
+        assert_eq!(bytes[..8], registers.rax.to_le_bytes());
+    }
+
+    #[test]
+    fn i7_state_of_a_wrong_length_is_refused() {
+        let Some(machine) = machine() else { return };
+        let vcpu = machine.create_vcpu(0).unwrap();
+        for length in [0, 143, 145, 1 << 20] {
+            let error = vcpu
+                .write_state(VcpuState::Registers, &vec![0; length])
+                .unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::InvalidData);
+            let error = vcpu
+                .write_state(VcpuState::Xsave, &vec![0; length])
+                .unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::InvalidData);
+            let error = machine
+                .write_state(MachineState::Pit, &vec![0; length])
+                .unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::InvalidData);
+        }
+        let other = machine.read_state(MachineState::PicSlave).unwrap();
+        let error = machine
+            .write_state(MachineState::PicMaster, &other)
+            .unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::InvalidData);
+    }
+
+    #[test]
+    fn the_log_is_there_only_while_it_is_on() {
+        let Some(machine) = machine() else { return };
+        assert!(machine.take_dirty_log(0).is_err());
+        machine.set_dirty_logging(true).unwrap();
+        assert_eq!(machine.take_dirty_log(0).unwrap(), vec![0; 16]);
+        assert!(machine.take_dirty_log(1).is_err());
+        machine.set_dirty_logging(false).unwrap();
+        assert!(machine.take_dirty_log(0).is_err());
+    }
+
+    #[test]
+    fn the_guest_tsc_keeps_the_offset_it_was_given() {
+        let Some(machine) = machine() else { return };
+        let vcpu = machine.create_vcpu(0).unwrap();
+        let Some(offset) = vcpu.tsc_offset().unwrap() else {
+            println!("skipped, no TSC offset attribute");
+            return;
+        };
+        let later = offset.wrapping_add(1 << 40);
+        match vcpu.set_tsc_offset(later) {
+            Ok(()) => assert_eq!(vcpu.tsc_offset().unwrap(), Some(later)),
+            Err(error) => {
+                assert_eq!(error.kind(), io::ErrorKind::Unsupported);
+                assert_ne!(vcpu.tsc_offset().unwrap(), Some(later));
+            }
+        }
+    }
+
+    #[test]
+    fn a_kick_before_the_run_is_not_lost() {
+        let Some(machine) = machine() else { return };
+        let mut vcpu = machine.create_vcpu(0).unwrap();
+        // An endless loop at the reset vector's base, in real mode.
+        vm_memory::Bytes::write_slice(
+            &**machine.memory(),
+            &[0xeb, 0xfe],
+            vm_memory::GuestAddress(0x1000),
+        )
+        .unwrap();
+        let mut special = vcpu.get_sregs().unwrap();
+        special.cs.base = 0;
+        special.cs.selector = 0;
+        vcpu.set_sregs(&special).unwrap();
+        let mut registers = vcpu.get_regs().unwrap();
+        registers.rip = 0x1000;
+        vcpu.set_regs(&registers).unwrap();
+
+        let kick = crate::kick::Kick::default();
+        let attached = kick.attach(&vcpu).unwrap();
+        for _ in 0..2 {
+            kick.kick();
+            kick.kick();
+            assert_eq!(vcpu.run().unwrap_err().kind(), io::ErrorKind::Interrupted);
+            attached.take();
+        }
+        std::thread::scope(|scope| {
+            scope.spawn(|| kick.kick());
+            assert_eq!(vcpu.run().unwrap_err().kind(), io::ErrorKind::Interrupted);
+        });
+        drop(attached);
+        kick.kick();
+    }
+}

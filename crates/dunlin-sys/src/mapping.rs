@@ -1,0 +1,198 @@
+//! Guest memory: how it is backed, where it lies in the guest, and the log of the VMM's own writes.
+//!
+//! Every region carries an [`AtomicBitmap`] with one bit for each 4 KiB page. vm-memory sets a bit
+//! whenever the VMM writes through it; what the guest writes by itself is in KVM's log
+//! ([`crate::kvm`]).
+
+use std::ffi::CStr;
+use std::fs::File;
+use std::io;
+use std::num::NonZeroUsize;
+use std::os::fd::FromRawFd;
+
+use thiserror::Error;
+use vm_memory::bitmap::AtomicBitmap;
+use vm_memory::mmap::{MmapRegionBuilder, MmapRegionError};
+use vm_memory::{FileOffset, GuestAddress, GuestMemoryMmap, GuestRegionMmap};
+
+/// Guest memory with the log of the VMM's own writes.
+pub type TrackedMemory = GuestMemoryMmap<AtomicBitmap>;
+
+/// Bytes of a guest page, the unit of every dirty log here.
+pub const PAGE_BYTES: u64 = 4096;
+
+/// Bytes of a huge page.
+pub const HUGE_PAGE_BYTES: u64 = 2 << 20;
+
+/// Where the low region must end: above it a PC has its devices.
+pub const HOLE_START: u64 = 3 << 30;
+
+/// Where memory goes on after the hole.
+pub const HOLE_END: u64 = 4 << 30;
+
+/// What stands behind guest memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Backing {
+    /// Anonymous and private to the process.
+    Private,
+    /// A memfd per region, mapped shared; the region's `file_offset` holds it, so that holes can be
+    /// found with SEEK_DATA.
+    Memfd,
+    /// A memfd per region of 2 MiB huge pages, which must have been reserved.
+    Huge,
+}
+
+/// Why guest memory could not be allocated.
+#[derive(Debug, Error)]
+pub enum MappingError {
+    /// The size is zero, or no multiple of 2 MiB.
+    #[error("guest memory must be a multiple of 2 MiB and not zero, not {0} bytes")]
+    Size(u64),
+    /// The kernel refused the memfd.
+    #[error("cannot create a memfd of {bytes} bytes for guest memory")]
+    Memfd {
+        /// Length of the region.
+        bytes: u64,
+        /// What the kernel said.
+        #[source]
+        source: io::Error,
+    },
+    /// Fewer huge pages are free than the guest needs.
+    #[error(
+        "not enough free huge pages for {bytes} bytes of guest memory: reserve {} of 2 MiB with \
+         `sysctl vm.nr_hugepages=N`, or choose another backing",
+        bytes / HUGE_PAGE_BYTES
+    )]
+    HugePages {
+        /// Length of the region.
+        bytes: u64,
+        /// What the kernel said.
+        #[source]
+        source: MmapRegionError,
+    },
+    /// The kernel refused the mapping.
+    #[error("cannot map {bytes} bytes of guest memory")]
+    Map {
+        /// Length of the region.
+        bytes: u64,
+        /// What the kernel said.
+        #[source]
+        source: MmapRegionError,
+    },
+}
+
+/// The regions of a guest with `memory_bytes` of memory, as (guest-physical address, bytes): one
+/// below the hole, and the rest from 4 GiB on.
+pub fn layout(memory_bytes: u64) -> Vec<(u64, u64)> {
+    let low = memory_bytes.min(HOLE_START);
+    let mut regions = vec![(0, low)];
+    if memory_bytes > low {
+        regions.push((HOLE_END, memory_bytes - low));
+    }
+    regions
+}
+
+/// Maps `memory_bytes` (a multiple of 2 MiB) of zero pages for a guest, as [`layout`] places them.
+///
+/// Nothing is populated. Private and memfd mappings reserve no swap; huge pages are reserved here,
+/// since a fault on one that is missing would kill the process later.
+///
+/// # Errors
+/// See [`MappingError`].
+pub fn allocate(memory_bytes: u64, backing: Backing) -> Result<TrackedMemory, MappingError> {
+    if memory_bytes == 0 || !memory_bytes.is_multiple_of(HUGE_PAGE_BYTES) {
+        return Err(MappingError::Size(memory_bytes));
+    }
+    let regions = layout(memory_bytes)
+        .into_iter()
+        .map(|(start, bytes)| region(start, bytes, backing))
+        .collect::<Result<Vec<_>, _>>()?;
+    Ok(TrackedMemory::from_regions(regions).expect("the layout is sorted and disjoint"))
+}
+
+fn region(
+    start: u64,
+    bytes: u64,
+    backing: Backing,
+) -> Result<GuestRegionMmap<AtomicBitmap>, MappingError> {
+    const PAGE: NonZeroUsize = NonZeroUsize::new(PAGE_BYTES as usize).expect("4096 is not zero");
+    let length = bytes as usize;
+    let builder = MmapRegionBuilder::new_with_bitmap(length, AtomicBitmap::new(length, PAGE))
+        .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE)
+        .with_hugetlbfs(backing == Backing::Huge);
+    let memfd = |flags| {
+        memfd(c"dunlin-guest", bytes, flags)
+            .map(|file| FileOffset::new(file, 0))
+            .map_err(|source| MappingError::Memfd { bytes, source })
+    };
+    let mapped = match backing {
+        Backing::Private => builder
+            .with_mmap_flags(libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE)
+            .build(),
+        Backing::Memfd => builder
+            .with_mmap_flags(libc::MAP_SHARED | libc::MAP_NORESERVE)
+            .with_file_offset(memfd(0)?)
+            .build(),
+        Backing::Huge => builder
+            .with_mmap_flags(libc::MAP_SHARED)
+            .with_file_offset(memfd(libc::MFD_HUGETLB | libc::MFD_HUGE_2MB)?)
+            .build(),
+    };
+    let mapped = mapped.map_err(|source| match backing {
+        Backing::Huge => MappingError::HugePages { bytes, source },
+        Backing::Private | Backing::Memfd => MappingError::Map { bytes, source },
+    })?;
+    Ok(GuestRegionMmap::new(mapped, GuestAddress(start)).expect("no region reaches 2^64"))
+}
+
+fn memfd(name: &CStr, bytes: u64, flags: libc::c_uint) -> io::Result<File> {
+    // SAFETY: `name` is a C string that outlives the call; the call touches no other memory.
+    let descriptor = unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC | flags) };
+    if descriptor < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the kernel has just returned this descriptor to us, and nobody else owns it.
+    let file = unsafe { File::from_raw_fd(descriptor) };
+    file.set_len(bytes)?;
+    Ok(file)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use vm_memory::{Bytes, GuestMemoryBackend, GuestMemoryRegion};
+
+    #[test]
+    fn memory_above_three_gibibytes_goes_on_at_four() {
+        assert_eq!(layout(1 << 30), [(0, 1 << 30)]);
+        assert_eq!(layout(HOLE_START), [(0, HOLE_START)]);
+        assert_eq!(layout(5 << 30), [(0, 3 << 30), (4 << 30, 2 << 30)]);
+    }
+
+    #[test]
+    fn a_write_by_the_vmm_marks_exactly_its_pages() {
+        let memory = allocate(4 << 20, Backing::Memfd).unwrap();
+        memory
+            .write_slice(&[7; 2], GuestAddress(3 * PAGE_BYTES - 1))
+            .unwrap();
+        let region = memory.iter().next().unwrap();
+        assert!(region.file_offset().is_some());
+        assert_eq!(region.get_mmap().bitmap().get_and_reset()[0], 0b1100);
+        assert_eq!(region.get_mmap().bitmap().get_and_reset()[0], 0);
+    }
+
+    #[test]
+    fn an_odd_size_is_refused() {
+        assert!(matches!(
+            allocate(4096, Backing::Private),
+            Err(MappingError::Size(4096))
+        ));
+    }
+
+    #[test]
+    fn too_few_huge_pages_are_named_with_the_way_out() {
+        let error = allocate(1 << 40, Backing::Huge).unwrap_err();
+        assert!(error.to_string().contains("vm.nr_hugepages"), "{error}");
+    }
+}

@@ -1,0 +1,194 @@
+//! Looking at guest memory: slices without a bitmap of their own, and the
+//! test for pages that are all zero.
+//!
+//! Guest memory changes under our hands while the guest runs, so it is only
+//! ever copied out of or into by `vm_memory::VolatileSlice`; the zero test
+//! looks at the copy, which is in the cache, and so cannot disagree with what
+//! is sent.
+
+use vm_memory::VolatileSlice;
+use vm_memory::bitmap::BitmapSlice;
+
+/// The same memory without its bitmap: what the engine writes at the
+/// destination is not a write of the VMM's own, and marks nothing dirty.
+#[must_use]
+pub fn untracked<'a, B: BitmapSlice>(slice: &VolatileSlice<'a, B>) -> VolatileSlice<'a> {
+    let guard = slice.ptr_guard_mut();
+    // SAFETY: `slice` proves that `len` bytes from this address are mapped and
+    // stay so for 'a. Volatile slices may overlap each other: nothing is
+    // assumed about the bytes behind them. The guard does nothing on Linux
+    // (it maps pages on Xen), so the address outlives it.
+    unsafe { VolatileSlice::new(guard.as_ptr(), slice.len()) }
+}
+
+/// Whether all bytes are zero, by the widest registers that this CPU has.
+#[must_use]
+pub fn is_zero(bytes: &[u8]) -> bool {
+    // Most pages that are not zero show it early; this keeps them cheap.
+    let (head, rest) = bytes.split_at(bytes.len().min(32));
+    is_zero_scalar(head) && is_zero_wide(rest)
+}
+
+/// The scalar twin of [`is_zero`], for CPUs without wide registers and as its
+/// reference in tests.
+#[must_use]
+pub fn is_zero_scalar(bytes: &[u8]) -> bool {
+    let (words, rest) = bytes.as_chunks::<8>();
+    words.iter().all(|word| u64::from_ne_bytes(*word) == 0) && rest.iter().all(|&byte| byte == 0)
+}
+
+/// The name of the zero test that this CPU gets.
+#[must_use]
+pub fn zero_test_name() -> &'static str {
+    #[cfg(target_arch = "x86_64")]
+    {
+        if std::arch::is_x86_feature_detected!("avx512f") {
+            return "avx512";
+        }
+        if std::arch::is_x86_feature_detected!("avx2") {
+            return "avx2";
+        }
+    }
+    "scalar"
+}
+
+#[cfg(target_arch = "x86_64")]
+fn is_zero_wide(bytes: &[u8]) -> bool {
+    if std::arch::is_x86_feature_detected!("avx512f") {
+        // SAFETY: the CPU has AVX-512F, checked on the line above.
+        return unsafe { x86::is_zero_avx512(bytes) };
+    }
+    if std::arch::is_x86_feature_detected!("avx2") {
+        // SAFETY: the CPU has AVX2, checked on the line above.
+        return unsafe { x86::is_zero_avx2(bytes) };
+    }
+    is_zero_scalar(bytes)
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn is_zero_wide(bytes: &[u8]) -> bool {
+    is_zero_scalar(bytes)
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::arch::x86_64::{
+        __m256i, __m512i, _mm256_loadu_si256, _mm256_or_si256, _mm256_testz_si256,
+        _mm512_loadu_si512, _mm512_or_si512, _mm512_test_epi64_mask,
+    };
+
+    use super::is_zero_scalar;
+
+    /// Bytes looked at between two tests: four of the registers in use.
+    const STRIDE_AVX2: usize = 128;
+    const STRIDE_AVX512: usize = 256;
+
+    #[target_feature(enable = "avx2")]
+    pub(super) fn is_zero_avx2(bytes: &[u8]) -> bool {
+        let (strides, rest) = bytes.as_chunks::<STRIDE_AVX2>();
+        for stride in strides {
+            let at = stride.as_ptr().cast::<__m256i>();
+            // SAFETY: the four loads of 32 bytes lie within the 128 bytes of
+            // `stride`, and loadu asks for no alignment.
+            let [a, b, c, d] = unsafe {
+                [
+                    _mm256_loadu_si256(at),
+                    _mm256_loadu_si256(at.add(1)),
+                    _mm256_loadu_si256(at.add(2)),
+                    _mm256_loadu_si256(at.add(3)),
+                ]
+            };
+            let any = _mm256_or_si256(_mm256_or_si256(a, b), _mm256_or_si256(c, d));
+            if _mm256_testz_si256(any, any) == 0 {
+                return false;
+            }
+        }
+        is_zero_scalar(rest)
+    }
+
+    #[target_feature(enable = "avx512f")]
+    pub(super) fn is_zero_avx512(bytes: &[u8]) -> bool {
+        let (strides, rest) = bytes.as_chunks::<STRIDE_AVX512>();
+        for stride in strides {
+            let at = stride.as_ptr().cast::<__m512i>();
+            // SAFETY: the four loads of 64 bytes lie within the 256 bytes of
+            // `stride`, and loadu asks for no alignment.
+            let [a, b, c, d] = unsafe {
+                [
+                    _mm512_loadu_si512(at),
+                    _mm512_loadu_si512(at.add(1)),
+                    _mm512_loadu_si512(at.add(2)),
+                    _mm512_loadu_si512(at.add(3)),
+                ]
+            };
+            let any = _mm512_or_si512(_mm512_or_si512(a, b), _mm512_or_si512(c, d));
+            if _mm512_test_epi64_mask(any, any) != 0 {
+                return false;
+            }
+        }
+        is_zero_scalar(rest)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    type ZeroTest = fn(&[u8]) -> bool;
+
+    /// Every zero test that this CPU can run.
+    fn tests() -> Vec<(&'static str, ZeroTest)> {
+        let mut all: Vec<(&'static str, ZeroTest)> =
+            vec![("scalar", is_zero_scalar), ("chosen", is_zero)];
+        #[cfg(target_arch = "x86_64")]
+        {
+            if std::arch::is_x86_feature_detected!("avx2") {
+                // SAFETY: the CPU has AVX2.
+                all.push(("avx2", |b| unsafe { x86::is_zero_avx2(b) }));
+            }
+            if std::arch::is_x86_feature_detected!("avx512f") {
+                // SAFETY: the CPU has AVX-512F.
+                all.push(("avx512", |b| unsafe { x86::is_zero_avx512(b) }));
+            }
+        }
+        all
+    }
+
+    #[test]
+    fn i3_every_single_bit_of_a_page_is_seen() {
+        let mut page = vec![0_u8; 4096];
+        for (name, test) in tests() {
+            assert!(test(&page), "{name}");
+            for index in 0..page.len() {
+                page[index] = 1 << (index % 8);
+                assert!(!test(&page), "{name} misses byte {index}");
+                page[index] = 0;
+            }
+        }
+    }
+
+    #[test]
+    fn every_length_and_alignment_is_tested_to_its_end() {
+        let mut bytes = vec![0_u8; 1100];
+        for (name, test) in tests() {
+            for start in [0, 1, 7, 33] {
+                for length in (0..700).step_by(13).chain([31, 32, 33, 255, 256, 257]) {
+                    bytes[start + length] = 1;
+                    assert!(
+                        test(&bytes[start..start + length]),
+                        "{name} {start} {length}"
+                    );
+                    bytes[start + length] = 0;
+                    if length > 0 {
+                        bytes[start + length - 1] = 1;
+                        assert!(
+                            !test(&bytes[start..start + length]),
+                            "{name} {start} {length}"
+                        );
+                        bytes[start + length - 1] = 0;
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,274 @@
+//! TCP sockets as lanes need them: connections with a deadline, waits with a deadline, and the
+//! options that the standard library leaves out.
+//!
+//! Options are set through [`std::os::fd::AsFd`], so they serve a stream, a listener or a socket
+//! that was handed over. Every function returns the kernel's own error.
+
+use std::io;
+use std::net::{SocketAddr, TcpStream};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::time::{Duration, Instant};
+
+/// How a connection finds out that its peer has gone.
+///
+/// `keepalive_idle` of silence starts probes every `keepalive_interval`; `keepalive_probes`
+/// unanswered ones end the connection. `user_timeout` ends it when sent data stays unacknowledged
+/// for that long, which keep-alive alone does not notice (tcp(7), RFC 5482).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Liveness {
+    /// Silence before the first probe; whole seconds, at least one.
+    pub keepalive_idle: Duration,
+    /// Time between probes; whole seconds, at least one.
+    pub keepalive_interval: Duration,
+    /// Unanswered probes before the connection is given up.
+    pub keepalive_probes: u8,
+    /// Longest time that sent data may stay unacknowledged; milliseconds.
+    pub user_timeout: Duration,
+}
+
+impl Default for Liveness {
+    /// A peer that vanished is noticed within 15 seconds, idle or not.
+    fn default() -> Self {
+        Self {
+            keepalive_idle: Duration::from_secs(5),
+            keepalive_interval: Duration::from_secs(2),
+            keepalive_probes: 5,
+            user_timeout: Duration::from_secs(15),
+        }
+    }
+}
+
+/// Connects to `address` before `deadline`.
+///
+/// # Errors
+/// `TimedOut` when the deadline passes, otherwise what connect(2) says.
+pub fn connect(address: SocketAddr, deadline: Instant) -> io::Result<TcpStream> {
+    TcpStream::connect_timeout(&address, remaining(deadline)?)
+}
+
+/// The time left until `deadline`.
+///
+/// # Errors
+/// `TimedOut` when nothing is left, since a zero time-out means "wait for ever" to a socket.
+pub fn remaining(deadline: Instant) -> io::Result<Duration> {
+    deadline
+        .checked_duration_since(Instant::now())
+        .filter(|left| !left.is_zero())
+        .ok_or_else(|| io::Error::from(io::ErrorKind::TimedOut))
+}
+
+/// Waits until `socket` has bytes to read, has reached its end or has failed; `false` when
+/// `deadline` came first. A socket that another thread shuts down counts as readable.
+///
+/// # Errors
+/// What poll(2) says.
+pub fn wait_readable(socket: impl AsFd, deadline: Instant) -> io::Result<bool> {
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        // Rounded up, so that the last fraction of a millisecond is waited for and not spun on.
+        let milliseconds = i32::try_from(left.as_nanos().div_ceil(1_000_000)).unwrap_or(i32::MAX);
+        let mut entry = libc::pollfd {
+            fd: socket.as_fd().as_raw_fd(),
+            events: libc::POLLIN,
+            revents: 0,
+        };
+        // SAFETY: `entry` is one initialised pollfd that lives through the call, and the count
+        // passed is one; its descriptor is open because `socket` is borrowed.
+        let ready = unsafe { libc::poll(&raw mut entry, 1, milliseconds) };
+        match ready {
+            1 => return Ok(true),
+            0 if Instant::now() >= deadline => return Ok(false),
+            0 => {}
+            _ => {
+                let error = io::Error::last_os_error();
+                if error.kind() != io::ErrorKind::Interrupted {
+                    return Err(error);
+                }
+            }
+        }
+    }
+}
+
+/// Makes the kernel notice a dead peer; see [`Liveness`].
+///
+/// # Errors
+/// What setsockopt(2) says; the options set before the one that failed stay set.
+pub fn set_liveness(socket: impl AsFd, liveness: &Liveness) -> io::Result<()> {
+    let socket = socket.as_fd();
+    let seconds = |time: Duration| int(time.as_secs().max(1));
+    set(socket, libc::SOL_SOCKET, libc::SO_KEEPALIVE, 1)?;
+    set(
+        socket,
+        libc::IPPROTO_TCP,
+        libc::TCP_KEEPIDLE,
+        seconds(liveness.keepalive_idle),
+    )?;
+    set(
+        socket,
+        libc::IPPROTO_TCP,
+        libc::TCP_KEEPINTVL,
+        seconds(liveness.keepalive_interval),
+    )?;
+    set(
+        socket,
+        libc::IPPROTO_TCP,
+        libc::TCP_KEEPCNT,
+        i32::from(liveness.keepalive_probes),
+    )?;
+    let milliseconds = int(u64::try_from(liveness.user_timeout.as_millis()).unwrap_or(u64::MAX));
+    set(
+        socket,
+        libc::IPPROTO_TCP,
+        libc::TCP_USER_TIMEOUT,
+        milliseconds,
+    )
+}
+
+/// Caps what the kernel sends on this connection, in bytes per second; `None` lifts the cap
+/// (`SO_MAX_PACING_RATE`, socket(7)).
+///
+/// # Errors
+/// What setsockopt(2) says.
+pub fn set_pacing_rate(socket: impl AsFd, bytes_per_second: Option<u64>) -> io::Result<()> {
+    // The kernel keeps an unsigned long and reads all ones as "no limit" (net/core/sock.c).
+    set(
+        socket.as_fd(),
+        libc::SOL_SOCKET,
+        libc::SO_MAX_PACING_RATE,
+        bytes_per_second.unwrap_or(u64::MAX),
+    )
+}
+
+/// Asks for socket buffers of the given sizes in bytes. A direction left `None` keeps the
+/// kernel's own tuning, which a fixed size switches off; the system's limits
+/// (`net.core.wmem_max`, `rmem_max`) cut what is asked for without an error.
+///
+/// # Errors
+/// What setsockopt(2) says.
+pub fn set_buffers(
+    socket: impl AsFd,
+    send_bytes: Option<u32>,
+    receive_bytes: Option<u32>,
+) -> io::Result<()> {
+    let socket = socket.as_fd();
+    if let Some(bytes) = send_bytes {
+        set(socket, libc::SOL_SOCKET, libc::SO_SNDBUF, int(bytes.into()))?;
+    }
+    if let Some(bytes) = receive_bytes {
+        set(socket, libc::SOL_SOCKET, libc::SO_RCVBUF, int(bytes.into()))?;
+    }
+    Ok(())
+}
+
+/// The send and receive buffer in bytes as the kernel accounts them, which is twice what was
+/// asked for (socket(7)).
+///
+/// # Errors
+/// What getsockopt(2) says.
+pub fn buffers(socket: impl AsFd) -> io::Result<(u32, u32)> {
+    let socket = socket.as_fd();
+    Ok((get(socket, libc::SO_SNDBUF)?, get(socket, libc::SO_RCVBUF)?))
+}
+
+fn int(value: u64) -> i32 {
+    i32::try_from(value).unwrap_or(i32::MAX)
+}
+
+/// Numbers that setsockopt takes by address. Private: [`set`] relies on these being plain
+/// integers without padding.
+trait Number: Copy {}
+impl Number for i32 {}
+impl Number for u64 {}
+
+fn set<T: Number>(socket: BorrowedFd<'_>, level: i32, name: i32, value: T) -> io::Result<()> {
+    // SAFETY: the pointer and the length describe `value`, an initialised integer that lives
+    // through the call, and the kernel only reads it; the descriptor is open while borrowed.
+    let status = unsafe {
+        libc::setsockopt(
+            socket.as_raw_fd(),
+            level,
+            name,
+            (&raw const value).cast(),
+            size_of::<T>() as libc::socklen_t,
+        )
+    };
+    if status == 0 {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
+    }
+}
+
+fn get(socket: BorrowedFd<'_>, name: i32) -> io::Result<u32> {
+    let mut value: i32 = 0;
+    let mut length = size_of::<i32>() as libc::socklen_t;
+    // SAFETY: `value` and `length` are initialised, live through the call and are borrowed
+    // exclusively; `length` states the room at `value`, beyond which the kernel does not write.
+    let status = unsafe {
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            name,
+            (&raw mut value).cast(),
+            &raw mut length,
+        )
+    };
+    if status == 0 {
+        Ok(value.unsigned_abs())
+    } else {
+        Err(io::Error::last_os_error())
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::io::Write;
+    use std::net::{Shutdown, TcpListener};
+
+    use super::*;
+
+    fn pair() -> (TcpStream, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let near = connect(
+            listener.local_addr().unwrap(),
+            Instant::now() + Duration::from_secs(5),
+        )
+        .unwrap();
+        (near, listener.accept().unwrap().0)
+    }
+
+    #[test]
+    fn a_wait_ends_at_its_deadline_at_a_byte_and_at_a_shutdown() {
+        let (near, mut far) = pair();
+        let begin = Instant::now();
+        assert!(!wait_readable(&near, begin + Duration::from_millis(30)).unwrap());
+        assert!(begin.elapsed() >= Duration::from_millis(30));
+        far.write_all(b"x").unwrap();
+        assert!(wait_readable(&near, Instant::now() + Duration::from_secs(5)).unwrap());
+
+        let other = far.try_clone().unwrap();
+        let waker = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(30));
+            other.shutdown(Shutdown::Both).unwrap();
+        });
+        assert!(wait_readable(&far, Instant::now() + Duration::from_secs(5)).unwrap());
+        waker.join().unwrap();
+    }
+
+    #[test]
+    fn options_reach_the_kernel() {
+        let (near, _far) = pair();
+        set_liveness(&near, &Liveness::default()).unwrap();
+        set_buffers(&near, Some(64 << 10), Some(32 << 10)).unwrap();
+        assert_eq!(buffers(&near).unwrap(), (128 << 10, 64 << 10));
+        set_pacing_rate(&near, Some(1 << 20)).unwrap();
+        set_pacing_rate(&near, None).unwrap();
+    }
+
+    #[test]
+    fn a_deadline_that_has_passed_is_an_error_and_not_an_endless_wait() {
+        let error = remaining(Instant::now()).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+    }
+}
