@@ -1,2 +1,5 @@
 //! Live migration of virtual machines over many encrypted lanes at once.
 #![forbid(unsafe_code)]
+
+pub mod lane;
+pub mod engine;

@@ -1,0 +1,535 @@
+//! Accepting connections: from the listener to an authenticated peer and its
+//! first words, on one thread for all of them.
+//!
+//! Nobody who is not authenticated costs a thread. All connections whose
+//! handshake is under way stand in one poll loop; each has a deadline, their
+//! number is bounded, and when a new one comes that has no room, the oldest
+//! goes. So a silent client delays nobody, and a thousand of them only each
+//! other (I7).
+//!
+//! ```text
+//!   TCP ──▶ first byte ──▶ TLS handshake ──▶ opening ──▶ Arrival::Control
+//!               │                               ├──────▶ Arrival::Lane
+//!               └─ 'D' (plain lane) ── opening ─┘        Arrival::Rejected
+//! ```
+//!
+//! Every connection begins on rustls's buffered kind, fed with exactly one
+//! record at a time. Only the opening tells what it is: a control lane stays
+//! on it, a data lane's keys are taken out of it for [`super::record`], with
+//! not a byte read too many.
+
+use std::collections::VecDeque;
+use std::io::{self, Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+
+use dunlin_proto::negotiate::{MAGIC, Opening, PRELUDE_BYTES, Prelude};
+use dunlin_proto::wire::DecodeError;
+use dunlin_sys::poll::{Interest, Wakeup, poll};
+use rustls::{Connection, ServerConnection};
+use thiserror::Error;
+
+use super::control::ControlStream;
+use super::handshake::{
+    FLIGHT_LIMIT_BYTES, HandshakeError, Secured, halves, parameters, peer_identity,
+};
+use super::identity::ServerTls;
+use super::names::PeerIdentity;
+use super::record::{HEADER_BYTES, RECEIVED_RECORD_BYTES};
+
+/// Connections that are not authenticated yet, at the same time. Each costs
+/// at most [`FLIGHT_LIMIT_BYTES`] and what rustls keeps, so that all of them
+/// stay under 8 MiB.
+pub const PENDING_LIMIT: usize = 64;
+/// From accepting a connection to the end of its opening.
+pub const OPENING_DEADLINE: Duration = Duration::from_secs(10);
+/// How long a refused peer may take to fetch its alert.
+const LINGER: Duration = Duration::from_millis(500);
+/// How long nobody is accepted after descriptors or memory ran out.
+const SHORTAGE_REST: Duration = Duration::from_millis(100);
+
+/// What came out of a connection.
+#[derive(Debug)]
+pub enum Arrival {
+    /// A control lane, whose peer has sent its offer.
+    Control {
+        /// The lane.
+        stream: ControlStream,
+        /// The first words: an offer, unless the peer breaks the protocol.
+        opening: Opening,
+    },
+    /// A data lane.
+    Lane {
+        /// The lane.
+        socket: LaneSocket,
+        /// The first words: a lane open, unless the peer breaks the protocol.
+        opening: Opening,
+    },
+    /// A connection that came to nothing.
+    Rejected {
+        /// Where it came from.
+        from: SocketAddr,
+        /// Why.
+        reason: RejectReason,
+    },
+}
+
+/// An accepted data lane, blocking, with nothing read behind its opening.
+#[derive(Debug)]
+pub enum LaneSocket {
+    /// Its peer is authenticated.
+    Tls(Box<Secured>),
+    /// Its peer is proved by nothing but what it says in its opening.
+    Plain(TcpStream),
+}
+
+impl LaneSocket {
+    /// The connection, for its options.
+    pub fn stream(&self) -> &TcpStream {
+        match self {
+            Self::Tls(secured) => &secured.stream,
+            Self::Plain(stream) => stream,
+        }
+    }
+}
+
+/// Why a connection came to nothing.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum RejectReason {
+    /// The handshake failed.
+    #[error(transparent)]
+    Handshake(#[from] HandshakeError),
+    /// It took too long.
+    #[error("the peer was not done with its opening after {} s", OPENING_DEADLINE.as_secs())]
+    Deadline,
+    /// Too many others came after it.
+    #[error("{PENDING_LIMIT} newer connections wanted its place before it was authenticated")]
+    Evicted,
+    /// The first words make no sense.
+    #[error("the peer's first words are not Dunlin's: {0}")]
+    Opening(#[from] DecodeError),
+    /// It neither began a TLS handshake nor a plain lane.
+    #[error("the peer's first byte is {0:#04x}: neither TLS nor a plain lane of Dunlin")]
+    Unknown(u8),
+    /// The connection broke.
+    #[error("the connection failed: {0}")]
+    Io(#[from] io::Error),
+}
+
+/// Accepts on `listener` until `stop` is woken, and hands each connection to
+/// `deliver`. Runs on the calling thread.
+///
+/// # Errors
+/// The listener fails; connections under way are dropped.
+pub fn accept(
+    listener: &TcpListener,
+    tls: &ServerTls,
+    stop: &Wakeup,
+    mut deliver: impl FnMut(Arrival),
+) -> io::Result<()> {
+    listener.set_nonblocking(true)?;
+    let mut pending: VecDeque<Pending> = VecDeque::new();
+    let mut resting: Option<Instant> = None;
+    loop {
+        let now = Instant::now();
+        resting = resting.filter(|&until| until > now);
+        let mut interests = vec![read_interest(stop), read_interest(listener)];
+        interests[1].read = resting.is_none();
+        interests.extend(pending.iter().map(|one| Interest {
+            fd: one.stream.as_fd(),
+            read: true,
+            write: one.wants_write(),
+        }));
+        let next = pending.iter().map(|one| one.deadline).chain(resting).min();
+        let timeout = next.map(|at| at.saturating_duration_since(Instant::now()));
+        let ready = poll(&interests, timeout)?;
+        if ready[0] {
+            return Ok(());
+        }
+        let now = Instant::now();
+        // In place, by age: an entry that is done leaves the queue.
+        for index in (0..pending.len()).rev() {
+            let step = if ready[index + 2] {
+                pending[index].advance(tls)
+            } else {
+                Step::Wait
+            };
+            let overdue = pending[index].deadline <= now;
+            match step {
+                Step::Wait if !overdue => {}
+                Step::Wait => {
+                    if let Some(one) = pending.remove(index)
+                        && !one.lingers()
+                    {
+                        deliver(one.rejected(RejectReason::Deadline));
+                    }
+                }
+                Step::Refused(reason) => {
+                    let from = pending[index].from;
+                    pending[index].linger(now);
+                    deliver(Arrival::Rejected { from, reason });
+                }
+                Step::Gone => drop(pending.remove(index)),
+                Step::Complete => {
+                    if let Some(one) = pending.remove(index) {
+                        deliver(one.arrive(tls));
+                    }
+                }
+            }
+        }
+        if ready[1] && resting.is_none() && !accept_all(listener, &mut pending, &mut deliver)? {
+            resting = Some(Instant::now() + SHORTAGE_REST);
+        }
+    }
+}
+
+fn read_interest(descriptor: &impl AsFd) -> Interest<'_> {
+    Interest { fd: descriptor.as_fd(), read: true, write: false }
+}
+
+/// Accepts what waits; `false` where the process or the host has not the
+/// means for another connection, and the oldest has been given up for it.
+fn accept_all(
+    listener: &TcpListener,
+    pending: &mut VecDeque<Pending>,
+    deliver: &mut impl FnMut(Arrival),
+) -> io::Result<bool> {
+    loop {
+        match listener.accept() {
+            Ok((stream, from)) => {
+                if pending.len() >= PENDING_LIMIT
+                    && let Some(oldest) = pending.pop_front()
+                    && !oldest.lingers()
+                {
+                    deliver(oldest.rejected(RejectReason::Evicted));
+                }
+                match Pending::new(stream, from) {
+                    Ok(one) => pending.push_back(one),
+                    Err(error) => deliver(Arrival::Rejected { from, reason: error.into() }),
+                }
+            }
+            Err(error) => match error.kind() {
+                io::ErrorKind::WouldBlock => return Ok(true),
+                // A peer that went away again, or a signal.
+                io::ErrorKind::ConnectionAborted | io::ErrorKind::Interrupted => {}
+                _ if is_shortage(&error) => {
+                    if let Some(oldest) = pending.pop_front()
+                        && !oldest.lingers()
+                    {
+                        deliver(oldest.rejected(RejectReason::Evicted));
+                    }
+                    return Ok(false);
+                }
+                _ => return Err(error),
+            },
+        }
+    }
+}
+
+/// Whether accept(2) failed for want of descriptors or memory: clients can
+/// bring that about, so that it must not end the listener (I7).
+fn is_shortage(error: &io::Error) -> bool {
+    const ENOMEM: i32 = 12;
+    const ENFILE: i32 = 23;
+    const EMFILE: i32 = 24;
+    const ENOBUFS: i32 = 105;
+    matches!(error.raw_os_error(), Some(ENOMEM | ENFILE | EMFILE | ENOBUFS))
+}
+
+/// One connection whose opening is not complete.
+struct Pending {
+    stream: TcpStream,
+    from: SocketAddr,
+    deadline: Instant,
+    stage: Stage,
+    opening: Vec<u8>,
+    prelude: Option<Prelude>,
+}
+
+enum Stage {
+    /// Nothing has come.
+    Silent,
+    /// TLS: the handshake, then the opening within it.
+    Tls(Box<Handshake>),
+    /// A plain lane's opening.
+    Plain,
+    /// Refused; waits for the peer to fetch the alert.
+    Lingering,
+}
+
+struct Handshake {
+    connection: ServerConnection,
+    record: Vec<u8>,
+    received: usize,
+    peer: Option<PeerIdentity>,
+}
+
+enum Step {
+    Wait,
+    Complete,
+    Refused(RejectReason),
+    Gone,
+}
+
+impl Pending {
+    fn new(stream: TcpStream, from: SocketAddr) -> io::Result<Self> {
+        stream.set_nonblocking(true)?;
+        stream.set_nodelay(true)?;
+        Ok(Self {
+            stream,
+            from,
+            deadline: Instant::now() + OPENING_DEADLINE,
+            stage: Stage::Silent,
+            opening: Vec::new(),
+            prelude: None,
+        })
+    }
+
+    fn wants_write(&self) -> bool {
+        matches!(&self.stage, Stage::Tls(tls) if tls.connection.wants_write())
+    }
+
+    fn lingers(&self) -> bool {
+        matches!(self.stage, Stage::Lingering)
+    }
+
+    fn rejected(self, reason: RejectReason) -> Arrival {
+        Arrival::Rejected { from: self.from, reason }
+    }
+
+    /// Waits a moment before closing: closing a socket with unread bytes in it
+    /// resets the connection, and a reset destroys the alert on its way.
+    fn linger(&mut self, now: Instant) {
+        // A failure means that nobody is left to fetch the alert.
+        let _ = self.stream.shutdown(Shutdown::Write);
+        self.stage = Stage::Lingering;
+        self.deadline = now + LINGER;
+    }
+
+    fn advance(&mut self, tls: &ServerTls) -> Step {
+        match self.try_advance(tls) {
+            Ok(true) => Step::Complete,
+            Ok(false) => Step::Wait,
+            Err(_) if self.lingers() => Step::Gone,
+            Err(reason) => Step::Refused(reason),
+        }
+    }
+
+    /// Goes on until the socket has no more or the opening is complete.
+    fn try_advance(&mut self, tls: &ServerTls) -> Result<bool, RejectReason> {
+        loop {
+            match &mut self.stage {
+                Stage::Silent => {
+                    let mut first = [0];
+                    match self.stream.peek(&mut first) {
+                        Ok(0) => return Err(HandshakeError::PeerClosed.into()),
+                        Ok(_) => {}
+                        Err(error) => return would_block(error),
+                    }
+                    self.stage = match first[0] {
+                        // The content type of a handshake (RFC 8446, section 5.1).
+                        22 => Stage::Tls(Box::new(Handshake::new(tls)?)),
+                        byte if byte == MAGIC[0] => Stage::Plain,
+                        byte => return Err(RejectReason::Unknown(byte)),
+                    };
+                }
+                Stage::Plain => {
+                    let wanted = wanted(&self.opening, &mut self.prelude)?;
+                    if wanted == 0 {
+                        return Ok(true);
+                    }
+                    let mut part = vec![0; wanted];
+                    match self.stream.read(&mut part) {
+                        Ok(0) => return Err(HandshakeError::PeerClosed.into()),
+                        Ok(count) => self.opening.extend_from_slice(&part[..count]),
+                        Err(error) => return would_block(error),
+                    }
+                }
+                Stage::Tls(handshake) => {
+                    if let Err(error) = handshake.write(&self.stream) {
+                        return would_block(error);
+                    }
+                    let handshaking = handshake.connection.is_handshaking();
+                    if !handshaking {
+                        let common: &rustls::CommonState = &handshake.connection;
+                        if handshake.peer.is_none() {
+                            handshake.peer = Some(peer_identity(common, &tls.peers)?);
+                        }
+                        let wanted = wanted(&self.opening, &mut self.prelude)?;
+                        if wanted == 0 {
+                            return Ok(true);
+                        }
+                        if handshake.take_plaintext(wanted, &mut self.opening)? {
+                            continue;
+                        }
+                    }
+                    if !handshake.read_record(&self.stream)? {
+                        return Ok(false);
+                    }
+                    if let Err(error) = handshake.process() {
+                        // Best effort: the first error is the one to report.
+                        let _ = handshake.write(&self.stream);
+                        return Err(error.into());
+                    }
+                }
+                Stage::Lingering => {
+                    let mut scrap = [0; 4096];
+                    match self.stream.read(&mut scrap) {
+                        Ok(0) => return Err(HandshakeError::PeerClosed.into()),
+                        // One read a turn: a peer that sends without end gets
+                        // no more than its turn.
+                        Ok(_) => return Ok(false),
+                        Err(error) => return would_block(error),
+                    }
+                }
+            }
+        }
+    }
+
+    fn arrive(self, tls: &ServerTls) -> Arrival {
+        let from = self.from;
+        self.try_arrive(tls)
+            .unwrap_or_else(|reason| Arrival::Rejected { from, reason })
+    }
+
+    fn try_arrive(self, tls: &ServerTls) -> Result<Arrival, RejectReason> {
+        let prelude = self.prelude.ok_or(HandshakeError::PeerClosed)?;
+        let opening = Opening::decode(&prelude, &self.opening[PRELUDE_BYTES..])?;
+        self.stream.set_nonblocking(false)?;
+        let Stage::Tls(handshake) = self.stage else {
+            let socket = LaneSocket::Plain(self.stream);
+            return Ok(Arrival::Lane { socket, opening });
+        };
+        if !matches!(opening, Opening::Lane(_)) {
+            let stream = ControlStream::established(
+                self.stream,
+                Connection::from(handshake.connection),
+                &tls.peers,
+                tls.provider,
+            )?;
+            return Ok(Arrival::Control { stream, opening });
+        }
+        let peer = handshake.peer.ok_or(HandshakeError::NoCertificate)?;
+        let parameters = parameters(&handshake.connection, tls.provider)?;
+        let secrets = handshake
+            .connection
+            .dangerous_extract_secrets()
+            .map_err(HandshakeError::from)?;
+        let (seal, open) = halves(secrets, tls.provider)
+            .map_err(|error| HandshakeError::Local(error.to_string()))?;
+        let socket = LaneSocket::Tls(Box::new(Secured {
+            stream: self.stream,
+            peer,
+            parameters,
+            seal,
+            open,
+        }));
+        Ok(Arrival::Lane { socket, opening })
+    }
+}
+
+impl Handshake {
+    fn new(tls: &ServerTls) -> Result<Self, HandshakeError> {
+        Ok(Self {
+            connection: ServerConnection::new(tls.config.clone())?,
+            record: Vec::new(),
+            received: 0,
+            peer: None,
+        })
+    }
+
+    fn write(&mut self, mut stream: &TcpStream) -> io::Result<()> {
+        while self.connection.wants_write() {
+            self.connection.write_tls(&mut stream)?;
+        }
+        stream.flush()
+    }
+
+    /// Reads on until one whole record is there; `false` when the socket has
+    /// no more for now.
+    fn read_record(&mut self, mut stream: &TcpStream) -> Result<bool, RejectReason> {
+        loop {
+            let wanted = match self.record.first_chunk::<HEADER_BYTES>() {
+                None => HEADER_BYTES - self.record.len(),
+                Some(&[content_type, major, _, high, low]) => {
+                    if !(20..=23).contains(&content_type) || major != 3 {
+                        let start = [content_type, major, 0, high, low];
+                        return Err(HandshakeError::NotTls { start }.into());
+                    }
+                    let whole = HEADER_BYTES + usize::from(u16::from_be_bytes([high, low]));
+                    if whole > RECEIVED_RECORD_BYTES || self.received + whole > FLIGHT_LIMIT_BYTES {
+                        return Err(HandshakeError::TooLong.into());
+                    }
+                    if self.record.len() == whole {
+                        self.received += whole;
+                        return Ok(true);
+                    }
+                    whole - self.record.len()
+                }
+            };
+            let start = self.record.len();
+            self.record.resize(start + wanted, 0);
+            let result = stream.read(&mut self.record[start..]);
+            self.record.truncate(start + result.as_ref().map_or(0, |&count| count));
+            match result {
+                Ok(0) => return Err(HandshakeError::PeerClosed.into()),
+                Ok(_) => {}
+                Err(error) => return would_block(error),
+            }
+        }
+    }
+
+    /// Gives the record to rustls.
+    fn process(&mut self) -> Result<(), HandshakeError> {
+        let mut unread = &self.record[..];
+        while !unread.is_empty() {
+            self.connection.read_tls(&mut unread).map_err(HandshakeError::Io)?;
+            self.connection.process_new_packets()?;
+        }
+        self.record.clear();
+        Ok(())
+    }
+
+    /// Moves up to `wanted` bytes of plaintext to `opening`; whether there
+    /// were any.
+    fn take_plaintext(
+        &mut self,
+        wanted: usize,
+        opening: &mut Vec<u8>,
+    ) -> Result<bool, RejectReason> {
+        let mut part = vec![0; wanted];
+        match self.connection.reader().read(&mut part) {
+            Ok(0) => Err(HandshakeError::PeerClosed.into()),
+            Ok(count) => {
+                opening.extend_from_slice(&part[..count]);
+                Ok(true)
+            }
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(false),
+            Err(error) => Err(error.into()),
+        }
+    }
+}
+
+/// How many bytes of the opening are missing, as far as can be told.
+fn wanted(opening: &[u8], prelude: &mut Option<Prelude>) -> Result<usize, DecodeError> {
+    let Some(start) = opening.first_chunk::<PRELUDE_BYTES>() else {
+        return Ok(PRELUDE_BYTES - opening.len());
+    };
+    let body_bytes = match prelude {
+        Some(known) => known.body_bytes,
+        None => prelude.insert(Prelude::decode(start)?).body_bytes,
+    };
+    Ok(PRELUDE_BYTES + body_bytes - opening.len())
+}
+
+fn would_block(error: io::Error) -> Result<bool, RejectReason> {
+    match error.kind() {
+        io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => Ok(false),
+        io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => {
+            Err(HandshakeError::PeerClosed.into())
+        }
+        _ => Err(error.into()),
+    }
+}

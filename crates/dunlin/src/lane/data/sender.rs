@@ -1,0 +1,443 @@
+//! The sending end of a data lane.
+
+use std::io::{self, IoSliceMut, Read, Write};
+use std::net::{Shutdown, TcpStream};
+use std::time::Duration;
+
+use dunlin_sys::socket::set_pacing_rate;
+use thiserror::Error;
+
+use super::{
+    BATCH_BYTES, Canceller, Counters, HEADER_LIMIT_BYTES, Keys, Link, PAGE_BYTES, PAGES_PER_FRAME,
+    PlainConsent, RECORDS_PER_FRAME, Security,
+};
+use crate::lane::handshake::Secured;
+use crate::lane::record::{
+    Alert, CONTENT_BYTES, HEADER_BYTES, OVERHEAD_BYTES, OpenError, OpenHalf, RECEIVED_RECORD_BYTES,
+    SealError, TRAILER_BYTES,
+};
+
+/// How long to look for the peer's reason after a write failed.
+const REASON_WAIT: Duration = Duration::from_millis(200);
+
+/// Why a frame could not be sent. The lane must be given up; how much of the frame the peer got
+/// is unknown.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum SendError {
+    /// The peer takes nothing.
+    #[error("the peer took no data for {limit:?}: it hangs, or the network does")]
+    Stalled {
+        /// The limit set for this lane.
+        limit: Duration,
+    },
+    /// The lane's [`Canceller`] was used.
+    #[error("the lane was shut down on this side")]
+    Cancelled,
+    /// The peer gave up and said why.
+    #[error("the peer ended the lane with the alert {0}")]
+    PeerAlert(Alert),
+    /// The peer hung up without a reason.
+    #[error(
+        "the peer closed the lane without a reason: it died, or gave the lane up; its log says which"
+    )]
+    PeerClosed,
+    /// Sealing failed; for [`SealError::Limit`] replace the lane.
+    #[error(transparent)]
+    Seal(#[from] SealError),
+    /// The header is longer than a frame's header may be.
+    #[error(
+        "a frame's header of {bytes} bytes is longer than {HEADER_LIMIT_BYTES}: split the frame"
+    )]
+    HeaderTooLong {
+        /// Its length.
+        bytes: usize,
+    },
+    /// The connection broke.
+    #[error("the lane's connection failed: {0}")]
+    Io(#[source] io::Error),
+    /// An earlier error ended this lane.
+    #[error("the lane has already failed")]
+    Spent,
+}
+
+/// Why something cannot be added to a frame. Nothing was added.
+#[derive(Debug, Error, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum FrameError {
+    /// There is no room for another page: finish the frame and begin the next.
+    #[error("the frame is full: finish it and begin another")]
+    Full,
+    /// A page was to follow bytes that end in the middle of a slot.
+    #[error("a page must begin at a multiple of {PAGE_BYTES} bytes within a frame's payload")]
+    Misaligned,
+}
+
+/// The sending end of a data lane.
+pub struct DataSender {
+    link: Link,
+    security: Security,
+    /// Room for the header, then the records of a full frame without gaps.
+    buffer: Box<[u8]>,
+    layout: Layout,
+    stall_limit: Duration,
+    counters: Counters,
+    spent: bool,
+}
+
+/// A frame being filled. Dropped unfinished, it sends nothing.
+pub struct Frame<'a> {
+    sender: &'a mut DataSender,
+    /// Bytes of payload so far.
+    filled: usize,
+}
+
+impl DataSender {
+    /// The sending end of an encrypted lane. No progress for `stall_limit` is an error.
+    ///
+    /// # Errors
+    /// [`SendError::Io`] when the socket's options cannot be set.
+    pub fn tls(secured: Secured, stall_limit: Duration) -> Result<Self, SendError> {
+        let Secured {
+            stream, seal, open, ..
+        } = secured;
+        Self::new(
+            stream,
+            Security::Tls(Box::new(Keys { seal, open })),
+            stall_limit,
+        )
+    }
+
+    /// The sending end of a lane in the clear.
+    ///
+    /// # Errors
+    /// [`SendError::Io`] when the socket's options cannot be set.
+    pub fn plain(
+        stream: TcpStream,
+        _: PlainConsent,
+        stall_limit: Duration,
+    ) -> Result<Self, SendError> {
+        Self::new(stream, Security::Plain, stall_limit)
+    }
+
+    fn new(
+        stream: TcpStream,
+        security: Security,
+        stall_limit: Duration,
+    ) -> Result<Self, SendError> {
+        // The socket's own time-out costs no system call per write.
+        stream
+            .set_write_timeout(Some(stall_limit))
+            .map_err(SendError::Io)?;
+        let layout = Layout::of(&security);
+        Ok(Self {
+            link: Link::new(stream).map_err(SendError::Io)?,
+            security,
+            buffer: vec![0; layout.front + RECORDS_PER_FRAME * layout.stride].into(),
+            layout,
+            stall_limit,
+            counters: Counters::default(),
+            spent: false,
+        })
+    }
+
+    /// Begins a frame.
+    pub fn frame(&mut self) -> Frame<'_> {
+        Frame {
+            sender: self,
+            filled: 0,
+        }
+    }
+
+    /// Sends a frame without payload.
+    ///
+    /// # Errors
+    /// [`SendError`].
+    pub fn send(&mut self, header: &[u8]) -> Result<(), SendError> {
+        self.frame().finish(header)
+    }
+
+    /// Tells the peer that nothing follows. Until it does, the peer takes an end for a cut.
+    ///
+    /// # Errors
+    /// [`SendError`].
+    pub fn finish(mut self) -> Result<Counters, SendError> {
+        if self.spent {
+            return Err(SendError::Spent);
+        }
+        if let Security::Tls(keys) = &mut self.security {
+            let close = keys.seal.close_notify()?;
+            self.buffer[..close.len()].copy_from_slice(&close);
+            self.write(0, close.len())?;
+        }
+        self.link
+            .stream
+            .shutdown(Shutdown::Write)
+            .map_err(|error| self.failure(error))?;
+        Ok(self.counters)
+    }
+
+    /// What has been sent.
+    pub fn counters(&self) -> Counters {
+        self.counters
+    }
+
+    /// Data records that this lane may still send; `None` when it has no limit. A full frame
+    /// takes [`RECORDS_PER_FRAME`] and one for its header.
+    pub fn records_left(&self) -> Option<u64> {
+        match &self.security {
+            Security::Tls(keys) => Some(keys.seal.records_left()),
+            Security::Plain => None,
+        }
+    }
+
+    /// Caps this lane in bytes per second; `None` lifts the cap.
+    ///
+    /// # Errors
+    /// What setsockopt(2) says.
+    pub fn set_rate(&self, bytes_per_second: Option<u64>) -> io::Result<()> {
+        set_pacing_rate(&*self.link.stream, bytes_per_second)
+    }
+
+    /// A handle to end this lane from another thread.
+    pub fn canceller(&self) -> Canceller {
+        Canceller(self.link.clone())
+    }
+
+    /// The socket, for its addresses and options.
+    pub fn socket(&self) -> &TcpStream {
+        &self.link.stream
+    }
+
+    /// Seals and writes the header and `filled` bytes of payload that stand in the buffer.
+    fn transmit(&mut self, header: &[u8], filled: usize) -> Result<(), SendError> {
+        if self.spent {
+            return Err(SendError::Spent);
+        }
+        let bytes = header.len();
+        if bytes > HEADER_LIMIT_BYTES {
+            return Err(SendError::HeaderTooLong { bytes });
+        }
+        let Layout {
+            front,
+            lead,
+            stride,
+            overhead,
+        } = self.layout;
+        let start = if bytes == 0 {
+            front
+        } else {
+            front - overhead - bytes
+        };
+        self.buffer[start + lead..][..bytes].copy_from_slice(header);
+        let mut end = front;
+        // A frame that was begun and then fails can never be sent again with the same numbers.
+        self.spent = true;
+        if let Security::Tls(keys) = &mut self.security {
+            if bytes > 0 {
+                keys.seal.seal(&mut self.buffer[start..front])?;
+                self.counters.records += 1;
+            }
+            for (record, left) in (0..filled)
+                .step_by(CONTENT_BYTES)
+                .map(|at| filled - at)
+                .enumerate()
+            {
+                let at = front + record * stride;
+                end = at + left.min(CONTENT_BYTES) + OVERHEAD_BYTES;
+                keys.seal.seal(&mut self.buffer[at..end])?;
+                self.counters.records += 1;
+            }
+        } else {
+            end += filled;
+        }
+        self.write(start, end)?;
+        self.counters.content_bytes += (bytes + filled) as u64;
+        self.spent = false;
+        Ok(())
+    }
+
+    fn write(&mut self, mut start: usize, end: usize) -> Result<(), SendError> {
+        while start < end {
+            self.counters.calls += 1;
+            match (&*self.link.stream).write(&self.buffer[start..end]) {
+                Ok(count) => {
+                    start += count;
+                    self.counters.wire_bytes += count as u64;
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(self.failure(error)),
+            }
+        }
+        Ok(())
+    }
+
+    /// What a failed write means, with the peer's own reason where it gave one.
+    fn failure(&mut self, error: io::Error) -> SendError {
+        self.spent = true;
+        if self.link.is_cancelled() {
+            return SendError::Cancelled;
+        }
+        match error.kind() {
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => SendError::Stalled {
+                limit: self.stall_limit,
+            },
+            io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => match self.reason() {
+                Some(alert) => SendError::PeerAlert(alert),
+                None => SendError::PeerClosed,
+            },
+            _ => SendError::Io(error),
+        }
+    }
+
+    /// The alert that the peer left behind. A destination that refuses our certificate says so
+    /// only after our side of the handshake is done, so this is where a source learns of it.
+    fn reason(&mut self) -> Option<Alert> {
+        let Security::Tls(keys) = &mut self.security else {
+            return None;
+        };
+        self.link.stream.set_read_timeout(Some(REASON_WAIT)).ok()?;
+        let record = self.buffer.get_mut(..RECEIVED_RECORD_BYTES)?;
+        (&*self.link.stream)
+            .read_exact(&mut record[..HEADER_BYTES])
+            .ok()?;
+        let header = *record.first_chunk()?;
+        let bytes = OpenHalf::record_bytes(header).ok()?;
+        (&*self.link.stream)
+            .read_exact(&mut record[HEADER_BYTES..bytes])
+            .ok()?;
+        match keys.open.open(&mut record[..bytes]) {
+            Err(OpenError::Alert { alert }) => Some(alert),
+            _ => None,
+        }
+    }
+}
+
+impl Frame<'_> {
+    /// Pages that still fit.
+    pub fn room(&self) -> usize {
+        PAGES_PER_FRAME - self.filled.div_ceil(PAGE_BYTES)
+    }
+
+    /// Bytes of payload so far.
+    pub fn payload_bytes(&self) -> usize {
+        self.filled
+    }
+
+    /// Lets `fill` write the next page where it will be sealed. When `fill` answers false, the
+    /// page is not kept and its slot is the next one's; so a page can be looked at, and found to
+    /// be zero, after it was copied into the cache. Returns what `fill` answered.
+    ///
+    /// The slot holds bytes of earlier frames: `fill` must write all of it, or answer false.
+    ///
+    /// # Errors
+    /// [`FrameError`]; `fill` was not called then.
+    pub fn page(
+        &mut self,
+        fill: impl FnOnce(&mut [u8; PAGE_BYTES]) -> bool,
+    ) -> Result<bool, FrameError> {
+        if !self.filled.is_multiple_of(PAGE_BYTES) {
+            return Err(FrameError::Misaligned);
+        }
+        if self.filled >= BATCH_BYTES {
+            return Err(FrameError::Full);
+        }
+        let at = self.sender.layout.position(self.filled);
+        let slot = self.sender.buffer[at..]
+            .first_chunk_mut()
+            .expect("a slot below BATCH_BYTES lies within its record");
+        let kept = fill(slot);
+        if kept {
+            self.filled += PAGE_BYTES;
+        }
+        Ok(kept)
+    }
+
+    /// Adds as much of `bytes` as fits, and returns how much that was.
+    pub fn bytes(&mut self, bytes: &[u8]) -> usize {
+        let mut rest = bytes;
+        while !rest.is_empty() && self.filled < BATCH_BYTES {
+            let at = self.sender.layout.position(self.filled);
+            let count = rest.len().min(CONTENT_BYTES - self.filled % CONTENT_BYTES);
+            self.sender.buffer[at..][..count].copy_from_slice(&rest[..count]);
+            self.filled += count;
+            rest = &rest[count..];
+        }
+        bytes.len() - rest.len()
+    }
+
+    /// Reads once from `source` into all the room that is left, in place, and returns how much
+    /// came; zero when the frame is full or the source at its end.
+    ///
+    /// # Errors
+    /// What `source` says.
+    pub fn read_from(&mut self, source: &mut impl Read) -> io::Result<usize> {
+        let Layout {
+            front,
+            lead,
+            stride,
+            ..
+        } = self.sender.layout;
+        let first = self.filled / CONTENT_BYTES;
+        let mut skip = self.filled % CONTENT_BYTES;
+        let mut spaces: [_; RECORDS_PER_FRAME] = std::array::from_fn(|_| IoSliceMut::new(&mut []));
+        let records = self.sender.buffer[front..]
+            .chunks_exact_mut(stride)
+            .skip(first);
+        let mut count = 0;
+        for (space, record) in spaces.iter_mut().zip(records) {
+            *space = IoSliceMut::new(&mut record[lead + skip..lead + CONTENT_BYTES]);
+            skip = 0;
+            count += 1;
+        }
+        if count == 0 {
+            return Ok(0);
+        }
+        let read = source.read_vectored(&mut spaces[..count])?;
+        self.filled += read;
+        Ok(read)
+    }
+
+    /// Seals the frame and sends it, header first, in as few writes as the socket allows.
+    /// `header` may be known only now; it gets a record of its own, in front of the payload. An
+    /// empty header gets none.
+    ///
+    /// # Errors
+    /// [`SendError`]; for [`SendError::HeaderTooLong`] nothing was sent and the lane is as before.
+    pub fn finish(self, header: &[u8]) -> Result<(), SendError> {
+        self.sender.transmit(header, self.filled)
+    }
+}
+
+/// Where things stand in the buffer, with the records' overhead or without.
+#[derive(Clone, Copy)]
+struct Layout {
+    /// Where the first payload record begins; the header's record ends here.
+    front: usize,
+    /// What precedes the content of a record.
+    lead: usize,
+    /// From one full record to the next.
+    stride: usize,
+    /// What a record is longer than its content.
+    overhead: usize,
+}
+
+impl Layout {
+    fn of(security: &Security) -> Self {
+        let (lead, overhead) = match security {
+            Security::Tls(_) => (HEADER_BYTES, HEADER_BYTES + TRAILER_BYTES),
+            Security::Plain => (0, 0),
+        };
+        Self {
+            front: HEADER_LIMIT_BYTES + overhead,
+            lead,
+            stride: CONTENT_BYTES + overhead,
+            overhead,
+        }
+    }
+
+    /// Where byte `at` of the payload stands.
+    fn position(self, at: usize) -> usize {
+        self.front + at / CONTENT_BYTES * self.stride + self.lead + at % CONTENT_BYTES
+    }
+}

@@ -1,0 +1,538 @@
+//! The handshake of a data lane, on a blocking socket and against a deadline.
+//!
+//! rustls negotiates; its traffic keys are then taken out of it and become the two halves of
+//! [`record`](super::record). Records are read exactly, header and then body, so that not a byte
+//! of the peer's first data is swallowed here, which matters as soon as the kernel is to read on.
+//!
+//! In TLS 1.3 the side that connects is done before the other has seen its certificate. A refusal
+//! therefore reaches a source later, as an alert on its lane.
+
+use std::io::{self, Read, Write};
+use std::net::{Shutdown, TcpStream};
+use std::time::{Duration, Instant};
+
+use dunlin_sys::socket::remaining;
+use rustls::client::{ClientConnectionData, UnbufferedClientConnection};
+use rustls::kernel::KernelConnection;
+use rustls::pki_types::CertificateDer;
+use rustls::server::{ServerConnectionData, UnbufferedServerConnection};
+use rustls::unbuffered::{
+    ConnectionState, EncodeError, EncodeTlsData, InsufficientSizeError, UnbufferedStatus,
+};
+use rustls::{
+    CertificateError, CommonState, ConnectionTrafficSecrets, ExtractedSecrets, NamedGroup,
+};
+use thiserror::Error;
+
+use super::identity::{ClientTls, ServerTls};
+use super::names::{NameRefused, PeerIdentity, PeerNames};
+use super::provider::{CipherSuite, Provider, ProviderError};
+use super::record::{Alert, HEADER_BYTES, OpenHalf, RECEIVED_RECORD_BYTES, SealHalf};
+use super::trust::name_refused;
+
+/// The most that a peer may send before it is authenticated. A chain of four RSA-4096
+/// certificates takes an eighth of it.
+pub const FLIGHT_LIMIT_BYTES: usize = 64 << 10;
+/// How long a failed handshake waits for its alert to be taken, at most.
+const LINGER: Duration = Duration::from_millis(500);
+
+/// Why a handshake failed. Nothing but handshake messages has been sent.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum HandshakeError {
+    /// Too slow. The fault is the peer's or the network's.
+    #[error(
+        "the TLS handshake was not finished at its deadline: the peer accepted the connection and then was too slow, or is no TLS server"
+    )]
+    Deadline,
+    /// The connection broke.
+    #[error("the connection failed during the TLS handshake: {0}")]
+    Io(#[source] io::Error),
+    /// The peer hung up.
+    #[error(
+        "the peer closed the connection during the TLS handshake: look into its log for the reason"
+    )]
+    PeerClosed,
+    /// The peer's bytes are no TLS.
+    #[error("the peer does not speak TLS (its first bytes are \"{}\"): check the port, and that both sides ask for TLS", start.escape_ascii())]
+    NotTls {
+        /// What came instead of a record's header.
+        start: [u8; HEADER_BYTES],
+    },
+    /// A record or the sum of them is too long.
+    #[error(
+        "the peer sent more than {FLIGHT_LIMIT_BYTES} bytes, or a record longer than allowed, before it was authenticated"
+    )]
+    TooLong,
+    /// The peer gave up and said why.
+    #[error("the peer ended the TLS handshake with the alert {0}")]
+    PeerAlert(Alert),
+    /// The peer has no certificate.
+    #[error("the peer presented no certificate: lanes authenticate both sides, give it one")]
+    NoCertificate,
+    /// The peer's authority is not ours.
+    #[error(
+        "the peer's certificate comes from an unknown authority: give both hosts certificates of one authority, or add the peer's authority to this host's CA bundle"
+    )]
+    UnknownAuthority,
+    /// A signature does not verify.
+    #[error(
+        "a signature of the peer does not verify: most likely its authority bears the same name as one in this host's CA bundle and has another key; give both hosts certificates of one authority"
+    )]
+    BadSignature,
+    /// The peer's certificate is out of date.
+    #[error(
+        "the peer's certificate has expired ({detail}): renew it on the peer, or correct this host's clock"
+    )]
+    Expired {
+        /// When it did.
+        detail: String,
+    },
+    /// The peer's certificate is not valid yet.
+    #[error(
+        "the peer's certificate is not valid yet ({detail}): correct the clock of one of the hosts"
+    )]
+    NotYetValid {
+        /// When it will be.
+        detail: String,
+    },
+    /// The peer's certificate is unfit for another reason.
+    #[error("the peer's certificate is refused: {0}")]
+    Certificate(CertificateError),
+    /// The certificate is sound and its bearer not allowed.
+    #[error(transparent)]
+    Name(NameRefused),
+    /// Nothing in common.
+    #[error(
+        "the peer and this host have no TLS parameters in common ({0}): both must allow TLS 1.3 and share a suite and a key exchange"
+    )]
+    Incompatible(String),
+    /// Any other breach of the protocol.
+    #[error("the peer broke the TLS protocol: {0}")]
+    Protocol(#[source] rustls::Error),
+    /// A local fault that no peer can cause.
+    #[error("the TLS handshake could not be completed for a local reason: {0}")]
+    Local(String),
+}
+
+/// A connection whose peer is authenticated, with the keys of both directions.
+#[derive(Debug)]
+pub struct Secured {
+    /// The connection; it has no time-outs set, and none of the peer's data has been read.
+    pub stream: TcpStream,
+    /// Who the peer is.
+    pub peer: PeerIdentity,
+    /// What was negotiated.
+    pub parameters: Parameters,
+    /// Seals what we send.
+    pub seal: SealHalf,
+    /// Opens what the peer sends.
+    pub open: OpenHalf,
+}
+
+/// What a handshake agreed on, for the log.
+#[derive(Clone, Copy, Debug)]
+pub struct Parameters {
+    /// The cipher suite.
+    pub suite: CipherSuite,
+    /// The key exchange.
+    pub group: NamedGroup,
+    /// The library that seals and opens on this side.
+    pub provider: Provider,
+}
+
+/// Makes a data lane of a connection that this side opened.
+///
+/// # Errors
+/// [`HandshakeError`]; the connection is closed then, after the peer was told why.
+pub fn client(
+    stream: TcpStream,
+    tls: &ClientTls,
+    deadline: Instant,
+) -> Result<Secured, HandshakeError> {
+    let connection = UnbufferedClientConnection::new(tls.config.clone(), tls.server_name.clone())
+        .map_err(HandshakeError::from)?;
+    secure(stream, connection, &tls.peers, tls.provider, deadline)
+}
+
+/// Makes a data lane of a connection that this side accepted.
+///
+/// # Errors
+/// [`HandshakeError`]; the connection is closed then, after the peer was told why.
+pub fn server(
+    stream: TcpStream,
+    tls: &ServerTls,
+    deadline: Instant,
+) -> Result<Secured, HandshakeError> {
+    let connection =
+        UnbufferedServerConnection::new(tls.config.clone()).map_err(HandshakeError::from)?;
+    secure(stream, connection, &tls.peers, tls.provider, deadline)
+}
+
+fn secure<C: Unbuffered>(
+    stream: TcpStream,
+    mut connection: C,
+    peers: &PeerNames,
+    provider: Provider,
+    deadline: Instant,
+) -> Result<Secured, HandshakeError> {
+    stream.set_nodelay(true).map_err(HandshakeError::Io)?;
+    let driven = drive(&mut connection, &stream, deadline);
+    if driven.is_err() {
+        linger(&stream, deadline);
+    }
+    driven?;
+    let peer = peer_identity(connection.common(), peers)?;
+    let parameters = parameters(connection.common(), provider)?;
+    let secrets = connection.into_secrets()?;
+    let (seal, open) = halves(secrets, provider).map_err(local)?;
+    stream.set_read_timeout(None).map_err(HandshakeError::Io)?;
+    stream.set_write_timeout(None).map_err(HandshakeError::Io)?;
+    Ok(Secured {
+        stream,
+        peer,
+        parameters,
+        seal,
+        open,
+    })
+}
+
+/// The identity of a peer whose handshake is complete.
+pub(super) fn peer_identity(
+    connection: &CommonState,
+    peers: &PeerNames,
+) -> Result<PeerIdentity, HandshakeError> {
+    let leaf: &CertificateDer<'_> = connection
+        .peer_certificates()
+        .and_then(<[_]>::first)
+        .ok_or(HandshakeError::NoCertificate)?;
+    let authorised_by = peers.authorise(leaf).map_err(HandshakeError::Name)?;
+    Ok(PeerIdentity::of(leaf, authorised_by))
+}
+
+/// What a complete handshake agreed on.
+pub(super) fn parameters(
+    connection: &CommonState,
+    provider: Provider,
+) -> Result<Parameters, HandshakeError> {
+    let suite = match connection
+        .negotiated_cipher_suite()
+        .map(|suite| suite.suite())
+    {
+        Some(rustls::CipherSuite::TLS13_AES_256_GCM_SHA384) => CipherSuite::Aes256Gcm,
+        Some(rustls::CipherSuite::TLS13_AES_128_GCM_SHA256) => CipherSuite::Aes128Gcm,
+        Some(rustls::CipherSuite::TLS13_CHACHA20_POLY1305_SHA256) => CipherSuite::ChaCha20Poly1305,
+        other => {
+            return Err(local(format!(
+                "suite {other:?} was negotiated and never offered"
+            )));
+        }
+    };
+    let group = connection
+        .negotiated_key_exchange_group()
+        .map(|group| group.name())
+        .ok_or_else(|| local("no key exchange took place"))?;
+    Ok(Parameters {
+        suite,
+        group,
+        provider,
+    })
+}
+
+/// Reads one whole record of the handshake and appends it to `incoming`. `received` counts what
+/// the peer has sent so far.
+pub(super) fn read_record(
+    mut stream: &TcpStream,
+    deadline: Instant,
+    incoming: &mut Vec<u8>,
+    received: &mut usize,
+) -> Result<(), HandshakeError> {
+    let mut read = |mut part: &mut [u8]| -> Result<(), HandshakeError> {
+        while !part.is_empty() {
+            stream
+                .set_read_timeout(Some(remaining(deadline).map_err(io_error)?))
+                .map_err(HandshakeError::Io)?;
+            match stream.read(part) {
+                Ok(0) => return Err(HandshakeError::PeerClosed),
+                Ok(count) => part = &mut part[count..],
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(io_error(error)),
+            }
+        }
+        Ok(())
+    };
+    let mut header = [0; HEADER_BYTES];
+    read(&mut header)?;
+    let [content_type, major, _, high, low] = header;
+    // The four types of RFC 8446, section 5.1; the major version has been 3 since SSL 3.
+    if !(20..=23).contains(&content_type) || major != 3 {
+        return Err(HandshakeError::NotTls { start: header });
+    }
+    let body = usize::from(u16::from_be_bytes([high, low]));
+    *received += HEADER_BYTES + body;
+    if HEADER_BYTES + body > RECEIVED_RECORD_BYTES || *received > FLIGHT_LIMIT_BYTES {
+        return Err(HandshakeError::TooLong);
+    }
+    incoming.extend_from_slice(&header);
+    let start = incoming.len();
+    incoming.resize(start + body, 0);
+    read(&mut incoming[start..])
+}
+
+/// Writes all of `bytes` before `deadline`.
+pub(super) fn write_all(
+    mut stream: &TcpStream,
+    deadline: Instant,
+    mut bytes: &[u8],
+) -> Result<(), HandshakeError> {
+    while !bytes.is_empty() {
+        stream
+            .set_write_timeout(Some(remaining(deadline).map_err(io_error)?))
+            .map_err(HandshakeError::Io)?;
+        match stream.write(bytes) {
+            Ok(count) => bytes = &bytes[count..],
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(io_error(error)),
+        }
+    }
+    Ok(())
+}
+
+/// Lets the peer take our alert. Closing a socket with unread bytes in it resets the connection,
+/// and a reset destroys what the peer has not read yet.
+pub(super) fn linger(mut stream: &TcpStream, deadline: Instant) {
+    let deadline = deadline.min(Instant::now() + LINGER);
+    let mut budget = FLIGHT_LIMIT_BYTES;
+    let mut scrap = [0; 4096];
+    // Any failure here means that nobody is left to listen.
+    if stream.shutdown(Shutdown::Write).is_err() {
+        return;
+    }
+    while budget > 0 {
+        let Ok(left) = remaining(deadline) else {
+            return;
+        };
+        if stream.set_read_timeout(Some(left)).is_err() {
+            return;
+        }
+        match stream.read(&mut scrap) {
+            Ok(0) | Err(_) => return,
+            Ok(count) => budget = budget.saturating_sub(count),
+        }
+    }
+}
+
+fn io_error(error: io::Error) -> HandshakeError {
+    match error.kind() {
+        io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => HandshakeError::Deadline,
+        io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => HandshakeError::PeerClosed,
+        _ => HandshakeError::Io(error),
+    }
+}
+
+fn local(reason: impl ToString) -> HandshakeError {
+    HandshakeError::Local(reason.to_string())
+}
+
+impl From<rustls::Error> for HandshakeError {
+    fn from(error: rustls::Error) -> Self {
+        use rustls::Error as Tls;
+        if let Some(refused) = name_refused(&error) {
+            return Self::Name(refused.clone());
+        }
+        match error {
+            Tls::AlertReceived(alert) => Self::PeerAlert(Alert(alert.into())),
+            Tls::NoCertificatesPresented => Self::NoCertificate,
+            Tls::InvalidCertificate(error) => match &error {
+                CertificateError::UnknownIssuer => Self::UnknownAuthority,
+                CertificateError::BadSignature => Self::BadSignature,
+                CertificateError::Expired | CertificateError::ExpiredContext { .. } => {
+                    Self::Expired {
+                        detail: error.to_string(),
+                    }
+                }
+                CertificateError::NotValidYet | CertificateError::NotValidYetContext { .. } => {
+                    Self::NotYetValid {
+                        detail: error.to_string(),
+                    }
+                }
+                _ => Self::Certificate(error),
+            },
+            Tls::PeerIncompatible(reason) => Self::Incompatible(format!("{reason:?}")),
+            error => Self::Protocol(error),
+        }
+    }
+}
+
+/// Runs a handshake to its end. On an error of TLS the peer gets its alert.
+fn drive<C: Unbuffered>(
+    connection: &mut C,
+    stream: &TcpStream,
+    deadline: Instant,
+) -> Result<(), HandshakeError> {
+    let mut incoming = Vec::new();
+    let mut outgoing = Vec::new();
+    let mut received = 0;
+    loop {
+        let UnbufferedStatus { discard, state } = connection.process(&mut incoming);
+        let mut blocked = false;
+        let mut ready = false;
+        match state {
+            Ok(ConnectionState::EncodeTlsData(mut part)) => encode(&mut part, &mut outgoing)?,
+            Ok(ConnectionState::TransmitTlsData(sent)) => {
+                write_all(stream, deadline, &outgoing)?;
+                outgoing.clear();
+                sent.done();
+            }
+            Ok(ConnectionState::BlockedHandshake) => blocked = true,
+            Ok(ConnectionState::WriteTraffic(_)) => ready = true,
+            Ok(ConnectionState::PeerClosed | ConnectionState::Closed) => {
+                return Err(HandshakeError::PeerClosed);
+            }
+            Ok(_) => return Err(local("data appeared during a handshake without early data")),
+            Err(error) => {
+                // Best effort: the peer may be gone, and the first error is the one to report.
+                let _ = send_alert(connection, stream, deadline);
+                return Err(error.into());
+            }
+        }
+        incoming.drain(..discard);
+        if ready && !connection.common().is_handshaking() {
+            return if incoming.is_empty() {
+                Ok(())
+            } else {
+                Err(local("bytes were left over after the handshake"))
+            };
+        }
+        if blocked || ready {
+            read_record(stream, deadline, &mut incoming, &mut received)?;
+        }
+    }
+}
+
+/// Sends what rustls queued when it failed. While something is queued, rustls hands it out and
+/// looks at no input; asked once more, it would go on with input that is spoilt.
+fn send_alert<C: Unbuffered>(
+    connection: &mut C,
+    stream: &TcpStream,
+    deadline: Instant,
+) -> Result<(), HandshakeError> {
+    let mut outgoing = Vec::new();
+    while connection.common().wants_write() {
+        match connection.process(&mut []).state {
+            Ok(ConnectionState::EncodeTlsData(mut part)) => encode(&mut part, &mut outgoing)?,
+            _ => break,
+        }
+    }
+    write_all(stream, deadline, &outgoing)
+}
+
+/// Appends one message to `outgoing`; its length is only known once it did not fit.
+fn encode<D>(
+    part: &mut EncodeTlsData<'_, D>,
+    outgoing: &mut Vec<u8>,
+) -> Result<(), HandshakeError> {
+    let start = outgoing.len();
+    loop {
+        match part.encode(&mut outgoing[start..]) {
+            Ok(count) => {
+                outgoing.truncate(start + count);
+                return Ok(());
+            }
+            Err(EncodeError::InsufficientSize(InsufficientSizeError { required_size })) => {
+                outgoing.resize(start + required_size, 0);
+            }
+            Err(error @ EncodeError::AlreadyEncoded) => return Err(local(error)),
+        }
+    }
+}
+
+/// The record halves for the keys of a finished handshake.
+pub(super) fn halves(
+    secrets: ExtractedSecrets,
+    provider: Provider,
+) -> Result<(SealHalf, OpenHalf), ProviderError> {
+    let (send_sequence, send) = secrets.tx;
+    let (receive_sequence, receive) = secrets.rx;
+    let (suite, key, iv) = parts(&send)?;
+    let seal = SealHalf::new(provider, suite, key, iv, send_sequence)?;
+    let (suite, key, iv) = parts(&receive)?;
+    let open = OpenHalf::new(provider, suite, key, iv, receive_sequence)?;
+    Ok((seal, open))
+}
+
+fn parts(
+    secrets: &ConnectionTrafficSecrets,
+) -> Result<(CipherSuite, &[u8], [u8; 12]), ProviderError> {
+    use ConnectionTrafficSecrets as Secrets;
+    let (suite, key, iv) = match secrets {
+        Secrets::Aes256Gcm { key, iv } => (CipherSuite::Aes256Gcm, key, iv),
+        Secrets::Aes128Gcm { key, iv } => (CipherSuite::Aes128Gcm, key, iv),
+        Secrets::Chacha20Poly1305 { key, iv } => (CipherSuite::ChaCha20Poly1305, key, iv),
+        _ => return Err(ProviderError::NoSuite),
+    };
+    let iv = iv.as_ref().try_into().map_err(|_| ProviderError::NoSuite)?;
+    // rustls keeps every key in 32 bytes, whatever the suite's length.
+    let key = key
+        .as_ref()
+        .get(..suite.key_bytes())
+        .ok_or(ProviderError::NoSuite)?;
+    Ok((suite, key, iv))
+}
+
+/// The two roles' connections, which rustls gives no common trait.
+trait Unbuffered: Sized {
+    type Data;
+
+    fn process<'c, 'i>(
+        &'c mut self,
+        incoming: &'i mut [u8],
+    ) -> UnbufferedStatus<'c, 'i, Self::Data>;
+
+    fn common(&self) -> &CommonState;
+
+    fn into_secrets(self) -> Result<ExtractedSecrets, rustls::Error>;
+}
+
+impl Unbuffered for UnbufferedClientConnection {
+    type Data = ClientConnectionData;
+
+    fn process<'c, 'i>(
+        &'c mut self,
+        incoming: &'i mut [u8],
+    ) -> UnbufferedStatus<'c, 'i, Self::Data> {
+        self.process_tls_records(incoming)
+    }
+
+    fn common(&self) -> &CommonState {
+        self
+    }
+
+    fn into_secrets(self) -> Result<ExtractedSecrets, rustls::Error> {
+        self.dangerous_into_kernel_connection().map(secrets_alone)
+    }
+}
+
+impl Unbuffered for UnbufferedServerConnection {
+    type Data = ServerConnectionData;
+
+    fn process<'c, 'i>(
+        &'c mut self,
+        incoming: &'i mut [u8],
+    ) -> UnbufferedStatus<'c, 'i, Self::Data> {
+        self.process_tls_records(incoming)
+    }
+
+    fn common(&self) -> &CommonState {
+        self
+    }
+
+    fn into_secrets(self) -> Result<ExtractedSecrets, rustls::Error> {
+        self.dangerous_into_kernel_connection().map(secrets_alone)
+    }
+}
+
+/// Drops what rustls would need for a key update: lanes are replaced instead.
+fn secrets_alone<D>((secrets, _): (ExtractedSecrets, KernelConnection<D>)) -> ExtractedSecrets {
+    secrets
+}

@@ -1,0 +1,519 @@
+//! Handshakes that must fail, how they fail, and what the peer has seen by then; identities that
+//! must not load.
+#![allow(missing_docs, clippy::unwrap_used)]
+
+mod lane_support;
+
+use std::fs;
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpStream};
+use std::path::Path;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use dunlin::lane::control;
+use dunlin::lane::handshake::{self, FLIGHT_LIMIT_BYTES, HandshakeError};
+use dunlin::lane::identity::{ClientTls, Identity, IdentityError, LoadOptions, ServerTls, Warning};
+use dunlin::lane::names::{AuthorisedBy, PeerName, PeerNames};
+use dunlin::lane::provider::Crypto;
+use lane_support::*;
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+
+fn client(identity: &Identity, peers: PeerNames) -> ClientTls {
+    identity.client(&Crypto::auto(), peers).unwrap()
+}
+
+fn server(identity: &Identity, peers: PeerNames) -> ServerTls {
+    identity.server(&Crypto::auto(), peers).unwrap()
+}
+
+type Outcome<T> = (Result<T, HandshakeError>, Result<T, HandshakeError>);
+
+fn both(near: &ClientTls, far: &ServerTls) -> Outcome<handshake::Secured> {
+    let (near_socket, far_socket) = pair();
+    thread::scope(|scope| {
+        let accept = scope.spawn(|| handshake::server(far_socket, far, soon()));
+        let connected = handshake::client(near_socket, near, soon());
+        (connected, accept.join().unwrap())
+    })
+}
+
+fn both_control(near: &ClientTls, far: &ServerTls) -> Outcome<control::ControlStream> {
+    let (near_socket, far_socket) = pair();
+    thread::scope(|scope| {
+        let accept = scope.spawn(|| control::server(far_socket, far, soon()));
+        let connected = control::client(near_socket, near, soon());
+        (connected, accept.join().unwrap())
+    })
+}
+
+/// Asserts that a data lane and a control lane both fail on one side with the text given.
+fn refused_by_client(near: &ClientTls, far: &ServerTls, why: &str, told: &str) {
+    for (near, far) in [errors(both(near, far)), errors(both_control(near, far))] {
+        assert!(near.contains(why), "{near}");
+        assert!(far.contains(told), "{far}");
+    }
+}
+
+fn errors<T>((near, far): Outcome<T>) -> (String, String) {
+    let text = |result: Result<T, HandshakeError>| {
+        result
+            .err()
+            .map_or("no error".to_owned(), |error| error.to_string())
+    };
+    (text(near), text(far))
+}
+
+fn refused_by_server(near: &ClientTls, far: &ServerTls, why: &str) {
+    for far in [errors(both(near, far)).1, errors(both_control(near, far)).1] {
+        assert!(far.contains(why), "{far}");
+    }
+}
+
+#[test]
+fn each_side_learns_who_the_other_is_and_why_it_was_let_in() {
+    let authority = Authority::new();
+    let source = authority.identity(&[SOURCE, "10.1.2.3", "spiffe://site/host/7"]);
+    let destination = authority.identity(&[DESTINATION]);
+    let near = client(&source, names(&[DESTINATION]));
+    for (allowed, by) in [
+        (names(&[]), AuthorisedBy::Authority),
+        (
+            names(&["other.test", SOURCE]),
+            AuthorisedBy::Name(PeerName::Dns(SOURCE.into())),
+        ),
+        (
+            names(&["10.1.2.3"]),
+            AuthorisedBy::Name("10.1.2.3".parse().unwrap()),
+        ),
+        (
+            names(&["spiffe://site/host/7"]),
+            AuthorisedBy::Name(PeerName::Uri("spiffe://site/host/7".into())),
+        ),
+    ] {
+        let (connected, accepted) = both(&near, &server(&destination, allowed));
+        let (connected, accepted) = (connected.unwrap(), accepted.unwrap());
+        assert_eq!(connected.peer.names, [PeerName::Dns(DESTINATION.into())]);
+        assert_eq!(accepted.peer.authorised_by, by);
+        assert_eq!(accepted.peer.names.len(), 3);
+        assert!(!accepted.peer.same_certificate(&connected.peer));
+    }
+}
+
+#[test]
+fn a_later_lane_can_be_held_to_the_identity_of_the_first() {
+    let authority = Authority::new();
+    let destination = authority.identity(&[DESTINATION]);
+    let far = server(&destination, names(&[]));
+    let source = client(&authority.identity(&[SOURCE]), names(&[DESTINATION]));
+    // Same name, same authority, and yet another host.
+    let twin = client(&authority.identity(&[SOURCE]), names(&[DESTINATION]));
+    let control = both_control(&source, &far).1.unwrap();
+    assert!(
+        control
+            .peer()
+            .same_certificate(&both(&source, &far).1.unwrap().peer)
+    );
+    assert!(
+        !control
+            .peer()
+            .same_certificate(&both(&twin, &far).1.unwrap().peer)
+    );
+}
+
+#[test]
+fn i6_another_authority_is_refused_on_either_side_even_under_the_same_name() {
+    let ours = Authority::named("one");
+    let destination = server(&ours.identity(&[DESTINATION]), names(&[]));
+    let source = client(&ours.identity(&[SOURCE]), names(&[DESTINATION]));
+    for (name, why, told) in [
+        (
+            "two",
+            "unknown authority",
+            "does not trust the authority of our certificate",
+        ),
+        (
+            "one",
+            "has another key",
+            "cannot verify a signature of ours",
+        ),
+    ] {
+        let theirs = Authority::named(name);
+        let stranger = server(&theirs.identity(&[DESTINATION]), names(&[]));
+        refused_by_client(&source, &stranger, why, told);
+        // A stranger that trusts our authority and was not issued by it.
+        let directory = theirs.host(&[SOURCE]);
+        fs::copy(
+            ours.host(&[SOURCE]).join("ca-cert.pem"),
+            directory.join("ca-cert.pem"),
+        )
+        .unwrap();
+        let stranger = client(&load(&directory), names(&[DESTINATION]));
+        refused_by_server(&stranger, &destination, why);
+    }
+}
+
+#[test]
+fn i6_a_wrong_name_is_refused_on_either_side_and_both_names_are_told() {
+    let authority = Authority::new();
+    let source = authority.identity(&[SOURCE]);
+    let destination = authority.identity(&[DESTINATION, "192.0.2.9"]);
+    refused_by_client(
+        &client(&source, names(&["elsewhere.test"])),
+        &server(&destination, names(&[])),
+        "it has DNS destination.test, IP 192.0.2.9, allowed is DNS elsewhere.test",
+        "compare them with the names that the peer allows",
+    );
+    refused_by_server(
+        &client(&source, names(&["192.0.2.9"])),
+        &server(&destination, names(&["elsewhere.test", "spiffe://a/b"])),
+        "it has DNS source.test, allowed are DNS elsewhere.test, URI spiffe://a/b",
+    );
+}
+
+#[test]
+fn i6_an_expired_certificate_does_not_load_and_is_refused_from_a_peer() {
+    let authority = Authority::new();
+    let directory = authority.host_until(&[DESTINATION], 2020);
+    let error = Identity::load(&directory, LoadOptions::default()).unwrap_err();
+    assert!(matches!(error, IdentityError::Expired { .. }), "{error}");
+    assert!(
+        error.to_string().contains("2020") && error.to_string().contains("renew"),
+        "{error}"
+    );
+
+    // A peer that does not look at its own dates.
+    let config = rustls::ServerConfig::builder_with_provider(Crypto::auto().rustls().unwrap())
+        .with_protocol_versions(&[&rustls::version::TLS13])
+        .unwrap()
+        .with_no_client_auth()
+        .with_single_cert(chain(&directory), key(&directory))
+        .unwrap();
+    let (near, mut far) = pair();
+    let peer = thread::spawn(move || {
+        let mut connection = rustls::ServerConnection::new(Arc::new(config)).unwrap();
+        connection.complete_io(&mut far).unwrap_err();
+    });
+    let source = client(&authority.identity(&[SOURCE]), names(&[DESTINATION]));
+    let error = handshake::client(near, &source, soon()).unwrap_err();
+    assert!(matches!(error, HandshakeError::Expired { .. }), "{error}");
+    peer.join().unwrap();
+}
+
+fn chain(directory: &Path) -> Vec<CertificateDer<'static>> {
+    CertificateDer::pem_file_iter(directory.join("cert.pem"))
+        .unwrap()
+        .map(Result::unwrap)
+        .collect()
+}
+
+fn key(directory: &Path) -> PrivateKeyDer<'static> {
+    PrivateKeyDer::from_pem_file(directory.join("key.pem")).unwrap()
+}
+
+#[test]
+fn i6_a_client_without_a_certificate_is_refused() {
+    let authority = Authority::new();
+    let directory = authority.host(&[DESTINATION]);
+    let destination = server(&load(&directory), names(&[]));
+    let mut roots = rustls::RootCertStore::empty();
+    roots
+        .add(CertificateDer::from_pem_file(directory.join("ca-cert.pem")).unwrap())
+        .unwrap();
+    let config = rustls::ClientConfig::builder_with_provider(Crypto::auto().rustls().unwrap())
+        .with_protocol_versions(&[&rustls::version::TLS13])
+        .unwrap()
+        .with_root_certificates(roots)
+        .with_no_client_auth();
+    let (mut near, far) = pair();
+    let peer = thread::spawn(move || {
+        let name = DESTINATION.try_into().unwrap();
+        let mut connection = rustls::ClientConnection::new(Arc::new(config), name).unwrap();
+        while connection.is_handshaking() {
+            connection.complete_io(&mut near).unwrap();
+        }
+        let mut stream = rustls::Stream::new(&mut connection, &mut near);
+        stream.read(&mut [0]).unwrap_err().to_string()
+    });
+    let error = handshake::server(far, &destination, soon()).unwrap_err();
+    assert!(matches!(error, HandshakeError::NoCertificate), "{error}");
+    assert!(peer.join().unwrap().contains("CertificateRequired"));
+}
+
+fn any_client() -> ClientTls {
+    let authority = Authority::new();
+    client(&authority.identity(&[SOURCE]), names(&[DESTINATION]))
+}
+
+fn any_server() -> ServerTls {
+    let authority = Authority::new();
+    server(&authority.identity(&[DESTINATION]), names(&[SOURCE]))
+}
+
+#[test]
+fn i6_a_peer_without_tls_is_named_and_never_gets_more_than_a_hello() {
+    let (near, mut far) = pair();
+    let peer = thread::spawn(move || {
+        let mut got = vec![0; 4096];
+        let count = far.read(&mut got).unwrap();
+        got.truncate(count);
+        far.write_all(b"SSH-2.0-OpenSSH_9.2\r\n").unwrap();
+        let _ = far.read_to_end(&mut got);
+        got
+    });
+    let error = handshake::client(near, &any_client(), soon()).unwrap_err();
+    assert!(error.to_string().contains("does not speak TLS"), "{error}");
+    assert!(error.to_string().contains("SSH-2"), "{error}");
+    let got = peer.join().unwrap();
+    // One record of type handshake with a ClientHello in it, and nothing behind it.
+    assert_eq!((got[0], got[5]), (22, 1));
+    assert_eq!(
+        got.len(),
+        5 + usize::from(u16::from_be_bytes([got[3], got[4]]))
+    );
+
+    let (mut near, far) = pair();
+    near.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
+    let error = control::server(far, &any_server(), soon()).unwrap_err();
+    assert!(matches!(error, HandshakeError::NotTls { .. }), "{error}");
+    let mut got = Vec::new();
+    near.read_to_end(&mut got).unwrap_or_default();
+    assert!(got.is_empty());
+}
+
+#[test]
+fn i7_a_peer_that_stalls_costs_no_more_than_the_deadline() {
+    const LIMIT: Duration = Duration::from_millis(300);
+    let stalls: [fn(&mut TcpStream); 3] = [
+        |_| (),
+        |peer| peer.write_all(&[22, 3]).unwrap(),
+        |peer| peer.write_all(&[22, 3, 3, 1, 0, 2, 0]).unwrap(),
+    ];
+    for stall in stalls {
+        let attempts: [fn(TcpStream) -> HandshakeError; 4] = [
+            |end| handshake::client(end, &any_client(), Instant::now() + LIMIT).unwrap_err(),
+            |end| handshake::server(end, &any_server(), Instant::now() + LIMIT).unwrap_err(),
+            |end| control::client(end, &any_client(), Instant::now() + LIMIT).unwrap_err(),
+            |end| control::server(end, &any_server(), Instant::now() + LIMIT).unwrap_err(),
+        ];
+        for attempt in attempts {
+            let (near, mut far) = pair();
+            stall(&mut far);
+            let begin = Instant::now();
+            let error = attempt(near);
+            assert!(matches!(error, HandshakeError::Deadline), "{error}");
+            assert!(begin.elapsed() >= LIMIT && begin.elapsed() < LIMIT * 5);
+        }
+    }
+}
+
+#[test]
+fn i7_a_peer_that_drips_bytes_is_cut_off_at_the_deadline_too() {
+    let (near, mut far) = pair();
+    let drip = thread::spawn(move || {
+        let mut count = 0;
+        let message = [22, 3, 3, 0x40, 0, 2, 0, 0x3f, 0xfc];
+        for byte in message.into_iter().chain(std::iter::repeat(0)) {
+            if far.write_all(&[byte]).is_err() {
+                return count;
+            }
+            count += 1;
+            thread::sleep(Duration::from_millis(20));
+        }
+        count
+    });
+    let begin = Instant::now();
+    let limit = Duration::from_millis(300);
+    let error = handshake::client(near, &any_client(), begin + limit).unwrap_err();
+    assert!(matches!(error, HandshakeError::Deadline), "{error}");
+    assert!(begin.elapsed() < limit * 3);
+    assert!(drip.join().unwrap() > 5);
+}
+
+#[test]
+fn i7_a_flight_without_end_is_refused_at_its_limit() {
+    for over_control in [false, true] {
+        let (near, mut far) = pair();
+        let peer = thread::spawn(move || {
+            // One ServerHello that claims 65,000 bytes, spread over many records.
+            let mut sent = 0;
+            let mut body = vec![2, 0, 0xfd, 0xe8];
+            loop {
+                body.resize(1000, 7);
+                let record = [&[22, 3, 3, 3, 0xe8][..], &body].concat();
+                if far.write_all(&record).is_err() || sent > 4 * FLIGHT_LIMIT_BYTES {
+                    return;
+                }
+                sent += record.len();
+                body.clear();
+            }
+        });
+        let error = if over_control {
+            control::client(near, &any_client(), soon()).unwrap_err()
+        } else {
+            handshake::client(near, &any_client(), soon()).unwrap_err()
+        };
+        // rustls may find the message senseless first; either way it ends at once.
+        let text = error.to_string();
+        assert!(
+            matches!(error, HandshakeError::TooLong | HandshakeError::Protocol(_)),
+            "{text}"
+        );
+        peer.join().unwrap();
+    }
+    let (near, mut far) = pair();
+    far.write_all(&[22, 3, 3, 0xff, 0xff]).unwrap();
+    let error = handshake::client(near, &any_client(), soon()).unwrap_err();
+    assert!(matches!(error, HandshakeError::TooLong), "{error}");
+}
+
+#[test]
+fn a_peer_that_hangs_up_is_named() {
+    let (near, far) = pair();
+    far.shutdown(Shutdown::Both).unwrap();
+    let error = handshake::client(near, &any_client(), soon()).unwrap_err();
+    assert!(matches!(error, HandshakeError::PeerClosed), "{error}");
+}
+
+fn load_error(directory: &Path) -> String {
+    Identity::load(directory, LoadOptions::default())
+        .unwrap_err()
+        .to_string()
+}
+
+#[test]
+fn identities_that_cannot_be_used_say_which_file_and_what_to_do() {
+    let authority = Authority::new();
+    let fresh = || authority.host(&[SOURCE]);
+
+    let directory = fresh();
+    fs::remove_file(directory.join("cert.pem")).unwrap();
+    let text = load_error(&directory);
+    assert!(
+        text.contains("cert.pem") && text.contains("No such file"),
+        "{text}"
+    );
+
+    let directory = fresh();
+    fs::write(
+        directory.join("ca-cert.pem"),
+        "-----BEGIN CERTIFICATE-----\n!!!\n",
+    )
+    .unwrap();
+    let text = load_error(&directory);
+    assert!(
+        text.contains("ca-cert.pem") && text.contains("PEM"),
+        "{text}"
+    );
+
+    let directory = fresh();
+    fs::write(directory.join("ca-cert.pem"), "nothing").unwrap();
+    assert!(load_error(&directory).contains("holds no certificate"));
+
+    let directory = fresh();
+    let mut text = String::from("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n");
+    fs::write(directory.join("ca-cert.pem"), &text).unwrap();
+    assert!(load_error(&directory).contains("certificate 1 in"));
+    text.extend(std::iter::repeat_n('#', 2 << 20));
+    fs::write(directory.join("ca-cert.pem"), &text).unwrap();
+    assert!(load_error(&directory).contains("longer than"));
+
+    let directory = fresh();
+    fs::write(
+        directory.join("key.pem"),
+        "-----BEGIN CERTIFICATE-----\n-----END CERTIFICATE-----\n",
+    )
+    .unwrap();
+    assert!(load_error(&directory).contains("holds no unencrypted private key"));
+
+    let directory = fresh();
+    fs::copy(fresh().join("key.pem"), directory.join("key.pem")).unwrap();
+    let text = load_error(&directory);
+    assert!(
+        text.contains("does not belong to the certificate"),
+        "{text}"
+    );
+}
+
+#[test]
+fn a_key_that_others_can_read_is_refused_and_one_that_the_group_can_read_is_reported() {
+    let authority = Authority::new();
+    let directory = authority.host(&[SOURCE]);
+    let key = directory.join("key.pem");
+    for mode in [0o604, 0o644, 0o602] {
+        set_mode(&key, mode);
+        let text = load_error(&directory);
+        assert!(text.contains(&format!("mode {mode:04o}")), "{text}");
+        assert!(
+            text.contains(&format!("chmod 0600 {}", key.display())),
+            "{text}"
+        );
+        let allowed = LoadOptions {
+            allow_key_open_to_all: true,
+        };
+        Identity::load(&directory, allowed).unwrap();
+    }
+    set_mode(&key, 0o640);
+    let (_, warnings) = Identity::load(&directory, LoadOptions::default()).unwrap();
+    assert_eq!(
+        warnings,
+        [Warning::KeyOpenToGroup {
+            path: key.clone(),
+            mode: 0o640
+        }]
+    );
+    set_mode(&key, 0o600);
+    assert!(
+        Identity::load(&directory, LoadOptions::default())
+            .unwrap()
+            .1
+            .is_empty()
+    );
+}
+
+#[test]
+fn names_are_read_as_what_they_are() {
+    let name = |text: &str| text.parse::<PeerName>();
+    assert_eq!(name("a.b"), Ok(PeerName::Dns("a.b".into())));
+    assert_eq!(
+        name("2001:db8::1"),
+        Ok(PeerName::Ip("2001:db8::1".parse().unwrap()))
+    );
+    assert_eq!(name("urn:uuid:1"), Ok(PeerName::Uri("urn:uuid:1".into())));
+    for bad in ["", "a b", "-", "x y://z"] {
+        assert!(name(bad).is_err(), "{bad}");
+    }
+    assert_eq!(names(&[]), PeerNames::AnyFromAuthority);
+}
+
+#[test]
+fn wildcards_stand_for_one_label_and_the_common_name_for_nothing() {
+    let authority = Authority::new();
+    let source = authority.identity(&[SOURCE]);
+    let destination = server(&authority.identity(&["*.hosts.test"]), names(&[]));
+    assert!(
+        both(&client(&source, names(&["a.hosts.test"])), &destination)
+            .0
+            .is_ok()
+    );
+    assert!(
+        both(&client(&source, names(&["a.b.hosts.test"])), &destination)
+            .0
+            .is_err()
+    );
+    // rcgen gives every certificate this common name.
+    let common = "rcgen self signed cert";
+    assert!(
+        both(
+            &client(
+                &source,
+                PeerNames::OneOf(vec![PeerName::Dns(common.into())])
+            ),
+            &destination
+        )
+        .0
+        .is_err()
+    );
+}
