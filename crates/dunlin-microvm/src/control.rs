@@ -1,0 +1,314 @@
+//! Who runs and who is parked: one lock between the vCPU threads and everybody who commands them.
+
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use thiserror::Error;
+
+/// What a machine is doing.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum VmState {
+    /// Built, or loading; it has never run here.
+    Created,
+    /// The guest runs.
+    Running,
+    /// The guest stands still.
+    Paused,
+    /// The guest has powered itself off.
+    PoweredOff,
+    /// The guest's own check found something wrong.
+    Stopped(Stop),
+    /// KVM or the VMM failed; the reason, for people.
+    Failed(String),
+}
+
+impl VmState {
+    /// Whether the machine will never run again.
+    pub fn has_ended(&self) -> bool {
+        matches!(self, Self::PoweredOff | Self::Stopped(_) | Self::Failed(_))
+    }
+}
+
+/// What the guest's check found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stop {
+    /// The vCPU that found it.
+    pub vcpu: u8,
+    /// What kind of thing.
+    pub code: StopCode,
+    /// The page's frame number (address / 4096); 0 where no page is concerned.
+    pub frame: u64,
+    /// What should have been there.
+    pub expected: u64,
+    /// What was there.
+    pub found: u64,
+}
+
+/// What kind of thing the guest's check found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StopCode {
+    /// 1: a page was not visited as often as it should have been. It is stale, or from the future.
+    WrongPass,
+    /// 2: a page's words do not add up to its signature.
+    WrongContent,
+    /// 3: an SSE register lost its value.
+    LostSse,
+    /// 4: the upper half of an AVX register lost its value.
+    LostAvx,
+    /// 5: the TSC went back.
+    TscWentBack,
+    /// A code that this VMM does not know.
+    Unknown(u64),
+}
+
+impl From<u64> for StopCode {
+    fn from(code: u64) -> Self {
+        match code {
+            1 => Self::WrongPass,
+            2 => Self::WrongContent,
+            3 => Self::LostSse,
+            4 => Self::LostAvx,
+            5 => Self::TscWentBack,
+            _ => Self::Unknown(code),
+        }
+    }
+}
+
+/// Why a command could not be obeyed.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum ControlError {
+    /// The machine has ended by itself, and stays so.
+    #[error("the machine has ended: {0:?}")]
+    Ended(VmState),
+    /// Only a machine that was never started can be filled, started or loaded.
+    #[error("the machine was started before")]
+    Started,
+    /// A machine built from a description has neither program nor registers.
+    #[error("the machine was built to be loaded, not to be started")]
+    Empty,
+    /// Resume is for a machine that is paused.
+    #[error("the machine was never started")]
+    NotStarted,
+    /// A percentage beyond what leaves the guest any time.
+    #[error("cannot throttle by {0} %: 0 to 99 is possible")]
+    Throttle(u8),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Want {
+    Park,
+    Run,
+    Exit,
+}
+
+#[derive(Debug)]
+struct Inner {
+    want: Want,
+    /// vCPU threads that are outside KVM_RUN, have let go of their vCPU, and wait.
+    parked: u8,
+    state: VmState,
+    throttle_percent: u8,
+}
+
+/// The lock, and the condition that every change of it signals.
+#[derive(Debug)]
+pub(crate) struct Control {
+    inner: Mutex<Inner>,
+    changed: Condvar,
+    vcpus: u8,
+}
+
+impl Control {
+    pub(crate) fn new(vcpus: u8) -> Self {
+        Self {
+            inner: Mutex::new(Inner {
+                want: Want::Park,
+                parked: vcpus,
+                state: VmState::Created,
+                throttle_percent: 0,
+            }),
+            changed: Condvar::new(),
+            vcpus,
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn wait<'a>(&self, inner: MutexGuard<'a, Inner>) -> MutexGuard<'a, Inner> {
+        self.changed
+            .wait(inner)
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn state(&self) -> VmState {
+        self.lock().state.clone()
+    }
+
+    /// Lets a machine run that is in `from`: created or paused.
+    pub(crate) fn run(&self, from: VmState) -> Result<(), ControlError> {
+        let mut inner = self.lock();
+        match &inner.state {
+            state if *state == from => {}
+            VmState::Created => return Err(ControlError::NotStarted),
+            VmState::Running if from == VmState::Paused => return Ok(()),
+            VmState::Running | VmState::Paused => return Err(ControlError::Started),
+            ended => return Err(ControlError::Ended(ended.clone())),
+        }
+        inner.state = VmState::Running;
+        inner.want = Want::Run;
+        self.changed.notify_all();
+        Ok(())
+    }
+
+    /// Asks every vCPU to park; `wake` gets those out that are in the guest. Returns once all are
+    /// parked.
+    pub(crate) fn pause(&self, wake: impl Fn()) -> Result<(), ControlError> {
+        let mut inner = self.lock();
+        if inner.state == VmState::Running {
+            inner.state = VmState::Paused;
+            inner.want = Want::Park;
+            self.changed.notify_all();
+            drop(inner);
+            wake();
+            inner = self.lock();
+        }
+        // Somebody else may have resumed it by now: waiting on would wait for the next pause.
+        while inner.parked < self.vcpus && inner.want != Want::Run {
+            inner = self.wait(inner);
+        }
+        match &inner.state {
+            state if state.has_ended() => Err(ControlError::Ended(state.clone())),
+            _ => Ok(()),
+        }
+    }
+
+    /// A machine that was never started takes over a paused one's state by `load`; if that fails it
+    /// is of no further use.
+    pub(crate) fn load<T, E: std::error::Error>(
+        &self,
+        load: impl FnOnce() -> Result<T, E>,
+    ) -> Result<Result<T, E>, ControlError> {
+        let mut inner = self.lock();
+        match &inner.state {
+            VmState::Created => {}
+            state if state.has_ended() => return Err(ControlError::Ended(state.clone())),
+            _ => return Err(ControlError::Started),
+        }
+        let result = load();
+        inner.state = match &result {
+            Ok(_) => VmState::Paused,
+            Err(error) => VmState::Failed(format!("its state could not be loaded: {error}")),
+        };
+        Ok(result)
+    }
+
+    /// The machine ends in `state`, unless it already has; `wake` gets the other vCPUs out.
+    pub(crate) fn end(&self, state: VmState, wake: impl Fn()) {
+        let mut inner = self.lock();
+        if inner.state.has_ended() {
+            return;
+        }
+        inner.state = state;
+        if inner.want == Want::Run {
+            inner.want = Want::Park;
+        }
+        self.changed.notify_all();
+        drop(inner);
+        wake();
+    }
+
+    /// Waits until the machine is not running any more, or until `deadline`.
+    pub(crate) fn wait_while_running(&self, deadline: Instant) -> VmState {
+        let mut inner = self.lock();
+        while inner.state == VmState::Running {
+            let Some(left) = deadline.checked_duration_since(Instant::now()) else {
+                break;
+            };
+            inner = self
+                .changed
+                .wait_timeout(inner, left)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+        inner.state.clone()
+    }
+
+    /// Waits until the machine has ended for good, or until `deadline`.
+    pub(crate) fn wait_until_ended(&self, deadline: Instant) -> VmState {
+        let mut inner = self.lock();
+        while !inner.state.has_ended() {
+            let Some(left) = deadline.checked_duration_since(Instant::now()) else {
+                break;
+            };
+            inner = self
+                .changed
+                .wait_timeout(inner, left)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+        inner.state.clone()
+    }
+
+    /// Every vCPU thread is to return.
+    pub(crate) fn exit(&self, wake: impl Fn()) {
+        self.lock().want = Want::Exit;
+        self.changed.notify_all();
+        wake();
+    }
+
+    pub(crate) fn set_throttle(&self, percent: u8) {
+        self.lock().throttle_percent = percent;
+        self.changed.notify_all();
+    }
+
+    pub(crate) fn throttle_percent(&self) -> u8 {
+        self.lock().throttle_percent
+    }
+
+    /// A vCPU thread waits to be let run; false means that it is to return.
+    pub(crate) fn wait_to_run(&self) -> bool {
+        let mut inner = self.lock();
+        loop {
+            match inner.want {
+                Want::Park => inner = self.wait(inner),
+                Want::Exit => return false,
+                Want::Run => {
+                    inner.parked -= 1;
+                    return true;
+                }
+            }
+        }
+    }
+
+    /// A vCPU thread has let go of its vCPU.
+    pub(crate) fn park(&self) {
+        self.lock().parked += 1;
+        self.changed.notify_all();
+    }
+
+    /// Whether a vCPU may enter the guest (again).
+    pub(crate) fn may_run(&self) -> bool {
+        self.lock().want == Want::Run
+    }
+
+    /// Waits until `due`; false if the vCPU is to leave the guest before that.
+    pub(crate) fn wait_until(&self, due: Instant) -> bool {
+        let mut inner = self.lock();
+        while inner.want == Want::Run {
+            match due.checked_duration_since(Instant::now()) {
+                None => return true,
+                Some(left) if left.is_zero() => return true,
+                Some(left) => {
+                    inner = self
+                        .changed
+                        .wait_timeout(inner, left)
+                        .unwrap_or_else(PoisonError::into_inner)
+                        .0;
+                }
+            }
+        }
+        false
+    }
+}

@@ -1,0 +1,223 @@
+//! The CPUID table that a guest is given, and whether this host can keep what it promises.
+
+use std::io;
+
+use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES, kvm_cpuid_entry2};
+use kvm_ioctls::{Kvm, VcpuFd};
+
+use crate::wire::{DecodeError, Reader, Writer};
+
+/// One line of the table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Entry {
+    function: u32,
+    index: u32,
+    flags: u32,
+    /// EAX, EBX, ECX, EDX.
+    registers: [u32; 4],
+}
+
+/// What a guest is told about its CPU.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Table(Vec<Entry>);
+
+/// A word of feature bits: a guest that was promised one needs it everywhere.
+struct Word {
+    function: u32,
+    index: u32,
+    register: usize,
+    /// Bits that report what the guest itself switched on, or what only its host shows.
+    not_promises: u32,
+}
+
+const EAX: usize = 0;
+const EBX: usize = 1;
+const ECX: usize = 2;
+const EDX: usize = 3;
+
+const fn word(function: u32, index: u32, register: usize, not_promises: u32) -> Word {
+    Word {
+        function,
+        index,
+        register,
+        not_promises,
+    }
+}
+
+/// Where feature bits stand (Intel SDM volume 2, CPUID; AMD APM volume 3, appendix E).
+const WORDS: [Word; 16] = [
+    word(1, 0, ECX, 1 << 27),
+    word(1, 0, EDX, 0),
+    word(7, 0, EBX, 0),
+    word(7, 0, ECX, 1 << 4),
+    word(7, 0, EDX, 0),
+    word(7, 1, EAX, 0),
+    word(7, 1, EDX, 0),
+    word(7, 2, EDX, 0),
+    // The components that XCR0 can hold, and the ways to save them.
+    word(0xd, 0, EAX, 0),
+    word(0xd, 0, EDX, 0),
+    word(0xd, 1, EAX, 0),
+    word(0x8000_0001, 0, ECX, 0),
+    word(0x8000_0001, 0, EDX, 0),
+    word(0x8000_0007, 0, EDX, 0),
+    word(0x8000_0008, 0, EBX, 0),
+    word(0x8000_0021, 0, EAX, 0),
+];
+
+impl Table {
+    /// Everything that this host's KVM supports.
+    pub(crate) fn supported(kvm: &Kvm) -> io::Result<Self> {
+        let supported = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)?;
+        Ok(Self(
+            supported
+                .as_slice()
+                .iter()
+                .map(|entry| Entry {
+                    function: entry.function,
+                    index: entry.index,
+                    flags: entry.flags,
+                    registers: [entry.eax, entry.ebx, entry.ecx, entry.edx],
+                })
+                .collect(),
+        ))
+    }
+
+    fn register(&self, function: u32, index: u32, register: usize) -> u32 {
+        self.0
+            .iter()
+            .find(|entry| entry.function == function && entry.index == index)
+            .map_or(0, |entry| entry.registers[register])
+    }
+
+    /// Whether the guest can use AVX: it sees XSAVE and AVX.
+    pub(crate) fn has_avx(&self) -> bool {
+        const XSAVE_AND_AVX: u32 = 1 << 26 | 1 << 28;
+        self.register(1, 0, ECX) & XSAVE_AND_AVX == XSAVE_AND_AVX
+    }
+
+    /// What this table promises and `host` lacks, for people; none if a guest can move there.
+    pub(crate) fn missing_on(&self, host: &Self) -> Option<String> {
+        let vendor = |table: &Self| [EBX, EDX, ECX].map(|register| table.register(0, 0, register));
+        if vendor(self) != vendor(host) {
+            let name = |table| {
+                let bytes = vendor(table).map(u32::to_le_bytes).concat();
+                String::from_utf8_lossy(&bytes).into_owned()
+            };
+            return Some(format!("the CPU is by {}, not {}", name(host), name(self)));
+        }
+        let missing: Vec<String> = WORDS
+            .iter()
+            .filter_map(|word| {
+                let of = |table: &Self| table.register(word.function, word.index, word.register);
+                let bits = of(self) & !of(host) & !word.not_promises;
+                (bits != 0).then(|| {
+                    format!(
+                        "CPUID {:#x}.{} {} {bits:#010x}",
+                        word.function,
+                        word.index,
+                        ["EAX", "EBX", "ECX", "EDX"][word.register]
+                    )
+                })
+            })
+            .collect();
+        (!missing.is_empty()).then(|| missing.join(", "))
+    }
+
+    /// Shows the table to one vCPU, with its own number where the table tells it.
+    pub(crate) fn show(&self, vcpu: &VcpuFd, index: u8) -> io::Result<()> {
+        let entries: Vec<kvm_cpuid_entry2> = self
+            .0
+            .iter()
+            .map(|entry| {
+                let [eax, mut ebx, ecx, mut edx] = entry.registers;
+                match entry.function {
+                    1 => ebx = ebx & 0x00ff_ffff | u32::from(index) << 24,
+                    0xb | 0x1f => edx = u32::from(index),
+                    _ => {}
+                }
+                kvm_cpuid_entry2 {
+                    function: entry.function,
+                    index: entry.index,
+                    flags: entry.flags,
+                    eax,
+                    ebx,
+                    ecx,
+                    edx,
+                    ..Default::default()
+                }
+            })
+            .collect();
+        let table = CpuId::from_entries(&entries).map_err(|_| io::ErrorKind::InvalidInput)?;
+        Ok(vcpu.set_cpuid2(&table)?)
+    }
+
+    pub(crate) fn encode(&self, writer: &mut Writer) {
+        writer.u16(self.0.len() as u16);
+        for entry in &self.0 {
+            writer.u32(entry.function).u32(entry.index).u32(entry.flags);
+            entry.registers.iter().for_each(|&value| {
+                writer.u32(value);
+            });
+        }
+    }
+
+    pub(crate) fn decode(reader: &mut Reader<'_>) -> Result<Self, DecodeError> {
+        let entries = usize::from(reader.u16("number of CPUID entries")?);
+        if entries > KVM_MAX_CPUID_ENTRIES {
+            return Err(DecodeError::Value("number of CPUID entries"));
+        }
+        let mut table = Vec::with_capacity(entries);
+        for _ in 0..entries {
+            let mut field = || reader.u32("CPUID entry");
+            table.push(Entry {
+                function: field()?,
+                index: field()?,
+                flags: field()?,
+                registers: [field()?, field()?, field()?, field()?],
+            });
+        }
+        Ok(Self(table))
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn table(vendor: u32, features: u32) -> Table {
+        let entry = |function, registers| Entry {
+            function,
+            index: 0,
+            flags: 0,
+            registers,
+        };
+        Table(vec![
+            entry(0, [0xd, vendor, 0, 0]),
+            entry(1, [0, 0, features, 0]),
+        ])
+    }
+
+    #[test]
+    fn a_host_must_have_what_was_promised_and_may_have_more() {
+        let guest = table(1, 0b0110);
+        assert_eq!(guest.missing_on(&guest), None);
+        assert_eq!(guest.missing_on(&table(1, 0b1110)), None);
+        // Whether the guest uses XSAVE is its own affair.
+        assert_eq!(table(1, 1 << 27).missing_on(&table(1, 0)), None);
+        let missing = guest.missing_on(&table(1, 0b0100)).unwrap();
+        assert_eq!(missing, "CPUID 0x1.0 ECX 0x00000002");
+        assert!(guest.missing_on(&table(2, 0b0110)).is_some());
+    }
+
+    #[test]
+    fn i7_a_table_is_bounded() {
+        let mut writer = Writer::default();
+        let bytes = writer.u16(257).raw(&[0; 257 * 28]).finish();
+        assert_eq!(
+            Table::decode(&mut Reader::new(&bytes)),
+            Err(DecodeError::Value("number of CPUID entries"))
+        );
+    }
+}

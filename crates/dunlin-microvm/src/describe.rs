@@ -1,0 +1,248 @@
+//! What a destination needs to build the machine, or to refuse it.
+
+use std::io;
+use std::sync::{Arc, OnceLock};
+
+use dunlin_sys::kvm::Machine;
+use dunlin_sys::mapping::{Backing, HUGE_PAGE_BYTES, allocate};
+use kvm_ioctls::Kvm;
+use thiserror::Error;
+
+use crate::config::{Config, ConfigError, Fill, NAME_LIMIT_BYTES, Workload};
+use crate::cpuid::Table;
+use crate::wire::{DecodeError, Reader, Writer};
+
+/// The first field of every description; a reader that does not know it stops there.
+const VERSION: u16 = 1;
+
+/// How far two TSC rates may be apart and still count as one: what the kernel tolerates by default
+/// (`tsc_tolerance_ppm` of arch/x86/kvm/x86.c).
+const TSC_TOLERANCE_PPM: u64 = 250;
+
+/// What a destination needs to build the machine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct VmDescription {
+    /// What the machine is like.
+    pub config: Config,
+    /// The rate of the guest's TSC, in kHz.
+    pub tsc_khz: u32,
+    pub(crate) cpuid: Table,
+}
+
+/// Why this host cannot run a machine that was described.
+#[derive(Debug, Error)]
+pub enum DescribeError {
+    /// The bytes are no description.
+    #[error("the machine's description cannot be read")]
+    Decode(#[from] DecodeError),
+    /// A version from the future.
+    #[error("the machine's description is of version {0}; this VMM reads {VERSION}")]
+    Version(u16),
+    /// No machine can be like that.
+    #[error("the machine's configuration is impossible")]
+    Config(#[from] ConfigError),
+    /// Another TSC rate.
+    #[error(
+        "the guest's TSC runs at {guest_khz} kHz, this host's at {host_khz} kHz, and this CPU cannot \
+         scale it: choose a host with the same rate"
+    )]
+    TscRate {
+        /// The guest's rate.
+        guest_khz: u32,
+        /// This host's.
+        host_khz: u32,
+    },
+    /// Other CPU features.
+    #[error("this host's CPU lacks what the guest was promised: {0}")]
+    Cpuid(String),
+    /// This host's KVM could not be asked.
+    #[error("KVM does not answer on this host")]
+    Kvm(#[source] io::Error),
+}
+
+/// What this host offers to a guest.
+#[derive(Debug)]
+pub(crate) struct Host {
+    pub(crate) cpuid: Table,
+    pub(crate) tsc_khz: u32,
+    pub(crate) can_scale_tsc: bool,
+}
+
+impl Host {
+    /// What KVM says, asked once in a process: it takes a machine that never runs, and some ten
+    /// milliseconds.
+    pub(crate) fn get(kvm: &Kvm) -> io::Result<&'static Self> {
+        static HOST: OnceLock<Host> = OnceLock::new();
+        if let Some(host) = HOST.get() {
+            return Ok(host);
+        }
+        let host = Self::probe(kvm)?;
+        Ok(HOST.get_or_init(|| host))
+    }
+
+    fn probe(kvm: &Kvm) -> io::Result<Self> {
+        let memory = allocate(HUGE_PAGE_BYTES, Backing::Private).map_err(io::Error::other)?;
+        let machine = Arc::new(Machine::new(kvm, Arc::new(memory))?);
+        Ok(Self {
+            cpuid: Table::supported(kvm)?,
+            tsc_khz: machine.create_vcpu(0)?.get_tsc_khz()?,
+            can_scale_tsc: machine.can_scale_tsc(),
+        })
+    }
+
+    pub(crate) fn check(&self, description: &VmDescription) -> Result<(), DescribeError> {
+        description.config.validate()?;
+        if !same_rate(description.tsc_khz, self.tsc_khz) && !self.can_scale_tsc {
+            return Err(DescribeError::TscRate {
+                guest_khz: description.tsc_khz,
+                host_khz: self.tsc_khz,
+            });
+        }
+        match description.cpuid.missing_on(&self.cpuid) {
+            None => Ok(()),
+            Some(missing) => Err(DescribeError::Cpuid(missing)),
+        }
+    }
+}
+
+/// Whether this host can run the machine, found without building it.
+///
+/// # Errors
+/// The first reason why not.
+pub fn check_description(description: &VmDescription) -> Result<(), DescribeError> {
+    let kvm = Kvm::new().map_err(|error| DescribeError::Kvm(error.into()))?;
+    Host::get(&kvm)
+        .map_err(DescribeError::Kvm)?
+        .check(description)
+}
+
+/// Whether the rates are within the tolerance of each other.
+pub(crate) fn same_rate(guest_khz: u32, host_khz: u32) -> bool {
+    let apart = u64::from(guest_khz.abs_diff(host_khz));
+    apart * 1_000_000 <= TSC_TOLERANCE_PPM * u64::from(host_khz)
+}
+
+impl VmDescription {
+    /// The description as bytes, at most 8 KiB: version, configuration, TSC rate, CPUID table.
+    pub fn encode(&self) -> Vec<u8> {
+        let config = &self.config;
+        let mut writer = Writer::default();
+        writer
+            .u16(VERSION)
+            .text(&config.name)
+            .raw(&config.uuid)
+            .u64(config.memory_bytes)
+            .u8(config.vcpus)
+            .u8(match config.backing {
+                Backing::Private => 0,
+                Backing::Memfd => 1,
+                Backing::Huge => 2,
+            })
+            .u8(match config.fill {
+                Fill::Zero => 0,
+                Fill::Random => 1,
+                Fill::Mixed => 2,
+            })
+            .optional_u64(config.fill_bytes);
+        let (workload, share) = match config.workload {
+            Workload::Idle => (0, 0),
+            Workload::Sequential => (1, 0),
+            Workload::Random => (2, 0),
+            Workload::HotSet { share_percent } => (3, share_percent),
+        };
+        writer
+            .u8(workload)
+            .u8(share)
+            .optional_u64(config.working_set_bytes)
+            .u64(config.dirty_rate)
+            .u64(config.seed)
+            .optional_u64(config.power_off_after)
+            .u32(self.tsc_khz);
+        self.cpuid.encode(&mut writer);
+        writer.finish()
+    }
+
+    /// Reads what [`VmDescription::encode`] wrote.
+    ///
+    /// # Errors
+    /// Decode, Version or Config: whoever sent the bytes is at fault.
+    pub fn decode(bytes: &[u8]) -> Result<Self, DescribeError> {
+        let mut reader = Reader::new(bytes);
+        let version = reader.u16("version")?;
+        if version != VERSION {
+            return Err(DescribeError::Version(version));
+        }
+        let config = Config {
+            name: reader.text("name", NAME_LIMIT_BYTES)?.to_owned(),
+            uuid: reader.array("UUID")?,
+            memory_bytes: reader.u64("memory")?,
+            vcpus: reader.u8("vCPUs")?,
+            backing: match reader.u8("backing")? {
+                0 => Backing::Private,
+                1 => Backing::Memfd,
+                2 => Backing::Huge,
+                _ => return Err(DecodeError::Value("backing").into()),
+            },
+            fill: match reader.u8("fill")? {
+                0 => Fill::Zero,
+                1 => Fill::Random,
+                2 => Fill::Mixed,
+                _ => return Err(DecodeError::Value("fill").into()),
+            },
+            fill_bytes: reader.optional_u64("fill limit")?,
+            workload: match (reader.u8("workload")?, reader.u8("hot share")?) {
+                (0, 0) => Workload::Idle,
+                (1, 0) => Workload::Sequential,
+                (2, 0) => Workload::Random,
+                (3, share_percent) => Workload::HotSet { share_percent },
+                _ => return Err(DecodeError::Value("workload").into()),
+            },
+            working_set_bytes: reader.optional_u64("working set")?,
+            dirty_rate: reader.u64("dirty rate")?,
+            seed: reader.u64("seed")?,
+            power_off_after: reader.optional_u64("visits before the power is off")?,
+        };
+        let tsc_khz = reader.u32("TSC rate")?;
+        let cpuid = Table::decode(&mut reader)?;
+        reader.end()?;
+        config.validate()?;
+        Ok(Self {
+            config,
+            tsc_khz,
+            cpuid,
+        })
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn another_tsc_rate_is_refused_where_it_cannot_be_scaled() {
+        let empty = || Table::decode(&mut Reader::new(&[0, 0])).unwrap();
+        let described = |tsc_khz| VmDescription {
+            config: Config::default(),
+            tsc_khz,
+            cpuid: empty(),
+        };
+        let host = |can_scale_tsc| Host {
+            cpuid: empty(),
+            tsc_khz: 2_000_000,
+            can_scale_tsc,
+        };
+        host(false).check(&described(2_000_500)).unwrap();
+        host(false).check(&described(1_999_500)).unwrap();
+        for tsc_khz in [2_000_501, 1_999_499, 0, u32::MAX] {
+            assert!(matches!(
+                host(false).check(&described(tsc_khz)),
+                Err(DescribeError::TscRate {
+                    host_khz: 2_000_000,
+                    ..
+                })
+            ));
+        }
+        host(true).check(&described(2_000_501)).unwrap();
+    }
+}

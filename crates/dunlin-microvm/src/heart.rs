@@ -1,0 +1,298 @@
+//! When the guest beat last, how long it ever was silent, and what a migration cost it.
+//!
+//! The last beat travels with the machine's state. At the first beat at the destination the two are
+//! compared: by CLOCK_MONOTONIC if both hosts are one (the boot ids match), else by the guest's own
+//! TSC, which goes on through the move.
+
+use std::fs;
+use std::sync::{Condvar, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, SystemTime};
+
+use dunlin_sys::kvm::monotonic_ns;
+
+use crate::wire::{DecodeError, Reader, Writer};
+
+/// The longest downtime that clocks are believed about. Two hosts whose clocks are further apart
+/// are not in step, and what they say about each other means nothing.
+const CREDIBLE: Duration = Duration::from_secs(24 * 3600);
+
+const BOOT_ID_BYTES: usize = 36;
+
+/// A moment on the clocks of a host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Moment {
+    /// CLOCK_MONOTONIC.
+    pub(crate) monotonic_ns: u64,
+    /// Since 1970.
+    pub(crate) realtime_ns: u64,
+    boot_id: [u8; BOOT_ID_BYTES],
+}
+
+impl Moment {
+    pub(crate) fn now() -> Self {
+        let realtime = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+        Self {
+            monotonic_ns: monotonic_ns(),
+            realtime_ns: realtime.map_or(0, |since| since.as_nanos() as u64),
+            boot_id: *BOOT_ID,
+        }
+    }
+
+    /// Whether both moments are on one clock.
+    pub(crate) fn same_boot(&self, other: &Self) -> bool {
+        self.boot_id == other.boot_id && self.boot_id != [0; BOOT_ID_BYTES]
+    }
+
+    /// How long ago `earlier` was; zero where the clocks contradict each other.
+    pub(crate) fn since(&self, earlier: &Self) -> Duration {
+        let nanoseconds = if self.same_boot(earlier) {
+            self.monotonic_ns.saturating_sub(earlier.monotonic_ns)
+        } else {
+            self.realtime_ns.saturating_sub(earlier.realtime_ns)
+        };
+        let since = Duration::from_nanos(nanoseconds);
+        if since > CREDIBLE {
+            Duration::ZERO
+        } else {
+            since
+        }
+    }
+
+    pub(crate) fn encode(&self, writer: &mut Writer) {
+        writer
+            .u64(self.monotonic_ns)
+            .u64(self.realtime_ns)
+            .raw(&self.boot_id);
+    }
+
+    pub(crate) fn decode(reader: &mut Reader<'_>) -> Result<Self, DecodeError> {
+        Ok(Self {
+            monotonic_ns: reader.u64("monotonic time")?,
+            realtime_ns: reader.u64("real time")?,
+            boot_id: reader.array("boot id")?,
+        })
+    }
+}
+
+/// This boot of this host; zeros where the kernel does not say.
+static BOOT_ID: LazyLock<[u8; BOOT_ID_BYTES]> = LazyLock::new(|| {
+    fs::read("/proc/sys/kernel/random/boot_id")
+        .ok()
+        .and_then(|bytes| bytes.first_chunk().copied())
+        .unwrap_or([0; BOOT_ID_BYTES])
+});
+
+/// A beat of any vCPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Beat {
+    pub(crate) at: Moment,
+    pub(crate) guest_tsc: u64,
+}
+
+/// What the heart tells.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Pulse {
+    pub(crate) last_beat_ns: Option<u64>,
+    pub(crate) largest_gap: Duration,
+    pub(crate) downtime: Option<Duration>,
+}
+
+/// The beats of all vCPUs of a machine.
+#[derive(Debug)]
+pub(crate) struct Heart {
+    beats: Mutex<Beats>,
+    /// The first beat after a move has come.
+    first: Condvar,
+}
+
+#[derive(Debug)]
+struct Beats {
+    last: Option<Beat>,
+    /// CLOCK_MONOTONIC of each vCPU's last beat.
+    each_ns: Vec<Option<u64>>,
+    largest_gap: Duration,
+    /// The last beat at the source, until the first one here.
+    source: Option<Beat>,
+    downtime: Option<Duration>,
+    tsc_khz: u32,
+}
+
+impl Heart {
+    pub(crate) fn new(vcpus: u8, tsc_khz: u32) -> Self {
+        Self {
+            beats: Mutex::new(Beats {
+                last: None,
+                each_ns: vec![None; usize::from(vcpus)],
+                largest_gap: Duration::ZERO,
+                source: None,
+                downtime: None,
+                tsc_khz,
+            }),
+            first: Condvar::new(),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Beats> {
+        self.beats.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A vCPU has beaten.
+    pub(crate) fn beat(&self, vcpu: u8, guest_tsc: u64) {
+        let beat = Beat {
+            at: Moment::now(),
+            guest_tsc,
+        };
+        let mut beats = self.lock();
+        let now = beat.at.monotonic_ns;
+        if let Some(source) = beats.source.take() {
+            let silent = if beat.at.same_boot(&source.at) {
+                beat.at.since(&source.at)
+            } else {
+                let ticks = guest_tsc.saturating_sub(source.guest_tsc);
+                Duration::from_nanos(ticks_to_ns(ticks, beats.tsc_khz))
+            };
+            beats.downtime = Some(silent);
+            self.first.notify_all();
+            beats.largest_gap = beats.largest_gap.max(silent);
+        }
+        let own = &mut beats.each_ns[usize::from(vcpu)];
+        if let Some(before) = own.replace(now) {
+            let gap = Duration::from_nanos(now.saturating_sub(before));
+            beats.largest_gap = beats.largest_gap.max(gap);
+        }
+        if beats.last.is_none_or(|last| last.at.monotonic_ns <= now) {
+            beats.last = Some(beat);
+        }
+    }
+
+    pub(crate) fn pulse(&self) -> Pulse {
+        let beats = self.lock();
+        Pulse {
+            last_beat_ns: beats.last.map(|beat| beat.at.monotonic_ns),
+            largest_gap: beats.largest_gap,
+            downtime: beats.downtime,
+        }
+    }
+
+    /// Waits for the first beat after a move, at most `limit`, and says how long the silence was.
+    pub(crate) fn wait_for_downtime(&self, limit: Duration) -> Option<Duration> {
+        let beats = self.lock();
+        let (beats, _) = self
+            .first
+            .wait_timeout_while(beats, limit, |beats| beats.source.is_some())
+            .unwrap_or_else(PoisonError::into_inner);
+        beats.downtime
+    }
+
+    /// Forgets the largest gap, so that a new one can be measured.
+    pub(crate) fn forget_gap(&self) {
+        self.lock().largest_gap = Duration::ZERO;
+    }
+
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let beats = self.lock();
+        let mut writer = Writer::default();
+        writer.u64(beats.largest_gap.as_nanos() as u64);
+        // A machine that arrived and left again without a beat still owes the first source's.
+        match beats.last.or(beats.source) {
+            None => writer.u8(0),
+            Some(beat) => {
+                beat.at.encode(writer.u8(1));
+                writer.u64(beat.guest_tsc)
+            }
+        };
+        writer.finish()
+    }
+
+    /// Takes over a source's heart.
+    pub(crate) fn load(&self, bytes: &[u8]) -> Result<(), DecodeError> {
+        let mut reader = Reader::new(bytes);
+        let largest_gap = Duration::from_nanos(reader.u64("largest gap")?);
+        let source = match reader.u8("whether there was a beat")? {
+            0 => None,
+            1 => Some(Beat {
+                at: Moment::decode(&mut reader)?,
+                guest_tsc: reader.u64("guest TSC of the last beat")?,
+            }),
+            _ => return Err(DecodeError::Value("whether there was a beat")),
+        };
+        reader.end()?;
+        let mut beats = self.lock();
+        beats.largest_gap = largest_gap;
+        beats.source = source;
+        Ok(())
+    }
+}
+
+/// Nanoseconds in so many ticks of a counter of `khz`; no more than a u64 holds.
+pub(crate) fn ticks_to_ns(ticks: u64, khz: u32) -> u64 {
+    let nanoseconds = u128::from(ticks) * 1_000_000 / u128::from(khz.max(1));
+    u64::try_from(nanoseconds).unwrap_or(u64::MAX)
+}
+
+/// Ticks of a counter of `khz` in `time`.
+pub(crate) fn time_to_ticks(time: Duration, khz: u32) -> u64 {
+    let ticks = time.as_nanos() * u128::from(khz) / 1_000_000;
+    u64::try_from(ticks).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn downtime_is_the_silence_between_the_last_beat_there_and_the_first_here() {
+        let source = Heart::new(1, 1_000_000);
+        source.beat(0, 5000);
+        let bytes = source.encode();
+        std::thread::sleep(Duration::from_millis(20));
+        let destination = Heart::new(1, 1_000_000);
+        destination.load(&bytes).unwrap();
+        assert_eq!(destination.pulse().downtime, None);
+        destination.beat(0, 6000);
+        let downtime = destination.pulse().downtime.unwrap();
+        assert!(downtime >= Duration::from_millis(20), "{downtime:?}");
+        assert!(downtime < Duration::from_secs(2), "{downtime:?}");
+        assert_eq!(destination.pulse().largest_gap, downtime);
+    }
+
+    #[test]
+    fn without_a_common_clock_the_guest_tsc_tells_the_downtime() {
+        let source = Heart::new(1, 2_000_000);
+        source.beat(0, 1_000_000);
+        let mut bytes = source.encode();
+        // Behind the gap, the presence byte and two clocks stands the boot id.
+        bytes[8 + 1 + 16] ^= 1;
+        let destination = Heart::new(1, 2_000_000);
+        destination.load(&bytes).unwrap();
+        destination.beat(0, 101_000_000);
+        assert_eq!(
+            destination.pulse().downtime,
+            Some(Duration::from_millis(50))
+        );
+    }
+
+    #[test]
+    fn i7_clocks_that_contradict_each_other_count_nothing() {
+        let now = Moment::now();
+        let mut other = now;
+        other.boot_id[0] ^= 1;
+        other.realtime_ns = 0;
+        assert_eq!(now.since(&other), Duration::ZERO);
+        other.realtime_ns = u64::MAX;
+        assert_eq!(now.since(&other), Duration::ZERO);
+    }
+
+    #[test]
+    fn i7_a_heart_that_is_cut_off_or_too_long_is_refused() {
+        let source = Heart::new(1, 1);
+        source.beat(0, 1);
+        let bytes = source.encode();
+        for length in 0..bytes.len() {
+            assert!(Heart::new(1, 1).load(&bytes[..length]).is_err());
+        }
+        let long = [&bytes[..], &[0]].concat();
+        assert_eq!(Heart::new(1, 1).load(&long), Err(DecodeError::Excess(1)));
+    }
+}

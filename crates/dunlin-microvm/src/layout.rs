@@ -1,0 +1,214 @@
+//! What lies where in guest memory. The guest's own view of it is `guest/workload.S`: the two must
+//! agree.
+//!
+//! The workload's pages are numbered from the start of memory without the hole between 3 and 4 GiB;
+//! a page's frame number counts the hole.
+
+use dunlin_sys::mapping::{HOLE_END, HOLE_START, PAGE_BYTES};
+
+use crate::config::{Config, Fill, Workload};
+
+/// The first page table, and the only one of the highest level.
+pub(crate) const TABLES: u64 = 0x1_0000;
+/// The guest's program and its first instruction.
+pub(crate) const CODE: u64 = 0x6_0000;
+/// The first parameter block; the others follow, a page each.
+pub(crate) const BLOCKS: u64 = 0x7_0000;
+/// Guest-physical address of the pages that only the VMM writes to, as a device would.
+pub const DEVICE_START: u64 = 0x8_0000;
+/// Bytes that only the VMM writes to.
+pub const DEVICE_BYTES: u64 = 0x1_0000;
+/// Guest-physical address of the workload's first page.
+pub const WORKLOAD_START: u64 = 0x40_0000;
+
+/// Words of a parameter block, as byte offsets into it.
+pub(crate) mod block {
+    pub(crate) const HAS_AVX: u64 = 0x00;
+    pub(crate) const SEED: u64 = 0x08;
+    pub(crate) const FILL_END: u64 = 0x10;
+    pub(crate) const FILL: u64 = 0x18;
+    pub(crate) const SHARE: u64 = 0x20;
+    pub(crate) const SET_0: u64 = 0x40;
+    pub(crate) const SET_1: u64 = 0x80;
+    pub(crate) const VISITS: u64 = 0xc0;
+    pub(crate) const LAST_TSC: u64 = 0xc8;
+    pub(crate) const BEATS: u64 = 0xd0;
+    /// Code, frame, expected and found, eight bytes each.
+    pub(crate) const STOP: u64 = 0xd8;
+}
+
+/// Ports of the guest.
+pub(crate) mod port {
+    pub(crate) const BEAT: u16 = 0x500;
+    pub(crate) const STOPPED: u16 = 0x501;
+    pub(crate) const POWER_OFF: u16 = 0x502;
+}
+
+/// The answer to a beat that ends the guest.
+pub(crate) const POWER_OFF_ANSWER: u32 = u32::MAX;
+
+/// What a filled page's signature is made from; odd, so that no two frames share one.
+const SIGNATURE: u64 = 0x9e37_79b9_7f4a_7c15;
+
+/// The parameter block of a vCPU.
+pub(crate) fn block_start(vcpu: u8) -> u64 {
+    BLOCKS + u64::from(vcpu) * PAGE_BYTES
+}
+
+/// A page's frame number.
+pub(crate) fn frame(page: u64) -> u64 {
+    if page < HOLE_START / PAGE_BYTES {
+        page
+    } else {
+        page + (HOLE_END - HOLE_START) / PAGE_BYTES
+    }
+}
+
+/// The number of the first page behind those that may be filled.
+pub(crate) fn fill_end(config: &Config) -> u64 {
+    let first = WORKLOAD_START / PAGE_BYTES;
+    let room = config.memory_bytes / PAGE_BYTES - first;
+    let filled = config.fill_bytes.map_or(room, |bytes| bytes / PAGE_BYTES);
+    first + filled.min(room)
+}
+
+/// The exclusive or of all words of a page that may be filled; none if it is zero at first.
+pub(crate) fn signature(fill: Fill, seed: u64, frame: u64) -> Option<u64> {
+    let product = frame.wrapping_mul(SIGNATURE);
+    match fill {
+        Fill::Zero => None,
+        Fill::Mixed if product >> 63 == 1 => None,
+        Fill::Random | Fill::Mixed => Some(product ^ seed),
+    }
+}
+
+/// Pages that are visited once each in every pass: numbers `base..base + count`, in the order that
+/// starts at 0 and goes on with (x * multiplier + increment) & mask, leaving out what is not below
+/// `count`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct PageSet {
+    base: u64,
+    count: u64,
+    multiplier: u64,
+    increment: u64,
+    mask: u64,
+}
+
+impl PageSet {
+    fn in_order(base: u64, count: u64) -> Self {
+        Self {
+            base,
+            count,
+            multiplier: 1,
+            increment: 1,
+            mask: u64::MAX,
+        }
+    }
+
+    /// A linear congruential generator has its full period modulo a power of two if the increment
+    /// is odd and the multiplier leaves 1 modulo 4 (Hull and Dobell, 1962).
+    fn scattered(base: u64, count: u64) -> Self {
+        Self {
+            base,
+            count,
+            multiplier: 0x5851_f42d_4c95_7f2d,
+            increment: 0x1405_7b7e_f767_814f,
+            mask: count.next_power_of_two() - 1,
+        }
+    }
+
+    /// The set's words as they stand in a parameter block before the first visit.
+    pub(crate) fn words(&self) -> [u64; 8] {
+        let (cursor, left, pass) = (0, self.count, 0);
+        [
+            self.base,
+            self.count,
+            cursor,
+            left,
+            pass,
+            self.multiplier,
+            self.increment,
+            self.mask,
+        ]
+    }
+}
+
+/// A vCPU's two sets, and the share of its visits in a hundred that go to the first.
+pub(crate) fn page_sets(config: &Config, vcpu: u8) -> ([PageSet; 2], u64) {
+    let first = WORKLOAD_START / PAGE_BYTES;
+    let all = config
+        .working_set_bytes
+        .unwrap_or(config.memory_bytes - WORKLOAD_START)
+        / PAGE_BYTES;
+    let (vcpu, vcpus) = (u64::from(vcpu), u64::from(config.vcpus));
+    let start = all * vcpu / vcpus;
+    let count = all * (vcpu + 1) / vcpus - start;
+    let base = first + start;
+    match config.workload {
+        Workload::Idle | Workload::Sequential => ([PageSet::in_order(base, count); 2], 100),
+        Workload::Random => ([PageSet::scattered(base, count); 2], 100),
+        Workload::HotSet { share_percent } => {
+            let hot = count / 8;
+            let sets = [
+                PageSet::in_order(base, hot),
+                PageSet::in_order(base + hot, count - hot),
+            ];
+            (sets, u64::from(share_percent))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn order(set: PageSet) -> Vec<u64> {
+        let mut cursor = 0u64;
+        (0..set.count)
+            .map(|_| {
+                let page = set.base + cursor;
+                loop {
+                    cursor = cursor
+                        .wrapping_mul(set.multiplier)
+                        .wrapping_add(set.increment)
+                        & set.mask;
+                    if cursor < set.count || set.mask == u64::MAX {
+                        break page;
+                    }
+                }
+            })
+            .collect()
+    }
+
+    #[test]
+    fn the_scattered_order_visits_each_page_once() {
+        for count in [8, 9, 1000, 4095, 4096, 4097] {
+            let mut pages = order(PageSet::scattered(100, count));
+            assert_ne!(pages, (100..100 + count).collect::<Vec<_>>());
+            pages.sort_unstable();
+            assert_eq!(pages, (100..100 + count).collect::<Vec<_>>());
+        }
+    }
+
+    #[test]
+    fn the_vcpus_share_the_working_set_without_a_gap_or_overlap() {
+        let config = Config {
+            vcpus: 3,
+            working_set_bytes: Some(1000 * PAGE_BYTES),
+            workload: Workload::HOT_SET,
+            ..Config::default()
+        };
+        let mut pages: Vec<u64> = (0..3)
+            .flat_map(|vcpu| page_sets(&config, vcpu).0)
+            .flat_map(order)
+            .collect();
+        pages.sort_unstable();
+        assert_eq!(pages, (1024..2024).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn frames_leave_out_the_hole() {
+        assert_eq!(frame(0xb_ffff), 0xb_ffff);
+        assert_eq!(frame(0xc_0000), 0x10_0000);
+    }
+}

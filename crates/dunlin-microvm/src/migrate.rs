@@ -1,0 +1,232 @@
+//! The machine as the migration engine sees it, on either side.
+
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use dunlin::engine::memory::MappedMemory;
+use dunlin::engine::vmm::{
+    self, Builder, DestinationVm, DirtyLog, FaultCode, GuestMemory, Offered, Refusal, RunState,
+    SourceVm, VmDescription as Described, VmmError,
+};
+use dunlin_sys::mapping::{Backing, HUGE_PAGE_BYTES, PAGE_BYTES};
+
+use crate::describe::VmDescription;
+use crate::state::Section;
+use crate::vm::{CreateError, Vm};
+use crate::VmState;
+
+/// How long to wait for the guest's first beat at the destination, which tells the downtime. A beat
+/// comes each millisecond.
+const FIRST_BEAT_LIMIT: Duration = Duration::from_millis(100);
+
+/// A machine that can be moved away, or is being moved here.
+pub struct Movable {
+    vm: Arc<Vm>,
+    memory: Arc<dyn GuestMemory>,
+}
+
+impl Movable {
+    /// Lets the engine move `vm`.
+    #[must_use]
+    pub fn new(vm: Arc<Vm>) -> Arc<Self> {
+        let backing_page_bytes = match vm.config().backing {
+            Backing::Private | Backing::Memfd => PAGE_BYTES,
+            Backing::Huge => HUGE_PAGE_BYTES,
+        };
+        let backing_page_bytes = u32::try_from(backing_page_bytes).unwrap_or(u32::MAX);
+        let memory = MappedMemory::new(Arc::clone(vm.memory()), backing_page_bytes);
+        Arc::new(Self {
+            vm,
+            memory: Arc::new(memory),
+        })
+    }
+
+    /// The machine.
+    #[must_use]
+    pub fn vm(&self) -> &Arc<Vm> {
+        &self.vm
+    }
+}
+
+impl SourceVm for Movable {
+    fn describe(&self) -> Result<Described, VmmError> {
+        let description = self.vm.description();
+        Ok(Described {
+            uuid: description.config.uuid,
+            name: description.config.name.clone(),
+            description: description.encode(),
+        })
+    }
+
+    fn memory(&self) -> Arc<dyn GuestMemory> {
+        Arc::clone(&self.memory)
+    }
+
+    fn dirty_logs(&self) -> Vec<Box<dyn DirtyLog>> {
+        vec![Box::new(Log(Arc::clone(&self.vm)))]
+    }
+
+    fn run_state(&self) -> RunState {
+        match self.vm.state() {
+            VmState::Running => RunState::Running,
+            VmState::Created | VmState::Paused => RunState::Paused,
+            VmState::PoweredOff => RunState::PoweredOff,
+            VmState::Stopped(stop) => RunState::Stopped(format!("{stop:?}")),
+            VmState::Failed(why) => RunState::Stopped(why),
+        }
+    }
+
+    fn pause(&self) -> Result<(), VmmError> {
+        match self.vm.pause() {
+            Ok(()) => Ok(()),
+            // It stands still for good; the engine asks why by `run_state`.
+            Err(_) if self.vm.state().has_ended() => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    fn resume(&self) -> Result<(), VmmError> {
+        Ok(self.vm.resume()?)
+    }
+
+    fn throttle(&self, percent: u8) -> Result<bool, VmmError> {
+        self.vm.throttle(percent)?;
+        Ok(true)
+    }
+
+    fn save(&self) -> Result<Vec<vmm::Section>, VmmError> {
+        Ok(self
+            .vm
+            .save()?
+            .into_iter()
+            .map(|section| vmm::Section {
+                name: section.name,
+                instance: section.instance,
+                version: section.version,
+                required: section.required,
+                bytes: section.bytes,
+            })
+            .collect())
+    }
+
+    // This machine has no disks and no devices that only one host may hold.
+    fn relinquish(&self) -> Result<(), VmmError> {
+        Ok(())
+    }
+
+    fn reacquire(&self) -> Result<(), VmmError> {
+        Ok(())
+    }
+
+    fn hold(&self) -> Result<(), VmmError> {
+        Ok(())
+    }
+
+    /// The machine stays paused; its memory goes with the last reference to it.
+    fn destroy(&self) {}
+}
+
+impl DestinationVm for Movable {
+    fn memory(&self) -> Arc<dyn GuestMemory> {
+        Arc::clone(&self.memory)
+    }
+
+    fn load(&self, sections: &[vmm::Section]) -> Result<(), VmmError> {
+        let sections: Vec<Section> = sections
+            .iter()
+            .map(|section| Section {
+                name: section.name.clone(),
+                instance: section.instance,
+                version: section.version,
+                required: section.required,
+                bytes: section.bytes.clone(),
+            })
+            .collect();
+        self.vm.load(&sections)?;
+        // The source slowed the guest down for the migration alone.
+        Ok(self.vm.throttle(0)?)
+    }
+
+    fn acquire(&self) -> Result<(), VmmError> {
+        Ok(())
+    }
+
+    fn resume(&self) -> Result<Option<Duration>, VmmError> {
+        self.vm.resume()?;
+        Ok(self.vm.wait_for_downtime(FIRST_BEAT_LIMIT))
+    }
+
+    fn announce(&self) {}
+
+    fn discard(&self) {}
+}
+
+/// KVM's dirty bitmap united with the VMM's own writes.
+struct Log(Arc<Vm>);
+
+impl DirtyLog for Log {
+    fn start(&mut self) -> io::Result<()> {
+        self.0.start_dirty_log().map_err(io::Error::other)
+    }
+
+    fn fetch(&mut self, found: &mut dyn FnMut(usize, &[u64])) -> io::Result<()> {
+        let bitmaps = self.0.fetch_dirty_log().map_err(io::Error::other)?;
+        for (index, bitmap) in bitmaps.iter().enumerate() {
+            found(index, bitmap);
+        }
+        Ok(())
+    }
+
+    fn stop(&mut self) -> io::Result<()> {
+        self.0.stop_dirty_log().map_err(io::Error::other)
+    }
+}
+
+/// Builds the machines that sources describe.
+#[derive(Default)]
+pub struct MachineBuilder {
+    built: Option<Arc<Movable>>,
+}
+
+impl MachineBuilder {
+    /// The machine that was built last.
+    pub fn take(&mut self) -> Option<Arc<Movable>> {
+        self.built.take()
+    }
+}
+
+impl Builder for MachineBuilder {
+    fn build(&mut self, offered: &Offered) -> Result<Arc<dyn DestinationVm>, Refusal> {
+        // One that was built for an attempt that failed goes first: both may not fit.
+        self.built = None;
+        let refuse = |fault, error: &dyn std::error::Error| Refusal {
+            fault,
+            text: chain(error),
+        };
+        let description = VmDescription::decode(&offered.vm.description)
+            .map_err(|error| refuse(FaultCode::Malformed, &error))?;
+        let vm = Vm::from_description(&description).map_err(|error| {
+            let fault = match &error {
+                CreateError::Memory(_) => FaultCode::NoMemory,
+                CreateError::Kernel { .. } => FaultCode::Kernel,
+                CreateError::Config(_) | CreateError::Describe(_) => FaultCode::DescriptionRefused,
+            };
+            refuse(fault, &error)
+        })?;
+        let movable = Movable::new(Arc::new(vm));
+        self.built = Some(Arc::clone(&movable));
+        Ok(movable)
+    }
+}
+
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut next = error.source();
+    while let Some(cause) = next {
+        text.push_str(": ");
+        text.push_str(&cause.to_string());
+        next = cause.source();
+    }
+    text
+}

@@ -1,0 +1,226 @@
+//! When a vCPU may visit how many pages.
+//!
+//! A vCPU asks at each beat. The answer is a number of visits and a time to wait before it gets
+//! them; never more than a beat's worth, so that the next beat comes within about a millisecond.
+//! Time that was lost, to a pause or to a busy host, is not caught up.
+
+use std::time::{Duration, Instant};
+
+/// The longest a vCPU waits between two beats.
+pub(crate) const BEAT: Duration = Duration::from_millis(1);
+
+/// The most visits between two beats: some hundred microseconds of an unpaced guest.
+const BATCH_LIMIT: u32 = 256;
+
+/// How late a visit may be and still be followed by the next as planned. Less than a timer's
+/// usual lateness would lower the rate; more would let a burst follow a stall.
+const LATENESS: Duration = Duration::from_millis(2);
+
+/// How fast a vCPU may go.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Pace {
+    /// It beats, and visits nothing.
+    Idle,
+    /// As fast as it can.
+    Unpaced,
+    /// So many visits a second, of this vCPU.
+    Rate(f64),
+}
+
+/// What a vCPU is to do next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Turn {
+    /// Not before this.
+    pub(crate) due: Instant,
+    /// How many visits. With none the guest just beats again.
+    pub(crate) visits: u32,
+}
+
+/// The pacing of one vCPU.
+#[derive(Debug)]
+pub(crate) struct Pacer {
+    pace: Pace,
+    /// When the next visit may be made.
+    visit_due: Instant,
+    /// When the last beat without visits was due.
+    beat_due: Instant,
+    /// When the last visits were to begin and when they did, if there were any.
+    granted: Option<(Instant, Instant)>,
+}
+
+impl Pacer {
+    pub(crate) fn new(pace: Pace, now: Instant) -> Self {
+        Self {
+            pace,
+            visit_due: now,
+            beat_due: now,
+            granted: None,
+        }
+    }
+
+    /// Forgets what was planned and what was running: the vCPU starts afresh after a pause.
+    pub(crate) fn restart(&mut self, now: Instant) {
+        self.visit_due = now;
+        self.beat_due = now;
+        self.granted = None;
+    }
+
+    /// The visits that were granted last begin now.
+    pub(crate) fn begin(&mut self, now: Instant) {
+        if let Some((_, begun)) = &mut self.granted {
+            *begun = now;
+        }
+    }
+
+    /// What follows a beat at `now`, when the guest is to run at (100 - `throttle`) % of its speed.
+    pub(crate) fn turn(&mut self, now: Instant, throttle: u8) -> Turn {
+        let speed = f64::from(100 - throttle.min(99)) / 100.0;
+        match self.pace {
+            Pace::Idle => self.beat_only(now),
+            Pace::Unpaced => {
+                // Its duty cycle: what the last batch took, it rests in proportion. A late start
+                // is no part of that, and shortens the rest.
+                if let Some((planned, begun)) = self.granted.take() {
+                    let planned = planned.max(begun.checked_sub(LATENESS).unwrap_or(begun));
+                    self.visit_due = planned + (now - begun).div_f64(speed);
+                }
+                if self.visit_due > now + BEAT {
+                    return self.beat_only(now);
+                }
+                let due = self.visit_due.max(now);
+                self.granted = Some((self.visit_due, due));
+                Turn {
+                    due,
+                    visits: BATCH_LIMIT,
+                }
+            }
+            Pace::Rate(rate) => {
+                if self.visit_due > now + BEAT {
+                    return self.beat_only(now);
+                }
+                let rate = rate * speed;
+                let visits = (rate * BEAT.as_secs_f64()).clamp(1.0, f64::from(BATCH_LIMIT)) as u32;
+                let due = self.visit_due.max(now);
+                let planned = self.visit_due.max(now.checked_sub(LATENESS).unwrap_or(now));
+                self.visit_due = planned + Duration::from_secs_f64(f64::from(visits) / rate);
+                Turn { due, visits }
+            }
+        }
+    }
+
+    /// No visits, and a beat a millisecond after the last, or after now if that is past.
+    fn beat_only(&mut self, now: Instant) -> Turn {
+        self.beat_due = (self.beat_due + BEAT).clamp(now, now + BEAT);
+        Turn {
+            due: self.beat_due,
+            visits: 0,
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    /// The visits of a vCPU that is never late, over `length`, and its longest wait.
+    fn run(
+        pacer: &mut Pacer,
+        start: Instant,
+        length: Duration,
+        visit: Duration,
+    ) -> (u32, Duration) {
+        let (mut now, mut visits, mut longest) = (start, 0, Duration::ZERO);
+        while now < start + length {
+            let turn = pacer.turn(now, 0);
+            longest = longest.max(turn.due - now);
+            now = turn.due + visit * turn.visits;
+            visits += turn.visits;
+        }
+        (visits, longest)
+    }
+
+    #[test]
+    fn a_rate_is_kept_and_a_beat_comes_every_millisecond() {
+        for rate in [10.0, 999.0, 1500.0, 20_000.0, 900_000.0] {
+            let start = Instant::now();
+            let mut pacer = Pacer::new(Pace::Rate(rate), start);
+            let (visits, longest) = run(
+                &mut pacer,
+                start,
+                Duration::from_secs(10),
+                Duration::from_nanos(500),
+            );
+            let expected = rate * 10.0;
+            assert!(
+                (f64::from(visits) - expected).abs() <= expected * 0.01 + 1.0,
+                "{visits} visits for {expected}"
+            );
+            assert!(longest <= BEAT, "waited {longest:?}");
+        }
+    }
+
+    #[test]
+    fn a_stall_is_not_caught_up() {
+        let start = Instant::now();
+        let mut pacer = Pacer::new(Pace::Rate(10_000.0), start);
+        pacer.turn(start, 0);
+        let late = start + Duration::from_secs(5);
+        let (visits, _) = run(
+            &mut pacer,
+            late,
+            Duration::from_millis(100),
+            Duration::from_nanos(1),
+        );
+        assert!(visits <= 1000 + 30, "{visits} visits in 100 ms at 10 a ms");
+    }
+
+    #[test]
+    fn a_throttled_unpaced_vcpu_rests_in_proportion_and_still_beats() {
+        let start = Instant::now();
+        for late in [Duration::ZERO, Duration::from_micros(150)] {
+            let mut pacer = Pacer::new(Pace::Unpaced, start);
+            let (mut now, mut visits) = (start, 0);
+            while now < start + Duration::from_secs(1) {
+                let turn = pacer.turn(now, 90);
+                assert!(turn.due <= now + BEAT);
+                now = turn.due + late;
+                pacer.begin(now);
+                now += Duration::from_micros(1) * turn.visits;
+                visits += turn.visits;
+            }
+            // A million a second at full speed.
+            assert!((95_000..=105_000).contains(&visits), "{visits}");
+        }
+    }
+
+    #[test]
+    fn an_unthrottled_vcpu_never_waits() {
+        let start = Instant::now();
+        let mut pacer = Pacer::new(Pace::Unpaced, start);
+        let mut now = start;
+        for _ in 0..100 {
+            let turn = pacer.turn(now, 0);
+            assert_eq!((turn.due, turn.visits), (now, BATCH_LIMIT));
+            now += Duration::from_micros(300);
+        }
+    }
+
+    #[test]
+    fn an_idle_vcpu_beats_a_thousand_times_a_second_though_it_wakes_late() {
+        let start = Instant::now();
+        let mut pacer = Pacer::new(Pace::Idle, start);
+        let (mut now, mut beats) = (start, 0);
+        while now < start + Duration::from_secs(1) {
+            let turn = pacer.turn(now, 0);
+            assert_eq!(turn.visits, 0);
+            now = turn.due + Duration::from_micros(200);
+            beats += 1;
+        }
+        assert!((999..=1001).contains(&beats), "{beats}");
+        // A second in which it did not run at all is not caught up.
+        now += Duration::from_secs(1);
+        assert_eq!(pacer.turn(now, 0).due, now);
+        assert_eq!(pacer.turn(now, 0).due, now + BEAT);
+    }
+}

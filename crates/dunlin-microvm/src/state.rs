@@ -1,0 +1,388 @@
+//! All of a paused machine but its memory, as named sections, and back.
+//!
+//! Most sections are the kernel's own structures, byte for byte, in the order in which they must be
+//! set (`VCPU_SECTIONS`): the special registers come before the MSRs, since EFER and the APIC base
+//! are among both; XCR0 before the XSAVE area; the local APIC before the MSRs, since the TSC
+//! deadline is armed only in a mode that the APIC's registers choose; the TSC by itself, since it
+//! goes on during the move; events and the run state last.
+//!
+//! A section that this VMM does not know is skipped unless it is required. Nothing in one is used
+//! before its length is checked (I7).
+
+use std::io;
+
+use dunlin_sys::kvm::{MachineState, Vcpu, VcpuState};
+use kvm_bindings::MsrList;
+use thiserror::Error;
+
+use crate::control::{ControlError, VmState};
+use crate::heart::{Heart, Moment};
+use crate::wire::{DecodeError, Reader, Writer};
+
+mod msrs;
+mod tsc;
+
+use msrs::{read_msrs, write_msrs};
+use tsc::{Tsc, read_tsc, write_tsc};
+
+/// A piece of a machine's state.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Section {
+    /// What it is.
+    pub name: String,
+    /// Which of several: the vCPU's number, else 0.
+    pub instance: u32,
+    /// Of the bytes' layout.
+    pub version: u32,
+    /// Whether a destination that does not know it must refuse the machine.
+    pub required: bool,
+    /// What it holds.
+    pub bytes: Vec<u8>,
+}
+
+/// Why a machine's state could not be saved. The machine is as it was.
+#[derive(Debug, Error)]
+pub enum SaveError {
+    /// Only a machine that stands still has a state.
+    #[error("the machine must be paused, and is {0:?}")]
+    NotPaused(VmState),
+    /// KVM refused.
+    #[error("KVM does not give `{section}` of {instance}")]
+    Kvm {
+        /// The section's name.
+        section: &'static str,
+        /// Its instance.
+        instance: u32,
+        /// What the kernel said.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// Why a machine's state could not be loaded. The machine that was to take it cannot be used.
+#[derive(Debug, Error)]
+pub enum LoadError {
+    /// The machine is not one that was just built.
+    #[error("only a machine that never ran can take over a state")]
+    Control(#[from] ControlError),
+    /// A section that must be there is not: the source is at fault.
+    #[error("section `{section}` of {instance} is missing")]
+    Missing {
+        /// Its name.
+        section: &'static str,
+        /// Its instance.
+        instance: u32,
+    },
+    /// The source says that we must know a section that we do not know.
+    #[error("section `{section}` of {instance} is required and unknown here: use a newer VMM")]
+    Unknown {
+        /// Its name.
+        section: String,
+        /// Its instance.
+        instance: u32,
+    },
+    /// Two sections of one name and instance: the source is at fault.
+    #[error("section `{section}` of {instance} comes twice")]
+    Twice {
+        /// Its name.
+        section: String,
+        /// Its instance.
+        instance: u32,
+    },
+    /// A layout that we do not know.
+    #[error("section `{section}` is of version {version}; this VMM reads 1")]
+    Version {
+        /// Its name.
+        section: &'static str,
+        /// Its version.
+        version: u32,
+    },
+    /// The bytes of a section are wrong: the source is at fault.
+    #[error("section `{section}` of {instance} cannot be read")]
+    Decode {
+        /// Its name.
+        section: &'static str,
+        /// Its instance.
+        instance: u32,
+        /// What is wrong.
+        #[source]
+        source: DecodeError,
+    },
+    /// KVM refused the bytes of a section.
+    #[error("KVM does not take `{section}` of {instance}")]
+    Kvm {
+        /// Its name.
+        section: &'static str,
+        /// Its instance.
+        instance: u32,
+        /// What the kernel said, or what is wrong with the length.
+        #[source]
+        source: io::Error,
+    },
+    /// KVM refused one MSR.
+    #[error("KVM does not take {value:#x} for MSR {index:#x} of vCPU {instance}")]
+    Msr {
+        /// The vCPU.
+        instance: u32,
+        /// The MSR.
+        index: u32,
+        /// Its value at the source.
+        value: u64,
+    },
+    /// This KVM cannot move the guest's TSC, and it would go back.
+    #[error(
+        "this KVM cannot offset the TSC, and vCPU {instance} would see it go back by {by} ticks"
+    )]
+    TscWouldGoBack {
+        /// The vCPU.
+        instance: u32,
+        /// How far.
+        by: u64,
+    },
+}
+
+const VERSION: u32 = 1;
+const VMM: &str = "vmm";
+const HEART: &str = "heart";
+const CLOCK: &str = "clock";
+const MSRS: &str = "vcpu.msrs";
+const TSC: &str = "vcpu.tsc";
+const XCRS: &str = "vcpu.xcrs";
+
+const MACHINE_SECTIONS: [(&str, MachineState); 4] = [
+    ("pic.master", MachineState::PicMaster),
+    ("pic.slave", MachineState::PicSlave),
+    ("ioapic", MachineState::Ioapic),
+    ("pit", MachineState::Pit),
+];
+
+/// One step of loading a vCPU.
+#[derive(Clone, Copy)]
+enum Step {
+    Plain(VcpuState),
+    Msrs,
+    Tsc,
+}
+
+/// A vCPU's sections, in the order in which they are loaded.
+const VCPU_SECTIONS: [(&str, Step); 10] = [
+    (
+        "vcpu.special-registers",
+        Step::Plain(VcpuState::SpecialRegisters),
+    ),
+    (XCRS, Step::Plain(VcpuState::Xcrs)),
+    ("vcpu.xsave", Step::Plain(VcpuState::Xsave)),
+    ("vcpu.lapic", Step::Plain(VcpuState::Lapic)),
+    (MSRS, Step::Msrs),
+    (TSC, Step::Tsc),
+    ("vcpu.registers", Step::Plain(VcpuState::Registers)),
+    (
+        "vcpu.debug-registers",
+        Step::Plain(VcpuState::DebugRegisters),
+    ),
+    ("vcpu.events", Step::Plain(VcpuState::Events)),
+    ("vcpu.run-state", Step::Plain(VcpuState::MpState)),
+];
+
+/// The VMM's own state, beside KVM's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Own {
+    pub(crate) throttle_percent: u8,
+    pub(crate) power_off_at: u64,
+}
+
+/// The parts of a machine whose state is moved. The machine is paused, or was never started.
+pub(crate) struct Parts<'a> {
+    pub(crate) vcpus: &'a [&'a Vcpu],
+    /// MSRs that this host's KVM knows.
+    pub(crate) msrs: &'a MsrList,
+    pub(crate) heart: &'a Heart,
+    pub(crate) tsc_khz: u32,
+}
+
+impl Parts<'_> {
+    pub(crate) fn save(&self, own: Own) -> Result<Vec<Section>, SaveError> {
+        let mut sections = Vec::new();
+        let mut put = |name: &str, instance, bytes| {
+            sections.push(Section {
+                name: name.to_owned(),
+                instance,
+                version: VERSION,
+                required: true,
+                bytes,
+            });
+        };
+        let mut writer = Writer::default();
+        writer.u8(own.throttle_percent).u64(own.power_off_at);
+        put(VMM, 0, writer.finish());
+        put(HEART, 0, self.heart.encode());
+        let machine = self.vcpus[0].machine();
+        let kvm = |section, instance| {
+            move |source| SaveError::Kvm {
+                section,
+                instance,
+                source,
+            }
+        };
+        let clock = machine
+            .read_state(MachineState::Clock)
+            .map_err(kvm(CLOCK, 0))?;
+        Moment::now().encode(&mut writer);
+        put(CLOCK, 0, writer.raw(&clock).finish());
+        for (name, state) in MACHINE_SECTIONS {
+            put(name, 0, machine.read_state(state).map_err(kvm(name, 0))?);
+        }
+        for (instance, vcpu) in (0..).zip(self.vcpus) {
+            for (name, step) in VCPU_SECTIONS {
+                let bytes = match step {
+                    Step::Plain(state) => match vcpu.read_state(state) {
+                        // A CPU without XSAVE has none.
+                        Err(_) if name == XCRS => continue,
+                        bytes => bytes,
+                    },
+                    Step::Msrs => read_msrs(vcpu, self.msrs),
+                    Step::Tsc => read_tsc(vcpu, self.tsc_khz),
+                };
+                put(name, instance, bytes.map_err(kvm(name, instance))?);
+            }
+        }
+        Ok(sections)
+    }
+
+    /// Sets everything. On an error some of it is set.
+    pub(crate) fn load(&self, sections: &[Section]) -> Result<Own, LoadError> {
+        self.check_names(sections)?;
+        let own = decoded(VMM, 0, load_own(find(sections, VMM, 0)?))?;
+        decoded(HEART, 0, self.heart.load(find(sections, HEART, 0)?))?;
+        let machine = self.vcpus[0].machine();
+        for (name, state) in MACHINE_SECTIONS {
+            let bytes = find(sections, name, 0)?;
+            machine
+                .write_state(state, bytes)
+                .map_err(kvm_refused(name, 0))?;
+        }
+        let mut first_tsc = None;
+        for (instance, vcpu) in (0..).zip(self.vcpus) {
+            for (name, step) in VCPU_SECTIONS {
+                let bytes = match find(sections, name, instance) {
+                    Err(LoadError::Missing { .. }) if name == XCRS => continue,
+                    bytes => bytes?,
+                };
+                match step {
+                    Step::Plain(state) => vcpu
+                        .write_state(state, bytes)
+                        .map_err(kvm_refused(name, instance))?,
+                    Step::Msrs => write_msrs(vcpu, instance, bytes)?,
+                    Step::Tsc => {
+                        let source = decoded(TSC, instance, Tsc::decode(bytes))?;
+                        write_tsc(vcpu, instance, self.tsc_khz, &source, &mut first_tsc)?;
+                    }
+                }
+            }
+        }
+        self.write_clock(find(sections, CLOCK, 0)?)?;
+        Ok(own)
+    }
+
+    /// Every section is known or optional, and there is one of each.
+    fn check_names(&self, sections: &[Section]) -> Result<(), LoadError> {
+        let single = [VMM, HEART, CLOCK];
+        for (position, section) in sections.iter().enumerate() {
+            let (name, instance) = (section.name.as_str(), section.instance);
+            let limit = if VCPU_SECTIONS.iter().any(|(known, _)| *known == name) {
+                self.vcpus.len() as u32
+            } else if MACHINE_SECTIONS.iter().any(|(known, _)| *known == name)
+                || single.contains(&name)
+            {
+                1
+            } else {
+                0
+            };
+            if instance >= limit && section.required {
+                return Err(LoadError::Unknown {
+                    section: name.to_owned(),
+                    instance,
+                });
+            }
+            let same = |other: &Section| other.name == name && other.instance == instance;
+            if instance < limit && sections[..position].iter().any(same) {
+                return Err(LoadError::Twice {
+                    section: name.to_owned(),
+                    instance,
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// Sets kvmclock to what it was, plus the time since then.
+    fn write_clock(&self, bytes: &[u8]) -> Result<(), LoadError> {
+        let mut reader = Reader::new(bytes);
+        let at = decoded(CLOCK, 0, Moment::decode(&mut reader))?;
+        let nanoseconds = decoded(CLOCK, 0, reader.u64("clock"))?;
+        // The rest of `struct kvm_clock_data` is about the source's host.
+        decoded(CLOCK, 0, reader.raw("clock data", 40))?;
+        decoded(CLOCK, 0, reader.end())?;
+        let passed = Moment::now().since(&at).as_nanos() as u64;
+        let mut clock = nanoseconds.saturating_add(passed).to_le_bytes().to_vec();
+        clock.resize(48, 0);
+        self.vcpus[0]
+            .machine()
+            .write_state(MachineState::Clock, &clock)
+            .map_err(kvm_refused(CLOCK, 0))
+    }
+}
+
+fn load_own(bytes: &[u8]) -> Result<Own, DecodeError> {
+    let mut reader = Reader::new(bytes);
+    let own = Own {
+        throttle_percent: reader.u8("throttle")?,
+        power_off_at: reader.u64("visits before the power is off")?,
+    };
+    reader.end()?;
+    if own.throttle_percent > 99 {
+        return Err(DecodeError::Value("throttle"));
+    }
+    Ok(own)
+}
+
+fn find<'a>(
+    sections: &'a [Section],
+    name: &'static str,
+    instance: u32,
+) -> Result<&'a [u8], LoadError> {
+    let section = sections
+        .iter()
+        .find(|section| section.name == name && section.instance == instance)
+        .ok_or(LoadError::Missing {
+            section: name,
+            instance,
+        })?;
+    if section.version != VERSION {
+        return Err(LoadError::Version {
+            section: name,
+            version: section.version,
+        });
+    }
+    Ok(&section.bytes)
+}
+
+fn decoded<T>(
+    section: &'static str,
+    instance: u32,
+    result: Result<T, DecodeError>,
+) -> Result<T, LoadError> {
+    result.map_err(|source| LoadError::Decode {
+        section,
+        instance,
+        source,
+    })
+}
+
+fn kvm_refused(section: &'static str, instance: u32) -> impl Fn(io::Error) -> LoadError {
+    move |source| LoadError::Kvm {
+        section,
+        instance,
+        source,
+    }
+}

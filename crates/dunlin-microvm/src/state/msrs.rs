@@ -1,0 +1,90 @@
+//! A vCPU's model-specific registers.
+
+use std::io;
+
+use dunlin_sys::kvm::Vcpu;
+use kvm_bindings::{MsrList, Msrs, kvm_msr_entry};
+
+use super::{LoadError, MSRS, decoded, kvm_refused};
+use crate::wire::{DecodeError, Reader, Writer};
+
+/// It goes on while the machine moves, and so has a section of its own.
+pub(super) const MSR_IA32_TSC: u32 = 0x10;
+
+/// Every MSR of `known` that can be read, as index and value; not the TSC.
+pub(super) fn read_msrs(vcpu: &Vcpu, known: &MsrList) -> io::Result<Vec<u8>> {
+    let mut writer = Writer::default();
+    let mut left = known.as_slice();
+    while !left.is_empty() {
+        let mut entries = msrs_of(left.iter().map(|&index| (index, 0)))?;
+        // KVM stops at the first that it cannot read.
+        let read = vcpu.get_msrs(&mut entries)?;
+        for entry in &entries.as_slice()[..read] {
+            if entry.index != MSR_IA32_TSC {
+                writer.u32(entry.index).u64(entry.data);
+            }
+        }
+        left = left.get(read + 1..).unwrap_or_default();
+    }
+    Ok(writer.finish())
+}
+
+/// Sets every MSR that [`read_msrs`] wrote.
+pub(super) fn write_msrs(vcpu: &Vcpu, instance: u32, bytes: &[u8]) -> Result<(), LoadError> {
+    let (entries, rest) = bytes.as_chunks::<12>();
+    if !rest.is_empty() {
+        return decoded(MSRS, instance, Err(DecodeError::Excess(rest.len())));
+    }
+    if entries.len() > kvm_bindings::KVM_MAX_MSR_ENTRIES {
+        return decoded(MSRS, instance, Err(DecodeError::Value("number of MSRs")));
+    }
+    let mut values = Vec::with_capacity(entries.len());
+    for entry in entries {
+        let mut reader = Reader::new(entry);
+        let index = decoded(MSRS, instance, reader.u32("MSR index"))?;
+        let value = decoded(MSRS, instance, reader.u64("MSR value"))?;
+        if index != MSR_IA32_TSC {
+            values.push((index, value));
+        }
+    }
+    let refused = kvm_refused(MSRS, instance);
+    let mut left = &values[..];
+    while !left.is_empty() {
+        let msrs = msrs_of(left.iter().copied()).map_err(&refused)?;
+        // KVM stops at the first that it does not take.
+        let set = vcpu
+            .set_msrs(&msrs)
+            .map_err(|error| refused(error.into()))?;
+        if let Some(&(index, value)) = left.get(set) {
+            // Some cannot be written and need not be: they are here what they were there.
+            if read_msr(vcpu, index).ok() != Some(value) {
+                return Err(LoadError::Msr {
+                    instance,
+                    index,
+                    value,
+                });
+            }
+        }
+        left = left.get(set + 1..).unwrap_or_default();
+    }
+    Ok(())
+}
+
+fn msrs_of(values: impl Iterator<Item = (u32, u64)>) -> io::Result<Msrs> {
+    let entries: Vec<kvm_msr_entry> = values
+        .map(|(index, data)| kvm_msr_entry {
+            index,
+            data,
+            ..Default::default()
+        })
+        .collect();
+    Msrs::from_entries(&entries).map_err(|_| io::ErrorKind::InvalidInput.into())
+}
+
+pub(super) fn read_msr(vcpu: &Vcpu, index: u32) -> io::Result<u64> {
+    let mut msrs = msrs_of([(index, 0)].into_iter())?;
+    match vcpu.get_msrs(&mut msrs)? {
+        1 => Ok(msrs.as_slice()[0].data),
+        _ => Err(io::ErrorKind::NotFound.into()),
+    }
+}

@@ -1,0 +1,78 @@
+//! A vCPU's time-stamp counter, which goes on while the machine moves.
+
+use std::io;
+
+use dunlin_sys::kvm::Vcpu;
+
+use super::msrs::{MSR_IA32_TSC, read_msr};
+use super::{LoadError, TSC, kvm_refused};
+use crate::heart::{Moment, time_to_ticks};
+use crate::wire::{DecodeError, Reader, Writer};
+
+/// A vCPU's TSC as it was saved.
+pub(super) struct Tsc {
+    at: Moment,
+    guest_tsc: u64,
+    offset: u64,
+}
+
+impl Tsc {
+    pub(super) fn decode(bytes: &[u8]) -> Result<Self, DecodeError> {
+        let mut reader = Reader::new(bytes);
+        let tsc = Self {
+            at: Moment::decode(&mut reader)?,
+            guest_tsc: reader.u64("guest TSC")?,
+            offset: reader.u64("TSC offset")?,
+        };
+        // The rate is agreed on by the description; here it is for people.
+        reader.u32("TSC rate")?;
+        reader.end()?;
+        Ok(tsc)
+    }
+}
+
+/// A vCPU's TSC and the moment at which it was read.
+pub(super) fn read_tsc(vcpu: &Vcpu, tsc_khz: u32) -> io::Result<Vec<u8>> {
+    let mut writer = Writer::default();
+    Moment::now().encode(&mut writer);
+    Ok(writer
+        .u64(read_msr(vcpu, MSR_IA32_TSC)?)
+        .u64(vcpu.tsc_offset()?.unwrap_or(0))
+        .u32(tsc_khz)
+        .finish())
+}
+
+/// Sets the guest's TSC to what it was, plus the time since then.
+///
+/// All vCPUs get their offsets moved by the same amount, that of the first: so they stay as far
+/// from each other as they were, however long the calls take. `first` keeps the first vCPU's offsets
+/// there and here.
+pub(super) fn write_tsc(
+    vcpu: &Vcpu,
+    instance: u32,
+    tsc_khz: u32,
+    source: &Tsc,
+    first: &mut Option<(u64, u64)>,
+) -> Result<(), LoadError> {
+    let refused = kvm_refused(TSC, instance);
+    let offset = vcpu.tsc_offset().map_err(&refused)?;
+    let now = read_msr(vcpu, MSR_IA32_TSC).map_err(&refused)?;
+    let passed = time_to_ticks(Moment::now().since(&source.at), tsc_khz);
+    let goal = source.guest_tsc.saturating_add(passed);
+    if let Some(offset) = offset {
+        let (first_source, first_here) =
+            *first.get_or_insert((source.offset, offset.wrapping_add(goal.wrapping_sub(now))));
+        let apart = source.offset.wrapping_sub(first_source);
+        match vcpu.set_tsc_offset(first_here.wrapping_add(apart)) {
+            Ok(()) => return Ok(()),
+            Err(error) if error.kind() == io::ErrorKind::Unsupported => {}
+            Err(error) => return Err(refused(error)),
+        }
+    }
+    // The TSC cannot be moved. Where it goes on by itself, as between two machines of one host,
+    // that is no harm.
+    match source.guest_tsc.checked_sub(now) {
+        None | Some(0) => Ok(()),
+        Some(by) => Err(LoadError::TscWouldGoBack { instance, by }),
+    }
+}

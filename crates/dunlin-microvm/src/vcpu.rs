@@ -1,0 +1,153 @@
+//! The thread of a vCPU: it runs the guest, answers its beats, and parks when it is told to.
+
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use dunlin_sys::kick::{Attached, Kick};
+use dunlin_sys::kvm::Vcpu;
+use dunlin_sys::mapping::TrackedMemory;
+use kvm_ioctls::VcpuExit;
+use vm_memory::{Bytes, GuestAddress};
+
+use crate::control::{Control, Stop, StopCode, VmState};
+use crate::heart::Heart;
+use crate::layout::{POWER_OFF_ANSWER, block, block_start, port};
+use crate::pace::{Pace, Pacer};
+
+/// One vCPU, as its thread and the rest of the machine see it. Whoever holds the lock may touch the
+/// registers; the thread holds it while it runs the guest.
+#[derive(Debug)]
+pub(crate) struct Slot {
+    pub(crate) kick: Kick,
+    vcpu: Mutex<Vcpu>,
+}
+
+impl Slot {
+    pub(crate) fn new(vcpu: Vcpu) -> Self {
+        Self {
+            kick: Kick::default(),
+            vcpu: Mutex::new(vcpu),
+        }
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, Vcpu> {
+        self.vcpu.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// What the vCPU threads of a machine share.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) memory: Arc<TrackedMemory>,
+    pub(crate) control: Control,
+    pub(crate) heart: Heart,
+    pub(crate) slots: Vec<Slot>,
+    /// The guest is told to power off once all vCPUs together have made so many visits.
+    pub(crate) power_off_at: AtomicU64,
+    pub(crate) pace: Pace,
+}
+
+impl Shared {
+    /// Gets every vCPU out of the guest.
+    pub(crate) fn kick_all(&self) {
+        self.slots.iter().for_each(|slot| slot.kick.kick());
+    }
+
+    /// One of the guest's own counters, of one vCPU.
+    pub(crate) fn counter(&self, vcpu: u8, word: u64) -> u64 {
+        self.memory
+            .read_obj(GuestAddress(block_start(vcpu) + word))
+            .expect("parameter blocks lie within the smallest memory")
+    }
+
+    /// The sum of one of the guest's counters over its vCPUs.
+    pub(crate) fn total(&self, word: u64) -> u64 {
+        (0..self.slots.len() as u8)
+            .map(|vcpu| self.counter(vcpu, word))
+            .fold(0, u64::wrapping_add)
+    }
+
+    fn end(&self, state: VmState) {
+        self.control.end(state, || self.kick_all());
+    }
+
+    fn stop(&self, vcpu: u8) -> VmState {
+        let word = |index: u64| self.counter(vcpu, block::STOP + 8 * index);
+        VmState::Stopped(Stop {
+            vcpu,
+            code: StopCode::from(word(0)),
+            frame: word(1),
+            expected: word(2),
+            found: word(3),
+        })
+    }
+}
+
+/// The body of a vCPU's thread.
+pub(crate) fn thread(shared: &Shared, index: u8) {
+    let slot = &shared.slots[usize::from(index)];
+    let attached = slot.kick.attach(&slot.lock());
+    let mut pacer = Pacer::new(shared.pace, Instant::now());
+    while shared.control.wait_to_run() {
+        match &attached {
+            Ok(attached) => {
+                let mut vcpu = slot.lock();
+                pacer.restart(Instant::now());
+                run(shared, index, &mut vcpu, attached, &mut pacer);
+                // The last exit may have been a port access that KVM has yet to finish.
+                if let Err(error) = vcpu.complete_exit() {
+                    shared.end(VmState::Failed(format!(
+                        "vCPU {index} could not finish its last exit: {error}"
+                    )));
+                }
+            }
+            Err(error) => shared.end(VmState::Failed(format!(
+                "vCPU {index} cannot be interrupted: {error}"
+            ))),
+        }
+        shared.control.park();
+    }
+}
+
+/// Runs the guest until the vCPU is to park.
+fn run(shared: &Shared, index: u8, vcpu: &mut Vcpu, attached: &Attached<'_>, pacer: &mut Pacer) {
+    while shared.control.may_run() {
+        match vcpu.run() {
+            Ok(VcpuExit::IoIn(port::BEAT, data)) => {
+                let answer = beat(shared, index, pacer).to_le_bytes();
+                // `in eax` asks for four bytes.
+                data.iter_mut()
+                    .zip(answer)
+                    .for_each(|(to, from)| *to = from);
+            }
+            Ok(VcpuExit::IoOut(port::STOPPED, _)) => shared.end(shared.stop(index)),
+            Ok(VcpuExit::IoOut(port::POWER_OFF, _)) => shared.end(VmState::PoweredOff),
+            Ok(exit) => {
+                let exit = format!("vCPU {index} left the guest for an unknown reason: {exit:?}");
+                shared.end(VmState::Failed(exit));
+            }
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => attached.take(),
+            Err(error) => shared.end(VmState::Failed(format!("vCPU {index}: {error}"))),
+        }
+    }
+}
+
+/// Notes a beat and returns the visits the guest may make, when it may make them.
+fn beat(shared: &Shared, index: u8, pacer: &mut Pacer) -> u32 {
+    shared
+        .heart
+        .beat(index, shared.counter(index, block::LAST_TSC));
+    let power_off_at = shared.power_off_at.load(Ordering::Relaxed);
+    if power_off_at != u64::MAX && shared.total(block::VISITS) >= power_off_at {
+        return POWER_OFF_ANSWER;
+    }
+    let turn = pacer.turn(Instant::now(), shared.control.throttle_percent());
+    if shared.control.wait_until(turn.due) {
+        pacer.begin(Instant::now());
+        turn.visits
+    } else {
+        0
+    }
+}

@@ -1,0 +1,85 @@
+//! What the tests of the machine share.
+#![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use dunlin_microvm::{Config, Vm, VmState};
+use dunlin_sys::mapping::PAGE_BYTES;
+use vm_memory::{Bytes, GuestMemoryBackend, GuestMemoryRegion, MemoryRegionAddress};
+
+/// The turn of a test, if there is a KVM to test with; in CI there must be. One test at a time, since
+/// guests that compete for the CPUs say nothing about pace or pauses.
+pub fn kvm() -> Option<MutexGuard<'static, ()>> {
+    static TURN: Mutex<()> = Mutex::new(());
+    match std::fs::File::open("/dev/kvm") {
+        Ok(_) => Some(TURN.lock().unwrap_or_else(PoisonError::into_inner)),
+        Err(error) if std::env::var_os("CI").is_some_and(|ci| ci == "true") => {
+            panic!("CI must have /dev/kvm: {error}")
+        }
+        Err(error) => {
+            println!("skipped, no /dev/kvm: {error}");
+            None
+        }
+    }
+}
+
+/// A machine that is filled and runs.
+pub fn running(config: Config) -> Vm {
+    let vm = Vm::new(config).unwrap();
+    vm.fill().unwrap();
+    vm.start().unwrap();
+    vm
+}
+
+/// Waits until `done`, at most ten seconds, while the machine runs.
+pub fn wait_for(vm: &Vm, what: &str, done: impl Fn(&Vm) -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while !done(vm) {
+        assert_eq!(vm.state(), VmState::Running, "while waiting for {what}");
+        assert!(Instant::now() < deadline, "no {what}: {:?}", vm.stats());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Copies the pages whose bits are set, or all; both machines have the same regions.
+pub fn copy_pages(from: &Vm, to: &Vm, maps: Option<&[Vec<u64>]>) -> u64 {
+    let mut copied = 0;
+    let mut bytes = [0; PAGE_BYTES as usize];
+    for (index, (source, target)) in from.memory().iter().zip(to.memory().iter()).enumerate() {
+        for page in 0..source.len() / PAGE_BYTES {
+            let wanted =
+                maps.is_none_or(|maps| maps[index][(page / 64) as usize] >> (page % 64) & 1 == 1);
+            if wanted {
+                let address = MemoryRegionAddress(page * PAGE_BYTES);
+                source.read_slice(&mut bytes, address).unwrap();
+                target.write_slice(&bytes, address).unwrap();
+                copied += 1;
+            }
+        }
+    }
+    copied
+}
+
+/// Pages that differ between two machines.
+pub fn different_pages(one: &Vm, other: &Vm) -> u64 {
+    let mut different = 0;
+    let (mut left, mut right) = ([0; PAGE_BYTES as usize], [0; PAGE_BYTES as usize]);
+    for (a, b) in one.memory().iter().zip(other.memory().iter()) {
+        for page in 0..a.len() / PAGE_BYTES {
+            let address = MemoryRegionAddress(page * PAGE_BYTES);
+            a.read_slice(&mut left, address).unwrap();
+            b.read_slice(&mut right, address).unwrap();
+            different += u64::from(left != right);
+        }
+    }
+    different
+}
+
+/// How many bits are set.
+pub fn dirty_pages(maps: &[Vec<u64>]) -> u64 {
+    maps.iter()
+        .flatten()
+        .map(|word| u64::from(word.count_ones()))
+        .sum()
+}

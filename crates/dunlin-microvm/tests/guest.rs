@@ -1,0 +1,383 @@
+//! The guest runs, checks itself, keeps its pace, and obeys.
+#![cfg(target_arch = "x86_64")]
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use std::time::{Duration, Instant};
+
+use common::{kvm, running, wait_for};
+use dunlin_microvm::{
+    Backing, Config, ControlError, CreateError, Fill, StopCode, Vm, VmState, WORKLOAD_START,
+    Workload,
+};
+use vm_memory::{Bytes, GuestAddress};
+
+const WORKLOADS: [Workload; 4] = [
+    Workload::Idle,
+    Workload::Sequential,
+    Workload::Random,
+    Workload::HOT_SET,
+];
+
+fn small() -> Config {
+    Config {
+        memory_bytes: 16 << 20,
+        ..Config::default()
+    }
+}
+
+#[test]
+fn every_workload_on_every_fill_checks_clean() {
+    let Some(_turn) = kvm() else { return };
+    for workload in WORKLOADS {
+        for (fill, vcpus, backing) in [
+            (Fill::Zero, 1, Backing::Private),
+            (Fill::Random, 2, Backing::Memfd),
+            (Fill::Mixed, 4, Backing::Private),
+        ] {
+            let vm = running(Config {
+                workload,
+                fill,
+                vcpus,
+                backing,
+                fill_bytes: Some(5 << 20),
+                ..small()
+            });
+            if workload == Workload::Idle {
+                wait_for(&vm, "beats", |vm| vm.stats().beats > 20);
+                assert_eq!(vm.stats().pages_checked, 0);
+            } else {
+                wait_for(&vm, "three passes", |vm| vm.full_passes() >= 3);
+            }
+            vm.pause().unwrap();
+            assert_eq!(vm.state(), VmState::Paused);
+        }
+    }
+}
+
+#[test]
+fn memory_on_both_sides_of_the_hole_is_visited() {
+    let Some(_turn) = kvm() else { return };
+    // The last vCPU's share of the working set is all of the memory above the hole.
+    let vm = Vm::new(Config {
+        memory_bytes: (3 << 30) + (16 << 20),
+        fill: Fill::Zero,
+        workload: Workload::Random,
+        ..Config::default()
+    })
+    .unwrap();
+    let page = |address| vm.memory().read_obj::<u64>(GuestAddress(address)).unwrap();
+    vm.start().unwrap();
+    std::thread::sleep(Duration::from_millis(300));
+    vm.pause().unwrap();
+    let high = (0..(16 << 20) / 4096)
+        .filter(|number| page((4 << 30) + number * 4096) == 1)
+        .count();
+    assert!(high > 0, "no page above 4 GiB was visited");
+}
+
+#[test]
+fn huge_pages_serve_or_say_how_to_get_them() {
+    let Some(_turn) = kvm() else { return };
+    const RESERVED: &str = "/proc/sys/vm/nr_hugepages";
+    let config = Config {
+        backing: Backing::Huge,
+        ..small()
+    };
+    let before: u64 = std::fs::read_to_string(RESERVED)
+        .unwrap()
+        .trim()
+        .parse()
+        .unwrap();
+    if let Err(error) = std::fs::write(RESERVED, (before + 8).to_string()) {
+        println!("skipped, cannot reserve huge pages: {error}");
+        return;
+    }
+    let vm = Vm::new(config).map(|vm| {
+        vm.fill().unwrap();
+        vm.start().unwrap();
+        wait_for(&vm, "a pass", |vm| vm.full_passes() >= 1);
+    });
+    std::fs::write(RESERVED, before.to_string()).unwrap();
+    match vm {
+        Ok(()) => {}
+        Err(CreateError::Memory(error)) => {
+            println!("the host gave no huge pages: {error}");
+            assert!(error.to_string().contains("vm.nr_hugepages"));
+        }
+        Err(error) => panic!("{error}"),
+    }
+}
+
+#[test]
+fn one_flipped_bit_stops_the_guest() {
+    let Some(_turn) = kvm() else { return };
+    let vm = running(small());
+    wait_for(&vm, "a pass", |vm| vm.full_passes() >= 1);
+    vm.pause().unwrap();
+    let address = WORKLOAD_START + 77 * 4096 + 1000;
+    let word: u64 = vm.memory().read_obj(GuestAddress(address)).unwrap();
+    vm.memory()
+        .write_obj(word ^ 0x10, GuestAddress(address))
+        .unwrap();
+    vm.resume().unwrap();
+    let VmState::Stopped(stop) = vm.wait_while_running(Duration::from_secs(10)) else {
+        panic!("{:?}", vm.state());
+    };
+    assert_eq!(stop.code, StopCode::WrongContent);
+    assert_eq!(stop.frame, address / 4096);
+    assert_eq!(stop.found ^ stop.expected, 0x10);
+    assert!(matches!(
+        vm.pause(),
+        Err(ControlError::Ended(VmState::Stopped(_)))
+    ));
+    assert!(matches!(vm.resume(), Err(ControlError::Ended(_))));
+}
+
+#[test]
+fn a_stale_page_stops_the_guest() {
+    let Some(_turn) = kvm() else { return };
+    let vm = running(Config {
+        vcpus: 2,
+        ..small()
+    });
+    wait_for(&vm, "a pass", |vm| vm.full_passes() >= 1);
+    vm.pause().unwrap();
+    let address = GuestAddress(WORKLOAD_START + 5 * 4096);
+    let mut old = [0; 4096];
+    vm.memory().read_slice(&mut old, address).unwrap();
+    let pass = |vm: &Vm| vm.memory().read_obj::<u64>(address).unwrap();
+    let before = pass(&vm);
+    vm.resume().unwrap();
+    wait_for(&vm, "two visits", |vm| pass(vm) >= before + 2);
+    vm.pause().unwrap();
+    vm.memory().write_slice(&old, address).unwrap();
+    vm.resume().unwrap();
+    let VmState::Stopped(stop) = vm.wait_while_running(Duration::from_secs(10)) else {
+        panic!("{:?}", vm.state());
+    };
+    assert_eq!((stop.code, stop.vcpu), (StopCode::WrongPass, 0));
+    assert!(stop.found < stop.expected);
+}
+
+#[test]
+fn a_guest_that_was_not_filled_finds_out() {
+    let Some(_turn) = kvm() else { return };
+    let vm = Vm::new(small()).unwrap();
+    vm.start().unwrap();
+    let VmState::Stopped(stop) = vm.wait_while_running(Duration::from_secs(10)) else {
+        panic!("{:?}", vm.state());
+    };
+    assert_eq!((stop.code, stop.found), (StopCode::WrongContent, 0));
+    assert_eq!(vm.fill(), Err(ControlError::Ended(vm.state())));
+}
+
+#[test]
+fn the_power_goes_off_when_the_work_is_done_or_when_asked() {
+    let Some(_turn) = kvm() else { return };
+    let vm = running(Config {
+        power_off_after: Some(1000),
+        ..small()
+    });
+    assert_eq!(
+        vm.wait_while_running(Duration::from_secs(10)),
+        VmState::PoweredOff
+    );
+    assert!(vm.stats().pages_checked >= 1000);
+    assert!(vm.stats().pages_checked < 2000);
+
+    let vm = running(Config {
+        workload: Workload::Idle,
+        vcpus: 2,
+        ..small()
+    });
+    wait_for(&vm, "beats", |vm| vm.stats().beats > 5);
+    vm.ask_power_off();
+    assert_eq!(
+        vm.wait_while_running(Duration::from_secs(10)),
+        VmState::PoweredOff
+    );
+    assert_eq!(vm.pause(), Err(ControlError::Ended(VmState::PoweredOff)));
+}
+
+#[test]
+fn a_pause_is_short_and_nothing_moves_during_it() {
+    let Some(_turn) = kvm() else { return };
+    for (workload, dirty_rate) in [
+        (Workload::Random, 0),
+        (Workload::Random, 5000),
+        (Workload::Idle, 0),
+    ] {
+        let vm = running(Config {
+            workload,
+            dirty_rate,
+            vcpus: 2,
+            ..small()
+        });
+        let mut took: Vec<Duration> = (0..50)
+            .map(|_| {
+                std::thread::sleep(Duration::from_millis(3));
+                let start = Instant::now();
+                vm.pause().unwrap();
+                let took = start.elapsed();
+                let before = vm.stats();
+                std::thread::sleep(Duration::from_millis(1));
+                assert_eq!(vm.stats(), before);
+                vm.resume().unwrap();
+                took
+            })
+            .collect();
+        took.sort_unstable();
+        println!(
+            "pause {workload:?} at {dirty_rate}/s: median {:?}, longest {:?}",
+            took[25], took[49]
+        );
+        // The median: a busy machine delays some.
+        assert!(
+            took[25] < Duration::from_millis(20),
+            "median {:?}",
+            took[25]
+        );
+        let checked = vm.stats().beats;
+        wait_for(&vm, "beats after the pauses", |vm| {
+            vm.stats().beats > checked
+        });
+    }
+}
+
+#[test]
+fn the_guest_keeps_its_pace_throttled_or_not() {
+    let Some(_turn) = kvm() else { return };
+    let vm = running(Config {
+        dirty_rate: 4000,
+        vcpus: 2,
+        ..small()
+    });
+    let rate = |vm: &Vm| {
+        std::thread::sleep(Duration::from_millis(50));
+        let (start, before) = (Instant::now(), vm.stats().pages_checked);
+        std::thread::sleep(Duration::from_millis(500));
+        (vm.stats().pages_checked - before) as f64 / start.elapsed().as_secs_f64()
+    };
+    let full = rate(&vm);
+    vm.throttle(75).unwrap();
+    let quarter = rate(&vm);
+    println!("4000/s asked: {full:.0}/s, throttled by 75 %: {quarter:.0}/s");
+    // Never above; below only as far as a busy machine pushes it.
+    assert!((1000.0..4400.0).contains(&full), "{full}");
+    assert!((250.0..1150.0).contains(&quarter), "{quarter}");
+    assert_eq!(vm.throttle(100), Err(ControlError::Throttle(100)));
+
+    // What a pause took is not caught up.
+    vm.throttle(0).unwrap();
+    vm.pause().unwrap();
+    std::thread::sleep(Duration::from_millis(300));
+    let before = vm.stats().pages_checked;
+    let start = Instant::now();
+    vm.resume().unwrap();
+    std::thread::sleep(Duration::from_millis(30));
+    let burst = (vm.stats().pages_checked - before) as f64;
+    let fair = start.elapsed().as_secs_f64() * 4000.0;
+    assert!(
+        burst <= fair * 1.1 + 50.0,
+        "{burst} visits where {fair:.0} are fair"
+    );
+}
+
+#[test]
+fn an_unpaced_guest_is_throttled_by_its_duty_cycle() {
+    let Some(_turn) = kvm() else { return };
+    let vm = running(small());
+    let rate = |vm: &Vm| {
+        let before = vm.stats().pages_checked;
+        std::thread::sleep(Duration::from_millis(400));
+        (vm.stats().pages_checked - before) as f64
+    };
+    let full = rate(&vm);
+    vm.throttle(80).unwrap();
+    let fifth = rate(&vm) / full;
+    println!("throttled by 80 %: {:.0} % of full speed", fifth * 100.0);
+    // Other work on the host weighs on either figure; pace.rs tests the exact ratio.
+    assert!((0.02..0.6).contains(&fifth), "{fifth}");
+}
+
+#[test]
+fn the_hot_set_gets_its_share() {
+    let Some(_turn) = kvm() else { return };
+    let vm = running(Config {
+        workload: Workload::HotSet { share_percent: 90 },
+        ..small()
+    });
+    wait_for(&vm, "two passes", |vm| vm.full_passes() >= 2);
+    vm.pause().unwrap();
+    let pages = (12 << 20) / 4096;
+    let visits = |range: std::ops::Range<u64>| -> u64 {
+        range
+            .map(|page| {
+                let address = GuestAddress(WORKLOAD_START + page * 4096);
+                vm.memory().read_obj::<u64>(address).unwrap()
+            })
+            .sum()
+    };
+    let (hot, cold) = (visits(0..pages / 8), visits(pages / 8..pages));
+    let share = hot as f64 / (hot + cold) as f64;
+    assert!((0.899..0.901).contains(&share), "{share}");
+    assert_eq!(hot + cold, vm.stats().pages_checked);
+}
+
+#[test]
+fn commands_from_many_threads_do_not_block_each_other() {
+    let Some(_turn) = kvm() else { return };
+    let vm = running(Config {
+        vcpus: 2,
+        dirty_rate: 20_000,
+        ..small()
+    });
+    vm.start_dirty_log().unwrap();
+    let end = Instant::now() + Duration::from_millis(500);
+    std::thread::scope(|scope| {
+        for thread in 0..4u8 {
+            let vm = &vm;
+            scope.spawn(move || {
+                while Instant::now() < end {
+                    match thread {
+                        0 | 1 => {
+                            vm.pause().unwrap();
+                            vm.resume().unwrap();
+                        }
+                        2 => {
+                            vm.throttle(50).unwrap();
+                            vm.fetch_dirty_log().unwrap();
+                            vm.throttle(0).unwrap();
+                        }
+                        _ => assert!(!vm.state().has_ended(), "{:?}", vm.state()),
+                    }
+                }
+            });
+        }
+    });
+    let checked = vm.stats().pages_checked;
+    wait_for(&vm, "visits", |vm| vm.stats().pages_checked > checked + 100);
+}
+
+#[test]
+fn an_idle_guest_beats_every_millisecond() {
+    let Some(_turn) = kvm() else { return };
+    let vm = running(Config {
+        workload: Workload::Idle,
+        ..small()
+    });
+    let (start, before) = (Instant::now(), vm.stats().beats);
+    std::thread::sleep(Duration::from_millis(500));
+    let beats = vm.stats().beats - before;
+    let fair = start.elapsed().as_millis() as u64;
+    println!(
+        "{beats} beats in {fair} ms, largest gap {:?}",
+        vm.stats().largest_gap
+    );
+    assert!(beats <= fair + 3, "{beats} beats in {fair} ms");
+    assert!(beats >= fair / 4, "{beats} beats in {fair} ms");
+    vm.forget_largest_gap();
+    assert!(vm.stats().largest_gap < Duration::from_millis(50));
+}

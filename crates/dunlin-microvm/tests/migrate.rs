@@ -1,0 +1,261 @@
+//! A machine moves to another one in the same process, and what its dirty log says is so.
+#![cfg(target_arch = "x86_64")]
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use std::time::{Duration, Instant};
+
+use common::{copy_pages, different_pages, dirty_pages, kvm, running, wait_for};
+use dunlin_microvm::{
+    Backing, Config, DEVICE_BYTES, DEVICE_START, DirtyError, Fill, Vm, VmState, Workload,
+};
+
+fn is_dirty(maps: &[Vec<u64>], page: u64) -> bool {
+    maps[0][(page / 64) as usize] >> (page % 64) & 1 == 1
+}
+
+fn move_paused(source: &Vm) -> Vm {
+    source.pause().unwrap();
+    let destination = Vm::from_description(source.description()).unwrap();
+    copy_pages(source, &destination, None);
+    destination.load(&source.save().unwrap()).unwrap();
+    destination
+}
+
+#[test]
+fn a_moved_machine_goes_on_where_it_was() {
+    let Some(_turn) = kvm() else { return };
+    for (workload, vcpus, backing) in [
+        (Workload::Sequential, 1, Backing::Private),
+        (Workload::Random, 2, Backing::Memfd),
+        (Workload::HOT_SET, 4, Backing::Private),
+    ] {
+        let source = running(Config {
+            workload,
+            vcpus,
+            backing,
+            fill: Fill::Mixed,
+            memory_bytes: 12 << 20,
+            ..Config::default()
+        });
+        wait_for(&source, "a pass", |vm| vm.full_passes() >= 1);
+        source.throttle(10).unwrap();
+        let destination = move_paused(&source);
+        assert_eq!(destination.state(), VmState::Paused);
+        let (stats, passes, tscs) = (source.stats(), source.full_passes(), source.guest_tscs());
+        assert_eq!(destination.stats().pages_checked, stats.pages_checked);
+        assert_eq!(destination.stats().downtime, None);
+        std::thread::sleep(Duration::from_millis(30));
+        destination.resume().unwrap();
+        wait_for(&destination, "two more passes", |vm| {
+            vm.full_passes() >= passes + 2
+        });
+        // A vCPU whose TSC went back stops the machine.
+        wait_for(&destination, "beats of every vCPU", |vm| {
+            let now = vm.guest_tscs();
+            tscs.iter().zip(now).all(|(before, now)| *before < now)
+        });
+        let downtime = destination.stats().downtime.unwrap();
+        assert!(downtime >= Duration::from_millis(30), "{downtime:?}");
+        assert!(downtime < Duration::from_secs(5), "{downtime:?}");
+        assert!(destination.stats().largest_gap >= downtime);
+        // The source stood still all the while.
+        assert_eq!(source.stats().pages_checked, stats.pages_checked);
+        // And on to a third.
+        let third = move_paused(&destination);
+        let passes = destination.full_passes();
+        drop(destination);
+        third.resume().unwrap();
+        wait_for(&third, "passes on the third", |vm| {
+            vm.full_passes() > passes
+        });
+    }
+}
+
+#[test]
+fn wall_time_at_the_destination_includes_the_downtime() {
+    let Some(_turn) = kvm() else { return };
+    let source = running(Config {
+        workload: Workload::Idle,
+        ..Config::default()
+    });
+    wait_for(&source, "beats", |vm| vm.stats().beats > 10);
+    source.pause().unwrap();
+    let (before, start) = (source.guest_tscs()[0], source.stats().last_beat_ns.unwrap());
+    let destination = move_paused(&source);
+    std::thread::sleep(Duration::from_millis(100));
+    destination.resume().unwrap();
+    wait_for(&destination, "beats", |vm| {
+        vm.stats().last_beat_ns.is_some()
+    });
+    destination.pause().unwrap();
+    let ticks = destination.guest_tscs()[0] - before;
+    let guest_ms = ticks as f64 / f64::from(destination.description().tsc_khz);
+    let wall_ms = (destination.stats().last_beat_ns.unwrap() - start) as f64 / 1e6;
+    println!("downtime by the guest's TSC {guest_ms:.3} ms, by the wall clock {wall_ms:.3} ms");
+    assert!((guest_ms - wall_ms).abs() < 5.0);
+    assert!(guest_ms > 100.0);
+}
+
+#[test]
+fn i3_rounds_of_the_dirty_log_end_in_the_same_memory() {
+    let Some(_turn) = kvm() else { return };
+    for (workload, backing) in [
+        (Workload::Random, Backing::Private),
+        (Workload::Sequential, Backing::Memfd),
+        (Workload::HOT_SET, Backing::Private),
+    ] {
+        let source = running(Config {
+            workload,
+            backing,
+            vcpus: 2,
+            memory_bytes: 32 << 20,
+            ..Config::default()
+        });
+        let destination = Vm::from_description(source.description()).unwrap();
+        source.start_dirty_log().unwrap();
+        copy_pages(&source, &destination, None);
+        let let_it_write = || {
+            let visits = source.stats().pages_checked;
+            wait_for(&source, "visits", |vm| {
+                vm.stats().pages_checked > visits + 100
+            });
+        };
+        for round in 0..8u8 {
+            let_it_write();
+            source
+                .vmm_write(4096 * u64::from(round), &[round; 100])
+                .unwrap();
+            let maps = source.fetch_dirty_log().unwrap();
+            copy_pages(&source, &destination, Some(&maps));
+        }
+        let_it_write();
+        source.pause().unwrap();
+        let last = copy_pages(
+            &source,
+            &destination,
+            Some(&source.fetch_dirty_log().unwrap()),
+        );
+        assert!(last >= 100, "the guest was writing");
+        assert_eq!(different_pages(&source, &destination), 0);
+        assert_eq!(dirty_pages(&source.fetch_dirty_log().unwrap()), 0);
+        destination.load(&source.save().unwrap()).unwrap();
+        let passes = source.full_passes();
+        destination.resume().unwrap();
+        wait_for(&destination, "two passes", |vm| {
+            vm.full_passes() >= passes + 2
+        });
+    }
+}
+
+#[test]
+fn the_log_holds_exactly_what_was_written() {
+    let Some(_turn) = kvm() else { return };
+    let vm = Vm::new(Config::default()).unwrap();
+    assert!(matches!(vm.fetch_dirty_log(), Err(DirtyError::Off)));
+    vm.fill().unwrap();
+    vm.start_dirty_log().unwrap();
+    assert_eq!(dirty_pages(&vm.fetch_dirty_log().unwrap()), 0);
+
+    // By the VMM: the last byte of one page and the first of the next.
+    vm.vmm_write(4095, &[1, 2]).unwrap();
+    let maps = vm.fetch_dirty_log().unwrap();
+    let page = DEVICE_START / 4096;
+    assert_eq!(maps[0][(page / 64) as usize], 0b11 << (page % 64));
+    assert_eq!(dirty_pages(&maps), 2);
+    assert_eq!(dirty_pages(&vm.fetch_dirty_log().unwrap()), 0);
+    let mut bytes = [0; 2];
+    vm.vmm_read(4095, &mut bytes).unwrap();
+    assert_eq!(bytes, [1, 2]);
+    assert!(vm.vmm_write(DEVICE_BYTES - 1, &[0; 2]).is_err());
+    assert!(vm.vmm_write(u64::MAX, &[0; 2]).is_err());
+
+    // By the guest: some pages of the workload, and its parameter block.
+    vm.start().unwrap();
+    wait_for(&vm, "visits", |vm| vm.stats().pages_checked > 0);
+    vm.pause().unwrap();
+    let written = vm.stats().pages_checked.min((60 << 20) / 4096);
+    let maps = vm.fetch_dirty_log().unwrap();
+    let first = 1024;
+    assert!((first..first + written).all(|page| is_dirty(&maps, page)));
+    // KVM may log a page that it merely mapped for writing: the program, or the next page.
+    let pages = dirty_pages(&maps);
+    assert!(
+        (written + 1..written + 16).contains(&pages),
+        "{pages} for {written}"
+    );
+    vm.stop_dirty_log().unwrap();
+    assert!(matches!(vm.fetch_dirty_log(), Err(DirtyError::Off)));
+}
+
+#[test]
+fn i5_a_page_that_was_read_and_not_sent_can_be_put_back() {
+    let Some(_turn) = kvm() else { return };
+    let vm = Vm::new(Config::default()).unwrap();
+    vm.start_dirty_log().unwrap();
+    vm.mark_dirty(0, 700).unwrap();
+    assert_eq!(vm.fetch_dirty_log().unwrap()[0][10], 1 << 60);
+    assert_eq!(dirty_pages(&vm.fetch_dirty_log().unwrap()), 0);
+    let pages = (64 << 20) / 4096;
+    vm.mark_dirty(0, pages - 1).unwrap();
+    for (region, page) in [(0, pages), (1, 0)] {
+        assert!(matches!(
+            vm.mark_dirty(region, page),
+            Err(DirtyError::NoSuchPage { .. })
+        ));
+    }
+}
+
+#[test]
+fn measures() {
+    let Some(_turn) = kvm() else { return };
+    let vm = Vm::new(Config {
+        memory_bytes: 1 << 30,
+        workload: Workload::Random,
+        working_set_bytes: Some(256 << 20),
+        fill_bytes: Some(256 << 20),
+        ..Config::default()
+    })
+    .unwrap();
+    let start = Instant::now();
+    vm.fill().unwrap();
+    println!("256 MiB filled in {:?}", start.elapsed());
+    vm.start().unwrap();
+    wait_for(&vm, "a pass", |vm| vm.full_passes() >= 1);
+    let (start, before) = (Instant::now(), vm.stats().pages_checked);
+    std::thread::sleep(Duration::from_millis(500));
+    let visits = (vm.stats().pages_checked - before) as f64 / start.elapsed().as_secs_f64();
+    let start = Instant::now();
+    vm.start_dirty_log().unwrap();
+    let started = start.elapsed();
+    std::thread::sleep(Duration::from_millis(200));
+    let start = Instant::now();
+    let maps = vm.fetch_dirty_log().unwrap();
+    let busy = start.elapsed();
+    vm.pause().unwrap();
+    vm.fetch_dirty_log().unwrap();
+    let start = Instant::now();
+    vm.fetch_dirty_log().unwrap();
+    let quiet = start.elapsed();
+    let start = Instant::now();
+    let sections = vm.save().unwrap();
+    let saved = start.elapsed();
+    let start = Instant::now();
+    let other = Vm::from_description(vm.description()).unwrap();
+    let built = start.elapsed();
+    let start = Instant::now();
+    other.load(&sections).unwrap();
+    println!(
+        "1 GiB: {visits:.0} visits/s on one vCPU; log started in {started:?}, fetched with {} pages \
+         in {busy:?}, empty in {quiet:?}; saved {} sections, {} bytes, in {saved:?}; built in \
+         {built:?}, loaded in {:?}",
+        dirty_pages(&maps),
+        sections.len(),
+        sections
+            .iter()
+            .map(|section| section.bytes.len())
+            .sum::<usize>(),
+        start.elapsed()
+    );
+}
