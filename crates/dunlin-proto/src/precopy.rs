@@ -12,7 +12,9 @@
 //! 3. At or below the limit: go on as long as a pass still shrinks the
 //!    remainder by a quarter, since that buys downtime for little; then
 //!    switch over.
-//! 4. A time limit ends it: by cancelling, or by switching over regardless.
+//! 4. Fixed costs that alone exceed the limit, with next to nothing left:
+//!    there is no use in going on.
+//! 5. A time limit ends it: by cancelling, or by switching over regardless.
 
 /// The guest is slowed down by this much when it first outruns the link, in
 /// percent of its dirty rate; QEMU's `cpu-throttle-initial` has the same
@@ -79,6 +81,9 @@ pub enum Decision {
     },
     /// Pause the guest and switch over.
     SwitchOver,
+    /// Nothing worth mentioning remains, and the fixed costs alone exceed the
+    /// downtime limit: no pass makes those smaller.
+    OutOfReach,
     /// The time limit is reached and the operator wants no switchover then.
     GiveUp,
 }
@@ -122,14 +127,17 @@ impl Precopy {
             .last_remaining
             .is_none_or(|last| pass.remaining_bytes <= last / 4 * 3);
         self.last_remaining = Some(pass.remaining_bytes);
+        let negligible = pass.remaining_bytes <= NEGLIGIBLE_PAGES * self.page_bytes;
         if Self::predict_ns(pass) <= self.goals.downtime_limit_ns {
-            let negligible = pass.remaining_bytes <= NEGLIGIBLE_PAGES * self.page_bytes;
             if negligible || !shrunk {
                 return Decision::SwitchOver;
             }
             return Decision::Iterate {
                 throttle: self.throttle,
             };
+        }
+        if negligible && pass.fixed_ns > self.goals.downtime_limit_ns {
+            return Decision::OutOfReach;
         }
         if self
             .goals
@@ -200,9 +208,17 @@ mod tests {
     }
 
     #[test]
-    fn fixed_costs_count_against_the_limit() {
-        let mut costly = pass(0);
+    fn fixed_costs_beyond_the_limit_end_it_instead_of_going_on_for_ever() {
+        let mut costly = pass(MIB);
         costly.fixed_ns = 400_000_000;
+        let mut precopy = Precopy::new(GOALS, 4096);
+        assert_eq!(precopy.after_iteration(&costly), Decision::OutOfReach);
+    }
+
+    #[test]
+    fn fixed_costs_count_against_the_limit() {
+        let mut costly = pass(200 * MIB);
+        costly.fixed_ns = 150_000_000;
         let mut precopy = Precopy::new(GOALS, 4096);
         assert_eq!(
             precopy.after_iteration(&costly),

@@ -1,0 +1,247 @@
+//! Control messages over the control lane, in both roles.
+//!
+//! One thread reads and gives each message to the session; any thread sends.
+//! The reader also keeps the lane alive: it asks when nothing has come for a
+//! while, answers when it is asked, and gives the lane up when the peer stays
+//! silent, so that a session whose main thread is busy is not taken for dead.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use dunlin_proto::control::{CONTROL_HEADER_BYTES, Envelope, Header, Message};
+use dunlin_proto::fault::FaultCode;
+use dunlin_proto::negotiate::{Opening, PRELUDE_BYTES, Prelude, SessionId};
+use zeroize::Zeroize;
+
+use super::error::Fault;
+use crate::lane::control::{ControlError, ControlStream};
+
+/// After this long without a message the peer is asked whether it is there.
+const ASK_AFTER: Duration = Duration::from_secs(2);
+/// After this long without a message the control lane counts as lost.
+pub(crate) const SILENCE_LIMIT: Duration = Duration::from_secs(10);
+
+/// Messages that the reader has delivered and the session has not taken yet.
+/// Beyond it the reader waits, and the peer with it: a peer that sends faster
+/// than the session takes costs this many bodies of memory and no more (I7).
+const QUEUED_MESSAGES: usize = 16;
+
+/// The control lane of one session.
+pub(crate) struct ControlLane {
+    stream: ControlStream,
+    session: SessionId,
+    epoch: u32,
+    sent: Mutex<u64>,
+    /// Round trip of the last question, in nanoseconds; 0 before the first
+    /// answer.
+    round_trip_ns: AtomicU64,
+    /// When the last question went out and has not been answered, as its
+    /// token; 0 otherwise. An answer to nothing tells no round trip.
+    asked: AtomicU64,
+    queue: Mutex<Queue>,
+    taken: Condvar,
+    started: Instant,
+}
+
+#[derive(Default)]
+struct Queue {
+    messages: usize,
+    closed: bool,
+}
+
+/// What the reader found.
+#[derive(Debug)]
+pub(crate) enum FromPeer {
+    /// A message for the session.
+    Message(Message),
+    /// Nothing more will come.
+    Lost(Fault),
+}
+
+impl ControlLane {
+    pub(crate) fn new(stream: ControlStream, session: SessionId, epoch: u32) -> Self {
+        Self {
+            stream,
+            session,
+            epoch,
+            sent: Mutex::new(0),
+            round_trip_ns: AtomicU64::new(0),
+            asked: AtomicU64::new(0),
+            queue: Mutex::default(),
+            taken: Condvar::new(),
+            started: Instant::now(),
+        }
+    }
+
+    pub(crate) fn stream(&self) -> &ControlStream {
+        &self.stream
+    }
+
+    pub(crate) fn session(&self) -> SessionId {
+        self.session
+    }
+
+    /// Sends one message.
+    pub(crate) fn send(&self, message: &Message) -> Result<(), Fault> {
+        let mut bytes = Vec::new();
+        // Held while sending: sequence numbers leave in order.
+        let mut sent = super::lock(&self.sent);
+        let envelope = Envelope {
+            session: self.session,
+            epoch: self.epoch,
+            sequence: *sent + 1,
+        };
+        message.encode(&envelope, &mut bytes).map_err(|error| {
+            Fault::new(
+                FaultCode::Internal,
+                format!("{} cannot be sent", message.kind().name()),
+            )
+            .because(error)
+        })?;
+        let result = self.stream.send(&bytes).map_err(lost);
+        bytes.zeroize();
+        *sent += 1;
+        result
+    }
+
+    /// Round trip of the control lane, as far as it has been measured.
+    pub(crate) fn round_trip(&self) -> Duration {
+        Duration::from_nanos(self.round_trip_ns.load(Ordering::Relaxed))
+    }
+
+    /// Asks the peer for an answer, whose delay is the round trip.
+    pub(crate) fn ask(&self) -> Result<(), Fault> {
+        let token = self.now_ns();
+        self.asked.store(token, Ordering::Relaxed);
+        self.send(&Message::Ping { token })
+    }
+
+    /// Ends the lane at once; whoever waits in it wakes.
+    pub(crate) fn shutdown(&self) {
+        super::lock(&self.queue).closed = true;
+        self.taken.notify_all();
+        self.stream.shutdown();
+    }
+
+    /// The session has taken a message that [`ControlLane::read`] delivered.
+    pub(crate) fn took(&self) {
+        let mut queue = super::lock(&self.queue);
+        queue.messages = queue.messages.saturating_sub(1);
+        drop(queue);
+        self.taken.notify_all();
+    }
+
+    /// Reads until the lane ends; runs on a thread of its own. `at_once` may
+    /// deal with a message right here, and says whether it has. Everything
+    /// else is delivered; the last thing is [`FromPeer::Lost`].
+    pub(crate) fn read(
+        &self,
+        mut at_once: impl FnMut(&Message) -> Result<bool, Fault>,
+        mut deliver: impl FnMut(FromPeer),
+    ) {
+        let fault = loop {
+            match self.read_one() {
+                Ok(Some(Message::Ping { token })) => {
+                    if let Err(fault) = self.send(&Message::Pong { token }) {
+                        break fault;
+                    }
+                }
+                Ok(Some(Message::Pong { token })) => {
+                    if token != 0 && self.asked.swap(0, Ordering::Relaxed) == token {
+                        let round_trip = self.now_ns().saturating_sub(token).max(1);
+                        self.round_trip_ns.store(round_trip, Ordering::Relaxed);
+                    }
+                }
+                Ok(Some(message)) => match at_once(&message) {
+                    Ok(true) => {}
+                    Ok(false) => {
+                        self.await_room();
+                        deliver(FromPeer::Message(message));
+                    }
+                    Err(fault) => break fault,
+                },
+                Ok(None) => {}
+                Err(fault) => break fault,
+            }
+        };
+        deliver(FromPeer::Lost(fault));
+    }
+
+    fn now_ns(&self) -> u64 {
+        u64::try_from(self.started.elapsed().as_nanos()).unwrap_or(u64::MAX)
+    }
+
+    fn await_room(&self) {
+        let mut queue = super::lock(&self.queue);
+        while queue.messages >= QUEUED_MESSAGES && !queue.closed {
+            queue = self.taken.wait(queue).unwrap_or_else(PoisonError::into_inner);
+        }
+        queue.messages += 1;
+    }
+
+    /// Reads the next message; `None` for one that may be skipped.
+    fn read_one(&self) -> Result<Option<Message>, Fault> {
+        let mut bytes = [0; CONTROL_HEADER_BYTES];
+        self.await_bytes(&mut bytes)?;
+        let header = Header::decode(&bytes).map_err(malformed)?;
+        let envelope = header.envelope();
+        if envelope.session != self.session || envelope.epoch != self.epoch {
+            return Err(Fault::new(
+                FaultCode::Malformed,
+                "a control message of another session or epoch came on this control lane",
+            ));
+        }
+        let mut body = vec![0; header.body_bytes()];
+        self.stream
+            .receive_exact(&mut body, Instant::now() + SILENCE_LIMIT)
+            .map_err(lost)?;
+        let message = Message::decode(&header, &body).map_err(malformed);
+        body.zeroize();
+        message
+    }
+
+    /// Waits for the first bytes of a message, asking in between.
+    fn await_bytes(&self, bytes: &mut [u8]) -> Result<(), Fault> {
+        let silent_at = Instant::now() + SILENCE_LIMIT;
+        loop {
+            let until = silent_at.min(Instant::now() + ASK_AFTER);
+            match self.stream.receive_exact(bytes, until) {
+                Ok(()) => return Ok(()),
+                Err(ControlError::Deadline) if Instant::now() < silent_at => self.ask()?,
+                Err(ControlError::Deadline) => {
+                    return Err(Fault::new(
+                        FaultCode::ControlLost,
+                        format!("the peer has been silent for {} s", SILENCE_LIMIT.as_secs()),
+                    ));
+                }
+                Err(error) => return Err(lost(error)),
+            }
+        }
+    }
+}
+
+/// Reads the peer's answer to an offer, which comes before the first control
+/// message.
+pub(crate) fn read_opening(stream: &ControlStream, deadline: Instant) -> Result<Opening, Fault> {
+    let mut bytes = [0; PRELUDE_BYTES];
+    stream.receive_exact(&mut bytes, deadline).map_err(lost)?;
+    let prelude = Prelude::decode(&bytes).map_err(malformed)?;
+    let mut body = vec![0; prelude.body_bytes];
+    if !body.is_empty() {
+        stream.receive_exact(&mut body, deadline).map_err(lost)?;
+    }
+    Opening::decode(&prelude, &body).map_err(malformed)
+}
+
+fn lost(error: ControlError) -> Fault {
+    let code = match &error {
+        ControlError::PeerAlert(_) => FaultCode::Unauthorised,
+        _ => FaultCode::ControlLost,
+    };
+    Fault::new(code, "the control lane was lost").because(error)
+}
+
+fn malformed(error: dunlin_proto::wire::DecodeError) -> Fault {
+    Fault::new(error.fault(), "the peer's control message makes no sense").because(error)
+}

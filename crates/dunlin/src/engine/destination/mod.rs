@@ -1,0 +1,124 @@
+//! The destination of a migration: takes one VM in.
+//!
+//! [`receive`] runs on the caller's thread until a VM has come, or one that
+//! tried has failed; call it again for the next. Until *commit* the VM lives
+//! at the source, and every way out drops what was built here.
+
+mod lane;
+mod session;
+
+use std::net::TcpListener;
+use std::sync::Arc;
+use std::time::Duration;
+
+use dunlin_proto::limits::MAX_LANES;
+
+use super::control::FromPeer;
+use super::error::{Fault, MigrateError};
+use super::host::{Cancel, Host};
+use super::vmm::{Builder, DestinationVm, Offered};
+use crate::lane::accept::Arrival;
+use crate::lane::identity::ServerTls;
+
+/// What the operator can choose at the destination.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Whether data lanes without security are allowed when the source asks
+    /// for them. The control lane is secured in any case.
+    pub allow_plain: bool,
+    /// Data lanes of one session, at most.
+    pub lanes_max: u16,
+    /// Addresses for the data lanes; empty for the control lane's.
+    pub endpoints: Vec<String>,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            allow_plain: false,
+            lanes_max: MAX_LANES,
+            endpoints: Vec::new(),
+        }
+    }
+}
+
+/// Something that happened at the destination.
+#[derive(Clone, Debug)]
+pub enum DestinationEvent {
+    /// A source has connected and agreed on version and features.
+    Connected {
+        /// Who it is, by certificate.
+        peer: String,
+    },
+    /// The VM that it wants to move here.
+    Offered(Offered),
+    /// A data lane stands.
+    LaneUp {
+        /// Its number.
+        lane: u16,
+    },
+    /// A connection or lane was turned away.
+    Rejected {
+        /// What came, and why it was turned away.
+        reason: String,
+    },
+    /// Memory and state are here; *ready* goes out.
+    Ready,
+    /// The VM runs here, or stays paused as its owner left it.
+    Running {
+        /// Whether it runs.
+        runs: bool,
+    },
+    /// Something that does no harm but should be known.
+    Warning(String),
+}
+
+/// A VM that has arrived.
+pub struct Received {
+    /// The VM.
+    pub vm: Arc<dyn DestinationVm>,
+    /// What it is.
+    pub offered: Offered,
+    /// Whether it runs, or is paused as its owner left it.
+    pub runs: bool,
+    /// How long the guest stood still as it saw it itself, where known.
+    pub guest_downtime: Option<Duration>,
+    /// Bytes that the data lanes brought, security included.
+    pub wire_bytes: u64,
+    /// Pages that came, zero pages and repetitions included.
+    pub pages: u64,
+    /// CPU time of this session's threads here.
+    pub cpu: Duration,
+}
+
+/// Accepts on `listener` and takes in one VM, which `builder` builds.
+///
+/// # Errors
+/// [`MigrateError`] says what failed, whose fault it is, and where the VM is.
+pub fn receive(
+    listener: TcpListener,
+    tls: &ServerTls,
+    options: &Options,
+    builder: &mut dyn Builder,
+    host: &Arc<dyn Host>,
+    observer: &(dyn Fn(&DestinationEvent) + Send + Sync),
+    cancel: &Cancel,
+) -> Result<Received, MigrateError> {
+    session::run(listener, tls, options, builder, host, observer, cancel)
+}
+
+/// What the session's thread waits for.
+enum SessionEvent {
+    Arrived(Box<Arrival>),
+    /// The listener has failed.
+    AcceptorEnded(std::io::Error),
+    Control(FromPeer),
+    LaneEnded {
+        lane: u16,
+        result: Result<lane::Totals, Fault>,
+        cpu: Duration,
+    },
+    /// There are chunks to acknowledge.
+    Acks,
+    Cancelled,
+}

@@ -1,0 +1,126 @@
+//! The source of a migration: from a running VM here to a running VM there.
+//!
+//! ```text
+//!   connect ▶ offer, select ▶ describe, accept ▶ lanes up ▶ pre-copy ▶ switchover
+//!                                                           (iterations)
+//! ```
+//! [`migrate`] runs on the caller's thread. Every way out of it joins every
+//! thread, stops the dirty logs, lifts the throttle and leaves the guest as
+//! it was, unless the destination has it.
+
+mod lane;
+mod session;
+mod switchover;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use dunlin_proto::fault::FaultCode;
+use dunlin_proto::limits::MAX_LANES;
+pub use dunlin_proto::negotiate::LaneSecurity;
+pub use dunlin_proto::precopy::AtTimeLimit;
+
+use super::control::FromPeer;
+use super::error::{Fault, MigrateError, VmIs};
+use super::host::{Cancel, Host};
+use super::report::{Observer, Report};
+use super::vmm::SourceVm;
+use crate::lane::identity::ClientTls;
+
+/// What the operator can choose at the source.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Data lanes, 1 to 128.
+    pub lanes: u16,
+    /// How the data lanes are secured; plain needs the destination's consent.
+    pub security: LaneSecurity,
+    /// Longest acceptable downtime.
+    pub downtime_limit: Duration,
+    /// Longest time for the whole migration.
+    pub time_limit: Option<Duration>,
+    /// What happens at the time limit.
+    pub at_time_limit: AtTimeLimit,
+    /// Whether a guest that outruns the link may be slowed down.
+    pub throttle: bool,
+    /// Cap over all data lanes, in bytes per second.
+    pub rate: Option<u64>,
+    /// The same for the last pass, when the guest stands still.
+    pub last_pass_rate: Option<u64>,
+    /// Cap for each data lane, kept by the kernel, in bytes per second.
+    pub lane_rate: Option<u64>,
+    /// Compare both memories by digest before *commit*. It costs downtime in
+    /// proportion to the memory that is not zero.
+    pub verify: bool,
+    /// For connecting, handshakes and the destination's answer to *describe*.
+    pub connect_limit: Duration,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            lanes: 2,
+            security: LaneSecurity::Tls,
+            downtime_limit: Duration::from_millis(300),
+            time_limit: None,
+            at_time_limit: AtTimeLimit::Cancel,
+            throttle: true,
+            rate: None,
+            last_pass_rate: None,
+            lane_rate: None,
+            verify: false,
+            connect_limit: Duration::from_secs(10),
+        }
+    }
+}
+
+impl Options {
+    fn check(&self) -> Result<(), Fault> {
+        let refuse = |what: &str| {
+            Err(Fault {
+                at_fault: dunlin_proto::fault::AtFault::Configuration,
+                ..Fault::new(FaultCode::LaneLimit, what)
+            })
+        };
+        if self.lanes == 0 || self.lanes > MAX_LANES {
+            return refuse("the number of lanes must be 1 to 128");
+        }
+        if self.rate == Some(0) || self.last_pass_rate == Some(0) || self.lane_rate == Some(0) {
+            return refuse("a rate of 0 would never end: leave it out for no cap");
+        }
+        Ok(())
+    }
+}
+
+/// Moves `vm` to the destination that listens at `to`, a host and port.
+///
+/// # Errors
+/// [`MigrateError`] says what failed, whose fault it is, and where the VM is.
+pub fn migrate(
+    vm: &Arc<dyn SourceVm>,
+    to: &str,
+    tls: &ClientTls,
+    options: &Options,
+    host: &Arc<dyn Host>,
+    observer: &dyn Observer,
+    cancel: &Cancel,
+) -> Result<Report, MigrateError> {
+    options
+        .check()
+        .map_err(|fault| fault.into_error(VmIs::AtSource))?;
+    session::run(vm, to, tls, options, host, observer, cancel)
+}
+
+/// What the session's thread waits for.
+enum SessionEvent {
+    Control(FromPeer),
+    LaneEnded {
+        lane: u16,
+        result: Result<(), Fault>,
+        cpu: Duration,
+    },
+    /// The last chunk of an iteration has been given to a lane.
+    Cut {
+        iteration: u32,
+    },
+    Cancelled,
+}
