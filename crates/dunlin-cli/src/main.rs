@@ -1,3 +1,51 @@
 //! The `dunlin` command.
+//!
+//! Exit codes: 0 moved (or done), 1 failed with the VM at the source, 2 usage,
+//! 3 in doubt.
 #![forbid(unsafe_code)]
-fn main() {}
+
+mod demo;
+mod display;
+mod line;
+mod options;
+mod pki;
+mod vm;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// Live migration of virtual machines over many encrypted lanes at once.
+#[derive(Debug, Parser)]
+#[command(name = "dunlin", version)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Move a running VM between two processes, with throw-away certificates.
+    Demo(demo::Demo),
+    /// The reference VMM: run, receive and migrate VMs.
+    #[command(subcommand)]
+    Vm(vm::Command),
+    /// A small certificate authority for trying things out.
+    #[command(subcommand)]
+    Pki(pki::Command),
+}
+
+fn main() -> ExitCode {
+    let result = match Cli::parse().command {
+        Command::Demo(demo) => demo.run(),
+        Command::Vm(command) => vm::run(command),
+        Command::Pki(command) => pki::run(&command).map(|()| 0),
+    };
+    match result {
+        Ok(code) => ExitCode::from(u8::try_from(code).unwrap_or(1)),
+        Err(error) => {
+            eprintln!("dunlin: {error:#}");
+            ExitCode::from(1)
+        }
+    }
+}

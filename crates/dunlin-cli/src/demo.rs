@@ -1,0 +1,272 @@
+//! `dunlin demo`: a real VM moves between two processes of this host.
+//!
+//! The two are the same `dunlin vm run` and `dunlin vm receive` that two hosts
+//! would use, with certificates made for the occasion. The guest checks every
+//! page that it visits, before and after.
+
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+
+use crate::display::Display;
+use crate::line::{Line, MovedLine, StatusLine};
+use crate::options::{MigrateFlags, SecurityName, parse_bytes};
+use crate::pki;
+use crate::vm::{Ended, follow, status};
+
+/// How long the guest runs at the source before it moves, and at the
+/// destination before the demo ends.
+const RUNS_FOR: Duration = Duration::from_millis(1500);
+/// How long either process may take to stand, memory being filled meanwhile.
+const START_LIMIT: Duration = Duration::from_secs(60);
+
+#[derive(Debug, Args)]
+pub(crate) struct Demo {
+    /// The guest's memory.
+    #[arg(long, value_parser = parse_bytes, default_value = "1G")]
+    memory: u64,
+    /// Data lanes.
+    #[arg(long, default_value_t = 2)]
+    lanes: u16,
+    /// How the data lanes are secured.
+    #[arg(long, value_enum, default_value_t)]
+    security: SecurityName,
+    /// Pages that the guest writes per second.
+    #[arg(long, value_name = "PAGES_PER_S", default_value_t = 20_000)]
+    dirty_rate: u64,
+    /// One JSON object a line; the last one is the demo's result.
+    #[arg(long)]
+    json: bool,
+}
+
+impl Demo {
+    pub(crate) fn run(&self) -> Result<i32> {
+        std::fs::OpenOptions::new()
+            .read(true)
+            .write(true)
+            .open("/dev/kvm")
+            .context(
+                "the demo runs a real VM and needs /dev/kvm: load the kvm module, and run as root \
+                 or in the group kvm",
+            )?;
+        let scratch = Scratch::new()?;
+        let (ca, here, there) = (scratch.join("ca"), scratch.join("a"), scratch.join("b"));
+        pki::init(&ca, 1)?;
+        pki::issue(&ca, &["source.demo".into()], 1, &here)?;
+        pki::issue(&ca, &["destination.demo".into()], 1, &there)?;
+
+        let mut display = Display::new(self.json);
+        if !self.json {
+            display.say(&format!(
+                "a guest of {} MiB on KVM goes over a hot set of its pages, {} a second; it moves \
+                 over {} {} lanes",
+                self.memory >> 20,
+                self.dirty_rate,
+                self.lanes,
+                self.security_name(),
+            ));
+        }
+        let mut destination = self.start_destination(&there, &scratch.join("b-control"))?;
+        let Line::Listening { address } = destination.wait_for(|line| {
+            matches!(line, Line::Listening { .. })
+        })?
+        else {
+            bail!("the destination does not listen");
+        };
+        let source_control = scratch.join("a-control");
+        let mut source = self.start_source(&source_control)?;
+        source.wait_for(|line| matches!(line, Line::Started { .. }))?;
+        std::thread::sleep(RUNS_FOR);
+
+        let flags = MigrateFlags {
+            to: address,
+            lanes: self.lanes,
+            security: self.security,
+            downtime_limit: 300,
+            verify: true,
+            no_throttle: false,
+            rate: None,
+            lane_rate: None,
+        };
+        let ended = follow(
+            &source_control.join("demo.sock"),
+            &here,
+            &["destination.demo".into()],
+            &flags,
+            &mut display,
+        )?;
+        let moved = match ended {
+            Ended::Moved(moved) => moved,
+            Ended::Failed(failed) => return Ok(failed.code),
+        };
+        destination.wait_for(|line| matches!(line, Line::Received { .. }))?;
+        let arrived = status(&scratch.join("b-control").join("demo.sock"))?;
+        std::thread::sleep(RUNS_FOR);
+        let later = status(&scratch.join("b-control").join("demo.sock"))?;
+        self.conclude(&mut display, &moved, &source, &destination, &arrived, &later)
+    }
+
+    /// Shows that the guest runs on, or fails.
+    fn conclude(
+        &self,
+        display: &mut Display,
+        moved: &MovedLine,
+        source: &Process,
+        destination: &Process,
+        arrived: &StatusLine,
+        later: &StatusLine,
+    ) -> Result<i32> {
+        if later.state != "running" || later.pages_checked <= arrived.pages_checked {
+            bail!(
+                "the guest does not run at the destination: it is {}, and has checked {} pages, {} \
+                 at its arrival",
+                later.state,
+                later.pages_checked,
+                arrived.pages_checked
+            );
+        }
+        if moved.digests_equal != Some(true) {
+            bail!("the two memories were not compared");
+        }
+        let downtime_ms = moved
+            .downtime
+            .guest_ms
+            .context("the guest did not see its downtime")?;
+        if self.json {
+            println!(
+                "{}",
+                serde_json::json!({
+                    "guest": "kvm",
+                    "memory_bytes": later.memory_bytes,
+                    "lanes": self.lanes,
+                    "security": self.security_name(),
+                    "iterations": moved.iterations.len(),
+                    "source_pid": source.child.id(),
+                    "destination_pid": destination.child.id(),
+                    "downtime_ms": downtime_ms,
+                    "pages_checked_by_guest": later.pages_checked,
+                    "digests_equal": true,
+                })
+            );
+        } else {
+            display.say(&format!(
+                "The guest runs on at the destination: it has checked {} pages, {} of them since it \
+                 arrived, and found every one right.",
+                later.pages_checked,
+                later.pages_checked - arrived.pages_checked
+            ));
+        }
+        Ok(0)
+    }
+
+    fn start_source(&self, control: &Path) -> Result<Process> {
+        let mut command = dunlin()?;
+        command
+            .args(["vm", "run", "--name", "demo", "--json", "--workload", "hot-set"])
+            .args(["--memory", &self.memory.to_string()])
+            .args(["--dirty-rate", &self.dirty_rate.to_string()])
+            .arg("--control")
+            .arg(control);
+        Process::start(command)
+    }
+
+    fn start_destination(&self, identity: &Path, control: &Path) -> Result<Process> {
+        let mut command = dunlin()?;
+        command
+            .args(["vm", "receive", "--listen", "127.0.0.1:0", "--json"])
+            .args(["--peer", "source.demo", "--identity"])
+            .arg(identity)
+            .arg("--control")
+            .arg(control);
+        if matches!(self.security, SecurityName::Plain) {
+            command.arg("--allow-plain");
+        }
+        Process::start(command)
+    }
+
+    fn security_name(&self) -> &'static str {
+        match self.security {
+            SecurityName::Tls => "tls",
+            SecurityName::Plain => "plain",
+        }
+    }
+}
+
+fn dunlin() -> Result<Command> {
+    Ok(Command::new(std::env::current_exe()?))
+}
+
+/// One of the demo's processes; ended with it.
+struct Process {
+    child: Child,
+    out: BufReader<ChildStdout>,
+}
+
+impl Process {
+    fn start(mut command: Command) -> Result<Self> {
+        let mut child = command
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()
+            .context("a process cannot be started")?;
+        let out = child.stdout.take().context("a process has no output")?;
+        Ok(Self {
+            child,
+            out: BufReader::new(out),
+        })
+    }
+
+    /// Reads lines until the one that is wanted.
+    fn wait_for(&mut self, wanted: impl Fn(&Line) -> bool) -> Result<Line> {
+        let until = Instant::now() + START_LIMIT;
+        while Instant::now() < until {
+            let mut text = String::new();
+            if self.out.read_line(&mut text)? == 0 {
+                let code = self.child.wait()?;
+                bail!("a process of the demo ended early ({code}); its reason is above");
+            }
+            match serde_json::from_str::<Line>(&text)? {
+                line if wanted(&line) => return Ok(line),
+                Line::Failed(failed) => bail!("{}", failed.text),
+                Line::Rejected { text } => eprintln!("destination: {text}"),
+                _ => {}
+            }
+        }
+        bail!("a process of the demo does not come up")
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // It may have ended by itself.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A directory that goes with the demo.
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new() -> Result<Self> {
+        let path = std::env::temp_dir().join(format!("dunlin-demo-{}", std::process::id()));
+        std::fs::create_dir(&path)
+            .with_context(|| format!("cannot make {}", path.display()))?;
+        Ok(Self(path))
+    }
+
+    fn join(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        // Keys for one demo; nothing is lost if they stay.
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}

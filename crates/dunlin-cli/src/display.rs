@@ -1,0 +1,166 @@
+//! Shows a migration to a person: one line that is rewritten on a terminal,
+//! plain lines elsewhere, a table at the end; or JSON lines.
+
+use std::io::{IsTerminal, Write};
+
+use crate::line::{IterationLine, Line, MovedLine, ProgressLine};
+
+const MIB: f64 = (1_u64 << 20) as f64;
+
+/// Where a migration is shown.
+pub(crate) struct Display {
+    json: bool,
+    terminal: bool,
+    /// Whether the last thing shown can be overwritten.
+    transient: bool,
+}
+
+impl Display {
+    pub(crate) fn new(json: bool) -> Self {
+        Self {
+            json,
+            terminal: std::io::stdout().is_terminal(),
+            transient: false,
+        }
+    }
+
+    /// Shows one line of a migration.
+    pub(crate) fn show(&mut self, line: &Line) {
+        if self.json {
+            line.print();
+            return;
+        }
+        match line {
+            Line::Accepted { peer } => self.say(&format!("destination: {}", clean(peer))),
+            Line::Progress(progress) => self.progress(progress),
+            Line::Iterated(iteration) => self.say(&iterated(iteration)),
+            Line::Throttled { percent: 0 } => self.say("the guest runs at full speed again"),
+            Line::Throttled { percent } => {
+                self.say(&format!("the guest outruns the link: slowed down by {percent} %"));
+            }
+            Line::Paused => self.say("guest paused"),
+            Line::Warning { text } => self.say(&format!("warning: {}", clean(text))),
+            Line::Moved(moved) => self.say(&table(moved)),
+            Line::Failed(failed) => self.say(&clean(&failed.text)),
+            _ => {}
+        }
+    }
+
+    fn progress(&mut self, progress: &ProgressLine) {
+        let share: u64 = progress.lanes.iter().map(|(_, bytes)| bytes).sum();
+        let lanes: Vec<String> = progress
+            .lanes
+            .iter()
+            .map(|(lane, bytes)| format!("{lane}:{} %", bytes * 100 / share.max(1)))
+            .collect();
+        let text = format!(
+            "iteration {}  {:.0} MiB/s  {:.0} MiB remain  {} pages/s dirtied  predicted downtime \
+             {:.0} ms  lanes {}",
+            progress.iteration,
+            progress.bytes_per_s as f64 / MIB,
+            progress.remaining_bytes as f64 / MIB,
+            progress.dirty_pages_per_s,
+            progress.predicted_downtime_ms,
+            lanes.join(" "),
+        );
+        if self.terminal {
+            print!("\r\x1b[K{text}");
+            // A terminal that has gone shows nothing more.
+            let _ = std::io::stdout().flush();
+            self.transient = true;
+        } else {
+            println!("{text}");
+        }
+    }
+
+    pub(crate) fn say(&mut self, text: &str) {
+        if self.transient {
+            print!("\r\x1b[K");
+            self.transient = false;
+        }
+        println!("{text}");
+    }
+}
+
+fn iterated(iteration: &IterationLine) -> String {
+    format!(
+        "iteration {:>2}: {:>8.1} MiB in {:>7.0} ms, {:>8.1} MiB dirtied meanwhile, predicted \
+         downtime {:.0} ms",
+        iteration.iteration,
+        iteration.wire_bytes as f64 / MIB,
+        iteration.duration_ms,
+        iteration.dirtied_pages as f64 * 4096.0 / MIB,
+        iteration.predicted_downtime_ms,
+    )
+}
+
+/// The table at the end of a migration.
+fn table(moved: &MovedLine) -> String {
+    use std::fmt::Write;
+    let mut out = String::new();
+    let mut row = |name: &str, value: String| {
+        // Writing to a string cannot fail.
+        let _ = writeln!(out, "  {name:<26}{value}");
+    };
+    row("iterations", moved.iterations.len().to_string());
+    row("time", format!("{:.2} s", moved.total_s));
+    row(
+        "on the wire",
+        format!(
+            "{:.1} MiB: {:.1} MiB pages, {:.2} MiB headers, {} lanes, {}",
+            moved.wire_bytes as f64 / MIB,
+            moved.raw_pages as f64 * 4096.0 / MIB,
+            moved.header_bytes as f64 / MIB,
+            moved.lanes.len(),
+            moved.security,
+        ),
+    );
+    row(
+        "zero pages",
+        format!("{} (sent as ranges)", moved.zero_pages),
+    );
+    row("throughput", format!("{:.2} GiB/s", moved.gib_per_s));
+    row(
+        "CPU, source",
+        format!("{:.2} s/GiB", moved.source_cpu_s_per_gib),
+    );
+    row(
+        "CPU, destination",
+        format!("{:.2} s/GiB", moved.destination_cpu_s_per_gib),
+    );
+    let downtime = &moved.downtime;
+    if let Some(guest) = downtime.guest_ms {
+        row("downtime, seen by guest", format!("{guest:.1} ms"));
+    }
+    row(
+        "downtime, seen by source",
+        format!("{:.1} ms", downtime.total_ms),
+    );
+    row("  pause", format!("{:.1} ms", downtime.pause_ms));
+    row("  last pages", format!("{:.1} ms", downtime.last_pages_ms));
+    row(
+        "  state (meanwhile)",
+        format!("{:.1} ms", downtime.state_ms),
+    );
+    let checks = if moved.digests_equal.is_some() {
+        "  load, compare digests"
+    } else {
+        "  load"
+    };
+    row(checks, format!("{:.1} ms", downtime.ready_ms));
+    row("  resume", format!("{:.1} ms", downtime.resume_ms));
+    match moved.digests_equal {
+        Some(true) => row("memory digests", "equal".into()),
+        Some(false) => row("memory digests", "DIFFERENT".into()),
+        None => {}
+    }
+    out.truncate(out.trim_end().len());
+    format!("moved\n{out}")
+}
+
+/// Text of a peer's without what could steer a terminal.
+fn clean(text: &str) -> String {
+    text.chars()
+        .map(|c| if c.is_control() && c != '\n' { '\u{fffd}' } else { c })
+        .collect()
+}

@@ -1,0 +1,263 @@
+//! What the command says about a migration, one JSON object a line: on its
+//! standard output with `--json`, and from a VM's process to `dunlin vm
+//! migrate` over the control socket.
+
+use std::time::Duration;
+
+use dunlin::engine::{Downtime, Event, Iteration, MigrateError, Progress, Report, VmIs};
+use serde::{Deserialize, Serialize};
+
+/// One thing that happened.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(tag = "event", rename_all = "kebab-case")]
+pub(crate) enum Line {
+    Listening {
+        address: String,
+    },
+    Started {
+        name: String,
+        pid: u32,
+        control: String,
+    },
+    Accepted {
+        peer: String,
+    },
+    LaneUp {
+        lane: u16,
+    },
+    Progress(ProgressLine),
+    Iterated(IterationLine),
+    Throttled {
+        percent: u8,
+    },
+    Paused,
+    Committing,
+    Running,
+    Warning {
+        text: String,
+    },
+    Moved(Box<MovedLine>),
+    Failed(FailedLine),
+    /// The destination has taken a VM in.
+    Received {
+        name: String,
+        pid: u32,
+        control: String,
+        runs: bool,
+        downtime_ms: Option<f64>,
+        cpu_s: f64,
+    },
+    /// The destination turned something away, or an attempt failed there.
+    Rejected {
+        text: String,
+    },
+    /// The guest's life here is over.
+    Ended {
+        state: String,
+        code: i32,
+    },
+    Status(StatusLine),
+    Done,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct ProgressLine {
+    pub(crate) iteration: u32,
+    pub(crate) bytes_per_s: u64,
+    pub(crate) remaining_bytes: u64,
+    pub(crate) dirty_pages_per_s: u64,
+    pub(crate) predicted_downtime_ms: f64,
+    pub(crate) lanes: Vec<(u16, u64)>,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct IterationLine {
+    pub(crate) iteration: u32,
+    pub(crate) duration_ms: f64,
+    pub(crate) pages: u64,
+    pub(crate) dirtied_pages: u64,
+    pub(crate) wire_bytes: u64,
+    pub(crate) predicted_downtime_ms: f64,
+    pub(crate) throttle: u8,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct MovedLine {
+    pub(crate) iterations: Vec<IterationLine>,
+    pub(crate) raw_pages: u64,
+    pub(crate) zero_pages: u64,
+    pub(crate) header_bytes: u64,
+    pub(crate) wire_bytes: u64,
+    pub(crate) lanes: Vec<(u16, u64)>,
+    pub(crate) security: String,
+    pub(crate) total_s: f64,
+    pub(crate) gib_per_s: f64,
+    pub(crate) source_cpu_s_per_gib: f64,
+    pub(crate) destination_cpu_s_per_gib: f64,
+    pub(crate) downtime: DowntimeLine,
+    pub(crate) digests_equal: Option<bool>,
+    pub(crate) runs: bool,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct DowntimeLine {
+    pub(crate) guest_ms: Option<f64>,
+    pub(crate) total_ms: f64,
+    pub(crate) pause_ms: f64,
+    pub(crate) last_pages_ms: f64,
+    pub(crate) state_ms: f64,
+    pub(crate) ready_ms: f64,
+    pub(crate) resume_ms: f64,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct FailedLine {
+    pub(crate) fault: String,
+    pub(crate) at_fault: String,
+    pub(crate) vm: String,
+    pub(crate) text: String,
+    /// The exit code that goes with it.
+    pub(crate) code: i32,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct StatusLine {
+    pub(crate) name: String,
+    pub(crate) pid: u32,
+    pub(crate) state: String,
+    pub(crate) memory_bytes: u64,
+    pub(crate) pages_checked: u64,
+    pub(crate) beats: u64,
+    pub(crate) full_passes: u64,
+    pub(crate) downtime_ms: Option<f64>,
+    pub(crate) largest_gap_ms: f64,
+}
+
+impl Line {
+    /// Prints the line on standard output; a reader that has gone is no
+    /// reason to stop.
+    pub(crate) fn print(&self) {
+        use std::io::Write;
+        let mut out = std::io::stdout().lock();
+        let _ = writeln!(out, "{}", self.to_json());
+        let _ = out.flush();
+    }
+
+    pub(crate) fn to_json(&self) -> String {
+        serde_json::to_string(self).unwrap_or_else(|error| {
+            // Only a map with odd keys or a failing Serialize could do this.
+            format!(r#"{{"event":"warning","text":"cannot be written as JSON: {error}"}}"#)
+        })
+    }
+}
+
+pub(crate) fn millis(duration: Duration) -> f64 {
+    duration.as_secs_f64() * 1000.0
+}
+
+impl From<&Event> for Line {
+    fn from(event: &Event) -> Self {
+        match event {
+            Event::Accepted { peer } => Self::Accepted { peer: peer.clone() },
+            Event::LaneUp { lane } => Self::LaneUp { lane: *lane },
+            Event::Progress(progress) => Self::Progress(progress.into()),
+            Event::Iterated(iteration) => Self::Iterated(iteration.into()),
+            Event::Throttled { percent } => Self::Throttled { percent: *percent },
+            Event::Paused => Self::Paused,
+            Event::Committing => Self::Committing,
+            Event::Running => Self::Running,
+            Event::Warning(text) => Self::Warning { text: text.clone() },
+        }
+    }
+}
+
+impl From<&Progress> for ProgressLine {
+    fn from(progress: &Progress) -> Self {
+        Self {
+            iteration: progress.iteration,
+            bytes_per_s: progress.bytes_per_s,
+            remaining_bytes: progress.remaining_bytes,
+            dirty_pages_per_s: progress.dirty_pages_per_s,
+            predicted_downtime_ms: millis(progress.predicted_downtime),
+            lanes: progress.lanes.clone(),
+        }
+    }
+}
+
+impl From<&Iteration> for IterationLine {
+    fn from(iteration: &Iteration) -> Self {
+        Self {
+            iteration: iteration.number,
+            duration_ms: millis(iteration.duration),
+            pages: iteration.pages,
+            dirtied_pages: iteration.dirtied_pages,
+            wire_bytes: iteration.wire_bytes,
+            predicted_downtime_ms: millis(iteration.predicted_downtime),
+            throttle: iteration.throttle,
+        }
+    }
+}
+
+impl From<&Downtime> for DowntimeLine {
+    fn from(downtime: &Downtime) -> Self {
+        Self {
+            guest_ms: downtime.guest.map(millis),
+            total_ms: millis(downtime.total),
+            pause_ms: millis(downtime.pause),
+            last_pages_ms: millis(downtime.last_pages),
+            state_ms: millis(downtime.state),
+            ready_ms: millis(downtime.ready),
+            resume_ms: millis(downtime.resume),
+        }
+    }
+}
+
+impl From<&Report> for MovedLine {
+    fn from(report: &Report) -> Self {
+        const GIB: f64 = (1_u64 << 30) as f64;
+        let gib = report.traffic.wire_bytes as f64 / GIB;
+        let per_gib = |time: Duration| time.as_secs_f64() / gib.max(f64::MIN_POSITIVE);
+        Self {
+            iterations: report.iterations.iter().map(Into::into).collect(),
+            raw_pages: report.traffic.raw_pages,
+            zero_pages: report.traffic.zero_pages,
+            header_bytes: report.traffic.header_bytes,
+            wire_bytes: report.traffic.wire_bytes,
+            lanes: report.lanes.clone(),
+            security: report.security.to_string(),
+            total_s: report.total.as_secs_f64(),
+            gib_per_s: gib / report.total.as_secs_f64(),
+            source_cpu_s_per_gib: per_gib(report.source_cpu),
+            destination_cpu_s_per_gib: per_gib(report.destination_cpu),
+            downtime: (&report.downtime).into(),
+            digests_equal: report.digests_equal,
+            runs: report.runs,
+        }
+    }
+}
+
+impl From<&MigrateError> for FailedLine {
+    fn from(error: &MigrateError) -> Self {
+        let (vm, code) = match error.vm {
+            VmIs::AtSource => ("at-source", 1),
+            VmIs::StuckAtSource => ("stuck-at-source", 1),
+            VmIs::StuckAtDestination => ("stuck-at-destination", 3),
+            VmIs::InDoubt => ("in-doubt", 3),
+            VmIs::Gone => ("gone", 1),
+        };
+        let mut text = error.to_string();
+        let mut next = std::error::Error::source(error);
+        while let Some(cause) = next {
+            text.push_str("\n  because ");
+            text.push_str(&cause.to_string());
+            next = cause.source();
+        }
+        Self {
+            fault: error.fault.to_string(),
+            at_fault: error.at_fault.to_string(),
+            vm: vm.into(),
+            text,
+            code,
+        }
+    }
+}

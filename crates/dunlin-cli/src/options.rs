@@ -1,0 +1,218 @@
+//! Arguments that several commands share, and how their values are written.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use clap::{Args, ValueEnum};
+use dunlin::engine::source::{LaneSecurity, Options};
+use dunlin::lane::identity::{Identity, LoadOptions};
+use dunlin::lane::names::{PeerName, PeerNames};
+use dunlin_microvm::{Backing, Fill, Workload};
+use serde::{Deserialize, Serialize};
+
+/// Who this host is, and whom it talks to.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct Common {
+    /// Directory with `ca-cert.pem`, `cert.pem` and `key.pem`.
+    #[arg(long, value_name = "DIR")]
+    pub(crate) identity: PathBuf,
+    /// A name that the peer's certificate must bear; repeatable.
+    #[arg(long = "peer", value_name = "NAME")]
+    pub(crate) peers: Vec<String>,
+}
+
+/// Where VMs' control sockets are.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct ControlPath {
+    /// Directory of control sockets, or one socket [default:
+    /// $RUNTIME_DIRECTORY or /run/dunlin].
+    #[arg(long, value_name = "PATH")]
+    pub(crate) control: Option<PathBuf>,
+}
+
+impl ControlPath {
+    /// The control socket of the VM with this name.
+    pub(crate) fn socket(&self, name: &str) -> PathBuf {
+        let path = self.control.clone().unwrap_or_else(|| {
+            std::env::var_os("RUNTIME_DIRECTORY")
+                .map_or_else(|| PathBuf::from("/run/dunlin"), PathBuf::from)
+        });
+        if path.extension().is_some_and(|extension| extension == "sock") {
+            path
+        } else {
+            path.join(format!("{name}.sock"))
+        }
+    }
+}
+
+/// Loads an identity, with its warnings on standard error.
+pub(crate) fn load_identity(directory: &std::path::Path) -> Result<Identity> {
+    let (identity, warnings) = Identity::load(directory, LoadOptions::default())
+        .with_context(|| format!("the identity in {} cannot be used", directory.display()))?;
+    for warning in warnings {
+        eprintln!("warning: {warning}");
+    }
+    Ok(identity)
+}
+
+/// Names as given; none means anybody from our authority.
+pub(crate) fn peer_names(names: &[String]) -> Result<PeerNames> {
+    if names.is_empty() {
+        return Ok(PeerNames::AnyFromAuthority);
+    }
+    let names: Vec<PeerName> = names
+        .iter()
+        .map(|name| name.parse())
+        .collect::<Result<_, _>>()?;
+    Ok(PeerNames::OneOf(names))
+}
+
+#[derive(Clone, Copy, Debug, Default, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum SecurityName {
+    #[default]
+    Tls,
+    Plain,
+}
+
+impl From<SecurityName> for LaneSecurity {
+    fn from(name: SecurityName) -> Self {
+        match name {
+            SecurityName::Tls => Self::Tls,
+            SecurityName::Plain => Self::Plain,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum BackingName {
+    Private,
+    Memfd,
+    Huge,
+}
+
+impl From<BackingName> for Backing {
+    fn from(name: BackingName) -> Self {
+        match name {
+            BackingName::Private => Self::Private,
+            BackingName::Memfd => Self::Memfd,
+            BackingName::Huge => Self::Huge,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum FillName {
+    Random,
+    Zero,
+    Mixed,
+}
+
+impl From<FillName> for Fill {
+    fn from(name: FillName) -> Self {
+        match name {
+            FillName::Random => Self::Random,
+            FillName::Zero => Self::Zero,
+            FillName::Mixed => Self::Mixed,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum WorkloadName {
+    Idle,
+    Sequential,
+    Random,
+    HotSet,
+}
+
+impl From<WorkloadName> for Workload {
+    fn from(name: WorkloadName) -> Self {
+        match name {
+            WorkloadName::Idle => Self::Idle,
+            WorkloadName::Sequential => Self::Sequential,
+            WorkloadName::Random => Self::Random,
+            WorkloadName::HotSet => Self::HOT_SET,
+        }
+    }
+}
+
+/// What a migration is asked for: the flags of `dunlin vm migrate`, and the
+/// same over the control socket.
+#[derive(Clone, Debug, Args, Serialize, Deserialize)]
+pub(crate) struct MigrateFlags {
+    /// The destination's host and port.
+    #[arg(long, value_name = "HOST:PORT")]
+    pub(crate) to: String,
+    /// Data lanes, 1 to 128.
+    #[arg(long, default_value_t = 2)]
+    pub(crate) lanes: u16,
+    /// How the data lanes are secured; plain needs the destination's
+    /// `--allow-plain`.
+    #[arg(long, value_enum, default_value_t)]
+    pub(crate) security: SecurityName,
+    /// Longest acceptable downtime, in milliseconds.
+    #[arg(long, value_name = "MS", default_value_t = 300)]
+    pub(crate) downtime_limit: u64,
+    /// Compare both memories before the switchover; costs downtime.
+    #[arg(long)]
+    pub(crate) verify: bool,
+    /// Never slow the guest down, however fast it dirties its memory.
+    #[arg(long)]
+    pub(crate) no_throttle: bool,
+    /// Cap for all data lanes together, such as 500M (bytes per second).
+    #[arg(long, value_parser = parse_bytes)]
+    pub(crate) rate: Option<u64>,
+    /// Cap for each data lane, kept by the kernel.
+    #[arg(long, value_parser = parse_bytes)]
+    pub(crate) lane_rate: Option<u64>,
+}
+
+impl MigrateFlags {
+    pub(crate) fn options(&self) -> Options {
+        Options {
+            lanes: self.lanes,
+            security: self.security.into(),
+            downtime_limit: Duration::from_millis(self.downtime_limit),
+            verify: self.verify,
+            throttle: !self.no_throttle,
+            rate: self.rate,
+            last_pass_rate: self.rate,
+            lane_rate: self.lane_rate,
+            ..Options::default()
+        }
+    }
+}
+
+/// Bytes with an optional suffix K, M, G or T (powers of 1024).
+pub(crate) fn parse_bytes(text: &str) -> Result<u64, String> {
+    let trimmed = text.trim_end_matches("iB").trim_end_matches('B');
+    let (digits, shift) = match trimmed.char_indices().last() {
+        Some((at, 'K' | 'k')) => (&trimmed[..at], 10),
+        Some((at, 'M' | 'm')) => (&trimmed[..at], 20),
+        Some((at, 'G' | 'g')) => (&trimmed[..at], 30),
+        Some((at, 'T' | 't')) => (&trimmed[..at], 40),
+        _ => (trimmed, 0),
+    };
+    digits
+        .parse::<u64>()
+        .ok()
+        .and_then(|number| number.checked_mul(1 << shift))
+        .ok_or_else(|| format!("{text:?} is no size: write 512M, 2G or a number of bytes"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_powers_of_1024() {
+        assert_eq!(parse_bytes("4096"), Ok(4096));
+        assert_eq!(parse_bytes("64M"), Ok(64 << 20));
+        assert_eq!(parse_bytes("2GiB"), Ok(2 << 30));
+        assert!(parse_bytes("").is_err());
+        assert!(parse_bytes("two").is_err());
+        assert!(parse_bytes("99999999999T").is_err());
+    }
+}

@@ -1,0 +1,181 @@
+//! `dunlin pki`: a small certificate authority for trying things out.
+
+use std::fs;
+use std::io::Write;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use clap::Subcommand;
+use dunlin::lane::identity::{AUTHORITIES_FILE, CERTIFICATE_FILE, Identity, KEY_FILE, LoadOptions};
+use rcgen::{
+    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
+    KeyUsagePurpose, SanType,
+};
+use time::{Duration, OffsetDateTime};
+
+/// The authority's own key, beside its certificate. It stays where it is.
+const AUTHORITY_KEY_FILE: &str = "ca-key.pem";
+/// Clocks of two hosts differ; a fresh certificate must not be of tomorrow.
+const BACKDATE: Duration = Duration::hours(1);
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Make an authority.
+    Init {
+        /// A new directory for its certificate and key.
+        directory: PathBuf,
+        /// Days until it expires.
+        #[arg(long, default_value_t = 3650)]
+        days: u32,
+    },
+    /// Give a host a certificate and key of that authority.
+    Issue {
+        /// The authority's directory.
+        #[arg(long)]
+        ca: PathBuf,
+        /// A DNS name, IP address or URI of the host; repeatable.
+        #[arg(long = "name", required = true)]
+        names: Vec<String>,
+        /// Days until it expires.
+        #[arg(long, default_value_t = 365)]
+        days: u32,
+        /// A new directory for the host: what `--identity` takes.
+        directory: PathBuf,
+    },
+    /// Say what is in an identity's directory, and whether it is sound.
+    Show {
+        /// The directory.
+        directory: PathBuf,
+        /// One JSON object instead of text.
+        #[arg(long)]
+        json: bool,
+    },
+}
+
+pub(crate) fn run(command: &Command) -> Result<()> {
+    match command {
+        Command::Init { directory, days } => init(directory, *days),
+        Command::Issue {
+            ca,
+            names,
+            days,
+            directory,
+        } => issue(ca, names, *days, directory),
+        Command::Show { directory, json } => show(directory, *json),
+    }
+}
+
+/// Makes an authority in a new directory.
+pub(crate) fn init(directory: &Path, days: u32) -> Result<()> {
+    let mut params = CertificateParams::new(Vec::new())?;
+    params
+        .distinguished_name
+        .push(DnType::CommonName, "Dunlin authority");
+    params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
+    params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+    validity(&mut params, days);
+    let key = KeyPair::generate()?;
+    let certificate = params.self_signed(&key)?;
+    make_directory(directory)?;
+    write(&directory.join(AUTHORITIES_FILE), &certificate.pem(), 0o644)?;
+    write(
+        &directory.join(AUTHORITY_KEY_FILE),
+        &key.serialize_pem(),
+        0o600,
+    )
+}
+
+/// Gives a host an identity in a new directory.
+pub(crate) fn issue(ca: &Path, names: &[String], days: u32, directory: &Path) -> Result<()> {
+    let authority = read(&ca.join(AUTHORITIES_FILE))?;
+    let key = KeyPair::from_pem(&read(&ca.join(AUTHORITY_KEY_FILE))?)
+        .with_context(|| format!("the authority's key in {} is no key", ca.display()))?;
+    let issuer = Issuer::from_ca_cert_pem(&authority, key).with_context(|| {
+        format!("the authority's certificate in {} is no certificate", ca.display())
+    })?;
+    let (uris, others): (Vec<_>, Vec<_>) = names.iter().cloned().partition(|n| n.contains("://"));
+    let mut params = CertificateParams::new(others)
+        .context("a name is neither a DNS name nor an IP address nor a URI")?;
+    for uri in uris {
+        let uri = uri.try_into().context("a URI has characters beyond ASCII")?;
+        params.subject_alt_names.push(SanType::URI(uri));
+    }
+    params
+        .distinguished_name
+        .push(DnType::CommonName, names[0].clone());
+    params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+    params.extended_key_usages = vec![
+        ExtendedKeyUsagePurpose::ClientAuth,
+        ExtendedKeyUsagePurpose::ServerAuth,
+    ];
+    params.use_authority_key_identifier_extension = true;
+    validity(&mut params, days);
+    let key = KeyPair::generate()?;
+    let certificate = params.signed_by(&key, &issuer)?;
+    make_directory(directory)?;
+    write(&directory.join(AUTHORITIES_FILE), &authority, 0o644)?;
+    write(&directory.join(CERTIFICATE_FILE), &certificate.pem(), 0o644)?;
+    write(&directory.join(KEY_FILE), &key.serialize_pem(), 0o600)
+}
+
+fn show(directory: &Path, json: bool) -> Result<()> {
+    let (identity, warnings) = Identity::load(directory, LoadOptions::default())?;
+    let summary = identity.summary()?;
+    let names: Vec<String> = summary.names.iter().map(ToString::to_string).collect();
+    let fingerprint: String = summary.fingerprint.iter().map(|b| format!("{b:02x}")).collect();
+    let warnings: Vec<String> = warnings.iter().map(ToString::to_string).collect();
+    if json {
+        println!(
+            "{}",
+            serde_json::json!({
+                "names": names,
+                "sha256": fingerprint,
+                "not_before": summary.not_before,
+                "not_after": summary.not_after,
+                "authorities": summary.authorities,
+                "warnings": warnings,
+            })
+        );
+        return Ok(());
+    }
+    println!("names        {}", names.join(", "));
+    println!("SHA-256      {fingerprint}");
+    println!("valid        {} to {}", summary.not_before, summary.not_after);
+    println!("authorities  {}", summary.authorities);
+    for warning in warnings {
+        println!("warning      {warning}");
+    }
+    println!("The key matches the certificate.");
+    Ok(())
+}
+
+fn validity(params: &mut CertificateParams, days: u32) {
+    let now = OffsetDateTime::now_utc();
+    params.not_before = now - BACKDATE;
+    params.not_after = now + Duration::days(i64::from(days));
+}
+
+fn make_directory(directory: &Path) -> Result<()> {
+    if directory.exists() && fs::read_dir(directory)?.next().is_some() {
+        bail!(
+            "{} is not empty: nothing in it was touched; name a new directory",
+            directory.display()
+        );
+    }
+    fs::create_dir_all(directory).with_context(|| format!("cannot make {}", directory.display()))
+}
+
+fn read(path: &Path) -> Result<String> {
+    fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))
+}
+
+fn write(path: &Path, text: &str, mode: u32) -> Result<()> {
+    fs::OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(mode)
+        .open(path)
+        .and_then(|mut file| file.write_all(text.as_bytes()))
+        .with_context(|| format!("cannot write {}", path.display()))
+}

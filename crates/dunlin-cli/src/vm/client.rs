@@ -1,0 +1,38 @@
+//! Speaks to the process that owns a VM.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+
+use anyhow::{Context, Result};
+
+use super::owner::Request;
+use crate::line::Line;
+
+/// One request and the lines that answer it.
+pub(crate) struct Client(BufReader<UnixStream>);
+
+impl Client {
+    /// Asks the process behind a control socket.
+    pub(crate) fn ask(socket: &Path, request: &Request) -> Result<Self> {
+        let mut stream = UnixStream::connect(socket).with_context(|| {
+            format!(
+                "no VM answers at {}: is its process running, and is --control the same?",
+                socket.display()
+            )
+        })?;
+        writeln!(stream, "{}", serde_json::to_string(request)?)?;
+        Ok(Self(BufReader::new(stream)))
+    }
+
+    /// The next line; none when the answer is complete.
+    pub(crate) fn next(&mut self) -> Result<Option<Line>> {
+        let mut text = String::new();
+        if self.0.read_line(&mut text)? == 0 {
+            return Ok(None);
+        }
+        let line = serde_json::from_str(&text)
+            .context("the VM's process answered something else: is it of another release?")?;
+        Ok(Some(line))
+    }
+}

@@ -1,0 +1,40 @@
+//! `dunlin vm`: the reference VMM as separate processes.
+//!
+//! `run` owns a new VM, `receive` one that arrives; either process then keeps
+//! a control socket over which `migrate` and `status` speak to it ([`owner`]).
+
+mod client;
+mod migrate;
+pub(crate) mod owner;
+mod receive;
+mod run;
+
+use anyhow::Result;
+use clap::Subcommand;
+
+pub(crate) use migrate::{Ended, follow, status};
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Run a new VM in this process until it ends or has moved away.
+    Run(run::Run),
+    /// Wait for a VM, then run it in this process until it ends or moves on.
+    Receive(receive::Receive),
+    /// Move a VM of this host to another.
+    Migrate(migrate::Migrate),
+    /// Say how a VM of this host is.
+    Status(migrate::Status),
+    /// Pause a VM of this host, let it go on, or have it power itself off.
+    Ask(migrate::Ask),
+}
+
+/// Returns the exit code.
+pub(crate) fn run(command: Command) -> Result<i32> {
+    match command {
+        Command::Run(run) => run.run(),
+        Command::Receive(receive) => receive.run(),
+        Command::Migrate(migrate) => migrate.run(),
+        Command::Status(status) => status.run(),
+        Command::Ask(ask) => ask.run(),
+    }
+}

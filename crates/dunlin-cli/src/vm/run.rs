@@ -1,0 +1,88 @@
+//! `dunlin vm run`: a new VM.
+
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+use clap::Args;
+use dunlin_microvm::{Config, Movable, Vm, Workload};
+
+use super::owner::serve;
+use crate::line::Line;
+use crate::options::{BackingName, ControlPath, FillName, WorkloadName, parse_bytes};
+
+#[derive(Debug, Args)]
+pub(crate) struct Run {
+    /// The VM's name, and its control socket's.
+    #[arg(long)]
+    name: String,
+    /// Memory, such as 1G; a multiple of 2 MiB, 64M or more.
+    #[arg(long, value_parser = parse_bytes, default_value = "1G")]
+    memory: u64,
+    /// vCPUs, 1 to 4.
+    #[arg(long, default_value_t = 1)]
+    vcpus: u8,
+    /// What the guest's memory is made of.
+    #[arg(long, value_enum, default_value = "private")]
+    backing: BackingName,
+    /// What is in it at first.
+    #[arg(long, value_enum, default_value = "random")]
+    fill: FillName,
+    /// Fill only so much of it; the rest stays untouched.
+    #[arg(long, value_parser = parse_bytes)]
+    fill_size: Option<u64>,
+    /// In which order the guest goes over its pages.
+    #[arg(long, value_enum, default_value = "hot-set")]
+    workload: WorkloadName,
+    /// How much memory the guest goes over, from the start.
+    #[arg(long, value_parser = parse_bytes)]
+    working_set: Option<u64>,
+    /// Pages that the guest writes per second; 0 is as fast as it can.
+    #[arg(long, value_name = "PAGES_PER_S", default_value_t = 10_000)]
+    dirty_rate: u64,
+    #[command(flatten)]
+    control: ControlPath,
+    /// One JSON object a line.
+    #[arg(long)]
+    json: bool,
+}
+
+impl Run {
+    pub(crate) fn run(self) -> Result<i32> {
+        let mut uuid = [0; 16];
+        std::io::Read::read_exact(&mut std::fs::File::open("/dev/urandom")?, &mut uuid)
+            .context("no random numbers can be had")?;
+        // RFC 9562, section 5.4: version 4, variant 10.
+        uuid[6] = uuid[6] & 0x0f | 0x40;
+        uuid[8] = uuid[8] & 0x3f | 0x80;
+        let workload: Workload = self.workload.into();
+        let vm = Vm::new(Config {
+            name: self.name.clone(),
+            uuid,
+            memory_bytes: self.memory,
+            vcpus: self.vcpus,
+            backing: self.backing.into(),
+            fill: self.fill.into(),
+            fill_bytes: self.fill_size,
+            workload,
+            working_set_bytes: self.working_set,
+            dirty_rate: self.dirty_rate,
+            seed: u64::from_le_bytes(uuid[..8].try_into()?),
+            power_off_after: None,
+        })
+        .context("the VM cannot be made")?;
+        vm.fill().context("the VM's memory cannot be filled")?;
+        vm.start().context("the VM cannot be started")?;
+        let socket = self.control.socket(&self.name);
+        if self.json {
+            Line::Started {
+                name: self.name.clone(),
+                pid: std::process::id(),
+                control: socket.display().to_string(),
+            }
+            .print();
+        } else {
+            println!("{} runs; control socket {}", self.name, socket.display());
+        }
+        serve(Movable::new(Arc::new(vm)), &socket, self.json)
+    }
+}
