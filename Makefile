@@ -1,0 +1,35 @@
+# The two commands of the README are `make demo` and `make test`.
+.PHONY: demo test soak audit check bench
+
+demo:
+	@tools/packages build
+	cargo run --locked --release --package dunlin-cli -- demo
+
+test:
+	@tools/packages build test
+	@tools/test
+
+# What does not fit into `make test`: the same tests with more repetitions.
+soak:
+	@tools/packages build test
+	@tools/test soak
+
+# Advisories need a network, which CI does not have.
+audit:
+	cargo deny check advisories
+
+# What CI checks before the tests.
+check:
+	@tools/packages build check
+	cargo fmt --all --check
+	cargo clippy --locked --workspace --all-targets -- -D warnings
+	RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --no-deps
+	command -v cargo-deny >/dev/null || cargo install --locked cargo-deny@0.20.2
+	cargo deny check bans licenses sources
+
+# Each prints one JSON object a line; docs/benchmarking.md says how to read them.
+bench:
+	@tools/packages build
+	cargo run --locked --release --package dunlin-cli -- bench lanes
+	cargo run --locked --release --package dunlin-cli -- bench connections
+	cargo run --locked --release --package dunlin-cli -- bench thrash
