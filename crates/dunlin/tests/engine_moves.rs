@@ -5,52 +5,45 @@
 mod engine_support;
 mod lane_support;
 
-use std::time::Duration;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
-use dunlin::engine::source::LaneSecurity;
-use dunlin::engine::{Cancel, destination, source};
-use dunlin::lane::identity::{ClientTls, ServerTls};
-use dunlin::lane::provider::{Crypto, Provider};
-use engine_support::{TestBuilder, TestVm, run, state};
-use lane_support::{Authority, DESTINATION, SOURCE, names};
+use dunlin::engine::destination::{self, DestinationEvent};
+use dunlin::engine::source::{self, AtTimeLimit, LaneSecurity};
+use dunlin::engine::vmm::{FaultCode, Refusal, RunState};
+use dunlin::engine::{Cancel, Event, VmIs};
+use engine_support::{Moved, TestBuilder, TestVm, run, state, tls, verified};
+use vm_memory::{Bytes, GuestAddress};
 
-fn tls() -> (ClientTls, ServerTls) {
-    let authority = Authority::new();
-    let crypto = Crypto::with(Provider::built_in()[0]);
-    let client = authority
-        .identity(&[SOURCE])
-        .client(&crypto, names(&[DESTINATION]))
-        .unwrap();
-    let server = authority
-        .identity(&[DESTINATION])
-        .server(&crypto, names(&[SOURCE]))
-        .unwrap();
-    (client, server)
+fn moved(vm: &Arc<TestVm>, options: &source::Options, builder: TestBuilder) -> Moved {
+    let (client, server) = tls();
+    let destination = destination::Options::default();
+    run(
+        vm,
+        (&client, &server),
+        options,
+        &destination,
+        builder,
+        &Cancel::new(),
+    )
 }
 
-fn verified(lanes: u16) -> source::Options {
-    source::Options {
-        lanes,
-        verify: true,
-        ..source::Options::default()
-    }
+/// A VM whose guest writes, with content.
+fn running(bytes: usize) -> Arc<TestVm> {
+    let vm = TestVm::new(bytes);
+    vm.fill(bytes / 4);
+    vm.start(500, Duration::from_micros(50));
+    vm
 }
 
 #[test]
 fn i3_a_running_vm_arrives_byte_for_byte_over_1_to_8_lanes() {
-    let (client, server) = tls();
     for lanes in [1, 2, 3, 8] {
         let vm = TestVm::new(48 << 20);
         vm.fill(16 << 20);
         vm.start(2000, Duration::from_micros(20));
-        let moved = run(
-            &vm,
-            (&client, &server),
-            &verified(lanes),
-            &destination::Options::default(),
-            TestBuilder::default(),
-            &Cancel::new(),
-        );
+        let moved = moved(&vm, &verified(lanes), TestBuilder::default());
         let report = moved.source.unwrap();
         let received = moved.destination.unwrap();
         let built = moved.builder.built.unwrap();
@@ -59,11 +52,607 @@ fn i3_a_running_vm_arrives_byte_for_byte_over_1_to_8_lanes() {
         assert_eq!(*built.loaded.lock().unwrap(), state());
         assert!(received.runs && report.runs);
         assert_eq!(report.lanes.len(), usize::from(lanes));
-        assert!(vm.writes.load(std::sync::atomic::Ordering::SeqCst) > 0);
+        assert!(vm.writes.load(Ordering::SeqCst) > 0);
         assert_eq!(
             vm.calls(),
             ["describe", "pause", "relinquish", "save", "hold", "destroy"]
         );
         assert_eq!(built.calls(), ["load", "acquire", "resume", "announce"]);
+        // What the source counts and what the destination counts.
+        let traffic = report.traffic;
+        assert_eq!(traffic.raw_pages + traffic.zero_pages, received.pages);
     }
+}
+
+#[test]
+fn i3_a_page_that_was_something_and_becomes_zero_arrives_as_zero() {
+    const PAGE: GuestAddress = GuestAddress(7 * 4096);
+    let vm = TestVm::with_ranges(&[
+        (GuestAddress(0), 1 << 20),
+        (GuestAddress(3 << 20), 4096),
+        (GuestAddress(1 << 32), 2 << 20),
+    ]);
+    vm.fill(1 << 20);
+    *vm.state.lock().unwrap() = RunState::Running;
+    let again = Arc::downgrade(&vm);
+    // The VMM's own writes, after the first iteration: one page to zero, one
+    // that was a hole to something.
+    *vm.hook.lock().unwrap() = Some(Box::new(move |step| {
+        if step == "pause" {
+            let memory = Arc::clone(&again.upgrade().unwrap().memory);
+            memory.write_slice(&[0; 4096], PAGE).unwrap();
+            memory
+                .write_obj(1_u8, GuestAddress((1 << 32) + (2 << 20) - 1))
+                .unwrap();
+        }
+    }));
+    let moved = moved(&vm, &verified(3), TestBuilder::default());
+    assert_eq!(moved.source.unwrap().digests_equal, Some(true));
+    let built = moved.builder.built.unwrap();
+    let mut page = [1; 4096];
+    built.memory.read_slice(&mut page, PAGE).unwrap();
+    assert_eq!(page, [0; 4096]);
+    let end = GuestAddress((1 << 32) + (2 << 20) - 1);
+    assert_eq!(built.memory.read_obj::<u8>(end).unwrap(), 1);
+    assert_eq!(built.digest(), vm.digest());
+}
+
+#[test]
+fn i3_an_idle_vm_arrives_whatever_secures_its_lanes() {
+    let (client, server) = tls();
+    for security in [LaneSecurity::Tls, LaneSecurity::Plain] {
+        for filled in [0, 4 << 20] {
+            let vm = TestVm::new(16 << 20);
+            vm.fill(filled);
+            let options = source::Options {
+                security,
+                ..verified(3)
+            };
+            let allowing = destination::Options {
+                allow_plain: true,
+                ..destination::Options::default()
+            };
+            let builder = TestBuilder::default();
+            let tls = (&client, &server);
+            let moved = run(&vm, tls, &options, &allowing, builder, &Cancel::new());
+            let report = moved.source.unwrap();
+            assert_eq!(
+                (report.digests_equal, report.security),
+                (Some(true), security)
+            );
+        }
+    }
+}
+
+#[test]
+fn i3_a_difference_planted_at_the_destination_is_found_and_the_vm_goes_on() {
+    let vm = running(4 << 20);
+    let builder = TestBuilder {
+        planted: Some(|vm| {
+            vm.memory.write_obj(1_u8, GuestAddress(3 << 20)).unwrap();
+        }),
+        ..TestBuilder::default()
+    };
+    let moved = moved(&vm, &verified(2), builder);
+    let error = moved.source.unwrap_err();
+    assert_eq!(
+        (error.fault, error.vm),
+        (FaultCode::VerificationFailed, VmIs::AtSource)
+    );
+    assert!(vm.goes_on());
+    assert_eq!(
+        vm.calls()[1..],
+        ["pause", "relinquish", "save", "reacquire", "resume"]
+    );
+    assert_eq!(moved.builder.built.unwrap().calls(), ["load", "discard"]);
+    assert_eq!(moved.destination.err().unwrap().vm, VmIs::AtSource);
+}
+
+#[test]
+fn a_guest_that_its_owner_paused_arrives_paused() {
+    let vm = TestVm::new(4 << 20);
+    vm.fill(1 << 20);
+    let moved = moved(&vm, &verified(2), TestBuilder::default());
+    assert!(!moved.source.unwrap().runs);
+    let received = moved.destination.unwrap();
+    assert!(received.offered.paused && !received.runs);
+    assert_eq!(moved.builder.built.unwrap().calls(), ["load", "acquire"]);
+}
+
+#[test]
+fn a_guest_that_its_owner_pauses_on_the_way_arrives_paused() {
+    let vm = TestVm::new(4 << 20);
+    vm.fill(1 << 20);
+    vm.start(16, Duration::from_micros(100));
+    let same = Arc::downgrade(&vm);
+    *vm.hook.lock().unwrap() = Some(Box::new(move |step| {
+        if step == "describe" {
+            *same.upgrade().unwrap().state.lock().unwrap() = RunState::Paused;
+        }
+    }));
+    assert!(
+        !moved(&vm, &verified(2), TestBuilder::default())
+            .source
+            .unwrap()
+            .runs
+    );
+}
+
+#[test]
+fn i2_every_failing_step_at_the_source_leaves_the_vm_there() {
+    for (step, calls) in [
+        ("describe", &["describe"][..]),
+        ("pause", &["describe", "pause", "resume"]),
+        (
+            "relinquish",
+            &["describe", "pause", "relinquish", "reacquire", "resume"],
+        ),
+        (
+            "save",
+            &[
+                "describe",
+                "pause",
+                "relinquish",
+                "save",
+                "reacquire",
+                "resume",
+            ],
+        ),
+        (
+            "hold",
+            &[
+                "describe",
+                "pause",
+                "relinquish",
+                "save",
+                "hold",
+                "reacquire",
+                "resume",
+            ],
+        ),
+    ] {
+        let vm = running(4 << 20);
+        *vm.fail.lock().unwrap() = Some(step);
+        let moved = moved(&vm, &verified(2), TestBuilder::default());
+        let error = moved.source.unwrap_err();
+        assert_eq!(error.vm, VmIs::AtSource, "{step}: {error}");
+        assert_eq!(vm.calls(), calls);
+        assert!(vm.goes_on(), "{step}");
+        assert_eq!(vm.throttle.load(Ordering::SeqCst), 0);
+        let error = moved.destination.err().unwrap();
+        assert_eq!(error.vm, VmIs::AtSource);
+        if let Some(built) = moved.builder.built {
+            assert_eq!(built.calls().last(), Some(&"discard"), "{step}");
+            assert!(!built.calls().contains(&"resume"));
+        }
+    }
+}
+
+#[test]
+fn i2_a_vm_that_cannot_be_resumed_is_reported_as_stuck() {
+    for step in ["reacquire", "resume"] {
+        let vm = running(4 << 20);
+        let same = Arc::downgrade(&vm);
+        *vm.fail.lock().unwrap() = Some("hold");
+        *vm.hook.lock().unwrap() = Some(Box::new(move |now| {
+            if now == "reacquire" {
+                *same.upgrade().unwrap().fail.lock().unwrap() = Some(step);
+            }
+        }));
+        let error = moved(&vm, &verified(2), TestBuilder::default())
+            .source
+            .unwrap_err();
+        assert_eq!(error.vm, VmIs::StuckAtSource, "{step}");
+        assert_eq!(vm.calls().contains(&"resume"), step == "resume");
+    }
+}
+
+#[test]
+fn i2_a_destination_that_refuses_or_cannot_load_gives_its_reason() {
+    let refusing = TestBuilder {
+        refuse: Some(Refusal {
+            fault: FaultCode::NoMemory,
+            text: "no huge pages are left".into(),
+        }),
+        ..TestBuilder::default()
+    };
+    let failing = TestBuilder {
+        fail: Some("load"),
+        ..TestBuilder::default()
+    };
+    for (builder, fault, words) in [
+        (refusing, FaultCode::NoMemory, "no huge pages are left"),
+        (failing, FaultCode::StateLoadFailed, "planted: load fails"),
+    ] {
+        let vm = running(4 << 20);
+        let moved = moved(&vm, &verified(2), builder);
+        let error = moved.source.unwrap_err();
+        assert_eq!((error.fault, error.vm), (fault, VmIs::AtSource));
+        assert!(error.what.contains(words), "{error}");
+        assert_eq!(moved.destination.err().unwrap().fault, fault);
+        assert!(vm.goes_on());
+        if let Some(built) = moved.builder.built {
+            assert_eq!(built.calls(), ["load", "discard"]);
+        }
+    }
+}
+
+#[test]
+fn i1_a_vm_that_the_destination_cannot_start_runs_nowhere_and_both_say_so() {
+    for step in ["acquire", "resume"] {
+        let vm = running(4 << 20);
+        let builder = TestBuilder {
+            fail: Some(step),
+            ..TestBuilder::default()
+        };
+        let moved = moved(&vm, &verified(2), builder);
+        assert_eq!(moved.source.unwrap_err().vm, VmIs::InDoubt, "{step}");
+        assert_eq!(
+            moved.destination.err().unwrap().vm,
+            VmIs::StuckAtDestination
+        );
+        assert_eq!(vm.calls().last(), Some(&"hold"));
+        assert_eq!(*vm.state.lock().unwrap(), RunState::Paused);
+        let built = moved.builder.built.unwrap();
+        assert!(!built.calls().contains(&"discard"));
+        assert_eq!(*built.state.lock().unwrap(), RunState::Paused);
+    }
+}
+
+#[test]
+fn a_guest_that_powers_off_on_the_way_ends_the_migration_on_both_sides() {
+    // While it is copied, when it is paused, and just before *commit*.
+    for step in ["describe", "pause", "hold"] {
+        let vm = running(8 << 20);
+        let same = Arc::downgrade(&vm);
+        *vm.hook.lock().unwrap() = Some(Box::new(move |now| {
+            if now == step {
+                let vm = same.upgrade().unwrap();
+                vm.stop_writer();
+                *vm.state.lock().unwrap() = RunState::PoweredOff;
+            }
+        }));
+        let moved = moved(&vm, &verified(2), TestBuilder::default());
+        let error = moved.source.unwrap_err();
+        assert_eq!(
+            (error.fault, error.vm),
+            (FaultCode::GuestPoweredOff, VmIs::Gone),
+            "{step}"
+        );
+        assert!(!vm.calls().contains(&"resume"));
+        assert_eq!(vm.calls().contains(&"reacquire"), step == "hold");
+        assert_eq!(
+            moved.destination.err().unwrap().fault,
+            FaultCode::GuestPoweredOff
+        );
+        assert_eq!(
+            moved.builder.built.unwrap().calls().last(),
+            Some(&"discard")
+        );
+    }
+}
+
+/// Cancels at `step` of the source's VM; says how it ended.
+fn cancelled_at(step: &'static str) -> (Arc<TestVm>, Moved) {
+    let (client, server) = tls();
+    let vm = running(8 << 20);
+    let cancel = Cancel::new();
+    let same = cancel.clone();
+    *vm.hook.lock().unwrap() = Some(Box::new(move |now| {
+        if now == step {
+            same.cancel();
+        }
+    }));
+    let options = destination::Options::default();
+    let builder = TestBuilder::default();
+    let moved = run(
+        &vm,
+        (&client, &server),
+        &verified(2),
+        &options,
+        builder,
+        &cancel,
+    );
+    (vm, moved)
+}
+
+#[test]
+fn i2_cancelled_at_any_time_before_commit_the_vm_goes_on() {
+    for step in ["describe", "pause", "save", "hold"] {
+        let (vm, moved) = cancelled_at(step);
+        let error = moved.source.unwrap_err();
+        assert_eq!(
+            (error.fault, error.vm),
+            (FaultCode::Cancelled, VmIs::AtSource),
+            "{step}"
+        );
+        assert!(vm.goes_on(), "{step}");
+        assert_eq!(moved.destination.err().unwrap().fault, FaultCode::Cancelled);
+        if let Some(built) = moved.builder.built {
+            assert_eq!(built.calls().last(), Some(&"discard"));
+        }
+    }
+}
+
+#[test]
+fn i1_a_cancellation_after_commit_is_too_late() {
+    let (client, server) = tls();
+    let vm = running(8 << 20);
+    // The destination takes its time with *acquire*.
+    let builder = TestBuilder {
+        planted: Some(|vm| {
+            *vm.hook.lock().unwrap() = Some(Box::new(|step| {
+                if step == "acquire" {
+                    std::thread::sleep(Duration::from_millis(300));
+                }
+            }));
+        }),
+        ..TestBuilder::default()
+    };
+    let cancel = Cancel::new();
+    let same = cancel.clone();
+    *vm.hook.lock().unwrap() = Some(Box::new(move |step| {
+        if step == "hold" {
+            let later = same.clone();
+            std::thread::spawn(move || {
+                std::thread::sleep(Duration::from_millis(150));
+                later.cancel();
+            });
+        }
+    }));
+    let options = destination::Options::default();
+    let moved = run(
+        &vm,
+        (&client, &server),
+        &verified(2),
+        &options,
+        builder,
+        &cancel,
+    );
+    assert!(moved.source.unwrap().runs);
+    let too_late =
+        |event: &Event| matches!(event, Event::Warning(text) if text.contains("too late"));
+    assert!(moved.source_events.iter().any(too_late));
+    assert!(moved.destination.unwrap().runs);
+}
+
+#[test]
+fn i6_plain_lanes_need_the_destinations_consent() {
+    let vm = running(4 << 20);
+    let options = source::Options {
+        security: LaneSecurity::Plain,
+        ..verified(2)
+    };
+    let moved = moved(&vm, &options, TestBuilder::default());
+    let error = moved.source.unwrap_err();
+    assert_eq!(
+        (error.fault, error.vm),
+        (FaultCode::SecurityNotAgreed, VmIs::AtSource)
+    );
+    assert!(moved.builder.built.is_none());
+    assert!(vm.goes_on() && vm.calls().is_empty());
+    let offered = |event: &DestinationEvent| matches!(event, DestinationEvent::Offered(_));
+    assert!(!moved.destination_events.iter().any(offered));
+}
+
+#[test]
+fn i6_a_lane_of_the_other_security_is_turned_away() {
+    use dunlin_proto::control::Message;
+    use engine_support::Receiving;
+    use engine_support::peer::{Peer, SESSION, describe, lane_open, open_lane};
+    let (client, server) = tls();
+    for agreed in [LaneSecurity::Tls, LaneSecurity::Plain] {
+        let options = destination::Options {
+            allow_plain: true,
+            ..destination::Options::default()
+        };
+        let receiving = Receiving::start(&server, &options, TestBuilder::default());
+        let (mut peer, _) = Peer::source(receiving.address, &client, agreed);
+        peer.send(&describe());
+        let Some(Message::Accept(accept)) = peer.receive() else {
+            panic!("not accepted")
+        };
+        let other = (agreed == LaneSecurity::Plain).then_some(&client);
+        let _lane = open_lane(
+            receiving.address,
+            other,
+            &lane_open(SESSION, &accept.secret, 1),
+        );
+        let Some(Message::LaneRefused { fault, .. }) = peer.receive() else {
+            panic!("not refused")
+        };
+        assert_eq!(fault, FaultCode::SecurityNotAgreed);
+        drop(peer);
+        assert!(receiving.finish(true).0.is_err());
+    }
+}
+
+/// A guest that dirties more than 20 MiB/s carry.
+fn outrunning() -> (Arc<TestVm>, source::Options) {
+    let vm = TestVm::new(8 << 20);
+    vm.fill(4 << 20);
+    vm.start(1000, Duration::from_micros(60));
+    let options = source::Options {
+        rate: Some(20 << 20),
+        downtime_limit: Duration::from_millis(40),
+        ..verified(2)
+    };
+    (vm, options)
+}
+
+#[test]
+fn a_guest_that_outruns_the_link_is_slowed_step_by_step_and_moves() {
+    let (vm, options) = outrunning();
+    let moved = moved(&vm, &options, TestBuilder::default());
+    let report = moved.source.unwrap();
+    let steps: Vec<u8> = moved
+        .source_events
+        .iter()
+        .filter_map(|event| match event {
+            Event::Throttled { percent } => Some(*percent),
+            _ => None,
+        })
+        .collect();
+    assert!(steps.len() > 2 && steps[..2] == [20, 30], "{steps:?}");
+    assert_eq!(steps.last(), Some(&0));
+    assert_eq!(vm.throttle.load(Ordering::SeqCst), 0);
+    assert_eq!(report.digests_equal, Some(true));
+}
+
+#[test]
+fn at_its_time_limit_a_migration_is_cancelled_or_the_guest_is_stopped() {
+    for at_time_limit in [AtTimeLimit::Cancel, AtTimeLimit::Stop] {
+        let (vm, options) = outrunning();
+        // In the middle of a pass, too: this one alone takes 800 ms.
+        let options = source::Options {
+            throttle: false,
+            time_limit: Some(Duration::from_millis(400)),
+            at_time_limit,
+            rate: Some(5 << 20),
+            ..options
+        };
+        let began = Instant::now();
+        let moved = moved(&vm, &options, TestBuilder::default());
+        assert!(began.elapsed() < Duration::from_secs(2));
+        match at_time_limit {
+            AtTimeLimit::Cancel => {
+                let error = moved.source.unwrap_err();
+                assert_eq!(
+                    (error.fault, error.vm),
+                    (FaultCode::TimeLimit, VmIs::AtSource)
+                );
+                assert!(vm.goes_on());
+            }
+            AtTimeLimit::Stop => assert_eq!(moved.source.unwrap().digests_equal, Some(true)),
+        }
+    }
+}
+
+#[test]
+fn a_downtime_limit_below_the_fixed_cost_is_named_as_such() {
+    let vm = running(4 << 20);
+    let options = source::Options {
+        downtime_limit: Duration::from_millis(1),
+        ..verified(2)
+    };
+    let error = moved(&vm, &options, TestBuilder::default())
+        .source
+        .unwrap_err();
+    assert_eq!(
+        (error.fault, error.vm),
+        (FaultCode::NotConverging, VmIs::AtSource),
+        "{error}"
+    );
+    assert!(vm.goes_on());
+}
+
+#[test]
+fn one_cap_holds_for_all_lanes_together() {
+    let vm = TestVm::new(64 << 20);
+    vm.fill(32 << 20);
+    let options = source::Options {
+        lanes: 4,
+        rate: Some(50 << 20),
+        ..source::Options::default()
+    };
+    let report = moved(&vm, &options, TestBuilder::default()).source.unwrap();
+    let first = &report.iterations[0];
+    let rate = first.wire_bytes as f64 / first.duration.as_secs_f64() / f64::from(50 << 20);
+    assert!((0.9..1.1).contains(&rate), "{rate}");
+    assert!(first.duration > Duration::from_secs(1));
+}
+
+#[test]
+fn a_panic_in_the_vmms_memory_ends_the_session_and_not_the_process() {
+    use dunlin::engine::memory::MappedMemory;
+    use dunlin::engine::vmm::{DirtyLog, GuestMemory, Section, SourceVm, VmDescription, VmmError};
+    struct Panicking(MappedMemory, AtomicBool);
+    impl GuestMemory for Panicking {
+        fn regions(&self) -> &[dunlin_proto::control::Region] {
+            self.0.regions()
+        }
+        fn slice(
+            &self,
+            index: usize,
+            offset: u64,
+            length: usize,
+        ) -> std::io::Result<vm_memory::VolatileSlice<'_>> {
+            assert!(!self.1.swap(true, Ordering::SeqCst), "planted");
+            self.0.slice(index, offset, length)
+        }
+        fn worth_sending(
+            &self,
+            index: usize,
+            found: &mut dyn FnMut(std::ops::Range<u64>),
+        ) -> std::io::Result<()> {
+            found(0..self.0.regions()[index].length);
+            Ok(())
+        }
+    }
+    struct Vm(Arc<TestVm>);
+    impl SourceVm for Vm {
+        fn describe(&self) -> Result<VmDescription, VmmError> {
+            self.0.describe()
+        }
+        fn memory(&self) -> Arc<dyn GuestMemory> {
+            let mapped = MappedMemory::new(Arc::clone(&self.0.memory), 4096);
+            Arc::new(Panicking(mapped, AtomicBool::new(false)))
+        }
+        fn dirty_logs(&self) -> Vec<Box<dyn DirtyLog>> {
+            self.0.dirty_logs()
+        }
+        fn run_state(&self) -> RunState {
+            self.0.run_state()
+        }
+        fn pause(&self) -> Result<(), VmmError> {
+            self.0.pause()
+        }
+        fn resume(&self) -> Result<(), VmmError> {
+            SourceVm::resume(&*self.0)
+        }
+        fn throttle(&self, percent: u8) -> Result<bool, VmmError> {
+            self.0.throttle(percent)
+        }
+        fn save(&self) -> Result<Vec<Section>, VmmError> {
+            self.0.save()
+        }
+        fn relinquish(&self) -> Result<(), VmmError> {
+            self.0.relinquish()
+        }
+        fn reacquire(&self) -> Result<(), VmmError> {
+            self.0.reacquire()
+        }
+        fn hold(&self) -> Result<(), VmmError> {
+            self.0.hold()
+        }
+        fn destroy(&self) {
+            self.0.destroy();
+        }
+    }
+    let (client, server) = tls();
+    let vm = running(8 << 20);
+    let options = destination::Options::default();
+    let receiving = engine_support::Receiving::start(&server, &options, TestBuilder::default());
+    let as_source: Arc<dyn SourceVm> = Arc::new(Vm(Arc::clone(&vm)));
+    let host: Arc<dyn dunlin::engine::Host> = Arc::new(dunlin::engine::StandardHost);
+    let to = receiving.address.to_string();
+    let observe = |_: &Event| ();
+    let options = verified(2);
+    let result = source::migrate(
+        &as_source,
+        &to,
+        &client,
+        &options,
+        &host,
+        &observe,
+        &Cancel::new(),
+    );
+    let error = result.unwrap_err();
+    assert_eq!(
+        (error.fault, error.vm),
+        (FaultCode::Internal, VmIs::AtSource),
+        "{error}"
+    );
+    assert!(vm.goes_on());
+    assert!(receiving.finish(false).0.is_err());
 }

@@ -33,8 +33,9 @@ pub(crate) struct ControlLane {
     session: SessionId,
     epoch: u32,
     sent: Mutex<u64>,
-    /// Round trip of the last question, in nanoseconds; 0 before the first
-    /// answer.
+    /// The shortest round trip of any question, in nanoseconds; 0 before the
+    /// first answer. A longer one says more about how busy either process is,
+    /// building a VM for example, than about the way between them.
     round_trip_ns: AtomicU64,
     /// When the last question went out and has not been answered, as its
     /// token; 0 otherwise. An answer to nothing tells no round trip.
@@ -117,6 +118,14 @@ impl ControlLane {
         self.send(&Message::Ping { token })
     }
 
+    /// The same, unless the last question still waits for its answer.
+    pub(crate) fn ask_anew(&self) -> Result<(), Fault> {
+        match self.asked.load(Ordering::Relaxed) {
+            0 => self.ask(),
+            _ => Ok(()),
+        }
+    }
+
     /// Ends the lane at once; whoever waits in it wakes.
     pub(crate) fn shutdown(&self) {
         super::lock(&self.queue).closed = true;
@@ -141,6 +150,9 @@ impl ControlLane {
         mut deliver: impl FnMut(FromPeer),
     ) {
         let fault = loop {
+            if super::lock(&self.queue).closed {
+                break lost(ControlError::Cancelled);
+            }
             match self.read_one() {
                 Ok(Some(Message::Ping { token })) => {
                     if let Err(fault) = self.send(&Message::Pong { token }) {
@@ -150,7 +162,11 @@ impl ControlLane {
                 Ok(Some(Message::Pong { token })) => {
                     if token != 0 && self.asked.swap(0, Ordering::Relaxed) == token {
                         let round_trip = self.now_ns().saturating_sub(token).max(1);
-                        self.round_trip_ns.store(round_trip, Ordering::Relaxed);
+                        let shortest = match self.round_trip_ns.load(Ordering::Relaxed) {
+                            0 => round_trip,
+                            before => before.min(round_trip),
+                        };
+                        self.round_trip_ns.store(shortest, Ordering::Relaxed);
                     }
                 }
                 Ok(Some(message)) => match at_once(&message) {
@@ -175,7 +191,10 @@ impl ControlLane {
     fn await_room(&self) {
         let mut queue = super::lock(&self.queue);
         while queue.messages >= QUEUED_MESSAGES && !queue.closed {
-            queue = self.taken.wait(queue).unwrap_or_else(PoisonError::into_inner);
+            queue = self
+                .taken
+                .wait(queue)
+                .unwrap_or_else(PoisonError::into_inner);
         }
         queue.messages += 1;
     }

@@ -21,11 +21,7 @@ pub trait Host: Send + Sync {
     ///
     /// # Errors
     /// No thread can be had.
-    fn spawn(
-        &self,
-        name: String,
-        body: Box<dyn FnOnce() + Send>,
-    ) -> io::Result<JoinHandle<()>>;
+    fn spawn(&self, name: String, body: Box<dyn FnOnce() + Send>) -> io::Result<JoinHandle<()>>;
 }
 
 /// Ordinary sockets and ordinary threads.
@@ -47,11 +43,7 @@ impl Host for StandardHost {
         Err(last)
     }
 
-    fn spawn(
-        &self,
-        name: String,
-        body: Box<dyn FnOnce() + Send>,
-    ) -> io::Result<JoinHandle<()>> {
+    fn spawn(&self, name: String, body: Box<dyn FnOnce() + Send>) -> io::Result<JoinHandle<()>> {
         std::thread::Builder::new().name(name).spawn(body)
     }
 }

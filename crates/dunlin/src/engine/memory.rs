@@ -65,11 +65,7 @@ impl<B: Bitmap + Send + Sync + 'static> GuestMemory for MappedMemory<B> {
         Ok(sys::untracked(&slice))
     }
 
-    fn worth_sending(
-        &self,
-        index: usize,
-        found: &mut dyn FnMut(Range<u64>),
-    ) -> io::Result<()> {
+    fn worth_sending(&self, index: usize, found: &mut dyn FnMut(Range<u64>)) -> io::Result<()> {
         let mapped = self.mapped(index)?;
         if let Some(file) = mapped.file_offset() {
             let start = file.start();
@@ -136,7 +132,8 @@ pub fn digest(memory: &dyn GuestMemory, threads: usize) -> io::Result<[u8; DIGES
             .worth_sending(index, &mut |range| populated.push(range))
             .is_err()
         {
-            populated = vec![0..region.length];
+            populated.clear();
+            populated.push(0..region.length);
         }
         let mut from = 0;
         while from < region.length {
@@ -213,7 +210,7 @@ fn digest_piece(
 mod tests {
     #![allow(clippy::unwrap_used)]
 
-    use vm_memory::{Bytes, GuestMemory as _};
+    use vm_memory::Bytes;
 
     use super::*;
 
@@ -256,8 +253,10 @@ mod tests {
         log.start().unwrap();
         memory.write_obj(1_u8, GuestAddress(2 * 4096)).unwrap();
         let mut seen = Vec::new();
-        log.fetch(&mut |index, words| seen.push((index, words[0]))).unwrap();
-        log.fetch(&mut |index, words| seen.push((index, words[0]))).unwrap();
+        log.fetch(&mut |index, words| seen.push((index, words[0])))
+            .unwrap();
+        log.fetch(&mut |index, words| seen.push((index, words[0])))
+            .unwrap();
         assert_eq!(seen, [(0, 4), (0, 0)]);
     }
 

@@ -18,7 +18,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use dunlin_proto::control::Region;
+pub use dunlin_proto::control::{Region, RegionKind};
 pub use dunlin_proto::fault::FaultCode;
 use vm_memory::VolatileSlice;
 
@@ -39,8 +39,7 @@ pub trait GuestMemory: Send + Sync {
     ///
     /// # Errors
     /// The bytes do not lie within the region.
-    fn slice(&self, index: usize, offset: u64, length: usize)
-    -> io::Result<VolatileSlice<'_>>;
+    fn slice(&self, index: usize, offset: u64, length: usize) -> io::Result<VolatileSlice<'_>>;
 
     /// Calls `found` with each range of bytes of a region that is worth
     /// sending, in ascending order. What is left out must read as zeros at
@@ -49,11 +48,7 @@ pub trait GuestMemory: Send + Sync {
     ///
     /// # Errors
     /// Where it cannot be found out; everything is sent then.
-    fn worth_sending(
-        &self,
-        index: usize,
-        found: &mut dyn FnMut(Range<u64>),
-    ) -> io::Result<()>;
+    fn worth_sending(&self, index: usize, found: &mut dyn FnMut(Range<u64>)) -> io::Result<()>;
 }
 
 /// One source of the knowledge which pages have been written: KVM's bitmap or
@@ -151,8 +146,10 @@ pub trait SourceVm: Send + Sync {
     /// The guest may still run; the migration ends and it goes on.
     fn pause(&self) -> Result<(), VmmError>;
 
-    /// Lets the guest go on at the source, where the migration failed after
-    /// the pause. Not called for a guest that its owner had paused.
+    /// Lets the guest go on at the source, where the migration failed at the
+    /// pause or after it. A pause that failed may have stopped a part of the
+    /// guest; resuming one that runs does nothing. Not called for a guest that
+    /// its owner had paused.
     ///
     /// # Errors
     /// The guest stays paused; the caller is told so.
@@ -243,7 +240,8 @@ pub trait DestinationVm: Send + Sync {
     ///
     /// # Errors
     /// The guest stays paused here, and the caller is told so: the source
-    /// has given it away.
+    /// has given it away. The engine lets go of this copy without
+    /// [`DestinationVm::discard`], so the [`Builder`] must hold on to it.
     fn acquire(&self) -> Result<(), VmmError>;
 
     /// Starts the guest. Says how long it stood still as it saw it itself,

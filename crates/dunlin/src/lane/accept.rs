@@ -50,6 +50,10 @@ const LINGER: Duration = Duration::from_millis(500);
 const SHORTAGE_REST: Duration = Duration::from_millis(100);
 
 /// What came out of a connection.
+#[expect(
+    clippy::large_enum_variant,
+    reason = "there are few, and each is matched where it arrives"
+)]
 #[derive(Debug)]
 pub enum Arrival {
     /// A control lane, whose peer has sent its offer.
@@ -186,7 +190,11 @@ pub fn accept(
 }
 
 fn read_interest(descriptor: &impl AsFd) -> Interest<'_> {
-    Interest { fd: descriptor.as_fd(), read: true, write: false }
+    Interest {
+        fd: descriptor.as_fd(),
+        read: true,
+        write: false,
+    }
 }
 
 /// Accepts what waits; `false` where the process or the host has not the
@@ -207,7 +215,10 @@ fn accept_all(
                 }
                 match Pending::new(stream, from) {
                     Ok(one) => pending.push_back(one),
-                    Err(error) => deliver(Arrival::Rejected { from, reason: error.into() }),
+                    Err(error) => deliver(Arrival::Rejected {
+                        from,
+                        reason: error.into(),
+                    }),
                 }
             }
             Err(error) => match error.kind() {
@@ -235,7 +246,10 @@ fn is_shortage(error: &io::Error) -> bool {
     const ENFILE: i32 = 23;
     const EMFILE: i32 = 24;
     const ENOBUFS: i32 = 105;
-    matches!(error.raw_os_error(), Some(ENOMEM | ENFILE | EMFILE | ENOBUFS))
+    matches!(
+        error.raw_os_error(),
+        Some(ENOMEM | ENFILE | EMFILE | ENOBUFS)
+    )
 }
 
 /// One connection whose opening is not complete.
@@ -296,7 +310,10 @@ impl Pending {
     }
 
     fn rejected(self, reason: RejectReason) -> Arrival {
-        Arrival::Rejected { from: self.from, reason }
+        Arrival::Rejected {
+            from: self.from,
+            reason,
+        }
     }
 
     /// Waits a moment before closing: closing a socket with unread bytes in it
@@ -472,7 +489,8 @@ impl Handshake {
             let start = self.record.len();
             self.record.resize(start + wanted, 0);
             let result = stream.read(&mut self.record[start..]);
-            self.record.truncate(start + result.as_ref().map_or(0, |&count| count));
+            self.record
+                .truncate(start + result.as_ref().map_or(0, |&count| count));
             match result {
                 Ok(0) => return Err(HandshakeError::PeerClosed.into()),
                 Ok(_) => {}
@@ -485,7 +503,9 @@ impl Handshake {
     fn process(&mut self) -> Result<(), HandshakeError> {
         let mut unread = &self.record[..];
         while !unread.is_empty() {
-            self.connection.read_tls(&mut unread).map_err(HandshakeError::Io)?;
+            self.connection
+                .read_tls(&mut unread)
+                .map_err(HandshakeError::Io)?;
             self.connection.process_new_packets()?;
         }
         self.record.clear();

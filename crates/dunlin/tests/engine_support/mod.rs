@@ -87,7 +87,9 @@ impl TestVm {
             let mut number = region.start_addr().0 | 1;
             for offset in (0..end).step_by(4096) {
                 for word in page.chunks_exact_mut(8) {
-                    number = number.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                    number = number
+                        .wrapping_mul(6_364_136_223_846_793_005)
+                        .wrapping_add(1);
                     word.copy_from_slice(&number.to_le_bytes());
                 }
                 let address = GuestAddress(region.start_addr().0 + offset as u64);
@@ -111,11 +113,9 @@ impl TestVm {
                 writes.fetch_add(1, Ordering::SeqCst);
                 number += 1;
                 let throttle = throttle.load(Ordering::SeqCst) as u32;
-                if throttle > 0 && number.is_multiple_of(256) {
-                    std::thread::sleep(Duration::from_micros(256) * throttle / (100 - throttle));
-                }
+                let throttled = delay * throttle / (100 - throttle);
                 if !delay.is_zero() {
-                    std::thread::sleep(delay);
+                    std::thread::sleep(delay + throttled);
                 }
             }
         }));
@@ -427,9 +427,9 @@ impl Receiving {
 
     /// Waits until something was turned away for a reason that contains `text`.
     pub fn await_rejection(&self, text: &str) {
-        self.await_event(|event| {
-            matches!(event, DestinationEvent::Rejected { reason } if reason.contains(text))
-        });
+        self.await_event(
+            |event| matches!(event, DestinationEvent::Rejected { reason } if reason.contains(text)),
+        );
     }
 }
 

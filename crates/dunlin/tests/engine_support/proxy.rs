@@ -96,10 +96,12 @@ impl Drop for Proxy {
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
-        for connection in 0..self.shared.streams.lock().unwrap().len() {
+        let connections = self.shared.streams.lock().unwrap().len();
+        for connection in 0..connections {
             self.cut(connection);
         }
-        for pump in self.shared.pumps.lock().unwrap().drain(..) {
+        let pumps = std::mem::take(&mut *self.shared.pumps.lock().unwrap());
+        for pump in pumps {
             let _ = pump.join();
         }
     }
@@ -108,7 +110,8 @@ impl Drop for Proxy {
 fn pump(shared: &Shared, mut from: TcpStream, mut to: TcpStream, number: Option<usize>) {
     let mut buffer = vec![0; 64 << 10];
     let mut forwarded = 0;
-    from.set_read_timeout(Some(Duration::from_millis(20))).unwrap();
+    from.set_read_timeout(Some(Duration::from_millis(20)))
+        .unwrap();
     while !shared.stop.load(Ordering::SeqCst) {
         let mut room = buffer.len();
         if let (Some(number), Some((held, bytes))) = (number, *shared.hold.lock().unwrap())
@@ -130,7 +133,11 @@ fn pump(shared: &Shared, mut from: TcpStream, mut to: TcpStream, number: Option<
             Ok(count) => {
                 forwarded += count;
                 if number.is_some() && shared.record.load(Ordering::SeqCst) {
-                    shared.recorded.lock().unwrap().extend_from_slice(&buffer[..count]);
+                    shared
+                        .recorded
+                        .lock()
+                        .unwrap()
+                        .extend_from_slice(&buffer[..count]);
                 }
                 if to.write_all(&buffer[..count]).is_err() {
                     break;

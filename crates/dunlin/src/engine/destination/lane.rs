@@ -5,6 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::Duration;
 
 use dunlin_proto::control::RegionTable;
 use dunlin_proto::fault::FaultCode;
@@ -18,6 +19,9 @@ use super::super::lock;
 use super::super::vmm::GuestMemory;
 use super::SessionEvent;
 use crate::lane::data::{Canceller, DataReceiver, ReceiveError};
+
+/// How long the source may take from a lane's end to its close.
+const CLOSE_LIMIT: Duration = Duration::from_secs(10);
 
 /// What a session's lanes share.
 pub(super) struct Shared {
@@ -120,7 +124,9 @@ impl Shared {
     /// The lane's connection goes with its thread: a source that opens and
     /// ends lane after lane uses up no descriptors here (I7).
     fn forget(&self, lane: u16) {
-        lock(&self.barrier).cancellers.retain(|(number, _)| *number != lane);
+        lock(&self.barrier)
+            .cancellers
+            .retain(|(number, _)| *number != lane);
     }
 
     fn region_index(&self, id: u16) -> usize {
@@ -253,6 +259,7 @@ impl Lane {
                 Frame::Mark { iteration } => self.shared.pass(self.number, iteration)?,
                 Frame::End { chunks } if chunks == totals.chunks => {
                     self.shared.end(self.number);
+                    self.await_close()?;
                     totals.wire_bytes = self.receiver.counters().wire_bytes;
                     return Ok(totals);
                 }
@@ -269,37 +276,63 @@ impl Lane {
         }
     }
 
+    /// The source closes right behind its end. Closing here before that has
+    /// come would reset the connection under its hands.
+    fn await_close(&mut self) -> Result<(), Fault> {
+        match self.receiver.next(&mut [0], Some(CLOSE_LIMIT)) {
+            Ok(false) => Ok(()),
+            Ok(true) => Err(Fault::new(
+                FaultCode::Malformed,
+                format!("something follows the end of lane {}", self.number),
+            )),
+            Err(error) => Err(self.failed(error)),
+        }
+    }
+
     /// Writes a chunk's pages where they belong and acknowledges it. Returns
     /// how many pages it held.
     fn take_in(&mut self, chunk: &ChunkHeader, ranges: &[Range]) -> Result<u64, Fault> {
-        let number = self.number;
         let mut pages = 0;
+        let place = |range: &Range| {
+            (
+                self.shared.region_index(range.region),
+                range.offset / PAGE_BYTES,
+                u64::from(range.page_count),
+            )
+        };
         for range in ranges {
-            let index = self.shared.region_index(range.region);
-            let (first, count) = (range.offset / PAGE_BYTES, u64::from(range.page_count));
+            let (index, first, count) = place(range);
             pages += count;
-            match range.encoding {
-                Encoding::Zero => self.shared.clear(index, first, count).map_err(unwritable)?,
-                Encoding::Raw => {
-                    let bytes = range.memory_bytes();
-                    let length = usize::try_from(bytes).unwrap_or(usize::MAX);
-                    let memory = Arc::clone(&self.shared.memory);
-                    let mut target = memory
-                        .slice(index, range.offset, length)
-                        .map_err(unwritable)?;
-                    // Before the bytes: a lane that dies in between leaves
-                    // pages that are noted as written, never the reverse.
-                    self.shared.mark_written(index, first, count);
-                    self.receiver
-                        .payload(bytes, |part| {
-                            target.copy_from(part);
-                            if let Ok(rest) = target.offset(part.len()) {
-                                target = rest;
-                            }
-                        })
-                        .map_err(|error| failed(number, error))?;
-                }
+            if range.encoding == Encoding::Zero {
+                self.shared.clear(index, first, count).map_err(unwritable)?;
             }
+        }
+        let raw = || {
+            ranges
+                .iter()
+                .filter(|range| range.encoding == Encoding::Raw)
+        };
+        for range in raw() {
+            let (index, first, count) = place(range);
+            // Before the bytes: a lane that dies in between leaves pages that
+            // are noted as written, never the reverse.
+            self.shared.mark_written(index, first, count);
+        }
+        let mut refused = None;
+        let targets = raw().map_while(|range| {
+            let length = usize::try_from(range.memory_bytes()).unwrap_or(usize::MAX);
+            let index = self.shared.region_index(range.region);
+            self.shared
+                .memory
+                .slice(index, range.offset, length)
+                .map_err(|error| refused = Some(error))
+                .ok()
+        });
+        self.receiver
+            .payload_into(targets)
+            .map_err(|error| failed(self.number, error))?;
+        if let Some(error) = refused {
+            return Err(unwritable(error));
         }
         let mut acks = lock(&self.shared.acks);
         acks.push(chunk.number());

@@ -4,8 +4,11 @@
 //! tried has failed; call it again for the next. Until *commit* the VM lives
 //! at the source, and every way out drops what was built here.
 
+mod intake;
 mod lane;
 mod session;
+mod set_up;
+mod switchover;
 
 use std::net::TcpListener;
 use std::sync::Arc;

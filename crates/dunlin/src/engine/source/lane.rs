@@ -16,7 +16,6 @@ use dunlin_proto::negotiate::{LaneOpen, LaneSecurity, SessionId, SessionSecret};
 use dunlin_proto::pace::Pace;
 use dunlin_proto::schedule::{ChunkPlan, Schedule, Work};
 use dunlin_sys::affinity::thread_cpu_time;
-use dunlin_sys::memory::is_zero;
 use dunlin_sys::socket::{Liveness, set_liveness};
 
 use super::super::error::Fault;
@@ -174,8 +173,11 @@ impl Lane {
             .host
             .connect(&self.endpoint, self.deadline)
             .map_err(|error| {
-                self.lost(format!("lane {} cannot reach {}", self.number, self.endpoint))
-                    .because(error)
+                self.lost(format!(
+                    "lane {} cannot reach {}",
+                    self.number, self.endpoint
+                ))
+                .because(error)
             })?;
         set_liveness(&stream, &Liveness::default())
             .and_then(|()| stream.try_clone())
@@ -218,12 +220,11 @@ impl Lane {
     fn secure(&self, stream: TcpStream) -> Result<DataSender, Fault> {
         let sender = match self.security {
             LaneSecurity::Tls => {
-                let secured = handshake::client(stream, &self.tls, self.deadline).map_err(
-                    |error| {
+                let secured =
+                    handshake::client(stream, &self.tls, self.deadline).map_err(|error| {
                         self.lost(format!("lane {} cannot be secured", self.number))
                             .because(error)
-                    },
-                )?;
+                    })?;
                 if secured.peer.fingerprint != self.peer_fingerprint {
                     return Err(Fault::new(
                         FaultCode::WrongIdentity,
@@ -317,19 +318,13 @@ impl Lane {
                 })?;
             for page in 0..planned.run.count {
                 let at = usize::try_from(page * PAGE_BYTES).unwrap_or(usize::MAX);
-                let source = slice.offset(at).map_err(|error| {
+                let source = slice.subslice(at, PAGE_BYTES as usize).map_err(|error| {
                     Fault::new(FaultCode::LayoutChanged, "guest memory cannot be read")
                         .because(error)
                 })?;
-                let raw = frame
-                    .page(|slot| {
-                        source.copy_to(&mut slot[..]);
-                        !is_zero(slot)
-                    })
-                    .map_err(|error| {
-                        Fault::new(FaultCode::Internal, "a chunk does not fit its frame")
-                            .because(error)
-                    })?;
+                let raw = frame.guest_page(&source).map_err(|error| {
+                    Fault::new(FaultCode::Internal, "a chunk does not fit its frame").because(error)
+                })?;
                 let encoding = if raw { Encoding::Raw } else { Encoding::Zero };
                 append(ranges, planned.region, planned.run.first + page, encoding);
             }

@@ -9,7 +9,9 @@
 //! it was, unless the destination has it.
 
 mod lane;
+mod precopy;
 mod session;
+mod set_up;
 mod switchover;
 
 use std::sync::Arc;

@@ -1,54 +1,32 @@
 //! Setting a session up, pre-copy, and winding it up again.
 
-use std::collections::BTreeSet;
+use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use dunlin_proto::bitmap::Run;
-use dunlin_proto::control::{Accept, Describe, Message, RegionTable};
+use dunlin_proto::control::Message;
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::limits::PAGE_BYTES;
-use dunlin_proto::negotiate::{
-    Features, Offer, Opening, Selection, SessionId, VERSIONS,
-};
-use dunlin_proto::pace::Pace;
-use dunlin_proto::precopy::{Decision, Goals, Pass, Precopy};
-use dunlin_proto::schedule::Schedule;
+use dunlin_proto::negotiate::Selection;
 use dunlin_proto::switchover::{Source, SourceAction, SourceEvent};
 use dunlin_sys::affinity::thread_cpu_time;
 
-use super::super::control::{ControlLane, FromPeer, read_opening};
+use super::super::control::{ControlLane, FromPeer};
 use super::super::error::{Fault, MigrateError, VmIs};
 use super::super::host::{Cancel, Host};
 use super::super::lock;
-use super::super::report::{Event, Iteration, Observer, Progress, Report, Traffic};
+use super::super::report::{Event, Iteration, Observer, Report};
 use super::super::vmm::{DirtyLog, GuestMemory, RunState, SourceVm};
-use super::lane::{Lane, LaneShare, Shared};
+use super::lane::{LaneShare, Shared};
+use super::set_up::connect;
 use super::{Options, SessionEvent};
-use crate::lane::control as control_lane;
-use crate::lane::handshake::HandshakeError;
 use crate::lane::identity::ClientTls;
 
-/// Between two progress events.
-const PROGRESS_EVERY: Duration = Duration::from_millis(250);
-/// What the switchover costs besides the last pages and round trips: pausing,
-/// saving and loading the state. Measured on the reference VMM: 2 to 6 ms.
-const STATE_COST: Duration = Duration::from_millis(6);
-/// Bytes per second at which digests are made, for the prediction alone.
-const DIGEST_BYTES_PER_S: u64 = 3 << 30;
 /// How long the peer may take to close the control lane at the end.
 const GOODBYE_LIMIT: Duration = Duration::from_secs(1);
-/// A pass shorter than this says nothing about the bandwidth.
-const MEASURABLE: Duration = Duration::from_millis(20);
-/// A pass lasts at least this long, so that a guest whose few dirty pages go
-/// by in no time is not asked for its dirty log thousands of times a second.
-const SHORTEST_PASS: Duration = Duration::from_millis(5);
-/// From so many zero pages to one that is not, a first pass says nothing
-/// about the bandwidth.
-const MOSTLY_ZERO: u64 = 4;
 
 /// Everything of one migration on the session's thread.
 pub(super) struct Session<'a> {
@@ -75,9 +53,11 @@ pub(super) struct Session<'a> {
     pub(super) bytes_per_s: u64,
     /// Since when, and from how many acknowledged pages, the bandwidth is
     /// being measured.
-    window: (Instant, u64),
-    dirty_pages_per_s: u64,
-    throttle: u8,
+    pub(super) window: (Instant, u64),
+    pub(super) dirty_pages_per_s: u64,
+    pub(super) throttle: u8,
+    /// Whether the end of the control lane has been heard of.
+    pub(super) control_ended: Cell<bool>,
 }
 
 pub(super) fn run(
@@ -124,238 +104,18 @@ pub(super) fn run(
     })
 }
 
-/// Connects the control lane and agrees on version, features and security.
-fn connect<'a>(
-    vm: &'a Arc<dyn SourceVm>,
-    to: &str,
-    tls: &ClientTls,
-    options: &'a Options,
-    host: &'a Arc<dyn Host>,
-    observer: &'a dyn Observer,
-    events: Receiver<SessionEvent>,
-) -> Result<Session<'a>, Fault> {
-    let started = Instant::now();
-    let deadline = started + options.connect_limit;
-    let paused_by_owner = match vm.run_state() {
-        RunState::Running => false,
-        RunState::Paused => true,
-        RunState::PoweredOff => {
-            return Err(Fault::new(FaultCode::GuestPoweredOff, "the guest is powered off"));
-        }
-        RunState::Stopped(why) => {
-            return Err(Fault::new(FaultCode::GuestStopped, format!("the guest has stopped: {why}")));
-        }
-    };
-    let stream = host.connect(to, deadline).map_err(|error| {
-        Fault::new(FaultCode::ControlLost, format!("{to} cannot be reached")).because(error)
-    })?;
-    let stream = control_lane::client(stream, tls, deadline).map_err(|error| {
-        let code = match &error {
-            HandshakeError::Deadline | HandshakeError::Io(_) | HandshakeError::PeerClosed => {
-                FaultCode::ControlLost
-            }
-            _ => FaultCode::Unauthorised,
-        };
-        Fault::new(code, format!("no secure control lane to {to}")).because(error)
-    })?;
-    let mut session: SessionId = [0; 16];
-    tls.config()
-        .crypto_provider()
-        .secure_random
-        .fill(&mut session)
-        .map_err(|_| Fault::new(FaultCode::Internal, "no random numbers can be had"))?;
-    let offer = Offer {
-        versions: VERSIONS,
-        optional: Features::NONE,
-        required: if options.verify {
-            Features::VERIFY
-        } else {
-            Features::NONE
-        },
-        security: options.security,
-        session,
-        attempt: 1,
-        epoch: 1,
-    };
-    let mut bytes = Vec::new();
-    offer.encode(&mut bytes).map_err(|error| {
-        Fault::new(FaultCode::Internal, "the offer cannot be sent").because(error)
-    })?;
-    stream.send(&bytes).map_err(|error| {
-        Fault::new(FaultCode::ControlLost, "the control lane was lost").because(error)
-    })?;
-    let selection = match read_opening(&stream, deadline)? {
-        Opening::Select(selection) => selection,
-        Opening::Refuse(_, refusal) => return Err(Fault::told(refusal.fault, refusal.text)),
-        _ => {
-            return Err(Fault::new(
-                FaultCode::Malformed,
-                "the destination answered the offer with something else",
-            ));
-        }
-    };
-    selection.confirm(&offer).map_err(|error| {
-        Fault::new(FaultCode::SecurityNotAgreed, "the destination's selection is not ours")
-            .because(error)
-    })?;
-    let memory = vm.memory();
-    let schedule = Schedule::new(memory.regions().iter().map(|region| (region.id, region.pages())));
-    Ok(Session {
-        vm,
-        memory,
-        options,
-        host,
-        observer,
-        control: Arc::new(ControlLane::new(stream, session, offer.epoch)),
-        selection,
-        events,
-        shared: Arc::new(Shared::new(schedule, Pace::new(options.rate))),
-        state: Source::Live,
-        paused_by_owner,
-        relinquished: false,
-        logs: Vec::new(),
-        lanes_running: 0,
-        threads: Vec::new(),
-        cpu: Arc::default(),
-        started,
-        iterations: Vec::new(),
-        bytes_per_s: 0,
-        window: (started, 0),
-        dirty_pages_per_s: 0,
-        throttle: 0,
-    })
-}
-
 impl Session<'_> {
-    /// Describes the VM, and opens the lanes side by side.
-    fn set_up(
-        &mut self,
-        to: &str,
-        tls: &ClientTls,
-        events: &Sender<SessionEvent>,
-    ) -> Result<(), Fault> {
-        let deadline = self.started + self.options.connect_limit;
-        self.spawn_reader(events)?;
-        self.control.ask()?;
-        self.describe()?;
-        let accept = self.await_accept(deadline)?;
-        if self.options.lanes > accept.lanes_max {
-            return Err(Fault::new(
-                FaultCode::LaneLimit,
-                format!(
-                    "{} lanes were asked for and the destination takes {}",
-                    self.options.lanes, accept.lanes_max
-                ),
-            ));
-        }
-        let peer = self.control.stream().peer();
-        self.observer.event(&Event::Accepted {
-            peer: peer
-                .names
-                .iter()
-                .map(ToString::to_string)
-                .collect::<Vec<_>>()
-                .join(", "),
-        });
-        let fingerprint = peer.fingerprint;
-        {
-            let mut state = lock(&self.shared.state);
-            for number in 1..=self.options.lanes {
-                state.schedule.open_lane(number);
-                state.lanes.push(LaneShare {
-                    lane: number,
-                    ..LaneShare::default()
-                });
-            }
-        }
-        for number in 1..=self.options.lanes {
-            let endpoint = match accept.endpoints.as_slice() {
-                [] => to.to_owned(),
-                some => some[usize::from(number - 1) % some.len()].clone(),
-            };
-            let lane = Lane {
-                number,
-                endpoint,
-                tls: tls.clone(),
-                security: self.selection.security,
-                version: self.selection.version,
-                session: self.control.session(),
-                secret: accept.secret.clone(),
-                peer_fingerprint: fingerprint,
-                rate: self.options.lane_rate,
-                deadline: Instant::now() + self.options.connect_limit,
-                memory: Arc::clone(&self.memory),
-                shared: Arc::clone(&self.shared),
-                host: Arc::clone(self.host),
-                events: events.clone(),
-            };
-            self.spawn(format!("dunlin-lane-{number}"), move || lane.run())?;
-            self.lanes_running += 1;
-        }
-        self.await_lanes(Instant::now() + self.options.connect_limit)
-    }
-
-    fn describe(&self) -> Result<(), Fault> {
-        let described = self.vm.describe().map_err(|error| {
-            Fault::new(FaultCode::Internal, "the VM cannot be described").because(error)
-        })?;
-        let regions = RegionTable::new(self.memory.regions().to_vec()).map_err(|error| {
-            Fault::new(FaultCode::Internal, "the VM's memory cannot be described").because(error)
-        })?;
-        self.control.send(&Message::Describe(Describe {
-            vm_uuid: described.uuid,
-            vm_name: described.name,
-            page_bytes: u32::try_from(PAGE_BYTES).unwrap_or(u32::MAX),
-            paused: self.paused_by_owner,
-            description: described.description,
-            regions,
-        }))
-    }
-
-    fn await_accept(&mut self, deadline: Instant) -> Result<Accept, Fault> {
-        match self.await_message(deadline, "an answer to the VM's description")? {
-            Message::Accept(accept) => Ok(accept),
-            other => Err(unexpected(&other)),
-        }
-    }
-
-    fn await_lanes(&mut self, deadline: Instant) -> Result<(), Fault> {
-        let mut waiting: BTreeSet<u16> = (1..=self.options.lanes).collect();
-        while !waiting.is_empty() {
-            let what = format!("lanes {waiting:?} to stand");
-            match self.await_message(deadline, &what)? {
-                Message::LaneUp { lane } if waiting.remove(&lane) => {
-                    self.observer.event(&Event::LaneUp { lane });
-                }
-                Message::LaneUp { lane } => {
-                    return Err(Fault::new(
-                        FaultCode::Malformed,
-                        format!("the destination names lane {lane}, which is not being opened"),
-                    ));
-                }
-                Message::LaneRefused { lane, fault, text } => {
-                    return Err(Fault::told(fault, format!("lane {lane} was refused: {text}")));
-                }
-                other => return Err(unexpected(&other)),
-            }
-        }
-        Ok(())
-    }
-
     /// The next message that is for the session's thread, while nothing else
-    /// is expected to happen.
-    fn await_message(&mut self, deadline: Instant, what: &str) -> Result<Message, Fault> {
+    /// is expected to happen; `None` at the deadline.
+    pub(super) fn next_message(&mut self, deadline: Instant) -> Result<Option<Message>, Fault> {
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
             match self.next_event(left)? {
-                Some(SessionEvent::Control(FromPeer::Message(message))) => return Ok(message),
-                Some(_) => {}
-                None => {
-                    return Err(Fault::new(
-                        FaultCode::ControlLost,
-                        format!("the destination kept us waiting for {what}"),
-                    ));
+                Some(SessionEvent::Control(FromPeer::Message(message))) => {
+                    return Ok(Some(message));
                 }
+                Some(_) => {}
+                None => return Ok(None),
             }
         }
     }
@@ -405,8 +165,10 @@ impl Session<'_> {
 
     fn receive(&self, wait: Duration) -> Result<SessionEvent, RecvTimeoutError> {
         let event = self.events.recv_timeout(wait)?;
-        if matches!(event, SessionEvent::Control(FromPeer::Message(_))) {
-            self.control.took();
+        match event {
+            SessionEvent::Control(FromPeer::Message(_)) => self.control.took(),
+            SessionEvent::Control(FromPeer::Lost(_)) => self.control_ended.set(true),
+            _ => {}
         }
         Ok(event)
     }
@@ -425,286 +187,32 @@ impl Session<'_> {
                     fault,
                     text,
                 }))) => {
-                    return Some(Fault::told(fault, format!("lane {lane} was refused: {text}")));
+                    return Some(Fault::told(
+                        fault,
+                        format!("lane {lane} was refused: {text}"),
+                    ));
                 }
                 Ok(SessionEvent::LaneEnded { cpu, .. }) => {
                     self.lanes_running -= 1;
                     self.add_cpu(cpu);
                 }
-                Ok(SessionEvent::Control(FromPeer::Lost(_))) | Err(_) => return None,
+                // Its last words would have come before its end.
+                Ok(SessionEvent::Control(FromPeer::Lost(lost))) => return Some(lost),
+                Err(_) => return None,
                 Ok(_) => {}
             }
         }
-    }
-
-    /// Iterations until the switchover is due.
-    fn pre_copy(&mut self) -> Result<(), Fault> {
-        self.start_logs()?;
-        self.mark_everything()?;
-        let mut precopy = Precopy::new(
-            Goals {
-                downtime_limit_ns: nanos(self.options.downtime_limit),
-                time_limit_ns: self.options.time_limit.map(nanos),
-                at_time_limit: self.options.at_time_limit,
-                throttle: self.options.throttle,
-            },
-            PAGE_BYTES,
-        );
-        loop {
-            let (iteration, waiting) = self.begin_iteration(false);
-            let began = Instant::now();
-            let before = lock(&self.shared.state).traffic();
-            self.await_cut(iteration, began)?;
-            self.check_guest()?;
-            let duration = began.elapsed();
-            let dirtied_pages = self.fetch_logs()?;
-            let (now, remaining_pages) = {
-                let state = lock(&self.shared.state);
-                let remaining = state.schedule.pending_pages() + state.schedule.in_flight_pages();
-                (state.traffic(), remaining)
-            };
-            let wire_bytes = now.wire_bytes - before.wire_bytes;
-            self.measure(&before, &now, dirtied_pages, duration);
-            let pass = Pass {
-                since_start_ns: nanos(self.started.elapsed()),
-                bytes_per_s: self.bytes_per_s,
-                remaining_bytes: remaining_pages * PAGE_BYTES,
-                dirtied_pages,
-                fixed_ns: nanos(self.fixed_cost()),
-            };
-            let ended = Iteration {
-                number: iteration,
-                duration,
-                pages: waiting,
-                dirtied_pages,
-                wire_bytes,
-                predicted_downtime: Duration::from_nanos(Precopy::predict_ns(&pass))
-                    + self.digest_cost(),
-                throttle: self.throttle,
-            };
-            self.observer.event(&Event::Iterated(ended.clone()));
-            self.iterations.push(ended);
-            match precopy.after_iteration(&pass) {
-                Decision::SwitchOver => return Ok(()),
-                Decision::GiveUp => {
-                    return Err(Fault::new(
-                        FaultCode::TimeLimit,
-                        "the migration did not converge within its time limit",
-                    ));
-                }
-                Decision::OutOfReach => {
-                    return Err(Fault::new(
-                        FaultCode::NotConverging,
-                        format!(
-                            "nothing is left to send, and the switchover alone takes {:?}: more \
-                             than the downtime limit of {:?}",
-                            self.fixed_cost(),
-                            self.options.downtime_limit
-                        ),
-                    ));
-                }
-                Decision::Iterate { throttle } => self.throttle(throttle),
-            }
-        }
-    }
-
-    /// Marks what is worth sending: the first iteration's pages.
-    fn mark_everything(&mut self) -> Result<(), Fault> {
-        let mut state = lock(&self.shared.state);
-        for (index, region) in self.memory.regions().iter().enumerate() {
-            let schedule = &mut state.schedule;
-            let found = self.memory.worth_sending(index, &mut |range| {
-                let first = range.start / PAGE_BYTES;
-                let count = range.end.div_ceil(PAGE_BYTES) - first;
-                schedule.mark_run(index, Run { first, count });
-            });
-            if let Err(error) = found {
-                self.observer.event(&Event::Warning(format!(
-                    "holes in guest memory cannot be found ({error}): all of {} is read",
-                    region.name
-                )));
-                let count = region.pages();
-                state.schedule.mark_run(index, Run { first: 0, count });
-            }
-        }
-        Ok(())
-    }
-
-    /// Begins an iteration with the pages that wait; returns its number and
-    /// how many pages those are.
-    pub(super) fn begin_iteration(&mut self, last: bool) -> (u32, u64) {
-        let mut state = lock(&self.shared.state);
-        state.schedule.begin_iteration();
-        if last {
-            state.schedule.finish();
-        }
-        let begun = (state.schedule.iteration(), state.schedule.pending_pages());
-        drop(state);
-        self.shared.changed.notify_all();
-        begun
-    }
-
-    /// Waits until the last chunk of `iteration` has been given to a lane, or
-    /// the time limit has come. A pass that is over in no time is stretched:
-    /// the guest gets the processor for longer than the engine does.
-    fn await_cut(&mut self, iteration: u32, began: Instant) -> Result<(), Fault> {
-        let mut cut_yet = false;
-        loop {
-            let mut wait = PROGRESS_EVERY;
-            if cut_yet {
-                wait = SHORTEST_PASS.saturating_sub(began.elapsed());
-                if wait.is_zero() {
-                    return Ok(());
-                }
-            }
-            if let Some(limit) = self.options.time_limit {
-                let left = limit.saturating_sub(self.started.elapsed());
-                if left.is_zero() {
-                    return Ok(());
-                }
-                wait = wait.min(left);
-            }
-            match self.next_event(wait)? {
-                Some(SessionEvent::Cut { iteration: cut }) => cut_yet |= cut == iteration,
-                Some(SessionEvent::Control(FromPeer::Message(message))) => {
-                    return Err(unexpected(&message));
-                }
-                Some(_) => {}
-                None if cut_yet => {}
-                None => {
-                    self.check_guest()?;
-                    self.report_progress();
-                }
-            }
-        }
-    }
-
-    /// Ends the migration when the guest has ended.
-    pub(super) fn check_guest(&self) -> Result<(), Fault> {
-        match self.vm.run_state() {
-            RunState::Running | RunState::Paused => Ok(()),
-            RunState::PoweredOff => Err(Fault::new(
-                FaultCode::GuestPoweredOff,
-                "the guest powered itself off while it was being migrated",
-            )),
-            RunState::Stopped(why) => Err(Fault::new(
-                FaultCode::GuestStopped,
-                format!("the guest stopped while it was being migrated: {why}"),
-            )),
-        }
-    }
-
-    fn start_logs(&mut self) -> Result<(), Fault> {
-        self.logs = self.vm.dirty_logs();
-        for log in &mut self.logs {
-            log.start().map_err(|error| {
-                Fault::new(FaultCode::Kernel, "a dirty log cannot be started").because(error)
-            })?;
-        }
-        Ok(())
-    }
-
-    /// Adds what has been dirtied since the last time to the pages that wait.
-    pub(super) fn fetch_logs(&mut self) -> Result<u64, Fault> {
-        let mut named = 0;
-        for log in &mut self.logs {
-            let shared = &self.shared;
-            log.fetch(&mut |index, words| {
-                named += lock(&shared.state).schedule.mark_dirty(index, words);
-            })
-            .map_err(|error| {
-                Fault::new(FaultCode::Kernel, "a dirty log cannot be read").because(error)
-            })?;
-        }
-        Ok(named)
-    }
-
-    /// The bandwidth is what the destination has acknowledged: what stands in
-    /// the sockets' buffers still has to travel. Passes too short to tell are
-    /// taken together.
-    fn measure(&mut self, before: &Traffic, now: &Traffic, dirtied: u64, duration: Duration) {
-        self.dirty_pages_per_s = per_second(dirtied, duration);
-        let acked_pages = lock(&self.shared.state).acked_pages;
-        let (since, acked_before) = self.window;
-        let measured = since.elapsed();
-        if measured < MEASURABLE && self.bytes_per_s != 0 {
-            return;
-        }
-        self.window = (Instant::now(), acked_pages);
-        let raw_pages = now.raw_pages - before.raw_pages;
-        let zero_pages = now.zero_pages - before.zero_pages;
-        // A guest's untouched memory goes by much faster than the pages that
-        // it works on, and would promise a bandwidth that is not there.
-        if self.iterations.is_empty() && zero_pages > raw_pages * MOSTLY_ZERO {
-            return;
-        }
-        if acked_pages > acked_before {
-            self.bytes_per_s = per_second((acked_pages - acked_before) * PAGE_BYTES, measured);
-        }
-    }
-
-    /// The switchover's cost besides the last pages. The digests are no part
-    /// of it: they are asked for by hand, and no further pass shortens them.
-    fn fixed_cost(&self) -> Duration {
-        STATE_COST + self.control.round_trip() * 3 / 2
-    }
-
-    fn digest_cost(&self) -> Duration {
-        if !self.options.verify {
-            return Duration::ZERO;
-        }
-        let bytes = self.iterations.first().map_or(0, |first| first.pages) * PAGE_BYTES;
-        Duration::from_millis(bytes * 1000 / DIGEST_BYTES_PER_S)
-    }
-
-    pub(super) fn throttle(&mut self, percent: u8) {
-        if percent == self.throttle {
-            return;
-        }
-        match self.vm.throttle(percent) {
-            Ok(true) => {
-                self.throttle = percent;
-                self.observer.event(&Event::Throttled { percent });
-            }
-            Ok(false) => {}
-            Err(error) => self
-                .observer
-                .event(&Event::Warning(format!("the guest cannot be slowed down: {error}"))),
-        }
-    }
-
-    pub(super) fn report_progress(&self) {
-        let state = lock(&self.shared.state);
-        let wire_bytes = state.traffic().wire_bytes;
-        let sent_before: u64 = self.iterations.iter().map(|one| one.wire_bytes).sum();
-        let bytes_per_s = if self.bytes_per_s == 0 {
-            let millis = u64::try_from(self.started.elapsed().as_millis()).unwrap_or(1);
-            (wire_bytes - sent_before.min(wire_bytes)) * 1000 / millis.max(1)
-        } else {
-            self.bytes_per_s
-        };
-        let remaining_bytes = state.schedule.pending_pages() * PAGE_BYTES;
-        let progress = Progress {
-            iteration: state.schedule.iteration(),
-            bytes_per_s,
-            remaining_bytes,
-            dirty_pages_per_s: self.dirty_pages_per_s,
-            predicted_downtime: self
-                .iterations
-                .last()
-                .map_or(Duration::ZERO, |last| last.predicted_downtime),
-            lanes: lane_bytes(&state.lanes),
-        };
-        drop(state);
-        self.observer.event(&Event::Progress(progress));
     }
 
     /// Moves the state machine; an event that it cannot take is a defect of
     /// ours, since the callers check the peer's messages first.
     pub(super) fn step(&mut self, event: SourceEvent) -> Result<SourceAction, Fault> {
         let (state, action) = self.state.on(event).map_err(|error| {
-            Fault::new(FaultCode::Malformed, "the peer broke the order of the switchover")
-                .because(error)
+            Fault::new(
+                FaultCode::Malformed,
+                "the peer broke the order of the switchover",
+            )
+            .because(error)
         })?;
         self.state = state;
         Ok(action)
@@ -717,7 +225,10 @@ impl Session<'_> {
             FaultCode::ControlLost => SourceEvent::ControlLost,
             _ => SourceEvent::Failed,
         };
-        let (state, action) = self.state.on(event).unwrap_or((self.state, SourceAction::HoldInDoubt));
+        let (state, action) = self
+            .state
+            .on(event)
+            .unwrap_or((self.state, SourceAction::HoldInDoubt));
         self.state = state;
         // The guest itself is asked, and not the fault: a peer may name any.
         let ended = matches!(
@@ -740,7 +251,9 @@ impl Session<'_> {
                     VmIs::AtSource
                 }
             }
-            SourceAction::RefuseTooLate if self.state == Source::Released => VmIs::StuckAtDestination,
+            SourceAction::RefuseTooLate if self.state == Source::Released => {
+                VmIs::StuckAtDestination
+            }
             _ => VmIs::InDoubt,
         };
         fault.into_error(vm)
@@ -757,8 +270,9 @@ impl Session<'_> {
         match self.vm.resume() {
             Ok(()) => VmIs::AtSource,
             Err(error) => {
-                self.observer
-                    .event(&Event::Warning(format!("the guest cannot be resumed: {error}")));
+                self.observer.event(&Event::Warning(format!(
+                    "the guest cannot be resumed: {error}"
+                )));
                 VmIs::StuckAtSource
             }
         }
@@ -784,8 +298,9 @@ impl Session<'_> {
     pub(super) fn let_go_of_guest(&mut self) {
         for mut log in self.logs.drain(..) {
             if let Err(error) = log.stop() {
-                self.observer
-                    .event(&Event::Warning(format!("a dirty log cannot be stopped: {error}")));
+                self.observer.event(&Event::Warning(format!(
+                    "a dirty log cannot be stopped: {error}"
+                )));
             }
         }
         self.throttle(0);
@@ -815,7 +330,8 @@ impl Session<'_> {
     /// Lets the peer's last words and its close arrive, within a bound.
     fn await_peers_end(&mut self) {
         let until = Instant::now() + GOODBYE_LIMIT;
-        loop {
+        // A peer that goes on talking gets no more than its time.
+        while !self.control_ended.get() && Instant::now() < until {
             let left = until.saturating_duration_since(Instant::now());
             match self.receive(left) {
                 Ok(SessionEvent::LaneEnded { cpu, .. }) => self.add_cpu(cpu),
@@ -825,7 +341,7 @@ impl Session<'_> {
         }
     }
 
-    fn spawn_reader(&mut self, events: &Sender<SessionEvent>) -> Result<(), Fault> {
+    pub(super) fn spawn_reader(&mut self, events: &Sender<SessionEvent>) -> Result<(), Fault> {
         let control = Arc::clone(&self.control);
         let events = events.clone();
         let (cpu, shared) = (Arc::clone(&self.cpu), Arc::clone(&self.shared));
@@ -853,7 +369,7 @@ impl Session<'_> {
         Ok(())
     }
 
-    pub(super) fn add_cpu(&self, used: Duration) {
+    fn add_cpu(&self, used: Duration) {
         add(&self.cpu, used);
     }
 }
@@ -869,16 +385,11 @@ pub(super) fn unexpected(message: &Message) -> Fault {
     )
 }
 
-fn per_second(amount: u64, duration: Duration) -> u64 {
-    let nanos = duration.as_nanos().max(1);
-    u64::try_from(u128::from(amount) * 1_000_000_000 / nanos).unwrap_or(u64::MAX)
-}
-
-fn nanos(duration: Duration) -> u64 {
+pub(super) fn nanos(duration: Duration) -> u64 {
     u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
 
-fn lane_bytes(lanes: &[LaneShare]) -> Vec<(u16, u64)> {
+pub(super) fn lane_bytes(lanes: &[LaneShare]) -> Vec<(u16, u64)> {
     lanes
         .iter()
         .map(|share| (share.lane, share.traffic.raw_pages * PAGE_BYTES))

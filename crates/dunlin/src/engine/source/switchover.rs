@@ -55,8 +55,11 @@ impl Session<'_> {
         downtime.ready = finalised.elapsed();
         let digests_equal = self.compare(cpu, theirs)?;
         self.vm.hold().map_err(|error| {
-            Fault::new(FaultCode::Cancelled, "the migration was held and then refused")
-                .because(error)
+            Fault::new(
+                FaultCode::Cancelled,
+                "the migration was held and then refused",
+            )
+            .because(error)
         })?;
         self.settle()?;
         self.check_guest()?;

@@ -1,0 +1,162 @@
+//! Setting a session up at the destination: a source whose offer can be met, and
+//! the VM that it describes.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use dunlin_proto::control::{Accept, Describe, Message};
+use dunlin_proto::fault::FaultCode;
+use dunlin_proto::limits::PAGE_BYTES;
+use dunlin_proto::negotiate::{Features, Opening, Refusal, Supported, VERSIONS, select};
+
+use super::super::control::{ControlLane, FromPeer};
+use super::super::error::Fault;
+use super::super::vmm::{Builder, Offered, VmDescription};
+use super::lane::Shared;
+use super::session::{Session, peer_of, refuse, unexpected};
+use super::{DestinationEvent, SessionEvent};
+use crate::lane::accept::Arrival;
+use crate::lane::control::ControlStream;
+
+/// How long the source may take to describe its VM.
+const DESCRIBE_LIMIT: Duration = Duration::from_secs(10);
+
+impl Session<'_> {
+    /// Waits for a control lane whose offer can be met.
+    pub(super) fn await_source(&mut self) -> Result<Arc<ControlLane>, Fault> {
+        loop {
+            let Some(SessionEvent::Arrived(arrival)) = self.next_event(None)? else {
+                continue;
+            };
+            match *arrival {
+                Arrival::Control { stream, opening } => {
+                    if let Some(control) = self.negotiate(stream, &opening)? {
+                        return Ok(control);
+                    }
+                }
+                other => self.turn_away(other, "no session has begun"),
+            }
+        }
+    }
+
+    pub(super) fn negotiate(
+        &mut self,
+        stream: ControlStream,
+        opening: &Opening,
+    ) -> Result<Option<Arc<ControlLane>>, Fault> {
+        let mut bytes = Vec::new();
+        let answer = match opening {
+            Opening::Offer(offer) => {
+                let supported = Supported {
+                    versions: VERSIONS,
+                    features: Features::VERIFY,
+                    required: Features::NONE,
+                    plain_allowed: self.options.allow_plain,
+                };
+                select(offer, &supported).map(|selection| (offer, selection))
+            }
+            _ => Err(Refusal {
+                fault: FaultCode::Malformed,
+                text: "an offer comes first on a control lane".into(),
+            }),
+        };
+        let (offer, selection) = match answer {
+            Ok(agreed) => agreed,
+            Err(refusal) => {
+                self.reject(format!("the offer of {}: {refusal}", peer_of(&stream)));
+                refuse(&stream, &refusal);
+                return Ok(None);
+            }
+        };
+        selection.encode(&mut bytes).map_err(|error| {
+            Fault::new(FaultCode::Internal, "the selection cannot be sent").because(error)
+        })?;
+        if let Err(error) = stream.send(&bytes) {
+            self.reject(format!("the control lane of {}: {error}", peer_of(&stream)));
+            return Ok(None);
+        }
+        (self.observer)(&DestinationEvent::Connected {
+            peer: peer_of(&stream),
+        });
+        self.tls
+            .config()
+            .crypto_provider()
+            .secure_random
+            .fill(&mut self.secret.0)
+            .map_err(|_| Fault::new(FaultCode::Internal, "no random numbers can be had"))?;
+        self.selection = Some(selection);
+        let control = Arc::new(ControlLane::new(stream, offer.session, offer.epoch));
+        self.control = Some(Arc::clone(&control));
+        self.spawn_reader(&control)?;
+        Ok(Some(control))
+    }
+
+    /// Builds the VM that the source describes, and accepts it.
+    pub(super) fn build(&mut self, builder: &mut dyn Builder) -> Result<Offered, Fault> {
+        let until = Instant::now() + DESCRIBE_LIMIT;
+        let described = loop {
+            match self.next_event(Some(until))? {
+                Some(SessionEvent::Control(FromPeer::Message(Message::Describe(described)))) => {
+                    break described;
+                }
+                Some(SessionEvent::Control(FromPeer::Message(other))) => {
+                    return Err(unexpected(&other));
+                }
+                Some(SessionEvent::Arrived(arrival)) => {
+                    self.turn_away(*arrival, "the VM is not described yet");
+                }
+                Some(_) => {}
+                None => {
+                    return Err(Fault::new(
+                        FaultCode::ControlLost,
+                        "the source does not describe its VM",
+                    ));
+                }
+            }
+        };
+        let Describe {
+            vm_uuid,
+            vm_name,
+            page_bytes,
+            paused,
+            description,
+            regions,
+        } = described;
+        if u64::from(page_bytes) != PAGE_BYTES {
+            return Err(Fault::new(
+                FaultCode::DescriptionRefused,
+                format!("pages of {page_bytes} bytes are not supported: only {PAGE_BYTES}"),
+            ));
+        }
+        let offered = Offered {
+            vm: VmDescription {
+                uuid: vm_uuid,
+                name: vm_name,
+                description,
+            },
+            regions: regions.regions().to_vec(),
+            paused,
+        };
+        (self.observer)(&DestinationEvent::Offered(offered.clone()));
+        let vm = builder
+            .build(&offered)
+            .map_err(|refusal| Fault::new(refusal.fault, refusal.text))?;
+        let memory = vm.memory();
+        let built = memory.regions().iter().map(|r| (r.id, r.length));
+        let wanted = offered.regions.iter().map(|r| (r.id, r.length));
+        self.vm = Some(Arc::clone(&vm));
+        if !built.eq(wanted) {
+            return Err(Fault::new(
+                FaultCode::DescriptionRefused,
+                "the VM that was built here has other memory regions than the source's",
+            ));
+        }
+        self.shared = Some(Arc::new(Shared::new(memory, regions)));
+        self.send(&Message::Accept(Accept {
+            secret: self.secret.clone(),
+            lanes_max: self.options.lanes_max,
+            endpoints: self.options.endpoints.clone(),
+        }))?;
+        Ok(offered)
+    }
+}

@@ -1,0 +1,308 @@
+//! Pre-copy: iterations over what is dirty while the guest runs.
+
+use std::time::{Duration, Instant};
+
+use dunlin_proto::bitmap::Run;
+use dunlin_proto::fault::FaultCode;
+use dunlin_proto::limits::PAGE_BYTES;
+use dunlin_proto::precopy::{Decision, Goals, Pass, Precopy};
+
+use super::super::control::FromPeer;
+use super::super::error::Fault;
+use super::super::lock;
+use super::super::report::{Event, Iteration, Progress, Traffic};
+use super::super::vmm::RunState;
+use super::SessionEvent;
+use super::session::{Session, lane_bytes, nanos, unexpected};
+
+/// Between two progress events.
+const PROGRESS_EVERY: Duration = Duration::from_millis(250);
+/// What the switchover costs besides the last pages and round trips: pausing,
+/// saving and loading the state. Measured on the reference VMM: 2 to 6 ms.
+const STATE_COST: Duration = Duration::from_millis(6);
+/// Bytes per second at which digests are made, for the prediction alone.
+const DIGEST_BYTES_PER_S: u64 = 3 << 30;
+/// A pass shorter than this says nothing about the bandwidth.
+const MEASURABLE: Duration = Duration::from_millis(20);
+/// A pass lasts at least this long, so that a guest whose few dirty pages go
+/// by in no time is not asked for its dirty log thousands of times a second.
+const SHORTEST_PASS: Duration = Duration::from_millis(5);
+/// From so many zero pages to one that is not, a first pass says nothing
+/// about the bandwidth.
+const MOSTLY_ZERO: u64 = 4;
+
+impl Session<'_> {
+    /// Iterations until the switchover is due.
+    pub(super) fn pre_copy(&mut self) -> Result<(), Fault> {
+        self.start_logs()?;
+        self.mark_everything()?;
+        let mut precopy = Precopy::new(
+            Goals {
+                downtime_limit_ns: nanos(self.options.downtime_limit),
+                time_limit_ns: self.options.time_limit.map(nanos),
+                at_time_limit: self.options.at_time_limit,
+                throttle: self.options.throttle,
+            },
+            PAGE_BYTES,
+        );
+        loop {
+            self.control.ask_anew()?;
+            let (iteration, waiting) = self.begin_iteration(false);
+            let began = Instant::now();
+            let before = lock(&self.shared.state).traffic();
+            self.await_cut(iteration, began)?;
+            self.check_guest()?;
+            let duration = began.elapsed();
+            let dirtied_pages = self.fetch_logs()?;
+            let (now, remaining_pages) = {
+                let state = lock(&self.shared.state);
+                let remaining = state.schedule.pending_pages() + state.schedule.in_flight_pages();
+                (state.traffic(), remaining)
+            };
+            let wire_bytes = now.wire_bytes - before.wire_bytes;
+            self.measure(&before, &now, dirtied_pages, duration);
+            let pass = Pass {
+                since_start_ns: nanos(self.started.elapsed()),
+                bytes_per_s: self.bytes_per_s,
+                remaining_bytes: remaining_pages * PAGE_BYTES,
+                dirtied_pages,
+                fixed_ns: nanos(self.fixed_cost()),
+            };
+            let ended = Iteration {
+                number: iteration,
+                duration,
+                pages: waiting,
+                dirtied_pages,
+                wire_bytes,
+                predicted_downtime: Duration::from_nanos(Precopy::predict_ns(&pass))
+                    + self.digest_cost(),
+                throttle: self.throttle,
+            };
+            self.observer.event(&Event::Iterated(ended.clone()));
+            self.iterations.push(ended);
+            match precopy.after_iteration(&pass) {
+                Decision::SwitchOver => return Ok(()),
+                Decision::GiveUp => {
+                    return Err(Fault::new(
+                        FaultCode::TimeLimit,
+                        "the migration did not converge within its time limit",
+                    ));
+                }
+                Decision::OutOfReach => {
+                    return Err(Fault::new(
+                        FaultCode::NotConverging,
+                        format!(
+                            "nothing is left to send, and the switchover alone takes {:?}: more \
+                             than the downtime limit of {:?}",
+                            self.fixed_cost(),
+                            self.options.downtime_limit
+                        ),
+                    ));
+                }
+                Decision::Iterate { throttle } => self.throttle(throttle),
+            }
+        }
+    }
+
+    /// Marks what is worth sending: the first iteration's pages.
+    pub(super) fn mark_everything(&mut self) -> Result<(), Fault> {
+        let mut state = lock(&self.shared.state);
+        for (index, region) in self.memory.regions().iter().enumerate() {
+            let schedule = &mut state.schedule;
+            let found = self.memory.worth_sending(index, &mut |range| {
+                let first = range.start / PAGE_BYTES;
+                let count = range.end.div_ceil(PAGE_BYTES) - first;
+                schedule.mark_run(index, Run { first, count });
+            });
+            if let Err(error) = found {
+                self.observer.event(&Event::Warning(format!(
+                    "holes in guest memory cannot be found ({error}): all of {} is read",
+                    region.name
+                )));
+                let count = region.pages();
+                state.schedule.mark_run(index, Run { first: 0, count });
+            }
+        }
+        Ok(())
+    }
+
+    /// Begins an iteration with the pages that wait; returns its number and
+    /// how many pages those are.
+    pub(super) fn begin_iteration(&mut self, last: bool) -> (u32, u64) {
+        let mut state = lock(&self.shared.state);
+        state.schedule.begin_iteration();
+        if last {
+            state.schedule.finish();
+        }
+        let begun = (state.schedule.iteration(), state.schedule.pending_pages());
+        drop(state);
+        self.shared.changed.notify_all();
+        begun
+    }
+
+    /// Waits until the last chunk of `iteration` has been given to a lane, or
+    /// the time limit has come. A pass that is over in no time is stretched:
+    /// the guest gets the processor for longer than the engine does.
+    pub(super) fn await_cut(&mut self, iteration: u32, began: Instant) -> Result<(), Fault> {
+        let mut cut_yet = false;
+        loop {
+            let mut wait = PROGRESS_EVERY;
+            if cut_yet {
+                wait = SHORTEST_PASS.saturating_sub(began.elapsed());
+                if wait.is_zero() {
+                    return Ok(());
+                }
+            }
+            if let Some(limit) = self.options.time_limit {
+                let left = limit.saturating_sub(self.started.elapsed());
+                if left.is_zero() {
+                    return Ok(());
+                }
+                wait = wait.min(left);
+            }
+            match self.next_event(wait)? {
+                Some(SessionEvent::Cut { iteration: cut }) => cut_yet |= cut == iteration,
+                Some(SessionEvent::Control(FromPeer::Message(message))) => {
+                    return Err(unexpected(&message));
+                }
+                Some(_) => {}
+                None if cut_yet => {}
+                None => {
+                    self.check_guest()?;
+                    self.report_progress();
+                }
+            }
+        }
+    }
+
+    /// Ends the migration when the guest has ended.
+    pub(super) fn check_guest(&self) -> Result<(), Fault> {
+        match self.vm.run_state() {
+            RunState::Running | RunState::Paused => Ok(()),
+            RunState::PoweredOff => Err(Fault::new(
+                FaultCode::GuestPoweredOff,
+                "the guest powered itself off while it was being migrated",
+            )),
+            RunState::Stopped(why) => Err(Fault::new(
+                FaultCode::GuestStopped,
+                format!("the guest stopped while it was being migrated: {why}"),
+            )),
+        }
+    }
+
+    pub(super) fn start_logs(&mut self) -> Result<(), Fault> {
+        self.logs = self.vm.dirty_logs();
+        for log in &mut self.logs {
+            log.start().map_err(|error| {
+                Fault::new(FaultCode::Kernel, "a dirty log cannot be started").because(error)
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Adds what has been dirtied since the last time to the pages that wait.
+    pub(super) fn fetch_logs(&mut self) -> Result<u64, Fault> {
+        let mut named = 0;
+        for log in &mut self.logs {
+            let shared = &self.shared;
+            log.fetch(&mut |index, words| {
+                named += lock(&shared.state).schedule.mark_dirty(index, words);
+            })
+            .map_err(|error| {
+                Fault::new(FaultCode::Kernel, "a dirty log cannot be read").because(error)
+            })?;
+        }
+        Ok(named)
+    }
+
+    /// The bandwidth is what the destination has acknowledged: what stands in
+    /// the sockets' buffers still has to travel. Passes too short to tell are
+    /// taken together.
+    pub(super) fn measure(
+        &mut self,
+        before: &Traffic,
+        now: &Traffic,
+        dirtied: u64,
+        duration: Duration,
+    ) {
+        self.dirty_pages_per_s = per_second(dirtied, duration);
+        let acked_pages = lock(&self.shared.state).acked_pages;
+        let (since, acked_before) = self.window;
+        let measured = since.elapsed();
+        if measured < MEASURABLE && self.bytes_per_s != 0 {
+            return;
+        }
+        self.window = (Instant::now(), acked_pages);
+        let raw_pages = now.raw_pages - before.raw_pages;
+        let zero_pages = now.zero_pages - before.zero_pages;
+        // A guest's untouched memory goes by much faster than the pages that
+        // it works on, and would promise a bandwidth that is not there.
+        if self.iterations.is_empty() && zero_pages > raw_pages * MOSTLY_ZERO {
+            return;
+        }
+        if acked_pages > acked_before {
+            self.bytes_per_s = per_second((acked_pages - acked_before) * PAGE_BYTES, measured);
+        }
+    }
+
+    /// The switchover's cost besides the last pages. The digests are no part
+    /// of it: they are asked for by hand, and no further pass shortens them.
+    pub(super) fn fixed_cost(&self) -> Duration {
+        STATE_COST + self.control.round_trip() * 3 / 2
+    }
+
+    pub(super) fn digest_cost(&self) -> Duration {
+        if !self.options.verify {
+            return Duration::ZERO;
+        }
+        let bytes = self.iterations.first().map_or(0, |first| first.pages) * PAGE_BYTES;
+        Duration::from_millis(bytes * 1000 / DIGEST_BYTES_PER_S)
+    }
+
+    pub(super) fn throttle(&mut self, percent: u8) {
+        if percent == self.throttle {
+            return;
+        }
+        match self.vm.throttle(percent) {
+            Ok(true) => {
+                self.throttle = percent;
+                self.observer.event(&Event::Throttled { percent });
+            }
+            Ok(false) => {}
+            Err(error) => self.observer.event(&Event::Warning(format!(
+                "the guest cannot be slowed down: {error}"
+            ))),
+        }
+    }
+
+    pub(super) fn report_progress(&self) {
+        let state = lock(&self.shared.state);
+        let wire_bytes = state.traffic().wire_bytes;
+        let sent_before: u64 = self.iterations.iter().map(|one| one.wire_bytes).sum();
+        let bytes_per_s = if self.bytes_per_s == 0 {
+            let millis = u64::try_from(self.started.elapsed().as_millis()).unwrap_or(1);
+            (wire_bytes - sent_before.min(wire_bytes)) * 1000 / millis.max(1)
+        } else {
+            self.bytes_per_s
+        };
+        let remaining_bytes = state.schedule.pending_pages() * PAGE_BYTES;
+        let progress = Progress {
+            iteration: state.schedule.iteration(),
+            bytes_per_s,
+            remaining_bytes,
+            dirty_pages_per_s: self.dirty_pages_per_s,
+            predicted_downtime: self
+                .iterations
+                .last()
+                .map_or(Duration::ZERO, |last| last.predicted_downtime),
+            lanes: lane_bytes(&state.lanes),
+        };
+        drop(state);
+        self.observer.event(&Event::Progress(progress));
+    }
+}
+
+pub(super) fn per_second(amount: u64, duration: Duration) -> u64 {
+    let nanos = duration.as_nanos().max(1);
+    u64::try_from(u128::from(amount) * 1_000_000_000 / nanos).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,130 @@
+//! No chunk allocates, on a lane's thread at either side, once the lanes have
+//! warmed up. Alone in its process: the counter is the process's allocator.
+#![allow(clippy::unwrap_used)]
+
+mod engine_support;
+mod lane_support;
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+use std::io;
+use std::net::{TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use dunlin::engine::destination::{self, DestinationEvent};
+use dunlin::engine::source::migrate;
+use dunlin::engine::vmm::SourceVm;
+use dunlin::engine::{Cancel, Event, Host, StandardHost};
+use engine_support::{TestBuilder, TestVm, tls, verified};
+
+thread_local! {
+    static ON_A_LANE: Cell<bool> = const { Cell::new(false) };
+}
+static WARM: AtomicBool = AtomicBool::new(false);
+static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
+
+struct Counting;
+
+// SAFETY: every call goes unchanged to the system's allocator, which upholds
+// the contract; counting touches an atomic and a constant-initialised
+// thread-local, and allocates nothing itself.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        if ON_A_LANE.with(Cell::get) && WARM.load(Ordering::Relaxed) {
+            ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        }
+        // SAFETY: the caller's promise about `layout` is passed on.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        // SAFETY: `pointer` came from `alloc` above, hence from `System`, with this layout.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// Marks the lanes' threads of both sides.
+struct Marking;
+
+impl Host for Marking {
+    fn connect(&self, endpoint: &str, deadline: Instant) -> io::Result<TcpStream> {
+        StandardHost.connect(endpoint, deadline)
+    }
+
+    fn spawn(&self, name: String, body: Box<dyn FnOnce() + Send>) -> io::Result<JoinHandle<()>> {
+        let lane = name.starts_with("dunlin-lane-");
+        StandardHost.spawn(
+            name,
+            Box::new(move || {
+                ON_A_LANE.with(|on| on.set(lane));
+                body();
+            }),
+        )
+    }
+}
+
+#[test]
+fn i8_no_chunk_allocates_on_a_lane_at_either_side() {
+    let (client, server) = tls();
+    let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let to = listener.local_addr().unwrap().to_string();
+    let host: Arc<dyn Host> = Arc::new(Marking);
+    let vm = TestVm::new(192 << 20);
+    vm.fill(96 << 20);
+    vm.start(10_000, Duration::ZERO);
+    let as_source: Arc<dyn SourceVm> = Arc::clone(&vm) as _;
+    let warm = |event: &Event| match event {
+        // The first pass has filled every buffer.
+        Event::Iterated(one) if one.number == 1 => WARM.store(true, Ordering::SeqCst),
+        Event::Paused => WARM.store(false, Ordering::SeqCst),
+        _ => {}
+    };
+    let mut options = verified(2);
+    // Several passes of many chunks.
+    options.rate = Some(200 << 20);
+    options.downtime_limit = Duration::from_millis(40);
+    options.time_limit = Some(Duration::from_millis(2500));
+    options.at_time_limit = dunlin::engine::source::AtTimeLimit::Stop;
+    options.throttle = false;
+    let report = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            destination::receive(
+                listener,
+                &server,
+                &destination::Options::default(),
+                &mut TestBuilder::default(),
+                &host,
+                &|_: &DestinationEvent| (),
+                &Cancel::new(),
+            )
+            .map(|_| ())
+            .unwrap();
+        });
+        migrate(
+            &as_source,
+            &to,
+            &client,
+            &options,
+            &host,
+            &warm,
+            &Cancel::new(),
+        )
+        .unwrap()
+    });
+    let passes = &report.iterations[1..report.iterations.len() - 1];
+    let chunks: u64 = passes.iter().map(|pass| pass.pages / 64).sum();
+    let allocations = ALLOCATIONS.load(Ordering::SeqCst);
+    println!("{allocations} allocations for {chunks} chunks");
+    assert!(chunks > 300, "{chunks}");
+    // What is left are the queues between threads, a block for many events.
+    assert!(
+        allocations * 20 < chunks,
+        "{allocations} allocations for {chunks} chunks"
+    );
+}

@@ -1,0 +1,223 @@
+//! What a network does to lanes, by a proxy between the two sides: it looks
+//! into them, holds one back, and cuts one.
+#![allow(clippy::unwrap_used)]
+
+mod engine_support;
+mod lane_support;
+
+use std::net::TcpListener;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use dunlin::engine::destination::{self, DestinationEvent};
+use dunlin::engine::source::{self, LaneSecurity};
+use dunlin::engine::vmm::FaultCode;
+use dunlin::engine::{Cancel, VmIs};
+use engine_support::proxy::Proxy;
+use engine_support::{Receiving, TestBuilder, TestVm, send, tls, verified};
+use vm_memory::{Bytes, GuestAddress};
+
+const CANARY: &[u8; 32] = b"never to be seen on any wire -->";
+
+#[test]
+fn i6_guest_memory_never_crosses_the_network_in_the_clear() {
+    let (client, server) = tls();
+    for security in [LaneSecurity::Tls, LaneSecurity::Plain] {
+        let options = destination::Options {
+            allow_plain: true,
+            ..destination::Options::default()
+        };
+        let receiving = Receiving::start(&server, &options, TestBuilder::default());
+        let proxy = Proxy::start(receiving.address);
+        proxy.record();
+        let vm = TestVm::new(4 << 20);
+        vm.fill(1 << 20);
+        for page in 0..64 {
+            vm.memory
+                .write_slice(CANARY, GuestAddress(page * 4096 + 100))
+                .unwrap();
+        }
+        let options = source::Options {
+            security,
+            ..verified(2)
+        };
+        let to = proxy.address.to_string();
+        let (result, _) = send(&vm, &to, &client, &options, &Cancel::new());
+        assert_eq!(result.unwrap().digests_equal, Some(true));
+        receiving.finish(false).0.unwrap();
+        let seen = proxy.recorded();
+        assert!(seen.len() > 1 << 20);
+        // With plain lanes it is there, so that the search can find it.
+        let found = seen
+            .windows(CANARY.len())
+            .filter(|part| part == CANARY)
+            .count();
+        assert_eq!(found, if security == LaneSecurity::Tls { 0 } else { 64 });
+    }
+}
+
+#[test]
+fn a_stalled_lane_handshake_delays_none_of_the_others() {
+    let (client, server) = tls();
+    let options = destination::Options::default();
+    let receiving = Receiving::start(&server, &options, TestBuilder::default());
+    let proxy = Proxy::start(receiving.address);
+    // The first lane behind control gets nothing through.
+    proxy.hold(1, 0);
+    let vm = TestVm::new(4 << 20);
+    vm.fill(1 << 20);
+    vm.start(16, Duration::from_micros(100));
+    let options = source::Options {
+        connect_limit: Duration::from_millis(1500),
+        ..verified(4)
+    };
+    let to = proxy.address.to_string();
+    let began = Instant::now();
+    thread::scope(|scope| {
+        let sending = scope.spawn(|| send(&vm, &to, &client, &options, &Cancel::new()));
+        let up = |event: &DestinationEvent| matches!(event, DestinationEvent::LaneUp { .. });
+        while receiving
+            .events
+            .lock()
+            .unwrap()
+            .iter()
+            .filter(|e| up(e))
+            .count()
+            < 3
+        {
+            assert!(began.elapsed() < Duration::from_secs(1), "the others wait");
+            thread::sleep(Duration::from_millis(2));
+        }
+        let error = sending.join().unwrap().0.unwrap_err();
+        assert_eq!(
+            (error.fault, error.vm),
+            (FaultCode::LaneLost, VmIs::AtSource),
+            "{error}"
+        );
+    });
+    assert!(began.elapsed() < Duration::from_secs(4));
+    assert!(vm.goes_on());
+    assert!(receiving.finish(true).0.is_err());
+}
+
+#[test]
+fn cancelling_does_not_wait_for_a_stalled_handshake() {
+    let (client, server) = tls();
+    // Lanes get through to here, and no answer ever comes.
+    let silent = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let options = destination::Options {
+        endpoints: vec![silent.local_addr().unwrap().to_string()],
+        ..destination::Options::default()
+    };
+    let receiving = Receiving::start(&server, &options, TestBuilder::default());
+    let vm = TestVm::new(4 << 20);
+    vm.start(16, Duration::from_micros(100));
+    let cancel = Cancel::new();
+    let to = receiving.address.to_string();
+    thread::scope(|scope| {
+        let sending = scope.spawn(|| send(&vm, &to, &client, &verified(2), &cancel));
+        let _lanes = [silent.accept().unwrap(), silent.accept().unwrap()];
+        let began = Instant::now();
+        cancel.cancel();
+        let error = sending.join().unwrap().0.unwrap_err();
+        assert_eq!(
+            (error.fault, error.vm),
+            (FaultCode::Cancelled, VmIs::AtSource),
+            "{error}"
+        );
+        assert!(
+            began.elapsed() < Duration::from_secs(2),
+            "{:?}",
+            began.elapsed()
+        );
+    });
+    assert!(vm.goes_on());
+    assert!(receiving.finish(true).0.is_err());
+}
+
+#[test]
+fn a_lane_that_is_cut_wakes_those_that_wait_at_a_mark() {
+    let (client, server) = tls();
+    for lanes in [2, 8] {
+        let options = destination::Options::default();
+        let receiving = Receiving::start(&server, &options, TestBuilder::default());
+        let proxy = Proxy::start(receiving.address);
+        // Enough for the handshake and the opening, and then for a part of
+        // its first chunk: it cannot reach its mark, and the others can.
+        proxy.hold(1, 60_000);
+        let vm = TestVm::new(16 << 20);
+        vm.fill(4 << 20);
+        vm.start(64, Duration::from_micros(100));
+        let to = proxy.address.to_string();
+        thread::scope(|scope| {
+            // Slow enough that every lane gets a chunk of the first pass.
+            let options = source::Options {
+                rate: Some(50 << 20),
+                ..verified(lanes)
+            };
+            let (vm, client) = (&vm, &client);
+            let sending = scope.spawn(move || send(vm, &to, client, &options, &Cancel::new()));
+            thread::sleep(Duration::from_millis(500));
+            assert_eq!(proxy.connections(), usize::from(lanes) + 1);
+            let began = Instant::now();
+            proxy.cut(1);
+            let error = sending.join().unwrap().0.unwrap_err();
+            assert!(
+                began.elapsed() < Duration::from_secs(2),
+                "{:?}",
+                began.elapsed()
+            );
+            assert_eq!(
+                (error.fault, error.vm),
+                (FaultCode::LaneLost, VmIs::AtSource),
+                "{error}"
+            );
+        });
+        assert!(vm.goes_on());
+        let (result, builder, _) = receiving.finish(false);
+        assert_eq!(result.err().unwrap().fault, FaultCode::LaneLost);
+        assert_eq!(builder.built.unwrap().calls(), ["discard"]);
+
+        // The next attempt works.
+        let receiving = Receiving::start(&server, &options_of(), TestBuilder::default());
+        let to = receiving.address.to_string();
+        let (result, _) = send(&vm, &to, &client, &verified(lanes), &Cancel::new());
+        assert_eq!(result.unwrap().digests_equal, Some(true));
+        assert!(receiving.finish(false).0.unwrap().runs);
+    }
+}
+
+fn options_of() -> destination::Options {
+    destination::Options::default()
+}
+
+#[test]
+fn a_control_lane_that_is_cut_before_commit_leaves_the_vm_at_the_source() {
+    let (client, server) = tls();
+    let receiving = Receiving::start(&server, &options_of(), TestBuilder::default());
+    let proxy = Proxy::start(receiving.address);
+    let vm = TestVm::new(16 << 20);
+    vm.fill(4 << 20);
+    vm.start(64, Duration::from_micros(100));
+    let options = source::Options {
+        rate: Some(2 << 20),
+        ..verified(2)
+    };
+    let to = proxy.address.to_string();
+    thread::scope(|scope| {
+        let sending = scope.spawn(|| send(&vm, &to, &client, &options, &Cancel::new()));
+        receiving.await_event(|event| matches!(event, DestinationEvent::LaneUp { lane: 2 }));
+        proxy.cut(0);
+        let error = sending.join().unwrap().0.unwrap_err();
+        assert_eq!(
+            (error.fault, error.vm),
+            (FaultCode::ControlLost, VmIs::AtSource),
+            "{error}"
+        );
+    });
+    assert!(vm.goes_on());
+    assert_eq!(
+        receiving.finish(false).0.err().unwrap().fault,
+        FaultCode::ControlLost
+    );
+}
