@@ -1,4 +1,6 @@
 //! The kernel interfaces that Dunlin touches, one file each. The only crate with `unsafe` in it.
+#[cfg(feature = "aws-lc")]
+pub mod aead;
 pub mod affinity;
 #[cfg(target_arch = "x86_64")]
 pub mod kick;

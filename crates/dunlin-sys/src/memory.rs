@@ -2,9 +2,9 @@
 //! test for pages that are all zero.
 //!
 //! Guest memory changes under our hands while the guest runs, so it is only
-//! ever copied out of or into by `vm_memory::VolatileSlice`; the zero test
-//! looks at the copy, which is in the cache, and so cannot disagree with what
-//! is sent.
+//! ever copied out of or into by `vm_memory::VolatileSlice`, or handed to
+//! aws-lc by address (`aead`). The zero test looks at a copy. A page that
+//! changes right after it was tested is in the dirty log, and goes again.
 
 use vm_memory::VolatileSlice;
 use vm_memory::bitmap::BitmapSlice;
@@ -28,6 +28,25 @@ pub fn is_zero(bytes: &[u8]) -> bool {
     let (head, rest) = bytes.split_at(bytes.len().min(32));
     is_zero_scalar(head) && is_zero_wide(rest)
 }
+
+/// Whether a page of guest memory, at most [`TESTED_BYTES`] long, was all zero
+/// while it was read. A longer one never is.
+#[must_use]
+pub fn is_zero_page(page: &VolatileSlice<'_>) -> bool {
+    // Most pages that are not zero show it in their first line, and then
+    // nothing else of them is read here.
+    let mut head = [0_u8; 64];
+    let head_bytes = page.copy_to(&mut head);
+    if !is_zero(&head[..head_bytes]) || page.len() > TESTED_BYTES {
+        return false;
+    }
+    let mut copy = [0_u8; TESTED_BYTES];
+    let bytes = page.copy_to(&mut copy);
+    is_zero(&copy[..bytes])
+}
+
+/// The longest page that [`is_zero_page`] takes.
+pub const TESTED_BYTES: usize = 4096;
 
 /// The scalar twin of [`is_zero`], for CPUs without wide registers and as its
 /// reference in tests.
@@ -165,6 +184,22 @@ mod tests {
                 page[index] = 0;
             }
         }
+    }
+
+    #[test]
+    fn i3_every_single_byte_of_a_guest_page_is_seen() {
+        let mut page = vec![0_u8; TESTED_BYTES];
+        assert!(is_zero_page(&VolatileSlice::from(&mut page[..])));
+        for index in 0..page.len() {
+            page[index] = 1;
+            assert!(
+                !is_zero_page(&VolatileSlice::from(&mut page[..])),
+                "{index}"
+            );
+            page[index] = 0;
+        }
+        let mut long = vec![0_u8; TESTED_BYTES + 1];
+        assert!(!is_zero_page(&VolatileSlice::from(&mut long[..])));
     }
 
     #[test]

@@ -1,5 +1,5 @@
 //! Live migration of virtual machines over many encrypted lanes at once.
 #![forbid(unsafe_code)]
 
-pub mod lane;
 pub mod engine;
+pub mod lane;

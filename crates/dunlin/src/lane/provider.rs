@@ -354,6 +354,81 @@ impl AeadKey {
     }
 }
 
+#[cfg(feature = "aws-lc-rs")]
+pub(super) use dunlin_sys::aead::{GuestOpener, GuestSealer};
+
+/// ring works in place only, so nothing of this kind exists without aws-lc-rs.
+#[cfg(not(feature = "aws-lc-rs"))]
+mod without {
+    use vm_memory::VolatileSlice;
+
+    pub(in super::super) enum GuestSealer {}
+    pub(in super::super) enum GuestOpener {}
+
+    impl GuestSealer {
+        pub(in super::super) fn seal(
+            &mut self,
+            _: &[u8; 12],
+            _: &[u8],
+            _: &[VolatileSlice<'_>],
+            _: u8,
+            _: &mut [u8],
+        ) -> Option<()> {
+            match *self {}
+        }
+    }
+
+    impl GuestOpener {
+        pub(in super::super) fn open(
+            &mut self,
+            _: &[u8; 12],
+            _: &[u8],
+            _: &[u8],
+            _: &[VolatileSlice<'_>],
+        ) -> Option<u8> {
+            match *self {}
+        }
+    }
+}
+#[cfg(not(feature = "aws-lc-rs"))]
+pub(super) use without::{GuestOpener, GuestSealer};
+
+/// Seals straight out of guest memory, where library and suite can.
+pub(super) fn guest_sealer(
+    provider: Provider,
+    suite: CipherSuite,
+    key: &[u8],
+) -> Option<GuestSealer> {
+    match (provider, suite) {
+        #[cfg(feature = "aws-lc-rs")]
+        (Provider::AwsLcRs, CipherSuite::Aes256Gcm | CipherSuite::Aes128Gcm) => {
+            GuestSealer::new(key)
+        }
+        _ => {
+            let _ = key;
+            None
+        }
+    }
+}
+
+/// Opens straight into guest memory, where library and suite can.
+pub(super) fn guest_opener(
+    provider: Provider,
+    suite: CipherSuite,
+    key: &[u8],
+) -> Option<GuestOpener> {
+    match (provider, suite) {
+        #[cfg(feature = "aws-lc-rs")]
+        (Provider::AwsLcRs, CipherSuite::Aes256Gcm | CipherSuite::Aes128Gcm) => {
+            GuestOpener::new(key)
+        }
+        _ => {
+            let _ = key;
+            None
+        }
+    }
+}
+
 impl fmt::Display for Provider {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {

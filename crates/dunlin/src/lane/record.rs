@@ -3,15 +3,20 @@
 //!
 //! A record is a header of five bytes, the content, one byte that names the content's type, and a
 //! tag of sixteen bytes. Sealing and opening happen in place, in memory that the caller arranged,
-//! so a page is copied once on its way to the socket and once on its way out of it. Each half
-//! counts its own records and needs nothing from the other: they can live on two threads.
+//! or, where the crypto library can, between that and guest memory: then a page is never copied.
+//! Each half counts its own records and needs nothing from the other: they can live on two
+//! threads.
 //!
 //! No rekeying. AES-GCM allows 2^24 full records under one key (RFC 8446, section 5.5); a lane is
 //! replaced well before, see [`RECORD_LIMIT`], and a peer that asks for new keys ends the lane.
 
 use thiserror::Error;
+use vm_memory::VolatileSlice;
 
-use super::provider::{AeadKey, CipherSuite, Provider, ProviderError};
+use super::provider::{
+    AeadKey, CipherSuite, GuestOpener, GuestSealer, Provider, ProviderError, guest_opener,
+    guest_sealer,
+};
 
 /// The header of a record: type, version, length.
 pub const HEADER_BYTES: usize = 5;
@@ -191,9 +196,19 @@ pub enum Opened {
     Closed,
 }
 
+/// Where an opened record's content is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Landed {
+    /// In the guest's pages, all of it.
+    InGuest,
+    /// Behind the record's header, as the [`Opened`] says.
+    InRecord(Opened),
+}
+
 /// The sending half: seals records in place and counts them.
 pub struct SealHalf {
     key: AeadKey,
+    guest: Option<GuestSealer>,
     iv: [u8; 12],
     sequence: u64,
 }
@@ -201,6 +216,7 @@ pub struct SealHalf {
 /// The receiving half: opens records in place and counts them.
 pub struct OpenHalf {
     key: AeadKey,
+    guest: Option<GuestOpener>,
     iv: [u8; 12],
     sequence: u64,
     empty_run: u32,
@@ -222,6 +238,7 @@ impl SealHalf {
     ) -> Result<Self, ProviderError> {
         Ok(Self {
             key: AeadKey::new(provider, suite, key)?,
+            guest: guest_sealer(provider, suite, key),
             iv,
             sequence,
         })
@@ -249,6 +266,52 @@ impl SealHalf {
         self.seal_as(APPLICATION_DATA, record)
     }
 
+    /// Seals one data record whose content is guest memory: `pages`, one after the other. `record`
+    /// is the whole record, all of it to be written. Where the library can, the pages are read
+    /// once, by the cipher; else they are copied first.
+    ///
+    /// The guest may go on writing: the record then holds some mixture of old and new bytes.
+    ///
+    /// # Errors
+    /// [`SealError`]; nothing of the record may be sent then.
+    pub fn seal_guest(
+        &mut self,
+        pages: &[VolatileSlice<'_>],
+        record: &mut [u8],
+    ) -> Result<(), SealError> {
+        if self.sequence >= RECORD_LIMIT {
+            return Err(SealError::Limit);
+        }
+        let bytes = record.len();
+        let content = pages.iter().map(VolatileSlice::len).sum::<usize>();
+        if content.saturating_add(OVERHEAD_BYTES) != bytes || bytes > RECORD_BYTES {
+            return Err(SealError::Length { bytes });
+        }
+        let Some(guest) = &mut self.guest else {
+            let mut rest = &mut record[HEADER_BYTES..];
+            for page in pages {
+                let (slot, behind) = rest.split_at_mut(page.len());
+                page.copy_to(slot);
+                rest = behind;
+            }
+            return self.seal_as(APPLICATION_DATA, record);
+        };
+        let (header, body) = record.split_at_mut(HEADER_BYTES);
+        let stated = stated_header(body.len());
+        header.copy_from_slice(&stated);
+        guest
+            .seal(
+                &nonce(&self.iv, self.sequence),
+                &stated,
+                pages,
+                APPLICATION_DATA,
+                body,
+            )
+            .ok_or(SealError::Cipher)?;
+        self.sequence += 1;
+        Ok(())
+    }
+
     /// Seals the alert that ends this direction.
     ///
     /// # Errors
@@ -270,16 +333,7 @@ impl SealHalf {
             return Err(SealError::Length { bytes });
         }
         let (header, body) = record.split_at_mut(HEADER_BYTES);
-        let [high, low] = u16::try_from(body.len())
-            .expect("a record's body is at most 16,401 bytes, checked above")
-            .to_be_bytes();
-        let stated = [
-            APPLICATION_DATA,
-            LEGACY_VERSION[0],
-            LEGACY_VERSION[1],
-            high,
-            low,
-        ];
+        let stated = stated_header(body.len());
         header.copy_from_slice(&stated);
         let (inner, tag) = body.split_at_mut(body.len() - TAG_BYTES);
         if let Some(last) = inner.last_mut() {
@@ -307,9 +361,9 @@ impl OpenHalf {
         iv: [u8; 12],
         sequence: u64,
     ) -> Result<Self, ProviderError> {
-        let key = AeadKey::new(provider, suite, key)?;
         Ok(Self {
-            key,
+            key: AeadKey::new(provider, suite, key)?,
+            guest: guest_opener(provider, suite, key),
             iv,
             sequence,
             empty_run: 0,
@@ -362,23 +416,100 @@ impl OpenHalf {
         opened
     }
 
-    fn open_next(&mut self, record: &mut [u8]) -> Result<Opened, OpenError> {
-        let Some((header, body)) = record.split_first_chunk_mut::<HEADER_BYTES>() else {
-            return Err(OpenError::Length {
-                bytes: record.len(),
-            });
+    /// Whether [`OpenHalf::open_guest`] works with this library and suite.
+    pub fn opens_into_guest(&self) -> bool {
+        self.guest.is_some()
+    }
+
+    /// Opens one whole record straight into guest memory, `pages` being as long together as the
+    /// record's content would be without padding ([`OVERHEAD_BYTES`] less than the record).
+    ///
+    /// A record that holds something else after all, padded data or an alert, comes out as from
+    /// [`OpenHalf::open`], in place behind the header, with [`Landed::InRecord`]; bytes of it have
+    /// then been written to the pages, and the caller must still fill those.
+    ///
+    /// # Errors
+    /// [`OpenError`]. What is in the pages then is nobody's content and must be written again, or
+    /// never be used.
+    pub fn open_guest(
+        &mut self,
+        record: &mut [u8],
+        pages: &[VolatileSlice<'_>],
+    ) -> Result<Landed, OpenError> {
+        if self.spent {
+            return Err(OpenError::Spent);
+        }
+        let landed = self.open_next_guest(record, pages);
+        self.spent = !matches!(
+            landed,
+            Ok(Landed::InGuest | Landed::InRecord(Opened::Data(_)))
+        );
+        landed
+    }
+
+    fn open_next_guest(
+        &mut self,
+        record: &mut [u8],
+        pages: &[VolatileSlice<'_>],
+    ) -> Result<Landed, OpenError> {
+        let (header, body) = self.checked(record)?;
+        let Some(guest) = &mut self.guest else {
+            return self.open_next(record).map(Landed::InRecord);
         };
-        if HEADER_BYTES + body.len() != Self::record_bytes(*header)? {
+        let last = guest
+            .open(&nonce(&self.iv, self.sequence), &header, body, pages)
+            .ok_or(OpenError::Authentication)?;
+        self.sequence += 1;
+        if last == APPLICATION_DATA && body.len() > TRAILER_BYTES {
+            if self.sequence > RECORD_LIMIT {
+                return Err(OpenError::Limit);
+            }
+            self.empty_run = 0;
+            return Ok(Landed::InGuest);
+        }
+        // Read back, over the ciphertext, which nobody needs any more.
+        let (inner, _) = body.split_at_mut(body.len() - TAG_BYTES);
+        let mut at = 0;
+        for page in pages {
+            at += page.copy_to(&mut inner[at..]);
+        }
+        if let Some(end) = inner.last_mut() {
+            *end = last;
+        }
+        self.judge(inner).map(Landed::InRecord)
+    }
+
+    /// The header and the body of a record whose length is right and may be opened.
+    fn checked<'a>(
+        &self,
+        record: &'a mut [u8],
+    ) -> Result<([u8; HEADER_BYTES], &'a mut [u8]), OpenError> {
+        let bytes = record.len();
+        let Some((header, body)) = record.split_first_chunk_mut::<HEADER_BYTES>() else {
+            return Err(OpenError::Length { bytes });
+        };
+        if bytes != Self::record_bytes(*header)? {
             return Err(OpenError::Length { bytes: body.len() });
         }
         if self.sequence >= RECORD_LIMIT + ALERT_ROOM {
             return Err(OpenError::Limit);
         }
-        let inner = self
+        Ok((*header, body))
+    }
+
+    fn open_next(&mut self, record: &mut [u8]) -> Result<Opened, OpenError> {
+        let (header, body) = self.checked(record)?;
+        let inner_bytes = self
             .key
-            .open(nonce(&self.iv, self.sequence), *header, body)
-            .ok_or(OpenError::Authentication)?;
+            .open(nonce(&self.iv, self.sequence), header, body)
+            .ok_or(OpenError::Authentication)?
+            .len();
         self.sequence += 1;
+        self.judge(&body[..inner_bytes])
+    }
+
+    /// What an opened record says, its content type included.
+    fn judge(&mut self, inner: &[u8]) -> Result<Opened, OpenError> {
         if inner.len() > CONTENT_BYTES + 1 {
             return Err(OpenError::Length { bytes: inner.len() });
         }
@@ -435,6 +566,20 @@ impl std::fmt::Debug for OpenHalf {
             .field("sequence", &self.sequence)
             .finish_non_exhaustive()
     }
+}
+
+/// The header of a data or alert record with a body of `body_bytes`, its length checked before.
+fn stated_header(body_bytes: usize) -> [u8; HEADER_BYTES] {
+    let [high, low] = u16::try_from(body_bytes)
+        .expect("a record's body is at most 16,401 bytes, checked by every caller")
+        .to_be_bytes();
+    [
+        APPLICATION_DATA,
+        LEGACY_VERSION[0],
+        LEGACY_VERSION[1],
+        high,
+        low,
+    ]
 }
 
 /// The nonce of record `sequence` (RFC 8446, section 5.3).

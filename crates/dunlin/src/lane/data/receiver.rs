@@ -6,16 +6,23 @@ use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use thiserror::Error;
+use vm_memory::VolatileSlice;
 
-use super::{Canceller, Counters, Keys, Link, PlainConsent, Security};
+use super::{Canceller, Counters, Keys, Link, PAGE_BYTES, PlainConsent, Security};
 use crate::lane::handshake::Secured;
-use crate::lane::record::{HEADER_BYTES, OpenError, OpenHalf, Opened, RECEIVED_RECORD_BYTES};
+use crate::lane::record::{
+    HEADER_BYTES, Landed, OVERHEAD_BYTES, OpenError, OpenHalf, Opened, RECEIVED_RECORD_BYTES,
+};
 
 /// Bytes read from the socket at once, at most. Large enough that a system call is a small part
 /// of the cost, small enough to stay in the second-level cache until it is opened.
 const RECEIVE_BYTES: usize = 256 << 10;
 
 const _: () = assert!(RECEIVE_BYTES >= 2 * RECEIVED_RECORD_BYTES);
+
+/// Pieces of guest memory that one record is opened into at most; one that spreads further is
+/// opened in place and copied. A record of a [`DataSender`](super::DataSender) holds four pages.
+const TARGETS_PER_RECORD: usize = 8;
 
 /// Why a data lane ended other than cleanly. The lane must be given up, save for
 /// [`ReceiveError::Idle`], which loses nothing.
@@ -209,6 +216,80 @@ impl DataReceiver {
         Ok(())
     }
 
+    /// Fills `targets`, one after the other, with the next bytes of the frame. Where the lane's
+    /// crypto library can, records are opened straight into them, and nothing is copied.
+    ///
+    /// # Errors
+    /// [`ReceiveError`]. Some targets have been filled then, and others may hold bytes that
+    /// nobody sent: whatever the frame was to write must be sent again, or never be used.
+    pub fn payload_into<'m>(
+        &mut self,
+        mut targets: impl Iterator<Item = VolatileSlice<'m>>,
+    ) -> Result<(), ReceiveError> {
+        let mut waiting = Targets::default();
+        loop {
+            if waiting.bytes == 0 {
+                let Some(target) = targets.next() else {
+                    return Ok(());
+                };
+                waiting.push(target);
+                continue;
+            }
+            if !self.opened.is_empty() {
+                let taken = waiting.fill(&self.buffer[self.opened.clone()]);
+                self.opened.start += taken;
+                continue;
+            }
+            match self.advance_into(&mut waiting, &mut targets) {
+                Ok(true) => {}
+                Ok(false) => return Err(self.fail(ReceiveError::ClosedInside)),
+                Err(error) => return Err(self.fail(error)),
+            }
+        }
+    }
+
+    /// Opens the next record into the targets if it can and fits, else as [`Self::advance`].
+    fn advance_into<'m>(
+        &mut self,
+        waiting: &mut Targets<'m>,
+        targets: &mut impl Iterator<Item = VolatileSlice<'m>>,
+    ) -> Result<bool, ReceiveError> {
+        let (State::Open, Security::Tls(keys)) = (self.state, &mut self.security) else {
+            return self.advance();
+        };
+        let sealed = &mut self.buffer[self.sealed.clone()];
+        let Some(header) = sealed.first_chunk::<HEADER_BYTES>() else {
+            return self.advance();
+        };
+        let bytes = OpenHalf::record_bytes(*header)?;
+        let content = bytes.saturating_sub(OVERHEAD_BYTES);
+        // What is shorter than a page may be an alert, and is cheap to copy.
+        if !keys.opens_into_guest(content) || sealed.len() < bytes {
+            return self.advance();
+        }
+        while waiting.bytes < content && waiting.count < TARGETS_PER_RECORD {
+            let Some(target) = targets.next() else { break };
+            waiting.push(target);
+        }
+        let mut pages = [VolatileSlice::from(&mut [][..]); TARGETS_PER_RECORD];
+        let Some(count) = waiting.first_bytes(content, &mut pages) else {
+            return self.advance();
+        };
+        let landed = keys
+            .open
+            .open_guest(&mut sealed[..bytes], &pages[..count])?;
+        let start = self.sealed.start + HEADER_BYTES;
+        self.sealed.start += bytes;
+        match landed {
+            Landed::InGuest => {
+                waiting.drop_first(content);
+                self.took_record(content);
+                Ok(true)
+            }
+            Landed::InRecord(opened) => Ok(self.took(opened, start)),
+        }
+    }
+
     /// Answers the peer's close, or tells it early that nothing more will be read. A peer that is
     /// gone already needs no answer.
     ///
@@ -271,15 +352,7 @@ impl DataReceiver {
                 let opened = keys.open.open(record)?;
                 let start = self.sealed.start + HEADER_BYTES;
                 self.sealed.start += bytes;
-                match opened {
-                    Opened::Data(count) => {
-                        self.opened = start..start + count;
-                        self.counters.records += 1;
-                        self.counters.content_bytes += count as u64;
-                    }
-                    Opened::Closed => self.state = State::Closed,
-                }
-                return Ok(opened != Opened::Closed);
+                return Ok(self.took(opened, start));
             }
         }
         // The part of a record that is here moves to the front, so every read has the whole
@@ -294,6 +367,26 @@ impl DataReceiver {
             });
         }
         Ok(true)
+    }
+
+    /// Notes what a record held, whose content begins at `start`. False at a clean end.
+    fn took(&mut self, opened: Opened, start: usize) -> bool {
+        match opened {
+            Opened::Data(count) => {
+                self.opened = start..start + count;
+                self.took_record(count);
+                true
+            }
+            Opened::Closed => {
+                self.state = State::Closed;
+                false
+            }
+        }
+    }
+
+    fn took_record(&mut self, content: usize) {
+        self.counters.records += 1;
+        self.counters.content_bytes += content as u64;
     }
 
     fn advance_plain(&mut self) -> Result<bool, ReceiveError> {
@@ -342,5 +435,90 @@ impl DataReceiver {
     fn fail(&mut self, error: ReceiveError) -> ReceiveError {
         self.state = State::Failed;
         error
+    }
+}
+
+impl Keys {
+    /// Whether a record with so much content may be opened into guest memory.
+    fn opens_into_guest(&self, content: usize) -> bool {
+        content >= PAGE_BYTES && self.open.opens_into_guest()
+    }
+}
+
+/// Pieces of guest memory that wait for their bytes, in order.
+struct Targets<'m> {
+    slots: [Option<VolatileSlice<'m>>; TARGETS_PER_RECORD],
+    count: usize,
+    bytes: usize,
+}
+
+impl Default for Targets<'_> {
+    fn default() -> Self {
+        Self {
+            slots: [None; TARGETS_PER_RECORD],
+            count: 0,
+            bytes: 0,
+        }
+    }
+}
+
+impl<'m> Targets<'m> {
+    /// Adds a piece behind the others; there must be room for one.
+    fn push(&mut self, target: VolatileSlice<'m>) {
+        if target.is_empty() {
+            return;
+        }
+        self.bytes += target.len();
+        self.slots[self.count] = Some(target);
+        self.count += 1;
+    }
+
+    /// Copies as much of `content` as there is room for; returns how much that was.
+    fn fill(&mut self, content: &[u8]) -> usize {
+        let mut rest = content;
+        while let (false, Some(target)) = (rest.is_empty(), self.slots[0]) {
+            let count = rest.len().min(target.len());
+            target.copy_from(&rest[..count]);
+            rest = &rest[count..];
+            self.drop_first(count);
+        }
+        content.len() - rest.len()
+    }
+
+    /// Writes the pieces that hold the first `bytes` to `pages` and returns how many those are;
+    /// none when there are fewer bytes.
+    fn first_bytes(
+        &self,
+        bytes: usize,
+        pages: &mut [VolatileSlice<'m>; TARGETS_PER_RECORD],
+    ) -> Option<usize> {
+        let mut left = bytes;
+        for (position, target) in self.slots.iter().flatten().enumerate() {
+            let count = left.min(target.len());
+            pages[position] = target.subslice(0, count).ok()?;
+            left -= count;
+            if left == 0 {
+                return Some(position + 1);
+            }
+        }
+        None
+    }
+
+    /// Takes the first `bytes` away; there must be as many.
+    fn drop_first(&mut self, mut bytes: usize) {
+        self.bytes -= bytes;
+        let mut gone = 0;
+        for slot in &mut self.slots {
+            let Some(target) = slot else { break };
+            if bytes < target.len() {
+                *slot = target.offset(bytes).ok();
+                break;
+            }
+            bytes -= target.len();
+            *slot = None;
+            gone += 1;
+        }
+        self.slots.rotate_left(gone);
+        self.count -= gone;
     }
 }

@@ -4,12 +4,14 @@ use std::io::{self, IoSliceMut, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::time::Duration;
 
+use dunlin_sys::memory::is_zero_page;
 use dunlin_sys::socket::set_pacing_rate;
 use thiserror::Error;
+use vm_memory::VolatileSlice;
 
 use super::{
     BATCH_BYTES, Canceller, Counters, HEADER_LIMIT_BYTES, Keys, Link, PAGE_BYTES, PAGES_PER_FRAME,
-    PlainConsent, RECORDS_PER_FRAME, Security,
+    PAGES_PER_RECORD, PlainConsent, RECORDS_PER_FRAME, Security,
 };
 use crate::lane::handshake::Secured;
 use crate::lane::record::{
@@ -71,6 +73,12 @@ pub enum FrameError {
     /// A page was to follow bytes that end in the middle of a slot.
     #[error("a page must begin at a multiple of {PAGE_BYTES} bytes within a frame's payload")]
     Misaligned,
+    /// What was given is not one page.
+    #[error("a page of {PAGE_BYTES} bytes is wanted, not {bytes} bytes")]
+    Length {
+        /// Its length.
+        bytes: usize,
+    },
 }
 
 /// The sending end of a data lane.
@@ -90,7 +98,11 @@ pub struct Frame<'a> {
     sender: &'a mut DataSender,
     /// Bytes of payload so far.
     filled: usize,
+    /// Pages of the payload that are still in guest memory only; the others stand in the buffer.
+    guest: GuestPages<'a>,
 }
+
+type GuestPages<'a> = [Option<VolatileSlice<'a>>; PAGES_PER_FRAME];
 
 impl DataSender {
     /// The sending end of an encrypted lane. No progress for `stall_limit` is an error.
@@ -146,6 +158,7 @@ impl DataSender {
         Frame {
             sender: self,
             filled: 0,
+            guest: [None; PAGES_PER_FRAME],
         }
     }
 
@@ -209,8 +222,14 @@ impl DataSender {
         &self.link.stream
     }
 
-    /// Seals and writes the header and `filled` bytes of payload that stand in the buffer.
-    fn transmit(&mut self, header: &[u8], filled: usize) -> Result<(), SendError> {
+    /// Seals and writes the header and `filled` bytes of payload, which stand in the buffer where
+    /// `guest` names no page.
+    fn transmit(
+        &mut self,
+        header: &[u8],
+        filled: usize,
+        guest: &GuestPages<'_>,
+    ) -> Result<(), SendError> {
         if self.spent {
             return Err(SendError::Spent);
         }
@@ -244,11 +263,26 @@ impl DataSender {
                 .enumerate()
             {
                 let at = front + record * stride;
-                end = at + left.min(CONTENT_BYTES) + OVERHEAD_BYTES;
-                keys.seal.seal(&mut self.buffer[at..end])?;
+                let content = left.min(CONTENT_BYTES);
+                end = at + content + OVERHEAD_BYTES;
+                let sealed = &mut self.buffer[at..end];
+                let guest = &guest[record * PAGES_PER_RECORD..][..PAGES_PER_RECORD];
+                let mut pages = [VolatileSlice::from(&mut [][..]); PAGES_PER_RECORD];
+                let mut count = 0;
+                for page in guest.iter().flatten() {
+                    pages[count] = *page;
+                    count += 1;
+                }
+                if count > 0 && count * PAGE_BYTES == content {
+                    keys.seal.seal_guest(&pages[..count], sealed)?;
+                } else {
+                    copy_out(guest, &mut sealed[lead..]);
+                    keys.seal.seal(sealed)?;
+                }
                 self.counters.records += 1;
             }
         } else {
+            copy_out(guest, &mut self.buffer[front..]);
             end += filled;
         }
         self.write(start, end)?;
@@ -313,7 +347,7 @@ impl DataSender {
     }
 }
 
-impl Frame<'_> {
+impl<'a> Frame<'a> {
     /// Pages that still fit.
     pub fn room(&self) -> usize {
         PAGES_PER_FRAME - self.filled.div_ceil(PAGE_BYTES)
@@ -351,6 +385,34 @@ impl Frame<'_> {
             self.filled += PAGE_BYTES;
         }
         Ok(kept)
+    }
+
+    /// Adds a page of guest memory, unless it is zero; returns whether it was added. Where the
+    /// lane's crypto library can, the page is sealed from where it lies, and is never copied.
+    ///
+    /// It is read again when the frame is sealed, in [`Frame::finish`]. Whoever writes to it
+    /// meanwhile must be in a dirty log that is fetched later, as for every page that is sent.
+    ///
+    /// # Errors
+    /// [`FrameError`]; nothing was added then.
+    pub fn guest_page(&mut self, page: &VolatileSlice<'a>) -> Result<bool, FrameError> {
+        let bytes = page.len();
+        if bytes != PAGE_BYTES {
+            return Err(FrameError::Length { bytes });
+        }
+        if !self.filled.is_multiple_of(PAGE_BYTES) {
+            return Err(FrameError::Misaligned);
+        }
+        let slot = self
+            .guest
+            .get_mut(self.filled / PAGE_BYTES)
+            .ok_or(FrameError::Full)?;
+        if is_zero_page(page) {
+            return Ok(false);
+        }
+        *slot = Some(*page);
+        self.filled += PAGE_BYTES;
+        Ok(true)
     }
 
     /// Adds as much of `bytes` as fits, and returns how much that was.
@@ -405,7 +467,16 @@ impl Frame<'_> {
     /// # Errors
     /// [`SendError`]; for [`SendError::HeaderTooLong`] nothing was sent and the lane is as before.
     pub fn finish(self, header: &[u8]) -> Result<(), SendError> {
-        self.sender.transmit(header, self.filled)
+        self.sender.transmit(header, self.filled, &self.guest)
+    }
+}
+
+/// Copies pages out of guest memory to where their frame or record keeps them.
+fn copy_out(guest: &[Option<VolatileSlice<'_>>], content: &mut [u8]) {
+    for (page, slot) in guest.iter().zip(content.chunks_mut(PAGE_BYTES)) {
+        if let Some(page) = page {
+            page.copy_to(slot);
+        }
     }
 }
 
