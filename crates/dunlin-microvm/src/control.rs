@@ -1,8 +1,10 @@
 //! Who runs and who is parked: one lock between the vCPU threads and everybody who commands them.
 
+use std::fmt;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
+use dunlin_sys::mapping::PAGE_BYTES;
 use thiserror::Error;
 
 /// What a machine is doing.
@@ -20,12 +22,32 @@ pub enum VmState {
     Stopped(Stop),
     /// KVM or the VMM failed; the reason, for people.
     Failed(String),
+    /// The guest runs on another host, or is paused there: this copy must never run again (I1).
+    Moved,
+}
+
+/// For people and logs.
+impl fmt::Display for VmState {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Created => formatter.write_str("created"),
+            Self::Running => formatter.write_str("running"),
+            Self::Paused => formatter.write_str("paused"),
+            Self::PoweredOff => formatter.write_str("powered-off"),
+            Self::Stopped(stop) => write!(formatter, "stopped by its own check: {stop}"),
+            Self::Failed(why) => write!(formatter, "failed: {why}"),
+            Self::Moved => formatter.write_str("moved"),
+        }
+    }
 }
 
 impl VmState {
     /// Whether the machine will never run again.
     pub fn has_ended(&self) -> bool {
-        matches!(self, Self::PoweredOff | Self::Stopped(_) | Self::Failed(_))
+        match self {
+            Self::Created | Self::Running | Self::Paused => false,
+            Self::PoweredOff | Self::Stopped(_) | Self::Failed(_) | Self::Moved => true,
+        }
     }
 }
 
@@ -42,6 +64,39 @@ pub struct Stop {
     pub expected: u64,
     /// What was there.
     pub found: u64,
+}
+
+/// For people and logs: what was found, where, and the guest's code for it.
+impl fmt::Display for Stop {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            vcpu,
+            code,
+            frame,
+            expected,
+            found,
+        } = self;
+        let address = frame * PAGE_BYTES;
+        match code {
+            StopCode::WrongPass => write!(
+                formatter,
+                "code 1, vCPU {vcpu} found the page at {address:#x} in pass {found} instead of \
+                 {expected}"
+            ),
+            StopCode::WrongContent => write!(
+                formatter,
+                "code 2, vCPU {vcpu} found the words of the page at {address:#x} to make {found:#x} \
+                 instead of {expected:#x}"
+            ),
+            StopCode::LostSse => write!(formatter, "code 3, vCPU {vcpu} lost an SSE register"),
+            StopCode::LostAvx => write!(formatter, "code 4, vCPU {vcpu} lost an AVX register"),
+            StopCode::TscWentBack => write!(
+                formatter,
+                "code 5, vCPU {vcpu} read a TSC of {found} after {expected}"
+            ),
+            StopCode::Unknown(code) => write!(formatter, "unknown code {code} of vCPU {vcpu}"),
+        }
+    }
 }
 
 /// What kind of thing the guest's check found.
@@ -78,7 +133,7 @@ impl From<u64> for StopCode {
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum ControlError {
     /// The machine has ended by itself, and stays so.
-    #[error("the machine has ended: {0:?}")]
+    #[error("the machine has ended: {0}")]
     Ended(VmState),
     /// Only a machine that was never started can be filled, started or loaded.
     #[error("the machine was started before")]

@@ -11,10 +11,10 @@ use dunlin::engine::vmm::{
 };
 use dunlin_sys::mapping::{Backing, HUGE_PAGE_BYTES, PAGE_BYTES};
 
+use crate::VmState;
 use crate::describe::VmDescription;
 use crate::state::Section;
 use crate::vm::{CreateError, Vm};
-use crate::VmState;
 
 /// How long to wait for the guest's first beat at the destination, which tells the downtime. A beat
 /// comes each millisecond.
@@ -72,8 +72,9 @@ impl SourceVm for Movable {
             VmState::Running => RunState::Running,
             VmState::Created | VmState::Paused => RunState::Paused,
             VmState::PoweredOff => RunState::PoweredOff,
-            VmState::Stopped(stop) => RunState::Stopped(format!("{stop:?}")),
-            VmState::Failed(why) => RunState::Stopped(why),
+            ended @ (VmState::Stopped(_) | VmState::Failed(_) | VmState::Moved) => {
+                RunState::Stopped(ended.to_string())
+            }
         }
     }
 
@@ -123,8 +124,10 @@ impl SourceVm for Movable {
         Ok(())
     }
 
-    /// The machine stays paused; its memory goes with the last reference to it.
-    fn destroy(&self) {}
+    /// This copy never runs again; its memory goes with the last reference to it.
+    fn destroy(&self) {
+        self.vm.give_away();
+    }
 }
 
 impl DestinationVm for Movable {

@@ -238,6 +238,14 @@ impl Vm {
         self.shared.control.run(VmState::Paused)
     }
 
+    /// The guest lives on another host now: this copy stays where it stands and can never run again
+    /// (I1). Does nothing on a machine that has ended.
+    pub fn give_away(&self) {
+        self.shared
+            .control
+            .end(VmState::Moved, || self.shared.kick_all());
+    }
+
     /// Slows the guest down to (100 - `percent`) % of its page visits.
     ///
     /// # Errors
@@ -269,9 +277,7 @@ impl Vm {
 
     /// Waits until the machine has ended for good, at most `limit`, and returns what it is doing.
     pub fn wait_until_ended(&self, limit: Duration) -> VmState {
-        self.shared
-            .control
-            .wait_until_ended(Instant::now() + limit)
+        self.shared.control.wait_until_ended(Instant::now() + limit)
     }
 
     /// After a move: waits for the guest's first beat here, at most `limit`, and says how long the

@@ -1,0 +1,288 @@
+//! A running machine moves by the engine, over real TLS lanes, and goes on as if nothing had
+//! happened.
+#![cfg(target_arch = "x86_64")]
+#![allow(clippy::unwrap_used)]
+
+mod common;
+mod moves_support;
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use common::{kvm, wait_for};
+use dunlin::engine::vmm::FaultCode;
+use dunlin::engine::{Event, VmIs};
+use dunlin_microvm::{Backing, Config, ControlError, Fill, MachineBuilder, Vm, VmState, Workload};
+use moves_support::{HugePages, Tls, attempt, movable, relocate, relocate_while, verified};
+
+const MIB: u64 = 1 << 20;
+
+/// Migrations of one guest: what the time of `make test` allows, or what `make soak` asks for.
+fn rounds() -> u16 {
+    if std::env::var_os("DUNLIN_SOAK").is_some_and(|soak| soak == "1") {
+        200
+    } else {
+        25
+    }
+}
+
+/// The guest makes a pass over all its pages that began after this call, or beats if it has none.
+fn goes_on(vm: &Vm) {
+    if vm.config().workload == Workload::Idle {
+        let beats = vm.stats().beats;
+        wait_for(vm, "beats", |vm| vm.stats().beats > beats + 5);
+    } else {
+        let passes = vm.full_passes();
+        wait_for(vm, "two passes", |vm| vm.full_passes() >= passes + 2);
+    }
+}
+
+/// Moves a guest `rounds` times, each destination being the next source, over 1 to 8 lanes in turn.
+fn moves_again_and_again(tls: &Tls, config: Config, rounds: u16, first_lanes: u16) {
+    let what = format!(
+        "{} MiB {:?}, {} vCPUs, {:?}, filled {:?}",
+        config.memory_bytes / MIB,
+        config.backing,
+        config.vcpus,
+        config.workload,
+        config.fill
+    );
+    let start = Instant::now();
+    let mut vm = movable(config);
+    goes_on(vm.vm());
+    let mut downtimes = Vec::new();
+    for round in 0..rounds {
+        let lanes = (first_lanes + round) % 8 + 1;
+        let checked = vm.vm().stats().pages_checked;
+        let tscs = vm.vm().guest_tscs();
+        let (there, report, received) = relocate(&vm, tls, &verified(lanes));
+        assert_eq!(report.digests_equal, Some(true), "round {round}, {what}");
+        assert_eq!(report.lanes.len(), usize::from(lanes));
+        assert!(report.runs && received.runs);
+        assert!(there.vm().stats().pages_checked >= checked);
+        assert_eq!(vm.vm().state(), VmState::Moved);
+        goes_on(there.vm());
+        let later = there.vm().guest_tscs();
+        assert!(
+            tscs.iter()
+                .zip(later)
+                .all(|(before, later)| *before < later)
+        );
+        downtimes.push(report.downtime.guest.unwrap_or_default());
+        vm = there;
+    }
+    downtimes.sort_unstable();
+    println!(
+        "{rounds} moves in {:.1} s, downtime median {:?}, longest {:?}: {what}",
+        start.elapsed().as_secs_f64(),
+        downtimes[downtimes.len() / 2],
+        downtimes[downtimes.len() - 1],
+    );
+}
+
+#[test]
+fn i3_one_guest_moves_back_and_forth() {
+    let Some(_turn) = kvm() else { return };
+    let config = Config {
+        memory_bytes: 128 * MIB,
+        working_set_bytes: Some(24 * MIB),
+        vcpus: 2,
+        fill: Fill::Mixed,
+        workload: Workload::HOT_SET,
+        ..Config::default()
+    };
+    moves_again_and_again(&Tls::new(), config, rounds(), 0);
+}
+
+#[test]
+fn i3_every_workload_backing_and_fill_moves() {
+    let Some(_turn) = kvm() else { return };
+    // Source and destination stand at the same time.
+    let huge = HugePages::reserve(2 * 64 / 2);
+    let tls = Tls::new();
+    let workloads = [
+        Workload::Idle,
+        Workload::Sequential,
+        Workload::Random,
+        Workload::HOT_SET,
+    ];
+    let backings = [Backing::Private, Backing::Memfd, Backing::Huge];
+    let fills = [Fill::Random, Fill::Zero, Fill::Mixed];
+    let mut number = 0_u8;
+    for (first, workload) in workloads.into_iter().enumerate() {
+        for (second, backing) in backings.into_iter().enumerate() {
+            if backing == Backing::Huge && huge.is_none() {
+                continue;
+            }
+            let config = Config {
+                memory_bytes: 64 * MIB,
+                working_set_bytes: Some(8 * MIB),
+                fill: fills[(first + second) % fills.len()],
+                vcpus: number % 4 + 1,
+                seed: number.into(),
+                workload,
+                backing,
+                ..Config::default()
+            };
+            // Over each number of lanes once; `make soak` moves each as often as `make test` does
+            // the one guest above.
+            let rounds = if rounds() > 25 { 25 } else { 8 };
+            moves_again_and_again(&tls, config, rounds, number.into());
+            number += 1;
+        }
+    }
+}
+
+#[test]
+fn i3_what_the_vmm_writes_during_pre_copy_arrives() {
+    let Some(_turn) = kvm() else { return };
+    let tls = Tls::new();
+    let vm = movable(Config {
+        working_set_bytes: Some(8 * MIB),
+        ..Config::default()
+    });
+    vm.vm().vmm_write(0, b"before").unwrap();
+    let written = AtomicU64::new(0);
+    let write = |event: &Event| {
+        if matches!(event, Event::Iterated(_)) {
+            // A page of its own for each iteration, which no vCPU ever writes to, and one for all.
+            let number = written.fetch_add(1, Ordering::SeqCst) + 1;
+            let bytes = number.to_le_bytes();
+            vm.vm().vmm_write(4096 * number.min(14), &bytes).unwrap();
+            vm.vm().vmm_write(15 * 4096, &bytes).unwrap();
+        }
+    };
+    let (there, report, _) = relocate_while(&vm, &tls, &verified(2), &write);
+    let written = written.into_inner();
+    assert_eq!(written as usize, report.iterations.len() - 1);
+    let read = |offset: u64| {
+        let mut bytes = [0; 8];
+        there.vm().vmm_read(offset, &mut bytes).unwrap();
+        u64::from_le_bytes(bytes)
+    };
+    assert_eq!(&read(0).to_le_bytes()[..6], b"before");
+    for number in 1..=written.min(13) {
+        assert_eq!(read(4096 * number), number);
+    }
+    assert_eq!(read(15 * 4096), written);
+}
+
+#[test]
+fn a_guest_that_was_paused_arrives_paused_and_goes_on_when_resumed() {
+    let Some(_turn) = kvm() else { return };
+    let tls = Tls::new();
+    let vm = movable(Config {
+        working_set_bytes: Some(8 * MIB),
+        vcpus: 2,
+        ..Config::default()
+    });
+    goes_on(vm.vm());
+    vm.vm().pause().unwrap();
+    let checked = vm.vm().stats().pages_checked;
+    let (there, report, received) = relocate(&vm, &tls, &verified(3));
+    assert!(!report.runs && !received.runs);
+    assert_eq!(there.vm().state(), VmState::Paused);
+    std::thread::sleep(Duration::from_millis(50));
+    assert_eq!(there.vm().stats().pages_checked, checked);
+    // Paused still, it goes on to a third.
+    let (third, ..) = relocate(&there, &tls, &verified(1));
+    assert_eq!(third.vm().stats().pages_checked, checked);
+    third.vm().resume().unwrap();
+    goes_on(third.vm());
+}
+
+#[test]
+fn i1_a_guest_that_has_moved_cannot_be_resumed_at_the_source() {
+    let Some(_turn) = kvm() else { return };
+    let tls = Tls::new();
+    let vm = movable(Config {
+        working_set_bytes: Some(8 * MIB),
+        ..Config::default()
+    });
+    let (there, ..) = relocate(&vm, &tls, &verified(1));
+    assert_eq!(vm.vm().resume(), Err(ControlError::Ended(VmState::Moved)));
+    let checked = vm.vm().stats().pages_checked;
+    goes_on(there.vm());
+    assert_eq!(vm.vm().stats().pages_checked, checked);
+    // Nor can it be moved once more.
+    let again = attempt(
+        &vm,
+        &tls,
+        &verified(1),
+        &mut MachineBuilder::default(),
+        &|_| (),
+    );
+    assert_eq!(again.source.unwrap_err().fault, FaultCode::GuestStopped);
+}
+
+#[test]
+fn a_guest_that_powers_off_in_the_middle_ends_the_migration() {
+    let Some(_turn) = kvm() else { return };
+    let tls = Tls::new();
+    let vm = movable(Config {
+        memory_bytes: 128 * MIB,
+        workload: Workload::Random,
+        ..Config::default()
+    });
+    goes_on(vm.vm());
+    // A second's worth of memory, so that the end comes in the middle.
+    let mut options = verified(2);
+    options.rate = Some(128 * MIB);
+    let asked = AtomicU64::new(0);
+    let moved = attempt(
+        &vm,
+        &tls,
+        &options,
+        &mut MachineBuilder::default(),
+        &|event| {
+            if matches!(event, Event::Progress(_)) && asked.fetch_add(1, Ordering::SeqCst) == 0 {
+                vm.vm().ask_power_off();
+            }
+        },
+    );
+    let error = moved.source.unwrap_err();
+    assert_eq!(error.fault, FaultCode::GuestPoweredOff);
+    assert_eq!(error.vm, VmIs::Gone);
+    assert_eq!(vm.vm().state(), VmState::PoweredOff);
+    // The destination is told why, and can take in the next one.
+    let error = moved.destination.err().unwrap();
+    assert_eq!(error.fault, FaultCode::GuestPoweredOff, "{error}");
+    assert!(asked.into_inner() > 0);
+}
+
+#[test]
+fn downtime_as_the_guest_saw_it_agrees_with_the_sources() {
+    let Some(_turn) = kvm() else { return };
+    let tls = Tls::new();
+    let mut vm = movable(Config {
+        working_set_bytes: Some(8 * MIB),
+        dirty_rate: 5_000,
+        vcpus: 2,
+        ..Config::default()
+    });
+    let wall = Instant::now();
+    let before = vm.vm().guest_tscs();
+    for _ in 0..5 {
+        vm.vm().forget_largest_gap();
+        let (there, report, received) = relocate(&vm, &tls, &verified(2));
+        let (guest, source) = (report.downtime.guest.unwrap(), report.downtime.total);
+        println!("downtime as the guest saw it {guest:?}, from pause to running {source:?}");
+        assert_eq!(received.guest_downtime, Some(guest));
+        // The guest is silent from its last beat before the pause to its first after the resume;
+        // it beats each millisecond.
+        let slack = Duration::from_millis(20);
+        assert!(guest <= source + slack, "{guest:?} {source:?}");
+        assert!(guest + slack >= source, "{guest:?} {source:?}");
+        let parts = report.downtime;
+        assert!(parts.pause + parts.last_pages + parts.ready + parts.resume <= source + slack);
+        goes_on(there.vm());
+        assert!(there.vm().stats().largest_gap >= guest);
+        vm = there;
+    }
+    // A guest whose TSC went back would have stopped; nor has it run ahead of the wall clock.
+    let khz = f64::from(vm.vm().description().tsc_khz);
+    let guest_ms = (vm.vm().guest_tscs()[0] - before[0]) as f64 / khz;
+    let wall_ms = wall.elapsed().as_secs_f64() * 1000.0;
+    assert!(guest_ms <= wall_ms + 5.0, "{guest_ms} {wall_ms}");
+    assert!(guest_ms >= wall_ms - 50.0, "{guest_ms} {wall_ms}");
+}

@@ -1,0 +1,210 @@
+//! What the tests share that move a machine by the engine: certificates, huge pages, and a move
+//! between two threads of the process over loopback.
+#![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
+
+use std::fs;
+use std::net::TcpListener;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread;
+
+use dunlin::engine::destination::{self, Received, receive};
+use dunlin::engine::source::{self, migrate};
+use dunlin::engine::vmm::{Builder, SourceVm};
+use dunlin::engine::{Cancel, Event, Host, MigrateError, Report, StandardHost};
+use dunlin::lane::identity::{ClientTls, Identity, LoadOptions, ServerTls};
+use dunlin::lane::provider::{Crypto, Provider};
+use dunlin_microvm::{Config, MachineBuilder, Movable};
+use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
+
+use super::common::running;
+
+const SOURCE: &str = "source.test";
+const DESTINATION: &str = "destination.test";
+
+/// Both sides' security, from an authority of the moment.
+pub struct Tls {
+    pub client: ClientTls,
+    pub server: ServerTls,
+}
+
+impl Tls {
+    pub fn new() -> Self {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let scratch =
+            std::env::temp_dir().join(format!("dunlin-moves-{}-{number}", std::process::id()));
+        let mut params = CertificateParams::new(Vec::new()).unwrap();
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        let key = KeyPair::generate().unwrap();
+        let pem = params.self_signed(&key).unwrap().pem();
+        let issuer = Issuer::new(params, key);
+        let host = |name: &str| {
+            let params = CertificateParams::new(vec![name.to_owned()]).unwrap();
+            let key = KeyPair::generate().unwrap();
+            let certificate = params.signed_by(&key, &issuer).unwrap().pem();
+            let directory = scratch.join(name);
+            identity(&directory, &pem, &certificate, &key.serialize_pem())
+        };
+        let crypto = Crypto::with(Provider::built_in()[0]);
+        let peer = |name: &str| [name.parse().unwrap()].into_iter().collect();
+        let tls = Self {
+            client: host(SOURCE).client(&crypto, peer(DESTINATION)).unwrap(),
+            server: host(DESTINATION).server(&crypto, peer(SOURCE)).unwrap(),
+        };
+        fs::remove_dir_all(scratch).unwrap();
+        tls
+    }
+}
+
+fn identity(directory: &Path, authority: &str, certificate: &str, key: &str) -> Identity {
+    fs::create_dir_all(directory).unwrap();
+    fs::write(directory.join("ca-cert.pem"), authority).unwrap();
+    fs::write(directory.join("cert.pem"), certificate).unwrap();
+    let path: PathBuf = directory.join("key.pem");
+    fs::write(&path, key).unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
+    Identity::load(directory, LoadOptions::default()).unwrap().0
+}
+
+/// A filled machine that runs and can be moved.
+pub fn movable(config: Config) -> Arc<Movable> {
+    Movable::new(Arc::new(running(config)))
+}
+
+/// Lanes, and digests compared.
+pub fn verified(lanes: u16) -> source::Options {
+    source::Options {
+        lanes,
+        verify: true,
+        ..source::Options::default()
+    }
+}
+
+/// How a move ended on both sides.
+pub struct Moved {
+    pub source: Result<Report, MigrateError>,
+    pub destination: Result<Received, MigrateError>,
+    pub events: Vec<Event>,
+}
+
+/// Moves `vm` to what `builder` builds; `on_event` is called on the source's threads.
+pub fn attempt(
+    vm: &Arc<Movable>,
+    tls: &Tls,
+    options: &source::Options,
+    builder: &mut dyn Builder,
+    on_event: &(dyn Fn(&Event) + Send + Sync),
+) -> Moved {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let to = listener.local_addr().unwrap().to_string();
+    let host: Arc<dyn Host> = Arc::new(StandardHost);
+    let give_up = Cancel::new();
+    let events = Mutex::new(Vec::new());
+    thread::scope(|scope| {
+        let receiving = scope.spawn(|| {
+            receive(
+                listener,
+                &tls.server,
+                &destination::Options::default(),
+                builder,
+                &host,
+                &|_| (),
+                &give_up,
+            )
+        });
+        let source: Arc<dyn SourceVm> = Arc::clone(vm) as _;
+        let observe = |event: &Event| {
+            events.lock().unwrap().push(event.clone());
+            on_event(event);
+        };
+        let result = migrate(
+            &source,
+            &to,
+            &tls.client,
+            options,
+            &host,
+            &observe,
+            &Cancel::new(),
+        );
+        if result.is_err() {
+            // One that never got as far as the destination would leave it waiting.
+            give_up.cancel();
+        }
+        let destination = receiving.join().unwrap();
+        let events = events.lock().unwrap().clone();
+        Moved {
+            source: result,
+            destination,
+            events,
+        }
+    })
+}
+
+/// Moves `vm`, which must go well, and returns it as it is at the destination.
+pub fn relocate(
+    vm: &Arc<Movable>,
+    tls: &Tls,
+    options: &source::Options,
+) -> (Arc<Movable>, Report, Received) {
+    relocate_while(vm, tls, options, &|_| ())
+}
+
+/// The same, with the source's events.
+pub fn relocate_while(
+    vm: &Arc<Movable>,
+    tls: &Tls,
+    options: &source::Options,
+    on_event: &(dyn Fn(&Event) + Send + Sync),
+) -> (Arc<Movable>, Report, Received) {
+    let mut builder = MachineBuilder::default();
+    let moved = attempt(vm, tls, options, &mut builder, on_event);
+    let report = moved
+        .source
+        .unwrap_or_else(|error| panic!("the source: {error}; {:?}", vm.vm().state()));
+    let received = moved.destination.unwrap();
+    (builder.take().unwrap(), report, received)
+}
+
+/// Huge pages reserved for a test; given back with it.
+pub struct HugePages {
+    before: u64,
+}
+
+const RESERVED: &str = "/proc/sys/vm/nr_hugepages";
+
+fn reserved() -> u64 {
+    fs::read_to_string(RESERVED)
+        .unwrap()
+        .trim()
+        .parse()
+        .unwrap()
+}
+
+impl HugePages {
+    /// Reserves pages of 2 MiB beyond those that are; none if the host does not give them.
+    pub fn reserve(pages: u64) -> Option<Self> {
+        let before = reserved();
+        let guard = Self { before };
+        match fs::write(RESERVED, (before + pages).to_string()) {
+            Ok(()) if reserved() >= before + pages => Some(guard),
+            Ok(()) => {
+                println!("huge pages left out: this host has no {pages} to give");
+                None
+            }
+            Err(error) => {
+                println!("huge pages left out, they cannot be reserved: {error}");
+                None
+            }
+        }
+    }
+}
+
+impl Drop for HugePages {
+    fn drop(&mut self) {
+        // Only the host's administrator could have changed that meanwhile.
+        let _ = fs::write(RESERVED, self.before.to_string());
+    }
+}
