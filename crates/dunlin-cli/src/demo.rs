@@ -5,6 +5,7 @@
 //! page that it visits, before and after.
 
 use std::io::{BufRead, BufReader};
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -14,7 +15,7 @@ use clap::Args;
 
 use crate::display::Display;
 use crate::line::{Line, MovedLine, StatusLine};
-use crate::options::{MigrateFlags, SecurityName, parse_bytes};
+use crate::options::{MigrateFlags, SecurityName, parse_bytes, parse_lanes};
 use crate::pki;
 use crate::vm::{Ended, follow, status};
 
@@ -27,10 +28,10 @@ const START_LIMIT: Duration = Duration::from_secs(60);
 #[derive(Debug, Args)]
 pub(crate) struct Demo {
     /// The guest's memory.
-    #[arg(long, value_parser = parse_bytes, default_value = "1G")]
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes, default_value = "1G")]
     memory: u64,
-    /// Data lanes.
-    #[arg(long, default_value_t = 2)]
+    /// Data lanes, 1 to 128.
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = parse_lanes())]
     lanes: u16,
     /// How the data lanes are secured.
     #[arg(long, value_enum, default_value_t)]
@@ -70,15 +71,14 @@ impl Demo {
                 self.security_name(),
             ));
         }
-        let mut destination = self.start_destination(&there, &scratch.join("b-control"))?;
-        let Line::Listening { address } = destination.wait_for(|line| {
-            matches!(line, Line::Listening { .. })
-        })?
+        let mut destination = self.start_destination(&scratch, &there)?;
+        let Line::Listening { address } =
+            destination.wait_for(|line| matches!(line, Line::Listening { .. }))?
         else {
             bail!("the destination does not listen");
         };
         let source_control = scratch.join("a-control");
-        let mut source = self.start_source(&source_control)?;
+        let mut source = self.start_source(&scratch)?;
         source.wait_for(|line| matches!(line, Line::Started { .. }))?;
         std::thread::sleep(RUNS_FOR);
 
@@ -90,6 +90,7 @@ impl Demo {
             verify: true,
             no_throttle: false,
             rate: None,
+            last_pass_rate: None,
             lane_rate: None,
         };
         let ended = follow(
@@ -107,7 +108,14 @@ impl Demo {
         let arrived = status(&scratch.join("b-control").join("demo.sock"))?;
         std::thread::sleep(RUNS_FOR);
         let later = status(&scratch.join("b-control").join("demo.sock"))?;
-        self.conclude(&mut display, &moved, &source, &destination, &arrived, &later)
+        self.conclude(
+            &mut display,
+            &moved,
+            &source,
+            &destination,
+            &arrived,
+            &later,
+        )
     }
 
     /// Shows that the guest runs on, or fails.
@@ -163,29 +171,37 @@ impl Demo {
         Ok(0)
     }
 
-    fn start_source(&self, control: &Path) -> Result<Process> {
+    fn start_source(&self, scratch: &Scratch) -> Result<Process> {
         let mut command = dunlin()?;
         command
-            .args(["vm", "run", "--name", "demo", "--json", "--workload", "hot-set"])
+            .args([
+                "vm",
+                "run",
+                "--name",
+                "demo",
+                "--json",
+                "--workload",
+                "hot-set",
+            ])
             .args(["--memory", &self.memory.to_string()])
             .args(["--dirty-rate", &self.dirty_rate.to_string()])
             .arg("--control")
-            .arg(control);
-        Process::start(command)
+            .arg(scratch.join("a-control"));
+        Process::start(command, scratch)
     }
 
-    fn start_destination(&self, identity: &Path, control: &Path) -> Result<Process> {
+    fn start_destination(&self, scratch: &Scratch, identity: &Path) -> Result<Process> {
         let mut command = dunlin()?;
         command
             .args(["vm", "receive", "--listen", "127.0.0.1:0", "--json"])
             .args(["--peer", "source.demo", "--identity"])
             .arg(identity)
             .arg("--control")
-            .arg(control);
+            .arg(scratch.join("b-control"));
         if matches!(self.security, SecurityName::Plain) {
             command.arg("--allow-plain");
         }
-        Process::start(command)
+        Process::start(command, scratch)
     }
 
     fn security_name(&self) -> &'static str {
@@ -200,16 +216,22 @@ fn dunlin() -> Result<Command> {
     Ok(Command::new(std::env::current_exe()?))
 }
 
-/// One of the demo's processes; ended with it.
+/// One of the demo's processes; ended with it, by its standard input if the
+/// demo has no time to do more.
 struct Process {
     child: Child,
     out: BufReader<ChildStdout>,
 }
 
 impl Process {
-    fn start(mut command: Command) -> Result<Self> {
+    fn start(mut command: Command, scratch: &Scratch) -> Result<Self> {
         let mut child = command
-            .stdin(Stdio::null())
+            .arg("--until-stdin-closes")
+            .arg(&scratch.0)
+            // Out of reach of the terminal's Ctrl-C, which ends the demo: so
+            // that somebody is left to remove the scratch directory.
+            .process_group(0)
+            .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
             .context("a process cannot be started")?;
@@ -254,8 +276,7 @@ struct Scratch(PathBuf);
 impl Scratch {
     fn new() -> Result<Self> {
         let path = std::env::temp_dir().join(format!("dunlin-demo-{}", std::process::id()));
-        std::fs::create_dir(&path)
-            .with_context(|| format!("cannot make {}", path.display()))?;
+        std::fs::create_dir(&path).with_context(|| format!("cannot make {}", path.display()))?;
         Ok(Self(path))
     }
 

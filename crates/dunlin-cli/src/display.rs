@@ -36,7 +36,9 @@ impl Display {
             Line::Iterated(iteration) => self.say(&iterated(iteration)),
             Line::Throttled { percent: 0 } => self.say("the guest runs at full speed again"),
             Line::Throttled { percent } => {
-                self.say(&format!("the guest outruns the link: slowed down by {percent} %"));
+                self.say(&format!(
+                    "the guest outruns the link: slowed down by {percent} %"
+                ));
             }
             Line::Paused => self.say("guest paused"),
             Line::Warning { text } => self.say(&format!("warning: {}", clean(text))),
@@ -53,18 +55,24 @@ impl Display {
             .iter()
             .map(|(lane, bytes)| format!("{lane}:{} %", bytes * 100 / share.max(1)))
             .collect();
-        let text = format!(
-            "iteration {}  {:.0} MiB/s  {:.0} MiB remain  {} pages/s dirtied  predicted downtime \
-             {:.0} ms  lanes {}",
+        let mut text = format!(
+            "iteration {}  {:.0} MiB/s  {:.0} MiB remain",
             progress.iteration,
             progress.bytes_per_s as f64 / MIB,
             progress.remaining_bytes as f64 / MIB,
-            progress.dirty_pages_per_s,
-            progress.predicted_downtime_ms,
-            lanes.join(" "),
         );
+        // Nobody knows what the guest dirties before the first pass is over.
+        if progress.iteration > 1 {
+            text.push_str(&format!(
+                "  {} pages/s dirtied  predicted downtime {:.0} ms",
+                progress.dirty_pages_per_s, progress.predicted_downtime_ms,
+            ));
+        }
+        text.push_str(&format!("  lanes {}", lanes.join(" ")));
         if self.terminal {
-            print!("\r\x1b[K{text}");
+            // A line that wrapped could not be rewritten: a narrow terminal
+            // cuts it off instead.
+            print!("\r\x1b[K\x1b[?7l{text}\x1b[?7h");
             // A terminal that has gone shows nothing more.
             let _ = std::io::stdout().flush();
             self.transient = true;
@@ -102,7 +110,10 @@ fn table(moved: &MovedLine) -> String {
         // Writing to a string cannot fail.
         let _ = writeln!(out, "  {name:<26}{value}");
     };
-    row("iterations", moved.iterations.len().to_string());
+    row(
+        "iterations",
+        format!("{}, the last with the guest paused", moved.iterations.len()),
+    );
     row("time", format!("{:.2} s", moved.total_s));
     row(
         "on the wire",
@@ -161,6 +172,12 @@ fn table(moved: &MovedLine) -> String {
 /// Text of a peer's without what could steer a terminal.
 fn clean(text: &str) -> String {
     text.chars()
-        .map(|c| if c.is_control() && c != '\n' { '\u{fffd}' } else { c })
+        .map(|c| {
+            if c.is_control() && c != '\n' {
+                '\u{fffd}'
+            } else {
+                c
+            }
+        })
         .collect()
 }

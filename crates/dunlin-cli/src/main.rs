@@ -4,6 +4,7 @@
 //! 3 in doubt.
 #![forbid(unsafe_code)]
 
+mod bench;
 mod demo;
 mod display;
 mod line;
@@ -17,7 +18,12 @@ use clap::{Parser, Subcommand};
 
 /// Live migration of virtual machines over many encrypted lanes at once.
 #[derive(Debug, Parser)]
-#[command(name = "dunlin", version)]
+#[command(
+    name = "dunlin",
+    version,
+    after_help = "Exit codes: 0 moved, or done; 1 failed, with the VM at the source; 2 usage; \
+                  3 in doubt, or at the destination and not running: ask there."
+)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -30,15 +36,22 @@ enum Command {
     /// The reference VMM: run, receive and migrate VMs.
     #[command(subcommand)]
     Vm(vm::Command),
+    /// Measure lanes and migrations on this host, one JSON object a line.
+    #[command(subcommand)]
+    Bench(bench::Command),
     /// A small certificate authority for trying things out.
     #[command(subcommand)]
     Pki(pki::Command),
 }
 
+/// The exit code of a command that was asked for something impossible.
+const USAGE: i32 = 2;
+
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Demo(demo) => demo.run(),
         Command::Vm(command) => vm::run(command),
+        Command::Bench(command) => bench::run(&command),
         Command::Pki(command) => pki::run(&command).map(|()| 0),
     };
     match result {

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use clap::{Args, ValueEnum};
 use dunlin::engine::source::{LaneSecurity, Options};
 use dunlin::lane::identity::{Identity, LoadOptions};
@@ -17,8 +17,9 @@ pub(crate) struct Common {
     /// Directory with `ca-cert.pem`, `cert.pem` and `key.pem`.
     #[arg(long, value_name = "DIR")]
     pub(crate) identity: PathBuf,
-    /// A name that the peer's certificate must bear; repeatable.
-    #[arg(long = "peer", value_name = "NAME")]
+    /// A name that the peer's certificate must bear; repeatable [default: to
+    /// migrate, the host of --to; to receive, anybody of the authority].
+    #[arg(long = "peer", value_name = "NAME", value_parser = parse_peer)]
     pub(crate) peers: Vec<String>,
 }
 
@@ -33,15 +34,23 @@ pub(crate) struct ControlPath {
 
 impl ControlPath {
     /// The control socket of the VM with this name.
-    pub(crate) fn socket(&self, name: &str) -> PathBuf {
+    ///
+    /// A name may come from a source, so that it must not lead out of the directory (I7).
+    pub(crate) fn socket(&self, name: &str) -> Result<PathBuf> {
+        if name.is_empty() || name.starts_with('.') || name.contains(['/', '\0']) {
+            bail!("a VM cannot have the name {name:?}: it is part of its control socket's path");
+        }
         let path = self.control.clone().unwrap_or_else(|| {
             std::env::var_os("RUNTIME_DIRECTORY")
                 .map_or_else(|| PathBuf::from("/run/dunlin"), PathBuf::from)
         });
-        if path.extension().is_some_and(|extension| extension == "sock") {
-            path
+        if path
+            .extension()
+            .is_some_and(|extension| extension == "sock")
+        {
+            Ok(path)
         } else {
-            path.join(format!("{name}.sock"))
+            Ok(path.join(format!("{name}.sock")))
         }
     }
 }
@@ -146,7 +155,7 @@ pub(crate) struct MigrateFlags {
     #[arg(long, value_name = "HOST:PORT")]
     pub(crate) to: String,
     /// Data lanes, 1 to 128.
-    #[arg(long, default_value_t = 2)]
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = parse_lanes())]
     pub(crate) lanes: u16,
     /// How the data lanes are secured; plain needs the destination's
     /// `--allow-plain`.
@@ -162,10 +171,14 @@ pub(crate) struct MigrateFlags {
     #[arg(long)]
     pub(crate) no_throttle: bool,
     /// Cap for all data lanes together, such as 500M (bytes per second).
-    #[arg(long, value_parser = parse_bytes)]
+    #[arg(long, value_name = "BYTES_PER_S", value_parser = parse_rate)]
     pub(crate) rate: Option<u64>,
+    /// The same for the last pass, when the guest stands still [default: no
+    /// cap].
+    #[arg(long, value_name = "BYTES_PER_S", value_parser = parse_rate)]
+    pub(crate) last_pass_rate: Option<u64>,
     /// Cap for each data lane, kept by the kernel.
-    #[arg(long, value_parser = parse_bytes)]
+    #[arg(long, value_name = "BYTES_PER_S", value_parser = parse_rate)]
     pub(crate) lane_rate: Option<u64>,
 }
 
@@ -178,10 +191,30 @@ impl MigrateFlags {
             verify: self.verify,
             throttle: !self.no_throttle,
             rate: self.rate,
-            last_pass_rate: self.rate,
+            last_pass_rate: self.last_pass_rate,
             lane_rate: self.lane_rate,
             ..Options::default()
         }
+    }
+}
+
+/// As many lanes as the engine takes.
+pub(crate) fn parse_lanes() -> clap::builder::RangedI64ValueParser<u16> {
+    clap::value_parser!(u16).range(1..=128)
+}
+
+/// A name as it is given, if a certificate can bear it.
+fn parse_peer(text: &str) -> Result<String, String> {
+    text.parse::<PeerName>()
+        .map(|_| text.to_owned())
+        .map_err(|error| error.to_string())
+}
+
+/// A cap in bytes per second; at 0 nothing would ever arrive.
+fn parse_rate(text: &str) -> Result<u64, String> {
+    match parse_bytes(text)? {
+        0 => Err("a rate of 0 would never end: leave it out for no cap".into()),
+        rate => Ok(rate),
     }
 }
 
@@ -203,8 +236,23 @@ pub(crate) fn parse_bytes(text: &str) -> Result<u64, String> {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn i7_a_name_leads_nowhere_but_into_its_directory() {
+        let control = ControlPath {
+            control: Some("/run/x".into()),
+        };
+        assert_eq!(
+            control.socket("a b").unwrap(),
+            PathBuf::from("/run/x/a b.sock")
+        );
+        for bad in ["", ".", "..", "../x", "a/b", "/etc/x", "a\0b", ".hidden"] {
+            assert!(control.socket(bad).is_err(), "{bad:?}");
+        }
+    }
 
     #[test]
     fn sizes_are_powers_of_1024() {

@@ -26,19 +26,19 @@ pub(crate) enum Command {
         /// A new directory for its certificate and key.
         directory: PathBuf,
         /// Days until it expires.
-        #[arg(long, default_value_t = 3650)]
+        #[arg(long, value_name = "N", default_value_t = 3650)]
         days: u32,
     },
     /// Give a host a certificate and key of that authority.
     Issue {
         /// The authority's directory.
-        #[arg(long)]
+        #[arg(long, value_name = "DIR")]
         ca: PathBuf,
         /// A DNS name, IP address or URI of the host; repeatable.
-        #[arg(long = "name", required = true)]
+        #[arg(long = "name", value_name = "NAME", required = true)]
         names: Vec<String>,
         /// Days until it expires.
-        #[arg(long, default_value_t = 365)]
+        #[arg(long, value_name = "N", default_value_t = 365)]
         days: u32,
         /// A new directory for the host: what `--identity` takes.
         directory: PathBuf,
@@ -92,13 +92,18 @@ pub(crate) fn issue(ca: &Path, names: &[String], days: u32, directory: &Path) ->
     let key = KeyPair::from_pem(&read(&ca.join(AUTHORITY_KEY_FILE))?)
         .with_context(|| format!("the authority's key in {} is no key", ca.display()))?;
     let issuer = Issuer::from_ca_cert_pem(&authority, key).with_context(|| {
-        format!("the authority's certificate in {} is no certificate", ca.display())
+        format!(
+            "the authority's certificate in {} is no certificate",
+            ca.display()
+        )
     })?;
     let (uris, others): (Vec<_>, Vec<_>) = names.iter().cloned().partition(|n| n.contains("://"));
     let mut params = CertificateParams::new(others)
         .context("a name is neither a DNS name nor an IP address nor a URI")?;
     for uri in uris {
-        let uri = uri.try_into().context("a URI has characters beyond ASCII")?;
+        let uri = uri
+            .try_into()
+            .context("a URI has characters beyond ASCII")?;
         params.subject_alt_names.push(SanType::URI(uri));
     }
     params
@@ -123,7 +128,11 @@ fn show(directory: &Path, json: bool) -> Result<()> {
     let (identity, warnings) = Identity::load(directory, LoadOptions::default())?;
     let summary = identity.summary()?;
     let names: Vec<String> = summary.names.iter().map(ToString::to_string).collect();
-    let fingerprint: String = summary.fingerprint.iter().map(|b| format!("{b:02x}")).collect();
+    let fingerprint: String = summary
+        .fingerprint
+        .iter()
+        .map(|b| format!("{b:02x}"))
+        .collect();
     let warnings: Vec<String> = warnings.iter().map(ToString::to_string).collect();
     if json {
         println!(
@@ -141,7 +150,10 @@ fn show(directory: &Path, json: bool) -> Result<()> {
     }
     println!("names        {}", names.join(", "));
     println!("SHA-256      {fingerprint}");
-    println!("valid        {} to {}", summary.not_before, summary.not_after);
+    println!(
+        "valid        {} to {}",
+        summary.not_before, summary.not_after
+    );
     println!("authorities  {}", summary.authorities);
     for warning in warnings {
         println!("warning      {warning}");

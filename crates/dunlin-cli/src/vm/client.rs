@@ -3,11 +3,15 @@
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 
 use super::owner::Request;
 use crate::line::Line;
+
+/// How long an answer may take that needs no migration.
+const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 
 /// One request and the lines that answer it.
 pub(crate) struct Client(BufReader<UnixStream>);
@@ -21,6 +25,9 @@ impl Client {
                 socket.display()
             )
         })?;
+        if !matches!(request, Request::Migrate { .. }) {
+            stream.set_read_timeout(Some(ANSWER_LIMIT))?;
+        }
         writeln!(stream, "{}", serde_json::to_string(request)?)?;
         Ok(Self(BufReader::new(stream)))
     }
@@ -28,7 +35,11 @@ impl Client {
     /// The next line; none when the answer is complete.
     pub(crate) fn next(&mut self) -> Result<Option<Line>> {
         let mut text = String::new();
-        if self.0.read_line(&mut text)? == 0 {
+        let read = self
+            .0
+            .read_line(&mut text)
+            .context("the VM's process does not answer; is the VM still arriving?")?;
+        if read == 0 {
             return Ok(None);
         }
         let line = serde_json::from_str(&text)

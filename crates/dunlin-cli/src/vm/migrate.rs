@@ -81,22 +81,44 @@ pub(crate) fn follow(
         flags: flags.clone(),
     };
     let mut client = Client::ask(socket, &request)?;
+    let mut committing = false;
     while let Some(line) = client.next()? {
         display.show(&line);
         match line {
+            Line::Committing => committing = true,
             Line::Moved(moved) => return Ok(Ended::Moved(moved)),
             Line::Failed(failed) => return Ok(Ended::Failed(failed)),
             _ => {}
         }
     }
-    bail!("the VM's process has gone: if it died, so did its VM");
+    // It died, or the guest with it. Nobody here can tell how far it had come.
+    let failed = if committing {
+        FailedLine {
+            fault: "internal".into(),
+            at_fault: "this side".into(),
+            vm: "in-doubt".into(),
+            text: "the VM's process has gone after it let the destination run the VM: ask there"
+                .into(),
+            code: 3,
+        }
+    } else {
+        FailedLine {
+            fault: "internal".into(),
+            at_fault: "this side".into(),
+            vm: "gone".into(),
+            text: "the VM's process has gone, and the VM with it".into(),
+            code: 1,
+        }
+    };
+    display.show(&Line::Failed(failed.clone()));
+    Ok(Ended::Failed(failed))
 }
 
 impl Migrate {
     pub(crate) fn run(self) -> Result<i32> {
         let mut display = Display::new(self.json);
         let ended = follow(
-            &self.control.socket(&self.name),
+            &self.control.socket(&self.name)?,
             &self.common.identity,
             &self.common.peers,
             &self.flags,
@@ -111,7 +133,7 @@ impl Migrate {
 
 impl Status {
     pub(crate) fn run(self) -> Result<i32> {
-        let status = status(&self.control.socket(&self.name))?;
+        let status = status(&self.control.socket(&self.name)?)?;
         if self.json {
             Line::Status(status).print();
             return Ok(0);
@@ -145,7 +167,7 @@ impl Ask {
             What::Resume => Request::Resume,
             What::PowerOff => Request::PowerOff,
         };
-        let mut client = Client::ask(&self.control.socket(&self.name), &request)?;
+        let mut client = Client::ask(&self.control.socket(&self.name)?, &request)?;
         match client.next()? {
             Some(Line::Done) => Ok(0),
             Some(Line::Failed(failed)) => bail!("{}", failed.text),

@@ -6,14 +6,14 @@
 
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
+use clap::Args;
 use dunlin::engine::source::migrate;
 use dunlin::engine::vmm::SourceVm;
 use dunlin::engine::{Cancel, Event, Host, StandardHost};
@@ -42,33 +42,32 @@ pub(crate) enum Request {
     },
 }
 
-/// How the VM's life in this process ended.
-enum End {
-    Moved,
-    Guest(VmState),
-}
-
-/// Serves the control socket at `path` until the VM has ended or moved away;
-/// returns the exit code.
-pub(crate) fn serve(vm: Arc<Movable>, path: &Path, json: bool) -> Result<i32> {
-    let socket = Socket::bind(path)?;
-    let (sender, ends) = channel();
-    watch(&vm, sender.clone())?;
+/// Serves the control socket until the VM has ended or moved away; returns the
+/// exit code.
+pub(crate) fn serve(vm: Arc<Movable>, socket: Socket, json: bool) -> Result<i32> {
+    // One migration at a time.
+    let migrating = Arc::new(Mutex::new(()));
     {
-        let vm = Arc::clone(&vm);
+        let (vm, migrating) = (Arc::clone(&vm), Arc::clone(&migrating));
         let listener = socket.listener.try_clone()?;
         std::thread::Builder::new()
             .name("control-socket".into())
-            .spawn(move || accept(&listener, &vm, &sender))?;
+            .spawn(move || accept(&listener, &vm, &migrating))?;
     }
-    let end = ends.recv().context("the VM's watcher has gone")?;
-    let (state, code) = match end {
-        End::Moved => ("moved".to_owned(), 0),
-        End::Guest(VmState::PoweredOff) => ("powered-off".to_owned(), 0),
-        End::Guest(VmState::Stopped(stop)) => (format!("stopped by its own check: {stop:?}"), 1),
-        End::Guest(VmState::Failed(why)) => (format!("failed: {why}"), 1),
-        End::Guest(other) => (format!("{other:?}"), 1),
+    let state = loop {
+        let state = vm.vm().wait_until_ended(Duration::from_secs(3600));
+        if state.has_ended() {
+            break state;
+        }
     };
+    // A migration that is under way learns of the end by itself, tells the
+    // destination and whoever asked for it.
+    drop(migrating.lock().unwrap_or_else(PoisonError::into_inner));
+    let code = match state {
+        VmState::Moved | VmState::PoweredOff => 0,
+        _ => 1,
+    };
+    let state = state.to_string();
     if json {
         Line::Ended {
             state: state.clone(),
@@ -81,14 +80,43 @@ pub(crate) fn serve(vm: Arc<Movable>, path: &Path, json: bool) -> Result<i32> {
     Ok(code)
 }
 
+/// For a parent that must not leave a VM or its scratch directory behind.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct Parent {
+    /// End when standard input ends, and remove this directory.
+    #[arg(long, value_name = "DIR", hide = true)]
+    until_stdin_closes: Option<PathBuf>,
+}
+
+impl Parent {
+    /// Ends this process once its standard input has ended, if that is wanted: a
+    /// parent that dies, however it dies, closes its end of the pipe.
+    pub(crate) fn watch(&self) -> Result<()> {
+        let Some(directory) = self.until_stdin_closes.clone() else {
+            return Ok(());
+        };
+        std::thread::Builder::new()
+            .name("stdin-watch".into())
+            .spawn(move || {
+                // Whether it ends or fails, nobody is at its other end.
+                let _ = std::io::copy(&mut std::io::stdin(), &mut std::io::sink());
+                // A sibling may have removed it.
+                let _ = fs::remove_dir_all(directory);
+                std::process::exit(1);
+            })?;
+        Ok(())
+    }
+}
+
 /// The control socket, removed when its owner ends.
-struct Socket {
+pub(crate) struct Socket {
     listener: UnixListener,
     path: PathBuf,
 }
 
 impl Socket {
-    fn bind(path: &Path) -> Result<Self> {
+    /// Takes the path, unless a VM that runs has it.
+    pub(crate) fn bind(path: &Path) -> Result<Self> {
         if let Some(directory) = path.parent() {
             fs::create_dir_all(directory)
                 .with_context(|| format!("cannot make {}", directory.display()))?;
@@ -100,7 +128,9 @@ impl Socket {
             );
         }
         // Nobody answers: the socket of a process that has died, or none.
-        let _ = fs::remove_file(path);
+        if fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket()) {
+            let _ = fs::remove_file(path);
+        }
         let listener = UnixListener::bind(path)
             .with_context(|| format!("cannot bind the control socket {}", path.display()))?;
         fs::set_permissions(path, fs::Permissions::from_mode(0o600))?;
@@ -108,6 +138,11 @@ impl Socket {
             listener,
             path: path.to_owned(),
         })
+    }
+
+    /// Where it is.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
     }
 }
 
@@ -118,34 +153,14 @@ impl Drop for Socket {
     }
 }
 
-/// Waits for the guest to end by itself.
-fn watch(vm: &Arc<Movable>, ends: Sender<End>) -> Result<()> {
-    let vm: Arc<Vm> = Arc::clone(vm.vm());
-    std::thread::Builder::new()
-        .name("guest-watch".into())
-        .spawn(move || {
-            loop {
-                let state = vm.wait_until_ended(Duration::from_secs(3600));
-                if state.has_ended() {
-                    // An owner that is gone needs no report.
-                    let _ = ends.send(End::Guest(state));
-                    return;
-                }
-            }
-        })?;
-    Ok(())
-}
-
-fn accept(listener: &UnixListener, vm: &Arc<Movable>, ends: &Sender<End>) {
-    // One migration at a time.
-    let migrating = Arc::new(Mutex::new(()));
+fn accept(listener: &UnixListener, vm: &Arc<Movable>, migrating: &Arc<Mutex<()>>) {
     for connection in listener.incoming() {
         let Ok(connection) = connection else { return };
-        let (vm, ends, migrating) = (Arc::clone(vm), ends.clone(), Arc::clone(&migrating));
+        let (vm, migrating) = (Arc::clone(vm), Arc::clone(migrating));
         let spawned = std::thread::Builder::new()
             .name("control-request".into())
             .spawn(move || {
-                if let Err(error) = answer(&connection, &vm, &ends, &migrating) {
+                if let Err(error) = answer(&connection, &vm, &migrating) {
                     // Whoever asked may have gone.
                     let _ = send(
                         &connection,
@@ -165,20 +180,24 @@ fn accept(listener: &UnixListener, vm: &Arc<Movable>, ends: &Sender<End>) {
     }
 }
 
-fn answer(
-    connection: &UnixStream,
-    vm: &Arc<Movable>,
-    ends: &Sender<End>,
-    migrating: &Mutex<()>,
-) -> Result<()> {
+fn answer(connection: &UnixStream, vm: &Arc<Movable>, migrating: &Mutex<()>) -> Result<()> {
     let mut request = String::new();
     let limited = std::io::Read::take(connection, REQUEST_LIMIT_BYTES);
     BufReader::new(limited).read_line(&mut request)?;
     let request: Request = serde_json::from_str(&request).context("that is no request")?;
     match request {
         Request::Status => send(connection, &Line::Status(status(vm.vm())))?,
-        Request::Pause => vm.vm().pause()?,
-        Request::Resume => vm.vm().resume()?,
+        Request::Pause | Request::Resume => {
+            // Whoever resumed it between *commit* and *running* would have it
+            // run twice (I1).
+            let Ok(_one) = migrating.try_lock() else {
+                bail!("the VM is being migrated: wait until that is over");
+            };
+            match request {
+                Request::Pause => vm.vm().pause()?,
+                _ => vm.vm().resume()?,
+            }
+        }
         Request::PowerOff => vm.vm().ask_power_off(),
         Request::Migrate {
             identity,
@@ -188,7 +207,7 @@ fn answer(
             let Ok(_one) = migrating.try_lock() else {
                 bail!("the VM is being migrated already");
             };
-            return move_away(connection, vm, ends, &identity, &peers, &flags);
+            return move_away(connection, vm, &identity, &peers, &flags);
         }
     }
     send(connection, &Line::Done)
@@ -197,7 +216,6 @@ fn answer(
 fn move_away(
     connection: &UnixStream,
     vm: &Arc<Movable>,
-    ends: &Sender<End>,
     identity: &Path,
     peers: &[String],
     flags: &MigrateFlags,
@@ -205,7 +223,10 @@ fn move_away(
     let identity = load_identity(identity)?;
     let peers = if peers.is_empty() {
         // Whoever connects to a host expects that host.
-        let host = flags.to.rsplit_once(':').map_or(&*flags.to, |(host, _)| host);
+        let host = flags
+            .to
+            .rsplit_once(':')
+            .map_or(&*flags.to, |(host, _)| host);
         let host = host.trim_start_matches('[').trim_end_matches(']');
         peer_names(&[host.to_owned()])?
     } else {
@@ -232,8 +253,6 @@ fn move_away(
     match result {
         Ok(report) => {
             let _ = send(connection, &Line::Moved(Box::new((&report).into())));
-            // An owner that is gone needs no report.
-            let _ = ends.send(End::Moved);
         }
         Err(error) => {
             let _ = send(connection, &Line::Failed((&error).into()));
@@ -252,14 +271,7 @@ pub(crate) fn status(vm: &Vm) -> StatusLine {
     StatusLine {
         name: vm.config().name.clone(),
         pid: std::process::id(),
-        state: match vm.state() {
-            VmState::Created => "created".into(),
-            VmState::Running => "running".into(),
-            VmState::Paused => "paused".into(),
-            VmState::PoweredOff => "powered-off".into(),
-            VmState::Stopped(stop) => format!("stopped by its own check: {stop:?}"),
-            VmState::Failed(why) => format!("failed: {why}"),
-        },
+        state: vm.state().to_string(),
         memory_bytes: vm.config().memory_bytes,
         pages_checked: stats.pages_checked,
         beats: stats.beats,

@@ -6,11 +6,12 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 use clap::Args;
 use dunlin::engine::destination::{DestinationEvent, Options, receive};
+use dunlin::engine::vmm::{Builder, DestinationVm, FaultCode, Offered, Refusal};
 use dunlin::engine::{Cancel, Host, StandardHost, VmIs};
 use dunlin::lane::provider::Crypto;
-use dunlin_microvm::MachineBuilder;
+use dunlin_microvm::{MachineBuilder, Movable};
 
-use super::owner::serve;
+use super::owner::{Parent, Socket, serve};
 use crate::line::{FailedLine, Line, millis};
 use crate::options::{Common, ControlPath, load_identity, peer_names};
 
@@ -29,6 +30,8 @@ pub(crate) struct Receive {
     /// One JSON object a line.
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    parent: Parent,
 }
 
 impl Receive {
@@ -46,7 +49,12 @@ impl Receive {
             allow_plain: self.allow_plain,
             ..Options::default()
         };
-        let mut builder = MachineBuilder::default();
+        self.parent.watch()?;
+        let mut builder = Takes {
+            machines: MachineBuilder::default(),
+            control: &self.control,
+            socket: None,
+        };
         let observe = |event: &DestinationEvent| self.observe(event);
         let received = loop {
             let attempt = receive(
@@ -75,18 +83,19 @@ impl Receive {
             }
         };
         drop(listener);
-        let vm = builder.take().context("a VM arrived that was never built")?;
+        let (vm, socket) = builder
+            .take()
+            .context("a VM arrived that was never built")?;
         let name = received.offered.vm.name.clone();
-        let socket = self.control.socket(&name);
         self.say(&Line::Received {
             name,
             pid: std::process::id(),
-            control: socket.display().to_string(),
+            control: socket.path().display().to_string(),
             runs: received.runs,
             downtime_ms: received.guest_downtime.map(millis),
             cpu_s: received.cpu.as_secs_f64(),
         });
-        serve(vm, &socket, self.json)
+        serve(vm, socket, self.json)
     }
 
     fn observe(&self, event: &DestinationEvent) {
@@ -124,7 +133,11 @@ impl Receive {
                 downtime_ms,
                 ..
             } => {
-                let how = if *runs { "runs here" } else { "is here, paused" };
+                let how = if *runs {
+                    "runs here"
+                } else {
+                    "is here, paused"
+                };
                 let downtime = downtime_ms.map_or(String::new(), |ms| {
                     format!(", downtime {ms:.1} ms as the guest saw it")
                 });
@@ -132,5 +145,38 @@ impl Receive {
             }
             _ => {}
         }
+    }
+}
+
+/// Builds machines, each with its control socket: a VM whose socket cannot be
+/// had is refused while it still runs at the source.
+struct Takes<'a> {
+    machines: MachineBuilder,
+    control: &'a ControlPath,
+    socket: Option<Socket>,
+}
+
+impl Takes<'_> {
+    /// What was built last.
+    fn take(&mut self) -> Option<(Arc<Movable>, Socket)> {
+        let socket = self.socket.take();
+        self.machines.take().zip(socket)
+    }
+}
+
+impl Builder for Takes<'_> {
+    fn build(&mut self, offered: &Offered) -> Result<Arc<dyn DestinationVm>, Refusal> {
+        // That of an attempt that failed may have the same path.
+        self.socket = None;
+        let socket = self
+            .control
+            .socket(&offered.vm.name)
+            .and_then(|path| Socket::bind(&path))
+            .map_err(|error| Refusal {
+                fault: FaultCode::DescriptionRefused,
+                text: format!("{error:#}"),
+            })?;
+        self.socket = Some(socket);
+        self.machines.build(offered)
     }
 }

@@ -6,7 +6,8 @@ use anyhow::{Context, Result};
 use clap::Args;
 use dunlin_microvm::{Config, Movable, Vm, Workload};
 
-use super::owner::serve;
+use super::owner::{Parent, Socket, serve};
+use crate::USAGE;
 use crate::line::Line;
 use crate::options::{BackingName, ControlPath, FillName, WorkloadName, parse_bytes};
 
@@ -16,10 +17,10 @@ pub(crate) struct Run {
     #[arg(long)]
     name: String,
     /// Memory, such as 1G; a multiple of 2 MiB, 64M or more.
-    #[arg(long, value_parser = parse_bytes, default_value = "1G")]
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes, default_value = "1G")]
     memory: u64,
     /// vCPUs, 1 to 4.
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, value_name = "N", default_value_t = 1)]
     vcpus: u8,
     /// What the guest's memory is made of.
     #[arg(long, value_enum, default_value = "private")]
@@ -28,13 +29,13 @@ pub(crate) struct Run {
     #[arg(long, value_enum, default_value = "random")]
     fill: FillName,
     /// Fill only so much of it; the rest stays untouched.
-    #[arg(long, value_parser = parse_bytes)]
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     fill_size: Option<u64>,
     /// In which order the guest goes over its pages.
     #[arg(long, value_enum, default_value = "hot-set")]
     workload: WorkloadName,
     /// How much memory the guest goes over, from the start.
-    #[arg(long, value_parser = parse_bytes)]
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     working_set: Option<u64>,
     /// Pages that the guest writes per second; 0 is as fast as it can.
     #[arg(long, value_name = "PAGES_PER_S", default_value_t = 10_000)]
@@ -44,6 +45,8 @@ pub(crate) struct Run {
     /// One JSON object a line.
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    parent: Parent,
 }
 
 impl Run {
@@ -55,7 +58,7 @@ impl Run {
         uuid[6] = uuid[6] & 0x0f | 0x40;
         uuid[8] = uuid[8] & 0x3f | 0x80;
         let workload: Workload = self.workload.into();
-        let vm = Vm::new(Config {
+        let config = Config {
             name: self.name.clone(),
             uuid,
             memory_bytes: self.memory,
@@ -68,21 +71,27 @@ impl Run {
             dirty_rate: self.dirty_rate,
             seed: u64::from_le_bytes(uuid[..8].try_into()?),
             power_off_after: None,
-        })
-        .context("the VM cannot be made")?;
+        };
+        if let Err(error) = config.validate() {
+            eprintln!("error: {error}");
+            return Ok(USAGE);
+        }
+        let socket = Socket::bind(&self.control.socket(&self.name)?)?;
+        self.parent.watch()?;
+        let vm = Vm::new(config).context("the VM cannot be made")?;
         vm.fill().context("the VM's memory cannot be filled")?;
         vm.start().context("the VM cannot be started")?;
-        let socket = self.control.socket(&self.name);
+        let control = socket.path().display().to_string();
         if self.json {
             Line::Started {
                 name: self.name.clone(),
                 pid: std::process::id(),
-                control: socket.display().to_string(),
+                control,
             }
             .print();
         } else {
-            println!("{} runs; control socket {}", self.name, socket.display());
+            println!("{} runs; control socket {control}", self.name);
         }
-        serve(Movable::new(Arc::new(vm)), &socket, self.json)
+        serve(Movable::new(Arc::new(vm)), socket, self.json)
     }
 }

@@ -1,0 +1,114 @@
+//! `dunlin bench connections`: what more lanes bring where the network, or a
+//! provider's cap, holds each connection to a rate of its own.
+
+use std::io::{Read, Write};
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, ensure};
+use clap::Args;
+
+use super::Common;
+use super::figures::{Figure, Record, rounded};
+use super::rig::{Rig, Security, connection};
+use crate::options::parse_bytes;
+
+const LANES: [usize; 5] = [1, 2, 4, 8, 16];
+/// What Cloud Hypervisor sends on a connection before it waits for the
+/// destination's answer (`CHUNK_SIZE` in vmm/src/migration/transport.rs).
+const STOP_AND_WAIT_BYTES: f64 = (64 << 20) as f64;
+/// A second's worth of bytes for each lane, by which the start-up of a
+/// connection's pacing does not count.
+const SECONDS: u64 = 1;
+const PINGS: u32 = 200;
+
+#[derive(Debug, Args)]
+pub(crate) struct Connections {
+    #[command(flatten)]
+    common: Common,
+    /// What the kernel lets through on each connection, in bytes a second.
+    #[arg(long, value_parser = parse_bytes, default_value = "100M")]
+    rate: u64,
+    /// Round trip for the stop-and-wait column, in milliseconds [default: as
+    /// measured here].
+    #[arg(long)]
+    rtt_ms: Option<f64>,
+}
+
+impl Connections {
+    pub(super) fn run(&self) -> Result<()> {
+        self.common.check()?;
+        ensure!(self.rate >= 1 << 20, "--rate must be 1M or more");
+        let rig = Rig::new(self.common.size)?;
+        let provider = self.common.one_provider();
+        let rtt_s = match self.rtt_ms {
+            Some(rtt_ms) => rtt_ms / 1000.0,
+            None => round_trip()?.as_secs_f64(),
+        };
+        let cpus = std::thread::available_parallelism()?.get();
+        let mut one_lane = 0.0;
+        for lanes in LANES {
+            let bytes = rig.bytes.min(self.rate * SECONDS * lanes as u64) >> 21 << 21;
+            let gibibytes = bytes as f64 / f64::from(1 << 30);
+            let [mut gib_per_s, mut cpu_s_per_gib, mut busy] = [(); 3].map(|()| Figure::default());
+            for _ in 0..self.common.rounds {
+                let security = Security::Tls(provider);
+                let spent = rig.transfer(security, lanes, bytes, Some(self.rate))?;
+                gib_per_s.add(gibibytes / spent.wall_s);
+                cpu_s_per_gib.add(spent.cpu_s / gibibytes);
+                busy.add(spent.cpu_s / (spent.wall_s * cpus as f64));
+            }
+            if lanes == 1 {
+                one_lane = gib_per_s.median();
+            }
+            let chunk_s = STOP_AND_WAIT_BYTES / self.rate as f64 + rtt_s;
+            let stop_and_wait = lanes as f64 * STOP_AND_WAIT_BYTES / chunk_s / f64::from(1 << 30);
+            Record::new("connections", "tls")
+                .with("provider", provider.to_string())
+                .with("lanes", lanes)
+                .with("lane_bytes_per_s", self.rate)
+                .figure("gib_per_s", &gib_per_s)
+                .figure("cpu_s_per_gib", &cpu_s_per_gib)
+                .with("one_lane_ratio", rounded(gib_per_s.median() / one_lane))
+                .with("stop_and_wait_gib_per_s", rounded(stop_and_wait))
+                .with("rtt_ms", rounded(rtt_s * 1000.0))
+                // Near 1 the processors are full, and lanes bring no more.
+                .figure("cpu_busy", &busy)
+                .with("cpus", cpus)
+                .with("rounds", gib_per_s.rounds())
+                .with("guest_bytes", bytes)
+                .with("content", "random")
+                .with("dirty_rate", 0)
+                .print();
+        }
+        Ok(())
+    }
+}
+
+/// The middle one of many round trips of a byte over loopback.
+fn round_trip() -> Result<Duration> {
+    let (mut near, mut far) = connection()?;
+    near.set_nodelay(true)?;
+    far.set_nodelay(true)?;
+    std::thread::scope(|scope| {
+        let echo = scope.spawn(move || -> std::io::Result<()> {
+            let mut byte = [0];
+            for _ in 0..PINGS {
+                far.read_exact(&mut byte)?;
+                far.write_all(&byte)?;
+            }
+            Ok(())
+        });
+        let mut figure = Figure::default();
+        for _ in 0..PINGS {
+            let began = Instant::now();
+            near.write_all(&[1])?;
+            near.read_exact(&mut [0])?;
+            figure.add(began.elapsed().as_secs_f64());
+        }
+        match echo.join() {
+            Ok(ended) => ended?,
+            Err(_) => anyhow::bail!("the echo's thread panicked"),
+        }
+        Ok(Duration::from_secs_f64(figure.median()))
+    })
+}

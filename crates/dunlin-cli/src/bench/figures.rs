@@ -1,0 +1,97 @@
+//! Figures of several rounds, and the lines that carry them.
+
+use serde_json::{Map, Value, json};
+
+/// One figure over the rounds.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Figure(Vec<f64>);
+
+impl Figure {
+    pub(super) fn add(&mut self, value: f64) {
+        self.0.push(value);
+    }
+
+    /// The middle value, and the mean of the two in the middle where the
+    /// rounds are even; 0 without rounds.
+    pub(super) fn median(&self) -> f64 {
+        let mut sorted = self.0.clone();
+        sorted.sort_by(f64::total_cmp);
+        let upper = sorted.len() / 2;
+        match sorted.len() {
+            0 => 0.0,
+            odd if odd % 2 == 1 => sorted[upper],
+            _ => f64::midpoint(sorted[upper - 1], sorted[upper]),
+        }
+    }
+
+    fn smallest(&self) -> f64 {
+        self.0.iter().copied().fold(f64::INFINITY, f64::min)
+    }
+
+    fn largest(&self) -> f64 {
+        self.0.iter().copied().fold(f64::NEG_INFINITY, f64::max)
+    }
+
+    pub(super) fn rounds(&self) -> usize {
+        self.0.len()
+    }
+}
+
+/// One line of output.
+pub(super) struct Record(Map<String, Value>);
+
+impl Record {
+    pub(super) fn new(scenario: &str, variant: &str) -> Self {
+        let mut map = Map::new();
+        map.insert("scenario".into(), scenario.into());
+        map.insert("variant".into(), variant.into());
+        Self(map)
+    }
+
+    pub(super) fn with(mut self, name: &str, value: impl Into<Value>) -> Self {
+        self.0.insert(name.into(), value.into());
+        self
+    }
+
+    /// A figure as `name`, `name_min` and `name_max`.
+    pub(super) fn figure(self, name: &str, figure: &Figure) -> Self {
+        self.with(name, rounded(figure.median()))
+            .with(&format!("{name}_min"), rounded(figure.smallest()))
+            .with(&format!("{name}_max"), rounded(figure.largest()))
+    }
+
+    /// Prints the line on standard output; a reader that has gone is no reason
+    /// to stop.
+    pub(super) fn print(self) {
+        use std::io::Write;
+        let mut out = std::io::stdout().lock();
+        let _ = writeln!(out, "{}", Value::Object(self.0));
+        let _ = out.flush();
+    }
+}
+
+/// Four digits behind the point: more would be noise.
+pub(super) fn rounded(value: f64) -> Value {
+    json!((value * 1e4).round() / 1e4)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_median_is_the_middle_and_the_extremes_stand_beside_it() {
+        let mut figure = Figure::default();
+        for value in [9.0, 1.0, 5.0] {
+            figure.add(value);
+        }
+        assert!((figure.median() - 5.0).abs() < 1e-9);
+        figure.add(6.0);
+        assert!((figure.median() - 5.5).abs() < 1e-9);
+        let line = Record::new("s", "v").figure("x", &figure).0;
+        assert_eq!(
+            Value::Object(line),
+            json!({"scenario": "s", "variant": "v", "x": 5.5, "x_min": 1.0, "x_max": 9.0})
+        );
+    }
+}

@@ -1,0 +1,275 @@
+//! Two guests' memories and lanes between them: what an engine's lane threads
+//! do to the bytes, without an engine around them.
+
+use std::net::{TcpListener, TcpStream};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Barrier};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow, ensure};
+use dunlin::engine::memory::{MappedMemory, digest};
+use dunlin::engine::vmm::GuestMemory;
+use dunlin::lane::data::{
+    BATCH_BYTES, DataReceiver, DataSender, PAGE_BYTES, PlainConsent, STALL_LIMIT,
+};
+use dunlin::lane::handshake;
+use dunlin::lane::identity::{ClientTls, Identity, LoadOptions, ServerTls};
+use dunlin::lane::provider::{Crypto, Provider};
+use dunlin_sys::affinity::thread_cpu_time;
+use dunlin_sys::mapping::{Backing, allocate};
+
+use crate::options::peer_names;
+use crate::pki;
+
+/// Where a chunk belongs and how long it is.
+const HEADER_BYTES: usize = 16;
+const HANDSHAKE_LIMIT: Duration = Duration::from_secs(10);
+
+/// How lanes are secured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Security {
+    Plain,
+    Tls(Provider),
+}
+
+/// What a transfer took.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Spent {
+    pub(super) wall_s: f64,
+    /// Both ends together.
+    pub(super) cpu_s: f64,
+}
+
+/// The memory of a source that is full and of a destination that is mapped
+/// and touched.
+pub(super) struct Rig {
+    pub(super) source: MappedMemory,
+    pub(super) target: MappedMemory,
+    pub(super) bytes: u64,
+    scratch: Scratch,
+}
+
+impl Rig {
+    pub(super) fn new(bytes: u64) -> Result<Self> {
+        let scratch = Scratch::new()?;
+        let ca = scratch.0.join("ca");
+        pki::init(&ca, 1)?;
+        pki::issue(&ca, &["source.bench".into()], 1, &scratch.0.join("source"))?;
+        pki::issue(
+            &ca,
+            &["destination.bench".into()],
+            1,
+            &scratch.0.join("destination"),
+        )?;
+        let memory = |seed| -> Result<_> {
+            let memory = Arc::new(allocate(bytes, Backing::Private)?);
+            let mapped = MappedMemory::new(memory, PAGE_BYTES as u32);
+            fill(&mapped, seed)?;
+            Ok(mapped)
+        };
+        Ok(Self {
+            source: memory(1)?,
+            target: memory(2)?,
+            bytes,
+            scratch,
+        })
+    }
+
+    pub(super) fn gibibytes(&self) -> f64 {
+        self.bytes as f64 / f64::from(1 << 30)
+    }
+
+    /// Fails unless the two memories are equal.
+    pub(super) fn verify(&self) -> Result<()> {
+        ensure!(
+            digest(&self.source, 2)? == digest(&self.target, 2)?,
+            "the destination's memory is not the source's: nothing that was measured counts"
+        );
+        Ok(())
+    }
+
+    /// Sends the first `bytes` over `lanes` lanes, each held to `rate` bytes a
+    /// second. Lanes stand before the clock starts.
+    pub(super) fn transfer(
+        &self,
+        security: Security,
+        lanes: usize,
+        bytes: u64,
+        rate: Option<u64>,
+    ) -> Result<Spent> {
+        let tls = match security {
+            Security::Plain => None,
+            Security::Tls(provider) => Some(self.tls(provider)?),
+        };
+        let mut ends = Vec::with_capacity(lanes);
+        for _ in 0..lanes {
+            let (sender, receiver) = lane(tls.as_ref())?;
+            sender.set_rate(rate)?;
+            ends.push((sender, receiver));
+        }
+        let next = AtomicU64::new(0);
+        let mut work: Vec<Work> = Vec::new();
+        for (sender, receiver) in ends {
+            let next = &next;
+            work.push(Box::new(move || send(&self.source, bytes, next, sender)));
+            work.push(Box::new(move || receive(&self.target, receiver)));
+        }
+        in_step(work)
+    }
+
+    fn tls(&self, provider: Provider) -> Result<(ClientTls, ServerTls)> {
+        let load = |name| Identity::load(&self.scratch.0.join(name), LoadOptions::default());
+        let crypto = Crypto::with(provider);
+        let client = load("source")?
+            .0
+            .client(&crypto, peer_names(&["destination.bench".into()])?)?;
+        let server = load("destination")?
+            .0
+            .server(&crypto, peer_names(&["source.bench".into()])?)?;
+        Ok((client, server))
+    }
+}
+
+/// What one thread does.
+pub(super) type Work<'a> = Box<dyn FnOnce() -> Result<()> + Send + 'a>;
+
+/// Runs every piece of work on a thread of its own, all from the same moment
+/// on.
+pub(super) fn in_step(work: Vec<Work>) -> Result<Spent> {
+    let barrier = Barrier::new(work.len() + 1);
+    thread::scope(|scope| {
+        let threads: Vec<_> = work
+            .into_iter()
+            .map(|work| {
+                let barrier = &barrier;
+                scope.spawn(move || {
+                    barrier.wait();
+                    let before = thread_cpu_time();
+                    work().map(|()| thread_cpu_time() - before)
+                })
+            })
+            .collect();
+        barrier.wait();
+        let began = Instant::now();
+        let mut cpu = Duration::ZERO;
+        for thread in threads {
+            cpu += thread
+                .join()
+                .map_err(|_| anyhow!("a thread of the bench panicked"))??;
+        }
+        Ok(Spent {
+            wall_s: began.elapsed().as_secs_f64(),
+            cpu_s: cpu.as_secs_f64(),
+        })
+    })
+}
+
+/// Two ends of a connection over loopback.
+pub(super) fn connection() -> Result<(TcpStream, TcpStream)> {
+    let listener = TcpListener::bind("127.0.0.1:0")?;
+    let near = TcpStream::connect(listener.local_addr()?)?;
+    Ok((near, listener.accept()?.0))
+}
+
+/// Both ends of a lane after its handshake.
+fn lane(tls: Option<&(ClientTls, ServerTls)>) -> Result<(DataSender, DataReceiver)> {
+    let (near, far) = connection()?;
+    let Some((client, server)) = tls else {
+        let consent = PlainConsent::both(true, true).context("a bench consents to itself")?;
+        return Ok((
+            DataSender::plain(near, consent, STALL_LIMIT)?,
+            DataReceiver::plain(far, consent, STALL_LIMIT)?,
+        ));
+    };
+    let deadline = Instant::now() + HANDSHAKE_LIMIT;
+    let (near, far) = thread::scope(|scope| {
+        let far = scope.spawn(|| handshake::server(far, server, deadline));
+        let near = handshake::client(near, client, deadline);
+        (near, far.join())
+    });
+    let far = far.map_err(|_| anyhow!("the handshake's thread panicked"))?;
+    Ok((
+        DataSender::tls(near?, STALL_LIMIT)?,
+        DataReceiver::tls(far?, STALL_LIMIT)?,
+    ))
+}
+
+/// What a lane's thread does at the source, chunk after chunk.
+fn send(memory: &MappedMemory, bytes: u64, next: &AtomicU64, mut sender: DataSender) -> Result<()> {
+    loop {
+        let offset = next.fetch_add(BATCH_BYTES as u64, Ordering::Relaxed);
+        if offset >= bytes {
+            sender.finish()?;
+            return Ok(());
+        }
+        let length = usize::try_from(bytes - offset)?.min(BATCH_BYTES);
+        let slice = memory.slice(0, offset, length)?;
+        let mut frame = sender.frame();
+        for at in (0..length).step_by(PAGE_BYTES) {
+            let kept = frame.guest_page(&slice.subslice(at, PAGE_BYTES)?)?;
+            ensure!(kept, "the bench's memory has a zero page");
+        }
+        let mut header = [0; HEADER_BYTES];
+        header[..8].copy_from_slice(&offset.to_le_bytes());
+        header[8..].copy_from_slice(&(length as u64).to_le_bytes());
+        frame.finish(&header)?;
+    }
+}
+
+/// What a lane's thread does at the destination.
+fn receive(memory: &MappedMemory, mut receiver: DataReceiver) -> Result<()> {
+    let mut header = [0; HEADER_BYTES];
+    while receiver.next(&mut header, None)? {
+        let [offset, length] = [0, 8].map(|at| {
+            let mut word = [0; 8];
+            word.copy_from_slice(&header[at..at + 8]);
+            u64::from_le_bytes(word)
+        });
+        let target = memory.slice(0, offset, usize::try_from(length)?)?;
+        receiver.payload_into(std::iter::once(target))?;
+    }
+    Ok(())
+}
+
+/// Fills memory with bytes that no two pages share and none of whose pages is
+/// zero.
+fn fill(memory: &MappedMemory, seed: u64) -> Result<()> {
+    let mut state = seed;
+    let mut piece = vec![0_u8; 1 << 20];
+    let length = memory
+        .regions()
+        .iter()
+        .map(|region| region.length)
+        .sum::<u64>();
+    for offset in (0..length).step_by(piece.len()) {
+        for word in piece.chunks_exact_mut(8) {
+            // SplitMix64: one multiplication-and-shift chain a word.
+            state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+            let mut mixed = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+            mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+            word.copy_from_slice(&(mixed ^ (mixed >> 31)).to_le_bytes());
+        }
+        memory.slice(0, offset, piece.len())?.copy_from(&piece);
+    }
+    Ok(())
+}
+
+/// A directory that goes with the bench.
+pub(super) struct Scratch(pub(super) PathBuf);
+
+impl Scratch {
+    pub(super) fn new() -> Result<Self> {
+        let path = std::env::temp_dir().join(format!("dunlin-bench-{}", std::process::id()));
+        std::fs::create_dir(&path).with_context(|| format!("cannot make {}", path.display()))?;
+        Ok(Self(path))
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        // Keys for one bench; nothing is lost if they stay.
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}

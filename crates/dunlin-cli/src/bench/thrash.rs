@@ -1,0 +1,236 @@
+//! `dunlin bench thrash`: a guest that dirties its memory faster than one lane
+//! carries it, over one lane and over two.
+//!
+//! The guest runs on KVM in one process and moves to another: `vm run`,
+//! `vm receive` and `vm migrate`, as two hosts would use them. Lanes are held
+//! to 300 MiB/s each by the kernel and the session to 500 MiB/s by its own
+//! cap, so that the network and not this host's processors set the pace.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use clap::Args;
+use serde_json::{Value, json};
+
+use super::figures::{Figure, Record, rounded};
+use super::process::Process;
+use super::rig::Scratch;
+use crate::line::{IterationLine, Line, MovedLine};
+use crate::options::parse_bytes;
+use crate::pki;
+
+/// How long the guest dirties its memory before it moves.
+const RUNS_FOR: Duration = Duration::from_secs(1);
+const PAGE_BYTES: u64 = 4096;
+const LANES: [u16; 2] = [1, 2];
+/// A pass shorter than this shows the guest's bursts and not its rate.
+const MEASURABLE_MS: f64 = 100.0;
+
+#[derive(Debug, Args)]
+pub(crate) struct Thrash {
+    /// Measured rounds.
+    #[arg(long, default_value_t = 3)]
+    rounds: usize,
+    /// The guest's memory, all of which it dirties.
+    #[arg(long, value_parser = parse_bytes, default_value = "1G")]
+    size: u64,
+    /// What the kernel lets through on each lane, in bytes a second.
+    #[arg(long, value_parser = parse_bytes, default_value = "300M")]
+    lane_rate: u64,
+    /// What all lanes together may send, in bytes a second.
+    #[arg(long, value_parser = parse_bytes, default_value = "500M")]
+    rate: u64,
+    /// What the guest dirties, in bytes a second; repeatable [default: 350M
+    /// and 450M].
+    #[arg(long = "dirty", value_parser = parse_bytes)]
+    dirty: Vec<u64>,
+}
+
+#[derive(Default)]
+struct Figures {
+    total_s: Figure,
+    downtime_ms: Figure,
+    gib_per_s: Figure,
+    cpu_s_per_gib: Figure,
+    one_lane_ratio: Figure,
+    /// Pages a second that the dirty log showed while the guest was not
+    /// slowed down: what it really wrote.
+    dirtied: Figure,
+    passes: Figure,
+    throttle: Figure,
+    /// The iterations of the last round.
+    iterations: Vec<IterationLine>,
+}
+
+impl Thrash {
+    pub(super) fn run(&self) -> Result<()> {
+        ensure!(self.rounds > 0, "no rounds, no figures: --rounds 1 or more");
+        let rates = match &self.dirty[..] {
+            [] => &[350 << 20, 450 << 20],
+            some => some,
+        };
+        let scratch = Scratch::new()?;
+        let ca = scratch.0.join("ca");
+        pki::init(&ca, 1)?;
+        for name in ["source", "destination"] {
+            pki::issue(&ca, &[format!("{name}.bench")], 1, &scratch.0.join(name))?;
+        }
+        for &rate in rates {
+            let pages_per_s = rate / PAGE_BYTES;
+            let mut figures = LANES.map(|_| Figures::default());
+            for _ in 0..self.rounds {
+                let mut one_lane_s = 0.0;
+                for (lanes, figures) in LANES.into_iter().zip(&mut figures) {
+                    let moved = self.migrate(&scratch, lanes, pages_per_s)?;
+                    if lanes == 1 {
+                        one_lane_s = moved.total_s;
+                    }
+                    figures.add(moved, one_lane_s);
+                }
+            }
+            for (lanes, figures) in LANES.into_iter().zip(&figures) {
+                self.print(lanes, pages_per_s, figures);
+            }
+        }
+        Ok(())
+    }
+
+    /// Starts a guest and moves it once.
+    fn migrate(&self, scratch: &Scratch, lanes: u16, pages_per_s: u64) -> Result<MovedLine> {
+        let path = |name: &str| scratch.0.join(name).display().to_string();
+        let (source, destination) = (path("source"), path("destination"));
+        let (here, there) = (path("a.sock"), path("b.sock"));
+        let text = |number: u64| number.to_string();
+        let mut receiving = Process::start(&[
+            "vm",
+            "receive",
+            "--listen",
+            "127.0.0.1:0",
+            "--identity",
+            &destination,
+            "--peer",
+            "source.bench",
+            "--control",
+            &there,
+        ])?;
+        let address = receiving.wait_for(|line| match line {
+            Line::Listening { address } => Some(address),
+            _ => None,
+        })?;
+        let mut running = Process::start(&[
+            "vm",
+            "run",
+            "--name",
+            "bench",
+            "--memory",
+            &text(self.size),
+            "--fill",
+            "random",
+            "--workload",
+            "sequential",
+            "--dirty-rate",
+            &text(pages_per_s),
+            "--control",
+            &here,
+        ])?;
+        running.wait_for(|line| matches!(line, Line::Started { .. }).then_some(()))?;
+        std::thread::sleep(RUNS_FOR);
+        let mut migrating = Process::start(&[
+            "vm",
+            "migrate",
+            "--name",
+            "bench",
+            "--to",
+            &address,
+            "--lanes",
+            &lanes.to_string(),
+            "--lane-rate",
+            &text(self.lane_rate),
+            "--rate",
+            &text(self.rate),
+            "--identity",
+            &source,
+            "--peer",
+            "destination.bench",
+            "--control",
+            &here,
+        ])?;
+        let moved = migrating.wait_for(|line| match line {
+            Line::Moved(moved) => Some(*moved),
+            _ => None,
+        })?;
+        let runs = receiving.wait_for(|line| match line {
+            Line::Received { runs, .. } => Some(runs),
+            _ => None,
+        })?;
+        ensure!(runs, "the guest does not run at the destination");
+        moved
+            .downtime
+            .guest_ms
+            .context("the guest did not see its downtime")?;
+        Ok(moved)
+    }
+
+    fn print(&self, lanes: u16, pages_per_s: u64, figures: &Figures) {
+        let iterations: Vec<Value> = figures
+            .iterations
+            .iter()
+            .map(|iteration| {
+                json!({
+                    "duration_ms": rounded(iteration.duration_ms),
+                    "pages": iteration.pages,
+                    "dirtied_pages": iteration.dirtied_pages,
+                    "throttle": iteration.throttle,
+                })
+            })
+            .collect();
+        let mut record = Record::new("thrash", "tls")
+            .with(
+                "provider",
+                dunlin::lane::provider::auto().provider.to_string(),
+            )
+            .with("lanes", lanes)
+            .with("lane_bytes_per_s", self.lane_rate)
+            .with("session_bytes_per_s", self.rate)
+            .figure("total_s", &figures.total_s)
+            .figure("downtime_ms", &figures.downtime_ms)
+            .figure("gib_per_s", &figures.gib_per_s)
+            .figure("cpu_s_per_gib", &figures.cpu_s_per_gib)
+            .figure("iterations", &figures.passes)
+            .figure("throttle_percent", &figures.throttle);
+        if lanes > 1 {
+            record = record.figure("one_lane_ratio", &figures.one_lane_ratio);
+        }
+        record
+            .with("rounds", figures.total_s.rounds())
+            .with("guest_bytes", self.size)
+            .with("content", "random")
+            // Pages a second; times 4096 it lies between the two caps.
+            .with("dirty_rate", pages_per_s)
+            .figure("dirty_rate_seen", &figures.dirtied)
+            .with("last_round", iterations)
+            .print();
+    }
+}
+
+impl Figures {
+    fn add(&mut self, moved: MovedLine, one_lane_s: f64) {
+        self.total_s.add(moved.total_s);
+        self.downtime_ms.add(moved.downtime.guest_ms.unwrap_or(0.0));
+        self.gib_per_s.add(moved.gib_per_s);
+        self.cpu_s_per_gib
+            .add(moved.source_cpu_s_per_gib + moved.destination_cpu_s_per_gib);
+        self.one_lane_ratio.add(moved.total_s / one_lane_s);
+        let seen = moved
+            .iterations
+            .iter()
+            .filter(|pass| pass.throttle == 0 && pass.duration_ms >= MEASURABLE_MS)
+            .map(|pass| pass.dirtied_pages as f64 / (pass.duration_ms / 1000.0))
+            .fold(0.0, f64::max);
+        self.dirtied.add(seen);
+        self.passes.add(moved.iterations.len() as f64);
+        let throttle = moved.iterations.iter().map(|i| i.throttle).max();
+        self.throttle.add(f64::from(throttle.unwrap_or(0)));
+        self.iterations = moved.iterations;
+    }
+}

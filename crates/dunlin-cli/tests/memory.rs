@@ -1,0 +1,224 @@
+//! What a migration costs in memory, wire and processor, seen from outside two separate processes.
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use std::fs;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use serde_json::Value;
+use support::{Hosts, finish, kvm};
+
+const MIB: u64 = 1 << 20;
+
+/// What a process has in memory, in bytes.
+#[derive(Clone, Copy, Debug, Default)]
+struct Resident {
+    all: u64,
+    /// Outside the mappings that are the guest's.
+    outside: u64,
+    /// In them.
+    guest: u64,
+}
+
+/// Reads smaps; a mapping is the guest's if it is a memfd of ours, or as large as the guest.
+fn resident(pid: u32, guest_bytes: u64) -> Option<Resident> {
+    // Above 3 GiB a guest has two mappings: this is the smaller of the two sizes that tests use.
+    let least = guest_bytes.min(3 << 30);
+    let smaps = fs::read_to_string(format!("/proc/{pid}/smaps")).ok()?;
+    let mut found = Resident::default();
+    let mut guests = false;
+    for line in smaps.lines() {
+        let first = line.split_whitespace().next().unwrap_or("");
+        if let Some((from, to)) = first.split_once('-').filter(|_| !first.ends_with(':')) {
+            let parse = |text: &str| u64::from_str_radix(text, 16).unwrap();
+            guests = parse(to) - parse(from) >= least || line.contains("memfd:dunlin-guest");
+        } else if first == "Rss:" {
+            let kib: u64 = line.split_whitespace().nth(1).unwrap().parse().unwrap();
+            found.all += kib * 1024;
+            *(if guests {
+                &mut found.guest
+            } else {
+                &mut found.outside
+            }) += kib * 1024;
+        }
+    }
+    Some(found)
+}
+
+/// The kernel's own high-water mark of a process's memory.
+fn peak(pid: u32) -> u64 {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let line = status
+        .lines()
+        .find(|line| line.starts_with("VmHWM:"))
+        .unwrap();
+    let kib: u64 = line.split_whitespace().nth(1).unwrap().parse().unwrap();
+    kib * 1024
+}
+
+/// Bytes that stand behind the memfds of a process, mapped or not.
+fn memfd_bytes(pid: u32) -> u64 {
+    use std::os::unix::fs::MetadataExt;
+    fs::read_dir(format!("/proc/{pid}/fd"))
+        .unwrap()
+        .flatten()
+        .filter(|entry| {
+            fs::read_link(entry.path())
+                .is_ok_and(|to| to.to_string_lossy().contains("memfd:dunlin-guest"))
+        })
+        .map(|entry| fs::metadata(entry.path()).unwrap().blocks() * 512)
+        .sum()
+}
+
+/// Samples both processes until the work is done; the peaks outside the guests' memory.
+fn peaks_while<T>(pids: [u32; 2], guest_bytes: u64, work: impl FnOnce() -> T) -> (T, [u64; 2]) {
+    let done = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let sampler = scope.spawn(|| {
+            let mut peaks = [0; 2];
+            let mut samples = 0;
+            while !done.load(Ordering::SeqCst) {
+                for (peak, pid) in peaks.iter_mut().zip(pids) {
+                    if let Some(now) = resident(pid, guest_bytes) {
+                        *peak = now.outside.max(*peak);
+                        samples += 1;
+                    }
+                }
+                thread::sleep(Duration::from_millis(1));
+            }
+            // Lanes keep their buffers from their first chunk to their last.
+            assert!(samples >= 16, "only {samples} samples");
+            peaks
+        });
+        let result = work();
+        done.store(true, Ordering::SeqCst);
+        (result, sampler.join().unwrap())
+    })
+}
+
+#[test]
+fn i8_either_side_needs_at_most_64_mib_beside_the_guest_with_eight_lanes() {
+    let Some(_turn) = kvm() else { return };
+    for backing in ["private", "memfd"] {
+        let hosts = Hosts::new();
+        let source = hosts.run(
+            "1",
+            &format!("--memory 512M --backing {backing} --vcpus 2 --dirty-rate 20000"),
+        );
+        let destination = hosts.receive("b", "2", "");
+        let pids = [source.pid(), destination.pid()];
+        let command = hosts.migrate(&source, &destination, "a", "--json --lanes 8 --peer b.test");
+        let (done, peaks) = peaks_while(pids, 512 * MIB, || finish(command));
+        let moved = done.expect(0).last();
+        assert_eq!(moved["lanes"].as_array().unwrap().len(), 8);
+        let here = resident(destination.pid(), 512 * MIB).unwrap();
+        assert!(
+            here.guest > 500 * MIB,
+            "the guest's mapping is taken for others: {here:?}"
+        );
+        println!(
+            "{backing}, 8 lanes: at most {:.1} MiB at the source and {:.1} MiB at the destination \
+             beside the guest",
+            peaks[0] as f64 / MIB as f64,
+            peaks[1] as f64 / MIB as f64
+        );
+        assert!(peaks.iter().all(|peak| *peak <= 64 * MIB), "{peaks:?}");
+    }
+}
+
+/// Wire bytes and CPU-seconds of a move, and both sides' growth.
+struct Cost {
+    wire_bytes: u64,
+    cpu_s: f64,
+    source_growth: u64,
+    destination_growth: u64,
+    memfd: [u64; 2],
+}
+
+fn cost(memory: &str, fill: &str, backing: &str) -> Cost {
+    let hosts = Hosts::new();
+    let source = hosts.run(
+        "1",
+        &format!("--memory {memory} --fill-size {fill} --workload idle --backing {backing}"),
+    );
+    let destination = hosts.receive("b", "2", "");
+    let before =
+        [&source, &destination].map(|process| resident(process.pid(), 1 << 62).unwrap().all);
+    let source_memfd = memfd_bytes(source.pid());
+    let watched = source.pid();
+    let done = AtomicBool::new(false);
+    let (moved, source_peak): (Value, u64) = thread::scope(|scope| {
+        // The source ends with the migration; its high-water mark has to be read before.
+        let sampler = scope.spawn(|| {
+            let mut highest = 0;
+            while !done.load(Ordering::SeqCst) {
+                if lives(watched) {
+                    highest = peak(watched).max(highest);
+                }
+                thread::sleep(Duration::from_millis(2));
+            }
+            highest
+        });
+        let flags = "--json --lanes 2 --peer b.test";
+        let moved = finish(hosts.migrate(&source, &destination, "a", flags));
+        done.store(true, Ordering::SeqCst);
+        (moved.expect(0).last(), sampler.join().unwrap())
+    });
+    destination.wait_for("received");
+    let wire_bytes = moved["wire_bytes"].as_u64().unwrap();
+    let per_gib = moved["source_cpu_s_per_gib"].as_f64().unwrap()
+        + moved["destination_cpu_s_per_gib"].as_f64().unwrap();
+    Cost {
+        wire_bytes,
+        cpu_s: per_gib * wire_bytes as f64 / (1_u64 << 30) as f64,
+        source_growth: source_peak.saturating_sub(before[0]),
+        destination_growth: peak(destination.pid()).saturating_sub(before[1]),
+        memfd: [source_memfd, memfd_bytes(destination.pid())],
+    }
+}
+
+/// Whether its status can still be read with a high-water mark in it.
+fn lives(pid: u32) -> bool {
+    fs::read_to_string(format!("/proc/{pid}/status")).is_ok_and(|status| status.contains("VmHWM:"))
+}
+
+#[test]
+fn a_guest_that_is_mostly_zero_costs_what_is_not() {
+    let Some(_turn) = kvm() else { return };
+    // Everything behind the first 4 MiB, which hold the guest's program and tables.
+    let dense = (0..3)
+        .map(|_| cost("260M", "256M", "private").cpu_s)
+        .fold(f64::MAX, f64::min);
+    for backing in ["private", "memfd"] {
+        let costs = [cost("10G", "256M", backing), cost("10G", "256M", backing)];
+        for sparse in &costs {
+            let mib = |bytes: u64| bytes as f64 / MIB as f64;
+            println!(
+                "10 GiB of which 256 MiB are not zero, {backing}: {:.1} MiB on the wire, source \
+                 grew by {:.1} MiB, destination by {:.1} MiB, memfds {:.1} and {:.1} MiB, CPU \
+                 {:.3} s (256 MiB alone: {dense:.3} s)",
+                mib(sparse.wire_bytes),
+                mib(sparse.source_growth),
+                mib(sparse.destination_growth),
+                mib(sparse.memfd[0]),
+                mib(sparse.memfd[1]),
+                sparse.cpu_s,
+            );
+            assert!(sparse.wire_bytes >= 256 * MIB);
+            assert!(sparse.wire_bytes * 100 <= 102 * 256 * MIB);
+            assert!(sparse.source_growth <= 64 * MIB);
+            assert!(sparse.destination_growth <= (256 + 64) * MIB);
+            // Memory that nobody maps counts as well.
+            assert!(sparse.memfd[0] <= (256 + 8) * MIB);
+            assert!(sparse.memfd[1] <= (256 + 8) * MIB);
+        }
+        let least = costs
+            .iter()
+            .map(|sparse| sparse.cpu_s)
+            .fold(f64::MAX, f64::min);
+        assert!(least <= 2.0 * dense, "{least} s against {dense} s");
+    }
+}

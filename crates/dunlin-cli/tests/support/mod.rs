@@ -1,0 +1,378 @@
+//! What the tests of the command share: certificates, and processes that never outlive their test.
+#![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
+
+use std::ffi::OsStr;
+use std::fs;
+use std::io::{BufRead, BufReader, Read};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rcgen::{CertificateParams, Issuer, KeyPair};
+use serde_json::Value;
+use time::OffsetDateTime;
+
+/// Whatever a test waits for takes no longer than this.
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// The turn of a test, if there is a KVM to test with; in CI there must be.
+pub fn kvm() -> Option<MutexGuard<'static, ()>> {
+    static TURN: Mutex<()> = Mutex::new(());
+    match fs::File::open("/dev/kvm") {
+        Ok(_) => Some(TURN.lock().unwrap_or_else(PoisonError::into_inner)),
+        Err(error) if std::env::var_os("CI").is_some_and(|ci| ci == "true") => {
+            panic!("CI must have /dev/kvm: {error}")
+        }
+        Err(error) => {
+            println!("skipped, no /dev/kvm: {error}");
+            None
+        }
+    }
+}
+
+/// A directory that goes with its owner.
+pub struct Scratch(PathBuf);
+
+impl Scratch {
+    pub fn new() -> Self {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let path = std::env::temp_dir().join(format!("dunlin-cli-{}-{number}", std::process::id()));
+        fs::create_dir_all(&path).unwrap();
+        Self(path)
+    }
+
+    pub fn join(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+pub fn dunlin<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_dunlin"));
+    command.args(args).env_remove("RUNTIME_DIRECTORY");
+    command
+}
+
+/// The words of a command line; a path with spaces goes to [`Command::arg`].
+pub fn words(line: &str) -> Command {
+    dunlin(line.split_whitespace())
+}
+
+/// How a command ended, and what it said.
+#[derive(Debug)]
+pub struct Done {
+    pub code: i32,
+    pub out: String,
+    pub err: String,
+}
+
+impl Done {
+    /// Every line of standard output; each must be an object.
+    pub fn lines(&self) -> Vec<Value> {
+        self.out.lines().map(parse).collect()
+    }
+
+    /// The last of them.
+    pub fn last(&self) -> Value {
+        self.lines()
+            .pop()
+            .unwrap_or_else(|| panic!("no line: {self:?}"))
+    }
+
+    pub fn expect(self, code: i32) -> Self {
+        assert_eq!(self.code, code, "{}\n{}", self.out, self.err);
+        self
+    }
+}
+
+fn parse(line: &str) -> Value {
+    let value: Value =
+        serde_json::from_str(line).unwrap_or_else(|error| panic!("{error} in {line:?}"));
+    assert!(value.is_object(), "{line}");
+    value
+}
+
+/// Runs a command to its end.
+pub fn finish(mut command: Command) -> Done {
+    let mut child = Guard(
+        command
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap(),
+    );
+    let reader = |mut from: Box<dyn Read + Send>| {
+        thread::spawn(move || {
+            let mut text = String::new();
+            from.read_to_string(&mut text).unwrap();
+            text
+        })
+    };
+    let out = reader(Box::new(child.0.stdout.take().unwrap()));
+    let err = reader(Box::new(child.0.stderr.take().unwrap()));
+    let code = child.wait();
+    Done {
+        code,
+        out: out.join().unwrap(),
+        err: err.join().unwrap(),
+    }
+}
+
+/// The same, for its output alone; it must go well.
+pub fn succeed(command: Command) -> String {
+    finish(command).expect(0).out
+}
+
+/// A child that is killed with its owner.
+struct Guard(Child);
+
+impl Guard {
+    /// Its exit code, once it has ended by itself.
+    fn wait(&mut self) -> i32 {
+        let deadline = Instant::now() + LIMIT;
+        loop {
+            if let Some(status) = self.0.try_wait().unwrap() {
+                return status.code().unwrap_or(-1);
+            }
+            assert!(Instant::now() < deadline, "{:?} does not end", self.0);
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// A process that runs beside the test and tells it JSON lines.
+pub struct Process {
+    child: Guard,
+    lines: Receiver<String>,
+    /// Where it listens, if it does.
+    pub address: String,
+    /// The control directory it was given.
+    pub control: PathBuf,
+}
+
+impl Process {
+    pub fn start(mut command: Command, control: &Path) -> Self {
+        let mut child = command
+            .arg("--control")
+            .arg(control)
+            .arg("--json")
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let out = BufReader::new(child.stdout.take().unwrap());
+        let (sender, lines) = channel();
+        thread::spawn(move || {
+            for line in out.lines().map_while(Result::ok) {
+                if sender.send(line).is_err() {
+                    return;
+                }
+            }
+        });
+        Self {
+            child: Guard(child),
+            lines,
+            address: String::new(),
+            control: control.to_owned(),
+        }
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.child.0.id()
+    }
+
+    /// Waits for an event; those before it are passed over.
+    pub fn wait_for(&self, event: &str) -> Value {
+        let deadline = Instant::now() + LIMIT;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            match self.lines.recv_timeout(left) {
+                Ok(line) => {
+                    let line = parse(&line);
+                    if line["event"] == event {
+                        return line;
+                    }
+                    assert_ne!(line["event"], "ended", "while waiting for {event}: {line}");
+                }
+                Err(RecvTimeoutError::Timeout) => panic!("no {event}"),
+                Err(RecvTimeoutError::Disconnected) => panic!("it ended before {event}"),
+            }
+        }
+    }
+
+    /// Waits for the process to end by itself; its exit code and last line.
+    pub fn ended(mut self) -> (i32, Value) {
+        let code = self.child.wait();
+        let last = self.lines.iter().map(|line| parse(&line)).last();
+        (code, last.expect("it says how it ended"))
+    }
+
+    /// Kills it.
+    pub fn kill(mut self) {
+        self.child.0.kill().unwrap();
+        self.child.0.wait().unwrap();
+    }
+}
+
+/// Two hosts of one authority, `a.test` and `b.test`, in one directory.
+pub struct Hosts {
+    pub scratch: Scratch,
+}
+
+impl Hosts {
+    pub fn new() -> Self {
+        let scratch = Scratch::new();
+        let hosts = Self { scratch };
+        hosts.authority("ca");
+        hosts.issue("ca", "a", "a.test", 1);
+        hosts.issue("ca", "b", "b.test", 1);
+        hosts
+    }
+
+    pub fn authority(&self, name: &str) {
+        let mut command = words("pki init");
+        command.arg(self.scratch.join(name));
+        succeed(command);
+    }
+
+    pub fn issue(&self, authority: &str, directory: &str, name: &str, days: u32) {
+        let mut command = words("pki issue --ca");
+        command
+            .arg(self.scratch.join(authority))
+            .args(["--name", name, "--days", &days.to_string()])
+            .arg(self.scratch.join(directory));
+        succeed(command);
+    }
+
+    /// An identity of the authority `ca` that expires after `valid`, to the second; returns when
+    /// it has.
+    pub fn issue_for(&self, directory: &str, name: &str, valid: Duration) -> Instant {
+        let (ca, host) = (self.scratch.join("ca"), self.scratch.join(directory));
+        let authority = fs::read_to_string(ca.join("ca-cert.pem")).unwrap();
+        let key = fs::read_to_string(ca.join("ca-key.pem")).unwrap();
+        let issuer =
+            Issuer::from_ca_cert_pem(&authority, KeyPair::from_pem(&key).unwrap()).unwrap();
+        let mut params = CertificateParams::new(vec![name.to_owned()]).unwrap();
+        let now = OffsetDateTime::now_utc();
+        params.not_before = now - Duration::from_secs(60);
+        params.not_after = now + valid;
+        let expired = Instant::now() + valid + Duration::from_secs(1);
+        let key = KeyPair::generate().unwrap();
+        let certificate = params.signed_by(&key, &issuer).unwrap();
+        fs::create_dir(&host).unwrap();
+        fs::write(host.join("ca-cert.pem"), authority).unwrap();
+        fs::write(host.join("cert.pem"), certificate.pem()).unwrap();
+        fs::write(host.join("key.pem"), key.serialize_pem()).unwrap();
+        fs::set_permissions(host.join("key.pem"), PermissionsExt::from_mode(0o600)).unwrap();
+        expired
+    }
+
+    /// A VM that runs, called `vm`, with more flags.
+    pub fn run(&self, control: &str, flags: &str) -> Process {
+        let command = words(&format!("vm run --name vm {flags}"));
+        let process = Process::start(command, &self.scratch.join(control));
+        process.wait_for("started");
+        process
+    }
+
+    /// A process that waits for a VM, with the identity given and more flags.
+    pub fn receive(&self, identity: &str, control: &str, flags: &str) -> Process {
+        let mut command = words(&format!("vm receive --listen 127.0.0.1:0 {flags}"));
+        command.arg("--identity").arg(self.scratch.join(identity));
+        let mut process = Process::start(command, &self.scratch.join(control));
+        let listening = process.wait_for("listening");
+        process.address = listening["address"].as_str().unwrap().to_owned();
+        process
+    }
+
+    /// `dunlin vm migrate`, not started yet.
+    pub fn migrate(&self, from: &Process, to: &Process, identity: &str, flags: &str) -> Command {
+        let mut command = words(&format!("vm migrate --name vm {flags}"));
+        command
+            .args(["--to", &to.address])
+            .arg("--identity")
+            .arg(self.scratch.join(identity))
+            .arg("--control")
+            .arg(&from.control);
+        command
+    }
+
+    pub fn status(&self, of: &Process) -> Value {
+        let mut command = words("vm status --name vm --json --control");
+        command.arg(&of.control);
+        parse(succeed(command).trim())
+    }
+
+    pub fn ask(&self, of: &Process, what: &str) -> Done {
+        let mut command = words(&format!("vm ask --name vm {what} --control"));
+        command.arg(&of.control);
+        finish(command)
+    }
+
+    /// The guest runs and makes progress.
+    pub fn assert_runs(&self, at: &Process) {
+        let before = self.status(at);
+        assert_eq!(before["state"], "running", "{before}");
+        let deadline = Instant::now() + LIMIT;
+        loop {
+            let now = self.status(at);
+            assert_eq!(now["state"], "running", "{now}");
+            if now["pages_checked"].as_u64() > before["pages_checked"].as_u64() {
+                return;
+            }
+            assert!(Instant::now() < deadline, "the guest makes no progress");
+            thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+/// Whether a process exists and is not only waiting to be reaped.
+pub fn lives(pid: u32) -> bool {
+    fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| {
+        !stat
+            .rsplit(')')
+            .next()
+            .unwrap_or("")
+            .trim_start()
+            .starts_with('Z')
+    })
+}
+
+/// The processes whose parent is `pid`.
+pub fn children(pid: u32) -> Vec<u32> {
+    fs::read_to_string(format!("/proc/{pid}/task/{pid}/children"))
+        .unwrap_or_default()
+        .split_whitespace()
+        .map(|child| child.parse().unwrap())
+        .collect()
+}
+
+/// Processes that should end by themselves, and are killed if they have not by the end of a test.
+pub struct Orphans(pub Vec<u32>);
+
+impl Drop for Orphans {
+    fn drop(&mut self) {
+        for pid in self.0.iter().filter(|pid| lives(**pid)) {
+            let _ = Command::new("kill").arg("-9").arg(pid.to_string()).status();
+        }
+    }
+}
