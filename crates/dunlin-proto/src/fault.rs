@@ -133,7 +133,7 @@ faults! {
         "Ask for TLS lanes, or allow plain lanes on both sides.";
     /// The peer proved who it is, and is not on the list.
     Unauthorised = 4, "unauthorised", Configuration,
-        "Add the peer's name to the list of authorised peers, or use a certificate that bears a listed name.";
+        "Give both hosts certificates of one authority, and the peer a name that the other side authorises.";
     /// The destination cannot build the VM that was described.
     DescriptionRefused = 5, "description-refused", Configuration,
         "Compare the VM's configuration with what the destination's VMM and CPU offer.";
@@ -172,7 +172,7 @@ faults! {
         "Migrate again when it is wanted.";
     /// The two memories differ (I3).
     VerificationFailed = 17, "verification-failed", Local,
-        "Report it with both logs, and test both hosts' memory: the VM goes on at the source.";
+        "Report it with both logs, and test both hosts' memory.";
     /// The destination's VMM could not load the device state.
     StateLoadFailed = 18, "state-load-failed", Local,
         "Compare the VMM's versions and device configuration on both sides.";
