@@ -4,11 +4,8 @@
 //! would use, with certificates made for the occasion. The guest checks every
 //! page that it visits, before and after.
 
-use std::io::{BufRead, BufReader};
-use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdout, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::path::Path;
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
@@ -17,13 +14,12 @@ use crate::display::Display;
 use crate::line::{Line, MovedLine, StatusLine};
 use crate::options::{MigrateFlags, SecurityName, parse_bytes, parse_lanes};
 use crate::pki;
+use crate::process::{Process, Scratch};
 use crate::vm::{Ended, follow, status};
 
 /// How long the guest runs at the source before it moves, and at the
 /// destination before the demo ends.
 const RUNS_FOR: Duration = Duration::from_millis(1500);
-/// How long either process may take to stand, memory being filled meanwhile.
-const START_LIMIT: Duration = Duration::from_secs(60);
 
 #[derive(Debug, Args)]
 pub(crate) struct Demo {
@@ -54,7 +50,7 @@ impl Demo {
                 "the demo runs a real VM and needs /dev/kvm: load the kvm module, and run as root \
                  or in the group kvm",
             )?;
-        let scratch = Scratch::new()?;
+        let scratch = Scratch::new("demo")?;
         let (ca, here, there) = (scratch.join("ca"), scratch.join("a"), scratch.join("b"));
         pki::init(&ca, 1)?;
         pki::issue(&ca, &["source.demo".into()], 1, &here)?;
@@ -72,14 +68,13 @@ impl Demo {
             ));
         }
         let mut destination = self.start_destination(&scratch, &there)?;
-        let Line::Listening { address } =
-            destination.wait_for(|line| matches!(line, Line::Listening { .. }))?
-        else {
-            bail!("the destination does not listen");
-        };
+        let address = destination.wait_for(|line| match line {
+            Line::Listening { address } => Some(address),
+            _ => None,
+        })?;
         let source_control = scratch.join("a-control");
         let mut source = self.start_source(&scratch)?;
-        source.wait_for(|line| matches!(line, Line::Started { .. }))?;
+        source.wait_for(|line| matches!(line, Line::Started { .. }).then_some(()))?;
         std::thread::sleep(RUNS_FOR);
 
         let flags = MigrateFlags {
@@ -104,7 +99,7 @@ impl Demo {
             Ended::Moved(moved) => moved,
             Ended::Failed(failed) => return Ok(failed.code),
         };
-        destination.wait_for(|line| matches!(line, Line::Received { .. }))?;
+        destination.wait_for(|line| matches!(line, Line::Received { .. }).then_some(()))?;
         let arrived = status(&scratch.join("b-control").join("demo.sock"))?;
         std::thread::sleep(RUNS_FOR);
         let later = status(&scratch.join("b-control").join("demo.sock"))?;
@@ -153,8 +148,8 @@ impl Demo {
                     "lanes": self.lanes,
                     "security": self.security_name(),
                     "iterations": moved.iterations.len(),
-                    "source_pid": source.child.id(),
-                    "destination_pid": destination.child.id(),
+                    "source_pid": source.id(),
+                    "destination_pid": destination.id(),
                     "downtime_ms": downtime_ms,
                     "pages_checked_by_guest": later.pages_checked,
                     "digests_equal": true,
@@ -172,7 +167,7 @@ impl Demo {
     }
 
     fn start_source(&self, scratch: &Scratch) -> Result<Process> {
-        let mut command = dunlin()?;
+        let mut command = Process::command()?;
         command
             .args([
                 "vm",
@@ -187,11 +182,11 @@ impl Demo {
             .args(["--dirty-rate", &self.dirty_rate.to_string()])
             .arg("--control")
             .arg(scratch.join("a-control"));
-        Process::start(command, scratch)
+        Process::start_owner(command, scratch)
     }
 
     fn start_destination(&self, scratch: &Scratch, identity: &Path) -> Result<Process> {
-        let mut command = dunlin()?;
+        let mut command = Process::command()?;
         command
             .args(["vm", "receive", "--listen", "127.0.0.1:0", "--json"])
             .args(["--peer", "source.demo", "--identity"])
@@ -201,7 +196,7 @@ impl Demo {
         if matches!(self.security, SecurityName::Plain) {
             command.arg("--allow-plain");
         }
-        Process::start(command, scratch)
+        Process::start_owner(command, scratch)
     }
 
     fn security_name(&self) -> &'static str {
@@ -209,85 +204,5 @@ impl Demo {
             SecurityName::Tls => "tls",
             SecurityName::Plain => "plain",
         }
-    }
-}
-
-fn dunlin() -> Result<Command> {
-    Ok(Command::new(std::env::current_exe()?))
-}
-
-/// One of the demo's processes; ended with it, by its standard input if the
-/// demo has no time to do more.
-struct Process {
-    child: Child,
-    out: BufReader<ChildStdout>,
-}
-
-impl Process {
-    fn start(mut command: Command, scratch: &Scratch) -> Result<Self> {
-        let mut child = command
-            .arg("--until-stdin-closes")
-            .arg(&scratch.0)
-            // Out of reach of the terminal's Ctrl-C, which ends the demo: so
-            // that somebody is left to remove the scratch directory.
-            .process_group(0)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .context("a process cannot be started")?;
-        let out = child.stdout.take().context("a process has no output")?;
-        Ok(Self {
-            child,
-            out: BufReader::new(out),
-        })
-    }
-
-    /// Reads lines until the one that is wanted.
-    fn wait_for(&mut self, wanted: impl Fn(&Line) -> bool) -> Result<Line> {
-        let until = Instant::now() + START_LIMIT;
-        while Instant::now() < until {
-            let mut text = String::new();
-            if self.out.read_line(&mut text)? == 0 {
-                let code = self.child.wait()?;
-                bail!("a process of the demo ended early ({code}); its reason is above");
-            }
-            match serde_json::from_str::<Line>(&text)? {
-                line if wanted(&line) => return Ok(line),
-                Line::Failed(failed) => bail!("{}", failed.text),
-                Line::Rejected { text } => eprintln!("destination: {text}"),
-                _ => {}
-            }
-        }
-        bail!("a process of the demo does not come up")
-    }
-}
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        // It may have ended by itself.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-/// A directory that goes with the demo.
-struct Scratch(PathBuf);
-
-impl Scratch {
-    fn new() -> Result<Self> {
-        let path = std::env::temp_dir().join(format!("dunlin-demo-{}", std::process::id()));
-        std::fs::create_dir(&path).with_context(|| format!("cannot make {}", path.display()))?;
-        Ok(Self(path))
-    }
-
-    fn join(&self, name: &str) -> PathBuf {
-        self.0.join(name)
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        // Keys for one demo; nothing is lost if they stay.
-        let _ = std::fs::remove_dir_all(&self.0);
     }
 }

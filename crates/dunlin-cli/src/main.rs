@@ -10,6 +10,7 @@ mod display;
 mod line;
 mod options;
 mod pki;
+mod process;
 mod vm;
 
 use std::process::ExitCode;

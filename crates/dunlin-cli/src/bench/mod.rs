@@ -9,7 +9,6 @@
 mod connections;
 mod figures;
 mod lanes;
-mod process;
 mod rig;
 mod thrash;
 

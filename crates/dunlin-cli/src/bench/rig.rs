@@ -2,7 +2,6 @@
 //! do to the bytes, without an engine around them.
 
 use std::net::{TcpListener, TcpStream};
-use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Barrier};
 use std::thread;
@@ -22,6 +21,7 @@ use dunlin_sys::mapping::{Backing, allocate};
 
 use crate::options::peer_names;
 use crate::pki;
+use crate::process::Scratch;
 
 /// Where a chunk belongs and how long it is.
 const HEADER_BYTES: usize = 16;
@@ -53,7 +53,7 @@ pub(super) struct Rig {
 
 impl Rig {
     pub(super) fn new(bytes: u64) -> Result<Self> {
-        let scratch = Scratch::new()?;
+        let scratch = Scratch::new("bench")?;
         let ca = scratch.0.join("ca");
         pki::init(&ca, 1)?;
         pki::issue(&ca, &["source.bench".into()], 1, &scratch.0.join("source"))?;
@@ -254,22 +254,4 @@ fn fill(memory: &MappedMemory, seed: u64) -> Result<()> {
         memory.slice(0, offset, piece.len())?.copy_from(&piece);
     }
     Ok(())
-}
-
-/// A directory that goes with the bench.
-pub(super) struct Scratch(pub(super) PathBuf);
-
-impl Scratch {
-    pub(super) fn new() -> Result<Self> {
-        let path = std::env::temp_dir().join(format!("dunlin-bench-{}", std::process::id()));
-        std::fs::create_dir(&path).with_context(|| format!("cannot make {}", path.display()))?;
-        Ok(Self(path))
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        // Keys for one bench; nothing is lost if they stay.
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
 }

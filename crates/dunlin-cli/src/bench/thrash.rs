@@ -6,6 +6,7 @@
 //! to 300 MiB/s each by the kernel and the session to 500 MiB/s by its own
 //! cap, so that the network and not this host's processors set the pace.
 
+use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -13,11 +14,10 @@ use clap::Args;
 use serde_json::{Value, json};
 
 use super::figures::{Figure, Record, rounded};
-use super::process::Process;
-use super::rig::Scratch;
 use crate::line::{IterationLine, Line, MovedLine};
 use crate::options::parse_bytes;
 use crate::pki;
+use crate::process::{Process, Scratch};
 
 /// How long the guest dirties its memory before it moves.
 const RUNS_FOR: Duration = Duration::from_secs(1);
@@ -69,7 +69,7 @@ impl Thrash {
             [] => &[350 << 20, 450 << 20],
             some => some,
         };
-        let scratch = Scratch::new()?;
+        let scratch = Scratch::new("bench")?;
         let ca = scratch.0.join("ca");
         pki::init(&ca, 1)?;
         for name in ["source", "destination"] {
@@ -101,41 +101,47 @@ impl Thrash {
         let (source, destination) = (path("source"), path("destination"));
         let (here, there) = (path("a.sock"), path("b.sock"));
         let text = |number: u64| number.to_string();
-        let mut receiving = Process::start(&[
-            "vm",
-            "receive",
-            "--listen",
-            "127.0.0.1:0",
-            "--identity",
-            &destination,
-            "--peer",
-            "source.bench",
-            "--control",
-            &there,
-        ])?;
+        let mut receiving = Process::start_owner(
+            command(&[
+                "vm",
+                "receive",
+                "--listen",
+                "127.0.0.1:0",
+                "--identity",
+                &destination,
+                "--peer",
+                "source.bench",
+                "--control",
+                &there,
+            ])?,
+            scratch,
+        )?;
         let address = receiving.wait_for(|line| match line {
             Line::Listening { address } => Some(address),
             _ => None,
         })?;
-        let mut running = Process::start(&[
-            "vm",
-            "run",
-            "--name",
-            "bench",
-            "--memory",
-            &text(self.size),
-            "--fill",
-            "random",
-            "--workload",
-            "sequential",
-            "--dirty-rate",
-            &text(pages_per_s),
-            "--control",
-            &here,
-        ])?;
+        let mut running = Process::start_owner(
+            command(&[
+                "vm",
+                "run",
+                "--name",
+                "bench",
+                "--memory",
+                &text(self.size),
+                "--fill",
+                "random",
+                "--workload",
+                "sequential",
+                "--dirty-rate",
+                &text(pages_per_s),
+                "--control",
+                &here,
+            ])?,
+            scratch,
+        )?;
         running.wait_for(|line| matches!(line, Line::Started { .. }).then_some(()))?;
         std::thread::sleep(RUNS_FOR);
-        let mut migrating = Process::start(&[
+        let mut migrating = Process::start(command(&[
             "vm",
             "migrate",
             "--name",
@@ -154,7 +160,7 @@ impl Thrash {
             "destination.bench",
             "--control",
             &here,
-        ])?;
+        ])?)?;
         let moved = migrating.wait_for(|line| match line {
             Line::Moved(moved) => Some(*moved),
             _ => None,
@@ -233,4 +239,11 @@ impl Figures {
         self.throttle.add(f64::from(throttle.unwrap_or(0)));
         self.iterations = moved.iterations;
     }
+}
+
+/// A `dunlin` command that speaks JSON.
+fn command(arguments: &[&str]) -> Result<Command> {
+    let mut command = Process::command()?;
+    command.args(arguments).arg("--json");
+    Ok(command)
 }

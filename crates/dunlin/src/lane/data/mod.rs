@@ -1,9 +1,10 @@
 //! The bulk of a lane: frames of pages one way.
 //!
-//! A [`DataSender`] lays a frame out in one buffer that stays in the cache, seals it in place and
-//! hands it to the socket in one call; a [`DataReceiver`] reads much at once, opens records one by
-//! one and hands their content out where it stands. A page is thus copied twice on its way from
-//! one guest's memory to the other's, apart from the kernel's own copies, and nothing is
+//! A [`DataSender`] seals the records of a frame into one buffer that stays in the cache, and hands
+//! it to the socket in one call; a [`DataReceiver`] reads much at once and opens records one by
+//! one. Where the crypto library can, pages are sealed straight out of one guest's memory
+//! ([`Frame::guest_page`]) and opened straight into the other's ([`DataReceiver::payload_into`]);
+//! else each is copied once at either end. The kernel's own copies come on top. Nothing is
 //! allocated after the lane is made.
 //!
 //! A frame is a header, whose meaning is the caller's, and a payload that the header must
