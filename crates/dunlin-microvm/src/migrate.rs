@@ -6,14 +6,13 @@ use std::time::Duration;
 
 use dunlin::engine::memory::MappedMemory;
 use dunlin::engine::vmm::{
-    self, Builder, DestinationVm, DirtyLog, FaultCode, GuestMemory, Offered, Refusal, RunState,
+    Builder, DestinationVm, DirtyLog, FaultCode, GuestMemory, Offered, Refusal, RunState, Section,
     SourceVm, VmDescription as Described, VmmError,
 };
 use dunlin_sys::mapping::{Backing, HUGE_PAGE_BYTES, PAGE_BYTES};
 
 use crate::VmState;
 use crate::describe::VmDescription;
-use crate::state::Section;
 use crate::vm::{CreateError, Vm};
 
 /// How long to wait for the guest's first beat at the destination, which tells the downtime. A beat
@@ -96,19 +95,8 @@ impl SourceVm for Movable {
         Ok(true)
     }
 
-    fn save(&self) -> Result<Vec<vmm::Section>, VmmError> {
-        Ok(self
-            .vm
-            .save()?
-            .into_iter()
-            .map(|section| vmm::Section {
-                name: section.name,
-                instance: section.instance,
-                version: section.version,
-                required: section.required,
-                bytes: section.bytes,
-            })
-            .collect())
+    fn save(&self) -> Result<Vec<Section>, VmmError> {
+        Ok(self.vm.save()?)
     }
 
     // This machine has no disks and no devices that only one host may hold.
@@ -135,18 +123,8 @@ impl DestinationVm for Movable {
         Arc::clone(&self.memory)
     }
 
-    fn load(&self, sections: &[vmm::Section]) -> Result<(), VmmError> {
-        let sections: Vec<Section> = sections
-            .iter()
-            .map(|section| Section {
-                name: section.name.clone(),
-                instance: section.instance,
-                version: section.version,
-                required: section.required,
-                bytes: section.bytes.clone(),
-            })
-            .collect();
-        self.vm.load(&sections)?;
+    fn load(&self, sections: &[Section]) -> Result<(), VmmError> {
+        self.vm.load(sections)?;
         // The source slowed the guest down for the migration alone.
         Ok(self.vm.throttle(0)?)
     }

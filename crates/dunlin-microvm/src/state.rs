@@ -11,6 +11,7 @@
 
 use std::io;
 
+pub use dunlin::engine::vmm::Section;
 use dunlin_sys::kvm::{MachineState, Vcpu, VcpuState};
 use kvm_bindings::MsrList;
 use thiserror::Error;
@@ -24,21 +25,6 @@ mod tsc;
 
 use msrs::{read_msrs, write_msrs};
 use tsc::{Tsc, read_tsc, write_tsc};
-
-/// A piece of a machine's state.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Section {
-    /// What it is.
-    pub name: String,
-    /// Which of several: the vCPU's number, else 0.
-    pub instance: u32,
-    /// Of the bytes' layout.
-    pub version: u32,
-    /// Whether a destination that does not know it must refuse the machine.
-    pub required: bool,
-    /// What it holds.
-    pub bytes: Vec<u8>,
-}
 
 /// Why a machine's state could not be saved. The machine is as it was.
 #[derive(Debug, Error)]
