@@ -28,6 +28,9 @@ pub(crate) enum Command {
         /// Days until it expires.
         #[arg(long, value_name = "N", default_value_t = 3650)]
         days: u32,
+        /// One JSON object that names the directory.
+        #[arg(long)]
+        json: bool,
     },
     /// Give a host a certificate and key of that authority.
     Issue {
@@ -42,6 +45,9 @@ pub(crate) enum Command {
         days: u32,
         /// A new directory for the host: what `--identity` takes.
         directory: PathBuf,
+        /// One JSON object that names the directory.
+        #[arg(long)]
+        json: bool,
     },
     /// Say what is in an identity's directory, and whether it is sound.
     Show {
@@ -55,14 +61,26 @@ pub(crate) enum Command {
 
 pub(crate) fn run(command: &Command) -> Result<()> {
     match command {
-        Command::Init { directory, days } => init(directory, *days),
+        Command::Init {
+            directory,
+            days,
+            json,
+        } => init(directory, *days).map(|()| made(directory, *json)),
         Command::Issue {
             ca,
             names,
             days,
             directory,
-        } => issue(ca, names, *days, directory),
+            json,
+        } => issue(ca, names, *days, directory).map(|()| made(directory, *json)),
         Command::Show { directory, json } => show(directory, *json),
+    }
+}
+
+/// Says on `--json` what was made; a person sees no error, and that is enough.
+fn made(directory: &Path, json: bool) {
+    if json {
+        println!("{}", serde_json::json!({ "directory": directory }));
     }
 }
 

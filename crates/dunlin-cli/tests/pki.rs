@@ -12,9 +12,10 @@ use support::{Scratch, finish, succeed, words};
 fn what_is_issued_is_shown() {
     let scratch = Scratch::new();
     let (ca, host) = (scratch.join("ca"), scratch.join("host"));
-    let mut init = words("pki init");
+    let mut init = words("pki init --json");
     init.arg(&ca);
-    succeed(init);
+    let made: Value = serde_json::from_str(&succeed(init)).unwrap();
+    assert_eq!(made["directory"], ca.to_str().unwrap());
     let issue = || {
         let mut issue = words("pki issue --name host.test --name 192.0.2.7 --name 2001:db8::1");
         issue

@@ -49,6 +49,9 @@ pub(crate) struct Ask {
     what: What,
     #[command(flatten)]
     control: ControlPath,
+    /// One JSON object.
+    #[arg(long)]
+    json: bool,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -169,7 +172,12 @@ impl Ask {
         };
         let mut client = Client::ask(&self.control.socket(&self.name)?, &request)?;
         match client.next()? {
-            Some(Line::Done) => Ok(0),
+            Some(Line::Done) => {
+                if self.json {
+                    Line::Done.print();
+                }
+                Ok(0)
+            }
             Some(Line::Failed(failed)) => bail!("{}", failed.text),
             other => bail!("the VM's process answered {other:?}"),
         }
