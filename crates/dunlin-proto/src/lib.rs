@@ -1,4 +1,11 @@
 //! The wire format and the decisions of a migration, without I/O, a clock or threads.
+//!
+//! Bytes: [`wire`] reads and writes within bounds, [`negotiate`] opens
+//! connections, [`control`] and [`frame`] are what they carry, [`limits`] has
+//! every bound and [`fault`] every reason to give up. Decisions: [`bitmap`] and
+//! [`schedule`] say which pages go next on which lane, [`marks`] keep
+//! iterations apart, [`pace`] caps the rate, [`precopy`] says when to pause,
+//! and [`switchover`] who runs the VM.
 #![forbid(unsafe_code)]
 pub mod bitmap;
 pub mod control;
