@@ -79,8 +79,8 @@ pub const MAX_CHUNK_PAYLOAD_BYTES: u32 = 1024 * 1024;
 /// Formula: the pages of one frame of a data lane, which is sealed and written
 /// at once and stays in a core's second-level cache while it is.
 /// Drawback: a header and an acknowledgement for each 256 KiB.
-/// Alternative: several frames for a chunk; measured, larger batches were
-/// slower (docs/benchmarking.md).
+/// Alternative: several frames for a chunk; larger batches did not differ
+/// beyond the noise when they were measured.
 pub const CHUNK_PAGES: u64 = 64;
 
 /// Page ranges under way at the source: given to a lane and not acknowledged.

@@ -56,21 +56,6 @@ pub fn is_zero_scalar(bytes: &[u8]) -> bool {
     words.iter().all(|word| u64::from_ne_bytes(*word) == 0) && rest.iter().all(|&byte| byte == 0)
 }
 
-/// The name of the zero test that this CPU gets.
-#[must_use]
-pub fn zero_test_name() -> &'static str {
-    #[cfg(target_arch = "x86_64")]
-    {
-        if std::arch::is_x86_feature_detected!("avx512f") {
-            return "avx512";
-        }
-        if std::arch::is_x86_feature_detected!("avx2") {
-            return "avx2";
-        }
-    }
-    "scalar"
-}
-
 #[cfg(target_arch = "x86_64")]
 fn is_zero_wide(bytes: &[u8]) -> bool {
     if std::arch::is_x86_feature_detected!("avx512f") {
