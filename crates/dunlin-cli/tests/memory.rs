@@ -48,15 +48,13 @@ fn resident(pid: u32, guest_bytes: u64) -> Option<Resident> {
     Some(found)
 }
 
-/// The kernel's own high-water mark of a process's memory.
-fn peak(pid: u32) -> u64 {
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
-    let line = status
-        .lines()
-        .find(|line| line.starts_with("VmHWM:"))
-        .unwrap();
-    let kib: u64 = line.split_whitespace().nth(1).unwrap().parse().unwrap();
-    kib * 1024
+/// The kernel's own high-water mark of a process's memory; nothing once the process has ended.
+fn peak(pid: u32) -> Option<u64> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    // A zombie has a status without memory in it.
+    let line = status.lines().find(|line| line.starts_with("VmHWM:"))?;
+    let kib: u64 = line.split_whitespace().nth(1)?.parse().ok()?;
+    Some(kib * 1024)
 }
 
 /// Bytes that stand behind the memfds of a process, mapped or not.
@@ -155,11 +153,10 @@ fn cost(memory: &str, fill: &str, backing: &str) -> Cost {
         let sampler = scope.spawn(|| {
             let mut highest = 0;
             while !done.load(Ordering::SeqCst) {
-                if lives(watched) {
-                    highest = peak(watched).max(highest);
-                }
+                highest = peak(watched).unwrap_or(0).max(highest);
                 thread::sleep(Duration::from_millis(2));
             }
+            assert!(highest > 0, "the source was never seen alive");
             highest
         });
         let flags = "--json --lanes 2 --peer b.test";
@@ -175,14 +172,9 @@ fn cost(memory: &str, fill: &str, backing: &str) -> Cost {
         wire_bytes,
         cpu_s: per_gib * wire_bytes as f64 / (1_u64 << 30) as f64,
         source_growth: source_peak.saturating_sub(before[0]),
-        destination_growth: peak(destination.pid()).saturating_sub(before[1]),
+        destination_growth: peak(destination.pid()).unwrap().saturating_sub(before[1]),
         memfd: [source_memfd, memfd_bytes(destination.pid())],
     }
-}
-
-/// Whether its status can still be read with a high-water mark in it.
-fn lives(pid: u32) -> bool {
-    fs::read_to_string(format!("/proc/{pid}/status")).is_ok_and(|status| status.contains("VmHWM:"))
 }
 
 #[test]
