@@ -29,6 +29,7 @@ fn last(chunks: u64, pages: u64, sections: u32) -> Message {
         iteration: 1,
         sections,
         pages,
+        fenced: 0,
         digest: None,
     })
 }
@@ -137,7 +138,10 @@ fn i7_control_messages_out_of_turn_or_of_another_session_end_it() {
     });
     attack(FaultCode::Malformed, "ack out of turn", |hostile| {
         let sets = vec![ChunkSet { first: 0, count: 1 }];
-        hostile.peer.send(&Message::Ack { sets });
+        hostile.peer.send(&Message::Ack {
+            sets,
+            reached: Vec::new(),
+        });
     });
     attack(FaultCode::Malformed, "another session", |hostile| {
         hostile.peer.envelope.session = [1; 16];
@@ -488,7 +492,10 @@ fn i7_acknowledging_what_was_never_sent_is_refused() {
                 first: u64::MAX - 9,
                 count: 9,
             }];
-            peer.send(&Message::Ack { sets });
+            peer.send(&Message::Ack {
+                sets,
+                reached: Vec::new(),
+            });
             while peer.receive().is_some() {}
         },
     );

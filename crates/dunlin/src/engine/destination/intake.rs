@@ -260,6 +260,7 @@ impl Session<'_> {
         for sets in sets.chunks(MAX_ACK_SETS) {
             self.send(&Message::Ack {
                 sets: sets.to_vec(),
+                reached: Vec::new(),
             })?;
         }
         Ok(())

@@ -98,7 +98,7 @@ impl Shared {
     /// so that none waits in a queue while the session's thread is busy.
     /// Returns whether `message` was one.
     pub(super) fn acknowledge(&self, message: &Message) -> Result<bool, Fault> {
-        let Message::Ack { sets } = message else {
+        let Message::Ack { sets, .. } = message else {
             return Ok(false);
         };
         let mut state = lock(&self.state);
@@ -256,7 +256,7 @@ impl Lane {
             // The lane's opening is no part of the migration's traffic.
             let sent = |bytes: u64| bytes.saturating_sub(opened_bytes);
             match work {
-                None => return Err(self.lost("the session has ended")),
+                None | Some(Work::Stop) => return Err(self.lost("the session has ended")),
                 Some(Work::Wait) => {}
                 Some(Work::Chunk) => {
                     self.send_chunk(&mut sender, &mut frames)?;

@@ -158,6 +158,7 @@ impl Session<'_> {
             iteration,
             sections,
             pages: traffic.raw_pages + traffic.zero_pages,
+            fenced: 0,
             digest: None,
         }))?;
         Ok(ours)
