@@ -92,7 +92,6 @@ pub enum Fence {
 #[derive(Clone, Copy, Debug, Default)]
 struct Carried {
     chunks: u64,
-    closing: bool,
 }
 
 /// The lanes of one attempt, as they come in.
@@ -109,6 +108,8 @@ pub struct Receiving {
     marks: Marks,
     lanes: BTreeMap<u16, Carried>,
     used: BTreeSet<u16>,
+    /// Lanes that the source has asked to fence and that are still here.
+    asked: BTreeSet<u16>,
     fenced: BTreeSet<u16>,
     received: Received,
     pages: u64,
@@ -217,7 +218,7 @@ impl Receiving {
     /// Whether `lane` is being closed: its thread shall end.
     #[must_use]
     pub fn is_closing(&self, lane: u16) -> bool {
-        self.lanes.get(&lane).is_none_or(|carried| carried.closing)
+        self.asked.contains(&lane) || !self.lanes.contains_key(&lane)
     }
 
     /// `lane` has ended in order; wake those that wait at a mark.
@@ -242,25 +243,28 @@ impl Receiving {
     /// The source asks to fence `lane`. Its number can never be used again.
     pub fn fence(&mut self, lane: u16) -> Fence {
         self.used.insert(lane);
-        if let Some(carried) = self.lanes.get_mut(&lane) {
-            carried.closing = true;
+        if self.lanes.contains_key(&lane) {
+            self.asked.insert(lane);
             return Fence::Close;
         }
         self.fenced.insert(lane);
         Fence::Answer
     }
 
-    /// The thread of `lane` is joined and its connection closed, before its
-    /// end. Tell the source *fenced*, with what [`Receiving::take_reports`]
-    /// has, and wake those that wait at a mark. False if the lane had ended in
-    /// order: nothing is to be told then.
+    /// The thread of `lane` is joined and its connection closed. Tell the
+    /// source *fenced*, with what [`Receiving::take_reports`] has, and wake
+    /// those that wait at a mark. False if the lane had ended in order and
+    /// nobody asked for a fence: nothing is to be told then.
     pub fn gone(&mut self, lane: u16) -> bool {
-        if self.lanes.remove(&lane).is_none() {
-            return false;
+        let asked = self.asked.remove(&lane);
+        let open = self.lanes.remove(&lane).is_some();
+        if open {
+            self.marks.give_up(lane);
         }
-        self.marks.give_up(lane);
-        self.fenced.insert(lane);
-        true
+        if asked || open {
+            self.fenced.insert(lane);
+        }
+        asked || open
     }
 
     /// *final* has come; a later one replaces it.

@@ -20,7 +20,8 @@ pub struct Patience {
     pub retry_first_ns: u64,
     /// Between attempts, at most.
     pub retry_last_ns: u64,
-    /// Without any lane, before the migration is given up.
+    /// Without any lane, or for an answer to a fence, before the migration is
+    /// given up.
     pub alone_ns: u64,
 }
 
@@ -33,7 +34,8 @@ pub enum Action {
     Cut(u16),
     /// Send *fence* for this lane.
     Fence(u16),
-    /// No lane has stood for too long: end the migration.
+    /// No lane has stood, or a fence has not been answered, for too long: end
+    /// the migration.
     GiveUp,
 }
 
@@ -79,7 +81,7 @@ enum Is {
     Opening { since_ns: u64 },
     Up,
     Leaving,
-    Fencing,
+    Fencing { since_ns: u64 },
 }
 
 #[derive(Debug)]
@@ -93,6 +95,12 @@ struct Lane {
     /// When something was last confirmed, or given to it when nothing was
     /// under way.
     progress_ns: u64,
+}
+
+impl Lane {
+    fn is_fencing(&self) -> bool {
+        matches!(self.is, Is::Fencing { .. })
+    }
 }
 
 /// The lanes of one attempt and the schedule that feeds them.
@@ -118,6 +126,7 @@ pub struct Sending {
     retry_ns: u64,
     retry_at_ns: u64,
     alone_since_ns: Option<u64>,
+    given_up: bool,
 }
 
 impl Sending {
@@ -135,6 +144,7 @@ impl Sending {
             retry_ns: patience.retry_first_ns,
             retry_at_ns: 0,
             alone_since_ns: None,
+            given_up: false,
         }
     }
 
@@ -190,7 +200,7 @@ impl Sending {
             && self.lanes.iter().all(|(number, lane)| match lane.is {
                 Is::Opening { .. } | Is::Up => false,
                 Is::Leaving => !lane.thread,
-                Is::Fencing => self
+                Is::Fencing { .. } => self
                     .schedule
                     .course(*number)
                     .is_none_or(|course| course.chunks == course.acknowledged),
@@ -204,7 +214,7 @@ impl Sending {
             return Work::Stop;
         };
         match lane.is {
-            Is::Fencing => return Work::Stop,
+            Is::Fencing { .. } => return Work::Stop,
             Is::Opening { .. } => return Work::Wait,
             Is::Up | Is::Leaving => {}
         }
@@ -278,7 +288,7 @@ impl Sending {
             lane.thread = false;
             if in_order && lane.is == Is::Leaving {
                 self.forget_if_confirmed(number);
-            } else if lane.is != Is::Fencing {
+            } else if !lane.is_fencing() {
                 self.fail(number, now_ns);
             }
         }
@@ -357,7 +367,7 @@ impl Sending {
         let Some(lane) = self.lanes.remove(&number) else {
             return Ok(0);
         };
-        if lane.is != Is::Fencing {
+        if !lane.is_fencing() {
             if lane.thread {
                 self.actions.push_back(Action::Cut(number));
             }
@@ -372,7 +382,7 @@ impl Sending {
     /// nobody repeats their confirmation.
     pub fn control_resumed(&mut self, now_ns: u64) {
         for (&number, lane) in &self.lanes {
-            if lane.is == Is::Fencing && !self.actions.contains(&Action::Fence(number)) {
+            if lane.is_fencing() && !self.actions.contains(&Action::Fence(number)) {
                 self.actions.push_back(Action::Fence(number));
             }
         }
@@ -380,7 +390,7 @@ impl Sending {
         // Nothing could be confirmed meanwhile.
         for lane in self.lanes.values_mut() {
             lane.progress_ns = lane.progress_ns.max(now_ns);
-            if let Is::Opening { since_ns } = &mut lane.is {
+            if let Is::Opening { since_ns } | Is::Fencing { since_ns } = &mut lane.is {
                 *since_ns = now_ns;
             }
         }
@@ -399,8 +409,7 @@ impl Sending {
         match self.alone_since_ns {
             None if alone => self.alone_since_ns = Some(now_ns),
             Some(since_ns) if alone && now_ns - since_ns >= self.patience.alone_ns => {
-                self.alone_since_ns = None;
-                self.actions.push_back(Action::GiveUp);
+                self.give_up();
             }
             Some(_) if !alone => self.alone_since_ns = None,
             _ => {}
@@ -419,7 +428,8 @@ impl Sending {
                 Is::Up | Is::Leaving if self.outstanding(*number) => {
                     Some(lane.progress_ns + self.patience.progress_ns)
                 }
-                Is::Up | Is::Leaving | Is::Fencing => None,
+                Is::Fencing { since_ns } => Some(since_ns + self.patience.alone_ns),
+                Is::Up | Is::Leaving => None,
             });
         let retry = self.wants_another().then_some(self.retry_at_ns);
         let alone = self
@@ -469,6 +479,7 @@ impl Sending {
             .map(|lane| lane.confirmed)
             .min();
         let mut stalled = Vec::new();
+        let mut unanswered = false;
         let patience = self.patience;
         for number in self.lanes.keys().copied().collect::<Vec<_>>() {
             let outstanding = self.outstanding(number);
@@ -476,7 +487,9 @@ impl Sending {
                 continue;
             };
             match lane.is {
-                Is::Fencing => {}
+                Is::Fencing { since_ns } => {
+                    unanswered |= now_ns.saturating_sub(since_ns) >= patience.alone_ns;
+                }
                 Is::Opening { since_ns } => {
                     if now_ns.saturating_sub(since_ns) >= patience.open_ns {
                         stalled.push(number);
@@ -496,6 +509,16 @@ impl Sending {
         for number in stalled {
             self.fail(number, now_ns);
         }
+        if unanswered {
+            self.give_up();
+        }
+    }
+
+    /// Says once that it is over.
+    fn give_up(&mut self) {
+        if !std::mem::replace(&mut self.given_up, true) {
+            self.actions.push_back(Action::GiveUp);
+        }
     }
 
     fn fail_where(&mut self, now_ns: u64, which: impl Fn(&Lane) -> bool) {
@@ -509,7 +532,7 @@ impl Sending {
         let Some(lane) = self.lanes.get_mut(&number) else {
             return;
         };
-        lane.is = Is::Fencing;
+        lane.is = Is::Fencing { since_ns: now_ns };
         if lane.thread {
             self.actions.push_back(Action::Cut(number));
         }
@@ -535,7 +558,7 @@ impl Sending {
         let counts = |lane: &Lane| match lane.is {
             Is::Opening { .. } => true,
             Is::Up => !lane.worn,
-            Is::Leaving | Is::Fencing => false,
+            Is::Leaving | Is::Fencing { .. } => false,
         };
         useful && self.last_number < u16::MAX && self.count(counts) < usize::from(self.wanted)
     }

@@ -115,3 +115,13 @@ fn reports_are_given_once_and_repeated_whole() {
     assert_eq!(sets.len(), 2);
     assert_eq!(reached, [at(1, Place::Mark(1)), at(2, Place::End)]);
 }
+
+#[test]
+fn a_fence_is_answered_even_if_the_lane_ends_in_order_meanwhile() {
+    let mut receiving = receiving(1);
+    receiving.written(1, 0, 1).unwrap();
+    assert_eq!(receiving.fence(1), Fence::Close);
+    receiving.ended(1, 1).unwrap();
+    assert!(receiving.gone(1));
+    assert!(!receiving.gone(1));
+}
