@@ -112,6 +112,10 @@ pub const MAX_ENDPOINTS: usize = 16;
 /// scope of 15, and the port.
 pub const MAX_ENDPOINT_BYTES: usize = 272;
 
+/// Bytes of the path of a unix socket: `sun_path` of unix(7) has 108, the last
+/// one zero.
+pub const MAX_SOCKET_PATH_BYTES: usize = 107;
+
 /// Bytes of a text for people that goes with a fault.
 pub const MAX_TEXT_BYTES: usize = 1024;
 

@@ -1,61 +1,124 @@
-//! Mistakes that tests plant, to show that the simulator and the model would
-//! find them. Without the feature `mistakes` none can be made: the question
-//! is answered *no* at compile time.
+//! Mistakes that can be planted in this crate's decisions, to prove that the
+//! model and the simulator would find them.
+//!
+//! Without the feature `mistakes`, which only those tests switch on,
+//! [`planted`] is a constant `false` and nothing of them is compiled in.
 
-/// A step left out or taken too early.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u8)]
+/// A way to get a decision wrong. Each names what is done; the comment says
+/// what is right instead.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Mistake {
-    /// A lost lane's pages go out again before the destination has fenced it.
-    NoFence = 1,
-    /// A lost lane's unacknowledged pages are forgotten.
+    /// The source pauses and commits while its journal says *migrating*.
+    /// Right: *committing* is recorded before the pause.
+    PauseBeforeRecord,
+    /// The source resumes when the control lane is lost after *commit*.
+    /// Right: it asks.
+    ResumeWithoutAsking,
+    /// The source takes an answer about another attempt for one about its own.
+    BelieveAnyAttempt,
+    /// The source sends *release* before it recorded *released*.
+    ReleaseBeforeRecord,
+    /// The destination answers an inquiry while the old control lane is open.
+    /// Right: it is closed and its reader joined first.
+    AnswerBeforeClose,
+    /// The destination answers an inquiry before it took what the old control
+    /// lane's reader had read.
+    AnswerBeforeDrain,
+    /// The destination runs the VM before it recorded *running*.
+    RunBeforeRecord,
+    /// The destination tells *running* before it recorded it.
+    TellBeforeRecord,
+    /// The destination tells *aborted* before it recorded it.
+    TellAbortedBeforeRecord,
+    /// The destination, which could not take all disks and devices, tells
+    /// *aborted* while it still holds some.
+    TellBeforeLettingGo,
+    /// A restarted destination answers *running* for a VM that died with its
+    /// process. Right: *ran, then died*.
+    DeadAnswersRunning,
+    /// The source sends a lost lane's pages again at once. Right: when the
+    /// destination has fenced it.
+    NoFence,
+    /// The source forgets what a lost lane took along. Right: it waits again.
     NoRedirty,
-    /// The guest is resumed before *running* is recorded.
-    RunsBeforeRecord,
-    /// A lane passes a mark that another lane has not reached.
+    /// A lane passes a mark that another has not reached.
     MarkPassedEarly,
-    /// The chunk after the one that was written is acknowledged.
+    /// The destination acknowledges the chunk after the one that it wrote.
     WrongChunkAcknowledged,
-    /// An inquiry is answered while the old control lane can still be read.
-    AnswersBeforeClosing,
-    /// The source resumes its guest after *commit* without an answer.
-    ResumesInDoubt,
-    /// *aborted* is told before it is recorded.
-    TellsBeforeRecord,
 }
 
 impl Mistake {
     /// Every mistake.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: &'static [Self] = &[
+        Self::PauseBeforeRecord,
+        Self::ResumeWithoutAsking,
+        Self::BelieveAnyAttempt,
+        Self::ReleaseBeforeRecord,
+        Self::AnswerBeforeClose,
+        Self::AnswerBeforeDrain,
+        Self::RunBeforeRecord,
+        Self::TellBeforeRecord,
+        Self::TellAbortedBeforeRecord,
+        Self::TellBeforeLettingGo,
+        Self::DeadAnswersRunning,
         Self::NoFence,
         Self::NoRedirty,
-        Self::RunsBeforeRecord,
         Self::MarkPassedEarly,
         Self::WrongChunkAcknowledged,
-        Self::AnswersBeforeClosing,
-        Self::ResumesInDoubt,
-        Self::TellsBeforeRecord,
     ];
 }
 
-#[cfg(feature = "mistakes")]
-static PLANTED: std::sync::atomic::AtomicU8 = std::sync::atomic::AtomicU8::new(0);
-
-/// Plants a mistake for the whole process, or none.
-#[cfg(feature = "mistakes")]
-pub fn plant(mistake: Option<Mistake>) {
-    let number = mistake.map_or(0, |mistake| mistake as u8);
-    PLANTED.store(number, std::sync::atomic::Ordering::SeqCst);
-}
-
-/// Whether the mistake is to be made.
-#[cfg(feature = "mistakes")]
-pub(crate) fn planted(mistake: Mistake) -> bool {
-    PLANTED.load(std::sync::atomic::Ordering::SeqCst) == mistake as u8
-}
-
-/// Whether the mistake is to be made: never.
+/// Whether the mistake is planted: never, without the feature `mistakes`.
 #[cfg(not(feature = "mistakes"))]
-pub(crate) const fn planted(_: Mistake) -> bool {
+#[must_use]
+#[inline(always)]
+pub const fn planted(_mistake: Mistake) -> bool {
     false
+}
+
+#[cfg(feature = "mistakes")]
+pub use switch::{Planted, plant, planted};
+
+#[cfg(feature = "mistakes")]
+mod switch {
+    use std::sync::atomic::{AtomicU32, Ordering};
+    use std::sync::{Mutex, MutexGuard, PoisonError};
+
+    use super::Mistake;
+
+    /// The mistake's number from 1, or 0. A model checker and a simulator use
+    /// many threads, so that the switch is the process's.
+    static SWITCH: AtomicU32 = AtomicU32::new(0);
+    static TURN: Mutex<()> = Mutex::new(());
+
+    /// While this lives, its mistake is planted, and no other can be.
+    #[derive(Debug)]
+    pub struct Planted {
+        _turn: MutexGuard<'static, ()>,
+    }
+
+    /// Plants a mistake, or, with `None`, makes sure that there is none; waits
+    /// until whoever has planted one before is done.
+    #[must_use]
+    pub fn plant(mistake: Option<Mistake>) -> Planted {
+        let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        SWITCH.store(mistake.map_or(0, number), Ordering::SeqCst);
+        Planted { _turn: turn }
+    }
+
+    impl Drop for Planted {
+        fn drop(&mut self) {
+            SWITCH.store(0, Ordering::SeqCst);
+        }
+    }
+
+    /// Whether the mistake is planted.
+    #[must_use]
+    pub fn planted(mistake: Mistake) -> bool {
+        SWITCH.load(Ordering::Relaxed) == number(mistake)
+    }
+
+    fn number(mistake: Mistake) -> u32 {
+        mistake as u32 + 1
+    }
 }

@@ -238,8 +238,8 @@ impl Session<'_> {
         }
     }
 
-    pub(super) fn step(&mut self, event: Step) -> Result<DestinationAction, Fault> {
-        let (state, action) = self.state.on(event).map_err(|error| {
+    pub(super) fn step(&mut self, event: Step) -> Result<&'static [DestinationAction], Fault> {
+        let (state, actions) = self.state.on(event).map_err(|error| {
             Fault::new(
                 FaultCode::Malformed,
                 "the peer broke the order of the switchover",
@@ -247,7 +247,7 @@ impl Session<'_> {
             .because(error)
         })?;
         self.state = state;
-        Ok(action)
+        Ok(actions)
     }
 
     pub(super) fn turn_away(&self, arrival: Arrival, why: &str) {
@@ -275,24 +275,20 @@ impl Session<'_> {
     /// Ends the session after a fault: drops what was built, unless the VM
     /// lives here already.
     fn fail(&mut self, fault: Fault) -> MigrateError {
-        let told = matches!(fault.code, FaultCode::ControlLost);
-        let event = if told {
+        let lost = matches!(fault.code, FaultCode::ControlLost);
+        let event = if lost {
             Step::ControlLost
         } else {
             Step::Failed
         };
-        let (state, action) = self
-            .state
-            .on(event)
-            .unwrap_or((self.state, DestinationAction::KeepRunning));
-        self.state = state;
         if let Some(shared) = &self.shared {
             shared.stop();
         }
-        if action == DestinationAction::KeepRunning {
-            return fault.into_error(VmIs::StuckAtDestination);
+        match self.state.on(event) {
+            Ok((Destination::Aborting, _)) => self.state = Destination::Aborted,
+            _ => return fault.into_error(VmIs::StuckAtDestination),
         }
-        if action == DestinationAction::DiscardAndTell {
+        if !lost {
             // The source may be gone; it keeps its VM in either case.
             let _ = self.send(&Message::Cancel {
                 fault: fault.code,

@@ -44,6 +44,11 @@ impl Session<'_> {
             match self.next_event(None)? {
                 Some(SessionEvent::Control(FromPeer::Message(Message::Commit { run }))) => {
                     self.step(Step::Commit { run })?;
+                    self.step(Step::Acquired)?;
+                    self.step(Step::Recorded)?;
+                    if run {
+                        self.step(Step::Resumed)?;
+                    }
                     return Ok(run);
                 }
                 Some(SessionEvent::Control(FromPeer::Message(other))) => {

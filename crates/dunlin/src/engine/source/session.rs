@@ -206,8 +206,8 @@ impl Session<'_> {
 
     /// Moves the state machine; an event that it cannot take is a defect of
     /// ours, since the callers check the peer's messages first.
-    pub(super) fn step(&mut self, event: SourceEvent) -> Result<SourceAction, Fault> {
-        let (state, action) = self.state.on(event).map_err(|error| {
+    pub(super) fn step(&mut self, event: SourceEvent) -> Result<&'static [SourceAction], Fault> {
+        let (state, actions) = self.state.on(event).map_err(|error| {
             Fault::new(
                 FaultCode::Malformed,
                 "the peer broke the order of the switchover",
@@ -215,7 +215,7 @@ impl Session<'_> {
             .because(error)
         })?;
         self.state = state;
-        Ok(action)
+        Ok(actions)
     }
 
     /// Ends the session after a fault: tells the peer where it can be told,
@@ -225,18 +225,18 @@ impl Session<'_> {
             FaultCode::ControlLost => SourceEvent::ControlLost,
             _ => SourceEvent::Failed,
         };
-        let (state, action) = self
+        let (state, actions) = self
             .state
             .on(event)
-            .unwrap_or((self.state, SourceAction::HoldInDoubt));
+            .unwrap_or((self.state, &[SourceAction::HoldInDoubt]));
         self.state = state;
         // The guest itself is asked, and not the fault: a peer may name any.
         let ended = matches!(
             self.vm.run_state(),
             RunState::PoweredOff | RunState::Stopped(_)
         );
-        let vm = match action {
-            SourceAction::CancelPeer | SourceAction::CancelPeerAndResume => {
+        let vm = match self.state {
+            Source::Kept => {
                 // The peer may be gone; it drops its copy in either case.
                 let _ = self.control.send(&Message::Cancel {
                     fault: fault.code,
@@ -245,15 +245,13 @@ impl Session<'_> {
                 if ended {
                     self.take_back();
                     VmIs::Gone
-                } else if action == SourceAction::CancelPeerAndResume {
+                } else if actions.contains(&SourceAction::ResumeGuest) {
                     self.resume_here()
                 } else {
                     VmIs::AtSource
                 }
             }
-            SourceAction::RefuseTooLate if self.state == Source::Released => {
-                VmIs::StuckAtDestination
-            }
+            Source::Released => VmIs::StuckAtDestination,
             _ => VmIs::InDoubt,
         };
         fault.into_error(vm)

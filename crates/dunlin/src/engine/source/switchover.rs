@@ -38,6 +38,7 @@ impl Session<'_> {
     pub(super) fn switch_over(&mut self) -> Result<Outcome, Fault> {
         let mut downtime = Downtime::default();
         self.step(SourceEvent::Converged)?;
+        self.step(SourceEvent::Recorded)?;
         // Its owner may have paused it, or let it go on, since it was described.
         self.paused_by_owner = self.vm.run_state() == RunState::Paused;
         let began = Instant::now();
@@ -73,6 +74,7 @@ impl Session<'_> {
         self.control.send(&Message::Commit { run: runs })?;
         let (destination_cpu, guest) = self.await_running()?;
         self.step(SourceEvent::Running)?;
+        self.step(SourceEvent::Recorded)?;
         downtime.resume = committed.elapsed();
         downtime.total = began.elapsed();
         downtime.guest = guest;
