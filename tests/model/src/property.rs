@@ -5,6 +5,7 @@ use dunlin_proto::switchover::{Destination, Source};
 use stateright::Property;
 
 use crate::Switchover;
+use crate::step::{self, Outcome, Step};
 use crate::world::{Copy, World};
 
 /// What must hold in every state.
@@ -47,6 +48,10 @@ pub fn always() -> Vec<Property<Switchover>> {
                 !world.history.forgotten || world.source.journal != SourceRecord::Committing
             },
         ),
+        Property::always(
+            "I2: a doubt is resolved once nothing more fails",
+            |_, world: &World| !in_doubt(world) || resolved(&without_failures(world)),
+        ),
         Property::always("told only what the journal holds", |_, world: &World| {
             !world.history.told_unrecorded
         }),
@@ -57,6 +62,57 @@ pub fn always() -> Vec<Property<Switchover>> {
             !world.history.impossible
         }),
     ]
+}
+
+/// Whether the source is in doubt, or will be when it is started again.
+fn in_doubt(world: &World) -> bool {
+    match world.source.process {
+        Some(_) => world.idle_source() == Some(Source::InDoubt),
+        None => world.source.journal == SourceRecord::Committing,
+    }
+}
+
+/// What becomes of a world in which nothing more fails, everybody who died is
+/// started again, and the source goes on asking.
+fn without_failures(world: &World) -> World {
+    let mut world = world.clone();
+    let mut steps = Vec::new();
+    let mut patience = 3;
+    loop {
+        steps.clear();
+        step::possible(&world, &mut steps);
+        let next = steps.iter().copied().find(|step| {
+            matches!(
+                step,
+                Step::SourceActs(Outcome::Done)
+                    | Step::SourceTakes { .. }
+                    | Step::SourceRestarts
+                    | Step::DestinationActs(Outcome::Done)
+                    | Step::DestinationReads { .. }
+                    | Step::DestinationTakes { .. }
+                    | Step::DestinationRestarts
+            )
+        });
+        match next {
+            Some(next) => step::take(&mut world, next),
+            None if patience > 0 && world.idle_source() == Some(Source::InDoubt) => {
+                patience -= 1;
+                world.budget.epochs = world.source.epoch + 1;
+                step::take(&mut world, Step::SourceLosesLane);
+            }
+            None => return world,
+        }
+    }
+}
+
+/// The VM goes on somewhere, the operator has been asked the right question,
+/// or the destination's disk is lost, and nobody but the operator can know.
+fn resolved(world: &World) -> bool {
+    match world.idle_source() {
+        Some(Source::Kept) => world.source.copy == Copy::Live || world.history.killed_here,
+        Some(Source::Released | Source::RanThenDied) => true,
+        _ => world.history.wiped,
+    }
 }
 
 /// Whether the process goes on by itself, asks, or has told the operator; or

@@ -24,15 +24,17 @@ const DEVICES: &str = "I1: disks and devices never on both sides";
 const LOST: &str = "I2: never lost";
 const NOBODY: &str = "I2: paused only where somebody will act";
 const FORGOTTEN: &str = "I2: not forgotten while it may be asked";
+const UNRESOLVED: &str = "I2: a doubt is resolved once nothing more fails";
 const UNRECORDED: &str = "told only what the journal holds";
 const UNTRUE: &str = "told only what is so";
 
-/// Those of the switchover.
-const MISTAKES: [(Mistake, &str); 11] = [
+/// Those of the switchover, each with what it breaks.
+const MISTAKES: [(Mistake, &str); 12] = [
     (Mistake::PauseBeforeRecord, NOBODY),
     (Mistake::ResumeWithoutAsking, TWICE),
     (Mistake::BelieveAnyAttempt, TWICE),
     (Mistake::ReleaseBeforeRecord, FORGOTTEN),
+    (Mistake::ReleaseBeforeRecord, UNRESOLVED),
     (Mistake::AnswerBeforeClose, TWICE),
     (Mistake::AnswerBeforeDrain, TWICE),
     (Mistake::RunBeforeRecord, BACK),
