@@ -215,9 +215,11 @@ impl Destination {
             }
             (Self::Draining { .. }, On::Drained) => self.abort(),
             // Each leads to the end of draining, which is to come.
-            (Self::Draining { .. }, On::PeerCancelled | On::Cancelled | On::Failed | On::ControlLost) => {
-                (self, &[])
-            }
+            (Self::Draining { prepared: false }, On::Complete)
+            | (
+                Self::Draining { .. },
+                On::PeerCancelled | On::Cancelled | On::Failed | On::ControlLost,
+            ) => (self, &[]),
 
             (Self::Prepared | Self::Draining { prepared: true }, On::Commit { run }) => {
                 (Self::Acquiring { run }, &[Do::Acquire])
@@ -259,6 +261,8 @@ impl Destination {
             ),
 
             (Self::Running, On::Release) => (Self::Released, &[Do::Forget]),
+            // *running* had reached the source before the VM died.
+            (Self::Died, On::Release) => (Self::Died, &[Do::Forget]),
             (Self::Aborting, On::Recorded) => {
                 (Self::Aborted, &[Do::Tell(Verdict::Aborted), Do::Discard])
             }
@@ -288,10 +292,12 @@ impl Destination {
                 | Self::Unknown,
                 On::ControlLost | On::Failed | On::Drained,
             )
-            // It crossed our *cancel*.
-            | (Self::Aborted | Self::Unrecorded, On::Commit { .. })
-            | (Self::Aborted | Self::Unrecorded, On::PeerCancelled | On::Cancelled)
-            | (Self::Released, On::Release) => (self, &[]),
+            // They crossed our *cancel*.
+            | (
+                Self::Aborted | Self::Unrecorded,
+                On::Complete | On::Commit { .. } | On::PeerCancelled | On::Cancelled,
+            )
+            | (Self::Released | Self::Unknown, On::Release) => (self, &[]),
             (state, event) => return Err(Impossible::new("destination", state, event)),
         })
     }

@@ -261,10 +261,13 @@ impl Source {
                 | Self::Released,
                 On::Cancelled,
             ) => (self, &[Do::RefuseTooLate]),
-            (Self::RanThenDied | Self::Released, On::Failed | On::ControlLost)
-            | (Self::Kept, On::PeerCancelled | On::Cancelled | On::Failed | On::ControlLost) => {
-                (self, &[])
-            }
+            // What crossed the end on its way, or was said before it on a lane
+            // that came later, changes nothing any more.
+            (
+                Self::RanThenDied | Self::Released | Self::Kept,
+                On::Running | On::Answer { .. } | On::PeerCancelled | On::Failed | On::ControlLost,
+            )
+            | (Self::Kept, On::Ready { .. } | On::Cancelled) => (self, &[]),
             (state, event) => return Err(Impossible::new("source", state, event)),
         })
     }
