@@ -114,8 +114,17 @@ fn i7_a_chunk_beyond_its_region_or_of_none_is_refused() {
 
 #[test]
 fn i7_marks_ends_and_counts_must_be_right() {
-    attack(FaultCode::Malformed, "marks are out of order", |hostile| {
-        hostile.send(&frame(Frame::Mark { iteration: 2 }));
+    attack(FaultCode::Malformed, "carried the mark", |hostile| {
+        hostile.send(&frame(Frame::Mark { iteration: 1 }));
+        hostile.send(&frame(Frame::Mark { iteration: 3 }));
+    });
+    attack(FaultCode::Malformed, "of iteration", |hostile| {
+        hostile.send(&frame(Frame::Mark { iteration: 1 }));
+        hostile.send(&zero_chunk(0, 0, 0));
+    });
+    attack(FaultCode::Malformed, "came twice", |hostile| {
+        hostile.send(&zero_chunk(0, 0, 0));
+        hostile.send(&zero_chunk(0, 0, 0));
     });
     attack(FaultCode::Malformed, "ends with 5 chunks", |hostile| {
         hostile.send(&zero_chunk(0, 0, 0));
@@ -126,8 +135,12 @@ fn i7_marks_ends_and_counts_must_be_right() {
         hostile.end(1);
         hostile.peer.send(&last(2, 1, 0));
     });
-    attack(FaultCode::LaneLost, "lane 1", |hostile| {
+    // A lane that dies is no offence: the source hears that it is fenced.
+    attack(FaultCode::Malformed, "release out of turn", |hostile| {
         hostile.lane.as_ref().unwrap().canceller().shutdown();
+        let fenced = |message: &Message| matches!(message, Message::Fenced { lane: 1, .. });
+        assert!(hostile.peer.await_message(fenced).is_some());
+        hostile.peer.send(&Message::Release);
     });
 }
 

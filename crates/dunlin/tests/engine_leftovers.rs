@@ -12,7 +12,6 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use dunlin::engine::Cancel;
-use dunlin::engine::destination;
 use engine_support::peer::{Peer, lane_open, open_lane};
 use engine_support::{Receiving, TestBuilder, TestVm, impatient, run, send, tls, verified};
 
