@@ -314,7 +314,8 @@ pub enum Message {
     },
     /// Source: its copy is destroyed; the destination may forget the session.
     Release,
-    /// Either side, before *commit*.
+    /// Either side, before *commit*. The destination has recorded *aborted*
+    /// before it says so: where it crosses *commit*, it is an answer.
     Cancel {
         /// The reason as a code.
         fault: FaultCode,
@@ -351,8 +352,9 @@ pub enum Message {
         /// The attempt that is in doubt.
         attempt: u32,
     },
-    /// Destination: the answer, and which attempt it is about, lest an old
-    /// *aborted* be taken for a new one (I1).
+    /// Destination: the answer to *inquire*, or unasked when the VM could not
+    /// be resumed after *running* was recorded; and which attempt it is about,
+    /// lest an old *aborted* be taken for a new one (I1).
     Answer {
         /// The attempt that was asked about.
         attempt: u32,
