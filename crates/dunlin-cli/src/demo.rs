@@ -2,8 +2,10 @@
 //!
 //! The two are the same `dunlin vm run` and `dunlin vm receive` that two hosts
 //! would use, with certificates made for the occasion. The guest checks every
-//! page that it visits, before and after.
+//! page that it visits, before and after. Without KVM the guest is one of
+//! threads of a process, and the demo says so.
 
+use std::io;
 use std::path::Path;
 use std::time::Duration;
 
@@ -12,7 +14,7 @@ use clap::Args;
 
 use crate::display::Display;
 use crate::line::{Line, MovedLine, StatusLine};
-use crate::options::{MigrateFlags, SecurityName, parse_bytes, parse_lanes};
+use crate::options::{GuestName, MigrateFlags, SecurityName, parse_bytes, parse_lanes};
 use crate::pki;
 use crate::process::{Process, Scratch};
 use crate::vm::{Ended, follow, status};
@@ -23,6 +25,9 @@ const RUNS_FOR: Duration = Duration::from_millis(1500);
 
 #[derive(Debug, Args)]
 pub(crate) struct Demo {
+    /// What moves [default: kvm, or process where there is no /dev/kvm].
+    #[arg(long, value_enum)]
+    guest: Option<GuestName>,
     /// The guest's memory.
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes, default_value = "1G")]
     memory: u64,
@@ -42,24 +47,24 @@ pub(crate) struct Demo {
 
 impl Demo {
     pub(crate) fn run(&self) -> Result<i32> {
-        std::fs::OpenOptions::new()
-            .read(true)
-            .write(true)
-            .open("/dev/kvm")
-            .context(
-                "the demo runs a real VM and needs /dev/kvm: load the kvm module, and run as root \
-                 or in the group kvm",
-            )?;
+        let mut display = Display::new(self.json);
+        let (guest, notice) = choose(self.guest, kvm())?;
+        if let Some(text) = notice {
+            display.show(&Line::Warning { text });
+        }
         let scratch = Scratch::new("demo")?;
         let (ca, here, there) = (scratch.join("ca"), scratch.join("a"), scratch.join("b"));
         pki::init(&ca, 1)?;
         pki::issue(&ca, &["source.demo".into()], 1, &here)?;
         pki::issue(&ca, &["destination.demo".into()], 1, &there)?;
 
-        let mut display = Display::new(self.json);
         if !self.json {
+            let what = match guest {
+                GuestName::Kvm => "on KVM",
+                GuestName::Process => "(threads of a process)",
+            };
             display.say(&format!(
-                "a guest of {} MiB on KVM goes over a hot set of its pages, {} a second; it moves \
+                "a guest of {} MiB {what} goes over a hot set of its pages, {} a second; it moves \
                  over {} {} lanes",
                 self.memory >> 20,
                 self.dirty_rate,
@@ -73,7 +78,7 @@ impl Demo {
             _ => None,
         })?;
         let source_control = scratch.join("a-control");
-        let mut source = self.start_source(&scratch)?;
+        let mut source = self.start_source(guest, &scratch)?;
         source.wait_for(|line| matches!(line, Line::Started { .. }).then_some(()))?;
         std::thread::sleep(RUNS_FOR);
 
@@ -105,9 +110,9 @@ impl Demo {
         let later = status(&scratch.join("b-control").join("demo.sock"))?;
         self.conclude(
             &mut display,
+            guest,
             &moved,
-            &source,
-            &destination,
+            [&source, &destination],
             &arrived,
             &later,
         )
@@ -117,9 +122,9 @@ impl Demo {
     fn conclude(
         &self,
         display: &mut Display,
+        guest: GuestName,
         moved: &MovedLine,
-        source: &Process,
-        destination: &Process,
+        [source, destination]: [&Process; 2],
         arrived: &StatusLine,
         later: &StatusLine,
     ) -> Result<i32> {
@@ -143,7 +148,7 @@ impl Demo {
             println!(
                 "{}",
                 serde_json::json!({
-                    "guest": "kvm",
+                    "guest": guest.name(),
                     "memory_bytes": later.memory_bytes,
                     "lanes": self.lanes,
                     "security": self.security_name(),
@@ -166,7 +171,7 @@ impl Demo {
         Ok(0)
     }
 
-    fn start_source(&self, scratch: &Scratch) -> Result<Process> {
+    fn start_source(&self, guest: GuestName, scratch: &Scratch) -> Result<Process> {
         let mut command = Process::command()?;
         command
             .args([
@@ -178,6 +183,7 @@ impl Demo {
                 "--workload",
                 "hot-set",
             ])
+            .args(["--guest", guest.name()])
             .args(["--memory", &self.memory.to_string()])
             .args(["--dirty-rate", &self.dirty_rate.to_string()])
             .arg("--control")
@@ -204,5 +210,57 @@ impl Demo {
             SecurityName::Tls => "tls",
             SecurityName::Plain => "plain",
         }
+    }
+}
+
+/// Whether this process may use KVM.
+fn kvm() -> io::Result<()> {
+    std::fs::OpenOptions::new()
+        .read(true)
+        .write(true)
+        .open("/dev/kvm")
+        .map(drop)
+}
+
+/// The guest to show, and what to say where it is not the one that was to be
+/// expected.
+fn choose(asked: Option<GuestName>, kvm: io::Result<()>) -> Result<(GuestName, Option<String>)> {
+    match (asked, kvm) {
+        (Some(GuestName::Process), _) => Ok((GuestName::Process, None)),
+        (_, Ok(())) => Ok((GuestName::Kvm, None)),
+        (Some(GuestName::Kvm), Err(error)) => Err(error).context(
+            "a KVM guest needs /dev/kvm: load the kvm module, and run as root or in the group kvm; \
+             or leave --guest out",
+        ),
+        (None, Err(error)) => {
+            let text = format!(
+                "/dev/kvm cannot be opened ({error}), so the guest is no VM but threads that write \
+                 to the memory of a process"
+            );
+            Ok((GuestName::Process, Some(text)))
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_demo_shows_kvm_where_it_can_and_says_where_it_cannot() {
+        let no = || Err(io::Error::from(io::ErrorKind::NotFound));
+        let kvm = (GuestName::Kvm, None);
+        assert_eq!(choose(None, Ok(())).unwrap(), kvm);
+        assert_eq!(choose(Some(GuestName::Kvm), Ok(())).unwrap(), kvm);
+        for found in [Ok(()), no()] {
+            let chosen = choose(Some(GuestName::Process), found).unwrap();
+            assert_eq!(chosen, (GuestName::Process, None));
+        }
+        let (guest, said) = choose(None, no()).unwrap();
+        assert_eq!(guest, GuestName::Process);
+        assert!(said.unwrap().contains("/dev/kvm cannot be opened"));
+        let refused = choose(Some(GuestName::Kvm), no()).unwrap_err();
+        assert!(refused.to_string().contains("load the kvm module"));
     }
 }

@@ -8,7 +8,7 @@ use clap::{Args, ValueEnum};
 use dunlin::engine::source::{LaneSecurity, Options};
 use dunlin::lane::identity::{Identity, LoadOptions};
 use dunlin::lane::names::{PeerName, PeerNames};
-use dunlin_microvm::{Backing, Fill, Workload};
+use dunlin_microvm::{Backing, Fill, GuestKind, Workload};
 use serde::{Deserialize, Serialize};
 
 /// Who this host is, and whom it talks to.
@@ -90,6 +90,33 @@ impl From<SecurityName> for LaneSecurity {
         match name {
             SecurityName::Tls => Self::Tls,
             SecurityName::Plain => Self::Plain,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum GuestName {
+    /// A guest on KVM.
+    Kvm,
+    /// Threads of this process that go over ordinary memory; runs anywhere.
+    Process,
+}
+
+impl GuestName {
+    /// As it is written.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Kvm => "kvm",
+            Self::Process => "process",
+        }
+    }
+}
+
+impl From<GuestName> for GuestKind {
+    fn from(name: GuestName) -> Self {
+        match name {
+            GuestName::Kvm => Self::Kvm,
+            GuestName::Process => Self::Process,
         }
     }
 }

@@ -19,6 +19,8 @@ pub struct Config {
     pub name: String,
     /// The machine's identity.
     pub uuid: [u8; 16],
+    /// What runs in it.
+    pub guest: GuestKind,
     /// A multiple of 2 MiB, more than 4 MiB, at most 63 GiB.
     pub memory_bytes: u64,
     /// 1 to 4. Each owns an equal share of the working set.
@@ -42,11 +44,12 @@ pub struct Config {
 }
 
 impl Default for Config {
-    /// One vCPU, 64 MiB of private memory, filled, visited in order as fast as it goes.
+    /// A KVM guest: one vCPU, 64 MiB of private memory, filled, visited in order as fast as it goes.
     fn default() -> Self {
         Self {
             name: "microvm".into(),
             uuid: [0; 16],
+            guest: GuestKind::Kvm,
             memory_bytes: 64 << 20,
             vcpus: 1,
             backing: Backing::Private,
@@ -59,6 +62,16 @@ impl Default for Config {
             power_off_after: None,
         }
     }
+}
+
+/// What runs in a machine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GuestKind {
+    /// A guest on KVM.
+    Kvm,
+    /// No guest of a hypervisor, but threads of this process, one for each vCPU, that go over the
+    /// memory in the same way: for hosts without /dev/kvm.
+    Process,
 }
 
 /// What a page holds before its first visit.

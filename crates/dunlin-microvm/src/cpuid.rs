@@ -18,7 +18,7 @@ pub(crate) struct Entry {
 }
 
 /// What a guest is told about its CPU.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Table(Vec<Entry>);
 
 /// A word of feature bits: a guest that was promised one needs it everywhere.

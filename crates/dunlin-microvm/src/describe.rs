@@ -8,12 +8,18 @@ use dunlin_sys::mapping::{Backing, HUGE_PAGE_BYTES, allocate};
 use kvm_ioctls::Kvm;
 use thiserror::Error;
 
-use crate::config::{Config, ConfigError, Fill, NAME_LIMIT_BYTES, Workload};
+use crate::config::{Config, ConfigError, Fill, GuestKind, NAME_LIMIT_BYTES, Workload};
 use crate::cpuid::Table;
 use crate::wire::{DecodeError, Reader, Writer};
 
-/// The first field of every description; a reader that does not know it stops there.
-const VERSION: u16 = 1;
+/// The first field of every description: what kind of guest it is of, and the layout of the rest. A
+/// reader that does not know it stops there.
+const KVM: u16 = 1;
+/// Like [`KVM`], but without TSC rate and CPUID table.
+const PROCESS: u16 = 2;
+
+/// The rate of a process guest's clock, in kHz: it counts nanoseconds since 1970.
+const PROCESS_TSC_KHZ: u32 = 1_000_000;
 
 /// How far two TSC rates may be apart and still count as one: what the kernel tolerates by default
 /// (`tsc_tolerance_ppm` of arch/x86/kvm/x86.c).
@@ -24,7 +30,7 @@ const TSC_TOLERANCE_PPM: u64 = 250;
 pub struct VmDescription {
     /// What the machine is like.
     pub config: Config,
-    /// The rate of the guest's TSC, in kHz.
+    /// The rate of the guest's TSC, in kHz; of a process guest's clock.
     pub tsc_khz: u32,
     pub(crate) cpuid: Table,
 }
@@ -36,7 +42,7 @@ pub enum DescribeError {
     #[error("the machine's description cannot be read")]
     Decode(#[from] DecodeError),
     /// A version from the future.
-    #[error("the machine's description is of version {0}; this VMM reads {VERSION}")]
+    #[error("the machine's description is of version {0}; this VMM reads {KVM} and {PROCESS}")]
     Version(u16),
     /// No machine can be like that.
     #[error("the machine's configuration is impossible")]
@@ -105,11 +111,15 @@ impl Host {
     }
 }
 
-/// Whether this host can run the machine, found without building it.
+/// Whether this host can run the machine, found without building it. A process guest runs
+/// everywhere.
 ///
 /// # Errors
 /// The first reason why not.
 pub fn check_description(description: &VmDescription) -> Result<(), DescribeError> {
+    if description.config.guest == GuestKind::Process {
+        return Ok(description.config.validate()?);
+    }
     let kvm = Kvm::new().map_err(|error| DescribeError::Kvm(error.into()))?;
     Host::get(&kvm)
         .map_err(DescribeError::Kvm)?
@@ -123,12 +133,25 @@ pub(crate) fn same_rate(guest_khz: u32, host_khz: u32) -> bool {
 }
 
 impl VmDescription {
-    /// The description as bytes, at most 8 KiB: version, configuration, TSC rate, CPUID table.
+    /// Of a machine that no host's CPU matters to.
+    pub(crate) fn of_process(config: Config) -> Self {
+        Self {
+            config,
+            tsc_khz: PROCESS_TSC_KHZ,
+            cpuid: Table::default(),
+        }
+    }
+
+    /// The description as bytes, at most 8 KiB: version, configuration, TSC rate, CPUID table; a
+    /// process guest has neither of the latter.
     pub fn encode(&self) -> Vec<u8> {
         let config = &self.config;
         let mut writer = Writer::default();
         writer
-            .u16(VERSION)
+            .u16(match config.guest {
+                GuestKind::Kvm => KVM,
+                GuestKind::Process => PROCESS,
+            })
             .text(&config.name)
             .raw(&config.uuid)
             .u64(config.memory_bytes)
@@ -156,9 +179,10 @@ impl VmDescription {
             .optional_u64(config.working_set_bytes)
             .u64(config.dirty_rate)
             .u64(config.seed)
-            .optional_u64(config.power_off_after)
-            .u32(self.tsc_khz);
-        self.cpuid.encode(&mut writer);
+            .optional_u64(config.power_off_after);
+        if config.guest == GuestKind::Kvm {
+            self.cpuid.encode(writer.u32(self.tsc_khz));
+        }
         writer.finish()
     }
 
@@ -168,13 +192,15 @@ impl VmDescription {
     /// Decode, Version or Config: whoever sent the bytes is at fault.
     pub fn decode(bytes: &[u8]) -> Result<Self, DescribeError> {
         let mut reader = Reader::new(bytes);
-        let version = reader.u16("version")?;
-        if version != VERSION {
-            return Err(DescribeError::Version(version));
-        }
+        let guest = match reader.u16("version")? {
+            KVM => GuestKind::Kvm,
+            PROCESS => GuestKind::Process,
+            version => return Err(DescribeError::Version(version)),
+        };
         let config = Config {
             name: reader.text("name", NAME_LIMIT_BYTES)?.to_owned(),
             uuid: reader.array("UUID")?,
+            guest,
             memory_bytes: reader.u64("memory")?,
             vcpus: reader.u8("vCPUs")?,
             backing: match reader.u8("backing")? {
@@ -202,15 +228,17 @@ impl VmDescription {
             seed: reader.u64("seed")?,
             power_off_after: reader.optional_u64("visits before the power is off")?,
         };
-        let tsc_khz = reader.u32("TSC rate")?;
-        let cpuid = Table::decode(&mut reader)?;
+        let description = match guest {
+            GuestKind::Process => Self::of_process(config),
+            GuestKind::Kvm => Self {
+                config,
+                tsc_khz: reader.u32("TSC rate")?,
+                cpuid: Table::decode(&mut reader)?,
+            },
+        };
         reader.end()?;
-        config.validate()?;
-        Ok(Self {
-            config,
-            tsc_khz,
-            cpuid,
-        })
+        description.config.validate()?;
+        Ok(description)
     }
 }
 
@@ -244,5 +272,24 @@ mod tests {
             ));
         }
         host(true).check(&described(2_000_501)).unwrap();
+    }
+
+    #[test]
+    fn i7_a_process_guest_is_described_without_a_cpu_and_byte_for_byte() {
+        let description = VmDescription::of_process(Config {
+            guest: GuestKind::Process,
+            name: "p".into(),
+            ..Config::default()
+        });
+        let bytes = description.encode();
+        assert_eq!(bytes[0], 2);
+        assert_eq!(VmDescription::decode(&bytes).unwrap(), description);
+        check_description(&description).unwrap();
+        for length in 0..bytes.len() {
+            assert!(VmDescription::decode(&bytes[..length]).is_err());
+        }
+        // With what belongs behind a KVM guest's description.
+        let long = [&bytes[..], &[0; 6]].concat();
+        assert!(VmDescription::decode(&long).is_err());
     }
 }

@@ -1,10 +1,13 @@
-//! What was written since one last asked: by the guest (KVM's log) or by the VMM (vm-memory's
-//! bitmap).
+//! What was written since one last asked: by the guest (KVM's log, or write-protection for a
+//! process guest) or by the VMM (vm-memory's bitmap).
 
 use std::io;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
+use dunlin::engine::dirty::WriteProtectLog;
+use dunlin::engine::vmm::DirtyLog as _;
 use dunlin_sys::kvm::Machine;
+use dunlin_sys::mapping::TrackedMemory;
 use thiserror::Error;
 use vm_memory::GuestMemoryBackend;
 use vm_memory::bitmap::Bitmap;
@@ -37,72 +40,93 @@ pub enum DirtyError {
         #[source]
         source: io::Error,
     },
+    /// The log of a process guest failed.
+    #[error("the log by write-protection does not work")]
+    WriteProtect(#[source] io::Error),
+}
+
+/// Where the guest's own writes are known from.
+#[derive(Debug)]
+pub(crate) enum Guest {
+    Kvm(Arc<Machine>),
+    Process(WriteProtectLog),
 }
 
 /// The union of both logs.
-#[derive(Debug, Default)]
-pub(crate) struct DirtyLog(Mutex<bool>);
+#[derive(Debug)]
+pub(crate) struct DirtyLog {
+    memory: Arc<TrackedMemory>,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    on: bool,
+    guest: Guest,
+}
 
 impl DirtyLog {
-    fn lock(&self) -> std::sync::MutexGuard<'_, bool> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    /// It is off.
+    pub(crate) fn new(memory: Arc<TrackedMemory>, guest: Guest) -> Self {
+        let state = Mutex::new(State { on: false, guest });
+        Self { memory, state }
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Starts with nothing written. Whoever copies memory must start before the first copy.
-    pub(crate) fn start(&self, machine: &Machine) -> Result<(), DirtyError> {
-        let mut on = self.lock();
-        for region in machine.memory().iter() {
+    pub(crate) fn start(&self) -> Result<(), DirtyError> {
+        let mut state = self.lock();
+        for region in self.memory.iter() {
             region.get_mmap().bitmap().reset();
         }
-        // KVM clears a log by switching it off and on.
-        for enable in [false, true] {
-            machine
-                .set_dirty_logging(enable)
-                .map_err(DirtyError::Switch)?;
+        match &mut state.guest {
+            Guest::Kvm(machine) => {
+                // KVM clears a log by switching it off and on.
+                for enable in [false, true] {
+                    machine
+                        .set_dirty_logging(enable)
+                        .map_err(DirtyError::Switch)?;
+                }
+            }
+            Guest::Process(log) => log.start().map_err(DirtyError::WriteProtect)?,
         }
-        *on = true;
+        state.on = true;
         Ok(())
     }
 
-    /// Reads and clears. If one region's log cannot be read, what was read of the others is kept for
+    /// Reads and clears. If one region's log cannot be read, what KVM told of the others is kept for
     /// the next time (I5).
-    pub(crate) fn fetch(&self, machine: &Machine) -> Result<Vec<Vec<u64>>, DirtyError> {
-        let on = self.lock();
-        if !*on {
+    pub(crate) fn fetch(&self) -> Result<Vec<Vec<u64>>, DirtyError> {
+        let mut state = self.lock();
+        if !state.on {
             return Err(DirtyError::Off);
         }
-        let memory = machine.memory();
-        let mut maps = Vec::with_capacity(memory.num_regions());
-        for (index, region) in memory.iter().enumerate() {
-            let mut words = match machine.take_dirty_log(index) {
-                Ok(words) => words,
-                Err(source) => {
-                    keep(machine, &maps);
-                    return Err(DirtyError::Kvm {
-                        region: index,
-                        source,
-                    });
-                }
-            };
+        let mut maps = match &mut state.guest {
+            Guest::Kvm(machine) => take_from(machine)?,
+            Guest::Process(log) => {
+                let mut maps = Vec::new();
+                log.fetch(&mut |_, words| maps.push(words.to_vec()))
+                    .map_err(DirtyError::WriteProtect)?;
+                maps
+            }
+        };
+        for (words, region) in maps.iter_mut().zip(self.memory.iter()) {
             let own = region.get_mmap().bitmap().get_and_reset();
             words
                 .iter_mut()
                 .zip(own)
                 .for_each(|(word, own)| *word |= own);
-            maps.push(words);
         }
         Ok(maps)
     }
 
     /// Marks one page as written, as if the VMM had written to it.
-    pub(crate) fn mark(
-        &self,
-        machine: &Machine,
-        region: usize,
-        page: u64,
-    ) -> Result<(), DirtyError> {
+    pub(crate) fn mark(&self, region: usize, page: u64) -> Result<(), DirtyError> {
         let missing = DirtyError::NoSuchPage { region, page };
-        let Some(mapped) = machine.memory().iter().nth(region) else {
+        let Some(mapped) = self.memory.iter().nth(region) else {
             return Err(missing);
         };
         if page >= mapped.size() as u64 / PAGE_BYTES {
@@ -112,18 +136,38 @@ impl DirtyLog {
         Ok(())
     }
 
-    pub(crate) fn stop(&self, machine: &Machine) -> Result<(), DirtyError> {
-        let mut on = self.lock();
-        machine
-            .set_dirty_logging(false)
-            .map_err(DirtyError::Switch)?;
-        *on = false;
+    pub(crate) fn stop(&self) -> Result<(), DirtyError> {
+        let mut state = self.lock();
+        match &mut state.guest {
+            Guest::Kvm(machine) => machine
+                .set_dirty_logging(false)
+                .map_err(DirtyError::Switch)?,
+            Guest::Process(log) => log.stop().map_err(DirtyError::WriteProtect)?,
+        }
+        state.on = false;
         Ok(())
     }
 }
 
-fn keep(machine: &Machine, maps: &[Vec<u64>]) {
-    for (words, region) in maps.iter().zip(machine.memory().iter()) {
+/// KVM's log of every region.
+fn take_from(machine: &Machine) -> Result<Vec<Vec<u64>>, DirtyError> {
+    let regions = machine.memory().num_regions();
+    let mut maps = Vec::with_capacity(regions);
+    for region in 0..regions {
+        match machine.take_dirty_log(region) {
+            Ok(words) => maps.push(words),
+            Err(source) => {
+                keep(machine.memory(), &maps);
+                return Err(DirtyError::Kvm { region, source });
+            }
+        }
+    }
+    Ok(maps)
+}
+
+/// Leaves pages that were read to the VMM's own log.
+fn keep(memory: &TrackedMemory, maps: &[Vec<u64>]) {
+    for (words, region) in maps.iter().zip(memory.iter()) {
         let bitmap = region.get_mmap();
         for (index, word) in words.iter().enumerate() {
             for bit in (0..64).filter(|bit| word >> bit & 1 == 1) {

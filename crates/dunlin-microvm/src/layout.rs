@@ -117,6 +117,30 @@ impl PageSet {
         }
     }
 
+    /// Pages in it.
+    pub(crate) fn count(&self) -> u64 {
+        self.count
+    }
+
+    /// The number of the page at a place in it.
+    pub(crate) fn page(&self, cursor: u64) -> u64 {
+        self.base + cursor
+    }
+
+    /// The place of the page that is visited behind the one at `cursor`, which is not the last of
+    /// its pass.
+    pub(crate) fn next(&self, mut cursor: u64) -> u64 {
+        loop {
+            cursor = cursor
+                .wrapping_mul(self.multiplier)
+                .wrapping_add(self.increment)
+                & self.mask;
+            if cursor < self.count {
+                return cursor;
+            }
+        }
+    }
+
     /// The set's words as they stand in a parameter block before the first visit.
     pub(crate) fn words(&self) -> [u64; 8] {
         let (cursor, left, pass) = (0, self.count, 0);
@@ -163,19 +187,13 @@ mod tests {
     use super::*;
 
     fn order(set: PageSet) -> Vec<u64> {
-        let mut cursor = 0u64;
-        (0..set.count)
-            .map(|_| {
-                let page = set.base + cursor;
-                loop {
-                    cursor = cursor
-                        .wrapping_mul(set.multiplier)
-                        .wrapping_add(set.increment)
-                        & set.mask;
-                    if cursor < set.count || set.mask == u64::MAX {
-                        break page;
-                    }
+        let mut cursor = 0;
+        (0..set.count())
+            .map(|visit| {
+                if visit > 0 {
+                    cursor = set.next(cursor);
                 }
+                set.page(cursor)
             })
             .collect()
     }

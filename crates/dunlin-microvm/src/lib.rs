@@ -5,6 +5,9 @@
 //! a code that says what. The VMM paces it, hears a beat from every vCPU each millisecond, pauses
 //! it, logs what it writes, and saves and loads all of its state.
 //!
+//! On a host without /dev/kvm the machine's guest can be threads of the process that do the same
+//! ([`GuestKind::Process`]); its writes are logged by write-protection.
+//!
 //! - [`Config`] says what the machine is like; [`VmDescription`] carries that to the destination, and
 //!   [`check_description`] refuses there what this host cannot run.
 //! - [`Vm`] is the machine: created, filled, started, paused, throttled, watched.
@@ -13,11 +16,13 @@
 //!
 //! Inside: `layout` (what lies where in guest memory), `boot` (page tables, registers), `fill`
 //! (first content), `pace` (when a vCPU may visit how many pages), `heart` (beats, gaps, downtime),
-//! `control` (who runs and who is parked), `vcpu` (the thread), `dirty`, `state`, `cpuid`, `wire`.
+//! `control` (who runs and who is parked), `vcpu` (the thread), `process` (the thread of a process
+//! guest), `common` (what the two share), `dirty`, `state`, `cpuid`, `wire`.
 #![forbid(unsafe_code)]
 #![cfg(target_arch = "x86_64")]
 
 mod boot;
+mod common;
 mod config;
 mod control;
 mod cpuid;
@@ -28,12 +33,13 @@ mod heart;
 mod layout;
 mod migrate;
 mod pace;
+mod process;
 mod state;
 mod vcpu;
 mod vm;
 mod wire;
 
-pub use config::{Config, ConfigError, Fill, Workload};
+pub use config::{Config, ConfigError, Fill, GuestKind, Workload};
 pub use control::{ControlError, Stop, StopCode, VmState};
 pub use describe::{DescribeError, VmDescription, check_description};
 pub use dirty::DirtyError;

@@ -143,7 +143,7 @@ impl DestinationVm for Movable {
     fn discard(&self) {}
 }
 
-/// KVM's dirty bitmap united with the VMM's own writes.
+/// The guest's writes united with the VMM's own.
 struct Log(Arc<Vm>);
 
 impl DirtyLog for Log {
@@ -191,7 +191,9 @@ impl Builder for MachineBuilder {
             let fault = match &error {
                 CreateError::Memory(_) => FaultCode::NoMemory,
                 CreateError::Kernel { .. } => FaultCode::Kernel,
-                CreateError::Config(_) | CreateError::Describe(_) => FaultCode::DescriptionRefused,
+                CreateError::Config(_) | CreateError::Describe(_) | CreateError::NoKvm(_) => {
+                    FaultCode::DescriptionRefused
+                }
             };
             refuse(fault, &error)
         })?;

@@ -128,8 +128,8 @@ pub enum LoadError {
 }
 
 const VERSION: u32 = 1;
-const VMM: &str = "vmm";
-const HEART: &str = "heart";
+pub(crate) const VMM: &str = "vmm";
+pub(crate) const HEART: &str = "heart";
 const CLOCK: &str = "clock";
 const MSRS: &str = "vcpu.msrs";
 const TSC: &str = "vcpu.tsc";
@@ -188,20 +188,11 @@ pub(crate) struct Parts<'a> {
 
 impl Parts<'_> {
     pub(crate) fn save(&self, own: Own) -> Result<Vec<Section>, SaveError> {
-        let mut sections = Vec::new();
-        let mut put = |name: &str, instance, bytes| {
-            sections.push(Section {
-                name: name.to_owned(),
-                instance,
-                version: VERSION,
-                required: true,
-                bytes,
-            });
-        };
-        let mut writer = Writer::default();
-        writer.u8(own.throttle_percent).u64(own.power_off_at);
-        put(VMM, 0, writer.finish());
-        put(HEART, 0, self.heart.encode());
+        let mut sections = vec![
+            section(VMM, 0, own.encode()),
+            section(HEART, 0, self.heart.encode()),
+        ];
+        let mut put = |name, instance, bytes| sections.push(section(name, instance, bytes));
         let machine = self.vcpus[0].machine();
         let kvm = |section, instance| {
             move |source| SaveError::Kvm {
@@ -213,6 +204,7 @@ impl Parts<'_> {
         let clock = machine
             .read_state(MachineState::Clock)
             .map_err(kvm(CLOCK, 0))?;
+        let mut writer = Writer::default();
         Moment::now().encode(&mut writer);
         put(CLOCK, 0, writer.raw(&clock).finish());
         for (name, state) in MACHINE_SECTIONS {
@@ -237,8 +229,8 @@ impl Parts<'_> {
 
     /// Sets everything. On an error some of it is set.
     pub(crate) fn load(&self, sections: &[Section]) -> Result<Own, LoadError> {
-        self.check_names(sections)?;
-        let own = decoded(VMM, 0, load_own(find(sections, VMM, 0)?))?;
+        check_names(sections, |name| self.instances(name))?;
+        let own = decoded(VMM, 0, Own::decode(find(sections, VMM, 0)?))?;
         decoded(HEART, 0, self.heart.load(find(sections, HEART, 0)?))?;
         let machine = self.vcpus[0].machine();
         for (name, state) in MACHINE_SECTIONS {
@@ -270,35 +262,15 @@ impl Parts<'_> {
         Ok(own)
     }
 
-    /// Every section is known or optional, and there is one of each.
-    fn check_names(&self, sections: &[Section]) -> Result<(), LoadError> {
-        let single = [VMM, HEART, CLOCK];
-        for (position, section) in sections.iter().enumerate() {
-            let (name, instance) = (section.name.as_str(), section.instance);
-            let limit = if VCPU_SECTIONS.iter().any(|(known, _)| *known == name) {
-                self.vcpus.len() as u32
-            } else if MACHINE_SECTIONS.iter().any(|(known, _)| *known == name)
-                || single.contains(&name)
-            {
-                1
-            } else {
-                0
-            };
-            if instance >= limit && section.required {
-                return Err(LoadError::Unknown {
-                    section: name.to_owned(),
-                    instance,
-                });
-            }
-            let same = |other: &Section| other.name == name && other.instance == instance;
-            if instance < limit && sections[..position].iter().any(same) {
-                return Err(LoadError::Twice {
-                    section: name.to_owned(),
-                    instance,
-                });
-            }
+    /// How many sections of a name there may be.
+    fn instances(&self, name: &str) -> u32 {
+        if VCPU_SECTIONS.iter().any(|(known, _)| *known == name) {
+            self.vcpus.len() as u32
+        } else {
+            let known = MACHINE_SECTIONS.iter().any(|(known, _)| *known == name)
+                || [VMM, HEART, CLOCK].contains(&name);
+            known.into()
         }
-        Ok(())
     }
 
     /// Sets kvmclock to what it was, plus the time since then.
@@ -319,20 +291,66 @@ impl Parts<'_> {
     }
 }
 
-fn load_own(bytes: &[u8]) -> Result<Own, DecodeError> {
-    let mut reader = Reader::new(bytes);
-    let own = Own {
-        throttle_percent: reader.u8("throttle")?,
-        power_off_at: reader.u64("visits before the power is off")?,
-    };
-    reader.end()?;
-    if own.throttle_percent > 99 {
-        return Err(DecodeError::Value("throttle"));
+impl Own {
+    pub(crate) fn encode(self) -> Vec<u8> {
+        Writer::default()
+            .u8(self.throttle_percent)
+            .u64(self.power_off_at)
+            .finish()
     }
-    Ok(own)
+
+    pub(crate) fn decode(bytes: &[u8]) -> Result<Self, DecodeError> {
+        let mut reader = Reader::new(bytes);
+        let own = Self {
+            throttle_percent: reader.u8("throttle")?,
+            power_off_at: reader.u64("visits before the power is off")?,
+        };
+        reader.end()?;
+        if own.throttle_percent > 99 {
+            return Err(DecodeError::Value("throttle"));
+        }
+        Ok(own)
+    }
 }
 
-fn find<'a>(
+/// A section that a destination must know.
+pub(crate) fn section(name: &str, instance: u32, bytes: Vec<u8>) -> Section {
+    Section {
+        name: name.to_owned(),
+        instance,
+        version: VERSION,
+        required: true,
+        bytes,
+    }
+}
+
+/// Every section is known or optional, and there is one of each; `instances` says how many of a
+/// name there may be.
+pub(crate) fn check_names(
+    sections: &[Section],
+    instances: impl Fn(&str) -> u32,
+) -> Result<(), LoadError> {
+    for (position, section) in sections.iter().enumerate() {
+        let (name, instance) = (section.name.as_str(), section.instance);
+        let limit = instances(name);
+        if instance >= limit && section.required {
+            return Err(LoadError::Unknown {
+                section: name.to_owned(),
+                instance,
+            });
+        }
+        let same = |other: &Section| other.name == name && other.instance == instance;
+        if instance < limit && sections[..position].iter().any(same) {
+            return Err(LoadError::Twice {
+                section: name.to_owned(),
+                instance,
+            });
+        }
+    }
+    Ok(())
+}
+
+pub(crate) fn find<'a>(
     sections: &'a [Section],
     name: &'static str,
     instance: u32,
@@ -353,7 +371,7 @@ fn find<'a>(
     Ok(&section.bytes)
 }
 
-fn decoded<T>(
+pub(crate) fn decoded<T>(
     section: &'static str,
     instance: u32,
     result: Result<T, DecodeError>,

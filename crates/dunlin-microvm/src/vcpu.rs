@@ -1,20 +1,18 @@
 //! The thread of a vCPU: it runs the guest, answers its beats, and parks when it is told to.
 
 use std::io;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use dunlin_sys::kick::{Attached, Kick};
 use dunlin_sys::kvm::Vcpu;
-use dunlin_sys::mapping::TrackedMemory;
 use kvm_ioctls::VcpuExit;
 use vm_memory::{Bytes, GuestAddress};
 
-use crate::control::{Control, Stop, StopCode, VmState};
-use crate::heart::Heart;
+use crate::common::Common;
+use crate::control::{Stop, StopCode, VmState};
 use crate::layout::{POWER_OFF_ANSWER, block, block_start, port};
-use crate::pace::{Pace, Pacer};
+use crate::pace::Pacer;
 
 /// One vCPU, as its thread and the rest of the machine see it. Whoever holds the lock may touch the
 /// registers; the thread holds it while it runs the guest.
@@ -40,13 +38,8 @@ impl Slot {
 /// What the vCPU threads of a machine share.
 #[derive(Debug)]
 pub(crate) struct Shared {
-    pub(crate) memory: Arc<TrackedMemory>,
-    pub(crate) control: Control,
-    pub(crate) heart: Heart,
+    pub(crate) common: Common,
     pub(crate) slots: Vec<Slot>,
-    /// The guest is told to power off once all vCPUs together have made so many visits.
-    pub(crate) power_off_at: AtomicU64,
-    pub(crate) pace: Pace,
 }
 
 impl Shared {
@@ -57,7 +50,8 @@ impl Shared {
 
     /// One of the guest's own counters, of one vCPU.
     pub(crate) fn counter(&self, vcpu: u8, word: u64) -> u64 {
-        self.memory
+        self.common
+            .memory
             .read_obj(GuestAddress(block_start(vcpu) + word))
             .expect("parameter blocks lie within the smallest memory")
     }
@@ -70,7 +64,7 @@ impl Shared {
     }
 
     fn end(&self, state: VmState) {
-        self.control.end(state, || self.kick_all());
+        self.common.control.end(state, || self.kick_all());
     }
 
     fn stop(&self, vcpu: u8) -> VmState {
@@ -89,8 +83,8 @@ impl Shared {
 pub(crate) fn thread(shared: &Shared, index: u8) {
     let slot = &shared.slots[usize::from(index)];
     let attached = slot.kick.attach(&slot.lock());
-    let mut pacer = Pacer::new(shared.pace, Instant::now());
-    while shared.control.wait_to_run() {
+    let mut pacer = Pacer::new(shared.common.pace, Instant::now());
+    while shared.common.control.wait_to_run() {
         match &attached {
             Ok(attached) => {
                 let mut vcpu = slot.lock();
@@ -107,13 +101,13 @@ pub(crate) fn thread(shared: &Shared, index: u8) {
                 "vCPU {index} cannot be interrupted: {error}"
             ))),
         }
-        shared.control.park();
+        shared.common.control.park();
     }
 }
 
 /// Runs the guest until the vCPU is to park.
 fn run(shared: &Shared, index: u8, vcpu: &mut Vcpu, attached: &Attached<'_>, pacer: &mut Pacer) {
-    while shared.control.may_run() {
+    while shared.common.control.may_run() {
         match vcpu.run() {
             Ok(VcpuExit::IoIn(port::BEAT, data)) => {
                 let answer = beat(shared, index, pacer).to_le_bytes();
@@ -134,20 +128,12 @@ fn run(shared: &Shared, index: u8, vcpu: &mut Vcpu, attached: &Attached<'_>, pac
     }
 }
 
-/// Notes a beat and returns the visits the guest may make, when it may make them.
+/// Answers a beat.
 fn beat(shared: &Shared, index: u8, pacer: &mut Pacer) -> u32 {
+    let tsc = shared.counter(index, block::LAST_TSC);
+    let visits = || shared.total(block::VISITS);
     shared
-        .heart
-        .beat(index, shared.counter(index, block::LAST_TSC));
-    let power_off_at = shared.power_off_at.load(Ordering::Relaxed);
-    if power_off_at != u64::MAX && shared.total(block::VISITS) >= power_off_at {
-        return POWER_OFF_ANSWER;
-    }
-    let turn = pacer.turn(Instant::now(), shared.control.throttle_percent());
-    if shared.control.wait_until(turn.due) {
-        pacer.begin(Instant::now());
-        turn.visits
-    } else {
-        0
-    }
+        .common
+        .beat(index, tsc, visits, pacer)
+        .unwrap_or(POWER_OFF_ANSWER)
 }

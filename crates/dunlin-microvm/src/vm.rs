@@ -2,10 +2,11 @@
 
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use dunlin::engine::dirty::WriteProtectLog;
 use dunlin_sys::kvm::{Machine, Vcpu};
 use dunlin_sys::mapping::{MappingError, TrackedMemory, allocate};
 use kvm_bindings::MsrList;
@@ -13,16 +14,15 @@ use kvm_ioctls::Kvm;
 use thiserror::Error;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryError};
 
-use crate::config::{Config, ConfigError, Workload};
-use crate::control::{Control, ControlError, VmState};
+use crate::common::Common;
+use crate::config::{Config, ConfigError, GuestKind, Workload};
+use crate::control::{ControlError, VmState};
 use crate::describe::{DescribeError, Host, VmDescription, same_rate};
-use crate::dirty::{DirtyError, DirtyLog};
-use crate::heart::Heart;
+use crate::dirty::{self, DirtyError, DirtyLog};
 use crate::layout::{DEVICE_BYTES, DEVICE_START, block};
-use crate::pace::Pace;
 use crate::state::{LoadError, Own, Parts, SaveError, Section};
 use crate::vcpu::{Shared, Slot};
-use crate::{boot, fill, vcpu};
+use crate::{boot, fill, process, vcpu};
 
 /// A virtual machine. Every method may be called from any thread.
 ///
@@ -30,13 +30,18 @@ use crate::{boot, fill, vcpu};
 #[derive(Debug)]
 pub struct Vm {
     description: VmDescription,
-    machine: Arc<Machine>,
-    shared: Arc<Shared>,
+    guest: Guest,
     dirty: DirtyLog,
-    msrs: MsrList,
     threads: Vec<JoinHandle<()>>,
     /// Whether memory and registers are those of a guest before its first instruction.
     bootable: bool,
+}
+
+/// What runs in a machine.
+#[derive(Debug)]
+enum Guest {
+    Kvm { shared: Arc<Shared>, msrs: MsrList },
+    Process(Arc<process::Shared>),
 }
 
 /// What a machine has done so far. Counters go on across a migration.
@@ -66,6 +71,12 @@ pub enum CreateError {
     /// There is no memory for it.
     #[error("the machine's memory cannot be had")]
     Memory(#[from] MappingError),
+    /// There is no KVM for this process.
+    #[error(
+        "this host runs no KVM guest, since /dev/kvm cannot be opened: load the kvm module, and run \
+         as root or in the group kvm"
+    )]
+    NoKvm(#[source] io::Error),
     /// KVM, or the kernel, refused.
     #[error("cannot {step}")]
     Kernel {
@@ -101,6 +112,11 @@ impl Vm {
     /// See [`CreateError`].
     pub fn new(config: Config) -> Result<Self, CreateError> {
         config.validate()?;
+        if config.guest == GuestKind::Process {
+            let mut vm = Self::build_process(VmDescription::of_process(config))?;
+            vm.bootable = true;
+            return Ok(vm);
+        }
         let kvm = open_kvm()?;
         let host = Host::get(&kvm).map_err(kernel("ask KVM what this host offers"))?;
         let description = VmDescription {
@@ -108,11 +124,11 @@ impl Vm {
             tsc_khz: host.tsc_khz,
             cpuid: host.cpuid.clone(),
         };
-        let mut vm = Self::build(&kvm, host, description)?;
+        let (mut vm, shared) = Self::build_kvm(&kvm, host, description)?;
         let has_avx = vm.description.cpuid.has_avx();
         boot::write_memory(vm.memory(), &vm.description.config, has_avx)
             .map_err(|error| kernel("write the guest's program")(io::Error::other(error)))?;
-        for (index, slot) in (0..).zip(&vm.shared.slots) {
+        for (index, slot) in (0..).zip(&shared.slots) {
             boot::set_registers(&slot.lock(), index, vm.description.config.seed, has_avx)
                 .map_err(kernel("set the registers of a vCPU"))?;
         }
@@ -125,13 +141,21 @@ impl Vm {
     /// # Errors
     /// See [`CreateError`].
     pub fn from_description(description: &VmDescription) -> Result<Self, CreateError> {
+        if description.config.guest == GuestKind::Process {
+            description.config.validate()?;
+            return Self::build_process(description.clone());
+        }
         let kvm = open_kvm()?;
         let host = Host::get(&kvm).map_err(kernel("ask KVM what this host offers"))?;
         host.check(description)?;
-        Self::build(&kvm, host, description.clone())
+        Ok(Self::build_kvm(&kvm, host, description.clone())?.0)
     }
 
-    fn build(kvm: &Kvm, host: &Host, description: VmDescription) -> Result<Self, CreateError> {
+    fn build_kvm(
+        kvm: &Kvm,
+        host: &Host,
+        description: VmDescription,
+    ) -> Result<(Self, Arc<Shared>), CreateError> {
         let config = &description.config;
         let memory = Arc::new(allocate(config.memory_bytes, config.backing)?);
         let machine = Machine::new(kvm, Arc::clone(&memory))
@@ -152,31 +176,72 @@ impl Vm {
             .get_msr_index_list()
             .map_err(|error| kernel("list the MSRs")(error.into()))?;
         let shared = Arc::new(Shared {
-            memory,
-            control: Control::new(config.vcpus),
-            heart: Heart::new(config.vcpus, description.tsc_khz),
+            common: Common::new(Arc::clone(&memory), config, description.tsc_khz),
             slots,
-            power_off_at: AtomicU64::new(config.power_off_after.unwrap_or(u64::MAX)),
-            pace: pace(config),
         });
-        let mut vm = Self {
-            machine,
-            shared,
-            dirty: DirtyLog::default(),
+        let guest = Guest::Kvm {
+            shared: Arc::clone(&shared),
             msrs,
+        };
+        let dirty = DirtyLog::new(memory, dirty::Guest::Kvm(machine));
+        let mut vm = Self::assemble(description, guest, dirty);
+        vm.spawn("vcpu", &shared, vcpu::thread)?;
+        Ok((vm, shared))
+    }
+
+    fn build_process(description: VmDescription) -> Result<Self, CreateError> {
+        let config = &description.config;
+        let memory = Arc::new(allocate(config.memory_bytes, config.backing)?);
+        let common = Common::new(Arc::clone(&memory), config, description.tsc_khz);
+        let shared = Arc::new(process::Shared::new(common, config));
+        let log = dirty::Guest::Process(WriteProtectLog::new(Arc::clone(&memory)));
+        let dirty = DirtyLog::new(memory, log);
+        let guest = Guest::Process(Arc::clone(&shared));
+        let mut vm = Self::assemble(description, guest, dirty);
+        vm.spawn("visitor", &shared, process::thread)?;
+        Ok(vm)
+    }
+
+    fn assemble(description: VmDescription, guest: Guest, dirty: DirtyLog) -> Self {
+        Self {
+            description,
+            guest,
+            dirty,
             threads: Vec::new(),
             bootable: false,
-            description,
-        };
-        for index in 0..vm.description.config.vcpus {
-            let shared = Arc::clone(&vm.shared);
-            let thread = thread::Builder::new()
-                .name(format!("vcpu-{index}"))
-                .spawn(move || vcpu::thread(&shared, index))
-                .map_err(kernel("start a vCPU's thread"))?;
-            vm.threads.push(thread);
         }
-        Ok(vm)
+    }
+
+    /// Starts a thread for each vCPU; they park at once.
+    fn spawn<S: Send + Sync + 'static>(
+        &mut self,
+        name: &str,
+        shared: &Arc<S>,
+        body: fn(&S, u8),
+    ) -> Result<(), CreateError> {
+        for index in 0..self.config().vcpus {
+            let shared = Arc::clone(shared);
+            let thread = thread::Builder::new()
+                .name(format!("{name}-{index}"))
+                .spawn(move || body(&shared, index))
+                .map_err(kernel("start a vCPU's thread"))?;
+            self.threads.push(thread);
+        }
+        Ok(())
+    }
+
+    fn common(&self) -> &Common {
+        match &self.guest {
+            Guest::Kvm { shared, .. } => &shared.common,
+            Guest::Process(shared) => &shared.common,
+        }
+    }
+
+    /// Gets every vCPU out of the guest. The threads of a process guest look for themselves.
+    fn kick_all(&self) {
+        if let Guest::Kvm { shared, .. } = &self.guest {
+            shared.kick_all();
+        }
     }
 
     /// What a destination needs to build the same machine.
@@ -191,7 +256,7 @@ impl Vm {
 
     /// The guest's memory. What is written through it is in the dirty log.
     pub fn memory(&self) -> &Arc<TrackedMemory> {
-        &self.shared.memory
+        &self.common().memory
     }
 
     /// Gives the workload's pages their first content, on all CPUs. Call it before [`Vm::start`]; a
@@ -218,7 +283,7 @@ impl Vm {
         if !self.bootable {
             return Err(ControlError::Empty);
         }
-        self.shared.control.run(VmState::Created)
+        self.common().control.run(VmState::Created)
     }
 
     /// Stops every vCPU. On return none is in the guest, nothing writes guest memory, and registers
@@ -227,7 +292,7 @@ impl Vm {
     /// # Errors
     /// Ended, if the machine has ended, perhaps just now; it stands still all the same.
     pub fn pause(&self) -> Result<(), ControlError> {
-        self.shared.control.pause(|| self.shared.kick_all())
+        self.common().control.pause(|| self.kick_all())
     }
 
     /// Lets a paused machine go on, be it paused here or loaded. Does nothing on a running one.
@@ -235,15 +300,15 @@ impl Vm {
     /// # Errors
     /// NotStarted or Ended.
     pub fn resume(&self) -> Result<(), ControlError> {
-        self.shared.control.run(VmState::Paused)
+        self.common().control.run(VmState::Paused)
     }
 
     /// The guest lives on another host now: this copy stays where it stands and can never run again
     /// (I1). Does nothing on a machine that has ended.
     pub fn give_away(&self) {
-        self.shared
+        self.common()
             .control
-            .end(VmState::Moved, || self.shared.kick_all());
+            .end(VmState::Moved, || self.kick_all());
     }
 
     /// Slows the guest down to (100 - `percent`) % of its page visits.
@@ -254,44 +319,50 @@ impl Vm {
         if percent > 99 {
             return Err(ControlError::Throttle(percent));
         }
-        self.shared.control.set_throttle(percent);
+        self.common().control.set_throttle(percent);
         Ok(())
     }
 
     /// Tells the guest to power itself off at its next beat.
     pub fn ask_power_off(&self) {
-        self.shared.power_off_at.store(0, Ordering::Relaxed);
+        self.common().power_off_at.store(0, Ordering::Relaxed);
     }
 
     /// What the machine is doing.
     pub fn state(&self) -> VmState {
-        self.shared.control.state()
+        self.common().control.state()
     }
 
     /// Waits until the machine does not run any more, at most `limit`, and returns what it is doing.
     pub fn wait_while_running(&self, limit: Duration) -> VmState {
-        self.shared
+        self.common()
             .control
             .wait_while_running(Instant::now() + limit)
     }
 
     /// Waits until the machine has ended for good, at most `limit`, and returns what it is doing.
     pub fn wait_until_ended(&self, limit: Duration) -> VmState {
-        self.shared.control.wait_until_ended(Instant::now() + limit)
+        self.common()
+            .control
+            .wait_until_ended(Instant::now() + limit)
     }
 
     /// After a move: waits for the guest's first beat here, at most `limit`, and says how long the
     /// guest was silent.
     pub fn wait_for_downtime(&self, limit: Duration) -> Option<Duration> {
-        self.shared.heart.wait_for_downtime(limit)
+        self.common().heart.wait_for_downtime(limit)
     }
 
     /// What the machine has done so far.
     pub fn stats(&self) -> Stats {
-        let pulse = self.shared.heart.pulse();
+        let pulse = self.common().heart.pulse();
+        let (pages_checked, beats) = match &self.guest {
+            Guest::Kvm { shared, .. } => (shared.total(block::VISITS), shared.total(block::BEATS)),
+            Guest::Process(shared) => (shared.visits(), shared.beats()),
+        };
         Stats {
-            pages_checked: self.shared.total(block::VISITS),
-            beats: self.shared.total(block::BEATS),
+            pages_checked,
+            beats,
             last_beat_ns: pulse.last_beat_ns,
             largest_gap: pulse.largest_gap,
             downtime: pulse.downtime,
@@ -302,26 +373,33 @@ impl Vm {
     pub fn full_passes(&self) -> u64 {
         const PASS: u64 = 0x20;
         const COUNT: u64 = 0x08;
+        let shared = match &self.guest {
+            Guest::Kvm { shared, .. } => shared,
+            Guest::Process(shared) => return shared.full_passes(),
+        };
         let hot_set = matches!(self.config().workload, Workload::HotSet { .. });
         (0..self.config().vcpus)
             .flat_map(|vcpu| [(vcpu, block::SET_0), (vcpu, block::SET_1)])
             .filter(|&(_, set)| set == block::SET_0 || hot_set)
-            .filter(|&(vcpu, set)| self.shared.counter(vcpu, set + COUNT) > 0)
-            .map(|(vcpu, set)| self.shared.counter(vcpu, set + PASS))
+            .filter(|&(vcpu, set)| shared.counter(vcpu, set + COUNT) > 0)
+            .map(|(vcpu, set)| shared.counter(vcpu, set + PASS))
             .min()
             .unwrap_or(0)
     }
 
-    /// The last TSC that each vCPU has read.
+    /// The last TSC that each vCPU has read; a process guest reads none.
     pub fn guest_tscs(&self) -> Vec<u64> {
-        (0..self.config().vcpus)
-            .map(|vcpu| self.shared.counter(vcpu, block::LAST_TSC))
-            .collect()
+        match &self.guest {
+            Guest::Kvm { shared, .. } => (0..self.config().vcpus)
+                .map(|vcpu| shared.counter(vcpu, block::LAST_TSC))
+                .collect(),
+            Guest::Process(_) => Vec::new(),
+        }
     }
 
     /// Forgets the largest gap between beats, so that a new one can be measured.
     pub fn forget_largest_gap(&self) {
-        self.shared.heart.forget_gap();
+        self.common().heart.forget_gap();
     }
 
     /// Writes to the pages that belong to the VMM's device, as a device does by itself: the guest
@@ -347,18 +425,19 @@ impl Vm {
     /// Starts to log what is written from now on, by the guest and by the VMM.
     ///
     /// # Errors
-    /// What KVM answered.
+    /// What the kernel answered.
     pub fn start_dirty_log(&self) -> Result<(), DirtyError> {
-        self.dirty.start(&self.machine)
+        self.dirty.start()
     }
 
     /// What was written since the log was started or last fetched, which is cleared: for each
     /// region of [`Vm::memory`] one bit for each page of 4 KiB, least significant first.
     ///
     /// # Errors
-    /// Off, or what KVM answered; nothing is lost from the log then but the region that KVM failed.
+    /// Off, or what the kernel answered; of KVM's log nothing is lost then but the region that KVM
+    /// failed.
     pub fn fetch_dirty_log(&self) -> Result<Vec<Vec<u64>>, DirtyError> {
-        self.dirty.fetch(&self.machine)
+        self.dirty.fetch()
     }
 
     /// Puts a page back into the log, such as one that was fetched and then not sent.
@@ -366,15 +445,15 @@ impl Vm {
     /// # Errors
     /// NoSuchPage.
     pub fn mark_dirty(&self, region: usize, page: u64) -> Result<(), DirtyError> {
-        self.dirty.mark(&self.machine, region, page)
+        self.dirty.mark(region, page)
     }
 
     /// Stops logging.
     ///
     /// # Errors
-    /// What KVM answered.
+    /// What the kernel answered.
     pub fn stop_dirty_log(&self) -> Result<(), DirtyError> {
-        self.dirty.stop(&self.machine)
+        self.dirty.stop()
     }
 
     /// Everything but the memory of a paused machine.
@@ -387,10 +466,13 @@ impl Vm {
             state => return Err(SaveError::NotPaused(state)),
         }
         let own = Own {
-            throttle_percent: self.shared.control.throttle_percent(),
-            power_off_at: self.shared.power_off_at.load(Ordering::Relaxed),
+            throttle_percent: self.common().control.throttle_percent(),
+            power_off_at: self.common().power_off_at.load(Ordering::Relaxed),
         };
-        self.with_parts(|parts| parts.save(own))
+        match &self.guest {
+            Guest::Kvm { shared, msrs } => self.with_parts(shared, msrs, |parts| parts.save(own)),
+            Guest::Process(shared) => Ok(shared.save(own)),
+        }
     }
 
     /// Takes over a source's state. The machine is paused afterwards, and [`Vm::resume`] lets it go
@@ -399,25 +481,35 @@ impl Vm {
     /// # Errors
     /// See [`LoadError`]. The machine has failed then and can only be dropped.
     pub fn load(&self, sections: &[Section]) -> Result<(), LoadError> {
-        self.shared
+        self.common()
             .control
             .load(|| {
-                let own = self.with_parts(|parts| parts.load(sections))?;
-                self.shared
+                let own = match &self.guest {
+                    Guest::Kvm { shared, msrs } => {
+                        self.with_parts(shared, msrs, |parts| parts.load(sections))?
+                    }
+                    Guest::Process(shared) => shared.load(sections)?,
+                };
+                self.common()
                     .power_off_at
                     .store(own.power_off_at, Ordering::Relaxed);
                 Ok::<_, LoadError>(own)
             })?
-            .map(|own| self.shared.control.set_throttle(own.throttle_percent))
+            .map(|own| self.common().control.set_throttle(own.throttle_percent))
     }
 
-    fn with_parts<T>(&self, work: impl FnOnce(&Parts<'_>) -> T) -> T {
-        let guards: Vec<_> = self.shared.slots.iter().map(Slot::lock).collect();
+    fn with_parts<T>(
+        &self,
+        shared: &Shared,
+        msrs: &MsrList,
+        work: impl FnOnce(&Parts<'_>) -> T,
+    ) -> T {
+        let guards: Vec<_> = shared.slots.iter().map(Slot::lock).collect();
         let vcpus: Vec<&Vcpu> = guards.iter().map(|guard| &**guard).collect();
         work(&Parts {
             vcpus: &vcpus,
-            msrs: &self.msrs,
-            heart: &self.shared.heart,
+            msrs,
+            heart: &shared.common.heart,
             tsc_khz: self.description.tsc_khz,
         })
     }
@@ -425,19 +517,11 @@ impl Vm {
 
 impl Drop for Vm {
     fn drop(&mut self) {
-        self.shared.control.exit(|| self.shared.kick_all());
+        self.common().control.exit(|| self.kick_all());
         for thread in self.threads.drain(..) {
             // A panic of that thread has been reported already.
             let _ = thread.join();
         }
-    }
-}
-
-fn pace(config: &Config) -> Pace {
-    match (config.workload, config.dirty_rate) {
-        (Workload::Idle, _) => Pace::Idle,
-        (_, 0) => Pace::Unpaced,
-        (_, rate) => Pace::Rate(rate as f64 / f64::from(config.vcpus)),
     }
 }
 
@@ -449,7 +533,7 @@ fn device_address(offset: u64, bytes: usize) -> Result<GuestAddress, AccessError
 }
 
 fn open_kvm() -> Result<Kvm, CreateError> {
-    Kvm::new().map_err(|error| kernel("open /dev/kvm")(error.into()))
+    Kvm::new().map_err(|error| CreateError::NoKvm(error.into()))
 }
 
 fn kernel(step: &'static str) -> impl Fn(io::Error) -> CreateError {

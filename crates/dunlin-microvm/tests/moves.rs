@@ -260,6 +260,10 @@ fn downtime_as_the_guest_saw_it_agrees_with_the_sources() {
         vcpus: 2,
         ..Config::default()
     });
+    // One that has not beaten yet has read no TSC.
+    wait_for(vm.vm(), "a beat of each vCPU", |vm| {
+        vm.guest_tscs().iter().all(|tsc| *tsc > 0)
+    });
     let wall = Instant::now();
     let before = vm.vm().guest_tscs();
     for _ in 0..5 {

@@ -227,8 +227,8 @@ fn i7_a_description_that_is_cut_off_or_garbage_is_an_error() {
     let long = [&bytes[..], &[0]].concat();
     assert!(VmDescription::decode(&long).is_err());
     assert!(matches!(
-        VmDescription::decode(&[2, 0, 1]),
-        Err(DescribeError::Version(2))
+        VmDescription::decode(&[3, 0, 1]),
+        Err(DescribeError::Version(3))
     ));
     for position in 0..80 {
         for value in [0, 1, 0x7f, 0xff] {

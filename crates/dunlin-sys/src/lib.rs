@@ -11,3 +11,4 @@ pub mod memory;
 pub mod pagemap;
 pub mod poll;
 pub mod socket;
+pub mod uffd;

@@ -1,9 +1,12 @@
-//! Which pages of a mapping hold anything, without reading them.
+//! Which pages of a mapping hold anything or were written, without reading
+//! them.
 //!
 //! Reading an untouched page costs time, and on shared memory it allocates
 //! the page. Two interfaces tell instead: `SEEK_DATA`/`SEEK_HOLE` of the file
 //! behind a shared mapping (lseek(2)), and the PAGEMAP_SCAN ioctl for private
-//! memory (Linux 6.7, Documentation/admin-guide/mm/pagemap.rst).
+//! memory (Linux 6.7, Documentation/admin-guide/mm/pagemap.rst). The same
+//! ioctl reports and clears what was written to memory that [`crate::uffd`]
+//! watches.
 
 use std::fs::File;
 use std::io;
@@ -14,7 +17,7 @@ use vm_memory::VolatileSlice;
 
 /// `struct pm_scan_arg` of include/uapi/linux/fs.h.
 #[repr(C)]
-#[derive(Default)]
+#[derive(Clone, Copy, Default)]
 struct ScanArgument {
     size: u64,
     flags: u64,
@@ -39,9 +42,14 @@ struct PageRegion {
     categories: u64,
 }
 
+const PAGE_IS_WRITTEN: u64 = 1 << 1;
 const PAGE_IS_PRESENT: u64 = 1 << 3;
 const PAGE_IS_SWAPPED: u64 = 1 << 4;
 const PAGE_IS_PFNZERO: u64 = 1 << 5;
+/// Protect what is reported against writing, in the same step.
+const PM_SCAN_WP_MATCHING: u64 = 1 << 0;
+/// Fail with `EPERM` on memory whose writes nobody watches.
+const PM_SCAN_CHECK_WPASYNC: u64 = 1 << 1;
 /// `_IOWR('f', 16, struct pm_scan_arg)`.
 const PAGEMAP_SCAN: libc::c_ulong = (3 << 30)
     | ((size_of::<ScanArgument>() as libc::c_ulong) << 16)
@@ -59,8 +67,72 @@ const BATCH: usize = 512;
 /// # Errors
 /// `ENOTTY` or `EINVAL` where the kernel has no PAGEMAP_SCAN (before 6.7);
 /// the caller must then take everything for populated.
-pub fn populated(memory: &VolatileSlice<'_>, mut found: impl FnMut(Range<u64>)) -> io::Result<()> {
-    let pagemap = File::open("/proc/self/pagemap")?;
+pub fn populated(memory: &VolatileSlice<'_>, found: impl FnMut(Range<u64>)) -> io::Result<()> {
+    let filter = ScanArgument {
+        category_inverted: PAGE_IS_PFNZERO,
+        category_mask: PAGE_IS_PFNZERO,
+        category_anyof_mask: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
+        return_mask: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
+        ..ScanArgument::default()
+    };
+    scan(&open()?, memory, filter, found)
+}
+
+/// What a page table that holds nothing about a page means to
+/// [`take_written`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Absent {
+    /// The page was never written.
+    Clean,
+    /// The page may have been written before the kernel dropped its entry. Only
+    /// right where unwritten pages have been marked as such.
+    Written,
+}
+
+/// Calls `found` with each range of bytes of `memory`, relative to its start
+/// and in order, that was written since it was last reported, and write-protects
+/// it again: for each page both happen as one.
+///
+/// # Errors
+/// `EPERM` where `memory` is not registered for asynchronous write-protection.
+/// What had been reported until then is not reported again.
+pub(crate) fn take_written(
+    pagemap: &File,
+    memory: &VolatileSlice<'_>,
+    absent: Absent,
+    found: impl FnMut(Range<u64>),
+) -> io::Result<()> {
+    // Asked for this category alone, the kernel reports every entry without the
+    // write-protection, empty ones included (pagemap_scan_pmd_entry of
+    // fs/proc/task_mmu.c). With any other condition an empty entry has no
+    // categories at all.
+    let category_anyof_mask = match absent {
+        Absent::Clean => PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
+        Absent::Written => 0,
+    };
+    let filter = ScanArgument {
+        flags: PM_SCAN_WP_MATCHING | PM_SCAN_CHECK_WPASYNC,
+        category_mask: PAGE_IS_WRITTEN,
+        category_anyof_mask,
+        return_mask: PAGE_IS_WRITTEN,
+        ..ScanArgument::default()
+    };
+    scan(pagemap, memory, filter, found)
+}
+
+/// The page tables of this process, as [`take_written`] takes them.
+pub(crate) fn open() -> io::Result<File> {
+    File::open("/proc/self/pagemap")
+}
+
+/// Calls `found` with each range of bytes of `memory`, relative to its start
+/// and in order, that the filter lets through.
+fn scan(
+    pagemap: &File,
+    memory: &VolatileSlice<'_>,
+    filter: ScanArgument,
+    mut found: impl FnMut(Range<u64>),
+) -> io::Result<()> {
     let base = memory.ptr_guard().as_ptr() as u64;
     let end = base + memory.len() as u64;
     let mut results = [PageRegion::default(); BATCH];
@@ -72,16 +144,14 @@ pub fn populated(memory: &VolatileSlice<'_>, mut found: impl FnMut(Range<u64>)) 
             end,
             regions: results.as_mut_ptr() as u64,
             regions_len: BATCH as u64,
-            category_inverted: PAGE_IS_PFNZERO,
-            category_mask: PAGE_IS_PFNZERO,
-            category_anyof_mask: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
-            return_mask: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
-            ..ScanArgument::default()
+            ..filter
         };
         // SAFETY: the descriptor is open; the argument is the struct that this
         // request is defined over and outlives the call; its `regions` points
         // to `regions_len` writable elements of `results`, which nothing else
-        // refers to during the call. The scan reads page tables, not memory.
+        // refers to during the call. The scan reads page tables, and at most
+        // sets write-protection that the kernel itself lifts at the next write;
+        // the memory behind `memory` stays mapped and unchanged.
         let count = unsafe {
             libc::ioctl(
                 pagemap.as_raw_fd(),
@@ -94,7 +164,7 @@ pub fn populated(memory: &VolatileSlice<'_>, mut found: impl FnMut(Range<u64>)) 
             found(region.start - base..region.end - base);
         }
         if argument.walk_end <= start {
-            break;
+            return Err(io::Error::other("PAGEMAP_SCAN makes no progress"));
         }
         start = argument.walk_end;
     }

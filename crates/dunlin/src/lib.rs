@@ -9,6 +9,7 @@
 //!
 //! - [`engine`]: the migration: pre-copy, switchover, what a VMM implements.
 //! - [`lane`]: TCP connections with their security, and the bytes on them.
+//! - [`testing`]: whether a VMM's dirty logs keep what they promise.
 //!
 //! Features: `ring` (the default) and `aws-lc-rs`, the crypto libraries; at
 //! least one. With both, a probe at start-up picks the faster one.
@@ -16,3 +17,4 @@
 
 pub mod engine;
 pub mod lane;
+pub mod testing;

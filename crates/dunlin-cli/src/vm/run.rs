@@ -4,18 +4,21 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result};
 use clap::Args;
-use dunlin_microvm::{Config, Movable, Vm, Workload};
+use dunlin_microvm::{Config, CreateError, Movable, Vm, Workload};
 
 use super::owner::{Parent, Socket, serve};
 use crate::USAGE;
 use crate::line::Line;
-use crate::options::{BackingName, ControlPath, FillName, WorkloadName, parse_bytes};
+use crate::options::{BackingName, ControlPath, FillName, GuestName, WorkloadName, parse_bytes};
 
 #[derive(Debug, Args)]
 pub(crate) struct Run {
     /// The VM's name, and its control socket's.
     #[arg(long)]
     name: String,
+    /// What runs in it.
+    #[arg(long, value_enum, default_value = "kvm")]
+    guest: GuestName,
     /// Memory, such as 1G; a multiple of 2 MiB, 64M or more.
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes, default_value = "1G")]
     memory: u64,
@@ -61,6 +64,7 @@ impl Run {
         let config = Config {
             name: self.name.clone(),
             uuid,
+            guest: self.guest.into(),
             memory_bytes: self.memory,
             vcpus: self.vcpus,
             backing: self.backing.into(),
@@ -78,7 +82,13 @@ impl Run {
         }
         let socket = Socket::bind(&self.control.socket(&self.name)?)?;
         self.parent.watch()?;
-        let vm = Vm::new(config).context("the VM cannot be made")?;
+        let vm = Vm::new(config).map_err(|error| {
+            let what = match error {
+                CreateError::NoKvm(_) => "the VM cannot be made (`--guest process` needs no KVM)",
+                _ => "the VM cannot be made",
+            };
+            anyhow::Error::new(error).context(what)
+        })?;
         vm.fill().context("the VM's memory cannot be filled")?;
         vm.start().context("the VM cannot be started")?;
         let control = socket.path().display().to_string();

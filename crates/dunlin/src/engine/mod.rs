@@ -14,6 +14,7 @@
 
 mod control;
 pub mod destination;
+pub mod dirty;
 mod error;
 mod host;
 pub mod journal;

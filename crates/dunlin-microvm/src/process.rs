@@ -1,0 +1,315 @@
+//! A guest without a hypervisor: threads of this process that go over its memory as the program of
+//! the KVM guest does (`guest/workload.S`, which says what a page holds).
+//!
+//! A thread takes the place of a vCPU. It beats, is paced, throttled and parked in the same way,
+//! and reads and checks every page before it writes to it. What it knows beside memory, how often it
+//! has visited which page, moves as the section `visitor`; if that and memory disagree, it finds a
+//! page wrong and the machine stops.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Instant, SystemTime};
+
+use dunlin_sys::mapping::PAGE_BYTES;
+use dunlin_sys::memory::untracked;
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
+
+use crate::common::Common;
+use crate::config::{Config, Workload};
+use crate::control::{Stop, StopCode, VmState};
+use crate::layout::{self, PageSet};
+use crate::pace::Pacer;
+use crate::state::{self, HEART, LoadError, Own, Section, VMM};
+use crate::wire::{DecodeError, Reader, Writer};
+
+/// The section of one thread.
+const VISITOR: &str = "visitor";
+
+/// Where the last word of a page stands, which keeps its signature right.
+const LAST_WORD: usize = PAGE_BYTES as usize - 8;
+
+/// What the threads of a process guest share.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) common: Common,
+    config: Config,
+    visitors: Vec<Visitor>,
+}
+
+/// One thread, as the rest of the machine sees it.
+#[derive(Debug)]
+struct Visitor {
+    visits: AtomicU64,
+    beats: AtomicU64,
+    /// Held during a batch of visits.
+    progress: Mutex<Progress>,
+}
+
+/// Where a thread stands in its pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Progress {
+    sets: [Walk; 2],
+    /// Visits in a hundred that go to the first set.
+    share: u64,
+    share_sum: u64,
+}
+
+/// Where a thread stands in one set of pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Walk {
+    set: PageSet,
+    cursor: u64,
+    /// Visits left in this pass.
+    left: u64,
+    /// Passes done.
+    pass: u64,
+}
+
+impl Visitor {
+    fn new(config: &Config, index: u8) -> Self {
+        let (sets, share) = layout::page_sets(config, index);
+        let sets = sets.map(|set| Walk {
+            set,
+            cursor: 0,
+            left: set.count(),
+            pass: 0,
+        });
+        Self {
+            visits: AtomicU64::new(0),
+            beats: AtomicU64::new(0),
+            progress: Mutex::new(Progress {
+                sets,
+                share,
+                share_sum: 0,
+            }),
+        }
+    }
+
+    fn progress(&self) -> MutexGuard<'_, Progress> {
+        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Shared {
+    pub(crate) fn new(common: Common, config: &Config) -> Self {
+        let visitors = (0..config.vcpus)
+            .map(|index| Visitor::new(config, index))
+            .collect();
+        Self {
+            common,
+            config: config.clone(),
+            visitors,
+        }
+    }
+
+    /// Visits of all threads.
+    pub(crate) fn visits(&self) -> u64 {
+        let visits = |visitor: &Visitor| visitor.visits.load(Ordering::Relaxed);
+        self.visitors.iter().map(visits).sum()
+    }
+
+    /// Beats of all threads.
+    pub(crate) fn beats(&self) -> u64 {
+        let beats = |visitor: &Visitor| visitor.beats.load(Ordering::Relaxed);
+        self.visitors.iter().map(beats).sum()
+    }
+
+    /// Passes that every page has seen: over each thread's slowest set.
+    pub(crate) fn full_passes(&self) -> u64 {
+        let sets = match self.config.workload {
+            Workload::HotSet { .. } => 2,
+            Workload::Idle | Workload::Sequential | Workload::Random => 1,
+        };
+        let passes = |visitor: &Visitor| {
+            let progress = *visitor.progress();
+            progress.sets[..sets].iter().map(|walk| walk.pass).min()
+        };
+        self.visitors.iter().filter_map(passes).min().unwrap_or(0)
+    }
+
+    /// All of a paused guest but its memory.
+    pub(crate) fn save(&self, own: Own) -> Vec<Section> {
+        let mut sections = vec![
+            state::section(VMM, 0, own.encode()),
+            state::section(HEART, 0, self.common.heart.encode()),
+        ];
+        for (instance, visitor) in (0..).zip(&self.visitors) {
+            let progress = *visitor.progress();
+            let mut bytes = Writer::default();
+            bytes
+                .u64(visitor.visits.load(Ordering::Relaxed))
+                .u64(visitor.beats.load(Ordering::Relaxed))
+                .u64(progress.share_sum);
+            for walk in progress.sets {
+                bytes.u64(walk.cursor).u64(walk.left).u64(walk.pass);
+            }
+            sections.push(state::section(VISITOR, instance, bytes.finish()));
+        }
+        sections
+    }
+
+    /// Takes over a source's state. On an error some of it is taken.
+    pub(crate) fn load(&self, sections: &[Section]) -> Result<Own, LoadError> {
+        state::check_names(sections, |name| match name {
+            VMM | HEART => 1,
+            VISITOR => self.visitors.len() as u32,
+            _ => 0,
+        })?;
+        let own = Own::decode(state::find(sections, VMM, 0)?);
+        let own = state::decoded(VMM, 0, own)?;
+        let heart = self.common.heart.load(state::find(sections, HEART, 0)?);
+        state::decoded(HEART, 0, heart)?;
+        for (instance, visitor) in (0..).zip(&self.visitors) {
+            let loaded = visitor.load(state::find(sections, VISITOR, instance)?);
+            state::decoded(VISITOR, instance, loaded)?;
+        }
+        Ok(own)
+    }
+}
+
+impl Visitor {
+    /// Nothing is taken that the thread could not have come to by itself (I7).
+    fn load(&self, bytes: &[u8]) -> Result<(), DecodeError> {
+        let mut reader = Reader::new(bytes);
+        let (visits, beats) = (reader.u64("visits")?, reader.u64("beats")?);
+        let mut progress = self.progress();
+        progress.share_sum = reader.u64("share")?;
+        if progress.share_sum >= 100 {
+            return Err(DecodeError::Value("share"));
+        }
+        for walk in &mut progress.sets {
+            walk.cursor = reader.u64("cursor")?;
+            walk.left = reader.u64("visits left")?;
+            walk.pass = reader.u64("passes")?;
+            if walk.cursor >= walk.set.count() {
+                return Err(DecodeError::Value("cursor"));
+            }
+            if !(1..=walk.set.count()).contains(&walk.left) {
+                return Err(DecodeError::Value("visits left"));
+            }
+        }
+        reader.end()?;
+        self.visits.store(visits, Ordering::Relaxed);
+        self.beats.store(beats, Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+/// The body of a thread.
+pub(crate) fn thread(shared: &Shared, index: u8) {
+    let common = &shared.common;
+    let mut pacer = Pacer::new(common.pace, Instant::now());
+    while common.control.wait_to_run() {
+        pacer.restart(Instant::now());
+        while common.control.may_run() {
+            if let Err(ended) = shared.turn(index, &mut pacer) {
+                common.control.end(ended, || ());
+            }
+        }
+        common.control.park();
+    }
+}
+
+impl Shared {
+    /// A beat and the visits that follow it; or how the guest has ended.
+    fn turn(&self, index: u8, pacer: &mut Pacer) -> Result<(), VmState> {
+        let visitor = &self.visitors[usize::from(index)];
+        visitor.beats.fetch_add(1, Ordering::Relaxed);
+        let visits = self
+            .common
+            .beat(index, clock_ns(), || self.visits(), pacer)
+            .ok_or(VmState::PoweredOff)?;
+        let mut progress = visitor.progress();
+        for _ in 0..visits {
+            let walk = progress.choose();
+            self.visit(walk).map_err(|wrong| {
+                VmState::Stopped(Stop {
+                    vcpu: index,
+                    ..wrong
+                })
+            })?;
+            walk.advance();
+            visitor.visits.fetch_add(1, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    /// Reads the page that is next, checks it, and writes to it.
+    fn visit(&self, walk: &Walk) -> Result<(), Stop> {
+        let page = walk.set.page(walk.cursor);
+        let frame = layout::frame(page);
+        let wrong = |code, expected, found| Stop {
+            vcpu: 0,
+            code,
+            frame,
+            expected,
+            found,
+        };
+        let slice = self
+            .common
+            .memory
+            .get_slice(GuestAddress(frame * PAGE_BYTES), PAGE_BYTES as usize)
+            .expect("the workload's pages lie within the configured memory");
+        // The guest's writes are none of the VMM's own, whose log they would fill.
+        let slice = untracked(&slice);
+        let mut bytes = [0; PAGE_BYTES as usize];
+        slice.copy_to(&mut bytes);
+        let (words, _) = bytes.as_chunks::<8>();
+        let pass = u64::from_le_bytes(words[0]);
+        if pass != walk.pass {
+            return Err(wrong(StopCode::WrongPass, walk.pass, pass));
+        }
+        let sum = words
+            .iter()
+            .fold(0, |sum, word| sum ^ u64::from_le_bytes(*word));
+        let filled = page < layout::fill_end(&self.config);
+        let signature = filled
+            .then(|| layout::signature(self.config.fill, self.config.seed, frame))
+            .flatten()
+            .unwrap_or(0);
+        if sum != signature {
+            return Err(wrong(StopCode::WrongContent, signature, sum));
+        }
+        let next = pass.wrapping_add(1);
+        let last = u64::from_le_bytes(words[LAST_WORD / 8]) ^ pass ^ next;
+        for (word, offset) in [(next, 0), (last, LAST_WORD)] {
+            slice
+                .write_obj(word.to_le(), offset)
+                .expect("both words lie within the page");
+        }
+        Ok(())
+    }
+}
+
+impl Progress {
+    /// The set whose turn it is: the first gets its share of every hundred visits, evenly spread.
+    fn choose(&mut self) -> &mut Walk {
+        self.share_sum += self.share;
+        if self.share_sum < 100 {
+            return &mut self.sets[1];
+        }
+        self.share_sum -= 100;
+        &mut self.sets[0]
+    }
+}
+
+impl Walk {
+    /// A pass has seen every page once, and the next one starts where this one did.
+    fn advance(&mut self) {
+        self.left -= 1;
+        if self.left > 0 {
+            self.cursor = self.set.next(self.cursor);
+        } else {
+            self.left = self.set.count();
+            self.pass = self.pass.wrapping_add(1);
+            self.cursor = 0;
+        }
+    }
+}
+
+/// The guest's clock: nanoseconds since 1970, which two hosts agree about as far as theirs do.
+fn clock_ns() -> u64 {
+    SystemTime::now()
+        .duration_since(SystemTime::UNIX_EPOCH)
+        .map_or(0, |since| since.as_nanos() as u64)
+}

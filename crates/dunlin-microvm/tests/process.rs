@@ -1,0 +1,261 @@
+//! The guest that needs no KVM.
+#![cfg(target_arch = "x86_64")]
+#![allow(clippy::unwrap_used)]
+
+mod common;
+mod moves_support;
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use common::{copy_pages, different_pages, dirty_pages, running, wait_for};
+use dunlin_microvm::{
+    Backing, Config, ControlError, DecodeError, Fill, GuestKind, LoadError, Section, StopCode, Vm,
+    VmState, WORKLOAD_START, Workload,
+};
+use moves_support::{HugePages, Tls, movable, relocate, verified};
+use vm_memory::{Bytes, GuestAddress};
+
+/// One test at a time: guests that compete for the CPUs say nothing about pace.
+fn turn() -> MutexGuard<'static, ()> {
+    static TURN: Mutex<()> = Mutex::new(());
+    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn process() -> Config {
+    Config {
+        guest: GuestKind::Process,
+        memory_bytes: 12 << 20,
+        vcpus: 2,
+        fill: Fill::Mixed,
+        ..Config::default()
+    }
+}
+
+/// Ends, by its own check or otherwise.
+fn end_of(vm: &Vm) -> VmState {
+    let state = vm.wait_until_ended(Duration::from_secs(10));
+    assert!(state.has_ended(), "{state:?}");
+    state
+}
+
+#[test]
+fn i3_it_moves_by_the_engine_whatever_it_does_and_whatever_it_is_made_of() {
+    let _turn = turn();
+    let tls = Tls::new();
+    // For a machine at the source and one at the destination.
+    let huge = HugePages::reserve(2 * 6);
+    for (workload, backing) in [
+        (Workload::Sequential, Backing::Private),
+        (Workload::Random, Backing::Memfd),
+        (Workload::HOT_SET, Backing::Private),
+        (Workload::HOT_SET, Backing::Huge),
+        (Workload::Idle, Backing::Private),
+    ] {
+        if backing == Backing::Huge && huge.is_none() {
+            continue;
+        }
+        let source = movable(Config {
+            workload,
+            backing,
+            dirty_rate: 20_000,
+            ..process()
+        });
+        let busy = workload != Workload::Idle;
+        if busy {
+            wait_for(source.vm(), "visits", |vm| vm.stats().pages_checked > 1000);
+        }
+        let (there, report, received) = relocate(&source, &tls, &verified(2));
+        assert_eq!(report.digests_equal, Some(true), "{workload:?}");
+        assert!(received.guest_downtime.is_some());
+        assert_eq!(source.vm().state(), VmState::Moved);
+        drop(source);
+        let passes = there.vm().full_passes();
+        if busy {
+            wait_for(there.vm(), "two more passes", |vm| {
+                vm.full_passes() >= passes + 2
+            });
+        }
+        let (back, report, _) = relocate(&there, &tls, &verified(1));
+        assert_eq!(report.digests_equal, Some(true), "{workload:?}");
+        let stats = back.vm().stats();
+        wait_for(back.vm(), "beats", |vm| vm.stats().beats > stats.beats + 10);
+    }
+}
+
+#[test]
+fn i3_rounds_of_its_log_end_in_the_same_memory() {
+    let _turn = turn();
+    let source = running(Config {
+        dirty_rate: 50_000,
+        ..process()
+    });
+    let destination = Vm::from_description(source.description()).unwrap();
+    source.start_dirty_log().unwrap();
+    copy_pages(&source, &destination, None);
+    for round in 0..8_u8 {
+        std::thread::sleep(Duration::from_millis(5));
+        source.vmm_write(0, &[round; 100]).unwrap();
+        let maps = source.fetch_dirty_log().unwrap();
+        copy_pages(&source, &destination, Some(&maps));
+    }
+    std::thread::sleep(Duration::from_millis(5));
+    source.pause().unwrap();
+    let maps = source.fetch_dirty_log().unwrap();
+    let last = copy_pages(&source, &destination, Some(&maps));
+    assert!(last > 0, "the guest was writing");
+    assert_eq!(different_pages(&source, &destination), 0);
+    source.mark_dirty(0, 7).unwrap();
+    assert_eq!(dirty_pages(&source.fetch_dirty_log().unwrap()), 1);
+    destination.load(&source.save().unwrap()).unwrap();
+    let passes = source.full_passes();
+    destination.resume().unwrap();
+    wait_for(&destination, "two passes", |vm| {
+        vm.full_passes() >= passes + 2
+    });
+}
+
+#[test]
+fn i3_it_finds_a_page_that_is_stale_or_damaged() {
+    let _turn = turn();
+    for (offset, code) in [(0, StopCode::WrongPass), (1000, StopCode::WrongContent)] {
+        let vm = running(process());
+        wait_for(&vm, "a pass", |vm| vm.full_passes() >= 1);
+        vm.pause().unwrap();
+        let address = GuestAddress(WORKLOAD_START + 99 * 4096 + offset);
+        let byte: u8 = vm.memory().read_obj(address).unwrap();
+        vm.memory().write_obj(byte ^ 1, address).unwrap();
+        vm.resume().unwrap();
+        let VmState::Stopped(stop) = end_of(&vm) else {
+            panic!("{:?}", vm.state());
+        };
+        assert_eq!((stop.code, stop.frame), (code, 1024 + 99));
+    }
+}
+
+#[test]
+fn i3_it_finds_that_its_state_is_of_another_time_than_its_memory() {
+    let _turn = turn();
+    let source = running(process());
+    wait_for(&source, "a pass", |vm| vm.full_passes() >= 1);
+    source.pause().unwrap();
+    let early = source.save().unwrap();
+    let passes = source.full_passes();
+    source.resume().unwrap();
+    wait_for(&source, "more passes", |vm| vm.full_passes() > passes + 1);
+    source.pause().unwrap();
+    let destination = Vm::from_description(source.description()).unwrap();
+    copy_pages(&source, &destination, None);
+    destination.load(&early).unwrap();
+    destination.resume().unwrap();
+    let VmState::Stopped(stop) = end_of(&destination) else {
+        panic!("{:?}", destination.state());
+    };
+    assert_eq!(stop.code, StopCode::WrongPass);
+    assert!(stop.found > stop.expected);
+}
+
+/// Visits a second over a moment.
+fn rate(vm: &Vm) -> f64 {
+    let (start, before) = (Instant::now(), vm.stats().pages_checked);
+    std::thread::sleep(Duration::from_millis(400));
+    (vm.stats().pages_checked - before) as f64 / start.elapsed().as_secs_f64()
+}
+
+#[test]
+fn it_keeps_its_rate_is_slowed_down_and_stands_still() {
+    let _turn = turn();
+    let vm = running(Config {
+        dirty_rate: 8000,
+        ..process()
+    });
+    let full = rate(&vm);
+    assert!((6800.0..=9200.0).contains(&full), "{full}");
+    vm.throttle(75).unwrap();
+    let slow = rate(&vm);
+    assert!((1500.0..=2500.0).contains(&slow), "{slow}");
+    assert_eq!(vm.throttle(100), Err(ControlError::Throttle(100)));
+    vm.pause().unwrap();
+    vm.start_dirty_log().unwrap();
+    let before = vm.stats();
+    std::thread::sleep(Duration::from_millis(30));
+    assert_eq!(vm.stats(), before);
+    assert_eq!(dirty_pages(&vm.fetch_dirty_log().unwrap()), 0);
+    vm.resume().unwrap();
+    wait_for(&vm, "visits", |vm| {
+        vm.stats().pages_checked > before.pages_checked
+    });
+}
+
+#[test]
+fn without_a_rate_it_is_slowed_down_too() {
+    let _turn = turn();
+    let vm = running(Config {
+        vcpus: 1,
+        ..process()
+    });
+    let full = rate(&vm);
+    vm.throttle(80).unwrap();
+    let slow = rate(&vm);
+    assert!(slow < full * 0.4, "{slow} of {full}");
+}
+
+#[test]
+fn it_powers_itself_off() {
+    let _turn = turn();
+    let vm = running(Config {
+        power_off_after: Some(1000),
+        ..process()
+    });
+    assert_eq!(end_of(&vm), VmState::PoweredOff);
+    assert!(vm.stats().pages_checked >= 1000);
+    let vm = running(Config {
+        workload: Workload::Idle,
+        ..process()
+    });
+    vm.ask_power_off();
+    assert_eq!(end_of(&vm), VmState::PoweredOff);
+}
+
+#[test]
+fn i7_a_state_that_it_could_not_have_come_to_is_refused() {
+    let _turn = turn();
+    let source = running(process());
+    wait_for(&source, "visits", |vm| vm.stats().pages_checked > 0);
+    source.pause().unwrap();
+    let good = source.save().unwrap();
+    let load = |change: &dyn Fn(&mut Vec<Section>)| {
+        let mut sections = good.clone();
+        change(&mut sections);
+        let vm = Vm::from_description(source.description()).unwrap();
+        vm.load(&sections)
+            .inspect_err(|_| assert!(matches!(vm.state(), VmState::Failed(_))))
+    };
+    load(&|_| ()).unwrap();
+    let visitor = good.iter().position(|s| s.name == "visitor").unwrap();
+    let is = |name| move |error: &LoadError| matches!(error, LoadError::Decode { source: DecodeError::Value(field), .. } if *field == name);
+    // Behind the counters and the share stand cursor and visits left.
+    for (word, value, field) in [
+        (2, 100, "share"),
+        (3, u64::MAX, "cursor"),
+        (4, 0, "visits left"),
+        (4, 1 << 40, "visits left"),
+    ] {
+        let error = load(&|sections| {
+            let at = word * 8;
+            sections[visitor].bytes[at..at + 8].copy_from_slice(&u64::to_le_bytes(value));
+        })
+        .unwrap_err();
+        assert!(is(field)(&error), "{error:?}");
+    }
+    for cut in 0..good[visitor].bytes.len() {
+        let error = load(&|sections| sections[visitor].bytes.truncate(cut)).unwrap_err();
+        assert!(matches!(error, LoadError::Decode { .. }), "{error:?}");
+    }
+    let error = load(&|sections| sections.push(sections[visitor].clone())).unwrap_err();
+    assert!(matches!(error, LoadError::Twice { .. }), "{error:?}");
+    let error = load(&|sections| drop(sections.remove(visitor))).unwrap_err();
+    assert!(matches!(error, LoadError::Missing { .. }), "{error:?}");
+    let error = load(&|sections| sections[visitor].name = "vcpu.lapic".into()).unwrap_err();
+    assert!(matches!(error, LoadError::Unknown { .. }), "{error:?}");
+}
