@@ -10,4 +10,5 @@ pub mod mapping;
 pub mod memory;
 pub mod pagemap;
 pub mod poll;
+pub mod signals;
 pub mod socket;
