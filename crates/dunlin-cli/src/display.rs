@@ -170,7 +170,7 @@ fn table(moved: &MovedLine) -> String {
 }
 
 /// Text of a peer's without what could steer a terminal.
-fn clean(text: &str) -> String {
+pub(crate) fn clean(text: &str) -> String {
     text.chars()
         .map(|c| {
             if c.is_control() && c != '\n' {

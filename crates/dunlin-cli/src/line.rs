@@ -4,8 +4,11 @@
 
 use std::time::Duration;
 
+use dunlin::engine::vmm::FaultCode;
 use dunlin::engine::{Downtime, Event, Iteration, MigrateError, Progress, Report, VmIs};
 use serde::{Deserialize, Serialize};
+
+use crate::code::{CANCELLED, FAILED, IN_DOUBT};
 
 /// One thing that happened.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -131,6 +134,20 @@ pub(crate) struct StatusLine {
     pub(crate) full_passes: u64,
     pub(crate) downtime_ms: Option<f64>,
     pub(crate) largest_gap_ms: f64,
+    /// What moves it, if anything does.
+    pub(crate) migration: Option<MigrationLine>,
+}
+
+/// A migration under way, as either side's process sees it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct MigrationLine {
+    pub(crate) role: String,
+    pub(crate) peer: String,
+    pub(crate) phase: String,
+    pub(crate) seconds: f64,
+    pub(crate) rate: Option<u64>,
+    pub(crate) throttle: u8,
+    pub(crate) progress: Option<ProgressLine>,
 }
 
 impl Line {
@@ -239,11 +256,12 @@ impl From<&Report> for MovedLine {
 impl From<&MigrateError> for FailedLine {
     fn from(error: &MigrateError) -> Self {
         let (vm, code) = match error.vm {
-            VmIs::AtSource => ("at-source", 1),
-            VmIs::StuckAtSource => ("stuck-at-source", 1),
-            VmIs::StuckAtDestination => ("stuck-at-destination", 3),
-            VmIs::InDoubt => ("in-doubt", 3),
-            VmIs::Gone => ("gone", 1),
+            VmIs::AtSource if error.fault == FaultCode::Cancelled => ("at-source", CANCELLED),
+            VmIs::AtSource => ("at-source", FAILED),
+            VmIs::StuckAtSource => ("stuck-at-source", FAILED),
+            VmIs::StuckAtDestination => ("stuck-at-destination", IN_DOUBT),
+            VmIs::InDoubt => ("in-doubt", IN_DOUBT),
+            VmIs::Gone => ("gone", FAILED),
         };
         let mut text = error.to_string();
         let mut next = std::error::Error::source(error);

@@ -25,11 +25,16 @@ impl Client {
                 socket.display()
             )
         })?;
-        if !matches!(request, Request::Migrate { .. }) {
+        if !request.takes_long() {
             stream.set_read_timeout(Some(ANSWER_LIMIT))?;
         }
         writeln!(stream, "{}", serde_json::to_string(request)?)?;
         Ok(Self(BufReader::new(stream)))
+    }
+
+    /// A connection over which more can be asked while an answer comes.
+    pub(crate) fn more(&self) -> Result<UnixStream> {
+        Ok(self.0.get_ref().try_clone()?)
     }
 
     /// The next line; none when the answer is complete.

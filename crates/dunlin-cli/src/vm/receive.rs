@@ -7,11 +7,14 @@ use anyhow::{Context, Result};
 use clap::Args;
 use dunlin::engine::destination::{DestinationEvent, Options, receive};
 use dunlin::engine::vmm::{Builder, DestinationVm, FaultCode, Offered, Refusal};
-use dunlin::engine::{Cancel, Host, StandardHost, VmIs};
+use dunlin::engine::{Host, StandardHost, VmIs};
 use dunlin::lane::provider::Crypto;
 use dunlin_microvm::{MachineBuilder, Movable};
+use dunlin_sys::signals::{EndSignal, EndSignals};
 
-use super::owner::{Parent, Socket, serve};
+use super::desk::Desk;
+use super::owner::{Parent, Socket};
+use crate::code::CANCELLED;
 use crate::line::{FailedLine, Line, millis};
 use crate::options::{Common, ControlPath, load_identity, peer_names};
 
@@ -36,10 +39,11 @@ pub(crate) struct Receive {
 
 impl Receive {
     pub(crate) fn run(self) -> Result<i32> {
+        let desk = Desk::new(self.json);
+        desk.watch(EndSignals::block()?)?;
         let identity = load_identity(&self.common.identity)?;
         let tls = identity.server(&Crypto::auto(), peer_names(&self.common.peers)?)?;
-        let listener = TcpListener::bind(&self.listen)
-            .with_context(|| format!("cannot listen on {}", self.listen))?;
+        let listener = TcpListener::bind(&self.listen).with_context(|| self.cannot_listen())?;
         let address = listener.local_addr()?.to_string();
         self.say(&Line::Listening {
             address: address.clone(),
@@ -53,10 +57,18 @@ impl Receive {
         let mut builder = Takes {
             machines: MachineBuilder::default(),
             control: &self.control,
+            desk: &desk,
             socket: None,
         };
-        let observe = |event: &DestinationEvent| self.observe(event);
+        let observe = |event: &DestinationEvent| {
+            desk.observe(event);
+            self.observe(event);
+        };
+        let mut called_off = None;
         let received = loop {
+            let Some(cancel) = desk.next_attempt() else {
+                return Ok(self.cancelled(&desk, called_off));
+            };
             let attempt = receive(
                 listener.try_clone()?,
                 &tls,
@@ -64,21 +76,30 @@ impl Receive {
                 &mut builder,
                 &host,
                 &observe,
-                &Cancel::new(),
+                &cancel,
             );
             match attempt {
                 Ok(received) => break received,
                 // The VM goes on at the source, which may try again.
                 Err(error) if error.vm == VmIs::AtSource => {
                     let FailedLine { text, .. } = (&error).into();
-                    self.say(&Line::Rejected { text });
+                    if desk.ending().is_none() {
+                        self.say(&Line::Rejected { text });
+                    } else if desk.is_arriving() {
+                        called_off = Some(text);
+                    }
+                    // And with it its control socket.
                     drop(builder.take());
                 }
                 Err(error) => {
                     let failed: FailedLine = (&error).into();
                     let code = failed.code;
                     self.say(&Line::Failed(failed));
-                    return Ok(code);
+                    // The source has given it away: the only copy is here.
+                    return match builder.take() {
+                        Some((vm, _socket)) => desk.keep(&vm),
+                        None => Ok(code),
+                    };
                 }
             }
         };
@@ -95,7 +116,33 @@ impl Receive {
             downtime_ms: received.guest_downtime.map(millis),
             cpu_s: received.cpu.as_secs_f64(),
         });
-        serve(vm, socket, self.json)
+        desk.keep(&vm)
+    }
+
+    fn cannot_listen(&self) -> String {
+        format!(
+            "cannot listen on {}: is another process listening there, and is the address one of \
+             this host's? Choose another --listen",
+            self.listen
+        )
+    }
+
+    /// Says that it was told to end, and what became of a VM on its way.
+    fn cancelled(&self, desk: &Desk, called_off: Option<String>) -> i32 {
+        let signal = desk.ending().map_or("a signal", EndSignal::name);
+        let vm = if called_off.is_some() {
+            "at-source"
+        } else {
+            "none"
+        };
+        self.say(&Line::Failed(FailedLine {
+            fault: FaultCode::Cancelled.to_string(),
+            at_fault: "this side".into(),
+            vm: vm.into(),
+            text: called_off.unwrap_or_else(|| format!("{signal} before a VM had come")),
+            code: CANCELLED,
+        }));
+        CANCELLED
     }
 
     fn observe(&self, event: &DestinationEvent) {
@@ -153,6 +200,7 @@ impl Receive {
 struct Takes<'a> {
     machines: MachineBuilder,
     control: &'a ControlPath,
+    desk: &'a Arc<Desk>,
     socket: Option<Socket>,
 }
 
@@ -172,6 +220,7 @@ impl Builder for Takes<'_> {
             .control
             .socket(&offered.vm.name)
             .and_then(|path| Socket::bind(&path))
+            .and_then(|socket| socket.serve(self.desk).map(|()| socket))
             .map_err(|error| Refusal {
                 fault: FaultCode::DescriptionRefused,
                 text: format!("{error:#}"),

@@ -5,9 +5,11 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 use clap::Args;
 use dunlin_microvm::{Config, Movable, Vm, Workload};
+use dunlin_sys::signals::EndSignals;
 
-use super::owner::{Parent, Socket, serve};
-use crate::USAGE;
+use super::desk::Desk;
+use super::owner::{Parent, Socket};
+use crate::code::USAGE;
 use crate::line::Line;
 use crate::options::{BackingName, ControlPath, FillName, WorkloadName, parse_bytes};
 
@@ -76,6 +78,8 @@ impl Run {
             eprintln!("error: {error}");
             return Ok(USAGE);
         }
+        let desk = Desk::new(self.json);
+        desk.watch(EndSignals::block()?)?;
         let socket = Socket::bind(&self.control.socket(&self.name)?)?;
         self.parent.watch()?;
         let vm = Vm::new(config).context("the VM cannot be made")?;
@@ -92,6 +96,7 @@ impl Run {
         } else {
             println!("{} runs; control socket {control}", self.name);
         }
-        serve(Movable::new(Arc::new(vm)), socket, self.json)
+        socket.serve(&desk)?;
+        desk.keep(&Movable::new(Arc::new(vm)))
     }
 }

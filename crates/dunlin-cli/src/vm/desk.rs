@@ -1,0 +1,428 @@
+//! What a VM's process holds, and what may be done with it now.
+//!
+//! ```text
+//!  vm receive: Waiting ──▶ Arriving ──▶ Vm ◀── vm run
+//!                 ▲            │         │
+//!                 └── failed ──┘         ├ under way ──▶ moved: the process ends
+//!                                        └ in doubt: paused until it is resolved
+//! ```
+//! Requests, signals, the arrival and the VM's own end meet here, under one
+//! lock.
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, bail};
+use dunlin::engine::Cancel;
+use dunlin::engine::destination::DestinationEvent;
+use dunlin_microvm::{Movable, Vm, VmState};
+use dunlin_sys::signals::{EndSignal, EndSignals};
+
+use super::moving::Moving;
+use crate::code::{DONE, FAILED, SIGNAL};
+use crate::line::{FailedLine, Line, MigrationLine, StatusLine, millis};
+
+/// How long a process that could end waits for followers who do not read.
+const FAREWELL_LIMIT: Duration = Duration::from_secs(5);
+
+pub(crate) struct Desk {
+    json: bool,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+struct State {
+    holds: Holds,
+    /// The last migration away from here, under way or over.
+    moving: Option<Arc<Moving>>,
+    /// Why it is not known where the VM runs.
+    doubt: Option<String>,
+    /// How the VM has ended here.
+    vm_ended: Option<VmState>,
+    /// What told this process to end.
+    ending: Option<EndSignal>,
+    /// Counts the attempts of sources to move a VM here.
+    attempt: u64,
+    cancel: Cancel,
+}
+
+enum Holds {
+    Waiting,
+    Arriving(Arriving),
+    Vm(Arc<Movable>),
+}
+
+struct Arriving {
+    peer: String,
+    name: String,
+    memory_bytes: u64,
+    phase: &'static str,
+    since: Instant,
+}
+
+/// In [`Arriving::phase`]: it cannot be called off any more.
+const COMMITTED: &str = "committed";
+
+/// What a pause, a resumption or a power-off needs.
+#[derive(Clone, Copy)]
+pub(crate) enum Command {
+    Pause,
+    Resume,
+    PowerOff,
+}
+
+impl Desk {
+    pub(crate) fn new(json: bool) -> Arc<Self> {
+        Arc::new(Self {
+            json,
+            state: Mutex::new(State {
+                holds: Holds::Waiting,
+                moving: None,
+                doubt: None,
+                vm_ended: None,
+                ending: None,
+                attempt: 0,
+                cancel: Cancel::new(),
+            }),
+            changed: Condvar::new(),
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn wait<'a>(&self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+        self.changed
+            .wait(state)
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Ends this process in order at the first signal, and at once at the
+    /// second.
+    pub(crate) fn watch(self: &Arc<Self>, signals: EndSignals) -> Result<()> {
+        let desk = Arc::clone(self);
+        std::thread::Builder::new()
+            .name("signals".into())
+            .spawn(move || {
+                if let Ok(signal) = signals.wait() {
+                    desk.end(signal);
+                }
+                if let Ok(signal) = signals.wait() {
+                    std::process::exit(SIGNAL + signal.number());
+                }
+            })?;
+        Ok(())
+    }
+
+    fn end(&self, signal: EndSignal) {
+        let mut state = self.lock();
+        state.ending = Some(signal);
+        let name = signal.name();
+        if let Some(moving) = state.under_way() {
+            self.warn(&match moving.ask_to_end() {
+                Ok(()) => format!("{name}: cancels the migration, then ends"),
+                Err(_) => format!(
+                    "{name}: too late to cancel the migration; ends when the destination has \
+                     answered"
+                ),
+            });
+        } else if state.doubt.is_some() {
+            self.warn(&format!(
+                "{name}: this process keeps the paused copy of a VM that may run elsewhere, and \
+                 stays until that is resolved; a second signal ends it nevertheless"
+            ));
+        } else if !matches!(state.holds, Holds::Vm(_)) {
+            state.cancel.cancel();
+        }
+        self.changed.notify_all();
+    }
+
+    /// Something that whoever watches this process should know.
+    pub(crate) fn warn(&self, text: &str) {
+        if self.json {
+            Line::Warning { text: text.into() }.print();
+        } else {
+            println!("warning: {text}");
+        }
+    }
+
+    // The arrival.
+
+    /// The next attempt of a source may begin; none when this process shall
+    /// end.
+    pub(crate) fn next_attempt(&self) -> Option<Cancel> {
+        let mut state = self.lock();
+        state.attempt += 1;
+        state.holds = Holds::Waiting;
+        state.cancel = Cancel::new();
+        self.changed.notify_all();
+        state.ending.is_none().then(|| state.cancel.clone())
+    }
+
+    /// What told this process to end, if anything did.
+    pub(crate) fn ending(&self) -> Option<EndSignal> {
+        self.lock().ending
+    }
+
+    /// Whether a source has connected and its attempt is not over.
+    pub(crate) fn is_arriving(&self) -> bool {
+        matches!(self.lock().holds, Holds::Arriving(_))
+    }
+
+    /// Takes an event of the arrival.
+    pub(crate) fn observe(&self, event: &DestinationEvent) {
+        let mut state = self.lock();
+        match (event, &mut state.holds) {
+            (DestinationEvent::Connected { peer }, holds) => {
+                *holds = Holds::Arriving(Arriving {
+                    peer: peer.clone(),
+                    name: String::new(),
+                    memory_bytes: 0,
+                    phase: "connecting",
+                    since: Instant::now(),
+                });
+            }
+            (DestinationEvent::Offered(offered), Holds::Arriving(arriving)) => {
+                arriving.name.clone_from(&offered.vm.name);
+                arriving.memory_bytes = offered.regions.iter().map(|region| region.length).sum();
+                arriving.phase = "pre-copy";
+            }
+            (DestinationEvent::Ready, Holds::Arriving(arriving)) => arriving.phase = "switchover",
+            (DestinationEvent::Running { .. }, Holds::Arriving(arriving)) => {
+                arriving.phase = COMMITTED;
+            }
+            _ => {}
+        }
+    }
+
+    // The VM.
+
+    /// Keeps a VM until it has ended or moved away, or until this process is
+    /// told to end; returns the exit code.
+    pub(crate) fn keep(self: &Arc<Self>, vm: &Arc<Movable>) -> Result<i32> {
+        {
+            let mut state = self.lock();
+            if matches!(state.holds, Holds::Arriving(_))
+                && let Some(signal) = state.ending.take()
+            {
+                self.warn(&format!(
+                    "{}: too late to cancel: the VM is here, and stays; a second signal ends it",
+                    signal.name()
+                ));
+            }
+            state.holds = Holds::Vm(Arc::clone(vm));
+            self.changed.notify_all();
+        }
+        let (desk, watched) = (Arc::clone(self), Arc::clone(vm));
+        std::thread::Builder::new()
+            .name("vm-watch".into())
+            .spawn(move || desk.await_end_of(watched.vm()))?;
+        let mut state = self.lock();
+        let (how, code) = loop {
+            if state.under_way().is_none() {
+                match (&state.vm_ended, state.ending) {
+                    (Some(ended @ (VmState::Moved | VmState::PoweredOff)), _) => {
+                        break (ended.to_string(), DONE);
+                    }
+                    (Some(ended), _) => break (ended.to_string(), FAILED),
+                    (None, Some(signal)) if state.doubt.is_none() => {
+                        break (format!("ended by {}", signal.name()), DONE);
+                    }
+                    (None, _) => {}
+                }
+            }
+            state = self.wait(state);
+        };
+        let moving = state.moving.take();
+        drop(state);
+        if let Some(moving) = moving {
+            moving.wait_until_told(FAREWELL_LIMIT);
+        }
+        if self.json {
+            Line::Ended { state: how, code }.print();
+        } else {
+            println!("{}: {how}", vm.vm().config().name);
+        }
+        Ok(code)
+    }
+
+    fn await_end_of(&self, vm: &Vm) {
+        let ended = loop {
+            let state = vm.wait_until_ended(Duration::from_secs(3600));
+            if state.has_ended() {
+                break state;
+            }
+        };
+        self.lock().vm_ended = Some(ended);
+        self.changed.notify_all();
+    }
+
+    /// How this process and its VM are.
+    pub(crate) fn status(&self) -> Result<StatusLine> {
+        let state = self.lock();
+        match &state.holds {
+            Holds::Waiting => bail!("no VM is here yet"),
+            Holds::Arriving(arriving) => Ok(arriving.status()),
+            Holds::Vm(vm) => {
+                let mut line = status_of(vm.vm());
+                line.migration = state.under_way().map(|moving| moving.line());
+                if state.doubt.is_some() {
+                    line.state = "in-doubt".into();
+                }
+                Ok(line)
+            }
+        }
+    }
+
+    /// Obeys, unless the VM is not to be touched.
+    pub(crate) fn command(&self, command: Command) -> Result<()> {
+        let state = self.lock();
+        let vm = state.vm()?;
+        // Whoever resumed it after *commit* would have it run twice (I1).
+        if state.under_way().is_some() && !matches!(command, Command::PowerOff) {
+            bail!("the VM is being migrated: wait until that is over");
+        }
+        match command {
+            Command::Pause => vm.vm().pause()?,
+            Command::Resume => vm.vm().resume()?,
+            Command::PowerOff => vm.vm().ask_power_off(),
+        }
+        Ok(())
+    }
+
+    /// Takes the turn to migrate the VM, for `moving`.
+    pub(crate) fn begin(&self, moving: &Arc<Moving>) -> Result<Arc<Movable>> {
+        let mut state = self.lock();
+        let vm = Arc::clone(state.vm()?);
+        if state.under_way().is_some() {
+            bail!("the VM is being migrated already");
+        }
+        if state.ending.is_some() {
+            bail!("the VM's process is ending");
+        }
+        state.moving = Some(Arc::clone(moving));
+        Ok(vm)
+    }
+
+    /// The migration that has the turn is over.
+    pub(crate) fn finish(&self, moving: &Moving, line: Line) {
+        let mut state = self.lock();
+        if let Line::Failed(failed) = &line
+            && failed.vm == "in-doubt"
+        {
+            state.doubt = Some(failed.text.clone());
+        }
+        moving.end(line);
+        self.changed.notify_all();
+    }
+
+    /// The migration under way.
+    pub(crate) fn moving(&self) -> Result<Arc<Moving>> {
+        match self.lock().under_way() {
+            Some(moving) => Ok(Arc::clone(moving)),
+            None => bail!("the VM is not being migrated"),
+        }
+    }
+
+    /// Cancels what is under way and waits for its end.
+    ///
+    /// # Errors
+    /// It did not end by that, with the reason.
+    pub(crate) fn cancel(&self) -> Result<()> {
+        let mut state = self.lock();
+        if state.doubt.is_some() {
+            bail!(
+                "too late to cancel: the destination was told to run the VM and has not answered; \
+                 see `dunlin status` and `dunlin resolve`"
+            );
+        }
+        if let Some(moving) = state.under_way().cloned() {
+            drop(state);
+            moving.ask_to_end()?;
+            return match moving.wait() {
+                Line::Failed(FailedLine { vm, fault, .. })
+                    if vm == "at-source" && fault == "cancelled" =>
+                {
+                    Ok(())
+                }
+                Line::Failed(failed) => bail!("it ended by itself: {}", failed.text),
+                _ => bail!("too late to cancel: the VM has moved"),
+            };
+        }
+        match &state.holds {
+            Holds::Arriving(arriving) if arriving.phase != COMMITTED => state.cancel.cancel(),
+            Holds::Arriving(_) => bail!("too late to cancel: the VM is here"),
+            _ => bail!("no migration is under way"),
+        }
+        let attempt = state.attempt;
+        while state.attempt == attempt && matches!(state.holds, Holds::Arriving(_)) {
+            state = self.wait(state);
+        }
+        if matches!(state.holds, Holds::Vm(_)) {
+            bail!("too late to cancel: the VM is here");
+        }
+        Ok(())
+    }
+}
+
+impl State {
+    /// The VM, if one may be asked something of it.
+    fn vm(&self) -> Result<&Arc<Movable>> {
+        match (&self.holds, &self.doubt) {
+            (Holds::Vm(_), Some(_)) => bail!(
+                "the VM is in doubt: the destination was told to run it and has not answered, so \
+                 it must not be touched here; see `dunlin status` and `dunlin resolve`"
+            ),
+            (Holds::Vm(vm), None) => Ok(vm),
+            (Holds::Arriving(_), _) => bail!("the VM is still arriving"),
+            (Holds::Waiting, _) => bail!("no VM is here yet"),
+        }
+    }
+
+    fn under_way(&self) -> Option<&Arc<Moving>> {
+        self.moving.as_ref().filter(|moving| !moving.has_ended())
+    }
+}
+
+impl Arriving {
+    fn status(&self) -> StatusLine {
+        StatusLine {
+            name: self.name.clone(),
+            pid: std::process::id(),
+            state: "arriving".into(),
+            memory_bytes: self.memory_bytes,
+            pages_checked: 0,
+            beats: 0,
+            full_passes: 0,
+            downtime_ms: None,
+            largest_gap_ms: 0.0,
+            migration: Some(MigrationLine {
+                role: "destination".into(),
+                peer: self.peer.clone(),
+                phase: self.phase.into(),
+                seconds: self.since.elapsed().as_secs_f64(),
+                rate: None,
+                throttle: 0,
+                progress: None,
+            }),
+        }
+    }
+}
+
+/// How a VM of this process is.
+fn status_of(vm: &Vm) -> StatusLine {
+    let stats = vm.stats();
+    StatusLine {
+        name: vm.config().name.clone(),
+        pid: std::process::id(),
+        state: vm.state().to_string(),
+        memory_bytes: vm.config().memory_bytes,
+        pages_checked: stats.pages_checked,
+        beats: stats.beats,
+        full_passes: vm.full_passes(),
+        downtime_ms: stats.downtime.map(millis),
+        largest_gap_ms: millis(stats.largest_gap),
+        migration: None,
+    }
+}
