@@ -1,9 +1,10 @@
 //! `dunlin vm receive`: waits for a VM, then owns it.
 
+use std::io::ErrorKind;
 use std::net::TcpListener;
 use std::sync::Arc;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow};
 use clap::Args;
 use dunlin::engine::destination::{DestinationEvent, Options, receive};
 use dunlin::engine::vmm::{Builder, DestinationVm, FaultCode, Offered, Refusal};
@@ -43,7 +44,8 @@ impl Receive {
         desk.watch(EndSignals::block()?)?;
         let identity = load_identity(&self.common.identity)?;
         let tls = identity.server(&Crypto::auto(), peer_names(&self.common.peers)?)?;
-        let listener = TcpListener::bind(&self.listen).with_context(|| self.cannot_listen())?;
+        let listener = TcpListener::bind(&self.listen)
+            .map_err(|error| anyhow!("{}: {error}", self.cannot_listen(&error)))?;
         let address = listener.local_addr()?.to_string();
         self.say(&Line::Listening {
             address: address.clone(),
@@ -119,10 +121,15 @@ impl Receive {
         desk.keep(&vm)
     }
 
-    fn cannot_listen(&self) -> String {
+    fn cannot_listen(&self, error: &std::io::Error) -> String {
+        let why = match error.kind() {
+            ErrorKind::AddrInUse => "another process listens there; end it, or",
+            ErrorKind::AddrNotAvailable => "that is not an address of this host;",
+            ErrorKind::PermissionDenied => "ports below 1024 are root's;",
+            _ => "there is no such address;",
+        };
         format!(
-            "cannot listen on {}: is another process listening there, and is the address one of \
-             this host's? Choose another --listen",
+            "cannot listen on {} (at fault: configuration): {why} choose another --listen",
             self.listen
         )
     }
