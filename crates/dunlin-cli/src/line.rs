@@ -60,6 +60,8 @@ pub(crate) enum Line {
         code: i32,
     },
     Status(StatusLine),
+    /// What a journal says of a session.
+    Session(Box<SessionLine>),
     Done,
 }
 
@@ -126,6 +128,7 @@ pub(crate) struct FailedLine {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct StatusLine {
     pub(crate) name: String,
+    pub(crate) uuid: String,
     pub(crate) pid: u32,
     pub(crate) state: String,
     pub(crate) memory_bytes: u64,
@@ -136,6 +139,27 @@ pub(crate) struct StatusLine {
     pub(crate) largest_gap_ms: f64,
     /// What moves it, if anything does.
     pub(crate) migration: Option<MigrationLine>,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct SessionLine {
+    pub(crate) session: String,
+    pub(crate) role: String,
+    pub(crate) phase: String,
+    pub(crate) vm: String,
+    pub(crate) uuid: String,
+    pub(crate) peer: String,
+    pub(crate) attempt: u32,
+    /// `lives` or `died`.
+    pub(crate) process: String,
+    /// The control socket of the process that has the VM.
+    pub(crate) owner: String,
+    pub(crate) started_ms: u64,
+    pub(crate) recorded_ms: u64,
+    /// Whether `dunlin resolve` has something to decide.
+    pub(crate) resolvable: bool,
+    /// What that process says, if it answers.
+    pub(crate) live: Option<StatusLine>,
 }
 
 /// A migration under way, as either side's process sees it.

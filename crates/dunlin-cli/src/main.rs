@@ -39,6 +39,11 @@ enum Command {
     /// The reference VMM: run, receive and migrate VMs.
     #[command(subcommand)]
     Vm(vm::Command),
+    /// List the sessions of this host: those under way, and those whose end is
+    /// not settled.
+    Status(sessions::Status),
+    /// Decide where a VM runs whose destination never answered.
+    Resolve(sessions::Resolve),
     /// End a migration that is under way; the VM goes on at the source.
     Cancel(sessions::Cancel),
     /// Measure lanes and migrations on this host, one JSON object a line.
@@ -53,6 +58,8 @@ fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Demo(demo) => demo.run(),
         Command::Vm(command) => vm::run(command),
+        Command::Status(status) => status.run(),
+        Command::Resolve(resolve) => resolve.run(),
         Command::Cancel(cancel) => cancel.run(),
         Command::Bench(command) => bench::run(&command),
         Command::Pki(command) => pki::run(&command).map(|()| 0),

@@ -33,6 +33,14 @@ pub(crate) struct ControlPath {
 }
 
 impl ControlPath {
+    /// The control socket that is meant by a VM's name, or by its own path.
+    pub(crate) fn of(&self, vm: &str) -> Result<PathBuf> {
+        if vm.contains('/') {
+            return Ok(vm.into());
+        }
+        self.socket(vm)
+    }
+
     /// The control socket of the VM with this name.
     ///
     /// A name may come from a source, so that it must not lead out of the directory (I7).

@@ -2,15 +2,15 @@
 #![allow(clippy::unwrap_used)]
 
 mod support;
+#[path = "support/way.rs"]
+mod way;
 
-use std::io::{Read, Write};
-use std::net::{Shutdown, TcpListener, TcpStream};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::net::TcpListener;
 use std::time::Duration;
 
 use serde_json::Value;
 use support::{Done, Hosts, Process, finish, kvm, words};
+use way::Way;
 
 const GUEST: &str = "--memory 64M --working-set 8M --dirty-rate 2000";
 /// So slow that the first pass would take a minute.
@@ -228,47 +228,6 @@ fn at_the_time_limit_it_ends_as_it_was_told() {
     assert!(!done.out.contains("throttled"), "{}", done.out);
 }
 
-/// A way to the destination on which answers can be held back.
-struct Way {
-    address: String,
-    slow: Arc<AtomicBool>,
-}
-
-/// How long they are then.
-const HELD: Duration = Duration::from_millis(1500);
-
-impl Way {
-    fn to(destination: &str) -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let address = listener.local_addr().unwrap().to_string();
-        let slow = Arc::<AtomicBool>::default();
-        let (held, destination) = (Arc::clone(&slow), destination.to_owned());
-        std::thread::spawn(move || {
-            for near in listener.incoming().map_while(Result::ok) {
-                let far = TcpStream::connect(&destination).unwrap();
-                let (near_too, far_too) = (near.try_clone().unwrap(), far.try_clone().unwrap());
-                let held = Arc::clone(&held);
-                std::thread::spawn(move || copy(near_too, far_too, &AtomicBool::new(false)));
-                std::thread::spawn(move || copy(far, near, &held));
-            }
-        });
-        Self { address, slow }
-    }
-}
-
-fn copy(mut from: TcpStream, mut to: TcpStream, slow: &AtomicBool) {
-    let mut buffer = [0; 65536];
-    while let Ok(count @ 1..) = from.read(&mut buffer) {
-        if slow.load(Ordering::SeqCst) {
-            std::thread::sleep(HELD);
-        }
-        if to.write_all(&buffer[..count]).is_err() {
-            break;
-        }
-    }
-    let _ = to.shutdown(Shutdown::Write);
-}
-
 #[test]
 fn i1_after_commit_a_cancellation_is_refused_from_everywhere() {
     let Some(_turn) = kvm() else { return };
@@ -276,10 +235,10 @@ fn i1_after_commit_a_cancellation_is_refused_from_everywhere() {
     let source = hosts.run("1", GUEST);
     let mut destination = hosts.receive("b", "2", "");
     let way = Way::to(&destination.address);
-    destination.address = way.address;
+    destination.address.clone_from(&way.address);
     let client = hosts.begin(&source, &destination, "a", "--peer b.test");
     client.wait_for("paused");
-    way.slow.store(true, Ordering::SeqCst);
+    way.hold(Duration::from_millis(1500));
     // From here on the answer is held back for longer than what follows takes.
     client.wait_for("committing");
     let refused = hosts.cancel(&source).expect(1);

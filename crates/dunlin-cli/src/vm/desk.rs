@@ -15,28 +15,31 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail};
 use dunlin::engine::Cancel;
 use dunlin::engine::destination::DestinationEvent;
+use dunlin::engine::journal::{Journal, Role, SessionJournal, SourceRecord, State};
 use dunlin_microvm::{Movable, Vm, VmState};
 use dunlin_sys::signals::{EndSignal, EndSignals};
 
 use super::moving::Moving;
 use crate::code::{DONE, FAILED, SIGNAL};
 use crate::line::{FailedLine, Line, MigrationLine, StatusLine, millis};
+use crate::sessions::{Decision, hex};
 
-/// How long a process that could end waits for followers who do not read.
+/// How long a process that could end waits for clients who do not read.
 const FAREWELL_LIMIT: Duration = Duration::from_secs(5);
 
 pub(crate) struct Desk {
     json: bool,
-    state: Mutex<State>,
+    journal: Journal,
+    state: Mutex<Now>,
     changed: Condvar,
 }
 
-struct State {
+struct Now {
     holds: Holds,
     /// The last migration away from here, under way or over.
     moving: Option<Arc<Moving>>,
-    /// Why it is not known where the VM runs.
-    doubt: Option<String>,
+    /// It is not known where the VM runs.
+    doubt: Option<Doubt>,
     /// How the VM has ended here.
     vm_ended: Option<VmState>,
     /// What told this process to end.
@@ -44,6 +47,28 @@ struct State {
     /// Counts the attempts of sources to move a VM here.
     attempt: u64,
     cancel: Cancel,
+    /// Requests whose answer is not complete.
+    answering: usize,
+}
+
+/// A request is being answered.
+pub(crate) struct Answering(Arc<Desk>);
+
+impl Drop for Answering {
+    fn drop(&mut self) {
+        self.0.lock().answering -= 1;
+        self.0.changed.notify_all();
+    }
+}
+
+/// The destination was told to run the VM and has not answered; the copy here
+/// stays paused.
+struct Doubt {
+    /// The record of it, held so that everybody sees that its process lives;
+    /// none without a journal.
+    session: Option<SessionJournal>,
+    /// Whether this process has been told to end since.
+    signalled: bool,
 }
 
 enum Holds {
@@ -55,6 +80,7 @@ enum Holds {
 struct Arriving {
     peer: String,
     name: String,
+    uuid: [u8; 16],
     memory_bytes: u64,
     phase: &'static str,
     since: Instant,
@@ -72,10 +98,11 @@ pub(crate) enum Command {
 }
 
 impl Desk {
-    pub(crate) fn new(json: bool) -> Arc<Self> {
+    pub(crate) fn new(json: bool, journal: Journal) -> Arc<Self> {
         Arc::new(Self {
             json,
-            state: Mutex::new(State {
+            journal,
+            state: Mutex::new(Now {
                 holds: Holds::Waiting,
                 moving: None,
                 doubt: None,
@@ -83,16 +110,17 @@ impl Desk {
                 ending: None,
                 attempt: 0,
                 cancel: Cancel::new(),
+                answering: 0,
             }),
             changed: Condvar::new(),
         })
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, Now> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn wait<'a>(&self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+    fn wait<'a>(&self, state: MutexGuard<'a, Now>) -> MutexGuard<'a, Now> {
         self.changed
             .wait(state)
             .unwrap_or_else(PoisonError::into_inner)
@@ -105,20 +133,30 @@ impl Desk {
         std::thread::Builder::new()
             .name("signals".into())
             .spawn(move || {
-                if let Ok(signal) = signals.wait() {
+                while let Ok(signal) = signals.wait() {
                     desk.end(signal);
-                }
-                if let Ok(signal) = signals.wait() {
-                    std::process::exit(SIGNAL + signal.number());
                 }
             })?;
         Ok(())
     }
 
     fn end(&self, signal: EndSignal) {
-        let mut state = self.lock();
-        state.ending = Some(signal);
         let name = signal.name();
+        let mut state = self.lock();
+        if let Some(doubt) = &mut state.doubt {
+            if doubt.signalled {
+                std::process::exit(SIGNAL + signal.number());
+            }
+            doubt.signalled = true;
+            return self.warn(&format!(
+                "{name}: this process keeps the paused copy of a VM that may run elsewhere, and \
+                 stays until `dunlin resolve`; a second signal ends it nevertheless"
+            ));
+        }
+        if state.ending.is_some() {
+            std::process::exit(SIGNAL + signal.number());
+        }
+        state.ending = Some(signal);
         if let Some(moving) = state.under_way() {
             self.warn(&match moving.ask_to_end() {
                 Ok(()) => format!("{name}: cancels the migration, then ends"),
@@ -127,12 +165,7 @@ impl Desk {
                      answered"
                 ),
             });
-        } else if state.doubt.is_some() {
-            self.warn(&format!(
-                "{name}: this process keeps the paused copy of a VM that may run elsewhere, and \
-                 stays until that is resolved; a second signal ends it nevertheless"
-            ));
-        } else if !matches!(state.holds, Holds::Vm(_)) {
+        } else if state.held().is_none() {
             state.cancel.cancel();
         }
         self.changed.notify_all();
@@ -144,6 +177,29 @@ impl Desk {
             Line::Warning { text: text.into() }.print();
         } else {
             println!("warning: {text}");
+        }
+    }
+
+    /// The process does not end before the request is answered, within reason.
+    pub(crate) fn answering(self: &Arc<Self>) -> Answering {
+        self.lock().answering += 1;
+        Answering(Arc::clone(self))
+    }
+
+    /// Waits until every request has been answered; a client may be stopped.
+    pub(crate) fn farewell(&self) {
+        let until = Instant::now() + FAREWELL_LIMIT;
+        let mut state = self.lock();
+        while state.answering > 0 {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return;
+            }
+            state = self
+                .changed
+                .wait_timeout(state, left)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
         }
     }
 
@@ -178,6 +234,7 @@ impl Desk {
                 *holds = Holds::Arriving(Arriving {
                     peer: peer.clone(),
                     name: String::new(),
+                    uuid: [0; 16],
                     memory_bytes: 0,
                     phase: "connecting",
                     since: Instant::now(),
@@ -185,6 +242,7 @@ impl Desk {
             }
             (DestinationEvent::Offered(offered), Holds::Arriving(arriving)) => {
                 arriving.name.clone_from(&offered.vm.name);
+                arriving.uuid = offered.vm.uuid;
                 arriving.memory_bytes = offered.regions.iter().map(|region| region.length).sum();
                 arriving.phase = "pre-copy";
             }
@@ -226,19 +284,16 @@ impl Desk {
                         break (ended.to_string(), DONE);
                     }
                     (Some(ended), _) => break (ended.to_string(), FAILED),
-                    (None, Some(signal)) if state.doubt.is_none() => {
+                    (None, Some(signal)) => {
                         break (format!("ended by {}", signal.name()), DONE);
                     }
-                    (None, _) => {}
+                    (None, None) => {}
                 }
             }
             state = self.wait(state);
         };
-        let moving = state.moving.take();
         drop(state);
-        if let Some(moving) = moving {
-            moving.wait_until_told(FAREWELL_LIMIT);
-        }
+        self.farewell();
         if self.json {
             Line::Ended { state: how, code }.print();
         } else {
@@ -311,10 +366,74 @@ impl Desk {
         if let Line::Failed(failed) = &line
             && failed.vm == "in-doubt"
         {
-            state.doubt = Some(failed.text.clone());
+            let session = state.held().and_then(|vm| self.take_record(vm));
+            state.doubt = Some(Doubt {
+                session,
+                signalled: false,
+            });
+            // What was to end after the migration now waits for an operator.
+            state.ending = None;
         }
         moving.end(line);
         self.changed.notify_all();
+    }
+
+    /// The record of the session that has left this VM in doubt.
+    fn take_record(&self, vm: &Movable) -> Option<SessionJournal> {
+        let found = self.journal.list().unwrap_or_else(|error| {
+            self.warn(&format!("the journal cannot be read: {error}"));
+            Vec::new()
+        });
+        found
+            .into_iter()
+            .rev()
+            .filter(|entry| {
+                entry.role == Role::Source
+                    && matches!(&entry.record, Ok(Some(record))
+                        if record.vm_uuid == vm.vm().config().uuid
+                            && matches!(record.state, State::Source(
+                                SourceRecord::Committing | SourceRecord::RanThenDied)))
+            })
+            .find_map(|entry| self.journal.take(entry.session, entry.role).ok())
+    }
+
+    /// Carries out what the operator has decided about a VM in doubt, once it
+    /// is written down.
+    pub(crate) fn resolve(&self, session: [u8; 16], decision: Decision) -> Result<()> {
+        let mut state = self.lock();
+        let Some(vm) = state.held().map(Arc::clone) else {
+            bail!("no VM is here yet");
+        };
+        let Some(doubt) = &mut state.doubt else {
+            bail!("nothing is in doubt: the VM is {} here", vm.vm().state());
+        };
+        if doubt.session.is_none() {
+            doubt.session = self.take_record(&vm);
+        }
+        let Some(record) = &mut doubt.session else {
+            bail!("the session has no record here: is --state-dir the one of the VM's process?");
+        };
+        if record.record().session != session {
+            bail!("this VM is in doubt by another session: see `dunlin status`");
+        }
+        match decision {
+            Decision::RunHere => {
+                record.write(State::Source(SourceRecord::RunHere))?;
+                vm.vm().resume()?;
+            }
+            Decision::Destroy => {
+                record.write(State::Source(SourceRecord::GivenUp))?;
+                vm.vm().give_away();
+            }
+        }
+        // Nobody asks a source that has decided.
+        if let Some(record) = state.doubt.take().and_then(|doubt| doubt.session)
+            && let Err(error) = record.forget()
+        {
+            self.warn(&format!("the session stays in the journal: {error}"));
+        }
+        self.changed.notify_all();
+        Ok(())
     }
 
     /// The migration under way.
@@ -366,7 +485,15 @@ impl Desk {
     }
 }
 
-impl State {
+impl Now {
+    /// The VM, if it is here.
+    fn held(&self) -> Option<&Arc<Movable>> {
+        match &self.holds {
+            Holds::Vm(vm) => Some(vm),
+            Holds::Waiting | Holds::Arriving(_) => None,
+        }
+    }
+
     /// The VM, if one may be asked something of it.
     fn vm(&self) -> Result<&Arc<Movable>> {
         match (&self.holds, &self.doubt) {
@@ -389,6 +516,7 @@ impl Arriving {
     fn status(&self) -> StatusLine {
         StatusLine {
             name: self.name.clone(),
+            uuid: hex(&self.uuid),
             pid: std::process::id(),
             state: "arriving".into(),
             memory_bytes: self.memory_bytes,
@@ -415,6 +543,7 @@ fn status_of(vm: &Vm) -> StatusLine {
     let stats = vm.stats();
     StatusLine {
         name: vm.config().name.clone(),
+        uuid: hex(&vm.config().uuid),
         pid: std::process::id(),
         state: vm.state().to_string(),
         memory_bytes: vm.config().memory_bytes,

@@ -4,6 +4,7 @@
 use std::io::Write;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use clap::{Args, ValueEnum};
@@ -302,7 +303,16 @@ pub(crate) fn describe(migration: &MigrationLine) -> String {
 
 /// How the VM behind a control socket is.
 pub(crate) fn status(socket: &Path) -> Result<StatusLine> {
-    match Client::ask(socket, &Request::Status)?.next()? {
+    status_of(Client::ask(socket, &Request::Status)?)
+}
+
+/// The same, of a process that may be stopped.
+pub(crate) fn status_within(socket: &Path, limit: Duration) -> Result<StatusLine> {
+    status_of(Client::ask_within(socket, &Request::Status, Some(limit))?)
+}
+
+fn status_of(mut answer: Client) -> Result<StatusLine> {
+    match answer.next()? {
         Some(Line::Status(status)) => Ok(status),
         Some(Line::Failed(failed)) => bail!("{}", failed.text),
         other => bail!("the VM's process answered {other:?}"),

@@ -14,7 +14,7 @@ mod run;
 use anyhow::Result;
 use clap::Subcommand;
 
-pub(crate) use migrate::{Ended, follow, obeyed, status};
+pub(crate) use migrate::{Ended, describe, follow, obeyed, status, status_within};
 pub(crate) use owner::Request;
 
 #[derive(Debug, Subcommand)]

@@ -3,7 +3,7 @@
 
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::{Result, bail};
 use dunlin::engine::{Cancel, Event, Tune};
@@ -52,8 +52,6 @@ struct Seen {
     throttle: u8,
     progress: Option<ProgressLine>,
     followers: Vec<SyncSender<Line>>,
-    /// Followers who have not been told yet how it ended.
-    untold: usize,
     ended: Option<Line>,
 }
 
@@ -79,7 +77,6 @@ impl Moving {
                 throttle: 0,
                 progress: None,
                 followers: Vec::new(),
-                untold: 0,
                 ended: None,
             }),
             changed: Condvar::new(),
@@ -177,7 +174,6 @@ impl Moving {
     pub(crate) fn follow(self: &Arc<Self>) -> Follower {
         let (sender, lines) = sync_channel(FOLLOWER_LINES);
         let mut seen = self.lock();
-        seen.untold += 1;
         if seen.ended.is_none() {
             seen.followers.push(sender);
         }
@@ -185,24 +181,6 @@ impl Moving {
         Follower {
             moving: Arc::clone(self),
             lines,
-        }
-    }
-
-    /// Waits until every follower knows how it ended, at most `limit`: one
-    /// may be stopped.
-    pub(crate) fn wait_until_told(&self, limit: Duration) {
-        let until = Instant::now() + limit;
-        let mut seen = self.lock();
-        while seen.untold > 0 {
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return;
-            }
-            seen = self
-                .changed
-                .wait_timeout(seen, left)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
         }
     }
 }
@@ -220,12 +198,5 @@ impl Follower {
             show(&line)?;
         }
         show(&self.moving.wait())
-    }
-}
-
-impl Drop for Follower {
-    fn drop(&mut self) {
-        self.moving.lock().untold -= 1;
-        self.moving.changed.notify_all();
     }
 }

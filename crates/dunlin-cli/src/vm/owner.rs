@@ -8,6 +8,7 @@
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
+use std::net::Shutdown;
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -28,6 +29,7 @@ use super::moving::Moving;
 use crate::code::FAILED;
 use crate::line::{FailedLine, Line};
 use crate::options::{MigrateFlags, load_identity, peer_names};
+use crate::sessions::Decision;
 
 /// A request line is at most this long.
 const REQUEST_LIMIT_BYTES: u64 = 64 * 1024;
@@ -53,6 +55,11 @@ pub(crate) enum Request {
     },
     /// End it. Alone, the answer comes when it has ended.
     Cancel,
+    /// Carry out what the operator has decided about a VM in doubt.
+    Resolve {
+        session: [u8; 16],
+        decision: Decision,
+    },
 }
 
 impl Request {
@@ -159,38 +166,56 @@ fn accept(listener: &UnixListener, desk: &Arc<Desk>, closed: &AtomicBool) {
         let desk = Arc::clone(desk);
         let spawned = std::thread::Builder::new()
             .name("control-request".into())
-            .spawn(move || {
-                if let Err(error) = answer(&connection, &desk) {
-                    // Whoever asked may have gone.
-                    let _ = send(
-                        &connection,
-                        &Line::Failed(FailedLine {
-                            fault: "usage".into(),
-                            at_fault: "configuration".into(),
-                            vm: "at-source".into(),
-                            text: format!("{error:#}"),
-                            code: FAILED,
-                        }),
-                    );
-                }
-                // The other half may be held by a thread that reads.
-                let _ = connection.shutdown(std::net::Shutdown::Both);
-            });
+            .spawn(move || answer(&connection, &desk));
         if let Err(error) = spawned {
             eprintln!("warning: a request cannot be served: {error}");
         }
     }
 }
 
-fn answer(connection: &UnixStream, desk: &Arc<Desk>) -> Result<()> {
-    let mut requests = BufReader::new(connection.try_clone()?);
-    match read_request(&mut requests)?.context("nothing was asked")? {
+fn answer(connection: &UnixStream, desk: &Arc<Desk>) {
+    let asked = connection.try_clone().map(BufReader::new);
+    let Ok(mut requests) = asked else { return };
+    let request = read_request(&mut requests);
+    let answering = desk.answering();
+    let obeyed = match request {
+        Ok(Some(request)) => obey(request, requests, connection, desk),
+        // A look whether somebody is here.
+        Ok(None) => Ok(()),
+        Err(error) => Err(error),
+    };
+    if let Err(error) = obeyed {
+        // Whoever asked may have gone.
+        let _ = send(
+            connection,
+            &Line::Failed(FailedLine {
+                fault: "usage".into(),
+                at_fault: "configuration".into(),
+                vm: "at-source".into(),
+                text: format!("{error:#}"),
+                code: FAILED,
+            }),
+        );
+    }
+    // The other half may be held by a thread that reads.
+    let _ = connection.shutdown(Shutdown::Both);
+    drop(answering);
+}
+
+fn obey(
+    request: Request,
+    requests: BufReader<UnixStream>,
+    connection: &UnixStream,
+    desk: &Arc<Desk>,
+) -> Result<()> {
+    match request {
         Request::Status => return send(connection, &Line::Status(desk.status()?)),
         Request::Pause => desk.command(Command::Pause)?,
         Request::Resume => desk.command(Command::Resume)?,
         Request::PowerOff => desk.command(Command::PowerOff)?,
         Request::Set { rate } => desk.moving()?.set_rate(rate)?,
         Request::Cancel => desk.cancel()?,
+        Request::Resolve { session, decision } => desk.resolve(session, decision)?,
         Request::Watch => {
             let moving = desk.moving()?;
             return moving.follow().show(|line| send(connection, line));

@@ -18,6 +18,7 @@ use super::owner::{Parent, Socket};
 use crate::code::CANCELLED;
 use crate::line::{FailedLine, Line, millis};
 use crate::options::{Common, ControlPath, load_identity, peer_names};
+use crate::sessions::StatePath;
 
 #[derive(Debug, Args)]
 pub(crate) struct Receive {
@@ -31,6 +32,8 @@ pub(crate) struct Receive {
     common: Common,
     #[command(flatten)]
     control: ControlPath,
+    #[command(flatten)]
+    state: StatePath,
     /// One JSON object a line.
     #[arg(long)]
     json: bool,
@@ -40,7 +43,7 @@ pub(crate) struct Receive {
 
 impl Receive {
     pub(crate) fn run(self) -> Result<i32> {
-        let desk = Desk::new(self.json);
+        let desk = Desk::new(self.json, self.state.open()?);
         desk.watch(EndSignals::block()?)?;
         let identity = load_identity(&self.common.identity)?;
         let tls = identity.server(&Crypto::auto(), peer_names(&self.common.peers)?)?;
@@ -69,6 +72,7 @@ impl Receive {
         let mut called_off = None;
         let received = loop {
             let Some(cancel) = desk.next_attempt() else {
+                desk.farewell();
                 return Ok(self.cancelled(&desk, called_off));
             };
             let attempt = receive(

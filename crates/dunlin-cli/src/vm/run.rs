@@ -12,6 +12,7 @@ use super::owner::{Parent, Socket};
 use crate::code::USAGE;
 use crate::line::Line;
 use crate::options::{BackingName, ControlPath, FillName, WorkloadName, parse_bytes};
+use crate::sessions::StatePath;
 
 #[derive(Debug, Args)]
 pub(crate) struct Run {
@@ -44,6 +45,8 @@ pub(crate) struct Run {
     dirty_rate: u64,
     #[command(flatten)]
     control: ControlPath,
+    #[command(flatten)]
+    state: StatePath,
     /// One JSON object a line.
     #[arg(long)]
     json: bool,
@@ -78,7 +81,7 @@ impl Run {
             eprintln!("error: {error}");
             return Ok(USAGE);
         }
-        let desk = Desk::new(self.json);
+        let desk = Desk::new(self.json, self.state.open()?);
         desk.watch(EndSignals::block()?)?;
         let socket = Socket::bind(&self.control.socket(&self.name)?)?;
         self.parent.watch()?;

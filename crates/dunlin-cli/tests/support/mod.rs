@@ -171,7 +171,11 @@ pub struct Process {
 
 impl Process {
     pub fn start(mut command: Command, control: &Path) -> Self {
-        command.arg("--control").arg(control);
+        command
+            .arg("--control")
+            .arg(control)
+            .arg("--state-dir")
+            .arg(control.parent().unwrap().join("state"));
         Self::follow(command, control)
     }
 
