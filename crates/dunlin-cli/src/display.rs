@@ -40,6 +40,13 @@ impl Display {
                     "the guest outruns the link: slowed down by {percent} %"
                 ));
             }
+            Line::LaneLost { lane, text } => {
+                self.say(&format!("lane {lane} is lost: {}", clean(text)));
+            }
+            Line::ControlLost { text } => {
+                self.say(&format!("the control lane is lost: {}", clean(text)));
+            }
+            Line::ControlResumed => self.say("a new control lane stands"),
             Line::Paused => self.say("guest paused"),
             Line::Warning { text } => self.say(&format!("warning: {}", clean(text))),
             Line::Moved(moved) => self.say(&table(moved)),

@@ -28,6 +28,14 @@ pub(crate) enum Line {
     LaneUp {
         lane: u16,
     },
+    LaneLost {
+        lane: u16,
+        text: String,
+    },
+    ControlLost {
+        text: String,
+    },
+    ControlResumed,
     Progress(ProgressLine),
     Iterated(IterationLine),
     Throttled {
@@ -201,6 +209,12 @@ impl From<&Event> for Line {
         match event {
             Event::Accepted { peer } => Self::Accepted { peer: peer.clone() },
             Event::LaneUp { lane } => Self::LaneUp { lane: *lane },
+            Event::LaneLost { lane, why } => Self::LaneLost {
+                lane: *lane,
+                text: why.clone(),
+            },
+            Event::ControlLost { why } => Self::ControlLost { text: why.clone() },
+            Event::ControlResumed => Self::ControlResumed,
             Event::Progress(progress) => Self::Progress(progress.into()),
             Event::Iterated(iteration) => Self::Iterated(iteration.into()),
             Event::Throttled { percent } => Self::Throttled { percent: *percent },

@@ -16,6 +16,7 @@ use dunlin_sys::signals::{EndSignal, EndSignals};
 use super::desk::Desk;
 use super::owner::{Parent, Socket};
 use crate::code::CANCELLED;
+use crate::display::clean;
 use crate::line::{FailedLine, Line, millis};
 use crate::options::{Common, ControlPath, load_identity, peer_names};
 use crate::sessions::StatePath;
@@ -157,20 +158,21 @@ impl Receive {
     }
 
     fn observe(&self, event: &DestinationEvent) {
-        let text = match event {
-            DestinationEvent::Rejected { reason } => {
-                return self.say(&Line::Rejected {
-                    text: reason.clone(),
-                });
-            }
-            DestinationEvent::Warning(text) => text.clone(),
-            DestinationEvent::Connected { peer } => {
-                return self.say(&Line::Accepted { peer: peer.clone() });
-            }
-            DestinationEvent::LaneUp { lane } => return self.say(&Line::LaneUp { lane: *lane }),
+        self.say(&match event {
+            DestinationEvent::Rejected { reason } => Line::Rejected {
+                text: reason.clone(),
+            },
+            DestinationEvent::Warning(text) => Line::Warning { text: text.clone() },
+            DestinationEvent::Connected { peer } => Line::Accepted { peer: peer.clone() },
+            DestinationEvent::LaneUp { lane } => Line::LaneUp { lane: *lane },
+            DestinationEvent::LaneLost { lane, why } => Line::LaneLost {
+                lane: *lane,
+                text: why.clone(),
+            },
+            DestinationEvent::ControlLost { why } => Line::ControlLost { text: why.clone() },
+            DestinationEvent::ControlResumed => Line::ControlResumed,
             _ => return,
-        };
-        self.say(&Line::Warning { text });
+        });
     }
 
     fn say(&self, line: &Line) {
@@ -180,10 +182,13 @@ impl Receive {
         }
         match line {
             Line::Listening { address } => println!("waiting for a VM on {address}"),
-            Line::Accepted { peer } => println!("{peer} has connected"),
-            Line::Rejected { text } => println!("turned away: {text}"),
-            Line::Warning { text } => println!("warning: {text}"),
-            Line::Failed(failed) => println!("{}", failed.text),
+            Line::Accepted { peer } => println!("{} has connected", clean(peer)),
+            Line::Rejected { text } => println!("turned away: {}", clean(text)),
+            Line::Warning { text } => println!("warning: {}", clean(text)),
+            Line::LaneLost { lane, text } => println!("lane {lane} is lost: {}", clean(text)),
+            Line::ControlLost { text } => println!("the control lane is lost: {}", clean(text)),
+            Line::ControlResumed => println!("a new control lane stands"),
+            Line::Failed(failed) => println!("{}", clean(&failed.text)),
             Line::Received {
                 name,
                 control,
