@@ -83,21 +83,17 @@ impl Demo {
         std::thread::sleep(RUNS_FOR);
 
         let flags = MigrateFlags {
-            to: address,
             lanes: self.lanes,
             security: self.security,
-            downtime_limit: 300,
             verify: true,
-            no_throttle: false,
-            rate: None,
-            last_pass_rate: None,
-            lane_rate: None,
+            ..MigrateFlags::new(address)
         };
         let ended = follow(
             &source_control.join("demo.sock"),
             &here,
             &["destination.demo".into()],
             &flags,
+            None,
             &mut display,
         )?;
         let moved = match ended {

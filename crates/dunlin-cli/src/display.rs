@@ -40,6 +40,13 @@ impl Display {
                     "the guest outruns the link: slowed down by {percent} %"
                 ));
             }
+            Line::LaneLost { lane, text } => {
+                self.say(&format!("lane {lane} is lost: {}", clean(text)));
+            }
+            Line::ControlLost { text } => {
+                self.say(&format!("the control lane is lost: {}", clean(text)));
+            }
+            Line::ControlResumed => self.say("a new control lane stands"),
             Line::Paused => self.say("guest paused"),
             Line::Warning { text } => self.say(&format!("warning: {}", clean(text))),
             Line::Moved(moved) => self.say(&table(moved)),
@@ -170,7 +177,7 @@ fn table(moved: &MovedLine) -> String {
 }
 
 /// Text of a peer's without what could steer a terminal.
-fn clean(text: &str) -> String {
+pub(crate) fn clean(text: &str) -> String {
     text.chars()
         .map(|c| {
             if c.is_control() && c != '\n' {

@@ -4,8 +4,11 @@
 
 use std::time::Duration;
 
+use dunlin::engine::vmm::FaultCode;
 use dunlin::engine::{Downtime, Event, Iteration, MigrateError, Progress, Report, VmIs};
 use serde::{Deserialize, Serialize};
+
+use crate::code::{CANCELLED, FAILED, IN_DOUBT};
 
 /// One thing that happened.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -25,6 +28,14 @@ pub(crate) enum Line {
     LaneUp {
         lane: u16,
     },
+    LaneLost {
+        lane: u16,
+        text: String,
+    },
+    ControlLost {
+        text: String,
+    },
+    ControlResumed,
     Progress(ProgressLine),
     Iterated(IterationLine),
     Throttled {
@@ -57,6 +68,8 @@ pub(crate) enum Line {
         code: i32,
     },
     Status(StatusLine),
+    /// What a journal says of a session.
+    Session(Box<SessionLine>),
     Done,
 }
 
@@ -123,6 +136,7 @@ pub(crate) struct FailedLine {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct StatusLine {
     pub(crate) name: String,
+    pub(crate) uuid: String,
     pub(crate) pid: u32,
     pub(crate) state: String,
     pub(crate) memory_bytes: u64,
@@ -131,6 +145,41 @@ pub(crate) struct StatusLine {
     pub(crate) full_passes: u64,
     pub(crate) downtime_ms: Option<f64>,
     pub(crate) largest_gap_ms: f64,
+    /// What moves it, if anything does.
+    pub(crate) migration: Option<MigrationLine>,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct SessionLine {
+    pub(crate) session: String,
+    pub(crate) role: String,
+    pub(crate) phase: String,
+    pub(crate) vm: String,
+    pub(crate) uuid: String,
+    pub(crate) peer: String,
+    pub(crate) attempt: u32,
+    /// `lives` or `died`.
+    pub(crate) process: String,
+    /// The control socket of the process that has the VM.
+    pub(crate) owner: String,
+    pub(crate) started_ms: u64,
+    pub(crate) recorded_ms: u64,
+    /// Whether `dunlin resolve` has something to decide.
+    pub(crate) resolvable: bool,
+    /// What that process says, if it answers.
+    pub(crate) live: Option<StatusLine>,
+}
+
+/// A migration under way, as either side's process sees it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct MigrationLine {
+    pub(crate) role: String,
+    pub(crate) peer: String,
+    pub(crate) phase: String,
+    pub(crate) seconds: f64,
+    pub(crate) rate: Option<u64>,
+    pub(crate) throttle: u8,
+    pub(crate) progress: Option<ProgressLine>,
 }
 
 impl Line {
@@ -160,6 +209,12 @@ impl From<&Event> for Line {
         match event {
             Event::Accepted { peer } => Self::Accepted { peer: peer.clone() },
             Event::LaneUp { lane } => Self::LaneUp { lane: *lane },
+            Event::LaneLost { lane, why } => Self::LaneLost {
+                lane: *lane,
+                text: why.clone(),
+            },
+            Event::ControlLost { why } => Self::ControlLost { text: why.clone() },
+            Event::ControlResumed => Self::ControlResumed,
             Event::Progress(progress) => Self::Progress(progress.into()),
             Event::Iterated(iteration) => Self::Iterated(iteration.into()),
             Event::Throttled { percent } => Self::Throttled { percent: *percent },
@@ -239,11 +294,12 @@ impl From<&Report> for MovedLine {
 impl From<&MigrateError> for FailedLine {
     fn from(error: &MigrateError) -> Self {
         let (vm, code) = match error.vm {
-            VmIs::AtSource => ("at-source", 1),
-            VmIs::StuckAtSource => ("stuck-at-source", 1),
-            VmIs::StuckAtDestination => ("stuck-at-destination", 3),
-            VmIs::InDoubt => ("in-doubt", 3),
-            VmIs::Gone => ("gone", 1),
+            VmIs::AtSource if error.fault == FaultCode::Cancelled => ("at-source", CANCELLED),
+            VmIs::AtSource => ("at-source", FAILED),
+            VmIs::StuckAtSource => ("stuck-at-source", FAILED),
+            VmIs::StuckAtDestination => ("stuck-at-destination", IN_DOUBT),
+            VmIs::InDoubt => ("in-doubt", IN_DOUBT),
+            VmIs::Gone => ("gone", FAILED),
         };
         let mut text = error.to_string();
         let mut next = std::error::Error::source(error);

@@ -1,16 +1,17 @@
 //! The `dunlin` command.
 //!
-//! Exit codes: 0 moved (or done), 1 failed with the VM at the source, 2 usage,
-//! 3 in doubt.
+//! Its exit codes are in [`code`].
 #![forbid(unsafe_code)]
 
 mod bench;
+mod code;
 mod demo;
 mod display;
 mod line;
 mod options;
 mod pki;
 mod process;
+mod sessions;
 mod vm;
 
 use std::process::ExitCode;
@@ -23,7 +24,8 @@ use clap::{Parser, Subcommand};
     name = "dunlin",
     version,
     after_help = "Exit codes: 0 moved, or done; 1 failed, with the VM at the source; 2 usage; \
-                  3 in doubt, or at the destination and not running: ask there."
+                  3 in doubt, or at the destination and not running: ask there; 4 cancelled, with \
+                  the VM at the source."
 )]
 struct Cli {
     #[command(subcommand)]
@@ -37,6 +39,13 @@ enum Command {
     /// The reference VMM: run, receive and migrate VMs.
     #[command(subcommand)]
     Vm(vm::Command),
+    /// List the sessions of this host: those under way, and those whose end is
+    /// not settled.
+    Status(sessions::Status),
+    /// Decide where a VM runs whose destination never answered.
+    Resolve(sessions::Resolve),
+    /// End a migration that is under way; the VM goes on at the source.
+    Cancel(sessions::Cancel),
     /// Measure lanes and migrations on this host, one JSON object a line.
     #[command(subcommand)]
     Bench(bench::Command),
@@ -45,13 +54,13 @@ enum Command {
     Pki(pki::Command),
 }
 
-/// The exit code of a command that was asked for something impossible.
-const USAGE: i32 = 2;
-
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Demo(demo) => demo.run(),
         Command::Vm(command) => vm::run(command),
+        Command::Status(status) => status.run(),
+        Command::Resolve(resolve) => resolve.run(),
+        Command::Cancel(cancel) => cancel.run(),
         Command::Bench(command) => bench::run(&command),
         Command::Pki(command) => pki::run(&command).map(|()| 0),
     };

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use clap::{Args, ValueEnum};
-use dunlin::engine::source::{LaneSecurity, Options};
+use dunlin::engine::source::{AtTimeLimit, LaneSecurity, Options};
 use dunlin::lane::identity::{Identity, LoadOptions};
 use dunlin::lane::names::{PeerName, PeerNames};
 use dunlin_microvm::{Backing, Fill, GuestKind, Workload};
@@ -33,6 +33,14 @@ pub(crate) struct ControlPath {
 }
 
 impl ControlPath {
+    /// The control socket that is meant by a VM's name, or by its own path.
+    pub(crate) fn of(&self, vm: &str) -> Result<PathBuf> {
+        if vm.contains('/') {
+            return Ok(vm.into());
+        }
+        self.socket(vm)
+    }
+
     /// The control socket of the VM with this name.
     ///
     /// A name may come from a source, so that it must not lead out of the directory (I7).
@@ -188,16 +196,25 @@ pub(crate) struct MigrateFlags {
     /// `--allow-plain`.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) security: SecurityName,
-    /// Longest acceptable downtime, in milliseconds.
-    #[arg(long, value_name = "MS", default_value_t = 300)]
-    pub(crate) downtime_limit: u64,
+    /// Longest acceptable downtime, such as 300ms.
+    #[arg(long, value_name = "DURATION", default_value = "300ms", value_parser = parse_limit)]
+    pub(crate) downtime_limit: Duration,
+    /// Longest time for pre-copy, such as 10m [default: no limit].
+    #[arg(long, value_name = "DURATION", value_parser = parse_limit)]
+    pub(crate) time_limit: Option<Duration>,
+    /// What happens then: `cancel` leaves the VM where it is, `stop` pauses it
+    /// and moves it, however long the downtime [default: cancel].
+    #[arg(long, value_enum, requires = "time_limit")]
+    pub(crate) at_time_limit: Option<AtTimeLimitName>,
     /// Compare both memories before the switchover; costs downtime.
     #[arg(long)]
     pub(crate) verify: bool,
-    /// Never slow the guest down, however fast it dirties its memory.
-    #[arg(long)]
-    pub(crate) no_throttle: bool,
-    /// Cap for all data lanes together, such as 500M (bytes per second).
+    /// Whether the guest is slowed down, step by step, when it dirties its
+    /// memory faster than the lanes carry it.
+    #[arg(long, value_enum, default_value_t)]
+    pub(crate) throttle: ThrottleName,
+    /// Cap for all data lanes together, such as 500M (bytes per second);
+    /// `dunlin vm set --rate` changes it while it runs.
     #[arg(long, value_name = "BYTES_PER_S", value_parser = parse_rate)]
     pub(crate) rate: Option<u64>,
     /// The same for the last pass, when the guest stands still [default: no
@@ -210,17 +227,65 @@ pub(crate) struct MigrateFlags {
 }
 
 impl MigrateFlags {
+    /// A migration to `to` as one without flags would be.
+    pub(crate) fn new(to: String) -> Self {
+        let Options {
+            lanes,
+            downtime_limit,
+            ..
+        } = Options::default();
+        Self {
+            to,
+            lanes,
+            security: SecurityName::default(),
+            downtime_limit,
+            time_limit: None,
+            at_time_limit: None,
+            verify: false,
+            throttle: ThrottleName::default(),
+            rate: None,
+            last_pass_rate: None,
+            lane_rate: None,
+        }
+    }
+
     pub(crate) fn options(&self) -> Options {
         Options {
             lanes: self.lanes,
             security: self.security.into(),
-            downtime_limit: Duration::from_millis(self.downtime_limit),
+            downtime_limit: self.downtime_limit,
+            time_limit: self.time_limit,
+            at_time_limit: self.at_time_limit.map(Into::into).unwrap_or_default(),
             verify: self.verify,
-            throttle: !self.no_throttle,
+            throttle: matches!(self.throttle, ThrottleName::Auto),
             rate: self.rate,
             last_pass_rate: self.last_pass_rate,
             lane_rate: self.lane_rate,
             ..Options::default()
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, Default, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum ThrottleName {
+    #[default]
+    Auto,
+    Never,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum AtTimeLimitName {
+    Cancel,
+    Stop,
+}
+
+impl From<AtTimeLimitName> for AtTimeLimit {
+    fn from(name: AtTimeLimitName) -> Self {
+        match name {
+            AtTimeLimitName::Cancel => Self::Cancel,
+            AtTimeLimitName::Stop => Self::Stop,
         }
     }
 }
@@ -238,11 +303,40 @@ fn parse_peer(text: &str) -> Result<String, String> {
 }
 
 /// A cap in bytes per second; at 0 nothing would ever arrive.
-fn parse_rate(text: &str) -> Result<u64, String> {
+pub(crate) fn parse_rate(text: &str) -> Result<u64, String> {
     match parse_bytes(text)? {
         0 => Err("a rate of 0 would never end: leave it out for no cap".into()),
         rate => Ok(rate),
     }
+}
+
+/// A limit in time; at 0 it could never be kept.
+fn parse_limit(text: &str) -> Result<Duration, String> {
+    match parse_duration(text)? {
+        Duration::ZERO => Err("a limit of 0 cannot be kept".into()),
+        limit => Ok(limit),
+    }
+}
+
+/// A whole number with its unit: ms, s, m or h. Without one it is not clear
+/// what is meant: others take milliseconds for one limit and seconds for the
+/// other.
+fn parse_duration(text: &str) -> Result<Duration, String> {
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let unit_ms = match &text[digits.len()..] {
+        "ms" => 1,
+        "s" => 1000,
+        "m" => 60 * 1000,
+        "h" => 60 * 60 * 1000,
+        _ => 0,
+    };
+    digits
+        .parse::<u64>()
+        .ok()
+        .and_then(|number| number.checked_mul(unit_ms))
+        .filter(|_| unit_ms != 0)
+        .map(Duration::from_millis)
+        .ok_or_else(|| format!("{text:?} is no duration: write 300ms, 10s, 2m or 1h"))
 }
 
 /// Bytes with an optional suffix K, M, G or T (powers of 1024).
@@ -279,6 +373,38 @@ mod tests {
         for bad in ["", ".", "..", "../x", "a/b", "/etc/x", "a\0b", ".hidden"] {
             assert!(control.socket(bad).is_err(), "{bad:?}");
         }
+    }
+
+    #[test]
+    fn durations_have_a_unit() {
+        assert_eq!(parse_duration("300ms"), Ok(Duration::from_millis(300)));
+        assert_eq!(parse_duration("10s"), Ok(Duration::from_secs(10)));
+        assert_eq!(parse_duration("2m"), Ok(Duration::from_secs(120)));
+        assert_eq!(parse_duration("1h"), Ok(Duration::from_secs(3600)));
+        for bad in [
+            "",
+            "300",
+            "s",
+            "1.5s",
+            "-1s",
+            "1 s",
+            "1d",
+            "1sec",
+            "99999999999999999h",
+        ] {
+            let error = parse_duration(bad).unwrap_err();
+            assert!(error.contains("300ms, 10s, 2m or 1h"), "{bad}: {error}");
+        }
+        assert!(parse_limit("0s").is_err());
+    }
+
+    #[test]
+    fn without_flags_the_options_are_the_librarys() {
+        let flags = MigrateFlags::new("host:1".into());
+        assert_eq!(
+            format!("{:?}", flags.options()),
+            format!("{:?}", Options::default())
+        );
     }
 
     #[test]

@@ -45,6 +45,8 @@ impl Process {
         command
             .arg("--until-stdin-closes")
             .arg(&scratch.0)
+            .arg("--state-dir")
+            .arg(scratch.join("state"))
             // Out of reach of the terminal's Ctrl-C, which ends its owner: so
             // that somebody is left to remove the scratch directory.
             .process_group(0);

@@ -10,5 +10,6 @@ pub mod mapping;
 pub mod memory;
 pub mod pagemap;
 pub mod poll;
+pub mod signals;
 pub mod socket;
 pub mod uffd;

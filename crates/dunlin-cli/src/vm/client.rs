@@ -19,17 +19,30 @@ pub(crate) struct Client(BufReader<UnixStream>);
 impl Client {
     /// Asks the process behind a control socket.
     pub(crate) fn ask(socket: &Path, request: &Request) -> Result<Self> {
+        let limit = (!request.takes_long()).then_some(ANSWER_LIMIT);
+        Self::ask_within(socket, request, limit)
+    }
+
+    /// The same, for an answer within `limit`.
+    pub(crate) fn ask_within(
+        socket: &Path,
+        request: &Request,
+        limit: Option<Duration>,
+    ) -> Result<Self> {
         let mut stream = UnixStream::connect(socket).with_context(|| {
             format!(
                 "no VM answers at {}: is its process running, and is --control the same?",
                 socket.display()
             )
         })?;
-        if !matches!(request, Request::Migrate { .. }) {
-            stream.set_read_timeout(Some(ANSWER_LIMIT))?;
-        }
+        stream.set_read_timeout(limit)?;
         writeln!(stream, "{}", serde_json::to_string(request)?)?;
         Ok(Self(BufReader::new(stream)))
+    }
+
+    /// A connection over which more can be asked while an answer comes.
+    pub(crate) fn more(&self) -> Result<UnixStream> {
+        Ok(self.0.get_ref().try_clone()?)
     }
 
     /// The next line; none when the answer is complete.
@@ -38,7 +51,7 @@ impl Client {
         let read = self
             .0
             .read_line(&mut text)
-            .context("the VM's process does not answer; is the VM still arriving?")?;
+            .context("the VM's process does not answer; is it stopped?")?;
         if read == 0 {
             return Ok(None);
         }

@@ -1,15 +1,22 @@
-//! `dunlin vm migrate`, `status` and `ask`: what is asked of a VM's process.
+//! `dunlin vm migrate`, `watch`, `set`, `status` and `ask`: what is asked of a
+//! VM's process.
 
+use std::io::Write;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use clap::{Args, ValueEnum};
 
+use dunlin_sys::signals::EndSignals;
+
 use super::client::Client;
 use super::owner::Request;
-use crate::display::Display;
-use crate::line::{FailedLine, Line, MovedLine, StatusLine};
-use crate::options::{Common, ControlPath, MigrateFlags};
+use crate::code::{DONE, FAILED, IN_DOUBT, SIGNAL};
+use crate::display::{Display, clean};
+use crate::line::{FailedLine, Line, MigrationLine, MovedLine, StatusLine};
+use crate::options::{Common, ControlPath, MigrateFlags, parse_rate};
 
 #[derive(Debug, Args)]
 pub(crate) struct Migrate {
@@ -25,6 +32,47 @@ pub(crate) struct Migrate {
     /// One JSON object a line.
     #[arg(long)]
     json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct Watch {
+    /// The VM's name.
+    #[arg(long)]
+    name: String,
+    #[command(flatten)]
+    control: ControlPath,
+    /// One JSON object a line.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct Set {
+    /// The VM's name.
+    #[arg(long)]
+    name: String,
+    /// Cap for all data lanes together, such as 500M (bytes per second), or
+    /// `none`. The last pass keeps its own.
+    #[arg(long, value_name = "BYTES_PER_S", value_parser = parse_cap)]
+    rate: Cap,
+    #[command(flatten)]
+    control: ControlPath,
+    /// One JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+/// A cap, or none.
+#[derive(Clone, Copy, Debug)]
+struct Cap(Option<u64>);
+
+fn parse_cap(text: &str) -> Result<Cap, String> {
+    if text == "none" {
+        return Ok(Cap(None));
+    }
+    parse_rate(text)
+        .map(|rate| Cap(Some(rate)))
+        .map_err(|error| format!("{error}; or none for no cap"))
 }
 
 #[derive(Debug, Args)]
@@ -67,12 +115,14 @@ pub(crate) enum Ended {
     Failed(FailedLine),
 }
 
-/// Asks for a migration and shows it until it ends.
+/// Asks for a migration and shows it until it ends. A signal cancels it; a
+/// second one leaves it to itself.
 pub(crate) fn follow(
     socket: &Path,
     identity: &Path,
     peers: &[String],
     flags: &MigrateFlags,
+    signals: Option<EndSignals>,
     display: &mut Display,
 ) -> Result<Ended> {
     let identity = identity
@@ -83,7 +133,34 @@ pub(crate) fn follow(
         peers: peers.to_vec(),
         flags: flags.clone(),
     };
-    let mut client = Client::ask(socket, &request)?;
+    let client = Client::ask(socket, &request)?;
+    if let Some(signals) = signals {
+        let more = client.more()?;
+        std::thread::Builder::new()
+            .name("signals".into())
+            .spawn(move || cancel_at_signal(&signals, more))?;
+    }
+    show(client, display)
+}
+
+fn cancel_at_signal(signals: &EndSignals, mut migration: UnixStream) {
+    if let (Ok(signal), Ok(cancel)) = (signals.wait(), serde_json::to_string(&Request::Cancel)) {
+        eprintln!(
+            "{}: cancelling, and waiting until the VM is known to go on here; a second signal \
+             leaves that to its process",
+            signal.name()
+        );
+        if let Err(error) = writeln!(migration, "{cancel}") {
+            eprintln!("warning: the VM's process cannot be asked to cancel: {error}");
+        }
+    }
+    if let Ok(signal) = signals.wait() {
+        std::process::exit(SIGNAL + signal.number());
+    }
+}
+
+/// Shows a migration until it ends.
+fn show(mut client: Client, display: &mut Display) -> Result<Ended> {
     let mut committing = false;
     while let Some(line) = client.next()? {
         display.show(&line);
@@ -102,7 +179,7 @@ pub(crate) fn follow(
             vm: "in-doubt".into(),
             text: "the VM's process has gone after it let the destination run the VM: ask there"
                 .into(),
-            code: 3,
+            code: IN_DOUBT,
         }
     } else {
         FailedLine {
@@ -110,27 +187,63 @@ pub(crate) fn follow(
             at_fault: "this side".into(),
             vm: "gone".into(),
             text: "the VM's process has gone, and the VM with it".into(),
-            code: 1,
+            code: FAILED,
         }
     };
     display.show(&Line::Failed(failed.clone()));
     Ok(Ended::Failed(failed))
 }
 
+impl Ended {
+    fn code(&self) -> i32 {
+        match self {
+            Self::Moved(_) => DONE,
+            Self::Failed(failed) => failed.code,
+        }
+    }
+}
+
 impl Migrate {
     pub(crate) fn run(self) -> Result<i32> {
-        let mut display = Display::new(self.json);
+        let signals = EndSignals::block()?;
         let ended = follow(
             &self.control.socket(&self.name)?,
             &self.common.identity,
             &self.common.peers,
             &self.flags,
-            &mut display,
+            Some(signals),
+            &mut Display::new(self.json),
         )?;
-        Ok(match ended {
-            Ended::Moved(_) => 0,
-            Ended::Failed(failed) => failed.code,
-        })
+        Ok(ended.code())
+    }
+}
+
+impl Watch {
+    pub(crate) fn run(self) -> Result<i32> {
+        let client = Client::ask(&self.control.socket(&self.name)?, &Request::Watch)?;
+        Ok(show(client, &mut Display::new(self.json))?.code())
+    }
+}
+
+impl Set {
+    pub(crate) fn run(self) -> Result<i32> {
+        let request = Request::Set { rate: self.rate.0 };
+        obeyed(&self.control.socket(&self.name)?, &request, self.json)
+    }
+}
+
+/// Asks for what is done or not; returns the exit code.
+pub(crate) fn obeyed(socket: &Path, request: &Request, json: bool) -> Result<i32> {
+    match Client::ask(socket, request)?.next()? {
+        Some(Line::Done) => {
+            if json {
+                Line::Done.print();
+            }
+            Ok(DONE)
+        }
+        Some(Line::Failed(failed)) => bail!("{}", failed.text),
+        Some(other) => bail!("the VM's process answered {other:?}"),
+        None => bail!("the VM's process has ended"),
     }
 }
 
@@ -139,7 +252,7 @@ impl Status {
         let status = status(&self.control.socket(&self.name)?)?;
         if self.json {
             Line::Status(status).print();
-            return Ok(0);
+            return Ok(DONE);
         }
         println!("{}: {} (process {})", status.name, status.state, status.pid);
         println!(
@@ -150,13 +263,56 @@ impl Status {
         if let Some(downtime) = status.downtime_ms {
             println!("  downtime of its last move {downtime:.1} ms");
         }
-        Ok(0)
+        if let Some(migration) = &status.migration {
+            println!("  {}", describe(migration));
+        }
+        Ok(DONE)
     }
+}
+
+/// A migration under way, in one line.
+pub(crate) fn describe(migration: &MigrationLine) -> String {
+    const MIB: f64 = (1_u64 << 20) as f64;
+    let way = if migration.role == "source" {
+        "moves to"
+    } else {
+        "comes from"
+    };
+    let mut text = format!(
+        "{way} {}: {} for {:.0} s",
+        clean(&migration.peer),
+        migration.phase,
+        migration.seconds
+    );
+    if let Some(progress) = &migration.progress {
+        text.push_str(&format!(
+            ", iteration {}, {:.0} MiB/s, {:.0} MiB remain",
+            progress.iteration,
+            progress.bytes_per_s as f64 / MIB,
+            progress.remaining_bytes as f64 / MIB,
+        ));
+    }
+    if let Some(rate) = migration.rate {
+        text.push_str(&format!(", capped at {:.0} MiB/s", rate as f64 / MIB));
+    }
+    if migration.throttle != 0 {
+        text.push_str(&format!(", guest slowed down by {} %", migration.throttle));
+    }
+    text
 }
 
 /// How the VM behind a control socket is.
 pub(crate) fn status(socket: &Path) -> Result<StatusLine> {
-    match Client::ask(socket, &Request::Status)?.next()? {
+    status_of(Client::ask(socket, &Request::Status)?)
+}
+
+/// The same, of a process that may be stopped.
+pub(crate) fn status_within(socket: &Path, limit: Duration) -> Result<StatusLine> {
+    status_of(Client::ask_within(socket, &Request::Status, Some(limit))?)
+}
+
+fn status_of(mut answer: Client) -> Result<StatusLine> {
+    match answer.next()? {
         Some(Line::Status(status)) => Ok(status),
         Some(Line::Failed(failed)) => bail!("{}", failed.text),
         other => bail!("the VM's process answered {other:?}"),
@@ -170,16 +326,6 @@ impl Ask {
             What::Resume => Request::Resume,
             What::PowerOff => Request::PowerOff,
         };
-        let mut client = Client::ask(&self.control.socket(&self.name)?, &request)?;
-        match client.next()? {
-            Some(Line::Done) => {
-                if self.json {
-                    Line::Done.print();
-                }
-                Ok(0)
-            }
-            Some(Line::Failed(failed)) => bail!("{}", failed.text),
-            other => bail!("the VM's process answered {other:?}"),
-        }
+        obeyed(&self.control.socket(&self.name)?, &request, self.json)
     }
 }

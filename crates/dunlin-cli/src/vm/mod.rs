@@ -1,18 +1,21 @@
 //! `dunlin vm`: the reference VMM as separate processes.
 //!
 //! `run` owns a new VM, `receive` one that arrives; either process then keeps
-//! a control socket over which `migrate` and `status` speak to it ([`owner`]).
+//! a control socket over which the other commands speak to it ([`owner`]).
 
 mod client;
+mod desk;
 mod migrate;
-pub(crate) mod owner;
+mod moving;
+mod owner;
 mod receive;
 mod run;
 
 use anyhow::Result;
 use clap::Subcommand;
 
-pub(crate) use migrate::{Ended, follow, status};
+pub(crate) use migrate::{Ended, describe, follow, obeyed, status, status_within};
+pub(crate) use owner::Request;
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
@@ -22,6 +25,10 @@ pub(crate) enum Command {
     Receive(receive::Receive),
     /// Move a VM of this host to another.
     Migrate(migrate::Migrate),
+    /// Follow the migration of a VM of this host until it ends.
+    Watch(migrate::Watch),
+    /// Change the migration of a VM of this host while it runs.
+    Set(migrate::Set),
     /// Say how a VM of this host is.
     Status(migrate::Status),
     /// Pause a VM of this host, let it go on, or have it power itself off.
@@ -34,6 +41,8 @@ pub(crate) fn run(command: Command) -> Result<i32> {
         Command::Run(run) => run.run(),
         Command::Receive(receive) => receive.run(),
         Command::Migrate(migrate) => migrate.run(),
+        Command::Watch(watch) => watch.run(),
+        Command::Set(set) => set.run(),
         Command::Status(status) => status.run(),
         Command::Ask(ask) => ask.run(),
     }

@@ -1,28 +1,35 @@
-//! The process that owns a VM: serves its control socket until the VM ends
-//! here.
+//! The control socket of the process that owns a VM, or takes one in.
 //!
 //! A request is one JSON line, the answer any number of [`Line`]s; the last
-//! one is `done`, `moved` or `failed`, after which the connection is closed.
+//! one is `done`, `status`, `moved` or `failed`, after which the connection is
+//! closed. Whoever asked for a migration may send `cancel` on the same
+//! connection. If it hangs up instead, the migration goes on: the VM's process
+//! carries it out, and a lost terminal is no reason to call it off.
 
 use std::fs;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::Shutdown;
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use dunlin::engine::source::migrate;
+use dunlin::engine::source::{Options, migrate};
 use dunlin::engine::vmm::SourceVm;
-use dunlin::engine::{Cancel, Event, Host, StandardHost};
+use dunlin::engine::{Event, Host, StandardHost};
+use dunlin::lane::identity::ClientTls;
 use dunlin::lane::provider::Crypto;
-use dunlin_microvm::{Movable, Vm, VmState};
 use serde::{Deserialize, Serialize};
 
-use crate::line::{FailedLine, Line, StatusLine, millis};
+use super::desk::{Command, Desk};
+use super::moving::Moving;
+use crate::code::FAILED;
+use crate::line::{FailedLine, Line};
 use crate::options::{MigrateFlags, load_identity, peer_names};
+use crate::sessions::Decision;
 
 /// A request line is at most this long.
 const REQUEST_LIMIT_BYTES: u64 = 64 * 1024;
@@ -40,44 +47,26 @@ pub(crate) enum Request {
         peers: Vec<String>,
         flags: MigrateFlags,
     },
+    /// Follow the migration under way.
+    Watch,
+    /// Change it.
+    Set {
+        rate: Option<u64>,
+    },
+    /// End it. Alone, the answer comes when it has ended.
+    Cancel,
+    /// Carry out what the operator has decided about a VM in doubt.
+    Resolve {
+        session: [u8; 16],
+        decision: Decision,
+    },
 }
 
-/// Serves the control socket until the VM has ended or moved away; returns the
-/// exit code.
-pub(crate) fn serve(vm: Arc<Movable>, socket: Socket, json: bool) -> Result<i32> {
-    // One migration at a time.
-    let migrating = Arc::new(Mutex::new(()));
-    {
-        let (vm, migrating) = (Arc::clone(&vm), Arc::clone(&migrating));
-        let listener = socket.listener.try_clone()?;
-        std::thread::Builder::new()
-            .name("control-socket".into())
-            .spawn(move || accept(&listener, &vm, &migrating))?;
+impl Request {
+    /// Whether the answer may take as long as a migration does.
+    pub(crate) fn takes_long(&self) -> bool {
+        matches!(self, Self::Migrate { .. } | Self::Watch | Self::Cancel)
     }
-    let state = loop {
-        let state = vm.vm().wait_until_ended(Duration::from_secs(3600));
-        if state.has_ended() {
-            break state;
-        }
-    };
-    // A migration that is under way learns of the end by itself, tells the
-    // destination and whoever asked for it.
-    drop(migrating.lock().unwrap_or_else(PoisonError::into_inner));
-    let code = match state {
-        VmState::Moved | VmState::PoweredOff => 0,
-        _ => 1,
-    };
-    let state = state.to_string();
-    if json {
-        Line::Ended {
-            state: state.clone(),
-            code,
-        }
-        .print();
-    } else {
-        println!("{}: {state}", vm.vm().config().name);
-    }
-    Ok(code)
 }
 
 /// For a parent that must not leave a VM or its scratch directory behind.
@@ -112,6 +101,7 @@ impl Parent {
 pub(crate) struct Socket {
     listener: UnixListener,
     path: PathBuf,
+    closed: Arc<AtomicBool>,
 }
 
 impl Socket {
@@ -137,7 +127,18 @@ impl Socket {
         Ok(Self {
             listener,
             path: path.to_owned(),
+            closed: Arc::default(),
         })
+    }
+
+    /// Answers whoever connects, until it is dropped.
+    pub(crate) fn serve(&self, desk: &Arc<Desk>) -> Result<()> {
+        let listener = self.listener.try_clone()?;
+        let (desk, closed) = (Arc::clone(desk), Arc::clone(&self.closed));
+        std::thread::Builder::new()
+            .name("control-socket".into())
+            .spawn(move || accept(&listener, &desk, &closed))?;
+        Ok(())
     }
 
     /// Where it is.
@@ -148,78 +149,135 @@ impl Socket {
 
 impl Drop for Socket {
     fn drop(&mut self) {
+        self.closed.store(true, Ordering::SeqCst);
+        // Wakes the thread that accepts, if there is one.
+        let _ = UnixStream::connect(&self.path);
         // Somebody may have removed it before.
         let _ = fs::remove_file(&self.path);
     }
 }
 
-fn accept(listener: &UnixListener, vm: &Arc<Movable>, migrating: &Arc<Mutex<()>>) {
+fn accept(listener: &UnixListener, desk: &Arc<Desk>, closed: &AtomicBool) {
     for connection in listener.incoming() {
         let Ok(connection) = connection else { return };
-        let (vm, migrating) = (Arc::clone(vm), Arc::clone(migrating));
+        if closed.load(Ordering::SeqCst) {
+            return;
+        }
+        let desk = Arc::clone(desk);
         let spawned = std::thread::Builder::new()
             .name("control-request".into())
-            .spawn(move || {
-                if let Err(error) = answer(&connection, &vm, &migrating) {
-                    // Whoever asked may have gone.
-                    let _ = send(
-                        &connection,
-                        &Line::Failed(FailedLine {
-                            fault: "usage".into(),
-                            at_fault: "configuration".into(),
-                            vm: "at-source".into(),
-                            text: format!("{error:#}"),
-                            code: 1,
-                        }),
-                    );
-                }
-            });
+            .spawn(move || answer(&connection, &desk));
         if let Err(error) = spawned {
             eprintln!("warning: a request cannot be served: {error}");
         }
     }
 }
 
-fn answer(connection: &UnixStream, vm: &Arc<Movable>, migrating: &Mutex<()>) -> Result<()> {
-    let mut request = String::new();
-    let limited = std::io::Read::take(connection, REQUEST_LIMIT_BYTES);
-    BufReader::new(limited).read_line(&mut request)?;
-    let request: Request = serde_json::from_str(&request).context("that is no request")?;
+fn answer(connection: &UnixStream, desk: &Arc<Desk>) {
+    let asked = connection.try_clone().map(BufReader::new);
+    let Ok(mut requests) = asked else { return };
+    let request = read_request(&mut requests);
+    let answering = desk.answering();
+    let obeyed = match request {
+        Ok(Some(request)) => obey(request, requests, connection, desk),
+        // A look whether somebody is here.
+        Ok(None) => Ok(()),
+        Err(error) => Err(error),
+    };
+    if let Err(error) = obeyed {
+        // Whoever asked may have gone.
+        let _ = send(
+            connection,
+            &Line::Failed(FailedLine {
+                fault: "usage".into(),
+                at_fault: "configuration".into(),
+                vm: "at-source".into(),
+                text: format!("{error:#}"),
+                code: FAILED,
+            }),
+        );
+    }
+    // The other half may be held by a thread that reads.
+    let _ = connection.shutdown(Shutdown::Both);
+    drop(answering);
+}
+
+fn obey(
+    request: Request,
+    requests: BufReader<UnixStream>,
+    connection: &UnixStream,
+    desk: &Arc<Desk>,
+) -> Result<()> {
     match request {
-        Request::Status => send(connection, &Line::Status(status(vm.vm())))?,
-        Request::Pause | Request::Resume => {
-            // Whoever resumed it between *commit* and *running* would have it
-            // run twice (I1).
-            let Ok(_one) = migrating.try_lock() else {
-                bail!("the VM is being migrated: wait until that is over");
-            };
-            match request {
-                Request::Pause => vm.vm().pause()?,
-                _ => vm.vm().resume()?,
-            }
+        Request::Status => return send(connection, &Line::Status(desk.status()?)),
+        Request::Pause => desk.command(Command::Pause)?,
+        Request::Resume => desk.command(Command::Resume)?,
+        Request::PowerOff => desk.command(Command::PowerOff)?,
+        Request::Set { rate } => desk.moving()?.set_rate(rate)?,
+        Request::Cancel => desk.cancel()?,
+        Request::Resolve { session, decision } => desk.resolve(session, decision)?,
+        Request::Watch => {
+            let moving = desk.moving()?;
+            return moving.follow().show(|line| send(connection, line));
         }
-        Request::PowerOff => vm.vm().ask_power_off(),
         Request::Migrate {
             identity,
             peers,
             flags,
         } => {
-            let Ok(_one) = migrating.try_lock() else {
-                bail!("the VM is being migrated already");
-            };
-            return move_away(connection, vm, &identity, &peers, &flags);
+            let moving = move_away(desk, &identity, &peers, &flags)?;
+            let follower = moving.follow();
+            let heeded = (Arc::clone(desk), Arc::clone(&moving));
+            std::thread::Builder::new()
+                .name("control-heed".into())
+                .spawn(move || heed(requests, &heeded.0, &heeded.1))?;
+            // Whoever asked may go; the migration goes on.
+            let _ = follower.show(|line| send(connection, line));
+            return Ok(());
         }
     }
     send(connection, &Line::Done)
 }
 
+/// The next request; none when whoever asks has hung up.
+fn read_request(from: &mut impl BufRead) -> Result<Option<Request>> {
+    let mut request = String::new();
+    if from.take(REQUEST_LIMIT_BYTES).read_line(&mut request)? == 0 {
+        return Ok(None);
+    }
+    Ok(Some(
+        serde_json::from_str(&request).context("that is no request")?,
+    ))
+}
+
+/// Listens to whoever asked for a migration while it is under way.
+fn heed(mut requests: impl BufRead, desk: &Desk, moving: &Moving) {
+    loop {
+        match read_request(&mut requests) {
+            Ok(Some(Request::Cancel)) => {
+                if let Err(error) = moving.ask_to_end() {
+                    moving.warn(error.to_string());
+                }
+            }
+            Ok(Some(_)) => moving.warn("one thing at a time: the VM is being migrated".into()),
+            Ok(None) | Err(_) => break,
+        }
+    }
+    if !moving.has_ended() {
+        desk.warn(
+            "whoever asked for the migration has gone; it goes on: `dunlin vm watch` follows it, \
+             `dunlin cancel` ends it",
+        );
+    }
+}
+
+/// Begins a migration, on a thread of its own.
 fn move_away(
-    connection: &UnixStream,
-    vm: &Arc<Movable>,
+    desk: &Arc<Desk>,
     identity: &Path,
     peers: &[String],
     flags: &MigrateFlags,
-) -> Result<()> {
+) -> Result<Arc<Moving>> {
     let identity = load_identity(identity)?;
     let peers = if peers.is_empty() {
         // Whoever connects to a host expects that host.
@@ -233,50 +291,43 @@ fn move_away(
         peer_names(peers)?
     };
     let tls = identity.client(&Crypto::auto(), peers)?;
-    let host: Arc<dyn Host> = Arc::new(StandardHost);
-    let out = Mutex::new(connection);
-    let observe = |event: &Event| {
-        let out = out.lock().unwrap_or_else(PoisonError::into_inner);
-        // Whoever asked may have gone; the migration goes on.
-        let _ = send(&out, &Line::from(event));
+    let moving = Moving::new(flags.to.clone(), flags.rate);
+    let options = Options {
+        tune: moving.tune.clone(),
+        ..flags.options()
     };
-    let source: Arc<dyn SourceVm> = Arc::clone(vm) as _;
-    let result = migrate(
-        &source,
-        &flags.to,
-        &tls,
-        &flags.options(),
-        &host,
-        &observe,
-        &Cancel::new(),
-    );
-    match result {
-        Ok(report) => {
-            let _ = send(connection, &Line::Moved(Box::new((&report).into())));
-        }
-        Err(error) => {
-            let _ = send(connection, &Line::Failed((&error).into()));
-        }
+    let vm: Arc<dyn SourceVm> = desk.begin(&moving)?;
+    let to = flags.to.clone();
+    let (for_thread, its_desk) = (Arc::clone(&moving), Arc::clone(desk));
+    let spawned = std::thread::Builder::new()
+        .name("migration".into())
+        .spawn(move || {
+            let line = carry_out(&vm, &to, &tls, &options, &for_thread);
+            its_desk.finish(&for_thread, line);
+        });
+    if let Err(error) = spawned {
+        let text = format!("no thread can be had: {error}");
+        desk.finish(&moving, Line::Warning { text: text.clone() });
+        bail!(text);
     }
-    Ok(())
+    Ok(moving)
+}
+
+fn carry_out(
+    vm: &Arc<dyn SourceVm>,
+    to: &str,
+    tls: &ClientTls,
+    options: &Options,
+    moving: &Moving,
+) -> Line {
+    let host: Arc<dyn Host> = Arc::new(StandardHost);
+    let observe = |event: &Event| moving.observe(event);
+    match migrate(vm, to, tls, options, &host, &observe, &moving.cancel) {
+        Ok(report) => Line::Moved(Box::new((&report).into())),
+        Err(error) => Line::Failed((&error).into()),
+    }
 }
 
 fn send(mut connection: &UnixStream, line: &Line) -> Result<()> {
     Ok(writeln!(connection, "{}", line.to_json())?)
-}
-
-/// How a VM of this process is.
-pub(crate) fn status(vm: &Vm) -> StatusLine {
-    let stats = vm.stats();
-    StatusLine {
-        name: vm.config().name.clone(),
-        pid: std::process::id(),
-        state: vm.state().to_string(),
-        memory_bytes: vm.config().memory_bytes,
-        pages_checked: stats.pages_checked,
-        beats: stats.beats,
-        full_passes: vm.full_passes(),
-        downtime_ms: stats.downtime.map(millis),
-        largest_gap_ms: millis(stats.largest_gap),
-    }
 }

@@ -1,19 +1,25 @@
 //! `dunlin vm receive`: waits for a VM, then owns it.
 
+use std::io::ErrorKind;
 use std::net::TcpListener;
 use std::sync::Arc;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow};
 use clap::Args;
 use dunlin::engine::destination::{DestinationEvent, Options, receive};
 use dunlin::engine::vmm::{Builder, DestinationVm, FaultCode, Offered, Refusal};
-use dunlin::engine::{Cancel, Host, StandardHost, VmIs};
+use dunlin::engine::{Host, StandardHost, VmIs};
 use dunlin::lane::provider::Crypto;
 use dunlin_microvm::{MachineBuilder, Movable};
+use dunlin_sys::signals::{EndSignal, EndSignals};
 
-use super::owner::{Parent, Socket, serve};
+use super::desk::Desk;
+use super::owner::{Parent, Socket};
+use crate::code::CANCELLED;
+use crate::display::clean;
 use crate::line::{FailedLine, Line, millis};
 use crate::options::{Common, ControlPath, load_identity, peer_names};
+use crate::sessions::StatePath;
 
 #[derive(Debug, Args)]
 pub(crate) struct Receive {
@@ -27,6 +33,8 @@ pub(crate) struct Receive {
     common: Common,
     #[command(flatten)]
     control: ControlPath,
+    #[command(flatten)]
+    state: StatePath,
     /// One JSON object a line.
     #[arg(long)]
     json: bool,
@@ -36,10 +44,12 @@ pub(crate) struct Receive {
 
 impl Receive {
     pub(crate) fn run(self) -> Result<i32> {
+        let desk = Desk::new(self.json, self.state.open()?);
+        desk.watch(EndSignals::block()?)?;
         let identity = load_identity(&self.common.identity)?;
         let tls = identity.server(&Crypto::auto(), peer_names(&self.common.peers)?)?;
         let listener = TcpListener::bind(&self.listen)
-            .with_context(|| format!("cannot listen on {}", self.listen))?;
+            .map_err(|error| anyhow!("{}: {error}", self.cannot_listen(&error)))?;
         let address = listener.local_addr()?.to_string();
         self.say(&Line::Listening {
             address: address.clone(),
@@ -53,10 +63,19 @@ impl Receive {
         let mut builder = Takes {
             machines: MachineBuilder::default(),
             control: &self.control,
+            desk: &desk,
             socket: None,
         };
-        let observe = |event: &DestinationEvent| self.observe(event);
+        let observe = |event: &DestinationEvent| {
+            desk.observe(event);
+            self.observe(event);
+        };
+        let mut called_off = None;
         let received = loop {
+            let Some(cancel) = desk.next_attempt() else {
+                desk.farewell();
+                return Ok(self.cancelled(&desk, called_off));
+            };
             let attempt = receive(
                 listener.try_clone()?,
                 &tls,
@@ -64,21 +83,30 @@ impl Receive {
                 &mut builder,
                 &host,
                 &observe,
-                &Cancel::new(),
+                &cancel,
             );
             match attempt {
                 Ok(received) => break received,
                 // The VM goes on at the source, which may try again.
                 Err(error) if error.vm == VmIs::AtSource => {
                     let FailedLine { text, .. } = (&error).into();
-                    self.say(&Line::Rejected { text });
+                    if desk.ending().is_none() {
+                        self.say(&Line::Rejected { text });
+                    } else if desk.is_arriving() {
+                        called_off = Some(text);
+                    }
+                    // And with it its control socket.
                     drop(builder.take());
                 }
                 Err(error) => {
                     let failed: FailedLine = (&error).into();
                     let code = failed.code;
                     self.say(&Line::Failed(failed));
-                    return Ok(code);
+                    // The source has given it away: the only copy is here.
+                    return match builder.take() {
+                        Some((vm, _socket)) => desk.keep(&vm),
+                        None => Ok(code),
+                    };
                 }
             }
         };
@@ -95,24 +123,56 @@ impl Receive {
             downtime_ms: received.guest_downtime.map(millis),
             cpu_s: received.cpu.as_secs_f64(),
         });
-        serve(vm, socket, self.json)
+        desk.keep(&vm)
+    }
+
+    fn cannot_listen(&self, error: &std::io::Error) -> String {
+        let why = match error.kind() {
+            ErrorKind::AddrInUse => "another process listens there; end it, or",
+            ErrorKind::AddrNotAvailable => "that is not an address of this host;",
+            ErrorKind::PermissionDenied => "ports below 1024 are root's;",
+            _ => "there is no such address;",
+        };
+        format!(
+            "cannot listen on {} (at fault: configuration): {why} choose another --listen",
+            self.listen
+        )
+    }
+
+    /// Says that it was told to end, and what became of a VM on its way.
+    fn cancelled(&self, desk: &Desk, called_off: Option<String>) -> i32 {
+        let signal = desk.ending().map_or("a signal", EndSignal::name);
+        let vm = if called_off.is_some() {
+            "at-source"
+        } else {
+            "none"
+        };
+        self.say(&Line::Failed(FailedLine {
+            fault: FaultCode::Cancelled.to_string(),
+            at_fault: "this side".into(),
+            vm: vm.into(),
+            text: called_off.unwrap_or_else(|| format!("{signal} before a VM had come")),
+            code: CANCELLED,
+        }));
+        CANCELLED
     }
 
     fn observe(&self, event: &DestinationEvent) {
-        let text = match event {
-            DestinationEvent::Rejected { reason } => {
-                return self.say(&Line::Rejected {
-                    text: reason.clone(),
-                });
-            }
-            DestinationEvent::Warning(text) => text.clone(),
-            DestinationEvent::Connected { peer } => {
-                return self.say(&Line::Accepted { peer: peer.clone() });
-            }
-            DestinationEvent::LaneUp { lane } => return self.say(&Line::LaneUp { lane: *lane }),
+        self.say(&match event {
+            DestinationEvent::Rejected { reason } => Line::Rejected {
+                text: reason.clone(),
+            },
+            DestinationEvent::Warning(text) => Line::Warning { text: text.clone() },
+            DestinationEvent::Connected { peer } => Line::Accepted { peer: peer.clone() },
+            DestinationEvent::LaneUp { lane } => Line::LaneUp { lane: *lane },
+            DestinationEvent::LaneLost { lane, why } => Line::LaneLost {
+                lane: *lane,
+                text: why.clone(),
+            },
+            DestinationEvent::ControlLost { why } => Line::ControlLost { text: why.clone() },
+            DestinationEvent::ControlResumed => Line::ControlResumed,
             _ => return,
-        };
-        self.say(&Line::Warning { text });
+        });
     }
 
     fn say(&self, line: &Line) {
@@ -122,10 +182,13 @@ impl Receive {
         }
         match line {
             Line::Listening { address } => println!("waiting for a VM on {address}"),
-            Line::Accepted { peer } => println!("{peer} has connected"),
-            Line::Rejected { text } => println!("turned away: {text}"),
-            Line::Warning { text } => println!("warning: {text}"),
-            Line::Failed(failed) => println!("{}", failed.text),
+            Line::Accepted { peer } => println!("{} has connected", clean(peer)),
+            Line::Rejected { text } => println!("turned away: {}", clean(text)),
+            Line::Warning { text } => println!("warning: {}", clean(text)),
+            Line::LaneLost { lane, text } => println!("lane {lane} is lost: {}", clean(text)),
+            Line::ControlLost { text } => println!("the control lane is lost: {}", clean(text)),
+            Line::ControlResumed => println!("a new control lane stands"),
+            Line::Failed(failed) => println!("{}", clean(&failed.text)),
             Line::Received {
                 name,
                 control,
@@ -153,6 +216,7 @@ impl Receive {
 struct Takes<'a> {
     machines: MachineBuilder,
     control: &'a ControlPath,
+    desk: &'a Arc<Desk>,
     socket: Option<Socket>,
 }
 
@@ -172,6 +236,7 @@ impl Builder for Takes<'_> {
             .control
             .socket(&offered.vm.name)
             .and_then(|path| Socket::bind(&path))
+            .and_then(|socket| socket.serve(self.desk).map(|()| socket))
             .map_err(|error| Refusal {
                 fault: FaultCode::DescriptionRefused,
                 text: format!("{error:#}"),

@@ -5,11 +5,14 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 use clap::Args;
 use dunlin_microvm::{Config, CreateError, Movable, Vm, Workload};
+use dunlin_sys::signals::EndSignals;
 
-use super::owner::{Parent, Socket, serve};
-use crate::USAGE;
+use super::desk::Desk;
+use super::owner::{Parent, Socket};
+use crate::code::USAGE;
 use crate::line::Line;
 use crate::options::{BackingName, ControlPath, FillName, GuestName, WorkloadName, parse_bytes};
+use crate::sessions::StatePath;
 
 #[derive(Debug, Args)]
 pub(crate) struct Run {
@@ -45,6 +48,8 @@ pub(crate) struct Run {
     dirty_rate: u64,
     #[command(flatten)]
     control: ControlPath,
+    #[command(flatten)]
+    state: StatePath,
     /// One JSON object a line.
     #[arg(long)]
     json: bool,
@@ -80,6 +85,8 @@ impl Run {
             eprintln!("error: {error}");
             return Ok(USAGE);
         }
+        let desk = Desk::new(self.json, self.state.open()?);
+        desk.watch(EndSignals::block()?)?;
         let socket = Socket::bind(&self.control.socket(&self.name)?)?;
         self.parent.watch()?;
         let vm = Vm::new(config).map_err(|error| {
@@ -102,6 +109,7 @@ impl Run {
         } else {
             println!("{} runs; control socket {control}", self.name);
         }
-        serve(Movable::new(Arc::new(vm)), socket, self.json)
+        socket.serve(&desk)?;
+        desk.keep(&Movable::new(Arc::new(vm)))
     }
 }

@@ -171,9 +171,17 @@ pub struct Process {
 
 impl Process {
     pub fn start(mut command: Command, control: &Path) -> Self {
-        let mut child = command
+        command
             .arg("--control")
             .arg(control)
+            .arg("--state-dir")
+            .arg(control.parent().unwrap().join("state"));
+        Self::follow(command, control)
+    }
+
+    /// The same, of a command that names its control directory already.
+    pub fn follow(mut command: Command, control: &Path) -> Self {
+        let mut child = command
             .arg("--json")
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
@@ -219,11 +227,23 @@ impl Process {
         }
     }
 
+    /// Sends it a signal, such as `INT`.
+    pub fn signal(&self, name: &str) {
+        let mut kill = Command::new("kill");
+        kill.args(["-s", name]).arg(self.pid().to_string());
+        assert!(kill.status().unwrap().success());
+    }
+
     /// Waits for the process to end by itself; its exit code and last line.
     pub fn ended(mut self) -> (i32, Value) {
         let code = self.child.wait();
         let last = self.lines.iter().map(|line| parse(&line)).last();
         (code, last.expect("it says how it ended"))
+    }
+
+    /// Waits for the process to end; its exit code.
+    pub fn code(mut self) -> i32 {
+        self.child.wait()
     }
 
     /// Kills it.
@@ -320,6 +340,19 @@ impl Hosts {
         let mut command = words("vm status --name vm --json --control");
         command.arg(&of.control);
         parse(succeed(command).trim())
+    }
+
+    /// `dunlin vm migrate`, started.
+    pub fn begin(&self, from: &Process, to: &Process, identity: &str, flags: &str) -> Process {
+        let migrate = self.migrate(from, to, identity, flags);
+        Process::follow(migrate, &from.control)
+    }
+
+    /// `dunlin cancel` for the VM of a process.
+    pub fn cancel(&self, of: &Process) -> Done {
+        let mut command = words("cancel --vm");
+        command.arg(of.control.join("vm.sock"));
+        finish(command)
     }
 
     pub fn ask(&self, of: &Process, what: &str) -> Done {

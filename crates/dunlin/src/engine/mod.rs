@@ -22,6 +22,7 @@ pub mod memory;
 mod proof;
 mod report;
 pub mod source;
+mod tune;
 pub mod vmm;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -29,6 +30,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 pub use error::{MigrateError, VmIs};
 pub use host::{Cancel, Host, StandardHost};
 pub use report::{Downtime, Event, Iteration, Observer, Progress, Report, Traffic};
+pub use tune::{Tune, TuneError};
 
 /// A thread that panicked while it held one of the engine's locks has ended
 /// its session: the panic is reported when it is joined. What the lock guards

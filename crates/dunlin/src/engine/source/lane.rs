@@ -47,7 +47,9 @@ pub(super) struct Shared {
 /// Guarded by [`Shared::state`].
 pub(super) struct State {
     pub(super) lanes: Sending,
-    pub(super) pace: Pace,
+    pace: Pace,
+    /// How often the cap has been changed.
+    rate_changes: u64,
     /// Every lane ends at once, whatever it does.
     pub(super) stop: bool,
     /// The iteration whose last chunk has been reported as cut.
@@ -89,6 +91,7 @@ impl Shared {
             state: Mutex::new(State {
                 lanes,
                 pace,
+                rate_changes: 0,
                 stop: false,
                 reported: 0,
                 shares: BTreeMap::new(),
@@ -115,6 +118,17 @@ impl Shared {
         if let Some(share) = lock(&self.state).shares.get_mut(&lane) {
             share.cut();
         }
+        self.changed.notify_all();
+    }
+
+    /// Changes the cap over all lanes. A lane that waits for its turn under the
+    /// old cap asks again under the new one: it may have been told to wait for
+    /// long, and in the last pass the guest would wait with it.
+    pub(super) fn set_rate(&self, bytes_per_s: Option<u64>) {
+        let mut state = lock(&self.state);
+        state.pace = Pace::new(bytes_per_s);
+        state.rate_changes += 1;
+        drop(state);
         self.changed.notify_all();
     }
 
@@ -427,9 +441,15 @@ impl Lane {
     /// Waits until the session's rate cap lets `bytes` go.
     fn wait_for_rate(&self, bytes: u64) -> Result<(), Fault> {
         let mut state = lock(&self.shared.state);
-        let at_ns = state.pace.reserve(self.shared.now_ns(), bytes);
+        let mut at_ns = state.pace.reserve(self.shared.now_ns(), bytes);
+        let mut changes = state.rate_changes;
         state.lanes.paced(self.number, at_ns);
         loop {
+            if changes != state.rate_changes {
+                changes = state.rate_changes;
+                at_ns = state.pace.reserve(self.shared.now_ns(), bytes);
+                state.lanes.paced(self.number, at_ns);
+            }
             let left = at_ns.saturating_sub(self.shared.now_ns());
             if state.stop || state.shares.get(&self.number).is_none_or(|share| share.cut) {
                 return Err(self.lost(format!("lane {} was given up", self.number)));

@@ -28,6 +28,7 @@ use super::control::FromPeer;
 use super::error::{Fault, MigrateError, VmIs};
 use super::host::{Cancel, Host};
 use super::report::{Observer, Report};
+use super::tune::Tune;
 use super::vmm::SourceVm;
 use crate::lane::identity::ClientTls;
 use crate::lane::record::RECORD_LIMIT;
@@ -49,6 +50,8 @@ pub struct Options {
     pub throttle: bool,
     /// Cap over all data lanes, in bytes per second.
     pub rate: Option<u64>,
+    /// Changes that cap while the migration runs.
+    pub tune: Tune,
     /// The same for the last pass, when the guest stands still.
     pub last_pass_rate: Option<u64>,
     /// Cap for each data lane, kept by the kernel, in bytes per second.
@@ -81,6 +84,7 @@ impl Default for Options {
             at_time_limit: AtTimeLimit::Cancel,
             throttle: true,
             rate: None,
+            tune: Tune::new(),
             last_pass_rate: None,
             lane_rate: None,
             verify: false,

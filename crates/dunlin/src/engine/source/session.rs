@@ -97,6 +97,8 @@ pub(super) fn run(
     cancel.listen(move || {
         let _ = on_cancel.send(SessionEvent::Cancelled);
     });
+    let shared = Arc::clone(&session.shared);
+    options.tune.attach(move |rate| shared.set_rate(rate));
     let result = session
         .set_up(to, tls, &sender)
         .and_then(|()| session.pre_copy())
@@ -106,6 +108,7 @@ pub(super) fn run(
         Err(fault) => Err(session.fail(fault)),
     };
     cancel.unlisten();
+    options.tune.detach();
     session.wind_up();
     let outcome = result?;
     let own = thread_cpu_time().saturating_sub(cpu_before);

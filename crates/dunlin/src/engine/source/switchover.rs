@@ -111,9 +111,8 @@ impl Session<'_> {
         began: Instant,
         downtime: &mut Downtime,
     ) -> Result<Option<Receiver<std::io::Result<Digest>>>, Fault> {
-        lock(&self.shared.state)
-            .pace
-            .set_rate(self.options.last_pass_rate);
+        self.options.tune.detach();
+        self.shared.set_rate(self.options.last_pass_rate);
         self.fetch_logs()?;
         let bytes_before = lock(&self.shared.state).traffic().wire_bytes;
         let (iteration, pages) = self.begin_iteration(true);

@@ -1,0 +1,59 @@
+//! `dunlin cancel`: ends a migration from a third shell, on either side.
+
+use std::path::PathBuf;
+
+use anyhow::{Result, bail};
+use clap::Args;
+
+use super::{StatePath, about, parse_session};
+use crate::options::ControlPath;
+use crate::vm::{Request, obeyed};
+
+#[derive(Debug, Args)]
+pub(crate) struct Cancel {
+    /// The session, by what `dunlin status` shows; its beginning will do.
+    #[arg(value_parser = parse_session, required_unless_present = "vm", conflicts_with = "vm")]
+    session: Option<String>,
+    /// The VM's name instead, or its control socket.
+    #[arg(long, value_name = "NAME|SOCKET")]
+    vm: Option<String>,
+    #[command(flatten)]
+    control: ControlPath,
+    #[command(flatten)]
+    state: StatePath,
+    /// One JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+impl Cancel {
+    pub(crate) fn run(&self) -> Result<i32> {
+        let code = obeyed(&self.socket()?, &Request::Cancel, self.json)?;
+        if !self.json {
+            println!("cancelled; the VM goes on at the source");
+        }
+        Ok(code)
+    }
+
+    fn socket(&self) -> Result<PathBuf> {
+        match (&self.session, &self.vm) {
+            (Some(session), _) => {
+                let (entry, record) = self.state.find(session)?;
+                if !entry.lives {
+                    bail!(
+                        "nothing to cancel: the process that had the session ({}) has died; its \
+                         record says {}",
+                        about(entry.role, &record),
+                        record.state
+                    );
+                }
+                if record.owner.is_empty() {
+                    bail!("the process that has the session has no control socket: send it SIGINT");
+                }
+                Ok(record.owner.into())
+            }
+            (None, Some(vm)) => self.control.of(vm),
+            (None, None) => bail!("say which session"),
+        }
+    }
+}

@@ -1,0 +1,184 @@
+//! `dunlin resolve`: an operator decides where no answer can.
+//!
+//! Only a source is ever in doubt: it has told the destination to run the VM,
+//! and has not heard whether it does. Where the process with the paused copy
+//! lives, it writes the decision down and carries it out; where that has died,
+//! the copy is gone and the record is all that is left to settle.
+
+use std::io::{BufRead, IsTerminal, Write};
+use std::path::Path;
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use dunlin::engine::journal::{Entry, Record, Role, SourceRecord, State};
+use serde::{Deserialize, Serialize};
+
+use super::status::ago;
+use super::{StatePath, hex, parse_session};
+use crate::code::{DONE, FAILED, USAGE};
+use crate::display::clean;
+use crate::line::Line;
+use crate::vm::{Request, obeyed};
+
+#[derive(Debug, Args)]
+pub(crate) struct Resolve {
+    /// The session, by what `dunlin status` shows; its beginning will do.
+    #[arg(value_parser = parse_session)]
+    session: String,
+    /// The VM shall run here. You vouch that it does not run at the
+    /// destination, and never will; what it did there is lost.
+    #[arg(long, conflicts_with = "destroy")]
+    run_here: bool,
+    /// The copy here shall go. You vouch that the VM runs at the destination,
+    /// or is not wanted any more.
+    #[arg(long)]
+    destroy: bool,
+    #[command(flatten)]
+    state: StatePath,
+    /// One JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+/// What the operator decides.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Decision {
+    RunHere,
+    Destroy,
+}
+
+impl Resolve {
+    pub(crate) fn run(&self) -> Result<i32> {
+        let (entry, record) = self.state.find(&self.session)?;
+        let doubt = doubt(&entry, &record)?;
+        let decision = match (self.run_here, self.destroy) {
+            (true, _) => Decision::RunHere,
+            (_, true) => Decision::Destroy,
+            _ if !std::io::stdin().is_terminal() => {
+                eprintln!("{doubt}\nSay --run-here or --destroy.");
+                return Ok(USAGE);
+            }
+            _ => match ask(&doubt, entry.lives)? {
+                Some(decision) => decision,
+                None => {
+                    println!("nothing has been decided");
+                    return Ok(FAILED);
+                }
+            },
+        };
+        if entry.lives {
+            self.tell_owner(&entry, &record, decision)
+        } else {
+            self.settle(&entry, decision)
+        }
+    }
+
+    fn tell_owner(&self, entry: &Entry, record: &Record, decision: Decision) -> Result<i32> {
+        if record.owner.is_empty() {
+            bail!("the process that has the VM has no control socket: it has to be asked there");
+        }
+        let request = Request::Resolve {
+            session: entry.session,
+            decision,
+        };
+        let code = obeyed(Path::new(&record.owner), &request, self.json)?;
+        if !self.json {
+            println!(
+                "{}",
+                match decision {
+                    Decision::RunHere => "the VM goes on here",
+                    Decision::Destroy => "the copy here is destroyed",
+                }
+            );
+        }
+        Ok(code)
+    }
+
+    /// The process that had the copy has died: only the record is left.
+    fn settle(&self, entry: &Entry, decision: Decision) -> Result<i32> {
+        if decision == Decision::RunHere {
+            bail!(
+                "it cannot run here: the paused copy went with the process that had it. If the VM \
+                 does not run at the destination either, it has to be started anew; --destroy \
+                 settles this session"
+            );
+        }
+        let mut session = self.state.open()?.take(entry.session, Role::Source)?;
+        session.write(State::Source(SourceRecord::GivenUp))?;
+        // Nobody asks a source that has given its copy up.
+        session.forget()?;
+        if self.json {
+            Line::Done.print();
+        } else {
+            println!("settled: nothing of the VM is left here");
+        }
+        Ok(DONE)
+    }
+}
+
+/// The question, if there is one.
+fn doubt(entry: &Entry, record: &Record) -> Result<String> {
+    let (vm, peer) = (clean(&record.vm_name), clean(&record.peer));
+    let since = ago(record.written_ms);
+    let what = match record.state {
+        State::Source(SourceRecord::Committing) => format!(
+            "The destination {peer} was told to run VM {vm} ({}) {since} ago and never answered: \
+             the control lane was lost, or its process or host died. Is it running there?",
+            hex(&record.vm_uuid)
+        ),
+        State::Source(SourceRecord::RanThenDied) => format!(
+            "The destination {peer} ran VM {vm} ({}) and said {since} ago that it has died there. \
+             Shall it run here, from where it was paused for the migration? What it did since then \
+             is lost.",
+            hex(&record.vm_uuid)
+        ),
+        State::Source(SourceRecord::Migrating) if entry.lives => bail!(
+            "nothing is in doubt: VM {vm} is being migrated, and is here; `dunlin cancel` ends that"
+        ),
+        State::Source(SourceRecord::Migrating) => bail!(
+            "nothing is in doubt: VM {vm} died here with its process and was never given away"
+        ),
+        State::Source(SourceRecord::Kept | SourceRecord::RunHere) => {
+            bail!("nothing is in doubt: VM {vm} is here")
+        }
+        State::Source(SourceRecord::Released) => {
+            bail!("nothing is in doubt: {peer} has said that it runs VM {vm}")
+        }
+        State::Source(SourceRecord::GivenUp) => {
+            bail!("nothing is in doubt: the copy here was given up")
+        }
+        State::Destination(_) => bail!(
+            "nothing is in doubt here: this host is VM {vm}'s destination, and decides by its own \
+             record ({}); resolve it at the source, {peer}",
+            record.state
+        ),
+    };
+    let rest = if entry.lives {
+        "A paused copy is here."
+    } else {
+        "The paused copy here went with its process."
+    };
+    Ok(format!("{what} {rest}"))
+}
+
+/// Puts the question to whoever sits at the terminal.
+fn ask(doubt: &str, lives: bool) -> Result<Option<Decision>> {
+    println!("{doubt}");
+    if lives {
+        println!("  run here   it does not run at the destination, and never will");
+    }
+    println!("  destroy    it runs at the destination, or is not wanted any more");
+    print!("Anything else decides nothing: ");
+    std::io::stdout().flush()?;
+    let mut answer = String::new();
+    std::io::stdin()
+        .lock()
+        .read_line(&mut answer)
+        .context("no answer can be read")?;
+    Ok(match answer.trim() {
+        "run here" if lives => Some(Decision::RunHere),
+        "destroy" => Some(Decision::Destroy),
+        _ => None,
+    })
+}

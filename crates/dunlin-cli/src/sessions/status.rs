@@ -1,0 +1,161 @@
+//! `dunlin status`: every session that this host remembers.
+
+use std::path::Path;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use anyhow::Result;
+use clap::Args;
+use dunlin::engine::journal::{DestinationRecord, Entry, Record, Role, SourceRecord, State};
+
+use super::{StatePath, about, hex};
+use crate::code::{DONE, FAILED};
+use crate::line::{Line, SessionLine, StatusLine};
+use crate::vm::{describe, status_within};
+
+/// How long a process may take to say how it is; one may be stopped.
+const LIVE_LIMIT: Duration = Duration::from_secs(2);
+
+#[derive(Debug, Args)]
+pub(crate) struct Status {
+    #[command(flatten)]
+    state: StatePath,
+    /// One JSON object for each session.
+    #[arg(long)]
+    json: bool,
+}
+
+impl Status {
+    pub(crate) fn run(&self) -> Result<i32> {
+        let entries = self.state.list()?;
+        if entries.is_empty() && !self.json {
+            println!("no sessions in {}", self.state.directory()?.display());
+        }
+        let mut code = DONE;
+        for entry in &entries {
+            match &entry.record {
+                Ok(Some(record)) => self.show(entry, record),
+                // It has just begun, or has never come to its first record.
+                Ok(None) => {}
+                Err(why) => {
+                    code = FAILED;
+                    eprintln!(
+                        "warning: the journal of session {}, {}, cannot be relied upon: {why}; \
+                         keep it, and find out where the VM is before it is run anywhere",
+                        hex(&entry.session),
+                        entry.role.name()
+                    );
+                }
+            }
+        }
+        Ok(code)
+    }
+
+    fn show(&self, entry: &Entry, record: &Record) {
+        let live = (entry.lives && !record.owner.is_empty())
+            .then(|| status_within(Path::new(&record.owner), LIVE_LIMIT))
+            .and_then(Result::ok);
+        if self.json {
+            Line::Session(Box::new(line(entry, record, live))).print();
+            return;
+        }
+        println!("{}  {}", hex(&entry.session), about(entry.role, record));
+        let process = if entry.lives {
+            "its process lives"
+        } else {
+            "its process has died"
+        };
+        println!(
+            "  {}, attempt {}, since {}; {process}",
+            record.state,
+            record.attempt,
+            ago(record.written_ms)
+        );
+        match live
+            .as_ref()
+            .map(|status| (&status.migration, &status.state))
+        {
+            Some((Some(migration), _)) => println!("  {}", describe(migration)),
+            Some((None, state)) => println!("  the VM is {state} here"),
+            None => {}
+        }
+        if let Some(text) = meaning(record.state, entry.lives) {
+            println!("  {text}");
+        }
+        if let Some(text) = to_do(entry, record) {
+            println!("  {text}");
+        }
+    }
+}
+
+fn line(entry: &Entry, record: &Record, live: Option<StatusLine>) -> SessionLine {
+    let phase = match record.state {
+        State::Source(state) => state.name(),
+        State::Destination(state) => state.name(),
+    };
+    SessionLine {
+        session: hex(&entry.session),
+        role: entry.role.name().into(),
+        phase: phase.into(),
+        vm: record.vm_name.clone(),
+        uuid: hex(&record.vm_uuid),
+        peer: record.peer.clone(),
+        attempt: record.attempt,
+        process: if entry.lives { "lives" } else { "died" }.into(),
+        owner: record.owner.clone(),
+        started_ms: record.started_ms,
+        recorded_ms: record.written_ms,
+        resolvable: to_do(entry, record).is_some(),
+        live,
+    }
+}
+
+/// Where the VM is by this record, where that needs saying.
+fn meaning(state: State, lives: bool) -> Option<&'static str> {
+    match (state, lives) {
+        (State::Source(SourceRecord::Migrating), false) => {
+            Some("the VM was here when it died, and was never given away")
+        }
+        (State::Source(SourceRecord::Committing), false) => {
+            Some("the VM may run at the destination; ask there")
+        }
+        (State::Source(SourceRecord::RanThenDied), _) => {
+            Some("the VM ran at the destination and died there")
+        }
+        (State::Destination(DestinationRecord::Prepared), false) => {
+            Some("the VM was never run here")
+        }
+        (State::Destination(DestinationRecord::Running), false) => {
+            Some("the VM ran here until it died; the source may keep a paused copy of before")
+        }
+        _ => None,
+    }
+}
+
+/// What the operator may do about it.
+fn to_do(entry: &Entry, record: &Record) -> Option<String> {
+    match record.state {
+        State::Source(SourceRecord::Committing | SourceRecord::RanThenDied)
+            if entry.role == Role::Source =>
+        {
+            Some(format!(
+                "`dunlin resolve {}` decides it",
+                &hex(&entry.session)[..8]
+            ))
+        }
+        _ => None,
+    }
+}
+
+/// How long ago a time was, by this host's clock.
+pub(super) fn ago(ms: u64) -> String {
+    let now = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default();
+    let seconds = now.saturating_sub(Duration::from_millis(ms)).as_secs();
+    match seconds {
+        0..120 => format!("{seconds} s"),
+        120..7200 => format!("{} min", seconds / 60),
+        7200..172_800 => format!("{} h", seconds / 3600),
+        _ => format!("{} days", seconds / 86_400),
+    }
+}

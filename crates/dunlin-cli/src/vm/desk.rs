@@ -1,0 +1,557 @@
+//! What a VM's process holds, and what may be done with it now.
+//!
+//! ```text
+//!  vm receive: Waiting ──▶ Arriving ──▶ Vm ◀── vm run
+//!                 ▲            │         │
+//!                 └── failed ──┘         ├ under way ──▶ moved: the process ends
+//!                                        └ in doubt: paused until it is resolved
+//! ```
+//! Requests, signals, the arrival and the VM's own end meet here, under one
+//! lock.
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, bail};
+use dunlin::engine::Cancel;
+use dunlin::engine::destination::DestinationEvent;
+use dunlin::engine::journal::{Journal, Role, SessionJournal, SourceRecord, State};
+use dunlin_microvm::{Movable, Vm, VmState};
+use dunlin_sys::signals::{EndSignal, EndSignals};
+
+use super::moving::Moving;
+use crate::code::{DONE, FAILED, SIGNAL};
+use crate::line::{FailedLine, Line, MigrationLine, StatusLine, millis};
+use crate::sessions::{Decision, hex};
+
+/// How long a process that could end waits for clients who do not read.
+const FAREWELL_LIMIT: Duration = Duration::from_secs(5);
+
+pub(crate) struct Desk {
+    json: bool,
+    journal: Journal,
+    state: Mutex<Now>,
+    changed: Condvar,
+}
+
+struct Now {
+    holds: Holds,
+    /// The last migration away from here, under way or over.
+    moving: Option<Arc<Moving>>,
+    /// It is not known where the VM runs.
+    doubt: Option<Doubt>,
+    /// How the VM has ended here.
+    vm_ended: Option<VmState>,
+    /// What told this process to end.
+    ending: Option<EndSignal>,
+    /// Counts the attempts of sources to move a VM here.
+    attempt: u64,
+    cancel: Cancel,
+    /// Requests whose answer is not complete.
+    answering: usize,
+}
+
+/// A request is being answered.
+pub(crate) struct Answering(Arc<Desk>);
+
+impl Drop for Answering {
+    fn drop(&mut self) {
+        self.0.lock().answering -= 1;
+        self.0.changed.notify_all();
+    }
+}
+
+/// The destination was told to run the VM and has not answered; the copy here
+/// stays paused.
+struct Doubt {
+    /// The record of it, held so that everybody sees that its process lives;
+    /// none without a journal.
+    session: Option<SessionJournal>,
+    /// Whether this process has been told to end since.
+    signalled: bool,
+}
+
+enum Holds {
+    Waiting,
+    Arriving(Arriving),
+    Vm(Arc<Movable>),
+}
+
+struct Arriving {
+    peer: String,
+    name: String,
+    uuid: [u8; 16],
+    memory_bytes: u64,
+    phase: &'static str,
+    since: Instant,
+}
+
+/// In [`Arriving::phase`]: it cannot be called off any more.
+const COMMITTED: &str = "committed";
+
+/// What a pause, a resumption or a power-off needs.
+#[derive(Clone, Copy)]
+pub(crate) enum Command {
+    Pause,
+    Resume,
+    PowerOff,
+}
+
+impl Desk {
+    pub(crate) fn new(json: bool, journal: Journal) -> Arc<Self> {
+        Arc::new(Self {
+            json,
+            journal,
+            state: Mutex::new(Now {
+                holds: Holds::Waiting,
+                moving: None,
+                doubt: None,
+                vm_ended: None,
+                ending: None,
+                attempt: 0,
+                cancel: Cancel::new(),
+                answering: 0,
+            }),
+            changed: Condvar::new(),
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Now> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn wait<'a>(&self, state: MutexGuard<'a, Now>) -> MutexGuard<'a, Now> {
+        self.changed
+            .wait(state)
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Ends this process in order at the first signal, and at once at the
+    /// second.
+    pub(crate) fn watch(self: &Arc<Self>, signals: EndSignals) -> Result<()> {
+        let desk = Arc::clone(self);
+        std::thread::Builder::new()
+            .name("signals".into())
+            .spawn(move || {
+                while let Ok(signal) = signals.wait() {
+                    desk.end(signal);
+                }
+            })?;
+        Ok(())
+    }
+
+    fn end(&self, signal: EndSignal) {
+        let name = signal.name();
+        let mut state = self.lock();
+        if let Some(doubt) = &mut state.doubt {
+            if doubt.signalled {
+                std::process::exit(SIGNAL + signal.number());
+            }
+            doubt.signalled = true;
+            return self.warn(&format!(
+                "{name}: this process keeps the paused copy of a VM that may run elsewhere, and \
+                 stays until `dunlin resolve`; a second signal ends it nevertheless"
+            ));
+        }
+        if state.ending.is_some() {
+            std::process::exit(SIGNAL + signal.number());
+        }
+        state.ending = Some(signal);
+        if let Some(moving) = state.under_way() {
+            self.warn(&match moving.ask_to_end() {
+                Ok(()) => format!("{name}: cancels the migration, then ends"),
+                Err(_) => format!(
+                    "{name}: too late to cancel the migration; ends when the destination has \
+                     answered"
+                ),
+            });
+        } else if state.held().is_none() {
+            state.cancel.cancel();
+        }
+        self.changed.notify_all();
+    }
+
+    /// Something that whoever watches this process should know.
+    pub(crate) fn warn(&self, text: &str) {
+        if self.json {
+            Line::Warning { text: text.into() }.print();
+        } else {
+            println!("warning: {text}");
+        }
+    }
+
+    /// The process does not end before the request is answered, within reason.
+    pub(crate) fn answering(self: &Arc<Self>) -> Answering {
+        self.lock().answering += 1;
+        Answering(Arc::clone(self))
+    }
+
+    /// Waits until every request has been answered; a client may be stopped.
+    pub(crate) fn farewell(&self) {
+        let until = Instant::now() + FAREWELL_LIMIT;
+        let mut state = self.lock();
+        while state.answering > 0 {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return;
+            }
+            state = self
+                .changed
+                .wait_timeout(state, left)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+    }
+
+    // The arrival.
+
+    /// The next attempt of a source may begin; none when this process shall
+    /// end.
+    pub(crate) fn next_attempt(&self) -> Option<Cancel> {
+        let mut state = self.lock();
+        state.attempt += 1;
+        state.holds = Holds::Waiting;
+        state.cancel = Cancel::new();
+        self.changed.notify_all();
+        state.ending.is_none().then(|| state.cancel.clone())
+    }
+
+    /// What told this process to end, if anything did.
+    pub(crate) fn ending(&self) -> Option<EndSignal> {
+        self.lock().ending
+    }
+
+    /// Whether a source has connected and its attempt is not over.
+    pub(crate) fn is_arriving(&self) -> bool {
+        matches!(self.lock().holds, Holds::Arriving(_))
+    }
+
+    /// Takes an event of the arrival.
+    pub(crate) fn observe(&self, event: &DestinationEvent) {
+        let mut state = self.lock();
+        match (event, &mut state.holds) {
+            (DestinationEvent::Connected { peer }, holds) => {
+                *holds = Holds::Arriving(Arriving {
+                    peer: peer.clone(),
+                    name: String::new(),
+                    uuid: [0; 16],
+                    memory_bytes: 0,
+                    phase: "connecting",
+                    since: Instant::now(),
+                });
+            }
+            (DestinationEvent::Offered(offered), Holds::Arriving(arriving)) => {
+                arriving.name.clone_from(&offered.vm.name);
+                arriving.uuid = offered.vm.uuid;
+                arriving.memory_bytes = offered.regions.iter().map(|region| region.length).sum();
+                arriving.phase = "pre-copy";
+            }
+            (DestinationEvent::Ready, Holds::Arriving(arriving)) => arriving.phase = "switchover",
+            (DestinationEvent::Running { .. }, Holds::Arriving(arriving)) => {
+                arriving.phase = COMMITTED;
+            }
+            _ => {}
+        }
+    }
+
+    // The VM.
+
+    /// Keeps a VM until it has ended or moved away, or until this process is
+    /// told to end; returns the exit code.
+    pub(crate) fn keep(self: &Arc<Self>, vm: &Arc<Movable>) -> Result<i32> {
+        {
+            let mut state = self.lock();
+            if matches!(state.holds, Holds::Arriving(_))
+                && let Some(signal) = state.ending.take()
+            {
+                self.warn(&format!(
+                    "{}: too late to cancel: the VM is here, and stays; a second signal ends it",
+                    signal.name()
+                ));
+            }
+            state.holds = Holds::Vm(Arc::clone(vm));
+            self.changed.notify_all();
+        }
+        let (desk, watched) = (Arc::clone(self), Arc::clone(vm));
+        std::thread::Builder::new()
+            .name("vm-watch".into())
+            .spawn(move || desk.await_end_of(watched.vm()))?;
+        let mut state = self.lock();
+        let (how, code) = loop {
+            if state.under_way().is_none() {
+                match (&state.vm_ended, state.ending) {
+                    (Some(ended @ (VmState::Moved | VmState::PoweredOff)), _) => {
+                        break (ended.to_string(), DONE);
+                    }
+                    (Some(ended), _) => break (ended.to_string(), FAILED),
+                    (None, Some(signal)) => {
+                        break (format!("ended by {}", signal.name()), DONE);
+                    }
+                    (None, None) => {}
+                }
+            }
+            state = self.wait(state);
+        };
+        drop(state);
+        self.farewell();
+        if self.json {
+            Line::Ended { state: how, code }.print();
+        } else {
+            println!("{}: {how}", vm.vm().config().name);
+        }
+        Ok(code)
+    }
+
+    fn await_end_of(&self, vm: &Vm) {
+        let ended = loop {
+            let state = vm.wait_until_ended(Duration::from_secs(3600));
+            if state.has_ended() {
+                break state;
+            }
+        };
+        self.lock().vm_ended = Some(ended);
+        self.changed.notify_all();
+    }
+
+    /// How this process and its VM are.
+    pub(crate) fn status(&self) -> Result<StatusLine> {
+        let state = self.lock();
+        match &state.holds {
+            Holds::Waiting => bail!("no VM is here yet"),
+            Holds::Arriving(arriving) => Ok(arriving.status()),
+            Holds::Vm(vm) => {
+                let mut line = status_of(vm.vm());
+                line.migration = state.under_way().map(|moving| moving.line());
+                if state.doubt.is_some() {
+                    line.state = "in-doubt".into();
+                }
+                Ok(line)
+            }
+        }
+    }
+
+    /// Obeys, unless the VM is not to be touched.
+    pub(crate) fn command(&self, command: Command) -> Result<()> {
+        let state = self.lock();
+        let vm = state.vm()?;
+        // Whoever resumed it after *commit* would have it run twice (I1).
+        if state.under_way().is_some() && !matches!(command, Command::PowerOff) {
+            bail!("the VM is being migrated: wait until that is over");
+        }
+        match command {
+            Command::Pause => vm.vm().pause()?,
+            Command::Resume => vm.vm().resume()?,
+            Command::PowerOff => vm.vm().ask_power_off(),
+        }
+        Ok(())
+    }
+
+    /// Takes the turn to migrate the VM, for `moving`.
+    pub(crate) fn begin(&self, moving: &Arc<Moving>) -> Result<Arc<Movable>> {
+        let mut state = self.lock();
+        let vm = Arc::clone(state.vm()?);
+        if state.under_way().is_some() {
+            bail!("the VM is being migrated already");
+        }
+        if state.ending.is_some() {
+            bail!("the VM's process is ending");
+        }
+        state.moving = Some(Arc::clone(moving));
+        Ok(vm)
+    }
+
+    /// The migration that has the turn is over.
+    pub(crate) fn finish(&self, moving: &Moving, line: Line) {
+        let mut state = self.lock();
+        if let Line::Failed(failed) = &line
+            && failed.vm == "in-doubt"
+        {
+            let session = state.held().and_then(|vm| self.take_record(vm));
+            state.doubt = Some(Doubt {
+                session,
+                signalled: false,
+            });
+            // What was to end after the migration now waits for an operator.
+            state.ending = None;
+        }
+        moving.end(line);
+        self.changed.notify_all();
+    }
+
+    /// The record of the session that has left this VM in doubt.
+    fn take_record(&self, vm: &Movable) -> Option<SessionJournal> {
+        let found = self.journal.list().unwrap_or_else(|error| {
+            self.warn(&format!("the journal cannot be read: {error}"));
+            Vec::new()
+        });
+        found
+            .into_iter()
+            .rev()
+            .filter(|entry| {
+                entry.role == Role::Source
+                    && matches!(&entry.record, Ok(Some(record))
+                        if record.vm_uuid == vm.vm().config().uuid
+                            && matches!(record.state, State::Source(
+                                SourceRecord::Committing | SourceRecord::RanThenDied)))
+            })
+            .find_map(|entry| self.journal.take(entry.session, entry.role).ok())
+    }
+
+    /// Carries out what the operator has decided about a VM in doubt, once it
+    /// is written down.
+    pub(crate) fn resolve(&self, session: [u8; 16], decision: Decision) -> Result<()> {
+        let mut state = self.lock();
+        let Some(vm) = state.held().map(Arc::clone) else {
+            bail!("no VM is here yet");
+        };
+        let Some(doubt) = &mut state.doubt else {
+            bail!("nothing is in doubt: the VM is {} here", vm.vm().state());
+        };
+        if doubt.session.is_none() {
+            doubt.session = self.take_record(&vm);
+        }
+        let Some(record) = &mut doubt.session else {
+            bail!("the session has no record here: is --state-dir the one of the VM's process?");
+        };
+        if record.record().session != session {
+            bail!("this VM is in doubt by another session: see `dunlin status`");
+        }
+        match decision {
+            Decision::RunHere => {
+                record.write(State::Source(SourceRecord::RunHere))?;
+                vm.vm().resume()?;
+            }
+            Decision::Destroy => {
+                record.write(State::Source(SourceRecord::GivenUp))?;
+                vm.vm().give_away();
+            }
+        }
+        // Nobody asks a source that has decided.
+        if let Some(record) = state.doubt.take().and_then(|doubt| doubt.session)
+            && let Err(error) = record.forget()
+        {
+            self.warn(&format!("the session stays in the journal: {error}"));
+        }
+        self.changed.notify_all();
+        Ok(())
+    }
+
+    /// The migration under way.
+    pub(crate) fn moving(&self) -> Result<Arc<Moving>> {
+        match self.lock().under_way() {
+            Some(moving) => Ok(Arc::clone(moving)),
+            None => bail!("the VM is not being migrated"),
+        }
+    }
+
+    /// Cancels what is under way and waits for its end.
+    ///
+    /// # Errors
+    /// It did not end by that, with the reason.
+    pub(crate) fn cancel(&self) -> Result<()> {
+        let mut state = self.lock();
+        if state.doubt.is_some() {
+            bail!(
+                "too late to cancel: the destination was told to run the VM and has not answered; \
+                 see `dunlin status` and `dunlin resolve`"
+            );
+        }
+        if let Some(moving) = state.under_way().cloned() {
+            drop(state);
+            moving.ask_to_end()?;
+            return match moving.wait() {
+                Line::Failed(FailedLine { vm, fault, .. })
+                    if vm == "at-source" && fault == "cancelled" =>
+                {
+                    Ok(())
+                }
+                Line::Failed(failed) => bail!("it ended by itself: {}", failed.text),
+                _ => bail!("too late to cancel: the VM has moved"),
+            };
+        }
+        match &state.holds {
+            Holds::Arriving(arriving) if arriving.phase != COMMITTED => state.cancel.cancel(),
+            Holds::Arriving(_) => bail!("too late to cancel: the VM is here"),
+            _ => bail!("no migration is under way"),
+        }
+        let attempt = state.attempt;
+        while state.attempt == attempt && matches!(state.holds, Holds::Arriving(_)) {
+            state = self.wait(state);
+        }
+        if matches!(state.holds, Holds::Vm(_)) {
+            bail!("too late to cancel: the VM is here");
+        }
+        Ok(())
+    }
+}
+
+impl Now {
+    /// The VM, if it is here.
+    fn held(&self) -> Option<&Arc<Movable>> {
+        match &self.holds {
+            Holds::Vm(vm) => Some(vm),
+            Holds::Waiting | Holds::Arriving(_) => None,
+        }
+    }
+
+    /// The VM, if one may be asked something of it.
+    fn vm(&self) -> Result<&Arc<Movable>> {
+        match (&self.holds, &self.doubt) {
+            (Holds::Vm(_), Some(_)) => bail!(
+                "the VM is in doubt: the destination was told to run it and has not answered, so \
+                 it must not be touched here; see `dunlin status` and `dunlin resolve`"
+            ),
+            (Holds::Vm(vm), None) => Ok(vm),
+            (Holds::Arriving(_), _) => bail!("the VM is still arriving"),
+            (Holds::Waiting, _) => bail!("no VM is here yet"),
+        }
+    }
+
+    fn under_way(&self) -> Option<&Arc<Moving>> {
+        self.moving.as_ref().filter(|moving| !moving.has_ended())
+    }
+}
+
+impl Arriving {
+    fn status(&self) -> StatusLine {
+        StatusLine {
+            name: self.name.clone(),
+            uuid: hex(&self.uuid),
+            pid: std::process::id(),
+            state: "arriving".into(),
+            memory_bytes: self.memory_bytes,
+            pages_checked: 0,
+            beats: 0,
+            full_passes: 0,
+            downtime_ms: None,
+            largest_gap_ms: 0.0,
+            migration: Some(MigrationLine {
+                role: "destination".into(),
+                peer: self.peer.clone(),
+                phase: self.phase.into(),
+                seconds: self.since.elapsed().as_secs_f64(),
+                rate: None,
+                throttle: 0,
+                progress: None,
+            }),
+        }
+    }
+}
+
+/// How a VM of this process is.
+fn status_of(vm: &Vm) -> StatusLine {
+    let stats = vm.stats();
+    StatusLine {
+        name: vm.config().name.clone(),
+        uuid: hex(&vm.config().uuid),
+        pid: std::process::id(),
+        state: vm.state().to_string(),
+        memory_bytes: vm.config().memory_bytes,
+        pages_checked: stats.pages_checked,
+        beats: stats.beats,
+        full_passes: vm.full_passes(),
+        downtime_ms: stats.downtime.map(millis),
+        largest_gap_ms: millis(stats.largest_gap),
+        migration: None,
+    }
+}

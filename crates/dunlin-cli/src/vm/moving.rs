@@ -1,0 +1,202 @@
+//! A migration that this process carries out: who follows it, how far it is,
+//! how it is steered, and how it ended.
+
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use anyhow::{Result, bail};
+use dunlin::engine::{Cancel, Event, Tune};
+
+use crate::line::{Line, MigrationLine, ProgressLine};
+
+/// Lines that wait for a follower who does not read. Those beyond are left
+/// out: a follower that was stopped must not stop the migration.
+const FOLLOWER_LINES: usize = 1024;
+
+/// How far a migration is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Phase {
+    Connecting,
+    PreCopy,
+    /// The guest is paused.
+    Switchover,
+    /// *commit* has gone out.
+    Committed,
+}
+
+impl Phase {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Connecting => "connecting",
+            Self::PreCopy => "pre-copy",
+            Self::Switchover => "switchover",
+            Self::Committed => "committed",
+        }
+    }
+}
+
+/// One migration at its source.
+pub(crate) struct Moving {
+    pub(crate) cancel: Cancel,
+    pub(crate) tune: Tune,
+    to: String,
+    started: Instant,
+    seen: Mutex<Seen>,
+    changed: Condvar,
+}
+
+struct Seen {
+    phase: Phase,
+    rate: Option<u64>,
+    throttle: u8,
+    progress: Option<ProgressLine>,
+    followers: Vec<SyncSender<Line>>,
+    ended: Option<Line>,
+}
+
+impl Seen {
+    fn tell(&self, line: &Line) {
+        // One who does not read loses lines, but never the last one.
+        for follower in &self.followers {
+            let _ = follower.try_send(line.clone());
+        }
+    }
+}
+
+impl Moving {
+    pub(crate) fn new(to: String, rate: Option<u64>) -> Arc<Self> {
+        Arc::new(Self {
+            cancel: Cancel::new(),
+            tune: Tune::new(),
+            to,
+            started: Instant::now(),
+            seen: Mutex::new(Seen {
+                phase: Phase::Connecting,
+                rate,
+                throttle: 0,
+                progress: None,
+                followers: Vec::new(),
+                ended: None,
+            }),
+            changed: Condvar::new(),
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Seen> {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes an event of the engine's, on whichever of its threads.
+    pub(crate) fn observe(&self, event: &Event) {
+        let line = Line::from(event);
+        let mut seen = self.lock();
+        match event {
+            Event::Accepted { .. } => seen.phase = Phase::PreCopy,
+            Event::Paused => seen.phase = Phase::Switchover,
+            Event::Committing => seen.phase = Phase::Committed,
+            Event::Progress(progress) => seen.progress = Some(progress.into()),
+            Event::Throttled { percent } => seen.throttle = *percent,
+            _ => {}
+        }
+        seen.tell(&line);
+    }
+
+    /// Tells every follower something that is no event of the engine's.
+    pub(crate) fn warn(&self, text: String) {
+        self.lock().tell(&Line::Warning { text });
+    }
+
+    /// It is over.
+    pub(crate) fn end(&self, line: Line) {
+        let mut seen = self.lock();
+        seen.ended = Some(line);
+        seen.followers.clear();
+        self.changed.notify_all();
+    }
+
+    /// Whether it is over.
+    pub(crate) fn has_ended(&self) -> bool {
+        self.lock().ended.is_some()
+    }
+
+    /// Waits until it is over; how it ended.
+    pub(crate) fn wait(&self) -> Line {
+        let mut seen = self.lock();
+        loop {
+            if let Some(line) = &seen.ended {
+                return line.clone();
+            }
+            seen = self
+                .changed
+                .wait(seen)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Asks it to end. It ends soon after: [`Self::wait`] says how.
+    ///
+    /// # Errors
+    /// Too late; nothing has been asked then.
+    pub(crate) fn ask_to_end(&self) -> Result<()> {
+        if self.lock().phase == Phase::Committed {
+            bail!(
+                "too late to cancel: the destination has been told to run the VM, and nothing is \
+                 left to be called off"
+            );
+        }
+        self.cancel.cancel();
+        Ok(())
+    }
+
+    /// Caps its rate from now on.
+    pub(crate) fn set_rate(&self, bytes_per_s: Option<u64>) -> Result<()> {
+        self.tune.set_rate(bytes_per_s)?;
+        self.lock().rate = bytes_per_s;
+        Ok(())
+    }
+
+    /// How it stands.
+    pub(crate) fn line(&self) -> MigrationLine {
+        let seen = self.lock();
+        MigrationLine {
+            role: "source".into(),
+            peer: self.to.clone(),
+            phase: seen.phase.name().into(),
+            seconds: self.started.elapsed().as_secs_f64(),
+            rate: seen.rate,
+            throttle: seen.throttle,
+            progress: seen.progress.clone(),
+        }
+    }
+
+    /// Follows it from here on.
+    pub(crate) fn follow(self: &Arc<Self>) -> Follower {
+        let (sender, lines) = sync_channel(FOLLOWER_LINES);
+        let mut seen = self.lock();
+        if seen.ended.is_none() {
+            seen.followers.push(sender);
+        }
+        drop(seen);
+        Follower {
+            moving: Arc::clone(self),
+            lines,
+        }
+    }
+}
+
+/// One who follows a [`Moving`].
+pub(crate) struct Follower {
+    moving: Arc<Moving>,
+    lines: Receiver<Line>,
+}
+
+impl Follower {
+    /// Calls `show` with every line up to the last one, unless it fails.
+    pub(crate) fn show(self, mut show: impl FnMut(&Line) -> Result<()>) -> Result<()> {
+        for line in &self.lines {
+            show(&line)?;
+        }
+        show(&self.moving.wait())
+    }
+}

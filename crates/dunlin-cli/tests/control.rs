@@ -1,0 +1,311 @@
+//! Steering a migration: limits, signals, a third shell, clients that go.
+#![allow(clippy::unwrap_used)]
+
+mod support;
+#[path = "support/way.rs"]
+mod way;
+
+use std::net::TcpListener;
+use std::time::Duration;
+
+use serde_json::Value;
+use support::{Done, Hosts, Process, finish, kvm, words};
+use way::Way;
+
+const GUEST: &str = "--memory 64M --working-set 8M --dirty-rate 2000";
+/// So slow that the first pass would take a minute.
+const SLOW: &str = "--rate 1M --peer b.test";
+
+/// A migration that is well under way and would take a minute more.
+fn under_way(hosts: &Hosts, from: &Process, to: &Process) -> Process {
+    let client = hosts.begin(from, to, "a", SLOW);
+    let progress = client.wait_for("progress");
+    assert!(
+        progress["remaining_bytes"].as_u64().unwrap() > 0,
+        "{progress}"
+    );
+    client
+}
+
+/// The client says that it was cancelled, and the guest goes on.
+fn assert_cancelled(hosts: &Hosts, client: Process, at: &Process) {
+    let (code, last) = client.ended();
+    assert_eq!(code, 4, "{last}");
+    assert_eq!(last["event"], "failed");
+    assert_eq!(last["fault"], "cancelled");
+    assert_eq!(last["vm"], "at-source");
+    assert_eq!(last["code"], 4);
+    let text = last["text"].as_str().unwrap();
+    assert!(text.contains("operator cancelled"), "{text}");
+    assert!(text.contains("goes on at the source"), "{text}");
+    hosts.assert_runs(at);
+    assert_eq!(hosts.status(at)["migration"], Value::Null);
+}
+
+/// The next attempt goes well, with equal digests.
+fn assert_moves(hosts: &Hosts, from: Process, to: &Process) {
+    let done = finish(hosts.migrate(&from, to, "a", "--json --verify --peer b.test")).expect(0);
+    assert_eq!(done.last()["digests_equal"], true);
+    assert_eq!(from.ended().0, 0);
+    to.wait_for("received");
+    hosts.assert_runs(to);
+}
+
+#[test]
+fn i2_i5_a_signal_at_the_client_cancels_and_the_next_attempt_goes_well() {
+    let Some(_turn) = kvm() else { return };
+    let hosts = Hosts::new();
+    let source = hosts.run("1", GUEST);
+    let destination = hosts.receive("b", "2", "");
+    for signal in ["INT", "TERM"] {
+        let client = under_way(&hosts, &source, &destination);
+        client.signal(signal);
+        assert_cancelled(&hosts, client, &source);
+        let rejected = destination.wait_for("rejected");
+        let text = rejected["text"].as_str().unwrap();
+        assert!(text.contains("operator cancelled"), "{text}");
+        assert!(text.contains("at fault: peer"), "{text}");
+    }
+    assert_moves(&hosts, source, &destination);
+}
+
+#[test]
+fn i2_a_third_shell_cancels_on_either_side() {
+    let Some(_turn) = kvm() else { return };
+    let hosts = Hosts::new();
+    let source = hosts.run("1", GUEST);
+    let destination = hosts.receive("b", "2", "");
+    let nothing = hosts.cancel(&source).expect(1);
+    assert!(nothing.err.contains("no migration is under way"));
+
+    let client = under_way(&hosts, &source, &destination);
+    let cancelled = hosts.cancel(&source).expect(0);
+    assert!(cancelled.out.contains("goes on at the source"));
+    assert_cancelled(&hosts, client, &source);
+    destination.wait_for("rejected");
+
+    // At the destination, which goes on waiting for the next one.
+    let client = under_way(&hosts, &source, &destination);
+    let status = hosts.status(&destination);
+    assert_eq!(status["state"], "arriving");
+    assert_eq!(status["migration"]["role"], "destination");
+    assert_eq!(status["migration"]["peer"], "DNS a.test");
+    let early = hosts.ask(&destination, "resume").expect(1);
+    assert!(early.err.contains("still arriving"), "{early:?}");
+    hosts.cancel(&destination).expect(0);
+    assert_cancelled(&hosts, client, &source);
+    destination.wait_for("rejected");
+    assert_moves(&hosts, source, &destination);
+}
+
+#[test]
+fn a_signal_at_the_destination_cancels_with_its_reason_and_ends_it() {
+    let Some(_turn) = kvm() else { return };
+    let hosts = Hosts::new();
+    let source = hosts.run("1", GUEST);
+    let destination = hosts.receive("b", "2", "");
+    let client = under_way(&hosts, &source, &destination);
+    destination.signal("INT");
+    let (code, last) = destination.ended();
+    assert_eq!(code, 4);
+    assert_eq!(last["vm"], "at-source");
+    assert!(
+        last["text"]
+            .as_str()
+            .unwrap()
+            .contains("operator cancelled")
+    );
+    assert_cancelled(&hosts, client, &source);
+
+    let idle = hosts.receive("b", "3", "");
+    idle.signal("TERM");
+    let (code, last) = idle.ended();
+    assert_eq!((code, &last["vm"]), (4, &Value::from("none")));
+    let next = hosts.receive("b", "4", "");
+    assert_moves(&hosts, source, &next);
+}
+
+#[test]
+fn a_signal_at_the_vms_process_cancels_first_and_then_ends_it() {
+    let Some(_turn) = kvm() else { return };
+    let hosts = Hosts::new();
+    let source = hosts.run("1", GUEST);
+    let destination = hosts.receive("b", "2", "");
+    let client = under_way(&hosts, &source, &destination);
+    source.signal("TERM");
+    let (code, last) = client.ended();
+    assert_eq!((code, &last["fault"]), (4, &Value::from("cancelled")));
+    let (code, last) = source.ended();
+    assert_eq!(
+        (code, &last["state"]),
+        (0, &Value::from("ended by SIGTERM"))
+    );
+    assert!(!hosts.scratch.join("1").join("vm.sock").exists());
+    destination.wait_for("rejected");
+
+    // One that moves nothing just ends, and so does one that has arrived.
+    let next = hosts.run("3", GUEST);
+    assert_moves(&hosts, next, &destination);
+    destination.signal("INT");
+    let (code, last) = destination.ended();
+    assert_eq!((code, &last["state"]), (0, &Value::from("ended by SIGINT")));
+}
+
+#[test]
+fn i2_a_client_that_is_killed_or_stopped_leaves_the_migration_going_on() {
+    let Some(_turn) = kvm() else { return };
+    let hosts = Hosts::new();
+    let source = hosts.run("1", GUEST);
+    let destination = hosts.receive("b", "2", "");
+    let client = under_way(&hosts, &source, &destination);
+    client.kill();
+    // It is said, and can be seen, followed and steered.
+    let warning = source.wait_for("warning");
+    let text = warning["text"].as_str().unwrap();
+    assert!(text.contains("has gone; it goes on"), "{text}");
+    let migration = hosts.status(&source)["migration"].clone();
+    assert_eq!(migration["role"], "source");
+    assert_eq!(migration["phase"], "pre-copy");
+    assert_eq!(migration["rate"], 1 << 20);
+    assert_eq!(migration["peer"], destination.address.as_str());
+    let mut watch = words("vm watch --name vm --control");
+    watch.arg(&source.control);
+    let follower = Process::follow(watch, &source.control);
+    follower.wait_for("progress");
+    // One that does not read must not hold it up either.
+    follower.signal("STOP");
+    set_rate(&source, "none").expect(0);
+    destination.wait_for("received");
+    hosts.assert_runs(&destination);
+    follower.signal("CONT");
+    let (code, last) = follower.ended();
+    assert_eq!((code, &last["event"]), (0, &Value::from("moved")));
+    assert_eq!(source.ended().0, 0);
+}
+
+fn set_rate(of: &Process, rate: &str) -> Done {
+    let mut set = words(&format!("vm set --name vm --rate {rate} --control"));
+    set.arg(&of.control);
+    finish(set)
+}
+
+#[test]
+fn the_rate_can_be_changed_while_it_runs() {
+    let Some(_turn) = kvm() else { return };
+    let hosts = Hosts::new();
+    let source = hosts.run("1", GUEST);
+    let destination = hosts.receive("b", "2", "");
+    let idle = set_rate(&source, "8M").expect(1);
+    assert!(idle.err.contains("not being migrated"), "{idle:?}");
+    // At this rate a lane waits for a minute and more between two chunks.
+    let client = hosts.begin(&source, &destination, "a", "--rate 2K --peer b.test");
+    client.wait_for("progress");
+    set_rate(&source, "1M").expect(0);
+    assert_eq!(hosts.status(&source)["migration"]["rate"], 1 << 20);
+    client.wait_for("progress");
+    set_rate(&source, "none").expect(0);
+    let (code, last) = client.ended();
+    assert_eq!((code, &last["event"]), (0, &Value::from("moved")));
+    assert!(last["total_s"].as_f64().unwrap() < 20.0, "{last}");
+}
+
+#[test]
+fn at_the_time_limit_it_ends_as_it_was_told() {
+    let Some(_turn) = kvm() else { return };
+    let hosts = Hosts::new();
+    // 40 MB/s onto a lane of 8.
+    let source = hosts.run("1", "--memory 64M --working-set 16M --dirty-rate 10000");
+    let destination = hosts.receive("b", "2", "");
+    let flags = "--json --peer b.test --rate 8M --throttle never --time-limit 500ms";
+    let done = finish(hosts.migrate(&source, &destination, "a", flags)).expect(1);
+    let last = done.last();
+    assert_eq!(last["fault"], "time-limit");
+    assert_eq!(last["vm"], "at-source");
+    hosts.assert_runs(&source);
+    let flags = format!("{flags} --at-time-limit stop");
+    let done = finish(hosts.migrate(&source, &destination, "a", &flags)).expect(0);
+    assert_eq!(done.last()["event"], "moved");
+    assert!(!done.out.contains("throttled"), "{}", done.out);
+}
+
+#[test]
+fn i1_after_commit_a_cancellation_is_refused_from_everywhere() {
+    let Some(_turn) = kvm() else { return };
+    let hosts = Hosts::new();
+    let source = hosts.run("1", GUEST);
+    let mut destination = hosts.receive("b", "2", "");
+    let way = Way::to(&destination.address);
+    destination.address.clone_from(&way.address);
+    let client = hosts.begin(&source, &destination, "a", "--peer b.test");
+    client.wait_for("paused");
+    way.hold(Duration::from_millis(1500));
+    // From here on the answer is held back for longer than what follows takes.
+    client.wait_for("committing");
+    let refused = hosts.cancel(&source).expect(1);
+    assert!(refused.err.contains("too late to cancel"), "{refused:?}");
+    client.signal("INT");
+    let warning = client.wait_for("warning");
+    let text = warning["text"].as_str().unwrap();
+    assert!(text.contains("too late to cancel"), "{text}");
+    source.signal("TERM");
+    let warning = source.wait_for("warning");
+    let text = warning["text"].as_str().unwrap();
+    assert!(text.contains("too late to cancel"), "{text}");
+    let (code, last) = client.ended();
+    assert_eq!((code, &last["event"]), (0, &Value::from("moved")));
+    let (code, last) = source.ended();
+    assert_eq!((code, &last["state"]), (0, &Value::from("moved")));
+    hosts.assert_runs(&destination);
+}
+
+#[test]
+fn a_second_signal_does_not_wait() {
+    let Some(_turn) = kvm() else { return };
+    let hosts = Hosts::new();
+    let source = hosts.run("1", GUEST);
+    // Somebody who takes connections and says nothing.
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut client = words("vm migrate --name vm --peer b.test");
+    client
+        .args(["--to", &silent.local_addr().unwrap().to_string()])
+        .arg("--identity")
+        .arg(hosts.scratch.join("a"))
+        .arg("--control")
+        .arg(&source.control);
+    let client = Process::follow(client, &source.control);
+    let _connection = silent.accept().unwrap();
+    assert_eq!(hosts.status(&source)["migration"]["phase"], "connecting");
+    client.signal("INT");
+    client.signal("TERM");
+    assert_eq!(client.code(), 128 + 15);
+    let warning = source.wait_for("warning");
+    let text = warning["text"].as_str().unwrap();
+    assert!(text.contains("has gone"), "{text}");
+    hosts.assert_runs(&source);
+    source.signal("INT");
+    source.wait_for("warning");
+    source.signal("INT");
+    assert_eq!(source.code(), 128 + 2);
+}
+
+#[test]
+fn limits_that_make_no_sense_are_refused_with_words() {
+    let migrate = "vm migrate --name x --to host:1 --identity d";
+    for (flags, says) in [
+        ("--downtime-limit 300", "300ms, 10s, 2m or 1h"),
+        ("--downtime-limit 0ms", "cannot be kept"),
+        ("--time-limit soon", "300ms, 10s, 2m or 1h"),
+        ("--time-limit -5s", "unexpected argument"),
+        ("--at-time-limit stop", "--time-limit"),
+        ("--time-limit 5s --at-time-limit postcopy", "cancel, stop"),
+        ("--throttle 50", "auto, never"),
+        ("--rate 0", "leave it out for no cap"),
+    ] {
+        let done = finish(words(&format!("{migrate} {flags}"))).expect(2);
+        assert!(done.err.contains(says), "{flags}: {}", done.err);
+    }
+    let done = finish(words("vm set --name x --rate fast")).expect(2);
+    assert!(done.err.contains("none for no cap"), "{}", done.err);
+    let done = finish(words("vm set --name x --rate 0")).expect(2);
+    assert!(done.err.contains("none for no cap"), "{}", done.err);
+}

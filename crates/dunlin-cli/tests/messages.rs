@@ -1,0 +1,179 @@
+//! What goes wrong because of how a host is: the message says what, whose fault it is and what to
+//! do, and the VM stays.
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use std::net::TcpListener;
+use std::process::Command;
+
+use support::{Hosts, Process, finish, kvm, words};
+
+fn assert_says(text: &str, parts: &[&str]) {
+    println!("{text}");
+    for part in parts {
+        assert!(text.contains(part), "no {part:?} in {text}");
+    }
+}
+
+/// The command as a shell would run it after `first`.
+fn after(first: &str, command: &Command) -> Command {
+    let mut shell = Command::new("sh");
+    shell
+        .args(["-c", &format!("{first} && exec \"$@\""), "sh"])
+        .arg(command.get_program())
+        .args(command.get_args())
+        .env_remove("RUNTIME_DIRECTORY");
+    shell
+}
+
+/// The command in a mount namespace of its own, where /dev has no `kvm` in it; none where that
+/// cannot be made, which in CI is a failure.
+fn without_kvm(hosts: &Hosts, command: &Command) -> Option<Command> {
+    let kept = hosts.scratch.join("dev");
+    let kept = kept.to_str().unwrap();
+    let hide = format!(
+        "mkdir -p {kept} && mount --bind /dev {kept} && mount -t tmpfs none /dev && \
+         for name in null zero urandom; do touch /dev/$name && \
+         mount --bind {kept}/$name /dev/$name; done && umount -l {kept}"
+    );
+    let inside = |command: &Command| {
+        let shell = after(&hide, command);
+        let mut unshare = Command::new("unshare");
+        unshare
+            .arg("--mount")
+            .arg(shell.get_program())
+            .args(shell.get_args())
+            .env_remove("RUNTIME_DIRECTORY");
+        unshare
+    };
+    let tried = finish(inside(&Command::new("true")));
+    if tried.code == 0 {
+        return Some(inside(command));
+    }
+    assert!(
+        std::env::var_os("CI").is_none_or(|ci| ci != "true"),
+        "CI must allow mount namespaces: {tried:?}"
+    );
+    println!("skipped, no mount namespaces (they need root): {tried:?}");
+    None
+}
+
+#[test]
+fn a_port_in_use_an_address_of_nobodys_and_a_name_without_address() {
+    let hosts = Hosts::new();
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = taken.local_addr().unwrap().to_string();
+    for (listen, says) in [
+        (&*address, ["another process listens there", "--listen"]),
+        ("192.0.2.77:0", ["not an address of this host", "--listen"]),
+        ("nowhere.invalid:1", ["no such address", "--listen"]),
+    ] {
+        let mut receive = words(&format!("vm receive --listen {listen} --identity"));
+        receive.arg(hosts.scratch.join("b"));
+        let done = finish(receive).expect(1);
+        assert_says(&done.err, &says);
+        assert_says(&done.err, &["at fault: configuration", listen]);
+    }
+}
+
+#[test]
+fn nobody_listens_there() {
+    let Some(_turn) = kvm() else { return };
+    let hosts = Hosts::new();
+    let source = hosts.run("1", "--memory 64M --fill zero");
+    let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr();
+    let mut migrate = words("vm migrate --name vm --peer b.test --json");
+    migrate
+        .args(["--to", &closed.unwrap().to_string()])
+        .arg("--identity")
+        .arg(hosts.scratch.join("a"))
+        .arg("--control")
+        .arg(&source.control);
+    let failed = finish(migrate).expect(1).last();
+    let parts = [
+        "cannot be reached",
+        "refused",
+        "at fault: network",
+        "goes on at the source",
+    ];
+    assert_says(failed["text"].as_str().unwrap(), &parts);
+    hosts.assert_runs(&source);
+}
+
+#[test]
+fn a_vm_whose_process_has_died_without_removing_its_socket() {
+    let Some(_turn) = kvm() else { return };
+    let hosts = Hosts::new();
+    let guest = "--memory 64M --fill zero";
+    let source = hosts.run("1", guest);
+    let mut again = words(&format!("vm run --name vm {guest} --control"));
+    again.arg(&source.control);
+    let done = finish(again).expect(1);
+    assert_says(
+        &done.err,
+        &["belongs to a VM that runs", "choose another name"],
+    );
+    source.kill();
+    let source = hosts.run("1", guest);
+    hosts.assert_runs(&source);
+}
+
+#[test]
+fn no_kvm_at_the_destination_is_said_at_both_sides_and_the_vm_stays() {
+    let Some(_turn) = kvm() else { return };
+    let hosts = Hosts::new();
+    let run = words("vm run --name vm --memory 64M");
+    let Some(run) = without_kvm(&hosts, &run) else {
+        return;
+    };
+    let done = finish(run).expect(1);
+    assert_says(&done.err, &["/dev/kvm", "No such file"]);
+
+    let source = hosts.run("1", "--memory 64M --fill zero");
+    let mut receive = words("vm receive --listen 127.0.0.1:0 --identity");
+    receive.arg(hosts.scratch.join("b"));
+    let Some(receive) = without_kvm(&hosts, &receive) else {
+        return;
+    };
+    let mut destination = Process::start(receive, &hosts.scratch.join("2"));
+    let listening = destination.wait_for("listening");
+    destination.address = listening["address"].as_str().unwrap().to_owned();
+    let flags = "--json --peer b.test";
+    let failed = finish(hosts.migrate(&source, &destination, "a", flags))
+        .expect(1)
+        .last();
+    let parts = ["/dev/kvm", "at fault: peer", "goes on at the source"];
+    assert_says(failed["text"].as_str().unwrap(), &parts);
+    let rejected = destination.wait_for("rejected");
+    assert_says(rejected["text"].as_str().unwrap(), &["/dev/kvm"]);
+    hosts.assert_runs(&source);
+}
+
+#[test]
+fn too_little_memory_at_the_destination_is_said_and_the_vm_stays() {
+    let Some(_turn) = kvm() else { return };
+    let hosts = Hosts::new();
+    let source = hosts.run("1", "--memory 2G --fill zero --fill-size 16M");
+    let mut receive = words("vm receive --listen 127.0.0.1:0 --identity");
+    receive.arg(hosts.scratch.join("b"));
+    // KiB of address space: less than the guest's memory.
+    let receive = after("ulimit -v 1500000", &receive);
+    let mut destination = Process::start(receive, &hosts.scratch.join("2"));
+    let listening = destination.wait_for("listening");
+    destination.address = listening["address"].as_str().unwrap().to_owned();
+    let flags = "--json --peer b.test";
+    let failed = finish(hosts.migrate(&source, &destination, "a", flags))
+        .expect(1)
+        .last();
+    assert_eq!(failed["fault"], "no-memory");
+    let parts = [
+        "Cannot allocate memory",
+        "at fault: peer",
+        "Free memory or huge pages on that host",
+        "goes on at the source",
+    ];
+    assert_says(failed["text"].as_str().unwrap(), &parts);
+    destination.wait_for("rejected");
+    hosts.assert_runs(&source);
+}

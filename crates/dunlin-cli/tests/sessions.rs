@@ -1,0 +1,350 @@
+//! `dunlin status`, `cancel` and `resolve`: what a host remembers, and what an operator does.
+#![allow(clippy::unwrap_used)]
+
+mod support;
+#[path = "support/way.rs"]
+mod way;
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::Duration;
+
+use dunlin::engine::journal::{
+    DestinationRecord, Journal, Record, SessionJournal, SourceRecord, State,
+};
+use serde_json::Value;
+use support::{Done, Hosts, Process, Scratch, finish, kvm, words};
+use way::Way;
+
+const GUEST: &str = "--memory 64M --working-set 8M --dirty-rate 2000";
+
+/// A host's journal, where its processes look for it.
+struct Memory {
+    directory: PathBuf,
+}
+
+impl Memory {
+    fn of(scratch: &Scratch) -> Self {
+        Self {
+            directory: scratch.join("state"),
+        }
+    }
+
+    /// A session that stands at `state`, held by the test.
+    fn hold(&self, number: u8, state: State, record: impl FnOnce(&mut Record)) -> SessionJournal {
+        let mut made = Record {
+            state,
+            session: [number; 16],
+            attempt: 1,
+            epoch: 1,
+            vm_uuid: [number; 16],
+            vm_name: "web".into(),
+            peer: "host-b.example:4444".into(),
+            owner: String::new(),
+            started_ms: u64::from(number),
+            written_ms: 0,
+        };
+        record(&mut made);
+        let mut session = Journal::open(&self.directory)
+            .unwrap()
+            .create(made)
+            .unwrap();
+        session.write(state).unwrap();
+        session
+    }
+
+    /// The same of a process that has died.
+    fn leave(&self, number: u8, state: State) {
+        drop(self.hold(number, state, |_| {}));
+    }
+
+    fn ask(&self, line: &str) -> Done {
+        let mut command = words(line);
+        command.arg("--state-dir").arg(&self.directory);
+        finish(command)
+    }
+
+    fn remembers(&self, number: u8) -> bool {
+        let name = format!("{}.source", format!("{number:02x}").repeat(16));
+        self.directory.join(name).exists()
+    }
+}
+
+fn source(state: SourceRecord) -> State {
+    State::Source(state)
+}
+
+#[test]
+fn nothing_is_remembered_where_nothing_was_moved_and_looking_leaves_nothing() {
+    let scratch = Scratch::new();
+    let state = Memory::of(&scratch);
+    let done = state.ask("status").expect(0);
+    assert!(done.out.contains("no sessions in"), "{done:?}");
+    assert_eq!(state.ask("status --json").expect(0).out, "");
+    assert!(!state.directory.exists());
+}
+
+#[test]
+fn status_lists_both_sides_and_says_whose_process_lives() {
+    let scratch = Scratch::new();
+    let state = Memory::of(&scratch);
+    state.leave(1, source(SourceRecord::Committing));
+    state.leave(2, State::Destination(DestinationRecord::Running));
+    let _held = state.hold(3, source(SourceRecord::Migrating), |_| {});
+    let done = state.ask("status --json").expect(0);
+    let lines = done.lines();
+    let of = |at: usize, key: &str| lines[at][key].clone();
+    assert_eq!(lines.len(), 3);
+    for (at, (role, phase, process, resolvable)) in [
+        ("source", "committing", "died", true),
+        ("destination", "running", "died", false),
+        ("source", "migrating", "lives", false),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        assert_eq!(of(at, "event"), "session");
+        assert_eq!(of(at, "role"), role);
+        assert_eq!(of(at, "phase"), phase);
+        assert_eq!(of(at, "process"), process);
+        assert_eq!(of(at, "resolvable"), resolvable);
+        assert_eq!(of(at, "vm"), "web");
+        assert_eq!(of(at, "peer"), "host-b.example:4444");
+        assert_eq!(of(at, "live"), Value::Null);
+    }
+    assert_eq!(of(0, "session"), "01".repeat(16));
+    let said = state.ask("status").expect(0).out;
+    for part in [
+        "VM web to host-b.example:4444",
+        "VM web from host-b.example:4444",
+        "source, committing, attempt 1",
+        "its process has died",
+        "its process lives",
+        "may run at the destination",
+        "`dunlin resolve 01010101` decides it",
+        "ran here until it died",
+    ] {
+        assert!(said.contains(part), "no {part:?} in {said}");
+    }
+    // One that is damaged does not hide the others, and is not taken for none.
+    let damaged = state.directory.join(format!("{}.source", "04".repeat(16)));
+    fs::write(damaged, [0x5a; 8192]).unwrap();
+    let done = state.ask("status --json").expect(1);
+    assert_eq!(done.lines().len(), 3);
+    assert!(done.err.contains("cannot be relied upon"), "{done:?}");
+    let done = state.ask("resolve 0404 --destroy").expect(1);
+    assert!(done.err.contains("cannot be relied upon"), "{done:?}");
+}
+
+#[test]
+fn a_session_that_is_under_way_is_shown_live_and_cancelled_by_its_name() {
+    let Some(_turn) = kvm() else { return };
+    let hosts = Hosts::new();
+    let state = Memory::of(&hosts.scratch);
+    let from = hosts.run("1", GUEST);
+    let to = hosts.receive("b", "2", "");
+    let client = hosts.begin(&from, &to, "a", "--rate 1M --peer b.test");
+    client.wait_for("progress");
+    let socket = from.control.join("vm.sock").display().to_string();
+    let record = |record: &mut Record| record.owner = socket;
+    let held = state.hold(0xab, source(SourceRecord::Migrating), record);
+    let line = session(&state, 0xab);
+    assert_eq!(line["process"], "lives");
+    assert_eq!(line["live"]["name"], "vm");
+    assert_eq!(line["live"]["migration"]["phase"], "pre-copy");
+    assert!(line["live"]["migration"]["progress"]["bytes_per_s"].is_u64());
+    let said = state.ask("status").expect(0).out;
+    assert!(said.contains("moves to 127.0.0.1:"), "{said}");
+
+    // A process that is stopped does not hold the list up for long.
+    from.signal("STOP");
+    assert_eq!(session(&state, 0xab)["live"], Value::Null);
+    from.signal("CONT");
+
+    let unknown = state.ask("cancel cdcd").expect(1);
+    assert!(unknown.err.contains("no session cdcd"), "{unknown:?}");
+    let done = state.ask("cancel ABAB").expect(0);
+    assert!(done.out.contains("goes on at the source"), "{done:?}");
+    assert_eq!(client.ended().0, 4);
+    hosts.assert_runs(&from);
+    drop(held);
+    let dead = state.ask("cancel abab").expect(1);
+    assert!(dead.err.contains("has died"), "{dead:?}");
+}
+
+/// What `dunlin status` says of one session.
+fn session(state: &Memory, number: u8) -> Value {
+    let name = format!("{number:02x}").repeat(16);
+    let done = state.ask("status --json").expect(0);
+    let found = done
+        .lines()
+        .into_iter()
+        .find(|line| line["session"] == *name);
+    found.unwrap_or_else(|| panic!("no {name} in {}", done.out))
+}
+
+#[test]
+fn resolve_refuses_where_nothing_is_in_doubt() {
+    let scratch = Scratch::new();
+    let state = Memory::of(&scratch);
+    let all = [
+        (source(SourceRecord::Migrating), "never given away"),
+        (source(SourceRecord::Kept), "is here"),
+        (source(SourceRecord::RunHere), "is here"),
+        (source(SourceRecord::Released), "has said that it runs"),
+        (source(SourceRecord::GivenUp), "was given up"),
+        (
+            State::Destination(DestinationRecord::Prepared),
+            "resolve it at the source",
+        ),
+        (
+            State::Destination(DestinationRecord::Running),
+            "resolve it at the source",
+        ),
+        (
+            State::Destination(DestinationRecord::Aborted),
+            "resolve it at the source",
+        ),
+    ];
+    for (number, (record, says)) in (0x10..).zip(all) {
+        state.leave(number, record);
+        for decision in ["", "--run-here", "--destroy"] {
+            let name = format!("{number:02x}").repeat(4);
+            let done = state.ask(&format!("resolve {name} {decision}")).expect(1);
+            assert!(done.err.contains(says), "{record:?}: {done:?}");
+            assert!(done.err.contains("nothing is in doubt"), "{done:?}");
+        }
+    }
+    let _held = state.hold(0x20, source(SourceRecord::Migrating), |_| {});
+    let done = state.ask("resolve 2020 --run-here").expect(1);
+    assert!(done.err.contains("dunlin cancel"), "{done:?}");
+}
+
+#[test]
+fn i2_a_doubt_whose_copy_has_died_is_settled_and_nothing_else() {
+    let scratch = Scratch::new();
+    let state = Memory::of(&scratch);
+    state.leave(1, source(SourceRecord::Committing));
+    state.leave(2, source(SourceRecord::RanThenDied));
+    // Without a terminal it is said what would be asked, and nothing is decided.
+    let asked = state.ask("resolve 0101").expect(2).err;
+    for part in [
+        "destination host-b.example:4444 was told to run VM web",
+        "never answered",
+        "Is it running there?",
+        "copy here went with its process",
+        "--run-here or --destroy",
+    ] {
+        assert!(asked.contains(part), "no {part:?} in {asked}");
+    }
+    let asked = state.ask("resolve 0202").expect(2).err;
+    assert!(asked.contains("it has died there"), "{asked}");
+    assert!(asked.contains("What it did since then is lost"), "{asked}");
+    let done = state.ask("resolve 0101 --run-here").expect(1);
+    assert!(done.err.contains("went with the process"), "{done:?}");
+    assert!(state.remembers(1));
+    for number in [1, 2] {
+        let line = format!(
+            "resolve {} --destroy --json",
+            format!("{number:02x}").repeat(16)
+        );
+        assert_eq!(state.ask(&line).expect(0).last()["event"], "done");
+        assert!(!state.remembers(number));
+    }
+    state.ask("resolve 01 --destroy").expect(2);
+    state.ask("resolve 0101 --destroy --run-here").expect(2);
+}
+
+/// A VM whose destination was killed after it had been told to run it, with the record of that.
+fn in_doubt(hosts: &Hosts, state: &Memory) -> Process {
+    let from = hosts.run("1", GUEST);
+    let status = hosts.status(&from);
+    let uuid = u128::from_str_radix(status["uuid"].as_str().unwrap(), 16).unwrap();
+    let socket = from.control.join("vm.sock").display().to_string();
+    drop(state.hold(9, source(SourceRecord::Committing), |record| {
+        record.vm_uuid = uuid.to_be_bytes();
+        record.owner = socket;
+    }));
+    let mut to = hosts.receive("b", "2", "");
+    let way = Way::to(&to.address);
+    to.address.clone_from(&way.address);
+    let client = hosts.begin(&from, &to, "a", "--peer b.test");
+    client.wait_for("paused");
+    way.hold(Duration::from_millis(300));
+    client.wait_for("committing");
+    to.kill();
+    let (code, last) = client.ended();
+    assert_eq!((code, &last["vm"]), (3, &Value::from("in-doubt")));
+    assert_eq!(hosts.status(&from)["state"], "in-doubt");
+    from
+}
+
+#[test]
+fn i1_i2_a_vm_in_doubt_is_kept_paused_until_the_operator_runs_it_here() {
+    let Some(_turn) = kvm() else { return };
+    let hosts = Hosts::new();
+    let state = Memory::of(&hosts.scratch);
+    let from = in_doubt(&hosts, &state);
+    assert_eq!(session(&state, 9)["process"], "lives");
+    assert_eq!(session(&state, 9)["live"]["state"], "in-doubt");
+    // Nothing that would touch it is obeyed, not even once to end.
+    for what in ["resume", "pause", "power-off"] {
+        let done = hosts.ask(&from, what).expect(1);
+        assert!(done.err.contains("in doubt"), "{done:?}");
+    }
+    let next = hosts.receive("b", "3", "");
+    let done = finish(hosts.migrate(&from, &next, "a", "--peer b.test")).expect(1);
+    assert!(done.out.contains("in doubt"), "{done:?}");
+    let done = hosts.cancel(&from).expect(1);
+    assert!(done.err.contains("too late to cancel"), "{done:?}");
+    from.signal("TERM");
+    let warning = from.wait_for("warning");
+    let text = warning["text"].as_str().unwrap();
+    assert!(text.contains("stays until `dunlin resolve`"), "{text}");
+
+    let asked = state.ask("resolve 0909").expect(2).err;
+    assert!(asked.contains("A paused copy is here"), "{asked}");
+    let done = state.ask("resolve 0909 --run-here").expect(0);
+    assert!(done.out.contains("goes on here"), "{done:?}");
+    assert!(!state.remembers(9));
+    hosts.assert_runs(&from);
+    let flags = "--json --verify --peer b.test";
+    let done = finish(hosts.migrate(&from, &next, "a", flags)).expect(0);
+    assert_eq!(done.last()["digests_equal"], true);
+    hosts.assert_runs(&next);
+}
+
+#[test]
+fn a_vm_in_doubt_that_the_operator_gives_up_ends_its_process() {
+    let Some(_turn) = kvm() else { return };
+    let hosts = Hosts::new();
+    let state = Memory::of(&hosts.scratch);
+    let from = in_doubt(&hosts, &state);
+    // Asked at a terminal, by script(1).
+    let mut resolve = words("resolve 0909 --state-dir");
+    resolve.arg(&state.directory);
+    let line = std::iter::once(resolve.get_program())
+        .chain(resolve.get_args())
+        .map(|word| word.to_str().unwrap())
+        .collect::<Vec<_>>()
+        .join(" ");
+    let at_terminal = |answer: &str| {
+        let mut script = Command::new("sh");
+        let say = format!("echo {answer} | script -q -e -c '{line}' /dev/null");
+        script.args(["-c", &say]);
+        finish(script)
+    };
+    let nothing = at_terminal("yes").expect(1);
+    assert!(
+        nothing.out.contains("nothing has been decided"),
+        "{nothing:?}"
+    );
+    assert!(state.remembers(9));
+    let done = at_terminal("destroy").expect(0);
+    assert!(done.out.contains("Is it running there?"), "{done:?}");
+    assert!(done.out.contains("is destroyed"), "{done:?}");
+    let (code, last) = from.ended();
+    assert_eq!((code, &last["state"]), (0, &Value::from("moved")));
+    assert!(!state.remembers(9));
+}

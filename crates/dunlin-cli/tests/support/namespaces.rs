@@ -1,0 +1,141 @@
+//! Two hosts in a machine: network namespaces with a wire between them.
+#![allow(unreachable_pub)]
+
+use std::fs;
+use std::io;
+use std::path::Path;
+use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// Where `ip netns` keeps names.
+const NAMES: &str = "/run/netns";
+/// Before the process and number in a namespace's name.
+const PREFIX: &str = "dunlin-test-";
+
+/// Two namespaces, `a` and `b`, that see each other and nothing else. They go with their owner;
+/// those of a test that was killed go when the next test makes its own.
+pub struct Wire {
+    a: String,
+    b: String,
+}
+
+/// The addresses of both ends, of the block for documentation (RFC 5737).
+pub const B: &str = "192.0.2.2";
+const A: &str = "192.0.2.1";
+
+impl Wire {
+    /// A wire that carries `megabits` a second from `a` to `b`, or what it can. None where
+    /// namespaces cannot be made, which in CI is a failure.
+    pub fn new(megabits: Option<u32>) -> Option<Self> {
+        match Self::make(megabits) {
+            Ok(wire) => Some(wire),
+            Err(error) if std::env::var_os("CI").is_some_and(|ci| ci == "true") => {
+                panic!("CI must allow network namespaces: {error}")
+            }
+            Err(error) => {
+                println!("skipped, no network namespaces (they need root, ip and tc): {error}");
+                None
+            }
+        }
+    }
+
+    fn make(megabits: Option<u32>) -> io::Result<Self> {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        sweep();
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let name = |end| format!("{PREFIX}{}-{number}{end}", std::process::id());
+        let (a, b) = (name("a"), name("b"));
+        run(&format!("ip netns add {a}"))?;
+        // From here on its drop cleans up.
+        let wire = Self { a, b };
+        let (a, b) = (&wire.a, &wire.b);
+        run(&format!("ip netns add {b}"))?;
+        run(&format!(
+            "ip link add wire netns {a} type veth peer name wire netns {b}"
+        ))?;
+        for (end, address) in [(a, A), (b, B)] {
+            run(&format!("ip -n {end} address add {address}/24 dev wire"))?;
+            run(&format!("ip -n {end} link set lo up"))?;
+            run(&format!("ip -n {end} link set wire up"))?;
+        }
+        if let Some(megabits) = megabits {
+            run(&format!(
+                "tc -n {a} qdisc add dev wire root tbf rate {megabits}mbit burst 128kb latency 20ms"
+            ))?;
+        }
+        Ok(wire)
+    }
+
+    /// The command, run at the end `a`.
+    pub fn at_a(&self, command: &Command) -> Command {
+        within(&self.a, command)
+    }
+
+    /// The command, run at the end `b`.
+    pub fn at_b(&self, command: &Command) -> Command {
+        within(&self.b, command)
+    }
+
+    /// Bytes that have left `a`, as its network device counts them.
+    pub fn sent_bytes(&self) -> u64 {
+        let mut cat = Command::new("cat");
+        cat.arg("/sys/class/net/wire/statistics/tx_bytes");
+        let output = self.at_a(&cat).output().unwrap();
+        String::from_utf8(output.stdout)
+            .unwrap()
+            .trim()
+            .parse()
+            .unwrap()
+    }
+}
+
+impl Drop for Wire {
+    fn drop(&mut self) {
+        for name in [&self.a, &self.b] {
+            // The second may never have been made.
+            let _ = run(&format!("ip netns delete {name}"));
+        }
+    }
+}
+
+/// Removes namespaces whose test has been killed.
+fn sweep() {
+    for entry in fs::read_dir(NAMES).into_iter().flatten().flatten() {
+        let name = entry.file_name().into_string().unwrap_or_default();
+        let Some((pid, _)) = name
+            .strip_prefix(PREFIX)
+            .and_then(|rest| rest.split_once('-'))
+        else {
+            continue;
+        };
+        if !Path::new("/proc").join(pid).exists() {
+            let _ = run(&format!("ip netns delete {name}"));
+        }
+    }
+}
+
+fn run(line: &str) -> io::Result<()> {
+    let mut words = line.split_whitespace();
+    let output = Command::new(words.next().unwrap()).args(words).output()?;
+    if output.status.success() {
+        return Ok(());
+    }
+    let said = String::from_utf8_lossy(&output.stderr);
+    Err(io::Error::other(format!("{line}: {}", said.trim())))
+}
+
+/// `ip netns exec` becomes the command: the same process.
+fn within(namespace: &str, command: &Command) -> Command {
+    let mut inside = Command::new("ip");
+    inside
+        .args(["netns", "exec", namespace])
+        .arg(command.get_program())
+        .args(command.get_args());
+    for (name, value) in command.get_envs() {
+        match value {
+            Some(value) => inside.env(name, value),
+            None => inside.env_remove(name),
+        };
+    }
+    inside
+}

@@ -1,0 +1,50 @@
+//! A relay in front of a destination.
+#![allow(clippy::unwrap_used, unreachable_pub)]
+
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+/// A way to a destination on which its answers can be held back.
+pub struct Way {
+    pub address: String,
+    held_ms: Arc<AtomicU64>,
+}
+
+impl Way {
+    pub fn to(destination: &str) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        let held_ms = Arc::<AtomicU64>::default();
+        let (held, destination) = (Arc::clone(&held_ms), destination.to_owned());
+        std::thread::spawn(move || {
+            for near in listener.incoming().map_while(Result::ok) {
+                let far = TcpStream::connect(&destination).unwrap();
+                let (near_too, far_too) = (near.try_clone().unwrap(), far.try_clone().unwrap());
+                let held = Arc::clone(&held);
+                std::thread::spawn(move || copy(near_too, far_too, &AtomicU64::new(0)));
+                std::thread::spawn(move || copy(far, near, &held));
+            }
+        });
+        Self { address, held_ms }
+    }
+
+    /// From here on each answer is held back for so long.
+    pub fn hold(&self, time: Duration) {
+        let millis = time.as_millis().try_into().unwrap();
+        self.held_ms.store(millis, Ordering::SeqCst);
+    }
+}
+
+fn copy(mut from: TcpStream, mut to: TcpStream, held_ms: &AtomicU64) {
+    let mut buffer = [0; 65536];
+    while let Ok(count @ 1..) = from.read(&mut buffer) {
+        std::thread::sleep(Duration::from_millis(held_ms.load(Ordering::SeqCst)));
+        if to.write_all(&buffer[..count]).is_err() {
+            break;
+        }
+    }
+    let _ = to.shutdown(Shutdown::Write);
+}

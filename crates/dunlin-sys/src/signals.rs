@@ -1,0 +1,101 @@
+//! Signals that ask a process to end, taken by a thread that waits for them
+//! (sigwait(3)) instead of by a handler, which could do next to nothing.
+
+use std::io;
+use std::mem::MaybeUninit;
+use std::ptr;
+
+/// SIGINT and SIGTERM, blocked for the thread that made this and for all that
+/// it starts later. Programs that it starts by `std::process` get them
+/// unblocked.
+#[derive(Debug)]
+pub struct EndSignals(libc::sigset_t);
+
+/// A signal that came.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum EndSignal {
+    /// SIGINT: somebody pressed Ctrl-C.
+    Interrupt,
+    /// SIGTERM: a supervisor, or `kill`.
+    Terminate,
+}
+
+impl EndSignal {
+    /// Its number, to which shells add 128 for an exit code.
+    pub fn number(self) -> i32 {
+        match self {
+            Self::Interrupt => libc::SIGINT,
+            Self::Terminate => libc::SIGTERM,
+        }
+    }
+
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Interrupt => "SIGINT",
+            Self::Terminate => "SIGTERM",
+        }
+    }
+}
+
+impl EndSignals {
+    /// Blocks them. Call it before the process has a second thread: a thread
+    /// in which they are not blocked would be ended by them, and all others
+    /// with it.
+    ///
+    /// # Errors
+    /// What pthread_sigmask(3) says.
+    pub fn block() -> io::Result<Self> {
+        let mut set = MaybeUninit::uninit();
+        // SAFETY: `set` is valid for writes, and sigemptyset initialises all of it.
+        unsafe { libc::sigemptyset(set.as_mut_ptr()) };
+        // SAFETY: initialised by the call above.
+        let mut set = unsafe { set.assume_init() };
+        for signal in [EndSignal::Interrupt, EndSignal::Terminate] {
+            // SAFETY: `set` is a live, initialised set, and the number is a signal's.
+            unsafe { libc::sigaddset(&mut set, signal.number()) };
+        }
+        // SAFETY: `set` is live and initialised, and the old mask is not asked for.
+        let code = unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &set, ptr::null_mut()) };
+        if code != 0 {
+            return Err(io::Error::from_raw_os_error(code));
+        }
+        Ok(Self(set))
+    }
+
+    /// Waits for the next one.
+    ///
+    /// # Errors
+    /// What sigwait(3) says.
+    pub fn wait(&self) -> io::Result<EndSignal> {
+        let mut number = 0;
+        // SAFETY: the set is live and initialised, and `number` is valid for writes.
+        let code = unsafe { libc::sigwait(&self.0, &mut number) };
+        if code != 0 {
+            return Err(io::Error::from_raw_os_error(code));
+        }
+        Ok(if number == libc::SIGINT {
+            EndSignal::Interrupt
+        } else {
+            EndSignal::Terminate
+        })
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_signal_waits_until_somebody_takes_it() {
+        let signals = EndSignals::block().unwrap();
+        for signal in [EndSignal::Terminate, EndSignal::Interrupt] {
+            // SAFETY: it touches no memory; the signal is blocked in this thread, to which alone
+            // it goes.
+            let code = unsafe { libc::pthread_kill(libc::pthread_self(), signal.number()) };
+            assert_eq!(code, 0);
+            assert_eq!(signals.wait().unwrap(), signal);
+        }
+    }
+}
