@@ -3,13 +3,9 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Duration;
 
 use super::{DebianError, at};
 use crate::cache;
-
-/// Lists older than this are fetched again when the newest of something is asked for.
-const LISTS_AGE: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// The private apt of one release and its backports.
 #[derive(Debug)]
@@ -40,16 +36,13 @@ impl Apt {
         Ok(apt)
     }
 
-    /// Fetches the lists unless they are fresh; with `any_age`, unless they are there.
-    pub(super) fn refresh(&self, any_age: bool) -> Result<(), DebianError> {
-        let stamp = self.directory.join("lists-fetched");
-        let age = fs::metadata(&stamp)
-            .and_then(|data| data.modified())
-            .ok()
-            .map(|time| time.elapsed().unwrap_or_default());
-        if age.is_some_and(|age| any_age || age < LISTS_AGE) {
-            return Ok(());
-        }
+    /// Whether lists were ever fetched.
+    pub(super) fn has_lists(&self) -> bool {
+        self.directory.join("lists-fetched").exists()
+    }
+
+    /// Fetches the lists of packages.
+    pub(super) fn refresh(&self) -> Result<(), DebianError> {
         self.fetch(
             self.command("apt-get").args([
                 "update",
@@ -59,7 +52,7 @@ impl Apt {
             ]),
             &format!("the package lists of {}", self.suite),
         )?;
-        fs::write(&stamp, "").map_err(at(&stamp))
+        self.write("lists-fetched", "")
     }
 
     /// The names of packages that match the regular expression `pattern`.

@@ -2,14 +2,21 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use super::apt::Apt;
 use super::root::build;
 use super::{DebianError, at};
 use crate::cache;
 
-/// The suite with the newest kernels, and with the oldest that we support beside them.
+/// The suite with the newest kernels; its release has the oldest.
 const SUITE: &str = "trixie-backports";
+
+/// The oldest series that we support beside the newest kernel: trixie's own.
+const OLDEST: &str = "6.12";
+
+/// How long the newest is taken to be the newest.
+const LISTS_AGE: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// Every kernel's name ends so.
 const FLAVOUR: &str = "-cloud-amd64";
@@ -51,25 +58,12 @@ pub fn kernel(which: &Which) -> Result<Kernel, DebianError> {
     {
         return open(&version);
     }
-    let offered = Apt::new(SUITE).and_then(|apt| {
-        apt.refresh(false)?;
-        let names = apt.names(&format!(
-            "^linux-(base|binary|image|modules)-[0-9].*{FLAVOUR}$"
-        ))?;
-        Ok((apt, names))
-    });
-    let (apt, names) = match offered {
-        Ok(both) => both,
+    let names = match offered() {
+        Ok(names) => names,
         Err(error) => {
             let known = cached.iter().map(|kernel| kernel.version.as_str());
-            let version = pick(which, known).ok_or_else(|| {
-                if matches!(which, Which::Version(_)) {
-                    DebianError::NoKernel(format!("{which:?}"))
-                } else {
-                    error
-                }
-            })?;
-            eprintln!("the mirror does not answer; kernel {version} is the newest in the cache");
+            let version = pick(which, known).ok_or(error)?;
+            eprintln!("the mirror does not answer; taking kernel {version} out of the cache");
             return open(&version);
         }
     };
@@ -84,10 +78,30 @@ pub fn kernel(which: &Which) -> Result<Kernel, DebianError> {
         .map(String::as_str)
         .filter(|name| name.ends_with(&format!("-{version}")))
         .collect();
+    let apt = Apt::new(SUITE)?;
     build(&folder(&version), |archives| {
         apt.download_only(&parts, archives)
     })?;
     open(&version)
+}
+
+/// The names of all packages with parts of kernels, asked of the mirror at most once a day.
+fn offered() -> Result<Vec<String>, DebianError> {
+    let list = cache::directory().join("debian/kernels-offered");
+    let age = fs::metadata(&list)
+        .and_then(|data| data.modified())
+        .map_or(LISTS_AGE, |time| time.elapsed().unwrap_or_default());
+    if age < LISTS_AGE {
+        let names = fs::read_to_string(&list).map_err(at(&list))?;
+        return Ok(names.lines().map(str::to_owned).collect());
+    }
+    let apt = Apt::new(SUITE)?;
+    apt.refresh()?;
+    let names = apt.names(&format!(
+        "^linux-(base|binary|image|modules)-[0-9].*{FLAVOUR}$"
+    ))?;
+    fs::write(&list, names.join("\n")).map_err(at(&list))?;
+    Ok(names)
 }
 
 /// The kernels in the cache, oldest first.
@@ -149,18 +163,20 @@ fn version_of(package: &str) -> Option<&str> {
 
 /// The newest that `which` admits.
 fn pick<'a>(which: &Which, versions: impl Iterator<Item = &'a str>) -> Option<String> {
-    let mut versions: Vec<&str> = versions.collect();
-    versions.sort_by_cached_key(|version| numbers(version));
-    let series = |version: &str| numbers(version).into_iter().take(2).collect::<Vec<_>>();
-    let oldest = series(versions.first()?);
-    let admitted = |version: &&str| match which {
-        Which::Newest => true,
-        Which::Oldest => series(version) == oldest,
-        Which::Version(wanted) => version
-            .strip_prefix(wanted.as_str())
-            .is_some_and(|rest| !rest.starts_with(|next: char| next.is_ascii_digit())),
+    let beginning = match which {
+        Which::Newest => "",
+        Which::Oldest => OLDEST,
+        Which::Version(wanted) => wanted,
     };
-    versions.into_iter().rfind(admitted).map(str::to_owned)
+    let admitted = |version: &&str| {
+        version.strip_prefix(beginning).is_some_and(|rest| {
+            beginning.is_empty() || !rest.starts_with(|next: char| next.is_ascii_digit())
+        })
+    };
+    versions
+        .filter(admitted)
+        .max_by_key(|version| numbers(version))
+        .map(str::to_owned)
 }
 
 /// For comparing: 7.3.4+deb13 is 7, 3, 4, 13.

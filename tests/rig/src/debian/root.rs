@@ -31,12 +31,15 @@ pub fn packages(suite: &str, names: &[&str]) -> Result<PathBuf, DebianError> {
         return Ok(root);
     }
     let apt = Apt::new(suite)?;
-    apt.refresh(true)?;
+    let had_lists = apt.has_lists();
+    if !had_lists {
+        apt.refresh()?;
+    }
     build(&root, |archives| {
         match apt.download_all(&sorted, archives) {
             // The lists may name a version that the mirror has replaced meanwhile.
-            Err(DebianError::Fetch { .. }) => {
-                apt.refresh(false)?;
+            Err(DebianError::Fetch { .. }) if had_lists => {
+                apt.refresh()?;
                 apt.download_all(&sorted, archives)
             }
             other => other,
