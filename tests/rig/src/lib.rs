@@ -2,7 +2,13 @@
 //!
 //! - [`debian`]: kernels, QEMU and other programs from Debian, cached, without touching the
 //!   machine's own packages.
+//! - [`hosts`]: several hosts on one machine, and links between them that can be slow, far, cut or
+//!   lossy.
+//! - [`need`]: what a test does when the machine lacks something.
 #![forbid(unsafe_code)]
+#![cfg(target_arch = "x86_64")]
 
 pub mod cache;
 pub mod debian;
+pub mod hosts;
+pub mod need;
