@@ -6,6 +6,7 @@
 //!   lossy.
 //! - [`guest`]: two guests that write to their memory and check it.
 //! - [`machine`]: a guest in a QEMU: started, listened to, migrated, compared with another.
+//! - [`scratch`]: folders for a test's files.
 //! - [`need`]: what a test does when the machine lacks something.
 #![forbid(unsafe_code)]
 #![cfg(target_arch = "x86_64")]
@@ -15,4 +16,6 @@ pub mod debian;
 pub mod guest;
 pub mod hosts;
 pub mod machine;
+mod maker;
 pub mod need;
+pub mod scratch;

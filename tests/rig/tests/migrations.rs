@@ -54,7 +54,7 @@ impl Pair {
     }
 
     fn migration(&self, family: Family) -> Migration {
-        Migration::to((self.link.address(&self.destination, family), PORT).into())
+        Migration::tcp((self.link.address(&self.destination, family), PORT).into())
     }
 }
 
@@ -156,10 +156,8 @@ fn a_cancelled_migration_leaves_the_guest_and_the_next_one_arrives() {
 
     pair.link.set_rate(None).unwrap();
     let mut destination = Machine::start_incoming(&setup, Some(&pair.destination)).unwrap();
-    let mut again = migration;
     // The second attempt meets a line that loses everything for a while.
-    again.to.set_port(PORT + 1);
-    machine::begin(&mut source, &mut destination, &again).unwrap();
+    machine::begin(&mut source, &mut destination, &migration).unwrap();
     pair.link.swallow(Direction::Both).unwrap();
     source.next_beat().unwrap();
     pair.link.restore().unwrap();
@@ -177,17 +175,17 @@ fn a_changed_byte_is_found_by_us_and_by_the_guest() {
     setup.workload.hot = 0;
     setup.workload.content = Content::Random;
     let pair = Pair::new(&LinkOptions::default());
-    let mut migration = pair.migration(Family::V4);
     let proxy = pair
         .source
         .run(|| TcpListener::bind("127.0.0.1:0"))
         .unwrap()
         .unwrap();
-    migration.through = Some(proxy.local_addr().unwrap());
+    let to = SocketAddr::from((pair.link.address(&pair.destination, Family::V4), PORT));
+    let connect = format!("tcp:{}", proxy.local_addr().unwrap());
+    let migration = Migration::through(&connect, &format!("tcp:{to}"));
     let mut source = Machine::start(&setup, Some(&pair.source)).unwrap();
     let mut destination = Machine::start_incoming(&setup, Some(&pair.destination)).unwrap();
     source.wait_ready().unwrap();
-    let to = migration.to;
     thread::scope(|scope| {
         scope.spawn(|| change_a_byte(&proxy, &pair.source, to));
         migrate(&mut source, &mut destination, &migration).unwrap();

@@ -238,3 +238,45 @@ fn rest() -> ! {
 fn index(number: u64) -> usize {
     usize::try_from(number).unwrap_or(usize::MAX)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn writer(content: u64) -> Writer {
+        let mut writer = Writer {
+            pages: vec![Page([0; PAGE_WORDS]); 20],
+            hot: 7,
+            stride: 3,
+            content,
+            seed: 5,
+            cursor: 0,
+            cold_cursor: 0,
+            left: 7,
+            passes: 0,
+            visits: 0,
+        };
+        writer.fill();
+        writer
+    }
+
+    #[test]
+    fn visits_leave_every_page_right_and_a_changed_word_is_found() {
+        for content in 0..4 {
+            let mut writer = writer(content);
+            for _ in 0..45 {
+                assert!(writer.visit().is_ok());
+            }
+            assert!(writer.check_all().is_ok());
+            assert_eq!((writer.passes, writer.visits), (7, 49));
+            for page in 0..20 {
+                for word in [0, 1, 300, 511] {
+                    writer.pages[page].0[word] ^= 1 << 40;
+                    let found = writer.check_all().err().map(|wrong| wrong.page);
+                    assert_eq!(found, Some(page));
+                    writer.pages[page].0[word] ^= 1 << 40;
+                }
+            }
+        }
+    }
+}

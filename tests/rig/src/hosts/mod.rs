@@ -21,9 +21,8 @@
 mod capture;
 mod delay;
 mod link;
-mod process;
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io;
 use std::path::Path;
 use std::process::Command;
@@ -35,9 +34,8 @@ use thiserror::Error;
 
 pub use capture::Capture;
 pub use link::{Direction, Family, Link, LinkOptions};
-pub use process::sweep;
 
-use process::Maker;
+use crate::maker::{Maker, kill};
 
 /// Why hosts or links cannot be had.
 #[derive(Debug, Error)]
@@ -136,8 +134,34 @@ impl Host {
 
 impl Drop for Host {
     fn drop(&mut self) {
-        process::remove(&self.namespace);
+        remove(&self.namespace);
     }
+}
+
+/// Removes the hosts that were made by processes which are gone, with everything that still runs in
+/// them, and says which these were. Hosts of living processes and namespaces of others stay.
+pub fn sweep() -> Vec<String> {
+    let names: Vec<String> = fs::read_dir("/run/netns")
+        .into_iter()
+        .flatten()
+        .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
+        .filter(|name| Maker::of(name).is_some_and(|maker| !maker.lives()))
+        .collect();
+    for name in &names {
+        remove(name);
+    }
+    names
+}
+
+/// Ends what runs in a namespace, and removes it.
+fn remove(namespace: &str) {
+    // This process is not in it, but a thread of it may be.
+    let own = std::process::id().to_string();
+    if let Ok(ids) = ip(&["netns", "pids", namespace]) {
+        kill(ids.split_whitespace().filter(|id| *id != own));
+    }
+    // It may be gone already: another process may sweep at the same time.
+    let _ = ip(&["netns", "delete", namespace]);
 }
 
 fn ip(arguments: &[&str]) -> Result<String, HostsError> {

@@ -35,7 +35,7 @@ pub(super) fn first_difference(
 
 /// A piece of memory as a file, which is removed at once and lasts while it is open.
 fn save(machine: &mut Machine, start: u64, bytes: u64) -> Result<File, MachineError> {
-    let path = machine.folder.0.join("memory");
+    let path = machine.scratch.join("memory");
     machine.qmp().execute(
         "pmemsave",
         json!({"val": start, "size": bytes, "filename": path}),

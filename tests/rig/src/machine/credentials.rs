@@ -10,12 +10,13 @@ use rcgen::{
     KeyUsagePurpose,
 };
 
-use super::{Folder, MachineError, at};
+use super::{MachineError, at};
+use crate::scratch::Scratch;
 
 /// A folder with `ca-cert.pem`, and certificate and key of a server and of a client. It goes with
 /// its owner.
 #[derive(Debug)]
-pub struct Credentials(Folder);
+pub struct Credentials(Scratch);
 
 impl Credentials {
     /// A new authority, a server called `server` and a client called `client`.
@@ -26,7 +27,7 @@ impl Credentials {
     /// # Panics
     /// A name is no DNS name.
     pub fn new(server: &str, client: &str) -> Result<Self, MachineError> {
-        let folder = Folder::new()?;
+        let folder = Scratch::new().map_err(at("a scratch folder"))?;
         let mut authority = parameters("Rig authority");
         authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         authority.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
@@ -34,7 +35,7 @@ impl Credentials {
         let certificate = authority
             .self_signed(&key)
             .expect("the parameters are complete");
-        write(&folder.0.join("ca-cert.pem"), &certificate.pem())?;
+        write(&folder.join("ca-cert.pem"), &certificate.pem())?;
         let issuer = Issuer::new(authority, key);
         for (role, name, usage) in [
             ("server", server, ExtendedKeyUsagePurpose::ServerAuth),
@@ -55,11 +56,11 @@ impl Credentials {
                 .signed_by(&key, &issuer)
                 .expect("the parameters are complete");
             write(
-                &folder.0.join(format!("{role}-cert.pem")),
+                &folder.join(&format!("{role}-cert.pem")),
                 &certificate.pem(),
             )?;
             write(
-                &folder.0.join(format!("{role}-key.pem")),
+                &folder.join(&format!("{role}-key.pem")),
                 &key.serialize_pem(),
             )?;
         }
@@ -69,7 +70,7 @@ impl Credentials {
     /// The folder.
     #[must_use]
     pub fn folder(&self) -> PathBuf {
-        self.0.0.clone()
+        self.0.path().to_path_buf()
     }
 }
 

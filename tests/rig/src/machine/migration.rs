@@ -11,10 +11,10 @@ use super::{Machine, MachineError, PATIENCE};
 /// How memory travels.
 #[derive(Clone, Debug)]
 pub struct Migration {
-    /// Where the destination listens, and the source connects to.
-    pub to: SocketAddr,
-    /// Where the source connects to, when that is something in between.
-    pub through: Option<SocketAddr>,
+    /// Where the destination listens: `tcp:ADDRESS:PORT` or `unix:PATH`.
+    pub listen: String,
+    /// Where the source connects to: the same, or something in between that leads there.
+    pub connect: String,
     /// Connections for memory beside the main one; the main one alone when not said.
     pub multifd: Option<u8>,
     /// Certificates of both sides ([`super::Credentials`]), and the name that the source expects
@@ -29,10 +29,16 @@ pub struct Migration {
 impl Migration {
     /// One plain connection without a limit, with QEMU's own downtime limit.
     #[must_use]
-    pub fn to(to: SocketAddr) -> Self {
+    pub fn tcp(address: SocketAddr) -> Self {
+        Self::through(&format!("tcp:{address}"), &format!("tcp:{address}"))
+    }
+
+    /// The same, where the source connects to something in between.
+    #[must_use]
+    pub fn through(connect: &str, listen: &str) -> Self {
         Self {
-            to,
-            through: None,
+            listen: listen.to_owned(),
+            connect: connect.to_owned(),
             multifd: None,
             tls: None,
             bandwidth: None,
@@ -124,12 +130,12 @@ pub fn begin(
 ) -> Result<(), MachineError> {
     migration.apply(destination, "server")?;
     migration.apply(source, "client")?;
-    let uri = |address: SocketAddr| json!({"uri": format!("tcp:{address}")});
     destination
         .qmp()
-        .execute("migrate-incoming", uri(migration.to))?;
-    let target = migration.through.unwrap_or(migration.to);
-    source.qmp().execute("migrate", uri(target))?;
+        .execute("migrate-incoming", json!({"uri": migration.listen}))?;
+    source
+        .qmp()
+        .execute("migrate", json!({"uri": migration.connect}))?;
     Ok(())
 }
 

@@ -14,7 +14,7 @@
 //! let mut source = Machine::start(&setup, None)?;
 //! let mut destination = Machine::start_incoming(&setup, None)?;
 //! source.wait_ready()?;
-//! let migration = Migration::to("127.0.0.1:4444".parse()?);
+//! let migration = Migration::tcp("127.0.0.1:4444".parse()?);
 //! migrate(&mut source, &mut destination, &migration)?;
 //! assert_eq!(source.first_difference(&mut destination)?, None);
 //! destination.resume()?;
@@ -31,7 +31,6 @@ use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Stdio};
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -46,6 +45,7 @@ pub use qmp::{Qmp, QmpError};
 use crate::debian::Qemu;
 use crate::guest::{Guest, Line, Workload};
 use crate::hosts::Host;
+use crate::scratch::Scratch;
 
 /// Whatever is waited for takes no longer than this, on a busy machine and emulated too.
 pub const PATIENCE: Duration = Duration::from_secs(120);
@@ -138,7 +138,7 @@ pub struct Machine {
     /// The last lines of the serial line, for errors.
     said: Vec<String>,
     memory_bytes: u64,
-    folder: Folder,
+    scratch: Scratch,
 }
 
 impl Machine {
@@ -159,13 +159,13 @@ impl Machine {
     }
 
     fn spawn(setup: &Setup, host: Option<&Host>, more: &[&str]) -> Result<Self, MachineError> {
-        let folder = Folder::new()?;
-        let boot = setup.guest.boot(&setup.workload, &folder.0);
+        let scratch = Scratch::new().map_err(at("a scratch folder"))?;
+        let boot = setup.guest.boot(&setup.workload, scratch.path());
         for (path, content) in &boot.files {
             fs::write(path, content).map_err(at(path))?;
         }
-        let socket = folder.0.join("qmp");
-        let messages = folder.0.join("messages");
+        let socket = scratch.join("qmp");
+        let messages = scratch.join("messages");
         let mut command = setup.qemu.command();
         command
             .args(["-nodefaults", "-no-user-config", "-display", "none"])
@@ -189,6 +189,7 @@ impl Machine {
             .stderr(File::create(&messages).map_err(at(&messages))?)
             .spawn()
             .map_err(at(PathBuf::from(command.get_program())))?;
+        scratch.record(child.id()).map_err(at(scratch.path()))?;
         let input = child.stdin.take().expect("it was asked for");
         let mut output = BufReader::new(child.stdout.take().expect("it was asked for"));
         let (sender, lines) = channel();
@@ -223,7 +224,7 @@ impl Machine {
             reader: Some(reader),
             said: Vec::new(),
             memory_bytes: u64::from(setup.workload.memory_mib) << 20,
-            folder,
+            scratch,
         })
     }
 
@@ -325,7 +326,7 @@ impl Machine {
     /// What QEMU wrote as errors and warnings.
     #[must_use]
     pub fn messages(&self) -> String {
-        fs::read_to_string(self.folder.0.join("messages")).unwrap_or_default()
+        fs::read_to_string(self.scratch.join("messages")).unwrap_or_default()
     }
 
     /// Pauses the guest.
@@ -372,26 +373,6 @@ impl Drop for Machine {
         if let Some(reader) = self.reader.take() {
             let _ = reader.join();
         }
-    }
-}
-
-/// A machine's files, which go with it.
-#[derive(Debug)]
-struct Folder(PathBuf);
-
-impl Folder {
-    fn new() -> Result<Self, MachineError> {
-        static NEXT: AtomicU32 = AtomicU32::new(0);
-        let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let path = std::env::temp_dir().join(format!("dunlin-rig-{}-{number}", std::process::id()));
-        fs::create_dir_all(&path).map_err(at(&path))?;
-        Ok(Self(path))
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
     }
 }
 
