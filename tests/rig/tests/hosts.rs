@@ -6,7 +6,7 @@ use std::fs;
 use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
 use std::net::{IpAddr, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -176,11 +176,7 @@ fn a_line_is_cut_and_restored_under_a_connection() {
                 .run(|| TcpStream::connect_timeout(&(address, PORT).into(), Duration::from_secs(5)))
                 .unwrap()
                 .unwrap_err();
-            assert_ne!(
-                refused.kind(),
-                ErrorKind::TimedOut,
-                "nobody said that it is cut"
-            );
+            assert_eq!(refused.kind(), ErrorKind::NetworkUnreachable, "{refused}");
             stream.write_all(b"late").unwrap();
             link.restore().unwrap();
             let mut received = [0; 4];
@@ -246,7 +242,7 @@ fn a_host_takes_its_processes_with_it() {
         return;
     }
     let host = Host::new("short").unwrap();
-    let mut child = host.command("sleep").arg("1000").spawn().unwrap();
+    let mut child = sleeper(&host);
     let namespace = namespace_file(host.namespace());
     drop(host);
     assert!(!namespace.exists());
@@ -300,9 +296,19 @@ fn hosts_of_a_killed_process_are_swept_and_no_others() {
 #[ignore = "run by another test"]
 fn makes_a_host_and_waits() {
     let host = Host::new("orphan").unwrap();
-    let mut child = host.command("sleep").arg("1000").spawn().unwrap();
+    let mut child = sleeper(&host);
     println!("made {} {}", host.namespace(), child.id());
     let _ = child.wait();
+}
+
+/// Something that runs on a host, for longer than any test.
+fn sleeper(host: &Host) -> Child {
+    host.command("sleep")
+        .arg("60")
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap()
 }
 
 fn namespace_file(name: &str) -> PathBuf {

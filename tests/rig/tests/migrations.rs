@@ -15,6 +15,7 @@ use dunlin_rig::machine::{
     self, Accelerator, Credentials, Machine, MachineError, Migrated, Migration, Setup, migrate,
 };
 use dunlin_rig::need;
+use serde_json::{Value, json};
 
 const PORT: u16 = 4444;
 
@@ -154,12 +155,18 @@ fn a_cancelled_migration_leaves_the_guest_and_the_next_one_arrives() {
     source.check_pages().unwrap();
     drop(destination);
 
-    pair.link.set_rate(None).unwrap();
-    let mut destination = Machine::start_incoming(&setup, Some(&pair.destination)).unwrap();
     // The second attempt meets a line that loses everything for a while.
+    let mut destination = Machine::start_incoming(&setup, Some(&pair.destination)).unwrap();
     machine::begin(&mut source, &mut destination, &migration).unwrap();
+    let active = |name: &str, data: &Value| name == "MIGRATION" && data["status"] == "active";
+    let qmp = source.qmp();
+    qmp.wait_event(machine::PATIENCE, active).unwrap();
     pair.link.swallow(Direction::Both).unwrap();
+    source.forget_lines();
     source.next_beat().unwrap();
+    let status = source.qmp().execute("query-migrate", json!({})).unwrap();
+    assert_eq!(status["status"], "active", "the line was lost too late");
+    pair.link.set_rate(None).unwrap();
     pair.link.restore().unwrap();
     machine::finish(&mut source, "source").unwrap();
     machine::finish(&mut destination, "destination").unwrap();
@@ -245,4 +252,58 @@ fn a_plain_migration_moves_linux() {
     let setup = Setup::new(&qemu, Guest::Linux(kernel), workload, Accelerator::Tcg);
     let pair = Pair::new(&LinkOptions::default());
     move_and_check(&pair, &setup, &pair.migration(Family::V6));
+}
+
+/// Every kind of content, more connections and both kernels, over a line that is far and lossy for
+/// a while.
+#[test]
+fn in_the_soak_everything_moves_over_a_long_line() {
+    if std::env::var_os("DUNLIN_SOAK").is_none_or(|soak| soak != "1") {
+        println!("skipped: for the soak");
+        return;
+    }
+    let Some(setup) = bare() else { return };
+    let _turn = need::turn();
+    let pair = Pair::new(&LinkOptions {
+        rate_bits: Some(2_000_000_000),
+        delay: Some(Duration::from_millis(10)),
+        ..LinkOptions::default()
+    });
+    let credentials = Credentials::new("destination.example", "source.example").unwrap();
+    let mut kernels = vec![Guest::Bare];
+    for which in [Which::Oldest, Which::Newest] {
+        kernels.push(Guest::Linux(debian::kernel(&which).unwrap()));
+    }
+    for guest in kernels {
+        let mut setup = setup.clone();
+        let mut contents = &[
+            Content::Zero,
+            Content::Random,
+            Content::Mixed,
+            Content::Text,
+        ][..];
+        if matches!(guest, Guest::Linux(_)) {
+            setup.accelerator = Accelerator::Tcg;
+            setup.workload.memory_mib = 384;
+            setup.workload.rate = Some(500);
+            contents = &[Content::Mixed];
+        }
+        setup.guest = guest;
+        let families = [Family::V4, Family::V6].repeat(2);
+        for (content, family) in contents.iter().copied().zip(families) {
+            setup.workload.content = content;
+            for multifd in [None, Some(1), Some(4)] {
+                for tls in [false, true] {
+                    let mut migration = pair.migration(family);
+                    migration.multifd = multifd;
+                    if tls {
+                        let name = "destination.example".to_owned();
+                        migration.tls = Some((credentials.folder(), name));
+                    }
+                    println!("{content:?}, {family:?}, multifd {multifd:?}, TLS {tls}");
+                    move_and_check(&pair, &setup, &migration);
+                }
+            }
+        }
+    }
 }
