@@ -18,7 +18,7 @@ pub fn or_skip<T, E: Display>(what: &str, found: Result<T, E>) -> Option<T> {
             panic!("CI must have {what}: {error}")
         }
         Err(error) => {
-            println!("skipped, no {what}: {error}");
+            println!("not tested, no {what}: {error}");
             None
         }
     }

@@ -29,11 +29,15 @@ const WORKLOAD: Workload = Workload {
     seed: 0x5eed,
 };
 
-/// The bare guest on KVM, or `None` where the machine has no KVM, hosts or QEMU.
+/// The bare guest, on KVM where there is one; `None` where there are no hosts or no QEMU.
 fn bare() -> Option<Setup> {
     let qemu = need::qemu()?;
-    (need::hosts() && need::kvm())
-        .then(|| Setup::new(&qemu, Guest::Bare, WORKLOAD, Accelerator::Kvm))
+    let accelerator = if need::kvm() {
+        Accelerator::Kvm
+    } else {
+        Accelerator::Tcg
+    };
+    need::hosts().then(|| Setup::new(&qemu, Guest::Bare, WORKLOAD, accelerator))
 }
 
 struct Pair {
