@@ -8,8 +8,12 @@ pub mod kick;
 pub mod kvm;
 pub mod mapping;
 pub mod memory;
+#[cfg(feature = "rig")]
+pub mod netns;
 pub mod pagemap;
 pub mod poll;
 pub mod signals;
 pub mod socket;
+#[cfg(feature = "rig")]
+pub mod tun;
 pub mod uffd;

@@ -1,0 +1,41 @@
+//! Where everything fetched or built for the rig is kept: `rig/` in cargo's target directory, so
+//! that `cargo clean` removes it and a clean clone begins with nothing.
+
+use std::env;
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// The cache's directory, which may not exist yet.
+///
+/// The running program lies in the target directory, and cargo marks that with a CACHEDIR.TAG; a
+/// program that was copied away goes by CARGO_TARGET_DIR, else by the workspace.
+#[must_use]
+pub fn directory() -> PathBuf {
+    let marked = env::current_exe().ok().and_then(|program| {
+        program
+            .ancestors()
+            .find(|folder| folder.join("CACHEDIR.TAG").is_file())
+            .map(Path::to_path_buf)
+    });
+    let target = marked
+        .or_else(|| env::var_os("CARGO_TARGET_DIR").map(PathBuf::from))
+        .unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target"));
+    target.join("rig")
+}
+
+/// A lock on a part of the cache, among all processes; it goes with its owner, also by a kill.
+#[derive(Debug)]
+pub struct Lock(#[expect(dead_code, reason = "held, not read")] File);
+
+/// Waits for the lock `name` on the cache.
+///
+/// # Errors
+/// The cache's directory cannot be written.
+pub fn lock(name: &str) -> io::Result<Lock> {
+    let directory = directory();
+    fs::create_dir_all(&directory)?;
+    let file = File::create(directory.join(format!("{name}.lock")))?;
+    file.lock()?;
+    Ok(Lock(file))
+}

@@ -1,0 +1,213 @@
+//! Debian's kernels for clouds: small, and with everything that a virtual machine needs built in.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use super::apt::Apt;
+use super::root::build;
+use super::{DebianError, at};
+use crate::cache;
+
+/// The suite with the newest kernels; its release has the oldest.
+const SUITE: &str = "trixie-backports";
+
+/// The oldest series that we support beside the newest kernel: trixie's own.
+const OLDEST: &str = "6.12";
+
+/// How long the newest is taken to be the newest.
+const LISTS_AGE: Duration = Duration::from_secs(24 * 60 * 60);
+
+/// Every kernel's name ends so.
+const FLAVOUR: &str = "-cloud-amd64";
+
+/// Which kernel.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Which {
+    /// The newest of trixie-backports.
+    Newest,
+    /// The newest of trixie's own series, 6.12.
+    Oldest,
+    /// This one: its whole name, as `uname -r` says it, or the beginning of it.
+    Version(String),
+}
+
+/// A kernel in the cache.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Kernel {
+    /// As `uname -r` says it.
+    pub version: String,
+    /// The image that a boot loader takes.
+    pub image: PathBuf,
+    /// Its modules (`*.ko.xz`), without modules.dep.
+    pub modules: PathBuf,
+    /// Its configuration.
+    pub config: PathBuf,
+}
+
+/// A kernel, fetched when it is not in the cache. What is newest is asked of the mirror once a day;
+/// when the mirror does not answer, the newest of the cache is taken, and said on standard error.
+///
+/// # Errors
+/// There is no such kernel, or no network; see [`DebianError`].
+pub fn kernel(which: &Which) -> Result<Kernel, DebianError> {
+    let _turn = cache::lock("debian").map_err(at(cache::directory()))?;
+    let cached = cached_kernels()?;
+    if let Which::Version(_) = which
+        && let Some(version) = pick(which, cached.iter().map(|kernel| kernel.version.as_str()))
+    {
+        return open(&version);
+    }
+    let names = match offered() {
+        Ok(names) => names,
+        Err(error) => {
+            let known = cached.iter().map(|kernel| kernel.version.as_str());
+            let version = pick(which, known).ok_or(error)?;
+            eprintln!("the mirror does not answer; taking kernel {version} out of the cache");
+            return open(&version);
+        }
+    };
+    let version = pick(which, names.iter().filter_map(|name| version_of(name)))
+        .ok_or_else(|| DebianError::NoKernel(format!("{which:?}")))?;
+    if let Ok(kernel) = open(&version) {
+        return Ok(kernel);
+    }
+    // Image, modules and configuration are in one package up to 6.18, in several since.
+    let parts: Vec<&str> = names
+        .iter()
+        .map(String::as_str)
+        .filter(|name| name.ends_with(&format!("-{version}")))
+        .collect();
+    let apt = Apt::new(SUITE)?;
+    build(&folder(&version), |archives| {
+        apt.download_only(&parts, archives)
+    })?;
+    open(&version)
+}
+
+/// The names of all packages with parts of kernels, asked of the mirror at most once a day.
+fn offered() -> Result<Vec<String>, DebianError> {
+    let list = cache::directory().join("debian/kernels-offered");
+    let age = fs::metadata(&list)
+        .and_then(|data| data.modified())
+        .map_or(LISTS_AGE, |time| time.elapsed().unwrap_or_default());
+    if age < LISTS_AGE {
+        let names = fs::read_to_string(&list).map_err(at(&list))?;
+        return Ok(names.lines().map(str::to_owned).collect());
+    }
+    let apt = Apt::new(SUITE)?;
+    apt.refresh()?;
+    let names = apt.names(&format!(
+        "^linux-(base|binary|image|modules)-[0-9].*{FLAVOUR}$"
+    ))?;
+    fs::write(&list, names.join("\n")).map_err(at(&list))?;
+    Ok(names)
+}
+
+/// The kernels in the cache, oldest first.
+///
+/// # Errors
+/// The cache cannot be read.
+pub fn cached_kernels() -> Result<Vec<Kernel>, DebianError> {
+    let kernels = cache::directory().join("debian/kernels");
+    let entries = match fs::read_dir(&kernels) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) => return Err(DebianError::Cache(kernels, error)),
+    };
+    let mut found = Vec::new();
+    for entry in entries {
+        let name = entry.map_err(at(&kernels))?.file_name();
+        found.extend(open(&name.to_string_lossy()));
+    }
+    found.sort_by_cached_key(|kernel| numbers(&kernel.version));
+    Ok(found)
+}
+
+fn folder(version: &str) -> PathBuf {
+    cache::directory().join("debian/kernels").join(version)
+}
+
+fn open(version: &str) -> Result<Kernel, DebianError> {
+    let root = folder(version);
+    let modules = root.join("usr/lib/modules").join(version);
+    let find = |candidates: [PathBuf; 2]| {
+        candidates
+            .into_iter()
+            .find(|path| path.is_file())
+            .ok_or_else(|| DebianError::Missing(format!("kernel {version}"), root.clone()))
+    };
+    let beside = |name: &str| [modules.join(name), boot(&root, name, version)];
+    Ok(Kernel {
+        version: version.to_owned(),
+        image: find(beside("vmlinuz"))?,
+        config: find(beside("config"))?,
+        modules,
+    })
+}
+
+fn boot(root: &Path, name: &str, version: &str) -> PathBuf {
+    root.join("boot").join(format!("{name}-{version}"))
+}
+
+/// The version in a package's name, unless that is a debugging or unsigned variant.
+fn version_of(package: &str) -> Option<&str> {
+    let rest = package
+        .strip_prefix("linux-binary-")
+        .or_else(|| package.strip_prefix("linux-image-"))?;
+    let version = rest.strip_suffix(FLAVOUR).map(|_| rest)?;
+    version
+        .starts_with(|first: char| first.is_ascii_digit())
+        .then_some(version)
+}
+
+/// The newest that `which` admits.
+fn pick<'a>(which: &Which, versions: impl Iterator<Item = &'a str>) -> Option<String> {
+    let beginning = match which {
+        Which::Newest => "",
+        Which::Oldest => OLDEST,
+        Which::Version(wanted) => wanted,
+    };
+    let admitted = |version: &&str| {
+        version.strip_prefix(beginning).is_some_and(|rest| {
+            beginning.is_empty() || !rest.starts_with(|next: char| next.is_ascii_digit())
+        })
+    };
+    versions
+        .filter(admitted)
+        .max_by_key(|version| numbers(version))
+        .map(str::to_owned)
+}
+
+/// For comparing: 7.3.4+deb13 is 7, 3, 4, 13.
+fn numbers(version: &str) -> Vec<u32> {
+    version
+        .split(|mark: char| !mark.is_ascii_digit())
+        .filter_map(|number| number.parse().ok())
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_are_compared_by_number_and_packages_of_other_kinds_left_out() {
+        let names = [
+            "linux-image-6.12.94+deb13-cloud-amd64",
+            "linux-image-6.12.107+deb13-cloud-amd64",
+            "linux-binary-7.3.4+deb13-cloud-amd64",
+            "linux-image-7.10.1+deb13-cloud-amd64",
+            "linux-binary-unsigned-7.11.0+deb13-cloud-amd64",
+            "linux-image-cloud-amd64",
+            "linux-image-9.0.0+deb13-cloud-amd64-dbg",
+        ];
+        let versions = || names.iter().filter_map(|name| version_of(name));
+        let picked = |which| pick(&which, versions());
+        let version = |number: &str| Some(format!("{number}+deb13-cloud-amd64"));
+        assert_eq!(picked(Which::Newest), version("7.10.1"));
+        assert_eq!(picked(Which::Oldest), version("6.12.107"));
+        assert_eq!(picked(Which::Version("7.3".to_owned())), version("7.3.4"));
+        assert_eq!(picked(Which::Version("6.12.9".to_owned())), None);
+    }
+}

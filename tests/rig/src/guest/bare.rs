@@ -1,0 +1,52 @@
+//! The guest without an operating system, as an image for QEMU.
+
+use std::path::Path;
+
+use super::{Boot, Workload};
+
+/// Assembled by the build script from guest/bare.S.
+const IMAGE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/bare.elf"));
+
+/// Marks the parameters.
+const MARK: &[u8] = b"Dunlin rig guest";
+
+/// Where the pages begin in the guest's memory.
+const FIRST: u64 = 0x40_0000;
+
+pub(super) fn boot(workload: &Workload, folder: &Path) -> Boot {
+    let end = FIRST + workload.pages * 4096;
+    assert!(end <= u64::from(workload.memory_mib) << 20, "{workload:?}");
+    let mut image = IMAGE.to_vec();
+    let mark = image
+        .windows(MARK.len())
+        .position(|bytes| bytes == MARK)
+        .expect("the build script assembled the guest with its mark");
+    let parameters = [
+        FIRST,
+        workload.pages,
+        workload.hot,
+        workload.stride(),
+        workload.content_number(),
+        workload.rate.unwrap_or(0),
+        workload.seed,
+    ];
+    let place = &mut image[mark + MARK.len()..];
+    for (place, parameter) in place.chunks_exact_mut(8).zip(parameters) {
+        place.copy_from_slice(&parameter.to_le_bytes());
+    }
+    let path = folder.join("bare.elf");
+    let options = [
+        "-machine",
+        // The timer chip measures the clock; there is nothing else that the guest would use.
+        "microvm,pit=on,pic=on,rtc=off",
+        "-bios",
+        "qboot.rom",
+        "-kernel",
+        &path.to_string_lossy(),
+    ]
+    .map(str::to_owned);
+    Boot {
+        files: vec![(path, image)],
+        options: options.into(),
+    }
+}

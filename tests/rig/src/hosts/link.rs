@@ -1,0 +1,326 @@
+//! A line between two hosts.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::path::Path;
+use std::process::Command;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::time::Duration;
+
+use dunlin_sys::tun::Tun;
+
+use super::delay::Delay;
+use super::{Capture, Host, HostsError, ip, run};
+
+/// What a line is like.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct LinkOptions {
+    /// Bits per second, in each direction; as fast as the machine when not said.
+    pub rate_bits: Option<u64>,
+    /// How long a packet is under way, in each direction: half of the round trip. Such a line
+    /// keeps a thread busy while there is traffic.
+    pub delay: Option<Duration>,
+    /// Largest packet in bytes; 1500 when not said.
+    pub mtu_bytes: Option<u32>,
+}
+
+/// Which addresses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Family {
+    /// IPv4.
+    V4,
+    /// IPv6.
+    V6,
+}
+
+/// Which way, as the hosts were named when the link was made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Direction {
+    /// From the first host to the second.
+    There,
+    /// From the second to the first.
+    Back,
+    /// Either way.
+    Both,
+}
+
+/// A line between two hosts, with an address of either family at each end. It goes with its owner;
+/// the hosts may go before it.
+#[derive(Debug)]
+pub struct Link {
+    ends: [End; 2],
+    mtu_bytes: u32,
+    /// The thread that is the line, if that has a delay.
+    delay: Option<Delay>,
+}
+
+/// One end of a line.
+#[derive(Debug)]
+struct End {
+    namespace: String,
+    interface: String,
+    v4: Ipv4Addr,
+    v6: Ipv6Addr,
+    /// Its own, where the line is of a kind that has them.
+    mac: String,
+}
+
+impl Link {
+    /// Connects two hosts. Two may have several links.
+    ///
+    /// # Errors
+    /// No privilege, a tool that is missing, or more than 250 links in this process.
+    pub fn new(first: &Host, second: &Host, options: &LinkOptions) -> Result<Self, HostsError> {
+        static NEXT: AtomicU8 = AtomicU8::new(1);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        assert!(number < 251, "addresses are numbered by one byte");
+        let end = |host: &Host, last: u8| End {
+            namespace: host.namespace().to_owned(),
+            interface: format!("link{number}"),
+            v4: Ipv4Addr::new(10, 77, number, last),
+            v6: Ipv6Addr::new(0xfd77, 0, 0, number.into(), 0, 0, 0, last.into()),
+            mac: format!("02:77:00:00:{number:02x}:{last:02x}"),
+        };
+        let ends = [end(first, 1), end(second, 2)];
+        let delay = match options.delay {
+            None => {
+                let [near, far] = &ends;
+                ip(&[
+                    "link",
+                    "add",
+                    "name",
+                    &near.interface,
+                    "netns",
+                    &near.namespace,
+                    "address",
+                    &near.mac,
+                    "type",
+                    "veth",
+                    "peer",
+                    "name",
+                    &far.interface,
+                    "netns",
+                    &far.namespace,
+                    "address",
+                    &far.mac,
+                ])?;
+                None
+            }
+            Some(delay) => {
+                let open = |host: &Host| {
+                    let interface = &ends[0].interface;
+                    host.run(|| Tun::open(interface))?
+                        .map_err(|error| HostsError::Kernel("a TUN device".to_owned(), error))
+                };
+                let thread = Delay::start(open(first)?, open(second)?, delay)
+                    .map_err(|error| HostsError::Kernel("a thread".to_owned(), error))?;
+                Some(thread)
+            }
+        };
+        let link = Self {
+            ends,
+            mtu_bytes: options.mtu_bytes.unwrap_or(1500),
+            delay,
+        };
+        link.restore()?;
+        link.set_rate(options.rate_bits)?;
+        Ok(link)
+    }
+
+    /// The address of one of its hosts on this link.
+    ///
+    /// # Panics
+    /// The host is on neither end.
+    #[must_use]
+    pub fn address(&self, host: &Host, family: Family) -> IpAddr {
+        let end = self.end(host);
+        match family {
+            Family::V4 => end.v4.into(),
+            Family::V6 => end.v6.into(),
+        }
+    }
+
+    /// The name of a host's interface to this link.
+    ///
+    /// # Panics
+    /// The host is on neither end.
+    #[must_use]
+    pub fn interface(&self, host: &Host) -> &str {
+        &self.end(host).interface
+    }
+
+    /// Limits each direction to so many bits per second from now on, or lifts the limit. Up to
+    /// 50 ms of packets wait at the sending host, and more are lost.
+    ///
+    /// # Errors
+    /// `tc` failed.
+    pub fn set_rate(&self, rate_bits: Option<u64>) -> Result<(), HostsError> {
+        for End {
+            namespace,
+            interface,
+            ..
+        } in &self.ends
+        {
+            let tc = |arguments: &[&str]| {
+                run(Command::new("tc")
+                    .args(["-n", namespace, "qdisc"])
+                    .args(arguments))
+            };
+            let Some(rate) = rate_bits else {
+                // It fails where there was no limit.
+                let _ = tc(&["delete", "dev", interface, "root"]);
+                continue;
+            };
+            // What may leave at once: 10 ms of the rate, and at least one large packet.
+            let burst = (rate / 8 / 100).max(u64::from(self.mtu_bytes) * 4);
+            tc(&[
+                "replace",
+                "dev",
+                interface,
+                "root",
+                "tbf",
+                "rate",
+                &format!("{rate}bit"),
+                "burst",
+                &format!("{burst}b"),
+                "latency",
+                "50ms",
+            ])?;
+        }
+        Ok(())
+    }
+
+    /// Pulls the plug: both interfaces go down, and whoever sends is told that there is no way.
+    ///
+    /// # Errors
+    /// `ip` failed.
+    pub fn cut(&self) -> Result<(), HostsError> {
+        for End {
+            namespace,
+            interface,
+            ..
+        } in &self.ends
+        {
+            ip(&["-n", namespace, "link", "set", interface, "down"])?;
+        }
+        Ok(())
+    }
+
+    /// Loses every packet in a direction from now on, and tells nobody.
+    ///
+    /// # Errors
+    /// `nft` failed.
+    pub fn swallow(&self, direction: Direction) -> Result<(), HostsError> {
+        for (
+            index,
+            End {
+                namespace,
+                interface,
+                ..
+            },
+        ) in self.ends.iter().enumerate()
+        {
+            // At the receiving end, since a sender would see its own packets dropped.
+            let arriving = [Direction::Back, Direction::There][index];
+            if direction != arriving && direction != Direction::Both {
+                continue;
+            }
+            let table = format!(
+                "table inet {interface}\n\
+                 delete table inet {interface}\n\
+                 table inet {interface} {{\n\
+                 chain lost {{ type filter hook prerouting priority -300; \
+                 iifname \"{interface}\" drop; }}\n}}\n"
+            );
+            run(Command::new("ip").args(["netns", "exec", namespace, "nft", &table]))?;
+        }
+        Ok(())
+    }
+
+    /// Makes a line that was cut or that swallowed packets as good as before.
+    ///
+    /// # Errors
+    /// `ip` or `nft` failed.
+    pub fn restore(&self) -> Result<(), HostsError> {
+        for (index, end) in self.ends.iter().enumerate() {
+            let End {
+                namespace,
+                interface,
+                ..
+            } = end;
+            let table = format!("table inet {interface}\ndelete table inet {interface}\n");
+            run(Command::new("ip").args(["netns", "exec", namespace, "nft", &table]))?;
+
+            let name = ["-n", namespace];
+            let mtu = self.mtu_bytes.to_string();
+            let ip = |arguments: &[&str]| ip(&[&name, arguments].concat());
+            ip(&["link", "set", interface, "mtu", &mtu, "up"])?;
+            ip(&[
+                "address",
+                "replace",
+                &format!("{}/24", end.v4),
+                "dev",
+                interface,
+            ])?;
+            // Taking an interface down takes its IPv6 addresses and all neighbours away.
+            ip(&[
+                "address",
+                "replace",
+                &format!("{}/64", end.v6),
+                "dev",
+                interface,
+                "nodad",
+            ])?;
+            if self.delay.is_none() {
+                // Neighbours are not looked for: on a line that swallows packets that would fail,
+                // and tell the sender what on a longer way it would not be told.
+                let other = &self.ends[1 - index];
+                for address in [IpAddr::from(other.v4), IpAddr::from(other.v6)] {
+                    ip(&[
+                        "neighbour",
+                        "replace",
+                        &address.to_string(),
+                        "lladdr",
+                        &other.mac,
+                        "dev",
+                        interface,
+                        "nud",
+                        "permanent",
+                    ])?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Begins to write what passes a host's end of this link into `file` (pcap).
+    ///
+    /// # Errors
+    /// tcpdump does not start.
+    ///
+    /// # Panics
+    /// The host is on neither end.
+    pub fn capture(&self, host: &Host, file: &Path) -> Result<Capture, HostsError> {
+        Capture::start(host, &self.end(host).interface, file)
+    }
+
+    fn end(&self, host: &Host) -> &End {
+        self.ends
+            .iter()
+            .find(|end| end.namespace == host.namespace())
+            .expect("the host is on one end of this link")
+    }
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        // A TUN device goes with the thread that holds it, a veth pair with either end.
+        if self.delay.is_none() {
+            let End {
+                namespace,
+                interface,
+                ..
+            } = &self.ends[0];
+            let _ = ip(&["-n", namespace, "link", "delete", interface]);
+        }
+    }
+}

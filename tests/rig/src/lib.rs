@@ -1,0 +1,21 @@
+//! What tests stand on that the machine does not offer by itself.
+//!
+//! - [`debian`]: kernels, QEMU and other programs from Debian, cached, without touching the
+//!   machine's own packages.
+//! - [`hosts`]: several hosts on one machine, and links between them that can be slow, far, cut or
+//!   lossy.
+//! - [`guest`]: two guests that write to their memory and check it.
+//! - [`machine`]: a guest in a QEMU: started, listened to, migrated, compared with another.
+//! - [`scratch`]: folders for a test's files.
+//! - [`need`]: what a test does when the machine lacks something.
+#![forbid(unsafe_code)]
+#![cfg(target_arch = "x86_64")]
+
+pub mod cache;
+pub mod debian;
+pub mod guest;
+pub mod hosts;
+pub mod machine;
+mod maker;
+pub mod need;
+pub mod scratch;

@@ -1,0 +1,91 @@
+//! Certificates in the layout that QEMU and libvirt read.
+
+use std::fs;
+use std::io::Write;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use rcgen::{
+    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
+    KeyUsagePurpose,
+};
+
+use super::{MachineError, at};
+use crate::scratch::Scratch;
+
+/// A folder with `ca-cert.pem`, and certificate and key of a server and of a client. It goes with
+/// its owner.
+#[derive(Debug)]
+pub struct Credentials(Scratch);
+
+impl Credentials {
+    /// A new authority, a server called `server` and a client called `client`.
+    ///
+    /// # Errors
+    /// The folder cannot be written.
+    ///
+    /// # Panics
+    /// A name is no DNS name.
+    pub fn new(server: &str, client: &str) -> Result<Self, MachineError> {
+        let folder = Scratch::new().map_err(at("a scratch folder"))?;
+        let mut authority = parameters("Rig authority");
+        authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        authority.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+        let key = KeyPair::generate().expect("the operating system gives random numbers");
+        let certificate = authority
+            .self_signed(&key)
+            .expect("the parameters are complete");
+        write(&folder.join("ca-cert.pem"), &certificate.pem())?;
+        let issuer = Issuer::new(authority, key);
+        for (role, name, usage) in [
+            ("server", server, ExtendedKeyUsagePurpose::ServerAuth),
+            ("client", client, ExtendedKeyUsagePurpose::ClientAuth),
+        ] {
+            let mut bearer = parameters(name);
+            bearer.subject_alt_names = vec![rcgen::SanType::DnsName(
+                name.try_into().expect("the name is a DNS name"),
+            )];
+            // QEMU insists on the second, which TLS 1.3 has no use for.
+            bearer.key_usages = vec![
+                KeyUsagePurpose::DigitalSignature,
+                KeyUsagePurpose::KeyEncipherment,
+            ];
+            bearer.extended_key_usages = vec![usage];
+            let key = KeyPair::generate().expect("the operating system gives random numbers");
+            let certificate = bearer
+                .signed_by(&key, &issuer)
+                .expect("the parameters are complete");
+            write(
+                &folder.join(&format!("{role}-cert.pem")),
+                &certificate.pem(),
+            )?;
+            write(
+                &folder.join(&format!("{role}-key.pem")),
+                &key.serialize_pem(),
+            )?;
+        }
+        Ok(Self(folder))
+    }
+
+    /// The folder.
+    #[must_use]
+    pub fn folder(&self) -> PathBuf {
+        self.0.path().to_path_buf()
+    }
+}
+
+fn parameters(name: &str) -> CertificateParams {
+    let mut parameters = CertificateParams::default();
+    parameters.distinguished_name.push(DnType::CommonName, name);
+    parameters
+}
+
+fn write(path: &Path, text: &str) -> Result<(), MachineError> {
+    fs::OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(path)
+        .and_then(|mut file| file.write_all(text.as_bytes()))
+        .map_err(at(path))
+}

@@ -1,0 +1,395 @@
+//! A guest in a QEMU: started on a host, listened to, asked, and migrated.
+//!
+//! ```no_run
+//! use dunlin_rig::debian::{self, Which};
+//! use dunlin_rig::guest::{Content, Guest, Workload};
+//! use dunlin_rig::machine::{Accelerator, Machine, Migration, Setup, migrate};
+//!
+//! let qemu = debian::qemu()?;
+//! let workload = Workload {
+//!     memory_mib: 256, pages: 40_000, hot: 10_000, rate: Some(20_000),
+//!     content: Content::Random, seed: 1,
+//! };
+//! let setup = Setup::new(&qemu, Guest::Bare, workload, Accelerator::Kvm);
+//! let mut source = Machine::start(&setup, None)?;
+//! let mut destination = Machine::start_incoming(&setup, None)?;
+//! source.wait_ready()?;
+//! let migration = Migration::tcp("127.0.0.1:4444".parse()?);
+//! migrate(&mut source, &mut destination, &migration)?;
+//! assert_eq!(source.first_difference(&mut destination)?, None);
+//! destination.resume()?;
+//! destination.check_pages()?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+mod compare;
+mod credentials;
+mod migration;
+mod qmp;
+
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use thiserror::Error;
+
+pub use credentials::Credentials;
+pub use migration::{Migrated, Migration, begin, cancel, finish, migrate};
+pub use qmp::{Qmp, QmpError};
+
+use crate::debian::Qemu;
+use crate::guest::{Guest, Line, Workload};
+use crate::hosts::Host;
+use crate::scratch::Scratch;
+
+/// Whatever is waited for takes no longer than this, on a busy machine and emulated too.
+pub const PATIENCE: Duration = Duration::from_secs(120);
+
+/// What runs the guest's instructions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Accelerator {
+    /// The processor.
+    Kvm,
+    /// QEMU's emulation.
+    Tcg,
+}
+
+/// What a machine is started from; both ends of a migration from the same.
+#[derive(Clone, Debug)]
+pub struct Setup {
+    /// The hypervisor.
+    pub qemu: Qemu,
+    /// The guest.
+    pub guest: Guest,
+    /// What the guest does.
+    pub workload: Workload,
+    /// What runs it.
+    pub accelerator: Accelerator,
+    /// More options for QEMU.
+    pub options: Vec<String>,
+}
+
+impl Setup {
+    /// With no more options than it takes.
+    #[must_use]
+    pub fn new(qemu: &Qemu, guest: Guest, workload: Workload, accelerator: Accelerator) -> Self {
+        Self {
+            qemu: qemu.clone(),
+            guest,
+            workload,
+            accelerator,
+            options: Vec::new(),
+        }
+    }
+}
+
+/// Why a machine does not do what it should.
+#[derive(Debug, Error)]
+pub enum MachineError {
+    /// Its files cannot be written, or its process not be started.
+    #[error("{0}")]
+    Local(PathBuf, #[source] std::io::Error),
+    /// It did not answer as expected.
+    #[error("QEMU on its control socket")]
+    Qmp(#[from] QmpError),
+    /// What was waited for did not come.
+    #[error("no {what} from the guest within {PATIENCE:?}; last it said:\n{said}")]
+    Silent {
+        /// A line, or the end.
+        what: &'static str,
+        /// Its last lines, and QEMU's messages.
+        said: String,
+    },
+    /// The guest found a page that is not as it left it.
+    #[error("the guest found page {page} wrong: {found:#x} instead of {expected:#x}")]
+    Wrong {
+        /// The page's number in the workload.
+        page: u64,
+        /// Its count or signature.
+        expected: u64,
+        /// What was found.
+        found: u64,
+    },
+    /// A migration ended otherwise than completed.
+    #[error("the migration at the {side} ended as {status}: {reason}")]
+    Migration {
+        /// "source" or "destination".
+        side: &'static str,
+        /// QEMU's word for it.
+        status: String,
+        /// What QEMU says about it.
+        reason: String,
+    },
+}
+
+/// A running QEMU. It ends with its owner.
+#[derive(Debug)]
+pub struct Machine {
+    child: Child,
+    qmp: Qmp,
+    input: ChildStdin,
+    lines: Receiver<String>,
+    reader: Option<JoinHandle<()>>,
+    /// The last lines of the serial line, for errors.
+    said: Vec<String>,
+    memory_bytes: u64,
+    scratch: Scratch,
+}
+
+impl Machine {
+    /// Starts the guest, on `host` or on the machine itself.
+    ///
+    /// # Errors
+    /// QEMU does not start; see [`MachineError`].
+    pub fn start(setup: &Setup, host: Option<&Host>) -> Result<Self, MachineError> {
+        Self::spawn(setup, host, &[])
+    }
+
+    /// Starts a QEMU that waits for a migration, and keeps the guest paused after it.
+    ///
+    /// # Errors
+    /// QEMU does not start; see [`MachineError`].
+    pub fn start_incoming(setup: &Setup, host: Option<&Host>) -> Result<Self, MachineError> {
+        Self::spawn(setup, host, &["-incoming", "defer", "-S"])
+    }
+
+    fn spawn(setup: &Setup, host: Option<&Host>, more: &[&str]) -> Result<Self, MachineError> {
+        let scratch = Scratch::new().map_err(at("a scratch folder"))?;
+        let boot = setup.guest.boot(&setup.workload, scratch.path());
+        for (path, content) in &boot.files {
+            fs::write(path, content).map_err(at(path))?;
+        }
+        let socket = scratch.join("qmp");
+        let messages = scratch.join("messages");
+        let mut command = setup.qemu.command();
+        command
+            .args(["-nodefaults", "-no-user-config", "-display", "none"])
+            .args(["-serial", "stdio"])
+            .arg("-qmp")
+            .arg(format!("unix:{},server=on,wait=off", socket.display()))
+            .args(["-m", &format!("{}M", setup.workload.memory_mib)])
+            .args(match setup.accelerator {
+                Accelerator::Kvm => ["-accel", "kvm"],
+                Accelerator::Tcg => ["-accel", "tcg"],
+            })
+            .args(&boot.options)
+            .args(&setup.options)
+            .args(more);
+        if let Some(host) = host {
+            command = host.enter(&command);
+        }
+        let mut child = command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(File::create(&messages).map_err(at(&messages))?)
+            .spawn()
+            .map_err(at(PathBuf::from(command.get_program())))?;
+        scratch.record(child.id()).map_err(at(scratch.path()))?;
+        let input = child.stdin.take().expect("it was asked for");
+        let mut output = BufReader::new(child.stdout.take().expect("it was asked for"));
+        let (sender, lines) = channel();
+        let reader = thread::spawn(move || {
+            let mut line = Vec::new();
+            while matches!(output.read_until(b'\n', &mut line), Ok(count) if count > 0) {
+                if sender
+                    .send(String::from_utf8_lossy(&line).trim_end().to_owned())
+                    .is_err()
+                {
+                    return;
+                }
+                line.clear();
+            }
+        });
+        let ended = |child: &mut Child| matches!(child.try_wait(), Ok(Some(_)) | Err(_));
+        let qmp = match Qmp::connect(&socket, PATIENCE, || ended(&mut child)) {
+            Ok(qmp) => qmp,
+            Err(error) => {
+                let _ = child.kill();
+                let _ = child.wait();
+                let _ = reader.join();
+                let said = fs::read_to_string(&messages).unwrap_or_default();
+                return Err(QmpError::NotStarted(said, Box::new(error)).into());
+            }
+        };
+        Ok(Self {
+            child,
+            qmp,
+            input,
+            lines,
+            reader: Some(reader),
+            said: Vec::new(),
+            memory_bytes: u64::from(setup.workload.memory_mib) << 20,
+            scratch,
+        })
+    }
+
+    /// Its control socket.
+    pub fn qmp(&mut self) -> &mut Qmp {
+        &mut self.qmp
+    }
+
+    /// The id of its process, for instance to kill it.
+    #[must_use]
+    pub fn process(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Waits until the guest has filled its pages.
+    ///
+    /// # Errors
+    /// It says nothing, or that a page is wrong.
+    pub fn wait_ready(&mut self) -> Result<Line, MachineError> {
+        self.wait_line("ready", |line| matches!(line, Line::Ready { .. }))
+    }
+
+    /// The guest's next report: visits and passes.
+    ///
+    /// # Errors
+    /// It says nothing, or that a page is wrong.
+    pub fn next_beat(&mut self) -> Result<(u64, u64), MachineError> {
+        match self.wait_line("beat", |line| matches!(line, Line::Beat { .. }))? {
+            Line::Beat { visits, passes } => Ok((visits, passes)),
+            _ => Ok((0, 0)),
+        }
+    }
+
+    /// Has the guest look at all of its pages, and says how many these were.
+    ///
+    /// # Errors
+    /// It says nothing, or that a page is wrong.
+    pub fn check_pages(&mut self) -> Result<u64, MachineError> {
+        self.input
+            .write_all(b"c\n")
+            .and_then(|()| self.input.flush())
+            .map_err(at("the guest's serial line"))?;
+        match self.wait_line("answer", |line| matches!(line, Line::Checked { .. }))? {
+            Line::Checked { pages, .. } => Ok(pages),
+            _ => Ok(0),
+        }
+    }
+
+    /// Waits for a line that `wanted` accepts; lines before it are passed over, save one that says
+    /// that a page is wrong.
+    ///
+    /// # Errors
+    /// None came in [`PATIENCE`], QEMU ended, or a page is wrong.
+    pub fn wait_line(
+        &mut self,
+        what: &'static str,
+        wanted: impl Fn(&Line) -> bool,
+    ) -> Result<Line, MachineError> {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let text = match self.lines.recv_timeout(left) {
+                Ok(text) => text,
+                Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
+                    return Err(MachineError::Silent {
+                        what,
+                        said: format!("{}\n{}", self.said.join("\n"), self.messages()),
+                    });
+                }
+            };
+            let line = Line::parse(&text);
+            if self.said.len() == 20 {
+                self.said.remove(0);
+            }
+            self.said.push(text);
+            match line {
+                Some(Line::Wrong {
+                    page,
+                    expected,
+                    found,
+                }) => {
+                    return Err(MachineError::Wrong {
+                        page,
+                        expected,
+                        found,
+                    });
+                }
+                Some(line) if wanted(&line) => return Ok(line),
+                _ => {}
+            }
+        }
+    }
+
+    /// Forgets what the guest has said so far, so that what is waited for next is new.
+    pub fn forget_lines(&mut self) {
+        while self.lines.try_recv().is_ok() {}
+    }
+
+    /// What QEMU wrote as errors and warnings.
+    #[must_use]
+    pub fn messages(&self) -> String {
+        fs::read_to_string(self.scratch.join("messages")).unwrap_or_default()
+    }
+
+    /// Pauses the guest.
+    ///
+    /// # Errors
+    /// QEMU refuses.
+    pub fn pause(&mut self) -> Result<(), MachineError> {
+        self.qmp.execute("stop", json!({}))?;
+        Ok(())
+    }
+
+    /// Lets the guest go on.
+    ///
+    /// # Errors
+    /// QEMU refuses.
+    pub fn resume(&mut self) -> Result<(), MachineError> {
+        self.qmp.execute("cont", json!({}))?;
+        Ok(())
+    }
+
+    /// Whether the guest runs.
+    ///
+    /// # Errors
+    /// QEMU does not answer.
+    pub fn runs(&mut self) -> Result<bool, MachineError> {
+        let status = self.qmp.execute("query-status", json!({}))?;
+        Ok(status["running"] == Value::Bool(true))
+    }
+
+    /// The first address at which the memories of two paused guests differ, in bytes from the
+    /// beginning of memory.
+    ///
+    /// # Errors
+    /// One of the guests runs, or its memory cannot be read.
+    pub fn first_difference(&mut self, other: &mut Self) -> Result<Option<u64>, MachineError> {
+        compare::first_difference(self, other)
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        if let Some(reader) = self.reader.take() {
+            let _ = reader.join();
+        }
+    }
+}
+
+/// For `map_err`: an error of a file.
+fn at(path: impl AsRef<Path>) -> impl FnOnce(std::io::Error) -> MachineError {
+    let path = path.as_ref().to_path_buf();
+    move |error| MachineError::Local(path, error)
+}
+
+/// Reads as much as there is, up to the buffer's length.
+fn read_full(from: &mut impl Read, buffer: &mut [u8]) -> std::io::Result<usize> {
+    let mut filled = 0;
+    while filled < buffer.len() {
+        match from.read(&mut buffer[filled..])? {
+            0 => break,
+            count => filled += count,
+        }
+    }
+    Ok(filled)
+}

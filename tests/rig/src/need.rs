@@ -1,0 +1,62 @@
+//! What a test needs of the machine: in CI it must be there, elsewhere the test says what it lacks.
+
+use std::fmt::Display;
+use std::fs::File;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use crate::debian::{self, DebianError, Qemu};
+use crate::hosts::Host;
+
+/// The value, or `None` with a line that says what is missing.
+///
+/// # Panics
+/// It is missing, and the environment says `CI=true`.
+pub fn or_skip<T, E: Display>(what: &str, found: Result<T, E>) -> Option<T> {
+    match found {
+        Ok(value) => Some(value),
+        Err(error) if std::env::var_os("CI").is_some_and(|ci| ci == "true") => {
+            panic!("CI must have {what}: {error}")
+        }
+        Err(error) => {
+            println!("not tested, no {what}: {error}");
+            None
+        }
+    }
+}
+
+/// Whether hosts can be made.
+#[must_use]
+pub fn hosts() -> bool {
+    or_skip("network namespaces", Host::new("probe")).is_some()
+}
+
+/// Whether there is a KVM.
+#[must_use]
+pub fn kvm() -> bool {
+    or_skip("/dev/kvm", File::open("/dev/kvm")).is_some()
+}
+
+/// What was fetched from Debian, unless there is no network or no Debian to fetch it with.
+///
+/// # Panics
+/// Fetching failed otherwise.
+pub fn fetched<T>(found: Result<T, DebianError>) -> Option<T> {
+    match found {
+        Err(error @ (DebianError::Fetch { .. } | DebianError::NotDebian(_))) => {
+            or_skip("package from Debian", Err(error))
+        }
+        other => Some(other.unwrap_or_else(|error| panic!("{error}"))),
+    }
+}
+
+/// QEMU.
+#[must_use]
+pub fn qemu() -> Option<Qemu> {
+    fetched(debian::qemu())
+}
+
+/// The turn of a test that keeps the whole machine busy, among those of its program.
+pub fn turn() -> MutexGuard<'static, ()> {
+    static TURN: Mutex<()> = Mutex::new(());
+    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,27 @@
+//! Debian's kernels and QEMU come, and run.
+#![allow(missing_docs, clippy::unwrap_used)]
+
+use std::fs;
+
+use dunlin_rig::debian::{self, Which};
+
+#[test]
+fn kernels_come_with_modules_and_configuration() {
+    for which in [Which::Newest, Which::Oldest] {
+        let kernel = debian::kernel(&which).unwrap();
+        println!("{which:?}: {}", kernel.version);
+        let image = fs::read(&kernel.image).unwrap();
+        assert_eq!(&image[0x202..0x206], b"HdrS", "no boot image");
+        let config = fs::read_to_string(&kernel.config).unwrap();
+        assert!(config.contains("CONFIG_TLS=m"), "no kernel TLS");
+        assert!(kernel.modules.join("kernel/net/tls/tls.ko.xz").is_file());
+    }
+}
+
+#[test]
+fn qemu_is_not_the_machines_own() {
+    let qemu = debian::qemu().unwrap();
+    let version = qemu.version().unwrap();
+    println!("QEMU {version}");
+    assert!(version.starts_with("10."), "{version}");
+}

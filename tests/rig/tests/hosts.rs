@@ -1,0 +1,316 @@
+//! Hosts and the links between them do what they say, and leave nothing behind.
+#![cfg(target_arch = "x86_64")]
+#![allow(missing_docs, clippy::unwrap_used)]
+
+use std::fs;
+use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
+use std::net::{IpAddr, TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use dunlin_rig::hosts::{self, Direction, Family, Host, Link, LinkOptions};
+use dunlin_rig::need;
+
+const PORT: u16 = 4444;
+
+/// Two hosts and a link; `None` when the machine cannot have any.
+fn pair(options: &LinkOptions) -> Option<(Host, Host, Link)> {
+    if !need::hosts() {
+        return None;
+    }
+    let near = Host::new("near").unwrap();
+    let far = Host::new("far").unwrap();
+    let link = Link::new(&near, &far, options).unwrap();
+    Some((near, far, link))
+}
+
+/// A connection between two hosts: the near end, the far end.
+fn connect(near: &Host, far: &Host, address: IpAddr) -> (TcpStream, TcpStream) {
+    let listener = far
+        .run(|| TcpListener::bind((address, PORT)))
+        .unwrap()
+        .unwrap();
+    let stream = near
+        .run(|| TcpStream::connect_timeout(&(address, PORT).into(), Duration::from_secs(10)))
+        .unwrap()
+        .unwrap();
+    let (accepted, _) = listener.accept().unwrap();
+    for end in [&stream, &accepted] {
+        end.set_nodelay(true).unwrap();
+        end.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    }
+    (stream, accepted)
+}
+
+/// The times of `count` round trips of one byte, sorted.
+fn round_trips(mut near: TcpStream, mut far: TcpStream, count: usize) -> Vec<Duration> {
+    thread::scope(|scope| {
+        scope.spawn(move || {
+            let mut byte = [0];
+            while far.read_exact(&mut byte).is_ok() {
+                far.write_all(&byte).unwrap();
+            }
+        });
+        let mut times: Vec<Duration> = (0..count)
+            .map(|_| {
+                let start = Instant::now();
+                near.write_all(&[1]).unwrap();
+                near.read_exact(&mut [0]).unwrap();
+                start.elapsed()
+            })
+            .collect();
+        times.sort();
+        drop(near);
+        times
+    })
+}
+
+/// Bytes cross in order; the time that they took.
+fn transfer(mut from: TcpStream, mut to: TcpStream, bytes: usize) -> Duration {
+    let content: Vec<u8> = (0..bytes).map(|index| (index % 251) as u8).collect();
+    let start = Instant::now();
+    let received = thread::scope(|scope| {
+        let reader = scope.spawn(move || {
+            let mut received = Vec::new();
+            to.read_to_end(&mut received).unwrap();
+            received
+        });
+        from.write_all(&content).unwrap();
+        drop(from);
+        reader.join().unwrap()
+    });
+    assert!(received == content, "the bytes are not the same");
+    start.elapsed()
+}
+
+#[test]
+fn both_families_reach_across_and_a_third_host_does_not() {
+    let Some((near, far, link)) = pair(&LinkOptions::default()) else {
+        return;
+    };
+    let other = Host::new("other").unwrap();
+    for family in [Family::V4, Family::V6] {
+        let address = link.address(&far, family);
+        let (stream, accepted) = connect(&near, &far, address);
+        transfer(stream, accepted, 8 << 20);
+        let error = other
+            .run(|| TcpStream::connect((address, PORT)))
+            .unwrap()
+            .unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::NetworkUnreachable, "{error}");
+    }
+    let shown = near
+        .command("ip")
+        .args(["-brief", "address"])
+        .output()
+        .unwrap();
+    let shown = String::from_utf8(shown.stdout).unwrap();
+    assert!(shown.contains(link.interface(&near)), "{shown}");
+}
+
+#[test]
+fn a_delay_is_seen_as_a_round_trip_and_carries_large_packets() {
+    let delay = Duration::from_millis(20);
+    let options = LinkOptions {
+        delay: Some(delay),
+        ..LinkOptions::default()
+    };
+    let Some((near, far, link)) = pair(&options) else {
+        return;
+    };
+    for family in [Family::V4, Family::V6] {
+        let address = link.address(&far, family);
+        let (stream, accepted) = connect(&near, &far, address);
+        let times = round_trips(stream, accepted, 9);
+        println!("round trips of a line of 2 x 20 ms: {times:?}");
+        assert!(times[0] >= 2 * delay, "{times:?}");
+        // The quickest, on a machine that may be busy.
+        assert!(
+            times[0] < 2 * delay + Duration::from_millis(40),
+            "{times:?}"
+        );
+        let (stream, accepted) = connect(&near, &far, address);
+        let time = transfer(stream, accepted, 32 << 20);
+        println!("32 MiB over it: {time:?}");
+    }
+}
+
+#[test]
+fn a_limit_holds_and_is_lifted() {
+    let options = LinkOptions {
+        rate_bits: Some(80_000_000),
+        ..LinkOptions::default()
+    };
+    let Some((near, far, link)) = pair(&options) else {
+        return;
+    };
+    let address = link.address(&far, Family::V6);
+    let (stream, accepted) = connect(&near, &far, address);
+    let slow = transfer(stream, accepted, 8 << 20);
+    link.set_rate(None).unwrap();
+    let (stream, accepted) = connect(&near, &far, address);
+    let fast = transfer(stream, accepted, 8 << 20);
+    println!("8 MiB at 10 MB/s: {slow:?}; without a limit: {fast:?}");
+    // 0.84 s, less what the sockets and the first burst hold.
+    assert!(slow > Duration::from_millis(600), "{slow:?}");
+    assert!(fast < slow / 2, "{fast:?}");
+}
+
+#[test]
+fn a_line_is_cut_and_restored_under_a_connection() {
+    for delay in [None, Some(Duration::from_millis(2))] {
+        let options = LinkOptions {
+            delay,
+            ..LinkOptions::default()
+        };
+        let Some((near, far, link)) = pair(&options) else {
+            return;
+        };
+        for family in [Family::V4, Family::V6] {
+            let address = link.address(&far, family);
+            let (mut stream, mut accepted) = connect(&near, &far, address);
+            link.cut().unwrap();
+            let refused = near
+                .run(|| TcpStream::connect_timeout(&(address, PORT).into(), Duration::from_secs(5)))
+                .unwrap()
+                .unwrap_err();
+            assert_eq!(refused.kind(), ErrorKind::NetworkUnreachable, "{refused}");
+            stream.write_all(b"late").unwrap();
+            link.restore().unwrap();
+            let mut received = [0; 4];
+            accepted.read_exact(&mut received).unwrap();
+            assert_eq!(&received, b"late");
+        }
+    }
+}
+
+#[test]
+fn a_direction_swallows_packets_without_a_word() {
+    for delay in [None, Some(Duration::from_millis(2))] {
+        let options = LinkOptions {
+            delay,
+            ..LinkOptions::default()
+        };
+        let Some((near, far, link)) = pair(&options) else {
+            return;
+        };
+        let (mut stream, mut accepted) = connect(&near, &far, link.address(&far, Family::V4));
+        link.swallow(Direction::There).unwrap();
+        // The other direction still carries.
+        accepted.write_all(b"back").unwrap();
+        stream.read_exact(&mut [0; 4]).unwrap();
+        stream.write_all(b"lost").unwrap();
+        accepted
+            .set_read_timeout(Some(Duration::from_millis(300)))
+            .unwrap();
+        let error = accepted.read_exact(&mut [0; 4]).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::WouldBlock);
+        link.restore().unwrap();
+        accepted
+            .set_read_timeout(Some(Duration::from_secs(20)))
+            .unwrap();
+        let mut received = [0; 4];
+        accepted.read_exact(&mut received).unwrap();
+        assert_eq!(&received, b"lost");
+    }
+}
+
+#[test]
+fn a_capture_holds_what_was_sent() {
+    let Some((near, far, link)) = pair(&LinkOptions::default()) else {
+        return;
+    };
+    let file = std::env::temp_dir().join(format!("dunlin-rig-{}.pcap", std::process::id()));
+    let capture = link.capture(&far, &file).unwrap();
+    let (mut stream, mut accepted) = connect(&near, &far, link.address(&far, Family::V6));
+    stream.write_all(b"who flies with the flock").unwrap();
+    accepted.read_exact(&mut [0; 24]).unwrap();
+    capture.stop().unwrap();
+    let packets = fs::read(&file).unwrap();
+    fs::remove_file(&file).unwrap();
+    let found = packets
+        .windows(24)
+        .any(|bytes| bytes == b"who flies with the flock");
+    assert!(found, "not in {} bytes of packets", packets.len());
+}
+
+#[test]
+fn a_host_takes_its_processes_with_it() {
+    if !need::hosts() {
+        return;
+    }
+    let host = Host::new("short").unwrap();
+    let mut child = sleeper(&host);
+    let namespace = namespace_file(host.namespace());
+    drop(host);
+    assert!(!namespace.exists());
+    assert!(!child.wait().unwrap().success());
+}
+
+#[test]
+fn hosts_of_a_killed_process_are_swept_and_no_others() {
+    if !need::hosts() {
+        return;
+    }
+    let own = Host::new("own").unwrap();
+    let mut maker = Command::new(std::env::current_exe().unwrap())
+        .args([
+            "--exact",
+            "makes_a_host_and_waits",
+            "--ignored",
+            "--nocapture",
+        ])
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let said: Vec<String> = BufReader::new(maker.stdout.take().unwrap())
+        .lines()
+        .map(Result::unwrap)
+        .filter_map(|line| line.split_once("made ").map(|(_, rest)| rest.to_owned()))
+        .take(1)
+        .collect();
+    let (namespace, process) = said[0].split_once(' ').unwrap();
+    let process = Path::new("/proc").join(process);
+
+    hosts::sweep();
+    assert!(namespace_file(namespace).exists(), "its maker lives");
+    maker.kill().unwrap();
+    maker.wait().unwrap();
+    assert!(namespace_file(namespace).exists(), "nobody cleaned up");
+    hosts::sweep();
+    assert!(!namespace_file(namespace).exists());
+    assert!(namespace_file(own.namespace()).exists());
+    // Nobody waits for a process whose parent is gone but the system's first; it may take a while.
+    let gone = || fs::read_to_string(process.join("stat")).is_ok_and(|stat| !stat.contains(") Z "));
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while gone() && Instant::now() < deadline {
+        thread::sleep(Duration::from_millis(10));
+    }
+    assert!(!gone(), "what ran there runs on");
+}
+
+/// Run by the test above, as a process of its own.
+#[test]
+#[ignore = "run by another test"]
+fn makes_a_host_and_waits() {
+    let host = Host::new("orphan").unwrap();
+    let mut child = sleeper(&host);
+    println!("made {} {}", host.namespace(), child.id());
+    let _ = child.wait();
+}
+
+/// Something that runs on a host, for longer than any test.
+fn sleeper(host: &Host) -> Child {
+    host.command("sleep")
+        .arg("60")
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap()
+}
+
+fn namespace_file(name: &str) -> PathBuf {
+    Path::new("/run/netns").join(name)
+}
