@@ -135,6 +135,26 @@ pub struct ChunkSet {
     pub count: u32,
 }
 
+/// How far the destination has read on a lane. Chunks are acknowledged by
+/// themselves; this tells of marks and ends, so that a lane that stands still
+/// can be told from one that waits for another at a mark.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Reached {
+    /// The lane's number.
+    pub lane: u16,
+    /// How far.
+    pub place: Place,
+}
+
+/// A place in a lane's course.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Place {
+    /// The mark that ends this iteration; 0 before the first.
+    Mark(u32),
+    /// The lane's end: nothing of it is under way.
+    End,
+}
+
 /// What the destination says about an attempt that was in doubt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Verdict {
@@ -214,14 +234,20 @@ impl fmt::Debug for Section {
 /// Everything has been sent; what the destination must have received.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Final {
-    /// Chunks of the whole session.
+    /// Chunks of the whole session, without those that a lost lane took with
+    /// it.
     pub chunks: u64,
     /// The last iteration.
     pub iteration: u32,
     /// Sections sent, at most [`crate::limits::MAX_SECTIONS`].
     pub sections: u32,
-    /// Pages sent in the whole session, zero pages and repetitions included.
+    /// Pages sent in the whole session, zero pages and repetitions included,
+    /// without those of lost chunks.
     pub pages: u64,
+    /// Lanes that the destination has reported as fenced, as far as the source
+    /// had heard: a *final* that names fewer than the destination has fenced
+    /// was overtaken, and another follows.
+    pub fenced: u32,
     /// The source's memory, if verification was negotiated.
     pub digest: Option<Digest>,
 }
@@ -254,10 +280,13 @@ pub enum Message {
         /// The reason in words, at most [`crate::limits::MAX_TEXT_BYTES`].
         text: String,
     },
-    /// Destination: these chunks are in guest memory. Sets may be repeated.
+    /// Destination: these chunks are in guest memory, and so far have lanes
+    /// come. Both may be repeated.
     Ack {
         /// At most [`crate::limits::MAX_ACK_SETS`].
         sets: Vec<ChunkSet>,
+        /// At most [`crate::limits::MAX_LANES`].
+        reached: Vec<Reached>,
     },
     /// Source: see [`Section`].
     Section(Section),
@@ -307,8 +336,9 @@ pub enum Message {
         /// The lane's number.
         lane: u16,
     },
-    /// Destination: the lane is closed and its thread joined. What is not
-    /// acknowledged now never will be.
+    /// Destination, as the answer to *fence* or of its own accord when it has
+    /// lost the lane itself: the lane is closed and its thread joined. What is
+    /// not acknowledged now never will be.
     Fenced {
         /// The lane's number.
         lane: u16,

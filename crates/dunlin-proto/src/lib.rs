@@ -5,17 +5,22 @@
 //! every bound and [`fault`] every reason to give up. Decisions: [`bitmap`] and
 //! [`schedule`] say which pages go next on which lane, [`marks`] keep
 //! iterations apart, [`pace`] caps the rate, [`precopy`] says when to pause,
-//! and [`switchover`] who runs the VM.
+//! and [`switchover`] who runs the VM, by what stands in the [`journal`].
+//! [`mistake`] plants errors in them for the tests that must find them.
 #![forbid(unsafe_code)]
 pub mod bitmap;
 pub mod control;
 pub mod fault;
 pub mod frame;
+pub mod journal;
+pub mod lanes;
 pub mod limits;
 pub mod marks;
+pub mod mistake;
 pub mod negotiate;
 pub mod pace;
 pub mod precopy;
+pub mod received;
 pub mod schedule;
 pub mod switchover;
 pub mod wire;

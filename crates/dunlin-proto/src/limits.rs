@@ -99,12 +99,22 @@ pub const MAX_IN_FLIGHT_RANGES: usize = 256 * 1024;
 /// lane that repeats all of them.
 pub const MAX_ACK_SETS: usize = 4096;
 
+/// Gaps in the numbers of the chunks that have come.
+///
+/// A lost lane leaves at most as many as it had chunks under way, a few
+/// hundred; this is room for hundreds of lost lanes, and 3 MiB at most.
+pub const MAX_CHUNK_GAPS: usize = 64 * 1024;
+
 /// Addresses that a destination names for lanes.
 pub const MAX_ENDPOINTS: usize = 16;
 
 /// Bytes of one such address: a DNS name of 253, or an IPv6 address with a
 /// scope of 15, and the port.
 pub const MAX_ENDPOINT_BYTES: usize = 272;
+
+/// Bytes of the path of a unix socket: `sun_path` of unix(7) has 108, the last
+/// one zero.
+pub const MAX_SOCKET_PATH_BYTES: usize = 107;
 
 /// Bytes of a text for people that goes with a fault.
 pub const MAX_TEXT_BYTES: usize = 1024;
@@ -161,7 +171,9 @@ const _: () = assert!(
 );
 const _: () = assert!(32 + MAX_NAME_BYTES <= EXTENSION_ROOM_BYTES);
 const _: () = assert!(MAX_SECTION_BYTES <= MAX_STATE_BYTES);
-const _: () = assert!(8 + MAX_ACK_SETS * 12 <= MAX_CONTROL_BODY_BYTES - EXTENSION_ROOM_BYTES);
+const _: () = assert!(
+    8 + MAX_ACK_SETS * 12 + MAX_LANES as usize * 6 <= MAX_CONTROL_BODY_BYTES - EXTENSION_ROOM_BYTES
+);
 const _: () = assert!(
     64 + MAX_ENDPOINTS * (2 + MAX_ENDPOINT_BYTES) <= MAX_CONTROL_BODY_BYTES - EXTENSION_ROOM_BYTES
 );

@@ -10,11 +10,16 @@
 //! then, in turn, [`Schedule::mark_dirty`] and [`Schedule::begin_iteration`],
 //! while the lanes' threads call [`Schedule::next`] and the control thread
 //! [`Schedule::acknowledge`]; at last [`Schedule::finish`]. A lane that is
-//! lost goes through [`Schedule::lose_lane`].
+//! lost goes through [`Schedule::lose_lane`] once it is fenced; which lanes
+//! there are, and when one is lost, is [`crate::lanes`]' to say.
 //!
 //! ```text
 //! lane:   Chunk* Mark(1)  Chunk* Mark(2)  …  Chunk* Mark(n)  End
 //! ```
+//! A lane that comes later begins with the mark of the iteration before the
+//! current one, so that it overtakes nobody either. One that leaves early
+//! ends without the marks to come: nothing of it is under way then.
+//!
 //! A lane may be in iteration 3 while another is still in 2: the marks keep
 //! them apart at the destination ([`crate::marks`]).
 
@@ -24,6 +29,7 @@ use thiserror::Error;
 
 use crate::bitmap::{PageBitmap, Run};
 use crate::limits::{CHUNK_PAGES, MAX_IN_FLIGHT_RANGES, MAX_RANGES_PER_CHUNK};
+use crate::mistake::{Mistake, planted};
 
 /// Pages of one region that lie side by side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,6 +69,8 @@ pub enum Work {
     },
     /// Nothing to do now; ask again when something has changed.
     Wait,
+    /// The lane is not to go on: it was given up.
+    Stop,
 }
 
 /// An acknowledgement that cannot be right. The peer is at fault.
@@ -87,9 +95,26 @@ struct RegionWork {
 
 #[derive(Debug)]
 struct LaneWork {
+    /// The iteration of its next chunk.
     iteration: u32,
     chunks: u64,
+    acknowledged: u64,
+    mark: u32,
+    leaving: bool,
     ended: bool,
+}
+
+/// What a lane has been given and the destination has confirmed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LaneCourse {
+    /// Chunks given to it.
+    pub chunks: u64,
+    /// Those of them that are acknowledged.
+    pub acknowledged: u64,
+    /// The last mark given to it; 0 for none.
+    pub mark: u32,
+    /// Whether it was given its *end*.
+    pub ended: bool,
 }
 
 #[derive(Debug)]
@@ -113,6 +138,9 @@ pub struct Schedule {
     in_flight: VecDeque<InFlight>,
     in_flight_ranges: usize,
     in_flight_pages: u64,
+    pages: u64,
+    lost_chunks: u64,
+    lost_pages: u64,
     spare: Vec<Vec<PageRange>>,
 }
 
@@ -137,6 +165,9 @@ impl Schedule {
             in_flight: VecDeque::new(),
             in_flight_ranges: 0,
             in_flight_pages: 0,
+            pages: 0,
+            lost_chunks: 0,
+            lost_pages: 0,
             spare: Vec::new(),
         }
     }
@@ -165,22 +196,59 @@ impl Schedule {
         self.next_chunk
     }
 
-    /// Whether every lane has been given its *end*.
+    /// Chunks and pages that have been cut, without those that lost lanes took
+    /// with them: what the destination has received once all is over.
     #[must_use]
-    pub fn ended(&self) -> bool {
-        self.finishing && self.lanes.values().all(|lane| lane.ended)
+    pub fn kept(&self) -> (u64, u64) {
+        (
+            self.next_chunk - self.lost_chunks,
+            self.pages - self.lost_pages,
+        )
     }
 
-    /// Adds a lane. It takes part from the next iteration to begin on.
+    /// Whether no iteration comes after this one.
+    #[must_use]
+    pub fn finishing(&self) -> bool {
+        self.finishing
+    }
+
+    /// How far a lane has come; `None` for one that is not open.
+    #[must_use]
+    pub fn course(&self, lane: u16) -> Option<LaneCourse> {
+        self.lanes.get(&lane).map(|state| LaneCourse {
+            chunks: state.chunks,
+            acknowledged: state.acknowledged,
+            mark: state.mark,
+            ended: state.ended,
+        })
+    }
+
+    /// Adds a lane, which takes part at once. The destination must have let
+    /// it in: it counts there, and no other lane passes a mark without it.
     pub fn open_lane(&mut self, lane: u16) {
         self.lanes.insert(
             lane,
             LaneWork {
-                iteration: self.iteration.max(1),
+                iteration: self.iteration.saturating_sub(1).max(1),
                 chunks: 0,
+                acknowledged: 0,
+                mark: 0,
+                leaving: false,
                 ended: false,
             },
         );
+    }
+
+    /// Lets `lane` end as soon as it asks for work.
+    pub fn leave(&mut self, lane: u16) {
+        if let Some(state) = self.lanes.get_mut(&lane) {
+            state.leaving = true;
+        }
+    }
+
+    /// Forgets a lane that has ended, when all that it carried is confirmed.
+    pub fn forget(&mut self, lane: u16) {
+        self.lanes.remove(&lane);
     }
 
     /// Marks a run of pages of region number `index` (its place in the list
@@ -215,15 +283,24 @@ impl Schedule {
     /// What `lane` shall do now. A chunk is put into `plan`.
     pub fn next(&mut self, lane: u16, plan: &mut ChunkPlan) -> Work {
         let Some(state) = self.lanes.get_mut(&lane) else {
-            return Work::Wait;
+            return Work::Stop;
         };
+        if state.ended {
+            return Work::Wait;
+        }
+        if state.leaving {
+            state.ended = true;
+            return Work::End {
+                chunks: state.chunks,
+            };
+        }
         if self.iteration > state.iteration {
             let passed = state.iteration;
             state.iteration += 1;
+            state.mark = passed;
             return Work::Mark(passed);
         }
-        if self.iteration == 0 || state.ended || state.iteration > self.iteration && !self.finishing
-        {
+        if self.iteration == 0 || state.iteration > self.iteration && !self.finishing {
             return Work::Wait;
         }
         if state.iteration > self.iteration {
@@ -242,6 +319,7 @@ impl Schedule {
         if self.finishing {
             if let Some(state) = self.lanes.get_mut(&lane) {
                 state.iteration += 1;
+                state.mark = self.iteration;
             }
             return Work::Mark(self.iteration);
         }
@@ -272,6 +350,9 @@ impl Schedule {
             if !chunk.acknowledged {
                 chunk.acknowledged = true;
                 pages += chunk.pages;
+                if let Some(lane) = self.lanes.get_mut(&chunk.lane) {
+                    lane.acknowledged += 1;
+                }
                 self.in_flight_ranges -= chunk.ranges.len();
                 let mut ranges = std::mem::take(&mut chunk.ranges);
                 ranges.clear();
@@ -296,7 +377,12 @@ impl Schedule {
             }
             chunk.acknowledged = true;
             pages += chunk.pages;
+            self.lost_chunks += 1;
+            self.lost_pages += chunk.pages;
             self.in_flight_ranges -= chunk.ranges.len();
+            if planted(Mistake::NoRedirty) {
+                chunk.ranges.clear();
+            }
             for range in chunk.ranges.drain(..) {
                 if let Some(region) = self.regions.iter_mut().find(|r| r.id == range.region) {
                     region.pending.insert(range.run);
@@ -341,6 +427,7 @@ impl Schedule {
         ranges.extend_from_slice(&plan.ranges);
         self.in_flight_ranges += ranges.len();
         self.in_flight_pages += plan.pages;
+        self.pages += plan.pages;
         self.in_flight.push_back(InFlight {
             number: plan.number,
             lane,
@@ -381,7 +468,7 @@ mod tests {
         loop {
             let work = schedule.next(lane, &mut plan);
             match work {
-                Work::Wait => return (pages, works),
+                Work::Wait | Work::Stop => return (pages, works),
                 Work::Chunk => pages += plan.pages,
                 Work::End { .. } => {
                     works.push(work);
@@ -410,7 +497,7 @@ mod tests {
                 Work::End { chunks: 2 }
             ]
         );
-        assert!(schedule.ended());
+        assert!(schedule.course(1).unwrap().ended);
     }
 
     #[test]
@@ -467,7 +554,49 @@ mod tests {
         assert_eq!(schedule.pending_pages(), CHUNK_PAGES);
         assert_eq!(schedule.next(2, &mut plan), Work::Chunk);
         assert_eq!(plan.ranges[0].run, run(CHUNK_PAGES, CHUNK_PAGES));
+        assert_eq!(schedule.next(1, &mut plan), Work::Stop);
+    }
+
+    #[test]
+    fn i4_a_lane_that_comes_later_begins_with_the_mark_before_its_first_chunk() {
+        let mut schedule = schedule(3 * CHUNK_PAGES, 1);
+        for _ in 0..3 {
+            schedule.mark_run(0, run(0, 3 * CHUNK_PAGES));
+            schedule.begin_iteration();
+        }
+        schedule.open_lane(2);
+        let mut plan = ChunkPlan::default();
+        assert_eq!(schedule.next(2, &mut plan), Work::Mark(2));
+        assert_eq!(schedule.next(2, &mut plan), Work::Chunk);
+        assert_eq!(plan.iteration, 3);
+    }
+
+    #[test]
+    fn a_lane_that_leaves_ends_at_once() {
+        let mut schedule = schedule(3 * CHUNK_PAGES, 2);
+        schedule.mark_run(0, run(0, 3 * CHUNK_PAGES));
+        schedule.begin_iteration();
+        let mut plan = ChunkPlan::default();
+        assert_eq!(schedule.next(1, &mut plan), Work::Chunk);
+        schedule.leave(1);
+        assert_eq!(schedule.next(1, &mut plan), Work::End { chunks: 1 });
         assert_eq!(schedule.next(1, &mut plan), Work::Wait);
+        assert_eq!(schedule.next(2, &mut plan), Work::Chunk);
+        let course = schedule.course(1).unwrap();
+        assert!(course.ended && course.chunks == 1 && course.acknowledged == 0);
+    }
+
+    #[test]
+    fn what_a_lost_lane_took_with_it_is_not_counted() {
+        let mut schedule = schedule(3 * CHUNK_PAGES, 2);
+        schedule.mark_run(0, run(0, 3 * CHUNK_PAGES));
+        schedule.begin_iteration();
+        let mut plan = ChunkPlan::default();
+        schedule.next(1, &mut plan);
+        schedule.next(1, &mut plan);
+        schedule.acknowledge(0, 1).unwrap();
+        schedule.lose_lane(1);
+        assert_eq!(schedule.kept(), (1, CHUNK_PAGES));
     }
 
     #[test]

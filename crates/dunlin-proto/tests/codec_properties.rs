@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 
 use dunlin_proto::control::{
     Accept, CONTROL_HEADER_BYTES, ChunkSet, Describe, Envelope, Final, Header, Kind, Message,
-    Region, RegionKind, RegionTable, Section, Verdict,
+    Place, Reached, Region, RegionKind, RegionTable, Section, Verdict,
 };
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::frame::{ChunkHeader, Encoding, FRAME_HEADER_BYTES, Frame, RANGE_BYTES, Range};
@@ -120,10 +120,16 @@ prop_compose! {
         iteration in any::<u32>(),
         sections in 0..=MAX_SECTIONS,
         pages in any::<u64>(),
+        fenced in any::<u32>(),
         digest in digest(),
     ) -> Final {
-        Final { chunks, iteration, sections, pages, digest }
+        Final { chunks, iteration, sections, pages, fenced, digest }
     }
+}
+
+fn reached() -> impl Strategy<Value = Reached> {
+    let place = prop_oneof![(0..u32::MAX).prop_map(Place::Mark), Just(Place::End),];
+    (1..=u16::MAX, place).prop_map(|(lane, place)| Reached { lane, place })
 }
 
 fn verdict() -> impl Strategy<Value = Verdict> {
@@ -148,7 +154,9 @@ fn message_of(kind: Kind) -> BoxedStrategy<Message> {
         Kind::LaneRefused => (lane, fault(), text(1024))
             .prop_map(|(lane, fault, text)| Message::LaneRefused { lane, fault, text })
             .boxed(),
-        Kind::Ack => chunk_sets().prop_map(|sets| Message::Ack { sets }).boxed(),
+        Kind::Ack => (chunk_sets(), vec(reached(), 0..20))
+            .prop_map(|(sets, reached)| Message::Ack { sets, reached })
+            .boxed(),
         Kind::Section => section().prop_map(Message::Section).boxed(),
         Kind::Final => last().prop_map(Message::Final).boxed(),
         Kind::Ready => digest()
@@ -335,9 +343,10 @@ fn heap_bytes(message: &Message) -> usize {
         Message::Refuse { text, .. }
         | Message::LaneRefused { text, .. }
         | Message::Cancel { text, .. } => text.capacity(),
-        Message::Ack { sets } | Message::Fenced { acks: sets, .. } => {
-            sets.capacity() * size_of::<ChunkSet>()
+        Message::Ack { sets, reached } => {
+            sets.capacity() * size_of::<ChunkSet>() + reached.capacity() * size_of::<Reached>()
         }
+        Message::Fenced { acks, .. } => acks.capacity() * size_of::<ChunkSet>(),
         Message::Section(section) => section.name.capacity() + section.bytes.capacity(),
         _ => 0,
     }

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 
 use dunlin_proto::control::{
     Accept, CONTROL_HEADER_BYTES, ChunkSet, Describe, Envelope, Final, Header, Kind, Message,
-    Region, RegionKind, RegionTable, Section, Verdict,
+    Place, Reached, Region, RegionKind, RegionTable, Section, Verdict,
 };
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::frame::{ChunkHeader, Encoding, FRAME_HEADER_BYTES, Frame, Range};
@@ -188,7 +188,19 @@ fn expected_message(kind: Kind) -> Message {
             fault: FaultCode::WrongSecret,
             text: "proof differs".to_owned(),
         },
-        Kind::Ack => Message::Ack { sets: sets() },
+        Kind::Ack => Message::Ack {
+            sets: sets(),
+            reached: vec![
+                Reached {
+                    lane: 5,
+                    place: Place::Mark(3),
+                },
+                Reached {
+                    lane: 6,
+                    place: Place::End,
+                },
+            ],
+        },
         Kind::Section => Message::Section(Section {
             name: "serial".to_owned(),
             instance: 1,
@@ -201,6 +213,7 @@ fn expected_message(kind: Kind) -> Message {
             iteration: 4,
             sections: 12,
             pages: 300_000,
+            fenced: 2,
             digest: Some([0xd1; 16]),
         }),
         Kind::Ready => Message::Ready {

@@ -29,6 +29,7 @@ fn last(chunks: u64, pages: u64, sections: u32) -> Message {
         iteration: 1,
         sections,
         pages,
+        fenced: 0,
         digest: None,
     })
 }
@@ -57,7 +58,7 @@ impl Attack<'_> {
 /// words that contain `words`.
 fn attack(fault: FaultCode, words: &str, attack: impl FnOnce(&mut Attack<'_>)) {
     let (client, server) = tls();
-    let options = destination::Options::default();
+    let options = impatient();
     let receiving = Receiving::start(&server, &options, TestBuilder::default());
     let to = receiving.address;
     let (mut peer, accept) = Peer::accepted(to, &client);
@@ -137,7 +138,10 @@ fn i7_control_messages_out_of_turn_or_of_another_session_end_it() {
     });
     attack(FaultCode::Malformed, "ack out of turn", |hostile| {
         let sets = vec![ChunkSet { first: 0, count: 1 }];
-        hostile.peer.send(&Message::Ack { sets });
+        hostile.peer.send(&Message::Ack {
+            sets,
+            reached: Vec::new(),
+        });
     });
     attack(FaultCode::Malformed, "another session", |hostile| {
         hostile.peer.envelope.session = [1; 16];
@@ -202,10 +206,9 @@ fn i7_a_source_that_opens_and_ends_lane_after_lane_uses_up_nothing() {
         for number in 2..60 {
             let open = lane_open(SESSION, &hostile.accept.secret, number);
             let mut lane = open_lane(hostile.to, Some(hostile.tls), &open);
-            assert_eq!(
-                hostile.peer.receive(),
-                Some(Message::LaneUp { lane: number })
-            );
+            let told = |message: &Message| !matches!(message, Message::Ack { .. });
+            let up = hostile.peer.await_message(told);
+            assert_eq!(up, Some(Message::LaneUp { lane: number }));
             lane.send(&frame(Frame::End { chunks: 0 })).unwrap();
             lane.finish().unwrap();
             most = most.max(open_files());
@@ -225,7 +228,7 @@ fn i7_lanes_that_do_not_belong_are_turned_away_and_the_session_goes_on() {
     let options = destination::Options {
         lanes_max: 2,
         allow_plain: true,
-        ..destination::Options::default()
+        ..impatient()
     };
     let receiving = Receiving::start(&server, &options, TestBuilder::default());
     let to = receiving.address;
@@ -291,7 +294,7 @@ fn i7_lanes_that_do_not_belong_are_turned_away_and_the_session_goes_on() {
 fn i7_garbage_silence_and_strangers_do_not_stop_a_migration() {
     let (client, server) = tls();
     let (stranger, _) = tls();
-    let options = destination::Options::default();
+    let options = impatient();
     let receiving = Receiving::start(&server, &options, TestBuilder::default());
     let to = receiving.address;
     let silent: Vec<_> = (0..80).map(|_| TcpStream::connect(to).unwrap()).collect();
@@ -331,7 +334,7 @@ fn i7_garbage_silence_and_strangers_do_not_stop_a_migration() {
 #[test]
 fn i7_a_second_source_is_told_that_the_destination_is_busy() {
     let (client, server) = tls();
-    let options = destination::Options::default();
+    let options = impatient();
     let receiving = Receiving::start(&server, &options, TestBuilder::default());
     let to = receiving.address.to_string();
     let vm = TestVm::new(4 << 20);
@@ -488,7 +491,10 @@ fn i7_acknowledging_what_was_never_sent_is_refused() {
                 first: u64::MAX - 9,
                 count: 9,
             }];
-            peer.send(&Message::Ack { sets });
+            peer.send(&Message::Ack {
+                sets,
+                reached: Vec::new(),
+            });
             while peer.receive().is_some() {}
         },
     );

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use dunlin::engine::Cancel;
 use dunlin::engine::destination;
 use engine_support::peer::{Peer, lane_open, open_lane};
-use engine_support::{Receiving, TestBuilder, TestVm, run, send, tls, verified};
+use engine_support::{Receiving, TestBuilder, TestVm, impatient, run, send, tls, verified};
 
 /// What it is, whether it ends well, and how it is done.
 type Case<'a> = (&'a str, bool, Box<dyn Fn() -> bool + 'a>);
@@ -29,7 +29,7 @@ fn held() -> (usize, usize) {
 fn nothing_is_left_after_success_and_after_each_kind_of_failure() {
     let (client, server) = tls();
     let tls = (&client, &server);
-    let options = destination::Options::default();
+    let options = impatient();
     let failing = |step| {
         let vm = TestVm::new(8 << 20);
         vm.fill(2 << 20);

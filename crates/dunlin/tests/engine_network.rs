@@ -14,7 +14,7 @@ use dunlin::engine::source::{self, LaneSecurity};
 use dunlin::engine::vmm::FaultCode;
 use dunlin::engine::{Cancel, VmIs};
 use engine_support::proxy::Proxy;
-use engine_support::{Receiving, TestBuilder, TestVm, send, tls, verified};
+use engine_support::{Receiving, TestBuilder, TestVm, impatient, send, tls, verified};
 use vm_memory::{Bytes, GuestAddress};
 
 const CANARY: &[u8; 32] = b"never to be seen on any wire -->";
@@ -57,7 +57,7 @@ fn i6_guest_memory_never_crosses_the_network_in_the_clear() {
 }
 
 #[test]
-fn a_stalled_lane_handshake_delays_none_of_the_others() {
+fn a_stalled_lane_handshake_delays_none_of_the_others_and_is_done_without() {
     let (client, server) = tls();
     let options = destination::Options::default();
     let receiving = Receiving::start(&server, &options, TestBuilder::default());
@@ -88,16 +88,12 @@ fn a_stalled_lane_handshake_delays_none_of_the_others() {
             assert!(began.elapsed() < Duration::from_secs(1), "the others wait");
             thread::sleep(Duration::from_millis(2));
         }
-        let error = sending.join().unwrap().0.unwrap_err();
-        assert_eq!(
-            (error.fault, error.vm),
-            (FaultCode::LaneLost, VmIs::AtSource),
-            "{error}"
-        );
+        let report = sending.join().unwrap().0.unwrap();
+        assert_eq!(report.digests_equal, Some(true));
+        assert_eq!(report.lanes_lost, 1);
     });
     assert!(began.elapsed() < Duration::from_secs(4));
-    assert!(vm.goes_on());
-    assert!(receiving.finish(true).0.is_err());
+    assert!(receiving.finish(false).0.unwrap().runs);
 }
 
 #[test]
@@ -136,20 +132,20 @@ fn cancelling_does_not_wait_for_a_stalled_handshake() {
 }
 
 #[test]
-fn a_lane_that_is_cut_wakes_those_that_wait_at_a_mark() {
+fn i4_a_lane_that_is_cut_costs_what_it_had_under_way_and_no_more() {
     let (client, server) = tls();
     for lanes in [2, 8] {
         let options = destination::Options::default();
         let receiving = Receiving::start(&server, &options, TestBuilder::default());
         let proxy = Proxy::start(receiving.address);
         // Enough for the handshake and the opening, and then for a part of
-        // its first chunk: it cannot reach its mark, and the others can.
+        // its first chunk: it cannot reach its mark, and the others wait there.
         proxy.hold(1, 60_000);
         let vm = TestVm::new(16 << 20);
         vm.fill(4 << 20);
         vm.start(64, Duration::from_micros(100));
         let to = proxy.address.to_string();
-        thread::scope(|scope| {
+        let report = thread::scope(|scope| {
             // Slow enough that every lane gets a chunk of the first pass.
             let options = source::Options {
                 rate: Some(50 << 20),
@@ -159,30 +155,16 @@ fn a_lane_that_is_cut_wakes_those_that_wait_at_a_mark() {
             let sending = scope.spawn(move || send(vm, &to, client, &options, &Cancel::new()));
             thread::sleep(Duration::from_millis(500));
             assert_eq!(proxy.connections(), usize::from(lanes) + 1);
-            let began = Instant::now();
             proxy.cut(1);
-            let error = sending.join().unwrap().0.unwrap_err();
-            assert!(
-                began.elapsed() < Duration::from_secs(2),
-                "{:?}",
-                began.elapsed()
-            );
-            assert_eq!(
-                (error.fault, error.vm),
-                (FaultCode::LaneLost, VmIs::AtSource),
-                "{error}"
-            );
+            sending.join().unwrap().0.unwrap()
         });
-        assert!(vm.goes_on());
-        let (result, builder, _) = receiving.finish(false);
-        assert_eq!(result.err().unwrap().fault, FaultCode::LaneLost);
-        assert_eq!(builder.built.unwrap().calls(), ["discard"]);
-
-        // The next attempt works.
-        let receiving = Receiving::start(&server, &options_of(), TestBuilder::default());
-        let to = receiving.address.to_string();
-        let (result, _) = send(&vm, &to, &client, &verified(lanes), &Cancel::new());
-        assert_eq!(result.unwrap().digests_equal, Some(true));
+        assert_eq!(report.digests_equal, Some(true));
+        assert_eq!(report.lanes_lost, 1);
+        assert!(report.pages_again > 0);
+        // What was sent, less what was sent again, is what the passes held.
+        let waiting: u64 = report.iterations.iter().map(|one| one.pages).sum();
+        let sent = report.traffic.raw_pages + report.traffic.zero_pages;
+        assert!(sent <= waiting + report.pages_again, "{sent} {waiting}");
         assert!(receiving.finish(false).0.unwrap().runs);
     }
 }
@@ -192,7 +174,7 @@ fn options_of() -> destination::Options {
 }
 
 #[test]
-fn a_control_lane_that_is_cut_before_commit_leaves_the_vm_at_the_source() {
+fn a_control_lane_that_is_cut_in_pre_copy_is_made_anew_and_no_iteration_restarts() {
     let (client, server) = tls();
     let receiving = Receiving::start(&server, &options_of(), TestBuilder::default());
     let proxy = Proxy::start(receiving.address);
@@ -200,13 +182,42 @@ fn a_control_lane_that_is_cut_before_commit_leaves_the_vm_at_the_source() {
     vm.fill(4 << 20);
     vm.start(64, Duration::from_micros(100));
     let options = source::Options {
+        rate: Some(8 << 20),
+        ..verified(2)
+    };
+    let to = proxy.address.to_string();
+    let report = thread::scope(|scope| {
+        let sending = scope.spawn(|| send(&vm, &to, &client, &options, &Cancel::new()));
+        receiving.await_event(|event| matches!(event, DestinationEvent::LaneUp { lane: 2 }));
+        proxy.cut(0);
+        sending.join().unwrap().0.unwrap()
+    });
+    assert_eq!(report.digests_equal, Some(true));
+    assert_eq!((report.control_resumed, report.lanes_lost), (1, 0));
+    assert_eq!(report.pages_again, 0);
+    assert_eq!(report.iterations[0].pages, 2048);
+    assert!(report.iterations[1..].iter().all(|one| one.pages <= 64));
+    assert!(receiving.finish(false).0.unwrap().runs);
+}
+
+#[test]
+fn i2_a_control_lane_that_cannot_be_made_anew_leaves_the_vm_at_the_source() {
+    let (client, server) = tls();
+    let receiving = Receiving::start(&server, &impatient(), TestBuilder::default());
+    let proxy = Proxy::start(receiving.address);
+    let vm = TestVm::new(16 << 20);
+    vm.fill(4 << 20);
+    vm.start(64, Duration::from_micros(100));
+    let options = source::Options {
         rate: Some(2 << 20),
+        control_limit: Duration::from_millis(500),
         ..verified(2)
     };
     let to = proxy.address.to_string();
     thread::scope(|scope| {
         let sending = scope.spawn(|| send(&vm, &to, &client, &options, &Cancel::new()));
         receiving.await_event(|event| matches!(event, DestinationEvent::LaneUp { lane: 2 }));
+        proxy.refuse();
         proxy.cut(0);
         let error = sending.join().unwrap().0.unwrap_err();
         assert_eq!(
@@ -220,4 +231,10 @@ fn a_control_lane_that_is_cut_before_commit_leaves_the_vm_at_the_source() {
         receiving.finish(false).0.err().unwrap().fault,
         FaultCode::ControlLost
     );
+    // The next attempt works (I5).
+    let receiving = Receiving::start(&server, &options_of(), TestBuilder::default());
+    let to = receiving.address.to_string();
+    let (result, _) = send(&vm, &to, &client, &verified(2), &Cancel::new());
+    assert_eq!(result.unwrap().digests_equal, Some(true));
+    assert!(receiving.finish(false).0.unwrap().runs);
 }

@@ -2,7 +2,8 @@
 //! tables of docs/wire.md say the same in the same order.
 
 use super::{
-    Accept, ChunkSet, Describe, Digest, Final, Kind, Message, RegionTable, Section, Verdict,
+    Accept, ChunkSet, Describe, Digest, Final, Kind, Message, Place, Reached, RegionTable, Section,
+    Verdict,
 };
 use crate::fault::FaultCode;
 use crate::limits::{
@@ -14,6 +15,10 @@ use crate::wire::{DecodeError, DecodeReason, EncodeError, Reader, Writer, bad_va
 
 /// Bytes of a set of chunk numbers.
 const CHUNK_SET_BYTES: usize = 12;
+/// Bytes of how far a lane has come.
+const REACHED_BYTES: usize = 6;
+/// How a lane's end is written where otherwise an iteration stands.
+const REACHED_END: u32 = u32::MAX;
 
 /// The extension field of *final* and *ready* that holds the digest.
 const TAG_DIGEST: u16 = 1;
@@ -31,7 +36,10 @@ pub(super) fn encode(message: &Message, writer: &mut Writer<'_>) -> Result<(), E
             encode_lane(*lane, writer)?;
             encode_fault(*fault, text, writer)?;
         }
-        Message::Ack { sets } => encode_sets(sets, writer)?,
+        Message::Ack { sets, reached } => {
+            encode_sets(sets, writer)?;
+            encode_reached(reached, writer)?;
+        }
         Message::Section(section) => encode_section(section, writer)?,
         Message::Final(last) => encode_final(last, writer)?,
         Message::Ready { digest } => encode_digest(digest.as_ref(), writer)?,
@@ -83,6 +91,7 @@ pub(super) fn decode(kind: Kind, mut body: Reader<'_>) -> Result<Message, Decode
         }
         Kind::Ack => Message::Ack {
             sets: decode_sets(reader)?,
+            reached: decode_reached(reader)?,
         },
         Kind::Section => Message::Section(decode_section(reader)?),
         Kind::Final => return decode_final(body),
@@ -287,6 +296,39 @@ fn decode_sets(reader: &mut Reader<'_>) -> Result<Vec<ChunkSet>, DecodeError> {
     Ok(sets)
 }
 
+fn encode_reached(reached: &[Reached], writer: &mut Writer<'_>) -> Result<(), EncodeError> {
+    writer.count("lane count", reached.len(), usize::from(MAX_LANES))?;
+    for Reached { lane, place } in reached {
+        encode_lane(*lane, writer)?;
+        writer.u32(match place {
+            Place::Mark(REACHED_END) => {
+                return Err(EncodeError::Invalid {
+                    what: "iteration",
+                    why: "it stands for a lane's end",
+                });
+            }
+            Place::Mark(iteration) => *iteration,
+            Place::End => REACHED_END,
+        });
+    }
+    Ok(())
+}
+
+fn decode_reached(reader: &mut Reader<'_>) -> Result<Vec<Reached>, DecodeError> {
+    let count = reader.count("lane count", usize::from(MAX_LANES), REACHED_BYTES)?;
+    let mut reached = Vec::with_capacity(count);
+    for _ in 0..count {
+        reached.push(Reached {
+            lane: decode_lane(reader)?,
+            place: match reader.u32("iteration")? {
+                REACHED_END => Place::End,
+                iteration => Place::Mark(iteration),
+            },
+        });
+    }
+    Ok(reached)
+}
+
 fn encode_section(section: &Section, writer: &mut Writer<'_>) -> Result<(), EncodeError> {
     writer.text("section name", &section.name, MAX_NAME_BYTES)?;
     writer.u32(section.instance);
@@ -317,6 +359,7 @@ fn encode_final(last: &Final, writer: &mut Writer<'_>) -> Result<(), EncodeError
     writer.u32(last.iteration);
     writer.u32(last.sections);
     writer.u64(last.pages);
+    writer.u32(last.fenced);
     encode_digest(last.digest.as_ref(), writer)
 }
 
@@ -332,12 +375,14 @@ fn decode_final(mut body: Reader<'_>) -> Result<Message, DecodeError> {
         offset,
     )?;
     let pages = body.u64("page count")?;
+    let fenced = body.u32("fenced lanes")?;
     let digest = decode_digest(body)?;
     Ok(Message::Final(Final {
         chunks,
         iteration,
         sections,
         pages,
+        fenced,
         digest,
     }))
 }

@@ -62,6 +62,15 @@ fn section(bytes: usize) -> Message {
     })
 }
 
+fn reached(count: usize) -> Vec<Reached> {
+    (1..=count)
+        .map(|lane| Reached {
+            lane: lane as u16,
+            place: Place::Mark(1),
+        })
+        .collect()
+}
+
 fn sets(count: usize) -> Vec<ChunkSet> {
     let one = ChunkSet {
         first: u64::MAX - 1,
@@ -85,6 +94,7 @@ fn the_largest_of_each_message_fits() {
         section(MAX_SECTION_BYTES),
         Message::Ack {
             sets: sets(MAX_ACK_SETS),
+            reached: reached(usize::from(MAX_LANES)),
         },
         accept(MAX_LANES, MAX_ENDPOINTS, MAX_ENDPOINT_BYTES),
         Message::Cancel {
@@ -105,6 +115,7 @@ fn what_a_peer_would_refuse_is_not_written() {
         iteration: 0,
         sections: MAX_SECTIONS + 1,
         pages: 0,
+        fenced: 0,
         digest: None,
     };
     let over = ChunkSet {
@@ -116,9 +127,22 @@ fn what_a_peer_would_refuse_is_not_written() {
         section(MAX_SECTION_BYTES + 1),
         Message::Ack {
             sets: sets(MAX_ACK_SETS + 1),
+            reached: Vec::new(),
         },
         Message::Ack {
             sets: vec![empty_set],
+            reached: Vec::new(),
+        },
+        Message::Ack {
+            sets: sets(1),
+            reached: reached(usize::from(MAX_LANES) + 1),
+        },
+        Message::Ack {
+            sets: sets(1),
+            reached: vec![Reached {
+                lane: 1,
+                place: Place::Mark(u32::MAX),
+            }],
         },
         Message::Fenced {
             lane: 1,
@@ -220,8 +244,11 @@ fn i7_a_digest_has_one_length() {
 #[test]
 fn i7_a_count_is_compared_with_the_bytes_that_are_there() {
     // 4096 sets are announced, and one is there.
-    let mut bytes = encode(&Message::Ack { sets: sets(1) });
-    bytes[CONTROL_HEADER_BYTES..][..2].copy_from_slice(&4096_u16.to_le_bytes());
+    let mut bytes = encode(&Message::Fenced {
+        lane: 1,
+        acks: sets(1),
+    });
+    bytes[CONTROL_HEADER_BYTES + 2..][..2].copy_from_slice(&4096_u16.to_le_bytes());
     let error = decode(&bytes).unwrap_err();
     assert_eq!(
         error.why,
@@ -258,7 +285,10 @@ fn i7_an_unsorted_region_table_is_refused() {
 
 #[test]
 fn i7_a_set_beyond_the_last_chunk_number_is_refused() {
-    let mut bytes = encode(&Message::Ack { sets: sets(1) });
+    let mut bytes = encode(&Message::Fenced {
+        lane: 1,
+        acks: sets(1),
+    });
     let count = bytes.len() - 4;
     for (value, good) in [(0_u32, false), (1, true), (2, false), (u32::MAX, false)] {
         bytes[count..].copy_from_slice(&value.to_le_bytes());

@@ -6,7 +6,7 @@
 //! silent, so that a session whose main thread is busy is not taken for dead.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use dunlin_proto::control::{CONTROL_HEADER_BYTES, Envelope, Header, Message};
@@ -27,12 +27,20 @@ pub(crate) const SILENCE_LIMIT: Duration = Duration::from_secs(10);
 /// than the session takes costs this many bodies of memory and no more (I7).
 const QUEUED_MESSAGES: usize = 16;
 
-/// The control lane of one session.
+/// Sequence numbers of one session's control messages, which go on over its
+/// control lanes.
+#[derive(Default)]
+pub(crate) struct Sequences {
+    sent: Mutex<u64>,
+    seen: AtomicU64,
+}
+
+/// One control lane of a session.
 pub(crate) struct ControlLane {
     stream: ControlStream,
     session: SessionId,
     epoch: u32,
-    sent: Mutex<u64>,
+    sequences: Arc<Sequences>,
     /// The shortest round trip of any question, in nanoseconds; 0 before the
     /// first answer. A longer one says more about how busy either process is,
     /// building a VM for example, than about the way between them.
@@ -61,12 +69,17 @@ pub(crate) enum FromPeer {
 }
 
 impl ControlLane {
-    pub(crate) fn new(stream: ControlStream, session: SessionId, epoch: u32) -> Self {
+    pub(crate) fn new(
+        stream: ControlStream,
+        session: SessionId,
+        epoch: u32,
+        sequences: Arc<Sequences>,
+    ) -> Self {
         Self {
             stream,
             session,
             epoch,
-            sent: Mutex::new(0),
+            sequences,
             round_trip_ns: AtomicU64::new(0),
             asked: AtomicU64::new(0),
             queue: Mutex::default(),
@@ -83,11 +96,15 @@ impl ControlLane {
         self.session
     }
 
+    pub(crate) fn epoch(&self) -> u32 {
+        self.epoch
+    }
+
     /// Sends one message.
     pub(crate) fn send(&self, message: &Message) -> Result<(), Fault> {
         let mut bytes = Vec::new();
         // Held while sending: sequence numbers leave in order.
-        let mut sent = super::lock(&self.sent);
+        let mut sent = super::lock(&self.sequences.sent);
         let envelope = Envelope {
             session: self.session,
             epoch: self.epoch,
@@ -217,6 +234,15 @@ impl ControlLane {
             .map_err(lost)?;
         let message = Message::decode(&header, &body).map_err(malformed);
         body.zeroize();
+        // What was seen before, on this lane or one before it, is not applied
+        // again.
+        let before = self
+            .sequences
+            .seen
+            .fetch_max(envelope.sequence, Ordering::SeqCst);
+        if before >= envelope.sequence {
+            return Ok(None);
+        }
         message
     }
 

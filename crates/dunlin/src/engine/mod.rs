@@ -16,6 +16,7 @@ mod control;
 pub mod destination;
 mod error;
 mod host;
+pub mod journal;
 pub mod memory;
 mod proof;
 mod report;

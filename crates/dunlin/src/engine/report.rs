@@ -73,8 +73,15 @@ pub struct Report {
     pub iterations: Vec<Iteration>,
     /// Bytes by kind.
     pub traffic: Traffic,
-    /// Bytes of guest memory by lane number.
+    /// Bytes of guest memory by lane number, zero pages left out. Numbers of
+    /// lanes that were lost or replaced are not used again.
     pub lanes: Vec<(u16, u64)>,
+    /// Lanes that were lost on the way; others took over.
+    pub lanes_lost: u32,
+    /// How often the control lane was lost and made anew.
+    pub control_resumed: u32,
+    /// Pages that lost lanes took along and that were sent again.
+    pub pages_again: u64,
     /// How the data lanes are secured.
     pub security: LaneSecurity,
     /// From connecting to *running*.
@@ -105,6 +112,22 @@ pub enum Event {
         /// Its number.
         lane: u16,
     },
+    /// A data lane is lost. What it took along goes out on the others, and
+    /// another is opened in its place.
+    LaneLost {
+        /// Its number.
+        lane: u16,
+        /// Why, as far as it is known.
+        why: String,
+    },
+    /// The control lane is lost, and a new one is being made. Lanes and guest
+    /// go on.
+    ControlLost {
+        /// Why.
+        why: String,
+    },
+    /// A new control lane stands.
+    ControlResumed,
     /// How it goes, some times a second.
     Progress(Progress),
     /// An iteration has ended.

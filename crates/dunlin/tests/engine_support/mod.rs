@@ -455,6 +455,15 @@ pub fn server_of(authority: &Authority) -> ServerTls {
         .unwrap()
 }
 
+/// A destination that gives a lost control lane up almost at once.
+pub fn impatient() -> destination::Options {
+    destination::Options {
+        control_limit: Duration::from_millis(300),
+        ..destination::Options::default()
+    }
+}
+
+/// Some lanes, and digests compared at the end.
 pub fn verified(lanes: u16) -> source::Options {
     source::Options {
         lanes,

@@ -18,6 +18,7 @@ pub struct Proxy {
 #[derive(Default)]
 struct Shared {
     stop: AtomicBool,
+    refuse: AtomicBool,
     record: AtomicBool,
     recorded: Mutex<Vec<u8>>,
     /// The connection to hold back, and after how many bytes towards the
@@ -40,6 +41,9 @@ impl Proxy {
                     return;
                 }
                 let near = near.unwrap();
+                if own.refuse.load(Ordering::SeqCst) {
+                    continue;
+                }
                 let Ok(far) = TcpStream::connect(to) else {
                     continue;
                 };
@@ -74,6 +78,11 @@ impl Proxy {
     /// Forwards no more than `bytes` of a connection to the destination.
     pub fn hold(&self, connection: usize, bytes: usize) {
         *self.shared.hold.lock().unwrap() = Some((connection, bytes));
+    }
+
+    /// Takes no further connection.
+    pub fn refuse(&self) {
+        self.shared.refuse.store(true, Ordering::SeqCst);
     }
 
     /// Cuts a connection on both sides.

@@ -3,13 +3,14 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use dunlin_proto::control::{ChunkSet, Message};
+use dunlin_proto::control::{Final, Message};
 use dunlin_proto::fault::FaultCode;
-use dunlin_proto::limits::{MAX_ACK_SETS, MAX_SECTIONS, MAX_STATE_BYTES};
-use dunlin_proto::negotiate::{LaneOpen, LaneSecurity, Opening, Selection};
+use dunlin_proto::lanes::{Fence, LaneRefusal, Receiving};
+use dunlin_proto::limits::{MAX_SECTIONS, MAX_STATE_BYTES};
+use dunlin_proto::negotiate::{LaneOpen, LaneSecurity, Offer, Opening, Selection};
 use dunlin_sys::socket::{Liveness, set_liveness};
 
-use super::super::control::{ControlLane, FromPeer};
+use super::super::control::FromPeer;
 use super::super::error::Fault;
 use super::super::proof::is_proved;
 use super::super::vmm::Section;
@@ -22,80 +23,117 @@ use crate::lane::data::{DataReceiver, PlainConsent, STALL_LIMIT};
 /// Acknowledgements are collected for this long: some hundred messages a
 /// second at most, and far below a round trip's worth of delay.
 const ACK_DELAY: Duration = Duration::from_millis(3);
-/// How long to look for the source's reason after a lane was cut.
-const REASON_WAIT: Duration = Duration::from_millis(200);
 
 impl Session<'_> {
-    /// Takes in lanes, memory and state until *final* has come and every lane
-    /// has ended.
-    pub(super) fn await_everything(&mut self, control: &ControlLane) -> Result<(), Fault> {
-        loop {
-            if self.last.is_some() && self.lanes_running == 0 {
-                return self.check_complete();
-            }
+    /// Takes in lanes, memory and state until everything that *final* counts
+    /// has come.
+    pub(super) fn await_everything(&mut self) -> Result<(), Fault> {
+        while !self.is_complete()? {
             let due = self.acks_due;
             match self.next_event(due)? {
                 Some(SessionEvent::Arrived(arrival)) => match *arrival {
-                    Arrival::Lane { socket, opening } => self.admit(control, socket, &opening)?,
+                    Arrival::Lane { socket, opening } => self.admit(socket, &opening)?,
                     other => self.turn_away(other, "a session is under way"),
                 },
-                Some(SessionEvent::Control(FromPeer::Message(message))) => match message {
+                Some(SessionEvent::Control(_, FromPeer::Message(message))) => match message {
                     Message::Section(section) => self.keep(section)?,
-                    Message::Final(last) if self.last.is_none() => self.last = Some(last),
+                    Message::Final(last) => self.finish(last)?,
                     other => return Err(unexpected(&other)),
                 },
-                Some(SessionEvent::LaneEnded { result, .. }) => {
-                    let totals = match result {
-                        Ok(totals) => totals,
-                        Err(fault) => return Err(self.reason_of_peer(fault)),
-                    };
-                    self.totals.chunks += totals.chunks;
-                    self.totals.pages += totals.pages;
-                    self.totals.wire_bytes += totals.wire_bytes;
-                }
                 Some(SessionEvent::Acks) => {
                     self.acks_due.get_or_insert(Instant::now() + ACK_DELAY);
                 }
                 Some(_) => {}
-                None => self.acknowledge()?,
+                None => {}
+            }
+            if self.acks_due.is_some_and(|due| due <= Instant::now()) {
+                self.acknowledge()?;
             }
         }
+        self.acknowledge()
     }
 
-    /// Why a lane was cut, if the source says so within a moment: a source
-    /// that gives up tells its reason and cuts its lanes, and the two come on
-    /// different connections.
-    pub(super) fn reason_of_peer(&mut self, fault: Fault) -> Fault {
-        if fault.code != FaultCode::LaneLost {
-            return fault;
+    /// Whether every lane is joined and everything has come (I4).
+    fn is_complete(&mut self) -> Result<bool, Fault> {
+        let (Some(shared), true) = (&self.shared, self.lane_threads.is_empty()) else {
+            return Ok(false);
+        };
+        shared.lanes(Receiving::is_complete).map_err(|error| {
+            Fault::new(FaultCode::Malformed, "not everything has come").because(error)
+        })
+    }
+
+    fn finish(&mut self, last: Final) -> Result<(), Fault> {
+        let came = self.sections.len();
+        if last.sections as usize != came {
+            return Err(Fault::new(
+                FaultCode::Malformed,
+                format!(
+                    "{came} sections came where the source counts {}",
+                    last.sections
+                ),
+            ));
         }
-        let until = Instant::now() + REASON_WAIT;
-        while Instant::now() < until {
-            match self.receive(Some(until)) {
-                Ok(SessionEvent::Control(FromPeer::Message(Message::Cancel { fault, text }))) => {
-                    return Fault::told(fault, text);
+        if let Some(shared) = &self.shared {
+            shared.lanes(|lanes| lanes.finish(last));
+        }
+        Ok(())
+    }
+
+    /// The source wants to be sure that a lane writes nothing more.
+    pub(super) fn fence(&mut self, lane: u16) -> Result<(), Fault> {
+        let Some(shared) = &self.shared else {
+            let what = "the source fences a lane before there are any";
+            return Err(Fault::new(FaultCode::Malformed, what));
+        };
+        match shared.lanes(|lanes| lanes.fence(lane)) {
+            // Its thread's end brings the answer.
+            Fence::Close => shared.cut(lane),
+            Fence::Answer => self.tell_fenced(lane)?,
+        }
+        Ok(())
+    }
+
+    /// A lane's thread is over.
+    pub(super) fn lane_ended(&mut self, lane: u16, result: Result<(), Fault>) -> Result<(), Fault> {
+        if let Some(thread) = self.lane_threads.remove(&lane)
+            && thread.join().is_err()
+        {
+            return Err(Fault::new(FaultCode::Internal, "a lane's thread panicked"));
+        }
+        let fault = result.err();
+        let Some(shared) = &self.shared else {
+            return fault.map_or(Ok(()), Err);
+        };
+        // A lane that is lost can be replaced; whatever else was wrong would
+        // be wrong on the next one too.
+        match fault {
+            Some(fault) if fault.code != FaultCode::LaneLost => return Err(fault),
+            fault => {
+                if shared.lanes(|lanes| lanes.gone(lane)) {
+                    let why = fault.map_or_else(String::new, |fault| fault.for_peer());
+                    (self.observer)(&DestinationEvent::LaneLost { lane, why });
+                    self.tell_fenced(lane)?;
                 }
-                Ok(SessionEvent::LaneEnded { cpu, .. }) => {
-                    self.lanes_running -= 1;
-                    self.add_cpu(cpu);
-                }
-                // Its last words would have come before its end.
-                Ok(SessionEvent::Control(FromPeer::Lost(lost))) => return lost,
-                Err(_) => break,
-                Ok(_) => {}
             }
         }
-        fault
+        Ok(())
+    }
+
+    /// The lane's last acknowledgements, and that nothing more will come.
+    fn tell_fenced(&mut self, lane: u16) -> Result<(), Fault> {
+        self.acknowledge()?;
+        self.say(&Message::Fenced {
+            lane,
+            acks: Vec::new(),
+        })
     }
 
     /// Lets a lane in, if it proves that it belongs here.
-    pub(super) fn admit(
-        &mut self,
-        control: &ControlLane,
-        socket: LaneSocket,
-        opening: &Opening,
-    ) -> Result<(), Fault> {
-        let (Some(shared), Some(selection)) = (&self.shared, &self.selection) else {
+    pub(super) fn admit(&mut self, socket: LaneSocket, opening: &Opening) -> Result<(), Fault> {
+        let (Some(shared), Some(selection), Some(offer)) =
+            (&self.shared, &self.selection, &self.offer)
+        else {
             return Ok(());
         };
         let shared = Arc::clone(shared);
@@ -103,13 +141,13 @@ impl Session<'_> {
             return Ok(());
         };
         let number = open.lane;
-        if let Err((fault, text)) = self.check_lane(control, selection, &socket, open) {
+        if let Err((fault, text)) = self.check_lane(offer, selection, &socket, open) {
             self.reject(format!("lane {number}: {text}"));
             if !is_proved(&self.secret, open) {
                 // Whoever this is, it is not the source: nothing is told.
                 return Ok(());
             }
-            return self.send(&Message::LaneRefused {
+            return self.say(&Message::LaneRefused {
                 lane: number,
                 fault,
                 text,
@@ -130,10 +168,28 @@ impl Session<'_> {
                 DataReceiver::plain(stream, consent, STALL_LIMIT)
             }
         };
-        let receiver = receiver.map_err(|error| {
-            Fault::new(FaultCode::LaneLost, format!("lane {number} was lost")).because(error)
-        })?;
-        shared.open(number, receiver.canceller());
+        let receiver = match receiver {
+            Ok(receiver) => receiver,
+            Err(error) => {
+                self.reject(format!("lane {number}: {error}"));
+                return self.say(&Message::LaneRefused {
+                    lane: number,
+                    fault: FaultCode::LaneLost,
+                    text: error.to_string(),
+                });
+            }
+        };
+        if let Err(refusal) = shared.admit(number, receiver.canceller()) {
+            self.reject(format!("lane {number}: {refusal}"));
+            return self.say(&Message::LaneRefused {
+                lane: number,
+                fault: match refusal {
+                    LaneRefusal::Limit { .. } => FaultCode::LaneLimit,
+                    LaneRefusal::Used { .. } | LaneRefusal::Complete => FaultCode::DuplicateLane,
+                },
+                text: refusal.to_string(),
+            });
+        }
         let lane = Lane {
             number,
             receiver,
@@ -149,21 +205,19 @@ impl Session<'_> {
             .map_err(|error| {
                 Fault::new(FaultCode::Kernel, "no thread can be had").because(error)
             })?;
-        self.lane_threads.push(thread);
-        self.lanes_seen.push(number);
-        self.lanes_running += 1;
+        self.lane_threads.insert(number, thread);
         (self.observer)(&DestinationEvent::LaneUp { lane: number });
-        self.send(&Message::LaneUp { lane: number })
+        self.say(&Message::LaneUp { lane: number })
     }
 
     pub(super) fn check_lane(
         &self,
-        control: &ControlLane,
+        offer: &Offer,
         selection: &Selection,
         socket: &LaneSocket,
         open: &LaneOpen,
     ) -> Result<(), (FaultCode, String)> {
-        if open.session != control.session() {
+        if open.session != offer.session {
             let text = "it is of another session".to_owned();
             return Err((FaultCode::UnknownSession, text));
         }
@@ -173,7 +227,8 @@ impl Session<'_> {
         }
         match (socket, selection.security) {
             (LaneSocket::Tls(secured), LaneSecurity::Tls) => {
-                if !secured.peer.same_certificate(control.stream().peer()) {
+                let control = self.control.as_ref();
+                if !control.is_some_and(|one| secured.peer.same_certificate(one.stream().peer())) {
                     let text = "its peer has another certificate than the control lane's";
                     return Err((FaultCode::WrongIdentity, text.to_owned()));
                 }
@@ -187,14 +242,6 @@ impl Session<'_> {
         if open.version != selection.version {
             let text = format!("it speaks version {}", open.version);
             return Err((FaultCode::VersionMismatch, text));
-        }
-        if self.lanes_seen.contains(&open.lane) {
-            let text = "its number has been used before".to_owned();
-            return Err((FaultCode::DuplicateLane, text));
-        }
-        if self.lanes_running >= usize::from(self.options.lanes_max) {
-            let text = format!("{} lanes are open already", self.lanes_running);
-            return Err((FaultCode::LaneLimit, text));
         }
         Ok(())
     }
@@ -218,30 +265,9 @@ impl Session<'_> {
         Ok(())
     }
 
-    /// Everything that *final* counts must have come.
-    pub(super) fn check_complete(&mut self) -> Result<(), Fault> {
-        self.acknowledge()?;
-        self.join_lanes()?;
-        let Some(last) = &self.last else {
-            return Err(Fault::new(FaultCode::Internal, "nothing is final"));
-        };
-        let came = (self.totals.chunks, self.totals.pages, self.sections.len());
-        let wanted = (last.chunks, last.pages, last.sections as usize);
-        if came != wanted {
-            return Err(Fault::new(
-                FaultCode::Malformed,
-                format!(
-                    "{} chunks, {} pages and {} sections came where the source counts {}, {} and {}",
-                    came.0, came.1, came.2, wanted.0, wanted.1, wanted.2
-                ),
-            ));
-        }
-        Ok(())
-    }
-
-    /// Every lane's thread is joined before *ready* (I4).
+    /// Every lane's thread is joined before memory goes or is used (I4).
     pub(super) fn join_lanes(&mut self) -> Result<(), Fault> {
-        for thread in self.lane_threads.drain(..) {
+        for thread in std::mem::take(&mut self.lane_threads).into_values() {
             if thread.join().is_err() {
                 return Err(Fault::new(FaultCode::Internal, "a lane's thread panicked"));
             }
@@ -255,31 +281,7 @@ impl Session<'_> {
         let Some(shared) = &self.shared else {
             return Ok(());
         };
-        shared.take_acks(&mut self.acks);
-        let sets = sets_of(&mut self.acks);
-        for sets in sets.chunks(MAX_ACK_SETS) {
-            self.send(&Message::Ack {
-                sets: sets.to_vec(),
-            })?;
-        }
-        Ok(())
+        let (sets, reached) = shared.lanes(Receiving::take_reports);
+        self.send_acks(&sets, &reached)
     }
-}
-
-/// Chunk numbers as sets, in ascending order.
-fn sets_of(numbers: &mut [u64]) -> Vec<ChunkSet> {
-    numbers.sort_unstable();
-    let mut sets: Vec<ChunkSet> = Vec::new();
-    for &mut number in numbers {
-        match sets.last_mut() {
-            Some(last) if last.first + u64::from(last.count) == number && last.count < u32::MAX => {
-                last.count += 1;
-            }
-            _ => sets.push(ChunkSet {
-                first: number,
-                count: 1,
-            }),
-        }
-    }
-    sets
 }

@@ -1,6 +1,7 @@
 //! A lane's thread at the destination: reads chunks straight into guest
 //! memory, acknowledges them, and keeps iterations apart at the marks.
 
+use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::Sender;
@@ -10,8 +11,8 @@ use std::time::Duration;
 use dunlin_proto::control::RegionTable;
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::frame::{ChunkHeader, Encoding, FRAME_HEADER_BYTES, Frame, RANGE_BYTES, Range};
+use dunlin_proto::lanes::{CourseError, LaneRefusal, Receiving};
 use dunlin_proto::limits::{MAX_RANGES_PER_CHUNK, PAGE_BYTES};
-use dunlin_proto::marks::Marks;
 use dunlin_sys::affinity::thread_cpu_time;
 
 use super::super::error::Fault;
@@ -21,7 +22,7 @@ use super::SessionEvent;
 use crate::lane::data::{Canceller, DataReceiver, ReceiveError};
 
 /// How long the source may take from a lane's end to its close.
-const CLOSE_LIMIT: Duration = Duration::from_secs(10);
+const CLOSE_LIMIT: Duration = Duration::from_secs(2);
 
 /// What a session's lanes share.
 pub(super) struct Shared {
@@ -30,28 +31,19 @@ pub(super) struct Shared {
     /// For each region of the memory, a bit for each page that a lane has
     /// written: only those have to be cleared when zeros are sent.
     written: Vec<Box<[AtomicU64]>>,
-    barrier: Mutex<Barrier>,
+    state: Mutex<State>,
     changed: Condvar,
-    acks: Mutex<Vec<u64>>,
 }
 
-#[derive(Default)]
-struct Barrier {
-    marks: Marks,
+/// Guarded by [`Shared::state`].
+struct State {
+    lanes: Receiving,
     stop: bool,
-    cancellers: Vec<(u16, Canceller)>,
-}
-
-/// What one lane has brought.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Totals {
-    pub(super) chunks: u64,
-    pub(super) pages: u64,
-    pub(super) wire_bytes: u64,
+    cancellers: BTreeMap<u16, Canceller>,
 }
 
 impl Shared {
-    pub(super) fn new(memory: Arc<dyn GuestMemory>, regions: RegionTable) -> Self {
+    pub(super) fn new(memory: Arc<dyn GuestMemory>, regions: RegionTable, lanes_max: u16) -> Self {
         let written = memory
             .regions()
             .iter()
@@ -66,67 +58,55 @@ impl Shared {
             memory,
             regions,
             written,
-            barrier: Mutex::default(),
+            state: Mutex::new(State {
+                lanes: Receiving::new(lanes_max),
+                stop: false,
+                cancellers: BTreeMap::new(),
+            }),
             changed: Condvar::new(),
-            acks: Mutex::default(),
         }
     }
 
+    /// What is known of the lanes; those that wait at a mark are woken
+    /// afterwards.
+    pub(super) fn lanes<T>(&self, ask: impl FnOnce(&mut Receiving) -> T) -> T {
+        let answer = ask(&mut lock(&self.state).lanes);
+        self.changed.notify_all();
+        answer
+    }
+
     /// A lane takes part from now on.
-    pub(super) fn open(&self, lane: u16, canceller: Canceller) {
-        let mut barrier = lock(&self.barrier);
-        barrier.marks.open(lane);
-        barrier.cancellers.push((lane, canceller));
+    pub(super) fn admit(&self, lane: u16, canceller: Canceller) -> Result<(), LaneRefusal> {
+        let mut state = lock(&self.state);
+        state.lanes.admit(lane)?;
+        state.cancellers.insert(lane, canceller);
+        Ok(())
+    }
+
+    /// Ends one lane, whatever it waits for. It must be known as closing.
+    pub(super) fn cut(&self, lane: u16) {
+        if let Some(canceller) = lock(&self.state).cancellers.get(&lane) {
+            canceller.shutdown();
+        }
+        self.changed.notify_all();
     }
 
     /// Ends every lane: those that wait at a mark and those that wait for
     /// bytes.
     pub(super) fn stop(&self) {
-        let mut barrier = lock(&self.barrier);
-        barrier.stop = true;
-        for (_, canceller) in &barrier.cancellers {
+        let mut state = lock(&self.state);
+        state.stop = true;
+        for canceller in state.cancellers.values() {
             canceller.shutdown();
         }
-        drop(barrier);
-        self.changed.notify_all();
-    }
-
-    /// Puts the numbers of the chunks written since the last call into
-    /// `numbers`, whose room is used for the next ones: no lane allocates.
-    pub(super) fn take_acks(&self, numbers: &mut Vec<u64>) {
-        numbers.clear();
-        std::mem::swap(numbers, &mut lock(&self.acks));
-    }
-
-    fn pass(&self, lane: u16, iteration: u32) -> Result<(), Fault> {
-        let mut barrier = lock(&self.barrier);
-        barrier.marks.reach(lane, iteration).map_err(|error| {
-            Fault::new(FaultCode::Malformed, "the marks are out of order").because(error)
-        })?;
-        self.changed.notify_all();
-        while !barrier.marks.may_pass(iteration) {
-            if barrier.stop {
-                return Err(Fault::new(FaultCode::LaneLost, "another lane has failed"));
-            }
-            barrier = self
-                .changed
-                .wait(barrier)
-                .unwrap_or_else(PoisonError::into_inner);
-        }
-        Ok(())
-    }
-
-    fn end(&self, lane: u16) {
-        lock(&self.barrier).marks.end(lane);
+        drop(state);
         self.changed.notify_all();
     }
 
     /// The lane's connection goes with its thread: a source that opens and
     /// ends lane after lane uses up no descriptors here (I7).
     fn forget(&self, lane: u16) {
-        lock(&self.barrier)
-            .cancellers
-            .retain(|(number, _)| *number != lane);
+        lock(&self.state).cancellers.remove(&lane);
     }
 
     fn region_index(&self, id: u16) -> usize {
@@ -198,7 +178,9 @@ impl Lane {
     pub(super) fn run(mut self) {
         // The VMM's memory is called in here; the session must hear of a
         // panic in it, or it would wait for this lane for ever.
-        let result = catch_unwind(AssertUnwindSafe(|| self.receive_all())).unwrap_or_else(|_| {
+        let received = catch_unwind(AssertUnwindSafe(|| self.receive_all()));
+        let wire_bytes = self.receiver.counters().wire_bytes;
+        let result = received.unwrap_or_else(|_| {
             let what = format!("the thread of lane {} panicked", self.number);
             Err(Fault::new(FaultCode::Internal, what))
         });
@@ -221,15 +203,12 @@ impl Lane {
         let _ = events.send(SessionEvent::LaneEnded {
             lane: number,
             result,
+            wire_bytes,
             cpu: thread_cpu_time(),
         });
-        if failed {
-            shared.stop();
-        }
     }
 
-    fn receive_all(&mut self) -> Result<Totals, Fault> {
-        let mut totals = Totals::default();
+    fn receive_all(&mut self) -> Result<(), Fault> {
         let mut ranges = Vec::with_capacity(MAX_RANGES_PER_CHUNK);
         let mut ranges_bytes = vec![0; MAX_RANGES_PER_CHUNK * RANGE_BYTES];
         loop {
@@ -253,27 +232,37 @@ impl Lane {
                     chunk
                         .decode_ranges(bytes, &self.shared.regions, &mut ranges)
                         .map_err(malformed)?;
-                    totals.pages += self.take_in(&chunk, &ranges)?;
-                    totals.chunks += 1;
+                    self.take_in(&chunk, &ranges)?;
                 }
-                Frame::Mark { iteration } => self.shared.pass(self.number, iteration)?,
-                Frame::End { chunks } if chunks == totals.chunks => {
-                    self.shared.end(self.number);
-                    self.await_close()?;
-                    totals.wire_bytes = self.receiver.counters().wire_bytes;
-                    return Ok(totals);
-                }
+                Frame::Mark { iteration } => self.pass(iteration)?,
                 Frame::End { chunks } => {
-                    return Err(Fault::new(
-                        FaultCode::Malformed,
-                        format!(
-                            "lane {} ends with {chunks} chunks and has brought {}",
-                            self.number, totals.chunks
-                        ),
-                    ));
+                    let lane = self.number;
+                    self.report(|lanes| lanes.ended(lane, chunks))
+                        .map_err(out_of_course)?;
+                    return self.await_close();
                 }
             }
         }
+    }
+
+    /// Waits at the mark of `iteration` for every other lane.
+    fn pass(&self, iteration: u32) -> Result<(), Fault> {
+        let lane = self.number;
+        self.report(|lanes| lanes.mark(lane, iteration))
+            .map_err(out_of_course)?;
+        let mut state = lock(&self.shared.state);
+        while !state.lanes.may_pass(iteration) {
+            if state.stop || state.lanes.is_closing(lane) {
+                let what = format!("lane {lane} was given up");
+                return Err(Fault::new(FaultCode::LaneLost, what));
+            }
+            state = self
+                .shared
+                .changed
+                .wait(state)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+        Ok(())
     }
 
     /// The source closes right behind its end. Closing here before that has
@@ -289,9 +278,13 @@ impl Lane {
         }
     }
 
-    /// Writes a chunk's pages where they belong and acknowledges it. Returns
-    /// how many pages it held.
-    fn take_in(&mut self, chunk: &ChunkHeader, ranges: &[Range]) -> Result<u64, Fault> {
+    /// Writes a chunk's pages where they belong and acknowledges it.
+    fn take_in(&mut self, chunk: &ChunkHeader, ranges: &[Range]) -> Result<(), Fault> {
+        let (lane, chunk_number) = (self.number, chunk.number());
+        lock(&self.shared.state)
+            .lanes
+            .check_chunk(lane, chunk_number, chunk.iteration())
+            .map_err(out_of_course)?;
         let mut pages = 0;
         let place = |range: &Range| {
             (
@@ -334,18 +327,32 @@ impl Lane {
         if let Some(error) = refused {
             return Err(unwritable(error));
         }
-        let mut acks = lock(&self.shared.acks);
-        acks.push(chunk.number());
-        if acks.len() == 1 {
+        self.report(|lanes| lanes.written(lane, chunk_number, pages))
+            .map_err(out_of_course)
+    }
+
+    /// Notes something that has to be told to the source, and lets the session
+    /// know if it is the first such thing.
+    fn report<T>(&self, note: impl FnOnce(&mut Receiving) -> T) -> T {
+        let mut state = lock(&self.shared.state);
+        let told = !state.lanes.has_reports();
+        let noted = note(&mut state.lanes);
+        if told && state.lanes.has_reports() {
             // A session that is gone acknowledges nothing.
             let _ = self.events.send(SessionEvent::Acks);
         }
-        Ok(pages)
+        drop(state);
+        self.shared.changed.notify_all();
+        noted
     }
 
     fn failed(&self, error: ReceiveError) -> Fault {
         failed(self.number, error)
     }
+}
+
+fn out_of_course(error: CourseError) -> Fault {
+    Fault::new(FaultCode::Malformed, "what came on a lane is out of order").because(error)
 }
 
 fn failed(lane: u16, error: ReceiveError) -> Fault {

@@ -6,6 +6,7 @@
 
 mod intake;
 mod lane;
+mod resume;
 mod session;
 mod set_up;
 mod switchover;
@@ -33,6 +34,12 @@ pub struct Options {
     pub lanes_max: u16,
     /// Addresses for the data lanes; empty for the control lane's.
     pub endpoints: Vec<String>,
+    /// How long a lost control lane is waited for before everything has come.
+    /// Longer than the source's [`control_limit`], which has to notice the
+    /// loss as well.
+    ///
+    /// [`control_limit`]: crate::engine::source::Options::control_limit
+    pub control_limit: Duration,
 }
 
 impl Default for Options {
@@ -41,6 +48,7 @@ impl Default for Options {
             allow_plain: false,
             lanes_max: MAX_LANES,
             endpoints: Vec::new(),
+            control_limit: Duration::from_secs(40),
         }
     }
 }
@@ -65,6 +73,20 @@ pub enum DestinationEvent {
         /// What came, and why it was turned away.
         reason: String,
     },
+    /// A data lane is lost; the source sends again what it took along.
+    LaneLost {
+        /// Its number.
+        lane: u16,
+        /// Why, as far as it is known here.
+        why: String,
+    },
+    /// The control lane is lost, and the source has a while to make it anew.
+    ControlLost {
+        /// Why.
+        why: String,
+    },
+    /// The source has made a new control lane.
+    ControlResumed,
     /// Memory and state are here; *ready* goes out.
     Ready,
     /// The VM runs here, or stays paused as its owner left it.
@@ -115,12 +137,16 @@ enum SessionEvent {
     Arrived(Box<Arrival>),
     /// The listener has failed.
     AcceptorEnded(std::io::Error),
-    Control(FromPeer),
+    /// From the control lane of this epoch.
+    Control(u32, FromPeer),
     LaneEnded {
         lane: u16,
-        result: Result<lane::Totals, Fault>,
+        result: Result<(), Fault>,
+        wire_bytes: u64,
         cpu: Duration,
     },
+    /// Something was done that whoever waits may have to see.
+    Tended,
     /// There are chunks to acknowledge.
     Acks,
     Cancelled,

@@ -1,6 +1,7 @@
 //! One session at the destination, on its own thread.
 
 use std::cell::Cell;
+use std::collections::BTreeMap;
 use std::net::TcpListener;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -8,19 +9,21 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use dunlin_proto::control::{Final, Message};
+use dunlin_proto::control::Message;
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::limits::MAX_LANES;
-use dunlin_proto::negotiate::{Features, Refusal, Selection, SessionSecret, VERSIONS};
+use dunlin_proto::negotiate::{
+    Features, Offer, Opening, Refusal, Selection, SessionSecret, VERSIONS,
+};
 use dunlin_proto::switchover::{Destination, DestinationAction, DestinationEvent as Step};
 use dunlin_sys::affinity::thread_cpu_time;
 use dunlin_sys::poll::{Waker, waker};
 
-use super::super::control::{ControlLane, FromPeer};
+use super::super::control::{ControlLane, FromPeer, Sequences};
 use super::super::error::{Fault, MigrateError, VmIs};
 use super::super::host::{Cancel, Host};
 use super::super::vmm::{Builder, DestinationVm, Section};
-use super::lane::{Shared, Totals};
+use super::lane::Shared;
 use super::{DestinationEvent, Options, Received, SessionEvent};
 use crate::lane::accept::{Arrival, accept};
 use crate::lane::control::ControlStream;
@@ -48,17 +51,19 @@ pub(super) struct Session<'a> {
     pub(super) vm: Option<Arc<dyn DestinationVm>>,
     pub(super) shared: Option<Arc<Shared>>,
     pub(super) state: Destination,
-    pub(super) lanes_seen: Vec<u16>,
-    pub(super) lanes_running: usize,
-    pub(super) lane_threads: Vec<JoinHandle<()>>,
-    pub(super) threads: Vec<JoinHandle<()>>,
-    pub(super) totals: Totals,
+    pub(super) lane_threads: BTreeMap<u16, JoinHandle<()>>,
+    /// Reads the newest control lane.
+    pub(super) reader: Option<JoinHandle<()>>,
+    pub(super) sequences: Arc<Sequences>,
+    /// What the source offered for the newest control lane.
+    pub(super) offer: Option<Offer>,
+    /// Since the control lane is lost: until when a new one may come, and why
+    /// it was lost.
+    pub(super) orphaned: Option<(Instant, Fault)>,
+    pub(super) wire_bytes: u64,
     pub(super) sections: Vec<Section>,
     pub(super) state_bytes: usize,
-    pub(super) last: Option<Final>,
     pub(super) acks_due: Option<Instant>,
-    /// Chunk numbers on their way into an acknowledgement.
-    pub(super) acks: Vec<u64>,
     /// Connections that wait for the session's thread.
     pub(super) arrivals: Arc<AtomicUsize>,
     /// Whether the end of the control lane has been heard of.
@@ -122,16 +127,15 @@ pub(super) fn run(
         vm: None,
         shared: None,
         state: Destination::Receiving,
-        lanes_seen: Vec::new(),
-        lanes_running: 0,
-        lane_threads: Vec::new(),
-        threads: Vec::new(),
-        totals: Totals::default(),
+        lane_threads: BTreeMap::new(),
+        reader: None,
+        sequences: Arc::default(),
+        offer: None,
+        orphaned: None,
+        wire_bytes: 0,
         sections: Vec::new(),
         state_bytes: 0,
-        last: None,
         acks_due: None,
-        acks: Vec::new(),
         arrivals,
         control_ended: Cell::new(false),
         cpu: Arc::default(),
@@ -152,18 +156,20 @@ impl Session<'_> {
         builder: &mut dyn Builder,
         cpu_before: Duration,
     ) -> Result<Received, Fault> {
-        let control = self.await_source()?;
+        self.await_source()?;
         let offered = self.build(builder)?;
-        self.await_everything(&control)?;
-        let runs = self.switch_over(&control)?;
-        let (vm, guest_downtime) = self.start(&control, runs, cpu_before)?;
+        self.await_everything()?;
+        let runs = self.switch_over()?;
+        let (vm, guest_downtime) = self.start(runs, cpu_before)?;
+        let totals = |shared: &Arc<Shared>| shared.lanes(|lanes| lanes.totals());
+        let (_, pages) = self.shared.as_ref().map(totals).unwrap_or_default();
         Ok(Received {
             vm,
             offered,
             runs,
             guest_downtime,
-            wire_bytes: self.totals.wire_bytes,
-            pages: self.totals.pages,
+            wire_bytes: self.wire_bytes,
+            pages,
             cpu: Duration::ZERO,
         })
     }
@@ -186,25 +192,66 @@ impl Session<'_> {
         &mut self,
         until: Option<Instant>,
     ) -> Result<Option<SessionEvent>, Fault> {
-        match self.receive(until) {
-            Err(RecvTimeoutError::Timeout) => Ok(None),
+        let orphaned = self.orphaned.as_ref().map(|(until, _)| *until);
+        let until_orphaned = match (until, orphaned) {
+            (Some(until), Some(orphaned)) => Some(until.min(orphaned)),
+            (until, orphaned) => until.or(orphaned),
+        };
+        match self.receive(until_orphaned) {
+            Err(RecvTimeoutError::Timeout) => match self.orphaned.take() {
+                Some((until, fault)) if until <= Instant::now() => Err(fault),
+                orphaned => {
+                    self.orphaned = orphaned;
+                    Ok(None)
+                }
+            },
             Err(RecvTimeoutError::Disconnected) => {
                 Err(Fault::new(FaultCode::Internal, "every thread has ended"))
             }
-            Ok(SessionEvent::Control(FromPeer::Lost(fault))) => Err(fault),
-            Ok(SessionEvent::Control(FromPeer::Message(Message::Cancel { fault, text }))) => {
+            // What an earlier control lane left behind.
+            Ok(SessionEvent::Control(epoch, _)) if epoch != self.epoch() => {
+                Ok(Some(SessionEvent::Tended))
+            }
+            Ok(SessionEvent::Control(_, FromPeer::Lost(fault))) => {
+                self.control_lost(fault)?;
+                Ok(Some(SessionEvent::Tended))
+            }
+            Ok(SessionEvent::Control(_, FromPeer::Message(Message::Cancel { fault, text }))) => {
                 Err(Fault::told(fault, text))
             }
+            Ok(SessionEvent::Control(_, FromPeer::Message(Message::Fence { lane }))) => {
+                self.fence(lane)?;
+                Ok(Some(SessionEvent::Tended))
+            }
+            Ok(SessionEvent::Arrived(arrival)) => match *arrival {
+                Arrival::Control {
+                    stream,
+                    opening: Opening::Offer(offer),
+                } if self.is_ours(&offer) => {
+                    self.resume_control(stream, offer)?;
+                    Ok(Some(SessionEvent::Tended))
+                }
+                other => {
+                    self.give_way(&other)?;
+                    Ok(Some(SessionEvent::Arrived(Box::new(other))))
+                }
+            },
             Ok(SessionEvent::AcceptorEnded(error)) => {
                 Err(Fault::new(FaultCode::Kernel, "the listener failed").because(error))
             }
             Ok(SessionEvent::Cancelled) if !self.state.may_run() => {
                 Err(Fault::new(FaultCode::Cancelled, "the operator cancelled"))
             }
-            Ok(SessionEvent::LaneEnded { lane, result, cpu }) => {
-                self.lanes_running -= 1;
+            Ok(SessionEvent::LaneEnded {
+                lane,
+                result,
+                wire_bytes,
+                cpu,
+            }) => {
                 self.add_cpu(cpu);
-                Ok(Some(SessionEvent::LaneEnded { lane, result, cpu }))
+                self.wire_bytes += wire_bytes;
+                self.lane_ended(lane, result)?;
+                Ok(Some(SessionEvent::Tended))
             }
             Ok(event) => Ok(Some(event)),
         }
@@ -221,8 +268,14 @@ impl Session<'_> {
                 .recv_timeout(until.saturating_duration_since(Instant::now())),
         }?;
         match (&event, &self.control) {
-            (SessionEvent::Control(FromPeer::Message(_)), Some(control)) => control.took(),
-            (SessionEvent::Control(FromPeer::Lost(_)), _) => self.control_ended.set(true),
+            (SessionEvent::Control(epoch, from_peer), Some(control))
+                if *epoch == control.epoch() =>
+            {
+                match from_peer {
+                    FromPeer::Message(_) => control.took(),
+                    FromPeer::Lost(_) => self.control_ended.set(true),
+                }
+            }
             (SessionEvent::Arrived(_), _) => {
                 self.arrivals.fetch_sub(1, Ordering::SeqCst);
             }
@@ -238,8 +291,8 @@ impl Session<'_> {
         }
     }
 
-    pub(super) fn step(&mut self, event: Step) -> Result<DestinationAction, Fault> {
-        let (state, action) = self.state.on(event).map_err(|error| {
+    pub(super) fn step(&mut self, event: Step) -> Result<&'static [DestinationAction], Fault> {
+        let (state, actions) = self.state.on(event).map_err(|error| {
             Fault::new(
                 FaultCode::Malformed,
                 "the peer broke the order of the switchover",
@@ -247,7 +300,7 @@ impl Session<'_> {
             .because(error)
         })?;
         self.state = state;
-        Ok(action)
+        Ok(actions)
     }
 
     pub(super) fn turn_away(&self, arrival: Arrival, why: &str) {
@@ -275,24 +328,20 @@ impl Session<'_> {
     /// Ends the session after a fault: drops what was built, unless the VM
     /// lives here already.
     fn fail(&mut self, fault: Fault) -> MigrateError {
-        let told = matches!(fault.code, FaultCode::ControlLost);
-        let event = if told {
+        let lost = matches!(fault.code, FaultCode::ControlLost);
+        let event = if lost {
             Step::ControlLost
         } else {
             Step::Failed
         };
-        let (state, action) = self
-            .state
-            .on(event)
-            .unwrap_or((self.state, DestinationAction::KeepRunning));
-        self.state = state;
         if let Some(shared) = &self.shared {
             shared.stop();
         }
-        if action == DestinationAction::KeepRunning {
-            return fault.into_error(VmIs::StuckAtDestination);
+        match self.state.on(event) {
+            Ok((Destination::Aborting, _)) => self.state = Destination::Aborted,
+            _ => return fault.into_error(VmIs::StuckAtDestination),
         }
-        if action == DestinationAction::DiscardAndTell {
+        if !lost {
             // The source may be gone; it keeps its VM in either case.
             let _ = self.send(&Message::Cancel {
                 fault: fault.code,
@@ -319,10 +368,9 @@ impl Session<'_> {
             self.await_peers_end();
             control.shutdown();
         }
-        let threads = self
-            .lane_threads
-            .drain(..)
-            .chain(self.threads.drain(..))
+        let threads = std::mem::take(&mut self.lane_threads)
+            .into_values()
+            .chain(self.reader.take())
             .chain(self.acceptor_thread.take());
         for thread in threads {
             if thread.join().is_err() {
@@ -340,7 +388,10 @@ impl Session<'_> {
         while !self.control_ended.get() && Instant::now() < until {
             match self.receive(Some(until)) {
                 Ok(SessionEvent::LaneEnded { cpu, .. }) => self.add_cpu(cpu),
-                Ok(SessionEvent::Control(FromPeer::Lost(_))) | Err(_) => return,
+                Ok(SessionEvent::Control(epoch, FromPeer::Lost(_))) if epoch == self.epoch() => {
+                    return;
+                }
+                Err(_) => return,
                 Ok(_) => {}
             }
         }
@@ -351,11 +402,12 @@ impl Session<'_> {
         let events = self.sender.clone();
         let cpu = Arc::clone(&self.cpu);
         let body = move || {
+            let epoch = control.epoch();
             control.read(
                 |_| Ok(false),
                 |from_peer| {
                     // A session that is gone reads no more.
-                    let _ = events.send(SessionEvent::Control(from_peer));
+                    let _ = events.send(SessionEvent::Control(epoch, from_peer));
                 },
             );
             add(&cpu, thread_cpu_time());
@@ -366,7 +418,7 @@ impl Session<'_> {
             .map_err(|error| {
                 Fault::new(FaultCode::Kernel, "no thread can be had").because(error)
             })?;
-        self.threads.push(thread);
+        self.reader = Some(thread);
         Ok(())
     }
 

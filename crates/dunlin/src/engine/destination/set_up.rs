@@ -23,15 +23,15 @@ const DESCRIBE_LIMIT: Duration = Duration::from_secs(10);
 
 impl Session<'_> {
     /// Waits for a control lane whose offer can be met.
-    pub(super) fn await_source(&mut self) -> Result<Arc<ControlLane>, Fault> {
+    pub(super) fn await_source(&mut self) -> Result<(), Fault> {
         loop {
             let Some(SessionEvent::Arrived(arrival)) = self.next_event(None)? else {
                 continue;
             };
             match *arrival {
                 Arrival::Control { stream, opening } => {
-                    if let Some(control) = self.negotiate(stream, &opening)? {
-                        return Ok(control);
+                    if self.negotiate(stream, &opening)? {
+                        return Ok(());
                     }
                 }
                 other => self.turn_away(other, "no session has begun"),
@@ -43,7 +43,7 @@ impl Session<'_> {
         &mut self,
         stream: ControlStream,
         opening: &Opening,
-    ) -> Result<Option<Arc<ControlLane>>, Fault> {
+    ) -> Result<bool, Fault> {
         let mut bytes = Vec::new();
         let answer = match opening {
             Opening::Offer(offer) => {
@@ -65,7 +65,7 @@ impl Session<'_> {
             Err(refusal) => {
                 self.reject(format!("the offer of {}: {refusal}", peer_of(&stream)));
                 refuse(&stream, &refusal);
-                return Ok(None);
+                return Ok(false);
             }
         };
         selection.encode(&mut bytes).map_err(|error| {
@@ -73,7 +73,7 @@ impl Session<'_> {
         })?;
         if let Err(error) = stream.send(&bytes) {
             self.reject(format!("the control lane of {}: {error}", peer_of(&stream)));
-            return Ok(None);
+            return Ok(false);
         }
         (self.observer)(&DestinationEvent::Connected {
             peer: peer_of(&stream),
@@ -85,10 +85,13 @@ impl Session<'_> {
             .fill(&mut self.secret.0)
             .map_err(|_| Fault::new(FaultCode::Internal, "no random numbers can be had"))?;
         self.selection = Some(selection);
-        let control = Arc::new(ControlLane::new(stream, offer.session, offer.epoch));
+        let sequences = Arc::clone(&self.sequences);
+        let control = ControlLane::new(stream, offer.session, offer.epoch, sequences);
+        let control = Arc::new(control);
         self.control = Some(Arc::clone(&control));
+        self.offer = Some(offer.clone());
         self.spawn_reader(&control)?;
-        Ok(Some(control))
+        Ok(true)
     }
 
     /// Builds the VM that the source describes, and accepts it.
@@ -96,10 +99,10 @@ impl Session<'_> {
         let until = Instant::now() + DESCRIBE_LIMIT;
         let described = loop {
             match self.next_event(Some(until))? {
-                Some(SessionEvent::Control(FromPeer::Message(Message::Describe(described)))) => {
+                Some(SessionEvent::Control(_, FromPeer::Message(Message::Describe(described)))) => {
                     break described;
                 }
-                Some(SessionEvent::Control(FromPeer::Message(other))) => {
+                Some(SessionEvent::Control(_, FromPeer::Message(other))) => {
                     return Err(unexpected(&other));
                 }
                 Some(SessionEvent::Arrived(arrival)) => {
@@ -151,7 +154,11 @@ impl Session<'_> {
                 "the VM that was built here has other memory regions than the source's",
             ));
         }
-        self.shared = Some(Arc::new(Shared::new(memory, regions)));
+        self.shared = Some(Arc::new(Shared::new(
+            memory,
+            regions,
+            self.options.lanes_max,
+        )));
         self.send(&Message::Accept(Accept {
             secret: self.secret.clone(),
             lanes_max: self.options.lanes_max,

@@ -8,7 +8,7 @@ use dunlin_proto::control::Message;
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::switchover::DestinationEvent as Step;
 
-use super::super::control::{ControlLane, FromPeer};
+use super::super::control::FromPeer;
 use super::super::error::Fault;
 use super::super::memory::digest;
 use super::super::vmm::DestinationVm;
@@ -21,7 +21,7 @@ const RELEASE_LIMIT: Duration = Duration::from_secs(60);
 impl Session<'_> {
     /// Loads the state, answers *ready*, and waits for *commit*. Returns
     /// whether the guest shall run.
-    pub(super) fn switch_over(&mut self, control: &ControlLane) -> Result<bool, Fault> {
+    pub(super) fn switch_over(&mut self) -> Result<bool, Fault> {
         self.step(Step::Complete)?;
         let vm = self.built()?;
         let digest = if self.verifies() {
@@ -39,14 +39,21 @@ impl Session<'_> {
         self.sections = Vec::new();
         self.step(Step::Loaded)?;
         (self.observer)(&DestinationEvent::Ready);
-        control.send(&Message::Ready { digest })?;
+        self.send(&Message::Ready { digest })?;
         loop {
             match self.next_event(None)? {
-                Some(SessionEvent::Control(FromPeer::Message(Message::Commit { run }))) => {
+                Some(SessionEvent::Control(_, FromPeer::Message(Message::Commit { run }))) => {
                     self.step(Step::Commit { run })?;
+                    self.step(Step::Acquired)?;
+                    self.step(Step::Recorded)?;
+                    if run {
+                        self.step(Step::Resumed)?;
+                    }
                     return Ok(run);
                 }
-                Some(SessionEvent::Control(FromPeer::Message(other))) => {
+                // It crossed a late fence: everything has come.
+                Some(SessionEvent::Control(_, FromPeer::Message(Message::Final(_)))) => {}
+                Some(SessionEvent::Control(_, FromPeer::Message(other))) => {
                     return Err(unexpected(&other));
                 }
                 Some(SessionEvent::Arrived(arrival)) => {
@@ -60,7 +67,6 @@ impl Session<'_> {
     /// The source has committed: the VM lives here.
     pub(super) fn start(
         &mut self,
-        control: &ControlLane,
         runs: bool,
         cpu_before: Duration,
     ) -> Result<(Arc<dyn DestinationVm>, Option<Duration>), Fault> {
@@ -77,7 +83,7 @@ impl Session<'_> {
         };
         let nanos = |duration: Duration| u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX);
         // From here on the source changes nothing any more: it may have died.
-        let told = control.send(&Message::Running {
+        let told = self.send(&Message::Running {
             cpu_ns: nanos(self.cpu_since(cpu_before)),
             downtime_ns: guest_downtime.map_or(0, nanos),
         });
@@ -99,11 +105,11 @@ impl Session<'_> {
         let until = Instant::now() + RELEASE_LIMIT;
         loop {
             match self.next_event(Some(until))? {
-                Some(SessionEvent::Control(FromPeer::Message(Message::Release))) => {
+                Some(SessionEvent::Control(_, FromPeer::Message(Message::Release))) => {
                     self.step(Step::Release)?;
                     return Ok(());
                 }
-                Some(SessionEvent::Control(FromPeer::Message(other))) => {
+                Some(SessionEvent::Control(_, FromPeer::Message(other))) => {
                     return Err(unexpected(&other));
                 }
                 Some(SessionEvent::Arrived(arrival)) => {

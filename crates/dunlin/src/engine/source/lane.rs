@@ -1,6 +1,7 @@
 //! A lane's thread at the source: connects, proves that it belongs to the
 //! session, and then sends what the schedule gives it.
 
+use std::collections::BTreeMap;
 use std::net::{Shutdown, TcpStream};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -11,10 +12,11 @@ use std::time::{Duration, Instant};
 use dunlin_proto::control::Message;
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::frame::{ChunkHeader, Encoding, Frame, Range};
+use dunlin_proto::lanes::{Sending, Wear};
 use dunlin_proto::limits::{MAX_CHUNK_HEADER_BYTES, MAX_RANGES_PER_CHUNK, PAGE_BYTES};
 use dunlin_proto::negotiate::{LaneOpen, LaneSecurity, SessionId, SessionSecret};
 use dunlin_proto::pace::Pace;
-use dunlin_proto::schedule::{ChunkPlan, Schedule, Work};
+use dunlin_proto::schedule::{ChunkPlan, Work};
 use dunlin_sys::affinity::thread_cpu_time;
 use dunlin_sys::socket::{Liveness, set_liveness};
 
@@ -25,9 +27,14 @@ use super::super::proof::prove;
 use super::super::report::Traffic;
 use super::super::vmm::GuestMemory;
 use super::SessionEvent;
-use crate::lane::data::{Canceller, DataSender, PlainConsent, STALL_LIMIT, SendError};
+use crate::lane::data::{
+    Canceller, DataSender, PlainConsent, RECORDS_PER_FRAME, STALL_LIMIT, SendError,
+};
 use crate::lane::handshake;
 use crate::lane::identity::ClientTls;
+
+/// Records kept back for a chunk that is under way, a mark and the end.
+const RECORDS_FOR_END: u64 = 2 * RECORDS_PER_FRAME as u64;
 
 /// What the session's thread and its lanes share.
 pub(super) struct Shared {
@@ -39,14 +46,14 @@ pub(super) struct Shared {
 
 /// Guarded by [`Shared::state`].
 pub(super) struct State {
-    pub(super) schedule: Schedule,
+    pub(super) lanes: Sending,
     pub(super) pace: Pace,
     /// Every lane ends at once, whatever it does.
     pub(super) stop: bool,
     /// The iteration whose last chunk has been reported as cut.
     reported: u32,
-    /// What each lane has sent so far.
-    pub(super) lanes: Vec<LaneShare>,
+    /// What each lane has sent so far, by its number.
+    pub(super) shares: BTreeMap<u16, LaneShare>,
     /// Pages that the destination has acknowledged.
     pub(super) acked_pages: u64,
 }
@@ -54,22 +61,37 @@ pub(super) struct State {
 /// One lane's share of the work.
 #[derive(Default)]
 pub(super) struct LaneShare {
-    pub(super) lane: u16,
     pub(super) traffic: Traffic,
     /// The connection while it is being secured.
-    pub(super) connecting: Option<TcpStream>,
-    pub(super) canceller: Option<Canceller>,
+    connecting: Option<TcpStream>,
+    canceller: Option<Canceller>,
+    /// Its thread shall end.
+    cut: bool,
+    worn: bool,
+}
+
+impl LaneShare {
+    fn cut(&mut self) {
+        self.cut = true;
+        if let Some(stream) = &self.connecting {
+            // Fails only where the connection has gone already.
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+        if let Some(canceller) = &self.canceller {
+            canceller.shutdown();
+        }
+    }
 }
 
 impl Shared {
-    pub(super) fn new(schedule: Schedule, pace: Pace) -> Self {
+    pub(super) fn new(lanes: Sending, pace: Pace) -> Self {
         Self {
             state: Mutex::new(State {
-                schedule,
+                lanes,
                 pace,
                 stop: false,
                 reported: 0,
-                lanes: Vec::new(),
+                shares: BTreeMap::new(),
                 acked_pages: 0,
             }),
             changed: Condvar::new(),
@@ -81,16 +103,18 @@ impl Shared {
     pub(super) fn stop(&self) {
         let mut state = lock(&self.state);
         state.stop = true;
-        for share in &state.lanes {
-            if let Some(stream) = &share.connecting {
-                // Fails only where the connection has gone already.
-                let _ = stream.shutdown(Shutdown::Both);
-            }
-            if let Some(canceller) = &share.canceller {
-                canceller.shutdown();
-            }
+        for share in state.shares.values_mut() {
+            share.cut();
         }
         drop(state);
+        self.changed.notify_all();
+    }
+
+    /// Ends one lane.
+    pub(super) fn cut(&self, lane: u16) {
+        if let Some(share) = lock(&self.state).shares.get_mut(&lane) {
+            share.cut();
+        }
         self.changed.notify_all();
     }
 
@@ -98,24 +122,28 @@ impl Shared {
     /// so that none waits in a queue while the session's thread is busy.
     /// Returns whether `message` was one.
     pub(super) fn acknowledge(&self, message: &Message) -> Result<bool, Fault> {
-        let Message::Ack { sets } = message else {
+        let Message::Ack { sets, reached } = message else {
             return Ok(false);
         };
         let mut state = lock(&self.state);
-        for set in sets {
-            state.acked_pages += state
-                .schedule
-                .acknowledge(set.first, u64::from(set.count))
-                .map_err(|error| {
-                    Fault::new(FaultCode::Malformed, "an acknowledgement is wrong").because(error)
-                })?;
-        }
+        state.acked_pages += state
+            .lanes
+            .acknowledge(sets, reached, self.now_ns())
+            .map_err(|error| {
+                Fault::new(FaultCode::Malformed, "an acknowledgement is wrong").because(error)
+            })?;
         drop(state);
         self.changed.notify_all();
         Ok(true)
     }
 
-    fn now_ns(&self) -> u64 {
+    /// When `at_ns` is, of the time by which lanes and rates are measured.
+    pub(super) fn instant(&self, at_ns: u64) -> Instant {
+        self.started + Duration::from_nanos(at_ns)
+    }
+
+    /// The time by which lanes and rates are measured.
+    pub(super) fn now_ns(&self) -> u64 {
         u64::try_from(self.started.elapsed().as_nanos()).unwrap_or(u64::MAX)
     }
 }
@@ -124,10 +152,19 @@ impl State {
     /// All lanes' traffic together.
     pub(super) fn traffic(&self) -> Traffic {
         let mut sum = Traffic::default();
-        for share in &self.lanes {
+        for share in self.shares.values() {
             sum.add(&share.traffic);
         }
         sum
+    }
+
+    /// Bytes of guest memory by lane.
+    pub(super) fn by_lane(&self) -> Vec<(u16, u64)> {
+        self.shares
+            .iter()
+            .filter(|(_, share)| share.traffic.wire_bytes > 0)
+            .map(|(&lane, share)| (lane, share.traffic.raw_pages * PAGE_BYTES))
+            .collect()
     }
 }
 
@@ -142,6 +179,8 @@ pub(super) struct Lane {
     pub(super) secret: SessionSecret,
     pub(super) peer_fingerprint: [u8; 32],
     pub(super) rate: Option<u64>,
+    /// Records after which the lane is replaced.
+    pub(super) records: u64,
     pub(super) deadline: Instant,
     pub(super) memory: Arc<dyn GuestMemory>,
     pub(super) shared: Arc<Shared>,
@@ -208,11 +247,10 @@ impl Lane {
     /// Lets [`Shared::stop`] reach this lane, unless that has been called.
     fn register(&self, update: impl FnOnce(&mut LaneShare)) -> Result<(), Fault> {
         let mut state = lock(&self.shared.state);
-        if state.stop {
-            return Err(self.lost("the session has ended"));
-        }
-        if let Some(share) = state.lanes.iter_mut().find(|l| l.lane == self.number) {
-            update(share);
+        let State { stop, shares, .. } = &mut *state;
+        match shares.get_mut(&self.number) {
+            Some(share) if !share.cut && !*stop => update(share),
+            _ => return Err(self.lost(format!("lane {} was given up", self.number))),
         }
         Ok(())
     }
@@ -252,11 +290,14 @@ impl Lane {
         let mut frames = Frames::default();
         let opened_bytes = sender.counters().wire_bytes;
         loop {
-            let work = self.next(&mut frames.plan);
+            let wear = self.wear(&sender);
+            let work = self.next(wear, &mut frames.plan);
             // The lane's opening is no part of the migration's traffic.
             let sent = |bytes: u64| bytes.saturating_sub(opened_bytes);
             match work {
-                None => return Err(self.lost("the session has ended")),
+                None | Some(Work::Stop) => {
+                    return Err(self.lost(format!("lane {} was given up", self.number)));
+                }
                 Some(Work::Wait) => {}
                 Some(Work::Chunk) => {
                     self.send_chunk(&mut sender, &mut frames)?;
@@ -277,18 +318,40 @@ impl Lane {
         }
     }
 
-    /// Waits for work; `None` when the session has ended.
-    fn next(&self, plan: &mut ChunkPlan) -> Option<Work> {
+    /// How far the lane's key is used up.
+    fn wear(&self, sender: &DataSender) -> Wear {
+        if sender.records_left().is_none() {
+            return Wear::Fresh;
+        }
+        let used = sender.counters().records;
+        if used + RECORDS_FOR_END >= self.records {
+            Wear::Spent
+        } else if used >= self.records / 8 * 7 {
+            Wear::Worn
+        } else {
+            Wear::Fresh
+        }
+    }
+
+    /// Waits for work; `None` when the lane has been cut.
+    fn next(&self, wear: Wear, plan: &mut ChunkPlan) -> Option<Work> {
         let mut state = lock(&self.shared.state);
         loop {
-            if state.stop {
+            let now_ns = self.shared.now_ns();
+            let share = state.shares.get_mut(&self.number)?;
+            let wears = wear != Wear::Fresh && !std::mem::replace(&mut share.worn, true);
+            if share.cut || state.stop {
                 return None;
             }
-            let work = state.schedule.next(self.number, plan);
-            let iteration = state.schedule.iteration();
-            if state.reported < iteration && state.schedule.pending_pages() == 0 {
-                state.reported = iteration;
+            let work = state.lanes.next(self.number, wear, now_ns, plan);
+            if wears {
                 // A session that is gone has set `stop`.
+                let _ = self.events.send(SessionEvent::LaneWorn);
+            }
+            let schedule = state.lanes.schedule();
+            let iteration = schedule.iteration();
+            if state.reported < iteration && schedule.pending_pages() == 0 {
+                state.reported = iteration;
                 let _ = self.events.send(SessionEvent::Cut { iteration });
             }
             if work != Work::Wait {
@@ -365,10 +428,11 @@ impl Lane {
     fn wait_for_rate(&self, bytes: u64) -> Result<(), Fault> {
         let mut state = lock(&self.shared.state);
         let at_ns = state.pace.reserve(self.shared.now_ns(), bytes);
+        state.lanes.paced(self.number, at_ns);
         loop {
             let left = at_ns.saturating_sub(self.shared.now_ns());
-            if state.stop {
-                return Err(self.lost("the session has ended"));
+            if state.stop || state.shares.get(&self.number).is_none_or(|share| share.cut) {
+                return Err(self.lost(format!("lane {} was given up", self.number)));
             }
             if left == 0 {
                 return Ok(());
@@ -384,7 +448,7 @@ impl Lane {
 
     fn account(&self, update: impl FnOnce(&mut Traffic)) {
         let mut state = lock(&self.shared.state);
-        if let Some(share) = state.lanes.iter_mut().find(|l| l.lane == self.number) {
+        if let Some(share) = state.shares.get_mut(&self.number) {
             update(&mut share.traffic);
         }
     }
@@ -402,11 +466,8 @@ impl Lane {
     }
 
     fn failed(&self, error: SendError) -> Fault {
-        let code = match &error {
-            SendError::PeerAlert(_) => FaultCode::Unauthorised,
-            _ => FaultCode::LaneLost,
-        };
-        Fault::new(code, format!("lane {} was lost", self.number)).because(error)
+        self.lost(format!("lane {} was lost", self.number))
+            .because(error)
     }
 }
 

@@ -9,7 +9,9 @@
 //! it was, unless the destination has it.
 
 mod lane;
+mod lanes;
 mod precopy;
+mod resume;
 mod session;
 mod set_up;
 mod switchover;
@@ -28,6 +30,7 @@ use super::host::{Cancel, Host};
 use super::report::{Observer, Report};
 use super::vmm::SourceVm;
 use crate::lane::identity::ClientTls;
+use crate::lane::record::RECORD_LIMIT;
 
 /// What the operator can choose at the source.
 #[derive(Clone, Debug)]
@@ -55,6 +58,17 @@ pub struct Options {
     pub verify: bool,
     /// For connecting, handshakes and the destination's answer to *describe*.
     pub connect_limit: Duration,
+    /// After this long without any confirmation of what it carries a lane
+    /// counts as lost.
+    pub lane_stall_limit: Duration,
+    /// For how long a migration without any lane tries to get one.
+    pub no_lane_limit: Duration,
+    /// For how long a lost control lane is tried to be made anew while the
+    /// guest runs.
+    pub control_limit: Duration,
+    /// Records after which a lane is replaced by a fresh one; at most, and by
+    /// default, what its cipher allows. At least 512.
+    pub records_per_lane: u64,
 }
 
 impl Default for Options {
@@ -71,6 +85,10 @@ impl Default for Options {
             lane_rate: None,
             verify: false,
             connect_limit: Duration::from_secs(10),
+            lane_stall_limit: Duration::from_secs(5),
+            no_lane_limit: Duration::from_secs(30),
+            control_limit: Duration::from_secs(20),
+            records_per_lane: RECORD_LIMIT,
         }
     }
 }
@@ -88,6 +106,9 @@ impl Options {
         }
         if self.rate == Some(0) || self.last_pass_rate == Some(0) || self.lane_rate == Some(0) {
             return refuse("a rate of 0 would never end: leave it out for no cap");
+        }
+        if !(512..=RECORD_LIMIT).contains(&self.records_per_lane) {
+            return refuse("a lane is replaced after 512 to 2^24 records");
         }
         Ok(())
     }
@@ -114,12 +135,17 @@ pub fn migrate(
 
 /// What the session's thread waits for.
 enum SessionEvent {
-    Control(FromPeer),
+    /// From the control lane of this epoch.
+    Control(u32, FromPeer),
     LaneEnded {
         lane: u16,
         result: Result<(), Fault>,
         cpu: Duration,
     },
+    /// A lane is near the limit of its key.
+    LaneWorn,
+    /// Something was done about lanes that whoever waits may have to see.
+    Tended,
     /// The last chunk of an iteration has been given to a lane.
     Cut {
         iteration: u32,

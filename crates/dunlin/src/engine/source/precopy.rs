@@ -13,7 +13,7 @@ use super::super::lock;
 use super::super::report::{Event, Iteration, Progress, Traffic};
 use super::super::vmm::RunState;
 use super::SessionEvent;
-use super::session::{Session, lane_bytes, nanos, unexpected};
+use super::session::{Session, nanos, unexpected};
 
 /// Between two progress events.
 const PROGRESS_EVERY: Duration = Duration::from_millis(250);
@@ -48,7 +48,7 @@ impl Session<'_> {
             PAGE_BYTES,
         );
         loop {
-            self.control.ask_anew()?;
+            self.ask_anew()?;
             let (iteration, waiting) = self.begin_iteration(false);
             let began = Instant::now();
             let before = lock(&self.shared.state).traffic();
@@ -58,7 +58,8 @@ impl Session<'_> {
             let dirtied_pages = self.fetch_logs()?;
             let (now, remaining_pages) = {
                 let state = lock(&self.shared.state);
-                let remaining = state.schedule.pending_pages() + state.schedule.in_flight_pages();
+                let schedule = state.lanes.schedule();
+                let remaining = schedule.pending_pages() + schedule.in_flight_pages();
                 (state.traffic(), remaining)
             };
             let wire_bytes = now.wire_bytes - before.wire_bytes;
@@ -110,7 +111,7 @@ impl Session<'_> {
     pub(super) fn mark_everything(&mut self) -> Result<(), Fault> {
         let mut state = lock(&self.shared.state);
         for (index, region) in self.memory.regions().iter().enumerate() {
-            let schedule = &mut state.schedule;
+            let schedule = state.lanes.schedule_mut();
             let found = self.memory.worth_sending(index, &mut |range| {
                 let first = range.start / PAGE_BYTES;
                 let count = range.end.div_ceil(PAGE_BYTES) - first;
@@ -122,7 +123,8 @@ impl Session<'_> {
                     region.name
                 )));
                 let count = region.pages();
-                state.schedule.mark_run(index, Run { first: 0, count });
+                let schedule = state.lanes.schedule_mut();
+                schedule.mark_run(index, Run { first: 0, count });
             }
         }
         Ok(())
@@ -132,11 +134,12 @@ impl Session<'_> {
     /// how many pages those are.
     pub(super) fn begin_iteration(&mut self, last: bool) -> (u32, u64) {
         let mut state = lock(&self.shared.state);
-        state.schedule.begin_iteration();
+        state.lanes.schedule_mut().begin_iteration();
         if last {
-            state.schedule.finish();
+            state.lanes.finish(self.shared.now_ns());
         }
-        let begun = (state.schedule.iteration(), state.schedule.pending_pages());
+        let schedule = state.lanes.schedule();
+        let begun = (schedule.iteration(), schedule.pending_pages());
         drop(state);
         self.shared.changed.notify_all();
         begun
@@ -164,7 +167,7 @@ impl Session<'_> {
             }
             match self.next_event(wait)? {
                 Some(SessionEvent::Cut { iteration: cut }) => cut_yet |= cut == iteration,
-                Some(SessionEvent::Control(FromPeer::Message(message))) => {
+                Some(SessionEvent::Control(_, FromPeer::Message(message))) => {
                     return Err(unexpected(&message));
                 }
                 Some(_) => {}
@@ -208,7 +211,8 @@ impl Session<'_> {
         for log in &mut self.logs {
             let shared = &self.shared;
             log.fetch(&mut |index, words| {
-                named += lock(&shared.state).schedule.mark_dirty(index, words);
+                let mut state = lock(&shared.state);
+                named += state.lanes.schedule_mut().mark_dirty(index, words);
             })
             .map_err(|error| {
                 Fault::new(FaultCode::Kernel, "a dirty log cannot be read").because(error)
@@ -287,9 +291,10 @@ impl Session<'_> {
         } else {
             self.bytes_per_s
         };
-        let remaining_bytes = state.schedule.pending_pages() * PAGE_BYTES;
+        let schedule = state.lanes.schedule();
+        let remaining_bytes = schedule.pending_pages() * PAGE_BYTES;
         let progress = Progress {
-            iteration: state.schedule.iteration(),
+            iteration: schedule.iteration(),
             bytes_per_s,
             remaining_bytes,
             dirty_pages_per_s: self.dirty_pages_per_s,
@@ -297,7 +302,7 @@ impl Session<'_> {
                 .iterations
                 .last()
                 .map_or(Duration::ZERO, |last| last.predicted_downtime),
-            lanes: lane_bytes(&state.lanes),
+            lanes: state.by_lane(),
         };
         drop(state);
         self.observer.event(&Event::Progress(progress));

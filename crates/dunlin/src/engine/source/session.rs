@@ -1,26 +1,27 @@
 //! Setting a session up, pre-copy, and winding it up again.
 
 use std::cell::Cell;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use dunlin_proto::control::Message;
+use dunlin_proto::control::{Final, Message};
 use dunlin_proto::fault::FaultCode;
-use dunlin_proto::limits::PAGE_BYTES;
-use dunlin_proto::negotiate::Selection;
+use dunlin_proto::negotiate::{Offer, Selection};
 use dunlin_proto::switchover::{Source, SourceAction, SourceEvent};
 use dunlin_sys::affinity::thread_cpu_time;
 
-use super::super::control::{ControlLane, FromPeer};
+use super::super::control::{ControlLane, FromPeer, Sequences};
 use super::super::error::{Fault, MigrateError, VmIs};
 use super::super::host::{Cancel, Host};
 use super::super::lock;
 use super::super::report::{Event, Iteration, Observer, Report};
 use super::super::vmm::{DirtyLog, GuestMemory, RunState, SourceVm};
-use super::lane::{LaneShare, Shared};
+use super::lane::Shared;
+use super::lanes::LaneTerms;
 use super::set_up::connect;
 use super::{Options, SessionEvent};
 use crate::lane::identity::ClientTls;
@@ -36,6 +37,8 @@ pub(super) struct Session<'a> {
     pub(super) host: &'a Arc<dyn Host>,
     pub(super) observer: &'a dyn Observer,
     pub(super) control: Arc<ControlLane>,
+    /// What the source offered; only the epoch changes.
+    pub(super) offer: Offer,
     pub(super) selection: Selection,
     pub(super) events: Receiver<SessionEvent>,
     pub(super) shared: Arc<Shared>,
@@ -45,10 +48,27 @@ pub(super) struct Session<'a> {
     /// Whether [`SourceVm::relinquish`] has been called.
     pub(super) relinquished: bool,
     pub(super) logs: Vec<Box<dyn DirtyLog>>,
-    pub(super) lanes_running: usize,
+    /// What lanes are opened with; none before *accept*.
+    pub(super) terms: Option<LaneTerms>,
+    /// Whether pre-copy has begun.
+    pub(super) lanes_stood: bool,
+    pub(super) lane_threads: BTreeMap<u16, JoinHandle<()>>,
+    /// Why a lane's thread failed, until the lane is fenced.
+    pub(super) lane_faults: BTreeMap<u16, String>,
+    /// The first failure of any lane.
+    pub(super) first_fault: Option<Fault>,
+    pub(super) lanes_lost: u32,
+    pub(super) pages_again: u64,
+    pub(super) control_resumed: u32,
+    /// Reads the newest control lane.
+    pub(super) reader: Option<JoinHandle<()>>,
+    pub(super) sequences: Arc<Sequences>,
+    pub(super) cancel: &'a Cancel,
     pub(super) threads: Vec<JoinHandle<()>>,
     pub(super) cpu: Arc<AtomicU64>,
     pub(super) started: Instant,
+    /// The *final* that was sent last.
+    pub(super) last: Option<Final>,
     pub(super) iterations: Vec<Iteration>,
     pub(super) bytes_per_s: u64,
     /// Since when, and from how many acknowledged pages, the bandwidth is
@@ -71,7 +91,7 @@ pub(super) fn run(
 ) -> Result<Report, MigrateError> {
     let cpu_before = thread_cpu_time();
     let (sender, events) = channel();
-    let mut session = connect(vm, to, tls, options, host, observer, events)
+    let mut session = connect(vm, to, tls, options, host, observer, events, cancel)
         .map_err(|fault| fault.into_error(VmIs::AtSource))?;
     let on_cancel = sender.clone();
     cancel.listen(move || {
@@ -93,7 +113,10 @@ pub(super) fn run(
     Ok(Report {
         iterations: std::mem::take(&mut session.iterations),
         traffic: state.traffic(),
-        lanes: lane_bytes(&state.lanes),
+        lanes: state.by_lane(),
+        lanes_lost: session.lanes_lost,
+        control_resumed: session.control_resumed,
+        pages_again: session.pages_again,
         security: session.selection.security,
         total: outcome.total,
         downtime: outcome.downtime,
@@ -111,7 +134,7 @@ impl Session<'_> {
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
             match self.next_event(left)? {
-                Some(SessionEvent::Control(FromPeer::Message(message))) => {
+                Some(SessionEvent::Control(_, FromPeer::Message(message))) => {
                     return Ok(Some(message));
                 }
                 Some(_) => {}
@@ -121,35 +144,49 @@ impl Session<'_> {
     }
 
     /// Waits for an event and handles what is the same in every phase: the
-    /// end of the control lane, a lost lane, a cancellation, the peer's
-    /// refusal. `None` when the time is up.
+    /// end of the control lane, whatever concerns lanes, a cancellation, the
+    /// peer's refusal. `None` when the time is up.
     pub(super) fn next_event(&mut self, wait: Duration) -> Result<Option<SessionEvent>, Fault> {
         let until = Instant::now() + wait;
         loop {
-            let left = until.saturating_duration_since(Instant::now());
+            self.tend()?;
+            let until_tended = self.tend_at().map_or(until, |at| at.min(until));
+            let left = until_tended.saturating_duration_since(Instant::now());
             let event = match self.receive(left) {
                 Ok(event) => event,
+                Err(RecvTimeoutError::Timeout) if Instant::now() < until => continue,
                 Err(RecvTimeoutError::Timeout) => return Ok(None),
                 Err(RecvTimeoutError::Disconnected) => {
                     return Err(Fault::new(FaultCode::Internal, "every thread has ended"));
                 }
             };
             match event {
-                SessionEvent::Control(FromPeer::Message(
-                    Message::Cancel { fault, text } | Message::Refuse { fault, text },
-                )) => return Err(Fault::told(fault, text)),
-                SessionEvent::Control(FromPeer::Lost(fault)) => return Err(fault),
-                SessionEvent::LaneEnded { lane, result, cpu } => {
-                    self.lanes_running -= 1;
-                    self.add_cpu(cpu);
-                    // The destination tells its reason on the control lane,
-                    // and that is the better one; it is on its way.
-                    if let Err(fault) = result {
-                        return Err(self.reason_of_peer().unwrap_or(fault));
-                    }
-                    let result = Ok(());
-                    return Ok(Some(SessionEvent::LaneEnded { lane, result, cpu }));
+                // What an earlier control lane left behind.
+                SessionEvent::Control(epoch, _) if epoch != self.control.epoch() => {}
+                SessionEvent::Control(
+                    _,
+                    FromPeer::Message(
+                        Message::Cancel { fault, text } | Message::Refuse { fault, text },
+                    ),
+                ) => return Err(Fault::told(fault, text)),
+                SessionEvent::Control(_, FromPeer::Message(message))
+                    if self.lane_message(&message)? =>
+                {
+                    return Ok(Some(SessionEvent::Tended));
                 }
+                SessionEvent::Control(_, FromPeer::Lost(fault))
+                    if fault.code == FaultCode::ControlLost && self.is_resumable() =>
+                {
+                    self.resume_control(fault)?;
+                    return Ok(Some(SessionEvent::Tended));
+                }
+                SessionEvent::Control(_, FromPeer::Lost(fault)) => return Err(fault),
+                SessionEvent::LaneEnded { lane, result, cpu } => {
+                    self.add_cpu(cpu);
+                    self.lane_ended(lane, result)?;
+                    return Ok(Some(SessionEvent::Tended));
+                }
+                SessionEvent::LaneWorn => return Ok(Some(SessionEvent::Tended)),
                 SessionEvent::Cancelled if !self.state.may_cancel() => {
                     self.observer.event(&Event::Warning(
                         "too late to cancel: the VM is the destination's".into(),
@@ -165,39 +202,33 @@ impl Session<'_> {
 
     fn receive(&self, wait: Duration) -> Result<SessionEvent, RecvTimeoutError> {
         let event = self.events.recv_timeout(wait)?;
-        match event {
-            SessionEvent::Control(FromPeer::Message(_)) => self.control.took(),
-            SessionEvent::Control(FromPeer::Lost(_)) => self.control_ended.set(true),
+        match &event {
+            SessionEvent::Control(epoch, from_peer) if *epoch == self.control.epoch() => {
+                match from_peer {
+                    FromPeer::Message(_) => self.control.took(),
+                    FromPeer::Lost(_) => self.control_ended.set(true),
+                }
+            }
             _ => {}
         }
         Ok(event)
     }
 
     /// Why the destination gave a lane up, if it says so within a moment.
-    fn reason_of_peer(&mut self) -> Option<Fault> {
+    pub(super) fn reason_of_peer(&mut self) -> Option<Fault> {
         let until = Instant::now() + Duration::from_millis(300);
         loop {
             let left = until.saturating_duration_since(Instant::now());
             match self.receive(left) {
-                Ok(SessionEvent::Control(FromPeer::Message(
-                    Message::Cancel { fault, text } | Message::Refuse { fault, text },
-                ))) => return Some(Fault::told(fault, text)),
-                Ok(SessionEvent::Control(FromPeer::Message(Message::LaneRefused {
-                    lane,
-                    fault,
-                    text,
-                }))) => {
-                    return Some(Fault::told(
-                        fault,
-                        format!("lane {lane} was refused: {text}"),
-                    ));
-                }
-                Ok(SessionEvent::LaneEnded { cpu, .. }) => {
-                    self.lanes_running -= 1;
-                    self.add_cpu(cpu);
-                }
+                Ok(SessionEvent::Control(
+                    _,
+                    FromPeer::Message(
+                        Message::Cancel { fault, text } | Message::Refuse { fault, text },
+                    ),
+                )) => return Some(Fault::told(fault, text)),
+                Ok(SessionEvent::LaneEnded { cpu, .. }) => self.add_cpu(cpu),
                 // Its last words would have come before its end.
-                Ok(SessionEvent::Control(FromPeer::Lost(lost))) => return Some(lost),
+                Ok(SessionEvent::Control(_, FromPeer::Lost(_))) => return None,
                 Err(_) => return None,
                 Ok(_) => {}
             }
@@ -206,8 +237,8 @@ impl Session<'_> {
 
     /// Moves the state machine; an event that it cannot take is a defect of
     /// ours, since the callers check the peer's messages first.
-    pub(super) fn step(&mut self, event: SourceEvent) -> Result<SourceAction, Fault> {
-        let (state, action) = self.state.on(event).map_err(|error| {
+    pub(super) fn step(&mut self, event: SourceEvent) -> Result<&'static [SourceAction], Fault> {
+        let (state, actions) = self.state.on(event).map_err(|error| {
             Fault::new(
                 FaultCode::Malformed,
                 "the peer broke the order of the switchover",
@@ -215,7 +246,7 @@ impl Session<'_> {
             .because(error)
         })?;
         self.state = state;
-        Ok(action)
+        Ok(actions)
     }
 
     /// Ends the session after a fault: tells the peer where it can be told,
@@ -225,18 +256,18 @@ impl Session<'_> {
             FaultCode::ControlLost => SourceEvent::ControlLost,
             _ => SourceEvent::Failed,
         };
-        let (state, action) = self
+        let (state, actions) = self
             .state
             .on(event)
-            .unwrap_or((self.state, SourceAction::HoldInDoubt));
+            .unwrap_or((self.state, &[SourceAction::HoldInDoubt]));
         self.state = state;
         // The guest itself is asked, and not the fault: a peer may name any.
         let ended = matches!(
             self.vm.run_state(),
             RunState::PoweredOff | RunState::Stopped(_)
         );
-        let vm = match action {
-            SourceAction::CancelPeer | SourceAction::CancelPeerAndResume => {
+        let vm = match self.state {
+            Source::Kept => {
                 // The peer may be gone; it drops its copy in either case.
                 let _ = self.control.send(&Message::Cancel {
                     fault: fault.code,
@@ -245,15 +276,13 @@ impl Session<'_> {
                 if ended {
                     self.take_back();
                     VmIs::Gone
-                } else if action == SourceAction::CancelPeerAndResume {
+                } else if actions.contains(&SourceAction::ResumeGuest) {
                     self.resume_here()
                 } else {
                     VmIs::AtSource
                 }
             }
-            SourceAction::RefuseTooLate if self.state == Source::Released => {
-                VmIs::StuckAtDestination
-            }
+            Source::Released => VmIs::StuckAtDestination,
             _ => VmIs::InDoubt,
         };
         fault.into_error(vm)
@@ -314,7 +343,11 @@ impl Session<'_> {
         let _ = self.control.stream().close();
         self.await_peers_end();
         self.control.shutdown();
-        for thread in self.threads.drain(..) {
+        let lanes = std::mem::take(&mut self.lane_threads).into_values();
+        let threads = lanes
+            .chain(self.reader.take())
+            .chain(self.threads.drain(..));
+        for thread in threads {
             if thread.join().is_err() {
                 self.observer
                     .event(&Event::Warning("a thread of the session panicked".into()));
@@ -335,7 +368,12 @@ impl Session<'_> {
             let left = until.saturating_duration_since(Instant::now());
             match self.receive(left) {
                 Ok(SessionEvent::LaneEnded { cpu, .. }) => self.add_cpu(cpu),
-                Ok(SessionEvent::Control(FromPeer::Lost(_))) | Err(_) => return,
+                Ok(SessionEvent::Control(epoch, FromPeer::Lost(_)))
+                    if epoch == self.control.epoch() =>
+                {
+                    return;
+                }
+                Err(_) => return,
                 Ok(_) => {}
             }
         }
@@ -345,16 +383,25 @@ impl Session<'_> {
         let control = Arc::clone(&self.control);
         let events = events.clone();
         let (cpu, shared) = (Arc::clone(&self.cpu), Arc::clone(&self.shared));
-        self.spawn("dunlin-control".into(), move || {
+        let body = move || {
+            let epoch = control.epoch();
             control.read(
                 |message| shared.acknowledge(message),
                 |from_peer| {
                     // A session that is gone reads no more.
-                    let _ = events.send(SessionEvent::Control(from_peer));
+                    let _ = events.send(SessionEvent::Control(epoch, from_peer));
                 },
             );
             add(&cpu, thread_cpu_time());
-        })
+        };
+        self.reader = Some(
+            self.host
+                .spawn("dunlin-control".into(), Box::new(body))
+                .map_err(|error| {
+                    Fault::new(FaultCode::Kernel, "no thread can be had").because(error)
+                })?,
+        );
+        Ok(())
     }
 
     pub(super) fn spawn(
@@ -387,11 +434,4 @@ pub(super) fn unexpected(message: &Message) -> Fault {
 
 pub(super) fn nanos(duration: Duration) -> u64 {
     u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
-}
-
-pub(super) fn lane_bytes(lanes: &[LaneShare]) -> Vec<(u16, u64)> {
-    lanes
-        .iter()
-        .map(|share| (share.lane, share.traffic.raw_pages * PAGE_BYTES))
-        .collect()
 }

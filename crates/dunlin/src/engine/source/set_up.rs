@@ -2,29 +2,31 @@
 //! moved, over which lanes.
 
 use std::cell::Cell;
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use dunlin_proto::control::{Accept, Describe, Message, RegionTable};
 use dunlin_proto::fault::FaultCode;
+use dunlin_proto::lanes::{Patience, Sending};
 use dunlin_proto::limits::PAGE_BYTES;
-use dunlin_proto::negotiate::{Features, Offer, Opening, SessionId, VERSIONS};
+use dunlin_proto::negotiate::{Features, Offer, Opening, Selection, SessionId, VERSIONS};
 use dunlin_proto::pace::Pace;
 use dunlin_proto::schedule::Schedule;
 use dunlin_proto::switchover::Source;
 
-use super::super::control::{ControlLane, read_opening};
+use super::super::control::{ControlLane, FromPeer, Sequences, read_opening};
 use super::super::error::Fault;
-use super::super::host::Host;
+use super::super::host::{Cancel, Host};
 use super::super::lock;
 use super::super::report::{Event, Observer};
 use super::super::vmm::{RunState, SourceVm};
-use super::lane::{Lane, LaneShare, Shared};
-use super::session::{Session, unexpected};
+use super::lane::Shared;
+use super::lanes::LaneTerms;
+use super::session::{Session, nanos, unexpected};
 use super::{Options, SessionEvent};
-use crate::lane::control as control_lane;
+use crate::lane::control::{self as control_lane, ControlStream};
 use crate::lane::handshake::HandshakeError;
 use crate::lane::identity::ClientTls;
 
@@ -59,42 +61,17 @@ impl Session<'_> {
                 .collect::<Vec<_>>()
                 .join(", "),
         });
-        let fingerprint = peer.fingerprint;
-        {
-            let mut state = lock(&self.shared.state);
-            for number in 1..=self.options.lanes {
-                state.schedule.open_lane(number);
-                state.lanes.push(LaneShare {
-                    lane: number,
-                    ..LaneShare::default()
-                });
-            }
-        }
-        for number in 1..=self.options.lanes {
-            let endpoint = match accept.endpoints.as_slice() {
-                [] => to.to_owned(),
-                some => some[usize::from(number - 1) % some.len()].clone(),
-            };
-            let lane = Lane {
-                number,
-                endpoint,
-                tls: tls.clone(),
-                security: self.selection.security,
-                version: self.selection.version,
-                session: self.control.session(),
-                secret: accept.secret.clone(),
-                peer_fingerprint: fingerprint,
-                rate: self.options.lane_rate,
-                deadline: Instant::now() + self.options.connect_limit,
-                memory: Arc::clone(&self.memory),
-                shared: Arc::clone(&self.shared),
-                host: Arc::clone(self.host),
-                events: events.clone(),
-            };
-            self.spawn(format!("dunlin-lane-{number}"), move || lane.run())?;
-            self.lanes_running += 1;
-        }
-        self.await_lanes(Instant::now() + self.options.connect_limit)
+        self.terms = Some(LaneTerms {
+            tls: tls.clone(),
+            peer_fingerprint: peer.fingerprint,
+            accept,
+            to: to.to_owned(),
+            events: events.clone(),
+        });
+        lock(&self.shared.state).lanes.want(self.options.lanes);
+        self.await_lanes(Instant::now() + self.options.connect_limit)?;
+        self.lanes_stood = true;
+        Ok(())
     }
 
     pub(super) fn describe(&self) -> Result<(), Fault> {
@@ -125,35 +102,32 @@ impl Session<'_> {
         }
     }
 
+    /// Waits until all lanes stand. One that cannot be had now is tried again
+    /// later, as long as another stands.
     pub(super) fn await_lanes(&mut self, deadline: Instant) -> Result<(), Fault> {
-        let mut waiting: BTreeSet<u16> = (1..=self.options.lanes).collect();
-        while !waiting.is_empty() {
-            let Some(message) = self.next_message(deadline)? else {
-                return Err(Fault::new(
-                    FaultCode::LaneLost,
-                    format!("lanes {waiting:?} did not stand within the limit for connecting"),
-                ));
-            };
-            match message {
-                Message::LaneUp { lane } if waiting.remove(&lane) => {
-                    self.observer.event(&Event::LaneUp { lane });
-                }
-                Message::LaneUp { lane } => {
-                    return Err(Fault::new(
-                        FaultCode::Malformed,
-                        format!("the destination names lane {lane}, which is not being opened"),
-                    ));
-                }
-                Message::LaneRefused { lane, fault, text } => {
-                    return Err(Fault::told(
-                        fault,
-                        format!("lane {lane} was refused: {text}"),
-                    ));
-                }
-                other => return Err(unexpected(&other)),
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let event = self.next_event(left)?;
+            if let Some(SessionEvent::Control(_, FromPeer::Message(message))) = event {
+                return Err(unexpected(&message));
+            }
+            let state = lock(&self.shared.state);
+            let (up, opening) = (state.lanes.up(), state.lanes.opening());
+            drop(state);
+            let all = up >= usize::from(self.options.lanes);
+            if all || (up > 0 && (left.is_zero() || opening == 0)) {
+                return Ok(());
+            }
+            if up == 0 && opening == 0 && self.first_fault.is_some() || left.is_zero() {
+                let fault = self.reason_of_peer().or(self.first_fault.take());
+                return Err(fault.unwrap_or_else(|| {
+                    Fault::new(
+                        FaultCode::LaneLost,
+                        "no lane stood within the limit for connecting",
+                    )
+                }));
             }
         }
-        Ok(())
     }
 }
 
@@ -166,6 +140,7 @@ pub(super) fn connect<'a>(
     host: &'a Arc<dyn Host>,
     observer: &'a dyn Observer,
     events: Receiver<SessionEvent>,
+    cancel: &'a Cancel,
 ) -> Result<Session<'a>, Fault> {
     let started = Instant::now();
     let deadline = started + options.connect_limit;
@@ -185,18 +160,6 @@ pub(super) fn connect<'a>(
             ));
         }
     };
-    let stream = host.connect(to, deadline).map_err(|error| {
-        Fault::new(FaultCode::ControlLost, format!("{to} cannot be reached")).because(error)
-    })?;
-    let stream = control_lane::client(stream, tls, deadline).map_err(|error| {
-        let code = match &error {
-            HandshakeError::Deadline | HandshakeError::Io(_) | HandshakeError::PeerClosed => {
-                FaultCode::ControlLost
-            }
-            _ => FaultCode::Unauthorised,
-        };
-        Fault::new(code, format!("no secure control lane to {to}")).because(error)
-    })?;
     let mut session: SessionId = [0; 16];
     tls.config()
         .crypto_provider()
@@ -216,6 +179,82 @@ pub(super) fn connect<'a>(
         attempt: 1,
         epoch: 1,
     };
+    let (stream, selection) = open_control(host, to, tls, &offer, deadline)?;
+    let sequences = Arc::<Sequences>::default();
+    let memory = vm.memory();
+    let schedule = Schedule::new(
+        memory
+            .regions()
+            .iter()
+            .map(|region| (region.id, region.pages())),
+    );
+    Ok(Session {
+        vm,
+        memory,
+        options,
+        host,
+        observer,
+        control: Arc::new(ControlLane::new(
+            stream,
+            session,
+            offer.epoch,
+            Arc::clone(&sequences),
+        )),
+        sequences,
+        offer,
+        selection,
+        events,
+        shared: Arc::new(Shared::new(
+            Sending::new(schedule, patience(options)),
+            Pace::new(options.rate),
+        )),
+        state: Source::Live,
+        paused_by_owner,
+        relinquished: false,
+        logs: Vec::new(),
+        terms: None,
+        lanes_stood: false,
+        lane_threads: BTreeMap::new(),
+        lane_faults: BTreeMap::new(),
+        first_fault: None,
+        lanes_lost: 0,
+        pages_again: 0,
+        control_resumed: 0,
+        reader: None,
+        cancel,
+        threads: Vec::new(),
+        cpu: Arc::default(),
+        started,
+        last: None,
+        iterations: Vec::new(),
+        bytes_per_s: 0,
+        window: (started, 0),
+        dirty_pages_per_s: 0,
+        throttle: 0,
+        control_ended: Cell::new(false),
+    })
+}
+
+/// Connects a control lane and agrees on what `offer` says.
+pub(super) fn open_control(
+    host: &Arc<dyn Host>,
+    to: &str,
+    tls: &ClientTls,
+    offer: &Offer,
+    deadline: Instant,
+) -> Result<(ControlStream, Selection), Fault> {
+    let stream = host.connect(to, deadline).map_err(|error| {
+        Fault::new(FaultCode::ControlLost, format!("{to} cannot be reached")).because(error)
+    })?;
+    let stream = control_lane::client(stream, tls, deadline).map_err(|error| {
+        let code = match &error {
+            HandshakeError::Deadline | HandshakeError::Io(_) | HandshakeError::PeerClosed => {
+                FaultCode::ControlLost
+            }
+            _ => FaultCode::Unauthorised,
+        };
+        Fault::new(code, format!("no secure control lane to {to}")).because(error)
+    })?;
     let mut bytes = Vec::new();
     offer.encode(&mut bytes).map_err(|error| {
         Fault::new(FaultCode::Internal, "the offer cannot be sent").because(error)
@@ -233,43 +272,28 @@ pub(super) fn connect<'a>(
             ));
         }
     };
-    selection.confirm(&offer).map_err(|error| {
+    selection.confirm(offer).map_err(|error| {
         Fault::new(
             FaultCode::SecurityNotAgreed,
             "the destination's selection is not ours",
         )
         .because(error)
     })?;
-    let memory = vm.memory();
-    let schedule = Schedule::new(
-        memory
-            .regions()
-            .iter()
-            .map(|region| (region.id, region.pages())),
-    );
-    Ok(Session {
-        vm,
-        memory,
-        options,
-        host,
-        observer,
-        control: Arc::new(ControlLane::new(stream, session, offer.epoch)),
-        selection,
-        events,
-        shared: Arc::new(Shared::new(schedule, Pace::new(options.rate))),
-        state: Source::Live,
-        paused_by_owner,
-        relinquished: false,
-        logs: Vec::new(),
-        lanes_running: 0,
-        threads: Vec::new(),
-        cpu: Arc::default(),
-        started,
-        iterations: Vec::new(),
-        bytes_per_s: 0,
-        window: (started, 0),
-        dirty_pages_per_s: 0,
-        throttle: 0,
-        control_ended: Cell::new(false),
-    })
+    Ok((stream, selection))
+}
+
+/// Before the first attempt to replace a lost lane.
+const RETRY_FIRST: Duration = Duration::from_millis(50);
+/// Between attempts, at most.
+const RETRY_LAST: Duration = Duration::from_secs(2);
+
+fn patience(options: &Options) -> Patience {
+    Patience {
+        progress_ns: nanos(options.lane_stall_limit),
+        // The thread that connects has the same limit and tells more.
+        open_ns: nanos(options.connect_limit * 2),
+        retry_first_ns: nanos(RETRY_FIRST),
+        retry_last_ns: nanos(RETRY_LAST),
+        alone_ns: nanos(options.no_lane_limit),
+    }
 }

@@ -38,6 +38,7 @@ impl Session<'_> {
     pub(super) fn switch_over(&mut self) -> Result<Outcome, Fault> {
         let mut downtime = Downtime::default();
         self.step(SourceEvent::Converged)?;
+        self.step(SourceEvent::Recorded)?;
         // Its owner may have paused it, or let it go on, since it was described.
         self.paused_by_owner = self.vm.run_state() == RunState::Paused;
         let began = Instant::now();
@@ -73,6 +74,7 @@ impl Session<'_> {
         self.control.send(&Message::Commit { run: runs })?;
         let (destination_cpu, guest) = self.await_running()?;
         self.step(SourceEvent::Running)?;
+        self.step(SourceEvent::Recorded)?;
         downtime.resume = committed.elapsed();
         downtime.total = began.elapsed();
         downtime.guest = guest;
@@ -95,7 +97,7 @@ impl Session<'_> {
     /// side, that came while the VMM was busy is still in time.
     fn settle(&mut self) -> Result<(), Fault> {
         while let Some(event) = self.next_event(Duration::ZERO)? {
-            if let SessionEvent::Control(FromPeer::Message(message)) = event {
+            if let SessionEvent::Control(_, FromPeer::Message(message)) = event {
                 return Err(unexpected(&message));
             }
         }
@@ -125,9 +127,9 @@ impl Session<'_> {
         let sections = self.send_state()?;
         downtime.state = state_began.elapsed();
 
-        while self.lanes_running > 0 {
+        while !lock(&self.shared.state).lanes.complete() {
             match self.next_event(ANSWER_LIMIT)? {
-                Some(SessionEvent::Control(FromPeer::Message(message))) => {
+                Some(SessionEvent::Control(_, FromPeer::Message(message))) => {
                     return Err(unexpected(&message));
                 }
                 Some(_) => {}
@@ -137,10 +139,7 @@ impl Session<'_> {
             }
         }
         downtime.last_pages = began.elapsed().saturating_sub(downtime.pause);
-        let state = lock(&self.shared.state);
-        let chunks = state.schedule.chunks();
-        let traffic = state.traffic();
-        drop(state);
+        let traffic = lock(&self.shared.state).traffic();
         self.iterations.push(Iteration {
             number: iteration,
             duration: downtime.last_pages,
@@ -153,14 +152,41 @@ impl Session<'_> {
                 .map_or(Duration::ZERO, |last| last.predicted_downtime),
             throttle: 0,
         });
-        self.control.send(&Message::Final(Final {
+        self.send_final(iteration, sections)?;
+        Ok(ours)
+    }
+
+    /// Counts what the destination must have received.
+    fn send_final(&mut self, iteration: u32, sections: u32) -> Result<(), Fault> {
+        let state = lock(&self.shared.state);
+        let (chunks, pages) = state.lanes.schedule().kept();
+        let last = Final {
             chunks,
             iteration,
             sections,
-            pages: traffic.raw_pages + traffic.zero_pages,
+            pages,
+            fenced: state.lanes.fenced_count(),
             digest: None,
-        }))?;
-        Ok(ours)
+        };
+        drop(state);
+        self.last = Some(last.clone());
+        self.control.send(&Message::Final(last))
+    }
+
+    /// A lane that was lost after *final* had counted its chunks: they have
+    /// gone out again, and are counted anew.
+    fn repeat_final(&mut self) -> Result<(), Fault> {
+        let Some(last) = &self.last else {
+            return Ok(());
+        };
+        let (iteration, sections) = (last.iteration, last.sections);
+        let state = lock(&self.shared.state);
+        let overtaken = state.lanes.fenced_count() != last.fenced && state.lanes.complete();
+        drop(state);
+        if overtaken {
+            self.send_final(iteration, sections)?;
+        }
+        Ok(())
     }
 
     /// Hashes the memory of the paused guest on a thread of its own, where
@@ -232,8 +258,8 @@ impl Session<'_> {
         loop {
             let left = until.saturating_duration_since(Instant::now());
             match self.next_event(left)? {
-                Some(SessionEvent::Control(FromPeer::Message(message))) => return Ok(message),
-                Some(_) => {}
+                Some(SessionEvent::Control(_, FromPeer::Message(message))) => return Ok(message),
+                Some(_) => self.repeat_final()?,
                 None => {
                     return Err(Fault::new(
                         FaultCode::ControlLost,

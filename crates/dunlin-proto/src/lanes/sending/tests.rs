@@ -1,0 +1,269 @@
+#![allow(clippy::unwrap_used)]
+
+use super::*;
+use crate::bitmap::Run;
+use crate::limits::CHUNK_PAGES;
+
+const PATIENCE: Patience = Patience {
+    progress_ns: 100,
+    open_ns: 1000,
+    retry_first_ns: 10,
+    retry_last_ns: 80,
+    alone_ns: 5000,
+};
+
+fn actions(sending: &mut Sending, now_ns: u64) -> Vec<Action> {
+    std::iter::from_fn(|| sending.poll(now_ns)).collect()
+}
+
+/// `lanes` lanes that stand, at time 0.
+fn standing(pages: u64, lanes: u16) -> Sending {
+    let mut sending = Sending::new(Schedule::new([(7, pages)]), PATIENCE);
+    sending.want(lanes);
+    let opened: Vec<Action> = (1..=lanes).map(Action::Open).collect();
+    assert_eq!(actions(&mut sending, 0), opened);
+    for lane in 1..=lanes {
+        assert_eq!(sending.lane_up(lane, 0), Ok(true));
+    }
+    sending
+}
+
+fn begin(sending: &mut Sending, count: u64) {
+    let run = Run { first: 0, count };
+    sending.schedule_mut().mark_run(0, run);
+    sending.schedule_mut().begin_iteration();
+}
+
+fn next(sending: &mut Sending, lane: u16, now_ns: u64) -> Work {
+    sending.next(lane, Wear::Fresh, now_ns, &mut ChunkPlan::default())
+}
+
+fn reached(lane: u16, place: Place) -> [Reached; 1] {
+    [Reached { lane, place }]
+}
+
+fn ack(first: u64) -> [ChunkSet; 1] {
+    [ChunkSet { first, count: 1 }]
+}
+
+#[test]
+fn i4_a_lost_lanes_pages_wait_until_it_is_fenced() {
+    let mut sending = standing(2 * CHUNK_PAGES, 2);
+    begin(&mut sending, 2 * CHUNK_PAGES);
+    assert_eq!(next(&mut sending, 1, 0), Work::Chunk);
+    assert_eq!(next(&mut sending, 2, 0), Work::Chunk);
+    sending.thread_ended(1, false, 5);
+    assert_eq!(actions(&mut sending, 5), [Action::Fence(1)]);
+    assert_eq!(next(&mut sending, 2, 5), Work::Wait);
+    assert_eq!(sending.fenced(1, &[], 6), Ok(CHUNK_PAGES));
+    assert_eq!(next(&mut sending, 2, 6), Work::Chunk);
+    assert_eq!(sending.fenced_count(), 1);
+    assert_eq!(sending.schedule().kept().0, 2);
+    assert_eq!(sending.fenced(1, &[], 7), Ok(0), "a repetition");
+    assert_eq!(sending.fenced_count(), 1);
+}
+
+#[test]
+fn what_is_acknowledged_with_the_fence_is_not_sent_again() {
+    let mut sending = standing(2 * CHUNK_PAGES, 2);
+    begin(&mut sending, 2 * CHUNK_PAGES);
+    assert_eq!(next(&mut sending, 1, 0), Work::Chunk);
+    assert_eq!(next(&mut sending, 1, 0), Work::Chunk);
+    sending.thread_ended(1, false, 5);
+    assert_eq!(sending.fenced(1, &ack(0), 6), Ok(CHUNK_PAGES));
+    assert_eq!(sending.schedule().pending_pages(), CHUNK_PAGES);
+}
+
+#[test]
+fn a_lane_that_stands_still_is_cut_fenced_and_replaced() {
+    let mut sending = standing(4 * CHUNK_PAGES, 2);
+    begin(&mut sending, 4 * CHUNK_PAGES);
+    assert_eq!(next(&mut sending, 1, 0), Work::Chunk);
+    assert_eq!(next(&mut sending, 2, 0), Work::Chunk);
+    assert_eq!(sending.due_ns(), Some(100));
+    assert_eq!(sending.acknowledge(&ack(1), &[], 60), Ok(CHUNK_PAGES));
+    assert_eq!(next(&mut sending, 2, 60), Work::Chunk);
+    assert_eq!(
+        actions(&mut sending, 100),
+        [Action::Cut(1), Action::Fence(1)]
+    );
+    assert_eq!(next(&mut sending, 1, 100), Work::Stop);
+    assert_eq!(actions(&mut sending, 110), [Action::Open(3)]);
+    assert_eq!(next(&mut sending, 3, 111), Work::Wait);
+    assert_eq!(sending.lane_up(3, 112), Ok(true));
+    assert_eq!(sending.lane_up(3, 113), Ok(false), "a repetition");
+    assert_eq!(next(&mut sending, 3, 114), Work::Chunk);
+}
+
+#[test]
+fn a_lane_that_waits_at_a_mark_is_not_the_culprit() {
+    let mut sending = standing(2 * CHUNK_PAGES, 2);
+    begin(&mut sending, CHUNK_PAGES);
+    assert_eq!(next(&mut sending, 1, 0), Work::Chunk);
+    begin(&mut sending, 2 * CHUNK_PAGES);
+    assert_eq!(next(&mut sending, 1, 0), Work::Mark(1));
+    assert_eq!(next(&mut sending, 1, 0), Work::Chunk);
+    assert_eq!(next(&mut sending, 2, 0), Work::Mark(1));
+    // Lane 1 has come to its mark; the mark of lane 2 has been swallowed.
+    let at_mark = reached(1, Place::Mark(1));
+    sending.acknowledge(&ack(0), &at_mark, 50).unwrap();
+    assert_eq!(
+        actions(&mut sending, 100),
+        [Action::Cut(2), Action::Fence(2)]
+    );
+    // From here on lane 1 has its own time.
+    assert_eq!(sending.fenced(2, &[], 150), Ok(0));
+    assert_eq!(actions(&mut sending, 190), [Action::Open(3)]);
+    assert_eq!(
+        actions(&mut sending, 200),
+        [Action::Cut(1), Action::Fence(1)]
+    );
+}
+
+#[test]
+fn a_lane_held_back_for_a_rate_does_not_stand_still() {
+    let mut sending = standing(CHUNK_PAGES, 1);
+    begin(&mut sending, CHUNK_PAGES);
+    assert_eq!(next(&mut sending, 1, 0), Work::Chunk);
+    sending.paced(1, 500);
+    assert_eq!(actions(&mut sending, 599), []);
+    assert_eq!(
+        actions(&mut sending, 600),
+        [Action::Cut(1), Action::Fence(1)]
+    );
+}
+
+#[test]
+fn a_worn_lane_goes_on_until_another_takes_its_place() {
+    let mut sending = standing(9 * CHUNK_PAGES, 1);
+    begin(&mut sending, 9 * CHUNK_PAGES);
+    let mut plan = ChunkPlan::default();
+    assert_eq!(sending.next(1, Wear::Worn, 0, &mut plan), Work::Chunk);
+    assert_eq!(actions(&mut sending, 1), [Action::Open(2)]);
+    assert_eq!(sending.next(1, Wear::Worn, 2, &mut plan), Work::Chunk);
+    assert_eq!(sending.lane_up(2, 3), Ok(true));
+    assert_eq!(
+        sending.next(1, Wear::Worn, 4, &mut plan),
+        Work::End { chunks: 2 }
+    );
+    sending.thread_ended(1, true, 5);
+    sending
+        .acknowledge(
+            &[ChunkSet { first: 0, count: 2 }],
+            &reached(1, Place::End),
+            6,
+        )
+        .unwrap();
+    assert!(!sending.lanes.contains_key(&1));
+    assert_eq!(sending.schedule().course(1), None);
+    assert_eq!(actions(&mut sending, 7), []);
+}
+
+#[test]
+fn a_spent_lane_ends_even_without_another() {
+    let mut sending = standing(CHUNK_PAGES, 1);
+    begin(&mut sending, CHUNK_PAGES);
+    let mut plan = ChunkPlan::default();
+    assert_eq!(
+        sending.next(1, Wear::Spent, 0, &mut plan),
+        Work::End { chunks: 0 }
+    );
+    assert_eq!(actions(&mut sending, 1), [Action::Open(2)]);
+}
+
+#[test]
+fn an_end_that_is_never_confirmed_is_a_lost_lane() {
+    let mut sending = standing(CHUNK_PAGES, 1);
+    begin(&mut sending, CHUNK_PAGES);
+    sending.finish(0);
+    assert_eq!(next(&mut sending, 1, 0), Work::Chunk);
+    assert_eq!(next(&mut sending, 1, 0), Work::Mark(1));
+    assert_eq!(next(&mut sending, 1, 0), Work::End { chunks: 1 });
+    assert!(!sending.complete());
+    sending.thread_ended(1, true, 1);
+    assert!(sending.complete(), "final can go out");
+    assert_eq!(actions(&mut sending, 100), [Action::Fence(1)]);
+    assert!(!sending.complete());
+    assert_eq!(sending.fenced(1, &[], 101), Ok(CHUNK_PAGES));
+    assert_eq!(actions(&mut sending, 111), [Action::Open(2)]);
+    assert_eq!(sending.lane_up(2, 112), Ok(true));
+    assert_eq!(next(&mut sending, 2, 113), Work::Chunk);
+}
+
+#[test]
+fn after_a_lost_control_lane_what_is_open_is_asked_again() {
+    let mut sending = standing(3 * CHUNK_PAGES, 3);
+    begin(&mut sending, 3 * CHUNK_PAGES);
+    assert_eq!(next(&mut sending, 1, 0), Work::Chunk);
+    let mut plan = ChunkPlan::default();
+    assert!(matches!(
+        sending.next(2, Wear::Spent, 0, &mut plan),
+        Work::End { .. }
+    ));
+    sending.thread_ended(2, true, 1);
+    sending.thread_ended(1, false, 1);
+    assert_eq!(actions(&mut sending, 1), [Action::Fence(1)]);
+    sending.control_resumed(50);
+    assert_eq!(
+        actions(&mut sending, 50)[..2],
+        [Action::Fence(1), Action::Fence(2)]
+    );
+}
+
+#[test]
+fn without_any_lane_it_is_given_up_in_the_end() {
+    let mut sending = standing(CHUNK_PAGES, 1);
+    begin(&mut sending, CHUNK_PAGES);
+    sending.thread_ended(1, false, 1);
+    let mut opened = Vec::new();
+    let mut now_ns = 1;
+    loop {
+        let todo = actions(&mut sending, now_ns);
+        if todo.contains(&Action::GiveUp) {
+            break;
+        }
+        for action in todo {
+            if let Action::Open(lane) = action {
+                opened.push(now_ns);
+                sending.thread_ended(lane, false, now_ns + 1);
+            }
+        }
+        now_ns += 1;
+    }
+    assert_eq!(now_ns, 5001);
+    assert_eq!(opened[..6], [11, 32, 73, 154, 235, 316]);
+}
+
+#[test]
+fn i7_reports_of_what_was_never_sent_are_refused() {
+    let mut sending = standing(CHUNK_PAGES, 1);
+    begin(&mut sending, CHUNK_PAGES);
+    assert_eq!(next(&mut sending, 1, 0), Work::Chunk);
+    let lies = [
+        sending.acknowledge(&ack(1), &[], 1).unwrap_err(),
+        sending
+            .acknowledge(&[], &reached(1, Place::Mark(1)), 1)
+            .unwrap_err(),
+        sending
+            .acknowledge(&[], &reached(1, Place::End), 1)
+            .unwrap_err(),
+        sending
+            .acknowledge(&[], &reached(2, Place::End), 1)
+            .unwrap_err(),
+        sending.lane_up(2, 1).unwrap_err(),
+        sending.lane_up(0, 1).unwrap_err(),
+        sending.fenced(9, &[], 1).unwrap_err(),
+        sending.refused(9, 1).unwrap_err(),
+    ];
+    assert!(matches!(lies[0], ReportError::Chunk(_)));
+    assert!(
+        lies[1..3]
+            .iter()
+            .all(|lie| matches!(lie, ReportError::Place { .. }))
+    );
+    assert!(
+        lies[3..]
+            .iter()
+            .all(|lie| matches!(lie, ReportError::Lane { .. }))
+    );
+}

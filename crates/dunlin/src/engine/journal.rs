@@ -1,0 +1,584 @@
+//! The journal's files: what this host remembers of its migrations when a
+//! process or the host itself has died. docs/journal.md describes them;
+//! `dunlin_proto::switchover` says what is recorded when.
+//!
+//! ```text
+//!   Journal::open ─▶ create ─▶ SessionJournal: record, record … forget
+//!        │                          (locked while its process lives)
+//!        ├─▶ list: every session here, and whether its process lives
+//!        └─▶ take: the session of a process that has died
+//! ```
+//!
+//! A session's file is written full of zeros and synced, with its directory,
+//! when the session starts, and only overwritten in place afterwards: no
+//! record needs new room on the disk, and its sync writes no metadata.
+//! (Zeros, and not posix_fallocate(3): on ext4 and XFS the first write to
+//! space that was merely set aside changes metadata.)
+//!
+//! [`Journal::none`] remembers nothing. What is lost with it: if a process
+//! dies after *commit*, the other side gets *no record* for an answer, or
+//! none, and the VM stays in doubt until an operator has found out where it
+//! is; and a source that died does not know that it must not be started again.
+
+use std::fs::{DirBuilder, File, OpenOptions, TryLockError};
+use std::io::{self, Read};
+use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+pub use dunlin_proto::journal::{DestinationRecord, Record, SourceRecord, State, Unreadable};
+use dunlin_proto::journal::{JOURNAL_BYTES, Newest, RECORD_BYTES, SLOT_BYTES, newest};
+use dunlin_proto::negotiate::SessionId;
+use dunlin_proto::wire::EncodeError;
+use thiserror::Error;
+
+#[cfg(test)]
+mod tests;
+
+/// How long a lock is waited for. A listing holds it for microseconds, an
+/// owner for the length of a migration or of the VM's life.
+const LOCK_LIMIT: Duration = Duration::from_millis(200);
+const LOCK_PAUSE: Duration = Duration::from_millis(5);
+
+/// Where the records of this host's sessions lie.
+#[derive(Clone)]
+pub struct Journal(Option<Place>);
+
+#[derive(Clone)]
+struct Place {
+    directory: PathBuf,
+    disk: Arc<dyn Disk>,
+}
+
+/// The two operations that a full or failing disk fails; tests put their own
+/// in.
+pub trait Disk: Send + Sync {
+    /// Writes all of `bytes` at `offset`.
+    ///
+    /// # Errors
+    /// Any of pwrite(2).
+    fn write(&self, file: &File, bytes: &[u8], offset: u64) -> io::Result<()> {
+        file.write_all_at(bytes, offset)
+    }
+
+    /// Returns when what was written is on the disk.
+    ///
+    /// # Errors
+    /// Any of fdatasync(2). What was written may be there nevertheless.
+    fn sync(&self, file: &File) -> io::Result<()> {
+        file.sync_data()
+    }
+}
+
+/// The disk as it is.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct StandardDisk;
+
+impl Disk for StandardDisk {}
+
+/// Which side of a session a file belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Role {
+    /// The VM leaves this host.
+    Source,
+    /// The VM comes to this host.
+    Destination,
+}
+
+/// One session's records, held by the process whose session it is.
+pub struct SessionJournal {
+    record: Record,
+    /// None where nothing is remembered.
+    held: Option<Held>,
+}
+
+struct Held {
+    file: File,
+    path: PathBuf,
+    place: Place,
+    generation: u64,
+    next_slot: usize,
+}
+
+/// A session in the journal.
+#[derive(Debug)]
+pub struct Entry {
+    /// The session.
+    pub session: SessionId,
+    /// This host's side of it.
+    pub role: Role,
+    /// What it remembers; none where the session ended before its first
+    /// record.
+    pub record: Result<Option<Record>, Unreadable>,
+    /// Whether the process lives that has the session; then it is the one to
+    /// ask, and no other may act on the record.
+    pub lives: bool,
+}
+
+/// What can go wrong with the journal.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum JournalError {
+    /// An operation of the file system failed: its disk is full or failing, or
+    /// it may not be written.
+    #[error("the journal {path} cannot be {what}: free space there, or check the disk and the permissions", path = path.display())]
+    Io {
+        /// What was to be done to it.
+        what: &'static str,
+        /// The file or directory.
+        path: PathBuf,
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// Others may read or write the directory.
+    #[error("the journal {path} has mode {mode:03o}: others could change where VMs run; make it 700", path = path.display())]
+    Exposed {
+        /// The directory.
+        path: PathBuf,
+        /// Its permission bits.
+        mode: u32,
+    },
+    /// The file does not say what happened.
+    #[error("{path} cannot be relied upon; keep it, and find out where the VM is before it is run anywhere", path = path.display())]
+    Unreadable {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        source: Unreadable,
+    },
+    /// Another process has the session.
+    #[error("another process has the session {path}: it is the one to ask while it lives", path = path.display())]
+    Held {
+        /// The file.
+        path: PathBuf,
+    },
+    /// There is a record of this session that a new one must not replace.
+    #[error("{path} says of this session: {state}, attempt {attempt}; a new attempt must have a higher number, and begin when the last one is over", path = path.display())]
+    Undecided {
+        /// The file.
+        path: PathBuf,
+        /// What it says.
+        state: State,
+        /// Of which attempt.
+        attempt: u32,
+    },
+    /// There is no such session here.
+    #[error("there is no session {path}", path = path.display())]
+    Missing {
+        /// The file that would hold it.
+        path: PathBuf,
+    },
+    /// The record does not fit; the engine has made it wrongly.
+    #[error("the record cannot be written")]
+    Record(#[from] EncodeError),
+}
+
+impl Journal {
+    /// The journal in `directory`, which is made (mode 0700) if it is not
+    /// there.
+    ///
+    /// # Errors
+    /// [`JournalError::Io`], or [`JournalError::Exposed`].
+    pub fn open(directory: &Path) -> Result<Self, JournalError> {
+        Self::open_on(directory, Arc::new(StandardDisk))
+    }
+
+    /// The same, with every record's write and sync done by `disk`.
+    ///
+    /// # Errors
+    /// As [`Journal::open`].
+    pub fn open_on(directory: &Path, disk: Arc<dyn Disk>) -> Result<Self, JournalError> {
+        let failed = |what| io_error(what, directory);
+        DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(directory)
+            .map_err(failed("made"))?;
+        let mode = directory.metadata().map_err(failed("read"))?.mode() & 0o777;
+        if mode & 0o077 != 0 {
+            return Err(JournalError::Exposed {
+                path: directory.into(),
+                mode,
+            });
+        }
+        Ok(Self(Some(Place {
+            directory: directory.into(),
+            disk,
+        })))
+    }
+
+    /// No journal: a session's records are forgotten at once.
+    #[must_use]
+    pub fn none() -> Self {
+        Self(None)
+    }
+
+    /// Whether anything is remembered.
+    #[must_use]
+    pub fn remembers(&self) -> bool {
+        self.0.is_some()
+    }
+
+    /// Makes the file of the session that `record` is about, for as many
+    /// records as will come, and takes it. Nothing is recorded yet;
+    /// `record.state` says only which side this is.
+    ///
+    /// A session that is known here may be begun again if its last attempt is
+    /// over and this one's number is higher.
+    ///
+    /// # Errors
+    /// [`JournalError::Io`] where there is no room; [`JournalError::Held`],
+    /// [`JournalError::Undecided`], [`JournalError::Unreadable`] of a session
+    /// that is there already.
+    pub fn create(&self, record: Record) -> Result<SessionJournal, JournalError> {
+        let Some(place) = &self.0 else {
+            return Ok(SessionJournal { record, held: None });
+        };
+        let role = Role::of(record.state);
+        let path = place.path(record.session, role);
+        let created = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .open(&path);
+        let held = match created {
+            Ok(file) => {
+                let allocated = place.allocate(&file, &path);
+                if allocated.is_err() {
+                    // Best effort: an empty file says nothing.
+                    let _ = std::fs::remove_file(&path);
+                }
+                allocated?;
+                Held {
+                    file,
+                    path,
+                    place: place.clone(),
+                    generation: 0,
+                    next_slot: 0,
+                }
+            }
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                let (held, before) = place.take(path)?;
+                if let Some(before) = before
+                    && !(is_over(before.state) && before.attempt < record.attempt)
+                {
+                    return Err(JournalError::Undecided {
+                        path: held.path,
+                        state: before.state,
+                        attempt: before.attempt,
+                    });
+                }
+                held
+            }
+            Err(source) => return Err(io_error("made", &path)(source)),
+        };
+        Ok(SessionJournal {
+            record,
+            held: Some(held),
+        })
+    }
+
+    /// Takes over the session of a process that has died.
+    ///
+    /// # Errors
+    /// [`JournalError::Missing`], also where nothing was ever recorded;
+    /// [`JournalError::Held`] while the process lives;
+    /// [`JournalError::Unreadable`]; [`JournalError::Io`].
+    pub fn take(&self, session: SessionId, role: Role) -> Result<SessionJournal, JournalError> {
+        let Some(place) = &self.0 else {
+            return Err(JournalError::Missing {
+                path: file_name(session, role).into(),
+            });
+        };
+        match place.take(place.path(session, role))? {
+            (held, Some(record)) => Ok(SessionJournal {
+                record,
+                held: Some(held),
+            }),
+            (held, None) => Err(JournalError::Missing { path: held.path }),
+        }
+    }
+
+    /// Every session in the journal, the oldest first.
+    ///
+    /// # Errors
+    /// [`JournalError::Io`].
+    pub fn list(&self) -> Result<Vec<Entry>, JournalError> {
+        let Some(place) = &self.0 else {
+            return Ok(Vec::new());
+        };
+        let failed = |what| io_error(what, &place.directory);
+        let mut entries = Vec::new();
+        for file in std::fs::read_dir(&place.directory).map_err(failed("read"))? {
+            let name = file.map_err(failed("read"))?.file_name();
+            let Some((session, role)) = name.to_str().and_then(parse_name) else {
+                continue;
+            };
+            let path = place.directory.join(&name);
+            let file = match File::open(&path) {
+                Ok(file) => file,
+                // Forgotten in this moment.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                Err(source) => return Err(io_error("read", &path)(source)),
+            };
+            // Shared, so that two listings do not take each other for owners.
+            let lives = match file.try_lock_shared() {
+                Ok(()) => false,
+                Err(TryLockError::WouldBlock) => true,
+                Err(TryLockError::Error(source)) => return Err(io_error("locked", &path)(source)),
+            };
+            let record = match read(&file, &path) {
+                Ok(newest) => Ok(newest.record),
+                Err(JournalError::Unreadable { source, .. }) => Err(source),
+                Err(error) => return Err(error),
+            };
+            entries.push(Entry {
+                session,
+                role,
+                record,
+                lives,
+            });
+        }
+        entries.sort_by_key(|entry| {
+            let started = match &entry.record {
+                Ok(Some(record)) => record.started_ms,
+                _ => 0,
+            };
+            (started, entry.session, entry.role)
+        });
+        Ok(entries)
+    }
+}
+
+impl SessionJournal {
+    /// The newest record; before the first, what [`Journal::create`] was given.
+    #[must_use]
+    pub fn record(&self) -> &Record {
+        &self.record
+    }
+
+    /// Records where this side stands, and returns how long it took when that
+    /// is on the disk.
+    ///
+    /// # Errors
+    /// [`JournalError::Io`]: the disk then holds the record from before or
+    /// this one. It may be tried again.
+    pub fn write(&mut self, state: State) -> Result<Duration, JournalError> {
+        let record = Record {
+            state,
+            ..self.record.clone()
+        };
+        self.overwrite(record)
+    }
+
+    /// Records the epoch of a new control lane, and nothing else.
+    ///
+    /// # Errors
+    /// As [`SessionJournal::write`].
+    pub fn write_epoch(&mut self, epoch: u32) -> Result<Duration, JournalError> {
+        let record = Record {
+            epoch,
+            ..self.record.clone()
+        };
+        self.overwrite(record)
+    }
+
+    fn overwrite(&mut self, mut record: Record) -> Result<Duration, JournalError> {
+        let began = Instant::now();
+        if let Some(held) = &mut self.held {
+            record.written_ms = now_ms();
+            let bytes = record.encode(held.generation + 1)?;
+            let offset = (held.next_slot * SLOT_BYTES) as u64;
+            let disk = &held.place.disk;
+            disk.write(&held.file, &bytes, offset)
+                .map_err(io_error("written", &held.path))?;
+            disk.sync(&held.file)
+                .map_err(io_error("synced", &held.path))?;
+            // Only now: until the sync succeeds, the other slot holds the only
+            // record that is known to be on the disk.
+            held.generation += 1;
+            held.next_slot = 1 - held.next_slot;
+        }
+        self.record = record;
+        Ok(began.elapsed())
+    }
+
+    /// Removes the session: nobody will ask about it any more.
+    ///
+    /// # Errors
+    /// [`JournalError::Io`]: the record is still there, or comes back if the
+    /// host crashes now.
+    pub fn forget(self) -> Result<(), JournalError> {
+        let Some(held) = self.held else {
+            return Ok(());
+        };
+        std::fs::remove_file(&held.path).map_err(io_error("removed", &held.path))?;
+        held.place.sync_directory()
+    }
+}
+
+impl Place {
+    fn path(&self, session: SessionId, role: Role) -> PathBuf {
+        self.directory.join(file_name(session, role))
+    }
+
+    /// Takes a new file, fills it with zeros and makes it last.
+    fn allocate(&self, file: &File, path: &Path) -> Result<(), JournalError> {
+        lock(file, path)?;
+        self.disk
+            .write(file, &[0; JOURNAL_BYTES], 0)
+            .map_err(io_error("allocated", path))?;
+        self.disk.sync(file).map_err(io_error("synced", path))?;
+        file.sync_all().map_err(io_error("synced", path))?;
+        self.sync_directory()
+    }
+
+    fn sync_directory(&self) -> Result<(), JournalError> {
+        File::open(&self.directory)
+            .and_then(|directory| directory.sync_all())
+            .map_err(io_error("synced", &self.directory))
+    }
+
+    /// Opens and takes a file that is there, with its newest record.
+    fn take(&self, path: PathBuf) -> Result<(Held, Option<Record>), JournalError> {
+        let file = match OpenOptions::new().read(true).write(true).open(&path) {
+            Ok(file) => file,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                return Err(JournalError::Missing { path });
+            }
+            Err(source) => return Err(io_error("opened", &path)(source)),
+        };
+        lock(&file, &path)?;
+        // Whoever had it may have forgotten it before letting go.
+        let ours = file.metadata().map_err(io_error("read", &path))?;
+        match std::fs::symlink_metadata(&path) {
+            Ok(there) if (there.dev(), there.ino()) == (ours.dev(), ours.ino()) => {}
+            Ok(_) => return Err(JournalError::Held { path }),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                return Err(JournalError::Missing { path });
+            }
+            Err(source) => return Err(io_error("read", &path)(source)),
+        }
+        let newest = read(&file, &path)?;
+        if ours.len() < JOURNAL_BYTES as u64 {
+            // A crash came before it was allocated.
+            self.disk
+                .write(&file, &[0; JOURNAL_BYTES], 0)
+                .map_err(io_error("allocated", &path))?;
+            file.sync_all().map_err(io_error("synced", &path))?;
+        }
+        let held = Held {
+            file,
+            path,
+            place: self.clone(),
+            generation: newest.generation,
+            next_slot: newest.next_slot,
+        };
+        Ok((held, newest.record))
+    }
+}
+
+impl Role {
+    fn of(state: State) -> Self {
+        match state {
+            State::Source(_) => Self::Source,
+            State::Destination(_) => Self::Destination,
+        }
+    }
+
+    /// The role's name, which ends its files' names.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Source => "source",
+            Self::Destination => "destination",
+        }
+    }
+}
+
+/// Whether an attempt with this record is over, with the VM at the source.
+fn is_over(state: State) -> bool {
+    matches!(
+        state,
+        State::Source(SourceRecord::Kept) | State::Destination(DestinationRecord::Aborted)
+    )
+}
+
+/// Takes a file for as long as it is open. The kernel gives it back when the
+/// process dies (flock(2)).
+fn lock(file: &File, path: &Path) -> Result<(), JournalError> {
+    let until = Instant::now() + LOCK_LIMIT;
+    loop {
+        match file.try_lock() {
+            Ok(()) => return Ok(()),
+            // Perhaps a listing looks at it; a lock cannot be waited for with
+            // a deadline.
+            Err(TryLockError::WouldBlock) if Instant::now() < until => {
+                std::thread::sleep(LOCK_PAUSE);
+            }
+            Err(TryLockError::WouldBlock) => return Err(JournalError::Held { path: path.into() }),
+            Err(TryLockError::Error(source)) => return Err(io_error("locked", path)(source)),
+        }
+    }
+}
+
+/// Reads both slots; what a short file lacks is zero.
+fn read(file: &File, path: &Path) -> Result<Newest, JournalError> {
+    let mut bytes = Vec::with_capacity(JOURNAL_BYTES);
+    let mut whole = file.take(JOURNAL_BYTES as u64);
+    whole
+        .read_to_end(&mut bytes)
+        .map_err(io_error("read", path))?;
+    bytes.resize(JOURNAL_BYTES, 0);
+    let slots = [0, SLOT_BYTES].map(|start| {
+        let mut slot = [0; RECORD_BYTES];
+        slot.copy_from_slice(&bytes[start..start + RECORD_BYTES]);
+        slot
+    });
+    newest(&slots).map_err(|source| JournalError::Unreadable {
+        path: path.into(),
+        source,
+    })
+}
+
+fn io_error(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> JournalError {
+    let path = path.to_path_buf();
+    move |source| JournalError::Io { what, path, source }
+}
+
+fn file_name(session: SessionId, role: Role) -> String {
+    let mut name = String::new();
+    for byte in session {
+        name.push_str(&format!("{byte:02x}"));
+    }
+    name.push('.');
+    name.push_str(role.name());
+    name
+}
+
+fn parse_name(name: &str) -> Option<(SessionId, Role)> {
+    let (digits, role) = name.split_once('.')?;
+    let role = match role {
+        "source" => Role::Source,
+        "destination" => Role::Destination,
+        _ => return None,
+    };
+    let lower_hex = |byte: u8| matches!(byte, b'0'..=b'9' | b'a'..=b'f');
+    if digits.len() != 32 || !digits.bytes().all(lower_hex) {
+        return None;
+    }
+    let mut session = SessionId::default();
+    for (place, byte) in session.iter_mut().enumerate() {
+        *byte = u8::from_str_radix(&digits[2 * place..2 * place + 2], 16).ok()?;
+    }
+    Some((session, role))
+}
+
+/// Milliseconds since 1970; 0 for a clock before that.
+fn now_ms() -> u64 {
+    SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .map_or(0, |now| u64::try_from(now.as_millis()).unwrap_or(u64::MAX))
+}

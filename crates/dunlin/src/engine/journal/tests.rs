@@ -1,0 +1,274 @@
+#![allow(clippy::unwrap_used)]
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use super::*;
+
+const PREPARED: State = State::Destination(DestinationRecord::Prepared);
+const RUNNING: State = State::Destination(DestinationRecord::Running);
+const ABORTED: State = State::Destination(DestinationRecord::Aborted);
+
+/// A directory of the test's own, removed at its end.
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new(name: &str) -> Self {
+        let path =
+            std::env::temp_dir().join(format!("dunlin-journal-{name}-{}", std::process::id()));
+        let _ = std::fs::remove_dir_all(&path);
+        Self(path)
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// Fails the operations whose numbers it is given, counted from 0; a failed
+/// sync comes after the write.
+#[derive(Default)]
+struct FailingDisk {
+    writes: AtomicUsize,
+    syncs: AtomicUsize,
+    fail_writes: Vec<usize>,
+    fail_syncs: Vec<usize>,
+}
+
+impl Disk for FailingDisk {
+    fn write(&self, file: &File, bytes: &[u8], offset: u64) -> io::Result<()> {
+        if self
+            .fail_writes
+            .contains(&self.writes.fetch_add(1, Ordering::Relaxed))
+        {
+            // As a full disk does: a part of it is there.
+            file.write_all_at(&bytes[..bytes.len() / 2], offset)?;
+            return Err(io::ErrorKind::StorageFull.into());
+        }
+        file.write_all_at(bytes, offset)
+    }
+
+    fn sync(&self, file: &File) -> io::Result<()> {
+        if self
+            .fail_syncs
+            .contains(&self.syncs.fetch_add(1, Ordering::Relaxed))
+        {
+            return Err(io::Error::other("the disk is failing"));
+        }
+        file.sync_data()
+    }
+}
+
+fn record(state: State) -> Record {
+    Record {
+        state,
+        session: [0xa5; 16],
+        attempt: 1,
+        epoch: 1,
+        vm_uuid: [9; 16],
+        vm_name: "web".into(),
+        peer: "host-a.example".into(),
+        owner: String::new(),
+        started_ms: 5,
+        written_ms: 0,
+    }
+}
+
+fn state_of(journal: &Journal) -> State {
+    let session = journal.take([0xa5; 16], Role::Destination).unwrap();
+    session.record().state
+}
+
+#[test]
+fn i2_a_record_outlives_the_process_that_wrote_it() {
+    let scratch = Scratch::new("outlives");
+    let journal = Journal::open(&scratch.0).unwrap();
+    let mut session = journal.create(record(PREPARED)).unwrap();
+    for state in [PREPARED, RUNNING] {
+        session.write(state).unwrap();
+    }
+    session.write_epoch(3).unwrap();
+    drop(session);
+    let session = journal.take([0xa5; 16], Role::Destination).unwrap();
+    assert_eq!(session.record().state, RUNNING);
+    assert_eq!(session.record().epoch, 3);
+    assert!(session.record().written_ms > 0);
+    session.forget().unwrap();
+    assert!(journal.list().unwrap().is_empty());
+}
+
+#[test]
+fn i1_a_session_whose_process_lives_can_be_seen_and_not_taken() {
+    let scratch = Scratch::new("lives");
+    let journal = Journal::open(&scratch.0).unwrap();
+    let mut session = journal.create(record(PREPARED)).unwrap();
+    session.write(PREPARED).unwrap();
+    let listed = journal.list().unwrap();
+    assert!(listed[0].lives);
+    assert_eq!(listed[0].record.clone().unwrap().unwrap().state, PREPARED);
+    let taken = journal.take([0xa5; 16], Role::Destination);
+    assert!(matches!(taken, Err(JournalError::Held { .. })));
+    // A second session of the same name from a lying peer.
+    let again = journal.create(record(PREPARED));
+    assert!(matches!(again, Err(JournalError::Held { .. })));
+    drop(session);
+    assert!(!journal.list().unwrap()[0].lives);
+    assert_eq!(state_of(&journal), PREPARED);
+}
+
+#[test]
+fn i1_a_record_that_was_not_written_leaves_the_one_from_before() {
+    let scratch = Scratch::new("write");
+    // Write 0 allocates, 1 is *prepared*.
+    let disk = FailingDisk {
+        fail_writes: vec![2, 3],
+        ..FailingDisk::default()
+    };
+    let journal = Journal::open_on(&scratch.0, Arc::new(disk)).unwrap();
+    let mut session = journal.create(record(PREPARED)).unwrap();
+    session.write(PREPARED).unwrap();
+    for _ in 0..2 {
+        let error = session.write(RUNNING).unwrap_err();
+        assert!(error.to_string().contains("free space"), "{error}");
+        assert_eq!(session.record().state, PREPARED);
+    }
+    drop(session);
+    let mut session = journal.take([0xa5; 16], Role::Destination).unwrap();
+    assert_eq!(session.record().state, PREPARED);
+    session.write(ABORTED).unwrap();
+    drop(session);
+    assert_eq!(state_of(&journal), ABORTED);
+}
+
+/// A failed sync may have written; the retry must not touch the other slot.
+#[test]
+fn i1_after_a_failed_sync_the_next_record_goes_to_the_same_slot() {
+    let scratch = Scratch::new("sync");
+    let disk = FailingDisk {
+        fail_syncs: vec![2],
+        fail_writes: vec![3],
+        ..FailingDisk::default()
+    };
+    let journal = Journal::open_on(&scratch.0, Arc::new(disk)).unwrap();
+    let mut session = journal.create(record(PREPARED)).unwrap();
+    session.write(PREPARED).unwrap();
+    assert!(session.write(RUNNING).is_err());
+    assert!(session.write(ABORTED).is_err());
+    drop(session);
+    assert_eq!(state_of(&journal), PREPARED);
+}
+
+#[test]
+fn a_full_disk_is_found_when_the_session_starts_and_leaves_nothing() {
+    let scratch = Scratch::new("full");
+    let disk = FailingDisk {
+        fail_writes: vec![0],
+        ..FailingDisk::default()
+    };
+    let journal = Journal::open_on(&scratch.0, Arc::new(disk)).unwrap();
+    let error = journal.create(record(PREPARED)).err().unwrap();
+    assert!(matches!(
+        error,
+        JournalError::Io {
+            what: "allocated",
+            ..
+        }
+    ));
+    assert!(journal.list().unwrap().is_empty());
+    journal.create(record(PREPARED)).unwrap();
+}
+
+#[test]
+fn no_record_needs_new_room() {
+    let scratch = Scratch::new("room");
+    let journal = Journal::open(&scratch.0).unwrap();
+    let mut session = journal.create(record(PREPARED)).unwrap();
+    let path = session.held.as_ref().unwrap().path.clone();
+    let size = |path: &Path| {
+        let metadata = path.metadata().unwrap();
+        (metadata.len(), metadata.blocks(), metadata.mode() & 0o777)
+    };
+    let before = size(&path);
+    assert_eq!((before.0, before.2), (JOURNAL_BYTES as u64, 0o600));
+    for _ in 0..4 {
+        session.write(PREPARED).unwrap();
+    }
+    assert_eq!(size(&path), before);
+}
+
+#[test]
+fn i2_a_session_begins_again_only_when_its_last_attempt_is_over() {
+    let scratch = Scratch::new("again");
+    let journal = Journal::open(&scratch.0).unwrap();
+    let begin = |attempt| {
+        journal.create(Record {
+            attempt,
+            ..record(PREPARED)
+        })
+    };
+    // Nothing was recorded: it never began.
+    drop(begin(1).unwrap());
+    let mut session = begin(1).unwrap();
+    for state in [PREPARED, RUNNING] {
+        session.write(state).unwrap();
+        drop(session);
+        assert!(
+            matches!(begin(2), Err(JournalError::Undecided { .. })),
+            "{state}"
+        );
+        session = journal.take([0xa5; 16], Role::Destination).unwrap();
+    }
+    session.write(ABORTED).unwrap();
+    drop(session);
+    assert!(matches!(begin(1), Err(JournalError::Undecided { .. })));
+    let mut session = begin(2).unwrap();
+    session.write(PREPARED).unwrap();
+    drop(session);
+    let session = journal.take([0xa5; 16], Role::Destination).unwrap();
+    assert_eq!(
+        (session.record().state, session.record().attempt),
+        (PREPARED, 2)
+    );
+}
+
+#[test]
+fn i7_whatever_lies_in_the_directory_is_bounded_and_named() {
+    let scratch = Scratch::new("garbage");
+    let journal = Journal::open(&scratch.0).unwrap();
+    let name = file_name([0xa5; 16], Role::Destination);
+    for other in ["notes", "A5.source", &name.to_uppercase(), &name[1..]] {
+        std::fs::write(scratch.0.join(other), b"x").unwrap();
+    }
+    assert!(journal.list().unwrap().is_empty());
+    // Shorter than a journal: the crash came first.
+    std::fs::write(scratch.0.join(&name), []).unwrap();
+    assert_eq!(journal.list().unwrap()[0].record, Ok(None));
+    let missing = journal.take([0xa5; 16], Role::Destination);
+    assert!(matches!(missing, Err(JournalError::Missing { .. })));
+    // Larger, and of something else.
+    std::fs::write(scratch.0.join(&name), vec![0x5a; 1 << 20]).unwrap();
+    assert_eq!(journal.list().unwrap()[0].record, Err(Unreadable::BothTorn));
+    let error = journal.take([0xa5; 16], Role::Destination).err().unwrap();
+    assert!(matches!(error, JournalError::Unreadable { .. }));
+}
+
+#[test]
+fn a_directory_that_others_can_read_is_refused() {
+    let scratch = Scratch::new("exposed");
+    DirBuilder::new().mode(0o755).create(&scratch.0).unwrap();
+    let error = Journal::open(&scratch.0).err().unwrap();
+    assert!(error.to_string().contains("755"), "{error}");
+}
+
+#[test]
+fn without_a_journal_everything_is_forgotten_at_once() {
+    let journal = Journal::none();
+    let mut session = journal.create(record(PREPARED)).unwrap();
+    session.write(RUNNING).unwrap();
+    assert_eq!(session.record().state, RUNNING);
+    assert!(!journal.remembers() && journal.list().unwrap().is_empty());
+    let taken = journal.take([0xa5; 16], Role::Destination);
+    assert!(matches!(taken, Err(JournalError::Missing { .. })));
+    session.forget().unwrap();
+}

@@ -1,0 +1,119 @@
+//! A control lane that is lost while the guest runs is made anew.
+//!
+//! Lanes and iteration go on meanwhile. The new one has a higher epoch; over it
+//! the destination repeats what it has acknowledged, and what the source had
+//! asked is asked again.
+
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use dunlin_proto::control::Message;
+use dunlin_proto::fault::FaultCode;
+use dunlin_proto::switchover::Source;
+
+use super::super::control::ControlLane;
+use super::super::error::Fault;
+use super::super::lock;
+use super::super::report::Event;
+use super::session::Session;
+use super::set_up::open_control;
+
+/// Between two attempts.
+const RETRY: Duration = Duration::from_millis(100);
+
+impl Session<'_> {
+    /// Whether a lost control lane can be made anew: the destination knows the
+    /// session, and the guest has not been paused for it.
+    pub(super) fn is_resumable(&self) -> bool {
+        self.state == Source::Live && self.terms.is_some()
+    }
+
+    /// Sends a message that a new control lane would bring about again: a
+    /// control lane that cannot take it is lost, and nothing else.
+    pub(super) fn say(&self, message: &Message) -> Result<(), Fault> {
+        match self.control.send(message) {
+            Err(fault) if fault.code == FaultCode::ControlLost && self.is_resumable() => {
+                // Its reader reports the loss.
+                self.control.shutdown();
+                Ok(())
+            }
+            result => result,
+        }
+    }
+
+    /// Asks for the round trip, unless the last question is not answered yet.
+    pub(super) fn ask_anew(&self) -> Result<(), Fault> {
+        match self.control.ask_anew() {
+            Err(fault) if fault.code == FaultCode::ControlLost && self.is_resumable() => {
+                self.control.shutdown();
+                Ok(())
+            }
+            result => result,
+        }
+    }
+
+    /// Makes the control lane anew, or ends the migration.
+    pub(super) fn resume_control(&mut self, lost: Fault) -> Result<(), Fault> {
+        self.observer.event(&Event::ControlLost {
+            why: lost.for_peer(),
+        });
+        self.control.shutdown();
+        if let Some(reader) = self.reader.take() {
+            // A panic there has been reported as the loss of the lane.
+            let _ = reader.join();
+        }
+        let Some(terms) = &self.terms else {
+            return Err(lost);
+        };
+        let until = Instant::now() + self.options.control_limit;
+        let mut epoch = self.control.epoch();
+        let mut last = lost;
+        let stream = loop {
+            if self.cancel.is_cancelled() {
+                return Err(Fault::new(FaultCode::Cancelled, "the operator cancelled"));
+            }
+            if Instant::now() >= until {
+                let what = format!(
+                    "the control lane was lost and could not be made anew for {:?}",
+                    self.options.control_limit
+                );
+                return Err(Fault { what, ..last });
+            }
+            // One that was tried may stand at the destination already.
+            epoch += 1;
+            let mut offer = self.offer.clone();
+            offer.epoch = epoch;
+            let deadline = until.min(Instant::now() + self.options.connect_limit);
+            match open_control(self.host, &terms.to, &terms.tls, &offer, deadline) {
+                Ok((stream, _)) if stream.peer().fingerprint != terms.peer_fingerprint => {
+                    return Err(Fault::new(
+                        FaultCode::WrongIdentity,
+                        "another peer answers where the destination was",
+                    ));
+                }
+                Ok((stream, selection)) if selection == self.selection => break stream,
+                Ok(_) => {
+                    return Err(Fault::new(
+                        FaultCode::SecurityNotAgreed,
+                        "the destination selects otherwise than at the beginning",
+                    ));
+                }
+                Err(fault) if fault.code == FaultCode::ControlLost => last = fault,
+                Err(fault) => return Err(fault),
+            }
+            thread::sleep(RETRY);
+        };
+        let events = terms.events.clone();
+        let sequences = Arc::clone(&self.sequences);
+        let session = self.control.session();
+        self.control = Arc::new(ControlLane::new(stream, session, epoch, sequences));
+        self.control_ended.set(false);
+        self.control_resumed += 1;
+        self.spawn_reader(&events)?;
+        let now_ns = self.shared.now_ns();
+        lock(&self.shared.state).lanes.control_resumed(now_ns);
+        self.observer.event(&Event::ControlResumed);
+        Ok(())
+    }
+}

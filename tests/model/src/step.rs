@@ -1,0 +1,178 @@
+//! What can happen next, and what it does.
+
+mod destination;
+mod source;
+
+use dunlin_proto::control::Verdict;
+use dunlin_proto::switchover::{DestinationEvent, Resolution, Source, SourceEvent};
+
+use crate::world::{Copy, FromDestination, FromSource, Process, World};
+
+/// How an action goes that can fail.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Outcome {
+    /// It is done.
+    Done,
+    /// It failed and changed nothing.
+    Failed,
+    /// A record failed, and yet is on the disk: a sync that reports an error
+    /// says nothing about what it wrote.
+    FailedButWritten,
+}
+
+/// One thing that happens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Step {
+    /// The source does its next action.
+    SourceActs(Outcome),
+    /// Pre-copy converges.
+    Converge,
+    /// The source takes the next message of a lane.
+    SourceTakes {
+        /// The lane's place.
+        lane: usize,
+    },
+    /// The source finds its newest lane lost, or tires of waiting. What is
+    /// under way on it may yet arrive.
+    SourceLosesLane,
+    /// An operator cancels at the source.
+    SourceCancels,
+    /// Something fails at the source.
+    SourceFails,
+    /// *aborted* comes about another attempt.
+    StrayAnswer,
+    /// The operator decides, in the knowledge of how things stand.
+    Resolve(Resolution),
+    /// The source's process dies.
+    SourceCrashes {
+        /// Whether the VM lived in it.
+        with_vm: bool,
+    },
+    /// The source's process is started again.
+    SourceRestarts,
+    /// The destination does its next action.
+    DestinationActs(Outcome),
+    /// The destination's reader reads the next message of a lane.
+    DestinationReads {
+        /// The lane's place.
+        lane: usize,
+    },
+    /// The destination takes the next message that was read.
+    DestinationTakes {
+        /// The lane's place.
+        lane: usize,
+    },
+    /// The destination finds its newest lane lost, with what was under way.
+    DestinationLosesLane,
+    /// An operator cancels at the destination.
+    DestinationCancels,
+    /// Something fails at the destination.
+    DestinationFails,
+    /// The destination's process dies, and the VM in it.
+    DestinationCrashes,
+    /// The destination's process is started again.
+    DestinationRestarts,
+    /// The destination's disk is lost while its process is dead.
+    DestinationLosesJournal,
+}
+
+/// Lists everything that can happen next.
+pub fn possible(world: &World, steps: &mut Vec<Step>) {
+    source::possible(world, steps);
+    destination::possible(world, steps);
+}
+
+/// Lets it happen.
+pub fn take(world: &mut World, step: Step) {
+    match step {
+        Step::SourceActs(outcome) => source::act(world, outcome),
+        Step::Converge => source::event(world, SourceEvent::Converged),
+        Step::SourceTakes { lane } => {
+            let event = match world.lanes[lane].back.remove(0) {
+                FromDestination::Ready => SourceEvent::Ready { same_memory: true },
+                FromDestination::Running => SourceEvent::Running,
+                FromDestination::Cancel => SourceEvent::PeerCancelled,
+                FromDestination::Answer(verdict) => SourceEvent::answer(2, 2, verdict),
+            };
+            source::event(world, event);
+        }
+        Step::SourceLosesLane => source::event(world, SourceEvent::ControlLost),
+        Step::SourceCancels => {
+            world.budget.cancellations -= 1;
+            source::event(world, SourceEvent::Cancelled);
+        }
+        Step::SourceFails => {
+            world.budget.faults -= 1;
+            source::event(world, SourceEvent::Failed);
+        }
+        Step::StrayAnswer => {
+            world.budget.strays -= 1;
+            source::event(world, SourceEvent::answer(2, 1, Verdict::Aborted));
+        }
+        Step::Resolve(resolution) => {
+            match resolution {
+                Resolution::RunHere => world.history.run_here = true,
+                Resolution::Destroy => world.history.given_up = true,
+            }
+            source::event(world, SourceEvent::Resolve(resolution));
+        }
+        Step::SourceCrashes { with_vm } => {
+            world.budget.source_crashes -= 1;
+            world.source.process = None;
+            for lane in &mut world.lanes {
+                lane.heard = false;
+                lane.back.clear();
+            }
+            if with_vm {
+                world.history.killed_here |= world.source.copy != Copy::Gone;
+                world.source.copy = Copy::Gone;
+                world.source.devices = false;
+            }
+        }
+        Step::SourceRestarts => {
+            let (state, actions) = Source::restarted(world.source.journal);
+            world.source.process = Some(Process {
+                state,
+                left: actions.to_vec(),
+            });
+        }
+        Step::DestinationActs(outcome) => destination::act(world, outcome),
+        Step::DestinationReads { lane } => {
+            let message = world.lanes[lane].under_way.remove(0);
+            world.lanes[lane].read.push(message);
+        }
+        Step::DestinationTakes { lane } => destination::take_read(world, lane),
+        Step::DestinationLosesLane => {
+            let newest = usize::from(world.destination.epoch) - 1;
+            world.lanes[newest].close();
+            destination::event(world, DestinationEvent::ControlLost);
+        }
+        Step::DestinationCancels => {
+            world.budget.cancellations -= 1;
+            destination::event(world, DestinationEvent::Cancelled);
+        }
+        Step::DestinationFails => {
+            world.budget.faults -= 1;
+            destination::event(world, DestinationEvent::Failed);
+        }
+        Step::DestinationCrashes => {
+            world.budget.destination_crashes -= 1;
+            destination::crash(world);
+        }
+        Step::DestinationRestarts => destination::restart(world),
+        Step::DestinationLosesJournal => {
+            world.budget.faults -= 1;
+            world.history.wiped = true;
+            world.destination.journal = None;
+        }
+    }
+}
+
+/// Puts a message on the source's newest lane.
+fn send(world: &mut World, message: FromSource) {
+    let newest = usize::from(world.source.epoch) - 1;
+    let lane = &mut world.lanes[newest];
+    if lane.open {
+        lane.under_way.push(message);
+    }
+}
