@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use dunlin_rig::hosts::{self, Direction, Family, Host, Link, LinkOptions};
 use dunlin_rig::need;
+use dunlin_rig::scratch::Scratch;
 
 const PORT: u16 = 4444;
 
@@ -222,14 +223,17 @@ fn a_capture_holds_what_was_sent() {
     let Some((near, far, link)) = pair(&LinkOptions::default()) else {
         return;
     };
-    let file = std::env::temp_dir().join(format!("dunlin-rig-{}.pcap", std::process::id()));
+    let scratch = Scratch::new().unwrap();
+    let file = scratch.join("packets.pcap");
     let capture = link.capture(&far, &file).unwrap();
-    let (mut stream, mut accepted) = connect(&near, &far, link.address(&far, Family::V6));
+    let address = link.address(&far, Family::V6);
+    let (stream, accepted) = connect(&near, &far, address);
+    transfer(stream, accepted, 1 << 20);
+    let (mut stream, mut accepted) = connect(&near, &far, address);
     stream.write_all(b"who flies with the flock").unwrap();
     accepted.read_exact(&mut [0; 24]).unwrap();
     capture.stop().unwrap();
     let packets = fs::read(&file).unwrap();
-    fs::remove_file(&file).unwrap();
     let found = packets
         .windows(24)
         .any(|bytes| bytes == b"who flies with the flock");

@@ -1,26 +1,66 @@
 //! What was on a wire.
 
-use std::io::{BufRead, BufReader};
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::net::{IpAddr, UdpSocket};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, ChildStdout, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
 
-use super::{Host, HostsError, run};
+use super::{Host, HostsError};
+
+/// What the last datagram of a capture says. Packets pass in order: when it has been seen, so has
+/// everything that was sent before.
+const END: &[u8] = b"This datagram ends a capture of Dunlin's rig.";
+
+/// The port of the discard service (RFC 863), where nobody listens.
+const DISCARD: u16 = 9;
+
+/// How long the last datagram is waited for, on a line that may be cut.
+const PATIENCE: Duration = Duration::from_secs(10);
 
 /// A running tcpdump.
 #[derive(Debug)]
 pub struct Capture {
     child: Child,
     file: PathBuf,
+    /// By which the last datagram leaves.
+    socket: UdpSocket,
+    /// Set when that is to be looked for.
+    ending: Arc<AtomicBool>,
+    ended: Receiver<()>,
+    writer: Option<JoinHandle<io::Result<()>>>,
 }
 
 impl Capture {
-    /// Begins to write the packets of `interface`, whole, into `file` (pcap). The interface is
-    /// listened to when this returns.
-    pub(super) fn start(host: &Host, interface: &str, file: &Path) -> Result<Self, HostsError> {
+    /// Begins to write the packets of `interface`, whole, into `path` (pcap); `peer` is an address
+    /// behind it. The interface is listened to when this returns.
+    pub(super) fn start(
+        host: &Host,
+        interface: &str,
+        peer: IpAddr,
+        path: &Path,
+    ) -> Result<Self, HostsError> {
+        let local = |error| HostsError::Kernel(path.display().to_string(), error);
         let failed = |output: String| HostsError::Command {
             command: "tcpdump".to_owned(),
             output,
         };
+        let socket = host.run(|| {
+            let any: IpAddr = match peer {
+                IpAddr::V4(_) => std::net::Ipv4Addr::UNSPECIFIED.into(),
+                IpAddr::V6(_) => std::net::Ipv6Addr::UNSPECIFIED.into(),
+            };
+            let socket = UdpSocket::bind((any, 0))?;
+            socket.connect((peer, DISCARD))?;
+            Ok(socket)
+        })?;
+        let socket = socket.map_err(local)?;
+        let file = File::create(path).map_err(local)?;
         let mut child = host
             .command("tcpdump")
             .args(["--interface", interface, "--snapshot-length", "0"])
@@ -29,49 +69,91 @@ impl Capture {
                 "--immediate-mode",
                 "--no-promiscuous-mode",
             ])
-            // It would become another user, who may not write the file.
-            .args(["--relinquish-privileges", "root", "-w"])
-            .arg(file)
+            .args(["-w", "-"])
             .stdin(Stdio::null())
-            .stdout(Stdio::null())
+            .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()
             .map_err(|error| failed(error.to_string()))?;
+        let packets = child.stdout.take().expect("it was asked for");
         let mut messages = BufReader::new(child.stderr.take().expect("it was asked for"));
+        let (sender, ended) = sync_channel(1);
+        let ending = Arc::new(AtomicBool::new(false));
+        let seen = Arc::clone(&ending);
+        let mut capture = Self {
+            child,
+            file: path.to_path_buf(),
+            socket,
+            ending,
+            ended,
+            writer: Some(thread::spawn(move || write(packets, file, &seen, &sender))),
+        };
         let mut said = String::new();
-        let mut line = String::new();
-        while messages.read_line(&mut line).is_ok_and(|count| count > 0) {
-            if line.contains("listening on") {
-                // It says little more; the pipe holds that until it has ended.
-                child.stderr = Some(messages.into_inner());
-                return Ok(Self {
-                    child,
-                    file: file.to_path_buf(),
-                });
+        while !said.contains("listening on") {
+            if !matches!(messages.read_line(&mut said), Ok(1..)) {
+                return Err(failed(said));
             }
-            said += &line;
-            line.clear();
         }
-        let _ = child.kill();
-        let _ = child.wait();
-        Err(failed(said))
+        // It says little more; the pipe holds that until it has ended.
+        capture.child.stderr = Some(messages.into_inner());
+        Ok(capture)
     }
 
-    /// Ends it, once everything seen so far is in the file.
+    /// Ends it. Everything that passed before is in the file, and one datagram of the capture's own
+    /// after it.
     ///
     /// # Errors
-    /// It had ended before.
+    /// The file could not be written.
     pub fn stop(mut self) -> Result<PathBuf, HostsError> {
-        let id = self.child.id().to_string();
-        run(Command::new("sh").args(["-c", "kill -INT \"$1\"", "sh", &id]))?;
-        let _ = self.child.wait();
+        self.ending.store(true, Ordering::Release);
+        // A line that is down takes nothing, and has nothing under way.
+        if self.socket.send(END).is_ok() {
+            let _ = self.ended.recv_timeout(PATIENCE);
+        }
+        self.end()
+            .map_err(|error| HostsError::Kernel(self.file.display().to_string(), error))?;
         Ok(self.file.clone())
+    }
+
+    fn end(&mut self) -> io::Result<()> {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        match self.writer.take() {
+            Some(writer) => writer
+                .join()
+                .unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
+            None => Ok(()),
+        }
     }
 }
 
 impl Drop for Capture {
     fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        let _ = self.end();
+    }
+}
+
+/// Copies packets into the file; once `ending` is set, says when the last datagram is among them.
+fn write(
+    mut from: ChildStdout,
+    mut to: File,
+    ending: &AtomicBool,
+    ended: &SyncSender<()>,
+) -> io::Result<()> {
+    let mut buffer = vec![0; 1 << 16];
+    // The end of what came before: the datagram may be cut in two.
+    let mut seen = Vec::new();
+    loop {
+        let count = from.read(&mut buffer)?;
+        if count == 0 {
+            return Ok(());
+        }
+        to.write_all(&buffer[..count])?;
+        seen.extend_from_slice(&buffer[..count]);
+        // Not before: looking for it takes longer than copying.
+        if ending.load(Ordering::Acquire) && seen.windows(END.len()).any(|bytes| bytes == END) {
+            let _ = ended.try_send(());
+        }
+        seen.drain(..seen.len().saturating_sub(END.len() - 1));
     }
 }

@@ -300,7 +300,10 @@ impl Link {
     /// # Panics
     /// The host is on neither end.
     pub fn capture(&self, host: &Host, file: &Path) -> Result<Capture, HostsError> {
-        Capture::start(host, &self.end(host).interface, file)
+        let end = self.end(host);
+        let peer = self.ends.iter().find(|other| other.v4 != end.v4);
+        let peer = peer.expect("a link has two ends").v4;
+        Capture::start(host, &end.interface, peer.into(), file)
     }
 
     fn end(&self, host: &Host) -> &End {

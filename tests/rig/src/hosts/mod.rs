@@ -24,6 +24,7 @@ mod link;
 
 use std::fs::{self, File};
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::process::Command;
 use std::sync::Once;
@@ -153,15 +154,42 @@ pub fn sweep() -> Vec<String> {
     names
 }
 
-/// Ends what runs in a namespace, and removes it.
+/// Removes a namespace, and ends what runs in it.
 fn remove(namespace: &str) {
+    let Ok(file) = fs::metadata(Path::new("/run/netns").join(namespace)) else {
+        // Another process that sweeps came first.
+        return;
+    };
+    // Before those inside are looked for, so that nobody enters any more. It may be gone by now.
+    let _ = ip(&["netns", "delete", namespace]);
+    // Whoever was killed may be seen once more, and whoever was just started not at once.
+    for _ in 0..8 {
+        let ids = inside(namespace, file.ino());
+        if ids.is_empty() {
+            return;
+        }
+        kill(ids.iter().map(String::as_str));
+    }
+}
+
+/// The processes in a namespace, and those that [`Host::enter`] has started and that are on their
+/// way into it. A process of the second kind is looked for first: it becomes one of the first.
+fn inside(namespace: &str, inode: u64) -> Vec<String> {
+    let entering = format!("ip\0netns\0exec\0{namespace}\0");
     // This process is not in it, but a thread of it may be.
     let own = std::process::id().to_string();
-    if let Ok(ids) = ip(&["netns", "pids", namespace]) {
-        kill(ids.split_whitespace().filter(|id| *id != own));
-    }
-    // It may be gone already: another process may sweep at the same time.
-    let _ = ip(&["netns", "delete", namespace]);
+    fs::read_dir("/proc")
+        .into_iter()
+        .flatten()
+        .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
+        .filter(|id| id.parse::<u32>().is_ok() && *id != own)
+        .filter(|id| {
+            let process = Path::new("/proc").join(id);
+            fs::read(process.join("cmdline"))
+                .is_ok_and(|line| line.starts_with(entering.as_bytes()))
+                || fs::metadata(process.join("ns/net")).is_ok_and(|net| net.ino() == inode)
+        })
+        .collect()
 }
 
 fn ip(arguments: &[&str]) -> Result<String, HostsError> {
