@@ -1,5 +1,5 @@
 # The two commands of the README are `make demo` and `make test`.
-.PHONY: demo test soak audit check bench
+.PHONY: demo test soak newcomer audit check bench
 
 demo:
 	@tools/packages build
@@ -13,6 +13,11 @@ test:
 soak:
 	@tools/packages build test
 	@tools/test soak
+
+# What a newcomer sees who has a bare Debian and follows README. As root; long.
+newcomer:
+	@tools/packages newcomer
+	@tools/newcomer
 
 # Advisories need a network, which CI does not have.
 audit:

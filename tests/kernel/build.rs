@@ -1,0 +1,44 @@
+//! Assembles the loops that instruction counts are calibrated with.
+
+use std::env;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Name and rounds of two instructions; see src/counting.rs.
+const LOOPS: [(&str, u32); 2] = [("short", 5_000_000), ("long", 30_000_000)];
+
+fn main() {
+    let source = Path::new("guest/loop.S");
+    println!("cargo::rerun-if-changed={}", source.display());
+    println!("cargo::rerun-if-changed=build.rs");
+    let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
+    for (name, rounds) in LOOPS {
+        if env::var("CARGO_CFG_TARGET_ARCH").as_deref() != Ok("x86_64") {
+            // It compiles there, and never runs.
+            fs::write(out.join(name), "").expect("OUT_DIR can be written");
+            continue;
+        }
+        let object = out.join(format!("{name}.o"));
+        run(Command::new("as")
+            .args(["--64", "--defsym", &format!("ROUNDS={rounds}"), "-o"])
+            .arg(&object)
+            .arg(source));
+        run(Command::new("ld")
+            .args(["-m", "elf_x86_64", "-e", "start", "-o"])
+            .arg(out.join(name))
+            .arg(&object));
+    }
+}
+
+fn run(command: &mut Command) {
+    let program = command.get_program().to_string_lossy().into_owned();
+    match command.status() {
+        Ok(status) if status.success() => {}
+        Ok(status) => panic!("`{program}` failed on guest/loop.S: {status}"),
+        Err(error) => panic!(
+            "cannot start `{program}`: {error}. The calibrating loop is assembled with GNU \
+             binutils; install them (Debian: apt install binutils)"
+        ),
+    }
+}

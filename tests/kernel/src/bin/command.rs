@@ -1,0 +1,32 @@
+//! The `dunlin` command runs: it makes an authority and a certificate, which OpenSSL accepts.
+
+use std::process::ExitCode;
+
+use dunlin_kernel_tests::{Needs, run};
+
+const NEEDS: Needs = Needs {
+    packages: &["openssl"],
+    dunlin: true,
+    ..Needs::NOTHING
+};
+
+fn main() -> ExitCode {
+    run(&NEEDS, |guest| {
+        guest.command("dunlin", &["pki", "init", "ca"]);
+        let issue = [
+            "pki",
+            "issue",
+            "--ca",
+            "ca",
+            "--name",
+            "host-a.example",
+            "host-a",
+        ];
+        guest.command("dunlin", &issue);
+        let verified = guest.output(
+            "openssl",
+            &["verify", "-CAfile", "ca/ca-cert.pem", "host-a/cert.pem"],
+        );
+        assert!(verified.ends_with("OK\n"), "{verified}");
+    })
+}

@@ -1,0 +1,181 @@
+//! ESP in transport mode: each SA counts the packets that it carries, and nothing goes without one.
+
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Command, ExitCode, Stdio};
+
+use dunlin_kernel_tests::{Guest, Needs, run};
+
+const NEEDS: Needs = Needs {
+    packages: &["iproute2", "tcpdump"],
+    ..Needs::NOTHING
+};
+
+/// The two hosts, each a network namespace, and their addresses.
+const HOSTS: [(&str, &str); 2] = [("a", "10.0.0.1"), ("b", "10.0.0.2")];
+
+/// 32 bytes of key and 4 of salt (RFC 4106, section 8.1).
+const KEY: &str = "0x000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f20212223";
+
+fn main() -> ExitCode {
+    run(&NEEDS, |guest| {
+        connect(guest);
+        let [(a, at_a), (b, at_b)] = HOSTS;
+        for (host, _) in HOSTS {
+            associate(guest, host, at_a, at_b, "0x100");
+            associate(guest, host, at_b, at_a, "0x200");
+        }
+        protect(guest, a, at_a, at_b);
+        protect(guest, b, at_b, at_a);
+
+        let capture = Capture::begin("b", "esp.pcap");
+        assert!(ping(a, at_b, 5), "it goes through");
+        capture.end(guest);
+
+        for (host, _) in HOSTS {
+            assert_eq!(packets(guest, host, at_a, at_b, "0x100"), 5, "at {host}");
+            assert_eq!(packets(guest, host, at_b, at_a, "0x200"), 5, "at {host}");
+        }
+        let seen = |filter| captured(guest, "esp.pcap", filter);
+        assert_eq!((seen("esp"), seen("icmp")), (10, 0));
+
+        // A host that has lost its policies sends in the clear, and is not listened to.
+        guest.command("ip", &["-n", a, "xfrm", "policy", "flush"]);
+        assert!(!ping(a, at_b, 2), "it is dropped");
+        assert_eq!(packets(guest, b, at_a, at_b, "0x100"), 5);
+    })
+}
+
+/// A link between the two hosts.
+fn connect(guest: &Guest) {
+    let ip = |arguments: &str| {
+        guest.command("ip", &arguments.split(' ').collect::<Vec<_>>());
+    };
+    for (host, _) in HOSTS {
+        ip(&format!("netns add {host}"));
+    }
+    ip("link add link-a netns a type veth peer name link-b netns b");
+    for (host, address) in HOSTS {
+        ip(&format!("-n {host} addr add {address}/24 dev link-{host}"));
+        ip(&format!("-n {host} link set link-{host} up"));
+    }
+}
+
+/// An SA at `host`, of packets from `from` to `to`.
+fn associate(guest: &Guest, host: &str, from: &str, to: &str, spi: &str) {
+    let sa = [
+        "-n",
+        host,
+        "xfrm",
+        "state",
+        "add",
+        "src",
+        from,
+        "dst",
+        to,
+        "proto",
+        "esp",
+        "spi",
+        spi,
+        "mode",
+        "transport",
+        "aead",
+        "rfc4106(gcm(aes))",
+        KEY,
+        "128",
+    ];
+    guest.command("ip", &sa);
+}
+
+/// Policies at `host`: whatever goes between it and its peer goes by ESP.
+fn protect(guest: &Guest, host: &str, own: &str, peer: &str) {
+    for (from, to, direction) in [(own, peer, "out"), (peer, own, "in")] {
+        let policy = [
+            "-n",
+            host,
+            "xfrm",
+            "policy",
+            "add",
+            "src",
+            from,
+            "dst",
+            to,
+            "dir",
+            direction,
+            "tmpl",
+            "src",
+            from,
+            "dst",
+            to,
+            "proto",
+            "esp",
+            "mode",
+            "transport",
+        ];
+        guest.command("ip", &policy);
+    }
+}
+
+/// Packets that an SA has carried.
+fn packets(guest: &Guest, host: &str, from: &str, to: &str, spi: &str) -> u64 {
+    let sa = [
+        "-n", host, "-s", "xfrm", "state", "get", "src", from, "dst", to, "proto", "esp", "spi",
+        spi,
+    ];
+    let text = guest.output("ip", &sa);
+    // "  420(bytes), 5(packets)", below "lifetime current:".
+    text.split_once("lifetime current:")
+        .and_then(|(_, current)| current.split_once("(packets)"))
+        .and_then(|(before, _)| before.rsplit(' ').next()?.parse().ok())
+        .unwrap_or_else(|| panic!("no count of packets:\n{text}"))
+}
+
+fn ping(host: &str, to: &str, count: u32) -> bool {
+    Command::new("ip")
+        .args(["netns", "exec", host, "ping", "-W", "5", "-c"])
+        .args([&count.to_string(), to])
+        .status()
+        .expect("ip starts")
+        .success()
+}
+
+/// What goes over a host's link, as tcpdump sees it.
+struct Capture(Child);
+
+impl Capture {
+    fn begin(host: &str, file: &str) -> Self {
+        let mut child = Command::new("ip")
+            .args(["netns", "exec", host, "tcpdump", "-Z", "root"])
+            .args([
+                "--immediate-mode",
+                "-U",
+                "-i",
+                &format!("link-{host}"),
+                "-w",
+                file,
+            ])
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("ip starts");
+        let said = child.stderr.take().expect("it was asked for");
+        let mut lines = BufReader::new(said).lines();
+        let listens = lines
+            .by_ref()
+            .map_while(Result::ok)
+            .any(|line| line.contains("listening on"));
+        assert!(listens, "tcpdump ended");
+        Self(child)
+    }
+
+    fn end(mut self, guest: &Guest) {
+        // Asked to end, it writes out what it holds.
+        guest.command("kill", &["-INT", &self.0.id().to_string()]);
+        self.0.wait().expect("it ends");
+    }
+}
+
+fn captured(guest: &Guest, file: &str, filter: &str) -> usize {
+    guest
+        .output("tcpdump", &["-Z", "root", "-n", "-r", file, filter])
+        .lines()
+        .count()
+}

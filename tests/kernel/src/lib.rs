@@ -1,0 +1,144 @@
+//! What a kernel test says and uses. Each file of `src/bin` is one test, a program that runs inside
+//! a virtual machine: `cargo xtask kernel` builds it, asks it what it needs, boots and runs it.
+//!
+//! ```text
+//! fn main() -> ExitCode {
+//!     run(&Needs { packages: &["iproute2"], ..Needs::NOTHING }, |guest| {
+//!         let known = guest.output("ip", &["link"]);
+//!         assert!(known.contains("lo"), "{known}");
+//!     })
+//! }
+//! ```
+//!
+//! A test fails by a panic. It runs as root, in a network namespace of its own in which only the
+//! loopback is up. Modules come by themselves when something asks for them, as on an installed
+//! system. What it prints is shown, and what it writes into its [`Guest::folder`] is brought back.
+//!
+//! The machine is emulated: times mean nothing. Assert on behaviour and on counters.
+#![forbid(unsafe_code)]
+
+pub mod counting;
+
+use std::env;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{self, Command, ExitCode};
+
+use serde::Serialize;
+
+/// "Skipped" as an exit code, as in automake.
+const SKIPPED: i32 = 77;
+
+/// What the machine must have for a test.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct Needs {
+    /// Virtual CPUs, 1 to 4.
+    pub cpus: u32,
+    /// Debian packages of trixie, whose programs are then in the path. None has been configured:
+    /// what their installation would have set up is missing.
+    pub packages: &'static [&'static str],
+    /// Whether the `dunlin` command is in the path.
+    pub dunlin: bool,
+    /// After so long the test is killed, and counts as hung.
+    pub limit_seconds: u64,
+}
+
+impl Needs {
+    /// Two CPUs, busybox and a minute.
+    pub const NOTHING: Self = Self {
+        cpus: 2,
+        packages: &[],
+        dunlin: false,
+        limit_seconds: 60,
+    };
+}
+
+/// The machine inside which a test runs.
+#[derive(Debug)]
+pub struct Guest(());
+
+/// The whole of a test's `main`: says what it `needs` when it is asked, otherwise runs `test`.
+#[must_use]
+pub fn run(needs: &Needs, test: impl FnOnce(&Guest)) -> ExitCode {
+    if env::args().nth(1).as_deref() == Some("--describe") {
+        let text = serde_json::to_string(needs).expect("numbers and texts have a JSON form");
+        println!("{text}");
+        return ExitCode::SUCCESS;
+    }
+    if !Path::new("/rig/tests").is_dir() {
+        eprintln!("this runs inside a virtual machine: cargo xtask kernel --test NAME");
+        return ExitCode::FAILURE;
+    }
+    test(&Guest(()));
+    ExitCode::SUCCESS
+}
+
+impl Guest {
+    /// Where files are put that are to be brought back: captures, logs. The working directory when
+    /// the test begins.
+    #[must_use]
+    pub fn folder(&self) -> PathBuf {
+        env::current_dir().expect("the runner has made it")
+    }
+
+    /// The kernel's version, major and minor.
+    #[must_use]
+    pub fn kernel(&self) -> (u32, u32) {
+        let release = fs::read_to_string("/proc/sys/kernel/osrelease").expect("proc is mounted");
+        let mut numbers = release
+            .split(|mark: char| !mark.is_ascii_digit())
+            .map_while(|number| number.parse().ok());
+        match (numbers.next(), numbers.next()) {
+            (Some(major), Some(minor)) => (major, minor),
+            _ => panic!("no version: {release}"),
+        }
+    }
+
+    /// Ends the test as skipped, for something that this kernel does not have; it is counted and
+    /// shown as such.
+    pub fn skip(&self, reason: &str) -> ! {
+        println!("skipped: {reason}");
+        process::exit(SKIPPED)
+    }
+
+    /// What a program prints.
+    ///
+    /// # Panics
+    /// It does not start, or fails; with all that it said.
+    #[must_use]
+    pub fn output(&self, program: &str, arguments: &[&str]) -> String {
+        let line = format!("{program} {}", arguments.join(" "));
+        let done = Command::new(program)
+            .args(arguments)
+            .output()
+            .unwrap_or_else(|error| panic!("{line}: {error}"));
+        let text = String::from_utf8_lossy(&done.stdout).into_owned();
+        assert!(
+            done.status.success(),
+            "{line}: {}\n{text}{}",
+            done.status,
+            String::from_utf8_lossy(&done.stderr)
+        );
+        text
+    }
+
+    /// Runs a program for what it does.
+    ///
+    /// # Panics
+    /// It does not start, or fails; with all that it said.
+    pub fn command(&self, program: &str, arguments: &[&str]) {
+        let _ = self.output(program, arguments);
+    }
+
+    /// A counter of a file of lines "NAME VALUE", `/proc/net/tls_stat` for instance.
+    ///
+    /// # Panics
+    /// The file or the counter is not there.
+    #[must_use]
+    pub fn counter(&self, file: &str, name: &str) -> u64 {
+        let text = fs::read_to_string(file).unwrap_or_else(|error| panic!("{file}: {error}"));
+        text.lines()
+            .find_map(|line| line.strip_prefix(name)?.trim().parse().ok())
+            .unwrap_or_else(|| panic!("{file} has no {name}:\n{text}"))
+    }
+}

@@ -1,0 +1,88 @@
+#!/rig/busybox sh
+# The first process inside the virtual machine: runs the tests that /rig/run
+# lists ("NAME LIMIT-SECONDS" a line), each in network and mount namespaces of
+# its own, reports over one virtio port and sends the tests' files over another.
+# What it says itself begins with a token that the host made up, and goes to the
+# kernel's log too, so that a kernel's warning is known to be of this test.
+export PATH=/usr/sbin:/usr/bin:/rig/bin HOME=/root LC_ALL=C RUST_BACKTRACE=1
+mount -t proc none /proc
+mount -t sysfs none /sys
+mount -t devtmpfs none /dev
+mkdir -p /dev/pts /dev/shm /tmp /run /root /out
+mount -t devpts none /dev/pts
+mount -t tmpfs none /dev/shm
+mount -t tmpfs none /tmp
+mount -t tmpfs none /run
+mount -t tmpfs none /out
+mount -t debugfs none /sys/kernel/debug
+mount -t tracefs none /sys/kernel/tracing
+echo rig >/proc/sys/kernel/hostname
+ip link set lo up
+
+for word in $(cat /proc/cmdline); do
+    case $word in
+    rig.token=*) token=${word#*=} ;;
+    rig.shell) shell=1 ;;
+    rig.counting) export RIG_COUNTING=1 ;;
+    esac
+done
+
+if [ -n "$shell" ]; then
+    echo "Linux $(uname -r). The tests are in /rig/tests; leave with \"poweroff -f\" or by exit."
+    cd /rig/tests
+    setsid cttyhack sh
+    poweroff -f
+fi
+
+# The kernel makes the ports known some time after it has started us.
+port() { # name
+    while :; do
+        for known in /sys/class/virtio-ports/*; do
+            if [ "$(cat "$known/name" 2>/dev/null)" = "$1" ]; then
+                echo "/dev/${known##*/}"
+                return
+            fi
+        done
+        sleep 0.05
+    done
+}
+exec 3>"$(port report)" 4>"$(port files)"
+
+say() {
+    echo "$token $*" >&3
+    echo "$token $*" >/dev/kmsg
+}
+
+# shellcheck disable=SC2016 # the inner shell expands its own arguments
+inner='/rig/bin/ip link set lo up; cd "/out/$1"; exec "/rig/tests/$1"'
+
+say ready "$(uname -r)"
+while read -r name limit; do
+    mkdir -p "/out/$name"
+    say begin "$name"
+    unshare -n -m sh -c "$inner" sh "$name" </dev/null >&3 2>&3 3>&- 4>&- &
+    test=$!
+    (
+        sleep "$limit"
+        : >/run/late
+        # What the kernel was waiting for goes to its log.
+        echo w >/proc/sysrq-trigger
+        kill -KILL "$test"
+    ) &
+    wait "$test"
+    code=$?
+    # Whatever the test has left running, and the process that waits for the limit.
+    kill -KILL -1
+    wait
+    if [ -e /run/late ]; then
+        code=late
+        rm /run/late
+    fi
+    if [ -n "$(ls -A "/out/$name")" ]; then
+        tar -c -C /out "$name" >&4
+    fi
+    rm -rf "/out/${name:?}"
+    say end "$name" "$code" "$(cat /proc/sys/kernel/tainted)"
+done </rig/run
+say done
+poweroff -f

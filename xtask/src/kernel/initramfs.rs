@@ -1,0 +1,174 @@
+//! What is in the guest: busybox, the kernel's modules, Debian packages, and the tests.
+//!
+//! Packages lie as Debian has them, `/rig` is ours, and busybox's commands come last in the path:
+//! whoever asks for `iproute2` gets its `ip`.
+
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, bail};
+use dunlin_rig::cache;
+use dunlin_rig::debian::{self, Kernel};
+
+use super::archive::Archive;
+use super::program::{self, Program};
+
+/// Where the guest's packages are from.
+const SUITE: &str = "trixie";
+
+/// Writes to `target` what `programs` need under `kernel`.
+///
+/// # Errors
+/// Something cannot be fetched or built, or `target` cannot be written.
+pub fn write(kernel: &Kernel, programs: &[Program], target: &Path) -> Result<()> {
+    let mut archive = Archive::default();
+    let mut packages: Vec<&str> = Vec::new();
+    for package in programs.iter().flat_map(|test| &test.needs.packages) {
+        if !packages.contains(&package.as_str()) {
+            packages.push(package);
+        }
+    }
+    for package in packages {
+        // One root each: they are asked for in many combinations.
+        let root = debian::packages(SUITE, &[package])?;
+        archive.tree("", &root, &is_no_documentation)?;
+    }
+    for part in ["bin", "sbin", "lib", "lib64"] {
+        archive.folder(format!("usr/{part}"));
+        archive.link(part, format!("usr/{part}"));
+    }
+    for part in ["dev", "proc", "sys", "tmp", "run", "root", "out", "etc"] {
+        archive.folder(part);
+    }
+
+    let busybox = busybox()?;
+    archive.program("rig/busybox", &busybox);
+    let commands = Command::new(&busybox).arg("--list").output()?;
+    for command in String::from_utf8_lossy(&commands.stdout).lines() {
+        archive.link(format!("rig/bin/{command}"), "/rig/busybox");
+    }
+    for (path, command) in [("usr/bin/sh", "sh"), ("usr/sbin/modprobe", "modprobe")] {
+        if !archive.holds(path) {
+            archive.link(path, format!("/rig/bin/{command}"));
+        }
+    }
+
+    let modules = modules(kernel, &busybox)?;
+    archive.tree(
+        format!("usr/lib/modules/{}", kernel.version),
+        &modules,
+        &is_for_a_virtual_machine,
+    )?;
+
+    archive.bytes("rig/init", include_str!("init.sh"), 0o755);
+    let mut run = String::new();
+    for test in programs {
+        archive.program(format!("rig/tests/{}", test.name), &test.path);
+        run += &format!("{} {}\n", test.name, test.needs.limit_seconds);
+    }
+    archive.bytes("rig/run", run, 0o644);
+    if programs.iter().any(|test| test.needs.dunlin) {
+        archive.program("usr/bin/dunlin", program::build_dunlin()?);
+    }
+    fs::write(target, archive.finish()?).with_context(|| target.display().to_string())
+}
+
+fn busybox() -> Result<PathBuf> {
+    let root = debian::packages(SUITE, &["busybox-static"])?;
+    Ok(root.join("usr/bin/busybox"))
+}
+
+fn is_no_documentation(path: &Path) -> bool {
+    !["doc", "man", "locale", "info", "lintian", "bug"]
+        .iter()
+        .any(|part| path == Path::new("usr/share").join(part))
+}
+
+/// Leaves out drivers and file systems for what the machine does not have, two thirds of all modules:
+/// an emulated CPU takes seconds to unpack them.
+fn is_for_a_virtual_machine(path: &Path) -> bool {
+    let within = |folder: &str, wanted: &[&str]| {
+        path.strip_prefix(Path::new("kernel").join(folder))
+            .is_ok_and(|below| {
+                below.iter().next().is_some_and(|part| {
+                    let part = part.to_string_lossy();
+                    !part.ends_with(".ko") && !wanted.contains(&&*part)
+                })
+            })
+    };
+    let drivers = ["net", "vhost", "virtio", "block", "char", "crypto"];
+    let networks = [
+        "ovpn",
+        "wireguard",
+        "ipvlan",
+        "vxlan",
+        "netdevsim",
+        "bonding",
+    ];
+    let file_systems = ["fuse", "overlayfs", "9p", "netfs"];
+    !within("drivers", &drivers)
+        && !within("drivers/net", &networks)
+        && !within("fs", &file_systems)
+}
+
+/// All of the kernel's modules, unpacked, with the lists from which the kernel's own requests for
+/// modules are answered as on an installed system. Made once for each kernel.
+fn modules(kernel: &Kernel, busybox: &Path) -> Result<PathBuf> {
+    let _turn = cache::lock("modules")?;
+    let folder = cache::directory().join("modules");
+    let whole = folder.join(&kernel.version);
+    if whole.is_dir() {
+        return Ok(whole);
+    }
+    let aside = folder.join("unfinished");
+    match fs::remove_dir_all(&aside) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error.into()),
+        _ => {}
+    }
+    // depmod wants the folders of an installed system around them.
+    let tree = aside.join("lib/modules").join(&kernel.version);
+    unpack(&kernel.modules, &tree, busybox)?;
+    let made = Command::new(busybox)
+        .arg("depmod")
+        .arg("-b")
+        .arg(&aside)
+        .arg(&kernel.version)
+        .output()?;
+    if !made.status.success() {
+        bail!(
+            "depmod for {}: {}",
+            kernel.version,
+            String::from_utf8_lossy(&made.stderr)
+        );
+    }
+    fs::rename(&tree, &whole)?;
+    fs::remove_dir_all(&aside)?;
+    Ok(whole)
+}
+
+/// Copies a folder of modules, each decompressed.
+fn unpack(from: &Path, to: &Path, busybox: &Path) -> Result<()> {
+    fs::create_dir_all(to)?;
+    for entry in fs::read_dir(from)? {
+        let entry = entry?;
+        let (path, name) = (entry.path(), entry.file_name());
+        if entry.file_type()?.is_dir() {
+            unpack(&path, &to.join(&name), busybox)?;
+        } else if path.extension().is_some_and(|kind| kind == "xz") {
+            let status = Command::new(busybox)
+                .args(["xz", "-d", "-c"])
+                .stdin(File::open(&path)?)
+                .stdout(File::create(to.join(Path::new(&name).with_extension("")))?)
+                .stderr(Stdio::inherit())
+                .status()?;
+            if !status.success() {
+                bail!("{} does not decompress", path.display());
+            }
+        } else if name.to_string_lossy().starts_with("modules.") {
+            fs::copy(&path, to.join(&name))?;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,132 @@
+//! The kernels that have passed here before, so that a new upload of Debian's is not mistaken for a
+//! fault of ours.
+
+use std::fs;
+use std::io;
+use std::path::PathBuf;
+
+use anyhow::Result;
+use dunlin_rig::cache;
+use dunlin_rig::debian::{self, Kernel, Which};
+
+/// Remembers that every test has passed under `kernel`.
+///
+/// # Errors
+/// The cache cannot be written.
+pub fn record_passed(kernel: &Kernel) -> Result<()> {
+    let mut passed = passed()?;
+    passed.retain(|version| *version != kernel.version);
+    passed.push(kernel.version.clone());
+    Ok(fs::write(path(), passed.join("\n"))?)
+}
+
+/// For a kernel that failed: `None` when it has passed before or was asked for by its version, else
+/// the newest kernel of its kind that has passed and is still in the cache, if there is one.
+///
+/// # Errors
+/// The cache cannot be read.
+pub fn previous(which: &Which, failed: &Kernel) -> Result<Option<Option<Kernel>>> {
+    let passed = passed()?;
+    let cached = debian::cached_kernels()?;
+    let versions: Vec<&str> = cached
+        .iter()
+        .map(|kernel| kernel.version.as_str())
+        .collect();
+    Ok(choose(which, &failed.version, &passed, &versions)
+        .map(|version| {
+            cached
+                .iter()
+                .find(|kernel| Some(kernel.version.as_str()) == version)
+        })
+        .map(Option::<&Kernel>::cloned))
+}
+
+/// What is said of a kernel that was never seen before and failed.
+#[must_use]
+pub fn new_kernel(failed: &Kernel, previous: Option<&Kernel>) -> String {
+    match previous {
+        Some(previous) => format!(
+            "new kernel {}: it fails; if {} below passes, look at what changed in the kernel first",
+            failed.version, previous.version
+        ),
+        None => format!(
+            "new kernel {}: it fails, and no kernel has passed here before to compare it with",
+            failed.version
+        ),
+    }
+}
+
+/// The rule: see [`previous`]; `cached` is in order, the newest last. The oldest is compared within its own series alone, since a newer
+/// series passes for other reasons.
+fn choose<'a>(
+    which: &Which,
+    failed: &str,
+    passed: &[String],
+    cached: &[&'a str],
+) -> Option<Option<&'a str>> {
+    if matches!(which, Which::Version(_)) || passed.iter().any(|version| version == failed) {
+        return None;
+    }
+    let comparable = |version: &&str| {
+        passed.iter().any(|known| known == version)
+            && (*which == Which::Newest || series(version) == series(failed))
+    };
+    Some(cached.iter().copied().rfind(comparable))
+}
+
+/// 6.12 of 6.12.107+deb13-cloud-amd64.
+fn series(version: &str) -> Vec<&str> {
+    version.split('.').take(2).collect()
+}
+
+/// Versions that passed.
+fn passed() -> Result<Vec<String>> {
+    match fs::read_to_string(path()) {
+        Ok(text) => Ok(text.lines().map(str::to_owned).collect()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn path() -> PathBuf {
+    cache::directory().join("kernels-that-passed")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn chosen(which: &Which, failed: &str, passed: &[&str], cached: &[&str]) -> String {
+        let passed: Vec<String> = passed.iter().map(ToString::to_string).collect();
+        match choose(which, failed, &passed, cached) {
+            None => "ours".to_owned(),
+            Some(None) => "new".to_owned(),
+            Some(Some(version)) => version.to_owned(),
+        }
+    }
+
+    #[test]
+    fn a_new_kernel_is_compared_with_the_newest_that_passed() {
+        let newest = |failed, passed| chosen(&Which::Newest, failed, passed, &["6.12.9", "7.3.4"]);
+        assert_eq!(newest("7.4.1", &["7.3.4"]), "7.3.4");
+        assert_eq!(newest("7.4.1", &["7.3.4", "6.12.9"]), "7.3.4");
+        assert_eq!(newest("7.4.1", &["7.3.4", "7.4.1"]), "ours");
+        assert_eq!(newest("7.4.1", &[]), "new");
+        // Passed, but no longer in the cache.
+        assert_eq!(newest("7.4.1", &["7.3.9"]), "new");
+    }
+
+    #[test]
+    fn the_oldest_is_compared_within_its_series() {
+        let cached = ["6.12.9", "7.3.4"];
+        let oldest = |passed| chosen(&Which::Oldest, "6.12.10", passed, &cached);
+        assert_eq!(oldest(&["6.12.9", "7.3.4"]), "6.12.9");
+        assert_eq!(oldest(&["7.3.4"]), "new");
+    }
+
+    #[test]
+    fn a_version_that_was_asked_for_is_not_new() {
+        let which = Which::Version("7.4".to_owned());
+        assert_eq!(chosen(&which, "7.4.1", &["7.3.4"], &["7.3.4"]), "ours");
+    }
+}

@@ -1,0 +1,346 @@
+//! Tests inside virtual machines with Debian's kernels: `cargo xtask kernel`.
+//!
+//! The machine that builds may have a kernel without kernel TLS or ESP; here the real ones run,
+//! emulated, the newest and the oldest that we support. docs/testing.md says how to add a test.
+//!
+//! - [`program`]: the tests, built and asked what they need
+//! - [`initramfs`], [`archive`]: what is in the guest; `init.sh` runs there
+//! - [`machine`]: one boot, heard
+//! - [`verdict`]: what was heard, judged
+//! - [`known`]: the versions that have passed here before
+
+pub mod archive;
+pub mod initramfs;
+pub mod known;
+pub mod machine;
+pub mod program;
+pub mod verdict;
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::thread;
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use dunlin_rig::cache;
+use dunlin_rig::debian::{self, Kernel, Qemu, Which};
+
+use self::machine::Machine;
+use self::program::Program;
+use self::verdict::{Outcome, Said, Verdict};
+
+/// Boots whose logs and files are kept.
+const RESULTS_KEPT: usize = 30;
+
+/// What `cargo xtask kernel` is asked for.
+#[derive(Args, Clone, Debug, Default)]
+pub struct KernelOptions {
+    /// Runs this test alone; may be given several times.
+    #[arg(long = "test", value_name = "NAME")]
+    tests: Vec<String>,
+    /// Lists the tests and runs none.
+    #[arg(long)]
+    list: bool,
+    /// Fetches and builds what the tests need, and runs none.
+    #[arg(long)]
+    no_run: bool,
+    /// newest, oldest, or a version as `uname -r` says it, or its beginning; without it, the newest
+    /// and the oldest.
+    #[arg(long, value_name = "VERSION")]
+    kernel: Option<String>,
+    /// Boots the one kernel, with the tests in it, and gives a shell.
+    #[arg(long)]
+    shell: bool,
+    /// Counts instructions: the guest's clock goes by them, and not by time.
+    #[arg(long)]
+    icount: bool,
+}
+
+/// How many of a kernel's tests came out how.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Tally {
+    /// Passed.
+    pub passed: usize,
+    /// Failed, the boot itself included.
+    pub failed: usize,
+    /// Skipped.
+    pub skipped: usize,
+}
+
+/// Does what is asked, and prints one line for each kernel last.
+///
+/// # Errors
+/// Something cannot be fetched, built or started. Failing tests are no error, but an exit code of 1.
+pub fn command(options: &KernelOptions) -> Result<ExitCode> {
+    let all = program::list()?;
+    if options.list {
+        for (name, about) in &all {
+            println!("{name:20} {about}");
+        }
+        return Ok(ExitCode::SUCCESS);
+    }
+    let mut names: Vec<&str> = Vec::new();
+    for (name, _) in &all {
+        if options.tests.is_empty() || options.tests.contains(name) {
+            names.push(name);
+        }
+    }
+    if let Some(unknown) = options
+        .tests
+        .iter()
+        .find(|asked| !names.contains(&asked.as_str()))
+    {
+        bail!("there is no test {unknown}: --list shows them");
+    }
+    let kernels = match options.kernel.as_deref() {
+        Some("newest") => vec![Which::Newest],
+        Some("oldest") => vec![Which::Oldest],
+        Some(version) => vec![Which::Version(version.to_owned())],
+        None if options.shell => vec![Which::Newest],
+        None => vec![Which::Newest, Which::Oldest],
+    };
+    let programs = program::build(&names)?;
+    let rig = Rig {
+        qemu: debian::qemu()?,
+        counting: options.icount,
+    };
+    if options.shell {
+        return rig.shell(&debian::kernel(&kernels[0])?, &programs);
+    }
+    let kernels = kernels
+        .into_iter()
+        .map(|which| debian::kernel(&which).map(|kernel| (which, kernel)))
+        .collect::<Result<Vec<_>, _>>()?;
+    if options.no_run {
+        for (_, kernel) in &kernels {
+            rig.prepare(kernel, &programs)?;
+        }
+        return Ok(ExitCode::SUCCESS);
+    }
+    // Side by side: a boot keeps little more than one core busy.
+    let tallies = thread::scope(|scope| {
+        let runs: Vec<_> = kernels
+            .iter()
+            .map(|(_, kernel)| scope.spawn(|| rig.run(kernel, &programs)))
+            .collect();
+        runs.into_iter()
+            .map(|run| run.join().expect("it does not panic"))
+            .collect::<Result<Vec<_>>>()
+    })?;
+    let mut lines = Vec::new();
+    let mut failed = false;
+    for ((which, kernel), tally) in kernels.iter().zip(tallies) {
+        lines.push(line(kernel, tally));
+        if tally.failed == 0 {
+            if options.tests.is_empty() {
+                known::record_passed(kernel)?;
+            }
+            continue;
+        }
+        failed = true;
+        if let Some(previous) = known::previous(which, kernel)? {
+            lines.push(known::new_kernel(kernel, previous.as_ref()));
+            if let Some(previous) = previous {
+                lines.push(line(&previous, rig.run(&previous, &programs)?));
+            }
+        }
+    }
+    for line in lines {
+        println!("{line}");
+    }
+    Ok(if failed {
+        ExitCode::FAILURE
+    } else {
+        ExitCode::SUCCESS
+    })
+}
+
+/// The closing line.
+fn line(kernel: &Kernel, tally: Tally) -> String {
+    format!(
+        "{}: {} passed, {} failed, {} skipped",
+        kernel.version, tally.passed, tally.failed, tally.skipped
+    )
+}
+
+/// What came of one boot.
+#[derive(Debug)]
+pub struct Boot {
+    /// The tests that began, in their order.
+    pub outcomes: Vec<Outcome>,
+    /// The names of those that did not.
+    pub rest: Vec<String>,
+    /// Where the console's log is, and a folder for each test that has left files.
+    pub folder: PathBuf,
+}
+
+/// What runs the tests.
+#[derive(Debug)]
+pub struct Rig {
+    /// The emulator.
+    pub qemu: Qemu,
+    /// Whether instructions are counted.
+    pub counting: bool,
+}
+
+impl Rig {
+    /// Runs every test under `kernel`, those that want equally many CPUs in one boot, and prints
+    /// each as it ends. After a boot that ended early another one runs what is left.
+    ///
+    /// # Errors
+    /// The guest's files cannot be put together, or QEMU does not start.
+    pub fn run(&self, kernel: &Kernel, programs: &[Program]) -> Result<Tally> {
+        let mut tally = Tally::default();
+        let mut groups: BTreeMap<u32, Vec<Program>> = BTreeMap::new();
+        for test in programs {
+            groups
+                .entry(test.needs.cpus)
+                .or_default()
+                .push(test.clone());
+        }
+        for (cpus, mut group) in groups {
+            while !group.is_empty() {
+                let Boot { outcomes, rest, .. } = self.boot(kernel, &group, cpus, |_| {})?;
+                for outcome in &outcomes {
+                    tally.add(outcome);
+                }
+                // A boot in which no test began would only be repeated.
+                if rest.len() == group.len() {
+                    tally.failed += rest.len();
+                    break;
+                }
+                group.retain(|test| rest.contains(&test.name));
+            }
+        }
+        Ok(tally)
+    }
+
+    /// One boot, of a machine that `adjust` may change.
+    ///
+    /// # Errors
+    /// As for [`Rig::run`].
+    pub fn boot(
+        &self,
+        kernel: &Kernel,
+        programs: &[Program],
+        cpus: u32,
+        adjust: impl FnOnce(&mut Machine<'_>),
+    ) -> Result<Boot> {
+        let first = programs.first().context("no tests to run")?;
+        let folder = results(kernel, &first.name)?;
+        let initramfs = folder.join("initramfs");
+        initramfs::write(kernel, programs, &initramfs)?;
+        let mut machine = Machine::new(&self.qemu, kernel, &initramfs, &folder, cpus);
+        machine.counting = self.counting;
+        adjust(&mut machine);
+        let limit = |name: &str| {
+            let test = programs.iter().find(|test| test.name == name);
+            test.map(|test| test.needs.limit()).unwrap_or_default()
+        };
+        let begun = Instant::now();
+        let record = machine.run(limit, |said| progress(kernel, said, begun))?;
+        fs::remove_file(&initramfs)?;
+
+        let asked: Vec<&str> = programs.iter().map(|test| test.name.as_str()).collect();
+        let (outcomes, rest) = verdict::judge(&asked, &record);
+        print!("{}", described(kernel, &outcomes, &folder));
+        Ok(Boot {
+            outcomes,
+            rest,
+            folder,
+        })
+    }
+
+    /// Has everything fetched, unpacked and built.
+    fn prepare(&self, kernel: &Kernel, programs: &[Program]) -> Result<()> {
+        let folder = results(kernel, "prepared")?;
+        initramfs::write(kernel, programs, &folder.join("initramfs"))?;
+        Ok(fs::remove_dir_all(folder)?)
+    }
+
+    fn shell(&self, kernel: &Kernel, programs: &[Program]) -> Result<ExitCode> {
+        let folder = results(kernel, "shell")?;
+        let initramfs = folder.join("initramfs");
+        initramfs::write(kernel, programs, &initramfs)?;
+        let mut machine = Machine::new(&self.qemu, kernel, &initramfs, &folder, 2);
+        machine.counting = self.counting;
+        machine.kernel_arguments.push("rig.shell".to_owned());
+        let left = machine.shell();
+        fs::remove_dir_all(folder)?;
+        left.map(|()| ExitCode::SUCCESS)
+    }
+}
+
+/// A new folder for what comes of a boot. The oldest ones go.
+fn results(kernel: &Kernel, name: &str) -> Result<PathBuf> {
+    let all = cache::directory().join("results");
+    let new = all.join(format!("{}-{name}-{}", kernel.version, std::process::id()));
+    fs::create_dir_all(&new)?;
+    let mut known = Vec::new();
+    for entry in fs::read_dir(&all)? {
+        let entry = entry?;
+        // Another run may have removed it.
+        if let Ok(changed) = entry.metadata().and_then(|data| data.modified()) {
+            known.push((changed, entry.path()));
+        }
+    }
+    known.sort();
+    for (_, path) in known.iter().rev().skip(RESULTS_KEPT) {
+        let _ = fs::remove_dir_all(path);
+    }
+    Ok(new)
+}
+
+impl Tally {
+    fn add(&mut self, outcome: &Outcome) {
+        match outcome.verdict {
+            Verdict::Passed => self.passed += 1,
+            Verdict::Skipped => self.skipped += 1,
+            Verdict::Failed(_) => self.failed += 1,
+        }
+    }
+}
+
+/// So that a run that is waited for is seen to go on.
+fn progress(kernel: &Kernel, said: &Said, begun: Instant) {
+    let now = begun.elapsed().as_secs_f32();
+    let what = match said {
+        Said::Ready(_) => "up",
+        Said::Begin(name) => name,
+        Said::Done => "all have run",
+        Said::Output(_) | Said::End { .. } => return,
+    };
+    println!("{now:6.1} s  {}  {what}", short(kernel));
+}
+
+/// A boot's tests and what they printed, in one piece, since two kernels run side by side.
+fn described(kernel: &Kernel, outcomes: &[Outcome], folder: &Path) -> String {
+    let mut text = String::new();
+    for test in outcomes {
+        let verdict = match &test.verdict {
+            Verdict::Passed => "passed".to_owned(),
+            Verdict::Skipped => "skipped".to_owned(),
+            Verdict::Failed(failure) => format!("FAILED: {failure}"),
+        };
+        text += &format!("{} {}: {verdict}\n", short(kernel), test.name);
+        // What a test that passed had to say is of use only when it is a figure.
+        let told =
+            |line: &&String| test.verdict != Verdict::Passed || line.starts_with("count of ");
+        for line in test.output.iter().filter(told) {
+            text += &format!("    {line}\n");
+        }
+    }
+    let failed = |test: &Outcome| matches!(test.verdict, Verdict::Failed(_));
+    if outcomes.iter().any(failed) {
+        text += &format!("the console's log and files: {}\n", folder.display());
+    }
+    text
+}
+
+/// 7.3.4 of 7.3.4+deb13-cloud-amd64.
+fn short(kernel: &Kernel) -> &str {
+    kernel.version.split('+').next().unwrap_or_default()
+}

@@ -1,0 +1,43 @@
+//! Chores of the workspace, as a library so that they can be tested. `cargo xtask help` lists them.
+//!
+//! - [`kernel`]: tests under a real kernel.
+#![forbid(unsafe_code)]
+#![cfg(target_arch = "x86_64")]
+
+pub mod kernel;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use dunlin_rig::debian::DebianError;
+
+use self::kernel::KernelOptions;
+
+/// The exit code when something cannot be had from Debian: no network, or no Debian.
+const NOT_FETCHED: u8 = 3;
+
+/// Dunlin's own chores.
+#[derive(Parser)]
+#[command(bin_name = "cargo xtask")]
+enum Chore {
+    /// Runs the tests of tests/kernel inside virtual machines with Debian's kernels.
+    Kernel(KernelOptions),
+}
+
+/// Does the chore that the command line names.
+#[must_use]
+pub fn main() -> ExitCode {
+    let Chore::Kernel(options) = Chore::parse();
+    match kernel::command(&options) {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("{error:#}");
+            match error.downcast_ref() {
+                Some(DebianError::Fetch { .. } | DebianError::NotDebian(_)) => {
+                    ExitCode::from(NOT_FETCHED)
+                }
+                _ => ExitCode::FAILURE,
+            }
+        }
+    }
+}
