@@ -111,7 +111,8 @@ struct Downtime {
     limit: f64,
     predicted: f64,
     source: f64,
-    guest: f64,
+    /// None where the guest's first beat there came too late to tell.
+    guest: Option<f64>,
 }
 
 impl Downtime {
@@ -123,7 +124,7 @@ impl Downtime {
             limit,
             predicted: last["predicted_downtime_ms"].as_f64().unwrap(),
             source: moved["downtime"]["total_ms"].as_f64().unwrap(),
-            guest: moved["downtime"]["guest_ms"].as_f64().unwrap(),
+            guest: moved["downtime"]["guest_ms"].as_f64(),
         };
         println!("{found:.1?}");
         found
@@ -134,7 +135,7 @@ impl Downtime {
     }
 
     fn is_kept(&self) -> bool {
-        self.source <= self.limit && self.guest <= self.limit
+        self.source <= self.limit && self.guest.is_none_or(|guest| guest <= self.limit)
     }
 }
 

@@ -200,3 +200,36 @@ impl Follower {
         show(&self.moving.wait())
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::sync::mpsc::channel;
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn a_follower_who_does_not_read_holds_nothing_up_and_is_told_the_end() {
+        let moving = Moving::new("host:1".into(), None);
+        let follower = moving.follow();
+        let (sender, told) = channel();
+        std::thread::spawn(move || {
+            for lane in 0..5000 {
+                moving.observe(&Event::LaneUp { lane });
+            }
+            moving.end(Line::Done);
+            sender.send(()).unwrap();
+        });
+        told.recv_timeout(Duration::from_secs(10)).unwrap();
+        let mut lines = Vec::new();
+        let show = |line: &Line| {
+            lines.push(line.clone());
+            Ok(())
+        };
+        follower.show(show).unwrap();
+        assert_eq!(lines.len(), FOLLOWER_LINES + 1);
+        assert!(matches!(lines[0], Line::LaneUp { lane: 0 }));
+        assert!(matches!(lines.last(), Some(Line::Done)));
+    }
+}
