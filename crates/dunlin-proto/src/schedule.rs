@@ -132,6 +132,8 @@ pub struct Schedule {
     regions: Vec<RegionWork>,
     cursor: (usize, u64),
     iteration: u32,
+    /// Pages were added that belong to the iteration to come.
+    adding: bool,
     finishing: bool,
     next_chunk: u64,
     lanes: BTreeMap<u16, LaneWork>,
@@ -159,6 +161,7 @@ impl Schedule {
                 .collect(),
             cursor: (0, 0),
             iteration: 0,
+            adding: false,
             finishing: false,
             next_chunk: 0,
             lanes: BTreeMap::new(),
@@ -252,16 +255,21 @@ impl Schedule {
     }
 
     /// Marks a run of pages of region number `index` (its place in the list
-    /// given to [`Schedule::new`]) as waiting.
+    /// given to [`Schedule::new`]) as waiting for the next iteration. Until
+    /// [`Schedule::begin_iteration`] no chunk is cut: an older version of such
+    /// a page may still be under way in this one, and no mark would keep the
+    /// two apart (I4).
     pub fn mark_run(&mut self, index: usize, run: Run) {
+        self.adding = true;
         if let Some(region) = self.regions.get_mut(index) {
             region.pending.insert(run);
         }
     }
 
-    /// Adds a dirty log's bitmap for region number `index`. Returns how many
-    /// pages the log named.
+    /// Adds a dirty log's bitmap for region number `index`, as
+    /// [`Schedule::mark_run`] does a run. Returns how many pages the log named.
     pub fn mark_dirty(&mut self, index: usize, log: &[u64]) -> u64 {
+        self.adding = true;
         self.regions
             .get_mut(index)
             .map_or(0, |region| region.pending.union(log))
@@ -271,6 +279,7 @@ impl Schedule {
     /// with the one before go on with it.
     pub fn begin_iteration(&mut self) {
         self.iteration += 1;
+        self.adding = false;
         self.cursor = (0, 0);
     }
 
@@ -309,7 +318,7 @@ impl Schedule {
                 chunks: state.chunks,
             };
         }
-        if self.in_flight_ranges >= MAX_IN_FLIGHT_RANGES {
+        if self.adding || self.in_flight_ranges >= MAX_IN_FLIGHT_RANGES {
             return Work::Wait;
         }
         if self.cut(plan) {
@@ -478,6 +487,22 @@ mod tests {
             }
             works.push(work);
         }
+    }
+
+    #[test]
+    fn i4_a_dirty_log_waits_for_the_next_iteration() {
+        let mut schedule = schedule(2, 2);
+        schedule.mark_run(0, run(0, 2));
+        schedule.begin_iteration();
+        assert_eq!(drain(&mut schedule, 1).0, 2);
+        // Lane 1 still carries page 0, which is written to again: in this
+        // iteration nothing would keep lane 2 from overtaking it.
+        schedule.mark_dirty(0, &[1]);
+        assert_eq!(drain(&mut schedule, 2), (0, vec![]));
+        schedule.begin_iteration();
+        let (pages, work) = drain(&mut schedule, 2);
+        assert_eq!(pages, 1);
+        assert_eq!(work, [Work::Mark(1), Work::Chunk]);
     }
 
     #[test]
