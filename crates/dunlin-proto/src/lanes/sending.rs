@@ -420,6 +420,9 @@ impl Sending {
     /// When [`Sending::poll`] should be asked next, if nothing happens before.
     #[must_use]
     pub fn due_ns(&self) -> Option<u64> {
+        if self.given_up {
+            return None;
+        }
         let lanes = self
             .lanes
             .iter()

@@ -220,6 +220,7 @@ fn without_any_lane_it_is_given_up_in_the_end() {
     loop {
         let todo = actions(&mut sending, now_ns);
         if todo.contains(&Action::GiveUp) {
+            assert_eq!(sending.due_ns(), None, "nothing is due any more");
             break;
         }
         for action in todo {
