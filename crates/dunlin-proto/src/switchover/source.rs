@@ -261,6 +261,9 @@ impl Source {
                 | Self::Released,
                 On::Cancelled,
             ) => (self, &[Do::RefuseTooLate]),
+            // It crossed our *inquire*: the destination had everything only
+            // after this side had crashed.
+            (Self::InDoubt, On::Ready { .. }) => (self, &[]),
             // What crossed the end on its way, or was said before it on a lane
             // that came later, changes nothing any more.
             (
