@@ -127,6 +127,8 @@ pub struct Sending {
     retry_at_ns: u64,
     alone_since_ns: Option<u64>,
     given_up: bool,
+    /// When the caller was told to come again.
+    expected_ns: Option<u64>,
 }
 
 impl Sending {
@@ -145,6 +147,7 @@ impl Sending {
             retry_at_ns: 0,
             alone_since_ns: None,
             given_up: false,
+            expected_ns: None,
         }
     }
 
@@ -401,6 +404,13 @@ impl Sending {
         if let Some(action) = self.actions.pop_front() {
             return Some(action);
         }
+        self.forgive(now_ns);
+        let action = self.decide(now_ns);
+        self.expected_ns = self.due_ns();
+        action
+    }
+
+    fn decide(&mut self, now_ns: u64) -> Option<Action> {
         self.find_stalled(now_ns);
         if self.wants_another() && now_ns >= self.retry_at_ns {
             self.open(now_ns);
@@ -470,11 +480,35 @@ impl Sending {
         }
     }
 
+    /// A caller that comes much too late was stopped itself, or its host was:
+    /// that time counts against nobody. What has come meanwhile may still be
+    /// waiting for it.
+    fn forgive(&mut self, now_ns: u64) {
+        let Some(late_ns) = self.expected_ns.and_then(|at| now_ns.checked_sub(at)) else {
+            return;
+        };
+        let grace_ns = self.patience.progress_ns / 4;
+        if late_ns <= grace_ns {
+            return;
+        }
+        let late_ns = late_ns + grace_ns;
+        for lane in self.lanes.values_mut() {
+            lane.progress_ns += late_ns;
+            if let Is::Opening { since_ns } | Is::Fencing { since_ns } = &mut lane.is {
+                *since_ns += late_ns;
+            }
+        }
+        if let Some(since_ns) = &mut self.alone_since_ns {
+            *since_ns += late_ns;
+        }
+    }
+
     /// Lanes that stand still, and not for another's sake, are given up. Those
     /// that may be waiting at a mark get their time from when it is passed.
     fn find_stalled(&mut self, now_ns: u64) {
+        // One that is being fenced holds the others up until it is.
         let at_destination =
-            |lane: &&Lane| matches!(lane.is, Is::Up | Is::Leaving) && lane.confirmed != Place::End;
+            |lane: &&Lane| !matches!(lane.is, Is::Opening { .. }) && lane.confirmed != Place::End;
         let last = self
             .lanes
             .values()

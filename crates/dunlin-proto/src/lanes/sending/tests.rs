@@ -111,11 +111,12 @@ fn a_lane_that_waits_at_a_mark_is_not_the_culprit() {
         actions(&mut sending, 100),
         [Action::Cut(2), Action::Fence(2)]
     );
+    assert_eq!(actions(&mut sending, 110), [Action::Open(3)]);
     // From here on lane 1 has its own time.
-    assert_eq!(sending.fenced(2, &[], 150), Ok(0));
-    assert_eq!(actions(&mut sending, 190), [Action::Open(3)]);
+    assert_eq!(sending.fenced(2, &[], 120), Ok(0));
+    assert_eq!(actions(&mut sending, 130), []);
     assert_eq!(
-        actions(&mut sending, 200),
+        actions(&mut sending, 210),
         [Action::Cut(1), Action::Fence(1)]
     );
 }
@@ -267,4 +268,23 @@ fn i7_reports_of_what_was_never_sent_are_refused() {
             .iter()
             .all(|lie| matches!(lie, ReportError::Lane { .. }))
     );
+}
+
+#[test]
+fn time_in_which_the_source_itself_was_stopped_counts_against_no_lane() {
+    let mut sending = standing(CHUNK_PAGES, 1);
+    begin(&mut sending, CHUNK_PAGES);
+    assert_eq!(next(&mut sending, 1, 0), Work::Chunk);
+    assert_eq!(actions(&mut sending, 1), []);
+    // It should have come again at 100.
+    assert_eq!(actions(&mut sending, 900), []);
+    assert_eq!(sending.acknowledge(&ack(0), &[], 910), Ok(CHUNK_PAGES));
+    let mut stopped = standing(CHUNK_PAGES, 1);
+    begin(&mut stopped, CHUNK_PAGES);
+    assert_eq!(next(&mut stopped, 1, 0), Work::Chunk);
+    assert_eq!(actions(&mut stopped, 1), []);
+    assert_eq!(actions(&mut stopped, 900), []);
+    let lost = [Action::Cut(1), Action::Fence(1)];
+    let due_ns = stopped.due_ns().unwrap();
+    assert_eq!(actions(&mut stopped, due_ns), lost);
 }
