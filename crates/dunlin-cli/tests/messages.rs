@@ -143,7 +143,12 @@ fn no_kvm_at_the_destination_is_said_at_both_sides_and_the_vm_stays() {
     let failed = finish(hosts.migrate(&source, &destination, "a", flags))
         .expect(1)
         .last();
-    let parts = ["/dev/kvm", "at fault: peer", "goes on at the source"];
+    let parts = [
+        "/dev/kvm",
+        "load the kvm module",
+        "at fault: configuration",
+        "goes on at the source",
+    ];
     assert_says(failed["text"].as_str().unwrap(), &parts);
     let rejected = destination.wait_for("rejected");
     assert_says(rejected["text"].as_str().unwrap(), &["/dev/kvm"]);

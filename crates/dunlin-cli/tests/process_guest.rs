@@ -52,7 +52,7 @@ fn a_process_guest_that_outruns_the_link_is_throttled_and_moves() {
     let there = hosts.receive("b", "2", "");
     // It writes 39 MiB/s, the link carries 30.
     let flags =
-        "--json --verify --peer b.test --rate 30M --last-pass-rate 400M --downtime-limit 20";
+        "--json --verify --peer b.test --rate 30M --last-pass-rate 400M --downtime-limit 20ms";
     let done = finish(hosts.migrate(&here, &there, "a", flags)).expect(0);
     assert!(
         done.lines().iter().any(|line| line["event"] == "throttled"),

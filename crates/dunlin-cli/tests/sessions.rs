@@ -271,8 +271,9 @@ fn in_doubt(hosts: &Hosts, state: &Memory) -> Process {
     to.address.clone_from(&way.address);
     let client = hosts.begin(&from, &to, "a", "--peer b.test");
     client.wait_for("paused");
-    way.hold(Duration::from_millis(300));
+    way.hold(Duration::from_millis(600));
     client.wait_for("committing");
+    way.cut();
     to.kill();
     let (code, last) = client.ended();
     assert_eq!((code, &last["vm"]), (3, &Value::from("in-doubt")));

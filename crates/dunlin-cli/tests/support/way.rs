@@ -1,5 +1,5 @@
 //! A relay in front of a destination.
-#![allow(clippy::unwrap_used, unreachable_pub)]
+#![allow(clippy::unwrap_used, dead_code, unreachable_pub)]
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -7,11 +7,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// A way to a destination on which its answers can be held back.
+/// A way to a destination on which its answers can be held back and lost.
 pub struct Way {
     pub address: String,
     held_ms: Arc<AtomicU64>,
 }
+
+/// Instead of a time.
+const CUT: u64 = u64::MAX;
 
 impl Way {
     pub fn to(destination: &str) -> Self {
@@ -36,12 +39,23 @@ impl Way {
         let millis = time.as_millis().try_into().unwrap();
         self.held_ms.store(millis, Ordering::SeqCst);
     }
+
+    /// What is held back is lost, and all that would follow.
+    pub fn cut(&self) {
+        self.held_ms.store(CUT, Ordering::SeqCst);
+    }
 }
 
 fn copy(mut from: TcpStream, mut to: TcpStream, held_ms: &AtomicU64) {
     let mut buffer = [0; 65536];
     while let Ok(count @ 1..) = from.read(&mut buffer) {
-        std::thread::sleep(Duration::from_millis(held_ms.load(Ordering::SeqCst)));
+        match held_ms.load(Ordering::SeqCst) {
+            CUT => break,
+            millis => std::thread::sleep(Duration::from_millis(millis)),
+        }
+        if held_ms.load(Ordering::SeqCst) == CUT {
+            break;
+        }
         if to.write_all(&buffer[..count]).is_err() {
             break;
         }
