@@ -33,7 +33,7 @@ pub fn write(kernel: &Kernel, programs: &[Program], target: &Path) -> Result<()>
     for package in packages {
         // One root each: they are asked for in many combinations.
         let root = debian::packages(SUITE, &[package])?;
-        archive.tree("", &root, &is_no_documentation)?;
+        archive.tree("", &root, &is_for_programs)?;
     }
     for part in ["bin", "sbin", "lib", "lib64"] {
         archive.folder(format!("usr/{part}"));
@@ -80,13 +80,19 @@ fn busybox() -> Result<PathBuf> {
     Ok(root.join("usr/bin/busybox"))
 }
 
-fn is_no_documentation(path: &Path) -> bool {
-    !["doc", "man", "locale", "info", "lintian", "bug"]
-        .iter()
-        .any(|part| path == Path::new("usr/share").join(part))
+/// Leaves out documentation, translations, and what installing packages takes.
+fn is_for_programs(path: &Path) -> bool {
+    let share = ["doc", "man", "locale", "info", "lintian", "bug", "perl5"];
+    let libraries = ["gconv", "perl-base"];
+    let within = |folder: &str, parts: &[&str]| {
+        parts
+            .iter()
+            .any(|part| path == Path::new(folder).join(part))
+    };
+    !within("usr/share", &share) && !within("usr/lib/x86_64-linux-gnu", &libraries)
 }
 
-/// Leaves out drivers and file systems for what the machine does not have, two thirds of all modules:
+/// Leaves out what the machine does not have or no test is about, three quarters of all modules:
 /// an emulated CPU takes seconds to unpack them.
 fn is_for_a_virtual_machine(path: &Path) -> bool {
     let within = |folder: &str, wanted: &[&str]| {
@@ -108,7 +114,17 @@ fn is_for_a_virtual_machine(path: &Path) -> bool {
         "bonding",
     ];
     let file_systems = ["fuse", "overlayfs", "9p", "netfs"];
-    !within("drivers", &drivers)
+    let large = [
+        "kernel/arch/x86/kvm",
+        "kernel/net/ceph",
+        "kernel/net/openvswitch",
+        "kernel/net/rds",
+        "kernel/net/sctp",
+        "kernel/net/sunrpc",
+        "kernel/net/tipc",
+    ];
+    !large.iter().any(|folder| path == Path::new(folder))
+        && !within("drivers", &drivers)
         && !within("drivers/net", &networks)
         && !within("fs", &file_systems)
 }

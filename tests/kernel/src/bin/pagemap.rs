@@ -95,7 +95,7 @@ fn loses_nothing_to_a_writer(
                 }
             }
         });
-        for _ in 0..50 {
+        for _ in 0..20 {
             look(&taken(watch, watched, behind));
         }
         stop.store(true, Ordering::Relaxed);
