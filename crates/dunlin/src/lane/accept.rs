@@ -19,6 +19,9 @@
 //! on it, a data lane's keys are taken out of it for [`super::record`], with
 //! not a byte read too many.
 
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) mod fuzz;
+
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
