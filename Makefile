@@ -1,5 +1,5 @@
 # The two commands of the README are `make demo` and `make test`.
-.PHONY: demo test soak newcomer audit check bench
+.PHONY: demo test soak newcomer audit check bench fuzz
 
 demo:
 	@tools/packages build
@@ -18,6 +18,13 @@ soak:
 newcomer:
 	@tools/packages newcomer
 	@tools/newcomer
+
+# Every fuzz entry under libFuzzer and AddressSanitizer, SECONDS each; or the
+# one that TARGET names. `make test` runs the same entries for a moment.
+SECONDS ?= 30
+TARGET ?=
+fuzz:
+	@fuzz/run $(SECONDS) $(TARGET)
 
 # Advisories need a network, which CI does not have.
 audit:

@@ -1,5 +1,8 @@
 //! What a destination needs to build the machine, or to refuse it.
 
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) mod fuzz;
+
 use std::io;
 use std::sync::{Arc, OnceLock};
 

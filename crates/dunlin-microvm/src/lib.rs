@@ -29,6 +29,8 @@ mod cpuid;
 mod describe;
 mod dirty;
 mod fill;
+#[cfg(any(test, feature = "fuzzing"))]
+pub mod fuzz;
 mod heart;
 mod layout;
 mod migrate;

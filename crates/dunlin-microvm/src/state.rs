@@ -20,6 +20,8 @@ use crate::control::{ControlError, VmState};
 use crate::heart::{Heart, Moment};
 use crate::wire::{DecodeError, Reader, Writer};
 
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) mod fuzz;
 mod msrs;
 mod tsc;
 

@@ -135,8 +135,9 @@ impl ChunkHeader {
     /// ranges.
     ///
     /// # Errors
-    /// No range or too many of them, a payload over its limit, or a range
-    /// without pages; `out` is then unchanged.
+    /// No range or too many of them, a payload over its limit, a range without
+    /// pages, or a number that no acknowledgement can name; `out` is then
+    /// unchanged.
     pub fn encode(
         number: u64,
         iteration: u32,
@@ -148,6 +149,13 @@ impl ChunkHeader {
             return Err(EncodeError::Invalid {
                 what: "range count",
                 why: "a chunk has at least one range",
+            });
+        }
+        if number == u64::MAX {
+            return Err(EncodeError::OverLimit {
+                what: "number",
+                value: number,
+                limit: u64::MAX - 1,
             });
         }
         let total: u64 = ranges
@@ -254,6 +262,8 @@ impl ChunkHeader {
         if range_count == 0 {
             return Err(bad_value("range count", 0, 2));
         }
+        // No set of chunks could acknowledge it: `first + count` would overflow.
+        within("number", number, u64::MAX - 1, 8)?;
         within(
             "range count",
             u64::from(range_count),

@@ -12,6 +12,8 @@ pub mod bitmap;
 pub mod control;
 pub mod fault;
 pub mod frame;
+#[cfg(any(test, feature = "fuzzing"))]
+pub mod fuzz;
 pub mod journal;
 pub mod lanes;
 pub mod limits;

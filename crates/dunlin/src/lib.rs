@@ -16,5 +16,7 @@
 #![forbid(unsafe_code)]
 
 pub mod engine;
+#[cfg(any(test, feature = "fuzzing"))]
+pub mod fuzz;
 pub mod lane;
 pub mod testing;

@@ -167,6 +167,19 @@ fn i7_a_header_that_cannot_be_is_refused() {
     }
 }
 
+/// A set of chunks names its end, which has to be a number too.
+#[test]
+fn i7_a_chunk_that_no_acknowledgement_can_name_is_refused() {
+    let mut header = *chunk(&[zero(3, 0, 1)])
+        .first_chunk::<FRAME_HEADER_BYTES>()
+        .unwrap();
+    header[8..16].copy_from_slice(&(u64::MAX - 1).to_le_bytes());
+    assert!(Frame::decode(&header).is_ok());
+    header[8..16].copy_from_slice(&u64::MAX.to_le_bytes());
+    assert_eq!(Frame::decode(&header).unwrap_err().what, "number");
+    assert!(ChunkHeader::encode(u64::MAX, 1, &[zero(3, 0, 1)], &mut Vec::new()).is_err());
+}
+
 #[test]
 fn what_a_peer_would_refuse_is_not_written() {
     let refused = |ranges: &[Range]| {

@@ -3,9 +3,10 @@
 //!
 //! Nobody who is not authenticated costs a thread. All connections whose
 //! handshake is under way stand in one poll loop; each has a deadline, their
-//! number is bounded, and when a new one comes that has no room, the oldest
-//! goes. So a silent client delays nobody, and a thousand of them only each
-//! other (I7).
+//! number is bounded, and when a new one comes that has no room, an older one
+//! goes that has got less far than others. So a silent client delays nobody, and a
+//! thousand of them only each other (I7): a peer whose handshake goes on is not
+//! driven out by those who merely connect.
 //!
 //! ```text
 //!   TCP ──▶ first byte ──▶ TLS handshake ──▶ opening ──▶ Arrival::Control
@@ -17,6 +18,9 @@
 //! record at a time. Only the opening tells what it is: a control lane stays
 //! on it, a data lane's keys are taken out of it for [`super::record`], with
 //! not a byte read too many.
+
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) mod fuzz;
 
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
@@ -46,6 +50,10 @@ pub const PENDING_LIMIT: usize = 64;
 pub const OPENING_DEADLINE: Duration = Duration::from_secs(10);
 /// How long a refused peer may take to fetch its alert.
 const LINGER: Duration = Duration::from_millis(500);
+/// Connections accepted before those that are there get their turn again. With
+/// the newer half never given up ([`take_least`]), each has had four turns to say
+/// something before it can be driven out for its silence.
+const ACCEPTED_A_TURN: usize = PENDING_LIMIT / 8;
 /// How long nobody is accepted after descriptors or memory ran out.
 const SHORTAGE_REST: Duration = Duration::from_millis(100);
 
@@ -109,8 +117,14 @@ pub enum RejectReason {
     #[error("the peer was not done with its opening after {} s", OPENING_DEADLINE.as_secs())]
     Deadline,
     /// Too many others came after it.
-    #[error("{PENDING_LIMIT} newer connections wanted its place before it was authenticated")]
+    #[error("{PENDING_LIMIT} other connections wanted its place before it was authenticated")]
     Evicted,
+    /// There is nothing to accept it with.
+    #[error(
+        "this process or host has no descriptor or memory left for another connection: raise the \
+         limit of open files (`ulimit -n`), or end what holds them; {0}"
+    )]
+    Shortage(io::Error),
     /// The first words make no sense.
     #[error("the peer's first words are not Dunlin's: {0}")]
     Opening(#[from] DecodeError),
@@ -197,21 +211,21 @@ fn read_interest(descriptor: &impl AsFd) -> Interest<'_> {
     }
 }
 
-/// Accepts what waits; `false` where the process or the host has not the
-/// means for another connection, and the oldest has been given up for it.
+/// Accepts some of those that wait; `false` where the process or the host has not the
+/// means for another connection, and one has been given up for it.
 fn accept_all(
     listener: &TcpListener,
     pending: &mut VecDeque<Pending>,
     deliver: &mut impl FnMut(Arrival),
 ) -> io::Result<bool> {
-    loop {
+    for _ in 0..ACCEPTED_A_TURN {
         match listener.accept() {
             Ok((stream, from)) => {
                 if pending.len() >= PENDING_LIMIT
-                    && let Some(oldest) = pending.pop_front()
-                    && !oldest.lingers()
+                    && let Some(least) = take_least(pending)
+                    && !least.lingers()
                 {
-                    deliver(oldest.rejected(RejectReason::Evicted));
+                    deliver(least.rejected(RejectReason::Evicted));
                 }
                 match Pending::new(stream, from) {
                     Ok(one) => pending.push_back(one),
@@ -226,17 +240,29 @@ fn accept_all(
                 // A peer that went away again, or a signal.
                 io::ErrorKind::ConnectionAborted | io::ErrorKind::Interrupted => {}
                 _ if is_shortage(&error) => {
-                    if let Some(oldest) = pending.pop_front()
-                        && !oldest.lingers()
-                    {
-                        deliver(oldest.rejected(RejectReason::Evicted));
-                    }
+                    let from = match take_least(pending) {
+                        Some(least) => least.from,
+                        // Nobody can be named: it was not accepted.
+                        None => listener.local_addr()?,
+                    };
+                    let reason = RejectReason::Shortage(error);
+                    deliver(Arrival::Rejected { from, reason });
                     return Ok(false);
                 }
                 _ => return Err(error),
             },
         }
     }
+    Ok(true)
+}
+
+/// Takes out the oldest of those that have got least far, among the older half:
+/// the others have hardly had the time to say anything.
+fn take_least(pending: &mut VecDeque<Pending>) -> Option<Pending> {
+    let older = pending.len().div_ceil(2);
+    let progress = pending.iter().take(older).map(Pending::progress);
+    let (_, least) = progress.zip(0..).min()?;
+    pending.remove(least)
 }
 
 /// Whether accept(2) failed for want of descriptors or memory: clients can
@@ -299,6 +325,19 @@ impl Pending {
             opening: Vec::new(),
             prelude: None,
         })
+    }
+
+    /// How far it has got: refused, silent, with a first byte, with a first
+    /// record of a handshake. An attacker who gets to the last has made us sign,
+    /// and is the only one who competes with honest peers.
+    fn progress(&self) -> u8 {
+        match &self.stage {
+            Stage::Lingering => 0,
+            Stage::Silent => 1,
+            Stage::Plain => 2,
+            Stage::Tls(handshake) if handshake.received == 0 => 2,
+            Stage::Tls(_) => 3,
+        }
     }
 
     fn wants_write(&self) -> bool {

@@ -7,6 +7,9 @@
 //! In TLS 1.3 the side that connects is done before the other has seen its certificate. A refusal
 //! therefore reaches a source later, as an alert on its lane.
 
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) mod fuzz;
+
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::time::{Duration, Instant};

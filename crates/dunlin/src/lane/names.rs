@@ -3,6 +3,9 @@
 //! A certificate chain proves that an authority we trust issued the certificate. Names decide
 //! whether its bearer may migrate virtual machines to or from this host.
 
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) mod fuzz;
+
 use std::fmt;
 use std::net::IpAddr;
 use std::str::FromStr;

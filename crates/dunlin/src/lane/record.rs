@@ -10,6 +10,9 @@
 //! No rekeying. AES-GCM allows 2^24 full records under one key (RFC 8446, section 5.5); a lane is
 //! replaced well before, see [`RECORD_LIMIT`], and a peer that asks for new keys ends the lane.
 
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) mod fuzz;
+
 use thiserror::Error;
 use vm_memory::VolatileSlice;
 

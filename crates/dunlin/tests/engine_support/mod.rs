@@ -365,12 +365,17 @@ pub struct Receiving {
 }
 
 impl Receiving {
-    pub fn start(
+    pub fn start(server: &ServerTls, options: &destination::Options, builder: TestBuilder) -> Self {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        Self::on(listener, server, options, builder)
+    }
+
+    pub fn on(
+        listener: TcpListener,
         server: &ServerTls,
         options: &destination::Options,
         mut builder: TestBuilder,
     ) -> Self {
-        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
         let address = listener.local_addr().unwrap();
         let events = Arc::<Mutex<Vec<DestinationEvent>>>::default();
         let cancel = Cancel::new();

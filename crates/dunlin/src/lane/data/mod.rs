@@ -19,6 +19,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) use receiver::fuzz;
 pub use receiver::{DataReceiver, ReceiveError};
 pub use sender::{DataSender, Frame, FrameError, SendError};
 

@@ -1,0 +1,35 @@
+//! The fuzz entry of machines' descriptions.
+
+use super::VmDescription;
+
+/// Any description: a machine that can be, and the same when it is written and
+/// read again.
+pub fn fuzz_description(bytes: &[u8]) {
+    let Ok(description) = VmDescription::decode(bytes) else {
+        return;
+    };
+    assert!(description.config.validate().is_ok());
+    let again = VmDescription::decode(&description.encode());
+    assert_eq!(again.ok(), Some(description));
+}
+
+#[cfg(test)]
+pub(crate) fn seeds() -> Vec<(&'static str, Vec<u8>)> {
+    use crate::config::{Config, Workload};
+    use crate::wire::Reader;
+
+    let described = |config| VmDescription {
+        config,
+        tsc_khz: 2_000_000,
+        cpuid: super::Table::decode(&mut Reader::new(&[0, 0])).expect("it is empty"),
+    };
+    let hot = Config {
+        name: "sandpiper".to_owned(),
+        workload: Workload::HotSet { share_percent: 90 },
+        ..Config::default()
+    };
+    vec![
+        ("default", described(Config::default()).encode()),
+        ("hot-set", described(hot).encode()),
+    ]
+}

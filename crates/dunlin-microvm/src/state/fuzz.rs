@@ -1,0 +1,23 @@
+//! The fuzz entry of the sections that are not KVM's own.
+
+use super::load_own;
+use super::tsc::Tsc;
+
+/// Any content of the sections that this crate reads itself. What KVM reads, the
+/// kernel checks.
+pub fn fuzz_state_sections(bytes: &[u8]) {
+    if let Ok(own) = load_own(bytes) {
+        assert!(own.throttle_percent <= 99);
+        assert_eq!(bytes.len(), 9);
+    }
+    if Tsc::decode(bytes).is_ok() {
+        assert!(bytes.len() > 20);
+    }
+}
+
+#[cfg(test)]
+pub(crate) fn seeds() -> Vec<(&'static str, Vec<u8>)> {
+    let mut own = vec![20];
+    own.extend(u64::MAX.to_le_bytes());
+    vec![("own", own), ("tsc", vec![1; 36])]
+}

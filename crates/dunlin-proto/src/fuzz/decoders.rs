@@ -1,0 +1,336 @@
+//! Decoders: what they take in lies within its bounds, costs memory in
+//! proportion to the bytes that were there, and means the same when it is
+//! written and read again.
+
+use std::sync::LazyLock;
+
+use crate::control::{
+    CONTROL_HEADER_BYTES, ChunkSet, Header, Message, Reached, Region, RegionKind, RegionTable,
+};
+use crate::frame::{ChunkHeader, FRAME_HEADER_BYTES, Frame};
+use crate::limits::{
+    MAX_ACK_SETS, MAX_CHUNK_PAYLOAD_BYTES, MAX_CONTROL_BODY_BYTES, MAX_DESCRIPTION_BYTES,
+    MAX_ENDPOINTS, MAX_LANES, MAX_MEMORY_BYTES, MAX_NAME_BYTES, MAX_OPENING_BODY_BYTES,
+    MAX_RANGES_PER_CHUNK, MAX_REGION_BYTES, MAX_REGIONS, MAX_SECTION_BYTES, MAX_SECTIONS,
+    MAX_TEXT_BYTES, PAGE_BYTES,
+};
+use crate::negotiate::{Features, Opening, PRELUDE_BYTES, Prelude, Supported, VERSIONS, select};
+use crate::wire::{DecodeError, Reader, Writer};
+
+const WITHIN_LIMITS: &str = "what decodes is within every limit";
+
+/// An opening message, as it is and with the length that it has; and the
+/// answer to any offer: what a destination selects is within the offer.
+pub fn fuzz_opening(bytes: &[u8]) {
+    opening(bytes);
+    let Some(body_bytes) = bytes.len().checked_sub(PRELUDE_BYTES) else {
+        return;
+    };
+    if let Ok(length) = u16::try_from(body_bytes) {
+        let mut honest = bytes.to_vec();
+        honest[PRELUDE_BYTES - 2..PRELUDE_BYTES].copy_from_slice(&length.to_le_bytes());
+        opening(&honest);
+    }
+}
+
+fn opening(bytes: &[u8]) {
+    let Some((prelude, body)) = bytes.split_first_chunk::<PRELUDE_BYTES>() else {
+        return;
+    };
+    let Ok(prelude) = Prelude::decode(prelude) else {
+        return;
+    };
+    assert!(prelude.body_bytes <= MAX_OPENING_BODY_BYTES);
+    assert!(1 <= prelude.versions.min && prelude.versions.min <= prelude.versions.max);
+    let Ok(opening) = Opening::decode(&prelude, body) else {
+        return;
+    };
+    assert_eq!(body.len(), prelude.body_bytes);
+    let mut encoded = Vec::new();
+    opening.encode(&mut encoded).expect(WITHIN_LIMITS);
+    let (prelude, body) = encoded
+        .split_first_chunk::<PRELUDE_BYTES>()
+        .expect("an opening starts with its prelude");
+    let again = Prelude::decode(prelude).and_then(|prelude| Opening::decode(&prelude, body));
+    assert_eq!(again.as_ref(), Ok(&opening));
+    match opening {
+        Opening::Offer(offer) => {
+            let supported = Supported {
+                versions: VERSIONS,
+                features: Features::VERIFY,
+                required: Features::NONE,
+                plain_allowed: offer.attempt.is_multiple_of(2),
+            };
+            if let Ok(selection) = select(&offer, &supported) {
+                assert_eq!(selection.confirm(&offer), Ok(()));
+            }
+        }
+        Opening::Refuse(_, refusal) => assert!(refusal.text.len() <= MAX_TEXT_BYTES),
+        Opening::Lane(lane) => assert_ne!(lane.lane, 0),
+        Opening::Select(_) => {}
+    }
+}
+
+/// A control message, as it is and with the length that it has.
+pub fn fuzz_control_message(bytes: &[u8]) {
+    control_message(bytes);
+    let Some(body_bytes) = bytes.len().checked_sub(CONTROL_HEADER_BYTES) else {
+        return;
+    };
+    if let Ok(length) = u32::try_from(body_bytes) {
+        let mut honest = bytes.to_vec();
+        honest[..4].copy_from_slice(&length.to_le_bytes());
+        control_message(&honest);
+    }
+}
+
+fn control_message(bytes: &[u8]) -> Option<Message> {
+    let (header, body) = bytes.split_first_chunk::<CONTROL_HEADER_BYTES>()?;
+    let header = Header::decode(header).ok()?;
+    assert!(header.body_bytes() <= MAX_CONTROL_BODY_BYTES);
+    let message = Message::decode(&header, body).ok()??;
+    assert_eq!(body.len(), header.body_bytes());
+    within_limits(&message);
+    // Regions are wider in memory than on the wire, by less than four times.
+    assert!(held_bytes(&message) <= 4 * body.len() + 64);
+    let mut encoded = Vec::new();
+    message
+        .encode(&header.envelope(), &mut encoded)
+        .expect(WITHIN_LIMITS);
+    let (again, body) = encoded
+        .split_first_chunk::<CONTROL_HEADER_BYTES>()
+        .expect("a message starts with its header");
+    let again = Header::decode(again).expect("it was written here");
+    assert_eq!(again.envelope(), header.envelope());
+    assert_eq!(
+        Message::decode(&again, body).as_ref(),
+        Ok(&Some(message.clone()))
+    );
+    Some(message)
+}
+
+fn within_limits(message: &Message) {
+    let sets_in_bounds = |sets: &[ChunkSet]| {
+        assert!(sets.len() <= MAX_ACK_SETS);
+        for set in sets {
+            assert!(set.count > 0 && set.first.checked_add(u64::from(set.count)).is_some());
+        }
+    };
+    match message {
+        Message::Describe(describe) => {
+            assert!(describe.vm_name.len() <= MAX_NAME_BYTES);
+            assert!(describe.description.len() <= MAX_DESCRIPTION_BYTES);
+            assert_eq!(u64::from(describe.page_bytes), PAGE_BYTES);
+            table_in_bounds(&describe.regions);
+        }
+        Message::Accept(accept) => {
+            assert!((1..=MAX_LANES).contains(&accept.lanes_max));
+            assert!(accept.endpoints.len() <= MAX_ENDPOINTS);
+        }
+        Message::Refuse { text, .. }
+        | Message::Cancel { text, .. }
+        | Message::LaneRefused { text, .. } => assert!(text.len() <= MAX_TEXT_BYTES),
+        Message::Ack { sets, reached } => {
+            sets_in_bounds(sets);
+            assert!(reached.len() <= usize::from(MAX_LANES));
+        }
+        Message::Fenced { acks, .. } => sets_in_bounds(acks),
+        Message::Section(section) => {
+            assert!(section.name.len() <= MAX_NAME_BYTES);
+            assert!(section.bytes.len() <= MAX_SECTION_BYTES);
+        }
+        Message::Final(last) => assert!(last.sections <= MAX_SECTIONS),
+        _ => {}
+    }
+}
+
+fn table_in_bounds(table: &RegionTable) {
+    let regions = table.regions();
+    assert!((1..=MAX_REGIONS).contains(&regions.len()));
+    assert!(regions.is_sorted_by(|one, next| one.id < next.id));
+    let mut total = 0_u64;
+    for region in regions {
+        assert!(region.length > 0 && region.length <= MAX_REGION_BYTES);
+        assert!(region.length.is_multiple_of(PAGE_BYTES));
+        assert!(region.backing_page_bytes.is_power_of_two());
+        assert!(region.name.len() <= MAX_NAME_BYTES);
+        assert_eq!(table.get(region.id), Some(region));
+        total += region.length;
+    }
+    assert_eq!(total, table.total_bytes());
+    assert!(total <= MAX_MEMORY_BYTES);
+}
+
+/// Bytes on the heap that a message holds.
+fn held_bytes(message: &Message) -> usize {
+    match message {
+        Message::Describe(describe) => {
+            let regions = describe.regions.regions();
+            describe.vm_name.capacity()
+                + describe.description.capacity()
+                + size_of_val(regions)
+                + regions.iter().map(|r| r.name.capacity()).sum::<usize>()
+        }
+        Message::Accept(accept) => {
+            let endpoints = accept.endpoints.iter().map(String::capacity);
+            // An endpoint is two bytes on the wire and a string in memory; their
+            // number is the bound.
+            assert!(accept.endpoints.capacity() <= MAX_ENDPOINTS);
+            endpoints.sum()
+        }
+        Message::Refuse { text, .. }
+        | Message::Cancel { text, .. }
+        | Message::LaneRefused { text, .. } => text.capacity(),
+        Message::Ack { sets, reached } => {
+            sets.capacity() * size_of::<ChunkSet>() + reached.capacity() * size_of::<Reached>()
+        }
+        Message::Fenced { acks, .. } => acks.capacity() * size_of::<ChunkSet>(),
+        Message::Section(section) => section.name.capacity() + section.bytes.capacity(),
+        _ => 0,
+    }
+}
+
+/// The regions of a *describe* whose other fields are as they should be.
+pub fn fuzz_region_table(bytes: &[u8]) {
+    let mut message = vec![0; CONTROL_HEADER_BYTES];
+    // VM UUID and an empty name; the page length; not paused; no description.
+    message.extend_from_slice(&[0; 18]);
+    message.extend_from_slice(&4096_u32.to_le_bytes());
+    message.extend_from_slice(&[0; 5]);
+    message.extend_from_slice(bytes);
+    let Ok(length) = u32::try_from(message.len() - CONTROL_HEADER_BYTES) else {
+        return;
+    };
+    message[..4].copy_from_slice(&length.to_le_bytes());
+    // The kind of *describe*.
+    message[4] = 1;
+    if let Some(message) = control_message(&message) {
+        assert!(matches!(message, Message::Describe(_)));
+    }
+}
+
+/// Where the table begins in a whole *describe*.
+#[cfg(test)]
+pub(super) fn table_at(describe: &[u8]) -> usize {
+    let length = |at: usize, bytes: usize| {
+        let field = &describe[at..at + bytes];
+        field
+            .iter()
+            .rev()
+            .fold(0_usize, |sum, &byte| sum << 8 | usize::from(byte))
+    };
+    let name_at = CONTROL_HEADER_BYTES + 16;
+    let description_at = name_at + 2 + length(name_at, 2) + 5;
+    description_at + 4 + length(description_at, 4)
+}
+
+static REGIONS: LazyLock<RegionTable> = LazyLock::new(|| {
+    let region = |id, length| Region {
+        id,
+        kind: RegionKind::Ram,
+        flags: 0,
+        backing_page_bytes: 4096,
+        length,
+        guest_physical: 0,
+        name: String::new(),
+    };
+    // Those of the vectors, one of a single page, and a very large one.
+    RegionTable::new(vec![
+        region(0, 1 << 30),
+        region(1, 4096),
+        region(7, 1 << 51),
+        region(9, 0x2_0000),
+    ])
+    .expect("the table is within every limit")
+});
+
+/// A frame of a data lane: ranges lie inside their regions, and a frame has
+/// one encoding.
+pub fn fuzz_data_frame(bytes: &[u8]) {
+    let Some((header, rest)) = bytes.split_first_chunk::<FRAME_HEADER_BYTES>() else {
+        return;
+    };
+    let Ok(frame) = Frame::decode(header) else {
+        return;
+    };
+    assert_eq!(frame.to_bytes(), *header);
+    let Frame::Chunk(chunk) = frame else {
+        return;
+    };
+    assert!(chunk.number() < u64::MAX, "no acknowledgement can name it");
+    assert!((1..=MAX_RANGES_PER_CHUNK).contains(&chunk.range_count()));
+    assert!(chunk.payload_bytes() <= MAX_CHUNK_PAYLOAD_BYTES);
+    let mut ranges = Vec::with_capacity(MAX_RANGES_PER_CHUNK);
+    let room = ranges.capacity();
+    if chunk.decode_ranges(rest, &REGIONS, &mut ranges).is_err() {
+        return;
+    }
+    assert_eq!(ranges.capacity(), room, "a lane's thread never allocates");
+    let mut payload = 0;
+    for range in &ranges {
+        let region = REGIONS.get(range.region).expect("the region is known");
+        assert!(range.page_count > 0);
+        assert!(range.offset + range.memory_bytes() <= region.length);
+        payload += range.payload_bytes();
+    }
+    assert_eq!(payload, u64::from(chunk.payload_bytes()));
+    let mut encoded = Vec::new();
+    let written = ChunkHeader::encode(chunk.number(), chunk.iteration(), &ranges, &mut encoded);
+    assert_eq!(written, Ok(chunk));
+    assert_eq!(encoded, bytes);
+}
+
+/// Extension fields, of which this reader knows tags 1 to 3: what is taken
+/// ascends and stands in the bytes, and writing it gives the bytes again.
+pub fn fuzz_extension_fields(bytes: &[u8]) {
+    let mut taken = Vec::new();
+    let mut skipped = 0;
+    let read = Reader::new(bytes).fields(|tag, value| -> Result<bool, DecodeError> {
+        if !(1..=3).contains(&tag) {
+            skipped += 1;
+            return Ok(false);
+        }
+        let left = value.left();
+        taken.push((tag, value.bytes("value", left)?));
+        Ok(true)
+    });
+    assert!(taken.is_sorted_by(|one, next| one.0 < next.0));
+    assert!(taken.iter().map(|(_, value)| value.len()).sum::<usize>() <= bytes.len());
+    if read.is_err() || skipped > 0 {
+        return;
+    }
+    let mut encoded = Vec::new();
+    Writer::append(&mut encoded, |writer| {
+        taken
+            .iter()
+            .try_for_each(|(tag, value)| writer.field(*tag, false, value))
+    })
+    .expect("no value is longer than the input");
+    // But for the bit that says whether a field must be understood.
+    assert_eq!(encoded.len(), bytes.len());
+}
+
+#[cfg(test)]
+pub(super) fn extension_seeds() -> Vec<super::driver::Seed> {
+    type Field<'a> = (u16, bool, &'a [u8]);
+    let fields: [(&str, &[Field<'_>]); 4] = [
+        ("none", &[]),
+        ("digest", &[(1, true, &[7; 16])]),
+        ("skipped", &[(1, false, &[]), (9, false, &[1, 2, 3])]),
+        (
+            "all",
+            &[(1, false, &[1]), (2, true, &[]), (3, false, &[3; 9])],
+        ),
+    ];
+    let encoded = fields.map(|(name, fields)| {
+        let mut bytes = Vec::new();
+        let written = Writer::append(&mut bytes, |writer| {
+            fields
+                .iter()
+                .try_for_each(|(tag, required, value)| writer.field(*tag, *required, value))
+        });
+        assert_eq!(written, Ok(()));
+        (name.to_owned(), bytes)
+    });
+    encoded.to_vec()
+}

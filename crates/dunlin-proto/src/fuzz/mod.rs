@@ -1,0 +1,114 @@
+//! Fuzz entries: one function for each decoder, and one for each part that is
+//! driven by operations, with bytes that choose them.
+//!
+//! Each takes any bytes, and panics if a decoder or a model finds something
+//! amiss. The unit tests run them over the checked-in seeds and mutations of
+//! those; `make fuzz` runs the same functions under libFuzzer. Compiled for
+//! tests and with the feature `fuzzing` only.
+
+mod decoders;
+mod operations;
+
+pub use decoders::{
+    fuzz_control_message, fuzz_data_frame, fuzz_extension_fields, fuzz_opening, fuzz_region_table,
+};
+pub use operations::{fuzz_bitmap, fuzz_marks, fuzz_pace, fuzz_precopy, fuzz_regions};
+
+/// A fuzz entry by the name of its seeds' folder and of its binary.
+pub type Target = (&'static str, fn(&[u8]));
+
+/// Every entry of this crate.
+pub const TARGETS: &[Target] = &[
+    ("opening", fuzz_opening),
+    ("control_message", fuzz_control_message),
+    ("data_frame", fuzz_data_frame),
+    ("region_table", fuzz_region_table),
+    ("extension_fields", fuzz_extension_fields),
+    ("bitmap", fuzz_bitmap),
+    ("marks", fuzz_marks),
+    ("pace", fuzz_pace),
+    ("precopy", fuzz_precopy),
+    ("regions", fuzz_regions),
+];
+
+/// Bytes that choose operations. At their end everything is zero, so that any
+/// input means something.
+#[derive(Clone, Debug)]
+pub struct Choices<'a>(&'a [u8]);
+
+impl<'a> Choices<'a> {
+    /// Chooses by `bytes`.
+    #[must_use]
+    pub fn new(bytes: &'a [u8]) -> Self {
+        Self(bytes)
+    }
+
+    /// Whether bytes are left.
+    #[must_use]
+    pub fn more(&self) -> bool {
+        !self.0.is_empty()
+    }
+
+    /// Any byte.
+    pub fn byte(&mut self) -> u8 {
+        self.array::<1>()[0]
+    }
+
+    /// A number from 0 to `limit - 1`; 0 where `limit` is 0.
+    pub fn below(&mut self, limit: u64) -> u64 {
+        u64::from(u16::from_le_bytes(self.array()))
+            .checked_rem(limit)
+            .unwrap_or(0)
+    }
+
+    /// Any number, with those at the edges of what a `u64` holds and of what
+    /// a page or a word is far more often than chance has it.
+    pub fn number(&mut self) -> u64 {
+        let near = u64::from(self.byte());
+        match self.byte() % 8 {
+            0 => u64::MAX - near,
+            1 => near * 4096,
+            2 => (1 << 52) - near,
+            3 => u64::from_le_bytes(self.array()),
+            4 => u64::from(u32::MAX) + near,
+            5 => u64::from(u32::from_le_bytes(self.array())),
+            _ => near,
+        }
+    }
+
+    fn array<const N: usize>(&mut self) -> [u8; N] {
+        let mut array = [0; N];
+        let taken = self.0.len().min(N);
+        let (head, rest) = self.0.split_at(taken);
+        array[..taken].copy_from_slice(head);
+        self.0 = rest;
+        array
+    }
+}
+
+#[cfg(test)]
+#[path = "../../../../fuzz/driver.rs"]
+mod driver;
+
+#[cfg(test)]
+mod tests {
+    use super::driver::{Seed, check, vectors};
+    use super::*;
+
+    /// The vectors of docs/wire.md for decoders, and noise for operations.
+    fn seeds(target: &str) -> Vec<Seed> {
+        match target {
+            "opening" => vectors("opening/"),
+            "control_message" => vectors("control/"),
+            "data_frame" => vectors("frame/"),
+            "region_table" => driver::within(&vectors("control/describe"), decoders::table_at),
+            "extension_fields" => decoders::extension_seeds(),
+            _ => driver::noise(),
+        }
+    }
+
+    #[test]
+    fn i7_every_decoder_and_model_stands_seeds_and_mutations() {
+        check(TARGETS, seeds);
+    }
+}

@@ -1,0 +1,101 @@
+//! The fuzz entry of a connection whose peer nobody knows.
+
+use std::io::{IoSlice, Write};
+use std::net::{Ipv4Addr, Shutdown, SocketAddr};
+use std::sync::{Arc, LazyLock};
+use std::time::Instant;
+
+use dunlin_proto::limits::MAX_OPENING_BODY_BYTES;
+use rustls::ServerConfig;
+use rustls::server::{ClientHello, ResolvesServerCert};
+use rustls::sign::CertifiedKey;
+
+use super::{
+    Arrival, LaneSocket, OPENING_DEADLINE, Opening, PRELUDE_BYTES, Pending, Prelude,
+    RECEIVED_RECORD_BYTES, ServerTls, Stage, Step,
+};
+use crate::lane::names::PeerNames;
+use crate::lane::provider::{Crypto, Provider};
+
+/// A host that has lost its certificate: nobody gets through the handshake.
+#[derive(Debug)]
+struct NoCertificate;
+
+impl ResolvesServerCert for NoCertificate {
+    fn resolve(&self, _: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
+        None
+    }
+}
+
+static TLS: LazyLock<ServerTls> = LazyLock::new(|| {
+    let provider = Provider::built_in()[0];
+    let rustls = Crypto::with(provider).rustls().expect("it is built in");
+    let config = ServerConfig::builder_with_provider(rustls)
+        .with_protocol_versions(&[&rustls::version::TLS13])
+        .expect("every suite is of TLS 1.3")
+        .with_no_client_auth()
+        .with_cert_resolver(Arc::new(NoCertificate));
+    ServerTls {
+        config: Arc::new(config),
+        peers: PeerNames::AnyFromAuthority,
+        provider,
+    }
+});
+
+/// Any first bytes, in two pieces, and then nothing more: the connection comes
+/// to an end by itself, keeps no more than its bound, and nobody arrives but a
+/// plain lane whose opening is what was sent.
+pub fn fuzz_connection(bytes: &[u8]) {
+    let (mut near, far) = crate::fuzz::pair();
+    far.set_nonblocking(true).expect("the connection stands");
+    let mut pending = Pending {
+        stream: far,
+        from: SocketAddr::from((Ipv4Addr::LOCALHOST, 1)),
+        deadline: Instant::now() + OPENING_DEADLINE,
+        stage: Stage::Silent,
+        opening: Vec::new(),
+        prelude: None,
+    };
+    let at = bytes
+        .first()
+        .map_or(0, |&byte| usize::from(byte) % bytes.len());
+    let mut step = Step::Wait;
+    for part in [&bytes[..at], &bytes[at..]] {
+        // It may have been refused and closed by now.
+        let _ = near.write_vectored(&[IoSlice::new(part)]);
+        if matches!(step, Step::Wait) {
+            step = pending.advance(&TLS);
+        }
+    }
+    if matches!(step, Step::Wait) {
+        near.shutdown(Shutdown::Write)
+            .expect("the connection stands");
+        step = pending.advance(&TLS);
+    }
+    assert!(pending.opening.len() <= PRELUDE_BYTES + MAX_OPENING_BODY_BYTES);
+    if let Stage::Tls(handshake) = &pending.stage {
+        assert!(handshake.record.len() <= RECEIVED_RECORD_BYTES);
+    }
+    match step {
+        Step::Wait => panic!("nothing more comes, and it waits"),
+        Step::Gone => panic!("it was never refused"),
+        Step::Refused(_) => pending.linger(Instant::now()),
+        Step::Complete => {
+            let opening = pending.opening.clone();
+            assert_eq!(opening, bytes[..opening.len()]);
+            let (prelude, body) = opening
+                .split_first_chunk::<PRELUDE_BYTES>()
+                .expect("a complete opening has its prelude");
+            let decoded =
+                Prelude::decode(prelude).and_then(|prelude| Opening::decode(&prelude, body));
+            match pending.arrive(&TLS) {
+                Arrival::Control { .. } => panic!("a control lane without a handshake"),
+                Arrival::Lane { socket, opening } => {
+                    assert!(matches!(socket, LaneSocket::Plain(_)));
+                    assert_eq!(Ok(opening), decoded);
+                }
+                Arrival::Rejected { .. } => assert!(decoded.is_err()),
+            }
+        }
+    }
+}

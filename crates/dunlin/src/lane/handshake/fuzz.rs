@@ -1,0 +1,51 @@
+//! The fuzz entry of what stands in front of rustls.
+
+use std::io::Write;
+use std::net::Shutdown;
+use std::time::{Duration, Instant};
+
+use super::{FLIGHT_LIMIT_BYTES, HEADER_BYTES, HandshakeError, RECEIVED_RECORD_BYTES, read_record};
+
+/// The records of a handshake: each is taken whole or not at all, and no peer
+/// makes us keep more than its bound.
+pub fn fuzz_handshake_records(bytes: &[u8]) {
+    let (mut near, far) = crate::fuzz::pair();
+    near.write_all(bytes)
+        .expect("the socket's buffer is larger");
+    near.shutdown(Shutdown::Write)
+        .expect("the connection stands");
+    let deadline = Instant::now() + Duration::from_secs(10);
+    let (mut incoming, mut received) = (Vec::new(), 0);
+    let mut rest = bytes;
+    loop {
+        let before = incoming.len();
+        let result = read_record(&far, deadline, &mut incoming, &mut received);
+        assert!(incoming.len() <= FLIGHT_LIMIT_BYTES + RECEIVED_RECORD_BYTES);
+        let whole = rest
+            .first_chunk()
+            .map(|&[_, _, _, high, low]: &[u8; HEADER_BYTES]| {
+                HEADER_BYTES + usize::from(u16::from_be_bytes([high, low]))
+            });
+        match result {
+            Ok(()) => {
+                let whole = whole.expect("there was a header");
+                assert_eq!(incoming[before..], rest[..whole]);
+                assert!((20..=23).contains(&rest[0]) && rest[1] == 3);
+                rest = &rest[whole..];
+            }
+            Err(HandshakeError::PeerClosed) => {
+                assert!(whole.is_none_or(|whole| whole > rest.len()));
+                return;
+            }
+            Err(HandshakeError::NotTls { start }) => {
+                assert_eq!(start, rest[..HEADER_BYTES]);
+                return;
+            }
+            Err(HandshakeError::TooLong) => {
+                assert!(whole > Some(RECEIVED_RECORD_BYTES) || received > FLIGHT_LIMIT_BYTES);
+                return;
+            }
+            Err(error) => panic!("{error}"),
+        }
+    }
+}

@@ -1,0 +1,606 @@
+//! A destination that lies, at each step of a session (I7): the source ends it
+//! with words that say what was wrong and whose fault it is, keeps nothing, and
+//! its guest goes on; after *commit* it stands still, since it may run there. The
+//! next migration, to an honest destination, goes through.
+//!
+//! What each lie costs is printed as a table: `--nocapture` shows it.
+#![allow(clippy::unwrap_used)]
+
+mod engine_support;
+mod hostile_support;
+mod lane_support;
+
+use std::net::TcpListener;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use dunlin::engine::VmIs;
+use dunlin::engine::source::{self, LaneSecurity};
+use dunlin::engine::vmm::FaultCode;
+use dunlin::lane::control;
+use dunlin::lane::data::DataReceiver;
+use dunlin::lane::identity::ServerTls;
+use dunlin_proto::control::{Accept, CONTROL_HEADER_BYTES, ChunkSet, Message, Verdict};
+use dunlin_proto::negotiate::{
+    Features, LaneOpen, Opening, PRELUDE_BYTES, Selection, SessionSecret, VERSIONS,
+};
+use engine_support::peer::*;
+use engine_support::*;
+use hostile_support::*;
+use lane_support::{Authority, SOURCE, soon};
+
+const MALFORMED: FaultCode = FaultCode::Malformed;
+
+fn one_lane() -> source::Options {
+    source::Options {
+        lanes: 1,
+        connect_limit: Duration::from_secs(2),
+        no_lane_limit: Duration::from_millis(500),
+        control_limit: Duration::from_millis(500),
+        ..source::Options::default()
+    }
+}
+
+/// Pre-copy takes longer than any lie about it: else *ready* would be awaited.
+fn slow() -> source::Options {
+    source::Options {
+        rate: Some(1 << 20),
+        ..one_lane()
+    }
+}
+
+/// The source goes on at once, with a switchover as soon as it may.
+fn hasty(verify: bool) -> source::Options {
+    source::Options {
+        time_limit: Some(Duration::from_millis(200)),
+        at_time_limit: source::AtTimeLimit::Stop,
+        verify,
+        ..one_lane()
+    }
+}
+
+fn accept_message() -> Accept {
+    Accept {
+        secret: SessionSecret([5; 32]),
+        lanes_max: 4,
+        endpoints: Vec::new(),
+    }
+}
+
+fn until_it_hangs_up(peer: &mut Peer) {
+    while peer.receive().is_some() {}
+}
+
+fn stays(fault: FaultCode, text: &str) -> (FaultCode, VmIs, &str) {
+    (fault, VmIs::AtSource, text)
+}
+
+/// A destination that has been told about the VM.
+fn described(listener: &TcpListener, tls: &ServerTls) -> Peer {
+    let mut peer = Peer::destination(listener, tls, None);
+    assert!(matches!(peer.receive(), Some(Message::Describe(_))));
+    peer
+}
+
+/// One whose only lane stands; it is read to its end on a thread.
+fn with_lane(listener: &TcpListener, tls: &ServerTls) -> (Peer, thread::JoinHandle<DataReceiver>) {
+    let mut peer = described(listener, tls);
+    peer.send(&Message::Accept(accept_message()));
+    let (mut lane, open) = take_lane(listener, tls);
+    assert_eq!(open.lane, 1);
+    peer.send(&Message::LaneUp { lane: 1 });
+    let reader = thread::spawn(move || {
+        while lane.read_exact(&mut [0; 24]).is_ok() {}
+        lane
+    });
+    (peer, reader)
+}
+
+/// One that has been sent everything and shall answer *ready*.
+fn finalised(listener: &TcpListener, tls: &ServerTls) -> Peer {
+    let (mut peer, reader) = with_lane(listener, tls);
+    let last = peer.await_message(|message| matches!(message, Message::Final(_)));
+    assert!(last.is_some());
+    reader.join().unwrap();
+    peer
+}
+
+fn out_of_turn() -> Vec<Message> {
+    vec![
+        Message::Ready { digest: None },
+        Message::Running {
+            cpu_ns: 0,
+            downtime_ns: 0,
+        },
+        Message::Answer {
+            attempt: 1,
+            verdict: Verdict::Running,
+        },
+        Message::Commit { run: true },
+        Message::Release,
+        describe(),
+    ]
+}
+
+#[test]
+fn i6_i7_a_selection_that_was_not_offered_is_refused() {
+    let honest = Selection {
+        version: VERSIONS.max,
+        features: Features::VERIFY,
+        security: LaneSecurity::Tls,
+    };
+    let lies = [
+        (
+            "a version that was not offered",
+            Selection {
+                version: 9,
+                ..honest.clone()
+            },
+        ),
+        (
+            "a feature that was not offered",
+            Selection {
+                features: Features::from_bits(3),
+                ..honest.clone()
+            },
+        ),
+        (
+            "a required feature left out",
+            Selection {
+                features: Features::NONE,
+                ..honest.clone()
+            },
+        ),
+        (
+            "plain lanes instead of TLS",
+            Selection {
+                security: LaneSecurity::Plain,
+                ..honest
+            },
+        ),
+    ];
+    for (lie, selection) in lies {
+        let ends = stays(FaultCode::SecurityNotAgreed, "the destination");
+        refused_by_source(
+            &format!("select: {lie}"),
+            ends,
+            &verified(1),
+            |listener, tls| {
+                answer(listener, tls, &Opening::Select(selection));
+            },
+        );
+    }
+    let lane = Opening::Lane(LaneOpen {
+        version: 1,
+        session: SESSION,
+        lane: 1,
+        mac: [0; 32],
+    });
+    let ends = stays(MALFORMED, "with something else");
+    refused_by_source(
+        "select: a lane's opening instead",
+        ends,
+        &one_lane(),
+        |listener, tls| {
+            answer(listener, tls, &lane);
+        },
+    );
+    let ends = stays(MALFORMED, "makes no sense");
+    refused_by_source("select: garbage", ends, &one_lane(), |listener, tls| {
+        let stream = control::server(listener.accept().unwrap().0, tls, soon()).unwrap();
+        stream.send(&[7; PRELUDE_BYTES]).unwrap();
+        let _ = stream.receive(&mut [0; 4096], soon());
+        let _ = stream.receive(&mut [0; 4096], soon());
+    });
+}
+
+/// Answers an offer with `opening`, and waits for the end.
+fn answer(listener: &TcpListener, tls: &ServerTls, opening: &Opening) {
+    let stream = control::server(listener.accept().unwrap().0, tls, soon()).unwrap();
+    let mut bytes = Vec::new();
+    opening.encode(&mut bytes).unwrap();
+    stream.send(&bytes).unwrap();
+    while stream
+        .receive(&mut [0; 4096], soon())
+        .is_ok_and(|count| count > 0)
+    {}
+}
+
+#[test]
+fn i7_lies_instead_of_accept_are_refused() {
+    let mut messages = out_of_turn();
+    messages.push(Message::LaneUp { lane: 1 });
+    messages.push(Message::Fenced {
+        lane: 1,
+        acks: Vec::new(),
+    });
+    for message in messages {
+        let name = message.kind().name();
+        let text = match message {
+            Message::LaneUp { .. } | Message::Fenced { .. } => "the destination".to_owned(),
+            _ => format!("{name} out of turn"),
+        };
+        refused_by_source(
+            &format!("accept: {name} instead"),
+            stays(MALFORMED, &text),
+            &one_lane(),
+            |listener, tls| {
+                let mut peer = described(listener, tls);
+                peer.send(&message);
+                until_it_hangs_up(&mut peer);
+            },
+        );
+    }
+    let sets = vec![ChunkSet { first: 0, count: 1 }];
+    let ends = stays(MALFORMED, "was never sent");
+    refused_by_source("accept: ack instead", ends, &one_lane(), |listener, tls| {
+        let mut peer = described(listener, tls);
+        peer.send(&Message::Ack {
+            sets,
+            reached: Vec::new(),
+        });
+        until_it_hangs_up(&mut peer);
+    });
+    // Where the number of lanes and that of endpoints stand in *accept*.
+    let lanes_at = CONTROL_HEADER_BYTES + 32;
+    let lies: [(&str, usize, &[u8], &str); 3] = [
+        ("no lanes", lanes_at, &[0, 0], "number of lanes"),
+        ("65535 lanes", lanes_at, &[255, 255], "number of lanes"),
+        (
+            "65535 endpoints",
+            lanes_at + 2,
+            &[255, 255],
+            "endpoint count",
+        ),
+    ];
+    for (lie, at, value, text) in lies {
+        refused_by_source(
+            &format!("accept: {lie}"),
+            stays(MALFORMED, text),
+            &one_lane(),
+            |listener, tls| {
+                let mut peer = described(listener, tls);
+                let mut bytes = peer.encode(&Message::Accept(accept_message()));
+                bytes[at..at + value.len()].copy_from_slice(value);
+                peer.stream.send(&bytes).unwrap();
+                until_it_hangs_up(&mut peer);
+            },
+        );
+    }
+}
+
+#[test]
+fn i7_endpoints_that_lead_elsewhere_are_refused() {
+    // Another host of the same authority, whose name is the right one.
+    let stranger = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let elsewhere = stranger.local_addr().unwrap().to_string();
+    let closed = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let nobody = closed.local_addr().unwrap().to_string();
+    drop(closed);
+    let lies = [
+        ("to nobody", nobody, "cannot reach"),
+        (
+            "that are no addresses",
+            "\u{1b}[2J".to_owned(),
+            "cannot reach",
+        ),
+        ("to a stranger", elsewhere, "cannot be secured"),
+    ];
+    let (_, other_authority) = tls();
+    thread::spawn(move || {
+        while let Ok((stream, _)) = stranger.accept() {
+            let _ = control::server(stream, &other_authority, soon());
+        }
+    });
+    for (lie, endpoint, text) in lies {
+        refused_by_source(
+            &format!("accept: endpoints {lie}"),
+            stays(FaultCode::LaneLost, text),
+            &one_lane(),
+            |listener, tls| {
+                let mut peer = described(listener, tls);
+                peer.send(&Message::Accept(Accept {
+                    endpoints: vec![endpoint],
+                    ..accept_message()
+                }));
+                until_it_hangs_up(&mut peer);
+            },
+        );
+    }
+}
+
+/// A lane that ends at a host with a certificate of the same authority and the
+/// same name, which is not the control lane's.
+#[test]
+fn i7_a_lane_to_another_host_of_the_same_name_is_refused() {
+    let _alone = alone();
+    let authority = Authority::new();
+    let client = client_of(&authority, SOURCE);
+    let (server, twin) = (server_of(&authority), server_of(&authority));
+    let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let other = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let to = listener.local_addr().unwrap().to_string();
+    let endpoint = other.local_addr().unwrap().to_string();
+    let vm = TestVm::new(4 << 20);
+    vm.start(64, Duration::from_micros(100));
+    let error = thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut peer = described(&listener, &server);
+            peer.send(&Message::Accept(Accept {
+                endpoints: vec![endpoint],
+                ..accept_message()
+            }));
+            let _ = dunlin::lane::handshake::server(other.accept().unwrap().0, &twin, soon());
+            until_it_hangs_up(&mut peer);
+        });
+        let cancel = dunlin::engine::Cancel::new();
+        send(&vm, &to, &client, &one_lane(), &cancel).0.unwrap_err()
+    });
+    assert_eq!(
+        (error.fault, error.vm),
+        (FaultCode::WrongIdentity, VmIs::AtSource)
+    );
+    assert!(vm.goes_on());
+    good_migration_of(&vm, listener, (&client, &server));
+}
+
+#[test]
+fn i7_lies_about_lanes_are_refused() {
+    let lies = [
+        (
+            "one that is not being opened",
+            Message::LaneUp { lane: 9 },
+            MALFORMED,
+            "lane 9",
+        ),
+        (
+            "one is refused for no reason",
+            Message::LaneRefused {
+                lane: 1,
+                fault: FaultCode::DuplicateLane,
+                text: "because".into(),
+            },
+            FaultCode::DuplicateLane,
+            "because",
+        ),
+    ];
+    for (lie, message, fault, text) in lies {
+        refused_by_source(
+            &format!("lane up: {lie}"),
+            stays(fault, text),
+            &one_lane(),
+            |listener, tls| {
+                let mut peer = described(listener, tls);
+                peer.send(&Message::Accept(accept_message()));
+                peer.send(&message);
+                until_it_hangs_up(&mut peer);
+            },
+        );
+    }
+    for message in [Message::Accept(accept_message()), describe()] {
+        let name = message.kind().name();
+        refused_by_source(
+            &format!("lane up: {name} again"),
+            stays(MALFORMED, &format!("{name} out of turn")),
+            &slow(),
+            |listener, tls| {
+                let (mut peer, _reader) = with_lane(listener, tls);
+                peer.send(&message);
+                until_it_hangs_up(&mut peer);
+            },
+        );
+    }
+}
+
+#[test]
+fn i7_lies_during_pre_copy_are_refused() {
+    let mut lies: Vec<(String, Message, &str)> = out_of_turn()
+        .into_iter()
+        .map(|message| (message.kind().name().to_owned(), message, "out of turn"))
+        .collect();
+    let ack = |first, count| Message::Ack {
+        sets: vec![ChunkSet { first, count }],
+        reached: Vec::new(),
+    };
+    let never = "was never sent";
+    lies.push((
+        "ack of the last chunks that there can be".into(),
+        ack(u64::MAX - 9, 9),
+        never,
+    ));
+    lies.push(("ack of 4 Gi chunks".into(), ack(0, u32::MAX), never));
+    for (lie, message, text) in lies {
+        refused_by_source(
+            &format!("pre-copy: {lie}"),
+            stays(MALFORMED, text),
+            &slow(),
+            |listener, tls| {
+                let (mut peer, _reader) = with_lane(listener, tls);
+                peer.send(&message);
+                until_it_hangs_up(&mut peer);
+            },
+        );
+    }
+    for (lie, session, epoch) in [
+        ("another session's message", [1; 16], 1),
+        ("a stale epoch", [0; 16], 0),
+        ("an epoch to come", [0; 16], 2),
+    ] {
+        refused_by_source(
+            &format!("pre-copy: {lie}"),
+            stays(MALFORMED, "another session or epoch"),
+            &slow(),
+            |listener, tls| {
+                let (mut peer, _reader) = with_lane(listener, tls);
+                let honest = peer.envelope;
+                if session != [0; 16] {
+                    peer.envelope.session = session;
+                }
+                peer.envelope.epoch = epoch;
+                peer.send(&Message::Ping { token: 1 });
+                peer.envelope = honest;
+                until_it_hangs_up(&mut peer);
+            },
+        );
+    }
+    let ends = stays(MALFORMED, "makes no sense");
+    refused_by_source("pre-copy: garbage", ends, &slow(), |listener, tls| {
+        let (mut peer, _reader) = with_lane(listener, tls);
+        peer.stream.send(&[255; CONTROL_HEADER_BYTES]).unwrap();
+        until_it_hangs_up(&mut peer);
+    });
+    let ends = stays(FaultCode::ControlLost, "could not be made anew");
+    refused_by_source("pre-copy: closed", ends, &slow(), |listener, tls| {
+        let (peer, _reader) = with_lane(listener, tls);
+        peer.stream.close().unwrap();
+    });
+}
+
+#[test]
+fn i3_i7_lies_instead_of_ready_are_refused() {
+    let digest = |digest| Message::Ready { digest };
+    let lies = [
+        ("no digest", digest(None), MALFORMED, "sent no digest"),
+        (
+            "another memory's digest",
+            digest(Some([1; 16])),
+            FaultCode::VerificationFailed,
+            "the memories differ",
+        ),
+        (
+            "running",
+            Message::Running {
+                cpu_ns: 1,
+                downtime_ns: 1,
+            },
+            MALFORMED,
+            "running out of turn",
+        ),
+        (
+            "accept",
+            Message::Accept(accept_message()),
+            MALFORMED,
+            "accept out of turn",
+        ),
+    ];
+    for (lie, message, fault, text) in lies {
+        refused_by_source(
+            &format!("ready: {lie}"),
+            stays(fault, text),
+            &hasty(true),
+            |listener, tls| {
+                let mut peer = finalised(listener, tls);
+                peer.send(&message);
+                until_it_hangs_up(&mut peer);
+            },
+        );
+    }
+}
+
+/// *commit* is out: whatever comes instead of *running*, the source neither
+/// resumes nor destroys its copy.
+#[test]
+fn i1_lies_instead_of_running_leave_the_vm_in_doubt() {
+    let lies: [(&str, FaultCode, &str, fn(&mut Peer)); 4] = [
+        ("ready again", MALFORMED, "ready out of turn", |peer| {
+            peer.send(&Message::Ready { digest: None });
+        }),
+        ("cancel", FaultCode::Cancelled, "let me go", |peer| {
+            peer.send(&Message::Cancel {
+                fault: FaultCode::Cancelled,
+                text: "let me go".into(),
+            });
+        }),
+        ("garbage", MALFORMED, "makes no sense", |peer| {
+            peer.stream.send(&[255; CONTROL_HEADER_BYTES]).unwrap();
+        }),
+        (
+            "closed",
+            FaultCode::ControlLost,
+            "has closed the control lane",
+            |peer| {
+                peer.stream.close().unwrap();
+            },
+        ),
+    ];
+    for (lie, fault, text, tell) in lies {
+        refused_by_source(
+            &format!("running: {lie}"),
+            (fault, VmIs::InDoubt, text),
+            &hasty(false),
+            |listener, tls| {
+                let mut peer = finalised(listener, tls);
+                peer.send(&Message::Ready { digest: None });
+                let commit =
+                    peer.await_message(|message| matches!(message, Message::Commit { .. }));
+                assert_eq!(commit, Some(Message::Commit { run: true }));
+                tell(&mut peer);
+                until_it_hangs_up(&mut peer);
+            },
+        );
+    }
+}
+
+/// Acknowledgements of a chunk that was sent count once, however many come.
+#[test]
+fn i8_acknowledgements_repeated_without_end_do_no_harm() {
+    let ends = stays(MALFORMED, "ready out of turn");
+    refused_by_source(
+        "ack: one chunk 400,000 times",
+        ends,
+        &slow(),
+        |listener, tls| {
+            let (mut peer, _reader) = with_lane(listener, tls);
+            let sets = vec![ChunkSet { first: 0, count: 1 }; 4000];
+            thread::sleep(Duration::from_millis(100));
+            for _ in 0..100 {
+                peer.send(&Message::Ack {
+                    sets: sets.clone(),
+                    reached: Vec::new(),
+                });
+            }
+            peer.send(&Message::Ready { digest: None });
+            until_it_hangs_up(&mut peer);
+        },
+    );
+}
+
+#[test]
+fn i7_a_destination_that_never_accepts_but_pings_for_ever_is_given_up() {
+    let options = source::Options {
+        connect_limit: Duration::from_millis(500),
+        ..one_lane()
+    };
+    let ends = stays(FaultCode::ControlLost, "kept us waiting");
+    refused_by_source(
+        "accept: pings for ever instead",
+        ends,
+        &options,
+        |listener, tls| {
+            let mut peer = Peer::destination(listener, tls, None);
+            let mut token = 0;
+            while peer.send(&Message::Ping { token }) {
+                token += 1;
+                let _ = peer.stream.receive(&mut [0; 4096], Instant::now());
+            }
+        },
+    );
+}
+
+#[test]
+fn i2_a_peer_that_says_the_guest_has_ended_does_not_keep_it_paused() {
+    let ends = stays(FaultCode::GuestPoweredOff, "says so");
+    refused_by_source(
+        "ready: the guest has ended",
+        ends,
+        &hasty(false),
+        |listener, tls| {
+            let mut peer = finalised(listener, tls);
+            peer.send(&Message::Cancel {
+                fault: FaultCode::GuestPoweredOff,
+                text: "says so".into(),
+            });
+            until_it_hangs_up(&mut peer);
+        },
+    );
+}

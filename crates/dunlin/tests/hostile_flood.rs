@@ -1,0 +1,278 @@
+//! Floods: a thousand connections that are silent or talk nonsense, connections
+//! without end, and an authenticated host that asks again and again. The figures
+//! are printed: `--nocapture` shows them.
+#![allow(clippy::unwrap_used)]
+
+mod engine_support;
+mod hostile_support;
+mod lane_support;
+
+use std::collections::VecDeque;
+use std::io::Write;
+use std::net::{SocketAddr, TcpStream};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use dunlin::engine::{Cancel, Event, Host, StandardHost, destination, source};
+use dunlin::lane::control;
+use dunlin_proto::negotiate::{Features, LaneSecurity, Offer, VERSIONS};
+use engine_support::*;
+use hostile_support::{Before, alone, open_files};
+
+/// Connections that a flood holds open at a time, so that this process gets along
+/// with the usual thousand descriptors.
+const HELD: usize = 300;
+
+/// Connects, says one of several things, or nothing.
+fn stranger(to: SocketAddr, number: u64) -> Option<TcpStream> {
+    // A listener whose backlog is full answers late.
+    let mut stream = TcpStream::connect_timeout(&to, Duration::from_secs(5)).ok()?;
+    let words: &[u8] = match number % 4 {
+        0 | 1 => b"",
+        2 => b"GET / HTTP/1.1\r\n\r\n",
+        // The beginning of a handshake that never goes on.
+        _ => &[22, 3, 1, 2, 0, 1, 0, 1, 252, 3, 3],
+    };
+    let _ = stream.write_all(words);
+    Some(stream)
+}
+
+/// A migration of 48 MiB at 32 MiB/s. Returns how long it took until it was
+/// accepted and in all.
+fn migrate(to: SocketAddr, client: &dunlin::lane::identity::ClientTls) -> (Duration, Duration) {
+    let vm = TestVm::new(48 << 20);
+    vm.fill(24 << 20);
+    vm.start(64, Duration::from_millis(1));
+    let options = source::Options {
+        rate: Some(32 << 20),
+        ..verified(2)
+    };
+    let began = Instant::now();
+    let accepted_ns = AtomicU64::new(0);
+    let observe = |event: &Event| {
+        if matches!(event, Event::Accepted { .. }) {
+            accepted_ns.store(began.elapsed().as_nanos() as u64, Ordering::SeqCst);
+        }
+    };
+    let as_source: std::sync::Arc<dyn dunlin::engine::vmm::SourceVm> =
+        std::sync::Arc::clone(&vm) as _;
+    let host: std::sync::Arc<dyn Host> = std::sync::Arc::new(StandardHost);
+    let cancel = Cancel::new();
+    let to = to.to_string();
+    let report = source::migrate(&as_source, &to, client, &options, &host, &observe, &cancel);
+    let report = report.unwrap();
+    assert_eq!(report.digests_equal, Some(true));
+    let accepted = Duration::from_nanos(accepted_ns.load(Ordering::SeqCst));
+    (accepted, report.total)
+}
+
+#[test]
+fn i7_a_thousand_strangers_do_not_disturb_a_session() {
+    let _alone = alone();
+    let (client, server) = tls();
+    let options = impatient();
+    let quiet = {
+        let receiving = Receiving::start(&server, &options, TestBuilder::default());
+        let (_, took) = migrate(receiving.address, &client);
+        receiving.finish(false).0.unwrap();
+        took
+    };
+    let before = Before::now();
+    let receiving = Receiving::start(&server, &options, TestBuilder::default());
+    let to = receiving.address;
+    let (flooded, most_files, flood_took) = thread::scope(|scope| {
+        let migrating = scope.spawn(|| migrate(to, &client));
+        receiving
+            .await_event(|event| matches!(event, destination::DestinationEvent::LaneUp { .. }));
+        let began = Instant::now();
+        let mut held = VecDeque::new();
+        let mut most_files = 0;
+        for number in 0..1000 {
+            held.extend(stranger(to, number));
+            if held.len() > HELD {
+                held.pop_front();
+            }
+            most_files = most_files.max(open_files());
+        }
+        let flood_took = began.elapsed();
+        // They stay until the session is over.
+        let flooded = migrating.join().unwrap().1;
+        (flooded, most_files, flood_took)
+    });
+    receiving.finish(false).0.unwrap();
+    let peak = before.peak_bytes();
+    println!(
+        "a thousand strangers in {flood_took:?}: the session took {flooded:?} instead of \
+         {quiet:?}; {} descriptors more at the most, {HELD} of them the strangers' own; \
+         {} KiB of memory more, with 96 MiB of guests",
+        most_files - before.files,
+        peak >> 10
+    );
+    assert!(
+        flooded < quiet * 3 / 2 + Duration::from_millis(500),
+        "{flooded:?}, {quiet:?}"
+    );
+    // Ours are at most the pending connections, and what a session has.
+    assert!(most_files < before.files + HELD + 64 + 40, "{most_files}");
+    assert!(peak < (96 + 32) << 20, "{peak}");
+}
+
+/// While strangers come without end, faster than any of them is turned away.
+#[test]
+fn i7_an_authorised_peer_starts_within_a_second_of_a_flood() {
+    let _alone = alone();
+    let (client, server) = tls();
+    let options = impatient();
+    let mut slowest = Duration::ZERO;
+    for _ in 0..3 {
+        let before = Before::now();
+        let receiving = Receiving::start(&server, &options, TestBuilder::default());
+        let to = receiving.address;
+        let (stop, came) = (AtomicBool::new(false), AtomicU64::new(0));
+        let accepted = thread::scope(|scope| {
+            for _ in 0..2 {
+                scope.spawn(|| {
+                    let mut held = VecDeque::new();
+                    while !stop.load(Ordering::SeqCst) {
+                        held.extend(stranger(to, came.fetch_add(1, Ordering::SeqCst)));
+                        if held.len() > HELD / 2 {
+                            held.pop_front();
+                        }
+                    }
+                });
+            }
+            thread::sleep(Duration::from_millis(200));
+            let migrating = scope.spawn(|| migrate(to, &client).0);
+            let accepted = migrating.join();
+            stop.store(true, Ordering::SeqCst);
+            accepted
+        });
+        let Ok(accepted) = accepted else {
+            receiving.cancel.cancel();
+            panic!(
+                "turned away among {} strangers",
+                came.load(Ordering::SeqCst)
+            );
+        };
+        receiving.finish(false).0.unwrap();
+        println!(
+            "accepted after {accepted:?} among {} strangers; {} KiB of memory more, with 96 MiB \
+             of guests",
+            came.load(Ordering::SeqCst),
+            before.peak_bytes() >> 10
+        );
+        slowest = slowest.max(accepted);
+    }
+    assert!(slowest < Duration::from_secs(1), "{slowest:?}");
+}
+
+/// A host with a certificate of our authority, and the right name, that asks for
+/// a session again and again while one is under way.
+#[test]
+fn i7_an_authenticated_flood_is_told_that_the_destination_is_busy() {
+    let _alone = alone();
+    let (client, server) = tls();
+    let options = impatient();
+    let before = Before::now();
+    let receiving = Receiving::start(&server, &options, TestBuilder::default());
+    let to = receiving.address;
+    let (stop, asked) = (AtomicBool::new(false), AtomicU64::new(0));
+    let took = thread::scope(|scope| {
+        let migrating = scope.spawn(|| migrate(to, &client).1);
+        receiving
+            .await_event(|event| matches!(event, destination::DestinationEvent::LaneUp { .. }));
+        for _ in 0..2 {
+            scope.spawn(|| {
+                while !stop.load(Ordering::SeqCst) {
+                    ask(to, &client);
+                    asked.fetch_add(1, Ordering::SeqCst);
+                }
+            });
+        }
+        let took = migrating.join().unwrap();
+        stop.store(true, Ordering::SeqCst);
+        took
+    });
+    receiving.finish(false).0.unwrap();
+    let peak = before.peak_bytes();
+    println!(
+        "{} sessions asked for by an authorised host: the one under way took {took:?}; {} KiB of \
+         memory more, with 96 MiB of guests",
+        asked.load(Ordering::SeqCst),
+        peak >> 10
+    );
+    assert!(peak < (96 + 32) << 20, "{peak}");
+}
+
+fn ask(to: SocketAddr, tls: &dunlin::lane::identity::ClientTls) {
+    let Ok(stream) = TcpStream::connect_timeout(&to, Duration::from_secs(5)) else {
+        return;
+    };
+    let Ok(stream) = control::client(stream, tls, lane_support::soon()) else {
+        return;
+    };
+    let offer = Offer {
+        versions: VERSIONS,
+        optional: Features::NONE,
+        required: Features::NONE,
+        security: LaneSecurity::Tls,
+        session: [8; 16],
+        attempt: 1,
+        epoch: 1,
+    };
+    let mut bytes = Vec::new();
+    offer.encode(&mut bytes).unwrap();
+    let _ = stream.send(&bytes);
+    let _ = stream.receive(&mut [0; 64], lane_support::soon());
+}
+
+#[test]
+fn i7_garbage_silence_and_strangers_do_not_stop_a_migration() {
+    let _alone = alone();
+    let (client, server) = tls();
+    let (stranger, _) = tls();
+    let options = impatient();
+    let receiving = Receiving::start(&server, &options, TestBuilder::default());
+    let to = receiving.address;
+    let silent: Vec<_> = (0..80).map(|_| TcpStream::connect(to).unwrap()).collect();
+    for garbage in [
+        &b"GET / HTTP/1.1\r\n\r\n"[..],
+        &[22; 400],
+        b"DUNLIN\r\nwhat",
+        &[0; 5000],
+    ] {
+        // It may be turned away before all of it is written.
+        let _ = TcpStream::connect(to).unwrap().write_all(garbage);
+    }
+    // One that never stops talking gets its turn and no more.
+    let flood = thread::spawn(move || {
+        let mut stream = TcpStream::connect(to).unwrap();
+        while stream.write_all(&[0; 65536]).is_ok() {}
+    });
+    let stranger = dunlin::lane::control::client(
+        TcpStream::connect(to).unwrap(),
+        &stranger,
+        lane_support::soon(),
+    );
+    assert!(stranger.is_err());
+    let _plain = peer::open_lane(
+        to,
+        None,
+        &peer::lane_open(
+            peer::SESSION,
+            &dunlin_proto::negotiate::SessionSecret([0; 32]),
+            1,
+        ),
+    );
+    receiving.await_rejection("no session has begun");
+    let vm = TestVm::new(16 << 20);
+    vm.fill(1 << 20);
+    let began = Instant::now();
+    let (result, _) = send(&vm, &to.to_string(), &client, &verified(4), &Cancel::new());
+    assert_eq!(result.unwrap().digests_equal, Some(true));
+    assert!(began.elapsed() < Duration::from_secs(5));
+    receiving.finish(false).0.unwrap();
+    drop(silent);
+    flood.join().unwrap();
+}

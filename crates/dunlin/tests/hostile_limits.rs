@@ -1,0 +1,297 @@
+//! Too few descriptors and too little memory, on either side: a process of its
+//! own runs one role under a limit that is raised step by step, so that every step
+//! of a session is the one that finds nothing left. The VM is on exactly one side
+//! each time, and who is left says why it failed.
+#![allow(clippy::unwrap_used)]
+
+mod engine_support;
+mod lane_support;
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{SocketAddr, TcpListener};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use dunlin::engine::destination;
+use dunlin::engine::vmm::{Builder, DestinationVm, FaultCode, Offered, Refusal, RunState};
+use dunlin::engine::{Cancel, Host, StandardHost, VmIs};
+use dunlin::lane::identity::{ClientTls, ServerTls};
+use dunlin::lane::provider::{Crypto, Provider};
+use engine_support::*;
+use lane_support::{Authority, DESTINATION, SOURCE, load, names};
+use vm_memory::{GuestAddress, GuestMemoryMmap};
+
+const VM_BYTES: usize = 32 << 20;
+
+fn crypto() -> Crypto {
+    Crypto::with(Provider::built_in()[0])
+}
+
+fn client(directory: &Path) -> ClientTls {
+    load(directory)
+        .client(&crypto(), names(&[DESTINATION]))
+        .unwrap()
+}
+
+fn server(directory: &Path) -> ServerTls {
+    load(directory).server(&crypto(), names(&[SOURCE])).unwrap()
+}
+
+/// Refuses what this process cannot map.
+struct Careful(TestBuilder);
+
+impl Builder for Careful {
+    fn build(&mut self, offered: &Offered) -> Result<Arc<dyn DestinationVm>, Refusal> {
+        let ranges: Vec<_> = offered
+            .regions
+            .iter()
+            .map(|region| (GuestAddress(region.guest_physical), region.length as usize))
+            .collect();
+        match GuestMemoryMmap::<()>::from_ranges(&ranges) {
+            Ok(memory) => drop(memory),
+            Err(error) => {
+                return Err(Refusal {
+                    fault: FaultCode::NoMemory,
+                    text: format!("guest memory cannot be mapped: {error}"),
+                });
+            }
+        }
+        self.0.build(offered)
+    }
+}
+
+/// The other process: not a test by itself.
+#[test]
+#[ignore = "the other tests of this file start it in a process of its own"]
+fn role() {
+    let Ok(role) = std::env::var("DUNLIN_TEST_ROLE") else {
+        return;
+    };
+    let directory = PathBuf::from(std::env::var_os("DUNLIN_TEST_IDENTITY").unwrap());
+    if role == "destination" {
+        let server = server(&directory);
+        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        say(&format!("at {}", listener.local_addr().unwrap()));
+        let host: Arc<dyn Host> = Arc::new(StandardHost);
+        let mut builder = Careful(TestBuilder::default());
+        let result = destination::receive(
+            listener,
+            &server,
+            &destination::Options::default(),
+            &mut builder,
+            &host,
+            &|_| {},
+            &Cancel::new(),
+        );
+        match result {
+            Ok(_) => say("moved"),
+            Err(error) => say(&format!("failed {error}")),
+        }
+        return;
+    }
+    let client = client(&directory);
+    let vm = TestVm::new(VM_BYTES);
+    vm.fill(VM_BYTES / 4);
+    vm.start(64, Duration::from_micros(100));
+    let to = std::env::var("DUNLIN_TEST_TO").unwrap();
+    match send(&vm, &to, &client, &verified(4), &Cancel::new()).0 {
+        Ok(_) => say("moved"),
+        Err(error) => {
+            assert_eq!(error.vm, VmIs::AtSource);
+            assert!(vm.goes_on());
+            say(&format!("failed {error}"));
+        }
+    }
+}
+
+/// On a line of its own, whatever the test harness prints.
+fn say(line: &str) {
+    println!("\n> {line}");
+    std::io::stdout().flush().unwrap();
+}
+
+/// A role under a limit of the shell's `ulimit`.
+struct Limited {
+    child: Child,
+    lines: BufReader<std::process::ChildStdout>,
+}
+
+impl Limited {
+    fn start(role: &str, identity: &Path, to: &str, limit: &str) -> Self {
+        let mut child = Command::new("sh")
+            .arg("-c")
+            .arg(format!("ulimit {limit} && exec \"$0\" \"$@\""))
+            .arg(std::env::current_exe().unwrap())
+            .args([
+                "role",
+                "--exact",
+                "--ignored",
+                "--nocapture",
+                "--test-threads=1",
+            ])
+            .env("DUNLIN_TEST_ROLE", role)
+            .env("DUNLIN_TEST_IDENTITY", identity)
+            .env("DUNLIN_TEST_TO", to)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let lines = BufReader::new(child.stdout.take().unwrap());
+        Self { child, lines }
+    }
+
+    /// What it says next; nothing once it has ended.
+    fn next(&mut self) -> Option<String> {
+        let mut line = String::new();
+        loop {
+            line.clear();
+            if self.lines.read_line(&mut line).unwrap() == 0 {
+                return None;
+            }
+            if let Some(said) = line.strip_prefix("> ") {
+                return Some(said.trim_end().to_owned());
+            }
+        }
+    }
+
+    /// Its last words and what it printed as errors.
+    fn end(mut self) -> (Option<String>, String) {
+        let said = self.next();
+        let mut errors = String::new();
+        let mut stderr = self.child.stderr.take().unwrap();
+        stderr.read_to_string(&mut errors).unwrap();
+        self.child.wait().unwrap();
+        (said, errors)
+    }
+}
+
+/// What came of each limit.
+#[derive(Debug, Default)]
+struct Tally {
+    moved: u32,
+    failed_in_words: u32,
+    /// It did not get as far as a session.
+    never_began: u32,
+    /// An allocation failed, which ends a Rust process.
+    died: u32,
+}
+
+/// Destinations under rising limits, the VM in this process. `may_die` where
+/// memory is the limit.
+fn destinations(limits: impl Iterator<Item = String>, may_die: bool) -> Tally {
+    let authority = Authority::new();
+    let client = client(&authority.host(&[SOURCE]));
+    let identity = authority.host(&[DESTINATION]);
+    let mut tally = Tally::default();
+    for limit in limits {
+        let mut limited = Limited::start("destination", &identity, "", &limit);
+        let Some(address) = limited.next() else {
+            let _ = limited.end();
+            tally.never_began += 1;
+            continue;
+        };
+        let to = address.strip_prefix("at ").unwrap().to_owned();
+        let vm = TestVm::new(VM_BYTES);
+        vm.fill(VM_BYTES / 4);
+        vm.start(64, Duration::from_micros(100));
+        let cancel = Cancel::new();
+        let began = Instant::now();
+        let (result, _) = send(&vm, &to, &client, &verified(4), &cancel);
+        assert!(began.elapsed() < Duration::from_secs(30), "{limit}");
+        if result.is_err() {
+            // A destination that turned a connection away waits for the next.
+            let _ = limited.child.kill();
+        }
+        let (said, errors) = limited.end();
+        match result {
+            Ok(report) => {
+                assert_eq!(report.digests_equal, Some(true));
+                assert_eq!(*vm.state.lock().unwrap(), RunState::Stopped("moved".into()));
+                assert_eq!(said.as_deref(), Some("moved"), "{limit}: {errors}");
+                tally.moved += 1;
+            }
+            Err(error) => {
+                assert_eq!(error.vm, VmIs::AtSource, "{limit}: {error}");
+                assert!(vm.goes_on(), "{limit}: {error}");
+                assert_ne!(said.as_deref(), Some("moved"), "{limit}: {error}");
+                println!("{limit}: source: {error}");
+                println!("{limit}: destination: {}", said.as_deref().unwrap_or("-"));
+                if errors.contains("panicked") || errors.contains("memory allocation of") {
+                    assert!(may_die, "{limit}: {errors}");
+                    tally.died += 1;
+                } else {
+                    tally.failed_in_words += 1;
+                }
+            }
+        }
+    }
+    tally
+}
+
+/// Sources under rising limits, the VM in their processes.
+fn sources(limits: impl Iterator<Item = String>) -> Tally {
+    let authority = Authority::new();
+    let server = server(&authority.host(&[DESTINATION]));
+    let identity = authority.host(&[SOURCE]);
+    let options = destination::Options::default();
+    let mut tally = Tally::default();
+    for limit in limits {
+        let receiving = Receiving::start(&server, &options, TestBuilder::default());
+        let to: SocketAddr = receiving.address;
+        let limited = Limited::start("source", &identity, &to.to_string(), &limit);
+        let (said, errors) = limited.end();
+        let (result, builder, _) = receiving.finish(said.as_deref() != Some("moved"));
+        let runs_here = builder
+            .built
+            .is_some_and(|vm| vm.calls().contains(&"resume"));
+        match said.as_deref() {
+            Some("moved") => {
+                result.unwrap();
+                assert!(runs_here);
+                tally.moved += 1;
+            }
+            Some(failed) => {
+                assert!(!runs_here, "{limit}: {failed}");
+                assert!(failed.contains("the VM goes on at the source"), "{failed}");
+                println!("{limit}: source: {failed}");
+                tally.failed_in_words += 1;
+            }
+            None => {
+                assert!(!runs_here, "{limit}: {errors}");
+                tally.never_began += 1;
+            }
+        }
+    }
+    tally
+}
+
+fn files(numbers: std::ops::RangeInclusive<u32>) -> impl Iterator<Item = String> {
+    numbers.map(|number| format!("-n {number}"))
+}
+
+#[test]
+fn i2_a_destination_without_descriptors_leaves_the_vm_at_the_source() {
+    let tally = destinations(files(6..=32), false);
+    println!("destination, descriptors: {tally:?}");
+    assert!(tally.failed_in_words >= 1 && tally.moved >= 1, "{tally:?}");
+}
+
+#[test]
+fn i2_a_source_without_descriptors_keeps_its_vm() {
+    let tally = sources(files(3..=32));
+    println!("source, descriptors: {tally:?}");
+    // It goes on with the lanes that it can have.
+    let too_few = tally.failed_in_words + tally.never_began;
+    assert!(too_few >= 1 && tally.moved >= 1, "{tally:?}");
+}
+
+#[test]
+fn i2_a_destination_without_memory_leaves_the_vm_at_the_source() {
+    // Address space in KiB: from where the process starts to where all fits.
+    let limits = (0..24).map(|step| format!("-v {}", (24 + 12 * step) << 10));
+    let tally = destinations(limits, true);
+    println!("destination, memory: {tally:?}");
+    assert!(tally.failed_in_words >= 1 && tally.moved >= 1, "{tally:?}");
+}

@@ -1,0 +1,223 @@
+//! Peers that stop in the middle of something, or go on without getting
+//! anywhere: the session ends at its limit, and not before an honest but slow
+//! peer could have answered. Apart from the other lies because each takes its ten
+//! seconds; they run side by side.
+#![allow(clippy::unwrap_used)]
+
+mod engine_support;
+mod hostile_support;
+mod lane_support;
+
+use std::net::TcpListener;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use dunlin::engine::vmm::FaultCode;
+use dunlin::engine::{Cancel, VmIs, source};
+use dunlin_proto::control::{Accept, Message};
+use dunlin_proto::frame::{ChunkHeader, Encoding, Range};
+use dunlin_proto::negotiate::{LaneSecurity, SessionSecret};
+use engine_support::peer::*;
+use engine_support::*;
+use hostile_support::{Liar, Victim, runs, words};
+
+/// The limits are ten seconds; the rest is for a machine that has much to do.
+const END_LIMIT: Duration = Duration::from_secs(16);
+
+/// A destination must end with `fault` and `text` although the source goes on
+/// with `play` until then.
+fn outlasts(fault: FaultCode, text: &str, play: impl FnOnce(&Victim<'_>)) {
+    let (client, server) = tls();
+    let options = impatient();
+    let receiving = Receiving::start(&server, &options, TestBuilder::default());
+    let began = Instant::now();
+    play(&Victim {
+        to: receiving.address,
+        tls: &client,
+    });
+    let (result, builder, _) = receiving.finish(false);
+    assert!(began.elapsed() < END_LIMIT, "{:?}", began.elapsed());
+    let error = result.err().unwrap();
+    let said = words(&error);
+    assert_eq!((error.fault, error.vm), (fault, VmIs::AtSource), "{said}");
+    assert!(said.contains(text), "{said}");
+    if let Some(vm) = builder.built {
+        assert_eq!(runs(&vm), 0);
+        assert_eq!(vm.calls().last(), Some(&"discard"));
+    }
+}
+
+/// Answers pings and says nothing else, until the peer hangs up: longer than its
+/// limit, which is as long as one wait for a message here.
+fn only_answer(peer: &mut Peer) {
+    while peer.receive().is_some() {}
+    let _ = peer.stream.receive(&mut [0], lane_support::soon());
+}
+
+#[test]
+fn i7_a_source_that_never_describes_its_vm_is_given_up() {
+    let text = "does not describe its VM";
+    outlasts(FaultCode::ControlLost, text, |victim| {
+        let (mut peer, _) = Peer::source(victim.to, victim.tls, LaneSecurity::Tls);
+        let mut token = 0;
+        while peer.send(&Message::Ping { token }) {
+            token += 1;
+            thread::sleep(Duration::from_millis(100));
+            let _ = peer.stream.receive(&mut [0; 4096], Instant::now());
+        }
+    });
+}
+
+#[test]
+fn i7_a_source_that_stops_inside_a_message_is_given_up() {
+    outlasts(
+        FaultCode::ControlLost,
+        "in the middle of a control message",
+        |victim| {
+            let mut liar = victim.liar();
+            let bytes = liar.peer.encode(&describe());
+            liar.peer.stream.send(&bytes[..60]).unwrap();
+            only_answer(&mut liar.peer);
+        },
+    );
+}
+
+/// A lane that stands still is given up, and the source is told so; the session
+/// waits for another.
+fn loses_its_lane(play: impl FnOnce(&mut Liar<'_>)) {
+    outlasts(FaultCode::Malformed, "release out of turn", |victim| {
+        let mut liar = victim.liar();
+        play(&mut liar);
+        let fenced = |message: &Message| matches!(message, Message::Fenced { lane: 1, .. });
+        let began = Instant::now();
+        let mut told = None;
+        // One wait for a message is as long as the limit.
+        while told.is_none() && began.elapsed() < END_LIMIT {
+            told = liar.peer.await_message(fenced);
+        }
+        assert!(told.is_some());
+        liar.peer.send(&Message::Release);
+        only_answer(&mut liar.peer);
+    });
+}
+
+#[test]
+fn i7_a_source_that_stops_inside_a_chunk_loses_its_lane() {
+    loses_its_lane(|liar| {
+        let mut header = Vec::new();
+        let range = Range {
+            region: 0,
+            encoding: Encoding::Raw,
+            page_count: 4,
+            offset: 0,
+        };
+        ChunkHeader::encode(0, 1, &[range], &mut header).unwrap();
+        liar.frame(&header);
+    });
+}
+
+/// Pings whose answers nobody reads fill the way back; then the destination
+/// stops reading, and says so.
+#[test]
+fn i7_i8_a_source_that_pings_and_reads_nothing_is_given_up() {
+    let before = hostile_support::Before::now();
+    outlasts(
+        FaultCode::ControlLost,
+        "the control lane was lost",
+        |victim| {
+            let mut liar = victim.liar();
+            let socket = liar.peer.stream.socket();
+            socket
+                .set_write_timeout(Some(Duration::from_millis(500)))
+                .unwrap();
+            let mut token = 0;
+            loop {
+                let mut many = Vec::new();
+                for _ in 0..1000 {
+                    token += 1;
+                    many.extend(liar.peer.encode(&Message::Ping { token }));
+                }
+                if liar.peer.stream.send(&many).is_err() {
+                    break;
+                }
+            }
+            // Open, and unread, for longer than the destination's writing may stall.
+            thread::sleep(Duration::from_secs(12));
+        },
+    );
+    let peak = before.peak_bytes();
+    println!("pings, answers unread: {} MiB", peak >> 20);
+    assert!(peak < 64 << 20, "{peak} bytes");
+}
+
+/// A destination that answers pings and acknowledges nothing keeps the guest
+/// from moving, and from nothing else: it goes on, and the operator's word ends it.
+#[test]
+fn i2_a_destination_that_acknowledges_nothing_holds_nobody() {
+    let (client, server) = tls();
+    let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let to = listener.local_addr().unwrap().to_string();
+    let vm = TestVm::new(32 << 20);
+    vm.fill(16 << 20);
+    vm.start(64, Duration::from_micros(100));
+    let cancel = Cancel::new();
+    let options = source::Options {
+        lanes: 1,
+        ..source::Options::default()
+    };
+    let (result, took) = thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut peer = Peer::destination(&listener, &server, None);
+            assert!(matches!(peer.receive(), Some(Message::Describe(_))));
+            peer.send(&Message::Accept(Accept {
+                secret: SessionSecret([5; 32]),
+                lanes_max: 4,
+                endpoints: Vec::new(),
+            }));
+            let (mut lane, _) = take_lane(&listener, &server);
+            peer.send(&Message::LaneUp { lane: 1 });
+            let reader = thread::spawn(move || while lane.read_exact(&mut [0; 24]).is_ok() {});
+            only_answer(&mut peer);
+            reader.join().unwrap();
+        });
+        let migrating = scope.spawn(|| send(&vm, &to, &client, &options, &cancel).0);
+        thread::sleep(Duration::from_secs(3));
+        assert!(vm.goes_on());
+        let began = Instant::now();
+        cancel.cancel();
+        (migrating.join().unwrap(), began.elapsed())
+    });
+    let error = result.unwrap_err();
+    assert_eq!(
+        (error.fault, error.vm),
+        (FaultCode::Cancelled, VmIs::AtSource),
+        "{error}"
+    );
+    assert!(took < Duration::from_secs(3), "{took:?}");
+    assert!(vm.goes_on());
+}
+
+/// The same at the destination, with a source that has sent everything and does
+/// not commit: nothing runs, and the operator's word ends it.
+#[test]
+fn i1_a_source_that_never_commits_is_ended_by_the_operator() {
+    let (client, server) = tls();
+    let options = impatient();
+    let receiving = Receiving::start(&server, &options, TestBuilder::default());
+    let victim = Victim {
+        to: receiving.address,
+        tls: &client,
+    };
+    let mut liar = victim.liar();
+    liar.conclude(0, 0);
+    liar.await_ready();
+    receiving.cancel.cancel();
+    let told = liar
+        .peer
+        .await_message(|message| matches!(message, Message::Cancel { .. }));
+    assert!(told.is_some());
+    drop(liar);
+    let (result, builder, _) = receiving.finish(false);
+    assert_eq!(result.err().unwrap().fault, FaultCode::Cancelled);
+    assert_eq!(runs(&builder.built.unwrap()), 0);
+}

@@ -1,0 +1,223 @@
+//! What runs fuzz entries in the unit tests, on a stable compiler: over the
+//! seeds in `fuzz/seeds`, and over mutations of those. Each crate that has
+//! entries includes this file in its tests.
+//!
+//! A failure prints the seed of its round; `DUNLIN_SEED=…` replays that round
+//! alone. `DUNLIN_WRITE_SEEDS=1` writes the seeds anew after a change of the
+//! wire format. An input that libFuzzer found goes into the target's folder
+//! under a name that begins with `kept-`, and is run from then on.
+#![allow(dead_code, clippy::unwrap_used)]
+
+use std::fs;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+/// An input by its name.
+pub(super) type Seed = (String, Vec<u8>);
+
+/// An entry by the name of its seeds' folder.
+pub(super) type Target = (&'static str, fn(&[u8]));
+
+/// How long each target is given mutations.
+const TIME: Duration = Duration::from_millis(900);
+/// No input grows beyond this.
+const LONGEST: usize = 4096;
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+/// Runs every target over its seeds, which must be those that `seeds` makes,
+/// and over mutations.
+pub(super) fn check(targets: &[Target], seeds: impl Fn(&str) -> Vec<Seed>) {
+    let replay = std::env::var("DUNLIN_SEED").ok();
+    let replay = replay.map(|seed| seed.parse::<u64>().expect("DUNLIN_SEED is a number"));
+    let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
+    let base = since_epoch.as_nanos() as u64;
+    let mut failed = Vec::new();
+    for &(name, run) in targets {
+        let corpus = corpus(name, seeds(name));
+        let mut stands = corpus
+            .iter()
+            .all(|(seed, bytes)| holds(name, &format!("its seed {seed}"), bytes, run));
+        let round = |seed| {
+            let bytes = mutate(&corpus, &mut Random(seed));
+            holds(name, &format!("DUNLIN_SEED={seed}"), &bytes, run)
+        };
+        let began = Instant::now();
+        let mut rounds = 0;
+        match replay {
+            Some(seed) => stands &= round(seed),
+            None => {
+                while stands && (rounds % 64 != 0 || began.elapsed() < TIME) {
+                    stands = round(base.wrapping_add(rounds));
+                    rounds += 1;
+                }
+            }
+        }
+        println!("{name}: {} seeds, {rounds} mutations", corpus.len());
+        if !stands {
+            failed.push(name);
+        }
+    }
+    assert!(failed.is_empty(), "{failed:?} failed; see above");
+}
+
+/// Runs one input, and says how to run it again if it fails.
+fn holds(name: &str, how: &str, bytes: &[u8], run: fn(&[u8])) -> bool {
+    let held = catch_unwind(AssertUnwindSafe(|| run(bytes))).is_ok();
+    if !held {
+        eprintln!("{name} fails with {how}, on {bytes:02x?}");
+    }
+    held
+}
+
+/// The checked-in inputs of a target.
+fn corpus(name: &str, made: Vec<Seed>) -> Vec<Seed> {
+    let folder = root().join("fuzz/seeds").join(name);
+    if std::env::var_os("DUNLIN_WRITE_SEEDS").is_some() {
+        fs::create_dir_all(&folder).unwrap();
+        for (seed, bytes) in &made {
+            fs::write(folder.join(seed), bytes).unwrap();
+        }
+    }
+    let mut found: Vec<Seed> = fs::read_dir(&folder)
+        .unwrap_or_else(|error| panic!("fuzz/seeds/{name}: {error}; DUNLIN_WRITE_SEEDS=1 makes it"))
+        .map(|entry| {
+            let entry = entry.unwrap();
+            let name = entry.file_name().into_string().unwrap();
+            (name, fs::read(entry.path()).unwrap())
+        })
+        .collect();
+    found.sort();
+    let kept = |(seed, _): &&Seed| !seed.starts_with("kept-");
+    let mut made = made;
+    made.sort();
+    assert!(
+        found.iter().filter(kept).eq(made.iter()),
+        "fuzz/seeds/{name} are not the seeds that the encoders write: DUNLIN_WRITE_SEEDS=1 writes \
+         them anew; remove those of messages that are no more"
+    );
+    found
+}
+
+/// The vectors of docs/wire.md whose name begins with `prefix`.
+pub(super) fn vectors(prefix: &str) -> Vec<Seed> {
+    let document = fs::read_to_string(root().join("docs/wire.md")).unwrap();
+    let mut seeds = Vec::new();
+    for block in document.split("```vector\n").skip(1) {
+        let (block, _) = block.split_once("```").unwrap();
+        let (name, rows) = block.split_once('\n').unwrap();
+        let name = name.strip_prefix("name: ").unwrap();
+        if name.starts_with(prefix) {
+            let bytes = rows
+                .lines()
+                .map(|row| row.split('#').next().unwrap())
+                .flat_map(str::split_whitespace)
+                .map(|byte| u8::from_str_radix(byte, 16).unwrap())
+                .collect();
+            let file = name.rsplit('/').next().unwrap().replace(' ', "-");
+            seeds.push((file, bytes));
+        }
+    }
+    assert!(!seeds.is_empty(), "docs/wire.md has no vector {prefix}");
+    seeds
+}
+
+/// What stands behind the place that `start` names in each seed.
+pub(super) fn within(seeds: &[Seed], start: fn(&[u8]) -> usize) -> Vec<Seed> {
+    seeds
+        .iter()
+        .map(|(name, bytes)| (name.clone(), bytes[start(bytes)..].to_vec()))
+        .collect()
+}
+
+/// Bytes without meaning, for operations.
+pub(super) fn noise() -> Vec<Seed> {
+    [16, 64, 256]
+        .map(|length| {
+            let mut random = Random(length as u64);
+            let bytes = (0..length).map(|_| random.next() as u8).collect();
+            (format!("noise-{length}"), bytes)
+        })
+        .to_vec()
+}
+
+/// Steele, Lea and Flood's SplitMix64: any seed gives a good sequence.
+pub(super) struct Random(pub(super) u64);
+
+impl Random {
+    pub(super) fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ mixed >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ mixed >> 31
+    }
+
+    fn below(&mut self, limit: usize) -> usize {
+        (self.next() % limit.max(1) as u64) as usize
+    }
+}
+
+/// A seed with one to eight changes.
+fn mutate(corpus: &[Seed], random: &mut Random) -> Vec<u8> {
+    let mut bytes = corpus[random.below(corpus.len())].1.clone();
+    for _ in 0..=random.below(8) {
+        let at = random.below(bytes.len() + 1);
+        match random.below(9) {
+            0 => {
+                if let Some(byte) = bytes.get_mut(at) {
+                    *byte ^= 1 << random.below(8);
+                }
+            }
+            1 => {
+                if let Some(byte) = bytes.get_mut(at) {
+                    *byte = random.next() as u8;
+                }
+            }
+            // A number at the edge of its type.
+            2 | 3 => {
+                let width = [1, 2, 4, 8][random.below(4)];
+                let numbers = [
+                    0,
+                    1,
+                    u64::MAX,
+                    u64::MAX - 1,
+                    u64::MAX / 2,
+                    4096,
+                    448,
+                    1 << 20,
+                ];
+                let number = numbers[random.below(numbers.len())].to_le_bytes();
+                if let Some(field) = bytes.get_mut(at..at + width) {
+                    field.copy_from_slice(&number[..width]);
+                }
+            }
+            4 => bytes.truncate(at),
+            5 => {
+                let end = (at + random.below(32)).min(bytes.len());
+                bytes.drain(at..end);
+            }
+            6 => {
+                let more: Vec<u8> = (0..random.below(32)).map(|_| random.next() as u8).collect();
+                bytes.splice(at..at, more);
+            }
+            7 => {
+                let end = (at + random.below(64)).min(bytes.len());
+                let again = bytes[at..end].to_vec();
+                let to = random.below(bytes.len() + 1);
+                bytes.splice(to..to, again);
+            }
+            _ => {
+                let other = &corpus[random.below(corpus.len())].1;
+                let from = random.below(other.len() + 1);
+                bytes.truncate(at);
+                bytes.extend_from_slice(&other[from..]);
+            }
+        }
+    }
+    bytes.truncate(LONGEST);
+    bytes
+}
