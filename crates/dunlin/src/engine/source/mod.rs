@@ -8,6 +8,8 @@
 //! thread, stops the dirty logs, lifts the throttle and leaves the guest as
 //! it was, unless the destination has it.
 
+mod decide;
+mod doubt;
 mod lane;
 mod lanes;
 mod precopy;
@@ -23,10 +25,14 @@ use dunlin_proto::fault::FaultCode;
 use dunlin_proto::limits::MAX_LANES;
 pub use dunlin_proto::negotiate::LaneSecurity;
 pub use dunlin_proto::precopy::AtTimeLimit;
+pub use dunlin_proto::switchover::Resolution;
+
+pub use doubt::Doubt;
 
 use super::control::FromPeer;
 use super::error::{Fault, MigrateError, VmIs};
 use super::host::{Cancel, Host};
+use super::journal::Journal;
 use super::report::{Observer, Report};
 use super::tune::Tune;
 use super::vmm::SourceVm;
@@ -72,6 +78,15 @@ pub struct Options {
     /// Records after which a lane is replaced by a fresh one; at most, and by
     /// default, what its cipher allows. At least 512.
     pub records_per_lane: u64,
+    /// For how long the destination is asked what became of a *commit* that it
+    /// has not answered, before the VM is left in doubt.
+    pub doubt_limit: Duration,
+    /// Where this migration is remembered. Without, an operator has to find
+    /// out what became of the VM if a process dies after *commit*.
+    pub journal: Journal,
+    /// The control socket of this process, for the journal: where somebody who
+    /// finds the record can ask. At most 107 bytes; empty for none.
+    pub owner: String,
 }
 
 impl Default for Options {
@@ -93,6 +108,9 @@ impl Default for Options {
             no_lane_limit: Duration::from_secs(30),
             control_limit: Duration::from_secs(20),
             records_per_lane: RECORD_LIMIT,
+            doubt_limit: Duration::from_secs(60),
+            journal: Journal::none(),
+            owner: String::new(),
         }
     }
 }
