@@ -613,7 +613,7 @@ fn i1_a_destination_that_was_started_again_answers_what_its_journal_says() {
         session.write(state).unwrap();
         session
     };
-    let source = lane_support::SOURCE;
+    let source = &*format!("DNS {}", lane_support::SOURCE);
     drop(record(1, source, DestinationRecord::Prepared));
     drop(record(2, source, DestinationRecord::Running));
     drop(record(3, source, DestinationRecord::Aborted));

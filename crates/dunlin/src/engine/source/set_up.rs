@@ -133,6 +133,10 @@ impl Session<'_> {
 }
 
 /// Connects the control lane and agrees on version, features and security.
+#[expect(
+    clippy::too_many_arguments,
+    reason = "what `migrate` is given, and the channel"
+)]
 pub(super) fn connect<'a>(
     vm: &'a Arc<dyn SourceVm>,
     to: &str,
