@@ -554,6 +554,55 @@ fn i5_the_attempt_after_one_that_failed_moves_the_vm() {
     assert_eq!(there.states(), [aborted]);
 }
 
+/// Notes which records are written.
+struct NotingDisk(Arc<Mutex<Vec<String>>>);
+
+impl Disk for NotingDisk {
+    fn write(&self, file: &File, bytes: &[u8], offset: u64) -> io::Result<()> {
+        if let Ok(bytes) = bytes.try_into() {
+            let (record, _) = Record::decode(bytes).unwrap();
+            self.0.lock().unwrap().push(record.state.to_string());
+        }
+        file.write_all_at(bytes, offset)
+    }
+}
+
+#[test]
+fn one_record_is_written_while_the_guest_stands_still() {
+    let (client, server) = tls();
+    let (here, there) = (Scratch::new("order-s"), Scratch::new("order-d"));
+    let order = Arc::<Mutex<Vec<String>>>::default();
+    let disk = || NotingDisk(Arc::clone(&order));
+    let journal = there.on(disk());
+    let destination = Destination::start(&server, journal, TestBuilder::default());
+    let vm = running();
+    let at = |event: &Event| {
+        if matches!(event, Event::Paused) {
+            order.lock().unwrap().push(format!("{event:?}"));
+        }
+    };
+    let journal = here.on(disk());
+    let report = send(&vm, destination.address, &client, journal, &at).unwrap();
+    let downtime = report.downtime;
+    println!(
+        "with a journal: {:?}, of it {:?} after commit",
+        downtime.total, downtime.resume
+    );
+    assert!(destination.finish().0[0].is_ok());
+    let order = order.lock().unwrap().clone();
+    assert_eq!(
+        order,
+        [
+            "migrating",
+            "prepared",
+            "committing",
+            "Paused",
+            "running",
+            "released"
+        ]
+    );
+}
+
 /// Asks about a session by hand; none where there is no answer.
 fn ask(to: SocketAddr, client: &ClientTls, session: [u8; 16]) -> Option<Verdict> {
     let stream = control::client(TcpStream::connect(to).unwrap(), client, soon()).unwrap();

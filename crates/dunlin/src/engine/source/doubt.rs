@@ -9,6 +9,7 @@ use dunlin_proto::control::Message;
 use dunlin_proto::fault::{AtFault, FaultCode};
 use dunlin_proto::journal::{Record, State};
 use dunlin_proto::switchover::{Resolution, Source, SourceAction as Do, SourceEvent as On};
+use thiserror::Error;
 
 use super::super::control::ControlLane;
 use super::super::error::{Fault, MigrateError, VmIs};
@@ -17,14 +18,15 @@ use super::super::report::Event;
 use super::super::vmm::{SourceVm, VmmError};
 use super::session::Session;
 use super::set_up::open_control;
-use thiserror::Error;
+use crate::lane::control::ControlStream;
 
 /// Before the second inquiry.
 const RETRY_FIRST: Duration = Duration::from_millis(100);
 /// Between inquiries, at most.
 const RETRY_LAST: Duration = Duration::from_secs(2);
 
-/// A VM that the source holds paused until an operator decides.
+/// A VM that the source holds paused until an operator decides. It keeps the
+/// record locked, so that others see that the VM's process lives.
 #[derive(Debug)]
 pub struct Doubt {
     journal: SessionJournal,
@@ -191,10 +193,7 @@ impl Session<'_> {
     }
 
     /// A control lane that was made under the offer's epoch is the session's.
-    pub(super) fn adopt_control(
-        &mut self,
-        stream: crate::lane::control::ControlStream,
-    ) -> Result<(), Fault> {
+    pub(super) fn adopt_control(&mut self, stream: ControlStream) -> Result<(), Fault> {
         let Some(terms) = &self.terms else {
             return Err(Fault::new(FaultCode::Internal, "no lanes are accepted yet"));
         };
@@ -240,11 +239,9 @@ impl Session<'_> {
                 state,
                 paused_by_owner,
             }));
-        } else if state == Source::Kept
-            && let Err(error) = journal.forget()
-        {
-            // It says *kept*, or what a restarted process is led to *kept* by.
-            drop(error);
+        } else if state == Source::Kept {
+            // Left behind it says *kept*, or leads a restarted process there.
+            let _ = journal.forget();
         }
         error
     }

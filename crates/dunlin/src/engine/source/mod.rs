@@ -6,7 +6,14 @@
 //! ```
 //! [`migrate`] runs on the caller's thread. Every way out of it joins every
 //! thread, stops the dirty logs, lifts the throttle and leaves the guest as
-//! it was, unless the destination has it.
+//! it was, unless the destination has it, or may have it: then it stays paused
+//! ([`Doubt`]).
+//!
+//! Around *commit* the events come in this order, for whoever hooks in:
+//! `Recorded(Committing)`, `Paused`, `Committing`, `Committed`, then `Running`
+//! after `Recorded(Released)`, or `InDoubt` any number of times before it. At
+//! the destination: `Recorded(Prepared)`, `Ready`, `Committed`,
+//! `Recorded(Running)`, `Told(Running)`, `Running`.
 
 mod decide;
 mod doubt;
@@ -27,7 +34,7 @@ pub use dunlin_proto::negotiate::LaneSecurity;
 pub use dunlin_proto::precopy::AtTimeLimit;
 pub use dunlin_proto::switchover::Resolution;
 
-pub use doubt::Doubt;
+pub use doubt::{Doubt, ResolveError};
 
 use super::control::FromPeer;
 use super::error::{Fault, MigrateError, VmIs};

@@ -40,9 +40,10 @@ impl Session<'_> {
         while matches!(self.state, Source::Committed | Source::InDoubt) && !self.gave_up {
             match self.await_verdict() {
                 Ok(event) => {
+                    let answered = matches!(event, SourceEvent::Answer { .. });
                     self.take(event)?;
                     // Asked again, it would say the same.
-                    self.gave_up |= self.state == Source::InDoubt;
+                    self.gave_up |= answered && self.state == Source::InDoubt;
                 }
                 Err(fault) => self.failed(fault),
             }
@@ -111,6 +112,10 @@ impl Session<'_> {
                     self.fault = None;
                 }
                 SourceEvent::answer(self.offer.attempt, attempt, verdict)
+            }
+            // It crossed the inquiry, and says nothing.
+            Message::Ready { .. } if self.state == Source::InDoubt => {
+                SourceEvent::Ready { same_memory: true }
             }
             other => return Err(unexpected(&other)),
         };
