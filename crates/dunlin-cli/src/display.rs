@@ -48,6 +48,10 @@ impl Display {
             }
             Line::ControlResumed => self.say("a new control lane stands"),
             Line::Paused => self.say("guest paused"),
+            Line::InDoubt { text } => self.say(&format!(
+                "in doubt: the guest stays paused here, and the destination is asked: {}",
+                clean(text)
+            )),
             Line::Warning { text } => self.say(&format!("warning: {}", clean(text))),
             Line::Moved(moved) => self.say(&table(moved)),
             Line::Failed(failed) => self.say(&clean(&failed.text)),

@@ -41,8 +41,16 @@ pub(crate) enum Line {
     Throttled {
         percent: u8,
     },
+    /// The journal holds this.
+    Recorded {
+        state: String,
+    },
     Paused,
     Committing,
+    Committed,
+    InDoubt {
+        text: String,
+    },
     Running,
     Warning {
         text: String,
@@ -219,7 +227,12 @@ impl From<&Event> for Line {
             Event::Iterated(iteration) => Self::Iterated(iteration.into()),
             Event::Throttled { percent } => Self::Throttled { percent: *percent },
             Event::Paused => Self::Paused,
+            Event::Recorded(record) => Self::Recorded {
+                state: record.to_string(),
+            },
             Event::Committing => Self::Committing,
+            Event::Committed => Self::Committed,
+            Event::InDoubt { why } => Self::InDoubt { text: why.clone() },
             Event::Running => Self::Running,
             Event::Warning(text) => Self::Warning { text: text.clone() },
         }
@@ -297,8 +310,8 @@ impl From<&MigrateError> for FailedLine {
             VmIs::AtSource if error.fault == FaultCode::Cancelled => ("at-source", CANCELLED),
             VmIs::AtSource => ("at-source", FAILED),
             VmIs::StuckAtSource => ("stuck-at-source", FAILED),
-            VmIs::StuckAtDestination => ("stuck-at-destination", IN_DOUBT),
             VmIs::InDoubt => ("in-doubt", IN_DOUBT),
+            VmIs::RanThenDied => ("ran-then-died", IN_DOUBT),
             VmIs::Gone => ("gone", FAILED),
         };
         let mut text = error.to_string();

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use dunlin::engine::destination::{self, DestinationEvent};
-use dunlin::engine::source::{self, AtTimeLimit, LaneSecurity};
+use dunlin::engine::source::{self, AtTimeLimit, LaneSecurity, Resolution};
 use dunlin::engine::vmm::{FaultCode, Refusal, RunState};
 use dunlin::engine::{Cancel, Event, VmIs};
 use engine_support::{Moved, TestBuilder, TestVm, run, state, tls, verified};
@@ -278,24 +278,52 @@ fn i2_a_destination_that_refuses_or_cannot_load_gives_its_reason() {
 }
 
 #[test]
-fn i1_a_vm_that_the_destination_cannot_start_runs_nowhere_and_both_say_so() {
-    for step in ["acquire", "resume"] {
+fn i2_a_vm_whose_disks_the_destination_cannot_take_goes_on_at_the_source() {
+    let vm = running(4 << 20);
+    let builder = TestBuilder {
+        fail: Some("acquire"),
+        ..TestBuilder::default()
+    };
+    let moved = moved(&vm, &verified(2), builder);
+    let error = moved.source.unwrap_err();
+    assert_eq!(error.vm, VmIs::AtSource, "{error}");
+    assert!(error.what.contains("planted: acquire fails"), "{error}");
+    assert_eq!(moved.destination.err().unwrap().vm, VmIs::AtSource);
+    assert!(vm.goes_on());
+    let built = moved.builder.built.unwrap();
+    assert_eq!(built.calls(), ["load", "acquire", "discard"]);
+}
+
+#[test]
+fn i1_a_vm_that_the_destination_cannot_start_runs_nowhere_until_an_operator_decides() {
+    for resolution in [Resolution::RunHere, Resolution::Destroy] {
         let vm = running(4 << 20);
         let builder = TestBuilder {
-            fail: Some(step),
+            fail: Some("resume"),
             ..TestBuilder::default()
         };
         let moved = moved(&vm, &verified(2), builder);
-        assert_eq!(moved.source.unwrap_err().vm, VmIs::InDoubt, "{step}");
-        assert_eq!(
-            moved.destination.err().unwrap().vm,
-            VmIs::StuckAtDestination
-        );
+        let error = moved.source.unwrap_err();
+        assert_eq!(error.vm, VmIs::RanThenDied, "{error}");
+        assert!(error.to_string().contains("Shall it run there"), "{error}");
+        let there = moved.destination.err().unwrap();
+        assert_eq!(there.vm, VmIs::RanThenDied);
+        assert!(there.what.contains("cannot be started"), "{there}");
         assert_eq!(vm.calls().last(), Some(&"hold"));
         assert_eq!(*vm.state.lock().unwrap(), RunState::Paused);
         let built = moved.builder.built.unwrap();
-        assert!(!built.calls().contains(&"discard"));
+        assert_eq!(built.calls(), ["load", "acquire", "resume", "discard"]);
         assert_eq!(*built.state.lock().unwrap(), RunState::Paused);
+        let mut doubt = error.doubt.unwrap();
+        doubt.resolve(&*vm, resolution).unwrap();
+        match resolution {
+            Resolution::RunHere => assert!(vm.goes_on()),
+            Resolution::Destroy => assert_eq!(vm.calls().last(), Some(&"destroy")),
+        }
+        // It is resolved, once and for all.
+        let calls = vm.calls();
+        doubt.resolve(&*vm, Resolution::RunHere).unwrap();
+        assert_eq!(vm.calls(), calls);
     }
 }
 
@@ -430,7 +458,8 @@ fn i6_plain_lanes_need_the_destinations_consent() {
         (FaultCode::SecurityNotAgreed, VmIs::AtSource)
     );
     assert!(moved.builder.built.is_none());
-    assert!(vm.goes_on() && vm.calls().is_empty());
+    assert!(vm.goes_on());
+    assert_eq!(vm.calls(), ["describe"]);
     let offered = |event: &DestinationEvent| matches!(event, DestinationEvent::Offered(_));
     assert!(!moved.destination_events.iter().any(offered));
 }

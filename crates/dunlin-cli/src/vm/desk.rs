@@ -364,7 +364,7 @@ impl Desk {
     pub(crate) fn finish(&self, moving: &Moving, line: Line) {
         let mut state = self.lock();
         if let Line::Failed(failed) = &line
-            && failed.vm == "in-doubt"
+            && matches!(&*failed.vm, "in-doubt" | "ran-then-died")
         {
             let session = state.held().and_then(|vm| self.take_record(vm));
             state.doubt = Some(Doubt {

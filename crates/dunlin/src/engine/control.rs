@@ -35,6 +35,17 @@ pub(crate) struct Sequences {
     seen: AtomicU64,
 }
 
+impl Sequences {
+    /// For a lane to somebody who may be another process than before, and
+    /// then counts from 1 again.
+    pub(crate) fn with_new_peer(&self) -> Self {
+        Self {
+            sent: Mutex::new(*super::lock(&self.sent)),
+            seen: AtomicU64::new(0),
+        }
+    }
+}
+
 /// One control lane of a session.
 pub(crate) struct ControlLane {
     stream: ControlStream,

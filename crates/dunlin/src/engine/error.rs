@@ -5,6 +5,8 @@ use std::fmt;
 use dunlin_proto::fault::{AtFault, FaultCode};
 use thiserror::Error;
 
+use super::source::Doubt;
+
 /// Where the VM is after a migration that did not go through.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VmIs {
@@ -12,11 +14,13 @@ pub enum VmIs {
     AtSource,
     /// It is paused at the source and could not be resumed.
     StuckAtSource,
-    /// It is at the destination, but could not be started there.
-    StuckAtDestination,
     /// *commit* was sent and not answered: it is paused at the source, and
     /// may run at the destination.
     InDoubt,
+    /// It was started at the destination and does not run there any more; the
+    /// source has its copy, paused as it was at the switchover. An operator
+    /// decides whether it goes back to that.
+    RanThenDied,
     /// The guest ended by itself.
     Gone,
 }
@@ -36,6 +40,10 @@ pub struct MigrateError {
     /// What lay underneath.
     #[source]
     pub source: Option<Box<dyn std::error::Error + Send + Sync>>,
+    /// At the source, where [`MigrateError::vm`] is [`VmIs::InDoubt`] or
+    /// [`VmIs::RanThenDied`]: what an operator resolves it with. Keep it as
+    /// long as the VM is held paused.
+    pub doubt: Option<Box<Doubt>>,
 }
 
 impl fmt::Display for MigrateError {
@@ -43,12 +51,14 @@ impl fmt::Display for MigrateError {
         let vm = match self.vm {
             VmIs::AtSource => "the VM goes on at the source",
             VmIs::StuckAtSource => "the VM is paused at the source and could not be resumed",
-            VmIs::StuckAtDestination => {
-                "the VM is at the destination, and is paused there: it could not be started"
-            }
             VmIs::InDoubt => {
                 "the VM is paused at the source and may run at the destination: ask there before \
                  you resume it here"
+            }
+            VmIs::RanThenDied => {
+                "the VM was started at the destination and does not run there; the source keeps \
+                 its copy, paused. Shall it run there again, from the moment of the pause? What \
+                 it wrote to its disks since then stays written"
             }
             VmIs::Gone => "the guest has ended by itself",
         };
@@ -70,6 +80,8 @@ pub(crate) struct Fault {
     pub(crate) at_fault: AtFault,
     pub(crate) what: String,
     pub(crate) source: Option<Box<dyn std::error::Error + Send + Sync>>,
+    /// Whether the peer has said so, by *cancel* or *refuse*.
+    pub(crate) told: bool,
 }
 
 impl Fault {
@@ -79,6 +91,7 @@ impl Fault {
             at_fault: code.at_fault(),
             what: what.into(),
             source: None,
+            told: false,
         }
     }
 
@@ -97,6 +110,7 @@ impl Fault {
             at_fault: code.at_fault().seen_by_peer(),
             what: text,
             source: None,
+            told: true,
         }
     }
 
@@ -107,6 +121,7 @@ impl Fault {
             vm,
             what: self.what,
             source: self.source,
+            doubt: None,
         }
     }
 

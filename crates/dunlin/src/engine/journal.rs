@@ -20,6 +20,7 @@
 //! none, and the VM stays in doubt until an operator has found out where it
 //! is; and a source that died does not know that it must not be started again.
 
+use std::fmt;
 use std::fs::{DirBuilder, File, OpenOptions, TryLockError};
 use std::io::{self, Read};
 use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt};
@@ -29,6 +30,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 pub use dunlin_proto::journal::{DestinationRecord, Record, SourceRecord, State, Unreadable};
 use dunlin_proto::journal::{JOURNAL_BYTES, Newest, RECORD_BYTES, SLOT_BYTES, newest};
+use dunlin_proto::limits::MAX_ENDPOINT_BYTES;
 use dunlin_proto::negotiate::SessionId;
 use dunlin_proto::wire::EncodeError;
 use thiserror::Error;
@@ -214,6 +216,28 @@ impl Journal {
         Self(None)
     }
 
+    /// The record with which a session begins.
+    pub(crate) fn first_record(
+        state: State,
+        session: SessionId,
+        vm: (&[u8; 16], &str),
+        peer: &str,
+        owner: &str,
+    ) -> Record {
+        Record {
+            state,
+            session,
+            attempt: 1,
+            epoch: 1,
+            vm_uuid: *vm.0,
+            vm_name: vm.1.into(),
+            peer: bounded(peer, MAX_ENDPOINT_BYTES).into(),
+            owner: owner.into(),
+            started_ms: now_ms(),
+            written_ms: 0,
+        }
+    }
+
     /// Whether anything is remembered.
     #[must_use]
     pub fn remembers(&self) -> bool {
@@ -349,6 +373,23 @@ impl Journal {
             (started, entry.session, entry.role)
         });
         Ok(entries)
+    }
+}
+
+impl fmt::Debug for Journal {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let directory = self.0.as_ref().map(|place| &place.directory);
+        formatter.debug_tuple("Journal").field(&directory).finish()
+    }
+}
+
+impl fmt::Debug for SessionJournal {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter
+            .debug_struct("SessionJournal")
+            .field("record", &self.record)
+            .field("path", &self.held.as_ref().map(|held| &held.path))
+            .finish()
     }
 }
 
@@ -574,6 +615,15 @@ fn parse_name(name: &str) -> Option<(SessionId, Role)> {
         *byte = u8::from_str_radix(&digits[2 * place..2 * place + 2], 16).ok()?;
     }
     Some((session, role))
+}
+
+/// What fits of a text that is for people.
+pub(crate) fn bounded(text: &str, bytes: usize) -> &str {
+    let mut end = text.len().min(bytes);
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    &text[..end]
 }
 
 /// Milliseconds since 1970; 0 for a clock before that.

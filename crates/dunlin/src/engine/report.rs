@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use dunlin_proto::journal::SourceRecord;
 use dunlin_proto::negotiate::LaneSecurity;
 
 /// Bytes by kind, counted at the source.
@@ -137,10 +138,20 @@ pub enum Event {
         /// Percent; 0 is full speed.
         percent: u8,
     },
+    /// The journal holds this, and it is on the disk.
+    Recorded(SourceRecord),
     /// The guest is paused.
     Paused,
     /// *commit* goes out: the point of no return.
     Committing,
+    /// *commit* has been handed to the kernel.
+    Committed,
+    /// *commit* was sent and there is no answer to build on: the guest stays
+    /// paused, and the destination is asked.
+    InDoubt {
+        /// Why.
+        why: String,
+    },
     /// The destination runs the VM.
     Running,
     /// Something that does no harm to the migration but should be known.

@@ -239,22 +239,23 @@ pub trait DestinationVm: Send + Sync {
     /// Takes hold of disks and devices: the source has committed.
     ///
     /// # Errors
-    /// The guest stays paused here, and the caller is told so: the source
-    /// has given it away. The engine lets go of this copy without
-    /// [`DestinationVm::discard`], so the [`Builder`] must hold on to it.
+    /// Nothing has run here: [`DestinationVm::discard`] follows, and the guest
+    /// goes on at the source.
     fn acquire(&self) -> Result<(), VmmError>;
 
     /// Starts the guest. Says how long it stood still as it saw it itself,
     /// where the VMM can tell within some milliseconds.
     ///
     /// # Errors
-    /// The guest stays paused here, and the caller is told so.
+    /// Some of it may have run: [`DestinationVm::discard`] follows, and the
+    /// source keeps its copy, paused, until an operator decides.
     fn resume(&self) -> Result<Option<Duration>, VmmError>;
 
     /// Tells the network where the guest lives now (gratuitous ARP and the
     /// like). The guest runs already.
     fn announce(&self);
 
-    /// The migration ended before *commit*: drops this copy.
+    /// The VM does not live here: lets go of whatever
+    /// [`DestinationVm::acquire`] took, even of a part, and drops this copy.
     fn discard(&self);
 }

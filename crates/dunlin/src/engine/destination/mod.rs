@@ -4,6 +4,8 @@
 //! tried has failed; call it again for the next. Until *commit* the VM lives
 //! at the source, and every way out drops what was built here.
 
+mod answer;
+mod decide;
 mod intake;
 mod lane;
 mod resume;
@@ -15,11 +17,16 @@ use std::net::TcpListener;
 use std::sync::Arc;
 use std::time::Duration;
 
+use dunlin_proto::control::Verdict;
+use dunlin_proto::journal::DestinationRecord;
 use dunlin_proto::limits::MAX_LANES;
+
+pub use answer::{Answering, answer};
 
 use super::control::FromPeer;
 use super::error::{Fault, MigrateError};
 use super::host::{Cancel, Host};
+use super::journal::Journal;
 use super::vmm::{Builder, DestinationVm, Offered};
 use crate::lane::accept::Arrival;
 use crate::lane::identity::ServerTls;
@@ -40,6 +47,13 @@ pub struct Options {
     ///
     /// [`control_limit`]: crate::engine::source::Options::control_limit
     pub control_limit: Duration,
+    /// Where this host's sessions are remembered, and what inquiries are
+    /// answered from. Without, an operator has to find out what became of a
+    /// VM whose control lane is lost at *commit*.
+    pub journal: Journal,
+    /// The control socket of this process, for the journal. At most 107 bytes;
+    /// empty for none.
+    pub owner: String,
 }
 
 impl Default for Options {
@@ -49,6 +63,8 @@ impl Default for Options {
             lanes_max: MAX_LANES,
             endpoints: Vec::new(),
             control_limit: Duration::from_secs(40),
+            journal: Journal::none(),
+            owner: String::new(),
         }
     }
 }
@@ -87,8 +103,19 @@ pub enum DestinationEvent {
     },
     /// The source has made a new control lane.
     ControlResumed,
+    /// The journal holds this, and it is on the disk.
+    Recorded(DestinationRecord),
     /// Memory and state are here; *ready* goes out.
     Ready,
+    /// *commit* has come; disks and devices are being taken.
+    Committed,
+    /// The source is being told what became of its VM.
+    Told(Verdict),
+    /// An inquiry about a session that is not under way is being answered.
+    Inquired {
+        /// Who asks, by certificate.
+        peer: String,
+    },
     /// The VM runs here, or stays paused as its owner left it.
     Running {
         /// Whether it runs.
@@ -114,6 +141,9 @@ pub struct Received {
     pub pages: u64,
     /// CPU time of this session's threads here.
     pub cpu: Duration,
+    /// Where the source has not confirmed that it let go: who answers it, on
+    /// the listener, until it does.
+    pub answering: Option<Answering>,
 }
 
 /// Accepts on `listener` and takes in one VM, which `builder` builds.

@@ -15,8 +15,8 @@ use dunlin_proto::switchover::Destination;
 
 use super::super::control::ControlLane;
 use super::super::error::Fault;
-use super::DestinationEvent;
 use super::session::{Session, peer_of, refuse};
+use super::{DestinationEvent, SessionEvent};
 use crate::lane::accept::Arrival;
 use crate::lane::control::ControlStream;
 
@@ -105,6 +105,10 @@ impl Session<'_> {
             // A panic there has been reported as the loss of the lane.
             let _ = reader.join();
         }
+        let resumes = self.is_resumable();
+        if !resumes {
+            self.set_aside();
+        }
         let mut bytes = Vec::new();
         selection.encode(&mut bytes).map_err(|error| {
             Fault::new(FaultCode::Internal, "the selection cannot be sent").because(error)
@@ -119,8 +123,25 @@ impl Session<'_> {
         self.orphaned = None;
         self.control_ended.set(false);
         self.spawn_reader(&control)?;
+        self.asked = false;
+        if !resumes {
+            // It is for an inquiry, which comes next.
+            return Ok(());
+        }
         (self.observer)(&DestinationEvent::ControlResumed);
         self.repeat()
+    }
+
+    /// Puts what the old control lane's reader had read where an inquiry finds
+    /// it. The reader has been joined: nothing more comes from it.
+    fn set_aside(&mut self) {
+        let passed_over = std::mem::take(&mut self.passed_over);
+        for event in passed_over.into_iter().chain(self.events.try_iter()) {
+            match event {
+                SessionEvent::Control(_, from_peer) => self.drained.push_back(from_peer),
+                event => self.passed_over.push_back(event),
+            }
+        }
     }
 
     fn check_resumed(&self, stream: &ControlStream, offer: &Offer) -> Result<Selection, Refusal> {
@@ -145,10 +166,6 @@ impl Session<'_> {
         if *offer != expected || offer.epoch <= ours.epoch {
             let text = "it offers otherwise than at the beginning, or has been replaced itself";
             return Err(refusal(FaultCode::Malformed, text));
-        }
-        if !self.is_resumable() {
-            let text = "the switchover is under way";
-            return Err(refusal(FaultCode::Busy, text));
         }
         Ok(selection.clone())
     }

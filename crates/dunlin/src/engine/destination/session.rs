@@ -1,7 +1,7 @@
 //! One session at the destination, on its own thread.
 
 use std::cell::Cell;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::net::TcpListener;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -9,20 +9,22 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use dunlin_proto::control::Message;
+use dunlin_proto::control::{Digest, Message};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::limits::MAX_LANES;
 use dunlin_proto::negotiate::{
     Features, Offer, Opening, Refusal, Selection, SessionSecret, VERSIONS,
 };
-use dunlin_proto::switchover::{Destination, DestinationAction, DestinationEvent as Step};
+use dunlin_proto::switchover::Destination;
 use dunlin_sys::affinity::thread_cpu_time;
 use dunlin_sys::poll::{Waker, waker};
 
 use super::super::control::{ControlLane, FromPeer, Sequences};
 use super::super::error::{Fault, MigrateError, VmIs};
 use super::super::host::{Cancel, Host};
-use super::super::vmm::{Builder, DestinationVm, Section};
+use super::super::journal::SessionJournal;
+use super::super::vmm::{Builder, DestinationVm, Offered, Section};
+use super::answer::{Answering, Answers, Held, is_inquiry};
 use super::lane::Shared;
 use super::{DestinationEvent, Options, Received, SessionEvent};
 use crate::lane::accept::{Arrival, accept};
@@ -51,6 +53,23 @@ pub(super) struct Session<'a> {
     pub(super) vm: Option<Arc<dyn DestinationVm>>,
     pub(super) shared: Option<Arc<Shared>>,
     pub(super) state: Destination,
+    pub(super) journal: Option<SessionJournal>,
+    /// Why the session ends other than well, as far as it is known.
+    pub(super) fault: Option<Fault>,
+    /// Whether an inquiry has come on the newest control lane.
+    pub(super) asked: bool,
+    /// What the reader of an older control lane had read.
+    pub(super) drained: VecDeque<FromPeer>,
+    /// Events that were passed over while draining.
+    pub(super) passed_over: VecDeque<SessionEvent>,
+    pub(super) digest: Option<Digest>,
+    pub(super) ready_sent: bool,
+    /// Whether the source has cancelled, and thus goes on by itself.
+    pub(super) source_keeps: bool,
+    pub(super) runs: bool,
+    pub(super) guest_downtime: Option<Duration>,
+    pub(super) cpu_before: Duration,
+    pub(super) answers: Answers,
     pub(super) lane_threads: BTreeMap<u16, JoinHandle<()>>,
     /// Reads the newest control lane.
     pub(super) reader: Option<JoinHandle<()>>,
@@ -88,10 +107,12 @@ pub(super) fn run(
             .because(error)
             .into_error(VmIs::AtSource)
     };
+    let listener = Arc::new(listener);
     let (acceptor, stop) = waker().map_err(|error| local("no descriptors can be had", error))?;
     let acceptor_thread = {
         let (tls, sender) = (tls.clone(), sender.clone());
         let arrivals = Arc::clone(&arrivals);
+        let listener = Arc::clone(&listener);
         let body = move || {
             let ended = accept(&listener, &tls, &stop, |arrival| {
                 if arrivals.fetch_add(1, Ordering::SeqCst) >= ARRIVALS_LIMIT {
@@ -126,7 +147,19 @@ pub(super) fn run(
         secret: SessionSecret([0; 32]),
         vm: None,
         shared: None,
-        state: Destination::Receiving,
+        state: Destination::Accepting,
+        journal: None,
+        fault: None,
+        asked: false,
+        drained: VecDeque::new(),
+        passed_over: VecDeque::new(),
+        digest: None,
+        ready_sent: false,
+        source_keeps: false,
+        runs: false,
+        guest_downtime: None,
+        cpu_before,
+        answers: Answers::default(),
         lane_threads: BTreeMap::new(),
         reader: None,
         sequences: Arc::default(),
@@ -140,38 +173,93 @@ pub(super) fn run(
         control_ended: Cell::new(false),
         cpu: Arc::default(),
     };
-    let result = session.take_in(builder, cpu_before);
-    let result = result.map_err(|fault| session.fail(fault));
+    let offered = session.take_in(builder);
+    let offered = match offered {
+        Ok(offered) => Some(offered),
+        Err(fault) => {
+            session.failed(fault);
+            None
+        }
+    };
     cancel.unlisten();
     session.wind_up();
-    result.map(|mut received| {
-        received.cpu = session.cpu_since(cpu_before);
-        received
-    })
+    session.settle(&listener, offered)
 }
 
 impl Session<'_> {
-    pub(super) fn take_in(
-        &mut self,
-        builder: &mut dyn Builder,
-        cpu_before: Duration,
-    ) -> Result<Received, Fault> {
+    fn take_in(&mut self, builder: &mut dyn Builder) -> Result<Offered, Fault> {
         self.await_source()?;
         let offered = self.build(builder)?;
         self.await_everything()?;
-        let runs = self.switch_over()?;
-        let (vm, guest_downtime) = self.start(runs, cpu_before)?;
+        self.switch_over()?;
+        Ok(offered)
+    }
+
+    /// How it has ended.
+    fn settle(
+        mut self,
+        listener: &Arc<TcpListener>,
+        offered: Option<Offered>,
+    ) -> Result<Received, MigrateError> {
+        let (vm, offered) = match (self.state, self.vm.take(), offered) {
+            (Destination::Running | Destination::Released, Some(vm), Some(offered)) => {
+                (vm, offered)
+            }
+            (state, ..) => return Err(self.error(state)),
+        };
+        let answering = match (self.state, self.journal.take(), &self.offer) {
+            (Destination::Running, journal, Some(offer)) => {
+                let held = Held {
+                    session: offer.session,
+                    state: self.state,
+                    journal,
+                    done: None,
+                };
+                let (listener, tls) = (Arc::clone(listener), self.tls.clone());
+                let journal = self.options.journal.clone();
+                let started = Answering::start(listener, tls, self.host, journal, held);
+                started
+                    .inspect_err(|error| {
+                        self.warn(format!(
+                            "inquiries about the VM cannot be answered: {error}"
+                        ));
+                    })
+                    .ok()
+            }
+            _ => None,
+        };
         let totals = |shared: &Arc<Shared>| shared.lanes(|lanes| lanes.totals());
         let (_, pages) = self.shared.as_ref().map(totals).unwrap_or_default();
         Ok(Received {
             vm,
             offered,
-            runs,
-            guest_downtime,
+            runs: self.runs,
+            guest_downtime: self.guest_downtime,
             wire_bytes: self.wire_bytes,
             pages,
-            cpu: Duration::ZERO,
+            cpu: self.cpu_since(self.cpu_before),
+            answering,
         })
+    }
+
+    fn error(&mut self, state: Destination) -> MigrateError {
+        let fault = self.fault.take().unwrap_or_else(|| {
+            let what = "the session has ended without a reason";
+            Fault::new(FaultCode::Internal, what)
+        });
+        let vm = match state {
+            Destination::Died => VmIs::RanThenDied,
+            // Nobody was told, so that the source may be waiting.
+            Destination::Unrecorded if self.ready_sent => VmIs::InDoubt,
+            _ => VmIs::AtSource,
+        };
+        // A source that was never told *ready* has sent no *commit*, and one
+        // that cancelled goes on: neither asks.
+        let over = matches!(state, Destination::Aborted | Destination::Unrecorded);
+        if over && (!self.ready_sent || self.source_keeps) {
+            self.forget();
+        }
+        fault.into_error(vm)
     }
 
     pub(super) fn built(&self) -> Result<Arc<dyn DestinationVm>, Fault> {
@@ -219,6 +307,10 @@ impl Session<'_> {
             Ok(SessionEvent::Control(_, FromPeer::Message(Message::Cancel { fault, text }))) => {
                 Err(Fault::told(fault, text))
             }
+            Ok(SessionEvent::Control(_, FromPeer::Message(Message::Inquire { attempt }))) => {
+                self.inquired(attempt)?;
+                Ok(Some(SessionEvent::Tended))
+            }
             Ok(SessionEvent::Control(_, FromPeer::Message(Message::Fence { lane }))) => {
                 self.fence(lane)?;
                 Ok(Some(SessionEvent::Tended))
@@ -231,6 +323,19 @@ impl Session<'_> {
                     self.resume_control(stream, offer)?;
                     Ok(Some(SessionEvent::Tended))
                 }
+                Arrival::Control {
+                    stream,
+                    opening: Opening::Offer(offer),
+                } if is_inquiry(&offer) => {
+                    let peer = peer_of(&stream);
+                    (self.observer)(&DestinationEvent::Inquired { peer: peer.clone() });
+                    let journal = &self.options.journal;
+                    let begun = self.answers.begin(self.host, journal, None, stream, &offer);
+                    if let Err(refusal) = begun {
+                        self.reject(format!("an inquiry of {peer}: {refusal}"));
+                    }
+                    Ok(Some(SessionEvent::Tended))
+                }
                 other => {
                     self.give_way(&other)?;
                     Ok(Some(SessionEvent::Arrived(Box::new(other))))
@@ -239,7 +344,7 @@ impl Session<'_> {
             Ok(SessionEvent::AcceptorEnded(error)) => {
                 Err(Fault::new(FaultCode::Kernel, "the listener failed").because(error))
             }
-            Ok(SessionEvent::Cancelled) if !self.state.may_run() => {
+            Ok(SessionEvent::Cancelled) if self.state.may_cancel() => {
                 Err(Fault::new(FaultCode::Cancelled, "the operator cancelled"))
             }
             Ok(SessionEvent::LaneEnded {
@@ -257,16 +362,20 @@ impl Session<'_> {
         }
     }
 
-    pub(super) fn receive(&self, until: Option<Instant>) -> Result<SessionEvent, RecvTimeoutError> {
-        let event = match until {
-            None => self
+    pub(super) fn receive(
+        &mut self,
+        until: Option<Instant>,
+    ) -> Result<SessionEvent, RecvTimeoutError> {
+        let event = match (self.passed_over.pop_front(), until) {
+            (Some(event), _) => event,
+            (None, None) => self
                 .events
                 .recv()
-                .map_err(|_| RecvTimeoutError::Disconnected),
-            Some(until) => self
+                .map_err(|_| RecvTimeoutError::Disconnected)?,
+            (None, Some(until)) => self
                 .events
-                .recv_timeout(until.saturating_duration_since(Instant::now())),
-        }?;
+                .recv_timeout(until.saturating_duration_since(Instant::now()))?,
+        };
         match (&event, &self.control) {
             (SessionEvent::Control(epoch, from_peer), Some(control))
                 if *epoch == control.epoch() =>
@@ -291,18 +400,6 @@ impl Session<'_> {
         }
     }
 
-    pub(super) fn step(&mut self, event: Step) -> Result<&'static [DestinationAction], Fault> {
-        let (state, actions) = self.state.on(event).map_err(|error| {
-            Fault::new(
-                FaultCode::Malformed,
-                "the peer broke the order of the switchover",
-            )
-            .because(error)
-        })?;
-        self.state = state;
-        Ok(actions)
-    }
-
     pub(super) fn turn_away(&self, arrival: Arrival, why: &str) {
         self.reject(match arrival {
             Arrival::Rejected { from, reason } => format!("{from}: {reason}"),
@@ -325,40 +422,10 @@ impl Session<'_> {
         (self.observer)(&DestinationEvent::Rejected { reason });
     }
 
-    /// Ends the session after a fault: drops what was built, unless the VM
-    /// lives here already.
-    fn fail(&mut self, fault: Fault) -> MigrateError {
-        let lost = matches!(fault.code, FaultCode::ControlLost);
-        let event = if lost {
-            Step::ControlLost
-        } else {
-            Step::Failed
-        };
-        if let Some(shared) = &self.shared {
-            shared.stop();
-        }
-        match self.state.on(event) {
-            Ok((Destination::Aborting, _)) => self.state = Destination::Aborted,
-            _ => return fault.into_error(VmIs::StuckAtDestination),
-        }
-        if !lost {
-            // The source may be gone; it keeps its VM in either case.
-            let _ = self.send(&Message::Cancel {
-                fault: fault.code,
-                text: fault.for_peer(),
-            });
-        }
-        // No lane may write any more when the memory goes.
-        let _ = self.join_lanes();
-        if let Some(vm) = self.vm.take() {
-            vm.discard();
-        }
-        fault.into_error(VmIs::AtSource)
-    }
-
     /// Leaves nothing behind: listener, lanes, threads.
     fn wind_up(&mut self) {
         self.acceptor.wake();
+        self.answers.end();
         if let Some(shared) = &self.shared {
             shared.stop();
         }

@@ -4,13 +4,15 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use dunlin_proto::control::{Accept, Describe, Message};
+use dunlin_proto::control::{Describe, Message};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::limits::PAGE_BYTES;
 use dunlin_proto::negotiate::{Features, Opening, Refusal, Supported, VERSIONS, select};
+use dunlin_proto::switchover::Destination;
 
 use super::super::control::{ControlLane, FromPeer};
 use super::super::error::Fault;
+use super::super::journal::{DestinationRecord, Journal, State};
 use super::super::vmm::{Builder, Offered, VmDescription};
 use super::lane::Shared;
 use super::session::{Session, peer_of, refuse, unexpected};
@@ -141,6 +143,7 @@ impl Session<'_> {
             paused,
         };
         (self.observer)(&DestinationEvent::Offered(offered.clone()));
+        self.make_room(&offered)?;
         let vm = builder
             .build(&offered)
             .map_err(|refusal| Fault::new(refusal.fault, refusal.text))?;
@@ -159,11 +162,34 @@ impl Session<'_> {
             regions,
             self.options.lanes_max,
         )));
-        self.send(&Message::Accept(Accept {
-            secret: self.secret.clone(),
-            lanes_max: self.options.lanes_max,
-            endpoints: self.options.endpoints.clone(),
-        }))?;
-        Ok(offered)
+        self.begin()?;
+        match self.state {
+            Destination::Receiving => Ok(offered),
+            // It has been refused.
+            _ => Err(self.fault.take().unwrap_or_else(|| {
+                Fault::new(FaultCode::Journal, "the session cannot be recorded")
+            })),
+        }
+    }
+
+    /// Makes room for the session's records: a full disk is found here, before
+    /// anything is moved.
+    fn make_room(&mut self, offered: &Offered) -> Result<(), Fault> {
+        let (Some(control), Some(offer)) = (&self.control, &self.offer) else {
+            return Err(Fault::new(FaultCode::Internal, "there is no control lane"));
+        };
+        let record = Journal::first_record(
+            State::Destination(DestinationRecord::Prepared),
+            offer.session,
+            (&offered.vm.uuid, &offered.vm.name),
+            &peer_of(control.stream()),
+            &self.options.owner,
+        );
+        let journal = self.options.journal.create(record).map_err(|error| {
+            let what = "the session cannot be recorded at the destination";
+            Fault::new(FaultCode::Journal, what).because(error)
+        })?;
+        self.journal = Some(journal);
+        Ok(())
     }
 }

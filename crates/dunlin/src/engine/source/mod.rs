@@ -6,8 +6,17 @@
 //! ```
 //! [`migrate`] runs on the caller's thread. Every way out of it joins every
 //! thread, stops the dirty logs, lifts the throttle and leaves the guest as
-//! it was, unless the destination has it.
+//! it was, unless the destination has it, or may have it: then it stays paused
+//! ([`Doubt`]).
+//!
+//! Around *commit* the events come in this order, for whoever hooks in:
+//! `Recorded(Committing)`, `Paused`, `Committing`, `Committed`, then `Running`
+//! after `Recorded(Released)`, or `InDoubt` any number of times before it. At
+//! the destination: `Recorded(Prepared)`, `Ready`, `Committed`,
+//! `Recorded(Running)`, `Told(Running)`, `Running`.
 
+mod decide;
+mod doubt;
 mod lane;
 mod lanes;
 mod precopy;
@@ -23,10 +32,14 @@ use dunlin_proto::fault::FaultCode;
 use dunlin_proto::limits::MAX_LANES;
 pub use dunlin_proto::negotiate::LaneSecurity;
 pub use dunlin_proto::precopy::AtTimeLimit;
+pub use dunlin_proto::switchover::Resolution;
+
+pub use doubt::{Doubt, ResolveError};
 
 use super::control::FromPeer;
 use super::error::{Fault, MigrateError, VmIs};
 use super::host::{Cancel, Host};
+use super::journal::Journal;
 use super::report::{Observer, Report};
 use super::tune::Tune;
 use super::vmm::SourceVm;
@@ -72,6 +85,15 @@ pub struct Options {
     /// Records after which a lane is replaced by a fresh one; at most, and by
     /// default, what its cipher allows. At least 512.
     pub records_per_lane: u64,
+    /// For how long the destination is asked what became of a *commit* that it
+    /// has not answered, before the VM is left in doubt.
+    pub doubt_limit: Duration,
+    /// Where this migration is remembered. Without, an operator has to find
+    /// out what became of the VM if a process dies after *commit*.
+    pub journal: Journal,
+    /// The control socket of this process, for the journal: where somebody who
+    /// finds the record can ask. At most 107 bytes; empty for none.
+    pub owner: String,
 }
 
 impl Default for Options {
@@ -93,6 +115,9 @@ impl Default for Options {
             no_lane_limit: Duration::from_secs(30),
             control_limit: Duration::from_secs(20),
             records_per_lane: RECORD_LIMIT,
+            doubt_limit: Duration::from_secs(60),
+            journal: Journal::none(),
+            owner: String::new(),
         }
     }
 }

@@ -4,7 +4,6 @@
 //! the destination repeats what it has acknowledged, and what the source had
 //! asked is asked again.
 
-use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -12,7 +11,6 @@ use dunlin_proto::control::Message;
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::switchover::Source;
 
-use super::super::control::ControlLane;
 use super::super::error::Fault;
 use super::super::lock;
 use super::super::report::Event;
@@ -58,16 +56,12 @@ impl Session<'_> {
         self.observer.event(&Event::ControlLost {
             why: lost.for_peer(),
         });
-        self.control.shutdown();
-        if let Some(reader) = self.reader.take() {
-            // A panic there has been reported as the loss of the lane.
-            let _ = reader.join();
-        }
+        self.end_control();
         let Some(terms) = &self.terms else {
             return Err(lost);
         };
+        let (to, tls, peer) = (terms.to.clone(), terms.tls.clone(), terms.peer_fingerprint);
         let until = Instant::now() + self.options.control_limit;
-        let mut epoch = self.control.epoch();
         let mut last = lost;
         let stream = loop {
             if self.cancel.is_cancelled() {
@@ -81,12 +75,10 @@ impl Session<'_> {
                 return Err(Fault { what, ..last });
             }
             // One that was tried may stand at the destination already.
-            epoch += 1;
-            let mut offer = self.offer.clone();
-            offer.epoch = epoch;
+            self.raise_epoch();
             let deadline = until.min(Instant::now() + self.options.connect_limit);
-            match open_control(self.host, &terms.to, &terms.tls, &offer, deadline) {
-                Ok((stream, _)) if stream.peer().fingerprint != terms.peer_fingerprint => {
+            match open_control(self.host, &to, &tls, &self.offer, deadline) {
+                Ok((stream, _)) if stream.peer().fingerprint != peer => {
                     return Err(Fault::new(
                         FaultCode::WrongIdentity,
                         "another peer answers where the destination was",
@@ -104,13 +96,8 @@ impl Session<'_> {
             }
             thread::sleep(RETRY);
         };
-        let events = terms.events.clone();
-        let sequences = Arc::clone(&self.sequences);
-        let session = self.control.session();
-        self.control = Arc::new(ControlLane::new(stream, session, epoch, sequences));
-        self.control_ended.set(false);
+        self.adopt_control(stream)?;
         self.control_resumed += 1;
-        self.spawn_reader(&events)?;
         let now_ns = self.shared.now_ns();
         lock(&self.shared.state).lanes.control_resumed(now_ns);
         self.observer.event(&Event::ControlResumed);

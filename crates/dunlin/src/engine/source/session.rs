@@ -8,18 +8,20 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use dunlin_proto::control::{Final, Message};
+use dunlin_proto::control::{Digest, Final, Message};
 use dunlin_proto::fault::FaultCode;
+use dunlin_proto::journal::{SourceRecord, State};
 use dunlin_proto::negotiate::{Offer, Selection};
-use dunlin_proto::switchover::{Source, SourceAction, SourceEvent};
+use dunlin_proto::switchover::Source;
 use dunlin_sys::affinity::thread_cpu_time;
 
 use super::super::control::{ControlLane, FromPeer, Sequences};
 use super::super::error::{Fault, MigrateError, VmIs};
 use super::super::host::{Cancel, Host};
+use super::super::journal::SessionJournal;
 use super::super::lock;
-use super::super::report::{Event, Iteration, Observer, Report};
-use super::super::vmm::{DirtyLog, GuestMemory, RunState, SourceVm};
+use super::super::report::{Downtime, Event, Iteration, Observer, Report};
+use super::super::vmm::{DirtyLog, GuestMemory, SourceVm, VmDescription};
 use super::lane::Shared;
 use super::lanes::LaneTerms;
 use super::set_up::connect;
@@ -43,6 +45,26 @@ pub(super) struct Session<'a> {
     pub(super) events: Receiver<SessionEvent>,
     pub(super) shared: Arc<Shared>,
     pub(super) state: Source,
+    pub(super) described: Option<VmDescription>,
+    pub(super) journal: SessionJournal,
+    /// Why the migration ends other than well, as far as it is known.
+    pub(super) fault: Option<Fault>,
+    /// Where the VM is, if the session ends now.
+    pub(super) vm_is: VmIs,
+    /// When the guest was paused for the switchover, and *commit* sent.
+    pub(super) paused: Option<Instant>,
+    pub(super) committed: Option<Instant>,
+    pub(super) downtime: Downtime,
+    /// Where our digest will come from, and what came of the comparison.
+    pub(super) digest: Option<Receiver<std::io::Result<Digest>>>,
+    pub(super) digests_equal: Option<bool>,
+    pub(super) destination_cpu: Duration,
+    pub(super) total: Duration,
+    /// Until when the destination is asked, once the VM is in doubt.
+    pub(super) doubt_until: Option<Instant>,
+    pub(super) inquiries: u32,
+    /// Nobody is asked any more.
+    pub(super) gave_up: bool,
     /// Whether its owner had paused the guest before.
     pub(super) paused_by_owner: bool,
     /// Whether [`SourceVm::relinquish`] has been called.
@@ -103,17 +125,24 @@ pub(super) fn run(
         .set_up(to, tls, &sender)
         .and_then(|()| session.pre_copy())
         .and_then(|()| session.switch_over());
-    let result = match result {
-        Ok(outcome) => Ok(outcome),
-        Err(fault) => Err(session.fail(fault)),
-    };
+    if let Err(fault) = result {
+        session.failed(fault);
+    }
     cancel.unlisten();
     options.tune.detach();
     session.wind_up();
-    let outcome = result?;
+    if session.state != Source::Released {
+        return Err(Session::error(
+            session.state,
+            session.fault,
+            session.vm_is,
+            session.journal,
+            session.paused_by_owner,
+        ));
+    }
     let own = thread_cpu_time().saturating_sub(cpu_before);
     let state = lock(&session.shared.state);
-    Ok(Report {
+    let report = Report {
         iterations: std::mem::take(&mut session.iterations),
         traffic: state.traffic(),
         lanes: state.by_lane(),
@@ -121,13 +150,22 @@ pub(super) fn run(
         control_resumed: session.control_resumed,
         pages_again: session.pages_again,
         security: session.selection.security,
-        total: outcome.total,
-        downtime: outcome.downtime,
+        total: session.total,
+        downtime: session.downtime,
         source_cpu: own + Duration::from_nanos(session.cpu.load(Ordering::Relaxed)),
-        destination_cpu: outcome.destination_cpu,
-        digests_equal: outcome.digests_equal,
-        runs: outcome.runs,
-    })
+        destination_cpu: session.destination_cpu,
+        digests_equal: session.digests_equal,
+        runs: !session.paused_by_owner,
+    };
+    drop(state);
+    // Where *released* could not be recorded the destination has not been told
+    // to forget either, and the record may still be asked about.
+    if session.journal.record().state == State::Source(SourceRecord::Released)
+        && let Err(error) = session.journal.forget()
+    {
+        observer.event(&Event::Warning(error.to_string()));
+    }
+    Ok(report)
 }
 
 impl Session<'_> {
@@ -166,12 +204,15 @@ impl Session<'_> {
             match event {
                 // What an earlier control lane left behind.
                 SessionEvent::Control(epoch, _) if epoch != self.control.epoch() => {}
-                SessionEvent::Control(
-                    _,
-                    FromPeer::Message(
-                        Message::Cancel { fault, text } | Message::Refuse { fault, text },
-                    ),
-                ) => return Err(Fault::told(fault, text)),
+                SessionEvent::Control(_, FromPeer::Message(Message::Cancel { fault, text })) => {
+                    return Err(Fault::told(fault, text));
+                }
+                // Nothing is left to refuse after *commit*.
+                SessionEvent::Control(_, FromPeer::Message(Message::Refuse { fault, text }))
+                    if self.state.may_cancel() =>
+                {
+                    return Err(Fault::told(fault, text));
+                }
                 SessionEvent::Control(_, FromPeer::Message(message))
                     if self.lane_message(&message)? =>
                 {
@@ -236,93 +277,6 @@ impl Session<'_> {
                 Ok(_) => {}
             }
         }
-    }
-
-    /// Moves the state machine; an event that it cannot take is a defect of
-    /// ours, since the callers check the peer's messages first.
-    pub(super) fn step(&mut self, event: SourceEvent) -> Result<&'static [SourceAction], Fault> {
-        let (state, actions) = self.state.on(event).map_err(|error| {
-            Fault::new(
-                FaultCode::Malformed,
-                "the peer broke the order of the switchover",
-            )
-            .because(error)
-        })?;
-        self.state = state;
-        Ok(actions)
-    }
-
-    /// Ends the session after a fault: tells the peer where it can be told,
-    /// and lets the guest go on where it may.
-    fn fail(&mut self, fault: Fault) -> MigrateError {
-        let event = match fault.code {
-            FaultCode::ControlLost => SourceEvent::ControlLost,
-            _ => SourceEvent::Failed,
-        };
-        let (state, actions) = self
-            .state
-            .on(event)
-            .unwrap_or((self.state, &[SourceAction::HoldInDoubt]));
-        self.state = state;
-        // The guest itself is asked, and not the fault: a peer may name any.
-        let ended = matches!(
-            self.vm.run_state(),
-            RunState::PoweredOff | RunState::Stopped(_)
-        );
-        let vm = match self.state {
-            Source::Kept => {
-                // The peer may be gone; it drops its copy in either case.
-                let _ = self.control.send(&Message::Cancel {
-                    fault: fault.code,
-                    text: fault.for_peer(),
-                });
-                if ended {
-                    self.take_back();
-                    VmIs::Gone
-                } else if actions.contains(&SourceAction::ResumeGuest) {
-                    self.resume_here()
-                } else {
-                    VmIs::AtSource
-                }
-            }
-            Source::Released => VmIs::StuckAtDestination,
-            _ => VmIs::InDoubt,
-        };
-        fault.into_error(vm)
-    }
-
-    /// After the pause and before *commit*: the guest goes on at the source.
-    fn resume_here(&mut self) -> VmIs {
-        if !self.take_back() {
-            return VmIs::StuckAtSource;
-        }
-        if self.paused_by_owner {
-            return VmIs::AtSource;
-        }
-        match self.vm.resume() {
-            Ok(()) => VmIs::AtSource,
-            Err(error) => {
-                self.observer.event(&Event::Warning(format!(
-                    "the guest cannot be resumed: {error}"
-                )));
-                VmIs::StuckAtSource
-            }
-        }
-    }
-
-    /// Takes disks and devices back, if they were let go. Returns whether the
-    /// VM has them.
-    fn take_back(&self) -> bool {
-        if !self.relinquished {
-            return true;
-        }
-        let result = self.vm.reacquire();
-        if let Err(error) = &result {
-            self.observer.event(&Event::Warning(format!(
-                "disks and devices cannot be taken back: {error}"
-            )));
-        }
-        result.is_ok()
     }
 
     /// Stops the dirty logs and lifts the throttle; doing it twice does no

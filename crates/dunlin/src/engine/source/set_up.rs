@@ -17,11 +17,12 @@ use dunlin_proto::schedule::Schedule;
 use dunlin_proto::switchover::Source;
 
 use super::super::control::{ControlLane, FromPeer, Sequences, read_opening};
-use super::super::error::Fault;
+use super::super::error::{Fault, VmIs};
 use super::super::host::{Cancel, Host};
+use super::super::journal::{Journal, SessionJournal, SourceRecord, State};
 use super::super::lock;
-use super::super::report::{Event, Observer};
-use super::super::vmm::{RunState, SourceVm};
+use super::super::report::{Downtime, Event, Observer};
+use super::super::vmm::{RunState, SourceVm, VmDescription};
 use super::lane::Shared;
 use super::lanes::LaneTerms;
 use super::session::{Session, nanos, unexpected};
@@ -74,10 +75,10 @@ impl Session<'_> {
         Ok(())
     }
 
-    pub(super) fn describe(&self) -> Result<(), Fault> {
-        let described = self.vm.describe().map_err(|error| {
-            Fault::new(FaultCode::Internal, "the VM cannot be described").because(error)
-        })?;
+    pub(super) fn describe(&mut self) -> Result<(), Fault> {
+        let Some(described) = self.described.take() else {
+            return Err(Fault::new(FaultCode::Internal, "the VM is described twice"));
+        };
         let regions = RegionTable::new(self.memory.regions().to_vec()).map_err(|error| {
             Fault::new(FaultCode::Internal, "the VM's memory cannot be described").because(error)
         })?;
@@ -132,6 +133,10 @@ impl Session<'_> {
 }
 
 /// Connects the control lane and agrees on version, features and security.
+#[expect(
+    clippy::too_many_arguments,
+    reason = "what `migrate` is given, and the channel"
+)]
 pub(super) fn connect<'a>(
     vm: &'a Arc<dyn SourceVm>,
     to: &str,
@@ -160,6 +165,9 @@ pub(super) fn connect<'a>(
             ));
         }
     };
+    let described = vm.describe().map_err(|error| {
+        Fault::new(FaultCode::Internal, "the VM cannot be described").because(error)
+    })?;
     let mut session: SessionId = [0; 16];
     tls.config()
         .crypto_provider()
@@ -179,7 +187,17 @@ pub(super) fn connect<'a>(
         attempt: 1,
         epoch: 1,
     };
-    let (stream, selection) = open_control(host, to, tls, &offer, deadline)?;
+    let journal = begin_record(session, &described, to, options, observer)?;
+    let (stream, selection) = match open_control(host, to, tls, &offer, deadline) {
+        Ok(opened) => opened,
+        Err(fault) => {
+            // The destination promises nothing before it accepts the VM.
+            if let Err(error) = journal.forget() {
+                observer.event(&Event::Warning(error.to_string()));
+            }
+            return Err(fault);
+        }
+    };
     let sequences = Arc::<Sequences>::default();
     let memory = vm.memory();
     let schedule = Schedule::new(
@@ -209,6 +227,20 @@ pub(super) fn connect<'a>(
             Pace::new(options.rate),
         )),
         state: Source::Live,
+        described: Some(described),
+        journal,
+        fault: None,
+        vm_is: VmIs::AtSource,
+        paused: None,
+        committed: None,
+        downtime: Downtime::default(),
+        digest: None,
+        digests_equal: None,
+        destination_cpu: Duration::ZERO,
+        total: Duration::ZERO,
+        doubt_until: None,
+        inquiries: 0,
+        gave_up: false,
         paused_by_owner,
         relinquished: false,
         logs: Vec::new(),
@@ -233,6 +265,36 @@ pub(super) fn connect<'a>(
         throttle: 0,
         control_ended: Cell::new(false),
     })
+}
+
+/// Makes room for the session's records and writes the first: a full disk is
+/// found here, while the guest runs.
+fn begin_record(
+    session: SessionId,
+    described: &VmDescription,
+    to: &str,
+    options: &Options,
+    observer: &dyn Observer,
+) -> Result<SessionJournal, Fault> {
+    let state = State::Source(SourceRecord::Migrating);
+    let vm = (&described.uuid, described.name.as_str());
+    let record = Journal::first_record(state, session, vm, to, &options.owner);
+    let failed = |error| {
+        let what = "the migration cannot be recorded, and does not begin";
+        Fault::new(FaultCode::Journal, what).because(error)
+    };
+    let mut journal = options.journal.create(record).map_err(failed)?;
+    match journal.write(state) {
+        Ok(_) => {
+            observer.event(&Event::Recorded(SourceRecord::Migrating));
+            Ok(journal)
+        }
+        Err(error) => {
+            // Best effort: an empty record says nothing.
+            let _ = journal.forget();
+            Err(failed(error))
+        }
+    }
 }
 
 /// Connects a control lane and agrees on what `offer` says.

@@ -4,17 +4,17 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-use dunlin_proto::control::{Digest, Final, Message, Section};
+use dunlin_proto::control::{Digest, Final, Message, Section, Verdict};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::limits::{MAX_SECTIONS, MAX_STATE_BYTES};
-use dunlin_proto::switchover::SourceEvent;
+use dunlin_proto::switchover::{Source, SourceEvent};
 use dunlin_sys::affinity::thread_cpu_time;
 
 use super::super::control::FromPeer;
 use super::super::error::Fault;
 use super::super::lock;
 use super::super::memory::digest;
-use super::super::report::{Downtime, Event, Iteration};
+use super::super::report::{Event, Iteration};
 use super::super::vmm::RunState;
 use super::SessionEvent;
 use super::session::{Session, unexpected};
@@ -24,37 +24,58 @@ use super::session::{Session, unexpected};
 /// sooner would not make it run sooner: the destination may be loading.
 const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 
-/// What came of a switchover that went through.
-pub(super) struct Outcome {
-    pub(super) total: Duration,
-    pub(super) downtime: Downtime,
-    pub(super) destination_cpu: Duration,
-    pub(super) digests_equal: Option<bool>,
-    pub(super) runs: bool,
-}
+/// The same for the answer to an inquiry: what is asked there is known.
+const VERDICT_LIMIT: Duration = Duration::from_secs(10);
 
 impl Session<'_> {
-    /// From pre-copy's end to *running* at the destination.
-    pub(super) fn switch_over(&mut self) -> Result<Outcome, Fault> {
-        let mut downtime = Downtime::default();
-        self.step(SourceEvent::Converged)?;
-        self.step(SourceEvent::Recorded)?;
+    /// From pre-copy's end until it is decided where the VM lives, as far as
+    /// it can be.
+    pub(super) fn switch_over(&mut self) -> Result<(), Fault> {
+        self.take(SourceEvent::Converged)?;
+        if self.state == Source::AwaitingReady {
+            self.await_ready()?;
+            // Beyond this line the VM is the destination's.
+            self.take(SourceEvent::Ready { same_memory: true })?;
+        }
+        while matches!(self.state, Source::Committed | Source::InDoubt) && !self.gave_up {
+            match self.await_verdict() {
+                Ok(event) => {
+                    let answered = matches!(event, SourceEvent::Answer { .. });
+                    self.take(event)?;
+                    // Asked again, it would say the same.
+                    self.gave_up |= answered && self.state == Source::InDoubt;
+                }
+                Err(fault) => self.failed(fault),
+            }
+        }
+        Ok(())
+    }
+
+    /// Pauses the guest and sends the rest, up to *final*.
+    pub(super) fn pause_and_finish(&mut self) -> Result<(), Fault> {
         // Its owner may have paused it, or let it go on, since it was described.
         self.paused_by_owner = self.vm.run_state() == RunState::Paused;
         let began = Instant::now();
+        self.paused = Some(began);
         self.vm.pause().map_err(|error| {
             Fault::new(FaultCode::Internal, "the guest cannot be paused").because(error)
         })?;
-        downtime.pause = began.elapsed();
+        self.downtime.pause = began.elapsed();
         self.observer.event(&Event::Paused);
         self.check_guest()?;
+        self.last_pages(began)
+    }
 
-        let cpu = self.last_pages(began, &mut downtime)?;
-        self.step(SourceEvent::FinalSent)?;
+    /// Waits for *ready*, and for everything else that must be so before
+    /// *commit*.
+    fn await_ready(&mut self) -> Result<(), Fault> {
         let finalised = Instant::now();
-        let theirs = self.await_ready()?;
-        downtime.ready = finalised.elapsed();
-        let digests_equal = self.compare(cpu, theirs)?;
+        let theirs = match self.await_answer("ready", ANSWER_LIMIT)? {
+            Message::Ready { digest } => digest,
+            other => return Err(unexpected(&other)),
+        };
+        self.downtime.ready = finalised.elapsed();
+        self.digests_equal = self.compare(theirs)?;
         self.vm.hold().map_err(|error| {
             Fault::new(
                 FaultCode::Cancelled,
@@ -63,34 +84,46 @@ impl Session<'_> {
             .because(error)
         })?;
         self.settle()?;
-        self.check_guest()?;
+        self.check_guest()
+    }
 
-        // Beyond this line the VM is the destination's.
-        let action = SourceEvent::Ready { same_memory: true };
-        self.step(action)?;
-        self.observer.event(&Event::Committing);
-        let committed = Instant::now();
-        let runs = !self.paused_by_owner;
-        self.control.send(&Message::Commit { run: runs })?;
-        let (destination_cpu, guest) = self.await_running()?;
-        self.step(SourceEvent::Running)?;
-        self.step(SourceEvent::Recorded)?;
-        downtime.resume = committed.elapsed();
-        downtime.total = began.elapsed();
-        downtime.guest = guest;
-        let total = self.started.elapsed();
-        self.let_go_of_guest();
-        self.vm.destroy();
-        // The destination runs; whether it hears of our end changes nothing.
-        let _ = self.control.send(&Message::Release);
-        self.observer.event(&Event::Running);
-        Ok(Outcome {
-            total,
-            downtime,
-            destination_cpu,
-            digests_equal,
-            runs,
-        })
+    /// What the destination says after *commit*, as an event.
+    fn await_verdict(&mut self) -> Result<SourceEvent, Fault> {
+        let message = if self.state == Source::Committed {
+            self.await_answer("commit", ANSWER_LIMIT)?
+        } else {
+            let left = self.doubt_until.map_or(VERDICT_LIMIT, |until| {
+                until.saturating_duration_since(Instant::now())
+            });
+            self.await_answer("the inquiry", left.min(VERDICT_LIMIT))?
+        };
+        let event = match message {
+            Message::Running {
+                cpu_ns,
+                downtime_ns,
+            } => {
+                self.destination_cpu = Duration::from_nanos(cpu_ns);
+                self.downtime.guest = (downtime_ns != 0).then(|| Duration::from_nanos(downtime_ns));
+                SourceEvent::Running
+            }
+            Message::Answer { attempt, verdict } => {
+                if verdict != Verdict::Aborted {
+                    // What it was lost by says no more where the VM is.
+                    self.fault = None;
+                }
+                SourceEvent::answer(self.offer.attempt, attempt, verdict)
+            }
+            // It crossed the inquiry, and says nothing.
+            Message::Ready { .. } if self.state == Source::InDoubt => {
+                SourceEvent::Ready { same_memory: true }
+            }
+            other => return Err(unexpected(&other)),
+        };
+        let elapsed = |since: Option<Instant>| since.map_or(Duration::ZERO, |at| at.elapsed());
+        self.downtime.resume = elapsed(self.committed);
+        self.downtime.total = elapsed(self.paused);
+        self.total = self.started.elapsed();
+        Ok(event)
     }
 
     /// Looks at everything that has come by now: a cancellation, on either
@@ -105,18 +138,14 @@ impl Session<'_> {
     }
 
     /// Sends what is dirty and the state at the same time, waits for the
-    /// lanes' ends and sends *final*. Returns where our digest will come from.
-    fn last_pages(
-        &mut self,
-        began: Instant,
-        downtime: &mut Downtime,
-    ) -> Result<Option<Receiver<std::io::Result<Digest>>>, Fault> {
+    /// lanes' ends and sends *final*.
+    fn last_pages(&mut self, began: Instant) -> Result<(), Fault> {
         self.options.tune.detach();
         self.shared.set_rate(self.options.last_pass_rate);
         self.fetch_logs()?;
         let bytes_before = lock(&self.shared.state).traffic().wire_bytes;
         let (iteration, pages) = self.begin_iteration(true);
-        let ours = self.start_digest()?;
+        self.digest = self.start_digest()?;
 
         let state_began = Instant::now();
         self.relinquished = true;
@@ -124,7 +153,7 @@ impl Session<'_> {
             Fault::new(FaultCode::Internal, "disks and devices cannot be let go").because(error)
         })?;
         let sections = self.send_state()?;
-        downtime.state = state_began.elapsed();
+        self.downtime.state = state_began.elapsed();
 
         while !lock(&self.shared.state).lanes.complete() {
             match self.next_event(ANSWER_LIMIT)? {
@@ -137,11 +166,11 @@ impl Session<'_> {
                 }
             }
         }
-        downtime.last_pages = began.elapsed().saturating_sub(downtime.pause);
+        self.downtime.last_pages = began.elapsed().saturating_sub(self.downtime.pause);
         let traffic = lock(&self.shared.state).traffic();
         self.iterations.push(Iteration {
             number: iteration,
-            duration: downtime.last_pages,
+            duration: self.downtime.last_pages,
             pages,
             dirtied_pages: 0,
             wire_bytes: traffic.wire_bytes - bytes_before,
@@ -151,8 +180,7 @@ impl Session<'_> {
                 .map_or(Duration::ZERO, |last| last.predicted_downtime),
             throttle: 0,
         });
-        self.send_final(iteration, sections)?;
-        Ok(ours)
+        self.send_final(iteration, sections)
     }
 
     /// Counts what the destination must have received.
@@ -232,37 +260,18 @@ impl Session<'_> {
         Ok(count)
     }
 
-    fn await_ready(&mut self) -> Result<Option<Digest>, Fault> {
-        match self.await_answer("ready")? {
-            Message::Ready { digest } => Ok(digest),
-            other => Err(unexpected(&other)),
-        }
-    }
-
-    fn await_running(&mut self) -> Result<(Duration, Option<Duration>), Fault> {
-        match self.await_answer("running")? {
-            Message::Running {
-                cpu_ns,
-                downtime_ns,
-            } => Ok((
-                Duration::from_nanos(cpu_ns),
-                (downtime_ns != 0).then(|| Duration::from_nanos(downtime_ns)),
-            )),
-            other => Err(unexpected(&other)),
-        }
-    }
-
-    fn await_answer(&mut self, what: &str) -> Result<Message, Fault> {
-        let until = Instant::now() + ANSWER_LIMIT;
+    fn await_answer(&mut self, what: &str, limit: Duration) -> Result<Message, Fault> {
+        let until = Instant::now() + limit;
         loop {
             let left = until.saturating_duration_since(Instant::now());
             match self.next_event(left)? {
                 Some(SessionEvent::Control(_, FromPeer::Message(message))) => return Ok(message),
-                Some(_) => self.repeat_final()?,
+                Some(_) if self.state == Source::AwaitingReady => self.repeat_final()?,
+                Some(_) => {}
                 None => {
                     return Err(Fault::new(
                         FaultCode::ControlLost,
-                        format!("the destination did not answer {what}"),
+                        format!("the destination did not answer {what} for {limit:?}"),
                     ));
                 }
             }
@@ -271,12 +280,8 @@ impl Session<'_> {
 
     /// Compares the digests (I3); a difference ends the migration before
     /// *commit*.
-    fn compare(
-        &mut self,
-        ours: Option<Receiver<std::io::Result<Digest>>>,
-        theirs: Option<Digest>,
-    ) -> Result<Option<bool>, Fault> {
-        let Some(ours) = ours else {
+    fn compare(&mut self, theirs: Option<Digest>) -> Result<Option<bool>, Fault> {
+        let Some(ours) = self.digest.take() else {
             return Ok(None);
         };
         let ours = ours

@@ -1,0 +1,364 @@
+//! Inquiries about sessions that are not under way: answered from the journal,
+//! or, for a VM that lives in this process, by who holds it.
+
+use std::collections::VecDeque;
+use std::net::TcpListener;
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+
+use dunlin_proto::control::{Message, Verdict};
+use dunlin_proto::fault::FaultCode;
+use dunlin_proto::journal::State;
+use dunlin_proto::limits::MAX_ENDPOINT_BYTES;
+use dunlin_proto::negotiate::{
+    Features, Offer, Opening, Refusal, SessionId, Supported, VERSIONS, select,
+};
+use dunlin_proto::switchover::{Destination, DestinationAction as Do, DestinationEvent as On};
+use dunlin_sys::poll::{Waker, waker};
+
+use super::super::control::ControlLane;
+use super::super::error::{Fault, MigrateError, VmIs};
+use super::super::host::Host;
+use super::super::journal::{Journal, JournalError, Role, SessionJournal, bounded};
+use super::super::lock;
+use super::session::{peer_of, refuse};
+use crate::lane::accept::{Arrival, accept};
+use crate::lane::control::ControlStream;
+use crate::lane::identity::ServerTls;
+
+/// Inquiries that are being answered at the same time. Each has a thread, and
+/// its peer is authenticated; the oldest goes when another comes (I7).
+const ANSWERS_LIMIT: usize = 8;
+
+/// A VM that lives in this process, of whose session the source has not let
+/// go.
+pub(super) struct Held {
+    pub(super) session: SessionId,
+    pub(super) state: Destination,
+    /// Locked as long as this process lives, so that no other takes the VM for
+    /// dead; none once it is forgotten.
+    pub(super) journal: Option<SessionJournal>,
+    /// Woken when there is nothing left to answer.
+    pub(super) done: Option<Arc<Waker>>,
+}
+
+/// Answers to inquiries, each on a thread of its own.
+#[derive(Default)]
+pub(super) struct Answers {
+    under_way: VecDeque<(Arc<ControlLane>, JoinHandle<()>)>,
+}
+
+/// Whether a control lane can only be about a session that began before.
+pub(super) fn is_inquiry(offer: &Offer) -> bool {
+    offer.epoch > 1
+}
+
+impl Answers {
+    /// Answers on a control lane whose session is not under way here.
+    pub(super) fn begin(
+        &mut self,
+        host: &Arc<dyn Host>,
+        journal: &Journal,
+        held: Option<&Arc<Mutex<Held>>>,
+        stream: ControlStream,
+        offer: &Offer,
+    ) -> Result<(), Refusal> {
+        let supported = Supported {
+            versions: VERSIONS,
+            features: Features::VERIFY,
+            required: Features::NONE,
+            // No data lane follows.
+            plain_allowed: true,
+        };
+        let mut bytes = Vec::new();
+        let selection = match select(offer, &supported) {
+            Ok(selection) => selection,
+            Err(refusal) => {
+                refuse(&stream, &refusal);
+                return Err(refusal);
+            }
+        };
+        if selection.encode(&mut bytes).is_err() || stream.send(&bytes).is_err() {
+            // It is gone, and asks again.
+            return Ok(());
+        }
+        self.under_way.retain(|(_, thread)| !thread.is_finished());
+        if self.under_way.len() >= ANSWERS_LIMIT
+            && let Some(oldest) = self.under_way.pop_front()
+        {
+            end(oldest);
+        }
+        let peer = bounded(&peer_of(&stream), MAX_ENDPOINT_BYTES).to_owned();
+        let lane = Arc::new(ControlLane::new(
+            stream,
+            offer.session,
+            offer.epoch,
+            Arc::default(),
+        ));
+        let held = held
+            .filter(|held| lock(held).session == offer.session)
+            .cloned();
+        let (same, journal) = (Arc::clone(&lane), journal.clone());
+        let body = move || answer_on(&same, &journal, held.as_deref(), &peer);
+        // Without a thread the lane is dropped; the source asks again.
+        if let Ok(thread) = host.spawn("dunlin-answer".into(), Box::new(body)) {
+            self.under_way.push_back((lane, thread));
+        }
+        Ok(())
+    }
+
+    /// Ends them all.
+    pub(super) fn end(&mut self) {
+        self.under_way.drain(..).for_each(end);
+    }
+}
+
+fn end((lane, thread): (Arc<ControlLane>, JoinHandle<()>)) {
+    lane.shutdown();
+    // Nothing is left to tell of a panic there.
+    let _ = thread.join();
+}
+
+/// Answers what comes on one control lane, until the source closes it.
+fn answer_on(lane: &ControlLane, journal: &Journal, held: Option<&Mutex<Held>>, peer: &str) {
+    let mut from_journal = None;
+    lane.read(
+        |message| {
+            let result = match (held, message) {
+                (Some(held), Message::Inquire { attempt }) => {
+                    answer_of(&mut lock(held), *attempt, lane)
+                }
+                (Some(held), Message::Release) => {
+                    on(&mut lock(held), On::Release);
+                    Ok(())
+                }
+                (None, Message::Inquire { attempt }) => {
+                    if from_journal.is_none() {
+                        from_journal = Some(look_up(journal, lane.session(), peer)?);
+                    }
+                    match &mut from_journal {
+                        Some(found) => answer_of(found, *attempt, lane),
+                        None => Ok(()),
+                    }
+                }
+                (None, Message::Release) => {
+                    if let Some(found) = &mut from_journal {
+                        on(found, On::Release);
+                    }
+                    Ok(())
+                }
+                (_, message) => Err(Fault::new(
+                    FaultCode::UnknownSession,
+                    format!(
+                        "the session is over here, and takes no {}",
+                        message.kind().name()
+                    ),
+                )),
+            };
+            if let Err(fault) = &result
+                && fault.code == FaultCode::UnknownSession
+            {
+                // A source that has not sent *commit* goes on by itself.
+                let _ = lane.send(&Message::Refuse {
+                    fault: fault.code,
+                    text: fault.for_peer(),
+                });
+            }
+            result.map(|()| true)
+        },
+        |_| (),
+    );
+    lane.shutdown();
+}
+
+/// The session as a restarted destination knows it.
+fn look_up(journal: &Journal, session: SessionId, peer: &str) -> Result<Held, Fault> {
+    let (record, journal) = match journal.take(session, Role::Destination) {
+        Ok(journal) => match journal.record().state {
+            State::Destination(record) if journal.record().peer == peer => {
+                (Some(record), Some(journal))
+            }
+            _ => {
+                let what = "it is not the peer of this session";
+                return Err(Fault::new(FaultCode::WrongIdentity, what));
+            }
+        },
+        Err(JournalError::Missing { .. }) => (None, None),
+        // Who holds the VM answers, or nobody does.
+        Err(error) => {
+            let what = "the session's record cannot be had";
+            return Err(Fault::new(FaultCode::Journal, what).because(error));
+        }
+    };
+    let (state, actions) = Destination::restarted(record);
+    let mut found = Held {
+        session,
+        state,
+        journal,
+        done: None,
+    };
+    act(&mut found, actions);
+    Ok(found)
+}
+
+fn answer_of(held: &mut Held, attempt: u32, lane: &ControlLane) -> Result<(), Fault> {
+    let ours = held
+        .journal
+        .as_ref()
+        .map_or(attempt, |journal| journal.record().attempt);
+    match on(held, On::Inquired) {
+        Some(verdict) if ours == attempt => lane.send(&Message::Answer { attempt, verdict }),
+        // *aborted* could not be recorded, and is told to nobody.
+        _ => Err(Fault::new(FaultCode::Journal, "there is no answer")),
+    }
+}
+
+/// Takes an event; returns what is to be told.
+fn on(held: &mut Held, event: On) -> Option<Verdict> {
+    let (state, actions) = held.state.on(event).ok()?;
+    held.state = state;
+    act(held, actions)
+}
+
+fn act(held: &mut Held, actions: &[Do]) -> Option<Verdict> {
+    let mut told = None;
+    for action in actions {
+        match action {
+            Do::Record(record) => {
+                let written = held
+                    .journal
+                    .as_mut()
+                    .map(|journal| journal.write(State::Destination(*record)));
+                let event = match written {
+                    Some(Ok(_)) => On::Recorded,
+                    _ => On::RecordFailed,
+                };
+                told = on(held, event).or(told);
+            }
+            Do::Tell(verdict) => told = Some(*verdict),
+            Do::Forget => {
+                if let Some(journal) = held.journal.take() {
+                    // Left behind it says *running*, which is true.
+                    let _ = journal.forget();
+                }
+                if let Some(done) = &held.done {
+                    done.wake();
+                }
+            }
+            _ => {}
+        }
+    }
+    told
+}
+
+/// Answers inquiries about a VM that has arrived and of which the source has
+/// not let go, on a thread of its own.
+///
+/// It ends by itself when the source lets go. Dropped it goes on answering as
+/// long as the process lives, as it should while the VM does.
+#[derive(Debug)]
+pub struct Answering {
+    stop: Arc<Waker>,
+    thread: JoinHandle<()>,
+}
+
+impl Answering {
+    pub(super) fn start(
+        listener: Arc<TcpListener>,
+        tls: ServerTls,
+        host: &Arc<dyn Host>,
+        journal: Journal,
+        mut held: Held,
+    ) -> std::io::Result<Self> {
+        let (stop, stopped) = waker()?;
+        let stop = Arc::new(stop);
+        held.done = Some(Arc::clone(&stop));
+        let held = Arc::new(Mutex::new(held));
+        let (same, host_there) = (held, Arc::clone(host));
+        let body = move || {
+            let mut answers = Answers::default();
+            let ended = accept(&listener, &tls, &stopped, |arrival| {
+                let Arrival::Control {
+                    stream,
+                    opening: Opening::Offer(offer),
+                } = arrival
+                else {
+                    return;
+                };
+                if is_inquiry(&offer) {
+                    // A refusal has been told.
+                    let _ = answers.begin(&host_there, &journal, Some(&same), stream, &offer);
+                } else {
+                    let text = "this process has taken its VM in".into();
+                    let fault = FaultCode::Busy;
+                    refuse(&stream, &Refusal { fault, text });
+                }
+            });
+            // A listener that fails answers nobody; the source stays in doubt.
+            drop(ended);
+            answers.end();
+            // Its lock says that the VM's process lives.
+            if let Some(journal) = lock(&same).journal.take() {
+                std::mem::forget(journal);
+            }
+        };
+        let thread = host.spawn("dunlin-inquiries".into(), Box::new(body))?;
+        Ok(Self { stop, thread })
+    }
+
+    /// Whether the source has let go, or the listener has failed.
+    #[must_use]
+    pub fn is_over(&self) -> bool {
+        self.thread.is_finished()
+    }
+
+    /// Answers no more. A source that has not let go stays in doubt.
+    pub fn stop(self) {
+        self.stop.wake();
+        // Nothing is left to tell of a panic there.
+        let _ = self.thread.join();
+    }
+}
+
+/// Answers inquiries from `journal` on `listener` until `stop` is cancelled:
+/// for a host that takes in no VM at the moment. [`super::receive`] does so
+/// too, while it waits and while it takes in another VM.
+///
+/// # Errors
+/// The listener or a descriptor cannot be had.
+pub fn answer(
+    listener: &TcpListener,
+    tls: &ServerTls,
+    journal: &Journal,
+    host: &Arc<dyn Host>,
+    stop: &super::Cancel,
+) -> Result<(), MigrateError> {
+    let failed = |error| {
+        Fault::new(FaultCode::Kernel, "inquiries cannot be answered")
+            .because(error)
+            .into_error(VmIs::AtSource)
+    };
+    let (wake, stopped) = waker().map_err(failed)?;
+    stop.listen(move || wake.wake());
+    let mut answers = Answers::default();
+    let result = accept(listener, tls, &stopped, |arrival| {
+        let Arrival::Control {
+            stream,
+            opening: Opening::Offer(offer),
+        } = arrival
+        else {
+            return;
+        };
+        if is_inquiry(&offer) {
+            // A refusal has been told.
+            let _ = answers.begin(host, journal, None, stream, &offer);
+        } else {
+            let text = "no VM is taken in here at the moment".into();
+            let fault = FaultCode::Busy;
+            refuse(&stream, &Refusal { fault, text });
+        }
+    });
+    answers.end();
+    stop.unlisten();
+    result.map_err(failed)
+}
