@@ -24,7 +24,7 @@ use dunlin_proto::limits::MAX_LANES;
 pub use dunlin_proto::negotiate::LaneSecurity;
 pub use dunlin_proto::precopy::AtTimeLimit;
 
-use super::control::FromPeer;
+use super::control::{FromPeer, SILENCE_LIMIT};
 use super::error::{Fault, MigrateError, VmIs};
 use super::host::{Cancel, Host};
 use super::report::{Observer, Report};
@@ -66,6 +66,10 @@ pub struct Options {
     pub lane_stall_limit: Duration,
     /// For how long a migration without any lane tries to get one.
     pub no_lane_limit: Duration,
+    /// After this long without a message the control lane counts as lost. The
+    /// peer is asked for one five times as often; both sides shall have about
+    /// the same limit.
+    pub silence_limit: Duration,
     /// For how long a lost control lane is tried to be made anew while the
     /// guest runs.
     pub control_limit: Duration,
@@ -91,6 +95,7 @@ impl Default for Options {
             connect_limit: Duration::from_secs(10),
             lane_stall_limit: Duration::from_secs(5),
             no_lane_limit: Duration::from_secs(30),
+            silence_limit: SILENCE_LIMIT,
             control_limit: Duration::from_secs(20),
             records_per_lane: RECORD_LIMIT,
         }

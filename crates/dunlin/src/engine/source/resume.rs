@@ -14,6 +14,7 @@ use dunlin_proto::switchover::Source;
 
 use super::super::control::ControlLane;
 use super::super::error::Fault;
+use super::super::host::CancellableHost;
 use super::super::lock;
 use super::super::report::Event;
 use super::session::Session;
@@ -85,7 +86,8 @@ impl Session<'_> {
             let mut offer = self.offer.clone();
             offer.epoch = epoch;
             let deadline = until.min(Instant::now() + self.options.connect_limit);
-            match open_control(self.host, &terms.to, &terms.tls, &offer, deadline) {
+            let host = CancellableHost::over(self.host, self.cancel);
+            match open_control(&host, &terms.to, &terms.tls, &offer, deadline) {
                 Ok((stream, _)) if stream.peer().fingerprint != terms.peer_fingerprint => {
                     return Err(Fault::new(
                         FaultCode::WrongIdentity,
@@ -107,7 +109,9 @@ impl Session<'_> {
         let events = terms.events.clone();
         let sequences = Arc::clone(&self.sequences);
         let session = self.control.session();
-        self.control = Arc::new(ControlLane::new(stream, session, epoch, sequences));
+        let silence = self.options.silence_limit;
+        let control = ControlLane::new(stream, session, epoch, sequences, silence);
+        self.control = Arc::new(control);
         self.control_ended.set(false);
         self.control_resumed += 1;
         self.spawn_reader(&events)?;

@@ -18,7 +18,7 @@ use dunlin_proto::switchover::Source;
 
 use super::super::control::{ControlLane, FromPeer, Sequences, read_opening};
 use super::super::error::Fault;
-use super::super::host::{Cancel, Host};
+use super::super::host::{Cancel, CancellableHost, Host};
 use super::super::lock;
 use super::super::report::{Event, Observer};
 use super::super::vmm::{RunState, SourceVm};
@@ -179,7 +179,9 @@ pub(super) fn connect<'a>(
         attempt: 1,
         epoch: 1,
     };
-    let (stream, selection) = open_control(host, to, tls, &offer, deadline)?;
+    let cancellable = CancellableHost::over(host, cancel);
+    let (stream, selection) = open_control(&cancellable, to, tls, &offer, deadline)?;
+    drop(cancellable);
     let sequences = Arc::<Sequences>::default();
     let memory = vm.memory();
     let schedule = Schedule::new(
@@ -199,6 +201,7 @@ pub(super) fn connect<'a>(
             session,
             offer.epoch,
             Arc::clone(&sequences),
+            options.silence_limit,
         )),
         sequences,
         offer,
