@@ -6,8 +6,10 @@
 
 use std::io;
 use std::net::{SocketAddr, TcpStream};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::time::{Duration, Instant};
+
+use crate::poll::{Interest, Wakeup, poll};
 
 /// How a connection finds out that its peer has gone.
 ///
@@ -44,6 +46,99 @@ impl Default for Liveness {
 /// `TimedOut` when the deadline passes, otherwise what connect(2) says.
 pub fn connect(address: SocketAddr, deadline: Instant) -> io::Result<TcpStream> {
     TcpStream::connect_timeout(&address, remaining(deadline)?)
+}
+
+/// The same, unless `stop` is woken before.
+///
+/// # Errors
+/// `TimedOut` when the deadline passes, `ConnectionAborted` when `stop` was woken, otherwise what
+/// socket(2) or connect(2) says.
+pub fn connect_unless(
+    address: SocketAddr,
+    deadline: Instant,
+    stop: &Wakeup,
+) -> io::Result<TcpStream> {
+    let stream = begin_connect(address)?;
+    loop {
+        let left = remaining(deadline)?;
+        let connected = Interest {
+            fd: stream.as_fd(),
+            read: false,
+            write: true,
+        };
+        let stopped = Interest {
+            fd: stop.as_fd(),
+            read: true,
+            write: false,
+        };
+        let ready = poll(&[connected, stopped], Some(left))?;
+        if ready[1] {
+            return Err(io::ErrorKind::ConnectionAborted.into());
+        }
+        if ready[0] {
+            break;
+        }
+    }
+    if let Some(error) = stream.take_error()? {
+        return Err(error);
+    }
+    stream.set_nonblocking(false)?;
+    Ok(stream)
+}
+
+/// A socket in non-blocking mode that is connecting.
+fn begin_connect(address: SocketAddr) -> io::Result<TcpStream> {
+    let domain = match address {
+        SocketAddr::V4(_) => libc::AF_INET,
+        SocketAddr::V6(_) => libc::AF_INET6,
+    };
+    let kind = libc::SOCK_STREAM | libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC;
+    // SAFETY: socket(2) takes no pointers.
+    let descriptor = unsafe { libc::socket(domain, kind, 0) };
+    if descriptor < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the kernel has just handed out `descriptor`, and nobody else has it.
+    let stream = TcpStream::from(unsafe { OwnedFd::from_raw_fd(descriptor) });
+    let status = match address {
+        SocketAddr::V4(address) => {
+            let name = libc::sockaddr_in {
+                sin_family: libc::AF_INET as libc::sa_family_t,
+                sin_port: address.port().to_be(),
+                sin_addr: libc::in_addr {
+                    s_addr: u32::from_ne_bytes(address.ip().octets()),
+                },
+                sin_zero: [0; 8],
+            };
+            let length = size_of_val(&name) as libc::socklen_t;
+            // SAFETY: `name` is an initialised address of `length` bytes that lives through the
+            // call, which only reads it; the descriptor is open while `stream` lives.
+            unsafe { libc::connect(stream.as_raw_fd(), (&raw const name).cast(), length) }
+        }
+        SocketAddr::V6(address) => {
+            let name = libc::sockaddr_in6 {
+                sin6_family: libc::AF_INET6 as libc::sa_family_t,
+                sin6_port: address.port().to_be(),
+                sin6_flowinfo: address.flowinfo(),
+                sin6_addr: libc::in6_addr {
+                    s6_addr: address.ip().octets(),
+                },
+                sin6_scope_id: address.scope_id(),
+            };
+            let length = size_of_val(&name) as libc::socklen_t;
+            // SAFETY: as above.
+            unsafe { libc::connect(stream.as_raw_fd(), (&raw const name).cast(), length) }
+        }
+    };
+    if status == 0 {
+        return Ok(stream);
+    }
+    let error = io::Error::last_os_error();
+    match error.raw_os_error() {
+        // It goes on in the kernel, also after a signal (connect(2)).
+        Some(libc::EINPROGRESS | libc::EINTR) => Ok(stream),
+        _ => Err(error),
+    }
 }
 
 /// The time left until `deadline`.
@@ -160,6 +255,17 @@ pub fn set_buffers(
     Ok(())
 }
 
+/// Lets the connection end with a reset when its last descriptor is closed: what has not been
+/// sent is dropped, and the peer reads an error and no end (`SO_LINGER` of zero seconds,
+/// socket(7)).
+///
+/// # Errors
+/// What setsockopt(2) says.
+pub fn set_reset_on_close(socket: impl AsFd) -> io::Result<()> {
+    // struct linger: whether to linger, and for how many seconds.
+    set(socket.as_fd(), libc::SOL_SOCKET, libc::SO_LINGER, [1, 0])
+}
+
 /// The send and receive buffer in bytes as the kernel accounts them, which is twice what was
 /// asked for (socket(7)).
 ///
@@ -174,14 +280,15 @@ fn int(value: u64) -> i32 {
     i32::try_from(value).unwrap_or(i32::MAX)
 }
 
-/// Numbers that setsockopt takes by address. Private: [`set`] relies on these being plain
-/// integers without padding.
+/// What setsockopt takes by address. Private: [`set`] relies on these being plain integers
+/// without padding.
 trait Number: Copy {}
 impl Number for i32 {}
 impl Number for u64 {}
+impl Number for [i32; 2] {}
 
 fn set<T: Number>(socket: BorrowedFd<'_>, level: i32, name: i32, value: T) -> io::Result<()> {
-    // SAFETY: the pointer and the length describe `value`, an initialised integer that lives
+    // SAFETY: the pointer and the length describe `value`, initialised integers that live
     // through the call, and the kernel only reads it; the descriptor is open while borrowed.
     let status = unsafe {
         libc::setsockopt(
@@ -257,6 +364,33 @@ mod tests {
     }
 
     #[test]
+    fn connecting_ends_when_it_is_stopped_and_tells_a_refusal_from_a_connection() {
+        use std::io::Read;
+
+        let soon = || Instant::now() + Duration::from_secs(5);
+        for address in ["127.0.0.1:0", "[::1]:0"] {
+            // A machine without IPv6 has nothing to listen on.
+            let Ok(listener) = TcpListener::bind(address) else {
+                continue;
+            };
+            let to = listener.local_addr().unwrap();
+            let (waker, stop) = crate::poll::waker().unwrap();
+            let mut near = connect_unless(to, soon(), &stop).unwrap();
+            let mut far = listener.accept().unwrap().0;
+            far.write_all(b"x").unwrap();
+            // It blocks again.
+            near.read_exact(&mut [0]).unwrap();
+            waker.wake();
+            let error = connect_unless(to, soon(), &stop).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::ConnectionAborted);
+            stop.clear();
+            drop(listener);
+            let error = connect_unless(to, soon(), &stop).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
+        }
+    }
+
+    #[test]
     fn options_reach_the_kernel() {
         let (near, _far) = pair();
         set_liveness(&near, &Liveness::default()).unwrap();
@@ -264,6 +398,15 @@ mod tests {
         assert_eq!(buffers(&near).unwrap(), (128 << 10, 64 << 10));
         set_pacing_rate(&near, Some(1 << 20)).unwrap();
         set_pacing_rate(&near, None).unwrap();
+    }
+
+    #[test]
+    fn a_connection_that_is_reset_ends_with_an_error_and_without_what_was_under_way() {
+        let (near, mut far) = pair();
+        set_reset_on_close(&near).unwrap();
+        drop(near);
+        let error = std::io::Read::read(&mut far, &mut [0]).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::ConnectionReset);
     }
 
     #[test]

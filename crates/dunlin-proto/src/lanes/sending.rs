@@ -95,6 +95,10 @@ struct Lane {
     /// When something was last confirmed, or given to it when nothing was
     /// under way.
     progress_ns: u64,
+    /// Until when the chunk that it was given last is held back.
+    paced_ns: u64,
+    /// Given up because no iteration comes for which it was opened.
+    unwanted: bool,
 }
 
 impl Lane {
@@ -111,7 +115,7 @@ impl Lane {
 /// [`Sending::next`], [`Sending::paced`]. Events: [`Sending::lane_up`],
 /// [`Sending::refused`], [`Sending::thread_ended`],
 /// [`Sending::acknowledge`], [`Sending::fenced`],
-/// [`Sending::control_resumed`]; after each of them, and when
+/// [`Sending::unheard`], [`Sending::control_resumed`]; after each of them, and when
 /// [`Sending::due_ns`] has come, [`Sending::poll`] until it has nothing more
 /// to say. Time is the caller's, in nanoseconds from any beginning.
 #[derive(Debug)]
@@ -123,6 +127,7 @@ pub struct Sending {
     actions: VecDeque<Action>,
     last_number: u16,
     fenced: u32,
+    lost: u32,
     retry_ns: u64,
     retry_at_ns: u64,
     alone_since_ns: Option<u64>,
@@ -143,6 +148,7 @@ impl Sending {
             actions: VecDeque::new(),
             last_number: 0,
             fenced: 0,
+            lost: 0,
             retry_ns: patience.retry_first_ns,
             retry_at_ns: 0,
             alone_since_ns: None,
@@ -180,6 +186,13 @@ impl Sending {
         self.fenced
     }
 
+    /// Those of them that failed, and were not just given up because nothing
+    /// was left for them to carry.
+    #[must_use]
+    pub fn lost_count(&self) -> u32 {
+        self.lost
+    }
+
     /// How many lanes shall carry chunks at the same time.
     pub fn want(&mut self, lanes: u16) {
         self.wanted = lanes;
@@ -190,7 +203,11 @@ impl Sending {
     pub fn finish(&mut self, now_ns: u64) {
         self.schedule.finish();
         if self.up() > 0 {
-            self.fail_where(now_ns, |lane| matches!(lane.is, Is::Opening { .. }));
+            let opening = |lane: &Lane| matches!(lane.is, Is::Opening { .. });
+            for lane in self.lanes.values_mut().filter(|lane| opening(lane)) {
+                lane.unwanted = true;
+            }
+            self.fail_where(now_ns, opening);
         }
     }
 
@@ -213,6 +230,7 @@ impl Sending {
     /// What `lane` shall do now; see [`Schedule::next`].
     pub fn next(&mut self, number: u16, wear: Wear, now_ns: u64, plan: &mut ChunkPlan) -> Work {
         let outstanding = self.outstanding(number);
+        let since_ns = self.unconfirmed_since(number);
         let Some(lane) = self.lanes.get_mut(&number) else {
             return Work::Stop;
         };
@@ -226,9 +244,12 @@ impl Sending {
             lane.is = Is::Leaving;
             self.schedule.leave(number);
         }
-        if !outstanding {
-            lane.progress_ns = lane.progress_ns.max(now_ns);
-        }
+        // What was held back has gone by now.
+        lane.progress_ns = if outstanding {
+            since_ns
+        } else {
+            lane.progress_ns.max(now_ns)
+        };
         let work = self.schedule.next(number, plan);
         if matches!(work, Work::End { .. }) {
             lane.is = Is::Leaving;
@@ -236,10 +257,11 @@ impl Sending {
         work
     }
 
-    /// `lane` holds what it was given back until `until_ns`, for a rate.
+    /// `lane` holds the chunk that it was given back until `until_ns`, for a
+    /// rate. What went before has its time nonetheless.
     pub fn paced(&mut self, number: u16, until_ns: u64) {
         if let Some(lane) = self.lanes.get_mut(&number) {
-            lane.progress_ns = lane.progress_ns.max(until_ns);
+            lane.paced_ns = until_ns;
         }
     }
 
@@ -377,6 +399,7 @@ impl Sending {
             self.retry_later(now_ns);
         }
         self.fenced += 1;
+        self.lost += u32::from(!lane.unwanted);
         Ok(self.schedule.lose_lane(number))
     }
 
@@ -390,7 +413,12 @@ impl Sending {
             }
         }
         self.fail_where(now_ns, |lane| lane.is == Is::Leaving && !lane.thread);
-        // Nothing could be confirmed meanwhile.
+        self.unheard(now_ns);
+    }
+
+    /// Nothing can have been confirmed up to now, since the control lane is
+    /// silent: no lane is to blame for the time that has passed.
+    pub fn unheard(&mut self, now_ns: u64) {
         for lane in self.lanes.values_mut() {
             lane.progress_ns = lane.progress_ns.max(now_ns);
             if let Is::Opening { since_ns } | Is::Fencing { since_ns } = &mut lane.is {
@@ -439,7 +467,7 @@ impl Sending {
             .filter_map(|(number, lane)| match lane.is {
                 Is::Opening { since_ns } => Some(since_ns + self.patience.open_ns),
                 Is::Up | Is::Leaving if self.outstanding(*number) => {
-                    Some(lane.progress_ns + self.patience.progress_ns)
+                    Some(self.unconfirmed_since(*number) + self.patience.progress_ns)
                 }
                 Is::Fencing { since_ns } => Some(since_ns + self.patience.alone_ns),
                 Is::Up | Is::Leaving => None,
@@ -471,6 +499,24 @@ impl Sending {
         course.chunks > course.acknowledged
             || (course.ended && lane.confirmed != Place::End)
             || Place::Mark(course.mark) > lane.confirmed
+    }
+
+    /// Since when nothing of what the lane was given has been confirmed; a
+    /// single chunk counts from when it might go.
+    fn unconfirmed_since(&self, number: u16) -> u64 {
+        let Some(lane) = self.lanes.get(&number) else {
+            return 0;
+        };
+        let alone = self.schedule.course(number).is_some_and(|course| {
+            course.chunks == course.acknowledged + 1
+                && !course.ended
+                && Place::Mark(course.mark) <= lane.confirmed
+        });
+        if alone {
+            lane.progress_ns.max(lane.paced_ns)
+        } else {
+            lane.progress_ns
+        }
     }
 
     fn forget_if_confirmed(&mut self, number: u16) {
@@ -520,6 +566,7 @@ impl Sending {
         let patience = self.patience;
         for number in self.lanes.keys().copied().collect::<Vec<_>>() {
             let outstanding = self.outstanding(number);
+            let since_ns = self.unconfirmed_since(number);
             let Some(lane) = self.lanes.get_mut(&number) else {
                 continue;
             };
@@ -537,7 +584,7 @@ impl Sending {
                         && last.is_some_and(|last| last < lane.confirmed);
                     if !outstanding || waits {
                         lane.progress_ns = lane.progress_ns.max(now_ns);
-                    } else if now_ns.saturating_sub(lane.progress_ns) >= patience.progress_ns {
+                    } else if now_ns.saturating_sub(since_ns) >= patience.progress_ns {
                         stalled.push(number);
                     }
                 }
@@ -611,6 +658,8 @@ impl Sending {
                 confirmed: Place::Mark(0),
                 acknowledged: 0,
                 progress_ns: now_ns,
+                paced_ns: 0,
+                unwanted: false,
             },
         );
         self.actions.push_back(Action::Open(self.last_number));

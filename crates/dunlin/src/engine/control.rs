@@ -17,10 +17,12 @@ use zeroize::Zeroize;
 use super::error::Fault;
 use crate::lane::control::{ControlError, ControlStream};
 
-/// After this long without a message the peer is asked whether it is there.
-const ASK_AFTER: Duration = Duration::from_secs(2);
-/// After this long without a message the control lane counts as lost.
+/// After this long without a message the control lane counts as lost, unless
+/// the operator says otherwise.
 pub(crate) const SILENCE_LIMIT: Duration = Duration::from_secs(10);
+/// The peer is asked whether it is there after this part of the limit: often
+/// enough that a lost question or answer makes no silence.
+const ASK_PART: u32 = 5;
 
 /// Messages that the reader has delivered and the session has not taken yet.
 /// Beyond it the reader waits, and the peer with it: a peer that sends faster
@@ -59,6 +61,9 @@ pub(crate) struct ControlLane {
     /// When the last question went out and has not been answered, as its
     /// token; 0 otherwise. An answer to nothing tells no round trip.
     asked: AtomicU64,
+    silence_limit: Duration,
+    /// When the last message came.
+    heard_ns: AtomicU64,
     queue: Mutex<Queue>,
     taken: Condvar,
     started: Instant,
@@ -85,6 +90,7 @@ impl ControlLane {
         session: SessionId,
         epoch: u32,
         sequences: Arc<Sequences>,
+        silence_limit: Duration,
     ) -> Self {
         Self {
             stream,
@@ -93,6 +99,8 @@ impl ControlLane {
             sequences,
             round_trip_ns: AtomicU64::new(0),
             asked: AtomicU64::new(0),
+            silence_limit,
+            heard_ns: AtomicU64::new(0),
             queue: Mutex::default(),
             taken: Condvar::new(),
             started: Instant::now(),
@@ -109,6 +117,13 @@ impl ControlLane {
 
     pub(crate) fn epoch(&self) -> u32 {
         self.epoch
+    }
+
+    /// Whether the peer has been silent for longer than it can be while the
+    /// lane works: it is asked sooner, and answers.
+    pub(crate) fn is_silent(&self) -> bool {
+        let heard = Duration::from_nanos(self.heard_ns.load(Ordering::Relaxed));
+        self.started.elapsed().saturating_sub(heard) > self.silence_limit / ASK_PART * 2
     }
 
     /// Sends one message.
@@ -241,8 +256,9 @@ impl ControlLane {
         }
         let mut body = vec![0; header.body_bytes()];
         self.stream
-            .receive_exact(&mut body, Instant::now() + SILENCE_LIMIT)
+            .receive_exact(&mut body, Instant::now() + self.silence_limit)
             .map_err(lost)?;
+        self.heard_ns.store(self.now_ns(), Ordering::Relaxed);
         let message = Message::decode(&header, &body).map_err(malformed);
         body.zeroize();
         // What was seen before, on this lane or one before it, is not applied
@@ -259,16 +275,16 @@ impl ControlLane {
 
     /// Waits for the first bytes of a message, asking in between.
     fn await_bytes(&self, bytes: &mut [u8]) -> Result<(), Fault> {
-        let silent_at = Instant::now() + SILENCE_LIMIT;
+        let silent_at = Instant::now() + self.silence_limit;
         loop {
-            let until = silent_at.min(Instant::now() + ASK_AFTER);
+            let until = silent_at.min(Instant::now() + self.silence_limit / ASK_PART);
             match self.stream.receive_exact(bytes, until) {
                 Ok(()) => return Ok(()),
                 Err(ControlError::Deadline) if Instant::now() < silent_at => self.ask()?,
                 Err(ControlError::Deadline) => {
                     return Err(Fault::new(
                         FaultCode::ControlLost,
-                        format!("the peer has been silent for {} s", SILENCE_LIMIT.as_secs()),
+                        format!("the peer has been silent for {:?}", self.silence_limit),
                     ));
                 }
                 Err(error) => return Err(lost(error)),

@@ -1,11 +1,12 @@
 //! What the engine asks of the process around it, and how it is stopped.
 
 use std::io;
-use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
+use std::net::{Shutdown, SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
+use dunlin_sys::poll::{Waker, Wakeup, waker};
 use dunlin_sys::socket;
 
 /// Connections and threads, so that the engine fits a VMM that may open
@@ -16,6 +17,21 @@ pub trait Host: Send + Sync {
     /// # Errors
     /// No connection by `deadline`.
     fn connect(&self, endpoint: &str, deadline: Instant) -> io::Result<TcpStream>;
+
+    /// The same, given up as soon as `stop` is woken. A host that cannot wait
+    /// for both keeps a cancellation waiting until its connection stands.
+    ///
+    /// # Errors
+    /// No connection by `deadline`, or `stop` was woken before.
+    fn connect_unless(
+        &self,
+        endpoint: &str,
+        deadline: Instant,
+        stop: &Wakeup,
+    ) -> io::Result<TcpStream> {
+        let _ = stop;
+        self.connect(endpoint, deadline)
+    }
 
     /// Runs `body` on a thread of its own.
     ///
@@ -30,21 +46,103 @@ pub struct StandardHost;
 
 impl Host for StandardHost {
     fn connect(&self, endpoint: &str, deadline: Instant) -> io::Result<TcpStream> {
-        let mut last = io::Error::new(
-            io::ErrorKind::NotFound,
-            format!("{endpoint} has no address"),
-        );
-        for address in endpoint.to_socket_addrs()?.collect::<Vec<SocketAddr>>() {
-            match socket::connect(address, deadline) {
-                Ok(stream) => return Ok(stream),
-                Err(error) => last = error,
-            }
-        }
-        Err(last)
+        first_of(endpoint, |address| socket::connect(address, deadline))
+    }
+
+    fn connect_unless(
+        &self,
+        endpoint: &str,
+        deadline: Instant,
+        stop: &Wakeup,
+    ) -> io::Result<TcpStream> {
+        first_of(endpoint, |address| {
+            socket::connect_unless(address, deadline, stop)
+        })
     }
 
     fn spawn(&self, name: String, body: Box<dyn FnOnce() + Send>) -> io::Result<JoinHandle<()>> {
         std::thread::Builder::new().name(name).spawn(body)
+    }
+}
+
+/// The first connection that can be had to any address of `endpoint`.
+fn first_of(
+    endpoint: &str,
+    connect: impl Fn(SocketAddr) -> io::Result<TcpStream>,
+) -> io::Result<TcpStream> {
+    let mut last = io::Error::new(
+        io::ErrorKind::NotFound,
+        format!("{endpoint} has no address"),
+    );
+    for address in endpoint.to_socket_addrs()? {
+        match connect(address) {
+            Ok(stream) => return Ok(stream),
+            Err(error) => last = error,
+        }
+    }
+    Err(last)
+}
+
+/// A host whose connection ends when the session is cancelled: while it is
+/// being made, and until this is dropped while it is being secured. For control
+/// lanes before *commit*; data lanes have their own way.
+pub(crate) struct CancellableHost {
+    host: Arc<dyn Host>,
+    cancel: Cancel,
+}
+
+impl CancellableHost {
+    pub(crate) fn over(host: &Arc<dyn Host>, cancel: &Cancel) -> Arc<dyn Host> {
+        Arc::new(Self {
+            host: Arc::clone(host),
+            cancel: cancel.clone(),
+        })
+    }
+}
+
+impl Host for CancellableHost {
+    fn connect(&self, endpoint: &str, deadline: Instant) -> io::Result<TcpStream> {
+        let (waker, stop) = waker()?;
+        self.cancel.interrupts(Interrupt::Connecting(waker));
+        let stream = self.host.connect_unless(endpoint, deadline, &stop)?;
+        self.cancel
+            .interrupts(Interrupt::Securing(stream.try_clone()?));
+        Ok(stream)
+    }
+
+    fn connect_unless(
+        &self,
+        endpoint: &str,
+        deadline: Instant,
+        stop: &Wakeup,
+    ) -> io::Result<TcpStream> {
+        self.host.connect_unless(endpoint, deadline, stop)
+    }
+
+    fn spawn(&self, name: String, body: Box<dyn FnOnce() + Send>) -> io::Result<JoinHandle<()>> {
+        self.host.spawn(name, body)
+    }
+}
+
+impl Drop for CancellableHost {
+    fn drop(&mut self) {
+        super::lock(&self.cancel.0).interrupt = None;
+    }
+}
+
+/// What a cancellation interrupts at once.
+enum Interrupt {
+    Connecting(Waker),
+    Securing(TcpStream),
+}
+
+impl Interrupt {
+    fn interrupt(&self) {
+        match self {
+            Self::Connecting(waker) => waker.wake(),
+            // Fails only where the connection has gone already.
+            Self::Securing(stream) => drop(stream.shutdown(Shutdown::Both)),
+        }
     }
 }
 
@@ -58,6 +156,7 @@ pub struct Cancel(Arc<Mutex<CancelState>>);
 struct CancelState {
     cancelled: bool,
     listener: Option<Listener>,
+    interrupt: Option<Interrupt>,
 }
 
 impl Cancel {
@@ -72,6 +171,9 @@ impl Cancel {
     pub fn cancel(&self) {
         let mut state = super::lock(&self.0);
         state.cancelled = true;
+        if let Some(interrupt) = &state.interrupt {
+            interrupt.interrupt();
+        }
         if let Some(listener) = &state.listener {
             listener();
         }
@@ -81,6 +183,15 @@ impl Cancel {
     #[must_use]
     pub fn is_cancelled(&self) -> bool {
         super::lock(&self.0).cancelled
+    }
+
+    /// Interrupts this at the cancellation, and nothing else any more.
+    fn interrupts(&self, interrupt: Interrupt) {
+        let mut state = super::lock(&self.0);
+        if state.cancelled {
+            interrupt.interrupt();
+        }
+        state.interrupt = Some(interrupt);
     }
 
     /// Calls `listener` at the cancellation, at once if it has been already.

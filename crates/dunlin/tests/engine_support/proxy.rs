@@ -1,12 +1,62 @@
-//! Something in the network between the two sides: it records, holds back
-//! and cuts connections.
+//! Something in the network between the two sides: it records, and it does to
+//! connections what networks do.
+//!
+//! Each connection has a thread of its own that owns both sockets and sleeps
+//! until they, or the test, have something for it. A fault strikes at a point
+//! of what flows towards the destination, given in advance ([`Proxy::strike_at`]),
+//! or at once ([`Proxy::strike`]). Points inside TLS are found by the lengths of
+//! records, which are no secret.
 
-use std::io::{Read, Write};
+use std::collections::BTreeMap;
+use std::io::{self, ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::os::fd::AsFd;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::{self, JoinHandle};
-use std::time::Duration;
+use std::time::{Duration, Instant};
+
+use dunlin_proto::frame::FRAME_HEADER_BYTES;
+use dunlin_proto::negotiate::{LaneOpen, VERSIONS};
+use dunlin_sys::poll::{Interest, Waker, Wakeup, poll, waker};
+use dunlin_sys::socket::set_reset_on_close;
+
+/// What a record is longer than its content: the type inside and the tag.
+const RECORD_OVERHEAD: usize = 17;
+const RECORD_HEADER_BYTES: usize = 5;
+/// What the relay keeps of a connection that is held.
+const HELD_BYTES: usize = 32 << 20;
+/// Nothing that a test waits for takes longer.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// What is done to a connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// Both ends see an orderly end of what came so far.
+    Cut,
+    /// Both ends see a reset.
+    Reset,
+    /// Everything is taken and nothing arrives, either way; TCP stays up.
+    Swallow,
+    /// The same, but what was taken can be released.
+    Hold,
+}
+
+pub const FAULTS: [Fault; 4] = [Fault::Cut, Fault::Reset, Fault::Swallow, Fault::Hold];
+
+/// A point in what flows towards the destination.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum At {
+    /// Behind so many bytes.
+    Bytes(u64),
+    /// In front of this TLS record, counted from 0.
+    Record(u64),
+    /// So many bytes behind a data lane's opening.
+    Opened(u64),
+    /// In front of this mark or end, counted from 1.
+    Mark(u64),
+    /// Behind it.
+    Marked(u64),
+}
 
 /// Forwards connections; the first one is the control lane.
 pub struct Proxy {
@@ -17,46 +67,93 @@ pub struct Proxy {
 
 #[derive(Default)]
 struct Shared {
-    stop: AtomicBool,
-    refuse: AtomicBool,
-    record: AtomicBool,
-    recorded: Mutex<Vec<u8>>,
-    /// The connection to hold back, and after how many bytes towards the
-    /// destination.
-    hold: Mutex<Option<(usize, usize)>>,
-    streams: Mutex<Vec<(TcpStream, TcpStream)>>,
-    pumps: Mutex<Vec<JoinHandle<()>>>,
-    count: AtomicUsize,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    stop: bool,
+    refuse: bool,
+    record: bool,
+    recorded: Vec<u8>,
+    plans: BTreeMap<usize, (At, Fault)>,
+    links: Vec<Link>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+/// What is known of a connection, and what is asked of its thread.
+struct Link {
+    waker: Waker,
+    now: Option<Fault>,
+    release: bool,
+    at_close: Option<Fault>,
+    progress: Progress,
+}
+
+/// How far a connection has come.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Progress {
+    /// Bytes that the destination was given.
+    pub forwarded: u64,
+    /// The fault that has struck.
+    pub struck: Option<Fault>,
+    /// Records behind a data lane's opening that were forwarded as far as
+    /// their beginning: frames take several.
+    pub records: u64,
+    /// The source has ended its half.
+    pub closed: bool,
+    /// Nothing flows any more.
+    pub ended: bool,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap()
+    }
 }
 
 impl Proxy {
     pub fn start(to: SocketAddr) -> Self {
-        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        Self::start_on(TcpListener::bind(("127.0.0.1", 0)).unwrap(), to)
+    }
+
+    /// The same, where something listens already.
+    pub fn start_on(listener: TcpListener, to: SocketAddr) -> Self {
         let address = listener.local_addr().unwrap();
         let shared = Arc::<Shared>::default();
         let own = Arc::clone(&shared);
         let thread = thread::spawn(move || {
             for near in listener.incoming() {
-                if own.stop.load(Ordering::SeqCst) {
+                let mut state = own.lock();
+                if state.stop {
                     return;
                 }
                 let near = near.unwrap();
-                if own.refuse.load(Ordering::SeqCst) {
+                if state.refuse {
                     continue;
                 }
                 let Ok(far) = TcpStream::connect(to) else {
                     continue;
                 };
-                let number = own.count.fetch_add(1, Ordering::SeqCst);
-                let copies = (near.try_clone().unwrap(), far.try_clone().unwrap());
-                own.streams.lock().unwrap().push(copies);
-                let there = (near.try_clone().unwrap(), far.try_clone().unwrap());
-                let (one, two) = (Arc::clone(&own), Arc::clone(&own));
-                let mut pumps = own.pumps.lock().unwrap();
-                pumps.push(thread::spawn(move || {
-                    pump(&one, there.0, there.1, Some(number))
+                let number = state.links.len();
+                let (waker, wakeup) = waker().unwrap();
+                state.links.push(Link {
+                    waker,
+                    now: None,
+                    release: false,
+                    at_close: None,
+                    progress: Progress::default(),
+                });
+                let shared = Arc::clone(&own);
+                state.threads.push(thread::spawn(move || {
+                    let mut relay = Relay::new(&shared, number, near, far);
+                    // A peer that has gone ends the connection.
+                    let _ = relay.run(&wakeup);
+                    relay.end();
                 }));
-                pumps.push(thread::spawn(move || pump(&two, far, near, None)));
+                drop(state);
+                own.changed.notify_all();
             }
         });
         Self {
@@ -68,93 +165,500 @@ impl Proxy {
 
     /// Keeps what goes towards the destination from now on.
     pub fn record(&self) {
-        self.shared.record.store(true, Ordering::SeqCst);
+        self.shared.lock().record = true;
     }
 
     pub fn recorded(&self) -> Vec<u8> {
-        self.shared.recorded.lock().unwrap().clone()
+        self.shared.lock().recorded.clone()
+    }
+
+    /// Lets `fault` strike a connection that has not come yet, or has not come
+    /// so far.
+    pub fn strike_at(&self, connection: usize, at: At, fault: Fault) {
+        self.shared.lock().plans.insert(connection, (at, fault));
+    }
+
+    /// Lets `fault` strike now.
+    pub fn strike(&self, connection: usize, fault: Fault) {
+        self.ask(connection, |link| link.now = Some(fault));
+    }
+
+    /// Lets `fault` strike when the source ends its half.
+    pub fn strike_at_close(&self, connection: usize, fault: Fault) {
+        self.ask(connection, |link| link.at_close = Some(fault));
+    }
+
+    /// Lets what was held go on, perhaps as far as the next point.
+    pub fn release(&self, connection: usize, until: Option<At>) {
+        {
+            let mut state = self.shared.lock();
+            state.plans.remove(&connection);
+            if let Some(at) = until {
+                state.plans.insert(connection, (at, Fault::Hold));
+            }
+        }
+        self.ask(connection, |link| link.release = true);
     }
 
     /// Forwards no more than `bytes` of a connection to the destination.
-    pub fn hold(&self, connection: usize, bytes: usize) {
-        *self.shared.hold.lock().unwrap() = Some((connection, bytes));
+    pub fn hold(&self, connection: usize, bytes: u64) {
+        self.strike_at(connection, At::Bytes(bytes), Fault::Hold);
     }
 
     /// Takes no further connection.
     pub fn refuse(&self) {
-        self.shared.refuse.store(true, Ordering::SeqCst);
+        self.shared.lock().refuse = true;
     }
 
-    /// Cuts a connection on both sides.
+    /// Takes connections again.
+    pub fn accept(&self) {
+        self.shared.lock().refuse = false;
+    }
+
+    /// Ends a connection on both sides.
     pub fn cut(&self, connection: usize) {
-        let streams = self.shared.streams.lock().unwrap();
-        let (near, far) = &streams[connection];
-        let _ = near.shutdown(Shutdown::Both);
-        let _ = far.shutdown(Shutdown::Both);
+        self.strike(connection, Fault::Cut);
     }
 
     pub fn connections(&self) -> usize {
-        self.shared.count.load(Ordering::SeqCst)
+        self.shared.lock().links.len()
+    }
+
+    pub fn progress(&self, connection: usize) -> Progress {
+        self.shared
+            .lock()
+            .links
+            .get(connection)
+            .map_or_else(Progress::default, |link| link.progress)
+    }
+
+    /// Connections over which something can still flow.
+    pub fn alive(&self) -> Vec<usize> {
+        let state = self.shared.lock();
+        let alive = |link: &Link| {
+            !link.progress.ended && link.progress.struck.is_none() && link.now.is_none()
+        };
+        let links = state.links.iter().enumerate();
+        links
+            .filter(|(_, link)| alive(link))
+            .map(|(n, _)| n)
+            .collect()
+    }
+
+    /// Waits until so many connections have come.
+    pub fn await_connections(&self, count: usize) {
+        self.wait(|state| state.links.len() >= count);
+    }
+
+    /// Waits until a connection has come as far as `found` says.
+    pub fn await_progress(&self, connection: usize, found: impl Fn(&Progress) -> bool) {
+        self.wait(|state| {
+            let link = state.links.get(connection);
+            link.is_some_and(|link| found(&link.progress))
+        });
+    }
+
+    fn wait(&self, found: impl Fn(&State) -> bool) {
+        let until = Instant::now() + PATIENCE;
+        let mut state = self.shared.lock();
+        while !found(&state) {
+            let left = until.saturating_duration_since(Instant::now());
+            assert!(!left.is_zero(), "what was waited for did not happen");
+            state = self.shared.changed.wait_timeout(state, left).unwrap().0;
+        }
+    }
+
+    fn ask(&self, connection: usize, what: impl FnOnce(&mut Link)) {
+        let mut state = self.shared.lock();
+        let link = &mut state.links[connection];
+        what(link);
+        link.waker.wake();
     }
 }
 
 impl Drop for Proxy {
     fn drop(&mut self) {
-        self.shared.stop.store(true, Ordering::SeqCst);
+        {
+            let mut state = self.shared.lock();
+            state.stop = true;
+            for link in &state.links {
+                link.waker.wake();
+            }
+        }
         let _ = TcpStream::connect(self.address);
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
-        let connections = self.shared.streams.lock().unwrap().len();
-        for connection in 0..connections {
-            self.cut(connection);
-        }
-        let pumps = std::mem::take(&mut *self.shared.pumps.lock().unwrap());
-        for pump in pumps {
-            let _ = pump.join();
+        let threads = std::mem::take(&mut self.shared.lock().threads);
+        for thread in threads {
+            let _ = thread.join();
         }
     }
 }
 
-fn pump(shared: &Shared, mut from: TcpStream, mut to: TcpStream, number: Option<usize>) {
-    let mut buffer = vec![0; 64 << 10];
-    let mut forwarded = 0;
-    from.set_read_timeout(Some(Duration::from_millis(20)))
-        .unwrap();
-    while !shared.stop.load(Ordering::SeqCst) {
-        let mut room = buffer.len();
-        if let (Some(number), Some((held, bytes))) = (number, *shared.hold.lock().unwrap())
-            && number == held
-        {
-            room = room.min(bytes.saturating_sub(forwarded));
+/// One connection.
+struct Relay<'a> {
+    shared: &'a Shared,
+    number: usize,
+    near: TcpStream,
+    far: TcpStream,
+    there: Flow,
+    back: Flow,
+    records: Records,
+    /// Where the planned fault strikes, once that is known.
+    strike: Option<(u64, Fault)>,
+    struck: Option<Fault>,
+}
+
+/// Bytes on their way in one direction.
+#[derive(Default)]
+struct Flow {
+    waiting: Vec<u8>,
+    taken: u64,
+    ended: bool,
+    passed_end: bool,
+}
+
+impl<'a> Relay<'a> {
+    fn new(shared: &'a Shared, number: usize, near: TcpStream, far: TcpStream) -> Self {
+        for stream in [&near, &far] {
+            stream.set_nonblocking(true).unwrap();
+            stream.set_nodelay(true).unwrap();
         }
-        if room == 0 {
-            // Held: looks whether the connection has been cut meanwhile.
-            thread::sleep(Duration::from_millis(5));
-            match from.peek(&mut [0]) {
-                Ok(0) => break,
-                Err(error) if error.raw_os_error() != Some(11) => break,
-                _ => continue,
-            }
-        }
-        match from.read(&mut buffer[..room]) {
-            Ok(0) => break,
-            Ok(count) => {
-                forwarded += count;
-                if number.is_some() && shared.record.load(Ordering::SeqCst) {
-                    shared
-                        .recorded
-                        .lock()
-                        .unwrap()
-                        .extend_from_slice(&buffer[..count]);
-                }
-                if to.write_all(&buffer[..count]).is_err() {
-                    break;
-                }
-            }
-            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
-            Err(_) => break,
+        Self {
+            shared,
+            number,
+            near,
+            far,
+            there: Flow::default(),
+            back: Flow::default(),
+            records: Records::default(),
+            strike: None,
+            struck: None,
         }
     }
-    let _ = to.shutdown(Shutdown::Write);
+
+    fn run(&mut self, wakeup: &Wakeup) -> io::Result<()> {
+        loop {
+            self.plan();
+            if !self.heed() {
+                return Ok(());
+            }
+            self.move_bytes()?;
+            if !self.heed() {
+                return Ok(());
+            }
+            self.report(false);
+            if self.there.passed_end && self.back.passed_end {
+                return Ok(());
+            }
+            let silent = matches!(self.struck, Some(Fault::Swallow | Fault::Hold));
+            let near = Interest {
+                fd: self.near.as_fd(),
+                read: !self.there.ended && self.there.waiting.len() < self.room(),
+                write: !silent && !self.back.waiting.is_empty(),
+            };
+            let far = Interest {
+                fd: self.far.as_fd(),
+                read: !self.back.ended
+                    && self.struck != Some(Fault::Hold)
+                    && self.back.waiting.is_empty(),
+                write: !silent && self.passable() > 0,
+            };
+            let woken = Interest {
+                fd: wakeup.as_fd(),
+                read: true,
+                write: false,
+            };
+            // An end or an error of a socket counts as ready whatever is asked.
+            let asked = [near, far].into_iter().filter(|one| one.read || one.write);
+            let interests: Vec<Interest<'_>> = [woken].into_iter().chain(asked).collect();
+            poll(&interests, None)?;
+            wakeup.clear();
+        }
+    }
+
+    /// Looks for the point where the planned fault strikes.
+    fn plan(&mut self) {
+        if self.strike.is_some() || self.struck.is_some() {
+            return;
+        }
+        let plan = self.shared.lock().plans.get(&self.number).copied();
+        if let Some((at, fault)) = plan
+            && let Some(position) = self.records.position(at)
+        {
+            self.strike = Some((position, fault));
+        }
+    }
+
+    /// Lets faults strike that are due. False if nothing more flows.
+    fn heed(&mut self) -> bool {
+        let mut state = self.shared.lock();
+        if state.stop {
+            return false;
+        }
+        let link = &mut state.links[self.number];
+        let mut due = link.now.take();
+        if self.there.ended {
+            due = due.or(link.at_close.take());
+        }
+        if due.is_some() {
+            link.progress.struck = due;
+        }
+        if std::mem::take(&mut link.release) {
+            self.struck = None;
+            self.strike = None;
+            drop(state);
+            self.plan();
+        } else {
+            drop(state);
+        }
+        let forwarded = self.forwarded();
+        let planned = self.strike.take_if(|(at, _)| *at <= forwarded);
+        let Some(fault) = due.or(planned.map(|(_, fault)| fault)) else {
+            return true;
+        };
+        self.struck = Some(fault);
+        match fault {
+            Fault::Swallow | Fault::Hold => true,
+            Fault::Cut => {
+                let _ = self.near.shutdown(Shutdown::Both);
+                let _ = self.far.shutdown(Shutdown::Both);
+                false
+            }
+            Fault::Reset => {
+                let _ = set_reset_on_close(&self.near);
+                let _ = set_reset_on_close(&self.far);
+                false
+            }
+        }
+    }
+
+    fn move_bytes(&mut self) -> io::Result<()> {
+        let mut buffer = vec![0; 64 << 10];
+        while !self.there.ended && self.there.waiting.len() < self.room() {
+            let Some(count) = heard(self.struck, read(&mut self.near, &mut buffer))? else {
+                break;
+            };
+            self.there.ended = count == 0;
+            self.records.scan(&buffer[..count], self.there.taken);
+            self.there.taken += count as u64;
+            if self.struck != Some(Fault::Swallow) {
+                self.there.waiting.extend_from_slice(&buffer[..count]);
+            }
+            self.plan();
+        }
+        while !self.back.ended && self.struck != Some(Fault::Hold) && self.back.waiting.is_empty() {
+            let Some(count) = heard(self.struck, read(&mut self.far, &mut buffer))? else {
+                break;
+            };
+            self.back.ended = count == 0;
+            if self.struck != Some(Fault::Swallow) {
+                self.back.waiting.extend_from_slice(&buffer[..count]);
+                write(&mut self.near, &mut self.back.waiting, usize::MAX)?;
+            }
+        }
+        if matches!(self.struck, Some(Fault::Swallow | Fault::Hold)) {
+            if self.struck == Some(Fault::Swallow) {
+                self.there.waiting.clear();
+                self.back.waiting.clear();
+            }
+            return Ok(());
+        }
+        write(&mut self.near, &mut self.back.waiting, usize::MAX)?;
+        let passable = self.passable();
+        let sent = write(&mut self.far, &mut self.there.waiting, passable)?;
+        let mut state = self.shared.lock();
+        if state.record {
+            state.recorded.extend_from_slice(&sent);
+        }
+        drop(state);
+        if self.back.ended && self.back.waiting.is_empty() && !self.back.passed_end {
+            self.near.shutdown(Shutdown::Write)?;
+            self.back.passed_end = true;
+        }
+        if self.there.ended && self.there.waiting.is_empty() && !self.there.passed_end {
+            self.far.shutdown(Shutdown::Write)?;
+            self.there.passed_end = true;
+        }
+        Ok(())
+    }
+
+    /// How many of the waiting bytes may go on now.
+    fn passable(&self) -> usize {
+        let forwarded = self.forwarded();
+        let until_strike = self
+            .strike
+            .map_or(usize::MAX, |(at, _)| at.saturating_sub(forwarded) as usize);
+        let whole = if self.there.ended {
+            self.there.waiting.len()
+        } else {
+            // A record's header goes on only when it is known.
+            self.there
+                .waiting
+                .len()
+                .saturating_sub(self.records.partial())
+        };
+        whole.min(until_strike)
+    }
+
+    fn forwarded(&self) -> u64 {
+        self.there.taken - self.there.waiting.len() as u64
+    }
+
+    fn room(&self) -> usize {
+        match self.struck {
+            Some(Fault::Swallow | Fault::Hold) => HELD_BYTES,
+            _ => 64 << 10,
+        }
+    }
+
+    fn report(&self, ended: bool) {
+        let mut state = self.shared.lock();
+        let progress = &mut state.links[self.number].progress;
+        if self.struck.is_none() {
+            progress.forwarded = self.forwarded();
+        }
+        progress.records = self.records.after_opening;
+        progress.struck = self.struck;
+        progress.closed = self.there.ended;
+        progress.ended = ended;
+        drop(state);
+        self.shared.changed.notify_all();
+    }
+
+    fn end(&self) {
+        self.report(true);
+    }
+}
+
+/// Who is cut off from the other hears nothing of its end either.
+fn heard(struck: Option<Fault>, read: io::Result<Option<usize>>) -> io::Result<Option<usize>> {
+    match (read, struck) {
+        (Err(_), Some(Fault::Swallow | Fault::Hold)) => Ok(Some(0)),
+        (read, _) => read,
+    }
+}
+
+/// Reads what is there; `None` for nothing now, 0 at the end.
+fn read(from: &mut TcpStream, buffer: &mut [u8]) -> io::Result<Option<usize>> {
+    match from.read(buffer) {
+        Ok(count) => Ok(Some(count)),
+        Err(error) if error.kind() == ErrorKind::WouldBlock => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// Writes up to `most` of what waits; returns what went.
+fn write(to: &mut TcpStream, waiting: &mut Vec<u8>, most: usize) -> io::Result<Vec<u8>> {
+    let mut gone = 0;
+    let most = most.min(waiting.len());
+    while gone < most {
+        match to.write(&waiting[gone..most]) {
+            Ok(count) => gone += count,
+            Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(waiting.drain(..gone).collect())
+}
+
+/// The TLS records of one direction, by their headers.
+struct Records {
+    header: Vec<u8>,
+    body_left: u64,
+    plain: bool,
+    count: u64,
+    starts: Vec<u64>,
+    opened: Option<u64>,
+    after_opening: u64,
+    /// Where marks and ends begin and end.
+    marks: Vec<(u64, u64)>,
+    opening_bytes: usize,
+}
+
+impl Default for Records {
+    fn default() -> Self {
+        let mut opening = Vec::new();
+        LaneOpen {
+            version: VERSIONS.max,
+            session: [0; 16],
+            lane: 1,
+            mac: [0; 32],
+        }
+        .encode(&mut opening)
+        .unwrap();
+        Self {
+            header: Vec::new(),
+            body_left: 0,
+            plain: false,
+            count: 0,
+            starts: Vec::new(),
+            opened: None,
+            after_opening: 0,
+            marks: Vec::new(),
+            opening_bytes: opening.len(),
+        }
+    }
+}
+
+impl Records {
+    fn scan(&mut self, bytes: &[u8], begins: u64) {
+        if begins == 0 && bytes.first().is_some_and(|first| *first != 22) {
+            self.plain = true;
+        }
+        if self.plain {
+            return;
+        }
+        let mut at = 0;
+        while at < bytes.len() {
+            if self.body_left > 0 {
+                let step = (bytes.len() - at).min(self.body_left as usize);
+                self.body_left -= step as u64;
+                at += step;
+                continue;
+            }
+            self.header.push(bytes[at]);
+            at += 1;
+            if self.header.len() == RECORD_HEADER_BYTES {
+                let header = std::mem::take(&mut self.header);
+                let body = usize::from(header[3]) << 8 | usize::from(header[4]);
+                self.begun(header[0], body, begins + at as u64);
+            }
+        }
+    }
+
+    /// A record's header ends at `at`.
+    fn begun(&mut self, kind: u8, body: usize, at: u64) {
+        let begins = at - RECORD_HEADER_BYTES as u64;
+        let ends = at + body as u64;
+        self.body_left = body as u64;
+        self.count += 1;
+        if self.starts.len() < 8 {
+            self.starts.push(begins);
+        }
+        if self.opened.is_some() {
+            self.after_opening += 1;
+            if body == FRAME_HEADER_BYTES + RECORD_OVERHEAD {
+                self.marks.push((begins, ends));
+            }
+        } else if kind == 23 && body == self.opening_bytes + RECORD_OVERHEAD {
+            self.opened = Some(ends);
+        }
+    }
+
+    /// Bytes of a header that is not known yet.
+    fn partial(&self) -> usize {
+        self.header.len()
+    }
+
+    fn position(&self, at: At) -> Option<u64> {
+        match at {
+            At::Bytes(bytes) => Some(bytes),
+            At::Record(number) => self.starts.get(number as usize).copied(),
+            At::Opened(bytes) => self.opened.map(|opened| opened + bytes),
+            At::Mark(number) => self.marks.get(number as usize - 1).map(|mark| mark.0),
+            At::Marked(number) => self.marks.get(number as usize - 1).map(|mark| mark.1),
+        }
+    }
 }

@@ -135,6 +135,68 @@ fn a_lane_held_back_for_a_rate_does_not_stand_still() {
 }
 
 #[test]
+fn a_rate_does_not_excuse_a_lane_for_what_went_before() {
+    let mut sending = standing(3 * CHUNK_PAGES, 1);
+    begin(&mut sending, 3 * CHUNK_PAGES);
+    // It takes chunk after chunk, and nothing of them arrives.
+    assert_eq!(next(&mut sending, 1, 0), Work::Chunk);
+    sending.paced(1, 40);
+    assert_eq!(next(&mut sending, 1, 40), Work::Chunk);
+    sending.paced(1, 80);
+    assert_eq!(next(&mut sending, 1, 80), Work::Chunk);
+    sending.paced(1, 120);
+    assert_eq!(actions(&mut sending, 139), []);
+    assert_eq!(
+        actions(&mut sending, 140),
+        [Action::Cut(1), Action::Fence(1)]
+    );
+}
+
+#[test]
+fn a_chunk_held_back_for_long_has_its_time_when_the_next_is_given() {
+    let mut sending = standing(2 * CHUNK_PAGES, 1);
+    begin(&mut sending, 2 * CHUNK_PAGES);
+    assert_eq!(next(&mut sending, 1, 0), Work::Chunk);
+    sending.paced(1, 500);
+    assert_eq!(next(&mut sending, 1, 500), Work::Chunk);
+    assert_eq!(actions(&mut sending, 599), []);
+    assert_eq!(
+        actions(&mut sending, 600),
+        [Action::Cut(1), Action::Fence(1)]
+    );
+}
+
+#[test]
+fn no_lane_is_blamed_while_the_control_lane_is_silent() {
+    let mut sending = standing(CHUNK_PAGES, 1);
+    begin(&mut sending, CHUNK_PAGES);
+    assert_eq!(next(&mut sending, 1, 0), Work::Chunk);
+    sending.unheard(90);
+    assert_eq!(actions(&mut sending, 189), []);
+    assert_eq!(
+        actions(&mut sending, 190),
+        [Action::Cut(1), Action::Fence(1)]
+    );
+}
+
+#[test]
+fn a_lane_that_came_too_late_to_be_needed_is_fenced_and_not_counted_as_lost() {
+    let mut sending = standing(CHUNK_PAGES, 2);
+    sending.thread_ended(2, false, 0);
+    assert_eq!(actions(&mut sending, 0), [Action::Fence(2)]);
+    assert_eq!(sending.fenced(2, &[], 1), Ok(0));
+    assert_eq!(actions(&mut sending, 10), [Action::Open(3)]);
+    begin(&mut sending, CHUNK_PAGES);
+    sending.finish(11);
+    assert_eq!(
+        actions(&mut sending, 11),
+        [Action::Cut(3), Action::Fence(3)]
+    );
+    assert_eq!(sending.fenced(3, &[], 12), Ok(0));
+    assert_eq!((sending.fenced_count(), sending.lost_count()), (2, 1));
+}
+
+#[test]
 fn a_worn_lane_goes_on_until_another_takes_its_place() {
     let mut sending = standing(9 * CHUNK_PAGES, 1);
     begin(&mut sending, 9 * CHUNK_PAGES);

@@ -16,7 +16,7 @@ use dunlin_proto::negotiate::{
 use dunlin_proto::switchover::{Destination, DestinationAction as Do, DestinationEvent as On};
 use dunlin_sys::poll::{Waker, waker};
 
-use super::super::control::ControlLane;
+use super::super::control::{ControlLane, SILENCE_LIMIT};
 use super::super::error::{Fault, MigrateError, VmIs};
 use super::super::host::Host;
 use super::super::journal::{Journal, JournalError, Role, SessionJournal, bounded};
@@ -94,6 +94,7 @@ impl Answers {
             offer.session,
             offer.epoch,
             Arc::default(),
+            SILENCE_LIMIT,
         ));
         let held = held
             .filter(|held| lock(held).session == offer.session)

@@ -23,7 +23,7 @@ use dunlin_proto::limits::MAX_LANES;
 
 pub use answer::{Answering, answer};
 
-use super::control::FromPeer;
+use super::control::{FromPeer, SILENCE_LIMIT};
 use super::error::{Fault, MigrateError};
 use super::host::{Cancel, Host};
 use super::journal::Journal;
@@ -41,6 +41,11 @@ pub struct Options {
     pub lanes_max: u16,
     /// Addresses for the data lanes; empty for the control lane's.
     pub endpoints: Vec<String>,
+    /// After this long without a message the control lane counts as lost; see
+    /// [`source::Options::silence_limit`].
+    ///
+    /// [`source::Options::silence_limit`]: crate::engine::source::Options::silence_limit
+    pub silence_limit: Duration,
     /// How long a lost control lane is waited for before everything has come.
     /// Longer than the source's [`control_limit`], which has to notice the
     /// loss as well.
@@ -62,6 +67,7 @@ impl Default for Options {
             allow_plain: false,
             lanes_max: MAX_LANES,
             endpoints: Vec::new(),
+            silence_limit: SILENCE_LIMIT,
             control_limit: Duration::from_secs(40),
             journal: Journal::none(),
             owner: String::new(),

@@ -116,7 +116,8 @@ impl Session<'_> {
         // A lane that fails already is reported by its reader.
         let _ = stream.send(&bytes);
         let sequences = Arc::clone(&self.sequences);
-        let control = ControlLane::new(stream, offer.session, offer.epoch, sequences);
+        let silence = self.options.silence_limit;
+        let control = ControlLane::new(stream, offer.session, offer.epoch, sequences, silence);
         let control = Arc::new(control);
         self.control = Some(Arc::clone(&control));
         self.offer = Some(offer);

@@ -88,7 +88,8 @@ impl Session<'_> {
             .map_err(|_| Fault::new(FaultCode::Internal, "no random numbers can be had"))?;
         self.selection = Some(selection);
         let sequences = Arc::clone(&self.sequences);
-        let control = ControlLane::new(stream, offer.session, offer.epoch, sequences);
+        let silence = self.options.silence_limit;
+        let control = ControlLane::new(stream, offer.session, offer.epoch, sequences, silence);
         let control = Arc::new(control);
         self.control = Some(Arc::clone(&control));
         self.offer = Some(offer.clone());

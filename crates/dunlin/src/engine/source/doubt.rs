@@ -205,6 +205,7 @@ impl Session<'_> {
             session,
             self.offer.epoch,
             sequences,
+            self.options.silence_limit,
         ));
         self.control_ended.set(false);
         self.spawn_reader(&events)

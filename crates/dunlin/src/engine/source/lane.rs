@@ -18,7 +18,8 @@ use dunlin_proto::negotiate::{LaneOpen, LaneSecurity, SessionId, SessionSecret};
 use dunlin_proto::pace::Pace;
 use dunlin_proto::schedule::{ChunkPlan, Work};
 use dunlin_sys::affinity::thread_cpu_time;
-use dunlin_sys::socket::{Liveness, set_liveness};
+use dunlin_sys::poll::{Waker, waker};
+use dunlin_sys::socket::{Liveness, set_liveness, wait_readable};
 
 use super::super::error::Fault;
 use super::super::host::Host;
@@ -35,6 +36,9 @@ use crate::lane::identity::ClientTls;
 
 /// Records kept back for a chunk that is under way, a mark and the end.
 const RECORDS_FOR_END: u64 = 2 * RECORDS_PER_FRAME as u64;
+
+/// Between two looks at the connection of a lane that is not let in yet.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
 
 /// What the session's thread and its lanes share.
 pub(super) struct Shared {
@@ -64,6 +68,8 @@ pub(super) struct State {
 #[derive(Default)]
 pub(super) struct LaneShare {
     pub(super) traffic: Traffic,
+    /// Ends the attempt to connect.
+    reaching: Option<Waker>,
     /// The connection while it is being secured.
     connecting: Option<TcpStream>,
     canceller: Option<Canceller>,
@@ -75,6 +81,9 @@ pub(super) struct LaneShare {
 impl LaneShare {
     fn cut(&mut self) {
         self.cut = true;
+        if let Some(waker) = &self.reaching {
+            waker.wake();
+        }
         if let Some(stream) = &self.connecting {
             // Fails only where the connection has gone already.
             let _ = stream.shutdown(Shutdown::Both);
@@ -222,9 +231,14 @@ impl Lane {
     }
 
     fn connect(&self) -> Result<DataSender, Fault> {
+        let (waker, stop) = waker().map_err(|error| {
+            self.lost("no descriptors can be had for a lane")
+                .because(error)
+        })?;
+        self.register(|share| share.reaching = Some(waker))?;
         let stream = self
             .host
-            .connect(&self.endpoint, self.deadline)
+            .connect_unless(&self.endpoint, self.deadline, &stop)
             .map_err(|error| {
                 self.lost(format!(
                     "lane {} cannot reach {}",
@@ -235,7 +249,12 @@ impl Lane {
         set_liveness(&stream, &Liveness::default())
             .and_then(|()| stream.try_clone())
             .map_err(|error| self.lost("a lane's socket has no options").because(error))
-            .and_then(|same| self.register(|share| share.connecting = Some(same)))?;
+            .and_then(|same| {
+                self.register(|share| {
+                    share.reaching = None;
+                    share.connecting = Some(same);
+                })
+            })?;
         let mut sender = self.secure(stream)?;
         sender
             .set_rate(self.rate)
@@ -305,23 +324,23 @@ impl Lane {
         let opened_bytes = sender.counters().wire_bytes;
         loop {
             let wear = self.wear(&sender);
-            let work = self.next(wear, &mut frames.plan);
+            let work = self.next(wear, sender.socket(), &mut frames.plan)?;
             // The lane's opening is no part of the migration's traffic.
             let sent = |bytes: u64| bytes.saturating_sub(opened_bytes);
             match work {
-                None | Some(Work::Stop) => {
+                Work::Stop => {
                     return Err(self.lost(format!("lane {} was given up", self.number)));
                 }
-                Some(Work::Wait) => {}
-                Some(Work::Chunk) => {
+                Work::Wait => {}
+                Work::Chunk => {
                     self.send_chunk(&mut sender, &mut frames)?;
                     let wire_bytes = sent(sender.counters().wire_bytes);
                     self.account(|traffic| traffic.wire_bytes = wire_bytes);
                 }
-                Some(Work::Mark(iteration)) => {
+                Work::Mark(iteration) => {
                     self.send_header(&mut sender, &mut frames, Frame::Mark { iteration })?;
                 }
-                Some(Work::End { chunks }) => {
+                Work::End { chunks } => {
                     self.send_header(&mut sender, &mut frames, Frame::End { chunks })?;
                     let counters = sender.finish().map_err(|error| self.failed(error))?;
                     let wire_bytes = sent(counters.wire_bytes);
@@ -347,15 +366,17 @@ impl Lane {
         }
     }
 
-    /// Waits for work; `None` when the lane has been cut.
-    fn next(&self, wear: Wear, plan: &mut ChunkPlan) -> Option<Work> {
+    /// Waits for work; [`Work::Stop`] when the lane has been cut.
+    fn next(&self, wear: Wear, socket: &TcpStream, plan: &mut ChunkPlan) -> Result<Work, Fault> {
         let mut state = lock(&self.shared.state);
         loop {
             let now_ns = self.shared.now_ns();
-            let share = state.shares.get_mut(&self.number)?;
+            let Some(share) = state.shares.get_mut(&self.number) else {
+                return Ok(Work::Stop);
+            };
             let wears = wear != Wear::Fresh && !std::mem::replace(&mut share.worn, true);
             if share.cut || state.stop {
-                return None;
+                return Ok(Work::Stop);
             }
             let work = state.lanes.next(self.number, wear, now_ns, plan);
             if wears {
@@ -369,9 +390,19 @@ impl Lane {
                 let _ = self.events.send(SessionEvent::Cut { iteration });
             }
             if work != Work::Wait {
-                return Some(work);
+                return Ok(work);
             }
-            state = wait(&self.shared.changed, state);
+            if state.lanes.schedule().course(self.number).is_some() {
+                state = wait(&self.shared.changed, state);
+                continue;
+            }
+            // The destination has not let it in yet. If the connection ends
+            // before, nobody there knows which lane it was.
+            state = wait_for(&self.shared.changed, state, LOOK_EVERY);
+            if state.lanes.schedule().course(self.number).is_none() && has_ended(socket) {
+                let what = format!("lane {} ended before it was let in", self.number);
+                return Err(self.lost(what));
+            }
         }
     }
 
@@ -457,12 +488,7 @@ impl Lane {
             if left == 0 {
                 return Ok(());
             }
-            state = self
-                .shared
-                .changed
-                .wait_timeout(state, Duration::from_nanos(left))
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
+            state = wait_for(&self.shared.changed, state, Duration::from_nanos(left));
         }
     }
 
@@ -528,4 +554,24 @@ fn append(ranges: &mut Vec<Range>, region: u16, page: u64, encoding: Encoding) {
 
 fn wait<'a>(changed: &Condvar, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
     changed.wait(state).unwrap_or_else(PoisonError::into_inner)
+}
+
+fn wait_for<'a>(
+    changed: &Condvar,
+    state: MutexGuard<'a, State>,
+    time: Duration,
+) -> MutexGuard<'a, State> {
+    changed
+        .wait_timeout(state, time)
+        .unwrap_or_else(PoisonError::into_inner)
+        .0
+}
+
+/// Whether the peer has closed the connection or it has failed.
+fn has_ended(socket: &TcpStream) -> bool {
+    match wait_readable(socket, Instant::now()) {
+        Ok(true) => !matches!(socket.peek(&mut [0]), Ok(1..)),
+        Ok(false) => false,
+        Err(_) => true,
+    }
 }

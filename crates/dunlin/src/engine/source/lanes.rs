@@ -37,6 +37,10 @@ impl Session<'_> {
             let action = {
                 let mut state = lock(&self.shared.state);
                 let now_ns = self.shared.now_ns();
+                // What nobody can confirm is not the lanes' fault.
+                if self.control.is_silent() {
+                    state.lanes.unheard(now_ns);
+                }
                 state.lanes.poll(now_ns)
             };
             match action {
@@ -166,7 +170,7 @@ impl Session<'_> {
         let mut state = lock(&self.shared.state);
         let before = self.lanes_lost;
         let pages = state.lanes.fenced(lane, acks, now_ns).map_err(lie)?;
-        self.lanes_lost = state.lanes.fenced_count();
+        self.lanes_lost = state.lanes.lost_count();
         self.pages_again += pages;
         drop(state);
         let why = self.lane_faults.remove(&lane);

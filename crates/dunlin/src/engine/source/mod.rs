@@ -36,7 +36,7 @@ pub use dunlin_proto::switchover::Resolution;
 
 pub use doubt::{Doubt, ResolveError};
 
-use super::control::FromPeer;
+use super::control::{FromPeer, SILENCE_LIMIT};
 use super::error::{Fault, MigrateError, VmIs};
 use super::host::{Cancel, Host};
 use super::journal::Journal;
@@ -79,6 +79,10 @@ pub struct Options {
     pub lane_stall_limit: Duration,
     /// For how long a migration without any lane tries to get one.
     pub no_lane_limit: Duration,
+    /// After this long without a message the control lane counts as lost. The
+    /// peer is asked for one five times as often; both sides shall have about
+    /// the same limit.
+    pub silence_limit: Duration,
     /// For how long a lost control lane is tried to be made anew while the
     /// guest runs.
     pub control_limit: Duration,
@@ -113,6 +117,7 @@ impl Default for Options {
             connect_limit: Duration::from_secs(10),
             lane_stall_limit: Duration::from_secs(5),
             no_lane_limit: Duration::from_secs(30),
+            silence_limit: SILENCE_LIMIT,
             control_limit: Duration::from_secs(20),
             records_per_lane: RECORD_LIMIT,
             doubt_limit: Duration::from_secs(60),

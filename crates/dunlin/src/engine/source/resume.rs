@@ -12,6 +12,7 @@ use dunlin_proto::fault::FaultCode;
 use dunlin_proto::switchover::Source;
 
 use super::super::error::Fault;
+use super::super::host::CancellableHost;
 use super::super::lock;
 use super::super::report::Event;
 use super::session::Session;
@@ -77,7 +78,8 @@ impl Session<'_> {
             // One that was tried may stand at the destination already.
             self.raise_epoch();
             let deadline = until.min(Instant::now() + self.options.connect_limit);
-            match open_control(self.host, &to, &tls, &self.offer, deadline) {
+            let host = CancellableHost::over(self.host, self.cancel);
+            match open_control(&host, &to, &tls, &self.offer, deadline) {
                 Ok((stream, _)) if stream.peer().fingerprint != peer => {
                     return Err(Fault::new(
                         FaultCode::WrongIdentity,

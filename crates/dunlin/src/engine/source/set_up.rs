@@ -18,7 +18,7 @@ use dunlin_proto::switchover::Source;
 
 use super::super::control::{ControlLane, FromPeer, Sequences, read_opening};
 use super::super::error::{Fault, VmIs};
-use super::super::host::{Cancel, Host};
+use super::super::host::{Cancel, CancellableHost, Host};
 use super::super::journal::{Journal, SessionJournal, SourceRecord, State};
 use super::super::lock;
 use super::super::report::{Downtime, Event, Observer};
@@ -188,7 +188,8 @@ pub(super) fn connect<'a>(
         epoch: 1,
     };
     let journal = begin_record(session, &described, to, options, observer)?;
-    let (stream, selection) = match open_control(host, to, tls, &offer, deadline) {
+    let cancellable = CancellableHost::over(host, cancel);
+    let (stream, selection) = match open_control(&cancellable, to, tls, &offer, deadline) {
         Ok(opened) => opened,
         Err(fault) => {
             // The destination promises nothing before it accepts the VM.
@@ -198,6 +199,7 @@ pub(super) fn connect<'a>(
             return Err(fault);
         }
     };
+    drop(cancellable);
     let sequences = Arc::<Sequences>::default();
     let memory = vm.memory();
     let schedule = Schedule::new(
@@ -217,6 +219,7 @@ pub(super) fn connect<'a>(
             session,
             offer.epoch,
             Arc::clone(&sequences),
+            options.silence_limit,
         )),
         sequences,
         offer,
