@@ -41,6 +41,9 @@ pub enum Mistake {
     NoFence,
     /// The source forgets what a lost lane took along. Right: it waits again.
     NoRedirty,
+    /// A page of a dirty log is sent in the iteration before the one that it
+    /// was read for, where nothing keeps it from its older version.
+    CutBeforeIteration,
     /// A lane passes a mark that another has not reached.
     MarkPassedEarly,
     /// The destination acknowledges the chunk after the one that it wrote.
@@ -63,6 +66,7 @@ impl Mistake {
         Self::DeadAnswersRunning,
         Self::NoFence,
         Self::NoRedirty,
+        Self::CutBeforeIteration,
         Self::MarkPassedEarly,
         Self::WrongChunkAcknowledged,
     ];

@@ -1,0 +1,326 @@
+//! The invariants, asserted at every step.
+
+use std::any::Any;
+use std::fmt;
+
+use dunlin_proto::control::Verdict;
+use dunlin_proto::journal::{DestinationRecord, SourceRecord};
+use dunlin_proto::switchover::{Destination, Source};
+
+use crate::network::Packet;
+use crate::plan::MS;
+use crate::tally::{End, Passage};
+use crate::world::World;
+
+/// Something that may not be.
+#[derive(Clone, Debug)]
+pub struct Violation {
+    /// I1 to I5; *liveness*; *accused* where an honest peer was; *machine*
+    /// where a state could not take an event; *panic*; *sim* for a mistake of
+    /// the simulator's own.
+    pub invariant: &'static str,
+    /// What happened.
+    pub text: String,
+    /// When, in nanoseconds of virtual time.
+    pub at_ns: u64,
+}
+
+impl Violation {
+    pub(crate) fn of_panic(panic: &(dyn Any + Send)) -> Self {
+        let text = panic
+            .downcast_ref::<String>()
+            .cloned()
+            .or_else(|| panic.downcast_ref::<&str>().map(ToString::to_string));
+        Self {
+            invariant: "panic",
+            text: text.unwrap_or_default(),
+            at_ns: 0,
+        }
+    }
+}
+
+impl fmt::Display for Violation {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let ms = self.at_ns as f64 / MS as f64;
+        write!(formatter, "{} at {ms:.3} ms: {}", self.invariant, self.text)
+    }
+}
+
+/// What the checks remember.
+#[derive(Debug, Default)]
+pub(crate) struct Marks {
+    /// The last attempt in which the VM was run at the destination.
+    pub(crate) ran: Option<u32>,
+    /// Whether the source had to ask before it let go.
+    pub(crate) doubted: bool,
+    /// In which iteration of the attempt each page was cut last, and after
+    /// how many readings of the dirty log.
+    pub(crate) cuts: Vec<(u32, u32)>,
+}
+
+impl World<'_> {
+    pub(crate) fn violate(&mut self, invariant: &'static str, text: String) {
+        self.say(|| format!("VIOLATION of {invariant}: {text}"));
+        let at_ns = self.now_ns;
+        self.failure.get_or_insert(Violation {
+            invariant,
+            text,
+            at_ns,
+        });
+    }
+
+    /// What must hold between any two steps.
+    pub(crate) fn check_step(&mut self) {
+        let here = self.source.guest.as_ref();
+        let runs_here = here.is_some_and(|guest| guest.running);
+        let session = self.destination.session.as_ref();
+        let there = session.and_then(|session| session.copy.as_ref());
+        let runs_there = there.is_some_and(|copy| copy.running);
+        let lives_there = there.is_some_and(|copy| copy.lives);
+        if runs_here && runs_there {
+            self.violate("I1", "the VM runs on both sides".into());
+            return;
+        }
+        let recorded = self.destination.journal.durable;
+        if let Some(session) = session
+            && runs_there
+            && session.machine != Destination::Released
+            && recorded != Some((session.attempt, DestinationRecord::Running))
+        {
+            let text = format!("it runs at the destination, whose journal says {recorded:?}");
+            self.violate("I2", text);
+            return;
+        }
+        let died = self.destination.died.is_some();
+        match here {
+            None if !self.source.killed && !lives_there && !died && !self.given_up() => {
+                self.violate("I2", "neither side has the VM".into());
+            }
+            Some(guest) if !guest.running && !guest.paused_by_owner => {
+                let record = self.source.journal.durable.map(|(_, record)| record);
+                let resolvable = matches!(
+                    record,
+                    Some(
+                        SourceRecord::Committing
+                            | SourceRecord::RanThenDied
+                            | SourceRecord::RunHere
+                            | SourceRecord::GivenUp
+                            | SourceRecord::Released
+                    )
+                );
+                if !resolvable {
+                    let text = format!("it is paused, and the source's journal says {record:?}");
+                    self.violate("I2", text);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    fn given_up(&self) -> bool {
+        let record = self.source.journal.durable.map(|(_, record)| record);
+        record == Some(SourceRecord::GivenUp)
+    }
+
+    /// A lane was given a chunk.
+    ///
+    /// A page may be cut twice in an iteration, when a lost lane's pages go
+    /// again; but not with a reading of the dirty log in between: no mark
+    /// would keep its two versions apart, and its bit is taken.
+    pub(crate) fn check_cut(&mut self, iteration: u32, readings: u32, pages: &[u32]) {
+        for &page in pages {
+            let cut = (iteration, readings);
+            let before = std::mem::replace(&mut self.marks.cuts[page as usize], cut);
+            if before.0 == iteration && before.1 != readings {
+                let text = format!(
+                    "page {page} is cut twice in iteration {iteration}, and the dirty log was \
+                     read in between"
+                );
+                self.violate("I4", text);
+                return;
+            }
+        }
+    }
+
+    /// A lane's thread is about to write a page.
+    ///
+    /// Of two chunks with the same page, between whose cuts the dirty log was
+    /// read, the later must be written later: that reading has taken the
+    /// page's bit, and nothing else would bring its newer version. Without a
+    /// reading in between they may come in any order, and the one with the
+    /// older version last: whatever was written in between is still in the
+    /// log. So lanes may be slow to read, and a lost lane's pages go again in
+    /// an iteration that has some of them already.
+    pub(crate) fn check_write(&mut self, lane: u16, page: u32, readings: u32) {
+        let Some(session) = &self.destination.session else {
+            return;
+        };
+        let there = session
+            .copy
+            .as_ref()
+            .map_or(0, |copy| copy.writers[page as usize]);
+        if session.fenced.contains(&lane) {
+            self.violate(
+                "I4",
+                format!("lane {lane} writes page {page} behind its fence"),
+            );
+        } else if there > readings {
+            let text = format!(
+                "lane {lane} writes page {page} as of reading {readings} of the dirty log over \
+                 that of reading {there}"
+            );
+            self.violate("I4", text);
+        } else if matches!(
+            session.machine,
+            Destination::Loading
+                | Destination::Prepared
+                | Destination::Acquiring { .. }
+                | Destination::Recording { .. }
+                | Destination::Starting
+                | Destination::Running
+                | Destination::Released
+        ) {
+            let text = format!("lane {lane} writes page {page} after everything had come");
+            self.violate("I4", text);
+        }
+    }
+
+    /// A chunk has come to a closed end.
+    pub(crate) fn late_chunk(&mut self, lane: u16) {
+        let session = self.destination.session.as_ref();
+        if session.is_some_and(|session| session.fenced.contains(&lane)) {
+            self.pass(Passage::HeldBeyondFence);
+        }
+    }
+
+    /// *ready* is about to be sent.
+    pub(crate) fn check_ready(&mut self) {
+        let Some(session) = &self.destination.session else {
+            return;
+        };
+        let differs = match (&self.source.paused, &session.copy) {
+            (Some((attempt, paused)), Some(copy)) if *attempt == session.attempt => {
+                let mut pages = paused.iter().zip(&copy.pages);
+                pages.position(|(here, there)| here != there)
+            }
+            _ => Some(usize::MAX),
+        };
+        if let Some(page) = differs {
+            self.violate("I3", format!("page {page} differs at ready"));
+        }
+    }
+
+    /// The destination is about to tell what became of the attempt.
+    pub(crate) fn check_tell(&mut self, verdict: Verdict) {
+        let recorded = self.destination.journal.durable;
+        let Some(session) = &self.destination.session else {
+            return;
+        };
+        let wanted = match verdict {
+            Verdict::Running | Verdict::RanThenDied => DestinationRecord::Running,
+            Verdict::Aborted => DestinationRecord::Aborted,
+            Verdict::NoRecord => return,
+        };
+        let lives = session.copy.as_ref().is_some_and(|copy| copy.lives);
+        let forgotten = session.machine == Destination::Released;
+        if recorded != Some((session.attempt, wanted)) && !forgotten {
+            let text = format!("it tells {verdict:?}, and its journal says {recorded:?}");
+            self.violate("I2", text);
+        } else if verdict == Verdict::Aborted && self.destination.holds {
+            let text = "it tells that it has aborted, and still holds disks".into();
+            self.violate("I1", text);
+        } else if verdict == Verdict::Running && !lives {
+            self.violate("I2", "it tells that the VM runs, which is dead".into());
+        }
+    }
+
+    /// The guest is about to be resumed at the source.
+    pub(crate) fn check_resume(&mut self) {
+        let attempt = self.source.attempt.as_ref();
+        let number = attempt.map(|attempt| attempt.number);
+        let record = self.source.journal.durable.map(|(_, record)| record);
+        if self.destination.holds {
+            let text = "it is resumed while the destination holds its disks".into();
+            self.violate("I1", text);
+        } else if number.is_some()
+            && self.marks.ran == number
+            && record != Some(SourceRecord::RunHere)
+        {
+            let text = "it goes back to the pause, and nobody has decided that".into();
+            self.violate("I1", text);
+        }
+    }
+
+    /// The source is about to destroy its copy.
+    pub(crate) fn check_destroy(&mut self) {
+        let Some(attempt) = &self.source.attempt else {
+            return;
+        };
+        let (number, machine) = (attempt.number, attempt.machine);
+        let session = self.destination.session.as_ref();
+        let lives = session.is_some_and(|session| {
+            session.attempt == number && session.copy.as_ref().is_some_and(|copy| copy.lives)
+        });
+        // Where it has died since, it had been told truly.
+        let died = self.destination.died == Some(number);
+        if machine == Source::Released && !lives && !died && !self.given_up() {
+            let text = "the copy at the source is destroyed, and no other lives".into();
+            self.violate("I2", text);
+        }
+    }
+
+    /// The source is about to let the destination forget.
+    pub(crate) fn check_release(&mut self) {
+        let record = self.source.journal.durable.map(|(_, record)| record);
+        if record != Some(SourceRecord::Released) {
+            let text =
+                format!("the destination may forget, and the source's journal says {record:?}");
+            self.violate("I2", text);
+        }
+    }
+
+    /// How the run has ended.
+    pub(crate) fn conclude(&mut self) {
+        if self.failure.is_some() || self.ends.last() == Some(&End::GivenUp) {
+            return;
+        }
+        let session = self.destination.session.as_ref();
+        let there = session.and_then(|session| session.copy.as_ref());
+        let lives = there.filter(|copy| copy.lives).map(|copy| copy.running);
+        let died = self.destination.died.is_some();
+        if self.source.guest.is_some() {
+            if self.ends.last() != Some(&End::TakenBack) {
+                self.violate("liveness", "nothing happens any more".into());
+            }
+        } else if let Some(running) = lives {
+            if running == self.plan.paused {
+                let text = "a guest that was paused does not arrive paused".into();
+                self.violate("I2", text);
+            }
+            self.ends.push(if self.marks.doubted {
+                End::MovedAfterDoubt
+            } else {
+                End::Moved
+            });
+        } else if died {
+            self.ends.push(End::DiedAtDestination);
+        } else if self.source.killed {
+            self.ends.push(End::DiedAtSource);
+        } else {
+            self.violate("I2", "the VM is lost".into());
+        }
+    }
+
+    /// A packet on a control lane has come to `to`.
+    pub(crate) fn control_packet(
+        &mut self,
+        connection: usize,
+        to: crate::network::Side,
+        packet: Packet,
+    ) {
+        match to {
+            crate::network::Side::Source => self.source_reads(connection, packet),
+            crate::network::Side::Destination => self.destination_reads(connection, packet),
+        }
+    }
+}

@@ -1,0 +1,408 @@
+//! The destination's host: a process that takes sessions in and answers for
+//! those that it remembers.
+
+mod control;
+mod intake;
+mod lane;
+mod switchover;
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+use dunlin_proto::control::Message;
+use dunlin_proto::journal::DestinationRecord;
+use dunlin_proto::lanes::Receiving;
+use dunlin_proto::switchover::{Destination, DestinationAction, DestinationEvent};
+
+use crate::journal::Journal;
+use crate::network::{Packet, Side};
+use crate::plan::MS;
+use crate::tally::{FaultKind, Passage};
+use crate::world::{Event, World};
+use lane::Lane;
+
+/// The destination's host.
+#[derive(Debug)]
+pub(crate) struct DestinationHost {
+    /// Whether there is a process.
+    pub(crate) up: bool,
+    life: u32,
+    main_ns: Option<u64>,
+    pub(crate) journal: Journal<(u32, DestinationRecord)>,
+    pub(crate) session: Option<Session>,
+    /// What the readers of control lanes have read and the main thread has
+    /// not taken.
+    inboxes: BTreeMap<usize, VecDeque<Packet>>,
+    /// Connections that have made an offer and not said what for.
+    pending: BTreeMap<usize, (u32, u32)>,
+    /// Data lanes that want to be let in: connection, attempt, lane.
+    arrivals: VecDeque<(usize, u32, u16)>,
+    sessions: u32,
+    /// Whether it may hold disks and devices.
+    pub(crate) holds: bool,
+    pub(crate) cancelled: bool,
+    /// A connection whose reader hands nothing over until then.
+    pub(crate) stalled_reader: Option<(usize, u64)>,
+    /// In which attempt the VM died here with its process, after it had run.
+    pub(crate) died: Option<u32>,
+}
+
+impl Default for DestinationHost {
+    fn default() -> Self {
+        Self {
+            up: true,
+            life: 1,
+            main_ns: None,
+            journal: Journal::default(),
+            session: None,
+            inboxes: BTreeMap::new(),
+            pending: BTreeMap::new(),
+            arrivals: VecDeque::new(),
+            sessions: 0,
+            holds: false,
+            cancelled: false,
+            stalled_reader: None,
+            died: None,
+        }
+    }
+}
+
+/// The copy of the VM at the destination.
+#[derive(Debug)]
+pub(crate) struct Copy {
+    pub(crate) pages: Vec<u32>,
+    /// After how many readings of the dirty log each page's chunk was cut.
+    pub(crate) writers: Vec<u32>,
+    pub(crate) running: bool,
+    /// Whether it is the VM: *running* was recorded.
+    pub(crate) lives: bool,
+}
+
+/// One attempt at the destination.
+#[derive(Debug)]
+pub(crate) struct Session {
+    pub(crate) id: u32,
+    pub(crate) attempt: u32,
+    pub(crate) machine: Destination,
+    todo: VecDeque<DestinationAction>,
+    doing: Option<(u64, Doing)>,
+    pub(crate) copy: Option<Copy>,
+    receiving: Receiving,
+    lanes: BTreeMap<u16, Lane>,
+    /// Threads that have ended and wait to be joined.
+    ended: VecDeque<u16>,
+    /// Lanes of which *fenced* was told, or is about to be.
+    pub(crate) fenced: BTreeSet<u16>,
+    /// Every lane that has opened.
+    pub(crate) opened: BTreeSet<u16>,
+    /// Control lanes, the newest last.
+    pub(crate) controls: Vec<usize>,
+    /// The newest one's epoch.
+    epoch: u32,
+    asked_on: Option<usize>,
+    draining: Option<VecDeque<Packet>>,
+    /// What old control lanes had read, to be drained.
+    drained_later: VecDeque<Packet>,
+    lost_until_ns: Option<u64>,
+    reports_ns: Option<u64>,
+    sections: u32,
+    said: Vec<Message>,
+    restarted: bool,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Doing {
+    Records,
+    Loads,
+    Acquires,
+    Resumes,
+}
+
+impl World<'_> {
+    fn session(&mut self) -> &mut Session {
+        let session = self.destination.session.as_mut();
+        session.expect("only called while there is a session")
+    }
+
+    fn new_session(&mut self, attempt: u32, machine: Destination) -> Session {
+        self.destination.sessions += 1;
+        Session {
+            id: self.destination.sessions,
+            attempt,
+            machine,
+            todo: VecDeque::new(),
+            doing: None,
+            copy: None,
+            receiving: Receiving::new(self.plan.lanes + 2),
+            lanes: BTreeMap::new(),
+            ended: VecDeque::new(),
+            fenced: BTreeSet::new(),
+            opened: BTreeSet::new(),
+            controls: Vec::new(),
+            epoch: 0,
+            asked_on: None,
+            draining: None,
+            drained_later: VecDeque::new(),
+            lost_until_ns: None,
+            reports_ns: None,
+            sections: 0,
+            said: Vec::new(),
+            restarted: false,
+        }
+    }
+
+    pub(crate) fn destination_wakes(&mut self, after_ns: u64) {
+        let (at_ns, now_ns) = (self.now_ns + after_ns, self.now_ns);
+        let host = &mut self.destination;
+        if host.up
+            && host
+                .main_ns
+                .is_none_or(|main_ns| main_ns > at_ns || main_ns < now_ns)
+        {
+            host.main_ns = Some(at_ns);
+            let life = host.life;
+            self.at(
+                at_ns,
+                Event::Main {
+                    side: Side::Destination,
+                    life,
+                },
+            );
+        }
+    }
+
+    /// One step of the main thread.
+    pub(crate) fn destination_main(&mut self, life: u32) {
+        if !self.destination.up || self.destination.life != life {
+            return;
+        }
+        self.destination.main_ns = None;
+        let stalled_until_ns = self.stalled_until_ns[Side::Destination as usize];
+        if self.now_ns < stalled_until_ns {
+            self.destination_wakes(stalled_until_ns - self.now_ns);
+            return;
+        }
+        if !self.session_goes_on() {
+            self.take_input();
+        }
+        self.may_be_complete();
+        self.destination_goes_on();
+    }
+
+    /// Goes on with what the session is in the middle of; false if it is not.
+    fn session_goes_on(&mut self) -> bool {
+        let now_ns = self.now_ns;
+        let Some(session) = &mut self.destination.session else {
+            return false;
+        };
+        if let Some((until_ns, doing)) = session.doing {
+            if now_ns >= until_ns {
+                session.doing = None;
+                self.destination_has_done(doing);
+            }
+            return true;
+        }
+        if let Some(action) = session.todo.pop_front() {
+            self.destination_does(action);
+            return true;
+        }
+        let Some(draining) = &mut session.draining else {
+            return false;
+        };
+        match draining.pop_front() {
+            Some(packet) => self.drained(packet),
+            None => {
+                session.draining = None;
+                self.destination_feeds(DestinationEvent::Drained);
+            }
+        }
+        true
+    }
+
+    /// Takes one of the things that have come, in no particular order among
+    /// those that came over different connections.
+    fn take_input(&mut self) {
+        let host = &mut self.destination;
+        if host.cancelled {
+            host.cancelled = false;
+            if host
+                .session
+                .as_ref()
+                .is_some_and(|session| !session.restarted)
+            {
+                self.struck.insert(FaultKind::DestinationCancelled);
+                if !self.session().machine.may_cancel() {
+                    self.pass(Passage::TooLate);
+                }
+                self.destination_feeds(DestinationEvent::Cancelled);
+            }
+            return;
+        }
+        let ended = host
+            .session
+            .as_ref()
+            .map_or(0, |session| session.ended.len());
+        let inboxes = self.handed_over();
+        let host = &self.destination;
+        let sources =
+            inboxes.len() + usize::from(!host.arrivals.is_empty()) + usize::from(ended > 0);
+        if sources == 0 {
+            self.destination_waits();
+            return;
+        }
+        let which = self.random.below(sources as u64) as usize;
+        let host = &mut self.destination;
+        if let Some(&connection) = inboxes.get(which) {
+            let inbox = host.inboxes.get_mut(&connection);
+            let packet = inbox.and_then(VecDeque::pop_front);
+            if host.inboxes.get(&connection).is_none_or(VecDeque::is_empty) {
+                host.inboxes.remove(&connection);
+            }
+            if let Some(packet) = packet {
+                self.destination_takes(connection, packet);
+            }
+        } else if which == inboxes.len() && !host.arrivals.is_empty() {
+            if let Some((connection, attempt, lane)) = host.arrivals.pop_front() {
+                self.admit(connection, attempt, lane);
+            }
+        } else if ended > 0
+            && let Some(lane) = self.session().ended.pop_front()
+        {
+            self.lane_joined(lane);
+        }
+    }
+
+    /// Connections of which something waits that their readers have handed
+    /// over.
+    fn handed_over(&self) -> Vec<usize> {
+        let host = &self.destination;
+        let stalled = |connection: usize| {
+            host.stalled_reader
+                .is_some_and(|(stalled, until_ns)| stalled == connection && self.now_ns < until_ns)
+        };
+        let all = host.inboxes.keys().copied();
+        all.filter(|connection| !stalled(*connection)).collect()
+    }
+
+    /// The reader of the newest control lane stalls.
+    pub(crate) fn stall_reader(&mut self, until_ns: u64) -> bool {
+        let session = self.destination.session.as_ref();
+        let newest = session.and_then(|session| session.controls.last().copied());
+        self.destination.stalled_reader = newest.map(|newest| (newest, until_ns));
+        newest.is_some()
+    }
+
+    fn destination_goes_on(&mut self) {
+        let now_ns = self.now_ns;
+        let host = &self.destination;
+        let session = host.session.as_ref();
+        let doing = session.and_then(|session| session.doing);
+        let busy = session.is_some_and(|session| {
+            !session.todo.is_empty() || session.draining.is_some() || !session.ended.is_empty()
+        });
+        let after_ns = if let Some((until_ns, _)) = doing {
+            until_ns.saturating_sub(now_ns)
+        } else if busy
+            || host.cancelled
+            || !self.handed_over().is_empty()
+            || !host.arrivals.is_empty()
+        {
+            self.random.below(MS / 2)
+        } else {
+            let dues = session.into_iter().flat_map(|session| {
+                [session.lost_until_ns, session.reports_ns]
+                    .into_iter()
+                    .flatten()
+            });
+            let stalled = host.stalled_reader.map(|(_, until_ns)| until_ns);
+            let stalled = stalled.filter(|until_ns| *until_ns > now_ns);
+            match dues.chain(stalled).min() {
+                Some(due_ns) => due_ns.saturating_sub(now_ns).max(1000),
+                None => return,
+            }
+        };
+        self.destination_wakes(after_ns);
+    }
+
+    /// An event for the machine.
+    fn destination_feeds(&mut self, event: DestinationEvent) {
+        let session = self.session();
+        let before = session.machine;
+        match before.on(event) {
+            Ok((after, actions)) => {
+                session.machine = after;
+                session.todo.extend(actions);
+                self.say(|| format!("destination: {before:?} + {event:?} = {after:?} {actions:?}"));
+            }
+            Err(impossible) => self.violate("machine", impossible.to_string()),
+        }
+    }
+
+    /// Sends a message over the newest control lane.
+    fn destination_says(&mut self, message: Message) {
+        let Some(&connection) = self.session().controls.last() else {
+            return;
+        };
+        self.say(|| format!("destination: says {message:?}"));
+        let repeatable = matches!(
+            message,
+            Message::LaneUp { .. }
+                | Message::LaneRefused { .. }
+                | Message::Ack { .. }
+                | Message::Fenced { .. }
+        );
+        if repeatable {
+            self.session().said.push(message.clone());
+        }
+        self.send(connection, Side::Source, Packet::Message(message));
+    }
+
+    /// The destination's process dies.
+    pub(crate) fn destination_crashes(&mut self, silently: bool) {
+        self.say(|| {
+            format!(
+                "destination: crashes{}",
+                if silently { " silently" } else { "" }
+            )
+        });
+        let host = &mut self.destination;
+        host.up = false;
+        host.main_ns = None;
+        host.journal.crash(&mut self.random);
+        host.inboxes.clear();
+        host.pending.clear();
+        host.arrivals.clear();
+        // The kernel lets go for it.
+        host.holds = false;
+        host.cancelled = false;
+        if let Some(session) = host.session.take()
+            && session.copy.is_some_and(|copy| copy.lives)
+        {
+            host.died = Some(session.attempt);
+        }
+        for connection in 0..self.connections.len() {
+            if silently {
+                self.vanish(connection, Side::Destination);
+            } else {
+                self.close(connection, Side::Destination, true);
+            }
+        }
+    }
+
+    /// Another process takes over what the journal says.
+    pub(crate) fn destination_restarts(&mut self) {
+        if self.destination.up {
+            return;
+        }
+        self.destination.up = true;
+        self.destination.life += 1;
+        if let Some((attempt, record)) = self.destination.journal.durable {
+            let (machine, actions) = Destination::restarted(Some(record));
+            self.say(|| format!("destination: restarts, {record}: {machine:?} {actions:?}"));
+            let mut session = self.new_session(attempt, machine);
+            session.todo.extend(actions);
+            session.restarted = true;
+            self.destination.session = Some(session);
+        }
+        self.destination_wakes(0);
+    }
+}

@@ -1,0 +1,48 @@
+//! A journal: what is on the disk, and what is being written to it.
+
+use crate::random::Random;
+
+/// One side's record of the session.
+#[derive(Clone, Debug)]
+pub(crate) struct Journal<T> {
+    /// What a restarted process would read.
+    pub(crate) durable: Option<T>,
+    writing: Option<T>,
+    /// Whether the next write fails.
+    pub(crate) fails: bool,
+}
+
+impl<T> Default for Journal<T> {
+    fn default() -> Self {
+        Self {
+            durable: None,
+            writing: None,
+            fails: false,
+        }
+    }
+}
+
+impl<T: Copy> Journal<T> {
+    pub(crate) fn begin(&mut self, record: T) {
+        self.writing = Some(record);
+    }
+
+    /// The write has ended; returns whether it succeeded. One that failed may
+    /// have reached the disk all the same.
+    pub(crate) fn end(&mut self, random: &mut Random) -> bool {
+        let failed = std::mem::take(&mut self.fails);
+        let written = self.writing.take();
+        if written.is_some() && (!failed || random.chance(50)) {
+            self.durable = written;
+        }
+        !failed
+    }
+
+    /// The writer died.
+    pub(crate) fn crash(&mut self, random: &mut Random) {
+        let written = self.writing.take();
+        if written.is_some() && random.chance(50) {
+            self.durable = written;
+        }
+    }
+}

@@ -1,0 +1,254 @@
+//! The world: time, what happens next, and how a run ends.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
+
+use crate::check::{Marks, Violation};
+use crate::destination::DestinationHost;
+use crate::guest::Guest;
+use crate::network::{Connection, Side};
+use crate::plan::{MS, Moment, Plan};
+use crate::random::Random;
+use crate::source::SourceHost;
+use crate::tally::{End, FaultKind, Passage, Tally};
+
+/// Something that is due at a time.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Event {
+    /// A packet has come to an end of a connection.
+    Arrive { connection: usize, to: Side },
+    /// A dead connection is noticed.
+    Dead { connection: usize },
+    /// The guest writes.
+    Write,
+    /// A process's main thread has something to do.
+    Main { side: Side, life: u32 },
+    /// A lane's thread at the source.
+    SourceLane { life: u32, lane: u16 },
+    /// A lane's thread at the destination.
+    DestinationLane { session: u32, lane: u16 },
+    /// The plan's fault of this index strikes.
+    Fault(usize),
+    /// A crashed process's host has another.
+    Restart(Side),
+    /// The next attempt begins.
+    Begin,
+    /// The operator decides.
+    Operator { life: u32 },
+}
+
+#[derive(Debug)]
+struct Due {
+    at_ns: u64,
+    order: u64,
+    event: Event,
+}
+
+impl PartialEq for Due {
+    fn eq(&self, other: &Self) -> bool {
+        self.order == other.order
+    }
+}
+
+impl Eq for Due {}
+
+impl PartialOrd for Due {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for Due {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        (self.at_ns, self.order).cmp(&(other.at_ns, other.order))
+    }
+}
+
+/// Two hosts and what is between them.
+pub(crate) struct World<'a> {
+    pub(crate) plan: &'a Plan,
+    line: Option<&'a mut dyn FnMut(&str)>,
+    pub(crate) now_ns: u64,
+    due: BinaryHeap<Reverse<Due>>,
+    scheduled: u64,
+    pub(crate) connections: Vec<Connection>,
+    pub(crate) delayed_until_ns: u64,
+    pub(crate) no_lanes_until_ns: u64,
+    /// Until when each side's main thread stands still.
+    pub(crate) stalled_until_ns: [u64; 2],
+    /// When the last fault had spent itself.
+    pub(crate) disturbed_until_ns: u64,
+    pub(crate) random: Random,
+    pub(crate) source: SourceHost,
+    pub(crate) destination: DestinationHost,
+    /// What the checks remember.
+    pub(crate) marks: Marks,
+    pub(crate) failure: Option<Violation>,
+    pub(crate) seen: BTreeSet<Moment>,
+    pub(crate) armed: BTreeSet<FaultKind>,
+    /// No fault strikes any more.
+    pub(crate) quiet: bool,
+    pub(crate) struck: BTreeSet<FaultKind>,
+    pub(crate) ends: Vec<End>,
+    pub(crate) passages: BTreeSet<Passage>,
+    /// When the run is over, once its outcome is clear.
+    pub(crate) over_ns: Option<u64>,
+}
+
+/// What is still under way may come this long after the end.
+const GRACE_NS: u64 = 8000 * MS;
+/// More than the longest run needs, by far.
+const LONGEST_NS: u64 = 300_000 * MS;
+const STEPS_MAX: u64 = 400_000;
+
+impl<'a> World<'a> {
+    pub(crate) fn new(plan: &'a Plan, line: Option<&'a mut dyn FnMut(&str)>) -> Self {
+        Self {
+            plan,
+            line,
+            now_ns: 0,
+            due: BinaryHeap::new(),
+            scheduled: 0,
+            connections: Vec::new(),
+            delayed_until_ns: 0,
+            no_lanes_until_ns: 0,
+            stalled_until_ns: [0; 2],
+            disturbed_until_ns: 0,
+            random: Random::new(plan.seed, 2),
+            source: SourceHost::new(Guest::new(plan.seed, plan.pages, plan.paused)),
+            destination: DestinationHost::default(),
+            marks: Marks::default(),
+            failure: None,
+            seen: BTreeSet::new(),
+            armed: BTreeSet::new(),
+            quiet: false,
+            struck: BTreeSet::new(),
+            ends: Vec::new(),
+            passages: BTreeSet::new(),
+            over_ns: None,
+        }
+    }
+
+    pub(crate) fn play(mut self) -> Result<Tally, Violation> {
+        self.at(0, Event::Begin);
+        self.at(self.plan.write_every_ns, Event::Write);
+        let mut steps = 0;
+        while let Some(Reverse(due)) = self.due.pop() {
+            if self.over_ns.is_some_and(|over_ns| due.at_ns > over_ns) {
+                break;
+            }
+            self.now_ns = due.at_ns;
+            steps += 1;
+            self.step(due.event);
+            self.check_step();
+            if steps > STEPS_MAX || self.now_ns > LONGEST_NS {
+                self.violate("liveness", "the run does not come to an end".into());
+            }
+            if let Some(failure) = self.failure.take() {
+                return Err(failure);
+            }
+        }
+        self.conclude();
+        match self.failure.take() {
+            Some(failure) => Err(failure),
+            None => Ok(self.tally(steps)),
+        }
+    }
+
+    fn step(&mut self, event: Event) {
+        match event {
+            Event::Arrive { connection, to } => self.arrive(connection, to),
+            Event::Dead { connection } => self.found_dead(connection),
+            Event::Write => self.guest_writes(),
+            Event::Main { side, life } => match side {
+                Side::Source => self.source_main(life),
+                Side::Destination => self.destination_main(life),
+            },
+            Event::SourceLane { life, lane } => self.source_lane(life, lane),
+            Event::DestinationLane { session, lane } => self.destination_lane(session, lane),
+            Event::Fault(index) => self.strike(index),
+            Event::Restart(Side::Source) => self.source_restarts(),
+            Event::Restart(Side::Destination) => self.destination_restarts(),
+            Event::Begin => self.begin_attempt(),
+            Event::Operator { life } => self.operator(life),
+        }
+    }
+
+    fn guest_writes(&mut self) {
+        let burst = self.plan.burst;
+        let Some(guest) = &mut self.source.guest else {
+            return;
+        };
+        if guest.running {
+            guest.write(burst);
+        }
+        let slowed = 100 / (100 - self.source.throttle()).max(1);
+        let next_ns = self.now_ns + self.plan.write_every_ns * slowed;
+        self.at(next_ns, Event::Write);
+    }
+
+    pub(crate) fn at(&mut self, at_ns: u64, event: Event) {
+        self.scheduled += 1;
+        self.due.push(Reverse(Due {
+            at_ns: at_ns.max(self.now_ns),
+            order: self.scheduled,
+            event,
+        }));
+    }
+
+    /// After a moment of no known length.
+    pub(crate) fn soon(&mut self, event: Event) {
+        let at_ns = self.now_ns + self.random.below(MS);
+        self.at(at_ns, event);
+    }
+
+    /// How long a journal's write takes.
+    pub(crate) fn sync_ns(&mut self) -> u64 {
+        let longest_ms = if self.plan.slow_disk { 60 } else { 6 };
+        self.random.between(1, longest_ms) * MS
+    }
+
+    pub(crate) fn say(&mut self, line: impl FnOnce() -> String) {
+        if let Some(write) = &mut self.line {
+            let now_ns = self.now_ns;
+            let (ms, us) = (now_ns / MS, now_ns / 1000 % 1000);
+            write(&format!("{ms:6}.{us:03}  {}", line()));
+        }
+    }
+
+    /// Faults that wait for `moment` are on their way from now on.
+    pub(crate) fn moment(&mut self, moment: Moment) {
+        if !self.seen.insert(moment) {
+            return;
+        }
+        for (index, fault) in self.plan.faults.iter().enumerate() {
+            if fault.moment == moment {
+                self.at(self.now_ns + fault.after_ns, Event::Fault(index));
+            }
+        }
+    }
+
+    pub(crate) fn pass(&mut self, passage: Passage) {
+        self.passages.insert(passage);
+    }
+
+    /// The VM's fate is clear at the source.
+    pub(crate) fn settle(&mut self) {
+        let over_ns = self.now_ns + GRACE_NS;
+        self.over_ns.get_or_insert(over_ns);
+    }
+
+    fn tally(&self, steps: u64) -> Tally {
+        fn once<K: Ord + Copy>(seen: impl IntoIterator<Item = K>) -> BTreeMap<K, u64> {
+            seen.into_iter().map(|key| (key, 1)).collect()
+        }
+        Tally {
+            runs: 1,
+            steps,
+            virtual_ns: u128::from(self.now_ns),
+            faults: once(self.struck.iter().copied()),
+            ends: once(self.ends.iter().copied()),
+            passages: once(self.passages.iter().copied()),
+        }
+    }
+}
