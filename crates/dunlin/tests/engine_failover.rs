@@ -647,3 +647,60 @@ fn cancelling_does_not_wait_for_a_control_lane_that_is_being_made_anew() {
     assert!(scene.vm.goes_on());
     assert!(scene.receiving.finish(true).0.is_err());
 }
+
+/// Numbers that a seed decides.
+struct Chance(u64);
+
+impl Chance {
+    fn below(&mut self, bound: u64) -> u64 {
+        self.0 = self
+            .0
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) % bound
+    }
+}
+
+/// The seeds to try: one that is given, a few, or many new ones.
+fn seeds() -> Vec<u64> {
+    if let Ok(seed) = std::env::var("DUNLIN_SEED") {
+        return vec![seed.parse().unwrap()];
+    }
+    let first = std::time::UNIX_EPOCH.elapsed().unwrap().as_micros() as u64;
+    (0..6 * rounds() as u64)
+        .map(|number| first + number)
+        .collect()
+}
+
+#[test]
+fn i3_lanes_killed_by_chance_lose_nothing() {
+    let tls = tls();
+    side_by_side(&seeds(), |&seed| {
+        println!("DUNLIN_SEED={seed}");
+        let mut chance = Chance(seed);
+        let lanes = 1 + chance.below(4);
+        let scene = Scene::new(&tls, 6);
+        // One of the first lanes is spared, so that there is a set-up.
+        let mut plans = Vec::new();
+        for connection in 2..8 {
+            let at = match chance.below(5) {
+                0 => At::Bytes(chance.below(4000)),
+                1 => At::Opened(chance.below(2 << 20)),
+                2 => At::Mark(1 + chance.below(2)),
+                3 => At::Marked(1 + chance.below(2)),
+                _ => continue,
+            };
+            let fault = FAULTS[chance.below(4) as usize];
+            plans.push((connection, at, fault));
+            scene.proxy.strike_at(connection, at, fault);
+        }
+        let report = scene
+            .send(&quick(lanes as u16, 16 + chance.below(32)))
+            .unwrap_or_else(|error| panic!("seed {seed}: {error:?} after {plans:?}"));
+        println!(
+            "seed {seed}: {} lost, {} pages again, {:?}",
+            report.lanes_lost, report.pages_again, report.total
+        );
+        scene.finish(&report);
+    });
+}
