@@ -4,8 +4,11 @@
 pub use crate::describe::fuzz::fuzz_description;
 pub use crate::state::fuzz::fuzz_state_sections;
 
-/// Every entry of this crate, by the name of its seeds' folder.
-pub const TARGETS: &[(&str, fn(&[u8]))] = &[
+/// An entry by the name of its seeds' folder.
+pub type Target = (&'static str, fn(&[u8]));
+
+/// Every entry of this crate.
+pub const TARGETS: &[Target] = &[
     ("description", fuzz_description),
     ("state_sections", fuzz_state_sections),
 ];

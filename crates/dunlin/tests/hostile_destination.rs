@@ -501,7 +501,8 @@ fn i3_i7_lies_instead_of_ready_are_refused() {
 /// resumes nor destroys its copy.
 #[test]
 fn i1_lies_instead_of_running_leave_the_vm_in_doubt() {
-    let lies: [(&str, FaultCode, &str, fn(&mut Peer)); 4] = [
+    type Lie = (&'static str, FaultCode, &'static str, fn(&mut Peer));
+    let lies: [Lie; 4] = [
         ("ready again", MALFORMED, "ready out of turn", |peer| {
             peer.send(&Message::Ready { digest: None });
         }),

@@ -1,12 +1,12 @@
 //! The fuzz entry of the sections that are not KVM's own.
 
-use super::load_own;
+use super::Own;
 use super::tsc::Tsc;
 
 /// Any content of the sections that this crate reads itself. What KVM reads, the
 /// kernel checks.
 pub fn fuzz_state_sections(bytes: &[u8]) {
-    if let Ok(own) = load_own(bytes) {
+    if let Ok(own) = Own::decode(bytes) {
         assert!(own.throttle_percent <= 99);
         assert_eq!(bytes.len(), 9);
     }
