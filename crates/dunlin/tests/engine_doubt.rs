@@ -570,37 +570,45 @@ impl Disk for NotingDisk {
 #[test]
 fn one_record_is_written_while_the_guest_stands_still() {
     let (client, server) = tls();
-    let (here, there) = (Scratch::new("order-s"), Scratch::new("order-d"));
-    let order = Arc::<Mutex<Vec<String>>>::default();
-    let disk = || NotingDisk(Arc::clone(&order));
-    let journal = there.on(disk());
-    let destination = Destination::start(&server, journal, TestBuilder::default());
-    let vm = running();
-    let at = |event: &Event| {
-        if matches!(event, Event::Paused) {
-            order.lock().unwrap().push(format!("{event:?}"));
-        }
-    };
-    let journal = here.on(disk());
-    let report = send(&vm, destination.address, &client, journal, &at).unwrap();
-    let downtime = report.downtime;
-    println!(
-        "with a journal: {:?}, of it {:?} after commit",
-        downtime.total, downtime.resume
-    );
-    assert!(destination.finish().0[0].is_ok());
-    let order = order.lock().unwrap().clone();
-    assert_eq!(
-        order,
-        [
-            "migrating",
-            "prepared",
-            "committing",
-            "Paused",
-            "running",
-            "released"
-        ]
-    );
+    for remembered in [false, true] {
+        let (here, there) = (Scratch::new("order-s"), Scratch::new("order-d"));
+        let order = Arc::<Mutex<Vec<String>>>::default();
+        let journal = |scratch: &Scratch| {
+            if remembered {
+                scratch.on(NotingDisk(Arc::clone(&order)))
+            } else {
+                Journal::none()
+            }
+        };
+        let destination = Destination::start(&server, journal(&there), TestBuilder::default());
+        let vm = running();
+        let at = |event: &Event| {
+            if matches!(event, Event::Paused) {
+                order.lock().unwrap().push("paused".into());
+            }
+        };
+        let to = destination.address;
+        let report = send(&vm, to, &client, journal(&here), &at).unwrap();
+        let downtime = report.downtime;
+        println!(
+            "with a journal: {remembered}; downtime {:?}, of it {:?} after commit",
+            downtime.total, downtime.resume
+        );
+        assert!(destination.finish().0[0].is_ok());
+        let expected: &[&str] = if remembered {
+            &[
+                "source, migrating",
+                "destination, prepared",
+                "source, committing",
+                "paused",
+                "destination, running",
+                "source, released",
+            ]
+        } else {
+            &["paused"]
+        };
+        assert_eq!(*order.lock().unwrap(), expected);
+    }
 }
 
 /// Asks about a session by hand; none where there is no answer.
