@@ -55,6 +55,7 @@ fn hasty(verify: bool) -> source::Options {
         time_limit: Some(Duration::from_millis(200)),
         at_time_limit: source::AtTimeLimit::Stop,
         verify,
+        doubt_limit: Duration::from_millis(300),
         ..one_lane()
     }
 }
@@ -502,15 +503,9 @@ fn i3_i7_lies_instead_of_ready_are_refused() {
 #[test]
 fn i1_lies_instead_of_running_leave_the_vm_in_doubt() {
     type Lie = (&'static str, FaultCode, &'static str, fn(&mut Peer));
-    let lies: [Lie; 4] = [
+    let lies: [Lie; 3] = [
         ("ready again", MALFORMED, "ready out of turn", |peer| {
             peer.send(&Message::Ready { digest: None });
-        }),
-        ("cancel", FaultCode::Cancelled, "let me go", |peer| {
-            peer.send(&Message::Cancel {
-                fault: FaultCode::Cancelled,
-                text: "let me go".into(),
-            });
         }),
         ("garbage", MALFORMED, "makes no sense", |peer| {
             peer.stream.send(&[255; CONTROL_HEADER_BYTES]).unwrap();
@@ -540,6 +535,26 @@ fn i1_lies_instead_of_running_leave_the_vm_in_doubt() {
             },
         );
     }
+}
+
+/// After *commit* it is an answer: *aborted* has been recorded there.
+#[test]
+fn i2_a_cancel_that_crosses_commit_gives_the_vm_back() {
+    refused_by_source(
+        "running: cancel",
+        stays(FaultCode::Cancelled, "let me go"),
+        &hasty(false),
+        |listener, tls| {
+            let mut peer = finalised(listener, tls);
+            peer.send(&Message::Ready { digest: None });
+            peer.await_message(|message| matches!(message, Message::Commit { .. }));
+            peer.send(&Message::Cancel {
+                fault: FaultCode::Cancelled,
+                text: "let me go".into(),
+            });
+            until_it_hangs_up(&mut peer);
+        },
+    );
 }
 
 /// Acknowledgements of a chunk that was sent count once, however many come.

@@ -38,7 +38,10 @@ impl Session<'_> {
     /// Something failed, here or at the peer: whatever follows from that.
     pub(super) fn failed(&mut self, fault: Fault) {
         let event = self.event_of(&fault);
-        self.fault = Some(fault);
+        // What brought the doubt about says more than how an inquiry failed.
+        if self.state != Source::InDoubt || self.fault.is_none() {
+            self.fault = Some(fault);
+        }
         if let Err(impossible) = self.take(event) {
             // Every state that waits for something takes a failure.
             let text = format!("a failure could not be taken: {}", impossible.for_peer());

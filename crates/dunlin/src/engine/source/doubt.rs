@@ -129,6 +129,7 @@ impl Session<'_> {
             return;
         };
         let (to, tls, peer) = (terms.to.clone(), terms.tls.clone(), terms.peer_fingerprint);
+        let mut last: Option<Fault> = None;
         loop {
             if self.inquiries > 0 {
                 let pause = RETRY_FIRST * 2_u32.pow(self.inquiries.min(5) - 1);
@@ -136,6 +137,12 @@ impl Session<'_> {
                 thread::sleep(pause.min(RETRY_LAST).min(left));
             }
             if Instant::now() >= until {
+                if let Some(fault) = last {
+                    self.warn(format!(
+                        "the destination could not be asked: {}",
+                        fault.for_peer()
+                    ));
+                }
                 self.gave_up = true;
                 return;
             }
@@ -165,10 +172,7 @@ impl Session<'_> {
                 Err(fault) => fault,
             };
             // Whatever this one said, only an answer ends the doubt.
-            self.fault = Some(Fault {
-                told: false,
-                ..fault
-            });
+            last = Some(fault);
         }
     }
 
