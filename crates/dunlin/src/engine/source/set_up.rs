@@ -196,6 +196,9 @@ pub(super) fn connect<'a>(
             if let Err(error) = journal.forget() {
                 observer.event(&Event::Warning(error.to_string()));
             }
+            if cancel.is_cancelled() {
+                return Err(Fault::new(FaultCode::Cancelled, "the operator cancelled"));
+            }
             return Err(fault);
         }
     };
