@@ -206,6 +206,10 @@ pub(crate) struct MigrateFlags {
     /// and moves it, however long the downtime [default: cancel].
     #[arg(long, value_enum, requires = "time_limit")]
     pub(crate) at_time_limit: Option<AtTimeLimitName>,
+    /// How long a destination that was told to run the VM and does not answer
+    /// is asked before this is left to `dunlin resolve`.
+    #[arg(long, value_name = "DURATION", default_value = "60s", value_parser = parse_limit)]
+    pub(crate) doubt_limit: Duration,
     /// Compare both memories before the switchover; costs downtime.
     #[arg(long)]
     pub(crate) verify: bool,
@@ -232,6 +236,7 @@ impl MigrateFlags {
         let Options {
             lanes,
             downtime_limit,
+            doubt_limit,
             ..
         } = Options::default();
         Self {
@@ -241,6 +246,7 @@ impl MigrateFlags {
             downtime_limit,
             time_limit: None,
             at_time_limit: None,
+            doubt_limit,
             verify: false,
             throttle: ThrottleName::default(),
             rate: None,
@@ -256,6 +262,7 @@ impl MigrateFlags {
             downtime_limit: self.downtime_limit,
             time_limit: self.time_limit,
             at_time_limit: self.at_time_limit.map(Into::into).unwrap_or_default(),
+            doubt_limit: self.doubt_limit,
             verify: self.verify,
             throttle: matches!(self.throttle, ThrottleName::Auto),
             rate: self.rate,

@@ -65,6 +65,17 @@ impl Memory {
         finish(command)
     }
 
+    /// The sessions of which this host is the source.
+    fn sources(&self) -> Vec<String> {
+        fs::read_dir(&self.directory)
+            .unwrap()
+            .filter_map(|entry| {
+                let name = entry.unwrap().file_name().into_string().unwrap();
+                name.strip_suffix(".source").map(str::to_owned)
+            })
+            .collect()
+    }
+
     fn remembers(&self, number: u8) -> bool {
         let name = format!("{}.source", format!("{number:02x}").repeat(16));
         self.directory.join(name).exists()
@@ -175,12 +186,15 @@ fn a_session_that_is_under_way_is_shown_live_and_cancelled_by_its_name() {
 
 /// What `dunlin status` says of one session.
 fn session(state: &Memory, number: u8) -> Value {
-    let name = format!("{number:02x}").repeat(16);
+    listed(state, &format!("{number:02x}").repeat(16))
+}
+
+fn listed(state: &Memory, name: &str) -> Value {
     let done = state.ask("status --json").expect(0);
     let found = done
         .lines()
         .into_iter()
-        .find(|line| line["session"] == *name);
+        .find(|line| line["session"] == name);
     found.unwrap_or_else(|| panic!("no {name} in {}", done.out))
 }
 
@@ -257,19 +271,12 @@ fn i2_a_doubt_whose_copy_has_died_is_settled_and_nothing_else() {
 }
 
 /// A VM whose destination was killed after it had been told to run it, with the record of that.
-fn in_doubt(hosts: &Hosts, state: &Memory) -> Process {
+fn in_doubt(hosts: &Hosts, state: &Memory) -> (Process, String) {
     let from = hosts.run("1", GUEST);
-    let status = hosts.status(&from);
-    let uuid = u128::from_str_radix(status["uuid"].as_str().unwrap(), 16).unwrap();
-    let socket = from.control.join("vm.sock").display().to_string();
-    drop(state.hold(9, source(SourceRecord::Committing), |record| {
-        record.vm_uuid = uuid.to_be_bytes();
-        record.owner = socket;
-    }));
     let mut to = hosts.receive("b", "2", "");
     let way = Way::to(&to.address);
     to.address.clone_from(&way.address);
-    let client = hosts.begin(&from, &to, "a", "--peer b.test");
+    let client = hosts.begin(&from, &to, "a", "--peer b.test --doubt-limit 1s");
     client.wait_for("paused");
     way.hold(Duration::from_millis(600));
     client.wait_for("committing");
@@ -278,7 +285,9 @@ fn in_doubt(hosts: &Hosts, state: &Memory) -> Process {
     let (code, last) = client.ended();
     assert_eq!((code, &last["vm"]), (3, &Value::from("in-doubt")));
     assert_eq!(hosts.status(&from)["state"], "in-doubt");
-    from
+    let sources: Vec<String> = state.sources();
+    assert_eq!(sources.len(), 1, "{sources:?}");
+    (from, sources[0].clone())
 }
 
 #[test]
@@ -286,9 +295,10 @@ fn i1_i2_a_vm_in_doubt_is_kept_paused_until_the_operator_runs_it_here() {
     let Some(_turn) = kvm() else { return };
     let hosts = Hosts::new();
     let state = Memory::of(&hosts.scratch);
-    let from = in_doubt(&hosts, &state);
-    assert_eq!(session(&state, 9)["process"], "lives");
-    assert_eq!(session(&state, 9)["live"]["state"], "in-doubt");
+    let (from, doubted) = in_doubt(&hosts, &state);
+    let listed = listed(&state, &doubted);
+    assert_eq!(listed["process"], "lives");
+    assert_eq!(listed["live"]["state"], "in-doubt");
     // Nothing that would touch it is obeyed, not even once to end.
     for what in ["resume", "pause", "power-off"] {
         let done = hosts.ask(&from, what).expect(1);
@@ -304,11 +314,12 @@ fn i1_i2_a_vm_in_doubt_is_kept_paused_until_the_operator_runs_it_here() {
     let text = warning["text"].as_str().unwrap();
     assert!(text.contains("stays until `dunlin resolve`"), "{text}");
 
-    let asked = state.ask("resolve 0909").expect(2).err;
+    let asked = state.ask(&format!("resolve {doubted}")).expect(2).err;
     assert!(asked.contains("A paused copy is here"), "{asked}");
-    let done = state.ask("resolve 0909 --run-here").expect(0);
+    let line = format!("resolve {doubted} --run-here");
+    let done = state.ask(&line).expect(0);
     assert!(done.out.contains("goes on here"), "{done:?}");
-    assert!(!state.remembers(9));
+    assert!(state.sources().is_empty());
     hosts.assert_runs(&from);
     let flags = "--json --verify --peer b.test";
     let done = finish(hosts.migrate(&from, &next, "a", flags)).expect(0);
@@ -321,9 +332,9 @@ fn a_vm_in_doubt_that_the_operator_gives_up_ends_its_process() {
     let Some(_turn) = kvm() else { return };
     let hosts = Hosts::new();
     let state = Memory::of(&hosts.scratch);
-    let from = in_doubt(&hosts, &state);
+    let (from, doubted) = in_doubt(&hosts, &state);
     // Asked at a terminal, by script(1).
-    let mut resolve = words("resolve 0909 --state-dir");
+    let mut resolve = words(&format!("resolve {doubted} --state-dir"));
     resolve.arg(&state.directory);
     let line = std::iter::once(resolve.get_program())
         .chain(resolve.get_args())
@@ -341,11 +352,11 @@ fn a_vm_in_doubt_that_the_operator_gives_up_ends_its_process() {
         nothing.out.contains("nothing has been decided"),
         "{nothing:?}"
     );
-    assert!(state.remembers(9));
+    assert_eq!(state.sources().len(), 1);
     let done = at_terminal("destroy").expect(0);
     assert!(done.out.contains("Is it running there?"), "{done:?}");
     assert!(done.out.contains("is destroyed"), "{done:?}");
     let (code, last) = from.ended();
     assert_eq!((code, &last["state"]), (0, &Value::from("moved")));
-    assert!(!state.remembers(9));
+    assert!(state.sources().is_empty());
 }

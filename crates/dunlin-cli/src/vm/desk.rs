@@ -9,6 +9,7 @@
 //! Requests, signals, the arrival and the VM's own end meet here, under one
 //! lock.
 
+use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -32,6 +33,8 @@ pub(crate) struct Desk {
     journal: Journal,
     state: Mutex<Now>,
     changed: Condvar,
+    /// The control socket at which this process can be asked.
+    owner: Mutex<String>,
 }
 
 struct Now {
@@ -113,7 +116,24 @@ impl Desk {
                 answering: 0,
             }),
             changed: Condvar::new(),
+            owner: Mutex::default(),
         })
+    }
+
+    /// Where this process remembers its sessions.
+    pub(crate) fn journal(&self) -> Journal {
+        self.journal.clone()
+    }
+
+    /// The control socket at which this process can be asked, once it has one.
+    pub(crate) fn owner(&self) -> String {
+        let owner = self.owner.lock().unwrap_or_else(PoisonError::into_inner);
+        owner.clone()
+    }
+
+    pub(crate) fn is_served_at(&self, socket: &Path) {
+        let mut owner = self.owner.lock().unwrap_or_else(PoisonError::into_inner);
+        *owner = socket.display().to_string();
     }
 
     fn lock(&self) -> MutexGuard<'_, Now> {

@@ -134,6 +134,7 @@ impl Socket {
     /// Answers whoever connects, until it is dropped.
     pub(crate) fn serve(&self, desk: &Arc<Desk>) -> Result<()> {
         let listener = self.listener.try_clone()?;
+        desk.is_served_at(&self.path);
         let (desk, closed) = (Arc::clone(desk), Arc::clone(&self.closed));
         std::thread::Builder::new()
             .name("control-socket".into())
@@ -294,6 +295,8 @@ fn move_away(
     let moving = Moving::new(flags.to.clone(), flags.rate);
     let options = Options {
         tune: moving.tune.clone(),
+        journal: desk.journal(),
+        owner: desk.owner(),
         ..flags.options()
     };
     let vm: Arc<dyn SourceVm> = desk.begin(&moving)?;

@@ -57,6 +57,9 @@ impl Receive {
         let host: Arc<dyn Host> = Arc::new(StandardHost);
         let options = Options {
             allow_plain: self.allow_plain,
+            journal: desk.journal(),
+            // The VM has its control socket only once it is known.
+            owner: String::new(),
             ..Options::default()
         };
         self.parent.watch()?;
@@ -102,11 +105,10 @@ impl Receive {
                     let failed: FailedLine = (&error).into();
                     let code = failed.code;
                     self.say(&Line::Failed(failed));
-                    // The source has given it away: the only copy is here.
-                    return match builder.take() {
-                        Some((vm, _socket)) => desk.keep(&vm),
-                        None => Ok(code),
-                    };
+                    // It may have run here for a moment, and never will again:
+                    // the source keeps its copy until an operator decides.
+                    drop(builder.take());
+                    return Ok(code);
                 }
             }
         };
@@ -115,6 +117,8 @@ impl Receive {
             .take()
             .context("a VM arrived that was never built")?;
         let name = received.offered.vm.name.clone();
+        // A source that has not heard yet that the VM runs here can still ask.
+        let answering = received.answering;
         self.say(&Line::Received {
             name,
             pid: std::process::id(),
@@ -123,7 +127,11 @@ impl Receive {
             downtime_ms: received.guest_downtime.map(millis),
             cpu_s: received.cpu.as_secs_f64(),
         });
-        desk.keep(&vm)
+        let code = desk.keep(&vm);
+        if let Some(answering) = answering {
+            answering.stop();
+        }
+        code
     }
 
     fn cannot_listen(&self, error: &std::io::Error) -> String {
