@@ -275,17 +275,13 @@ fn a_second_signal_does_not_wait() {
     let client = Process::follow(client, &source.control);
     let _connection = silent.accept().unwrap();
     assert_eq!(hosts.status(&source)["migration"]["phase"], "connecting");
+    // A VM's process that cannot answer.
+    source.signal("STOP");
     client.signal("INT");
     client.signal("TERM");
     assert_eq!(client.code(), 128 + 15);
-    let warning = source.wait_for("warning");
-    let text = warning["text"].as_str().unwrap();
-    assert!(text.contains("has gone"), "{text}");
+    source.signal("CONT");
     hosts.assert_runs(&source);
-    source.signal("INT");
-    source.wait_for("warning");
-    source.signal("INT");
-    assert_eq!(source.code(), 128 + 2);
 }
 
 #[test]

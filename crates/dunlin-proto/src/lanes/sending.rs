@@ -446,7 +446,9 @@ impl Sending {
         let alone = self.is_alone();
         match self.alone_since_ns {
             None if alone => self.alone_since_ns = Some(now_ns),
-            Some(since_ns) if alone && now_ns - since_ns >= self.patience.alone_ns => {
+            Some(since_ns)
+                if alone && now_ns.saturating_sub(since_ns) >= self.patience.alone_ns =>
+            {
                 self.give_up();
             }
             Some(_) if !alone => self.alone_since_ns = None,

@@ -108,6 +108,7 @@ impl Session<'_> {
             Do::DestroyCopy => {
                 self.let_go_of_guest();
                 self.vm.destroy();
+                self.observer.event(&Event::Running);
             }
             // The destination runs; whether it hears of our end changes
             // nothing here.
