@@ -12,7 +12,8 @@ use dunlin::engine::dirty::WriteProtectLog;
 use dunlin::engine::vmm::SourceVm;
 use dunlin::testing::{Effort, Seen, Violation, check_dirty_log, check_dirty_logs};
 use dunlin_microvm::{Backing, Config, Fill, GuestKind, Movable, VmState, Workload};
-use moves_support::{HugePages, movable};
+use moves_support::huge_pages::HugePages;
+use moves_support::movable;
 
 const BYTES: u64 = 32 << 20;
 

@@ -13,7 +13,8 @@ use common::{kvm, wait_for};
 use dunlin::engine::vmm::FaultCode;
 use dunlin::engine::{Event, VmIs};
 use dunlin_microvm::{Backing, Config, ControlError, Fill, MachineBuilder, Vm, VmState, Workload};
-use moves_support::{HugePages, Tls, attempt, movable, relocate, relocate_while, verified};
+use moves_support::huge_pages::HugePages;
+use moves_support::{Tls, attempt, movable, relocate, relocate_while, verified};
 
 const MIB: u64 = 1 << 20;
 

@@ -13,7 +13,8 @@ use dunlin_microvm::{
     Backing, Config, ControlError, DecodeError, Fill, GuestKind, LoadError, Section, StopCode, Vm,
     VmState, WORKLOAD_START, Workload,
 };
-use moves_support::{HugePages, Tls, movable, relocate, verified};
+use moves_support::huge_pages::HugePages;
+use moves_support::{Tls, movable, relocate, verified};
 use vm_memory::{Bytes, GuestAddress};
 
 /// One test at a time: guests that compete for the CPUs say nothing about pace.

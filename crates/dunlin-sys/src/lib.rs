@@ -2,6 +2,9 @@
 #[cfg(feature = "aws-lc")]
 pub mod aead;
 pub mod affinity;
+#[cfg(test)]
+#[path = "../tests/huge_pages/mod.rs"]
+mod huge_pages;
 #[cfg(target_arch = "x86_64")]
 pub mod kick;
 #[cfg(target_arch = "x86_64")]

@@ -2,6 +2,9 @@
 //! log that breaks any one promise fails it.
 #![allow(clippy::unwrap_used)]
 
+#[path = "../../dunlin-sys/tests/huge_pages/mod.rs"]
+mod huge_pages;
+
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -13,6 +16,7 @@ use dunlin::engine::vmm::{DirtyLog, GuestMemory, VmmError};
 use dunlin::testing::{Effort, Seen, Violation, Writer, check_dirty_log};
 use dunlin_sys::mapping::{Backing, TrackedMemory, allocate};
 use dunlin_sys::memory::untracked;
+use huge_pages::HugePages;
 use vm_memory::{
     Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion,
     MemoryRegionAddress,
@@ -164,13 +168,10 @@ fn i5_write_protection_conforms_on_several_regions() {
 
 #[test]
 fn i5_write_protection_conforms_on_huge_pages() {
-    let memory = match allocate(BYTES, Backing::Huge) {
-        Ok(memory) => Arc::new(memory),
-        Err(error) => {
-            println!("skipped: {error}");
-            return;
-        }
+    let Some(_huge) = HugePages::reserve(BYTES / (2 << 20)) else {
+        return;
     };
+    let memory = Arc::new(allocate(BYTES, Backing::Huge).unwrap());
     let mut log = WriteProtectLog::new(Arc::clone(&memory));
     check(&memory, 2 << 20, &mut log, as_guest()).unwrap();
 }
