@@ -169,6 +169,31 @@ fn a_guest_that_outruns_its_link_converges_by_being_slowed_down() {
     }
 }
 
+/// What lies in the buffers of many lanes takes longer than the downtime may: the link is slow, and
+/// the guest is not to blame.
+#[test]
+fn a_slow_link_under_many_lanes_is_not_taken_for_a_busy_guest() {
+    let Some(_turn) = kvm() else { return };
+    let Some(wire) = Wire::new(Some(40)) else {
+        return;
+    };
+    let hosts = Hosts::new();
+    // 0.8 MiB/s onto a wire of 4.8.
+    let guest = "--memory 64M --fill-size 24M --working-set 16M --dirty-rate 200 --workload random";
+    let (source, destination) = both_ends(&hosts, &wire, guest);
+    let flags = "--json --peer b.test --lanes 8";
+    let done = finish(hosts.migrate(&source, &destination, "a", flags)).expect(0);
+    let moved = done.last();
+    println!("{:?}", moved["iterations"]);
+    assert!(!done.out.contains("throttled"), "{}", done.out);
+    let downtime = Downtime::of(&moved, 300.0);
+    assert!(
+        downtime.was_promised() && downtime.is_kept(),
+        "{downtime:?}"
+    );
+    hosts.assert_runs(&destination);
+}
+
 #[test]
 fn at_the_time_limit_it_stays_with_cancel_and_moves_with_stop() {
     let Some(_turn) = kvm() else { return };

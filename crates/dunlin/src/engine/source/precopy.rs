@@ -29,6 +29,13 @@ const MEASURABLE: Duration = Duration::from_millis(20);
 /// A pass lasts at least this long, so that a guest whose few dirty pages go
 /// by in no time is not asked for its dirty log thousands of times a second.
 const SHORTEST_PASS: Duration = Duration::from_millis(5);
+/// What is still under way when a pass ends, as time on the link: enough that
+/// the link never falls idle between two passes, and no more. What is asked of
+/// the dirty log later is less, and what lies in the buffers of many lanes on a
+/// slow link would count as a remainder that no pass makes smaller.
+const KEPT_UNDER_WAY: Duration = Duration::from_millis(10);
+/// How often it is looked at whether that much has been acknowledged.
+const DRAIN_EVERY: Duration = Duration::from_millis(2);
 /// From so many zero pages to one that is not, a first pass says nothing
 /// about the bandwidth.
 const MOSTLY_ZERO: u64 = 4;
@@ -145,9 +152,10 @@ impl Session<'_> {
         begun
     }
 
-    /// Waits until the last chunk of `iteration` has been given to a lane, or
-    /// the time limit has come. A pass that is over in no time is stretched:
-    /// the guest gets the processor for longer than the engine does.
+    /// Waits until the last chunk of `iteration` has been given to a lane and
+    /// most of what was given has arrived, or the time limit has come. A pass
+    /// that is over in no time is stretched: the guest gets the processor for
+    /// longer than the engine does.
     pub(super) fn await_cut(&mut self, iteration: u32, began: Instant) -> Result<(), Fault> {
         let mut cut_yet = false;
         loop {
@@ -155,7 +163,10 @@ impl Session<'_> {
             if cut_yet {
                 wait = SHORTEST_PASS.saturating_sub(began.elapsed());
                 if wait.is_zero() {
-                    return Ok(());
+                    if self.is_drained() {
+                        return Ok(());
+                    }
+                    wait = DRAIN_EVERY;
                 }
             }
             if let Some(limit) = self.options.time_limit {
@@ -178,6 +189,22 @@ impl Session<'_> {
                 }
             }
         }
+    }
+
+    /// Whether little enough is under way to ask the dirty logs again.
+    fn is_drained(&self) -> bool {
+        let state = lock(&self.shared.state);
+        let under_way = state.lanes.schedule().in_flight_pages();
+        let (since, acked_before) = self.window;
+        let acked = state.acked_pages - acked_before;
+        drop(state);
+        let bytes_per_s = match self.bytes_per_s {
+            0 => per_second(acked * PAGE_BYTES, since.elapsed()),
+            known => known,
+        };
+        let kept = KEPT_UNDER_WAY + self.control.round_trip();
+        let kept_bytes = u128::from(bytes_per_s) * kept.as_nanos() / 1_000_000_000;
+        u128::from(under_way * PAGE_BYTES) <= kept_bytes
     }
 
     /// Ends the migration when the guest has ended.
