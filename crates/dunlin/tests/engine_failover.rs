@@ -1,186 +1,26 @@
-//! Lanes and control lanes die in every way and at every point, on real
-//! sockets, while the guest writes: the migration goes through, and what
-//! arrives is what was there.
+//! Lanes die in every way and at every point, on real sockets, while the guest
+//! writes: the migration goes through, and what arrives is what was there.
 #![allow(clippy::unwrap_used)]
 
 mod engine_support;
 mod lane_support;
 
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use dunlin::engine::destination;
-use dunlin::engine::source::{self, migrate};
-use dunlin::engine::vmm::{FaultCode, SourceVm};
-use dunlin::engine::{Cancel, Event, Host, MigrateError, Report, StandardHost, VmIs};
-use dunlin::lane::identity::{ClientTls, ServerTls};
+use dunlin::engine::source;
+use dunlin::engine::vmm::FaultCode;
+use dunlin::engine::{Cancel, Event, VmIs};
 use engine_support::proxy::{At, FAULTS, Fault, Proxy};
-use engine_support::{Memory, Receiving, TestBuilder, TestVm, tls};
-use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
+use engine_support::scene::{
+    HOT_PAGES, Scene, is_lost, is_up, patient, quick, rounds, side_by_side,
+};
+use engine_support::{Receiving, TestBuilder, TestVm, tls};
 
-/// Pages at the beginning of memory to which the guest writes all the time.
-const HOT_PAGES: u64 = 64;
 /// Bytes of a chunk of 64 pages on the wire, at least.
 const CHUNK_BYTES: u64 = 64 * 4096;
-
-/// A destination behind a relay, and a guest that writes.
-struct Scene {
-    vm: Arc<TestVm>,
-    receiving: Receiving,
-    proxy: Proxy,
-    client: ClientTls,
-    cancel: Cancel,
-    events: Mutex<Vec<Event>>,
-    came: Condvar,
-}
-
-impl Scene {
-    fn new(tls: &(ClientTls, ServerTls), mebibytes: usize) -> Self {
-        Self::with(tls, mebibytes, &patient())
-    }
-
-    fn with(
-        tls: &(ClientTls, ServerTls),
-        mebibytes: usize,
-        options: &destination::Options,
-    ) -> Self {
-        let receiving = Receiving::start(&tls.1, options, TestBuilder::default());
-        let proxy = Proxy::start(receiving.address);
-        let vm = TestVm::new(16 << 20);
-        vm.fill(mebibytes << 19);
-        vm.start(HOT_PAGES, Duration::from_micros(100));
-        Self {
-            vm,
-            receiving,
-            proxy,
-            client: tls.0.clone(),
-            cancel: Cancel::new(),
-            events: Mutex::default(),
-            came: Condvar::new(),
-        }
-    }
-
-    fn send(&self, options: &source::Options) -> Result<Report, MigrateError> {
-        self.send_with(options, |_| {})
-    }
-
-    fn send_with(
-        &self,
-        options: &source::Options,
-        on: impl Fn(&Event) + Send + Sync,
-    ) -> Result<Report, MigrateError> {
-        let vm: Arc<dyn SourceVm> = Arc::clone(&self.vm) as _;
-        let host: Arc<dyn Host> = Arc::new(StandardHost);
-        let observe = |event: &Event| {
-            on(event);
-            self.events.lock().unwrap().push(event.clone());
-            self.came.notify_all();
-        };
-        let to = self.proxy.address.to_string();
-        migrate(
-            &vm,
-            &to,
-            &self.client,
-            options,
-            &host,
-            &observe,
-            &self.cancel,
-        )
-    }
-
-    /// Waits until so many events of the source are there for which `which`
-    /// holds.
-    fn await_events(&self, count: usize, which: impl Fn(&Event) -> bool) {
-        let until = Instant::now() + Duration::from_secs(20);
-        let mut events = self.events.lock().unwrap();
-        while events.iter().filter(|event| which(event)).count() < count {
-            let left = until.saturating_duration_since(Instant::now());
-            assert!(!left.is_zero(), "{events:?}");
-            events = self.came.wait_timeout(events, left).unwrap().0;
-        }
-    }
-
-    fn lost(&self) -> Vec<u16> {
-        let events = self.events.lock().unwrap();
-        let lane = |event: &Event| match event {
-            Event::LaneLost { lane, .. } => Some(*lane),
-            _ => None,
-        };
-        events.iter().filter_map(lane).collect()
-    }
-
-    /// What arrived equals what was there.
-    fn finish(self, report: &Report) {
-        assert_eq!(report.digests_equal, Some(true));
-        let (received, builder, _) = self.receiving.finish(false);
-        assert!(received.unwrap().runs);
-        let there = builder.built.unwrap();
-        assert!(pages(&self.vm.memory) == pages(&there.memory));
-    }
-}
-
-fn pages(memory: &Memory) -> Vec<Vec<u8>> {
-    let bytes = |start: GuestAddress, length: u64| {
-        let mut bytes = vec![0; length as usize];
-        memory.read_slice(&mut bytes, start).unwrap();
-        bytes
-    };
-    memory
-        .iter()
-        .map(|region| bytes(region.start_addr(), region.len()))
-        .collect()
-}
-
-fn patient() -> destination::Options {
-    destination::Options {
-        silence_limit: Duration::from_millis(600),
-        control_limit: Duration::from_secs(10),
-        ..destination::Options::default()
-    }
-}
-
-/// Limits short enough for a test, and a rate that makes it last.
-fn quick(lanes: u16, mebibytes_per_s: u64) -> source::Options {
-    source::Options {
-        lanes,
-        verify: true,
-        rate: Some(mebibytes_per_s << 20),
-        connect_limit: Duration::from_millis(1500),
-        lane_stall_limit: Duration::from_millis(700),
-        no_lane_limit: Duration::from_secs(10),
-        silence_limit: Duration::from_secs(1),
-        control_limit: Duration::from_secs(10),
-        // Digests and busy cores are no part of what is tested.
-        downtime_limit: Duration::from_secs(2),
-        ..source::Options::default()
-    }
-}
-
-/// How often each test of chance is repeated.
-fn rounds() -> usize {
-    if std::env::var_os("DUNLIN_SOAK").is_some_and(|set| set == "1") {
-        20
-    } else {
-        1
-    }
-}
-
-/// Runs `each` for all cases, some at a time: they mostly wait.
-fn side_by_side<T: Sync>(cases: &[T], each: impl Fn(&T) + Sync) {
-    let next = AtomicUsize::new(0);
-    thread::scope(|scope| {
-        for _ in 0..6 {
-            scope.spawn(|| {
-                while let Some(case) = cases.get(next.fetch_add(1, Ordering::SeqCst)) {
-                    each(case);
-                }
-            });
-        }
-    });
-}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
@@ -274,14 +114,6 @@ fn i3_i4_a_lane_killed_in_any_phase_and_any_way_is_replaced_and_nothing_is_lost(
         );
         scene.finish(&report);
     });
-}
-
-fn is_up(event: &Event) -> bool {
-    matches!(event, Event::LaneUp { .. })
-}
-
-fn is_lost(event: &Event) -> bool {
-    matches!(event, Event::LaneLost { .. })
 }
 
 #[test]
@@ -382,124 +214,6 @@ fn a_lane_that_waits_at_a_mark_is_not_given_up_for_a_slow_one() {
     scene.finish(&report);
 }
 
-#[derive(Clone, Copy, Debug)]
-enum Point {
-    Accepted,
-    LanesUp,
-    FirstPass,
-    LaterInIt,
-}
-
-#[test]
-fn the_control_lane_killed_at_any_point_and_in_any_way_is_made_anew() {
-    let tls = tls();
-    let mut cases = Vec::new();
-    for _ in 0..rounds() {
-        for point in [
-            Point::Accepted,
-            Point::LanesUp,
-            Point::FirstPass,
-            Point::LaterInIt,
-        ] {
-            for fault in FAULTS {
-                cases.extend([(point, fault, false), (point, fault, true)]);
-            }
-        }
-    }
-    side_by_side(&cases, |&(point, fault, with_lane)| {
-        let scene = Scene::new(&tls, 16);
-        let (ups, ticks) = (AtomicUsize::new(0), AtomicUsize::new(0));
-        let options = source::Options {
-            connect_limit: Duration::from_secs(4),
-            ..quick(3, 8)
-        };
-        let report = scene
-            .send_with(&options, |event| {
-                let now = match (point, event) {
-                    (Point::Accepted, Event::Accepted { .. }) => true,
-                    (Point::LanesUp, Event::LaneUp { .. }) => {
-                        ups.fetch_add(1, Ordering::SeqCst) == 2
-                    }
-                    (Point::FirstPass, Event::Progress(_)) => {
-                        ticks.fetch_add(1, Ordering::SeqCst) == 0
-                    }
-                    (Point::LaterInIt, Event::Progress(_)) => {
-                        ticks.fetch_add(1, Ordering::SeqCst) == 2
-                    }
-                    _ => false,
-                };
-                if now {
-                    scene.proxy.strike(0, fault);
-                    if with_lane && scene.proxy.connections() > 2 {
-                        scene.proxy.strike(2, fault);
-                    }
-                }
-            })
-            .unwrap_or_else(|error| {
-                panic!(
-                    "{point:?} {fault:?} {with_lane}: {error:?} {:?}",
-                    scene.events.lock()
-                )
-            });
-        println!(
-            "control at {point:?} by {fault:?}{}: {} lost, {} pages again, {:?}",
-            if with_lane { " with a lane" } else { "" },
-            report.lanes_lost,
-            report.pages_again,
-            report.total
-        );
-        let events = scene.events.lock().unwrap().clone();
-        assert_eq!(report.control_resumed, 1, "{point:?} {fault:?} {events:?}");
-        let most = u32::from(with_lane);
-        assert!(
-            report.lanes_lost <= most,
-            "{point:?} {fault:?} {with_lane} {events:?}"
-        );
-        assert!(
-            report.iterations[1..]
-                .iter()
-                .all(|one| one.pages <= HOT_PAGES),
-            "{:?}",
-            report.iterations
-        );
-        scene.finish(&report);
-    });
-}
-
-#[test]
-fn the_control_lane_may_be_lost_again_and_again_and_no_iteration_restarts() {
-    let tls = tls();
-    side_by_side(&FAULTS, |&fault| {
-        let scene = Scene::new(&tls, 16);
-        let options = quick(2, 3);
-        let report = thread::scope(|scope| {
-            let sending = scope.spawn(|| scene.send(&options).unwrap());
-            scene.await_events(2, is_up);
-            for time in 1..=3 {
-                // The newest connection is the newest control lane.
-                let newest = if time == 1 {
-                    0
-                } else {
-                    scene.proxy.connections() - 1
-                };
-                scene.proxy.strike(newest, fault);
-                scene.await_events(time, |event| matches!(event, Event::ControlResumed));
-            }
-            sending.join().unwrap()
-        });
-        assert_eq!(report.control_resumed, 3, "{fault:?}");
-        assert_eq!((report.lanes_lost, report.pages_again), (0, 0), "{fault:?}");
-        let numbers: Vec<u32> = report.iterations.iter().map(|one| one.number).collect();
-        assert!(numbers.iter().copied().eq(1..=numbers.len() as u32));
-        assert!(
-            report.iterations[1..]
-                .iter()
-                .all(|one| one.pages <= HOT_PAGES)
-        );
-        scene.finish(&report);
-    });
-}
-
 #[test]
 fn lanes_are_replaced_again_and_again_before_their_limit_and_lose_nothing() {
     let tls = tls();
@@ -549,7 +263,7 @@ fn lanes_that_cannot_be_reached_at_set_up_are_done_without() {
         endpoints: endpoints.map(|one| one.to_string()).to_vec(),
         ..patient()
     };
-    let scene = Scene::with(&tls, 6, &options);
+    let scene = Scene::with(&tls, 6, &options, HOT_PAGES);
     let lanes = Proxy::start_on(front, scene.receiving.address);
     let report = scene.send(&quick(4, 24)).unwrap();
     assert!(report.lanes_lost >= 2);
@@ -565,7 +279,7 @@ fn i2_no_lane_at_set_up_fails_at_once_with_the_first_reason() {
         endpoints: vec![dead().to_string()],
         ..patient()
     };
-    let scene = Scene::with(&tls, 6, &options);
+    let scene = Scene::with(&tls, 6, &options, HOT_PAGES);
     let began = Instant::now();
     let error = scene.send(&quick(4, 24)).unwrap_err();
     assert_eq!(
@@ -602,7 +316,7 @@ fn cancelling_does_not_wait_for_a_lane_that_is_being_connected() {
         endpoints: vec![listener.local_addr().unwrap().to_string()],
         ..patient()
     };
-    let scene = Scene::with(&tls, 6, &options);
+    let scene = Scene::with(&tls, 6, &options, HOT_PAGES);
     let options = source::Options {
         connect_limit: Duration::from_secs(20),
         ..quick(2, 24)
@@ -610,34 +324,6 @@ fn cancelling_does_not_wait_for_a_lane_that_is_being_connected() {
     let took = thread::scope(|scope| {
         let sending = scope.spawn(|| scene.send(&options).unwrap_err());
         scene.await_events(1, |event| matches!(event, Event::Accepted { .. }));
-        let began = Instant::now();
-        scene.cancel.cancel();
-        assert_eq!(sending.join().unwrap().fault, FaultCode::Cancelled);
-        began.elapsed()
-    });
-    assert!(took < Duration::from_secs(1), "{took:?}");
-    assert!(scene.vm.goes_on());
-    assert!(scene.receiving.finish(true).0.is_err());
-}
-
-#[test]
-fn cancelling_does_not_wait_for_a_control_lane_that_is_being_made_anew() {
-    let scene = Scene::new(&tls(), 16);
-    // The second control lane gets no answer.
-    scene.proxy.strike_at(3, At::Bytes(0), Fault::Hold);
-    let options = source::Options {
-        connect_limit: Duration::from_secs(20),
-        control_limit: Duration::from_secs(20),
-        ..quick(2, 4)
-    };
-    let took = thread::scope(|scope| {
-        let sending = scope.spawn(|| scene.send(&options).unwrap_err());
-        scene.await_events(2, is_up);
-        scene.proxy.cut(0);
-        scene.proxy.await_connections(4);
-        scene
-            .proxy
-            .await_progress(3, |progress| progress.struck.is_some());
         let began = Instant::now();
         scene.cancel.cancel();
         assert_eq!(sending.join().unwrap().fault, FaultCode::Cancelled);

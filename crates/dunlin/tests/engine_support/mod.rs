@@ -5,6 +5,7 @@
 
 pub mod peer;
 pub mod proxy;
+pub mod scene;
 
 use std::net::{SocketAddr, TcpListener};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
