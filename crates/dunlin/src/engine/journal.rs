@@ -458,6 +458,28 @@ impl SessionJournal {
         std::fs::remove_file(&held.path).map_err(io_error("removed", &held.path))?;
         held.place.sync_directory()
     }
+
+    /// The same, unless the record says that something is still to be decided
+    /// or done.
+    pub(crate) fn forget_if_over(self) -> Result<(), JournalError> {
+        let Record { state, attempt, .. } = self.record;
+        match (state, &self.held) {
+            (
+                State::Source(
+                    SourceRecord::Migrating
+                    | SourceRecord::Committing
+                    | SourceRecord::RanThenDied
+                    | SourceRecord::RunHere,
+                ),
+                Some(held),
+            ) => Err(JournalError::Undecided {
+                path: held.path.clone(),
+                state,
+                attempt,
+            }),
+            _ => self.forget(),
+        }
+    }
 }
 
 impl Place {

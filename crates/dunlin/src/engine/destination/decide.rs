@@ -106,6 +106,7 @@ impl Session<'_> {
         match action {
             Do::Record(record) => return Ok(Some(self.record(record))),
             Do::SendAccept => {
+                self.accepted = true;
                 let accept = Message::Accept(Accept {
                     secret: self.secret.clone(),
                     lanes_max: self.options.lanes_max,

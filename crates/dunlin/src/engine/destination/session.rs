@@ -64,6 +64,8 @@ pub(super) struct Session<'a> {
     pub(super) passed_over: VecDeque<SessionEvent>,
     pub(super) digest: Option<Digest>,
     pub(super) ready_sent: bool,
+    /// Whether *accept* has been sent.
+    pub(super) accepted: bool,
     /// Whether the source has cancelled, and thus goes on by itself.
     pub(super) source_keeps: bool,
     pub(super) runs: bool,
@@ -155,6 +157,7 @@ pub(super) fn run(
         passed_over: VecDeque::new(),
         digest: None,
         ready_sent: false,
+        accepted: false,
         source_keeps: false,
         runs: false,
         guest_downtime: None,
@@ -253,10 +256,12 @@ impl Session<'_> {
             Destination::Unrecorded if self.ready_sent => VmIs::InDoubt,
             _ => VmIs::AtSource,
         };
-        // A source that was never told *ready* has sent no *commit*, and one
-        // that cancelled goes on: neither asks.
+        // A source that cancelled goes on, and one that was never accepted has
+        // begun nothing: neither asks. Any other may, even if it was never
+        // told *ready*: its process may have died just before, with the VM
+        // paused elsewhere.
         let over = matches!(state, Destination::Aborted | Destination::Unrecorded);
-        if over && (!self.ready_sent || self.source_keeps) {
+        if over && (!self.accepted || self.source_keeps) {
             self.forget();
         }
         fault.into_error(vm)
