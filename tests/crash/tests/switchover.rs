@@ -23,17 +23,22 @@ const TRIES: usize = 3;
 
 const VICTIMS: [Victim; 3] = [Victim::Source, Victim::Destination, Victim::Both];
 
-fn cases(signal: Signal, rounds: usize) -> Vec<Case> {
+/// The addresses of this process's runs.
+static NUMBERS: AtomicUsize = AtomicUsize::new(0);
+
+fn cases(victims: &[Victim], signal: Signal, at_once: bool) -> Vec<Case> {
+    let soak = std::env::var("DUNLIN_SOAK").is_ok_and(|value| value == "1");
     let mut cases = Vec::new();
-    for _ in 0..rounds {
+    for _ in 0..if soak { 10 } else { 1 } {
         for step in step::SOURCE.iter().chain(step::DESTINATION) {
-            for victim in VICTIMS {
+            for victim in victims {
                 for elsewhere in [true, false] {
                     cases.push(Case {
                         step,
-                        victim,
+                        victim: *victim,
                         signal,
                         elsewhere,
+                        at_once,
                         number: 0,
                     });
                 }
@@ -43,16 +48,9 @@ fn cases(signal: Signal, rounds: usize) -> Vec<Case> {
     cases
 }
 
-fn play(signal: Signal) {
+fn play(title: &str, cases: &[Case]) {
     let began = Instant::now();
-    let soak = std::env::var("DUNLIN_SOAK").is_ok_and(|value| value == "1");
-    let cases = cases(signal, if soak { 10 } else { 1 });
     let credentials = Credentials::new();
-    // Both tests of this process have addresses of their own.
-    let numbers = AtomicUsize::new(match signal {
-        Signal::Kill => 0,
-        Signal::Stop => 100_000,
-    });
     let next = AtomicUsize::new(0);
     let endings = Mutex::new(BTreeMap::<_, Vec<Ending>>::new());
     let failures = Mutex::new(Vec::new());
@@ -63,7 +61,7 @@ fn play(signal: Signal) {
                 while let Some(case) = cases.get(next.fetch_add(1, Ordering::SeqCst)) {
                     let mut tries = 0;
                     let result = loop {
-                        let number = numbers.fetch_add(1, Ordering::SeqCst);
+                        let number = NUMBERS.fetch_add(1, Ordering::SeqCst);
                         tries += 1;
                         match run(&Case { number, ..*case }, &credentials) {
                             Err(why) if tries < TRIES && why.contains("another way") => {
@@ -83,7 +81,7 @@ fn play(signal: Signal) {
             });
         }
     });
-    tally(signal, &endings.into_inner().unwrap());
+    tally(title, &endings.into_inner().unwrap());
     println!(
         "{} runs in {:.1} s; {} began anew, since a limit passed before their step",
         cases.len(),
@@ -105,10 +103,10 @@ fn place(step: &str) -> usize {
     steps.position(|one| *one == step).unwrap()
 }
 
-fn tally(signal: Signal, endings: &BTreeMap<(usize, usize, bool), Vec<Ending>>) {
-    println!("{signal:?}: where the VM is at the end, by step and victim; the VM of the source");
+fn tally(title: &str, endings: &BTreeMap<(usize, usize, bool), Vec<Ending>>) {
+    println!("{title}: where the VM is at the end, by step and victim; the VM of the source");
     println!("lives in another process (left of |) or in the one that migrates it (right)\n");
-    println!("{:32}{:16}{:16}both", "", "source", "destination");
+    println!("{:33}{:16}{:16}both", "", "source", "destination");
     let steps = step::SOURCE.iter().chain(step::DESTINATION);
     for (number, step) in steps.enumerate() {
         let side = if number < step::SOURCE.len() {
@@ -116,7 +114,7 @@ fn tally(signal: Signal, endings: &BTreeMap<(usize, usize, bool), Vec<Ending>>) 
         } else {
             "destination"
         };
-        let mut line = format!("{side:12}{step:20}");
+        let mut line = format!("{side:12}{step:21}");
         for victim in 0..VICTIMS.len() {
             let of = |inside| {
                 endings
@@ -153,10 +151,22 @@ fn short(endings: &Vec<Ending>) -> String {
 
 #[test]
 fn i1_i2_whoever_is_killed_at_any_step_the_vm_runs_once_or_died_with_its_process() {
-    play(Signal::Kill);
+    play("SIGKILL", &cases(&VICTIMS, Signal::Kill, false));
+}
+
+#[test]
+fn i1_i2_a_source_that_is_started_again_at_once_is_answered_by_who_waits_for_it() {
+    let mut cases = cases(&[Victim::Source], Signal::Kill, true);
+    // Before *committing* is written there is nothing to ask about, and the
+    // destination waits in vain.
+    cases.retain(|case| case.step != "committing-unwritten");
+    play("SIGKILL of the source, started again at once", &cases);
 }
 
 #[test]
 fn i1_i2_whoever_is_stopped_at_any_step_and_goes_on_later_the_vm_runs_once() {
-    play(Signal::Stop);
+    play(
+        "SIGSTOP, and later SIGCONT",
+        &cases(&VICTIMS, Signal::Stop, false),
+    );
 }

@@ -39,6 +39,9 @@ pub struct Case {
     /// Whether the VM at the source lives in another process than the one that
     /// migrates it.
     pub elsewhere: bool,
+    /// Whether what was killed is started again while the other side still
+    /// waits for it.
+    pub at_once: bool,
     /// Distinguishes the addresses of the runs of one process.
     pub number: usize,
 }
@@ -112,7 +115,10 @@ pub fn run(case: &Case, credentials: &Credentials) -> Result<Ending, String> {
     };
     let hold = |here: bool| if here { case.step } else { "" };
     let to_hold = hold(!case.at_source());
-    let mut destination = Party::start(&["destination", &directory, &address, to_hold]);
+    // Longer than anybody waits, where it has to be asked while it waits.
+    let patience_ms = if case.at_once { "60000" } else { "300" };
+    let arguments = ["destination", &directory, &address, patience_ms, to_hold];
+    let mut destination = Party::start(&arguments);
     destination.until("listening", None)?;
     let home = if case.elsewhere { "elsewhere" } else { "here" };
     let to_hold = hold(case.at_source());
@@ -156,7 +162,9 @@ fn strike(case: &Case, cast: &mut Cast) -> Result<Ended, String> {
     }
     if !case.hits_destination() {
         cast.destination.tell("go");
-        cast.destination.until("ended", None)?;
+        if !case.at_once {
+            cast.destination.until("ended", None)?;
+        }
     }
     Ok(ended)
 }
@@ -208,7 +216,11 @@ fn settle(
         None => {
             let home = if case.elsewhere { "elsewhere" } else { "died" };
             cast.source = Party::start(&["restarted-source", directory, home]);
-            cast.source.ask("ask", "asked")
+            let standing = cast.source.ask("ask", "asked")?;
+            if case.at_once {
+                cast.destination.until("ended", None)?;
+            }
+            Ok(standing)
         }
         Some("in-doubt") => cast.source.ask("ask", "asked"),
         Some(other) => Ok(other.into()),

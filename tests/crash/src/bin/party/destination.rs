@@ -14,8 +14,14 @@ use crate::moving::Arrivals;
 use crate::stage::{ShownDisk, Stage};
 use crate::{Failure, identity};
 
-/// Takes the VM in, and then does what the test says.
-pub(crate) fn run(place: &Place, listen: &str, stage: &Stage) -> Result<(), Failure> {
+/// Takes the VM in, and then does what the test says. A lost control lane is
+/// waited for with `patience`.
+pub(crate) fn run(
+    place: &Place,
+    listen: &str,
+    patience: Duration,
+    stage: &Stage,
+) -> Result<(), Failure> {
     let tls = tls(place)?;
     let disk = Arc::new(ShownDisk::new(stage));
     let journal = Journal::open_on(&place.journal("destination"), disk)?;
@@ -23,7 +29,7 @@ pub(crate) fn run(place: &Place, listen: &str, stage: &Stage) -> Result<(), Fail
     stage.say("listening");
     let options = Options {
         silence_limit: Duration::from_millis(700),
-        control_limit: Duration::from_millis(300),
+        control_limit: patience,
         journal: journal.clone(),
         ..Options::default()
     };

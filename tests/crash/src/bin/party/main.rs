@@ -11,6 +11,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use dunlin::lane::identity::{Identity, LoadOptions};
 use dunlin::lane::provider::{Crypto, Provider};
@@ -33,7 +34,10 @@ fn main() -> Result<(), Failure> {
         ("vm", []) => have_vm(&place),
         ("source", [to, vm, hold]) => source::run(&place, to, vm, &Stage::new(hold)),
         ("restarted-source", [vm]) => source::restarted(&place, vm, &Stage::new("")),
-        ("destination", [listen, hold]) => destination::run(&place, listen, &Stage::new(hold)),
+        ("destination", [listen, patience_ms, hold]) => {
+            let patience = Duration::from_millis(patience_ms.parse()?);
+            destination::run(&place, listen, patience, &Stage::new(hold))
+        }
         ("restarted-destination", [listen]) => {
             destination::restarted(&place, listen, &Stage::new(""))
         }
