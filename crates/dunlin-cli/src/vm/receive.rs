@@ -58,8 +58,6 @@ impl Receive {
         let options = Options {
             allow_plain: self.allow_plain,
             journal: desk.journal(),
-            // The VM has its control socket only once it is known.
-            owner: String::new(),
             ..Options::default()
         };
         self.parent.watch()?;
@@ -237,6 +235,12 @@ impl Takes<'_> {
 }
 
 impl Builder for Takes<'_> {
+    fn owner(&self, offered: &Offered) -> String {
+        let socket = self.control.socket(&offered.vm.name);
+        // Without one the VM is refused when it is built.
+        socket.map_or_else(|_| String::new(), |path| path.display().to_string())
+    }
+
     fn build(&mut self, offered: &Offered) -> Result<Arc<dyn DestinationVm>, Refusal> {
         // That of an attempt that failed may have the same path.
         self.socket = None;

@@ -56,9 +56,6 @@ pub struct Options {
     /// answered from. Without, an operator has to find out what became of a
     /// VM whose control lane is lost at *commit*.
     pub journal: Journal,
-    /// The control socket of this process, for the journal. At most 107 bytes;
-    /// empty for none.
-    pub owner: String,
 }
 
 impl Default for Options {
@@ -70,7 +67,6 @@ impl Default for Options {
             silence_limit: SILENCE_LIMIT,
             control_limit: Duration::from_secs(40),
             journal: Journal::none(),
-            owner: String::new(),
         }
     }
 }
