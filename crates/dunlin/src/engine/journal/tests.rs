@@ -184,7 +184,7 @@ fn no_record_needs_new_room() {
     let scratch = Scratch::new("room");
     let journal = Journal::open(&scratch.0).unwrap();
     let mut session = journal.create(record(PREPARED)).unwrap();
-    let path = session.held.as_ref().unwrap().path.clone();
+    let path = session.held.as_ref().unwrap().path();
     let size = |path: &Path| {
         let metadata = path.metadata().unwrap();
         (metadata.len(), metadata.blocks(), metadata.mode() & 0o777)
@@ -262,13 +262,27 @@ fn a_directory_that_others_can_read_is_refused() {
 }
 
 #[test]
-fn without_a_journal_everything_is_forgotten_at_once() {
+fn i2_without_a_journal_a_session_is_remembered_as_long_as_the_process_lives() {
     let journal = Journal::none();
     let mut session = journal.create(record(PREPARED)).unwrap();
     session.write(RUNNING).unwrap();
     assert_eq!(session.record().state, RUNNING);
-    assert!(!journal.remembers() && journal.list().unwrap().is_empty());
+    let clone = journal.clone();
+    let entries = clone.list().unwrap();
+    assert!(entries.len() == 1 && entries[0].lives);
+    let taken = clone.take([0xa5; 16], Role::Destination);
+    assert!(matches!(taken, Err(JournalError::Held { .. })));
+    drop(session);
+    let session = clone.take([0xa5; 16], Role::Destination).unwrap();
+    assert_eq!(session.record().state, RUNNING);
+    session.forget().unwrap();
     let taken = journal.take([0xa5; 16], Role::Destination);
     assert!(matches!(taken, Err(JournalError::Missing { .. })));
-    session.forget().unwrap();
+    // One that has recorded nothing leaves nothing, and another journal knows
+    // nothing of this one.
+    drop(journal.create(record(PREPARED)).unwrap());
+    assert!(journal.list().unwrap().is_empty());
+    let mut session = journal.create(record(PREPARED)).unwrap();
+    session.write(PREPARED).unwrap();
+    assert!(Journal::none().list().unwrap().is_empty());
 }
