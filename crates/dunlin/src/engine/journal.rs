@@ -20,6 +20,11 @@
 //! answer, or none, and the VM stays in doubt until an operator has found out
 //! where it is; and a source that died does not know that it must not be
 //! started again.
+//!
+//! A session's record goes when nobody will ask about it any more. Where that
+//! was not heard of, it goes when the same VM is moved again: a source begins
+//! nothing while an earlier session of its VM is undecided, so that it asks
+//! about none of them.
 
 use std::fmt;
 use std::fs::{DirBuilder, File, OpenOptions, TryLockError};
@@ -180,6 +185,14 @@ pub enum JournalError {
         /// Of which attempt.
         attempt: u32,
     },
+    /// An earlier session of the same VM is not over.
+    #[error("{path} says that an earlier migration of this VM is undecided ({state}): resolve it first", path = path.display())]
+    Unresolved {
+        /// The file of the earlier session.
+        path: PathBuf,
+        /// What it says.
+        state: State,
+    },
     /// There is no such session here.
     #[error("there is no session {path}", path = path.display())]
     Missing {
@@ -313,6 +326,52 @@ impl Journal {
             record,
             held: Some(Held::File(held)),
         })
+    }
+
+    /// The same, for the first attempt of a session of a VM: removes what
+    /// sessions before it have left and nobody asks about any more. At the
+    /// destination these are the ones that this peer began and that never ran
+    /// here.
+    ///
+    /// # Errors
+    /// As [`Journal::create`]; at the source also [`JournalError::Unresolved`].
+    pub(crate) fn begin(&self, record: Record) -> Result<SessionJournal, JournalError> {
+        for entry in self.list()? {
+            let Ok(Some(before)) = &entry.record else {
+                continue;
+            };
+            let same_side = entry.role == Role::of(record.state);
+            if !same_side || before.vm_uuid != record.vm_uuid || entry.session == record.session {
+                continue;
+            }
+            let over = match before.state {
+                State::Source(
+                    SourceRecord::Committing | SourceRecord::RanThenDied | SourceRecord::RunHere,
+                ) => {
+                    return Err(JournalError::Unresolved {
+                        path: self.path(entry.session, entry.role),
+                        state: before.state,
+                    });
+                }
+                State::Source(_) => true,
+                State::Destination(DestinationRecord::Running) => false,
+                State::Destination(_) => before.peer == record.peer,
+            };
+            if over && !entry.lives {
+                // Left behind it does no harm, and the next one tries again.
+                let _ = self
+                    .take(entry.session, entry.role)
+                    .and_then(SessionJournal::forget);
+            }
+        }
+        self.create(record)
+    }
+
+    fn path(&self, session: SessionId, role: Role) -> PathBuf {
+        match &self.0 {
+            Shelf::Directory(place) => place.path(session, role),
+            Shelf::Memory(_) => file_name(session, role).into(),
+        }
     }
 
     /// Takes over the session of a process that has died.

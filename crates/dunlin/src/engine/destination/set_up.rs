@@ -186,7 +186,7 @@ impl Session<'_> {
             &peer_of(control.stream()),
             owner,
         );
-        let journal = self.options.journal.create(record).map_err(|error| {
+        let journal = self.options.journal.begin(record).map_err(|error| {
             let what = "the session cannot be recorded at the destination";
             Fault::new(FaultCode::Journal, what).because(error)
         })?;

@@ -286,3 +286,84 @@ fn i2_without_a_journal_a_session_is_remembered_as_long_as_the_process_lives() {
     session.write(PREPARED).unwrap();
     assert!(Journal::none().list().unwrap().is_empty());
 }
+
+/// Leaves a record of the same VM behind, of a session of this number.
+fn leave(journal: &Journal, number: u8, state: State, peer: &str) {
+    let made = Record {
+        session: [number; 16],
+        peer: peer.into(),
+        ..record(state)
+    };
+    let mut session = journal.create(made).unwrap();
+    session.write(state).unwrap();
+}
+
+/// The numbers of the sessions that are there.
+fn left(journal: &Journal) -> Vec<u8> {
+    let entries = journal.list().unwrap().into_iter();
+    entries.map(|entry| entry.session[0]).collect()
+}
+
+#[test]
+fn what_nobody_asks_about_goes_when_the_vm_is_moved_again() {
+    let scratch = Scratch::new("pruned");
+    for journal in [Journal::open(&scratch.0).unwrap(), Journal::none()] {
+        let ours = record(PREPARED).peer;
+        leave(&journal, 1, PREPARED, &ours);
+        leave(&journal, 2, ABORTED, &ours);
+        // The VM ran here: the source may never have heard of it.
+        leave(&journal, 3, RUNNING, &ours);
+        // Another peer's VM, whatever it calls itself.
+        leave(&journal, 4, ABORTED, "somebody.else");
+        // The other side, and a process that lives.
+        leave(&journal, 5, State::Source(SourceRecord::Kept), &ours);
+        let mut other = journal
+            .create(Record {
+                session: [6; 16],
+                ..record(ABORTED)
+            })
+            .unwrap();
+        other.write(ABORTED).unwrap();
+        let another_vm = Record {
+            session: [7; 16],
+            vm_uuid: [0xee; 16],
+            ..record(ABORTED)
+        };
+        journal.create(another_vm).unwrap().write(ABORTED).unwrap();
+        let mut session = journal.begin(record(PREPARED)).unwrap();
+        session.write(PREPARED).unwrap();
+        assert_eq!(left(&journal), [3, 4, 5, 6, 7, 0xa5]);
+    }
+}
+
+#[test]
+fn i1_a_vm_of_which_a_session_is_undecided_begins_no_other() {
+    let scratch = Scratch::new("undecided");
+    for journal in [Journal::open(&scratch.0).unwrap(), Journal::none()] {
+        let over = [
+            SourceRecord::Migrating,
+            SourceRecord::Kept,
+            SourceRecord::Released,
+            SourceRecord::GivenUp,
+        ];
+        for (number, state) in (1..).zip(over) {
+            leave(&journal, number, State::Source(state), "host-b:4444");
+        }
+        let next =
+            |journal: &Journal| journal.begin(record(State::Source(SourceRecord::Migrating)));
+        drop(next(&journal).unwrap());
+        let after = left(&journal);
+        assert!(after == [0xa5] || after.is_empty(), "{after:?}");
+        for state in [
+            SourceRecord::Committing,
+            SourceRecord::RanThenDied,
+            SourceRecord::RunHere,
+        ] {
+            leave(&journal, 9, State::Source(state), "host-b:4444");
+            let error = next(&journal).err().unwrap();
+            assert!(matches!(error, JournalError::Unresolved { .. }), "{error}");
+            let session = journal.take([9; 16], Role::Source).unwrap();
+            session.forget().unwrap();
+        }
+    }
+}

@@ -289,7 +289,7 @@ fn begin_record(
         let what = "the migration cannot be recorded, and does not begin";
         Fault::new(FaultCode::Journal, what).because(error)
     };
-    let mut journal = options.journal.create(record).map_err(failed)?;
+    let mut journal = options.journal.begin(record).map_err(failed)?;
     match journal.write(state) {
         Ok(_) => {
             observer.event(&Event::Recorded(SourceRecord::Migrating));
