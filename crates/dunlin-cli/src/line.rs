@@ -4,11 +4,27 @@
 
 use std::time::Duration;
 
+use dunlin::engine::source::Standing;
 use dunlin::engine::vmm::FaultCode;
 use dunlin::engine::{Downtime, Event, Iteration, MigrateError, Progress, Report, VmIs};
 use serde::{Deserialize, Serialize};
 
 use crate::code::{CANCELLED, FAILED, IN_DOUBT};
+
+impl From<&Standing> for Line {
+    fn from(standing: &Standing) -> Self {
+        let (vm, text) = match standing {
+            Standing::AtSource => ("at-source", ""),
+            Standing::AtDestination => ("at-destination", ""),
+            Standing::RanThenDied => ("ran-then-died", ""),
+            Standing::InDoubt(why) => ("in-doubt", &**why),
+        };
+        Self::Answered {
+            vm: vm.into(),
+            text: text.into(),
+        }
+    }
+}
 
 /// One thing that happened.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -76,6 +92,11 @@ pub(crate) enum Line {
         code: i32,
     },
     Status(StatusLine),
+    /// What the destination says became of a VM in doubt; see [`Standing`].
+    Answered {
+        vm: String,
+        text: String,
+    },
     /// What a journal says of a session.
     Session(Box<SessionLine>),
     Done,

@@ -14,6 +14,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
@@ -29,7 +30,7 @@ use super::moving::Moving;
 use crate::code::FAILED;
 use crate::line::{FailedLine, Line};
 use crate::options::{MigrateFlags, load_identity, peer_names};
-use crate::sessions::Decision;
+use crate::sessions::{Decision, asking};
 
 /// A request line is at most this long.
 const REQUEST_LIMIT_BYTES: u64 = 64 * 1024;
@@ -55,6 +56,14 @@ pub(crate) enum Request {
     },
     /// End it. Alone, the answer comes when it has ended.
     Cancel,
+    /// Ask the destination once more what became of a VM in doubt, and do what
+    /// follows from its answer.
+    AskDestination {
+        session: [u8; 16],
+        identity: PathBuf,
+        peers: Vec<String>,
+        doubt_limit: Duration,
+    },
     /// Carry out what the operator has decided about a VM in doubt.
     Resolve {
         session: [u8; 16],
@@ -217,6 +226,16 @@ fn obey(
         Request::Set { rate } => desk.moving()?.set_rate(rate)?,
         Request::Cancel => desk.cancel()?,
         Request::Resolve { session, decision } => desk.resolve(session, decision)?,
+        Request::AskDestination {
+            session,
+            identity,
+            peers,
+            doubt_limit,
+        } => {
+            let asking = asking(doubt_limit);
+            let standing = desk.ask_destination(session, &identity, &peers, &asking)?;
+            return send(connection, &(&standing).into());
+        }
         Request::Watch => {
             let moving = desk.moving()?;
             return moving.follow().show(|line| send(connection, line));
@@ -279,19 +298,7 @@ fn move_away(
     peers: &[String],
     flags: &MigrateFlags,
 ) -> Result<Arc<Moving>> {
-    let identity = load_identity(identity)?;
-    let peers = if peers.is_empty() {
-        // Whoever connects to a host expects that host.
-        let host = flags
-            .to
-            .rsplit_once(':')
-            .map_or(&*flags.to, |(host, _)| host);
-        let host = host.trim_start_matches('[').trim_end_matches(']');
-        peer_names(&[host.to_owned()])?
-    } else {
-        peer_names(peers)?
-    };
-    let tls = identity.client(&Crypto::auto(), peers)?;
+    let tls = client_tls(identity, peers, &flags.to)?;
     let moving = Moving::new(flags.to.clone(), flags.rate);
     let options = Options {
         tune: moving.tune.clone(),
@@ -314,6 +321,20 @@ fn move_away(
         bail!(text);
     }
     Ok(moving)
+}
+
+/// What a control lane to `to` is secured with.
+pub(crate) fn client_tls(identity: &Path, peers: &[String], to: &str) -> Result<ClientTls> {
+    let identity = load_identity(identity)?;
+    let peers = if peers.is_empty() {
+        // Whoever connects to a host expects that host.
+        let host = to.rsplit_once(':').map_or(to, |(host, _)| host);
+        let host = host.trim_start_matches('[').trim_end_matches(']');
+        peer_names(&[host.to_owned()])?
+    } else {
+        peer_names(peers)?
+    };
+    Ok(identity.client(&Crypto::auto(), peers)?)
 }
 
 fn carry_out(
