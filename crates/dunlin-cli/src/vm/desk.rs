@@ -22,6 +22,7 @@ use dunlin_sys::signals::{EndSignal, EndSignals};
 
 use super::moving::Moving;
 use crate::code::{DONE, FAILED, SIGNAL};
+use crate::display::clean;
 use crate::line::{FailedLine, Line, MigrationLine, StatusLine, millis};
 use crate::sessions::{Decision, hex};
 
@@ -196,7 +197,7 @@ impl Desk {
         if self.json {
             Line::Warning { text: text.into() }.print();
         } else {
-            println!("warning: {text}");
+            println!("warning: {}", clean(text));
         }
     }
 
@@ -317,7 +318,7 @@ impl Desk {
         if self.json {
             Line::Ended { state: how, code }.print();
         } else {
-            println!("{}: {how}", vm.vm().config().name);
+            println!("{}: {}", clean(&vm.vm().config().name), clean(&how));
         }
         Ok(code)
     }
