@@ -25,6 +25,7 @@ use dunlin_sys::signals::{EndSignal, EndSignals};
 use super::moving::Moving;
 use super::owner::client_tls;
 use crate::code::{DONE, FAILED, SIGNAL};
+use crate::display::clean;
 use crate::line::{FailedLine, Line, MigrationLine, StatusLine, millis};
 use crate::sessions::{Decision, hex};
 
@@ -199,7 +200,7 @@ impl Desk {
         if self.json {
             Line::Warning { text: text.into() }.print();
         } else {
-            println!("warning: {text}");
+            println!("warning: {}", clean(text));
         }
     }
 
@@ -320,7 +321,7 @@ impl Desk {
         if self.json {
             Line::Ended { state: how, code }.print();
         } else {
-            println!("{}: {how}", vm.vm().config().name);
+            println!("{}: {}", clean(&vm.vm().config().name), clean(&how));
         }
         Ok(code)
     }

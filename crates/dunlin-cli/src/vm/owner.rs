@@ -20,7 +20,7 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use dunlin::engine::source::{Options, migrate};
 use dunlin::engine::vmm::SourceVm;
-use dunlin::engine::{Event, Host, StandardHost};
+use dunlin::engine::{Event, Host, StandardHost, fault_behind};
 use dunlin::lane::identity::ClientTls;
 use dunlin::lane::provider::Crypto;
 use serde::{Deserialize, Serialize};
@@ -167,12 +167,29 @@ impl Drop for Socket {
     }
 }
 
+/// How long nobody is accepted after descriptors or memory ran out.
+const SHORTAGE_REST: Duration = Duration::from_millis(100);
+
 fn accept(listener: &UnixListener, desk: &Arc<Desk>, closed: &AtomicBool) {
+    let mut short = false;
     for connection in listener.incoming() {
-        let Ok(connection) = connection else { return };
         if closed.load(Ordering::SeqCst) {
             return;
         }
+        let connection = match connection {
+            Ok(connection) => connection,
+            Err(error) => {
+                if !std::mem::replace(&mut short, true) {
+                    desk.warn(&format!(
+                        "no request can be taken: {error}; if it is for want of descriptors, raise \
+                         this process's limit of open files (`ulimit -n`)"
+                    ));
+                }
+                std::thread::sleep(SHORTAGE_REST);
+                continue;
+            }
+        };
+        short = false;
         let desk = Arc::clone(desk);
         let spawned = std::thread::Builder::new()
             .name("control-request".into())
@@ -184,32 +201,50 @@ fn accept(listener: &UnixListener, desk: &Arc<Desk>, closed: &AtomicBool) {
 }
 
 fn answer(connection: &UnixStream, desk: &Arc<Desk>) {
-    let asked = connection.try_clone().map(BufReader::new);
-    let Ok(mut requests) = asked else { return };
-    let request = read_request(&mut requests);
     let answering = desk.answering();
-    let obeyed = match request {
-        Ok(Some(request)) => obey(request, requests, connection, desk),
-        // A look whether somebody is here.
-        Ok(None) => Ok(()),
-        Err(error) => Err(error),
+    let obeyed = match connection.try_clone().map(BufReader::new) {
+        Ok(mut requests) => match read_request(&mut requests) {
+            Ok(Some(request)) => obey(request, requests, connection, desk),
+            // A look whether somebody is here.
+            Ok(None) => Ok(()),
+            Err(error) => Err(error),
+        },
+        Err(error) => {
+            // Whoever asks has to have said it all before there is an answer.
+            let _ = read_request(&mut BufReader::new(connection));
+            Err(error).context("the request cannot be carried out")
+        }
     };
     if let Err(error) = obeyed {
         // Whoever asked may have gone.
-        let _ = send(
-            connection,
-            &Line::Failed(FailedLine {
-                fault: "usage".into(),
-                at_fault: "configuration".into(),
-                vm: "at-source".into(),
-                text: format!("{error:#}"),
-                code: FAILED,
-            }),
-        );
+        let _ = send(connection, &Line::Failed(refused(&error)));
     }
     // The other half may be held by a thread that reads.
     let _ = connection.shutdown(Shutdown::Both);
     drop(answering);
+}
+
+/// Why a request was not carried out; the VM is where it was.
+fn refused(error: &anyhow::Error) -> FailedLine {
+    let (fault, at_fault, text) = match fault_behind(error.as_ref()) {
+        Some(fault) => (
+            fault.name(),
+            fault.at_fault().name(),
+            format!(
+                "{error:#} ({fault}, at fault: {}); the VM goes on at the source. {}",
+                fault.at_fault(),
+                fault.advice()
+            ),
+        ),
+        None => ("usage", "configuration", format!("{error:#}")),
+    };
+    FailedLine {
+        fault: fault.into(),
+        at_fault: at_fault.into(),
+        vm: "at-source".into(),
+        text,
+        code: FAILED,
+    }
 }
 
 fn obey(

@@ -52,6 +52,11 @@ pub struct Options {
     ///
     /// [`control_limit`]: crate::engine::source::Options::control_limit
     pub control_limit: Duration,
+    /// After this long in which the source sent neither a chunk nor a mark nor a
+    /// control message, however well it answers, it is given up: nobody else can
+    /// move a VM here meanwhile. Longer than a chunk (256 KiB) takes at its rate
+    /// cap, and than it holds its VM before *commit*.
+    pub idle_limit: Duration,
     /// Where this host's sessions are remembered, and what inquiries are
     /// answered from. Without, an operator has to find out what became of a
     /// VM whose control lane is lost at *commit*.
@@ -66,6 +71,7 @@ impl Default for Options {
             endpoints: Vec::new(),
             silence_limit: SILENCE_LIMIT,
             control_limit: Duration::from_secs(40),
+            idle_limit: Duration::from_secs(300),
             journal: Journal::none(),
         }
     }
