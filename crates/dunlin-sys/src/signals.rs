@@ -38,6 +38,28 @@ impl EndSignal {
     }
 }
 
+/// SIGHUP, blocked in the same way: whoever waits for it reads its files again.
+#[derive(Debug)]
+pub struct HangUps(libc::sigset_t);
+
+impl HangUps {
+    /// Blocks it. Call it before the process has a second thread.
+    ///
+    /// # Errors
+    /// What pthread_sigmask(3) says.
+    pub fn block() -> io::Result<Self> {
+        block(&[libc::SIGHUP]).map(Self)
+    }
+
+    /// Waits for the next one.
+    ///
+    /// # Errors
+    /// What sigwait(3) says.
+    pub fn wait(&self) -> io::Result<()> {
+        wait(&self.0).map(|_| ())
+    }
+}
+
 impl EndSignals {
     /// Blocks them. Call it before the process has a second thread: a thread
     /// in which they are not blocked would be ended by them, and all others
@@ -46,21 +68,7 @@ impl EndSignals {
     /// # Errors
     /// What pthread_sigmask(3) says.
     pub fn block() -> io::Result<Self> {
-        let mut set = MaybeUninit::uninit();
-        // SAFETY: `set` is valid for writes, and sigemptyset initialises all of it.
-        unsafe { libc::sigemptyset(set.as_mut_ptr()) };
-        // SAFETY: initialised by the call above.
-        let mut set = unsafe { set.assume_init() };
-        for signal in [EndSignal::Interrupt, EndSignal::Terminate] {
-            // SAFETY: `set` is a live, initialised set, and the number is a signal's.
-            unsafe { libc::sigaddset(&mut set, signal.number()) };
-        }
-        // SAFETY: `set` is live and initialised, and the old mask is not asked for.
-        let code = unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &set, ptr::null_mut()) };
-        if code != 0 {
-            return Err(io::Error::from_raw_os_error(code));
-        }
-        Ok(Self(set))
+        block(&[EndSignal::Interrupt, EndSignal::Terminate].map(EndSignal::number)).map(Self)
     }
 
     /// Waits for the next one.
@@ -68,18 +76,41 @@ impl EndSignals {
     /// # Errors
     /// What sigwait(3) says.
     pub fn wait(&self) -> io::Result<EndSignal> {
-        let mut number = 0;
-        // SAFETY: the set is live and initialised, and `number` is valid for writes.
-        let code = unsafe { libc::sigwait(&self.0, &mut number) };
-        if code != 0 {
-            return Err(io::Error::from_raw_os_error(code));
-        }
-        Ok(if number == libc::SIGINT {
+        Ok(if wait(&self.0)? == libc::SIGINT {
             EndSignal::Interrupt
         } else {
             EndSignal::Terminate
         })
     }
+}
+
+fn block(signals: &[i32]) -> io::Result<libc::sigset_t> {
+    let mut set = MaybeUninit::uninit();
+    // SAFETY: `set` is valid for writes, and sigemptyset initialises all of it.
+    unsafe { libc::sigemptyset(set.as_mut_ptr()) };
+    // SAFETY: initialised by the call above.
+    let mut set = unsafe { set.assume_init() };
+    for &signal in signals {
+        // SAFETY: `set` is a live, initialised set, and the number is a signal's.
+        unsafe { libc::sigaddset(&mut set, signal) };
+    }
+    // SAFETY: `set` is live and initialised, and the old mask is not asked for.
+    let code = unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &set, ptr::null_mut()) };
+    if code != 0 {
+        return Err(io::Error::from_raw_os_error(code));
+    }
+    Ok(set)
+}
+
+/// The number of the next one.
+fn wait(set: &libc::sigset_t) -> io::Result<i32> {
+    let mut number = 0;
+    // SAFETY: the set is live and initialised, and `number` is valid for writes.
+    let code = unsafe { libc::sigwait(set, &mut number) };
+    if code != 0 {
+        return Err(io::Error::from_raw_os_error(code));
+    }
+    Ok(number)
 }
 
 #[cfg(test)]
