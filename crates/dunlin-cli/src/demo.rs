@@ -13,6 +13,7 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 
 use crate::display::Display;
+use crate::identity::{Common, Reading};
 use crate::line::{Line, MovedLine, StatusLine};
 use crate::options::{GuestName, MigrateFlags, SecurityName, parse_bytes, parse_lanes};
 use crate::pki;
@@ -90,8 +91,11 @@ impl Demo {
         };
         let ended = follow(
             &source_control.join("demo.sock"),
-            &here,
-            &["destination.demo".into()],
+            &Common {
+                identity: here,
+                peers: vec!["destination.demo".into()],
+                reading: Reading::default(),
+            },
             &flags,
             None,
             &mut display,

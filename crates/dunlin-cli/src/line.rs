@@ -40,6 +40,10 @@ pub(crate) enum Line {
         pid: u32,
         control: String,
     },
+    /// The certificates were read again, at a signal.
+    IdentityRead {
+        valid_until: String,
+    },
     Accepted {
         peer: String,
     },

@@ -7,6 +7,7 @@ mod bench;
 mod code;
 mod demo;
 mod display;
+mod identity;
 mod line;
 mod options;
 mod pki;

@@ -3,25 +3,11 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
 use dunlin::engine::source::{AtTimeLimit, LaneSecurity, Options};
-use dunlin::lane::identity::{Identity, LoadOptions};
-use dunlin::lane::names::{PeerName, PeerNames};
 use dunlin_microvm::{Backing, Fill, GuestKind, Workload};
 use serde::{Deserialize, Serialize};
-
-/// Who this host is, and whom it talks to.
-#[derive(Clone, Debug, Args)]
-pub(crate) struct Common {
-    /// Directory with `ca-cert.pem`, `cert.pem` and `key.pem`.
-    #[arg(long, value_name = "DIR")]
-    pub(crate) identity: PathBuf,
-    /// A name that the peer's certificate must bear; repeatable [default: to
-    /// migrate, the host of --to; to receive, anybody of the authority].
-    #[arg(long = "peer", value_name = "NAME", value_parser = parse_peer)]
-    pub(crate) peers: Vec<String>,
-}
 
 /// Where VMs' control sockets are.
 #[derive(Clone, Debug, Args)]
@@ -61,28 +47,6 @@ impl ControlPath {
             Ok(path.join(format!("{name}.sock")))
         }
     }
-}
-
-/// Loads an identity, with its warnings on standard error.
-pub(crate) fn load_identity(directory: &std::path::Path) -> Result<Identity> {
-    let (identity, warnings) = Identity::load(directory, LoadOptions::default())
-        .with_context(|| format!("the identity in {} cannot be used", directory.display()))?;
-    for warning in warnings {
-        eprintln!("warning: {warning}");
-    }
-    Ok(identity)
-}
-
-/// Names as given; none means anybody from our authority.
-pub(crate) fn peer_names(names: &[String]) -> Result<PeerNames> {
-    if names.is_empty() {
-        return Ok(PeerNames::AnyFromAuthority);
-    }
-    let names: Vec<PeerName> = names
-        .iter()
-        .map(|name| name.parse())
-        .collect::<Result<_, _>>()?;
-    Ok(PeerNames::OneOf(names))
 }
 
 #[derive(Clone, Copy, Debug, Default, ValueEnum, Serialize, Deserialize)]
@@ -300,13 +264,6 @@ impl From<AtTimeLimitName> for AtTimeLimit {
 /// As many lanes as the engine takes.
 pub(crate) fn parse_lanes() -> clap::builder::RangedI64ValueParser<u16> {
     clap::value_parser!(u16).range(1..=128)
-}
-
-/// A name as it is given, if a certificate can bear it.
-fn parse_peer(text: &str) -> Result<String, String> {
-    text.parse::<PeerName>()
-        .map(|_| text.to_owned())
-        .map_err(|error| error.to_string())
 }
 
 /// A cap in bytes per second; at 0 nothing would ever arrive.

@@ -4,15 +4,20 @@ use std::fs;
 use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, bail};
 use clap::Subcommand;
-use dunlin::lane::identity::{AUTHORITIES_FILE, CERTIFICATE_FILE, Identity, KEY_FILE, LoadOptions};
+use dunlin::lane::identity::{
+    AUTHORITIES_FILE, CERTIFICATE_FILE, Dated, Files, Identity, KEY_FILE, Layout, Role,
+};
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
     KeyUsagePurpose, SanType,
 };
 use time::{Duration, OffsetDateTime};
+
+use crate::identity::{Reading, load_identity};
 
 /// The authority's own key, beside its certificate. It stays where it is.
 const AUTHORITY_KEY_FILE: &str = "ca-key.pem";
@@ -51,9 +56,12 @@ pub(crate) enum Command {
     },
     /// Say what is in an identity's directory, and whether it is sound.
     Show {
-        /// The directory.
+        /// The directory: one of ours, QEMU's, Cloud Hypervisor's or libvirt's.
         directory: PathBuf,
-        /// One JSON object instead of text.
+        #[command(flatten)]
+        reading: Reading,
+        /// One JSON object instead of text; one for each side of a migration
+        /// where each has its own certificate.
         #[arg(long)]
         json: bool,
     },
@@ -73,7 +81,11 @@ pub(crate) fn run(command: &Command) -> Result<()> {
             directory,
             json,
         } => issue(ca, names, *days, directory).map(|()| made(directory, *json)),
-        Command::Show { directory, json } => show(directory, *json),
+        Command::Show {
+            directory,
+            reading,
+            json,
+        } => show(directory, reading, *json),
     }
 }
 
@@ -142,8 +154,41 @@ pub(crate) fn issue(ca: &Path, names: &[String], days: u32, directory: &Path) ->
     write(&directory.join(KEY_FILE), &key.serialize_pem(), 0o600)
 }
 
-fn show(directory: &Path, json: bool) -> Result<()> {
-    let (identity, warnings) = Identity::load(directory, LoadOptions::default())?;
+/// Shows the identity of either side, which is one in our own layout.
+fn show(directory: &Path, reading: &Reading, json: bool) -> Result<()> {
+    let layout = reading.layout(directory)?;
+    let sides: &[(&str, Role)] = if layout == Layout::Dunlin {
+        &[("both", Role::Source)]
+    } else {
+        &[("source", Role::Source), ("destination", Role::Destination)]
+    };
+    let mut shown = 0;
+    for (side, role) in sides {
+        let files = Files::in_directory(directory, Some(layout), Some(*role))?;
+        // A host may be set up for one side alone.
+        if sides.len() > 1 && !files.certificate.exists() {
+            continue;
+        }
+        let (identity, warnings) = load_identity(directory, *role, reading)?;
+        show_one(side, layout, &identity, &warnings, json)?;
+        shown += 1;
+    }
+    if shown == 0 {
+        bail!(
+            "{} has no certificate for either side of a migration",
+            directory.display()
+        );
+    }
+    Ok(())
+}
+
+fn show_one(
+    side: &str,
+    layout: Layout,
+    identity: &Identity,
+    warnings: &[String],
+    json: bool,
+) -> Result<()> {
     let summary = identity.summary()?;
     let names: Vec<String> = summary.names.iter().map(ToString::to_string).collect();
     let fingerprint: String = summary
@@ -151,33 +196,59 @@ fn show(directory: &Path, json: bool) -> Result<()> {
         .iter()
         .map(|b| format!("{b:02x}"))
         .collect();
-    let warnings: Vec<String> = warnings.iter().map(ToString::to_string).collect();
+    let key_pin = summary.key_pin.map(|pin| pin.to_string());
     if json {
+        let dates: Vec<_> = identity.dates().iter().map(date).collect();
         println!(
             "{}",
             serde_json::json!({
+                "side": side,
+                "layout": layout.to_string(),
                 "names": names,
                 "sha256": fingerprint,
+                "pin": summary.pin.to_string(),
+                "key_pin": key_pin,
                 "not_before": summary.not_before,
                 "not_after": summary.not_after,
+                "dates": dates,
                 "authorities": summary.authorities,
+                "revocation_lists": summary.revocation_lists,
                 "warnings": warnings,
             })
         );
         return Ok(());
     }
+    println!("for          {side} (layout {layout})");
     println!("names        {}", names.join(", "));
-    println!("SHA-256      {fingerprint}");
+    println!("pin          {}", summary.pin);
+    if let Some(key_pin) = key_pin {
+        println!("key's pin    {key_pin}");
+    }
     println!(
         "valid        {} to {}",
         summary.not_before, summary.not_after
     );
     println!("authorities  {}", summary.authorities);
+    println!("revocations  {} lists", summary.revocation_lists);
     for warning in warnings {
         println!("warning      {warning}");
     }
     println!("The key matches the certificate.");
     Ok(())
+}
+
+/// When something is valid, in seconds since 1970, and how many days are left.
+fn date(dated: &Dated) -> serde_json::Value {
+    let seconds = |time: SystemTime| time.duration_since(UNIX_EPOCH).map_or(0, |t| t.as_secs());
+    let left = dated.not_after.duration_since(SystemTime::now()).ok();
+    serde_json::json!({
+        "item": dated.item.to_string(),
+        "file": dated.path,
+        "position": dated.position + 1,
+        "not_before": seconds(dated.not_before),
+        "not_after": seconds(dated.not_after),
+        "days_left": left.map(|left| left.as_secs() / (24 * 60 * 60)),
+    })
 }
 
 fn validity(params: &mut CertificateParams, days: u32) {

@@ -210,6 +210,9 @@ faults! {
     /// that looked at it.
     CertificateDate = 29, "certificate-date", Configuration,
         "Compare `date` on both hosts and correct the clock that is wrong; if both are right, renew the certificate.";
+    /// What answers at the address is no Dunlin.
+    NotDunlin = 30, "not-dunlin", Configuration,
+        "Check the address and the port, and what listens there.";
 }
 
 impl fmt::Display for FaultCode {

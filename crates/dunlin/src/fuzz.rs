@@ -7,7 +7,7 @@ use dunlin_proto::fuzz::Target;
 pub use crate::lane::accept::fuzz::fuzz_connection;
 pub use crate::lane::data::fuzz::fuzz_data_lane;
 pub use crate::lane::handshake::fuzz::fuzz_handshake_records;
-pub use crate::lane::names::fuzz::fuzz_certificate;
+pub use crate::lane::peers::fuzz::fuzz_certificate;
 pub use crate::lane::record::fuzz::{fuzz_record_content, fuzz_records};
 
 /// Every entry of this crate.

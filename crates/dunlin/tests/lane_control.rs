@@ -185,7 +185,7 @@ fn a_refused_certificate_reaches_the_source_at_its_first_receive() {
     let _ = near.send(b"hello");
     let error = near.receive(&mut [0; 9], soon()).unwrap_err();
     assert!(
-        error.to_string().contains("compare them with the names"),
+        error.to_string().contains("with the peers that it allows"),
         "{error}"
     );
     accept.join().unwrap();

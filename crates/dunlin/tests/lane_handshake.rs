@@ -15,17 +15,19 @@ use std::time::{Duration, Instant};
 use dunlin::lane::control;
 use dunlin::lane::handshake::{self, FLIGHT_LIMIT_BYTES, HandshakeError};
 use dunlin::lane::identity::{ClientTls, Identity, IdentityError, LoadOptions, ServerTls, Warning};
-use dunlin::lane::names::{AuthorisedBy, PeerName, PeerNames};
+use dunlin::lane::names::PeerName;
+use dunlin::lane::peers::{AuthorisedBy, Peer, Peers};
+use dunlin::lane::policy::ALPN;
 use dunlin::lane::provider::Crypto;
 use lane_support::*;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 
-fn client(identity: &Identity, peers: PeerNames) -> ClientTls {
+fn client(identity: &Identity, peers: Peers) -> ClientTls {
     identity.client(&Crypto::auto(), peers).unwrap()
 }
 
-fn server(identity: &Identity, peers: PeerNames) -> ServerTls {
+fn server(identity: &Identity, peers: Peers) -> ServerTls {
     identity.server(&Crypto::auto(), peers).unwrap()
 }
 
@@ -164,7 +166,7 @@ fn i6_a_wrong_name_is_refused_on_either_side_and_both_names_are_told() {
         &client(&source, names(&["elsewhere.test"])),
         &server(&destination, names(&[])),
         "it has DNS destination.test, IP 192.0.2.9, allowed is DNS elsewhere.test",
-        "compare them with the names that the peer allows",
+        "compare our certificate's names, and its pin, with the peers that it allows",
     );
     refused_by_server(
         &client(&source, names(&["192.0.2.9"])),
@@ -185,12 +187,13 @@ fn i6_an_expired_certificate_does_not_load_and_is_refused_from_a_peer() {
     );
 
     // A peer that does not look at its own dates.
-    let config = rustls::ServerConfig::builder_with_provider(Crypto::auto().rustls().unwrap())
+    let mut config = rustls::ServerConfig::builder_with_provider(Crypto::auto().rustls().unwrap())
         .with_protocol_versions(&[&rustls::version::TLS13])
         .unwrap()
         .with_no_client_auth()
         .with_single_cert(chain(&directory), key(&directory))
         .unwrap();
+    config.alpn_protocols = vec![ALPN.to_vec()];
     let (near, mut far) = pair();
     let peer = thread::spawn(move || {
         let mut connection = rustls::ServerConnection::new(Arc::new(config)).unwrap();
@@ -222,11 +225,12 @@ fn i6_a_client_without_a_certificate_is_refused() {
     roots
         .add(CertificateDer::from_pem_file(directory.join("ca-cert.pem")).unwrap())
         .unwrap();
-    let config = rustls::ClientConfig::builder_with_provider(Crypto::auto().rustls().unwrap())
+    let mut config = rustls::ClientConfig::builder_with_provider(Crypto::auto().rustls().unwrap())
         .with_protocol_versions(&[&rustls::version::TLS13])
         .unwrap()
         .with_root_certificates(roots)
         .with_no_client_auth();
+    config.alpn_protocols = vec![ALPN.to_vec()];
     let (mut near, far) = pair();
     let peer = thread::spawn(move || {
         let name = DESTINATION.try_into().unwrap();
@@ -391,8 +395,13 @@ fn identities_that_cannot_be_used_say_which_file_and_what_to_do() {
     let directory = fresh();
     fs::remove_file(directory.join("cert.pem")).unwrap();
     let text = load_error(&directory);
+    assert!(text.contains("put cert.pem and key.pem there"), "{text}");
+
+    let directory = fresh();
+    fs::remove_file(directory.join("key.pem")).unwrap();
+    let text = load_error(&directory);
     assert!(
-        text.contains("cert.pem") && text.contains("No such file"),
+        text.contains("key.pem") && text.contains("No such file"),
         "{text}"
     );
 
@@ -415,7 +424,7 @@ fn identities_that_cannot_be_used_say_which_file_and_what_to_do() {
     let directory = fresh();
     let mut text = String::from("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n");
     fs::write(directory.join("ca-cert.pem"), &text).unwrap();
-    assert!(load_error(&directory).contains("certificate 1 in"));
+    assert!(load_error(&directory).contains("authority's certificate 1 in"));
     text.extend(std::iter::repeat_n('#', 2 << 20));
     fs::write(directory.join("ca-cert.pem"), &text).unwrap();
     assert!(load_error(&directory).contains("longer than"));
@@ -426,7 +435,7 @@ fn identities_that_cannot_be_used_say_which_file_and_what_to_do() {
         "-----BEGIN CERTIFICATE-----\n-----END CERTIFICATE-----\n",
     )
     .unwrap();
-    assert!(load_error(&directory).contains("holds no unencrypted private key"));
+    assert!(load_error(&directory).contains("holds no private key"));
 
     let directory = fresh();
     fs::copy(fresh().join("key.pem"), directory.join("key.pem")).unwrap();
@@ -452,6 +461,7 @@ fn a_key_that_others_can_read_is_refused_and_one_that_the_group_can_read_is_repo
         );
         let allowed = LoadOptions {
             allow_key_open_to_all: true,
+            ..LoadOptions::default()
         };
         Identity::load(&directory, allowed).unwrap();
     }
@@ -471,21 +481,6 @@ fn a_key_that_others_can_read_is_refused_and_one_that_the_group_can_read_is_repo
             .1
             .is_empty()
     );
-}
-
-#[test]
-fn names_are_read_as_what_they_are() {
-    let name = |text: &str| text.parse::<PeerName>();
-    assert_eq!(name("a.b"), Ok(PeerName::Dns("a.b".into())));
-    assert_eq!(
-        name("2001:db8::1"),
-        Ok(PeerName::Ip("2001:db8::1".parse().unwrap()))
-    );
-    assert_eq!(name("urn:uuid:1"), Ok(PeerName::Uri("urn:uuid:1".into())));
-    for bad in ["", "a b", "-", "x y://z"] {
-        assert!(name(bad).is_err(), "{bad}");
-    }
-    assert_eq!(names(&[]), PeerNames::AnyFromAuthority);
 }
 
 #[test]
@@ -509,7 +504,7 @@ fn wildcards_stand_for_one_label_and_the_common_name_for_nothing() {
         both(
             &client(
                 &source,
-                PeerNames::OneOf(vec![PeerName::Dns(common.into())])
+                Peers::OneOf(vec![Peer::Name(PeerName::Dns(common.into()))])
             ),
             &destination
         )

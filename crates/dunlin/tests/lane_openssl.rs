@@ -47,6 +47,7 @@ fn openssl(command: &str, directory: &Path, suite: CipherSuite, more: &[&str]) -
     let child = Command::new("openssl")
         .current_dir(directory)
         .args([command, "-tls1_3", "-ciphersuites", suite])
+        .args(["-alpn", "dunlin"])
         .args([
             "-cert",
             "cert.pem",

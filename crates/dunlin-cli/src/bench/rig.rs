@@ -19,7 +19,7 @@ use dunlin::lane::provider::{Crypto, Provider};
 use dunlin_sys::affinity::thread_cpu_time;
 use dunlin_sys::mapping::{Backing, allocate};
 
-use crate::options::peer_names;
+use crate::identity::allowed_peers;
 use crate::pki;
 use crate::process::Scratch;
 
@@ -124,10 +124,10 @@ impl Rig {
         let crypto = Crypto::with(provider);
         let client = load("source")?
             .0
-            .client(&crypto, peer_names(&["destination.bench".into()])?)?;
+            .client(&crypto, allowed_peers(&["destination.bench".into()])?)?;
         let server = load("destination")?
             .0
-            .server(&crypto, peer_names(&["source.bench".into()])?)?;
+            .server(&crypto, allowed_peers(&["source.bench".into()])?)?;
         Ok((client, server))
     }
 }

@@ -23,9 +23,10 @@ use super::status::ago;
 use super::{StatePath, hex, parse_session};
 use crate::code::{DONE, FAILED, USAGE};
 use crate::display::clean;
+use crate::identity::{Common, Reading, client_tls};
 use crate::line::Line;
 use crate::options::parse_limit;
-use crate::vm::{Request, client_tls, obeyed, one_line};
+use crate::vm::{Request, obeyed, one_line};
 
 /// How long the VM's process may take beyond that.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
@@ -60,6 +61,8 @@ pub(crate) struct Resolve {
     /// [default: the host that the VM was moved to].
     #[arg(long = "peer", value_name = "NAME", requires = "identity")]
     peers: Vec<String>,
+    #[command(flatten)]
+    reading: Reading,
     /// How long it is asked if it does not answer.
     #[arg(long, value_name = "DURATION", default_value = "10s", value_parser = parse_limit, requires = "identity")]
     doubt_limit: Duration,
@@ -116,14 +119,18 @@ impl Resolve {
 
     /// What the destination says, and done what follows from it.
     fn ask_destination(&self, entry: &Entry, record: &Record, identity: &Path) -> Result<Line> {
+        let common = Common {
+            identity: std::path::absolute(identity)?,
+            peers: self.peers.clone(),
+            reading: self.reading.clone(),
+        };
         if entry.lives {
             if record.owner.is_empty() {
                 bail!("the process that has the VM has no control socket: it asks by itself");
             }
             let request = Request::AskDestination {
                 session: entry.session,
-                identity: std::path::absolute(identity)?,
-                peers: self.peers.clone(),
+                common,
                 doubt_limit: self.doubt_limit,
             };
             return one_line(
@@ -132,7 +139,7 @@ impl Resolve {
                 self.doubt_limit + ANSWER_LIMIT,
             );
         }
-        let tls = client_tls(identity, &self.peers, &record.peer)?;
+        let (tls, _) = client_tls(&common, &record.peer)?;
         let mut doubt = source::Doubt::taken_over(&self.state.open()?, entry.session, false)?;
         let host: Arc<dyn Host> = Arc::new(StandardHost);
         // The copy has died with its process: there is none to resume.

@@ -23,9 +23,9 @@ use dunlin_microvm::{Movable, Vm, VmState};
 use dunlin_sys::signals::{EndSignal, EndSignals};
 
 use super::moving::Moving;
-use super::owner::client_tls;
 use crate::code::{DONE, FAILED, SIGNAL};
 use crate::display::clean;
+use crate::identity::{Common, client_tls};
 use crate::line::{FailedLine, Line, MigrationLine, StatusLine, millis};
 use crate::sessions::{Decision, hex};
 
@@ -440,14 +440,13 @@ impl Desk {
     pub(crate) fn ask_destination(
         &self,
         session: [u8; 16],
-        identity: &Path,
-        peers: &[String],
+        common: &Common,
         options: &source::Options,
     ) -> Result<Standing> {
         let (vm, mut record) = self.take_doubt(&mut self.lock(), session)?;
         let host: Arc<dyn Host> = Arc::new(StandardHost);
-        let asked = client_tls(identity, peers, &record.record().peer)
-            .and_then(|tls| Ok(record.ask(Some(&*vm), &tls, options, &host)?));
+        let asked = client_tls(common, &record.record().peer)
+            .and_then(|(tls, _)| Ok(record.ask(Some(&*vm), &tls, options, &host)?));
         let over = matches!(asked, Ok(Standing::AtSource | Standing::AtDestination));
         self.put_back(&mut self.lock(), record, over);
         asked

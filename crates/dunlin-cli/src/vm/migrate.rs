@@ -15,8 +15,9 @@ use super::client::Client;
 use super::owner::Request;
 use crate::code::{DONE, FAILED, IN_DOUBT, SIGNAL};
 use crate::display::{Display, clean};
+use crate::identity::Common;
 use crate::line::{FailedLine, Line, MigrationLine, MovedLine, StatusLine};
-use crate::options::{Common, ControlPath, MigrateFlags, parse_rate};
+use crate::options::{ControlPath, MigrateFlags, parse_rate};
 
 #[derive(Debug, Args)]
 pub(crate) struct Migrate {
@@ -119,18 +120,20 @@ pub(crate) enum Ended {
 /// second one leaves it to itself.
 pub(crate) fn follow(
     socket: &Path,
-    identity: &Path,
-    peers: &[String],
+    common: &Common,
     flags: &MigrateFlags,
     signals: Option<EndSignals>,
     display: &mut Display,
 ) -> Result<Ended> {
-    let identity = identity
+    let directory = &common.identity;
+    let identity = directory
         .canonicalize()
-        .with_context(|| format!("there is no identity in {}", identity.display()))?;
+        .with_context(|| format!("there is no identity in {}", directory.display()))?;
     let request = Request::Migrate {
-        identity,
-        peers: peers.to_vec(),
+        common: Common {
+            identity,
+            ..common.clone()
+        },
         flags: flags.clone(),
     };
     let client = Client::ask(socket, &request)?;
@@ -208,8 +211,7 @@ impl Migrate {
         let signals = EndSignals::block()?;
         let ended = follow(
             &self.control.socket(&self.name)?,
-            &self.common.identity,
-            &self.common.peers,
+            &self.common,
             &self.flags,
             Some(signals),
             &mut Display::new(self.json),

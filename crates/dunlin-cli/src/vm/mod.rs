@@ -16,7 +16,7 @@ use clap::Subcommand;
 
 pub(crate) use client::one_line;
 pub(crate) use migrate::{Ended, describe, follow, obeyed, status, status_within};
-pub(crate) use owner::{Request, client_tls};
+pub(crate) use owner::Request;
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {

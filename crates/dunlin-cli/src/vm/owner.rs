@@ -22,14 +22,14 @@ use dunlin::engine::source::{Options, migrate};
 use dunlin::engine::vmm::SourceVm;
 use dunlin::engine::{Event, Host, StandardHost, fault_behind};
 use dunlin::lane::identity::ClientTls;
-use dunlin::lane::provider::Crypto;
 use serde::{Deserialize, Serialize};
 
 use super::desk::{Command, Desk};
 use super::moving::Moving;
 use crate::code::FAILED;
+use crate::identity::{Common, client_tls};
 use crate::line::{FailedLine, Line};
-use crate::options::{MigrateFlags, load_identity, peer_names};
+use crate::options::MigrateFlags;
 use crate::sessions::{Decision, asking};
 
 /// A request line is at most this long.
@@ -44,8 +44,8 @@ pub(crate) enum Request {
     Resume,
     PowerOff,
     Migrate {
-        identity: PathBuf,
-        peers: Vec<String>,
+        #[serde(flatten)]
+        common: Common,
         flags: MigrateFlags,
     },
     /// Follow the migration under way.
@@ -60,8 +60,8 @@ pub(crate) enum Request {
     /// follows from its answer.
     AskDestination {
         session: [u8; 16],
-        identity: PathBuf,
-        peers: Vec<String>,
+        #[serde(flatten)]
+        common: Common,
         doubt_limit: Duration,
     },
     /// Carry out what the operator has decided about a VM in doubt.
@@ -263,25 +263,25 @@ fn obey(
         Request::Resolve { session, decision } => desk.resolve(session, decision)?,
         Request::AskDestination {
             session,
-            identity,
-            peers,
+            common,
             doubt_limit,
         } => {
             let asking = asking(doubt_limit);
-            let standing = desk.ask_destination(session, &identity, &peers, &asking)?;
+            let standing = desk.ask_destination(session, &common, &asking)?;
             return send(connection, &(&standing).into());
         }
         Request::Watch => {
             let moving = desk.moving()?;
             return moving.follow().show(|line| send(connection, line));
         }
-        Request::Migrate {
-            identity,
-            peers,
-            flags,
-        } => {
-            let moving = move_away(desk, &identity, &peers, &flags)?;
+        Request::Migrate { common, flags } => {
+            let (tls, warnings) = client_tls(&common, &flags.to)?;
+            let moving = move_away(desk, tls, &flags)?;
             let follower = moving.follow();
+            for text in warnings {
+                // Whoever asked may go; the migration goes on.
+                let _ = send(connection, &Line::Warning { text });
+            }
             let heeded = (Arc::clone(desk), Arc::clone(&moving));
             std::thread::Builder::new()
                 .name("control-heed".into())
@@ -327,13 +327,7 @@ fn heed(mut requests: impl BufRead, desk: &Desk, moving: &Moving) {
 }
 
 /// Begins a migration, on a thread of its own.
-fn move_away(
-    desk: &Arc<Desk>,
-    identity: &Path,
-    peers: &[String],
-    flags: &MigrateFlags,
-) -> Result<Arc<Moving>> {
-    let tls = client_tls(identity, peers, &flags.to)?;
+fn move_away(desk: &Arc<Desk>, tls: ClientTls, flags: &MigrateFlags) -> Result<Arc<Moving>> {
     let moving = Moving::new(flags.to.clone(), flags.rate);
     let options = Options {
         tune: moving.tune.clone(),
@@ -356,20 +350,6 @@ fn move_away(
         bail!(text);
     }
     Ok(moving)
-}
-
-/// What a control lane to `to` is secured with.
-pub(crate) fn client_tls(identity: &Path, peers: &[String], to: &str) -> Result<ClientTls> {
-    let identity = load_identity(identity)?;
-    let peers = if peers.is_empty() {
-        // Whoever connects to a host expects that host.
-        let host = to.rsplit_once(':').map_or(to, |(host, _)| host);
-        let host = host.trim_start_matches('[').trim_end_matches(']');
-        peer_names(&[host.to_owned()])?
-    } else {
-        peer_names(peers)?
-    };
-    Ok(identity.client(&Crypto::auto(), peers)?)
 }
 
 fn carry_out(

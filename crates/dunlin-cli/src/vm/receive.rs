@@ -10,16 +10,16 @@ use clap::Args;
 use dunlin::engine::destination::{DestinationEvent, Options, receive};
 use dunlin::engine::vmm::{Builder, DestinationVm, FaultCode, Offered, Refusal};
 use dunlin::engine::{Host, MigrateError, StandardHost, VmIs, fault_behind};
-use dunlin::lane::provider::Crypto;
 use dunlin_microvm::{MachineBuilder, Movable};
-use dunlin_sys::signals::{EndSignal, EndSignals};
+use dunlin_sys::signals::{EndSignal, EndSignals, HangUps};
 
 use super::desk::Desk;
 use super::owner::{Parent, Socket};
 use crate::code::CANCELLED;
 use crate::display::{clean, clean_lines};
+use crate::identity::{Accepting, Common};
 use crate::line::{FailedLine, Line, millis};
-use crate::options::{Common, ControlPath, load_identity, parse_limit, peer_names};
+use crate::options::{ControlPath, parse_limit};
 use crate::sessions::StatePath;
 
 #[derive(Debug, Args)]
@@ -50,9 +50,14 @@ pub(crate) struct Receive {
 impl Receive {
     pub(crate) fn run(self) -> Result<i32> {
         let desk = Desk::new(self.json, self.state.open()?);
+        let hang_ups = HangUps::block()?;
         desk.watch(EndSignals::block()?)?;
-        let identity = load_identity(&self.common.identity)?;
-        let tls = identity.server(&Crypto::auto(), peer_names(&self.common.peers)?)?;
+        let (accepting, warnings) = Accepting::load(&self.common)?;
+        let accepting = Arc::new(accepting);
+        for text in warnings {
+            self.say(&Line::Warning { text });
+        }
+        reload_at(hang_ups, self.json, &accepting)?;
         let listener = TcpListener::bind(&self.listen)
             .map_err(|error| anyhow!("{}: {error}", self.cannot_listen(&error)))?;
         let address = listener.local_addr()?.to_string();
@@ -83,6 +88,9 @@ impl Receive {
                 desk.farewell();
                 return Ok(self.cancelled(&desk, called_off));
             };
+            for text in accepting.expiring() {
+                self.say(&Line::Warning { text });
+            }
             let again = listener.try_clone().with_context(|| {
                 format!(
                     "cannot go on listening on {address} (at fault: this side; if it is for want \
@@ -91,7 +99,7 @@ impl Receive {
             })?;
             let attempt = receive(
                 again,
-                &tls,
+                &accepting.tls,
                 &options,
                 &mut builder,
                 &host,
@@ -195,42 +203,72 @@ impl Receive {
     }
 
     fn say(&self, line: &Line) {
-        if self.json {
-            line.print();
-            return;
-        }
-        match line {
-            Line::Listening { address } => println!("waiting for a VM on {address}"),
-            Line::Accepted { peer } => println!("{} has connected", clean(peer)),
-            Line::Rejected { text } => println!("turned away: {}", clean_lines(text)),
-            Line::Warning { text } => println!("warning: {}", clean(text)),
-            Line::LaneLost { lane, text } => println!("lane {lane} is lost: {}", clean(text)),
-            Line::ControlLost { text } => println!("the control lane is lost: {}", clean(text)),
-            Line::ControlResumed => println!("a new control lane stands"),
-            Line::Failed(failed) => println!("{}", clean_lines(&failed.text)),
-            Line::Received {
-                name,
-                control,
-                runs,
-                downtime_ms,
-                ..
-            } => {
-                let how = if *runs {
-                    "runs here"
-                } else {
-                    "is here, paused"
+        say(self.json, line);
+    }
+}
+
+/// Reads the identity again at each SIGHUP. A session under way keeps what it
+/// began with.
+fn reload_at(hang_ups: HangUps, json: bool, accepting: &Arc<Accepting>) -> Result<()> {
+    let accepting = Arc::clone(accepting);
+    std::thread::Builder::new()
+        .name("reload".into())
+        .spawn(move || {
+            while hang_ups.wait().is_ok() {
+                let warnings = match accepting.reload() {
+                    Ok((valid_until, warnings)) => {
+                        say(json, &Line::IdentityRead { valid_until });
+                        warnings
+                    }
+                    Err(error) => vec![format!("the identity stays as it was: {error:#}")],
                 };
-                let downtime = downtime_ms.map_or(String::new(), |ms| {
-                    format!(", downtime {ms:.1} ms as the guest saw it")
-                });
-                println!(
-                    "{} {how}{downtime}; control socket {}",
-                    clean(name),
-                    clean(control)
-                );
+                for text in warnings {
+                    say(json, &Line::Warning { text });
+                }
             }
-            _ => {}
+        })?;
+    Ok(())
+}
+
+fn say(json: bool, line: &Line) {
+    if json {
+        line.print();
+        return;
+    }
+    match line {
+        Line::Listening { address } => println!("waiting for a VM on {address}"),
+        Line::Accepted { peer } => println!("{} has connected", clean(peer)),
+        Line::Rejected { text } => println!("turned away: {}", clean_lines(text)),
+        Line::Warning { text } => println!("warning: {}", clean(text)),
+        Line::IdentityRead { valid_until } => {
+            println!("the identity was read again; its certificate is valid until {valid_until}");
         }
+        Line::LaneLost { lane, text } => println!("lane {lane} is lost: {}", clean(text)),
+        Line::ControlLost { text } => println!("the control lane is lost: {}", clean(text)),
+        Line::ControlResumed => println!("a new control lane stands"),
+        Line::Failed(failed) => println!("{}", clean_lines(&failed.text)),
+        Line::Received {
+            name,
+            control,
+            runs,
+            downtime_ms,
+            ..
+        } => {
+            let how = if *runs {
+                "runs here"
+            } else {
+                "is here, paused"
+            };
+            let downtime = downtime_ms.map_or(String::new(), |ms| {
+                format!(", downtime {ms:.1} ms as the guest saw it")
+            });
+            println!(
+                "{} {how}{downtime}; control socket {}",
+                clean(name),
+                clean(control)
+            );
+        }
+        _ => {}
     }
 }
 

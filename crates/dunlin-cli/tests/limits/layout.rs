@@ -11,7 +11,7 @@ use dunlin::engine::vmm::{
 };
 use dunlin::engine::{Cancel, Host, MigrateError, StandardHost, destination, source};
 use dunlin::lane::identity::{Identity, LoadOptions};
-use dunlin::lane::names::PeerNames;
+use dunlin::lane::peers::Peers;
 use dunlin::lane::provider::Crypto;
 use dunlin_microvm::{Config, GuestKind, Movable, Vm};
 
@@ -84,7 +84,7 @@ fn identity(hosts: &Hosts, name: &str) -> Identity {
 
 fn send(hosts: &Hosts, vm: Arc<dyn SourceVm>, to: &str) -> MigrateError {
     let tls = identity(hosts, "a")
-        .client(&Crypto::auto(), PeerNames::AnyFromAuthority)
+        .client(&Crypto::auto(), Peers::AnyFromAuthority)
         .unwrap();
     let host: Arc<dyn Host> = Arc::new(StandardHost);
     let options = source::Options::default();
@@ -100,7 +100,7 @@ fn taking<B: Builder + Send + 'static>(
     mut builder: B,
 ) -> (String, thread::JoinHandle<Option<MigrateError>>) {
     let tls = identity(hosts, "b")
-        .server(&Crypto::auto(), PeerNames::AnyFromAuthority)
+        .server(&Crypto::auto(), Peers::AnyFromAuthority)
         .unwrap();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap().to_string();

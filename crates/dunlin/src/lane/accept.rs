@@ -26,6 +26,7 @@ use std::collections::VecDeque;
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsFd;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use dunlin_proto::negotiate::{MAGIC, Opening, PRELUDE_BYTES, Prelude};
@@ -39,7 +40,8 @@ use super::handshake::{
     FLIGHT_LIMIT_BYTES, HandshakeError, Secured, halves, parameters, peer_identity,
 };
 use super::identity::ServerTls;
-use super::names::PeerIdentity;
+use super::peers::PeerIdentity;
+use super::policy::ServerSettings;
 use super::record::{HEADER_BYTES, RECEIVED_RECORD_BYTES};
 
 /// Connections that are not authenticated yet, at the same time. Each costs
@@ -138,7 +140,9 @@ pub enum RejectReason {
     #[error("the peer's first words are not Dunlin's: {0}")]
     Opening(#[from] DecodeError),
     /// It neither began a TLS handshake nor a plain lane.
-    #[error("the peer's first byte is {0:#04x}: neither TLS nor a plain lane of Dunlin")]
+    #[error(
+        "the peer's first byte is {0:#04x}: neither TLS nor a plain lane of Dunlin; find out who connects to this port"
+    )]
     Unknown(u8),
     /// The connection broke.
     #[error("the connection failed: {0}")]
@@ -202,7 +206,7 @@ pub fn accept(
                 Step::Gone => drop(pending.remove(index)),
                 Step::Complete => {
                     if let Some(one) = pending.remove(index) {
-                        deliver(one.arrive(tls));
+                        deliver(one.arrive());
                     }
                 }
             }
@@ -330,6 +334,7 @@ enum Stage {
 }
 
 struct Handshake {
+    settings: Arc<ServerSettings>,
     connection: ServerConnection,
     record: Vec<u8>,
     received: usize,
@@ -446,7 +451,8 @@ impl Pending {
                     if !handshaking {
                         let common: &rustls::CommonState = &handshake.connection;
                         if handshake.peer.is_none() {
-                            handshake.peer = Some(peer_identity(common, &tls.peers)?);
+                            let peers = &handshake.settings.peers;
+                            handshake.peer = Some(peer_identity(common, peers)?);
                         }
                         let wanted = wanted(&self.opening, &mut self.prelude)?;
                         if wanted == 0 {
@@ -479,13 +485,13 @@ impl Pending {
         }
     }
 
-    fn arrive(self, tls: &ServerTls) -> Arrival {
+    fn arrive(self) -> Arrival {
         let from = self.from;
-        self.try_arrive(tls)
+        self.try_arrive()
             .unwrap_or_else(|reason| Arrival::Rejected { from, reason })
     }
 
-    fn try_arrive(self, tls: &ServerTls) -> Result<Arrival, RejectReason> {
+    fn try_arrive(self) -> Result<Arrival, RejectReason> {
         let prelude = self.prelude.ok_or(HandshakeError::PeerClosed)?;
         let opening = Opening::decode(&prelude, &self.opening[PRELUDE_BYTES..])?;
         self.stream.set_nonblocking(false)?;
@@ -497,19 +503,21 @@ impl Pending {
             let stream = ControlStream::established(
                 self.stream,
                 Connection::from(handshake.connection),
-                &tls.peers,
-                tls.provider,
-            )?;
+                &handshake.settings.peers,
+                handshake.settings.provider,
+            )?
+            .made_with(handshake.settings);
             return Ok(Arrival::Control { stream, opening });
         }
         let peer = handshake.peer.ok_or(HandshakeError::NoCertificate)?;
-        let parameters = parameters(&handshake.connection, tls.provider)?;
+        let provider = handshake.settings.provider;
+        let parameters = parameters(&handshake.connection, provider)?;
         let secrets = handshake
             .connection
             .dangerous_extract_secrets()
             .map_err(HandshakeError::from)?;
-        let (seal, open) = halves(secrets, tls.provider)
-            .map_err(|error| HandshakeError::Local(error.to_string()))?;
+        let (seal, open) =
+            halves(secrets, provider).map_err(|error| HandshakeError::Local(error.to_string()))?;
         let socket = LaneSocket::Tls(Box::new(Secured {
             stream: self.stream,
             peer,
@@ -523,8 +531,10 @@ impl Pending {
 
 impl Handshake {
     fn new(tls: &ServerTls) -> Result<Self, HandshakeError> {
+        let settings = tls.settings();
         Ok(Self {
-            connection: ServerConnection::new(tls.config.clone())?,
+            connection: ServerConnection::new(Arc::clone(&settings.config))?,
+            settings,
             record: Vec::new(),
             received: 0,
             peer: None,

@@ -7,7 +7,7 @@
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
 use dunlin_sys::socket::wait_readable;
@@ -18,7 +18,8 @@ use super::handshake::{
     self, HandshakeError, Parameters, linger, parameters, peer_identity, read_record,
 };
 use super::identity::{ClientTls, ServerTls};
-use super::names::{PeerIdentity, PeerNames};
+use super::peers::{PeerIdentity, Peers};
+use super::policy::ServerSettings;
 use super::provider::Provider;
 use super::record::{Alert, RECEIVED_RECORD_BYTES};
 
@@ -71,6 +72,8 @@ pub struct ControlStream {
     cancelled: AtomicBool,
     peer: PeerIdentity,
     parameters: Parameters,
+    /// What it was made with, on the side that accepted.
+    settings: Option<Arc<ServerSettings>>,
 }
 
 /// Makes the control lane of a connection that this side opened.
@@ -101,21 +104,23 @@ pub fn server(
     tls: &ServerTls,
     deadline: Instant,
 ) -> Result<ControlStream, HandshakeError> {
-    let connection = ServerConnection::new(tls.config.clone())?;
-    ControlStream::new(
+    let settings = tls.settings();
+    let connection = ServerConnection::new(Arc::clone(&settings.config))?;
+    let lane = ControlStream::new(
         stream,
         connection.into(),
-        &tls.peers,
-        tls.provider,
+        &settings.peers,
+        settings.provider,
         deadline,
-    )
+    )?;
+    Ok(lane.made_with(settings))
 }
 
 impl ControlStream {
     fn new(
         stream: TcpStream,
         mut connection: Connection,
-        peers: &PeerNames,
+        peers: &Peers,
         provider: Provider,
         deadline: Instant,
     ) -> Result<Self, HandshakeError> {
@@ -132,7 +137,7 @@ impl ControlStream {
     pub(super) fn established(
         stream: TcpStream,
         connection: Connection,
-        peers: &PeerNames,
+        peers: &Peers,
         provider: Provider,
     ) -> Result<Self, HandshakeError> {
         let peer = peer_identity(&connection, peers)?;
@@ -151,7 +156,18 @@ impl ControlStream {
             cancelled: AtomicBool::new(false),
             peer,
             parameters,
+            settings: None,
         })
+    }
+
+    /// The same, and what it was made with on the side that accepted.
+    pub(super) fn made_with(mut self, settings: Arc<ServerSettings>) -> Self {
+        self.settings = Some(settings);
+        self
+    }
+
+    pub(super) fn accepted_with(&self) -> Option<&Arc<ServerSettings>> {
+        self.settings.as_ref()
     }
 
     /// Who the peer is.

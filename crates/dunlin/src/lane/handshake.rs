@@ -10,6 +10,8 @@
 #[cfg(any(test, feature = "fuzzing"))]
 pub(crate) mod fuzz;
 
+mod error;
+
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::time::{Duration, Instant};
@@ -22,101 +24,21 @@ use rustls::server::{ServerConnectionData, UnbufferedServerConnection};
 use rustls::unbuffered::{
     ConnectionState, EncodeError, EncodeTlsData, InsufficientSizeError, UnbufferedStatus,
 };
-use rustls::{
-    CertificateError, CommonState, ConnectionTrafficSecrets, ExtractedSecrets, NamedGroup,
-};
-use thiserror::Error;
+use rustls::{CommonState, ConnectionTrafficSecrets, ExtractedSecrets, NamedGroup};
 
+pub use self::error::HandshakeError;
 use super::identity::{ClientTls, ServerTls};
-use super::names::{NameRefused, PeerIdentity, PeerNames};
+use super::peers::{PeerIdentity, Peers};
+use super::policy::ALPN;
 use super::provider::{CipherSuite, Provider, ProviderError};
-use super::record::{Alert, HEADER_BYTES, OpenHalf, RECEIVED_RECORD_BYTES, SealHalf};
-use super::trust::name_refused;
+use super::record::{HEADER_BYTES, OpenHalf, RECEIVED_RECORD_BYTES, SealHalf};
+pub use super::trust::Unissued;
 
 /// The most that a peer may send before it is authenticated. A chain of four RSA-4096
 /// certificates takes an eighth of it.
 pub const FLIGHT_LIMIT_BYTES: usize = 64 << 10;
 /// How long a failed handshake waits for its alert to be taken, at most.
 const LINGER: Duration = Duration::from_millis(500);
-
-/// Why a handshake failed. Nothing but handshake messages has been sent.
-#[derive(Debug, Error)]
-#[non_exhaustive]
-pub enum HandshakeError {
-    /// Too slow. The fault is the peer's or the network's.
-    #[error(
-        "the TLS handshake was not finished at its deadline: the peer accepted the connection and then was too slow, or is no TLS server"
-    )]
-    Deadline,
-    /// The connection broke.
-    #[error("the connection failed during the TLS handshake: {0}")]
-    Io(#[source] io::Error),
-    /// The peer hung up.
-    #[error(
-        "the peer closed the connection during the TLS handshake: look into its log for the reason"
-    )]
-    PeerClosed,
-    /// The peer's bytes are no TLS.
-    #[error("the peer does not speak TLS (its first bytes are \"{}\"): check the port, and that both sides ask for TLS", start.escape_ascii())]
-    NotTls {
-        /// What came instead of a record's header.
-        start: [u8; HEADER_BYTES],
-    },
-    /// A record or the sum of them is too long.
-    #[error(
-        "the peer sent more than {FLIGHT_LIMIT_BYTES} bytes, or a record longer than allowed, before it was authenticated"
-    )]
-    TooLong,
-    /// The peer gave up and said why.
-    #[error("the peer ended the TLS handshake with the alert {0}")]
-    PeerAlert(Alert),
-    /// The peer has no certificate.
-    #[error("the peer presented no certificate: lanes authenticate both sides, give it one")]
-    NoCertificate,
-    /// The peer's authority is not ours.
-    #[error(
-        "the peer's certificate comes from an unknown authority: give both hosts certificates of one authority, or add the peer's authority to this host's CA bundle"
-    )]
-    UnknownAuthority,
-    /// A signature does not verify.
-    #[error(
-        "a signature of the peer does not verify: most likely its authority bears the same name as one in this host's CA bundle and has another key; give both hosts certificates of one authority"
-    )]
-    BadSignature,
-    /// The peer's certificate is out of date.
-    #[error(
-        "the peer's certificate has expired ({detail}): renew it on the peer, or correct this host's clock"
-    )]
-    Expired {
-        /// When it did.
-        detail: String,
-    },
-    /// The peer's certificate is not valid yet.
-    #[error(
-        "the peer's certificate is not valid yet ({detail}): correct the clock of one of the hosts"
-    )]
-    NotYetValid {
-        /// When it will be.
-        detail: String,
-    },
-    /// The peer's certificate is unfit for another reason.
-    #[error("the peer's certificate is refused: {0}")]
-    Certificate(CertificateError),
-    /// The certificate is sound and its bearer not allowed.
-    #[error(transparent)]
-    Name(NameRefused),
-    /// Nothing in common.
-    #[error(
-        "the peer and this host have no TLS parameters in common ({0}): both must allow TLS 1.3 and share a suite and a key exchange"
-    )]
-    Incompatible(String),
-    /// Any other breach of the protocol.
-    #[error("the peer broke the TLS protocol: {0}")]
-    Protocol(#[source] rustls::Error),
-    /// A local fault that no peer can cause.
-    #[error("the TLS handshake could not be completed for a local reason: {0}")]
-    Local(String),
-}
 
 /// A connection whose peer is authenticated, with the keys of both directions.
 #[derive(Debug)]
@@ -167,15 +89,22 @@ pub fn server(
     tls: &ServerTls,
     deadline: Instant,
 ) -> Result<Secured, HandshakeError> {
+    let settings = tls.settings();
     let connection =
-        UnbufferedServerConnection::new(tls.config.clone()).map_err(HandshakeError::from)?;
-    secure(stream, connection, &tls.peers, tls.provider, deadline)
+        UnbufferedServerConnection::new(settings.config.clone()).map_err(HandshakeError::from)?;
+    secure(
+        stream,
+        connection,
+        &settings.peers,
+        settings.provider,
+        deadline,
+    )
 }
 
 fn secure<C: Unbuffered>(
     stream: TcpStream,
     mut connection: C,
-    peers: &PeerNames,
+    peers: &Peers,
     provider: Provider,
     deadline: Instant,
 ) -> Result<Secured, HandshakeError> {
@@ -200,16 +129,19 @@ fn secure<C: Unbuffered>(
     })
 }
 
-/// The identity of a peer whose handshake is complete.
+/// The identity of a peer whose handshake is complete, and that it is Dunlin.
 pub(super) fn peer_identity(
     connection: &CommonState,
-    peers: &PeerNames,
+    peers: &Peers,
 ) -> Result<PeerIdentity, HandshakeError> {
+    if connection.alpn_protocol() != Some(ALPN) {
+        return Err(HandshakeError::NotDunlin);
+    }
     let leaf: &CertificateDer<'_> = connection
         .peer_certificates()
         .and_then(<[_]>::first)
         .ok_or(HandshakeError::NoCertificate)?;
-    let authorised_by = peers.authorise(leaf).map_err(HandshakeError::Name)?;
+    let authorised_by = peers.authorise(leaf).map_err(HandshakeError::Peer)?;
     Ok(PeerIdentity::of(leaf, authorised_by))
 }
 
@@ -335,36 +267,6 @@ fn io_error(error: io::Error) -> HandshakeError {
 
 fn local(reason: impl ToString) -> HandshakeError {
     HandshakeError::Local(reason.to_string())
-}
-
-impl From<rustls::Error> for HandshakeError {
-    fn from(error: rustls::Error) -> Self {
-        use rustls::Error as Tls;
-        if let Some(refused) = name_refused(&error) {
-            return Self::Name(refused.clone());
-        }
-        match error {
-            Tls::AlertReceived(alert) => Self::PeerAlert(Alert(alert.into())),
-            Tls::NoCertificatesPresented => Self::NoCertificate,
-            Tls::InvalidCertificate(error) => match &error {
-                CertificateError::UnknownIssuer => Self::UnknownAuthority,
-                CertificateError::BadSignature => Self::BadSignature,
-                CertificateError::Expired | CertificateError::ExpiredContext { .. } => {
-                    Self::Expired {
-                        detail: error.to_string(),
-                    }
-                }
-                CertificateError::NotValidYet | CertificateError::NotValidYetContext { .. } => {
-                    Self::NotYetValid {
-                        detail: error.to_string(),
-                    }
-                }
-                _ => Self::Certificate(error),
-            },
-            Tls::PeerIncompatible(reason) => Self::Incompatible(format!("{reason:?}")),
-            error => Self::Protocol(error),
-        }
-    }
 }
 
 /// Runs a handshake to its end. On an error of TLS the peer gets its alert.

@@ -1,170 +1,92 @@
 //! This host's identity: its certificate, its key, and the authorities whose peers it trusts.
 //!
-//! Loaded once from a directory:
+//! Loaded from a directory in one of the layouts of [`Layout`], or from [`Files`]. From an
+//! identity come the TLS settings of both roles, made in [`policy`].
 //!
-//! ```text
-//! ca-cert.pem   the authorities that issue peers' certificates, one or more
-//! cert.pem      this host's certificate, followed by any intermediates
-//! key.pem       its private key, unencrypted, readable by its owner alone
-//! ```
-//!
-//! From an identity come the TLS settings of both roles, [`ClientTls`] for a source and
-//! [`ServerTls`] for a destination. Both demand TLS 1.3 and a certificate of the other side, and
-//! never resume, so every lane is authenticated in full.
+//! Nothing is watched: whoever loads an identity again gets what the files hold then, and
+//! [`ServerTls::replace`] has a destination use it from the next handshake on.
 
-use std::fs::File;
-use std::io::{self, Read};
-use std::os::unix::fs::PermissionsExt;
+mod error;
+mod files;
+mod layout;
+
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use rustls::client::Resumption;
-use rustls::pki_types::pem::{self, PemObject};
-use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
-use rustls::server::{NoServerSessionStorage, WebPkiClientVerifier};
-use rustls::sign::{CertifiedKey, SingleCertAndKey};
-use rustls::{ClientConfig, RootCertStore, ServerConfig, version};
-use thiserror::Error;
+use rustls::RootCertStore;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, UnixTime};
+use rustls::sign::CertifiedKey;
+use webpki::{ExtendedKeyUsageValidator, KeyPurposeIdIter};
 use x509_parser::certificate::X509Certificate;
 use x509_parser::prelude::FromDer;
+use x509_parser::revocation_list::CertificateRevocationList;
+use x509_parser::time::ASN1Time;
 
-use super::names::{AuthorisedBy, PeerIdentity, PeerName, PeerNames};
-use super::provider::{Crypto, Provider, ProviderError};
-use super::trust::{ClientNames, ServerNames};
+pub use self::error::{IdentityError, Item, SettingsError, Warning};
+pub use self::layout::{
+    AUTHORITIES_FILE, CERTIFICATE_FILE, Files, KEY_FILE, Layout, REVOCATIONS_FILE, Role,
+    UnknownLayout,
+};
+use super::names::PeerName;
+use super::peers::{AuthorisedBy, PeerIdentity, Peers, Pin};
+pub use super::policy::{ClientTls, ServerTls};
+use super::provider::{Crypto, handshake_algorithms, load_key};
+use super::trust::{Authorities, Unissued};
+use super::{policy, trust};
 
-/// The file of trusted authorities in an identity's directory.
-pub const AUTHORITIES_FILE: &str = "ca-cert.pem";
-/// The file of this host's certificate chain, leaf first.
-pub const CERTIFICATE_FILE: &str = "cert.pem";
-/// The file of this host's private key.
-pub const KEY_FILE: &str = "key.pem";
-/// No identity file is longer: a bundle of every public authority has a quarter of this.
-const FILE_LIMIT_BYTES: u64 = 1 << 20;
+const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// Why an identity cannot be used. The fault is local: a file, its permissions or its content.
-#[derive(Debug, Error)]
-#[non_exhaustive]
-pub enum IdentityError {
-    /// A file is missing or cannot be read.
-    #[error("cannot read {}: {source}; an identity needs {AUTHORITIES_FILE}, {CERTIFICATE_FILE} and {KEY_FILE} in one directory", path.display())]
-    Unreadable {
-        /// The file.
-        path: PathBuf,
-        /// What the system said.
-        source: io::Error,
-    },
-    /// A file is too long to be what it should be.
-    #[error("{} is longer than {FILE_LIMIT_BYTES} bytes and cannot be a PEM file of certificates or a key", path.display())]
-    TooLong {
-        /// The file.
-        path: PathBuf,
-    },
-    /// Everybody on this host can use the key.
-    #[error("{} is open to every user of this host (mode {mode:04o}) and is refused: run chmod 0600 {}, and replace the key if others may have read it", path.display(), path.display())]
-    KeyOpenToAll {
-        /// The key's file.
-        path: PathBuf,
-        /// Its permission bits.
-        mode: u32,
-    },
-    /// A file's PEM is damaged.
-    #[error("{} is not sound PEM ({source}): write it again from its origin", path.display())]
-    BadPem {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong.
-        source: pem::Error,
-    },
-    /// A file holds no object of the kind it should.
-    #[error("{} holds no {wanted}", path.display())]
-    Nothing {
-        /// The file.
-        path: PathBuf,
-        /// What was looked for.
-        wanted: &'static str,
-    },
-    /// A certificate in a file cannot be decoded or used.
-    #[error("certificate {} in {} cannot be used ({reason}): replace it", position + 1, path.display())]
-    BadCertificate {
-        /// The file.
-        path: PathBuf,
-        /// Its position in the file, from zero.
-        position: usize,
-        /// What is wrong.
-        reason: String,
-    },
-    /// The private key is of a kind that the crypto library cannot use.
-    #[error("the key in {} cannot be used ({source}): use an unencrypted RSA, ECDSA P-256 or P-384, or Ed25519 key", path.display())]
-    BadKey {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong.
-        source: rustls::Error,
-    },
-    /// Key and certificate are not a pair.
-    #[error("the key in {} does not belong to the certificate in {}: put the two files of one pair there", key.display(), certificate.display())]
-    KeyMismatch {
-        /// The key's file.
-        key: PathBuf,
-        /// The certificate's file.
-        certificate: PathBuf,
-    },
-    /// This host's certificate is out of date.
-    #[error("the certificate in {} expired on {not_after}: renew it, or correct this host's clock", path.display())]
-    Expired {
-        /// The file.
-        path: PathBuf,
-        /// The end of its validity.
-        not_after: String,
-    },
-    /// This host's certificate is not valid yet.
-    #[error("the certificate in {} is valid only from {not_before} on: wait, or correct this host's clock", path.display())]
-    NotYetValid {
-        /// The file.
-        path: PathBuf,
-        /// The beginning of its validity.
-        not_before: String,
-    },
-}
-
-/// Why TLS settings cannot be made from an identity. The fault is in the configuration.
-#[derive(Debug, Error)]
-#[non_exhaustive]
-pub enum SettingsError {
-    /// The crypto library or the suites.
-    #[error(transparent)]
-    Provider(#[from] ProviderError),
-    /// rustls refuses the combination.
-    #[error("these TLS settings cannot be used: {0}")]
-    Refused(String),
-}
-
-/// Something that works and should be put right.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Warning {
-    /// A group can read the key.
-    KeyOpenToGroup {
-        /// The key's file.
-        path: PathBuf,
-        /// Its permission bits.
-        mode: u32,
-    },
-}
-
-/// How strictly files are looked at.
-#[derive(Clone, Copy, Debug, Default)]
+/// How strictly files are looked at, and which.
+#[derive(Clone, Copy, Debug)]
 pub struct LoadOptions {
+    /// How the files lie in the directory; told by what is there if none is given.
+    pub layout: Option<Layout>,
+    /// The side of a migration that it is for. Dunlin's own layout serves both.
+    pub role: Option<Role>,
     /// Accept a key that every user of this host can read. For tests and broken file systems.
     pub allow_key_open_to_all: bool,
+    /// How long ahead the end of a validity is warned of; no sooner, though, than in the last
+    /// third of it, so that what is made to last a day is not always about to end.
+    pub warn_before: Duration,
+}
+
+impl Default for LoadOptions {
+    fn default() -> Self {
+        Self {
+            layout: None,
+            role: None,
+            allow_key_open_to_all: false,
+            warn_before: 30 * DAY,
+        }
+    }
 }
 
 /// A host's certificate chain, key and trusted authorities.
 pub struct Identity {
-    chain: Vec<CertificateDer<'static>>,
-    key: PrivateKeyDer<'static>,
-    authorities: Arc<RootCertStore>,
+    pub(super) chain: Vec<CertificateDer<'static>>,
+    pub(super) key: PrivateKeyDer<'static>,
+    pub(super) authorities: Arc<Authorities>,
+    files: Files,
+    dates: Vec<Dated>,
+    options: LoadOptions,
+}
+
+/// When something of an identity is valid.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Dated {
+    /// What it is.
+    pub item: Item,
+    /// The file that it is in.
+    pub path: PathBuf,
+    /// Its position in that file, from zero.
+    pub position: usize,
+    /// The beginning of its validity; when it was made, for a revocation list.
+    pub not_before: SystemTime,
+    /// The end of its validity; when the next one is due, for a revocation list.
+    pub not_after: SystemTime,
+    /// The same, for people.
+    pub until: String,
 }
 
 /// What a host's certificate says, for people.
@@ -174,33 +96,22 @@ pub struct Summary {
     pub names: Vec<PeerName>,
     /// SHA-256 of the certificate.
     pub fingerprint: [u8; 32],
+    /// What others can pin it by.
+    pub pin: Pin,
+    /// What others can pin its key by, beyond its renewal.
+    pub key_pin: Option<Pin>,
     /// From when it is valid.
     pub not_before: String,
     /// Until when it is valid.
     pub not_after: String,
     /// How many authorities are trusted.
     pub authorities: usize,
-}
-
-/// The TLS settings of the side that connects.
-#[derive(Clone, Debug)]
-pub struct ClientTls {
-    pub(super) config: Arc<ClientConfig>,
-    pub(super) server_name: ServerName<'static>,
-    pub(super) peers: PeerNames,
-    pub(super) provider: Provider,
-}
-
-/// The TLS settings of the side that accepts.
-#[derive(Clone, Debug)]
-pub struct ServerTls {
-    pub(super) config: Arc<ServerConfig>,
-    pub(super) peers: PeerNames,
-    pub(super) provider: Provider,
+    /// How many revocation lists there are.
+    pub revocation_lists: usize,
 }
 
 impl Identity {
-    /// Loads and checks the three files in `directory`; the warnings are for the log.
+    /// Loads and checks the files in `directory`; the warnings are for the log.
     ///
     /// # Errors
     /// [`IdentityError`], which names the file and what to do.
@@ -208,39 +119,101 @@ impl Identity {
         directory: &Path,
         options: LoadOptions,
     ) -> Result<(Self, Vec<Warning>), IdentityError> {
+        let files = Files::in_directory(directory, options.layout, options.role)?;
+        Self::load_files(files, options)
+    }
+
+    /// The same with files that may be anywhere.
+    ///
+    /// # Errors
+    /// [`IdentityError`], which names the file and what to do.
+    pub fn load_files(
+        files: Files,
+        options: LoadOptions,
+    ) -> Result<(Self, Vec<Warning>), IdentityError> {
         let mut warnings = Vec::new();
-        let key_path = directory.join(KEY_FILE);
-        let chain_path = directory.join(CERTIFICATE_FILE);
-        let key = read_key(&key_path, options, &mut warnings)?;
-        let chain = certificates(&chain_path)?;
-        let authorities = authorities(&directory.join(AUTHORITIES_FILE))?;
-        check_validity(&chain_path, &chain[0])?;
-        check_pair(&chain_path, &chain, &key_path, &key)?;
-        Ok((
-            Self {
-                chain,
-                key,
-                authorities: Arc::new(authorities),
-            },
-            warnings,
-        ))
+        let key = files::read_key(&files.key, options, &mut warnings)?;
+        let chain = files::certificates(&files.certificate)?;
+        let mut dates = vec![Dated::of_certificate(
+            Item::Certificate,
+            &files.certificate,
+            0,
+            &chain[0],
+        )?];
+        let mut anchors = RootCertStore::empty();
+        if let Some(path) = &files.authorities {
+            let authorities = files::certificates(path)?;
+            anchors = files::anchors(path, &authorities)?;
+            for (position, authority) in authorities.iter().enumerate() {
+                let what = Item::Authority;
+                dates.push(Dated::of_certificate(what, path, position, authority)?);
+            }
+        }
+        let mut revocations = Vec::new();
+        if let Some(path) = &files.revocations {
+            let lists = files::revocation_lists(path)?;
+            revocations = files::revocations(path, &lists)?;
+            for (position, list) in lists.iter().enumerate() {
+                dates.extend(Dated::of_revocation_list(path, position, list));
+            }
+        }
+        let identity = Self {
+            chain,
+            key,
+            authorities: Arc::new(Authorities {
+                anchors,
+                revocations,
+            }),
+            files,
+            dates,
+            options,
+        };
+        identity.check_validity(SystemTime::now())?;
+        identity.check_pair()?;
+        if let Some(role) = options.role {
+            identity.check_purpose(role)?;
+        }
+        warnings.extend(identity.check_chain()?);
+        warnings.extend(identity.expiring(SystemTime::now()));
+        Ok((identity, warnings))
+    }
+
+    /// The files that it was loaded from.
+    pub fn files(&self) -> &Files {
+        &self.files
+    }
+
+    /// When its certificate, the authorities' and the revocation lists are valid, the host's
+    /// certificate first.
+    pub fn dates(&self) -> &[Dated] {
+        &self.dates
+    }
+
+    /// What will soon have come to its end at `now`, or has.
+    pub fn expiring(&self, now: SystemTime) -> Vec<Warning> {
+        self.dates
+            .iter()
+            .filter_map(|what| what.warning(now, self.options.warn_before))
+            .collect()
     }
 
     /// What the certificate says.
     ///
     /// # Errors
-    /// [`IdentityError::BadCertificate`].
+    /// [`IdentityError::BadItem`].
     pub fn summary(&self) -> Result<Summary, IdentityError> {
         let leaf = &self.chain[0];
-        let path = Path::new(CERTIFICATE_FILE);
-        let certificate = parse(path, leaf)?;
+        let certificate = self.leaf()?;
         let peer = PeerIdentity::of(leaf, AuthorisedBy::Authority);
         Ok(Summary {
             names: peer.names,
             fingerprint: peer.fingerprint,
+            pin: Pin::of_certificate(leaf),
+            key_pin: Pin::of_key(leaf),
             not_before: certificate.validity().not_before.to_string(),
             not_after: certificate.validity().not_after.to_string(),
-            authorities: self.authorities.len(),
+            authorities: self.authorities.anchors.len(),
+            revocation_lists: self.authorities.revocations.len(),
         })
     }
 
@@ -248,247 +221,197 @@ impl Identity {
     ///
     /// # Errors
     /// [`SettingsError`].
-    pub fn client(&self, crypto: &Crypto, peers: PeerNames) -> Result<ClientTls, SettingsError> {
-        let rustls = crypto.rustls()?;
-        let verifier = ServerNames::new(
-            self.authorities.clone(),
-            rustls.signature_verification_algorithms,
-            peers.clone(),
-        );
-        let mut config = ClientConfig::builder_with_provider(rustls)
-            .with_protocol_versions(&[&version::TLS13])
-            .map_err(refused)?
-            .dangerous()
-            .with_custom_certificate_verifier(Arc::new(verifier))
-            .with_client_auth_cert(self.chain.clone(), self.key.clone_key())
-            .map_err(refused)?;
-        config.enable_secret_extraction = true;
-        config.resumption = Resumption::disabled();
-        let server_name = peers.server_name();
-        config.enable_sni = server_name.is_some();
-        // rustls wants a name even where none is sent; our verifier never looks at it.
-        let server_name = server_name.unwrap_or(ServerName::IpAddress(
-            std::net::IpAddr::from([0, 0, 0, 0]).into(),
-        ));
-        Ok(ClientTls {
-            config: Arc::new(config),
-            server_name,
-            peers,
-            provider: crypto.provider,
-        })
+    pub fn client(&self, crypto: &Crypto, peers: Peers) -> Result<ClientTls, SettingsError> {
+        self.check_purpose(Role::Source)?;
+        policy::client(self, crypto, peers)
     }
 
     /// Settings for a destination that lets in only `peers`.
     ///
     /// # Errors
     /// [`SettingsError`].
-    pub fn server(&self, crypto: &Crypto, peers: PeerNames) -> Result<ServerTls, SettingsError> {
-        let rustls = crypto.rustls()?;
-        let chain =
-            WebPkiClientVerifier::builder_with_provider(self.authorities.clone(), rustls.clone())
-                .build()
-                .map_err(|error| SettingsError::Refused(error.to_string()))?;
-        let own = CertifiedKey::from_der(self.chain.clone(), self.key.clone_key(), &rustls)
-            .map_err(refused)?;
-        let mut config = ServerConfig::builder_with_provider(rustls)
-            .with_protocol_versions(&[&version::TLS13])
-            .map_err(refused)?
-            .with_client_cert_verifier(Arc::new(ClientNames::new(chain, peers.clone())))
-            .with_cert_resolver(Arc::new(SingleCertAndKey::from(own)));
-        config.enable_secret_extraction = true;
-        // A ticket after the handshake would meet a lane that reads data only.
-        config.send_tls13_tickets = 0;
-        config.session_storage = Arc::new(NoServerSessionStorage {});
-        Ok(ServerTls {
-            config: Arc::new(config),
-            peers,
-            provider: crypto.provider,
+    pub fn server(&self, crypto: &Crypto, peers: Peers) -> Result<ServerTls, SettingsError> {
+        self.check_purpose(Role::Destination)?;
+        policy::server(self, crypto, peers)
+    }
+
+    fn leaf(&self) -> Result<X509Certificate<'_>, IdentityError> {
+        parse(
+            Item::Certificate,
+            &self.files.certificate,
+            0,
+            &self.chain[0],
+        )
+    }
+
+    /// A peer would refuse an outdated certificate too, but could tell us only that much: here
+    /// the file can be named.
+    fn check_validity(&self, now: SystemTime) -> Result<(), IdentityError> {
+        let certificate = self.leaf()?;
+        let validity = certificate.validity();
+        let path = self.files.certificate.clone();
+        if now > system_time(validity.not_after) {
+            return Err(IdentityError::Expired {
+                path,
+                not_after: validity.not_after.to_string(),
+            });
+        }
+        if now < system_time(validity.not_before) {
+            return Err(IdentityError::NotYetValid {
+                path,
+                not_before: validity.not_before.to_string(),
+            });
+        }
+        Ok(())
+    }
+
+    fn check_pair(&self) -> Result<(), IdentityError> {
+        let signer = load_key(self.key.clone_key()).map_err(|source| IdentityError::BadKey {
+            path: self.files.key.clone(),
+            source,
+        })?;
+        match CertifiedKey::new(self.chain.clone(), signer).keys_match() {
+            Ok(()) => Ok(()),
+            // The library cannot tell: the first handshake will.
+            Err(rustls::Error::InconsistentKeys(rustls::InconsistentKeys::Unknown)) => Ok(()),
+            Err(rustls::Error::InconsistentKeys(_)) => Err(IdentityError::KeyMismatch {
+                key: self.files.key.clone(),
+                certificate: self.files.certificate.clone(),
+            }),
+            Err(error) => Err(IdentityError::BadItem {
+                path: self.files.certificate.clone(),
+                what: Item::Certificate,
+                position: 0,
+                reason: error.to_string(),
+            }),
+        }
+    }
+
+    /// The peer's check of the extended key usage (RFC 5280, section 4.2.1.12), made here, where
+    /// the file can be named.
+    fn check_purpose(&self, role: Role) -> Result<(), IdentityError> {
+        let certificate = self.leaf()?;
+        let Ok(Some(usage)) = certificate.extended_key_usage() else {
+            return Ok(());
+        };
+        let (fits, wanted) = match role {
+            Role::Source => (usage.value.client_auth, "TLS clients, as a source is one"),
+            Role::Destination => (
+                usage.value.server_auth,
+                "TLS servers, as a destination is one",
+            ),
+        };
+        if fits || usage.value.any {
+            return Ok(());
+        }
+        Err(IdentityError::WrongPurpose {
+            path: self.files.certificate.clone(),
+            wanted,
         })
     }
-}
 
-impl ClientTls {
-    /// The settings as rustls takes them.
-    pub fn config(&self) -> &Arc<ClientConfig> {
-        &self.config
+    /// Whether our own authorities would take our certificate. They need not: the peers' may be
+    /// others.
+    fn check_chain(&self) -> Result<Option<Warning>, IdentityError> {
+        let (leaf, intermediates) = (&self.chain[0], &self.chain[1..]);
+        let algorithms = handshake_algorithms();
+        let verified =
+            self.authorities
+                .verify(leaf, intermediates, UnixTime::now(), Any, &algorithms);
+        let path = self.files.certificate.clone();
+        match verified {
+            Err(webpki::Error::CertRevoked) => Err(IdentityError::Revoked { path }),
+            Err(error) if !self.authorities.anchors.is_empty() => {
+                Ok(match Unissued::of(leaf, intermediates, &error) {
+                    Some(Unissued::BrokenOff { issuer }) => Some(Warning::NoChain { path, issuer }),
+                    _ => None,
+                })
+            }
+            _ => Ok(None),
+        }
     }
 }
 
-impl ServerTls {
-    /// The settings as rustls takes them.
-    pub fn config(&self) -> &Arc<ServerConfig> {
-        &self.config
+/// For any purpose.
+struct Any;
+
+impl ExtendedKeyUsageValidator for Any {
+    fn validate(&self, _: KeyPurposeIdIter<'_, '_>) -> Result<(), webpki::Error> {
+        Ok(())
+    }
+}
+
+impl Dated {
+    fn of_certificate(
+        item: Item,
+        path: &Path,
+        position: usize,
+        certificate: &CertificateDer<'_>,
+    ) -> Result<Self, IdentityError> {
+        let certificate = parse(item, path, position, certificate)?;
+        let validity = certificate.validity();
+        let dates = (validity.not_before, validity.not_after);
+        Ok(Self::new(item, path, position, dates))
+    }
+
+    /// None for one that names no date for the next.
+    fn of_revocation_list(path: &Path, position: usize, list: &[u8]) -> Option<Self> {
+        let (_, list) = CertificateRevocationList::from_der(list).ok()?;
+        let dates = (list.last_update(), list.next_update()?);
+        Some(Self::new(Item::RevocationList, path, position, dates))
+    }
+
+    fn new(item: Item, path: &Path, position: usize, (from, to): (ASN1Time, ASN1Time)) -> Self {
+        Self {
+            item,
+            path: path.to_owned(),
+            position,
+            not_before: system_time(from),
+            not_after: system_time(to),
+            until: to.to_string(),
+        }
+    }
+
+    fn warning(&self, now: SystemTime, before: Duration) -> Option<Warning> {
+        let lifetime = self.not_after.duration_since(self.not_before).ok();
+        let before = before.min(lifetime.unwrap_or_default() / 3);
+        let left = self.not_after.duration_since(now).ok();
+        if left.is_some_and(|left| left > before) {
+            return None;
+        }
+        Some(Warning::Expires {
+            what: self.clone(),
+            days: left.map(|left| left.as_secs() / DAY.as_secs()),
+        })
     }
 }
 
 impl std::fmt::Debug for Identity {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Identity").finish_non_exhaustive()
+        f.debug_struct("Identity")
+            .field("files", &self.files)
+            .finish_non_exhaustive()
     }
 }
 
-impl std::fmt::Display for Warning {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::KeyOpenToGroup { path, mode } => write!(
-                f,
-                "{} is open to its group (mode {mode:04o}); run chmod 0600 {} unless the group \
-                 is meant to use the key",
-                path.display(),
-                path.display()
-            ),
-        }
-    }
-}
-
-fn refused(error: rustls::Error) -> SettingsError {
-    SettingsError::Refused(error.to_string())
-}
-
-fn read_key(
-    path: &Path,
-    options: LoadOptions,
-    warnings: &mut Vec<Warning>,
-) -> Result<PrivateKeyDer<'static>, IdentityError> {
-    let (text, mode) = read(path)?;
-    let text = zeroize::Zeroizing::new(text);
-    if mode & 0o007 != 0 && !options.allow_key_open_to_all {
-        return Err(IdentityError::KeyOpenToAll {
-            path: path.to_owned(),
-            mode,
-        });
-    }
-    if mode & 0o070 != 0 {
-        warnings.push(Warning::KeyOpenToGroup {
-            path: path.to_owned(),
-            mode,
-        });
-    }
-    PrivateKeyDer::from_pem_slice(&text).map_err(|source| match source {
-        pem::Error::NoItemsFound => IdentityError::Nothing {
-            path: path.to_owned(),
-            wanted: "unencrypted private key: decrypt it, or write one there",
-        },
-        source => IdentityError::BadPem {
-            path: path.to_owned(),
-            source,
-        },
-    })
-}
-
-/// The certificates of a file, at least one.
-fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, IdentityError> {
-    let (text, _) = read(path)?;
-    let certificates = CertificateDer::pem_slice_iter(&text)
-        .collect::<Result<Vec<_>, _>>()
-        .map_err(|source| IdentityError::BadPem {
-            path: path.to_owned(),
-            source,
-        })?;
-    if certificates.is_empty() {
-        return Err(IdentityError::Nothing {
-            path: path.to_owned(),
-            wanted: "certificate: write one or more there as PEM",
-        });
-    }
-    Ok(certificates)
-}
-
-fn authorities(path: &Path) -> Result<RootCertStore, IdentityError> {
-    let mut store = RootCertStore::empty();
-    for (position, certificate) in certificates(path)?.into_iter().enumerate() {
-        store
-            .add(certificate)
-            .map_err(|error| IdentityError::BadCertificate {
-                path: path.to_owned(),
-                position,
-                reason: error.to_string(),
-            })?;
-    }
-    Ok(store)
-}
-
-/// The content of a file and its permission bits, both from one descriptor, so that the bits are
-/// those of the bytes.
-fn read(path: &Path) -> Result<(Vec<u8>, u32), IdentityError> {
-    let unreadable = |source| IdentityError::Unreadable {
-        path: path.to_owned(),
-        source,
-    };
-    let file = File::open(path).map_err(unreadable)?;
-    let mode = file.metadata().map_err(unreadable)?.permissions().mode() & 0o7777;
-    let mut text = Vec::new();
-    file.take(FILE_LIMIT_BYTES + 1)
-        .read_to_end(&mut text)
-        .map_err(unreadable)?;
-    if text.len() as u64 > FILE_LIMIT_BYTES {
-        return Err(IdentityError::TooLong {
-            path: path.to_owned(),
-        });
-    }
-    Ok((text, mode))
-}
-
-/// A peer would refuse an outdated certificate too, but could tell us only that much: here the
-/// file can be named.
 fn parse<'a>(
+    what: Item,
     path: &Path,
-    leaf: &'a CertificateDer<'_>,
+    position: usize,
+    certificate: &'a CertificateDer<'_>,
 ) -> Result<X509Certificate<'a>, IdentityError> {
-    X509Certificate::from_der(leaf)
+    X509Certificate::from_der(certificate)
         .map(|(_, certificate)| certificate)
-        .map_err(|error| IdentityError::BadCertificate {
+        .map_err(|error| IdentityError::BadItem {
             path: path.to_owned(),
-            position: 0,
-            reason: error.to_string(),
+            what,
+            position,
+            reason: trust::readable(&error.to_string()),
         })
 }
 
-fn check_validity(path: &Path, leaf: &CertificateDer<'_>) -> Result<(), IdentityError> {
-    let certificate = parse(path, leaf)?;
-    let now = SystemTime::now()
-        .duration_since(UNIX_EPOCH)
-        .map_or(0, |time| time.as_secs());
-    let now = i64::try_from(now).unwrap_or(i64::MAX);
-    let validity = certificate.validity();
-    if now > validity.not_after.timestamp() {
-        return Err(IdentityError::Expired {
-            path: path.to_owned(),
-            not_after: validity.not_after.to_string(),
-        });
-    }
-    if now < validity.not_before.timestamp() {
-        return Err(IdentityError::NotYetValid {
-            path: path.to_owned(),
-            not_before: validity.not_before.to_string(),
-        });
-    }
-    Ok(())
-}
-
-fn check_pair(
-    chain_path: &Path,
-    chain: &[CertificateDer<'static>],
-    key_path: &Path,
-    key: &PrivateKeyDer<'static>,
-) -> Result<(), IdentityError> {
-    let bad_key = |source| IdentityError::BadKey {
-        path: key_path.to_owned(),
-        source,
-    };
-    let signer = super::provider::load_key(key.clone_key()).map_err(bad_key)?;
-    match CertifiedKey::new(chain.to_vec(), signer).keys_match() {
-        Ok(()) => Ok(()),
-        // The library cannot tell: the first handshake will.
-        Err(rustls::Error::InconsistentKeys(rustls::InconsistentKeys::Unknown)) => Ok(()),
-        Err(rustls::Error::InconsistentKeys(_)) => Err(IdentityError::KeyMismatch {
-            key: key_path.to_owned(),
-            certificate: chain_path.to_owned(),
-        }),
-        Err(error) => Err(IdentityError::BadCertificate {
-            path: chain_path.to_owned(),
-            position: 0,
-            reason: error.to_string(),
-        }),
-    }
+/// What lies before 1970 is taken for 1970: nothing that is checked here is that old.
+fn system_time(time: ASN1Time) -> SystemTime {
+    let seconds = u64::try_from(time.timestamp()).unwrap_or(0);
+    UNIX_EPOCH + Duration::from_secs(seconds)
 }

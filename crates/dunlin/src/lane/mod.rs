@@ -1,14 +1,15 @@
 //! Lanes: TCP connections with their security, and the bytes on them.
 //!
-//! [`identity`] loads a host's certificates and says which peers it accepts; [`provider`] picks
-//! the crypto library that is fastest on this CPU. [`handshake`] turns a connection into a data
+//! [`identity`] loads a host's certificates, [`peers`] says whom it accepts, [`policy`] how TLS is
+//! spoken; [`provider`] picks the crypto library that is fastest on this CPU. [`handshake`] turns a connection into a data
 //! lane, whose bytes [`record`] seals and opens and [`data`] sends and receives; [`control`] turns
 //! one into the control lane; [`accept`] does both for connections that come in, many at a time on
 //! one thread. What the bytes mean is decided above.
 //!
 //! ```text
-//!   identity ── provider
-//!       │          │
+//!   identity ── peers ── names
+//!       └──── policy ── provider
+//!                │
 //!   handshake ── record          control (rustls keeps the keys, so that it can export)
 //!       └──── data ───┘
 //! ```
@@ -19,6 +20,8 @@ pub mod data;
 pub mod handshake;
 pub mod identity;
 pub mod names;
+pub mod peers;
+pub mod policy;
 pub mod provider;
 pub mod record;
 mod trust;

@@ -1,10 +1,11 @@
-//! Who a peer is: the names in its certificate, and which of them are allowed to connect.
+//! The names in certificates, and when one of them is an allowed one.
 //!
-//! A certificate chain proves that an authority we trust issued the certificate. Names decide
-//! whether its bearer may migrate virtual machines to or from this host.
-
-#[cfg(any(test, feature = "fuzzing"))]
-pub(crate) mod fuzz;
+//! | allowed | fits a certificate with |
+//! | --- | --- |
+//! | `host.example` | that DNS name, or `*.example` |
+//! | `*.example` | any DNS name of one label more, or `*.example` itself |
+//! | `192.0.2.7`, `2001:db8::7` | that IP address |
+//! | `spiffe://site/host/7` | that URI, byte for byte |
 
 use std::fmt;
 use std::net::IpAddr;
@@ -13,51 +14,25 @@ use std::str::FromStr;
 use rustls::client::verify_server_name;
 use rustls::pki_types::{CertificateDer, DnsName, ServerName};
 use rustls::server::ParsedCertificate;
-use sha2::{Digest, Sha256};
 use thiserror::Error;
 use x509_parser::certificate::X509Certificate;
 use x509_parser::extensions::GeneralName;
 use x509_parser::prelude::FromDer;
 
+/// In front of a DNS name: it stands for one whole label (RFC 9525, section 6.3).
+const ANY_LABEL: &str = "*.";
+
 /// One name as a certificate's subjectAltName carries it (RFC 5280, section 4.2.1.6). The common
 /// name is never consulted (RFC 9525, section 2).
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum PeerName {
-    /// A DNS name. In a certificate it may begin with `*.`, which stands for one label.
+    /// A DNS name. It may begin with `*.`, which stands for one label: in a certificate for any
+    /// that the authority let its bearer have, in a list of allowed names for any host there.
     Dns(String),
     /// An IP address.
     Ip(IpAddr),
     /// A URI, compared byte for byte: `spiffe://site/host/7`, for instance.
     Uri(String),
-}
-
-/// The peers that may connect, or be connected to.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum PeerNames {
-    /// Every bearer of a certificate from our CA bundle.
-    AnyFromAuthority,
-    /// Only bearers of one of these names.
-    OneOf(Vec<PeerName>),
-}
-
-/// Why a peer was let in, for the log.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum AuthorisedBy {
-    /// Its certificate comes from the CA bundle, and no names were demanded.
-    Authority,
-    /// Its certificate carries this allowed name.
-    Name(PeerName),
-}
-
-/// An authenticated peer.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct PeerIdentity {
-    /// SHA-256 of the leaf certificate (DER).
-    pub fingerprint: [u8; 32],
-    /// The names that the certificate carries, in its order.
-    pub names: Vec<PeerName>,
-    /// Why it was let in.
-    pub authorised_by: AuthorisedBy,
 }
 
 /// Not a name that a certificate can carry. The fault is in the configuration.
@@ -69,64 +44,17 @@ pub struct BadName {
     text: String,
 }
 
-/// A certificate of a trusted authority without an allowed name.
-#[derive(Debug, Error, Clone, PartialEq, Eq)]
-#[error(
-    "the peer's certificate is valid but carries none of the allowed names: it has {}, allowed {} \
-     {}; correct the peer names on this host, or give the peer a certificate with the right name",
-    list(.presented), if .allowed.len() == 1 { "is" } else { "are" }, list(.allowed)
-)]
-pub struct NameRefused {
-    /// What the certificate carries.
-    pub presented: Vec<PeerName>,
-    /// What would have been accepted.
-    pub allowed: Vec<PeerName>,
-}
-
-impl PeerNames {
-    /// The reason why the bearer of `leaf`, whose chain is already verified, may connect.
-    ///
-    /// # Errors
-    /// [`NameRefused`] when it may not. A certificate that cannot be read carries no names.
-    pub fn authorise(&self, leaf: &CertificateDer<'_>) -> Result<AuthorisedBy, NameRefused> {
-        match self {
-            Self::AnyFromAuthority => Ok(AuthorisedBy::Authority),
-            Self::OneOf(allowed) => allowed
-                .iter()
-                .find(|name| name.is_in(leaf))
-                .map(|name| AuthorisedBy::Name(name.clone()))
-                .ok_or_else(|| NameRefused {
-                    presented: names(leaf),
-                    allowed: allowed.clone(),
-                }),
-        }
-    }
-
-    /// The name to put into the ClientHello: the first that SNI can express.
-    pub(super) fn server_name(&self) -> Option<ServerName<'static>> {
-        let Self::OneOf(allowed) = self else {
-            return None;
-        };
-        allowed.iter().find_map(PeerName::server_name)
-    }
-}
-
-impl FromIterator<PeerName> for PeerNames {
-    /// No names at all mean [`PeerNames::AnyFromAuthority`].
-    fn from_iter<I: IntoIterator<Item = PeerName>>(names: I) -> Self {
-        let names: Vec<_> = names.into_iter().collect();
-        if names.is_empty() {
-            Self::AnyFromAuthority
-        } else {
-            Self::OneOf(names)
-        }
-    }
-}
-
 impl PeerName {
-    fn is_in(&self, leaf: &CertificateDer<'_>) -> bool {
+    /// Whether `leaf` carries this name.
+    pub(super) fn is_in(&self, leaf: &CertificateDer<'_>) -> bool {
         match self {
             Self::Uri(_) => names(leaf).contains(self),
+            Self::Dns(allowed) if allowed.starts_with(ANY_LABEL) => {
+                names(leaf).iter().any(|name| match name {
+                    Self::Dns(presented) => is_under(presented, &allowed[ANY_LABEL.len()..]),
+                    Self::Ip(_) | Self::Uri(_) => false,
+                })
+            }
             Self::Dns(_) | Self::Ip(_) => {
                 let (Some(name), Ok(leaf)) =
                     (self.server_name(), ParsedCertificate::try_from(leaf))
@@ -138,7 +66,8 @@ impl PeerName {
         }
     }
 
-    fn server_name(&self) -> Option<ServerName<'static>> {
+    /// The name for the ClientHello, if SNI can express it.
+    pub(super) fn server_name(&self) -> Option<ServerName<'static>> {
         match self {
             Self::Dns(name) => DnsName::try_from(name.clone())
                 .ok()
@@ -149,21 +78,11 @@ impl PeerName {
     }
 }
 
-impl PeerIdentity {
-    /// What is kept of a verified peer.
-    pub(super) fn of(leaf: &CertificateDer<'_>, authorised_by: AuthorisedBy) -> Self {
-        Self {
-            fingerprint: Sha256::digest(leaf).into(),
-            names: names(leaf),
-            authorised_by,
-        }
-    }
-
-    /// Whether both are bearers of the very same certificate: what a later lane of a session must
-    /// be to its control lane.
-    pub fn same_certificate(&self, other: &Self) -> bool {
-        self.fingerprint == other.fingerprint
-    }
+/// Whether a presented DNS name is `domain` with one label in front of it.
+fn is_under(presented: &str, domain: &str) -> bool {
+    presented
+        .split_once('.')
+        .is_some_and(|(label, rest)| !label.is_empty() && rest.eq_ignore_ascii_case(domain))
 }
 
 impl FromStr for PeerName {
@@ -176,7 +95,7 @@ impl FromStr for PeerName {
         if text.contains(':') && text.is_ascii() && !text.contains(char::is_whitespace) {
             return Ok(Self::Uri(text.to_owned()));
         }
-        match DnsName::try_from(text) {
+        match DnsName::try_from(text.strip_prefix(ANY_LABEL).unwrap_or(text)) {
             Ok(_) => Ok(Self::Dns(text.to_owned())),
             Err(_) => Err(BadName {
                 text: text.to_owned(),
@@ -196,38 +115,9 @@ impl fmt::Display for PeerName {
     }
 }
 
-impl fmt::Display for AuthorisedBy {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Authority => f.write_str("any certificate of the authority is allowed"),
-            Self::Name(name) => write!(f, "the allowed name {name}"),
-        }
-    }
-}
-
-impl fmt::Display for PeerIdentity {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} (sha256 ", list(&self.names))?;
-        for byte in &self.fingerprint[..8] {
-            write!(f, "{byte:02x}")?;
-        }
-        write!(f, "…, let in by {})", self.authorised_by)
-    }
-}
-
-fn list(names: &[PeerName]) -> String {
-    if names.is_empty() {
-        return "no names".to_owned();
-    }
-    names
-        .iter()
-        .map(PeerName::to_string)
-        .collect::<Vec<_>>()
-        .join(", ")
-}
-
-/// The subjectAltNames of a certificate, without those that are of a kind not used here.
-fn names(leaf: &CertificateDer<'_>) -> Vec<PeerName> {
+/// The subjectAltNames of a certificate, without those that are of a kind not used here. A
+/// certificate that cannot be read has none.
+pub(super) fn names(leaf: &CertificateDer<'_>) -> Vec<PeerName> {
     let Ok((_, certificate)) = X509Certificate::from_der(leaf) else {
         return Vec::new();
     };
@@ -251,4 +141,41 @@ fn names(leaf: &CertificateDer<'_>) -> Vec<PeerName> {
         .iter()
         .filter_map(of_general_name)
         .collect()
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_read_as_what_they_are() {
+        let name = |text: &str| text.parse::<PeerName>();
+        assert_eq!(name("a.b"), Ok(PeerName::Dns("a.b".into())));
+        assert_eq!(name("*.a.b"), Ok(PeerName::Dns("*.a.b".into())));
+        assert_eq!(
+            name("2001:db8::1"),
+            Ok(PeerName::Ip("2001:db8::1".parse().unwrap()))
+        );
+        assert_eq!(name("urn:uuid:1"), Ok(PeerName::Uri("urn:uuid:1".into())));
+        for bad in ["", "a b", "-", "x y://z", "*", "*.", "a.*.b", "**.a"] {
+            assert!(name(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_wildcard_is_one_label() {
+        for (presented, fits) in [
+            ("a.hosts.test", true),
+            ("A.HOSTS.test", true),
+            ("*.hosts.test", true),
+            ("a.b.hosts.test", false),
+            ("hosts.test", false),
+            (".hosts.test", false),
+            ("a.hosts.test.", false),
+            ("", false),
+        ] {
+            assert_eq!(is_under(presented, "hosts.test"), fits, "{presented}");
+        }
+    }
 }

@@ -10,7 +10,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use rustls::SupportedCipherSuite;
-use rustls::crypto::CryptoProvider;
+use rustls::crypto::{CryptoProvider, WebPkiSupportedAlgorithms};
 use rustls::pki_types::PrivateKeyDer;
 use thiserror::Error;
 
@@ -232,6 +232,11 @@ pub(super) fn load_key(
     key: PrivateKeyDer<'static>,
 ) -> Result<Arc<dyn rustls::sign::SigningKey>, rustls::Error> {
     handshake_provider().key_provider.load_private_key(key)
+}
+
+/// Which signatures certificates may bear.
+pub(super) fn handshake_algorithms() -> WebPkiSupportedAlgorithms {
+    handshake_provider().signature_verification_algorithms
 }
 
 /// Everything of the handshake that has no bearing on speed.

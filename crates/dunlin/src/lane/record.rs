@@ -168,15 +168,20 @@ impl std::fmt::Display for Alert {
         write!(f, "{name:?} ({})", self.0)?;
         let advice = match self.0 {
             40 | 71 => "no cipher suite or key exchange in common: allow one on both hosts",
-            42 | 43 | 46 | 49 => {
-                "it refuses our certificate, most likely for its names: compare them with the \
-                 names that the peer allows"
+            42 | 46 | 49 => {
+                "it does not count us among its peers: compare our certificate's names, and its \
+                 pin, with the peers that it allows"
+            }
+            43 => {
+                "it does not take our certificate for our side of a connection: a source needs \
+                 one for TLS clients, a destination one for TLS servers (extended key usage)"
             }
             44 => "it holds our certificate for revoked: replace it",
             45 => "it holds our certificate for expired: renew it, or correct the clocks",
             48 => {
-                "it does not trust the authority of our certificate: give both hosts \
-                 certificates of one authority"
+                "it does not trust the authority of our certificate, has no current revocation \
+                 list of it, or misses an intermediate's certificate: give both hosts \
+                 certificates of one authority, and append intermediates to ours"
             }
             51 => {
                 "it cannot verify a signature of ours: its authority may bear the name of the one \

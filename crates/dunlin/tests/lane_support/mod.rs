@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use dunlin::lane::handshake::{self, Secured};
 use dunlin::lane::identity::{Identity, LoadOptions};
-use dunlin::lane::names::PeerNames;
+use dunlin::lane::peers::Peers;
 use dunlin::lane::provider::{CipherSuite, Crypto, Provider};
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair, SanType, date_time_ymd,
@@ -113,7 +113,7 @@ pub fn load(directory: &Path) -> Identity {
     Identity::load(directory, LoadOptions::default()).unwrap().0
 }
 
-pub fn names(names: &[&str]) -> PeerNames {
+pub fn names(names: &[&str]) -> Peers {
     names.iter().map(|name| name.parse().unwrap()).collect()
 }
 

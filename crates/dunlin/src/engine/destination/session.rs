@@ -104,6 +104,7 @@ pub(super) fn run(
     cancel: &Cancel,
 ) -> Result<Received, MigrateError> {
     let cpu_before = thread_cpu_time();
+    let tls = &tls.of_session();
     let (sender, events) = channel();
     let arrivals = Arc::<AtomicUsize>::default();
     let local = |what: &str, error: std::io::Error| {

@@ -77,6 +77,7 @@ impl Session<'_> {
             self.reject(format!("the control lane of {}: {error}", peer_of(&stream)));
             return Ok(false);
         }
+        self.tls.keep(&stream);
         (self.observer)(&DestinationEvent::Connected {
             peer: peer_of(&stream),
         });

@@ -322,6 +322,10 @@ pub(super) fn open_control(
             HandshakeError::Deadline | HandshakeError::Io(_) | HandshakeError::PeerClosed => {
                 FaultCode::ControlLost
             }
+            HandshakeError::NotTls { .. }
+            | HandshakeError::NotDunlin
+            | HandshakeError::Mirror
+            | HandshakeError::Incompatible(_) => FaultCode::NotDunlin,
             _ => FaultCode::Unauthorised,
         };
         Fault::new(code, format!("no secure control lane to {to}")).because(error)

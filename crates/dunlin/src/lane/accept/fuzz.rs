@@ -14,7 +14,8 @@ use super::{
     Arrival, LaneSocket, OPENING_DEADLINE, Opening, PRELUDE_BYTES, Pending, Prelude,
     RECEIVED_RECORD_BYTES, ServerTls, Stage, Step,
 };
-use crate::lane::names::PeerNames;
+use crate::lane::peers::Peers;
+use crate::lane::policy::ServerSettings;
 use crate::lane::provider::{Crypto, Provider};
 
 /// A host that has lost its certificate: nobody gets through the handshake.
@@ -35,11 +36,11 @@ static TLS: LazyLock<ServerTls> = LazyLock::new(|| {
         .expect("every suite is of TLS 1.3")
         .with_no_client_auth()
         .with_cert_resolver(Arc::new(NoCertificate));
-    ServerTls {
+    ServerTls::new(ServerSettings {
         config: Arc::new(config),
-        peers: PeerNames::AnyFromAuthority,
+        peers: Peers::AnyFromAuthority,
         provider,
-    }
+    })
 });
 
 /// Any first bytes, in two pieces, and then nothing more: the connection comes
@@ -88,7 +89,7 @@ pub fn fuzz_connection(bytes: &[u8]) {
                 .expect("a complete opening has its prelude");
             let decoded =
                 Prelude::decode(prelude).and_then(|prelude| Opening::decode(&prelude, body));
-            match pending.arrive(&TLS) {
+            match pending.arrive() {
                 Arrival::Control { .. } => panic!("a control lane without a handshake"),
                 Arrival::Lane { socket, opening } => {
                     assert!(matches!(socket, LaneSocket::Plain(_)));

@@ -1,15 +1,16 @@
-//! The fuzz entry of names in certificates.
+//! The fuzz entry of certificates that peers present.
 
 use rustls::pki_types::CertificateDer;
 
-use super::{AuthorisedBy, PeerIdentity, PeerName, PeerNames};
+use super::{AuthorisedBy, Peer, PeerIdentity, Peers};
+use crate::lane::names::PeerName;
 
 /// Any certificate: nobody who is not on the list is let in, and what is
 /// printed about it does nothing to a terminal.
 pub fn fuzz_certificate(bytes: &[u8]) {
     let leaf = CertificateDer::from(bytes);
     let allowed = PeerName::Dns("source.test".to_owned());
-    let known = PeerNames::OneOf(vec![allowed.clone()]);
+    let known = Peers::OneOf(vec![Peer::Name(allowed.clone())]);
     let text = match known.authorise(&leaf) {
         Ok(by) => {
             assert_eq!(by, AuthorisedBy::Name(allowed));

@@ -1,0 +1,184 @@
+//! Who this host is and whom it talks to, as flags; the certificates behind
+//! them, read when they are needed and again when that is asked for.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, SystemTime};
+
+use anyhow::{Context, Result};
+use clap::Args;
+use dunlin::lane::identity::{ClientTls, Identity, Layout, LoadOptions, Role, ServerTls};
+use dunlin::lane::peers::{Peer, Peers};
+use dunlin::lane::provider::Crypto;
+use serde::{Deserialize, Serialize};
+
+/// Who this host is, and whom it talks to.
+#[derive(Clone, Debug, Args, Serialize, Deserialize)]
+pub(crate) struct Common {
+    /// Directory with `ca-cert.pem`, `cert.pem` and `key.pem`, or with QEMU's,
+    /// Cloud Hypervisor's or libvirt's files (`/etc/pki`).
+    #[arg(long, value_name = "DIR")]
+    pub(crate) identity: PathBuf,
+    /// A name that the peer's certificate must bear, or the pin of its
+    /// certificate (sha256:HEX) or key (spki-sha256:HEX); repeatable [default:
+    /// to migrate, the host of --to; to receive, anybody of the authority].
+    #[arg(long = "peer", value_name = "NAME|PIN", value_parser = parse_peer)]
+    pub(crate) peers: Vec<String>,
+    #[command(flatten)]
+    #[serde(default)]
+    pub(crate) reading: Reading,
+}
+
+/// How an identity's files are read.
+#[derive(Clone, Debug, Args, Serialize, Deserialize)]
+#[serde(default)]
+pub(crate) struct Reading {
+    /// Whose files these are: dunlin, qemu, cloud-hypervisor or libvirt
+    /// [default: told by which there are].
+    #[arg(long, value_name = "LAYOUT", value_parser = parse_layout)]
+    identity_layout: Option<String>,
+    /// Use a key that every user of this host can read.
+    #[arg(long)]
+    allow_open_key: bool,
+    /// Days before the end of a certificate's validity from which on it is
+    /// warned of; no sooner than in the last third of it.
+    #[arg(long, value_name = "DAYS", default_value_t = Reading::default().expiry_warning)]
+    expiry_warning: u32,
+}
+
+impl Default for Reading {
+    fn default() -> Self {
+        Self {
+            identity_layout: None,
+            allow_open_key: false,
+            expiry_warning: 30,
+        }
+    }
+}
+
+impl Reading {
+    /// The layout of a directory, given or told by its files.
+    pub(crate) fn layout(&self, directory: &Path) -> Result<Layout> {
+        match &self.identity_layout {
+            Some(layout) => Ok(layout.parse()?),
+            None => Ok(Layout::of(directory)?),
+        }
+    }
+}
+
+/// A name as it is given, if a peer can be known by it.
+fn parse_peer(text: &str) -> Result<String, String> {
+    text.parse::<Peer>()
+        .map(|_| text.to_owned())
+        .map_err(|error| error.to_string())
+}
+
+fn parse_layout(text: &str) -> Result<String, String> {
+    text.parse::<Layout>()
+        .map(|_| text.to_owned())
+        .map_err(|error| error.to_string())
+}
+
+/// Peers as given; none means anybody from our authority.
+pub(crate) fn allowed_peers(peers: &[String]) -> Result<Peers> {
+    let peers: Vec<Peer> = peers
+        .iter()
+        .map(|peer| peer.parse())
+        .collect::<Result<_, _>>()?;
+    Ok(peers.into_iter().collect())
+}
+
+/// Loads an identity for one side of a migration, with what should be said
+/// about it.
+pub(crate) fn load_identity(
+    directory: &Path,
+    role: Role,
+    reading: &Reading,
+) -> Result<(Identity, Vec<String>)> {
+    let day = Duration::from_secs(24 * 60 * 60);
+    let options = LoadOptions {
+        layout: Some(reading.layout(directory)?),
+        role: Some(role),
+        allow_key_open_to_all: reading.allow_open_key,
+        warn_before: day * reading.expiry_warning,
+    };
+    let (identity, warnings) = Identity::load(directory, options)
+        .with_context(|| format!("the identity in {} cannot be used", directory.display()))?;
+    Ok((identity, warnings.iter().map(ToString::to_string).collect()))
+}
+
+/// What a control lane to `to` is secured with, and what should be said.
+pub(crate) fn client_tls(common: &Common, to: &str) -> Result<(ClientTls, Vec<String>)> {
+    let (identity, warnings) = load_identity(&common.identity, Role::Source, &common.reading)?;
+    let peers = if common.peers.is_empty() {
+        // Whoever connects to a host expects that host.
+        let host = to.rsplit_once(':').map_or(to, |(host, _)| host);
+        let host = host.trim_start_matches('[').trim_end_matches(']');
+        allowed_peers(&[host.to_owned()])?
+    } else {
+        allowed_peers(&common.peers)?
+    };
+    Ok((identity.client(&Crypto::auto(), peers)?, warnings))
+}
+
+/// The identity of a process that accepts sources, for as long as it lives.
+pub(crate) struct Accepting {
+    pub(crate) tls: ServerTls,
+    common: Common,
+    identity: Mutex<Identity>,
+    told: Mutex<Vec<String>>,
+}
+
+impl Accepting {
+    /// Loads it, with what should be said about it.
+    pub(crate) fn load(common: &Common) -> Result<(Self, Vec<String>)> {
+        let (identity, warnings) = read(common)?;
+        let accepting = Self {
+            tls: settings(&identity, common)?,
+            common: common.clone(),
+            identity: Mutex::new(identity),
+            told: Mutex::new(warnings.clone()),
+        };
+        Ok((accepting, warnings))
+    }
+
+    /// Reads the files again, for the handshakes to come; returns until when
+    /// the certificate is valid, and what should be said.
+    ///
+    /// # Errors
+    /// Everything stays as it was.
+    pub(crate) fn reload(&self) -> Result<(String, Vec<String>)> {
+        let (identity, warnings) = read(&self.common)?;
+        self.tls.replace(&settings(&identity, &self.common)?);
+        let until = identity.summary()?.not_after;
+        *lock(&self.identity) = identity;
+        lock(&self.told).clone_from(&warnings);
+        Ok((until, warnings))
+    }
+
+    /// What has come near its end since it was last asked.
+    pub(crate) fn expiring(&self) -> Vec<String> {
+        let warnings = lock(&self.identity).expiring(SystemTime::now());
+        let mut told = lock(&self.told);
+        let fresh: Vec<_> = warnings
+            .iter()
+            .map(ToString::to_string)
+            .filter(|warning| !told.contains(warning))
+            .collect();
+        told.extend(fresh.iter().cloned());
+        fresh
+    }
+}
+
+fn read(common: &Common) -> Result<(Identity, Vec<String>)> {
+    load_identity(&common.identity, Role::Destination, &common.reading)
+}
+
+fn settings(identity: &Identity, common: &Common) -> Result<ServerTls> {
+    Ok(identity.server(&Crypto::auto(), allowed_peers(&common.peers)?)?)
+}
+
+/// A panic elsewhere leaves one whole value or the other.
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

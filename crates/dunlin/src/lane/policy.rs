@@ -1,0 +1,190 @@
+//! The TLS of every door: what is offered, demanded and never done, for both roles.
+//!
+//! | | |
+//! | --- | --- |
+//! | version | 1.3 alone |
+//! | suites | those of [`Crypto`], AES-256-GCM first |
+//! | key exchange | X25519MLKEM768, then X25519; with ring alone X25519 ([`provider`](super::provider)) |
+//! | certificates | of both sides, checked by the same lines (`trust`) |
+//! | protocol | [`ALPN`], demanded of both sides: what speaks TLS and is not Dunlin is told apart |
+//! | resumption, tickets, early data | none, so that every lane is authenticated in full |
+//!
+//! A source's settings stay what they were made as, for all lanes of a session. A destination
+//! takes sessions as they come: [`ServerTls::replace`] gives it other settings, which hold for
+//! every handshake that begins later, save those of a session under way. Its lanes must bear the
+//! certificate of its control lane, so for them the settings stay.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use rustls::client::Resumption;
+use rustls::crypto::CryptoProvider;
+use rustls::pki_types::ServerName;
+use rustls::server::NoServerSessionStorage;
+use rustls::sign::{CertifiedKey, SingleCertAndKey};
+use rustls::{ClientConfig, ServerConfig, SupportedProtocolVersion, version};
+
+use super::identity::{Identity, SettingsError};
+use super::peers::Peers;
+use super::provider::{Crypto, Provider};
+use super::trust::Trust;
+
+/// The protocol's name in both hellos (RFC 7301). Its versions are negotiated above TLS.
+pub const ALPN: &[u8] = b"dunlin";
+
+const VERSIONS: [&SupportedProtocolVersion; 1] = [&version::TLS13];
+
+/// The TLS settings of the side that connects.
+#[derive(Clone, Debug)]
+pub struct ClientTls {
+    pub(super) config: Arc<ClientConfig>,
+    pub(super) server_name: ServerName<'static>,
+    pub(super) peers: Peers,
+    pub(super) provider: Provider,
+}
+
+/// The TLS settings of the side that accepts. Clones share what [`ServerTls::replace`] changes.
+#[derive(Clone, Debug)]
+pub struct ServerTls {
+    current: Arc<Mutex<Arc<ServerSettings>>>,
+    /// Those of the session under way.
+    kept: Arc<Mutex<Option<Arc<ServerSettings>>>>,
+}
+
+/// What one handshake of the accepting side is made with.
+#[derive(Debug)]
+pub(super) struct ServerSettings {
+    pub(super) config: Arc<ServerConfig>,
+    pub(super) peers: Peers,
+    pub(super) provider: Provider,
+}
+
+pub(super) fn client(
+    identity: &Identity,
+    crypto: &Crypto,
+    peers: Peers,
+) -> Result<ClientTls, SettingsError> {
+    let rustls = crypto.rustls()?;
+    let trust = trust(identity, &rustls, &peers)?;
+    let mut config = ClientConfig::builder_with_provider(rustls)
+        .with_protocol_versions(&VERSIONS)
+        .map_err(refused)?
+        .dangerous()
+        .with_custom_certificate_verifier(trust)
+        .with_client_auth_cert(identity.chain.clone(), identity.key.clone_key())
+        .map_err(refused)?;
+    config.alpn_protocols = vec![ALPN.to_vec()];
+    config.enable_secret_extraction = true;
+    config.resumption = Resumption::disabled();
+    let server_name = peers.server_name();
+    config.enable_sni = server_name.is_some();
+    // rustls wants a name even where none is sent; our verifier never looks at it.
+    let server_name = server_name.unwrap_or(ServerName::IpAddress(
+        std::net::IpAddr::from([0, 0, 0, 0]).into(),
+    ));
+    Ok(ClientTls {
+        config: Arc::new(config),
+        server_name,
+        peers,
+        provider: crypto.provider,
+    })
+}
+
+pub(super) fn server(
+    identity: &Identity,
+    crypto: &Crypto,
+    peers: Peers,
+) -> Result<ServerTls, SettingsError> {
+    let rustls = crypto.rustls()?;
+    let trust = trust(identity, &rustls, &peers)?;
+    let own = CertifiedKey::from_der(identity.chain.clone(), identity.key.clone_key(), &rustls)
+        .map_err(refused)?;
+    let mut config = ServerConfig::builder_with_provider(rustls)
+        .with_protocol_versions(&VERSIONS)
+        .map_err(refused)?
+        .with_client_cert_verifier(trust)
+        .with_cert_resolver(Arc::new(SingleCertAndKey::from(own)));
+    config.alpn_protocols = vec![ALPN.to_vec()];
+    config.enable_secret_extraction = true;
+    // A ticket after the handshake would meet a lane that reads data only.
+    config.send_tls13_tickets = 0;
+    config.session_storage = Arc::new(NoServerSessionStorage {});
+    Ok(ServerTls::new(ServerSettings {
+        config: Arc::new(config),
+        peers,
+        provider: crypto.provider,
+    }))
+}
+
+fn trust(
+    identity: &Identity,
+    rustls: &CryptoProvider,
+    peers: &Peers,
+) -> Result<Arc<Trust>, SettingsError> {
+    if identity.authorities.anchors.is_empty() && !peers.are_pins_alone() {
+        return Err(SettingsError::NoAuthority);
+    }
+    Ok(Arc::new(Trust::new(
+        Arc::clone(&identity.authorities),
+        rustls.signature_verification_algorithms,
+        peers.clone(),
+    )))
+}
+
+impl ClientTls {
+    /// The settings as rustls takes them.
+    pub fn config(&self) -> &Arc<ClientConfig> {
+        &self.config
+    }
+}
+
+impl ServerTls {
+    pub(super) fn new(settings: ServerSettings) -> Self {
+        Self {
+            current: Arc::new(Mutex::new(Arc::new(settings))),
+            kept: Arc::default(),
+        }
+    }
+
+    /// The settings as rustls takes them, for a handshake that begins now.
+    pub fn config(&self) -> Arc<ServerConfig> {
+        Arc::clone(&self.settings().config)
+    }
+
+    /// Uses the settings of `other` from the next handshake on, in every clone. A session that is
+    /// under way keeps those that it began with, for its further lanes too.
+    pub fn replace(&self, other: &Self) {
+        let settings = Arc::clone(&lock(&other.current));
+        *lock(&self.current) = settings;
+    }
+
+    /// What a handshake that begins now is made with.
+    pub(super) fn settings(&self) -> Arc<ServerSettings> {
+        let kept = lock(&self.kept).clone();
+        kept.unwrap_or_else(|| Arc::clone(&lock(&self.current)))
+    }
+
+    /// The same settings for one more session, which keeps its own.
+    pub(crate) fn of_session(&self) -> Self {
+        Self {
+            current: Arc::clone(&self.current),
+            kept: Arc::default(),
+        }
+    }
+
+    /// Keeps the settings that the session's control lane was made with for all that belongs to
+    /// the session.
+    pub(crate) fn keep(&self, control: &super::control::ControlStream) {
+        if let Some(settings) = control.accepted_with() {
+            *lock(&self.kept) = Some(Arc::clone(settings));
+        }
+    }
+}
+
+fn refused(error: rustls::Error) -> SettingsError {
+    SettingsError::Refused(error.to_string())
+}
+
+/// A panic elsewhere leaves one whole value or the other.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,469 @@
+//! Who is believed and let in: bundles, pins, names, revocation lists, every layout of files;
+//! what is told ahead of time; certificates that are replaced; the key exchange.
+#![allow(missing_docs, clippy::unwrap_used)]
+
+mod engine_support;
+mod identity_support;
+mod lane_support;
+
+use std::net::TcpStream;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, SystemTime};
+
+use dunlin::engine::destination::DestinationEvent;
+use dunlin::lane::handshake::{self, HandshakeError, Secured};
+use dunlin::lane::identity::{
+    ClientTls, Identity, IdentityError, Item, Layout, LoadOptions, Role, ServerTls, SettingsError,
+    Warning,
+};
+use dunlin::lane::peers::{AuthorisedBy, Peer, Peers, Pin};
+use dunlin::lane::policy::ALPN;
+use dunlin::lane::provider::Crypto;
+use dunlin_proto::control::Message;
+use dunlin_proto::negotiate::LaneSecurity;
+use engine_support::peer::{Peer as ByHand, SESSION, lane_open, open_lane};
+use engine_support::{Receiving, TestBuilder, impatient};
+use identity_support::*;
+use lane_support::*;
+use rustls::NamedGroup;
+
+fn near(identity: &Identity, peers: Peers) -> ClientTls {
+    identity.client(&Crypto::auto(), peers).unwrap()
+}
+
+fn far(identity: &Identity, peers: Peers) -> ServerTls {
+    identity.server(&Crypto::auto(), peers).unwrap()
+}
+
+type Outcome = (
+    Result<Secured, HandshakeError>,
+    Result<Secured, HandshakeError>,
+);
+
+fn both(near: &ClientTls, far: &ServerTls) -> Outcome {
+    let (near_socket, far_socket) = pair();
+    thread::scope(|scope| {
+        let accept = scope.spawn(|| handshake::server(far_socket, far, soon()));
+        let connected = handshake::client(near_socket, near, soon());
+        (connected, accept.join().unwrap())
+    })
+}
+
+/// Why the source let the destination in, and the other way round.
+fn let_in(near: &ClientTls, far: &ServerTls) -> [AuthorisedBy; 2] {
+    let (near, far) = both(near, far);
+    [near.unwrap(), far.unwrap()].map(|end| end.peer.authorised_by)
+}
+
+fn with_role(host: &Host, role: Role) -> Result<(Identity, Vec<Warning>), IdentityError> {
+    let options = LoadOptions {
+        role: Some(role),
+        ..LoadOptions::default()
+    };
+    Identity::load(host.directory(), options)
+}
+
+#[test]
+fn a_bundle_holds_several_authorities_and_chains_may_have_intermediates() {
+    let (one, two) = (Ca::root("one"), Ca::root("two"));
+    let below = two.under("two below");
+    let bundle = format!("one:\n{}\ntwo:\n{}", one.pem, two.pem);
+    let source = Host::new(&below.issue(&wish(&[SOURCE])), &below.pem, &bundle, "");
+    let destination = Host::new(&one.issue(&wish(&[DESTINATION])), "", &bundle, "");
+    let (source, destination) = (source.load(), destination.load());
+    assert_eq!(source.summary().unwrap().authorities, 2);
+    assert_eq!(
+        let_in(
+            &near(&source, names(&[DESTINATION])),
+            &far(&destination, names(&[]))
+        ),
+        [
+            AuthorisedBy::Name(DESTINATION.parse().unwrap()),
+            AuthorisedBy::Authority
+        ]
+    );
+}
+
+#[test]
+fn a_pin_needs_no_authority_no_name_and_no_bundle() {
+    let alone = || Host::new(&self_signed(&wish(&[])), "", "", "");
+    let (source, destination) = (alone().load(), alone().load());
+    let pin = |identity: &Identity| identity.summary().unwrap().pin;
+    let key = |identity: &Identity| identity.summary().unwrap().key_pin.unwrap();
+    let of = |pin: Pin| Peers::OneOf(vec![Peer::Pin(pin)]);
+    for (of_source, of_destination) in [
+        (pin(&source), pin(&destination)),
+        (key(&source), key(&destination)),
+    ] {
+        assert_eq!(
+            let_in(
+                &near(&source, of(of_destination)),
+                &far(&destination, of(of_source))
+            ),
+            [of_destination, of_source].map(AuthorisedBy::Pin)
+        );
+    }
+    // Names need an authority, beside a pin too.
+    let both = [Peer::Pin(pin(&source)), SOURCE.parse().unwrap()];
+    for peers in [Peers::AnyFromAuthority, both.into_iter().collect()] {
+        let error = source.client(&Crypto::auto(), peers.clone()).unwrap_err();
+        assert!(matches!(error, SettingsError::NoAuthority), "{error}");
+        let error = source.server(&Crypto::auto(), peers).unwrap_err();
+        assert!(
+            error.to_string().contains("allow peers by pins alone"),
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn a_pinned_peer_and_named_ones_stand_beside_each_other() {
+    let ca = Ca::root("site");
+    let member = |name| Host::new(&ca.issue(&wish(&[name])), "", &ca.pem, "").load();
+    // It claims a name that is allowed, and no authority says so.
+    let pretender = Host::new(&self_signed(&wish(&[SOURCE])), "", &ca.pem, "").load();
+    let pin = pretender.summary().unwrap().pin;
+    let destination = member(DESTINATION);
+    let peers = names(&[SOURCE, &pin.to_string()]);
+    let there = far(&destination, peers);
+    let here = |identity: &Identity| near(identity, names(&[DESTINATION]));
+    assert_eq!(let_in(&here(&pretender), &there)[1], AuthorisedBy::Pin(pin));
+    assert_eq!(
+        let_in(&here(&member(SOURCE)), &there)[1],
+        AuthorisedBy::Name(SOURCE.parse().unwrap())
+    );
+    for stranger in [
+        member("other.test"),
+        Host::new(&self_signed(&wish(&[SOURCE])), "", &ca.pem, "").load(),
+    ] {
+        both(&here(&stranger), &there).1.unwrap_err();
+    }
+}
+
+#[test]
+fn a_wildcard_among_the_allowed_names_is_every_host_of_one_domain() {
+    let ca = Ca::root("site");
+    let member = |name: &str| Host::new(&ca.issue(&wish(&[name])), "", &ca.pem, "").load();
+    let there = far(&member(DESTINATION), names(&["*.hosts.test"]));
+    for (name, expected) in [
+        ("a.hosts.test", true),
+        ("*.hosts.test", true),
+        ("a.b.hosts.test", false),
+        ("hosts.test", false),
+        ("a.others.test", false),
+    ] {
+        let source = near(&member(name), names(&[DESTINATION]));
+        assert_eq!(both(&source, &there).1.is_ok(), expected, "{name}");
+    }
+}
+
+#[test]
+fn a_revocation_list_is_for_its_authority_alone() {
+    let (one, two) = (Ca::root("one"), Ca::root("two"));
+    let bundle = one.pem.clone() + &two.pem;
+    let other = one.issue(&wish(&["other.test"]));
+    let list = one.revoke(&[other.serial], 2096);
+    let destination = Host::new(&one.issue(&wish(&[DESTINATION])), "", &bundle, &list);
+    let there = far(&destination.load(), names(&[]));
+    // Neither is one whose authority has a list, nor one whose authority has none.
+    for ca in [&one, &two] {
+        let source = Host::new(&ca.issue(&wish(&[SOURCE])), "", &bundle, "").load();
+        let_in(&near(&source, names(&[DESTINATION])), &there);
+    }
+    destination.put("ca-crl.pem", "nothing");
+    let error = Identity::load(destination.directory(), LoadOptions::default()).unwrap_err();
+    assert!(
+        error.to_string().contains("holds no revocation list"),
+        "{error}"
+    );
+}
+
+/// The files of a host as other hypervisors have them.
+fn as_layout(ca: &Ca, name: &str, paths: [&str; 5]) -> Host {
+    let host = Host(Scratch::new());
+    let [authorities, revocations, key_directory, client, server] = paths;
+    host.put(authorities, &ca.pem);
+    host.put(revocations, &ca.revoke(&[1], 2096));
+    for (role, for_servers) in [(client, false), (server, true)] {
+        let own = ca.issue(&Wish {
+            for_clients: !for_servers,
+            for_servers,
+            ..wish(&[name])
+        });
+        host.put(role, &own.certificate);
+        let file = std::path::Path::new(role).file_name().unwrap();
+        let key = file.to_str().unwrap().replace("cert", "key");
+        let key = format!("{key_directory}{key}");
+        host.put(&key, &own.key);
+        set_mode(&host.path(&key), 0o600);
+    }
+    host
+}
+
+const QEMU: [&str; 5] = [
+    "ca-cert.pem",
+    "ca-crl.pem",
+    "",
+    "client-cert.pem",
+    "server-cert.pem",
+];
+const LIBVIRT_USER: [&str; 5] = [
+    "cacert.pem",
+    "cacrl.pem",
+    "",
+    "clientcert.pem",
+    "servercert.pem",
+];
+const LIBVIRT_SYSTEM: [&str; 5] = [
+    "CA/cacert.pem",
+    "CA/cacrl.pem",
+    "libvirt/private/",
+    "libvirt/clientcert.pem",
+    "libvirt/servercert.pem",
+];
+
+#[test]
+fn the_files_of_qemu_cloud_hypervisor_and_libvirt_load_as_they_are() {
+    let ca = Ca::root("site");
+    for (paths, below, layout) in [
+        (QEMU, "", Layout::Qemu),
+        (LIBVIRT_USER, "", Layout::Libvirt),
+        (LIBVIRT_SYSTEM, "", Layout::Libvirt),
+        (LIBVIRT_SYSTEM, "libvirt", Layout::Libvirt),
+    ] {
+        let (one, two) = (
+            as_layout(&ca, SOURCE, paths),
+            as_layout(&ca, DESTINATION, paths),
+        );
+        let load = |host: &Host, role| {
+            let options = LoadOptions {
+                role,
+                ..LoadOptions::default()
+            };
+            Identity::load(&host.path(below), options)
+        };
+        assert_eq!(Layout::of(&one.path(below)).unwrap(), layout);
+        let (source, warnings) = load(&one, Some(Role::Source)).unwrap();
+        assert_eq!(warnings, [], "{paths:?}");
+        let (destination, _) = load(&two, Some(Role::Destination)).unwrap();
+        for identity in [&source, &destination] {
+            let summary = identity.summary().unwrap();
+            assert_eq!((summary.authorities, summary.revocation_lists), (1, 1));
+        }
+        let_in(
+            &near(&source, names(&[DESTINATION])),
+            &far(&destination, names(&[SOURCE])),
+        );
+        // A certificate for the other side is found out here, not by the peer.
+        let error = source.server(&Crypto::auto(), names(&[])).unwrap_err();
+        assert!(error.to_string().contains("not for TLS servers"), "{error}");
+        let error = load(&one, None).unwrap_err();
+        assert!(matches!(error, IdentityError::RoleNeeded { .. }), "{error}");
+        assert!(
+            error.to_string().contains("say which side is meant"),
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn a_directory_that_is_not_clear_is_asked_about() {
+    let ca = Ca::root("site");
+    let host = as_layout(&ca, SOURCE, QEMU);
+    let own = ca.issue(&wish(&["other.test"]));
+    host.put("cert.pem", &own.certificate);
+    host.put("key.pem", &own.key);
+    set_mode(&host.path("key.pem"), 0o600);
+    let error = with_role(&host, Role::Source).unwrap_err().to_string();
+    assert!(error.contains("the layouts dunlin and qemu"), "{error}");
+    for (layout, name) in [("dunlin", "other.test"), ("cloud-hypervisor", SOURCE)] {
+        let options = LoadOptions {
+            layout: Some(layout.parse().unwrap()),
+            role: Some(Role::Source),
+            ..LoadOptions::default()
+        };
+        let (identity, _) = Identity::load(host.directory(), options).unwrap();
+        assert_eq!(identity.summary().unwrap().names, [name.parse().unwrap()]);
+    }
+    let error = with_role(&Host(Scratch::new()), Role::Source).unwrap_err();
+    assert!(matches!(error, IdentityError::NoLayout { .. }), "{error}");
+    let error = "windows".parse::<Layout>().unwrap_err().to_string();
+    assert!(error.contains("cloud-hypervisor or libvirt"), "{error}");
+}
+
+#[test]
+fn a_certificate_that_its_own_authorities_would_not_take_is_warned_of() {
+    let ca = Ca::root("site");
+    let below = ca.under("rack 7");
+    let own = below.issue(&wish(&[SOURCE]));
+    let host = Host::new(&own, "", &ca.pem, "");
+    let (_, warnings) = with_role(&host, Role::Source).unwrap();
+    let text = warnings[0].to_string();
+    assert!(matches!(warnings[..], [Warning::NoChain { .. }]), "{text}");
+    assert!(
+        text.contains("if CN=rack 7 is an intermediate authority"),
+        "{text}"
+    );
+    host.put("cert.pem", &(own.certificate + &below.pem));
+    assert_eq!(with_role(&host, Role::Source).unwrap().1, []);
+}
+
+#[test]
+fn the_end_of_a_validity_is_told_ahead_of_time() {
+    const DAY: Duration = Duration::from_secs(24 * 60 * 60);
+    let ca = Ca::root("site");
+    let own = ca.issue(&wish(&[SOURCE]));
+    let host = Host::new(&own, "", &ca.pem, &ca.revoke(&[1], 2090));
+    let identity = host.load();
+    let dates = identity.dates();
+    let items: Vec<_> = dates.iter().map(|date| date.item).collect();
+    assert_eq!(
+        items,
+        [Item::Certificate, Item::Authority, Item::RevocationList]
+    );
+    let (certificate, list) = (&dates[0], &dates[2]);
+    assert!(list.not_after < certificate.not_after);
+    assert!(list.path.ends_with("ca-crl.pem") && certificate.until.contains("2096"));
+    let at = |now: SystemTime| -> Vec<String> {
+        let warnings = identity.expiring(now);
+        warnings.iter().map(ToString::to_string).collect()
+    };
+    assert!(at(list.not_after - 31 * DAY).is_empty());
+    let text = at(list.not_after - 30 * DAY).join("");
+    assert!(
+        text.contains("revocation list 1 in") && text.contains("ends in 30 days"),
+        "{text}"
+    );
+    let text = at(certificate.not_after - Duration::from_secs(9)).join("|");
+    assert!(
+        text.contains("certificate 1 in") && text.contains("ends within a day"),
+        "{text}"
+    );
+    assert!(
+        text.contains("revocation list 1") && text.contains("was valid until"),
+        "{text}"
+    );
+
+    // What is made to last a day is not always about to end.
+    let short = LoadOptions {
+        warn_before: 1_000_000 * DAY,
+        ..LoadOptions::default()
+    };
+    let (identity, warnings) = Identity::load(host.directory(), short).unwrap();
+    assert_eq!(warnings, []);
+    let dates = &identity.dates()[0];
+    let lifetime = dates.not_after.duration_since(dates.not_before).unwrap();
+    assert!(!identity.expiring(dates.not_after - lifetime / 4).is_empty());
+}
+
+#[test]
+fn new_certificates_serve_new_handshakes_and_leave_a_session_its_own() {
+    let ca = Ca::root("site");
+    let issue = || ca.issue(&wish(&[DESTINATION]));
+    let host = Host::new(&issue(), "", &ca.pem, "");
+    let renewed = || {
+        let own = issue();
+        host.put("cert.pem", &own.certificate);
+        host.put("key.pem", &own.key);
+        set_mode(&host.path("key.pem"), 0o600);
+        let identity = host.load();
+        let fingerprint = identity.summary().unwrap().fingerprint;
+        (far(&identity, names(&[SOURCE])), fingerprint)
+    };
+    let source = Host::new(&ca.issue(&wish(&[SOURCE])), "", &ca.pem, "").load();
+    let source = near(&source, names(&[DESTINATION]));
+    let seen = |to| {
+        let stream = TcpStream::connect(to).unwrap();
+        handshake::client(stream, &source, soon())
+            .unwrap()
+            .peer
+            .fingerprint
+    };
+
+    let (server, first) = renewed();
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let start = || {
+        let listener = listener.try_clone().unwrap();
+        Receiving::on(listener, &server, &impatient(), TestBuilder::default())
+    };
+    let receiving = start();
+    assert_eq!(seen(receiving.address), first);
+    let (next, second) = renewed();
+    server.replace(&next);
+    // The same receiver, which goes on waiting.
+    assert_eq!(seen(receiving.address), second);
+
+    let (mut session, accept) = ByHand::accepted(receiving.address, &source);
+    assert_eq!(session.stream.peer().fingerprint, second);
+    let (next, third) = renewed();
+    server.replace(&next);
+    assert_eq!(seen(receiving.address), second, "a session is under way");
+    let open = lane_open(SESSION, &accept.secret, 1);
+    let lane = open_lane(receiving.address, Some(&source), &open);
+    assert_eq!(session.receive(), Some(Message::LaneUp { lane: 1 }));
+    drop((lane, session));
+    receiving.finish(true).0.map(|_| ()).unwrap_err();
+
+    let receiving = start();
+    assert_eq!(seen(receiving.address), third);
+    let (session, _) = ByHand::source(receiving.address, &source, LaneSecurity::Tls);
+    assert_eq!(session.stream.peer().fingerprint, third);
+    receiving.await_event(|event| matches!(event, DestinationEvent::Connected { .. }));
+    drop(session);
+    receiving.finish(true).0.map(|_| ()).unwrap_err();
+}
+
+#[test]
+fn a_revocation_list_that_is_read_again_holds_from_the_next_handshake_on() {
+    let ca = Ca::root("site");
+    let own = ca.issue(&wish(&[SOURCE]));
+    let source = Host::new(&own, "", &ca.pem, "").load();
+    let source = near(&source, names(&[DESTINATION]));
+    let host = Host::new(&ca.issue(&wish(&[DESTINATION])), "", &ca.pem, "");
+    let server = far(&host.load(), names(&[SOURCE]));
+    let_in(&source, &server);
+    host.put("ca-crl.pem", &ca.revoke(&[own.serial], 2096));
+    let_in(&source, &server);
+    server.replace(&far(&host.load(), names(&[SOURCE])));
+    let error = both(&source, &server).1.unwrap_err();
+    assert!(matches!(error, HandshakeError::Revoked), "{error}");
+}
+
+#[test]
+fn the_key_exchange_is_hybrid_where_both_can_and_classic_where_one_cannot() {
+    let ca = Ca::root("site");
+    let source = Host::new(&ca.issue(&wish(&[SOURCE])), "", &ca.pem, "");
+    let destination = Host::new(&ca.issue(&wish(&[DESTINATION])), "", &ca.pem, "").load();
+    let server = far(&destination, names(&[SOURCE]));
+    let (here, there) = both(&near(&source.load(), names(&[DESTINATION])), &server);
+    // ring has no ML-KEM.
+    let best = if cfg!(feature = "aws-lc-rs") {
+        NamedGroup::X25519MLKEM768
+    } else {
+        NamedGroup::X25519
+    };
+    for end in [here, there] {
+        assert_eq!(end.unwrap().parameters.group, best);
+    }
+
+    let mut classic = careless_client(&source, &[ALPN]);
+    let mut provider = Arc::unwrap_or_clone(Crypto::auto().rustls().unwrap());
+    provider
+        .kx_groups
+        .retain(|group| group.name() == NamedGroup::X25519);
+    let mut config = rustls::ClientConfig::builder_with_provider(Arc::new(provider))
+        .with_protocol_versions(&[&rustls::version::TLS13])
+        .unwrap()
+        .dangerous()
+        .with_custom_certificate_verifier(Arc::new(Anybody))
+        .with_no_client_auth();
+    config.client_auth_cert_resolver = classic.client_auth_cert_resolver;
+    config.alpn_protocols = std::mem::take(&mut classic.alpn_protocols);
+    let (stream, accepted) = pair();
+    let calling = thread::spawn(move || drive_client(config, stream));
+    let secured = handshake::server(accepted, &server, soon()).unwrap();
+    assert_eq!(secured.parameters.group, NamedGroup::X25519);
+    drop(secured);
+    calling.join().unwrap();
+}
