@@ -233,7 +233,7 @@ struct Ended {
 ///
 /// Getters: [`Association::usage`], [`Association::granted`],
 /// [`Association::held`], [`Association::channels`], [`Association::ready`],
-/// [`Association::drained`], [`Association::due_ns`]. Commands:
+/// [`Association::has_message`], [`Association::drained`], [`Association::due_ns`]. Commands:
 /// [`Association::open`], [`Association::counted`], [`Association::connected`],
 /// [`Association::refuse`], [`Association::fail`], [`Association::drain`],
 /// [`Association::end`]. From the threads of the lanes that this side sends on:
@@ -285,7 +285,7 @@ pub struct Association<T> {
     /// Bytes that were read since there last was no channel.
     busy_bytes: u64,
     idle_since_ns: u64,
-    /// When the caller was told to come again.
+    /// When something about the lanes was due that the caller was told of.
     expected_ns: Option<u64>,
     draining: bool,
     say_drain: bool,
@@ -448,7 +448,8 @@ impl<T: Clone> Association<T> {
             self.decide(now_ns);
         }
         let action = self.actions.pop_front();
-        self.expected_ns = self.due_ns();
+        let lanes_ns = self.lanes.due_ns(self.control == Control::Up);
+        self.expected_ns = lanes_ns.map(|due_ns| due_ns.max(now_ns));
         action
     }
 
@@ -620,3 +621,6 @@ const UNTOLD_CHUNKS: usize = crate::limits::MAX_CHANNEL_CHUNKS / 4;
 
 /// A caller that comes so late was stopped, or its host was.
 const LATE_NS: u64 = 1_000_000_000;
+
+#[cfg(test)]
+mod tests;

@@ -17,7 +17,7 @@ use super::{
     Stage, Turn,
 };
 use crate::fault::FaultCode;
-use crate::limits::{MAX_CHANNELS, MAX_NAME_BYTES, MAX_TEXT_BYTES};
+use crate::limits::{MAX_CHANNEL_OFFSET, MAX_CHANNELS, MAX_NAME_BYTES, MAX_TEXT_BYTES};
 use crate::mistake::{Mistake, planted};
 use crate::stripe::fault::PeerFault;
 use crate::stripe::message::Open;
@@ -96,6 +96,7 @@ impl<T: Clone> Association<T> {
         }
         one.out.counted_for = 0;
         let arrived = one.out.sent.saturating_add(unread_bytes);
+        let arrived = arrived.min(MAX_CHANNEL_OFFSET);
         let mark = mark(channel, &one.out, arrived);
         for later in &self.opens {
             if let Some(one) = self.channels.get_mut(later)
@@ -122,11 +123,13 @@ impl<T: Clone> Association<T> {
 
     /// The answer to [`Action::Connect`]: the connection stands, and
     /// `window_bytes` is the largest window that its route allows. The caller
-    /// reports from now on when its socket is readable.
-    pub fn connected(&mut self, channel: u32, window_bytes: u64) {
+    /// reports from now on when its socket is readable. False where the channel
+    /// has ended meanwhile: close it.
+    #[must_use]
+    pub fn connected(&mut self, channel: u32, window_bytes: u64) -> bool {
         let connecting = |one: &Channel<T>| matches!(one.stage, Stage::Connecting);
         if !self.channels.get(&channel).is_some_and(connecting) {
-            return;
+            return false;
         }
         let limit = self.first_grant(window_bytes);
         if let Some(one) = self.channels.get_mut(&channel) {
@@ -138,6 +141,7 @@ impl<T: Clone> Association<T> {
             self.news.insert(channel);
         }
         self.look_at_barriers();
+        true
     }
 
     /// The other answer to [`Action::Connect`]: there is no connection, and

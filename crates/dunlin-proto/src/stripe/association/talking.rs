@@ -52,6 +52,24 @@ impl<T: Clone> Association<T> {
         }
     }
 
+    /// Whether [`Association::next_message`] may have something to say.
+    #[must_use]
+    pub fn has_message(&self, now_ns: u64) -> bool {
+        let acks = self.arriving.due_ns();
+        !self.over
+            && self.control == Control::Up
+            && (self.pong.is_some()
+                || self.ping_wanted
+                || self.say_drain
+                || !self.opens.is_empty()
+                || !self.gone.is_empty()
+                || !self.refusals.is_empty()
+                || !self.news.is_empty()
+                || !self.credits.is_empty()
+                || acks.is_some_and(|due_ns| due_ns <= now_ns)
+                || self.ended.values().any(|ended| ended.say))
+    }
+
     /// The next thing to say on the control lane.
     pub fn next_message(&mut self, now_ns: u64) -> Option<Message> {
         if self.over || self.control != Control::Up {
