@@ -27,7 +27,7 @@
 //! **Memory (I8).** A channel's bytes between its two sockets are within its
 //! window, which covers what it has delivered in the last round trip and 10 ms,
 //! and the windows of a peer are within a common bound ([`Config`]). A consumer
-//! that stalls keeps its window full and nobody else waiting. [`Association::grants`]
+//! that stalls keeps its window full and nobody else waiting. [`Association::granted`]
 //! and [`Association::held`] tell what is granted and here.
 //!
 //! **Ends.** An end is passed on after the last byte before it, each way by

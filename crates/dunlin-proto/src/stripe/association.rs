@@ -471,7 +471,9 @@ impl<T: Clone> Association<T> {
         } else if now_ns >= self.cold_ns() {
             self.lanes.want(0);
         }
-        match self.lanes.poll(self.control == Control::Up, now_ns) {
+        let up = self.control == Control::Up;
+        let waits = !self.turns.is_empty() || self.lanes.has_lost();
+        match self.lanes.poll(up, waits, now_ns) {
             Some(LaneAction::Open(lane)) => self.actions.push_back(Action::OpenLane(lane)),
             Some(LaneAction::Cut(lane)) => self.actions.push_back(Action::CutLane(lane)),
             Some(LaneAction::Alone) => self.abort_all(FaultCode::LaneLost, now_ns),

@@ -30,8 +30,8 @@ pub struct Patience {
     pub retry_first_ns: u64,
     /// Between attempts, at most.
     pub retry_last_ns: u64,
-    /// Without any lane, or without a control lane, before channels are given
-    /// up.
+    /// Without any lane for what waits, or without a control lane, before
+    /// channels are given up.
     pub alone_ns: u64,
     /// Lanes are kept after the last channel for this long.
     pub warm_ns: u64,
@@ -58,7 +58,7 @@ impl Default for Patience {
 pub(super) enum LaneAction {
     Open(u16),
     Cut(u16),
-    /// None has stood for too long.
+    /// None has stood for too long, and something waits for one.
     Alone,
     /// There are no numbers left.
     Exhausted,
@@ -340,8 +340,9 @@ impl<T: Clone> SendingLanes<T> {
         }
     }
 
-    /// The next thing to do; `heard` says that acknowledgements can come.
-    pub(super) fn poll(&mut self, heard: bool, now_ns: u64) -> Option<LaneAction> {
+    /// The next thing to do; `heard` says that acknowledgements can come,
+    /// `waits` that something waits for a lane.
+    pub(super) fn poll(&mut self, heard: bool, waits: bool, now_ns: u64) -> Option<LaneAction> {
         if let Some(late) = self.late(heard, now_ns) {
             self.lost(late, now_ns);
             return Some(LaneAction::Cut(late));
@@ -353,7 +354,7 @@ impl<T: Clone> SendingLanes<T> {
             }
             return None;
         }
-        if self.up() > 0 {
+        if self.up() > 0 || !waits {
             self.alone_since_ns = None;
         } else {
             let since_ns = *self.alone_since_ns.get_or_insert(now_ns);

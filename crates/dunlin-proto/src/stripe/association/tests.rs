@@ -579,6 +579,12 @@ fn without_a_lane_for_too_long_channels_are_aborted_on_both_sides() {
     pair.sides[0].lane_over(1, 0);
     pair.now_ns = 100 * MS;
     pair.settle();
+    // Nothing is lost by it while nothing is to be sent.
+    pair.now_ns += 2 * Patience::default().alone_ns;
+    pair.settle();
+    assert_eq!(pair.sides[0].channels(), 1);
+    pair.sides[0].readable(channel);
+    pair.settle();
     pair.now_ns += Patience::default().alone_ns;
     let abort = Action::Abort {
         channel,
