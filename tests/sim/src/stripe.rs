@@ -8,6 +8,7 @@
 mod channel;
 mod check;
 mod control;
+mod holder;
 mod lane;
 mod plan;
 mod world;

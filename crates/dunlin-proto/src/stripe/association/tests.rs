@@ -4,7 +4,7 @@ use super::*;
 use crate::limits::{MAX_CHANNEL_CHUNKS, MAX_STRIPE_CHUNK_BYTES};
 use crate::stripe::frame::Data;
 use crate::stripe::message::{Credit, LaneAck, Message, Open};
-use crate::stripe::{ACK_DELAY_NS, Arrival, PeerFault};
+use crate::stripe::{ACK_DELAY_NS, Arrival, Patience, PeerFault};
 
 const MS: u64 = 1_000_000;
 const CHUNK: u32 = MAX_STRIPE_CHUNK_BYTES;
