@@ -6,6 +6,7 @@
 //! [`schedule`] say which pages go next on which lane, [`marks`] keep
 //! iterations apart, [`pace`] caps the rate, [`precopy`] says when to pause,
 //! and [`switchover`] who runs the VM, by what stands in the [`journal`].
+//! The tunnel has its own: [`stripe`] spreads connections over lanes.
 //! [`mistake`] plants errors in them for the tests that must find them.
 #![forbid(unsafe_code)]
 pub mod bitmap;
@@ -24,5 +25,6 @@ pub mod pace;
 pub mod precopy;
 pub mod received;
 pub mod schedule;
+pub mod stripe;
 pub mod switchover;
 pub mod wire;

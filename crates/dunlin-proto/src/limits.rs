@@ -146,6 +146,66 @@ pub const DIGEST_BYTES: usize = 16;
 /// The peer is hardly known yet, so this is what it may make us buffer.
 pub const MAX_OPENING_BODY_BYTES: usize = 4096;
 
+/// Payload bytes of one frame of the tunnel.
+///
+/// Formula: what a data lane seals and writes at once.
+/// Drawback: a small piece of another channel waits for one such frame.
+/// Alternative: smaller ones; below 128 KiB they cost more per byte.
+pub const MAX_STRIPE_CHUNK_BYTES: u32 = 256 * 1024;
+
+/// Channels of one association that are alive at the same time, whatever its
+/// configuration says.
+///
+/// QEMU's multifd has at most 255 channels for a VM: this is room for sixteen
+/// such VMs between one pair of hosts.
+pub const MAX_CHANNELS: usize = 4096;
+
+/// Channels of one association unless the configuration says otherwise.
+pub const DEFAULT_CHANNELS: usize = 512;
+
+/// Chunks of one channel that its sender does not know to be delivered.
+///
+/// It bounds what the receiver keeps beside the bytes, where a sender writes
+/// byte by byte: 1024 entries of about a hundred bytes are 100 KiB, less than
+/// the least window.
+/// Drawback: small pieces over a long round trip wait here before the window
+/// is full; they gather in the socket meanwhile, and go out as larger ones.
+pub const MAX_CHANNEL_CHUNKS: usize = 1024;
+
+/// The least window of a channel: one chunk, so that it can always go on (I8).
+pub const LEAST_WINDOW_BYTES: u64 = MAX_STRIPE_CHUNK_BYTES as u64;
+
+/// The window that a channel begins with, where the peer's bound allows it:
+/// nothing is known of its pace yet, and a round trip of 1 ms at 1 GiB/s holds
+/// as much.
+pub const START_WINDOW_BYTES: u64 = 1024 * 1024;
+
+/// The largest window of a channel unless its route says otherwise (I8).
+///
+/// Formula: 10 Gbit/s over a round trip of 13 ms.
+/// Drawback: a longer path needs the route's own number.
+/// Alternative: no bound but the peer's; then one channel whose consumer is
+/// slow would hold it all, and the hypervisor would take it for bandwidth.
+pub const DEFAULT_WINDOW_BYTES: u64 = 16 * 1024 * 1024;
+
+/// Bytes of all channels of a peer that wait on one side, unless the
+/// configuration says otherwise (I8).
+///
+/// Formula: 100 Gbit/s delivered for 10 ms, and a quarter, are 156 MB; the
+/// least windows of the other channels come on top.
+pub const DEFAULT_PEER_BYTES: u64 = 256 * 1024 * 1024;
+
+/// The end of any channel, in bytes: far more than a hypervisor sends, and far
+/// from overflowing.
+pub const MAX_CHANNEL_OFFSET: u64 = 1 << 62;
+
+/// Channels in one message of credits.
+pub const MAX_CREDITS: usize = 1024;
+
+/// Bytes of a message of the tunnel after its header: what its receiver
+/// buffers.
+pub const MAX_TUNNEL_BODY_BYTES: usize = 64 * 1024;
+
 /// Bytes left in the largest control bodies for extension fields of later
 /// versions.
 pub const EXTENSION_ROOM_BYTES: usize = 4096;
@@ -186,3 +246,19 @@ const _: () = assert!(MAX_ACK_SETS <= u16::MAX as usize);
 const _: () = assert!(MAX_NAME_BYTES <= u16::MAX as usize);
 const _: () = assert!(MAX_ENDPOINT_BYTES <= u16::MAX as usize);
 const _: () = assert!(MAX_TEXT_BYTES <= u16::MAX as usize);
+// The tunnel: the largest open, credits and acknowledgements fit a body.
+const _: () = assert!(
+    64 + 2 * MAX_NAME_BYTES + MAX_CHANNELS * 12 <= MAX_TUNNEL_BODY_BYTES - EXTENSION_ROOM_BYTES
+);
+const _: () = assert!(2 + MAX_CREDITS * 20 <= MAX_TUNNEL_BODY_BYTES - EXTENSION_ROOM_BYTES);
+const _: () = assert!(2 + MAX_LANES as usize * 10 <= MAX_TUNNEL_BODY_BYTES - EXTENSION_ROOM_BYTES);
+const _: () = assert!(16 + MAX_TEXT_BYTES <= MAX_TUNNEL_BODY_BYTES - EXTENSION_ROOM_BYTES);
+const _: () = assert!(MAX_CHANNELS <= u16::MAX as usize);
+const _: () = assert!(MAX_CREDITS <= u16::MAX as usize);
+// Every channel can have its least and one its whole window (I8).
+const _: () = assert!(
+    DEFAULT_CHANNELS as u64 * LEAST_WINDOW_BYTES + DEFAULT_WINDOW_BYTES <= DEFAULT_PEER_BYTES
+);
+const _: () = assert!(DEFAULT_CHANNELS <= MAX_CHANNELS);
+const _: () = assert!(LEAST_WINDOW_BYTES <= START_WINDOW_BYTES);
+const _: () = assert!(START_WINDOW_BYTES <= DEFAULT_WINDOW_BYTES);

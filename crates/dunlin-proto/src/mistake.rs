@@ -48,10 +48,26 @@ pub enum Mistake {
     MarkPassedEarly,
     /// The destination acknowledges the chunk after the one that it wrote.
     WrongChunkAcknowledged,
+    /// A channel of the tunnel is granted twice its window, whatever others
+    /// hold. Right: all of them stay within the peer's bound.
+    CreditOverWindow,
+    /// A frame of the tunnel is acknowledged while its bytes are still being
+    /// put aside. Right: when they are kept.
+    AckBeforeKept,
+    /// A channel is connected while bytes of earlier ones are on their way.
+    BarrierIgnored,
+    /// A channel's end is passed on before its last byte.
+    EndBeforeLastByte,
+    /// What has been delivered is delivered again when it comes again.
+    DuplicateDelivered,
+    /// What a lost lane of the tunnel carried is not sent again.
+    LostChunkForgotten,
+    /// An abort waits until what came before it has been delivered.
+    ResetBehindData,
 }
 
 impl Mistake {
-    /// Every mistake.
+    /// Every mistake in a migration.
     pub const ALL: &'static [Self] = &[
         Self::PauseBeforeRecord,
         Self::ResumeWithoutAsking,
@@ -69,6 +85,17 @@ impl Mistake {
         Self::CutBeforeIteration,
         Self::MarkPassedEarly,
         Self::WrongChunkAcknowledged,
+    ];
+
+    /// Every mistake in the tunnel.
+    pub const STRIPE: &'static [Self] = &[
+        Self::CreditOverWindow,
+        Self::AckBeforeKept,
+        Self::BarrierIgnored,
+        Self::EndBeforeLastByte,
+        Self::DuplicateDelivered,
+        Self::LostChunkForgotten,
+        Self::ResetBehindData,
     ];
 }
 

@@ -20,6 +20,7 @@ mod plan;
 mod random;
 mod shrink;
 mod source;
+pub mod stripe;
 mod tally;
 mod world;
 

@@ -4,7 +4,7 @@
 #![allow(clippy::unwrap_used)]
 
 use dunlin_proto::mistake::{Mistake, plant};
-use dunlin_sim::{Plan, Violation, run, shrink};
+use dunlin_sim::{Plan, Violation, run, shrink, stripe};
 
 const SEEDS: u64 = 10_000;
 
@@ -30,6 +30,31 @@ fn i1_i2_i3_i4_i5_every_planted_mistake_is_found() {
         println!("{mistake:?}: after {} seeds: {violation}", plan.seed + 1);
         let _none = plant(None);
         let without = run(&plan);
+        assert!(
+            without.is_ok(),
+            "{mistake:?} is not what was found: {without:?}"
+        );
+    }
+    assert!(missed.is_empty(), "not found: {missed:?}");
+}
+
+#[test]
+fn i8_every_planted_mistake_of_the_tunnel_is_found() {
+    let mut missed = Vec::new();
+    for &mistake in Mistake::STRIPE {
+        let planted = plant(Some(mistake));
+        let found = (0..1000).find_map(|seed| {
+            let violation = stripe::run(&stripe::Plan::new(seed)).err()?;
+            Some((seed, violation))
+        });
+        drop(planted);
+        let Some((seed, violation)) = found else {
+            missed.push(mistake);
+            continue;
+        };
+        println!("{mistake:?}: after {} seeds: {violation}", seed + 1);
+        let _none = plant(None);
+        let without = stripe::run(&stripe::Plan::new(seed));
         assert!(
             without.is_ok(),
             "{mistake:?} is not what was found: {without:?}"

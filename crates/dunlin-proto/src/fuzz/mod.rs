@@ -8,11 +8,13 @@
 
 mod decoders;
 mod operations;
+mod stripe;
 
 pub use decoders::{
     fuzz_control_message, fuzz_data_frame, fuzz_extension_fields, fuzz_opening, fuzz_region_table,
 };
 pub use operations::{fuzz_bitmap, fuzz_marks, fuzz_pace, fuzz_precopy, fuzz_regions};
+pub use stripe::{fuzz_association, fuzz_tunnel_frame, fuzz_tunnel_message};
 
 /// A fuzz entry by the name of its seeds' folder and of its binary.
 pub type Target = (&'static str, fn(&[u8]));
@@ -29,6 +31,9 @@ pub const TARGETS: &[Target] = &[
     ("pace", fuzz_pace),
     ("precopy", fuzz_precopy),
     ("regions", fuzz_regions),
+    ("tunnel_message", fuzz_tunnel_message),
+    ("tunnel_frame", fuzz_tunnel_frame),
+    ("association", fuzz_association),
 ];
 
 /// Bytes that choose operations. At their end everything is zero, so that any
@@ -102,6 +107,8 @@ mod tests {
             "control_message" => vectors("control/"),
             "data_frame" => vectors("frame/"),
             "region_table" => driver::within(&vectors("control/describe"), decoders::table_at),
+            "tunnel_message" => vectors("tunnel-control/"),
+            "tunnel_frame" => vectors("tunnel-frame/"),
             "extension_fields" => decoders::extension_seeds(),
             _ => driver::noise(),
         }

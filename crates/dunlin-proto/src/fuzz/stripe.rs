@@ -1,0 +1,348 @@
+//! The tunnel: its decoders, and one side of an association against a peer that
+//! says anything.
+
+use super::Choices;
+use crate::fault::FaultCode;
+use crate::limits::{
+    LEAST_WINDOW_BYTES, MAX_CHANNEL_OFFSET, MAX_CHANNELS, MAX_CREDITS, MAX_LANES, MAX_NAME_BYTES,
+    MAX_STRIPE_CHUNK_BYTES, MAX_TEXT_BYTES, MAX_TUNNEL_BODY_BYTES,
+};
+use crate::negotiate::SessionSecret;
+use crate::stripe::frame::{Data, FRAME_HEADER_BYTES, Frame};
+use crate::stripe::message::{Credit, Header, LaneAck, MESSAGE_HEADER_BYTES, Mark, Message, Open};
+use crate::stripe::{
+    Action, Arrival, Association, Config, Delivery, Opening, Outcome, Patience, Side, Wear, Work,
+};
+
+/// A message of the tunnel, as it is and with the length that it has.
+pub fn fuzz_tunnel_message(bytes: &[u8]) {
+    message(bytes);
+    let Some(body_bytes) = bytes.len().checked_sub(MESSAGE_HEADER_BYTES) else {
+        return;
+    };
+    if let Ok(length) = u32::try_from(body_bytes) {
+        let mut honest = bytes.to_vec();
+        honest[..4].copy_from_slice(&length.to_le_bytes());
+        message(&honest);
+    }
+}
+
+fn message(bytes: &[u8]) {
+    let Some((header, body)) = bytes.split_first_chunk::<MESSAGE_HEADER_BYTES>() else {
+        return;
+    };
+    let Ok(header) = Header::decode(header) else {
+        return;
+    };
+    assert!(header.body_bytes() <= MAX_TUNNEL_BODY_BYTES);
+    let Ok(Some(message)) = Message::decode(&header, body) else {
+        return;
+    };
+    assert_eq!(body.len(), header.body_bytes());
+    match &message {
+        Message::Accept { lanes_max, .. } => assert!((1..=MAX_LANES).contains(lanes_max)),
+        Message::Open(open) => {
+            assert!(open.route.len() <= MAX_NAME_BYTES && open.parameter.len() <= MAX_NAME_BYTES);
+            assert!(open.barrier.len() <= MAX_CHANNELS);
+            assert!(open.limit <= MAX_CHANNEL_OFFSET);
+        }
+        Message::Refused { text, .. } | Message::LaneRefused { text, .. } => {
+            assert!(text.len() <= MAX_TEXT_BYTES);
+        }
+        Message::Credit(credits) => assert!(credits.len() <= MAX_CREDITS),
+        Message::Ack(acks) => {
+            assert!(acks.len() <= usize::from(MAX_LANES));
+            assert!(acks.iter().all(|ack| ack.lane != 0));
+        }
+        Message::Eof(mark) => assert!(mark.offset <= MAX_CHANNEL_OFFSET),
+        _ => {}
+    }
+    let mut encoded = Vec::new();
+    message
+        .encode(header.epoch(), &mut encoded)
+        .expect("what decodes is within every limit");
+    let (again, body) = encoded
+        .split_first_chunk::<MESSAGE_HEADER_BYTES>()
+        .expect("a message starts with its header");
+    let again = Header::decode(again).expect("it was written here");
+    assert_eq!(again.epoch(), header.epoch());
+    assert_eq!(Message::decode(&again, body), Ok(Some(message)));
+}
+
+/// A frame of a tunnel's lane: it has one encoding, and ends where no sum
+/// overflows.
+pub fn fuzz_tunnel_frame(bytes: &[u8]) {
+    let Ok(header) = <&[u8; FRAME_HEADER_BYTES]>::try_from(bytes) else {
+        return;
+    };
+    let Ok(frame) = Frame::decode(header) else {
+        return;
+    };
+    assert_eq!(frame.to_bytes(), *header);
+    if let Frame::Data(data) = frame {
+        assert!((1..=MAX_STRIPE_CHUNK_BYTES).contains(&data.length()));
+        assert!(data.end() > data.offset() && data.end() <= MAX_CHANNEL_OFFSET);
+    }
+}
+
+const CHANNELS: usize = 4;
+const BYTES: u64 = 6 * LEAST_WINDOW_BYTES;
+
+/// One side against a peer that says and sends anything, and a caller that
+/// calls in any order: nothing panics, nothing is delivered twice or out of
+/// order, and what is held stays within its bounds (I7, I8).
+pub fn fuzz_association(bytes: &[u8]) {
+    let mut choices = Choices::new(bytes);
+    let side = match choices.byte() % 2 {
+        0 => Side::Connecting,
+        _ => Side::Accepting,
+    };
+    let config = Config {
+        channels: CHANNELS,
+        bytes: BYTES,
+        lanes: 2,
+        lanes_max: 3,
+        patience: Patience::default(),
+    };
+    let mut rig = Rig {
+        association: Association::new(side, config, 0),
+        now_ns: 0,
+        given_up: false,
+        writes: Vec::new(),
+        written: std::collections::BTreeMap::new(),
+        reads: Vec::new(),
+    };
+    rig.association.control_up(0);
+    while choices.more() {
+        rig.step(&mut choices);
+        rig.settle();
+        let usage = rig.association.usage();
+        assert!(usage.granted <= BYTES && usage.held <= usage.granted);
+        assert!(usage.unacknowledged <= BYTES);
+        assert!(rig.association.channels() <= CHANNELS);
+    }
+}
+
+struct Rig {
+    association: Association<u64>,
+    now_ns: u64,
+    given_up: bool,
+    /// Turns to write that the caller has.
+    writes: Vec<Delivery<u64>>,
+    /// Up to where each channel was written.
+    written: std::collections::BTreeMap<u32, u64>,
+    /// Turns to read that the caller has: lane, channel and length.
+    reads: Vec<(u16, u32, u32)>,
+}
+
+impl Rig {
+    fn step(&mut self, choices: &mut Choices<'_>) {
+        let channel = choices.below(12) as u32;
+        let lane = choices.below(6) as u16;
+        let now_ns = self.now_ns;
+        let association = &mut self.association;
+        match choices.byte() % 20 {
+            0 => self.now_ns += choices.below(1 << 16) * 200_000,
+            1 => {
+                let opening = Opening {
+                    listener: choices.below(2),
+                    route: "r".to_owned(),
+                    parameter: String::new(),
+                    window_bytes: choices.number(),
+                };
+                let _ = association.open(opening);
+            }
+            2 => association.counted(channel, choices.number()),
+            3 => {
+                let _ = association.connected(channel, choices.number());
+            }
+            4 => association.refuse(channel, FaultCode::Busy, "no".repeat(700), now_ns),
+            5 => association.fail(channel, FaultCode::Cancelled, now_ns),
+            6 => {
+                let _ = association.lane_stands(lane, now_ns);
+            }
+            7 => association.lane_over(lane, now_ns),
+            8 => association.readable(channel),
+            9 => {
+                let wear = [Wear::Fresh, Wear::Worn, Wear::Spent][choices.below(3) as usize];
+                if let Work::Read { channel, most } = association.next(lane, wear, now_ns) {
+                    assert!((1..=MAX_STRIPE_CHUNK_BYTES).contains(&most));
+                    self.reads.push((lane, channel, most));
+                }
+            }
+            10 => self.read(choices),
+            11 => {
+                let _ = association.admit(lane);
+            }
+            12 | 13 => self.arrives(lane, channel, choices),
+            14 => self.writes(choices),
+            15 => {
+                if let Some(delivery) = association.writable(channel) {
+                    self.writes.push(delivery);
+                }
+            }
+            16 => association.admitted_over(lane),
+            17 => {
+                if association.lane_ended(lane, choices.below(4)).is_err() {
+                    association.end(FaultCode::Malformed);
+                }
+            }
+            18 => {
+                association.control_down(now_ns);
+                association.control_up(now_ns);
+            }
+            _ => {
+                let message = said(channel, lane, choices);
+                if association.handle(message, now_ns).is_err() && choices.byte() > 200 {
+                    association.end(FaultCode::Malformed);
+                }
+            }
+        }
+    }
+
+    fn read(&mut self, choices: &mut Choices<'_>) {
+        let Some((lane, channel, most)) = self.reads.pop() else {
+            return;
+        };
+        let sent = |association: &mut Association<u64>, outcome| {
+            association.read(lane, channel, outcome, self.now_ns)
+        };
+        match choices.byte() % 4 {
+            0 => assert_eq!(sent(&mut self.association, Outcome::End), None),
+            1 => assert_eq!(sent(&mut self.association, Outcome::Nothing), None),
+            more => {
+                let length = (choices.below(u64::from(most)) as u32).max(1);
+                let outcome = Outcome::Bytes {
+                    length,
+                    token: 0,
+                    more: more == 2,
+                };
+                if let Some(data) = sent(&mut self.association, outcome) {
+                    assert_eq!((data.channel(), data.length()), (channel, length));
+                }
+            }
+        }
+    }
+
+    fn arrives(&mut self, lane: u16, channel: u32, choices: &mut Choices<'_>) {
+        let offset = choices.below(64) * 8192;
+        let length = (choices.below(32) as u32 + 1) * 8192;
+        let Some(data) = Data::new(channel, offset, length) else {
+            return;
+        };
+        match self.association.arrived(lane, &data, self.now_ns) {
+            Ok(Arrival::Deliver) => self.writes.push(Delivery {
+                channel,
+                offset,
+                length,
+                token: offset,
+            }),
+            Ok(Arrival::Keep) => {
+                let kept = self.association.keep(lane, &data, offset, self.now_ns);
+                self.writes.extend(kept.ok().flatten());
+            }
+            _ => {}
+        }
+    }
+
+    fn writes(&mut self, choices: &mut Choices<'_>) {
+        let Some(delivery) = self.writes.pop() else {
+            return;
+        };
+        let channel = delivery.channel;
+        assert!(
+            self.writes.iter().all(|other| other.channel != channel),
+            "two have the turn of channel {channel}"
+        );
+        let alive = self.association.held(channel).is_some();
+        let at = self.written.entry(channel).or_default();
+        assert!(!alive || *at == delivery.offset, "out of order");
+        let all = choices.byte().is_multiple_of(2);
+        let bytes = if all {
+            delivery.length
+        } else {
+            choices.below(u64::from(delivery.length)) as u32
+        };
+        *at += u64::from(bytes);
+        let rest = (bytes < delivery.length).then_some(*at);
+        let next = self.association.wrote(channel, bytes, rest, self.now_ns);
+        self.writes.extend(next);
+    }
+
+    /// What a caller does after each call.
+    fn settle(&mut self) {
+        while let Some(action) = self.association.poll(self.now_ns) {
+            assert!(!self.given_up, "{action:?} after the end");
+            self.given_up |= matches!(action, Action::GiveUp(_));
+        }
+        while let Some(message) = self.association.next_message(self.now_ns) {
+            let mut bytes = Vec::new();
+            message
+                .encode(1, &mut bytes)
+                .expect("what is said is within every limit");
+        }
+    }
+}
+
+/// Anything that a peer can say.
+fn said(channel: u32, lane: u16, choices: &mut Choices<'_>) -> Message {
+    let fault = FaultCode::Cancelled;
+    let lane = lane.max(1);
+    let offset = match choices.byte() % 3 {
+        0 => choices.number() % MAX_CHANNEL_OFFSET,
+        _ => choices.below(64) * 8192,
+    };
+    match choices.byte() % 15 {
+        0 => Message::Accept {
+            secret: SessionSecret([0; 32]),
+            lanes_max: 1,
+        },
+        1 => Message::Open(Open {
+            channel,
+            limit: offset,
+            route: "r".to_owned(),
+            parameter: "p".to_owned(),
+            barrier: (0..choices.below(3))
+                .map(|_| Mark {
+                    channel: choices.below(12) as u32,
+                    offset: choices.below(64) * 8192,
+                })
+                .collect(),
+        }),
+        2 => Message::Opened {
+            channel,
+            limit: offset,
+        },
+        3 => Message::Refused {
+            channel,
+            fault,
+            text: String::new(),
+        },
+        4 | 5 => Message::Credit(vec![Credit {
+            channel,
+            delivered: choices.below(64) * 8192,
+            limit: offset,
+        }]),
+        6 => Message::Ack(vec![LaneAck {
+            lane,
+            frames: choices.below(5),
+        }]),
+        7 => Message::LaneRefused {
+            lane,
+            fault,
+            text: String::new(),
+        },
+        8 => Message::LaneLost(LaneAck {
+            lane,
+            frames: choices.below(5),
+        }),
+        9 => Message::Eof(Mark { channel, offset }),
+        10 => Message::Closed { channel },
+        11 => Message::Reset { channel, fault },
+        12 => Message::Gone { channel },
+        13 => Message::Pong {
+            token: choices.number(),
+        },
+        _ => Message::Ping { token: 1 },
+    }
+}

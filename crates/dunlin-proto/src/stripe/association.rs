@@ -1,0 +1,483 @@
+//! One side of an association: its channels, its lanes, and what it says.
+
+mod arriving;
+mod opening;
+mod sending;
+mod talking;
+mod values;
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+use super::inbound::Inbound;
+use super::lanes::{LaneAction, SendingLanes};
+use super::message::Mark;
+use super::outbound::{Outbound, Turn};
+use super::receiving::ReceivingLanes;
+use super::turns::Turns;
+use super::window::{Pool, RoundTrip};
+use crate::fault::FaultCode;
+use crate::limits::{
+    LEAST_WINDOW_BYTES, MAX_CHANNEL_OFFSET, MAX_CHANNELS, MAX_LANES, START_WINDOW_BYTES,
+};
+use crate::mistake::{Mistake, planted};
+
+pub use sending::{Outcome, Wear, Work};
+pub use values::{Action, Config, OpenError, Opening, Side, Usage};
+
+/// Bytes of all channels after which one lane is not enough: less is a
+/// dialogue.
+const BULK_BYTES: u64 = START_WINDOW_BYTES;
+
+#[derive(Debug)]
+enum Stage {
+    /// Ours: the other side has not answered.
+    Opening(Asking),
+    /// Theirs: earlier channels have to come so far first.
+    Waiting {
+        route: String,
+        parameter: String,
+        barrier: Vec<Mark>,
+    },
+    /// Theirs: the caller connects.
+    Connecting,
+    Open,
+}
+
+#[derive(Debug)]
+struct Asking {
+    route: String,
+    parameter: String,
+    /// Earlier channels whose unread bytes have not been counted.
+    counting: BTreeSet<u32>,
+    barrier: Vec<Mark>,
+    /// Whether the other side may have heard of it.
+    said: bool,
+}
+
+/// What is to be said about a channel.
+#[derive(Clone, Copy, Debug, Default)]
+struct Say {
+    opened: bool,
+    eof: bool,
+    closed: bool,
+}
+
+#[derive(Debug)]
+struct Channel<T> {
+    ours: bool,
+    listener: u64,
+    stage: Stage,
+    window_bytes: u64,
+    out: Outbound,
+    inn: Inbound<T>,
+    say: Say,
+}
+
+/// What is remembered of a channel that this side has ended badly, until the
+/// other confirms it.
+#[derive(Debug)]
+struct Ended {
+    fault: FaultCode,
+    /// With what *refused* says in words; else it is a *reset*.
+    refused: Option<String>,
+    say: bool,
+}
+
+/// One side of an association, generic over what the caller keeps bytes in
+/// (`T`, such as a reference-counted buffer).
+///
+/// Getters: [`Association::usage`], [`Association::granted`],
+/// [`Association::held`], [`Association::channels`], [`Association::ready`],
+/// [`Association::has_message`], [`Association::drained`], [`Association::due_ns`]. Commands:
+/// [`Association::open`], [`Association::counted`], [`Association::connected`],
+/// [`Association::refuse`], [`Association::fail`], [`Association::drain`],
+/// [`Association::end`]. From the threads of the lanes that this side sends on:
+/// [`Association::next`] and [`Association::read`]; of those that it receives
+/// on: [`Association::arrived`], [`Association::keep`], [`Association::wrote`].
+/// From whoever watches sockets: [`Association::readable`],
+/// [`Association::writable`]. Lanes: [`Association::lane_stands`],
+/// [`Association::lane_over`], [`Association::admit`],
+/// [`Association::lane_ended`], [`Association::admitted_over`]. Control lane:
+/// [`Association::control_up`], [`Association::control_down`],
+/// [`Association::handle`], and [`Association::next_message`] until it has
+/// nothing more to say. After each of them, and when [`Association::due_ns`] has
+/// come, [`Association::poll`] until it has nothing more to do. Time is the
+/// caller's, in nanoseconds from any beginning.
+///
+/// A channel that has nothing to send costs no message, and no time is due
+/// because of it.
+#[derive(Debug)]
+pub struct Association<T> {
+    config: Config,
+    side: Side,
+    channels: BTreeMap<u32, Channel<T>>,
+    ended: BTreeMap<u32, Ended>,
+    /// The channels that the other side asks about and shall hear are gone.
+    gone: BTreeSet<u32>,
+    next_own: Option<u32>,
+    /// Theirs up to this have been opened.
+    highest_theirs: Option<u32>,
+    /// Theirs that wait for earlier ones.
+    waiting: BTreeSet<u32>,
+    turns: Turns,
+    /// Lanes' threads that are reading a socket.
+    reading: u64,
+    lanes: SendingLanes<T>,
+    arriving: ReceivingLanes,
+    pool: Pool,
+    round_trip: RoundTrip,
+    /// Ours that the other side has not heard of, or not on this control lane.
+    opens: BTreeSet<u32>,
+    /// Channels about which there is something else to say.
+    news: BTreeSet<u32>,
+    credits: BTreeSet<u32>,
+    refusals: VecDeque<(u16, FaultCode, String)>,
+    pong: Option<u64>,
+    ping_wanted: bool,
+    /// The token of the last ping, which is when it was said.
+    ping_ns: Option<u64>,
+    control: Control,
+    /// Bytes that were read since there last was no channel.
+    busy_bytes: u64,
+    idle_since_ns: u64,
+    /// When something about the lanes was due that the caller was told of.
+    expected_ns: Option<u64>,
+    draining: bool,
+    say_drain: bool,
+    peer_drains: bool,
+    over: bool,
+    actions: VecDeque<Action>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Control {
+    Up,
+    Down { since_ns: u64 },
+}
+
+impl<T: Clone> Association<T> {
+    /// One side, whose control lane does not stand yet. Numbers beyond what
+    /// [`Config`] allows are brought within it.
+    #[must_use]
+    pub fn new(side: Side, config: Config, now_ns: u64) -> Self {
+        let channels = config.channels.clamp(1, MAX_CHANNELS);
+        let least = channels as u64 * LEAST_WINDOW_BYTES;
+        let config = Config {
+            channels,
+            bytes: config.bytes.max(least),
+            lanes: config.lanes.clamp(1, MAX_LANES),
+            lanes_max: config.lanes_max.clamp(1, MAX_LANES),
+            patience: config.patience,
+        };
+        Self {
+            config,
+            side,
+            channels: BTreeMap::new(),
+            ended: BTreeMap::new(),
+            gone: BTreeSet::new(),
+            next_own: Some(match side {
+                Side::Connecting => 0,
+                Side::Accepting => 1,
+            }),
+            highest_theirs: None,
+            waiting: BTreeSet::new(),
+            turns: Turns::default(),
+            reading: 0,
+            lanes: SendingLanes::new(config.patience),
+            arriving: ReceivingLanes::new(config.lanes_max),
+            pool: Pool::new(config.bytes, channels as u64),
+            round_trip: RoundTrip::default(),
+            opens: BTreeSet::new(),
+            news: BTreeSet::new(),
+            credits: BTreeSet::new(),
+            refusals: VecDeque::new(),
+            pong: None,
+            ping_wanted: false,
+            ping_ns: None,
+            control: Control::Down { since_ns: now_ns },
+            busy_bytes: 0,
+            idle_since_ns: now_ns,
+            expected_ns: None,
+            draining: false,
+            say_drain: false,
+            peer_drains: false,
+            over: false,
+            actions: VecDeque::new(),
+        }
+    }
+
+    /// How many channels live.
+    #[must_use]
+    pub fn channels(&self) -> usize {
+        self.channels.len()
+    }
+
+    /// Bytes of a channel that may be on their way here or wait here; `None`
+    /// is a channel that is no more.
+    #[must_use]
+    pub fn granted(&self, channel: u32) -> Option<u64> {
+        let channel = self.channels.get(&channel)?;
+        Some(channel.inn.granted())
+    }
+
+    /// Bytes of a channel that wait here for its consumer.
+    #[must_use]
+    pub fn held(&self, channel: u32) -> Option<u64> {
+        let channel = self.channels.get(&channel)?;
+        Some(channel.inn.held())
+    }
+
+    /// What all channels hold together.
+    #[must_use]
+    pub fn usage(&self) -> Usage {
+        let inbound = || self.channels.values().map(|channel| &channel.inn);
+        Usage {
+            granted: inbound().map(Inbound::granted).sum(),
+            held: inbound().map(Inbound::held).sum(),
+            unacknowledged: self.lanes.held_bytes(),
+        }
+    }
+
+    /// Whether this side drains, and nothing of any channel is left.
+    #[must_use]
+    pub fn drained(&self) -> bool {
+        let left = !self.channels.is_empty() || !self.ended.is_empty();
+        (self.draining || self.peer_drains) && !left && !self.say_drain
+    }
+
+    /// Opens and takes no more channels; those that live go on.
+    pub fn drain(&mut self) {
+        self.say_drain |= !self.draining;
+        self.draining = true;
+    }
+
+    /// Something failed on this side of a channel: the other is told at once,
+    /// and what waits for either is dropped. The caller closes the connection.
+    pub fn fail(&mut self, channel: u32, fault: FaultCode, now_ns: u64) {
+        let Some(was) = self.channels.get(&channel) else {
+            return;
+        };
+        let unsaid = matches!(&was.stage, Stage::Opening(asking) if !asking.said);
+        self.forget(channel, now_ns);
+        if !unsaid {
+            let ended = Ended {
+                fault,
+                refused: None,
+                say: true,
+            };
+            self.ended.insert(channel, ended);
+        }
+    }
+
+    /// Ends the association: every channel is aborted.
+    pub fn end(&mut self, fault: FaultCode) {
+        if self.over {
+            return;
+        }
+        self.over = true;
+        for &channel in self.channels.keys() {
+            self.actions.push_back(Action::Abort { channel, fault });
+        }
+        self.channels.clear();
+        self.ended.clear();
+        self.gone.clear();
+        self.waiting.clear();
+        self.turns = Turns::default();
+        self.lanes = SendingLanes::new(self.config.patience);
+        for set in [&mut self.opens, &mut self.news, &mut self.credits] {
+            set.clear();
+        }
+        self.actions.push_back(Action::GiveUp(fault));
+    }
+
+    /// Whether a lane that asks [`Association::next`] may get something.
+    #[must_use]
+    pub fn ready(&self) -> bool {
+        let reads = !self.turns.is_empty() && self.may_read();
+        !self.over && (reads || self.lanes.has_lost() || self.lanes.has_leaving())
+    }
+
+    /// The next thing to do.
+    pub fn poll(&mut self, now_ns: u64) -> Option<Action> {
+        if !self.over && self.actions.is_empty() {
+            self.decide(now_ns);
+        }
+        let action = self.actions.pop_front();
+        let lanes_ns = self.lanes.due_ns(self.control == Control::Up);
+        self.expected_ns = lanes_ns.map(|due_ns| due_ns.max(now_ns));
+        action
+    }
+
+    fn decide(&mut self, now_ns: u64) {
+        if let Some(expected_ns) = self.expected_ns.take()
+            && now_ns > expected_ns.saturating_add(LATE_NS)
+        {
+            // Whoever comes so late has heard nothing in the meantime.
+            self.lanes.unheard(false, now_ns);
+        }
+        if let Control::Down { since_ns } = self.control
+            && now_ns.saturating_sub(since_ns) >= self.config.patience.alone_ns
+        {
+            return self.end(FaultCode::ControlLost);
+        }
+        if !self.channels.is_empty() {
+            let bulk = self.busy_bytes >= BULK_BYTES;
+            self.lanes.want(if bulk { self.config.lanes } else { 1 });
+        } else if now_ns >= self.cold_ns() {
+            self.lanes.want(0);
+        }
+        let up = self.control == Control::Up;
+        let waits = !self.turns.is_empty() || self.lanes.has_lost();
+        match self.lanes.poll(up, waits, now_ns) {
+            Some(LaneAction::Open(lane)) => self.actions.push_back(Action::OpenLane(lane)),
+            Some(LaneAction::Cut(lane)) => self.actions.push_back(Action::CutLane(lane)),
+            Some(LaneAction::Alone) => self.abort_all(FaultCode::LaneLost, now_ns),
+            Some(LaneAction::Exhausted) => self.end(FaultCode::LaneLost),
+            None => {}
+        }
+    }
+
+    /// When [`Association::poll`] or [`Association::next_message`] may have
+    /// something to say without anything else happening.
+    #[must_use]
+    pub fn due_ns(&self) -> Option<u64> {
+        if self.over {
+            return None;
+        }
+        let up = self.control == Control::Up;
+        let control = match self.control {
+            Control::Up => self.arriving.due_ns(),
+            Control::Down { since_ns } => {
+                Some(since_ns.saturating_add(self.config.patience.alone_ns))
+            }
+        };
+        let cold = self.channels.is_empty() && self.lanes.are_wanted();
+        let cold = cold.then(|| self.cold_ns());
+        let lanes = self.lanes.due_ns(up);
+        control.into_iter().chain(cold).chain(lanes).min()
+    }
+
+    fn cold_ns(&self) -> u64 {
+        let warm_ns = self.config.patience.warm_ns;
+        self.idle_since_ns.saturating_add(warm_ns)
+    }
+
+    /// Aborts what lives, here and at the other side.
+    fn abort_all(&mut self, fault: FaultCode, now_ns: u64) {
+        let channels: Vec<u32> = self.channels.keys().copied().collect();
+        for channel in channels {
+            self.actions.push_back(Action::Abort { channel, fault });
+            self.fail(channel, fault, now_ns);
+        }
+    }
+
+    /// Lets go of all that is held for a channel; nothing is said.
+    fn forget(&mut self, channel: u32, now_ns: u64) {
+        let Some(was) = self.channels.remove(&channel) else {
+            return;
+        };
+        self.pool.changed(was.inn.granted(), 0);
+        self.waiting.remove(&channel);
+        self.opens.remove(&channel);
+        self.news.remove(&channel);
+        self.credits.remove(&channel);
+        self.turns.remove(channel);
+        self.lanes.forget(channel);
+        if was.out.counted_for > 0 {
+            self.uncount(channel);
+        }
+        if self.channels.is_empty() {
+            self.busy_bytes = 0;
+            self.idle_since_ns = now_ns;
+        }
+        self.look_at_barriers();
+    }
+
+    /// Closes a channel that has ended both ways, as far as this side knows.
+    fn close_if_done(&mut self, channel: u32, now_ns: u64) {
+        let Some(one) = self.channels.get(&channel) else {
+            return;
+        };
+        let sent = one.out.closed && !one.say.eof;
+        let received = one.inn.shut && !one.say.closed;
+        if sent && received {
+            self.forget(channel, now_ns);
+            self.actions.push_back(Action::Close(channel));
+        }
+    }
+
+    /// Tells the consumer of the end, where everything before it is written.
+    fn shut_if_at_end(&mut self, channel: u32) {
+        if let Some(one) = self.channels.get_mut(&channel)
+            && one.inn.at_end()
+        {
+            one.inn.shut = true;
+            one.say.closed = true;
+            self.news.insert(channel);
+            self.credits.remove(&channel);
+            self.actions.push_back(Action::ShutWrite(channel));
+        }
+    }
+
+    /// Grants what a channel is worth, if that is much more than it has.
+    fn grant(&mut self, channel: u32, now_ns: u64) {
+        let span_ns = self.round_trip.span_ns();
+        let Some(one) = self.channels.get_mut(&channel) else {
+            return;
+        };
+        // Nothing more comes.
+        if one.inn.eof.is_some() {
+            return;
+        }
+        let granted = one.inn.granted();
+        let most = one.window_bytes.max(LEAST_WINDOW_BYTES);
+        let window = one.inn.meter.window(span_ns, now_ns);
+        let mut window = window.clamp(LEAST_WINDOW_BYTES, most);
+        window = window.min(self.pool.most(granted));
+        if planted(Mistake::CreditOverWindow) {
+            window = most * 2;
+        }
+        let rise = window.saturating_sub(granted);
+        let worth = rise >= window.div_ceil(4);
+        if worth {
+            one.inn.limit = (one.inn.limit + rise).min(MAX_CHANNEL_OFFSET);
+            self.pool.changed(granted, one.inn.granted());
+        }
+        if worth || one.inn.untold >= UNTOLD_CHUNKS {
+            self.credits.insert(channel);
+        }
+    }
+
+    /// What a new channel may be sent before it is known how fast it is.
+    fn first_grant(&mut self, window_bytes: u64) -> u64 {
+        let window = window_bytes.clamp(LEAST_WINDOW_BYTES, START_WINDOW_BYTES);
+        let limit = window.min(self.pool.most(0));
+        self.pool.changed(0, limit);
+        limit
+    }
+
+    /// Puts a channel into the row of those that are read next, if it may be.
+    fn queue(&mut self, channel: u32) {
+        if let Some(one) = self.channels.get_mut(&channel)
+            && one.out.turn == Turn::Held
+            && one.out.room() > 0
+        {
+            one.out.turn = Turn::Waits;
+            self.turns.add(channel, one.out.bulk);
+        }
+    }
+
+    fn is_ours(&self, channel: u32) -> bool {
+        channel.is_multiple_of(2) == (self.side == Side::Connecting)
+    }
+}
+
+/// Chunks that a sender may take for undelivered before it is told otherwise:
+/// few enough that it is never stopped by their number alone.
+const UNTOLD_CHUNKS: usize = crate::limits::MAX_CHANNEL_CHUNKS / 4;
+
+/// A caller that comes so late was stopped, or its host was.
+const LATE_NS: u64 = 1_000_000_000;
+
+#[cfg(test)]
+mod tests;

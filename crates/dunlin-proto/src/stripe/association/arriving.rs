@@ -1,0 +1,137 @@
+//! What the lanes of the other side bring.
+
+use super::Association;
+use crate::fault::FaultCode;
+use crate::mistake::{Mistake, planted};
+use crate::stripe::fault::PeerFault;
+use crate::stripe::frame::Data;
+use crate::stripe::inbound::{Arrival, Delivery};
+
+impl<T: Clone> Association<T> {
+    /// A connection has proved to be this lane of the other side.
+    ///
+    /// # Errors
+    /// Why it is not let in; the other side is told, and the caller closes it.
+    pub fn admit(&mut self, lane: u16) -> Result<(), FaultCode> {
+        let admitted = match self.over {
+            true => Err(FaultCode::ControlLost),
+            false => self.arriving.admit(lane),
+        };
+        if let Err(fault) = admitted
+            && lane != 0
+            && self.refusals.len() < usize::from(self.config.lanes_max)
+        {
+            let text = "the number was used before, or there are too many lanes";
+            self.refusals.push_back((lane, fault, text.to_owned()));
+        }
+        admitted
+    }
+
+    /// The payload of a piece is here, whole, on a lane that was admitted. What
+    /// is returned says what to do with it; where that is
+    /// [`Arrival::Deliver`], it is next and needs no buffer of its own.
+    ///
+    /// # Errors
+    /// The peer breaks the protocol: [`Association::end`].
+    pub fn arrived(&mut self, lane: u16, data: &Data, now_ns: u64) -> Result<Arrival, PeerFault> {
+        let arrival = self.place(lane, data)?;
+        if arrival != Arrival::Keep || planted(Mistake::AckBeforeKept) {
+            self.arriving.safe(lane, u64::from(data.length()), now_ns);
+        }
+        Ok(arrival)
+    }
+
+    fn place(&mut self, lane: u16, data: &Data) -> Result<Arrival, PeerFault> {
+        let channel = data.channel();
+        if let Some(one) = self.channels.get_mut(&channel) {
+            if !self.arriving.is_open(lane) {
+                // Given up here: what it brings comes again.
+                return Ok(Arrival::Drop);
+            }
+            return one.inn.arrived(data);
+        }
+        self.was_opened(channel)?;
+        Ok(Arrival::Drop)
+    }
+
+    /// After [`Arrival::Keep`]: the piece in a buffer of its own. Its turn may
+    /// have come meanwhile, and is the caller's then.
+    ///
+    /// # Errors
+    /// The peer breaks the protocol: [`Association::end`].
+    pub fn keep(
+        &mut self,
+        lane: u16,
+        data: &Data,
+        token: T,
+        now_ns: u64,
+    ) -> Result<Option<Delivery<T>>, PeerFault> {
+        let open = self.arriving.is_open(lane);
+        if !planted(Mistake::AckBeforeKept) {
+            self.arriving.safe(lane, u64::from(data.length()), now_ns);
+        }
+        match self.channels.get_mut(&data.channel()) {
+            Some(one) if open => one.inn.keep(data, token),
+            _ => Ok(None),
+        }
+    }
+
+    /// Whoever has the turn has written `bytes` to the channel's socket, and
+    /// `rest` holds what the socket did not take. Returns what to write next
+    /// with the same turn; else the turn is given back. Where there is a rest,
+    /// [`Association::writable`] goes on.
+    pub fn wrote(
+        &mut self,
+        channel: u32,
+        bytes: u32,
+        rest: Option<T>,
+        now_ns: u64,
+    ) -> Option<Delivery<T>> {
+        let span_ns = self.round_trip.span_ns();
+        let one = self.channels.get_mut(&channel)?;
+        let granted = one.inn.granted();
+        let next = one.inn.wrote(channel, bytes, rest);
+        one.inn.meter.add(u64::from(bytes), span_ns, now_ns);
+        self.pool.changed(granted, one.inn.granted());
+        self.shut_if_at_end(channel);
+        self.grant(channel, now_ns);
+        self.look_at_barriers();
+        next
+    }
+
+    /// The channel's socket takes bytes again. Returns what to write, with the
+    /// turn.
+    pub fn writable(&mut self, channel: u32) -> Option<Delivery<T>> {
+        let one = self.channels.get_mut(&channel)?;
+        one.inn.writable(channel)
+    }
+
+    /// A lane of the other side says that it ends, after `frames` frames of
+    /// data.
+    ///
+    /// # Errors
+    /// Another number has come: the peer breaks the protocol.
+    pub fn lane_ended(&mut self, lane: u16, frames: u64) -> Result<(), PeerFault> {
+        self.arriving.ended(lane, frames)
+    }
+
+    /// The connection of a lane of the other side is over, and its thread
+    /// reports nothing more.
+    pub fn admitted_over(&mut self, lane: u16) {
+        self.arriving.over(lane);
+    }
+
+    /// A channel that is no more is one that has been.
+    pub(super) fn was_opened(&self, channel: u32) -> Result<(), PeerFault> {
+        let ever = if self.is_ours(channel) {
+            self.next_own.is_none_or(|next| channel < next)
+        } else {
+            self.highest_theirs
+                .is_some_and(|highest| channel <= highest)
+        };
+        if ever {
+            return Ok(());
+        }
+        Err(PeerFault::UnknownChannel { channel })
+    }
+}

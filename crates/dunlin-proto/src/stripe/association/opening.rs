@@ -1,0 +1,267 @@
+//! Channels are opened, in the order of acceptance.
+//!
+//! A later channel of a listener is connected when every byte of earlier ones
+//! has been delivered that had arrived here when it was accepted. Those bytes
+//! were read already or wait in the earlier channels' sockets. What waits there
+//! is counted while no lane reads the socket, lest bytes be missed that a lane
+//! has just read and not yet reported: such a lane finishes first.
+//!
+//! An earlier channel whose consumer does not read holds nobody up: as soon as
+//! its socket is full it has all that a consumer could see without a tunnel, and
+//! it may be waiting for the very connection that would wait for it.
+
+use std::collections::BTreeSet;
+
+use super::{
+    Action, Asking, Association, Channel, Ended, Inbound, Mark, OpenError, Opening, Outbound, Say,
+    Stage, Turn,
+};
+use crate::fault::FaultCode;
+use crate::limits::{MAX_CHANNEL_OFFSET, MAX_CHANNELS, MAX_NAME_BYTES, MAX_TEXT_BYTES};
+use crate::mistake::{Mistake, planted};
+use crate::stripe::fault::PeerFault;
+use crate::stripe::message::Open;
+
+impl<T: Clone> Association<T> {
+    /// A connection was accepted: returns its channel. [`Action::Opened`] or
+    /// [`Action::Refused`] follows; nothing is read before.
+    ///
+    /// # Errors
+    /// [`OpenError`]; nothing has changed then.
+    pub fn open(&mut self, opening: Opening) -> Result<u32, OpenError> {
+        if self.over {
+            return Err(OpenError::Over);
+        }
+        if self.draining || self.peer_drains {
+            return Err(OpenError::Draining);
+        }
+        if self.channels.len() + self.ended.len() >= self.config.channels {
+            let channels = self.config.channels;
+            return Err(OpenError::TooMany { channels });
+        }
+        let longest = opening.route.len().max(opening.parameter.len());
+        if longest > MAX_NAME_BYTES {
+            return Err(OpenError::Name);
+        }
+        let number = self.next_own.ok_or(OpenError::Over)?;
+        self.next_own = number.checked_add(2);
+
+        let mut counting = BTreeSet::new();
+        let mut barrier = Vec::new();
+        for (&earlier, one) in &mut self.channels {
+            if !one.ours || one.listener != opening.listener {
+                continue;
+            }
+            if one.out.turn == Turn::Ended {
+                barrier.extend(mark(earlier, &one.out, one.out.sent));
+                continue;
+            }
+            counting.insert(earlier);
+            one.out.counted_for += 1;
+            if one.out.turn != Turn::Taken {
+                self.actions.push_back(Action::Count(earlier));
+            }
+        }
+        let limit = self.first_grant(opening.window_bytes);
+        let asking = Asking {
+            route: opening.route,
+            parameter: opening.parameter,
+            counting,
+            barrier,
+            said: false,
+        };
+        let channel = Channel {
+            ours: true,
+            listener: opening.listener,
+            stage: Stage::Opening(asking),
+            window_bytes: opening.window_bytes,
+            out: Outbound::new(0, false),
+            inn: Inbound::new(limit),
+            say: Say::default(),
+        };
+        self.channels.insert(number, channel);
+        self.opens.insert(number);
+        Ok(number)
+    }
+
+    /// The answer to [`Action::Count`]: so many bytes can be read from the
+    /// channel's socket.
+    pub fn counted(&mut self, channel: u32, unread_bytes: u64) {
+        let Some(one) = self.channels.get_mut(&channel) else {
+            return;
+        };
+        // A lane has begun to read since: it is asked for again then.
+        if one.out.turn == Turn::Taken || one.out.counted_for == 0 {
+            return;
+        }
+        one.out.counted_for = 0;
+        let arrived = one.out.sent.saturating_add(unread_bytes);
+        let arrived = arrived.min(MAX_CHANNEL_OFFSET);
+        let mark = mark(channel, &one.out, arrived);
+        for later in &self.opens {
+            if let Some(one) = self.channels.get_mut(later)
+                && let Stage::Opening(asking) = &mut one.stage
+                && asking.counting.remove(&channel)
+            {
+                asking.barrier.extend(mark);
+            }
+        }
+        self.queue(channel);
+    }
+
+    /// A channel that was to be counted is no more: nothing of it is waited
+    /// for.
+    pub(super) fn uncount(&mut self, channel: u32) {
+        for later in &self.opens {
+            if let Some(one) = self.channels.get_mut(later)
+                && let Stage::Opening(asking) = &mut one.stage
+            {
+                asking.counting.remove(&channel);
+            }
+        }
+    }
+
+    /// The answer to [`Action::Connect`]: the connection stands, and
+    /// `window_bytes` is the largest window that its route allows. The caller
+    /// reports from now on when its socket is readable. False where the channel
+    /// has ended meanwhile: close it.
+    #[must_use]
+    pub fn connected(&mut self, channel: u32, window_bytes: u64) -> bool {
+        let connecting = |one: &Channel<T>| matches!(one.stage, Stage::Connecting);
+        if !self.channels.get(&channel).is_some_and(connecting) {
+            return false;
+        }
+        let limit = self.first_grant(window_bytes);
+        if let Some(one) = self.channels.get_mut(&channel) {
+            one.stage = Stage::Open;
+            one.window_bytes = window_bytes;
+            one.inn.limit = limit;
+            one.out.open = true;
+            one.say.opened = true;
+            self.news.insert(channel);
+        }
+        self.look_at_barriers();
+        true
+    }
+
+    /// The other answer to [`Action::Connect`]: there is no connection, and
+    /// why. The text is cut to what a message holds.
+    pub fn refuse(&mut self, channel: u32, fault: FaultCode, mut text: String, now_ns: u64) {
+        let theirs = |one: &Channel<T>| !one.ours;
+        if !self.channels.get(&channel).is_some_and(theirs) {
+            return;
+        }
+        self.forget(channel, now_ns);
+        let fits = |end: &usize| text.is_char_boundary(*end);
+        let end = (0..=MAX_TEXT_BYTES.min(text.len())).rev().find(fits);
+        text.truncate(end.unwrap_or(0));
+        let ended = Ended {
+            fault,
+            refused: Some(text),
+            say: true,
+        };
+        self.ended.insert(channel, ended);
+    }
+
+    /// The other side wants a channel.
+    pub(super) fn asked(&mut self, open: Open, now_ns: u64) -> Result<(), PeerFault> {
+        let number = open.channel;
+        if self.is_ours(number) {
+            return Err(PeerFault::WrongSide { channel: number });
+        }
+        if self.highest_theirs.is_some_and(|highest| number <= highest) {
+            // Heard before: on another control lane, perhaps.
+            return self.answer_if_gone(number);
+        }
+        for mark in &open.barrier {
+            if self.is_ours(mark.channel) || mark.channel >= number {
+                return Err(PeerFault::Barrier {
+                    channel: number,
+                    earlier: mark.channel,
+                });
+            }
+        }
+        if self.ended.len() >= MAX_CHANNELS {
+            return Err(PeerFault::TooManyChannels);
+        }
+        self.highest_theirs = Some(number);
+        let full = self.channels.len() >= self.config.channels;
+        let channel = Channel {
+            ours: false,
+            listener: 0,
+            stage: Stage::Waiting {
+                route: open.route,
+                parameter: open.parameter,
+                barrier: open.barrier,
+            },
+            window_bytes: 0,
+            out: Outbound::new(open.limit, false),
+            inn: Inbound::new(0),
+            say: Say::default(),
+        };
+        self.channels.insert(number, channel);
+        if full || self.draining {
+            let text = if full {
+                "there are as many channels as this side allows"
+            } else {
+                "the tunnel is about to end"
+            };
+            self.refuse(number, FaultCode::Busy, text.to_owned(), now_ns);
+            return Ok(());
+        }
+        self.waiting.insert(number);
+        self.look_at_barriers();
+        Ok(())
+    }
+
+    /// Connects whatever waits for nothing more.
+    pub(super) fn look_at_barriers(&mut self) {
+        let mut from = 0;
+        while let Some(&number) = self.waiting.range(from..).next() {
+            from = number.saturating_add(1);
+            let Some(mut one) = self.channels.remove(&number) else {
+                continue;
+            };
+            if let Stage::Waiting {
+                route,
+                parameter,
+                barrier,
+            } = &mut one.stage
+            {
+                barrier.retain(|mark| !self.is_delivered(mark));
+                let free = barrier.iter().all(|mark| self.is_stuck(mark));
+                if free || planted(Mistake::BarrierIgnored) {
+                    self.actions.push_back(Action::Connect {
+                        channel: number,
+                        route: std::mem::take(route),
+                        parameter: std::mem::take(parameter),
+                    });
+                    one.stage = Stage::Connecting;
+                    self.waiting.remove(&number);
+                }
+            }
+            self.channels.insert(number, one);
+        }
+    }
+
+    /// Whether an earlier channel has come so far. One that is no more holds
+    /// nobody up.
+    fn is_delivered(&self, mark: &Mark) -> bool {
+        let Some(earlier) = self.channels.get(&mark.channel) else {
+            return true;
+        };
+        matches!(earlier.stage, Stage::Open) && earlier.inn.delivered() >= mark.offset
+    }
+
+    /// Whether an earlier channel's consumer has as much as it takes.
+    fn is_stuck(&self, mark: &Mark) -> bool {
+        let earlier = self.channels.get(&mark.channel);
+        earlier.is_some_and(|earlier| earlier.inn.is_stuck())
+    }
+}
+
+/// What has to be waited for, if that is not known to be over.
+fn mark(channel: u32, out: &Outbound, offset: u64) -> Option<Mark> {
+    let over = out.open && offset <= out.delivered;
+    (!over).then_some(Mark { channel, offset })
+}

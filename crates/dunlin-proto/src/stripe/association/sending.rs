@@ -1,0 +1,162 @@
+//! What the lanes of this side carry.
+
+use super::{Association, Turn};
+use crate::limits::MAX_STRIPE_CHUNK_BYTES;
+use crate::stripe::frame::Data;
+
+pub use crate::lanes::Wear;
+
+/// What a lane's thread shall do now.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Work<T> {
+    /// Send this piece, which a lost lane carried.
+    Again {
+        /// Its header.
+        data: Data,
+        /// Its bytes.
+        token: T,
+    },
+    /// The turn to read this channel's socket: read at most `most` bytes
+    /// without waiting, and report by [`Association::read`] in any case.
+    Read {
+        /// The channel.
+        channel: u32,
+        /// Bytes, at least one and at most [`MAX_STRIPE_CHUNK_BYTES`].
+        most: u32,
+    },
+    /// Send the end, with this number of frames, and close the lane.
+    End {
+        /// Frames of data that the lane has carried.
+        frames: u64,
+    },
+    /// There is nothing: ask again when [`Association::ready`].
+    Wait,
+    /// The lane was given up.
+    Stop,
+}
+
+/// What came of reading a channel's socket.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Outcome<T> {
+    /// Bytes.
+    Bytes {
+        /// How many, at least one and at most what was allowed.
+        length: u32,
+        /// The same bytes, to be sent again if need be.
+        token: T,
+        /// Whether there may be more; if not, [`Association::readable`] tells.
+        more: bool,
+    },
+    /// Nothing now; [`Association::readable`] tells.
+    Nothing,
+    /// The end.
+    End,
+}
+
+impl<T: Clone> Association<T> {
+    /// A connection for this lane stands and *lane open* is on its way. False
+    /// where the lane has been given up in the meantime: close it.
+    pub fn lane_stands(&mut self, lane: u16, now_ns: u64) -> bool {
+        !self.over && self.lanes.stands(lane, now_ns)
+    }
+
+    /// There is no connection for this lane, or no more.
+    pub fn lane_over(&mut self, lane: u16, now_ns: u64) {
+        self.lanes.over(lane, now_ns);
+    }
+
+    /// Something can be read from this channel's socket.
+    pub fn readable(&mut self, channel: u32) {
+        if let Some(one) = self.channels.get_mut(&channel)
+            && one.out.turn == Turn::Idle
+        {
+            one.out.turn = Turn::Held;
+            one.out.bulk = false;
+            self.queue(channel);
+        }
+    }
+
+    /// What `lane` shall do now.
+    pub fn next(&mut self, lane: u16, wear: Wear, now_ns: u64) -> Work<T> {
+        if wear != Wear::Fresh {
+            self.lanes.worn(lane, wear == Wear::Spent);
+        }
+        if let Some(frames) = self.lanes.end(lane, now_ns) {
+            return Work::End { frames };
+        }
+        if self.over || !self.lanes.carries(lane) {
+            return Work::Stop;
+        }
+        if let Some((data, token)) = self.lanes.carry_again(lane, now_ns) {
+            return Work::Again { data, token };
+        }
+        if !self.may_read() {
+            return Work::Wait;
+        }
+        while let Some(channel) = self.turns.next() {
+            let Some(one) = self.channels.get_mut(&channel) else {
+                continue;
+            };
+            let most = one.out.room();
+            if most == 0 {
+                one.out.turn = Turn::Held;
+                continue;
+            }
+            one.out.turn = Turn::Taken;
+            self.reading += 1;
+            return Work::Read { channel, most };
+        }
+        Work::Wait
+    }
+
+    /// What came of [`Work::Read`], whether the lane still lives or not.
+    /// Returns the header to send with the bytes; `None` where there is
+    /// nothing to send on this lane.
+    pub fn read(
+        &mut self,
+        lane: u16,
+        channel: u32,
+        outcome: Outcome<T>,
+        now_ns: u64,
+    ) -> Option<Data> {
+        self.reading = self.reading.saturating_sub(1);
+        let one = self.channels.get_mut(&channel)?;
+        if one.out.turn != Turn::Taken {
+            return None;
+        }
+        let mut sent = None;
+        one.out.turn = match outcome {
+            Outcome::Bytes {
+                length,
+                token,
+                more,
+            } => {
+                sent = one.out.cut(channel, length).map(|data| (data, token));
+                one.out.bulk = more;
+                if more { Turn::Held } else { Turn::Idle }
+            }
+            Outcome::Nothing => Turn::Idle,
+            Outcome::End => {
+                one.out.eof = Some(one.out.sent);
+                one.say.eof = true;
+                self.news.insert(channel);
+                Turn::Ended
+            }
+        };
+        if one.out.counted_for > 0 {
+            self.actions.push_back(super::Action::Count(channel));
+        }
+        self.queue(channel);
+        let (data, token) = sent?;
+        self.busy_bytes = self.busy_bytes.saturating_add(u64::from(data.length()));
+        let carried = self.lanes.carry(lane, data, token, now_ns);
+        carried.then_some(data)
+    }
+
+    /// Whether what a lane reads now stays within the bound of what waits to
+    /// be acknowledged (I8).
+    pub(super) fn may_read(&self) -> bool {
+        let reading = (self.reading + 1) * u64::from(MAX_STRIPE_CHUNK_BYTES);
+        self.lanes.held_bytes() + reading <= self.config.bytes
+    }
+}

@@ -1,0 +1,370 @@
+//! What the two sides say to each other: every message tells how something
+//! stands.
+
+use super::{Action, Association, Control, Stage};
+use crate::fault::FaultCode;
+use crate::limits::{MAX_CHANNELS, MAX_CREDITS};
+use crate::mistake::{Mistake, planted};
+use crate::stripe::fault::PeerFault;
+use crate::stripe::message::{Credit, LaneAck, Mark, Message, Open};
+
+/// How long a measured round trip is good for, while credits are said.
+const PING_NS: u64 = 1_000_000_000;
+
+impl<T: Clone> Association<T> {
+    /// A control lane stands, the first or another: everything is said again.
+    pub fn control_up(&mut self, now_ns: u64) {
+        self.control = Control::Up;
+        self.ping_wanted = true;
+        self.ping_ns = None;
+        self.say_drain |= self.draining;
+        self.arriving.say_again();
+        self.lanes.unheard(true, now_ns);
+        for ended in self.ended.values_mut() {
+            ended.say = true;
+        }
+        for (&number, one) in &mut self.channels {
+            match &one.stage {
+                Stage::Opening(asking) => {
+                    self.opens.insert(number);
+                    if asking.said {
+                        self.credits.insert(number);
+                    }
+                }
+                Stage::Open => {
+                    one.say.opened = !one.ours;
+                    one.say.eof = one.out.eof.is_some();
+                    one.say.closed = one.inn.shut;
+                    self.news.insert(number);
+                    if one.inn.eof.is_none() {
+                        self.credits.insert(number);
+                    }
+                }
+                Stage::Waiting { .. } | Stage::Connecting => {}
+            }
+        }
+    }
+
+    /// The control lane is lost.
+    pub fn control_down(&mut self, now_ns: u64) {
+        if self.control == Control::Up {
+            self.control = Control::Down { since_ns: now_ns };
+        }
+    }
+
+    /// Whether [`Association::next_message`] may have something to say.
+    #[must_use]
+    pub fn has_message(&self, now_ns: u64) -> bool {
+        let acks = self.arriving.due_ns();
+        !self.over
+            && self.control == Control::Up
+            && (self.pong.is_some()
+                || self.ping_wanted
+                || self.say_drain
+                || !self.opens.is_empty()
+                || !self.gone.is_empty()
+                || !self.refusals.is_empty()
+                || !self.news.is_empty()
+                || !self.credits.is_empty()
+                || acks.is_some_and(|due_ns| due_ns <= now_ns)
+                || self.ended.values().any(|ended| ended.say))
+    }
+
+    /// The next thing to say on the control lane.
+    pub fn next_message(&mut self, now_ns: u64) -> Option<Message> {
+        if self.over || self.control != Control::Up {
+            return None;
+        }
+        if let Some(token) = self.pong.take() {
+            return Some(Message::Pong { token });
+        }
+        if std::mem::take(&mut self.ping_wanted) {
+            self.ping_ns = Some(now_ns);
+            return Some(Message::Ping { token: now_ns });
+        }
+        if let Some(open) = self.next_open() {
+            return Some(open);
+        }
+        if let Some((&channel, ended)) = self.ended.iter_mut().find(|(_, ended)| ended.say) {
+            ended.say = false;
+            let fault = ended.fault;
+            return Some(match ended.refused.clone() {
+                Some(text) => Message::Refused {
+                    channel,
+                    fault,
+                    text,
+                },
+                None => Message::Reset { channel, fault },
+            });
+        }
+        if let Some(channel) = self.gone.pop_first() {
+            return Some(Message::Gone { channel });
+        }
+        if let Some((lane, fault, text)) = self.refusals.pop_front() {
+            return Some(Message::LaneRefused { lane, fault, text });
+        }
+        if let Some(lost) = self.arriving.take_lost() {
+            return Some(Message::LaneLost(lost));
+        }
+        if let Some(news) = self.next_news(now_ns) {
+            return Some(news);
+        }
+        if let Some(credits) = self.next_credits(now_ns) {
+            return Some(credits);
+        }
+        if let Some(acks) = self.arriving.take_acks(now_ns) {
+            return Some(Message::Ack(acks));
+        }
+        std::mem::take(&mut self.say_drain).then_some(Message::Drain)
+    }
+
+    /// Channels are said in the order of their numbers: the other side takes a
+    /// number below one that it has heard for a channel that has ended.
+    fn next_open(&mut self) -> Option<Message> {
+        let &channel = self.opens.first()?;
+        let one = self.channels.get_mut(&channel)?;
+        let limit = one.inn.limit;
+        let Stage::Opening(asking) = &mut one.stage else {
+            return None;
+        };
+        if !asking.counting.is_empty() {
+            return None;
+        }
+        asking.said = true;
+        let open = Open {
+            channel,
+            limit,
+            route: asking.route.clone(),
+            parameter: asking.parameter.clone(),
+            barrier: asking.barrier.clone(),
+        };
+        self.opens.remove(&channel);
+        Some(Message::Open(open))
+    }
+
+    fn next_news(&mut self, now_ns: u64) -> Option<Message> {
+        while let Some(&channel) = self.news.first() {
+            if let Some(one) = self.channels.get_mut(&channel) {
+                if std::mem::take(&mut one.say.opened) {
+                    let limit = one.inn.limit;
+                    return Some(Message::Opened { channel, limit });
+                }
+                if std::mem::take(&mut one.say.eof) {
+                    let offset = one.out.sent;
+                    self.close_if_done(channel, now_ns);
+                    return Some(Message::Eof(Mark { channel, offset }));
+                }
+                if std::mem::take(&mut one.say.closed) {
+                    self.close_if_done(channel, now_ns);
+                    return Some(Message::Closed { channel });
+                }
+            }
+            self.news.remove(&channel);
+        }
+        None
+    }
+
+    fn next_credits(&mut self, now_ns: u64) -> Option<Message> {
+        let mut credits = Vec::new();
+        while credits.len() < MAX_CREDITS
+            && let Some(channel) = self.credits.pop_first()
+        {
+            if let Some(one) = self.channels.get_mut(&channel) {
+                one.inn.untold = 0;
+                credits.push(Credit {
+                    channel,
+                    delivered: one.inn.delivered(),
+                    limit: one.inn.limit,
+                });
+            }
+        }
+        if credits.is_empty() {
+            return None;
+        }
+        let measured = self.ping_ns.unwrap_or(0);
+        self.ping_wanted |= now_ns.saturating_sub(measured) >= PING_NS;
+        Some(Message::Credit(credits))
+    }
+
+    /// The other side says something. A message of an older control lane does
+    /// no harm, but none may be heard once the association is over.
+    ///
+    /// # Errors
+    /// The peer breaks the protocol: [`Association::end`].
+    pub fn handle(&mut self, message: Message, now_ns: u64) -> Result<(), PeerFault> {
+        if self.over {
+            return Ok(());
+        }
+        match message {
+            Message::Open(open) => self.asked(open, now_ns)?,
+            Message::Opened { channel, limit } => self.opened(channel, limit)?,
+            Message::Refused {
+                channel,
+                fault,
+                text,
+            } => {
+                if !self.is_ours(channel) {
+                    return Err(PeerFault::Impossible { channel });
+                }
+                self.was_opened(channel)?;
+                if self.channels.contains_key(&channel) {
+                    self.forget(channel, now_ns);
+                    self.actions.push_back(Action::Refused {
+                        channel,
+                        fault,
+                        text,
+                    });
+                }
+                self.ended.remove(&channel);
+                self.answer_if_gone(channel)?;
+            }
+            Message::Credit(credits) => {
+                for credit in credits {
+                    self.credited(&credit)?;
+                }
+            }
+            Message::Ack(acks) => {
+                for LaneAck { lane, frames } in acks {
+                    self.lanes.acknowledged(lane, frames, now_ns)?;
+                }
+            }
+            Message::LaneRefused { lane, fault, text } => {
+                self.lanes.known(lane)?;
+                if self.lanes.lost(lane, now_ns) {
+                    self.actions.push_back(Action::CutLane(lane));
+                    self.actions
+                        .push_back(Action::LaneRefused { lane, fault, text });
+                }
+            }
+            Message::LaneLost(LaneAck { lane, frames }) => {
+                self.lanes.acknowledged(lane, frames, now_ns)?;
+                if self.lanes.lost(lane, now_ns) {
+                    self.actions.push_back(Action::CutLane(lane));
+                }
+            }
+            Message::Eof(mark) => self.peer_ends(&mark)?,
+            Message::Closed { channel } => {
+                self.was_opened(channel)?;
+                if let Some(one) = self.channels.get_mut(&channel) {
+                    if one.out.eof.is_none() {
+                        return Err(PeerFault::Impossible { channel });
+                    }
+                    one.out.closed = true;
+                    self.close_if_done(channel, now_ns);
+                }
+            }
+            Message::Reset { channel, fault } => self.reset(channel, fault, now_ns)?,
+            Message::Gone { channel } => self.confirmed(channel, now_ns)?,
+            Message::Ping { token } => self.pong = Some(token),
+            Message::Pong { token } => {
+                if self.ping_ns == Some(token) {
+                    let round_trip_ns = now_ns.saturating_sub(token);
+                    self.round_trip.measured(round_trip_ns, now_ns);
+                }
+            }
+            Message::Drain => self.peer_drains = true,
+            Message::Accept { .. } => {}
+        }
+        Ok(())
+    }
+
+    fn opened(&mut self, channel: u32, limit: u64) -> Result<(), PeerFault> {
+        if !self.is_ours(channel) {
+            return Err(PeerFault::Impossible { channel });
+        }
+        self.was_opened(channel)?;
+        let Some(one) = self.channels.get_mut(&channel) else {
+            return Ok(());
+        };
+        if let Stage::Opening(asking) = &one.stage {
+            if !asking.said {
+                return Err(PeerFault::Impossible { channel });
+            }
+            one.stage = Stage::Open;
+            one.out.open = true;
+            self.opens.remove(&channel);
+            self.actions.push_back(Action::Opened(channel));
+        }
+        one.out.limit = one.out.limit.max(limit);
+        self.queue(channel);
+        Ok(())
+    }
+
+    fn credited(&mut self, credit: &Credit) -> Result<(), PeerFault> {
+        let channel = credit.channel;
+        self.was_opened(channel)?;
+        if let Some(one) = self.channels.get_mut(&channel) {
+            one.out.told(channel, credit.delivered, credit.limit)?;
+            self.queue(channel);
+        }
+        Ok(())
+    }
+
+    fn peer_ends(&mut self, mark: &Mark) -> Result<(), PeerFault> {
+        let channel = mark.channel;
+        self.was_opened(channel)?;
+        match self.channels.get_mut(&channel) {
+            // Nothing is sent before *opened*, nor said of it.
+            Some(one) if !matches!(one.stage, Stage::Open) => {
+                Err(PeerFault::Impossible { channel })
+            }
+            Some(one) => {
+                one.inn.ends(channel, mark.offset)?;
+                self.credits.remove(&channel);
+                self.shut_if_at_end(channel);
+                Ok(())
+            }
+            None => self.answer_if_gone(channel),
+        }
+    }
+
+    /// The other side aborts a channel.
+    fn reset(&mut self, channel: u32, fault: FaultCode, now_ns: u64) -> Result<(), PeerFault> {
+        if self.was_opened(channel).is_err() {
+            if self.is_ours(channel) {
+                return Err(PeerFault::UnknownChannel { channel });
+            }
+            // Its *open* was lost with a control lane.
+            self.highest_theirs = Some(channel);
+        }
+        if let Some(one) = self.channels.get(&channel) {
+            if planted(Mistake::ResetBehindData) && one.inn.waits() {
+                return Ok(());
+            }
+            self.forget(channel, now_ns);
+            self.actions.push_back(Action::Abort { channel, fault });
+        }
+        self.ended.remove(&channel);
+        self.answer_if_gone(channel)
+    }
+
+    /// The other side knows nothing of a channel any more.
+    fn confirmed(&mut self, channel: u32, now_ns: u64) -> Result<(), PeerFault> {
+        self.was_opened(channel)?;
+        self.ended.remove(&channel);
+        let Some(one) = self.channels.get(&channel) else {
+            return Ok(());
+        };
+        // It forgets without asking only what has ended both ways.
+        if one.out.eof.is_none() || !one.inn.shut {
+            return Err(PeerFault::Impossible { channel });
+        }
+        self.forget(channel, now_ns);
+        self.actions.push_back(Action::Close(channel));
+        Ok(())
+    }
+
+    /// Answers about a channel of which nothing is known here.
+    pub(super) fn answer_if_gone(&mut self, channel: u32) -> Result<(), PeerFault> {
+        if self.channels.contains_key(&channel) || self.ended.contains_key(&channel) {
+            return Ok(());
+        }
+        // Those that the other side can have at the same time, and what it
+        // says twice.
+        if self.gone.len() >= 2 * MAX_CHANNELS {
+            return Err(PeerFault::TooManyChannels);
+        }
+        self.gone.insert(channel);
+        Ok(())
+    }
+}

@@ -1,0 +1,681 @@
+#![allow(clippy::unwrap_used)]
+
+use super::*;
+use crate::limits::{MAX_CHANNEL_CHUNKS, MAX_STRIPE_CHUNK_BYTES};
+use crate::stripe::frame::Data;
+use crate::stripe::message::{Credit, LaneAck, Message, Open};
+use crate::stripe::{ACK_DELAY_NS, Arrival, Patience, PeerFault};
+
+const MS: u64 = 1_000_000;
+const CHUNK: u32 = MAX_STRIPE_CHUNK_BYTES;
+
+/// Two sides whose messages arrive at once, and what they have to do.
+struct Pair {
+    sides: [Association<u64>; 2],
+    actions: [Vec<Action>; 2],
+    now_ns: u64,
+    /// Messages that were said.
+    said: usize,
+    /// The listener of the next channel.
+    listener: u64,
+}
+
+impl Pair {
+    fn new() -> Self {
+        Self::with(Config::default())
+    }
+
+    fn with(config: Config) -> Self {
+        let side = |side| Association::new(side, config, 0);
+        let mut pair = Self {
+            sides: [side(Side::Connecting), side(Side::Accepting)],
+            actions: [vec![], vec![]],
+            now_ns: 0,
+            said: 0,
+            listener: 1,
+        };
+        pair.resume();
+        pair
+    }
+
+    fn resume(&mut self) {
+        for side in &mut self.sides {
+            side.control_up(self.now_ns);
+        }
+        self.settle();
+    }
+
+    /// Says everything, and notes what is to be done.
+    fn settle(&mut self) {
+        let mut more = true;
+        while more {
+            more = false;
+            for side in 0..2 {
+                while let Some(action) = self.sides[side].poll(self.now_ns) {
+                    self.actions[side].push(action);
+                }
+                let has_message = self.sides[side].has_message(self.now_ns);
+                while let Some(message) = self.sides[side].next_message(self.now_ns) {
+                    assert!(has_message, "nobody would come for {message:?}");
+                    self.said += 1;
+                    more = true;
+                    self.sides[1 - side].handle(message, self.now_ns).unwrap();
+                }
+            }
+        }
+    }
+
+    fn did(&mut self, side: usize) -> Vec<Action> {
+        self.settle();
+        std::mem::take(&mut self.actions[side])
+    }
+
+    /// A channel of the connecting side, by a listener of its own, connected,
+    /// with a lane each way.
+    fn channel(&mut self) -> u32 {
+        let channel = self.sides[0].open(opening(self.listener)).unwrap();
+        self.listener += 10;
+        self.settle();
+        assert!(self.sides[1].connected(channel, DEFAULT_WINDOW));
+        self.settle();
+        for side in 0..2 {
+            if self.sides[side].lane_stands(1, self.now_ns) {
+                self.sides[1 - side].admit(1).unwrap();
+            }
+            self.did(side);
+        }
+        channel
+    }
+
+    /// Reads up to `length` bytes of the channel whose turn it is.
+    fn reads(&mut self, side: usize, lane: u16, length: u32, more: bool) -> Option<Data> {
+        let work = self.sides[side].next(lane, Wear::Fresh, self.now_ns);
+        let Work::Read { channel, most } = work else {
+            return None;
+        };
+        let outcome = Outcome::Bytes {
+            length: length.min(most),
+            token: 0,
+            more,
+        };
+        self.sides[side].read(lane, channel, outcome, self.now_ns)
+    }
+
+    /// A piece arrives, and its consumer takes all of it.
+    fn delivers(&mut self, side: usize, lane: u16, data: &Data) {
+        let arrival = self.sides[side].arrived(lane, data, self.now_ns);
+        assert_eq!(arrival, Ok(Arrival::Deliver));
+        let next = self.sides[side].wrote(data.channel(), data.length(), None, self.now_ns);
+        assert_eq!(next, None);
+    }
+
+    fn ends(&mut self, side: usize, channel: u32) {
+        self.sides[side].readable(channel);
+        let work = self.sides[side].next(1, Wear::Fresh, self.now_ns);
+        assert!(matches!(work, Work::Read { channel: whose, .. } if whose == channel));
+        let nothing = self.sides[side].read(1, channel, Outcome::End, self.now_ns);
+        assert_eq!(nothing, None);
+    }
+}
+
+const DEFAULT_WINDOW: u64 = crate::limits::DEFAULT_WINDOW_BYTES;
+
+fn opening(listener: u64) -> Opening {
+    Opening {
+        listener,
+        route: "ram".to_owned(),
+        parameter: "web".to_owned(),
+        window_bytes: DEFAULT_WINDOW,
+    }
+}
+
+fn piece(channel: u32, offset: u64, length: u32) -> Data {
+    Data::new(channel, offset, length).unwrap()
+}
+
+#[test]
+fn a_channel_is_carried_and_ends_both_ways() {
+    let mut pair = Pair::new();
+    let channel = pair.channel();
+    pair.sides[0].readable(channel);
+    let data = pair.reads(0, 1, 1000, false).unwrap();
+    pair.delivers(1, 1, &data);
+    pair.ends(0, channel);
+    assert_eq!(pair.did(1), [Action::ShutWrite(channel)]);
+    // The other direction is open still.
+    pair.sides[1].readable(channel);
+    let data = pair.reads(1, 1, 5, false).unwrap();
+    pair.delivers(0, 1, &data);
+    pair.ends(1, channel);
+    assert_eq!(
+        pair.did(0),
+        [Action::ShutWrite(channel), Action::Close(channel)]
+    );
+    assert_eq!(pair.did(1), [Action::Close(channel)]);
+    pair.now_ns += ACK_DELAY_NS;
+    pair.settle();
+    for side in &pair.sides {
+        assert_eq!((side.channels(), side.usage()), (0, Usage::default()));
+    }
+}
+
+#[test]
+fn an_idle_channel_costs_no_message_and_no_time() {
+    let mut pair = Pair::new();
+    let channel = pair.channel();
+    pair.sides[0].readable(channel);
+    let data = pair.reads(0, 1, 1000, false).unwrap();
+    pair.delivers(1, 1, &data);
+    pair.now_ns += ACK_DELAY_NS;
+    pair.settle();
+    let said = pair.said;
+    pair.now_ns += 3_600_000 * MS;
+    pair.settle();
+    assert_eq!(pair.said, said);
+    for side in &pair.sides {
+        assert_eq!((side.due_ns(), side.ready()), (None, false));
+    }
+}
+
+#[test]
+fn a_few_bytes_wait_for_one_chunk_of_nobody() {
+    let mut pair = Pair::new();
+    let bulk: Vec<u32> = (0..20).map(|_| pair.channel()).collect();
+    let dialogue = pair.channel();
+    for channel in &bulk {
+        pair.sides[0].readable(*channel);
+    }
+    // Each goes first once.
+    for _ in 0..3 * bulk.len() {
+        assert_eq!(pair.reads(0, 1, 1000, true).unwrap().length(), 1000);
+    }
+    pair.sides[0].readable(dialogue);
+    assert_eq!(pair.reads(0, 1, 5, false).unwrap().channel(), dialogue);
+    assert_ne!(pair.reads(0, 1, 1000, true).unwrap().channel(), dialogue);
+}
+
+#[test]
+fn i8_a_consumer_that_stalls_stops_its_channel_at_the_window_and_no_other() {
+    let mut pair = Pair::new();
+    let (stalled, other) = (pair.channel(), pair.channel());
+    let mut sent = 0;
+    pair.sides[0].readable(stalled);
+    while let Some(data) = pair.reads(0, 1, CHUNK, true) {
+        let arrival = pair.sides[1].arrived(1, &data, 0).unwrap();
+        if arrival == Arrival::Deliver {
+            // Its socket takes nothing.
+            assert_eq!(pair.sides[1].wrote(stalled, 0, Some(0), 0), None);
+        } else {
+            assert_eq!(pair.sides[1].keep(1, &data, sent, 0), Ok(None));
+        }
+        sent += u64::from(data.length());
+        pair.settle();
+    }
+    assert_eq!(sent, START_WINDOW_BYTES);
+    assert_eq!(pair.sides[1].held(stalled), Some(sent));
+    // What is kept there need not be kept here.
+    assert_eq!(pair.sides[0].usage().unacknowledged, 0);
+    pair.sides[0].readable(other);
+    assert_eq!(pair.reads(0, 1, 10, false).unwrap().channel(), other);
+    // It goes on when the consumer does.
+    let mut delivery = pair.sides[1].writable(stalled);
+    while let Some(next) = delivery {
+        delivery = pair.sides[1].wrote(stalled, next.length, None, pair.now_ns);
+    }
+    pair.settle();
+    assert_eq!(pair.reads(0, 1, 10, false).unwrap().channel(), stalled);
+}
+
+#[test]
+fn i8_a_sender_of_single_bytes_is_stopped_by_their_number() {
+    let mut pair = Pair::new();
+    let channel = pair.channel();
+    pair.sides[0].readable(channel);
+    let mut pieces = Vec::new();
+    while let Some(data) = pair.reads(0, 1, 1, true) {
+        pieces.push(data);
+    }
+    assert_eq!(pieces.len(), MAX_CHANNEL_CHUNKS);
+    for data in &pieces {
+        pair.delivers(1, 1, data);
+    }
+    pair.settle();
+    assert!(pair.reads(0, 1, 1, true).is_some());
+}
+
+#[test]
+fn windows_grow_with_what_is_delivered_up_to_the_routes() {
+    let mut pair = Pair::new();
+    let channel = pair.channel();
+    pair.sides[0].readable(channel);
+    // 256 KiB each 100 us: 25 MiB in 10 ms.
+    for _ in 0..1000 {
+        pair.now_ns += MS / 10;
+        let data = pair.reads(0, 1, CHUNK, true).unwrap();
+        pair.delivers(1, 1, &data);
+        pair.settle();
+    }
+    let granted = pair.sides[1].granted(channel).unwrap();
+    assert!((12 << 20..=DEFAULT_WINDOW).contains(&granted), "{granted}");
+    // Slower now: no more than the least is granted anew.
+    for _ in 0..200 {
+        pair.now_ns += 20 * MS;
+        let data = pair.reads(0, 1, 100_000, true).unwrap();
+        pair.delivers(1, 1, &data);
+        pair.settle();
+    }
+    let granted = pair.sides[1].granted(channel).unwrap();
+    assert!(granted <= LEAST_WINDOW_BYTES, "{granted}");
+}
+
+#[test]
+fn an_abort_goes_before_what_waits_and_drops_it() {
+    let mut pair = Pair::new();
+    let channel = pair.channel();
+    pair.sides[0].readable(channel);
+    for offset in 0..3 {
+        let data = pair.reads(0, 1, 100, true).unwrap();
+        // The first is missing.
+        if offset > 0 {
+            assert_eq!(pair.sides[1].arrived(1, &data, 0), Ok(Arrival::Keep));
+            assert_eq!(pair.sides[1].keep(1, &data, 0, 0), Ok(None));
+        }
+    }
+    pair.sides[0].fail(channel, FaultCode::Cancelled, 0);
+    let fault = FaultCode::Cancelled;
+    assert_eq!(pair.did(1), [Action::Abort { channel, fault }]);
+    for side in &pair.sides {
+        assert_eq!((side.channels(), side.usage()), (0, Usage::default()));
+    }
+    // Nothing is remembered once the other side has confirmed.
+    assert!(pair.sides[0].ended.is_empty());
+    assert_eq!(pair.sides[1].wrote(channel, 100, None, 0), None);
+}
+
+#[test]
+fn i7_what_no_honest_peer_sends_is_refused() {
+    let mut pair = Pair::new();
+    let channel = pair.channel();
+    let far = &mut pair.sides[1];
+    assert_eq!(
+        far.arrived(1, &piece(channel, 500, 100), 0),
+        Ok(Arrival::Keep)
+    );
+    assert_eq!(far.keep(1, &piece(channel, 500, 100), 0, 0), Ok(None));
+    assert_eq!(
+        far.arrived(1, &piece(channel, 500, 100), 0),
+        Ok(Arrival::Drop)
+    );
+    for data in [
+        piece(channel, 550, 100),
+        piece(channel, 450, 100),
+        piece(channel, 500, 99),
+        piece(channel, 400, 300),
+    ] {
+        let refused = far.arrived(1, &data, 0);
+        assert!(
+            matches!(refused, Err(PeerFault::Overlap { .. })),
+            "{data:?}"
+        );
+    }
+    let beyond = far.arrived(1, &piece(channel, START_WINDOW_BYTES, 1), 0);
+    assert!(matches!(beyond, Err(PeerFault::OverLimit { .. })));
+    let unknown = far.arrived(1, &piece(channel + 2, 0, 1), 0);
+    assert_eq!(
+        unknown,
+        Err(PeerFault::UnknownChannel {
+            channel: channel + 2
+        })
+    );
+    let eof = |offset| Message::Eof(Mark { channel, offset });
+    for offset in [599, START_WINDOW_BYTES + 1] {
+        assert!(far.handle(eof(offset), 0).is_err());
+    }
+    assert_eq!(far.handle(eof(600), 0), Ok(()));
+    assert!(far.handle(eof(601), 0).is_err());
+    let behind = far.arrived(1, &piece(channel, 600, 1), 0);
+    assert!(matches!(behind, Err(PeerFault::BehindEnd { .. })));
+    for message in [
+        Message::Gone { channel },
+        Message::Closed { channel },
+        Message::Credit(vec![Credit {
+            channel,
+            delivered: 1,
+            limit: 1,
+        }]),
+        Message::Ack(vec![LaneAck { lane: 1, frames: 1 }]),
+        Message::LaneLost(LaneAck { lane: 9, frames: 0 }),
+        Message::Opened { channel, limit: 1 },
+        Message::Open(Open {
+            channel: 1,
+            limit: 0,
+            route: String::new(),
+            parameter: String::new(),
+            barrier: vec![],
+        }),
+        Message::Open(Open {
+            channel: 8,
+            limit: 0,
+            route: String::new(),
+            parameter: String::new(),
+            barrier: vec![Mark {
+                channel: 8,
+                offset: 0,
+            }],
+        }),
+    ] {
+        assert!(far.handle(message.clone(), 0).is_err(), "{message:?}");
+    }
+}
+
+#[test]
+fn what_comes_late_for_a_channel_that_is_no_more_is_dropped() {
+    let mut pair = Pair::new();
+    let channel = pair.channel();
+    pair.sides[1].fail(channel, FaultCode::Cancelled, 0);
+    pair.settle();
+    let late = piece(channel, 0, 100);
+    assert_eq!(pair.sides[1].arrived(1, &late, 0), Ok(Arrival::Drop));
+    assert_eq!(pair.sides[0].arrived(1, &late, 0), Ok(Arrival::Drop));
+}
+
+#[test]
+fn a_lost_lanes_chunks_go_first_in_their_order_and_once() {
+    let mut pair = Pair::new();
+    let channel = pair.channel();
+    pair.sides[0].readable(channel);
+    let first: Vec<Data> = (0..3)
+        .map(|_| pair.reads(0, 1, 100, true).unwrap())
+        .collect();
+    pair.delivers(1, 1, &first[0]);
+    pair.sides[0].lane_over(1, 0);
+    // Nothing had come of it: the next attempt waits a little.
+    pair.now_ns += 100 * MS;
+    assert_eq!(pair.did(0), [Action::OpenLane(2)]);
+    assert!(pair.sides[0].lane_stands(2, pair.now_ns));
+    pair.sides[1].admit(2).unwrap();
+    for data in &first {
+        let work = pair.sides[0].next(2, Wear::Fresh, pair.now_ns);
+        let again = Work::Again {
+            data: *data,
+            token: 0,
+        };
+        assert_eq!(work, again);
+    }
+    assert_eq!(pair.sides[1].arrived(2, &first[0], 0), Ok(Arrival::Drop));
+    pair.delivers(1, 2, &first[1]);
+    // The lost lane's copy arrives after all.
+    assert_eq!(pair.sides[1].arrived(1, &first[1], 0), Ok(Arrival::Drop));
+    pair.delivers(1, 2, &first[2]);
+    assert_eq!(pair.reads(0, 2, 100, true).unwrap().offset(), 300);
+}
+
+#[test]
+fn a_lane_that_acknowledges_nothing_is_given_up() {
+    let mut pair = Pair::new();
+    let channel = pair.channel();
+    pair.sides[0].readable(channel);
+    pair.reads(0, 1, 100, false).unwrap();
+    let patience_ns = Patience::default().progress_ns;
+    assert_eq!(pair.sides[0].due_ns(), Some(patience_ns));
+    pair.now_ns = patience_ns;
+    let did = pair.did(0);
+    assert_eq!(did, [Action::CutLane(1)]);
+}
+
+#[test]
+fn a_worn_lane_is_replaced_before_it_ends() {
+    let mut pair = Pair::new();
+    let channel = pair.channel();
+    pair.sides[0].readable(channel);
+    let data = pair.reads(0, 1, 100, true).unwrap();
+    pair.delivers(1, 1, &data);
+    let work = pair.sides[0].next(1, Wear::Worn, 0);
+    assert!(matches!(work, Work::Read { .. }), "it goes on: {work:?}");
+    pair.sides[0].read(1, channel, Outcome::Nothing, 0);
+    assert_eq!(pair.did(0), [Action::OpenLane(2)]);
+    assert!(pair.sides[0].lane_stands(2, 0));
+    let work = pair.sides[0].next(1, Wear::Worn, 0);
+    assert_eq!(work, Work::End { frames: 1 });
+    assert_eq!(pair.sides[0].next(1, Wear::Worn, 0), Work::Stop);
+    pair.sides[0].lane_over(1, 0);
+    assert_eq!(pair.sides[1].lane_ended(1, 1), Ok(()));
+    pair.sides[1].admitted_over(1);
+    pair.settle();
+    assert_eq!(
+        pair.sides[0].usage(),
+        Usage {
+            granted: pair.sides[0].usage().granted,
+            ..Usage::default()
+        }
+    );
+    assert!(!pair.sides[0].ready());
+}
+
+#[test]
+fn a_later_channel_waits_for_bytes_that_a_lane_is_just_reading() {
+    let mut pair = Pair::new();
+    let first = pair.channel();
+    pair.sides[0].readable(first);
+    let work = pair.sides[0].next(1, Wear::Fresh, 0);
+    assert!(matches!(work, Work::Read { .. }));
+    let second = pair.sides[0].open(opening(1)).unwrap();
+    let another = pair.sides[0].open(opening(2)).unwrap();
+    // Counted it would be wrong now, whatever the number.
+    pair.sides[0].counted(first, 7);
+    assert_eq!(pair.did(1), []);
+    let outcome = Outcome::Bytes {
+        length: 100,
+        token: 0,
+        more: true,
+    };
+    let data = pair.sides[0].read(1, first, outcome, 0).unwrap();
+    assert_eq!(pair.did(0), [Action::Count(first)]);
+    // Nothing is read until it is counted.
+    assert_eq!(pair.sides[0].next(1, Wear::Fresh, 0), Work::Wait);
+    pair.sides[0].counted(first, 50);
+    let connects = |channel| Action::Connect {
+        channel,
+        route: "ram".to_owned(),
+        parameter: "web".to_owned(),
+    };
+    assert_eq!(pair.did(1), [connects(another)]);
+    pair.delivers(1, 1, &data);
+    assert_eq!(pair.did(1), []);
+    let data = pair.reads(0, 1, 50, false).unwrap();
+    pair.delivers(1, 1, &data);
+    assert_eq!(pair.did(1), [connects(second)]);
+}
+
+#[test]
+fn a_later_channel_does_not_wait_for_a_consumer_that_does_not_read() {
+    let mut pair = Pair::new();
+    let first = pair.channel();
+    pair.sides[0].readable(first);
+    let data = pair.reads(0, 1, 100, false).unwrap();
+    let second = pair.sides[0].open(opening(1)).unwrap();
+    assert_eq!(pair.did(0), [Action::Count(first)]);
+    pair.sides[0].counted(first, 0);
+    assert_eq!(pair.did(1), []);
+    assert_eq!(pair.sides[1].arrived(1, &data, 0), Ok(Arrival::Deliver));
+    assert_eq!(pair.did(1), []);
+    assert_eq!(pair.sides[1].wrote(first, 10, Some(10), 0), None);
+    let did = pair.did(1);
+    assert!(matches!(did[..], [Action::Connect { channel, .. }] if channel == second));
+}
+
+#[test]
+fn a_refusal_is_repeated_until_it_is_confirmed() {
+    let mut pair = Pair::new();
+    let channel = pair.sides[0].open(opening(1)).unwrap();
+    pair.settle();
+    let text = "é".repeat(600);
+    pair.sides[1].refuse(channel, FaultCode::Unauthorised, text, 0);
+    // It is lost with the control lane.
+    let lost = pair.sides[1].next_message(0);
+    assert!(matches!(lost, Some(Message::Refused { .. })));
+    assert_eq!(pair.sides[0].channels(), 1);
+    pair.resume();
+    let did = pair.did(0);
+    let refused = Action::Refused {
+        channel,
+        fault: FaultCode::Unauthorised,
+        text: "é".repeat(512),
+    };
+    assert!(did.contains(&refused), "{did:?}");
+    assert!(pair.sides[1].ended.is_empty());
+}
+
+#[test]
+fn a_connection_that_stands_too_late_is_not_wanted() {
+    let mut pair = Pair::new();
+    let channel = pair.sides[0].open(opening(1)).unwrap();
+    pair.settle();
+    pair.sides[0].fail(channel, FaultCode::Cancelled, 0);
+    pair.settle();
+    assert!(!pair.sides[1].connected(channel, DEFAULT_WINDOW));
+}
+
+/// A host that was stopped has heard nothing meanwhile: its lanes are not to
+/// blame.
+#[test]
+fn a_side_that_was_stopped_blames_no_lane() {
+    let mut pair = Pair::new();
+    let channel = pair.channel();
+    pair.sides[0].readable(channel);
+    let data = pair.reads(0, 1, 100, false).unwrap();
+    pair.settle();
+    pair.now_ns = 60_000 * MS;
+    assert_eq!(pair.did(0), []);
+    pair.delivers(1, 1, &data);
+    pair.now_ns += ACK_DELAY_NS;
+    pair.settle();
+    assert_eq!(pair.sides[0].usage().unacknowledged, 0);
+}
+
+#[test]
+fn who_did_not_hear_of_a_good_end_hears_that_the_channel_is_gone() {
+    let mut pair = Pair::new();
+    let channel = pair.channel();
+    pair.ends(0, channel);
+    pair.settle();
+    pair.ends(1, channel);
+    // Its *eof* arrives, and the *closed* that answers it is lost.
+    let eof = pair.sides[1].next_message(0).unwrap();
+    pair.sides[0].handle(eof, 0).unwrap();
+    let lost = pair.sides[0].next_message(0);
+    assert_eq!(lost, Some(Message::Closed { channel }));
+    assert_eq!(pair.sides[0].channels(), 0);
+    assert_eq!(pair.sides[1].channels(), 1);
+    pair.resume();
+    assert!(pair.did(1).contains(&Action::Close(channel)));
+    assert_eq!(pair.sides[1].channels(), 0);
+}
+
+#[test]
+fn without_a_lane_for_too_long_channels_are_aborted_on_both_sides() {
+    let mut pair = Pair::new();
+    let channel = pair.channel();
+    pair.sides[0].lane_over(1, 0);
+    pair.now_ns = 100 * MS;
+    pair.settle();
+    // Nothing is lost by it while nothing is to be sent.
+    pair.now_ns += 2 * Patience::default().alone_ns;
+    pair.settle();
+    assert_eq!(pair.sides[0].channels(), 1);
+    pair.sides[0].readable(channel);
+    pair.settle();
+    pair.now_ns += Patience::default().alone_ns;
+    let abort = Action::Abort {
+        channel,
+        fault: FaultCode::LaneLost,
+    };
+    assert!(pair.did(0).contains(&abort));
+    assert!(pair.did(1).contains(&abort));
+    assert!(
+        pair.sides[0].open(opening(1)).is_ok(),
+        "the next may do better"
+    );
+}
+
+#[test]
+fn without_a_control_lane_for_too_long_the_association_is_over() {
+    let mut pair = Pair::new();
+    let channel = pair.channel();
+    pair.sides[0].control_down(7);
+    pair.now_ns = Patience::default().alone_ns + 7;
+    assert_eq!(pair.sides[0].due_ns(), Some(pair.now_ns));
+    let fault = FaultCode::ControlLost;
+    let over = [Action::Abort { channel, fault }, Action::GiveUp(fault)];
+    assert_eq!(pair.did(0), over);
+    assert_eq!(pair.sides[0].due_ns(), None);
+    assert_eq!(pair.sides[0].open(opening(1)), Err(OpenError::Over));
+}
+
+#[test]
+fn i8_there_are_only_so_many_channels() {
+    let config = Config {
+        channels: 3,
+        ..Config::default()
+    };
+    let mut pair = Pair::with(config);
+    for _ in 0..3 {
+        pair.channel();
+    }
+    let error = pair.sides[0].open(opening(1));
+    assert_eq!(error, Err(OpenError::TooMany { channels: 3 }));
+    // The other side's own bound holds for a peer whose bound is higher.
+    pair.sides[0].config.channels = 4;
+    let channel = pair.sides[0].open(opening(3)).unwrap();
+    let did = pair.did(0);
+    assert!(matches!(did[..], [Action::Refused { channel: which, .. }] if which == channel));
+}
+
+#[test]
+fn a_side_that_drains_ends_with_its_last_channel() {
+    let mut pair = Pair::new();
+    let channel = pair.channel();
+    pair.sides[0].drain();
+    pair.settle();
+    for side in &mut pair.sides {
+        assert_eq!(side.open(opening(1)), Err(OpenError::Draining));
+        assert!(!side.drained());
+    }
+    pair.ends(0, channel);
+    pair.ends(1, channel);
+    pair.settle();
+    assert!(pair.sides.iter().all(Association::drained));
+}
+
+#[test]
+fn lanes_are_opened_for_what_there_is_and_kept_for_a_while() {
+    let mut pair = Pair::new();
+    assert_eq!(pair.did(0), []);
+    let channel = pair.sides[0].open(opening(1)).unwrap();
+    assert_eq!(pair.did(0), [Action::OpenLane(1)]);
+    assert!(pair.sides[1].connected(channel, DEFAULT_WINDOW));
+    assert!(pair.sides[0].lane_stands(1, 0));
+    pair.sides[1].admit(1).unwrap();
+    pair.sides[0].readable(channel);
+    pair.did(0);
+    while let Some(data) = pair.reads(0, 1, CHUNK, true) {
+        pair.delivers(1, 1, &data);
+    }
+    let did = pair.did(0);
+    assert_eq!(
+        did,
+        [2, 3, 4].map(Action::OpenLane),
+        "bulk wants all of them"
+    );
+    pair.sides[0].fail(channel, FaultCode::Cancelled, 0);
+    pair.settle();
+    assert_eq!(pair.sides[0].next(1, Wear::Fresh, 0), Work::Wait);
+    let warm_ns = Patience::default().warm_ns;
+    for lane in [2, 3, 4] {
+        pair.sides[0].lane_over(lane, 0);
+    }
+    pair.now_ns = warm_ns;
+    pair.settle();
+    let work = pair.sides[0].next(1, Wear::Fresh, pair.now_ns);
+    assert!(matches!(work, Work::End { .. }));
+}

@@ -1,0 +1,348 @@
+//! What the tunnel's control lane carries once a version is selected.
+//!
+//! ```text
+//!  the side that took a connection                 the side that makes one
+//!    │ open (where earlier channels stand) ──────────▶ │ waits for those, connects
+//!    │ ◀──────────────────────── opened, or refused    │
+//!    │ credit, acknowledgements, eof, closed … both ways, for both directions
+//!    │ reset ▶ ◀ gone   (either side, at any time)     │
+//!
+//!  either side: accept (once), lane refused, lane lost, ping, pong, drain
+//! ```
+//!
+//! A message is a header of 16 bytes, the kind's fixed part, and extension
+//! fields ([`crate::wire`]). Every message says how something stands, never
+//! what has changed, so that hearing it twice or late does no harm: a new
+//! control lane is resumed by saying again how everything stands. That is why
+//! the header needs no sequence number.
+
+mod body;
+
+use std::fmt;
+
+use crate::fault::FaultCode;
+use crate::limits::MAX_TUNNEL_BODY_BYTES;
+use crate::negotiate::SessionSecret;
+use crate::wire::{
+    DecodeError, DecodeReason, EncodeError, Reader, Writer, bounded, index, wide, within,
+};
+
+/// Bytes of a message's header.
+pub const MESSAGE_HEADER_BYTES: usize = 16;
+
+/// Bit 0 of the header's flags.
+const FLAG_REQUIRED: u16 = 1;
+
+/// The header of a message: within its limits, the kind perhaps unknown.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Header {
+    kind: u16,
+    required: bool,
+    body_bytes: usize,
+    epoch: u32,
+}
+
+impl Header {
+    /// Reads a header.
+    ///
+    /// # Errors
+    /// A body over [`MAX_TUNNEL_BODY_BYTES`], or a reserved bit that is set.
+    pub fn decode(bytes: &[u8; MESSAGE_HEADER_BYTES]) -> Result<Self, DecodeError> {
+        let mut reader = Reader::new(bytes);
+        let body_bytes = index(reader.u32("body length")?);
+        let most = wide(MAX_TUNNEL_BODY_BYTES);
+        within("body length", wide(body_bytes), most, 0)?;
+        let kind = reader.u16("message kind")?;
+        let offset = reader.offset();
+        let flags = reader.u16("message flags")?;
+        if flags & !FLAG_REQUIRED != 0 {
+            return Err(DecodeError {
+                what: "message flags",
+                why: DecodeReason::Unsupported {
+                    value: u64::from(flags),
+                },
+                offset,
+            });
+        }
+        let epoch = reader.u32("epoch")?;
+        reader.reserved::<4>("reserved")?;
+        Ok(Self {
+            kind,
+            required: flags & FLAG_REQUIRED != 0,
+            body_bytes,
+            epoch,
+        })
+    }
+
+    /// Bytes that follow, at most [`MAX_TUNNEL_BODY_BYTES`].
+    #[must_use]
+    pub fn body_bytes(&self) -> usize {
+        self.body_bytes
+    }
+
+    /// The control lane that the message was written for.
+    #[must_use]
+    pub fn epoch(&self) -> u32 {
+        self.epoch
+    }
+}
+
+/// A connection was taken and wants its other half.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Open {
+    /// The channel: its lowest bit says which side opens it (0 the side that
+    /// made the association), and each side's numbers ascend.
+    pub channel: u32,
+    /// Bytes that the other side may send on it.
+    pub limit: u64,
+    /// The route, by its name in both configurations; at most
+    /// [`crate::limits::MAX_NAME_BYTES`].
+    pub route: String,
+    /// What the route's pattern is matched against; at most
+    /// [`crate::limits::MAX_NAME_BYTES`].
+    pub parameter: String,
+    /// What must have been delivered before the connection is made; at most
+    /// [`crate::limits::MAX_CHANNELS`].
+    pub barrier: Vec<Mark>,
+}
+
+/// A place in a channel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mark {
+    /// The channel.
+    pub channel: u32,
+    /// Bytes of it, at most [`crate::limits::MAX_CHANNEL_OFFSET`].
+    pub offset: u64,
+}
+
+/// How far a channel has come, and may go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Credit {
+    /// The channel.
+    pub channel: u32,
+    /// Bytes of it that its consumer has taken.
+    pub delivered: u64,
+    /// Bytes of it that may be sent; never less than said before.
+    pub limit: u64,
+}
+
+/// How many frames of data of a lane are safe: with a consumer, or kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LaneAck {
+    /// The lane's number, never 0.
+    pub lane: u16,
+    /// Frames from the lane's first on.
+    pub frames: u64,
+}
+
+/// A message of the tunnel's control lane.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Message {
+    /// Either side, first on an association's first control lane.
+    Accept {
+        /// Under which the other side's lanes prove that they belong here.
+        secret: SessionSecret,
+        /// Data lanes of the other side that may be alive at the same time, 1
+        /// to [`crate::limits::MAX_LANES`].
+        lanes_max: u16,
+    },
+    /// See [`Open`].
+    Open(Open),
+    /// The other half is connected.
+    Opened {
+        /// The channel.
+        channel: u32,
+        /// Bytes that may be sent on it.
+        limit: u64,
+    },
+    /// There is no other half. Repeated until *gone*.
+    Refused {
+        /// The channel.
+        channel: u32,
+        /// The reason as a code.
+        fault: FaultCode,
+        /// The reason in words, at most [`crate::limits::MAX_TEXT_BYTES`].
+        text: String,
+    },
+    /// See [`Credit`]; at most [`crate::limits::MAX_CREDITS`].
+    Credit(Vec<Credit>),
+    /// See [`LaneAck`]; at most [`crate::limits::MAX_LANES`].
+    Ack(Vec<LaneAck>),
+    /// A lane was closed and not read from.
+    LaneRefused {
+        /// The lane's number.
+        lane: u16,
+        /// The reason as a code.
+        fault: FaultCode,
+        /// The reason in words, at most [`crate::limits::MAX_TEXT_BYTES`].
+        text: String,
+    },
+    /// A lane's connection is over before its end came, and this is all that
+    /// will ever be acknowledged of it.
+    LaneLost(LaneAck),
+    /// The sender's direction of a channel ends here.
+    Eof(Mark),
+    /// Everything up to the other side's *eof* is with its consumer.
+    Closed {
+        /// The channel.
+        channel: u32,
+    },
+    /// The channel is aborted, both ways and at once. Repeated until *gone*.
+    Reset {
+        /// The channel.
+        channel: u32,
+        /// The reason as a code.
+        fault: FaultCode,
+    },
+    /// The channel is not known, or no more.
+    Gone {
+        /// The channel.
+        channel: u32,
+    },
+    /// Answer with the same token.
+    Ping {
+        /// Any number.
+        token: u64,
+    },
+    /// The answer to a ping.
+    Pong {
+        /// The ping's token.
+        token: u64,
+    },
+    /// The sender opens no channel any more and takes none; the association
+    /// ends with its last channel.
+    Drain,
+}
+
+impl Message {
+    /// Appends header and body. Every message of version 1 must be understood,
+    /// and says so in its header.
+    ///
+    /// *accept* puts a secret into `out`; the caller wipes it.
+    ///
+    /// # Errors
+    /// Something that a peer would refuse; `out` is then unchanged.
+    pub fn encode(&self, epoch: u32, out: &mut Vec<u8>) -> Result<(), EncodeError> {
+        Writer::append(out, |writer| {
+            let length_at = writer.position();
+            writer.u32(0);
+            writer.u16(self.kind().to_wire());
+            writer.u16(FLAG_REQUIRED);
+            writer.u32(epoch);
+            writer.u32(0);
+            let body_at = writer.position();
+            body::encode(self, writer)?;
+            let body_bytes = writer.position() - body_at;
+            let length: u32 = bounded("body length", body_bytes, MAX_TUNNEL_BODY_BYTES)?;
+            writer.patch(length_at, &length.to_le_bytes());
+            Ok(())
+        })
+    }
+
+    /// Reads the body that follows `header`; `None` is a message that this
+    /// release does not know and may skip.
+    ///
+    /// # Errors
+    /// [`DecodeError`]; a body that is not exactly as long as announced is
+    /// one.
+    pub fn decode(header: &Header, bytes: &[u8]) -> Result<Option<Self>, DecodeError> {
+        let mut whole = Reader::new(bytes);
+        let body = Reader::new(whole.bytes("body", header.body_bytes)?);
+        whole.finish("body")?;
+        match Kind::from_wire(header.kind) {
+            Some(kind) => body::decode(kind, body).map(Some),
+            None if header.required => Err(DecodeError {
+                what: "message kind",
+                why: DecodeReason::UnknownRequiredMessage { kind: header.kind },
+                offset: 0,
+            }),
+            None => Ok(None),
+        }
+    }
+
+    /// Which message it is.
+    #[must_use]
+    pub fn kind(&self) -> Kind {
+        match self {
+            Self::Accept { .. } => Kind::Accept,
+            Self::Open(_) => Kind::Open,
+            Self::Opened { .. } => Kind::Opened,
+            Self::Refused { .. } => Kind::Refused,
+            Self::Credit(_) => Kind::Credit,
+            Self::Ack(_) => Kind::Ack,
+            Self::LaneRefused { .. } => Kind::LaneRefused,
+            Self::LaneLost(_) => Kind::LaneLost,
+            Self::Eof(_) => Kind::Eof,
+            Self::Closed { .. } => Kind::Closed,
+            Self::Reset { .. } => Kind::Reset,
+            Self::Gone { .. } => Kind::Gone,
+            Self::Ping { .. } => Kind::Ping,
+            Self::Pong { .. } => Kind::Pong,
+            Self::Drain => Kind::Drain,
+        }
+    }
+}
+
+/// One row for each kind of message: a number that never changes, and the name
+/// by which docs/wire.md and logs call it.
+macro_rules! kinds {
+    ($( $variant:ident = $number:literal, $name:literal; )*) => {
+        /// The kinds of messages.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        pub enum Kind {
+            $( #[doc = concat!("The message *", $name, "*.")] $variant, )*
+        }
+
+        impl Kind {
+            /// Every kind in the order of their numbers.
+            pub const ALL: &'static [Self] = &[$(Self::$variant,)*];
+
+            /// The kind's name in documents and logs.
+            #[must_use]
+            pub fn name(self) -> &'static str {
+                match self {
+                    $( Self::$variant => $name, )*
+                }
+            }
+
+            /// The number on the wire.
+            #[must_use]
+            pub fn to_wire(self) -> u16 {
+                match self {
+                    $( Self::$variant => $number, )*
+                }
+            }
+
+            fn from_wire(number: u16) -> Option<Self> {
+                match number {
+                    $( $number => Some(Self::$variant), )*
+                    _ => None,
+                }
+            }
+        }
+    };
+}
+
+kinds! {
+    Accept = 65, "accept";
+    Open = 66, "open";
+    Opened = 67, "opened";
+    Refused = 68, "refused";
+    Credit = 69, "credit";
+    Ack = 70, "acknowledgements";
+    LaneRefused = 71, "lane refused";
+    LaneLost = 72, "lane lost";
+    Eof = 73, "eof";
+    Closed = 74, "closed";
+    Reset = 75, "reset";
+    Gone = 76, "gone";
+    Ping = 77, "ping";
+    Pong = 78, "pong";
+    Drain = 79, "drain";
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(self.name())
+    }
+}

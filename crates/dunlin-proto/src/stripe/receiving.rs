@@ -1,0 +1,218 @@
+//! The lanes that this side receives on: which numbers have been used, and
+//! how many frames of each are safe.
+
+use std::collections::BTreeMap;
+
+use super::fault::PeerFault;
+use super::message::LaneAck;
+use crate::fault::FaultCode;
+
+/// Frames of a lane after which they are acknowledged without waiting for
+/// more: the sender keeps at most so many longer than it must.
+const ACK_FRAMES: u64 = 16;
+/// The same in bytes.
+const ACK_BYTES: u64 = 1024 * 1024;
+/// How long an acknowledgement may wait for others to go with. It frees the
+/// sender's memory and tells it that the lane lives, and nothing else waits
+/// for it; a tenth of the patience for a lane that stands still.
+pub const ACK_DELAY_NS: u64 = 100_000_000;
+
+#[derive(Debug, Default)]
+struct Lane {
+    frames: u64,
+    said: u64,
+    unsaid_bytes: u64,
+    /// When the oldest unsaid frame came.
+    since_ns: u64,
+    /// Whether its end has come.
+    ended: bool,
+    /// Whether its connection is over.
+    over: bool,
+}
+
+impl Lane {
+    fn due_ns(&self) -> Option<u64> {
+        let unsaid = self.frames - self.said;
+        if self.ended || self.over || unsaid >= ACK_FRAMES || self.unsaid_bytes >= ACK_BYTES {
+            return Some(0);
+        }
+        (unsaid > 0).then(|| self.since_ns.saturating_add(ACK_DELAY_NS))
+    }
+}
+
+/// The lanes of the other side.
+#[derive(Debug)]
+pub(super) struct ReceivingLanes {
+    most: usize,
+    lanes: BTreeMap<u16, Lane>,
+    /// A bit for each number: no lane comes twice.
+    used: Box<[u64; 1024]>,
+}
+
+impl ReceivingLanes {
+    pub(super) fn new(most: u16) -> Self {
+        Self {
+            most: usize::from(most),
+            lanes: BTreeMap::new(),
+            used: Box::new([0; 1024]),
+        }
+    }
+
+    /// A connection has proved to be this lane.
+    pub(super) fn admit(&mut self, number: u16) -> Result<(), FaultCode> {
+        let word = &mut self.used[usize::from(number / 64)];
+        let bit = 1 << (number % 64);
+        if number == 0 || *word & bit != 0 {
+            return Err(FaultCode::DuplicateLane);
+        }
+        // Those whose last acknowledgement has not been said count as well, or
+        // a peer that opens and closes lanes could make them any number.
+        if self.lanes.len() >= self.most {
+            return Err(FaultCode::LaneLimit);
+        }
+        *word |= bit;
+        self.lanes.insert(number, Lane::default());
+        Ok(())
+    }
+
+    /// Whether frames can come on this lane.
+    pub(super) fn is_open(&self, number: u16) -> bool {
+        let lane = self.lanes.get(&number);
+        lane.is_some_and(|lane| !lane.ended && !lane.over)
+    }
+
+    /// The lane's next frame is safe.
+    pub(super) fn safe(&mut self, number: u16, bytes: u64, now_ns: u64) {
+        if let Some(lane) = self.lanes.get_mut(&number)
+            && !lane.over
+        {
+            if lane.frames == lane.said {
+                lane.since_ns = now_ns;
+            }
+            lane.frames += 1;
+            lane.unsaid_bytes += bytes;
+        }
+    }
+
+    /// The lane says that it ends, and what it carried.
+    pub(super) fn ended(&mut self, number: u16, frames: u64) -> Result<(), PeerFault> {
+        let Some(lane) = self.lanes.get_mut(&number) else {
+            return Ok(());
+        };
+        if lane.frames != frames {
+            return Err(PeerFault::LaneEnd {
+                lane: number,
+                said: frames,
+                come: lane.frames,
+            });
+        }
+        lane.ended = true;
+        Ok(())
+    }
+
+    /// The lane's connection is over.
+    pub(super) fn over(&mut self, number: u16) {
+        if let Some(lane) = self.lanes.get_mut(&number) {
+            lane.over = true;
+        }
+    }
+
+    /// A new control lane stands: everything is said again.
+    pub(super) fn say_again(&mut self) {
+        for lane in self.lanes.values_mut() {
+            lane.said = 0;
+        }
+    }
+
+    /// When the next acknowledgement is due; 0 is at once.
+    pub(super) fn due_ns(&self) -> Option<u64> {
+        self.lanes.values().filter_map(Lane::due_ns).min()
+    }
+
+    /// A lane that was lost and of which it has not been said.
+    pub(super) fn take_lost(&mut self) -> Option<LaneAck> {
+        let lost = |lane: &Lane| lane.over && !lane.ended;
+        let (&number, _) = self.lanes.iter().find(|(_, lane)| lost(lane))?;
+        let lane = self.lanes.remove(&number)?;
+        Some(LaneAck {
+            lane: number,
+            frames: lane.frames,
+        })
+    }
+
+    /// How far all lanes have come, if any of it is due.
+    pub(super) fn take_acks(&mut self, now_ns: u64) -> Option<Vec<LaneAck>> {
+        if self.due_ns()? > now_ns {
+            return None;
+        }
+        let mut acks = Vec::new();
+        self.lanes.retain(|&number, lane| {
+            if lane.ended || lane.frames > lane.said {
+                acks.push(LaneAck {
+                    lane: number,
+                    frames: lane.frames,
+                });
+                lane.said = lane.frames;
+                lane.unsaid_bytes = 0;
+            }
+            // Its last word is said.
+            !lane.ended
+        });
+        Some(acks)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn i7_a_number_is_taken_once_and_only_so_many_lanes_at_a_time() {
+        let mut lanes = ReceivingLanes::new(2);
+        assert_eq!(lanes.admit(0), Err(FaultCode::DuplicateLane));
+        assert_eq!(lanes.admit(65_535), Ok(()));
+        assert_eq!(lanes.admit(65_535), Err(FaultCode::DuplicateLane));
+        assert_eq!(lanes.admit(7), Ok(()));
+        assert_eq!(lanes.admit(8), Err(FaultCode::LaneLimit));
+        lanes.over(7);
+        assert_eq!(lanes.admit(8), Err(FaultCode::LaneLimit));
+        assert_eq!(lanes.take_lost(), Some(LaneAck { lane: 7, frames: 0 }));
+        assert_eq!(lanes.admit(8), Ok(()));
+        assert_eq!(lanes.admit(7), Err(FaultCode::DuplicateLane));
+    }
+
+    #[test]
+    fn an_acknowledgement_waits_for_others_but_not_for_long() {
+        let mut lanes = ReceivingLanes::new(4);
+        assert_eq!(lanes.admit(1), Ok(()));
+        assert_eq!(lanes.due_ns(), None, "an idle lane costs nothing");
+        lanes.safe(1, 1, 50);
+        assert_eq!(lanes.take_acks(50), None);
+        assert_eq!(lanes.due_ns(), Some(50 + ACK_DELAY_NS));
+        let ack = |frames| Some(vec![LaneAck { lane: 1, frames }]);
+        assert_eq!(lanes.take_acks(50 + ACK_DELAY_NS), ack(1));
+        assert_eq!(lanes.due_ns(), None);
+        for _ in 0..ACK_FRAMES {
+            lanes.safe(1, 1, 60);
+        }
+        assert_eq!(lanes.take_acks(60), ack(1 + ACK_FRAMES));
+        lanes.safe(1, ACK_BYTES, 70);
+        assert_eq!(lanes.take_acks(70), ack(2 + ACK_FRAMES));
+    }
+
+    #[test]
+    fn an_end_is_compared_and_acknowledged_last() {
+        let mut lanes = ReceivingLanes::new(4);
+        assert_eq!(lanes.admit(1), Ok(()));
+        lanes.safe(1, 1, 0);
+        assert!(lanes.ended(1, 2).is_err());
+        assert_eq!(lanes.ended(1, 1), Ok(()));
+        lanes.over(1);
+        assert_eq!(lanes.take_lost(), None);
+        assert_eq!(
+            lanes.take_acks(0),
+            Some(vec![LaneAck { lane: 1, frames: 1 }])
+        );
+        assert_eq!(lanes.due_ns(), None);
+    }
+}

@@ -1,0 +1,120 @@
+//! The sockets at both ends of a channel, and those who hold them.
+
+use super::plan::Talk;
+
+/// Bytes that a socket takes before somebody reads them.
+const SOCKET_BYTES: u64 = 200_000;
+
+/// What a piece really is, apart from what the protocol says of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Piece {
+    pub(super) channel: usize,
+    /// The side where it was read.
+    pub(super) from: usize,
+    /// Bytes that were read before it.
+    pub(super) at: u64,
+    pub(super) length: u32,
+}
+
+/// How a side's connection is over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Over {
+    Closed,
+    Aborted,
+    Refused,
+}
+
+/// One side's connection.
+#[derive(Clone, Debug)]
+pub(super) struct Socket {
+    pub(super) talk: Talk,
+    /// Said by whoever holds it.
+    pub(super) said: u64,
+    /// Read by the tunnel.
+    pub(super) read: u64,
+    /// Whether the tunnel has read the end.
+    pub(super) ended: bool,
+    /// Written by the tunnel.
+    pub(super) written: u64,
+    /// Taken by whoever holds it.
+    pub(super) taken: u64,
+    pub(super) shut: bool,
+    /// Whether the tunnel may read it.
+    pub(super) open: bool,
+    pub(super) over: Option<Over>,
+    /// Whether an event is under way that takes, or says, more.
+    pub(super) takes: bool,
+    pub(super) says: bool,
+}
+
+impl Socket {
+    pub(super) fn new(talk: Talk) -> Self {
+        Self {
+            talk,
+            said: 0,
+            read: 0,
+            ended: false,
+            written: 0,
+            taken: 0,
+            shut: false,
+            open: false,
+            over: None,
+            takes: false,
+            says: false,
+        }
+    }
+
+    /// Bytes that the tunnel can read.
+    pub(super) fn unread(&self) -> u64 {
+        self.said - self.read
+    }
+
+    /// Whether everything is said.
+    pub(super) fn at_end(&self) -> bool {
+        self.said == self.talk.bytes
+    }
+
+    pub(super) fn is_readable(&self) -> bool {
+        self.open && !self.ended && (self.unread() > 0 || self.at_end())
+    }
+
+    /// Bytes that may still be said at once.
+    pub(super) fn says_now(&self) -> u64 {
+        let room = SOCKET_BYTES.saturating_sub(self.unread());
+        room.min(self.talk.burst).min(self.talk.bytes - self.said)
+    }
+
+    /// Bytes that the tunnel can write.
+    pub(super) fn room(&self) -> u64 {
+        SOCKET_BYTES - (self.written - self.taken)
+    }
+}
+
+/// A channel as an onlooker sees it.
+#[derive(Clone, Debug)]
+pub(super) struct Channel {
+    /// Its number on the wire, once it has one.
+    pub(super) number: Option<u32>,
+    /// By side.
+    pub(super) sockets: [Socket; 2],
+    /// What had been said on earlier channels of the listener when it was
+    /// accepted.
+    pub(super) before: Vec<(usize, u64)>,
+}
+
+impl Channel {
+    /// Whether nothing of it is left; one that was reset early may never have
+    /// had a far side.
+    pub(super) fn is_over(&self) -> bool {
+        let [one, other] = &self.sockets;
+        let (over, far_over) = (one.over.is_some(), other.over.is_some());
+        over && (far_over || !other.open) || far_over && !one.open
+    }
+
+    /// Bytes inside the tunnel that were read at this side.
+    pub(super) fn inside(&self, from: usize) -> u64 {
+        self.sockets[from]
+            .read
+            .saturating_sub(self.sockets[1 - from].written)
+    }
+}

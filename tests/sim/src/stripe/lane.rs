@@ -1,0 +1,368 @@
+//! Data lanes: connections, and the thread at each end of them.
+
+use std::collections::VecDeque;
+
+use dunlin_proto::stripe::frame::{Data, Frame};
+use dunlin_proto::stripe::{Arrival, Delivery, Outcome, Wear, Work};
+
+use super::channel::Piece;
+use super::world::{Event, World};
+use crate::plan::MS;
+
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Packet {
+    Open,
+    Data(Data, Piece),
+    End(u64),
+    /// The connection is over.
+    Over,
+}
+
+/// A connection for one lane.
+#[derive(Clone, Debug)]
+pub(super) struct Lane {
+    pub(super) from: usize,
+    pub(super) number: u16,
+    /// What is under way, and when it arrives.
+    packets: VecDeque<(u64, Packet)>,
+    last_arrival_ns: u64,
+    rate: u64,
+    held_until_ns: u64,
+    swallows: bool,
+    frames: u64,
+    /// Whether the sending thread waits for something to do.
+    waits: bool,
+    sender_over: bool,
+    receiver_over: bool,
+    admitted: bool,
+    /// Whether the receiving thread is busy, and with what it puts aside.
+    busy: bool,
+    keeping: Option<(Data, Piece)>,
+}
+
+impl Lane {
+    pub(super) fn is_alive(&self) -> bool {
+        !self.sender_over && !self.receiver_over
+    }
+}
+
+impl World<'_> {
+    pub(super) fn open_lane(&mut self, side: usize, number: u16) {
+        let for_ns = self.plan.latency_ns * 2 + self.moment();
+        self.after(for_ns, Event::LaneStands(side, number));
+    }
+
+    pub(super) fn lane_stands(&mut self, side: usize, number: u16) {
+        if self.now_ns < self.no_lanes_until_ns {
+            return self.sides[side].lane_over(number, self.now_ns);
+        }
+        if !self.sides[side].lane_stands(number, self.now_ns) {
+            return;
+        }
+        self.lanes.push(Lane {
+            from: side,
+            number,
+            packets: VecDeque::new(),
+            last_arrival_ns: 0,
+            rate: self.plan.rate,
+            held_until_ns: 0,
+            swallows: false,
+            frames: 0,
+            waits: true,
+            sender_over: false,
+            receiver_over: false,
+            admitted: false,
+            busy: false,
+            keeping: None,
+        });
+        self.send_packet(self.lanes.len() - 1, Packet::Open);
+    }
+
+    fn send_packet(&mut self, lane: usize, packet: Packet) {
+        let late_ns = self.random.between(0, self.plan.latency_ns / 4);
+        let latency_ns = self.plan.latency_ns + late_ns;
+        let one = &mut self.lanes[lane];
+        if one.swallows {
+            return;
+        }
+        let at_ns = (self.now_ns + latency_ns)
+            .max(one.last_arrival_ns)
+            .max(one.held_until_ns);
+        one.last_arrival_ns = at_ns;
+        one.packets.push_back((at_ns, packet));
+        self.at(at_ns, Event::Arrives(lane));
+    }
+
+    /// Gives one waiting thread of this side something to do; returns whether
+    /// there was anything.
+    pub(super) fn work(&mut self, side: usize) -> bool {
+        let waits = |lane: &Lane| lane.from == side && lane.waits && !lane.sender_over;
+        let waiting = (0..self.lanes.len()).filter(|&lane| waits(&self.lanes[lane]));
+        let waiting: Vec<usize> = waiting.collect();
+        if waiting.is_empty() || !self.sides[side].ready() {
+            return false;
+        }
+        let first = self.random.below(waiting.len() as u64) as usize;
+        for turn in 0..waiting.len() {
+            if self.works(waiting[(first + turn) % waiting.len()]) {
+                return true;
+            }
+        }
+        false
+    }
+
+    fn works(&mut self, lane: usize) -> bool {
+        let one = &self.lanes[lane];
+        let (side, number) = (one.from, one.number);
+        let wear = match self.plan.lane_frames {
+            frames if one.frames >= frames.saturating_mul(2) => Wear::Spent,
+            frames if one.frames >= frames => Wear::Worn,
+            _ => Wear::Fresh,
+        };
+        let work = self.sides[side].next(number, wear, self.now_ns);
+        if work == Work::Wait {
+            return false;
+        }
+        self.say(|| format!("{side}: lane {number}: {work:?}"));
+        self.lanes[lane].waits = false;
+        match work {
+            Work::Again { data, token } => {
+                self.tally.again += 1;
+                self.send(lane, data, token);
+            }
+            Work::Read { channel, most } => {
+                let for_ns = self.moment();
+                self.after(for_ns, Event::Read(side, number, channel, most));
+            }
+            Work::End { frames } => {
+                self.send_packet(lane, Packet::End(frames));
+                self.send_packet(lane, Packet::Over);
+                self.lanes[lane].sender_over = true;
+                self.sides[side].lane_over(number, self.now_ns);
+            }
+            Work::Stop => self.sender_closes(lane),
+            Work::Wait => {}
+        }
+        true
+    }
+
+    pub(super) fn has_read(&mut self, side: usize, number: u16, channel: u32, most: u32) {
+        let outcome = self.read_socket(side, channel, most);
+        let (bytes, more) = match &outcome {
+            Outcome::Bytes { token, more, .. } => (Some(*token), *more),
+            _ => (None, false),
+        };
+        let data = self.sides[side].read(number, channel, outcome, self.now_ns);
+        if !more {
+            self.tell_readable(self.by_number[&channel], side);
+        }
+        let Some(lane) = self.lane_of(side, number) else {
+            return;
+        };
+        match (data, bytes) {
+            (Some(data), Some(piece)) => self.send(lane, data, piece),
+            _ => self.lanes[lane].waits = true,
+        }
+    }
+
+    fn lane_of(&self, side: usize, number: u16) -> Option<usize> {
+        let here = |lane: &Lane| lane.from == side && lane.number == number && !lane.sender_over;
+        self.lanes.iter().position(here)
+    }
+
+    /// A thread seals and writes.
+    fn send(&mut self, lane: usize, data: Data, piece: Piece) {
+        // What is on the wire is what the encoder writes.
+        let frame = Frame::Data(data);
+        assert_eq!(Frame::decode(&frame.to_bytes()), Ok(frame));
+        self.lanes[lane].frames += 1;
+        let rate = self.lanes[lane].rate;
+        let for_ns = u64::from(piece.length) * 1_000_000_000 / rate;
+        self.send_packet(lane, Packet::Data(data, piece));
+        self.after(for_ns, Event::Free(lane));
+    }
+
+    pub(super) fn is_free(&mut self, lane: usize) {
+        self.lanes[lane].waits = true;
+        if self.lanes[lane].sender_over {
+            return;
+        }
+        self.works(lane);
+    }
+
+    pub(super) fn arrives(&mut self, lane: usize) {
+        let one = &mut self.lanes[lane];
+        let due = one
+            .packets
+            .front()
+            .is_some_and(|(at_ns, _)| *at_ns <= self.now_ns);
+        if one.busy || one.receiver_over || !due {
+            return;
+        }
+        let Some((_, packet)) = one.packets.pop_front() else {
+            return;
+        };
+        let (to, number) = (1 - one.from, one.number);
+        match packet {
+            Packet::Open => {
+                one.admitted = self.sides[to].admit(number).is_ok();
+                if !one.admitted {
+                    self.say(|| format!("{to}: lane {number} is turned away"));
+                    return self.receiver_closes(lane);
+                }
+            }
+            Packet::Data(data, piece) => {
+                self.tally.pieces += 1;
+                let arrival = self.sides[to].arrived(number, &data, self.now_ns);
+                self.say(|| format!("{to}: lane {number} brings {data:?}: {arrival:?}"));
+                match arrival {
+                    Ok(Arrival::Deliver) => {
+                        self.lanes[lane].busy = true;
+                        let delivery = Delivery {
+                            channel: data.channel(),
+                            offset: data.offset(),
+                            length: data.length(),
+                            token: piece,
+                        };
+                        self.write(to, delivery, Some(lane));
+                    }
+                    Ok(Arrival::Keep) => {
+                        self.lanes[lane].busy = true;
+                        self.lanes[lane].keeping = Some((data, piece));
+                        let long = self.random.chance(20);
+                        let for_ns = self.moment() * if long { 100 } else { 1 };
+                        self.after(for_ns, Event::Kept(lane));
+                        if std::mem::take(&mut self.cut_at_next_keep) {
+                            self.after(for_ns / 2, Event::ThreadEnds(lane));
+                        }
+                    }
+                    Ok(Arrival::Drop) => {}
+                    Err(fault) => self.broken("accused", fault.to_string()),
+                }
+            }
+            Packet::End(frames) => {
+                if let Err(fault) = self.sides[to].lane_ended(number, frames) {
+                    self.broken("accused", fault.to_string());
+                }
+            }
+            Packet::Over => return self.receiver_closes(lane),
+        }
+        self.after(0, Event::Arrives(lane));
+    }
+
+    pub(super) fn kept(&mut self, lane: usize) {
+        let Some((data, piece)) = self.lanes[lane].keeping.take() else {
+            return;
+        };
+        let (to, number) = (1 - self.lanes[lane].from, self.lanes[lane].number);
+        if self.lanes[lane].receiver_over {
+            // The thread was ended while it put the piece aside.
+            return;
+        }
+        match self.sides[to].keep(number, &data, piece, self.now_ns) {
+            Ok(Some(delivery)) => self.write(to, delivery, Some(lane)),
+            Ok(None) => self.reads_on(lane),
+            Err(fault) => self.broken("accused", fault.to_string()),
+        }
+    }
+
+    pub(super) fn reads_on(&mut self, lane: usize) {
+        self.lanes[lane].busy = false;
+        self.after(0, Event::Arrives(lane));
+    }
+
+    /// The connection breaks: some of what is under way arrives, and each side
+    /// notices for itself.
+    pub(super) fn cut(&mut self, lane: usize) {
+        let keep = self.random.below(self.lanes[lane].packets.len() as u64 + 1);
+        self.lanes[lane].packets.truncate(keep as usize);
+        if self.random.chance(40) {
+            // The receiver's thread is ended wherever it is.
+            self.receiver_closes(lane);
+        } else {
+            self.send_packet(lane, Packet::Over);
+        }
+        self.lanes[lane].swallows = true;
+        let for_ns = self.random.between(0, self.plan.latency_ns * 3);
+        self.after(for_ns, Event::SenderNotices(lane));
+    }
+
+    pub(super) fn sender_notices(&mut self, lane: usize) {
+        if !self.lanes[lane].sender_over {
+            self.lanes[lane].sender_over = true;
+            let one = &self.lanes[lane];
+            self.sides[one.from].lane_over(one.number, self.now_ns);
+        }
+    }
+
+    pub(super) fn swallow(&mut self, lane: usize) {
+        self.lanes[lane].packets.clear();
+        self.lanes[lane].swallows = true;
+    }
+
+    pub(super) fn hold(&mut self, lane: usize, until_ns: u64) {
+        let one = &mut self.lanes[lane];
+        one.held_until_ns = until_ns;
+        one.last_arrival_ns = one.last_arrival_ns.max(until_ns);
+        for (at_ns, _) in &mut one.packets {
+            *at_ns = (*at_ns).max(until_ns);
+        }
+        let packets = one.packets.len();
+        for _ in 0..packets {
+            self.at(until_ns, Event::Arrives(lane));
+        }
+    }
+
+    pub(super) fn slow_down(&mut self, lane: usize) {
+        self.lanes[lane].rate = (self.lanes[lane].rate / 30).max(100_000);
+    }
+
+    /// The association wants a lane ended.
+    pub(super) fn cut_lane(&mut self, side: usize, number: u16) {
+        if let Some(lane) = self.lane_of(side, number) {
+            self.sender_closes(lane);
+        }
+    }
+
+    fn sender_closes(&mut self, lane: usize) {
+        if self.lanes[lane].sender_over {
+            return;
+        }
+        self.lanes[lane].sender_over = true;
+        if self.lanes[lane].swallows {
+            // Only the receiver's own clock tells it.
+            self.lanes[lane].swallows = false;
+            let later_ns = self.random.between(1_000 * MS, 9_000 * MS);
+            self.lanes[lane].held_until_ns = self.now_ns + later_ns;
+        }
+        self.send_packet(lane, Packet::Over);
+        let one = &self.lanes[lane];
+        self.sides[one.from].lane_over(one.number, self.now_ns);
+    }
+
+    pub(super) fn receiver_closes(&mut self, lane: usize) {
+        if self.lanes[lane].receiver_over {
+            return;
+        }
+        self.lanes[lane].receiver_over = true;
+        let one = &self.lanes[lane];
+        if one.admitted {
+            self.sides[1 - one.from].admitted_over(one.number);
+        }
+        if !one.sender_over {
+            // The control lane may be faster with the news.
+            let latency_ns = self.plan.latency_ns;
+            let for_ns = self.random.between(latency_ns, latency_ns * 3);
+            self.after(for_ns, Event::SenderNotices(lane));
+        }
+    }
+
+    /// Every lane of both sides is cut: an association is over.
+    pub(super) fn cut_all(&mut self) {
+        for lane in 0..self.lanes.len() {
+            if self.lanes[lane].is_alive() {
+                self.cut(lane);
+            }
+        }
+    }
+}

@@ -1,0 +1,224 @@
+//! What a seed decides beforehand.
+
+use crate::plan::MS;
+use crate::random::Random;
+
+/// What goes wrong.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StrikeKind {
+    /// A lane is cut; some of what is under way still arrives.
+    LaneCut,
+    /// Nothing more arrives on a lane, and nobody is told.
+    LaneSwallowed,
+    /// A lane holds everything back for so long, and delivers it then.
+    LaneHeld,
+    /// A lane carries a thirtieth of what it did.
+    LaneSlow,
+    /// The control lane is cut; some of what is under way still arrives.
+    ControlCut,
+    /// No lane can be opened for so long.
+    NoNewLanes,
+    /// No control lane can be opened for so long, and the one is cut.
+    NoControl,
+}
+
+/// Something goes wrong.
+#[derive(Clone, Copy, Debug)]
+pub struct Strike {
+    /// What.
+    pub kind: StrikeKind,
+    /// When.
+    pub at_ns: u64,
+    /// For how long, where it ends by itself.
+    pub for_ns: u64,
+}
+
+/// How a channel ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ending {
+    /// Each direction when everything is said.
+    Well,
+    /// One of the two resets its connection so long after it was accepted.
+    Reset {
+        /// 0 is whoever has connected.
+        side: usize,
+        /// How long after.
+        after_ns: u64,
+    },
+    /// Nobody takes the connection at the far side.
+    Refused,
+}
+
+/// What one side says on a channel, and how it listens.
+#[derive(Clone, Copy, Debug)]
+pub struct Talk {
+    /// Bytes that it says.
+    pub bytes: u64,
+    /// Bytes that it says at once, at most.
+    pub burst: u64,
+    /// Between two bursts.
+    pub pause_ns: u64,
+    /// Bytes that it takes at once.
+    pub bite: u64,
+    /// Between two bites.
+    pub bite_ns: u64,
+    /// Whether it takes nothing until all other channels have ended.
+    pub stalls: bool,
+}
+
+/// A channel.
+#[derive(Clone, Copy, Debug)]
+pub struct Channel {
+    /// The side that accepts the connection.
+    pub opener: usize,
+    /// By which listener.
+    pub listener: u64,
+    /// When.
+    pub at_ns: u64,
+    /// Its largest window.
+    pub window_bytes: u64,
+    /// What is said, by the opener and by the other.
+    pub talks: [Talk; 2],
+    /// How it ends.
+    pub ending: Ending,
+}
+
+/// A whole run.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// What decides it.
+    pub seed: u64,
+    /// Lanes of each side.
+    pub lanes: u16,
+    /// One way.
+    pub latency_ns: u64,
+    /// Of a lane, in bytes a second.
+    pub rate: u64,
+    /// The bound of all channels.
+    pub peer_bytes: u64,
+    /// Frames after which a lane is worn.
+    pub lane_frames: u64,
+    /// The channels.
+    pub channels: Vec<Channel>,
+    /// What goes wrong.
+    pub strikes: Vec<Strike>,
+}
+
+/// Channels that a run has at most.
+pub(super) const CHANNELS: usize = 64;
+
+impl Plan {
+    /// The plan of a seed.
+    #[must_use]
+    pub fn new(seed: u64) -> Self {
+        let mut random = Random::new(seed, 100);
+        let count = match random.below(8) {
+            0 => CHANNELS as u64,
+            1 | 2 => random.between(9, 40),
+            _ => random.between(1, 8),
+        };
+        let latency_ns = match random.below(4) {
+            0 => random.between(20_000, MS),
+            1 => random.between(20 * MS, 60 * MS),
+            _ => random.between(MS / 10, 10 * MS),
+        };
+        let channels = (0..count).map(|_| channel(&mut random, count)).collect();
+        let strikes = match random.below(4) {
+            0 => Vec::new(),
+            _ => {
+                let strikes = random.between(1, 6);
+                (0..strikes).map(|_| strike(&mut random)).collect()
+            }
+        };
+        let least = dunlin_proto::limits::LEAST_WINDOW_BYTES;
+        Self {
+            seed,
+            lanes: random.between(1, 4) as u16,
+            latency_ns,
+            rate: random.between(1, 400) << 20,
+            peer_bytes: least * (CHANNELS as u64 + random.between(0, 24)),
+            lane_frames: match random.below(3) {
+                0 => random.between(3, 40),
+                _ => u64::MAX,
+            },
+            channels,
+            strikes,
+        }
+    }
+}
+
+fn channel(random: &mut Random, of: u64) -> Channel {
+    let most = if of > 8 { 300_000 } else { 3_000_000 };
+    let at_ns = match random.below(3) {
+        0 => 0,
+        _ => random.between(0, 300 * MS),
+    };
+    Channel {
+        opener: random.below(2) as usize,
+        listener: random.below(2),
+        at_ns,
+        window_bytes: random.between(200_000, 2_500_000),
+        talks: [talk(random, most), talk(random, most / 2)],
+        ending: match random.below(10) {
+            0 | 1 => Ending::Reset {
+                side: random.below(2) as usize,
+                after_ns: random.between(0, 400 * MS),
+            },
+            2 => Ending::Refused,
+            _ => Ending::Well,
+        },
+    }
+}
+
+fn talk(random: &mut Random, most: u64) -> Talk {
+    let dialogue = random.chance(25);
+    Talk {
+        bytes: match random.below(6) {
+            0 => 0,
+            _ if dialogue => random.between(1, 200),
+            1 => random.between(1, 20_000),
+            _ => random.between(1, most),
+        },
+        burst: if dialogue {
+            random.between(1, 20)
+        } else {
+            random.between(200, 200_000)
+        },
+        pause_ns: random.between(10_000, 5 * MS),
+        bite: random.between(2_000, 300_000),
+        bite_ns: random.between(10_000, 2 * MS),
+        stalls: random.chance(8),
+    }
+}
+
+fn strike(random: &mut Random) -> Strike {
+    use StrikeKind::{
+        ControlCut, LaneCut, LaneHeld, LaneSlow, LaneSwallowed, NoControl, NoNewLanes,
+    };
+    let kind = random.pick(&[
+        LaneCut,
+        LaneCut,
+        LaneCut,
+        LaneCut,
+        LaneSwallowed,
+        LaneHeld,
+        LaneHeld,
+        LaneSlow,
+        ControlCut,
+        ControlCut,
+        ControlCut,
+        NoNewLanes,
+        NoControl,
+    ]);
+    let for_ns = match kind {
+        NoNewLanes | NoControl if random.chance(30) => random.between(11_000 * MS, 30_000 * MS),
+        NoNewLanes | NoControl => random.between(100 * MS, 6_000 * MS),
+        LaneHeld => random.between(50 * MS, 9_000 * MS),
+        _ => 0,
+    };
+    Strike {
+        kind,
+        at_ns: random.between(0, 500 * MS),
+        for_ns,
+    }
+}
