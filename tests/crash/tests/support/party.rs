@@ -1,5 +1,6 @@
 //! A process of a run.
 
+use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
@@ -8,12 +9,18 @@ use std::time::{Duration, Instant};
 /// A process that says nothing for so long is stuck: no limit of a run is near
 /// it.
 const STUCK: Duration = Duration::from_secs(40);
+/// How often a process that is waited for is compared with the other one.
+const GLANCE: Duration = Duration::from_millis(100);
+/// How long after the other one's end a step may still come.
+const LATE: Duration = Duration::from_secs(5);
 
 /// Killed when it is dropped, stopped or not.
 pub struct Party {
     child: Child,
     stdin: ChildStdin,
     lines: Receiver<String>,
+    /// What has come and was not looked at.
+    pending: VecDeque<String>,
     /// Everything that it has said and that was looked at.
     pub said: Vec<String>,
 }
@@ -40,29 +47,70 @@ impl Party {
             child,
             stdin,
             lines,
+            pending: VecDeque::new(),
             said: Vec::new(),
         }
     }
 
-    /// The rest of the next line that begins with `start`; an error where one
-    /// that begins with `unless` comes first, or nothing does.
-    pub fn until(&mut self, start: &str, unless: Option<&str>) -> Result<String, String> {
+    /// The rest of the next line that begins with `start`; an error where
+    /// nothing comes.
+    pub fn until(&mut self, start: &str) -> Result<String, String> {
         let until = Instant::now() + STUCK;
         loop {
             let left = until.saturating_duration_since(Instant::now());
-            let line = match self.lines.recv_timeout(left) {
-                Ok(line) => line,
-                Err(RecvTimeoutError::Timeout) => return Err(self.story("is stuck", start)),
-                Err(RecvTimeoutError::Disconnected) => return Err(self.story("has ended", start)),
+            let Some(line) = self.next(left, start)? else {
+                return Err(self.story("is stuck", start));
             };
-            self.said.push(line.clone());
             if let Some(rest) = line.strip_prefix(start) {
                 return Ok(rest.trim_start().to_owned());
             }
-            if unless.is_some_and(|unless| line.starts_with(unless)) {
-                return Err(self.story("has gone another way", start));
+        }
+    }
+
+    /// Waits until it says `line`. An error where it ends without, or where
+    /// `other` has ended and it does not come any more.
+    pub fn reaches(&mut self, line: &str, other: &mut Self) -> Result<(), String> {
+        let mut until = Instant::now() + STUCK;
+        let mut alone = false;
+        while Instant::now() < until {
+            match self.next(GLANCE, line)? {
+                Some(said) if said == line => return Ok(()),
+                Some(said) if said.starts_with("ended") => {
+                    return Err(self.story("has gone another way", line));
+                }
+                Some(_) => {}
+                None if !alone && other.has_ended() => {
+                    alone = true;
+                    until = until.min(Instant::now() + LATE);
+                }
+                None => {}
             }
         }
+        let what = if alone {
+            "was led another way"
+        } else {
+            "is stuck"
+        };
+        Err(self.story(what, line))
+    }
+
+    /// Whether it has said so, without taking that from who waits for it.
+    fn has_ended(&mut self) -> bool {
+        self.pending.extend(self.lines.try_iter());
+        self.pending.iter().any(|line| line.starts_with("ended"))
+    }
+
+    fn next(&mut self, wait: Duration, start: &str) -> Result<Option<String>, String> {
+        let line = match self.pending.pop_front() {
+            Some(line) => line,
+            None => match self.lines.recv_timeout(wait) {
+                Ok(line) => line,
+                Err(RecvTimeoutError::Timeout) => return Ok(None),
+                Err(RecvTimeoutError::Disconnected) => return Err(self.story("has gone", start)),
+            },
+        };
+        self.said.push(line.clone());
+        Ok(Some(line))
     }
 
     fn story(&self, what: &str, start: &str) -> String {
@@ -77,7 +125,7 @@ impl Party {
     /// Tells it, and returns what it answers after `start`.
     pub fn ask(&mut self, line: &str, start: &str) -> Result<String, String> {
         self.tell(line);
-        self.until(start, None)
+        self.until(start)
     }
 
     /// SIGKILL; it is gone on return.

@@ -108,7 +108,7 @@ pub fn run(case: &Case, credentials: &Credentials) -> Result<Ending, String> {
 
     let vm = if case.elsewhere {
         let mut vm = Party::start(&["vm", &directory]);
-        vm.until("ready", None)?;
+        vm.until("ready")?;
         Some(vm)
     } else {
         None
@@ -119,7 +119,7 @@ pub fn run(case: &Case, credentials: &Credentials) -> Result<Ending, String> {
     let patience_ms = if case.at_once { "60000" } else { "300" };
     let arguments = ["destination", &directory, &address, patience_ms, to_hold];
     let mut destination = Party::start(&arguments);
-    destination.until("listening", None)?;
+    destination.until("listening")?;
     let home = if case.elsewhere { "elsewhere" } else { "here" };
     let to_hold = hold(case.at_source());
     let source = Party::start(&["source", &directory, &address, home, to_hold]);
@@ -128,12 +128,12 @@ pub fn run(case: &Case, credentials: &Credentials) -> Result<Ending, String> {
         destination,
         _vm: vm,
     };
-    let held = if case.at_source() {
-        &mut cast.source
+    let step = format!("at {}", case.step);
+    if case.at_source() {
+        cast.source.reaches(&step, &mut cast.destination)?;
     } else {
-        &mut cast.destination
-    };
-    held.until(&format!("at {}", case.step), Some("ended"))?;
+        cast.destination.reaches(&step, &mut cast.source)?;
+    }
     let ended = match case.signal {
         Signal::Kill => strike(case, &mut cast)?,
         Signal::Stop => freeze(case, &mut cast)?,
@@ -158,12 +158,12 @@ fn strike(case: &Case, cast: &mut Cast) -> Result<Ended, String> {
     }
     if !case.hits_source() {
         cast.source.tell("go");
-        ended.source = Some(cast.source.until("ended", None)?);
+        ended.source = Some(cast.source.until("ended")?);
     }
     if !case.hits_destination() {
         cast.destination.tell("go");
         if !case.at_once {
-            cast.destination.until("ended", None)?;
+            cast.destination.until("ended")?;
         }
     }
     Ok(ended)
@@ -182,17 +182,17 @@ fn freeze(case: &Case, cast: &mut Cast) -> Result<Ended, String> {
     cast.destination.tell("go");
     let mut source = None;
     match case.victim {
-        Victim::Source => drop(cast.destination.until("ended", None)?),
-        Victim::Destination => source = Some(cast.source.until("ended", None)?),
+        Victim::Source => drop(cast.destination.until("ended")?),
+        Victim::Destination => source = Some(cast.source.until("ended")?),
         Victim::Both => thread::sleep(BOTH_STOPPED),
     }
     if case.hits_source() {
         cast.source.go_on();
-        source = Some(cast.source.until("ended", None)?);
+        source = Some(cast.source.until("ended")?);
     }
     if case.hits_destination() {
         cast.destination.go_on();
-        cast.destination.until("ended", None)?;
+        cast.destination.until("ended")?;
     }
     Ok(Ended { source })
 }
@@ -210,7 +210,7 @@ fn settle(
     let killed = case.signal == Signal::Kill;
     if killed && case.hits_destination() {
         cast.destination = Party::start(&["restarted-destination", directory, address]);
-        cast.destination.until("listening", None)?;
+        cast.destination.until("listening")?;
     }
     match ended.source.as_deref() {
         None => {
@@ -218,7 +218,7 @@ fn settle(
             cast.source = Party::start(&["restarted-source", directory, home]);
             let standing = cast.source.ask("ask", "asked")?;
             if case.at_once {
-                cast.destination.until("ended", None)?;
+                cast.destination.until("ended")?;
             }
             Ok(standing)
         }

@@ -15,6 +15,10 @@ use crate::moving::{Home, Leaving};
 use crate::stage::{ShownDisk, Stage};
 use crate::{Failure, identity};
 
+/// For the last question of a run, which somebody is there to answer, however
+/// busy the machine is.
+const ANSWERED: Duration = Duration::from_secs(30);
+
 /// Limits that pass while somebody watches.
 fn options(journal: Journal) -> source::Options {
     source::Options {
@@ -79,8 +83,12 @@ pub(crate) fn run(place: &Place, to: &str, vm: &str, stage: &Stage) -> Result<()
             error.doubt.map(|doubt| *doubt)
         }
     };
+    let patient = source::Options {
+        doubt_limit: ANSWERED,
+        ..options
+    };
     heed(stage, doubt, Some(&*leaving), &|doubt| {
-        Ok(doubt.ask(Some(&*vm), &tls, &options, &host)?)
+        Ok(doubt.ask(Some(&*vm), &tls, &patient, &host)?)
     })
 }
 
@@ -93,7 +101,11 @@ pub(crate) fn restarted(place: &Place, vm: &str, stage: &Stage) -> Result<(), Fa
     };
     let vm = leaving.as_ref().map(|vm| vm as &dyn SourceVm);
     let host: Arc<dyn Host> = Arc::new(StandardHost);
-    let (tls, options) = (tls(place)?, options(journal.clone()));
+    let tls = tls(place)?;
+    let patient = source::Options {
+        doubt_limit: ANSWERED,
+        ..options(journal.clone())
+    };
     let entries = journal.list()?.into_iter();
     let left = entries
         .filter(|entry| entry.role == Role::Source && matches!(entry.record, Ok(Some(_))))
@@ -107,7 +119,7 @@ pub(crate) fn restarted(place: &Place, vm: &str, stage: &Stage) -> Result<(), Fa
         stage.say(&format!("found {}", doubt.record().state));
     }
     heed(stage, doubt, leaving.as_ref(), &|doubt| {
-        Ok(doubt.ask(vm, &tls, &options, &host)?)
+        Ok(doubt.ask(vm, &tls, &patient, &host)?)
     })
 }
 
@@ -138,7 +150,10 @@ fn heed(
                     Standing::AtSource => "at-source",
                     Standing::AtDestination => "at-destination",
                     Standing::RanThenDied => "ran-then-died",
-                    Standing::InDoubt(_) => "in-doubt",
+                    Standing::InDoubt(why) => {
+                        stage.say(&format!("because {why}"));
+                        "in-doubt"
+                    }
                 };
                 if matches!(standing, Standing::AtSource | Standing::AtDestination)
                     && let Some(doubt) = doubt.take()
