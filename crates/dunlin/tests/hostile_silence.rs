@@ -161,10 +161,7 @@ fn i2_a_destination_that_acknowledges_nothing_holds_nobody() {
     vm.fill(16 << 20);
     vm.start(64, Duration::from_micros(100));
     let cancel = Cancel::new();
-    let options = source::Options {
-        lanes: 1,
-        ..source::Options::default()
-    };
+    let options = source::Options::builder().lanes(1).build().unwrap();
     let (result, took) = thread::scope(|scope| {
         scope.spawn(|| {
             let mut peer = Peer::destination(&listener, &server, None);

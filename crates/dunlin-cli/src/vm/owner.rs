@@ -293,12 +293,12 @@ fn move_away(
     };
     let tls = identity.client(&Crypto::auto(), peers)?;
     let moving = Moving::new(flags.to.clone(), flags.rate);
-    let options = Options {
-        tune: moving.tune.clone(),
-        journal: desk.journal(),
-        owner: desk.owner(),
-        ..flags.options()
-    };
+    let options = flags
+        .options()
+        .tune(moving.tune.clone())
+        .journal(desk.journal())
+        .owner(desk.owner())
+        .build()?;
     let vm: Arc<dyn SourceVm> = desk.begin(&moving)?;
     let to = flags.to.clone();
     let (for_thread, its_desk) = (Arc::clone(&moving), Arc::clone(desk));

@@ -55,13 +55,11 @@ impl Receive {
             address: address.clone(),
         });
         let host: Arc<dyn Host> = Arc::new(StandardHost);
-        let options = Options {
-            allow_plain: self.allow_plain,
-            journal: desk.journal(),
-            // The VM has its control socket only once it is known.
-            owner: String::new(),
-            ..Options::default()
-        };
+        // No owner: the VM has its control socket only once it is known.
+        let options = Options::builder()
+            .allow_plain(self.allow_plain)
+            .journal(desk.journal())
+            .build()?;
         self.parent.watch()?;
         let mut builder = Takes {
             machines: MachineBuilder::default(),
