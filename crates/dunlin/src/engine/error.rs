@@ -28,6 +28,7 @@ pub enum VmIs {
 /// A migration that failed: what happened, whose fault it is, what to do, and
 /// where the VM is now.
 #[derive(Debug, Error)]
+#[non_exhaustive]
 pub struct MigrateError {
     /// The kind of fault, as seen from this side.
     pub fault: FaultCode,

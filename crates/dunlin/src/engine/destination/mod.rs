@@ -33,6 +33,7 @@ use crate::lane::identity::ServerTls;
 
 /// Something that happened at the destination.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub enum DestinationEvent {
     /// A source has connected and agreed on version and features.
     Connected {
@@ -88,6 +89,7 @@ pub enum DestinationEvent {
 }
 
 /// A VM that has arrived.
+#[non_exhaustive]
 pub struct Received {
     /// The VM.
     pub vm: Arc<dyn DestinationVm>,
