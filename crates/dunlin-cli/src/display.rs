@@ -3,6 +3,8 @@
 
 use std::io::{IsTerminal, Write};
 
+use dunlin::engine::harmless;
+
 use crate::line::{IterationLine, Line, MovedLine, ProgressLine};
 
 const MIB: f64 = (1_u64 << 20) as f64;
@@ -54,7 +56,7 @@ impl Display {
             )),
             Line::Warning { text } => self.say(&format!("warning: {}", clean(text))),
             Line::Moved(moved) => self.say(&table(moved)),
-            Line::Failed(failed) => self.say(&clean(&failed.text)),
+            Line::Failed(failed) => self.say(&clean_lines(&failed.text)),
             _ => {}
         }
     }
@@ -180,15 +182,16 @@ fn table(moved: &MovedLine) -> String {
     format!("moved\n{out}")
 }
 
-/// Text of a peer's without what could steer a terminal.
+/// Text that may be a peer's, fit for a line on a terminal.
 pub(crate) fn clean(text: &str) -> String {
-    text.chars()
-        .map(|c| {
-            if c.is_control() && c != '\n' {
-                '\u{fffd}'
-            } else {
-                c
-            }
-        })
-        .collect()
+    harmless(text)
+}
+
+/// The same for a text of ours that has several lines, each with something of a
+/// peer's in it: how a migration has failed.
+pub(crate) fn clean_lines(text: &str) -> String {
+    text.split('\n')
+        .map(harmless)
+        .collect::<Vec<_>>()
+        .join("\n")
 }

@@ -4,11 +4,29 @@
 
 use std::time::Duration;
 
+use dunlin::engine::source::Standing;
 use dunlin::engine::vmm::FaultCode;
-use dunlin::engine::{Downtime, Event, Iteration, MigrateError, Progress, Report, VmIs};
+use dunlin::engine::{
+    Downtime, Event, Iteration, MigrateError, Progress, Report, VmIs, harmless, is_harmful,
+};
 use serde::{Deserialize, Serialize};
 
 use crate::code::{CANCELLED, FAILED, IN_DOUBT};
+
+impl From<&Standing> for Line {
+    fn from(standing: &Standing) -> Self {
+        let (vm, text) = match standing {
+            Standing::AtSource => ("at-source", ""),
+            Standing::AtDestination => ("at-destination", ""),
+            Standing::RanThenDied => ("ran-then-died", ""),
+            Standing::InDoubt(why) => ("in-doubt", &**why),
+        };
+        Self::Answered {
+            vm: vm.into(),
+            text: text.into(),
+        }
+    }
+}
 
 /// One thing that happened.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -76,6 +94,11 @@ pub(crate) enum Line {
         code: i32,
     },
     Status(StatusLine),
+    /// What the destination says became of a VM in doubt; see [`Standing`].
+    Answered {
+        vm: String,
+        text: String,
+    },
     /// What a journal says of a session.
     Session(Box<SessionLine>),
     Done,
@@ -201,11 +224,30 @@ impl Line {
     }
 
     pub(crate) fn to_json(&self) -> String {
-        serde_json::to_string(self).unwrap_or_else(|error| {
+        let json = serde_json::to_string(self).unwrap_or_else(|error| {
             // Only a map with odd keys or a failing Serialize could do this.
             format!(r#"{{"event":"warning","text":"cannot be written as JSON: {error}"}}"#)
-        })
+        });
+        plain(json)
     }
+}
+
+/// The same value without characters that steer a terminal, which JSON allows in
+/// its strings: there it has another way to write them, and nowhere else can they
+/// be. All of them have four digits.
+fn plain(json: String) -> String {
+    if !json.contains(is_harmful) {
+        return json;
+    }
+    let mut plain = String::with_capacity(json.len());
+    for character in json.chars() {
+        if is_harmful(character) {
+            plain.push_str(&format!("\\u{:04x}", u32::from(character)));
+        } else {
+            plain.push(character);
+        }
+    }
+    plain
 }
 
 pub(crate) fn millis(duration: Duration) -> f64 {
@@ -318,11 +360,12 @@ impl From<&MigrateError> for FailedLine {
             VmIs::RanThenDied => ("ran-then-died", IN_DOUBT),
             VmIs::Gone => ("gone", FAILED),
         };
-        let mut text = error.to_string();
+        // The lines are ours; what is in them may be a peer's.
+        let mut text = harmless(&error.to_string());
         let mut next = std::error::Error::source(error);
         while let Some(cause) = next {
             text.push_str("\n  because ");
-            text.push_str(&cause.to_string());
+            text.push_str(&harmless(&cause.to_string()));
             next = cause.source();
         }
         Self {
@@ -331,6 +374,40 @@ impl From<&MigrateError> for FailedLine {
             vm: vm.into(),
             text,
             code,
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn i7_what_a_peer_says_neither_steers_a_terminal_nor_breaks_a_line() {
+        let text = "\u{1b}]0;x\u{7}\u{9b}2J\r\n{\"event\":\"moved\"}\u{202e}\u{2028}\u{7f}\"\\";
+        let line = Line::Rejected { text: text.into() };
+        let json = line.to_json();
+        assert!(!json.contains(is_harmful), "{json:?}");
+        assert_eq!(json.lines().count(), 1);
+        let back: serde_json::Value = serde_json::from_str(&json).unwrap();
+        assert_eq!(back["text"], text);
+
+        let error = MigrateError {
+            fault: FaultCode::Internal,
+            at_fault: FaultCode::Internal.at_fault(),
+            vm: VmIs::AtSource,
+            what: text.into(),
+            source: Some(text.into()),
+            doubt: None,
+        };
+        let failed: FailedLine = (&error).into();
+        let [first, because] = failed.text.lines().collect::<Vec<_>>()[..] else {
+            panic!("{}", failed.text)
+        };
+        for line in [first, because] {
+            assert!(line.contains(r"\u{1b}]0;x\u{7}\u{9b}2J\r\n{"), "{line}");
+            assert!(!line.contains(is_harmful), "{line:?}");
         }
     }
 }

@@ -311,7 +311,7 @@ pub(crate) fn parse_rate(text: &str) -> Result<u64, String> {
 }
 
 /// A limit in time; at 0 it could never be kept.
-fn parse_limit(text: &str) -> Result<Duration, String> {
+pub(crate) fn parse_limit(text: &str) -> Result<Duration, String> {
     match parse_duration(text)? {
         Duration::ZERO => Err("a limit of 0 cannot be kept".into()),
         limit => Ok(limit),

@@ -10,6 +10,7 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 
 use anyhow::{Context, Result, bail};
 
+use crate::display::clean_lines;
 use crate::line::Line;
 
 /// One process; killed with its owner. One that neither speaks nor ends holds
@@ -68,7 +69,7 @@ impl Process {
             }
             match serde_json::from_str(&text)? {
                 Line::Failed(failed) => bail!("{}", failed.text),
-                Line::Rejected { text } => eprintln!("destination: {text}"),
+                Line::Rejected { text } => eprintln!("destination: {}", clean_lines(&text)),
                 line => {
                     if let Some(found) = wanted(line) {
                         return Ok(found);

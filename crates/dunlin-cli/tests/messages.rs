@@ -2,33 +2,17 @@
 //! do, and the VM stays.
 #![allow(clippy::unwrap_used)]
 
+#[path = "support/host.rs"]
+mod host;
 mod support;
 
 use std::net::TcpListener;
 use std::process::Command;
 
+use host::{after, assert_says, in_own_mounts};
 use support::{Hosts, Process, finish, kvm, words};
 
-fn assert_says(text: &str, parts: &[&str]) {
-    println!("{text}");
-    for part in parts {
-        assert!(text.contains(part), "no {part:?} in {text}");
-    }
-}
-
-/// The command as a shell would run it after `first`.
-fn after(first: &str, command: &Command) -> Command {
-    let mut shell = Command::new("sh");
-    shell
-        .args(["-c", &format!("{first} && exec \"$@\""), "sh"])
-        .arg(command.get_program())
-        .args(command.get_args())
-        .env_remove("RUNTIME_DIRECTORY");
-    shell
-}
-
-/// The command in a mount namespace of its own, where /dev has no `kvm` in it; none where that
-/// cannot be made, which in CI is a failure.
+/// The command in a mount namespace of its own, where /dev has no `kvm` in it.
 fn without_kvm(hosts: &Hosts, command: &Command) -> Option<Command> {
     let kept = hosts.scratch.join("dev");
     let kept = kept.to_str().unwrap();
@@ -37,26 +21,7 @@ fn without_kvm(hosts: &Hosts, command: &Command) -> Option<Command> {
          for name in null zero urandom; do touch /dev/$name && \
          mount --bind {kept}/$name /dev/$name; done && umount -l {kept}"
     );
-    let inside = |command: &Command| {
-        let shell = after(&hide, command);
-        let mut unshare = Command::new("unshare");
-        unshare
-            .arg("--mount")
-            .arg(shell.get_program())
-            .args(shell.get_args())
-            .env_remove("RUNTIME_DIRECTORY");
-        unshare
-    };
-    let tried = finish(inside(&Command::new("true")));
-    if tried.code == 0 {
-        return Some(inside(command));
-    }
-    assert!(
-        std::env::var_os("CI").is_none_or(|ci| ci != "true"),
-        "CI must allow mount namespaces: {tried:?}"
-    );
-    println!("skipped, no mount namespaces (they need root): {tried:?}");
-    None
+    in_own_mounts(&hide, command)
 }
 
 #[test]

@@ -272,9 +272,15 @@ fn i2_a_doubt_whose_copy_has_died_is_settled_and_nothing_else() {
 
 /// A VM whose destination was killed after it had been told to run it, with the record of that.
 fn in_doubt(hosts: &Hosts, state: &Memory) -> (Process, String) {
+    let (from, doubted, _) = in_doubt_on_a_way(hosts, state);
+    (from, doubted)
+}
+
+/// The same, with the way there, and where it led.
+fn in_doubt_on_a_way(hosts: &Hosts, state: &Memory) -> (Process, String, (Way, String)) {
     let from = hosts.run("1", GUEST);
     let mut to = hosts.receive("b", "2", "");
-    let way = Way::to(&to.address);
+    let (way, led) = (Way::to(&to.address), to.address.clone());
     to.address.clone_from(&way.address);
     let client = hosts.begin(&from, &to, "a", "--peer b.test --doubt-limit 1s");
     client.wait_for("paused");
@@ -287,7 +293,87 @@ fn in_doubt(hosts: &Hosts, state: &Memory) -> (Process, String) {
     assert_eq!(hosts.status(&from)["state"], "in-doubt");
     let sources: Vec<String> = state.sources();
     assert_eq!(sources.len(), 1, "{sources:?}");
-    (from, sources[0].clone())
+    (from, sources[0].clone(), (way, led))
+}
+
+#[test]
+fn i2_a_destination_that_was_started_again_is_asked_before_the_operator() {
+    let Some(_turn) = kvm() else { return };
+    // Whether the process with the copy lives.
+    for lives in [true, false] {
+        let hosts = Hosts::new();
+        let state = Memory::of(&hosts.scratch);
+        let (from, doubted, (way, led)) = in_doubt_on_a_way(&hosts, &state);
+        let resolve = || {
+            let identity = hosts.scratch.join("a");
+            let line = format!("resolve {doubted} --doubt-limit 1s --peer b.test --identity");
+            let mut command = words(&line);
+            command
+                .arg(identity)
+                .arg("--state-dir")
+                .arg(&state.directory);
+            finish(command)
+        };
+        if !lives {
+            from.signal("KILL");
+            while support::lives(from.pid()) {
+                std::thread::yield_now();
+            }
+        }
+        // Nobody answers yet, so that the operator is asked.
+        let asked = resolve().expect(2);
+        assert!(asked.err.contains("was asked again"), "{asked:?}");
+        assert_eq!(state.sources().len(), 1);
+
+        let mut again = words(&format!("vm receive --listen {led}"));
+        again.arg("--identity").arg(hosts.scratch.join("b"));
+        let again = Process::start(again, &hosts.scratch.join("2"));
+        again.wait_for("listening");
+        way.hold(Duration::ZERO);
+        let settled = resolve();
+        // Killed after it had recorded that it runs the VM, or before.
+        let (code, says) = match (state.sources().is_empty(), lives) {
+            (true, true) => (0, "goes on here"),
+            (true, false) => (0, "died here with its process"),
+            (false, _) => (2, "it has died there"),
+        };
+        let settled = settled.expect(code);
+        let said = format!("{}{}", settled.out, settled.err);
+        assert!(said.contains(says), "{said}");
+        if code == 0 && lives {
+            hosts.assert_runs(&from);
+        }
+    }
+}
+
+#[test]
+fn a_session_is_cancelled_by_its_name_at_the_destination() {
+    let Some(_turn) = kvm() else { return };
+    let hosts = Hosts::new();
+    // Journals of their own, as on two hosts.
+    let there = Memory {
+        directory: hosts.scratch.join("there"),
+    };
+    let from = hosts.run("1", GUEST);
+    let mut receive = words("vm receive --listen 127.0.0.1:0");
+    receive.arg("--identity").arg(hosts.scratch.join("b"));
+    receive.arg("--control").arg(hosts.scratch.join("2"));
+    receive.arg("--state-dir").arg(&there.directory);
+    let mut to = Process::follow(receive, &hosts.scratch.join("2"));
+    let listening = to.wait_for("listening");
+    to.address = listening["address"].as_str().unwrap().to_owned();
+    let client = hosts.begin(&from, &to, "a", "--rate 1M --peer b.test");
+    client.wait_for("progress");
+    let listed = there.ask("status --json").expect(0).last();
+    let socket = hosts.scratch.join("2").join("vm.sock");
+    assert_eq!(listed["owner"], socket.display().to_string());
+    assert_eq!(listed["live"]["state"], "arriving");
+    let session = listed["session"].as_str().unwrap();
+    let done = there.ask(&format!("cancel {session}")).expect(0);
+    assert!(done.out.contains("goes on at the source"), "{done:?}");
+    assert_eq!(client.ended().0, 4);
+    hosts.assert_runs(&from);
+    to.wait_for("rejected");
 }
 
 #[test]

@@ -4,12 +4,14 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
+use dunlin::engine::fault_behind;
 use dunlin::engine::memory::MappedMemory;
 use dunlin::engine::vmm::{
     Builder, DestinationVm, DirtyLog, FaultCode, GuestMemory, Offered, Refusal, RunState, Section,
     SourceVm, VmDescription as Described, VmmError,
 };
-use dunlin_sys::mapping::{Backing, HUGE_PAGE_BYTES, PAGE_BYTES};
+use dunlin_sys::cgroup;
+use dunlin_sys::mapping::{Backing, HUGE_PAGE_BYTES, PAGE_BYTES, layout};
 
 use crate::VmState;
 use crate::describe::VmDescription;
@@ -187,6 +189,8 @@ impl Builder for MachineBuilder {
         };
         let description = VmDescription::decode(&offered.vm.description)
             .map_err(|error| refuse(FaultCode::Malformed, &error))?;
+        check_layout(&description, offered)?;
+        check_room(description.config.memory_bytes)?;
         let vm = Vm::from_description(&description).map_err(|error| {
             let fault = match &error {
                 CreateError::Memory(_) => FaultCode::NoMemory,
@@ -195,12 +199,55 @@ impl Builder for MachineBuilder {
                     FaultCode::DescriptionRefused
                 }
             };
-            refuse(fault, &error)
+            refuse(fault_behind(&error).unwrap_or(fault), &error)
         })?;
         let movable = Movable::new(Arc::new(vm));
         self.built = Some(Arc::clone(&movable));
         Ok(movable)
     }
+}
+
+/// The regions must be what a machine of this description has: a memory that is
+/// built cannot be laid out anew.
+fn check_layout(description: &VmDescription, offered: &Offered) -> Result<(), Refusal> {
+    let theirs: Vec<u64> = offered.regions.iter().map(|region| region.length).collect();
+    let ours: Vec<u64> = layout(description.config.memory_bytes)
+        .iter()
+        .map(|(_, bytes)| *bytes)
+        .collect();
+    if theirs == ours {
+        return Ok(());
+    }
+    Err(Refusal {
+        fault: FaultCode::DescriptionRefused,
+        text: format!(
+            "the source's memory has regions of {theirs:?} bytes, and the machine that it \
+             describes has {ours:?} here: run the same release of the VMM on both hosts"
+        ),
+    })
+}
+
+/// A machine whose memory does not fit under the limit of this process's control
+/// group would be killed here sooner or later, and be lost: it is refused while
+/// it runs at the source. That memory could be swapped is counted in.
+fn check_room(memory_bytes: u64) -> Result<(), Refusal> {
+    // Where /proc cannot be read nothing is known, and the kernel decides.
+    let Ok(Some(limit)) = cgroup::memory_limit() else {
+        return Ok(());
+    };
+    let swap_bytes = cgroup::swap_bytes().unwrap_or(0);
+    if limit.bytes.saturating_add(swap_bytes) >= memory_bytes {
+        return Ok(());
+    }
+    Err(Refusal {
+        fault: FaultCode::NoMemory,
+        text: format!(
+            "the VM has {memory_bytes} bytes of memory, and the process that would run it here may \
+             have {} ({}, with {swap_bytes} bytes of swap): the kernel would kill it",
+            limit.bytes,
+            limit.file.display()
+        ),
+    })
 }
 
 fn chain(error: &dyn std::error::Error) -> String {

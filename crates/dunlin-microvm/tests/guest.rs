@@ -3,6 +3,8 @@
 #![allow(clippy::unwrap_used)]
 
 mod common;
+#[path = "../../dunlin-sys/tests/huge_pages/mod.rs"]
+mod huge_pages;
 
 use std::time::{Duration, Instant};
 
@@ -11,6 +13,7 @@ use dunlin_microvm::{
     Backing, Config, ControlError, CreateError, Fill, StopCode, Vm, VmState, WORKLOAD_START,
     Workload,
 };
+use huge_pages::HugePages;
 use vm_memory::{Bytes, GuestAddress};
 
 const WORKLOADS: [Workload; 4] = [
@@ -78,35 +81,33 @@ fn memory_on_both_sides_of_the_hole_is_visited() {
 }
 
 #[test]
-fn huge_pages_serve_or_say_how_to_get_them() {
+fn a_guest_runs_on_huge_pages() {
     let Some(_turn) = kvm() else { return };
-    const RESERVED: &str = "/proc/sys/vm/nr_hugepages";
     let config = Config {
         backing: Backing::Huge,
         ..small()
     };
-    let before: u64 = std::fs::read_to_string(RESERVED)
-        .unwrap()
-        .trim()
-        .parse()
-        .unwrap();
-    if let Err(error) = std::fs::write(RESERVED, (before + 8).to_string()) {
-        println!("skipped, cannot reserve huge pages: {error}");
+    let Some(_huge) = HugePages::reserve(config.memory_bytes / (2 << 20)) else {
         return;
-    }
-    let vm = Vm::new(config).map(|vm| {
-        vm.fill().unwrap();
-        vm.start().unwrap();
-        wait_for(&vm, "a pass", |vm| vm.full_passes() >= 1);
+    };
+    let vm = running(config);
+    wait_for(&vm, "a pass", |vm| vm.full_passes() >= 1);
+}
+
+#[test]
+fn a_guest_without_its_huge_pages_says_how_to_get_them() {
+    let Some(_turn) = kvm() else { return };
+    // The most that a machine can have; nobody reserves that many for tests.
+    let error = Vm::new(Config {
+        backing: Backing::Huge,
+        memory_bytes: 32 << 30,
+        ..small()
     });
-    std::fs::write(RESERVED, before.to_string()).unwrap();
-    match vm {
-        Ok(()) => {}
+    match error.map(|_| ()) {
         Err(CreateError::Memory(error)) => {
-            println!("the host gave no huge pages: {error}");
-            assert!(error.to_string().contains("vm.nr_hugepages"));
+            assert!(error.to_string().contains("vm.nr_hugepages"), "{error}");
         }
-        Err(error) => panic!("{error}"),
+        other => panic!("{other:?}"),
     }
 }
 

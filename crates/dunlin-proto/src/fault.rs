@@ -139,7 +139,7 @@ faults! {
         "Compare the VM's configuration with what the destination's VMM and CPU offer.";
     /// The host has not the memory for this VM.
     NoMemory = 6, "no-memory", Local,
-        "Free memory or huge pages on that host, or choose another destination.";
+        "Free memory or huge pages on that host, raise the limit of the cgroup that its process is in, or choose another destination.";
     /// The bytes break the protocol.
     Malformed = 7, "malformed", Peer,
         "Report it with both logs: one of the two programs has a defect.";
@@ -190,7 +190,7 @@ faults! {
         "Check the address; a session ends when its process does.";
     /// A kernel interface failed or is missing.
     Kernel = 23, "kernel", Kernel,
-        "Run `dunlin doctor` on that host: it says what is missing and how to get it.";
+        "Look at the cause: it names what that host's kernel lacks or forbids, such as a module, a limit or a filter of system calls.";
     /// The journal could not be written or read.
     Journal = 24, "journal", Local,
         "Free space where the journal lies, and check that the disk works.";
@@ -200,6 +200,16 @@ faults! {
     /// That destination is taking in another VM.
     Busy = 26, "busy", Configuration,
         "Wait until the other migration is over, or start another receiver.";
+    /// The process, or its host, may not open another file or connection.
+    DescriptorLimit = 27, "descriptor-limit", Local,
+        "Raise the limit of open files there (`ulimit -n`, LimitNOFILE= of a service, fs.file-max), or use fewer lanes.";
+    /// The source is there and gets nowhere.
+    Standstill = 28, "standstill", Peer,
+        "Look at the source's process and its host; if it may be idle for that long, raise the destination's limit.";
+    /// A certificate has expired or is not valid yet, by the clock of the host
+    /// that looked at it.
+    CertificateDate = 29, "certificate-date", Configuration,
+        "Compare `date` on both hosts and correct the clock that is wrong; if both are right, renew the certificate.";
 }
 
 impl fmt::Display for FaultCode {

@@ -2,6 +2,7 @@
 #[cfg(feature = "aws-lc")]
 pub mod aead;
 pub mod affinity;
+pub mod cgroup;
 #[cfg(test)]
 #[path = "../tests/huge_pages/mod.rs"]
 mod huge_pages;

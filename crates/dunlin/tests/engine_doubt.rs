@@ -183,6 +183,9 @@ fn pump(mut from: TcpStream, mut to: TcpStream, control: Option<(&Shared, usize)
 /// What a test does at an event.
 type At<E> = Box<dyn Fn(&E) + Send + Sync>;
 
+/// The journal of each VM that comes, one after another.
+type Journals = Box<dyn Fn() -> Journal + Send>;
+
 /// A host that takes in one VM after another, answering all the while.
 struct Destination {
     address: SocketAddr,
@@ -193,13 +196,14 @@ struct Destination {
 impl Destination {
     fn start(tls: &ServerTls, journal: Journal, builder: TestBuilder) -> Self {
         let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
-        Self::on(listener, tls, journal, builder, Box::new(|_| ()))
+        let journals = Box::new(move || journal.clone());
+        Self::on(listener, tls, journals, builder, Box::new(|_| ()))
     }
 
     fn on(
         listener: TcpListener,
         tls: &ServerTls,
-        journal: Journal,
+        journals: Journals,
         mut builder: TestBuilder,
         at: At<DestinationEvent>,
     ) -> Self {
@@ -207,13 +211,13 @@ impl Destination {
         let cancel = Cancel::new();
         let (tls, cancelled) = (tls.clone(), cancel.clone());
         let thread = std::thread::spawn(move || {
-            let options = destination::Options::builder()
-                .journal(journal)
-                .build()
-                .unwrap();
             let host: Arc<dyn Host> = Arc::new(StandardHost);
             let mut ended = Vec::new();
             loop {
+                let options = destination::Options::builder()
+                    .journal(journals())
+                    .build()
+                    .unwrap();
                 let listener = listener.try_clone().unwrap();
                 let result = receive(
                     listener,
@@ -350,8 +354,9 @@ fn i1_a_running_that_never_came_back_is_asked_about_and_the_vm_is_the_destinatio
             _ => {}
         };
         let builder = TestBuilder::default();
-        let destination =
-            Destination::on(listener, &server, there.journal(), builder, Box::new(at));
+        let journal = there.journal();
+        let journals = Box::new(move || journal.clone());
+        let destination = Destination::on(listener, &server, journals, builder, Box::new(at));
         let vm = running();
         let report = send(&vm, relay.address, &client, here.journal(), &|_| ()).unwrap();
         assert!(report.runs);
@@ -375,6 +380,23 @@ fn i1_a_running_that_never_came_back_is_asked_about_and_the_vm_is_the_destinatio
 }
 
 #[test]
+fn i2_without_a_journal_a_lost_commit_is_answered_as_long_as_both_processes_live() {
+    let (client, server) = tls();
+    let destination = Destination::start(&server, Journal::none(), TestBuilder::default());
+    let relay = Relay::start(destination.address);
+    let vm = running();
+    let cutting = |event: &Event| match event {
+        Event::Committing => relay.swallow(TO_DESTINATION),
+        Event::Committed => relay.cut(true),
+        _ => {}
+    };
+    let error = send(&vm, relay.address, &client, Journal::none(), &cutting).unwrap_err();
+    assert_eq!(error.vm, VmIs::AtSource, "{error}");
+    assert!(vm.goes_on());
+    assert!(!runs(&destination.finish().1.built.unwrap()));
+}
+
+#[test]
 fn i2_a_vm_that_nobody_answers_for_is_held_until_an_operator_decides() {
     let (client, server) = tls();
     let here = Scratch::new("held");
@@ -383,8 +405,9 @@ fn i2_a_vm_that_nobody_answers_for_is_held_until_an_operator_decides() {
         let relay = Arc::new(Relay::start(listener.local_addr().unwrap()));
         let builder = TestBuilder::default();
         let at = Box::new(|_: &DestinationEvent| ());
-        // Without a journal the next attempt there knows nothing of this one.
-        let destination = Destination::on(listener, &server, Journal::none(), builder, at);
+        // As if another process without a journal had taken this one's place.
+        let journals = Box::new(Journal::none);
+        let destination = Destination::on(listener, &server, journals, builder, at);
         let vm = running();
         let cutting = |event: &Event| match event {
             Event::Committing => relay.swallow(TO_DESTINATION),
@@ -551,9 +574,8 @@ fn i5_the_attempt_after_one_that_failed_moves_the_vm() {
     assert_eq!(ended.len(), 2);
     assert_eq!(builder.built.unwrap().digest(), vm.digest());
     assert_eq!(here.states(), []);
-    // Of the first attempt, about which the source might still have asked.
-    let aborted = State::Destination(DestinationRecord::Aborted);
-    assert_eq!(there.states(), [aborted]);
+    // A source that begins anew asks no more about its first session.
+    assert_eq!(there.states(), []);
 }
 
 /// Notes which records are written.

@@ -218,3 +218,51 @@ fn i1_a_source_that_never_commits_is_ended_by_the_operator() {
     assert_eq!(result.err().unwrap().fault, FaultCode::Cancelled);
     assert_eq!(runs(&builder.built.unwrap()), 0);
 }
+
+/// A source that answers every question and moves nothing on is given up at the
+/// destination's limit, before everything has come and after.
+#[test]
+fn i1_i2_a_source_that_only_answers_is_given_up_at_the_idle_limit() {
+    for ready in [false, true] {
+        let (client, server) = tls();
+        let options = impatient()
+            .to_builder()
+            .idle_limit(Duration::from_secs(2))
+            .build()
+            .unwrap();
+        let receiving = Receiving::start(&server, &options, TestBuilder::default());
+        let victim = Victim {
+            to: receiving.address,
+            tls: &client,
+        };
+        let mut liar = victim.liar();
+        // Chunks are progress; so that it is the last one that counts.
+        for number in 0..6 {
+            thread::sleep(Duration::from_millis(500));
+            assert!(liar.frame(&zero_chunk(number, 0, 4096 * number)), "{ready}");
+        }
+        if ready {
+            liar.conclude(6, 6);
+            liar.await_ready();
+        }
+        let began = Instant::now();
+        let told = liar
+            .peer
+            .await_message(|message| matches!(message, Message::Cancel { .. }));
+        let Some(Message::Cancel { fault, text }) = told else {
+            panic!("it was not told, ready: {ready}")
+        };
+        assert_eq!(fault, FaultCode::Standstill, "{text}");
+        let took = began.elapsed();
+        assert!((1..4).contains(&took.as_secs()), "{took:?}, ready: {ready}");
+        drop(liar);
+        let (result, builder, _) = receiving.finish(false);
+        let error = result.err().unwrap();
+        let said = words(&error);
+        assert_eq!(error.fault, FaultCode::Standstill, "{said}");
+        for part in ["the source is there", "for 2s", "at fault: peer"] {
+            assert!(said.contains(part), "no {part:?} in {said}");
+        }
+        assert_eq!(runs(&builder.built.unwrap()), 0);
+    }
+}

@@ -21,6 +21,7 @@ use dunlin_proto::control::{
     Verdict,
 };
 use dunlin_proto::frame::{ChunkHeader, Encoding, Frame, Range};
+use dunlin_proto::limits::MAX_RANGES_PER_CHUNK;
 use dunlin_proto::negotiate::{
     Features, LaneSecurity, Offer, Opening, Selection, SessionSecret, VERSIONS, VersionRange,
 };
@@ -655,6 +656,55 @@ fn i7_overlapping_ranges_do_no_harm() {
     vm_memory::Bytes::read_slice(&*vm.memory, &mut bytes, vm_memory::GuestAddress(0)).unwrap();
     assert!(bytes[..5 * 4096].iter().all(|&byte| byte == 7));
     assert!(bytes[5 * 4096..].iter().all(|&byte| byte == 0));
+}
+
+/// One chunk can name all of a region of 1 TiB, as often as it has ranges: that is
+/// seconds of work for the destination, and nobody who cancels waits for it.
+#[test]
+fn i7_zeros_for_a_huge_region_hold_up_no_cancellation() {
+    let _alone = alone();
+    const TEBIBYTE: u64 = 1 << 40;
+    let (client, server) = tls();
+    let receiving = Receiving::start(&server, &impatient(), TestBuilder::default());
+    let (mut peer, _) = Peer::source(receiving.address, &client, LaneSecurity::Tls);
+    let Message::Describe(mut described) = describe() else {
+        unreachable!()
+    };
+    let mut region = described.regions.regions()[0].clone();
+    region.length = TEBIBYTE;
+    described.regions = RegionTable::new(vec![region]).unwrap();
+    peer.send(&Message::Describe(described));
+    let Some(Message::Accept(accept)) = peer.receive() else {
+        panic!("it was not accepted")
+    };
+    let open = lane_open(SESSION, &accept.secret, 1);
+    let mut lane = open_lane(receiving.address, Some(&client), &open);
+    assert_eq!(peer.receive(), Some(Message::LaneUp { lane: 1 }));
+    let range = Range {
+        region: 0,
+        encoding: Encoding::Zero,
+        page_count: (TEBIBYTE / 4096) as u32,
+        offset: 0,
+    };
+    let mut chunk = Vec::new();
+    ChunkHeader::encode(0, 1, &[range; MAX_RANGES_PER_CHUNK], &mut chunk).unwrap();
+    lane.send(&chunk).unwrap();
+    // So that it is in the midst of it.
+    std::thread::sleep(Duration::from_millis(200));
+    let began = Instant::now();
+    receiving.cancel.cancel();
+    let told = peer.await_message(|message| !matches!(message, Message::Ack { .. }));
+    let answered = began.elapsed();
+    assert!(matches!(told, Some(Message::Cancel { .. })), "{told:?}");
+    drop((peer, lane));
+    let error = receiving.finish(false).0.err().unwrap();
+    println!("told after {answered:?}, ended after {:?}", began.elapsed());
+    assert_eq!(error.fault, FaultCode::Cancelled, "{error}");
+    assert!(
+        began.elapsed() < Duration::from_secs(1),
+        "{:?}",
+        began.elapsed()
+    );
 }
 
 /// Sends chunks of a zero page for `time`, and then a kind of frame that there is

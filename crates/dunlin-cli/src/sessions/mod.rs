@@ -13,7 +13,7 @@ use clap::Args;
 use dunlin::engine::journal::{Entry, Journal, Record, Role};
 
 pub(crate) use cancel::Cancel;
-pub(crate) use resolve::{Decision, Resolve};
+pub(crate) use resolve::{Decision, Resolve, asking};
 pub(crate) use status::Status;
 
 /// Where sessions are remembered.

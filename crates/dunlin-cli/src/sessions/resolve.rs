@@ -1,16 +1,22 @@
 //! `dunlin resolve`: an operator decides where no answer can.
 //!
 //! Only a source is ever in doubt: it has told the destination to run the VM,
-//! and has not heard whether it does. Where the process with the paused copy
-//! lives, it writes the decision down and carries it out; where that has died,
-//! the copy is gone and the record is all that is left to settle.
+//! and has not heard whether it does. With an identity the destination is asked
+//! once more, and its answer settles it. Otherwise, where the process with the
+//! paused copy lives, it writes the decision down and carries it out; where
+//! that has died, the copy is gone and the record is all that is left to
+//! settle.
 
 use std::io::{BufRead, IsTerminal, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use dunlin::engine::journal::{Entry, Record, Role, SourceRecord, State};
+use dunlin::engine::source::{self, Standing};
+use dunlin::engine::{Host, StandardHost};
 use serde::{Deserialize, Serialize};
 
 use super::status::ago;
@@ -18,7 +24,20 @@ use super::{StatePath, hex, parse_session};
 use crate::code::{DONE, FAILED, USAGE};
 use crate::display::clean;
 use crate::line::Line;
-use crate::vm::{Request, obeyed};
+use crate::options::parse_limit;
+use crate::vm::{Request, client_tls, obeyed, one_line};
+
+/// How long the VM's process may take beyond that.
+const ANSWER_LIMIT: Duration = Duration::from_secs(10);
+
+/// How the destination is asked, for so long.
+pub(crate) fn asking(doubt_limit: Duration) -> source::Options {
+    source::Options::builder()
+        .doubt_limit(doubt_limit)
+        .connect_limit(Duration::from_secs(5))
+        .build()
+        .expect("five seconds are a limit, and how long is asked may be anything")
+}
 
 #[derive(Debug, Args)]
 pub(crate) struct Resolve {
@@ -33,6 +52,17 @@ pub(crate) struct Resolve {
     /// or is not wanted any more.
     #[arg(long)]
     destroy: bool,
+    /// Ask the destination once more before anybody decides, with the identity
+    /// in this directory.
+    #[arg(long, value_name = "DIR")]
+    identity: Option<PathBuf>,
+    /// A name that the destination's certificate must bear; repeatable
+    /// [default: the host that the VM was moved to].
+    #[arg(long = "peer", value_name = "NAME", requires = "identity")]
+    peers: Vec<String>,
+    /// How long it is asked if it does not answer.
+    #[arg(long, value_name = "DURATION", default_value = "10s", value_parser = parse_limit, requires = "identity")]
+    doubt_limit: Duration,
     #[command(flatten)]
     state: StatePath,
     /// One JSON object.
@@ -51,7 +81,17 @@ pub(crate) enum Decision {
 impl Resolve {
     pub(crate) fn run(&self) -> Result<i32> {
         let (entry, record) = self.state.find(&self.session)?;
-        let doubt = doubt(&entry, &record)?;
+        let mut doubt = doubt(&entry, &record)?;
+        match &self.identity {
+            Some(identity) if record.state == State::Source(SourceRecord::Committing) => {
+                let answered = self.ask_destination(&entry, &record, identity)?;
+                match self.take(&answered, &entry, &record)? {
+                    Some(question) => doubt = question,
+                    None => return Ok(DONE),
+                }
+            }
+            _ => {}
+        }
         let decision = match (self.run_here, self.destroy) {
             (true, _) => Decision::RunHere,
             (_, true) => Decision::Destroy,
@@ -72,6 +112,68 @@ impl Resolve {
         } else {
             self.settle(&entry, decision)
         }
+    }
+
+    /// What the destination says, and done what follows from it.
+    fn ask_destination(&self, entry: &Entry, record: &Record, identity: &Path) -> Result<Line> {
+        if entry.lives {
+            if record.owner.is_empty() {
+                bail!("the process that has the VM has no control socket: it asks by itself");
+            }
+            let request = Request::AskDestination {
+                session: entry.session,
+                identity: std::path::absolute(identity)?,
+                peers: self.peers.clone(),
+                doubt_limit: self.doubt_limit,
+            };
+            return one_line(
+                Path::new(&record.owner),
+                &request,
+                self.doubt_limit + ANSWER_LIMIT,
+            );
+        }
+        let tls = client_tls(identity, &self.peers, &record.peer)?;
+        let mut doubt = source::Doubt::taken_over(&self.state.open()?, entry.session, false)?;
+        let host: Arc<dyn Host> = Arc::new(StandardHost);
+        // The copy has died with its process: there is none to resume.
+        let standing = doubt.ask(None, &tls, &asking(self.doubt_limit), &host)?;
+        if matches!(standing, Standing::AtSource | Standing::AtDestination) {
+            doubt.forget()?;
+        }
+        Ok((&standing).into())
+    }
+
+    /// Shows what the destination has said; returns what is left to decide.
+    fn take(&self, answered: &Line, entry: &Entry, record: &Record) -> Result<Option<String>> {
+        let (vm, why) = match answered {
+            Line::Answered { vm, text } => (&**vm, text),
+            Line::Failed(failed) => bail!("{}", clean(&failed.text)),
+            _ => bail!("the VM's process answered something else: is it of another release?"),
+        };
+        let name = clean(&record.vm_name);
+        let settled = match (vm, entry.lives) {
+            ("at-destination", _) => format!("settled: VM {name} runs at the destination"),
+            ("at-source", true) => {
+                format!("settled: VM {name} never ran at the destination, and goes on here")
+            }
+            ("at-source", false) => format!(
+                "settled: VM {name} never ran at the destination, and died here with its process"
+            ),
+            ("ran-then-died", _) => {
+                let (entry, record) = self.state.find(&self.session)?;
+                return doubt(&entry, &record).map(Some);
+            }
+            _ => {
+                let asked = format!("The destination was asked again: {}.", clean(why));
+                return Ok(Some(format!("{asked} {}", doubt(entry, record)?)));
+            }
+        };
+        if self.json {
+            answered.print();
+        } else {
+            println!("{settled}");
+        }
+        Ok(None)
     }
 
     fn tell_owner(&self, entry: &Entry, record: &Record, decision: Decision) -> Result<i32> {

@@ -60,3 +60,9 @@ impl Client {
         Ok(Some(line))
     }
 }
+
+/// Asks the process behind a control socket for one line, within `limit`.
+pub(crate) fn one_line(socket: &Path, request: &Request, limit: Duration) -> Result<Line> {
+    let mut client = Client::ask_within(socket, request, Some(limit))?;
+    client.next()?.context("the VM's process hung up")
+}

@@ -16,12 +16,16 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail};
 use dunlin::engine::Cancel;
 use dunlin::engine::destination::DestinationEvent;
-use dunlin::engine::journal::{Journal, Role, SessionJournal, SourceRecord, State};
+use dunlin::engine::journal::{Journal, Role, SourceRecord, State};
+use dunlin::engine::source::{self, Standing};
+use dunlin::engine::{Host, StandardHost};
 use dunlin_microvm::{Movable, Vm, VmState};
 use dunlin_sys::signals::{EndSignal, EndSignals};
 
 use super::moving::Moving;
+use super::owner::client_tls;
 use crate::code::{DONE, FAILED, SIGNAL};
+use crate::display::clean;
 use crate::line::{FailedLine, Line, MigrationLine, StatusLine, millis};
 use crate::sessions::{Decision, hex};
 
@@ -68,8 +72,8 @@ impl Drop for Answering {
 /// stays paused.
 struct Doubt {
     /// The record of it, held so that everybody sees that its process lives;
-    /// none without a journal.
-    session: Option<SessionJournal>,
+    /// none without a journal, and while the destination is asked.
+    session: Option<source::Doubt>,
     /// Whether this process has been told to end since.
     signalled: bool,
 }
@@ -196,7 +200,7 @@ impl Desk {
         if self.json {
             Line::Warning { text: text.into() }.print();
         } else {
-            println!("warning: {text}");
+            println!("warning: {}", clean(text));
         }
     }
 
@@ -317,7 +321,7 @@ impl Desk {
         if self.json {
             Line::Ended { state: how, code }.print();
         } else {
-            println!("{}: {how}", vm.vm().config().name);
+            println!("{}: {}", clean(&vm.vm().config().name), clean(&how));
         }
         Ok(code)
     }
@@ -399,7 +403,7 @@ impl Desk {
     }
 
     /// The record of the session that has left this VM in doubt.
-    fn take_record(&self, vm: &Movable) -> Option<SessionJournal> {
+    fn take_record(&self, vm: &Movable) -> Option<source::Doubt> {
         let found = self.journal.list().unwrap_or_else(|error| {
             self.warn(&format!("the journal cannot be read: {error}"));
             Vec::new()
@@ -414,13 +418,47 @@ impl Desk {
                             && matches!(record.state, State::Source(
                                 SourceRecord::Committing | SourceRecord::RanThenDied)))
             })
-            .find_map(|entry| self.journal.take(entry.session, entry.role).ok())
+            .find_map(|entry| source::Doubt::taken_over(&self.journal, entry.session, false).ok())
     }
 
     /// Carries out what the operator has decided about a VM in doubt, once it
     /// is written down.
     pub(crate) fn resolve(&self, session: [u8; 16], decision: Decision) -> Result<()> {
         let mut state = self.lock();
+        let (vm, mut record) = self.take_doubt(&mut state, session)?;
+        let resolution = match decision {
+            Decision::RunHere => source::Resolution::RunHere,
+            Decision::Destroy => source::Resolution::Destroy,
+        };
+        let resolved = record.resolve(&*vm, resolution);
+        self.put_back(&mut state, record, resolved.is_ok());
+        Ok(resolved?)
+    }
+
+    /// Asks the destination what became of a VM in doubt, and does what
+    /// follows from its answer.
+    pub(crate) fn ask_destination(
+        &self,
+        session: [u8; 16],
+        identity: &Path,
+        peers: &[String],
+        options: &source::Options,
+    ) -> Result<Standing> {
+        let (vm, mut record) = self.take_doubt(&mut self.lock(), session)?;
+        let host: Arc<dyn Host> = Arc::new(StandardHost);
+        let asked = client_tls(identity, peers, &record.record().peer)
+            .and_then(|tls| Ok(record.ask(Some(&*vm), &tls, options, &host)?));
+        let over = matches!(asked, Ok(Standing::AtSource | Standing::AtDestination));
+        self.put_back(&mut self.lock(), record, over);
+        asked
+    }
+
+    /// The VM in doubt by this session, and its record.
+    fn take_doubt(
+        &self,
+        state: &mut Now,
+        session: [u8; 16],
+    ) -> Result<(Arc<Movable>, source::Doubt)> {
         let Some(vm) = state.held().map(Arc::clone) else {
             bail!("no VM is here yet");
         };
@@ -430,30 +468,33 @@ impl Desk {
         if doubt.session.is_none() {
             doubt.session = self.take_record(&vm);
         }
-        let Some(record) = &mut doubt.session else {
-            bail!("the session has no record here: is --state-dir the one of the VM's process?");
-        };
-        if record.record().session != session {
-            bail!("this VM is in doubt by another session: see `dunlin status`");
-        }
-        match decision {
-            Decision::RunHere => {
-                record.write(State::Source(SourceRecord::RunHere))?;
-                vm.vm().resume()?;
-            }
-            Decision::Destroy => {
-                record.write(State::Source(SourceRecord::GivenUp))?;
-                vm.vm().give_away();
+        match doubt.session.take() {
+            Some(record) if record.record().session == session => Ok((vm, record)),
+            None => bail!(
+                "the session has no record here, or its destination is being asked: is --state-dir \
+                 the one of the VM's process?"
+            ),
+            other => {
+                doubt.session = other;
+                bail!("this VM is in doubt by another session: see `dunlin status`");
             }
         }
+    }
+
+    /// Ends the doubt if it is over.
+    fn put_back(&self, state: &mut Now, record: source::Doubt, over: bool) {
+        if !over {
+            if let Some(doubt) = &mut state.doubt {
+                doubt.session = Some(record);
+            }
+            return;
+        }
+        state.doubt = None;
         // Nobody asks a source that has decided.
-        if let Some(record) = state.doubt.take().and_then(|doubt| doubt.session)
-            && let Err(error) = record.forget()
-        {
+        if let Err(error) = record.forget() {
             self.warn(&format!("the session stays in the journal: {error}"));
         }
         self.changed.notify_all();
-        Ok(())
     }
 
     /// The migration under way.

@@ -254,7 +254,12 @@ impl Status {
             Line::Status(status).print();
             return Ok(DONE);
         }
-        println!("{}: {} (process {})", status.name, status.state, status.pid);
+        println!(
+            "{}: {} (process {})",
+            clean(&status.name),
+            clean(&status.state),
+            status.pid
+        );
         println!(
             "  {} pages checked by the guest, {} full passes, {} beats",
             status.pages_checked, status.full_passes, status.beats

@@ -14,8 +14,9 @@ mod run;
 use anyhow::Result;
 use clap::Subcommand;
 
+pub(crate) use client::one_line;
 pub(crate) use migrate::{Ended, describe, follow, obeyed, status, status_within};
-pub(crate) use owner::Request;
+pub(crate) use owner::{Request, client_tls};
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {

@@ -14,12 +14,13 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use dunlin::engine::source::{Options, migrate};
 use dunlin::engine::vmm::SourceVm;
-use dunlin::engine::{Event, Host, StandardHost};
+use dunlin::engine::{Event, Host, StandardHost, fault_behind};
 use dunlin::lane::identity::ClientTls;
 use dunlin::lane::provider::Crypto;
 use serde::{Deserialize, Serialize};
@@ -29,7 +30,7 @@ use super::moving::Moving;
 use crate::code::FAILED;
 use crate::line::{FailedLine, Line};
 use crate::options::{MigrateFlags, load_identity, peer_names};
-use crate::sessions::Decision;
+use crate::sessions::{Decision, asking};
 
 /// A request line is at most this long.
 const REQUEST_LIMIT_BYTES: u64 = 64 * 1024;
@@ -55,6 +56,14 @@ pub(crate) enum Request {
     },
     /// End it. Alone, the answer comes when it has ended.
     Cancel,
+    /// Ask the destination once more what became of a VM in doubt, and do what
+    /// follows from its answer.
+    AskDestination {
+        session: [u8; 16],
+        identity: PathBuf,
+        peers: Vec<String>,
+        doubt_limit: Duration,
+    },
     /// Carry out what the operator has decided about a VM in doubt.
     Resolve {
         session: [u8; 16],
@@ -158,12 +167,29 @@ impl Drop for Socket {
     }
 }
 
+/// How long nobody is accepted after descriptors or memory ran out.
+const SHORTAGE_REST: Duration = Duration::from_millis(100);
+
 fn accept(listener: &UnixListener, desk: &Arc<Desk>, closed: &AtomicBool) {
+    let mut short = false;
     for connection in listener.incoming() {
-        let Ok(connection) = connection else { return };
         if closed.load(Ordering::SeqCst) {
             return;
         }
+        let connection = match connection {
+            Ok(connection) => connection,
+            Err(error) => {
+                if !std::mem::replace(&mut short, true) {
+                    desk.warn(&format!(
+                        "no request can be taken: {error}; if it is for want of descriptors, raise \
+                         this process's limit of open files (`ulimit -n`)"
+                    ));
+                }
+                std::thread::sleep(SHORTAGE_REST);
+                continue;
+            }
+        };
+        short = false;
         let desk = Arc::clone(desk);
         let spawned = std::thread::Builder::new()
             .name("control-request".into())
@@ -175,32 +201,50 @@ fn accept(listener: &UnixListener, desk: &Arc<Desk>, closed: &AtomicBool) {
 }
 
 fn answer(connection: &UnixStream, desk: &Arc<Desk>) {
-    let asked = connection.try_clone().map(BufReader::new);
-    let Ok(mut requests) = asked else { return };
-    let request = read_request(&mut requests);
     let answering = desk.answering();
-    let obeyed = match request {
-        Ok(Some(request)) => obey(request, requests, connection, desk),
-        // A look whether somebody is here.
-        Ok(None) => Ok(()),
-        Err(error) => Err(error),
+    let obeyed = match connection.try_clone().map(BufReader::new) {
+        Ok(mut requests) => match read_request(&mut requests) {
+            Ok(Some(request)) => obey(request, requests, connection, desk),
+            // A look whether somebody is here.
+            Ok(None) => Ok(()),
+            Err(error) => Err(error),
+        },
+        Err(error) => {
+            // Whoever asks has to have said it all before there is an answer.
+            let _ = read_request(&mut BufReader::new(connection));
+            Err(error).context("the request cannot be carried out")
+        }
     };
     if let Err(error) = obeyed {
         // Whoever asked may have gone.
-        let _ = send(
-            connection,
-            &Line::Failed(FailedLine {
-                fault: "usage".into(),
-                at_fault: "configuration".into(),
-                vm: "at-source".into(),
-                text: format!("{error:#}"),
-                code: FAILED,
-            }),
-        );
+        let _ = send(connection, &Line::Failed(refused(&error)));
     }
     // The other half may be held by a thread that reads.
     let _ = connection.shutdown(Shutdown::Both);
     drop(answering);
+}
+
+/// Why a request was not carried out; the VM is where it was.
+fn refused(error: &anyhow::Error) -> FailedLine {
+    let (fault, at_fault, text) = match fault_behind(error.as_ref()) {
+        Some(fault) => (
+            fault.name(),
+            fault.at_fault().name(),
+            format!(
+                "{error:#} ({fault}, at fault: {}); the VM goes on at the source. {}",
+                fault.at_fault(),
+                fault.advice()
+            ),
+        ),
+        None => ("usage", "configuration", format!("{error:#}")),
+    };
+    FailedLine {
+        fault: fault.into(),
+        at_fault: at_fault.into(),
+        vm: "at-source".into(),
+        text,
+        code: FAILED,
+    }
 }
 
 fn obey(
@@ -217,6 +261,16 @@ fn obey(
         Request::Set { rate } => desk.moving()?.set_rate(rate)?,
         Request::Cancel => desk.cancel()?,
         Request::Resolve { session, decision } => desk.resolve(session, decision)?,
+        Request::AskDestination {
+            session,
+            identity,
+            peers,
+            doubt_limit,
+        } => {
+            let asking = asking(doubt_limit);
+            let standing = desk.ask_destination(session, &identity, &peers, &asking)?;
+            return send(connection, &(&standing).into());
+        }
         Request::Watch => {
             let moving = desk.moving()?;
             return moving.follow().show(|line| send(connection, line));
@@ -279,19 +333,7 @@ fn move_away(
     peers: &[String],
     flags: &MigrateFlags,
 ) -> Result<Arc<Moving>> {
-    let identity = load_identity(identity)?;
-    let peers = if peers.is_empty() {
-        // Whoever connects to a host expects that host.
-        let host = flags
-            .to
-            .rsplit_once(':')
-            .map_or(&*flags.to, |(host, _)| host);
-        let host = host.trim_start_matches('[').trim_end_matches(']');
-        peer_names(&[host.to_owned()])?
-    } else {
-        peer_names(peers)?
-    };
-    let tls = identity.client(&Crypto::auto(), peers)?;
+    let tls = client_tls(identity, peers, &flags.to)?;
     let moving = Moving::new(flags.to.clone(), flags.rate);
     let options = flags
         .options()
@@ -314,6 +356,20 @@ fn move_away(
         bail!(text);
     }
     Ok(moving)
+}
+
+/// What a control lane to `to` is secured with.
+pub(crate) fn client_tls(identity: &Path, peers: &[String], to: &str) -> Result<ClientTls> {
+    let identity = load_identity(identity)?;
+    let peers = if peers.is_empty() {
+        // Whoever connects to a host expects that host.
+        let host = to.rsplit_once(':').map_or(to, |(host, _)| host);
+        let host = host.trim_start_matches('[').trim_end_matches(']');
+        peer_names(&[host.to_owned()])?
+    } else {
+        peer_names(peers)?
+    };
+    Ok(identity.client(&Crypto::auto(), peers)?)
 }
 
 fn carry_out(

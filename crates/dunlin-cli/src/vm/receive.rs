@@ -3,12 +3,13 @@
 use std::io::ErrorKind;
 use std::net::TcpListener;
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
 use clap::Args;
 use dunlin::engine::destination::{DestinationEvent, Options, receive};
 use dunlin::engine::vmm::{Builder, DestinationVm, FaultCode, Offered, Refusal};
-use dunlin::engine::{Host, StandardHost, VmIs};
+use dunlin::engine::{Host, MigrateError, StandardHost, VmIs, fault_behind};
 use dunlin::lane::provider::Crypto;
 use dunlin_microvm::{MachineBuilder, Movable};
 use dunlin_sys::signals::{EndSignal, EndSignals};
@@ -16,9 +17,9 @@ use dunlin_sys::signals::{EndSignal, EndSignals};
 use super::desk::Desk;
 use super::owner::{Parent, Socket};
 use crate::code::CANCELLED;
-use crate::display::clean;
+use crate::display::{clean, clean_lines};
 use crate::line::{FailedLine, Line, millis};
-use crate::options::{Common, ControlPath, load_identity, peer_names};
+use crate::options::{Common, ControlPath, load_identity, parse_limit, peer_names};
 use crate::sessions::StatePath;
 
 #[derive(Debug, Args)]
@@ -29,6 +30,10 @@ pub(crate) struct Receive {
     /// Allow data lanes without security when the source asks for them.
     #[arg(long)]
     allow_plain: bool,
+    /// After this long without anything from a source but signs of life its
+    /// migration is given up: no other VM can come meanwhile.
+    #[arg(long, value_name = "DURATION", default_value = "5m", value_parser = parse_limit)]
+    idle_limit: Duration,
     #[command(flatten)]
     common: Common,
     #[command(flatten)]
@@ -55,9 +60,9 @@ impl Receive {
             address: address.clone(),
         });
         let host: Arc<dyn Host> = Arc::new(StandardHost);
-        // No owner: the VM has its control socket only once it is known.
         let options = Options::builder()
             .allow_plain(self.allow_plain)
+            .idle_limit(self.idle_limit)
             .journal(desk.journal())
             .build()?;
         self.parent.watch()?;
@@ -77,8 +82,14 @@ impl Receive {
                 desk.farewell();
                 return Ok(self.cancelled(&desk, called_off));
             };
+            let again = listener.try_clone().with_context(|| {
+                format!(
+                    "cannot go on listening on {address} (at fault: this side; if it is for want \
+                     of descriptors, raise the limit of open files: `ulimit -n`)"
+                )
+            })?;
             let attempt = receive(
-                listener.try_clone()?,
+                again,
                 &tls,
                 &options,
                 &mut builder,
@@ -88,8 +99,9 @@ impl Receive {
             );
             match attempt {
                 Ok(received) => break received,
-                // The VM goes on at the source, which may try again.
-                Err(error) if error.vm == VmIs::AtSource => {
+                // The VM goes on at the source, which may try again; but what
+                // fails before one has come fails the next time, too.
+                Err(error) if error.vm == VmIs::AtSource && !(waits(&desk) && is_ours(&error)) => {
                     let FailedLine { text, .. } = (&error).into();
                     if desk.ending().is_none() {
                         self.say(&Line::Rejected { text });
@@ -166,7 +178,7 @@ impl Receive {
     fn observe(&self, event: &DestinationEvent) {
         self.say(&match event {
             DestinationEvent::Rejected { reason } => Line::Rejected {
-                text: reason.clone(),
+                text: clean(reason),
             },
             DestinationEvent::Warning(text) => Line::Warning { text: text.clone() },
             DestinationEvent::Connected { peer } => Line::Accepted { peer: peer.clone() },
@@ -189,12 +201,12 @@ impl Receive {
         match line {
             Line::Listening { address } => println!("waiting for a VM on {address}"),
             Line::Accepted { peer } => println!("{} has connected", clean(peer)),
-            Line::Rejected { text } => println!("turned away: {}", clean(text)),
+            Line::Rejected { text } => println!("turned away: {}", clean_lines(text)),
             Line::Warning { text } => println!("warning: {}", clean(text)),
             Line::LaneLost { lane, text } => println!("lane {lane} is lost: {}", clean(text)),
             Line::ControlLost { text } => println!("the control lane is lost: {}", clean(text)),
             Line::ControlResumed => println!("a new control lane stands"),
-            Line::Failed(failed) => println!("{}", clean(&failed.text)),
+            Line::Failed(failed) => println!("{}", clean_lines(&failed.text)),
             Line::Received {
                 name,
                 control,
@@ -210,11 +222,28 @@ impl Receive {
                 let downtime = downtime_ms.map_or(String::new(), |ms| {
                     format!(", downtime {ms:.1} ms as the guest saw it")
                 });
-                println!("{name} {how}{downtime}; control socket {control}");
+                println!(
+                    "{} {how}{downtime}; control socket {}",
+                    clean(name),
+                    clean(control)
+                );
             }
             _ => {}
         }
     }
+}
+
+/// Whether no source has come yet, and none is waited for any more.
+fn waits(desk: &Desk) -> bool {
+    !desk.is_arriving() && desk.ending().is_none()
+}
+
+/// Whether this host lacks what it takes to listen.
+fn is_ours(error: &MigrateError) -> bool {
+    matches!(
+        error.fault,
+        FaultCode::DescriptorLimit | FaultCode::NoMemory | FaultCode::Kernel
+    )
 }
 
 /// Builds machines, each with its control socket: a VM whose socket cannot be
@@ -235,6 +264,12 @@ impl Takes<'_> {
 }
 
 impl Builder for Takes<'_> {
+    fn owner(&self, offered: &Offered) -> String {
+        let socket = self.control.socket(&offered.vm.name);
+        // Without one the VM is refused when it is built.
+        socket.map_or_else(|_| String::new(), |path| path.display().to_string())
+    }
+
     fn build(&mut self, offered: &Offered) -> Result<Arc<dyn DestinationVm>, Refusal> {
         // That of an attempt that failed may have the same path.
         self.socket = None;
@@ -244,7 +279,7 @@ impl Builder for Takes<'_> {
             .and_then(|path| Socket::bind(&path))
             .and_then(|socket| socket.serve(self.desk).map(|()| socket))
             .map_err(|error| Refusal {
-                fault: FaultCode::DescriptionRefused,
+                fault: fault_behind(error.as_ref()).unwrap_or(FaultCode::DescriptionRefused),
                 text: format!("{error:#}"),
             })?;
         self.socket = Some(socket);

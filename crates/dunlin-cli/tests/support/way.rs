@@ -24,7 +24,10 @@ impl Way {
         let (held, destination) = (Arc::clone(&held_ms), destination.to_owned());
         std::thread::spawn(move || {
             for near in listener.incoming().map_while(Result::ok) {
-                let far = TcpStream::connect(&destination).unwrap();
+                // A destination that is not there refuses.
+                let Ok(far) = TcpStream::connect(&destination) else {
+                    continue;
+                };
                 let (near_too, far_too) = (near.try_clone().unwrap(), far.try_clone().unwrap());
                 let held = Arc::clone(&held);
                 std::thread::spawn(move || copy(near_too, far_too, &AtomicU64::new(0)));

@@ -38,6 +38,17 @@ pub(crate) struct Sequences {
 }
 
 impl Sequences {
+    /// For a process that goes on with a session of one that has died: above
+    /// every number that one can have used. The peer may live, and takes
+    /// nothing twice; each epoch is recorded before it is used, and no process
+    /// sends 2^32 messages.
+    pub(crate) fn of_epoch(epoch: u32) -> Self {
+        Self {
+            sent: Mutex::new(u64::from(epoch) << 32),
+            seen: AtomicU64::new(0),
+        }
+    }
+
     /// For a lane to somebody who may be another process than before, and
     /// then counts from 1 again.
     pub(crate) fn with_new_peer(&self) -> Self {

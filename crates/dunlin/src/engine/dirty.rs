@@ -30,7 +30,8 @@ use super::vmm::DirtyLog;
 /// A region on huge pages is reported by huge pages. A region with a file
 /// behind it costs page tables for all of it, 1/512 of its size; a private
 /// one nothing where it was never touched. A private page that is read for the
-/// first time may be reported as written.
+/// first time may be reported as written, and with transparent huge pages one
+/// that is written for the first time with those of its 2 MiB.
 #[derive(Debug)]
 pub struct WriteProtectLog<B = AtomicBitmap> {
     memory: Arc<GuestMemoryMmap<B>>,

@@ -15,10 +15,16 @@
 //! (Zeros, and not posix_fallocate(3): on ext4 and XFS the first write to
 //! space that was merely set aside changes metadata.)
 //!
-//! [`Journal::none`] remembers nothing. What is lost with it: if a process
-//! dies after *commit*, the other side gets *no record* for an answer, or
-//! none, and the VM stays in doubt until an operator has found out where it
-//! is; and a source that died does not know that it must not be started again.
+//! [`Journal::none`] remembers in the process's memory. What is lost with it:
+//! if a process dies after *commit*, the other side gets *no record* for an
+//! answer, or none, and the VM stays in doubt until an operator has found out
+//! where it is; and a source that died does not know that it must not be
+//! started again.
+//!
+//! A session's record goes when nobody will ask about it any more. Where that
+//! was not heard of, it goes when the same VM is moved again: a source begins
+//! nothing while an earlier session of its VM is undecided, so that it asks
+//! about none of them.
 
 use std::fmt;
 use std::fs::{DirBuilder, File, OpenOptions, TryLockError};
@@ -35,8 +41,11 @@ use dunlin_proto::negotiate::SessionId;
 use dunlin_proto::wire::EncodeError;
 use thiserror::Error;
 
+mod memory;
 #[cfg(test)]
 mod tests;
+
+use memory::{HeldInMemory, Memory};
 
 /// How long a lock is waited for. A listing holds it for microseconds, an
 /// owner for the length of a migration or of the VM's life.
@@ -45,7 +54,13 @@ const LOCK_PAUSE: Duration = Duration::from_millis(5);
 
 /// Where the records of this host's sessions lie.
 #[derive(Clone)]
-pub struct Journal(Option<Place>);
+pub struct Journal(Shelf);
+
+#[derive(Clone)]
+enum Shelf {
+    Directory(Place),
+    Memory(Memory),
+}
 
 #[derive(Clone)]
 struct Place {
@@ -91,11 +106,16 @@ pub enum Role {
 /// One session's records, held by the process whose session it is.
 pub struct SessionJournal {
     record: Record,
-    /// None where nothing is remembered.
+    /// None once it is forgotten.
     held: Option<Held>,
 }
 
-struct Held {
+enum Held {
+    File(HeldFile),
+    Memory(HeldInMemory),
+}
+
+struct HeldFile {
     file: File,
     path: PathBuf,
     place: Place,
@@ -165,6 +185,14 @@ pub enum JournalError {
         /// Of which attempt.
         attempt: u32,
     },
+    /// An earlier session of the same VM is not over.
+    #[error("{path} says that an earlier migration of this VM is undecided ({state}): resolve it first", path = path.display())]
+    Unresolved {
+        /// The file of the earlier session.
+        path: PathBuf,
+        /// What it says.
+        state: State,
+    },
     /// There is no such session here.
     #[error("there is no session {path}", path = path.display())]
     Missing {
@@ -204,16 +232,17 @@ impl Journal {
                 mode,
             });
         }
-        Ok(Self(Some(Place {
+        Ok(Self(Shelf::Directory(Place {
             directory: directory.into(),
             disk,
         })))
     }
 
-    /// No journal: a session's records are forgotten at once.
+    /// No journal: sessions are remembered as long as this process lives and
+    /// this, or a clone of it, is there.
     #[must_use]
     pub fn none() -> Self {
-        Self(None)
+        Self(Shelf::Memory(Memory::default()))
     }
 
     /// The record with which a session begins.
@@ -238,12 +267,6 @@ impl Journal {
         }
     }
 
-    /// Whether anything is remembered.
-    #[must_use]
-    pub fn remembers(&self) -> bool {
-        self.0.is_some()
-    }
-
     /// Makes the file of the session that `record` is about, for as many
     /// records as will come, and takes it. Nothing is recorded yet;
     /// `record.state` says only which side this is.
@@ -256,10 +279,11 @@ impl Journal {
     /// [`JournalError::Undecided`], [`JournalError::Unreadable`] of a session
     /// that is there already.
     pub fn create(&self, record: Record) -> Result<SessionJournal, JournalError> {
-        let Some(place) = &self.0 else {
-            return Ok(SessionJournal { record, held: None });
-        };
         let role = Role::of(record.state);
+        let place = match &self.0 {
+            Shelf::Directory(place) => place,
+            Shelf::Memory(memory) => return memory.create(record, role),
+        };
         let path = place.path(record.session, role);
         let created = OpenOptions::new()
             .read(true)
@@ -275,7 +299,7 @@ impl Journal {
                     let _ = std::fs::remove_file(&path);
                 }
                 allocated?;
-                Held {
+                HeldFile {
                     file,
                     path,
                     place: place.clone(),
@@ -300,8 +324,54 @@ impl Journal {
         };
         Ok(SessionJournal {
             record,
-            held: Some(held),
+            held: Some(Held::File(held)),
         })
+    }
+
+    /// The same, for the first attempt of a session of a VM: removes what
+    /// sessions before it have left and nobody asks about any more. At the
+    /// destination these are the ones that this peer began and that never ran
+    /// here.
+    ///
+    /// # Errors
+    /// As [`Journal::create`]; at the source also [`JournalError::Unresolved`].
+    pub(crate) fn begin(&self, record: Record) -> Result<SessionJournal, JournalError> {
+        for entry in self.list()? {
+            let Ok(Some(before)) = &entry.record else {
+                continue;
+            };
+            let same_side = entry.role == Role::of(record.state);
+            if !same_side || before.vm_uuid != record.vm_uuid || entry.session == record.session {
+                continue;
+            }
+            let over = match before.state {
+                State::Source(
+                    SourceRecord::Committing | SourceRecord::RanThenDied | SourceRecord::RunHere,
+                ) => {
+                    return Err(JournalError::Unresolved {
+                        path: self.path(entry.session, entry.role),
+                        state: before.state,
+                    });
+                }
+                State::Source(_) => true,
+                State::Destination(DestinationRecord::Running) => false,
+                State::Destination(_) => before.peer == record.peer,
+            };
+            if over && !entry.lives {
+                // Left behind it does no harm, and the next one tries again.
+                let _ = self
+                    .take(entry.session, entry.role)
+                    .and_then(SessionJournal::forget);
+            }
+        }
+        self.create(record)
+    }
+
+    fn path(&self, session: SessionId, role: Role) -> PathBuf {
+        match &self.0 {
+            Shelf::Directory(place) => place.path(session, role),
+            Shelf::Memory(_) => file_name(session, role).into(),
+        }
     }
 
     /// Takes over the session of a process that has died.
@@ -311,15 +381,14 @@ impl Journal {
     /// [`JournalError::Held`] while the process lives;
     /// [`JournalError::Unreadable`]; [`JournalError::Io`].
     pub fn take(&self, session: SessionId, role: Role) -> Result<SessionJournal, JournalError> {
-        let Some(place) = &self.0 else {
-            return Err(JournalError::Missing {
-                path: file_name(session, role).into(),
-            });
+        let place = match &self.0 {
+            Shelf::Directory(place) => place,
+            Shelf::Memory(memory) => return memory.take(session, role),
         };
         match place.take(place.path(session, role))? {
             (held, Some(record)) => Ok(SessionJournal {
                 record,
-                held: Some(held),
+                held: Some(Held::File(held)),
             }),
             (held, None) => Err(JournalError::Missing { path: held.path }),
         }
@@ -330,41 +399,10 @@ impl Journal {
     /// # Errors
     /// [`JournalError::Io`].
     pub fn list(&self) -> Result<Vec<Entry>, JournalError> {
-        let Some(place) = &self.0 else {
-            return Ok(Vec::new());
+        let mut entries = match &self.0 {
+            Shelf::Directory(place) => place.list()?,
+            Shelf::Memory(memory) => memory.list(),
         };
-        let failed = |what| io_error(what, &place.directory);
-        let mut entries = Vec::new();
-        for file in std::fs::read_dir(&place.directory).map_err(failed("read"))? {
-            let name = file.map_err(failed("read"))?.file_name();
-            let Some((session, role)) = name.to_str().and_then(parse_name) else {
-                continue;
-            };
-            let path = place.directory.join(&name);
-            let file = match File::open(&path) {
-                Ok(file) => file,
-                // Forgotten in this moment.
-                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
-                Err(source) => return Err(io_error("read", &path)(source)),
-            };
-            // Shared, so that two listings do not take each other for owners.
-            let lives = match file.try_lock_shared() {
-                Ok(()) => false,
-                Err(TryLockError::WouldBlock) => true,
-                Err(TryLockError::Error(source)) => return Err(io_error("locked", &path)(source)),
-            };
-            let record = match read(&file, &path) {
-                Ok(newest) => Ok(newest.record),
-                Err(JournalError::Unreadable { source, .. }) => Err(source),
-                Err(error) => return Err(error),
-            };
-            entries.push(Entry {
-                session,
-                role,
-                record,
-                lives,
-            });
-        }
         entries.sort_by_key(|entry| {
             let started = match &entry.record {
                 Ok(Some(record)) => record.started_ms,
@@ -378,7 +416,10 @@ impl Journal {
 
 impl fmt::Debug for Journal {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let directory = self.0.as_ref().map(|place| &place.directory);
+        let directory = match &self.0 {
+            Shelf::Directory(place) => Some(&place.directory),
+            Shelf::Memory(_) => None,
+        };
         formatter.debug_tuple("Journal").field(&directory).finish()
     }
 }
@@ -388,7 +429,7 @@ impl fmt::Debug for SessionJournal {
         formatter
             .debug_struct("SessionJournal")
             .field("record", &self.record)
-            .field("path", &self.held.as_ref().map(|held| &held.path))
+            .field("path", &self.held.as_ref().map(Held::path))
             .finish()
     }
 }
@@ -428,19 +469,11 @@ impl SessionJournal {
 
     fn overwrite(&mut self, mut record: Record) -> Result<Duration, JournalError> {
         let began = Instant::now();
-        if let Some(held) = &mut self.held {
-            record.written_ms = now_ms();
-            let bytes = record.encode(held.generation + 1)?;
-            let offset = (held.next_slot * SLOT_BYTES) as u64;
-            let disk = &held.place.disk;
-            disk.write(&held.file, &bytes, offset)
-                .map_err(io_error("written", &held.path))?;
-            disk.sync(&held.file)
-                .map_err(io_error("synced", &held.path))?;
-            // Only now: until the sync succeeds, the other slot holds the only
-            // record that is known to be on the disk.
-            held.generation += 1;
-            held.next_slot = 1 - held.next_slot;
+        record.written_ms = now_ms();
+        match &mut self.held {
+            Some(Held::File(held)) => held.write(&record)?,
+            Some(Held::Memory(held)) => held.write(&record),
+            None => {}
         }
         self.record = record;
         Ok(began.elapsed())
@@ -452,11 +485,64 @@ impl SessionJournal {
     /// [`JournalError::Io`]: the record is still there, or comes back if the
     /// host crashes now.
     pub fn forget(self) -> Result<(), JournalError> {
-        let Some(held) = self.held else {
-            return Ok(());
+        let held = match self.held {
+            Some(Held::File(held)) => held,
+            Some(Held::Memory(held)) => {
+                held.forget();
+                return Ok(());
+            }
+            None => return Ok(()),
         };
         std::fs::remove_file(&held.path).map_err(io_error("removed", &held.path))?;
         held.place.sync_directory()
+    }
+
+    /// The same, unless the record says that something is still to be decided
+    /// or done.
+    pub(crate) fn forget_if_over(self) -> Result<(), JournalError> {
+        let Record { state, attempt, .. } = self.record;
+        match (state, &self.held) {
+            (
+                State::Source(
+                    SourceRecord::Migrating
+                    | SourceRecord::Committing
+                    | SourceRecord::RanThenDied
+                    | SourceRecord::RunHere,
+                ),
+                Some(held),
+            ) => Err(JournalError::Undecided {
+                path: held.path(),
+                state,
+                attempt,
+            }),
+            _ => self.forget(),
+        }
+    }
+}
+
+impl HeldFile {
+    fn write(&mut self, record: &Record) -> Result<(), JournalError> {
+        let bytes = record.encode(self.generation + 1)?;
+        let offset = (self.next_slot * SLOT_BYTES) as u64;
+        let disk = &self.place.disk;
+        disk.write(&self.file, &bytes, offset)
+            .map_err(io_error("written", &self.path))?;
+        disk.sync(&self.file)
+            .map_err(io_error("synced", &self.path))?;
+        // Only now: until the sync succeeds, the other slot holds the only
+        // record that is known to be on the disk.
+        self.generation += 1;
+        self.next_slot = 1 - self.next_slot;
+        Ok(())
+    }
+}
+
+impl Held {
+    fn path(&self) -> PathBuf {
+        match self {
+            Self::File(held) => held.path.clone(),
+            Self::Memory(held) => held.path(),
+        }
     }
 }
 
@@ -482,8 +568,45 @@ impl Place {
             .map_err(io_error("synced", &self.directory))
     }
 
+    /// Every session in the directory, in no order.
+    fn list(&self) -> Result<Vec<Entry>, JournalError> {
+        let failed = |what| io_error(what, &self.directory);
+        let mut entries = Vec::new();
+        for file in std::fs::read_dir(&self.directory).map_err(failed("read"))? {
+            let name = file.map_err(failed("read"))?.file_name();
+            let Some((session, role)) = name.to_str().and_then(parse_name) else {
+                continue;
+            };
+            let path = self.directory.join(&name);
+            let file = match File::open(&path) {
+                Ok(file) => file,
+                // Forgotten in this moment.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                Err(source) => return Err(io_error("read", &path)(source)),
+            };
+            // Shared, so that two listings do not take each other for owners.
+            let lives = match file.try_lock_shared() {
+                Ok(()) => false,
+                Err(TryLockError::WouldBlock) => true,
+                Err(TryLockError::Error(source)) => return Err(io_error("locked", &path)(source)),
+            };
+            let record = match read(&file, &path) {
+                Ok(newest) => Ok(newest.record),
+                Err(JournalError::Unreadable { source, .. }) => Err(source),
+                Err(error) => return Err(error),
+            };
+            entries.push(Entry {
+                session,
+                role,
+                record,
+                lives,
+            });
+        }
+        Ok(entries)
+    }
+
     /// Opens and takes a file that is there, with its newest record.
-    fn take(&self, path: PathBuf) -> Result<(Held, Option<Record>), JournalError> {
+    fn take(&self, path: PathBuf) -> Result<(HeldFile, Option<Record>), JournalError> {
         let file = match OpenOptions::new().read(true).write(true).open(&path) {
             Ok(file) => file,
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
@@ -510,7 +633,7 @@ impl Place {
                 .map_err(io_error("allocated", &path))?;
             file.sync_all().map_err(io_error("synced", &path))?;
         }
-        let held = Held {
+        let held = HeldFile {
             file,
             path,
             place: self.clone(),

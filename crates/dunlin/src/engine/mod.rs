@@ -28,7 +28,7 @@ pub mod vmm;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-pub use error::{MigrateError, VmIs};
+pub use error::{MigrateError, VmIs, fault_behind, harmless, is_harmful};
 pub use host::{Cancel, Host, StandardHost};
 pub use options::OptionError;
 pub use report::{Downtime, Event, Iteration, Observer, Progress, Report, Traffic};

@@ -215,6 +215,14 @@ pub trait Builder: Send {
     /// A [`Refusal`] that the source's operator can act on. Nothing has been
     /// moved by then.
     fn build(&mut self, offered: &Offered) -> Result<Arc<dyn DestinationVm>, Refusal>;
+
+    /// The control socket at which this process can be asked about the VM, for
+    /// the journal: where somebody who finds the record can cancel. At most 107
+    /// bytes; empty where there is none. Called before [`Builder::build`].
+    fn owner(&self, offered: &Offered) -> String {
+        let _ = offered;
+        String::new()
+    }
 }
 
 /// What the source wants to move here, from *describe*.

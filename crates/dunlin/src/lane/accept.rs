@@ -57,6 +57,11 @@ const ACCEPTED_A_TURN: usize = PENDING_LIMIT / 8;
 /// How long nobody is accepted after descriptors or memory ran out.
 const SHORTAGE_REST: Duration = Duration::from_millis(100);
 
+/// How long a connection keeps its place when descriptors or memory ran out: an
+/// honest handshake is over by then, and lanes of one session that come together
+/// do not drive each other out.
+const SHORTAGE_GRACE: Duration = Duration::from_millis(300);
+
 /// What came out of a connection.
 #[expect(
     clippy::large_enum_variant,
@@ -85,6 +90,10 @@ pub enum Arrival {
         /// Why.
         reason: RejectReason,
     },
+    /// Somebody waits to be accepted, and there is no descriptor or memory left to
+    /// do it with, and nobody else whose place it could have. Told once, until
+    /// a connection has been accepted again.
+    Starved(io::Error),
 }
 
 /// An accepted data lane, blocking, with nothing read behind its opening.
@@ -119,10 +128,10 @@ pub enum RejectReason {
     /// Too many others came after it.
     #[error("{PENDING_LIMIT} other connections wanted its place before it was authenticated")]
     Evicted,
-    /// There is nothing to accept it with.
+    /// Another wants to be accepted, and nothing else is left to do it with.
     #[error(
-        "this process or host has no descriptor or memory left for another connection: raise the \
-         limit of open files (`ulimit -n`), or end what holds them; {0}"
+        "its place was given to the next, since this process or host has no descriptor or memory \
+         left: raise the limit of open files (`ulimit -n`), or end what holds them; {0}"
     )]
     Shortage(io::Error),
     /// The first words make no sense.
@@ -150,6 +159,7 @@ pub fn accept(
     listener.set_nonblocking(true)?;
     let mut pending: VecDeque<Pending> = VecDeque::new();
     let mut resting: Option<Instant> = None;
+    let mut starved = false;
     loop {
         let now = Instant::now();
         resting = resting.filter(|&until| until > now);
@@ -197,8 +207,18 @@ pub fn accept(
                 }
             }
         }
-        if ready[1] && resting.is_none() && !accept_all(listener, &mut pending, &mut deliver)? {
-            resting = Some(Instant::now() + SHORTAGE_REST);
+        if ready[1] && resting.is_none() {
+            match accept_some(listener, &mut pending, &mut deliver)? {
+                Accepted::All => starved = false,
+                Accepted::Short(short) => {
+                    resting = Some(Instant::now() + SHORTAGE_REST);
+                    if let Some(error) = short
+                        && !std::mem::replace(&mut starved, true)
+                    {
+                        deliver(Arrival::Starved(error));
+                    }
+                }
+            }
         }
     }
 }
@@ -211,13 +231,21 @@ fn read_interest(descriptor: &impl AsFd) -> Interest<'_> {
     }
 }
 
-/// Accepts some of those that wait; `false` where the process or the host has not the
-/// means for another connection, and one has been given up for it.
-fn accept_all(
+/// How accepting went.
+enum Accepted {
+    /// Nobody waits, or they have had their turn.
+    All,
+    /// The means are lacking for another connection. One has been given up for it; if
+    /// there was none, this is what the kernel said.
+    Short(Option<io::Error>),
+}
+
+/// Accepts some of those that wait.
+fn accept_some(
     listener: &TcpListener,
     pending: &mut VecDeque<Pending>,
     deliver: &mut impl FnMut(Arrival),
-) -> io::Result<bool> {
+) -> io::Result<Accepted> {
     for _ in 0..ACCEPTED_A_TURN {
         match listener.accept() {
             Ok((stream, from)) => {
@@ -236,24 +264,26 @@ fn accept_all(
                 }
             }
             Err(error) => match error.kind() {
-                io::ErrorKind::WouldBlock => return Ok(true),
+                io::ErrorKind::WouldBlock => return Ok(Accepted::All),
                 // A peer that went away again, or a signal.
                 io::ErrorKind::ConnectionAborted | io::ErrorKind::Interrupted => {}
                 _ if is_shortage(&error) => {
-                    let from = match take_least(pending) {
-                        Some(least) => least.from,
-                        // Nobody can be named: it was not accepted.
-                        None => listener.local_addr()?,
+                    let Some(least) = take_least(pending) else {
+                        return Ok(Accepted::Short(Some(error)));
                     };
-                    let reason = RejectReason::Shortage(error);
-                    deliver(Arrival::Rejected { from, reason });
-                    return Ok(false);
+                    if least.age() < SHORTAGE_GRACE && !least.lingers() {
+                        // Back to where the eldest are.
+                        pending.push_front(least);
+                    } else {
+                        deliver(least.rejected(RejectReason::Shortage(error)));
+                    }
+                    return Ok(Accepted::Short(None));
                 }
                 _ => return Err(error),
             },
         }
     }
-    Ok(true)
+    Ok(Accepted::All)
 }
 
 /// Takes out the oldest of those that have got least far, among the older half:
@@ -338,6 +368,11 @@ impl Pending {
             Stage::Tls(handshake) if handshake.received == 0 => 2,
             Stage::Tls(_) => 3,
         }
+    }
+
+    /// Since it was accepted.
+    fn age(&self) -> Duration {
+        OPENING_DEADLINE.saturating_sub(self.deadline.saturating_duration_since(Instant::now()))
     }
 
     fn wants_write(&self) -> bool {

@@ -153,6 +153,16 @@ impl World<'_> {
         if !session.controls.contains(&connection) {
             return;
         }
+        if session.restarted && message != Message::Release {
+            // Its lanes and its copy went with the process before.
+            let refusal = Message::Refuse {
+                fault: FaultCode::UnknownSession,
+                text: String::new(),
+            };
+            self.send(connection, Side::Source, Packet::Message(refusal));
+            self.close(connection, Side::Destination, false);
+            return;
+        }
         let receiving = session.machine == Destination::Receiving;
         match message {
             Message::Section(_) => session.sections += 1,

@@ -30,6 +30,15 @@ use crate::lane::identity::ServerTls;
 /// its peer is authenticated; the oldest goes when another comes (I7).
 const ANSWERS_LIMIT: usize = 8;
 
+/// What a control lane for an inquiry may ask for: anything, since no data lane
+/// follows.
+pub(super) const INQUIRIES: Supported = Supported {
+    versions: VERSIONS,
+    features: Features::VERIFY,
+    required: Features::NONE,
+    plain_allowed: true,
+};
+
 /// A VM that lives in this process, of whose session the source has not let
 /// go.
 pub(super) struct Held {
@@ -63,15 +72,8 @@ impl Answers {
         stream: ControlStream,
         offer: &Offer,
     ) -> Result<(), Refusal> {
-        let supported = Supported {
-            versions: VERSIONS,
-            features: Features::VERIFY,
-            required: Features::NONE,
-            // No data lane follows.
-            plain_allowed: true,
-        };
         let mut bytes = Vec::new();
-        let selection = match select(offer, &supported) {
+        let selection = match select(offer, &INQUIRIES) {
             Ok(selection) => selection,
             Err(refusal) => {
                 refuse(&stream, &refusal);

@@ -53,7 +53,7 @@ impl Session<'_> {
             // Nothing has been promised yet.
             if fault.code != FaultCode::ControlLost {
                 let _ = self.send(&Message::Cancel {
-                    fault: fault.code,
+                    fault: fault.kind(),
                     text: fault.for_peer(),
                 });
             }
@@ -106,6 +106,7 @@ impl Session<'_> {
         match action {
             Do::Record(record) => return Ok(Some(self.record(record))),
             Do::SendAccept => {
+                self.accepted = true;
                 let accept = Message::Accept(Accept {
                     secret: self.secret.clone(),
                     lanes_max: self.options.lanes_max,
@@ -266,7 +267,7 @@ impl Session<'_> {
 
     fn reason(&self) -> (FaultCode, String) {
         match &self.fault {
-            Some(fault) => (fault.code, fault.for_peer()),
+            Some(fault) => (fault.kind(), fault.for_peer()),
             None => (FaultCode::Internal, String::new()),
         }
     }

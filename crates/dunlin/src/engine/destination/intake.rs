@@ -15,7 +15,7 @@ use super::super::error::Fault;
 use super::super::proof::is_proved;
 use super::super::vmm::Section;
 use super::lane::Lane;
-use super::session::{Session, unexpected};
+use super::session::{Session, starved, unexpected};
 use super::{DestinationEvent, SessionEvent};
 use crate::lane::accept::{Arrival, LaneSocket};
 use crate::lane::data::{DataReceiver, PlainConsent, STALL_LIMIT};
@@ -28,11 +28,21 @@ impl Session<'_> {
     /// Takes in lanes, memory and state until everything that *final* counts
     /// has come.
     pub(super) fn await_everything(&mut self) -> Result<(), Fault> {
+        self.progressed = Instant::now();
         while !self.is_complete()? {
-            let due = self.acks_due;
-            match self.next_event(due)? {
+            let idle = self.idle_until();
+            let event = self.next_event(Some(self.acks_due.map_or(idle, |due| due.min(idle))))?;
+            self.progress(event.as_ref())?;
+            match event {
                 Some(SessionEvent::Arrived(arrival)) => match *arrival {
                     Arrival::Lane { socket, opening } => self.admit(socket, &opening)?,
+                    // Without a lane there will never be one, and the source
+                    // cannot know why.
+                    Arrival::Starved(error)
+                        if self.lane_threads.is_empty() && self.wire_bytes == 0 =>
+                    {
+                        return Err(starved(error));
+                    }
                     other => self.turn_away(other, "a session is under way"),
                 },
                 Some(SessionEvent::Control(_, FromPeer::Message(message))) => match message {

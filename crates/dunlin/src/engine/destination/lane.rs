@@ -24,6 +24,11 @@ use crate::lane::data::{Canceller, DataReceiver, ReceiveError};
 /// How long the source may take from a lane's end to its close.
 const CLOSE_LIMIT: Duration = Duration::from_secs(2);
 
+/// Pages cleared between two looks at whether the lane has to end: 16 MiB, some
+/// milliseconds. A range may span a whole region, and whoever cancels or fences
+/// waits for this thread.
+const CLEARED_AT_ONCE: u64 = 4096;
+
 /// What a session's lanes share.
 pub(super) struct Shared {
     memory: Arc<dyn GuestMemory>,
@@ -252,15 +257,25 @@ impl Lane {
             .map_err(out_of_course)?;
         let mut state = lock(&self.shared.state);
         while !state.lanes.may_pass(iteration) {
-            if state.stop || state.lanes.is_closing(lane) {
-                let what = format!("lane {lane} was given up");
-                return Err(Fault::new(FaultCode::LaneLost, what));
-            }
+            self.check_wanted_by(&state)?;
             state = self
                 .shared
                 .changed
                 .wait(state)
                 .unwrap_or_else(PoisonError::into_inner);
+        }
+        Ok(())
+    }
+
+    /// Fails once the lane has been given up or the session ends.
+    fn check_wanted(&self) -> Result<(), Fault> {
+        self.check_wanted_by(&lock(&self.shared.state))
+    }
+
+    fn check_wanted_by(&self, state: &State) -> Result<(), Fault> {
+        if state.stop || state.lanes.is_closing(self.number) {
+            let what = format!("lane {} was given up", self.number);
+            return Err(Fault::new(FaultCode::LaneLost, what));
         }
         Ok(())
     }
@@ -297,7 +312,13 @@ impl Lane {
             let (index, first, count) = place(range);
             pages += count;
             if range.encoding == Encoding::Zero {
-                self.shared.clear(index, first, count).map_err(unwritable)?;
+                let (mut first, end) = (first, first + count);
+                while first < end {
+                    self.check_wanted()?;
+                    let here = CLEARED_AT_ONCE.min(end - first);
+                    self.shared.clear(index, first, here).map_err(unwritable)?;
+                    first += here;
+                }
             }
         }
         let raw = || {

@@ -6,7 +6,7 @@ use dunlin_proto::limits::{MAX_ENDPOINT_BYTES, MAX_ENDPOINTS, MAX_LANES};
 
 use super::super::control::SILENCE_LIMIT;
 use super::super::journal::Journal;
-use super::super::options::{OptionError, check, check_limit, check_owner};
+use super::super::options::{OptionError, check, check_limit};
 
 /// What the operator can choose at the destination; made and checked by
 /// [`Options::builder`]. The default is what an operator has who chooses
@@ -27,8 +27,8 @@ pub struct Options {
     pub(in crate::engine) endpoints: Vec<String>,
     pub(in crate::engine) silence_limit: Duration,
     pub(in crate::engine) control_limit: Duration,
+    pub(in crate::engine) idle_limit: Duration,
     pub(in crate::engine) journal: Journal,
-    pub(in crate::engine) owner: String,
 }
 
 impl Default for Options {
@@ -39,8 +39,8 @@ impl Default for Options {
             endpoints: Vec::new(),
             silence_limit: SILENCE_LIMIT,
             control_limit: Duration::from_secs(40),
+            idle_limit: Duration::from_secs(300),
             journal: Journal::none(),
-            owner: String::new(),
         }
     }
 }
@@ -84,7 +84,7 @@ impl OptionsBuilder {
         )?;
         check_limit("silence_limit", options.silence_limit)?;
         check_limit("control_limit", options.control_limit)?;
-        check_owner(&options.owner)?;
+        check_limit("idle_limit", options.idle_limit)?;
         Ok(options)
     }
 
@@ -126,18 +126,20 @@ impl OptionsBuilder {
         self
     }
 
+    /// After this long in which the source sent neither a chunk nor a mark nor a
+    /// control message, however well it answers, it is given up: nobody else can
+    /// move a VM here meanwhile. Longer than a chunk (256 KiB) takes at its rate
+    /// cap, and than it holds its VM before *commit*.
+    pub fn idle_limit(mut self, idle_limit: Duration) -> Self {
+        self.0.idle_limit = idle_limit;
+        self
+    }
+
     /// Where this host's sessions are remembered, and what inquiries are
     /// answered from. Without, an operator has to find out what became of a
     /// VM whose control lane is lost at *commit*.
     pub fn journal(mut self, journal: Journal) -> Self {
         self.0.journal = journal;
-        self
-    }
-
-    /// The control socket of this process, for the journal. At most 107 bytes;
-    /// empty for none.
-    pub fn owner(mut self, owner: impl Into<String>) -> Self {
-        self.0.owner = owner.into();
         self
     }
 }

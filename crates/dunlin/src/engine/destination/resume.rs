@@ -10,11 +10,12 @@ use std::time::Instant;
 use dunlin_proto::control::{ChunkSet, Message, Reached};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::limits::{MAX_ACK_SETS, MAX_LANES};
-use dunlin_proto::negotiate::{Offer, Refusal, Selection};
+use dunlin_proto::negotiate::{Offer, Refusal, Selection, select};
 use dunlin_proto::switchover::Destination;
 
 use super::super::control::ControlLane;
 use super::super::error::Fault;
+use super::answer::INQUIRIES;
 use super::session::{Session, peer_of, refuse};
 use super::{DestinationEvent, SessionEvent};
 use crate::lane::accept::Arrival;
@@ -105,7 +106,8 @@ impl Session<'_> {
             // A panic there has been reported as the loss of the lane.
             let _ = reader.join();
         }
-        let resumes = self.is_resumable();
+        // One that asks for other terms is not the process that began.
+        let resumes = self.is_resumable() && self.selection.as_ref() == Some(&selection);
         if !resumes {
             self.set_aside();
         }
@@ -150,9 +152,7 @@ impl Session<'_> {
             fault,
             text: text.into(),
         };
-        let (Some(control), Some(ours), Some(selection)) =
-            (&self.control, &self.offer, &self.selection)
-        else {
+        let (Some(control), Some(ours)) = (&self.control, &self.offer) else {
             let text = "there is no such session here";
             return Err(refusal(FaultCode::UnknownSession, text));
         };
@@ -160,15 +160,13 @@ impl Session<'_> {
             let text = "it is not the peer of this session";
             return Err(refusal(FaultCode::WrongIdentity, text));
         }
-        let expected = Offer {
-            epoch: offer.epoch,
-            ..ours.clone()
-        };
-        if *offer != expected || offer.epoch <= ours.epoch {
-            let text = "it offers otherwise than at the beginning, or has been replaced itself";
+        if offer.attempt != ours.attempt || offer.epoch <= ours.epoch {
+            let text = "it is about another attempt, or has been replaced itself";
             return Err(refusal(FaultCode::Malformed, text));
         }
-        Ok(selection.clone())
+        // The source's process may have died and left to the one that asks
+        // now nothing but its record, which does not hold what was agreed.
+        select(offer, &INQUIRIES)
     }
 
     /// Says again what the old control lane may not have brought.

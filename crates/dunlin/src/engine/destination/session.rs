@@ -20,7 +20,7 @@ use dunlin_sys::affinity::thread_cpu_time;
 use dunlin_sys::poll::{Waker, waker};
 
 use super::super::control::{ControlLane, FromPeer, Sequences};
-use super::super::error::{Fault, MigrateError, VmIs};
+use super::super::error::{Fault, MigrateError, VmIs, harmless};
 use super::super::host::{Cancel, Host};
 use super::super::journal::SessionJournal;
 use super::super::vmm::{Builder, DestinationVm, Offered, Section};
@@ -64,6 +64,8 @@ pub(super) struct Session<'a> {
     pub(super) passed_over: VecDeque<SessionEvent>,
     pub(super) digest: Option<Digest>,
     pub(super) ready_sent: bool,
+    /// Whether *accept* has been sent.
+    pub(super) accepted: bool,
     /// Whether the source has cancelled, and thus goes on by itself.
     pub(super) source_keeps: bool,
     pub(super) runs: bool,
@@ -83,6 +85,8 @@ pub(super) struct Session<'a> {
     pub(super) sections: Vec<Section>,
     pub(super) state_bytes: usize,
     pub(super) acks_due: Option<Instant>,
+    /// When the source last did something for the migration.
+    pub(super) progressed: Instant,
     /// Connections that wait for the session's thread.
     pub(super) arrivals: Arc<AtomicUsize>,
     /// Whether the end of the control lane has been heard of.
@@ -155,6 +159,7 @@ pub(super) fn run(
         passed_over: VecDeque::new(),
         digest: None,
         ready_sent: false,
+        accepted: false,
         source_keeps: false,
         runs: false,
         guest_downtime: None,
@@ -169,6 +174,7 @@ pub(super) fn run(
         sections: Vec::new(),
         state_bytes: 0,
         acks_due: None,
+        progressed: Instant::now(),
         arrivals,
         control_ended: Cell::new(false),
         cpu: Arc::default(),
@@ -253,10 +259,12 @@ impl Session<'_> {
             Destination::Unrecorded if self.ready_sent => VmIs::InDoubt,
             _ => VmIs::AtSource,
         };
-        // A source that was never told *ready* has sent no *commit*, and one
-        // that cancelled goes on: neither asks.
+        // A source that cancelled goes on, and one that was never accepted has
+        // begun nothing: neither asks. Any other may, even if it was never
+        // told *ready*: its process may have died just before, with the VM
+        // paused elsewhere.
         let over = matches!(state, Destination::Aborted | Destination::Unrecorded);
-        if over && (!self.ready_sent || self.source_keeps) {
+        if over && (!self.accepted || self.source_keeps) {
             self.forget();
         }
         fault.into_error(vm)
@@ -393,6 +401,31 @@ impl Session<'_> {
         Ok(event)
     }
 
+    /// Until when the source may do nothing but answer.
+    pub(super) fn idle_until(&self) -> Instant {
+        self.progressed + self.options.idle_limit
+    }
+
+    /// Takes what came, or did not, for progress or a standstill.
+    pub(super) fn progress(&mut self, came: Option<&SessionEvent>) -> Result<(), Fault> {
+        match came {
+            Some(SessionEvent::Control(_, FromPeer::Message(_)) | SessionEvent::Acks) => {
+                self.progressed = Instant::now();
+            }
+            _ if self.idle_until() <= Instant::now() => {
+                return Err(Fault::new(
+                    FaultCode::Standstill,
+                    format!(
+                        "the source is there, and has sent neither pages nor anything else for {:?}",
+                        self.options.idle_limit
+                    ),
+                ));
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
     pub(super) fn send(&self, message: &Message) -> Result<(), Fault> {
         match &self.control {
             Some(control) => control.send(message),
@@ -415,6 +448,7 @@ impl Session<'_> {
                 reason
             }
             Arrival::Lane { .. } => format!("a data lane: {why}"),
+            Arrival::Starved(error) => starved(error).for_peer(),
         });
     }
 
@@ -514,6 +548,13 @@ pub(super) fn refuse(stream: &ControlStream, refusal: &Refusal) {
     }
 }
 
+/// Somebody waits to be accepted and cannot be.
+pub(super) fn starved(error: std::io::Error) -> Fault {
+    let what = "a connection waits here and cannot be accepted: raise this process's limit of \
+                open files (`ulimit -n`)";
+    Fault::new(FaultCode::Kernel, what).because(error)
+}
+
 pub(super) fn peer_of(stream: &ControlStream) -> String {
     let names: Vec<String> = stream
         .peer()
@@ -521,7 +562,8 @@ pub(super) fn peer_of(stream: &ControlStream) -> String {
         .iter()
         .map(ToString::to_string)
         .collect();
-    names.join(", ")
+    // A certificate may bear anything.
+    harmless(&names.join(", "))
 }
 
 pub(super) fn unexpected(message: &Message) -> Fault {

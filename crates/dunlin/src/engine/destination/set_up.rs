@@ -144,7 +144,7 @@ impl Session<'_> {
             paused,
         };
         (self.observer)(&DestinationEvent::Offered(offered.clone()));
-        self.make_room(&offered)?;
+        self.make_room(&offered, &builder.owner(&offered))?;
         let vm = builder
             .build(&offered)
             .map_err(|refusal| Fault::new(refusal.fault, refusal.text))?;
@@ -175,7 +175,7 @@ impl Session<'_> {
 
     /// Makes room for the session's records: a full disk is found here, before
     /// anything is moved.
-    fn make_room(&mut self, offered: &Offered) -> Result<(), Fault> {
+    fn make_room(&mut self, offered: &Offered, owner: &str) -> Result<(), Fault> {
         let (Some(control), Some(offer)) = (&self.control, &self.offer) else {
             return Err(Fault::new(FaultCode::Internal, "there is no control lane"));
         };
@@ -184,9 +184,9 @@ impl Session<'_> {
             offer.session,
             (&offered.vm.uuid, &offered.vm.name),
             &peer_of(control.stream()),
-            &self.options.owner,
+            owner,
         );
-        let journal = self.options.journal.create(record).map_err(|error| {
+        let journal = self.options.journal.begin(record).map_err(|error| {
             let what = "the session cannot be recorded at the destination";
             Fault::new(FaultCode::Journal, what).because(error)
         })?;

@@ -21,6 +21,7 @@ impl Session<'_> {
     /// the VM lives. Everything that fails up to that is taken in here.
     pub(super) fn switch_over(&mut self) -> Result<(), Fault> {
         self.take(Step::Complete)?;
+        self.progressed = Instant::now();
         while self.state == Destination::Prepared {
             self.await_commit()?;
         }
@@ -44,7 +45,9 @@ impl Session<'_> {
     }
 
     fn await_commit(&mut self) -> Result<(), Fault> {
-        match self.next_event(None)? {
+        let event = self.next_event(Some(self.idle_until()))?;
+        self.progress(event.as_ref())?;
+        match event {
             Some(SessionEvent::Control(_, FromPeer::Message(Message::Commit { run }))) => {
                 self.runs = run;
                 self.take(Step::Commit { run })

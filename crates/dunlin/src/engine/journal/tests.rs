@@ -184,7 +184,7 @@ fn no_record_needs_new_room() {
     let scratch = Scratch::new("room");
     let journal = Journal::open(&scratch.0).unwrap();
     let mut session = journal.create(record(PREPARED)).unwrap();
-    let path = session.held.as_ref().unwrap().path.clone();
+    let path = session.held.as_ref().unwrap().path();
     let size = |path: &Path| {
         let metadata = path.metadata().unwrap();
         (metadata.len(), metadata.blocks(), metadata.mode() & 0o777)
@@ -262,13 +262,108 @@ fn a_directory_that_others_can_read_is_refused() {
 }
 
 #[test]
-fn without_a_journal_everything_is_forgotten_at_once() {
+fn i2_without_a_journal_a_session_is_remembered_as_long_as_the_process_lives() {
     let journal = Journal::none();
     let mut session = journal.create(record(PREPARED)).unwrap();
     session.write(RUNNING).unwrap();
     assert_eq!(session.record().state, RUNNING);
-    assert!(!journal.remembers() && journal.list().unwrap().is_empty());
+    let clone = journal.clone();
+    let entries = clone.list().unwrap();
+    assert!(entries.len() == 1 && entries[0].lives);
+    let taken = clone.take([0xa5; 16], Role::Destination);
+    assert!(matches!(taken, Err(JournalError::Held { .. })));
+    drop(session);
+    let session = clone.take([0xa5; 16], Role::Destination).unwrap();
+    assert_eq!(session.record().state, RUNNING);
+    session.forget().unwrap();
     let taken = journal.take([0xa5; 16], Role::Destination);
     assert!(matches!(taken, Err(JournalError::Missing { .. })));
-    session.forget().unwrap();
+    // One that has recorded nothing leaves nothing, and another journal knows
+    // nothing of this one.
+    drop(journal.create(record(PREPARED)).unwrap());
+    assert!(journal.list().unwrap().is_empty());
+    let mut session = journal.create(record(PREPARED)).unwrap();
+    session.write(PREPARED).unwrap();
+    assert!(Journal::none().list().unwrap().is_empty());
+}
+
+/// Leaves a record of the same VM behind, of a session of this number.
+fn leave(journal: &Journal, number: u8, state: State, peer: &str) {
+    let made = Record {
+        session: [number; 16],
+        peer: peer.into(),
+        ..record(state)
+    };
+    let mut session = journal.create(made).unwrap();
+    session.write(state).unwrap();
+}
+
+/// The numbers of the sessions that are there.
+fn left(journal: &Journal) -> Vec<u8> {
+    let entries = journal.list().unwrap().into_iter();
+    entries.map(|entry| entry.session[0]).collect()
+}
+
+#[test]
+fn what_nobody_asks_about_goes_when_the_vm_is_moved_again() {
+    let scratch = Scratch::new("pruned");
+    for journal in [Journal::open(&scratch.0).unwrap(), Journal::none()] {
+        let ours = record(PREPARED).peer;
+        leave(&journal, 1, PREPARED, &ours);
+        leave(&journal, 2, ABORTED, &ours);
+        // The VM ran here: the source may never have heard of it.
+        leave(&journal, 3, RUNNING, &ours);
+        // Another peer's VM, whatever it calls itself.
+        leave(&journal, 4, ABORTED, "somebody.else");
+        // The other side, and a process that lives.
+        leave(&journal, 5, State::Source(SourceRecord::Kept), &ours);
+        let mut other = journal
+            .create(Record {
+                session: [6; 16],
+                ..record(ABORTED)
+            })
+            .unwrap();
+        other.write(ABORTED).unwrap();
+        let another_vm = Record {
+            session: [7; 16],
+            vm_uuid: [0xee; 16],
+            ..record(ABORTED)
+        };
+        journal.create(another_vm).unwrap().write(ABORTED).unwrap();
+        let mut session = journal.begin(record(PREPARED)).unwrap();
+        session.write(PREPARED).unwrap();
+        assert_eq!(left(&journal), [3, 4, 5, 6, 7, 0xa5]);
+    }
+}
+
+#[test]
+fn i1_a_vm_of_which_a_session_is_undecided_begins_no_other() {
+    let scratch = Scratch::new("undecided");
+    for journal in [Journal::open(&scratch.0).unwrap(), Journal::none()] {
+        let over = [
+            SourceRecord::Migrating,
+            SourceRecord::Kept,
+            SourceRecord::Released,
+            SourceRecord::GivenUp,
+        ];
+        for (number, state) in (1..).zip(over) {
+            leave(&journal, number, State::Source(state), "host-b:4444");
+        }
+        let next =
+            |journal: &Journal| journal.begin(record(State::Source(SourceRecord::Migrating)));
+        drop(next(&journal).unwrap());
+        let after = left(&journal);
+        assert!(after == [0xa5] || after.is_empty(), "{after:?}");
+        for state in [
+            SourceRecord::Committing,
+            SourceRecord::RanThenDied,
+            SourceRecord::RunHere,
+        ] {
+            leave(&journal, 9, State::Source(state), "host-b:4444");
+            let error = next(&journal).err().unwrap();
+            assert!(matches!(error, JournalError::Unresolved { .. }), "{error}");
+            let session = journal.take([9; 16], Role::Source).unwrap();
+            session.forget().unwrap();
+        }
+    }
 }

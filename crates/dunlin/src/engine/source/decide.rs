@@ -96,7 +96,7 @@ impl Session<'_> {
                     self.vm_is = VmIs::Gone;
                 }
                 let (fault, text) = match &self.fault {
-                    Some(fault) => (fault.code, fault.for_peer()),
+                    Some(fault) => (fault.kind(), fault.for_peer()),
                     None => (FaultCode::Internal, String::new()),
                 };
                 // The peer may be gone; it drops its copy in either case.

@@ -21,17 +21,19 @@ use super::set_up::open_control;
 use crate::lane::control::ControlStream;
 
 /// Before the second inquiry.
-const RETRY_FIRST: Duration = Duration::from_millis(100);
+pub(super) const RETRY_FIRST: Duration = Duration::from_millis(100);
 /// Between inquiries, at most.
-const RETRY_LAST: Duration = Duration::from_secs(2);
+pub(super) const RETRY_LAST: Duration = Duration::from_secs(2);
+
+pub(super) const NO_RECORD: &str = "the destination has no record of the session";
 
 /// A VM that the source holds paused until an operator decides. It keeps the
 /// record locked, so that others see that the VM's process lives.
 #[derive(Debug)]
 pub struct Doubt {
-    journal: SessionJournal,
-    state: Source,
-    paused_by_owner: bool,
+    pub(super) journal: SessionJournal,
+    pub(super) state: Source,
+    pub(super) paused_by_owner: bool,
 }
 
 /// A resolution that could not be carried out.
@@ -67,34 +69,87 @@ impl Doubt {
         vm: &dyn SourceVm,
         resolution: Resolution,
     ) -> Result<(), ResolveError> {
-        let mut next = Some(On::Resolve(resolution));
+        self.take(On::Resolve(resolution), Some(vm), None)
+    }
+
+    /// Removes the record, if nothing is in doubt any more: nobody asks a
+    /// source about a session that is over.
+    ///
+    /// # Errors
+    /// [`JournalError::Undecided`], and the record stays; [`JournalError::Io`].
+    pub fn forget(self) -> Result<(), JournalError> {
+        self.journal.forget_if_over()
+    }
+
+    /// Takes an event and does what follows, until nothing more follows by
+    /// itself. Without `vm` there is nothing left to resume or to destroy.
+    pub(super) fn take(
+        &mut self,
+        event: On,
+        vm: Option<&dyn SourceVm>,
+        lane: Option<&ControlLane>,
+    ) -> Result<(), ResolveError> {
+        let mut next = Some(event);
         let mut unrecorded = None;
         while let Some(event) = next.take() {
-            // Once resolved, there is nothing to resolve: no action follows.
+            // What is over takes no answer and no resolution: no action
+            // follows.
             let Ok((state, actions)) = self.state.on(event) else {
                 return Ok(());
             };
-            self.state = state;
+            let before = std::mem::replace(&mut self.state, state);
             for action in actions {
-                match action {
-                    Do::Record(record) => {
-                        next = Some(match self.journal.write(State::Source(*record)) {
-                            Ok(_) => On::Recorded,
-                            Err(error) => {
-                                unrecorded = Some(error);
-                                On::RecordFailed
-                            }
-                        });
+                match self.act(*action, vm, lane) {
+                    Ok(Some(Ok(event))) => next = Some(event),
+                    Ok(Some(Err(error))) => {
+                        next = Some(On::RecordFailed);
+                        unrecorded = Some(error);
                     }
-                    Do::ResumeGuest => self.resume(vm)?,
-                    Do::DestroyCopy => vm.destroy(),
-                    // A record that says less is as safe.
-                    Do::Note(record) => drop(self.journal.write(State::Source(*record))),
-                    _ => {}
+                    Ok(None) => {}
+                    Err(error) => {
+                        // The same answer may be had again.
+                        if before.may_resolve() {
+                            self.state = before;
+                        }
+                        return Err(error);
+                    }
                 }
             }
         }
-        unrecorded.map_or(Ok(()), |error| Err(ResolveError::Journal(error)))
+        match (unrecorded, self.state) {
+            // The destination has it, whatever could be recorded here.
+            (None, _) | (_, Source::Released) => Ok(()),
+            (Some(error), _) => Err(ResolveError::Journal(error)),
+        }
+    }
+
+    /// Does one thing; returns the event that it ends with, if it is one that
+    /// does.
+    pub(super) fn act(
+        &mut self,
+        action: Do,
+        vm: Option<&dyn SourceVm>,
+        lane: Option<&ControlLane>,
+    ) -> Result<Option<Result<On, JournalError>>, ResolveError> {
+        match (action, vm) {
+            (Do::Record(record), _) => {
+                let written = self.journal.write(State::Source(record));
+                return Ok(Some(written.map(|_| On::Recorded)));
+            }
+            // A record that says less is as safe.
+            (Do::Note(record), _) => drop(self.journal.write(State::Source(record))),
+            (Do::ResumeGuest, Some(vm)) => self.resume(vm)?,
+            (Do::DestroyCopy, Some(vm)) => vm.destroy(),
+            (Do::SendRelease, _) => {
+                if let Some(lane) = lane {
+                    // The destination runs; if it does not hear of our end, it
+                    // keeps its record.
+                    let _ = lane.send(&Message::Release);
+                }
+            }
+            _ => {}
+        }
+        Ok(None)
     }
 
     fn resume(&self, vm: &dyn SourceVm) -> Result<(), ResolveError> {
@@ -113,10 +168,10 @@ impl Session<'_> {
         self.vm_is = VmIs::InDoubt;
         self.doubt_until
             .get_or_insert(Instant::now() + self.options.doubt_limit);
-        let why = self.fault.as_ref().map_or_else(
-            || "the destination has no record of the session".into(),
-            Fault::for_peer,
-        );
+        let why = self
+            .fault
+            .as_ref()
+            .map_or_else(|| NO_RECORD.into(), Fault::for_peer);
         self.observer.event(&Event::InDoubt { why });
     }
 
@@ -228,10 +283,7 @@ impl Session<'_> {
                 at_fault: AtFault::Peer,
                 ..Fault::new(FaultCode::Internal, "the VM has died at the destination")
             },
-            Source::InDoubt => Fault::new(
-                FaultCode::ControlLost,
-                "the destination has no record of the session",
-            ),
+            Source::InDoubt => Fault::new(FaultCode::ControlLost, NO_RECORD),
             _ => Fault::new(
                 FaultCode::Internal,
                 "the migration has ended without a reason",

@@ -15,6 +15,7 @@
 //! the destination: `Recorded(Prepared)`, `Ready`, `Committed`,
 //! `Recorded(Running)`, `Told(Running)`, `Running`.
 
+mod ask;
 mod decide;
 mod doubt;
 mod lane;
@@ -33,6 +34,7 @@ pub use dunlin_proto::negotiate::LaneSecurity;
 pub use dunlin_proto::precopy::AtTimeLimit;
 pub use dunlin_proto::switchover::Resolution;
 
+pub use ask::Standing;
 pub use doubt::{Doubt, ResolveError};
 pub use options::{Options, OptionsBuilder};
 

@@ -4,11 +4,12 @@
 //! the destination repeats what it has acknowledged, and what the source had
 //! asked is asked again.
 
+use std::io;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use dunlin_proto::control::Message;
-use dunlin_proto::fault::FaultCode;
+use dunlin_proto::fault::{AtFault, FaultCode};
 use dunlin_proto::switchover::Source;
 
 use super::super::error::Fault;
@@ -69,11 +70,7 @@ impl Session<'_> {
                 return Err(Fault::new(FaultCode::Cancelled, "the operator cancelled"));
             }
             if Instant::now() >= until {
-                let what = format!(
-                    "the control lane was lost and could not be made anew for {:?}",
-                    self.options.control_limit
-                );
-                return Err(Fault { what, ..last });
+                return Err(given_up(last, self.options.control_limit));
             }
             // One that was tried may stand at the destination already.
             self.raise_epoch();
@@ -104,5 +101,25 @@ impl Session<'_> {
         lock(&self.shared.state).lanes.control_resumed(now_ns);
         self.observer.event(&Event::ControlResumed);
         Ok(())
+    }
+}
+
+/// What it means that the last attempt failed like this.
+fn given_up(last: Fault, limit: Duration) -> Fault {
+    let what = format!("the control lane was lost and could not be made anew for {limit:?}");
+    let cause = last.source.as_ref();
+    let refused = cause
+        .and_then(|cause| cause.downcast_ref::<io::Error>())
+        .is_some_and(|error| error.kind() == io::ErrorKind::ConnectionRefused);
+    if !refused {
+        return Fault { what, ..last };
+    }
+    Fault {
+        what: format!(
+            "{what}; nobody listens there any more: the destination's process has ended, or its \
+             kernel has killed it for want of memory"
+        ),
+        at_fault: AtFault::Peer,
+        ..last
     }
 }

@@ -17,7 +17,7 @@ use dunlin_proto::schedule::Schedule;
 use dunlin_proto::switchover::Source;
 
 use super::super::control::{ControlLane, FromPeer, Sequences, read_opening};
-use super::super::error::{Fault, VmIs};
+use super::super::error::{Fault, VmIs, harmless};
 use super::super::host::{Cancel, CancellableHost, Host};
 use super::super::journal::{Journal, SessionJournal, SourceRecord, State};
 use super::super::lock;
@@ -55,12 +55,15 @@ impl Session<'_> {
         }
         let peer = self.control.stream().peer();
         self.observer.event(&Event::Accepted {
-            peer: peer
-                .names
-                .iter()
-                .map(ToString::to_string)
-                .collect::<Vec<_>>()
-                .join(", "),
+            // A certificate may bear anything.
+            peer: harmless(
+                &peer
+                    .names
+                    .iter()
+                    .map(ToString::to_string)
+                    .collect::<Vec<_>>()
+                    .join(", "),
+            ),
         });
         self.terms = Some(LaneTerms {
             tls: tls.clone(),
@@ -289,7 +292,7 @@ fn begin_record(
         let what = "the migration cannot be recorded, and does not begin";
         Fault::new(FaultCode::Journal, what).because(error)
     };
-    let mut journal = options.journal.create(record).map_err(failed)?;
+    let mut journal = options.journal.begin(record).map_err(failed)?;
     match journal.write(state) {
         Ok(_) => {
             observer.event(&Event::Recorded(SourceRecord::Migrating));

@@ -25,7 +25,7 @@ use super::session::{Session, unexpected};
 const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 
 /// The same for the answer to an inquiry: what is asked there is known.
-const VERDICT_LIMIT: Duration = Duration::from_secs(10);
+pub(super) const VERDICT_LIMIT: Duration = Duration::from_secs(10);
 
 impl Session<'_> {
     /// From pre-copy's end until it is decided where the VM lives, as far as

@@ -95,6 +95,7 @@ pub fn fuzz_connection(bytes: &[u8]) {
                     assert_eq!(Ok(opening), decoded);
                 }
                 Arrival::Rejected { .. } => assert!(decoded.is_err()),
+                Arrival::Starved(error) => panic!("nothing was accepted: {error}"),
             }
         }
     }

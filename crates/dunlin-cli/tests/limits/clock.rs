@@ -1,0 +1,180 @@
+//! Wall clocks that jump, and clocks that are wrong: every deadline goes by the clock that never
+//! jumps, and what goes by the wall clock says so.
+//!
+//! No clock is set: libfaketime answers for the kernel, in the process that is tested alone.
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::Command;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::host::{after, assert_says, skip};
+use crate::support::{Hosts, finish, words};
+use crate::{GUEST, failed, listening, migrate, receive, running};
+
+/// A wall clock of a process's own.
+struct Clock {
+    library: PathBuf,
+    file: PathBuf,
+}
+
+impl Clock {
+    /// None where libfaketime is missing.
+    fn new(hosts: &Hosts, name: &str) -> Option<Self> {
+        let libraries = fs::read_dir("/usr/lib").unwrap().map_while(Result::ok);
+        let library = libraries
+            .map(|entry| entry.path().join("faketime/libfaketimeMT.so.1"))
+            .find(|path| path.exists());
+        let Some(library) = library else {
+            skip("clocks that jump (Debian's package faketime)");
+            return None;
+        };
+        let clock = Self {
+            library,
+            file: hosts.scratch.join(name),
+        };
+        clock.jump("+0");
+        Some(clock)
+    }
+
+    /// From now on it is off by this much, such as `+1d`.
+    fn jump(&self, offset: &str) {
+        let new = self.file.with_extension("new");
+        fs::write(&new, offset).unwrap();
+        // At once, so that nobody reads half of it.
+        fs::rename(new, &self.file).unwrap();
+    }
+
+    /// The command by this clock.
+    fn by(&self, command: &Command) -> Command {
+        let variables = [
+            ("LD_PRELOAD", self.library.display().to_string()),
+            ("FAKETIME_TIMESTAMP_FILE", self.file.display().to_string()),
+            ("FAKETIME_NO_CACHE", "1".into()),
+            ("FAKETIME_DONT_FAKE_MONOTONIC", "1".into()),
+        ];
+        let export = variables.map(|(name, value)| format!("export {name}={value}"));
+        after(&export.join(" && "), command)
+    }
+}
+
+fn run() -> Command {
+    words(&format!("vm run --name vm {GUEST}"))
+}
+
+#[test]
+fn wall_clocks_that_jump_by_a_day_back_and_forth_change_nothing_about_a_migration() {
+    let hosts = Hosts::new();
+    let (Some(here), Some(there)) = (Clock::new(&hosts, "here"), Clock::new(&hosts, "there"))
+    else {
+        return;
+    };
+    let source = running(&hosts, here.by(&run()), "1");
+    let destination = listening(&hosts, there.by(&receive(&hosts, "")), "2");
+    let flags = "--peer b.test --rate 16M --verify --time-limit 1h";
+    let began = Instant::now();
+    let client = hosts.begin(&source, &destination, "a", flags);
+    client.wait_for("lane-up");
+    for (ours, theirs) in [
+        ("+1d", "-1d"),
+        ("-1d", "+1d"),
+        ("+400d", "+0"),
+        ("+0", "-1d"),
+    ] {
+        here.jump(ours);
+        there.jump(theirs);
+        client.wait_for("progress");
+        client.wait_for("progress");
+    }
+    // The journals are right whatever the time is in them.
+    let mut status = words("status --json --state-dir");
+    status.arg(hosts.scratch.join("state"));
+    let sessions = finish(status).expect(0).lines();
+    assert_eq!(sessions.len(), 2, "{sessions:?}");
+    for session in &sessions {
+        assert_eq!(session["process"], "lives", "{session}");
+        let phase = session["phase"].as_str().unwrap();
+        assert!(["migrating", "prepared"].contains(&phase), "{session}");
+    }
+    let (code, moved) = client.ended();
+    assert_eq!((code, &moved["event"]), (0, &"moved".into()), "{moved}");
+    assert_eq!(moved["digests_equal"], true);
+    let took = began.elapsed().as_secs_f64();
+    let told = moved["total_s"].as_f64().unwrap();
+    assert!(
+        (0.0..=took).contains(&told),
+        "{told} s where {took} s passed"
+    );
+    destination.wait_for("received");
+    hosts.assert_runs(&destination);
+}
+
+#[test]
+fn a_clock_that_goes_back_by_a_day_makes_no_deadline_late() {
+    let hosts = Hosts::new();
+    let Some(clock) = Clock::new(&hosts, "clock") else {
+        return;
+    };
+    let source = running(&hosts, clock.by(&run()), "1");
+    let destination = hosts.receive("b", "2", "");
+    let began = Instant::now();
+    destination.signal("STOP");
+    let going_back = thread::spawn(move || {
+        thread::sleep(Duration::from_secs(1));
+        clock.jump("-1d");
+    });
+    let done = migrate(&hosts, &source, &destination, "");
+    let took = began.elapsed();
+    going_back.join().unwrap();
+    let (text, _) = failed(&hosts, &source, done);
+    assert_says(&text, &["not finished at its deadline"]);
+    assert!((9..20).contains(&took.as_secs()), "{took:?}");
+}
+
+#[test]
+fn a_clock_that_is_wrong_is_named_where_a_certificate_is_refused_for_its_dates() {
+    let hosts = Hosts::new();
+    let (Some(here), Some(there)) = (Clock::new(&hosts, "here"), Clock::new(&hosts, "there"))
+    else {
+        return;
+    };
+    // Their own clock is wrong when they start.
+    for (offset, says) in [("-9d", "is valid only from"), ("+9d", "expired on")] {
+        there.jump(offset);
+        let done = finish(there.by(&receive(&hosts, ""))).expect(1);
+        assert_says(&done.err, &[says, "correct this host's clock", "cert.pem"]);
+    }
+    there.jump("+0");
+    hosts.issue("ca", "long", "a.test", 30);
+    fs::remove_dir_all(hosts.scratch.join("a")).unwrap();
+    fs::rename(hosts.scratch.join("long"), hosts.scratch.join("a")).unwrap();
+    let source = running(&hosts, here.by(&run()), "1");
+    let destination = listening(&hosts, there.by(&receive(&hosts, "")), "2");
+    let flags = [
+        "at fault: configuration",
+        "Compare `date` on both hosts and correct the clock",
+        "goes on at the source",
+    ];
+    for (ours, theirs, says) in [
+        // The source looks at a certificate that is still good.
+        ("+9d", "+0", "the peer's certificate has expired"),
+        // The destination does, and tells the source by an alert.
+        ("+0", "+90d", "it holds our certificate for expired"),
+        ("+0", "-9d", "it holds our certificate for expired"),
+    ] {
+        here.jump(ours);
+        there.jump(theirs);
+        let done = migrate(&hosts, &source, &destination, "");
+        let (text, line) = failed(&hosts, &source, done);
+        assert_eq!(line["fault"], "certificate-date", "{text}");
+        assert_says(&text, &flags);
+        assert_says(&text, &[says]);
+        let rejected = destination.wait_for("rejected");
+        let parts = ["certificate", "clock"];
+        assert_says(rejected["text"].as_str().unwrap(), &parts);
+    }
+    here.jump("+0");
+    there.jump("+0");
+    migrate(&hosts, &source, &destination, "--verify").expect(0);
+}

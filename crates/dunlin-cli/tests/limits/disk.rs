@@ -1,0 +1,113 @@
+//! A file system that is full where the journal lies: a real one, of some pages.
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::Command;
+
+use crate::host::{assert_says, in_own_mounts};
+use crate::support::{Hosts, Process, words};
+use crate::{GUEST, failed, listening, migrate, receive, running};
+
+/// The command with a file system of 64 KiB for the journal, where `script` has been run; none
+/// where that cannot be.
+fn on_a_small_disk(hosts: &Hosts, script: &str, command: &Command) -> Option<Command> {
+    let state = hosts.scratch.join("state");
+    let state = state.display();
+    let script = format!(
+        "mkdir -m 700 -p {state} && mount -t tmpfs -o size=64k,mode=700 none {state} && cd {state} && \
+         {script}"
+    );
+    in_own_mounts(&script, command)
+}
+
+/// For a shell in the directory.
+const FILL: &str = "{ head -c 100000 /dev/zero > filler 2>&-; true; }";
+
+/// A file of the journal's directory, as the process sees it.
+fn within(hosts: &Hosts, process: &Process, name: &str) -> PathBuf {
+    let path = hosts.scratch.join("state").join(name);
+    format!("/proc/{}/root{}", process.pid(), path.display()).into()
+}
+
+fn run() -> Command {
+    words(&format!("vm run --name vm {GUEST}"))
+}
+
+#[test]
+fn i2_a_full_disk_at_the_source_is_found_before_anything_moves() {
+    let hosts = Hosts::new();
+    let Some(run) = on_a_small_disk(&hosts, FILL, &run()) else {
+        return;
+    };
+    let source = running(&hosts, run, "1");
+    let destination = hosts.receive("b", "2", "");
+    let done = migrate(&hosts, &source, &destination, "");
+    let (text, line) = failed(&hosts, &source, done);
+    assert_eq!(line["fault"], "journal");
+    let parts = [
+        "the migration cannot be recorded, and does not begin",
+        "at fault: this side",
+        "Free space where the journal lies",
+        "goes on at the source",
+        "No space left on device",
+        "/state/",
+    ];
+    assert_says(&text, &parts);
+    fs::remove_file(within(&hosts, &source, "filler")).unwrap();
+    migrate(&hosts, &source, &destination, "--verify").expect(0);
+}
+
+#[test]
+fn i2_a_full_disk_at_the_destination_is_found_before_anything_moves() {
+    let hosts = Hosts::new();
+    let Some(receive) = on_a_small_disk(&hosts, FILL, &receive(&hosts, "")) else {
+        return;
+    };
+    let source = hosts.run("1", GUEST);
+    let destination = listening(&hosts, receive, "2");
+    let done = migrate(&hosts, &source, &destination, "");
+    assert!(!done.out.contains("lane-up"), "{}", done.out);
+    let (text, line) = failed(&hosts, &source, done);
+    assert_eq!(line["fault"], "journal");
+    let parts = [
+        "the session cannot be recorded at the destination",
+        "No space left on device",
+        "at fault: peer",
+        "Free space where the journal lies",
+        "goes on at the source",
+    ];
+    assert_says(&text, &parts);
+    let rejected = destination.wait_for("rejected");
+    let parts = ["No space left on device", "at fault: this side"];
+    assert_says(rejected["text"].as_str().unwrap(), &parts);
+    fs::remove_file(within(&hosts, &destination, "filler")).unwrap();
+    migrate(&hosts, &source, &destination, "--verify").expect(0);
+}
+
+#[test]
+fn a_disk_that_fills_up_on_the_way_on_either_side_stops_nothing() {
+    let hosts = Hosts::new();
+    let receive = receive(&hosts, "");
+    let (Some(run), Some(receive)) = (
+        on_a_small_disk(&hosts, "true", &run()),
+        on_a_small_disk(&hosts, "true", &receive),
+    ) else {
+        return;
+    };
+    let (source, destination) = (running(&hosts, run, "1"), listening(&hosts, receive, "2"));
+    let client = hosts.begin(
+        &source,
+        &destination,
+        "a",
+        "--peer b.test --rate 32M --verify",
+    );
+    client.wait_for("lane-up");
+    for process in [&source, &destination] {
+        let full = fs::write(within(&hosts, process, "filler"), [1; 100_000]).unwrap_err();
+        assert_eq!(full.kind(), std::io::ErrorKind::StorageFull);
+    }
+    let (code, moved) = client.ended();
+    assert_eq!((code, &moved["event"]), (0, &"moved".into()), "{moved}");
+    destination.wait_for("received");
+    hosts.assert_runs(&destination);
+}

@@ -1,0 +1,136 @@
+//! A destination whose control group has too little memory for the VM.
+
+use std::fs;
+use std::io;
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use crate::host::{after, assert_says, skip};
+use crate::support::Hosts;
+use crate::{GUEST, failed, listening, migrate, receive};
+
+/// A control group with a memory limit, below this process's own; goes with its owner.
+struct Cgroup {
+    directory: PathBuf,
+    limit: &'static str,
+}
+
+impl Cgroup {
+    /// None where there can be none.
+    fn new(limit_bytes: u64) -> Option<Self> {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let own = fs::read_to_string("/proc/self/cgroup").unwrap();
+        let group = |controllers: &str| {
+            own.lines().find_map(|line| {
+                let mut fields = line.splitn(3, ':').skip(1);
+                let named = fields.next()?.split(',').any(|one| one == controllers);
+                fields.next().filter(|_| named)
+            })
+        };
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let name = format!("dunlin-test-{}-{number}", std::process::id());
+        let mut tried = Vec::new();
+        for (mount, controllers, limit) in [
+            ("/sys/fs/cgroup/memory", "memory", "memory.limit_in_bytes"),
+            ("/sys/fs/cgroup", "", "memory.max"),
+        ] {
+            let Some(group) = group(controllers) else {
+                continue;
+            };
+            let directory = PathBuf::from(format!("{mount}{group}/{name}"));
+            match fs::create_dir(&directory) {
+                Ok(()) => {}
+                Err(error) => {
+                    tried.push(format!("{}: {error}", directory.display()));
+                    continue;
+                }
+            }
+            let cgroup = Self { directory, limit };
+            match cgroup.limit(limit_bytes) {
+                Ok(()) => return Some(cgroup),
+                Err(error) => tried.push(format!("{limit}: {error}")),
+            }
+        }
+        skip(&format!("no control group with a memory limit: {tried:?}"));
+        None
+    }
+
+    fn limit(&self, bytes: u64) -> io::Result<()> {
+        fs::write(self.directory.join(self.limit), bytes.to_string())
+    }
+
+    /// The command as a process of it.
+    fn holds(&self, command: &Command) -> Command {
+        let processes = self.directory.join("cgroup.procs");
+        after(&format!("echo $$ > {}", processes.display()), command)
+    }
+}
+
+impl Drop for Cgroup {
+    fn drop(&mut self) {
+        // What ran in it has been waited for.
+        let _ = fs::remove_dir(&self.directory);
+    }
+}
+
+#[test]
+fn a_vm_larger_than_the_destinations_control_group_is_refused_before_it_moves() {
+    let Some(cgroup) = Cgroup::new(192 << 20) else {
+        return;
+    };
+    let hosts = Hosts::new();
+    let source = hosts.run(
+        "1",
+        "--guest process --memory 256M --fill zero --dirty-rate 100",
+    );
+    let destination = listening(&hosts, cgroup.holds(&receive(&hosts, "")), "2");
+    let done = migrate(&hosts, &source, &destination, "");
+    assert!(!done.out.contains("lane-up"), "{}", done.out);
+    let (text, line) = failed(&hosts, &source, done);
+    assert_eq!(line["fault"], "no-memory");
+    let parts = [
+        "268435456 bytes of memory",
+        "may have 201326592 (",
+        "/memory.",
+        "the kernel would kill it",
+        "at fault: peer",
+        "raise the limit of the cgroup",
+        "goes on at the source",
+    ];
+    assert_says(&text, &parts);
+    let rejected = destination.wait_for("rejected");
+    let parts = ["may have 201326592 (", "at fault: this side"];
+    assert_says(rejected["text"].as_str().unwrap(), &parts);
+}
+
+#[test]
+fn i2_a_destination_that_the_kernel_kills_for_want_of_memory_leaves_the_vm_at_the_source() {
+    let Some(cgroup) = Cgroup::new(256 << 20) else {
+        return;
+    };
+    let hosts = Hosts::new();
+    let source = hosts.run("1", GUEST);
+    let destination = listening(&hosts, cgroup.holds(&receive(&hosts, "")), "2");
+    let flags = "--peer b.test --rate 16M";
+    let client = hosts.begin(&source, &destination, "a", flags);
+    client.wait_for("lane-up");
+    // Less than the VM needs, and more than has come.
+    cgroup.limit(32 << 20).unwrap();
+    let (code, line) = client.ended();
+    assert_eq!((code, &line["vm"]), (1, &"at-source".into()), "{line}");
+    assert_eq!(destination.code(), -1, "it was not killed");
+    hosts.assert_runs(&source);
+    assert_eq!(line["fault"], "control-lost");
+    let parts = [
+        "could not be made anew",
+        "nobody listens there any more",
+        "its kernel has killed it for want of memory",
+        "at fault: peer",
+        "goes on at the source",
+    ];
+    assert_says(line["text"].as_str().unwrap(), &parts);
+    // And it still can move.
+    let destination = hosts.receive("b", "3", "");
+    migrate(&hosts, &source, &destination, "--verify").expect(0);
+}

@@ -1,0 +1,59 @@
+//! Hosts that lack something: commands in namespaces and under limits of their own.
+#![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
+
+use std::process::Command;
+
+use crate::support::finish;
+
+/// `text` has each of `parts` in it.
+pub fn assert_says(text: &str, parts: &[&str]) {
+    println!("{text}");
+    for part in parts {
+        assert!(text.contains(part), "no {part:?} in {text}");
+    }
+}
+
+/// What cannot be tested on this host; in CI that is a failure.
+pub fn skip(what: &str) {
+    assert!(
+        std::env::var_os("CI").is_none_or(|ci| ci != "true"),
+        "CI must be able to test this: {what}"
+    );
+    println!("skipped: {what}");
+}
+
+/// The command as a shell would run it after `first`, in the same process.
+pub fn after(first: &str, command: &Command) -> Command {
+    let mut shell = Command::new("sh");
+    shell.args(["-c", &format!("{first} && exec \"$@\""), "sh"]);
+    pass_on(&mut shell, command);
+    shell
+}
+
+/// The command in a mount namespace of its own, after `script` has changed it; none where that
+/// cannot be.
+pub fn in_own_mounts(script: &str, command: &Command) -> Option<Command> {
+    let inside = |command: &Command| {
+        let mut unshare = Command::new("unshare");
+        unshare.arg("--mount");
+        pass_on(&mut unshare, &after(script, command));
+        unshare
+    };
+    let tried = finish(inside(&Command::new("true")));
+    if tried.code != 0 {
+        skip(&format!("no mount namespaces, which need root: {tried:?}"));
+        return None;
+    }
+    Some(inside(command))
+}
+
+/// The command with its arguments and environment, as arguments of another.
+fn pass_on(to: &mut Command, command: &Command) {
+    to.arg(command.get_program()).args(command.get_args());
+    for (name, value) in command.get_envs() {
+        match value {
+            Some(value) => to.env(name, value),
+            None => to.env_remove(name),
+        };
+    }
+}

@@ -1,0 +1,136 @@
+//! Records of sessions in the memory of the process whose sessions they are.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+
+use dunlin_proto::journal::Record;
+use dunlin_proto::negotiate::SessionId;
+
+use super::super::lock;
+use super::{Entry, Held, JournalError, Role, SessionJournal, file_name, is_over};
+
+/// Sessions at most. A peer that begins more of them in vain than any host has
+/// VMs loses the answers to its oldest ones (I8).
+const SESSIONS_LIMIT: usize = 4096;
+
+type Name = (SessionId, Role);
+
+/// The sessions of a process.
+#[derive(Clone, Default)]
+pub(super) struct Memory(Arc<Mutex<BTreeMap<Name, Remembered>>>);
+
+#[derive(Default)]
+struct Remembered {
+    record: Option<Record>,
+    /// Whether somebody in this process has the session.
+    held: bool,
+}
+
+/// A session that somebody has.
+pub(super) struct HeldInMemory {
+    name: Name,
+    memory: Memory,
+}
+
+impl Memory {
+    pub(super) fn create(
+        &self,
+        record: Record,
+        role: Role,
+    ) -> Result<SessionJournal, JournalError> {
+        let name = (record.session, role);
+        let mut sessions = lock(&self.0);
+        if sessions.len() >= SESSIONS_LIMIT {
+            let free = sessions.iter().filter(|(_, session)| !session.held);
+            let started = |session: &Remembered| session.record.as_ref().map(|r| r.started_ms);
+            let oldest = free.min_by_key(|(_, session)| started(session));
+            if let Some(oldest) = oldest.map(|(name, _)| *name) {
+                sessions.remove(&oldest);
+            }
+        }
+        let session = sessions.entry(name).or_default();
+        let path = || file_name(name.0, name.1).into();
+        if session.held {
+            return Err(JournalError::Held { path: path() });
+        }
+        if let Some(before) = &session.record
+            && !(is_over(before.state) && before.attempt < record.attempt)
+        {
+            return Err(JournalError::Undecided {
+                path: path(),
+                state: before.state,
+                attempt: before.attempt,
+            });
+        }
+        session.held = true;
+        Ok(self.held(name, record))
+    }
+
+    pub(super) fn take(
+        &self,
+        session: SessionId,
+        role: Role,
+    ) -> Result<SessionJournal, JournalError> {
+        let name = (session, role);
+        let path = || file_name(session, role).into();
+        match lock(&self.0).get_mut(&name) {
+            Some(found) if found.held => Err(JournalError::Held { path: path() }),
+            Some(Remembered {
+                record: Some(record),
+                held,
+            }) => {
+                *held = true;
+                Ok(self.held(name, record.clone()))
+            }
+            _ => Err(JournalError::Missing { path: path() }),
+        }
+    }
+
+    pub(super) fn list(&self) -> Vec<Entry> {
+        let sessions = lock(&self.0);
+        let entries = sessions.iter().map(|(&(session, role), found)| Entry {
+            session,
+            role,
+            record: Ok(found.record.clone()),
+            lives: found.held,
+        });
+        entries.collect()
+    }
+
+    fn held(&self, name: Name, record: Record) -> SessionJournal {
+        let memory = self.clone();
+        SessionJournal {
+            record,
+            held: Some(Held::Memory(HeldInMemory { name, memory })),
+        }
+    }
+}
+
+impl HeldInMemory {
+    pub(super) fn path(&self) -> PathBuf {
+        file_name(self.name.0, self.name.1).into()
+    }
+
+    pub(super) fn write(&self, record: &Record) {
+        if let Some(session) = lock(&self.memory.0).get_mut(&self.name) {
+            session.record = Some(record.clone());
+        }
+    }
+
+    pub(super) fn forget(self) {
+        lock(&self.memory.0).remove(&self.name);
+    }
+}
+
+impl Drop for HeldInMemory {
+    fn drop(&mut self) {
+        let mut sessions = lock(&self.memory.0);
+        match sessions.get_mut(&self.name) {
+            // A session that has recorded nothing leaves nothing.
+            Some(session) if session.record.is_none() => drop(sessions.remove(&self.name)),
+            Some(session) => session.held = false,
+            None => {}
+        }
+    }
+}

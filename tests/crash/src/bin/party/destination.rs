@@ -1,0 +1,104 @@
+//! The destination's process, and the one that is started after it.
+
+use std::net::TcpListener;
+use std::sync::Arc;
+use std::time::Duration;
+
+use dunlin::engine::destination::{DestinationEvent, Options, answer, receive};
+use dunlin::engine::journal::{DestinationRecord, Journal};
+use dunlin::engine::{Cancel, Host, StandardHost, VmIs};
+use dunlin::lane::identity::ServerTls;
+use dunlin_crash_tests::place::Place;
+
+use crate::moving::Arrivals;
+use crate::stage::{ShownDisk, Stage};
+use crate::{Failure, identity};
+
+/// Takes the VM in, and then does what the test says. A lost control lane is
+/// waited for with `patience`.
+pub(crate) fn run(
+    place: &Place,
+    listen: &str,
+    patience: Duration,
+    stage: &Stage,
+) -> Result<(), Failure> {
+    let tls = tls(place)?;
+    let disk = Arc::new(ShownDisk::new(stage));
+    let journal = Journal::open_on(&place.journal("destination"), disk)?;
+    let listener = TcpListener::bind(listen)?;
+    stage.say("listening");
+    let options = Options::builder()
+        .silence_limit(Duration::from_millis(700))
+        .control_limit(patience)
+        .journal(journal.clone())
+        .build()?;
+    let host: Arc<dyn Host> = Arc::new(StandardHost);
+    let mut arrivals = Arrivals::new(place, stage);
+    let shown = stage.clone();
+    let observe = move |event: &DestinationEvent| match event {
+        DestinationEvent::Recorded(DestinationRecord::Running) => shown.at("running-recorded"),
+        DestinationEvent::Ready => shown.at("ready"),
+        DestinationEvent::Committed => shown.at("commit-come"),
+        DestinationEvent::Told(verdict) => shown.at(&format!("{verdict:?}-untold").to_lowercase()),
+        DestinationEvent::Running { .. } => shown.at("running-told"),
+        DestinationEvent::Warning(text) => shown.say(&format!("warning: {text}")),
+        _ => {}
+    };
+    let received = receive(
+        listener.try_clone()?,
+        &tls,
+        &options,
+        &mut arrivals,
+        &host,
+        &observe,
+        &Cancel::new(),
+    );
+    // It goes on answering as long as this process lives.
+    let _received = match received {
+        Ok(received) => {
+            stage.say("ended at-destination");
+            Some(received)
+        }
+        Err(error) => {
+            stage.say(&format!("because {error}"));
+            let vm = match error.vm {
+                VmIs::RanThenDied => "ran-then-died",
+                VmIs::InDoubt => "in-doubt",
+                _ => "at-source",
+            };
+            answer_on(listener, tls, journal);
+            stage.say(&format!("ended {vm}"));
+            None
+        }
+    };
+    heed(stage, &|| arrivals.state())
+}
+
+/// Answers for a process that has died.
+pub(crate) fn restarted(place: &Place, listen: &str, stage: &Stage) -> Result<(), Failure> {
+    let journal = Journal::open(&place.journal("destination"))?;
+    answer_on(TcpListener::bind(listen)?, tls(place)?, journal);
+    stage.say("listening");
+    heed(stage, &|| "none")
+}
+
+fn answer_on(listener: TcpListener, tls: ServerTls, journal: Journal) {
+    std::thread::spawn(move || {
+        let host: Arc<dyn Host> = Arc::new(StandardHost);
+        answer(&listener, &tls, &journal, &host, &Cancel::new())
+    });
+}
+
+fn tls(place: &Place) -> Result<ServerTls, Failure> {
+    let (identity, crypto) = identity(place, "destination")?;
+    let names = std::iter::once("source.test".parse()?).collect();
+    Ok(identity.server(&crypto, names)?)
+}
+
+fn heed(stage: &Stage, state: &dyn Fn() -> &'static str) -> Result<(), Failure> {
+    loop {
+        if stage.hear() == "state" {
+            stage.say(&format!("state {}", state()));
+        }
+    }
+}

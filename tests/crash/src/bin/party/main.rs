@@ -1,0 +1,75 @@
+//! `party ROLE DIRECTORY …`: one process of a run. See the library.
+#![forbid(unsafe_code)]
+
+mod destination;
+mod moving;
+mod source;
+mod stage;
+
+use std::error::Error;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixListener;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use dunlin::lane::identity::{Identity, LoadOptions};
+use dunlin::lane::provider::{Crypto, Provider};
+use dunlin_crash_tests::guest::Guest;
+use dunlin_crash_tests::place::Place;
+
+use stage::Stage;
+
+/// What can go wrong here; the test sees it on standard error.
+type Failure = Box<dyn Error + Send + Sync>;
+
+fn main() -> Result<(), Failure> {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let [role, directory, rest @ ..] = &*arguments else {
+        return Err("party ROLE DIRECTORY …".into());
+    };
+    let place = Place::new(Path::new(directory));
+    match (*role, rest) {
+        ("vm", []) => have_vm(&place),
+        ("source", [to, vm, hold]) => source::run(&place, to, vm, &Stage::new(hold)),
+        ("restarted-source", [vm]) => source::restarted(&place, vm, &Stage::new("")),
+        ("destination", [listen, patience_ms, hold]) => {
+            let patience = Duration::from_millis(patience_ms.parse()?);
+            destination::run(&place, listen, patience, &Stage::new(hold))
+        }
+        ("restarted-destination", [listen]) => {
+            destination::restarted(&place, listen, &Stage::new(""))
+        }
+        _ => Err("there is no such role".into()),
+    }
+}
+
+/// Has the VM, and obeys whoever connects.
+fn have_vm(place: &Place) -> Result<(), Failure> {
+    let guest = Arc::new(Guest::new(place, "source")?);
+    guest.create()?;
+    guest.resume()?;
+    let listener = UnixListener::bind(place.socket())?;
+    // Ends this process when the test does.
+    let stage = Stage::new("");
+    stage.say("ready");
+    for connection in listener.incoming() {
+        let (mut connection, guest) = (connection?, Arc::clone(&guest));
+        // Whoever asks may be stopped or killed meanwhile.
+        std::thread::spawn(move || {
+            let mut line = String::new();
+            let read = BufReader::new(&connection).read_line(&mut line);
+            if read.is_ok_and(|bytes| bytes > 0) {
+                let _ = writeln!(connection, "{}", guest.obey(line.trim_end()));
+            }
+        });
+    }
+    Ok(())
+}
+
+fn identity(place: &Place, side: &str) -> Result<(Identity, Crypto), Failure> {
+    let directory = place.directory().join(side);
+    let (identity, _) = Identity::load(&directory, LoadOptions::default())?;
+    Ok((identity, Crypto::with(Provider::built_in()[0])))
+}

@@ -1,0 +1,212 @@
+//! The VM of a run as the engine sees it.
+
+use std::io::{self, BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::Duration;
+
+use dunlin::engine::memory::MappedMemory;
+use dunlin::engine::vmm::{
+    Builder, DestinationVm, DirtyLog, FaultCode, GuestMemory, Offered, Refusal, RunState, Section,
+    SourceVm, VmDescription, VmmError,
+};
+use dunlin_crash_tests::guest::{Guest, HotPages, mapped};
+use dunlin_crash_tests::place::Place;
+
+use crate::stage::Stage;
+
+/// Where the VM at the source lives.
+pub(crate) enum Home {
+    /// In this process.
+    Here(Guest),
+    /// In another, which is asked.
+    Elsewhere(Place),
+}
+
+impl Home {
+    fn ask(&self, line: &str) -> io::Result<String> {
+        let answer = match self {
+            Self::Here(guest) => guest.obey(line),
+            Self::Elsewhere(place) => {
+                let mut connection = UnixStream::connect(place.socket())?;
+                writeln!(connection, "{line}")?;
+                let mut answer = String::new();
+                BufReader::new(connection).read_line(&mut answer)?;
+                answer.trim_end().to_owned()
+            }
+        };
+        match answer.strip_prefix("error ") {
+            Some(error) => Err(io::Error::other(error.to_owned())),
+            None => Ok(answer),
+        }
+    }
+
+    fn told(&self, line: &str) -> Result<(), VmmError> {
+        Ok(self.ask(line).map(drop)?)
+    }
+}
+
+/// The VM at the source.
+pub(crate) struct Leaving {
+    home: Home,
+    memory: Arc<MappedMemory<()>>,
+    stage: Stage,
+}
+
+impl Leaving {
+    pub(crate) fn new(home: Home, place: &Place, stage: &Stage) -> io::Result<Self> {
+        Ok(Self {
+            home,
+            memory: Arc::new(mapped(place, "source")?),
+            stage: stage.clone(),
+        })
+    }
+
+    /// What it is at.
+    pub(crate) fn state(&self) -> io::Result<String> {
+        self.home.ask("state")
+    }
+}
+
+impl SourceVm for Leaving {
+    fn describe(&self) -> Result<VmDescription, VmmError> {
+        Ok(VmDescription {
+            uuid: [7; 16],
+            name: "guest".into(),
+            description: Vec::new(),
+        })
+    }
+
+    fn memory(&self) -> Arc<dyn GuestMemory> {
+        Arc::clone(&self.memory) as _
+    }
+
+    fn dirty_logs(&self) -> Vec<Box<dyn DirtyLog>> {
+        vec![Box::new(HotPages)]
+    }
+
+    fn run_state(&self) -> RunState {
+        match self.state().as_deref() {
+            Ok("running") => RunState::Running,
+            Ok("paused") => RunState::Paused,
+            Ok(other) => RunState::Stopped(other.into()),
+            Err(error) => RunState::Stopped(error.to_string()),
+        }
+    }
+
+    fn pause(&self) -> Result<(), VmmError> {
+        self.stage.at("pause");
+        self.home.told("pause")
+    }
+
+    fn resume(&self) -> Result<(), VmmError> {
+        self.home.told("resume")
+    }
+
+    fn throttle(&self, _percent: u8) -> Result<bool, VmmError> {
+        Ok(false)
+    }
+
+    fn save(&self) -> Result<Vec<Section>, VmmError> {
+        self.stage.at("save");
+        Ok(Vec::new())
+    }
+
+    fn relinquish(&self) -> Result<(), VmmError> {
+        self.stage.at("relinquish");
+        self.home.told("relinquish")
+    }
+
+    fn reacquire(&self) -> Result<(), VmmError> {
+        self.home.told("acquire")
+    }
+
+    fn hold(&self) -> Result<(), VmmError> {
+        self.stage.at("hold");
+        Ok(())
+    }
+
+    fn destroy(&self) {
+        self.stage.at("destroy");
+        if let Err(error) = self.home.told("destroy") {
+            self.stage.say(&format!("not destroyed: {error}"));
+        }
+        self.stage.at("destroyed");
+    }
+}
+
+/// The VM at the destination, which lives in this process.
+pub(crate) struct Arriving {
+    guest: Guest,
+    memory: Arc<MappedMemory<()>>,
+    stage: Stage,
+}
+
+impl DestinationVm for Arriving {
+    fn memory(&self) -> Arc<dyn GuestMemory> {
+        Arc::clone(&self.memory) as _
+    }
+
+    fn load(&self, _sections: &[Section]) -> Result<(), VmmError> {
+        self.stage.at("load");
+        Ok(())
+    }
+
+    fn acquire(&self) -> Result<(), VmmError> {
+        self.stage.at("acquire");
+        Ok(self.guest.acquire()?)
+    }
+
+    fn resume(&self) -> Result<Option<Duration>, VmmError> {
+        self.stage.at("resume");
+        self.guest.resume()?;
+        self.stage.at("resumed");
+        Ok(None)
+    }
+
+    fn announce(&self) {}
+
+    fn discard(&self) {
+        self.guest.destroy();
+    }
+}
+
+/// Builds the VM at the destination, and remembers it.
+pub(crate) struct Arrivals {
+    place: Place,
+    stage: Stage,
+    built: Option<Arc<Arriving>>,
+}
+
+impl Arrivals {
+    pub(crate) fn new(place: &Place, stage: &Stage) -> Self {
+        Self {
+            place: place.clone(),
+            stage: stage.clone(),
+            built: None,
+        }
+    }
+
+    /// What the VM is at, if there is one.
+    pub(crate) fn state(&self) -> &'static str {
+        self.built.as_ref().map_or("none", |vm| vm.guest.state())
+    }
+}
+
+impl Builder for Arrivals {
+    fn build(&mut self, _offered: &Offered) -> Result<Arc<dyn DestinationVm>, Refusal> {
+        let built = || -> io::Result<Arriving> {
+            Ok(Arriving {
+                guest: Guest::new(&self.place, "destination")?,
+                memory: Arc::new(mapped(&self.place, "destination")?),
+                stage: self.stage.clone(),
+            })
+        };
+        let vm = Arc::new(built().map_err(|error| Refusal {
+            fault: FaultCode::Internal,
+            text: error.to_string(),
+        })?);
+        self.built = Some(Arc::clone(&vm));
+        Ok(vm)
+    }
+}

@@ -1,0 +1,163 @@
+//! The source's migrating process, and the one that is started after it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use dunlin::engine::journal::{Journal, Role, SourceRecord};
+use dunlin::engine::source::{self, Doubt, Resolution, Standing, migrate};
+use dunlin::engine::vmm::SourceVm;
+use dunlin::engine::{Cancel, Event, Host, StandardHost, VmIs};
+use dunlin::lane::identity::ClientTls;
+use dunlin_crash_tests::guest::Guest;
+use dunlin_crash_tests::place::Place;
+
+use crate::moving::{Home, Leaving};
+use crate::stage::{ShownDisk, Stage};
+use crate::{Failure, identity};
+
+/// Limits that pass while somebody watches.
+fn options(journal: Journal) -> source::Options {
+    source::Options::builder()
+        .lanes(1)
+        .verify(true)
+        .throttle(false)
+        .connect_limit(Duration::from_secs(5))
+        .silence_limit(Duration::from_millis(700))
+        .control_limit(Duration::from_millis(300))
+        .doubt_limit(Duration::from_millis(700))
+        .journal(journal)
+        .build()
+        .expect("these options are possible")
+}
+
+/// Moves the VM, and then does what the test says.
+pub(crate) fn run(place: &Place, to: &str, vm: &str, stage: &Stage) -> Result<(), Failure> {
+    let disk = Arc::new(ShownDisk::new(stage));
+    let journal = Journal::open_on(&place.journal("source"), disk)?;
+    let home = if vm == "here" {
+        let guest = Guest::new(place, "source")?;
+        guest.create()?;
+        guest.resume()?;
+        Home::Here(guest)
+    } else {
+        Home::Elsewhere(place.clone())
+    };
+    let leaving = Arc::new(Leaving::new(home, place, stage)?);
+    let vm: Arc<dyn SourceVm> = Arc::clone(&leaving) as _;
+    let host: Arc<dyn Host> = Arc::new(StandardHost);
+    let (tls, options) = (tls(place)?, options(journal));
+    let shown = stage.clone();
+    let observe = move |event: &Event| match event {
+        Event::Recorded(record @ (SourceRecord::Committing | SourceRecord::Released)) => {
+            shown.at(&format!("{}-recorded", record.name()));
+        }
+        Event::Paused => shown.at("paused"),
+        Event::Committing => shown.at("commit-unsent"),
+        Event::Committed => shown.at("commit-sent"),
+        Event::InDoubt { why } => shown.say(&format!("in doubt: {why}")),
+        Event::Warning(text) => shown.say(&format!("warning: {text}")),
+        _ => {}
+    };
+    let result = migrate(&vm, to, &tls, &options, &host, &observe, &Cancel::new());
+    let doubt = match result {
+        Ok(_) => {
+            stage.say("ended at-destination");
+            None
+        }
+        Err(error) => {
+            stage.say(&format!("because {error}"));
+            stage.say(&format!(
+                "ended {}",
+                match error.vm {
+                    VmIs::AtSource => "at-source",
+                    VmIs::StuckAtSource => "stuck",
+                    VmIs::InDoubt => "in-doubt",
+                    VmIs::RanThenDied => "ran-then-died",
+                    VmIs::Gone => "gone",
+                }
+            ));
+            error.doubt.map(|doubt| *doubt)
+        }
+    };
+    heed(stage, doubt, Some(&*leaving), &|doubt| {
+        Ok(doubt.ask(Some(&*vm), &tls, &options, &host)?)
+    })
+}
+
+/// Goes on with what a process that has died has left.
+pub(crate) fn restarted(place: &Place, vm: &str, stage: &Stage) -> Result<(), Failure> {
+    let journal = Journal::open(&place.journal("source"))?;
+    let leaving = match vm {
+        "elsewhere" => Some(Leaving::new(Home::Elsewhere(place.clone()), place, stage)?),
+        _ => None,
+    };
+    let vm = leaving.as_ref().map(|vm| vm as &dyn SourceVm);
+    let host: Arc<dyn Host> = Arc::new(StandardHost);
+    let (tls, options) = (tls(place)?, options(journal.clone()));
+    let entries = journal.list()?.into_iter();
+    let left = entries
+        .filter(|entry| entry.role == Role::Source && matches!(entry.record, Ok(Some(_))))
+        .map(|entry| entry.session)
+        .next();
+    let doubt = match left {
+        Some(session) => Some(Doubt::taken_over(&journal, session, false)?),
+        None => None,
+    };
+    if let Some(doubt) = &doubt {
+        stage.say(&format!("found {}", doubt.record().state));
+    }
+    heed(stage, doubt, leaving.as_ref(), &|doubt| {
+        Ok(doubt.ask(vm, &tls, &options, &host)?)
+    })
+}
+
+fn tls(place: &Place) -> Result<ClientTls, Failure> {
+    let (identity, crypto) = identity(place, "source")?;
+    let names = std::iter::once("destination.test".parse()?).collect();
+    Ok(identity.client(&crypto, names)?)
+}
+
+type Asks<'a> = &'a dyn Fn(&mut Doubt) -> Result<Standing, Failure>;
+
+/// Does what the test says, until standard input ends.
+fn heed(
+    stage: &Stage,
+    mut doubt: Option<Doubt>,
+    vm: Option<&Leaving>,
+    ask: Asks<'_>,
+) -> Result<(), Failure> {
+    loop {
+        match &*stage.hear() {
+            "ask" => {
+                let Some(held) = &mut doubt else {
+                    stage.say("asked nothing");
+                    continue;
+                };
+                let standing = ask(held)?;
+                let over = match &standing {
+                    Standing::AtSource => "at-source",
+                    Standing::AtDestination => "at-destination",
+                    Standing::RanThenDied => "ran-then-died",
+                    Standing::InDoubt(_) => "in-doubt",
+                };
+                if matches!(standing, Standing::AtSource | Standing::AtDestination)
+                    && let Some(doubt) = doubt.take()
+                {
+                    doubt.forget()?;
+                }
+                stage.say(&format!("asked {over}"));
+            }
+            "resolve" => {
+                if let (Some(doubt), Some(vm)) = (&mut doubt, vm) {
+                    doubt.resolve(vm, Resolution::RunHere)?;
+                }
+                stage.say("resolved");
+            }
+            "state" => {
+                let state = vm.map_or_else(|| Ok("none".into()), Leaving::state)?;
+                stage.say(&format!("state {state}"));
+            }
+            _ => {}
+        }
+    }
+}

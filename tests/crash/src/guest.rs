@@ -1,0 +1,332 @@
+//! A guest that tells whether it was run twice, lost a write or went back in
+//! time.
+//!
+//! It counts. Step `n` fills one of its hot pages with `n`, then puts `n` into
+//! its first word; the other pages never change. Beside its memory, in a file
+//! that every process of a run maps, stands how far it has come anywhere: a
+//! guest that starts must have come exactly as far, and each of its pages must
+//! hold what that count says. While it runs it holds a lock, which no two can
+//! hold at any moment; so it does for its disk.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use dunlin::engine::memory::MappedMemory;
+use dunlin::engine::vmm::DirtyLog;
+use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryMmap};
+
+use crate::place::Place;
+
+/// Guest memory: a file, mapped by whoever runs or moves the guest.
+pub type Memory = GuestMemoryMmap<()>;
+
+const PAGE_BYTES: u64 = 4096;
+/// Pages of guest memory.
+const PAGES: u64 = 256;
+/// The first page holds the count; those up to here are written in turn.
+const HOT_PAGES: u64 = 16;
+/// Between two steps of the guest.
+const STEP: Duration = Duration::from_micros(300);
+
+const COUNT: GuestAddress = GuestAddress(0);
+
+/// A guest, in the process that has it.
+pub struct Guest {
+    place: Place,
+    side: &'static str,
+    memory: Arc<Memory>,
+    witness: Arc<Memory>,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    writer: Option<Writer>,
+    disk: Option<File>,
+    destroyed: bool,
+}
+
+struct Writer {
+    stop: Arc<AtomicBool>,
+    thread: JoinHandle<()>,
+    /// Held as long as the guest runs.
+    lock: Option<File>,
+}
+
+impl Guest {
+    /// A guest that stands still, with its memory as it is in the file; a new
+    /// file reads as zeros.
+    ///
+    /// # Errors
+    /// A file cannot be made or mapped.
+    pub fn new(place: &Place, side: &'static str) -> io::Result<Self> {
+        Ok(Self {
+            place: place.clone(),
+            side,
+            memory: map(&place.memory(side), PAGES * PAGE_BYTES)?,
+            witness: map(&place.witness(), PAGE_BYTES)?,
+            state: Mutex::default(),
+        })
+    }
+
+    /// Gives it what it holds before its first step, and its disk.
+    ///
+    /// # Errors
+    /// The memory cannot be written.
+    pub fn create(&self) -> io::Result<()> {
+        for page in HOT_PAGES..PAGES {
+            write(&self.memory, page, page)?;
+        }
+        self.acquire()
+    }
+
+    /// Its memory.
+    #[must_use]
+    pub fn memory(&self) -> &Arc<Memory> {
+        &self.memory
+    }
+
+    /// Lets it run, if it does not.
+    ///
+    /// # Errors
+    /// A file or thread cannot be had. What must never happen is noted.
+    pub fn resume(&self) -> io::Result<()> {
+        let mut state = self.lock();
+        if state.writer.is_some() {
+            return Ok(());
+        }
+        let lock = self.place.take("runs", self.side)?;
+        if state.destroyed {
+            self.note("runs although it was destroyed")?;
+        }
+        if state.disk.is_none() {
+            self.note("runs without its disk")?;
+        }
+        self.check()?;
+        let stop = Arc::new(AtomicBool::new(false));
+        let (memory, witness) = (Arc::clone(&self.memory), Arc::clone(&self.witness));
+        let (place, side, stopped) = (self.place.clone(), self.side, Arc::clone(&stop));
+        let thread = std::thread::Builder::new().spawn(move || {
+            while !stopped.load(Ordering::SeqCst) {
+                if let Err(error) = step(&memory, &witness) {
+                    // Whoever reads the notes finds it.
+                    let _ = place.note(&format!("the guest at the {side}: {error}"));
+                    return;
+                }
+                std::thread::sleep(STEP);
+            }
+        })?;
+        state.writer = Some(Writer { stop, thread, lock });
+        Ok(())
+    }
+
+    /// Stops it between two steps.
+    pub fn pause(&self) {
+        if let Some(writer) = self.lock().writer.take() {
+            writer.stop.store(true, Ordering::SeqCst);
+            // What it panicked of is on its standard error.
+            let _ = writer.thread.join();
+            drop(writer.lock);
+        }
+    }
+
+    /// Takes the disk, unless it has it.
+    ///
+    /// # Errors
+    /// Another has it.
+    pub fn acquire(&self) -> io::Result<()> {
+        let mut state = self.lock();
+        if state.disk.is_none() {
+            state.disk = self.place.take("disk", self.side)?;
+        }
+        match state.disk {
+            Some(_) => Ok(()),
+            None => Err(io::Error::other("another has the disk")),
+        }
+    }
+
+    /// Lets the disk go.
+    pub fn relinquish(&self) {
+        self.lock().disk = None;
+    }
+
+    /// It runs here never more.
+    pub fn destroy(&self) {
+        self.pause();
+        let mut state = self.lock();
+        state.disk = None;
+        state.destroyed = true;
+    }
+
+    /// What it is at.
+    #[must_use]
+    pub fn state(&self) -> &'static str {
+        let state = self.lock();
+        match (&state.writer, state.destroyed) {
+            (Some(writer), _) if writer.thread.is_finished() => "broken",
+            (Some(_), _) => "running",
+            (None, true) => "destroyed",
+            (None, false) => "paused",
+        }
+    }
+
+    /// Does what a line says, and answers with a line.
+    pub fn obey(&self, line: &str) -> String {
+        let done = match line {
+            "state" => return self.state().into(),
+            "resume" => self.resume(),
+            "acquire" => self.acquire(),
+            "pause" => {
+                self.pause();
+                Ok(())
+            }
+            "relinquish" => {
+                self.relinquish();
+                Ok(())
+            }
+            "destroy" => {
+                self.destroy();
+                Ok(())
+            }
+            other => Err(io::Error::other(format!("no such command: {other}"))),
+        };
+        done.map_or_else(|error| format!("error {error}"), |()| "done".into())
+    }
+
+    /// Compares all memory with what the witness says.
+    fn check(&self) -> io::Result<()> {
+        let count = read(&self.memory, COUNT)?;
+        let witness = read(&self.witness, COUNT)?;
+        if count != witness {
+            self.note(&format!(
+                "goes on from step {count} although it had come to {witness}"
+            ))?;
+        }
+        for page in 1..PAGES {
+            let expected = if page < HOT_PAGES {
+                last_step_on(page, count)
+            } else {
+                page
+            };
+            for word in [0, PAGE_BYTES / 2, PAGE_BYTES - 8] {
+                let found = read(&self.memory, GuestAddress(page * PAGE_BYTES + word))?;
+                if found != expected {
+                    self.note(&format!(
+                        "page {page} holds {found} and not {expected} after step {count}"
+                    ))?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn note(&self, what: &str) -> io::Result<()> {
+        self.place.note(&format!("the {}: {what}", self.side))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The log of a guest whose hot pages count as written whenever it is asked:
+/// so every write is reported by the next reading.
+pub struct HotPages;
+
+impl DirtyLog for HotPages {
+    fn start(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn fetch(&mut self, found: &mut dyn FnMut(usize, &[u64])) -> io::Result<()> {
+        found(0, &[(1 << HOT_PAGES) - 1]);
+        Ok(())
+    }
+
+    fn stop(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// The memory of a side, for whoever moves it.
+///
+/// # Errors
+/// The file cannot be mapped.
+pub fn mapped(place: &Place, side: &str) -> io::Result<MappedMemory<()>> {
+    let memory = map(&place.memory(side), PAGES * PAGE_BYTES)?;
+    Ok(MappedMemory::new(memory, 4096))
+}
+
+fn map(path: &Path, bytes: u64) -> io::Result<Arc<Memory>> {
+    let file = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .open(path)?;
+    file.set_len(bytes)?;
+    let length = usize::try_from(bytes).map_err(io::Error::other)?;
+    let range = (GuestAddress(0), length, Some(FileOffset::new(file, 0)));
+    let memory = GuestMemoryMmap::from_ranges_with_files([range]).map_err(io::Error::other)?;
+    Ok(Arc::new(memory))
+}
+
+fn step(memory: &Memory, witness: &Memory) -> io::Result<()> {
+    let before = read(memory, COUNT)?;
+    let witnessed = read(witness, COUNT)?;
+    if before != witnessed {
+        return Err(io::Error::other(format!(
+            "it is at step {before}, and somebody has taken it to {witnessed}"
+        )));
+    }
+    let number = before + 1;
+    write(memory, page_of(number), number)?;
+    for counter in [memory, witness] {
+        let stored = counter.store(number, COUNT, Ordering::SeqCst);
+        stored.map_err(io::Error::other)?;
+    }
+    Ok(())
+}
+
+fn page_of(step: u64) -> u64 {
+    1 + step % (HOT_PAGES - 1)
+}
+
+/// The last step up to `count` that wrote this page; 0 if none did.
+fn last_step_on(page: u64, count: u64) -> u64 {
+    let cycle = HOT_PAGES - 1;
+    let back = (count % cycle + cycle - (page - 1)) % cycle;
+    count.saturating_sub(back)
+}
+
+fn read(memory: &Memory, at: GuestAddress) -> io::Result<u64> {
+    memory.load(at, Ordering::SeqCst).map_err(io::Error::other)
+}
+
+fn write(memory: &Memory, page: u64, value: u64) -> io::Result<()> {
+    let bytes = value.to_ne_bytes().repeat(512);
+    memory
+        .write_slice(&bytes, GuestAddress(page * PAGE_BYTES))
+        .map_err(io::Error::other)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_page_holds_follows_from_the_count() {
+        let mut pages = [0; HOT_PAGES as usize];
+        for step in 1..100 {
+            pages[page_of(step) as usize] = step;
+            for page in 1..HOT_PAGES {
+                assert_eq!(last_step_on(page, step), pages[page as usize], "{step}");
+            }
+        }
+    }
+}

@@ -1,0 +1,85 @@
+//! The files of one run.
+
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+/// The directory of one run.
+#[derive(Clone, Debug)]
+pub struct Place(PathBuf);
+
+impl Place {
+    /// Everything in `directory`, which is there.
+    #[must_use]
+    pub fn new(directory: &Path) -> Self {
+        Self(directory.to_owned())
+    }
+
+    /// The directory.
+    #[must_use]
+    pub fn directory(&self) -> &Path {
+        &self.0
+    }
+
+    /// The journal of a side.
+    #[must_use]
+    pub fn journal(&self, side: &str) -> PathBuf {
+        self.0.join(format!("journal-{side}"))
+    }
+
+    /// The guest memory of a side.
+    #[must_use]
+    pub fn memory(&self, side: &str) -> PathBuf {
+        self.0.join(format!("memory-{side}"))
+    }
+
+    /// How far the guest has come, whoever runs it.
+    #[must_use]
+    pub fn witness(&self) -> PathBuf {
+        self.0.join("witness")
+    }
+
+    /// Where the process that has the VM is asked.
+    #[must_use]
+    pub fn socket(&self) -> PathBuf {
+        self.0.join("vm.sock")
+    }
+
+    /// Takes a lock that only one side may hold at a time; the kernel gives it
+    /// back when the process dies. None if another has it, which is noted.
+    ///
+    /// # Errors
+    /// The file cannot be opened or locked.
+    pub fn take(&self, what: &str, side: &str) -> io::Result<Option<File>> {
+        let file = OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(self.0.join(what))?;
+        match file.try_lock() {
+            Ok(()) => Ok(Some(file)),
+            Err(TryLockError::WouldBlock) => {
+                self.note(&format!("{what}: taken by the {side} while another has it"))?;
+                Ok(None)
+            }
+            Err(TryLockError::Error(error)) => Err(error),
+        }
+    }
+
+    /// Notes something that must never happen.
+    ///
+    /// # Errors
+    /// It cannot be written.
+    pub fn note(&self, what: &str) -> io::Result<()> {
+        let mut file = OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(self.notes())?;
+        writeln!(file, "{what}")
+    }
+
+    /// What has been noted.
+    #[must_use]
+    pub fn notes(&self) -> PathBuf {
+        self.0.join("notes")
+    }
+}

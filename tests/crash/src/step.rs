@@ -1,0 +1,35 @@
+//! The steps of a switchover at which a process can be held, in their order.
+
+/// At the source.
+pub const SOURCE: &[&str] = &[
+    "committing-unwritten",
+    "committing-unsynced",
+    "committing-recorded",
+    "pause",
+    "paused",
+    "relinquish",
+    "save",
+    "hold",
+    "commit-unsent",
+    "commit-sent",
+    "released-unwritten",
+    "released-unsynced",
+    "released-recorded",
+    "destroy",
+    "destroyed",
+];
+
+/// At the destination.
+pub const DESTINATION: &[&str] = &[
+    "load",
+    "ready",
+    "commit-come",
+    "acquire",
+    "running-unwritten",
+    "running-unsynced",
+    "running-recorded",
+    "resume",
+    "resumed",
+    "running-untold",
+    "running-told",
+];

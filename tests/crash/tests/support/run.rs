@@ -1,0 +1,340 @@
+//! What is done in a run, and what must be true at its end.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::thread;
+use std::time::Duration;
+
+use dunlin::engine::journal::Journal;
+use dunlin_crash_tests::place::Place;
+use dunlin_crash_tests::step;
+
+use super::party::Party;
+use super::{Credentials, Scratch};
+
+/// Longer than both sides' limits for a peer that is silent: where both are
+/// stopped, nobody is left who could tell that they have passed.
+const BOTH_STOPPED: Duration = Duration::from_millis(1100);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Victim {
+    Source,
+    Destination,
+    Both,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Signal {
+    Kill,
+    Stop,
+}
+
+/// A run.
+#[derive(Clone, Copy, Debug)]
+pub struct Case {
+    /// Where it is held: a step of [`step::SOURCE`] or [`step::DESTINATION`].
+    pub step: &'static str,
+    pub victim: Victim,
+    pub signal: Signal,
+    /// Whether the VM at the source lives in another process than the one that
+    /// migrates it.
+    pub elsewhere: bool,
+    /// Whether what was killed is started again while the other side still
+    /// waits for it.
+    pub at_once: bool,
+    /// Distinguishes the addresses of the runs of one process.
+    pub number: usize,
+}
+
+/// Where the VM is at the end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ending {
+    /// It runs at the source.
+    Source,
+    /// It runs at the destination.
+    Destination,
+    /// It died with the source's process, and nothing says otherwise.
+    DiedAtSource,
+    /// It died with the destination's process, after the source had let go.
+    DiedAtDestination,
+    /// It died with the destination's process, and the source was told so; the
+    /// copy there has been let go on by an operator.
+    TakenBack,
+    /// The same, but the copy has died with the source's process.
+    DiedAtBoth,
+}
+
+impl Case {
+    fn at_source(&self) -> bool {
+        step::SOURCE.contains(&self.step)
+    }
+
+    fn hits_source(&self) -> bool {
+        self.victim != Victim::Destination
+    }
+
+    fn hits_destination(&self) -> bool {
+        self.victim != Victim::Source
+    }
+
+    /// An address of loopback's that no other run has, below the ports that
+    /// the kernel gives away: it can be bound again.
+    fn address(&self) -> String {
+        let process = std::process::id();
+        format!(
+            "127.{}.{}.{}:{}",
+            1 + (process >> 8) % 250,
+            process % 250,
+            1 + self.number % 250,
+            20_000 + self.number / 250
+        )
+    }
+}
+
+/// The processes of a run.
+struct Cast {
+    source: Party,
+    destination: Party,
+    _vm: Option<Party>,
+}
+
+/// Plays a case; an error says what is not as it must be.
+pub fn run(case: &Case, credentials: &Credentials) -> Result<Ending, String> {
+    let scratch = Scratch::new();
+    let place = Place::new(&scratch.0);
+    credentials.lend(place.directory());
+    let directory = place.directory().to_str().unwrap().to_owned();
+    let address = case.address();
+
+    let vm = if case.elsewhere {
+        let mut vm = Party::start(&["vm", &directory]);
+        vm.until("ready", None)?;
+        Some(vm)
+    } else {
+        None
+    };
+    let hold = |here: bool| if here { case.step } else { "" };
+    let to_hold = hold(!case.at_source());
+    // Longer than anybody waits, where it has to be asked while it waits.
+    let patience_ms = if case.at_once { "60000" } else { "300" };
+    let arguments = ["destination", &directory, &address, patience_ms, to_hold];
+    let mut destination = Party::start(&arguments);
+    destination.until("listening", None)?;
+    let home = if case.elsewhere { "elsewhere" } else { "here" };
+    let to_hold = hold(case.at_source());
+    let source = Party::start(&["source", &directory, &address, home, to_hold]);
+    let mut cast = Cast {
+        source,
+        destination,
+        _vm: vm,
+    };
+    let held = if case.at_source() {
+        &mut cast.source
+    } else {
+        &mut cast.destination
+    };
+    held.until(&format!("at {}", case.step), Some("ended"))?;
+    let ended = match case.signal {
+        Signal::Kill => strike(case, &mut cast)?,
+        Signal::Stop => freeze(case, &mut cast)?,
+    };
+    let standing = settle(case, &mut cast, &place, &address, &ended)?;
+    judge(case, &mut cast, &place, &standing)
+}
+
+/// What each side said at its end; a killed one says nothing.
+struct Ended {
+    source: Option<String>,
+}
+
+/// Kills the victims, and lets the other side come to its end.
+fn strike(case: &Case, cast: &mut Cast) -> Result<Ended, String> {
+    let mut ended = Ended { source: None };
+    if case.hits_source() {
+        cast.source.kill();
+    }
+    if case.hits_destination() {
+        cast.destination.kill();
+    }
+    if !case.hits_source() {
+        cast.source.tell("go");
+        ended.source = Some(cast.source.until("ended", None)?);
+    }
+    if !case.hits_destination() {
+        cast.destination.tell("go");
+        if !case.at_once {
+            cast.destination.until("ended", None)?;
+        }
+    }
+    Ok(ended)
+}
+
+/// Stops the victims until the other side has come to its end without them.
+fn freeze(case: &Case, cast: &mut Cast) -> Result<Ended, String> {
+    if case.hits_source() {
+        cast.source.stop();
+    }
+    if case.hits_destination() {
+        cast.destination.stop();
+    }
+    // Who is stopped hears it later.
+    cast.source.tell("go");
+    cast.destination.tell("go");
+    let mut source = None;
+    match case.victim {
+        Victim::Source => drop(cast.destination.until("ended", None)?),
+        Victim::Destination => source = Some(cast.source.until("ended", None)?),
+        Victim::Both => thread::sleep(BOTH_STOPPED),
+    }
+    if case.hits_source() {
+        cast.source.go_on();
+        source = Some(cast.source.until("ended", None)?);
+    }
+    if case.hits_destination() {
+        cast.destination.go_on();
+        cast.destination.until("ended", None)?;
+    }
+    Ok(Ended { source })
+}
+
+/// Starts again what was killed, and lets the source ask; returns where the
+/// source then knows the VM to be.
+fn settle(
+    case: &Case,
+    cast: &mut Cast,
+    place: &Place,
+    address: &str,
+    ended: &Ended,
+) -> Result<String, String> {
+    let directory = place.directory().to_str().unwrap();
+    let killed = case.signal == Signal::Kill;
+    if killed && case.hits_destination() {
+        cast.destination = Party::start(&["restarted-destination", directory, address]);
+        cast.destination.until("listening", None)?;
+    }
+    match ended.source.as_deref() {
+        None => {
+            let home = if case.elsewhere { "elsewhere" } else { "died" };
+            cast.source = Party::start(&["restarted-source", directory, home]);
+            let standing = cast.source.ask("ask", "asked")?;
+            if case.at_once {
+                cast.destination.until("ended", None)?;
+            }
+            Ok(standing)
+        }
+        Some("in-doubt") => cast.source.ask("ask", "asked"),
+        Some(other) => Ok(other.into()),
+    }
+}
+
+fn judge(case: &Case, cast: &mut Cast, place: &Place, standing: &str) -> Result<Ending, String> {
+    let killed = case.signal == Signal::Kill;
+    let source_died = killed && case.hits_source() && !case.elsewhere;
+    let destination_died = killed && case.hits_destination();
+    let at_source = if case.elsewhere {
+        ask_vm(place)
+    } else if source_died {
+        "dead".into()
+    } else {
+        cast.source.ask("state", "state")?
+    };
+    let at_destination = if destination_died {
+        "dead".into()
+    } else {
+        cast.destination.ask("state", "state")?
+    };
+    let notes = std::fs::read_to_string(place.notes()).unwrap_or_default();
+    let journals = ["source", "destination"].map(|side| states(place, side));
+    let wrong = |what: &str| {
+        Err(format!(
+            "{what}: the source says {standing}, the VM is {at_source} at the source and \
+             {at_destination} at the destination, the journals say {journals:?}; noted: {notes}\n\
+             source: {:#?}\ndestination: {:#?}",
+            cast.source.said, cast.destination.said
+        ))
+    };
+    // Noted by the guest itself: twice at a time, a write lost, back in time.
+    if !notes.is_empty() {
+        return wrong("the guest noted something");
+    }
+    let [of_source, of_destination] = &journals;
+    let kept = |state: &str| of_destination.iter().any(|found| found == state);
+    match (&*at_source, &*at_destination, standing) {
+        ("running", "none" | "destroyed" | "dead", "at-source" | "nothing") => {
+            if !of_source.is_empty() || kept("running") {
+                return wrong("the VM runs at the source, and a journal says otherwise");
+            }
+            Ok(Ending::Source)
+        }
+        ("destroyed" | "dead", "running", "at-destination" | "nothing") => {
+            if !of_source.is_empty() || kept("aborted") {
+                return wrong("the VM runs at the destination, and a journal says otherwise");
+            }
+            Ok(Ending::Destination)
+        }
+        ("dead", "none" | "destroyed" | "dead", "at-source") if source_died => {
+            if !of_source.is_empty() || kept("running") {
+                return wrong("the VM died at the source, and a journal says otherwise");
+            }
+            Ok(Ending::DiedAtSource)
+        }
+        ("destroyed" | "dead", "dead", "at-destination" | "nothing") if destination_died => {
+            if !of_source.is_empty() || kept("aborted") {
+                return wrong("the VM died at the destination, and a journal says otherwise");
+            }
+            Ok(Ending::DiedAtDestination)
+        }
+        ("paused", "dead", "ran-then-died") if destination_died => {
+            if *of_source != ["ran, then died"] || !kept("running") {
+                return wrong("the VM ran and died at the destination, and a journal denies it");
+            }
+            take_back(case, cast, place)?;
+            Ok(Ending::TakenBack)
+        }
+        ("dead", "dead", "ran-then-died") if destination_died && source_died => {
+            if *of_source != ["ran, then died"] || !kept("running") {
+                return wrong("the VM ran and died at the destination, and a journal denies it");
+            }
+            Ok(Ending::DiedAtBoth)
+        }
+        _ => wrong("nobody knows where the VM is, or it is not there"),
+    }
+}
+
+/// The operator decides that the paused copy goes on.
+fn take_back(case: &Case, cast: &mut Cast, place: &Place) -> Result<(), String> {
+    cast.source.ask("resolve", "resolved")?;
+    let state = if case.elsewhere {
+        ask_vm(place)
+    } else {
+        cast.source.ask("state", "state")?
+    };
+    if state == "running" || state == "broken" {
+        // Broken where it has gone back in time, which it notices.
+        return Ok(());
+    }
+    Err(format!("an operator took the VM back, and it is {state}"))
+}
+
+fn ask_vm(place: &Place) -> String {
+    let mut connection = UnixStream::connect(place.socket()).unwrap();
+    writeln!(connection, "state").unwrap();
+    let mut answer = String::new();
+    BufReader::new(connection).read_line(&mut answer).unwrap();
+    answer.trim_end().into()
+}
+
+/// What a side's journal says.
+fn states(place: &Place, side: &str) -> Vec<String> {
+    let entries = Journal::open(&place.journal(side)).unwrap().list().unwrap();
+    let records = entries
+        .into_iter()
+        .filter_map(|entry| entry.record.unwrap());
+    records
+        .map(|record| {
+            let text = record.state.to_string();
+            text.split_once(", ")
+                .map_or(text.clone(), |(_, state)| state.to_owned())
+        })
+        .collect()
+}
