@@ -36,6 +36,9 @@ check:
 	cargo fmt --all --check
 	cargo clippy --locked --workspace --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --no-deps
+	for features in ring aws-lc-rs ring,aws-lc-rs ring,fuzzing; do \
+		cargo check --locked --package dunlin --no-default-features --features "$$features" || exit 1; \
+	done
 	command -v cargo-deny >/dev/null || cargo install --locked cargo-deny@0.20.2
 	cargo deny check bans licenses sources
 

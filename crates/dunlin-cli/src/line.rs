@@ -281,6 +281,10 @@ impl From<&Event> for Line {
             Event::InDoubt { why } => Self::InDoubt { text: why.clone() },
             Event::Running => Self::Running,
             Event::Warning(text) => Self::Warning { text: text.clone() },
+            // The library is newer than this command.
+            event => Self::Warning {
+                text: format!("{event:?}"),
+            },
         }
     }
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
-use dunlin::engine::source::{AtTimeLimit, LaneSecurity, Options};
+use dunlin::engine::source::{AtTimeLimit, LaneSecurity, Options, OptionsBuilder};
 use dunlin_microvm::{Backing, Fill, GuestKind, Workload};
 use serde::{Deserialize, Serialize};
 
@@ -197,20 +197,15 @@ pub(crate) struct MigrateFlags {
 impl MigrateFlags {
     /// A migration to `to` as one without flags would be.
     pub(crate) fn new(to: String) -> Self {
-        let Options {
-            lanes,
-            downtime_limit,
-            doubt_limit,
-            ..
-        } = Options::default();
+        let options = Options::default();
         Self {
             to,
-            lanes,
+            lanes: options.lanes(),
             security: SecurityName::default(),
-            downtime_limit,
+            downtime_limit: options.downtime_limit(),
             time_limit: None,
             at_time_limit: None,
-            doubt_limit,
+            doubt_limit: options.doubt_limit(),
             verify: false,
             throttle: ThrottleName::default(),
             rate: None,
@@ -219,21 +214,19 @@ impl MigrateFlags {
         }
     }
 
-    pub(crate) fn options(&self) -> Options {
-        Options {
-            lanes: self.lanes,
-            security: self.security.into(),
-            downtime_limit: self.downtime_limit,
-            time_limit: self.time_limit,
-            at_time_limit: self.at_time_limit.map(Into::into).unwrap_or_default(),
-            doubt_limit: self.doubt_limit,
-            verify: self.verify,
-            throttle: matches!(self.throttle, ThrottleName::Auto),
-            rate: self.rate,
-            last_pass_rate: self.last_pass_rate,
-            lane_rate: self.lane_rate,
-            ..Options::default()
-        }
+    pub(crate) fn options(&self) -> OptionsBuilder {
+        Options::builder()
+            .lanes(self.lanes)
+            .security(self.security.into())
+            .downtime_limit(self.downtime_limit)
+            .time_limit(self.time_limit)
+            .at_time_limit(self.at_time_limit.map(Into::into).unwrap_or_default())
+            .doubt_limit(self.doubt_limit)
+            .verify(self.verify)
+            .throttle(matches!(self.throttle, ThrottleName::Auto))
+            .rate(self.rate)
+            .last_pass_rate(self.last_pass_rate)
+            .lane_rate(self.lane_rate)
     }
 }
 
@@ -366,7 +359,7 @@ mod tests {
     fn without_flags_the_options_are_the_librarys() {
         let flags = MigrateFlags::new("host:1".into());
         assert_eq!(
-            format!("{:?}", flags.options()),
+            format!("{:?}", flags.options().build().unwrap()),
             format!("{:?}", Options::default())
         );
     }

@@ -227,8 +227,7 @@ fn a_guest_that_powers_off_in_the_middle_ends_the_migration() {
     });
     goes_on(vm.vm());
     // A second's worth of memory, so that the end comes in the middle.
-    let mut options = verified(2);
-    options.rate = Some(128 * MIB);
+    let options = verified(2).to_builder().rate(128 * MIB).build().unwrap();
     let asked = AtomicU64::new(0);
     let moved = attempt(
         &vm,

@@ -199,10 +199,7 @@ fn i3_without_a_comparison_the_guest_itself_finds_the_damage() {
     let Some(_turn) = kvm() else { return };
     let vm = guest();
     let mut builder = Damaging::new(When::Loading, CONTENT);
-    let options = Options {
-        verify: false,
-        ..Options::default()
-    };
+    let options = Options::builder().verify(false).build().unwrap();
     let moved = attempt(&vm, &Tls::new(), &options, &mut builder, &|_| ());
     assert_eq!(moved.source.unwrap().digests_equal, None);
     let ended = builder

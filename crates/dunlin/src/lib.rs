@@ -9,7 +9,10 @@
 //!
 //! - [`engine`]: the migration: pre-copy, switchover, what a VMM implements.
 //! - [`lane`]: TCP connections with their security, and the bytes on them.
-//! - [`testing`]: whether a VMM's dirty logs keep what they promise.
+//! - [`testing`]: whether a VMM keeps what those traits promise.
+//!
+//! `docs/integrating.md` leads from here to a first migration, and `examples/`
+//! has three whole VMMs.
 //!
 //! Features: `ring` (the default) and `aws-lc-rs`, the crypto libraries; at
 //! least one. With both, a probe at start-up picks the faster one.
@@ -20,3 +23,8 @@ pub mod engine;
 pub mod fuzz;
 pub mod lane;
 pub mod testing;
+
+/// The guide's code is compiled.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/integrating.md")]
+pub struct Integrating;

@@ -1,67 +1,99 @@
-//! Whether a dirty log keeps what [`DirtyLog`] promises, for the authors of
-//! VMMs: call it from a test.
+//! Whether a VMM keeps what the traits of [`vmm`](crate::engine::vmm) promise,
+//! for the authors of VMMs: call it from a test.
 //!
-//! A page that a log forgets is a page that is stale at the destination, in one
-//! migration of many. The test does what a migration does, many times over: it
-//! copies all memory while the guest writes, then again and again the pages
-//! that the log reports; and whenever the guest stands still, memory must equal
-//! the copy.
+//! A promise that is broken is a VM that is damaged in one migration of many,
+//! or one that runs twice. Each check does what a migration does, many times
+//! over where it matters, and ends with one sentence that names the method and
+//! what it promises.
 //!
 //! ```no_run
-//! # use dunlin::engine::vmm::SourceVm;
-//! # use dunlin::testing::{Effort, Violation, check_dirty_logs};
-//! # fn start_a_guest_that_writes() -> Box<dyn SourceVm> { unreachable!() }
-//! let vm = start_a_guest_that_writes();
-//! check_dirty_logs(&*vm, &Effort::default())?;
+//! # use std::sync::Arc;
+//! # use dunlin::engine::vmm::{Builder, SourceVm, VmmError};
+//! # use dunlin::testing::{Effort, Violation, Vmm, check_vmm};
+//! # struct MyVmm;
+//! # impl Vmm for MyVmm {
+//! #     fn start(&mut self) -> Result<Arc<dyn SourceVm>, VmmError> { unreachable!() }
+//! #     fn builder(&mut self) -> &mut dyn Builder { unreachable!() }
+//! #     fn built(&mut self) -> Option<Arc<dyn SourceVm>> { unreachable!() }
+//! # }
+//! let seen = check_vmm(&mut MyVmm, &Effort::default())?;
+//! assert!(seen.dirty.pages > 1000, "the guest should write more: {seen:?}");
 //! # Ok::<(), Violation>(())
 //! ```
+//!
+//! | check | of |
+//! | --- | --- |
+//! | [`check_vmm`] | all that a VMM implements: the next five |
+//! | [`check_memory`] | [`GuestMemory`] |
+//! | [`check_control`] | [`SourceVm`]: pause, resume, throttle, describe, run state |
+//! | [`check_dirty_logs`], [`check_dirty_log`] | [`DirtyLog`] |
+//! | [`check_state`] | [`SourceVm::save`], [`DestinationVm::load`] |
+//! | [`check_arrival`] | [`Builder`], [`DestinationVm`], [`SourceVm::destroy`] |
+//! | [`check_host`] | [`Host`](crate::engine::Host) |
+//! | [`check_disk`] | [`Disk`](crate::engine::journal::Disk) |
+//!
+//! What cannot be tested from outside: [`SourceVm::hold`], which may take as
+//! long as it wants, and whether what a VMM relinquishes is free.
+//!
+//! [`GuestMemory`]: crate::engine::vmm::GuestMemory
+//! [`SourceVm`]: crate::engine::vmm::SourceVm
+//! [`SourceVm::save`]: crate::engine::vmm::SourceVm::save
+//! [`SourceVm::hold`]: crate::engine::vmm::SourceVm::hold
+//! [`SourceVm::destroy`]: crate::engine::vmm::SourceVm::destroy
+//! [`DirtyLog`]: crate::engine::vmm::DirtyLog
+//! [`DestinationVm`]: crate::engine::vmm::DestinationVm
+//! [`DestinationVm::load`]: crate::engine::vmm::DestinationVm::load
 
 use std::io;
-use std::ops::Range;
+use std::sync::Arc;
 use std::time::Duration;
 
-use dunlin_proto::limits::PAGE_BYTES;
 use thiserror::Error;
 
-use crate::engine::vmm::{DirtyLog, GuestMemory, SourceVm, VmmError};
+use crate::engine::vmm::{Builder, SourceVm, VmmError};
 
-/// What writes to guest memory: the guest, or anything else that the log under
-/// test is to see. Every [`SourceVm`] is one.
-///
-/// It should write all over memory, to some pages often, and to pages that were
-/// never touched before.
-pub trait Writer {
-    /// Lets it write until it is paused. It may run already.
+mod arrival;
+mod control;
+mod dirty;
+mod host;
+mod memory;
+mod state;
+
+pub use arrival::check_arrival;
+pub use control::check_control;
+pub use dirty::{Seen, Writer, check_dirty_log, check_dirty_logs};
+pub use host::{check_disk, check_host};
+pub use memory::check_memory;
+pub use state::check_state;
+
+/// A VMM under test.
+pub trait Vmm {
+    /// A new VM whose guest runs, and writes all over its memory: to some pages
+    /// often, and to pages that were never touched before.
     ///
     /// # Errors
-    /// It cannot run; the test ends.
-    fn resume(&self) -> Result<(), VmmError>;
+    /// There is none; the test ends.
+    fn start(&mut self) -> Result<Arc<dyn SourceVm>, VmmError>;
 
-    /// Stops it; on return it writes no more.
-    ///
-    /// # Errors
-    /// It may still write; the test ends.
-    fn pause(&self) -> Result<(), VmmError>;
+    /// What builds VMs here, as [`receive`](crate::engine::destination::receive)
+    /// is given it.
+    fn builder(&mut self) -> &mut dyn Builder;
+
+    /// The VM that the builder has built last, as the source that it will be
+    /// once it has come: whoever takes VMs in can move them on.
+    fn built(&mut self) -> Option<Arc<dyn SourceVm>>;
 }
 
-impl<V: SourceVm + ?Sized> Writer for V {
-    fn resume(&self) -> Result<(), VmmError> {
-        SourceVm::resume(self)
-    }
-
-    fn pause(&self) -> Result<(), VmmError> {
-        SourceVm::pause(self)
-    }
-}
-
-/// How thorough the test is.
+/// How thorough a test is.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct Effort {
-    /// How often the writer is paused and memory compared, in each recording.
+    /// How often the guest is paused and memory compared, in each recording of
+    /// a dirty log, and in the test of the pause.
     pub pauses: u32,
-    /// How often the log is read before each pause, while the writer runs.
+    /// How often the log is read before each pause, while the guest runs.
     pub fetches: u32,
-    /// How long the writer runs between two fetches.
+    /// How long the guest runs between two fetches.
     pub between: Duration,
 }
 
@@ -76,22 +108,29 @@ impl Default for Effort {
     }
 }
 
-/// What the test has seen of a log that keeps its promises.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Seen {
-    /// Times that the log was read.
-    pub fetches: u64,
-    /// Pages that it reported, each time that it did.
-    pub pages: u64,
+/// What was seen of a VMM that keeps its promises.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Conformance {
+    /// What its dirty logs reported.
+    pub dirty: Seen,
+    /// Whether it throttles its guest.
+    pub throttles: bool,
+    /// Names of the sections whose content changes while the guest is paused, or
+    /// is another after each load: clocks and timers. Of these it could not be
+    /// seen whether they are loaded as they were saved: there should be few.
+    pub unsteady: Vec<String>,
 }
 
-/// What is wrong with a log, or why it could not be tested.
+/// What is wrong, or why it could not be tested.
 #[derive(Debug, Error)]
+#[non_exhaustive]
 pub enum Violation {
     /// A write was reported neither by the fetch after it nor by an earlier one:
     /// a migration would have left the page as it was.
     #[error(
-        "{pages} pages were written and not reported, the first is page {page} of region {region}"
+        "DirtyLog::fetch promises that every write before it has been reported; {pages} pages were \
+         written and not reported, the first is page {page} of region {region}"
     )]
     Missed {
         /// The region's place in the table.
@@ -102,7 +141,10 @@ pub enum Violation {
         pages: u64,
     },
     /// A log that has just been started holds something.
-    #[error("after its start the log holds page {page} of region {region} though nobody wrote")]
+    #[error(
+        "DirtyLog::start promises an empty log; it holds page {page} of region {region} though \
+         nobody wrote"
+    )]
     NotEmpty {
         /// The region's place in the table.
         region: usize,
@@ -111,7 +153,8 @@ pub enum Violation {
     },
     /// What was fetched is reported again.
     #[error(
-        "page {page} of region {region} is reported again though nobody wrote: fetch must clear"
+        "DirtyLog::fetch promises that it clears the log; page {page} of region {region} is \
+         reported again though nobody wrote"
     )]
     NotCleared {
         /// The region's place in the table.
@@ -120,18 +163,43 @@ pub enum Violation {
         page: u64,
     },
     /// A region or a page that does not exist is reported.
-    #[error("the log reports page {page} of region {region}, which does not exist")]
+    #[error(
+        "DirtyLog::fetch promises pages of the region table; it reports page {page} of region \
+         {region}, which does not exist"
+    )]
     Outside {
         /// The region's place, as reported.
         region: usize,
         /// The page, as reported.
         page: u64,
     },
-    /// Nothing was reported all the while, and memory did not change either.
-    #[error("the writer wrote nothing: the test proves nothing")]
+    /// Any other promise is broken.
+    #[error("{method} promises that {promise}; {what}")]
+    Broken {
+        /// The method, as `SourceVm::pause`.
+        method: &'static str,
+        /// What it promises.
+        promise: &'static str,
+        /// What was seen instead.
+        what: String,
+    },
+    /// A method failed though nothing was wrong.
+    #[error("{method} fails, and what comes after it cannot be tested")]
+    Failed {
+        /// The method, as `SourceVm::pause`.
+        method: &'static str,
+        /// Its reason.
+        #[source]
+        source: VmmError,
+    },
+    /// Nothing was written all the while.
+    #[error(
+        "the guest wrote nothing while it was to run, so that the test proves nothing: give it a \
+         workload"
+    )]
     NothingWritten,
     /// The log failed.
-    #[error("the log cannot {step}")]
+    #[error("the dirty log cannot {step}")]
     Log {
         /// What was asked of it.
         step: &'static str,
@@ -142,239 +210,39 @@ pub enum Violation {
     /// The writer could not be paused or resumed.
     #[error("the writer cannot be paused or resumed")]
     Writer(#[source] VmmError),
-    /// Guest memory could not be read.
-    #[error("guest memory cannot be read")]
-    Memory(#[from] io::Error),
+    /// Guest memory could not be read, or something that the test needs.
+    #[error("the test cannot go on")]
+    Test(#[from] io::Error),
 }
 
-/// Tests the union of a VM's dirty logs, its guest being the writer. The guest
-/// is paused afterwards.
+/// Tests all that a VMM implements. Needs as much memory as four of its VMs.
 ///
 /// # Errors
-/// See [`Violation`].
-pub fn check_dirty_logs(vm: &dyn SourceVm, effort: &Effort) -> Result<Seen, Violation> {
-    let memory = vm.memory();
-    check_dirty_log(&*memory, &mut Union(vm.dirty_logs()), vm, effort)
-}
-
-/// Tests one log that sees everything that `writer` writes to `memory`. Needs
-/// as much memory again. The writer is paused afterwards, and the log stopped.
-///
-/// Three recordings: the first and the last begin while nobody writes and must
-/// begin empty, whatever was written before; the second begins in the middle of
-/// it.
-///
-/// # Errors
-/// See [`Violation`].
-pub fn check_dirty_log<W: Writer + ?Sized>(
-    memory: &dyn GuestMemory,
-    log: &mut dyn DirtyLog,
-    writer: &W,
-    effort: &Effort,
-) -> Result<Seen, Violation> {
-    let mut test = Test {
-        memory,
-        log,
-        writer,
-        effort,
-        shadow: Vec::new(),
-        seen: Seen::default(),
-    };
-    for running in [false, true, false] {
-        if let Err(violation) = test.recording(running) {
-            // Whatever else fails now, the violation says more.
-            let _ = test.writer.pause();
-            let _ = test.log.stop();
-            return Err(violation);
-        }
-    }
-    Ok(test.seen)
-}
-
-struct Test<'a, W: ?Sized> {
-    memory: &'a dyn GuestMemory,
-    log: &'a mut dyn DirtyLog,
-    writer: &'a W,
-    effort: &'a Effort,
-    /// What a destination would have, for each region.
-    shadow: Vec<Vec<u8>>,
-    seen: Seen,
-}
-
-/// For each region the pages that one fetch reported.
-type Bitmaps = Vec<Vec<u64>>;
-
-impl<W: Writer + ?Sized> Test<'_, W> {
-    /// From start to stop.
-    fn recording(&mut self, running: bool) -> Result<(), Violation> {
-        // Written before the start: none of it belongs into the log.
-        self.writer.resume().map_err(Violation::Writer)?;
-        std::thread::sleep(self.effort.between);
-        if !running {
-            self.writer.pause().map_err(Violation::Writer)?;
-        }
-        self.log.start().map_err(failed("start"))?;
-        if !running {
-            if let Some((region, page)) = first(&self.fetch()?) {
-                return Err(Violation::NotEmpty { region, page });
-            }
-            self.writer.resume().map_err(Violation::Writer)?;
-        }
-        self.copy_all()?;
-        let before = self.seen.pages;
-        for _ in 0..self.effort.pauses {
-            self.writer.resume().map_err(Violation::Writer)?;
-            for _ in 0..self.effort.fetches {
-                std::thread::sleep(self.effort.between);
-                let reported = self.fetch()?;
-                self.copy(&reported)?;
-            }
-            std::thread::sleep(self.effort.between);
-            self.writer.pause().map_err(Violation::Writer)?;
-            let reported = self.fetch()?;
-            self.copy(&reported)?;
-            if let Some((region, page)) = first(&self.fetch()?) {
-                return Err(Violation::NotCleared { region, page });
-            }
-            self.compare()?;
-        }
-        if self.seen.pages == before {
-            return Err(Violation::NothingWritten);
-        }
-        self.log.stop().map_err(failed("stop"))
-    }
-
-    /// Reads the log, and checks that what it reports exists.
-    fn fetch(&mut self) -> Result<Bitmaps, Violation> {
-        let regions = self.memory.regions();
-        let mut bitmaps: Bitmaps = regions
-            .iter()
-            .map(|region| vec![0; region.length.div_ceil(PAGE_BYTES).div_ceil(64) as usize])
-            .collect();
-        let mut outside = None;
-        self.log
-            .fetch(&mut |region, words| {
-                for (word, bits) in words.iter().enumerate().filter(|(_, bits)| **bits != 0) {
-                    let last = word as u64 * 64 + u64::from(63 - bits.leading_zeros());
-                    match bitmaps.get_mut(region).and_then(|map| map.get_mut(word)) {
-                        Some(known) if last * PAGE_BYTES < regions[region].length => *known |= bits,
-                        _ => outside = Some((region, last)),
-                    }
-                }
-            })
-            .map_err(failed("be read"))?;
-        if let Some((region, page)) = outside {
-            return Err(Violation::Outside { region, page });
-        }
-        self.seen.fetches += 1;
-        self.seen.pages += bitmaps
-            .iter()
-            .flatten()
-            .map(|bits| u64::from(bits.count_ones()))
-            .sum::<u64>();
-        Ok(bitmaps)
-    }
-
-    /// Copies everything, as the first pass of a migration does.
-    fn copy_all(&mut self) -> Result<(), Violation> {
-        self.shadow.clear();
-        for (index, region) in self.memory.regions().iter().enumerate() {
-            let length = usize::try_from(region.length).map_err(io::Error::other)?;
-            self.shadow.push(vec![0; length]);
-            for range in worth_reading(self.memory, index) {
-                self.copy_range(index, range)?;
-            }
-        }
-        Ok(())
-    }
-
-    fn copy(&mut self, reported: &Bitmaps) -> Result<(), Violation> {
-        for (index, words) in reported.iter().enumerate() {
-            for (word, bits) in (0_u64..).zip(words) {
-                for bit in (0..64).filter(|bit| bits >> bit & 1 == 1) {
-                    let start = (word * 64 + bit) * PAGE_BYTES;
-                    self.copy_range(index, start..start + PAGE_BYTES)?;
-                }
-            }
-        }
-        Ok(())
-    }
-
-    fn copy_range(&mut self, index: usize, range: Range<u64>) -> io::Result<()> {
-        let shadow = &mut self.shadow[index];
-        let end = range.end.min(shadow.len() as u64);
-        let copy = &mut shadow[range.start as usize..end as usize];
-        self.memory
-            .slice(index, range.start, copy.len())?
-            .copy_to(copy);
-        Ok(())
-    }
-
-    /// Nobody writes: memory must equal the copy.
-    fn compare(&self) -> Result<(), Violation> {
-        let mut missed: Option<(usize, u64)> = None;
-        let mut pages = 0;
-        let mut page = [0; PAGE_BYTES as usize];
-        for (index, shadow) in self.shadow.iter().enumerate() {
-            for range in worth_reading(self.memory, index) {
-                let range = range.start as usize..(range.end as usize).min(shadow.len());
-                for (number, copy) in (0_u64..).zip(shadow[range.clone()].chunks(page.len())) {
-                    let offset = range.start as u64 + number * PAGE_BYTES;
-                    let now = &mut page[..copy.len()];
-                    self.memory.slice(index, offset, now.len())?.copy_to(now);
-                    if now != copy {
-                        missed.get_or_insert((index, offset / PAGE_BYTES));
-                        pages += 1;
-                    }
-                }
-            }
-        }
-        match missed {
-            None => Ok(()),
-            Some((region, page)) => Err(Violation::Missed {
-                region,
-                page,
-                pages,
-            }),
-        }
-    }
-}
-
-/// The ranges of a region that are not known to read as zeros; reading others
-/// might populate them.
-fn worth_reading(memory: &dyn GuestMemory, index: usize) -> Vec<Range<u64>> {
-    let mut ranges = Vec::new();
-    match memory.worth_sending(index, &mut |range| ranges.push(range)) {
-        Ok(()) => ranges,
-        Err(_) => std::iter::once(0..memory.regions()[index].length).collect(),
-    }
-}
-
-/// The first page that is reported.
-fn first(reported: &Bitmaps) -> Option<(usize, u64)> {
-    reported.iter().enumerate().find_map(|(region, words)| {
-        let (word, bits) = (0_u64..).zip(words).find(|(_, bits)| **bits != 0)?;
-        Some((region, word * 64 + u64::from(bits.trailing_zeros())))
+/// The first [`Violation`].
+pub fn check_vmm(vmm: &mut dyn Vmm, effort: &Effort) -> Result<Conformance, Violation> {
+    let vm = vmm.start().map_err(failed("Vmm::start"))?;
+    // The pause first: every other check relies on it.
+    let throttles = check_control(&*vm, effort)?;
+    check_memory(&*vm.memory())?;
+    let dirty = check_dirty_logs(&*vm, effort)?;
+    drop(vm);
+    let unsteady = check_state(vmm, effort)?;
+    check_arrival(vmm, effort)?;
+    Ok(Conformance {
+        dirty,
+        throttles,
+        unsteady,
     })
 }
 
-fn failed(step: &'static str) -> impl Fn(io::Error) -> Violation {
-    move |source| Violation::Log { step, source }
+fn broken(method: &'static str, promise: &'static str, what: impl Into<String>) -> Violation {
+    Violation::Broken {
+        method,
+        promise,
+        what: what.into(),
+    }
 }
 
-/// Several logs as one.
-struct Union(Vec<Box<dyn DirtyLog>>);
-
-impl DirtyLog for Union {
-    fn start(&mut self) -> io::Result<()> {
-        self.0.iter_mut().try_for_each(|log| log.start())
-    }
-
-    fn fetch(&mut self, found: &mut dyn FnMut(usize, &[u64])) -> io::Result<()> {
-        self.0.iter_mut().try_for_each(|log| log.fetch(found))
-    }
-
-    fn stop(&mut self) -> io::Result<()> {
-        self.0.iter_mut().try_for_each(|log| log.stop())
-    }
+fn failed(method: &'static str) -> impl Fn(VmmError) -> Violation {
+    move |source| Violation::Failed { method, source }
 }

@@ -85,13 +85,16 @@ fn i8_no_chunk_allocates_on_a_lane_at_either_side() {
         Event::Paused => WARM.store(false, Ordering::SeqCst),
         _ => {}
     };
-    let mut options = verified(2);
     // Several passes of many chunks.
-    options.rate = Some(200 << 20);
-    options.downtime_limit = Duration::from_millis(40);
-    options.time_limit = Some(Duration::from_millis(2500));
-    options.at_time_limit = dunlin::engine::source::AtTimeLimit::Stop;
-    options.throttle = false;
+    let options = verified(2)
+        .to_builder()
+        .rate(200 << 20)
+        .downtime_limit(Duration::from_millis(40))
+        .time_limit(Duration::from_millis(2500))
+        .at_time_limit(dunlin::engine::source::AtTimeLimit::Stop)
+        .throttle(false)
+        .build()
+        .unwrap();
     let report = std::thread::scope(|scope| {
         scope.spawn(|| {
             destination::receive(

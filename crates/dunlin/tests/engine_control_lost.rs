@@ -10,7 +10,6 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use dunlin::engine::Event;
-use dunlin::engine::source;
 use dunlin::engine::vmm::FaultCode;
 use engine_support::proxy::{At, FAULTS, Fault};
 use engine_support::scene::{HOT_PAGES, Scene, is_up, patient, quick, rounds, side_by_side};
@@ -58,10 +57,11 @@ fn the_control_lane_killed_at_any_point_and_in_any_way_is_made_anew() {
     side_by_side(&cases, |&(point, fault, with_lane)| {
         let scene = Scene::with(&tls, 16, &patient(), point.hot_pages());
         let (ups, ticks) = (AtomicUsize::new(0), AtomicUsize::new(0));
-        let options = source::Options {
-            connect_limit: Duration::from_secs(4),
-            ..quick(3, 8)
-        };
+        let options = quick(3, 8)
+            .to_builder()
+            .connect_limit(Duration::from_secs(4))
+            .build()
+            .unwrap();
         let report = scene
             .send_with(&options, |event| {
                 let now = match (point, event) {
@@ -155,11 +155,12 @@ fn cancelling_does_not_wait_for_a_control_lane_that_is_being_made_anew() {
     let scene = Scene::new(&tls(), 16);
     // The second control lane gets no answer.
     scene.proxy.strike_at(3, At::Bytes(0), Fault::Hold);
-    let options = source::Options {
-        connect_limit: Duration::from_secs(20),
-        control_limit: Duration::from_secs(20),
-        ..quick(2, 4)
-    };
+    let options = quick(2, 4)
+        .to_builder()
+        .connect_limit(Duration::from_secs(20))
+        .control_limit(Duration::from_secs(20))
+        .build()
+        .unwrap();
     let took = thread::scope(|scope| {
         let sending = scope.spawn(|| scene.send(&options).unwrap_err());
         scene.await_events(2, is_up);

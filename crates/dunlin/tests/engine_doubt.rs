@@ -214,10 +214,10 @@ impl Destination {
             let host: Arc<dyn Host> = Arc::new(StandardHost);
             let mut ended = Vec::new();
             loop {
-                let options = destination::Options {
-                    journal: journals(),
-                    ..destination::Options::default()
-                };
+                let options = destination::Options::builder()
+                    .journal(journals())
+                    .build()
+                    .unwrap();
                 let listener = listener.try_clone().unwrap();
                 let result = receive(
                     listener,
@@ -265,11 +265,12 @@ fn send(
     journal: Journal,
     at: &(dyn Fn(&Event) + Send + Sync),
 ) -> Result<Report, MigrateError> {
-    let options = source::Options {
-        journal,
-        doubt_limit: Duration::from_secs(5),
-        ..verified(2)
-    };
+    let options = verified(2)
+        .to_builder()
+        .journal(journal)
+        .doubt_limit(Duration::from_secs(5))
+        .build()
+        .unwrap();
     send_with(vm, to, client, &options, at)
 }
 
@@ -452,11 +453,12 @@ fn i2_a_destination_that_cannot_be_reached_leaves_the_vm_in_doubt_at_the_limit()
         Event::Committed => relay.cut(true),
         _ => {}
     };
-    let options = source::Options {
-        journal: here.journal(),
-        doubt_limit: Duration::from_millis(400),
-        ..verified(1)
-    };
+    let options = verified(1)
+        .to_builder()
+        .journal(here.journal())
+        .doubt_limit(Duration::from_millis(400))
+        .build()
+        .unwrap();
     let began = Instant::now();
     let error = send_with(&vm, relay.address, &client, &options, &at).unwrap_err();
     assert_eq!(error.vm, VmIs::InDoubt, "{error}");

@@ -9,8 +9,6 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dunlin::engine::destination;
-use dunlin::engine::source;
 use dunlin::engine::vmm::FaultCode;
 use dunlin::engine::{Cancel, Event, VmIs};
 use engine_support::proxy::{At, FAULTS, Fault, Proxy};
@@ -222,13 +220,14 @@ fn lanes_are_replaced_again_and_again_before_their_limit_and_lose_nothing() {
     let vm = TestVm::new(192 << 20);
     vm.fill(96 << 20);
     vm.start(HOT_PAGES, Duration::from_micros(100));
-    let options = source::Options {
-        records_per_lane: 1000,
-        lane_stall_limit: Duration::from_secs(5),
-        silence_limit: Duration::from_secs(10),
-        rate: None,
-        ..quick(3, 1)
-    };
+    let options = quick(3, 1)
+        .to_builder()
+        .records_per_lane(1000)
+        .lane_stall_limit(Duration::from_secs(5))
+        .silence_limit(Duration::from_secs(10))
+        .rate(None)
+        .build()
+        .unwrap();
     let to = proxy.address.to_string();
     let (result, events) = engine_support::send(&vm, &to, &tls.0, &options, &Cancel::new());
     let report = result.unwrap();
@@ -259,10 +258,11 @@ fn lanes_that_cannot_be_reached_at_set_up_are_done_without() {
     let tls = tls();
     let front = TcpListener::bind(("127.0.0.1", 0)).unwrap();
     let endpoints = [front.local_addr().unwrap(), dead()];
-    let options = destination::Options {
-        endpoints: endpoints.map(|one| one.to_string()).to_vec(),
-        ..patient()
-    };
+    let options = patient()
+        .to_builder()
+        .endpoints(endpoints.map(|one| one.to_string()).to_vec())
+        .build()
+        .unwrap();
     let scene = Scene::with(&tls, 6, &options, HOT_PAGES);
     let lanes = Proxy::start_on(front, scene.receiving.address);
     let report = scene.send(&quick(4, 24)).unwrap();
@@ -275,10 +275,11 @@ fn lanes_that_cannot_be_reached_at_set_up_are_done_without() {
 #[test]
 fn i2_no_lane_at_set_up_fails_at_once_with_the_first_reason() {
     let tls = tls();
-    let options = destination::Options {
-        endpoints: vec![dead().to_string()],
-        ..patient()
-    };
+    let options = patient()
+        .to_builder()
+        .endpoints(vec![dead().to_string()])
+        .build()
+        .unwrap();
     let scene = Scene::with(&tls, 6, &options, HOT_PAGES);
     let began = Instant::now();
     let error = scene.send(&quick(4, 24)).unwrap_err();
@@ -312,15 +313,17 @@ fn black_hole() -> (TcpListener, Vec<TcpStream>) {
 fn cancelling_does_not_wait_for_a_lane_that_is_being_connected() {
     let tls = tls();
     let (listener, _filling) = black_hole();
-    let options = destination::Options {
-        endpoints: vec![listener.local_addr().unwrap().to_string()],
-        ..patient()
-    };
+    let options = patient()
+        .to_builder()
+        .endpoints(vec![listener.local_addr().unwrap().to_string()])
+        .build()
+        .unwrap();
     let scene = Scene::with(&tls, 6, &options, HOT_PAGES);
-    let options = source::Options {
-        connect_limit: Duration::from_secs(20),
-        ..quick(2, 24)
-    };
+    let options = quick(2, 24)
+        .to_builder()
+        .connect_limit(Duration::from_secs(20))
+        .build()
+        .unwrap();
     let took = thread::scope(|scope| {
         let sending = scope.spawn(|| scene.send(&options).unwrap_err());
         scene.await_events(1, |event| matches!(event, Event::Accepted { .. }));

@@ -12,7 +12,7 @@ use std::thread;
 use std::time::Duration;
 
 use dunlin::engine::Cancel;
-use dunlin::engine::destination;
+use dunlin::engine::{destination, source};
 use engine_support::{TestBuilder, TestVm, run, tls};
 
 /// Each side's bound, in KiB.
@@ -58,10 +58,7 @@ fn i8_both_sides_together_stay_under_the_bound_of_one_with_eight_lanes() {
                 thread::sleep(Duration::from_millis(1));
             }
         });
-        let options = dunlin::engine::source::Options {
-            lanes: 8,
-            ..Default::default()
-        };
+        let options = source::Options::builder().lanes(8).build().unwrap();
         let accepting = destination::Options::default();
         let builder = TestBuilder::default();
         let tls = (&client, &server);

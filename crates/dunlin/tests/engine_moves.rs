@@ -104,14 +104,11 @@ fn i3_an_idle_vm_arrives_whatever_secures_its_lanes() {
         for filled in [0, 4 << 20] {
             let vm = TestVm::new(16 << 20);
             vm.fill(filled);
-            let options = source::Options {
-                security,
-                ..verified(3)
-            };
-            let allowing = destination::Options {
-                allow_plain: true,
-                ..destination::Options::default()
-            };
+            let options = verified(3).to_builder().security(security).build().unwrap();
+            let allowing = destination::Options::builder()
+                .allow_plain(true)
+                .build()
+                .unwrap();
             let builder = TestBuilder::default();
             let tls = (&client, &server);
             let moved = run(&vm, tls, &options, &allowing, builder, &Cancel::new());
@@ -447,10 +444,11 @@ fn i1_a_cancellation_after_commit_is_too_late() {
 #[test]
 fn i6_plain_lanes_need_the_destinations_consent() {
     let vm = running(4 << 20);
-    let options = source::Options {
-        security: LaneSecurity::Plain,
-        ..verified(2)
-    };
+    let options = verified(2)
+        .to_builder()
+        .security(LaneSecurity::Plain)
+        .build()
+        .unwrap();
     let moved = moved(&vm, &options, TestBuilder::default());
     let error = moved.source.unwrap_err();
     assert_eq!(
@@ -471,10 +469,10 @@ fn i6_a_lane_of_the_other_security_is_turned_away() {
     use engine_support::peer::{Peer, SESSION, describe, lane_open, open_lane};
     let (client, server) = tls();
     for agreed in [LaneSecurity::Tls, LaneSecurity::Plain] {
-        let options = destination::Options {
-            allow_plain: true,
-            ..destination::Options::default()
-        };
+        let options = destination::Options::builder()
+            .allow_plain(true)
+            .build()
+            .unwrap();
         let receiving = Receiving::start(&server, &options, TestBuilder::default());
         let (mut peer, _) = Peer::source(receiving.address, &client, agreed);
         peer.send(&describe());
@@ -501,11 +499,12 @@ fn outrunning() -> (Arc<TestVm>, source::Options) {
     let vm = TestVm::new(8 << 20);
     vm.fill(4 << 20);
     vm.start(1000, Duration::from_micros(60));
-    let options = source::Options {
-        rate: Some(20 << 20),
-        downtime_limit: Duration::from_millis(40),
-        ..verified(2)
-    };
+    let options = verified(2)
+        .to_builder()
+        .rate(Some(20 << 20))
+        .downtime_limit(Duration::from_millis(40))
+        .build()
+        .unwrap();
     (vm, options)
 }
 
@@ -533,13 +532,14 @@ fn at_its_time_limit_a_migration_is_cancelled_or_the_guest_is_stopped() {
     for at_time_limit in [AtTimeLimit::Cancel, AtTimeLimit::Stop] {
         let (vm, options) = outrunning();
         // In the middle of a pass, too: this one alone takes 800 ms.
-        let options = source::Options {
-            throttle: false,
-            time_limit: Some(Duration::from_millis(400)),
-            at_time_limit,
-            rate: Some(5 << 20),
-            ..options
-        };
+        let options = options
+            .to_builder()
+            .throttle(false)
+            .time_limit(Some(Duration::from_millis(400)))
+            .at_time_limit(at_time_limit)
+            .rate(Some(5 << 20))
+            .build()
+            .unwrap();
         let began = Instant::now();
         let moved = moved(&vm, &options, TestBuilder::default());
         assert!(began.elapsed() < Duration::from_secs(2));
@@ -560,10 +560,11 @@ fn at_its_time_limit_a_migration_is_cancelled_or_the_guest_is_stopped() {
 #[test]
 fn a_downtime_limit_below_the_fixed_cost_is_named_as_such() {
     let vm = running(4 << 20);
-    let options = source::Options {
-        downtime_limit: Duration::from_millis(1),
-        ..verified(2)
-    };
+    let options = verified(2)
+        .to_builder()
+        .downtime_limit(Duration::from_millis(1))
+        .build()
+        .unwrap();
     let error = moved(&vm, &options, TestBuilder::default())
         .source
         .unwrap_err();
@@ -579,11 +580,11 @@ fn a_downtime_limit_below_the_fixed_cost_is_named_as_such() {
 fn one_cap_holds_for_all_lanes_together() {
     let vm = TestVm::new(64 << 20);
     vm.fill(32 << 20);
-    let options = source::Options {
-        lanes: 4,
-        rate: Some(50 << 20),
-        ..source::Options::default()
-    };
+    let options = source::Options::builder()
+        .lanes(4)
+        .rate(Some(50 << 20))
+        .build()
+        .unwrap();
     let report = moved(&vm, &options, TestBuilder::default()).source.unwrap();
     let first = &report.iterations[0];
     let rate = first.wire_bytes as f64 / first.duration.as_secs_f64() / f64::from(50 << 20);

@@ -10,7 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use dunlin::engine::destination::{self, DestinationEvent};
-use dunlin::engine::source::{self, LaneSecurity};
+use dunlin::engine::source::LaneSecurity;
 use dunlin::engine::vmm::FaultCode;
 use dunlin::engine::{Cancel, VmIs};
 use engine_support::proxy::Proxy;
@@ -23,10 +23,10 @@ const CANARY: &[u8; 32] = b"never to be seen on any wire -->";
 fn i6_guest_memory_never_crosses_the_network_in_the_clear() {
     let (client, server) = tls();
     for security in [LaneSecurity::Tls, LaneSecurity::Plain] {
-        let options = destination::Options {
-            allow_plain: true,
-            ..destination::Options::default()
-        };
+        let options = destination::Options::builder()
+            .allow_plain(true)
+            .build()
+            .unwrap();
         let receiving = Receiving::start(&server, &options, TestBuilder::default());
         let proxy = Proxy::start(receiving.address);
         proxy.record();
@@ -37,10 +37,7 @@ fn i6_guest_memory_never_crosses_the_network_in_the_clear() {
                 .write_slice(CANARY, GuestAddress(page * 4096 + 100))
                 .unwrap();
         }
-        let options = source::Options {
-            security,
-            ..verified(2)
-        };
+        let options = verified(2).to_builder().security(security).build().unwrap();
         let to = proxy.address.to_string();
         let (result, _) = send(&vm, &to, &client, &options, &Cancel::new());
         assert_eq!(result.unwrap().digests_equal, Some(true));
@@ -67,10 +64,11 @@ fn a_stalled_lane_handshake_delays_none_of_the_others_and_is_done_without() {
     let vm = TestVm::new(4 << 20);
     vm.fill(1 << 20);
     vm.start(16, Duration::from_micros(100));
-    let options = source::Options {
-        connect_limit: Duration::from_millis(1500),
-        ..verified(4)
-    };
+    let options = verified(4)
+        .to_builder()
+        .connect_limit(Duration::from_millis(1500))
+        .build()
+        .unwrap();
     let to = proxy.address.to_string();
     let began = Instant::now();
     thread::scope(|scope| {
@@ -102,10 +100,10 @@ fn cancelling_does_not_wait_for_a_stalled_handshake() {
     let (client, server) = tls();
     // Lanes get through to here, and no answer ever comes.
     let silent = TcpListener::bind(("127.0.0.1", 0)).unwrap();
-    let options = destination::Options {
-        endpoints: vec![silent.local_addr().unwrap().to_string()],
-        ..destination::Options::default()
-    };
+    let options = destination::Options::builder()
+        .endpoints(vec![silent.local_addr().unwrap().to_string()])
+        .build()
+        .unwrap();
     let receiving = Receiving::start(&server, &options, TestBuilder::default());
     let vm = TestVm::new(4 << 20);
     vm.start(16, Duration::from_micros(100));
@@ -148,10 +146,11 @@ fn i4_a_lane_that_is_cut_costs_what_it_had_under_way_and_no_more() {
         let to = proxy.address.to_string();
         let report = thread::scope(|scope| {
             // Slow enough that every lane gets a chunk of the first pass.
-            let options = source::Options {
-                rate: Some(50 << 20),
-                ..verified(lanes)
-            };
+            let options = verified(lanes)
+                .to_builder()
+                .rate(Some(50 << 20))
+                .build()
+                .unwrap();
             let (vm, client) = (&vm, &client);
             let sending = scope.spawn(move || send(vm, &to, client, &options, &Cancel::new()));
             thread::sleep(Duration::from_millis(500));
@@ -182,10 +181,11 @@ fn a_control_lane_that_is_cut_in_pre_copy_is_made_anew_and_no_iteration_restarts
     let vm = TestVm::new(16 << 20);
     vm.fill(4 << 20);
     vm.start(64, Duration::from_micros(100));
-    let options = source::Options {
-        rate: Some(8 << 20),
-        ..verified(2)
-    };
+    let options = verified(2)
+        .to_builder()
+        .rate(Some(8 << 20))
+        .build()
+        .unwrap();
     let to = proxy.address.to_string();
     let report = thread::scope(|scope| {
         let sending = scope.spawn(|| send(&vm, &to, &client, &options, &Cancel::new()));
@@ -209,11 +209,12 @@ fn i2_a_control_lane_that_cannot_be_made_anew_leaves_the_vm_at_the_source() {
     let vm = TestVm::new(16 << 20);
     vm.fill(4 << 20);
     vm.start(64, Duration::from_micros(100));
-    let options = source::Options {
-        rate: Some(2 << 20),
-        control_limit: Duration::from_millis(500),
-        ..verified(2)
-    };
+    let options = verified(2)
+        .to_builder()
+        .rate(Some(2 << 20))
+        .control_limit(Duration::from_millis(500))
+        .build()
+        .unwrap();
     let to = proxy.address.to_string();
     thread::scope(|scope| {
         let sending = scope.spawn(|| send(&vm, &to, &client, &options, &Cancel::new()));

@@ -32,32 +32,30 @@ use lane_support::{Authority, SOURCE, soon};
 const MALFORMED: FaultCode = FaultCode::Malformed;
 
 fn one_lane() -> source::Options {
-    source::Options {
-        lanes: 1,
-        connect_limit: Duration::from_secs(2),
-        no_lane_limit: Duration::from_millis(500),
-        control_limit: Duration::from_millis(500),
-        ..source::Options::default()
-    }
+    source::Options::builder()
+        .lanes(1)
+        .connect_limit(Duration::from_secs(2))
+        .no_lane_limit(Duration::from_millis(500))
+        .control_limit(Duration::from_millis(500))
+        .build()
+        .unwrap()
 }
 
 /// Pre-copy takes longer than any lie about it: else *ready* would be awaited.
 fn slow() -> source::Options {
-    source::Options {
-        rate: Some(1 << 20),
-        ..one_lane()
-    }
+    one_lane().to_builder().rate(Some(1 << 20)).build().unwrap()
 }
 
 /// The source goes on at once, with a switchover as soon as it may.
 fn hasty(verify: bool) -> source::Options {
-    source::Options {
-        time_limit: Some(Duration::from_millis(200)),
-        at_time_limit: source::AtTimeLimit::Stop,
-        verify,
-        doubt_limit: Duration::from_millis(300),
-        ..one_lane()
-    }
+    one_lane()
+        .to_builder()
+        .time_limit(Some(Duration::from_millis(200)))
+        .at_time_limit(source::AtTimeLimit::Stop)
+        .verify(verify)
+        .doubt_limit(Duration::from_millis(300))
+        .build()
+        .unwrap()
 }
 
 fn accept_message() -> Accept {
@@ -583,10 +581,11 @@ fn i8_acknowledgements_repeated_without_end_do_no_harm() {
 
 #[test]
 fn i7_a_destination_that_never_accepts_but_pings_for_ever_is_given_up() {
-    let options = source::Options {
-        connect_limit: Duration::from_millis(500),
-        ..one_lane()
-    };
+    let options = one_lane()
+        .to_builder()
+        .connect_limit(Duration::from_millis(500))
+        .build()
+        .unwrap();
     let ends = stays(FaultCode::ControlLost, "kept us waiting");
     refused_by_source(
         "accept: pings for ever instead",

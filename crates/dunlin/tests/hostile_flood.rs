@@ -44,10 +44,11 @@ fn migrate(to: SocketAddr, client: &dunlin::lane::identity::ClientTls) -> (Durat
     let vm = TestVm::new(48 << 20);
     vm.fill(24 << 20);
     vm.start(64, Duration::from_millis(1));
-    let options = source::Options {
-        rate: Some(32 << 20),
-        ..verified(2)
-    };
+    let options = verified(2)
+        .to_builder()
+        .rate(Some(32 << 20))
+        .build()
+        .unwrap();
     let began = Instant::now();
     let accepted_ns = AtomicU64::new(0);
     let observe = |event: &Event| {

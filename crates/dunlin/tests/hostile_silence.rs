@@ -13,7 +13,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use dunlin::engine::vmm::FaultCode;
-use dunlin::engine::{Cancel, VmIs, destination, source};
+use dunlin::engine::{Cancel, VmIs, source};
 use dunlin_proto::control::{Accept, Message};
 use dunlin_proto::frame::{ChunkHeader, Encoding, Range};
 use dunlin_proto::negotiate::{LaneSecurity, SessionSecret};
@@ -161,10 +161,7 @@ fn i2_a_destination_that_acknowledges_nothing_holds_nobody() {
     vm.fill(16 << 20);
     vm.start(64, Duration::from_micros(100));
     let cancel = Cancel::new();
-    let options = source::Options {
-        lanes: 1,
-        ..source::Options::default()
-    };
+    let options = source::Options::builder().lanes(1).build().unwrap();
     let (result, took) = thread::scope(|scope| {
         scope.spawn(|| {
             let mut peer = Peer::destination(&listener, &server, None);
@@ -228,10 +225,11 @@ fn i1_a_source_that_never_commits_is_ended_by_the_operator() {
 fn i1_i2_a_source_that_only_answers_is_given_up_at_the_idle_limit() {
     for ready in [false, true] {
         let (client, server) = tls();
-        let options = destination::Options {
-            idle_limit: Duration::from_secs(2),
-            ..impatient()
-        };
+        let options = impatient()
+            .to_builder()
+            .idle_limit(Duration::from_secs(2))
+            .build()
+            .unwrap();
         let receiving = Receiving::start(&server, &options, TestBuilder::default());
         let victim = Victim {
             to: receiving.address,

@@ -12,7 +12,7 @@ mod lane_support;
 use std::net::TcpListener;
 use std::time::{Duration, Instant};
 
-use dunlin::engine::destination::{self, DestinationEvent};
+use dunlin::engine::destination::DestinationEvent;
 use dunlin::engine::vmm::FaultCode;
 use dunlin::lane::control;
 use dunlin::lane::data::DataSender;
@@ -874,11 +874,12 @@ fn i7_lanes_that_do_not_belong_are_turned_away_and_the_session_goes_on() {
     let (client, server) = (client_of(&authority, SOURCE), server_of(&authority));
     // The same name, another certificate.
     let twin = client_of(&authority, SOURCE);
-    let options = destination::Options {
-        lanes_max: 2,
-        allow_plain: true,
-        ..impatient()
-    };
+    let options = impatient()
+        .to_builder()
+        .lanes_max(2)
+        .allow_plain(true)
+        .build()
+        .unwrap();
     let receiving = Receiving::start(&server, &options, TestBuilder::default());
     let to = receiving.address;
     let (mut peer, accept) = Peer::accepted(to, &client);

@@ -33,11 +33,11 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 
 /// How the destination is asked, for so long.
 pub(crate) fn asking(doubt_limit: Duration) -> source::Options {
-    source::Options {
-        doubt_limit,
-        connect_limit: Duration::from_secs(5),
-        ..source::Options::default()
-    }
+    source::Options::builder()
+        .doubt_limit(doubt_limit)
+        .connect_limit(Duration::from_secs(5))
+        .build()
+        .expect("five seconds are a limit, and how long is asked may be anything")
 }
 
 #[derive(Debug, Args)]

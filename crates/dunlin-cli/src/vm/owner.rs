@@ -329,12 +329,12 @@ fn heed(mut requests: impl BufRead, desk: &Desk, moving: &Moving) {
 /// Begins a migration, on a thread of its own.
 fn move_away(desk: &Arc<Desk>, tls: ClientTls, flags: &MigrateFlags) -> Result<Arc<Moving>> {
     let moving = Moving::new(flags.to.clone(), flags.rate);
-    let options = Options {
-        tune: moving.tune.clone(),
-        journal: desk.journal(),
-        owner: desk.owner(),
-        ..flags.options()
-    };
+    let options = flags
+        .options()
+        .tune(moving.tune.clone())
+        .journal(desk.journal())
+        .owner(desk.owner())
+        .build()?;
     let vm: Arc<dyn SourceVm> = desk.begin(&moving)?;
     let to = flags.to.clone();
     let (for_thread, its_desk) = (Arc::clone(&moving), Arc::clone(desk));

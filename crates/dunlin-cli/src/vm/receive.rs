@@ -65,12 +65,11 @@ impl Receive {
             address: address.clone(),
         });
         let host: Arc<dyn Host> = Arc::new(StandardHost);
-        let options = Options {
-            allow_plain: self.allow_plain,
-            idle_limit: self.idle_limit,
-            journal: desk.journal(),
-            ..Options::default()
-        };
+        let options = Options::builder()
+            .allow_plain(self.allow_plain)
+            .idle_limit(self.idle_limit)
+            .journal(desk.journal())
+            .build()?;
         self.parent.watch()?;
         let mut builder = Takes {
             machines: MachineBuilder::default(),

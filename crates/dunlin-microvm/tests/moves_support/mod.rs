@@ -79,11 +79,11 @@ pub fn movable(config: Config) -> Arc<Movable> {
 
 /// Lanes, and digests compared.
 pub fn verified(lanes: u16) -> source::Options {
-    source::Options {
-        lanes,
-        verify: true,
-        ..source::Options::default()
-    }
+    source::Options::builder()
+        .lanes(lanes)
+        .verify(true)
+        .build()
+        .unwrap()
 }
 
 /// How a move ended on both sides.

@@ -19,6 +19,7 @@ mod error;
 mod host;
 pub mod journal;
 pub mod memory;
+mod options;
 mod proof;
 mod report;
 pub mod source;
@@ -29,6 +30,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 pub use error::{MigrateError, VmIs, fault_behind, harmless, is_harmful};
 pub use host::{Cancel, Host, StandardHost};
+pub use options::OptionError;
 pub use report::{Downtime, Event, Iteration, Observer, Progress, Report, Traffic};
 pub use tune::{Tune, TuneError};
 

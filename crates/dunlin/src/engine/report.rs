@@ -7,6 +7,7 @@ use dunlin_proto::negotiate::LaneSecurity;
 
 /// Bytes by kind, counted at the source.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Traffic {
     /// Guest pages that went out as they are.
     pub raw_pages: u64,
@@ -30,6 +31,7 @@ impl Traffic {
 
 /// One pass of pre-copy, or the last one.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct Iteration {
     /// Counted from 1.
     pub number: u32,
@@ -49,6 +51,7 @@ pub struct Iteration {
 
 /// Where the downtime went, as the source measured it.
 #[derive(Clone, Copy, Debug, Default)]
+#[non_exhaustive]
 pub struct Downtime {
     /// From asking the VMM to pause until it had.
     pub pause: Duration,
@@ -69,6 +72,7 @@ pub struct Downtime {
 
 /// A migration that went through, as the source saw it.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct Report {
     /// Every iteration, the last one with the guest paused.
     pub iterations: Vec<Iteration>,
@@ -102,6 +106,7 @@ pub struct Report {
 
 /// Something that happened during a session at the source.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub enum Event {
     /// The control lane stands and the destination has accepted the VM.
     Accepted {
@@ -160,6 +165,7 @@ pub enum Event {
 
 /// How a migration is going.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct Progress {
     /// The iteration under way.
     pub iteration: u32,

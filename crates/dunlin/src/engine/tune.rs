@@ -43,7 +43,7 @@ impl Tune {
 
     /// Caps all data lanes together at `bytes_per_s`, or lifts the cap, from
     /// now on until the last pass. Called before the migration begins, it
-    /// takes the place of [`super::source::Options::rate`].
+    /// takes the place of [`super::source::OptionsBuilder::rate`].
     ///
     /// # Errors
     /// [`TuneError`]; nothing has been changed then.

@@ -12,6 +12,8 @@
 //! Methods take `&self`, since lanes read memory while the control thread
 //! asks for other things. None of them is called from two threads at the same
 //! time except [`GuestMemory`]'s.
+//!
+//! [`crate::testing`] tells whether a VMM keeps what is promised here.
 
 use std::io;
 use std::ops::Range;
@@ -30,8 +32,14 @@ pub type VmmError = Box<dyn std::error::Error + Send + Sync>;
 /// [`crate::engine::memory::MappedMemory`] implements it over
 /// `vm_memory::GuestMemoryMmap`.
 pub trait GuestMemory: Send + Sync {
-    /// The regions, in the order in which they are sent. The table must not
-    /// change during a session: memory hot-plug has to be refused meanwhile.
+    /// The regions, by ascending identifier, the order in which they are sent.
+    /// The table must not change during a session: memory hot-plug has to be
+    /// refused meanwhile.
+    ///
+    /// Device state too large for sections goes into a region of its own
+    /// ([`RegionKind::StateStream`]), which is moved like memory. What belongs
+    /// there is written by [`SourceVm::pause`] at the latest, and a dirty log
+    /// reports it.
     fn regions(&self) -> &[Region];
 
     /// `length` bytes at `offset` of the region at place `index` in
@@ -124,7 +132,8 @@ pub struct VmDescription {
 
 /// A VM that can be moved away.
 pub trait SourceVm: Send + Sync {
-    /// What the destination has to build.
+    /// What the destination has to build. The same each time, since several
+    /// attempts may be needed.
     ///
     /// # Errors
     /// The VM cannot be described; the migration does not begin.
@@ -163,14 +172,17 @@ pub trait SourceVm: Send + Sync {
     /// Treated as a VMM that cannot.
     fn throttle(&self, percent: u8) -> Result<bool, VmmError>;
 
-    /// The state of CPUs and devices of the paused guest.
+    /// The state of CPUs and devices of the paused guest: at most 4096 sections
+    /// of just under 1 MiB, and 32 MiB together. Writes no guest memory, whose
+    /// last pages are being sent meanwhile.
     ///
     /// # Errors
     /// The migration fails and the guest resumes.
     fn save(&self) -> Result<Vec<Section>, VmmError>;
 
     /// Lets go of what only one host may hold: disk locks, devices. Called on
-    /// the paused guest, before the destination may run it.
+    /// the paused guest, before the destination may run it. Writes no guest
+    /// memory either.
     ///
     /// # Errors
     /// The migration fails; [`SourceVm::reacquire`] follows.
@@ -238,7 +250,9 @@ pub trait DestinationVm: Send + Sync {
     /// Its memory. The region table must be the one that was offered.
     fn memory(&self) -> Arc<dyn GuestMemory>;
 
-    /// Takes in state of CPUs and devices. Nothing may run yet.
+    /// Takes in state of CPUs and devices. Nothing may run yet. A required
+    /// section that this VMM does not know, or not in that version, has to be
+    /// refused; one that is not required and not known is skipped.
     ///
     /// # Errors
     /// The migration fails and the guest resumes at the source.

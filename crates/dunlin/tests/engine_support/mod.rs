@@ -463,17 +463,17 @@ pub fn server_of(authority: &Authority) -> ServerTls {
 
 /// A destination that gives a lost control lane up almost at once.
 pub fn impatient() -> destination::Options {
-    destination::Options {
-        control_limit: Duration::from_millis(300),
-        ..destination::Options::default()
-    }
+    destination::Options::builder()
+        .control_limit(Duration::from_millis(300))
+        .build()
+        .unwrap()
 }
 
 /// Some lanes, and digests compared at the end.
 pub fn verified(lanes: u16) -> source::Options {
-    source::Options {
-        lanes,
-        verify: true,
-        ..source::Options::default()
-    }
+    source::Options::builder()
+        .lanes(lanes)
+        .verify(true)
+        .build()
+        .unwrap()
 }

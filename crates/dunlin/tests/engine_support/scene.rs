@@ -131,28 +131,28 @@ pub fn pages(memory: &Memory) -> Vec<Vec<u8>> {
 }
 
 pub fn patient() -> destination::Options {
-    destination::Options {
-        silence_limit: Duration::from_millis(600),
-        control_limit: Duration::from_secs(10),
-        ..destination::Options::default()
-    }
+    destination::Options::builder()
+        .silence_limit(Duration::from_millis(600))
+        .control_limit(Duration::from_secs(10))
+        .build()
+        .unwrap()
 }
 
 /// Limits short enough for a test, and a rate that makes it last.
 pub fn quick(lanes: u16, mebibytes_per_s: u64) -> source::Options {
-    source::Options {
-        lanes,
-        verify: true,
-        rate: Some(mebibytes_per_s << 20),
-        connect_limit: Duration::from_millis(1500),
-        lane_stall_limit: Duration::from_millis(700),
-        no_lane_limit: Duration::from_secs(10),
-        silence_limit: Duration::from_secs(1),
-        control_limit: Duration::from_secs(10),
+    source::Options::builder()
+        .lanes(lanes)
+        .verify(true)
+        .rate(Some(mebibytes_per_s << 20))
+        .connect_limit(Duration::from_millis(1500))
+        .lane_stall_limit(Duration::from_millis(700))
+        .no_lane_limit(Duration::from_secs(10))
+        .silence_limit(Duration::from_secs(1))
+        .control_limit(Duration::from_secs(10))
         // Digests and busy cores are no part of what is tested.
-        downtime_limit: Duration::from_secs(2),
-        ..source::Options::default()
-    }
+        .downtime_limit(Duration::from_secs(2))
+        .build()
+        .unwrap()
 }
 
 /// How often each test of chance is repeated.

@@ -8,6 +8,7 @@ mod answer;
 mod decide;
 mod intake;
 mod lane;
+mod options;
 mod resume;
 mod session;
 mod set_up;
@@ -19,66 +20,20 @@ use std::time::Duration;
 
 use dunlin_proto::control::Verdict;
 use dunlin_proto::journal::DestinationRecord;
-use dunlin_proto::limits::MAX_LANES;
 
 pub use answer::{Answering, answer};
+pub use options::{Options, OptionsBuilder};
 
-use super::control::{FromPeer, SILENCE_LIMIT};
+use super::control::FromPeer;
 use super::error::{Fault, MigrateError};
 use super::host::{Cancel, Host};
-use super::journal::Journal;
 use super::vmm::{Builder, DestinationVm, Offered};
 use crate::lane::accept::Arrival;
 use crate::lane::identity::ServerTls;
 
-/// What the operator can choose at the destination.
-#[derive(Clone, Debug)]
-pub struct Options {
-    /// Whether data lanes without security are allowed when the source asks
-    /// for them. The control lane is secured in any case.
-    pub allow_plain: bool,
-    /// Data lanes of one session, at most.
-    pub lanes_max: u16,
-    /// Addresses for the data lanes; empty for the control lane's.
-    pub endpoints: Vec<String>,
-    /// After this long without a message the control lane counts as lost; see
-    /// [`source::Options::silence_limit`].
-    ///
-    /// [`source::Options::silence_limit`]: crate::engine::source::Options::silence_limit
-    pub silence_limit: Duration,
-    /// How long a lost control lane is waited for before everything has come.
-    /// Longer than the source's [`control_limit`], which has to notice the
-    /// loss as well.
-    ///
-    /// [`control_limit`]: crate::engine::source::Options::control_limit
-    pub control_limit: Duration,
-    /// After this long in which the source sent neither a chunk nor a mark nor a
-    /// control message, however well it answers, it is given up: nobody else can
-    /// move a VM here meanwhile. Longer than a chunk (256 KiB) takes at its rate
-    /// cap, and than it holds its VM before *commit*.
-    pub idle_limit: Duration,
-    /// Where this host's sessions are remembered, and what inquiries are
-    /// answered from. Without, an operator has to find out what became of a
-    /// VM whose control lane is lost at *commit*.
-    pub journal: Journal,
-}
-
-impl Default for Options {
-    fn default() -> Self {
-        Self {
-            allow_plain: false,
-            lanes_max: MAX_LANES,
-            endpoints: Vec::new(),
-            silence_limit: SILENCE_LIMIT,
-            control_limit: Duration::from_secs(40),
-            idle_limit: Duration::from_secs(300),
-            journal: Journal::none(),
-        }
-    }
-}
-
 /// Something that happened at the destination.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub enum DestinationEvent {
     /// A source has connected and agreed on version and features.
     Connected {
@@ -134,6 +89,7 @@ pub enum DestinationEvent {
 }
 
 /// A VM that has arrived.
+#[non_exhaustive]
 pub struct Received {
     /// The VM.
     pub vm: Arc<dyn DestinationVm>,

@@ -27,12 +27,11 @@ pub(crate) fn run(
     let journal = Journal::open_on(&place.journal("destination"), disk)?;
     let listener = TcpListener::bind(listen)?;
     stage.say("listening");
-    let options = Options {
-        silence_limit: Duration::from_millis(700),
-        control_limit: patience,
-        journal: journal.clone(),
-        ..Options::default()
-    };
+    let options = Options::builder()
+        .silence_limit(Duration::from_millis(700))
+        .control_limit(patience)
+        .journal(journal.clone())
+        .build()?;
     let host: Arc<dyn Host> = Arc::new(StandardHost);
     let mut arrivals = Arrivals::new(place, stage);
     let shown = stage.clone();

@@ -21,17 +21,17 @@ const ANSWERED: Duration = Duration::from_secs(30);
 
 /// Limits that pass while somebody watches.
 fn options(journal: Journal) -> source::Options {
-    source::Options {
-        lanes: 1,
-        verify: true,
-        throttle: false,
-        connect_limit: Duration::from_secs(5),
-        silence_limit: Duration::from_millis(700),
-        control_limit: Duration::from_millis(300),
-        doubt_limit: Duration::from_millis(700),
-        journal,
-        ..source::Options::default()
-    }
+    source::Options::builder()
+        .lanes(1)
+        .verify(true)
+        .throttle(false)
+        .connect_limit(Duration::from_secs(5))
+        .silence_limit(Duration::from_millis(700))
+        .control_limit(Duration::from_millis(300))
+        .doubt_limit(Duration::from_millis(700))
+        .journal(journal)
+        .build()
+        .expect("these options are possible")
 }
 
 /// Moves the VM, and then does what the test says.

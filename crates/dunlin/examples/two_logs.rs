@@ -1,0 +1,325 @@
+//! Two regions and two dirty logs: the guest writes as a guest does, past the
+//! VMM, and a hypervisor logs that; a device of the VMM writes as well, which
+//! the hypervisor does not see. The engine works on the union of both.
+//!
+//! `cargo run --example two_logs`
+
+mod certificates;
+
+use std::io;
+use std::net::TcpListener;
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::thread;
+use std::time::Duration;
+
+use dunlin::engine::destination::{self, receive};
+use dunlin::engine::memory::{MappedMemory, OwnWrites};
+use dunlin::engine::source::{self, migrate};
+use dunlin::engine::vmm::*;
+use dunlin::engine::{Cancel, Event, Host, MigrateError, StandardHost};
+use vm_memory::bitmap::AtomicBitmap;
+use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+
+/// Ordinary memory, and a window above 4 GiB: address and bytes.
+const RANGES: [(GuestAddress, usize); 2] =
+    [(GuestAddress(0), 8 << 20), (GuestAddress(1 << 32), 4 << 20)];
+const PAGES: [u64; 2] = [(8 << 20) / 4096, (4 << 20) / 4096];
+/// The guest writes to each page at its start, the device behind that.
+const DEVICE_OFFSET: u64 = 2048;
+
+/// A VM on either host.
+pub(crate) struct Vm {
+    memory: Arc<GuestMemoryMmap<AtomicBitmap>>,
+    /// The same without vm-memory's bitmap: as the guest sees it.
+    mapped: Arc<MappedMemory>,
+    hypervisor: Arc<HypervisorsLog>,
+    /// Held while guest or device write.
+    machine: Mutex<Machine>,
+}
+
+struct Machine {
+    state: RunState,
+    /// Pages that the guest has written, one after the other over both regions.
+    guest: u64,
+    /// The same of the device, which goes backwards.
+    device: u64,
+    slowed: u8,
+}
+
+/// What KVM keeps for a VM: a bit for each page that the guest has written.
+pub(crate) struct HypervisorsLog(Vec<Vec<AtomicU64>>);
+
+impl HypervisorsLog {
+    fn new() -> Self {
+        let words = |pages: u64| (0..pages.div_ceil(64)).map(|_| AtomicU64::new(0)).collect();
+        Self(PAGES.into_iter().map(words).collect())
+    }
+
+    fn mark(&self, region: usize, page: u64) {
+        self.0[region][(page / 64) as usize].fetch_or(1 << (page % 64), SeqCst);
+    }
+}
+
+/// The hypervisor's log as the engine reads it.
+struct GuestWrites(Arc<HypervisorsLog>);
+
+impl DirtyLog for GuestWrites {
+    fn start(&mut self) -> io::Result<()> {
+        self.fetch(&mut |_, _| ())
+    }
+
+    fn fetch(&mut self, found: &mut dyn FnMut(usize, &[u64])) -> io::Result<()> {
+        for (index, words) in self.0.0.iter().enumerate() {
+            // Reading clears, in one step, so that no write falls between.
+            let taken: Vec<u64> = words.iter().map(|word| word.swap(0, SeqCst)).collect();
+            found(index, &taken);
+        }
+        Ok(())
+    }
+
+    fn stop(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// The region and the page in it that has this place among all pages.
+fn place(number: u64) -> (usize, u64) {
+    let number = number % (PAGES[0] + PAGES[1]);
+    if number < PAGES[0] {
+        (0, number)
+    } else {
+        (1, number - PAGES[0])
+    }
+}
+
+impl Vm {
+    /// A paused VM; guest and device are one thread, which ends with it.
+    pub(crate) fn new() -> Result<Arc<Self>, VmmError> {
+        let memory = Arc::new(GuestMemoryMmap::from_ranges(&RANGES)?);
+        let vm = Arc::new(Self {
+            mapped: Arc::new(MappedMemory::new(Arc::clone(&memory), 4096)),
+            memory,
+            hypervisor: Arc::new(HypervisorsLog::new()),
+            machine: Mutex::new(Machine {
+                state: RunState::Paused,
+                guest: 0,
+                device: 0,
+                slowed: 0,
+            }),
+        });
+        let both = Arc::downgrade(&vm);
+        thread::spawn(move || {
+            while let Some(vm) = both.upgrade() {
+                let slowed = vm.step();
+                drop(vm);
+                thread::sleep(Duration::from_micros(100) * 100 / (100 - u32::from(slowed)));
+            }
+        });
+        Ok(vm)
+    }
+
+    fn machine(&self) -> MutexGuard<'_, Machine> {
+        self.machine.lock().expect("nobody panics while holding it")
+    }
+
+    /// One write of each; returns how much they are slowed down.
+    fn step(&self) -> u8 {
+        let mut machine = self.machine();
+        if machine.state == RunState::Running {
+            let (region, page) = place(machine.guest);
+            let bytes = machine.guest.to_le_bytes();
+            let slice = self.mapped.slice(region, page * 4096, bytes.len());
+            slice.expect("the page exists").copy_from(&bytes);
+            self.hypervisor.mark(region, page);
+            machine.guest += 1;
+
+            let (region, page) = place(u64::MAX - machine.device);
+            let address = RANGES[region].0.0 + page * 4096 + DEVICE_OFFSET;
+            let written = self.memory.write_obj(machine.device, GuestAddress(address));
+            written.expect("the page exists");
+            machine.device += 1;
+        }
+        machine.slowed
+    }
+
+    /// Whether memory holds everything that guest and device wrote last.
+    pub(crate) fn is_whole(&self) -> bool {
+        let machine = self.machine();
+        let all = PAGES[0] + PAGES[1];
+        let holds = |(region, page): (usize, u64), offset, number| {
+            let address = GuestAddress(RANGES[region].0.0 + page * 4096 + offset);
+            self.memory.read_obj(address).ok() == Some(number)
+        };
+        let last = |count: u64| count.saturating_sub(all)..count;
+        last(machine.guest).all(|number| holds(place(number), 0, number))
+            && last(machine.device)
+                .all(|number| holds(place(u64::MAX - number), DEVICE_OFFSET, number))
+    }
+}
+
+impl SourceVm for Vm {
+    fn describe(&self) -> Result<VmDescription, VmmError> {
+        Ok(VmDescription {
+            uuid: *b"two logs example",
+            name: "two-logs".into(),
+            description: b"two logs".to_vec(),
+        })
+    }
+
+    fn memory(&self) -> Arc<dyn GuestMemory> {
+        Arc::clone(&self.mapped) as _
+    }
+
+    fn dirty_logs(&self) -> Vec<Box<dyn DirtyLog>> {
+        vec![
+            Box::new(GuestWrites(Arc::clone(&self.hypervisor))),
+            Box::new(OwnWrites::new(Arc::clone(&self.memory))),
+        ]
+    }
+
+    fn run_state(&self) -> RunState {
+        self.machine().state.clone()
+    }
+
+    fn pause(&self) -> Result<(), VmmError> {
+        // The device stands still with its guest: nothing may write.
+        self.machine().state = RunState::Paused;
+        Ok(())
+    }
+
+    fn resume(&self) -> Result<(), VmmError> {
+        self.machine().state = RunState::Running;
+        Ok(())
+    }
+
+    fn throttle(&self, percent: u8) -> Result<bool, VmmError> {
+        self.machine().slowed = percent.min(99);
+        Ok(true)
+    }
+
+    fn save(&self) -> Result<Vec<Section>, VmmError> {
+        let machine = self.machine();
+        let section = |name: &str, number: u64| Section {
+            name: name.into(),
+            instance: 0,
+            version: 1,
+            required: true,
+            bytes: number.to_le_bytes().to_vec(),
+        };
+        Ok(vec![
+            section("guest", machine.guest),
+            section("device", machine.device),
+        ])
+    }
+
+    fn relinquish(&self) -> Result<(), VmmError> {
+        Ok(())
+    }
+
+    fn reacquire(&self) -> Result<(), VmmError> {
+        Ok(())
+    }
+
+    fn hold(&self) -> Result<(), VmmError> {
+        Ok(())
+    }
+
+    fn destroy(&self) {
+        self.machine().state = RunState::Stopped("it lives elsewhere".into());
+    }
+}
+
+impl DestinationVm for Vm {
+    fn memory(&self) -> Arc<dyn GuestMemory> {
+        Arc::clone(&self.mapped) as _
+    }
+
+    fn load(&self, sections: &[Section]) -> Result<(), VmmError> {
+        let mut machine = self.machine();
+        for section in sections {
+            let number = match (section.name.as_str(), section.version) {
+                ("guest", 1) => &mut machine.guest,
+                ("device", 1) => &mut machine.device,
+                (name, version) if section.required => {
+                    return Err(format!("{name} in version {version} is unknown here").into());
+                }
+                _ => continue,
+            };
+            *number = u64::from_le_bytes(section.bytes.as_slice().try_into()?);
+        }
+        Ok(())
+    }
+
+    fn acquire(&self) -> Result<(), VmmError> {
+        Ok(())
+    }
+
+    fn resume(&self) -> Result<Option<Duration>, VmmError> {
+        SourceVm::resume(self).map(|()| None)
+    }
+
+    fn announce(&self) {}
+
+    fn discard(&self) {}
+}
+
+/// Builds what sources describe; the last VM stays here.
+#[derive(Default)]
+pub(crate) struct Machines(pub(crate) Option<Arc<Vm>>);
+
+impl Builder for Machines {
+    fn build(&mut self, offered: &Offered) -> Result<Arc<dyn DestinationVm>, Refusal> {
+        let refuse = |fault, text: String| Refusal { fault, text };
+        let lengths = offered.regions.iter().map(|region| region.length / 4096);
+        if !lengths.eq(PAGES) {
+            let text = "VMs have two regions here, of 8 MiB and of 4 MiB".to_owned();
+            return Err(refuse(FaultCode::DescriptionRefused, text));
+        }
+        let vm = Vm::new().map_err(|error| refuse(FaultCode::NoMemory, error.to_string()))?;
+        self.0 = Some(Arc::clone(&vm));
+        Ok(vm)
+    }
+}
+
+fn main() -> Result<(), VmmError> {
+    let (client, server) = certificates::two_hosts()?;
+    let host: Arc<dyn Host> = Arc::new(StandardHost);
+    let listener = TcpListener::bind("127.0.0.1:0")?;
+    let to = listener.local_addr()?.to_string();
+    let (there, mut machines) = (Arc::clone(&host), Machines::default());
+    let destination = thread::spawn(move || {
+        let (options, seen) = (destination::Options::default(), |_: &_| ());
+        receive(
+            listener,
+            &server,
+            &options,
+            &mut machines,
+            &there,
+            &seen,
+            &Cancel::new(),
+        )?;
+        Ok::<_, MigrateError>(machines.0)
+    });
+
+    let vm = Vm::new()?;
+    SourceVm::resume(&*vm)?;
+    thread::sleep(Duration::from_millis(300));
+    let vm: Arc<dyn SourceVm> = vm;
+    let observer = |event: &Event| {
+        if let Event::Iterated(iteration) = event {
+            println!(
+                "pass {}: {} pages, {} written meanwhile",
+                iteration.number, iteration.pages, iteration.dirtied_pages
+            );
+        }
+    };
+    let options = source::Options::default();
+    let cancel = Cancel::new();
+    migrate(&vm, &to, &client, &options, &host, &observer, &cancel)?;
+    let moved = destination.join().expect("it does not panic")?;
+    let moved = moved.ok_or("no VM was built")?;
+    println!("it runs there: {}", moved.run_state() == RunState::Running);
+    println!("memory is whole: {}", moved.is_whole());
+    Ok(())
+}

@@ -1,0 +1,276 @@
+//! What an operator can choose at the source.
+
+use std::time::Duration;
+
+use dunlin_proto::limits::MAX_LANES;
+use dunlin_proto::negotiate::LaneSecurity;
+use dunlin_proto::precopy::AtTimeLimit;
+
+use super::super::control::SILENCE_LIMIT;
+use super::super::journal::Journal;
+use super::super::options::{OptionError, check, check_limit, check_owner};
+use super::super::tune::Tune;
+use crate::lane::record::RECORD_LIMIT;
+
+/// What the operator can choose at the source; made and checked by
+/// [`Options::builder`]. The default is what an operator has who chooses
+/// nothing.
+///
+/// ```
+/// # use std::time::Duration;
+/// # use dunlin::engine::source::Options;
+/// let options = Options::builder()
+///     .lanes(4)
+///     .downtime_limit(Duration::from_millis(100))
+///     .rate(500 << 20)
+///     .build()?;
+/// let wrong = options.to_builder().lanes(0).build().unwrap_err();
+/// assert_eq!(wrong.option, "lanes");
+/// # Ok::<(), dunlin::engine::OptionError>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct Options {
+    pub(in crate::engine) lanes: u16,
+    pub(in crate::engine) security: LaneSecurity,
+    pub(in crate::engine) downtime_limit: Duration,
+    pub(in crate::engine) time_limit: Option<Duration>,
+    pub(in crate::engine) at_time_limit: AtTimeLimit,
+    pub(in crate::engine) throttle: bool,
+    pub(in crate::engine) rate: Option<u64>,
+    pub(in crate::engine) tune: Tune,
+    pub(in crate::engine) last_pass_rate: Option<u64>,
+    pub(in crate::engine) lane_rate: Option<u64>,
+    pub(in crate::engine) verify: bool,
+    pub(in crate::engine) connect_limit: Duration,
+    pub(in crate::engine) lane_stall_limit: Duration,
+    pub(in crate::engine) no_lane_limit: Duration,
+    pub(in crate::engine) silence_limit: Duration,
+    pub(in crate::engine) control_limit: Duration,
+    pub(in crate::engine) records_per_lane: u64,
+    pub(in crate::engine) doubt_limit: Duration,
+    pub(in crate::engine) journal: Journal,
+    pub(in crate::engine) owner: String,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            lanes: 2,
+            security: LaneSecurity::Tls,
+            downtime_limit: Duration::from_millis(300),
+            time_limit: None,
+            at_time_limit: AtTimeLimit::Cancel,
+            throttle: true,
+            rate: None,
+            tune: Tune::new(),
+            last_pass_rate: None,
+            lane_rate: None,
+            verify: false,
+            connect_limit: Duration::from_secs(10),
+            lane_stall_limit: Duration::from_secs(5),
+            no_lane_limit: Duration::from_secs(30),
+            silence_limit: SILENCE_LIMIT,
+            control_limit: Duration::from_secs(20),
+            records_per_lane: RECORD_LIMIT,
+            doubt_limit: Duration::from_secs(60),
+            journal: Journal::none(),
+            owner: String::new(),
+        }
+    }
+}
+
+impl Options {
+    /// Starts from the defaults.
+    pub fn builder() -> OptionsBuilder {
+        OptionsBuilder(Self::default())
+    }
+
+    /// Starts from these.
+    pub fn to_builder(&self) -> OptionsBuilder {
+        OptionsBuilder(self.clone())
+    }
+
+    /// See [`OptionsBuilder::lanes`].
+    #[must_use]
+    pub fn lanes(&self) -> u16 {
+        self.lanes
+    }
+
+    /// See [`OptionsBuilder::downtime_limit`].
+    #[must_use]
+    pub fn downtime_limit(&self) -> Duration {
+        self.downtime_limit
+    }
+
+    /// See [`OptionsBuilder::doubt_limit`].
+    #[must_use]
+    pub fn doubt_limit(&self) -> Duration {
+        self.doubt_limit
+    }
+}
+
+/// Chooses [`Options`]. What it is not told stays as it was.
+#[derive(Clone, Debug)]
+#[must_use = "nothing is chosen before `build`"]
+pub struct OptionsBuilder(Options);
+
+impl OptionsBuilder {
+    /// Checks what was chosen.
+    ///
+    /// # Errors
+    /// The first option that cannot be.
+    pub fn build(self) -> Result<Options, OptionError> {
+        let options = self.0;
+        let lanes = options.lanes;
+        let possible = (1..=MAX_LANES).contains(&lanes);
+        check(possible, "lanes", lanes, "1 to 128 lanes are possible")?;
+        for (option, rate) in [
+            ("rate", options.rate),
+            ("last_pass_rate", options.last_pass_rate),
+            ("lane_rate", options.lane_rate),
+        ] {
+            let advice = "nothing would ever arrive; leave it out for no cap";
+            check(rate != Some(0), option, rate, advice)?;
+        }
+        check(
+            (512..=RECORD_LIMIT).contains(&options.records_per_lane),
+            "records_per_lane",
+            options.records_per_lane,
+            "a lane is replaced after 512 to 2^24 records",
+        )?;
+        check_limit("connect_limit", options.connect_limit)?;
+        check_limit("lane_stall_limit", options.lane_stall_limit)?;
+        check_limit("silence_limit", options.silence_limit)?;
+        check_owner(&options.owner)?;
+        Ok(options)
+    }
+
+    /// Data lanes, 1 to 128.
+    pub fn lanes(mut self, lanes: u16) -> Self {
+        self.0.lanes = lanes;
+        self
+    }
+
+    /// How the data lanes are secured; plain needs the destination's consent.
+    pub fn security(mut self, security: LaneSecurity) -> Self {
+        self.0.security = security;
+        self
+    }
+
+    /// Longest acceptable downtime.
+    pub fn downtime_limit(mut self, downtime_limit: Duration) -> Self {
+        self.0.downtime_limit = downtime_limit;
+        self
+    }
+
+    /// Longest time for the whole migration.
+    pub fn time_limit(mut self, time_limit: impl Into<Option<Duration>>) -> Self {
+        self.0.time_limit = time_limit.into();
+        self
+    }
+
+    /// What happens at the time limit.
+    pub fn at_time_limit(mut self, at_time_limit: AtTimeLimit) -> Self {
+        self.0.at_time_limit = at_time_limit;
+        self
+    }
+
+    /// Whether a guest that outruns the link may be slowed down.
+    pub fn throttle(mut self, throttle: bool) -> Self {
+        self.0.throttle = throttle;
+        self
+    }
+
+    /// Cap over all data lanes, in bytes per second.
+    pub fn rate(mut self, rate: impl Into<Option<u64>>) -> Self {
+        self.0.rate = rate.into();
+        self
+    }
+
+    /// Changes that cap while the migration runs.
+    pub fn tune(mut self, tune: Tune) -> Self {
+        self.0.tune = tune;
+        self
+    }
+
+    /// The same for the last pass, when the guest stands still.
+    pub fn last_pass_rate(mut self, last_pass_rate: impl Into<Option<u64>>) -> Self {
+        self.0.last_pass_rate = last_pass_rate.into();
+        self
+    }
+
+    /// Cap for each data lane, kept by the kernel, in bytes per second.
+    pub fn lane_rate(mut self, lane_rate: impl Into<Option<u64>>) -> Self {
+        self.0.lane_rate = lane_rate.into();
+        self
+    }
+
+    /// Compare both memories by digest before *commit*. It costs downtime in
+    /// proportion to the memory that is not zero.
+    pub fn verify(mut self, verify: bool) -> Self {
+        self.0.verify = verify;
+        self
+    }
+
+    /// For connecting, handshakes and the destination's answer to *describe*.
+    pub fn connect_limit(mut self, connect_limit: Duration) -> Self {
+        self.0.connect_limit = connect_limit;
+        self
+    }
+
+    /// After this long without any confirmation of what it carries a lane
+    /// counts as lost.
+    pub fn lane_stall_limit(mut self, lane_stall_limit: Duration) -> Self {
+        self.0.lane_stall_limit = lane_stall_limit;
+        self
+    }
+
+    /// For how long a migration without any lane tries to get one.
+    pub fn no_lane_limit(mut self, no_lane_limit: Duration) -> Self {
+        self.0.no_lane_limit = no_lane_limit;
+        self
+    }
+
+    /// After this long without a message the control lane counts as lost. The
+    /// peer is asked for one five times as often; both sides shall have about
+    /// the same limit.
+    pub fn silence_limit(mut self, silence_limit: Duration) -> Self {
+        self.0.silence_limit = silence_limit;
+        self
+    }
+
+    /// For how long a lost control lane is tried to be made anew while the
+    /// guest runs.
+    pub fn control_limit(mut self, control_limit: Duration) -> Self {
+        self.0.control_limit = control_limit;
+        self
+    }
+
+    /// Records after which a lane is replaced by a fresh one; at most, and by
+    /// default, what its cipher allows. At least 512.
+    pub fn records_per_lane(mut self, records_per_lane: u64) -> Self {
+        self.0.records_per_lane = records_per_lane;
+        self
+    }
+
+    /// For how long the destination is asked what became of a *commit* that it
+    /// has not answered, before the VM is left in doubt.
+    pub fn doubt_limit(mut self, doubt_limit: Duration) -> Self {
+        self.0.doubt_limit = doubt_limit;
+        self
+    }
+
+    /// Where this migration is remembered. Without, an operator has to find
+    /// out what became of the VM if a process dies after *commit*.
+    pub fn journal(mut self, journal: Journal) -> Self {
+        self.0.journal = journal;
+        self
+    }
+
+    /// The control socket of this process, for the journal: where somebody who
+    /// finds the record can ask. At most 107 bytes; empty for none.
+    pub fn owner(mut self, owner: impl Into<String>) -> Self {
+        self.0.owner = owner.into();
+        self
+    }
+}

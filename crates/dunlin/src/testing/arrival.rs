@@ -1,0 +1,100 @@
+//! How a VM arrives, and what is left of it at the source.
+
+use dunlin_proto::limits::MAX_TEXT_BYTES;
+
+use super::control::runs;
+use super::memory::{Copy, is_written};
+use super::state::{Moment, build, offer};
+use super::{Effort, Violation, Vmm, broken, failed};
+use crate::engine::vmm::RunState;
+
+/// Tests the way of a VM from its source to where it is built: refused, given
+/// up after its disks were taken, and arrived.
+///
+/// # Errors
+/// The first [`Violation`].
+pub fn check_arrival(vmm: &mut dyn Vmm, effort: &Effort) -> Result<(), Violation> {
+    let source = vmm.start().map_err(failed("Vmm::start"))?;
+    std::thread::sleep(effort.between * effort.fetches);
+    check_refusal(vmm, &*source)?;
+
+    // Given up as late as can be: the source goes on.
+    let moment = Moment::of(&*source, effort)?;
+    source
+        .relinquish()
+        .map_err(failed("SourceVm::relinquish"))?;
+    let (there, _) = build(vmm, &*source)?;
+    moment.memory.write_to(&*there.memory())?;
+    let load = "DestinationVm::load";
+    there.load(&moment.sections).map_err(failed(load))?;
+    let acquire = "DestinationVm::acquire";
+    there.acquire().map_err(failed(acquire))?;
+    there.discard();
+    drop(there);
+    source.reacquire().map_err(failed("SourceVm::reacquire"))?;
+    runs(&*source, &*source.memory())?;
+
+    // Arrived: it runs there, and never again here.
+    let moment = Moment::of(&*source, effort)?;
+    source
+        .relinquish()
+        .map_err(failed("SourceVm::relinquish"))?;
+    let (there, as_source) = build(vmm, &*source)?;
+    moment.memory.write_to(&*there.memory())?;
+    there.load(&moment.sections).map_err(failed(load))?;
+    there.acquire().map_err(failed(acquire))?;
+    let before = Copy::of(&*source.memory())?;
+    there.resume().map_err(failed("DestinationVm::resume"))?;
+    let state = as_source.run_state();
+    if state != RunState::Running || !is_written(&*there.memory())? {
+        return Err(broken(
+            "DestinationVm::resume",
+            "the guest runs where it has arrived",
+            format!("it is {state:?}, or writes nothing"),
+        ));
+    }
+    there.announce();
+    if let Some((region, page)) = before.difference(&*source.memory())? {
+        return Err(broken(
+            "DestinationVm::resume",
+            "the guest runs here alone",
+            format!("page {page} of region {region} changed at the source"),
+        ));
+    }
+    source.destroy();
+    if source.run_state() == RunState::Running {
+        return Err(broken(
+            "SourceVm::destroy",
+            "the copy at the source never runs again",
+            "it says that it runs",
+        ));
+    }
+    as_source.pause().map_err(failed("SourceVm::pause"))
+}
+
+/// A builder that refuses one VM still builds the next.
+fn check_refusal(
+    vmm: &mut dyn Vmm,
+    source: &dyn crate::engine::vmm::SourceVm,
+) -> Result<(), Violation> {
+    let mut impossible = offer(source)?;
+    impossible.vm.description.clear();
+    for region in &mut impossible.regions {
+        region.length = 4096;
+    }
+    match vmm.builder().build(&impossible) {
+        // One that takes everything from the offer has nothing to refuse.
+        Ok(built) => built.discard(),
+        Err(refusal) if refusal.text.is_empty() || refusal.text.len() > MAX_TEXT_BYTES => {
+            return Err(broken(
+                "Builder::build",
+                "a refusal tells the source's operator why, in at most 1024 bytes",
+                format!("it has {} bytes", refusal.text.len()),
+            ));
+        }
+        Err(_) => {}
+    }
+    let (there, _) = build(vmm, source)?;
+    there.discard();
+    Ok(())
+}

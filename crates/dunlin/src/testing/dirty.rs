@@ -1,0 +1,275 @@
+//! Dirty logs.
+//!
+//! A page that a log forgets is a page that is stale at the destination, in one
+//! migration of many. The test does what a migration does: it copies all memory
+//! while the guest writes, then again and again the pages that the log reports;
+//! and whenever the guest stands still, memory must equal the copy.
+
+use std::io;
+use std::ops::Range;
+
+use dunlin_proto::limits::PAGE_BYTES;
+
+use super::memory::worth_reading;
+use super::{Effort, Violation};
+use crate::engine::vmm::{DirtyLog, GuestMemory, SourceVm, VmmError};
+
+/// What writes to guest memory: the guest, or anything else that the log under
+/// test is to see. Every [`SourceVm`] is one.
+///
+/// It should write all over memory, to some pages often, and to pages that were
+/// never touched before.
+pub trait Writer {
+    /// Lets it write until it is paused. It may run already.
+    ///
+    /// # Errors
+    /// It cannot run; the test ends.
+    fn resume(&self) -> Result<(), VmmError>;
+
+    /// Stops it; on return it writes no more.
+    ///
+    /// # Errors
+    /// It may still write; the test ends.
+    fn pause(&self) -> Result<(), VmmError>;
+}
+
+impl<V: SourceVm + ?Sized> Writer for V {
+    fn resume(&self) -> Result<(), VmmError> {
+        SourceVm::resume(self)
+    }
+
+    fn pause(&self) -> Result<(), VmmError> {
+        SourceVm::pause(self)
+    }
+}
+
+/// What the test has seen of a log that keeps its promises.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Seen {
+    /// Times that the log was read.
+    pub fetches: u64,
+    /// Pages that it reported, each time that it did.
+    pub pages: u64,
+}
+
+/// Tests the union of a VM's dirty logs, its guest being the writer. The guest
+/// is paused afterwards.
+///
+/// # Errors
+/// See [`Violation`].
+pub fn check_dirty_logs(vm: &dyn SourceVm, effort: &Effort) -> Result<Seen, Violation> {
+    let memory = vm.memory();
+    check_dirty_log(&*memory, &mut Union(vm.dirty_logs()), vm, effort)
+}
+
+/// Tests one log that sees everything that `writer` writes to `memory`. Needs
+/// as much memory again. The writer is paused afterwards, and the log stopped.
+///
+/// Three recordings: the first and the last begin while nobody writes and must
+/// begin empty, whatever was written before; the second begins in the middle of
+/// it.
+///
+/// # Errors
+/// See [`Violation`].
+pub fn check_dirty_log<W: Writer + ?Sized>(
+    memory: &dyn GuestMemory,
+    log: &mut dyn DirtyLog,
+    writer: &W,
+    effort: &Effort,
+) -> Result<Seen, Violation> {
+    let mut test = Test {
+        memory,
+        log,
+        writer,
+        effort,
+        shadow: Vec::new(),
+        seen: Seen::default(),
+    };
+    for running in [false, true, false] {
+        if let Err(violation) = test.recording(running) {
+            // Whatever else fails now, the violation says more.
+            let _ = test.writer.pause();
+            let _ = test.log.stop();
+            return Err(violation);
+        }
+    }
+    Ok(test.seen)
+}
+
+struct Test<'a, W: ?Sized> {
+    memory: &'a dyn GuestMemory,
+    log: &'a mut dyn DirtyLog,
+    writer: &'a W,
+    effort: &'a Effort,
+    /// What a destination would have, for each region.
+    shadow: Vec<Vec<u8>>,
+    seen: Seen,
+}
+
+/// For each region the pages that one fetch reported.
+type Bitmaps = Vec<Vec<u64>>;
+
+impl<W: Writer + ?Sized> Test<'_, W> {
+    /// From start to stop.
+    fn recording(&mut self, running: bool) -> Result<(), Violation> {
+        // Written before the start: none of it belongs into the log.
+        self.writer.resume().map_err(Violation::Writer)?;
+        std::thread::sleep(self.effort.between);
+        if !running {
+            self.writer.pause().map_err(Violation::Writer)?;
+        }
+        self.log.start().map_err(failed("start"))?;
+        if !running {
+            if let Some((region, page)) = first(&self.fetch()?) {
+                return Err(Violation::NotEmpty { region, page });
+            }
+            self.writer.resume().map_err(Violation::Writer)?;
+        }
+        self.copy_all()?;
+        let before = self.seen.pages;
+        for _ in 0..self.effort.pauses {
+            self.writer.resume().map_err(Violation::Writer)?;
+            for _ in 0..self.effort.fetches {
+                std::thread::sleep(self.effort.between);
+                let reported = self.fetch()?;
+                self.copy(&reported)?;
+            }
+            std::thread::sleep(self.effort.between);
+            self.writer.pause().map_err(Violation::Writer)?;
+            let reported = self.fetch()?;
+            self.copy(&reported)?;
+            if let Some((region, page)) = first(&self.fetch()?) {
+                return Err(Violation::NotCleared { region, page });
+            }
+            self.compare()?;
+        }
+        if self.seen.pages == before {
+            return Err(Violation::NothingWritten);
+        }
+        self.log.stop().map_err(failed("stop"))
+    }
+
+    /// Reads the log, and checks that what it reports exists.
+    fn fetch(&mut self) -> Result<Bitmaps, Violation> {
+        let regions = self.memory.regions();
+        let mut bitmaps: Bitmaps = regions
+            .iter()
+            .map(|region| vec![0; region.length.div_ceil(PAGE_BYTES).div_ceil(64) as usize])
+            .collect();
+        let mut outside = None;
+        self.log
+            .fetch(&mut |region, words| {
+                for (word, bits) in words.iter().enumerate().filter(|(_, bits)| **bits != 0) {
+                    let last = word as u64 * 64 + u64::from(63 - bits.leading_zeros());
+                    match bitmaps.get_mut(region).and_then(|map| map.get_mut(word)) {
+                        Some(known) if last * PAGE_BYTES < regions[region].length => *known |= bits,
+                        _ => outside = Some((region, last)),
+                    }
+                }
+            })
+            .map_err(failed("be read"))?;
+        if let Some((region, page)) = outside {
+            return Err(Violation::Outside { region, page });
+        }
+        self.seen.fetches += 1;
+        self.seen.pages += bitmaps
+            .iter()
+            .flatten()
+            .map(|bits| u64::from(bits.count_ones()))
+            .sum::<u64>();
+        Ok(bitmaps)
+    }
+
+    /// Copies everything, as the first pass of a migration does.
+    fn copy_all(&mut self) -> Result<(), Violation> {
+        self.shadow.clear();
+        for (index, region) in self.memory.regions().iter().enumerate() {
+            let length = usize::try_from(region.length).map_err(io::Error::other)?;
+            self.shadow.push(vec![0; length]);
+            for range in worth_reading(self.memory, index) {
+                self.copy_range(index, range)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn copy(&mut self, reported: &Bitmaps) -> Result<(), Violation> {
+        for (index, words) in reported.iter().enumerate() {
+            for (word, bits) in (0_u64..).zip(words) {
+                for bit in (0..64).filter(|bit| bits >> bit & 1 == 1) {
+                    let start = (word * 64 + bit) * PAGE_BYTES;
+                    self.copy_range(index, start..start + PAGE_BYTES)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn copy_range(&mut self, index: usize, range: Range<u64>) -> io::Result<()> {
+        let shadow = &mut self.shadow[index];
+        let end = range.end.min(shadow.len() as u64);
+        let copy = &mut shadow[range.start as usize..end as usize];
+        self.memory
+            .slice(index, range.start, copy.len())?
+            .copy_to(copy);
+        Ok(())
+    }
+
+    /// Nobody writes: memory must equal the copy.
+    fn compare(&self) -> Result<(), Violation> {
+        let mut missed: Option<(usize, u64)> = None;
+        let mut pages = 0;
+        let mut page = [0; PAGE_BYTES as usize];
+        for (index, shadow) in self.shadow.iter().enumerate() {
+            for range in worth_reading(self.memory, index) {
+                let range = range.start as usize..(range.end as usize).min(shadow.len());
+                for (number, copy) in (0_u64..).zip(shadow[range.clone()].chunks(page.len())) {
+                    let offset = range.start as u64 + number * PAGE_BYTES;
+                    let now = &mut page[..copy.len()];
+                    self.memory.slice(index, offset, now.len())?.copy_to(now);
+                    if now != copy {
+                        missed.get_or_insert((index, offset / PAGE_BYTES));
+                        pages += 1;
+                    }
+                }
+            }
+        }
+        match missed {
+            None => Ok(()),
+            Some((region, page)) => Err(Violation::Missed {
+                region,
+                page,
+                pages,
+            }),
+        }
+    }
+}
+
+/// The first page that is reported.
+fn first(reported: &Bitmaps) -> Option<(usize, u64)> {
+    reported.iter().enumerate().find_map(|(region, words)| {
+        let (word, bits) = (0_u64..).zip(words).find(|(_, bits)| **bits != 0)?;
+        Some((region, word * 64 + u64::from(bits.trailing_zeros())))
+    })
+}
+
+fn failed(step: &'static str) -> impl Fn(io::Error) -> Violation {
+    move |source| Violation::Log { step, source }
+}
+
+/// Several logs as one.
+struct Union(Vec<Box<dyn DirtyLog>>);
+
+impl DirtyLog for Union {
+    fn start(&mut self) -> io::Result<()> {
+        self.0.iter_mut().try_for_each(|log| log.start())
+    }
+
+    fn fetch(&mut self, found: &mut dyn FnMut(usize, &[u64])) -> io::Result<()> {
+        self.0.iter_mut().try_for_each(|log| log.fetch(found))
+    }
+
+    fn stop(&mut self) -> io::Result<()> {
+        self.0.iter_mut().try_for_each(|log| log.stop())
+    }
+}

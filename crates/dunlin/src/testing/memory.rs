@@ -1,0 +1,364 @@
+//! Guest memory: its table, its slices, what is worth sending.
+
+use std::io;
+use std::ops::Range;
+use std::time::{Duration, Instant};
+
+use dunlin_proto::control::RegionTable;
+use dunlin_proto::limits::PAGE_BYTES;
+use dunlin_sys::memory::is_zero;
+
+use super::{Violation, broken};
+use crate::engine::vmm::GuestMemory;
+
+/// Tests memory that nobody writes to meanwhile. It is only read, all of it, so
+/// that holes in shared memory may be populated.
+///
+/// # Errors
+/// The first [`Violation`].
+pub fn check_memory(memory: &dyn GuestMemory) -> Result<(), Violation> {
+    check_table(memory)?;
+    for (index, region) in memory.regions().iter().enumerate() {
+        check_slices(memory, index, region.length)?;
+        check_worth(memory, index, region.length)?;
+    }
+    let beyond = memory.regions().len();
+    if memory.slice(beyond, 0, 1).is_ok() {
+        return Err(no_such_bytes(beyond, 0, 1));
+    }
+    Ok(())
+}
+
+fn check_table(memory: &dyn GuestMemory) -> Result<(), Violation> {
+    const METHOD: &str = "GuestMemory::regions";
+    let regions = memory.regions();
+    RegionTable::new(regions.to_vec()).map_err(|error| {
+        let promise = "its table can be described";
+        broken(METHOD, promise, error.to_string())
+    })?;
+    if let Some(pair) = regions.windows(2).find(|pair| pair[0].id >= pair[1].id) {
+        return Err(broken(
+            METHOD,
+            "the identifiers of its regions ascend",
+            format!("{} comes before {}", pair[0].id, pair[1].id),
+        ));
+    }
+    if memory.regions() != regions {
+        return Err(table_changes("a second call gives another one"));
+    }
+    Ok(())
+}
+
+pub(super) fn table_changes(what: &str) -> Violation {
+    broken("GuestMemory::regions", "its table does not change", what)
+}
+
+fn no_such_bytes(index: usize, offset: u64, length: usize) -> Violation {
+    broken(
+        "GuestMemory::slice",
+        "bytes outside a region are refused",
+        format!("{length} bytes at {offset} of region {index} were given out"),
+    )
+}
+
+fn check_slices(memory: &dyn GuestMemory, index: usize, length: u64) -> Result<(), Violation> {
+    const METHOD: &str = "GuestMemory::slice";
+    let whole = usize::try_from(length).map_err(io::Error::other)?;
+    let page = PAGE_BYTES as usize;
+    for (offset, length) in [
+        (0, page),
+        (0, whole),
+        (length - 1, 1),
+        (length / 2, whole - whole / 2),
+    ] {
+        let refused = |what: String| {
+            broken(
+                METHOD,
+                "any bytes within a region are given out",
+                format!("{length} bytes at {offset} of region {index} {what}"),
+            )
+        };
+        match memory.slice(index, offset, length) {
+            Ok(slice) if slice.len() == length => {}
+            Ok(slice) => return Err(refused(format!("came as {}", slice.len()))),
+            Err(error) => return Err(refused(format!("were refused: {error}"))),
+        }
+    }
+    for (offset, length) in [
+        (length, 1),
+        (length - 1, 2),
+        (0, whole + 1),
+        (u64::MAX, 1),
+        (u64::MAX - PAGE_BYTES + 1, page),
+    ] {
+        if memory.slice(index, offset, length).is_ok() {
+            return Err(no_such_bytes(index, offset, length));
+        }
+    }
+    Ok(())
+}
+
+fn check_worth(memory: &dyn GuestMemory, index: usize, length: u64) -> Result<(), Violation> {
+    const METHOD: &str = "GuestMemory::worth_sending";
+    let mut ranges: Vec<Range<u64>> = Vec::new();
+    if memory
+        .worth_sending(index, &mut |range| ranges.push(range))
+        .is_err()
+    {
+        // Everything is sent then.
+        return Ok(());
+    }
+    let mut end = 0;
+    for range in &ranges {
+        if range.start < end || range.end < range.start || range.end > length {
+            return Err(broken(
+                METHOD,
+                "its ranges lie within the region, in ascending order",
+                format!("region {index} of {length} bytes has {range:?} after {end}"),
+            ));
+        }
+        end = range.end;
+    }
+    let mut left_out = Vec::new();
+    let mut from = 0;
+    for range in ranges {
+        left_out.push(from..range.start);
+        from = range.end;
+    }
+    left_out.push(from..length);
+    for range in left_out {
+        if let Some(page) = first_not_zero(memory, index, range)? {
+            return Err(broken(
+                METHOD,
+                "what it leaves out reads as zeros",
+                format!("page {page} of region {index} is left out and is not zero"),
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// The first page in `range` of a region that holds anything.
+fn first_not_zero(
+    memory: &dyn GuestMemory,
+    index: usize,
+    range: Range<u64>,
+) -> io::Result<Option<u64>> {
+    let mut bytes = [0; PAGE_BYTES as usize];
+    let mut at = range.start;
+    while at < range.end {
+        // To the end of the page, so that what follows is aligned.
+        let to = (at / PAGE_BYTES * PAGE_BYTES + PAGE_BYTES).min(range.end);
+        let now = &mut bytes[..(to - at) as usize];
+        memory.slice(index, at, now.len())?.copy_to(now);
+        if !is_zero(now) {
+            return Ok(Some(at / PAGE_BYTES));
+        }
+        at = to;
+    }
+    Ok(None)
+}
+
+/// The first page of memory that holds anything: region and page.
+pub(super) fn first_written(memory: &dyn GuestMemory) -> io::Result<Option<(usize, u64)>> {
+    for (index, region) in memory.regions().iter().enumerate() {
+        if let Some(page) = first_not_zero(memory, index, 0..region.length)? {
+            return Ok(Some((index, page)));
+        }
+    }
+    Ok(None)
+}
+
+/// The ranges of a region that are not known to read as zeros; reading others
+/// might populate them.
+pub(super) fn worth_reading(memory: &dyn GuestMemory, index: usize) -> Vec<Range<u64>> {
+    let mut ranges = Vec::new();
+    match memory.worth_sending(index, &mut |range| ranges.push(range)) {
+        Ok(()) => ranges,
+        Err(_) => std::iter::once(0..memory.regions()[index].length).collect(),
+    }
+}
+
+/// What memory held at one moment.
+pub(super) struct Copy(Vec<Vec<u8>>);
+
+impl Copy {
+    pub(super) fn of(memory: &dyn GuestMemory) -> io::Result<Self> {
+        let mut regions = Vec::new();
+        for (index, region) in memory.regions().iter().enumerate() {
+            let mut bytes = vec![0; usize::try_from(region.length).map_err(io::Error::other)?];
+            for range in worth_reading(memory, index) {
+                let part = &mut bytes[range.start as usize..range.end as usize];
+                memory.slice(index, range.start, part.len())?.copy_to(part);
+            }
+            regions.push(bytes);
+        }
+        Ok(Self(regions))
+    }
+
+    /// The first page that is not what it was: region and page.
+    pub(super) fn difference(&self, memory: &dyn GuestMemory) -> io::Result<Option<(usize, u64)>> {
+        let mut page = [0; PAGE_BYTES as usize];
+        for (index, bytes) in self.0.iter().enumerate() {
+            for range in worth_reading(memory, index) {
+                let before = &bytes[range.start as usize..range.end as usize];
+                for (number, before) in (0_u64..).zip(before.chunks(page.len())) {
+                    let offset = range.start + number * PAGE_BYTES;
+                    let now = &mut page[..before.len()];
+                    memory.slice(index, offset, now.len())?.copy_to(now);
+                    if now != before {
+                        return Ok(Some((index, offset / PAGE_BYTES)));
+                    }
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    /// Writes it into memory that reads as zeros.
+    pub(super) fn write_to(&self, memory: &dyn GuestMemory) -> io::Result<()> {
+        for (index, bytes) in self.0.iter().enumerate() {
+            for (number, page) in (0_u64..).zip(bytes.chunks(PAGE_BYTES as usize)) {
+                if !is_zero(page) {
+                    let offset = number * PAGE_BYTES;
+                    memory.slice(index, offset, page.len())?.copy_from(page);
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Whether the guest writes within two seconds.
+pub(super) fn is_written(memory: &dyn GuestMemory) -> io::Result<bool> {
+    let before = Copy::of(memory)?;
+    let until = Instant::now() + Duration::from_secs(2);
+    loop {
+        if before.difference(memory)?.is_some() {
+            return Ok(true);
+        }
+        if Instant::now() > until {
+            return Ok(false);
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::sync::Arc;
+
+    use vm_memory::bitmap::AtomicBitmap;
+    use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap, VolatileSlice};
+
+    use super::*;
+    use crate::engine::memory::MappedMemory;
+    use crate::engine::vmm::Region;
+
+    /// What a broken memory does otherwise.
+    #[derive(Clone, Copy, Debug)]
+    enum Fault {
+        None,
+        Descends,
+        Overlong,
+        Short,
+        LeavesOut,
+        Overlaps,
+    }
+
+    struct Broken {
+        sound: MappedMemory,
+        regions: Vec<Region>,
+        fault: Fault,
+    }
+
+    impl GuestMemory for Broken {
+        fn regions(&self) -> &[Region] {
+            &self.regions
+        }
+
+        fn slice(&self, index: usize, offset: u64, length: usize) -> io::Result<VolatileSlice<'_>> {
+            match self.fault {
+                Fault::Overlong if offset + length as u64 > self.regions[index].length => {
+                    self.sound.slice(index, 0, 1)
+                }
+                Fault::Short => self.sound.slice(index, offset, length.min(4096)),
+                _ => self.sound.slice(index, offset, length),
+            }
+        }
+
+        fn worth_sending(&self, index: usize, found: &mut dyn FnMut(Range<u64>)) -> io::Result<()> {
+            match self.fault {
+                Fault::LeavesOut => Ok(()),
+                Fault::Overlaps => {
+                    found(0..8192);
+                    found(4096..12288);
+                    Ok(())
+                }
+                _ => self.sound.worth_sending(index, found),
+            }
+        }
+    }
+
+    #[test]
+    fn memory_that_breaks_a_promise_is_found_out() {
+        for (fault, method) in [
+            (Fault::None, None),
+            (Fault::Descends, Some("GuestMemory::regions promises")),
+            (Fault::Overlong, Some("GuestMemory::slice promises")),
+            (Fault::Short, Some("GuestMemory::slice promises")),
+            (
+                Fault::LeavesOut,
+                Some("GuestMemory::worth_sending promises that what it leaves out"),
+            ),
+            (Fault::Overlaps, Some("GuestMemory::worth_sending promises")),
+        ] {
+            let ranges = [
+                (GuestAddress(0), 64 << 10),
+                (GuestAddress(1 << 20), 32 << 10),
+            ];
+            let memory: GuestMemoryMmap<AtomicBitmap> =
+                GuestMemoryMmap::from_ranges(&ranges).unwrap();
+            memory.write_obj(7_u64, GuestAddress(9 << 12)).unwrap();
+            let sound = MappedMemory::new(Arc::new(memory), 4096);
+            let mut regions = sound.regions().to_vec();
+            if matches!(fault, Fault::Descends) {
+                regions[0].id = 9;
+            }
+            let broken = Broken {
+                sound,
+                regions,
+                fault,
+            };
+            match (check_memory(&broken), method) {
+                (Ok(()), None) => {}
+                (Err(violation), Some(method)) => {
+                    let text = violation.to_string();
+                    assert!(text.starts_with(method), "{fault:?}: {text}");
+                }
+                (other, _) => panic!("{fault:?}: {other:?}"),
+            }
+        }
+    }
+
+    #[test]
+    fn a_copy_tells_the_page_that_changed_and_can_be_written_elsewhere() {
+        let new = || {
+            let ranges = [(GuestAddress(0), 64 << 10)];
+            Arc::new(GuestMemoryMmap::<AtomicBitmap>::from_ranges(&ranges).unwrap())
+        };
+        let (one, other) = (new(), new());
+        let [from, to] = [&one, &other].map(|memory| MappedMemory::new(Arc::clone(memory), 4096));
+        one.write_obj(7_u64, GuestAddress(3 * 4096 + 8)).unwrap();
+        let copy = Copy::of(&from).unwrap();
+        assert_eq!(copy.difference(&from).unwrap(), None);
+        assert_eq!(first_written(&to).unwrap(), None);
+        copy.write_to(&to).unwrap();
+        assert_eq!(copy.difference(&to).unwrap(), None);
+        assert_eq!(first_written(&to).unwrap(), Some((0, 3)));
+        one.write_obj(1_u8, GuestAddress(5 * 4096)).unwrap();
+        assert_eq!(copy.difference(&from).unwrap(), Some((0, 5)));
+    }
+}

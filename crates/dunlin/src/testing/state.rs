@@ -1,0 +1,290 @@
+//! State of CPUs and devices, from *save* over *load* to *save* again.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use dunlin_proto::limits::{MAX_NAME_BYTES, MAX_SECTION_BYTES, MAX_SECTIONS, MAX_STATE_BYTES};
+
+use super::memory::{Copy, first_written};
+use super::{Effort, Violation, Vmm, broken, failed};
+use crate::engine::vmm::{DestinationVm, Offered, Refusal, RunState, Section, SourceVm, VmmError};
+
+/// Tests that a VM's state is loaded as it was saved, and that sections which
+/// this VMM cannot know are refused where they are required. Returns the names
+/// of the sections that change by themselves, such as clocks: their bytes are not
+/// compared.
+///
+/// # Errors
+/// The first [`Violation`].
+pub fn check_state(vmm: &mut dyn Vmm, effort: &Effort) -> Result<Vec<String>, Violation> {
+    let source = vmm.start().map_err(failed("Vmm::start"))?;
+    std::thread::sleep(effort.between * effort.fetches);
+    let moment = Moment::of(&*source, effort)?;
+
+    // What is another after each load tells when that was, such as the start of
+    // a timer.
+    let again = load_and_save(vmm, &*source, &moment)?;
+    let once_more = load_and_save(vmm, &*source, &moment)?;
+    let mut unsteady = moment.unsteady.clone();
+    for (one, other) in again.iter().zip(&once_more) {
+        if labels_equal(one, other) && one.bytes != other.bytes {
+            unsteady.insert(one.name.clone());
+        }
+    }
+    same_state(&moment.sections, &again, &unsteady)?;
+    refuses_what_it_does_not_know(vmm, &*source, &moment)?;
+    Ok(unsteady.into_iter().collect())
+}
+
+/// What a VM saves that has loaded this.
+fn load_and_save(
+    vmm: &mut dyn Vmm,
+    source: &dyn SourceVm,
+    moment: &Moment,
+) -> Result<Vec<Section>, Violation> {
+    let (there, as_source) = build(vmm, source)?;
+    moment.memory.write_to(&*there.memory())?;
+    there
+        .load(&moment.sections)
+        .map_err(failed("DestinationVm::load"))?;
+    if as_source.run_state() != RunState::Paused {
+        return Err(broken(
+            "DestinationVm::load",
+            "nothing runs yet",
+            format!("after it the guest is {:?}", as_source.run_state()),
+        ));
+    }
+    let sections = as_source.save().map_err(failed("SourceVm::save"))?;
+    there.discard();
+    Ok(sections)
+}
+
+/// A paused VM.
+pub(super) struct Moment {
+    pub(super) memory: Copy,
+    pub(super) sections: Vec<Section>,
+    /// Names of sections that change all the while.
+    unsteady: BTreeSet<String>,
+}
+
+impl Moment {
+    /// Pauses the guest and saves its state, twice.
+    pub(super) fn of(vm: &dyn SourceVm, effort: &Effort) -> Result<Self, Violation> {
+        const METHOD: &str = "SourceVm::save";
+        vm.pause().map_err(failed("SourceVm::pause"))?;
+        let memory = Copy::of(&*vm.memory())?;
+        let first = vm.save().map_err(failed(METHOD))?;
+        std::thread::sleep(effort.between);
+        let sections = vm.save().map_err(failed(METHOD))?;
+        if let Some((region, page)) = memory.difference(&*vm.memory())? {
+            return Err(broken(
+                METHOD,
+                "it writes no guest memory, which is being sent meanwhile",
+                format!("page {page} of region {region} is another after it"),
+            ));
+        }
+        fits(&sections)?;
+        let mut unsteady = BTreeSet::new();
+        for (one, other) in first.iter().zip(&sections) {
+            if !labels_equal(one, other) || first.len() != sections.len() {
+                return Err(broken(
+                    METHOD,
+                    "a paused VM has the same sections each time",
+                    format!("first comes {}, then {}", label(one), label(other)),
+                ));
+            }
+            if one.bytes != other.bytes {
+                unsteady.insert(one.name.clone());
+            }
+        }
+        Ok(Self {
+            memory,
+            sections,
+            unsteady,
+        })
+    }
+}
+
+/// What the engine can move on the control lane.
+fn fits(sections: &[Section]) -> Result<(), Violation> {
+    const METHOD: &str = "SourceVm::save";
+    let bytes: usize = sections.iter().map(|section| section.bytes.len()).sum();
+    if sections.len() > MAX_SECTIONS as usize || bytes > MAX_STATE_BYTES {
+        return Err(broken(
+            METHOD,
+            "there are at most 4096 sections of 32 MiB together",
+            format!("there are {} of {bytes} bytes", sections.len()),
+        ));
+    }
+    let mut names = BTreeSet::new();
+    for section in sections {
+        if section.name.len() > MAX_NAME_BYTES || section.bytes.len() > MAX_SECTION_BYTES {
+            return Err(broken(
+                METHOD,
+                "a section has a name of at most 255 bytes and somewhat less than 1 MiB",
+                format!("{} has {} bytes", label(section), section.bytes.len()),
+            ));
+        }
+        if !names.insert((&section.name, section.instance)) {
+            return Err(broken(
+                METHOD,
+                "a name and an instance are used once",
+                format!("{} comes twice", label(section)),
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// Whether a VM saves again what it has loaded; the order may be another.
+fn same_state(
+    before: &[Section],
+    again: &[Section],
+    unsteady: &BTreeSet<String>,
+) -> Result<(), Violation> {
+    let not_equal = |what| {
+        broken(
+            "DestinationVm::load",
+            "a VM that has loaded a state saves the same again",
+            what,
+        )
+    };
+    for before in before {
+        let Some(after) = again.iter().find(|after| labels_equal(before, after)) else {
+            return Err(not_equal(format!("{} is gone", label(before))));
+        };
+        if unsteady.contains(&before.name) {
+            continue;
+        }
+        if before.bytes != after.bytes {
+            let at = before.bytes.iter().zip(&after.bytes);
+            let at = at.take_while(|(before, after)| before == after).count();
+            return Err(not_equal(format!(
+                "{} is another from byte {at} of {} on",
+                label(before),
+                before.bytes.len()
+            )));
+        }
+    }
+    match again
+        .iter()
+        .find(|after| !before.iter().any(|before| labels_equal(before, after)))
+    {
+        Some(new) => Err(not_equal(format!("{} is new", label(new)))),
+        None => Ok(()),
+    }
+}
+
+fn refuses_what_it_does_not_know(
+    vmm: &mut dyn Vmm,
+    source: &dyn SourceVm,
+    moment: &Moment,
+) -> Result<(), Violation> {
+    const METHOD: &str = "DestinationVm::load";
+    const PROMISE: &str =
+        "a required section that it does not know, in name or version, is refused";
+    let load = |vmm: &mut dyn Vmm, sections: &[Section]| -> Result<Result<(), VmmError>, _> {
+        let (there, _) = build(vmm, source)?;
+        moment.memory.write_to(&*there.memory())?;
+        let result = there.load(sections);
+        there.discard();
+        Ok::<_, Violation>(result)
+    };
+    let mut names = BTreeSet::new();
+    for (position, section) in moment.sections.iter().enumerate() {
+        if !section.required || !names.insert(&section.name) {
+            continue;
+        }
+        let mut newer = moment.sections.clone();
+        newer[position].version = u32::MAX;
+        if load(vmm, &newer)?.is_ok() {
+            let label = label(&newer[position]);
+            return Err(broken(METHOD, PROMISE, format!("{label} was taken")));
+        }
+    }
+    let mut more = moment.sections.clone();
+    more.push(Section {
+        name: "dunlin.testing.unknown".into(),
+        instance: 0,
+        version: 1,
+        required: true,
+        bytes: vec![1, 2, 3],
+    });
+    if load(vmm, &more)?.is_ok() {
+        let label = label(&more[more.len() - 1]);
+        return Err(broken(METHOD, PROMISE, format!("{label} was taken")));
+    }
+    if let Some(last) = more.last_mut() {
+        last.required = false;
+    }
+    load(vmm, &more)?.map_err(|error| {
+        broken(
+            METHOD,
+            "a section that is not required and not known is skipped",
+            error.to_string(),
+        )
+    })
+}
+
+/// A VM as the destination has it, and as the source that it will be.
+type Built = (Arc<dyn DestinationVm>, Arc<dyn SourceVm>);
+
+/// Builds the VM that `source` describes, on either side of the traits.
+pub(super) fn build(vmm: &mut dyn Vmm, source: &dyn SourceVm) -> Result<Built, Violation> {
+    const METHOD: &str = "Builder::build";
+    let offered = offer(source)?;
+    let refused = |refusal: Refusal| Violation::Failed {
+        method: METHOD,
+        source: refusal.text.into(),
+    };
+    let there = vmm.builder().build(&offered).map_err(refused)?;
+    let memory = there.memory();
+    let ours = memory.regions().iter().map(|r| (r.id, r.length));
+    if !ours.eq(offered.regions.iter().map(|r| (r.id, r.length))) {
+        return Err(broken(
+            METHOD,
+            "the VM has the regions that were offered",
+            "identifiers or lengths differ",
+        ));
+    }
+    if let Some((region, page)) = first_written(&*memory)? {
+        return Err(broken(
+            METHOD,
+            "the VM's memory reads as zeros",
+            format!("page {page} of region {region} does not"),
+        ));
+    }
+    let as_source = vmm.built().ok_or_else(|| {
+        broken(
+            "Vmm::built",
+            "it gives the VM that was built last",
+            "it gives none",
+        )
+    })?;
+    if as_source.run_state() == RunState::Running {
+        return Err(broken(METHOD, "the VM is not started", "it runs"));
+    }
+    Ok((there, as_source))
+}
+
+/// What a migration would offer.
+pub(super) fn offer(source: &dyn SourceVm) -> Result<Offered, Violation> {
+    Ok(Offered {
+        vm: source.describe().map_err(failed("SourceVm::describe"))?,
+        regions: source.memory().regions().to_vec(),
+        paused: false,
+    })
+}
+
+fn labels_equal(one: &Section, other: &Section) -> bool {
+    (&one.name, one.instance, one.version, one.required)
+        == (&other.name, other.instance, other.version, other.required)
+}
+
+fn label(section: &Section) -> String {
+    let required = if section.required { "required " } else { "" };
+    format!(
+        "{required}section `{}` of {} in version {}",
+        section.name, section.instance, section.version
+    )
+}

@@ -1,0 +1,53 @@
+//! The examples do what they say. `cargo test` builds them with the tests,
+//! unless it is told which; then `cargo build --examples` comes first.
+#![allow(clippy::unwrap_used)]
+
+use std::path::PathBuf;
+use std::process::Command;
+
+/// What an example prints; it must succeed.
+fn run(name: &str) -> String {
+    // target/debug/deps/examples-… stands beside target/debug/examples/.
+    let test = std::env::current_exe().unwrap();
+    let target = test.parent().and_then(|deps| deps.parent()).unwrap();
+    let path: PathBuf = target.join("examples").join(name);
+    let output = Command::new(&path)
+        .output()
+        .unwrap_or_else(|error| panic!("{}: {error}; build the examples", path.display()));
+    let printed = String::from_utf8_lossy(&output.stdout).into_owned();
+    let complaints = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{name}: {complaints}{printed}");
+    assert_eq!(complaints, "", "{name}");
+    printed
+}
+
+#[test]
+fn i3_the_smallest_integration_moves_its_vm() {
+    let printed = run("smallest");
+    assert!(printed.starts_with("moved in "), "{printed}");
+    assert!(
+        printed.ends_with("it runs there: true\nmemory is whole: true\n"),
+        "{printed}"
+    );
+    let source = include_str!("../examples/smallest.rs");
+    assert!(source.lines().count() < 200, "it has grown");
+}
+
+#[test]
+fn i3_a_vm_with_two_regions_and_two_logs_moves() {
+    let printed = run("two_logs");
+    assert!(printed.starts_with("pass 1: "), "{printed}");
+    assert!(
+        printed.ends_with("it runs there: true\nmemory is whole: true\n"),
+        "{printed}"
+    );
+}
+
+#[test]
+fn a_vmm_that_may_not_open_sockets_is_given_them() {
+    let printed = run("own_sockets");
+    assert_eq!(
+        printed,
+        "connections handed in: 3\nit runs there: true\nmemory is whole: true\n"
+    );
+}
