@@ -83,10 +83,7 @@ pub(crate) fn run(place: &Place, to: &str, vm: &str, stage: &Stage) -> Result<()
             error.doubt.map(|doubt| *doubt)
         }
     };
-    let patient = source::Options {
-        doubt_limit: ANSWERED,
-        ..options
-    };
+    let patient = options.to_builder().doubt_limit(ANSWERED).build()?;
     heed(stage, doubt, Some(&*leaving), &|doubt| {
         Ok(doubt.ask(Some(&*vm), &tls, &patient, &host)?)
     })
@@ -102,10 +99,10 @@ pub(crate) fn restarted(place: &Place, vm: &str, stage: &Stage) -> Result<(), Fa
     let vm = leaving.as_ref().map(|vm| vm as &dyn SourceVm);
     let host: Arc<dyn Host> = Arc::new(StandardHost);
     let tls = tls(place)?;
-    let patient = source::Options {
-        doubt_limit: ANSWERED,
-        ..options(journal.clone())
-    };
+    let patient = options(journal.clone())
+        .to_builder()
+        .doubt_limit(ANSWERED)
+        .build()?;
     let entries = journal.list()?.into_iter();
     let left = entries
         .filter(|entry| entry.role == Role::Source && matches!(entry.record, Ok(Some(_))))
