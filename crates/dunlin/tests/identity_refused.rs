@@ -12,7 +12,7 @@ use std::net::{TcpListener, TcpStream};
 use std::thread;
 use std::time::Duration;
 
-use dunlin::engine::destination::{self, DestinationEvent};
+use dunlin::engine::destination::DestinationEvent;
 use dunlin::engine::vmm::FaultCode;
 use dunlin::engine::{Cancel, MigrateError, source};
 use dunlin::lane::control;
@@ -94,10 +94,10 @@ fn words(error: &MigrateError) -> String {
 /// A migration that must fail before anything of the VM is told.
 fn migrates_not(to: &str, tls: &ClientTls) -> String {
     let vm = TestVm::new(4 << 20);
-    let options = source::Options {
-        connect_limit: Duration::from_secs(5),
-        ..source::Options::default()
-    };
+    let options = source::Options::builder()
+        .connect_limit(Duration::from_secs(5))
+        .build()
+        .unwrap();
     let (result, _) = send(&vm, to, tls, &options, &Cancel::new());
     words(&result.unwrap_err())
 }
@@ -696,10 +696,7 @@ fn i6_i7_lanes_that_do_not_belong_to_the_session() {
     // The same name, another certificate.
     let twin = site.with(&site.ca.issue(&wish(&[SOURCE])), "");
     let twin = near(&twin, names(&[DESTINATION]));
-    let options = destination::Options {
-        lanes_max: 1,
-        ..impatient()
-    };
+    let options = impatient().to_builder().lanes_max(1).build().unwrap();
     let receiving = Receiving::start(&far_site, &options, TestBuilder::default());
     let to = receiving.address;
     let (mut peer, accept) = Peer::accepted(to, &near_site);
