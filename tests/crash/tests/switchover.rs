@@ -119,7 +119,7 @@ fn tally(title: &str, endings: &BTreeMap<(usize, usize, bool), Vec<Ending>>) {
             let of = |inside| {
                 endings
                     .get(&(number, victim, inside))
-                    .map_or("-".into(), short)
+                    .map_or("-".into(), |found| short(found))
             };
             line.push_str(&format!("{:16}", format!("{} | {}", of(false), of(true))));
         }
@@ -132,7 +132,7 @@ fn tally(title: &str, endings: &BTreeMap<(usize, usize, bool), Vec<Ending>>) {
     );
 }
 
-fn short(endings: &Vec<Ending>) -> String {
+fn short(endings: &[Ending]) -> String {
     let mut found: Vec<&str> = endings
         .iter()
         .map(|ending| match ending {
