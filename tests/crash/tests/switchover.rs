@@ -119,7 +119,7 @@ fn tally(title: &str, endings: &BTreeMap<(usize, usize, bool), Vec<Ending>>) {
             let of = |inside| {
                 endings
                     .get(&(number, victim, inside))
-                    .map_or("-".into(), |endings| short(endings))
+                    .map_or("-".into(), |found| short(found))
             };
             line.push_str(&format!("{:16}", format!("{} | {}", of(false), of(true))));
         }
