@@ -24,8 +24,10 @@ struct SourceHistory {
     /// What is being recorded.
     recording: Option<SourceRecord>,
     committed: bool,
-    /// The destination has said that it runs the VM; that it aborted.
+    /// The destination has said that it runs the VM; that it runs or ran it;
+    /// that it aborted.
     runs_there: bool,
+    ran_there: bool,
     aborted: bool,
     /// What an operator has vouched for.
     run_here: bool,
@@ -33,10 +35,11 @@ struct SourceHistory {
     destroyed: bool,
 }
 
-/// The source, whatever comes: after *commit* it runs the VM only where the
-/// destination aborted or an operator vouched for it (I1), and destroys its copy
-/// only where the destination runs or an operator said so (I2); it lets nobody
-/// forget before its own journal has let go.
+/// The source, whatever comes from a destination that decides once: after
+/// *commit* it runs the VM only where the destination aborted or an operator
+/// vouched for it (I1), and destroys its copy only where the destination runs
+/// it or an operator said so (I2); it lets nobody forget before its own
+/// journal has let go.
 pub fn fuzz_source_switchover(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let mut state = Source::Live;
@@ -64,19 +67,28 @@ pub fn fuzz_source_switchover(bytes: &[u8]) {
             }
             None => source_event(&mut choices),
         };
-        let Ok((next, actions)) = state.on(event) else {
-            continue;
-        };
-        match event {
-            SourceEvent::Running => history.runs_there = true,
-            SourceEvent::PeerCancelled => history.aborted = true,
+        let verdict = match event {
+            SourceEvent::Running => Some(Verdict::Running),
+            SourceEvent::PeerCancelled => Some(Verdict::Aborted),
             SourceEvent::Answer {
                 this_attempt: true,
                 verdict,
-            } => {
-                history.runs_there |= verdict == Verdict::Running;
-                history.aborted |= verdict == Verdict::Aborted;
-            }
+            } => Some(verdict),
+            _ => None,
+        };
+        let runs = verdict == Some(Verdict::Running);
+        let ran = runs || verdict == Some(Verdict::RanThenDied);
+        let aborted = verdict == Some(Verdict::Aborted);
+        if (ran && history.aborted) || (aborted && history.ran_there) {
+            continue;
+        }
+        let Ok((next, actions)) = state.on(event) else {
+            continue;
+        };
+        history.runs_there |= runs;
+        history.ran_there |= ran;
+        history.aborted |= aborted;
+        match event {
             SourceEvent::Resolve(resolution) => {
                 assert!(state.may_resolve());
                 history.run_here |= resolution == Resolution::RunHere;
@@ -134,7 +146,8 @@ impl SourceHistory {
                     self.committed = true;
                 }
                 SourceAction::ResumeGuest => {
-                    assert!(!self.destroyed, "the copy is gone");
+                    // An operator may ask for it all the same.
+                    assert!(!self.destroyed || self.run_here, "the copy is gone");
                     self.may_run_here();
                 }
                 SourceAction::DestroyCopy => {
