@@ -17,6 +17,8 @@ pub mod destination;
 pub mod dirty;
 mod error;
 mod host;
+#[cfg(all(test, feature = "shuttle"))]
+mod interleavings;
 pub mod journal;
 pub mod memory;
 mod options;

@@ -3,7 +3,8 @@
 //! What the session's thread and the lanes' threads know of the lanes stands
 //! behind its one lock: who is open, which marks are reached, what has to be
 //! acknowledged. A lane at a mark waits until every other has reached it, or is
-//! fenced, or everything ends.
+//! fenced, or everything ends. That no order of threads lets one through too
+//! early or loses its wake-up is checked (`engine/interleavings`).
 
 use std::collections::BTreeMap;
 

@@ -4,7 +4,8 @@
 //! lanes' threads share stands behind its one lock. A wait ends when something
 //! has changed that may concern it: a [`Desk::change`] for whatever brings work,
 //! [`Desk::set_rate`] for one that is held back, [`Desk::cut`] and
-//! [`Desk::stop`] for all.
+//! [`Desk::stop`] for all. That no order of threads loses such a wake-up is
+//! checked (`engine/interleavings`).
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -18,7 +19,7 @@ use dunlin_proto::schedule::{ChunkPlan, Work};
 
 use super::super::error::Fault;
 use super::super::report::Traffic;
-use super::super::sync::{Condvar, Interrupt, Mutex, MutexGuard, lock, wait, wait_for};
+use super::super::sync::{Condvar, Interrupt, Mutex, MutexGuard, lock, since, wait, wait_for};
 use super::SessionEvent;
 
 /// Between two looks at the connection of a lane that is not let in yet.
@@ -87,6 +88,8 @@ impl Desk {
     }
 
     /// Changes what a lane may be waiting for.
+    // Its callers' notifications are left out one by one in the tests.
+    #[cfg_attr(all(test, feature = "shuttle"), track_caller)]
     pub(in crate::engine) fn change<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
         let changed = change(&mut lock(&self.state));
         self.changed.notify_all();
@@ -169,7 +172,7 @@ impl Desk {
 
     /// The time by which lanes and rates are measured.
     pub(in crate::engine) fn now_ns(&self) -> u64 {
-        u64::try_from(self.started.elapsed().as_nanos()).unwrap_or(u64::MAX)
+        u64::try_from(since(self.started).as_nanos()).unwrap_or(u64::MAX)
     }
 }
 
