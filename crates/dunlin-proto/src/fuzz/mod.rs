@@ -7,14 +7,22 @@
 //! tests and with the feature `fuzzing` only.
 
 mod decoders;
+mod lanes;
 mod operations;
+mod pair;
+mod schedule;
 mod stripe;
+mod switchover;
 
 pub use decoders::{
     fuzz_control_message, fuzz_data_frame, fuzz_extension_fields, fuzz_opening, fuzz_region_table,
 };
+pub use lanes::{fuzz_receiving, fuzz_sending};
 pub use operations::{fuzz_bitmap, fuzz_marks, fuzz_pace, fuzz_precopy, fuzz_regions};
+pub use pair::fuzz_lanes;
+pub use schedule::{fuzz_received, fuzz_schedule};
 pub use stripe::{fuzz_association, fuzz_tunnel_frame, fuzz_tunnel_message};
+pub use switchover::{fuzz_destination_switchover, fuzz_source_switchover};
 
 /// A fuzz entry by the name of its seeds' folder and of its binary.
 pub type Target = (&'static str, fn(&[u8]));
@@ -34,6 +42,13 @@ pub const TARGETS: &[Target] = &[
     ("tunnel_message", fuzz_tunnel_message),
     ("tunnel_frame", fuzz_tunnel_frame),
     ("association", fuzz_association),
+    ("schedule", fuzz_schedule),
+    ("received", fuzz_received),
+    ("sending", fuzz_sending),
+    ("receiving", fuzz_receiving),
+    ("lanes", fuzz_lanes),
+    ("source_switchover", fuzz_source_switchover),
+    ("destination_switchover", fuzz_destination_switchover),
 ];
 
 /// Bytes that choose operations. At their end everything is zero, so that any
@@ -116,6 +131,62 @@ mod tests {
 
     #[test]
     fn i7_every_decoder_and_model_stands_seeds_and_mutations() {
+        #[cfg(feature = "mistakes")]
+        let _none = crate::mistake::plant(None);
         check(TARGETS, seeds);
     }
+
+    /// The entries of operations, given noise, find a mistake in what they
+    /// drive. Those that take both sides of a switchover are the model's.
+    #[test]
+    #[cfg(feature = "mistakes")]
+    fn i4_planted_mistakes_are_found() {
+        use std::panic::catch_unwind;
+
+        use crate::mistake::{Mistake, plant};
+
+        const INPUTS: u64 = 20_000;
+        let found = |mistake, run: fn(&[u8])| {
+            let _planted = plant(Some(mistake));
+            (1..=INPUTS).find(|&seed| {
+                let mut random = driver::Random(seed);
+                let length = random.next() % 2048;
+                let bytes: Vec<u8> = (0..length).map(|_| random.next() as u8).collect();
+                catch_unwind(|| run(&bytes)).is_err()
+            })
+        };
+        let expected: [(Mistake, Target); 15] = [
+            (Mistake::NoRedirty, ("schedule", fuzz_schedule)),
+            (Mistake::CutBeforeIteration, ("schedule", fuzz_schedule)),
+            (Mistake::NoRedirty, ("lanes", fuzz_lanes)),
+            (Mistake::CutBeforeIteration, ("lanes", fuzz_lanes)),
+            (Mistake::NoFence, ("lanes", fuzz_lanes)),
+            (Mistake::NoFence, ("sending", fuzz_sending)),
+            (Mistake::MarkPassedEarly, ("lanes", fuzz_lanes)),
+            (Mistake::MarkPassedEarly, ("marks", fuzz_marks)),
+            (
+                Mistake::WrongChunkAcknowledged,
+                ("receiving", fuzz_receiving),
+            ),
+            (Mistake::PauseBeforeRecord, SOURCE),
+            (Mistake::ResumeWithoutAsking, SOURCE),
+            (Mistake::ReleaseBeforeRecord, SOURCE),
+            (Mistake::RunBeforeRecord, DESTINATION),
+            (Mistake::TellBeforeRecord, DESTINATION),
+            (Mistake::TellBeforeLettingGo, DESTINATION),
+        ];
+        let mut missed = Vec::new();
+        for (mistake, (name, run)) in expected {
+            match found(mistake, run) {
+                Some(input) => println!("{mistake:?}: found by {name} with input {input}"),
+                None => missed.push((mistake, name)),
+            }
+        }
+        assert!(missed.is_empty(), "{missed:?} were not found");
+    }
+
+    #[cfg(feature = "mistakes")]
+    const SOURCE: Target = ("source_switchover", fuzz_source_switchover);
+    #[cfg(feature = "mistakes")]
+    const DESTINATION: Target = ("destination_switchover", fuzz_destination_switchover);
 }

@@ -5,8 +5,8 @@
 //! while, answers when it is asked, and gives the lane up when the peer stays
 //! silent, so that a session whose main thread is busy is not taken for dead.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use dunlin_proto::control::{CONTROL_HEADER_BYTES, Envelope, Header, Message};
@@ -15,6 +15,7 @@ use dunlin_proto::negotiate::{Opening, PRELUDE_BYTES, Prelude, SessionId};
 use zeroize::Zeroize;
 
 use super::error::Fault;
+use super::sync::{Condvar, Mutex, lock, wait};
 use crate::lane::control::{ControlError, ControlStream};
 
 /// After this long without a message the control lane counts as lost, unless
@@ -27,7 +28,7 @@ const ASK_PART: u32 = 5;
 /// Messages that the reader has delivered and the session has not taken yet.
 /// Beyond it the reader waits, and the peer with it: a peer that sends faster
 /// than the session takes costs this many bodies of memory and no more (I7).
-const QUEUED_MESSAGES: usize = 16;
+pub(in crate::engine) const QUEUED_MESSAGES: usize = 16;
 
 /// Sequence numbers of one session's control messages, which go on over its
 /// control lanes.
@@ -53,7 +54,7 @@ impl Sequences {
     /// then counts from 1 again.
     pub(crate) fn with_new_peer(&self) -> Self {
         Self {
-            sent: Mutex::new(*super::lock(&self.sent)),
+            sent: Mutex::new(*lock(&self.sent)),
             seen: AtomicU64::new(0),
         }
     }
@@ -75,15 +76,51 @@ pub(crate) struct ControlLane {
     silence_limit: Duration,
     /// When the last message came.
     heard_ns: AtomicU64,
+    backlog: Backlog,
+    started: Instant,
+}
+
+/// How many messages wait for the session, and the reader's wait for room.
+#[derive(Default)]
+pub(in crate::engine) struct Backlog {
     queue: Mutex<Queue>,
     taken: Condvar,
-    started: Instant,
 }
 
 #[derive(Default)]
 struct Queue {
     messages: usize,
     closed: bool,
+}
+
+impl Backlog {
+    /// Waits until another message may be delivered, which counts from then;
+    /// or until everything ends.
+    pub(in crate::engine) fn await_room(&self) {
+        let mut queue = lock(&self.queue);
+        while queue.messages >= QUEUED_MESSAGES && !queue.closed {
+            queue = wait(&self.taken, queue);
+        }
+        queue.messages += 1;
+    }
+
+    /// A message has been taken.
+    pub(in crate::engine) fn took(&self) {
+        let mut queue = lock(&self.queue);
+        queue.messages = queue.messages.saturating_sub(1);
+        drop(queue);
+        self.taken.notify_all();
+    }
+
+    /// Nothing waits for room any more.
+    pub(in crate::engine) fn close(&self) {
+        lock(&self.queue).closed = true;
+        self.taken.notify_all();
+    }
+
+    pub(in crate::engine) fn is_closed(&self) -> bool {
+        lock(&self.queue).closed
+    }
 }
 
 /// What the reader found.
@@ -112,8 +149,7 @@ impl ControlLane {
             asked: AtomicU64::new(0),
             silence_limit,
             heard_ns: AtomicU64::new(0),
-            queue: Mutex::default(),
-            taken: Condvar::new(),
+            backlog: Backlog::default(),
             started: Instant::now(),
         }
     }
@@ -141,7 +177,7 @@ impl ControlLane {
     pub(crate) fn send(&self, message: &Message) -> Result<(), Fault> {
         let mut bytes = Vec::new();
         // Held while sending: sequence numbers leave in order.
-        let mut sent = super::lock(&self.sequences.sent);
+        let mut sent = lock(&self.sequences.sent);
         let envelope = Envelope {
             session: self.session,
             epoch: self.epoch,
@@ -182,17 +218,13 @@ impl ControlLane {
 
     /// Ends the lane at once; whoever waits in it wakes.
     pub(crate) fn shutdown(&self) {
-        super::lock(&self.queue).closed = true;
-        self.taken.notify_all();
+        self.backlog.close();
         self.stream.shutdown();
     }
 
     /// The session has taken a message that [`ControlLane::read`] delivered.
     pub(crate) fn took(&self) {
-        let mut queue = super::lock(&self.queue);
-        queue.messages = queue.messages.saturating_sub(1);
-        drop(queue);
-        self.taken.notify_all();
+        self.backlog.took();
     }
 
     /// Reads until the lane ends; runs on a thread of its own. `at_once` may
@@ -204,7 +236,7 @@ impl ControlLane {
         mut deliver: impl FnMut(FromPeer),
     ) {
         let fault = loop {
-            if super::lock(&self.queue).closed {
+            if self.backlog.is_closed() {
                 break lost(ControlError::Cancelled);
             }
             match self.read_one() {
@@ -226,7 +258,7 @@ impl ControlLane {
                 Ok(Some(message)) => match at_once(&message) {
                     Ok(true) => {}
                     Ok(false) => {
-                        self.await_room();
+                        self.backlog.await_room();
                         deliver(FromPeer::Message(message));
                     }
                     Err(fault) => break fault,
@@ -240,17 +272,6 @@ impl ControlLane {
 
     fn now_ns(&self) -> u64 {
         u64::try_from(self.started.elapsed().as_nanos()).unwrap_or(u64::MAX)
-    }
-
-    fn await_room(&self) {
-        let mut queue = super::lock(&self.queue);
-        while queue.messages >= QUEUED_MESSAGES && !queue.closed {
-            queue = self
-                .taken
-                .wait(queue)
-                .unwrap_or_else(PoisonError::into_inner);
-        }
-        queue.messages += 1;
     }
 
     /// Reads the next message; `None` for one that may be skipped.

@@ -2,12 +2,14 @@
 
 use std::io;
 use std::net::{Shutdown, SocketAddr, TcpStream, ToSocketAddrs};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use dunlin_sys::poll::{Waker, Wakeup, waker};
+use dunlin_sys::poll::{Wakeup, waker};
 use dunlin_sys::socket;
+
+use super::sync::{Interrupt, Mutex, lock};
 
 /// Connections and threads, so that the engine fits a VMM that may open
 /// neither by itself.
@@ -103,10 +105,12 @@ impl CancellableHost {
 impl Host for CancellableHost {
     fn connect(&self, endpoint: &str, deadline: Instant) -> io::Result<TcpStream> {
         let (waker, stop) = waker()?;
-        self.cancel.interrupts(Interrupt::Connecting(waker));
+        self.cancel.interrupts(Box::new(move || waker.wake()));
         let stream = self.host.connect_unless(endpoint, deadline, &stop)?;
+        let same = stream.try_clone()?;
+        // Fails only where the connection has gone already.
         self.cancel
-            .interrupts(Interrupt::Securing(stream.try_clone()?));
+            .interrupts(Box::new(move || drop(same.shutdown(Shutdown::Both))));
         Ok(stream)
     }
 
@@ -126,23 +130,7 @@ impl Host for CancellableHost {
 
 impl Drop for CancellableHost {
     fn drop(&mut self) {
-        super::lock(&self.cancel.0).interrupt = None;
-    }
-}
-
-/// What a cancellation interrupts at once.
-enum Interrupt {
-    Connecting(Waker),
-    Securing(TcpStream),
-}
-
-impl Interrupt {
-    fn interrupt(&self) {
-        match self {
-            Self::Connecting(waker) => waker.wake(),
-            // Fails only where the connection has gone already.
-            Self::Securing(stream) => drop(stream.shutdown(Shutdown::Both)),
-        }
+        self.cancel.spares();
     }
 }
 
@@ -169,10 +157,10 @@ impl Cancel {
     /// Asks the session to end. Before *commit* it does, and the VM goes on
     /// at the source; after that it is too late and the session says so.
     pub fn cancel(&self) {
-        let mut state = super::lock(&self.0);
+        let mut state = lock(&self.0);
         state.cancelled = true;
         if let Some(interrupt) = &state.interrupt {
-            interrupt.interrupt();
+            interrupt();
         }
         if let Some(listener) = &state.listener {
             listener();
@@ -182,21 +170,26 @@ impl Cancel {
     /// Whether [`Cancel::cancel`] has been called.
     #[must_use]
     pub fn is_cancelled(&self) -> bool {
-        super::lock(&self.0).cancelled
+        lock(&self.0).cancelled
     }
 
     /// Interrupts this at the cancellation, and nothing else any more.
-    fn interrupts(&self, interrupt: Interrupt) {
-        let mut state = super::lock(&self.0);
+    pub(in crate::engine) fn interrupts(&self, interrupt: Interrupt) {
+        let mut state = lock(&self.0);
         if state.cancelled {
-            interrupt.interrupt();
+            interrupt();
         }
         state.interrupt = Some(interrupt);
     }
 
+    /// Interrupts nothing any more.
+    pub(in crate::engine) fn spares(&self) {
+        lock(&self.0).interrupt = None;
+    }
+
     /// Calls `listener` at the cancellation, at once if it has been already.
     pub(crate) fn listen(&self, listener: impl Fn() + Send + 'static) {
-        let mut state = super::lock(&self.0);
+        let mut state = lock(&self.0);
         if state.cancelled {
             listener();
         }
@@ -204,6 +197,6 @@ impl Cancel {
     }
 
     pub(crate) fn unlisten(&self) {
-        super::lock(&self.0).listener = None;
+        lock(&self.0).listener = None;
     }
 }

@@ -1,9 +1,11 @@
 //! Changing a migration while it runs.
 
 use std::fmt;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use thiserror::Error;
+
+use super::sync::Mutex;
 
 type Apply = Box<dyn Fn(Option<u64>) + Send>;
 

@@ -3,7 +3,7 @@
 
 use std::collections::VecDeque;
 use std::net::TcpListener;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use dunlin_proto::control::{Message, Verdict};
@@ -21,6 +21,7 @@ use super::super::error::{Fault, MigrateError, VmIs};
 use super::super::host::Host;
 use super::super::journal::{Journal, JournalError, Role, SessionJournal, bounded};
 use super::super::lock;
+use super::super::sync::Mutex;
 use super::session::{peer_of, refuse};
 use crate::lane::accept::{Arrival, accept};
 use crate::lane::control::ControlStream;

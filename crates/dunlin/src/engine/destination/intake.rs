@@ -141,12 +141,12 @@ impl Session<'_> {
 
     /// Lets a lane in, if it proves that it belongs here.
     pub(super) fn admit(&mut self, socket: LaneSocket, opening: &Opening) -> Result<(), Fault> {
-        let (Some(shared), Some(selection), Some(offer)) =
-            (&self.shared, &self.selection, &self.offer)
+        let (Some(gate), Some(landing), Some(selection), Some(offer)) =
+            (&self.shared, &self.landing, &self.selection, &self.offer)
         else {
             return Ok(());
         };
-        let shared = Arc::clone(shared);
+        let (gate, landing) = (Arc::clone(gate), Arc::clone(landing));
         let Opening::Lane(open) = opening else {
             return Ok(());
         };
@@ -189,7 +189,8 @@ impl Session<'_> {
                 });
             }
         };
-        if let Err(refusal) = shared.admit(number, receiver.canceller()) {
+        let canceller = receiver.canceller();
+        if let Err(refusal) = gate.admit(number, Box::new(move || canceller.shutdown())) {
             self.reject(format!("lane {number}: {refusal}"));
             return self.say(&Message::LaneRefused {
                 lane: number,
@@ -203,7 +204,8 @@ impl Session<'_> {
         let lane = Lane {
             number,
             receiver,
-            shared,
+            landing,
+            gate,
             events: self.sender.clone(),
         };
         let thread = self

@@ -1,25 +1,24 @@
 //! A lane's thread at the destination: reads chunks straight into guest
 //! memory, acknowledges them, and keeps iterations apart at the marks.
 
-use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::Sender;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
 use dunlin_proto::control::RegionTable;
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::frame::{ChunkHeader, Encoding, FRAME_HEADER_BYTES, Frame, RANGE_BYTES, Range};
-use dunlin_proto::lanes::{CourseError, LaneRefusal, Receiving};
+use dunlin_proto::lanes::{CourseError, Receiving};
 use dunlin_proto::limits::{MAX_RANGES_PER_CHUNK, PAGE_BYTES};
 use dunlin_sys::affinity::thread_cpu_time;
 
 use super::super::error::Fault;
-use super::super::lock;
 use super::super::vmm::GuestMemory;
 use super::SessionEvent;
-use crate::lane::data::{Canceller, DataReceiver, ReceiveError};
+use super::gate::Gate;
+use crate::lane::data::{DataReceiver, ReceiveError};
 
 /// How long the source may take from a lane's end to its close.
 const CLOSE_LIMIT: Duration = Duration::from_secs(2);
@@ -29,26 +28,17 @@ const CLOSE_LIMIT: Duration = Duration::from_secs(2);
 /// waits for this thread.
 const CLEARED_AT_ONCE: u64 = 4096;
 
-/// What a session's lanes share.
-pub(super) struct Shared {
+/// The guest memory into which a session's lanes write.
+pub(super) struct Landing {
     memory: Arc<dyn GuestMemory>,
     regions: RegionTable,
     /// For each region of the memory, a bit for each page that a lane has
     /// written: only those have to be cleared when zeros are sent.
     written: Vec<Box<[AtomicU64]>>,
-    state: Mutex<State>,
-    changed: Condvar,
 }
 
-/// Guarded by [`Shared::state`].
-struct State {
-    lanes: Receiving,
-    stop: bool,
-    cancellers: BTreeMap<u16, Canceller>,
-}
-
-impl Shared {
-    pub(super) fn new(memory: Arc<dyn GuestMemory>, regions: RegionTable, lanes_max: u16) -> Self {
+impl Landing {
+    pub(super) fn new(memory: Arc<dyn GuestMemory>, regions: RegionTable) -> Self {
         let written = memory
             .regions()
             .iter()
@@ -63,55 +53,7 @@ impl Shared {
             memory,
             regions,
             written,
-            state: Mutex::new(State {
-                lanes: Receiving::new(lanes_max),
-                stop: false,
-                cancellers: BTreeMap::new(),
-            }),
-            changed: Condvar::new(),
         }
-    }
-
-    /// What is known of the lanes; those that wait at a mark are woken
-    /// afterwards.
-    pub(super) fn lanes<T>(&self, ask: impl FnOnce(&mut Receiving) -> T) -> T {
-        let answer = ask(&mut lock(&self.state).lanes);
-        self.changed.notify_all();
-        answer
-    }
-
-    /// A lane takes part from now on.
-    pub(super) fn admit(&self, lane: u16, canceller: Canceller) -> Result<(), LaneRefusal> {
-        let mut state = lock(&self.state);
-        state.lanes.admit(lane)?;
-        state.cancellers.insert(lane, canceller);
-        Ok(())
-    }
-
-    /// Ends one lane, whatever it waits for. It must be known as closing.
-    pub(super) fn cut(&self, lane: u16) {
-        if let Some(canceller) = lock(&self.state).cancellers.get(&lane) {
-            canceller.shutdown();
-        }
-        self.changed.notify_all();
-    }
-
-    /// Ends every lane: those that wait at a mark and those that wait for
-    /// bytes.
-    pub(super) fn stop(&self) {
-        let mut state = lock(&self.state);
-        state.stop = true;
-        for canceller in state.cancellers.values() {
-            canceller.shutdown();
-        }
-        drop(state);
-        self.changed.notify_all();
-    }
-
-    /// The lane's connection goes with its thread: a source that opens and
-    /// ends lane after lane uses up no descriptors here (I7).
-    fn forget(&self, lane: u16) {
-        lock(&self.state).cancellers.remove(&lane);
     }
 
     fn region_index(&self, id: u16) -> usize {
@@ -173,7 +115,8 @@ impl Shared {
 pub(super) struct Lane {
     pub(super) number: u16,
     pub(super) receiver: DataReceiver,
-    pub(super) shared: Arc<Shared>,
+    pub(super) landing: Arc<Landing>,
+    pub(super) gate: Arc<Gate>,
     pub(super) events: Sender<SessionEvent>,
 }
 
@@ -193,7 +136,8 @@ impl Lane {
             number,
             receiver,
             events,
-            shared,
+            gate,
+            ..
         } = self;
         let failed = result.is_err();
         if failed {
@@ -202,7 +146,7 @@ impl Lane {
             // The source has closed; it needs no answer to go on.
             let _ = receiver.close();
         }
-        shared.forget(number);
+        gate.forget(number);
         // Before the others are stopped: the session takes the first end that
         // it hears of for the cause. One that is gone needs no report.
         let _ = events.send(SessionEvent::LaneEnded {
@@ -235,14 +179,15 @@ impl Lane {
                         .read_exact(bytes)
                         .map_err(|error| failed(self.number, error))?;
                     chunk
-                        .decode_ranges(bytes, &self.shared.regions, &mut ranges)
+                        .decode_ranges(bytes, &self.landing.regions, &mut ranges)
                         .map_err(malformed)?;
                     self.take_in(&chunk, &ranges)?;
                 }
                 Frame::Mark { iteration } => self.pass(iteration)?,
                 Frame::End { chunks } => {
                     let lane = self.number;
-                    self.report(|lanes| lanes.ended(lane, chunks))
+                    self.gate
+                        .report(|lanes| lanes.ended(lane, chunks), || self.tell())
                         .map_err(out_of_course)?;
                     return self.await_close();
                 }
@@ -253,31 +198,16 @@ impl Lane {
     /// Waits at the mark of `iteration` for every other lane.
     fn pass(&self, iteration: u32) -> Result<(), Fault> {
         let lane = self.number;
-        self.report(|lanes| lanes.mark(lane, iteration))
-            .map_err(out_of_course)?;
-        let mut state = lock(&self.shared.state);
-        while !state.lanes.may_pass(iteration) {
-            self.check_wanted_by(&state)?;
-            state = self
-                .shared
-                .changed
-                .wait(state)
-                .unwrap_or_else(PoisonError::into_inner);
+        let passed = self.gate.pass(lane, iteration, || self.tell());
+        if passed.map_err(out_of_course)? {
+            return Ok(());
         }
-        Ok(())
+        Err(self.given_up())
     }
 
-    /// Fails once the lane has been given up or the session ends.
-    fn check_wanted(&self) -> Result<(), Fault> {
-        self.check_wanted_by(&lock(&self.shared.state))
-    }
-
-    fn check_wanted_by(&self, state: &State) -> Result<(), Fault> {
-        if state.stop || state.lanes.is_closing(self.number) {
-            let what = format!("lane {} was given up", self.number);
-            return Err(Fault::new(FaultCode::LaneLost, what));
-        }
-        Ok(())
+    fn given_up(&self) -> Fault {
+        let what = format!("lane {} was given up", self.number);
+        Fault::new(FaultCode::LaneLost, what)
     }
 
     /// The source closes right behind its end. Closing here before that has
@@ -296,14 +226,13 @@ impl Lane {
     /// Writes a chunk's pages where they belong and acknowledges it.
     fn take_in(&mut self, chunk: &ChunkHeader, ranges: &[Range]) -> Result<(), Fault> {
         let (lane, chunk_number) = (self.number, chunk.number());
-        lock(&self.shared.state)
-            .lanes
+        self.gate
             .check_chunk(lane, chunk_number, chunk.iteration())
             .map_err(out_of_course)?;
         let mut pages = 0;
         let place = |range: &Range| {
             (
-                self.shared.region_index(range.region),
+                self.landing.region_index(range.region),
                 range.offset / PAGE_BYTES,
                 u64::from(range.page_count),
             )
@@ -314,9 +243,11 @@ impl Lane {
             if range.encoding == Encoding::Zero {
                 let (mut first, end) = (first, first + count);
                 while first < end {
-                    self.check_wanted()?;
+                    if !self.gate.wants(lane) {
+                        return Err(self.given_up());
+                    }
                     let here = CLEARED_AT_ONCE.min(end - first);
-                    self.shared.clear(index, first, here).map_err(unwritable)?;
+                    self.landing.clear(index, first, here).map_err(unwritable)?;
                     first += here;
                 }
             }
@@ -330,13 +261,13 @@ impl Lane {
             let (index, first, count) = place(range);
             // Before the bytes: a lane that dies in between leaves pages that
             // are noted as written, never the reverse.
-            self.shared.mark_written(index, first, count);
+            self.landing.mark_written(index, first, count);
         }
         let mut refused = None;
         let targets = raw().map_while(|range| {
             let length = usize::try_from(range.memory_bytes()).unwrap_or(usize::MAX);
-            let index = self.shared.region_index(range.region);
-            self.shared
+            let index = self.landing.region_index(range.region);
+            self.landing
                 .memory
                 .slice(index, range.offset, length)
                 .map_err(|error| refused = Some(error))
@@ -348,23 +279,16 @@ impl Lane {
         if let Some(error) = refused {
             return Err(unwritable(error));
         }
-        self.report(|lanes| lanes.written(lane, chunk_number, pages))
+        let written = |lanes: &mut Receiving| lanes.written(lane, chunk_number, pages);
+        self.gate
+            .report(written, || self.tell())
             .map_err(out_of_course)
     }
 
-    /// Notes something that has to be told to the source, and lets the session
-    /// know if it is the first such thing.
-    fn report<T>(&self, note: impl FnOnce(&mut Receiving) -> T) -> T {
-        let mut state = lock(&self.shared.state);
-        let told = !state.lanes.has_reports();
-        let noted = note(&mut state.lanes);
-        if told && state.lanes.has_reports() {
-            // A session that is gone acknowledges nothing.
-            let _ = self.events.send(SessionEvent::Acks);
-        }
-        drop(state);
-        self.shared.changed.notify_all();
-        noted
+    /// Something has to be acknowledged.
+    fn tell(&self) {
+        // A session that is gone acknowledges nothing.
+        let _ = self.events.send(SessionEvent::Acks);
     }
 
     fn failed(&self, error: ReceiveError) -> Fault {

@@ -6,6 +6,7 @@
 
 mod answer;
 mod decide;
+pub(super) mod gate;
 mod intake;
 mod lane;
 mod options;
@@ -127,7 +128,7 @@ pub fn receive(
 }
 
 /// What the session's thread waits for.
-enum SessionEvent {
+pub(super) enum SessionEvent {
     Arrived(Box<Arrival>),
     /// The listener has failed.
     AcceptorEnded(std::io::Error),

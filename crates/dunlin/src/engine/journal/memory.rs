@@ -2,12 +2,12 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use dunlin_proto::journal::Record;
 use dunlin_proto::negotiate::SessionId;
 
-use super::super::lock;
+use super::super::sync::{Mutex, lock};
 use super::{Entry, Held, JournalError, Role, SessionJournal, file_name, is_over};
 
 /// Sessions at most. A peer that begins more of them in vain than any host has

@@ -1,195 +1,34 @@
 //! A lane's thread at the source: connects, proves that it belongs to the
 //! session, and then sends what the schedule gives it.
 
-use std::collections::BTreeMap;
 use std::net::{Shutdown, TcpStream};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use dunlin_proto::control::Message;
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::frame::{ChunkHeader, Encoding, Frame, Range};
-use dunlin_proto::lanes::{Sending, Wear};
+use dunlin_proto::lanes::Wear;
 use dunlin_proto::limits::{MAX_CHUNK_HEADER_BYTES, MAX_RANGES_PER_CHUNK, PAGE_BYTES};
 use dunlin_proto::negotiate::{LaneOpen, LaneSecurity, SessionId, SessionSecret};
-use dunlin_proto::pace::Pace;
 use dunlin_proto::schedule::{ChunkPlan, Work};
 use dunlin_sys::affinity::thread_cpu_time;
-use dunlin_sys::poll::{Waker, waker};
+use dunlin_sys::poll::waker;
 use dunlin_sys::socket::{Liveness, set_liveness, wait_readable};
 
 use super::super::error::Fault;
 use super::super::host::Host;
-use super::super::lock;
 use super::super::proof::prove;
-use super::super::report::Traffic;
 use super::super::vmm::GuestMemory;
 use super::SessionEvent;
-use crate::lane::data::{
-    Canceller, DataSender, PlainConsent, RECORDS_PER_FRAME, STALL_LIMIT, SendError,
-};
+use super::desk::{Desk, given_up};
+use crate::lane::data::{DataSender, PlainConsent, RECORDS_PER_FRAME, STALL_LIMIT, SendError};
 use crate::lane::handshake;
 use crate::lane::identity::ClientTls;
 
 /// Records kept back for a chunk that is under way, a mark and the end.
 const RECORDS_FOR_END: u64 = 2 * RECORDS_PER_FRAME as u64;
-
-/// Between two looks at the connection of a lane that is not let in yet.
-const LOOK_EVERY: Duration = Duration::from_millis(50);
-
-/// What the session's thread and its lanes share.
-pub(super) struct Shared {
-    pub(super) state: Mutex<State>,
-    /// Something has changed for a lane that waits.
-    pub(super) changed: Condvar,
-    started: Instant,
-}
-
-/// Guarded by [`Shared::state`].
-pub(super) struct State {
-    pub(super) lanes: Sending,
-    pace: Pace,
-    /// How often the cap has been changed.
-    rate_changes: u64,
-    /// Every lane ends at once, whatever it does.
-    pub(super) stop: bool,
-    /// The iteration whose last chunk has been reported as cut.
-    reported: u32,
-    /// What each lane has sent so far, by its number.
-    pub(super) shares: BTreeMap<u16, LaneShare>,
-    /// Pages that the destination has acknowledged.
-    pub(super) acked_pages: u64,
-}
-
-/// One lane's share of the work.
-#[derive(Default)]
-pub(super) struct LaneShare {
-    pub(super) traffic: Traffic,
-    /// Ends the attempt to connect.
-    reaching: Option<Waker>,
-    /// The connection while it is being secured.
-    connecting: Option<TcpStream>,
-    canceller: Option<Canceller>,
-    /// Its thread shall end.
-    cut: bool,
-    worn: bool,
-}
-
-impl LaneShare {
-    fn cut(&mut self) {
-        self.cut = true;
-        if let Some(waker) = &self.reaching {
-            waker.wake();
-        }
-        if let Some(stream) = &self.connecting {
-            // Fails only where the connection has gone already.
-            let _ = stream.shutdown(Shutdown::Both);
-        }
-        if let Some(canceller) = &self.canceller {
-            canceller.shutdown();
-        }
-    }
-}
-
-impl Shared {
-    pub(super) fn new(lanes: Sending, pace: Pace) -> Self {
-        Self {
-            state: Mutex::new(State {
-                lanes,
-                pace,
-                rate_changes: 0,
-                stop: false,
-                reported: 0,
-                shares: BTreeMap::new(),
-                acked_pages: 0,
-            }),
-            changed: Condvar::new(),
-            started: Instant::now(),
-        }
-    }
-
-    /// Ends every lane: those that wait and those that are blocked in a call.
-    pub(super) fn stop(&self) {
-        let mut state = lock(&self.state);
-        state.stop = true;
-        for share in state.shares.values_mut() {
-            share.cut();
-        }
-        drop(state);
-        self.changed.notify_all();
-    }
-
-    /// Ends one lane.
-    pub(super) fn cut(&self, lane: u16) {
-        if let Some(share) = lock(&self.state).shares.get_mut(&lane) {
-            share.cut();
-        }
-        self.changed.notify_all();
-    }
-
-    /// Changes the cap over all lanes. A lane that waits for its turn under the
-    /// old cap asks again under the new one: it may have been told to wait for
-    /// long, and in the last pass the guest would wait with it.
-    pub(super) fn set_rate(&self, bytes_per_s: Option<u64>) {
-        let mut state = lock(&self.state);
-        state.pace = Pace::new(bytes_per_s);
-        state.rate_changes += 1;
-        drop(state);
-        self.changed.notify_all();
-    }
-
-    /// Takes an acknowledgement, on the thread that reads the control lane:
-    /// so that none waits in a queue while the session's thread is busy.
-    /// Returns whether `message` was one.
-    pub(super) fn acknowledge(&self, message: &Message) -> Result<bool, Fault> {
-        let Message::Ack { sets, reached } = message else {
-            return Ok(false);
-        };
-        let mut state = lock(&self.state);
-        state.acked_pages += state
-            .lanes
-            .acknowledge(sets, reached, self.now_ns())
-            .map_err(|error| {
-                Fault::new(FaultCode::Malformed, "an acknowledgement is wrong").because(error)
-            })?;
-        drop(state);
-        self.changed.notify_all();
-        Ok(true)
-    }
-
-    /// When `at_ns` is, of the time by which lanes and rates are measured.
-    pub(super) fn instant(&self, at_ns: u64) -> Instant {
-        self.started + Duration::from_nanos(at_ns)
-    }
-
-    /// The time by which lanes and rates are measured.
-    pub(super) fn now_ns(&self) -> u64 {
-        u64::try_from(self.started.elapsed().as_nanos()).unwrap_or(u64::MAX)
-    }
-}
-
-impl State {
-    /// All lanes' traffic together.
-    pub(super) fn traffic(&self) -> Traffic {
-        let mut sum = Traffic::default();
-        for share in self.shares.values() {
-            sum.add(&share.traffic);
-        }
-        sum
-    }
-
-    /// Bytes of guest memory by lane.
-    pub(super) fn by_lane(&self) -> Vec<(u16, u64)> {
-        self.shares
-            .iter()
-            .filter(|(_, share)| share.traffic.wire_bytes > 0)
-            .map(|(&lane, share)| (lane, share.traffic.raw_pages * PAGE_BYTES))
-            .collect()
-    }
-}
 
 /// Everything that a lane's thread needs.
 pub(super) struct Lane {
@@ -206,7 +45,7 @@ pub(super) struct Lane {
     pub(super) records: u64,
     pub(super) deadline: Instant,
     pub(super) memory: Arc<dyn GuestMemory>,
-    pub(super) shared: Arc<Shared>,
+    pub(super) desk: Arc<Desk>,
     pub(super) host: Arc<dyn Host>,
     pub(super) events: Sender<SessionEvent>,
 }
@@ -235,7 +74,7 @@ impl Lane {
             self.lost("no descriptors can be had for a lane")
                 .because(error)
         })?;
-        self.register(|share| share.reaching = Some(waker))?;
+        self.interrupted_by(move || waker.wake())?;
         let stream = self
             .host
             .connect_unless(&self.endpoint, self.deadline, &stop)
@@ -250,19 +89,15 @@ impl Lane {
             .and_then(|()| stream.try_clone())
             .map_err(|error| self.lost("a lane's socket has no options").because(error))
             .and_then(|same| {
-                self.register(|share| {
-                    share.reaching = None;
-                    share.connecting = Some(same);
-                })
+                // Fails only where the connection has gone already.
+                self.interrupted_by(move || drop(same.shutdown(Shutdown::Both)))
             })?;
         let mut sender = self.secure(stream)?;
         sender
             .set_rate(self.rate)
             .map_err(|error| self.lost("the lane's rate cannot be set").because(error))?;
-        self.register(|share| {
-            share.connecting = None;
-            share.canceller = Some(sender.canceller());
-        })?;
+        let canceller = sender.canceller();
+        self.interrupted_by(move || canceller.shutdown())?;
         let open = LaneOpen {
             version: self.version,
             session: self.session,
@@ -277,15 +112,8 @@ impl Lane {
         Ok(sender)
     }
 
-    /// Lets [`Shared::stop`] reach this lane, unless that has been called.
-    fn register(&self, update: impl FnOnce(&mut LaneShare)) -> Result<(), Fault> {
-        let mut state = lock(&self.shared.state);
-        let State { stop, shares, .. } = &mut *state;
-        match shares.get_mut(&self.number) {
-            Some(share) if !share.cut && !*stop => update(share),
-            _ => return Err(self.lost(format!("lane {} was given up", self.number))),
-        }
-        Ok(())
+    fn interrupted_by(&self, interrupt: impl Fn() + Send + 'static) -> Result<(), Fault> {
+        self.desk.interrupted_by(self.number, Box::new(interrupt))
     }
 
     fn secure(&self, stream: TcpStream) -> Result<DataSender, Fault> {
@@ -324,18 +152,24 @@ impl Lane {
         let opened_bytes = sender.counters().wire_bytes;
         loop {
             let wear = self.wear(&sender);
-            let work = self.next(wear, sender.socket(), &mut frames.plan)?;
+            let work = self.desk.next(
+                self.number,
+                wear,
+                &mut frames.plan,
+                // A session that is gone has stopped the lanes.
+                |event| drop(self.events.send(event)),
+                || has_ended(sender.socket()),
+            )?;
             // The lane's opening is no part of the migration's traffic.
             let sent = |bytes: u64| bytes.saturating_sub(opened_bytes);
             match work {
-                Work::Stop => {
-                    return Err(self.lost(format!("lane {} was given up", self.number)));
-                }
+                Work::Stop => return Err(given_up(self.number)),
                 Work::Wait => {}
                 Work::Chunk => {
                     self.send_chunk(&mut sender, &mut frames)?;
                     let wire_bytes = sent(sender.counters().wire_bytes);
-                    self.account(|traffic| traffic.wire_bytes = wire_bytes);
+                    self.desk
+                        .account(self.number, |traffic| traffic.wire_bytes = wire_bytes);
                 }
                 Work::Mark(iteration) => {
                     self.send_header(&mut sender, &mut frames, Frame::Mark { iteration })?;
@@ -344,7 +178,8 @@ impl Lane {
                     self.send_header(&mut sender, &mut frames, Frame::End { chunks })?;
                     let counters = sender.finish().map_err(|error| self.failed(error))?;
                     let wire_bytes = sent(counters.wire_bytes);
-                    self.account(|traffic| traffic.wire_bytes = wire_bytes);
+                    self.desk
+                        .account(self.number, |traffic| traffic.wire_bytes = wire_bytes);
                     return Ok(());
                 }
             }
@@ -363,46 +198,6 @@ impl Lane {
             Wear::Worn
         } else {
             Wear::Fresh
-        }
-    }
-
-    /// Waits for work; [`Work::Stop`] when the lane has been cut.
-    fn next(&self, wear: Wear, socket: &TcpStream, plan: &mut ChunkPlan) -> Result<Work, Fault> {
-        let mut state = lock(&self.shared.state);
-        loop {
-            let now_ns = self.shared.now_ns();
-            let Some(share) = state.shares.get_mut(&self.number) else {
-                return Ok(Work::Stop);
-            };
-            let wears = wear != Wear::Fresh && !std::mem::replace(&mut share.worn, true);
-            if share.cut || state.stop {
-                return Ok(Work::Stop);
-            }
-            let work = state.lanes.next(self.number, wear, now_ns, plan);
-            if wears {
-                // A session that is gone has set `stop`.
-                let _ = self.events.send(SessionEvent::LaneWorn);
-            }
-            let schedule = state.lanes.schedule();
-            let iteration = schedule.iteration();
-            if state.reported < iteration && schedule.pending_pages() == 0 {
-                state.reported = iteration;
-                let _ = self.events.send(SessionEvent::Cut { iteration });
-            }
-            if work != Work::Wait {
-                return Ok(work);
-            }
-            if state.lanes.schedule().course(self.number).is_some() {
-                state = wait(&self.shared.changed, state);
-                continue;
-            }
-            // The destination has not let it in yet. If the connection ends
-            // before, nobody there knows which lane it was.
-            state = wait_for(&self.shared.changed, state, LOOK_EVERY);
-            if state.lanes.schedule().course(self.number).is_none() && has_ended(socket) {
-                let what = format!("lane {} ended before it was let in", self.number);
-                return Err(self.lost(what));
-            }
         }
     }
 
@@ -442,10 +237,10 @@ impl Lane {
             Fault::new(FaultCode::Internal, "a chunk's header cannot be made").because(error)
         })?;
         let bytes = (header.len() + frame.payload_bytes()) as u64;
-        self.wait_for_rate(bytes)?;
+        self.desk.await_rate(self.number, bytes)?;
         frame.finish(header).map_err(|error| self.failed(error))?;
         let raw_pages = (bytes - header.len() as u64) / PAGE_BYTES;
-        self.account(|traffic| {
+        self.desk.account(self.number, |traffic| {
             traffic.raw_pages += raw_pages;
             traffic.zero_pages += plan.pages - raw_pages;
             traffic.header_bytes += header.len() as u64;
@@ -465,38 +260,9 @@ impl Lane {
             .send(&frames.header)
             .map_err(|error| self.failed(error))?;
         let bytes = frames.header.len() as u64;
-        self.account(|traffic| traffic.header_bytes += bytes);
+        self.desk
+            .account(self.number, |traffic| traffic.header_bytes += bytes);
         Ok(())
-    }
-
-    /// Waits until the session's rate cap lets `bytes` go.
-    fn wait_for_rate(&self, bytes: u64) -> Result<(), Fault> {
-        let mut state = lock(&self.shared.state);
-        let mut at_ns = state.pace.reserve(self.shared.now_ns(), bytes);
-        let mut changes = state.rate_changes;
-        state.lanes.paced(self.number, at_ns);
-        loop {
-            if changes != state.rate_changes {
-                changes = state.rate_changes;
-                at_ns = state.pace.reserve(self.shared.now_ns(), bytes);
-                state.lanes.paced(self.number, at_ns);
-            }
-            let left = at_ns.saturating_sub(self.shared.now_ns());
-            if state.stop || state.shares.get(&self.number).is_none_or(|share| share.cut) {
-                return Err(self.lost(format!("lane {} was given up", self.number)));
-            }
-            if left == 0 {
-                return Ok(());
-            }
-            state = wait_for(&self.shared.changed, state, Duration::from_nanos(left));
-        }
-    }
-
-    fn account(&self, update: impl FnOnce(&mut Traffic)) {
-        let mut state = lock(&self.shared.state);
-        if let Some(share) = state.shares.get_mut(&self.number) {
-            update(&mut share.traffic);
-        }
     }
 
     fn region_index(&self, id: u16) -> Result<usize, Fault> {
@@ -550,21 +316,6 @@ fn append(ranges: &mut Vec<Range>, region: u16, page: u64, encoding: Encoding) {
         page_count: 1,
         offset: page * PAGE_BYTES,
     });
-}
-
-fn wait<'a>(changed: &Condvar, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
-    changed.wait(state).unwrap_or_else(PoisonError::into_inner)
-}
-
-fn wait_for<'a>(
-    changed: &Condvar,
-    state: MutexGuard<'a, State>,
-    time: Duration,
-) -> MutexGuard<'a, State> {
-    changed
-        .wait_timeout(state, time)
-        .unwrap_or_else(PoisonError::into_inner)
-        .0
 }
 
 /// Whether the peer has closed the connection or it has failed.

@@ -16,7 +16,7 @@ use super::super::error::Fault;
 use super::super::lock;
 use super::super::report::Event;
 use super::SessionEvent;
-use super::lane::{Lane, LaneShare};
+use super::lane::Lane;
 use super::session::Session;
 use crate::lane::identity::ClientTls;
 
@@ -92,13 +92,11 @@ impl Session<'_> {
             records: self.options.records_per_lane,
             deadline: Instant::now() + self.options.connect_limit,
             memory: Arc::clone(&self.memory),
-            shared: Arc::clone(&self.shared),
+            desk: Arc::clone(&self.shared),
             host: Arc::clone(self.host),
             events: terms.events.clone(),
         };
-        lock(&self.shared.state)
-            .shares
-            .insert(number, LaneShare::default());
+        self.shared.expect(number);
         let thread = self
             .host
             .spawn(
@@ -130,9 +128,8 @@ impl Session<'_> {
             self.first_fault.get_or_insert(fault);
         }
         let now_ns = self.shared.now_ns();
-        lock(&self.shared.state)
-            .lanes
-            .thread_ended(lane, in_order, now_ns);
+        self.shared
+            .change(|state| state.lanes.thread_ended(lane, in_order, now_ns));
         Ok(())
     }
 
@@ -141,7 +138,9 @@ impl Session<'_> {
         let now_ns = self.shared.now_ns();
         match message {
             Message::LaneUp { lane } => {
-                let news = lock(&self.shared.state).lanes.lane_up(*lane, now_ns);
+                let news = self
+                    .shared
+                    .change(|state| state.lanes.lane_up(*lane, now_ns));
                 if news.map_err(lie)? {
                     self.observer.event(&Event::LaneUp { lane: *lane });
                 }
@@ -155,24 +154,29 @@ impl Session<'_> {
                 }
                 self.observer.event(&Event::Warning(fault.for_peer()));
                 self.first_fault.get_or_insert(fault);
-                let refused = lock(&self.shared.state).lanes.refused(*lane, now_ns);
+                let refused = self
+                    .shared
+                    .change(|state| state.lanes.refused(*lane, now_ns));
                 refused.map_err(lie)?;
             }
             Message::Fenced { lane, acks } => self.fenced(*lane, acks)?,
             _ => return Ok(false),
         }
-        self.shared.changed.notify_all();
         Ok(true)
     }
 
     fn fenced(&mut self, lane: u16, acks: &[ChunkSet]) -> Result<(), Fault> {
         let now_ns = self.shared.now_ns();
-        let mut state = lock(&self.shared.state);
         let before = self.lanes_lost;
-        let pages = state.lanes.fenced(lane, acks, now_ns).map_err(lie)?;
-        self.lanes_lost = state.lanes.lost_count();
+        let (pages, lost) = self
+            .shared
+            .change(|state| {
+                let pages = state.lanes.fenced(lane, acks, now_ns)?;
+                Ok((pages, state.lanes.lost_count()))
+            })
+            .map_err(lie)?;
+        self.lanes_lost = lost;
         self.pages_again += pages;
-        drop(state);
         let why = self.lane_faults.remove(&lane);
         if before < self.lanes_lost {
             let why = why.unwrap_or_else(|| "it stood still, or the destination lost it".into());

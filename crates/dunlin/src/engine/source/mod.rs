@@ -17,6 +17,7 @@
 
 mod ask;
 mod decide;
+pub(super) mod desk;
 mod doubt;
 mod lane;
 mod lanes;
@@ -62,7 +63,7 @@ pub fn migrate(
 }
 
 /// What the session's thread waits for.
-enum SessionEvent {
+pub(super) enum SessionEvent {
     /// From the control lane of this epoch.
     Control(u32, FromPeer),
     LaneEnded {

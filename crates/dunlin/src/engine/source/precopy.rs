@@ -56,7 +56,7 @@ impl Session<'_> {
         );
         loop {
             self.ask_anew()?;
-            let (iteration, waiting) = self.begin_iteration(false);
+            let (iteration, waiting) = self.shared.begin_iteration(false);
             let began = Instant::now();
             let before = lock(&self.shared.state).traffic();
             self.await_cut(iteration, began)?;
@@ -135,21 +135,6 @@ impl Session<'_> {
             }
         }
         Ok(())
-    }
-
-    /// Begins an iteration with the pages that wait; returns its number and
-    /// how many pages those are.
-    pub(super) fn begin_iteration(&mut self, last: bool) -> (u32, u64) {
-        let mut state = lock(&self.shared.state);
-        state.lanes.schedule_mut().begin_iteration();
-        if last {
-            state.lanes.finish(self.shared.now_ns());
-        }
-        let schedule = state.lanes.schedule();
-        let begun = (schedule.iteration(), schedule.pending_pages());
-        drop(state);
-        self.shared.changed.notify_all();
-        begun
     }
 
     /// Waits until the last chunk of `iteration` has been given to a lane and

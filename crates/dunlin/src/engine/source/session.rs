@@ -22,7 +22,7 @@ use super::super::journal::SessionJournal;
 use super::super::lock;
 use super::super::report::{Downtime, Event, Iteration, Observer, Report};
 use super::super::vmm::{DirtyLog, GuestMemory, SourceVm, VmDescription};
-use super::lane::Shared;
+use super::desk::Desk;
 use super::lanes::LaneTerms;
 use super::set_up::connect;
 use super::{Options, SessionEvent};
@@ -43,7 +43,7 @@ pub(super) struct Session<'a> {
     pub(super) offer: Offer,
     pub(super) selection: Selection,
     pub(super) events: Receiver<SessionEvent>,
-    pub(super) shared: Arc<Shared>,
+    pub(super) shared: Arc<Desk>,
     pub(super) state: Source,
     pub(super) described: Option<VmDescription>,
     pub(super) journal: SessionJournal,

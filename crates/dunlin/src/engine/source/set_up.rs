@@ -23,7 +23,7 @@ use super::super::journal::{Journal, SessionJournal, SourceRecord, State};
 use super::super::lock;
 use super::super::report::{Downtime, Event, Observer};
 use super::super::vmm::{RunState, SourceVm, VmDescription};
-use super::lane::Shared;
+use super::desk::Desk;
 use super::lanes::LaneTerms;
 use super::session::{Session, nanos, unexpected};
 use super::{Options, SessionEvent};
@@ -231,7 +231,7 @@ pub(super) fn connect<'a>(
         offer,
         selection,
         events,
-        shared: Arc::new(Shared::new(
+        shared: Arc::new(Desk::new(
             Sending::new(schedule, patience(options)),
             Pace::new(options.rate),
         )),

@@ -144,7 +144,7 @@ impl Session<'_> {
         self.shared.set_rate(self.options.last_pass_rate);
         self.fetch_logs()?;
         let bytes_before = lock(&self.shared.state).traffic().wire_bytes;
-        let (iteration, pages) = self.begin_iteration(true);
+        let (iteration, pages) = self.shared.begin_iteration(true);
         self.digest = self.start_digest()?;
 
         let state_began = Instant::now();

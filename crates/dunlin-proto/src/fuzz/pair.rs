@@ -1,0 +1,351 @@
+//! The lanes of both sides together, over connections that lose what they
+//! like.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+use super::Choices;
+use super::lanes::{PAGES, PATIENCE, wear};
+use crate::bitmap::Run;
+use crate::control::{ChunkSet, Final, Reached};
+use crate::lanes::{Action, Fence, Receiving, Sending, Wear};
+use crate::schedule::{ChunkPlan, Schedule, Work};
+
+/// What a data lane carries.
+enum Carried {
+    /// A chunk: its number, its iteration, and pages with their versions.
+    Chunk(u64, u32, Vec<(u64, u32)>),
+    Mark(u32),
+    End(u64),
+}
+
+/// A data lane between the two.
+#[derive(Default)]
+struct Line {
+    under_way: VecDeque<Carried>,
+    /// The source's thread is there.
+    sends: bool,
+    /// The destination's thread is there.
+    receives: bool,
+    /// Nothing more comes.
+    closed: bool,
+    /// At this mark the destination's thread waits.
+    at_mark: Option<u32>,
+}
+
+/// What the control lane carries to the source.
+enum Told {
+    Up(u16),
+    Refused(u16),
+    Acks(Vec<ChunkSet>, Vec<Reached>),
+    Fenced(u16),
+}
+
+/// Both sides and the memory of a guest that writes.
+struct Pair {
+    sending: Sending,
+    receiving: Receiving,
+    lines: BTreeMap<u16, Line>,
+    to_source: VecDeque<Told>,
+    fences: VecDeque<u16>,
+    /// Versions of the pages at the source, and at the destination.
+    guest: Vec<u32>,
+    copy: Vec<u32>,
+    dirty: BTreeSet<u64>,
+    finishing: bool,
+    now_ns: u64,
+}
+
+/// A migration in which each side is told the truth, late: no page ever goes
+/// back to an older version (I4), and when all has come the two memories are the
+/// same (I3).
+pub fn fuzz_lanes(bytes: &[u8]) {
+    let mut choices = Choices::new(bytes);
+    let mut sending = Sending::new(Schedule::new([(0, PAGES)]), PATIENCE);
+    sending.want(choices.below(3) as u16 + 1);
+    let run = Run {
+        first: 0,
+        count: PAGES,
+    };
+    sending.schedule_mut().mark_run(0, run);
+    let mut pair = Pair {
+        sending,
+        receiving: Receiving::new(8),
+        lines: BTreeMap::new(),
+        to_source: VecDeque::new(),
+        fences: VecDeque::new(),
+        guest: vec![1; PAGES as usize],
+        copy: vec![0; PAGES as usize],
+        dirty: BTreeSet::new(),
+        finishing: false,
+        now_ns: 0,
+    };
+    pair.sending.schedule_mut().begin_iteration();
+    pair.tend();
+    while choices.more() {
+        let chosen = choices.below(pair.lines.len() as u64);
+        let lane = pair.lines.keys().nth(chosen as usize).copied();
+        let lane = lane.unwrap_or_default();
+        match choices.byte() % 16 {
+            0 | 1 if !pair.finishing => {
+                let page = choices.below(PAGES);
+                pair.guest[page as usize] += 1;
+                pair.dirty.insert(page);
+            }
+            2 if !pair.finishing => pair.fetch(),
+            13 if !pair.finishing => pair.iterate(false),
+            3 if choices.byte() < 32 && !pair.finishing => pair.iterate(true),
+            4 => pair.now_ns += choices.below(4_000),
+            5 if choices.byte() < 64 => {
+                if let Some(line) = pair.lines.get_mut(&lane) {
+                    line.closed = true;
+                }
+            }
+            6 if choices.byte() < 32 => pair.resume(),
+            7 | 8 => pair.hear(),
+            9 => pair.fence(),
+            10..=12 => pair.deliver(lane),
+            _ => pair.work(lane, wear(&mut choices)),
+        }
+        pair.tend();
+    }
+    pair.settle();
+}
+
+impl Pair {
+    /// Does what the source's lanes ask for.
+    fn tend(&mut self) {
+        while let Some(action) = self.sending.poll(self.now_ns) {
+            match action {
+                Action::Open(lane) => {
+                    let line = Line {
+                        sends: true,
+                        ..Line::default()
+                    };
+                    self.lines.insert(lane, line);
+                    self.to_source.push_back(match self.receiving.admit(lane) {
+                        Ok(()) => Told::Up(lane),
+                        Err(_) => Told::Refused(lane),
+                    });
+                    let admitted = self.receiving.open().any(|open| open == lane);
+                    if let Some(line) = self.lines.get_mut(&lane) {
+                        line.receives = admitted;
+                    }
+                }
+                Action::Cut(lane) => self.end_thread(lane, false),
+                Action::Fence(lane) => self.fences.push_back(lane),
+                Action::GiveUp => {}
+            }
+        }
+    }
+
+    /// The lane's thread at the source is over.
+    fn end_thread(&mut self, lane: u16, in_order: bool) {
+        let Some(line) = self.lines.get_mut(&lane) else {
+            return;
+        };
+        line.closed = true;
+        if std::mem::replace(&mut line.sends, false) {
+            self.sending.thread_ended(lane, in_order, self.now_ns);
+        }
+    }
+
+    /// Reads the dirty log, which clears it.
+    fn fetch(&mut self) {
+        let schedule = self.sending.schedule_mut();
+        for page in std::mem::take(&mut self.dirty) {
+            let run = Run {
+                first: page,
+                count: 1,
+            };
+            schedule.mark_run(0, run);
+        }
+    }
+
+    fn iterate(&mut self, last: bool) {
+        self.fetch();
+        self.sending.schedule_mut().begin_iteration();
+        if last {
+            self.finishing = true;
+            self.sending.finish(self.now_ns);
+        }
+    }
+
+    /// The lane's thread at the source asks for work and does it.
+    fn work(&mut self, lane: u16, wear: Wear) {
+        let Some(line) = self.lines.get_mut(&lane).filter(|line| line.sends) else {
+            return;
+        };
+        if line.closed {
+            self.end_thread(lane, false);
+            return;
+        }
+        let mut plan = ChunkPlan::default();
+        match self.sending.next(lane, wear, self.now_ns, &mut plan) {
+            Work::Chunk => {
+                let mut pages = Vec::new();
+                for range in &plan.ranges {
+                    let run = range.run;
+                    pages.extend((run.first..run.first + run.count).map(|page| {
+                        let version = self.guest[page as usize];
+                        (page, version)
+                    }));
+                }
+                line.under_way
+                    .push_back(Carried::Chunk(plan.number, plan.iteration, pages));
+            }
+            Work::Mark(mark) => line.under_way.push_back(Carried::Mark(mark)),
+            Work::End { chunks } => {
+                line.under_way.push_back(Carried::End(chunks));
+                self.end_thread(lane, true);
+            }
+            Work::Wait => {}
+            Work::Stop => self.end_thread(lane, false),
+        }
+    }
+
+    /// The lane's thread at the destination takes the next thing.
+    fn deliver(&mut self, lane: u16) {
+        let Some(line) = self.lines.get_mut(&lane).filter(|line| line.receives) else {
+            return;
+        };
+        if self.receiving.is_closing(lane) {
+            self.gone(lane);
+            return;
+        }
+        if let Some(mark) = line.at_mark {
+            if !self.receiving.may_pass(mark) {
+                return;
+            }
+            line.at_mark = None;
+        }
+        match line.under_way.pop_front() {
+            None if line.closed => self.gone(lane),
+            None => {}
+            Some(Carried::Chunk(number, iteration, pages)) => {
+                let checked = self.receiving.check_chunk(lane, number, iteration);
+                assert_eq!(checked, Ok(()));
+                for &(page, version) in &pages {
+                    let held = &mut self.copy[page as usize];
+                    assert!(
+                        *held <= version,
+                        "page {page} goes back to an older version"
+                    );
+                    *held = version;
+                }
+                let count = pages.len() as u64;
+                assert_eq!(self.receiving.written(lane, number, count), Ok(()));
+            }
+            Some(Carried::Mark(mark)) => {
+                assert_eq!(self.receiving.mark(lane, mark), Ok(()));
+                line.at_mark = Some(mark);
+            }
+            Some(Carried::End(chunks)) => {
+                assert_eq!(self.receiving.ended(lane, chunks), Ok(()));
+                line.receives = false;
+                self.gone(lane);
+            }
+        }
+    }
+
+    /// The lane's thread at the destination is joined.
+    fn gone(&mut self, lane: u16) {
+        if let Some(line) = self.lines.get_mut(&lane) {
+            line.receives = false;
+            line.closed = true;
+            line.under_way.clear();
+        }
+        if self.receiving.gone(lane) {
+            self.tell_fenced(lane);
+        }
+    }
+
+    fn tell_fenced(&mut self, lane: u16) {
+        self.acknowledge();
+        self.to_source.push_back(Told::Fenced(lane));
+    }
+
+    fn acknowledge(&mut self) {
+        let (sets, reached) = self.receiving.take_reports();
+        self.to_source.push_back(Told::Acks(sets, reached));
+    }
+
+    /// The destination takes a *fence*.
+    fn fence(&mut self) {
+        let Some(lane) = self.fences.pop_front() else {
+            return;
+        };
+        match self.receiving.fence(lane) {
+            Fence::Close => self.gone(lane),
+            Fence::Answer => self.tell_fenced(lane),
+        }
+    }
+
+    /// The source takes a message; without one, the destination acknowledges.
+    fn hear(&mut self) {
+        let now_ns = self.now_ns;
+        match self.to_source.pop_front() {
+            None if self.receiving.has_reports() => self.acknowledge(),
+            None => {}
+            Some(Told::Up(lane)) => assert!(self.sending.lane_up(lane, now_ns).is_ok()),
+            Some(Told::Refused(lane)) => assert!(self.sending.refused(lane, now_ns).is_ok()),
+            Some(Told::Acks(sets, reached)) => {
+                let taken = self.sending.acknowledge(&sets, &reached, now_ns);
+                assert!(taken.is_ok(), "{taken:?}");
+            }
+            Some(Told::Fenced(lane)) => {
+                let again = self.sending.fenced(lane, &[], now_ns);
+                assert!(again.is_ok(), "{again:?}");
+            }
+        }
+    }
+
+    /// The control lane is made anew: what was on it is lost, and repeated.
+    fn resume(&mut self) {
+        self.to_source.clear();
+        self.fences.clear();
+        let open: Vec<u16> = self.receiving.open().collect();
+        let (sets, reached) = self.receiving.repeat();
+        self.to_source.extend(open.into_iter().map(Told::Up));
+        self.to_source.push_back(Told::Acks(sets, reached));
+        self.sending.control_resumed(self.now_ns);
+    }
+
+    /// Everything that is under way arrives, and the memories are compared.
+    fn settle(&mut self) {
+        if !self.finishing {
+            self.iterate(true);
+        }
+        for _ in 0..100_000 {
+            self.tend();
+            if self.sending.complete() && self.is_complete() {
+                assert_eq!(self.copy, self.guest, "the memories differ");
+                return;
+            }
+            for lane in self.lines.keys().copied().collect::<Vec<_>>() {
+                self.work(lane, Wear::Fresh);
+                self.deliver(lane);
+            }
+            self.fence();
+            self.hear();
+            self.now_ns += 10;
+        }
+        panic!("the migration does not end");
+    }
+
+    /// Whether a *final* sent now would find everything there.
+    fn is_complete(&mut self) -> bool {
+        let (chunks, pages) = self.sending.schedule().kept();
+        let last = Final {
+            chunks,
+            iteration: self.sending.schedule().iteration(),
+            sections: 0,
+            pages,
+            fenced: self.sending.fenced_count(),
+            digest: None,
+        };
+        self.receiving.finish(last);
+        let complete = self.receiving.is_complete();
+        assert!(complete.is_ok(), "{complete:?}");
+        complete == Ok(true)
+    }
+}

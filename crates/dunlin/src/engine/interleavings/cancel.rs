@@ -1,0 +1,79 @@
+//! A cancellation, and the backlog of a control lane.
+
+use std::sync::Arc;
+
+use shuttle::rand::{Rng, thread_rng};
+use shuttle::sync::mpsc::channel;
+use shuttle::thread::spawn;
+
+use super::super::control::{Backlog, QUEUED_MESSAGES};
+use super::super::host::Cancel;
+use super::line::Line;
+
+/// A cancellation ends the session whenever it comes: while it connects, while
+/// it waits for events, and in between.
+pub(super) fn cancellation() {
+    let cancel = Cancel::new();
+    let operator = {
+        let cancel = cancel.clone();
+        spawn(move || cancel.cancel())
+    };
+    let line = Line::new();
+    cancel.interrupts(line.interrupt());
+    if thread_rng().r#gen() {
+        // The peer never answers.
+        line.await_end();
+    } else {
+        cancel.spares();
+        let (events, heard) = channel();
+        cancel.listen(move || events.send(()).unwrap());
+        heard.recv().expect("the listener lives");
+        cancel.unlisten();
+    }
+    assert!(cancel.is_cancelled());
+    operator.join().unwrap();
+}
+
+/// A reader waits while too much is queued, and goes on when it is taken.
+pub(super) fn backlog() {
+    const MESSAGES: usize = QUEUED_MESSAGES + 4;
+    let backlog = Arc::new(Backlog::default());
+    let (messages, read) = channel();
+    let reader = {
+        let backlog = Arc::clone(&backlog);
+        spawn(move || {
+            for message in 0..MESSAGES {
+                backlog.await_room();
+                messages.send(message).unwrap();
+            }
+        })
+    };
+    for expected in 0..MESSAGES {
+        assert_eq!(read.recv(), Ok(expected));
+        backlog.took();
+    }
+    reader.join().unwrap();
+}
+
+/// A reader that waits for room ends with its lane, and has never queued more
+/// than may be.
+pub(super) fn backlog_closes() {
+    let backlog = Arc::new(Backlog::default());
+    let (messages, read) = channel();
+    let reader = {
+        let backlog = Arc::clone(&backlog);
+        spawn(move || {
+            while !backlog.is_closed() {
+                backlog.await_room();
+                messages.send(()).unwrap();
+            }
+        })
+    };
+    read.recv().expect("the reader lives");
+    backlog.took();
+    read.recv().expect("the reader lives");
+    backlog.close();
+    reader.join().unwrap();
+    // One that was waiting is let go without room.
+    assert!(read.iter().count() <= QUEUED_MESSAGES + 1);
+}

@@ -1,0 +1,290 @@
+//! The source's desk: lanes that share work, wait for it, are held back by a
+//! rate, and end.
+
+use std::sync::{Arc, Mutex as Plain};
+
+use dunlin_proto::bitmap::Run;
+use dunlin_proto::control::{ChunkSet, Message};
+use dunlin_proto::lanes::{Action, Patience, Sending, Wear};
+use dunlin_proto::limits::{CHUNK_PAGES, MAX_IN_FLIGHT_RANGES};
+use dunlin_proto::pace::Pace;
+use dunlin_proto::schedule::{ChunkPlan, Schedule, Work};
+use shuttle::sync::Mutex;
+use shuttle::sync::mpsc::{Sender, channel};
+use shuttle::thread::{JoinHandle, spawn};
+
+use super::super::source::SessionEvent;
+use super::super::source::desk::Desk;
+use super::super::tune::{Tune, TuneError};
+use super::line::Line;
+use super::sync;
+
+/// Never at an end, and no time between two attempts: the clock stands still.
+pub(super) const PATIENCE: Patience = Patience {
+    progress_ns: 1 << 60,
+    open_ns: 1 << 60,
+    retry_first_ns: 0,
+    retry_last_ns: 0,
+    alone_ns: 1 << 60,
+};
+
+/// A desk over one region, and lanes 1 to `lanes`, of which none is let in.
+fn desk(pages: u64, lanes: u16, rate: Option<u64>) -> Arc<Desk> {
+    let schedule = Schedule::new([(0, pages)]);
+    let desk = Desk::new(Sending::new(schedule, PATIENCE), Pace::new(rate));
+    desk.change(|state| {
+        state.lanes.want(lanes);
+        for lane in 1..=lanes {
+            assert_eq!(state.lanes.poll(0), Some(Action::Open(lane)));
+        }
+        assert_eq!(state.lanes.poll(0), None);
+    });
+    for lane in 1..=lanes {
+        desk.expect(lane);
+    }
+    Arc::new(desk)
+}
+
+fn let_in(desk: &Desk, lane: u16) {
+    let news = desk.change(|state| state.lanes.lane_up(lane, 0));
+    assert_eq!(news, Ok(true));
+}
+
+/// A lane's thread without a connection: tells the iteration and pages of
+/// each chunk, and whether it ended as it was told.
+fn lane(
+    desk: &Arc<Desk>,
+    number: u16,
+    events: &Sender<SessionEvent>,
+    chunks: &Sender<(u32, u64)>,
+) -> JoinHandle<bool> {
+    let (desk, events, chunks) = (Arc::clone(desk), events.clone(), chunks.clone());
+    spawn(move || {
+        let mut plan = ChunkPlan::default();
+        loop {
+            let tell = |event| events.send(event).unwrap();
+            match desk.next(number, Wear::Fresh, &mut plan, tell, || false) {
+                Ok(Work::Chunk) => chunks.send((plan.iteration, plan.pages)).unwrap(),
+                Ok(Work::Wait | Work::Mark(_)) => {}
+                Ok(Work::End { .. }) => return true,
+                Ok(Work::Stop) => return false,
+                Err(error) => panic!("{error:?}"),
+            }
+        }
+    })
+}
+
+/// Every page of every iteration goes out once, the session hears of each
+/// iteration's last chunk, and the lanes end with the last.
+pub(super) fn share() {
+    const PAGES: u64 = 2 * CHUNK_PAGES + 1;
+    let desk = desk(PAGES, 2, None);
+    let (events, heard) = channel();
+    let (chunks, sent) = channel();
+    let lanes = [1, 2].map(|number| lane(&desk, number, &events, &chunks));
+    drop((events, chunks));
+    let_in(&desk, 1);
+    for iteration in 1..=3 {
+        desk.change(|state| {
+            let run = Run {
+                first: 0,
+                count: PAGES,
+            };
+            state.lanes.schedule_mut().mark_run(0, run);
+        });
+        assert_eq!(desk.begin_iteration(iteration == 3), (iteration, PAGES));
+        if iteration == 1 {
+            let_in(&desk, 2);
+        }
+        match heard.recv() {
+            Ok(SessionEvent::Cut { iteration: cut }) => assert_eq!(cut, iteration),
+            _ => panic!("no lane told of the last chunk of iteration {iteration}"),
+        }
+    }
+    for lane in lanes {
+        assert!(lane.join().unwrap(), "a lane was not told to end");
+    }
+    let mut pages = [0; 3];
+    for (iteration, count) in sent.iter() {
+        pages[iteration as usize - 1] += count;
+    }
+    assert_eq!(pages, [PAGES; 3]);
+    assert!(heard.recv().is_err(), "one iteration was cut twice");
+}
+
+/// Lanes that may have no more under way go on when some of it is
+/// acknowledged.
+pub(super) fn acknowledged() {
+    // Each page is a range of its own.
+    const WORDS: usize = 2 * MAX_IN_FLIGHT_RANGES / 64 + 4;
+    let desk = desk(WORDS as u64 * 64, 2, None);
+    let_in(&desk, 1);
+    let_in(&desk, 2);
+    desk.change(|state| {
+        let log = vec![0x5555_5555_5555_5555; WORDS];
+        state.lanes.schedule_mut().mark_dirty(0, &log);
+    });
+    desk.begin_iteration(true);
+    let given = desk.change(|state| {
+        let mut plan = ChunkPlan::default();
+        let mut given = 0;
+        while state.lanes.next(1, Wear::Fresh, 0, &mut plan) == Work::Chunk {
+            given += 1;
+        }
+        given
+    });
+    let (events, _heard) = channel();
+    let (chunks, _sent) = channel();
+    let lanes = [1, 2].map(|number| lane(&desk, number, &events, &chunks));
+    let all = ChunkSet {
+        first: 0,
+        count: given,
+    };
+    let message = Message::Ack {
+        sets: vec![all],
+        reached: Vec::new(),
+    };
+    assert!(desk.acknowledge(&message).unwrap());
+    for lane in lanes {
+        assert!(lane.join().unwrap(), "a lane was not told to end");
+    }
+}
+
+/// Lanes of which one waits for work and one is blocked in a call.
+fn busy(desk: &Arc<Desk>) -> [JoinHandle<bool>; 2] {
+    let (events, _) = channel();
+    let (chunks, _) = channel();
+    let line = Line::new();
+    let blocked = {
+        let desk = Arc::clone(desk);
+        spawn(move || {
+            let interrupt = line.interrupt();
+            if desk.interrupted_by(2, interrupt).is_ok() {
+                line.await_end();
+            }
+            false
+        })
+    };
+    [lane(desk, 1, &events, &chunks), blocked]
+}
+
+/// Each lane ends when it is cut, whatever it waits for.
+pub(super) fn cut() {
+    let desk = desk(1, 2, None);
+    let_in(&desk, 1);
+    let lanes = busy(&desk);
+    for (index, lane) in lanes.into_iter().enumerate() {
+        desk.cut(index as u16 + 1);
+        assert!(!lane.join().unwrap());
+    }
+}
+
+/// Every lane ends when the session does.
+pub(super) fn stop() {
+    let desk = desk(1, 2, None);
+    let_in(&desk, 1);
+    let lanes = busy(&desk);
+    desk.stop();
+    for lane in lanes {
+        assert!(!lane.join().unwrap());
+    }
+}
+
+/// A lane whose connection ends before it is let in ends too.
+pub(super) fn not_let_in() {
+    let desk = desk(1, 1, None);
+    let ended = Arc::new(Mutex::new(false));
+    let lane = {
+        let (desk, ended) = (Arc::clone(&desk), Arc::clone(&ended));
+        spawn(move || {
+            let mut plan = ChunkPlan::default();
+            let has_ended = || *ended.lock().unwrap();
+            desk.next(1, Wear::Fresh, &mut plan, |_| {}, has_ended)
+        })
+    };
+    *ended.lock().unwrap() = true;
+    assert!(lane.join().unwrap().is_err());
+}
+
+/// Two lanes that send two pieces each, of which only the first may go at once.
+fn held_back(desk: &Arc<Desk>) -> [JoinHandle<()>; 2] {
+    [1, 2].map(|lane| {
+        let desk = Arc::clone(desk);
+        spawn(move || {
+            for _ in 0..2 {
+                desk.await_rate(lane, 1000).unwrap();
+            }
+        })
+    })
+}
+
+/// A lane that is held back goes on when the cap is lifted.
+pub(super) fn rate_changes() {
+    let desk = desk(1, 2, Some(1));
+    let lanes = held_back(&desk);
+    desk.set_rate(Some(2));
+    desk.set_rate(None);
+    for lane in lanes {
+        lane.join().unwrap();
+    }
+}
+
+/// No more than the cap allows goes out, whoever is woken when.
+pub(super) fn rate_holds() {
+    const PIECE: u64 = 100_000;
+    const PIECE_NS: u64 = 100_000_000;
+    let desk = desk(1, 2, Some(1_000_000));
+    let gone = Arc::new(Plain::new(0));
+    let lanes = [1, 2].map(|lane| {
+        let (desk, gone) = (Arc::clone(&desk), Arc::clone(&gone));
+        spawn(move || {
+            for _ in 0..3 {
+                desk.await_rate(lane, PIECE).unwrap();
+                let mut gone = gone.lock().unwrap();
+                *gone += 1;
+                let now_ns = sync::now().as_nanos() as u64;
+                let allowed = now_ns + PIECE_NS + dunlin_proto::pace::BURST_NS;
+                assert!(*gone * PIECE_NS <= allowed, "{gone} went by {now_ns}");
+            }
+        })
+    });
+    for lane in lanes {
+        lane.join().unwrap();
+    }
+}
+
+/// What the operator sets reaches the lanes whenever it is set, in order, and
+/// nothing does when it is too late.
+pub(super) fn tuned() {
+    let desk = desk(1, 2, Some(1));
+    let tune = Tune::new();
+    let operator = {
+        let tune = tune.clone();
+        spawn(move || {
+            tune.set_rate(Some(3)).unwrap();
+            tune.set_rate(None).unwrap();
+            // Before the end or after it.
+            tune.set_rate(Some(5)).is_ok()
+        })
+    };
+    let rates = Arc::new(Plain::new(Vec::new()));
+    {
+        let (desk, rates) = (Arc::clone(&desk), Arc::clone(&rates));
+        tune.attach(move |rate| {
+            rates.lock().unwrap().push(rate);
+            // The lanes must not be held back by what comes last.
+            desk.set_rate(rate.filter(|rate| *rate == 3));
+        });
+    }
+    for lane in held_back(&desk) {
+        lane.join().unwrap();
+    }
+    tune.detach();
+    let in_time = operator.join().unwrap();
+    assert_eq!(tune.set_rate(None), Err(TuneError::TooLate));
+    let rates = rates.lock().unwrap();
+    let last = if in_time { Some(5) } else { None };
+    assert_eq!(rates.last(), Some(&last));
+    let order = [Some(3), None, Some(5)];
+    assert!(order[..2 + usize::from(in_time)].ends_with(&rates));
+}

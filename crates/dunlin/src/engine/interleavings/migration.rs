@@ -1,0 +1,482 @@
+//! Whole migrations of a small memory: the engine's desk and gate with their
+//! lanes on both sides, over [`Line`]s, and sessions that do what the engine's
+//! do between an event and the next.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use dunlin_proto::bitmap::Run;
+use dunlin_proto::control::{Final, Message};
+use dunlin_proto::fault::FaultCode;
+use dunlin_proto::lanes::{Action, Fence, Receiving, Sending, Wear};
+use dunlin_proto::limits::CHUNK_PAGES;
+use dunlin_proto::pace::Pace;
+use dunlin_proto::schedule::{ChunkPlan, Schedule, Work};
+use shuttle::rand::{Rng, thread_rng};
+use shuttle::sync::Mutex;
+use shuttle::sync::mpsc::{Receiver, Sender, channel};
+use shuttle::thread::{JoinHandle, spawn, yield_now};
+
+use super::super::destination::gate::Gate;
+use super::super::host::Cancel;
+use super::super::source::SessionEvent;
+use super::super::source::desk::Desk;
+use super::super::sync::lock;
+use super::desk::PATIENCE;
+use super::line::{Frame, Line};
+
+const PAGES: usize = CHUNK_PAGES as usize + 2;
+const LANES: u16 = 2;
+/// Iterations before the last.
+const ITERATIONS: u32 = 2;
+/// How often the guest writes.
+const WRITES: usize = 3;
+
+/// The guest's memory, as the version of each page, and its dirty log.
+struct Guest {
+    versions: Vec<u32>,
+    dirty: BTreeSet<usize>,
+}
+
+/// What the source's session waits for.
+enum AtSource {
+    Said(Message),
+    Cut(u32),
+    LaneEnded(u16, bool),
+    Cancelled,
+    /// The destination has everything.
+    Complete,
+}
+
+/// What the destination's session waits for.
+enum AtDestination {
+    Said(Message),
+    Arrived(u16, Arc<Line>),
+    Acks,
+    LaneEnded(u16),
+}
+
+struct Source {
+    desk: Arc<Desk>,
+    guest: Arc<Mutex<Guest>>,
+    /// The lines of the lanes, for whoever cuts them.
+    lines: Arc<Mutex<BTreeMap<u16, Arc<Line>>>>,
+    events: Receiver<AtSource>,
+    sender: Sender<AtSource>,
+    peer: Sender<AtDestination>,
+    threads: BTreeMap<u16, JoinHandle<()>>,
+}
+
+/// Nothing fails.
+pub(super) fn moves() {
+    run(|_, _| None);
+}
+
+/// A lane's connection ends, at any time.
+pub(super) fn loses() {
+    run(|source, _| {
+        let lines = Arc::clone(&source.lines);
+        Some(spawn(move || {
+            for _ in 0..thread_rng().gen_range(0..40) {
+                yield_now();
+            }
+            let lane = thread_rng().gen_range(1..=LANES);
+            if let Some(line) = lines.lock().unwrap().get(&lane) {
+                line.close();
+            }
+        }))
+    });
+}
+
+/// The operator cancels, at any time.
+pub(super) fn cancelled() {
+    run(|_, cancel| {
+        let cancel = cancel.clone();
+        Some(spawn(move || cancel.cancel()))
+    });
+}
+
+/// A migration while `trouble` goes on; what has moved must be the same.
+fn run(trouble: fn(&Source, &Cancel) -> Option<JoinHandle<()>>) {
+    let (sender, events) = channel();
+    let (peer, at_destination) = channel();
+    let (control, said) = channel();
+    let schedule = Schedule::new([(0, PAGES as u64)]);
+    let mut source = Source {
+        desk: Arc::new(Desk::new(Sending::new(schedule, PATIENCE), Pace::new(None))),
+        guest: Arc::new(Mutex::new(Guest {
+            versions: vec![1; PAGES],
+            dirty: BTreeSet::new(),
+        })),
+        lines: Arc::default(),
+        events,
+        sender,
+        peer,
+        threads: BTreeMap::new(),
+    };
+    let cancel = Cancel::new();
+    let on_cancel = source.sender.clone();
+    cancel.listen(move || drop(on_cancel.send(AtSource::Cancelled)));
+    let destination = {
+        let sender = source.peer.clone();
+        spawn(move || receive(&sender, &at_destination, &control))
+    };
+    // The control lane's reader.
+    let reader = {
+        let (desk, events) = (Arc::clone(&source.desk), source.sender.clone());
+        spawn(move || {
+            for message in said.iter() {
+                let event = match message {
+                    Some(message) if desk.acknowledge(&message).unwrap() => continue,
+                    Some(message) => AtSource::Said(message),
+                    None => AtSource::Complete,
+                };
+                // A session that is gone hears no more.
+                let _ = events.send(event);
+            }
+        })
+    };
+    let trouble = trouble(&source, &cancel);
+    let moved = source.send();
+    cancel.unlisten();
+    source.desk.stop();
+    for thread in std::mem::take(&mut source.threads).into_values() {
+        thread.join().unwrap();
+    }
+    if !moved {
+        let _ = source.peer.send(AtDestination::Said(Message::Cancel {
+            fault: FaultCode::Cancelled,
+            text: String::new(),
+        }));
+    }
+    let memory = destination.join().unwrap();
+    reader.join().unwrap();
+    if let Some(trouble) = trouble {
+        trouble.join().unwrap();
+    }
+    // A cancellation may come when all has arrived.
+    assert!(memory.is_some() || !moved);
+    if let Some(memory) = memory {
+        assert_eq!(memory, source.guest.lock().unwrap().versions);
+    }
+}
+
+impl Source {
+    /// The source's session; false if it was cancelled.
+    fn send(&mut self) -> bool {
+        lock(&self.desk.state).lanes.want(LANES);
+        while lock(&self.desk.state).lanes.up() == 0 {
+            if self.next().is_none() {
+                return false;
+            }
+        }
+        let guest = {
+            let guest = Arc::clone(&self.guest);
+            spawn(move || {
+                for _ in 0..WRITES {
+                    let page = thread_rng().gen_range(0..PAGES);
+                    let mut guest = guest.lock().unwrap();
+                    guest.versions[page] += 1;
+                    guest.dirty.insert(page);
+                }
+            })
+        };
+        let all = Run {
+            first: 0,
+            count: PAGES as u64,
+        };
+        lock(&self.desk.state).lanes.schedule_mut().mark_run(0, all);
+        let mut on_time = true;
+        for _ in 0..ITERATIONS {
+            let (iteration, _) = self.desk.begin_iteration(false);
+            // At a time limit nothing is waited for.
+            let patient = thread_rng().gen_range(0..4) > 0;
+            on_time = on_time && (!patient || self.until_cut(iteration));
+            self.fetch();
+        }
+        // The guest is paused.
+        guest.join().unwrap();
+        self.fetch();
+        if !on_time {
+            return false;
+        }
+        self.desk.begin_iteration(true);
+        let mut last = None;
+        loop {
+            let state = lock(&self.desk.state);
+            let fenced = state.lanes.fenced_count();
+            if state.lanes.complete() && last != Some(fenced) {
+                last = Some(fenced);
+                let (chunks, pages) = state.lanes.schedule().kept();
+                let iteration = state.lanes.schedule().iteration();
+                drop(state);
+                self.say(Message::Final(Final {
+                    chunks,
+                    iteration,
+                    sections: 0,
+                    pages,
+                    fenced,
+                    digest: None,
+                }));
+            } else {
+                drop(state);
+            }
+            match self.next() {
+                None => return false,
+                Some(AtSource::Complete) => return true,
+                Some(_) => {}
+            }
+        }
+    }
+
+    fn until_cut(&mut self, iteration: u32) -> bool {
+        loop {
+            match self.next() {
+                None => return false,
+                Some(AtSource::Cut(cut)) if cut == iteration => return true,
+                Some(_) => {}
+            }
+        }
+    }
+
+    /// Reads the dirty log, which clears it.
+    fn fetch(&self) {
+        let dirty = std::mem::take(&mut self.guest.lock().unwrap().dirty);
+        let mut words = vec![0_u64; PAGES.div_ceil(64)];
+        for page in dirty {
+            words[page / 64] |= 1 << (page % 64);
+        }
+        let mut state = lock(&self.desk.state);
+        state.lanes.schedule_mut().mark_dirty(0, &words);
+    }
+
+    fn say(&self, message: Message) {
+        // One that has everything hears no more.
+        let _ = self.peer.send(AtDestination::Said(message));
+    }
+
+    /// Looks after the lanes and waits for an event; `None` for a cancellation.
+    fn next(&mut self) -> Option<AtSource> {
+        loop {
+            let action = lock(&self.desk.state).lanes.poll(0);
+            match action {
+                None => break,
+                Some(Action::Open(lane)) => self.open(lane),
+                Some(Action::Cut(lane)) => self.desk.cut(lane),
+                Some(Action::Fence(lane)) => self.say(Message::Fence { lane }),
+                Some(Action::GiveUp) => panic!("nothing takes that long"),
+            }
+        }
+        let event = self.events.recv().unwrap();
+        match &event {
+            AtSource::Said(Message::LaneUp { lane }) => {
+                let news = self.desk.change(|state| state.lanes.lane_up(*lane, 0));
+                assert!(news.is_ok());
+            }
+            AtSource::Said(Message::Fenced { lane, acks }) => {
+                let pages = self.desk.change(|state| state.lanes.fenced(*lane, acks, 0));
+                assert!(pages.is_ok(), "{pages:?}");
+            }
+            AtSource::Said(message) => panic!("{message:?} came out of turn"),
+            AtSource::LaneEnded(lane, in_order) => {
+                let thread = self.threads.remove(lane).expect("it ends once");
+                thread.join().unwrap();
+                self.desk
+                    .change(|state| state.lanes.thread_ended(*lane, *in_order, 0));
+            }
+            AtSource::Cancelled => return None,
+            AtSource::Cut(_) | AtSource::Complete => {}
+        }
+        Some(event)
+    }
+
+    fn open(&mut self, number: u16) {
+        self.desk.expect(number);
+        let line = Line::new();
+        self.lines.lock().unwrap().insert(number, Arc::clone(&line));
+        let (desk, guest) = (Arc::clone(&self.desk), Arc::clone(&self.guest));
+        let (events, peer) = (self.sender.clone(), self.peer.clone());
+        let thread = spawn(move || {
+            let in_order = send_all(number, &desk, &guest, &line, &events, &peer);
+            line.close();
+            let _ = events.send(AtSource::LaneEnded(number, in_order));
+        });
+        self.threads.insert(number, thread);
+    }
+}
+
+/// A lane's thread at the source; whether it ended in order.
+fn send_all(
+    number: u16,
+    desk: &Desk,
+    guest: &Mutex<Guest>,
+    line: &Arc<Line>,
+    events: &Sender<AtSource>,
+    peer: &Sender<AtDestination>,
+) -> bool {
+    let end = Arc::clone(line);
+    if desk
+        .interrupted_by(number, Box::new(move || end.close()))
+        .is_err()
+    {
+        return false;
+    }
+    if peer
+        .send(AtDestination::Arrived(number, Arc::clone(line)))
+        .is_err()
+    {
+        return false;
+    }
+    let mut plan = ChunkPlan::default();
+    loop {
+        let tell = |event| {
+            if let SessionEvent::Cut { iteration } = event {
+                let _ = events.send(AtSource::Cut(iteration));
+            }
+        };
+        let work = desk.next(number, Wear::Fresh, &mut plan, tell, || false);
+        let frame = match work {
+            Ok(Work::Chunk) => {
+                let mut pages = Vec::new();
+                for range in &plan.ranges {
+                    let guest = guest.lock().unwrap();
+                    for page in range.run.first..range.run.first + range.run.count {
+                        let page = page as usize;
+                        pages.push((page, guest.versions[page]));
+                    }
+                }
+                if desk.await_rate(number, 1).is_err() {
+                    return false;
+                }
+                Frame::Chunk(plan.number, plan.iteration, pages)
+            }
+            Ok(Work::Mark(iteration)) => Frame::Mark(iteration),
+            Ok(Work::End { chunks }) => return line.send(Frame::End(chunks)),
+            Ok(Work::Wait) => continue,
+            Ok(Work::Stop) | Err(_) => return false,
+        };
+        if !line.send(frame) {
+            return false;
+        }
+    }
+}
+
+/// The destination's session; the memory that has come, unless the source
+/// has cancelled.
+fn receive(
+    sender: &Sender<AtDestination>,
+    events: &Receiver<AtDestination>,
+    control: &Sender<Option<Message>>,
+) -> Option<Vec<u32>> {
+    let gate = Arc::new(Gate::new(2 * LANES));
+    let memory = Arc::new(Mutex::new(vec![0; PAGES]));
+    let mut threads: BTreeMap<u16, JoinHandle<()>> = BTreeMap::new();
+    let say = |message| control.send(Some(message)).unwrap();
+    let acknowledge = || {
+        let (sets, reached) = gate.lanes(Receiving::take_reports);
+        if !sets.is_empty() || !reached.is_empty() {
+            say(Message::Ack { sets, reached });
+        }
+    };
+    let fenced = |lane| {
+        acknowledge();
+        let acks = Vec::new();
+        say(Message::Fenced { lane, acks });
+    };
+    loop {
+        if threads.is_empty() && gate.lanes(Receiving::is_complete).unwrap() {
+            acknowledge();
+            control.send(None).unwrap();
+            let memory = memory.lock().unwrap().clone();
+            return Some(memory);
+        }
+        match events.recv().unwrap() {
+            AtDestination::Arrived(lane, line) => {
+                if gate.admit(lane, line.interrupt()).is_err() {
+                    continue;
+                }
+                let (gate, memory) = (Arc::clone(&gate), Arc::clone(&memory));
+                let events = sender.clone();
+                let thread = spawn(move || {
+                    let in_order = receive_all(lane, &gate, &memory, &line, &events);
+                    if !in_order {
+                        line.interrupt()();
+                    }
+                    gate.forget(lane);
+                    let _ = events.send(AtDestination::LaneEnded(lane));
+                });
+                threads.insert(lane, thread);
+                say(Message::LaneUp { lane });
+            }
+            AtDestination::Acks => acknowledge(),
+            AtDestination::LaneEnded(lane) => {
+                let thread = threads.remove(&lane).expect("it ends once");
+                thread.join().unwrap();
+                if gate.lanes(|lanes| lanes.gone(lane)) {
+                    fenced(lane);
+                }
+            }
+            AtDestination::Said(Message::Fence { lane }) => {
+                match gate.lanes(|lanes| lanes.fence(lane)) {
+                    Fence::Close => gate.cut(lane),
+                    Fence::Answer => fenced(lane),
+                }
+            }
+            AtDestination::Said(Message::Final(last)) => {
+                gate.lanes(|lanes| lanes.finish(last));
+            }
+            AtDestination::Said(Message::Cancel { .. }) => {
+                gate.stop();
+                for thread in threads.into_values() {
+                    thread.join().unwrap();
+                }
+                return None;
+            }
+            AtDestination::Said(message) => panic!("{message:?} came out of turn"),
+        }
+    }
+}
+
+/// A lane's thread at the destination; whether it ended in order.
+fn receive_all(
+    lane: u16,
+    gate: &Gate,
+    memory: &Mutex<Vec<u32>>,
+    line: &Line,
+    events: &Sender<AtDestination>,
+) -> bool {
+    // A session that is gone acknowledges nothing.
+    let tell = || drop(events.send(AtDestination::Acks));
+    loop {
+        match line.receive() {
+            None => return false,
+            Some(Frame::Chunk(number, iteration, pages)) => {
+                let checked = gate.check_chunk(lane, number, iteration);
+                assert_eq!(checked, Ok(()));
+                for half in pages.chunks(pages.len().div_ceil(2)) {
+                    let mut memory = memory.lock().unwrap();
+                    for &(page, version) in half {
+                        assert!(
+                            memory[page] <= version,
+                            "page {page} goes back to an older one"
+                        );
+                        memory[page] = version;
+                    }
+                }
+                let count = pages.len() as u64;
+                let written = gate.report(|lanes| lanes.written(lane, number, count), tell);
+                assert_eq!(written, Ok(()));
+            }
+            Some(Frame::Mark(iteration)) => match gate.pass(lane, iteration, tell) {
+                Ok(true) => {}
+                Ok(false) => return false,
+                Err(error) => panic!("{error}"),
+            },
+            Some(Frame::End(chunks)) => {
+                let ended = gate.report(|lanes| lanes.ended(lane, chunks), tell);
+                assert_eq!(ended, Ok(()));
+                return true;
+            }
+        }
+    }
+}

@@ -1,0 +1,235 @@
+//! The places where the engine's threads meet, under a checker that chooses
+//! at every step which thread goes on.
+//!
+//! The code is the engine's own: [`super::source::desk`],
+//! [`super::destination::gate`], the backlog of a control lane, `Cancel` and
+//! `Tune`. What is around them there, sockets and guest memory, is replaced
+//! ([`migration`]). Half of the schedules are random, half give each thread a
+//! priority and change it a few times, which finds what needs a thread to stand
+//! still for long. A deadlock, a lost wake-up included, ends a run as a panic
+//! does.
+//!
+//! Each run prints how many schedules it has tried. A failure prints its seed:
+//! `DUNLIN_SEED=…` repeats it. `DUNLIN_SOAK=1` tries fifty times as many.
+//!
+//! That the checks find something is shown by mistakes: in the locks
+//! ([`sync::Mistake`]), where each single notification of the engine is left
+//! out once, and in the decisions ([`dunlin_proto::mistake`]).
+#![allow(clippy::unwrap_used)]
+
+mod cancel;
+mod desk;
+mod gate;
+mod line;
+mod migration;
+pub(super) mod sync;
+
+use std::collections::BTreeSet;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use dunlin_proto::mistake::plant;
+use shuttle::scheduler::{PctScheduler, RandomScheduler};
+use shuttle::{Config, FailurePersistence, MaxSteps, Runner};
+
+use sync::{Mistake, Site, Timeouts, take_sites};
+
+/// What happens, on threads of the checker; it panics if something is amiss.
+type Scenario = fn();
+
+/// Everything that is checked: how it is called, whether waits reach their
+/// limits in it, and how many schedules are tried.
+const SCENARIOS: &[(&str, Timeouts, usize, Scenario)] = &[
+    ("lanes share the work", Timeouts::Never, 2000, desk::share),
+    (
+        "lanes wait for acknowledgements",
+        Timeouts::Never,
+        40,
+        desk::acknowledged,
+    ),
+    ("lanes are cut", Timeouts::Never, 2000, desk::cut),
+    ("lanes are stopped", Timeouts::Never, 2000, desk::stop),
+    (
+        "lanes that are not let in",
+        Timeouts::Sometimes,
+        1000,
+        desk::not_let_in,
+    ),
+    (
+        "the rate changes",
+        Timeouts::Never,
+        2000,
+        desk::rate_changes,
+    ),
+    (
+        "the rate holds",
+        Timeouts::Sometimes,
+        1000,
+        desk::rate_holds,
+    ),
+    ("the rate is tuned", Timeouts::Never, 2000, desk::tuned),
+    ("lanes wait at marks", Timeouts::Never, 2000, gate::marks),
+    ("lanes end at marks", Timeouts::Never, 2000, gate::ends),
+    (
+        "lanes at marks are fenced",
+        Timeouts::Never,
+        2000,
+        gate::fences,
+    ),
+    (
+        "lanes at marks are stopped",
+        Timeouts::Never,
+        2000,
+        gate::stop,
+    ),
+    (
+        "acknowledgements",
+        Timeouts::Never,
+        2000,
+        gate::acknowledgements,
+    ),
+    (
+        "messages wait for room",
+        Timeouts::Never,
+        2000,
+        cancel::backlog,
+    ),
+    (
+        "messages wait for the end",
+        Timeouts::Never,
+        2000,
+        cancel::backlog_closes,
+    ),
+    ("cancellation", Timeouts::Never, 4000, cancel::cancellation),
+    ("whole migrations", Timeouts::Never, 1500, migration::moves),
+    (
+        "migrations that lose a lane",
+        Timeouts::Never,
+        1500,
+        migration::loses,
+    ),
+    (
+        "migrations that are cancelled",
+        Timeouts::Never,
+        1500,
+        migration::cancelled,
+    ),
+];
+
+fn soaks() -> bool {
+    std::env::var_os("DUNLIN_SOAK").is_some()
+}
+
+/// Tries `count` schedules from `seed`; says whether all of them held.
+fn holds(timeouts: Timeouts, seed: u64, count: usize, scenario: Scenario) -> bool {
+    let mut config = Config::new();
+    config.failure_persistence = FailurePersistence::None;
+    config.max_steps = MaxSteps::FailAfter(100_000);
+    let run = move || {
+        sync::begin(timeouts);
+        scenario();
+    };
+    catch_unwind(AssertUnwindSafe(|| {
+        let random = RandomScheduler::new_from_seed(seed, count.div_ceil(2));
+        Runner::new(random, config.clone()).run(run);
+        let priorities = PctScheduler::new_from_seed(seed, 3, count / 2);
+        Runner::new(priorities, config).run(run);
+    }))
+    .is_ok()
+}
+
+/// How many schedules of `count` show whether a mistake is found.
+fn few(count: usize) -> usize {
+    (count / 20).max(20)
+}
+
+/// Whether some scenario fails with `mistake` in the locks, and in which.
+fn found(mistake: Mistake) -> Option<&'static str> {
+    sync::plant(Some(mistake));
+    let failed = SCENARIOS
+        .iter()
+        .find(|(_, timeouts, count, scenario)| !holds(*timeouts, 1, few(*count), *scenario));
+    sync::plant(None);
+    failed.map(|(name, ..)| *name)
+}
+
+#[test]
+fn i4_no_order_of_threads_loses_a_wake_up_or_passes_a_mark() {
+    let _none = plant(None);
+    let replay = std::env::var("DUNLIN_SEED").ok();
+    let replay = replay.map(|seed| seed.parse::<u64>().expect("DUNLIN_SEED is a number"));
+    let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
+    let seed = replay.unwrap_or(since_epoch.as_nanos() as u64);
+    let mut failed = Vec::new();
+    let mut sum = 0;
+    for &(name, timeouts, count, scenario) in SCENARIOS {
+        let count = if soaks() { count * 50 } else { count };
+        let held = holds(timeouts, seed, count, scenario);
+        println!("{name}: {count} schedules");
+        sum += count;
+        if !held {
+            failed.push(name);
+        }
+    }
+    println!(
+        "{sum} schedules of {} scenarios, DUNLIN_SEED={seed}",
+        SCENARIOS.len()
+    );
+    assert!(
+        failed.is_empty(),
+        "{failed:?} failed with DUNLIN_SEED={seed}"
+    );
+}
+
+#[test]
+fn every_notification_that_is_left_out_is_found() {
+    let _none = plant(None);
+    take_sites();
+    for &(_, timeouts, count, scenario) in SCENARIOS {
+        assert!(holds(timeouts, 1, few(count), scenario));
+    }
+    let mut sites: BTreeSet<Site> = take_sites();
+    // The scenarios' own.
+    sites.retain(|(file, _)| !file.contains("interleavings"));
+    let missed: Vec<Site> = sites
+        .iter()
+        .copied()
+        .filter(|&site| {
+            let scenario = found(Mistake::Silent(site));
+            println!("without the one at {}:{}: {scenario:?}", site.0, site.1);
+            scenario.is_none()
+        })
+        .collect();
+    assert!(sites.len() >= 10, "only {sites:?} were reached");
+    assert!(missed.is_empty(), "nothing fails without {missed:?}");
+}
+
+#[test]
+fn mistakes_in_how_locks_are_used_are_found() {
+    let _none = plant(None);
+    for mistake in [Mistake::NotifyOne, Mistake::LateWait] {
+        let scenario = found(mistake);
+        println!("{mistake:?}: {scenario:?}");
+        assert!(scenario.is_some(), "{mistake:?}");
+    }
+}
+
+#[test]
+fn i4_mistakes_in_marks_and_fences_are_found() {
+    use dunlin_proto::mistake::Mistake;
+    for mistake in [
+        Mistake::NoFence,
+        Mistake::NoRedirty,
+        Mistake::MarkPassedEarly,
+        Mistake::WrongChunkAcknowledged,
+    ] {
+        let _planted = plant(Some(mistake));
+        let failed = SCENARIOS
+            .iter()
+            .rev()
+            .find(|(_, timeouts, count, scenario)| !holds(*timeouts, 1, *count, *scenario));
+        let name = failed.map(|(name, ..)| *name);
+        println!("{mistake:?}: {name:?}");
+        assert!(name.is_some(), "{mistake:?}");
+    }
+}
