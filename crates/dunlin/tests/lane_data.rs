@@ -402,7 +402,9 @@ fn a_source_learns_from_its_lane_that_its_certificate_was_refused() {
         }
     };
     assert!(
-        error.to_string().contains("compare them with the names"),
+        error
+            .to_string()
+            .contains("compare our certificate's names"),
         "{error}"
     );
 }
