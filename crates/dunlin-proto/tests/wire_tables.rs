@@ -7,6 +7,7 @@ use dunlin_proto::control::CONTROL_HEADER_BYTES;
 use dunlin_proto::frame::{FRAME_HEADER_BYTES, RANGE_BYTES};
 use dunlin_proto::limits::{LANE_MAC_BYTES, SESSION_ID_BYTES};
 use dunlin_proto::negotiate::{MAGIC, PRELUDE_BYTES, VERSIONS};
+use dunlin_proto::stripe;
 
 const DOCUMENT: &str = include_str!("../../../docs/wire.md");
 
@@ -71,10 +72,18 @@ fn every_table_with_offsets_is_as_long_as_the_code_says() {
             "both sides send messages with this **header**",
             CONTROL_HEADER_BYTES,
         ),
+        (
+            "A frame begins with this",
+            stripe::frame::FRAME_HEADER_BYTES,
+        ),
+        (
+            "carries messages with this **header**",
+            stripe::message::MESSAGE_HEADER_BYTES,
+        ),
     ] {
         assert_eq!(end(words), bytes, "{words}");
     }
-    assert_eq!(tables().len(), 9, "a table that this test does not know");
+    assert_eq!(tables().len(), 11, "a table that this test does not know");
     let whole = PRELUDE_BYTES + end("**Lane open**");
     assert!(
         DOCUMENT.contains(&format!("{whole} bytes in all")),
