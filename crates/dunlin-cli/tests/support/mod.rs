@@ -380,14 +380,13 @@ impl Hosts {
 
 /// Whether a process exists and is not only waiting to be reaped.
 pub fn lives(pid: u32) -> bool {
-    fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| {
-        !stat
-            .rsplit(')')
-            .next()
-            .unwrap_or("")
-            .trim_start()
-            .starts_with('Z')
-    })
+    let Ok(stat) = fs::read_to_string(format!("/proc/{pid}/stat")) else {
+        return false;
+    };
+    let state = stat.rsplit(')').next().unwrap_or("").trim_start();
+    // While any of its threads is left, so are its descriptors.
+    let threads = fs::read_dir(format!("/proc/{pid}/task")).map_or(0, Iterator::count);
+    !state.starts_with('Z') || threads > 1
 }
 
 /// The processes whose parent is `pid`.
