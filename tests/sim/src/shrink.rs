@@ -6,6 +6,9 @@ use crate::run;
 
 /// Runs of a plan that shrinking may take.
 const TRIES: usize = 2000;
+/// Other courses of chance that are tried with one fault less: whatever is left
+/// out changes what chance does to the rest.
+const COURSES: u64 = 16;
 
 /// The smallest plan that was found to violate the same invariant, beginning
 /// with one that does: fewer faults, then fewer pages and lanes and a shorter
@@ -76,6 +79,14 @@ fn candidates(plan: &Plan) -> Vec<Plan> {
     }
     if plan.burst > 1 {
         add(&|plan| plan.burst /= 2);
+    }
+    for index in 0..plan.faults.len() {
+        for course in 1..=COURSES {
+            add(&|plan| {
+                plan.faults.remove(index);
+                plan.seed = plan.seed.wrapping_add(course << 32);
+            });
+        }
     }
     all
 }
