@@ -140,16 +140,20 @@ fn source_that_only_answers() {
 
 #[test]
 fn i2_a_peer_that_falls_silent_at_any_stage_is_given_up_and_the_vm_stays() {
-    let stages = [
+    let mut stages: Vec<fn()> = vec![
         before_the_handshake,
         destination_in_pre_copy,
         destination_in_the_switchover,
         somebody_before_the_handshake,
-        source_in_pre_copy,
         source_that_only_answers,
     ];
-    let threads = stages.map(thread::spawn);
+    if std::env::var_os("DUNLIN_SOAK").is_some_and(|soak| soak == "1") {
+        stages.push(source_in_pre_copy);
+    } else {
+        println!("source_in_pre_copy, which waits for 40 seconds, is for the soak");
+    }
+    let threads: Vec<_> = stages.into_iter().map(thread::spawn).collect();
     // All of them first: none is left waiting behind another's failure.
-    let ends = threads.map(thread::JoinHandle::join);
+    let ends: Vec<_> = threads.into_iter().map(thread::JoinHandle::join).collect();
     assert!(ends.iter().all(Result::is_ok));
 }
