@@ -60,8 +60,13 @@ fn cpu(process: &Process) -> Duration {
 }
 
 /// With one descriptor more each time, until the VM moves: the process on this side comes one step
-/// further before it has none.
-fn one_more_each_time(hosts: &Hosts, source: &Process, destination: &Process, short: &Process) {
+/// further before it has none. Says how often the VM was refused.
+fn one_more_each_time(
+    hosts: &Hosts,
+    source: &Process,
+    destination: &Process,
+    short: &Process,
+) -> Option<u32> {
     let at_fault = if short.pid() == source.pid() {
         "at fault: this side"
     } else {
@@ -70,9 +75,7 @@ fn one_more_each_time(hosts: &Hosts, source: &Process, destination: &Process, sh
     let mut refused = 0;
     for more in 3.. {
         assert!(more < 40, "it never moves");
-        if allow(short, more).is_none() {
-            return;
-        }
+        allow(short, more)?;
         let began = Instant::now();
         let done = migrate(hosts, source, destination, "--lanes 2");
         if done.code == 0 {
@@ -91,9 +94,9 @@ fn one_more_each_time(hosts: &Hosts, source: &Process, destination: &Process, sh
         assert_says(&text, &parts);
         refused += 1;
     }
-    assert!(refused >= 3, "{refused}");
     destination.wait_for("received");
     hosts.assert_runs(destination);
+    Some(refused)
 }
 
 #[test]
@@ -101,7 +104,10 @@ fn a_source_without_descriptors_says_so_whatever_it_needs_one_for_and_the_vm_sta
     let hosts = Hosts::new();
     let source = hosts.run("1", GUEST);
     let destination = hosts.receive("b", "2", "");
-    one_more_each_time(&hosts, &source, &destination, &source);
+    if let Some(refused) = one_more_each_time(&hosts, &source, &destination, &source) {
+        // Its identity, its journal, the control lane, a lane's own descriptors, the lanes.
+        assert!(refused >= 5, "{refused}");
+    }
 }
 
 #[test]
@@ -109,7 +115,11 @@ fn a_destination_without_descriptors_says_so_whatever_it_needs_one_for_and_the_v
     let hosts = Hosts::new();
     let source = hosts.run("1", GUEST);
     let destination = hosts.receive("b", "2", "");
-    one_more_each_time(&hosts, &source, &destination, &destination);
+    if let Some(refused) = one_more_each_time(&hosts, &source, &destination, &destination) {
+        // With fewer it cannot accept anybody, which is the next test; with these, the journal
+        // and the lanes are what it lacks one for.
+        assert!(refused >= 2, "{refused}");
+    }
 }
 
 #[test]
