@@ -45,7 +45,10 @@ pub fn always() -> Vec<Property<Switchover>> {
         Property::always(
             "I2: not forgotten while it may be asked",
             |_, world: &World| {
-                !world.history.forgotten || world.source.journal != SourceRecord::Committing
+                let history = &world.history;
+                !history.forgotten
+                    || history.unnoted
+                    || world.source.journal != SourceRecord::Committing
             },
         ),
         Property::always(
@@ -106,12 +109,13 @@ fn without_failures(world: &World) -> World {
 }
 
 /// The VM goes on somewhere, the operator has been asked the right question,
-/// or the destination's disk is lost, and nobody but the operator can know.
+/// or the destination's disk is lost, and nobody but the operator can know; so
+/// it is where the source's own disk failed after it had kept the VM.
 fn resolved(world: &World) -> bool {
     match world.idle_source() {
         Some(Source::Kept) => world.source.copy == Copy::Live || world.history.killed_here,
         Some(Source::Released | Source::RanThenDied) => true,
-        _ => world.history.wiped,
+        _ => world.history.wiped || world.history.unnoted,
     }
 }
 

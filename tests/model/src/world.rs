@@ -138,6 +138,8 @@ pub struct History {
     pub wiped: bool,
     /// The destination removed its record.
     pub forgotten: bool,
+    /// A record that the source only notes did not reach its disk.
+    pub unnoted: bool,
     /// Something was told that the teller's journal did not hold.
     pub told_unrecorded: bool,
     /// Something was told that was not so.

@@ -129,15 +129,16 @@ pub enum SourceAction {
 
 use SourceAction as Do;
 
-/// What a record holds before *commit*: the guest has never stopped.
-const KEEP_LIVE: &[Do] = &[Do::CancelPeer, Do::Note(SourceRecord::Kept)];
+/// The guest has never stopped. The record comes before the word to the peer,
+/// which forgets the session at that word and could answer no question.
+const KEEP_LIVE: &[Do] = &[Do::Note(SourceRecord::Kept), Do::CancelPeer];
 /// The guest first: every moment counts. A crash before *kept* is on disk
-/// leaves *committing*, and the destination, that took no *commit*, will say
-/// *aborted*.
+/// leaves *committing*, and the destination, that took no *commit* and was told
+/// nothing, will say *aborted*.
 const KEEP_PAUSED: &[Do] = &[
     Do::ResumeGuest,
-    Do::CancelPeer,
     Do::Note(SourceRecord::Kept),
+    Do::CancelPeer,
 ];
 const TAKE_BACK: &[Do] = &[Do::ResumeGuest, Do::Note(SourceRecord::Kept)];
 

@@ -149,7 +149,17 @@ pub(super) fn take_read(world: &mut World, lane: usize) {
         FromSource::Final => DestinationEvent::Complete,
         FromSource::Commit => DestinationEvent::Commit { run: world.run },
         FromSource::Release => DestinationEvent::Release,
-        FromSource::Cancel => DestinationEvent::PeerCancelled,
+        FromSource::Cancel => {
+            event(world, DestinationEvent::PeerCancelled);
+            // A source that cancels does not ask, and the engine forgets the
+            // session once all else is done.
+            if let Some(process) = &mut world.destination.process
+                && process.state == Destination::Aborting
+            {
+                process.left.push(DestinationAction::Forget);
+            }
+            return;
+        }
         FromSource::Inquire => {
             let epoch = u8::try_from(lane + 1).unwrap_or(u8::MAX);
             if epoch <= world.destination.epoch {

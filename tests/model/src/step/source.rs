@@ -100,7 +100,10 @@ pub(super) fn act(world: &mut World, outcome: Outcome) {
                 },
             );
         }
-        SourceAction::Note(record) => write(world, record, outcome),
+        SourceAction::Note(record) => {
+            world.history.unnoted |= outcome == Outcome::Failed;
+            write(world, record, outcome);
+        }
         SourceAction::PauseGuest => {
             world.source.copy = Copy::Paused;
             world.source.devices = false;
