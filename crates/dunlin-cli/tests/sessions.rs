@@ -149,6 +149,30 @@ fn status_lists_both_sides_and_says_whose_process_lives() {
 }
 
 #[test]
+fn whoever_starts_a_vm_anew_that_may_run_elsewhere_is_told() {
+    let hosts = Hosts::new();
+    let state = Memory::of(&hosts.scratch);
+    for (number, record, resolvable) in [
+        (1, SourceRecord::Kept, false),
+        (2, SourceRecord::Committing, true),
+    ] {
+        state.leave(number, source(record));
+        let run = words("vm run --name web --guest process --memory 64M");
+        let process = Process::start(run, &hosts.scratch.join("1"));
+        let mut said = process.wait_for_any(&["warning", "started"]);
+        if resolvable {
+            let text = said["text"].as_str().unwrap();
+            for part in ["VM web to host-b.example:4444", "`dunlin resolve 02020202`"] {
+                assert!(text.contains(part), "no {part:?} in {text}");
+            }
+            // It has the same name, and is another VM.
+            said = process.wait_for("started");
+        }
+        assert_eq!(said["event"], "started");
+    }
+}
+
+#[test]
 fn a_session_that_is_under_way_is_shown_live_and_cancelled_by_its_name() {
     let Some(_turn) = kvm() else { return };
     let hosts = Hosts::new();

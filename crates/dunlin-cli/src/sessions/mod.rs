@@ -48,6 +48,21 @@ impl StatePath {
         Ok(Journal::open(&self.directory()?)?)
     }
 
+    /// What somebody has to know who starts a VM of this name anew: sessions
+    /// that moved one, and whose process died before anybody knew where it is.
+    pub(crate) fn left_behind(&self, name: &str) -> Result<Vec<String>> {
+        let entries = self.list()?;
+        Ok(entries
+            .iter()
+            .filter(|entry| !entry.lives)
+            .filter_map(|entry| match &entry.record {
+                Ok(Some(record)) if record.vm_name == name => status::to_do(entry, record)
+                    .map(|todo| format!("{}: {todo}", about(entry.role, record))),
+                _ => None,
+            })
+            .collect())
+    }
+
     /// Every session that is remembered. Looking makes no directory.
     fn list(&self) -> Result<Vec<Entry>> {
         if !self.directory()?.exists() {

@@ -132,7 +132,7 @@ fn meaning(state: State, lives: bool) -> Option<&'static str> {
 }
 
 /// What the operator may do about it.
-fn to_do(entry: &Entry, record: &Record) -> Option<String> {
+pub(super) fn to_do(entry: &Entry, record: &Record) -> Option<String> {
     match record.state {
         State::Source(SourceRecord::Committing | SourceRecord::RanThenDied)
             if entry.role == Role::Source =>

@@ -86,6 +86,9 @@ impl Run {
             return Ok(USAGE);
         }
         let desk = Desk::new(self.json, self.state.open()?);
+        for left in self.state.left_behind(&self.name)? {
+            desk.warn(&left);
+        }
         desk.watch(EndSignals::block()?)?;
         let socket = Socket::bind(&self.control.socket(&self.name)?)?;
         self.parent.watch()?;

@@ -9,7 +9,7 @@ use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::host::{after, assert_says, skip};
+use crate::host::{after, assert_says, pass_on, skip};
 use crate::support::{Hosts, finish, words};
 use crate::{GUEST, failed, listening, migrate, receive, running};
 
@@ -130,6 +130,45 @@ fn a_clock_that_goes_back_by_a_day_makes_no_deadline_late() {
     let (text, _) = failed(&hosts, &source, done);
     assert_says(&text, &["not finished at its deadline"]);
     assert!((9..20).contains(&took.as_secs()), "{took:?}");
+}
+
+#[test]
+fn clocks_that_count_from_another_start_change_nothing_about_a_migration() {
+    // What hosts have that were started at different times: not the wall's clock, which the
+    // tests above are about, but the one that deadlines go by.
+    let days_ahead = |command: &Command| {
+        let mut unshare = Command::new("unshare");
+        // It stays the parent, and takes the process with it when it is killed.
+        unshare.args(["--fork", "--kill-child", "--time"]);
+        unshare.args(["--monotonic", "8640000", "--boottime", "8640000"]);
+        pass_on(&mut unshare, command);
+        unshare
+    };
+    let mut uptime = Command::new("cat");
+    uptime.arg("/proc/uptime");
+    let tried = finish(days_ahead(&uptime));
+    if tried.code != 0 {
+        return skip(&format!("no time namespaces, which need root: {tried:?}"));
+    }
+    let ahead: f64 = tried.out.split('.').next().unwrap().parse().unwrap();
+    assert!(ahead > 8_640_000.0, "{tried:?}");
+    for (source_ahead, destination_ahead) in [(true, false), (false, true)] {
+        let hosts = Hosts::new();
+        let on = |ahead: bool, command: Command| if ahead { days_ahead(&command) } else { command };
+        let source = running(&hosts, on(source_ahead, run()), "1");
+        let command = on(destination_ahead, receive(&hosts, ""));
+        let destination = listening(&hosts, command, "2");
+        let began = Instant::now();
+        let moved = migrate(&hosts, &source, &destination, "--verify")
+            .expect(0)
+            .last();
+        let (took, told) = (began.elapsed().as_secs_f64(), &moved["total_s"]);
+        assert!((0.0..=took).contains(&told.as_f64().unwrap()), "{moved}");
+        let downtime = moved["downtime"]["total_ms"].as_f64().unwrap();
+        assert!((0.0..1000.0 * took).contains(&downtime), "{moved}");
+        destination.wait_for("received");
+        hosts.assert_runs(&destination);
+    }
 }
 
 #[test]

@@ -48,7 +48,7 @@ pub fn in_own_mounts(script: &str, command: &Command) -> Option<Command> {
 }
 
 /// The command with its arguments and environment, as arguments of another.
-fn pass_on(to: &mut Command, command: &Command) {
+pub fn pass_on(to: &mut Command, command: &Command) {
     to.arg(command.get_program()).args(command.get_args());
     for (name, value) in command.get_envs() {
         match value {

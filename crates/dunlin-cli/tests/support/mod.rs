@@ -210,19 +210,27 @@ impl Process {
 
     /// Waits for an event; those before it are passed over.
     pub fn wait_for(&self, event: &str) -> Value {
+        self.wait_for_any(&[event])
+    }
+
+    /// The same, for the first of several.
+    pub fn wait_for_any(&self, events: &[&str]) -> Value {
         let deadline = Instant::now() + LIMIT;
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
             match self.lines.recv_timeout(left) {
                 Ok(line) => {
                     let line = parse(&line);
-                    if line["event"] == event {
+                    if events.iter().any(|event| line["event"] == *event) {
                         return line;
                     }
-                    assert_ne!(line["event"], "ended", "while waiting for {event}: {line}");
+                    assert_ne!(
+                        line["event"], "ended",
+                        "while waiting for {events:?}: {line}"
+                    );
                 }
-                Err(RecvTimeoutError::Timeout) => panic!("no {event}"),
-                Err(RecvTimeoutError::Disconnected) => panic!("it ended before {event}"),
+                Err(RecvTimeoutError::Timeout) => panic!("no {events:?}"),
+                Err(RecvTimeoutError::Disconnected) => panic!("it ended before {events:?}"),
             }
         }
     }
