@@ -237,9 +237,7 @@ impl Process {
 
     /// Sends it a signal, such as `INT`.
     pub fn signal(&self, name: &str) {
-        let mut kill = Command::new("kill");
-        kill.args(["-s", name]).arg(self.pid().to_string());
-        assert!(kill.status().unwrap().success());
+        assert!(kill(self.pid(), name), "no kill: {name}");
     }
 
     /// Waits for the process to end by itself; its exit code and last line.
@@ -406,13 +404,20 @@ pub fn children(pid: u32) -> Vec<u32> {
         .collect()
 }
 
+/// By the shell's own command: a bare Debian has no other. Whether there is such a process.
+fn kill(pid: u32, signal: &str) -> bool {
+    let line = format!("kill -s {signal} {pid}");
+    let mut shell = Command::new("sh");
+    shell.args(["-c", &line]).status().unwrap().success()
+}
+
 /// Processes that should end by themselves, and are killed if they have not by the end of a test.
 pub struct Orphans(pub Vec<u32>);
 
 impl Drop for Orphans {
     fn drop(&mut self) {
         for pid in self.0.iter().filter(|pid| lives(**pid)) {
-            let _ = Command::new("kill").arg("-9").arg(pid.to_string()).status();
+            kill(*pid, "KILL");
         }
     }
 }
