@@ -35,6 +35,7 @@ check:
 	@tools/packages build check
 	cargo fmt --all --check
 	cargo clippy --locked --workspace --all-targets -- -D warnings
+	cargo clippy --locked --package dunlin --lib --tests --features shuttle -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --no-deps
 	for features in ring aws-lc-rs ring,aws-lc-rs ring,fuzzing; do \
 		cargo check --locked --package dunlin --no-default-features --features "$$features" || exit 1; \

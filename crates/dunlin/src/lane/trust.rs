@@ -76,8 +76,8 @@ pub(super) struct Trust {
 impl Authorities {
     /// Whether a chain leads from `leaf` to one of the authorities, and nothing in it is revoked.
     ///
-    /// A certificate whose authority has no revocation list here is taken, as GnuTLS does for
-    /// libvirt and QEMU; one whose list is out of date is not.
+    /// A certificate whose authority has no revocation list here is taken: the file layouts do not
+    /// say which authorities must have one. One whose list is out of date is not.
     pub(super) fn verify(
         &self,
         leaf: &CertificateDer<'_>,

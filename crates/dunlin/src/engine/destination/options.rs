@@ -136,8 +136,9 @@ impl OptionsBuilder {
     }
 
     /// Where this host's sessions are remembered, and what inquiries are
-    /// answered from. Without, an operator has to find out what became of a
-    /// VM whose control lane is lost at *commit*.
+    /// answered from. Without, they are while this process lives, and an
+    /// operator has to find out what became of a VM if that dies after
+    /// *commit*.
     pub fn journal(mut self, journal: Journal) -> Self {
         self.0.journal = journal;
         self

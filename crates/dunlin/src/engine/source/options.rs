@@ -260,8 +260,9 @@ impl OptionsBuilder {
         self
     }
 
-    /// Where this migration is remembered. Without, an operator has to find
-    /// out what became of the VM if a process dies after *commit*.
+    /// Where this migration is remembered. Without, it is remembered while this
+    /// process lives, and an operator has to find out what became of the VM if
+    /// that dies after *commit*.
     pub fn journal(mut self, journal: Journal) -> Self {
         self.0.journal = journal;
         self
