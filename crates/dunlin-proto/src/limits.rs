@@ -116,6 +116,12 @@ pub const MAX_ENDPOINT_BYTES: usize = 272;
 /// one zero.
 pub const MAX_SOCKET_PATH_BYTES: usize = 107;
 
+/// Records of a peer's sessions that ended before the VM had run here and of
+/// which the peer may still ask, one for each of its VMs.
+///
+/// More than a host has VMs on the way when it crashes; 8 KiB each.
+pub const MAX_RECORDS_OF_A_PEER: usize = 256;
+
 /// Bytes of a text for people that goes with a fault.
 pub const MAX_TEXT_BYTES: usize = 1024;
 

@@ -36,7 +36,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 pub use dunlin_proto::journal::{DestinationRecord, Record, SourceRecord, State, Unreadable};
 use dunlin_proto::journal::{JOURNAL_BYTES, Newest, RECORD_BYTES, SLOT_BYTES, newest};
-use dunlin_proto::limits::MAX_ENDPOINT_BYTES;
+use dunlin_proto::limits::{MAX_ENDPOINT_BYTES, MAX_RECORDS_OF_A_PEER};
 use dunlin_proto::negotiate::SessionId;
 use dunlin_proto::wire::EncodeError;
 use thiserror::Error;
@@ -331,17 +331,33 @@ impl Journal {
     /// The same, for the first attempt of a session of a VM: removes what
     /// sessions before it have left and nobody asks about any more. At the
     /// destination these are the ones that this peer began and that never ran
-    /// here.
+    /// here; of those of its other VMs, the oldest goes beyond
+    /// [`MAX_RECORDS_OF_A_PEER`].
     ///
     /// # Errors
     /// As [`Journal::create`]; at the source also [`JournalError::Unresolved`].
     pub(crate) fn begin(&self, record: Record) -> Result<SessionJournal, JournalError> {
-        for entry in self.list()? {
+        let mut others = 0;
+        // The newest first.
+        for entry in self.list()?.iter().rev() {
             let Ok(Some(before)) = &entry.record else {
                 continue;
             };
             let same_side = entry.role == Role::of(record.state);
-            if !same_side || before.vm_uuid != record.vm_uuid || entry.session == record.session {
+            if !same_side || entry.session == record.session {
+                continue;
+            }
+            if before.vm_uuid != record.vm_uuid {
+                let never_ran = matches!(
+                    before.state,
+                    State::Destination(DestinationRecord::Prepared | DestinationRecord::Aborted)
+                );
+                if never_ran && before.peer == record.peer && !entry.lives {
+                    others += 1;
+                    if others >= MAX_RECORDS_OF_A_PEER {
+                        self.remove(entry);
+                    }
+                }
                 continue;
             }
             let over = match before.state {
@@ -358,13 +374,17 @@ impl Journal {
                 State::Destination(_) => before.peer == record.peer,
             };
             if over && !entry.lives {
-                // Left behind it does no harm, and the next one tries again.
-                let _ = self
-                    .take(entry.session, entry.role)
-                    .and_then(SessionJournal::forget);
+                self.remove(entry);
             }
         }
         self.create(record)
+    }
+
+    /// Left behind it does no harm, and the next session tries again.
+    fn remove(&self, entry: &Entry) {
+        let _ = self
+            .take(entry.session, entry.role)
+            .and_then(SessionJournal::forget);
     }
 
     fn path(&self, session: SessionId, role: Role) -> PathBuf {

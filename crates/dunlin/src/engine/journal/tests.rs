@@ -337,6 +337,36 @@ fn what_nobody_asks_about_goes_when_the_vm_is_moved_again() {
 }
 
 #[test]
+fn i7_a_peer_that_offers_vm_after_vm_leaves_a_bounded_number_of_records() {
+    let scratch = Scratch::new("flood");
+    for journal in [Journal::open(&scratch.0).unwrap(), Journal::none()] {
+        let before = journal.list().unwrap().len();
+        let begin = |number: usize, peer: &str, state| {
+            let mut id = [0; 16];
+            id[..8].copy_from_slice(&number.to_le_bytes());
+            let mut record = record(state);
+            (record.session, record.vm_uuid, record.peer) = (id, id, peer.into());
+            record.started_ms = number as u64;
+            journal.begin(record).unwrap().write(state).unwrap();
+        };
+        // What ran here stays, and so does what another peer has left.
+        begin(1_000_000, "host-a", RUNNING);
+        begin(1_000_001, "host-c", ABORTED);
+        for number in 0..MAX_RECORDS_OF_A_PEER + 10 {
+            begin(
+                number,
+                "host-a",
+                if number % 2 == 0 { ABORTED } else { PREPARED },
+            );
+        }
+        let left = journal.list().unwrap();
+        assert_eq!(left.len() - before, MAX_RECORDS_OF_A_PEER + 2);
+        let oldest = left[0].record.as_ref().unwrap().as_ref().unwrap();
+        assert_eq!(oldest.started_ms, 10);
+    }
+}
+
+#[test]
 fn i1_a_vm_of_which_a_session_is_undecided_begins_no_other() {
     let scratch = Scratch::new("undecided");
     for journal in [Journal::open(&scratch.0).unwrap(), Journal::none()] {
