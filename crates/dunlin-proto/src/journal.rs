@@ -110,6 +110,9 @@ states! {
         Running = 2, "running";
         /// This attempt's VM will never run here.
         Aborted = 3, "aborted";
+        /// The VM ran here, and a later migration has taken it elsewhere: the
+        /// copy that this attempt's source may keep is an old one.
+        MovedOn = 4, "moved on";
     }
 }
 

@@ -554,6 +554,33 @@ fn i2_released_that_cannot_be_recorded_keeps_the_destinations_answer() {
 }
 
 #[test]
+fn i1_a_vm_that_has_moved_on_is_not_taken_for_dead() {
+    let (client, server) = tls();
+    let (here, there) = (Scratch::new("on-s"), Scratch::new("on-d"));
+    let disk = FailingDisk(Some(State::Source(SourceRecord::Released)));
+    let destination = Destination::start(&server, there.journal(), TestBuilder::default());
+    send(
+        &running(),
+        destination.address,
+        &client,
+        here.on(disk),
+        &|_| (),
+    )
+    .unwrap();
+    let received = destination.finish().0.pop().unwrap().unwrap();
+    // A later migration takes it elsewhere, and the process ends.
+    received.answering.unwrap().moved_on().unwrap();
+    let left = there.journal().list().unwrap();
+    let moved_on = State::Destination(DestinationRecord::MovedOn);
+    assert_eq!(there.states(), [moved_on]);
+    assert!(!left[0].lives);
+    let again = Destination::start(&server, there.journal(), TestBuilder::default());
+    let answer = ask(again.address, &client, left[0].session);
+    assert_eq!(answer, Some(Verdict::Running));
+    assert!(again.finish().0.is_empty());
+}
+
+#[test]
 fn i5_the_attempt_after_one_that_failed_moves_the_vm() {
     let (client, server) = tls();
     let (here, there) = (Scratch::new("again-s"), Scratch::new("again-d"));
@@ -699,6 +726,7 @@ fn i1_a_destination_that_was_started_again_answers_what_its_journal_says() {
     drop(record(2, source, DestinationRecord::Running));
     drop(record(3, source, DestinationRecord::Aborted));
     drop(record(5, "somebody.else", DestinationRecord::Prepared));
+    drop(record(7, source, DestinationRecord::MovedOn));
     // Its process lives: that is the one to ask.
     let _held = record(6, source, DestinationRecord::Running);
     // While a host waits for a VM, and where it takes none in.
@@ -719,6 +747,7 @@ fn i1_a_destination_that_was_started_again_answers_what_its_journal_says() {
             (4, Some(Verdict::NoRecord)),
             (5, None),
             (6, None),
+            (7, Some(Verdict::Running)),
         ] {
             assert_eq!(ask(to, &client, [number; 16]), verdict, "session {number}");
         }

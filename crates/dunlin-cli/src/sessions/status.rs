@@ -124,6 +124,9 @@ fn meaning(state: State, lives: bool) -> Option<&'static str> {
         (State::Destination(DestinationRecord::Prepared), false) => {
             Some("the VM was never run here")
         }
+        (State::Destination(DestinationRecord::MovedOn), _) => {
+            Some("the VM ran here and was moved on; the source may keep a paused copy of before")
+        }
         (State::Destination(DestinationRecord::Running), false) => {
             Some("the VM ran here until it died; the source may keep a paused copy of before")
         }

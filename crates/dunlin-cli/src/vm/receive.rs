@@ -10,7 +10,7 @@ use clap::Args;
 use dunlin::engine::destination::{DestinationEvent, Options, receive};
 use dunlin::engine::vmm::{Builder, DestinationVm, FaultCode, Offered, Refusal};
 use dunlin::engine::{Host, MigrateError, StandardHost, VmIs, fault_behind};
-use dunlin_microvm::{MachineBuilder, Movable};
+use dunlin_microvm::{MachineBuilder, Movable, VmState};
 use dunlin_sys::signals::{EndSignal, EndSignals, HangUps};
 
 use super::desk::Desk;
@@ -147,7 +147,11 @@ impl Receive {
         });
         let code = desk.keep(&vm);
         if let Some(answering) = answering {
-            answering.stop();
+            if vm.vm().state() == VmState::Moved {
+                answering.moved_on()?;
+            } else {
+                answering.stop();
+            }
         }
         code
     }

@@ -158,6 +158,8 @@ impl Destination {
                 (Self::Running, &[])
             }
             Some(DestinationRecord::Running) => (Self::Died, &[]),
+            // Not here, but not the source's either.
+            Some(DestinationRecord::MovedOn) => (Self::Running, &[]),
             Some(DestinationRecord::Aborted) => (Self::Aborted, &[]),
         }
     }

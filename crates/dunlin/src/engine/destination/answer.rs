@@ -2,13 +2,14 @@
 //! or, for a VM that lives in this process, by who holds it.
 
 use std::collections::VecDeque;
+use std::fmt;
 use std::net::TcpListener;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use dunlin_proto::control::{Message, Verdict};
 use dunlin_proto::fault::FaultCode;
-use dunlin_proto::journal::State;
+use dunlin_proto::journal::{DestinationRecord, State};
 use dunlin_proto::limits::MAX_ENDPOINT_BYTES;
 use dunlin_proto::negotiate::{
     Features, Offer, Opening, Refusal, SessionId, Supported, VERSIONS, select,
@@ -260,10 +261,16 @@ fn act(held: &mut Held, actions: &[Do]) -> Option<Verdict> {
 ///
 /// It ends by itself when the source lets go. Dropped it goes on answering as
 /// long as the process lives, as it should while the VM does.
-#[derive(Debug)]
 pub struct Answering {
     stop: Arc<Waker>,
     thread: JoinHandle<()>,
+    held: Arc<Mutex<Held>>,
+}
+
+impl fmt::Debug for Answering {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.debug_struct("Answering").finish_non_exhaustive()
+    }
 }
 
 impl Answering {
@@ -278,7 +285,7 @@ impl Answering {
         let stop = Arc::new(stop);
         held.done = Some(Arc::clone(&stop));
         let held = Arc::new(Mutex::new(held));
-        let (same, host_there) = (held, Arc::clone(host));
+        let (same, host_there) = (Arc::clone(&held), Arc::clone(host));
         let body = move || {
             let mut answers = Answers::default();
             let ended = accept(&listener, &tls, &stopped, |arrival| {
@@ -307,13 +314,30 @@ impl Answering {
             }
         };
         let thread = host.spawn("dunlin-inquiries".into(), Box::new(body))?;
-        Ok(Self { stop, thread })
+        Ok(Self { stop, thread, held })
     }
 
     /// Whether the source has let go, or the listener has failed.
     #[must_use]
     pub fn is_over(&self) -> bool {
         self.thread.is_finished()
+    }
+
+    /// To be called when the VM has been moved on from here, before its process
+    /// ends: answers no more, and leaves a record from which whoever listens
+    /// on this host later answers that the VM is not the old source's. With
+    /// *running* left instead, the VM would be taken for dead.
+    ///
+    /// # Errors
+    /// The record cannot be written: *running* stays.
+    pub fn moved_on(self) -> Result<(), JournalError> {
+        let journal = lock(&self.held).journal.take();
+        let written = journal.map(|mut journal| {
+            journal.write(State::Destination(DestinationRecord::MovedOn))?;
+            Ok(())
+        });
+        self.stop();
+        written.unwrap_or(Ok(()))
     }
 
     /// Answers no more. A source that has not let go stays in doubt.
