@@ -143,16 +143,25 @@ impl Session<'_> {
     /// longer than the engine does.
     pub(super) fn await_cut(&mut self, iteration: u32, began: Instant) -> Result<(), Fault> {
         let mut cut_yet = false;
+        let mut progress_at = Instant::now() + PROGRESS_EVERY;
         loop {
-            let mut wait = PROGRESS_EVERY;
+            let mut wait = progress_at.saturating_duration_since(Instant::now());
+            if wait.is_zero() {
+                self.check_guest()?;
+                self.report_progress();
+                progress_at = Instant::now() + PROGRESS_EVERY;
+                wait = PROGRESS_EVERY;
+            }
             if cut_yet {
-                wait = SHORTEST_PASS.saturating_sub(began.elapsed());
-                if wait.is_zero() {
-                    if self.is_drained() {
-                        return Ok(());
-                    }
-                    wait = DRAIN_EVERY;
+                let stretched = SHORTEST_PASS.saturating_sub(began.elapsed());
+                if stretched.is_zero() && self.is_drained() {
+                    return Ok(());
                 }
+                wait = wait.min(if stretched.is_zero() {
+                    DRAIN_EVERY
+                } else {
+                    stretched
+                });
             }
             if let Some(limit) = self.options.time_limit {
                 let left = limit.saturating_sub(self.started.elapsed());
@@ -166,12 +175,7 @@ impl Session<'_> {
                 Some(SessionEvent::Control(_, FromPeer::Message(message))) => {
                     return Err(unexpected(&message));
                 }
-                Some(_) => {}
-                None if cut_yet => {}
-                None => {
-                    self.check_guest()?;
-                    self.report_progress();
-                }
+                Some(_) | None => {}
             }
         }
     }
