@@ -291,19 +291,22 @@ impl Sending {
         Ok(true)
     }
 
-    /// The destination has turned `lane` away: it never took part.
+    /// The destination has turned `lane` away: it never took part. Returns
+    /// whether it was still wanted: one that has failed meanwhile may be refused
+    /// only because it comes after its own fence.
     ///
     /// # Errors
     /// The lane was never opened.
-    pub fn refused(&mut self, number: u16, now_ns: u64) -> Result<(), ReportError> {
+    pub fn refused(&mut self, number: u16, now_ns: u64) -> Result<bool, ReportError> {
         self.known(number)?;
         let opening = |lane: &mut Lane| matches!(lane.is, Is::Opening { .. });
-        if self.lanes.get_mut(&number).is_some_and(opening) {
+        let wanted = self.lanes.get_mut(&number).is_some_and(opening);
+        if wanted {
             self.lanes.remove(&number);
             self.actions.push_back(Action::Cut(number));
             self.retry_later(now_ns);
         }
-        Ok(())
+        Ok(wanted)
     }
 
     /// The lane's thread is over: after its *end* was sent and the connection

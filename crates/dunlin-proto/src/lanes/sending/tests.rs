@@ -197,6 +197,21 @@ fn a_lane_that_came_too_late_to_be_needed_is_fenced_and_not_counted_as_lost() {
 }
 
 #[test]
+fn a_lane_that_is_refused_after_it_has_failed_was_not_wanted_any_more() {
+    let mut sending = Sending::new(Schedule::new([(7, CHUNK_PAGES)]), PATIENCE);
+    sending.want(2);
+    actions(&mut sending, 0);
+    // Its connection fails with its opening on the way.
+    sending.thread_ended(2, false, 1);
+    assert_eq!(actions(&mut sending, 1), [Action::Fence(2)]);
+    assert_eq!(sending.refused(2, 2), Ok(false));
+    assert_eq!(sending.fenced(2, &[], 3), Ok(0));
+    assert_eq!(sending.refused(2, 4), Ok(false));
+    assert_eq!(sending.refused(1, 5), Ok(true));
+    assert_eq!(sending.refused(1, 6), Ok(false), "a repetition");
+}
+
+#[test]
 fn a_worn_lane_goes_on_until_another_takes_its_place() {
     let mut sending = standing(9 * CHUNK_PAGES, 1);
     begin(&mut sending, 9 * CHUNK_PAGES);

@@ -146,6 +146,12 @@ impl Session<'_> {
                 }
             }
             Message::LaneRefused { lane, fault, text } => {
+                let refused = self
+                    .shared
+                    .change(|state| state.lanes.refused(*lane, now_ns));
+                if !refused.map_err(lie)? {
+                    return Ok(true);
+                }
                 let fault = Fault::told(*fault, format!("lane {lane} was refused: {text}"));
                 // What a destination refuses before the first lane stands it
                 // would refuse again, unless it merely has no room.
@@ -154,10 +160,6 @@ impl Session<'_> {
                 }
                 self.observer.event(&Event::Warning(fault.for_peer()));
                 self.first_fault.get_or_insert(fault);
-                let refused = self
-                    .shared
-                    .change(|state| state.lanes.refused(*lane, now_ns));
-                refused.map_err(lie)?;
             }
             Message::Fenced { lane, acks } => self.fenced(*lane, acks)?,
             _ => return Ok(false),
