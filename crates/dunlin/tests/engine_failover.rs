@@ -145,6 +145,50 @@ fn lanes_lost_one_after_another_and_all_at_once_come_back_and_share_the_work() {
 }
 
 #[test]
+fn throughput_goes_with_the_lanes_that_are_lost_and_comes_back_with_them() {
+    const LANE_RATE: u64 = 1 << 20;
+    let scene = Scene::new(&tls(), 32);
+    let options = quick(4, 64).to_builder().lane_rate(LANE_RATE);
+    let options = options.build().unwrap();
+    let through = || -> u64 {
+        let connections = 0..scene.proxy.connections();
+        connections
+            .map(|one| scene.proxy.progress(one).forwarded)
+            .sum()
+    };
+    // Lanes' worth of throughput from a moment after now.
+    let lanes_worth = || {
+        thread::sleep(Duration::from_millis(200));
+        let (began, before) = (Instant::now(), through());
+        thread::sleep(Duration::from_millis(600));
+        let rate = (through() - before) as f64 / began.elapsed().as_secs_f64();
+        rate / LANE_RATE as f64
+    };
+    let report = thread::scope(|scope| {
+        let sending = scope.spawn(|| scene.send(&options).unwrap());
+        scene.await_events(4, is_up);
+        let before = lanes_worth();
+        scene.proxy.refuse();
+        for victim in scene.proxy.alive().into_iter().skip(2) {
+            scene.proxy.strike(victim, Fault::Reset);
+        }
+        scene.await_events(3, is_lost);
+        let meanwhile = lanes_worth();
+        scene.proxy.accept();
+        scene.await_events(7, is_up);
+        let after = lanes_worth();
+        println!("{before:.2} lanes' worth, {meanwhile:.2} with one lane, {after:.2} again");
+        assert!(before > 3.0, "{before} lanes' worth of four");
+        assert!(meanwhile < 1.5, "{meanwhile} lanes' worth of one");
+        assert!(after > 0.85 * before, "{after} after {before}");
+        sending.join().unwrap()
+    });
+    // With those that were refused meanwhile.
+    assert!(report.lanes_lost >= 3, "{report:?}");
+    scene.finish(&report);
+}
+
+#[test]
 fn i4_only_what_was_not_acknowledged_is_sent_again() {
     let scene = Scene::new(&tls(), 16);
     scene
