@@ -36,6 +36,13 @@ pub fn open_files() -> usize {
     fs::read_dir("/proc/self/fd").unwrap().count()
 }
 
+/// What they are.
+fn files() -> Vec<std::path::PathBuf> {
+    let open = fs::read_dir("/proc/self/fd").unwrap();
+    open.filter_map(|file| fs::read_link(file.unwrap().path()).ok())
+        .collect()
+}
+
 /// Threads of the engine.
 pub fn engine_threads() -> usize {
     let tasks = fs::read_dir("/proc/self/task").unwrap();
@@ -95,9 +102,9 @@ impl Before {
         while open_files() > self.files || engine_threads() > self.threads {
             assert!(
                 Instant::now() < until,
-                "{row}: {} files became {}, {} threads {}",
+                "{row}: {} files became {:?}, {} threads {}",
                 self.files,
-                open_files(),
+                files(),
                 self.threads,
                 engine_threads()
             );
