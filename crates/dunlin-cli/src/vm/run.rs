@@ -10,6 +10,7 @@ use dunlin_sys::signals::EndSignals;
 use super::desk::Desk;
 use super::owner::{Parent, Socket};
 use crate::code::USAGE;
+use crate::confine::{self, Confining, Needs};
 use crate::line::Line;
 use crate::options::{BackingName, ControlPath, FillName, GuestName, WorkloadName, parse_bytes};
 use crate::sessions::StatePath;
@@ -50,6 +51,8 @@ pub(crate) struct Run {
     control: ControlPath,
     #[command(flatten)]
     state: StatePath,
+    #[command(flatten)]
+    confining: Confining,
     /// One JSON object a line.
     #[arg(long)]
     json: bool,
@@ -86,8 +89,11 @@ impl Run {
             return Ok(USAGE);
         }
         let desk = Desk::new(self.json, self.state.open()?);
-        desk.watch(EndSignals::block()?)?;
+        let signals = EndSignals::block()?;
         let socket = Socket::bind(&self.control.socket(&self.name)?)?;
+        // Before there are other threads, which would stay as they are.
+        self.confine(&socket)?;
+        desk.watch(signals)?;
         self.parent.watch()?;
         let vm = Vm::new(config).map_err(|error| {
             let what = match error {
@@ -111,5 +117,16 @@ impl Run {
         }
         socket.serve(&desk)?;
         desk.keep(&Movable::new(Arc::new(vm)))
+    }
+    fn confine(&self, socket: &Socket) -> Result<()> {
+        let confined = self.confining.apply(&Needs {
+            control: Needs::directory_of(socket.path()),
+            journal: self.state.directory()?,
+            scratch: self.parent.scratch(),
+            identity: None,
+            makes_sockets: false,
+        })?;
+        confine::say(&confined, self.json);
+        Ok(())
     }
 }
