@@ -12,6 +12,8 @@ use dunlin::lane::peers::{Peer, Peers};
 use dunlin::lane::provider::Crypto;
 use serde::{Deserialize, Serialize};
 
+use crate::confine;
+
 /// Who this host is, and whom it talks to.
 #[derive(Clone, Debug, Args, Serialize, Deserialize)]
 pub(crate) struct Common {
@@ -95,6 +97,7 @@ pub(crate) fn load_identity(
     role: Role,
     reading: &Reading,
 ) -> Result<(Identity, Vec<String>)> {
+    confine::allows_identity(directory)?;
     let day = Duration::from_secs(24 * 60 * 60);
     let options = LoadOptions {
         layout: Some(reading.layout(directory)?),

@@ -40,6 +40,11 @@ pub(crate) enum Line {
         pid: u32,
         control: String,
     },
+    /// What this process has given up, and what of it the kernel cannot do.
+    Confined {
+        by: Vec<String>,
+        lacks: Vec<String>,
+    },
     /// The certificates were read again, at a signal.
     IdentityRead {
         valid_until: String,

@@ -5,6 +5,7 @@
 
 mod bench;
 mod code;
+mod confine;
 mod demo;
 mod display;
 mod identity;

@@ -16,6 +16,7 @@ pub mod memory;
 pub mod netns;
 pub mod pagemap;
 pub mod poll;
+pub mod privileges;
 pub mod signals;
 pub mod socket;
 #[cfg(feature = "rig")]

@@ -26,7 +26,7 @@ pub(crate) struct StatePath {
 }
 
 impl StatePath {
-    fn directory(&self) -> Result<PathBuf> {
+    pub(crate) fn directory(&self) -> Result<PathBuf> {
         use std::os::unix::fs::MetadataExt;
         if let Some(directory) = &self.state_dir {
             return Ok(directory.clone());

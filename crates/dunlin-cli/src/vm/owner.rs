@@ -87,6 +87,11 @@ pub(crate) struct Parent {
 }
 
 impl Parent {
+    /// The directory that goes with this process.
+    pub(crate) fn scratch(&self) -> Option<PathBuf> {
+        self.until_stdin_closes.clone()
+    }
+
     /// Ends this process once its standard input has ended, if that is wanted: a
     /// parent that dies, however it dies, closes its end of the pipe.
     pub(crate) fn watch(&self) -> Result<()> {

@@ -16,6 +16,7 @@ use dunlin_sys::signals::{EndSignal, EndSignals, HangUps};
 use super::desk::Desk;
 use super::owner::{Parent, Socket};
 use crate::code::CANCELLED;
+use crate::confine::{self, Confining, Needs};
 use crate::display::{clean, clean_lines};
 use crate::identity::{Accepting, Common};
 use crate::line::{FailedLine, Line, millis};
@@ -40,6 +41,8 @@ pub(crate) struct Receive {
     control: ControlPath,
     #[command(flatten)]
     state: StatePath,
+    #[command(flatten)]
+    confining: Confining,
     /// One JSON object a line.
     #[arg(long)]
     json: bool,
@@ -51,16 +54,19 @@ impl Receive {
     pub(crate) fn run(self) -> Result<i32> {
         let desk = Desk::new(self.json, self.state.open()?);
         let hang_ups = HangUps::block()?;
-        desk.watch(EndSignals::block()?)?;
+        let signals = EndSignals::block()?;
         let (accepting, warnings) = Accepting::load(&self.common)?;
         let accepting = Arc::new(accepting);
         for text in warnings {
             self.say(&Line::Warning { text });
         }
-        reload_at(hang_ups, self.json, &accepting)?;
         let listener = TcpListener::bind(&self.listen)
             .map_err(|error| anyhow!("{}: {error}", self.cannot_listen(&error)))?;
         let address = listener.local_addr()?.to_string();
+        // Before there are other threads, which would stay as they are.
+        let confined = self.confine()?;
+        desk.watch(signals)?;
+        reload_at(hang_ups, self.json, &accepting)?;
         self.say(&Line::Listening {
             address: address.clone(),
         });
@@ -134,6 +140,10 @@ impl Receive {
         let (vm, socket) = builder
             .take()
             .context("a VM arrived that was never built")?;
+        if let Err(error) = confine::make_no_more_sockets(&confined) {
+            // The VM is here, and nothing less than its own end takes it away again.
+            desk.warn(&format!("local sockets can still be made: {error:#}"));
+        }
         let name = received.offered.vm.name.clone();
         // A source that has not heard yet that the VM runs here can still ask.
         let answering = received.answering;
@@ -154,6 +164,18 @@ impl Receive {
             }
         }
         code
+    }
+
+    fn confine(&self) -> Result<Line> {
+        let confined = self.confining.apply(&Needs {
+            control: Needs::directory_of(&self.control.socket("vm")?),
+            journal: self.state.directory()?,
+            scratch: self.parent.scratch(),
+            identity: Some(self.common.identity.clone()),
+            makes_sockets: true,
+        })?;
+        confine::say(&confined, self.json);
+        Ok(confined)
     }
 
     fn cannot_listen(&self, error: &std::io::Error) -> String {

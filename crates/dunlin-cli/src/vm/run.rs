@@ -10,6 +10,7 @@ use dunlin_sys::signals::EndSignals;
 use super::desk::Desk;
 use super::owner::{Parent, Socket};
 use crate::code::USAGE;
+use crate::confine::{self, Confining, Needs};
 use crate::line::Line;
 use crate::options::{BackingName, ControlPath, FillName, GuestName, WorkloadName, parse_bytes};
 use crate::sessions::StatePath;
@@ -50,6 +51,8 @@ pub(crate) struct Run {
     control: ControlPath,
     #[command(flatten)]
     state: StatePath,
+    #[command(flatten)]
+    confining: Confining,
     /// One JSON object a line.
     #[arg(long)]
     json: bool,
@@ -89,8 +92,11 @@ impl Run {
         for left in self.state.left_behind(&self.name)? {
             desk.warn(&left);
         }
-        desk.watch(EndSignals::block()?)?;
+        let signals = EndSignals::block()?;
         let socket = Socket::bind(&self.control.socket(&self.name)?)?;
+        // Before there are other threads, which would stay as they are.
+        self.confine(&socket)?;
+        desk.watch(signals)?;
         self.parent.watch()?;
         let vm = Vm::new(config).map_err(|error| {
             let what = match error {
@@ -114,5 +120,16 @@ impl Run {
         }
         socket.serve(&desk)?;
         desk.keep(&Movable::new(Arc::new(vm)))
+    }
+    fn confine(&self, socket: &Socket) -> Result<()> {
+        let confined = self.confining.apply(&Needs {
+            control: Needs::directory_of(socket.path()),
+            journal: self.state.directory()?,
+            scratch: self.parent.scratch(),
+            identity: None,
+            makes_sockets: false,
+        })?;
+        confine::say(&confined, self.json);
+        Ok(())
     }
 }

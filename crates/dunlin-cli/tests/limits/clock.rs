@@ -55,7 +55,10 @@ impl Clock {
             ("FAKETIME_DONT_FAKE_MONOTONIC", "1".into()),
         ];
         let export = variables.map(|(name, value)| format!("export {name}={value}"));
-        after(&export.join(" && "), command)
+        let mut command = after(&export.join(" && "), command);
+        // What is confined must be able to read what time it is.
+        command.arg("--identities").args(self.file.parent());
+        command
     }
 }
 

@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use zeroize::Zeroize;
+
 use super::{OpeningKind, PRELUDE_BYTES, SessionId, VersionRange, append_opening};
 use crate::limits::{LANE_MAC_BYTES, SESSION_ID_BYTES, SESSION_SECRET_BYTES};
 use crate::wire::{DecodeError, EncodeError, Reader, bad_value};
@@ -13,9 +15,16 @@ pub const LANE_OPEN_BYTES: usize = PRELUDE_BYTES + LANE_OPEN_BODY_BYTES;
 const LANE_OPEN_BODY_BYTES: usize = SESSION_ID_BYTES + 2 + LANE_MAC_BYTES;
 
 /// Under which a lane proves that it belongs to the session: random, chosen by
-/// the destination for each attempt, sent in *accept*. It does not print.
+/// the destination for each attempt, sent in *accept*. It does not print, and
+/// is wiped when it goes.
 #[derive(Clone, PartialEq, Eq)]
 pub struct SessionSecret(pub [u8; SESSION_SECRET_BYTES]);
+
+impl Drop for SessionSecret {
+    fn drop(&mut self) {
+        self.0.zeroize();
+    }
+}
 
 impl fmt::Debug for SessionSecret {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {

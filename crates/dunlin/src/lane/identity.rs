@@ -9,6 +9,8 @@
 mod error;
 mod files;
 mod layout;
+#[cfg(test)]
+mod wiped;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -22,6 +24,7 @@ use x509_parser::certificate::X509Certificate;
 use x509_parser::prelude::FromDer;
 use x509_parser::revocation_list::CertificateRevocationList;
 use x509_parser::time::ASN1Time;
+use zeroize::Zeroizing;
 
 pub use self::error::{IdentityError, Item, SettingsError, Warning};
 pub use self::layout::{
@@ -65,7 +68,7 @@ impl Default for LoadOptions {
 /// A host's certificate chain, key and trusted authorities.
 pub struct Identity {
     pub(super) chain: Vec<CertificateDer<'static>>,
-    pub(super) key: PrivateKeyDer<'static>,
+    pub(super) key: Zeroizing<PrivateKeyDer<'static>>,
     pub(super) authorities: Arc<Authorities>,
     files: Files,
     dates: Vec<Dated>,

@@ -22,9 +22,8 @@ pub(super) fn read_key(
     path: &Path,
     options: LoadOptions,
     warnings: &mut Vec<Warning>,
-) -> Result<PrivateKeyDer<'static>, IdentityError> {
+) -> Result<Zeroizing<PrivateKeyDer<'static>>, IdentityError> {
     let (text, mode) = read(path)?;
-    let text = Zeroizing::new(text);
     let path = path.to_owned();
     if mode & 0o007 != 0 {
         if !options.allow_key_open_to_all {
@@ -48,7 +47,8 @@ pub(super) fn read_key(
     {
         return Err(IdentityError::KeyEncrypted { path });
     }
-    PrivateKeyDer::from_pem_slice(&text).map_err(|source| match source {
+    let key = PrivateKeyDer::from_pem_slice(&text);
+    key.map(Zeroizing::new).map_err(|source| match source {
         pem::Error::NoItemsFound => IdentityError::Nothing {
             path,
             wanted: "private key: write one there as PEM",
@@ -127,15 +127,19 @@ fn items<T: PemObject>(path: &Path, wanted: &'static str) -> Result<Vec<T>, Iden
 }
 
 /// The content of a file and its permission bits, both from one descriptor, so that the bits are
-/// those of the bytes.
-fn read(path: &Path) -> Result<(Vec<u8>, u32), IdentityError> {
+/// those of the bytes. They may be a key's, and are wiped.
+fn read(path: &Path) -> Result<(Zeroizing<Vec<u8>>, u32), IdentityError> {
     let unreadable = |source| IdentityError::Unreadable {
         path: path.to_owned(),
         source,
     };
     let file = File::open(path).map_err(unreadable)?;
-    let mode = file.metadata().map_err(unreadable)?.permissions().mode() & 0o7777;
-    let mut text = Vec::new();
+    let metadata = file.metadata().map_err(unreadable)?;
+    let mode = metadata.permissions().mode() & 0o7777;
+    // A buffer that grew would leave what it held in the one before. Reading to the end asks for
+    // some bytes beyond it.
+    let expected = metadata.len().min(FILE_LIMIT_BYTES) as usize + 64;
+    let mut text = Zeroizing::new(Vec::with_capacity(expected));
     file.take(FILE_LIMIT_BYTES + 1)
         .read_to_end(&mut text)
         .map_err(unreadable)?;

@@ -1,0 +1,305 @@
+//! System calls, by seccomp (Documentation/userspace-api/seccomp_filter.rst).
+//!
+//! What is not listed fails with `ENOSYS`, as on a kernel that has never heard of it: libraries
+//! know how to go on without, and a VM is not lost by a library that tries something new.
+//! `clone3` is left out on purpose: what it is asked for lies in memory, where a filter cannot look,
+//! and the C library then takes `clone`.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context, Result};
+use seccompiler::{
+    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
+    SeccompRule, apply_filter_all_threads,
+};
+
+use super::files::Taken;
+
+/// What is said of it.
+pub(super) const NAME: &str = "seccomp";
+
+/// Allowed whatever the arguments.
+const ALLOWED: &[libc::c_long] = &[
+    // Descriptors.
+    libc::SYS_read,
+    libc::SYS_write,
+    libc::SYS_readv,
+    libc::SYS_writev,
+    libc::SYS_pread64,
+    libc::SYS_pwrite64,
+    libc::SYS_preadv,
+    libc::SYS_pwritev,
+    libc::SYS_lseek,
+    libc::SYS_close,
+    libc::SYS_dup,
+    libc::SYS_dup3,
+    libc::SYS_fcntl,
+    libc::SYS_pipe2,
+    libc::SYS_eventfd2,
+    libc::SYS_ppoll,
+    libc::SYS_epoll_create1,
+    libc::SYS_epoll_ctl,
+    libc::SYS_epoll_pwait,
+    // Files; which ones is for Landlock to say.
+    libc::SYS_openat,
+    libc::SYS_fstat,
+    libc::SYS_newfstatat,
+    libc::SYS_statx,
+    libc::SYS_statfs,
+    libc::SYS_fstatfs,
+    libc::SYS_faccessat,
+    libc::SYS_faccessat2,
+    libc::SYS_readlinkat,
+    libc::SYS_getdents64,
+    libc::SYS_getcwd,
+    libc::SYS_mkdirat,
+    libc::SYS_unlinkat,
+    libc::SYS_ftruncate,
+    libc::SYS_fallocate,
+    libc::SYS_fsync,
+    libc::SYS_fdatasync,
+    libc::SYS_flock,
+    // Memory; what may be executed is below.
+    libc::SYS_munmap,
+    libc::SYS_mremap,
+    libc::SYS_madvise,
+    libc::SYS_brk,
+    libc::SYS_mincore,
+    libc::SYS_memfd_create,
+    libc::SYS_userfaultfd,
+    // Threads, and this process itself.
+    libc::SYS_futex,
+    libc::SYS_set_robust_list,
+    libc::SYS_get_robust_list,
+    libc::SYS_set_tid_address,
+    libc::SYS_rseq,
+    libc::SYS_membarrier,
+    libc::SYS_sched_yield,
+    libc::SYS_sched_getaffinity,
+    libc::SYS_exit,
+    libc::SYS_exit_group,
+    libc::SYS_getpid,
+    libc::SYS_gettid,
+    libc::SYS_getuid,
+    libc::SYS_geteuid,
+    libc::SYS_getgid,
+    libc::SYS_getegid,
+    libc::SYS_getrusage,
+    libc::SYS_times,
+    libc::SYS_uname,
+    libc::SYS_sysinfo,
+    libc::SYS_getrandom,
+    // Signals, to itself alone: see below.
+    libc::SYS_rt_sigaction,
+    libc::SYS_rt_sigprocmask,
+    libc::SYS_rt_sigreturn,
+    libc::SYS_rt_sigtimedwait,
+    libc::SYS_rt_sigpending,
+    libc::SYS_sigaltstack,
+    libc::SYS_restart_syscall,
+    // Time.
+    libc::SYS_clock_gettime,
+    libc::SYS_clock_getres,
+    libc::SYS_clock_nanosleep,
+    libc::SYS_nanosleep,
+    libc::SYS_gettimeofday,
+    // Sockets; of which kinds is below.
+    libc::SYS_connect,
+    libc::SYS_bind,
+    libc::SYS_listen,
+    libc::SYS_accept,
+    libc::SYS_accept4,
+    libc::SYS_getsockname,
+    libc::SYS_getpeername,
+    libc::SYS_setsockopt,
+    libc::SYS_getsockopt,
+    libc::SYS_sendto,
+    libc::SYS_recvfrom,
+    libc::SYS_sendmsg,
+    libc::SYS_recvmsg,
+    libc::SYS_sendmmsg,
+    libc::SYS_recvmmsg,
+    libc::SYS_shutdown,
+];
+
+/// The same by their older names, which other architectures do not have.
+#[cfg(target_arch = "x86_64")]
+const ALLOWED_HERE: &[libc::c_long] = &[
+    libc::SYS_open,
+    libc::SYS_stat,
+    libc::SYS_lstat,
+    libc::SYS_access,
+    libc::SYS_readlink,
+    libc::SYS_mkdir,
+    libc::SYS_rmdir,
+    libc::SYS_unlink,
+    libc::SYS_poll,
+    libc::SYS_select,
+    libc::SYS_epoll_wait,
+    libc::SYS_time,
+];
+#[cfg(not(target_arch = "x86_64"))]
+const ALLOWED_HERE: &[libc::c_long] = &[];
+
+/// `PAGEMAP_SCAN` of include/uapi/linux/fs.h.
+const PAGEMAP_SCAN: u64 = 0xc060_6610;
+
+/// The types of the requests of KVM and of userfaultfd, in their second byte.
+const REQUEST_TYPES: [u64; 2] = [0xae00, 0xaa00];
+
+/// Requests besides those: page maps; whether something is a terminal, and how wide; waiting or
+/// not, and closing at exec.
+const REQUESTS: [u64; 7] = [
+    PAGEMAP_SCAN,
+    libc::TCGETS,
+    libc::TCGETS2,
+    libc::TIOCGWINSZ,
+    libc::FIONBIO,
+    libc::FIOCLEX,
+    libc::FIONREAD,
+];
+
+/// `PR_SET_VMA` of include/uapi/linux/prctl.h: names of mappings, which the C library sets.
+const PR_SET_VMA: u64 = 0x5356_4d41;
+
+/// Holds from now on for every thread.
+pub(super) fn apply(local_sockets: bool) -> Result<Taken> {
+    let mut allowed: BTreeMap<i64, Vec<SeccompRule>> = BTreeMap::new();
+    for call in ALLOWED.iter().chain(ALLOWED_HERE) {
+        allowed.insert(*call, Vec::new());
+    }
+    for (call, rules) in with_arguments(local_sockets)? {
+        allowed.insert(call, rules);
+    }
+    let enosys = SeccompAction::Errno(libc::ENOSYS as u32);
+    install(allowed, enosys, SeccompAction::Allow)?;
+    Ok(Taken::wholly(NAME))
+}
+
+/// One more filter: no local socket from now on, for every thread.
+pub(super) fn deny_local_sockets() -> Result<()> {
+    let denied = BTreeMap::from([(
+        libc::SYS_socket,
+        vec![rule(&[equals(0, libc::AF_UNIX as u64)])?],
+    )]);
+    let refuse = SeccompAction::Errno(libc::EACCES as u32);
+    install(denied, SeccompAction::Allow, refuse)
+}
+
+fn install(
+    rules: BTreeMap<i64, Vec<SeccompRule>>,
+    otherwise: SeccompAction,
+    then: SeccompAction,
+) -> Result<()> {
+    let architecture = std::env::consts::ARCH.try_into()?;
+    let filter = SeccompFilter::new(rules, otherwise, then, architecture)?;
+    let program: BpfProgram = filter.try_into()?;
+    apply_filter_all_threads(&program).context("the kernel does not take the filter")
+}
+
+/// Allowed with some arguments alone.
+fn with_arguments(local_sockets: bool) -> Result<Vec<(libc::c_long, Vec<SeccompRule>)>> {
+    let (execute, write) = (libc::PROT_EXEC as u64, libc::PROT_WRITE as u64);
+    // A socket's kind has flags beside it.
+    let kind = |kind: libc::c_int| masked(1, 0xf, kind as u64);
+    let mut sockets = Vec::new();
+    let mut domains = vec![libc::AF_INET, libc::AF_INET6];
+    if local_sockets {
+        domains.push(libc::AF_UNIX);
+    }
+    for domain in domains {
+        for one in [libc::SOCK_STREAM, libc::SOCK_DGRAM] {
+            sockets.push(rule(&[equals(0, domain as u64), kind(one)])?);
+        }
+    }
+    let mut requests = Vec::new();
+    for kind in REQUEST_TYPES {
+        requests.push(rule(&[masked(1, 0xff00, kind)])?);
+    }
+    for request in REQUESTS {
+        requests.push(rule(&[equals(1, request)])?);
+    }
+    let mut controls = Vec::new();
+    for what in [
+        libc::PR_SET_NAME as u64,
+        libc::PR_GET_NAME as u64,
+        PR_SET_VMA,
+    ] {
+        controls.push(rule(&[equals(0, what)])?);
+    }
+    if local_sockets {
+        // One more filter is to come.
+        controls.push(rule(&[equals(0, libc::PR_SET_NO_NEW_PRIVS as u64)])?);
+    }
+    let process = u64::from(std::process::id());
+    let mut with = vec![
+        (libc::SYS_socket, sockets),
+        // Two ends within this process.
+        (
+            libc::SYS_socketpair,
+            vec![rule(&[equals(0, libc::AF_UNIX as u64)])?],
+        ),
+        (libc::SYS_ioctl, requests),
+        (libc::SYS_prctl, controls),
+        // Threads, no processes.
+        (
+            libc::SYS_clone,
+            vec![rule(&[masked(
+                0,
+                libc::CLONE_THREAD as u64,
+                libc::CLONE_THREAD as u64,
+            )])?],
+        ),
+        (libc::SYS_tgkill, vec![rule(&[equals(0, process)])?]),
+        (libc::SYS_sched_setaffinity, vec![rule(&[equals(0, 0)])?]),
+        // Limits are read, not set.
+        (libc::SYS_prlimit64, vec![rule(&[null(2)])?]),
+        // Code comes from files, and none is written: a library may still be loaded.
+        (
+            libc::SYS_mmap,
+            vec![
+                rule(&[masked(2, execute, 0)])?,
+                rule(&[masked(2, write, 0)])?,
+            ],
+        ),
+        (libc::SYS_mprotect, vec![rule(&[masked(2, execute, 0)])?]),
+    ];
+    let owner_alone = 0o600;
+    if local_sockets {
+        let filter = libc::SECCOMP_SET_MODE_FILTER;
+        with.push((libc::SYS_seccomp, vec![rule(&[equals(0, filter.into())])?]));
+        // The control socket is its owner's.
+        #[cfg(target_arch = "x86_64")]
+        with.push((libc::SYS_chmod, vec![rule(&[equals(1, owner_alone)])?]));
+        with.push((libc::SYS_fchmodat, vec![rule(&[equals(2, owner_alone)])?]));
+    }
+    Ok(with)
+}
+
+/// What an argument must be: its position, how much of it counts, how it is compared, with what.
+type Condition = (u8, SeccompCmpArgLen, SeccompCmpOp, u64);
+
+/// The kernel takes 32 bits of what is an `int`, whatever stands above them.
+fn equals(argument: u8, value: u64) -> Condition {
+    (argument, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, value)
+}
+
+fn masked(argument: u8, mask: u64, value: u64) -> Condition {
+    let compare = SeccompCmpOp::MaskedEq(mask);
+    (argument, SeccompCmpArgLen::Dword, compare, value)
+}
+
+fn null(argument: u8) -> Condition {
+    (argument, SeccompCmpArgLen::Qword, SeccompCmpOp::Eq, 0)
+}
+
+/// All of the conditions hold.
+fn rule(conditions: &[Condition]) -> Result<SeccompRule> {
+    let conditions = conditions
+        .iter()
+        .map(|(argument, length, compare, value)| {
+            SeccompCondition::new(*argument, length.clone(), compare.clone(), *value)
+        })
+        .collect::<Result<_, _>>()?;
+    Ok(SeccompRule::new(conditions)?)
+}

@@ -1,0 +1,429 @@
+//! A confined child of the test's own tries what must now fail, and what must not.
+//!
+//! The child is this test program again, told by its environment which parts of the confinement to
+//! take: each is tried alone, since where two forbid a thing either would hide the other's absence.
+#![allow(clippy::unwrap_used)]
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::Write;
+use std::net::{TcpListener, TcpStream};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+use std::path::Path;
+use std::process::Command;
+
+use nix::errno::Errno;
+use nix::mount::{MsFlags, mount};
+use nix::sched::{CloneFlags, unshare};
+use nix::sys::ptrace;
+use nix::sys::resource::{Resource, setrlimit};
+use nix::sys::signal::kill;
+use nix::sys::socket::{AddressFamily, SockFlag, SockProtocol, SockType, socket};
+use nix::sys::uio::{RemoteIoVec, process_vm_readv};
+use nix::unistd::{Uid, execv, setuid};
+
+use super::*;
+
+/// Which parts the child takes, and in which directory it does.
+const PARTS: &str = "DUNLIN_TEST_CONFINED";
+const DIRECTORY: &str = "DUNLIN_TEST_CONFINED_IN";
+
+/// What became of everything that a child has tried, by name: `done`, or the error's name.
+type Outcomes = BTreeMap<String, String>;
+
+/// A directory as a VM's process has it, that goes with its owner.
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new(parts: &str) -> Self {
+        let name = format!("dunlin-confined-{parts}-{}", std::process::id());
+        let path = std::env::temp_dir().join(name);
+        for directory in ["control", "journal", "identity", "elsewhere"] {
+            fs::create_dir_all(path.join(directory)).unwrap();
+        }
+        for file in ["identity/key.pem", "elsewhere/secret", "journal/old"] {
+            fs::write(path.join(file), "what is in it").unwrap();
+        }
+        Self(path)
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// Runs a child that takes `parts`.
+fn confined(parts: &str) -> Outcomes {
+    let scratch = Scratch::new(parts);
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let name = format!("dunlin-confined-{}-{parts}", std::process::id());
+    let abstract_socket = SocketAddr::from_abstract_name(&name).unwrap();
+    let _abstract = UnixListener::bind_addr(&abstract_socket).unwrap();
+    let child = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "confine::tests::inside", "--nocapture"])
+        .env(PARTS, parts)
+        .env(DIRECTORY, &scratch.0)
+        .env(
+            "DUNLIN_TEST_PORT",
+            listener.local_addr().unwrap().to_string(),
+        )
+        .env("DUNLIN_TEST_ABSTRACT", &name)
+        .output()
+        .unwrap();
+    let out = String::from_utf8(child.stdout).unwrap();
+    let outcomes: Outcomes = out
+        .lines()
+        .filter_map(|line| line.strip_prefix("tried "))
+        .filter_map(|line| line.split_once(": "))
+        .map(|(what, outcome)| (what.to_owned(), outcome.to_owned()))
+        .collect();
+    println!("{parts}: {outcomes:#?}");
+    assert!(
+        child.status.success() && !outcomes.is_empty(),
+        "{out}{}",
+        String::from_utf8_lossy(&child.stderr)
+    );
+    outcomes
+}
+
+fn assert_each(outcomes: &Outcomes, outcome: &str, what: &[&str]) {
+    for what in what {
+        assert_eq!(outcomes[*what], outcome, "{what}");
+    }
+}
+
+/// What a VM's process does all the time.
+const STILL_WORKS: &[&str] = &[
+    "read an identity",
+    "read the journal",
+    "write the journal",
+    "remove from the journal",
+    "make a control socket",
+    "remove a control socket",
+    "read random numbers",
+    "read its own page map",
+    "connect to a port",
+    "start a thread",
+];
+
+#[test]
+fn a_confined_process_does_its_work_and_nothing_else() {
+    let outcomes = confined("all");
+    assert_each(&outcomes, "done", STILL_WORKS);
+    let by_files = [
+        "read elsewhere",
+        "read the password file",
+        "list a directory",
+        "write elsewhere",
+        "write an identity",
+        "remove an identity",
+        "make a file in the control directory",
+        "listen on a port",
+    ];
+    assert_each(&outcomes, "EACCES", &by_files);
+    let by_calls = [
+        "execute a program",
+        "start a program",
+        "debug its parent",
+        "read its parent's memory",
+        "signal its parent",
+        "mount",
+        "change its root",
+        "become another user",
+        "make a user namespace",
+        "raise a limit",
+        "make a packet socket",
+        "make a netlink socket",
+        "make a raw socket",
+        "rename in the journal",
+        "open the journal to all",
+    ];
+    assert_each(&outcomes, "ENOSYS", &by_calls);
+    assert_eq!(outcomes["make a local socket later"], "EACCES");
+    // Threads that were started before are held too.
+    assert_eq!(outcomes["make a local socket in an older thread"], "EACCES");
+}
+
+#[test]
+fn landlock_alone_holds_what_it_is_for() {
+    let outcomes = confined("files");
+    assert_each(&outcomes, "done", STILL_WORKS);
+    let denied = [
+        "read elsewhere",
+        "read the password file",
+        "list a directory",
+        "write elsewhere",
+        "write an identity",
+        "remove an identity",
+        "make a file in the control directory",
+        "listen on a port",
+        "execute a program",
+    ];
+    assert_each(&outcomes, "EACCES", &denied);
+    let denied = [
+        "signal its parent",
+        "debug its parent",
+        "connect to an abstract socket",
+    ];
+    assert_each(&outcomes, "EPERM", &denied);
+}
+
+#[test]
+fn without_capabilities_root_is_like_anybody() {
+    let outcomes = confined("privileges");
+    let denied = [
+        "mount",
+        "change its root",
+        "make a packet socket",
+        "make a raw socket",
+    ];
+    assert_each(&outcomes, "EPERM", &denied);
+    assert_eq!(outcomes["execute a program"], "done");
+}
+
+#[test]
+fn what_the_kernel_cannot_do_is_said_or_refused() {
+    // A filter that lets neither Landlock nor a further filter in stands for such a kernel.
+    let outcomes = confined("nothing-left");
+    let said = &outcomes["auto"];
+    for part in [
+        "privileges: ",
+        "files: this kernel has no Landlock",
+        "system calls: ",
+    ] {
+        assert!(said.contains(part), "{said}");
+    }
+    let refused = &outcomes["yes"];
+    for part in ["at fault: this side", "--confine auto", "privileges: "] {
+        assert!(refused.contains(part), "{refused}");
+    }
+    assert_eq!(outcomes["no"], "[] []");
+}
+
+/// The child; nothing where it is run among the other tests.
+#[test]
+fn inside() {
+    let (Some(parts), Some(directory)) = (std::env::var_os(PARTS), std::env::var_os(DIRECTORY))
+    else {
+        return;
+    };
+    let directory = PathBuf::from(directory);
+    let needs = Needs {
+        control: directory.join("control"),
+        journal: directory.join("journal"),
+        scratch: None,
+        identity: Some(directory.join("identity")),
+        makes_sockets: true,
+    };
+    let confining = |confine| Confining {
+        confine,
+        identities: Vec::new(),
+    };
+    let older = older_thread();
+    match parts.to_str().unwrap() {
+        "all" => {
+            let confined = confining(Whether::Yes).apply(&needs).unwrap();
+            change_root(&directory);
+            // The C library does it in every thread, and ends a process in which they differ.
+            tell("become another user", setuid(Uid::from_raw(12_345)));
+            try_everything(&directory);
+            make_no_more_sockets(&confined).unwrap();
+            tell("make a local socket later", local_socket());
+            tell("make a local socket in an older thread", older());
+        }
+        "files" => {
+            let identities: Vec<_> = needs.identity.iter().cloned().collect();
+            let rules = files::Rules::new(&needs, &identities).unwrap();
+            rules.apply().unwrap();
+            try_everything(&directory);
+        }
+        "privileges" => {
+            drop_privileges().unwrap();
+            change_root(&directory);
+            try_everything(&directory);
+        }
+        "nothing-left" => {
+            calls::apply(false).unwrap();
+            let Line::Confined { by, lacks } = confining(Whether::Auto).apply(&needs).unwrap()
+            else {
+                panic!("something else was said");
+            };
+            assert!(by.is_empty(), "{by:?}");
+            println!("tried auto: {}", lacks.join(", "));
+            let refused = confining(Whether::Yes).apply(&needs).unwrap_err();
+            println!("tried yes: {refused}");
+            let Line::Confined { by, lacks } = confining(Whether::No).apply(&needs).unwrap() else {
+                panic!("something else was said");
+            };
+            println!("tried no: {by:?} {lacks:?}");
+        }
+        other => panic!("no such part: {other}"),
+    }
+}
+
+/// A thread that tries for a local socket when it is asked.
+fn older_thread() -> impl FnOnce() -> Result<(), Errno> {
+    let (ask, asked) = std::sync::mpsc::channel();
+    let thread = std::thread::spawn(move || {
+        asked.recv().unwrap();
+        local_socket()
+    });
+    move || {
+        ask.send(()).unwrap();
+        thread.join().unwrap()
+    }
+}
+
+fn local_socket() -> Result<(), Errno> {
+    made(AddressFamily::Unix, SockType::Stream)
+}
+
+fn made(family: AddressFamily, kind: SockType) -> Result<(), Errno> {
+    socket(family, kind, SockFlag::empty(), None).map(drop)
+}
+
+fn tell(what: &str, outcome: Result<(), Errno>) {
+    // libtest has a line of its own under way.
+    match outcome {
+        Ok(()) => println!("\ntried {what}: done"),
+        Err(error) => println!("\ntried {what}: {error:?}"),
+    }
+}
+
+fn number(error: std::io::Error) -> Errno {
+    error
+        .raw_os_error()
+        .map_or(Errno::UnknownErrno, Errno::from_raw)
+}
+
+fn change_root(to: &Path) {
+    let changed = std::os::unix::fs::chroot(to);
+    tell("change its root", changed.map_err(number));
+}
+
+fn try_everything(directory: &Path) {
+    let io = |what: &str, outcome: std::io::Result<()>| tell(what, outcome.map_err(number));
+    let at = |name: &str| directory.join(name);
+    let read = |path: &Path| fs::read(path).map(drop);
+    let write = |path: &Path| {
+        let mut open = fs::OpenOptions::new();
+        open.write(true).create(true).open(path)?.write_all(b"x")
+    };
+    let parent = nix::unistd::getppid();
+    let root = Path::new("/");
+
+    io("read an identity", read(&at("identity/key.pem")));
+    io("read the journal", fs::read_dir(at("journal")).map(drop));
+    io("write the journal", write(&at("journal/new")));
+    io(
+        "rename in the journal",
+        fs::rename(at("journal/new"), at("journal/renamed")),
+    );
+    io("open the journal to all", {
+        use std::os::unix::fs::PermissionsExt;
+        fs::set_permissions(at("journal"), PermissionsExt::from_mode(0o777))
+    });
+    io(
+        "remove from the journal",
+        fs::remove_file(at("journal/old")),
+    );
+    let control = at("control/vm.sock");
+    io(
+        "make a control socket",
+        UnixListener::bind(&control).map(drop),
+    );
+    io("remove a control socket", fs::remove_file(&control));
+    io(
+        "read random numbers",
+        fs::File::open("/dev/urandom").map(drop),
+    );
+    io(
+        "read its own page map",
+        fs::File::open("/proc/self/pagemap").map(drop),
+    );
+    let port = std::env::var("DUNLIN_TEST_PORT").unwrap();
+    io("connect to a port", TcpStream::connect(port).map(drop));
+    let thread = std::thread::Builder::new().spawn(|| ());
+    io(
+        "start a thread",
+        thread.map(|thread| thread.join().unwrap()),
+    );
+
+    io("read elsewhere", read(&at("elsewhere/secret")));
+    io("read the password file", read(Path::new("/etc/passwd")));
+    io("list a directory", fs::read_dir(root).map(drop));
+    io("write elsewhere", write(&at("elsewhere/secret")));
+    io("write an identity", write(&at("identity/key.pem")));
+    io(
+        "remove an identity",
+        fs::remove_file(at("identity/key.pem")),
+    );
+    io(
+        "make a file in the control directory",
+        write(&at("control/file")),
+    );
+    io(
+        "listen on a port",
+        TcpListener::bind("127.0.0.1:0").map(drop),
+    );
+    io(
+        "start a program",
+        Command::new("/bin/true").status().map(drop),
+    );
+
+    tell("debug its parent", ptrace::attach(parent));
+    let mut byte = [0];
+    let (mut here, there) = (
+        [std::io::IoSliceMut::new(&mut byte)],
+        [RemoteIoVec {
+            base: 0x1000,
+            len: 1,
+        }],
+    );
+    tell(
+        "read its parent's memory",
+        process_vm_readv(parent, &mut here, &there).map(drop),
+    );
+    tell("signal its parent", kill(parent, None));
+    let none: Option<&str> = None;
+    let bind = MsFlags::MS_BIND;
+    tell(
+        "mount",
+        mount(Some(directory), &at("elsewhere"), none, bind, none),
+    );
+    tell(
+        "raise a limit",
+        setrlimit(Resource::RLIMIT_NOFILE, 100, 100),
+    );
+    tell(
+        "make a packet socket",
+        made(AddressFamily::Packet, SockType::Raw),
+    );
+    tell(
+        "make a netlink socket",
+        made(AddressFamily::Netlink, SockType::Raw),
+    );
+    tell(
+        "make a raw socket",
+        socket(
+            AddressFamily::Inet,
+            SockType::Raw,
+            SockFlag::empty(),
+            SockProtocol::Icmp,
+        )
+        .map(drop),
+    );
+    let name = std::env::var("DUNLIN_TEST_ABSTRACT").unwrap();
+    let address = SocketAddr::from_abstract_name(name).unwrap();
+    let connected = UnixStream::connect_addr(&address);
+    io("connect to an abstract socket", connected.map(drop));
+    tell("make a user namespace", unshare(CloneFlags::CLONE_NEWUSER));
+    // Last: where it goes well nothing comes after it.
+    println!("\ntried execute a program: done");
+    let program = c"/bin/true";
+    let Err(error) = execv(program, &[program]);
+    tell("execute a program", Err(error));
+}

@@ -1,0 +1,428 @@
+//! Bytes of guests and of private keys are in nothing that the command says or writes: not in its
+//! output, with or without JSON, not in journals, status or errors.
+//!
+//! The guest's canary is put into its memory from outside; the keys' are the numbers in the key
+//! files. Each is looked for as it is, in hexadecimal, in decimal and in base64, in parts.
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rcgen::KeyPair;
+use support::{Hosts, words};
+
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// So much of a canary counts as found.
+const PART_BYTES: usize = 9;
+
+const GUEST: &str = "--guest process --memory 64M --backing memfd --fill-size 4M --working-set 4M";
+
+/// What must be nowhere.
+struct Canary {
+    name: String,
+    bytes: Vec<u8>,
+}
+
+impl Canary {
+    /// Every way in which a part of it might be written.
+    fn needles(&self) -> Vec<Vec<u8>> {
+        let mut needles = Vec::new();
+        for part in self.bytes.windows(PART_BYTES) {
+            needles.push(part.to_vec());
+            for separator in ["", ":", " ", ", "] {
+                needles.push(joined(part, separator, |byte| format!("{byte:02x}")));
+                needles.push(joined(part, separator, |byte| format!("{byte:02X}")));
+            }
+            needles.push(joined(part, ", ", |byte| byte.to_string()));
+            needles.push(joined(part, "\\x", |byte| format!("{byte:02x}")));
+        }
+        // Three alignments; a part of nine bytes has at least eight whole characters.
+        for from in 0..3 {
+            let text = base64(&self.bytes[from..]);
+            needles.extend(text.windows(12).map(<[u8]>::to_vec));
+            let url = |byte: &u8| match byte {
+                b'+' => b'-',
+                b'/' => b'_',
+                other => *other,
+            };
+            needles.extend(text.windows(12).map(|part| part.iter().map(url).collect()));
+        }
+        needles.sort();
+        needles.dedup();
+        needles
+    }
+
+    fn is_in(&self, text: &[u8]) -> Option<Vec<u8>> {
+        // By their first bytes, of which there are many.
+        let mut starts = vec![Vec::new(); 1 << 16];
+        for needle in self.needles() {
+            starts[usize::from(needle[0]) << 8 | usize::from(needle[1])].push(needle);
+        }
+        (0..text.len().saturating_sub(1)).find_map(|at| {
+            let start = usize::from(text[at]) << 8 | usize::from(text[at + 1]);
+            let found = starts[start]
+                .iter()
+                .find(|needle| text[at..].starts_with(needle));
+            found.cloned()
+        })
+    }
+}
+
+fn joined(bytes: &[u8], separator: &str, write: impl Fn(&u8) -> String) -> Vec<u8> {
+    let parts: Vec<_> = bytes.iter().map(write).collect();
+    parts.join(separator).into_bytes()
+}
+
+fn base64(bytes: &[u8]) -> Vec<u8> {
+    const ALPHABET: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    let groups = bytes.chunks_exact(3).flat_map(|three| {
+        let bits = u32::from(three[0]) << 16 | u32::from(three[1]) << 8 | u32::from(three[2]);
+        [18, 12, 6, 0].map(|shift| ALPHABET[(bits >> shift & 63) as usize])
+    });
+    groups.collect()
+}
+
+fn random(bytes: usize) -> Vec<u8> {
+    let mut found = vec![0; bytes];
+    File::open("/dev/urandom")
+        .unwrap()
+        .read_exact(&mut found)
+        .unwrap();
+    found
+}
+
+/// The secret number in a key's file (RFC 5915: an octet string of 32 bytes after the version), and
+/// the file's own text.
+fn key_canaries(file: &Path) -> [Canary; 2] {
+    let text = fs::read_to_string(file).unwrap();
+    let content = KeyPair::from_pem(&text).unwrap().serialize_der();
+    let mark = [2, 1, 1, 4, 32];
+    let at = content
+        .windows(5)
+        .position(|window| window == mark)
+        .unwrap()
+        + mark.len();
+    let canary = |what: &str, bytes: &[u8]| Canary {
+        name: format!("{what} of {}", file.display()),
+        bytes: bytes.into(),
+    };
+    [
+        canary("the number", &content[at..at + 32]),
+        // The second line; every key has the same first.
+        canary("the text", text.lines().nth(2).unwrap().as_bytes()),
+    ]
+}
+
+/// A process whose whole output goes into files; killed with its owner.
+struct Spoken {
+    child: Child,
+    out: PathBuf,
+}
+
+impl Spoken {
+    fn start(mut command: Command, output: &Path, name: &str) -> Self {
+        let file = |kind: &str| File::create(output.join(format!("{name}.{kind}"))).unwrap();
+        let child = command
+            .stdin(Stdio::null())
+            .stdout(file("out"))
+            .stderr(file("err"))
+            .spawn()
+            .unwrap();
+        Self {
+            child,
+            out: output.join(format!("{name}.out")),
+        }
+    }
+
+    fn wait_for(&self, text: &str) -> String {
+        let began = Instant::now();
+        loop {
+            let said = fs::read_to_string(&self.out).unwrap();
+            if let Some(line) = said.lines().find(|line| line.contains(text)) {
+                return line.to_owned();
+            }
+            assert!(began.elapsed() < LIMIT, "no {text:?} in {said}");
+            thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    fn code(&mut self) -> i32 {
+        let began = Instant::now();
+        loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                return status.code().unwrap_or(-1);
+            }
+            assert!(began.elapsed() < LIMIT, "{:?} does not end", self.out);
+            thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    /// Where a guest's memory begins that is a memfd of 64 MiB.
+    fn memory(&self) -> (File, u64) {
+        let entry = format!("/proc/{}", self.child.id());
+        let maps = fs::read_to_string(format!("{entry}/maps")).unwrap();
+        let number = |text: &str| u64::from_str_radix(text, 16).unwrap();
+        let start = maps.lines().find_map(|line| {
+            let (start, end) = line.split_once(' ')?.0.split_once('-')?;
+            let bytes = number(end) - number(start);
+            (line.contains("memfd") && bytes >= 32 << 20).then(|| number(start))
+        });
+        let memory = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .open(format!("{entry}/mem"));
+        (memory.unwrap(), start.unwrap())
+    }
+}
+
+impl Drop for Spoken {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A test's hosts, and where everything that is said goes.
+struct Scene {
+    hosts: Hosts,
+    output: PathBuf,
+    said: u32,
+}
+
+impl Scene {
+    fn new() -> Self {
+        let hosts = Hosts::new();
+        let output = hosts.scratch.join("output");
+        fs::create_dir(&output).unwrap();
+        Self {
+            hosts,
+            output,
+            said: 0,
+        }
+    }
+
+    fn at(&self, name: &str) -> PathBuf {
+        self.hosts.scratch.join(name)
+    }
+
+    fn begin(&mut self, command: Command) -> Spoken {
+        self.said += 1;
+        Spoken::start(command, &self.output, &self.said.to_string())
+    }
+
+    /// Runs a command to its end; its exit code.
+    fn run(&mut self, command: Command) -> i32 {
+        self.begin(command).code()
+    }
+
+    /// A command with the directories of this scene.
+    fn with(&self, line: &str, control: &str) -> Command {
+        let mut command = words(line);
+        command.arg("--control").arg(self.at(control));
+        command
+    }
+
+    fn owner(&mut self, line: &str, control: &str, identity: Option<&str>) -> Spoken {
+        let mut command = self.with(line, control);
+        command.arg("--state-dir").arg(self.at("state"));
+        command.args(
+            identity
+                .iter()
+                .flat_map(|name| ["--identity".into(), self.at(name).into_os_string()]),
+        );
+        self.begin(command)
+    }
+
+    fn migrate(&mut self, from: &str, to: &str, identity: &str, flags: &str) -> Spoken {
+        let line = format!("vm migrate --name vm --to {to} {flags}");
+        let mut command = self.with(&line, from);
+        command.arg("--identity").arg(self.at(identity));
+        self.begin(command)
+    }
+
+    /// Journals go with the sessions that are over.
+    fn keep_journals(&mut self) {
+        let mut kept = 0;
+        for file in fs::read_dir(self.at("state")).unwrap() {
+            let path = file.unwrap().path();
+            self.said += 1;
+            let copy = format!("{}.journal", self.said);
+            kept += fs::copy(path, self.output.join(copy)).unwrap();
+        }
+        assert!(kept > 0, "there is no journal");
+    }
+
+    /// Everything that was said or written, but for the identities.
+    fn everything(&self) -> Vec<(PathBuf, Vec<u8>)> {
+        let mut found = Vec::new();
+        for directory in ["output", "state", "one", "two"] {
+            for file in fs::read_dir(self.at(directory)).unwrap() {
+                let path = file.unwrap().path();
+                // A socket cannot be read.
+                if let Ok(content) = fs::read(&path) {
+                    found.push((path, content));
+                }
+            }
+        }
+        found
+    }
+}
+
+/// The address in a line that says where a process listens.
+fn address(line: &str) -> String {
+    let at = line.find("127.0.0.1:").unwrap();
+    let digits = |c: &char| c.is_ascii_digit() || ".:".contains(*c);
+    line[at..].chars().take_while(digits).collect()
+}
+
+fn moves(scene: &mut Scene, json: &str, canary: &[u8]) {
+    let source = scene.owner(&format!("vm run --name vm {GUEST} {json}"), "one", None);
+    source.wait_for("control");
+    let (memory, start) = source.memory();
+    // Beyond what the guest goes over, and what was filled.
+    let place = 24 << 20;
+    memory.write_all_at(canary, start + place).unwrap();
+
+    let receive = format!("vm receive --listen 127.0.0.1:0 --peer a.test {json}");
+    let mut destination = scene.owner(&receive, "two", Some("b"));
+    let to = address(&destination.wait_for("127.0.0.1:"));
+
+    // What goes wrong, in many ways: each leaves the VM where it is.
+    let name = "--peer other.test";
+    assert_eq!(
+        scene
+            .migrate("one", &to, "a", &format!("{name} {json}"))
+            .code(),
+        1
+    );
+    let b = format!("--peer b.test {json}");
+    assert_eq!(scene.migrate("one", &to, "stranger", &b).code(), 1);
+    assert_eq!(scene.migrate("one", &to, "broken", &b).code(), 1);
+    assert_eq!(scene.migrate("one", &to, "mixed", &b).code(), 1);
+    assert_eq!(scene.migrate("one", &to, "open", &b).code(), 1);
+    assert_eq!(scene.migrate("one", "127.0.0.1:1", "a", &b).code(), 1);
+    // Security that the other side does not allow.
+    let plain = format!("{b} --security plain");
+    assert_eq!(scene.migrate("one", &to, "a", &plain).code(), 1);
+    // Nonsense at either door.
+    TcpStream::connect(&to)
+        .unwrap()
+        .write_all(&[0x16; 900])
+        .unwrap();
+    let mut control = UnixStream::connect(scene.at("one/vm.sock")).unwrap();
+    control.write_all(b"{\"do\":\"nothing\"}\n").unwrap();
+    let mut answer = Vec::new();
+    control.read_to_end(&mut answer).unwrap();
+    fs::write(scene.output.join("answer"), answer).unwrap();
+    // One that is called off, while there are journals to look at.
+    let slow = format!("{b} --rate 1M");
+    let mut under_way = scene.migrate("one", &to, "a", &slow);
+    under_way.wait_for("1");
+    scene.keep_journals();
+    let mut cancel = words(&format!("cancel {json} --vm"));
+    cancel.arg(scene.at("one/vm.sock"));
+    assert_eq!(scene.run(cancel), 0);
+    assert_eq!(under_way.code(), 4);
+
+    let verified = format!("{b} --verify --lanes 3");
+    assert_eq!(scene.migrate("one", &to, "a", &verified).code(), 0);
+    destination.wait_for("two/vm.sock");
+    let (memory, start) = destination.memory();
+    let mut arrived = vec![0; canary.len()];
+    memory.read_exact_at(&mut arrived, start + place).unwrap();
+    assert_eq!(arrived, canary, "the canary has moved");
+
+    assert_eq!(
+        scene.run(scene.with(&format!("vm status --name vm {json}"), "two")),
+        0
+    );
+    let mut status = words(&format!("status {json} --state-dir"));
+    status.arg(scene.at("state"));
+    assert_eq!(scene.run(status), 0);
+    let mut show = words(&format!("pki show {json}"));
+    show.arg(scene.at("a"));
+    assert_eq!(scene.run(show), 0);
+    assert_eq!(
+        scene.run(scene.with("vm ask --name vm power-off", "two")),
+        0
+    );
+    assert_eq!(destination.code(), 0);
+}
+
+#[test]
+fn i6_no_byte_of_a_guest_or_a_key_is_said_or_written() {
+    let mut scene = Scene::new();
+    let hosts = &scene.hosts;
+    hosts.authority("other");
+    hosts.issue("other", "stranger", "a.test", 1);
+    for name in ["broken", "mixed", "open"] {
+        hosts.issue("ca", name, "a.test", 1);
+    }
+    // A key that is none, but nearly; one of another certificate; one that all can read.
+    let key = |of: &str| scene.at(of).join("key.pem");
+    let text = fs::read_to_string(key("broken")).unwrap();
+    let mut canaries: Vec<_> = ["a", "b", "stranger", "broken", "open"]
+        .into_iter()
+        .flat_map(|name| key_canaries(&key(name)))
+        .collect();
+    fs::write(key("broken"), text.replace("-----END", "*-----END")).unwrap();
+    fs::copy(key("a"), key("mixed")).unwrap();
+    fs::set_permissions(key("open"), PermissionsExt::from_mode(0o644)).unwrap();
+    let marker = random(48);
+    canaries.push(Canary {
+        name: "the guest's memory".into(),
+        bytes: marker.clone(),
+    });
+
+    moves(&mut scene, "--json", &marker);
+    moves(&mut scene, "", &marker);
+
+    let everything = scene.everything();
+    let bytes: usize = everything.iter().map(|(_, content)| content.len()).sum();
+    println!("{} files of {bytes} bytes", everything.len());
+    assert!(everything.len() > 40 && bytes > 10_000);
+    for canary in &canaries {
+        for (path, content) in &everything {
+            let found = canary.is_in(content);
+            assert!(
+                found.is_none(),
+                "{} of {} is in {}",
+                String::from_utf8_lossy(&found.unwrap_or_default()),
+                canary.name,
+                path.display()
+            );
+        }
+    }
+}
+
+#[test]
+fn a_canary_is_found_however_it_is_written() {
+    let canary = Canary {
+        name: String::new(),
+        bytes: random(32),
+    };
+    let part = &canary.bytes[7..23];
+    let upper = joined(part, "", |byte| format!("{byte:02X}"));
+    for written in [
+        part.to_vec(),
+        upper,
+        format!("{part:?}").into_bytes(),
+        format!("{part:02x?}").into_bytes(),
+        base64(part),
+        [&b"xx"[..], &base64(&canary.bytes[1..])].concat(),
+    ] {
+        let text = [&b"before "[..], &written, b" after"].concat();
+        assert!(canary.is_in(&text).is_some(), "{text:?}");
+    }
+    assert!(canary.is_in(&random(4096)).is_none());
+}

@@ -1,0 +1,186 @@
+//! What the processes that own a VM have given up, as the kernel sees them.
+//!
+//! That each part of it keeps out what it is for is tested beside the code
+//! (`src/confine/tests.rs`).
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use std::fs;
+use std::os::unix::fs::symlink;
+
+use serde_json::Value;
+use support::{Hosts, Process, finish, kvm, words};
+
+const GUEST: &str = "--guest process --memory 64M --fill-size 8M";
+
+/// A line of /proc/PID/task/TID/status for each thread of a process.
+fn of_each_thread(process: &Process, field: &str) -> Vec<String> {
+    let tasks = fs::read_dir(format!("/proc/{}/task", process.pid())).unwrap();
+    let mut found = Vec::new();
+    for task in tasks {
+        // A thread may have ended meanwhile.
+        let Ok(status) = fs::read_to_string(task.unwrap().path().join("status")) else {
+            continue;
+        };
+        let line = status.lines().find(|line| line.starts_with(field));
+        found.push(line.unwrap().split_whitespace().nth(1).unwrap().to_owned());
+    }
+    assert!(found.len() > 1, "{found:?}");
+    found
+}
+
+fn assert_each_thread(process: &Process, field: &str, value: &str) {
+    let found = of_each_thread(process, field);
+    assert!(
+        found.iter().all(|one| one == value),
+        "{field} {found:?}, not {value}"
+    );
+}
+
+fn assert_confined(process: &Process) {
+    assert_each_thread(process, "NoNewPrivs:", "1");
+    assert_each_thread(process, "Seccomp:", "2");
+    for set in ["CapInh:", "CapPrm:", "CapEff:", "CapAmb:"] {
+        assert_each_thread(process, set, "0000000000000000");
+    }
+    // Only who has CAP_SETPCAP may empty this one.
+    let own = u64::from_str_radix(&of_this_test("CapEff:"), 16).unwrap();
+    if own & 1 << 8 != 0 {
+        assert_each_thread(process, "CapBnd:", "0000000000000000");
+    }
+}
+
+fn by(line: &Value) -> String {
+    assert_eq!(line["lacks"].as_array().unwrap().len(), 0, "{line}");
+    line["by"].to_string()
+}
+
+fn moves(guest: &str) {
+    let hosts = Hosts::new();
+    let mut receive = words("vm receive --listen 127.0.0.1:0 --confine yes --identity");
+    receive.arg(hosts.scratch.join("b"));
+    let mut destination = Process::start(receive, &hosts.scratch.join("to"));
+    let said = by(&destination.wait_for("confined"));
+    assert!(
+        said.contains("Landlock") && said.contains("reading identities"),
+        "{said}"
+    );
+    destination.address = destination.wait_for("listening")["address"]
+        .as_str()
+        .unwrap()
+        .to_owned();
+    assert_confined(&destination);
+
+    let run = words(&format!("vm run --name vm --confine yes {guest}"));
+    let source = Process::start(run, &hosts.scratch.join("from"));
+    let said = by(&source.wait_for("confined"));
+    for part in ["no privileges", "Landlock", "reading any file", "seccomp"] {
+        assert!(said.contains(part), "{said}");
+    }
+    source.wait_for("started");
+    assert_confined(&source);
+    hosts.assert_runs(&source);
+
+    let flags = "--json --peer b.test --verify";
+    finish(hosts.migrate(&source, &destination, "a", flags)).expect(0);
+    destination.wait_for("received");
+    // It answers at its socket, and has one filter more: for local sockets.
+    hosts.assert_runs(&destination);
+    assert_confined(&destination);
+    assert_each_thread(&destination, "Seccomp_filters:", "2");
+
+    // And moves on, with the identity that it was let read.
+    let third = hosts.receive("a", "third", "--peer b.test");
+    let flags = "--json --peer a.test";
+    finish(hosts.migrate(&destination, &third, "b", flags)).expect(0);
+    third.wait_for("received");
+    hosts.assert_runs(&third);
+}
+
+#[test]
+fn processes_with_a_vm_are_confined_before_and_after_it_moves() {
+    moves(GUEST);
+}
+
+#[test]
+fn so_are_those_with_a_guest_on_kvm() {
+    let Some(_turn) = kvm() else {
+        return;
+    };
+    moves("--memory 64M");
+}
+
+#[test]
+fn an_identity_from_elsewhere_is_refused_with_what_to_do() {
+    let hosts = Hosts::new();
+    let third = hosts.receive("b", "third", "");
+    let allowed = hosts.scratch.join("b");
+    let run = format!("vm run --name vm {GUEST} --identities");
+    let mut run = words(&run);
+    run.arg(&allowed);
+    let source = Process::start(run, &hosts.scratch.join("from"));
+    source.wait_for("started");
+
+    let refused = finish(hosts.migrate(&source, &third, "a", "--json --peer b.test")).expect(1);
+    let text = refused.last()["text"].as_str().unwrap().to_owned();
+    println!("{text}");
+    for part in ["confined", "at fault: configuration", "--identities"] {
+        assert!(text.contains(part), "{text}");
+    }
+    // The kernel says so, too: a link that stands where files may be read leads out of there.
+    for file in ["ca-cert.pem", "cert.pem", "key.pem"] {
+        fs::create_dir_all(allowed.join("sub")).unwrap();
+        symlink(
+            hosts.scratch.join("a").join(file),
+            allowed.join("sub").join(file),
+        )
+        .unwrap();
+    }
+    let refused = finish(hosts.migrate(&source, &third, "b/sub", "--json --peer b.test")).expect(1);
+    let text = refused.last()["text"].as_str().unwrap().to_owned();
+    assert!(text.contains("Permission denied"), "{text}");
+    hosts.assert_runs(&source);
+    finish(hosts.migrate(&source, &third, "b", "--json --peer b.test")).expect(0);
+    third.wait_for("received");
+}
+
+#[test]
+fn certificates_are_renewed_behind_links() {
+    let hosts = Hosts::new();
+    let at = |name: &str| hosts.scratch.join(name);
+    // As certbot does: the names stay, what they lead to is elsewhere and changes.
+    fs::create_dir_all(at("live")).unwrap();
+    fs::create_dir_all(at("archive")).unwrap();
+    let put = |from: &str, round: u32| {
+        for file in ["ca-cert.pem", "cert.pem", "key.pem"] {
+            let target = at("archive").join(format!("{round}-{file}"));
+            fs::copy(at(from).join(file), &target).unwrap();
+            let link = at("live").join(file);
+            let _ = fs::remove_file(&link);
+            symlink(&target, &link).unwrap();
+        }
+    };
+    put("b", 1);
+    let destination = hosts.receive("live", "to", "");
+    hosts.issue("ca", "next", "b.test", 1);
+    put("next", 2);
+    destination.signal("HUP");
+    destination.wait_for("identity-read");
+}
+
+#[test]
+fn confinement_can_be_switched_off() {
+    let hosts = Hosts::new();
+    let source = hosts.run("from", &format!("{GUEST} --confine no"));
+    assert_each_thread(&source, "Seccomp:", &of_this_test("Seccomp:"));
+    assert_each_thread(&source, "CapEff:", &of_this_test("CapEff:"));
+    let bad = finish(words("vm run --name vm --confine maybe")).expect(2);
+    assert!(bad.err.contains("auto, yes, no"), "{bad:?}");
+}
+
+fn of_this_test(field: &str) -> String {
+    let own = fs::read_to_string("/proc/self/status").unwrap();
+    let line = own.lines().find(|line| line.starts_with(field)).unwrap();
+    line.split_whitespace().nth(1).unwrap().to_owned()
+}
