@@ -104,7 +104,12 @@ fn send_all(hub: &Arc<Hub>, lane: u16, mut sender: DataSender) -> Result<(), Fai
     let result = loop {
         let (work, socket) = next(hub, lane, wear(&sender), &mut ready);
         let sent = match work {
-            Work::Stop | Work::Wait => break Ok(()),
+            Work::Stop | Work::Wait => {
+                let what = format!(
+                    "lane {lane} was given up: the peer lost it, or acknowledged nothing in time"
+                );
+                break Err(Failure::new(FaultCode::LaneLost, what));
+            }
             Work::End { frames } => {
                 let header = Frame::End { frames }.to_bytes();
                 let ended = sender.send(&header).and_then(|()| sender.finish());

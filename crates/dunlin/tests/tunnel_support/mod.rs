@@ -2,8 +2,10 @@
 //! ordinary sockets.
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
 
+pub mod relay;
+
 use std::io::{Read, Write};
-use std::net::{Shutdown, SocketAddr, TcpListener};
+use std::net::{Shutdown, TcpListener};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, channel};
@@ -18,6 +20,7 @@ use dunlin::tunnel::{
 };
 
 use super::lane_support::{Authority, Scratch, names};
+use relay::Relay;
 
 pub const NEAR: &str = "near.test";
 pub const FAR: &str = "far.test";
@@ -71,8 +74,8 @@ pub struct Setup {
     pub lanes: u16,
     pub window_bytes: u64,
     pub limits: Limits,
-    /// Stands between the two, towards the far one.
-    pub way: Option<fn(SocketAddr) -> SocketAddr>,
+    /// Whether something stands on the way to the far one.
+    pub relayed: bool,
 }
 
 impl Default for Setup {
@@ -81,7 +84,7 @@ impl Default for Setup {
             lanes: 3,
             window_bytes: WINDOW_BYTES,
             limits: Limits::default(),
-            way: None,
+            relayed: false,
         }
     }
 }
@@ -92,6 +95,7 @@ pub struct Pair {
     pub far: Option<Tunnel>,
     pub near_told: Told,
     pub far_told: Told,
+    pub relay: Option<Relay>,
     pub scratch: Scratch,
     pub authority: Authority,
     target: UnixListener,
@@ -124,7 +128,8 @@ impl Pair {
             far_told.observer(),
         )
         .unwrap();
-        let to = setup.way.map_or(far.address(), |way| way(far.address()));
+        let relay = setup.relayed.then(|| Relay::start(far.address()));
+        let to = relay.as_ref().map_or(far.address(), |relay| relay.address);
         let near_routes = Routes::new(
             vec![Entrance {
                 route: "ram".to_owned(),
@@ -150,6 +155,7 @@ impl Pair {
             far: Some(far),
             near_told,
             far_told,
+            relay,
             scratch,
             authority,
             target,
