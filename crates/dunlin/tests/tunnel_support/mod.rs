@@ -76,6 +76,8 @@ pub struct Setup {
     pub limits: Limits,
     /// Whether something stands on the way to the far one.
     pub relayed: bool,
+    /// Whether the test itself is the hypervisor at the far side.
+    pub is_target: bool,
 }
 
 impl Default for Setup {
@@ -85,6 +87,7 @@ impl Default for Setup {
             window_bytes: WINDOW_BYTES,
             limits: Limits::default(),
             relayed: false,
+            is_target: true,
         }
     }
 }
@@ -98,7 +101,7 @@ pub struct Pair {
     pub relay: Option<Relay>,
     pub scratch: Scratch,
     pub authority: Authority,
-    target: UnixListener,
+    listener: Option<UnixListener>,
 }
 
 impl Pair {
@@ -106,7 +109,8 @@ impl Pair {
         let authority = Authority::new();
         let scratch = Scratch::new();
         let path = |name: &str| scratch.0.join(name);
-        let target = UnixListener::bind(path("target")).unwrap();
+        let bind = || UnixListener::bind(path("target")).unwrap();
+        let listener = setup.is_target.then(bind);
         let far_routes = Routes::new(
             Vec::new(),
             vec![Exit {
@@ -158,12 +162,17 @@ impl Pair {
             relay,
             scratch,
             authority,
-            target,
+            listener,
         }
     }
 
     pub fn entrance(&self) -> PathBuf {
         self.scratch.0.join("entrance")
+    }
+
+    /// Where the hypervisor of the far side listens.
+    pub fn target(&self) -> PathBuf {
+        self.scratch.0.join("target")
     }
 
     pub fn connect(&self) -> UnixStream {
@@ -176,9 +185,10 @@ impl Pair {
     /// The next connection at the target.
     pub fn accept(&self) -> UnixStream {
         let until = Instant::now() + PATIENCE;
-        self.target.set_nonblocking(true).unwrap();
+        let listener = self.listener.as_ref().unwrap();
+        listener.set_nonblocking(true).unwrap();
         let stream = loop {
-            match self.target.accept() {
+            match listener.accept() {
                 Ok((stream, _)) => break stream,
                 Err(_) if Instant::now() < until => thread::sleep(Duration::from_millis(2)),
                 Err(error) => panic!(
