@@ -59,6 +59,14 @@ impl Default for Reading {
 }
 
 impl Reading {
+    /// The usual way, with a key that every user can read or not.
+    pub(crate) fn with_open_key(allow_open_key: bool) -> Self {
+        Self {
+            allow_open_key,
+            ..Self::default()
+        }
+    }
+
     /// The layout of a directory, given or told by its files.
     pub(crate) fn layout(&self, directory: &Path) -> Result<Layout> {
         match &self.identity_layout {

@@ -14,6 +14,7 @@ mod options;
 mod pki;
 mod process;
 mod sessions;
+mod tunnel;
 mod vm;
 
 use std::process::ExitCode;
@@ -51,6 +52,9 @@ enum Command {
     /// Measure lanes and migrations on this host, one JSON object a line.
     #[command(subcommand)]
     Bench(bench::Command),
+    /// Carry connections of hypervisors that know nothing of it.
+    #[command(subcommand)]
+    Tunnel(tunnel::Command),
     /// A small certificate authority for trying things out.
     #[command(subcommand)]
     Pki(pki::Command),
@@ -64,6 +68,7 @@ fn main() -> ExitCode {
         Command::Resolve(resolve) => resolve.run(),
         Command::Cancel(cancel) => cancel.run(),
         Command::Bench(command) => bench::run(&command),
+        Command::Tunnel(command) => tunnel::run(&command),
         Command::Pki(command) => pki::run(&command).map(|()| 0),
     };
     match result {

@@ -213,6 +213,21 @@ faults! {
     /// What answers at the address is no Dunlin.
     NotDunlin = 30, "not-dunlin", Configuration,
         "Check the address and the port, and what listens there.";
+    /// The tunnel has no target of that name.
+    UnknownRoute = 31, "unknown-route", Configuration,
+        "Give the route the same name in the tunnel's configuration on both hosts, and a target on the one that is connected to.";
+    /// A route's parameter is not one that its target takes.
+    ParameterRefused = 32, "parameter-refused", Configuration,
+        "Leave the parameter out where the target has no place for it, and give one of letters, digits, dots, underscores and hyphens where it has.";
+    /// The tunnel's end could not connect a channel to its target.
+    TargetUnreachable = 33, "target-unreachable", Local,
+        "Look whether the hypervisor on that host listens yet, and where.";
+    /// The connection of a channel to a hypervisor broke.
+    ChannelBroken = 34, "channel-broken", Local,
+        "Read the log of the hypervisor on that host: it reset its connection, or died.";
+    /// The tunnel was asked to end, and its channels did not in time.
+    Ended = 35, "ended", Local,
+        "Start the tunnel on that host again; give it more time to drain if channels were cut off.";
 }
 
 impl fmt::Display for FaultCode {

@@ -42,6 +42,7 @@ fn expected(kind: Kind) -> Message {
         Kind::Accept => Message::Accept {
             secret: SessionSecret(std::array::from_fn(|at| 0x60 + at as u8)),
             lanes_max: 16,
+            port: 7300,
         },
         Kind::Open => Message::Open(Open {
             channel,
@@ -232,6 +233,7 @@ fn i7_nothing_over_its_limit_is_written() {
         Message::Accept {
             secret: SessionSecret([0; 32]),
             lanes_max: 0,
+            port: 0,
         },
         Message::LaneLost(ack(0)),
         Message::Ack(vec![ack(1); usize::from(MAX_LANES) + 1]),

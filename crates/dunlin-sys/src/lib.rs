@@ -3,6 +3,7 @@
 pub mod aead;
 pub mod affinity;
 pub mod cgroup;
+pub mod epoll;
 #[cfg(test)]
 #[path = "../tests/huge_pages/mod.rs"]
 mod huge_pages;

@@ -7,6 +7,10 @@
 use std::io;
 use std::net::{SocketAddr, TcpStream};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::poll::{Interest, Wakeup, poll};
@@ -141,6 +145,65 @@ fn begin_connect(address: SocketAddr) -> io::Result<TcpStream> {
     }
 }
 
+/// How often a listener whose backlog is full is tried again.
+const BACKLOG_STEP: Duration = Duration::from_millis(10);
+
+/// Connects to the unix socket at `path` before `deadline`, also where the listener's backlog is
+/// full, which a plain connect waits for without end (unix(7)). The stream is in non-blocking mode.
+///
+/// # Errors
+/// `TimedOut` when the backlog stays full, otherwise what socket(2) or connect(2) says.
+pub fn connect_unix(path: &Path, deadline: Instant) -> io::Result<UnixStream> {
+    let kind = libc::SOCK_STREAM | libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC;
+    // SAFETY: socket(2) takes no pointers.
+    let descriptor = unsafe { libc::socket(libc::AF_UNIX, kind, 0) };
+    if descriptor < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the kernel has just handed out `descriptor`, and nobody else has it.
+    let stream = UnixStream::from(unsafe { OwnedFd::from_raw_fd(descriptor) });
+    let mut name = libc::sockaddr_un {
+        sun_family: libc::AF_UNIX as libc::sa_family_t,
+        sun_path: [0; 108],
+    };
+    let bytes = path.as_os_str().as_bytes();
+    if bytes.len() >= name.sun_path.len() || bytes.contains(&0) {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    for (slot, &byte) in name.sun_path.iter_mut().zip(bytes) {
+        *slot = byte as libc::c_char;
+    }
+    let length = size_of_val(&name) as libc::socklen_t;
+    loop {
+        // SAFETY: `name` is an initialised address of `length` bytes that lives through the
+        // call, which only reads it; the descriptor is open while `stream` lives.
+        let status = unsafe { libc::connect(stream.as_raw_fd(), (&raw const name).cast(), length) };
+        if status == 0 {
+            return Ok(stream);
+        }
+        let error = io::Error::last_os_error();
+        match error.raw_os_error() {
+            Some(libc::EAGAIN) => thread::sleep(BACKLOG_STEP.min(remaining(deadline)?)),
+            Some(libc::EINTR) => {}
+            _ => return Err(error),
+        }
+    }
+}
+
+/// How many bytes can be read from `socket` now (`FIONREAD`, tcp(7) and unix(7)).
+///
+/// # Errors
+/// What ioctl(2) says.
+pub fn unread_bytes(socket: impl AsFd) -> io::Result<u64> {
+    let mut bytes: libc::c_int = 0;
+    // SAFETY: FIONREAD writes one int, for which `bytes` is valid; the descriptor is borrowed.
+    let status = unsafe { libc::ioctl(socket.as_fd().as_raw_fd(), libc::FIONREAD, &raw mut bytes) };
+    if status < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(u64::try_from(bytes).unwrap_or(0))
+}
+
 /// The time left until `deadline`.
 ///
 /// # Errors
@@ -158,13 +221,25 @@ pub fn remaining(deadline: Instant) -> io::Result<Duration> {
 /// # Errors
 /// What poll(2) says.
 pub fn wait_readable(socket: impl AsFd, deadline: Instant) -> io::Result<bool> {
+    wait(socket.as_fd(), libc::POLLIN, deadline)
+}
+
+/// The same, until `socket` takes bytes again.
+///
+/// # Errors
+/// What poll(2) says.
+pub fn wait_writable(socket: impl AsFd, deadline: Instant) -> io::Result<bool> {
+    wait(socket.as_fd(), libc::POLLOUT, deadline)
+}
+
+fn wait(socket: BorrowedFd<'_>, events: libc::c_short, deadline: Instant) -> io::Result<bool> {
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
         // Rounded up, so that the last fraction of a millisecond is waited for and not spun on.
         let milliseconds = i32::try_from(left.as_nanos().div_ceil(1_000_000)).unwrap_or(i32::MAX);
         let mut entry = libc::pollfd {
-            fd: socket.as_fd().as_raw_fd(),
-            events: libc::POLLIN,
+            fd: socket.as_raw_fd(),
+            events,
             revents: 0,
         };
         // SAFETY: `entry` is one initialised pollfd that lives through the call, and the count
@@ -343,6 +418,84 @@ mod tests {
         )
         .unwrap();
         (near, listener.accept().unwrap().0)
+    }
+
+    /// A directory for a unix socket that goes with its owner.
+    struct Scratch(std::path::PathBuf);
+
+    impl Scratch {
+        fn new(name: &str) -> Self {
+            let name = format!("dunlin-socket-{}-{name}", std::process::id());
+            let path = std::env::temp_dir().join(name);
+            std::fs::create_dir_all(&path).unwrap();
+            Self(path)
+        }
+    }
+
+    impl Drop for Scratch {
+        fn drop(&mut self) {
+            let _ = std::fs::remove_dir_all(&self.0);
+        }
+    }
+
+    #[test]
+    fn a_unix_listener_with_a_full_backlog_is_waited_for_until_the_deadline() {
+        let scratch = Scratch::new("backlog");
+        let path = scratch.0.join("socket");
+        let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        let brief = || Instant::now() + Duration::from_millis(50);
+        let mut waiting = Vec::new();
+        let error = loop {
+            assert!(waiting.len() < 10_000, "the backlog has no end");
+            match connect_unix(&path, brief()) {
+                Ok(stream) => waiting.push(stream),
+                Err(error) => break error,
+            }
+        };
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+        listener.accept().unwrap();
+        connect_unix(&path, brief()).unwrap();
+    }
+
+    #[test]
+    fn a_path_that_is_no_socket_s_is_refused_at_once() {
+        let scratch = Scratch::new("path");
+        let soon = || Instant::now() + Duration::from_secs(5);
+        let kind = |path: &Path| connect_unix(path, soon()).unwrap_err().kind();
+        assert_eq!(kind(&scratch.0.join("none")), io::ErrorKind::NotFound);
+        let long = scratch.0.join("x".repeat(108));
+        assert_eq!(kind(&long), io::ErrorKind::InvalidInput);
+    }
+
+    #[test]
+    fn unread_bytes_are_counted_on_both_kinds_of_stream() {
+        let (near, mut far) = UnixStream::pair().unwrap();
+        assert_eq!(unread_bytes(&near).unwrap(), 0);
+        for part in [&b"abc"[..], b"de"] {
+            far.write_all(part).unwrap();
+        }
+        assert_eq!(unread_bytes(&near).unwrap(), 5);
+        let (near, mut far) = pair();
+        far.write_all(b"abc").unwrap();
+        wait_readable(&near, Instant::now() + Duration::from_secs(5)).unwrap();
+        assert_eq!(unread_bytes(&near).unwrap(), 3);
+    }
+
+    #[test]
+    fn a_full_socket_takes_bytes_again_when_some_were_read() {
+        let (near, mut far) = UnixStream::pair().unwrap();
+        near.set_nonblocking(true).unwrap();
+        let brief = || Instant::now() + Duration::from_millis(20);
+        assert!(wait_writable(&near, brief()).unwrap());
+        let chunk = [0; 4096];
+        let mut written = 0;
+        while let Ok(count) = (&near).write(&chunk) {
+            written += count;
+        }
+        assert!(!wait_writable(&near, brief()).unwrap());
+        let mut all = vec![0; written];
+        std::io::Read::read_exact(&mut far, &mut all).unwrap();
+        assert!(wait_writable(&near, brief()).unwrap());
     }
 
     #[test]

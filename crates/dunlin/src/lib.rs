@@ -9,6 +9,7 @@
 //!
 //! - [`engine`]: the migration: pre-copy, switchover, what a VMM implements.
 //! - [`lane`]: TCP connections with their security, and the bytes on them.
+//! - [`tunnel`]: connections of hypervisors that know nothing of it, over the same lanes.
 //! - [`testing`]: whether a VMM keeps what those traits promise.
 //!
 //! `docs/integrating.md` leads from here to a first migration, and `examples/`
@@ -23,6 +24,7 @@ pub mod engine;
 pub mod fuzz;
 pub mod lane;
 pub mod testing;
+pub mod tunnel;
 
 /// The guide's code is compiled.
 #[cfg(doctest)]

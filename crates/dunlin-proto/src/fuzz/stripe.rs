@@ -296,6 +296,7 @@ fn said(channel: u32, lane: u16, choices: &mut Choices<'_>) -> Message {
         0 => Message::Accept {
             secret: SessionSecret([0; 32]),
             lanes_max: 1,
+            port: 1,
         },
         1 => Message::Open(Open {
             channel,

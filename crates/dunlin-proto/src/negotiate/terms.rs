@@ -176,9 +176,13 @@ impl Features {
     pub const NONE: Self = Self(0);
     /// Both sides digest the memory at switchover and compare (I3).
     pub const VERIFY: Self = Self(1);
+    /// What follows is the tunnel's protocol and no migration. A side that
+    /// speaks it requires it of the other, so that neither is ever taken for
+    /// the other.
+    pub const TUNNEL: Self = Self(2);
 
     /// The features of this release with their names.
-    const NAMES: [(Self, &'static str); 1] = [(Self::VERIFY, "verify")];
+    const NAMES: [(Self, &'static str); 2] = [(Self::VERIFY, "verify"), (Self::TUNNEL, "tunnel")];
 
     /// The set as it came from the wire; unknown bits are kept.
     #[must_use]

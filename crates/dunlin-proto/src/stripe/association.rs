@@ -88,6 +88,7 @@ struct Ended {
 ///
 /// Getters: [`Association::usage`], [`Association::granted`],
 /// [`Association::held`], [`Association::channels`], [`Association::ready`],
+/// [`Association::has_work`], [`Association::leaving`],
 /// [`Association::has_message`], [`Association::drained`], [`Association::due_ns`]. Commands:
 /// [`Association::open`], [`Association::counted`], [`Association::connected`],
 /// [`Association::refuse`], [`Association::fail`], [`Association::drain`],
@@ -293,8 +294,20 @@ impl<T: Clone> Association<T> {
     /// Whether a lane that asks [`Association::next`] may get something.
     #[must_use]
     pub fn ready(&self) -> bool {
+        self.has_work() || (!self.over && self.lanes.has_leaving())
+    }
+
+    /// Whether any lane, whichever asks first, gets something to send.
+    #[must_use]
+    pub fn has_work(&self) -> bool {
         let reads = !self.turns.is_empty() && self.may_read();
-        !self.over && (reads || self.lanes.has_lost() || self.lanes.has_leaving())
+        !self.over && (reads || self.lanes.has_lost())
+    }
+
+    /// The lanes that are to end and have not asked since: nobody else can do
+    /// it for them.
+    pub fn leaving(&self) -> impl Iterator<Item = u16> {
+        self.lanes.leaving()
     }
 
     /// The next thing to do.

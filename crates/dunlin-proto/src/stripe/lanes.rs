@@ -135,8 +135,12 @@ impl<T: Clone> SendingLanes<T> {
 
     /// Whether a lane waits to be told to end.
     pub(super) fn has_leaving(&self) -> bool {
-        let leaving = |lane: &Lane<T>| lane.is == (Is::Leaving { ended: false });
-        self.lanes.values().any(leaving)
+        self.leaving().next().is_some()
+    }
+
+    /// Those that wait to be told to end.
+    pub(super) fn leaving(&self) -> impl Iterator<Item = u16> {
+        self.numbers(|lane| lane.is == (Is::Leaving { ended: false }))
     }
 
     /// Whether any lane shall carry frames.

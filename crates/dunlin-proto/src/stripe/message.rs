@@ -145,6 +145,9 @@ pub enum Message {
         /// Data lanes of the other side that may be alive at the same time, 1
         /// to [`crate::limits::MAX_LANES`].
         lanes_max: u16,
+        /// Where they are taken: a port at the address from which the control
+        /// lane came. 0 is where the control lane was connected to.
+        port: u16,
     },
     /// See [`Open`].
     Open(Open),

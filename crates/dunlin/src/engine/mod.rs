@@ -22,7 +22,6 @@ mod interleavings;
 pub mod journal;
 pub mod memory;
 mod options;
-mod proof;
 mod report;
 pub mod source;
 mod sync;

@@ -22,6 +22,7 @@ pub mod identity;
 pub mod names;
 pub mod peers;
 pub mod policy;
+pub(crate) mod proof;
 pub mod provider;
 pub mod record;
 mod trust;

@@ -68,6 +68,7 @@ pub struct PeerIdentity {
     pub names: Vec<PeerName>,
     /// Why it was let in.
     pub authorised_by: AuthorisedBy,
+    leaf: CertificateDer<'static>,
 }
 
 /// Not a peer that can be allowed. The fault is in the configuration.
@@ -186,6 +187,21 @@ impl Peers {
             .ok_or_else(|| self.refuse(leaf, allowed))
     }
 
+    /// The reason why a peer that was let in by other peers' list may do what is allowed to these
+    /// alone.
+    ///
+    /// # Errors
+    /// [`PeerRefused`] when it may not. The names in a certificate that was let in for its pin are
+    /// vouched for by nobody, so that only pins allow it.
+    pub fn authorise_further(&self, peer: &PeerIdentity) -> Result<AuthorisedBy, PeerRefused> {
+        if !matches!(peer.authorised_by, AuthorisedBy::Pin(_)) {
+            return self.authorise(&peer.leaf);
+        }
+        let pinned = self.pinned(&peer.leaf).map(AuthorisedBy::Pin);
+        let allowed = self.pins().map(|pin| Peer::Pin(*pin)).collect::<Vec<_>>();
+        pinned.ok_or_else(|| self.refuse(&peer.leaf, &allowed))
+    }
+
     fn refuse(&self, leaf: &CertificateDer<'_>, allowed: &[Peer]) -> PeerRefused {
         let allowed = allowed.to_vec();
         match Pin::of_key(leaf) {
@@ -232,6 +248,7 @@ impl PeerIdentity {
             fingerprint: Sha256::digest(leaf).into(),
             names: names(leaf),
             authorised_by,
+            leaf: leaf.clone().into_owned(),
         }
     }
 

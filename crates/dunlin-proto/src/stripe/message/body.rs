@@ -16,7 +16,11 @@ const LANE_ACK_BYTES: usize = 10;
 /// Appends a message's body.
 pub(super) fn encode(message: &Message, writer: &mut Writer<'_>) -> Result<(), EncodeError> {
     match message {
-        Message::Accept { secret, lanes_max } => {
+        Message::Accept {
+            secret,
+            lanes_max,
+            port,
+        } => {
             if *lanes_max == 0 {
                 return Err(invalid("number of lanes", "there is at least one"));
             }
@@ -27,6 +31,7 @@ pub(super) fn encode(message: &Message, writer: &mut Writer<'_>) -> Result<(), E
             )?;
             writer.bytes(&secret.0);
             writer.u16(*lanes_max);
+            writer.u16(*port);
         }
         Message::Open(open) => encode_open(open, writer)?,
         Message::Opened { channel, limit } => {
@@ -85,7 +90,11 @@ pub(super) fn decode(kind: Kind, mut body: Reader<'_>) -> Result<Message, Decode
             }
             let most = u64::from(MAX_LANES);
             within("number of lanes", u64::from(lanes_max), most, offset)?;
-            Message::Accept { secret, lanes_max }
+            Message::Accept {
+                secret,
+                lanes_max,
+                port: reader.u16("port")?,
+            }
         }
         Kind::Open => Message::Open(decode_open(reader)?),
         Kind::Opened => Message::Opened {

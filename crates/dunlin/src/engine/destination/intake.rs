@@ -12,13 +12,13 @@ use dunlin_sys::socket::{Liveness, set_liveness};
 
 use super::super::control::FromPeer;
 use super::super::error::Fault;
-use super::super::proof::is_proved;
 use super::super::vmm::Section;
 use super::lane::Lane;
 use super::session::{Session, starved, unexpected};
 use super::{DestinationEvent, SessionEvent};
 use crate::lane::accept::{Arrival, LaneSocket};
 use crate::lane::data::{DataReceiver, PlainConsent, STALL_LIMIT};
+use crate::lane::proof::is_proved;
 
 /// Acknowledgements are collected for this long: some hundred messages a
 /// second at most, and far below a round trip's worth of delay.

@@ -19,13 +19,13 @@ use dunlin_sys::socket::{Liveness, set_liveness, wait_readable};
 
 use super::super::error::Fault;
 use super::super::host::Host;
-use super::super::proof::prove;
 use super::super::vmm::GuestMemory;
 use super::SessionEvent;
 use super::desk::{Desk, given_up};
 use crate::lane::data::{DataSender, PlainConsent, RECORDS_PER_FRAME, STALL_LIMIT, SendError};
 use crate::lane::handshake;
 use crate::lane::identity::ClientTls;
+use crate::lane::proof::prove;
 
 /// Records kept back for a chunk that is under way, a mark and the end.
 const RECORDS_FOR_END: u64 = 2 * RECORDS_PER_FRAME as u64;

@@ -269,11 +269,14 @@ impl DataSender {
                 let guest = &guest[record * PAGES_PER_RECORD..][..PAGES_PER_RECORD];
                 let mut pages = [VolatileSlice::from(&mut [][..]); PAGES_PER_RECORD];
                 let mut count = 0;
+                let mut whole = 0;
                 for page in guest.iter().flatten() {
                     pages[count] = *page;
                     count += 1;
+                    whole += page.len();
                 }
-                if count > 0 && count * PAGE_BYTES == content {
+                // What is shorter than a page is cheaper to copy.
+                if content >= PAGE_BYTES && whole == content {
                     keys.seal.seal_guest(&pages[..count], sealed)?;
                 } else {
                     copy_out(guest, &mut sealed[lead..]);
@@ -413,6 +416,25 @@ impl<'a> Frame<'a> {
         *slot = Some(*page);
         self.filled += PAGE_BYTES;
         Ok(true)
+    }
+
+    /// Makes `memory`, whatever it holds, the payload of a frame that is empty. Where the lane's
+    /// crypto library can, it is sealed from where it lies, and is never copied.
+    ///
+    /// # Errors
+    /// [`FrameError::Full`] when it is longer than [`BATCH_BYTES`], or something was added before;
+    /// nothing was added then.
+    pub fn memory(&mut self, memory: &VolatileSlice<'a>) -> Result<(), FrameError> {
+        let bytes = memory.len();
+        if self.filled > 0 || bytes > BATCH_BYTES {
+            return Err(FrameError::Full);
+        }
+        for (slot, at) in self.guest.iter_mut().zip((0..bytes).step_by(PAGE_BYTES)) {
+            let part = memory.subslice(at, PAGE_BYTES.min(bytes - at));
+            *slot = part.ok();
+        }
+        self.filled = bytes;
+        Ok(())
     }
 
     /// Adds as much of `bytes` as fits, and returns how much that was.

@@ -1,0 +1,614 @@
+//! The tunnel's configuration: a TOML file, checked as a whole. Whatever is
+//! wrong in it is named with its line and with what to do.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::net::SocketAddr;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use dunlin::lane::peers::{Peer, Peers};
+use dunlin::tunnel::{
+    DEFAULT_LANES, Entrance, Exit, Limits, Listen, MAX_WINDOW_BYTES, Routes, Target, WINDOW_BYTES,
+};
+use serde::Deserialize;
+use toml::Spanned;
+
+use crate::identity::Reading;
+use crate::options::{parse_bytes, parse_limit};
+
+/// A configuration without mistakes, as far as can be told without opening
+/// anything.
+#[derive(Debug)]
+pub(crate) struct Config {
+    /// Where peers' tunnels connect.
+    pub(crate) listen: SocketAddr,
+    pub(crate) identity: PathBuf,
+    pub(crate) reading: Reading,
+    pub(crate) routes: Routes,
+    pub(crate) limits: Limits,
+    /// How long channels may go on after SIGTERM.
+    pub(crate) drain: Duration,
+}
+
+/// Everything that is wrong with a file.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Mistakes {
+    file: PathBuf,
+    /// With lines, counted from 1.
+    all: Vec<(usize, String)>,
+}
+
+impl fmt::Display for Mistakes {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (number, (line, text)) in self.all.iter().enumerate() {
+            if number > 0 {
+                formatter.write_str("\n")?;
+            }
+            write!(formatter, "{}:{line}: {text}", self.file.display())?;
+        }
+        Ok(())
+    }
+}
+
+impl std::error::Error for Mistakes {}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    listen: Spanned<String>,
+    identity: PathBuf,
+    #[serde(default)]
+    allow_open_key: bool,
+    drain: Option<Spanned<String>>,
+    #[serde(default)]
+    limits: LimitsTable,
+    #[serde(default)]
+    route: BTreeMap<String, Spanned<RouteTable>>,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct LimitsTable {
+    channels: Option<Spanned<u64>>,
+    peer_memory: Option<Spanned<String>>,
+    associations: Option<Spanned<u64>>,
+    lanes: Option<Spanned<u64>>,
+    vanished: Option<Spanned<String>>,
+    connect: Option<Spanned<String>>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RouteTable {
+    listen: Option<Spanned<String>>,
+    to: Option<Spanned<String>>,
+    peers: Option<Spanned<Vec<Spanned<String>>>>,
+    lanes: Option<Spanned<u64>>,
+    target: Option<Spanned<String>>,
+    exec: Option<Spanned<Vec<String>>>,
+    allow: Option<Spanned<Vec<Spanned<String>>>>,
+    window: Option<Spanned<String>>,
+}
+
+impl Config {
+    /// What a file's text says.
+    ///
+    /// # Errors
+    /// All of its mistakes; where it is no TOML, or has an unknown key, the first.
+    pub(crate) fn parse(file: &Path, text: &str) -> Result<Self, Mistakes> {
+        let mut found = Found {
+            text,
+            all: Vec::new(),
+        };
+        let parsed: Result<File, _> = toml::from_str(text);
+        let config = match parsed {
+            Ok(parsed) => check(parsed, &mut found),
+            Err(error) => {
+                let at = error.span().unwrap_or_default();
+                // serde's name for it is no operator's.
+                let text = error.message().replace("u64", "a whole number");
+                found.add(&at, text);
+                None
+            }
+        };
+        match config {
+            Some(config) if found.all.is_empty() => Ok(config),
+            _ => {
+                found.all.sort();
+                Err(Mistakes {
+                    file: file.to_owned(),
+                    all: found.all,
+                })
+            }
+        }
+    }
+}
+
+/// Collects mistakes.
+struct Found<'a> {
+    text: &'a str,
+    all: Vec<(usize, String)>,
+}
+
+impl Found<'_> {
+    fn add(&mut self, at: &Range<usize>, text: String) {
+        let before = self.text.get(..at.start).unwrap_or(self.text);
+        let line = before.matches('\n').count() + 1;
+        self.all.push((line, text));
+    }
+
+    /// What `parse` makes of a value, or a mistake.
+    fn parsed<T, V, E: fmt::Display>(
+        &mut self,
+        value: &Spanned<V>,
+        parse: impl FnOnce(&V) -> Result<T, E>,
+    ) -> Option<T> {
+        match parse(value.get_ref()) {
+            Ok(parsed) => Some(parsed),
+            Err(error) => {
+                self.add(&value.span(), error.to_string());
+                None
+            }
+        }
+    }
+
+    /// The same for a value that may be left out.
+    fn or<T, V, E: fmt::Display>(
+        &mut self,
+        value: Option<&Spanned<V>>,
+        usual: T,
+        parse: impl FnOnce(&V) -> Result<T, E>,
+    ) -> T {
+        match value {
+            Some(value) => self.parsed(value, parse).unwrap_or(usual),
+            None => usual,
+        }
+    }
+}
+
+fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
+    let listen = found.parsed(&file.listen, |text| {
+        text.parse::<SocketAddr>()
+            .map_err(|_| format!("{text:?} is no address: write 0.0.0.0:7300 or [::]:7300"))
+    });
+    let usual = Limits::default();
+    let table = &file.limits;
+    let limits = Limits {
+        channels: found.or(table.channels.as_ref(), usual.channels, |count| {
+            between("channels", *count, 1, 4096)
+        }),
+        peer_bytes: found.or(table.peer_memory.as_ref(), usual.peer_bytes, |text| {
+            parse_bytes(text)
+        }),
+        associations: found.or(table.associations.as_ref(), usual.associations, |count| {
+            between("associations", *count, 1, 4096)
+        }),
+        lanes: found.or(table.lanes.as_ref(), usual.lanes, |count| {
+            between("lanes", *count, 1, 128)
+        }),
+        vanished: found.or(
+            table.vanished.as_ref(),
+            usual.vanished,
+            |text| match parse_limit(text)? {
+                limit if limit < Duration::from_secs(1) => {
+                    Err("a peer cannot be missed in less than 1s".to_owned())
+                }
+                limit => Ok(limit),
+            },
+        ),
+        connect: found.or(table.connect.as_ref(), usual.connect, |text| {
+            parse_limit(text)
+        }),
+    };
+    if let Some(memory) = &table.peer_memory {
+        let least = limits.channels as u64 * (256 << 10);
+        if limits.peer_bytes < least {
+            let text = format!(
+                "{} channels need at least {} MiB: raise peer_memory, or lower channels",
+                limits.channels,
+                least.div_ceil(1 << 20)
+            );
+            found.add(&memory.span(), text);
+        }
+    }
+    let drain = found.or(file.drain.as_ref(), DRAIN, |text| parse_limit(text));
+    let mut entrances = Vec::new();
+    let mut exits = Vec::new();
+    for (name, table) in &file.route {
+        let at = table.span();
+        check_route(
+            name,
+            &at,
+            table.get_ref(),
+            found,
+            &mut entrances,
+            &mut exits,
+        );
+    }
+    if file.route.is_empty() {
+        let text = "there is no route: add [route.NAME] with listen and to on the host where \
+                    connections come in, and with target and allow on the other";
+        found.add(&(0..0), text.to_owned());
+    }
+    if !found.all.is_empty() {
+        return None;
+    }
+    let routes = match Routes::new(entrances, exits) {
+        Ok(routes) => routes,
+        Err(error) => {
+            found.add(&(0..0), error.to_string());
+            return None;
+        }
+    };
+    let reading = Reading::with_open_key(file.allow_open_key);
+    Some(Config {
+        listen: listen?,
+        identity: file.identity,
+        reading,
+        routes,
+        limits,
+        drain,
+    })
+}
+
+/// How long channels may go on after SIGTERM unless the file says otherwise:
+/// what service managers wait before they kill, less a little.
+const DRAIN: Duration = Duration::from_secs(80);
+
+fn check_route(
+    name: &str,
+    at: &Range<usize>,
+    table: &RouteTable,
+    found: &mut Found<'_>,
+    entrances: &mut Vec<Entrance>,
+    exits: &mut Vec<Exit>,
+) {
+    let window_bytes = found.or(
+        table.window.as_ref(),
+        WINDOW_BYTES,
+        |text| match parse_bytes(text)? {
+            bytes if (256 << 10..=MAX_WINDOW_BYTES).contains(&bytes) => Ok(bytes),
+            _ => Err(format!("a window of {text} cannot be: 256K to 1G can")),
+        },
+    );
+    let route = name.to_owned();
+    match (&table.listen, &table.to) {
+        (Some(listen), Some(to)) => {
+            let listen = found.parsed(listen, |text| parse_listen(text));
+            let host = found.parsed(to, |text| host_of(text));
+            let peers = match (&table.peers, &host) {
+                (Some(peers), _) => check_peers(peers, found),
+                (None, Some(host)) => found.parsed(to, |_| {
+                    let peer = host.parse::<Peer>().map_err(|error| {
+                        format!("{error}: say with peers whose certificate is expected")
+                    })?;
+                    Ok::<_, String>(Peers::OneOf(vec![peer]))
+                }),
+                (None, None) => None,
+            };
+            let lanes = found.or(table.lanes.as_ref(), DEFAULT_LANES, |count| {
+                between("lanes", *count, 1, 128)
+            });
+            if let (Some(listen), Some(peers)) = (listen, peers) {
+                entrances.push(Entrance {
+                    route: route.clone(),
+                    listen,
+                    to: to.get_ref().clone(),
+                    peers,
+                    lanes,
+                    window_bytes,
+                });
+            }
+        }
+        (Some(listen), None) => {
+            let text = format!("route {name} listens and leads nowhere: add to = \"HOST:PORT\"");
+            found.add(&listen.span(), text);
+        }
+        (None, Some(to)) => {
+            let text = format!(
+                "route {name} leads to a peer and takes no connections: add listen = \
+                 \"unix:PATH\" or \"tcp:ADDRESS:PORT\""
+            );
+            found.add(&to.span(), text);
+        }
+        (None, None) => {
+            for (key, value) in [
+                ("peers", table.peers.as_ref().map(Spanned::span)),
+                ("lanes", table.lanes.as_ref().map(Spanned::span)),
+            ] {
+                if let Some(at) = value {
+                    let text = format!("route {name}: {key} goes with listen and to");
+                    found.add(&at, text);
+                }
+            }
+        }
+    }
+    let target = match (&table.target, &table.exec) {
+        (Some(target), None) => found.parsed(target, |text| parse_target(text)),
+        (None, Some(words)) => found.parsed(words, |words| match words.first() {
+            Some(program) if program.starts_with('/') => Ok(Target::Exec(words.clone())),
+            _ => Err("exec is a program's whole path and its arguments: [\"/bin/cat\", \"-u\"]"),
+        }),
+        (Some(_), Some(exec)) => {
+            let text = format!("route {name} has a target and exec: leave one out");
+            found.add(&exec.span(), text);
+            None
+        }
+        (None, None) => {
+            if let Some(allow) = &table.allow {
+                let text = format!(
+                    "route {name} allows peers what there is not: add target = \"unix:PATH\" or \
+                     \"tcp:HOST:PORT\""
+                );
+                found.add(&allow.span(), text);
+            } else if table.listen.is_none() && table.to.is_none() {
+                let text =
+                    format!("route {name} has no end here: add listen and to, or target and allow");
+                found.add(at, text);
+            }
+            return;
+        }
+    };
+    let Some(allow) = &table.allow else {
+        let text = format!(
+            "route {name} has a target that nobody may reach: add allow = [\"NAME\"] with the \
+             names in the peers' certificates"
+        );
+        found.add(at, text);
+        return;
+    };
+    let allow = check_peers(allow, found);
+    if let (Some(target), Some(allow)) = (target, allow) {
+        exits.push(Exit {
+            route,
+            allow,
+            target,
+            window_bytes,
+        });
+    }
+}
+
+fn check_peers(list: &Spanned<Vec<Spanned<String>>>, found: &mut Found<'_>) -> Option<Peers> {
+    if list.get_ref().is_empty() {
+        let text = "an empty list allows nobody: name the peers";
+        found.add(&list.span(), text.to_owned());
+        return None;
+    }
+    let before = found.all.len();
+    let parsed = list.get_ref().iter();
+    let peers = parsed.filter_map(|one| found.parsed(one, |text| text.parse::<Peer>()));
+    let peers = Peers::OneOf(peers.collect());
+    (found.all.len() == before).then_some(peers)
+}
+
+fn between<T: TryFrom<u64>>(what: &str, count: u64, least: u64, most: u64) -> Result<T, String> {
+    let out = || format!("{count} {what} cannot be: {least} to {most} can");
+    if !(least..=most).contains(&count) {
+        return Err(out());
+    }
+    T::try_from(count).map_err(|_| out())
+}
+
+fn parse_listen(text: &str) -> Result<Listen, String> {
+    if let Some(path) = text.strip_prefix("unix:") {
+        return Ok(Listen::Unix(socket_path(path)?));
+    }
+    if let Some(address) = text.strip_prefix("tcp:") {
+        return address.parse().map(Listen::Tcp).map_err(|_| {
+            format!("{address:?} is no address: write tcp:127.0.0.1:4444 or tcp:[::1]:4444")
+        });
+    }
+    Err(format!(
+        "{text:?} is no place to listen: write unix:PATH or tcp:ADDRESS:PORT"
+    ))
+}
+
+fn parse_target(text: &str) -> Result<Target, String> {
+    if let Some(path) = text.strip_prefix("unix:") {
+        return Ok(Target::Unix(socket_path(path)?));
+    }
+    if let Some(to) = text.strip_prefix("tcp:") {
+        host_of(to)?;
+        return Ok(Target::Tcp(to.to_owned()));
+    }
+    Err(format!(
+        "{text:?} is no target: write unix:PATH or tcp:HOST:PORT, or exec = [\"/PROGRAM\", …]"
+    ))
+}
+
+/// A path that fits a socket's address (unix(7)).
+fn socket_path(path: &str) -> Result<PathBuf, String> {
+    if !path.starts_with('/') {
+        return Err(format!("{path:?} is no whole path: begin it with /"));
+    }
+    if path.len() > 107 || path.contains('\0') {
+        return Err(format!(
+            "{path:?} is too long for a socket's path: 107 bytes at most"
+        ));
+    }
+    Ok(path.into())
+}
+
+/// The host of a host and a port.
+fn host_of(text: &str) -> Result<String, String> {
+    let wrong = || format!("{text:?} is no host and port: write host.example:7300");
+    let (host, port) = text.rsplit_once(':').ok_or_else(wrong)?;
+    let host = match host.strip_prefix('[') {
+        Some(host) => host.strip_suffix(']').ok_or_else(wrong)?,
+        None => host,
+    };
+    match port.parse::<u16>() {
+        Ok(port) if port != 0 && !host.is_empty() => Ok(host.to_owned()),
+        _ => Err(wrong()),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    const GOOD: &str = r#"
+listen = "0.0.0.0:7300"
+identity = "/etc/dunlin"
+drain = "5s"
+
+[limits]
+channels = 16
+peer_memory = "64M"
+vanished = "4s"
+
+[route.ram]
+listen = "unix:/run/dunlin/ram.sock"
+to = "b.example:7300"
+lanes = 2
+window = "32M"
+target = "unix:/run/qemu/in.sock"
+allow = ["b.example", "spiffe://example/b"]
+
+[route.disk]
+target = "tcp:127.0.0.1:10809"
+allow = ["b.example"]
+
+[route.tool]
+exec = ["/bin/cat", "-u"]
+allow = ["b.example"]
+"#;
+
+    fn mistakes(text: &str) -> Vec<String> {
+        let mistakes = Config::parse(Path::new("t.toml"), text).unwrap_err();
+        mistakes.to_string().lines().map(str::to_owned).collect()
+    }
+
+    #[test]
+    fn a_good_file_is_taken_as_it_says() {
+        let config = Config::parse(Path::new("t.toml"), GOOD).unwrap();
+        assert_eq!(config.listen, "0.0.0.0:7300".parse().unwrap());
+        assert_eq!(config.drain, Duration::from_secs(5));
+        assert_eq!(config.limits.channels, 16);
+        assert_eq!(config.limits.peer_bytes, 64 << 20);
+        assert_eq!(config.limits.vanished, Duration::from_secs(4));
+        assert_eq!(config.limits.connect, Limits::default().connect);
+        let routes = format!("{:?}", config.routes);
+        for part in [
+            "/run/qemu/in.sock",
+            "127.0.0.1:10809",
+            "/bin/cat",
+            "33554432",
+        ] {
+            assert!(routes.contains(part), "{part} in {routes}");
+        }
+    }
+
+    /// Each line of the good file replaced, with the line on which the mistake is
+    /// reported and a word of what to do.
+    #[test]
+    fn every_mistake_is_named_with_its_line_and_what_to_do() {
+        for (good, bad, line, word) in [
+            (
+                "listen = \"0.0.0.0:7300\"",
+                "listen = \"7300\"",
+                2,
+                "write 0.0.0.0:7300",
+            ),
+            ("identity = \"/etc/dunlin\"", "", 1, "identity"),
+            ("drain = \"5s\"", "drain = \"5\"", 4, "300ms, 10s"),
+            ("drain = \"5s\"", "drian = \"5s\"", 4, "drian"),
+            ("channels = 16", "channels = 0", 7, "1 to 4096"),
+            ("channels = 16", "channels = \"16\"", 7, "whole number"),
+            ("channels = 16", "channels = 1024", 8, "raise peer_memory"),
+            ("vanished = \"4s\"", "vanished = \"10ms\"", 9, "1s"),
+            (
+                "unix:/run/dunlin/ram.sock",
+                "/run/dunlin/ram.sock",
+                12,
+                "unix:PATH",
+            ),
+            (
+                "unix:/run/dunlin/ram.sock",
+                "unix:ram.sock",
+                12,
+                "begin it with /",
+            ),
+            (
+                "to = \"b.example:7300\"",
+                "to = \"b.example\"",
+                13,
+                "host.example:7300",
+            ),
+            ("to = \"b.example:7300\"", "", 12, "add to"),
+            (
+                "listen = \"unix:/run/dunlin/ram.sock\"",
+                "",
+                13,
+                "add listen",
+            ),
+            ("lanes = 2", "lanes = 200", 14, "1 to 128"),
+            ("lanes = 2", "lane = 2", 14, "lane"),
+            ("window = \"32M\"", "window = \"1K\"", 15, "256K to 1G"),
+            ("unix:/run/qemu/in.sock", "in.sock", 16, "unix:PATH"),
+            (
+                "\"spiffe://example/b\"",
+                "\"sha256:00\"",
+                17,
+                "64 hexadecimal",
+            ),
+            (
+                "allow = [\"b.example\", \"spiffe://example/b\"]",
+                "",
+                11,
+                "add allow",
+            ),
+            (
+                "allow = [\"b.example\", \"spiffe://example/b\"]",
+                "allow = []",
+                17,
+                "name the peers",
+            ),
+            ("target = \"tcp:127.0.0.1:10809\"", "", 21, "add target"),
+            (
+                "target = \"tcp:127.0.0.1:10809\"",
+                "peers = [\"x\"]\nlanes = 2",
+                20,
+                "goes with",
+            ),
+            (
+                "exec = [\"/bin/cat\", \"-u\"]",
+                "exec = [\"cat\"]",
+                24,
+                "whole path",
+            ),
+            (
+                "exec = [\"/bin/cat\", \"-u\"]",
+                "exec = [\"/bin/cat\"]\ntarget = \"unix:/x\"",
+                24,
+                "leave one out",
+            ),
+        ] {
+            let text = GOOD.replacen(good, bad, 1);
+            assert_ne!(text, GOOD, "{good}");
+            let found = mistakes(&text);
+            let expected = format!("t.toml:{line}: ");
+            assert!(
+                found
+                    .iter()
+                    .any(|one| one.starts_with(&expected) && one.contains(word)),
+                "{bad:?}: {expected}…{word} in {found:#?}"
+            );
+        }
+    }
+
+    #[test]
+    fn all_mistakes_are_named_at_once() {
+        let text = GOOD
+            .replacen("lanes = 2", "lanes = 0", 1)
+            .replacen("drain = \"5s\"", "drain = \"soon\"", 1)
+            .replacen("unix:/run/qemu", "unix:run/qemu", 1);
+        assert_eq!(mistakes(&text).len(), 3);
+        assert!(mistakes("listen = ").len() == 1);
+        let nothing = "listen = \"0.0.0.0:1\"\nidentity = \"/x\"\n";
+        assert!(mistakes(nothing)[0].contains("there is no route"));
+    }
+}

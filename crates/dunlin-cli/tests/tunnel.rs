@@ -1,0 +1,307 @@
+//! `dunlin tunnel`: two processes, and hypervisors that are ordinary sockets.
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
+use std::process::{Child, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use support::{Hosts, finish, words};
+
+/// Nothing that a test waits for takes longer.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// A tunnel's process; killed with its owner.
+struct Tunnel {
+    child: Child,
+    address: String,
+    log: Receiver<String>,
+    config: PathBuf,
+}
+
+impl Tunnel {
+    fn start(hosts: &Hosts, name: &str, config: &str) -> Self {
+        let file = hosts.scratch.join(&format!("{name}.toml"));
+        fs::write(&file, config).unwrap();
+        let mut child = words("tunnel run --config")
+            .arg(&file)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let (sender, log) = channel();
+        let said = BufReader::new(child.stderr.take().unwrap());
+        let out = sender.clone();
+        thread::spawn(move || {
+            said.lines()
+                .map_while(Result::ok)
+                .all(|line| out.send(line).is_ok())
+        });
+        let mut first = String::new();
+        let mut stdout = BufReader::new(child.stdout.take().unwrap());
+        stdout.read_line(&mut first).unwrap();
+        thread::spawn(move || {
+            stdout
+                .lines()
+                .map_while(Result::ok)
+                .all(|line| sender.send(line).is_ok())
+        });
+        let address = first.trim().strip_prefix("listening on ");
+        let address = address.unwrap_or_else(|| panic!("{first:?}, {:?}", log.recv()));
+        Self {
+            address: address.to_owned(),
+            child,
+            log,
+            config: file,
+        }
+    }
+
+    fn signal(&self, name: &str) {
+        let mut kill = std::process::Command::new("kill");
+        kill.args(["-s", name]).arg(self.child.id().to_string());
+        assert!(kill.status().unwrap().success());
+    }
+
+    /// Waits for a line of the log.
+    fn wait_for(&self, words: &str) -> String {
+        let until = Instant::now() + PATIENCE;
+        let mut seen = Vec::new();
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            match self.log.recv_timeout(left) {
+                Ok(line) if line.contains(words) => return line,
+                Ok(line) => seen.push(line),
+                Err(_) => panic!("no {words:?} in {seen:#?}"),
+            }
+        }
+    }
+
+    fn code(mut self) -> Option<i32> {
+        let until = Instant::now() + PATIENCE;
+        while Instant::now() < until {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                return status.code();
+            }
+            thread::sleep(Duration::from_millis(5));
+        }
+        panic!("it does not end")
+    }
+}
+
+impl Drop for Tunnel {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn listen(path: PathBuf) -> UnixListener {
+    UnixListener::bind(path).unwrap()
+}
+
+fn patient(stream: UnixStream) -> UnixStream {
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.set_write_timeout(Some(PATIENCE)).unwrap();
+    stream
+}
+
+fn connect(path: PathBuf) -> UnixStream {
+    patient(UnixStream::connect(path).unwrap())
+}
+
+/// Two hosts with tunnels and one route from `in` to `out`.
+struct Scene {
+    hosts: Hosts,
+    near: Tunnel,
+    far: Tunnel,
+    target: UnixListener,
+}
+
+impl Scene {
+    fn new() -> Self {
+        let hosts = Hosts::new();
+        let target = listen(hosts.scratch.join("out"));
+        let far = Tunnel::start(&hosts, "far", &far_config(&hosts, "a.test"));
+        let near = Tunnel::start(
+            &hosts,
+            "near",
+            &near_config(&hosts, &far.address, "ram", "in"),
+        );
+        Self {
+            hosts,
+            near,
+            far,
+            target,
+        }
+    }
+
+    fn channel(&self) -> (UnixStream, UnixStream) {
+        let near = connect(self.hosts.scratch.join("in"));
+        (near, patient(self.target.accept().unwrap().0))
+    }
+}
+
+fn far_config(hosts: &Hosts, allowed: &str) -> String {
+    format!(
+        "listen = \"127.0.0.1:0\"\nidentity = {:?}\ndrain = \"2s\"\n\
+         [route.ram]\ntarget = \"unix:{}\"\nallow = [{allowed:?}]\n",
+        hosts.scratch.join("b"),
+        hosts.scratch.join("out").display(),
+    )
+}
+
+fn near_config(hosts: &Hosts, to: &str, route: &str, socket: &str) -> String {
+    format!(
+        "listen = \"127.0.0.1:0\"\nidentity = {:?}\ndrain = \"2s\"\n\
+         [route.{route}]\nlisten = \"unix:{}\"\nto = {to:?}\npeers = [\"b.test\"]\nlanes = 2\n",
+        hosts.scratch.join("a"),
+        hosts.scratch.join(socket).display(),
+    )
+}
+
+#[test]
+fn two_processes_carry_bytes_both_ways_and_ends() {
+    let scene = Scene::new();
+    let (mut near, mut far) = scene.channel();
+    let sent: Vec<u8> = (0..8_u32 << 20).map(|at| (at % 251) as u8).collect();
+    let all = sent.clone();
+    let mut out = near.try_clone().unwrap();
+    let sender = thread::spawn(move || {
+        out.write_all(&all).unwrap();
+        out.shutdown(Shutdown::Write).unwrap();
+    });
+    let mut came = Vec::new();
+    far.read_to_end(&mut came).unwrap();
+    sender.join().unwrap();
+    assert!(came == sent);
+    far.write_all(b"thanks").unwrap();
+    drop(far);
+    let mut answer = String::new();
+    near.read_to_string(&mut answer).unwrap();
+    assert_eq!(answer, "thanks");
+    scene.near.wait_for("route ram: channel 0 is closed");
+}
+
+#[test]
+fn a_peer_that_the_route_does_not_allow_is_refused_with_a_reason() {
+    let hosts = Hosts::new();
+    let _target = listen(hosts.scratch.join("out"));
+    // Another route lets it into the tunnel, but not into this one.
+    let config = far_config(&hosts, "c.test")
+        + "[route.other]\ntarget = \"tcp:127.0.0.1:9\"\nallow = [\"a.test\"]\n";
+    let far = Tunnel::start(&hosts, "far", &config);
+    let near = Tunnel::start(
+        &hosts,
+        "near",
+        &near_config(&hosts, &far.address, "ram", "in"),
+    );
+    let mut stream = connect(hosts.scratch.join("in"));
+    assert_eq!(stream.read(&mut [0]).unwrap(), 0);
+    let why = near.wait_for("was refused");
+    assert!(why.contains("unauthorised"), "{why}");
+    assert!(why.contains("is not for this peer"), "{why}");
+}
+
+#[test]
+fn sigterm_lets_channels_end_and_takes_no_more() {
+    let scene = Scene::new();
+    let (mut near, mut far) = scene.channel();
+    near.write_all(b"x").unwrap();
+    far.read_exact(&mut [0]).unwrap();
+    scene.near.signal("TERM");
+    scene.near.wait_for("SIGTERM");
+    let until = Instant::now() + PATIENCE;
+    while UnixStream::connect(scene.hosts.scratch.join("in")).is_ok() {
+        assert!(Instant::now() < until, "connections are still taken");
+        thread::sleep(Duration::from_millis(5));
+    }
+    near.write_all(b"last words").unwrap();
+    drop(near);
+    let mut last = String::new();
+    far.read_to_string(&mut last).unwrap();
+    assert_eq!(last, "last words");
+    drop(far);
+    assert_eq!(scene.near.code(), Some(0));
+}
+
+#[test]
+fn a_drain_ends_at_its_deadline_and_says_so() {
+    let scene = Scene::new();
+    let (mut near, far) = scene.channel();
+    let begin = Instant::now();
+    scene.far.signal("TERM");
+    assert_eq!(scene.far.code(), Some(1));
+    assert!(begin.elapsed() >= Duration::from_secs(2));
+    // And the hypervisor hears of it at once.
+    assert_eq!(near.read(&mut [0]).unwrap(), 0);
+    assert!(
+        begin.elapsed() < Duration::from_secs(6),
+        "{:?}",
+        begin.elapsed()
+    );
+    drop(far);
+}
+
+#[test]
+fn sighup_changes_routes_and_no_channel() {
+    let scene = Scene::new();
+    let (mut near, mut far) = scene.channel();
+    let changed = near_config(&scene.hosts, &scene.far.address, "ram", "other");
+    fs::write(&scene.near.config, "listen = 1\n").unwrap();
+    scene.near.signal("HUP");
+    let why = scene.near.wait_for("everything stays as it was");
+    assert!(why.contains("near.toml:1:"), "{why}");
+    fs::write(&scene.near.config, changed).unwrap();
+    scene.near.signal("HUP");
+    scene.near.wait_for("read anew");
+    assert!(UnixStream::connect(scene.hosts.scratch.join("in")).is_err());
+    near.write_all(b"x").unwrap();
+    far.read_exact(&mut [0]).unwrap();
+    let mut second = connect(scene.hosts.scratch.join("other"));
+    let mut accepted = patient(scene.target.accept().unwrap().0);
+    second.write_all(b"y").unwrap();
+    accepted.read_exact(&mut [0]).unwrap();
+}
+
+#[test]
+fn a_killed_tunnel_is_an_error_to_the_hypervisor_and_no_hang() {
+    let scene = Scene::new();
+    let (mut near, far) = scene.channel();
+    let mut tunnel = scene.far;
+    let begin = Instant::now();
+    tunnel.child.kill().unwrap();
+    tunnel.child.wait().unwrap();
+    assert_eq!(near.read(&mut [0]).unwrap(), 0);
+    assert!(
+        begin.elapsed() < Duration::from_secs(12),
+        "{:?}",
+        begin.elapsed()
+    );
+    drop(far);
+}
+
+#[test]
+fn a_bad_configuration_is_told_before_anything_runs() {
+    let hosts = Hosts::new();
+    let file = hosts.scratch.join("bad.toml");
+    fs::write(
+        &file,
+        "listen = \"127.0.0.1:0\"\nidentity = \"/none\"\nlanes = 4\n",
+    )
+    .unwrap();
+    for command in ["tunnel run --config", "tunnel check --config"] {
+        let mut command = words(command);
+        command.arg(&file);
+        let done = finish(command).expect(1);
+        assert!(done.err.contains("bad.toml:3:"), "{}", done.err);
+        assert!(done.err.contains("lanes"), "{}", done.err);
+    }
+}

@@ -1,0 +1,138 @@
+//! What the tunnel tells whoever runs it.
+
+use std::fmt;
+use std::net::SocketAddr;
+
+use dunlin_proto::fault::FaultCode;
+
+use super::failure::Failure;
+
+/// Something that happened. Prints as one line for a log.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub enum Event {
+    /// An association stands.
+    Associated {
+        /// Who the peer is.
+        peer: String,
+        /// Where it is.
+        at: SocketAddr,
+    },
+    /// There is no association with a peer, and connections for it are closed.
+    NotAssociated {
+        /// Where the peer was to be.
+        to: String,
+        /// Why.
+        failure: Failure,
+    },
+    /// An association has ended.
+    Dissociated {
+        /// Who the peer was.
+        peer: String,
+        /// Why.
+        fault: FaultCode,
+    },
+    /// A channel carries bytes.
+    Opened {
+        /// The route.
+        route: String,
+        /// The channel's number in its association.
+        channel: u32,
+    },
+    /// A connection found no other half and was closed.
+    Refused {
+        /// The route.
+        route: String,
+        /// Why.
+        failure: Failure,
+    },
+    /// A channel has ended both ways, in order.
+    Closed {
+        /// The route.
+        route: String,
+        /// The channel's number in its association.
+        channel: u32,
+    },
+    /// A channel was aborted.
+    Aborted {
+        /// The route.
+        route: String,
+        /// The channel's number in its association.
+        channel: u32,
+        /// Why, and whose fault it is.
+        failure: Failure,
+    },
+    /// A lane could not be had or was lost; the others carry on.
+    LaneLost {
+        /// The lane's number.
+        lane: u16,
+        /// Why.
+        why: String,
+    },
+    /// The control lane was lost; a new one may take its place.
+    ControlLost {
+        /// Who the peer is.
+        peer: String,
+        /// Why.
+        failure: Failure,
+    },
+    /// A new control lane has taken its place.
+    ControlResumed {
+        /// Who the peer is.
+        peer: String,
+    },
+    /// Somebody connected to the tunnel's port and came to nothing.
+    Rejected {
+        /// Where from.
+        from: String,
+        /// Why.
+        why: String,
+    },
+    /// Something is not as it should be, and the tunnel goes on.
+    Warning(String),
+}
+
+impl fmt::Display for Event {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Associated { peer, at } => write!(formatter, "associated with {peer} at {at}"),
+            Self::NotAssociated { to, failure } => {
+                write!(formatter, "no association with {to}: {failure}")
+            }
+            Self::Dissociated { peer, fault } => {
+                write!(formatter, "the association with {peer} has ended: {fault}")
+            }
+            Self::Opened { route, channel } => {
+                write!(formatter, "route {route}: channel {channel} is open")
+            }
+            Self::Refused { route, failure } => {
+                write!(
+                    formatter,
+                    "route {route}: a connection was refused: {failure}"
+                )
+            }
+            Self::Closed { route, channel } => {
+                write!(formatter, "route {route}: channel {channel} is closed")
+            }
+            Self::Aborted {
+                route,
+                channel,
+                failure,
+            } => write!(
+                formatter,
+                "route {route}: channel {channel} was aborted: {failure}"
+            ),
+            Self::LaneLost { lane, why } => write!(formatter, "lane {lane} is lost: {why}"),
+            Self::ControlLost { peer, failure } => {
+                write!(formatter, "the control lane to {peer} is lost: {failure}")
+            }
+            Self::ControlResumed { peer } => {
+                write!(formatter, "a new control lane to {peer} stands")
+            }
+            Self::Rejected { from, why } => {
+                write!(formatter, "a connection from {from} was rejected: {why}")
+            }
+            Self::Warning(text) => write!(formatter, "warning: {text}"),
+        }
+    }
+}

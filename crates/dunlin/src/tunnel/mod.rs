@@ -1,0 +1,294 @@
+//! The tunnel: connections of hypervisors that know nothing of it, striped over
+//! lanes.
+//!
+//! ```text
+//!  hypervisor ─▶ entrance ─┐                                ┌─▶ target ─▶ hypervisor
+//!  hypervisor ─▶ entrance ─┼─▶ association ═ lanes ═ association ─▶ target ─▶ …
+//!                          └── control lane: who, how far ──┘
+//! ```
+//!
+//! A [`Tunnel`] takes connections at its *entrances* and, for its peers, makes
+//! connections at its *exits*. All that goes to one peer goes over one
+//! *association*: a control lane, and lanes that are opened when there is
+//! something to carry. What is decided is decided by [`dunlin_proto::stripe`],
+//! which knows no socket; here is what drives it:
+//!
+//! - `options`: routes and limits, checked before anything is opened.
+//! - `site`: what all associations share; which connection goes to which.
+//! - `door`: listeners; `dial`: how an association begins; `target`: the
+//!   hypervisor's socket at the far side.
+//! - `hub`: the core of an association under its lock, and what is done about its
+//!   decisions. `talk`: the control lane. `send` and `receive`: the lanes.
+//! - `piece` and `socket`: the bytes, and where they come from and go.
+//!
+//! Threads of an association: one that talks, one that hears, one that waits for
+//! consumers, and one for each lane and direction.
+
+mod dial;
+mod door;
+mod event;
+mod failure;
+mod hub;
+mod options;
+mod piece;
+mod receive;
+mod send;
+mod site;
+mod socket;
+mod talk;
+mod target;
+
+use std::io;
+use std::net::{SocketAddr, TcpListener};
+use std::sync::mpsc::sync_channel;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use dunlin_proto::fault::FaultCode;
+use dunlin_sys::poll::{Waker, waker};
+use thiserror::Error;
+
+use crate::lane::identity::{ClientTls, Identity, ServerTls, SettingsError};
+use crate::lane::peers::Peers;
+use crate::lane::provider::Crypto;
+
+pub use event::Event;
+pub use failure::Failure;
+pub use options::{
+    BadRoute, DEFAULT_LANES, Entrance, Exit, Limits, Listen, MAX_WINDOW_BYTES, Routes, Target,
+    WINDOW_BYTES,
+};
+
+use door::Door;
+use site::Site;
+
+/// Events that wait for whoever runs the tunnel.
+const EVENTS: usize = 1024;
+/// How often a tunnel that drains looks whether it is done.
+const DRAIN_STEP: Duration = Duration::from_millis(20);
+
+/// Who a host is. A tunnel both connects and accepts, and lanes are made by both
+/// sides: it needs a certificate for each.
+#[derive(Clone)]
+pub struct Identities {
+    /// For what it connects.
+    pub connecting: Arc<Identity>,
+    /// For what it accepts.
+    pub accepting: Arc<Identity>,
+    /// What is offered and chosen.
+    pub crypto: Crypto,
+}
+
+impl Identities {
+    fn client(&self, peers: Peers) -> Result<ClientTls, SettingsError> {
+        self.connecting.client(&self.crypto, peers)
+    }
+
+    /// Lets in whoever any route knows; which route is whose is seen later.
+    fn server(&self, routes: &Routes) -> Result<ServerTls, SettingsError> {
+        let entrances = routes.entrances.iter().map(|one| &one.peers);
+        let exits = routes.exits.iter().map(|one| &one.allow);
+        let named = entrances.chain(exits).flat_map(|peers| match peers {
+            Peers::OneOf(peers) => &peers[..],
+            // Routes name their peers.
+            Peers::AnyFromAuthority => &[],
+        });
+        let mut all = Vec::new();
+        for peer in named {
+            if !all.contains(peer) {
+                all.push(peer.clone());
+            }
+        }
+        self.accepting.server(&self.crypto, Peers::OneOf(all))
+    }
+}
+
+/// Why a tunnel cannot run, or not as it was asked to.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum TunnelError {
+    /// The identity does not serve.
+    #[error("the identity cannot be used: {0}")]
+    Identity(#[from] SettingsError),
+    /// An entrance cannot listen.
+    #[error("route {route:?} cannot listen on {listen}: {error}")]
+    Listen {
+        /// The route.
+        route: String,
+        /// Where.
+        listen: Listen,
+        /// What the kernel says.
+        error: io::Error,
+    },
+    /// No descriptors or threads are left.
+    #[error("the tunnel cannot start: {0}")]
+    Io(#[from] io::Error),
+}
+
+/// What an association carries now.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Status {
+    /// Who the peer is.
+    pub peer: String,
+    /// Where it is.
+    pub at: SocketAddr,
+    /// Its channels that are open, by their routes' names.
+    pub channels: Vec<String>,
+    /// Lanes of both sides.
+    pub lanes: usize,
+    /// Bytes that wait here for consumers.
+    pub held_bytes: u64,
+    /// Bytes that were sent and not acknowledged.
+    pub unacknowledged_bytes: u64,
+}
+
+/// A tunnel that runs. Dropped, it ends at once, and its channels with it.
+pub struct Tunnel {
+    site: Arc<Site>,
+    tls: ServerTls,
+    doors: Mutex<Vec<Door>>,
+    address: SocketAddr,
+    stop: Waker,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Tunnel {
+    /// Starts a tunnel that takes its peers' connections from `listener`, and
+    /// tells `observer`, on a thread of its own, what happens.
+    ///
+    /// # Errors
+    /// [`TunnelError`]; nothing runs then.
+    pub fn start(
+        listener: TcpListener,
+        identities: Identities,
+        routes: &Routes,
+        limits: Limits,
+        mut observer: impl FnMut(Event) + Send + 'static,
+    ) -> Result<Self, TunnelError> {
+        let address = listener.local_addr()?;
+        let tls = identities.server(routes)?;
+        let (events, heard) = sync_channel(EVENTS);
+        let site = Site::new(limits, address.port(), identities, routes, events)?;
+        let site = Arc::new(site);
+        let (stop, stopped) = waker()?;
+        let mut threads = Vec::new();
+        // It ends with the last thread that could tell something.
+        let body = move || heard.iter().for_each(&mut observer);
+        let observing = thread::Builder::new().name("dunlin-events".to_owned());
+        drop(observing.spawn(body)?);
+        let (own, own_tls) = (Arc::clone(&site), tls.clone());
+        let body = move || door::take_peers(&own, &listener, &own_tls, &stopped);
+        let port = thread::Builder::new().name("dunlin-port".to_owned());
+        threads.push(port.spawn(body)?);
+        let tunnel = Self {
+            site,
+            tls,
+            doors: Mutex::default(),
+            address,
+            stop,
+            threads,
+        };
+        tunnel.open_doors(routes)?;
+        Ok(tunnel)
+    }
+
+    /// Where its peers reach it.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Where its entrances listen, by their routes' names; a port of 0 is the one
+    /// that the kernel chose.
+    pub fn entrances(&self) -> Vec<(String, Listen)> {
+        let of = |door: &Door| (door.entrance.route.clone(), door.entrance.listen.clone());
+        self.lock_doors().iter().map(of).collect()
+    }
+
+    /// Uses other routes and identities for all that comes from now on; channels
+    /// that are open stay as they are.
+    ///
+    /// # Errors
+    /// [`TunnelError`]. A new entrance that cannot listen leaves the others open,
+    /// the old and the new; everything else is as before.
+    pub fn replace(&self, identities: Identities, routes: &Routes) -> Result<(), TunnelError> {
+        let tls = identities.server(routes)?;
+        self.open_doors(routes)?;
+        self.tls.replace(&tls);
+        self.site.replace(identities, routes);
+        Ok(())
+    }
+
+    /// What is carried now.
+    pub fn status(&self) -> Vec<Status> {
+        self.site.status()
+    }
+
+    /// Takes no more connections, waits until all channels have ended, at most
+    /// `limit`, and ends. Returns how many channels were cut off.
+    pub fn drain(self, limit: Duration) -> usize {
+        let until = Instant::now() + limit;
+        self.lock_doors().clear();
+        self.site.drain();
+        let channels = || {
+            let status = self.site.status();
+            status.iter().map(|one| one.channels.len()).sum::<usize>()
+        };
+        while channels() > 0 && Instant::now() < until {
+            thread::sleep(DRAIN_STEP);
+        }
+        channels()
+    }
+
+    /// Opens what is new and closes what is no more.
+    fn open_doors(&self, routes: &Routes) -> Result<(), TunnelError> {
+        let mut doors = self.lock_doors();
+        let stays = |door: &Door| {
+            let of = |one: &Entrance| {
+                let at = (&one.route, &one.listen, &one.to, &one.peers);
+                let own = &door.entrance;
+                at == (&own.route, &own.listen, &own.to, &own.peers)
+                    && one.window_bytes == own.window_bytes
+            };
+            routes.entrances.iter().any(of)
+        };
+        // First: another route may want the place of one that goes.
+        doors.retain(stays);
+        for entrance in &routes.entrances {
+            let is_open = |door: &Door| {
+                door.entrance.route == entrance.route && door.entrance.listen == entrance.listen
+            };
+            if doors.iter().any(is_open) {
+                continue;
+            }
+            let door =
+                Door::open(&self.site, entrance.clone()).map_err(|error| TunnelError::Listen {
+                    route: entrance.route.clone(),
+                    listen: entrance.listen.clone(),
+                    error,
+                })?;
+            doors.push(door);
+        }
+        Ok(())
+    }
+
+    fn lock_doors(&self) -> std::sync::MutexGuard<'_, Vec<Door>> {
+        self.doors.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Tunnel {
+    fn drop(&mut self) {
+        self.lock_doors().clear();
+        self.stop.wake();
+        for thread in self.threads.drain(..) {
+            // A panic has been printed by its hook.
+            let _ = thread.join();
+        }
+        self.site.drain();
+        for hub in self.site.all() {
+            hub.end(FaultCode::Ended);
+        }
+        self.site.join();
+    }
+}

@@ -1,0 +1,369 @@
+//! What a tunnel is asked to do: routes and limits, checked before anything is
+//! opened.
+
+use std::collections::BTreeSet;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use dunlin_proto::limits::{
+    DEFAULT_CHANNELS, DEFAULT_PEER_BYTES, DEFAULT_WINDOW_BYTES, LEAST_WINDOW_BYTES, MAX_CHANNELS,
+    MAX_LANES, MAX_NAME_BYTES,
+};
+use dunlin_proto::stripe::Patience;
+use thiserror::Error;
+
+use crate::lane::peers::Peers;
+
+/// Where a route takes connections.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Listen {
+    /// A unix socket that the tunnel makes, and removes when it ends.
+    Unix(PathBuf),
+    /// A TCP port. Anybody who reaches it is carried.
+    Tcp(SocketAddr),
+}
+
+/// What a route's channels are connected to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Target {
+    /// A unix socket.
+    Unix(PathBuf),
+    /// A host and a port.
+    Tcp(String),
+    /// A program and its arguments, started for each channel, whose standard
+    /// input and output are the channel.
+    Exec(Vec<String>),
+}
+
+/// One end of a route, where connections come in.
+#[derive(Clone, Debug)]
+pub struct Entrance {
+    /// The route's name, the same on both hosts.
+    pub route: String,
+    /// Where connections are taken.
+    pub listen: Listen,
+    /// The peer's tunnel: host and port.
+    pub to: String,
+    /// Who may answer there.
+    pub peers: Peers,
+    /// Lanes, 1 to 128. Routes to the same peer share them; the largest number
+    /// counts.
+    pub lanes: u16,
+    /// Bytes of a channel that may wait on this side.
+    pub window_bytes: u64,
+}
+
+/// The other end of a route, where connections are made.
+#[derive(Clone, Debug)]
+pub struct Exit {
+    /// The route's name, the same on both hosts.
+    pub route: String,
+    /// Who may use it.
+    pub allow: Peers,
+    /// What its channels are connected to.
+    pub target: Target,
+    /// Bytes of a channel that may wait on this side.
+    pub window_bytes: u64,
+}
+
+/// Both kinds of ends.
+#[derive(Clone, Debug, Default)]
+pub struct Routes {
+    pub(super) entrances: Vec<Entrance>,
+    pub(super) exits: Vec<Exit>,
+}
+
+/// Why routes cannot be used. The configuration is at fault.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum BadRoute {
+    /// The name does not fit a message, or is empty.
+    #[error("a route's name has 1 to {MAX_NAME_BYTES} bytes: rename the route {name:?}")]
+    Name {
+        /// The name.
+        name: String,
+    },
+    /// Two exits have one name.
+    #[error("two routes have the name {name:?} and a target: rename one on both hosts")]
+    Twice {
+        /// The name.
+        name: String,
+    },
+    /// Two entrances listen at the same place.
+    #[error("two routes listen on {at}: give each its own, {name:?} too")]
+    SameListener {
+        /// Where.
+        at: String,
+        /// The second one's name.
+        name: String,
+    },
+    /// A number that no tunnel can have.
+    #[error("route {name:?} has {lanes} lanes: give it 1 to {MAX_LANES}")]
+    Lanes {
+        /// The route's name.
+        name: String,
+        /// The number.
+        lanes: u16,
+    },
+    /// Less than a chunk, or more than all channels may have.
+    #[error(
+        "route {name:?} has a window of {bytes} bytes: give it at least {LEAST_WINDOW_BYTES} and \
+         at most {MAX_WINDOW_BYTES}"
+    )]
+    Window {
+        /// The route's name.
+        name: String,
+        /// The number.
+        bytes: u64,
+    },
+    /// Somebody must be named.
+    #[error(
+        "route {name:?} would serve whoever has a certificate of the authority: name the peers"
+    )]
+    Anybody {
+        /// The route's name.
+        name: String,
+    },
+    /// There is no program.
+    #[error("route {name:?} executes nothing: give the program and its arguments")]
+    Exec {
+        /// The route's name.
+        name: String,
+    },
+}
+
+/// The largest window of a channel, in bytes: 100 Gbit/s over a round trip of
+/// 80 ms.
+pub const MAX_WINDOW_BYTES: u64 = 1 << 30;
+
+impl Routes {
+    /// Routes that fit together.
+    ///
+    /// # Errors
+    /// [`BadRoute`] names the first that does not.
+    pub fn new(entrances: Vec<Entrance>, exits: Vec<Exit>) -> Result<Self, BadRoute> {
+        let mut listeners = BTreeSet::new();
+        for entrance in &entrances {
+            let name = || entrance.route.clone();
+            check(&entrance.route, &entrance.peers, entrance.window_bytes)?;
+            if entrance.lanes == 0 || entrance.lanes > MAX_LANES {
+                let lanes = entrance.lanes;
+                return Err(BadRoute::Lanes {
+                    name: name(),
+                    lanes,
+                });
+            }
+            // Port 0 is another one each time.
+            let any_port = matches!(entrance.listen, Listen::Tcp(at) if at.port() == 0);
+            if !listeners.insert(&entrance.listen) && !any_port {
+                return Err(BadRoute::SameListener {
+                    at: entrance.listen.to_string(),
+                    name: name(),
+                });
+            }
+        }
+        let mut names = BTreeSet::new();
+        for exit in &exits {
+            let name = || exit.route.clone();
+            check(&exit.route, &exit.allow, exit.window_bytes)?;
+            if !names.insert(&exit.route) {
+                return Err(BadRoute::Twice { name: name() });
+            }
+            if matches!(&exit.target, Target::Exec(words) if words.is_empty()) {
+                return Err(BadRoute::Exec { name: name() });
+            }
+        }
+        Ok(Self { entrances, exits })
+    }
+}
+
+fn check(name: &str, peers: &Peers, window_bytes: u64) -> Result<(), BadRoute> {
+    if name.is_empty() || name.len() > MAX_NAME_BYTES {
+        let name = name.to_owned();
+        return Err(BadRoute::Name { name });
+    }
+    if *peers == Peers::AnyFromAuthority {
+        let name = name.to_owned();
+        return Err(BadRoute::Anybody { name });
+    }
+    if !(LEAST_WINDOW_BYTES..=MAX_WINDOW_BYTES).contains(&window_bytes) {
+        return Err(BadRoute::Window {
+            name: name.to_owned(),
+            bytes: window_bytes,
+        });
+    }
+    Ok(())
+}
+
+impl std::fmt::Display for Listen {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Unix(path) => write!(formatter, "unix:{}", path.display()),
+            Self::Tcp(address) => write!(formatter, "tcp:{address}"),
+        }
+    }
+}
+
+impl std::fmt::Display for Target {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Unix(path) => write!(formatter, "unix:{}", path.display()),
+            Self::Tcp(to) => write!(formatter, "tcp:{to}"),
+            Self::Exec(words) => write!(formatter, "exec:{}", words.join(" ")),
+        }
+    }
+}
+
+/// The limits of a tunnel, all with defaults.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Channels of one peer that are alive at the same time, 1 to 4096.
+    pub channels: usize,
+    /// Bytes of all channels of a peer that wait on this side (I8); at least
+    /// 256 KiB for each of its channels.
+    pub peer_bytes: u64,
+    /// Associations that peers may have here at the same time.
+    pub associations: usize,
+    /// Lanes that this side opens to a peer that made the association, unless
+    /// that takes fewer.
+    pub lanes: u16,
+    /// After how long a peer counts as gone that has vanished without a word;
+    /// at least a second. Half of it is spent on noticing, half on coming back.
+    pub vanished: Duration,
+    /// How long a connection to a target may take to be made.
+    pub connect: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            channels: DEFAULT_CHANNELS,
+            peer_bytes: DEFAULT_PEER_BYTES,
+            associations: 64,
+            lanes: DEFAULT_LANES,
+            vanished: Duration::from_secs(10),
+            connect: Duration::from_secs(10),
+        }
+    }
+}
+
+/// Lanes of a route that does not say how many.
+pub const DEFAULT_LANES: u16 = 4;
+/// The window of a route that does not say how large, in bytes (I8).
+pub const WINDOW_BYTES: u64 = DEFAULT_WINDOW_BYTES;
+
+impl Limits {
+    /// The same, each within what there can be.
+    pub(super) fn bounded(self) -> Self {
+        let channels = self.channels.clamp(1, MAX_CHANNELS);
+        Self {
+            channels,
+            peer_bytes: self.peer_bytes.max(channels as u64 * LEAST_WINDOW_BYTES),
+            associations: self.associations.max(1),
+            lanes: self.lanes.clamp(1, MAX_LANES),
+            vanished: self.vanished.max(Duration::from_secs(1)),
+            connect: self.connect.max(Duration::from_millis(1)),
+        }
+    }
+
+    /// How long the control lane may be silent.
+    pub(super) fn silence(&self) -> Duration {
+        self.vanished / 2
+    }
+
+    pub(super) fn patience(&self) -> Patience {
+        let half_ns = u64::try_from(self.silence().as_nanos()).unwrap_or(u64::MAX);
+        let usual = Patience::default();
+        Patience {
+            progress_ns: half_ns.min(usual.progress_ns),
+            alone_ns: half_ns,
+            ..usual
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn peers() -> Peers {
+        ["host.test".parse().unwrap()].into_iter().collect()
+    }
+
+    fn entrance() -> Entrance {
+        Entrance {
+            route: "ram".to_owned(),
+            listen: Listen::Unix("/run/ram".into()),
+            to: "host.test:1".to_owned(),
+            peers: peers(),
+            lanes: 4,
+            window_bytes: WINDOW_BYTES,
+        }
+    }
+
+    fn exit() -> Exit {
+        Exit {
+            route: "ram".to_owned(),
+            allow: peers(),
+            target: Target::Unix("/run/ram".into()),
+            window_bytes: WINDOW_BYTES,
+        }
+    }
+
+    #[test]
+    fn i7_routes_that_nobody_can_have_are_named() {
+        assert!(Routes::new(vec![entrance()], vec![exit()]).is_ok());
+        let bad = |change: fn(&mut Entrance)| {
+            let mut one = entrance();
+            change(&mut one);
+            Routes::new(vec![one], Vec::new()).unwrap_err().to_string()
+        };
+        for (error, word) in [
+            (bad(|one| one.route.clear()), "1 to 255"),
+            (bad(|one| one.lanes = 0), "1 to 128"),
+            (bad(|one| one.lanes = 129), "1 to 128"),
+            (bad(|one| one.window_bytes = 1), "262144"),
+            (bad(|one| one.window_bytes = 2 << 30), "1073741824"),
+            (
+                bad(|one| one.peers = Peers::AnyFromAuthority),
+                "name the peers",
+            ),
+        ] {
+            assert!(error.contains(word), "{error}");
+        }
+        let twice = Routes::new(vec![entrance(), entrance()], Vec::new());
+        assert!(matches!(twice, Err(BadRoute::SameListener { .. })));
+        let twice = Routes::new(Vec::new(), vec![exit(), exit()]);
+        assert!(matches!(twice, Err(BadRoute::Twice { .. })));
+        let nothing = Exit {
+            target: Target::Exec(Vec::new()),
+            ..exit()
+        };
+        let nothing = Routes::new(Vec::new(), vec![nothing]);
+        assert!(matches!(nothing, Err(BadRoute::Exec { .. })));
+    }
+
+    #[test]
+    fn limits_are_brought_within_what_there_can_be() {
+        let wild = Limits {
+            channels: 1 << 20,
+            peer_bytes: 0,
+            associations: 0,
+            lanes: 1000,
+            vanished: Duration::ZERO,
+            connect: Duration::ZERO,
+        };
+        let Limits {
+            channels,
+            peer_bytes,
+            associations,
+            lanes,
+            ..
+        } = wild.bounded();
+        assert_eq!((channels, associations, lanes), (4096, 1, 128));
+        assert_eq!(peer_bytes, 4096 * LEAST_WINDOW_BYTES);
+        assert_eq!(Limits::default().bounded(), Limits::default());
+    }
+}

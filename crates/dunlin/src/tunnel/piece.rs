@@ -1,0 +1,192 @@
+//! The memory that a channel's bytes lie in between two sockets.
+//!
+//! A piece is read into a buffer of the pool, sealed out of it, and kept there
+//! until it is acknowledged; at the other side it is opened into such a buffer
+//! and written out of it. Nothing is allocated for a piece once the pool is
+//! warm, and a buffer is at most twice as long as what lies in it, so that what
+//! the windows allow is what is used (I8).
+
+use std::array;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use dunlin_proto::limits::MAX_STRIPE_CHUNK_BYTES;
+
+/// The longest piece.
+pub(super) const PIECE_BYTES: usize = MAX_STRIPE_CHUNK_BYTES as usize;
+const SMALLEST_BYTES: usize = 4096;
+/// Sizes of buffers: each twice the one before.
+const SIZES: usize = (PIECE_BYTES / SMALLEST_BYTES).ilog2() as usize + 1;
+/// What the pool keeps of buffers that nobody uses: what a few lanes have under
+/// way. More comes from the allocator and goes back to it.
+const KEPT_BYTES: usize = 16 << 20;
+
+const _: () = assert!(SMALLEST_BYTES << (SIZES - 1) == PIECE_BYTES);
+
+/// Buffers that are not in use.
+#[derive(Debug)]
+pub(super) struct Pool(Mutex<Free>);
+
+#[derive(Debug)]
+struct Free {
+    by_size: [Vec<Arc<Memory>>; SIZES],
+    bytes: usize,
+}
+
+/// A buffer. Whoever reads it needs it alone for a moment all the same: a cipher
+/// takes memory that nobody else could write.
+#[derive(Debug)]
+struct Memory {
+    size: usize,
+    bytes: Mutex<Box<[u8]>>,
+}
+
+/// Some bytes of a channel. Clones share them.
+#[derive(Clone, Debug)]
+pub(super) struct Piece {
+    memory: Arc<Memory>,
+    pool: Arc<Pool>,
+    start: usize,
+    end: usize,
+}
+
+impl Pool {
+    pub(super) fn new() -> Arc<Self> {
+        Arc::new(Self(Mutex::new(Free {
+            by_size: array::from_fn(|_| Vec::new()),
+            bytes: 0,
+        })))
+    }
+
+    /// Room for so many bytes, at most [`PIECE_BYTES`], with any content.
+    pub(super) fn take(self: &Arc<Self>, bytes: usize) -> Piece {
+        let size = (0..SIZES - 1)
+            .find(|size| SMALLEST_BYTES << size >= bytes)
+            .unwrap_or(SIZES - 1);
+        let mut free = lock(&self.0);
+        let memory = free.by_size[size].pop();
+        if memory.is_some() {
+            free.bytes -= SMALLEST_BYTES << size;
+        }
+        drop(free);
+        let memory = memory.unwrap_or_else(|| {
+            Arc::new(Memory {
+                size,
+                bytes: Mutex::new(vec![0; SMALLEST_BYTES << size].into()),
+            })
+        });
+        Piece {
+            memory,
+            pool: Arc::clone(self),
+            start: 0,
+            end: bytes.min(PIECE_BYTES),
+        }
+    }
+}
+
+impl Piece {
+    pub(super) fn len(&self) -> usize {
+        self.end - self.start
+    }
+
+    /// Its bytes.
+    pub(super) fn with<R>(&self, use_bytes: impl FnOnce(&mut [u8]) -> R) -> R {
+        use_bytes(&mut lock(&self.memory.bytes)[self.start..self.end])
+    }
+
+    /// What is left when the first `bytes` are gone; `None` is nothing.
+    pub(super) fn behind(mut self, bytes: usize) -> Option<Self> {
+        self.start += bytes.min(self.len());
+        (self.start < self.end).then_some(self)
+    }
+
+    /// Its first `bytes`, in a buffer that is not much longer than they are.
+    pub(super) fn fitted(mut self, bytes: usize) -> Self {
+        self.end = self.start + bytes.min(self.len());
+        if self.len() * 2 > SMALLEST_BYTES << self.memory.size {
+            return self;
+        }
+        let other = self.pool.take(self.len());
+        self.with(|from| other.with(|to| to.copy_from_slice(from)));
+        other
+    }
+}
+
+impl Drop for Piece {
+    fn drop(&mut self) {
+        // Two last ones that go at the same time both leave it to the other: then
+        // the allocator has it back, which is as good.
+        if Arc::strong_count(&self.memory) > 1 {
+            return;
+        }
+        let bytes = SMALLEST_BYTES << self.memory.size;
+        let mut free = lock(&self.pool.0);
+        if free.bytes + bytes <= KEPT_BYTES {
+            free.bytes += bytes;
+            free.by_size[self.memory.size].push(Arc::clone(&self.memory));
+        }
+    }
+}
+
+/// Bytes are bytes, whoever panicked while holding them.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn i8_a_buffer_is_at_most_twice_as_long_as_what_lies_in_it() {
+        let pool = Pool::new();
+        for bytes in [1, 4096, 4097, 70_000, 131_072, 131_073, PIECE_BYTES] {
+            let piece = pool.take(PIECE_BYTES);
+            piece.with(|all| all.fill(7));
+            let piece = piece.fitted(bytes);
+            assert_eq!(piece.len(), bytes);
+            piece.with(|part| assert!(part.iter().all(|&byte| byte == 7)));
+            let whole = SMALLEST_BYTES << piece.memory.size;
+            assert!(whole <= (bytes * 2).max(SMALLEST_BYTES), "{bytes}: {whole}");
+        }
+    }
+
+    #[test]
+    fn a_buffer_is_used_again_when_its_last_piece_is_gone() {
+        let pool = Pool::new();
+        let first = pool.take(100);
+        let address = Arc::as_ptr(&first.memory);
+        let same = first.clone();
+        drop(first);
+        assert_ne!(Arc::as_ptr(&pool.take(100).memory), address);
+        drop(same);
+        let (one, other) = (pool.take(100), pool.take(100));
+        assert!(
+            [one, other]
+                .iter()
+                .any(|piece| Arc::as_ptr(&piece.memory) == address)
+        );
+    }
+
+    #[test]
+    fn i8_what_the_pool_keeps_is_bounded() {
+        let pool = Pool::new();
+        let all: Vec<_> = (0..2 * KEPT_BYTES / PIECE_BYTES)
+            .map(|_| pool.take(PIECE_BYTES))
+            .collect();
+        drop(all);
+        assert_eq!(lock(&pool.0).bytes, KEPT_BYTES);
+    }
+
+    #[test]
+    fn what_is_behind_the_end_is_nothing() {
+        let pool = Pool::new();
+        let piece = pool.take(10);
+        piece.with(|all| all.copy_from_slice(b"0123456789"));
+        let rest = piece.clone().behind(4);
+        assert_eq!(
+            rest.map(|rest| rest.with(|all| all.to_vec())),
+            Some(b"456789".to_vec())
+        );
+        assert!(piece.behind(10).is_none());
+    }
+}

@@ -1,0 +1,389 @@
+//! What all associations of a tunnel share: routes, identity, limits, and who is
+//! there.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc::{SyncSender, TrySendError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+
+use dunlin_proto::fault::FaultCode;
+use dunlin_proto::limits::MAX_LANES;
+use dunlin_proto::negotiate::SessionId;
+use dunlin_proto::stripe::{OpenError, Opening};
+
+use super::dial::{self, Destination};
+use super::event::Event;
+use super::failure::Failure;
+use super::hub::{Hub, Terms};
+use super::options::{Entrance, Exit, Limits, Routes};
+use super::socket::Socket;
+use super::{Identities, Status};
+use crate::lane::control::ControlStream;
+use crate::lane::identity::{ClientTls, SettingsError};
+use crate::lane::peers::Peers;
+
+/// Connections that wait while their peer is being connected to; a hypervisor
+/// with the most channels that it can have.
+const WAITING: usize = 512;
+
+pub(super) struct Site {
+    pub(super) limits: Limits,
+    /// Where the peers' lanes are taken.
+    pub(super) port: u16,
+    identities: Mutex<Identities>,
+    /// For random numbers alone.
+    any_tls: ClientTls,
+    exits: Mutex<BTreeMap<String, Exit>>,
+    /// Lanes to each peer, by where it is.
+    lanes: Mutex<Vec<(String, u16)>>,
+    associations: Mutex<BTreeMap<SessionId, Arc<Hub>>>,
+    peerings: Mutex<Vec<Peering>>,
+    draining: AtomicBool,
+    events: SyncSender<Event>,
+    untold: AtomicUsize,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+}
+
+/// A peer to which this side makes the association.
+struct Peering {
+    to: String,
+    peers: Peers,
+    state: State,
+}
+
+enum State {
+    /// It is being made; these wait, in the order in which they were accepted.
+    Dialling(Vec<(Arc<Socket>, Opening)>),
+    Up(Arc<Hub>),
+}
+
+impl Site {
+    pub(super) fn new(
+        limits: Limits,
+        port: u16,
+        identities: Identities,
+        routes: &Routes,
+        events: SyncSender<Event>,
+    ) -> Result<Self, SettingsError> {
+        let any_tls = identities.client(Peers::OneOf(Vec::new()))?;
+        Ok(Self {
+            limits: limits.bounded(),
+            port,
+            identities: Mutex::new(identities),
+            any_tls,
+            exits: Mutex::new(exits(routes)),
+            lanes: Mutex::new(lanes(routes)),
+            associations: Mutex::default(),
+            peerings: Mutex::default(),
+            draining: AtomicBool::new(false),
+            events,
+            untold: AtomicUsize::new(0),
+            threads: Mutex::default(),
+        })
+    }
+
+    /// Other routes and identities, for what comes from now on.
+    pub(super) fn replace(&self, identities: Identities, routes: &Routes) {
+        *lock(&self.identities) = identities;
+        *lock(&self.exits) = exits(routes);
+        *lock(&self.lanes) = lanes(routes);
+    }
+
+    pub(super) fn exit(&self, route: &str) -> Option<Exit> {
+        lock(&self.exits).get(route).cloned()
+    }
+
+    pub(super) fn client_tls(&self, peers: Peers) -> Result<ClientTls, Failure> {
+        lock(&self.identities).client(peers).map_err(|error| {
+            let text = "our identity cannot be used to connect";
+            Failure::new(FaultCode::Unauthorised, text).because(&error)
+        })
+    }
+
+    pub(super) fn fill_random(&self, bytes: &mut [u8]) -> Result<(), Failure> {
+        let random = self.any_tls.config().crypto_provider().secure_random;
+        random
+            .fill(bytes)
+            .map_err(|_| Failure::new(FaultCode::Internal, "no random numbers can be had"))
+    }
+
+    /// Lanes of a peer that are taken at the same time.
+    pub(super) fn lanes_max(&self) -> u16 {
+        MAX_LANES
+    }
+
+    /// Tells whoever runs the tunnel, unless he is too slow to listen: nothing
+    /// waits for him.
+    pub(super) fn tell(&self, event: Event) {
+        let untold = self.untold.swap(0, Ordering::Relaxed);
+        if untold > 0 {
+            let text = format!("{untold} events were not told, since nobody took them");
+            if self.events.try_send(Event::Warning(text)).is_err() {
+                self.untold.fetch_add(untold, Ordering::Relaxed);
+            }
+        }
+        if let Err(TrySendError::Full(_)) = self.events.try_send(event) {
+            self.untold.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Starts a thread that is joined when the tunnel ends.
+    pub(super) fn spawn(&self, name: String, body: impl FnOnce() + Send + 'static) -> bool {
+        match std::thread::Builder::new().name(name).spawn(body) {
+            Ok(thread) => {
+                let mut threads = lock(&self.threads);
+                threads.retain(|one| !one.is_finished());
+                threads.push(thread);
+                true
+            }
+            Err(error) => {
+                self.tell(Event::Warning(format!("no thread can be had: {error}")));
+                false
+            }
+        }
+    }
+
+    /// The same for one that nobody waits for.
+    pub(super) fn spawn_free(&self, name: String, body: impl FnOnce() + Send + 'static) {
+        if let Err(error) = std::thread::Builder::new().name(name).spawn(body) {
+            self.tell(Event::Warning(format!("no thread can be had: {error}")));
+        }
+    }
+
+    pub(super) fn association(&self, session: &SessionId) -> Option<Arc<Hub>> {
+        lock(&self.associations).get(session).cloned()
+    }
+
+    /// Takes a new association in.
+    pub(super) fn keep(
+        self: &Arc<Self>,
+        terms: Terms,
+        control: ControlStream,
+    ) -> Result<Arc<Hub>, Failure> {
+        let session = terms.session;
+        let mut associations = lock(&self.associations);
+        if self.draining.load(Ordering::SeqCst) {
+            return Err(Failure::new(
+                FaultCode::Ended,
+                "this tunnel is about to end",
+            ));
+        }
+        if associations.len() >= self.limits.associations {
+            let text = format!("{} associations stand already", associations.len());
+            return Err(Failure::new(FaultCode::Busy, text));
+        }
+        if associations.contains_key(&session) {
+            let text = "the session's number is in use";
+            return Err(Failure::new(FaultCode::UnknownSession, text));
+        }
+        let hub = Hub::new(self, terms, self.lanes_max(), control).map_err(|error| {
+            let text = "no descriptors are left for an association";
+            Failure::new(FaultCode::DescriptorLimit, text).because(&error)
+        })?;
+        associations.insert(session, Arc::clone(&hub));
+        Ok(hub)
+    }
+
+    /// An association is over, and its threads are joined.
+    pub(super) fn forget(&self, hub: &Arc<Hub>, fault: FaultCode) {
+        let gone = lock(&self.associations).remove(&hub.terms.session);
+        lock(&self.peerings)
+            .retain(|one| !matches!(&one.state, State::Up(up) if Arc::ptr_eq(up, hub)));
+        if gone.is_some() {
+            let peer = hub.peer_name();
+            self.tell(Event::Dissociated { peer, fault });
+        }
+    }
+
+    /// A connection was accepted at an entrance. Connections of one entrance come
+    /// here in the order in which they were accepted.
+    pub(super) fn carry(self: &Arc<Self>, entrance: &Entrance, listener: u64, socket: Socket) {
+        let socket = Arc::new(socket);
+        let opening = Opening {
+            listener,
+            route: entrance.route.clone(),
+            parameter: String::new(),
+            window_bytes: entrance.window_bytes,
+        };
+        let mut peerings = lock(&self.peerings);
+        let same = |one: &&mut Peering| one.to == entrance.to && one.peers == entrance.peers;
+        let peering = peerings.iter_mut().find(same);
+        let dead = match peering {
+            Some(Peering {
+                state: State::Dialling(waiting),
+                ..
+            }) => {
+                if waiting.len() < WAITING {
+                    waiting.push((socket, opening));
+                } else {
+                    drop(peerings);
+                    let text = format!("{WAITING} connections wait for {} already", entrance.to);
+                    self.refuse(&socket, &opening, Failure::new(FaultCode::Busy, text));
+                }
+                return;
+            }
+            Some(Peering {
+                state: State::Up(hub),
+                ..
+            }) => match hub.open(&socket, opening.clone()) {
+                Ok(()) => return,
+                Err(OpenError::Over) => Arc::clone(hub),
+                Err(error) => {
+                    drop(peerings);
+                    return self.refuse(&socket, &opening, of_open(&error));
+                }
+            },
+            None => {
+                peerings.push(Peering {
+                    to: entrance.to.clone(),
+                    peers: entrance.peers.clone(),
+                    state: State::Dialling(vec![(socket, opening)]),
+                });
+                drop(peerings);
+                return self.dial(entrance);
+            }
+        };
+        // The one that stood is over: make another.
+        for one in peerings.iter_mut() {
+            if matches!(&one.state, State::Up(up) if Arc::ptr_eq(up, &dead)) {
+                one.state = State::Dialling(vec![(Arc::clone(&socket), opening.clone())]);
+            }
+        }
+        drop(peerings);
+        self.dial(entrance);
+    }
+
+    fn dial(self: &Arc<Self>, entrance: &Entrance) {
+        let site = Arc::clone(self);
+        let (to, peers) = (entrance.to.clone(), entrance.peers.clone());
+        let body = move || site.make(&to, peers);
+        if !self.spawn("dunlin-dial".to_owned(), body) {
+            let text = "no thread can be had";
+            let failure = Failure::new(FaultCode::Kernel, text);
+            self.dialled(&entrance.to, &entrance.peers, Err(failure));
+        }
+    }
+
+    fn make(self: &Arc<Self>, to: &str, peers: Peers) {
+        let lanes = lock(&self.lanes);
+        let lanes = lanes
+            .iter()
+            .find(|(at, _)| at == to)
+            .map_or(self.limits.lanes, |(_, lanes)| *lanes);
+        let made = self.client_tls(peers.clone()).and_then(|tls| {
+            let to = to.to_owned();
+            dial::dial(self, Destination { to, tls }, lanes)
+        });
+        self.dialled(to, &peers, made);
+    }
+
+    /// Opens the channels that have waited, or closes them.
+    fn dialled(&self, to: &str, peers: &Peers, made: Result<Arc<Hub>, Failure>) {
+        let mut peerings = lock(&self.peerings);
+        let same = |one: &Peering| {
+            one.to == to && one.peers == *peers && matches!(one.state, State::Dialling(_))
+        };
+        let Some(at) = peerings.iter().position(same) else {
+            return;
+        };
+        let mut refused = Vec::new();
+        match made {
+            Ok(hub) => {
+                let up = State::Up(Arc::clone(&hub));
+                if let State::Dialling(waiting) = std::mem::replace(&mut peerings[at].state, up) {
+                    for (socket, opening) in waiting {
+                        if let Err(error) = hub.open(&socket, opening.clone()) {
+                            refused.push((socket, opening, of_open(&error)));
+                        }
+                    }
+                }
+            }
+            Err(failure) => {
+                if let State::Dialling(waiting) = peerings.remove(at).state {
+                    for (socket, opening) in waiting {
+                        refused.push((socket, opening, failure.clone()));
+                    }
+                }
+                let to = to.to_owned();
+                self.tell(Event::NotAssociated { to, failure });
+            }
+        }
+        drop(peerings);
+        for (socket, opening, failure) in refused {
+            self.refuse(&socket, &opening, failure);
+        }
+    }
+
+    fn refuse(&self, socket: &Socket, opening: &Opening, failure: Failure) {
+        socket.abort();
+        let route = opening.route.clone();
+        self.tell(Event::Refused { route, failure });
+    }
+
+    /// No channel is opened or taken any more.
+    pub(super) fn drain(&self) {
+        self.draining.store(true, Ordering::SeqCst);
+        for hub in self.all() {
+            let mut core = hub.lock();
+            core.association.drain();
+            hub.settle(&mut core);
+        }
+    }
+
+    pub(super) fn is_draining(&self) -> bool {
+        self.draining.load(Ordering::SeqCst)
+    }
+
+    pub(super) fn all(&self) -> Vec<Arc<Hub>> {
+        lock(&self.associations).values().cloned().collect()
+    }
+
+    pub(super) fn status(&self) -> Vec<Status> {
+        self.all().iter().map(|hub| hub.status()).collect()
+    }
+
+    /// Waits for all threads; they have been told to end.
+    pub(super) fn join(&self) {
+        loop {
+            let threads = std::mem::take(&mut *lock(&self.threads));
+            if threads.is_empty() {
+                return;
+            }
+            for thread in threads {
+                // A panic has been printed by its hook.
+                let _ = thread.join();
+            }
+        }
+    }
+}
+
+fn exits(routes: &Routes) -> BTreeMap<String, Exit> {
+    let named = |exit: &Exit| (exit.route.clone(), exit.clone());
+    routes.exits.iter().map(named).collect()
+}
+
+/// The most lanes that any route wants to each place.
+fn lanes(routes: &Routes) -> Vec<(String, u16)> {
+    let mut lanes = BTreeMap::<&str, u16>::new();
+    for entrance in &routes.entrances {
+        let most = lanes.entry(&entrance.to).or_default();
+        *most = (*most).max(entrance.lanes);
+    }
+    let owned = |(to, lanes): (&str, u16)| (to.to_owned(), lanes);
+    lanes.into_iter().map(owned).collect()
+}
+
+fn of_open(error: &OpenError) -> Failure {
+    let code = match error {
+        OpenError::TooMany { .. } => FaultCode::Busy,
+        OpenError::Draining | OpenError::Over => FaultCode::Ended,
+        OpenError::Name => FaultCode::UnknownRoute,
+    };
+    Failure::new(code, error.to_string())
+}
+
+/// What is guarded is changed in steps that leave it whole.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

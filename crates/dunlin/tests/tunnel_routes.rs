@@ -1,0 +1,298 @@
+//! Routes: TCP and programs at their ends, several over one port, who may use
+//! them, and what becomes of those that cannot be served.
+#![allow(clippy::unwrap_used)]
+
+mod lane_support;
+mod tunnel_support;
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::os::unix::net::UnixListener;
+use std::time::{Duration, Instant};
+
+use dunlin::lane::control;
+use dunlin::lane::provider::Crypto;
+use dunlin::tunnel::{Entrance, Event, Exit, Limits, Listen, Routes, Target, Tunnel, WINDOW_BYTES};
+use dunlin_proto::fault::FaultCode;
+use dunlin_proto::negotiate::{
+    Features, LaneSecurity, Offer, Opening, PRELUDE_BYTES, Prelude, VERSIONS,
+};
+use dunlin_sys::socket::set_reset_on_close;
+use lane_support::{Authority, Scratch, names, soon};
+use tunnel_support::{FAR, NEAR, PATIENCE, Pair, Setup, Told, identities};
+
+/// Two tunnels with routes by name and target; entrances are TCP ports.
+struct Scene {
+    near: Tunnel,
+    far: Tunnel,
+    near_told: Told,
+}
+
+impl Scene {
+    fn start(authority: &Authority, exits: &[(&str, Target, &str)], limits: Limits) -> Self {
+        let any = || TcpListener::bind("127.0.0.1:0").unwrap();
+        let exit = |(route, target, allow): &(&str, Target, &str)| Exit {
+            route: (*route).to_owned(),
+            allow: names(&[allow]),
+            target: target.clone(),
+            window_bytes: WINDOW_BYTES,
+        };
+        let routes = Routes::new(Vec::new(), exits.iter().map(exit).collect()).unwrap();
+        let far = identities(authority.identity(&[FAR]));
+        let far = Tunnel::start(any(), far, &routes, limits, |_| {}).unwrap();
+        let entrance = |(route, _, _): &(&str, Target, &str)| Entrance {
+            route: (*route).to_owned(),
+            listen: Listen::Tcp("127.0.0.1:0".parse().unwrap()),
+            to: far.address().to_string(),
+            peers: names(&[FAR]),
+            lanes: 2,
+            window_bytes: WINDOW_BYTES,
+        };
+        let routes = Routes::new(exits.iter().map(entrance).collect(), Vec::new()).unwrap();
+        let near_told = Told::default();
+        let near = identities(authority.identity(&[NEAR]));
+        let near = Tunnel::start(any(), near, &routes, limits, near_told.observer()).unwrap();
+        Self {
+            near,
+            far,
+            near_told,
+        }
+    }
+
+    fn connect(&self, route: &str) -> TcpStream {
+        let entrances = self.near.entrances();
+        let (_, listen) = entrances.iter().find(|(name, _)| name == route).unwrap();
+        let Listen::Tcp(address) = listen else {
+            panic!("{listen}")
+        };
+        patient(TcpStream::connect(address).unwrap())
+    }
+
+    /// Why a connection to a route is closed.
+    fn refused(&self, route: &str) -> (FaultCode, String) {
+        let mut stream = self.connect(route);
+        let ended = stream.read(&mut [0]);
+        assert!(!matches!(ended, Ok(1..)), "{ended:?}");
+        let event = self.near_told.wait(
+            "refusal",
+            |event| matches!(event, Event::Refused { route: of, .. } if of == route),
+        );
+        match event {
+            Event::Refused { failure, .. } => (failure.code(), failure.to_string()),
+            other => panic!("{other}"),
+        }
+    }
+}
+
+fn patient(stream: TcpStream) -> TcpStream {
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.set_write_timeout(Some(PATIENCE)).unwrap();
+    stream
+}
+
+fn listener() -> (TcpListener, Target) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let target = Target::Tcp(listener.local_addr().unwrap().to_string());
+    (listener, target)
+}
+
+#[test]
+fn tcp_and_programs_are_ends_too_and_all_routes_use_one_port() {
+    let (listener, target) = listener();
+    let cat = Target::Exec(vec!["/bin/cat".to_owned()]);
+    let exits = [("tcp", target, NEAR), ("cat", cat, NEAR)];
+    let scene = Scene::start(&Authority::new(), &exits, Limits::default());
+    let mut near = scene.connect("tcp");
+    let (mut far, _) = listener.accept().unwrap();
+    let mut cat = scene.connect("cat");
+    near.write_all(b"to the target").unwrap();
+    near.shutdown(Shutdown::Write).unwrap();
+    cat.write_all(b"to the program and back").unwrap();
+    cat.shutdown(Shutdown::Write).unwrap();
+    let mut said = String::new();
+    far.read_to_string(&mut said).unwrap();
+    assert_eq!(said, "to the target");
+    said.clear();
+    cat.read_to_string(&mut said).unwrap();
+    assert_eq!(said, "to the program and back");
+    let associated = |event: &Event| matches!(event, Event::Associated { .. });
+    assert_eq!(scene.near_told.count(associated), 1);
+}
+
+/// A hypervisor that is cancelled resets its connection; the other one hears of it
+/// although it has not read what came before, and long before any limit in time.
+#[test]
+fn a_reset_is_passed_on_at_once_past_a_full_window() {
+    let (listener, target) = listener();
+    let exits = [("tcp", target, NEAR)];
+    let scene = Scene::start(&Authority::new(), &exits, Limits::default());
+    let near = scene.connect("tcp");
+    let (mut far, _) = listener.accept().unwrap();
+    near.set_write_timeout(Some(Duration::from_millis(300)))
+        .unwrap();
+    while (&near).write_all(&[7; 100_000]).is_ok() {}
+    set_reset_on_close(&near).unwrap();
+    let begin = Instant::now();
+    drop(near);
+    let aborted = |event: &Event| matches!(event, Event::Aborted { .. });
+    scene.near_told.wait("abort", aborted);
+    let error = loop {
+        match far.write_all(&[0; 4096]) {
+            Ok(()) => assert!(begin.elapsed() < Duration::from_secs(2)),
+            Err(error) => break error,
+        }
+    };
+    assert_eq!(error.kind(), ErrorKind::ConnectionReset);
+    assert!(
+        begin.elapsed() < Duration::from_secs(2),
+        "{:?}",
+        begin.elapsed()
+    );
+}
+
+#[test]
+fn what_cannot_be_served_is_refused_with_a_reason_and_others_go_on() {
+    let scratch = Scratch::new();
+    let full = scratch.0.join("full");
+    // A backlog that one connection fills, of somebody who never accepts.
+    let silent = UnixListener::bind(&full).unwrap();
+    let mut waiting = Vec::new();
+    while let Ok(one) =
+        dunlin_sys::socket::connect_unix(&full, Instant::now() + Duration::from_millis(20))
+    {
+        waiting.push(one);
+    }
+    let nobody = Target::Unix(scratch.0.join("none"));
+    let refusing = {
+        let (listener, target) = listener();
+        drop(listener);
+        target
+    };
+    let (listener, good) = listener();
+    let exits = [
+        ("good", good.clone(), NEAR),
+        ("forbidden", good, "other.test"),
+        ("missing", nobody, NEAR),
+        ("refusing", refusing, NEAR),
+        ("full", Target::Unix(full.clone()), NEAR),
+        ("broken", Target::Exec(vec!["/none".to_owned()]), NEAR),
+    ];
+    let limits = Limits {
+        connect: Duration::from_millis(300),
+        ..Limits::default()
+    };
+    let scene = Scene::start(&Authority::new(), &exits, limits);
+    let mut near = scene.connect("good");
+    let (mut far, _) = listener.accept().unwrap();
+    for (route, code, word) in [
+        ("forbidden", FaultCode::Unauthorised, "not for this peer"),
+        ("missing", FaultCode::TargetUnreachable, "none"),
+        ("refusing", FaultCode::TargetUnreachable, "refused"),
+        ("full", FaultCode::TargetUnreachable, "timed out"),
+        ("broken", FaultCode::TargetUnreachable, "No such file"),
+    ] {
+        let (was, text) = scene.refused(route);
+        assert_eq!(was, code, "{route}: {text}");
+        assert!(text.contains(word), "{route}: {text}");
+    }
+    near.write_all(b"x").unwrap();
+    far.read_exact(&mut [0]).unwrap();
+    drop(silent);
+
+    // A route that the peer has no more.
+    let other = Routes::new(
+        Vec::new(),
+        vec![Exit {
+            route: "another".to_owned(),
+            allow: names(&[NEAR]),
+            target: exits[0].1.clone(),
+            window_bytes: WINDOW_BYTES,
+        }],
+    );
+    let identity = identities(Authority::new().identity(&[FAR]));
+    scene.far.replace(identity, &other.unwrap()).unwrap();
+    let (was, text) = scene.refused("good");
+    assert_eq!(was, FaultCode::UnknownRoute, "{text}");
+    near.write_all(b"x").unwrap();
+    far.read_exact(&mut [0]).unwrap();
+}
+
+/// What a tunnel answers to an offer, or a page engine's words to a tunnel.
+fn answer(to: SocketAddr, authority: &Authority, required: Features) -> Opening {
+    let tls = authority
+        .identity(&[NEAR])
+        .client(&Crypto::auto(), names(&[FAR]))
+        .unwrap();
+    let stream = TcpStream::connect(to).unwrap();
+    let control = control::client(stream, &tls, soon()).unwrap();
+    let offer = Offer {
+        versions: VERSIONS,
+        optional: Features::VERIFY,
+        required,
+        security: LaneSecurity::Tls,
+        session: [3; 16],
+        attempt: 1,
+        epoch: 1,
+    };
+    let mut bytes = Vec::new();
+    offer.encode(&mut bytes).unwrap();
+    control.send(&bytes).unwrap();
+    let mut start = [0; PRELUDE_BYTES];
+    control.receive_exact(&mut start, soon()).unwrap();
+    let prelude = Prelude::decode(&start).unwrap();
+    let mut body = vec![0; prelude.body_bytes];
+    control.receive_exact(&mut body, soon()).unwrap();
+    Opening::decode(&prelude, &body).unwrap()
+}
+
+#[test]
+fn a_migration_that_comes_to_a_tunnel_is_refused_with_a_reason() {
+    let pair = Pair::start(&Setup::default());
+    let far = pair.far.as_ref().unwrap().address();
+    let Opening::Refuse(_, refusal) = answer(far, &pair.authority, Features::NONE) else {
+        panic!("a migration is taken in")
+    };
+    assert_eq!(refusal.fault, FaultCode::FeatureMissing);
+    assert!(refusal.text.contains("tunnel"), "{refusal}");
+    let taken = answer(far, &pair.authority, Features::TUNNEL);
+    assert!(matches!(taken, Opening::Select(_)), "{taken:?}");
+}
+
+#[test]
+fn i7_silent_connections_keep_nobody_out() {
+    let pair = Pair::start(&Setup::default());
+    let far = pair.far.as_ref().unwrap().address();
+    let silent: Vec<_> = (0..300).map(|_| TcpStream::connect(far).unwrap()).collect();
+    let begin = Instant::now();
+    let (mut near, mut far) = pair.channel();
+    near.write_all(b"x").unwrap();
+    far.read_exact(&mut [0]).unwrap();
+    assert!(
+        begin.elapsed() < Duration::from_secs(1),
+        "{:?}",
+        begin.elapsed()
+    );
+    drop(silent);
+}
+
+#[test]
+fn i8_channels_beyond_the_limit_are_refused_and_the_others_stay() {
+    let pair = Pair::start(&Setup {
+        limits: Limits {
+            channels: 3,
+            ..Limits::default()
+        },
+        ..Setup::default()
+    });
+    let open: Vec<_> = (0..3).map(|_| pair.channel()).collect();
+    let mut surplus = pair.connect();
+    assert_eq!(surplus.read(&mut [0]).unwrap(), 0);
+    let refused = |event: &Event| matches!(event, Event::Refused { .. });
+    let why = pair.near_told.wait("refusal", refused).to_string();
+    assert!(why.contains("raise the limit"), "{why}");
+    for (near, far) in open {
+        let (mut near, mut far) = (near, far);
+        near.write_all(b"x").unwrap();
+        far.read_exact(&mut [0]).unwrap();
+    }
+}

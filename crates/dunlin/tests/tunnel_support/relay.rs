@@ -1,0 +1,134 @@
+//! Something in the network on the way to the far tunnel.
+
+use std::io::{Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::PATIENCE;
+
+/// Forwards connections until it is told to do something else with them.
+#[derive(Clone)]
+pub struct Relay {
+    pub address: SocketAddr,
+    links: Arc<Mutex<Vec<Arc<Link>>>>,
+    refuses: Arc<AtomicBool>,
+}
+
+/// One connection; the first is the control lane.
+struct Link {
+    near: TcpStream,
+    far: TcpStream,
+    swallows: AtomicBool,
+    forwarded: AtomicU64,
+}
+
+impl Relay {
+    pub fn start(to: SocketAddr) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let relay = Self {
+            address: listener.local_addr().unwrap(),
+            links: Arc::default(),
+            refuses: Arc::default(),
+        };
+        let own = relay.clone();
+        // It ends with the test's process.
+        thread::spawn(move || {
+            for near in listener.incoming() {
+                let near = near.unwrap();
+                if own.refuses.load(Ordering::SeqCst) {
+                    continue;
+                }
+                let Ok(far) = TcpStream::connect(to) else {
+                    continue;
+                };
+                let link = Arc::new(Link {
+                    near,
+                    far,
+                    swallows: AtomicBool::new(false),
+                    forwarded: AtomicU64::new(0),
+                });
+                own.links.lock().unwrap().push(Arc::clone(&link));
+                for outward in [true, false] {
+                    let link = Arc::clone(&link);
+                    thread::spawn(move || link.forward(outward));
+                }
+            }
+        });
+        relay
+    }
+
+    /// How many connections there have been.
+    pub fn count(&self) -> usize {
+        self.links.lock().unwrap().len()
+    }
+
+    /// Waits until a connection has carried so much towards the far side.
+    pub fn wait_forwarded(&self, link: usize, bytes: u64) {
+        let until = Instant::now() + PATIENCE;
+        loop {
+            if self
+                .link(link)
+                .is_some_and(|link| link.forwarded.load(Ordering::SeqCst) >= bytes)
+            {
+                return;
+            }
+            assert!(Instant::now() < until, "connection {link} carries nothing");
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Ends a connection.
+    pub fn cut(&self, link: usize) {
+        if let Some(link) = self.link(link) {
+            let _ = link.near.shutdown(Shutdown::Both);
+            let _ = link.far.shutdown(Shutdown::Both);
+        }
+    }
+
+    /// Takes everything on a connection and forwards nothing.
+    pub fn swallow(&self, link: usize) {
+        self.link(link)
+            .unwrap()
+            .swallows
+            .store(true, Ordering::SeqCst);
+    }
+
+    /// Swallows everything there is, and answers nobody any more.
+    pub fn vanish(&self) {
+        self.refuses.store(true, Ordering::SeqCst);
+        for link in &*self.links.lock().unwrap() {
+            link.swallows.store(true, Ordering::SeqCst);
+        }
+    }
+
+    fn link(&self, link: usize) -> Option<Arc<Link>> {
+        self.links.lock().unwrap().get(link).cloned()
+    }
+}
+
+impl Link {
+    fn forward(&self, outward: bool) {
+        let (mut from, mut to) = match outward {
+            true => (&self.near, &self.far),
+            false => (&self.far, &self.near),
+        };
+        let mut buffer = vec![0; 64 << 10];
+        while let Ok(count @ 1..) = from.read(&mut buffer) {
+            if self.swallows.load(Ordering::SeqCst) {
+                continue;
+            }
+            if to.write_all(&buffer[..count]).is_err() {
+                break;
+            }
+            if outward {
+                self.forwarded.fetch_add(count as u64, Ordering::SeqCst);
+            }
+        }
+        if !self.swallows.load(Ordering::SeqCst) {
+            let _ = to.shutdown(Shutdown::Write);
+        }
+    }
+}

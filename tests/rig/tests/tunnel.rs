@@ -1,0 +1,180 @@
+//! QEMU migrates a running guest through a tunnel of which it knows nothing, and
+//! every page arrives, also when lanes are lost on the way.
+#![cfg(target_arch = "x86_64")]
+#![allow(missing_docs, clippy::unwrap_used)]
+
+#[path = "../../../crates/dunlin/tests/lane_support/mod.rs"]
+mod lane_support;
+#[path = "../../../crates/dunlin/tests/tunnel_support/mod.rs"]
+mod tunnel_support;
+
+use std::thread;
+use std::time::Duration;
+
+use dunlin::tunnel::{Event, Limits};
+use dunlin_rig::guest::{Content, Guest, Workload};
+use dunlin_rig::machine::{
+    self, Accelerator, Credentials, Machine, MachineError, Migration, Setup, migrate,
+};
+use dunlin_rig::need;
+use tunnel_support::{Pair, Setup as Tunnels};
+
+/// 192 MiB, of which 40 MiB are written to about twice a second.
+const WORKLOAD: Workload = Workload {
+    memory_mib: 192,
+    pages: 44_000,
+    hot: 10_000,
+    rate: Some(20_000),
+    content: Content::Mixed,
+    seed: 0x7ee1,
+};
+
+/// The guest, on KVM where there is one; `None` where there is no QEMU.
+fn guest() -> Option<Setup> {
+    let qemu = need::qemu()?;
+    let accelerator = if need::kvm() {
+        Accelerator::Kvm
+    } else {
+        Accelerator::Tcg
+    };
+    Some(Setup::new(&qemu, Guest::Bare, WORKLOAD, accelerator))
+}
+
+fn tunnels() -> Pair {
+    Pair::start(&Tunnels {
+        is_target: false,
+        relayed: true,
+        limits: Limits {
+            vanished: Duration::from_secs(4),
+            ..Limits::default()
+        },
+        ..Tunnels::default()
+    })
+}
+
+fn through(pair: &Pair) -> Migration {
+    Migration::through(
+        &format!("unix:{}", pair.entrance().display()),
+        &format!("unix:{}", pair.target().display()),
+    )
+}
+
+/// Migrates a running guest, compares the memories, lets it go on and has it check
+/// its pages.
+fn move_and_check(setup: &Setup, migration: &Migration) {
+    let mut source = Machine::start(setup, None).unwrap();
+    let mut destination = Machine::start_incoming(setup, None).unwrap();
+    source.wait_ready().unwrap();
+    let before = source.next_beat().unwrap();
+    let migrated = migrate(&mut source, &mut destination, migration).unwrap();
+    println!(
+        "{:?}, downtime {:?}, {} passes, {} MiB",
+        migrated.total,
+        migrated.downtime,
+        migrated.passes,
+        migrated.sent_bytes >> 20
+    );
+    assert_eq!(source.first_difference(&mut destination).unwrap(), None);
+    destination.resume().unwrap();
+    assert_eq!(destination.check_pages().unwrap(), setup.workload.pages);
+    let after = destination.next_beat().unwrap();
+    assert!(after.0 > before.0, "{before:?} {after:?}");
+}
+
+/// How many connections QEMU had carried.
+fn opened(pair: &Pair) -> usize {
+    pair.near_told
+        .count(|event| matches!(event, Event::Opened { .. }))
+}
+
+#[test]
+fn a_migration_goes_through_a_stripe() {
+    let Some(setup) = guest() else { return };
+    let _turn = need::turn();
+    let pair = tunnels();
+    move_and_check(&setup, &through(&pair));
+    assert_eq!(opened(&pair), 1);
+}
+
+#[test]
+fn multifd_goes_through_a_stripe() {
+    let Some(setup) = guest() else { return };
+    let _turn = need::turn();
+    let pair = tunnels();
+    let mut migration = through(&pair);
+    migration.multifd = Some(4);
+    move_and_check(&setup, &migration);
+    assert_eq!(opened(&pair), 5);
+}
+
+/// QEMU's own TLS takes the first connection for the main one, and none of them
+/// can be looked into: they must arrive in the order in which they were made.
+#[test]
+fn multifd_with_tls_of_its_own_keeps_its_order() {
+    let Some(setup) = guest() else { return };
+    let _turn = need::turn();
+    let pair = tunnels();
+    let credentials = Credentials::new("destination.example", "source.example").unwrap();
+    let mut migration = through(&pair);
+    migration.multifd = Some(4);
+    migration.tls = Some((credentials.folder(), "destination.example".to_owned()));
+    move_and_check(&setup, &migration);
+    assert_eq!(opened(&pair), 5);
+}
+
+#[test]
+fn lanes_that_are_cut_and_swallowed_are_not_noticed_by_qemu() {
+    let Some(setup) = guest() else { return };
+    let _turn = need::turn();
+    let pair = tunnels();
+    let relay = pair.relay.clone().unwrap();
+    let harm = thread::spawn(move || {
+        relay.wait_forwarded(1, 8 << 20);
+        relay.cut(1);
+        relay.wait_forwarded(2, 8 << 20);
+        relay.swallow(2);
+    });
+    let mut migration = through(&pair);
+    migration.multifd = Some(4);
+    move_and_check(&setup, &migration);
+    harm.join().unwrap();
+    pair.near_told
+        .wait("lost lane", |event| matches!(event, Event::LaneLost { .. }));
+}
+
+/// A migration that fails leaves the guest running where it was, and the next one
+/// goes through.
+#[test]
+fn a_cancelled_migration_and_a_lost_peer_leave_the_guest_running() {
+    let Some(setup) = guest() else { return };
+    let _turn = need::turn();
+    let pair = tunnels();
+    let mut source = Machine::start(&setup, None).unwrap();
+    source.wait_ready().unwrap();
+    let mut slow = through(&pair);
+    slow.bandwidth = Some(8 << 20);
+
+    let mut cancelled = Machine::start_incoming(&setup, None).unwrap();
+    machine::begin(&mut source, &mut cancelled, &slow).unwrap();
+    thread::sleep(Duration::from_millis(500));
+    machine::cancel(&mut source).unwrap();
+    assert!(source.runs().unwrap());
+    drop(cancelled);
+    let _ = std::fs::remove_file(pair.target());
+
+    let mut killed = Machine::start_incoming(&setup, None).unwrap();
+    machine::begin(&mut source, &mut killed, &slow).unwrap();
+    thread::sleep(Duration::from_millis(500));
+    drop(killed);
+    let failed = machine::finish(&mut source, "source");
+    assert!(
+        matches!(failed, Err(MachineError::Migration { .. })),
+        "{failed:?}"
+    );
+    assert!(source.runs().unwrap());
+    let _ = std::fs::remove_file(pair.target());
+
+    let mut destination = Machine::start_incoming(&setup, None).unwrap();
+    migrate(&mut source, &mut destination, &through(&pair)).unwrap();
+    assert_eq!(source.first_difference(&mut destination).unwrap(), None);
+}
