@@ -22,6 +22,7 @@ use nix::sys::signal::kill;
 use nix::sys::socket::{AddressFamily, SockFlag, SockProtocol, SockType, socket};
 use nix::sys::uio::{RemoteIoVec, process_vm_readv};
 use nix::unistd::{Uid, execv, setuid};
+use vm_memory::mmap::{MmapRegion, MmapRegionError};
 
 use super::*;
 
@@ -138,6 +139,7 @@ fn a_confined_process_does_its_work_and_nothing_else() {
         "make a packet socket",
         "make a netlink socket",
         "make a raw socket",
+        "map memory to write and execute",
         "rename in the journal",
         "open the journal to all",
     ];
@@ -374,7 +376,9 @@ fn try_everything(directory: &Path) {
         Command::new("/bin/true").status().map(drop),
     );
 
-    tell("debug its parent", ptrace::attach(parent));
+    // Unlike attach this stops nobody, should it go well.
+    let seized = ptrace::seize(parent, ptrace::Options::empty());
+    tell("debug its parent", seized);
     let mut byte = [0];
     let (mut here, there) = (
         [std::io::IoSliceMut::new(&mut byte)],
@@ -415,6 +419,17 @@ fn try_everything(directory: &Path) {
             SockProtocol::Icmp,
         )
         .map(drop),
+    );
+    let both = libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC;
+    let anonymous = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+    let mapped = MmapRegion::<()>::build(None, 4096, both, anonymous);
+    tell(
+        "map memory to write and execute",
+        match mapped {
+            Ok(_) => Ok(()),
+            Err(MmapRegionError::Mmap(error)) => Err(number(error)),
+            Err(other) => panic!("{other}"),
+        },
     );
     let name = std::env::var("DUNLIN_TEST_ABSTRACT").unwrap();
     let address = SocketAddr::from_abstract_name(name).unwrap();

@@ -12,6 +12,8 @@ mod layout;
 #[cfg(test)]
 mod wiped;
 
+use std::cmp::Reverse;
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -155,9 +157,17 @@ impl Identity {
         let mut revocations = Vec::new();
         if let Some(path) = &files.revocations {
             let lists = files::revocation_lists(path)?;
-            revocations = files::revocations(path, &lists)?;
-            for (position, list) in lists.iter().enumerate() {
-                dates.extend(Dated::of_revocation_list(path, position, list));
+            let decoded = files::revocations(path, &lists)?;
+            let mut lists: Vec<_> = lists.iter().zip(decoded).enumerate().collect();
+            // Of several lists of an authority the first is asked: the newest says it all.
+            lists.sort_by_key(|(_, (list, _))| Reverse(made_by(list).map(|(_, made)| made)));
+            let mut authorities = HashSet::new();
+            for (position, (list, decoded)) in lists {
+                // One that a newer has replaced may well be past its time.
+                if authorities.insert(made_by(list).map(|(issuer, _)| issuer)) {
+                    dates.extend(Dated::of_revocation_list(path, position, list));
+                }
+                revocations.push(decoded);
             }
         }
         let identity = Self {
@@ -411,6 +421,15 @@ fn parse<'a>(
             position,
             reason: trust::readable(&error.to_string()),
         })
+}
+
+/// The name of the authority that made a revocation list, and when, in seconds since 1970.
+fn made_by(list: &[u8]) -> Option<(Vec<u8>, i64)> {
+    let (_, list) = CertificateRevocationList::from_der(list).ok()?;
+    Some((
+        list.issuer().as_raw().to_vec(),
+        list.last_update().timestamp(),
+    ))
 }
 
 /// What lies before 1970 is taken for 1970: nothing that is checked here is that old.

@@ -123,14 +123,19 @@ impl Ca {
 
     /// A revocation list whose successor is due at the beginning of that year.
     pub fn revoke(&self, serials: &[u64], next_year: i32) -> String {
+        self.revoke_in(2024, serials, next_year)
+    }
+
+    /// The same, made at the beginning of a year.
+    pub fn revoke_in(&self, year: i32, serials: &[u64], next_year: i32) -> String {
         let revoked = |serial: &u64| RevokedCertParams {
             serial_number: SerialNumber::from(*serial),
-            revocation_time: date_time_ymd(2024, 1, 1),
+            revocation_time: date_time_ymd(year, 1, 1),
             reason_code: None,
             invalidity_date: None,
         };
         let params = CertificateRevocationListParams {
-            this_update: date_time_ymd(2024, 1, 1),
+            this_update: date_time_ymd(year, 1, 1),
             next_update: date_time_ymd(next_year, 1, 1),
             crl_number: SerialNumber::from(1),
             issuing_distribution_point: None,

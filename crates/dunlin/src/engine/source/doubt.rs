@@ -16,6 +16,7 @@ use super::super::error::{Fault, MigrateError, VmIs};
 use super::super::journal::{JournalError, SessionJournal};
 use super::super::report::Event;
 use super::super::vmm::{SourceVm, VmmError};
+use super::resume::another_certificate;
 use super::session::Session;
 use super::set_up::open_control;
 use crate::lane::control::ControlStream;
@@ -206,10 +207,9 @@ impl Session<'_> {
             self.raise_epoch();
             let deadline = until.min(Instant::now() + self.options.connect_limit);
             let fault = match open_control(self.host, &to, &tls, &self.offer, deadline) {
-                Ok((stream, _)) if stream.peer().fingerprint != peer => Fault::new(
-                    FaultCode::WrongIdentity,
-                    "another peer answers where the destination was",
-                ),
+                Ok((stream, _)) if stream.peer().fingerprint != peer => {
+                    another_certificate(peer, stream.peer().fingerprint)
+                }
                 Ok((stream, _)) => {
                     self.sequences = Arc::new(self.sequences.with_new_peer());
                     match self.adopt_control(stream) {

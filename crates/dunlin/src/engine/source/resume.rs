@@ -18,6 +18,7 @@ use super::super::lock;
 use super::super::report::Event;
 use super::session::Session;
 use super::set_up::open_control;
+use crate::lane::peers::Pin;
 
 /// Between two attempts.
 const RETRY: Duration = Duration::from_millis(100);
@@ -78,10 +79,7 @@ impl Session<'_> {
             let host = CancellableHost::over(self.host, self.cancel);
             match open_control(&host, &to, &tls, &self.offer, deadline) {
                 Ok((stream, _)) if stream.peer().fingerprint != peer => {
-                    return Err(Fault::new(
-                        FaultCode::WrongIdentity,
-                        "another peer answers where the destination was",
-                    ));
+                    return Err(another_certificate(peer, stream.peer().fingerprint));
                 }
                 Ok((stream, selection)) if selection == self.selection => break stream,
                 Ok(_) => {
@@ -102,6 +100,19 @@ impl Session<'_> {
         self.observer.event(&Event::ControlResumed);
         Ok(())
     }
+}
+
+/// Whoever answers is allowed, but has another certificate than the destination had.
+pub(super) fn another_certificate(had: [u8; 32], has: [u8; 32]) -> Fault {
+    Fault::new(
+        FaultCode::WrongIdentity,
+        format!(
+            "where the destination was, a certificate answers that is {} and not {}: it was \
+             renewed and the destination's process started again, or another host answers there",
+            Pin::Certificate(has),
+            Pin::Certificate(had)
+        ),
+    )
 }
 
 /// What it means that the last attempt failed like this.
