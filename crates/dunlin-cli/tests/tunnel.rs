@@ -286,6 +286,14 @@ fn a_killed_tunnel_is_an_error_to_the_hypervisor_and_no_hang() {
         begin.elapsed()
     );
     drop(far);
+
+    // One that is started in its place is found by the next connection.
+    let config = far_config(&scene.hosts, "a.test").replace("127.0.0.1:0", &tunnel.address);
+    let _again = Tunnel::start(&scene.hosts, "again", &config);
+    let mut near = connect(scene.hosts.scratch.join("in"));
+    let mut far = patient(scene.target.accept().unwrap().0);
+    near.write_all(b"x").unwrap();
+    far.read_exact(&mut [0]).unwrap();
 }
 
 #[test]

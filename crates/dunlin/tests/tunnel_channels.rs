@@ -191,6 +191,30 @@ fn lanes_that_are_cut_and_swallowed_are_not_noticed_above() {
     assert_eq!(pair.near_told.count(aborted), 0);
 }
 
+/// A lane's key is good for so many records; before that another takes its place,
+/// and nothing is lost.
+#[test]
+fn lanes_are_replaced_before_their_keys_are_used_up() {
+    let pair = Pair::start(&Setup {
+        relayed: true,
+        limits: Limits {
+            lane_records: 1024,
+            ..Limits::default()
+        },
+        ..Setup::default()
+    });
+    let (near, far) = pair.channel();
+    let bytes = 128 << 20;
+    join(vec![send(&near, 11, bytes), expect(&far, 11, bytes)]);
+    // 1024 records are at most 16 MiB.
+    let relay = pair.relay.as_ref().unwrap();
+    assert!(relay.count() > 8, "{} connections", relay.count());
+    let lost = |event: &Event| matches!(event, Event::LaneLost { .. });
+    for told in [&pair.near_told, &pair.far_told] {
+        assert_eq!(told.count(lost), 0, "{:#?}", told.all());
+    }
+}
+
 #[test]
 fn a_control_lane_that_is_cut_is_made_anew_and_bytes_go_on() {
     let pair = Pair::start(&relayed());

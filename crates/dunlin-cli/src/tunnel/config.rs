@@ -201,6 +201,7 @@ fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
         connect: found.or(table.connect.as_ref(), usual.connect, |text| {
             parse_limit(text)
         }),
+        lane_records: usual.lane_records,
     };
     if let Some(memory) = &table.peer_memory {
         let least = limits.channels as u64 * (256 << 10);

@@ -105,6 +105,10 @@ pub(super) fn take(
         return Ok(());
     }
     let (peer_secret, peer_lanes, port) = hear_accept(&control, deadline)?;
+    if port == 0 {
+        let text = "the peer's tunnel says no port for lanes";
+        return Err(Failure::new(FaultCode::Malformed, text));
+    }
     let own_secret = SessionSecret(random(site)?);
     let at = peer_address(&control)?;
     let said = SessionSecret(own_secret.0);

@@ -14,6 +14,7 @@ use dunlin_proto::stripe::Patience;
 use thiserror::Error;
 
 use crate::lane::peers::Peers;
+use crate::lane::record::RECORD_LIMIT;
 
 /// Where a route takes connections.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -233,6 +234,9 @@ pub struct Limits {
     pub vanished: Duration,
     /// How long a connection to a target may take to be made.
     pub connect: Duration,
+    /// Records of a lane after which it is replaced; what its key is good for is
+    /// the most.
+    pub lane_records: u64,
 }
 
 impl Default for Limits {
@@ -244,9 +248,13 @@ impl Default for Limits {
             lanes: DEFAULT_LANES,
             vanished: Duration::from_secs(10),
             connect: Duration::from_secs(10),
+            lane_records: RECORD_LIMIT,
         }
     }
 }
+
+/// A lane of fewer records would carry little but its own beginning and end.
+const LEAST_RECORDS: u64 = 1024;
 
 /// Lanes of a route that does not say how many.
 pub const DEFAULT_LANES: u16 = 4;
@@ -264,6 +272,7 @@ impl Limits {
             lanes: self.lanes.clamp(1, MAX_LANES),
             vanished: self.vanished.max(Duration::from_secs(1)),
             connect: self.connect.max(Duration::from_millis(1)),
+            lane_records: self.lane_records.clamp(LEAST_RECORDS, RECORD_LIMIT),
         }
     }
 
@@ -354,6 +363,7 @@ mod tests {
             lanes: 1000,
             vanished: Duration::ZERO,
             connect: Duration::ZERO,
+            lane_records: 0,
         };
         let Limits {
             channels,

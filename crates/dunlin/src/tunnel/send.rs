@@ -25,7 +25,6 @@ use super::socket::Socket;
 use crate::lane::data::{DataSender, RECORDS_PER_FRAME, STALL_LIMIT, SendError};
 use crate::lane::handshake;
 use crate::lane::proof::prove;
-use crate::lane::record::RECORD_LIMIT;
 
 /// Records kept back for what is under way and the end.
 const RECORDS_FOR_END: u64 = 2 * RECORDS_PER_FRAME as u64;
@@ -102,7 +101,7 @@ fn send_all(hub: &Arc<Hub>, lane: u16, mut sender: DataSender) -> Result<(), Fai
     let mut ready = Vec::new();
     hub.lock().senders += 1;
     let result = loop {
-        let (work, socket) = next(hub, lane, wear(&sender), &mut ready);
+        let (work, socket) = next(hub, lane, wear(hub, &sender), &mut ready);
         let sent = match work {
             Work::Stop | Work::Wait => {
                 let what = format!(
@@ -266,13 +265,12 @@ fn send(sender: &mut DataSender, data: &Data, piece: &Piece) -> Result<(), SendE
 }
 
 /// How far the lane's key is used up.
-fn wear(sender: &DataSender) -> Wear {
-    let Some(left) = sender.records_left() else {
-        return Wear::Fresh;
-    };
-    if left <= RECORDS_FOR_END {
+fn wear(hub: &Hub, sender: &DataSender) -> Wear {
+    let most = hub.site.limits.lane_records;
+    let used = sender.counters().records;
+    if used + RECORDS_FOR_END >= most {
         Wear::Spent
-    } else if left <= RECORD_LIMIT / 8 {
+    } else if used >= most / 8 * 7 {
         Wear::Worn
     } else {
         Wear::Fresh
