@@ -28,7 +28,8 @@ pub struct Liveness {
     pub keepalive_interval: Duration,
     /// Unanswered probes before the connection is given up.
     pub keepalive_probes: u8,
-    /// Longest time that sent data may stay unacknowledged; milliseconds.
+    /// Longest time that sent data may stay unacknowledged, or that the peer may take nothing;
+    /// milliseconds. Zero leaves it to the system.
     pub user_timeout: Duration,
 }
 

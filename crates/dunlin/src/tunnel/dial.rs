@@ -110,7 +110,9 @@ pub(super) fn take(
         return Err(Failure::new(FaultCode::Malformed, text));
     }
     let own_secret = SessionSecret(random(site)?);
-    let at = peer_address(&control)?;
+    // With its scope, where that is an IPv6 address of one link.
+    let mut lanes_at = peer_address(&control)?;
+    lanes_at.set_port(port);
     let said = SessionSecret(own_secret.0);
     let terms = Terms {
         side: Side::Accepting,
@@ -118,7 +120,7 @@ pub(super) fn take(
         version: selection.version,
         peer: control.peer().clone(),
         tls: lane_tls(site, &control)?,
-        lanes_at: SocketAddr::new(at.ip(), port),
+        lanes_at,
         own_secret,
         peer_secret,
         lanes: site.limits.lanes.min(peer_lanes),
@@ -133,7 +135,7 @@ pub(super) fn take(
         talk::run(&hub);
         return Err(failure);
     }
-    start(site, &hub, at);
+    start(site, &hub, lanes_at);
     Ok(())
 }
 

@@ -4,18 +4,21 @@
 use std::io;
 use std::net::TcpListener;
 use std::os::fd::AsFd;
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::thread::{self, JoinHandle};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use dunlin_proto::negotiate::Opening;
 use dunlin_sys::poll::{Interest, Waker, Wakeup, poll, waker};
+use dunlin_sys::socket::connect_unix;
 
 use super::dial;
 use super::event::Event;
+use super::failure::harmless;
 use super::options::{Entrance, Listen};
 use super::site::Site;
 use super::socket::Socket;
@@ -26,6 +29,8 @@ use crate::lane::proof::is_proved;
 
 /// How long nobody is accepted when descriptors or memory ran out.
 const SHORTAGE_REST: Duration = Duration::from_millis(100);
+/// How long somebody who may listen at a path is waited for.
+const ANSWER_LIMIT: Duration = Duration::from_secs(1);
 /// Control lanes that are being agreed on at the same time. Their peers are
 /// authenticated; each costs a thread for a moment.
 const GREETINGS: usize = 32;
@@ -33,6 +38,8 @@ const GREETINGS: usize = 32;
 /// An entrance that is open. It is closed when this is dropped; channels stay.
 pub(super) struct Door {
     pub(super) entrance: Entrance,
+    /// The file that a unix socket has made.
+    file: Option<FileId>,
     stop: Waker,
     thread: Option<JoinHandle<()>>,
 }
@@ -57,6 +64,10 @@ impl Door {
                 Listener::Tcp(listener)
             }
         };
+        let file = match &entrance.listen {
+            Listen::Unix(path) => Some(file_id(path)?),
+            Listen::Tcp(_) => None,
+        };
         listener.set_nonblocking()?;
         let (stop, stopped) = waker()?;
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -66,6 +77,7 @@ impl Door {
         let thread = Some(thread::Builder::new().name(name).spawn(body)?);
         Ok(Self {
             entrance,
+            file,
             stop,
             thread,
         })
@@ -79,7 +91,9 @@ impl Drop for Door {
             // A panic has been printed by its hook.
             let _ = thread.join();
         }
-        if let Listen::Unix(path) = &self.entrance.listen {
+        if let Listen::Unix(path) = &self.entrance.listen
+            && file_id(path).ok() == self.file
+        {
             // Somebody else may have removed it.
             let _ = std::fs::remove_file(path);
         }
@@ -113,14 +127,28 @@ impl Listener {
     }
 }
 
+/// Device and inode.
+type FileId = (u64, u64);
+
+fn file_id(path: &Path) -> io::Result<FileId> {
+    let found = std::fs::symlink_metadata(path)?;
+    Ok((found.dev(), found.ino()))
+}
+
 /// Listens at `path`, where nobody does: a socket that a tunnel has left behind
-/// is replaced.
+/// is replaced, and nothing else.
 fn bind(path: &Path) -> io::Result<UnixListener> {
     match UnixListener::bind(path) {
         Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
-            let refused = io::ErrorKind::ConnectionRefused;
-            match UnixStream::connect(path) {
-                Err(dead) if dead.kind() == refused => std::fs::remove_file(path)?,
+            if !std::fs::symlink_metadata(path)?.file_type().is_socket() {
+                let text = "there is a file of that name, which is no socket";
+                return Err(io::Error::new(io::ErrorKind::AlreadyExists, text));
+            }
+            // Somebody whose backlog is full listens.
+            match connect_unix(path, Instant::now() + ANSWER_LIMIT) {
+                Err(dead) if dead.kind() == io::ErrorKind::ConnectionRefused => {
+                    std::fs::remove_file(path)?;
+                }
                 _ => return Err(error),
             }
             UnixListener::bind(path)
@@ -265,4 +293,27 @@ fn take_lane(site: &Arc<Site>, socket: LaneSocket, opening: &Opening) -> Result<
     Ok(())
 }
 
-use super::failure::harmless;
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn a_socket_that_is_left_behind_is_replaced_and_no_other_file() {
+        let name = format!("dunlin-door-{}", std::process::id());
+        let path = std::env::temp_dir().join(name);
+        drop(bind(&path).unwrap());
+        assert!(file_id(&path).is_ok());
+        let listener = bind(&path).unwrap();
+        // Somebody listens.
+        assert_eq!(bind(&path).unwrap_err().kind(), io::ErrorKind::AddrInUse);
+        drop(listener);
+        std::fs::remove_file(&path).unwrap();
+        std::fs::write(&path, "a disk").unwrap();
+        let refused = bind(&path).unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::AlreadyExists, "{refused}");
+        assert_eq!(std::fs::read(&path).unwrap(), b"a disk");
+        std::fs::remove_file(&path).unwrap();
+    }
+}

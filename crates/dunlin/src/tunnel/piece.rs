@@ -3,17 +3,19 @@
 //! A piece is read into a buffer of the pool, sealed out of it, and kept there
 //! until it is acknowledged; at the other side it is opened into such a buffer
 //! and written out of it. Nothing is allocated for a piece once the pool is
-//! warm, and a buffer is at most twice as long as what lies in it, so that what
+//! warm, and a buffer is at most twice as long as what lies in it, or so short
+//! that all chunks which a channel may have are within the least window; so what
 //! the windows allow is what is used (I8).
 
 use std::array;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use dunlin_proto::limits::MAX_STRIPE_CHUNK_BYTES;
+use dunlin_proto::limits::{LEAST_WINDOW_BYTES, MAX_CHANNEL_CHUNKS, MAX_STRIPE_CHUNK_BYTES};
 
 /// The longest piece.
 pub(super) const PIECE_BYTES: usize = MAX_STRIPE_CHUNK_BYTES as usize;
-const SMALLEST_BYTES: usize = 4096;
+/// As many of these as a channel may have chunks are its least window.
+const SMALLEST_BYTES: usize = LEAST_WINDOW_BYTES as usize / MAX_CHANNEL_CHUNKS;
 /// Sizes of buffers: each twice the one before.
 const SIZES: usize = (PIECE_BYTES / SMALLEST_BYTES).ilog2() as usize + 1;
 /// What the pool keeps of buffers that nobody uses: what a few lanes have under

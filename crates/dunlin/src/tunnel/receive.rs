@@ -153,25 +153,20 @@ fn deliver(hub: &Arc<Hub>, socket: &Socket, turn: Delivery<Piece>, until: Option
             .association
             .wrote(channel, written as u32, rest, now_ns);
         hub.settle(&mut core);
-        drop(core);
-        match next {
-            Some(next) => piece = next.token,
-            None if is_stuck => {
-                // Fails only where the channel has gone.
-                let _ = hub
-                    .writes
-                    .again(socket, u64::from(channel), Readiness::Write);
-                return;
+        // Asked for under the lock: whoever has the next turn may ask for
+        // something else, and the last to ask is heard.
+        let wait_for = match next {
+            Some(next) => {
+                piece = next.token;
+                continue;
             }
-            None => {
-                if until.is_none() {
-                    let _ = hub
-                        .writes
-                        .again(socket, u64::from(channel), Readiness::Failure);
-                }
-                return;
-            }
-        }
+            None if is_stuck => Readiness::Write,
+            None if until.is_none() => Readiness::Failure,
+            None => return,
+        };
+        // Fails only where the channel has gone.
+        let _ = hub.writes.again(socket, u64::from(channel), wait_for);
+        return;
     }
 }
 
@@ -239,7 +234,7 @@ fn fails(hub: &Arc<Hub>, core: &mut Core, channel: u32) -> bool {
     if !one.socket.tells_resets() {
         return false;
     }
-    let error = io::Error::from(io::ErrorKind::ConnectionReset);
+    let error = one.socket.error();
     hub.fail(core, channel, &error, hub.now_ns());
     hub.settle(core);
     true

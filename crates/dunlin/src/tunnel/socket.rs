@@ -4,6 +4,7 @@ use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
+use std::time::Duration;
 
 use dunlin_sys::socket::{Liveness, set_buffers, set_liveness, set_reset_on_close};
 
@@ -28,7 +29,14 @@ impl Socket {
     pub(super) fn tcp(stream: TcpStream) -> io::Result<Self> {
         stream.set_nonblocking(true)?;
         stream.set_nodelay(true)?;
-        set_liveness(&stream, &Liveness::default())?;
+        // A consumer that does not read keeps its window closed for as long as
+        // it likes (TCP_USER_TIMEOUT would end that, tcp(7)); one that has gone
+        // answers no probe.
+        let liveness = Liveness {
+            user_timeout: Duration::ZERO,
+            ..Liveness::default()
+        };
+        set_liveness(&stream, &liveness)?;
         Ok(Self::Tcp(stream))
     }
 
@@ -82,6 +90,18 @@ impl Socket {
     /// has to be looked for while nobody reads.
     pub(super) fn tells_resets(&self) -> bool {
         matches!(self, Self::Tcp(_))
+    }
+
+    /// What it has failed of.
+    pub(super) fn error(&self) -> io::Error {
+        let error = match self {
+            Self::Unix(stream) => stream.take_error(),
+            Self::Tcp(stream) => stream.take_error(),
+        };
+        match error {
+            Ok(Some(error)) | Err(error) => error,
+            Ok(None) => io::ErrorKind::ConnectionReset.into(),
+        }
     }
 }
 
