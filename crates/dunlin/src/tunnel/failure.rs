@@ -84,17 +84,7 @@ impl Failure {
     }
 
     pub(super) fn of_handshake(what: String, error: &HandshakeError) -> Self {
-        let code = match error {
-            HandshakeError::Deadline | HandshakeError::Io(_) | HandshakeError::PeerClosed => {
-                FaultCode::ControlLost
-            }
-            HandshakeError::NotTls { .. }
-            | HandshakeError::NotDunlin
-            | HandshakeError::Mirror
-            | HandshakeError::Incompatible(_) => FaultCode::NotDunlin,
-            _ => FaultCode::Unauthorised,
-        };
-        Self::new(code, what).because(error)
+        Self::new(error.of_control_lane(), what).because(error)
     }
 }
 

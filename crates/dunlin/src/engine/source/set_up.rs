@@ -28,7 +28,6 @@ use super::lanes::LaneTerms;
 use super::session::{Session, nanos, unexpected};
 use super::{Options, SessionEvent};
 use crate::lane::control::{self as control_lane, ControlStream};
-use crate::lane::handshake::HandshakeError;
 use crate::lane::identity::ClientTls;
 
 impl Session<'_> {
@@ -318,17 +317,8 @@ pub(super) fn open_control(
         Fault::new(FaultCode::ControlLost, format!("{to} cannot be reached")).because(error)
     })?;
     let stream = control_lane::client(stream, tls, deadline).map_err(|error| {
-        let code = match &error {
-            HandshakeError::Deadline | HandshakeError::Io(_) | HandshakeError::PeerClosed => {
-                FaultCode::ControlLost
-            }
-            HandshakeError::NotTls { .. }
-            | HandshakeError::NotDunlin
-            | HandshakeError::Mirror
-            | HandshakeError::Incompatible(_) => FaultCode::NotDunlin,
-            _ => FaultCode::Unauthorised,
-        };
-        Fault::new(code, format!("no secure control lane to {to}")).because(error)
+        let what = format!("no secure control lane to {to}");
+        Fault::new(error.of_control_lane(), what).because(error)
     })?;
     let mut bytes = Vec::new();
     offer.encode(&mut bytes).map_err(|error| {

@@ -2,6 +2,7 @@
 
 use std::io;
 
+use dunlin_proto::fault::FaultCode;
 use rustls::pki_types::UnixTime;
 use rustls::{AlertDescription, CertificateError, HandshakeType};
 use thiserror::Error;
@@ -140,6 +141,17 @@ impl From<rustls::Error> for HandshakeError {
 }
 
 impl HandshakeError {
+    /// What it means where a control lane was to be had.
+    pub(crate) fn of_control_lane(&self) -> FaultCode {
+        match self {
+            Self::Deadline | Self::Io(_) | Self::PeerClosed => FaultCode::ControlLost,
+            Self::NotTls { .. } | Self::NotDunlin | Self::Mirror | Self::Incompatible(_) => {
+                FaultCode::NotDunlin
+            }
+            _ => FaultCode::Unauthorised,
+        }
+    }
+
     fn of_certificate(error: CertificateError) -> Self {
         match error {
             CertificateError::UnknownIssuer => Self::UnknownAuthority(take_unissued()),
