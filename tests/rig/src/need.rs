@@ -5,7 +5,9 @@ use std::fs::File;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::debian::{self, DebianError, Qemu};
+use crate::guest::{Guest, Workload};
 use crate::hosts::Host;
+use crate::machine::{Accelerator, Setup};
 
 /// The value, or `None` with a line that says what is missing.
 ///
@@ -53,6 +55,18 @@ pub fn fetched<T>(found: Result<T, DebianError>) -> Option<T> {
 #[must_use]
 pub fn qemu() -> Option<Qemu> {
     fetched(debian::qemu())
+}
+
+/// The bare guest in that QEMU, on KVM where there is one.
+#[must_use]
+pub fn bare_guest(workload: Workload) -> Option<Setup> {
+    let qemu = qemu()?;
+    let accelerator = if kvm() {
+        Accelerator::Kvm
+    } else {
+        Accelerator::Tcg
+    };
+    Some(Setup::new(&qemu, Guest::Bare, workload, accelerator))
 }
 
 /// The turn of a test that keeps the whole machine busy, among those of its program.

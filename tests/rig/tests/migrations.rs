@@ -29,15 +29,9 @@ const WORKLOAD: Workload = Workload {
     seed: 0x5eed,
 };
 
-/// The bare guest, on KVM where there is one; `None` where there are no hosts or no QEMU.
+/// The bare guest, where hosts can be made.
 fn bare() -> Option<Setup> {
-    let qemu = need::qemu()?;
-    let accelerator = if need::kvm() {
-        Accelerator::Kvm
-    } else {
-        Accelerator::Tcg
-    };
-    need::hosts().then(|| Setup::new(&qemu, Guest::Bare, WORKLOAD, accelerator))
+    need::bare_guest(WORKLOAD).filter(|_| need::hosts())
 }
 
 struct Pair {

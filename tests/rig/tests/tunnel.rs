@@ -12,10 +12,8 @@ use std::thread;
 use std::time::Duration;
 
 use dunlin::tunnel::{Event, Limits};
-use dunlin_rig::guest::{Content, Guest, Workload};
-use dunlin_rig::machine::{
-    self, Accelerator, Credentials, Machine, MachineError, Migration, Setup, migrate,
-};
+use dunlin_rig::guest::{Content, Workload};
+use dunlin_rig::machine::{self, Credentials, Machine, MachineError, Migration, Setup, migrate};
 use dunlin_rig::need;
 use tunnel_support::{Pair, Setup as Tunnels};
 
@@ -29,15 +27,8 @@ const WORKLOAD: Workload = Workload {
     seed: 0x7ee1,
 };
 
-/// The guest, on KVM where there is one; `None` where there is no QEMU.
 fn guest() -> Option<Setup> {
-    let qemu = need::qemu()?;
-    let accelerator = if need::kvm() {
-        Accelerator::Kvm
-    } else {
-        Accelerator::Tcg
-    };
-    Some(Setup::new(&qemu, Guest::Bare, WORKLOAD, accelerator))
+    need::bare_guest(WORKLOAD)
 }
 
 fn tunnels() -> Pair {
