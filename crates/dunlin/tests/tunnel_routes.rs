@@ -60,18 +60,23 @@ impl Scene {
     }
 
     fn connect(&self, route: &str) -> TcpStream {
+        patient(TcpStream::connect(self.entrance(route)).unwrap())
+    }
+
+    fn entrance(&self, route: &str) -> SocketAddr {
         let entrances = self.near.entrances();
         let (_, listen) = entrances.iter().find(|(name, _)| name == route).unwrap();
         let Listen::Tcp(address) = listen else {
             panic!("{listen}")
         };
-        patient(TcpStream::connect(address).unwrap())
+        *address
     }
 
     /// Why a connection to a route is closed.
     fn refused(&self, route: &str) -> (FaultCode, String) {
-        let mut stream = self.connect(route);
-        let ended = stream.read(&mut [0]);
+        // A reset may come before connect(2) has returned, which then reports it.
+        let ended = TcpStream::connect(self.entrance(route))
+            .and_then(|stream| patient(stream).read(&mut [0]));
         assert!(!matches!(ended, Ok(1..)), "{ended:?}");
         let event = self.near_told.wait(
             "refusal",
