@@ -73,11 +73,12 @@ fn talk(hub: &Arc<Hub>) -> FaultCode {
             core.association.end(FaultCode::Ended);
         }
         hub.settle(&mut core);
-        if let Some(fault) = core.over {
-            return fault;
-        }
         if !take_messages(hub, &mut core, &mut batch) {
             return FaultCode::Internal;
+        }
+        // Behind all that may have ended it: nothing wakes this thread again.
+        if let Some(fault) = core.over {
+            return fault;
         }
         if !batch.is_empty() {
             let (control, epoch) = (core.control.clone(), core.epoch);
