@@ -342,6 +342,14 @@ pub fn set_reset_on_close(socket: impl AsFd) -> io::Result<()> {
     set(socket.as_fd(), libc::SOL_SOCKET, libc::SO_LINGER, [1, 0])
 }
 
+/// Whether `socket` listens for connections (`SO_ACCEPTCONN`, socket(7)).
+///
+/// # Errors
+/// `ENOTSOCK` where it is no socket at all.
+pub fn is_listening(socket: impl AsFd) -> io::Result<bool> {
+    Ok(get(socket.as_fd(), libc::SO_ACCEPTCONN)? != 0)
+}
+
 /// The send and receive buffer in bytes as the kernel accounts them, which is twice what was
 /// asked for (socket(7)).
 ///
@@ -437,6 +445,15 @@ mod tests {
         fn drop(&mut self) {
             let _ = std::fs::remove_dir_all(&self.0);
         }
+    }
+
+    #[test]
+    fn a_listener_is_told_from_a_connection() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        assert!(is_listening(&listener).unwrap());
+        let (near, _far) = pair();
+        assert!(!is_listening(&near).unwrap());
+        assert!(is_listening(std::fs::File::open("/dev/null").unwrap()).is_err());
     }
 
     #[test]

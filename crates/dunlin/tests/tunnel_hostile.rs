@@ -12,13 +12,14 @@ use dunlin::lane::data::{DataSender, STALL_LIMIT};
 use dunlin::lane::handshake;
 use dunlin::lane::identity::{ClientTls, Identity};
 use dunlin::lane::provider::Crypto;
-use dunlin::tunnel::Event;
+use dunlin::tunnel::{Event, Exit, Routes, Target, WINDOW_BYTES};
+use dunlin_proto::fault::FaultCode;
 use dunlin_proto::negotiate::{
     Features, LaneOpen, LaneSecurity, Offer, Opening, PRELUDE_BYTES, Prelude, SessionId,
     SessionSecret, VERSIONS, lane_mac_input,
 };
 use dunlin_proto::stripe::frame::{Data, Frame};
-use dunlin_proto::stripe::message::{Header, MESSAGE_HEADER_BYTES, Message};
+use dunlin_proto::stripe::message::{Header, MESSAGE_HEADER_BYTES, Message, Open};
 use hmac::{Hmac, KeyInit, Mac};
 use lane_support::{names, soon};
 use sha2::Sha256;
@@ -196,4 +197,87 @@ fn i7_who_breaks_the_protocol_is_cut_off_and_others_are_not() {
         tunnel_support::send(&near, 3, 1 << 20),
         tunnel_support::expect(&far, 3, 1 << 20),
     ]);
+}
+
+/// What a channel says of itself goes into the path of the far socket: whatever is
+/// not one plain name is refused, and the next channel opens.
+#[test]
+fn i7_a_parameter_from_the_wire_leads_nowhere_but_to_its_place() {
+    let pair = Pair::start(&Setup::default());
+    let directory = pair.scratch.0.clone();
+    std::fs::create_dir(directory.join("vm")).unwrap();
+    // Somebody listens where "vm=../target" would lead: the pair's own target.
+    let routes = Routes::new(
+        Vec::new(),
+        vec![Exit {
+            route: "ram".to_owned(),
+            allow: names(&[NEAR]),
+            target: Target::Unix(directory.join("vm/{vm}")),
+            window_bytes: WINDOW_BYTES,
+        }],
+    );
+    let identity = tunnel_support::identities(pair.authority.identity(&[FAR]));
+    let far = pair.far.as_ref().unwrap();
+    far.replace(identity, &routes.unwrap()).unwrap();
+    let mut peer = Peer::associate(&pair);
+    let open = |channel, parameter: &str| {
+        Message::Open(Open {
+            channel,
+            limit: 0,
+            route: "ram".to_owned(),
+            parameter: parameter.to_owned(),
+            barrier: Vec::new(),
+        })
+    };
+    let long = format!("vm={}", "a".repeat(129));
+    let longest = format!("vm={}", "a".repeat(128));
+    let whole = "v".repeat(255);
+    let hostile = [
+        "",
+        "vm=",
+        "vm=../target",
+        "vm=..",
+        "vm=.",
+        "vm=/",
+        "vm=a/b",
+        "vm=\0",
+        "vm=web\0",
+        "\0",
+        "vm=..\\target",
+        "vm=-x",
+        "disk=web",
+        "web",
+        "vm=web\n",
+        &long,
+        &longest,
+        &whole,
+    ];
+    let mut channel = 0;
+    let mut answer = |peer: &mut Peer, parameter: &str| {
+        peer.say(&open(channel, parameter));
+        let answered = channel;
+        channel += 2;
+        loop {
+            match peer.hear() {
+                Some(Message::Refused {
+                    channel,
+                    fault,
+                    text,
+                }) if channel == answered => {
+                    return Err((fault, text));
+                }
+                Some(Message::Opened { channel, .. }) if channel == answered => return Ok(()),
+                _ => {}
+            }
+        }
+    };
+    for parameter in hostile {
+        let (fault, text) = answer(&mut peer, parameter).unwrap_err();
+        assert_eq!(fault, FaultCode::ParameterRefused, "{parameter:?}: {text}");
+        assert!(!text.contains(char::is_control), "{text:?}");
+    }
+    let (fault, text) = answer(&mut peer, "vm=web").unwrap_err();
+    assert_eq!(fault, FaultCode::TargetUnreachable, "{text}");
+    let _web = std::os::unix::net::UnixListener::bind(directory.join("vm/web")).unwrap();
+    answer(&mut peer, "vm=web").unwrap();
 }

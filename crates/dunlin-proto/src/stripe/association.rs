@@ -91,8 +91,8 @@ struct Ended {
 /// [`Association::has_work`], [`Association::leaving`],
 /// [`Association::has_message`], [`Association::drained`], [`Association::due_ns`]. Commands:
 /// [`Association::open`], [`Association::counted`], [`Association::connected`],
-/// [`Association::refuse`], [`Association::fail`], [`Association::drain`],
-/// [`Association::end`]. From the threads of the lanes that this side sends on:
+/// [`Association::refuse`], [`Association::fail`], [`Association::raise_lanes`],
+/// [`Association::drain`], [`Association::end`]. From the threads of the lanes that this side sends on:
 /// [`Association::next`] and [`Association::read`]; of those that it receives
 /// on: [`Association::arrived`], [`Association::keep`], [`Association::wrote`].
 /// From whoever watches sockets: [`Association::readable`],
@@ -244,6 +244,12 @@ impl<T: Clone> Association<T> {
     pub fn drained(&self) -> bool {
         let left = !self.channels.is_empty() || !self.ended.is_empty();
         (self.draining || self.peer_drains) && !left && !self.say_drain
+    }
+
+    /// At least so many lanes from now on. The caller keeps within what the other
+    /// side takes.
+    pub fn raise_lanes(&mut self, lanes: u16) {
+        self.config.lanes = self.config.lanes.max(lanes.clamp(1, MAX_LANES));
     }
 
     /// Opens and takes no more channels; those that live go on.

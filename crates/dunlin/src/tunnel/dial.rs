@@ -65,6 +65,7 @@ pub(super) fn dial(site: &Arc<Site>, to: Destination, lanes: u16) -> Result<Arc<
         own_secret,
         peer_secret,
         lanes: lanes.min(peer_lanes),
+        peer_lanes,
         redial: Some(to),
     };
     begin(site, terms, control, at)
@@ -124,6 +125,7 @@ pub(super) fn take(
         own_secret,
         peer_secret,
         lanes: site.limits.lanes.min(peer_lanes),
+        peer_lanes,
         redial: None,
     };
     // The peer's lanes may come as soon as it has heard of the secret.

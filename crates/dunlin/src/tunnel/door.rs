@@ -4,24 +4,21 @@
 use std::io;
 use std::net::TcpListener;
 use std::os::fd::AsFd;
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
-use std::os::unix::net::UnixListener;
-use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use dunlin_proto::negotiate::Opening;
 use dunlin_sys::poll::{Interest, Waker, Wakeup, poll, waker};
-use dunlin_sys::socket::connect_unix;
 
 use super::dial;
 use super::event::Event;
 use super::failure::harmless;
-use super::options::{Entrance, Listen};
+use super::listener::{Listener, Place, Sockets, next_number};
+use super::meter::Count;
+use super::options::Entrance;
 use super::site::Site;
-use super::socket::Socket;
 use crate::lane::accept::{self, Arrival, LaneSocket};
 use crate::lane::handshake::Secured;
 use crate::lane::identity::ServerTls;
@@ -29,8 +26,6 @@ use crate::lane::proof::is_proved;
 
 /// How long nobody is accepted when descriptors or memory ran out.
 const SHORTAGE_REST: Duration = Duration::from_millis(100);
-/// How long somebody who may listen at a path is waited for.
-const ANSWER_LIMIT: Duration = Duration::from_secs(1);
 /// Control lanes that are being agreed on at the same time. Their peers are
 /// authenticated; each costs a thread for a moment.
 const GREETINGS: usize = 32;
@@ -38,15 +33,10 @@ const GREETINGS: usize = 32;
 /// An entrance that is open. It is closed when this is dropped; channels stay.
 pub(super) struct Door {
     pub(super) entrance: Entrance,
-    /// The file that a unix socket has made.
-    file: Option<FileId>,
+    /// Removed when nobody listens any more.
+    _place: Option<Place>,
     stop: Waker,
     thread: Option<JoinHandle<()>>,
-}
-
-enum Listener {
-    Unix(UnixListener),
-    Tcp(TcpListener),
 }
 
 impl Door {
@@ -54,30 +44,21 @@ impl Door {
     ///
     /// # Errors
     /// It cannot listen there.
-    pub(super) fn open(site: &Arc<Site>, mut entrance: Entrance) -> io::Result<Self> {
-        static NEXT: AtomicU64 = AtomicU64::new(0);
-        let listener = match &mut entrance.listen {
-            Listen::Unix(path) => Listener::Unix(bind(path)?),
-            Listen::Tcp(address) => {
-                let listener = TcpListener::bind(*address)?;
-                *address = listener.local_addr()?;
-                Listener::Tcp(listener)
-            }
-        };
-        let file = match &entrance.listen {
-            Listen::Unix(path) => Some(file_id(path)?),
-            Listen::Tcp(_) => None,
-        };
-        listener.set_nonblocking()?;
+    pub(super) fn open(
+        site: &Arc<Site>,
+        mut entrance: Entrance,
+        passed: &Sockets,
+    ) -> io::Result<Self> {
+        let (listener, place) = Listener::open(&mut entrance.listen, passed)?;
         let (stop, stopped) = waker()?;
-        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let number = next_number();
         let (site, own) = (Arc::clone(site), entrance.clone());
         let name = format!("dunlin-entrance-{number}");
         let body = move || listen(&site, &own, number, &listener, &stopped);
         let thread = Some(thread::Builder::new().name(name).spawn(body)?);
         Ok(Self {
             entrance,
-            file,
+            _place: place,
             stop,
             thread,
         })
@@ -91,69 +72,6 @@ impl Drop for Door {
             // A panic has been printed by its hook.
             let _ = thread.join();
         }
-        if let Listen::Unix(path) = &self.entrance.listen
-            && file_id(path).ok() == self.file
-        {
-            // Somebody else may have removed it.
-            let _ = std::fs::remove_file(path);
-        }
-    }
-}
-
-impl Listener {
-    fn set_nonblocking(&self) -> io::Result<()> {
-        match self {
-            Self::Unix(listener) => listener.set_nonblocking(true),
-            Self::Tcp(listener) => listener.set_nonblocking(true),
-        }
-    }
-
-    fn interest(&self) -> Interest<'_> {
-        Interest {
-            fd: match self {
-                Self::Unix(listener) => listener.as_fd(),
-                Self::Tcp(listener) => listener.as_fd(),
-            },
-            read: true,
-            write: false,
-        }
-    }
-
-    fn accept(&self) -> io::Result<Socket> {
-        match self {
-            Self::Unix(listener) => Socket::unix(listener.accept()?.0),
-            Self::Tcp(listener) => Socket::tcp(listener.accept()?.0),
-        }
-    }
-}
-
-/// Device and inode.
-type FileId = (u64, u64);
-
-fn file_id(path: &Path) -> io::Result<FileId> {
-    let found = std::fs::symlink_metadata(path)?;
-    Ok((found.dev(), found.ino()))
-}
-
-/// Listens at `path`, where nobody does: a socket that a tunnel has left behind
-/// is replaced, and nothing else.
-fn bind(path: &Path) -> io::Result<UnixListener> {
-    match UnixListener::bind(path) {
-        Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
-            if !std::fs::symlink_metadata(path)?.file_type().is_socket() {
-                let text = "there is a file of that name, which is no socket";
-                return Err(io::Error::new(io::ErrorKind::AlreadyExists, text));
-            }
-            // Somebody whose backlog is full listens.
-            match connect_unix(path, Instant::now() + ANSWER_LIMIT) {
-                Err(dead) if dead.kind() == io::ErrorKind::ConnectionRefused => {
-                    std::fs::remove_file(path)?;
-                }
-                _ => return Err(error),
-            }
-            UnixListener::bind(path)
-        }
-        other => other,
     }
 }
 
@@ -187,7 +105,9 @@ fn listen(
         match listener.accept() {
             Ok(socket) => {
                 short = false;
-                site.carry(entrance, number, socket);
+                let route = &entrance.route;
+                let socket = socket.counted(Count::new(site.meter(route), None));
+                site.carry(entrance, number, String::new(), socket);
             }
             Err(error) => match error.kind() {
                 io::ErrorKind::WouldBlock
@@ -291,29 +211,4 @@ fn take_lane(site: &Arc<Site>, socket: LaneSocket, opening: &Opening) -> Result<
         hub.take_lane(open.lane, secured);
     }
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    #![allow(clippy::unwrap_used)]
-
-    use super::*;
-
-    #[test]
-    fn a_socket_that_is_left_behind_is_replaced_and_no_other_file() {
-        let name = format!("dunlin-door-{}", std::process::id());
-        let path = std::env::temp_dir().join(name);
-        drop(bind(&path).unwrap());
-        assert!(file_id(&path).is_ok());
-        let listener = bind(&path).unwrap();
-        // Somebody listens.
-        assert_eq!(bind(&path).unwrap_err().kind(), io::ErrorKind::AddrInUse);
-        drop(listener);
-        std::fs::remove_file(&path).unwrap();
-        std::fs::write(&path, "a disk").unwrap();
-        let refused = bind(&path).unwrap_err();
-        assert_eq!(refused.kind(), io::ErrorKind::AlreadyExists, "{refused}");
-        assert_eq!(std::fs::read(&path).unwrap(), b"a disk");
-        std::fs::remove_file(&path).unwrap();
-    }
 }

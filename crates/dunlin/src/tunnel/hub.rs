@@ -54,6 +54,8 @@ pub(super) struct Terms {
     pub(super) peer_secret: SessionSecret,
     /// Lanes that this side opens.
     pub(super) lanes: u16,
+    /// The most that the peer takes.
+    pub(super) peer_lanes: u16,
     /// Where a control lane is made anew; `None` waits for the peer's.
     pub(super) redial: Option<super::dial::Destination>,
 }
@@ -304,8 +306,8 @@ impl Hub {
                 text,
             } => {
                 if let Some(one) = core.channels.remove(&channel) {
-                    one.socket.abort();
                     let failure = Failure::told(fault, &text);
+                    one.socket.fail(&failure);
                     let route = one.route;
                     self.site.tell(Event::Refused { route, failure });
                 }
@@ -389,7 +391,7 @@ impl Hub {
 
     fn close_badly(&self, core: &mut Core, channel: u32, failure: Failure) {
         if let Some(one) = core.channels.remove(&channel) {
-            one.socket.abort();
+            one.socket.fail(&failure);
             self.site.tell(Event::Aborted {
                 route: one.route,
                 channel,
@@ -424,6 +426,14 @@ impl Hub {
         self.spawn(format!("dunlin-lane-in-{lane}"), move || {
             receive::run(&hub, lane, secured);
         });
+    }
+
+    /// At least so many lanes from now on, or as many as the peer takes.
+    pub(super) fn raise_lanes(self: &Arc<Self>, lanes: u16) {
+        let mut core = self.lock();
+        let lanes = lanes.min(self.terms.peer_lanes);
+        core.association.raise_lanes(lanes);
+        self.settle(&mut core);
     }
 
     pub(super) fn status(&self) -> super::Status {

@@ -15,21 +15,28 @@
 //!
 //! - `options`: routes and limits, checked before anything is opened.
 //! - `site`: what all associations share; which connection goes to which.
-//! - `door`: listeners; `dial`: how an association begins; `target`: the
-//!   hypervisor's socket at the far side.
+//! - `door`: entrances; `errand`: those that are opened for one purpose while the
+//!   tunnel runs; `listener`: what both listen on. `dial`: how an association begins.
+//!   `target`: the hypervisor's socket at the far side; `parameter`: what a channel
+//!   may choose of it.
 //! - `hub`: the core of an association under its lock, and what is done about its
 //!   decisions. `talk`: the control lane. `send` and `receive`: the lanes.
-//! - `piece` and `socket`: the bytes, and where they come from and go.
+//! - `piece` and `socket`: the bytes, and where they come from and go; `meter`: how
+//!   many.
 //!
 //! Threads of an association: one that talks, one that hears, one that waits for
 //! consumers, and one for each lane and direction.
 
 mod dial;
 mod door;
+mod errand;
 mod event;
 mod failure;
 mod hub;
+mod listener;
+mod meter;
 mod options;
+mod parameter;
 mod piece;
 mod receive;
 mod send;
@@ -46,6 +53,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use dunlin_proto::fault::FaultCode;
+use dunlin_proto::limits::MAX_LANES;
 use dunlin_sys::poll::{Waker, waker};
 use thiserror::Error;
 
@@ -53,12 +61,17 @@ use crate::lane::identity::{ClientTls, Identity, ServerTls, SettingsError};
 use crate::lane::peers::Peers;
 use crate::lane::provider::Crypto;
 
+pub use errand::{Demand, DemandError, Errand, MAX_ERRANDS, Standing};
 pub use event::Event;
 pub use failure::Failure;
+pub use listener::Sockets;
+pub use meter::Traffic;
 pub use options::{
     BadRoute, DEFAULT_LANES, Entrance, Exit, Limits, Listen, MAX_WINDOW_BYTES, Routes, Target,
     WINDOW_BYTES,
 };
+
+pub use parameter::{BadParameter, BadPlace, Parameter};
 
 use door::Door;
 use site::Site;
@@ -143,11 +156,41 @@ pub struct Status {
     pub unacknowledged_bytes: u64,
 }
 
+/// A route on this side.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RouteStatus {
+    /// Its name.
+    pub route: String,
+    /// Where it listens; one that was opened for a purpose is in
+    /// [`Tunnel::errands`].
+    pub listens: Option<Listen>,
+    /// Where its connections go, if any come in here.
+    pub to: Option<String>,
+    /// What the peers' connections are made to, if any go out here.
+    pub target: Option<Target>,
+    /// What it has carried since the tunnel began.
+    pub traffic: Traffic,
+}
+
+impl RouteStatus {
+    fn named(route: &str) -> Self {
+        Self {
+            route: route.to_owned(),
+            listens: None,
+            to: None,
+            target: None,
+            traffic: Traffic::default(),
+        }
+    }
+}
+
 /// A tunnel that runs. Dropped, it ends at once, and its channels with it.
 pub struct Tunnel {
     site: Arc<Site>,
     tls: ServerTls,
     doors: Mutex<Vec<Door>>,
+    errands: Mutex<Vec<Errand>>,
+    sockets: Sockets,
     address: SocketAddr,
     stop: Waker,
     threads: Vec<JoinHandle<()>>,
@@ -161,6 +204,22 @@ impl Tunnel {
     /// [`TunnelError`]; nothing runs then.
     pub fn start(
         listener: TcpListener,
+        identities: Identities,
+        routes: &Routes,
+        limits: Limits,
+        observer: impl FnMut(Event) + Send + 'static,
+    ) -> Result<Self, TunnelError> {
+        let none = Sockets::default();
+        Self::start_with(listener, none, identities, routes, limits, observer)
+    }
+
+    /// The same with sockets for routes that listen on [`Listen::Passed`].
+    ///
+    /// # Errors
+    /// [`TunnelError`]; nothing runs then.
+    pub fn start_with(
+        listener: TcpListener,
+        sockets: Sockets,
         identities: Identities,
         routes: &Routes,
         limits: Limits,
@@ -185,6 +244,8 @@ impl Tunnel {
             site,
             tls,
             doors: Mutex::default(),
+            errands: Mutex::default(),
+            sockets,
             address,
             stop,
             threads,
@@ -216,7 +277,70 @@ impl Tunnel {
         self.open_doors(routes)?;
         self.tls.replace(&tls);
         self.site.replace(identities, routes);
+        for errand in self.errands() {
+            if !routes.entrances.iter().any(|one| errand.is_of(one)) {
+                errand.close();
+            }
+        }
         Ok(())
+    }
+
+    /// Opens a listener for one purpose, such as one VM's migration. It goes when
+    /// its last channel has ended, or with [`Errand::close`].
+    ///
+    /// # Errors
+    /// [`DemandError`]; nothing listens then.
+    pub fn open(&self, demand: &Demand) -> Result<Errand, DemandError> {
+        let route = &demand.route;
+        let Some(entrance) = self.site.entrance(route) else {
+            let route = route.clone();
+            return Err(DemandError::Route { route });
+        };
+        if let Some(lanes) = demand
+            .lanes
+            .filter(|lanes| !(1..=MAX_LANES).contains(lanes))
+        {
+            return Err(DemandError::Lanes { lanes });
+        }
+        let mut errands = self.lock_errands();
+        errands.retain(|errand| !errand.standing().is_over());
+        if self.site.is_draining() {
+            return Err(DemandError::Ending);
+        }
+        if errands.len() >= MAX_ERRANDS {
+            return Err(DemandError::Busy);
+        }
+        let (to, listen) = (entrance.to.clone(), demand.listen.clone());
+        let lanes = demand.lanes.unwrap_or(entrance.lanes);
+        let entrance = Entrance { listen, ..entrance };
+        let opened = Errand::open(&self.site, entrance, demand, &self.sockets);
+        let errand = opened.map_err(|error| DemandError::Listen {
+            route: route.clone(),
+            listen: demand.listen.clone(),
+            error,
+        })?;
+        self.site.raise_lanes(&to, lanes);
+        errands.push(errand.clone());
+        Ok(errand)
+    }
+
+    /// The listeners that [`Tunnel::open`] has opened and that are not over.
+    pub fn errands(&self) -> Vec<Errand> {
+        let mut errands = self.lock_errands();
+        errands.retain(|errand| !errand.standing().is_over());
+        errands.clone()
+    }
+
+    /// The routes of this side, and what went over them.
+    pub fn routes(&self) -> Vec<RouteStatus> {
+        let mut routes = self.site.routes();
+        for door in self.lock_doors().iter() {
+            let of = |one: &&mut RouteStatus| one.route == door.entrance.route;
+            if let Some(status) = routes.iter_mut().find(of) {
+                status.listens = Some(door.entrance.listen.clone());
+            }
+        }
+        routes
     }
 
     /// What is carried now.
@@ -224,11 +348,12 @@ impl Tunnel {
         self.site.status()
     }
 
-    /// Takes no more connections, waits until all channels have ended, at most
-    /// `limit`, and ends. Returns how many channels were cut off.
-    pub fn drain(self, limit: Duration) -> usize {
+    /// Takes no more connections and waits until all channels have ended, at most
+    /// `limit`. Returns how many channels are left, which are cut off when this is
+    /// dropped.
+    pub fn drain(&self, limit: Duration) -> usize {
         let until = Instant::now() + limit;
-        self.lock_doors().clear();
+        self.close_all();
         self.site.drain();
         let channels = || {
             let status = self.site.status();
@@ -258,18 +383,30 @@ impl Tunnel {
             let is_open = |door: &Door| {
                 door.entrance.route == entrance.route && door.entrance.listen == entrance.listen
             };
-            if doors.iter().any(is_open) {
+            if entrance.listen == Listen::OnDemand || doors.iter().any(is_open) {
                 continue;
             }
-            let door =
-                Door::open(&self.site, entrance.clone()).map_err(|error| TunnelError::Listen {
-                    route: entrance.route.clone(),
-                    listen: entrance.listen.clone(),
-                    error,
-                })?;
+            let door = Door::open(&self.site, entrance.clone(), &self.sockets);
+            let door = door.map_err(|error| TunnelError::Listen {
+                route: entrance.route.clone(),
+                listen: entrance.listen.clone(),
+                error,
+            })?;
             doors.push(door);
         }
         Ok(())
+    }
+
+    /// Nothing listens any more.
+    fn close_all(&self) {
+        self.lock_doors().clear();
+        for errand in self.lock_errands().iter() {
+            errand.close();
+        }
+    }
+
+    fn lock_errands(&self) -> std::sync::MutexGuard<'_, Vec<Errand>> {
+        self.errands.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn lock_doors(&self) -> std::sync::MutexGuard<'_, Vec<Door>> {
@@ -279,7 +416,7 @@ impl Tunnel {
 
 impl Drop for Tunnel {
     fn drop(&mut self) {
-        self.lock_doors().clear();
+        self.close_all();
         self.stop.wake();
         for thread in self.threads.drain(..) {
             // A panic has been printed by its hook.

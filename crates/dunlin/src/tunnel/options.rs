@@ -13,6 +13,7 @@ use dunlin_proto::limits::{
 use dunlin_proto::stripe::Patience;
 use thiserror::Error;
 
+use super::parameter::{BadPlace, place};
 use crate::lane::peers::Peers;
 use crate::lane::record::RECORD_LIMIT;
 
@@ -23,9 +24,16 @@ pub enum Listen {
     Unix(PathBuf),
     /// A TCP port. Anybody who reaches it is carried.
     Tcp(SocketAddr),
+    /// A socket that was passed to the process, by its name in
+    /// [`super::Sockets`].
+    Passed(String),
+    /// Nowhere, until [`super::Tunnel::open`] is asked for a listener.
+    OnDemand,
 }
 
-/// What a route's channels are connected to.
+/// What a route's channels are connected to. `{NAME}` in a unix socket's path or
+/// in a program's arguments is where the channel's [`super::Parameter`] of that
+/// name goes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Target {
     /// A unix socket.
@@ -132,6 +140,14 @@ pub enum BadRoute {
         /// The route's name.
         name: String,
     },
+    /// The target has places for parameters that cannot be.
+    #[error("the target of route {name:?} cannot be: {why}")]
+    Place {
+        /// The route's name.
+        name: String,
+        /// Why.
+        why: BadPlace,
+    },
 }
 
 /// The largest window of a channel, in bytes: 100 Gbit/s over a round trip of
@@ -157,7 +173,8 @@ impl Routes {
             }
             // Port 0 is another one each time.
             let any_port = matches!(entrance.listen, Listen::Tcp(at) if at.port() == 0);
-            if !listeners.insert(&entrance.listen) && !any_port {
+            let nowhere = entrance.listen == Listen::OnDemand;
+            if !listeners.insert(&entrance.listen) && !any_port && !nowhere {
                 return Err(BadRoute::SameListener {
                     at: entrance.listen.to_string(),
                     name: name(),
@@ -173,6 +190,9 @@ impl Routes {
             }
             if matches!(&exit.target, Target::Exec(words) if words.is_empty()) {
                 return Err(BadRoute::Exec { name: name() });
+            }
+            if let Err(why) = exit.target.parameter() {
+                return Err(BadRoute::Place { name: name(), why });
             }
         }
         Ok(Self { entrances, exits })
@@ -202,7 +222,19 @@ impl std::fmt::Display for Listen {
         match self {
             Self::Unix(path) => write!(formatter, "unix:{}", path.display()),
             Self::Tcp(address) => write!(formatter, "tcp:{address}"),
+            Self::Passed(name) => write!(formatter, "systemd:{name}"),
+            Self::OnDemand => formatter.write_str("nothing until it is asked for"),
         }
+    }
+}
+
+impl Target {
+    /// The name of the parameter that it has a place for, if it has one.
+    ///
+    /// # Errors
+    /// [`BadPlace`]: its places cannot be.
+    pub fn parameter(&self) -> Result<Option<String>, BadPlace> {
+        place(self)
     }
 }
 
@@ -352,6 +384,19 @@ mod tests {
         };
         let nothing = Routes::new(Vec::new(), vec![nothing]);
         assert!(matches!(nothing, Err(BadRoute::Exec { .. })));
+        let any_host = Exit {
+            target: Target::Tcp("{host}:1".to_owned()),
+            ..exit()
+        };
+        let any_host = Routes::new(Vec::new(), vec![any_host]);
+        assert!(matches!(any_host, Err(BadRoute::Place { .. })));
+        // Any number of routes may wait to be asked for a listener.
+        let asked = |route: &str| Entrance {
+            route: route.to_owned(),
+            listen: Listen::OnDemand,
+            ..entrance()
+        };
+        assert!(Routes::new(vec![asked("one"), asked("two")], Vec::new()).is_ok());
     }
 
     #[test]

@@ -16,9 +16,10 @@ use super::dial::{self, Destination};
 use super::event::Event;
 use super::failure::Failure;
 use super::hub::{Hub, Terms};
+use super::meter::Meter;
 use super::options::{Entrance, Exit, Limits, Routes};
 use super::socket::Socket;
-use super::{Identities, Status};
+use super::{Identities, RouteStatus, Status};
 use crate::lane::control::ControlStream;
 use crate::lane::identity::{ClientTls, SettingsError};
 use crate::lane::peers::Peers;
@@ -35,6 +36,9 @@ pub(super) struct Site {
     /// For random numbers alone.
     any_tls: ClientTls,
     exits: Mutex<BTreeMap<String, Exit>>,
+    entrances: Mutex<Vec<Entrance>>,
+    /// By routes' names, of those that are or were in the configuration.
+    meters: Mutex<BTreeMap<String, Arc<Meter>>>,
     /// Lanes to each peer, by where it is.
     lanes: Mutex<Vec<(String, u16)>>,
     associations: Mutex<BTreeMap<SessionId, Arc<Hub>>>,
@@ -73,6 +77,8 @@ impl Site {
             identities: Mutex::new(identities),
             any_tls,
             exits: Mutex::new(exits(routes)),
+            entrances: Mutex::new(routes.entrances.clone()),
+            meters: Mutex::default(),
             lanes: Mutex::new(lanes(routes)),
             associations: Mutex::default(),
             peerings: Mutex::default(),
@@ -87,11 +93,77 @@ impl Site {
     pub(super) fn replace(&self, identities: Identities, routes: &Routes) {
         *lock(&self.identities) = identities;
         *lock(&self.exits) = exits(routes);
+        lock(&self.entrances).clone_from(&routes.entrances);
         *lock(&self.lanes) = lanes(routes);
     }
 
     pub(super) fn exit(&self, route: &str) -> Option<Exit> {
         lock(&self.exits).get(route).cloned()
+    }
+
+    /// How connections of this route leave the host.
+    pub(super) fn entrance(&self, route: &str) -> Option<Entrance> {
+        let entrances = lock(&self.entrances);
+        entrances.iter().find(|one| one.route == route).cloned()
+    }
+
+    /// The figures of a route of this side's configuration.
+    pub(super) fn meter(&self, route: &str) -> Arc<Meter> {
+        let mut meters = lock(&self.meters);
+        if let Some(meter) = meters.get(route) {
+            return Arc::clone(meter);
+        }
+        let meter = Arc::<Meter>::default();
+        meters.insert(route.to_owned(), Arc::clone(&meter));
+        meter
+    }
+
+    /// The routes that are configured, with those that carry something still.
+    pub(super) fn routes(&self) -> Vec<RouteStatus> {
+        let mut routes = BTreeMap::<String, RouteStatus>::new();
+        let mut of = |route: &str, change: &dyn Fn(&mut RouteStatus)| {
+            let named = routes.entry(route.to_owned());
+            change(named.or_insert_with(|| RouteStatus::named(route)));
+        };
+        for one in lock(&self.entrances).iter() {
+            of(&one.route, &|status| status.to = Some(one.to.clone()));
+        }
+        for exit in lock(&self.exits).values() {
+            of(&exit.route, &|status| {
+                status.target = Some(exit.target.clone());
+            });
+        }
+        let mut meters = lock(&self.meters);
+        for (route, meter) in meters.iter() {
+            let traffic = meter.traffic();
+            if traffic.open > 0 {
+                of(route, &|_| {});
+            }
+        }
+        // One that was taken out and carries nothing begins anew if it comes back.
+        meters.retain(|route, _| routes.contains_key(route));
+        for (route, meter) in meters.iter() {
+            if let Some(status) = routes.get_mut(route) {
+                status.traffic = meter.traffic();
+            }
+        }
+        routes.into_values().collect()
+    }
+
+    /// At least so many lanes to a peer from now on, until routes are replaced.
+    pub(super) fn raise_lanes(&self, to: &str, lanes: u16) {
+        for (at, most) in lock(&self.lanes).iter_mut() {
+            if at == to {
+                *most = (*most).max(lanes);
+            }
+        }
+        for peering in lock(&self.peerings).iter() {
+            if let State::Up(hub) = &peering.state
+                && peering.to == to
+            {
+                hub.raise_lanes(lanes);
+            }
+        }
     }
 
     pub(super) fn client_tls(&self, peers: Peers) -> Result<ClientTls, Failure> {
@@ -198,12 +270,18 @@ impl Site {
 
     /// A connection was accepted at an entrance. Connections of one entrance come
     /// here in the order in which they were accepted.
-    pub(super) fn carry(self: &Arc<Self>, entrance: &Entrance, listener: u64, socket: Socket) {
+    pub(super) fn carry(
+        self: &Arc<Self>,
+        entrance: &Entrance,
+        listener: u64,
+        parameter: String,
+        socket: Socket,
+    ) {
         let socket = Arc::new(socket);
         let opening = Opening {
             listener,
             route: entrance.route.clone(),
-            parameter: String::new(),
+            parameter,
             window_bytes: entrance.window_bytes,
         };
         let mut peerings = lock(&self.peerings);
@@ -316,7 +394,7 @@ impl Site {
     }
 
     fn refuse(&self, socket: &Socket, opening: &Opening, failure: Failure) {
-        socket.abort();
+        socket.fail(&failure);
         let route = opening.route.clone();
         self.tell(Event::Refused { route, failure });
     }

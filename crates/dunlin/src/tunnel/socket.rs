@@ -8,13 +8,24 @@ use std::time::Duration;
 
 use dunlin_sys::socket::{Liveness, set_buffers, set_liveness, set_reset_on_close};
 
+use super::failure::Failure;
+use super::meter::Count;
+
 /// What is asked for as a unix socket's buffer towards the consumer: a piece and
 /// the kernel's own. The kernel cuts it to its limit, and says nothing.
 const SEND_BUFFER_BYTES: u32 = 512 * 1024;
 
 /// A connection in non-blocking mode.
 #[derive(Debug)]
-pub(super) enum Socket {
+pub(super) struct Socket {
+    stream: Stream,
+    /// Behind the stream: when somebody hears that the connection has ended, it
+    /// is closed.
+    count: Option<Count>,
+}
+
+#[derive(Debug)]
+enum Stream {
     Unix(UnixStream),
     Tcp(TcpStream),
 }
@@ -23,7 +34,10 @@ impl Socket {
     pub(super) fn unix(stream: UnixStream) -> io::Result<Self> {
         stream.set_nonblocking(true)?;
         set_buffers(&stream, Some(SEND_BUFFER_BYTES), None)?;
-        Ok(Self::Unix(stream))
+        Ok(Self {
+            stream: Stream::Unix(stream),
+            count: None,
+        })
     }
 
     pub(super) fn tcp(stream: TcpStream) -> io::Result<Self> {
@@ -37,17 +51,34 @@ impl Socket {
             ..Liveness::default()
         };
         set_liveness(&stream, &liveness)?;
-        Ok(Self::Tcp(stream))
+        Ok(Self {
+            stream: Stream::Tcp(stream),
+            count: None,
+        })
+    }
+
+    /// The same, as one that counts.
+    pub(super) fn counted(self, count: Count) -> Self {
+        Self {
+            count: Some(count),
+            ..self
+        }
     }
 
     pub(super) fn read(&self, bytes: &mut [u8]) -> io::Result<usize> {
         loop {
-            let read = match self {
-                Self::Unix(stream) => (&*stream).read(bytes),
-                Self::Tcp(stream) => (&*stream).read(bytes),
+            let read = match &self.stream {
+                Stream::Unix(stream) => (&*stream).read(bytes),
+                Stream::Tcp(stream) => (&*stream).read(bytes),
             };
             match read {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Ok(bytes) => {
+                    if let Some(count) = &self.count {
+                        count.read(bytes);
+                    }
+                    return Ok(bytes);
+                }
                 other => return other,
             }
         }
@@ -55,12 +86,18 @@ impl Socket {
 
     pub(super) fn write(&self, bytes: &[u8]) -> io::Result<usize> {
         loop {
-            let written = match self {
-                Self::Unix(stream) => (&*stream).write(bytes),
-                Self::Tcp(stream) => (&*stream).write(bytes),
+            let written = match &self.stream {
+                Stream::Unix(stream) => (&*stream).write(bytes),
+                Stream::Tcp(stream) => (&*stream).write(bytes),
             };
             match written {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Ok(bytes) => {
+                    if let Some(count) = &self.count {
+                        count.wrote(bytes);
+                    }
+                    return Ok(bytes);
+                }
                 other => return other,
             }
         }
@@ -69,34 +106,45 @@ impl Socket {
     /// Tells the hypervisor that nothing more comes.
     pub(super) fn end(&self) {
         // Fails only where it has gone, which reading tells.
-        let _ = match self {
-            Self::Unix(stream) => stream.shutdown(Shutdown::Write),
-            Self::Tcp(stream) => stream.shutdown(Shutdown::Write),
+        let _ = match &self.stream {
+            Stream::Unix(stream) => stream.shutdown(Shutdown::Write),
+            Stream::Tcp(stream) => stream.shutdown(Shutdown::Write),
         };
+    }
+
+    /// Aborts it, and says why to whoever waits for its end.
+    pub(super) fn fail(&self, why: &Failure) {
+        if let Some(count) = &self.count {
+            count.fails(Some(why));
+        }
+        self.abort();
     }
 
     /// Lets the connection end as an abort when its last owner lets go. A unix
     /// socket knows no such thing: its peer sees an end, in the middle of
     /// whatever it was reading, and an error when it writes.
     pub(super) fn abort(&self) {
-        match self {
-            Self::Unix(stream) => drop(stream.shutdown(Shutdown::Both)),
+        if let Some(count) = &self.count {
+            count.fails(None);
+        }
+        match &self.stream {
+            Stream::Unix(stream) => drop(stream.shutdown(Shutdown::Both)),
             // Fails only where it has gone.
-            Self::Tcp(stream) => drop(set_reset_on_close(stream)),
+            Stream::Tcp(stream) => drop(set_reset_on_close(stream)),
         }
     }
 
     /// Whether an error is told before what was received is read, so that it
     /// has to be looked for while nobody reads.
     pub(super) fn tells_resets(&self) -> bool {
-        matches!(self, Self::Tcp(_))
+        matches!(self.stream, Stream::Tcp(_))
     }
 
     /// What it has failed of.
     pub(super) fn error(&self) -> io::Error {
-        let error = match self {
-            Self::Unix(stream) => stream.take_error(),
-            Self::Tcp(stream) => stream.take_error(),
+        let error = match &self.stream {
+            Stream::Unix(stream) => stream.take_error(),
+            Stream::Tcp(stream) => stream.take_error(),
         };
         match error {
             Ok(Some(error)) | Err(error) => error,
@@ -107,9 +155,9 @@ impl Socket {
 
 impl AsFd for Socket {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        match self {
-            Self::Unix(stream) => stream.as_fd(),
-            Self::Tcp(stream) => stream.as_fd(),
+        match &self.stream {
+            Stream::Unix(stream) => stream.as_fd(),
+            Stream::Tcp(stream) => stream.as_fd(),
         }
     }
 }

@@ -15,7 +15,9 @@ use dunlin_sys::socket::{connect as connect_tcp, connect_unix};
 use super::event::Event;
 use super::failure::{Failure, harmless};
 use super::hub::{Channel, Hub};
+use super::meter::Count;
 use super::options::Target;
+use super::parameter;
 use super::socket::Socket;
 
 /// Makes a channel's connection and tells the core; the body of a thread.
@@ -56,16 +58,14 @@ fn reach(hub: &Hub, route: &str, parameter: &str) -> Result<(Socket, u64), Failu
             let text = format!("route {route:?} is not for this peer");
             Failure::new(FaultCode::Unauthorised, text).because(&refused)
         })?;
-    if !parameter.is_empty() {
-        let text = format!("the target of route {route:?} takes no parameter");
-        return Err(Failure::new(FaultCode::ParameterRefused, text));
-    }
+    let target = parameter::fill(route, &exit.target, parameter)?;
     let deadline = Instant::now() + hub.site.limits.connect;
-    let socket = open(hub, &exit.target, deadline).map_err(|error| {
-        let text = format!("route {route:?}: {} cannot be reached", exit.target);
+    let socket = open(hub, &target, deadline).map_err(|error| {
+        let text = format!("route {route:?}: {target} cannot be reached");
         Failure::new(FaultCode::TargetUnreachable, text).because(&error)
     })?;
-    Ok((socket, exit.window_bytes))
+    let count = Count::new(hub.site.meter(route), None);
+    Ok((socket.counted(count), exit.window_bytes))
 }
 
 fn open(hub: &Hub, target: &Target, deadline: Instant) -> io::Result<Socket> {

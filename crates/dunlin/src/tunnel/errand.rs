@@ -1,0 +1,333 @@
+//! A listener that is opened for one purpose, such as one VM's migration, while the
+//! tunnel runs, and that goes when its last channel has ended.
+//!
+//! ```text
+//!  Tunnel::open ─▶ listens ─▶ has channels ─▶ none is left: closed ─▶ over
+//!                     │            │ close: takes no more              ▲
+//!                     └─ close ────┴───────────────────────────────────┘
+//! ```
+//!
+//! Each has a number among all listeners, so that its channels, and no others, are
+//! connected in the order in which it has accepted them.
+
+use std::io;
+use std::os::fd::AsFd;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use dunlin_proto::limits::MAX_LANES;
+use dunlin_sys::poll::{Interest, Waker, Wakeup, poll, waker};
+use thiserror::Error;
+
+use super::event::Event;
+use super::failure::Failure;
+use super::listener::{Listener, Place, Sockets, next_number};
+use super::meter::Count;
+use super::options::{Entrance, Listen};
+use super::parameter::Parameter;
+use super::site::Site;
+
+/// Listeners that may be open at the same time by [`super::Tunnel::open`]: more
+/// than a host migrates VMs at once, and each costs a thread and a descriptor.
+pub const MAX_ERRANDS: usize = 256;
+
+/// How long nobody is accepted when descriptors or memory ran out.
+const SHORTAGE_REST: Duration = Duration::from_millis(100);
+
+/// What is asked of [`super::Tunnel::open`].
+#[derive(Clone, Debug)]
+pub struct Demand {
+    /// The route, by its name in the configuration; it leads to a peer.
+    pub route: String,
+    /// What the route's target at the peer has a place for.
+    pub parameter: Option<Parameter>,
+    /// Where to listen: a unix socket or a TCP port.
+    pub listen: Listen,
+    /// At least so many lanes to the peer, 1 to 128, from now on.
+    pub lanes: Option<u16>,
+    /// Takes a single connection.
+    pub once: bool,
+}
+
+/// Why there is no listener.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum DemandError {
+    /// The configuration has no such way out.
+    #[error("no route {route:?} leads to a peer: give it `to` in the configuration")]
+    Route {
+        /// The route's name.
+        route: String,
+    },
+    /// A number of lanes that no tunnel can have.
+    #[error("{lanes} lanes cannot be: 1 to {MAX_LANES} can")]
+    Lanes {
+        /// The number.
+        lanes: u16,
+    },
+    /// Others are not over.
+    #[error("{MAX_ERRANDS} listeners are open already: close some, or wait for their ends")]
+    Busy,
+    /// It takes no more connections.
+    #[error("the tunnel is about to end: start it anew")]
+    Ending,
+    /// It cannot listen.
+    #[error("route {route:?} cannot listen on {listen}: {error}")]
+    Listen {
+        /// The route.
+        route: String,
+        /// Where.
+        listen: Listen,
+        /// What the kernel says.
+        error: io::Error,
+    },
+}
+
+/// A listener that [`super::Tunnel::open`] has opened. Clones are the same one; it
+/// stays when they are dropped.
+#[derive(Clone, Debug)]
+pub struct Errand(Arc<Tally>);
+
+/// How it is with a listener and its channels.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Standing {
+    /// Whether it takes connections.
+    pub listens: bool,
+    /// Channels that are there now.
+    pub open: u64,
+    /// Channels that ended both ways, in order.
+    pub closed: u64,
+    /// Channels that were refused or aborted.
+    pub failed: u64,
+    /// Why the first of these was, as far as it is known.
+    pub why: Option<Failure>,
+}
+
+impl Standing {
+    /// Whether nothing will change any more.
+    pub fn is_over(&self) -> bool {
+        !self.listens && self.open == 0
+    }
+}
+
+/// What a listener and its channels tell each other.
+#[derive(Debug)]
+pub(super) struct Tally {
+    number: u64,
+    entrance: Entrance,
+    parameter: String,
+    once: bool,
+    now: Mutex<Now>,
+    changed: Condvar,
+    waker: Waker,
+}
+
+#[derive(Debug)]
+struct Now {
+    standing: Standing,
+    /// Somebody wants it to take no more.
+    closing: bool,
+}
+
+impl Errand {
+    /// Opens a listener; the caller has looked up the entrance that it stands for.
+    ///
+    /// # Errors
+    /// It cannot listen there.
+    pub(super) fn open(
+        site: &Arc<Site>,
+        mut entrance: Entrance,
+        demand: &Demand,
+        passed: &Sockets,
+    ) -> io::Result<Self> {
+        let (listener, place) = Listener::open(&mut entrance.listen, passed)?;
+        let (waker, wakeup) = waker()?;
+        let tally = Arc::new(Tally {
+            number: next_number(),
+            entrance,
+            parameter: demand
+                .parameter
+                .as_ref()
+                .map(ToString::to_string)
+                .unwrap_or_default(),
+            once: demand.once,
+            now: Mutex::new(Now {
+                standing: Standing {
+                    listens: true,
+                    ..Standing::default()
+                },
+                closing: false,
+            }),
+            changed: Condvar::new(),
+            waker,
+        });
+        let (own, its_site) = (Arc::clone(&tally), Arc::clone(site));
+        let body = move || own.serve(&its_site, listener, place, &wakeup);
+        if !site.spawn(format!("dunlin-errand-{}", tally.number), body) {
+            return Err(io::ErrorKind::WouldBlock.into());
+        }
+        Ok(Self(tally))
+    }
+
+    /// Its number among all listeners of the tunnel.
+    pub fn number(&self) -> u64 {
+        self.0.number
+    }
+
+    /// The route's name.
+    pub fn route(&self) -> &str {
+        &self.0.entrance.route
+    }
+
+    /// What its channels say of themselves, `NAME=VALUE`; nothing where they have
+    /// no parameter.
+    pub fn parameter(&self) -> &str {
+        &self.0.parameter
+    }
+
+    /// Where it listens.
+    pub fn listen(&self) -> &Listen {
+        &self.0.entrance.listen
+    }
+
+    /// How it is now.
+    pub fn standing(&self) -> Standing {
+        self.0.lock().standing.clone()
+    }
+
+    /// Takes no more connections; its channels go on.
+    pub fn close(&self) {
+        self.0.close();
+    }
+
+    /// Waits until it is over, at most until `deadline`, and says how it is then.
+    pub fn wait(&self, deadline: Instant) -> Standing {
+        let mut now = self.0.lock();
+        while !now.standing.is_over() {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            let waited = self.0.changed.wait_timeout(now, left);
+            now = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        now.standing.clone()
+    }
+
+    /// Whether it stands for this entrance still.
+    pub(super) fn is_of(&self, entrance: &Entrance) -> bool {
+        let own = &self.0.entrance;
+        (&own.route, &own.to, &own.peers) == (&entrance.route, &entrance.to, &entrance.peers)
+    }
+}
+
+impl Tally {
+    fn lock(&self) -> MutexGuard<'_, Now> {
+        self.now.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn close(&self) {
+        self.lock().closing = true;
+        self.waker.wake();
+    }
+
+    /// A connection was accepted.
+    pub(super) fn begins(&self) {
+        self.lock().standing.open += 1;
+    }
+
+    /// A connection has ended. Whoever says so may hold any lock but this one.
+    pub(super) fn ends(&self, is_bad: bool, why: Option<Failure>) {
+        let mut now = self.lock();
+        let standing = &mut now.standing;
+        standing.open -= 1;
+        if is_bad {
+            standing.failed += 1;
+            if standing.why.is_none() {
+                standing.why = why;
+            }
+        } else {
+            standing.closed += 1;
+        }
+        drop(now);
+        self.changed.notify_all();
+        self.waker.wake();
+    }
+
+    /// Whether no more connections are taken.
+    fn is_done(&self) -> bool {
+        let now = self.lock();
+        let standing = &now.standing;
+        let ended = standing.closed + standing.failed;
+        let had_all = if self.once {
+            standing.open + ended > 0
+        } else {
+            standing.open == 0 && ended > 0
+        };
+        now.closing || had_all
+    }
+
+    /// The body of the listener's thread.
+    fn serve(
+        self: Arc<Self>,
+        site: &Arc<Site>,
+        listener: Listener,
+        place: Option<Place>,
+        wakeup: &Wakeup,
+    ) {
+        if let Err(error) = self.take(site, &listener, wakeup) {
+            let (route, number) = (&self.entrance.route, self.number);
+            let text = format!("route {route}: listener {number} takes no more: {error}");
+            site.tell(Event::Warning(text));
+        }
+        // Nobody finds the name when nobody listens any more.
+        drop(place);
+        drop(listener);
+        self.lock().standing.listens = false;
+        self.changed.notify_all();
+    }
+
+    fn take(
+        self: &Arc<Self>,
+        site: &Arc<Site>,
+        listener: &Listener,
+        wakeup: &Wakeup,
+    ) -> io::Result<()> {
+        let mut short = false;
+        loop {
+            let woken = Interest {
+                fd: wakeup.as_fd(),
+                read: true,
+                write: false,
+            };
+            let interests = [woken, listener.interest()];
+            let watched = if short { 1 } else { 2 };
+            let timeout = short.then_some(SHORTAGE_REST);
+            poll(&interests[..watched], timeout)?;
+            wakeup.clear();
+            // Those that are in the backlog came before the last one ended.
+            short = loop {
+                if self.lock().closing || (self.once && self.is_done()) {
+                    return Ok(());
+                }
+                match listener.accept() {
+                    Ok(socket) => {
+                        let meter = site.meter(&self.entrance.route);
+                        let socket = socket.counted(Count::new(meter, Some(Arc::clone(self))));
+                        let parameter = self.parameter.clone();
+                        site.carry(&self.entrance, self.number, parameter, socket);
+                    }
+                    Err(error) => match error.kind() {
+                        io::ErrorKind::WouldBlock => break false,
+                        io::ErrorKind::Interrupted | io::ErrorKind::ConnectionAborted => {}
+                        // For want of descriptors, which others may give back.
+                        _ => break true,
+                    },
+                }
+            };
+            if self.is_done() {
+                return Ok(());
+            }
+        }
+    }
+}

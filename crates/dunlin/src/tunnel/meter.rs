@@ -1,0 +1,110 @@
+//! What went over each route, counted where its bytes pass: at the sockets of its
+//! channels on this side.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use super::errand::Tally;
+use super::failure::Failure;
+
+/// A route's figures since the tunnel began.
+#[derive(Debug, Default)]
+pub(super) struct Meter {
+    open: AtomicU64,
+    closed: AtomicU64,
+    failed: AtomicU64,
+    read_bytes: AtomicU64,
+    written_bytes: AtomicU64,
+}
+
+/// What went over a route since the tunnel began.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Traffic {
+    /// Connections of this side that are there now, also those whose other half is
+    /// still being made.
+    pub open: u64,
+    /// Those that ended both ways, in order.
+    pub closed: u64,
+    /// Those that were refused or aborted.
+    pub failed: u64,
+    /// Bytes that were read from connections of this side.
+    pub read_bytes: u64,
+    /// Bytes that were written to connections of this side.
+    pub written_bytes: u64,
+}
+
+impl Meter {
+    pub(super) fn traffic(&self) -> Traffic {
+        let of = |count: &AtomicU64| count.load(Ordering::Relaxed);
+        Traffic {
+            open: of(&self.open),
+            closed: of(&self.closed),
+            failed: of(&self.failed),
+            read_bytes: of(&self.read_bytes),
+            written_bytes: of(&self.written_bytes),
+        }
+    }
+}
+
+/// One connection in its route's figures and in those of the listener that was
+/// opened for it. It counts from when this is made to when it is dropped, and as
+/// one that ended well unless something else is said.
+#[derive(Debug)]
+pub(super) struct Count {
+    meter: Arc<Meter>,
+    tally: Option<Arc<Tally>>,
+    is_bad: AtomicBool,
+    why: OnceLock<Failure>,
+}
+
+impl Count {
+    pub(super) fn new(meter: Arc<Meter>, tally: Option<Arc<Tally>>) -> Self {
+        meter.open.fetch_add(1, Ordering::Relaxed);
+        if let Some(tally) = &tally {
+            tally.begins();
+        }
+        Self {
+            meter,
+            tally,
+            is_bad: AtomicBool::new(false),
+            why: OnceLock::new(),
+        }
+    }
+
+    pub(super) fn read(&self, bytes: usize) {
+        add(&self.meter.read_bytes, bytes);
+    }
+
+    pub(super) fn wrote(&self, bytes: usize) {
+        add(&self.meter.written_bytes, bytes);
+    }
+
+    /// It does not end well. The first reason counts.
+    pub(super) fn fails(&self, why: Option<&Failure>) {
+        self.is_bad.store(true, Ordering::Relaxed);
+        if let Some(why) = why {
+            // A second one is a consequence of the first.
+            let _ = self.why.set(why.clone());
+        }
+    }
+}
+
+impl Drop for Count {
+    fn drop(&mut self) {
+        let is_bad = self.is_bad.load(Ordering::Relaxed);
+        self.meter.open.fetch_sub(1, Ordering::Relaxed);
+        let ended = if is_bad {
+            &self.meter.failed
+        } else {
+            &self.meter.closed
+        };
+        ended.fetch_add(1, Ordering::Relaxed);
+        if let Some(tally) = &self.tally {
+            tally.ends(is_bad, self.why.take());
+        }
+    }
+}
+
+fn add(count: &AtomicU64, bytes: usize) {
+    count.fetch_add(bytes as u64, Ordering::Relaxed);
+}
