@@ -6,6 +6,7 @@
 mod bench;
 mod code;
 mod confine;
+mod control;
 mod demo;
 mod display;
 mod identity;

@@ -11,9 +11,10 @@ use clap::{Args, ValueEnum};
 
 use dunlin_sys::signals::EndSignals;
 
-use super::client::Client;
+use super::client::{ask, ask_within};
 use super::owner::Request;
 use crate::code::{DONE, FAILED, IN_DOUBT, SIGNAL};
+use crate::control::Client;
 use crate::display::{Display, clean};
 use crate::identity::Common;
 use crate::line::{FailedLine, Line, MigrationLine, MovedLine, StatusLine};
@@ -136,7 +137,7 @@ pub(crate) fn follow(
         },
         flags: flags.clone(),
     };
-    let client = Client::ask(socket, &request)?;
+    let client = ask(socket, &request)?;
     if let Some(signals) = signals {
         let more = client.more()?;
         std::thread::Builder::new()
@@ -222,7 +223,7 @@ impl Migrate {
 
 impl Watch {
     pub(crate) fn run(self) -> Result<i32> {
-        let client = Client::ask(&self.control.socket(&self.name)?, &Request::Watch)?;
+        let client = ask(&self.control.socket(&self.name)?, &Request::Watch)?;
         Ok(show(client, &mut Display::new(self.json))?.code())
     }
 }
@@ -236,7 +237,7 @@ impl Set {
 
 /// Asks for what is done or not; returns the exit code.
 pub(crate) fn obeyed(socket: &Path, request: &Request, json: bool) -> Result<i32> {
-    match Client::ask(socket, request)?.next()? {
+    match ask(socket, request)?.next()? {
         Some(Line::Done) => {
             if json {
                 Line::Done.print();
@@ -310,12 +311,12 @@ pub(crate) fn describe(migration: &MigrationLine) -> String {
 
 /// How the VM behind a control socket is.
 pub(crate) fn status(socket: &Path) -> Result<StatusLine> {
-    status_of(Client::ask(socket, &Request::Status)?)
+    status_of(ask(socket, &Request::Status)?)
 }
 
 /// The same, of a process that may be stopped.
 pub(crate) fn status_within(socket: &Path, limit: Duration) -> Result<StatusLine> {
-    status_of(Client::ask_within(socket, &Request::Status, Some(limit))?)
+    status_of(ask_within(socket, &Request::Status, limit)?)
 }
 
 fn status_of(mut answer: Client) -> Result<StatusLine> {

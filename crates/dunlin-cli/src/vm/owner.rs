@@ -1,19 +1,16 @@
 //! The control socket of the process that owns a VM, or takes one in.
 //!
-//! A request is one JSON line, the answer any number of [`Line`]s; the last
-//! one is `done`, `status`, `moved` or `failed`, after which the connection is
-//! closed. Whoever asked for a migration may send `cancel` on the same
+//! The last line of an answer ([`crate::control`]) is `done`, `status`, `moved` or
+//! `failed`. Whoever asked for a migration may send `cancel` on the same
 //! connection. If it hangs up instead, the migration goes on: the VM's process
 //! carries it out, and a lost terminal is no reason to call it off.
 
 use std::fs;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufRead, BufReader};
 use std::net::Shutdown;
-use std::os::unix::fs::{FileTypeExt, PermissionsExt};
-use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::{Path, PathBuf};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
@@ -27,13 +24,11 @@ use serde::{Deserialize, Serialize};
 use super::desk::{Command, Desk};
 use super::moving::Moving;
 use crate::code::FAILED;
+use crate::control::{Socket, read_request, send};
 use crate::identity::{Common, client_tls};
 use crate::line::{FailedLine, Line};
 use crate::options::MigrateFlags;
 use crate::sessions::{Decision, asking};
-
-/// A request line is at most this long.
-const REQUEST_LIMIT_BYTES: u64 = 64 * 1024;
 
 /// What can be asked of a VM's process.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -111,98 +106,14 @@ impl Parent {
     }
 }
 
-/// The control socket, removed when its owner ends.
-pub(crate) struct Socket {
-    listener: UnixListener,
-    path: PathBuf,
-    closed: Arc<AtomicBool>,
-}
-
-impl Socket {
-    /// Takes the path, unless a VM that runs has it.
-    pub(crate) fn bind(path: &Path) -> Result<Self> {
-        if let Some(directory) = path.parent() {
-            fs::create_dir_all(directory)
-                .with_context(|| format!("cannot make {}", directory.display()))?;
-        }
-        if UnixStream::connect(path).is_ok() {
-            bail!(
-                "{} belongs to a VM that runs: choose another name or --control",
-                path.display()
-            );
-        }
-        // Nobody answers: the socket of a process that has died, or none.
-        if fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket()) {
-            let _ = fs::remove_file(path);
-        }
-        let listener = UnixListener::bind(path)
-            .with_context(|| format!("cannot bind the control socket {}", path.display()))?;
-        fs::set_permissions(path, fs::Permissions::from_mode(0o600))?;
-        Ok(Self {
-            listener,
-            path: path.to_owned(),
-            closed: Arc::default(),
-        })
-    }
-
-    /// Answers whoever connects, until it is dropped.
-    pub(crate) fn serve(&self, desk: &Arc<Desk>) -> Result<()> {
-        let listener = self.listener.try_clone()?;
-        desk.is_served_at(&self.path);
-        let (desk, closed) = (Arc::clone(desk), Arc::clone(&self.closed));
-        std::thread::Builder::new()
-            .name("control-socket".into())
-            .spawn(move || accept(&listener, &desk, &closed))?;
-        Ok(())
-    }
-
-    /// Where it is.
-    pub(crate) fn path(&self) -> &Path {
-        &self.path
-    }
-}
-
-impl Drop for Socket {
-    fn drop(&mut self) {
-        self.closed.store(true, Ordering::SeqCst);
-        // Wakes the thread that accepts, if there is one.
-        let _ = UnixStream::connect(&self.path);
-        // Somebody may have removed it before.
-        let _ = fs::remove_file(&self.path);
-    }
-}
-
-/// How long nobody is accepted after descriptors or memory ran out.
-const SHORTAGE_REST: Duration = Duration::from_millis(100);
-
-fn accept(listener: &UnixListener, desk: &Arc<Desk>, closed: &AtomicBool) {
-    let mut short = false;
-    for connection in listener.incoming() {
-        if closed.load(Ordering::SeqCst) {
-            return;
-        }
-        let connection = match connection {
-            Ok(connection) => connection,
-            Err(error) => {
-                if !std::mem::replace(&mut short, true) {
-                    desk.warn(&format!(
-                        "no request can be taken: {error}; if it is for want of descriptors, raise \
-                         this process's limit of open files (`ulimit -n`)"
-                    ));
-                }
-                std::thread::sleep(SHORTAGE_REST);
-                continue;
-            }
-        };
-        short = false;
-        let desk = Arc::clone(desk);
-        let spawned = std::thread::Builder::new()
-            .name("control-request".into())
-            .spawn(move || answer(&connection, &desk));
-        if let Err(error) = spawned {
-            eprintln!("warning: a request cannot be served: {error}");
-        }
-    }
+/// Answers whoever connects to the control socket, until that is dropped.
+pub(crate) fn serve(socket: &Socket, desk: &Arc<Desk>) -> Result<()> {
+    desk.is_served_at(socket.path());
+    let (answers, warns) = (Arc::clone(desk), Arc::clone(desk));
+    socket.serve(
+        move |connection| answer(connection, &answers),
+        move |text| warns.warn(text),
+    )
 }
 
 fn answer(connection: &UnixStream, desk: &Arc<Desk>) {
@@ -216,7 +127,7 @@ fn answer(connection: &UnixStream, desk: &Arc<Desk>) {
         },
         Err(error) => {
             // Whoever asks has to have said it all before there is an answer.
-            let _ = read_request(&mut BufReader::new(connection));
+            let _ = read_request::<Request>(&mut BufReader::new(connection));
             Err(error).context("the request cannot be carried out")
         }
     };
@@ -299,17 +210,6 @@ fn obey(
     send(connection, &Line::Done)
 }
 
-/// The next request; none when whoever asks has hung up.
-fn read_request(from: &mut impl BufRead) -> Result<Option<Request>> {
-    let mut request = String::new();
-    if from.take(REQUEST_LIMIT_BYTES).read_line(&mut request)? == 0 {
-        return Ok(None);
-    }
-    Ok(Some(
-        serde_json::from_str(&request).context("that is no request")?,
-    ))
-}
-
 /// Listens to whoever asked for a migration while it is under way.
 fn heed(mut requests: impl BufRead, desk: &Desk, moving: &Moving) {
     loop {
@@ -370,8 +270,4 @@ fn carry_out(
         Ok(report) => Line::Moved(Box::new((&report).into())),
         Err(error) => Line::Failed((&error).into()),
     }
-}
-
-fn send(mut connection: &UnixStream, line: &Line) -> Result<()> {
-    Ok(writeln!(connection, "{}", line.to_json())?)
 }

@@ -14,9 +14,10 @@ use dunlin_microvm::{MachineBuilder, Movable, VmState};
 use dunlin_sys::signals::{EndSignal, EndSignals, HangUps};
 
 use super::desk::Desk;
-use super::owner::{Parent, Socket};
+use super::owner::{self, Parent};
 use crate::code::CANCELLED;
 use crate::confine::{self, Confining, Needs};
+use crate::control::Socket;
 use crate::display::{clean, clean_lines};
 use crate::identity::{Accepting, Common};
 use crate::line::{FailedLine, Line, millis};
@@ -340,8 +341,8 @@ impl Builder for Takes<'_> {
         let socket = self
             .control
             .socket(&offered.vm.name)
-            .and_then(|path| Socket::bind(&path))
-            .and_then(|socket| socket.serve(self.desk).map(|()| socket))
+            .and_then(|path| Socket::bind(&path, "a VM"))
+            .and_then(|socket| owner::serve(&socket, self.desk).map(|()| socket))
             .map_err(|error| Refusal {
                 fault: fault_behind(error.as_ref()).unwrap_or(FaultCode::DescriptionRefused),
                 text: format!("{error:#}"),

@@ -8,9 +8,10 @@ use dunlin_microvm::{Config, CreateError, Movable, Vm, Workload};
 use dunlin_sys::signals::EndSignals;
 
 use super::desk::Desk;
-use super::owner::{Parent, Socket};
+use super::owner::{self, Parent};
 use crate::code::USAGE;
 use crate::confine::{self, Confining, Needs};
+use crate::control::Socket;
 use crate::line::Line;
 use crate::options::{BackingName, ControlPath, FillName, GuestName, WorkloadName, parse_bytes};
 use crate::sessions::StatePath;
@@ -93,7 +94,7 @@ impl Run {
             desk.warn(&left);
         }
         let signals = EndSignals::block()?;
-        let socket = Socket::bind(&self.control.socket(&self.name)?)?;
+        let socket = Socket::bind(&self.control.socket(&self.name)?, "a VM")?;
         // Before there are other threads, which would stay as they are.
         self.confine(&socket)?;
         desk.watch(signals)?;
@@ -118,7 +119,7 @@ impl Run {
         } else {
             println!("{} runs; control socket {control}", self.name);
         }
-        socket.serve(&desk)?;
+        owner::serve(&socket, &desk)?;
         desk.keep(&Movable::new(Arc::new(vm)))
     }
     fn confine(&self, socket: &Socket) -> Result<()> {

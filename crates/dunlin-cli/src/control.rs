@@ -1,0 +1,191 @@
+//! Control sockets: how the commands of an operator speak to a process that runs.
+//!
+//! A request is one JSON line, the answer any number of [`Line`]s, after which the
+//! connection is closed. The socket is for its owner alone.
+
+use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::line::Line;
+
+/// A request line is at most this long.
+const REQUEST_LIMIT_BYTES: u64 = 64 * 1024;
+
+/// The control socket, removed when its owner ends.
+pub(crate) struct Socket {
+    listener: UnixListener,
+    path: PathBuf,
+    closed: Arc<AtomicBool>,
+}
+
+impl Socket {
+    /// Takes the path, unless a process that runs has it; `whose` says what it is
+    /// that would have it, such as "a VM".
+    pub(crate) fn bind(path: &Path, whose: &str) -> Result<Self> {
+        if let Some(directory) = path.parent() {
+            fs::create_dir_all(directory)
+                .with_context(|| format!("cannot make {}", directory.display()))?;
+        }
+        if UnixStream::connect(path).is_ok() {
+            bail!(
+                "{} belongs to {whose} that runs: choose another name or --control",
+                path.display()
+            );
+        }
+        // Nobody answers: the socket of a process that has died, or none.
+        if fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket()) {
+            let _ = fs::remove_file(path);
+        }
+        let listener = UnixListener::bind(path)
+            .with_context(|| format!("cannot bind the control socket {}", path.display()))?;
+        fs::set_permissions(path, fs::Permissions::from_mode(0o600))?;
+        Ok(Self {
+            listener,
+            path: path.to_owned(),
+            closed: Arc::default(),
+        })
+    }
+
+    /// Has `answer` called with each connection, on a thread of its own, and `warn`
+    /// with what an operator should know, until this is dropped.
+    pub(crate) fn serve(
+        &self,
+        answer: impl Fn(&UnixStream) + Send + Sync + 'static,
+        warn: impl Fn(&str) + Send + Sync + 'static,
+    ) -> Result<()> {
+        let listener = self.listener.try_clone()?;
+        let closed = Arc::clone(&self.closed);
+        let answer = Arc::new(answer);
+        std::thread::Builder::new()
+            .name("control-socket".into())
+            .spawn(move || accept(&listener, &answer, &warn, &closed))?;
+        Ok(())
+    }
+
+    /// Where it is.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+impl Drop for Socket {
+    fn drop(&mut self) {
+        self.closed.store(true, Ordering::SeqCst);
+        // Wakes the thread that accepts, if there is one.
+        let _ = UnixStream::connect(&self.path);
+        // Somebody may have removed it before.
+        let _ = fs::remove_file(&self.path);
+    }
+}
+
+/// How long nobody is accepted after descriptors or memory ran out.
+const SHORTAGE_REST: Duration = Duration::from_millis(100);
+
+fn accept<A>(listener: &UnixListener, answer: &Arc<A>, warn: &impl Fn(&str), closed: &AtomicBool)
+where
+    A: Fn(&UnixStream) + Send + Sync + 'static,
+{
+    let mut short = false;
+    for connection in listener.incoming() {
+        if closed.load(Ordering::SeqCst) {
+            return;
+        }
+        let connection = match connection {
+            Ok(connection) => connection,
+            Err(error) => {
+                if !std::mem::replace(&mut short, true) {
+                    warn(&format!(
+                        "no request can be taken: {error}; if it is for want of descriptors, raise \
+                         this process's limit of open files (`ulimit -n`)"
+                    ));
+                }
+                std::thread::sleep(SHORTAGE_REST);
+                continue;
+            }
+        };
+        short = false;
+        let answer = Arc::clone(answer);
+        let spawned = std::thread::Builder::new()
+            .name("control-request".into())
+            .spawn(move || answer(&connection));
+        if let Err(error) = spawned {
+            eprintln!("warning: a request cannot be served: {error}");
+        }
+    }
+}
+
+/// The next request; none when whoever asks has hung up.
+pub(crate) fn read_request<R: DeserializeOwned>(from: &mut impl BufRead) -> Result<Option<R>> {
+    let mut request = String::new();
+    if from.take(REQUEST_LIMIT_BYTES).read_line(&mut request)? == 0 {
+        return Ok(None);
+    }
+    Ok(Some(
+        serde_json::from_str(&request).context("that is no request")?,
+    ))
+}
+
+/// Sends one line of an answer.
+pub(crate) fn send(mut connection: &UnixStream, line: &Line) -> Result<()> {
+    Ok(writeln!(connection, "{}", line.to_json())?)
+}
+
+/// One request and the lines that answer it.
+pub(crate) struct Client {
+    answer: BufReader<UnixStream>,
+    whom: &'static str,
+}
+
+impl Client {
+    /// Asks the process behind a control socket, whose lines each come within
+    /// `limit`; `whom` is what it is to an operator: "VM" or "tunnel".
+    pub(crate) fn ask(
+        socket: &Path,
+        whom: &'static str,
+        request: &impl Serialize,
+        limit: Option<Duration>,
+    ) -> Result<Self> {
+        let mut stream = UnixStream::connect(socket).with_context(|| {
+            format!(
+                "no {whom} answers at {}: is its process running, and is --control the same?",
+                socket.display()
+            )
+        })?;
+        stream.set_read_timeout(limit)?;
+        writeln!(stream, "{}", serde_json::to_string(request)?)?;
+        let answer = BufReader::new(stream);
+        Ok(Self { answer, whom })
+    }
+
+    /// A connection over which more can be asked while an answer comes.
+    pub(crate) fn more(&self) -> Result<UnixStream> {
+        Ok(self.answer.get_ref().try_clone()?)
+    }
+
+    /// The next line; none when the answer is complete.
+    pub(crate) fn next(&mut self) -> Result<Option<Line>> {
+        let mut text = String::new();
+        let whom = self.whom;
+        let read = self
+            .answer
+            .read_line(&mut text)
+            .with_context(|| format!("the {whom}'s process does not answer; is it stopped?"))?;
+        if read == 0 {
+            return Ok(None);
+        }
+        let line = serde_json::from_str(&text).with_context(|| {
+            format!("the {whom}'s process answered something else: is it of another release?")
+        })?;
+        Ok(Some(line))
+    }
+}
