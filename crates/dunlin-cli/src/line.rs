@@ -12,6 +12,7 @@ use dunlin::engine::{
 use serde::{Deserialize, Serialize};
 
 use crate::code::{CANCELLED, FAILED, IN_DOUBT};
+use crate::tunnel::{ListenerLine, TunnelLine};
 
 impl From<&Standing> for Line {
     fn from(standing: &Standing) -> Self {
@@ -110,6 +111,10 @@ pub(crate) enum Line {
     },
     /// What a journal says of a session.
     Session(Box<SessionLine>),
+    /// How a tunnel is.
+    Tunnel(Box<TunnelLine>),
+    /// What a tunnel has opened for one purpose.
+    Listener(ListenerLine),
     Done,
 }
 
@@ -167,6 +172,8 @@ pub(crate) struct DowntimeLine {
 pub(crate) struct FailedLine {
     pub(crate) fault: String,
     pub(crate) at_fault: String,
+    /// Where the VM is; nothing where there is no VM to speak of.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
     pub(crate) vm: String,
     pub(crate) text: String,
     /// The exit code that goes with it.

@@ -44,7 +44,7 @@ enum Command {
     #[command(subcommand)]
     Vm(vm::Command),
     /// List the sessions of this host: those under way, and those whose end is
-    /// not settled.
+    /// not settled; and its tunnels.
     Status(sessions::Status),
     /// Decide where a VM runs whose destination never answered.
     Resolve(sessions::Resolve),

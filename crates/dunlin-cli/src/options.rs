@@ -1,6 +1,6 @@
 //! Arguments that several commands share, and how their values are written.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Result, bail};
@@ -9,7 +9,7 @@ use dunlin::engine::source::{AtTimeLimit, LaneSecurity, Options, OptionsBuilder}
 use dunlin_microvm::{Backing, Fill, GuestKind, Workload};
 use serde::{Deserialize, Serialize};
 
-/// Where VMs' control sockets are.
+/// Where the control sockets of VMs and tunnels are.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct ControlPath {
     /// Directory of control sockets, or one socket [default:
@@ -19,6 +19,37 @@ pub(crate) struct ControlPath {
 }
 
 impl ControlPath {
+    /// The control socket of the tunnel with this name.
+    pub(crate) fn tunnel(&self, name: &str) -> PathBuf {
+        let path = self.path();
+        if is_socket(&path) {
+            path
+        } else {
+            path.join("tunnels").join(format!("{name}.sock"))
+        }
+    }
+
+    /// The control sockets of tunnels, also of those that have died.
+    pub(crate) fn tunnels(&self) -> Vec<PathBuf> {
+        let path = self.path();
+        if is_socket(&path) {
+            return vec![path];
+        }
+        let entries = std::fs::read_dir(path.join("tunnels"));
+        let paths = entries.into_iter().flatten().flatten();
+        let mut sockets: Vec<PathBuf> = paths.map(|entry| entry.path()).collect();
+        sockets.retain(|path| is_socket(path));
+        sockets.sort();
+        sockets
+    }
+
+    fn path(&self) -> PathBuf {
+        self.control.clone().unwrap_or_else(|| {
+            std::env::var_os("RUNTIME_DIRECTORY")
+                .map_or_else(|| PathBuf::from("/run/dunlin"), PathBuf::from)
+        })
+    }
+
     /// The control socket that is meant by a VM's name, or by its own path.
     pub(crate) fn of(&self, vm: &str) -> Result<PathBuf> {
         if vm.contains('/') {
@@ -34,19 +65,19 @@ impl ControlPath {
         if name.is_empty() || name.starts_with('.') || name.contains(['/', '\0']) {
             bail!("a VM cannot have the name {name:?}: it is part of its control socket's path");
         }
-        let path = self.control.clone().unwrap_or_else(|| {
-            std::env::var_os("RUNTIME_DIRECTORY")
-                .map_or_else(|| PathBuf::from("/run/dunlin"), PathBuf::from)
-        });
-        if path
-            .extension()
-            .is_some_and(|extension| extension == "sock")
-        {
+        let path = self.path();
+        if is_socket(&path) {
             Ok(path)
         } else {
             Ok(path.join(format!("{name}.sock")))
         }
     }
+}
+
+/// Whether a path means one socket, by its name.
+fn is_socket(path: &Path) -> bool {
+    path.extension()
+        .is_some_and(|extension| extension == "sock")
 }
 
 #[derive(Clone, Copy, Debug, Default, ValueEnum, Serialize, Deserialize)]

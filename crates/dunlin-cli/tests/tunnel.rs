@@ -32,6 +32,8 @@ impl Tunnel {
         fs::write(&file, config).unwrap();
         let mut child = words("tunnel run --config")
             .arg(&file)
+            .arg("--control")
+            .arg(hosts.scratch.join("control"))
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())

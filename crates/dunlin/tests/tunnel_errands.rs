@@ -126,7 +126,7 @@ fn accept(listener: &UnixListener) -> UnixStream {
 }
 
 fn over(errand: &Errand) -> Standing {
-    let standing = errand.wait(Instant::now() + PATIENCE);
+    let standing = errand.wait(Some(Instant::now() + PATIENCE));
     assert!(standing.is_over(), "{standing:?}");
     standing
 }

@@ -1,4 +1,5 @@
-//! `dunlin status`: every session that this host remembers.
+//! `dunlin status`: every session that this host remembers, and every tunnel that
+//! runs here.
 
 use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -9,7 +10,10 @@ use dunlin::engine::journal::{DestinationRecord, Entry, Record, Role, SourceReco
 
 use super::{StatePath, about, hex};
 use crate::code::{DONE, FAILED};
+use crate::display::clean;
 use crate::line::{Line, SessionLine, StatusLine};
+use crate::options::ControlPath;
+use crate::tunnel;
 use crate::vm::{describe, status_within};
 
 /// How long a process may take to say how it is; one may be stopped.
@@ -19,7 +23,9 @@ const LIVE_LIMIT: Duration = Duration::from_secs(2);
 pub(crate) struct Status {
     #[command(flatten)]
     state: StatePath,
-    /// One JSON object for each session.
+    #[command(flatten)]
+    control: ControlPath,
+    /// One JSON object for each session and each tunnel.
     #[arg(long)]
     json: bool,
 }
@@ -27,7 +33,8 @@ pub(crate) struct Status {
 impl Status {
     pub(crate) fn run(&self) -> Result<i32> {
         let entries = self.state.list()?;
-        if entries.is_empty() && !self.json {
+        let tunnels = self.control.tunnels();
+        if entries.is_empty() && tunnels.is_empty() && !self.json {
             println!("no sessions in {}", self.state.directory()?.display());
         }
         let mut code = DONE;
@@ -45,6 +52,13 @@ impl Status {
                         entry.role.name()
                     );
                 }
+            }
+        }
+        for socket in &tunnels {
+            match tunnel::status_within(socket, LIVE_LIMIT) {
+                Ok(line) if self.json => Line::Tunnel(Box::new(line)).print(),
+                Ok(line) => tunnel::show(&line),
+                Err(error) => eprintln!("warning: {}", clean(&format!("{error:#}"))),
             }
         }
         Ok(code)

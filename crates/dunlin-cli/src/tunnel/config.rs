@@ -276,8 +276,11 @@ fn check_route(
     );
     let route = name.to_owned();
     match (&table.listen, &table.to) {
-        (Some(listen), Some(to)) => {
-            let listen = found.parsed(listen, |text| parse_listen(text));
+        (listen, Some(to)) => {
+            let listen = match listen {
+                Some(listen) => found.parsed(listen, |text| parse_listen(text)),
+                None => Some(Listen::OnDemand),
+            };
             let host = found.parsed(to, |text| host_of(text));
             let peers = match (&table.peers, &host) {
                 (Some(peers), _) => check_peers(peers, found),
@@ -307,30 +310,26 @@ fn check_route(
             let text = format!("route {name} listens and leads nowhere: add to = \"HOST:PORT\"");
             found.add(&listen.span(), text);
         }
-        (None, Some(to)) => {
-            let text = format!(
-                "route {name} leads to a peer and takes no connections: add listen = \
-                 \"unix:PATH\" or \"tcp:ADDRESS:PORT\""
-            );
-            found.add(&to.span(), text);
-        }
         (None, None) => {
             for (key, value) in [
                 ("peers", table.peers.as_ref().map(Spanned::span)),
                 ("lanes", table.lanes.as_ref().map(Spanned::span)),
             ] {
                 if let Some(at) = value {
-                    let text = format!("route {name}: {key} goes with listen and to");
+                    let text = format!("route {name}: {key} goes with to");
                     found.add(&at, text);
                 }
             }
         }
     }
     let target = match (&table.target, &table.exec) {
-        (Some(target), None) => found.parsed(target, |text| parse_target(text)),
+        (Some(target), None) => found.parsed(target, |text| has_places(parse_target(text)?)),
         (None, Some(words)) => found.parsed(words, |words| match words.first() {
-            Some(program) if program.starts_with('/') => Ok(Target::Exec(words.clone())),
-            _ => Err("exec is a program's whole path and its arguments: [\"/bin/cat\", \"-u\"]"),
+            Some(program) if program.starts_with('/') => has_places(Target::Exec(words.clone())),
+            _ => Err(
+                "exec is a program's whole path and its arguments: [\"/bin/cat\", \"-u\"]"
+                    .to_owned(),
+            ),
         }),
         (Some(_), Some(exec)) => {
             let text = format!("route {name} has a target and exec: leave one out");
@@ -345,8 +344,7 @@ fn check_route(
                 );
                 found.add(&allow.span(), text);
             } else if table.listen.is_none() && table.to.is_none() {
-                let text =
-                    format!("route {name} has no end here: add listen and to, or target and allow");
+                let text = format!("route {name} has no end here: add to, or target and allow");
                 found.add(at, text);
             }
             return;
@@ -392,7 +390,7 @@ fn between<T: TryFrom<u64>>(what: &str, count: u64, least: u64, most: u64) -> Re
     T::try_from(count).map_err(|_| out())
 }
 
-fn parse_listen(text: &str) -> Result<Listen, String> {
+pub(super) fn parse_listen(text: &str) -> Result<Listen, String> {
     if let Some(path) = text.strip_prefix("unix:") {
         return Ok(Listen::Unix(socket_path(path)?));
     }
@@ -417,6 +415,14 @@ fn parse_target(text: &str) -> Result<Target, String> {
     Err(format!(
         "{text:?} is no target: write unix:PATH or tcp:HOST:PORT, or exec = [\"/PROGRAM\", …]"
     ))
+}
+
+/// A target whose places for a parameter can be.
+fn has_places(target: Target) -> Result<Target, String> {
+    match target.parameter() {
+        Ok(_) => Ok(target),
+        Err(error) => Err(error.to_string()),
+    }
 }
 
 /// A path that fits a socket's address (unix(7)).
@@ -475,6 +481,11 @@ allow = ["b.example"]
 
 [route.tool]
 exec = ["/bin/cat", "-u"]
+allow = ["b.example"]
+
+[route.each]
+to = "b.example:7300"
+target = "unix:/run/qemu/{vm}.sock"
 allow = ["b.example"]
 "#;
 
@@ -540,16 +551,19 @@ allow = ["b.example"]
                 "host.example:7300",
             ),
             ("to = \"b.example:7300\"", "", 12, "add to"),
-            (
-                "listen = \"unix:/run/dunlin/ram.sock\"",
-                "",
-                13,
-                "add listen",
-            ),
             ("lanes = 2", "lanes = 200", 14, "1 to 128"),
             ("lanes = 2", "lane = 2", 14, "lane"),
             ("window = \"32M\"", "window = \"1K\"", 15, "256K to 1G"),
             ("unix:/run/qemu/in.sock", "in.sock", 16, "unix:PATH"),
+            ("qemu/in.sock", "{vm}/{id}.sock", 16, "one parameter"),
+            ("qemu/in.sock", "{VM}.sock", 16, "write {vm}"),
+            (
+                "tcp:127.0.0.1:10809",
+                "tcp:{vm}:10809",
+                21,
+                "choose the host",
+            ),
+            ("/bin/cat", "/bin/{vm}", 24, "choose the host"),
             (
                 "\"spiffe://example/b\"",
                 "\"sha256:00\"",

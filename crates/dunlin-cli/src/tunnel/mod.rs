@@ -1,11 +1,23 @@
 //! `dunlin tunnel`: carries the connections of hypervisors that know nothing of
 //! it, between two hosts, over encrypted lanes.
+//!
+//! `run` is the service; it keeps a control socket ([`desk`]) over which the other
+//! commands speak to it, and `dunlin status`.
 
+mod ask;
 mod config;
+mod desk;
+mod line;
 mod run;
+mod show;
+mod stdio;
+mod which;
 
 use anyhow::Result;
 use clap::Subcommand;
+
+pub(crate) use line::{ListenerLine, TunnelLine};
+pub(crate) use show::{show, status_within};
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
@@ -14,11 +26,21 @@ pub(crate) enum Command {
     /// Read a configuration and the certificates that it names, and say what is
     /// wrong with them.
     Check(run::Check),
+    /// Have a tunnel that runs listen for one purpose, such as one VM's
+    /// migration; print where. It goes when its last connection has ended.
+    Open(ask::Open),
+    /// Close what `open` has opened; connections go on.
+    Close(ask::Close),
+    /// Carry standard input and output through a tunnel that runs.
+    Stdio(stdio::Stdio),
 }
 
 pub(crate) fn run(command: &Command) -> Result<i32> {
     match command {
         Command::Run(run) => run.run(),
         Command::Check(check) => check.run(),
+        Command::Open(open) => open.run(),
+        Command::Close(close) => close.run(),
+        Command::Stdio(stdio) => stdio.run(),
     }
 }

@@ -16,15 +16,20 @@ use dunlin::tunnel::{Identities, Tunnel};
 use dunlin_sys::signals::{EndSignal, EndSignals, HangUps};
 
 use super::config::Config;
+use super::desk::{Desk, name_of};
 use crate::code::{DONE, FAILED, SIGNAL};
+use crate::control::Socket;
 use crate::display::clean;
 use crate::identity::load_identity;
+use crate::options::ControlPath;
 
 #[derive(Debug, Args)]
 pub(crate) struct Run {
     /// The configuration, a TOML file; docs/tunnel.md describes it.
     #[arg(long, value_name = "FILE")]
     config: PathBuf,
+    #[command(flatten)]
+    control: ControlPath,
 }
 
 #[derive(Debug, Args)]
@@ -56,6 +61,7 @@ impl Run {
         let listener = TcpListener::bind(config.listen)
             .map_err(|error| anyhow!("cannot listen on {}: {error}", config.listen))?;
         let observer = |event| say(&format!("{event}"));
+        let socket = self.control_socket()?;
         let tunnel = Tunnel::start(
             listener,
             identities,
@@ -63,6 +69,11 @@ impl Run {
             config.limits,
             observer,
         )?;
+        let tunnel = Arc::new(tunnel);
+        let desk = match &socket {
+            Some(socket) => Some(Desk::serve(&tunnel, &name_of(&self.config)?, socket)?),
+            None => None,
+        };
         println!("listening on {}", tunnel.address());
         for (route, listen) in tunnel.entrances() {
             println!("route {} listens on {listen}", clean(&route));
@@ -80,11 +91,34 @@ impl Run {
                 },
                 Told::End(signal) => {
                     let limit = *drain.lock().unwrap_or_else(PoisonError::into_inner);
-                    return Ok(end(tunnel, signal, limit));
+                    let code = end(tunnel, signal, limit);
+                    if let Some(desk) = desk {
+                        desk.farewell();
+                    }
+                    return Ok(code);
                 }
             }
         }
         Ok(FAILED)
+    }
+}
+
+impl Run {
+    /// Where the other commands find this tunnel. Connections are carried without
+    /// one too, unless it was asked for.
+    fn control_socket(&self) -> Result<Option<Socket>> {
+        let bound = name_of(&self.config)
+            .and_then(|name| Socket::bind(&self.control.tunnel(&name), "a tunnel"));
+        match bound {
+            Ok(socket) => Ok(Some(socket)),
+            Err(error) if self.control.control.is_some() => Err(error),
+            Err(error) => {
+                say(&format!(
+                    "warning: {error:#}; `dunlin status` and `tunnel open` do not find this tunnel"
+                ));
+                Ok(None)
+            }
+        }
     }
 }
 
@@ -99,7 +133,7 @@ fn again(file: &Path, tunnel: &Tunnel) -> Result<Duration> {
 }
 
 /// Drains, and ends.
-fn end(tunnel: Tunnel, signal: EndSignal, limit: Duration) -> i32 {
+fn end(tunnel: Arc<Tunnel>, signal: EndSignal, limit: Duration) -> i32 {
     say(&format!(
         "{}: no more connections are taken, and channels have {} s to end",
         signal.name(),
@@ -162,7 +196,7 @@ fn read(file: &Path) -> Result<(Config, Identities)> {
 }
 
 /// One line of the log. Nobody may read it.
-fn say(text: &str) {
+pub(super) fn say(text: &str) {
     use std::io::Write;
     let _ = writeln!(std::io::stderr(), "dunlin: {}", clean(text));
 }

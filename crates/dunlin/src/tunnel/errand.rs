@@ -200,16 +200,20 @@ impl Errand {
         self.0.close();
     }
 
-    /// Waits until it is over, at most until `deadline`, and says how it is then.
-    pub fn wait(&self, deadline: Instant) -> Standing {
+    /// Waits until it is over, or until `deadline` where there is one, and says how
+    /// it is then.
+    pub fn wait(&self, deadline: Option<Instant>) -> Standing {
+        let changed = &self.0.changed;
         let mut now = self.0.lock();
         while !now.standing.is_over() {
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                break;
-            }
-            let waited = self.0.changed.wait_timeout(now, left);
-            now = waited.unwrap_or_else(PoisonError::into_inner).0;
+            now = match deadline.map(|at| at.saturating_duration_since(Instant::now())) {
+                Some(Duration::ZERO) => break,
+                Some(left) => {
+                    let waited = changed.wait_timeout(now, left);
+                    waited.unwrap_or_else(PoisonError::into_inner).0
+                }
+                None => changed.wait(now).unwrap_or_else(PoisonError::into_inner),
+            };
         }
         now.standing.clone()
     }

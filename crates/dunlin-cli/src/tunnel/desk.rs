@@ -1,0 +1,319 @@
+//! The control socket of a tunnel: what is asked of it while it runs.
+
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow, bail};
+use dunlin::tunnel::{Demand, Errand, Listen, Standing, Tunnel};
+use serde::{Deserialize, Serialize};
+
+use super::config::parse_listen;
+use super::line::{ListenerLine, RouteLine, TunnelLine};
+use super::run::say;
+use crate::code::{CANCELLED, FAILED};
+use crate::control::{Socket, read_request, send};
+use crate::line::{FailedLine, Line};
+
+/// What can be asked of a tunnel.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(tag = "do", rename_all = "kebab-case")]
+pub(crate) enum Request {
+    /// How it is; rates are those of [`RATES_OVER`].
+    Status,
+    /// Open a listener for one purpose.
+    Open {
+        route: String,
+        /// `NAME=VALUE`.
+        parameter: Option<String>,
+        /// Where; the tunnel has a place of its own.
+        listen: Option<String>,
+        lanes: Option<u16>,
+        /// For a single connection, which whoever asks makes himself: it is closed
+        /// when he hangs up before.
+        once: bool,
+        /// Answer once more when it is over.
+        wait: bool,
+    },
+    /// Close one, by its number or by where it listens.
+    Close { listener: String },
+}
+
+/// Over how long rates are measured: a look waits for so long.
+///
+/// Formula: long enough that a rate of 10 MiB/s is told from its pauses, and well
+/// within the time that `dunlin status` waits.
+/// Drawback: a look takes a quarter of a second, and says nothing of before.
+/// Alternative: what went since the last look costs no wait; but two who look
+/// would take each other's bytes. A thread that always measures would wake up
+/// without anybody asking. Whoever wants other spans has the totals.
+pub(crate) const RATES_OVER: Duration = Duration::from_millis(250);
+
+/// How long a tunnel that ends waits for those whose answer is not complete.
+const FAREWELL_LIMIT: Duration = Duration::from_secs(5);
+
+/// Answers for a tunnel, as long as that runs.
+pub(super) struct Desk {
+    tunnel: Weak<Tunnel>,
+    name: String,
+    control: PathBuf,
+    began: Instant,
+    /// Names the sockets of listeners that were given no place.
+    next: AtomicU64,
+    /// Requests whose answer is not complete.
+    answering: Mutex<usize>,
+    answered: Condvar,
+}
+
+impl Desk {
+    /// Answers at `socket` from now on.
+    pub(super) fn serve(tunnel: &Arc<Tunnel>, name: &str, socket: &Socket) -> Result<Arc<Self>> {
+        let desk = Arc::new(Self {
+            tunnel: Arc::downgrade(tunnel),
+            name: name.to_owned(),
+            control: socket.path().to_owned(),
+            began: Instant::now(),
+            next: AtomicU64::new(1),
+            answering: Mutex::new(0),
+            answered: Condvar::new(),
+        });
+        let own = Arc::clone(&desk);
+        socket.serve(move |connection| own.answer(connection), say)?;
+        Ok(desk)
+    }
+
+    /// Waits until everybody has his answer, within reason, and leaves nothing.
+    pub(super) fn farewell(&self) {
+        let until = Instant::now() + FAREWELL_LIMIT;
+        let mut answering = self.count();
+        while *answering > 0 {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            let waited = self.answered.wait_timeout(answering, left);
+            answering = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        // There is none where nobody has asked for a listener.
+        let _ = fs::remove_dir(self.directory());
+    }
+
+    fn count(&self) -> std::sync::MutexGuard<'_, usize> {
+        self.answering
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn answer(self: &Arc<Self>, connection: &UnixStream) {
+        *self.count() += 1;
+        if let Err(error) = self.obey(connection) {
+            let failed = FailedLine {
+                fault: "usage".into(),
+                at_fault: "configuration".into(),
+                vm: String::new(),
+                text: format!("{error:#}"),
+                code: FAILED,
+            };
+            // Whoever asked may have gone.
+            let _ = send(connection, &Line::Failed(failed));
+        }
+        // The other half may be held by a thread that reads.
+        let _ = connection.shutdown(Shutdown::Both);
+        *self.count() -= 1;
+        self.answered.notify_all();
+    }
+
+    fn obey(self: &Arc<Self>, connection: &UnixStream) -> Result<()> {
+        let mut requests = BufReader::new(connection.try_clone()?);
+        match read_request(&mut requests)? {
+            // A look whether somebody is here.
+            None => Ok(()),
+            Some(Request::Status) => {
+                let line = Line::Tunnel(Box::new(self.status()?));
+                send(connection, &line)
+            }
+            Some(Request::Close { listener }) => {
+                self.close(&listener)?;
+                send(connection, &Line::Done)
+            }
+            Some(Request::Open {
+                route,
+                parameter,
+                listen,
+                lanes,
+                once,
+                wait,
+            }) => {
+                let parameter = parameter.map(|text| text.parse()).transpose()?;
+                let listen = match listen {
+                    Some(text) => parse_listen(&text).map_err(|text| anyhow!(text))?,
+                    None => self.place()?,
+                };
+                let demand = Demand {
+                    route,
+                    parameter,
+                    listen,
+                    lanes,
+                    once,
+                };
+                let errand = self.tunnel()?.open(&demand)?;
+                let line = ListenerLine::from(&errand);
+                say(&described(&line));
+                let told = send(connection, &Line::Listener(line));
+                if once && told.is_err() {
+                    errand.close();
+                }
+                if wait {
+                    told?;
+                    return self.wait(errand, once, requests, connection);
+                }
+                told?;
+                send(connection, &Line::Done)
+            }
+        }
+    }
+
+    fn tunnel(&self) -> Result<Arc<Tunnel>> {
+        self.tunnel.upgrade().context("the tunnel has ended")
+    }
+
+    fn status(&self) -> Result<TunnelLine> {
+        let before = self.tunnel()?.routes();
+        let begin = Instant::now();
+        thread::sleep(RATES_OVER);
+        let tunnel = self.tunnel()?;
+        let now = tunnel.routes();
+        let over = begin.elapsed();
+        let route = |now: &_| {
+            let dunlin::tunnel::RouteStatus { route, .. } = now;
+            let before = before.iter().find(|before| before.route == *route);
+            RouteLine::new(now, before, over.as_secs_f64())
+        };
+        Ok(TunnelLine {
+            name: self.name.clone(),
+            pid: std::process::id(),
+            control: self.control.display().to_string(),
+            address: tunnel.address().to_string(),
+            running_s: self.began.elapsed().as_secs_f64(),
+            over_ms: crate::line::millis(over),
+            routes: now.iter().map(route).collect(),
+            listeners: tunnel.errands().iter().map(Into::into).collect(),
+            peers: tunnel.status().iter().map(Into::into).collect(),
+        })
+    }
+
+    /// Where listeners are that were given no place.
+    fn directory(&self) -> PathBuf {
+        self.control.with_extension("d")
+    }
+
+    fn place(&self) -> Result<Listen> {
+        let directory = self.directory();
+        fs::create_dir_all(&directory)
+            .with_context(|| format!("cannot make {}", directory.display()))?;
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        Ok(Listen::Unix(directory.join(format!("{number}.sock"))))
+    }
+
+    fn close(&self, listener: &str) -> Result<()> {
+        let errands = self.tunnel()?.errands();
+        let is_meant = |errand: &&Errand| {
+            errand.number().to_string() == listener || errand.listen().to_string() == listener
+        };
+        let Some(errand) = errands.iter().find(is_meant) else {
+            bail!(
+                "no listener {listener} is open: `dunlin status` has their numbers, and \
+                 configured ones go with their routes"
+            );
+        };
+        errand.close();
+        Ok(())
+    }
+
+    /// Answers when a listener is over.
+    fn wait(
+        self: &Arc<Self>,
+        errand: Errand,
+        once: bool,
+        mut requests: impl BufRead + Send + 'static,
+        connection: &UnixStream,
+    ) -> Result<()> {
+        if once {
+            let heeded = errand.clone();
+            thread::Builder::new()
+                .name("control-heed".into())
+                .spawn(move || {
+                    // Nothing more is asked: this is how a hang-up is noticed.
+                    let _ = requests.read_line(&mut String::new());
+                    let standing = heeded.standing();
+                    if standing.open + standing.closed + standing.failed == 0 {
+                        heeded.close();
+                    }
+                })?;
+        }
+        let standing = errand.wait(None);
+        send(connection, &ended(&standing))
+    }
+}
+
+/// How a listener and its channels have ended.
+fn ended(standing: &Standing) -> Line {
+    let failed = |fault: &str, at_fault: &str, text: String, code| {
+        Line::Failed(FailedLine {
+            fault: fault.into(),
+            at_fault: at_fault.into(),
+            vm: String::new(),
+            text,
+            code,
+        })
+    };
+    match (standing.closed, standing.failed, &standing.why) {
+        (0, 0, _) => {
+            let text = "closed before anybody had connected";
+            failed("cancelled", "this side", text.to_owned(), CANCELLED)
+        }
+        (_, 0, _) => Line::Done,
+        (closed, bad, Some(why)) => failed(
+            &why.code().to_string(),
+            why.at_fault().name(),
+            format!(
+                "{bad} of {} connections did not end well: {why}",
+                closed + bad
+            ),
+            FAILED,
+        ),
+        (closed, bad, None) => {
+            let text = format!("{bad} of {} connections did not end well", closed + bad);
+            failed("channel-broken", "this side", text, FAILED)
+        }
+    }
+}
+
+/// A listener, in one line.
+pub(super) fn described(line: &ListenerLine) -> String {
+    let what = match &*line.parameter {
+        "" => String::new(),
+        parameter => format!(" for {parameter}"),
+    };
+    let (number, route, listen) = (line.number, &line.route, &line.listen);
+    format!("listener {number}: {listen}, route {route}{what}")
+}
+
+/// The name of a tunnel: that of its configuration's file.
+pub(super) fn name_of(config: &Path) -> Result<String> {
+    let name = config.file_stem().and_then(|name| name.to_str());
+    match name {
+        Some(name) if !name.starts_with('.') => Ok(name.to_owned()),
+        _ => bail!(
+            "{} has no name that a control socket could have: rename it, or give --control \
+             a path that ends in .sock",
+            config.display()
+        ),
+    }
+}

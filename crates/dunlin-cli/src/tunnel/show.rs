@@ -1,0 +1,92 @@
+//! Tunnels in `dunlin status`.
+
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Result, bail};
+
+use super::ask::WHOM;
+use super::desk::{Request, described};
+use super::line::{RouteLine, TunnelLine};
+use crate::control::Client;
+use crate::display::clean;
+use crate::line::Line;
+
+const MIB: f64 = (1_u64 << 20) as f64;
+
+/// How the tunnel behind a control socket is.
+pub(crate) fn status_within(socket: &Path, limit: Duration) -> Result<TunnelLine> {
+    let mut client = Client::ask(socket, WHOM, &Request::Status, Some(limit))?;
+    match client.next()? {
+        Some(Line::Tunnel(line)) => Ok(*line),
+        Some(Line::Failed(failed)) => bail!("{}", failed.text),
+        other => bail!("the tunnel answered {other:?}"),
+    }
+}
+
+/// Prints it for a person.
+pub(crate) fn show(line: &TunnelLine) {
+    println!(
+        "tunnel {}: process {}, for {:.0} s; peers connect to {}",
+        clean(&line.name),
+        line.pid,
+        line.running_s,
+        clean(&line.address)
+    );
+    for route in &line.routes {
+        println!("  {}", clean(&of_route(route, line.over_ms)));
+    }
+    for listener in &line.listeners {
+        let closed = if listener.listens {
+            ""
+        } else {
+            ", takes no more"
+        };
+        let text = format!(
+            "{}: {} channels{closed}",
+            described(listener),
+            listener.channels
+        );
+        println!("  {}", clean(&text));
+    }
+    for peer in &line.peers {
+        let text = format!(
+            "peer {} at {}: {} channels, {} lanes; {:.1} MiB wait here, {:.1} MiB are not \
+             acknowledged",
+            peer.peer,
+            peer.at,
+            peer.channels,
+            peer.lanes,
+            peer.held_bytes as f64 / MIB,
+            peer.unacknowledged_bytes as f64 / MIB,
+        );
+        println!("  {}", clean(&text));
+    }
+}
+
+fn of_route(route: &RouteLine, over_ms: f64) -> String {
+    let mut text = format!("route {}", route.route);
+    if let Some(listens) = &route.listens {
+        text.push_str(&format!(", listens on {listens}"));
+    }
+    if let Some(to) = &route.to {
+        text.push_str(&format!(", to {to}"));
+    }
+    if let Some(target) = &route.target {
+        text.push_str(&format!(", target {target}"));
+    }
+    text.push_str(&format!(
+        ": {} channels, {} have ended, {} badly",
+        route.channels,
+        route.closed + route.failed,
+        route.failed
+    ));
+    if route.channels > 0 {
+        text.push_str(&format!(
+            "; {:.1} MiB/s come in here and {:.1} MiB/s go out, over the last {over_ms:.0} ms",
+            route.read_bytes_per_s / MIB,
+            route.written_bytes_per_s / MIB,
+        ));
+    }
+    text
+}

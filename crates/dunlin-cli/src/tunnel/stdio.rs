@@ -1,0 +1,96 @@
+//! `dunlin tunnel stdio`: standard input and output as a channel, for tools that
+//! run a command to reach the other host.
+//!
+//! ```text
+//!  stdin ──▶ copies ──▶ a listener for one connection ═══▶ the far target
+//!  stdout ◀─ copies ◀──                               ◀═══
+//!                 exit code ◀── control socket: how it has ended
+//! ```
+//!
+//! The descriptors themselves stay here. They may be files or terminals, which
+//! cannot be waited for, and a mode that the tunnel set on them would be set for
+//! their other owners too; and a unix socket cannot tell an abort from an end, which
+//! the control socket does. From a pipe the kernel moves the bytes by itself.
+
+use std::io;
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::thread;
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use dunlin::tunnel::Parameter;
+
+use super::ask::{WHOM, end, listener};
+use super::desk::Request;
+use super::which::Which;
+use crate::code::FAILED;
+use crate::control::Client;
+use crate::options::parse_lanes;
+
+#[derive(Debug, Args)]
+pub(crate) struct Stdio {
+    /// The route, by its name in the configuration.
+    route: String,
+    /// What the target at the peer has a place for, such as vm=web.
+    #[arg(long, value_name = "NAME=VALUE")]
+    param: Option<Parameter>,
+    /// At least so many lanes to the peer, 1 to 128, from now on.
+    #[arg(long, value_name = "N", value_parser = parse_lanes())]
+    lanes: Option<u16>,
+    #[command(flatten)]
+    which: Which,
+}
+
+impl Stdio {
+    pub(crate) fn run(&self) -> Result<i32> {
+        let request = Request::Open {
+            route: self.route.clone(),
+            parameter: self.param.as_ref().map(ToString::to_string),
+            listen: None,
+            lanes: self.lanes,
+            once: true,
+            wait: true,
+        };
+        let mut client = Client::ask(&self.which.socket()?, WHOM, &request, None)?;
+        let opened = listener(&mut client)?;
+        let Some(path) = opened.listen.strip_prefix("unix:") else {
+            bail!("the tunnel listens on {}", opened.listen);
+        };
+        let channel = UnixStream::connect(path)
+            .with_context(|| format!("the tunnel does not listen on {path}"))?;
+        let input = channel.try_clone()?;
+        // It is left behind where the channel ends before the input does.
+        thread::Builder::new()
+            .name("stdin".into())
+            .spawn(move || send(&input))?;
+        let mut from = &channel;
+        let took = io::copy(&mut from, &mut io::stdout().lock());
+        // Whoever reads the output sees its end, while the input may go on.
+        let ended = took.and_then(|_| dunlin_sys::stdio::end_output());
+        if let Err(error) = ended {
+            // Fails only where it has gone.
+            let _ = channel.shutdown(Shutdown::Both);
+            eprintln!("dunlin: the output cannot be written: {error}");
+            return Ok(FAILED);
+        }
+        end(&mut client, false)
+    }
+}
+
+/// Sends the input and its end.
+fn send(to: &UnixStream) {
+    let mut into = to;
+    let how = match io::copy(&mut io::stdin().lock(), &mut into) {
+        Ok(_) => Shutdown::Write,
+        Err(error) => {
+            // A channel that was aborted is told of by the tunnel.
+            if error.kind() != io::ErrorKind::BrokenPipe {
+                eprintln!("dunlin: the input cannot be read: {error}");
+            }
+            Shutdown::Both
+        }
+    };
+    // Fails only where it has gone.
+    let _ = to.shutdown(how);
+}
