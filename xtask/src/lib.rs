@@ -1,10 +1,12 @@
 //! Chores of the workspace, as a library so that they can be tested. `cargo xtask help` lists them.
 //!
 //! - [`kernel`]: tests under a real kernel.
+//! - [`programs`]: test programs side by side.
 #![forbid(unsafe_code)]
 #![cfg(target_arch = "x86_64")]
 
 pub mod kernel;
+pub mod programs;
 
 use std::process::ExitCode;
 
@@ -12,6 +14,7 @@ use clap::Parser;
 use dunlin_rig::debian::DebianError;
 
 use self::kernel::KernelOptions;
+use self::programs::TestOptions;
 
 /// The exit code when something cannot be had from Debian: no network, or no Debian.
 const NOT_FETCHED: u8 = 3;
@@ -22,13 +25,18 @@ const NOT_FETCHED: u8 = 3;
 enum Chore {
     /// Runs the tests of tests/kernel inside virtual machines with Debian's kernels.
     Kernel(KernelOptions),
+    /// Runs test programs side by side, each by itself when it is about time.
+    Test(TestOptions),
 }
 
 /// Does the chore that the command line names.
 #[must_use]
 pub fn main() -> ExitCode {
-    let Chore::Kernel(options) = Chore::parse();
-    match kernel::command(&options) {
+    let done = match Chore::parse() {
+        Chore::Kernel(options) => kernel::command(&options),
+        Chore::Test(options) => programs::command(&options),
+    };
+    match done {
         Ok(code) => code,
         Err(error) => {
             eprintln!("{error:#}");

@@ -4,8 +4,7 @@
 use std::io;
 use std::net::TcpListener;
 use std::os::fd::AsFd;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
@@ -17,22 +16,28 @@ use super::event::Event;
 use super::failure::harmless;
 use super::listener::{Listener, Place, Sockets, next_number};
 use super::meter::Count;
-use super::options::Entrance;
+use super::options::{Entrance, Listen};
 use super::site::Site;
 use crate::lane::accept::{self, Arrival, LaneSocket};
 use crate::lane::handshake::Secured;
 use crate::lane::identity::ServerTls;
+use crate::lane::peers::PeerIdentity;
 use crate::lane::proof::is_proved;
 
 /// How long nobody is accepted when descriptors or memory ran out.
 const SHORTAGE_REST: Duration = Duration::from_millis(100);
 /// Control lanes that are being agreed on at the same time. Their peers are
-/// authenticated; each costs a thread for a moment.
-const GREETINGS: usize = 32;
+/// authenticated; each costs a thread until it has said what it wants.
+const GREETINGS: usize = 64;
+/// And those of one peer, so that none keeps others out.
+const OF_ONE_PEER: usize = 8;
 
 /// An entrance that is open. It is closed when this is dropped; channels stay.
 pub(super) struct Door {
-    pub(super) entrance: Entrance,
+    /// Where its connections go; a reload may change it.
+    entrance: Arc<Mutex<Entrance>>,
+    /// Where it listens: a port of 0 is the one that the kernel chose.
+    listens_on: Listen,
     /// Removed when nobody listens any more.
     _place: Option<Place>,
     stop: Waker,
@@ -44,25 +49,50 @@ impl Door {
     ///
     /// # Errors
     /// It cannot listen there.
-    pub(super) fn open(
-        site: &Arc<Site>,
-        mut entrance: Entrance,
-        passed: &Sockets,
-    ) -> io::Result<Self> {
-        let (listener, place) = Listener::open(&mut entrance.listen, passed)?;
+    pub(super) fn open(site: &Arc<Site>, entrance: Entrance, passed: &Sockets) -> io::Result<Self> {
+        let mut listens_on = entrance.listen.clone();
+        let (listener, place) = Listener::open(&mut listens_on, passed)?;
         let (stop, stopped) = waker()?;
         let number = next_number();
-        let (site, own) = (Arc::clone(site), entrance.clone());
+        let entrance = Arc::new(Mutex::new(entrance));
+        let (site, own) = (Arc::clone(site), Arc::clone(&entrance));
         let name = format!("dunlin-entrance-{number}");
         let body = move || listen(&site, &own, number, &listener, &stopped);
         let thread = Some(thread::Builder::new().name(name).spawn(body)?);
         Ok(Self {
             entrance,
+            listens_on,
             _place: place,
             stop,
             thread,
         })
     }
+
+    pub(super) fn entrance(&self) -> Entrance {
+        lock(&self.entrance).clone()
+    }
+
+    pub(super) fn listens_on(&self) -> &Listen {
+        &self.listens_on
+    }
+
+    /// Whether it is where an entrance is to be. One that left its port to the
+    /// kernel is known by its route.
+    pub(super) fn is_at(&self, other: &Entrance) -> bool {
+        let own = lock(&self.entrance);
+        let chosen = matches!(&other.listen, Listen::Tcp(address) if address.port() == 0);
+        own.listen == other.listen && (!chosen || own.route == other.route)
+    }
+
+    /// Has its next connections go where another entrance of the same place leads.
+    pub(super) fn lead(&self, other: &Entrance) {
+        *lock(&self.entrance) = other.clone();
+    }
+}
+
+/// What is guarded is replaced as a whole.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Drop for Door {
@@ -78,7 +108,7 @@ impl Drop for Door {
 /// The body of an entrance's thread.
 fn listen(
     site: &Arc<Site>,
-    entrance: &Entrance,
+    entrance: &Mutex<Entrance>,
     number: u64,
     listener: &Listener,
     stopped: &Wakeup,
@@ -97,7 +127,7 @@ fn listen(
             Ok(ready) if ready[0] => return,
             Ok(_) => {}
             Err(error) => {
-                let route = &entrance.route;
+                let route = &lock(entrance).route;
                 let text = format!("route {route} takes no connections any more: {error}");
                 return site.tell(Event::Warning(text));
             }
@@ -105,9 +135,9 @@ fn listen(
         match listener.accept() {
             Ok(socket) => {
                 short = false;
-                let route = &entrance.route;
-                let socket = socket.counted(Count::new(site.meter(route), None));
-                site.carry(entrance, number, String::new(), socket);
+                let entrance = lock(entrance).clone();
+                let count = Count::new(site.meter(&entrance.route), None);
+                site.carry(&entrance, number, String::new(), socket.counted(count));
             }
             Err(error) => match error.kind() {
                 io::ErrorKind::WouldBlock
@@ -116,7 +146,7 @@ fn listen(
                 // For want of descriptors, which others may give back.
                 _ => {
                     if !short {
-                        let route = &entrance.route;
+                        let route = &lock(entrance).route;
                         let text = format!("route {route} cannot accept a connection: {error}");
                         site.tell(Event::Warning(text));
                     }
@@ -134,7 +164,7 @@ pub(super) fn take_peers(
     tls: &ServerTls,
     stopped: &Wakeup,
 ) {
-    let greetings = Arc::new(AtomicUsize::new(0));
+    let greetings = Arc::<Mutex<Vec<[u8; 32]>>>::default();
     let result = accept::accept(listener, tls, stopped, |arrival| match arrival {
         Arrival::Control { stream, opening } => {
             let from = harmless(&stream.peer().to_string());
@@ -142,21 +172,18 @@ pub(super) fn take_peers(
                 let from = from.clone();
                 site.tell(Event::Rejected { from, why });
             };
-            if greetings.fetch_add(1, Ordering::SeqCst) >= GREETINGS {
-                greetings.fetch_sub(1, Ordering::SeqCst);
+            let Some(greeting) = Greeting::begin(&greetings, stream.peer()) else {
                 return reject("too many control lanes are being agreed on".to_owned());
-            }
-            let (own, count, from) = (Arc::clone(site), Arc::clone(&greetings), from.clone());
-            let started = site.spawn("dunlin-greeting".to_owned(), move || {
+            };
+            let (own, from) = (Arc::clone(site), from.clone());
+            // A thread that cannot be had is told, and takes all this along.
+            site.spawn("dunlin-greeting".to_owned(), move || {
+                let _greeting = greeting;
                 if let Err(failure) = dial::take(&own, stream, &opening) {
                     let why = failure.to_string();
                     own.tell(Event::Rejected { from, why });
                 }
-                count.fetch_sub(1, Ordering::SeqCst);
             });
-            if !started {
-                greetings.fetch_sub(1, Ordering::SeqCst);
-            }
         }
         Arrival::Lane { socket, opening } => {
             if let Err(why) = take_lane(site, socket, &opening) {
@@ -180,6 +207,36 @@ pub(super) fn take_peers(
     }
 }
 
+/// A control lane that is being agreed on; by its peer's certificate.
+struct Greeting {
+    all: Arc<Mutex<Vec<[u8; 32]>>>,
+    peer: [u8; 32],
+}
+
+impl Greeting {
+    /// One more, where there is room for it.
+    fn begin(all: &Arc<Mutex<Vec<[u8; 32]>>>, peer: &PeerIdentity) -> Option<Self> {
+        let peer = peer.fingerprint;
+        let mut greetings = lock(all);
+        let theirs = greetings.iter().filter(|one| **one == peer).count();
+        if greetings.len() >= GREETINGS || theirs >= OF_ONE_PEER {
+            return None;
+        }
+        greetings.push(peer);
+        let all = Arc::clone(all);
+        Some(Self { all, peer })
+    }
+}
+
+impl Drop for Greeting {
+    fn drop(&mut self) {
+        let mut greetings = lock(&self.all);
+        if let Some(at) = greetings.iter().position(|one| *one == self.peer) {
+            greetings.swap_remove(at);
+        }
+    }
+}
+
 /// Lets a lane in, if it proves that it belongs to an association.
 fn take_lane(site: &Arc<Site>, socket: LaneSocket, opening: &Opening) -> Result<(), &'static str> {
     let Opening::Lane(open) = opening else {
@@ -196,8 +253,8 @@ fn take_lane(site: &Arc<Site>, socket: LaneSocket, opening: &Opening) -> Result<
     if !is_proved(&terms.own_secret, open) {
         return Err("it does not know its association's secret");
     }
-    if !secured.peer.same_certificate(&terms.peer) {
-        return Err("its peer has another certificate than the control lane's");
+    if !terms.is_the_peer(&secured.peer) {
+        return Err("its peer is another than the control lane's");
     }
     if open.version != terms.version {
         return Err("it speaks another version than the control lane");

@@ -262,7 +262,7 @@ impl Tunnel {
     /// Where its entrances listen, by their routes' names; a port of 0 is the one
     /// that the kernel chose.
     pub fn entrances(&self) -> Vec<(String, Listen)> {
-        let of = |door: &Door| (door.entrance.route.clone(), door.entrance.listen.clone());
+        let of = |door: &Door| (door.entrance().route, door.listens_on().clone());
         self.lock_doors().iter().map(of).collect()
     }
 
@@ -270,8 +270,7 @@ impl Tunnel {
     /// that are open stay as they are.
     ///
     /// # Errors
-    /// [`TunnelError`]. A new entrance that cannot listen leaves the others open,
-    /// the old and the new; everything else is as before.
+    /// [`TunnelError`]; everything is as before then.
     pub fn replace(&self, identities: Identities, routes: &Routes) -> Result<(), TunnelError> {
         let tls = identities.server(routes)?;
         self.open_doors(routes)?;
@@ -335,9 +334,10 @@ impl Tunnel {
     pub fn routes(&self) -> Vec<RouteStatus> {
         let mut routes = self.site.routes();
         for door in self.lock_doors().iter() {
-            let of = |one: &&mut RouteStatus| one.route == door.entrance.route;
+            let entrance = door.entrance();
+            let of = |one: &&mut RouteStatus| one.route == entrance.route;
             if let Some(status) = routes.iter_mut().find(of) {
-                status.listens = Some(door.entrance.listen.clone());
+                status.listens = Some(door.listens_on().clone());
             }
         }
         routes
@@ -355,45 +355,42 @@ impl Tunnel {
         let until = Instant::now() + limit;
         self.close_all();
         self.site.drain();
-        let channels = || {
-            let status = self.site.status();
-            status.iter().map(|one| one.channels.len()).sum::<usize>()
-        };
-        while channels() > 0 && Instant::now() < until {
+        while self.site.channels() > 0 && Instant::now() < until {
             thread::sleep(DRAIN_STEP);
         }
-        channels()
+        self.site.channels()
     }
 
-    /// Opens what is new and closes what is no more.
+    /// Opens what is new and closes what is no more. A place that stays is
+    /// listened at all the time, whoever's it becomes.
     fn open_doors(&self, routes: &Routes) -> Result<(), TunnelError> {
         let mut doors = self.lock_doors();
-        let stays = |door: &Door| {
-            let of = |one: &Entrance| {
-                let at = (&one.route, &one.listen, &one.to, &one.peers);
-                let own = &door.entrance;
-                at == (&own.route, &own.listen, &own.to, &own.peers)
-                    && one.window_bytes == own.window_bytes
-            };
-            routes.entrances.iter().any(of)
-        };
-        // First: another route may want the place of one that goes.
-        doors.retain(stays);
+        let mut fresh = Vec::new();
+        let mut stay = Vec::new();
         for entrance in &routes.entrances {
-            let is_open = |door: &Door| {
-                door.entrance.route == entrance.route && door.entrance.listen == entrance.listen
-            };
-            if entrance.listen == Listen::OnDemand || doors.iter().any(is_open) {
+            if entrance.listen == Listen::OnDemand {
                 continue;
             }
-            let door = Door::open(&self.site, entrance.clone(), &self.sockets);
-            let door = door.map_err(|error| TunnelError::Listen {
-                route: entrance.route.clone(),
-                listen: entrance.listen.clone(),
-                error,
-            })?;
-            doors.push(door);
+            let Some(at) = doors.iter().position(|door| door.is_at(entrance)) else {
+                let door = Door::open(&self.site, entrance.clone(), &self.sockets);
+                fresh.push(door.map_err(|error| TunnelError::Listen {
+                    route: entrance.route.clone(),
+                    listen: entrance.listen.clone(),
+                    error,
+                })?);
+                continue;
+            };
+            stay.push((at, entrance));
         }
+        for (at, entrance) in &stay {
+            doors[*at].lead(entrance);
+        }
+        let mut at = 0..;
+        doors.retain(|_| {
+            let at = at.next();
+            stay.iter().any(|(stays, _)| Some(*stays) == at)
+        });
+        doors.extend(fresh);
         Ok(())
     }
 

@@ -2,11 +2,13 @@
 //! to the hypervisor.
 
 use std::io;
-use std::net::ToSocketAddrs;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::channel;
+use std::thread;
 use std::time::Instant;
 
 use dunlin_proto::fault::FaultCode;
@@ -19,11 +21,13 @@ use super::meter::Count;
 use super::options::Target;
 use super::parameter;
 use super::socket::Socket;
+use crate::lane::reach::first_of;
 
 /// Makes a channel's connection and tells the core; the body of a thread.
 pub(super) fn connect(hub: &Arc<Hub>, channel: u32, route: &str, parameter: &str) {
     let reached = reach(hub, route, parameter);
     let mut core = hub.lock();
+    core.connecting -= 1;
     match reached {
         Ok((socket, window_bytes)) => {
             if core.association.connected(channel, window_bytes) {
@@ -71,17 +75,30 @@ fn reach(hub: &Hub, route: &str, parameter: &str) -> Result<(Socket, u64), Failu
 fn open(hub: &Hub, target: &Target, deadline: Instant) -> io::Result<Socket> {
     match target {
         Target::Unix(path) => Socket::unix(connect_unix(path, deadline)?),
-        Target::Tcp(to) => {
-            let mut last = io::Error::new(io::ErrorKind::NotFound, "it has no address");
-            for address in to.to_socket_addrs()? {
-                match connect_tcp(address, deadline) {
-                    Ok(stream) => return Socket::tcp(stream),
-                    Err(error) => last = error,
-                }
-            }
-            Err(last)
-        }
+        Target::Tcp(to) => Socket::tcp(first_of(to, |address| connect_tcp(address, deadline))?),
         Target::Exec(words) => execute(hub, words),
+    }
+}
+
+/// Programs that a peer has had started and that have not ended: one need not
+/// end because its channel has.
+struct Programs(Arc<AtomicUsize>);
+
+impl Programs {
+    fn one_more(hub: &Hub) -> io::Result<Self> {
+        let most = hub.site.limits.channels;
+        let one = Self(Arc::clone(&hub.programs));
+        if one.0.fetch_add(1, Ordering::SeqCst) >= most {
+            let text = format!("{most} programs of this peer have not ended");
+            return Err(io::Error::new(io::ErrorKind::QuotaExceeded, text));
+        }
+        Ok(one)
+    }
+}
+
+impl Drop for Programs {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
     }
 }
 
@@ -91,19 +108,31 @@ fn execute(hub: &Hub, words: &[String]) -> io::Result<Socket> {
         .split_first()
         .ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?;
     let (near, far) = UnixStream::pair()?;
+    let near = Socket::unix(near)?;
     let input = OwnedFd::from(far.try_clone()?);
-    let mut child = Command::new(program)
+    let running = Programs::one_more(hub)?;
+    // The thread first: a program for which nobody waits stays as a zombie.
+    let (started, child) = channel::<Child>();
+    let (site, name) = (Arc::clone(&hub.site), program.clone());
+    thread::Builder::new()
+        .name("dunlin-exec".to_owned())
+        .spawn(move || {
+            let _running = running;
+            // Nothing comes where the program could not be started.
+            let Ok(mut child) = child.recv() else { return };
+            let text = match child.wait() {
+                Ok(status) if status.success() => return,
+                Ok(status) => format!("{name} ended with {status}"),
+                Err(error) => format!("{name} is lost: {error}"),
+            };
+            site.tell(Event::Warning(text));
+        })?;
+    let child = Command::new(program)
         .args(arguments)
         .stdin(Stdio::from(input))
         .stdout(Stdio::from(OwnedFd::from(far)))
         .spawn()?;
-    let site = Arc::clone(&hub.site);
-    let program = program.clone();
-    let name = "dunlin-exec".to_owned();
-    hub.site.spawn_free(name, move || match child.wait() {
-        Ok(status) if status.success() => {}
-        Ok(status) => site.tell(Event::Warning(format!("{program} ended with {status}"))),
-        Err(error) => site.tell(Event::Warning(format!("{program} is lost: {error}"))),
-    });
-    Socket::unix(near)
+    // It waits until it gets it.
+    let _ = started.send(child);
+    Ok(near)
 }
