@@ -285,6 +285,31 @@ impl From<AtTimeLimitName> for AtTimeLimit {
     }
 }
 
+/// A list of CPUs, as cpuset(7) and taskset(1) write it: `0,2-3`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Cpus(pub(crate) Vec<usize>);
+
+impl std::str::FromStr for Cpus {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        /// Those that a set of the kernel's library holds (sched_setaffinity(2)).
+        const MOST: usize = 1024;
+        let wrong = || format!("{text:?} is no list of CPUs: write 0,2-3");
+        let mut cpus = Vec::new();
+        for part in text.split(',') {
+            let (first, last) = part.split_once('-').unwrap_or((part, part));
+            let number = |text: &str| text.parse::<usize>().map_err(|_| wrong());
+            let (first, last) = (number(first)?, number(last)?);
+            if first > last || last >= MOST {
+                return Err(wrong());
+            }
+            cpus.extend(first..=last);
+        }
+        Ok(Self(cpus))
+    }
+}
+
 /// As many lanes as the engine takes.
 pub(crate) fn parse_lanes() -> clap::builder::RangedI64ValueParser<u16> {
     clap::value_parser!(u16).range(1..=128)
@@ -384,6 +409,26 @@ mod tests {
             assert!(error.contains("300ms, 10s, 2m or 1h"), "{bad}: {error}");
         }
         assert!(parse_limit("0s").is_err());
+    }
+
+    #[test]
+    fn a_list_of_cpus_has_numbers_and_spans() {
+        assert_eq!("0".parse(), Ok(Cpus(vec![0])));
+        assert_eq!("0,2-4,7".parse(), Ok(Cpus(vec![0, 2, 3, 4, 7])));
+        for bad in [
+            "",
+            ",",
+            "a",
+            "1-",
+            "-1",
+            "3-2",
+            "0,,1",
+            "0-9999999999",
+            "1024",
+        ] {
+            let error = bad.parse::<Cpus>().unwrap_err();
+            assert!(error.contains("write 0,2-3"), "{bad}: {error}");
+        }
     }
 
     #[test]

@@ -9,13 +9,24 @@ use std::time::Duration;
 /// # Errors
 /// `EINVAL` when the CPU does not exist or is outside the process's cpuset.
 pub fn pin_to(cpu: usize) -> io::Result<()> {
-    if cpu >= libc::CPU_SETSIZE as usize {
-        return Err(io::Error::from_raw_os_error(libc::EINVAL));
-    }
+    keep_to(&[cpu])
+}
+
+/// Keeps the calling thread, and all that it starts later, on the given CPUs.
+///
+/// # Errors
+/// `EINVAL` when one is beyond what a set holds (1024), or none of them exists within
+/// the process's cpuset.
+pub fn keep_to(cpus: &[usize]) -> io::Result<()> {
     // SAFETY: cpu_set_t is a plain bit mask for which all zero means empty.
     let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
-    // SAFETY: `cpu` is below CPU_SETSIZE, so the bit lies within the set.
-    unsafe { libc::CPU_SET(cpu, &mut set) };
+    for &cpu in cpus {
+        if cpu >= libc::CPU_SETSIZE as usize {
+            return Err(io::Error::from_raw_os_error(libc::EINVAL));
+        }
+        // SAFETY: `cpu` is below CPU_SETSIZE, so the bit lies within the set.
+        unsafe { libc::CPU_SET(cpu, &mut set) };
+    }
     // SAFETY: 0 is the calling thread; the set outlives the call and its size
     // is given.
     let result =
@@ -83,6 +94,20 @@ mod tests {
             pin_to(last).unwrap();
             assert_eq!(allowed().unwrap(), [last]);
             assert!(pin_to(libc::CPU_SETSIZE as usize).is_err());
+            assert!(keep_to(&[]).is_err());
+        })
+        .join()
+        .unwrap();
+    }
+
+    #[test]
+    fn threads_that_are_started_later_are_kept_to_the_same_cpus() {
+        std::thread::spawn(|| {
+            let first = allowed().unwrap()[0];
+            // One that is not there is as good as none.
+            keep_to(&[first, libc::CPU_SETSIZE as usize - 1]).unwrap();
+            let child = std::thread::spawn(|| allowed().unwrap());
+            assert_eq!(child.join().unwrap(), [first]);
         })
         .join()
         .unwrap();

@@ -3,6 +3,7 @@
 pub mod aead;
 pub mod affinity;
 pub mod cgroup;
+pub mod clock;
 pub mod epoll;
 #[cfg(test)]
 #[path = "../tests/huge_pages/mod.rs"]
@@ -16,6 +17,7 @@ pub mod memory;
 #[cfg(feature = "rig")]
 pub mod netns;
 pub mod pagemap;
+pub mod passed;
 pub mod poll;
 pub mod privileges;
 pub mod signals;

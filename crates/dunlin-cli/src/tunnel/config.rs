@@ -23,13 +23,22 @@ use crate::options::{parse_bytes, parse_limit};
 #[derive(Debug)]
 pub(crate) struct Config {
     /// Where peers' tunnels connect.
-    pub(crate) listen: SocketAddr,
+    pub(crate) listen: Port,
     pub(crate) identity: PathBuf,
     pub(crate) reading: Reading,
     pub(crate) routes: Routes,
     pub(crate) limits: Limits,
     /// How long channels may go on after SIGTERM.
     pub(crate) drain: Duration,
+}
+
+/// Where peers' tunnels connect.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Port {
+    /// An address and a port.
+    At(SocketAddr),
+    /// A TCP socket that was passed to the process, by its name.
+    Passed(String),
 }
 
 /// Everything that is wrong with a file.
@@ -169,10 +178,7 @@ impl Found<'_> {
 }
 
 fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
-    let listen = found.parsed(&file.listen, |text| {
-        text.parse::<SocketAddr>()
-            .map_err(|_| format!("{text:?} is no address: write 0.0.0.0:7300 or [::]:7300"))
-    });
+    let listen = found.parsed(&file.listen, |text| parse_port(text));
     let usual = Limits::default();
     let table = &file.limits;
     let limits = Limits {
@@ -390,7 +396,33 @@ fn between<T: TryFrom<u64>>(what: &str, count: u64, least: u64, most: u64) -> Re
     T::try_from(count).map_err(|_| out())
 }
 
+fn parse_port(text: &str) -> Result<Port, String> {
+    if let Some(name) = text.strip_prefix(PASSED) {
+        return passed_name(name).map(Port::Passed);
+    }
+    text.parse().map(Port::At).map_err(|_| {
+        format!("{text:?} is no address: write 0.0.0.0:7300, [::]:7300 or systemd:NAME")
+    })
+}
+
+/// What stands before the name of a socket that the service manager passes.
+const PASSED: &str = "systemd:";
+
+/// A name as `FileDescriptorName=` has it (systemd.socket(5)).
+fn passed_name(name: &str) -> Result<String, String> {
+    let fits = |byte: u8| byte.is_ascii_graphic() && byte != b':';
+    if (1..=255).contains(&name.len()) && name.bytes().all(fits) {
+        return Ok(name.to_owned());
+    }
+    Err(format!(
+        "{name:?} is no name of a passed socket: write what its unit has as FileDescriptorName="
+    ))
+}
+
 pub(super) fn parse_listen(text: &str) -> Result<Listen, String> {
+    if let Some(name) = text.strip_prefix(PASSED) {
+        return passed_name(name).map(Listen::Passed);
+    }
     if let Some(path) = text.strip_prefix("unix:") {
         return Ok(Listen::Unix(socket_path(path)?));
     }
@@ -400,7 +432,7 @@ pub(super) fn parse_listen(text: &str) -> Result<Listen, String> {
         });
     }
     Err(format!(
-        "{text:?} is no place to listen: write unix:PATH or tcp:ADDRESS:PORT"
+        "{text:?} is no place to listen: write unix:PATH, tcp:ADDRESS:PORT or systemd:NAME"
     ))
 }
 
@@ -497,7 +529,10 @@ allow = ["b.example"]
     #[test]
     fn a_good_file_is_taken_as_it_says() {
         let config = Config::parse(Path::new("t.toml"), GOOD).unwrap();
-        assert_eq!(config.listen, "0.0.0.0:7300".parse().unwrap());
+        assert_eq!(config.listen, Port::At("0.0.0.0:7300".parse().unwrap()));
+        let passed = GOOD.replacen("0.0.0.0:7300", "systemd:peers", 1);
+        let passed = Config::parse(Path::new("t.toml"), &passed).unwrap();
+        assert_eq!(passed.listen, Port::Passed("peers".to_owned()));
         assert_eq!(config.drain, Duration::from_secs(5));
         assert_eq!(config.limits.channels, 16);
         assert_eq!(config.limits.peer_bytes, 64 << 20);
@@ -524,6 +559,13 @@ allow = ["b.example"]
                 "listen = \"7300\"",
                 2,
                 "write 0.0.0.0:7300",
+            ),
+            ("0.0.0.0:7300", "systemd:", 2, "FileDescriptorName="),
+            (
+                "unix:/run/dunlin/ram.sock",
+                "systemd:a:b",
+                12,
+                "FileDescriptorName=",
             ),
             ("identity = \"/etc/dunlin\"", "", 1, "identity"),
             ("drain = \"5s\"", "drain = \"5\"", 4, "300ms, 10s"),
@@ -560,7 +602,7 @@ allow = ["b.example"]
             (
                 "tcp:127.0.0.1:10809",
                 "tcp:{vm}:10809",
-                21,
+                20,
                 "choose the host",
             ),
             ("/bin/cat", "/bin/{vm}", 24, "choose the host"),

@@ -152,7 +152,13 @@ impl Desk {
             }) => {
                 let parameter = parameter.map(|text| text.parse()).transpose()?;
                 let listen = match listen {
-                    Some(text) => parse_listen(&text).map_err(|text| anyhow!(text))?,
+                    Some(text) => match parse_listen(&text).map_err(|text| anyhow!(text))? {
+                        Listen::Passed(name) => bail!(
+                            "the socket {name} was passed for a route: a listener of its own \
+                             is at unix:PATH or tcp:ADDRESS:PORT"
+                        ),
+                        listen => listen,
+                    },
                     None => self.place()?,
                 };
                 let demand = Demand {

@@ -8,6 +8,7 @@ mod ask;
 mod config;
 mod desk;
 mod line;
+mod notify;
 mod run;
 mod show;
 mod stdio;

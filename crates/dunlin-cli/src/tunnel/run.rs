@@ -12,22 +12,27 @@ use anyhow::{Context, Result, anyhow};
 use clap::Args;
 use dunlin::lane::identity::Role;
 use dunlin::lane::provider::Crypto;
-use dunlin::tunnel::{Identities, Tunnel};
+use dunlin::tunnel::{Identities, Sockets, Tunnel};
+use dunlin_sys::affinity::keep_to;
 use dunlin_sys::signals::{EndSignal, EndSignals, HangUps};
 
-use super::config::Config;
+use super::config::{Config, Port};
 use super::desk::{Desk, name_of};
+use super::notify::Manager;
 use crate::code::{DONE, FAILED, SIGNAL};
 use crate::control::Socket;
 use crate::display::clean;
 use crate::identity::load_identity;
-use crate::options::ControlPath;
+use crate::options::{ControlPath, Cpus};
 
 #[derive(Debug, Args)]
 pub(crate) struct Run {
     /// The configuration, a TOML file; docs/tunnel.md describes it.
     #[arg(long, value_name = "FILE")]
     config: PathBuf,
+    /// Run on these CPUs alone, such as 0,2-3.
+    #[arg(long, value_name = "LIST")]
+    cpus: Option<Cpus>,
     #[command(flatten)]
     control: ControlPath,
 }
@@ -55,15 +60,29 @@ enum Told {
 
 impl Run {
     pub(crate) fn run(&self) -> Result<i32> {
+        let passed = passed()?;
+        if let Some(Cpus(cpus)) = &self.cpus {
+            // Before there are other threads: they go where this one is.
+            keep_to(cpus).map_err(|error| {
+                anyhow!("the tunnel cannot run on CPUs {cpus:?}: {error}; `nproc` counts those that are there")
+            })?;
+        }
         let (told, events) = channel();
         let (ends, hang_ups) = (EndSignals::block()?, HangUps::block()?);
+        let manager = Manager::find();
         let (config, identities) = read(&self.config)?;
-        let listener = TcpListener::bind(config.listen)
-            .map_err(|error| anyhow!("cannot listen on {}: {error}", config.listen))?;
+        let listener = match &config.listen {
+            Port::At(address) => TcpListener::bind(address)
+                .map_err(|error| anyhow!("cannot listen on {address}: {error}"))?,
+            Port::Passed(name) => passed
+                .tcp(name)
+                .map_err(|error| anyhow!("cannot listen on systemd:{name}: {error}"))?,
+        };
         let observer = |event| say(&format!("{event}"));
         let socket = self.control_socket()?;
-        let tunnel = Tunnel::start(
+        let tunnel = Tunnel::start_with(
             listener,
+            passed,
             identities,
             &config.routes,
             config.limits,
@@ -78,18 +97,26 @@ impl Run {
         for (route, listen) in tunnel.entrances() {
             println!("route {} listens on {listen}", clean(&route));
         }
+        manager.ready(&format!("peers connect to {}", tunnel.address()));
         let drain = Arc::new(Mutex::new(config.drain));
         wait_for(told, ends, hang_ups)?;
         for event in events {
             match event {
-                Told::Again => match again(&self.config, &tunnel) {
-                    Ok(limit) => {
-                        *drain.lock().unwrap_or_else(PoisonError::into_inner) = limit;
-                        say("the configuration was read anew");
-                    }
-                    Err(error) => say(&format!("everything stays as it was: {error:#}")),
-                },
+                Told::Again => {
+                    manager.reloading();
+                    let how = match again(&self.config, &tunnel) {
+                        Ok(limit) => {
+                            *drain.lock().unwrap_or_else(PoisonError::into_inner) = limit;
+                            "the configuration was read anew".to_owned()
+                        }
+                        Err(error) => format!("everything stays as it was: {error:#}"),
+                    };
+                    say(&how);
+                    // One line.
+                    manager.ready(&clean(&how));
+                }
                 Told::End(signal) => {
+                    manager.stopping();
                     let limit = *drain.lock().unwrap_or_else(PoisonError::into_inner);
                     let code = end(tunnel, signal, limit);
                     if let Some(desk) = desk {
@@ -122,10 +149,25 @@ impl Run {
     }
 }
 
+/// The sockets that the service manager has passed.
+fn passed() -> Result<Sockets> {
+    let mut sockets = Sockets::default();
+    for one in dunlin_sys::passed::take()? {
+        let name = one.name;
+        sockets
+            .insert(&name, one.socket)
+            .map_err(|error| anyhow!("the socket {name:?} that was passed: {error}"))?;
+    }
+    Ok(sockets)
+}
+
 /// Reads the file again. Returns how long a drain may take now.
 fn again(file: &Path, tunnel: &Tunnel) -> Result<Duration> {
     let (config, identities) = read(file)?;
-    if config.listen.port() != 0 && config.listen != tunnel.address() {
+    if let Port::At(at) = config.listen
+        && at.port() != 0
+        && at != tunnel.address()
+    {
         say("the peers' address stays as it was until the tunnel is started anew");
     }
     tunnel.replace(identities, &config.routes)?;

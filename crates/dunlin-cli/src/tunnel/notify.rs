@@ -1,0 +1,64 @@
+//! Tells the service manager how the tunnel is (sd_notify(3)): a datagram with a few
+//! lines to the socket that the environment names, if it names one.
+
+use std::env;
+use std::io;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::net::{SocketAddr, UnixDatagram};
+
+use super::run::say;
+
+/// Whoever has started this process and wants to be told.
+pub(super) struct Manager(Option<(UnixDatagram, SocketAddr)>);
+
+impl Manager {
+    /// The one that the environment names.
+    pub(super) fn find() -> Self {
+        let Some(named) = env::var_os("NOTIFY_SOCKET") else {
+            return Self(None);
+        };
+        let found = match named.as_bytes() {
+            [b'@', name @ ..] => SocketAddr::from_abstract_name(name),
+            _ => SocketAddr::from_pathname(&named),
+        };
+        let made = found.and_then(|to| Ok((UnixDatagram::unbound()?, to)));
+        match made {
+            Ok(made) => Self(Some(made)),
+            Err(error) => {
+                untold(&error);
+                Self(None)
+            }
+        }
+    }
+
+    /// The tunnel listens, or has read its configuration anew.
+    pub(super) fn ready(&self, status: &str) {
+        self.tell(&format!("READY=1\nSTATUS={status}"));
+    }
+
+    /// It reads its configuration anew; *ready* follows.
+    pub(super) fn reloading(&self) {
+        let now = dunlin_sys::clock::monotonic().as_micros();
+        self.tell(&format!("RELOADING=1\nMONOTONIC_USEC={now}"));
+    }
+
+    /// It takes no more connections and waits for those that are open.
+    pub(super) fn stopping(&self) {
+        self.tell("STOPPING=1\nSTATUS=waiting for connections to end");
+    }
+
+    fn tell(&self, lines: &str) {
+        if let Some((socket, to)) = &self.0
+            && let Err(error) = socket.send_to_addr(lines.as_bytes(), to)
+        {
+            untold(&error);
+        }
+    }
+}
+
+fn untold(error: &io::Error) {
+    say(&format!(
+        "warning: the service manager cannot be told: {error}"
+    ));
+}

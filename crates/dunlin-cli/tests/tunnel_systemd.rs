@@ -1,0 +1,311 @@
+//! A tunnel under a service manager: sockets that were passed to it, what it tells,
+//! and the units in `dist/systemd`.
+#![allow(clippy::unwrap_used)]
+
+mod support;
+#[path = "support/tunnel.rs"]
+mod tunnel;
+
+use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpListener;
+use std::os::fd::OwnedFd;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixDatagram};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::mpsc::channel;
+use std::thread;
+
+use support::{Done, Hosts, Scratch, finish, words};
+use tunnel::{PATIENCE, Tunnel, connect, control, far_config, listen, near_config, patient};
+
+/// Starts a tunnel as a service manager would: the sockets are its descriptors from 3
+/// on, named in the environment. The shell makes way for it, so that it has the number
+/// of the process that was told to take them.
+fn activated(hosts: &Hosts, config: &str, sockets: [OwnedFd; 2], names: &str) -> Tunnel {
+    let file = hosts.scratch.join("near.toml");
+    fs::write(&file, config).unwrap();
+    let [third, fourth] = sockets;
+    let mut launcher = Command::new("sh");
+    launcher
+        .args([
+            "-c",
+            "exec 3<&0 4<&1 0</dev/null 1>&2; LISTEN_PID=$$ exec \"$@\"",
+            "sh",
+        ])
+        .arg(env!("CARGO_BIN_EXE_dunlin"))
+        .args(["tunnel", "run", "--config"])
+        .arg(&file)
+        .arg("--control")
+        .arg(control(hosts))
+        .env("LISTEN_FDS", "2")
+        .env("LISTEN_FDNAMES", names)
+        .stdin(third)
+        .stdout(fourth)
+        .stderr(Stdio::piped());
+    let mut child = launcher.spawn().unwrap();
+    let (sender, log) = channel();
+    let said = BufReader::new(child.stderr.take().unwrap());
+    thread::spawn(move || {
+        said.lines()
+            .map_while(Result::ok)
+            .all(|line| sender.send(line).is_ok())
+    });
+    Tunnel {
+        child,
+        address: String::new(),
+        log,
+        config: file,
+    }
+}
+
+#[test]
+fn sockets_that_were_passed_are_the_peers_port_and_an_entrance() {
+    let hosts = Hosts::new();
+    let target = listen(hosts.scratch.join("out"));
+    let far = Tunnel::start(&hosts, "far", &far_config(&hosts, "a.test"));
+    let peers = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = peers.local_addr().unwrap();
+    let entrance = listen(hosts.scratch.join("in"));
+    let config = near_config(&hosts, &far.address, "ram", "in")
+        .replace("127.0.0.1:0", "systemd:peers")
+        .replace(
+            &format!("unix:{}", hosts.scratch.join("in").display()),
+            "systemd:ram",
+        );
+    // One that connects before the tunnel is there waits for it.
+    let mut early = connect(hosts.scratch.join("in"));
+    early.write_all(b"early").unwrap();
+    let near = activated(
+        &hosts,
+        &config,
+        [peers.into(), entrance.into()],
+        "peers:ram",
+    );
+    let line = near.wait_for("listening on");
+    assert!(line.contains(&port.to_string()), "{line}");
+    near.wait_for("route ram listens on systemd:ram");
+    let mut far_end = patient(target.accept().unwrap().0);
+    let mut came = [0; 5];
+    far_end.read_exact(&mut came).unwrap();
+    assert_eq!(&came, b"early");
+    // The far tunnel's lanes come to the passed port.
+    far_end.write_all(b"back").unwrap();
+    early.read_exact(&mut came[..4]).unwrap();
+    assert_eq!(&came[..4], b"back");
+
+    // A route that goes and comes back finds its socket again.
+    let without = config.replace("listen = \"systemd:ram\"\n", "");
+    fs::write(&near.config, without).unwrap();
+    near.signal("HUP");
+    near.wait_for("read anew");
+    let mut waits = connect(hosts.scratch.join("in"));
+    waits.write_all(b"later").unwrap();
+    fs::write(&near.config, &config).unwrap();
+    near.signal("HUP");
+    near.wait_for("read anew");
+    let mut second = patient(target.accept().unwrap().0);
+    second.read_exact(&mut came).unwrap();
+    assert_eq!(&came, b"later");
+
+    // The file is its unit's.
+    drop((early, waits, far_end, second));
+    near.signal("TERM");
+    assert_eq!(near.code(), Some(0));
+    assert!(hosts.scratch.join("in").exists());
+}
+
+#[test]
+fn i7_what_was_not_passed_or_does_not_listen_is_told() {
+    let hosts = Hosts::new();
+    let config = near_config(&hosts, "127.0.0.1:9", "ram", "in");
+    let peers = || TcpListener::bind("127.0.0.1:0").unwrap();
+    let file = || OwnedFd::from(fs::File::open("/dev/null").unwrap());
+    let passed = config.replace("127.0.0.1:0", "systemd:peers");
+    for (number, (config, second, names, word)) in [
+        (
+            &passed,
+            peers().into(),
+            "other:ram",
+            "no socket of that name",
+        ),
+        (&config, file(), "peers:ram", "no socket that listens"),
+        (
+            &config,
+            peers().into(),
+            "one",
+            "2 sockets were passed, with 1 names",
+        ),
+        (
+            &config,
+            peers().into(),
+            "one:one",
+            "two sockets have this name",
+        ),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let tunnel = activated(&hosts, config, [peers().into(), second], names);
+        let why = tunnel.wait_for("dunlin: ");
+        assert!(why.contains(word), "{number}: {why}");
+        assert_eq!(tunnel.code(), Some(1));
+    }
+    // A unix socket is no place for peers.
+    let entrance = listen(hosts.scratch.join("in"));
+    let sockets = [entrance.into(), peers().into()];
+    let tunnel = activated(&hosts, &passed, sockets, "peers:ram");
+    let why = tunnel.wait_for("dunlin: ");
+    assert!(why.contains("peers come over TCP"), "{why}");
+}
+
+/// What was passed to a parent is none of the tunnel's.
+#[test]
+fn an_environment_that_was_left_behind_is_ignored() {
+    let hosts = Hosts::new();
+    let config = near_config(&hosts, "127.0.0.1:9", "ram", "in");
+    let file = hosts.scratch.join("near.toml");
+    fs::write(&file, config).unwrap();
+    let mut command = words("tunnel run --config");
+    command.arg(&file).arg("--control").arg(control(&hosts));
+    command.env("LISTEN_PID", "1").env("LISTEN_FDS", "9");
+    let near = Tunnel::follow(command, file);
+    connect(hosts.scratch.join("in"));
+    near.signal("TERM");
+    assert_eq!(near.code(), Some(0));
+}
+
+/// A service manager's socket.
+struct Manager(UnixDatagram);
+
+impl Manager {
+    fn hear(&self) -> String {
+        let mut bytes = [0; 4096];
+        let count = self.0.recv(&mut bytes).unwrap();
+        String::from_utf8(bytes[..count].to_vec()).unwrap()
+    }
+}
+
+fn told(hosts: &Hosts, socket: UnixDatagram, name: &Path) {
+    socket.set_read_timeout(Some(PATIENCE)).unwrap();
+    let manager = Manager(socket);
+    let file = hosts.scratch.join("near.toml");
+    fs::write(&file, near_config(hosts, "127.0.0.1:9", "ram", "in")).unwrap();
+    let mut command = words("tunnel run --config");
+    command.arg(&file).arg("--control").arg(control(hosts));
+    command.env("NOTIFY_SOCKET", name);
+    let near = Tunnel::follow(command, file);
+    let ready = manager.hear();
+    assert!(ready.starts_with("READY=1\nSTATUS="), "{ready}");
+    assert!(ready.contains(&near.address), "{ready}");
+    // It is where it says: whoever waits for *ready* may connect.
+    connect(hosts.scratch.join("in"));
+
+    fs::write(&near.config, "listen = 1\n").unwrap();
+    near.signal("HUP");
+    let reloading = manager.hear();
+    let (first, clock) = reloading.split_once('\n').unwrap();
+    assert_eq!(first, "RELOADING=1");
+    let clock = clock.strip_prefix("MONOTONIC_USEC=").unwrap();
+    assert!(clock.parse::<u64>().unwrap() > 0, "{reloading}");
+    let ready = manager.hear();
+    assert!(
+        ready.starts_with("READY=1\nSTATUS=everything stays"),
+        "{ready}"
+    );
+    assert_eq!(ready.lines().count(), 2, "{ready}");
+
+    near.signal("TERM");
+    let stopping = manager.hear();
+    assert!(stopping.starts_with("STOPPING=1\n"), "{stopping}");
+    assert_eq!(near.code(), Some(0));
+}
+
+#[test]
+fn the_service_manager_hears_when_it_is_ready_reloads_and_stops() {
+    let hosts = Hosts::new();
+    let path = hosts.scratch.join("notify");
+    let socket = UnixDatagram::bind(&path).unwrap();
+    told(&hosts, socket, &path);
+    // And by a name that is no file.
+    let name = format!("dunlin-notify-{}", std::process::id());
+    let address = SocketAddr::from_abstract_name(&name).unwrap();
+    let socket = UnixDatagram::bind_addr(&address).unwrap();
+    told(&hosts, socket, Path::new(&format!("@{name}")));
+}
+
+/// The units as they are shipped, with this build's program.
+struct Units(Scratch);
+
+impl Units {
+    fn new() -> Self {
+        let scratch = Scratch::new();
+        let shipped = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../dist/systemd");
+        let mut count = 0;
+        for unit in fs::read_dir(shipped).unwrap() {
+            let unit = unit.unwrap();
+            let text = fs::read_to_string(unit.path()).unwrap();
+            let text = text.replace(
+                "/usr/bin/dunlin ",
+                concat!(env!("CARGO_BIN_EXE_dunlin"), " "),
+            );
+            let name = unit.file_name().into_string().unwrap();
+            fs::write(scratch.join(&name), text).unwrap();
+            count += 1;
+        }
+        assert_eq!(count, 3);
+        Self(scratch)
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+}
+
+/// `systemd-analyze`, without a service manager that runs; in CI it must be there.
+fn analyze(arguments: &[&str], units: &[PathBuf]) -> Option<Done> {
+    let mut command = Command::new("systemd-analyze");
+    command.args(arguments).args(units);
+    let mut found = Command::new("systemd-analyze");
+    if let Err(error) = found.arg("--version").stdout(Stdio::null()).status() {
+        let ci = std::env::var_os("CI").is_some_and(|ci| ci == "true");
+        assert!(
+            !ci,
+            "CI must have systemd-analyze (package systemd): {error}"
+        );
+        println!("skipped, no systemd-analyze (package systemd): {error}");
+        return None;
+    }
+    Some(finish(command))
+}
+
+#[test]
+fn the_units_are_valid() {
+    let units = Units::new();
+    let names = [
+        "dunlin-tunnel.service",
+        "dunlin-tunnel.socket",
+        "dunlin-tunnel-ram.socket",
+    ];
+    let paths = names.map(|name| units.path(name));
+    if let Some(done) = analyze(&["verify", "--man=no"], &paths) {
+        let done = done.expect(0);
+        // Unknown settings are warnings there.
+        assert_eq!(done.err, "", "{done:?}");
+    }
+}
+
+/// Exposure in tenths, as systemd-analyze(1) weighs it: without the network and
+/// other users' sockets there would be nothing left to do.
+const EXPOSURE: &str = "--threshold=20";
+
+#[test]
+fn the_service_gives_up_what_it_does_not_need() {
+    let units = Units::new();
+    let service = [units.path("dunlin-tunnel.service")];
+    if let Some(done) = analyze(&["security", "--offline=true", EXPOSURE], &service) {
+        let done = done.expect(0);
+        assert!(done.out.contains("Overall exposure level"), "{done:?}");
+    }
+}
