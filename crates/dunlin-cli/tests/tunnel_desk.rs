@@ -1,0 +1,463 @@
+//! What can be asked of a tunnel that runs: its state, listeners for one purpose,
+//! and a command's input and output as a connection.
+#![allow(clippy::unwrap_used)]
+
+mod support;
+#[path = "support/tunnel.rs"]
+mod tunnel;
+
+use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::Shutdown;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use dunlin_sys::socket::unread_bytes;
+use serde_json::Value;
+use support::{Done, Hosts, finish, words};
+use tunnel::{PATIENCE, Tunnel, connect, control, listen, patient};
+
+/// Two hosts: on *near* routes that wait to be asked, on *far* targets by VM, a
+/// fixed one and a program.
+struct Scene {
+    hosts: Hosts,
+    near: Tunnel,
+    far: Tunnel,
+}
+
+impl Scene {
+    fn new() -> Self {
+        let hosts = Hosts::new();
+        let at = |name: &str| hosts.scratch.join(name);
+        let allow = "allow = [\"a.test\"]";
+        let far = format!(
+            "listen = \"127.0.0.1:0\"\nidentity = {:?}\ndrain = \"1s\"\n\
+             [route.ram]\ntarget = \"unix:{}\"\n{allow}\n\
+             [route.plain]\ntarget = \"unix:{}\"\n{allow}\n\
+             [route.echo]\nexec = [\"/bin/cat\"]\n{allow}\n",
+            at("b"),
+            at("{vm}.sock").display(),
+            at("plain.sock").display(),
+        );
+        let far = Tunnel::start(&hosts, "far", &far);
+        let route = |name: &str| {
+            let to = &far.address;
+            format!("[route.{name}]\nto = {to:?}\npeers = [\"b.test\"]\nlanes = 2\n")
+        };
+        let near = format!(
+            "listen = \"127.0.0.1:0\"\nidentity = {:?}\ndrain = \"1s\"\n{}{}{}",
+            at("a"),
+            route("ram"),
+            route("plain"),
+            route("echo"),
+        );
+        let near = Tunnel::start(&hosts, "near", &near);
+        Self { hosts, near, far }
+    }
+
+    fn target(&self, name: &str) -> UnixListener {
+        listen(self.hosts.scratch.join(name))
+    }
+
+    /// A command that asks the near tunnel.
+    fn ask(&self, line: &str) -> Command {
+        let mut command = words(&format!("tunnel {line}"));
+        command.arg("--config").arg(&self.near.config);
+        command.arg("--control").arg(control(&self.hosts));
+        command
+    }
+
+    fn asked(&self, line: &str) -> Done {
+        finish(self.ask(line))
+    }
+
+    /// Opens a listener and waits for its end, in a process.
+    fn open(&self, line: &str) -> Waiting {
+        let mut command = self.ask(&format!("open {line} --wait"));
+        command.stdin(Stdio::null()).stdout(Stdio::piped());
+        let mut child = command.stderr(Stdio::piped()).spawn().unwrap();
+        let mut out = BufReader::new(child.stdout.take().unwrap());
+        let mut printed = String::new();
+        out.read_line(&mut printed).unwrap();
+        let path = printed.trim().strip_prefix("unix:");
+        let path = path.unwrap_or_else(|| panic!("{printed:?}")).into();
+        Waiting { child, path }
+    }
+
+    /// What `dunlin status` says of a tunnel.
+    fn status(&self, name: &str) -> Value {
+        let mut command = words("status --json --state-dir");
+        command.arg(self.hosts.scratch.join("state"));
+        command.arg("--control").arg(control(&self.hosts));
+        let lines = finish(command).expect(0).lines();
+        let mut found = lines.into_iter().filter(|line| line["name"] == name);
+        found.next().unwrap()
+    }
+}
+
+/// A `tunnel open --wait` that has printed where it listens.
+struct Waiting {
+    child: Child,
+    path: PathBuf,
+}
+
+impl Waiting {
+    /// How it ends, and what it says then.
+    fn end(mut self) -> (i32, String) {
+        let code = code(&mut self.child);
+        let mut said = String::new();
+        let mut err = self.child.stderr.take().unwrap();
+        err.read_to_string(&mut said).unwrap();
+        (code, said)
+    }
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn code(child: &mut Child) -> i32 {
+    let until = Instant::now() + PATIENCE;
+    loop {
+        if let Some(status) = child.try_wait().unwrap() {
+            return status.code().unwrap();
+        }
+        assert!(Instant::now() < until, "it does not end");
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn wait_until(what: &str, is_so: impl Fn() -> bool) {
+    let until = Instant::now() + PATIENCE;
+    while !is_so() {
+        assert!(Instant::now() < until, "{what}");
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn is_there(path: &Path) -> bool {
+    fs::symlink_metadata(path).is_ok()
+}
+
+#[test]
+fn a_listener_for_one_vm_goes_with_its_migration_and_says_how_it_ended() {
+    let scene = Scene::new();
+    let web = scene.target("web.sock");
+    let waiting = scene.open("ram --param vm=web --lanes 3");
+    // Its own place is beside the control socket.
+    assert!(
+        waiting.path.starts_with(control(&scene.hosts)),
+        "{:?}",
+        waiting.path
+    );
+    let mut near = connect(waiting.path.clone());
+    let mut far = patient(web.accept().unwrap().0);
+    near.write_all(b"pages").unwrap();
+    far.read_exact(&mut [0; 5]).unwrap();
+
+    let status = scene.status("near");
+    let listener = &status["listeners"][0];
+    assert_eq!(listener["parameter"], "vm=web", "{status:#}");
+    assert_eq!(listener["channels"], 1, "{status:#}");
+    let routes = status["routes"].as_array().unwrap();
+    let ram = routes.iter().find(|route| route["route"] == "ram").unwrap();
+    assert_eq!(ram["read_bytes"], 5, "{status:#}");
+    assert_eq!(ram["channels"], 1, "{status:#}");
+    let over_ms = status["over_ms"].as_f64().unwrap();
+    assert!(over_ms >= 250.0, "{status:#}");
+    let peer = &status["peers"][0];
+    assert!(
+        peer["peer"].as_str().unwrap().contains("b.test"),
+        "{status:#}"
+    );
+    assert_eq!(peer["channels"], 1, "{status:#}");
+    assert!(peer["lanes"].as_u64().unwrap() >= 1, "{status:#}");
+
+    let path = waiting.path.clone();
+    drop((near, far));
+    assert_eq!(waiting.end(), (0, String::new()));
+    assert!(!is_there(&path));
+    scene.far.signal("TERM");
+    assert_eq!(scene.far.code(), Some(0));
+}
+
+#[test]
+fn a_listener_at_a_place_of_ones_own_ends_badly_with_a_reason() {
+    let scene = Scene::new();
+    let plain = scene.target("plain.sock");
+    let place = scene.hosts.scratch.join("mine");
+    let line = format!("plain --listen unix:{}", place.display());
+    let waiting = scene.open(&line);
+    assert_eq!(waiting.path, place);
+    // The target goes in the middle, and what was sent to it with it.
+    let mut near = connect(place.clone());
+    let far = plain.accept().unwrap().0;
+    near.write_all(b"x").unwrap();
+    // What it has not read is lost: that is an abort, and no end.
+    wait_until("nothing comes", || unread_bytes(&far).unwrap() > 0);
+    drop(far);
+    while near.write_all(b"more").is_ok() {
+        thread::sleep(Duration::from_millis(1));
+    }
+    drop(near);
+    let (code, said) = waiting.end();
+    assert_eq!(code, 1, "{said}");
+    assert!(said.contains("1 of 1 connections"), "{said}");
+
+    // And one that nobody takes is told why.
+    let waiting = scene.open("ram --param vm=nobody");
+    let mut near = connect(waiting.path.clone());
+    assert!(!matches!(near.read(&mut [0]), Ok(1..)));
+    let (code, said) = waiting.end();
+    assert_eq!(code, 1, "{said}");
+    assert!(
+        said.contains("nobody.sock") && said.contains("target-unreachable"),
+        "{said}"
+    );
+}
+
+#[test]
+fn a_listener_is_closed_by_number_or_by_place() {
+    let scene = Scene::new();
+    let waiting = scene.open("plain");
+    let number = scene.status("near")["listeners"][0]["number"].to_string();
+    scene.asked(&format!("close {number}")).expect(0);
+    let path = waiting.path.clone();
+    let (code, said) = waiting.end();
+    assert_eq!(code, 4, "{said}");
+    assert!(said.contains("before anybody had connected"), "{said}");
+    assert!(!is_there(&path));
+
+    let opened = scene.asked("open plain --json").expect(0);
+    let place = opened.lines()[0]["listen"].as_str().unwrap().to_owned();
+    scene.asked(&format!("close {place}")).expect(0);
+    wait_until("it stays", || {
+        scene.status("near")["listeners"] == Value::Array(Vec::new())
+    });
+    let gone = scene.asked(&format!("close {place}")).expect(1);
+    assert!(gone.err.contains("no listener"), "{gone:?}");
+}
+
+#[test]
+fn i7_what_cannot_be_asked_is_refused_with_a_reason() {
+    let scene = Scene::new();
+    for (line, code, word) in [
+        ("open none", 1, "give it `to`"),
+        ("open ram --param web", 2, "NAME=VALUE"),
+        ("open ram --param vm=../x", 2, "letters, digits"),
+        ("open ram --param vm=", 2, "letters, digits"),
+        ("open ram --lanes 0", 2, "1..=128"),
+        ("open ram --listen /no/kind", 1, "unix:PATH"),
+        ("open ram --listen unix:/none/here", 1, "cannot listen"),
+        ("close 99", 1, "no listener 99"),
+    ] {
+        let done = scene.asked(line).expect(code);
+        assert!(done.err.contains(word), "{line}: {done:?}");
+    }
+    // Past the checks of the command itself.
+    let socket = control(&scene.hosts).join("tunnels/near.sock");
+    for request in [
+        r#"{"do":"open","route":"ram","parameter":"vm=../x","once":false,"wait":false}"#,
+        r#"{"do":"open","route":"ram","parameter":"vm=a\u0000b","once":false,"wait":false}"#,
+        r#"{"do":"open","route":"ram","lanes":0,"once":false,"wait":false}"#,
+        r#"{"do":"open","route":"ram","listen":"unix:x","once":false,"wait":false}"#,
+        r#"{"do":"sing"}"#,
+        "no JSON",
+    ] {
+        let mut asking = connect(socket.clone());
+        writeln!(asking, "{request}").unwrap();
+        let mut answer = String::new();
+        asking.read_to_string(&mut answer).unwrap();
+        assert!(answer.contains("\"failed\""), "{request}: {answer}");
+    }
+    assert_eq!(scene.status("near")["listeners"], Value::Array(Vec::new()));
+}
+
+#[test]
+fn the_control_socket_is_for_its_owner_alone_and_goes_with_the_tunnel() {
+    let scene = Scene::new();
+    let socket = control(&scene.hosts).join("tunnels/near.sock");
+    let mode = fs::metadata(&socket).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o600);
+    // Two run here: one has to be named.
+    let mut unnamed = words("tunnel open plain --control");
+    unnamed.arg(control(&scene.hosts));
+    let unnamed = finish(unnamed).expect(1);
+    assert!(unnamed.err.contains("several tunnels"), "{unnamed:?}");
+    // A second one of the same name is refused.
+    let mut second = words("tunnel run --config");
+    second
+        .arg(&scene.near.config)
+        .arg("--control")
+        .arg(control(&scene.hosts));
+    let second = finish(second).expect(1);
+    assert!(
+        second.err.contains("belongs to a tunnel that runs"),
+        "{second:?}"
+    );
+
+    let waiting = scene.open("plain");
+    scene.near.signal("TERM");
+    // Whoever waits hears of it.
+    assert_eq!(waiting.end().0, 4);
+    assert_eq!(scene.near.code(), Some(0));
+    assert!(!is_there(&socket));
+    assert!(!is_there(&socket.with_extension("d")));
+}
+
+/// A child whose input and output are pipes of the test's.
+struct Piped(Child);
+
+impl Piped {
+    fn start(scene: &Scene, line: &str) -> Self {
+        let mut command = scene.ask(&format!("stdio {line}"));
+        command.stdin(Stdio::piped()).stdout(Stdio::piped());
+        Self(command.stderr(Stdio::piped()).spawn().unwrap())
+    }
+
+    fn end(mut self) -> (i32, String) {
+        let code = code(&mut self.0);
+        let mut said = String::new();
+        let mut err = self.0.stderr.take().unwrap();
+        err.read_to_string(&mut said).unwrap();
+        (code, said)
+    }
+}
+
+impl Drop for Piped {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn standard_input_and_output_are_a_channel_with_both_ends() {
+    let scene = Scene::new();
+    let web = scene.target("web.sock");
+    let mut piped = Piped::start(&scene, "ram --param vm=web");
+    let mut far = patient(web.accept().unwrap().0);
+    // What comes back ends first, and the output with it, while the input goes on.
+    far.write_all(b"hello").unwrap();
+    far.shutdown(Shutdown::Write).unwrap();
+    let mut output = String::new();
+    let mut out = piped.0.stdout.take().unwrap();
+    out.read_to_string(&mut output).unwrap();
+    assert_eq!(output, "hello");
+    let mut input = piped.0.stdin.take().unwrap();
+    let sent: Vec<u8> = (0..3_u32 << 20).map(|at| (at % 251) as u8).collect();
+    let all = sent.clone();
+    let sending = thread::spawn(move || input.write_all(&all).unwrap());
+    let mut came = Vec::new();
+    far.read_to_end(&mut came).unwrap();
+    sending.join().unwrap();
+    assert!(came == sent);
+    drop(far);
+    assert_eq!(piped.end(), (0, String::new()));
+
+    // The other way round: the input ends first.
+    let mut piped = Piped::start(&scene, "echo");
+    let mut input = piped.0.stdin.take().unwrap();
+    input.write_all(b"and back").unwrap();
+    drop(input);
+    let mut output = String::new();
+    let mut out = piped.0.stdout.take().unwrap();
+    out.read_to_string(&mut output).unwrap();
+    assert_eq!(output, "and back");
+    assert_eq!(piped.end(), (0, String::new()));
+    assert_eq!(scene.status("near")["listeners"], Value::Array(Vec::new()));
+}
+
+#[test]
+fn an_aborted_channel_is_an_error_to_whoever_ran_stdio() {
+    let scene = Scene::new();
+    let plain = scene.target("plain.sock");
+    // Refused: the target takes no parameter.
+    let piped = Piped::start(&scene, "plain --param vm=web");
+    let (code, said) = piped.end();
+    assert_eq!(code, 1, "{said}");
+    assert!(said.contains("takes no parameter"), "{said}");
+    // Aborted: the far tunnel dies in the middle, while the input is open.
+    let piped = Piped::start(&scene, "plain");
+    let mut far = patient(plain.accept().unwrap().0);
+    far.write_all(b"x").unwrap();
+    let mut tunnel = scene.far;
+    tunnel.child.kill().unwrap();
+    tunnel.child.wait().unwrap();
+    let (code, said) = piped.end();
+    assert_eq!(code, 1, "{said}");
+    assert!(said.contains("did not end well"), "{said}");
+}
+
+/// Whoever runs it may be killed at any time; nothing is left open for him.
+#[test]
+fn a_killed_stdio_leaves_no_listener() {
+    let scene = Scene::new();
+    let plain = scene.target("plain.sock");
+    let mut piped = Piped::start(&scene, "plain");
+    let mut far = patient(plain.accept().unwrap().0);
+    piped.0.kill().unwrap();
+    assert_eq!(far.read(&mut [0]).unwrap(), 0);
+    drop(far);
+    wait_until("its listener stays", || {
+        scene.status("near")["listeners"] == Value::Array(Vec::new())
+    });
+    // One that hangs up before it connects, by the words that stdio says.
+    let mut asking = connect(control(&scene.hosts).join("tunnels/near.sock"));
+    let request = r#"{"do":"open","route":"plain","once":true,"wait":true}"#;
+    writeln!(asking, "{request}").unwrap();
+    let mut opened = String::new();
+    BufReader::new(&asking).read_line(&mut opened).unwrap();
+    let opened: Value = serde_json::from_str(&opened).unwrap();
+    let path: PathBuf = opened["listen"].as_str().unwrap()["unix:".len()..].into();
+    assert!(is_there(&path));
+    drop(asking);
+    wait_until("its listener stays", || !is_there(&path));
+}
+
+/// Every thread, those of lanes and channels too.
+#[test]
+fn a_tunnel_runs_on_the_cpus_that_it_is_given() {
+    let scene = Scene::new();
+    let first = dunlin_sys::affinity::allowed().unwrap()[0];
+    let file = scene.hosts.scratch.join("kept.toml");
+    fs::copy(&scene.near.config, &file).unwrap();
+    let mut command = words("tunnel run --cpus");
+    command.arg(first.to_string()).arg("--config").arg(&file);
+    command.arg("--control").arg(control(&scene.hosts));
+    let kept = Tunnel::follow(command, file.clone());
+    let plain = scene.target("plain.sock");
+    let mut open = words("tunnel open plain --config");
+    open.arg(&file).arg("--control").arg(control(&scene.hosts));
+    let place = finish(open).expect(0).out;
+    let mut near = connect(place.trim()["unix:".len()..].into());
+    let mut far = patient(plain.accept().unwrap().0);
+    near.write_all(b"x").unwrap();
+    far.read_exact(&mut [0]).unwrap();
+    let tasks = fs::read_dir(format!("/proc/{}/task", kept.child.id())).unwrap();
+    let mut threads = 0;
+    for task in tasks {
+        // One that has just ended has nothing to say.
+        let status = fs::read_to_string(task.unwrap().path().join("status")).unwrap_or_default();
+        if let Some(list) = status
+            .lines()
+            .find_map(|line| line.strip_prefix("Cpus_allowed_list:"))
+        {
+            assert_eq!(list.trim(), first.to_string());
+            threads += 1;
+        }
+    }
+    assert!(threads > 5, "{threads} threads");
+
+    let mut nowhere = words("tunnel run --cpus 1023 --config");
+    nowhere.arg(&file);
+    let nowhere = finish(nowhere).expect(1);
+    assert!(nowhere.err.contains("CPUs [1023]"), "{nowhere:?}");
+}
