@@ -18,8 +18,8 @@ use serde::Deserialize;
 
 /// How many run at a time, on a machine of two cores.
 const AT_A_TIME: usize = 2;
-/// Programs that promise a time or a rate, and run when no other does.
-const ALONE: &[&str] = &["control", "hosts", "moves", "namespaces"];
+/// Programs that promise or compare times and rates, and run when no other does.
+const ALONE: &[&str] = &["conformance", "control", "hosts", "moves", "namespaces"];
 /// Where the packages are that tests stand on.
 const RIG: [&str; 2] = ["tests/rig", "xtask"];
 /// How the names of the tunnel's programs begin, in whatever package.
