@@ -13,6 +13,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::channel;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -180,6 +181,23 @@ fn a_listener_for_one_vm_goes_with_its_migration_and_says_how_it_ended() {
     assert_eq!(peer["channels"], 1, "{status:#}");
     assert!(peer["lanes"].as_u64().unwrap() >= 1, "{status:#}");
 
+    // The same for a person.
+    let mut command = words("status --state-dir");
+    command.arg(scene.hosts.scratch.join("state"));
+    command.arg("--control").arg(control(&scene.hosts));
+    let said = finish(command).expect(0).out;
+    for part in [
+        "tunnel near: process ",
+        "route ram, to 127.0.0.1:",
+        "1 channels, 0 have ended, 0 badly",
+        "route ram for vm=web: 1 channels",
+        "peer b.test",
+        "tunnel far: process ",
+        "{vm}.sock: 1 channels",
+    ] {
+        assert!(said.contains(part), "{part:?} in {said}");
+    }
+
     let path = waiting.path.clone();
     drop((near, far));
     assert_eq!(waiting.end(), (0, String::new()));
@@ -322,6 +340,18 @@ impl Piped {
         Self(command.stderr(Stdio::piped()).spawn().unwrap())
     }
 
+    /// All of its output, which must end.
+    fn output(&mut self) -> String {
+        let mut out = self.0.stdout.take().unwrap();
+        let (ended, output) = channel();
+        thread::spawn(move || {
+            let mut text = String::new();
+            out.read_to_string(&mut text).unwrap();
+            ended.send(text)
+        });
+        output.recv_timeout(PATIENCE).unwrap()
+    }
+
     fn end(mut self) -> (i32, String) {
         let code = code(&mut self.0);
         let mut said = String::new();
@@ -347,10 +377,7 @@ fn standard_input_and_output_are_a_channel_with_both_ends() {
     // What comes back ends first, and the output with it, while the input goes on.
     far.write_all(b"hello").unwrap();
     far.shutdown(Shutdown::Write).unwrap();
-    let mut output = String::new();
-    let mut out = piped.0.stdout.take().unwrap();
-    out.read_to_string(&mut output).unwrap();
-    assert_eq!(output, "hello");
+    assert_eq!(piped.output(), "hello");
     let mut input = piped.0.stdin.take().unwrap();
     let sent: Vec<u8> = (0..3_u32 << 20).map(|at| (at % 251) as u8).collect();
     let all = sent.clone();
@@ -367,10 +394,7 @@ fn standard_input_and_output_are_a_channel_with_both_ends() {
     let mut input = piped.0.stdin.take().unwrap();
     input.write_all(b"and back").unwrap();
     drop(input);
-    let mut output = String::new();
-    let mut out = piped.0.stdout.take().unwrap();
-    out.read_to_string(&mut output).unwrap();
-    assert_eq!(output, "and back");
+    assert_eq!(piped.output(), "and back");
     assert_eq!(piped.end(), (0, String::new()));
     assert_eq!(scene.status("near")["listeners"], Value::Array(Vec::new()));
 }

@@ -1,0 +1,94 @@
+//! QEMU migrates through a listener that was opened for this migration alone, as
+//! migration tools do it.
+#![cfg(target_arch = "x86_64")]
+#![allow(missing_docs, clippy::unwrap_used)]
+
+#[path = "../../../crates/dunlin/tests/lane_support/mod.rs"]
+mod lane_support;
+#[path = "../../../crates/dunlin/tests/tunnel_support/mod.rs"]
+mod tunnel_support;
+
+use std::net::TcpListener;
+use std::time::Instant;
+
+use dunlin::tunnel::{
+    Demand, Entrance, Exit, Limits, Listen, Routes, Target, Tunnel, WINDOW_BYTES,
+};
+use dunlin_rig::guest::{Content, Workload};
+use dunlin_rig::machine::{Credentials, Machine, Migration, migrate};
+use dunlin_rig::need;
+use lane_support::{Authority, Scratch, names};
+use tunnel_support::{FAR, NEAR, PATIENCE, identities};
+
+const WORKLOAD: Workload = Workload {
+    memory_mib: 128,
+    pages: 24_000,
+    hot: 4_000,
+    rate: Some(10_000),
+    content: Content::Mixed,
+    seed: 0xe44a,
+};
+
+/// With QEMU's own TLS inside, which takes the first connection for the main one: so
+/// the listener keeps its order. Afterwards nothing of it is left, and it knows that
+/// all went well.
+#[test]
+fn a_listener_for_one_migration_carries_it_in_order_and_goes() {
+    let Some(setup) = need::bare_guest(WORKLOAD) else {
+        return;
+    };
+    let _turn = need::turn();
+    let (authority, scratch) = (Authority::new(), Scratch::new());
+    let any = || TcpListener::bind("127.0.0.1:0").unwrap();
+    let exit = Exit {
+        route: "ram".to_owned(),
+        allow: names(&[NEAR]),
+        target: Target::Unix(scratch.0.join("{vm}.sock")),
+        window_bytes: WINDOW_BYTES,
+    };
+    let routes = Routes::new(Vec::new(), vec![exit]).unwrap();
+    let far = identities(authority.identity(&[FAR]));
+    let far = Tunnel::start(any(), far, &routes, Limits::default(), |_| {}).unwrap();
+    let entrance = Entrance {
+        route: "ram".to_owned(),
+        listen: Listen::OnDemand,
+        to: far.address().to_string(),
+        peers: names(&[FAR]),
+        lanes: 2,
+        window_bytes: WINDOW_BYTES,
+    };
+    let routes = Routes::new(vec![entrance], Vec::new()).unwrap();
+    let near = identities(authority.identity(&[NEAR]));
+    let near = Tunnel::start(any(), near, &routes, Limits::default(), |_| {}).unwrap();
+    let place = scratch.0.join("web.listener");
+    let demand = Demand {
+        route: "ram".to_owned(),
+        parameter: Some("vm=web".parse().unwrap()),
+        listen: Listen::Unix(place.clone()),
+        lanes: Some(3),
+        once: false,
+    };
+    let errand = near.open(&demand).unwrap();
+
+    let credentials = Credentials::new("destination.example", "source.example").unwrap();
+    let target = scratch.0.join("web.sock");
+    let mut migration = Migration::through(
+        &format!("unix:{}", place.display()),
+        &format!("unix:{}", target.display()),
+    );
+    migration.multifd = Some(4);
+    migration.tls = Some((credentials.folder(), "destination.example".to_owned()));
+    let mut source = Machine::start(&setup, None).unwrap();
+    let mut destination = Machine::start_incoming(&setup, None).unwrap();
+    source.wait_ready().unwrap();
+    migrate(&mut source, &mut destination, &migration).unwrap();
+    assert_eq!(source.first_difference(&mut destination).unwrap(), None);
+    destination.resume().unwrap();
+    assert_eq!(destination.check_pages().unwrap(), setup.workload.pages);
+
+    drop(source);
+    let standing = errand.wait(Some(Instant::now() + PATIENCE));
+    assert!(standing.is_over(), "{standing:?}");
+    assert_eq!((standing.closed, standing.failed), (5, 0), "{standing:?}");
+    assert!(!place.exists());
+}
