@@ -10,7 +10,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::support::{Hosts, words};
+use super::support::{Hosts, kill, words};
 
 /// Nothing that a test waits for takes longer.
 pub const PATIENCE: Duration = Duration::from_secs(30);
@@ -68,9 +68,7 @@ impl Tunnel {
     }
 
     pub fn signal(&self, name: &str) {
-        let mut kill = std::process::Command::new("kill");
-        kill.args(["-s", name]).arg(self.child.id().to_string());
-        assert!(kill.status().unwrap().success());
+        assert!(kill(self.child.id(), name), "no kill: {name}");
     }
 
     /// Waits for a line of the log.
