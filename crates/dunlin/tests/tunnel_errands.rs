@@ -14,8 +14,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use dunlin::tunnel::{
-    Demand, DemandError, Entrance, Errand, Event, Exit, Limits, Listen, Parameter, Routes,
-    Standing, Target, Tunnel, WINDOW_BYTES,
+    Demand, DemandError, Entrance, Errand, Event, Exit, Limits, Listen, MAX_ERRANDS, Parameter,
+    Routes, Standing, Target, Tunnel, WINDOW_BYTES,
 };
 use dunlin_proto::fault::FaultCode;
 use lane_support::{Authority, Scratch, names};
@@ -290,6 +290,20 @@ fn i7_what_cannot_be_opened_is_told_and_nothing_listens() {
     assert!(scene.near.errands().is_empty());
     let target = scene.near.routes();
     assert!(target.iter().all(|one| one.target.is_none()));
+}
+
+#[test]
+fn i8_listeners_are_bounded_and_those_that_are_over_make_room() {
+    let scene = Scene::start();
+    let opened: Vec<Errand> = (0..MAX_ERRANDS)
+        .map(|number| scene.open("plain", None, &number.to_string()))
+        .collect();
+    let surplus = scene.demand("plain", None, "surplus");
+    let busy = scene.near.open(&surplus).unwrap_err();
+    assert!(matches!(busy, DemandError::Busy), "{busy}");
+    opened[7].close();
+    over(&opened[7]);
+    scene.near.open(&surplus).unwrap();
 }
 
 #[test]
