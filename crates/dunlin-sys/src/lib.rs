@@ -20,6 +20,7 @@ pub mod poll;
 pub mod privileges;
 pub mod signals;
 pub mod socket;
+pub mod tcp;
 #[cfg(feature = "rig")]
 pub mod tun;
 pub mod uffd;

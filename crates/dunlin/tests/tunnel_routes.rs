@@ -12,7 +12,9 @@ use std::time::{Duration, Instant};
 
 use dunlin::lane::control;
 use dunlin::lane::provider::Crypto;
-use dunlin::tunnel::{Entrance, Event, Exit, Limits, Listen, Routes, Target, Tunnel, WINDOW_BYTES};
+use dunlin::tunnel::{
+    Entrance, Event, Exit, Limits, Listen, Mode, Routes, Target, Tunnel, WINDOW_BYTES,
+};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::negotiate::{
     Features, LaneSecurity, Offer, Opening, PRELUDE_BYTES, Prelude, VERSIONS,
@@ -47,6 +49,7 @@ impl Scene {
             peers: names(&[FAR]),
             lanes: 2,
             window_bytes: WINDOW_BYTES,
+            mode: Mode::Stripe,
         };
         let routes = Routes::new(exits.iter().map(entrance).collect(), Vec::new()).unwrap();
         let near_told = Told::default();

@@ -25,4 +25,6 @@ pub mod policy;
 pub(crate) mod proof;
 pub mod provider;
 pub mod record;
+mod record12;
+pub(crate) mod relayed;
 mod trust;

@@ -20,6 +20,7 @@
 //! - `hub`: the core of an association under its lock, and what is done about its
 //!   decisions. `talk`: the control lane. `send` and `receive`: the lanes.
 //! - `piece` and `socket`: the bytes, and where they come from and go.
+//! - `relay`: channels that are not striped, but carried on a TLS connection each, by any program.
 //!
 //! Threads of an association: one that talks, one that hears, one that waits for
 //! consumers, and one for each lane and direction.
@@ -32,6 +33,7 @@ mod hub;
 mod options;
 mod piece;
 mod receive;
+mod relay;
 mod send;
 mod site;
 mod socket;
@@ -56,9 +58,10 @@ use crate::lane::provider::Crypto;
 pub use event::Event;
 pub use failure::Failure;
 pub use options::{
-    BadRoute, DEFAULT_LANES, Entrance, Exit, Limits, Listen, MAX_WINDOW_BYTES, Routes, Target,
-    WINDOW_BYTES,
+    BadRoute, DEFAULT_LANES, Entrance, Exit, Limits, Listen, MAX_WINDOW_BYTES, Mode, Routes,
+    Target, WINDOW_BYTES,
 };
+pub use relay::RelayExit;
 
 use door::Door;
 use site::Site;
@@ -87,7 +90,9 @@ impl Identities {
 
     /// Lets in whoever any route knows; which route is whose is seen later.
     fn server(&self, routes: &Routes) -> Result<ServerTls, SettingsError> {
-        let entrances = routes.entrances.iter().map(|one| &one.peers);
+        let is_stripe = |one: &&Entrance| one.mode == Mode::Stripe;
+        let entrances = routes.entrances.iter().filter(is_stripe);
+        let entrances = entrances.map(|one| &one.peers);
         let exits = routes.exits.iter().map(|one| &one.allow);
         let named = entrances.chain(exits).flat_map(|peers| match peers {
             Peers::OneOf(peers) => &peers[..],
@@ -169,7 +174,7 @@ impl Tunnel {
         let address = listener.local_addr()?;
         let tls = identities.server(routes)?;
         let (events, heard) = sync_channel(EVENTS);
-        let site = Site::new(limits, address.port(), identities, routes, events)?;
+        let site = Site::new(limits, address.port(), identities.clone(), routes, events)?;
         let site = Arc::new(site);
         let (stop, stopped) = waker()?;
         let mut threads = Vec::new();
@@ -190,6 +195,8 @@ impl Tunnel {
             threads,
         };
         tunnel.open_doors(routes)?;
+        let relays = &tunnel.site.relays;
+        relays.open_ports(&tunnel.site, &identities, routes)?;
         Ok(tunnel)
     }
 
@@ -205,6 +212,11 @@ impl Tunnel {
         self.lock_doors().iter().map(of).collect()
     }
 
+    /// Where its relays take TLS clients, by their routes' names.
+    pub fn relay_ports(&self) -> Vec<(String, SocketAddr)> {
+        self.site.relays.ports()
+    }
+
     /// Uses other routes and identities for all that comes from now on; channels
     /// that are open stay as they are.
     ///
@@ -214,6 +226,8 @@ impl Tunnel {
     pub fn replace(&self, identities: Identities, routes: &Routes) -> Result<(), TunnelError> {
         let tls = identities.server(routes)?;
         self.open_doors(routes)?;
+        let relays = &self.site.relays;
+        relays.open_ports(&self.site, &identities, routes)?;
         self.tls.replace(&tls);
         self.site.replace(identities, routes);
         Ok(())
@@ -229,6 +243,7 @@ impl Tunnel {
     pub fn drain(self, limit: Duration) -> usize {
         let until = Instant::now() + limit;
         self.lock_doors().clear();
+        self.site.relays.close_ports();
         self.site.drain();
         let channels = || {
             let status = self.site.status();
@@ -248,7 +263,7 @@ impl Tunnel {
                 let at = (&one.route, &one.listen, &one.to, &one.peers);
                 let own = &door.entrance;
                 at == (&own.route, &own.listen, &own.to, &own.peers)
-                    && one.window_bytes == own.window_bytes
+                    && (one.window_bytes, one.mode) == (own.window_bytes, own.mode)
             };
             routes.entrances.iter().any(of)
         };
@@ -280,6 +295,7 @@ impl Tunnel {
 impl Drop for Tunnel {
     fn drop(&mut self) {
         self.lock_doors().clear();
+        self.site.relays.close_ports();
         self.stop.wake();
         for thread in self.threads.drain(..) {
             // A panic has been printed by its hook.
@@ -289,6 +305,7 @@ impl Drop for Tunnel {
         for hub in self.site.all() {
             hub.end(FaultCode::Ended);
         }
+        self.site.relays.end();
         self.site.join();
     }
 }

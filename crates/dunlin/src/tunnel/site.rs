@@ -16,7 +16,8 @@ use super::dial::{self, Destination};
 use super::event::Event;
 use super::failure::Failure;
 use super::hub::{Hub, Terms};
-use super::options::{Entrance, Exit, Limits, Routes};
+use super::options::{Entrance, Exit, Limits, Mode, Routes};
+use super::relay::Relays;
 use super::socket::Socket;
 use super::{Identities, Status};
 use crate::lane::control::ControlStream;
@@ -40,6 +41,7 @@ pub(super) struct Site {
     associations: Mutex<BTreeMap<SessionId, Arc<Hub>>>,
     peerings: Mutex<Vec<Peering>>,
     draining: AtomicBool,
+    pub(super) relays: Relays,
     events: SyncSender<Event>,
     untold: AtomicUsize,
     threads: Mutex<Vec<JoinHandle<()>>>,
@@ -77,6 +79,7 @@ impl Site {
             associations: Mutex::default(),
             peerings: Mutex::default(),
             draining: AtomicBool::new(false),
+            relays: Relays::default(),
             events,
             untold: AtomicUsize::new(0),
             threads: Mutex::default(),
@@ -99,6 +102,10 @@ impl Site {
             let text = "our identity cannot be used to connect";
             Failure::new(FaultCode::Unauthorised, text).because(&error)
         })
+    }
+
+    pub(super) fn with_identities<R>(&self, use_them: impl FnOnce(&Identities) -> R) -> R {
+        use_them(&lock(&self.identities))
     }
 
     pub(super) fn fill_random(&self, bytes: &mut [u8]) -> Result<(), Failure> {
@@ -199,6 +206,9 @@ impl Site {
     /// A connection was accepted at an entrance. Connections of one entrance come
     /// here in the order in which they were accepted.
     pub(super) fn carry(self: &Arc<Self>, entrance: &Entrance, listener: u64, socket: Socket) {
+        if let Mode::Relay(_) = entrance.mode {
+            return Relays::carry(self, entrance, listener, socket);
+        }
         let socket = Arc::new(socket);
         let opening = Opening {
             listener,
@@ -340,7 +350,9 @@ impl Site {
     }
 
     pub(super) fn status(&self) -> Vec<Status> {
-        self.all().iter().map(|hub| hub.status()).collect()
+        let mut all: Vec<_> = self.all().iter().map(|hub| hub.status()).collect();
+        all.extend(self.relays.status());
+        all
     }
 
     /// Waits for all threads; they have been told to end.

@@ -16,6 +16,7 @@ use super::event::Event;
 use super::failure::{Failure, harmless};
 use super::hub::{Channel, Hub};
 use super::options::Target;
+use super::site::Site;
 use super::socket::Socket;
 
 /// Makes a channel's connection and tells the core; the body of a thread.
@@ -61,14 +62,18 @@ fn reach(hub: &Hub, route: &str, parameter: &str) -> Result<(Socket, u64), Failu
         return Err(Failure::new(FaultCode::ParameterRefused, text));
     }
     let deadline = Instant::now() + hub.site.limits.connect;
-    let socket = open(hub, &exit.target, deadline).map_err(|error| {
+    let socket = open(&hub.site, &exit.target, deadline).map_err(|error| {
         let text = format!("route {route:?}: {} cannot be reached", exit.target);
         Failure::new(FaultCode::TargetUnreachable, text).because(&error)
     })?;
     Ok((socket, exit.window_bytes))
 }
 
-fn open(hub: &Hub, target: &Target, deadline: Instant) -> io::Result<Socket> {
+/// Connects to a target.
+///
+/// # Errors
+/// It cannot be reached before `deadline`.
+pub(super) fn open(site: &Arc<Site>, target: &Target, deadline: Instant) -> io::Result<Socket> {
     match target {
         Target::Unix(path) => Socket::unix(connect_unix(path, deadline)?),
         Target::Tcp(to) => {
@@ -81,12 +86,12 @@ fn open(hub: &Hub, target: &Target, deadline: Instant) -> io::Result<Socket> {
             }
             Err(last)
         }
-        Target::Exec(words) => execute(hub, words),
+        Target::Exec(words) => execute(site, words),
     }
 }
 
 /// Starts a program whose standard input and output are one end of a pair.
-fn execute(hub: &Hub, words: &[String]) -> io::Result<Socket> {
+fn execute(site: &Arc<Site>, words: &[String]) -> io::Result<Socket> {
     let (program, arguments) = words
         .split_first()
         .ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?;
@@ -97,13 +102,13 @@ fn execute(hub: &Hub, words: &[String]) -> io::Result<Socket> {
         .stdin(Stdio::from(input))
         .stdout(Stdio::from(OwnedFd::from(far)))
         .spawn()?;
-    let site = Arc::clone(&hub.site);
+    let own = Arc::clone(site);
     let program = program.clone();
     let name = "dunlin-exec".to_owned();
-    hub.site.spawn_free(name, move || match child.wait() {
+    site.spawn_free(name, move || match child.wait() {
         Ok(status) if status.success() => {}
-        Ok(status) => site.tell(Event::Warning(format!("{program} ended with {status}"))),
-        Err(error) => site.tell(Event::Warning(format!("{program} is lost: {error}"))),
+        Ok(status) => own.tell(Event::Warning(format!("{program} ended with {status}"))),
+        Err(error) => own.tell(Event::Warning(format!("{program} is lost: {error}"))),
     });
     Socket::unix(near)
 }
