@@ -1,9 +1,11 @@
 //! Chores of the workspace, as a library so that they can be tested. `cargo xtask help` lists them.
 //!
+//! - [`bench`]: Dunlin beside other programs.
 //! - [`kernel`]: tests under a real kernel.
 #![forbid(unsafe_code)]
 #![cfg(target_arch = "x86_64")]
 
+pub mod bench;
 pub mod kernel;
 
 use std::process::ExitCode;
@@ -11,6 +13,7 @@ use std::process::ExitCode;
 use clap::Parser;
 use dunlin_rig::debian::DebianError;
 
+use self::bench::Bench;
 use self::kernel::KernelOptions;
 
 /// The exit code when something cannot be had from Debian: no network, or no Debian.
@@ -22,13 +25,19 @@ const NOT_FETCHED: u8 = 3;
 enum Chore {
     /// Runs the tests of tests/kernel inside virtual machines with Debian's kernels.
     Kernel(KernelOptions),
+    /// Measures Dunlin beside other programs; docs/benchmarking.md says how to read it.
+    #[command(subcommand)]
+    Bench(Bench),
 }
 
 /// Does the chore that the command line names.
 #[must_use]
 pub fn main() -> ExitCode {
-    let Chore::Kernel(options) = Chore::parse();
-    match kernel::command(&options) {
+    let done = match Chore::parse() {
+        Chore::Kernel(options) => kernel::command(&options),
+        Chore::Bench(bench) => bench::command(&bench),
+    };
+    match done {
         Ok(code) => code,
         Err(error) => {
             eprintln!("{error:#}");
