@@ -1,10 +1,12 @@
 //! Chores of the workspace, as a library so that they can be tested. `cargo xtask help` lists them.
 //!
+//! - [`bench`]: Dunlin beside other programs.
 //! - [`kernel`]: tests under a real kernel.
 //! - [`programs`]: test programs side by side.
 #![forbid(unsafe_code)]
 #![cfg(target_arch = "x86_64")]
 
+pub mod bench;
 pub mod kernel;
 pub mod programs;
 
@@ -13,6 +15,7 @@ use std::process::ExitCode;
 use clap::Parser;
 use dunlin_rig::debian::DebianError;
 
+use self::bench::Bench;
 use self::kernel::KernelOptions;
 use self::programs::TestOptions;
 
@@ -27,6 +30,9 @@ enum Chore {
     Kernel(KernelOptions),
     /// Runs test programs side by side, each by itself when it is about time.
     Test(TestOptions),
+    /// Measures Dunlin beside other programs; docs/benchmarking.md says how to read it.
+    #[command(subcommand)]
+    Bench(Bench),
 }
 
 /// Does the chore that the command line names.
@@ -35,6 +41,7 @@ pub fn main() -> ExitCode {
     let done = match Chore::parse() {
         Chore::Kernel(options) => kernel::command(&options),
         Chore::Test(options) => programs::command(&options),
+        Chore::Bench(bench) => bench::command(&bench),
     };
     match done {
         Ok(code) => code,

@@ -23,6 +23,7 @@ pub mod privileges;
 pub mod signals;
 pub mod socket;
 pub mod stdio;
+pub mod tcp;
 #[cfg(feature = "rig")]
 pub mod tun;
 pub mod uffd;

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use dunlin::lane::control;
 use dunlin::lane::provider::Crypto;
 use dunlin::tunnel::{
-    Entrance, Event, Exit, Limits, Listen, Routes, Target, Tunnel, TunnelError, WINDOW_BYTES,
+    Entrance, Event, Exit, Limits, Listen, Mode, Routes, Target, Tunnel, TunnelError, WINDOW_BYTES,
 };
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::negotiate::{
@@ -49,6 +49,7 @@ impl Scene {
             peers: names(&[FAR]),
             lanes: 2,
             window_bytes: WINDOW_BYTES,
+            mode: Mode::Stripe,
         };
         let routes = Routes::new(exits.iter().map(entrance).collect(), Vec::new()).unwrap();
         let near_told = Told::default();

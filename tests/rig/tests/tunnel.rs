@@ -8,14 +8,23 @@ mod lane_support;
 #[path = "../../../crates/dunlin/tests/tunnel_support/mod.rs"]
 mod tunnel_support;
 
+use std::net::TcpListener;
+use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use dunlin::tunnel::{Event, Limits};
+use dunlin::lane::identity::{Identity, LoadOptions, Role};
+use dunlin::lane::policy::OldestTls;
+use dunlin::lane::provider::Crypto;
+use dunlin::tunnel::{
+    Entrance, Event, Identities, Limits, Listen, Mode, Routes, Tunnel, WINDOW_BYTES,
+};
 use dunlin_rig::guest::{Content, Workload};
 use dunlin_rig::machine::{self, Credentials, Machine, MachineError, Migration, Setup, migrate};
 use dunlin_rig::need;
-use tunnel_support::{Pair, Setup as Tunnels};
+use lane_support::{Scratch, names};
+use serde_json::json;
+use tunnel_support::{Pair, Setup as Tunnels, Told};
 
 /// 192 MiB, of which 40 MiB are written to about twice a second.
 const WORKLOAD: Workload = Workload {
@@ -168,4 +177,65 @@ fn a_cancelled_migration_and_a_lost_peer_leave_the_guest_running() {
     let mut destination = Machine::start_incoming(&setup, None).unwrap();
     migrate(&mut source, &mut destination, &through(&pair)).unwrap();
     assert_eq!(source.first_difference(&mut destination).unwrap(), None);
+}
+
+/// The destination speaks TLS itself, the source does not: a relay at the source's side does it in
+/// its place, on one connection each.
+#[test]
+fn a_relay_speaks_with_qemus_own_tls() {
+    let Some(setup) = guest() else { return };
+    let _turn = need::turn();
+    let credentials = Credentials::new("destination.example", "source.example").unwrap();
+    let load = |role| {
+        let options = LoadOptions {
+            role: Some(role),
+            ..LoadOptions::default()
+        };
+        Arc::new(Identity::load(&credentials.folder(), options).unwrap().0)
+    };
+    let identities = Identities {
+        connecting: load(Role::Source),
+        accepting: load(Role::Destination),
+        crypto: Crypto::auto(),
+    };
+    let any = || TcpListener::bind("127.0.0.1:0").unwrap();
+    // Whoever takes it first is the destination.
+    let qemu = any().local_addr().unwrap();
+    let scratch = Scratch::new();
+    let entrance = Entrance {
+        route: "ram".to_owned(),
+        listen: Listen::Unix(scratch.0.join("in")),
+        to: qemu.to_string(),
+        peers: names(&["destination.example"]),
+        lanes: 1,
+        window_bytes: WINDOW_BYTES,
+        mode: Mode::Relay(OldestTls::V1_3),
+    };
+    let routes = Routes::new(vec![entrance], Vec::new()).unwrap();
+    let told = Told::default();
+    let limits = Limits::default();
+    let _tunnel = Tunnel::start(any(), identities, &routes, limits, told.observer()).unwrap();
+
+    let mut source = Machine::start(&setup, None).unwrap();
+    let mut destination = Machine::start_incoming(&setup, None).unwrap();
+    let credentials = json!({
+        "qom-type": "tls-creds-x509", "id": "own", "dir": credentials.folder(),
+        "endpoint": "server", "verify-peer": true,
+    });
+    let qmp = destination.qmp();
+    qmp.execute("object-add", credentials).unwrap();
+    let parameters = json!({"tls-creds": "own"});
+    qmp.execute("migrate-set-parameters", parameters).unwrap();
+    source.wait_ready().unwrap();
+    let mut migration = Migration::through(
+        &format!("unix:{}", scratch.0.join("in").display()),
+        &format!("tcp:{qemu}"),
+    );
+    migration.multifd = Some(2);
+    migrate(&mut source, &mut destination, &migration).unwrap();
+    assert_eq!(source.first_difference(&mut destination).unwrap(), None);
+    destination.resume().unwrap();
+    assert_eq!(destination.check_pages().unwrap(), setup.workload.pages);
+    let opened = told.count(|event| matches!(event, Event::Opened { .. }));
+    assert_eq!(opened, 3, "{:#?}", told.all());
 }

@@ -1,6 +1,8 @@
 //! The tunnel's configuration: a TOML file, checked as a whole. Whatever is
 //! wrong in it is named with its line and with what to do.
 
+mod relay;
+
 use std::collections::BTreeMap;
 use std::fmt;
 use std::net::SocketAddr;
@@ -10,7 +12,8 @@ use std::time::Duration;
 
 use dunlin::lane::peers::{Peer, Peers};
 use dunlin::tunnel::{
-    DEFAULT_LANES, Entrance, Exit, Limits, Listen, MAX_WINDOW_BYTES, Routes, Target, WINDOW_BYTES,
+    DEFAULT_LANES, Entrance, Exit, Limits, Listen, MAX_WINDOW_BYTES, Mode, RelayExit, Routes,
+    Target, WINDOW_BYTES,
 };
 use serde::Deserialize;
 use toml::Spanned;
@@ -91,6 +94,7 @@ struct LimitsTable {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct RouteTable {
+    mode: Option<Spanned<String>>,
     listen: Option<Spanned<String>>,
     to: Option<Spanned<String>>,
     peers: Option<Spanned<Vec<Spanned<String>>>>,
@@ -99,6 +103,8 @@ struct RouteTable {
     exec: Option<Spanned<Vec<String>>>,
     allow: Option<Spanned<Vec<Spanned<String>>>>,
     window: Option<Spanned<String>>,
+    tls_listen: Option<Spanned<String>>,
+    tls: Option<Spanned<String>>,
 }
 
 impl Config {
@@ -223,8 +229,20 @@ fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
     let drain = found.or(file.drain.as_ref(), DRAIN, |text| parse_limit(text));
     let mut entrances = Vec::new();
     let mut exits = Vec::new();
+    let mut relays = Vec::new();
     for (name, table) in &file.route {
         let at = table.span();
+        if relay::is_one(name, table.get_ref(), found) {
+            relay::check(
+                name,
+                &at,
+                table.get_ref(),
+                found,
+                &mut entrances,
+                &mut relays,
+            );
+            continue;
+        }
         check_route(
             name,
             &at,
@@ -242,7 +260,8 @@ fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
     if !found.all.is_empty() {
         return None;
     }
-    let routes = match Routes::new(entrances, exits) {
+    let routes = Routes::new(entrances, exits).and_then(|routes| routes.with_relays(relays));
+    let routes = match routes {
         Ok(routes) => routes,
         Err(error) => {
             found.add(&(0..0), error.to_string());
@@ -288,16 +307,7 @@ fn check_route(
                 None => Some(Listen::OnDemand),
             };
             let host = found.parsed(to, |text| host_of(text));
-            let peers = match (&table.peers, &host) {
-                (Some(peers), _) => check_peers(peers, found),
-                (None, Some(host)) => found.parsed(to, |_| {
-                    let peer = host.parse::<Peer>().map_err(|error| {
-                        format!("{error}: say with peers whose certificate is expected")
-                    })?;
-                    Ok::<_, String>(Peers::OneOf(vec![peer]))
-                }),
-                (None, None) => None,
-            };
+            let peers = check_answering(table.peers.as_ref(), to, host.as_deref(), found);
             let lanes = found.or(table.lanes.as_ref(), DEFAULT_LANES, |count| {
                 between("lanes", *count, 1, 128)
             });
@@ -309,6 +319,7 @@ fn check_route(
                     peers,
                     lanes,
                     window_bytes,
+                    mode: Mode::Stripe,
                 });
             }
         }
@@ -329,19 +340,7 @@ fn check_route(
         }
     }
     let target = match (&table.target, &table.exec) {
-        (Some(target), None) => found.parsed(target, |text| has_places(parse_target(text)?)),
-        (None, Some(words)) => found.parsed(words, |words| match words.first() {
-            Some(program) if program.starts_with('/') => has_places(Target::Exec(words.clone())),
-            _ => Err(
-                "exec is a program's whole path and its arguments: [\"/bin/cat\", \"-u\"]"
-                    .to_owned(),
-            ),
-        }),
-        (Some(_), Some(exec)) => {
-            let text = format!("route {name} has a target and exec: leave one out");
-            found.add(&exec.span(), text);
-            None
-        }
+        (Some(_), _) | (_, Some(_)) => check_target(name, table, found),
         (None, None) => {
             if let Some(allow) = &table.allow {
                 let text = format!(
@@ -372,6 +371,45 @@ fn check_route(
             target,
             window_bytes,
         });
+    }
+}
+
+/// Who may answer at `to`: whom the route names, or the host there.
+fn check_answering(
+    peers: Option<&Spanned<Vec<Spanned<String>>>>,
+    to: &Spanned<String>,
+    host: Option<&str>,
+    found: &mut Found<'_>,
+) -> Option<Peers> {
+    if let Some(peers) = peers {
+        return check_peers(peers, found);
+    }
+    let host = host?;
+    found.parsed(to, |_| {
+        let peer = host
+            .parse::<Peer>()
+            .map_err(|error| format!("{error}: say with peers whose certificate is expected"))?;
+        Ok::<_, String>(Peers::OneOf(vec![peer]))
+    })
+}
+
+/// What a route leads to that has a target or a program.
+fn check_target(name: &str, table: &RouteTable, found: &mut Found<'_>) -> Option<Target> {
+    match (&table.target, &table.exec) {
+        (Some(target), None) => found.parsed(target, |text| has_places(parse_target(text)?)),
+        (None, Some(words)) => found.parsed(words, |words| match words.first() {
+            Some(program) if program.starts_with('/') => has_places(Target::Exec(words.clone())),
+            _ => Err(
+                "exec is a program's whole path and its arguments: [\"/bin/cat\", \"-u\"]"
+                    .to_owned(),
+            ),
+        }),
+        (Some(_), Some(exec)) => {
+            let text = format!("route {name} has a target and exec: leave one out");
+            found.add(&exec.span(), text);
+            None
+        }
+        (None, None) => None,
     }
 }
 

@@ -97,6 +97,9 @@ impl Run {
         for (route, listen) in tunnel.entrances() {
             println!("route {} listens on {listen}", clean(&route));
         }
+        for (route, address) in tunnel.relay_ports() {
+            println!("route {} takes TLS clients on {address}", clean(&route));
+        }
         manager.ready(&format!("peers connect to {}", tunnel.address()));
         let drain = Arc::new(Mutex::new(config.drain));
         wait_for(told, ends, hang_ups)?;

@@ -36,6 +36,7 @@ use rustls::{Connection, ServerConnection};
 use thiserror::Error;
 
 use super::control::ControlStream;
+use super::handshake::relay::{Greeting, Relayed};
 use super::handshake::{
     FLIGHT_LIMIT_BYTES, HandshakeError, Secured, halves, parameters, peer_identity,
 };
@@ -160,6 +161,68 @@ pub fn accept(
     stop: &Wakeup,
     mut deliver: impl FnMut(Arrival),
 ) -> io::Result<()> {
+    accept_for(listener, Purpose::Lanes(tls), stop, |came| {
+        deliver(match came {
+            Came::Opened(one) => one.arrive(),
+            Came::Rejected { from, reason } => Arrival::Rejected { from, reason },
+            Came::Starved(error) => Arrival::Starved(error),
+        });
+    })
+}
+
+/// What came out of a connection that was to be relayed.
+pub(crate) enum RelayArrival {
+    /// Its peer is authenticated.
+    Secured(Box<Relayed>),
+    /// As [`Arrival::Rejected`].
+    Rejected {
+        from: SocketAddr,
+        reason: RejectReason,
+    },
+    /// As [`Arrival::Starved`].
+    Starved(io::Error),
+}
+
+/// The same for a relay, whose peers are any TLS clients: they are accepted when their handshake
+/// is complete.
+pub(crate) fn accept_relayed(
+    listener: &TcpListener,
+    tls: &ServerTls,
+    stop: &Wakeup,
+    mut deliver: impl FnMut(RelayArrival),
+) -> io::Result<()> {
+    accept_for(listener, Purpose::Relay(tls), stop, |came| {
+        deliver(match came {
+            Came::Opened(one) => one.arrive_relayed(),
+            Came::Rejected { from, reason } => RelayArrival::Rejected { from, reason },
+            Came::Starved(error) => RelayArrival::Starved(error),
+        });
+    })
+}
+
+/// What connections are accepted for.
+#[derive(Clone, Copy)]
+enum Purpose<'a> {
+    Lanes(&'a ServerTls),
+    Relay(&'a ServerTls),
+}
+
+/// What has become of a connection.
+enum Came {
+    Opened(Pending),
+    Rejected {
+        from: SocketAddr,
+        reason: RejectReason,
+    },
+    Starved(io::Error),
+}
+
+fn accept_for(
+    listener: &TcpListener,
+    purpose: Purpose<'_>,
+    stop: &Wakeup,
+    mut deliver: impl FnMut(Came),
+) -> io::Result<()> {
     listener.set_nonblocking(true)?;
     let mut pending: VecDeque<Pending> = VecDeque::new();
     let mut resting: Option<Instant> = None;
@@ -184,7 +247,7 @@ pub fn accept(
         // In place, by age: an entry that is done leaves the queue.
         for index in (0..pending.len()).rev() {
             let step = if ready[index + 2] {
-                pending[index].advance(tls)
+                pending[index].advance(purpose)
             } else {
                 Step::Wait
             };
@@ -201,12 +264,12 @@ pub fn accept(
                 Step::Refused(reason) => {
                     let from = pending[index].from;
                     pending[index].linger(now);
-                    deliver(Arrival::Rejected { from, reason });
+                    deliver(Came::Rejected { from, reason });
                 }
                 Step::Gone => drop(pending.remove(index)),
                 Step::Complete => {
                     if let Some(one) = pending.remove(index) {
-                        deliver(one.arrive());
+                        deliver(Came::Opened(one));
                     }
                 }
             }
@@ -219,7 +282,7 @@ pub fn accept(
                     if let Some(error) = short
                         && !std::mem::replace(&mut starved, true)
                     {
-                        deliver(Arrival::Starved(error));
+                        deliver(Came::Starved(error));
                     }
                 }
             }
@@ -248,7 +311,7 @@ enum Accepted {
 fn accept_some(
     listener: &TcpListener,
     pending: &mut VecDeque<Pending>,
-    deliver: &mut impl FnMut(Arrival),
+    deliver: &mut impl FnMut(Came),
 ) -> io::Result<Accepted> {
     for _ in 0..ACCEPTED_A_TURN {
         match listener.accept() {
@@ -261,7 +324,7 @@ fn accept_some(
                 }
                 match Pending::new(stream, from) {
                     Ok(one) => pending.push_back(one),
-                    Err(error) => deliver(Arrival::Rejected {
+                    Err(error) => deliver(Came::Rejected {
                         from,
                         reason: error.into(),
                     }),
@@ -329,6 +392,8 @@ enum Stage {
     Tls(Box<Handshake>),
     /// A plain lane's opening.
     Plain,
+    /// The handshake of a relay's client.
+    Relay(Box<Greeting>),
     /// Refused; waits for the peer to fetch the alert.
     Lingering,
 }
@@ -336,8 +401,7 @@ enum Stage {
 struct Handshake {
     settings: Arc<ServerSettings>,
     connection: ServerConnection,
-    record: Vec<u8>,
-    received: usize,
+    reading: Reading,
     peer: Option<PeerIdentity>,
 }
 
@@ -370,8 +434,9 @@ impl Pending {
             Stage::Lingering => 0,
             Stage::Silent => 1,
             Stage::Plain => 2,
-            Stage::Tls(handshake) if handshake.received == 0 => 2,
-            Stage::Tls(_) => 3,
+            Stage::Tls(handshake) if handshake.reading.received == 0 => 2,
+            Stage::Relay(greeting) if greeting.is_fresh() => 2,
+            Stage::Tls(_) | Stage::Relay(_) => 3,
         }
     }
 
@@ -381,15 +446,19 @@ impl Pending {
     }
 
     fn wants_write(&self) -> bool {
-        matches!(&self.stage, Stage::Tls(tls) if tls.connection.wants_write())
+        match &self.stage {
+            Stage::Tls(tls) => tls.connection.wants_write(),
+            Stage::Relay(greeting) => greeting.wants_write(),
+            Stage::Silent | Stage::Plain | Stage::Lingering => false,
+        }
     }
 
     fn lingers(&self) -> bool {
         matches!(self.stage, Stage::Lingering)
     }
 
-    fn rejected(self, reason: RejectReason) -> Arrival {
-        Arrival::Rejected {
+    fn rejected(self, reason: RejectReason) -> Came {
+        Came::Rejected {
             from: self.from,
             reason,
         }
@@ -404,8 +473,8 @@ impl Pending {
         self.deadline = now + LINGER;
     }
 
-    fn advance(&mut self, tls: &ServerTls) -> Step {
-        match self.try_advance(tls) {
+    fn advance(&mut self, purpose: Purpose<'_>) -> Step {
+        match self.try_advance(purpose) {
             Ok(true) => Step::Complete,
             Ok(false) => Step::Wait,
             Err(_) if self.lingers() => Step::Gone,
@@ -414,7 +483,7 @@ impl Pending {
     }
 
     /// Goes on until the socket has no more or the opening is complete.
-    fn try_advance(&mut self, tls: &ServerTls) -> Result<bool, RejectReason> {
+    fn try_advance(&mut self, purpose: Purpose<'_>) -> Result<bool, RejectReason> {
         loop {
             match &mut self.stage {
                 Stage::Silent => {
@@ -424,11 +493,12 @@ impl Pending {
                         Ok(_) => {}
                         Err(error) => return would_block(error),
                     }
-                    self.stage = match first[0] {
+                    self.stage = match (first[0], purpose) {
                         // The content type of a handshake (RFC 8446, section 5.1).
-                        22 => Stage::Tls(Box::new(Handshake::new(tls)?)),
-                        byte if byte == MAGIC[0] => Stage::Plain,
-                        byte => return Err(RejectReason::Unknown(byte)),
+                        (22, Purpose::Lanes(tls)) => Stage::Tls(Box::new(Handshake::new(tls)?)),
+                        (22, Purpose::Relay(tls)) => Stage::Relay(Box::new(Greeting::new(tls)?)),
+                        (byte, Purpose::Lanes(_)) if byte == MAGIC[0] => Stage::Plain,
+                        (byte, _) => return Err(RejectReason::Unknown(byte)),
                     };
                 }
                 Stage::Plain => {
@@ -462,7 +532,7 @@ impl Pending {
                             continue;
                         }
                     }
-                    if !handshake.read_record(&self.stream)? {
+                    if !handshake.reading.next(&self.stream)? {
                         return Ok(false);
                     }
                     if let Err(error) = handshake.process() {
@@ -471,6 +541,7 @@ impl Pending {
                         return Err(error.into());
                     }
                 }
+                Stage::Relay(greeting) => return greeting.advance(&self.stream),
                 Stage::Lingering => {
                     let mut scrap = [0; 4096];
                     match self.stream.read(&mut scrap) {
@@ -482,6 +553,18 @@ impl Pending {
                     }
                 }
             }
+        }
+    }
+
+    fn arrive_relayed(self) -> RelayArrival {
+        let from = self.from;
+        let Stage::Relay(greeting) = self.stage else {
+            let reason = HandshakeError::PeerClosed.into();
+            return RelayArrival::Rejected { from, reason };
+        };
+        match greeting.finish(self.stream, from) {
+            Ok(relayed) => RelayArrival::Secured(Box::new(relayed)),
+            Err(reason) => RelayArrival::Rejected { from, reason },
         }
     }
 
@@ -535,8 +618,7 @@ impl Handshake {
         Ok(Self {
             connection: ServerConnection::new(Arc::clone(&settings.config))?,
             settings,
-            record: Vec::new(),
-            received: 0,
+            reading: Reading::default(),
             peer: None,
         })
     }
@@ -548,9 +630,52 @@ impl Handshake {
         stream.flush()
     }
 
+    /// Gives the record to rustls.
+    fn process(&mut self) -> Result<(), HandshakeError> {
+        let mut unread = &self.reading.record[..];
+        while !unread.is_empty() {
+            self.connection
+                .read_tls(&mut unread)
+                .map_err(HandshakeError::Io)?;
+            self.connection.process_new_packets()?;
+        }
+        self.reading.record.clear();
+        Ok(())
+    }
+
+    /// Moves up to `wanted` bytes of plaintext to `opening`; whether there
+    /// were any.
+    fn take_plaintext(
+        &mut self,
+        wanted: usize,
+        opening: &mut Vec<u8>,
+    ) -> Result<bool, RejectReason> {
+        let mut part = vec![0; wanted];
+        match self.connection.reader().read(&mut part) {
+            Ok(0) => Err(HandshakeError::PeerClosed.into()),
+            Ok(count) => {
+                opening.extend_from_slice(&part[..count]);
+                Ok(true)
+            }
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(false),
+            Err(error) => Err(error.into()),
+        }
+    }
+}
+
+/// Reads a handshake record by record, so that not a byte behind it is taken.
+#[derive(Default)]
+pub(super) struct Reading {
+    /// The record that is being read, or has been; whoever takes it empties this.
+    pub(super) record: Vec<u8>,
+    /// Bytes of all whole records.
+    pub(super) received: usize,
+}
+
+impl Reading {
     /// Reads on until one whole record is there; `false` when the socket has
     /// no more for now.
-    fn read_record(&mut self, mut stream: &TcpStream) -> Result<bool, RejectReason> {
+    pub(super) fn next(&mut self, mut stream: &TcpStream) -> Result<bool, RejectReason> {
         loop {
             let wanted = match self.record.first_chunk::<HEADER_BYTES>() {
                 None => HEADER_BYTES - self.record.len(),
@@ -582,38 +707,6 @@ impl Handshake {
             }
         }
     }
-
-    /// Gives the record to rustls.
-    fn process(&mut self) -> Result<(), HandshakeError> {
-        let mut unread = &self.record[..];
-        while !unread.is_empty() {
-            self.connection
-                .read_tls(&mut unread)
-                .map_err(HandshakeError::Io)?;
-            self.connection.process_new_packets()?;
-        }
-        self.record.clear();
-        Ok(())
-    }
-
-    /// Moves up to `wanted` bytes of plaintext to `opening`; whether there
-    /// were any.
-    fn take_plaintext(
-        &mut self,
-        wanted: usize,
-        opening: &mut Vec<u8>,
-    ) -> Result<bool, RejectReason> {
-        let mut part = vec![0; wanted];
-        match self.connection.reader().read(&mut part) {
-            Ok(0) => Err(HandshakeError::PeerClosed.into()),
-            Ok(count) => {
-                opening.extend_from_slice(&part[..count]);
-                Ok(true)
-            }
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(false),
-            Err(error) => Err(error.into()),
-        }
-    }
 }
 
 /// How many bytes of the opening are missing, as far as can be told.
@@ -628,7 +721,7 @@ fn wanted(opening: &[u8], prelude: &mut Option<Prelude>) -> Result<usize, Decode
     Ok(PRELUDE_BYTES + body_bytes - opening.len())
 }
 
-fn would_block(error: io::Error) -> Result<bool, RejectReason> {
+pub(super) fn would_block(error: io::Error) -> Result<bool, RejectReason> {
     match error.kind() {
         io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => Ok(false),
         io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => {

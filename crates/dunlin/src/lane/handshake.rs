@@ -11,6 +11,7 @@
 pub(crate) mod fuzz;
 
 mod error;
+pub(crate) mod relay;
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -116,7 +117,8 @@ fn secure<C: Unbuffered>(
     driven?;
     let peer = peer_identity(connection.common(), peers)?;
     let parameters = parameters(connection.common(), provider)?;
-    let secrets = connection.into_secrets()?;
+    // No key is ever renewed: lanes are replaced instead.
+    let (secrets, _) = connection.into_secrets()?;
     let (seal, open) = halves(secrets, provider).map_err(local)?;
     stream.set_read_timeout(None).map_err(HandshakeError::Io)?;
     stream.set_write_timeout(None).map_err(HandshakeError::Io)?;
@@ -137,6 +139,11 @@ pub(super) fn peer_identity(
     if connection.alpn_protocol() != Some(ALPN) {
         return Err(HandshakeError::NotDunlin);
     }
+    authorised(connection, peers)
+}
+
+/// The identity of a peer whose handshake is complete, whatever it is.
+fn authorised(connection: &CommonState, peers: &Peers) -> Result<PeerIdentity, HandshakeError> {
     let leaf: &CertificateDer<'_> = connection
         .peer_certificates()
         .and_then(<[_]>::first)
@@ -323,13 +330,21 @@ fn send_alert<C: Unbuffered>(
     deadline: Instant,
 ) -> Result<(), HandshakeError> {
     let mut outgoing = Vec::new();
+    send_alert_into(connection, &mut outgoing)?;
+    write_all(stream, deadline, &outgoing)
+}
+
+fn send_alert_into<C: Unbuffered>(
+    connection: &mut C,
+    outgoing: &mut Vec<u8>,
+) -> Result<(), HandshakeError> {
     while connection.common().wants_write() {
         match connection.process(&mut []).state {
-            Ok(ConnectionState::EncodeTlsData(mut part)) => encode(&mut part, &mut outgoing)?,
+            Ok(ConnectionState::EncodeTlsData(mut part)) => encode(&mut part, outgoing)?,
             _ => break,
         }
     }
-    write_all(stream, deadline, &outgoing)
+    Ok(())
 }
 
 /// Appends one message to `outgoing`; its length is only known once it did not fit.
@@ -366,7 +381,7 @@ pub(super) fn halves(
     Ok((seal, open))
 }
 
-fn parts(
+pub(super) fn parts(
     secrets: &ConnectionTrafficSecrets,
 ) -> Result<(CipherSuite, &[u8], [u8; 12]), ProviderError> {
     use ConnectionTrafficSecrets as Secrets;
@@ -396,7 +411,27 @@ trait Unbuffered: Sized {
 
     fn common(&self) -> &CommonState;
 
-    fn into_secrets(self) -> Result<ExtractedSecrets, rustls::Error>;
+    /// The traffic keys, and what makes those that follow them.
+    fn into_secrets(self) -> Result<(ExtractedSecrets, Box<dyn Renewal>), rustls::Error>;
+}
+
+/// Makes a connection's next traffic keys (RFC 8446, section 7.2).
+pub(super) trait Renewal: Send {
+    /// Those that this side seals with.
+    fn sending(&mut self) -> Result<ConnectionTrafficSecrets, rustls::Error>;
+
+    /// Those that the peer seals with.
+    fn receiving(&mut self) -> Result<ConnectionTrafficSecrets, rustls::Error>;
+}
+
+impl<D: Send> Renewal for KernelConnection<D> {
+    fn sending(&mut self) -> Result<ConnectionTrafficSecrets, rustls::Error> {
+        self.update_tx_secret().map(|(_, secrets)| secrets)
+    }
+
+    fn receiving(&mut self) -> Result<ConnectionTrafficSecrets, rustls::Error> {
+        self.update_rx_secret().map(|(_, secrets)| secrets)
+    }
 }
 
 impl Unbuffered for UnbufferedClientConnection {
@@ -413,8 +448,8 @@ impl Unbuffered for UnbufferedClientConnection {
         self
     }
 
-    fn into_secrets(self) -> Result<ExtractedSecrets, rustls::Error> {
-        self.dangerous_into_kernel_connection().map(secrets_alone)
+    fn into_secrets(self) -> Result<(ExtractedSecrets, Box<dyn Renewal>), rustls::Error> {
+        self.dangerous_into_kernel_connection().map(renewable)
     }
 }
 
@@ -432,12 +467,13 @@ impl Unbuffered for UnbufferedServerConnection {
         self
     }
 
-    fn into_secrets(self) -> Result<ExtractedSecrets, rustls::Error> {
-        self.dangerous_into_kernel_connection().map(secrets_alone)
+    fn into_secrets(self) -> Result<(ExtractedSecrets, Box<dyn Renewal>), rustls::Error> {
+        self.dangerous_into_kernel_connection().map(renewable)
     }
 }
 
-/// Drops what rustls would need for a key update: lanes are replaced instead.
-fn secrets_alone<D>((secrets, _): (ExtractedSecrets, KernelConnection<D>)) -> ExtractedSecrets {
-    secrets
+fn renewable<D: Send + 'static>(
+    (secrets, next): (ExtractedSecrets, KernelConnection<D>),
+) -> (ExtractedSecrets, Box<dyn Renewal>) {
+    (secrets, Box::new(next))
 }

@@ -35,6 +35,7 @@ pub use self::layout::{
 };
 use super::names::PeerName;
 use super::peers::{AuthorisedBy, PeerIdentity, Peers, Pin};
+use super::policy::OldestTls;
 pub use super::policy::{ClientTls, ServerTls};
 use super::provider::{Crypto, handshake_algorithms, load_key};
 use super::trust::{Authorities, Unissued};
@@ -246,6 +247,29 @@ impl Identity {
     pub fn server(&self, crypto: &Crypto, peers: Peers) -> Result<ServerTls, SettingsError> {
         self.check_purpose(Role::Destination)?;
         policy::server(self, crypto, peers)
+    }
+
+    /// Settings for a relay that connects to `peers` at `host`, which need not be Dunlin.
+    pub(crate) fn relay_client(
+        &self,
+        crypto: &Crypto,
+        peers: Peers,
+        oldest: OldestTls,
+        host: &str,
+    ) -> Result<ClientTls, SettingsError> {
+        self.check_purpose(Role::Source)?;
+        policy::relay_client(self, crypto, peers, oldest, host)
+    }
+
+    /// Settings for a relay that lets in `peers`, which need not be Dunlin.
+    pub(crate) fn relay_server(
+        &self,
+        crypto: &Crypto,
+        peers: Peers,
+        oldest: OldestTls,
+    ) -> Result<ServerTls, SettingsError> {
+        self.check_purpose(Role::Destination)?;
+        policy::relay_server(self, crypto, peers, oldest)
     }
 
     fn leaf(&self) -> Result<X509Certificate<'_>, IdentityError> {

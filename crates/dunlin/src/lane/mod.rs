@@ -26,4 +26,6 @@ pub(crate) mod proof;
 pub mod provider;
 pub(crate) mod reach;
 pub mod record;
+mod record12;
+pub(crate) mod relayed;
 mod trust;

@@ -9,6 +9,10 @@
 //! | protocol | [`ALPN`], demanded of both sides: what speaks TLS and is not Dunlin is told apart |
 //! | resumption, tickets, early data | none, so that every lane is authenticated in full |
 //!
+//! A relay's peer is some other program. For it, and for nothing else, there is more: no protocol
+//! is named, key exchange with P-256 and P-384 is taken too, and TLS 1.2 where the route says so
+//! ([`OldestTls`]). Certificates are those of the table, demanded of both sides and checked alike.
+//!
 //! A source's settings stay what they were made as, for all lanes of a session. A destination
 //! takes sessions as they come: [`ServerTls::replace`] gives it other settings, which hold for
 //! every handshake that begins later, save those of a session under way. Its lanes must bear the
@@ -31,7 +35,47 @@ use super::trust::Trust;
 /// The protocol's name in both hellos (RFC 7301). Its versions are negotiated above TLS.
 pub const ALPN: &[u8] = b"dunlin";
 
-const VERSIONS: [&SupportedProtocolVersion; 1] = [&version::TLS13];
+const VERSIONS: &[&SupportedProtocolVersion] = &[&version::TLS13];
+const OLDER_VERSIONS: &[&SupportedProtocolVersion] = &[&version::TLS13, &version::TLS12];
+
+/// The oldest TLS that a relay speaks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum OldestTls {
+    /// TLS 1.2 (RFC 5246), with the suites of RFC 5289 and RFC 7905: ephemeral key exchange and
+    /// authenticated encryption.
+    V1_2,
+    /// TLS 1.3 alone.
+    #[default]
+    V1_3,
+}
+
+/// What differs between a lane's TLS and a relay's.
+struct Terms {
+    rustls: Arc<CryptoProvider>,
+    versions: &'static [&'static SupportedProtocolVersion],
+    protocols: Vec<Vec<u8>>,
+}
+
+impl Terms {
+    fn of_lane(crypto: &Crypto) -> Result<Self, SettingsError> {
+        Ok(Self {
+            rustls: crypto.rustls()?,
+            versions: VERSIONS,
+            protocols: vec![ALPN.to_vec()],
+        })
+    }
+
+    fn of_relay(crypto: &Crypto, oldest: OldestTls) -> Result<Self, SettingsError> {
+        Ok(Self {
+            rustls: crypto.rustls_for_relay(oldest)?,
+            versions: match oldest {
+                OldestTls::V1_2 => OLDER_VERSIONS,
+                OldestTls::V1_3 => VERSIONS,
+            },
+            protocols: Vec::new(),
+        })
+    }
+}
 
 /// The TLS settings of the side that connects.
 #[derive(Clone, Debug)]
@@ -63,19 +107,43 @@ pub(super) fn client(
     crypto: &Crypto,
     peers: Peers,
 ) -> Result<ClientTls, SettingsError> {
-    let rustls = crypto.rustls()?;
-    let trust = trust(identity, &rustls, &peers)?;
-    let mut config = ClientConfig::builder_with_provider(rustls)
-        .with_protocol_versions(&VERSIONS)
+    let server_name = peers.server_name();
+    let terms = Terms::of_lane(crypto)?;
+    connecting(identity, crypto, peers, terms, server_name)
+}
+
+/// The same for a relay to `host`, which is named to the peer if no name in `peers` can be.
+pub(super) fn relay_client(
+    identity: &Identity,
+    crypto: &Crypto,
+    peers: Peers,
+    oldest: OldestTls,
+    host: &str,
+) -> Result<ClientTls, SettingsError> {
+    let named = || ServerName::try_from(host.to_owned()).ok();
+    let server_name = peers.server_name().or_else(named);
+    let terms = Terms::of_relay(crypto, oldest)?;
+    connecting(identity, crypto, peers, terms, server_name)
+}
+
+fn connecting(
+    identity: &Identity,
+    crypto: &Crypto,
+    peers: Peers,
+    terms: Terms,
+    server_name: Option<ServerName<'static>>,
+) -> Result<ClientTls, SettingsError> {
+    let trust = trust(identity, &terms.rustls, &peers)?;
+    let mut config = ClientConfig::builder_with_provider(terms.rustls)
+        .with_protocol_versions(terms.versions)
         .map_err(refused)?
         .dangerous()
         .with_custom_certificate_verifier(trust)
         .with_client_auth_cert(identity.chain.clone(), identity.key.clone_key())
         .map_err(refused)?;
-    config.alpn_protocols = vec![ALPN.to_vec()];
+    config.alpn_protocols = terms.protocols;
     config.enable_secret_extraction = true;
     config.resumption = Resumption::disabled();
-    let server_name = peers.server_name();
     config.enable_sni = server_name.is_some();
     // rustls wants a name even where none is sent; our verifier never looks at it.
     let server_name = server_name.unwrap_or(ServerName::IpAddress(
@@ -94,16 +162,34 @@ pub(super) fn server(
     crypto: &Crypto,
     peers: Peers,
 ) -> Result<ServerTls, SettingsError> {
-    let rustls = crypto.rustls()?;
-    let trust = trust(identity, &rustls, &peers)?;
-    let own = CertifiedKey::from_der(identity.chain.clone(), identity.key.clone_key(), &rustls)
-        .map_err(refused)?;
-    let mut config = ServerConfig::builder_with_provider(rustls)
-        .with_protocol_versions(&VERSIONS)
+    accepting(identity, crypto, peers, Terms::of_lane(crypto)?)
+}
+
+/// The same for a relay.
+pub(super) fn relay_server(
+    identity: &Identity,
+    crypto: &Crypto,
+    peers: Peers,
+    oldest: OldestTls,
+) -> Result<ServerTls, SettingsError> {
+    accepting(identity, crypto, peers, Terms::of_relay(crypto, oldest)?)
+}
+
+fn accepting(
+    identity: &Identity,
+    crypto: &Crypto,
+    peers: Peers,
+    terms: Terms,
+) -> Result<ServerTls, SettingsError> {
+    let trust = trust(identity, &terms.rustls, &peers)?;
+    let (chain, key) = (identity.chain.clone(), identity.key.clone_key());
+    let own = CertifiedKey::from_der(chain, key, &terms.rustls).map_err(refused)?;
+    let mut config = ServerConfig::builder_with_provider(terms.rustls)
+        .with_protocol_versions(terms.versions)
         .map_err(refused)?
         .with_client_cert_verifier(trust)
         .with_cert_resolver(Arc::new(SingleCertAndKey::from(own)));
-    config.alpn_protocols = vec![ALPN.to_vec()];
+    config.alpn_protocols = terms.protocols;
     config.enable_secret_extraction = true;
     // A ticket after the handshake would meet a lane that reads data only.
     config.send_tls13_tickets = 0;

@@ -5,6 +5,8 @@
 //! and says what it found. The handshake takes its key exchange and signatures from aws-lc-rs
 //! where that is built in, since ring has no X25519MLKEM768; that choice costs no speed.
 
+mod older;
+
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -327,10 +329,10 @@ impl AeadKey {
     /// Encrypts `inner` in place and returns the tag over it and `header`; `None` when the
     /// library fails.
     #[inline]
-    pub(super) fn seal(
+    pub(super) fn seal<const N: usize>(
         &self,
         nonce: [u8; 12],
-        header: [u8; 5],
+        header: [u8; N],
         inner: &mut [u8],
     ) -> Option<[u8; 16]> {
         match self {
@@ -344,10 +346,10 @@ impl AeadKey {
     /// Checks the tag at the end of `body` and decrypts what stands before it in place; `None`
     /// when the tag does not fit.
     #[inline]
-    pub(super) fn open<'a>(
+    pub(super) fn open<'a, const N: usize>(
         &self,
         nonce: [u8; 12],
-        header: [u8; 5],
+        header: [u8; N],
         body: &'a mut [u8],
     ) -> Option<&'a [u8]> {
         match self {

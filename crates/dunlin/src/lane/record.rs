@@ -41,17 +41,17 @@ pub const CLOSE_NOTIFY_BYTES: usize = 2 + OVERHEAD_BYTES;
 /// on the suite.
 pub const RECORD_LIMIT: u64 = 1 << 24;
 
-const TAG_BYTES: usize = 16;
-const APPLICATION_DATA: u8 = 23;
-const HANDSHAKE: u8 = 22;
-const ALERT: u8 = 21;
+pub(super) const TAG_BYTES: usize = 16;
+pub(super) const APPLICATION_DATA: u8 = 23;
+pub(super) const HANDSHAKE: u8 = 22;
+pub(super) const ALERT: u8 = 21;
 /// The version that every protected record states (RFC 8446, section 5.2).
-const LEGACY_VERSION: [u8; 2] = [3, 3];
+pub(super) const LEGACY_VERSION: [u8; 2] = [3, 3];
 /// Records without content cost the peer 22 bytes and us an AEAD call: a run of them is an attack
 /// or a fault, never traffic.
-const EMPTY_RUN_LIMIT: u32 = 32;
+pub(super) const EMPTY_RUN_LIMIT: u32 = 32;
 /// Alerts may follow the last data record: closing must be possible on a lane that is full.
-const ALERT_ROOM: u64 = 16;
+pub(super) const ALERT_ROOM: u64 = 16;
 
 /// Why a record could not be sealed. The fault is local; the lane must be given up, or, for
 /// [`SealError::Limit`], replaced.
@@ -204,6 +204,25 @@ pub enum Opened {
     Closed,
 }
 
+/// What a record of a peer that need not be Dunlin held.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Content {
+    /// What a lane's record may hold.
+    Usual(Opened),
+    /// So many bytes of handshake messages, in place behind the record's header. A lane ends with
+    /// one, for the reason given.
+    Late(usize, LateMessage),
+}
+
+impl Content {
+    fn of_lane(self) -> Result<Opened, OpenError> {
+        match self {
+            Self::Usual(opened) => Ok(opened),
+            Self::Late(_, message) => Err(OpenError::Handshake { message }),
+        }
+    }
+}
+
 /// Where an opened record's content is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Landed {
@@ -335,6 +354,18 @@ impl SealHalf {
         Ok(record)
     }
 
+    /// Seals one record of handshake messages, laid out as for [`SealHalf::seal`], also on a lane
+    /// that is full.
+    ///
+    /// # Errors
+    /// [`SealError`], as for [`SealHalf::close_notify`].
+    pub(super) fn seal_late(&mut self, record: &mut [u8]) -> Result<(), SealError> {
+        if self.sequence >= RECORD_LIMIT + ALERT_ROOM {
+            return Err(SealError::Limit);
+        }
+        self.seal_as(HANDSHAKE, record)
+    }
+
     fn seal_as(&mut self, content_type: u8, record: &mut [u8]) -> Result<(), SealError> {
         let bytes = record.len();
         if !(OVERHEAD_BYTES..=RECORD_BYTES).contains(&bytes) {
@@ -419,8 +450,21 @@ impl OpenHalf {
         if self.spent {
             return Err(OpenError::Spent);
         }
-        let opened = self.open_next(record);
+        let opened = self.open_next(record).and_then(Content::of_lane);
         self.spent = !matches!(opened, Ok(Opened::Data(_)));
+        opened
+    }
+
+    /// The same for a peer that may say something after the handshake.
+    ///
+    /// # Errors
+    /// [`OpenError`], as for [`OpenHalf::open`].
+    pub(super) fn open_any(&mut self, record: &mut [u8]) -> Result<Content, OpenError> {
+        if self.spent {
+            return Err(OpenError::Spent);
+        }
+        let opened = self.open_next(record);
+        self.spent = matches!(opened, Err(_) | Ok(Content::Usual(Opened::Closed)));
         opened
     }
 
@@ -462,7 +506,8 @@ impl OpenHalf {
     ) -> Result<Landed, OpenError> {
         let (header, body) = self.checked(record)?;
         let Some(guest) = &mut self.guest else {
-            return self.open_next(record).map(Landed::InRecord);
+            let opened = self.open_next(record).and_then(Content::of_lane);
+            return opened.map(Landed::InRecord);
         };
         let last = guest
             .open(&nonce(&self.iv, self.sequence), &header, body, pages)
@@ -484,7 +529,8 @@ impl OpenHalf {
         if let Some(end) = inner.last_mut() {
             *end = last;
         }
-        self.judge(inner).map(Landed::InRecord)
+        let opened = self.judge(inner).and_then(Content::of_lane);
+        opened.map(Landed::InRecord)
     }
 
     /// The header and the body of a record whose length is right and may be opened.
@@ -505,7 +551,7 @@ impl OpenHalf {
         Ok((*header, body))
     }
 
-    fn open_next(&mut self, record: &mut [u8]) -> Result<Opened, OpenError> {
+    fn open_next(&mut self, record: &mut [u8]) -> Result<Content, OpenError> {
         let (header, body) = self.checked(record)?;
         let inner_bytes = self
             .key
@@ -517,7 +563,7 @@ impl OpenHalf {
     }
 
     /// What an opened record says, its content type included.
-    fn judge(&mut self, inner: &[u8]) -> Result<Opened, OpenError> {
+    fn judge(&mut self, inner: &[u8]) -> Result<Content, OpenError> {
         if inner.len() > CONTENT_BYTES + 1 {
             return Err(OpenError::Length { bytes: inner.len() });
         }
@@ -538,23 +584,24 @@ impl OpenHalf {
                 if self.empty_run > EMPTY_RUN_LIMIT {
                     return Err(OpenError::EmptyRun);
                 }
-                Ok(Opened::Data(content.len()))
+                Ok(Content::Usual(Opened::Data(content.len())))
             }
             ALERT => match *content {
                 // The level says nothing in TLS 1.3 (section 6).
-                [_, 0] => Ok(Opened::Closed),
+                [_, 0] => Ok(Content::Usual(Opened::Closed)),
                 [_, alert] => Err(OpenError::Alert {
                     alert: Alert(alert),
                 }),
                 _ => Err(OpenError::MalformedAlert),
             },
-            HANDSHAKE => Err(OpenError::Handshake {
-                message: match content.first() {
+            HANDSHAKE => {
+                let message = match content.first() {
                     Some(4) => LateMessage::NewSessionTicket,
                     Some(24) => LateMessage::KeyUpdate,
                     other => LateMessage::Other(other.copied().unwrap_or(0)),
-                },
-            }),
+                };
+                Ok(Content::Late(content.len(), message))
+            }
             content_type => Err(OpenError::ContentType { content_type }),
         }
     }
@@ -591,7 +638,7 @@ fn stated_header(body_bytes: usize) -> [u8; HEADER_BYTES] {
 }
 
 /// The nonce of record `sequence` (RFC 8446, section 5.3).
-fn nonce(iv: &[u8; 12], sequence: u64) -> [u8; 12] {
+pub(super) fn nonce(iv: &[u8; 12], sequence: u64) -> [u8; 12] {
     let mut nonce = *iv;
     for (byte, of_sequence) in nonce[4..].iter_mut().zip(sequence.to_be_bytes()) {
         *byte ^= of_sequence;

@@ -23,6 +23,7 @@
 //!   decisions. `talk`: the control lane. `send` and `receive`: the lanes.
 //! - `piece` and `socket`: the bytes, and where they come from and go; `meter`: how
 //!   many.
+//! - `relay`: channels that are not striped, but carried on a TLS connection each, by any program.
 //!
 //! Threads of an association: one that talks, one that hears, one that waits for
 //! consumers, and one for each lane and direction.
@@ -39,6 +40,7 @@ mod options;
 mod parameter;
 mod piece;
 mod receive;
+mod relay;
 mod send;
 mod site;
 mod socket;
@@ -67,9 +69,10 @@ pub use failure::Failure;
 pub use listener::Sockets;
 pub use meter::Traffic;
 pub use options::{
-    BadRoute, DEFAULT_LANES, Entrance, Exit, Limits, Listen, MAX_WINDOW_BYTES, Routes, Target,
-    WINDOW_BYTES,
+    BadRoute, DEFAULT_LANES, Entrance, Exit, Limits, Listen, MAX_WINDOW_BYTES, Mode, Routes,
+    Target, WINDOW_BYTES,
 };
+pub use relay::RelayExit;
 
 pub use parameter::{BadParameter, BadPlace, Parameter};
 
@@ -100,7 +103,9 @@ impl Identities {
 
     /// Lets in whoever any route knows; which route is whose is seen later.
     fn server(&self, routes: &Routes) -> Result<ServerTls, SettingsError> {
-        let entrances = routes.entrances.iter().map(|one| &one.peers);
+        let is_stripe = |one: &&Entrance| one.mode == Mode::Stripe;
+        let entrances = routes.entrances.iter().filter(is_stripe);
+        let entrances = entrances.map(|one| &one.peers);
         let exits = routes.exits.iter().map(|one| &one.allow);
         let named = entrances.chain(exits).flat_map(|peers| match peers {
             Peers::OneOf(peers) => &peers[..],
@@ -228,7 +233,7 @@ impl Tunnel {
         let address = listener.local_addr()?;
         let tls = identities.server(routes)?;
         let (events, heard) = sync_channel(EVENTS);
-        let site = Site::new(limits, address.port(), identities, routes, events)?;
+        let site = Site::new(limits, address.port(), identities.clone(), routes, events)?;
         let site = Arc::new(site);
         let (stop, stopped) = waker()?;
         let mut threads = Vec::new();
@@ -250,7 +255,7 @@ impl Tunnel {
             stop,
             threads,
         };
-        tunnel.open_doors(routes)?;
+        tunnel.listen(&identities, routes)?;
         Ok(tunnel)
     }
 
@@ -266,6 +271,11 @@ impl Tunnel {
         self.lock_doors().iter().map(of).collect()
     }
 
+    /// Where its relays take TLS clients, by their routes' names.
+    pub fn relay_ports(&self) -> Vec<(String, SocketAddr)> {
+        self.site.relays.ports()
+    }
+
     /// Uses other routes and identities for all that comes from now on; channels
     /// that are open stay as they are.
     ///
@@ -273,7 +283,7 @@ impl Tunnel {
     /// [`TunnelError`]; everything is as before then.
     pub fn replace(&self, identities: Identities, routes: &Routes) -> Result<(), TunnelError> {
         let tls = identities.server(routes)?;
-        self.open_doors(routes)?;
+        self.listen(&identities, routes)?;
         self.tls.replace(&tls);
         self.site.replace(identities, routes);
         for errand in self.errands() {
@@ -363,7 +373,7 @@ impl Tunnel {
 
     /// Opens what is new and closes what is no more. A place that stays is
     /// listened at all the time, whoever's it becomes.
-    fn open_doors(&self, routes: &Routes) -> Result<(), TunnelError> {
+    fn listen(&self, identities: &Identities, routes: &Routes) -> Result<(), TunnelError> {
         let mut doors = self.lock_doors();
         let mut fresh = Vec::new();
         let mut stay = Vec::new();
@@ -382,6 +392,9 @@ impl Tunnel {
             };
             stay.push((at, entrance));
         }
+        let relays = &self.site.relays;
+        let ports = relays.open_ports(&self.site, identities, routes)?;
+        relays.use_ports(ports);
         for (at, entrance) in &stay {
             doors[*at].lead(entrance);
         }
@@ -397,6 +410,7 @@ impl Tunnel {
     /// Nothing listens any more.
     fn close_all(&self) {
         self.lock_doors().clear();
+        self.site.relays.close_ports();
         for errand in self.lock_errands().iter() {
             errand.close();
         }
@@ -423,6 +437,7 @@ impl Drop for Tunnel {
         for hub in self.site.all() {
             hub.end(FaultCode::Ended);
         }
+        self.site.relays.end();
         self.site.join();
     }
 }

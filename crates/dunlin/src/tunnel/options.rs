@@ -14,7 +14,9 @@ use dunlin_proto::stripe::Patience;
 use thiserror::Error;
 
 use super::parameter::{BadPlace, place};
+use super::relay::RelayExit;
 use crate::lane::peers::Peers;
+use crate::lane::policy::OldestTls;
 use crate::lane::record::RECORD_LIMIT;
 
 /// Where a route takes connections.
@@ -45,6 +47,17 @@ pub enum Target {
     Exec(Vec<String>),
 }
 
+/// How a route's connections are carried.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Mode {
+    /// Striped over the lanes to a peer that is a tunnel too.
+    #[default]
+    Stripe,
+    /// Each on a TLS connection of its own, to a peer that may be any TLS server; with the oldest
+    /// TLS that it may speak. Lanes and window say nothing then.
+    Relay(OldestTls),
+}
+
 /// One end of a route, where connections come in.
 #[derive(Clone, Debug)]
 pub struct Entrance {
@@ -61,6 +74,8 @@ pub struct Entrance {
     pub lanes: u16,
     /// Bytes of a channel that may wait on this side.
     pub window_bytes: u64,
+    /// How they are carried.
+    pub mode: Mode,
 }
 
 /// The other end of a route, where connections are made.
@@ -81,6 +96,7 @@ pub struct Exit {
 pub struct Routes {
     pub(super) entrances: Vec<Entrance>,
     pub(super) exits: Vec<Exit>,
+    pub(super) relays: Vec<RelayExit>,
 }
 
 /// Why routes cannot be used. The configuration is at fault.
@@ -188,18 +204,29 @@ impl Routes {
             if !names.insert(&exit.route) {
                 return Err(BadRoute::Twice { name: name() });
             }
-            if matches!(&exit.target, Target::Exec(words) if words.is_empty()) {
-                return Err(BadRoute::Exec { name: name() });
-            }
-            if let Err(why) = exit.target.parameter() {
-                return Err(BadRoute::Place { name: name(), why });
-            }
+            check_target(&exit.route, &exit.target)?;
         }
-        Ok(Self { entrances, exits })
+        Ok(Self {
+            entrances,
+            exits,
+            relays: Vec::new(),
+        })
     }
 }
 
-fn check(name: &str, peers: &Peers, window_bytes: u64) -> Result<(), BadRoute> {
+pub(super) fn check_target(name: &str, target: &Target) -> Result<(), BadRoute> {
+    if matches!(target, Target::Exec(words) if words.is_empty()) {
+        let name = name.to_owned();
+        return Err(BadRoute::Exec { name });
+    }
+    if let Err(why) = target.parameter() {
+        let name = name.to_owned();
+        return Err(BadRoute::Place { name, why });
+    }
+    Ok(())
+}
+
+pub(super) fn check(name: &str, peers: &Peers, window_bytes: u64) -> Result<(), BadRoute> {
     if name.is_empty() || name.len() > MAX_NAME_BYTES {
         let name = name.to_owned();
         return Err(BadRoute::Name { name });
@@ -341,6 +368,7 @@ mod tests {
             peers: peers(),
             lanes: 4,
             window_bytes: WINDOW_BYTES,
+            mode: Mode::Stripe,
         }
     }
 

@@ -122,6 +122,9 @@ pub enum BadPlace {
          program's arguments may have a parameter"
     )]
     Chooses,
+    /// Its peers are any programs.
+    #[error("a relay's peers say no parameter: its target has no place for one")]
+    Relay,
 }
 
 /// The name of the parameter that a target has a place for, if it has one.

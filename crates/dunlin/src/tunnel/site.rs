@@ -17,7 +17,8 @@ use super::event::Event;
 use super::failure::Failure;
 use super::hub::{Hub, Terms};
 use super::meter::Meter;
-use super::options::{Entrance, Exit, Limits, Routes};
+use super::options::{Entrance, Exit, Limits, Mode, Routes};
+use super::relay::Relays;
 use super::socket::Socket;
 use super::{Identities, RouteStatus, Status};
 use crate::lane::control::ControlStream;
@@ -48,6 +49,7 @@ pub(super) struct Site {
     associations: Mutex<BTreeMap<SessionId, Arc<Hub>>>,
     peerings: Mutex<Vec<Peering>>,
     draining: AtomicBool,
+    pub(super) relays: Relays,
     events: SyncSender<Event>,
     untold: AtomicUsize,
     threads: Mutex<Vec<JoinHandle<()>>>,
@@ -87,6 +89,7 @@ impl Site {
             associations: Mutex::default(),
             peerings: Mutex::default(),
             draining: AtomicBool::new(false),
+            relays: Relays::default(),
             events,
             untold: AtomicUsize::new(0),
             threads: Mutex::default(),
@@ -175,6 +178,10 @@ impl Site {
             let text = "our identity cannot be used to connect";
             Failure::new(FaultCode::Unauthorised, text).because(&error)
         })
+    }
+
+    pub(super) fn with_identities<R>(&self, use_them: impl FnOnce(&Identities) -> R) -> R {
+        use_them(&lock(&self.identities))
     }
 
     pub(super) fn fill_random(&self, bytes: &mut [u8]) -> Result<(), Failure> {
@@ -296,6 +303,9 @@ impl Site {
         parameter: String,
         socket: Socket,
     ) {
+        if let Mode::Relay(_) = entrance.mode {
+            return Relays::carry(self, entrance, listener, &parameter, socket);
+        }
         let socket = Arc::new(socket);
         let opening = Opening {
             listener,
@@ -442,7 +452,7 @@ impl Site {
         let waiting: usize = lock(&self.peerings).iter().map(waiting).sum();
         let all = self.all();
         let carried = all.iter().map(|hub| hub.lock().association.channels());
-        waiting + carried.sum::<usize>()
+        waiting + carried.sum::<usize>() + self.relays.channels()
     }
 
     pub(super) fn all(&self) -> Vec<Arc<Hub>> {
@@ -450,7 +460,9 @@ impl Site {
     }
 
     pub(super) fn status(&self) -> Vec<Status> {
-        self.all().iter().map(|hub| hub.status()).collect()
+        let mut all: Vec<_> = self.all().iter().map(|hub| hub.status()).collect();
+        all.extend(self.relays.status());
+        all
     }
 
     /// Waits for all threads; they have been told to end.

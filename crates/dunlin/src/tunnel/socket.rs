@@ -1,6 +1,6 @@
 //! A channel's connection to a hypervisor, on either side.
 
-use std::io::{self, Read, Write};
+use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
@@ -15,7 +15,7 @@ use super::meter::Count;
 /// the kernel's own. The kernel cuts it to its limit, and says nothing.
 const SEND_BUFFER_BYTES: u32 = 512 * 1024;
 
-/// A connection in non-blocking mode.
+/// A connection in non-blocking mode, unless it is told to block.
 #[derive(Debug)]
 pub(super) struct Socket {
     stream: Stream,
@@ -100,6 +100,71 @@ impl Socket {
                 }
                 other => return other,
             }
+        }
+    }
+
+    /// Reads into several places, in their order.
+    pub(super) fn read_vectored(&self, slices: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+        loop {
+            let read = match &self.stream {
+                Stream::Unix(stream) => (&*stream).read_vectored(slices),
+                Stream::Tcp(stream) => (&*stream).read_vectored(slices),
+            };
+            match read {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Ok(bytes) => {
+                    if let Some(count) = &self.count {
+                        count.read(bytes);
+                    }
+                    return Ok(bytes);
+                }
+                other => return other,
+            }
+        }
+    }
+
+    /// Writes from several places, in their order.
+    pub(super) fn write_vectored(&self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
+        loop {
+            let written = match &self.stream {
+                Stream::Unix(stream) => (&*stream).write_vectored(slices),
+                Stream::Tcp(stream) => (&*stream).write_vectored(slices),
+            };
+            match written {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Ok(bytes) => {
+                    if let Some(count) = &self.count {
+                        count.wrote(bytes);
+                    }
+                    return Ok(bytes);
+                }
+                other => return other,
+            }
+        }
+    }
+
+    /// Lets it block, for whoever has a thread for each direction.
+    pub(super) fn block(&self, read: Duration, write: Duration) -> io::Result<()> {
+        match &self.stream {
+            Stream::Unix(stream) => {
+                stream.set_nonblocking(false)?;
+                stream.set_read_timeout(Some(read))?;
+                stream.set_write_timeout(Some(write))
+            }
+            Stream::Tcp(stream) => {
+                stream.set_nonblocking(false)?;
+                stream.set_read_timeout(Some(read))?;
+                stream.set_write_timeout(Some(write))
+            }
+        }
+    }
+
+    /// Wakes who reads, behind [`Socket::abort`], and says nothing to the
+    /// hypervisor, where an end would be a lie.
+    pub(super) fn stop_reading(&self) {
+        if let Stream::Tcp(stream) = &self.stream {
+            // Fails only where it has gone.
+            let _ = stream.shutdown(Shutdown::Read);
         }
     }
 

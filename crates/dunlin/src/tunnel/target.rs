@@ -20,6 +20,7 @@ use super::hub::{Channel, Hub};
 use super::meter::Count;
 use super::options::Target;
 use super::parameter;
+use super::site::Site;
 use super::socket::Socket;
 use crate::lane::reach::first_of;
 
@@ -64,7 +65,7 @@ fn reach(hub: &Hub, route: &str, parameter: &str) -> Result<(Socket, u64), Failu
         })?;
     let target = parameter::fill(route, &exit.target, parameter)?;
     let deadline = Instant::now() + hub.site.limits.connect;
-    let socket = open(hub, &target, deadline).map_err(|error| {
+    let socket = open(&hub.site, &hub.programs, &target, deadline).map_err(|error| {
         let text = format!("route {route:?}: {target} cannot be reached");
         Failure::new(FaultCode::TargetUnreachable, text).because(&error)
     })?;
@@ -72,11 +73,21 @@ fn reach(hub: &Hub, route: &str, parameter: &str) -> Result<(Socket, u64), Failu
     Ok((socket.counted(count), exit.window_bytes))
 }
 
-fn open(hub: &Hub, target: &Target, deadline: Instant) -> io::Result<Socket> {
+/// Connects to a target; `programs` counts those that the same peers have had
+/// started and that have not ended.
+///
+/// # Errors
+/// It cannot be reached before `deadline`.
+pub(super) fn open(
+    site: &Arc<Site>,
+    programs: &Arc<AtomicUsize>,
+    target: &Target,
+    deadline: Instant,
+) -> io::Result<Socket> {
     match target {
         Target::Unix(path) => Socket::unix(connect_unix(path, deadline)?),
         Target::Tcp(to) => Socket::tcp(first_of(to, |address| connect_tcp(address, deadline))?),
-        Target::Exec(words) => execute(hub, words),
+        Target::Exec(words) => execute(site, programs, words),
     }
 }
 
@@ -85,9 +96,9 @@ fn open(hub: &Hub, target: &Target, deadline: Instant) -> io::Result<Socket> {
 struct Programs(Arc<AtomicUsize>);
 
 impl Programs {
-    fn one_more(hub: &Hub) -> io::Result<Self> {
-        let most = hub.site.limits.channels;
-        let one = Self(Arc::clone(&hub.programs));
+    fn one_more(site: &Site, programs: &Arc<AtomicUsize>) -> io::Result<Self> {
+        let most = site.limits.channels;
+        let one = Self(Arc::clone(programs));
         if one.0.fetch_add(1, Ordering::SeqCst) >= most {
             let text = format!("{most} programs of this peer have not ended");
             return Err(io::Error::new(io::ErrorKind::QuotaExceeded, text));
@@ -103,17 +114,17 @@ impl Drop for Programs {
 }
 
 /// Starts a program whose standard input and output are one end of a pair.
-fn execute(hub: &Hub, words: &[String]) -> io::Result<Socket> {
+fn execute(site: &Arc<Site>, programs: &Arc<AtomicUsize>, words: &[String]) -> io::Result<Socket> {
     let (program, arguments) = words
         .split_first()
         .ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?;
     let (near, far) = UnixStream::pair()?;
     let near = Socket::unix(near)?;
     let input = OwnedFd::from(far.try_clone()?);
-    let running = Programs::one_more(hub)?;
+    let running = Programs::one_more(site, programs)?;
     // The thread first: a program for which nobody waits stays as a zombie.
     let (started, child) = channel::<Child>();
-    let (site, name) = (Arc::clone(&hub.site), program.clone());
+    let (site, name) = (Arc::clone(site), program.clone());
     thread::Builder::new()
         .name("dunlin-exec".to_owned())
         .spawn(move || {

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use dunlin::lane::identity::Identity;
 use dunlin::lane::provider::Crypto;
 use dunlin::tunnel::{
-    Entrance, Event, Exit, Identities, Limits, Listen, Routes, Target, Tunnel, WINDOW_BYTES,
+    Entrance, Event, Exit, Identities, Limits, Listen, Mode, Routes, Target, Tunnel, WINDOW_BYTES,
 };
 
 use super::lane_support::{Authority, Scratch, names};
@@ -148,6 +148,7 @@ impl Pair {
                 peers: names(&[FAR]),
                 lanes: setup.lanes,
                 window_bytes: setup.window_bytes,
+                mode: Mode::Stripe,
             }],
             Vec::new(),
         )

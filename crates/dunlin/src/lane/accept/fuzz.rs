@@ -11,7 +11,7 @@ use rustls::server::{ClientHello, ResolvesServerCert};
 use rustls::sign::CertifiedKey;
 
 use super::{
-    Arrival, LaneSocket, OPENING_DEADLINE, Opening, PRELUDE_BYTES, Pending, Prelude,
+    Arrival, LaneSocket, OPENING_DEADLINE, Opening, PRELUDE_BYTES, Pending, Prelude, Purpose,
     RECEIVED_RECORD_BYTES, ServerTls, Stage, Step,
 };
 use crate::lane::peers::Peers;
@@ -43,10 +43,17 @@ static TLS: LazyLock<ServerTls> = LazyLock::new(|| {
     })
 });
 
+/// Any first bytes to a port for lanes, and to one for relays.
+pub fn fuzz_connection(bytes: &[u8]) {
+    for purpose in [Purpose::Lanes(&TLS), Purpose::Relay(&TLS)] {
+        greet(bytes, purpose);
+    }
+}
+
 /// Any first bytes, in two pieces, and then nothing more: the connection comes
 /// to an end by itself, keeps no more than its bound, and nobody arrives but a
 /// plain lane whose opening is what was sent.
-pub fn fuzz_connection(bytes: &[u8]) {
+fn greet(bytes: &[u8], purpose: Purpose<'_>) {
     let (mut near, far) = crate::fuzz::pair();
     far.set_nonblocking(true).expect("the connection stands");
     let mut pending = Pending {
@@ -65,17 +72,17 @@ pub fn fuzz_connection(bytes: &[u8]) {
         // It may have been refused and closed by now.
         let _ = near.write_vectored(&[IoSlice::new(part)]);
         if matches!(step, Step::Wait) {
-            step = pending.advance(&TLS);
+            step = pending.advance(purpose);
         }
     }
     if matches!(step, Step::Wait) {
         near.shutdown(Shutdown::Write)
             .expect("the connection stands");
-        step = pending.advance(&TLS);
+        step = pending.advance(purpose);
     }
     assert!(pending.opening.len() <= PRELUDE_BYTES + MAX_OPENING_BODY_BYTES);
     if let Stage::Tls(handshake) = &pending.stage {
-        assert!(handshake.record.len() <= RECEIVED_RECORD_BYTES);
+        assert!(handshake.reading.record.len() <= RECEIVED_RECORD_BYTES);
     }
     match step {
         Step::Wait => panic!("nothing more comes, and it waits"),

@@ -1,0 +1,447 @@
+//! Relays of `dunlin tunnel` with other programs' TLS at the other end: a real stunnel, and
+//! OpenSSL's own client and server.
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use std::fs;
+use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use support::{Hosts, words};
+
+/// Nothing that a test waits for takes longer.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// A program that is killed with its owner, and what it says.
+struct Process {
+    child: Child,
+    log: Receiver<String>,
+}
+
+impl Process {
+    fn start(mut command: Command) -> Self {
+        let mut child = command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let (sender, log) = channel();
+        let outputs: [Box<dyn Read + Send>; 2] = [
+            Box::new(child.stdout.take().unwrap()),
+            Box::new(child.stderr.take().unwrap()),
+        ];
+        for output in outputs {
+            let sender = sender.clone();
+            thread::spawn(move || {
+                BufReader::new(output)
+                    .lines()
+                    .map_while(Result::ok)
+                    .all(|line| sender.send(line).is_ok())
+            });
+        }
+        Self { child, log }
+    }
+
+    /// Waits for a line.
+    fn wait_for(&self, words: &str) -> String {
+        let until = Instant::now() + PATIENCE;
+        let mut seen = Vec::new();
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            match self.log.recv_timeout(left) {
+                Ok(line) if line.contains(words) => return line,
+                Ok(line) => seen.push(line),
+                Err(_) => panic!("no {words:?} in {seen:#?}"),
+            }
+        }
+    }
+
+    fn input(&mut self) -> &mut ChildStdin {
+        self.child.stdin.as_mut().unwrap()
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Whether a program is there; in CI it must be.
+fn is_here(program: &str) -> bool {
+    let found = Command::new(program)
+        .arg("version")
+        .stdin(Stdio::null())
+        .output();
+    match found {
+        Ok(_) => true,
+        Err(error) if std::env::var_os("CI").is_some_and(|ci| ci == "true") => {
+            panic!("CI must have {program}: {error}")
+        }
+        Err(error) => {
+            println!("not tested, no {program}: {error}");
+            false
+        }
+    }
+}
+
+/// A port that nobody uses now.
+fn free_port() -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    listener.local_addr().unwrap().port()
+}
+
+/// Waits until somebody listens.
+fn reach(port: u16) -> TcpStream {
+    let until = Instant::now() + PATIENCE;
+    loop {
+        match TcpStream::connect(("127.0.0.1", port)) {
+            Ok(stream) => {
+                stream.set_read_timeout(Some(PATIENCE)).unwrap();
+                stream.set_write_timeout(Some(PATIENCE)).unwrap();
+                return stream;
+            }
+            Err(error) => assert!(Instant::now() < until, "{error}"),
+        }
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
+fn patient(stream: UnixStream) -> UnixStream {
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.set_write_timeout(Some(PATIENCE)).unwrap();
+    stream
+}
+
+/// The one host: identities `a` and `b`, a target at `out`, an entrance at `in`.
+struct Scene {
+    hosts: Hosts,
+    target: UnixListener,
+}
+
+impl Scene {
+    fn new() -> Self {
+        let hosts = Hosts::new();
+        let target = UnixListener::bind(hosts.scratch.join("out")).unwrap();
+        Self { hosts, target }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.hosts.scratch.join(name)
+    }
+
+    fn run(&self, identity: &str, route: &str) -> Process {
+        let file = self.path(&format!("{identity}.toml"));
+        let text = format!(
+            "listen = \"127.0.0.1:0\"\nidentity = {:?}\n[route.ram]\nmode = \"relay\"\n{route}",
+            self.path(identity)
+        );
+        fs::write(&file, text).unwrap();
+        let mut command = words("tunnel run --config");
+        command.arg(&file);
+        Process::start(command)
+    }
+
+    /// A relay to whatever TLS server is at `port`, as host a.
+    fn to(&self, port: u16, more: &str) -> Process {
+        let process = self.run(
+            "a",
+            &format!(
+                "listen = \"unix:{}\"\nto = \"127.0.0.1:{port}\"\n{more}\n",
+                self.path("in").display()
+            ),
+        );
+        process.wait_for("route ram listens on");
+        process
+    }
+
+    /// A relay's port, as host b, and its number.
+    fn from(&self, more: &str) -> (Process, u16) {
+        let process = self.run(
+            "b",
+            &format!(
+                "tls_listen = \"127.0.0.1:0\"\ntarget = \"unix:{}\"\n{more}\n",
+                self.path("out").display()
+            ),
+        );
+        let line = process.wait_for("takes TLS clients on");
+        let port = line.rsplit_once(':').unwrap().1.parse().unwrap();
+        (process, port)
+    }
+
+    fn connect(&self) -> UnixStream {
+        patient(UnixStream::connect(self.path("in")).unwrap())
+    }
+
+    fn accept(&self) -> UnixStream {
+        self.target.set_nonblocking(true).unwrap();
+        let until = Instant::now() + PATIENCE;
+        loop {
+            match self.target.accept() {
+                Ok((stream, _)) => {
+                    stream.set_nonblocking(false).unwrap();
+                    return patient(stream);
+                }
+                Err(error) => assert!(Instant::now() < until, "{error}"),
+            }
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    fn stunnel(&self, identity: &str, service: &str) -> Process {
+        let file = self.path(&format!("stunnel-{identity}.conf"));
+        let of = |name: &str| self.path(identity).join(name).display().to_string();
+        let text = format!(
+            "foreground = yes\npid =\ndebug = notice\n[ram]\ncert = {}\nkey = {}\nCAfile = {}\n\
+             verifyChain = yes\n{service}\n",
+            of("cert.pem"),
+            of("key.pem"),
+            of("ca-cert.pem"),
+        );
+        fs::write(&file, text).unwrap();
+        let mut command = Command::new("stunnel4");
+        command.arg(&file);
+        Process::start(command)
+    }
+
+    fn openssl(&self, identity: Option<&str>, words: &str) -> Process {
+        let mut command = Command::new("openssl");
+        command.args(words.split_whitespace());
+        if let Some(identity) = identity {
+            let folder = self.path(identity);
+            command
+                .arg("-cert")
+                .arg(folder.join("cert.pem"))
+                .arg("-key")
+                .arg(folder.join("key.pem"));
+        }
+        command
+            .arg("-CAfile")
+            .arg(self.path("a").join("ca-cert.pem"));
+        Process::start(command)
+    }
+}
+
+fn pattern(bytes: usize, seed: u64) -> Vec<u8> {
+    let mut state = seed | 1;
+    (0..bytes)
+        .map(|_| {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            (state >> 32) as u8
+        })
+        .collect()
+}
+
+/// Sends both ways at once, and ends both ways.
+fn exchange<A, B>(near: A, far: B, end_near: fn(&A), end_far: fn(&B))
+where
+    A: Send + Sync,
+    B: Send + Sync,
+    for<'a> &'a A: Read + Write,
+    for<'a> &'a B: Read + Write,
+{
+    let (there, back) = (pattern(6 << 20, 1), pattern(5 << 20, 2));
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            (&near).write_all(&there).unwrap();
+            // A peer of TLS 1.2 may close as a whole at the first end.
+            let mut came = vec![0; back.len()];
+            (&near).read_exact(&mut came).unwrap();
+            assert!(came == back);
+            end_near(&near);
+        });
+        let mut came = vec![0; there.len()];
+        scope.spawn(|| (&far).write_all(&back).unwrap());
+        (&far).read_exact(&mut came).unwrap();
+        assert!(came == there);
+        assert_eq!((&far).read(&mut [0]).unwrap(), 0, "the end is passed on");
+        end_far(&far);
+    });
+    assert_eq!((&near).read(&mut [0]).unwrap(), 0, "and the other one");
+}
+
+fn end(stream: &UnixStream) {
+    stream.shutdown(Shutdown::Write).unwrap();
+}
+
+fn end_tcp(stream: &TcpStream) {
+    stream.shutdown(Shutdown::Write).unwrap();
+}
+
+/// What each version is called by whom.
+const VERSIONS: [(&str, &str, &str); 2] =
+    [("1.3", "TLSv1.3", "-tls1_3"), ("1.2", "TLSv1.2", "-tls1_2")];
+
+#[test]
+fn a_real_stunnel_at_the_far_side_takes_what_a_relay_sends() {
+    if !is_here("stunnel4") {
+        return;
+    }
+    for (tls, stunnel, _) in VERSIONS {
+        let scene = Scene::new();
+        let port = free_port();
+        let service = format!(
+            "accept = 127.0.0.1:{port}\nconnect = {}\nsslVersion = {stunnel}",
+            scene.path("out").display()
+        );
+        let _server = scene.stunnel("b", &service);
+        drop(reach(port));
+        let more = format!("peers = [\"b.test\"]\ntls = {tls:?}");
+        let near = scene.to(port, &more);
+        for _ in 0..3 {
+            exchange(scene.connect(), scene.accept(), end, end);
+            near.wait_for("is closed");
+        }
+    }
+}
+
+#[test]
+fn a_real_stunnel_at_the_near_side_is_taken_in_by_a_relay() {
+    if !is_here("stunnel4") {
+        return;
+    }
+    for (tls, stunnel, _) in VERSIONS {
+        let scene = Scene::new();
+        let (far, port) = scene.from(&format!("allow = [\"a.test\"]\ntls = {tls:?}"));
+        let entrance = free_port();
+        let service = format!(
+            "client = yes\naccept = 127.0.0.1:{entrance}\nconnect = 127.0.0.1:{port}\n\
+             sslVersion = {stunnel}"
+        );
+        let _client = scene.stunnel("a", &service);
+        for _ in 0..3 {
+            let near = reach(entrance);
+            exchange(near, scene.accept(), end_tcp, end);
+            far.wait_for("is closed");
+        }
+    }
+}
+
+#[test]
+fn openssl_s_server_speaks_with_a_relay() {
+    if !is_here("openssl") {
+        return;
+    }
+    for (tls, _, flag) in VERSIONS {
+        let scene = Scene::new();
+        let mut server = scene.openssl(
+            Some("b"),
+            &format!("s_server -accept 127.0.0.1:0 {flag} -Verify 3 -verify_return_error"),
+        );
+        let port = openssl_port(&server);
+        let near = scene.to(port, &format!("peers = [\"b.test\"]\ntls = {tls:?}"));
+        let mut stream = scene.connect();
+        stream.write_all(b"from a hypervisor\n").unwrap();
+        server.wait_for("from a hypervisor");
+        server.input().write_all(b"and back\n").unwrap();
+        let mut said = [0; 9];
+        stream.read_exact(&mut said).unwrap();
+        assert_eq!(&said, b"and back\n");
+        // It dies without a word: that is no end.
+        server.child.kill().unwrap();
+        let why = near.wait_for("was aborted");
+        assert!(why.contains("was cut, and not closed"), "{why}");
+    }
+}
+
+/// `s_server` names its port first.
+fn openssl_port(server: &Process) -> u16 {
+    let line = server.wait_for("ACCEPT");
+    let port = line.rsplit_once(':').map(|(_, port)| port.trim());
+    port.and_then(|port| port.parse().ok())
+        .unwrap_or_else(|| panic!("{line}"))
+}
+
+#[test]
+fn openssl_s_client_speaks_with_a_relay() {
+    if !is_here("openssl") {
+        return;
+    }
+    for (tls, _, flag) in VERSIONS {
+        let scene = Scene::new();
+        let (far, port) = scene.from(&format!("allow = [\"a.test\"]\ntls = {tls:?}"));
+        let words = format!(
+            "s_client -connect 127.0.0.1:{port} {flag} -verify_return_error \
+             -verify_hostname b.test -quiet -no_ign_eof"
+        );
+        let mut client = scene.openssl(Some("a"), &words);
+        let mut stream = scene.accept();
+        client.input().write_all(b"from a client\n").unwrap();
+        let mut said = [0; 14];
+        stream.read_exact(&mut said).unwrap();
+        assert_eq!(&said, b"from a client\n");
+        stream.write_all(b"and back\n").unwrap();
+        client.wait_for("and back");
+        // Both ask for new keys, which only TLS 1.3 has.
+        if tls == "1.3" {
+            let mut other = scene.openssl(Some("a"), &words.replace(" -quiet -no_ign_eof", ""));
+            let mut stream = scene.accept();
+            other.wait_for("Verify return code: 0");
+            for command in ["k\n", "K\n", "K\n"] {
+                other.input().write_all(command.as_bytes()).unwrap();
+                other.wait_for("KEYUPDATE");
+                other.input().write_all(b"with new keys\n").unwrap();
+                let mut said = [0; 14];
+                stream.read_exact(&mut said).unwrap();
+                assert_eq!(&said, b"with new keys\n");
+                stream.write_all(b"seen\n").unwrap();
+                other.wait_for("seen");
+            }
+        }
+        // It ends in order.
+        drop(client.child.stdin.take());
+        assert_eq!(stream.read(&mut [0]).unwrap(), 0);
+        drop(stream);
+        far.wait_for("is closed");
+    }
+}
+
+#[test]
+fn a_client_without_a_certificate_or_of_another_version_is_rejected_with_a_reason() {
+    if !is_here("openssl") {
+        return;
+    }
+    let scene = Scene::new();
+    let (far, port) = scene.from("allow = [\"a.test\"]");
+    let words = format!("s_client -connect 127.0.0.1:{port} -quiet");
+    let _nobody = scene.openssl(None, &words);
+    let why = far.wait_for("was rejected");
+    assert!(why.contains("presented no certificate"), "{why}");
+    let _other = scene.openssl(Some("b"), &words);
+    let why = far.wait_for("was rejected");
+    assert!(why.contains("none of the allowed names"), "{why}");
+    let _older = scene.openssl(Some("a"), &(words + " -tls1_2"));
+    let why = far.wait_for("was rejected");
+    assert!(
+        why.contains("Tls12NotOffered") || why.contains("in common"),
+        "{why}"
+    );
+    scene.target.set_nonblocking(true).unwrap();
+    let nobody = scene.target.accept().unwrap_err();
+    assert_eq!(nobody.kind(), ErrorKind::WouldBlock);
+}
+
+#[test]
+fn a_server_that_speaks_nothing_newer_needs_the_routes_word() {
+    if !is_here("openssl") {
+        return;
+    }
+    let scene = Scene::new();
+    let words = "s_server -accept 127.0.0.1:0 -tls1_2 -Verify 3";
+    let server = scene.openssl(Some("b"), words);
+    let near = scene.to(openssl_port(&server), "peers = [\"b.test\"]");
+    assert_eq!(scene.connect().read(&mut [0]).unwrap(), 0);
+    let why = near.wait_for("was refused");
+    assert!(why.contains("tls = \"1.2\""), "{why}");
+}

@@ -1,0 +1,191 @@
+//! The handshake of a relay, whose peer is some other program: no protocol is named, and the
+//! version is what both sides allow ([`policy`](crate::lane::policy)).
+
+use std::io::{self, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::sync::Arc;
+use std::time::Instant;
+
+use rustls::ProtocolVersion;
+use rustls::client::UnbufferedClientConnection;
+use rustls::server::UnbufferedServerConnection;
+use rustls::unbuffered::{ConnectionState, UnbufferedStatus};
+
+use super::{
+    HandshakeError, Unbuffered, authorised, drive, encode, linger, local, send_alert_into,
+};
+use crate::lane::accept::{Reading, RejectReason, would_block};
+use crate::lane::identity::{ClientTls, ServerTls};
+use crate::lane::peers::{PeerIdentity, Peers};
+use crate::lane::policy::ServerSettings;
+use crate::lane::provider::Provider;
+use crate::lane::relayed::{Opening, Sealing, halves};
+
+/// A connection to a peer that is authenticated and need not be Dunlin.
+pub(crate) struct Relayed {
+    /// Blocking, with no time-outs set, and none of the peer's data read.
+    pub(crate) stream: TcpStream,
+    /// Where the peer is.
+    pub(crate) at: SocketAddr,
+    pub(crate) peer: PeerIdentity,
+    pub(crate) sealing: Sealing,
+    pub(crate) opening: Opening,
+}
+
+/// Makes a relay's connection of one that this side opened.
+///
+/// # Errors
+/// [`HandshakeError`]; the connection is closed then, after the peer was told why.
+pub(crate) fn client(
+    stream: TcpStream,
+    tls: &ClientTls,
+    deadline: Instant,
+) -> Result<Relayed, HandshakeError> {
+    // Now: one that is reset has no address.
+    let at = stream.peer_addr().map_err(HandshakeError::Io)?;
+    stream.set_nodelay(true).map_err(HandshakeError::Io)?;
+    let mut connection =
+        UnbufferedClientConnection::new(tls.config.clone(), tls.server_name.clone())?;
+    if let Err(error) = drive(&mut connection, &stream, deadline) {
+        linger(&stream, deadline);
+        return Err(error);
+    }
+    finish((stream, at), connection, &tls.peers, tls.provider)
+}
+
+fn finish<C: Unbuffered>(
+    (stream, at): (TcpStream, SocketAddr),
+    connection: C,
+    peers: &Peers,
+    provider: Provider,
+) -> Result<Relayed, HandshakeError> {
+    let peer = authorised(connection.common(), peers)?;
+    let is_1_3 = match connection.common().protocol_version() {
+        Some(ProtocolVersion::TLSv1_3) => true,
+        Some(ProtocolVersion::TLSv1_2) => false,
+        other => return Err(local(format!("TLS {other:?} was negotiated"))),
+    };
+    let (secrets, next) = connection.into_secrets()?;
+    let (sealing, opening) = halves(secrets, is_1_3, provider, next).map_err(local)?;
+    stream.set_read_timeout(None).map_err(HandshakeError::Io)?;
+    stream.set_write_timeout(None).map_err(HandshakeError::Io)?;
+    Ok(Relayed {
+        stream,
+        at,
+        peer,
+        sealing,
+        opening,
+    })
+}
+
+/// The accepting side's handshake, one of many on a thread.
+pub(in crate::lane) struct Greeting {
+    settings: Arc<ServerSettings>,
+    connection: UnbufferedServerConnection,
+    reading: Reading,
+    /// Whole records that rustls has not taken.
+    incoming: Vec<u8>,
+    outgoing: Vec<u8>,
+}
+
+enum Next {
+    Go,
+    Read,
+    Done,
+}
+
+impl Greeting {
+    pub(in crate::lane) fn new(tls: &ServerTls) -> Result<Self, HandshakeError> {
+        let settings = tls.settings();
+        Ok(Self {
+            connection: UnbufferedServerConnection::new(Arc::clone(&settings.config))?,
+            settings,
+            reading: Reading::default(),
+            incoming: Vec::new(),
+            outgoing: Vec::new(),
+        })
+    }
+
+    /// Whether not one record has come.
+    pub(in crate::lane) fn is_fresh(&self) -> bool {
+        self.reading.received == 0
+    }
+
+    pub(in crate::lane) fn wants_write(&self) -> bool {
+        !self.outgoing.is_empty()
+    }
+
+    /// Goes on until the socket has no more or the handshake is complete, which is told by `true`.
+    pub(in crate::lane) fn advance(&mut self, stream: &TcpStream) -> Result<bool, RejectReason> {
+        loop {
+            if let Err(error) = self.flush(stream) {
+                return would_block(error);
+            }
+            match self.step() {
+                Ok(Next::Go) => {}
+                Ok(Next::Done) => return Ok(true),
+                Ok(Next::Read) => {
+                    if !self.reading.next(stream)? {
+                        return Ok(false);
+                    }
+                    self.incoming.append(&mut self.reading.record);
+                }
+                Err(error) => {
+                    // Best effort: the first error is the one to report.
+                    let _ = send_alert_into(&mut self.connection, &mut self.outgoing);
+                    let _ = self.flush(stream);
+                    return Err(error.into());
+                }
+            }
+        }
+    }
+
+    fn step(&mut self) -> Result<Next, HandshakeError> {
+        let UnbufferedStatus { discard, state } = self.connection.process(&mut self.incoming);
+        let mut next = Next::Go;
+        match state? {
+            ConnectionState::EncodeTlsData(mut part) => encode(&mut part, &mut self.outgoing)?,
+            // It is written before anything else is done.
+            ConnectionState::TransmitTlsData(sent) => sent.done(),
+            ConnectionState::BlockedHandshake => next = Next::Read,
+            ConnectionState::WriteTraffic(_) => next = Next::Done,
+            ConnectionState::PeerClosed | ConnectionState::Closed => {
+                return Err(HandshakeError::PeerClosed);
+            }
+            _ => return Err(local("data appeared during a handshake without early data")),
+        }
+        self.incoming.drain(..discard);
+        if !matches!(next, Next::Done) {
+            return Ok(next);
+        }
+        match self.connection.common().is_handshaking() {
+            true => Ok(Next::Read),
+            false if self.incoming.is_empty() => Ok(Next::Done),
+            false => Err(local("bytes were left over after the handshake")),
+        }
+    }
+
+    fn flush(&mut self, mut stream: &TcpStream) -> io::Result<()> {
+        while !self.outgoing.is_empty() {
+            let count = stream.write(&self.outgoing)?;
+            self.outgoing.drain(..count);
+        }
+        Ok(())
+    }
+
+    /// The connection, when the handshake is complete.
+    pub(in crate::lane) fn finish(
+        self,
+        stream: TcpStream,
+        at: SocketAddr,
+    ) -> Result<Relayed, RejectReason> {
+        stream.set_nonblocking(false)?;
+        let Self {
+            settings,
+            connection,
+            ..
+        } = self;
+        let relayed = finish((stream, at), connection, &settings.peers, settings.provider)?;
+        Ok(relayed)
+    }
+}

@@ -1,0 +1,158 @@
+//! What goes through a tunnel: bulk, and round trips.
+
+use std::io::{Read, Write};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+
+use super::ends::{Ends, Pair, Site, Stream};
+
+/// What a sender writes and a reader reads at once.
+const PART_BYTES: usize = 256 << 10;
+/// How long a stalled channel has taken nothing when it counts as full.
+const FULL: Duration = Duration::from_millis(300);
+
+/// What a turn has shown.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Moved {
+    pub(super) gib_per_s: f64,
+    /// Of both ends.
+    pub(super) cpu_s_per_gib: f64,
+}
+
+/// Channels that stand: a byte has gone through each.
+fn open(site: &Site, pair: &Pair, ends: Ends, streams: usize) -> Result<Vec<(Stream, Stream)>> {
+    let mut open = Vec::new();
+    for _ in 0..streams {
+        let near = pair.connect(ends)?;
+        (&near).write_all(b"x")?;
+        let far = site.accept(ends)?;
+        (&far).read_exact(&mut [0])?;
+        open.push((near, far));
+    }
+    Ok(open)
+}
+
+/// So many bytes over so many channels at once, from the first byte to the last end.
+pub(super) fn bulk(
+    site: &Site,
+    pair: &Pair,
+    ends: Ends,
+    streams: usize,
+    bytes: u64,
+) -> Result<Moved> {
+    let channels = open(site, pair, ends, streams)?;
+    let each = bytes / streams as u64;
+    let content = random(PART_BYTES);
+    let cpu = pair.cpu()?;
+    let begin = Instant::now();
+    thread::scope(|scope| {
+        let mut threads = Vec::new();
+        for (near, far) in &channels {
+            threads.push(scope.spawn(|| send(near, &content, each)));
+            threads.push(scope.spawn(move || receive(far, each)));
+        }
+        threads
+            .into_iter()
+            .try_for_each(|one| one.join().unwrap_or_else(|_| bail!("a thread failed")))
+    })?;
+    let seconds = begin.elapsed().as_secs_f64();
+    let cpu = pair.cpu()?.saturating_sub(cpu).as_secs_f64();
+    for (near, far) in channels {
+        drop(far);
+        // Until the end has come back the channel stands.
+        (&near).read_to_end(&mut Vec::new()).context("the end")?;
+    }
+    let gib = (each * streams as u64) as f64 / f64::from(1 << 30);
+    Ok(Moved {
+        gib_per_s: gib / seconds,
+        cpu_s_per_gib: cpu / gib,
+    })
+}
+
+fn send(mut stream: &Stream, content: &[u8], bytes: u64) -> Result<()> {
+    let mut left = bytes;
+    while left > 0 {
+        let count = content.len().min(usize::try_from(left)?);
+        stream.write_all(&content[..count])?;
+        left -= count as u64;
+    }
+    Ok(stream.shutdown()?)
+}
+
+fn receive(mut stream: &Stream, bytes: u64) -> Result<()> {
+    let mut buffer = vec![0; PART_BYTES];
+    let mut came = 0;
+    loop {
+        match stream.read(&mut buffer)? {
+            0 if came == bytes => return Ok(()),
+            0 => bail!("{came} of {bytes} bytes came through"),
+            count => came += count as u64,
+        }
+    }
+}
+
+/// How long each of so many round trips took.
+pub(super) fn trips(
+    site: &Site,
+    pair: &Pair,
+    ends: Ends,
+    bytes: usize,
+    count: usize,
+) -> Result<Vec<Duration>> {
+    let mut channels = open(site, pair, ends, 1)?;
+    let (near, far) = channels.pop().context("one was asked for")?;
+    thread::scope(|scope| {
+        let echo = scope.spawn(|| -> Result<()> {
+            let mut message = vec![0; bytes];
+            for _ in 0..count {
+                (&far).read_exact(&mut message)?;
+                (&far).write_all(&message)?;
+            }
+            Ok(())
+        });
+        let mut message = random(bytes);
+        let mut times = Vec::with_capacity(count);
+        for _ in 0..count {
+            let begin = Instant::now();
+            (&near).write_all(&message)?;
+            (&near).read_exact(&mut message)?;
+            times.push(begin.elapsed());
+        }
+        echo.join().unwrap_or_else(|_| bail!("the echo failed"))?;
+        Ok(times)
+    })
+}
+
+/// A channel that is full, since nobody reads at its far side.
+pub(super) struct Stalled {
+    _near: Stream,
+    _far: Stream,
+}
+
+impl Stalled {
+    pub(super) fn new(site: &Site, pair: &Pair, ends: Ends) -> Result<Self> {
+        let mut channels = open(site, pair, ends, 1)?;
+        let (near, far) = channels.pop().context("one was asked for")?;
+        near.set_write_timeout(Some(FULL))?;
+        let content = random(PART_BYTES);
+        while (&near).write(&content).is_ok() {}
+        Ok(Self {
+            _near: near,
+            _far: far,
+        })
+    }
+}
+
+/// Bytes that nothing makes shorter.
+fn random(bytes: usize) -> Vec<u8> {
+    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 32) as u8
+    };
+    (0..bytes).map(|_| next()).collect()
+}

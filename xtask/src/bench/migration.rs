@@ -1,0 +1,55 @@
+//! QEMU migrates a running guest through a tunnel.
+
+use std::fs;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use dunlin_rig::machine::{Machine, Migration, PATIENCE, Setup, begin, finish};
+use serde_json::{Value, json};
+
+use super::ends::{Pair, Site};
+
+/// What a migration took.
+pub(super) struct Moved {
+    pub(super) total_s: f64,
+    /// As QEMU's source reports it.
+    pub(super) downtime_ms: f64,
+    /// From the source's stop to the destination's start.
+    pub(super) guest_downtime_ms: f64,
+}
+
+pub(super) fn migrate(site: &Site, pair: &Pair, setup: &Setup) -> Result<Moved> {
+    // One that an earlier QEMU has left behind.
+    let _ = fs::remove_file(site.qemu());
+    let mut source = Machine::start(setup, None)?;
+    let mut destination = Machine::start_incoming(setup, None)?;
+    source.wait_ready()?;
+    let migration = Migration::through(
+        &format!("unix:{}", pair.qemu.display()),
+        &format!("unix:{}", site.qemu().display()),
+    );
+    begin(&mut source, &mut destination, &migration)?;
+    // The guest goes on as soon as it is there.
+    destination.qmp().execute("cont", json!({}))?;
+    let is = |wanted: &'static str| move |name: &str, _: &Value| name == wanted;
+    let stopped = source.qmp().wait_event(PATIENCE, is("STOP"))?;
+    let resumed = destination.qmp().wait_event(PATIENCE, is("RESUME"))?;
+    finish(&mut source, "source")?;
+    finish(&mut destination, "destination")?;
+    destination.next_beat()?;
+    let said = source.qmp().execute("query-migrate", json!({}))?;
+    let number = |name: &str| said[name].as_f64().unwrap_or_default();
+    let pause = at(&resumed)?.saturating_sub(at(&stopped)?);
+    Ok(Moved {
+        total_s: number("total-time") / 1e3,
+        downtime_ms: number("downtime"),
+        guest_downtime_ms: pause.as_secs_f64() * 1e3,
+    })
+}
+
+/// When an event happened, by this host's clock.
+fn at(event: &Value) -> Result<Duration> {
+    let stamp = &event["timestamp"];
+    let part = |name: &str| stamp[name].as_u64().context("an event without a time");
+    Ok(Duration::from_secs(part("seconds")?) + Duration::from_micros(part("microseconds")?))
+}
