@@ -2,11 +2,13 @@
 //!
 //! - [`bench`]: Dunlin beside other programs.
 //! - [`kernel`]: tests under a real kernel.
+//! - [`programs`]: test programs side by side.
 #![forbid(unsafe_code)]
 #![cfg(target_arch = "x86_64")]
 
 pub mod bench;
 pub mod kernel;
+pub mod programs;
 
 use std::process::ExitCode;
 
@@ -15,6 +17,7 @@ use dunlin_rig::debian::DebianError;
 
 use self::bench::Bench;
 use self::kernel::KernelOptions;
+use self::programs::TestOptions;
 
 /// The exit code when something cannot be had from Debian: no network, or no Debian.
 const NOT_FETCHED: u8 = 3;
@@ -28,6 +31,8 @@ enum Chore {
     /// Measures Dunlin beside other programs; docs/benchmarking.md says how to read it.
     #[command(subcommand)]
     Bench(Bench),
+    /// Runs test programs side by side, each by itself when it is about time.
+    Test(TestOptions),
 }
 
 /// Does the chore that the command line names.
@@ -36,6 +41,7 @@ pub fn main() -> ExitCode {
     let done = match Chore::parse() {
         Chore::Kernel(options) => kernel::command(&options),
         Chore::Bench(bench) => bench::command(&bench),
+        Chore::Test(options) => programs::command(&options),
     };
     match done {
         Ok(code) => code,

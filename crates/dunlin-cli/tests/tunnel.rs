@@ -13,7 +13,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use support::{Hosts, finish, words};
+use support::{Hosts, finish, kill, words};
 
 /// Nothing that a test waits for takes longer.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -65,9 +65,7 @@ impl Tunnel {
     }
 
     fn signal(&self, name: &str) {
-        let mut kill = std::process::Command::new("kill");
-        kill.args(["-s", name]).arg(self.child.id().to_string());
-        assert!(kill.status().unwrap().success());
+        assert!(kill(self.child.id(), name), "no kill: {name}");
     }
 
     /// Waits for a line of the log.

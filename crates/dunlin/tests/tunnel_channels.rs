@@ -12,7 +12,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use dunlin::tunnel::{Event, Limits};
-use tunnel_support::{Pair, Random, Setup, expect, join, send};
+use tunnel_support::{FAR, NEAR, Pair, Random, Setup, expect, identities, join, send};
 
 /// How large a test is: in the soak, larger.
 fn soak(usual: usize, soak: usize) -> usize {
@@ -236,6 +236,30 @@ fn a_control_lane_that_is_cut_is_made_anew_and_bytes_go_on() {
     // And channels can still be opened.
     let (near, far) = pair.channel();
     join(vec![send(&near, 9, 100), expect(&far, 9, 100)]);
+}
+
+/// A reload with new certificates on either side is not noticed above, though
+/// every lane has to be made anew with them.
+#[test]
+fn certificates_are_renewed_under_a_channel() {
+    let pair = Pair::start(&relayed());
+    let relay = pair.relay.clone().unwrap();
+    let (near, far) = pair.channel();
+    let bytes = 64 << 20;
+    let threads = vec![send(&near, 21, bytes), expect(&far, 21, bytes)];
+    relay.wait_forwarded(1, 4 << 20);
+    let fresh = |name: &str| identities(pair.authority.identity(&[name]));
+    let (near_tunnel, far_tunnel) = (pair.near.as_ref().unwrap(), pair.far.as_ref().unwrap());
+    near_tunnel.replace(fresh(NEAR), &pair.near_routes).unwrap();
+    far_tunnel.replace(fresh(FAR), &pair.far_routes).unwrap();
+    for link in 0..relay.count() {
+        relay.cut(link);
+    }
+    let resumed = |event: &Event| matches!(event, Event::ControlResumed { .. });
+    pair.near_told.wait("new control lane", resumed);
+    join(threads);
+    let (near, far) = pair.channel();
+    join(vec![send(&near, 22, 1 << 20), expect(&far, 22, 1 << 20)]);
 }
 
 #[test]

@@ -6,23 +6,25 @@ mod lane_support;
 mod tunnel_support;
 
 use std::net::{SocketAddr, TcpStream};
+use std::time::Duration;
 
 use dunlin::lane::control::{self, ControlStream};
 use dunlin::lane::data::{DataSender, STALL_LIMIT};
 use dunlin::lane::handshake;
 use dunlin::lane::identity::{ClientTls, Identity};
 use dunlin::lane::provider::Crypto;
-use dunlin::tunnel::Event;
+use dunlin::tunnel::{Event, Limits};
+use dunlin_proto::fault::FaultCode;
 use dunlin_proto::negotiate::{
-    Features, LaneOpen, LaneSecurity, Offer, Opening, PRELUDE_BYTES, Prelude, SessionId,
+    Features, LaneOpen, LaneSecurity, Offer, Opening, PRELUDE_BYTES, Prelude, Refusal, SessionId,
     SessionSecret, VERSIONS, lane_mac_input,
 };
 use dunlin_proto::stripe::frame::{Data, Frame};
-use dunlin_proto::stripe::message::{Header, MESSAGE_HEADER_BYTES, Message};
+use dunlin_proto::stripe::message::{Header, MESSAGE_HEADER_BYTES, Message, Open};
 use hmac::{Hmac, KeyInit, Mac};
 use lane_support::{names, soon};
 use sha2::Sha256;
-use tunnel_support::{FAR, NEAR, Pair, Setup};
+use tunnel_support::{FAR, NEAR, OTHER, Pair, Setup, fill_backlog};
 
 const SESSION: SessionId = [9; 16];
 
@@ -41,6 +43,10 @@ fn tls(identity: &Identity) -> ClientTls {
 impl Peer {
     /// Makes an association with the far tunnel.
     fn associate(pair: &Pair) -> Self {
+        Self::associate_as(pair, SESSION).unwrap()
+    }
+
+    fn associate_as(pair: &Pair, session: SessionId) -> Result<Self, Refusal> {
         let far = pair.far.as_ref().unwrap().address();
         let tls = tls(&pair.authority.identity(&[NEAR]));
         let control = control::client(TcpStream::connect(far).unwrap(), &tls, soon()).unwrap();
@@ -49,7 +55,7 @@ impl Peer {
             optional: Features::NONE,
             required: Features::TUNNEL,
             security: LaneSecurity::Tls,
-            session: SESSION,
+            session,
             attempt: 1,
             epoch: 1,
         };
@@ -67,8 +73,11 @@ impl Peer {
         let prelude = Prelude::decode(&start).unwrap();
         let mut body = vec![0; prelude.body_bytes];
         control.receive_exact(&mut body, soon()).unwrap();
-        let selected = Opening::decode(&prelude, &body).unwrap();
-        assert!(matches!(selected, Opening::Select(_)), "{selected:?}");
+        match Opening::decode(&prelude, &body).unwrap() {
+            Opening::Select(_) => {}
+            Opening::Refuse(_, refusal) => return Err(refusal),
+            other => panic!("{other:?}"),
+        }
         let mut peer = Self {
             far,
             tls,
@@ -79,7 +88,7 @@ impl Peer {
             panic!("no accept")
         };
         peer.secret = secret;
-        peer
+        Ok(peer)
     }
 
     fn hear(&mut self) -> Option<Message> {
@@ -125,7 +134,7 @@ fn rejected(pair: &Pair, words: &str) {
 }
 
 #[test]
-fn i7_a_lane_needs_the_session_the_secret_and_the_same_certificate() {
+fn i7_a_lane_needs_the_session_the_secret_and_the_same_peer() {
     let pair = Pair::start(&Setup::default());
     let peer = Peer::associate(&pair);
     let secret = peer.secret.0;
@@ -133,11 +142,13 @@ fn i7_a_lane_needs_the_session_the_secret_and_the_same_certificate() {
     rejected(&pair, "no association");
     let _guessed = peer.lane(&peer.tls, 1, SESSION, &[0; 32]);
     rejected(&pair, "secret");
-    // The same name, and so allowed; but another key.
-    let other = tls(&pair.authority.identity(&[NEAR]));
+    // Allowed, but somebody else.
+    let other = tls(&pair.authority.identity(&[OTHER]));
     let _other = peer.lane(&other, 1, SESSION, &secret);
-    rejected(&pair, "another certificate");
-    let _good = peer.lane(&peer.tls, 1, SESSION, &secret);
+    rejected(&pair, "another than the control lane's");
+    // Of the same name: its certificate was renewed.
+    let renewed = tls(&pair.authority.identity(&[NEAR]));
+    let _good = peer.lane(&renewed, 1, SESSION, &secret);
     let until = std::time::Instant::now() + tunnel_support::PATIENCE;
     while pair.far.as_ref().unwrap().status()[0].lanes != 1 {
         assert!(
@@ -195,5 +206,80 @@ fn i7_who_breaks_the_protocol_is_cut_off_and_others_are_not() {
     tunnel_support::join(vec![
         tunnel_support::send(&near, 3, 1 << 20),
         tunnel_support::expect(&far, 3, 1 << 20),
+    ]);
+}
+
+/// Threads of this process that connect to targets.
+fn connecting() -> usize {
+    let of = |entry: std::io::Result<std::fs::DirEntry>| {
+        let name = std::fs::read_to_string(entry.unwrap().path().join("comm"));
+        // One that has just ended has no name.
+        name.is_ok_and(|name| name.starts_with("dunlin-target"))
+    };
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap();
+    tasks.map(of).filter(|is_one| *is_one).count()
+}
+
+/// A channel that is given up leaves a thread behind that still connects.
+#[test]
+fn i8_channels_that_are_given_up_at_once_are_bounded_while_their_target_is_silent() {
+    let most = 3;
+    let pair = Pair::start(&Setup {
+        limits: Limits {
+            channels: most,
+            connect: Duration::from_secs(3),
+            ..Limits::default()
+        },
+        ..Setup::default()
+    });
+    let _waiting = fill_backlog(&pair.target());
+    let mut peer = Peer::associate(&pair);
+    let last = 100;
+    for channel in (0..=last).step_by(2) {
+        peer.say(&Message::Open(Open {
+            channel,
+            limit: 1 << 20,
+            route: "ram".to_owned(),
+            parameter: String::new(),
+            barrier: Vec::new(),
+        }));
+        if channel < last {
+            let fault = FaultCode::Ended;
+            peer.say(&Message::Reset { channel, fault });
+        }
+    }
+    let (fault, text) = loop {
+        match peer.hear() {
+            Some(Message::Refused {
+                channel,
+                fault,
+                text,
+            }) if channel == last => break (fault, text),
+            _ => {}
+        }
+    };
+    assert_eq!(fault, FaultCode::Busy, "{text}");
+    assert!(text.contains("are being made"), "{text}");
+    assert!(connecting() <= most, "{} threads", connecting());
+}
+
+#[test]
+fn i8_one_peer_has_so_many_associations_and_is_told_so() {
+    let pair = Pair::start(&Setup::default());
+    let (near, far) = pair.channel();
+    let mut peers = Vec::new();
+    let refusal = loop {
+        let session = [100 + peers.len() as u8; 16];
+        match Peer::associate_as(&pair, session) {
+            Ok(peer) => peers.push(peer),
+            Err(refusal) => break refusal,
+        }
+        assert!(peers.len() < 20, "nobody is refused");
+    };
+    assert_eq!(refusal.fault, FaultCode::Busy);
+    assert!(refusal.text.contains("with this peer"), "{refusal}");
+    tunnel_support::join(vec![
+        tunnel_support::send(&near, 4, 1 << 20),
+        tunnel_support::expect(&far, 4, 1 << 20),
     ]);
 }

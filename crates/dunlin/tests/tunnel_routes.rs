@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use dunlin::lane::control;
 use dunlin::lane::provider::Crypto;
 use dunlin::tunnel::{
-    Entrance, Event, Exit, Limits, Listen, Mode, Routes, Target, Tunnel, WINDOW_BYTES,
+    Entrance, Event, Exit, Limits, Listen, Mode, Routes, Target, Tunnel, TunnelError, WINDOW_BYTES,
 };
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::negotiate::{
@@ -21,7 +21,7 @@ use dunlin_proto::negotiate::{
 };
 use dunlin_sys::socket::set_reset_on_close;
 use lane_support::{Authority, Scratch, names, soon};
-use tunnel_support::{FAR, NEAR, PATIENCE, Pair, Setup, Told, identities};
+use tunnel_support::{FAR, NEAR, PATIENCE, Pair, Setup, Told, fill_backlog, identities};
 
 /// Two tunnels with routes by name and target; entrances are TCP ports.
 struct Scene {
@@ -164,12 +164,7 @@ fn what_cannot_be_served_is_refused_with_a_reason_and_others_go_on() {
     let full = scratch.0.join("full");
     // A backlog that one connection fills, of somebody who never accepts.
     let silent = UnixListener::bind(&full).unwrap();
-    let mut waiting = Vec::new();
-    while let Ok(one) =
-        dunlin_sys::socket::connect_unix(&full, Instant::now() + Duration::from_millis(20))
-    {
-        waiting.push(one);
-    }
+    let _waiting = fill_backlog(&full);
     let nobody = Target::Unix(scratch.0.join("none"));
     let refusing = {
         let (listener, target) = listener();
@@ -303,4 +298,53 @@ fn i8_channels_beyond_the_limit_are_refused_and_the_others_stay() {
         near.write_all(b"x").unwrap();
         far.read_exact(&mut [0]).unwrap();
     }
+}
+
+/// A reload either happens as a whole or not at all.
+#[test]
+fn a_reload_that_cannot_listen_everywhere_changes_nothing() {
+    let (listener, target) = listener();
+    let exits = [("good", target, NEAR)];
+    let authority = Authority::new();
+    let scene = Scene::start(&authority, &exits, Limits::default());
+    let at = scene.entrance("good");
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let entrance = |route: &str, listen: SocketAddr, to: &str| Entrance {
+        route: route.to_owned(),
+        listen: Listen::Tcp(listen),
+        to: to.to_owned(),
+        peers: names(&[FAR]),
+        lanes: 1,
+        window_bytes: WINDOW_BYTES,
+        mode: Mode::Stripe,
+    };
+    let free = "127.0.0.1:0".parse().unwrap();
+    let far = scene.far.address().to_string();
+    let replace = |entrances: Vec<Entrance>| {
+        let routes = Routes::new(entrances, Vec::new()).unwrap();
+        let identity = identities(authority.identity(&[NEAR]));
+        scene.near.replace(identity, &routes)
+    };
+    let refused = replace(vec![
+        entrance("good", free, "127.0.0.1:9"),
+        entrance("new", free, &far),
+        entrance("bad", taken.local_addr().unwrap(), &far),
+    ]);
+    assert!(matches!(refused, Err(TunnelError::Listen { .. })));
+    assert_eq!(scene.near.entrances().len(), 1);
+    let mut near = scene.connect("good");
+    near.write_all(b"x").unwrap();
+    listener.accept().unwrap().0.read_exact(&mut [0]).unwrap();
+
+    // What stays is listened at all the time, and leads elsewhere from now on.
+    let entrances = vec![entrance("good", free, &far), entrance("new", free, &far)];
+    replace(entrances).unwrap();
+    assert_eq!(scene.entrance("good"), at);
+    assert_eq!(scene.near.entrances().len(), 2);
+    let mut near = scene.connect("good");
+    near.write_all(b"x").unwrap();
+    listener.accept().unwrap().0.read_exact(&mut [0]).unwrap();
+    replace(Vec::new()).unwrap();
+    let gone = TcpStream::connect(at).unwrap_err();
+    assert_eq!(gone.kind(), ErrorKind::ConnectionRefused);
 }

@@ -405,7 +405,7 @@ pub fn children(pid: u32) -> Vec<u32> {
 }
 
 /// By the shell's own command: a bare Debian has no other. Whether there is such a process.
-fn kill(pid: u32, signal: &str) -> bool {
+pub fn kill(pid: u32, signal: &str) -> bool {
     let line = format!("kill -s {signal} {pid}");
     let mut shell = Command::new("sh");
     shell.args(["-c", &line]).status().unwrap().success()

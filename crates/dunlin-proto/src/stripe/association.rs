@@ -277,7 +277,11 @@ impl<T: Clone> Association<T> {
         }
         self.over = true;
         for &channel in self.channels.keys() {
-            self.actions.push_back(Action::Abort { channel, fault });
+            self.actions.push_back(Action::Abort {
+                channel,
+                fault,
+                by_peer: false,
+            });
         }
         self.channels.clear();
         self.ended.clear();
@@ -379,7 +383,11 @@ impl<T: Clone> Association<T> {
     fn abort_all(&mut self, fault: FaultCode, now_ns: u64) {
         let channels: Vec<u32> = self.channels.keys().copied().collect();
         for channel in channels {
-            self.actions.push_back(Action::Abort { channel, fault });
+            self.actions.push_back(Action::Abort {
+                channel,
+                fault,
+                by_peer: false,
+            });
             self.fail(channel, fault, now_ns);
         }
     }

@@ -1,11 +1,12 @@
 //! What the engine asks of the process around it, and how it is stopped.
 
 use std::io;
-use std::net::{Shutdown, SocketAddr, TcpStream, ToSocketAddrs};
+use std::net::{Shutdown, TcpStream};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Instant;
 
+use crate::lane::reach::first_of;
 use dunlin_sys::poll::{Wakeup, waker};
 use dunlin_sys::socket;
 
@@ -65,24 +66,6 @@ impl Host for StandardHost {
     fn spawn(&self, name: String, body: Box<dyn FnOnce() + Send>) -> io::Result<JoinHandle<()>> {
         std::thread::Builder::new().name(name).spawn(body)
     }
-}
-
-/// The first connection that can be had to any address of `endpoint`.
-fn first_of(
-    endpoint: &str,
-    connect: impl Fn(SocketAddr) -> io::Result<TcpStream>,
-) -> io::Result<TcpStream> {
-    let mut last = io::Error::new(
-        io::ErrorKind::NotFound,
-        format!("{endpoint} has no address"),
-    );
-    for address in endpoint.to_socket_addrs()? {
-        match connect(address) {
-            Ok(stream) => return Ok(stream),
-            Err(error) => last = error,
-        }
-    }
-    Err(last)
 }
 
 /// A host whose connection ends when the session is cancelled: while it is

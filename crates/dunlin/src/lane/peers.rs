@@ -257,6 +257,15 @@ impl PeerIdentity {
     pub fn same_certificate(&self, other: &Self) -> bool {
         self.fingerprint == other.fingerprint
     }
+
+    /// Whoever would be let in for the same reason: the bearer of a renewed certificate, too.
+    pub(crate) fn alone(&self) -> Peers {
+        match &self.authorised_by {
+            AuthorisedBy::Authority => Peers::AnyFromAuthority,
+            AuthorisedBy::Name(name) => Peers::OneOf(vec![Peer::Name(name.clone())]),
+            AuthorisedBy::Pin(pin) => Peers::OneOf(vec![Peer::Pin(*pin)]),
+        }
+    }
 }
 
 const CERTIFICATE_PREFIX: &str = "sha256:";

@@ -12,7 +12,7 @@
 //! Later control lanes bear the same session and a higher epoch, and begin behind
 //! *select*.
 
-use std::net::{SocketAddr, ToSocketAddrs};
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -32,14 +32,14 @@ use super::hub::{Hub, Terms};
 use super::site::Site;
 use super::talk;
 use crate::lane::control::{self, ControlStream};
-use crate::lane::identity::ClientTls;
-use crate::lane::peers::{Peer, Peers, Pin};
+use crate::lane::peers::Peers;
+use crate::lane::reach::first_of;
 
 /// Where a peer is, and who it has to be.
 #[derive(Clone)]
 pub(super) struct Destination {
     pub(super) to: String,
-    pub(super) tls: ClientTls,
+    pub(super) peers: Peers,
 }
 
 /// Makes an association.
@@ -49,7 +49,7 @@ pub(super) struct Destination {
 pub(super) fn dial(site: &Arc<Site>, to: Destination, lanes: u16) -> Result<Arc<Hub>, Failure> {
     let deadline = Instant::now() + site.limits.vanished;
     let session: SessionId = random(site)?;
-    let (control, selection) = open(&to, session, 1, deadline)?;
+    let (control, selection) = open(site, &to, session, 1, deadline)?;
     let own_secret = SessionSecret(random(site)?);
     say_accept(site, &control, &own_secret, site.port)?;
     let (peer_secret, peer_lanes, _) = hear_accept(&control, deadline)?;
@@ -59,8 +59,8 @@ pub(super) fn dial(site: &Arc<Site>, to: Destination, lanes: u16) -> Result<Arc<
         side,
         session,
         version: selection.version,
+        peers: control.peer().alone(),
         peer: control.peer().clone(),
-        tls: lane_tls(site, &control)?,
         lanes_at: at,
         own_secret,
         peer_secret,
@@ -118,8 +118,8 @@ pub(super) fn take(
         side: Side::Accepting,
         session: offer.session,
         version: selection.version,
+        peers: control.peer().alone(),
         peer: control.peer().clone(),
-        tls: lane_tls(site, &control)?,
         lanes_at,
         own_secret,
         peer_secret,
@@ -149,8 +149,8 @@ pub(super) fn resume(hub: &Arc<Hub>, epoch: u32) -> Result<ControlStream, Failur
         return Err(Failure::new(FaultCode::Internal, "the peer makes it anew"));
     };
     let deadline = Instant::now() + site.limits.silence();
-    let (control, _) = open(to, hub.terms.session, epoch, deadline)?;
-    if !control.peer().same_certificate(&hub.terms.peer) {
+    let (control, _) = open(site, to, hub.terms.session, epoch, deadline)?;
+    if !hub.terms.is_the_peer(control.peer()) {
         let text = "another peer answers than before";
         return Err(Failure::new(FaultCode::UnknownSession, text));
     }
@@ -179,9 +179,13 @@ fn answer<'a>(
     };
     let selection = select(offer, &supported)?;
     match site.association(&offer.session) {
-        Some(hub) if !hub.terms.peer.same_certificate(control.peer()) => {
+        Some(hub) if !hub.terms.is_the_peer(control.peer()) => {
             let text = "that association is with another peer";
             Err(refuse(FaultCode::WrongIdentity, text))
+        }
+        Some(hub) if hub.lock().over.is_some() => {
+            let text = "that association is over";
+            Err(refuse(FaultCode::UnknownSession, text))
         }
         Some(hub) if offer.epoch <= hub.lock().epoch => {
             let text = "a later control lane of that association stands";
@@ -191,7 +195,12 @@ fn answer<'a>(
             let text = "no such association is known here";
             Err(refuse(FaultCode::UnknownSession, text))
         }
-        _ => Ok((offer, selection)),
+        Some(_) => Ok((offer, selection)),
+        // What would be found out behind *select*, where it could not be told.
+        None => match site.room_for(control.peer()) {
+            Ok(()) => Ok((offer, selection)),
+            Err(failure) => Err(refuse(failure.code(), failure.text())),
+        },
     }
 }
 
@@ -218,6 +227,7 @@ fn start(site: &Arc<Site>, hub: &Arc<Hub>, at: SocketAddr) {
 
 /// Connects a control lane and agrees on what is spoken.
 fn open(
+    site: &Site,
     to: &Destination,
     session: SessionId,
     epoch: u32,
@@ -227,20 +237,11 @@ fn open(
     let unreachable = |error: &std::io::Error| {
         Failure::new(FaultCode::ControlLost, format!("{at} cannot be reached")).because(error)
     };
-    let mut last = std::io::Error::new(std::io::ErrorKind::NotFound, "it has no address");
-    let mut connected = None;
-    for address in at.to_socket_addrs().map_err(|error| unreachable(&error))? {
-        match connect(address, deadline) {
-            Ok(stream) => {
-                connected = Some(stream);
-                break;
-            }
-            Err(error) => last = error,
-        }
-    }
-    let stream = connected.ok_or_else(|| unreachable(&last))?;
+    let tls = site.client_tls(to.peers.clone())?;
+    let stream =
+        first_of(at, |address| connect(address, deadline)).map_err(|error| unreachable(&error))?;
     set_liveness(&stream, &Liveness::default()).map_err(|error| unreachable(&error))?;
-    let control = control::client(stream, &to.tls, deadline).map_err(|error| {
+    let control = control::client(stream, &tls, deadline).map_err(|error| {
         Failure::of_handshake(format!("no secure control lane to {at}"), &error)
     })?;
     let offer = Offer {
@@ -338,12 +339,6 @@ fn hear_accept(
             Err(Failure::new(FaultCode::Malformed, text))
         }
     }
-}
-
-/// What lanes to the bearer of the control lane's certificate are secured with.
-fn lane_tls(site: &Site, control: &ControlStream) -> Result<ClientTls, Failure> {
-    let pin = Peer::Pin(Pin::Certificate(control.peer().fingerprint));
-    site.client_tls(Peers::OneOf(vec![pin]))
 }
 
 fn peer_address(control: &ControlStream) -> Result<SocketAddr, Failure> {

@@ -7,8 +7,8 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::UnixListener;
 use std::path::Path;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -25,6 +25,7 @@ use super::socket::Socket;
 use crate::lane::accept::{self, Arrival, LaneSocket};
 use crate::lane::handshake::Secured;
 use crate::lane::identity::ServerTls;
+use crate::lane::peers::PeerIdentity;
 use crate::lane::proof::is_proved;
 
 /// How long nobody is accepted when descriptors or memory ran out.
@@ -32,12 +33,17 @@ const SHORTAGE_REST: Duration = Duration::from_millis(100);
 /// How long somebody who may listen at a path is waited for.
 const ANSWER_LIMIT: Duration = Duration::from_secs(1);
 /// Control lanes that are being agreed on at the same time. Their peers are
-/// authenticated; each costs a thread for a moment.
-const GREETINGS: usize = 32;
+/// authenticated; each costs a thread until it has said what it wants.
+const GREETINGS: usize = 64;
+/// And those of one peer, so that none keeps others out.
+const OF_ONE_PEER: usize = 8;
 
 /// An entrance that is open. It is closed when this is dropped; channels stay.
 pub(super) struct Door {
-    pub(super) entrance: Entrance,
+    /// Where its connections go; a reload may change it.
+    entrance: Arc<Mutex<Entrance>>,
+    /// Where it listens: a port of 0 is the one that the kernel chose.
+    listens_on: Listen,
     /// The file that a unix socket has made.
     file: Option<FileId>,
     stop: Waker,
@@ -54,9 +60,10 @@ impl Door {
     ///
     /// # Errors
     /// It cannot listen there.
-    pub(super) fn open(site: &Arc<Site>, mut entrance: Entrance) -> io::Result<Self> {
+    pub(super) fn open(site: &Arc<Site>, entrance: Entrance) -> io::Result<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
-        let listener = match &mut entrance.listen {
+        let mut listens_on = entrance.listen.clone();
+        let listener = match &mut listens_on {
             Listen::Unix(path) => Listener::Unix(bind(path)?),
             Listen::Tcp(address) => {
                 let listener = TcpListener::bind(*address)?;
@@ -64,24 +71,52 @@ impl Door {
                 Listener::Tcp(listener)
             }
         };
-        let file = match &entrance.listen {
+        let file = match &listens_on {
             Listen::Unix(path) => Some(file_id(path)?),
             Listen::Tcp(_) => None,
         };
         listener.set_nonblocking()?;
         let (stop, stopped) = waker()?;
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let (site, own) = (Arc::clone(site), entrance.clone());
+        let entrance = Arc::new(Mutex::new(entrance));
+        let (site, own) = (Arc::clone(site), Arc::clone(&entrance));
         let name = format!("dunlin-entrance-{number}");
         let body = move || listen(&site, &own, number, &listener, &stopped);
         let thread = Some(thread::Builder::new().name(name).spawn(body)?);
         Ok(Self {
             entrance,
+            listens_on,
             file,
             stop,
             thread,
         })
     }
+
+    pub(super) fn entrance(&self) -> Entrance {
+        lock(&self.entrance).clone()
+    }
+
+    pub(super) fn listens_on(&self) -> &Listen {
+        &self.listens_on
+    }
+
+    /// Whether it is where an entrance is to be. One that left its port to the
+    /// kernel is known by its route.
+    pub(super) fn is_at(&self, other: &Entrance) -> bool {
+        let own = lock(&self.entrance);
+        let chosen = matches!(&other.listen, Listen::Tcp(address) if address.port() == 0);
+        own.listen == other.listen && (!chosen || own.route == other.route)
+    }
+
+    /// Has its next connections go where another entrance of the same place leads.
+    pub(super) fn lead(&self, other: &Entrance) {
+        *lock(&self.entrance) = other.clone();
+    }
+}
+
+/// What is guarded is replaced as a whole.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Drop for Door {
@@ -91,7 +126,7 @@ impl Drop for Door {
             // A panic has been printed by its hook.
             let _ = thread.join();
         }
-        if let Listen::Unix(path) = &self.entrance.listen
+        if let Listen::Unix(path) = &self.listens_on
             && file_id(path).ok() == self.file
         {
             // Somebody else may have removed it.
@@ -160,7 +195,7 @@ fn bind(path: &Path) -> io::Result<UnixListener> {
 /// The body of an entrance's thread.
 fn listen(
     site: &Arc<Site>,
-    entrance: &Entrance,
+    entrance: &Mutex<Entrance>,
     number: u64,
     listener: &Listener,
     stopped: &Wakeup,
@@ -179,7 +214,7 @@ fn listen(
             Ok(ready) if ready[0] => return,
             Ok(_) => {}
             Err(error) => {
-                let route = &entrance.route;
+                let route = &lock(entrance).route;
                 let text = format!("route {route} takes no connections any more: {error}");
                 return site.tell(Event::Warning(text));
             }
@@ -187,7 +222,8 @@ fn listen(
         match listener.accept() {
             Ok(socket) => {
                 short = false;
-                site.carry(entrance, number, socket);
+                let entrance = lock(entrance).clone();
+                site.carry(&entrance, number, socket);
             }
             Err(error) => match error.kind() {
                 io::ErrorKind::WouldBlock
@@ -196,7 +232,7 @@ fn listen(
                 // For want of descriptors, which others may give back.
                 _ => {
                     if !short {
-                        let route = &entrance.route;
+                        let route = &lock(entrance).route;
                         let text = format!("route {route} cannot accept a connection: {error}");
                         site.tell(Event::Warning(text));
                     }
@@ -214,7 +250,7 @@ pub(super) fn take_peers(
     tls: &ServerTls,
     stopped: &Wakeup,
 ) {
-    let greetings = Arc::new(AtomicUsize::new(0));
+    let greetings = Arc::<Mutex<Vec<[u8; 32]>>>::default();
     let result = accept::accept(listener, tls, stopped, |arrival| match arrival {
         Arrival::Control { stream, opening } => {
             let from = harmless(&stream.peer().to_string());
@@ -222,21 +258,18 @@ pub(super) fn take_peers(
                 let from = from.clone();
                 site.tell(Event::Rejected { from, why });
             };
-            if greetings.fetch_add(1, Ordering::SeqCst) >= GREETINGS {
-                greetings.fetch_sub(1, Ordering::SeqCst);
+            let Some(greeting) = Greeting::begin(&greetings, stream.peer()) else {
                 return reject("too many control lanes are being agreed on".to_owned());
-            }
-            let (own, count, from) = (Arc::clone(site), Arc::clone(&greetings), from.clone());
-            let started = site.spawn("dunlin-greeting".to_owned(), move || {
+            };
+            let (own, from) = (Arc::clone(site), from.clone());
+            // A thread that cannot be had is told, and takes all this along.
+            site.spawn("dunlin-greeting".to_owned(), move || {
+                let _greeting = greeting;
                 if let Err(failure) = dial::take(&own, stream, &opening) {
                     let why = failure.to_string();
                     own.tell(Event::Rejected { from, why });
                 }
-                count.fetch_sub(1, Ordering::SeqCst);
             });
-            if !started {
-                greetings.fetch_sub(1, Ordering::SeqCst);
-            }
         }
         Arrival::Lane { socket, opening } => {
             if let Err(why) = take_lane(site, socket, &opening) {
@@ -260,6 +293,36 @@ pub(super) fn take_peers(
     }
 }
 
+/// A control lane that is being agreed on; by its peer's certificate.
+struct Greeting {
+    all: Arc<Mutex<Vec<[u8; 32]>>>,
+    peer: [u8; 32],
+}
+
+impl Greeting {
+    /// One more, where there is room for it.
+    fn begin(all: &Arc<Mutex<Vec<[u8; 32]>>>, peer: &PeerIdentity) -> Option<Self> {
+        let peer = peer.fingerprint;
+        let mut greetings = lock(all);
+        let theirs = greetings.iter().filter(|one| **one == peer).count();
+        if greetings.len() >= GREETINGS || theirs >= OF_ONE_PEER {
+            return None;
+        }
+        greetings.push(peer);
+        let all = Arc::clone(all);
+        Some(Self { all, peer })
+    }
+}
+
+impl Drop for Greeting {
+    fn drop(&mut self) {
+        let mut greetings = lock(&self.all);
+        if let Some(at) = greetings.iter().position(|one| *one == self.peer) {
+            greetings.swap_remove(at);
+        }
+    }
+}
+
 /// Lets a lane in, if it proves that it belongs to an association.
 fn take_lane(site: &Arc<Site>, socket: LaneSocket, opening: &Opening) -> Result<(), &'static str> {
     let Opening::Lane(open) = opening else {
@@ -276,8 +339,8 @@ fn take_lane(site: &Arc<Site>, socket: LaneSocket, opening: &Opening) -> Result<
     if !is_proved(&terms.own_secret, open) {
         return Err("it does not know its association's secret");
     }
-    if !secured.peer.same_certificate(&terms.peer) {
-        return Err("its peer has another certificate than the control lane's");
+    if !terms.is_the_peer(&secured.peer) {
+        return Err("its peer is another than the control lane's");
     }
     if open.version != terms.version {
         return Err("it speaks another version than the control lane");

@@ -14,6 +14,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
+use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
@@ -32,8 +33,7 @@ use super::site::Site;
 use super::socket::Socket;
 use super::{receive, send, target};
 use crate::lane::control::ControlStream;
-use crate::lane::identity::ClientTls;
-use crate::lane::peers::PeerIdentity;
+use crate::lane::peers::{PeerIdentity, Peers};
 
 /// The token of a set's own wake-up; channels have 32 bits.
 pub(super) const WAKE: u64 = u64::MAX;
@@ -44,8 +44,9 @@ pub(super) struct Terms {
     pub(super) session: SessionId,
     pub(super) version: u16,
     pub(super) peer: PeerIdentity,
-    /// What our lanes are secured with: nobody but that peer can answer.
-    pub(super) tls: ClientTls,
+    /// Nobody else may be at the other end of a lane. Its certificate may be
+    /// renewed, and so may ours: either is looked for when a lane is made.
+    pub(super) peers: Peers,
     /// Where our lanes go.
     pub(super) lanes_at: SocketAddr,
     /// Under which the peer's lanes prove themselves.
@@ -56,6 +57,13 @@ pub(super) struct Terms {
     pub(super) lanes: u16,
     /// Where a control lane is made anew; `None` waits for the peer's.
     pub(super) redial: Option<super::dial::Destination>,
+}
+
+impl Terms {
+    /// Whether that is who the association is with.
+    pub(super) fn is_the_peer(&self, other: &PeerIdentity) -> bool {
+        self.peers.authorise_further(other).is_ok()
+    }
 }
 
 pub(super) struct Hub {
@@ -75,6 +83,8 @@ pub(super) struct Hub {
     pub(super) talk: Condvar,
     /// The lanes' threads wait here, except the one that watches sockets.
     pub(super) idle: Condvar,
+    /// Programs that run for this peer.
+    pub(super) programs: Arc<AtomicUsize>,
     threads: Mutex<Vec<JoinHandle<()>>>,
     began: Instant,
 }
@@ -88,6 +98,9 @@ pub(super) struct Core {
     pub(super) cutters: BTreeMap<(Way, u16), Box<dyn Fn() + Send>>,
     /// Threads of our lanes that send, or wait for something to send.
     pub(super) senders: usize,
+    /// Threads that connect to targets. One goes on for a while behind a channel
+    /// that the peer has given up.
+    pub(super) connecting: usize,
     /// Whether one of them watches the sockets.
     pub(super) watched: bool,
     /// How many of them wait for another to do so.
@@ -157,6 +170,7 @@ impl Hub {
                 epoch: 1,
                 cutters: BTreeMap::new(),
                 senders: 0,
+                connecting: 0,
                 watched: false,
                 followers: 0,
                 woken: false,
@@ -167,6 +181,7 @@ impl Hub {
             }),
             talk: Condvar::new(),
             idle: Condvar::new(),
+            programs: Arc::default(),
             threads: Mutex::default(),
             began: Instant::now(),
         }))
@@ -282,12 +297,20 @@ impl Hub {
                 route,
                 parameter,
             } => {
+                let mut refuse = |code, text: &str| {
+                    core.association
+                        .refuse(channel, code, text.to_owned(), now_ns);
+                };
+                if core.connecting >= self.site.limits.channels {
+                    let text = "too many connections to targets are being made";
+                    return refuse(FaultCode::Busy, text);
+                }
                 let hub = Arc::clone(self);
                 let body = move || target::connect(&hub, channel, &route, &parameter);
-                if !self.spawn(format!("dunlin-target-{channel}"), body) {
-                    let text = "no thread can be had".to_owned();
-                    let code = FaultCode::TargetUnreachable;
-                    core.association.refuse(channel, code, text, now_ns);
+                if self.spawn(format!("dunlin-target-{channel}"), body) {
+                    core.connecting += 1;
+                } else {
+                    refuse(FaultCode::TargetUnreachable, "no thread can be had");
                 }
             }
             Action::Count(channel) => {
@@ -321,9 +344,17 @@ impl Hub {
                     self.site.tell(Event::Closed { route, channel });
                 }
             }
-            Action::Abort { channel, fault } => {
-                let text = "the peer's tunnel, or this one, gave the channel up";
-                self.close_badly(core, channel, Failure::told(fault, text));
+            Action::Abort {
+                channel,
+                fault,
+                by_peer,
+            } => {
+                let failure = if by_peer {
+                    Failure::told(fault, "the peer's tunnel gave the channel up")
+                } else {
+                    Failure::new(fault, "this tunnel gave the channel up")
+                };
+                self.close_badly(core, channel, failure);
             }
             Action::OpenLane(lane) => {
                 let hub = Arc::clone(self);
@@ -421,9 +452,14 @@ impl Hub {
     /// A lane of the peer that has proved itself.
     pub(super) fn take_lane(self: &Arc<Self>, lane: u16, secured: crate::lane::handshake::Secured) {
         let hub = Arc::clone(self);
-        self.spawn(format!("dunlin-lane-in-{lane}"), move || {
+        let started = self.spawn(format!("dunlin-lane-in-{lane}"), move || {
             receive::run(&hub, lane, secured);
         });
+        if !started {
+            let mut core = self.lock();
+            core.association.admitted_over(lane);
+            self.settle(&mut core);
+        }
     }
 
     pub(super) fn status(&self) -> super::Status {

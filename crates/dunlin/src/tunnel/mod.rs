@@ -194,9 +194,10 @@ impl Tunnel {
             stop,
             threads,
         };
-        tunnel.open_doors(routes)?;
         let relays = &tunnel.site.relays;
-        relays.open_ports(&tunnel.site, &identities, routes)?;
+        let ports = relays.prepare(&tunnel.site, &identities, routes)?;
+        tunnel.open_doors(routes)?;
+        relays.open(ports);
         Ok(tunnel)
     }
 
@@ -208,7 +209,7 @@ impl Tunnel {
     /// Where its entrances listen, by their routes' names; a port of 0 is the one
     /// that the kernel chose.
     pub fn entrances(&self) -> Vec<(String, Listen)> {
-        let of = |door: &Door| (door.entrance.route.clone(), door.entrance.listen.clone());
+        let of = |door: &Door| (door.entrance().route, door.listens_on().clone());
         self.lock_doors().iter().map(of).collect()
     }
 
@@ -221,13 +222,13 @@ impl Tunnel {
     /// that are open stay as they are.
     ///
     /// # Errors
-    /// [`TunnelError`]. A new entrance that cannot listen leaves the others open,
-    /// the old and the new; everything else is as before.
+    /// [`TunnelError`]; everything is as before then.
     pub fn replace(&self, identities: Identities, routes: &Routes) -> Result<(), TunnelError> {
         let tls = identities.server(routes)?;
-        self.open_doors(routes)?;
         let relays = &self.site.relays;
-        relays.open_ports(&self.site, &identities, routes)?;
+        let ports = relays.prepare(&self.site, &identities, routes)?;
+        self.open_doors(routes)?;
+        relays.open(ports);
         self.tls.replace(&tls);
         self.site.replace(identities, routes);
         Ok(())
@@ -245,45 +246,39 @@ impl Tunnel {
         self.lock_doors().clear();
         self.site.relays.close_ports();
         self.site.drain();
-        let channels = || {
-            let status = self.site.status();
-            status.iter().map(|one| one.channels.len()).sum::<usize>()
-        };
-        while channels() > 0 && Instant::now() < until {
+        while self.site.channels() > 0 && Instant::now() < until {
             thread::sleep(DRAIN_STEP);
         }
-        channels()
+        self.site.channels()
     }
 
-    /// Opens what is new and closes what is no more.
+    /// Opens what is new and closes what is no more. A place that stays is
+    /// listened at all the time, whoever's it becomes.
     fn open_doors(&self, routes: &Routes) -> Result<(), TunnelError> {
         let mut doors = self.lock_doors();
-        let stays = |door: &Door| {
-            let of = |one: &Entrance| {
-                let at = (&one.route, &one.listen, &one.to, &one.peers);
-                let own = &door.entrance;
-                at == (&own.route, &own.listen, &own.to, &own.peers)
-                    && (one.window_bytes, one.mode) == (own.window_bytes, own.mode)
-            };
-            routes.entrances.iter().any(of)
-        };
-        // First: another route may want the place of one that goes.
-        doors.retain(stays);
+        let mut fresh = Vec::new();
+        let mut stay = Vec::new();
         for entrance in &routes.entrances {
-            let is_open = |door: &Door| {
-                door.entrance.route == entrance.route && door.entrance.listen == entrance.listen
-            };
-            if doors.iter().any(is_open) {
-                continue;
+            match doors.iter().position(|door| door.is_at(entrance)) {
+                Some(at) => stay.push((at, entrance)),
+                None => fresh.push(Door::open(&self.site, entrance.clone()).map_err(|error| {
+                    TunnelError::Listen {
+                        route: entrance.route.clone(),
+                        listen: entrance.listen.clone(),
+                        error,
+                    }
+                })?),
             }
-            let door =
-                Door::open(&self.site, entrance.clone()).map_err(|error| TunnelError::Listen {
-                    route: entrance.route.clone(),
-                    listen: entrance.listen.clone(),
-                    error,
-                })?;
-            doors.push(door);
         }
+        for (at, entrance) in &stay {
+            doors[*at].lead(entrance);
+        }
+        let mut at = 0..;
+        doors.retain(|_| {
+            let at = at.next();
+            stay.iter().any(|(stays, _)| Some(*stays) == at)
+        });
+        doors.extend(fresh);
         Ok(())
     }
 

@@ -14,7 +14,7 @@ use dunlin_proto::negotiate::LaneOpen;
 use dunlin_proto::stripe::frame::{Data, Frame};
 use dunlin_proto::stripe::{Outcome, Wear, Work};
 use dunlin_sys::epoll::{Readiness, Ready};
-use dunlin_sys::socket::{Liveness, connect, set_liveness};
+use dunlin_sys::socket::{Liveness, connect, set_liveness, wait_writable};
 use vm_memory::VolatileSlice;
 
 use super::event::Event;
@@ -59,15 +59,10 @@ fn open(hub: &Arc<Hub>, lane: u16) -> Result<DataSender, Failure> {
         .map_err(|error| lost(format!("lane {lane} cannot reach {at}")).because(&error))?;
     set_liveness(&stream, &Liveness::default())
         .map_err(|error| lost("a lane's socket has no options".to_owned()).because(&error))?;
-    let secured = handshake::client(stream, &terms.tls, deadline).map_err(|error| {
+    let tls = hub.site.client_tls(terms.peers.clone())?;
+    let secured = handshake::client(stream, &tls, deadline).map_err(|error| {
         Failure::of_handshake(format!("lane {lane} to {at} cannot be secured"), &error)
     })?;
-    if !secured.peer.same_certificate(&terms.peer) {
-        return Err(Failure::new(
-            FaultCode::WrongIdentity,
-            format!("lane {lane} reached a peer with another certificate than the control lane's"),
-        ));
-    }
     let mut sender = DataSender::tls(secured, STALL_LIMIT).map_err(|error| failed(lane, &error))?;
     let opening = LaneOpen {
         version: terms.version,
@@ -117,7 +112,13 @@ fn send_all(hub: &Arc<Hub>, lane: u16, mut sender: DataSender) -> Result<(), Fai
             Work::Again { data, token } => send(&mut sender, &data, &token),
             Work::Read { channel, most } => {
                 match read(hub, lane, channel, most as usize, socket, &mut scratch) {
-                    Some((data, piece)) => send(&mut sender, &data, &piece),
+                    Some((data, piece)) => {
+                        // Whoever waits for a full lane watches no sockets.
+                        if !wait_writable(sender.socket(), Instant::now()).unwrap_or(false) {
+                            promote(hub, &hub.lock());
+                        }
+                        send(&mut sender, &data, &piece)
+                    }
                     None => Ok(()),
                 }
             }

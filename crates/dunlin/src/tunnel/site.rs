@@ -22,11 +22,15 @@ use super::socket::Socket;
 use super::{Identities, Status};
 use crate::lane::control::ControlStream;
 use crate::lane::identity::{ClientTls, SettingsError};
-use crate::lane::peers::Peers;
+use crate::lane::peers::{PeerIdentity, Peers};
 
 /// Connections that wait while their peer is being connected to; a hypervisor
 /// with the most channels that it can have.
 const WAITING: usize = 512;
+/// Associations with one peer: one for each of the other side's lists of who may
+/// answer, in either direction, and those that have yet to notice that they are
+/// over.
+pub(super) const OF_ONE_PEER: usize = 8;
 
 pub(super) struct Site {
     pub(super) limits: Limits,
@@ -151,15 +155,39 @@ impl Site {
         }
     }
 
-    /// The same for one that nobody waits for.
-    pub(super) fn spawn_free(&self, name: String, body: impl FnOnce() + Send + 'static) {
-        if let Err(error) = std::thread::Builder::new().name(name).spawn(body) {
-            self.tell(Event::Warning(format!("no thread can be had: {error}")));
-        }
-    }
-
     pub(super) fn association(&self, session: &SessionId) -> Option<Arc<Hub>> {
         lock(&self.associations).get(session).cloned()
+    }
+
+    /// Whether there is room for one more association with a peer.
+    ///
+    /// # Errors
+    /// Why not.
+    pub(super) fn room_for(&self, peer: &PeerIdentity) -> Result<(), Failure> {
+        self.room(&lock(&self.associations), peer)
+    }
+
+    fn room(
+        &self,
+        associations: &BTreeMap<SessionId, Arc<Hub>>,
+        peer: &PeerIdentity,
+    ) -> Result<(), Failure> {
+        if self.draining.load(Ordering::SeqCst) {
+            let text = "this tunnel is about to end";
+            return Err(Failure::new(FaultCode::Ended, text));
+        }
+        let full = |count: usize, of: &str| {
+            let text = format!("{count} associations {of} stand already");
+            Err(Failure::new(FaultCode::Busy, text))
+        };
+        if associations.len() >= self.limits.associations {
+            return full(associations.len(), "of this tunnel");
+        }
+        let theirs = associations.values();
+        match theirs.filter(|hub| hub.terms.is_the_peer(peer)).count() {
+            OF_ONE_PEER.. => full(OF_ONE_PEER, "with this peer"),
+            _ => Ok(()),
+        }
     }
 
     /// Takes a new association in.
@@ -170,16 +198,7 @@ impl Site {
     ) -> Result<Arc<Hub>, Failure> {
         let session = terms.session;
         let mut associations = lock(&self.associations);
-        if self.draining.load(Ordering::SeqCst) {
-            return Err(Failure::new(
-                FaultCode::Ended,
-                "this tunnel is about to end",
-            ));
-        }
-        if associations.len() >= self.limits.associations {
-            let text = format!("{} associations stand already", associations.len());
-            return Err(Failure::new(FaultCode::Busy, text));
-        }
+        self.room(&associations, &terms.peer)?;
         if associations.contains_key(&session) {
             let text = "the session's number is in use";
             return Err(Failure::new(FaultCode::UnknownSession, text));
@@ -281,10 +300,11 @@ impl Site {
             .iter()
             .find(|(at, _)| at == to)
             .map_or(self.limits.lanes, |(_, lanes)| *lanes);
-        let made = self.client_tls(peers.clone()).and_then(|tls| {
-            let to = to.to_owned();
-            dial::dial(self, Destination { to, tls }, lanes)
-        });
+        let destination = Destination {
+            to: to.to_owned(),
+            peers: peers.clone(),
+        };
+        let made = dial::dial(self, destination, lanes);
         self.dialled(to, &peers, made);
     }
 
@@ -343,6 +363,18 @@ impl Site {
 
     pub(super) fn is_draining(&self) -> bool {
         self.draining.load(Ordering::SeqCst)
+    }
+
+    /// Connections that are carried, or are about to be.
+    pub(super) fn channels(&self) -> usize {
+        let waiting = |one: &Peering| match &one.state {
+            State::Dialling(waiting) => waiting.len(),
+            State::Up(_) => 0,
+        };
+        let waiting: usize = lock(&self.peerings).iter().map(waiting).sum();
+        let all = self.all();
+        let carried = all.iter().map(|hub| hub.lock().association.channels());
+        waiting + carried.sum::<usize>() + self.relays.channels()
     }
 
     pub(super) fn all(&self) -> Vec<Arc<Hub>> {

@@ -2,11 +2,13 @@
 //! to the hypervisor.
 
 use std::io;
-use std::net::ToSocketAddrs;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::channel;
+use std::thread;
 use std::time::Instant;
 
 use dunlin_proto::fault::FaultCode;
@@ -18,11 +20,13 @@ use super::hub::{Channel, Hub};
 use super::options::Target;
 use super::site::Site;
 use super::socket::Socket;
+use crate::lane::reach::first_of;
 
 /// Makes a channel's connection and tells the core; the body of a thread.
 pub(super) fn connect(hub: &Arc<Hub>, channel: u32, route: &str, parameter: &str) {
     let reached = reach(hub, route, parameter);
     let mut core = hub.lock();
+    core.connecting -= 1;
     match reached {
         Ok((socket, window_bytes)) => {
             if core.association.connected(channel, window_bytes) {
@@ -62,53 +66,83 @@ fn reach(hub: &Hub, route: &str, parameter: &str) -> Result<(Socket, u64), Failu
         return Err(Failure::new(FaultCode::ParameterRefused, text));
     }
     let deadline = Instant::now() + hub.site.limits.connect;
-    let socket = open(&hub.site, &exit.target, deadline).map_err(|error| {
+    let socket = open(&hub.site, &hub.programs, &exit.target, deadline).map_err(|error| {
         let text = format!("route {route:?}: {} cannot be reached", exit.target);
         Failure::new(FaultCode::TargetUnreachable, text).because(&error)
     })?;
     Ok((socket, exit.window_bytes))
 }
 
-/// Connects to a target.
+/// Connects to a target; `programs` counts those of the same peer that run.
 ///
 /// # Errors
 /// It cannot be reached before `deadline`.
-pub(super) fn open(site: &Arc<Site>, target: &Target, deadline: Instant) -> io::Result<Socket> {
+pub(super) fn open(
+    site: &Arc<Site>,
+    programs: &Arc<AtomicUsize>,
+    target: &Target,
+    deadline: Instant,
+) -> io::Result<Socket> {
     match target {
         Target::Unix(path) => Socket::unix(connect_unix(path, deadline)?),
-        Target::Tcp(to) => {
-            let mut last = io::Error::new(io::ErrorKind::NotFound, "it has no address");
-            for address in to.to_socket_addrs()? {
-                match connect_tcp(address, deadline) {
-                    Ok(stream) => return Socket::tcp(stream),
-                    Err(error) => last = error,
-                }
-            }
-            Err(last)
+        Target::Tcp(to) => Socket::tcp(first_of(to, |address| connect_tcp(address, deadline))?),
+        Target::Exec(words) => execute(site, programs, words),
+    }
+}
+
+/// Programs that a peer has had started and that have not ended: one need not
+/// end because its channel has.
+struct Programs(Arc<AtomicUsize>);
+
+impl Programs {
+    fn one_more(site: &Site, programs: &Arc<AtomicUsize>) -> io::Result<Self> {
+        let most = site.limits.channels;
+        let one = Self(Arc::clone(programs));
+        if one.0.fetch_add(1, Ordering::SeqCst) >= most {
+            let text = format!("{most} programs of this peer have not ended");
+            return Err(io::Error::new(io::ErrorKind::QuotaExceeded, text));
         }
-        Target::Exec(words) => execute(site, words),
+        Ok(one)
+    }
+}
+
+impl Drop for Programs {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
     }
 }
 
 /// Starts a program whose standard input and output are one end of a pair.
-fn execute(site: &Arc<Site>, words: &[String]) -> io::Result<Socket> {
+fn execute(site: &Arc<Site>, programs: &Arc<AtomicUsize>, words: &[String]) -> io::Result<Socket> {
     let (program, arguments) = words
         .split_first()
         .ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?;
     let (near, far) = UnixStream::pair()?;
+    let near = Socket::unix(near)?;
     let input = OwnedFd::from(far.try_clone()?);
-    let mut child = Command::new(program)
+    let running = Programs::one_more(site, programs)?;
+    // The thread first: a program for which nobody waits stays as a zombie.
+    let (started, child) = channel::<Child>();
+    let (site, name) = (Arc::clone(site), program.clone());
+    thread::Builder::new()
+        .name("dunlin-exec".to_owned())
+        .spawn(move || {
+            let _running = running;
+            // Nothing comes where the program could not be started.
+            let Ok(mut child) = child.recv() else { return };
+            let text = match child.wait() {
+                Ok(status) if status.success() => return,
+                Ok(status) => format!("{name} ended with {status}"),
+                Err(error) => format!("{name} is lost: {error}"),
+            };
+            site.tell(Event::Warning(text));
+        })?;
+    let child = Command::new(program)
         .args(arguments)
         .stdin(Stdio::from(input))
         .stdout(Stdio::from(OwnedFd::from(far)))
         .spawn()?;
-    let own = Arc::clone(site);
-    let program = program.clone();
-    let name = "dunlin-exec".to_owned();
-    site.spawn_free(name, move || match child.wait() {
-        Ok(status) if status.success() => {}
-        Ok(status) => own.tell(Event::Warning(format!("{program} ended with {status}"))),
-        Err(error) => own.tell(Event::Warning(format!("{program} is lost: {error}"))),
-    });
-    Socket::unix(near)
+    // It waits until it gets it.
+    let _ = started.send(child);
+    Ok(near)
 }

@@ -6,8 +6,9 @@ pub mod relay;
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
@@ -23,6 +24,8 @@ use super::lane_support::{Authority, Scratch, names};
 use relay::Relay;
 
 pub const NEAR: &str = "near.test";
+/// Whom the far side lets in as well.
+pub const OTHER: &str = "other.test";
 pub const FAR: &str = "far.test";
 /// Nothing that a test waits for takes longer.
 pub const PATIENCE: Duration = Duration::from_secs(30);
@@ -101,6 +104,8 @@ pub struct Pair {
     pub relay: Option<Relay>,
     pub scratch: Scratch,
     pub authority: Authority,
+    pub near_routes: Routes,
+    pub far_routes: Routes,
     listener: Option<UnixListener>,
 }
 
@@ -115,16 +120,17 @@ impl Pair {
             Vec::new(),
             vec![Exit {
                 route: "ram".to_owned(),
-                allow: names(&[NEAR]),
+                allow: names(&[NEAR, OTHER]),
                 target: Target::Unix(path("target")),
                 window_bytes: setup.window_bytes,
             }],
-        );
+        )
+        .unwrap();
         let far_told = Told::default();
         let far = Tunnel::start(
             TcpListener::bind("127.0.0.1:0").unwrap(),
             identities(authority.identity(&[FAR])),
-            &far_routes.unwrap(),
+            &far_routes,
             Limits {
                 lanes: setup.lanes,
                 ..setup.limits
@@ -145,12 +151,13 @@ impl Pair {
                 mode: Mode::Stripe,
             }],
             Vec::new(),
-        );
+        )
+        .unwrap();
         let near_told = Told::default();
         let near = Tunnel::start(
             TcpListener::bind("127.0.0.1:0").unwrap(),
             identities(authority.identity(&[NEAR])),
-            &near_routes.unwrap(),
+            &near_routes,
             setup.limits,
             near_told.observer(),
         )
@@ -163,6 +170,8 @@ impl Pair {
             relay,
             scratch,
             authority,
+            near_routes,
+            far_routes,
             listener,
         }
     }
@@ -209,6 +218,13 @@ impl Pair {
     pub fn channel(&self) -> (UnixStream, UnixStream) {
         (self.connect(), self.accept())
     }
+}
+
+/// Connects to a unix socket of somebody who never accepts, until nobody can.
+pub fn fill_backlog(path: &Path) -> Vec<OwnedFd> {
+    let soon = || Instant::now() + Duration::from_millis(20);
+    let connect = || dunlin_sys::socket::connect_unix(path, soon()).ok();
+    std::iter::from_fn(|| connect().map(OwnedFd::from)).collect()
 }
 
 /// Numbers from a seed.

@@ -332,7 +332,11 @@ impl<T: Clone> Association<T> {
                 return Ok(());
             }
             self.forget(channel, now_ns);
-            self.actions.push_back(Action::Abort { channel, fault });
+            self.actions.push_back(Action::Abort {
+                channel,
+                fault,
+                by_peer: true,
+            });
         }
         self.ended.remove(&channel);
         self.answer_if_gone(channel)

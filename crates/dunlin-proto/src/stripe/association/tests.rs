@@ -20,6 +20,14 @@ struct Pair {
     listener: u64,
 }
 
+fn abort(channel: u32, fault: FaultCode, by_peer: bool) -> Action {
+    Action::Abort {
+        channel,
+        fault,
+        by_peer,
+    }
+}
+
 impl Pair {
     fn new() -> Self {
         Self::with(Config::default())
@@ -283,7 +291,7 @@ fn an_abort_goes_before_what_waits_and_drops_it() {
     }
     pair.sides[0].fail(channel, FaultCode::Cancelled, 0);
     let fault = FaultCode::Cancelled;
-    assert_eq!(pair.did(1), [Action::Abort { channel, fault }]);
+    assert_eq!(pair.did(1), [abort(channel, fault, true)]);
     for side in &pair.sides {
         assert_eq!((side.channels(), side.usage()), (0, Usage::default()));
     }
@@ -586,12 +594,9 @@ fn without_a_lane_for_too_long_channels_are_aborted_on_both_sides() {
     pair.sides[0].readable(channel);
     pair.settle();
     pair.now_ns += Patience::default().alone_ns;
-    let abort = Action::Abort {
-        channel,
-        fault: FaultCode::LaneLost,
-    };
-    assert!(pair.did(0).contains(&abort));
-    assert!(pair.did(1).contains(&abort));
+    let fault = FaultCode::LaneLost;
+    assert!(pair.did(0).contains(&abort(channel, fault, false)));
+    assert!(pair.did(1).contains(&abort(channel, fault, true)));
     assert!(
         pair.sides[0].open(opening(1)).is_ok(),
         "the next may do better"
@@ -606,7 +611,7 @@ fn without_a_control_lane_for_too_long_the_association_is_over() {
     pair.now_ns = Patience::default().alone_ns + 7;
     assert_eq!(pair.sides[0].due_ns(), Some(pair.now_ns));
     let fault = FaultCode::ControlLost;
-    let over = [Action::Abort { channel, fault }, Action::GiveUp(fault)];
+    let over = [abort(channel, fault, false), Action::GiveUp(fault)];
     assert_eq!(pair.did(0), over);
     assert_eq!(pair.sides[0].due_ns(), None);
     assert_eq!(pair.sides[0].open(opening(1)), Err(OpenError::Over));

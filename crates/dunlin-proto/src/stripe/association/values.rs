@@ -120,6 +120,8 @@ pub enum Action {
         channel: u32,
         /// The reason as a code.
         fault: FaultCode,
+        /// Whether the other side decided it.
+        by_peer: bool,
     },
     /// Open a connection for a lane of this number; then
     /// [`super::Association::lane_stands`], or [`super::Association::lane_over`].

@@ -21,7 +21,7 @@ mod port;
 mod watch;
 
 use std::collections::{BTreeMap, VecDeque};
-use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
+use std::net::{SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -40,6 +40,7 @@ use crate::lane::handshake::relay::{Relayed, client};
 use crate::lane::identity::{ClientTls, ServerTls, SettingsError};
 use crate::lane::peers::Peers;
 use crate::lane::policy::OldestTls;
+use crate::lane::reach::first_of;
 use crate::lane::record::Alert;
 
 use channel::{Channel, Parts};
@@ -147,6 +148,14 @@ impl Drop for Place {
 pub(super) struct Relays {
     state: Mutex<State>,
     ports: Mutex<Vec<Port>>,
+    /// Programs of all peers that have been started and not ended.
+    programs: Arc<AtomicUsize>,
+}
+
+/// Ports as they are to be.
+pub(super) struct Ports {
+    fresh: Vec<Port>,
+    stay: Vec<(RelayExit, ServerTls)>,
 }
 
 #[derive(Default)]
@@ -170,25 +179,22 @@ impl Relays {
         self.ports.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Opens the ports that are new, renews those that stay, and closes the others.
+    /// Opens the ports that are new; the others are as before until [`Self::open`].
     ///
     /// # Errors
-    /// [`TunnelError`]; those before it are open then.
-    pub(super) fn open_ports(
+    /// [`TunnelError`]; all are as before then.
+    pub(super) fn prepare(
         &self,
         site: &Arc<Site>,
         identities: &Identities,
         routes: &Routes,
-    ) -> Result<(), TunnelError> {
-        let mut ports = self.lock_ports();
-        let of =
-            |port: &Port, exit: &RelayExit| port.route == exit.route && port.asked == exit.listen;
-        // First: another route may want the place of one that goes.
-        ports.retain(|port| routes.relays.iter().any(|exit| of(port, exit)));
+    ) -> Result<Ports, TunnelError> {
+        let ports = self.lock_ports();
+        let (mut fresh, mut stay) = (Vec::new(), Vec::new());
         for exit in &routes.relays {
             let tls = identities.relay_server(exit)?;
-            if let Some(port) = ports.iter().find(|port| of(port, exit)) {
-                port.renew(exit.clone(), &tls);
+            if ports.iter().any(|port| port.is_at(exit)) {
+                stay.push((exit.clone(), tls));
                 continue;
             }
             let port =
@@ -197,9 +203,22 @@ impl Relays {
                     listen: Listen::Tcp(exit.listen),
                     error,
                 })?;
-            ports.push(port);
+            fresh.push(port);
         }
-        Ok(())
+        Ok(Ports { fresh, stay })
+    }
+
+    /// Renews the ports that stay, closes those that are no more, and keeps the new ones.
+    pub(super) fn open(&self, Ports { fresh, stay }: Ports) {
+        let mut ports = self.lock_ports();
+        ports.retain(|port| {
+            let own = stay.iter().find(|(exit, _)| port.is_at(exit));
+            if let Some((exit, tls)) = own {
+                port.renew(exit.clone(), tls);
+            }
+            own.is_some()
+        });
+        ports.extend(fresh);
     }
 
     pub(super) fn close_ports(&self) {
@@ -208,7 +227,7 @@ impl Relays {
 
     /// Where its ports are, by their routes' names.
     pub(super) fn ports(&self) -> Vec<(String, SocketAddr)> {
-        let of = |port: &Port| (port.route.clone(), port.address);
+        let of = |port: &Port| (port.route(), port.address);
         self.lock_ports().iter().map(of).collect()
     }
 
@@ -331,6 +350,13 @@ impl Relays {
         self.lock().channels.remove(&number);
     }
 
+    /// Channels that are carried, or are about to be.
+    pub(super) fn channels(&self) -> usize {
+        let state = self.lock();
+        let counts = state.peers.values();
+        counts.map(|count| count.load(Ordering::SeqCst)).sum()
+    }
+
     pub(super) fn status(&self) -> Vec<Status> {
         let state = self.lock();
         state.channels.values().map(|one| one.status()).collect()
@@ -380,14 +406,16 @@ fn make(site: &Arc<Site>, half: Half, place: Place) {
             Ok(relayed) => Relays::start(site, &entrance.route, socket, relayed, place),
             Err(failure) => Half::Accepted(entrance, socket).refuse(site, failure),
         },
-        Half::Authenticated(exit, relayed) => match target::open(site, &exit.target, deadline) {
-            Ok(socket) => Relays::start(site, &exit.route, socket, *relayed, place),
-            Err(error) => {
-                let text = format!("route {:?}: {} cannot be reached", exit.route, exit.target);
-                let failure = Failure::new(FaultCode::TargetUnreachable, text).because(&error);
-                Half::Authenticated(exit, relayed).refuse(site, failure);
+        Half::Authenticated(exit, relayed) => {
+            match target::open(site, &site.relays.programs, &exit.target, deadline) {
+                Ok(socket) => Relays::start(site, &exit.route, socket, *relayed, place),
+                Err(error) => {
+                    let text = format!("route {:?}: {} cannot be reached", exit.route, exit.target);
+                    let failure = Failure::new(FaultCode::TargetUnreachable, text).because(&error);
+                    Half::Authenticated(exit, relayed).refuse(site, failure);
+                }
             }
-        },
+        }
     }
 }
 
@@ -405,7 +433,7 @@ fn reach(site: &Site, entrance: &Entrance, deadline: Instant) -> Result<Relayed,
             Failure::new(FaultCode::Unauthorised, text).because(&error)
         })
     })?;
-    let stream = connect_any(to, deadline).map_err(|error| {
+    let stream = first_of(to, |address| connect(address, deadline)).map_err(|error| {
         Failure::told(
             FaultCode::TargetUnreachable,
             &format!("{to} cannot be reached: {error}"),
@@ -425,17 +453,6 @@ fn reach(site: &Site, entrance: &Entrance, deadline: Instant) -> Result<Relayed,
             code => Failure::new(code, text),
         }
     })
-}
-
-fn connect_any(to: &str, deadline: Instant) -> std::io::Result<TcpStream> {
-    let mut last = std::io::Error::new(std::io::ErrorKind::NotFound, "it has no address");
-    for address in to.to_socket_addrs()? {
-        match connect(address, deadline) {
-            Ok(stream) => return Ok(stream),
-            Err(error) => last = error,
-        }
-    }
-    Err(last)
 }
 
 /// Keep-alive that notices within `vanished`. How long sent data may stay unacknowledged is for

@@ -17,9 +17,6 @@ use crate::tunnel::site::Site;
 
 /// A port that is open. It is closed when this is dropped; channels stay.
 pub(super) struct Port {
-    pub(super) route: String,
-    /// As the configuration has it.
-    pub(super) asked: SocketAddr,
     pub(super) address: SocketAddr,
     exit: Arc<Mutex<RelayExit>>,
     tls: ServerTls,
@@ -38,7 +35,6 @@ impl Port {
         let address = listener.local_addr()?;
         let (stop, stopped) = waker()?;
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let (route, asked) = (exit.route.clone(), exit.listen);
         let exit = Arc::new(Mutex::new(exit));
         let (site, own, own_tls) = (Arc::clone(site), Arc::clone(&exit), tls.clone());
         let body = move || {
@@ -54,14 +50,23 @@ impl Port {
         let name = format!("dunlin-relay-port-{number}");
         let thread = Some(thread::Builder::new().name(name).spawn(body)?);
         Ok(Self {
-            route,
-            asked,
             address,
             exit,
             tls,
             stop,
             thread,
         })
+    }
+
+    /// Whether it is where an exit is to be. One that left its port to the kernel is known by its
+    /// route.
+    pub(super) fn is_at(&self, other: &RelayExit) -> bool {
+        let own = of(&self.exit);
+        own.listen == other.listen && (other.listen.port() != 0 || own.route == other.route)
+    }
+
+    pub(super) fn route(&self) -> String {
+        of(&self.exit).route
     }
 
     /// Uses other settings for those that come from now on.

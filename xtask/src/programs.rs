@@ -1,0 +1,226 @@
+//! Test programs side by side. Most of them wait for most of their time: for a
+//! silent peer, a limit, a guest that counts; one after the other they leave the
+//! machine idle.
+
+use std::collections::VecDeque;
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode, Stdio};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use clap::{Args, ValueEnum};
+use dunlin_rig::scratch::Scratch;
+use serde::Deserialize;
+
+/// How many run at a time, on a machine of two cores.
+const AT_A_TIME: usize = 2;
+/// Programs that promise or compare times and rates, and run when no other does.
+const ALONE: &[&str] = &["conformance", "control", "hosts", "moves", "namespaces"];
+/// Where the packages are that tests stand on.
+const RIG: [&str; 2] = ["tests/rig", "xtask"];
+/// How the names of the tunnel's programs begin, in whatever package.
+const TUNNEL: &str = "tunnel";
+/// What [`built`] builds; another choice of packages would build much of it twice.
+const BUILT: [&str; 3] = ["--workspace", "--exclude", "dunlin-kernel-tests"];
+/// So many of the longest are named at the end.
+const LONGEST: usize = 8;
+
+/// What to run.
+#[derive(Debug, Args)]
+pub struct TestOptions {
+    /// Which programs; without it they are built alone.
+    suite: Option<Suite>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Suite {
+    /// The crates' own tests.
+    Spine,
+    /// What tests stand on.
+    Rig,
+    /// The tunnel, with real hypervisors too.
+    Tunnel,
+}
+
+/// What cargo says of each thing that it has built.
+#[derive(Deserialize)]
+struct Message {
+    reason: String,
+    manifest_path: Option<PathBuf>,
+    executable: Option<PathBuf>,
+    target: Option<Target>,
+    profile: Option<Profile>,
+}
+
+#[derive(Deserialize)]
+struct Target {
+    name: String,
+}
+
+#[derive(Deserialize)]
+struct Profile {
+    test: bool,
+}
+
+struct Program {
+    name: String,
+    file: PathBuf,
+    /// Of its package: where cargo runs it too.
+    directory: PathBuf,
+}
+
+impl Program {
+    fn suite(&self) -> Suite {
+        if self.name.starts_with(TUNNEL) {
+            Suite::Tunnel
+        } else if RIG.iter().any(|end| self.directory.ends_with(end)) {
+            Suite::Rig
+        } else {
+            Suite::Spine
+        }
+    }
+}
+
+struct Ran {
+    name: String,
+    took: Duration,
+    passed: bool,
+}
+
+/// Builds the chosen test programs and runs them; one that fails does not keep
+/// the others from running.
+///
+/// # Errors
+/// They cannot be built or started, or none is chosen.
+pub fn command(options: &TestOptions) -> Result<ExitCode> {
+    let mut programs = built()?;
+    let Some(suite) = options.suite else {
+        return Ok(ExitCode::SUCCESS);
+    };
+    programs.retain(|program| program.suite() == suite);
+    if programs.is_empty() {
+        bail!("there is no test program in that suite");
+    }
+    let (alone, others): (Vec<_>, Vec<_>) = programs
+        .into_iter()
+        .partition(|program| ALONE.contains(&program.name.as_str()));
+    let mut ran = run(others, AT_A_TIME)?;
+    ran.extend(run(alone, 1)?);
+    ran.sort_by_key(|one| std::cmp::Reverse(one.took));
+    let longest: Vec<String> = ran
+        .iter()
+        .take(LONGEST)
+        .map(|one| format!("{} {:.0} s", one.name, one.took.as_secs_f64()))
+        .collect();
+    println!("{} programs; longest: {}", ran.len(), longest.join(", "));
+    let failed: Vec<&str> = ran
+        .iter()
+        .filter(|one| !one.passed)
+        .map(|one| one.name.as_str())
+        .collect();
+    if failed.is_empty() {
+        return Ok(ExitCode::SUCCESS);
+    }
+    println!("FAILED: {}", failed.join(", "));
+    Ok(ExitCode::FAILURE)
+}
+
+/// Builds them. Returns them as cargo would run them, one after the other.
+fn built() -> Result<Vec<Program>> {
+    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
+        .args(["test", "--locked", "--no-run"])
+        .arg("--message-format=json-render-diagnostics")
+        .args(BUILT)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .spawn()
+        .context("cargo cannot be started")?;
+    let mut programs = Vec::new();
+    if let Some(said) = cargo.stdout.take() {
+        for line in BufReader::new(said).lines() {
+            programs.extend(program(&line?)?);
+        }
+    }
+    if !cargo.wait()?.success() {
+        bail!("the tests cannot be built");
+    }
+    Ok(programs)
+}
+
+/// A test program, if that is what a line of cargo's is about.
+fn program(line: &str) -> Result<Option<Program>> {
+    let message: Message =
+        serde_json::from_str(line).with_context(|| format!("cargo says {line}"))?;
+    if message.reason != "compiler-artifact" || !message.profile.is_some_and(|one| one.test) {
+        return Ok(None);
+    }
+    let (Some(file), Some(target), Some(manifest)) =
+        (message.executable, message.target, message.manifest_path)
+    else {
+        return Ok(None);
+    };
+    let directory = manifest.parent().unwrap_or(Path::new("/")).to_owned();
+    Ok(Some(Program {
+        name: target.name,
+        file,
+        directory,
+    }))
+}
+
+/// Runs programs, so many at a time; prints what each wrote when it has ended.
+fn run(programs: Vec<Program>, at_a_time: usize) -> Result<Vec<Ran>> {
+    let waiting = Mutex::new(VecDeque::from(programs));
+    let ran = Mutex::new(Vec::new());
+    let next = || {
+        let mut waiting = waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        waiting.pop_front()
+    };
+    let work = || -> Result<()> {
+        while let Some(program) = next() {
+            let one = run_one(&program)?;
+            ran.lock().unwrap_or_else(PoisonError::into_inner).push(one);
+        }
+        Ok(())
+    };
+    thread::scope(|scope| {
+        let workers: Vec<_> = (0..at_a_time).map(|_| scope.spawn(work)).collect();
+        workers.into_iter().try_for_each(|worker| {
+            worker
+                .join()
+                .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        })
+    })?;
+    Ok(ran.into_inner().unwrap_or_else(PoisonError::into_inner))
+}
+
+fn run_one(program: &Program) -> Result<Ran> {
+    // A file, and no pipe: what a test has left running would hold that open.
+    let scratch = Scratch::new()?;
+    let output = scratch.join("output");
+    let file = File::create(&output)?;
+    let began = Instant::now();
+    let status = Command::new(&program.file)
+        .current_dir(&program.directory)
+        .env("CARGO_MANIFEST_DIR", &program.directory)
+        .stdin(Stdio::null())
+        .stdout(file.try_clone()?)
+        .stderr(file)
+        .status()
+        .with_context(|| format!("{} cannot be run", program.file.display()))?;
+    let took = began.elapsed();
+    let text = fs::read(&output)?;
+    let mut stdout = std::io::stdout().lock();
+    let name = &program.name;
+    writeln!(stdout, "-- {name}, {:.1} s: {status}", took.as_secs_f64())?;
+    stdout.write_all(&text)?;
+    stdout.flush()?;
+    Ok(Ran {
+        name: name.clone(),
+        took,
+        passed: status.success(),
+    })
+}
