@@ -1,6 +1,6 @@
 //! Chores of the workspace, as a library so that they can be tested. `cargo xtask help` lists them.
 //!
-//! - [`bench`]: Dunlin beside other programs.
+//! - [`mod@bench`]: Dunlin beside other programs.
 //! - [`kernel`]: tests under a real kernel.
 //! - [`programs`]: test programs side by side.
 #![forbid(unsafe_code)]
