@@ -1,6 +1,6 @@
 //! Chores of the workspace, as a library so that they can be tested. `cargo xtask help` lists them.
 //!
-//! - [`bench`]: Dunlin beside other programs.
+//! - [`mod@bench`]: Dunlin beside other programs.
 //! - [`kernel`]: tests under a real kernel.
 //! - [`programs`]: test programs side by side.
 #![forbid(unsafe_code)]
@@ -28,11 +28,11 @@ const NOT_FETCHED: u8 = 3;
 enum Chore {
     /// Runs the tests of tests/kernel inside virtual machines with Debian's kernels.
     Kernel(KernelOptions),
-    /// Runs test programs side by side, each by itself when it is about time.
-    Test(TestOptions),
     /// Measures Dunlin beside other programs; docs/benchmarking.md says how to read it.
     #[command(subcommand)]
     Bench(Bench),
+    /// Runs test programs side by side, each by itself when it is about time.
+    Test(TestOptions),
 }
 
 /// Does the chore that the command line names.
@@ -40,8 +40,8 @@ enum Chore {
 pub fn main() -> ExitCode {
     let done = match Chore::parse() {
         Chore::Kernel(options) => kernel::command(&options),
-        Chore::Test(options) => programs::command(&options),
         Chore::Bench(bench) => bench::command(&bench),
+        Chore::Test(options) => programs::command(&options),
     };
     match done {
         Ok(code) => code,

@@ -3,6 +3,9 @@
 #![allow(clippy::unwrap_used)]
 
 mod support;
+#[allow(dead_code)]
+#[path = "support/namespaces.rs"]
+mod wires;
 
 use std::fs;
 use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
@@ -15,6 +18,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use support::{Hosts, words};
+use wires::{B, Wire};
 
 /// Nothing that a test waits for takes longer.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -140,15 +144,19 @@ impl Scene {
     }
 
     fn run(&self, identity: &str, route: &str) -> Process {
+        Process::start(self.command(identity, "", route))
+    }
+
+    fn command(&self, identity: &str, limits: &str, route: &str) -> Command {
         let file = self.path(&format!("{identity}.toml"));
         let text = format!(
-            "listen = \"127.0.0.1:0\"\nidentity = {:?}\n[route.ram]\nmode = \"relay\"\n{route}",
+            "listen = \"127.0.0.1:0\"\nidentity = {:?}\n{limits}\n[route.ram]\nmode = \"relay\"\n{route}",
             self.path(identity)
         );
         fs::write(&file, text).unwrap();
         let mut command = words("tunnel run --config");
         command.arg(&file);
-        Process::start(command)
+        command
     }
 
     /// A relay to whatever TLS server is at `port`, as host a.
@@ -444,4 +452,69 @@ fn a_server_that_speaks_nothing_newer_needs_the_routes_word() {
     assert_eq!(scene.connect().read(&mut [0]).unwrap(), 0);
     let why = near.wait_for("was refused");
     assert!(why.contains("tls = \"1.2\""), "{why}");
+}
+
+/// Every packet is lost, and nobody is told: the host that sends hears of it by its own clock,
+/// whether it has something to send or not.
+#[test]
+fn a_peer_that_vanishes_is_noticed_idle_and_busy() {
+    let Some(wire) = Wire::new(None) else { return };
+    let scene = Scene::new();
+    let limits = "[limits]\nvanished = \"2s\"";
+    let far = scene.command(
+        "b",
+        limits,
+        &format!(
+            "tls_listen = \"{B}:0\"\ntarget = \"unix:{}\"\nallow = [\"a.test\"]\n",
+            scene.path("out").display()
+        ),
+    );
+    let far = Process::start(wire.at_b(&far));
+    let line = far.wait_for("takes TLS clients on");
+    let port = line.rsplit_once(':').unwrap().1;
+    let near = scene.command(
+        "a",
+        limits,
+        &format!(
+            "listen = \"unix:{}\"\nto = \"{B}:{port}\"\npeers = [\"b.test\"]\n",
+            scene.path("in").display()
+        ),
+    );
+    let near = Process::start(wire.at_a(&near));
+    near.wait_for("route ram listens on");
+    let idle = (scene.connect(), scene.accept());
+    let busy = (scene.connect(), scene.accept());
+    for (near, far) in [&idle, &busy] {
+        let (mut near, mut far) = (near, far);
+        near.write_all(b"x").unwrap();
+        far.read_exact(&mut [0]).unwrap();
+    }
+    let mut lose = Command::new("nft");
+    lose.arg(
+        "add table inet lost; \
+         add chain inet lost inward { type filter hook input priority 0; policy drop; }; \
+         add chain inet lost outward { type filter hook output priority 0; policy drop; }",
+    );
+    let lost = wire.at_b(&lose).status().unwrap();
+    assert!(lost.success());
+    let begin = Instant::now();
+    (&busy.0).write_all(&[7; 100_000]).unwrap();
+    for (near, _) in [&idle, &busy] {
+        let mut near = near;
+        // A unix socket knows no aborts: it ends, and the log says why.
+        assert!(!matches!(near.read(&mut [0]), Ok(1..)));
+    }
+    for process in [&near, &far] {
+        for _ in 0..2 {
+            let why = process.wait_for("was aborted");
+            assert!(why.contains("it vanished"), "{why}");
+        }
+    }
+    // Two seconds, and as much again for a machine that is busy; keep-alive alone, or the
+    // kernel's own patience, would take minutes.
+    assert!(
+        begin.elapsed() < Duration::from_secs(15),
+        "{:?}",
+        begin.elapsed()
+    );
 }

@@ -316,6 +316,7 @@ fn a_reload_that_cannot_listen_everywhere_changes_nothing() {
         peers: names(&[FAR]),
         lanes: 1,
         window_bytes: WINDOW_BYTES,
+        mode: Mode::Stripe,
     };
     let free = "127.0.0.1:0".parse().unwrap();
     let far = scene.far.address().to_string();

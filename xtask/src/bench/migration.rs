@@ -28,14 +28,22 @@ pub(super) fn migrate(site: &Site, pair: &Pair, setup: &Setup) -> Result<Moved> 
         &format!("unix:{}", pair.qemu.display()),
         &format!("unix:{}", site.qemu().display()),
     );
-    begin(&mut source, &mut destination, &migration)?;
+    watch(&mut source, &mut destination, &migration).with_context(|| {
+        let (source, destination) = (source.messages(), destination.messages());
+        let variant = pair.variant;
+        format!("through {variant}; the source says {source:?}, the destination {destination:?}")
+    })
+}
+
+fn watch(source: &mut Machine, destination: &mut Machine, migration: &Migration) -> Result<Moved> {
+    begin(source, destination, migration)?;
     // The guest goes on as soon as it is there.
     destination.qmp().execute("cont", json!({}))?;
     let is = |wanted: &'static str| move |name: &str, _: &Value| name == wanted;
     let stopped = source.qmp().wait_event(PATIENCE, is("STOP"))?;
     let resumed = destination.qmp().wait_event(PATIENCE, is("RESUME"))?;
-    finish(&mut source, "source")?;
-    finish(&mut destination, "destination")?;
+    finish(source, "source")?;
+    finish(destination, "destination")?;
     destination.next_beat()?;
     let said = source.qmp().execute("query-migrate", json!({}))?;
     let number = |name: &str| said[name].as_f64().unwrap_or_default();

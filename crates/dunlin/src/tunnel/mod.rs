@@ -393,8 +393,8 @@ impl Tunnel {
             stay.push((at, entrance));
         }
         let relays = &self.site.relays;
-        let ports = relays.open_ports(&self.site, identities, routes)?;
-        relays.use_ports(ports);
+        let ports = relays.prepare(&self.site, identities, routes)?;
+        relays.open(ports);
         for (at, entrance) in &stay {
             doors[*at].lead(entrance);
         }

@@ -149,21 +149,19 @@ impl Drop for Place {
     }
 }
 
-/// What becomes of the ports.
-#[derive(Default)]
-pub(super) struct Change {
-    fresh: Vec<Port>,
-    /// By their positions.
-    stay: Vec<(usize, RelayExit, ServerTls)>,
-}
-
 /// All relays of a tunnel.
 #[derive(Default)]
 pub(super) struct Relays {
     state: Mutex<State>,
     ports: Mutex<Vec<Port>>,
-    /// Programs that TLS clients have had started and that have not ended.
+    /// Programs of all peers that have been started and not ended.
     programs: Arc<AtomicUsize>,
+}
+
+/// Ports as they are to be.
+pub(super) struct Ports {
+    fresh: Vec<Port>,
+    stay: Vec<(RelayExit, ServerTls)>,
 }
 
 #[derive(Default)]
@@ -187,46 +185,46 @@ impl Relays {
         self.ports.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Opens the ports that are new, for [`Self::use_ports`]; nothing else changes.
+    /// Opens the ports that are new; the others are as before until [`Self::open`].
     ///
     /// # Errors
-    /// [`TunnelError`]; nothing is open then that was not.
-    pub(super) fn open_ports(
+    /// [`TunnelError`]; all are as before then.
+    pub(super) fn prepare(
         &self,
         site: &Arc<Site>,
         identities: &Identities,
         routes: &Routes,
-    ) -> Result<Change, TunnelError> {
+    ) -> Result<Ports, TunnelError> {
         let ports = self.lock_ports();
-        let mut change = Change::default();
+        let (mut fresh, mut stay) = (Vec::new(), Vec::new());
         for exit in &routes.relays {
             let tls = identities.relay_server(exit)?;
-            if let Some(at) = ports.iter().position(|port| port.is_at(exit)) {
-                change.stay.push((at, exit.clone(), tls));
+            if ports.iter().any(|port| port.is_at(exit)) {
+                stay.push((exit.clone(), tls));
                 continue;
             }
-            let port = Port::open(site, exit.clone(), tls);
-            change.fresh.push(port.map_err(|error| TunnelError::Listen {
-                route: exit.route.clone(),
-                listen: Listen::Tcp(exit.listen),
-                error,
-            })?);
+            let port =
+                Port::open(site, exit.clone(), tls).map_err(|error| TunnelError::Listen {
+                    route: exit.route.clone(),
+                    listen: Listen::Tcp(exit.listen),
+                    error,
+                })?;
+            fresh.push(port);
         }
-        Ok(change)
+        Ok(Ports { fresh, stay })
     }
 
-    /// Renews the ports that stay, and closes those that are no more.
-    pub(super) fn use_ports(&self, change: Change) {
+    /// Renews the ports that stay, closes those that are no more, and keeps the new ones.
+    pub(super) fn open(&self, Ports { fresh, stay }: Ports) {
         let mut ports = self.lock_ports();
-        for (at, exit, tls) in &change.stay {
-            ports[*at].renew(exit.clone(), tls);
-        }
-        let mut at = 0..;
-        ports.retain(|_| {
-            let at = at.next();
-            change.stay.iter().any(|(stays, ..)| Some(*stays) == at)
+        ports.retain(|port| {
+            let own = stay.iter().find(|(exit, _)| port.is_at(exit));
+            if let Some((exit, tls)) = own {
+                port.renew(exit.clone(), tls);
+            }
+            own.is_some()
         });
-        ports.extend(change.fresh);
+        ports.extend(fresh);
     }
 
     pub(super) fn close_ports(&self) {
@@ -372,7 +370,7 @@ impl Relays {
         self.lock().channels.remove(&number);
     }
 
-    /// Channels that are there or being made.
+    /// Channels that are carried, or are about to be.
     pub(super) fn channels(&self) -> usize {
         let state = self.lock();
         let counts = state.peers.values();

@@ -58,15 +58,15 @@ impl Port {
         })
     }
 
-    pub(super) fn route(&self) -> String {
-        of(&self.exit).route
-    }
-
-    /// Whether it is where another is to be. One that left its port to the kernel is known by its
+    /// Whether it is where an exit is to be. One that left its port to the kernel is known by its
     /// route.
     pub(super) fn is_at(&self, other: &RelayExit) -> bool {
         let own = of(&self.exit);
         own.listen == other.listen && (other.listen.port() != 0 || own.route == other.route)
+    }
+
+    pub(super) fn route(&self) -> String {
+        of(&self.exit).route
     }
 
     /// Uses other settings for those that come from now on.
