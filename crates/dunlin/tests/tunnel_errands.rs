@@ -14,8 +14,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use dunlin::tunnel::{
-    Demand, DemandError, Entrance, Errand, Event, Exit, Limits, Listen, MAX_ERRANDS, Parameter,
-    Routes, Standing, Target, Tunnel, WINDOW_BYTES,
+    Demand, DemandError, Entrance, Errand, Event, Exit, Limits, Listen, MAX_ERRANDS, Mode,
+    Parameter, Routes, Standing, Target, Tunnel, WINDOW_BYTES,
 };
 use dunlin_proto::fault::FaultCode;
 use lane_support::{Authority, Scratch, names};
@@ -39,6 +39,7 @@ fn entrance(route: &str, to: &str) -> Entrance {
         peers: names(&[FAR]),
         lanes: 1,
         window_bytes: WINDOW_BYTES,
+        mode: Mode::Stripe,
     }
 }
 

@@ -12,7 +12,7 @@ use std::net::TcpListener;
 use std::time::Instant;
 
 use dunlin::tunnel::{
-    Demand, Entrance, Exit, Limits, Listen, Routes, Target, Tunnel, WINDOW_BYTES,
+    Demand, Entrance, Exit, Limits, Listen, Mode, Routes, Target, Tunnel, WINDOW_BYTES,
 };
 use dunlin_rig::guest::{Content, Workload};
 use dunlin_rig::machine::{Credentials, Machine, Migration, migrate};
@@ -56,6 +56,7 @@ fn a_listener_for_one_migration_carries_it_in_order_and_goes() {
         peers: names(&[FAR]),
         lanes: 2,
         window_bytes: WINDOW_BYTES,
+        mode: Mode::Stripe,
     };
     let routes = Routes::new(vec![entrance], Vec::new()).unwrap();
     let near = identities(authority.identity(&[NEAR]));
