@@ -123,7 +123,7 @@ impl Scene {
         let entrances = self.near.as_ref().unwrap().entrances();
         let port = entrances.iter().find_map(|(_, listen)| match listen {
             Listen::Tcp(address) => Some(*address),
-            Listen::Unix(_) => None,
+            _ => None,
         });
         patient(TcpStream::connect(port.unwrap()).unwrap())
     }
