@@ -104,6 +104,11 @@ struct Ran {
 /// They cannot be built or started, or none is chosen.
 pub fn command(options: &TestOptions) -> Result<ExitCode> {
     let mut programs = built()?;
+    // One that was renamed would run beside others, and nobody would know.
+    let is_there = |name: &&str| programs.iter().any(|program| program.name == **name);
+    if let Some(gone) = ALONE.iter().find(|name| !is_there(name)) {
+        bail!("{gone}, which is to run alone, is no test program any more");
+    }
     let Some(suite) = options.suite else {
         return Ok(ExitCode::SUCCESS);
     };
@@ -227,4 +232,51 @@ fn run_one(program: &Program) -> Result<Ran> {
         took,
         passed: status.success(),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn what_fails_is_told_from_what_passes() {
+        let named = |name: &str| Program {
+            name: name.to_owned(),
+            file: Path::new("/bin").join(name),
+            directory: PathBuf::from("/"),
+        };
+        let mut ran = run(vec![named("false"), named("true")], AT_A_TIME).unwrap();
+        ran.sort_by(|one, other| one.name.cmp(&other.name));
+        let passed: Vec<_> = ran.iter().map(|one| (&*one.name, one.passed)).collect();
+        assert_eq!(passed, [("false", false), ("true", true)]);
+        assert!(run(vec![named("none-of-that-name")], 1).is_err());
+    }
+
+    #[test]
+    fn programs_are_those_that_cargo_says_are_tests() {
+        let line = |test: bool, manifest: &str, name: &str| {
+            format!(
+                r#"{{"reason":"compiler-artifact","manifest_path":"{manifest}/Cargo.toml",
+                "executable":"/x","target":{{"name":"{name}"}},"profile":{{"test":{test}}}}}"#
+            )
+        };
+        assert!(
+            program(&line(false, "/w/xtask", "xtask"))
+                .unwrap()
+                .is_none()
+        );
+        assert!(program(r#"{"reason":"build-finished"}"#).unwrap().is_none());
+        for (manifest, name, suite, is_alone) in [
+            ("/w/crates/dunlin", "engine_moves", Suite::Spine, false),
+            ("/w/crates/dunlin-microvm", "moves", Suite::Spine, true),
+            ("/w/tests/rig", "hosts", Suite::Rig, true),
+            ("/w/tests/rig", "tunnel", Suite::Tunnel, false),
+        ] {
+            let found = program(&line(true, manifest, name)).unwrap().unwrap();
+            assert_eq!(found.suite(), suite, "{name}");
+            assert_eq!(found.is_alone(), is_alone, "{name}");
+        }
+    }
 }

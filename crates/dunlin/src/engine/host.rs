@@ -6,11 +6,11 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use crate::lane::reach::first_of;
 use dunlin_sys::poll::{Wakeup, waker};
 use dunlin_sys::socket;
 
 use super::sync::{Interrupt, Mutex, lock};
+use crate::lane::reach::first_of;
 
 /// Connections and threads, so that the engine fits a VMM that may open
 /// neither by itself.

@@ -31,7 +31,7 @@ const WAITING: usize = 512;
 /// Associations with one peer: one for each of the other side's lists of who may
 /// answer, in either direction, and those that have yet to notice that they are
 /// over.
-pub(super) const OF_ONE_PEER: usize = 8;
+const OF_ONE_PEER: usize = 8;
 
 pub(super) struct Site {
     pub(super) limits: Limits,
