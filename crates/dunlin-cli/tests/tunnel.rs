@@ -9,6 +9,7 @@ use std::fs;
 use std::io::{Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -121,6 +122,55 @@ fn sighup_changes_routes_and_no_channel() {
     let mut accepted = patient(scene.target.accept().unwrap().0);
     second.write_all(b"y").unwrap();
     accepted.read_exact(&mut [0]).unwrap();
+}
+
+/// All that moves meanwhile is a gibibyte on a route that stays.
+#[test]
+fn routes_come_and_go_while_a_gibibyte_moves() {
+    const PART: usize = 251 << 10;
+    const PARTS: usize = (1 << 30) / PART + 1;
+    let scene = Scene::new();
+    let (near, far) = scene.channel();
+    let part: Vec<u8> = (0..PART).map(|at| (at % 251) as u8).collect();
+    let done = AtomicBool::new(false);
+    let reloads = thread::scope(|scope| {
+        scope.spawn(|| {
+            for _ in 0..PARTS {
+                (&near).write_all(&part).unwrap();
+            }
+            near.shutdown(Shutdown::Write).unwrap();
+        });
+        scope.spawn(|| {
+            let mut came = vec![0; PART];
+            for _ in 0..PARTS {
+                (&far).read_exact(&mut came).unwrap();
+                assert!(came == part);
+            }
+            assert_eq!((&far).read(&mut came).unwrap(), 0);
+            done.store(true, Ordering::SeqCst);
+        });
+        let without = fs::read_to_string(&scene.near.config).unwrap();
+        let more = scene.hosts.scratch.join("more");
+        let with = format!(
+            "{without}[route.more]\nlisten = \"unix:{}\"\nto = {:?}\npeers = [\"b.test\"]\n",
+            more.display(),
+            scene.far.address,
+        );
+        let until = Instant::now() + PATIENCE;
+        let mut reloads = 0;
+        while !done.load(Ordering::SeqCst) {
+            for (config, is_there) in [(&with, true), (&without, false)] {
+                fs::write(&scene.near.config, config).unwrap();
+                scene.near.signal("HUP");
+                scene.near.wait_for("read anew");
+                assert_eq!(UnixStream::connect(&more).is_ok(), is_there);
+                reloads += 1;
+            }
+            assert!(Instant::now() < until, "it does not end");
+        }
+        reloads
+    });
+    assert!(reloads >= 4, "{reloads}");
 }
 
 #[test]

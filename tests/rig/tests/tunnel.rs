@@ -9,6 +9,7 @@ mod lane_support;
 mod tunnel_support;
 
 use std::net::TcpListener;
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
@@ -120,6 +121,30 @@ fn multifd_with_tls_of_its_own_keeps_its_order() {
     migration.tls = Some((credentials.folder(), "destination.example".to_owned()));
     move_and_check(&setup, &migration);
     assert_eq!(opened(&pair), 5);
+}
+
+/// What goes on one of the lanes comes later than what was sent behind it on the others, also the
+/// first bytes of a connection.
+#[test]
+fn a_delayed_lane_changes_no_order_under_qemus_own_tls() {
+    let Some(setup) = guest() else { return };
+    let _turn = need::turn();
+    let pair = tunnels();
+    let relay = pair.relay.clone().unwrap();
+    // Lanes are opened with the first connection.
+    drop(UnixStream::connect(pair.entrance()).unwrap());
+    relay.wait_forwarded(2, 1);
+    relay.delay(2);
+    let credentials = Credentials::new("destination.example", "source.example").unwrap();
+    let mut migration = through(&pair);
+    migration.multifd = Some(4);
+    migration.tls = Some((credentials.folder(), "destination.example".to_owned()));
+    let before = relay.forwarded(2);
+    move_and_check(&setup, &migration);
+    assert!(
+        relay.forwarded(2) > before,
+        "nothing went over the delayed lane"
+    );
 }
 
 #[test]

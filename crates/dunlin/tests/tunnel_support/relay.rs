@@ -9,6 +9,9 @@ use std::time::{Duration, Instant};
 
 use super::PATIENCE;
 
+/// How long a delayed connection holds what it has read.
+const DELAY: Duration = Duration::from_millis(40);
+
 /// Forwards connections until it is told to do something else with them.
 #[derive(Clone)]
 pub struct Relay {
@@ -22,6 +25,7 @@ struct Link {
     near: TcpStream,
     far: TcpStream,
     swallows: AtomicBool,
+    delays: AtomicBool,
     forwarded: AtomicU64,
 }
 
@@ -48,6 +52,7 @@ impl Relay {
                     near,
                     far,
                     swallows: AtomicBool::new(false),
+                    delays: AtomicBool::new(false),
                     forwarded: AtomicU64::new(0),
                 });
                 own.links.lock().unwrap().push(Arc::clone(&link));
@@ -65,16 +70,15 @@ impl Relay {
         self.links.lock().unwrap().len()
     }
 
+    /// What a connection has carried towards the far side.
+    pub fn forwarded(&self, link: usize) -> Option<u64> {
+        Some(self.link(link)?.forwarded.load(Ordering::SeqCst))
+    }
+
     /// Waits until a connection has carried so much towards the far side.
     pub fn wait_forwarded(&self, link: usize, bytes: u64) {
         let until = Instant::now() + PATIENCE;
-        loop {
-            if self
-                .link(link)
-                .is_some_and(|link| link.forwarded.load(Ordering::SeqCst) >= bytes)
-            {
-                return;
-            }
+        while self.forwarded(link) < Some(bytes) {
             assert!(Instant::now() < until, "connection {link} carries nothing");
             thread::sleep(Duration::from_millis(1));
         }
@@ -93,6 +97,14 @@ impl Relay {
         self.link(link)
             .unwrap()
             .swallows
+            .store(true, Ordering::SeqCst);
+    }
+
+    /// Holds whatever comes on a connection for [`DELAY`] before it goes on.
+    pub fn delay(&self, link: usize) {
+        self.link(link)
+            .unwrap()
+            .delays
             .store(true, Ordering::SeqCst);
     }
 
@@ -119,6 +131,9 @@ impl Link {
         while let Ok(count @ 1..) = from.read(&mut buffer) {
             if self.swallows.load(Ordering::SeqCst) {
                 continue;
+            }
+            if self.delays.load(Ordering::SeqCst) {
+                thread::sleep(DELAY);
             }
             if to.write_all(&buffer[..count]).is_err() {
                 break;

@@ -136,6 +136,10 @@ pub fn begin(
     source
         .qmp()
         .execute("migrate", json!({"uri": migration.connect}))?;
+    // What QEMU says of an earlier attempt lies before this; it says of some twice that they failed.
+    source.qmp().wait_event(PATIENCE, |name, data| {
+        name == "MIGRATION" && data["status"] == "setup"
+    })?;
     Ok(())
 }
 

@@ -1,0 +1,426 @@
+//! QEMU on two hosts that see each other and nothing else, through a tunnel's process on each: what
+//! operators do with it, and what becomes of the guest when the tunnel dies.
+#![cfg(target_arch = "x86_64")]
+#![allow(clippy::unwrap_used)]
+
+mod support;
+#[path = "support/tunnel.rs"]
+mod tunnel;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use dunlin_rig::guest::{Content, Workload};
+use dunlin_rig::hosts::{Family, Host, Link, LinkOptions};
+use dunlin_rig::machine::{
+    self, Machine, MachineError, Migration, PATIENCE, Setup, begin, finish, migrate,
+};
+use dunlin_rig::need;
+use serde_json::{Value, json};
+use support::{Hosts, words};
+use tunnel::{Tunnel, control};
+
+/// 192 MiB, of which 40 MiB are written to about twice a second.
+const WORKLOAD: Workload = Workload {
+    memory_mib: 192,
+    pages: 44_000,
+    hot: 10_000,
+    rate: Some(20_000),
+    content: Content::Mixed,
+    seed: 0x2417,
+};
+/// So much of the memory has gone when something is done to the migration.
+const SOME_BYTES: u64 = 16 << 20;
+const DISK_BYTES: usize = 48 << 20;
+
+/// Two hosts, a tunnel on each, and routes `ram` and `disk` from one to the other.
+struct Scene {
+    near: Option<Tunnel>,
+    far: Option<Tunnel>,
+    link: Link,
+    source: Host,
+    destination: Host,
+    files: Hosts,
+}
+
+impl Scene {
+    fn new() -> Option<Self> {
+        if !need::hosts() {
+            return None;
+        }
+        let source = Host::new("source").unwrap();
+        let destination = Host::new("destination").unwrap();
+        let link = Link::new(&source, &destination, &LinkOptions::default()).unwrap();
+        let mut scene = Self {
+            near: None,
+            far: None,
+            link,
+            source,
+            destination,
+            files: Hosts::new(),
+        };
+        scene.start_far();
+        scene.start_near();
+        Some(scene)
+    }
+
+    fn start_far(&mut self) {
+        let config = format!(
+            "listen = \"{}:7300\"\nidentity = {:?}\n\
+             [route.ram]\ntarget = {:?}\nallow = [\"a.test\"]\n\
+             [route.disk]\ntarget = {:?}\nallow = [\"a.test\"]\n",
+            self.link.address(&self.destination, Family::V4),
+            self.files.scratch.join("b"),
+            self.place("ram-out"),
+            self.place("disk-out"),
+        );
+        self.far = Some(self.start("far", &self.destination, &config));
+    }
+
+    fn start_near(&mut self) {
+        let to = format!("{}:7300", self.link.address(&self.destination, Family::V4));
+        let to = format!("to = {to:?}\npeers = [\"b.test\"]\n");
+        let config = format!(
+            "listen = \"{}:7300\"\nidentity = {:?}\n\
+             [route.ram]\nlisten = {:?}\n{to}[route.disk]\nlisten = {:?}\n{to}",
+            self.link.address(&self.source, Family::V4),
+            self.files.scratch.join("a"),
+            self.place("ram-in"),
+            self.place("disk-in"),
+        );
+        self.near = Some(self.start("near", &self.source, &config));
+    }
+
+    fn start(&self, name: &str, host: &Host, config: &str) -> Tunnel {
+        let file = self.files.scratch.join(&format!("{name}.toml"));
+        fs::write(&file, config).unwrap();
+        let mut command = words("tunnel run --config");
+        command
+            .arg(&file)
+            .arg("--control")
+            .arg(control(&self.files));
+        Tunnel::follow(host.enter(&command), file)
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.files.scratch.join(name)
+    }
+
+    fn place(&self, name: &str) -> String {
+        format!("unix:{}", self.path(name).display())
+    }
+
+    fn migration(&self) -> Migration {
+        // One that an earlier QEMU has left behind.
+        let _ = fs::remove_file(self.path("ram-out"));
+        Migration::through(&self.place("ram-in"), &self.place("ram-out"))
+    }
+
+    /// A guest that runs, and a QEMU that waits for it.
+    fn machines(&self, setup: &Setup) -> (Machine, Machine) {
+        let mut source = Machine::start(setup, Some(&self.source)).unwrap();
+        let destination = Machine::start_incoming(setup, Some(&self.destination)).unwrap();
+        source.wait_ready().unwrap();
+        (source, destination)
+    }
+}
+
+fn guest() -> Option<(Setup, Scene)> {
+    Some((need::bare_guest(WORKLOAD)?, Scene::new()?))
+}
+
+/// The two have the same memory, and the guest goes on with it.
+fn same_and_goes_on(setup: &Setup, source: &mut Machine, destination: &mut Machine) {
+    assert_eq!(source.first_difference(destination).unwrap(), None);
+    destination.resume().unwrap();
+    goes_on(setup, destination);
+}
+
+/// The guest finds all of its pages as it has left them, and writes on.
+fn goes_on(setup: &Setup, machine: &mut Machine) {
+    assert!(machine.runs().unwrap());
+    assert_eq!(machine.check_pages().unwrap(), setup.workload.pages);
+    machine.forget_lines();
+    machine.next_beat().unwrap();
+}
+
+fn set(machine: &mut Machine, capabilities: &[&str]) {
+    let all: Vec<Value> = capabilities
+        .iter()
+        .map(|name| json!({"capability": name, "state": true}))
+        .collect();
+    let all = json!({"capabilities": all});
+    machine
+        .qmp()
+        .execute("migrate-set-capabilities", all)
+        .unwrap();
+}
+
+fn wait_status(machine: &mut Machine, wanted: &str) {
+    let is = |name: &str, data: &Value| name == "MIGRATION" && data["status"] == wanted;
+    if let Err(error) = machine.qmp().wait_event(PATIENCE, is) {
+        panic!("{wanted}: {error}: {}", machine.messages());
+    }
+}
+
+/// Waits until `done` says so of what QEMU answers to a question.
+fn wait_answer(machine: &mut Machine, question: &str, done: impl Fn(&Value) -> bool) {
+    let until = Instant::now() + PATIENCE;
+    loop {
+        let answer = machine.qmp().execute(question, json!({})).unwrap();
+        if done(&answer) {
+            return;
+        }
+        assert!(Instant::now() < until, "{question} says {answer}");
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn wait_some(source: &mut Machine) {
+    wait_answer(source, "query-migrate", |answer| {
+        answer["ram"]["transferred"].as_u64() >= Some(SOME_BYTES)
+    });
+}
+
+#[test]
+fn a_guest_moves_with_few_and_many_multifd_channels() {
+    let Some((setup, scene)) = guest() else {
+        return;
+    };
+    let _turn = need::turn();
+    for channels in [2, 8] {
+        let (mut source, mut destination) = scene.machines(&setup);
+        let mut migration = scene.migration();
+        migration.multifd = Some(channels);
+        migrate(&mut source, &mut destination, &migration).unwrap();
+        same_and_goes_on(&setup, &mut source, &mut destination);
+    }
+}
+
+/// The guest runs at the destination while its memory is still at the source, and asks for its
+/// pages backwards through the tunnel; with *preempt*, on a connection of their own, which is made
+/// in the middle.
+#[test]
+fn a_guest_fetches_its_pages_behind_itself() {
+    let Some((setup, scene)) = guest() else {
+        return;
+    };
+    let _turn = need::turn();
+    for capabilities in [
+        &["postcopy-ram"][..],
+        &["postcopy-ram", "postcopy-preempt"][..],
+    ] {
+        let (mut source, mut destination) = scene.machines(&setup);
+        start_postcopy(&scene, &mut source, &mut destination, capabilities);
+        finish(&mut source, "source").unwrap();
+        finish(&mut destination, "destination").unwrap();
+        goes_on(&setup, &mut destination);
+    }
+}
+
+/// Begins with pre-copy, and has the guest run at the destination when some of it has gone.
+fn start_postcopy(
+    scene: &Scene,
+    source: &mut Machine,
+    destination: &mut Machine,
+    capabilities: &[&str],
+) {
+    set(source, capabilities);
+    set(destination, capabilities);
+    let mut migration = scene.migration();
+    migration.bandwidth = Some(32 << 20);
+    begin(source, destination, &migration).unwrap();
+    // The guest goes on as soon as it is there.
+    destination.resume().unwrap();
+    wait_some(source);
+    source
+        .qmp()
+        .execute("migrate-start-postcopy", json!({}))
+        .unwrap();
+    wait_status(source, "postcopy-active");
+}
+
+/// Neither side has a whole guest any more when the tunnel is killed; both wait, and go on through
+/// another.
+#[test]
+fn postcopy_goes_on_through_another_tunnel() {
+    let Some((setup, mut scene)) = guest() else {
+        return;
+    };
+    let _turn = need::turn();
+    let (mut source, mut destination) = scene.machines(&setup);
+    let slow = json!({"max-postcopy-bandwidth": 8 << 20});
+    source
+        .qmp()
+        .execute("migrate-set-parameters", slow)
+        .unwrap();
+    start_postcopy(
+        &scene,
+        &mut source,
+        &mut destination,
+        &["postcopy-ram", "postcopy-preempt"],
+    );
+    // Before that the destination is not ready to be left alone, and gives up.
+    wait_status(&mut destination, "postcopy-active");
+    scene.near.take().unwrap().child.kill().unwrap();
+    wait_status(&mut source, "postcopy-paused");
+    wait_status(&mut destination, "postcopy-paused");
+    scene.start_near();
+    let migration = scene.migration();
+    let listen = json!({"uri": migration.listen});
+    destination
+        .qmp()
+        .execute("migrate-recover", listen)
+        .unwrap();
+    let fast = json!({"max-postcopy-bandwidth": 0});
+    source
+        .qmp()
+        .execute("migrate-set-parameters", fast)
+        .unwrap();
+    let again = json!({"uri": migration.connect, "resume": true});
+    source.qmp().execute("migrate", again).unwrap();
+    finish(&mut source, "source").unwrap();
+    finish(&mut destination, "destination").unwrap();
+    goes_on(&setup, &mut destination);
+}
+
+/// In pre-copy nothing is lost with a tunnel, at whichever side: the guest runs on where it was,
+/// QEMU has an error, and the next attempt goes through.
+#[test]
+fn a_killed_tunnel_leaves_the_guest_running() {
+    let Some((setup, mut scene)) = guest() else {
+        return;
+    };
+    let _turn = need::turn();
+    let mut source = Machine::start(&setup, Some(&scene.source)).unwrap();
+    source.wait_ready().unwrap();
+    for is_near in [true, false] {
+        let mut lost = Machine::start_incoming(&setup, Some(&scene.destination)).unwrap();
+        let mut slow = scene.migration();
+        slow.bandwidth = Some(32 << 20);
+        slow.multifd = Some(2);
+        begin(&mut source, &mut lost, &slow).unwrap();
+        wait_some(&mut source);
+        let which = match is_near {
+            true => scene.near.take(),
+            false => scene.far.take(),
+        };
+        which.unwrap().child.kill().unwrap();
+        match finish(&mut source, "source") {
+            Err(MachineError::Migration { status, reason, .. }) => {
+                assert_eq!(status, "failed");
+                assert!(!reason.trim().is_empty());
+            }
+            other => panic!("{other:?}"),
+        }
+        goes_on(&setup, &mut source);
+        match is_near {
+            true => scene.start_near(),
+            false => scene.start_far(),
+        }
+    }
+    let mut destination = Machine::start_incoming(&setup, Some(&scene.destination)).unwrap();
+    let mut migration = scene.migration();
+    migration.multifd = Some(2);
+    migrate(&mut source, &mut destination, &migration).unwrap();
+    same_and_goes_on(&setup, &mut source, &mut destination);
+}
+
+/// As libvirt does it: the disk is copied on a route of its own beside the memory, and follows what
+/// is written to it until the guest stands still.
+#[test]
+fn a_disk_is_mirrored_beside_the_memory() {
+    let Some((setup, scene)) = guest() else {
+        return;
+    };
+    let _turn = need::turn();
+    let with_disk = |name: &str, bytes: &[u8]| {
+        let file = scene.path(name);
+        fs::write(&file, bytes).unwrap();
+        let node = format!("driver=file,node-name=disk,filename={}", file.display());
+        let mut setup = setup.clone();
+        setup.options.extend(["-blockdev".to_owned(), node]);
+        (setup, file)
+    };
+    let (near, near_disk) = with_disk("near-disk", &noise(DISK_BYTES));
+    let (far, far_disk) = with_disk("far-disk", &vec![0; DISK_BYTES]);
+    let mut source = Machine::start(&near, Some(&scene.source)).unwrap();
+    let mut destination = Machine::start_incoming(&far, Some(&scene.destination)).unwrap();
+    source.wait_ready().unwrap();
+    let unix = |name: &str| json!({"type": "unix", "path": scene.path(name)});
+    let exported = json!({"addr": {"type": "unix", "data": {"path": scene.path("disk-out")}}});
+    let qmp = destination.qmp();
+    qmp.execute("nbd-server-start", exported).unwrap();
+    let export = json!({
+        "type": "nbd", "id": "disk", "node-name": "disk", "name": "disk", "writable": true,
+    });
+    qmp.execute("block-export-add", export).unwrap();
+    let qmp = source.qmp();
+    let remote = json!({
+        "driver": "nbd", "node-name": "remote", "server": unix("disk-in"), "export": "disk",
+    });
+    qmp.execute("blockdev-add", remote).unwrap();
+    let mirror = json!({"job-id": "mirror", "device": "disk", "target": "remote", "sync": "full"});
+    qmp.execute("blockdev-mirror", mirror).unwrap();
+
+    set(&mut source, &["pause-before-switchover"]);
+    let migration = scene.migration();
+    begin(&mut source, &mut destination, &migration).unwrap();
+    wait_status(&mut source, "pre-switchover");
+    wait_answer(&mut source, "query-block-jobs", |jobs| {
+        jobs[0]["ready"] == true
+    });
+    let done = json!({"device": "mirror"});
+    source.qmp().execute("block-job-cancel", done).unwrap();
+    wait_answer(&mut source, "query-block-jobs", |jobs| *jobs == json!([]));
+    let stop = json!({});
+    destination.qmp().execute("nbd-server-stop", stop).unwrap();
+    let go = json!({"state": "pre-switchover"});
+    source.qmp().execute("migrate-continue", go).unwrap();
+    finish(&mut source, "source").unwrap();
+    finish(&mut destination, "destination").unwrap();
+    same_and_goes_on(&setup, &mut source, &mut destination);
+    assert!(same(&near_disk, &far_disk));
+}
+
+fn same(one: &Path, other: &Path) -> bool {
+    fs::read(one).unwrap() == fs::read(other).unwrap()
+}
+
+fn noise(bytes: usize) -> Vec<u8> {
+    let mut state = 0x51ed_2701_u64;
+    let mut all = vec![0; bytes];
+    for part in all.chunks_mut(8) {
+        state = state.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(1);
+        part.copy_from_slice(&state.to_be_bytes()[..part.len()]);
+    }
+    all
+}
+
+/// A cancelled migration leaves nothing behind in the tunnel.
+#[test]
+fn a_cancelled_migration_can_be_begun_again() {
+    let Some((setup, scene)) = guest() else {
+        return;
+    };
+    let _turn = need::turn();
+    let mut source = Machine::start(&setup, Some(&scene.source)).unwrap();
+    source.wait_ready().unwrap();
+    for _ in 0..2 {
+        let mut left = Machine::start_incoming(&setup, Some(&scene.destination)).unwrap();
+        let mut slow = scene.migration();
+        slow.bandwidth = Some(32 << 20);
+        slow.multifd = Some(8);
+        begin(&mut source, &mut left, &slow).unwrap();
+        wait_some(&mut source);
+        machine::cancel(&mut source).unwrap();
+        goes_on(&setup, &mut source);
+    }
+    let mut destination = Machine::start_incoming(&setup, Some(&scene.destination)).unwrap();
+    let mut migration = scene.migration();
+    migration.multifd = Some(8);
+    migrate(&mut source, &mut destination, &migration).unwrap();
+    same_and_goes_on(&setup, &mut source, &mut destination);
+}

@@ -1,0 +1,83 @@
+//! Ten thousand who connect to a tunnel and say nothing.
+#![allow(clippy::unwrap_used)]
+
+mod support;
+#[path = "support/tunnel.rs"]
+mod tunnel;
+
+use std::collections::VecDeque;
+use std::fs;
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::time::{Duration, Instant};
+
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use tunnel::Scene;
+
+const SILENT: usize = 10_000;
+/// After so many more of them somebody opens a channel.
+const EACH: usize = 500;
+/// What this process needs beside them.
+const OWN_FILES: u64 = 200;
+/// A tunnel with an association and its lanes has some 40, and those who have not shown who they
+/// are may be 64.
+const FILES: usize = 150;
+const GROWTH_BYTES: u64 = 32 << 20;
+
+/// Open files of a process, and bytes of its memory that are in use (proc_pid_status(5)).
+fn held(process: u32) -> (usize, u64) {
+    let files = fs::read_dir(format!("/proc/{process}/fd")).unwrap().count();
+    let status = fs::read_to_string(format!("/proc/{process}/status")).unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+    let kib: u64 = line
+        .unwrap()
+        .trim()
+        .trim_end_matches(" kB")
+        .parse()
+        .unwrap();
+    (files, kib << 10)
+}
+
+/// None of them is waited for: channels of a peer that is allowed open within a second, the first of
+/// which needs an association, and one that stands goes on.
+#[test]
+fn i7_ten_thousand_silent_connections_keep_no_channel_waiting() {
+    let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+    setrlimit(Resource::RLIMIT_NOFILE, hard, hard).unwrap();
+    let most = usize::try_from(hard.saturating_sub(OWN_FILES)).unwrap();
+    let scene = Scene::new();
+    let far = scene.far.child.id();
+    let (_, before) = held(far);
+    let mut silent = VecDeque::new();
+    let mut channels = Vec::new();
+    let (mut slowest, mut files) = (Duration::ZERO, 0);
+    for number in 1..=SILENT {
+        // Where a process may not have as many, the oldest go.
+        if silent.len() == most {
+            silent.pop_front();
+        }
+        silent.push_back(TcpStream::connect(&scene.far.address).unwrap());
+        if number % EACH != 0 {
+            continue;
+        }
+        let began = Instant::now();
+        channels.push(scene.channel());
+        for (near, far) in &mut channels {
+            near.write_all(b"x").unwrap();
+            far.read_exact(&mut [0]).unwrap();
+            far.write_all(b"y").unwrap();
+            near.read_exact(&mut [0]).unwrap();
+        }
+        slowest = slowest.max(began.elapsed());
+        files = files.max(held(far).0);
+    }
+    let (_, after) = held(far);
+    let grown = after.saturating_sub(before);
+    println!(
+        "{} held, slowest channel {slowest:?}, {files} files, {grown} bytes more",
+        silent.len()
+    );
+    assert!(slowest < Duration::from_secs(1), "{slowest:?}");
+    assert!(files - channels.len() <= FILES, "{files}");
+    assert!(grown <= GROWTH_BYTES, "{grown}");
+}
