@@ -2,7 +2,7 @@
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -18,6 +18,8 @@ pub struct Relay {
     pub address: SocketAddr,
     links: Arc<Mutex<Vec<Arc<Link>>>>,
     refuses: Arc<AtomicBool>,
+    /// The number of a connection that is late from its beginning.
+    delayed: Arc<AtomicUsize>,
 }
 
 /// One connection; the first is the control lane.
@@ -25,7 +27,7 @@ struct Link {
     near: TcpStream,
     far: TcpStream,
     swallows: AtomicBool,
-    delays: AtomicBool,
+    is_late: bool,
     forwarded: AtomicU64,
 }
 
@@ -36,6 +38,7 @@ impl Relay {
             address: listener.local_addr().unwrap(),
             links: Arc::default(),
             refuses: Arc::default(),
+            delayed: Arc::new(AtomicUsize::new(usize::MAX)),
         };
         let own = relay.clone();
         // It ends with the test's process.
@@ -52,7 +55,7 @@ impl Relay {
                     near,
                     far,
                     swallows: AtomicBool::new(false),
-                    delays: AtomicBool::new(false),
+                    is_late: own.count() == own.delayed.load(Ordering::SeqCst),
                     forwarded: AtomicU64::new(0),
                 });
                 own.links.lock().unwrap().push(Arc::clone(&link));
@@ -100,12 +103,10 @@ impl Relay {
             .store(true, Ordering::SeqCst);
     }
 
-    /// Holds whatever comes on a connection for [`DELAY`] before it goes on.
+    /// Holds whatever comes on a connection for [`DELAY`] before it goes on; one that is yet to
+    /// come.
     pub fn delay(&self, link: usize) {
-        self.link(link)
-            .unwrap()
-            .delays
-            .store(true, Ordering::SeqCst);
+        self.delayed.store(link, Ordering::SeqCst);
     }
 
     /// Swallows everything there is, and answers nobody any more.
@@ -132,7 +133,7 @@ impl Link {
             if self.swallows.load(Ordering::SeqCst) {
                 continue;
             }
-            if self.delays.load(Ordering::SeqCst) {
+            if self.is_late {
                 thread::sleep(DELAY);
             }
             if to.write_all(&buffer[..count]).is_err() {
