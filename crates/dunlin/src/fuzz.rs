@@ -9,6 +9,7 @@ pub use crate::lane::data::fuzz::fuzz_data_lane;
 pub use crate::lane::handshake::fuzz::fuzz_handshake_records;
 pub use crate::lane::peers::fuzz::fuzz_certificate;
 pub use crate::lane::record::fuzz::{fuzz_record_content, fuzz_records};
+pub use crate::lane::relayed::fuzz::fuzz_relayed;
 
 /// Every entry of this crate.
 pub const TARGETS: &[Target] = &[
@@ -18,6 +19,7 @@ pub const TARGETS: &[Target] = &[
     ("records", fuzz_records),
     ("record_content", fuzz_record_content),
     ("data_lane", fuzz_data_lane),
+    ("relayed", fuzz_relayed),
 ];
 
 /// Two ends of a connection without a network: local sockets in the clothes of

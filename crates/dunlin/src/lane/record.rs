@@ -366,7 +366,7 @@ impl SealHalf {
         self.seal_as(HANDSHAKE, record)
     }
 
-    fn seal_as(&mut self, content_type: u8, record: &mut [u8]) -> Result<(), SealError> {
+    pub(super) fn seal_as(&mut self, content_type: u8, record: &mut [u8]) -> Result<(), SealError> {
         let bytes = record.len();
         if !(OVERHEAD_BYTES..=RECORD_BYTES).contains(&bytes) {
             return Err(SealError::Length { bytes });

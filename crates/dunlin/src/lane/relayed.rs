@@ -7,6 +7,9 @@
 //! keys are worn, they are renewed here too. In TLS 1.2 there is no such thing: a connection ends
 //! at its record limit.
 
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) mod fuzz;
+
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
