@@ -320,6 +320,8 @@ impl Pair {
             fs::write(&file, text)?;
             let mut command = Command::new(&site.dunlin);
             command.args(["tunnel", "run", "--config"]).arg(&file);
+            // Beside tunnels that may run on this host.
+            command.arg("--control").arg(site.path("control"));
             let mut child = command
                 .stdin(Stdio::null())
                 .stdout(Stdio::piped())

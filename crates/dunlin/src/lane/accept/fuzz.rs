@@ -6,17 +6,17 @@ use std::sync::{Arc, LazyLock};
 use std::time::Instant;
 
 use dunlin_proto::limits::MAX_OPENING_BODY_BYTES;
+use dunlin_proto::negotiate::{PRELUDE_BYTES, Prelude};
 use rustls::ServerConfig;
 use rustls::server::{ClientHello, ResolvesServerCert};
 use rustls::sign::CertifiedKey;
 
-use super::{
-    Arrival, LaneSocket, OPENING_DEADLINE, Opening, PRELUDE_BYTES, Pending, Prelude, Purpose,
-    RECEIVED_RECORD_BYTES, ServerTls, Stage, Step,
-};
+use super::pending::{Pending, Stage, Step};
+use super::{Arrival, LaneSocket, OPENING_DEADLINE, Opening, Purpose, ServerTls};
 use crate::lane::peers::Peers;
 use crate::lane::policy::ServerSettings;
 use crate::lane::provider::{Crypto, Provider};
+use crate::lane::record::RECEIVED_RECORD_BYTES;
 
 /// A host that has lost its certificate: nobody gets through the handshake.
 #[derive(Debug)]
