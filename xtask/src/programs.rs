@@ -212,7 +212,12 @@ fn run_one(program: &Program) -> Result<Ran> {
     let output = scratch.join("output");
     let file = File::create(&output)?;
     let began = Instant::now();
-    let status = Command::new(&program.file)
+    let mut command = Command::new(&program.file);
+    if std::env::var_os("DUNLIN_SOAK").is_some_and(|soak| soak == "1") {
+        // What the seeds and crashes have come to is what a soak is run for.
+        command.arg("--show-output");
+    }
+    let status = command
         .current_dir(&program.directory)
         .env("CARGO_MANIFEST_DIR", &program.directory)
         .stdin(Stdio::null())
