@@ -369,7 +369,8 @@ fn receive(
     control: &Sender<Option<Message>>,
 ) -> Option<Vec<u32>> {
     let gate = Arc::new(Gate::new(2 * LANES));
-    let memory = Arc::new(Mutex::new(vec![0; PAGES]));
+    // Which iteration has brought each page, and which version.
+    let memory = Arc::new(Mutex::new(vec![(0, 0); PAGES]));
     let mut threads: BTreeMap<u16, JoinHandle<()>> = BTreeMap::new();
     let say = |message| control.send(Some(message)).unwrap();
     let acknowledge = || {
@@ -387,8 +388,8 @@ fn receive(
         if threads.is_empty() && gate.lanes(Receiving::is_complete).unwrap() {
             acknowledge();
             control.send(None).unwrap();
-            let memory = memory.lock().unwrap().clone();
-            return Some(memory);
+            let memory = memory.lock().unwrap();
+            return Some(memory.iter().map(|&(_, version)| version).collect());
         }
         match events.recv().unwrap() {
             AtDestination::Arrived(lane, line) => {
@@ -441,7 +442,7 @@ fn receive(
 fn receive_all(
     lane: u16,
     gate: &Gate,
-    memory: &Mutex<Vec<u32>>,
+    memory: &Mutex<Vec<(u32, u32)>>,
     line: &Line,
     events: &Sender<AtDestination>,
 ) -> bool {
@@ -456,11 +457,15 @@ fn receive_all(
                 for half in pages.chunks(pages.len().div_ceil(2)) {
                     let mut memory = memory.lock().unwrap();
                     for &(page, version) in half {
+                        // An iteration's page may be read behind the next one's, which then
+                        // brings an older version; but that has been written to since.
+                        let (last, was) = memory[page];
                         assert!(
-                            memory[page] <= version,
-                            "page {page} goes back to an older one"
+                            last < iteration || last == iteration && was <= version,
+                            "page {page} goes back from {was} of iteration {last} to {version} of \
+                             iteration {iteration}"
                         );
-                        memory[page] = version;
+                        memory[page] = (iteration, version);
                     }
                 }
                 let count = pages.len() as u64;
