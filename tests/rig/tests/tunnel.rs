@@ -126,7 +126,16 @@ fn multifd_with_tls_of_its_own_keeps_its_order() {
 /// first bytes of a connection.
 #[test]
 fn a_delayed_lane_changes_no_order_under_qemus_own_tls() {
-    let Some(setup) = guest() else { return };
+    // Slow enough for what a late lane leaves of the others.
+    let workload = Workload {
+        pages: 10_000,
+        hot: 100,
+        rate: Some(100),
+        ..WORKLOAD
+    };
+    let Some(setup) = need::bare_guest(workload) else {
+        return;
+    };
     let _turn = need::turn();
     let pair = tunnels();
     let relay = pair.relay.clone().unwrap();

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use super::PATIENCE;
 
 /// How long a delayed connection holds what it has read.
-const DELAY: Duration = Duration::from_millis(40);
+const DELAY: Duration = Duration::from_millis(10);
 
 /// Forwards connections until it is told to do something else with them.
 #[derive(Clone)]
