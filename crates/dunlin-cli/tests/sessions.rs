@@ -22,12 +22,14 @@ const GUEST: &str = "--memory 64M --working-set 8M --dirty-rate 2000";
 /// A host's journal, where its processes look for it.
 struct Memory {
     directory: PathBuf,
+    control: PathBuf,
 }
 
 impl Memory {
     fn of(scratch: &Scratch) -> Self {
         Self {
             directory: scratch.join("state"),
+            control: scratch.join("control"),
         }
     }
 
@@ -62,6 +64,10 @@ impl Memory {
     fn ask(&self, line: &str) -> Done {
         let mut command = words(line);
         command.arg("--state-dir").arg(&self.directory);
+        if line.starts_with("status") {
+            // Not this machine's own VMs and tunnels.
+            command.arg("--control").arg(&self.control);
+        }
         finish(command)
     }
 
@@ -377,6 +383,7 @@ fn a_session_is_cancelled_by_its_name_at_the_destination() {
     // Journals of their own, as on two hosts.
     let there = Memory {
         directory: hosts.scratch.join("there"),
+        control: hosts.scratch.join("2"),
     };
     let from = hosts.run("1", GUEST);
     let mut receive = words("vm receive --listen 127.0.0.1:0");

@@ -155,7 +155,10 @@ impl Scene {
         );
         fs::write(&file, text).unwrap();
         let mut command = words("tunnel run --config");
-        command.arg(&file);
+        command
+            .arg(&file)
+            .arg("--control")
+            .arg(self.path("control"));
         command
     }
 
