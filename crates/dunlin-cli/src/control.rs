@@ -5,7 +5,7 @@
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
-use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -13,6 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
+use dunlin_sys::socket::{is_held, own_user, peer_user};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -33,17 +34,16 @@ impl Socket {
     /// that would have it, such as "a VM".
     pub(crate) fn bind(path: &Path, whose: &str) -> Result<Self> {
         if let Some(directory) = path.parent() {
-            fs::create_dir_all(directory)
-                .with_context(|| format!("cannot make {}", directory.display()))?;
+            make_directory(directory)?;
         }
-        if UnixStream::connect(path).is_ok() {
-            bail!(
-                "{} belongs to {whose} that runs: choose another name or --control",
-                path.display()
-            );
-        }
-        // Nobody answers: the socket of a process that has died, or none.
         if fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket()) {
+            if is_held(path).with_context(|| format!("cannot look at {}", path.display()))? {
+                bail!(
+                    "{} belongs to {whose} that runs: choose another name or --control",
+                    path.display()
+                );
+            }
+            // Left behind by a process that has died.
             let _ = fs::remove_file(path);
         }
         let listener = UnixListener::bind(path)
@@ -88,6 +88,14 @@ impl Drop for Socket {
     }
 }
 
+/// Makes a directory in which nobody else may put anything, whatever the umask allows.
+pub(crate) fn make_directory(directory: &Path) -> Result<()> {
+    let mut made = fs::DirBuilder::new();
+    made.recursive(true).mode(0o755);
+    made.create(directory)
+        .with_context(|| format!("cannot make {}", directory.display()))
+}
+
 /// How long nobody is accepted after descriptors or memory ran out.
 const SHORTAGE_REST: Duration = Duration::from_millis(100);
 
@@ -114,6 +122,11 @@ where
             }
         };
         short = false;
+        // The mode keeps others out from when it is set, a moment after the socket is there.
+        let user = peer_user(&connection);
+        if !user.is_ok_and(|user| user == own_user() || user == 0) {
+            continue;
+        }
         let answer = Arc::clone(answer);
         let spawned = std::thread::Builder::new()
             .name("control-request".into())

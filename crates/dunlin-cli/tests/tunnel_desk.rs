@@ -9,8 +9,9 @@ mod tunnel;
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::Shutdown;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt;
-use std::os::unix::net::UnixListener;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::channel;
@@ -403,6 +404,53 @@ fn standard_input_and_output_are_a_channel_with_both_ends() {
     assert_eq!(piped.output(), "and back");
     assert_eq!(piped.end(), (0, String::new()));
     assert_eq!(scene.status("near")["listeners"], Value::Array(Vec::new()));
+}
+
+/// Whoever speaks over a socket waits for bytes that end no line.
+#[test]
+fn a_dialogue_over_a_socket_is_not_held_back() {
+    let scene = Scene::new();
+    let web = scene.target("web.sock");
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let mut ours = patient(ours);
+    let mut command = scene.ask("stdio ram --param vm=web");
+    command
+        .stdin(Stdio::from(OwnedFd::from(theirs.try_clone().unwrap())))
+        .stdout(Stdio::from(OwnedFd::from(theirs)))
+        .stderr(Stdio::piped());
+    let piped = Piped(command.spawn().unwrap());
+    // It holds the other end too.
+    drop(command);
+    let mut far = patient(web.accept().unwrap().0);
+    for _ in 0..3 {
+        ours.write_all(b"?").unwrap();
+        far.read_exact(&mut [0]).unwrap();
+        far.write_all(b"no line").unwrap();
+        let mut answer = [0; 7];
+        ours.read_exact(&mut answer).unwrap();
+        assert_eq!(&answer, b"no line");
+    }
+    ours.shutdown(Shutdown::Write).unwrap();
+    assert_eq!(far.read(&mut [0]).unwrap(), 0);
+    drop(far);
+    assert_eq!(piped.end(), (0, String::new()));
+}
+
+/// An input that cannot be read is no end to whoever has started the command.
+#[test]
+fn an_input_that_cannot_be_read_is_an_error() {
+    let scene = Scene::new();
+    let web = scene.target("web.sock");
+    let mut command = scene.ask("stdio ram --param vm=web");
+    command
+        .stdin(Stdio::from(fs::File::open("/").unwrap()))
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    let piped = Piped(command.spawn().unwrap());
+    drop(patient(web.accept().unwrap().0));
+    let (code, said) = piped.end();
+    assert_eq!(code, 1, "{said}");
+    assert!(said.contains("the input cannot be read"), "{said}");
 }
 
 #[test]

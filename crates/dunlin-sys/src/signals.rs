@@ -3,11 +3,12 @@
 
 use std::io;
 use std::mem::MaybeUninit;
+use std::os::unix::process::CommandExt;
+use std::process::Command;
 use std::ptr;
 
 /// SIGINT and SIGTERM, blocked for the thread that made this and for all that
-/// it starts later. Programs that it starts by `std::process` get them
-/// unblocked.
+/// it starts later, programs included: see [`unblock_in`].
 #[derive(Debug)]
 pub struct EndSignals(libc::sigset_t);
 
@@ -84,6 +85,26 @@ impl EndSignals {
     }
 }
 
+/// Has a program start with no signal blocked, whatever the thread blocks that starts it: one
+/// that inherits the mask cannot be asked to end.
+pub fn unblock_in(command: &mut Command) {
+    let unblock = || {
+        let mut set = MaybeUninit::uninit();
+        // SAFETY: `set` is valid for writes, and sigemptyset initialises all of it.
+        unsafe { libc::sigemptyset(set.as_mut_ptr()) };
+        // SAFETY: `set` is initialised by the call above, and the old mask is not asked for.
+        let code =
+            unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, set.as_ptr(), ptr::null_mut()) };
+        match code {
+            0 => Ok(()),
+            code => Err(io::Error::from_raw_os_error(code)),
+        }
+    };
+    // SAFETY: between fork and exec only these two functions run, which are safe there
+    // (signal-safety(7)); nothing is allocated, and no lock is taken.
+    unsafe { command.pre_exec(unblock) };
+}
+
 fn block(signals: &[i32]) -> io::Result<libc::sigset_t> {
     let mut set = MaybeUninit::uninit();
     // SAFETY: `set` is valid for writes, and sigemptyset initialises all of it.
@@ -117,6 +138,17 @@ fn wait(set: &libc::sigset_t) -> io::Result<i32> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_program_can_be_asked_to_end_although_its_parent_blocks_that() {
+        use std::os::unix::process::ExitStatusExt;
+        let _signals = EndSignals::block().unwrap();
+        let mut command = Command::new("sh");
+        command.args(["-c", "kill -TERM $$; exit 7"]);
+        assert_eq!(command.status().unwrap().code(), Some(7));
+        unblock_in(&mut command);
+        assert_eq!(command.status().unwrap().signal(), Some(libc::SIGTERM));
+    }
 
     #[test]
     fn a_signal_waits_until_somebody_takes_it() {

@@ -8,7 +8,7 @@ use std::io;
 use std::net::{SocketAddr, TcpStream};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -342,6 +342,52 @@ pub fn set_reset_on_close(socket: impl AsFd) -> io::Result<()> {
     set(socket.as_fd(), libc::SOL_SOCKET, libc::SO_LINGER, [1, 0])
 }
 
+/// Whether a process has the unix socket at `path`, of whatever kind. That process does not hear
+/// of it: a datagram socket is connected, which one for streams refuses unseen (unix(7)).
+///
+/// # Errors
+/// `NotFound`, and what else connect(2) says of a path.
+pub fn is_held(path: &Path) -> io::Result<bool> {
+    match UnixDatagram::unbound()?.connect(path) {
+        Ok(()) => Ok(true),
+        Err(error) if error.raw_os_error() == Some(libc::EPROTOTYPE) => Ok(true),
+        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+/// The user of the process at the other end of a unix socket, as which it connected or listened
+/// (`SO_PEERCRED`, unix(7)).
+///
+/// # Errors
+/// What getsockopt(2) says.
+pub fn peer_user(stream: &UnixStream) -> io::Result<u32> {
+    // SAFETY: `ucred` consists of integers alone, for which all zeroes are valid.
+    let mut user: libc::ucred = unsafe { std::mem::zeroed() };
+    let mut length = size_of::<libc::ucred>() as libc::socklen_t;
+    // SAFETY: `user` and `length` are initialised, live through the call and are borrowed
+    // exclusively; `length` states the room at `user`, beyond which the kernel does not write.
+    let status = unsafe {
+        libc::getsockopt(
+            stream.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEERCRED,
+            (&raw mut user).cast(),
+            &raw mut length,
+        )
+    };
+    match status {
+        0 => Ok(user.uid),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// The user as which this process acts.
+pub fn own_user() -> u32 {
+    // SAFETY: takes nothing and always succeeds.
+    unsafe { libc::geteuid() }
+}
+
 /// How many connections may wait to be accepted at a socket that listens already; the kernel cuts
 /// it to `net.core.somaxconn` (listen(2)). Beyond it a peer's SYN is dropped, and it tries again a
 /// second later.
@@ -469,6 +515,21 @@ mod tests {
         let (near, _far) = pair();
         assert!(!is_listening(&near).unwrap());
         assert!(is_listening(std::fs::File::open("/dev/null").unwrap()).is_err());
+    }
+
+    #[test]
+    fn who_has_a_unix_socket_is_found_out_unseen() {
+        let folder = Scratch::new("held");
+        let path = folder.0.join("socket");
+        assert_eq!(is_held(&path).unwrap_err().kind(), io::ErrorKind::NotFound);
+        let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        assert!(is_held(&path).unwrap());
+        listener.set_nonblocking(true).unwrap();
+        assert!(listener.accept().is_err());
+        drop(listener);
+        assert!(!is_held(&path).unwrap());
+        let (near, _far) = UnixStream::pair().unwrap();
+        assert_eq!(peer_user(&near).unwrap(), own_user());
     }
 
     #[test]

@@ -7,7 +7,8 @@ use std::time::Duration;
 /// How long nothing has come from the far end, and whether something is due.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Silence {
-    /// Since the last acknowledgement of anything, probes included.
+    /// Since the last acknowledgement of anything, probes included, or the last data: a kernel
+    /// that receives bulk may look at nothing else.
     pub since_heard: Duration,
     /// Segments that were sent and not acknowledged.
     pub unacknowledged: u32,
@@ -39,7 +40,9 @@ pub fn silence(socket: impl AsFd) -> io::Result<Silence> {
         return Err(io::Error::last_os_error());
     }
     Ok(Silence {
-        since_heard: Duration::from_millis(info.tcpi_last_ack_recv.into()),
+        since_heard: Duration::from_millis(
+            info.tcpi_last_ack_recv.min(info.tcpi_last_data_recv).into(),
+        ),
         unacknowledged: info.tcpi_unacked,
         unanswered_probes: info.tcpi_probes,
     })

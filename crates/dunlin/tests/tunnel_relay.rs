@@ -529,6 +529,39 @@ fn a_reload_changes_whom_a_port_lets_in_and_no_channel() {
     far.read_exact(&mut [0]).unwrap();
 }
 
+/// Whoever is in the middle of his handshake is judged by what is configured at its end.
+#[test]
+fn i6_a_reload_in_the_middle_of_a_handshake_lets_in_nobody_who_is_no_more_allowed() {
+    let authority = Authority::new();
+    let scene = Scene::start(Setup {
+        near: authority.identity(&[NEAR]),
+        far: authority.identity(&[FAR]),
+        relayed: true,
+        ..Setup::new()
+    });
+    let tunnel = scene.far.as_ref().unwrap();
+    let changed = RelayExit {
+        route: "ram".to_owned(),
+        listen: "127.0.0.1:0".parse().unwrap(),
+        allow: names(&["other.test"]),
+        target: Target::Tcp(scene.target.local_addr().unwrap().to_string()),
+        oldest_tls: OldestTls::V1_3,
+    };
+    let routes = Routes::new(Vec::new(), Vec::new()).unwrap();
+    let routes = routes.with_relays(vec![changed]).unwrap();
+    let renewed = identities(authority.identity(&[FAR]));
+    let mut stream = None;
+    scene.network.as_ref().unwrap().hold(
+        || stream = Some(scene.unix()),
+        || tunnel.replace(renewed, &routes).unwrap(),
+    );
+    assert!(!matches!(stream.unwrap().read(&mut [0]), Ok(1..)));
+    let rejected = |event: &Event| matches!(event, Event::Rejected { .. });
+    scene.far_told.wait("rejection", rejected);
+    scene.target.set_nonblocking(true).unwrap();
+    assert!(scene.target.accept().is_err());
+}
+
 #[test]
 fn a_target_that_is_not_there_ends_the_connection_with_an_error() {
     let scene = Scene::start(Setup::new());

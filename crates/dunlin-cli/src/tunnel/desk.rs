@@ -18,7 +18,7 @@ use super::config::parse_listen;
 use super::line::{ListenerLine, RouteLine, TunnelLine};
 use super::run::say;
 use crate::code::{CANCELLED, FAILED};
-use crate::control::{Socket, read_request, send};
+use crate::control::{Socket, make_directory, read_request, send};
 use crate::line::{FailedLine, Line};
 
 /// What can be asked of a tunnel.
@@ -172,7 +172,8 @@ impl Desk {
                 let line = ListenerLine::from(&errand);
                 say(&described(&line));
                 let told = send(connection, &Line::Listener(line));
-                if once && told.is_err() {
+                // Nobody knows of it.
+                if told.is_err() {
                     errand.close();
                 }
                 if wait {
@@ -221,8 +222,7 @@ impl Desk {
 
     fn place(&self) -> Result<Listen> {
         let directory = self.directory();
-        fs::create_dir_all(&directory)
-            .with_context(|| format!("cannot make {}", directory.display()))?;
+        make_directory(&directory)?;
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         Ok(Listen::Unix(directory.join(format!("{number}.sock"))))
     }

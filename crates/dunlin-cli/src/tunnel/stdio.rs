@@ -12,9 +12,13 @@
 //! their other owners too; and a unix socket cannot tell an abort from an end, which
 //! the control socket does. From a pipe the kernel moves the bytes by itself.
 
+use std::fs::File;
 use std::io;
 use std::net::Shutdown;
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
 use anyhow::{Context, Result, bail};
@@ -60,12 +64,17 @@ impl Stdio {
         let channel = UnixStream::connect(path)
             .with_context(|| format!("the tunnel does not listen on {path}"))?;
         let input = channel.try_clone()?;
+        let is_cut = Arc::new(AtomicBool::new(false));
+        let cut = Arc::clone(&is_cut);
         // It is left behind where the channel ends before the input does.
         thread::Builder::new()
             .name("stdin".into())
-            .spawn(move || send(&input))?;
+            .spawn(move || send(&input, &cut))?;
         let mut from = &channel;
-        let took = io::copy(&mut from, &mut io::stdout().lock());
+        // Not through std's stdout, which keeps back what ends no line.
+        let mut output = File::from(io::stdout().as_fd().try_clone_to_owned()?);
+        let took = io::copy(&mut from, &mut output);
+        drop(output);
         // Whoever reads the output sees its end, while the input may go on.
         let ended = took.and_then(|_| dunlin_sys::stdio::end_output());
         if let Err(error) = ended {
@@ -74,18 +83,25 @@ impl Stdio {
             eprintln!("dunlin: the output cannot be written: {error}");
             return Ok(FAILED);
         }
-        end(&mut client, false)
+        let code = end(&mut client, false)?;
+        // The target took what was read for all there is; whoever runs this hears otherwise.
+        Ok(if is_cut.load(Ordering::SeqCst) {
+            FAILED
+        } else {
+            code
+        })
     }
 }
 
-/// Sends the input and its end.
-fn send(to: &UnixStream) {
+/// Sends the input and its end; says in `cut` that there was an error in its place.
+fn send(to: &UnixStream, cut: &AtomicBool) {
     let mut into = to;
     let how = match io::copy(&mut io::stdin().lock(), &mut into) {
         Ok(_) => Shutdown::Write,
         Err(error) => {
             // A channel that was aborted is told of by the tunnel.
             if error.kind() != io::ErrorKind::BrokenPipe {
+                cut.store(true, Ordering::SeqCst);
                 eprintln!("dunlin: the input cannot be read: {error}");
             }
             Shutdown::Both

@@ -50,6 +50,8 @@ pub(super) const LEGACY_VERSION: [u8; 2] = [3, 3];
 /// Records without content cost the peer 22 bytes and us an AEAD call: a run of them is an attack
 /// or a fault, never traffic.
 pub(super) const EMPTY_RUN_LIMIT: u32 = 32;
+/// The alert of that name.
+const USER_CANCELED: u8 = 90;
 /// Alerts may follow the last data record: closing must be possible on a lane that is full.
 pub(super) const ALERT_ROOM: u64 = 16;
 
@@ -212,6 +214,8 @@ pub(super) enum Content {
     /// So many bytes of handshake messages, in place behind the record's header. A lane ends with
     /// one, for the reason given.
     Late(usize, LateMessage),
+    /// The alert *user_canceled*, which is a warning. A lane ends with it as with any other.
+    Canceled,
 }
 
 impl Content {
@@ -219,6 +223,9 @@ impl Content {
         match self {
             Self::Usual(opened) => Ok(opened),
             Self::Late(_, message) => Err(OpenError::Handshake { message }),
+            Self::Canceled => Err(OpenError::Alert {
+                alert: Alert(USER_CANCELED),
+            }),
         }
     }
 }
@@ -589,6 +596,7 @@ impl OpenHalf {
             ALERT => match *content {
                 // The level says nothing in TLS 1.3 (section 6).
                 [_, 0] => Ok(Content::Usual(Opened::Closed)),
+                [_, USER_CANCELED] => Ok(Content::Canceled),
                 [_, alert] => Err(OpenError::Alert {
                     alert: Alert(alert),
                 }),

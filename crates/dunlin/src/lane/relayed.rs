@@ -322,6 +322,12 @@ impl Opening {
                     }
                     Held::Data(HEADER_BYTES..HEADER_BYTES + count)
                 }
+                // An end follows, or an abort; some programs say it before each end
+                // (RFC 8446, section 6.1).
+                Content::Canceled => {
+                    self.count_late()?;
+                    Held::Nothing
+                }
                 Content::Late(count, _) => {
                     self.late(&record[HEADER_BYTES..][..count])?;
                     Held::Nothing
@@ -374,8 +380,10 @@ impl Opening {
                 (4, _) => {}
                 // Nothing may follow in its record, which the old key has sealed.
                 (24, [wish @ (0 | 1)]) if self.message.len() == whole => {
-                    if *wish == 1 {
-                        self.keys.asked.store(true, Ordering::SeqCst);
+                    // One that comes when the last was answered is no flood: a peer that has
+                    // nothing to say asks for our next key in this way alone.
+                    if *wish == 1 && !self.keys.asked.swap(true, Ordering::SeqCst) {
+                        self.late_run = 0;
                     }
                     self.renew()?;
                 }

@@ -342,6 +342,7 @@ impl Hub {
             }
             Action::Close(channel) => {
                 if let Some(one) = core.channels.remove(&channel) {
+                    one.socket.ended_well();
                     let route = one.route;
                     self.site.tell(Event::Closed { route, channel });
                 }

@@ -9,16 +9,12 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
 
 use dunlin_sys::poll::Interest;
-use dunlin_sys::socket::{connect_unix, is_listening};
+use dunlin_sys::socket::{is_held, is_listening};
 
 use super::options::Listen;
 use super::socket::Socket;
-
-/// How long somebody who may listen at a path is waited for.
-const ANSWER_LIMIT: Duration = Duration::from_secs(1);
 
 /// Sockets that listen already and were passed to the process, by name: a tunnel
 /// uses them where a route says [`Listen::Passed`]. They stay open as long as this,
@@ -182,13 +178,10 @@ fn bind(path: &Path) -> io::Result<UnixListener> {
                 let text = "there is a file of that name, which is no socket";
                 return Err(io::Error::new(io::ErrorKind::AlreadyExists, text));
             }
-            // Somebody whose backlog is full listens.
-            match connect_unix(path, Instant::now() + ANSWER_LIMIT) {
-                Err(dead) if dead.kind() == io::ErrorKind::ConnectionRefused => {
-                    std::fs::remove_file(path)?;
-                }
-                _ => return Err(error),
+            if is_held(path)? {
+                return Err(error);
             }
+            std::fs::remove_file(path)?;
             UnixListener::bind(path)
         }
         other => other,
@@ -208,8 +201,11 @@ mod tests {
         drop(bind(&path).unwrap());
         assert!(file_id(&path).is_ok());
         let listener = bind(&path).unwrap();
-        // Somebody listens.
+        // Somebody listens, and hears nothing of it.
         assert_eq!(bind(&path).unwrap_err().kind(), io::ErrorKind::AddrInUse);
+        listener.set_nonblocking(true).unwrap();
+        let nobody = listener.accept().unwrap_err();
+        assert_eq!(nobody.kind(), io::ErrorKind::WouldBlock);
         drop(listener);
         std::fs::remove_file(&path).unwrap();
         std::fs::write(&path, "a disk").unwrap();

@@ -48,11 +48,12 @@ impl Meter {
 
 /// One connection in its route's figures and in those of the listener that was
 /// opened for it. It counts from when this is made to when it is dropped, and as
-/// one that ended well unless something else is said.
+/// one that ended well if that was said, and nothing else.
 #[derive(Debug)]
 pub(super) struct Count {
     meter: Arc<Meter>,
     tally: Option<Arc<Tally>>,
+    is_good: AtomicBool,
     is_bad: AtomicBool,
     why: OnceLock<Failure>,
 }
@@ -66,6 +67,7 @@ impl Count {
         Self {
             meter,
             tally,
+            is_good: AtomicBool::new(false),
             is_bad: AtomicBool::new(false),
             why: OnceLock::new(),
         }
@@ -77,6 +79,11 @@ impl Count {
 
     pub(super) fn wrote(&self, bytes: usize) {
         add(&self.meter.written_bytes, bytes);
+    }
+
+    /// Both directions have ended in order.
+    pub(super) fn ends_well(&self) {
+        self.is_good.store(true, Ordering::Relaxed);
     }
 
     /// It does not end well. The first reason counts.
@@ -91,7 +98,8 @@ impl Count {
 
 impl Drop for Count {
     fn drop(&mut self) {
-        let is_bad = self.is_bad.load(Ordering::Relaxed);
+        let is_good = self.is_good.load(Ordering::Relaxed);
+        let is_bad = !is_good || self.is_bad.load(Ordering::Relaxed);
         self.meter.open.fetch_sub(1, Ordering::Relaxed);
         let ended = if is_bad {
             &self.meter.failed

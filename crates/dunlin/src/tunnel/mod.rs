@@ -285,8 +285,10 @@ impl Tunnel {
         let tls = identities.server(routes)?;
         self.listen(&identities, routes)?;
         self.tls.replace(&tls);
+        // None is opened by what was configured before.
+        let errands = self.lock_errands();
         self.site.replace(identities, routes);
-        for errand in self.errands() {
+        for errand in errands.iter() {
             if !routes.entrances.iter().any(|one| errand.is_of(one)) {
                 errand.close();
             }
@@ -301,6 +303,7 @@ impl Tunnel {
     /// [`DemandError`]; nothing listens then.
     pub fn open(&self, demand: &Demand) -> Result<Errand, DemandError> {
         let route = &demand.route;
+        let mut errands = self.lock_errands();
         let Some(entrance) = self.site.entrance(route) else {
             let route = route.clone();
             return Err(DemandError::Route { route });
@@ -311,7 +314,6 @@ impl Tunnel {
         {
             return Err(DemandError::Lanes { lanes });
         }
-        let mut errands = self.lock_errands();
         errands.retain(|errand| !errand.standing().is_over());
         if self.site.is_draining() {
             return Err(DemandError::Ending);
@@ -328,8 +330,9 @@ impl Tunnel {
             listen: demand.listen.clone(),
             error,
         })?;
-        self.site.raise_lanes(&to, lanes);
         errands.push(errand.clone());
+        drop(errands);
+        self.site.raise_lanes(&to, lanes);
         Ok(errand)
     }
 
@@ -363,6 +366,11 @@ impl Tunnel {
     /// dropped.
     pub fn drain(&self, limit: Duration) -> usize {
         let until = Instant::now() + limit;
+        {
+            // Those that are there are closed below, and no other is opened.
+            let _errands = self.lock_errands();
+            self.site.is_to_drain();
+        }
         self.close_all();
         self.site.drain();
         while self.site.channels() > 0 && Instant::now() < until {
@@ -437,7 +445,7 @@ impl Drop for Tunnel {
         for hub in self.site.all() {
             hub.end(FaultCode::Ended);
         }
-        self.site.relays.end();
+        relay::Relays::end(&self.site);
         self.site.join();
     }
 }

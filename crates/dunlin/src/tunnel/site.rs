@@ -18,7 +18,7 @@ use super::failure::Failure;
 use super::hub::{Hub, Terms};
 use super::meter::Meter;
 use super::options::{Entrance, Exit, Limits, Mode, Routes};
-use super::relay::Relays;
+use super::relay::{RelayExit, Relays};
 use super::socket::Socket;
 use super::{Identities, RouteStatus, Status};
 use crate::lane::control::ControlStream;
@@ -42,6 +42,7 @@ pub(super) struct Site {
     any_tls: ClientTls,
     exits: Mutex<BTreeMap<String, Exit>>,
     entrances: Mutex<Vec<Entrance>>,
+    relay_exits: Mutex<Vec<RelayExit>>,
     /// By routes' names, of those that are or were in the configuration.
     meters: Mutex<BTreeMap<String, Arc<Meter>>>,
     /// Lanes to each peer, by where it is.
@@ -84,6 +85,7 @@ impl Site {
             any_tls,
             exits: Mutex::new(exits(routes)),
             entrances: Mutex::new(routes.entrances.clone()),
+            relay_exits: Mutex::new(routes.relays.clone()),
             meters: Mutex::default(),
             lanes: Mutex::new(lanes(routes)),
             associations: Mutex::default(),
@@ -101,6 +103,7 @@ impl Site {
         *lock(&self.identities) = identities;
         *lock(&self.exits) = exits(routes);
         lock(&self.entrances).clone_from(&routes.entrances);
+        lock(&self.relay_exits).clone_from(&routes.relays);
         *lock(&self.lanes) = lanes(routes);
     }
 
@@ -136,6 +139,11 @@ impl Site {
             of(&one.route, &|status| status.to = Some(one.to.clone()));
         }
         for exit in lock(&self.exits).values() {
+            of(&exit.route, &|status| {
+                status.target = Some(exit.target.clone());
+            });
+        }
+        for exit in lock(&self.relay_exits).iter() {
             of(&exit.route, &|status| {
                 status.target = Some(exit.target.clone());
             });
@@ -373,17 +381,22 @@ impl Site {
     }
 
     fn make(self: &Arc<Self>, to: &str, peers: Peers) {
-        let lanes = lock(&self.lanes);
-        let lanes = lanes
-            .iter()
-            .find(|(at, _)| at == to)
-            .map_or(self.limits.lanes, |(_, lanes)| *lanes);
+        let lanes = || {
+            let lanes = lock(&self.lanes);
+            let found = lanes.iter().find(|(at, _)| at == to);
+            found.map_or(self.limits.lanes, |(_, lanes)| *lanes)
+        };
         let destination = Destination {
             to: to.to_owned(),
             peers: peers.clone(),
         };
-        let made = dial::dial(self, destination, lanes);
+        let made = dial::dial(self, destination, lanes());
+        let up = made.as_ref().ok().cloned();
         self.dialled(to, &peers, made);
+        // More may have been asked for meanwhile.
+        if let Some(hub) = up {
+            hub.raise_lanes(lanes());
+        }
     }
 
     /// Opens the channels that have waited, or closes them.
@@ -429,9 +442,14 @@ impl Site {
         self.tell(Event::Refused { route, failure });
     }
 
+    /// From now on [`Site::is_draining`].
+    pub(super) fn is_to_drain(&self) {
+        self.draining.store(true, Ordering::SeqCst);
+    }
+
     /// No channel is opened or taken any more.
     pub(super) fn drain(&self) {
-        self.draining.store(true, Ordering::SeqCst);
+        self.is_to_drain();
         for hub in self.all() {
             let mut core = hub.lock();
             core.association.drain();

@@ -177,6 +177,13 @@ impl Socket {
         };
     }
 
+    /// Both directions have ended in order.
+    pub(super) fn ended_well(&self) {
+        if let Some(count) = &self.count {
+            count.ends_well();
+        }
+    }
+
     /// Aborts it, and says why to whoever waits for its end.
     pub(super) fn fail(&self, why: &Failure) {
         if let Some(count) = &self.count {

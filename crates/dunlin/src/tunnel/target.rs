@@ -12,6 +12,7 @@ use std::thread;
 use std::time::Instant;
 
 use dunlin_proto::fault::FaultCode;
+use dunlin_sys::signals::unblock_in;
 use dunlin_sys::socket::{connect as connect_tcp, connect_unix};
 
 use super::event::Event;
@@ -138,11 +139,14 @@ fn execute(site: &Arc<Site>, programs: &Arc<AtomicUsize>, words: &[String]) -> i
             };
             site.tell(Event::Warning(text));
         })?;
-    let child = Command::new(program)
+    let mut command = Command::new(program);
+    command
         .args(arguments)
         .stdin(Stdio::from(input))
-        .stdout(Stdio::from(OwnedFd::from(far)))
-        .spawn()?;
+        .stdout(Stdio::from(OwnedFd::from(far)));
+    // This process may have a thread for its signals, and all others block them.
+    unblock_in(&mut command);
+    let child = command.spawn()?;
     // It waits until it gets it.
     let _ = started.send(child);
     Ok(near)

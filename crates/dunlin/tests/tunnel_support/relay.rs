@@ -20,6 +20,10 @@ pub struct Relay {
     refuses: Arc<AtomicBool>,
     /// The number of a connection that is late from its beginning.
     delayed: Arc<AtomicUsize>,
+    /// What the far side says goes no further.
+    held: Arc<AtomicBool>,
+    /// What it has said.
+    answered: Arc<AtomicU64>,
 }
 
 /// One connection; the first is the control lane.
@@ -28,6 +32,8 @@ struct Link {
     far: TcpStream,
     swallows: AtomicBool,
     is_late: bool,
+    held: Arc<AtomicBool>,
+    answered: Arc<AtomicU64>,
     forwarded: AtomicU64,
 }
 
@@ -39,6 +45,8 @@ impl Relay {
             links: Arc::default(),
             refuses: Arc::default(),
             delayed: Arc::new(AtomicUsize::new(usize::MAX)),
+            held: Arc::default(),
+            answered: Arc::default(),
         };
         let own = relay.clone();
         // It ends with the test's process.
@@ -56,6 +64,8 @@ impl Relay {
                     far,
                     swallows: AtomicBool::new(false),
                     is_late: own.count() == own.delayed.load(Ordering::SeqCst),
+                    held: Arc::clone(&own.held),
+                    answered: Arc::clone(&own.answered),
                     forwarded: AtomicU64::new(0),
                 });
                 own.links.lock().unwrap().push(Arc::clone(&link));
@@ -85,6 +95,21 @@ impl Relay {
             assert!(Instant::now() < until, "connection {link} carries nothing");
             thread::sleep(Duration::from_millis(1));
         }
+    }
+
+    /// Holds what the far side says, on every connection, and waits until `then` is done; it is
+    /// called when there is something to hold.
+    pub fn hold(&self, begin: impl FnOnce(), then: impl FnOnce()) {
+        self.held.store(true, Ordering::SeqCst);
+        let before = self.answered.load(Ordering::SeqCst);
+        begin();
+        let until = Instant::now() + PATIENCE;
+        while self.answered.load(Ordering::SeqCst) == before {
+            assert!(Instant::now() < until, "the far side says nothing");
+            thread::sleep(Duration::from_millis(1));
+        }
+        then();
+        self.held.store(false, Ordering::SeqCst);
     }
 
     /// Ends a connection.
@@ -132,6 +157,12 @@ impl Link {
         while let Ok(count @ 1..) = from.read(&mut buffer) {
             if self.swallows.load(Ordering::SeqCst) {
                 continue;
+            }
+            if !outward {
+                self.answered.fetch_add(count as u64, Ordering::SeqCst);
+                while self.held.load(Ordering::SeqCst) {
+                    thread::sleep(Duration::from_millis(1));
+                }
             }
             if self.is_late {
                 thread::sleep(DELAY);

@@ -87,9 +87,9 @@ fn half(provider: Provider, number: u8) -> SealHalf {
         .expect("the key is as long as it has to be")
 }
 
-/// What the messages of TLS itself in a record lead to, read plainly from RFC 8446: how many of
-/// them renew the key, or that they break the protocol.
-fn messages(begun: &mut Vec<u8>, content: &[u8]) -> Result<u32, ()> {
+/// What the messages of TLS itself in a record lead to, read plainly from RFC 8446: that the key is
+/// renewed, and whether ours is asked for, or that they break the protocol.
+fn messages(begun: &mut Vec<u8>, content: &[u8]) -> Result<Option<bool>, ()> {
     if content.is_empty() {
         return Err(());
     }
@@ -104,15 +104,16 @@ fn messages(begun: &mut Vec<u8>, content: &[u8]) -> Result<u32, ()> {
         }
         match (kind, &rest[..length], rest.len() - length) {
             (4, ..) => {}
-            (24, [0 | 1], 0) => {
+            (24, [wish @ (0 | 1)], 0) => {
+                let wish = *wish == 1;
                 begun.clear();
-                return Ok(1);
+                return Ok(Some(wish));
             }
             _ => return Err(()),
         }
         begun.drain(..length + 4);
     }
-    Ok(0)
+    Ok(None)
 }
 
 /// Any records that an authentic peer may seal: data comes out as it was, its end is its end,
@@ -135,7 +136,7 @@ pub fn fuzz_relayed(bytes: &[u8]) {
         halves(extracted, is_1_3, provider, next).expect("the library is built in");
     let mut peer = Peer::new(provider, is_1_3);
     let mut begun = Vec::new();
-    let (mut late, mut empty) = (0, 0);
+    let (mut late, mut empty, mut asked) = (0, 0, false);
     while choices.more() {
         let content_type = match choices.byte() % 8 {
             0 | 1 => APPLICATION_DATA,
@@ -164,6 +165,10 @@ pub fn fuzz_relayed(bytes: &[u8]) {
                 late += 1;
                 Some(&[][..])
             }
+            (ALERT, [_, 90]) if is_1_3 => {
+                late += 1;
+                Some(&[][..])
+            }
             (HANDSHAKE, [0, 0, 0, 0]) if !is_1_3 => {
                 late += 1;
                 Some(&[][..])
@@ -171,8 +176,12 @@ pub fn fuzz_relayed(bytes: &[u8]) {
             (HANDSHAKE, content) if is_1_3 => {
                 late += 1;
                 let renewed = messages(&mut begun, content);
-                if renewed == Ok(1) {
+                if let Ok(Some(wish)) = renewed {
                     peer.renew();
+                    // The first that is not answered is no flood; here none is ever.
+                    if wish && !asked {
+                        (asked, late) = (true, 0);
+                    }
                 }
                 renewed.ok().map(|_| &[][..])
             }

@@ -131,6 +131,55 @@ fn keys_are_renewed_by_their_age_and_when_the_peer_asks() {
     assert_eq!(opened(&mut near_open, record).unwrap(), b"and back");
 }
 
+/// A peer that has nothing to say has nothing else to ask with.
+#[test]
+fn asking_for_keys_again_and_again_is_no_flood_where_each_is_answered() {
+    let ((mut near_seal, mut near_open), (mut far_seal, mut far_open)) = pair(true);
+    near_seal.renew_after(8);
+    far_seal.renew_after(8);
+    let mut asked = 0;
+    while asked <= 2 * LATE_RUN_LIMIT {
+        if let Some(update) = near_seal.renewed(1).unwrap() {
+            opened(&mut far_open, update).unwrap();
+        }
+        let record = sealed(&mut near_seal, b"data");
+        opened(&mut far_open, record).unwrap();
+        if far_seal.is_asking() {
+            asked += 1;
+            let update = far_seal.renewed(1).unwrap().unwrap();
+            opened(&mut near_open, update).unwrap();
+        }
+    }
+    // Where none is answered they are one.
+    let mut flood = Ok(Vec::new());
+    for _ in 0..=2 * LATE_RUN_LIMIT {
+        far_seal.keys.asking.store(true, Ordering::SeqCst);
+        let update = far_seal.renewed(1).unwrap().unwrap();
+        flood = opened(&mut near_open, update);
+        if flood.is_err() {
+            break;
+        }
+    }
+    assert!(matches!(flood, Err(RelayError::LateRun)), "{flood:?}");
+}
+
+/// Java says it before each of its ends.
+#[test]
+fn a_cancelled_user_is_no_failure_and_the_end_comes_behind_him() {
+    let ((mut seal, _), (_, mut open)) = pair(true);
+    let mut record = vec![0; HEADER_BYTES + 2 + TRAILER_BYTES];
+    record[HEADER_BYTES..][..2].copy_from_slice(&[1, 90]);
+    match &mut seal.seal {
+        Seal::V13(seal) => seal.seal_as(ALERT, &mut record).unwrap(),
+        Seal::V12(_) => panic!("a pair of TLS 1.3"),
+    }
+    assert_eq!(opened(&mut open, record).unwrap(), b"nothing");
+    let last = sealed(&mut seal, b"last");
+    assert_eq!(opened(&mut open, last).unwrap(), b"last");
+    let close = seal.close_notify().unwrap();
+    assert_eq!(opened(&mut open, close).unwrap(), b"closed");
+}
+
 /// The peer would take it for a breach, reset the connection, and lose what is on its way here.
 #[test]
 fn nothing_is_asked_for_behind_the_end() {

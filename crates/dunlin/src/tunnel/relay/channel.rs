@@ -55,6 +55,25 @@ pub(super) struct Parts {
     pub(super) place: Place,
 }
 
+impl Parts {
+    /// Sets what its sockets are to do.
+    ///
+    /// # Errors
+    /// What setsockopt(2) says.
+    pub(super) fn prepare(&self, vanished: Duration) -> io::Result<()> {
+        keep_alive(&self.relayed.stream, vanished)?;
+        self.relayed.stream.set_read_timeout(Some(IDLE))?;
+        self.socket.block(IDLE, STALL_LOOK)
+    }
+
+    /// Gives both connections up.
+    pub(super) fn refuse(self, failure: &Failure) {
+        self.socket.fail(failure);
+        // Fails only where it has gone.
+        let _ = set_reset_on_close(&self.relayed.stream);
+    }
+}
+
 pub(super) struct Channel {
     pub(super) number: u32,
     route: String,
@@ -70,6 +89,12 @@ pub(super) struct Channel {
     is_reset: AtomicBool,
     /// The peer has ended its direction in order.
     has_closed: AtomicBool,
+    /// Data was sent behind that.
+    has_sent_since: AtomicBool,
+    /// This side has ended its direction.
+    has_said_closed: AtomicBool,
+    /// At the last look something was due from the peer for longer than it may be.
+    was_silent: AtomicBool,
     /// Threads that have not ended.
     threads: AtomicU8,
     site: Arc<Site>,
@@ -77,11 +102,8 @@ pub(super) struct Channel {
 }
 
 impl Channel {
-    /// A channel, and what its thread needs that opens.
-    ///
-    /// # Errors
-    /// A socket's options cannot be set.
-    pub(super) fn new(site: &Arc<Site>, parts: Parts) -> io::Result<(Arc<Self>, Opening)> {
+    /// A channel of parts that are prepared, and what its thread needs that opens.
+    pub(super) fn new(site: &Arc<Site>, parts: Parts) -> (Arc<Self>, Opening) {
         let Relayed {
             stream,
             at,
@@ -89,9 +111,6 @@ impl Channel {
             sealing,
             opening,
         } = parts.relayed;
-        keep_alive(&stream, site.limits.vanished)?;
-        stream.set_read_timeout(Some(IDLE))?;
-        parts.socket.block(IDLE, STALL_LOOK)?;
         sealing.renew_after(site.limits.lane_records);
         let channel = Self {
             number: parts.number,
@@ -105,11 +124,14 @@ impl Channel {
             is_broken: AtomicBool::new(false),
             is_reset: AtomicBool::new(false),
             has_closed: AtomicBool::new(false),
+            has_sent_since: AtomicBool::new(false),
+            has_said_closed: AtomicBool::new(false),
+            was_silent: AtomicBool::new(false),
             threads: AtomicU8::new(2),
             site: Arc::clone(site),
             _place: parts.place,
         };
-        Ok((Arc::new(channel), opening))
+        (Arc::new(channel), opening)
     }
 
     /// Starts its threads.
@@ -143,7 +165,10 @@ impl Channel {
                 channel,
                 failure,
             },
-            None => Event::Closed { route, channel },
+            None => {
+                self.plain.ended_well();
+                Event::Closed { route, channel }
+            }
         });
     }
 
@@ -171,19 +196,34 @@ impl Channel {
         if is_tls {
             // What came before it may be an end, so it is the reader's to find.
             self.is_reset.store(true, Ordering::SeqCst);
+            // Behind the end nobody reads any more.
+            if self.has_closed.load(Ordering::SeqCst) {
+                self.is_lost_behind_its_end();
+            }
         } else {
             self.abort(of_hypervisor(&self.plain.error()));
         }
     }
 
-    /// Looks whether the peer is there.
+    /// The peer's connection has failed when it had said its last: what is still to be sent, or is
+    /// not acknowledged, does not arrive.
+    fn is_lost_behind_its_end(&self) {
+        if !self.has_said_closed.load(Ordering::SeqCst) {
+            self.abort(self.lost("it was cut when this side had not ended"));
+        }
+    }
+
+    /// Looks whether the peer is there. Two looks in a row must find it silent: what is due by
+    /// the first may have been sent just before, after a long silence of both.
     pub(super) fn look(&self, vanished: Duration) {
         let Ok(silent) = silence(&self.tls) else {
             return;
         };
         // A peer that takes nothing has nothing to acknowledge, and answers probes.
         let is_due = silent.unacknowledged > 0 || silent.unanswered_probes > 2;
-        if is_due && silent.since_heard >= vanished {
+        let is_silent = is_due && silent.since_heard >= vanished;
+        let was_silent = self.was_silent.swap(is_silent, Ordering::SeqCst);
+        if is_silent && was_silent {
             self.abort(self.lost("it vanished: nothing that was sent is acknowledged"));
         }
     }
@@ -274,6 +314,9 @@ impl Channel {
                 let sealed = sealing.seal(&mut batch[start..end]);
                 sealed.map_err(|error| self.of_tls(&error))?;
             }
+            if self.has_closed.load(Ordering::SeqCst) {
+                self.has_sent_since.store(true, Ordering::SeqCst);
+            }
             self.send(&batch[..end])?;
             drop(sealing);
             self.renew_unless_sending()?;
@@ -285,9 +328,11 @@ impl Channel {
         let mut sealing = self.lock_sealing();
         let close = sealing.close_notify();
         let close = close.map_err(|error| self.of_tls(&error))?;
+        self.has_said_closed.store(true, Ordering::SeqCst);
+        let has_missed_something = self.has_sent_since.load(Ordering::SeqCst);
         match self.send(&close) {
             // Nothing is missed by a peer that has said its last and gone.
-            Err(_) if self.has_closed.load(Ordering::SeqCst) => Ok(()),
+            Err(_) if self.has_closed.load(Ordering::SeqCst) && !has_missed_something => Ok(()),
             sent => sent,
         }
     }
@@ -344,6 +389,9 @@ impl Channel {
             let (taken, is_over) = self.deliver(&mut opening, &mut buffer[..filled])?;
             if is_over {
                 self.has_closed.store(true, Ordering::SeqCst);
+                if self.is_broken.load(Ordering::SeqCst) {
+                    return Ok(());
+                }
                 self.plain.end();
                 return Ok(());
             }
@@ -382,7 +430,7 @@ impl Channel {
             }
             let mut slices: [IoSlice<'_>; WRITTEN_RECORDS] =
                 contents.map(|(start, end)| IoSlice::new(&bytes[start..end]));
-            self.write(&mut slices[..count])?;
+            self.write(&mut slices[..count], is_over)?;
             if count < WRITTEN_RECORDS {
                 break;
             }
@@ -390,8 +438,9 @@ impl Channel {
         Ok((at, is_over))
     }
 
-    /// Writes all of it to the hypervisor, however long it takes to read it.
-    fn write(&self, mut slices: &mut [IoSlice<'_>]) -> Result<(), Failure> {
+    /// Writes all of it to the hypervisor, however long it takes to read it. Behind what the
+    /// peer's end vouches for a reset changes nothing.
+    fn write(&self, mut slices: &mut [IoSlice<'_>], is_over: bool) -> Result<(), Failure> {
         // Empty records leave nothing to write.
         IoSlice::advance_slices(&mut slices, 0);
         while !slices.is_empty() {
@@ -401,7 +450,7 @@ impl Channel {
                     if self.is_broken.load(Ordering::SeqCst) {
                         return Ok(());
                     }
-                    if self.is_reset.load(Ordering::SeqCst) {
+                    if !is_over && self.is_reset.load(Ordering::SeqCst) {
                         return Err(self.lost("it was reset"));
                     }
                 }

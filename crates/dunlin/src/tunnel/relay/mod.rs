@@ -332,9 +332,6 @@ impl Relays {
     /// A channel with both halves; its threads start.
     fn start(site: &Arc<Site>, route: &str, socket: Socket, relayed: Relayed, place: Place) {
         let mut state = site.relays.lock();
-        if state.over {
-            return;
-        }
         let number = state.next;
         state.next = state.next.wrapping_add(1);
         let parts = Parts {
@@ -344,17 +341,27 @@ impl Relays {
             relayed,
             place,
         };
-        let started = Watch::of(site, &mut state.watch)
-            .and_then(|watch| Channel::new(site, parts).map(|made| (watch, made)));
-        let (watch, (channel, opening)) = match started {
-            Ok(started) => started,
+        let refuse = |parts: Parts, failure: Failure| {
+            parts.refuse(&failure);
+            let route = route.to_owned();
+            site.tell(Event::Refused { route, failure });
+        };
+        if state.over {
+            drop(state);
+            return refuse(parts, ended());
+        }
+        let watch = Watch::of(site, &mut state.watch)
+            .and_then(|watch| parts.prepare(site.limits.vanished).map(|()| watch));
+        let watch = match watch {
+            Ok(watch) => watch,
             Err(error) => {
+                drop(state);
                 let text = "no descriptors or threads are left for a channel";
                 let failure = Failure::new(FaultCode::DescriptorLimit, text).because(&error);
-                let route = route.to_owned();
-                return site.tell(Event::Refused { route, failure });
+                return refuse(parts, failure);
             }
         };
+        let (channel, opening) = Channel::new(site, parts);
         state.channels.insert(number, Arc::clone(&channel));
         drop(state);
         site.tell(Event::Opened {
@@ -383,17 +390,18 @@ impl Relays {
     }
 
     /// Ends everything at once.
-    pub(super) fn end(&self) {
-        let mut state = self.lock();
+    pub(super) fn end(site: &Site) {
+        let mut state = site.relays.lock();
         state.over = true;
         let channels: Vec<_> = state.channels.values().cloned().collect();
         let waiting: Vec<_> = state.lines.values_mut().map(std::mem::take).collect();
         let watch = state.watch.take();
         drop(state);
-        drop(waiting);
+        for (half, _) in waiting.into_iter().flatten() {
+            half.refuse(site, ended());
+        }
         for channel in channels {
-            let text = "this tunnel has ended before the channel did";
-            channel.abort(Failure::new(FaultCode::Ended, text));
+            channel.abort(ended());
         }
         if let Some(watch) = watch {
             watch.stop();
@@ -416,6 +424,11 @@ impl Half {
         };
         site.tell(Event::Refused { route, failure });
     }
+}
+
+fn ended() -> Failure {
+    let text = "this tunnel has ended before the channel did";
+    Failure::new(FaultCode::Ended, text)
 }
 
 /// Finds a half its other half.

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 
 use dunlin_sys::poll::{Waker, waker};
+use dunlin_sys::socket::set_reset_on_close;
 
 use super::{RelayExit, Relays};
 use crate::lane::accept::{RelayArrival, accept_relayed};
@@ -92,7 +93,21 @@ fn of(exit: &Mutex<RelayExit>) -> RelayExit {
 
 fn arrived(site: &Arc<Site>, number: u64, exit: &Mutex<RelayExit>, arrival: RelayArrival) {
     match arrival {
-        RelayArrival::Secured(relayed) => Relays::take(site, number, of(exit), relayed),
+        RelayArrival::Secured(relayed) => {
+            let exit = of(exit);
+            // It was let in by what was configured when it said its first word.
+            match exit.allow.authorise_further(&relayed.peer) {
+                Ok(_) => Relays::take(site, number, exit, relayed),
+                Err(refused) => {
+                    // Fails only where it has gone.
+                    let _ = set_reset_on_close(&relayed.stream);
+                    site.tell(Event::Rejected {
+                        from: relayed.at.to_string(),
+                        why: harmless(&refused.to_string()),
+                    });
+                }
+            }
+        }
         RelayArrival::Rejected { from, reason } => site.tell(Event::Rejected {
             from: from.to_string(),
             why: harmless(&reason.to_string()),

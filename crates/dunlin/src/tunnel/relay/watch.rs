@@ -42,7 +42,8 @@ impl Watch {
         made.sockets.add_always(&made.wakeup, WAKE)?;
         let (own, all) = (Arc::clone(&made), Arc::downgrade(site));
         let step = site.limits.vanished / LOOKS;
-        let vanished = site.limits.vanished - step;
+        // It is found by two looks.
+        let vanished = site.limits.vanished - 2 * step;
         let body = move || own.run(&all, step, vanished);
         if !site.spawn("dunlin-relay-watch".to_owned(), body) {
             return Err(io::ErrorKind::OutOfMemory.into());
