@@ -388,21 +388,6 @@ pub fn own_user() -> u32 {
     unsafe { libc::geteuid() }
 }
 
-/// How many connections may wait to be accepted at a socket that listens already; the kernel cuts
-/// it to `net.core.somaxconn` (listen(2)). Beyond it a peer's SYN is dropped, and it tries again a
-/// second later.
-///
-/// # Errors
-/// What listen(2) says.
-pub fn set_backlog(listener: impl AsFd, connections: u16) -> io::Result<()> {
-    // SAFETY: takes no memory of ours, and the descriptor is open while it is borrowed.
-    let done = unsafe { libc::listen(listener.as_fd().as_raw_fd(), i32::from(connections)) };
-    match done {
-        0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
-    }
-}
-
 /// Whether `socket` listens for connections (`SO_ACCEPTCONN`, socket(7)).
 ///
 /// # Errors
@@ -530,20 +515,6 @@ mod tests {
         assert!(!is_held(&path).unwrap());
         let (near, _far) = UnixStream::pair().unwrap();
         assert_eq!(peer_user(&near).unwrap(), own_user());
-    }
-
-    #[test]
-    fn as_many_wait_to_be_accepted_as_was_said() {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let to = listener.local_addr().unwrap();
-        let connect = || TcpStream::connect_timeout(&to, Duration::from_millis(200));
-        set_backlog(&listener, 0).unwrap();
-        let first = connect().unwrap();
-        assert_eq!(connect().unwrap_err().kind(), io::ErrorKind::TimedOut);
-        set_backlog(&listener, 8).unwrap();
-        let more: Vec<_> = (0..4).map(|_| connect().unwrap()).collect();
-        drop((first, more));
-        assert!(set_backlog(std::fs::File::open("/dev/null").unwrap(), 8).is_err());
     }
 
     #[test]

@@ -32,7 +32,6 @@ use std::time::{Duration, Instant};
 use dunlin_proto::negotiate::Opening;
 use dunlin_proto::wire::DecodeError;
 use dunlin_sys::poll::{Interest, Wakeup, poll};
-use dunlin_sys::socket::set_backlog;
 use thiserror::Error;
 
 use super::control::ControlStream;
@@ -54,14 +53,6 @@ const LINGER: Duration = Duration::from_millis(500);
 /// the newer half never given up ([`take_least`]), each has had four turns to say
 /// something before it can be driven out for its silence.
 const ACCEPTED_A_TURN: usize = PENDING_LIMIT / 8;
-/// Connections that the kernel holds until they are accepted.
-///
-/// Formula: what Linux allows by default (`net.core.somaxconn`).
-/// Drawback: behind so many who connect at once a peer waits for them all to be accepted,
-/// which takes some tenths of a second.
-/// Alternative: the standard library's 128, which a burst fills within milliseconds; whoever
-/// comes then is told nothing and tries again after a second, then after two.
-const BACKLOG: u16 = 4096;
 /// How long nobody is accepted after descriptors or memory ran out.
 const SHORTAGE_REST: Duration = Duration::from_millis(100);
 
@@ -229,7 +220,6 @@ fn accept_for(
     mut deliver: impl FnMut(Came),
 ) -> io::Result<()> {
     listener.set_nonblocking(true)?;
-    set_backlog(listener, BACKLOG)?;
     let mut pending: VecDeque<Pending> = VecDeque::new();
     let mut resting: Option<Instant> = None;
     let mut starved = false;
