@@ -2,7 +2,7 @@
 //! asked for again (epoll(7), `EPOLLONESHOT`).
 //!
 //! Where several threads share the sockets, this hands each report to one of
-//! them. A socket leaves the set by being closed.
+//! them. A socket leaves the set by being closed, by all who have it.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
@@ -10,6 +10,8 @@ use std::time::Duration;
 
 /// Reports that one call takes at most.
 const REPORTS: usize = 64;
+
+const ENDED: i32 = libc::EPOLLRDHUP | libc::EPOLLHUP;
 
 /// A set of sockets.
 #[derive(Debug)]
@@ -33,6 +35,8 @@ pub struct Ready {
     pub token: u64,
     /// Whether the socket has an error to tell.
     pub failed: bool,
+    /// Whether nothing more comes; where the socket was added for that.
+    pub ended: bool,
 }
 
 impl Epoll {
@@ -66,6 +70,29 @@ impl Epoll {
     /// What epoll_ctl(2) says.
     pub fn add_always(&self, descriptor: impl AsFd, token: u64) -> io::Result<()> {
         self.control(libc::EPOLL_CTL_ADD, &descriptor, token, libc::EPOLLIN)
+    }
+
+    /// Adds a socket that is reported whenever something new has come or there is room again, and
+    /// not for what was there before (`EPOLLET`); with nothing `wanted` for errors and ends alone.
+    /// Whoever is told goes on until the socket would block.
+    ///
+    /// # Errors
+    /// What epoll_ctl(2) says.
+    pub fn add_news(&self, socket: impl AsFd, token: u64, wanted: bool) -> io::Result<()> {
+        let wanted = match wanted {
+            true => libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLRDHUP,
+            false => 0,
+        };
+        self.control(libc::EPOLL_CTL_ADD, &socket, token, wanted | libc::EPOLLET)
+    }
+
+    /// Takes a socket out that somebody else will have: it stays in the set as long as anybody has it
+    /// open.
+    ///
+    /// # Errors
+    /// What epoll_ctl(2) says.
+    pub fn remove(&self, socket: impl AsFd) -> io::Result<()> {
+        self.control(libc::EPOLL_CTL_DEL, &socket, 0, 0)
     }
 
     /// Has a socket that was added reported once more.
@@ -129,6 +156,7 @@ impl Epoll {
         ready.extend(events[..count].iter().map(|event| Ready {
             token: event.u64,
             failed: event.events & libc::EPOLLERR as u32 != 0,
+            ended: event.events & ENDED as u32 != 0,
         }));
         Ok(())
     }
@@ -163,6 +191,7 @@ mod tests {
         let reported = Ready {
             token: 7,
             failed: false,
+            ended: false,
         };
         for expected in [&[reported][..], &[]] {
             ready.clear();
@@ -185,5 +214,32 @@ mod tests {
         let mut ready = Vec::new();
         epoll.wait(&mut ready, None).unwrap();
         assert!(ready[0].failed);
+    }
+    #[test]
+    fn news_are_told_once_and_an_end_is_one() {
+        use std::net::{TcpListener, TcpStream};
+
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut far = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let near = listener.accept().unwrap().0;
+        let epoll = Epoll::new().unwrap();
+        let brief = Some(Duration::from_millis(20));
+        let wait = |timeout| {
+            let mut ready = Vec::new();
+            epoll.wait(&mut ready, timeout).unwrap();
+            ready
+        };
+        epoll.add_news(&near, 3, true).unwrap();
+        // There is room to write in.
+        assert_eq!(wait(None).len(), 1);
+        assert_eq!(wait(brief), []);
+        far.write_all(b"x").unwrap();
+        let [byte] = wait(None)[..] else { panic!() };
+        assert!(!byte.ended && !byte.failed);
+        // It lies there unread, and nobody is told again.
+        assert_eq!(wait(brief), []);
+        drop(far);
+        assert!(wait(None)[0].ended);
+        assert_eq!(wait(brief), []);
     }
 }

@@ -2,14 +2,22 @@
 #[cfg(feature = "aws-lc")]
 pub mod aead;
 pub mod affinity;
+#[cfg(feature = "rig")]
+pub mod bpf;
 pub mod cgroup;
 pub mod clock;
 pub mod epoll;
+pub mod fdpass;
 #[cfg(test)]
 #[path = "../tests/huge_pages/mod.rs"]
 mod huge_pages;
+#[cfg(feature = "rig")]
+pub mod interrupt;
+#[cfg(feature = "rig")]
+pub mod kcm;
 #[cfg(target_arch = "x86_64")]
 pub mod kick;
+pub mod ktls;
 #[cfg(target_arch = "x86_64")]
 pub mod kvm;
 pub mod mapping;
@@ -20,8 +28,10 @@ pub mod pagemap;
 pub mod passed;
 pub mod poll;
 pub mod privileges;
+pub mod session;
 pub mod signals;
 pub mod socket;
+pub mod splice;
 pub mod stdio;
 pub mod tcp;
 #[cfg(feature = "rig")]

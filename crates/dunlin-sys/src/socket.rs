@@ -155,6 +155,39 @@ const BACKLOG_STEP: Duration = Duration::from_millis(10);
 /// # Errors
 /// `TimedOut` when the backlog stays full, otherwise what socket(2) or connect(2) says.
 pub fn connect_unix(path: &Path, deadline: Instant) -> io::Result<UnixStream> {
+    connect_unix_or(path, || {
+        thread::sleep(BACKLOG_STEP.min(remaining(deadline)?));
+        Ok(())
+    })
+}
+
+/// The same, unless `stop` is woken before.
+///
+/// # Errors
+/// As [`connect_unix`], and `ConnectionAborted` when `stop` was woken.
+pub fn connect_unix_unless(
+    path: &Path,
+    deadline: Instant,
+    stop: &Wakeup,
+) -> io::Result<UnixStream> {
+    connect_unix_or(path, || {
+        let stopped = Interest {
+            fd: stop.as_fd(),
+            read: true,
+            write: false,
+        };
+        match poll(&[stopped], Some(BACKLOG_STEP.min(remaining(deadline)?)))?[0] {
+            true => Err(io::ErrorKind::ConnectionAborted.into()),
+            false => Ok(()),
+        }
+    })
+}
+
+/// Connects, and calls `wait` before each time that it tries again.
+fn connect_unix_or(
+    path: &Path,
+    mut wait: impl FnMut() -> io::Result<()>,
+) -> io::Result<UnixStream> {
     let kind = libc::SOCK_STREAM | libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC;
     // SAFETY: socket(2) takes no pointers.
     let descriptor = unsafe { libc::socket(libc::AF_UNIX, kind, 0) };
@@ -184,7 +217,7 @@ pub fn connect_unix(path: &Path, deadline: Instant) -> io::Result<UnixStream> {
         }
         let error = io::Error::last_os_error();
         match error.raw_os_error() {
-            Some(libc::EAGAIN) => thread::sleep(BACKLOG_STEP.min(remaining(deadline)?)),
+            Some(libc::EAGAIN) => wait()?,
             Some(libc::EINTR) => {}
             _ => return Err(error),
         }
@@ -329,6 +362,18 @@ pub fn set_buffers(
         set(socket, libc::SOL_SOCKET, libc::SO_RCVBUF, int(bytes.into()))?;
     }
     Ok(())
+}
+
+/// Counts a socket as readable only when it has so many bytes, its end or an error
+/// (`SO_RCVLOWAT`, socket(7)): whoever has looked at what is there, and left it, is not woken for
+/// what he has seen. It is the kernel's to say so earlier where its buffers are short; it makes
+/// room for the bytes up to its own limit. One, as a socket begins with, is any byte.
+///
+/// # Errors
+/// What setsockopt(2) says.
+pub fn set_readable_from(socket: impl AsFd, bytes: u32) -> io::Result<()> {
+    let bytes = int(bytes.into());
+    set(socket.as_fd(), libc::SOL_SOCKET, libc::SO_RCVLOWAT, bytes)
 }
 
 /// Lets the connection end with a reset when its last descriptor is closed: what has not been
@@ -532,6 +577,10 @@ mod tests {
             }
         };
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+        let (waker, stop) = crate::poll::waker().unwrap();
+        waker.wake();
+        let error = connect_unix_unless(&path, Instant::now() + Duration::from_secs(60), &stop);
+        assert_eq!(error.unwrap_err().kind(), io::ErrorKind::ConnectionAborted);
         listener.accept().unwrap();
         connect_unix(&path, brief()).unwrap();
     }
@@ -630,6 +679,24 @@ mod tests {
         assert_eq!(buffers(&near).unwrap(), (128 << 10, 64 << 10));
         set_pacing_rate(&near, Some(1 << 20)).unwrap();
         set_pacing_rate(&near, None).unwrap();
+    }
+
+    #[test]
+    fn a_socket_counts_as_readable_when_it_has_what_was_asked_for() {
+        let (near, mut far) = pair();
+        let brief = || Instant::now() + Duration::from_millis(30);
+        set_readable_from(&near, 5).unwrap();
+        far.write_all(b"four").unwrap();
+        assert!(!wait_readable(&near, brief()).unwrap());
+        near.set_nonblocking(true).unwrap();
+        assert_eq!(near.peek(&mut [0; 8]).unwrap(), 4);
+        far.write_all(b"5").unwrap();
+        assert!(wait_readable(&near, Instant::now() + Duration::from_secs(5)).unwrap());
+        set_readable_from(&near, 6).unwrap();
+        assert!(!wait_readable(&near, brief()).unwrap());
+        // An end is one however little there is.
+        drop(far);
+        assert!(wait_readable(&near, Instant::now() + Duration::from_secs(5)).unwrap());
     }
 
     #[test]
