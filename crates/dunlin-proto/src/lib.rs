@@ -6,10 +6,12 @@
 //! [`schedule`] say which pages go next on which lane, [`marks`] keep
 //! iterations apart, [`pace`] caps the rate, [`precopy`] says when to pause,
 //! and [`switchover`] who runs the VM, by what stands in the [`journal`].
-//! The tunnel has its own: [`stripe`] spreads connections over lanes.
+//! The tunnel has its own: [`stripe`] spreads connections over lanes. The
+//! hand-off's is [`client_hello`]: whom a client of TLS wants.
 //! [`mistake`] plants errors in them for the tests that must find them.
 #![forbid(unsafe_code)]
 pub mod bitmap;
+pub mod client_hello;
 pub mod control;
 pub mod fault;
 pub mod frame;

@@ -212,6 +212,25 @@ pub const MAX_CREDITS: usize = 1024;
 /// buffers.
 pub const MAX_TUNNEL_BODY_BYTES: usize = 64 * 1024;
 
+/// Bytes of a ClientHello whose server name is looked for, with its header.
+///
+/// Formula: with X25519MLKEM768, a post-quantum signature list, an encrypted
+/// inner hello and a session ticket in it one comes to 4 KiB; four times that.
+/// Drawback: TLS would allow longer ones, which are refused.
+/// Alternative: none needed until somebody sends them.
+pub const MAX_CLIENT_HELLO_BYTES: usize = 16 * 1024;
+
+/// Bytes of the records that carry it: what is looked at of an unknown client.
+///
+/// Formula: two and a half times the hello, for clients that cut it into
+/// records of a few bytes; one record a byte would be six times.
+/// Drawback: hellos of more than 6 KiB may not be cut as fine as that.
+/// Alternative: the six times; they would serve nobody who means it.
+pub const MAX_CLIENT_FLIGHT_BYTES: usize = 40 * 1024;
+
+/// Bytes of a server name: the longest DNS name is 253, and OpenSSL takes 255.
+pub const MAX_SERVER_NAME_BYTES: usize = 255;
+
 /// Bytes left in the largest control bodies for extension fields of later
 /// versions.
 pub const EXTENSION_ROOM_BYTES: usize = 4096;
@@ -267,4 +286,7 @@ const _: () = assert!(
 );
 const _: () = assert!(DEFAULT_CHANNELS <= MAX_CHANNELS);
 const _: () = assert!(LEAST_WINDOW_BYTES <= START_WINDOW_BYTES);
+// A hello of one record, and of records of a few bytes, fits what is looked at.
+const _: () = assert!(MAX_CLIENT_HELLO_BYTES * 5 / 2 <= MAX_CLIENT_FLIGHT_BYTES);
+const _: () = assert!(MAX_SERVER_NAME_BYTES < MAX_CLIENT_HELLO_BYTES);
 const _: () = assert!(START_WINDOW_BYTES <= DEFAULT_WINDOW_BYTES);

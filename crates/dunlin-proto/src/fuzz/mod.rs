@@ -6,6 +6,7 @@
 //! those; `make fuzz` runs the same functions under libFuzzer. Compiled for
 //! tests and with the feature `fuzzing` only.
 
+mod client_hello;
 mod decoders;
 mod lanes;
 mod operations;
@@ -14,6 +15,7 @@ mod schedule;
 mod stripe;
 mod switchover;
 
+pub use client_hello::fuzz_client_hello;
 pub use decoders::{
     fuzz_control_message, fuzz_data_frame, fuzz_extension_fields, fuzz_opening, fuzz_region_table,
 };
@@ -34,6 +36,7 @@ pub const TARGETS: &[Target] = &[
     ("data_frame", fuzz_data_frame),
     ("region_table", fuzz_region_table),
     ("extension_fields", fuzz_extension_fields),
+    ("client_hello", fuzz_client_hello),
     ("bitmap", fuzz_bitmap),
     ("marks", fuzz_marks),
     ("pace", fuzz_pace),
@@ -125,6 +128,7 @@ mod tests {
             "tunnel_message" => vectors("tunnel-control/"),
             "tunnel_frame" => vectors("tunnel-frame/"),
             "extension_fields" => decoders::extension_seeds(),
+            "client_hello" => client_hello::seeds(),
             _ => driver::noise(),
         }
     }
