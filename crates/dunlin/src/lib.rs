@@ -10,6 +10,7 @@
 //! - [`engine`]: the migration: pre-copy, switchover, what a VMM implements.
 //! - [`lane`]: TCP connections with their security, and the bytes on them.
 //! - [`tunnel`]: connections of hypervisors that know nothing of it, over the same lanes.
+//! - [`handoff`]: sockets for programs that know nothing of TLS.
 //! - [`testing`]: whether a VMM keeps what those traits promise.
 //!
 //! `docs/integrating.md` leads from here to a first migration, and `examples/`
@@ -22,6 +23,7 @@
 pub mod engine;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzz;
+pub mod handoff;
 pub mod lane;
 pub mod testing;
 pub mod tunnel;

@@ -9,7 +9,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use dunlin::lane::data::*;
-use dunlin::lane::handshake;
+use dunlin::lane::handshake::{self, Records};
+use dunlin::lane::kernel::Offload;
 use dunlin::lane::provider::{Crypto, Provider};
 use dunlin::lane::record::OpenError;
 use lane_support::*;
@@ -245,10 +246,15 @@ fn i7_a_cut_is_no_clean_end() {
 #[test]
 fn i7_a_changed_byte_on_the_wire_ends_the_lane_before_any_of_it_is_handed_out() {
     for &provider in Provider::built_in() {
-        let (near, far) = secured(&Crypto::with(provider));
+        let (near, far) = secured(&Crypto {
+            offload: Offload::Process,
+            ..Crypto::with(provider)
+        });
         let mut wire = near.stream.try_clone().unwrap();
         let mut receiver = DataReceiver::tls(far, STALL).unwrap();
-        let mut seal = near.seal;
+        let Records::Process { mut seal, .. } = near.records else {
+            panic!("the process was asked for");
+        };
         let mut record = vec![7; 4096];
         seal.seal(&mut record).unwrap();
         record[2000] ^= 4;

@@ -9,7 +9,7 @@ use std::net::TcpStream;
 use std::ops::DerefMut;
 use std::thread;
 
-use dunlin::lane::handshake::{self, Secured};
+use dunlin::lane::handshake::{self, Records, Secured};
 use dunlin::lane::provider::{CipherSuite, Provider};
 use dunlin::lane::record::*;
 use lane_support::*;
@@ -147,24 +147,26 @@ fn rustls_opens_what_we_seal_and_we_open_what_it_seals() {
     }
 }
 
-fn converse(mut ours: Secured) {
+fn converse(ours: Secured) {
+    let Records::Process { mut seal, mut open } = ours.records else {
+        panic!("the process was asked for");
+    };
+    let mut stream = ours.stream;
     for (position, size) in SIZES.into_iter().enumerate() {
-        let record = sealed(&mut ours.seal, &pattern(size, position as u64));
-        ours.stream.write_all(&record).unwrap();
+        let record = sealed(&mut seal, &pattern(size, position as u64));
+        stream.write_all(&record).unwrap();
     }
-    ours.stream
-        .write_all(&ours.seal.close_notify().unwrap())
-        .unwrap();
-    assert_eq!(ours.seal.sequence(), SIZES.len() as u64 + 1);
+    stream.write_all(&seal.close_notify().unwrap()).unwrap();
+    assert_eq!(seal.sequence(), SIZES.len() as u64 + 1);
 
     let mut got = Vec::new();
     loop {
         let mut header = [0; HEADER_BYTES];
-        ours.stream.read_exact(&mut header).unwrap();
+        stream.read_exact(&mut header).unwrap();
         let mut record = header.to_vec();
         record.resize(OpenHalf::record_bytes(header).unwrap(), 0);
-        ours.stream.read_exact(&mut record[HEADER_BYTES..]).unwrap();
-        match ours.open.open(&mut record).unwrap() {
+        stream.read_exact(&mut record[HEADER_BYTES..]).unwrap();
+        match open.open(&mut record).unwrap() {
             Opened::Data(count) => got.extend_from_slice(&record[HEADER_BYTES..][..count]),
             Opened::Closed => break,
         }

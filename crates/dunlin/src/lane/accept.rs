@@ -38,8 +38,9 @@ use super::control::ControlStream;
 use super::handshake::relay::Relayed;
 use super::handshake::{HandshakeError, Secured};
 use super::identity::ServerTls;
+pub(super) use pending::Reading;
+pub(crate) use pending::would_block;
 use pending::{Pending, Step};
-pub(super) use pending::{Reading, would_block};
 
 /// Connections that are not authenticated yet, at the same time. Each costs
 /// at most [`FLIGHT_LIMIT_BYTES`](super::handshake::FLIGHT_LIMIT_BYTES) and what rustls keeps, so that all of them
@@ -360,7 +361,7 @@ fn take_least(pending: &mut VecDeque<Pending>) -> Option<Pending> {
 
 /// Whether accept(2) failed for want of descriptors or memory: clients can
 /// bring that about, so that it must not end the listener (I7).
-fn is_shortage(error: &io::Error) -> bool {
+pub(crate) fn is_shortage(error: &io::Error) -> bool {
     const ENOMEM: i32 = 12;
     const ENFILE: i32 = 23;
     const EMFILE: i32 = 24;

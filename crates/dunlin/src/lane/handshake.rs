@@ -11,12 +11,15 @@
 pub(crate) mod fuzz;
 
 mod error;
+pub(crate) mod keyed;
 pub(crate) mod relay;
+mod tickets;
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::time::{Duration, Instant};
 
+use dunlin_sys::ktls::Version;
 use dunlin_sys::socket::remaining;
 use rustls::client::{ClientConnectionData, UnbufferedClientConnection};
 use rustls::kernel::KernelConnection;
@@ -29,6 +32,7 @@ use rustls::{CommonState, ConnectionTrafficSecrets, ExtractedSecrets, NamedGroup
 
 pub use self::error::HandshakeError;
 use super::identity::{ClientTls, ServerTls};
+use super::kernel::{self, Offload};
 use super::peers::{PeerIdentity, Peers};
 use super::policy::ALPN;
 use super::provider::{CipherSuite, Provider, ProviderError};
@@ -50,10 +54,29 @@ pub struct Secured {
     pub peer: PeerIdentity,
     /// What was negotiated.
     pub parameters: Parameters,
-    /// Seals what we send.
-    pub seal: SealHalf,
-    /// Opens what the peer sends.
-    pub open: OpenHalf,
+    /// Who seals what we send and opens what the peer sends, with the keys.
+    pub records: Records,
+}
+
+/// The keys of both directions.
+#[derive(Debug)]
+pub enum Records {
+    /// In this process.
+    Process {
+        /// Seals what we send.
+        seal: SealHalf,
+        /// Opens what the peer sends.
+        open: OpenHalf,
+    },
+    /// In the kernel: what is written to the socket is sealed, what is read is opened.
+    Kernel(InKernel),
+}
+
+/// How far the keys that the kernel has are used up.
+#[derive(Debug)]
+pub struct InKernel {
+    /// The number of the next record sent.
+    pub(super) sent: u64,
 }
 
 /// What a handshake agreed on, for the log.
@@ -78,7 +101,13 @@ pub fn client(
 ) -> Result<Secured, HandshakeError> {
     let connection = UnbufferedClientConnection::new(tls.config.clone(), tls.server_name.clone())
         .map_err(HandshakeError::from)?;
-    secure(stream, connection, &tls.peers, tls.provider, deadline)
+    secure(
+        stream,
+        connection,
+        &tls.peers,
+        (tls.provider, tls.offload),
+        deadline,
+    )
 }
 
 /// Makes a data lane of a connection that this side accepted.
@@ -97,7 +126,7 @@ pub fn server(
         stream,
         connection,
         &settings.peers,
-        settings.provider,
+        (settings.provider, settings.offload),
         deadline,
     )
 }
@@ -106,7 +135,7 @@ fn secure<C: Unbuffered>(
     stream: TcpStream,
     mut connection: C,
     peers: &Peers,
-    provider: Provider,
+    (provider, offload): (Provider, Offload),
     deadline: Instant,
 ) -> Result<Secured, HandshakeError> {
     stream.set_nodelay(true).map_err(HandshakeError::Io)?;
@@ -119,15 +148,14 @@ fn secure<C: Unbuffered>(
     let parameters = parameters(connection.common(), provider)?;
     // No key is ever renewed: lanes are replaced instead.
     let (secrets, _) = connection.into_secrets()?;
-    let (seal, open) = halves(secrets, provider).map_err(local)?;
+    let records = records(&stream, secrets, parameters, offload)?;
     stream.set_read_timeout(None).map_err(HandshakeError::Io)?;
     stream.set_write_timeout(None).map_err(HandshakeError::Io)?;
     Ok(Secured {
         stream,
         peer,
         parameters,
-        seal,
-        open,
+        records,
     })
 }
 
@@ -242,7 +270,7 @@ pub(super) fn write_all(
 
 /// Lets the peer take our alert. Closing a socket with unread bytes in it resets the connection,
 /// and a reset destroys what the peer has not read yet.
-pub(super) fn linger(mut stream: &TcpStream, deadline: Instant) {
+pub(crate) fn linger(mut stream: &TcpStream, deadline: Instant) {
     let deadline = deadline.min(Instant::now() + LINGER);
     let mut budget = FLIGHT_LIMIT_BYTES;
     let mut scrap = [0; 4096];
@@ -367,6 +395,24 @@ fn encode<D>(
     }
 }
 
+/// Gives the keys of a lane's finished handshake to whoever is to use them.
+pub(super) fn records(
+    stream: &TcpStream,
+    secrets: ExtractedSecrets,
+    parameters: Parameters,
+    offload: Offload,
+) -> Result<Records, HandshakeError> {
+    if kernel::choose(offload, parameters.suite)?.is_kernel
+        && kernel::takes(stream, &secrets, Version::V1_3)?
+    {
+        kernel::expect_dunlin(stream);
+        let (sent, _) = secrets.tx;
+        return Ok(Records::Kernel(InKernel { sent }));
+    }
+    let (seal, open) = halves(secrets, parameters.provider).map_err(local)?;
+    Ok(Records::Process { seal, open })
+}
+
 /// The record halves for the keys of a finished handshake.
 pub(super) fn halves(
     secrets: ExtractedSecrets,
@@ -381,7 +427,7 @@ pub(super) fn halves(
     Ok((seal, open))
 }
 
-pub(super) fn parts(
+pub(crate) fn parts(
     secrets: &ConnectionTrafficSecrets,
 ) -> Result<(CipherSuite, &[u8], [u8; 12]), ProviderError> {
     use ConnectionTrafficSecrets as Secrets;
@@ -416,7 +462,7 @@ trait Unbuffered: Sized {
 }
 
 /// Makes a connection's next traffic keys (RFC 8446, section 7.2).
-pub(super) trait Renewal: Send {
+pub(crate) trait Renewal: Send {
     /// Those that this side seals with.
     fn sending(&mut self) -> Result<ConnectionTrafficSecrets, rustls::Error>;
 

@@ -29,6 +29,7 @@ use x509_parser::time::ASN1Time;
 use zeroize::Zeroizing;
 
 pub use self::error::{IdentityError, Item, SettingsError, Warning};
+pub(super) use self::files::certificates;
 pub use self::layout::{
     AUTHORITIES_FILE, CERTIFICATE_FILE, Files, KEY_FILE, Layout, REVOCATIONS_FILE, Role,
     UnknownLayout,
@@ -37,7 +38,7 @@ use super::names::PeerName;
 use super::peers::{AuthorisedBy, PeerIdentity, Peers, Pin};
 use super::policy::OldestTls;
 pub use super::policy::{ClientTls, ServerTls};
-use super::provider::{Crypto, handshake_algorithms, load_key};
+use super::provider::{Crypto, Offer, handshake_algorithms, load_key};
 use super::trust::{Authorities, Unissued};
 use super::{policy, trust};
 
@@ -270,6 +271,20 @@ impl Identity {
     ) -> Result<ServerTls, SettingsError> {
         self.check_purpose(Role::Destination)?;
         policy::relay_server(self, crypto, peers, oldest)
+    }
+
+    /// Settings for a hand-off that accepts: what it takes is in `offer`, and clients are asked for
+    /// a certificate if `clients` says whose.
+    ///
+    /// # Errors
+    /// [`SettingsError`].
+    pub fn handoff_server(
+        &self,
+        offer: Offer,
+        clients: Option<Peers>,
+    ) -> Result<ServerTls, SettingsError> {
+        self.check_purpose(Role::Destination)?;
+        policy::handoff::handoff_server(self, offer, clients)
     }
 
     fn leaf(&self) -> Result<X509Certificate<'_>, IdentityError> {

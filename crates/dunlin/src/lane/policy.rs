@@ -13,10 +13,16 @@
 //! is named, key exchange with P-256 and P-384 is taken too, and TLS 1.2 where the route says so
 //! ([`OldestTls`]). Certificates are those of the table, demanded of both sides and checked alike.
 //!
+//! A hand-off's peer is some other program too, and what is offered is in the words of whoever
+//! asks for the socket (`Offer`): one version, TLS 1.2 unless he says otherwise. Whom it believes
+//! is his to say as well ([`Belief`]), and our own certificate is shown if he names one.
+//!
 //! A source's settings stay what they were made as, for all lanes of a session. A destination
 //! takes sessions as they come: [`ServerTls::replace`] gives it other settings, which hold for
 //! every handshake that begins later, save those of a session under way. Its lanes must bear the
 //! certificate of its control lane, so for them the settings stay.
+
+pub(super) mod handoff;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -24,13 +30,18 @@ use rustls::client::Resumption;
 use rustls::crypto::CryptoProvider;
 use rustls::pki_types::ServerName;
 use rustls::server::NoServerSessionStorage;
+use rustls::server::danger::ClientCertVerifier;
 use rustls::sign::{CertifiedKey, SingleCertAndKey};
 use rustls::{ClientConfig, ServerConfig, SupportedProtocolVersion, version};
 
+pub use self::handoff::HandoffTls;
 use super::identity::{Identity, SettingsError};
+use super::kernel::{self, Offload};
 use super::peers::Peers;
 use super::provider::{Crypto, Provider};
 use super::trust::Trust;
+
+pub use super::trust::bundle::{Belief, Bundle};
 
 /// The protocol's name in both hellos (RFC 7301). Its versions are negotiated above TLS.
 pub const ALPN: &[u8] = b"dunlin";
@@ -84,6 +95,7 @@ pub struct ClientTls {
     pub(super) server_name: ServerName<'static>,
     pub(super) peers: Peers,
     pub(super) provider: Provider,
+    pub(super) offload: Offload,
 }
 
 /// The TLS settings of the side that accepts. Clones share what [`ServerTls::replace`] changes.
@@ -100,6 +112,7 @@ pub(super) struct ServerSettings {
     pub(super) config: Arc<ServerConfig>,
     pub(super) peers: Peers,
     pub(super) provider: Provider,
+    pub(super) offload: Offload,
 }
 
 pub(super) fn client(
@@ -145,15 +158,13 @@ fn connecting(
     config.enable_secret_extraction = true;
     config.resumption = Resumption::disabled();
     config.enable_sni = server_name.is_some();
-    // rustls wants a name even where none is sent; our verifier never looks at it.
-    let server_name = server_name.unwrap_or(ServerName::IpAddress(
-        std::net::IpAddr::from([0, 0, 0, 0]).into(),
-    ));
+    let server_name = server_name.unwrap_or_else(no_name);
     Ok(ClientTls {
         config: Arc::new(config),
         server_name,
         peers,
         provider: crypto.provider,
+        offload: offload(crypto)?,
     })
 }
 
@@ -182,23 +193,41 @@ fn accepting(
     terms: Terms,
 ) -> Result<ServerTls, SettingsError> {
     let trust = trust(identity, &terms.rustls, &peers)?;
+    Ok(ServerTls::new(ServerSettings {
+        config: server_config(identity, trust, terms)?,
+        peers,
+        provider: crypto.provider,
+        offload: offload(crypto)?,
+    }))
+}
+
+fn server_config(
+    identity: &Identity,
+    clients: Arc<dyn ClientCertVerifier>,
+    terms: Terms,
+) -> Result<Arc<ServerConfig>, SettingsError> {
     let (chain, key) = (identity.chain.clone(), identity.key.clone_key());
     let own = CertifiedKey::from_der(chain, key, &terms.rustls).map_err(refused)?;
     let mut config = ServerConfig::builder_with_provider(terms.rustls)
         .with_protocol_versions(terms.versions)
         .map_err(refused)?
-        .with_client_cert_verifier(trust)
+        .with_client_cert_verifier(clients)
         .with_cert_resolver(Arc::new(SingleCertAndKey::from(own)));
     config.alpn_protocols = terms.protocols;
     config.enable_secret_extraction = true;
     // A ticket after the handshake would meet a lane that reads data only.
     config.send_tls13_tickets = 0;
     config.session_storage = Arc::new(NoServerSessionStorage {});
-    Ok(ServerTls::new(ServerSettings {
-        config: Arc::new(config),
-        peers,
-        provider: crypto.provider,
-    }))
+    Ok(Arc::new(config))
+}
+
+/// Who seals and opens records; where that must be the kernel, it is tried now and not when the
+/// first peer is there.
+fn offload(crypto: &Crypto) -> Result<Offload, SettingsError> {
+    if let Some(&suite) = crypto.suites.first() {
+        kernel::choose(crypto.offload, suite)?;
+    }
+    Ok(crypto.offload)
 }
 
 fn trust(
@@ -264,6 +293,11 @@ impl ServerTls {
             *lock(&self.kept) = Some(Arc::clone(settings));
         }
     }
+}
+
+/// rustls wants a name even where none is sent; no verifier here looks at it.
+fn no_name() -> ServerName<'static> {
+    ServerName::IpAddress(std::net::IpAddr::from([0, 0, 0, 0]).into())
 }
 
 fn refused(error: rustls::Error) -> SettingsError {

@@ -5,6 +5,7 @@
 //! and says what it found. The handshake takes its key exchange and signatures from aws-lc-rs
 //! where that is built in, since ring has no X25519MLKEM768; that choice costs no speed.
 
+mod named;
 mod older;
 
 use std::fmt;
@@ -16,6 +17,9 @@ use rustls::crypto::{CryptoProvider, WebPkiSupportedAlgorithms};
 use rustls::pki_types::PrivateKeyDer;
 use thiserror::Error;
 
+pub use self::named::{Offer, OfferError, TlsVersion};
+pub(crate) use self::named::{group_name, suite_name};
+use super::kernel::Offload;
 use super::record::{CONTENT_BYTES, OpenHalf, RECORD_BYTES, SealHalf};
 
 #[cfg(not(any(feature = "ring", feature = "aws-lc-rs")))]
@@ -93,6 +97,8 @@ pub struct Crypto {
     pub provider: Provider,
     /// Suites offered and accepted, best first.
     pub suites: Vec<CipherSuite>,
+    /// Whether the kernel is to do it instead.
+    pub offload: Offload,
 }
 
 impl Crypto {
@@ -106,6 +112,7 @@ impl Crypto {
         Self {
             provider,
             suites: CipherSuite::ALL.to_vec(),
+            offload: Offload::Auto,
         }
     }
 
@@ -527,6 +534,7 @@ mod tests {
             let crypto = Crypto {
                 provider,
                 suites: vec![CipherSuite::ChaCha20Poly1305, CipherSuite::Aes128Gcm],
+                offload: Offload::Process,
             };
             let rustls = crypto.rustls().unwrap();
             let names: Vec<_> = rustls
@@ -555,6 +563,7 @@ mod tests {
         let none = Crypto {
             provider: Provider::built_in()[0],
             suites: Vec::new(),
+            offload: Offload::Process,
         };
         assert_eq!(none.rustls().unwrap_err(), ProviderError::NoSuite);
     }

@@ -13,6 +13,7 @@
 #[cfg(any(test, feature = "fuzzing"))]
 pub(crate) mod fuzz;
 
+use dunlin_sys::ktls;
 use thiserror::Error;
 use vm_memory::VolatileSlice;
 
@@ -91,6 +92,12 @@ pub enum OpenError {
         /// The second version byte.
         minor: u8,
     },
+    /// The kernel has found bytes that are no record.
+    #[error(
+        "what came on an encrypted connection is no TLS record of its version, or one that is too \
+         long: the peer does not speak TLS here, or someone wrote into the connection"
+    )]
+    NoRecord,
     /// The stated length is outside what RFC 8446 allows.
     #[error("the peer stated a record of {bytes} bytes, which RFC 8446 does not allow")]
     Length {
@@ -148,6 +155,17 @@ pub enum LateMessage {
     KeyUpdate,
     /// Any other, by its type.
     Other(u8),
+}
+
+impl LateMessage {
+    /// The one of a handshake type (RFC 8446, section 4).
+    pub(super) fn of(kind: u8) -> Self {
+        match kind {
+            4 => Self::NewSessionTicket,
+            24 => Self::KeyUpdate,
+            kind => Self::Other(kind),
+        }
+    }
 }
 
 impl std::fmt::Display for LateMessage {
@@ -218,8 +236,39 @@ pub(super) enum Content {
     Canceled,
 }
 
+impl OpenError {
+    /// What the kernel's error means that opens records for us, if it is about a record.
+    pub(super) fn of_kernel(error: &std::io::Error) -> Option<Self> {
+        match error.raw_os_error()? {
+            ktls::EBADMSG => Some(Self::Authentication),
+            code if ktls::NO_RECORD.contains(&code) => Some(Self::NoRecord),
+            _ => None,
+        }
+    }
+}
+
 impl Content {
-    fn of_lane(self) -> Result<Opened, OpenError> {
+    /// What a record says that is no data, by its content type.
+    pub(super) fn of_control(content_type: u8, content: &[u8]) -> Result<Self, OpenError> {
+        match content_type {
+            ALERT => match *content {
+                // The level says nothing in TLS 1.3 (section 6).
+                [_, 0] => Ok(Self::Usual(Opened::Closed)),
+                [_, USER_CANCELED] => Ok(Self::Canceled),
+                [_, alert] => Err(OpenError::Alert {
+                    alert: Alert(alert),
+                }),
+                _ => Err(OpenError::MalformedAlert),
+            },
+            HANDSHAKE => {
+                let kind = content.first().copied().unwrap_or(0);
+                Ok(Self::Late(content.len(), LateMessage::of(kind)))
+            }
+            content_type => Err(OpenError::ContentType { content_type }),
+        }
+    }
+
+    pub(super) fn of_lane(self) -> Result<Opened, OpenError> {
         match self {
             Self::Usual(opened) => Ok(opened),
             Self::Late(_, message) => Err(OpenError::Handshake { message }),
@@ -351,12 +400,20 @@ impl SealHalf {
     /// # Errors
     /// [`SealError`], as for [`SealHalf::seal`], though a full lane can still be closed.
     pub fn close_notify(&mut self) -> Result<[u8; CLOSE_NOTIFY_BYTES], SealError> {
+        // Level warning, description close_notify.
+        self.alert([1, 0])
+    }
+
+    /// Seals an alert, its level and description.
+    ///
+    /// # Errors
+    /// [`SealError`], as for [`SealHalf::close_notify`].
+    pub(super) fn alert(&mut self, alert: [u8; 2]) -> Result<[u8; CLOSE_NOTIFY_BYTES], SealError> {
         if self.sequence >= RECORD_LIMIT + ALERT_ROOM {
             return Err(SealError::Limit);
         }
         let mut record = [0; CLOSE_NOTIFY_BYTES];
-        // Level warning, description close_notify.
-        record[HEADER_BYTES..][..2].copy_from_slice(&[1, 0]);
+        record[HEADER_BYTES..][..2].copy_from_slice(&alert);
         self.seal_as(ALERT, &mut record)?;
         Ok(record)
     }
@@ -593,24 +650,7 @@ impl OpenHalf {
                 }
                 Ok(Content::Usual(Opened::Data(content.len())))
             }
-            ALERT => match *content {
-                // The level says nothing in TLS 1.3 (section 6).
-                [_, 0] => Ok(Content::Usual(Opened::Closed)),
-                [_, USER_CANCELED] => Ok(Content::Canceled),
-                [_, alert] => Err(OpenError::Alert {
-                    alert: Alert(alert),
-                }),
-                _ => Err(OpenError::MalformedAlert),
-            },
-            HANDSHAKE => {
-                let message = match content.first() {
-                    Some(4) => LateMessage::NewSessionTicket,
-                    Some(24) => LateMessage::KeyUpdate,
-                    other => LateMessage::Other(other.copied().unwrap_or(0)),
-                };
-                Ok(Content::Late(content.len(), message))
-            }
-            content_type => Err(OpenError::ContentType { content_type }),
+            content_type => Content::of_control(content_type, content),
         }
     }
 }

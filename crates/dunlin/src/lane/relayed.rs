@@ -9,15 +9,21 @@
 
 #[cfg(any(test, feature = "fuzzing"))]
 pub(crate) mod fuzz;
+mod in_kernel;
 
+use std::net::TcpStream;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use dunlin_sys::ktls::Direction;
 use rustls::{ConnectionTrafficSecrets, ExtractedSecrets};
 use thiserror::Error;
 
+use self::in_kernel::InKernel;
+pub(crate) use self::in_kernel::{Control, halves_in_kernel};
 use super::handshake::{Renewal, parts};
+use super::kernel;
 use super::provider::{Provider, ProviderError};
 use super::record::{
     ALERT, ALERT_ROOM, APPLICATION_DATA, Alert, Content, EMPTY_RUN_LIMIT, HANDSHAKE, HEADER_BYTES,
@@ -98,6 +104,7 @@ pub(crate) struct Sealing {
 enum Seal {
     V13(SealHalf),
     V12(Seal12),
+    Kernel(InKernel),
 }
 
 /// The receiving half.
@@ -114,6 +121,7 @@ pub(crate) struct Opening {
 enum Open {
     V13(OpenHalf),
     V12(Open12),
+    Kernel(InKernel),
 }
 
 /// How a record lies in memory.
@@ -137,19 +145,12 @@ pub(crate) enum Held {
 }
 
 /// Both halves, from the keys of a handshake. `is_1_3` tells the version.
-pub(super) fn halves(
+pub(crate) fn halves(
     secrets: ExtractedSecrets,
     is_1_3: bool,
     provider: Provider,
     next: Box<dyn Renewal>,
 ) -> Result<(Sealing, Opening), ProviderError> {
-    let keys = Arc::new(Keys {
-        next: Mutex::new(next),
-        provider,
-        asked: AtomicBool::new(false),
-        asking: AtomicBool::new(false),
-        limit: AtomicU64::new(RECORD_LIMIT),
-    });
     let ((sent, sending), (opened, receiving)) = (secrets.tx, secrets.rx);
     let (seal, open) = if is_1_3 {
         (
@@ -163,6 +164,22 @@ pub(super) fn halves(
         let open = Open12::new(provider, suite, key, iv, opened)?;
         (Seal::V12(seal), Open::V12(open))
     };
+    Ok(assemble(seal, open, provider, next))
+}
+
+fn assemble(
+    seal: Seal,
+    open: Open,
+    provider: Provider,
+    next: Box<dyn Renewal>,
+) -> (Sealing, Opening) {
+    let keys = Arc::new(Keys {
+        next: Mutex::new(next),
+        provider,
+        asked: AtomicBool::new(false),
+        asking: AtomicBool::new(false),
+        limit: AtomicU64::new(RECORD_LIMIT),
+    });
     let opening = Opening {
         open,
         keys: Arc::clone(&keys),
@@ -176,7 +193,7 @@ pub(super) fn halves(
         keys,
         is_closed: false,
     };
-    Ok((sealing, opening))
+    (sealing, opening)
 }
 
 fn seal_1_3(
@@ -213,6 +230,7 @@ impl Sealing {
                 lead: seal.lead(),
                 trail: TAG_BYTES,
             },
+            Seal::Kernel(_) => Layout { lead: 0, trail: 0 },
         }
     }
 
@@ -243,6 +261,8 @@ impl Sealing {
                     SealError::Limit => RelayError::Worn,
                     error => RelayError::Seal(error),
                 }),
+            // Nobody seals twice.
+            Seal::Kernel(_) => Err(RelayError::Seal(SealError::Cipher)),
         }
     }
 
@@ -277,16 +297,30 @@ impl Sealing {
     /// # Errors
     /// [`RelayError`].
     pub(crate) fn close_notify(&mut self) -> Result<Vec<u8>, RelayError> {
+        // Level warning, description close_notify.
+        self.alert([1, 0])
+    }
+
+    /// The alert that gives the connection up for a reason of our own.
+    ///
+    /// # Errors
+    /// [`RelayError`].
+    pub(crate) fn internal_error(&mut self) -> Result<Vec<u8>, RelayError> {
+        // Level fatal, description internal_error.
+        self.alert([2, 80])
+    }
+
+    fn alert(&mut self, alert: [u8; 2]) -> Result<Vec<u8>, RelayError> {
         self.is_closed = true;
         let sealed = match &mut self.seal {
-            Seal::V13(seal) => seal.close_notify().map(|alert| alert.to_vec()),
+            Seal::V13(seal) => seal.alert(alert).map(|record| record.to_vec()),
             Seal::V12(seal) => {
                 let mut record = vec![0; seal.lead() + 2 + TAG_BYTES];
-                // Level warning, description close_notify.
-                record[seal.lead()] = 1;
+                record[seal.lead()..][..2].copy_from_slice(&alert);
                 let limit = RECORD_LIMIT + ALERT_ROOM;
                 seal.seal(ALERT, limit, &mut record).map(|()| record)
             }
+            Seal::Kernel(_) => Err(SealError::Cipher),
         };
         sealed.map_err(RelayError::Seal)
     }
@@ -302,6 +336,7 @@ impl Opening {
         let bytes = match &self.open {
             Open::V13(_) => OpenHalf::record_bytes(header)?,
             Open::V12(open) => open.record_bytes(header)?,
+            Open::Kernel(_) => return Err(OpenError::Spent.into()),
         };
         Ok(bytes)
     }
@@ -329,7 +364,7 @@ impl Opening {
                     Held::Nothing
                 }
                 Content::Late(count, _) => {
-                    self.late(&record[HEADER_BYTES..][..count])?;
+                    self.late(&record[HEADER_BYTES..][..count], None)?;
                     Held::Nothing
                 }
             },
@@ -337,6 +372,7 @@ impl Opening {
                 let (content_type, at) = open.open(record)?;
                 self.older(content_type, record, at)?
             }
+            Open::Kernel(_) => return Err(OpenError::Spent.into()),
         };
         if let Held::Data(at) = &held {
             if !self.message.is_empty() {
@@ -359,7 +395,9 @@ impl Opening {
     }
 
     /// Handshake messages of TLS 1.3: session tickets, which are of no use here, and key updates.
-    fn late(&mut self, content: &[u8]) -> Result<(), RelayError> {
+    ///
+    /// `in_kernel` is the connection whose keys the kernel has.
+    fn late(&mut self, content: &[u8], in_kernel: Option<&TcpStream>) -> Result<(), RelayError> {
         self.count_late()?;
         if content.is_empty() {
             return Err(RelayError::Late(0));
@@ -385,7 +423,7 @@ impl Opening {
                     if *wish == 1 && !self.keys.asked.swap(true, Ordering::SeqCst) {
                         self.late_run = 0;
                     }
-                    self.renew()?;
+                    self.renew(in_kernel)?;
                 }
                 _ => return Err(RelayError::Late(kind)),
             }
@@ -393,13 +431,18 @@ impl Opening {
         }
     }
 
-    fn renew(&mut self) -> Result<(), RelayError> {
+    fn renew(&mut self, in_kernel: Option<&TcpStream>) -> Result<(), RelayError> {
         let keys = &self.keys;
         let mut next = keys.next.lock().unwrap_or_else(PoisonError::into_inner);
         let secrets = next.receiving().map_err(not_renewed)?;
         drop(next);
-        let open = open_1_3(keys.provider, &secrets, 0).map_err(not_renewed)?;
-        self.open = Open::V13(open);
+        self.open = match in_kernel {
+            Some(stream) => {
+                kernel::renew(stream, Direction::Receiving, &secrets).map_err(not_renewed)?;
+                Open::Kernel(InKernel::fresh())
+            }
+            None => Open::V13(open_1_3(keys.provider, &secrets, 0).map_err(not_renewed)?),
+        };
         self.asked = false;
         Ok(())
     }

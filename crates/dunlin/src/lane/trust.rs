@@ -12,6 +12,8 @@
 //! peer gets, so it travels in rustls's own words where it has them. For more than those say,
 //! [`take_unissued`] has the rest.
 
+pub(super) mod bundle;
+
 use std::cell::Cell;
 use std::fmt;
 use std::sync::Arc;
@@ -148,15 +150,7 @@ impl Trust {
         if self.peers.are_pins_alone() {
             self.peers.authorise(leaf).map_err(refused)?;
         }
-        if let Err(error) = chain {
-            let unissued = Unissued::of(leaf, intermediates, &error);
-            let error = match &unissued {
-                Some(_) => CertificateError::UnknownIssuer,
-                None => in_rustls_words(error),
-            };
-            UNISSUED.set(unissued);
-            return Err(error.into());
-        }
+        chain.map_err(|error| without_chain(leaf, intermediates, error))?;
         self.peers.authorise(leaf).map_err(refused)?;
         Ok(())
     }
@@ -173,6 +167,21 @@ thread_local! {
 /// thread ended with.
 pub(super) fn take_unissued() -> Option<Unissued> {
     UNISSUED.take()
+}
+
+/// Why a chain leads nowhere, for rustls; the rest is for [`take_unissued`].
+fn without_chain(
+    leaf: &CertificateDer<'_>,
+    intermediates: &[CertificateDer<'_>],
+    error: webpki::Error,
+) -> CertificateError {
+    let unissued = Unissued::of(leaf, intermediates, &error);
+    let error = match &unissued {
+        Some(_) => CertificateError::UnknownIssuer,
+        None => in_rustls_words(error),
+    };
+    UNISSUED.set(unissued);
+    error
 }
 
 /// The refusal inside a handshake's error, if the list of peers is the reason.

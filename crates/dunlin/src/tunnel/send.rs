@@ -111,15 +111,25 @@ fn send_all(hub: &Arc<Hub>, lane: u16, mut sender: DataSender) -> Result<(), Fai
             }
             Work::Again { data, token } => send(&mut sender, &data, &token),
             Work::Read { channel, most } => {
-                match read(hub, lane, channel, most as usize, socket, &mut scratch) {
-                    Some((data, piece)) => {
-                        // Whoever waits for a full lane watches no sockets.
-                        if !wait_writable(sender.socket(), Instant::now()).unwrap_or(false) {
-                            promote(hub, &hub.lock());
-                        }
+                let most = most as usize;
+                let (found, idle) = read(hub, lane, channel, most, socket, &mut scratch);
+                match found {
+                    // Whoever waits for a full lane watches no sockets.
+                    Some((data, piece)) if is_full(&sender) => {
+                        watch_again(hub, channel, idle);
+                        promote(hub, &hub.lock());
                         send(&mut sender, &data, &piece)
                     }
-                    None => Ok(()),
+                    // The other side waits for the piece, and nobody for the watch.
+                    Some((data, piece)) => {
+                        let sent = send(&mut sender, &data, &piece);
+                        watch_again(hub, channel, idle);
+                        sent
+                    }
+                    None => {
+                        watch_again(hub, channel, idle);
+                        Ok(())
+                    }
                 }
             }
         };
@@ -191,8 +201,23 @@ fn promote(hub: &Hub, core: &Core) {
     }
 }
 
+fn is_full(sender: &DataSender) -> bool {
+    !wait_writable(sender.socket(), Instant::now()).unwrap_or(false)
+}
+
+/// Has a channel's socket watched again. Behind the report of what was read, or the
+/// next would come while it is our turn and be lost.
+fn watch_again(hub: &Hub, channel: u32, socket: Option<Arc<Socket>>) {
+    if let Some(socket) = socket {
+        // Fails only where the channel has gone.
+        let _ = hub
+            .reads
+            .again(&*socket, u64::from(channel), Readiness::Read);
+    }
+}
+
 /// Reads a channel's socket once, and tells the core what came of it. Returns
-/// what is to be sent.
+/// what is to be sent, and the socket if it has no more for now.
 fn read(
     hub: &Arc<Hub>,
     lane: u16,
@@ -200,7 +225,7 @@ fn read(
     most: usize,
     socket: Option<Arc<Socket>>,
     scratch: &mut Piece,
-) -> Option<(Data, Piece)> {
+) -> (Option<(Data, Piece)>, Option<Arc<Socket>>) {
     let most = most.min(PIECE_BYTES);
     let result = match &socket {
         Some(socket) => scratch.with(|bytes| socket.read(&mut bytes[..most])),
@@ -242,14 +267,7 @@ fn read(
         promote(hub, &core);
     }
     drop(core);
-    if idle && let Some(socket) = socket {
-        // Behind the report, or the answer would come while it is our turn and be
-        // lost. Fails only where the channel has gone.
-        let _ = hub
-            .reads
-            .again(&*socket, u64::from(channel), Readiness::Read);
-    }
-    data.zip(piece)
+    (data.zip(piece), socket.filter(|_| idle))
 }
 
 /// Seals a piece behind its header and writes both.

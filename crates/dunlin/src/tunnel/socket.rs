@@ -143,6 +143,20 @@ impl Socket {
         }
     }
 
+    /// So many bytes were read by the kernel's hand.
+    pub(super) fn has_read(&self, bytes: usize) {
+        if let Some(count) = &self.count {
+            count.read(bytes);
+        }
+    }
+
+    /// The same of what was written.
+    pub(super) fn has_written(&self, bytes: usize) {
+        if let Some(count) = &self.count {
+            count.wrote(bytes);
+        }
+    }
+
     /// Lets it block, for whoever has a thread for each direction.
     pub(super) fn block(&self, read: Duration, write: Duration) -> io::Result<()> {
         match &self.stream {

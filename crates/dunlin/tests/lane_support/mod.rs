@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use dunlin::lane::handshake::{self, Secured};
 use dunlin::lane::identity::{Identity, LoadOptions};
+use dunlin::lane::kernel::Offload;
 use dunlin::lane::peers::Peers;
 use dunlin::lane::provider::{CipherSuite, Crypto, Provider};
 use rcgen::{
@@ -124,10 +125,12 @@ pub fn pair() -> (TcpStream, TcpStream) {
     (near, listener.accept().unwrap().0)
 }
 
+/// Records made in this process, by the library and with the suite given.
 pub fn crypto(provider: Provider, suite: CipherSuite) -> Crypto {
     Crypto {
         provider,
         suites: vec![suite],
+        offload: Offload::Process,
     }
 }
 

@@ -15,6 +15,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use dunlin::lane::identity::Identity;
+use dunlin::lane::kernel::Offload;
 use dunlin::lane::provider::Crypto;
 use dunlin::tunnel::{
     Entrance, Event, Exit, Identities, Limits, Listen, Mode, Routes, Target, Tunnel, WINDOW_BYTES,
@@ -31,11 +32,26 @@ pub const FAR: &str = "far.test";
 pub const PATIENCE: Duration = Duration::from_secs(30);
 
 pub fn identities(identity: Identity) -> Identities {
+    identities_with(identity, offload())
+}
+
+/// Who seals records unless a test says so: `DUNLIN_OFFLOAD`.
+fn offload() -> Offload {
+    match std::env::var("DUNLIN_OFFLOAD") {
+        Ok(offload) => offload.parse().unwrap(),
+        Err(_) => Offload::Auto,
+    }
+}
+
+pub fn identities_with(identity: Identity, offload: Offload) -> Identities {
     let identity = Arc::new(identity);
     Identities {
         connecting: Arc::clone(&identity),
         accepting: identity,
-        crypto: Crypto::auto(),
+        crypto: Crypto {
+            offload,
+            ..Crypto::auto()
+        },
     }
 }
 
@@ -81,6 +97,8 @@ pub struct Setup {
     pub relayed: bool,
     /// Whether the test itself is the hypervisor at the far side.
     pub is_target: bool,
+    /// Who seals and opens, near and far.
+    pub offload: [Offload; 2],
 }
 
 impl Default for Setup {
@@ -91,6 +109,7 @@ impl Default for Setup {
             limits: Limits::default(),
             relayed: false,
             is_target: true,
+            offload: [offload(); 2],
         }
     }
 }
@@ -129,7 +148,7 @@ impl Pair {
         let far_told = Told::default();
         let far = Tunnel::start(
             TcpListener::bind("127.0.0.1:0").unwrap(),
-            identities(authority.identity(&[FAR])),
+            identities_with(authority.identity(&[FAR]), setup.offload[1]),
             &far_routes,
             Limits {
                 lanes: setup.lanes,
@@ -156,7 +175,7 @@ impl Pair {
         let near_told = Told::default();
         let near = Tunnel::start(
             TcpListener::bind("127.0.0.1:0").unwrap(),
-            identities(authority.identity(&[NEAR])),
+            identities_with(authority.identity(&[NEAR]), setup.offload[0]),
             &near_routes,
             setup.limits,
             near_told.observer(),

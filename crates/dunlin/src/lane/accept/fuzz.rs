@@ -13,6 +13,7 @@ use rustls::sign::CertifiedKey;
 
 use super::pending::{Pending, Stage, Step};
 use super::{Arrival, LaneSocket, OPENING_DEADLINE, Opening, Purpose, ServerTls};
+use crate::lane::kernel::Offload;
 use crate::lane::peers::Peers;
 use crate::lane::policy::ServerSettings;
 use crate::lane::provider::{Crypto, Provider};
@@ -40,6 +41,7 @@ static TLS: LazyLock<ServerTls> = LazyLock::new(|| {
         config: Arc::new(config),
         peers: Peers::AnyFromAuthority,
         provider,
+        offload: Offload::Process,
     })
 });
 

@@ -15,7 +15,7 @@ use super::{
 use crate::lane::control::ControlStream;
 use crate::lane::handshake::relay::Greeting;
 use crate::lane::handshake::{
-    FLIGHT_LIMIT_BYTES, HandshakeError, Secured, halves, parameters, peer_identity,
+    FLIGHT_LIMIT_BYTES, HandshakeError, Secured, parameters, peer_identity, records,
 };
 use crate::lane::identity::ServerTls;
 use crate::lane::peers::PeerIdentity;
@@ -246,14 +246,17 @@ impl Pending {
             .connection
             .dangerous_extract_secrets()
             .map_err(HandshakeError::from)?;
-        let (seal, open) =
-            halves(secrets, provider).map_err(|error| HandshakeError::Local(error.to_string()))?;
+        let records = records(
+            &self.stream,
+            secrets,
+            parameters,
+            handshake.settings.offload,
+        )?;
         let socket = LaneSocket::Tls(Box::new(Secured {
             stream: self.stream,
             peer,
             parameters,
-            seal,
-            open,
+            records,
         }));
         Ok(Arrival::Lane { socket, opening })
     }
@@ -368,7 +371,7 @@ fn wanted(opening: &[u8], prelude: &mut Option<Prelude>) -> Result<usize, Decode
     Ok(PRELUDE_BYTES + body_bytes - opening.len())
 }
 
-pub(in crate::lane) fn would_block(error: io::Error) -> Result<bool, RejectReason> {
+pub(crate) fn would_block(error: io::Error) -> Result<bool, RejectReason> {
     match error.kind() {
         io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => Ok(false),
         io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => {

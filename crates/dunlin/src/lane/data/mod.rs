@@ -8,8 +8,9 @@
 //! allocated after the lane is made.
 //!
 //! A frame is a header, whose meaning is the caller's, and a payload that the header must
-//! describe: the receiver has to know its length. Two securities share this code: TLS records and,
-//! where both sides consented, plain bytes.
+//! describe: the receiver has to know its length. Three securities share this code: TLS records
+//! made here, TLS records made by the kernel and, where both sides consented, plain bytes. To the
+//! kernel pages go straight out of guest memory too, and come from it straight into the other's.
 
 mod receiver;
 mod sender;
@@ -24,6 +25,7 @@ pub(crate) use receiver::fuzz;
 pub use receiver::{DataReceiver, ReceiveError};
 pub use sender::{DataSender, Frame, FrameError, SendError};
 
+use super::handshake::{InKernel, Records};
 use super::record::{CONTENT_BYTES, OpenHalf, SealHalf};
 
 /// The unit that a frame is laid out in. Larger pages of the guest are several of these.
@@ -111,10 +113,23 @@ impl Link {
 /// carries the close and alerts.
 enum Security {
     Tls(Box<Keys>),
+    Kernel(InKernel),
     Plain,
+}
+
+impl From<Records> for Security {
+    fn from(records: Records) -> Self {
+        match records {
+            Records::Process { seal, open } => Self::Tls(Box::new(Keys { seal, open })),
+            Records::Kernel(keys) => Self::Kernel(keys),
+        }
+    }
 }
 
 struct Keys {
     seal: SealHalf,
     open: OpenHalf,
 }
+
+/// A *close_notify*, whose level is a warning.
+const CLOSE_NOTIFY: [u8; 2] = [1, 0];

@@ -8,13 +8,19 @@ use std::net::{Shutdown, TcpStream};
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
+use dunlin_sys::ktls::{self, Received};
+use dunlin_sys::socket::unread_bytes;
 use thiserror::Error;
 use vm_memory::VolatileSlice;
 
-use super::{Canceller, Counters, Keys, Link, PAGE_BYTES, PlainConsent, Security};
+use super::{
+    CLOSE_NOTIFY, Canceller, Counters, Keys, Link, PAGE_BYTES, PAGES_PER_FRAME, PlainConsent,
+    Security,
+};
 use crate::lane::handshake::Secured;
 use crate::lane::record::{
-    HEADER_BYTES, Landed, OVERHEAD_BYTES, OpenError, OpenHalf, Opened, RECEIVED_RECORD_BYTES,
+    ALERT, CONTENT_BYTES, Content, HEADER_BYTES, Landed, OVERHEAD_BYTES, OpenError, OpenHalf,
+    Opened, RECEIVED_RECORD_BYTES,
 };
 
 /// Bytes read from the socket at once, at most. Large enough that a system call is a small part
@@ -26,6 +32,9 @@ const _: () = assert!(RECEIVE_BYTES >= 2 * RECEIVED_RECORD_BYTES);
 /// Pieces of guest memory that one record is opened into at most; one that spreads further is
 /// opened in place and copied. A record of a [`DataSender`](super::DataSender) holds four pages.
 const TARGETS_PER_RECORD: usize = 8;
+
+/// What is looked at of a record that is no data: more than an alert's two bytes is no alert.
+const CONTROL_START: usize = 3;
 
 /// Why a data lane ended other than cleanly. The lane must be given up, save for
 /// [`ReceiveError::Idle`], which loses nothing.
@@ -96,14 +105,7 @@ impl DataReceiver {
     /// # Errors
     /// [`ReceiveError::Io`] when the socket's options cannot be set.
     pub fn tls(secured: Secured, stall_limit: Duration) -> Result<Self, ReceiveError> {
-        let Secured {
-            stream, seal, open, ..
-        } = secured;
-        Self::new(
-            stream,
-            Security::Tls(Box::new(Keys { seal, open })),
-            stall_limit,
-        )
+        Self::new(secured.stream, secured.records.into(), stall_limit)
     }
 
     /// The receiving end of a lane in the clear.
@@ -155,11 +157,11 @@ impl DataReceiver {
         }
         let begin = Instant::now();
         while self.opened.is_empty() {
-            match self.advance() {
+            match self.advance(header.len()) {
                 Ok(true) => {}
                 Ok(false) => return Ok(false),
                 // Part of a record is here, so a frame has begun.
-                Err(error @ ReceiveError::Stalled { .. }) if !self.sealed.is_empty() => {
+                Err(error @ ReceiveError::Stalled { .. }) if self.has_begun() => {
                     return Err(self.fail(error));
                 }
                 Err(ReceiveError::Stalled { .. }) => match idle_limit {
@@ -200,17 +202,16 @@ impl DataReceiver {
         mut take: impl FnMut(&[u8]),
     ) -> Result<(), ReceiveError> {
         while bytes > 0 {
+            let wanted = usize::try_from(bytes).unwrap_or(usize::MAX);
             if self.opened.is_empty() {
-                match self.advance() {
+                match self.advance(wanted) {
                     Ok(true) => {}
                     Ok(false) => return Err(self.fail(ReceiveError::ClosedInside)),
                     Err(error) => return Err(self.fail(error)),
                 }
                 continue;
             }
-            let count = usize::try_from(bytes)
-                .unwrap_or(usize::MAX)
-                .min(self.opened.len());
+            let count = wanted.min(self.opened.len());
             let part = self.opened.start..self.opened.start + count;
             self.opened.start = part.end;
             take(&self.buffer[part]);
@@ -229,7 +230,10 @@ impl DataReceiver {
         &mut self,
         mut targets: impl Iterator<Item = VolatileSlice<'m>>,
     ) -> Result<(), ReceiveError> {
-        let mut waiting = Targets::default();
+        if let Security::Kernel(_) = &self.security {
+            return self.payload_by_kernel(targets);
+        }
+        let mut waiting = Targets::<TARGETS_PER_RECORD>::default();
         loop {
             if waiting.bytes == 0 {
                 let Some(target) = targets.next() else {
@@ -251,24 +255,79 @@ impl DataReceiver {
         }
     }
 
+    /// The same where the kernel opens, which it does where the targets lie.
+    fn payload_by_kernel<'m>(
+        &mut self,
+        mut targets: impl Iterator<Item = VolatileSlice<'m>>,
+    ) -> Result<(), ReceiveError> {
+        let mut waiting = Targets::<PAGES_PER_FRAME>::default();
+        loop {
+            while waiting.count < PAGES_PER_FRAME {
+                let Some(target) = targets.next() else { break };
+                waiting.push(target);
+            }
+            if waiting.bytes == 0 {
+                return Ok(());
+            }
+            if !self.opened.is_empty() {
+                let taken = waiting.fill(&self.buffer[self.opened.clone()]);
+                self.opened.start += taken;
+                continue;
+            }
+            if self.state != State::Open {
+                return Err(ReceiveError::Spent);
+            }
+            let mut pieces = [VolatileSlice::from(&mut [][..]); PAGES_PER_FRAME];
+            let wanted = waiting.bytes;
+            let count = waiting.first_bytes(wanted, &mut pieces).unwrap_or(0);
+            let read = self.read_opened(|stream| ktls::receive_into(stream, &pieces[..count]));
+            match read {
+                Ok(Received {
+                    bytes,
+                    control: None,
+                }) => waiting.drop_first(bytes),
+                // Its bytes stand where pages belong, which the caller will never use or have
+                // sent again.
+                Ok(Received {
+                    bytes,
+                    control: Some(content_type),
+                }) => {
+                    let mut start = [0; CONTROL_START];
+                    let mut filled = 0;
+                    for piece in &pieces[..count] {
+                        let left = bytes.min(CONTROL_START) - filled;
+                        filled += piece.copy_to(&mut start[filled..][..left]);
+                    }
+                    let error = match self.control(content_type, &start[..filled]) {
+                        Ok(_) => ReceiveError::ClosedInside,
+                        Err(error) => error,
+                    };
+                    return Err(self.fail(error));
+                }
+                Err(error) => return Err(self.fail(error)),
+            }
+        }
+    }
+
     /// Opens the next record into the targets if it can and fits, else as [`Self::advance`].
     fn advance_into<'m>(
         &mut self,
-        waiting: &mut Targets<'m>,
+        waiting: &mut Targets<'m, TARGETS_PER_RECORD>,
         targets: &mut impl Iterator<Item = VolatileSlice<'m>>,
     ) -> Result<bool, ReceiveError> {
+        let wanted = waiting.bytes;
         let (State::Open, Security::Tls(keys)) = (self.state, &mut self.security) else {
-            return self.advance();
+            return self.advance(wanted);
         };
         let sealed = &mut self.buffer[self.sealed.clone()];
         let Some(header) = sealed.first_chunk::<HEADER_BYTES>() else {
-            return self.advance();
+            return self.advance(wanted);
         };
         let bytes = OpenHalf::record_bytes(*header)?;
         let content = bytes.saturating_sub(OVERHEAD_BYTES);
         // What is shorter than a page may be an alert, and is cheap to copy.
         if !keys.opens_into_guest(content) || sealed.len() < bytes {
-            return self.advance();
+            return self.advance(wanted);
         }
         while waiting.bytes < content && waiting.count < TARGETS_PER_RECORD {
             let Some(target) = targets.next() else { break };
@@ -276,7 +335,7 @@ impl DataReceiver {
         }
         let mut pages = [VolatileSlice::from(&mut [][..]); TARGETS_PER_RECORD];
         let Some(count) = waiting.first_bytes(content, &mut pages) else {
-            return self.advance();
+            return self.advance(wanted);
         };
         let landed = keys
             .open
@@ -330,23 +389,30 @@ impl DataReceiver {
     }
 
     fn answer(&mut self) -> io::Result<()> {
-        if let Security::Tls(keys) = &mut self.security {
-            let close = keys.seal.close_notify().map_err(io::Error::other)?;
-            self.link.stream.set_write_timeout(Some(self.stall_limit))?;
-            (&*self.link.stream).write_all(&close)?;
+        self.link.stream.set_write_timeout(Some(self.stall_limit))?;
+        match &mut self.security {
+            Security::Tls(keys) => {
+                let close = keys.seal.close_notify().map_err(io::Error::other)?;
+                (&*self.link.stream).write_all(&close)?;
+            }
+            Security::Kernel(_) => ktls::send_record(&*self.link.stream, ALERT, &CLOSE_NOTIFY)?,
+            Security::Plain => {}
         }
         self.link.stream.shutdown(Shutdown::Write)
     }
 
-    /// Opens the next record, or reads from the socket once. False at a clean end.
-    fn advance(&mut self) -> Result<bool, ReceiveError> {
+    /// Opens the next record, or reads from the socket once. False at a clean end. From the kernel
+    /// no more is read than is `wanted`: what follows can go straight to where it belongs.
+    fn advance(&mut self, wanted: usize) -> Result<bool, ReceiveError> {
         match self.state {
             State::Open => {}
             State::Closed => return Ok(false),
             State::Failed => return Err(ReceiveError::Spent),
         }
-        let Security::Tls(keys) = &mut self.security else {
-            return self.advance_plain();
+        let keys = match &mut self.security {
+            Security::Tls(keys) => keys,
+            Security::Kernel(_) => return self.advance_by_kernel(wanted),
+            Security::Plain => return self.advance_plain(),
         };
         let sealed = &mut self.buffer[self.sealed.clone()];
         if let Some(header) = sealed.first_chunk::<HEADER_BYTES>() {
@@ -392,6 +458,72 @@ impl DataReceiver {
         self.counters.content_bytes += content as u64;
     }
 
+    fn advance_by_kernel(&mut self, wanted: usize) -> Result<bool, ReceiveError> {
+        let mut buffer = std::mem::take(&mut self.buffer);
+        let room = wanted.min(buffer.len());
+        let read = self.read_opened(|stream| ktls::receive(stream, &mut buffer[..room]));
+        self.buffer = buffer;
+        let Received { bytes, control } = read?;
+        let Some(content_type) = control else {
+            self.opened = 0..bytes;
+            return Ok(true);
+        };
+        let mut start = [0; CONTROL_START];
+        let count = bytes.min(CONTROL_START);
+        start[..count].copy_from_slice(&self.buffer[..count]);
+        self.control(content_type, &start[..count])
+    }
+
+    /// Whether something of the next frame has come, although nothing of it can be read yet.
+    fn has_begun(&self) -> bool {
+        match &self.security {
+            // The kernel keeps a record until it is whole.
+            Security::Kernel(_) => unread_bytes(&*self.link.stream).is_ok_and(|bytes| bytes > 0),
+            _ => !self.sealed.is_empty(),
+        }
+    }
+
+    /// Reads once what the kernel has opened, which is something or an error.
+    fn read_opened(
+        &mut self,
+        read: impl FnMut(&TcpStream) -> io::Result<Received>,
+    ) -> Result<Received, ReceiveError> {
+        let received = self.read_once(read)?;
+        let content = received.bytes as u64;
+        match received.control {
+            None if content == 0 && self.link.is_cancelled() => Err(ReceiveError::Cancelled),
+            None if content == 0 => Err(ReceiveError::Truncated),
+            None => {
+                // The kernel does not say how many records they came in: at least so many.
+                let records = content.div_ceil(CONTENT_BYTES as u64);
+                self.counters.records += records;
+                self.counters.content_bytes += content;
+                self.counters.wire_bytes += content + records * OVERHEAD_BYTES as u64;
+                Ok(received)
+            }
+            Some(_) => Ok(received),
+        }
+    }
+
+    /// What a record means that is no data and begins with `start`. False at a clean end.
+    fn control(&mut self, content_type: u8, start: &[u8]) -> Result<bool, ReceiveError> {
+        let mut content = [0; CONTROL_START];
+        let mut count = start.len();
+        content[..count].copy_from_slice(start);
+        if content_type == ALERT && count == 1 {
+            // Whoever asks for a byte gets no more of it; the rest waits.
+            let rest = &mut content[1..];
+            count += self.read_once(|stream| ktls::receive(stream, rest))?.bytes;
+        }
+        match Content::of_control(content_type, &content[..count])?.of_lane()? {
+            Opened::Closed => {
+                self.state = State::Closed;
+                Ok(false)
+            }
+            Opened::Data(_) => Ok(true),
+        }
+    }
+
     fn advance_plain(&mut self) -> Result<bool, ReceiveError> {
         self.sealed = 0..0;
         let count = self.fill()?;
@@ -410,14 +542,24 @@ impl DataReceiver {
 
     /// Reads once behind what is there; zero at the connection's end.
     fn fill(&mut self) -> Result<usize, ReceiveError> {
+        let mut buffer = std::mem::take(&mut self.buffer);
+        let end = self.sealed.end;
+        let read = self.read_once(|mut stream| stream.read(&mut buffer[end..]));
+        self.buffer = buffer;
+        let count = read?;
+        self.sealed.end += count;
+        self.counters.wire_bytes += count as u64;
+        Ok(count)
+    }
+
+    fn read_once<T>(
+        &mut self,
+        mut read: impl FnMut(&TcpStream) -> io::Result<T>,
+    ) -> Result<T, ReceiveError> {
         loop {
             self.counters.calls += 1;
-            match (&*self.link.stream).read(&mut self.buffer[self.sealed.end..]) {
-                Ok(count) => {
-                    self.sealed.end += count;
-                    self.counters.wire_bytes += count as u64;
-                    return Ok(count);
-                }
+            match read(&self.link.stream) {
+                Ok(came) => return Ok(came),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => {
                     return Err(match error.kind() {
@@ -428,7 +570,10 @@ impl DataReceiver {
                             }
                         }
                         io::ErrorKind::ConnectionReset => ReceiveError::Truncated,
-                        _ => ReceiveError::Io(error),
+                        _ => match OpenError::of_kernel(&error) {
+                            Some(record) => record.into(),
+                            None => ReceiveError::Io(error),
+                        },
                     });
                 }
             }
@@ -449,23 +594,23 @@ impl Keys {
 }
 
 /// Pieces of guest memory that wait for their bytes, in order.
-struct Targets<'m> {
-    slots: [Option<VolatileSlice<'m>>; TARGETS_PER_RECORD],
+struct Targets<'m, const ROOM: usize> {
+    slots: [Option<VolatileSlice<'m>>; ROOM],
     count: usize,
     bytes: usize,
 }
 
-impl Default for Targets<'_> {
+impl<const ROOM: usize> Default for Targets<'_, ROOM> {
     fn default() -> Self {
         Self {
-            slots: [None; TARGETS_PER_RECORD],
+            slots: [None; ROOM],
             count: 0,
             bytes: 0,
         }
     }
 }
 
-impl<'m> Targets<'m> {
+impl<'m, const ROOM: usize> Targets<'m, ROOM> {
     /// Adds a piece behind the others; there must be room for one.
     fn push(&mut self, target: VolatileSlice<'m>) {
         if target.is_empty() {
@@ -490,11 +635,7 @@ impl<'m> Targets<'m> {
 
     /// Writes the pieces that hold the first `bytes` to `pages` and returns how many those are;
     /// none when there are fewer bytes.
-    fn first_bytes(
-        &self,
-        bytes: usize,
-        pages: &mut [VolatileSlice<'m>; TARGETS_PER_RECORD],
-    ) -> Option<usize> {
+    fn first_bytes(&self, bytes: usize, pages: &mut [VolatileSlice<'m>; ROOM]) -> Option<usize> {
         let mut left = bytes;
         for (position, target) in self.slots.iter().flatten().enumerate() {
             let count = left.min(target.len());

@@ -4,23 +4,29 @@ use std::io::{self, IoSliceMut, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::time::Duration;
 
+use dunlin_sys::ktls;
 use dunlin_sys::memory::is_zero_page;
 use dunlin_sys::socket::set_pacing_rate;
 use thiserror::Error;
 use vm_memory::VolatileSlice;
 
 use super::{
-    BATCH_BYTES, Canceller, Counters, HEADER_LIMIT_BYTES, Keys, Link, PAGE_BYTES, PAGES_PER_FRAME,
-    PAGES_PER_RECORD, PlainConsent, RECORDS_PER_FRAME, Security,
+    BATCH_BYTES, CLOSE_NOTIFY, Canceller, Counters, HEADER_LIMIT_BYTES, Link, PAGE_BYTES,
+    PAGES_PER_FRAME, PAGES_PER_RECORD, PlainConsent, RECORDS_PER_FRAME, Security,
 };
 use crate::lane::handshake::Secured;
 use crate::lane::record::{
-    Alert, CONTENT_BYTES, HEADER_BYTES, OVERHEAD_BYTES, OpenError, OpenHalf, RECEIVED_RECORD_BYTES,
-    SealError, TRAILER_BYTES,
+    ALERT, Alert, CONTENT_BYTES, Content, HEADER_BYTES, OVERHEAD_BYTES, OpenError, OpenHalf,
+    RECEIVED_RECORD_BYTES, RECORD_LIMIT, SealError, TRAILER_BYTES,
 };
 
 /// How long to look for the peer's reason after a write failed.
 const REASON_WAIT: Duration = Duration::from_millis(200);
+
+/// A payload of so many bytes shares the record of its header: to copy a page costs less than to
+/// seal one more record and to open it.
+const SHARED_BYTES: usize = PAGE_BYTES;
+const _: () = assert!(HEADER_LIMIT_BYTES + SHARED_BYTES <= CONTENT_BYTES);
 
 /// Why a frame could not be sent. The lane must be given up; how much of the frame the peer got
 /// is unknown.
@@ -110,14 +116,7 @@ impl DataSender {
     /// # Errors
     /// [`SendError::Io`] when the socket's options cannot be set.
     pub fn tls(secured: Secured, stall_limit: Duration) -> Result<Self, SendError> {
-        let Secured {
-            stream, seal, open, ..
-        } = secured;
-        Self::new(
-            stream,
-            Security::Tls(Box::new(Keys { seal, open })),
-            stall_limit,
-        )
+        Self::new(secured.stream, secured.records.into(), stall_limit)
     }
 
     /// The sending end of a lane in the clear.
@@ -178,10 +177,15 @@ impl DataSender {
         if self.spent {
             return Err(SendError::Spent);
         }
-        if let Security::Tls(keys) = &mut self.security {
-            let close = keys.seal.close_notify()?;
-            self.buffer[..close.len()].copy_from_slice(&close);
-            self.write(0, close.len())?;
+        match &mut self.security {
+            Security::Tls(keys) => {
+                let close = keys.seal.close_notify()?;
+                self.buffer[..close.len()].copy_from_slice(&close);
+                self.write(0, close.len())?;
+            }
+            Security::Kernel(_) => ktls::send_record(&*self.link.stream, ALERT, &CLOSE_NOTIFY)
+                .map_err(|error| self.failure(error))?,
+            Security::Plain => {}
         }
         self.link
             .stream
@@ -200,6 +204,7 @@ impl DataSender {
     pub fn records_left(&self) -> Option<u64> {
         match &self.security {
             Security::Tls(keys) => Some(keys.seal.records_left()),
+            Security::Kernel(keys) => Some(RECORD_LIMIT.saturating_sub(keys.sent)),
             Security::Plain => None,
         }
     }
@@ -237,22 +242,34 @@ impl DataSender {
         if bytes > HEADER_LIMIT_BYTES {
             return Err(SendError::HeaderTooLong { bytes });
         }
+        if let Security::Kernel(_) = &self.security {
+            return self.transmit_by_kernel(header, filled, guest);
+        }
         let Layout {
             front,
             lead,
             stride,
             overhead,
         } = self.layout;
-        let start = if bytes == 0 {
-            front
-        } else {
-            front - overhead - bytes
+        let shares = bytes > 0 && (1..=SHARED_BYTES).contains(&filled);
+        let start = match bytes {
+            0 => front,
+            _ if shares => front - bytes,
+            _ => front - overhead - bytes,
         };
         self.buffer[start + lead..][..bytes].copy_from_slice(header);
         let mut end = front;
         // A frame that was begun and then fails can never be sent again with the same numbers.
         self.spent = true;
-        if let Security::Tls(keys) = &mut self.security {
+        if let Security::Tls(keys) = &mut self.security
+            && shares
+        {
+            end += filled + overhead;
+            let record = &mut self.buffer[start..end];
+            copy_out(guest, &mut record[lead + bytes..]);
+            keys.seal.seal(record)?;
+            self.counters.records += 1;
+        } else if let Security::Tls(keys) = &mut self.security {
             if bytes > 0 {
                 keys.seal.seal(&mut self.buffer[start..front])?;
                 self.counters.records += 1;
@@ -294,6 +311,63 @@ impl DataSender {
         Ok(())
     }
 
+    /// The same where the kernel seals. What lies in guest memory goes from there to the kernel,
+    /// and is read once. The header opens the first record of the payload: were it one of its own,
+    /// the peer would be woken for it alone.
+    fn transmit_by_kernel(
+        &mut self,
+        header: &[u8],
+        filled: usize,
+        guest: &GuestPages<'_>,
+    ) -> Result<(), SendError> {
+        let records = (header.len() + filled).div_ceil(CONTENT_BYTES) as u64;
+        if self.records_left() < Some(records) {
+            return Err(SealError::Limit.into());
+        }
+        self.spent = true;
+        let front = self.layout.front;
+        let (lead, content) = self.buffer.split_at_mut(front);
+        lead[..header.len()].copy_from_slice(header);
+        let mut pieces = [VolatileSlice::from(&mut [][..]); PAGES_PER_FRAME + 1];
+        pieces[0] = VolatileSlice::from(&mut lead[..header.len()]);
+        let slots = content[..filled].chunks_mut(PAGE_BYTES);
+        let mut count = 1;
+        for (slot, page) in slots.zip(guest) {
+            pieces[count] = match page {
+                Some(page) => *page,
+                None => VolatileSlice::from(slot),
+            };
+            count += 1;
+        }
+        let mut rest = &mut pieces[usize::from(header.is_empty())..count];
+        let mut failed = None;
+        while !rest.is_empty() {
+            self.counters.calls += 1;
+            match ktls::send_from(&*self.link.stream, rest) {
+                Ok(taken) => {
+                    let records = taken.div_ceil(CONTENT_BYTES) as u64;
+                    self.counters.records += records;
+                    self.counters.wire_bytes += taken as u64 + records * OVERHEAD_BYTES as u64;
+                    if let Security::Kernel(keys) = &mut self.security {
+                        keys.sent += records;
+                    }
+                    rest = behind(rest, taken);
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => {
+                    failed = Some(error);
+                    break;
+                }
+            }
+        }
+        if let Some(error) = failed {
+            return Err(self.failure(error));
+        }
+        self.counters.content_bytes += (header.len() + filled) as u64;
+        self.spent = false;
+        Ok(())
+    }
+
     fn write(&mut self, mut start: usize, end: usize) -> Result<(), SendError> {
         while start < end {
             self.counters.calls += 1;
@@ -330,10 +404,19 @@ impl DataSender {
     /// The alert that the peer left behind. A destination that refuses our certificate says so
     /// only after our side of the handshake is done, so this is where a source learns of it.
     fn reason(&mut self) -> Option<Alert> {
-        let Security::Tls(keys) = &mut self.security else {
-            return None;
-        };
         self.link.stream.set_read_timeout(Some(REASON_WAIT)).ok()?;
+        let keys = match &mut self.security {
+            Security::Tls(keys) => keys,
+            Security::Kernel(_) => {
+                let mut alert = [0; 2];
+                let received = ktls::receive(&*self.link.stream, &mut alert).ok()?;
+                return match Content::of_control(received.control?, &alert[..received.bytes]) {
+                    Err(OpenError::Alert { alert }) => Some(alert),
+                    _ => None,
+                };
+            }
+            Security::Plain => return None,
+        };
         let record = self.buffer.get_mut(..RECEIVED_RECORD_BYTES)?;
         (&*self.link.stream)
             .read_exact(&mut record[..HEADER_BYTES])
@@ -483,14 +566,33 @@ impl<'a> Frame<'a> {
     }
 
     /// Seals the frame and sends it, header first, in as few writes as the socket allows.
-    /// `header` may be known only now; it gets a record of its own, in front of the payload. An
-    /// empty header gets none.
+    /// `header` may be known only now; it gets a record of its own, in front of the payload, or
+    /// shares that of a payload of at most a page. An empty header gets none.
     ///
     /// # Errors
     /// [`SendError`]; for [`SendError::HeaderTooLong`] nothing was sent and the lane is as before.
     pub fn finish(self, header: &[u8]) -> Result<(), SendError> {
         self.sender.transmit(header, self.filled, &self.guest)
     }
+}
+
+/// What is left of `pieces` when their first `bytes` are gone.
+fn behind<'s, 'm>(
+    pieces: &'s mut [VolatileSlice<'m>],
+    mut bytes: usize,
+) -> &'s mut [VolatileSlice<'m>] {
+    let mut gone = 0;
+    for piece in pieces.iter_mut() {
+        if bytes < piece.len() {
+            if let Ok(rest) = piece.offset(bytes) {
+                *piece = rest;
+            }
+            break;
+        }
+        bytes -= piece.len();
+        gone += 1;
+    }
+    &mut pieces[gone..]
 }
 
 /// Copies pages out of guest memory to where their frame or record keeps them.
@@ -519,7 +621,7 @@ impl Layout {
     fn of(security: &Security) -> Self {
         let (lead, overhead) = match security {
             Security::Tls(_) => (HEADER_BYTES, HEADER_BYTES + TRAILER_BYTES),
-            Security::Plain => (0, 0),
+            Security::Kernel(_) | Security::Plain => (0, 0),
         };
         Self {
             front: HEADER_LIMIT_BYTES + overhead,

@@ -8,6 +8,7 @@ use rustls::{AlertDescription, CertificateError, HandshakeType};
 use thiserror::Error;
 use x509_parser::time::ASN1Time;
 
+use super::super::kernel::Refused;
 use super::super::peers::PeerRefused;
 use super::super::record::{Alert, HEADER_BYTES};
 use super::super::trust::{Unissued, peer_refused, take_unissued};
@@ -110,6 +111,10 @@ pub enum HandshakeError {
         "the peer and this host have no TLS parameters in common ({0}): both must allow TLS 1.3 and share a suite and a key exchange"
     )]
     Incompatible(String),
+    /// The kernel was to seal and open records, and did not take the keys. Nothing was sent with
+    /// them; another connection may use them in the process.
+    #[error("the connection is given up before any data: {0}")]
+    Offload(#[from] Refused),
     /// Any other breach of the protocol.
     #[error("the peer broke the TLS protocol: {0}")]
     Protocol(#[source] rustls::Error),

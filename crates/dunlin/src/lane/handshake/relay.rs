@@ -6,20 +6,23 @@ use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::time::Instant;
 
+use dunlin_sys::ktls::Version;
 use rustls::ProtocolVersion;
 use rustls::client::UnbufferedClientConnection;
 use rustls::server::UnbufferedServerConnection;
 use rustls::unbuffered::{ConnectionState, UnbufferedStatus};
 
+use super::keyed::{self, Keyed};
 use super::{
-    HandshakeError, Unbuffered, authorised, drive, encode, linger, local, send_alert_into,
+    HandshakeError, Unbuffered, authorised, drive, encode, linger, local, parts, send_alert_into,
 };
 use crate::lane::accept::{Reading, RejectReason, would_block};
 use crate::lane::identity::{ClientTls, ServerTls};
+use crate::lane::kernel::{self, Offload};
 use crate::lane::peers::{PeerIdentity, Peers};
 use crate::lane::policy::ServerSettings;
 use crate::lane::provider::Provider;
-use crate::lane::relayed::{Opening, Sealing, halves};
+use crate::lane::relayed::{Opening, Sealing, halves, halves_in_kernel};
 
 /// A connection to a peer that is authenticated and need not be Dunlin.
 pub(crate) struct Relayed {
@@ -50,14 +53,19 @@ pub(crate) fn client(
         linger(&stream, deadline);
         return Err(error);
     }
-    finish((stream, at), connection, &tls.peers, tls.provider)
+    finish(
+        (stream, at),
+        connection,
+        &tls.peers,
+        (tls.provider, tls.offload),
+    )
 }
 
 fn finish<C: Unbuffered>(
     (stream, at): (TcpStream, SocketAddr),
     connection: C,
     peers: &Peers,
-    provider: Provider,
+    (provider, offload): (Provider, Offload),
 ) -> Result<Relayed, HandshakeError> {
     let peer = authorised(connection.common(), peers)?;
     let is_1_3 = match connection.common().protocol_version() {
@@ -66,7 +74,17 @@ fn finish<C: Unbuffered>(
         other => return Err(local(format!("TLS {other:?} was negotiated"))),
     };
     let (secrets, next) = connection.into_secrets()?;
-    let (sealing, opening) = halves(secrets, is_1_3, provider, next).map_err(local)?;
+    let version = if is_1_3 { Version::V1_3 } else { Version::V1_2 };
+    let (suite, ..) = parts(&secrets.tx.1).map_err(local)?;
+    let (sealing, opening) = if kernel::choose_for_relay(offload, suite, version)?.is_kernel
+        && kernel::takes(&stream, &secrets, version)?
+    {
+        let renews = kernel::abilities(suite).is_ok_and(|abilities| abilities.renews_keys);
+        let renews = renews && version == Version::V1_3;
+        halves_in_kernel(&secrets, version, renews, provider, next)
+    } else {
+        halves(secrets, is_1_3, provider, next).map_err(local)?
+    };
     stream.set_read_timeout(None).map_err(HandshakeError::Io)?;
     stream.set_write_timeout(None).map_err(HandshakeError::Io)?;
     Ok(Relayed {
@@ -79,7 +97,7 @@ fn finish<C: Unbuffered>(
 }
 
 /// The accepting side's handshake, one of many on a thread.
-pub(in crate::lane) struct Greeting {
+pub(crate) struct Greeting {
     settings: Arc<ServerSettings>,
     connection: UnbufferedServerConnection,
     reading: Reading,
@@ -95,7 +113,7 @@ enum Next {
 }
 
 impl Greeting {
-    pub(in crate::lane) fn new(tls: &ServerTls) -> Result<Self, HandshakeError> {
+    pub(crate) fn new(tls: &ServerTls) -> Result<Self, HandshakeError> {
         let settings = tls.settings();
         Ok(Self {
             connection: UnbufferedServerConnection::new(Arc::clone(&settings.config))?,
@@ -116,7 +134,7 @@ impl Greeting {
     }
 
     /// Goes on until the socket has no more or the handshake is complete, which is told by `true`.
-    pub(in crate::lane) fn advance(&mut self, stream: &TcpStream) -> Result<bool, RejectReason> {
+    pub(crate) fn advance(&mut self, stream: &TcpStream) -> Result<bool, RejectReason> {
         loop {
             if let Err(error) = self.flush(stream) {
                 return would_block(error);
@@ -173,6 +191,24 @@ impl Greeting {
         Ok(())
     }
 
+    /// The connection, when the handshake is complete, for a hand-off; and whose it is, where the
+    /// client was asked for a certificate.
+    pub(crate) fn keyed(
+        self,
+        stream: TcpStream,
+        at: SocketAddr,
+    ) -> Result<(Keyed, Option<PeerIdentity>), RejectReason> {
+        stream.set_nonblocking(false)?;
+        let keyed = keyed::finish(stream, at, self.connection)?;
+        let identity = |leaf| {
+            let authorised_by = self.settings.peers.authorise(leaf)?;
+            Ok(PeerIdentity::of(leaf, authorised_by))
+        };
+        let peer = keyed.leaf.as_ref().map(identity).transpose();
+        let peer = peer.map_err(HandshakeError::Peer)?;
+        Ok((keyed, peer))
+    }
+
     /// The connection, when the handshake is complete.
     pub(in crate::lane) fn finish(
         self,
@@ -185,7 +221,8 @@ impl Greeting {
             connection,
             ..
         } = self;
-        let relayed = finish((stream, at), connection, &settings.peers, settings.provider)?;
+        let sealed_by = (settings.provider, settings.offload);
+        let relayed = finish((stream, at), connection, &settings.peers, sealed_by)?;
         Ok(relayed)
     }
 }

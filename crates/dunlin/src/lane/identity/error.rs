@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use rustls::pki_types::pem;
 use thiserror::Error;
 
+use super::super::kernel::Refused;
 use super::Dated;
 use super::files::FILE_LIMIT_BYTES;
 use super::layout::Layout;
@@ -158,6 +159,9 @@ pub enum SettingsError {
     /// The certificate is for something else.
     #[error(transparent)]
     Identity(#[from] IdentityError),
+    /// The kernel was to seal and open records.
+    #[error("{0}; or let this process do it (`--tls-offload auto`)")]
+    Offload(#[from] Refused),
     /// rustls refuses the combination.
     #[error("these TLS settings cannot be used: {0}")]
     Refused(String),

@@ -58,7 +58,9 @@ pub(super) fn read_key(
 }
 
 /// The certificates of a file, at least one.
-pub(super) fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, IdentityError> {
+pub(in crate::lane) fn certificates(
+    path: &Path,
+) -> Result<Vec<CertificateDer<'static>>, IdentityError> {
     items(path, "certificate: write one or more there as PEM")
 }
 

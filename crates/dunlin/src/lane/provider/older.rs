@@ -40,13 +40,7 @@ impl Crypto {
         oldest: OldestTls,
     ) -> Result<Arc<CryptoProvider>, ProviderError> {
         let mut provider = Arc::unwrap_or_clone(self.rustls()?);
-        #[cfg(feature = "aws-lc-rs")]
-        use rustls::crypto::aws_lc_rs::kx_group;
-        #[cfg(not(feature = "aws-lc-rs"))]
-        use rustls::crypto::ring::kx_group;
-        provider
-            .kx_groups
-            .extend([kx_group::SECP256R1, kx_group::SECP384R1]);
+        add_groups(&mut provider);
         if oldest == OldestTls::V1_2 {
             for &suite in &self.suites {
                 provider.cipher_suites.extend(older(self.provider, suite)?);
@@ -56,8 +50,19 @@ impl Crypto {
     }
 }
 
+/// The key exchange that lanes do without.
+pub(super) fn add_groups(provider: &mut CryptoProvider) {
+    #[cfg(feature = "aws-lc-rs")]
+    use rustls::crypto::aws_lc_rs::kx_group;
+    #[cfg(not(feature = "aws-lc-rs"))]
+    use rustls::crypto::ring::kx_group;
+    provider
+        .kx_groups
+        .extend([kx_group::SECP256R1, kx_group::SECP384R1]);
+}
+
 /// A suite's twins in TLS 1.2, one for each kind of certificate.
-fn older(
+pub(super) fn older(
     provider: Provider,
     suite: CipherSuite,
 ) -> Result<[SupportedCipherSuite; 2], ProviderError> {

@@ -64,12 +64,14 @@ impl Peer {
         let (lead, trail) = match &self.seal {
             Seal::V13(_) => (HEADER_BYTES, TRAILER_BYTES),
             Seal::V12(seal) => (seal.lead(), TAG_BYTES),
+            Seal::Kernel(_) => unreachable!("no kernel is asked"),
         };
         let mut record = vec![0; lead + content.len() + trail];
         record[lead..lead + content.len()].copy_from_slice(content);
         let sealed = match &mut self.seal {
             Seal::V13(seal) => seal.seal_as(content_type, &mut record),
             Seal::V12(seal) => seal.seal(content_type, RECORD_LIMIT, &mut record),
+            Seal::Kernel(_) => unreachable!("no kernel is asked"),
         };
         sealed.expect("it is short, and far from the limit");
         record

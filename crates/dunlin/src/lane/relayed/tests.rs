@@ -55,6 +55,7 @@ fn late(sealing: &mut Sealing, content: &[u8]) -> Vec<u8> {
     match &mut sealing.seal {
         Seal::V13(seal) => seal.seal_late(&mut record).unwrap(),
         Seal::V12(_) => panic!("TLS 1.2 has none"),
+        Seal::Kernel(_) => panic!("no kernel is asked"),
     }
     record
 }
@@ -172,6 +173,7 @@ fn a_cancelled_user_is_no_failure_and_the_end_comes_behind_him() {
     match &mut seal.seal {
         Seal::V13(seal) => seal.seal_as(ALERT, &mut record).unwrap(),
         Seal::V12(_) => panic!("a pair of TLS 1.3"),
+        Seal::Kernel(_) => panic!("no kernel is asked"),
     }
     assert_eq!(opened(&mut open, record).unwrap(), b"nothing");
     let last = sealed(&mut seal, b"last");

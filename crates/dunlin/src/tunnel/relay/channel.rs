@@ -22,6 +22,7 @@ use super::{Place, keep_alive};
 use crate::lane::handshake::relay::Relayed;
 use crate::lane::record::{Alert, CONTENT_BYTES, HEADER_BYTES, RECEIVED_RECORD_BYTES};
 use crate::lane::relayed::{Held, Opening, RelayError, Sealing};
+use crate::lane::splice::Stop;
 use crate::tunnel::Status;
 use crate::tunnel::event::Event;
 use crate::tunnel::failure::{Failure, harmless};
@@ -42,7 +43,7 @@ const IDLE: Duration = Duration::from_secs(1);
 /// Drawback: an abort reaches a hypervisor that stalls so much later.
 /// Alternative: a shutdown would wake the thread at once, and end the connection in order, which
 /// is what an abort must not do.
-const STALL_LOOK: Duration = Duration::from_millis(20);
+pub(super) const STALL_LOOK: Duration = Duration::from_millis(20);
 
 const _: () = assert!(RECEIVE_BYTES >= 2 * RECEIVED_RECORD_BYTES);
 
@@ -56,14 +57,20 @@ pub(super) struct Parts {
 }
 
 impl Parts {
-    /// Sets what its sockets are to do.
+    /// Sets what its sockets are to do. Where the kernel moves the bytes, what stops it.
     ///
     /// # Errors
-    /// What setsockopt(2) says.
-    pub(super) fn prepare(&self, vanished: Duration) -> io::Result<()> {
+    /// What setsockopt(2) says, or no descriptors are left.
+    pub(super) fn prepare(&self, vanished: Duration) -> io::Result<Option<[Stop; 2]>> {
         keep_alive(&self.relayed.stream, vanished)?;
+        if self.relayed.sealing.is_in_kernel() {
+            // A hypervisor's socket never blocks unless it is told to.
+            self.relayed.stream.set_nonblocking(true)?;
+            return Ok(Some([Stop::new()?, Stop::new()?]));
+        }
         self.relayed.stream.set_read_timeout(Some(IDLE))?;
-        self.socket.block(IDLE, STALL_LOOK)
+        self.socket.block(IDLE, STALL_LOOK)?;
+        Ok(None)
     }
 
     /// Gives both connections up.
@@ -81,29 +88,35 @@ pub(super) struct Channel {
     at: SocketAddr,
     pub(super) plain: Socket,
     pub(super) tls: TcpStream,
-    sealing: Mutex<Sealing>,
+    pub(super) sealing: Mutex<Sealing>,
     /// Why it is given up; the first reason counts.
     broken: Mutex<Option<Failure>>,
-    is_broken: AtomicBool,
+    pub(super) is_broken: AtomicBool,
     /// The peer's connection was reset, which the thread that reads it may not know yet.
-    is_reset: AtomicBool,
+    pub(super) is_reset: AtomicBool,
     /// The peer has ended its direction in order.
-    has_closed: AtomicBool,
+    pub(super) has_closed: AtomicBool,
     /// Data was sent behind that.
-    has_sent_since: AtomicBool,
+    pub(super) has_sent_since: AtomicBool,
     /// This side has ended its direction.
-    has_said_closed: AtomicBool,
+    pub(super) has_said_closed: AtomicBool,
     /// At the last look something was due from the peer for longer than it may be.
     was_silent: AtomicBool,
     /// Threads that have not ended.
     threads: AtomicU8,
+    /// Where the kernel moves the bytes: wakes the thread that carries them out, and in.
+    pub(super) stops: Option<[Stop; 2]>,
     site: Arc<Site>,
     _place: Place,
 }
 
 impl Channel {
     /// A channel of parts that are prepared, and what its thread needs that opens.
-    pub(super) fn new(site: &Arc<Site>, parts: Parts) -> (Arc<Self>, Opening) {
+    pub(super) fn new(
+        site: &Arc<Site>,
+        parts: Parts,
+        stops: Option<[Stop; 2]>,
+    ) -> (Arc<Self>, Opening) {
         let Relayed {
             stream,
             at,
@@ -128,6 +141,7 @@ impl Channel {
             has_said_closed: AtomicBool::new(false),
             was_silent: AtomicBool::new(false),
             threads: AtomicU8::new(2),
+            stops,
             site: Arc::clone(site),
             _place: parts.place,
         };
@@ -136,10 +150,14 @@ impl Channel {
 
     /// Starts its threads.
     pub(super) fn start(self: &Arc<Self>, opening: Opening) {
-        let outward = Arc::clone(self);
-        self.spawn("out", move || outward.done(outward.carry_out()));
-        let inward = Arc::clone(self);
-        self.spawn("in", move || inward.done(inward.carry_in(opening)));
+        let (outward, inward) = (Arc::clone(self), Arc::clone(self));
+        if self.stops.is_some() {
+            self.spawn("out", move || outward.done(outward.splice_out()));
+            self.spawn("in", move || inward.done(inward.splice_in(opening)));
+        } else {
+            self.spawn("out", move || outward.done(outward.carry_out()));
+            self.spawn("in", move || inward.done(inward.carry_in(opening)));
+        }
     }
 
     fn spawn(&self, way: &str, body: impl FnOnce() + Send + 'static) {
@@ -185,6 +203,9 @@ impl Channel {
         let _ = set_reset_on_close(&self.tls);
         let _ = self.tls.shutdown(Shutdown::Both);
         self.plain.stop_reading();
+        for stop in self.stops.iter().flatten() {
+            stop.tell();
+        }
     }
 
     fn lock_broken(&self) -> MutexGuard<'_, Option<Failure>> {
@@ -196,6 +217,9 @@ impl Channel {
         if is_tls {
             // What came before it may be an end, so it is the reader's to find.
             self.is_reset.store(true, Ordering::SeqCst);
+            if let Some([_, inward]) = &self.stops {
+                inward.tell();
+            }
             // Behind the end nobody reads any more.
             if self.has_closed.load(Ordering::SeqCst) {
                 self.is_lost_behind_its_end();
@@ -240,7 +264,7 @@ impl Channel {
         }
     }
 
-    fn lost(&self, why: &str) -> Failure {
+    pub(super) fn lost(&self, why: &str) -> Failure {
         let text = format!(
             "the connection to {} at {} is lost: {why}",
             self.peer, self.at
@@ -248,7 +272,7 @@ impl Channel {
         Failure::new(FaultCode::LaneLost, text)
     }
 
-    fn of_io(&self, error: &io::Error) -> Failure {
+    pub(super) fn of_io(&self, error: &io::Error) -> Failure {
         match error.kind() {
             io::ErrorKind::TimedOut => self.lost("it vanished: it answers no probe"),
             io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => {
@@ -258,7 +282,7 @@ impl Channel {
         }
     }
 
-    fn of_tls(&self, error: &RelayError) -> Failure {
+    pub(super) fn of_tls(&self, error: &RelayError) -> Failure {
         // What servers say of a client's certificate, after its handshake is complete.
         let code = match error {
             RelayError::PeerAlert(Alert(40..=51 | 116)) => FaultCode::Unauthorised,
@@ -271,7 +295,7 @@ impl Channel {
         Failure::new(code, text)
     }
 
-    fn lock_sealing(&self) -> MutexGuard<'_, Sealing> {
+    pub(super) fn lock_sealing(&self) -> MutexGuard<'_, Sealing> {
         self.sealing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -472,7 +496,7 @@ impl Channel {
     }
 
     /// What was found by a thread that has been woken to end is no news.
-    fn unless_broken(&self, failure: Failure) -> Result<(), Failure> {
+    pub(super) fn unless_broken(&self, failure: Failure) -> Result<(), Failure> {
         if self.is_broken.load(Ordering::SeqCst) {
             Ok(())
         } else {
@@ -481,7 +505,7 @@ impl Channel {
     }
 }
 
-fn of_hypervisor(error: &io::Error) -> Failure {
+pub(super) fn of_hypervisor(error: &io::Error) -> Failure {
     let what = "the hypervisor's connection failed";
     Failure::new(FaultCode::ChannelBroken, what).because(error)
 }

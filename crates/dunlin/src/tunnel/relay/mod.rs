@@ -18,6 +18,7 @@
 
 mod channel;
 mod port;
+mod splice;
 mod watch;
 
 use std::collections::{BTreeMap, VecDeque};
@@ -351,9 +352,9 @@ impl Relays {
             return refuse(parts, ended());
         }
         let watch = Watch::of(site, &mut state.watch)
-            .and_then(|watch| parts.prepare(site.limits.vanished).map(|()| watch));
-        let watch = match watch {
-            Ok(watch) => watch,
+            .and_then(|watch| Ok((watch, parts.prepare(site.limits.vanished)?)));
+        let (watch, stops) = match watch {
+            Ok(prepared) => prepared,
             Err(error) => {
                 drop(state);
                 let text = "no descriptors or threads are left for a channel";
@@ -361,7 +362,7 @@ impl Relays {
                 return refuse(parts, failure);
             }
         };
-        let (channel, opening) = Channel::new(site, parts);
+        let (channel, opening) = Channel::new(site, parts, stops);
         state.channels.insert(number, Arc::clone(&channel));
         drop(state);
         site.tell(Event::Opened {

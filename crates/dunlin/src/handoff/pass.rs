@@ -1,0 +1,107 @@
+//! Handing sockets over: one message on a unix socket, its bytes for whoever takes it to read,
+//! the sockets attached to the first of them (SCM_RIGHTS, unix(7)).
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::time::Instant;
+
+use dunlin_sys::fdpass;
+use dunlin_sys::socket::{wait_readable, wait_writable};
+
+pub use dunlin_sys::fdpass::{MOST, Received};
+
+/// Sends all of `payload`, and `sockets` with its first byte. This side's descriptors stay open.
+///
+/// # Errors
+/// `TimedOut` when the other side does not take it before `deadline`, `InvalidInput` as
+/// [`fdpass::send`] says, otherwise sendmsg(2)'s. The sockets may have arrived all the same,
+/// unless it is the first part that failed.
+pub fn give(
+    to: impl AsFd,
+    payload: &[u8],
+    sockets: &[BorrowedFd<'_>],
+    deadline: Instant,
+) -> io::Result<()> {
+    let to = to.as_fd();
+    let (mut rest, mut sockets) = (payload, sockets);
+    loop {
+        match fdpass::send(to, rest, sockets) {
+            Ok(count) => {
+                rest = &rest[count..];
+                sockets = &[];
+                if rest.is_empty() {
+                    return Ok(());
+                }
+            }
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                if !wait_writable(to, deadline)? {
+                    return Err(io::ErrorKind::TimedOut.into());
+                }
+            }
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+/// Takes what of a message has arrived, as far as `payload` has room, and the sockets that came
+/// with it.
+///
+/// # Errors
+/// `TimedOut` when nothing comes before `deadline`, otherwise as [`fdpass::receive`] says.
+pub fn take(from: impl AsFd, payload: &mut [u8], deadline: Instant) -> io::Result<Received> {
+    let from = from.as_fd();
+    if !wait_readable(from, deadline)? {
+        return Err(io::ErrorKind::TimedOut.into());
+    }
+    fdpass::receive(from, payload)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+    use std::thread;
+    use std::time::Duration;
+
+    use super::*;
+
+    fn soon() -> Instant {
+        Instant::now() + Duration::from_millis(50)
+    }
+
+    #[test]
+    fn a_payload_that_does_not_fit_at_once_brings_its_sockets_once() {
+        let (here, there) = UnixStream::pair().unwrap();
+        let (passed, _other) = UnixStream::pair().unwrap();
+        let payload: Vec<u8> = (0..1_000_000_u32).map(|number| number as u8).collect();
+        let expected = payload.clone();
+        let giver = thread::spawn(move || {
+            let deadline = Instant::now() + Duration::from_secs(30);
+            give(&here, &payload, &[passed.as_fd()], deadline)
+        });
+        let (mut all, mut sockets) = (Vec::new(), 0);
+        while all.len() < expected.len() {
+            let mut part = vec![0; 65_536];
+            let deadline = Instant::now() + Duration::from_secs(30);
+            let received = take(&there, &mut part, deadline).unwrap();
+            assert_ne!(received.bytes, 0);
+            all.extend_from_slice(&part[..received.bytes]);
+            sockets += received.descriptors.len();
+        }
+        giver.join().unwrap().unwrap();
+        assert!(all == expected);
+        assert_eq!(sockets, 1);
+    }
+
+    #[test]
+    fn whoever_does_not_take_or_give_is_waited_for_until_the_deadline() {
+        let (here, there) = UnixStream::pair().unwrap();
+        let error = take(&there, &mut [0], soon()).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+        let error = give(&here, &vec![0; 1 << 24], &[], soon()).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+        drop(there);
+        let error = give(&here, b"x", &[], soon()).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::BrokenPipe);
+    }
+}
