@@ -13,7 +13,7 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 
 use crate::display::Display;
-use crate::identity::{Common, Reading};
+use crate::identity::{Common, Reading, Records};
 use crate::line::{Line, MovedLine, StatusLine};
 use crate::options::{GuestName, MigrateFlags, SecurityName, parse_bytes, parse_lanes};
 use crate::pki;
@@ -95,6 +95,7 @@ impl Demo {
                 identity: here,
                 peers: vec!["destination.demo".into()],
                 reading: Reading::default(),
+                records: Records::default(),
             },
             &flags,
             None,

@@ -55,6 +55,7 @@ impl Display {
                 clean(text)
             )),
             Line::Warning { text } => self.say(&format!("warning: {}", clean(text))),
+            Line::Records { text, .. } => self.say(&clean(text)),
             Line::Moved(moved) => self.say(&table(moved)),
             Line::Failed(failed) => self.say(&clean_lines(&failed.text)),
             _ => {}

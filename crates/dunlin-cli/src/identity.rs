@@ -8,8 +8,9 @@ use std::time::{Duration, SystemTime};
 use anyhow::{Context, Result};
 use clap::Args;
 use dunlin::lane::identity::{ClientTls, Identity, Layout, LoadOptions, Role, ServerTls};
+use dunlin::lane::kernel::{Choice, Offload, choose};
 use dunlin::lane::peers::{Peer, Peers};
-use dunlin::lane::provider::Crypto;
+use dunlin::lane::provider::{CipherSuite, Crypto};
 use serde::{Deserialize, Serialize};
 
 use crate::confine;
@@ -29,6 +30,62 @@ pub(crate) struct Common {
     #[command(flatten)]
     #[serde(default)]
     pub(crate) reading: Reading,
+    #[command(flatten)]
+    #[serde(default)]
+    pub(crate) records: Records,
+}
+
+/// Who seals and opens TLS records.
+#[derive(Clone, Debug, Args, Serialize, Deserialize)]
+#[serde(default)]
+pub(crate) struct Records {
+    /// Who seals and opens the data lanes' TLS records: kernel, process, or
+    /// auto, the kernel where it has TLS and a fast cipher.
+    #[arg(long = "tls-offload", value_name = "WHO", value_parser = parse_offload,
+          default_value_t = Records::default().offload)]
+    offload: String,
+}
+
+impl Default for Records {
+    fn default() -> Self {
+        Self {
+            offload: Offload::Auto.to_string(),
+        }
+    }
+}
+
+impl Records {
+    fn crypto(&self) -> Result<Crypto> {
+        Ok(crypto(self.offload.parse()?))
+    }
+
+    /// Who does it, and why.
+    pub(crate) fn choice(&self) -> Result<Choice> {
+        chosen(&self.crypto()?)
+    }
+}
+
+/// The fastest library on this processor, and who is asked to do its work.
+pub(crate) fn crypto(offload: Offload) -> Crypto {
+    Crypto {
+        offload,
+        ..Crypto::auto()
+    }
+}
+
+/// Who seals and opens records, and why.
+pub(crate) fn chosen(crypto: &Crypto) -> Result<Choice> {
+    let suite = crypto.suites.first().copied();
+    Ok(choose(
+        crypto.offload,
+        suite.unwrap_or(CipherSuite::Aes256Gcm),
+    )?)
+}
+
+fn parse_offload(text: &str) -> Result<String, String> {
+    text.parse::<Offload>()
+        .map(|offload| offload.to_string())
+        .map_err(|error| error.to_string())
 }
 
 /// How an identity's files are read.
@@ -129,7 +186,7 @@ pub(crate) fn client_tls(common: &Common, to: &str) -> Result<(ClientTls, Vec<St
     } else {
         allowed_peers(&common.peers)?
     };
-    Ok((identity.client(&Crypto::auto(), peers)?, warnings))
+    Ok((identity.client(&common.records.crypto()?, peers)?, warnings))
 }
 
 /// The identity of a process that accepts sources, for as long as it lives.
@@ -186,7 +243,7 @@ fn read(common: &Common) -> Result<(Identity, Vec<String>)> {
 }
 
 fn settings(identity: &Identity, common: &Common) -> Result<ServerTls> {
-    Ok(identity.server(&Crypto::auto(), allowed_peers(&common.peers)?)?)
+    Ok(identity.server(&common.records.crypto()?, allowed_peers(&common.peers)?)?)
 }
 
 /// A panic elsewhere leaves one whole value or the other.

@@ -9,10 +9,25 @@ use dunlin::engine::vmm::FaultCode;
 use dunlin::engine::{
     Downtime, Event, Iteration, MigrateError, Progress, Report, VmIs, harmless, is_harmful,
 };
+use dunlin::lane::kernel::Choice;
 use serde::{Deserialize, Serialize};
 
 use crate::code::{CANCELLED, FAILED, IN_DOUBT};
 use crate::tunnel::{ListenerLine, TunnelLine};
+
+impl From<&Choice> for Line {
+    fn from(choice: &Choice) -> Self {
+        let by = if choice.is_kernel {
+            "kernel"
+        } else {
+            "process"
+        };
+        Self::Records {
+            by: by.into(),
+            text: choice.reason.clone(),
+        }
+    }
+}
 
 impl From<&Standing> for Line {
     fn from(standing: &Standing) -> Self {
@@ -45,6 +60,11 @@ pub(crate) enum Line {
     Confined {
         by: Vec<String>,
         lacks: Vec<String>,
+    },
+    /// Who seals and opens TLS records, the kernel or the process, and why.
+    Records {
+        by: String,
+        text: String,
     },
     /// The certificates were read again, at a signal.
     IdentityRead {

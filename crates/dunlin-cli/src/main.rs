@@ -9,11 +9,13 @@ mod confine;
 mod control;
 mod demo;
 mod display;
+mod handoff;
 mod identity;
 mod line;
 mod options;
 mod pki;
 mod process;
+mod service;
 mod sessions;
 mod tunnel;
 mod vm;
@@ -56,13 +58,28 @@ enum Command {
     /// Carry connections of hypervisors that know nothing of it.
     #[command(subcommand)]
     Tunnel(tunnel::Command),
+    /// Sockets whose TLS is the kernel's, for programs that know nothing of TLS.
+    #[command(subcommand)]
+    Handoff(handoff::Command),
     /// A small certificate authority for trying things out.
     #[command(subcommand)]
     Pki(pki::Command),
 }
 
 fn main() -> ExitCode {
-    let result = match Cli::parse().command {
+    let cli = handoff::helper(std::env::args_os().collect()).unwrap_or_else(|| Ok(Cli::parse()));
+    let result = cli.and_then(|cli| run(cli.command));
+    match result {
+        Ok(code) => ExitCode::from(u8::try_from(code).unwrap_or(1)),
+        Err(error) => {
+            eprintln!("dunlin: {}", display::clean_lines(&format!("{error:#}")));
+            ExitCode::from(1)
+        }
+    }
+}
+
+fn run(command: Command) -> anyhow::Result<i32> {
+    match command {
         Command::Demo(demo) => demo.run(),
         Command::Vm(command) => vm::run(command),
         Command::Status(status) => status.run(),
@@ -70,13 +87,7 @@ fn main() -> ExitCode {
         Command::Cancel(cancel) => cancel.run(),
         Command::Bench(command) => bench::run(&command),
         Command::Tunnel(command) => tunnel::run(&command),
+        Command::Handoff(command) => handoff::run(&command),
         Command::Pki(command) => pki::run(&command).map(|()| 0),
-    };
-    match result {
-        Ok(code) => ExitCode::from(u8::try_from(code).unwrap_or(1)),
-        Err(error) => {
-            eprintln!("dunlin: {}", display::clean_lines(&format!("{error:#}")));
-            ExitCode::from(1)
-        }
     }
 }

@@ -39,6 +39,42 @@ fn two_processes_carry_bytes_both_ways_and_ends() {
     scene.near.wait_for("route ram: channel 0 is closed");
 }
 
+/// One line, also where the kernel can: which it is depends on the machine.
+#[test]
+fn who_seals_records_is_said_in_a_line_and_never_another_than_was_asked_for() {
+    let scene = Scene::new();
+    let said = [&scene.near, &scene.far].map(|tunnel| tunnel.wait_for("TLS records are sealed"));
+    assert_eq!(said[0], said[1]);
+    let in_kernel = said[0].contains("in the kernel");
+    assert!(
+        in_kernel || said[0].contains("in this process: "),
+        "{}",
+        said[0]
+    );
+
+    let of = |offload: &str| {
+        let first = format!("tls_offload = {offload:?}\n");
+        first + &far_config(&scene.hosts, "a.test")
+    };
+    let process = Tunnel::start(&scene.hosts, "process", &of("process"));
+    let line = process.wait_for("TLS records are sealed");
+    assert!(line.contains("in this process: as asked for"), "{line}");
+    let file = scene.hosts.scratch.join("kernel.toml");
+    fs::write(&file, of("kernel")).unwrap();
+    let mut command = words("tunnel run --config");
+    command
+        .arg(&file)
+        .arg("--control")
+        .arg(tunnel::control(&scene.hosts));
+    if in_kernel {
+        let kernel = Tunnel::follow(command, file);
+        kernel.wait_for("TLS records are sealed in the kernel");
+    } else {
+        let done = finish(command).expect(1);
+        assert!(done.err.contains("this kernel"), "{}", done.err);
+    }
+}
+
 #[test]
 fn a_peer_that_the_route_does_not_allow_is_refused_with_a_reason() {
     let hosts = Hosts::new();

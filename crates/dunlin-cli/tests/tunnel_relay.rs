@@ -8,77 +8,20 @@ mod support;
 mod wires;
 
 use std::fs;
-use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
-use std::process::{Child, ChildStdin, Command, Stdio};
-use std::sync::mpsc::{Receiver, channel};
+use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use support::process::Process;
 use support::{Hosts, words};
 use wires::{B, Wire};
 
 /// Nothing that a test waits for takes longer.
 const PATIENCE: Duration = Duration::from_secs(30);
-
-/// A program that is killed with its owner, and what it says.
-struct Process {
-    child: Child,
-    log: Receiver<String>,
-}
-
-impl Process {
-    fn start(mut command: Command) -> Self {
-        let mut child = command
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let (sender, log) = channel();
-        let outputs: [Box<dyn Read + Send>; 2] = [
-            Box::new(child.stdout.take().unwrap()),
-            Box::new(child.stderr.take().unwrap()),
-        ];
-        for output in outputs {
-            let sender = sender.clone();
-            thread::spawn(move || {
-                BufReader::new(output)
-                    .lines()
-                    .map_while(Result::ok)
-                    .all(|line| sender.send(line).is_ok())
-            });
-        }
-        Self { child, log }
-    }
-
-    /// Waits for a line.
-    fn wait_for(&self, words: &str) -> String {
-        let until = Instant::now() + PATIENCE;
-        let mut seen = Vec::new();
-        loop {
-            let left = until.saturating_duration_since(Instant::now());
-            match self.log.recv_timeout(left) {
-                Ok(line) if line.contains(words) => return line,
-                Ok(line) => seen.push(line),
-                Err(_) => panic!("no {words:?} in {seen:#?}"),
-            }
-        }
-    }
-
-    fn input(&mut self) -> &mut ChildStdin {
-        self.child.stdin.as_mut().unwrap()
-    }
-}
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
 
 /// Whether a program is there; in CI it must be.
 fn is_here(program: &str) -> bool {
@@ -355,7 +298,7 @@ fn openssl_s_server_speaks_with_a_relay() {
         let mut stream = scene.connect();
         stream.write_all(b"from a hypervisor\n").unwrap();
         server.wait_for("from a hypervisor");
-        server.input().write_all(b"and back\n").unwrap();
+        server.say("and back\n");
         let mut said = [0; 9];
         stream.read_exact(&mut said).unwrap();
         assert_eq!(&said, b"and back\n");
@@ -388,7 +331,7 @@ fn openssl_s_client_speaks_with_a_relay() {
         );
         let mut client = scene.openssl(Some("a"), &words);
         let mut stream = scene.accept();
-        client.input().write_all(b"from a client\n").unwrap();
+        client.say("from a client\n");
         let mut said = [0; 14];
         stream.read_exact(&mut said).unwrap();
         assert_eq!(&said, b"from a client\n");
@@ -400,9 +343,9 @@ fn openssl_s_client_speaks_with_a_relay() {
             let mut stream = scene.accept();
             other.wait_for("Verify return code: 0");
             for command in ["k\n", "K\n", "K\n"] {
-                other.input().write_all(command.as_bytes()).unwrap();
+                other.say(command);
                 other.wait_for("KEYUPDATE");
-                other.input().write_all(b"with new keys\n").unwrap();
+                other.say("with new keys\n");
                 let mut said = [0; 14];
                 stream.read_exact(&mut said).unwrap();
                 assert_eq!(&said, b"with new keys\n");

@@ -23,7 +23,7 @@ use super::status::ago;
 use super::{StatePath, hex, parse_session};
 use crate::code::{DONE, FAILED, USAGE};
 use crate::display::clean;
-use crate::identity::{Common, Reading, client_tls};
+use crate::identity::{Common, Reading, Records, client_tls};
 use crate::line::Line;
 use crate::options::parse_limit;
 use crate::vm::{Request, obeyed, one_line};
@@ -123,6 +123,7 @@ impl Resolve {
             identity: std::path::absolute(identity)?,
             peers: self.peers.clone(),
             reading: self.reading.clone(),
+            records: Records::default(),
         };
         if entry.lives {
             if record.owner.is_empty() {

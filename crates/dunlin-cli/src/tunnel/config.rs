@@ -10,6 +10,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use dunlin::lane::kernel::Offload;
 use dunlin::lane::peers::{Peer, Peers};
 use dunlin::tunnel::{
     DEFAULT_LANES, Entrance, Exit, Limits, Listen, MAX_WINDOW_BYTES, Mode, RelayExit, Routes,
@@ -29,6 +30,8 @@ pub(crate) struct Config {
     pub(crate) listen: Port,
     pub(crate) identity: PathBuf,
     pub(crate) reading: Reading,
+    /// Who seals and opens TLS records.
+    pub(crate) offload: Offload,
     pub(crate) routes: Routes,
     pub(crate) limits: Limits,
     /// How long channels may go on after SIGTERM.
@@ -73,6 +76,7 @@ struct File {
     identity: PathBuf,
     #[serde(default)]
     allow_open_key: bool,
+    tls_offload: Option<Spanned<String>>,
     drain: Option<Spanned<String>>,
     #[serde(default)]
     limits: LimitsTable,
@@ -226,6 +230,9 @@ fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
             found.add(&memory.span(), text);
         }
     }
+    let offload = found.or(file.tls_offload.as_ref(), Offload::Auto, |text| {
+        text.parse()
+    });
     let drain = found.or(file.drain.as_ref(), DRAIN, |text| parse_limit(text));
     let mut entrances = Vec::new();
     let mut exits = Vec::new();
@@ -273,6 +280,7 @@ fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
         listen: listen?,
         identity: file.identity,
         reading,
+        offload,
         routes,
         limits,
         drain,
@@ -434,7 +442,7 @@ fn between<T: TryFrom<u64>>(what: &str, count: u64, least: u64, most: u64) -> Re
     T::try_from(count).map_err(|_| out())
 }
 
-fn parse_port(text: &str) -> Result<Port, String> {
+pub(crate) fn parse_port(text: &str) -> Result<Port, String> {
     if let Some(name) = text.strip_prefix(PASSED) {
         return passed_name(name).map(Port::Passed);
     }
@@ -496,7 +504,7 @@ fn has_places(target: Target) -> Result<Target, String> {
 }
 
 /// A path that fits a socket's address (unix(7)).
-fn socket_path(path: &str) -> Result<PathBuf, String> {
+pub(crate) fn socket_path(path: &str) -> Result<PathBuf, String> {
     if !path.starts_with('/') {
         return Err(format!("{path:?} is no whole path: begin it with /"));
     }
@@ -509,7 +517,7 @@ fn socket_path(path: &str) -> Result<PathBuf, String> {
 }
 
 /// The host of a host and a port.
-fn host_of(text: &str) -> Result<String, String> {
+pub(crate) fn host_of(text: &str) -> Result<String, String> {
     let wrong = || format!("{text:?} is no host and port: write host.example:7300");
     let (host, port) = text.rsplit_once(':').ok_or_else(wrong)?;
     let host = match host.strip_prefix('[') {

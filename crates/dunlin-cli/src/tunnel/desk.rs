@@ -16,10 +16,10 @@ use serde::{Deserialize, Serialize};
 
 use super::config::parse_listen;
 use super::line::{ListenerLine, RouteLine, TunnelLine};
-use super::run::say;
 use crate::code::{CANCELLED, FAILED};
 use crate::control::{Socket, make_directory, read_request, send};
 use crate::line::{FailedLine, Line};
+use crate::service::say;
 
 /// What can be asked of a tunnel.
 #[derive(Clone, Debug, Serialize, Deserialize)]

@@ -8,7 +8,6 @@ mod ask;
 mod config;
 mod desk;
 mod line;
-mod notify;
 mod run;
 mod show;
 mod stdio;
@@ -17,6 +16,7 @@ mod which;
 use anyhow::Result;
 use clap::Subcommand;
 
+pub(crate) use config::{Port, host_of, parse_port, socket_path};
 pub(crate) use line::{ListenerLine, TunnelLine};
 pub(crate) use show::{show, status_within};
 

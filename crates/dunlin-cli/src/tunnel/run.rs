@@ -2,28 +2,25 @@
 
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
-use std::process::exit;
-use std::sync::mpsc::{Sender, channel};
+use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
 use clap::Args;
 use dunlin::lane::identity::Role;
-use dunlin::lane::provider::Crypto;
-use dunlin::tunnel::{Identities, Sockets, Tunnel};
+use dunlin::tunnel::{Identities, Tunnel};
 use dunlin_sys::affinity::keep_to;
 use dunlin_sys::signals::{EndSignal, EndSignals, HangUps};
 
 use super::config::{Config, Port};
 use super::desk::{Desk, name_of};
-use super::notify::Manager;
-use crate::code::{DONE, FAILED, SIGNAL};
+use crate::code::{DONE, FAILED};
 use crate::control::Socket;
 use crate::display::clean;
-use crate::identity::load_identity;
+use crate::identity::{chosen, crypto, load_identity};
 use crate::options::{ControlPath, Cpus};
+use crate::service::{Manager, Told, passed, say, wait_for};
 
 #[derive(Debug, Args)]
 pub(crate) struct Run {
@@ -52,12 +49,6 @@ impl Check {
     }
 }
 
-/// What the main thread waits for.
-enum Told {
-    Again,
-    End(EndSignal),
-}
-
 impl Run {
     pub(crate) fn run(&self) -> Result<i32> {
         let passed = passed()?;
@@ -67,7 +58,7 @@ impl Run {
                 anyhow!("the tunnel cannot run on CPUs {cpus:?}: {error}; `nproc` counts those that are there")
             })?;
         }
-        let (told, events) = channel();
+        let (told, events) = channel::<Told>();
         let (ends, hang_ups) = (EndSignals::block()?, HangUps::block()?);
         let manager = Manager::find();
         let (config, identities) = read(&self.config)?;
@@ -152,18 +143,6 @@ impl Run {
     }
 }
 
-/// The sockets that the service manager has passed.
-fn passed() -> Result<Sockets> {
-    let mut sockets = Sockets::default();
-    for one in dunlin_sys::passed::take()? {
-        let name = one.name;
-        sockets
-            .insert(&name, one.socket)
-            .map_err(|error| anyhow!("the socket {name:?} that was passed: {error}"))?;
-    }
-    Ok(sockets)
-}
-
 /// Reads the file again. Returns how long a drain may take now.
 fn again(file: &Path, tunnel: &Tunnel) -> Result<Duration> {
     let (config, identities) = read(file)?;
@@ -193,30 +172,6 @@ fn end(tunnel: Arc<Tunnel>, signal: EndSignal, limit: Duration) -> i32 {
     }
 }
 
-/// Tells of signals. A second one to end waits for nobody.
-fn wait_for(told: Sender<Told>, ends: EndSignals, hang_ups: HangUps) -> Result<()> {
-    let again = told.clone();
-    thread::Builder::new()
-        .name("dunlin-hang-ups".to_owned())
-        .spawn(
-            move || {
-                while hang_ups.wait().is_ok() && again.send(Told::Again).is_ok() {}
-            },
-        )?;
-    thread::Builder::new()
-        .name("dunlin-signals".to_owned())
-        .spawn(move || {
-            if let Ok(signal) = ends.wait() {
-                // The main thread is there until the process ends.
-                let _ = told.send(Told::End(signal));
-            }
-            if let Ok(signal) = ends.wait() {
-                exit(SIGNAL + signal.number());
-            }
-        })?;
-    Ok(())
-}
-
 /// A configuration, and the certificates that it names.
 fn read(file: &Path) -> Result<(Config, Identities)> {
     let text = std::fs::read_to_string(file)
@@ -235,13 +190,8 @@ fn read(file: &Path) -> Result<(Config, Identities)> {
     let identities = Identities {
         connecting,
         accepting,
-        crypto: Crypto::auto(),
+        crypto: crypto(config.offload),
     };
+    say(&chosen(&identities.crypto)?.reason);
     Ok((config, identities))
-}
-
-/// One line of the log. Nobody may read it.
-pub(super) fn say(text: &str) {
-    use std::io::Write;
-    let _ = writeln!(std::io::stderr(), "dunlin: {}", clean(text));
 }

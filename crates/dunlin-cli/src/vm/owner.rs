@@ -192,12 +192,14 @@ fn obey(
         }
         Request::Migrate { common, flags } => {
             let (tls, warnings) = client_tls(&common, &flags.to)?;
+            let records = Line::from(&common.records.choice()?);
             let moving = move_away(desk, tls, &flags)?;
             let follower = moving.follow();
             for text in warnings {
                 // Whoever asked may go; the migration goes on.
                 let _ = send(connection, &Line::Warning { text });
             }
+            let _ = send(connection, &records);
             let heeded = (Arc::clone(desk), Arc::clone(&moving));
             std::thread::Builder::new()
                 .name("control-heed".into())

@@ -61,6 +61,7 @@ impl Receive {
         for text in warnings {
             self.say(&Line::Warning { text });
         }
+        self.say(&Line::from(&self.common.records.choice()?));
         let listener = TcpListener::bind(&self.listen)
             .map_err(|error| anyhow!("{}: {error}", self.cannot_listen(&error)))?;
         let address = listener.local_addr()?.to_string();
@@ -266,6 +267,7 @@ fn say(json: bool, line: &Line) {
         Line::Accepted { peer } => println!("{} has connected", clean(peer)),
         Line::Rejected { text } => println!("turned away: {}", clean_lines(text)),
         Line::Warning { text } => println!("warning: {}", clean(text)),
+        Line::Records { text, .. } => println!("{}", clean(text)),
         Line::IdentityRead { valid_until } => {
             println!("the identity was read again; its certificate is valid until {valid_until}");
         }

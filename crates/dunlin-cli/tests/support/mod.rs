@@ -1,6 +1,8 @@
 //! What the tests of the command share: certificates, and processes that never outlive their test.
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
 
+pub mod process;
+
 use std::ffi::OsStr;
 use std::fs;
 use std::io::{BufRead, BufReader, Read};

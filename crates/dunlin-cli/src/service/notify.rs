@@ -1,4 +1,4 @@
-//! Tells the service manager how the tunnel is (sd_notify(3)): a datagram with a few
+//! Tells the service manager how the service is (sd_notify(3)): a datagram with a few
 //! lines to the socket that the environment names, if it names one.
 
 use std::env;
@@ -7,14 +7,14 @@ use std::os::linux::net::SocketAddrExt;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 
-use super::run::say;
+use super::say;
 
 /// Whoever has started this process and wants to be told.
-pub(super) struct Manager(Option<(UnixDatagram, SocketAddr)>);
+pub(crate) struct Manager(Option<(UnixDatagram, SocketAddr)>);
 
 impl Manager {
     /// The one that the environment names.
-    pub(super) fn find() -> Self {
+    pub(crate) fn find() -> Self {
         let Some(named) = env::var_os("NOTIFY_SOCKET") else {
             return Self(None);
         };
@@ -32,19 +32,19 @@ impl Manager {
         }
     }
 
-    /// The tunnel listens, or has read its configuration anew.
-    pub(super) fn ready(&self, status: &str) {
+    /// It listens, or has read its configuration anew.
+    pub(crate) fn ready(&self, status: &str) {
         self.tell(&format!("READY=1\nSTATUS={status}"));
     }
 
     /// It reads its configuration anew; *ready* follows.
-    pub(super) fn reloading(&self) {
+    pub(crate) fn reloading(&self) {
         let now = dunlin_sys::clock::monotonic().as_micros();
         self.tell(&format!("RELOADING=1\nMONOTONIC_USEC={now}"));
     }
 
     /// It takes no more connections and waits for those that are open.
-    pub(super) fn stopping(&self) {
+    pub(crate) fn stopping(&self) {
         self.tell("STOPPING=1\nSTATUS=waiting for connections to end");
     }
 

@@ -1,0 +1,113 @@
+"""A TLS connection that is used as a plain socket: `dunlin handoff connect` makes the handshake
+and leaves the rest to the kernel. Python 3.9 or newer, nothing but the standard library.
+
+    sock = ktls_client.connect("host2", 443, bundle="/etc/stunnel/xapi-pool-ca-bundle.pem")
+    sock.sendall(b"...")
+
+A socket that has been used is never replaced by another connection: fall back only for `Failed`.
+"""
+
+import errno
+import logging
+import os
+import socket
+import subprocess
+import sys
+
+HELPER = "/usr/libexec/xapi/dunlin-ktls-helper/ktls-helper"
+CIPHERS = "ECDHE-RSA-AES256-GCM-SHA384:ECDHE-RSA-AES128-GCM-SHA256"
+CURVES = "secp384r1"
+
+# linux/tls.h, and what a record of TLS can be (RFC 5246, section 6.2.1).
+SOL_TLS, TLS_SET_RECORD_TYPE, TLS_GET_RECORD_TYPE = 282, 1, 2
+ALERT, DATA = 21, 23
+CLOSE_NOTIFY = b"\x01\x00"
+
+
+class Failed(Exception):
+    """There is no socket, and nothing has been sent; says why in one line."""
+
+
+def connect(host, port, bundle=None, sni="pool", helper=HELPER, timeout=30, options=()):
+    """A socket to `host`. Without `bundle`, whoever answers there is believed."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    trust = ["--cert-bundle-file", bundle] if bundle else ["--no-verify"]
+    words = [helper, "--host", host, "--port", str(port), "--sni", sni, *trust]
+    words += ["--ciphers", CIPHERS, "--curves", CURVES]
+    words += ["--send-fd", str(theirs.fileno()), *options]
+    with ours:
+        with theirs:
+            try:
+                process = subprocess.Popen(
+                    words,
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            except OSError as error:
+                raise Failed(f"{helper}: {error.strerror}") from error
+        with process:
+            try:
+                said, reason = process.communicate(timeout=timeout)
+            except subprocess.TimeoutExpired as error:
+                process.kill()
+                raise Failed(f"the helper did not answer within {timeout} s") from error
+        if process.returncode != 0:
+            raise Failed(reason.strip() or f"the helper ended with {process.returncode}")
+        logging.info("%s", said.strip())
+        _, descriptors, flags, _ = socket.recv_fds(ours, 16, 1, socket.MSG_CMSG_CLOEXEC)
+    if not descriptors or flags & socket.MSG_CTRUNC:
+        for one in descriptors:
+            os.close(one)
+        raise Failed("the helper did not pass one socket")
+    return socket.socket(fileno=descriptors[0])
+
+
+def receive(sock, size):
+    """As `recv`, and nothing too where the peer has said that nothing more comes, which `recv`
+    gives as EIO."""
+    data, notes, _, _ = sock.recvmsg(size, socket.CMSG_SPACE(1))
+    for level, kind, value in notes:
+        if (level, kind) == (SOL_TLS, TLS_GET_RECORD_TYPE) and value[0] != DATA:
+            if value[0] == ALERT and data[1:] == CLOSE_NOTIFY[1:]:
+                return b""
+            raise OSError(errno.EIO, f"a record of type {value[0]} came: {data.hex()}")
+    return data
+
+
+def end(sock):
+    """Says that nothing more comes from here; what the peer still says can be received."""
+    # The process behind a unix socket says it itself.
+    if sock.family != socket.AF_UNIX:
+        sock.sendmsg([CLOSE_NOTIFY], [(SOL_TLS, TLS_SET_RECORD_TYPE, bytes([ALERT]))])
+    sock.shutdown(socket.SHUT_WR)
+
+
+def warn(host, port, reason):
+    """What a caller logs who goes on with stunnel."""
+    logging.warning(
+        "migration-tls=ktls connect failed for %s:%s (%s); "
+        "falling back to stunnel for this connection", host, port, reason)
+
+
+def main(helper, host, port, bundle, *options):
+    """Sends standard input, then prints what the peer answers."""
+    logging.basicConfig(format="%(message)s", level=logging.INFO)
+    try:
+        sock = connect(host, int(port), bundle, helper=helper, options=options)
+    except Failed as reason:
+        warn(host, port, reason)
+        return 1
+    with sock:
+        while data := sys.stdin.buffer.read(1 << 16):
+            sock.sendall(data)
+        end(sock)
+        while data := receive(sock, 1 << 16):
+            sys.stdout.buffer.write(data)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

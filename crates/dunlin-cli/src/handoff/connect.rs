@@ -1,0 +1,193 @@
+//! `dunlin handoff connect`: what a toolstack runs to get a socket with the kernel's TLS.
+//!
+//! Everything happens in this order, so that each failure is reported as what it is: arguments,
+//! TCP, handshake with the peer's certificate, the kernel's TLS in both directions, one line on
+//! standard output, the socket. What fails is one line on standard error and exit code 1, and no
+//! socket is passed.
+
+use std::io::{self, Write};
+use std::os::fd::{AsFd, OwnedFd, RawFd};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use clap::{ArgGroup, Args, ValueEnum};
+use dunlin::handoff::connect::{self, Connected};
+use dunlin::handoff::kernel::KernelError;
+use dunlin::handoff::pass;
+use dunlin::lane::identity::Role;
+use dunlin::lane::policy::{Belief, Bundle, HandoffTls};
+use dunlin::lane::provider::{self, Offer, TlsVersion};
+use dunlin_sys::fdpass;
+
+use super::carry;
+use super::line::HandedLine;
+use crate::code;
+use crate::identity::{Reading, allowed_peers, load_identity};
+use crate::options::parse_limit;
+
+/// The byte that carries the sockets; nobody looks at it.
+const CARRIER: &[u8] = b"x";
+
+#[derive(Debug, Args)]
+#[command(args_override_self = true, group(ArgGroup::new("verification").required(true)))]
+pub(crate) struct Connect {
+    /// Name or address of the peer.
+    #[arg(long)]
+    host: String,
+    /// Its port.
+    #[arg(long)]
+    port: u16,
+    /// The number of a unix socket that the caller has left open: over it goes one byte with the
+    /// socket attached.
+    #[arg(long, value_name = "N")]
+    send_fd: RawFd,
+    /// What may be negotiated, in OpenSSL's words, best first: ECDHE-RSA-AES256-GCM-SHA384:...
+    #[arg(long, value_name = "LIST")]
+    ciphers: String,
+    /// The same for the key exchange: secp384r1, P-256, X25519.
+    #[arg(long, value_name = "LIST")]
+    curves: String,
+    /// Certificates to believe (PEM): authorities, and peers' own.
+    #[arg(long, value_name = "FILE", group = "verification")]
+    cert_bundle_file: Option<PathBuf>,
+    /// Believe whoever answers. What is sent can be read by whoever that is.
+    #[arg(long, group = "verification")]
+    no_verify: bool,
+    /// The name by which the peer chooses its certificate.
+    #[arg(long, value_name = "NAME")]
+    sni: Option<String>,
+    /// A name that the certificate must bear, or its pin; repeatable. None is demanded otherwise:
+    /// pool certificates have none.
+    #[arg(long = "peer", value_name = "NAME|PIN", requires = "cert_bundle_file")]
+    peers: Vec<String>,
+    /// Directory with a certificate and key to show to the peer.
+    #[arg(long, value_name = "DIR")]
+    identity: Option<PathBuf>,
+    #[command(flatten)]
+    reading: Reading,
+    /// The version of TLS. The keys of a 1.3 socket cannot be changed by who gets it, so a peer
+    /// that changes its own ends the connection.
+    #[arg(long, value_enum, default_value_t)]
+    tls: Version,
+    /// So many connections, whose sockets are passed together.
+    #[arg(long, value_name = "N", default_value_t = 1,
+          value_parser = clap::value_parser!(u16).range(1..=64))]
+    connections: u16,
+    /// After so long it has failed.
+    #[arg(long, value_name = "TIME", default_value = "25s", value_parser = parse_limit)]
+    timeout: Duration,
+    /// Where the kernel has no TLS: fail, or have a process of ours carry the connection.
+    #[arg(long, value_enum, default_value_t)]
+    fallback: Fallback,
+    /// Print a JSON object for each socket instead of a line for people.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Clone, Copy, Debug, Default, ValueEnum)]
+pub(super) enum Version {
+    #[default]
+    #[value(name = "1.2")]
+    V1_2,
+    #[value(name = "1.3")]
+    V1_3,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub(super) enum Fallback {
+    #[default]
+    None,
+    Process,
+}
+
+impl Connect {
+    pub(crate) fn run(&self) -> Result<i32> {
+        let deadline = Instant::now() + self.timeout;
+        let to = self.desk()?;
+        let tls = self.tls()?;
+        let mut handed = Vec::new();
+        for _ in 0..self.connections {
+            handed.push(self.one(&tls, deadline)?);
+        }
+        let mut out = io::stdout().lock();
+        for (_, line) in &handed {
+            match self.json {
+                true => writeln!(out, "{}", serde_json::to_string(line)?),
+                false => writeln!(out, "{line}"),
+            }
+            .context("standard output takes nothing")?;
+        }
+        // Before the socket goes: whoever has it may end this process.
+        out.flush().context("standard output takes nothing")?;
+        let sockets: Vec<_> = handed.iter().map(|(socket, _)| socket.as_fd()).collect();
+        pass::give(to, CARRIER, &sockets, deadline).with_context(|| {
+            format!("the socket cannot be passed to --send-fd {}", self.send_fd)
+        })?;
+        Ok(code::DONE)
+    }
+
+    /// Where the sockets go.
+    fn desk(&self) -> Result<OwnedFd> {
+        let number = self.send_fd;
+        let desk = fdpass::inherited(number)
+            .with_context(|| format!("--send-fd {number} is no descriptor that is open here"))?;
+        match fdpass::is_unix_socket(&desk) {
+            Ok(true) => Ok(desk),
+            _ => bail!("--send-fd {number} is no unix socket, over which a descriptor could go"),
+        }
+    }
+
+    fn tls(&self) -> Result<HandoffTls> {
+        let version = match self.tls {
+            Version::V1_2 => TlsVersion::V1_2,
+            Version::V1_3 => TlsVersion::V1_3,
+        };
+        let provider = provider::auto().provider;
+        let offer = Offer::new(version, &self.ciphers, &self.curves, provider)?;
+        let belief = match &self.cert_bundle_file {
+            Some(path) => {
+                let bundle = Bundle::load(path).context("--cert-bundle-file cannot be used")?;
+                Belief::Bundle(Arc::new(bundle), allowed_peers(&self.peers)?)
+            }
+            None => Belief::Anybody,
+        };
+        let identity = match &self.identity {
+            Some(directory) => Some(load_identity(directory, Role::Source, &self.reading)?.0),
+            None => None,
+        };
+        Ok(HandoffTls::new(
+            offer,
+            belief,
+            self.sni.as_deref(),
+            identity.as_ref(),
+        )?)
+    }
+
+    /// A socket that can be used without TLS, and what is said about it.
+    fn one(&self, tls: &HandoffTls, deadline: Instant) -> Result<(OwnedFd, HandedLine)> {
+        let connect = || connect::connect(&self.host, self.port, tls, deadline);
+        let connected = connect()?;
+        let falls_back = self.fallback == Fallback::Process;
+        if falls_back && connected.ask_kernel().is_err() {
+            return carried(connected, deadline);
+        }
+        let facts = connected.facts.clone();
+        match connected.into_kernel(deadline) {
+            Ok(handed) => {
+                let line = HandedLine::kernel(&facts, handed.driver.as_ref());
+                Ok((handed.stream.into(), line))
+            }
+            // It may have taken one key of two, so that connection is spent.
+            Err(KernelError::Refused(_)) if falls_back => carried(connect()?, deadline),
+            Err(error) => Err(error.into()),
+        }
+    }
+}
+
+fn carried(connected: Connected, deadline: Instant) -> Result<(OwnedFd, HandedLine)> {
+    let line = HandedLine::process(&connected.facts);
+    let socket = connected.carried(carry::program()?, deadline)?;
+    Ok((socket.into(), line))
+}

@@ -1,0 +1,120 @@
+//! What is said of a socket that is handed over.
+
+use std::fmt;
+
+use dunlin::handoff::accept::{Arrived, Offload};
+use dunlin::handoff::connect::Facts;
+use dunlin::handoff::kernel::RECORD_LIMIT;
+use dunlin::lane::kernel::Driver;
+use serde::Serialize;
+
+/// One socket.
+#[derive(Debug, Serialize)]
+pub(super) struct HandedLine {
+    /// Who seals and opens its records: "kernel" or "process".
+    offload: &'static str,
+    version: String,
+    cipher: &'static str,
+    curve: &'static str,
+    /// What of the kernel's does the work.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    driver: Option<DriverLine>,
+    peer: PeerLine,
+    /// Records that may be sent, and received, before the connection must be replaced: nobody
+    /// counts them for the socket's owner.
+    record_limit: u64,
+    /// The same, for an owner who writes 16 KiB at least each time.
+    bytes_limit: u64,
+}
+
+#[derive(Debug, Serialize)]
+struct DriverLine {
+    name: String,
+    priority: u32,
+    asynchronous: bool,
+}
+
+#[derive(Debug, Serialize)]
+struct PeerLine {
+    address: String,
+    verified: bool,
+    /// SHA-256 of its certificate.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    fingerprint: Option<String>,
+    names: Vec<String>,
+}
+
+/// One that came in at `accept`.
+#[derive(Debug, Serialize)]
+pub(super) struct AcceptedLine {
+    /// The name that its client wanted.
+    sni: String,
+    #[serde(flatten)]
+    handed: HandedLine,
+}
+
+impl AcceptedLine {
+    pub(super) fn of(arrived: &Arrived) -> Self {
+        Self {
+            sni: arrived.name.clone(),
+            handed: match &arrived.offload {
+                Offload::Kernel(driver) => HandedLine::kernel(&arrived.facts, driver.as_ref()),
+                Offload::Process => HandedLine::process(&arrived.facts),
+            },
+        }
+    }
+
+    pub(super) fn to_json(&self) -> String {
+        serde_json::to_string(self).expect("texts and numbers have a JSON form")
+    }
+}
+
+impl HandedLine {
+    pub(super) fn kernel(facts: &Facts, driver: Option<&Driver>) -> Self {
+        let driver = driver.map(|driver| DriverLine {
+            name: driver.name.clone(),
+            priority: driver.priority,
+            asynchronous: driver.is_async,
+        });
+        Self::new("kernel", facts, driver)
+    }
+
+    pub(super) fn process(facts: &Facts) -> Self {
+        Self::new("process", facts, None)
+    }
+
+    fn new(offload: &'static str, facts: &Facts, driver: Option<DriverLine>) -> Self {
+        let peer = facts.peer.as_ref();
+        Self {
+            offload,
+            version: facts.version.to_string(),
+            cipher: facts.cipher,
+            curve: facts.curve,
+            driver,
+            peer: PeerLine {
+                address: facts.at.to_string(),
+                verified: peer.is_some(),
+                fingerprint: peer.map(|peer| {
+                    let digits = peer.fingerprint.iter().map(|byte| format!("{byte:02x}"));
+                    digits.collect()
+                }),
+                names: peer
+                    .iter()
+                    .flat_map(|peer| peer.names.iter().map(ToString::to_string))
+                    .collect(),
+            },
+            record_limit: RECORD_LIMIT,
+            bytes_limit: RECORD_LIMIT * (16 << 10),
+        }
+    }
+}
+
+impl fmt::Display for HandedLine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let what = match self.offload {
+            "kernel" => "kTLS active",
+            _ => "TLS in a process",
+        };
+        write!(f, "{what}: {} {}", self.version, self.cipher)
+    }
+}

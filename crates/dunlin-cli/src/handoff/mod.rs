@@ -1,0 +1,85 @@
+//! `dunlin handoff`: sockets whose TLS is the kernel's, for programs that know nothing of TLS.
+
+mod accept;
+mod carry;
+mod connect;
+mod line;
+
+use std::ffi::OsString;
+use std::path::Path;
+
+use anyhow::{Error, Result, anyhow};
+use clap::error::ErrorKind;
+use clap::{Parser, Subcommand};
+
+use crate::Cli;
+
+/// The name under which `dunlin` is `dunlin handoff connect`, as toolstacks call theirs.
+const HELPER: &str = "ktls-helper";
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Connect, make the TLS handshake, leave the rest of TLS to the kernel, and pass the socket
+    /// to the caller.
+    #[command(visible_alias = HELPER)]
+    Connect(connect::Connect),
+    /// Take clients in: those of some names are handed over, all others connected with the server
+    /// behind.
+    Accept(accept::Accept),
+    /// Carry a connection where the kernel cannot; started by the other commands.
+    #[command(hide = true)]
+    Carry(carry::Carry),
+}
+
+pub(crate) fn run(command: &Command) -> Result<i32> {
+    match command {
+        Command::Connect(connect) => connect.run().map_err(|error| anyhow!(in_one_line(&error))),
+        Command::Accept(accept) => accept.run(),
+        Command::Carry(carry) => carry.run(),
+    }
+}
+
+/// The command line, if it is a helper's: whoever runs one reads one line of its errors, and
+/// knows the exit codes 0 and 1.
+pub(crate) fn helper(mut words: Vec<OsString>) -> Option<Result<Cli>> {
+    let name = words.first().and_then(|word| Path::new(word).file_name());
+    if name.is_some_and(|name| name == HELPER) {
+        let rest = words.split_off(1);
+        words = ["dunlin", "handoff", "connect"].map(Into::into).to_vec();
+        words.extend(rest);
+    }
+    let is = |at: usize, names: &[&str]| {
+        let word = words.get(at);
+        word.is_some_and(|word| names.iter().any(|name| word == name))
+    };
+    if !is(1, &["handoff"]) || !is(2, &["connect", HELPER]) {
+        return None;
+    }
+    Some(
+        Cli::try_parse_from(words).map_err(|error| match error.kind() {
+            ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => error.exit(),
+            _ => anyhow!(without_usage(&error.to_string())),
+        }),
+    )
+}
+
+/// What clap says, without how the command is used.
+fn without_usage(text: &str) -> String {
+    let what = text.split("\n\nUsage:").next().unwrap_or(text);
+    let what = what.strip_prefix("error: ").unwrap_or(what);
+    let words: Vec<_> = what.split_whitespace().collect();
+    words.join(" ")
+}
+
+/// An error with those of its causes that it does not mention itself.
+fn in_one_line(error: &Error) -> String {
+    let mut line = String::new();
+    for cause in error.chain().map(ToString::to_string) {
+        if line.is_empty() {
+            line = cause;
+        } else if !line.contains(&cause) {
+            line = format!("{line}: {cause}");
+        }
+    }
+    line.replace('\n', " ")
+}

@@ -1,0 +1,68 @@
+//! What the commands have in common that run until they are told to end: signals, the service
+//! manager, its sockets, and a log of lines.
+
+mod notify;
+
+use std::io::Write;
+use std::process::exit;
+use std::sync::mpsc::Sender;
+use std::thread;
+
+use anyhow::{Result, anyhow};
+use dunlin::tunnel::Sockets;
+use dunlin_sys::signals::{EndSignal, EndSignals, HangUps};
+
+pub(crate) use self::notify::Manager;
+use crate::code::SIGNAL;
+use crate::display::clean;
+
+/// What the main thread waits for.
+pub(crate) enum Told {
+    Again,
+    End(EndSignal),
+}
+
+/// The sockets that the service manager has passed.
+pub(crate) fn passed() -> Result<Sockets> {
+    let mut sockets = Sockets::default();
+    for one in dunlin_sys::passed::take()? {
+        let name = one.name;
+        sockets
+            .insert(&name, one.socket)
+            .map_err(|error| anyhow!("the socket {name:?} that was passed: {error}"))?;
+    }
+    Ok(sockets)
+}
+
+/// Tells of signals. A second one to end waits for nobody.
+pub(crate) fn wait_for<T: From<Told> + Send + 'static>(
+    told: Sender<T>,
+    ends: EndSignals,
+    hang_ups: HangUps,
+) -> Result<()> {
+    let again = told.clone();
+    thread::Builder::new()
+        .name("dunlin-hang-ups".to_owned())
+        .spawn(
+            move || {
+                while hang_ups.wait().is_ok() && again.send(Told::Again.into()).is_ok() {}
+            },
+        )?;
+    thread::Builder::new()
+        .name("dunlin-signals".to_owned())
+        .spawn(move || {
+            if let Ok(signal) = ends.wait() {
+                // The main thread is there until the process ends.
+                let _ = told.send(Told::End(signal).into());
+            }
+            if let Ok(signal) = ends.wait() {
+                exit(SIGNAL + signal.number());
+            }
+        })?;
+    Ok(())
+}
+
+/// One line of the log. Nobody may read it.
+pub(crate) fn say(text: &str) {
+    let _ = writeln!(std::io::stderr(), "dunlin: {}", clean(text));
+}

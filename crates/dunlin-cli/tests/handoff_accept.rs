@@ -1,0 +1,568 @@
+//! `dunlin handoff accept` before a real stunnel and other servers, with OpenSSL's clients.
+#![allow(clippy::unwrap_used)]
+
+#[path = "support/accept.rs"]
+mod accept;
+mod support;
+
+use std::fs;
+use std::io::{ErrorKind, Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::os::unix::net::UnixStream;
+use std::process::Command;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use accept::{PATIENCE, Scene, accepted, cut, is_here, patient, real_hello};
+use support::kill;
+use support::process::Process;
+
+/// Whether a test is not for this machine, which is then said.
+fn is_only_without_kernel_tls() -> bool {
+    if kernel_has_tls() {
+        println!("not tested, this kernel has TLS: see `cargo xtask kernel --suite tls`");
+    }
+    kernel_has_tls()
+}
+
+/// Whether sockets can have their TLS from the kernel that this runs on.
+fn kernel_has_tls() -> bool {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    dunlin_sys::ktls::attach(&stream).is_ok()
+}
+
+/// Carries both ways between two connections until both have ended.
+fn pump(one: TcpStream, other: TcpStream) {
+    let copy = |mut from: TcpStream, mut to: TcpStream| {
+        move || {
+            let _ = std::io::copy(&mut from, &mut to);
+            let _ = to.shutdown(Shutdown::Write);
+        }
+    };
+    let back = copy(other.try_clone().unwrap(), one.try_clone().unwrap());
+    thread::spawn(copy(one, other));
+    thread::spawn(back);
+}
+
+fn says(stream: &mut UnixStream, text: &str) {
+    let mut bytes = vec![0; text.len()];
+    stream.read_exact(&mut bytes).unwrap();
+    assert_eq!(String::from_utf8(bytes).unwrap(), text);
+}
+
+/// A stunnel with two names, that answers with what its service `answers` says.
+fn stunnel(scene: &Scene, answers: &TcpListener) -> (Process, String) {
+    let free = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = free.local_addr().unwrap().to_string();
+    drop(free);
+    let of = |name: &str, file: &str| scene.path(name).join(file).display().to_string();
+    let connect = answers.local_addr().unwrap();
+    let text = format!(
+        "foreground = yes\npid =\ndebug = notice\n\
+         [first]\naccept = {port}\nconnect = {connect}\ncert = {}\nkey = {}\n\
+         [second]\nsni = first:old.test\nconnect = {connect}\ncert = {}\nkey = {}\n",
+        of("b", "cert.pem"),
+        of("b", "key.pem"),
+        of("old", "cert.pem"),
+        of("old", "key.pem"),
+    );
+    let file = scene.path("stunnel.conf");
+    fs::write(&file, text).unwrap();
+    let mut command = Command::new("stunnel4");
+    command.arg(&file);
+    let process = Process::start(command);
+    let until = Instant::now() + PATIENCE;
+    while TcpStream::connect(&port).is_err() {
+        assert!(Instant::now() < until, "stunnel does not listen");
+        thread::sleep(Duration::from_millis(10));
+    }
+    (process, port)
+}
+
+#[test]
+fn before_a_real_stunnel_the_own_name_is_handed_over_and_all_others_go_on_as_they_were() {
+    if !is_here("stunnel4") || !is_here("openssl") {
+        return;
+    }
+    let scene = Scene::new();
+    let service = TcpListener::bind("127.0.0.1:0").unwrap();
+    let (_stunnel, port) = stunnel(&scene, &service);
+    let accept = scene.start("--proxy-protocol v1 --fallback process");
+    let before = accept.held();
+    thread::scope(|scope| {
+        // Reads the header that is in front, and nothing else, before stunnel gets its bytes.
+        scope.spawn(|| {
+            for _ in 0..3 {
+                let mut client = scene.client_of_old();
+                let mut line = Vec::new();
+                while !line.ends_with(b"\r\n") {
+                    let mut byte = [0];
+                    client.read_exact(&mut byte).unwrap();
+                    line.push(byte[0]);
+                }
+                let line = String::from_utf8(line).unwrap();
+                let words: Vec<_> = line.split_whitespace().collect();
+                let ["PROXY", "TCP4", "127.0.0.1", "127.0.0.1", _, own] = words[..] else {
+                    panic!("{line}");
+                };
+                assert_eq!(accept.address, format!("127.0.0.1:{own}"));
+                client.set_read_timeout(None).unwrap();
+                pump(client, TcpStream::connect(&port).unwrap());
+            }
+        });
+        for (name, more, certificate) in [
+            ("old.test", "-tls1_2", "old.test"),
+            ("old.test", "-tls1_3", "old.test"),
+            ("", "-verify_hostname b.test", "b.test"),
+        ] {
+            let mut client = scene.client(&accept.address, name, more);
+            let mut served = accepted(&service);
+            client.say("to the old server\n");
+            let mut said = [0; 18];
+            served.read_exact(&mut said).unwrap();
+            assert_eq!(&said, b"to the old server\n");
+            served.write_all(b"and back\n").unwrap();
+            client.wait_for("and back");
+            drop(client.child.stdin.take());
+            assert_eq!(served.read(&mut [0]).unwrap(), 0, "{certificate}");
+            drop(served);
+            assert_eq!(client.code(), Some(0));
+        }
+    });
+    // Upper and lower case are one.
+    let mut client = scene.client(&accept.address, "OWN.test", "-tls1_2");
+    let mut handed = scene.take();
+    assert_eq!(handed.line["sni"], "own.test");
+    assert_eq!(handed.line["version"], "TLSv1.2");
+    assert_eq!(
+        handed.line["offload"],
+        if kernel_has_tls() {
+            "kernel"
+        } else {
+            "process"
+        }
+    );
+    let cipher = handed.line["cipher"].as_str().unwrap();
+    assert!(cipher.ends_with("AES256-GCM-SHA384"), "{cipher}");
+    let peer = &handed.line["peer"];
+    assert!(peer["address"].as_str().unwrap().starts_with("127.0.0.1:"));
+    assert_eq!(peer["verified"], false);
+    assert_eq!(handed.line["record_limit"], 1 << 24);
+    client.say("to whoever knows nothing of TLS\n");
+    says(&mut handed.socket, "to whoever knows nothing of TLS\n");
+    handed.socket.write_all(b"and back\n").unwrap();
+    client.wait_for("and back");
+    drop(client.child.stdin.take());
+    drop(handed);
+    client.code();
+    accept.settles(before);
+}
+
+/// A client that sends its hello in some way, and goes on as itself.
+fn through(scene: &Scene, to: &str, send: impl FnOnce(&mut TcpStream, &[u8])) -> Process {
+    let between = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = between.local_addr().unwrap().to_string();
+    let client = scene.client(&port, "own.test", "-tls1_2");
+    let mut from = accepted(&between);
+    let mut header = [0; 5];
+    from.read_exact(&mut header).unwrap();
+    let mut hello = header.to_vec();
+    hello.resize(
+        5 + usize::from(u16::from_be_bytes([header[3], header[4]])),
+        0,
+    );
+    from.read_exact(&mut hello[5..]).unwrap();
+    let mut onward = patient(TcpStream::connect(to).unwrap());
+    send(&mut onward, &hello);
+    for stream in [&from, &onward] {
+        stream.set_read_timeout(None).unwrap();
+    }
+    pump(from, onward);
+    client
+}
+
+#[test]
+fn a_hello_may_come_byte_by_byte_and_in_records_of_a_byte() {
+    if !is_here("openssl") {
+        return;
+    }
+    let scene = Scene::new();
+    let accept = scene.start("--fallback process");
+    let expect = |mut client: Process| {
+        let mut handed = scene.take();
+        client.say("a line\n");
+        says(&mut handed.socket, "a line\n");
+    };
+    expect(through(&scene, &accept.address, |to, hello| {
+        for byte in hello {
+            to.write_all(&[*byte]).unwrap();
+            thread::sleep(Duration::from_micros(200));
+        }
+    }));
+    for size in [1, 3, 100] {
+        expect(through(&scene, &accept.address, |to, hello| {
+            to.write_all(&cut(hello, size)).unwrap();
+        }));
+    }
+    expect(through(&scene, &accept.address, |to, hello| {
+        for part in cut(hello, 2).chunks(3) {
+            to.write_all(part).unwrap();
+            thread::sleep(Duration::from_micros(200));
+        }
+    }));
+}
+
+#[test]
+fn k01_without_kernel_tls_and_without_a_fallback_a_client_gets_an_alert_and_the_log_a_line() {
+    if !is_here("openssl") || is_only_without_kernel_tls() {
+        return;
+    }
+    let scene = Scene::new();
+    let mut accept = scene.start("");
+    let before = accept.held();
+    for _ in 0..2 {
+        let client = scene.client(&accept.address, "own.test", "-tls1_2");
+        client.wait_for("alert internal error");
+        let why = accept.process.wait_for("is refused");
+        assert!(
+            why.contains("for own.test is refused: this kernel"),
+            "{why}"
+        );
+    }
+    accept.settles(before);
+    // Nothing was handed over, though whoever takes it was asked for.
+    scene.taker.set_nonblocking(true).unwrap();
+    while let Ok((from, _)) = scene.taker.accept() {
+        let came = dunlin::handoff::pass::take(&from, &mut [0; 64], Instant::now() + PATIENCE);
+        assert_eq!(came.unwrap().descriptors.len(), 0);
+    }
+    accept.process.signal("TERM");
+    assert_eq!(accept.process.code(), Some(0));
+    let said = accept.process.said();
+    assert_eq!(said.len(), 1, "{said:?}");
+}
+
+#[test]
+fn clients_are_asked_for_their_certificates_where_names_are_given() {
+    if !is_here("openssl") {
+        return;
+    }
+    let scene = Scene::new();
+    let accept = scene.start("--fallback process --peer a.test");
+    let certificate = |name: &str| {
+        let folder = scene.path(name);
+        let of = |file: &str| folder.join(file).display().to_string();
+        format!("-tls1_2 -cert {} -key {}", of("cert.pem"), of("key.pem"))
+    };
+    let _client = scene.client(&accept.address, "own.test", &certificate("a"));
+    let handed = scene.take();
+    let peer = &handed.line["peer"];
+    assert_eq!(peer["verified"], true);
+    assert_eq!(peer["names"][0], "DNS a.test");
+    assert_eq!(peer["fingerprint"].as_str().unwrap().len(), 64);
+    let _other = scene.client(&accept.address, "own.test", &certificate("b"));
+    let why = accept.process.wait_for("is refused");
+    assert!(why.contains("none of the allowed names"), "{why}");
+    let _nobody = scene.client(&accept.address, "own.test", "-tls1_2");
+    let why = accept.process.wait_for("is refused");
+    assert!(why.contains("presented no certificate"), "{why}");
+    let _newer = scene.client(&accept.address, "own.test", "-tls1_3");
+    let why = accept.process.wait_for("is refused");
+    assert!(why.contains("allow its version"), "{why}");
+}
+
+#[test]
+fn i7_hostile_first_words_are_refused_and_cost_nothing_that_stays() {
+    let scene = Scene::new();
+    let accept = scene.start("");
+    let before = accept.held();
+    let hello = |bytes: &[u8]| [&[22, 3, 1, 0, bytes.len() as u8], bytes].concat();
+    let hostile: [(&[u8], Option<u8>, &str); 8] = [
+        (
+            b"GET / HTTP/1.1\r\n\r\n",
+            None,
+            "does not begin as TLS does",
+        ),
+        (b"\x16\x04\x01\x00\x01", None, "does not begin as TLS does"),
+        (&hello(&[1, 0xff, 0xff, 0xff]), Some(50), "longer than"),
+        (&hello(&[1, 0, 0, 9]), Some(50), "shorter than any"),
+        (&hello(&[2, 0, 0, 99]), Some(50), "no ClientHello"),
+        (b"\x16\x03\x01\x00\x00", Some(50), "is empty"),
+        (b"\x16\x03\x01\xff\xff", Some(50), "longer than TLS allows"),
+        (
+            &cut(&[0, 0, 0, 0, 0, 1, 0, 0, 41, 9, 9], 2),
+            None,
+            "does not begin",
+        ),
+    ];
+    for (bytes, alert, words) in hostile {
+        let mut client = accept.connect();
+        client.write_all(bytes).unwrap();
+        let mut said = Vec::new();
+        client.read_to_end(&mut said).unwrap();
+        let expected = alert.map(|alert| vec![21, 3, 3, 0, 2, 2, alert]);
+        assert_eq!(said, expected.unwrap_or_default(), "{words}");
+        drop(client);
+        let why = accept.process.wait_for("is refused");
+        assert!(why.contains(words), "{why}");
+    }
+    // The end in the middle of a hello, and a reset.
+    let mut client = accept.connect();
+    client.write_all(&hello(&[1, 0, 0, 99, 3, 3])).unwrap();
+    client.shutdown(Shutdown::Write).unwrap();
+    accept.process.wait_for("before its hello was whole");
+    let mut client = accept.connect();
+    client.write_all(&hello(&[1, 0, 0, 99, 3, 3])).unwrap();
+    dunlin_sys::socket::set_reset_on_close(&client).unwrap();
+    drop(client);
+    accept.settles(before);
+    // Nobody of them has reached the server behind.
+    scene.old.set_nonblocking(true).unwrap();
+    let nobody = scene.old.accept().unwrap_err();
+    assert_eq!(nobody.kind(), ErrorKind::WouldBlock);
+}
+
+#[test]
+fn ends_and_resets_are_passed_on_and_eight_mebibytes_each_way() {
+    let scene = Scene::new();
+    let accept = scene.start("--forward-plain");
+    let before = accept.held();
+    let sent: Vec<u8> = (0..8_u32 << 20).map(|at| (at ^ at >> 9) as u8).collect();
+    let mut near = accept.connect();
+    // What begins as TLS does is waited for.
+    near.write_all(b"not TLS").unwrap();
+    let mut far = scene.client_of_old();
+    far.read_exact(&mut [0; 7]).unwrap();
+    thread::scope(|scope| {
+        for (mut from, mut to) in [
+            (near.try_clone().unwrap(), far.try_clone().unwrap()),
+            (far.try_clone().unwrap(), near.try_clone().unwrap()),
+        ] {
+            let sent = &sent;
+            scope.spawn(move || from.write_all(sent).unwrap());
+            scope.spawn(move || {
+                let mut came = vec![0; sent.len()];
+                to.read_exact(&mut came).unwrap();
+                assert!(came == *sent);
+            });
+        }
+    });
+    // One end, with the other direction open.
+    near.shutdown(Shutdown::Write).unwrap();
+    assert_eq!(far.read(&mut [0]).unwrap(), 0);
+    far.write_all(b"behind it").unwrap();
+    near.read_exact(&mut [0; 9]).unwrap();
+    drop(far);
+    assert_eq!(near.read(&mut [0]).unwrap(), 0);
+    drop(near);
+    accept.settles(before);
+    // A reset of either side, at once and with nothing to write.
+    for is_server in [false, true] {
+        let mut near = accept.connect();
+        near.write_all(b"x").unwrap();
+        let mut far = scene.client_of_old();
+        far.read_exact(&mut [0]).unwrap();
+        let (gone, mut left) = if is_server { (far, near) } else { (near, far) };
+        dunlin_sys::socket::set_reset_on_close(&gone).unwrap();
+        drop(gone);
+        let error = left.read(&mut [0]).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::ConnectionReset);
+        accept.process.wait_for("has failed");
+        accept.settles(before);
+    }
+    // And behind the end of the side that is reset.
+    let mut near = accept.connect();
+    near.write_all(b"x").unwrap();
+    let mut far = scene.client_of_old();
+    far.read_exact(&mut [0]).unwrap();
+    near.shutdown(Shutdown::Write).unwrap();
+    assert_eq!(far.read(&mut [0]).unwrap(), 0);
+    dunlin_sys::socket::set_reset_on_close(&near).unwrap();
+    far.write_all(b"unread").unwrap();
+    drop(near);
+    accept.settles(before);
+}
+
+#[test]
+fn a_server_that_is_not_there_is_one_line_and_a_reset() {
+    let scene = Scene::new();
+    let accept = scene.start_alone("--forward-plain --else tcp:127.0.0.1:9");
+    let mut client = accept.connect();
+    client.write_all(b"x").unwrap();
+    let error = client.read(&mut [0]).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::ConnectionReset);
+    let why = accept.process.wait_for("is refused");
+    assert!(why.contains("the server behind cannot be reached"), "{why}");
+    // A socket's path is one too.
+    let server = std::os::unix::net::UnixListener::bind(scene.path("server")).unwrap();
+    let to = format!(
+        "--forward-plain --else unix:{}",
+        scene.path("server").display()
+    );
+    let accept = scene.start_alone(&to);
+    let mut client = accept.connect();
+    client.write_all(b"x").unwrap();
+    let mut served = server.accept().unwrap().0;
+    served.read_exact(&mut [0]).unwrap();
+    served.write_all(b"y").unwrap();
+    client.read_exact(&mut [0]).unwrap();
+    drop(served);
+    assert_eq!(client.read(&mut [0]).unwrap(), 0);
+}
+
+#[test]
+fn a_name_that_nobody_has_is_an_alert_where_there_is_no_server_behind() {
+    let scene = Scene::new();
+    if !is_here("openssl") {
+        return;
+    }
+    let accept = scene.start_alone("");
+    let mut client = accept.connect();
+    client
+        .write_all(&real_hello(&scene, "old.test", ""))
+        .unwrap();
+    let mut said = Vec::new();
+    client.read_to_end(&mut said).unwrap();
+    // unrecognized_name.
+    assert_eq!(said, [21, 3, 3, 0, 2, 2, 112]);
+    let why = accept.process.wait_for("for old.test is refused");
+    assert!(why.contains("nobody has the name"), "{why}");
+}
+
+#[test]
+fn a_signal_ends_it_when_its_clients_are_done_or_at_the_limit() {
+    let scene = Scene::new();
+    for (limit, is_cut) in [("30s", false), ("200ms", true)] {
+        let mut accept = scene.start(&format!("--forward-plain --drain {limit}"));
+        let mut near = accept.connect();
+        near.write_all(b"x").unwrap();
+        let mut far = scene.client_of_old();
+        far.read_exact(&mut [0]).unwrap();
+        accept.process.signal("TERM");
+        accept.process.wait_for("no more clients are taken");
+        let until = Instant::now() + PATIENCE;
+        while TcpStream::connect(&accept.address).is_ok() {
+            assert!(Instant::now() < until, "it listens on");
+            thread::sleep(Duration::from_millis(5));
+        }
+        if is_cut {
+            assert_eq!(accept.process.code(), Some(1));
+            let error = near.read(&mut [0]).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::ConnectionReset);
+            continue;
+        }
+        far.write_all(b"still there").unwrap();
+        near.read_exact(&mut [0; 11]).unwrap();
+        drop((near, far));
+        assert_eq!(accept.process.code(), Some(0));
+    }
+}
+
+#[test]
+fn certificates_are_read_anew_at_a_signal() {
+    if !is_here("openssl") {
+        return;
+    }
+    let scene = Scene::new();
+    let accept = scene.start("--fallback process");
+    let handed = |name: &str| {
+        let of = |accept: &str| {
+            scene.client(
+                accept,
+                "own.test",
+                &format!("-tls1_2 -verify_hostname {name}"),
+            )
+        };
+        let client = of(&accept.address);
+        drop(scene.take());
+        client
+    };
+    drop(handed("own.test"));
+    for file in ["cert.pem", "key.pem"] {
+        fs::copy(scene.path("b").join(file), scene.path("own").join(file)).unwrap();
+    }
+    accept.process.signal("HUP");
+    accept.process.wait_for("were read anew");
+    let client = scene.client(&accept.address, "own.test", "-tls1_2");
+    client.wait_for("hostname mismatch");
+    fs::write(scene.path("own").join("cert.pem"), "nothing").unwrap();
+    accept.process.signal("HUP");
+    accept.process.wait_for("everything stays as it was");
+}
+
+#[test]
+fn a_socket_of_the_service_manager_is_taken() {
+    let scene = Scene::new();
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let old = scene.old.local_addr().unwrap();
+    let more = format!("--forward-plain --else tcp:{old}");
+    let plain = scene.command("systemd:clients", &more);
+    let mut launcher = Command::new("sh");
+    launcher
+        .args([
+            "-c",
+            "exec 3<&0 0</dev/null; LISTEN_PID=$$ exec \"$@\"",
+            "sh",
+        ])
+        .arg(plain.get_program())
+        .args(plain.get_args())
+        .env("LISTEN_FDS", "1")
+        .env("LISTEN_FDNAMES", "clients")
+        .stdin(std::os::fd::OwnedFd::from(listener));
+    let mut child = launcher
+        .stderr(std::process::Stdio::null())
+        .spawn()
+        .unwrap();
+    let mut near = patient(TcpStream::connect(&address).unwrap());
+    near.write_all(b"x").unwrap();
+    let mut far = scene.client_of_old();
+    far.read_exact(&mut [0]).unwrap();
+    assert!(kill(child.id(), "KILL"));
+    child.wait().unwrap();
+}
+
+/// The processes that a process has started or was left, those included that have ended.
+fn children(pid: u32) -> Vec<u32> {
+    let tasks = fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+    let of = |task: std::io::Result<fs::DirEntry>| {
+        fs::read_to_string(task.unwrap().path().join("children")).unwrap()
+    };
+    let all: String = tasks.map(of).collect();
+    all.split_whitespace()
+        .map(|pid| pid.parse().unwrap())
+        .collect()
+}
+
+#[test]
+fn k13_the_first_process_of_a_container_keeps_no_carrier_that_has_ended() {
+    if !is_here("openssl") || is_only_without_kernel_tls() {
+        return;
+    }
+    let scene = Scene::new();
+    let inside = scene.command("127.0.0.1:0", "--fallback process");
+    let mut command = Command::new("unshare");
+    command
+        .args(["--user", "--map-root-user", "--pid", "--fork"])
+        .arg("--kill-child")
+        .arg(inside.get_program())
+        .args(inside.get_args());
+    let process = Process::start(command);
+    let line = process.wait_for("listening on ");
+    let address = line.strip_prefix("listening on ").unwrap();
+    let accept = children(process.child.id())[0];
+    assert!(children(accept).is_empty());
+    let mut client = scene.client(address, "own.test", "-tls1_2");
+    let mut handed = scene.take();
+    client.say("a line\n");
+    says(&mut handed.socket, "a line\n");
+    // It was left to the first process when the one between had gone.
+    assert_eq!(children(accept).len(), 1);
+    drop((client, handed));
+    let until = Instant::now() + PATIENCE;
+    while !children(accept).is_empty() {
+        assert!(Instant::now() < until, "{:?} are left", children(accept));
+        thread::sleep(Duration::from_millis(20));
+    }
+}

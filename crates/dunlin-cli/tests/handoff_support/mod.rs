@@ -1,0 +1,328 @@
+//! What the tests of the hand-off share: a pool's certificates, a stunnel set up as xapi's, and
+//! callers that take sockets.
+#![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
+
+use std::fs;
+use std::io::Read;
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use dunlin_sys::fdpass;
+
+use crate::support::process::Process;
+use crate::support::{Done, Scratch, dunlin, finish};
+
+/// Nothing that a test waits for takes longer.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+/// What xenopsd asks for.
+pub const CIPHERS: &str = "ECDHE-RSA-AES256-GCM-SHA384:ECDHE-RSA-AES128-GCM-SHA256";
+pub const CURVES: &str = "secp384r1";
+
+/// Whether the programs are there; in CI they must be.
+pub fn are_here(programs: &[&str]) -> bool {
+    programs.iter().all(|program| {
+        let found = Command::new(program)
+            .arg("--version")
+            .stdin(Stdio::null())
+            .output();
+        match found {
+            Ok(_) => true,
+            Err(error) if std::env::var_os("CI").is_some_and(|ci| ci == "true") => {
+                panic!("CI must have {program}: {error}")
+            }
+            Err(error) => {
+                println!("not tested, no {program}: {error}");
+                false
+            }
+        }
+    })
+}
+
+/// Whether this kernel has TLS, whose absence some tests are about.
+pub fn kernel_has_tls() -> bool {
+    let known = fs::read_to_string("/proc/sys/net/ipv4/tcp_available_ulp").unwrap_or_default();
+    // Modules load when they are asked for, so this may be asked too early; then the tests that
+    // need its absence fail and say what they got.
+    let has = known.split_whitespace().any(|ulp| ulp == "tls");
+    if has {
+        println!("not tested, this kernel has TLS: see `cargo xtask kernel --suite tls`");
+    }
+    has
+}
+
+/// A directory with certificates.
+pub struct Pool {
+    pub scratch: Scratch,
+}
+
+impl Pool {
+    /// `pool.pem` is a host's own, signed with its own key and without a name that could be
+    /// checked; `other.pem` is another host's.
+    pub fn new() -> Self {
+        let pool = Self {
+            scratch: Scratch::new(),
+        };
+        pool.self_signed("pool", &[], "openssl");
+        pool.self_signed("other", &[], "openssl");
+        pool
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.scratch.join(name)
+    }
+
+    /// `NAME.pem` and `NAME.key`.
+    pub fn self_signed(&self, name: &str, more: &[&str], openssl: &str) {
+        let mut words = openssl.split_whitespace();
+        let mut command = Command::new(words.next().unwrap());
+        command
+            .args(words)
+            .args("req -x509 -newkey rsa:2048 -nodes -batch -days 30".split(' '))
+            .args(["-subj", &format!("/CN=0b5d2c1e-{name}")])
+            .args(more)
+            .arg("-keyout")
+            .arg(self.path(&format!("{name}.key")))
+            .arg("-out")
+            .arg(self.path(&format!("{name}.pem")));
+        run(command);
+    }
+
+    /// The same, signed by the authority in `CA.pem`.
+    pub fn issued(&self, name: &str, authority: &str) {
+        let request = self.path(&format!("{name}.csr"));
+        let mut command = Command::new("openssl");
+        command
+            .args("req -new -newkey rsa:2048 -nodes -batch".split(' '))
+            .args(["-subj", &format!("/CN={name}")])
+            .arg("-keyout")
+            .arg(self.path(&format!("{name}.key")))
+            .arg("-out")
+            .arg(&request);
+        run(command);
+        // Without any it would be of a version that has none.
+        let extensions = self.path("issued.cnf");
+        fs::write(&extensions, "basicConstraints = CA:FALSE\n").unwrap();
+        let mut command = Command::new("openssl");
+        command
+            .args("x509 -req -days 30 -CAcreateserial -in".split(' '))
+            .arg(&request)
+            .arg("-extfile")
+            .arg(&extensions)
+            .arg("-CA")
+            .arg(self.path(&format!("{authority}.pem")))
+            .arg("-CAkey")
+            .arg(self.path(&format!("{authority}.key")))
+            .arg("-out")
+            .arg(self.path(&format!("{name}.pem")));
+        run(command);
+    }
+
+    /// A stunnel as xapi sets it up: one port, whose clients say by SNI whom they mean, and the
+    /// pool's own certificate for those that say "pool".
+    pub fn stunnel(&self, certificate: &str, more: &str) -> Stunnel {
+        let target = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = free_port();
+        let of = |name: &str| self.path(name).display().to_string();
+        let text = format!(
+            "foreground = yes\npid =\ndebug = info\nsslVersion = TLSv1.2\nciphers = {CIPHERS}\n\
+             curve = {CURVES}\n{more}\n[xapi]\naccept = 127.0.0.1:{port}\nconnect = {to}\n\
+             cert = {outer_cert}\nkey = {outer_key}\n[pool]\nsni = xapi:pool\nconnect = {to}\n\
+             cert = {cert}\nkey = {key}\n",
+            to = target.local_addr().unwrap(),
+            outer_cert = of("other.pem"),
+            outer_key = of("other.key"),
+            cert = of(&format!("{certificate}.pem")),
+            key = of(&format!("{certificate}.key")),
+        );
+        let file = self.path(&format!("stunnel-{port}.conf"));
+        fs::write(&file, text).unwrap();
+        let mut command = Command::new("stunnel4");
+        command.arg(&file);
+        let process = Process::start(command);
+        process.wait_for("Configuration successful");
+        Stunnel {
+            process,
+            port,
+            target,
+        }
+    }
+
+    /// `connect` to a port, without its desk.
+    pub fn connect(&self, port: u16, trust: &str) -> Command {
+        let mut command = dunlin(["handoff", "connect", "--host", "127.0.0.1"]);
+        command
+            .args(["--port", &port.to_string(), "--sni", "pool"])
+            .args(["--ciphers", CIPHERS, "--curves", CURVES])
+            .arg("--cert-bundle-file")
+            .arg(self.path(&format!("{trust}.pem")));
+        command
+    }
+}
+
+pub fn run(mut command: Command) {
+    let done = command.stdin(Stdio::null()).output().unwrap();
+    let said = String::from_utf8_lossy(&done.stderr);
+    assert!(done.status.success(), "{command:?}: {said}");
+}
+
+pub struct Stunnel {
+    pub process: Process,
+    pub port: u16,
+    pub target: TcpListener,
+}
+
+impl Stunnel {
+    /// Takes one connection behind the stunnel: reads all of it, answers with its digest, and
+    /// returns it.
+    pub fn take_all(&self) -> JoinHandle<Vec<u8>> {
+        let target = self.target.try_clone().unwrap();
+        thread::spawn(move || {
+            let (mut stream, _) = target.accept().unwrap();
+            stream.set_read_timeout(Some(PATIENCE)).unwrap();
+            let mut all = Vec::new();
+            stream.read_to_end(&mut all).unwrap();
+            answer(&mut stream, &all);
+            all
+        })
+    }
+}
+
+/// Says what came.
+pub fn answer(stream: &mut TcpStream, all: &[u8]) {
+    use std::io::Write;
+    stream
+        .write_all(format!("{} bytes", all.len()).as_bytes())
+        .unwrap();
+}
+
+/// A port that nobody uses now.
+pub fn free_port() -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    listener.local_addr().unwrap().port()
+}
+
+/// What `connect` said, and the sockets that came.
+pub fn call(mut command: Command) -> (Done, Vec<OwnedFd>) {
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    // Standard input serves as well as any number.
+    command.args(["--send-fd", "0"]);
+    let done = finish_with(command, theirs);
+    ours.set_read_timeout(Some(PATIENCE)).unwrap();
+    // Whoever still holds the other end would be waited for.
+    let received = fdpass::receive(&ours, &mut [0; 16]).unwrap();
+    assert_eq!(
+        received.bytes,
+        usize::from(!received.descriptors.is_empty())
+    );
+    (done, received.descriptors)
+}
+
+fn finish_with(mut command: Command, stdin: UnixStream) -> Done {
+    let done = command.stdin(OwnedFd::from(stdin)).output().unwrap();
+    // The command holds the other end of the desk.
+    drop(command);
+    Done {
+        code: done.status.code().unwrap(),
+        out: String::from_utf8(done.stdout).unwrap(),
+        err: String::from_utf8(done.stderr).unwrap(),
+    }
+}
+
+/// As [`finish`], for a client that gets `input`.
+pub fn feed(mut command: Command, input: Vec<u8>) -> Done {
+    let mut child = command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut stdin = child.stdin.take().unwrap();
+    let feeder = thread::spawn(move || {
+        use std::io::Write;
+        // A client that fails reads none of it.
+        let _ = stdin.write_all(&input);
+    });
+    let done = child.wait_with_output().unwrap();
+    feeder.join().unwrap();
+    Done {
+        code: done.status.code().unwrap(),
+        out: String::from_utf8(done.stdout).unwrap(),
+        err: String::from_utf8(done.stderr).unwrap(),
+    }
+}
+
+pub fn pattern(bytes: usize, seed: u64) -> Vec<u8> {
+    let mut state = seed | 1;
+    (0..bytes)
+        .map(|_| {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            (state >> 32) as u8
+        })
+        .collect()
+}
+
+/// Processes that carry connections and were started with this mark in their environment.
+pub fn carriers(mark: &str) -> Vec<Carrier> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir("/proc").unwrap().flatten() {
+        let path = entry.path();
+        let Ok(environment) = fs::read(path.join("environ")) else {
+            continue;
+        };
+        let words = fs::read(path.join("cmdline")).unwrap_or_default();
+        let is_marked = contains(&environment, mark.as_bytes());
+        if is_marked && contains(&words, b"handoff\0carry\0") {
+            found.push(Carrier(path));
+        }
+    }
+    found
+}
+
+fn contains(all: &[u8], part: &[u8]) -> bool {
+    all.windows(part.len()).any(|window| window == part)
+}
+
+/// A process, by its directory in /proc.
+pub struct Carrier(PathBuf);
+
+impl Carrier {
+    /// The fields of stat(5) behind the name: state, parent, group, session.
+    pub fn stat(&self) -> Vec<String> {
+        let text = fs::read_to_string(self.0.join("stat")).unwrap();
+        let fields = text.rsplit_once(')').unwrap().1;
+        fields.split_whitespace().map(str::to_owned).collect()
+    }
+
+    /// What it has open.
+    pub fn open(&self) -> Vec<String> {
+        let entries = fs::read_dir(self.0.join("fd")).unwrap();
+        let target = |path: PathBuf| fs::read_link(path).unwrap().display().to_string();
+        let mut open: Vec<_> = entries.map(|entry| target(entry.unwrap().path())).collect();
+        open.sort();
+        open
+    }
+
+    /// Waits until it is gone, not even as a zombie.
+    pub fn is_gone(&self) -> bool {
+        let until = Instant::now() + PATIENCE;
+        while Path::new(&self.0).exists() {
+            if Instant::now() > until {
+                return false;
+            }
+            thread::sleep(Duration::from_millis(10));
+        }
+        true
+    }
+}
+
+/// A command of ours that fails at once.
+pub fn fails(command: Command) -> Done {
+    finish(command).expect(1)
+}

@@ -1,0 +1,237 @@
+//! A `dunlin handoff accept`, and who stands before it and behind it.
+#![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
+
+use std::fs;
+use std::io::{ErrorKind, Read};
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use dunlin::handoff::pass::take;
+use serde_json::Value;
+
+use super::support::process::Process;
+use super::support::{Hosts, words};
+
+/// Nothing that a test waits for takes longer.
+pub const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Identities `a` and `b`, a socket at which `own.test` is taken, and a server for all others.
+pub struct Scene {
+    pub hosts: Hosts,
+    pub taker: UnixListener,
+    pub old: TcpListener,
+}
+
+/// What was handed over.
+pub struct Handed {
+    pub line: Value,
+    pub socket: UnixStream,
+}
+
+impl Scene {
+    pub fn new() -> Self {
+        let hosts = Hosts::new();
+        hosts.issue("ca", "own", "own.test", 1);
+        hosts.issue("ca", "old", "old.test", 1);
+        Self {
+            taker: UnixListener::bind(hosts.scratch.join("taker")).unwrap(),
+            old: TcpListener::bind("127.0.0.1:0").unwrap(),
+            hosts,
+        }
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.hosts.scratch.join(name)
+    }
+
+    pub fn command(&self, listen: &str, more: &str) -> Command {
+        let mut command = words("handoff accept --sni own.test --listen");
+        command
+            .arg(listen)
+            .arg("--to")
+            .arg(format!("unix:{}", self.path("taker").display()))
+            .arg("--identity")
+            .arg(self.path("own"))
+            .args(more.split_whitespace());
+        command
+    }
+
+    /// With the server behind it.
+    pub fn start(&self, more: &str) -> Accept {
+        let old = self.old.local_addr().unwrap();
+        self.start_alone(&format!("--else tcp:{old} {more}"))
+    }
+
+    pub fn start_alone(&self, more: &str) -> Accept {
+        let process = Process::start(self.command("127.0.0.1:0", more));
+        let line = process.wait_for("listening on ");
+        let address = line.strip_prefix("listening on ").unwrap().to_owned();
+        Accept { process, address }
+    }
+
+    /// The next client of the server behind.
+    pub fn client_of_old(&self) -> TcpStream {
+        accepted(&self.old)
+    }
+
+    /// Everybody who is handed a socket.
+    pub fn take(&self) -> Handed {
+        self.taker.set_nonblocking(true).unwrap();
+        let from = until(|| self.taker.accept()).0;
+        let mut line = Vec::new();
+        let mut sockets: Vec<OwnedFd> = Vec::new();
+        loop {
+            let mut part = [0; 4096];
+            let came = take(&from, &mut part, Instant::now() + PATIENCE).unwrap();
+            sockets.extend(came.descriptors);
+            line.extend_from_slice(&part[..came.bytes]);
+            if came.bytes == 0 {
+                break;
+            }
+        }
+        assert_eq!(line.pop(), Some(b'\n'));
+        let socket = UnixStream::from(sockets.pop().unwrap());
+        assert!(sockets.is_empty());
+        socket.set_read_timeout(Some(PATIENCE)).unwrap();
+        let line = serde_json::from_slice(&line).unwrap();
+        Handed { line, socket }
+    }
+
+    /// OpenSSL's client, with a name that it wants.
+    pub fn client(&self, port: &str, name: &str, more: &str) -> Process {
+        let mut command = Command::new("openssl");
+        command
+            .args(["s_client", "-quiet", "-no_ign_eof", "-connect", port])
+            .args(more.split_whitespace())
+            .arg("-CAfile")
+            .arg(self.path("own").join("ca-cert.pem"))
+            .args(["-verify_return_error"]);
+        match name {
+            "" => command.arg("-noservername"),
+            name => command.args(["-servername", name, "-verify_hostname", name]),
+        };
+        Process::start(command)
+    }
+}
+
+/// The process, and where it listens.
+pub struct Accept {
+    pub process: Process,
+    pub address: String,
+}
+
+impl Accept {
+    pub fn connect(&self) -> TcpStream {
+        patient(TcpStream::connect(&self.address).unwrap())
+    }
+
+    /// Descriptors and threads.
+    pub fn held(&self) -> (usize, usize) {
+        let of = |what: &str| {
+            let pid = self.process.child.id();
+            fs::read_dir(format!("/proc/{pid}/{what}")).unwrap().count()
+        };
+        (of("fd"), of("task"))
+    }
+
+    /// Waits until it holds what it held.
+    pub fn settles(&self, before: (usize, usize)) {
+        let until = Instant::now() + PATIENCE;
+        while self.held() != before {
+            let held = self.held();
+            assert!(
+                Instant::now() < until,
+                "{held:?} are held and not {before:?}"
+            );
+            thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    /// The time that it has spent on a processor.
+    pub fn spent(&self) -> Duration {
+        let tasks = fs::read_dir(format!("/proc/{}/task", self.process.child.id())).unwrap();
+        let of = |task: std::io::Result<fs::DirEntry>| -> u64 {
+            let text = fs::read_to_string(task.unwrap().path().join("schedstat")).unwrap();
+            text.split_whitespace().next().unwrap().parse().unwrap()
+        };
+        Duration::from_nanos(tasks.map(of).sum())
+    }
+}
+
+pub fn patient(stream: TcpStream) -> TcpStream {
+    stream.set_nonblocking(false).unwrap();
+    stream.set_nodelay(true).unwrap();
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.set_write_timeout(Some(PATIENCE)).unwrap();
+    stream
+}
+
+/// The next who connects.
+pub fn accepted(listener: &TcpListener) -> TcpStream {
+    listener.set_nonblocking(true).unwrap();
+    patient(until(|| listener.accept()).0)
+}
+
+fn until<T>(mut accept: impl FnMut() -> std::io::Result<T>) -> T {
+    let until = Instant::now() + PATIENCE;
+    loop {
+        match accept() {
+            Ok(came) => return came,
+            Err(error) if error.kind() == ErrorKind::WouldBlock => {}
+            Err(error) => panic!("{error}"),
+        }
+        assert!(Instant::now() < until, "nobody comes");
+        thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// Whether a program is there; in CI it must be.
+pub fn is_here(program: &str) -> bool {
+    let found = Command::new(program)
+        .arg("version")
+        .stdin(Stdio::null())
+        .output();
+    match found {
+        Ok(_) => true,
+        Err(error) if std::env::var_os("CI").is_some_and(|ci| ci == "true") => {
+            panic!("CI must have {program}: {error}")
+        }
+        Err(error) => {
+            println!("not tested, no {program}: {error}");
+            false
+        }
+    }
+}
+
+/// The records of a ClientHello that OpenSSL sends for a name.
+pub fn real_hello(scene: &Scene, name: &str, more: &str) -> Vec<u8> {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().to_string();
+    let _client = scene.client(&port, name, more);
+    let mut stream = accepted(&listener);
+    let mut header = [0; 5];
+    stream.read_exact(&mut header).unwrap();
+    let mut bytes = header.to_vec();
+    bytes.resize(
+        5 + usize::from(u16::from_be_bytes([header[3], header[4]])),
+        0,
+    );
+    stream.read_exact(&mut bytes[5..]).unwrap();
+    bytes
+}
+
+/// The same message in records of so many bytes.
+pub fn cut(hello: &[u8], size: usize) -> Vec<u8> {
+    let mut records = Vec::new();
+    for part in hello[5..].chunks(size) {
+        records.extend_from_slice(&hello[..3]);
+        records.extend((part.len() as u16).to_be_bytes());
+        records.extend_from_slice(part);
+    }
+    records
+}
