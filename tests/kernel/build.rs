@@ -1,4 +1,5 @@
-//! Assembles the loops that instruction counts are calibrated with.
+//! Assembles the loops that instruction counts are calibrated with, and compiles the client of the
+//! hand-off that is in C.
 
 use std::env;
 use std::fs;
@@ -29,16 +30,35 @@ fn main() {
             .arg(out.join(name))
             .arg(&object));
     }
+    client(&out);
+}
+
+/// With its C library in it, since the guest's has another.
+fn client(out: &Path) {
+    let sources = ["ktls_copy.c", "ktls_client.c", "ktls_client.h"];
+    let sources = sources.map(|name| Path::new("../../clients").join(name));
+    for source in &sources {
+        println!("cargo::rerun-if-changed={}", source.display());
+    }
+    let program = out.join("ktls_copy");
+    if env::var("CARGO_CFG_TARGET_ARCH").as_deref() != Ok("x86_64") {
+        fs::write(program, "").expect("OUT_DIR can be written");
+        return;
+    }
+    run(Command::new("cc")
+        .args(["-std=gnu11", "-O1", "-static", "-o"])
+        .arg(program)
+        .args(&sources[..2]));
 }
 
 fn run(command: &mut Command) {
     let program = command.get_program().to_string_lossy().into_owned();
     match command.status() {
         Ok(status) if status.success() => {}
-        Ok(status) => panic!("`{program}` failed on guest/loop.S: {status}"),
+        Ok(status) => panic!("`{program}` failed: {status}"),
         Err(error) => panic!(
             "cannot start `{program}`: {error}. The calibrating loop is assembled with GNU \
-             binutils; install them (Debian: apt install binutils)"
+             binutils, and a client is in C; install them (Debian: apt install build-essential)"
         ),
     }
 }

@@ -26,6 +26,8 @@ const GUESTS: &str = "crates/dunlin-microvm";
 const RIG: [&str; 2] = ["tests/rig", "xtask"];
 /// How the names of the tunnel's programs begin, in whatever package.
 const TUNNEL: &str = "tunnel";
+/// And those of the hand-off's.
+const HANDOFF: &str = "handoff";
 /// What [`built`] builds; another choice of packages would build much of it twice.
 const BUILT: [&str; 3] = ["--workspace", "--exclude", "dunlin-kernel-tests"];
 /// So many of the longest are named at the end.
@@ -46,6 +48,8 @@ enum Suite {
     Rig,
     /// The tunnel, with real hypervisors too.
     Tunnel,
+    /// The hand-off.
+    Handoff,
 }
 
 /// What cargo says of each thing that it has built.
@@ -83,6 +87,8 @@ impl Program {
     fn suite(&self) -> Suite {
         if self.name.starts_with(TUNNEL) {
             Suite::Tunnel
+        } else if self.name.starts_with(HANDOFF) {
+            Suite::Handoff
         } else if RIG.iter().any(|end| self.directory.ends_with(end)) {
             Suite::Rig
         } else {

@@ -18,11 +18,16 @@
 #![forbid(unsafe_code)]
 
 pub mod counting;
+pub mod handoff;
+pub mod refusing;
+pub mod tls;
 
 use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{self, Command, ExitCode};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
@@ -39,6 +44,8 @@ pub struct Needs {
     pub packages: &'static [&'static str],
     /// Whether the `dunlin` command is in the path.
     pub dunlin: bool,
+    /// Test programs of the library that are in the path; see [`Guest::library_tests`].
+    pub library_tests: &'static [&'static str],
     /// After so long the test is killed, and counts as hung.
     pub limit_seconds: u64,
 }
@@ -49,6 +56,7 @@ impl Needs {
         cpus: 2,
         packages: &[],
         dunlin: false,
+        library_tests: &[],
         limit_seconds: 60,
     };
 }
@@ -122,12 +130,47 @@ impl Guest {
         text
     }
 
+    /// Runs the library's test program with this name where the kernel seals and opens records, one
+    /// test after the other, since times mean nothing here. What it printed is returned.
+    ///
+    /// # Panics
+    /// A test fails.
+    #[must_use]
+    pub fn library_tests(&self, name: &str, skipped: &[&str]) -> String {
+        let mut arguments = vec!["DUNLIN_OFFLOAD=kernel", name, "--test-threads=1"];
+        for &test in skipped {
+            arguments.extend(["--skip", test]);
+        }
+        let printed = self.output("env", &arguments);
+        println!("{printed}");
+        printed
+    }
+
     /// Runs a program for what it does.
     ///
     /// # Panics
     /// It does not start, or fails; with all that it said.
     pub fn command(&self, program: &str, arguments: &[&str]) {
         let _ = self.output(program, arguments);
+    }
+
+    /// Takes a module out of the kernel, as soon as nobody uses it: what an earlier test leaves in it
+    /// goes some time after that test.
+    ///
+    /// # Panics
+    /// Somebody uses it for half a minute.
+    pub fn remove_module(&self, name: &str) {
+        let until = Instant::now() + Duration::from_secs(30);
+        loop {
+            let done = Command::new("rmmod").arg(name).output();
+            let done = done.unwrap_or_else(|error| panic!("rmmod: {error}"));
+            if done.status.success() {
+                return;
+            }
+            let said = String::from_utf8_lossy(&done.stderr);
+            assert!(Instant::now() < until, "rmmod {name}: {said}");
+            thread::sleep(Duration::from_millis(100));
+        }
     }
 
     /// A counter of a file of lines "NAME VALUE", `/proc/net/tls_stat` for instance.

@@ -3,6 +3,7 @@
 //! Packages lie as Debian has them, `/rig` is ours, and busybox's commands come last in the path:
 //! whoever asks for `iproute2` gets its `ip`.
 
+use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
@@ -71,6 +72,11 @@ pub fn write(kernel: &Kernel, programs: &[Program], target: &Path) -> Result<()>
     archive.bytes("rig/run", run, 0o644);
     if programs.iter().any(|test| test.needs.dunlin) {
         archive.program("usr/bin/dunlin", program::build_dunlin()?);
+    }
+    let named = |test: &Program| test.needs.library_tests.clone();
+    for name in programs.iter().flat_map(named).collect::<BTreeSet<_>>() {
+        let program = program::build_library_tests(&name)?;
+        archive.program(format!("usr/bin/{name}"), program);
     }
     fs::write(target, archive.finish()?).with_context(|| target.display().to_string())
 }

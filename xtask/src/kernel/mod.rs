@@ -24,7 +24,7 @@ use std::thread;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
-use clap::Args;
+use clap::{Args, ValueEnum};
 use dunlin_rig::cache;
 use dunlin_rig::debian::{self, Kernel, Qemu, Which};
 
@@ -41,6 +41,9 @@ pub struct KernelOptions {
     /// Runs this test alone; may be given several times.
     #[arg(long = "test", value_name = "NAME")]
     tests: Vec<String>,
+    /// Runs the tests of this suite alone.
+    #[arg(long, conflicts_with = "tests")]
+    suite: Option<Suite>,
     /// Lists the tests and runs none.
     #[arg(long)]
     list: bool,
@@ -57,6 +60,27 @@ pub struct KernelOptions {
     /// Counts instructions: the guest's clock goes by them, and not by time.
     #[arg(long)]
     icount: bool,
+}
+
+/// Tests that belong together, and have a budget together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Suite {
+    /// What tests stand on, and everything that is in no other.
+    Rig,
+    /// Kernel TLS.
+    Tls,
+}
+
+impl Suite {
+    /// The suite of a test, by its name: `tls_…`, or a pitfall's number.
+    fn of(name: &str) -> Self {
+        let is_pitfall = |rest: &str| rest.starts_with(|first: char| first.is_ascii_digit());
+        if name.starts_with("tls_") || name.strip_prefix('k').is_some_and(is_pitfall) {
+            Self::Tls
+        } else {
+            Self::Rig
+        }
+    }
 }
 
 /// How many of a kernel's tests came out how.
@@ -84,7 +108,8 @@ pub fn command(options: &KernelOptions) -> Result<ExitCode> {
     }
     let mut names: Vec<&str> = Vec::new();
     for (name, _) in &all {
-        if options.tests.is_empty() || options.tests.contains(name) {
+        let in_suite = options.suite.is_none_or(|suite| suite == Suite::of(name));
+        if in_suite && options.tests.is_empty() || options.tests.contains(name) {
             names.push(name);
         }
     }

@@ -31,6 +31,8 @@ pub struct Needs {
     pub packages: Vec<String>,
     /// Whether the `dunlin` command is to be in the guest.
     pub dunlin: bool,
+    /// Test programs of the library.
+    pub library_tests: Vec<String>,
     /// How long it may take.
     pub limit_seconds: u64,
 }
@@ -75,7 +77,7 @@ pub fn list() -> Result<Vec<(String, String)>> {
 pub fn build(names: &[&str]) -> Result<Vec<Program>> {
     let mut programs = Vec::new();
     for name in names {
-        let path = build_one(PACKAGE, name)?;
+        let path = build_one(PACKAGE, "--bin", name)?;
         let described = Command::new(&path)
             .arg("--describe")
             .output()
@@ -100,19 +102,27 @@ pub fn build(names: &[&str]) -> Result<Vec<Program>> {
 /// # Errors
 /// It does not build.
 pub fn build_dunlin() -> Result<PathBuf> {
-    build_one("dunlin-cli", "dunlin")
+    build_one("dunlin-cli", "--bin", "dunlin")
+}
+
+/// Builds a test program of the library for the guest.
+///
+/// # Errors
+/// It does not build.
+pub fn build_library_tests(name: &str) -> Result<PathBuf> {
+    build_one("dunlin", "--test", name)
 }
 
 /// Builds one program with the C library in it, so that it runs beside any other. The flag goes to
 /// this program alone, and the libraries are those of an ordinary build.
-fn build_one(package: &str, name: &str) -> Result<PathBuf> {
+fn build_one(package: &str, kind: &str, name: &str) -> Result<PathBuf> {
     #[derive(Deserialize)]
     struct Message {
         executable: Option<PathBuf>,
     }
     let done = Command::new(env!("CARGO"))
         .args(["rustc", "--locked", "--quiet", "--package", package])
-        .args(["--bin", name, "--message-format", "json-render-diagnostics"])
+        .args([kind, name, "--message-format", "json-render-diagnostics"])
         .args(["--", "-C", "target-feature=+crt-static"])
         .args(["-C", "strip=debuginfo"])
         .current_dir(workspace())

@@ -2,11 +2,13 @@
 
 use std::collections::VecDeque;
 use std::io::{self, BufRead, BufReader, ErrorKind, Write};
+use std::os::fd::BorrowedFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use dunlin_sys::fdpass;
 use serde_json::{Value, json};
 use thiserror::Error;
 
@@ -83,6 +85,10 @@ impl Qmp {
             .get_mut()
             .write_all(line.as_bytes())
             .map_err(|error| QmpError::Socket(command.to_owned(), error))?;
+        self.answer(command)
+    }
+
+    fn answer(&mut self, command: &str) -> Result<Value, QmpError> {
         let deadline = Instant::now() + ANSWER;
         loop {
             let mut answer = self.read(command, deadline)?;
@@ -95,6 +101,20 @@ impl Qmp {
                 return Ok(answer["return"].take());
             }
         }
+    }
+
+    /// Gives QEMU a descriptor of this process's by a name of its own (`getfd`), for an address
+    /// such as `fd:NAME`.
+    ///
+    /// # Errors
+    /// QEMU refuses it, or has gone.
+    pub fn give(&mut self, name: &str, descriptor: BorrowedFd<'_>) -> Result<(), QmpError> {
+        let mut line = json!({"execute": "getfd", "arguments": {"fdname": name}}).to_string();
+        line.push('\n');
+        // QEMU looks for the descriptor beside the bytes that it reads; so short a line goes whole.
+        fdpass::send(self.stream.get_ref(), line.as_bytes(), &[descriptor])
+            .map_err(|error| QmpError::Socket("getfd".to_owned(), error))?;
+        self.answer("getfd").map(|_| ())
     }
 
     /// The next event that `wanted` accepts by its name and data; others before it are dropped.

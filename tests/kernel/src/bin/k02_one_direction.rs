@@ -1,0 +1,84 @@
+//! A socket with keys for one direction alone sends or takes the other in the clear: both or nothing.
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::process::ExitCode;
+use std::thread;
+
+use dunlin_kernel_tests::refusing::forbid;
+use dunlin_kernel_tests::tls::{self, DATA, Half, Keys, connected, set, stat};
+use dunlin_kernel_tests::{Guest, Needs, run};
+use dunlin_sys::ktls::{self, Direction};
+use nix::errno::Errno;
+
+fn main() -> ExitCode {
+    run(&Needs::NOTHING, |guest| {
+        what_is_sent_leaves_in_the_clear(guest);
+        what_comes_is_believed(guest);
+    })
+}
+
+/// As where a sandbox, or a kernel whose receive side lacks the cipher, refuses one of the two.
+fn without(direction: Direction, socket: TcpStream) -> TcpStream {
+    // A filter is its thread's for ever.
+    thread::spawn(move || {
+        ktls::attach(&socket).expect("the kernel has TLS");
+        forbid(direction);
+        let (sealing, opening) = (
+            set(&socket, Direction::Sending, &Keys::new(1)),
+            set(&socket, Direction::Receiving, &Keys::new(2)),
+        );
+        let expected = if direction == Direction::Sending {
+            (Err(Errno::EPERM), Ok(()))
+        } else {
+            (Ok(()), Err(Errno::EPERM))
+        };
+        assert_eq!((sealing, opening), expected);
+        socket
+    })
+    .join()
+    .expect("one direction is refused")
+}
+
+fn what_is_sent_leaves_in_the_clear(guest: &Guest) {
+    let (near, mut far) = connected();
+    let mut near = without(Direction::Sending, near);
+    assert_eq!(stat(guest, "TlsCurrTxSw"), 0);
+    assert_eq!(stat(guest, "TlsCurrRxSw"), 1);
+    // It opens what comes, so that a test which only receives would see nothing wrong.
+    let mut seals = Half::new(&Keys::new(2));
+    far.write_all(&seals.seal(DATA, b"sealed"))
+        .expect("it is sent");
+    let mut got = [0; 6];
+    near.read_exact(&mut got).expect("it is opened");
+    assert_eq!(&got, b"sealed");
+
+    near.write_all(b"a guest's memory")
+        .expect("nothing refuses it");
+    let mut seen = [0; 16];
+    far.read_exact(&mut seen).expect("it arrives");
+    assert_eq!(
+        &seen, b"a guest's memory",
+        "it was in the clear on the wire"
+    );
+}
+
+fn what_comes_is_believed(guest: &Guest) {
+    let (near, mut far) = connected();
+    let mut near = without(Direction::Receiving, near);
+    assert_eq!(stat(guest, "TlsCurrTxSw"), 1);
+    near.write_all(b"sealed").expect("it is sent");
+    let record = tls::read_record(&mut far).expect("it arrives");
+    let record = record.expect("it is not the end");
+    let opened = Half::new(&Keys::new(1)).open(&record);
+    assert_eq!(opened, Some((DATA, b"sealed".to_vec())));
+
+    far.write_all(b"forged by anybody").expect("it is sent");
+    let mut got = [0; 17];
+    near.read_exact(&mut got).expect("nothing refuses it");
+    assert_eq!(
+        &got, b"forged by anybody",
+        "it was taken as if it were authentic"
+    );
+    assert_eq!(stat(guest, "TlsDecryptError"), 0);
+}

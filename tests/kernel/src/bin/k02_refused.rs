@@ -1,0 +1,89 @@
+//! Where the kernel refuses one direction's keys, nothing goes through it: the choice is the process, and the hand-off fails or is carried.
+
+use std::io::Read;
+use std::process::ExitCode;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use dunlin::lane::kernel::{Offload, Refused, choose};
+use dunlin::lane::provider::CipherSuite;
+use dunlin_kernel_tests::handoff::{
+    Stunnel, certificate, connect, connected, exchange, pattern, stunnel,
+};
+use dunlin_kernel_tests::refusing::forbid;
+use dunlin_kernel_tests::tls::stat;
+use dunlin_kernel_tests::{Guest, Needs, run};
+use dunlin_sys::ktls::Direction;
+use dunlin_sys::socket::wait_readable;
+
+const NEEDS: Needs = Needs {
+    packages: &["stunnel4", "openssl"],
+    dunlin: true,
+    limit_seconds: 120,
+    ..Needs::NOTHING
+};
+
+const BYTES: usize = 1 << 20;
+
+fn main() -> ExitCode {
+    run(&NEEDS, |guest| {
+        certificate(guest, "pool");
+        certificate(guest, "other");
+        let stunnel = stunnel(guest, 4443, "");
+        // A suite each: what was found out about one is remembered.
+        for (direction, suite) in [
+            (Direction::Sending, CipherSuite::Aes256Gcm),
+            (Direction::Receiving, CipherSuite::Aes128Gcm),
+        ] {
+            thread::scope(|scope| {
+                let refused = scope.spawn(|| {
+                    forbid(direction);
+                    lanes_choose_the_process(direction, suite);
+                    a_hand_off_fails_in_one_line(guest, &stunnel);
+                    or_is_carried(&stunnel);
+                });
+                refused.join().expect("nothing goes through the kernel");
+            });
+        }
+    })
+}
+
+fn lanes_choose_the_process(refused: Direction, suite: CipherSuite) {
+    let error = choose(Offload::Kernel, suite).expect_err("it had to be the kernel");
+    match &error {
+        Refused::Direction { direction, .. } => assert_eq!(*direction, refused, "{error}"),
+        _ => panic!("the direction is not told: {error:?}"),
+    }
+    let choice = choose(Offload::Auto, suite).expect("auto always chooses");
+    assert!(!choice.is_kernel, "{}", choice.reason);
+    assert!(
+        choice.reason.contains(&error.to_string()),
+        "{}",
+        choice.reason
+    );
+}
+
+fn a_hand_off_fails_in_one_line(guest: &Guest, stunnel: &Stunnel) {
+    let called = connect(stunnel.port, &["--no-verify"]);
+    assert_eq!(called.code, Some(1), "{called:?}");
+    assert_eq!(called.err.lines().count(), 1, "{called:?}");
+    assert_eq!(
+        (called.out.as_str(), called.sockets.len()),
+        ("", 0),
+        "{called:?}"
+    );
+    assert_eq!(stat(guest, "TlsCurrTxSw"), 0, "nobody holds the socket");
+    // The handshake was whole, so stunnel has connected; nothing was said.
+    let deadline = Instant::now() + Duration::from_secs(30);
+    assert!(wait_readable(&stunnel.target, deadline).expect("it listens"));
+    let (mut far, _) = stunnel.target.accept().expect("somebody connects");
+    let mut said = Vec::new();
+    // It may end with a reset.
+    let _ = far.read_to_end(&mut said);
+    assert_eq!(said, b"");
+}
+
+fn or_is_carried(stunnel: &Stunnel) {
+    let (near, far) = connected(stunnel, &["--no-verify", "--fallback", "process"]);
+    exchange(&near, &far, &pattern(BYTES, 1), &pattern(BYTES, 2));
+}

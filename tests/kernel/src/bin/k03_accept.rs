@@ -1,0 +1,264 @@
+//! `dunlin handoff accept`: an own name's socket has the kernel's TLS, whatever has come before it had; all others reach a stunnel.
+
+use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::process::{Child, Command, ExitCode, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use dunlin_kernel_tests::handoff::{Background, certificate, pattern, stunnel_to};
+use dunlin_kernel_tests::{Guest, Needs, run};
+use dunlin_sys::fdpass;
+use dunlin_sys::ktls::{self, Cipher, Direction, Version};
+use dunlin_sys::socket::connect_unix;
+use nix::sys::socket::{Backlog, listen};
+use serde_json::Value;
+
+const NEEDS: Needs = Needs {
+    packages: &["stunnel4", "openssl"],
+    dunlin: true,
+    limit_seconds: 240,
+    ..Needs::NOTHING
+};
+
+/// Not a multiple of a record.
+const BYTES: usize = (4 << 20) + 777;
+/// What a client sends before its keys are the kernel's.
+const EARLY: usize = 100 << 10;
+
+fn main() -> ExitCode {
+    run(&NEEDS, |guest| {
+        certificate(guest, "pool");
+        certificate(guest, "other");
+        let service = TcpListener::bind("127.0.0.1:0").expect("the loopback is up");
+        let behind = service.local_addr().expect("it is bound");
+        let _stunnel = stunnel_to(guest, 4443, behind, "");
+        let taker = UnixListener::bind("taker").expect("the folder is ours");
+        // A queue that is soon full.
+        let few = Backlog::new(1).expect("it is a number");
+        listen(&taker, few).expect("it listens already");
+
+        let accept = Accept::start(guest, "1.2", &[]);
+        the_other_name_reaches_the_stunnel(guest, accept.port, &service);
+        both_directions_are_the_kernels(guest, accept.port, &taker);
+        what_came_before_the_keys_is_read(guest, accept.port, "-tls1_2", &taker);
+        drop(accept);
+
+        let accept = Accept::start(guest, "1.3", &[]);
+        what_came_before_the_keys_is_read(guest, accept.port, "-tls1_3", &taker);
+        assert_eq!(stat(guest, "TlsDecryptError"), 0);
+        drop(accept);
+
+        let accept = Accept::start(guest, "1.2", &["--fallback", "process"]);
+        who_has_ended_before_the_keys_is_carried(guest, accept.port, &taker);
+    })
+}
+
+/// The process, and where it listens.
+struct Accept {
+    port: u16,
+    _process: Background,
+}
+
+impl Accept {
+    fn start(guest: &Guest, tls: &str, more: &[&str]) -> Self {
+        let to = format!("unix:{}", guest.folder().join("taker").display());
+        let process = Command::new("dunlin")
+            .args(["handoff", "accept", "--listen", "127.0.0.1:0"])
+            .args(["--sni", "own", "--to", &to, "--else", "tcp:127.0.0.1:4443"])
+            .args(["--cert", "other.pem", "--key", "other.key", "--tls", tls])
+            .args(more)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn();
+        let mut process = Background(process.expect("dunlin is in the path"));
+        let out = process.0.stdout.take().expect("it was asked for");
+        let mut line = String::new();
+        let read = BufReader::new(out).read_line(&mut line);
+        read.expect("it says where it listens");
+        let port = line
+            .trim()
+            .rsplit(':')
+            .next()
+            .and_then(|port| port.parse().ok());
+        Self {
+            port: port.unwrap_or_else(|| panic!("no port: {line}")),
+            _process: process,
+        }
+    }
+}
+
+/// OpenSSL's client, whose standard input and output are what it sends and gets. It takes no letter
+/// for a command while it does not look for its input's end.
+fn client(port: u16, name: &str, version: &str) -> Background {
+    let to = format!("127.0.0.1:{port}");
+    let child = Command::new("openssl")
+        .args(["s_client", "-quiet", "-connect", &to])
+        .args(["-servername", name, version])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn();
+    Background(child.expect("openssl starts"))
+}
+
+/// The socket of the next client, and what is said of it.
+fn take(taker: &UnixListener) -> (TcpStream, Value) {
+    let from = taker.accept().expect("it listens").0;
+    let mut line = Vec::new();
+    let mut sockets: Vec<OwnedFd> = Vec::new();
+    loop {
+        let mut part = [0; 4096];
+        let came = fdpass::receive(&from, &mut part).expect("it stands");
+        sockets.extend(came.descriptors);
+        line.extend_from_slice(&part[..came.bytes]);
+        if came.bytes == 0 {
+            break;
+        }
+    }
+    let socket = sockets.pop().expect("a socket came with the line");
+    let line = serde_json::from_slice(&line).expect("the line is JSON");
+    println!("{line}");
+    (socket.into(), line)
+}
+
+/// Whether it is in blocking mode (proc_pid_fdinfo(5)).
+fn blocks(socket: &impl AsRawFd) -> bool {
+    const NONBLOCKING: u32 = 0o4000;
+    let path = format!("/proc/self/fdinfo/{}", socket.as_raw_fd());
+    let text = fs::read_to_string(path).expect("it is open");
+    let flags = text.lines().find_map(|line| line.strip_prefix("flags:"));
+    let flags = flags.and_then(|flags| u32::from_str_radix(flags.trim(), 8).ok());
+    flags.expect("it has flags") & NONBLOCKING == 0
+}
+
+/// A counter of the kernel's TLS; there are none before it is first asked for.
+fn stat(guest: &Guest, name: &str) -> u64 {
+    const FILE: &str = "/proc/net/tls_stat";
+    match Path::new(FILE).exists() {
+        true => guest.counter(FILE, name),
+        false => 0,
+    }
+}
+
+fn the_other_name_reaches_the_stunnel(guest: &Guest, port: u16, service: &TcpListener) {
+    let mut client = client(port, "pool", "-tls1_2");
+    let mut served = service.accept().expect("it listens").0;
+    exchange(&mut client.0, &mut served);
+    assert_eq!(stat(guest, "TlsRxSw"), 0, "nobody but stunnel has its keys");
+}
+
+fn both_directions_are_the_kernels(guest: &Guest, port: u16, taker: &UnixListener) {
+    let mut client = client(port, "own", "-tls1_2");
+    let (mut socket, line) = take(taker);
+    assert_eq!(line["offload"], "kernel");
+    assert_eq!(line["sni"], "own");
+    assert_eq!(line["version"], "TLSv1.2");
+    assert_eq!(line["cipher"], "ECDHE-RSA-AES256-GCM-SHA384");
+    assert!(line["driver"]["priority"].as_u64() > Some(100), "{line}");
+    for direction in [Direction::Sending, Direction::Receiving] {
+        let installed = ktls::installed(&socket, direction).expect("it is a socket");
+        let installed = installed.unwrap_or_else(|| panic!("{direction:?} has no key"));
+        assert!(
+            installed.is(Version::V1_2, Cipher::Aes256Gcm),
+            "{installed:?}"
+        );
+    }
+    // Those of the probe are closed again.
+    let now = |way: &str| stat(guest, &format!("TlsCurr{way}Sw"));
+    assert_eq!((now("Tx"), now("Rx")), (1, 1));
+    assert!(blocks(&socket), "plain programs wait in their reads");
+    exchange(&mut client.0, &mut socket);
+    assert_eq!(stat(guest, "TlsDecryptError"), 0);
+}
+
+/// A client's data lies in the socket when its keys come to the kernel: whoever takes the socket
+/// is late, and the keys wait for him.
+fn what_came_before_the_keys_is_read(
+    guest: &Guest,
+    port: u16,
+    version: &str,
+    taker: &UnixListener,
+) {
+    let before = stat(guest, "TlsRxSw");
+    let queue = fill_queue();
+    let mut client = client(port, "own", version);
+    let early = pattern(EARLY, 7);
+    let mut input = client.0.stdin.take().expect("it was asked for");
+    input.write_all(&early).expect("it is taken");
+    thread::sleep(Duration::from_secs(2));
+    assert_eq!(stat(guest, "TlsRxSw"), before, "the kernel has no key yet");
+    empty_queue(queue, taker);
+    let (mut socket, line) = take(taker);
+    assert_eq!(line["offload"], "kernel");
+    let mut came = vec![0; EARLY];
+    socket.read_exact(&mut came).expect("it has come");
+    assert!(came == early);
+    client.0.stdin = Some(input);
+    exchange(&mut client.0, &mut socket);
+}
+
+/// The kernel takes no keys of a connection whose other side has ended it: it was given nothing, and
+/// a process can still read what was said.
+fn who_has_ended_before_the_keys_is_carried(guest: &Guest, port: u16, taker: &UnixListener) {
+    let before = stat(guest, "TlsRxSw");
+    let queue = fill_queue();
+    let mut client = client(port, "own", "-tls1_2");
+    let mut input = client.0.stdin.take().expect("it was asked for");
+    input.write_all(b"last words").expect("it is taken");
+    thread::sleep(Duration::from_secs(2));
+    drop((input, client));
+    thread::sleep(Duration::from_millis(200));
+    empty_queue(queue, taker);
+    let (mut socket, line) = take(taker);
+    assert_eq!(line["offload"], "process");
+    let mut came = Vec::new();
+    socket.read_to_end(&mut came).expect("it has come");
+    assert_eq!(came, b"last words");
+    // But for the probe's, of which one socket has both keys and the other too.
+    assert!(stat(guest, "TlsRxSw") <= before + 2);
+}
+
+/// So many connections that a further one has to wait.
+fn fill_queue() -> Vec<UnixStream> {
+    let soon = || Instant::now() + Duration::from_millis(100);
+    let mut queue = Vec::new();
+    while let Ok(one) = connect_unix(Path::new("taker"), soon()) {
+        queue.push(one);
+        assert!(queue.len() < 100, "the backlog has no end");
+    }
+    queue
+}
+
+fn empty_queue(queue: Vec<UnixStream>, taker: &UnixListener) {
+    for _ in queue {
+        taker.accept().expect("it listens");
+    }
+}
+
+/// Both ways at once, and the client's end.
+fn exchange(client: &mut Child, served: &mut TcpStream) {
+    let (there, back) = (pattern(BYTES, 1), pattern(BYTES, 2));
+    let mut input = client.stdin.take().expect("it was asked for");
+    let mut output = client.stdout.take().expect("it was asked for");
+    thread::scope(|scope| {
+        scope.spawn(|| input.write_all(&there).expect("it is taken"));
+        let mut writer = served.try_clone().expect("descriptors are left");
+        scope.spawn(move || writer.write_all(&back).expect("it is sent"));
+        scope.spawn(|| {
+            let mut came = vec![0; BYTES];
+            output.read_exact(&mut came).expect("it comes");
+            assert!(
+                came == pattern(BYTES, 2),
+                "what was sent to the client differs"
+            );
+        });
+        let mut came = vec![0; BYTES];
+        served.read_exact(&mut came).expect("it comes");
+        assert!(came == there, "what the client has sent differs");
+    });
+}

@@ -1,0 +1,68 @@
+//! A TLS 1.3 server's tickets are gone before its socket is passed on; a later key update ends it.
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::process::{Command, ExitCode, Stdio};
+
+use dunlin_kernel_tests::handoff::{
+    Background, certificate, connect, connected, exchange, pattern, stunnel, wait_for_listener,
+};
+use dunlin_kernel_tests::{Guest, Needs, run};
+
+const NEEDS: Needs = Needs {
+    packages: &["stunnel4", "openssl"],
+    dunlin: true,
+    limit_seconds: 180,
+    ..Needs::NOTHING
+};
+const FLAGS: &str = "--cert-bundle-file pool.pem --tls 1.3 \
+                     --ciphers TLS_AES_256_GCM_SHA384:TLS_AES_128_GCM_SHA256";
+
+fn main() -> ExitCode {
+    run(&NEEDS, |guest| {
+        certificate(guest, "pool");
+        certificate(guest, "other");
+        tickets_are_gone(guest);
+        a_key_update_ends_it();
+    })
+}
+
+/// stunnel sends two, and a plain read that met one would fail with EIO.
+fn tickets_are_gone(guest: &Guest) {
+    let flags: Vec<_> = FLAGS.split_whitespace().collect();
+    let stunnel = stunnel(guest, 4443, "sslVersion = TLSv1.3");
+    for _ in 0..3 {
+        let (near, far) = connected(&stunnel, &flags);
+        // The peer speaks first, so that the read is behind the tickets.
+        exchange(&far, &near, &pattern(100_000, 1), &pattern(200_000, 2));
+    }
+}
+
+fn a_key_update_ends_it() {
+    let flags: Vec<_> = FLAGS.split_whitespace().collect();
+    let line = "s_server -accept 127.0.0.1:4444 -tls1_3 -cert pool.pem -key pool.key";
+    let server = Command::new("openssl")
+        .args(line.split(" "))
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .expect("openssl starts");
+    let mut server = Background(server);
+    wait_for_listener(4444);
+    let mut called = connect(4444, &flags);
+    let mut socket: TcpStream = called.sockets.pop().expect("it is passed").into();
+    let stdin = server.0.stdin.as_mut().expect("it is a pipe");
+    stdin.write_all(b"before\n").expect("it is written");
+    let mut before = [0; 7];
+    socket.read_exact(&mut before).expect("it arrives");
+    assert_eq!(&before, b"before\n");
+    // What changes its sending key, in s_server's words.
+    stdin.write_all(b"k\n").expect("it is written");
+    stdin.write_all(b"after\n").expect("it is written");
+    let error = socket
+        .read(&mut [0; 16])
+        .expect_err("nobody can change the socket's key");
+    println!("the owner's read: {error}");
+    assert_eq!(error.raw_os_error(), Some(nix::libc::EIO), "{error}");
+}

@@ -1,0 +1,113 @@
+//! A peer's KeyUpdate stops the receiver: silent, and EKEYEXPIRED, until it has the new key; before Linux 6.14 there is no way to give it one.
+
+use std::io::{Read, Write};
+use std::process::ExitCode;
+
+use dunlin_kernel_tests::tls::{
+    DATA, HANDSHAKE, Half, KEY_UPDATE, Keys, await_bytes, kernel_and_peer, readable, receive, set,
+    stat,
+};
+use dunlin_kernel_tests::{Guest, Needs, run};
+use dunlin_sys::ktls::{Direction, Version, send_record};
+use nix::errno::Errno;
+
+fn main() -> ExitCode {
+    run(&Needs::NOTHING, |guest| {
+        a_plain_read_fails();
+        if guest.kernel() < (6, 14) {
+            the_next_record_does_not_open(guest);
+            no_new_key_is_taken();
+        } else {
+            nothing_comes_before_the_new_key(guest);
+            both_directions_go_on_under_new_keys(guest);
+        }
+    })
+}
+
+/// Whoever holds the descriptor and knows nothing of TLS sees EIO, and the message stays.
+fn a_plain_read_fails() {
+    let (mut kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));
+    peer.send(DATA, b"before");
+    peer.send(HANDSHAKE, &KEY_UPDATE);
+    let mut buffer = [0; 64];
+    // The kind of what comes ends a read, so that data before it is not lost.
+    assert_eq!(kernel.read(&mut buffer).expect("it opens"), 6);
+    let error = kernel.read(&mut buffer).expect_err("it is no data");
+    assert_eq!(error.raw_os_error(), Some(Errno::EIO as i32), "{error}");
+}
+
+/// Up to 6.13 the kernel looks at no handshake message.
+fn the_next_record_does_not_open(guest: &Guest) {
+    let (kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));
+    peer.send(HANDSHAKE, &KEY_UPDATE);
+    peer.seals = Half::new(&Keys::new(3));
+    peer.send(DATA, b"under the new key");
+    let mut buffer = [0; 64];
+    assert_eq!(receive(&kernel, &mut buffer), Ok((HANDSHAKE, 5)));
+    assert_eq!(receive(&kernel, &mut buffer), Err(Errno::EBADMSG));
+    assert_eq!(stat(guest, "TlsDecryptError"), 1);
+}
+
+fn no_new_key_is_taken() {
+    let (kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));
+    peer.send(HANDSHAKE, &KEY_UPDATE);
+    assert_eq!(receive(&kernel, &mut [0; 64]), Ok((HANDSHAKE, 5)));
+    assert_eq!(
+        set(&kernel, Direction::Receiving, &Keys::new(3)),
+        Err(Errno::EBUSY)
+    );
+    assert_eq!(
+        set(&kernel, Direction::Sending, &Keys::new(4)),
+        Err(Errno::EBUSY)
+    );
+}
+
+fn nothing_comes_before_the_new_key(guest: &Guest) {
+    let (mut kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));
+    peer.send(HANDSHAKE, &KEY_UPDATE);
+    peer.seals = Half::new(&Keys::new(3));
+    let mut buffer = [0; 64];
+    assert_eq!(receive(&kernel, &mut buffer), Ok((HANDSHAKE, 5)));
+    peer.send(DATA, b"under the new key");
+    await_bytes(&kernel, 5 + 17 + 1 + 16);
+    // A thread that waits for something to read waits for ever; one that reads is told why.
+    assert!(!readable(&kernel), "poll says nothing of it");
+    assert_eq!(receive(&kernel, &mut buffer), Err(Errno::EKEYEXPIRED));
+    let error = kernel.read(&mut buffer).expect_err("there is no key");
+    assert_eq!(error.raw_os_error(), Some(Errno::EKEYEXPIRED as i32));
+    // Sending is not affected.
+    kernel.write_all(b"still").expect("it is sent");
+    assert_eq!(peer.receive(), Some((DATA, b"still".to_vec())));
+
+    set(&kernel, Direction::Receiving, &Keys::new(3)).expect("it takes the new key");
+    assert!(readable(&kernel), "what waited can be read");
+    assert_eq!(receive(&kernel, &mut buffer), Ok((DATA, 17)));
+    assert_eq!(&buffer[..17], b"under the new key");
+    assert_eq!(stat(guest, "TlsRxRekeyReceived"), 2, "the plain read's too");
+    assert_eq!(stat(guest, "TlsRxRekeyOk"), 1);
+    assert_eq!(stat(guest, "TlsDecryptError"), 0);
+}
+
+fn both_directions_go_on_under_new_keys(guest: &Guest) {
+    let (mut kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));
+    kernel.write_all(b"old").expect("it is sent");
+    // The version and the cipher stay; another version is refused and changes nothing.
+    let other = Keys {
+        version: Version::V1_2,
+        ..Keys::new(4)
+    };
+    assert_eq!(set(&kernel, Direction::Sending, &other), Err(Errno::EINVAL));
+    send_record(&kernel, HANDSHAKE, &KEY_UPDATE).expect("it is sent");
+    set(&kernel, Direction::Sending, &Keys::new(4)).expect("it takes the new key");
+    kernel.write_all(b"new").expect("it is sent");
+    assert_eq!(peer.receive(), Some((DATA, b"old".to_vec())));
+    assert_eq!(peer.receive(), Some((HANDSHAKE, KEY_UPDATE.to_vec())));
+    peer.opens = Half::new(&Keys::new(4));
+    assert_eq!(peer.receive(), Some((DATA, b"new".to_vec())));
+    // It does not insist on the peer's KeyUpdate: whoever sets a key too early loses the lane.
+    peer.send(DATA, b"old");
+    set(&kernel, Direction::Receiving, &Keys::new(3)).expect("it takes the new key");
+    assert_eq!(receive(&kernel, &mut [0; 64]), Err(Errno::EBADMSG));
+    assert_eq!(stat(guest, "TlsTxRekeyOk"), 1);
+    assert_eq!(stat(guest, "TlsTxRekeyError"), 1);
+}

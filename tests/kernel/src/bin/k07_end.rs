@@ -1,0 +1,63 @@
+//! An end without close_notify, even within a record, reads as a plain end; a close_notify does not read at all.
+
+use std::io::{Read, Write};
+use std::net::Shutdown;
+use std::process::ExitCode;
+
+use dunlin_kernel_tests::tls::{
+    ALERT, CLOSE_NOTIFY, DATA, Keys, kernel_and_peer, pipe, receive, stat,
+};
+use dunlin_kernel_tests::{Guest, Needs, run};
+use nix::errno::Errno;
+use nix::fcntl::{SpliceFFlags, splice};
+
+fn main() -> ExitCode {
+    run(&Needs::NOTHING, |guest| {
+        whoever_cuts_the_connection_looks_like_an_end(guest);
+        a_close_notify_is_told_from_it();
+        a_plain_reader_fails_at_a_close_notify();
+    })
+}
+
+/// So the end of what matters has to be said inside.
+fn whoever_cuts_the_connection_looks_like_an_end(guest: &Guest) {
+    for of_record in [0, 4, 20] {
+        let (mut kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));
+        peer.send(DATA, b"all of it?");
+        let cut = peer.seals.seal(DATA, b"no, this too");
+        peer.socket
+            .write_all(&cut[..of_record])
+            .expect("it is sent");
+        peer.socket.shutdown(Shutdown::Write).expect("it is open");
+        let mut got = Vec::new();
+        kernel.read_to_end(&mut got).expect("no error");
+        assert_eq!(got, b"all of it?", "cut after {of_record} bytes");
+    }
+    assert_eq!(stat(guest, "TlsDecryptError"), 0);
+}
+
+fn a_close_notify_is_told_from_it() {
+    let (kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));
+    peer.send(DATA, b"all of it");
+    peer.send(ALERT, &CLOSE_NOTIFY);
+    peer.socket.shutdown(Shutdown::Write).expect("it is open");
+    let mut buffer = [0; 64];
+    assert_eq!(receive(&kernel, &mut buffer), Ok((DATA, 9)));
+    assert_eq!(receive(&kernel, &mut buffer), Ok((ALERT, 2)));
+    assert_eq!(buffer[..2], CLOSE_NOTIFY);
+    assert_eq!(receive(&kernel, &mut buffer), Ok((DATA, 0)));
+}
+
+fn a_plain_reader_fails_at_a_close_notify() {
+    let (mut kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));
+    peer.send(ALERT, &CLOSE_NOTIFY);
+    // Splicing leaves it where it is, for a receive that asks of what kind it is.
+    let (_from, to) = pipe();
+    let spliced = splice(&kernel, None, &to, None, 64, SpliceFFlags::empty());
+    assert_eq!(spliced, Err(Errno::EINVAL));
+    assert_eq!(receive(&kernel, &mut [0; 64]), Ok((ALERT, 2)));
+
+    peer.send(ALERT, &CLOSE_NOTIFY);
+    let error = kernel.read(&mut [0; 64]).expect_err("it is no data");
+    assert_eq!(error.raw_os_error(), Some(Errno::EIO as i32), "{error}");
+}

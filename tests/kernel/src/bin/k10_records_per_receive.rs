@@ -1,0 +1,123 @@
+//! One receive takes many records; sizes of reads and of records need not fit; a control record ends it.
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::os::fd::AsRawFd;
+use std::process::ExitCode;
+use std::thread;
+
+use dunlin_kernel_tests::tls::{
+    ALERT, DATA, Half, Keys, RECORD, await_bytes, kernel_and_peer, pattern, receive,
+};
+use dunlin_kernel_tests::{Needs, run};
+use nix::sys::socket::{MsgFlags, recv};
+
+const BYTES: usize = 1 << 20;
+
+fn main() -> ExitCode {
+    run(&Needs::NOTHING, |_| {
+        takes_what_is_there();
+        waits_for_all_when_told_so();
+        odd_sizes();
+        a_control_record_stands_alone();
+        looking_takes_nothing();
+    })
+}
+
+/// Eight records that have come are one receive's.
+fn takes_what_is_there() {
+    let (kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));
+    let data = pattern(8 * 4000);
+    let on_the_wire = queue(&mut peer.socket, &mut peer.seals, &data, 4000);
+    await_bytes(&kernel, on_the_wire);
+    let mut buffer = vec![0; BYTES];
+    let received = receive(&kernel, &mut buffer).expect("it opens");
+    println!("count of records a receive: {}", received.1 / 4000);
+    assert_eq!(received, (DATA, data.len()));
+    assert!(buffer[..data.len()] == data);
+}
+
+fn waits_for_all_when_told_so() {
+    let (kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));
+    let data = pattern(BYTES);
+    let sender = thread::spawn({
+        let data = data.clone();
+        move || queue(&mut peer.socket, &mut peer.seals, &data, RECORD)
+    });
+    let mut buffer = vec![0; BYTES];
+    let got = recv(kernel.as_raw_fd(), &mut buffer, MsgFlags::MSG_WAITALL);
+    assert_eq!(got, Ok(BYTES));
+    assert!(buffer == data);
+    sender.join().expect("it has been sent");
+}
+
+fn odd_sizes() {
+    for (record, read) in [
+        (1, 3),
+        (1000, 7),
+        (RECORD, 4096),
+        (RECORD, 16385),
+        (777, 16383),
+    ] {
+        let (mut kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));
+        let data = pattern(record * 20);
+        let sender = thread::spawn({
+            let data = data.clone();
+            move || queue(&mut peer.socket, &mut peer.seals, &data, record)
+        });
+        let mut got: Vec<u8> = Vec::new();
+        let mut buffer = vec![0; read];
+        while got.len() < data.len() {
+            let taken = kernel.read(&mut buffer).expect("it opens");
+            assert_ne!(taken, 0);
+            got.extend(&buffer[..taken]);
+        }
+        assert!(got == data, "records of {record}, reads of {read}");
+        sender.join().expect("it has been sent");
+    }
+}
+
+fn a_control_record_stands_alone() {
+    let (kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));
+    let mut wire = Vec::new();
+    for (kind, content) in [
+        (DATA, &b"one "[..]),
+        (DATA, b"two"),
+        (ALERT, &[1, 90]),
+        (ALERT, &[1, 91]),
+        (DATA, b"three"),
+    ] {
+        wire.extend(peer.seals.seal(kind, content));
+    }
+    peer.socket.write_all(&wire).expect("it is sent");
+    await_bytes(&kernel, wire.len());
+    let mut buffer = [0; 64];
+    assert_eq!(receive(&kernel, &mut buffer), Ok((DATA, 7)));
+    assert_eq!(receive(&kernel, &mut buffer), Ok((ALERT, 2)));
+    assert_eq!(buffer[1], 90);
+    assert_eq!(receive(&kernel, &mut buffer), Ok((ALERT, 2)));
+    assert_eq!(buffer[1], 91);
+    assert_eq!(receive(&kernel, &mut buffer), Ok((DATA, 5)));
+}
+
+fn looking_takes_nothing() {
+    let (mut kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));
+    peer.send(DATA, b"there");
+    let mut buffer = [0; 5];
+    for _ in 0..2 {
+        assert_eq!(kernel.peek(&mut buffer).expect("it opens"), 5);
+        assert_eq!(&buffer, b"there");
+    }
+    kernel.read_exact(&mut buffer).expect("it is still there");
+    assert_eq!(&buffer, b"there");
+}
+
+/// Sends `data` in records of so many bytes, and says how long that is on the wire.
+fn queue(socket: &mut TcpStream, seals: &mut Half, data: &[u8], record: usize) -> usize {
+    let wire: Vec<u8> = data
+        .chunks(record)
+        .flat_map(|content| seals.seal(DATA, content))
+        .collect();
+    socket.write_all(&wire).expect("it is sent");
+    wire.len()
+}

@@ -1,0 +1,121 @@
+//! A socket takes the gcm(aes) of the highest priority that /proc/crypto has; without the processor's own module it is a template's or the library's.
+
+use std::fs;
+use std::io::{Read, Write};
+use std::process::ExitCode;
+
+use dunlin_kernel_tests::tls::{Keys, connected, kernels, set};
+use dunlin_kernel_tests::{Needs, run};
+use dunlin_sys::ktls::{Direction, attach};
+use nix::errno::Errno;
+
+/// AES-GCM in this processor's instructions.
+const MODULE: &str = "aesni_intel";
+
+/// What the kernel runs to load a module.
+const LOADER: &str = "/proc/sys/kernel/modprobe";
+
+fn main() -> ExitCode {
+    run(&Needs::NOTHING, |guest| {
+        // On an installed system the processor's features ask for it.
+        guest.command("modprobe", &[MODULE]);
+        let accelerated = chosen();
+        assert_eq!(accelerated.module, MODULE, "{accelerated:?}");
+        // The word alone says nothing against it: the users are generic here.
+        assert!(
+            accelerated.driver.starts_with("generic-gcm-aesni"),
+            "{accelerated:?}"
+        );
+        assert!(accelerated.priority >= 400, "{accelerated:?}");
+
+        let loader = fs::read_to_string(LOADER).expect("proc is mounted");
+        fs::write(LOADER, "/nowhere").expect("it can be set");
+        guest.remove_module(MODULE);
+        if guest.kernel() < (7, 0) {
+            // A kernel that takes the socket may still have no cipher for it.
+            let (near, _far) = connected();
+            attach(&near).expect("the kernel has TLS");
+            let refused = set(&near, Direction::Sending, &Keys::new(1));
+            assert_eq!(refused, Err(Errno::ENOENT));
+            for module in ["gcm", "ctr", "ghash-generic", "aes-generic"] {
+                guest.command("modprobe", &[module]);
+            }
+        }
+        let plain = chosen();
+        println!(
+            "count of priority: {} {}, without it {} {}",
+            accelerated.driver, accelerated.priority, plain.driver, plain.priority
+        );
+        assert!(plain.is_template() || plain.is_library(), "{plain:?}");
+        assert!(plain.priority < accelerated.priority, "{plain:?}");
+        fs::write(LOADER, loader.trim_end()).expect("it can be set");
+        guest.command("modprobe", &[MODULE]);
+        // The next socket takes it.
+        assert_eq!(chosen().driver, accelerated.driver);
+    })
+}
+
+/// One implementation of gcm(aes).
+#[derive(Clone, Debug)]
+struct Driver {
+    driver: String,
+    module: String,
+    priority: u32,
+    users: u32,
+}
+
+impl Driver {
+    /// Put together of a counter mode and a hash: "gcm_base(ctr(aes-lib),ghash-lib)".
+    fn is_template(&self) -> bool {
+        self.driver.contains('(')
+    }
+
+    /// The kernel's own library, which needs no module and has few users in mind: `tls_table` counts four
+    /// times as many instructions.
+    fn is_library(&self) -> bool {
+        self.driver.ends_with("-lib") && !self.is_template()
+    }
+}
+
+/// Which one two sockets with keys in the kernel use, found by its users; they work.
+fn chosen() -> Driver {
+    let before = drivers();
+    let (mut near, mut far) = kernels();
+    near.write_all(b"sealed").expect("it is sent");
+    let mut got = [0; 6];
+    far.read_exact(&mut got).expect("it opens");
+    assert_eq!(&got, b"sealed");
+    let known = drivers();
+    println!("{known:#?}");
+    let users = |driver: &Driver| {
+        let before = before.iter().find(|other| other.driver == driver.driver);
+        driver.users - before.map_or(1, |before| before.users)
+    };
+    let used: Vec<&Driver> = known.iter().filter(|driver| users(driver) >= 4).collect();
+    assert_eq!(used.len(), 1, "both directions of both sockets: {used:?}");
+    let best = known.iter().map(|driver| driver.priority).max();
+    assert_eq!(Some(used[0].priority), best, "the highest is taken");
+    used[0].clone()
+}
+
+fn drivers() -> Vec<Driver> {
+    let text = fs::read_to_string("/proc/crypto").expect("proc is mounted");
+    let entries = text.split("\n\n").map(|entry| {
+        move |name: &str| {
+            let line = entry.lines().find(|line| line.starts_with(name))?;
+            line.split_once(": ").map(|(_, value)| value.to_owned())
+        }
+    });
+    entries
+        .filter(|field| field("name").as_deref() == Some("gcm(aes)"))
+        .map(|field| {
+            let field = |name| field(name).unwrap_or_default();
+            Driver {
+                driver: field("driver"),
+                module: field("module"),
+                priority: field("priority").parse().expect("it is a number"),
+                users: field("refcnt").parse().expect("it is a number"),
+            }
+        })
+        .collect()
+}

@@ -1,0 +1,99 @@
+//! Who gets a kernel-TLS socket may use it without waiting, write by several threads, and end it.
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::Shutdown;
+use std::process::ExitCode;
+use std::thread;
+
+use dunlin_kernel_tests::handoff::{Stunnel, certificate, connected, pattern, stunnel};
+use dunlin_kernel_tests::{Needs, run};
+use dunlin_sys::socket::wait_writable;
+
+const NEEDS: Needs = Needs {
+    packages: &["stunnel4", "openssl"],
+    dunlin: true,
+    limit_seconds: 180,
+    ..Needs::NOTHING
+};
+const TRUSTED: [&str; 2] = ["--cert-bundle-file", "pool.pem"];
+
+fn main() -> ExitCode {
+    run(&NEEDS, |guest| {
+        certificate(guest, "pool");
+        certificate(guest, "other");
+        let stunnel = stunnel(guest, 4443, "");
+        without_waiting(&stunnel);
+        two_writers(&stunnel);
+    })
+}
+
+/// More than all buffers hold is written by one who never waits in a write.
+fn without_waiting(stunnel: &Stunnel) {
+    let (near, far) = connected(stunnel, &TRUSTED);
+    near.set_nonblocking(true).expect("it is a socket");
+    let bytes = pattern(24 << 20, 11);
+    let (mut early, mut partial) = (0, 0);
+    thread::scope(|scope| {
+        let reader = scope.spawn(|| {
+            let mut all = Vec::new();
+            (&far).read_to_end(&mut all).expect("it arrives");
+            all
+        });
+        let mut rest = &bytes[..];
+        while !rest.is_empty() {
+            let part = &rest[..rest.len().min(300_001)];
+            match (&near).write(part) {
+                Ok(count) => {
+                    partial += usize::from(count < part.len());
+                    rest = &rest[count..];
+                }
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                    early += 1;
+                    let until = std::time::Instant::now() + std::time::Duration::from_secs(60);
+                    assert!(wait_writable(&near, until).expect("it can be polled"));
+                }
+                Err(error) => panic!("{error}"),
+            }
+        }
+        near.shutdown(Shutdown::Write).expect("it is open");
+        assert!(reader.join().expect("it has its assertions") == bytes);
+    });
+    println!("{early} writes would have waited, {partial} were partial");
+    assert!(early > 0, "the buffers held all of it: this tested nothing");
+}
+
+/// Each write of less than a record stays whole, whoever else writes.
+fn two_writers(stunnel: &Stunnel) {
+    const BLOCK: usize = 4096;
+    const BLOCKS: usize = 600;
+    let (near, far) = connected(stunnel, &TRUSTED);
+    let received = thread::scope(|scope| {
+        let writers: Vec<_> = [b'a', b'b']
+            .map(|mark| {
+                let near = &near;
+                scope.spawn(move || {
+                    let mut near = near;
+                    for _ in 0..BLOCKS {
+                        near.write_all(&[mark; BLOCK]).expect("it is sent");
+                    }
+                })
+            })
+            .into();
+        let ender = scope.spawn(|| {
+            for writer in writers {
+                writer.join().expect("it has its assertions");
+            }
+            near.shutdown(Shutdown::Write).expect("it is open");
+        });
+        let mut all = Vec::new();
+        (&far).read_to_end(&mut all).expect("it arrives");
+        ender.join().expect("it has its assertions");
+        all
+    });
+    assert_eq!(received.len(), 2 * BLOCKS * BLOCK);
+    let is_whole = |block: &[u8]| block.iter().all(|byte| *byte == block[0]);
+    assert!(received.chunks(BLOCK).all(is_whole), "two writes are mixed");
+    let count = |mark: u8| received.iter().filter(|&&byte| byte == mark).count();
+    assert_eq!(count(b'a'), BLOCKS * BLOCK);
+    assert_eq!(count(b'b'), BLOCKS * BLOCK);
+}

@@ -1,0 +1,84 @@
+//! The clients of `clients/` on sockets with the kernel's TLS, to the end: a stunnel gets all of what they send, and they all of its answer and nothing of its close_notify.
+
+use std::fs;
+use std::io::{Read, Write};
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::process::{Command, ExitCode, Stdio};
+use std::thread;
+
+use dunlin_kernel_tests::handoff::{Stunnel, certificate, pattern, stunnel};
+use dunlin_kernel_tests::{Needs, run};
+
+const NEEDS: Needs = Needs {
+    packages: &["stunnel4", "openssl", "python3-minimal"],
+    dunlin: true,
+    limit_seconds: 240,
+    ..Needs::NOTHING
+};
+
+const PYTHON: &str = include_str!("../../../../clients/ktls_client.py");
+const C: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/ktls_copy"));
+
+/// Not a multiple of a record.
+const BYTES: usize = (4 << 20) + 777;
+const ANSWER: usize = (1 << 20) + 33;
+
+fn main() -> ExitCode {
+    run(&NEEDS, |guest| {
+        certificate(guest, "pool");
+        certificate(guest, "other");
+        let dunlin = guest.output("which", &["dunlin"]);
+        symlink(dunlin.trim(), "ktls-helper").expect("the folder is ours");
+        fs::write("ktls_client.py", PYTHON).expect("the folder is ours");
+        fs::write("ktls_copy", C).expect("the folder is ours");
+        fs::set_permissions("ktls_copy", fs::Permissions::from_mode(0o755)).expect("it is ours");
+        let helper = guest.folder().join("ktls-helper");
+        let stunnel = stunnel(guest, 4443, "");
+        for (number, client) in [&["./ktls_copy"][..], &["python3", "ktls_client.py"]]
+            .into_iter()
+            .enumerate()
+        {
+            let mut command = Command::new(client[0]);
+            command
+                .args(&client[1..])
+                .arg(&helper)
+                .args(["127.0.0.1", "4443", "pool.pem"]);
+            goes_on_to_the_end(&stunnel, command);
+            assert_eq!(
+                guest.counter("/proc/net/tls_stat", "TlsTxSw"),
+                number as u64 + 1
+            );
+        }
+        assert_eq!(guest.counter("/proc/net/tls_stat", "TlsDecryptError"), 0);
+    })
+}
+
+fn goes_on_to_the_end(stunnel: &Stunnel, mut client: Command) {
+    let (sent, answer) = (pattern(BYTES, 7), pattern(ANSWER, 9));
+    let mut child = client
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("it starts");
+    let mut input = child.stdin.take().expect("it was asked for");
+    let done = thread::scope(|scope| {
+        let sent = &sent;
+        scope.spawn(move || input.write_all(sent).expect("it reads all of it"));
+        scope.spawn(|| {
+            let (mut far, _) = stunnel.target.accept().expect("stunnel connects");
+            let mut came = Vec::new();
+            far.read_to_end(&mut came).expect("it is no reset");
+            assert!(came == *sent, "{} bytes of {BYTES} came", came.len());
+            far.write_all(&answer).expect("stunnel takes it");
+        });
+        child.wait_with_output().expect("it ends")
+    });
+    let said = String::from_utf8_lossy(&done.stderr);
+    assert!(done.status.success(), "{client:?}: {}\n{said}", done.status);
+    let came = done.stdout.len();
+    assert!(
+        done.stdout == answer,
+        "{client:?}: {came} bytes of {ANSWER}\n{said}"
+    );
+}

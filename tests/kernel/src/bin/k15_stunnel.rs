@@ -1,0 +1,101 @@
+//! A socket that `dunlin handoff connect` passes is the kernel's TLS to a stunnel set up as xapi's.
+
+use std::path::Path;
+use std::process::ExitCode;
+
+use dunlin_kernel_tests::handoff::{
+    CIPHERS, certificate, connect, connected, exchange, pattern, stunnel,
+};
+use dunlin_kernel_tests::{Guest, Needs, run};
+use dunlin_sys::ktls::{self, Cipher, Direction, Version};
+use serde_json::Value;
+
+const NEEDS: Needs = Needs {
+    packages: &["stunnel4", "openssl"],
+    dunlin: true,
+    limit_seconds: 300,
+    ..Needs::NOTHING
+};
+
+const BYTES: usize = 64 << 20;
+const ANSWER: usize = 4 << 20;
+
+fn main() -> ExitCode {
+    run(&NEEDS, |guest| {
+        certificate(guest, "pool");
+        certificate(guest, "other");
+        let stunnel = stunnel(guest, 4443, "");
+        let trusted = ["--cert-bundle-file", "pool.pem"];
+
+        // What fails before the kernel is asked leaves no trace in it.
+        let refused = connect(stunnel.port, &["--cert-bundle-file", "other.pem"]);
+        assert_eq!(refused.code, Some(1), "{refused:?}");
+        assert!(refused.sockets.is_empty());
+        assert_eq!(refused.err.lines().count(), 1, "{refused:?}");
+        assert!(refused.err.contains("not among the trusted"), "{refused:?}");
+        assert_eq!(stat(guest, "TlsTxSw"), 0);
+
+        for (number, suite) in CIPHERS.split(':').enumerate() {
+            let more = [&trusted[..], &["--ciphers", suite]].concat();
+            let (near, far) = connected(&stunnel, &more);
+            // The test's own sockets are no TLS, and stunnel's OpenSSL does not use the kernel's.
+            assert_eq!(stat(guest, "TlsTxSw"), number as u64 + 1);
+            assert_eq!(stat(guest, "TlsRxSw"), number as u64 + 1);
+            assert_eq!(stat(guest, "TlsCurrTxSw"), 1);
+            assert_eq!(stat(guest, "TlsCurrRxSw"), 1);
+            let cipher = if suite.contains("AES256") {
+                Cipher::Aes256Gcm
+            } else {
+                Cipher::Aes128Gcm
+            };
+            for direction in [Direction::Sending, Direction::Receiving] {
+                let installed = ktls::installed(&near, direction).expect("it is a socket");
+                let installed = installed.expect("the kernel has a key");
+                assert!(installed.is(Version::V1_2, cipher), "{installed:?}");
+            }
+            exchange(&near, &far, &pattern(BYTES, 3), &pattern(ANSWER, 5));
+            assert_eq!(stat(guest, "TlsDecryptError"), 0);
+        }
+        assert_eq!(
+            stat(guest, "TlsCurrTxSw"),
+            0,
+            "nobody holds a socket any more"
+        );
+
+        says_what_it_is(&stunnel);
+    })
+}
+
+fn says_what_it_is(stunnel: &dunlin_kernel_tests::handoff::Stunnel) {
+    let called = connect(stunnel.port, &["--cert-bundle-file", "pool.pem"]);
+    let suite = CIPHERS.split(':').next().expect("there are two");
+    assert_eq!(called.out, format!("kTLS active: TLSv1.2 {suite}\n"));
+
+    // The fall-back is for kernels without.
+    let more = "--cert-bundle-file pool.pem --json --connections 3 --fallback process";
+    let words: Vec<_> = more.split(' ').collect();
+    let called = connect(stunnel.port, &words);
+    assert_eq!(
+        (called.code, called.sockets.len()),
+        (Some(0), 3),
+        "{called:?}"
+    );
+    assert_eq!(called.out.lines().count(), 3);
+    for line in called.out.lines() {
+        let line: Value = serde_json::from_str(line).expect("a JSON object");
+        assert_eq!(line["offload"], "kernel", "{line}");
+        assert_eq!(line["cipher"], suite, "{line}");
+        assert_eq!(line["peer"]["verified"], true, "{line}");
+        let driver = line["driver"]["name"].as_str().expect("the kernel tells");
+        assert!(driver.contains("gcm"), "{line}");
+        println!("{line}");
+    }
+}
+
+fn stat(guest: &Guest, name: &str) -> u64 {
+    // The module comes when something asks for it.
+    if !Path::new("/proc/net/tls_stat").exists() {
+        return 0;
+    }
+    guest.counter("/proc/net/tls_stat", name)
+}

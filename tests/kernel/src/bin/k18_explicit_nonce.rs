@@ -1,0 +1,41 @@
+//! In TLS 1.2 the kernel's shown half of the nonce begins at the iv it was given and counts up, whatever the sequence.
+
+use std::io::Write;
+use std::process::ExitCode;
+
+use dunlin_kernel_tests::tls::{DATA, Half, Keys, connected, explicit_nonce, install, read_record};
+use dunlin_kernel_tests::{Needs, run};
+use dunlin_sys::ktls::Version;
+
+fn main() -> ExitCode {
+    run(&Needs::NOTHING, |_| {
+        counts_from_the_iv(0x0102_0304_0506_0708);
+        // It begins anew, as a number of eight bytes does.
+        counts_from_the_iv(u64::MAX - 1);
+    })
+}
+
+/// Hence a process that has sealed its Finished under this key, with any nonce of its own choice,
+/// must give an iv from which the kernel does not come to that nonce.
+fn counts_from_the_iv(first: u64) {
+    let (mut kernel, mut far) = connected();
+    let seals = Keys {
+        version: Version::V1_2,
+        sequence: 1,
+        iv: first.to_be_bytes(),
+        ..Keys::new(1)
+    };
+    let opens = Keys {
+        version: Version::V1_2,
+        ..Keys::new(2)
+    };
+    install(&kernel, &seals, &opens);
+    let mut half = Half::new(&seals);
+    for number in 0..4 {
+        kernel.write_all(b"sealed").expect("it is sent");
+        let record = read_record(&mut far).expect("it arrives").expect("no end");
+        let nonce = u64::from_be_bytes(explicit_nonce(&record));
+        assert_eq!(nonce, first.wrapping_add(number));
+        assert_eq!(half.open(&record), Some((DATA, b"sealed".to_vec())));
+    }
+}

@@ -1,0 +1,120 @@
+//! Migrations over lanes in the kernel, at both ends or at one, with lanes worn out, cut and swallowed.
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use dunlin::engine::Cancel;
+use dunlin::engine::source::{Options, OptionsBuilder};
+use dunlin::lane::identity::{ClientTls, ServerTls};
+use dunlin::lane::kernel::Offload;
+use dunlin::lane::provider::Crypto;
+use dunlin_kernel_tests::{Guest, Needs, run};
+use engine_support::proxy::{At, Fault, Proxy};
+use engine_support::scene::{HOT_PAGES, Scene, patient, quick};
+use engine_support::{Receiving, TestBuilder, TestVm};
+use lane_support::{Authority, DESTINATION, SOURCE, names};
+
+#[path = "../../../../crates/dunlin/tests/engine_support/mod.rs"]
+mod engine_support;
+#[path = "../../../../crates/dunlin/tests/lane_support/mod.rs"]
+mod lane_support;
+
+const PAIRINGS: [[Offload; 2]; 3] = [
+    [Offload::Kernel, Offload::Kernel],
+    [Offload::Kernel, Offload::Process],
+    [Offload::Process, Offload::Kernel],
+];
+
+fn main() -> ExitCode {
+    let needs = Needs {
+        limit_seconds: 180,
+        ..Needs::NOTHING
+    };
+    run(&needs, |guest| {
+        // Its counters are there before anybody has asked for it.
+        guest.command("modprobe", &["tls"]);
+        for pairing in PAIRINGS {
+            i3_a_guest_moves_while_lanes_are_replaced(guest, pairing);
+        }
+        for fault in [Fault::Cut, Fault::Swallow] {
+            i3_i4_a_lane_that_dies_is_replaced(guest, fault);
+        }
+    })
+}
+
+/// Each lane may carry few records, so that all are replaced again and again.
+fn i3_a_guest_moves_while_lanes_are_replaced(guest: &Guest, pairing: [Offload; 2]) {
+    let tls = tls(pairing);
+    let receiving = Receiving::start(&tls.1, &patient(), TestBuilder::default());
+    let proxy = Proxy::start(receiving.address);
+    let vm = TestVm::new(32 << 20);
+    vm.fill(24 << 20);
+    vm.start(HOT_PAGES, Duration::from_micros(100));
+    let options = slowly(quick(2, 1).to_builder().records_per_lane(512).rate(None));
+    let to = proxy.address.to_string();
+    let before = sealed_by_kernel(guest);
+    let (result, events) = engine_support::send(&vm, &to, &tls.0, &options, &Cancel::new());
+    let report = result.unwrap_or_else(|error| panic!("{error}: {events:?}"));
+    assert_eq!(report.lanes_lost, 0, "{pairing:?}: {events:?}");
+    assert_eq!(report.digests_equal, Some(true));
+    assert!(report.lanes.len() >= 4, "{:?}", report.lanes);
+    let of_kernel = pairing
+        .iter()
+        .filter(|&&end| end == Offload::Kernel)
+        .count() as u64;
+    let sealed = sealed_by_kernel(guest) - before;
+    assert_eq!(sealed, of_kernel * report.lanes.len() as u64, "{pairing:?}");
+    for connection in 1..proxy.connections() {
+        let records = proxy.progress(connection).records;
+        assert!(records <= 512, "{records} records on {connection}");
+    }
+    assert!(receiving.finish(false).0.expect("it arrived").runs);
+}
+
+fn i3_i4_a_lane_that_dies_is_replaced(guest: &Guest, fault: Fault) {
+    let before = sealed_by_kernel(guest);
+    let scene = Scene::new(&tls(PAIRINGS[0]), 8);
+    scene.proxy.strike_at(1, At::Opened(700_000), fault);
+    let report = scene
+        .send(&slowly(quick(2, 24).to_builder()))
+        .unwrap_or_else(|error| panic!("{error}: {:?}", scene.events.lock()));
+    assert_eq!(report.lanes_lost, 1, "{fault:?}: {:?}", scene.events.lock());
+    assert!(sealed_by_kernel(guest) >= before + 4);
+    scene.finish(&report);
+}
+
+/// Limits for a machine that is emulated.
+fn slowly(options: OptionsBuilder) -> Options {
+    options
+        .connect_limit(Duration::from_secs(20))
+        .lane_stall_limit(Duration::from_secs(4))
+        .no_lane_limit(Duration::from_secs(40))
+        .silence_limit(Duration::from_secs(20))
+        .control_limit(Duration::from_secs(40))
+        .downtime_limit(Duration::from_secs(20))
+        .build()
+        .expect("they fit together")
+}
+
+fn tls([near, far]: [Offload; 2]) -> (ClientTls, ServerTls) {
+    let authority = Authority::new();
+    let crypto = |offload| Crypto {
+        offload,
+        ..Crypto::auto()
+    };
+    let (source, destination) = (
+        authority.identity(&[SOURCE]),
+        authority.identity(&[DESTINATION]),
+    );
+    let client = source.client(&crypto(near), names(&[DESTINATION]));
+    let server = destination.server(&crypto(far), names(&[SOURCE]));
+    (
+        client.expect("the settings are whole"),
+        server.expect("the settings are whole"),
+    )
+}
+
+/// Connections that the kernel has sealed for since the machine started, its probe's beside them.
+fn sealed_by_kernel(guest: &Guest) -> u64 {
+    guest.counter("/proc/net/tls_stat", "TlsTxSw")
+}

@@ -1,0 +1,400 @@
+//! Lanes in the kernel: guest memory through every pairing of kernel and process, ends, alerts, key updates.
+
+use std::io::Write;
+use std::net::{TcpListener, TcpStream};
+use std::process::ExitCode;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use dunlin::lane::data::{
+    BATCH_BYTES, Counters, DataReceiver, DataSender, PAGE_BYTES, ReceiveError, STALL_LIMIT,
+    SendError,
+};
+use dunlin::lane::handshake::{self, Records, Secured};
+use dunlin::lane::identity::{ClientTls, Identity, LoadOptions, ServerTls};
+use dunlin::lane::kernel::{Offload, abilities, choose};
+use dunlin::lane::peers::Peers;
+use dunlin::lane::provider::{CipherSuite, Crypto};
+use dunlin::lane::record::{Alert, CONTENT_BYTES, LateMessage, OpenError};
+use dunlin_kernel_tests::{Guest, Needs, run};
+use dunlin_sys::ktls;
+use dunlin_sys::socket::wait_readable;
+use vm_memory::VolatileSlice;
+
+const PAGES: usize = 1024;
+/// Payloads that fit no page and no record.
+const ODD: [usize; 6] = [
+    1,
+    4095,
+    CONTENT_BYTES - 1,
+    CONTENT_BYTES + 1,
+    3 * CONTENT_BYTES + 5,
+    BATCH_BYTES - 7,
+];
+
+fn main() -> ExitCode {
+    let needs = Needs {
+        dunlin: true,
+        limit_seconds: 120,
+        ..Needs::NOTHING
+    };
+    run(&needs, |guest| {
+        // Its counters are there before anybody has asked for it.
+        guest.command("modprobe", &["tls"]);
+        for words in [
+            &["init", "ca"][..],
+            &["issue", "--ca", "ca", "--name", "a.test", "a"],
+            &["issue", "--ca", "ca", "--name", "b.test", "b"],
+        ] {
+            guest.command("dunlin", &[&["pki"], words].concat());
+        }
+        k11_the_choice_is_the_kernel_where_it_is_fast_and_says_with_what(guest);
+        i3_guest_memory_arrives_through_every_pairing(guest);
+        i6_nothing_of_a_guest_goes_in_the_clear();
+        k07_an_end_without_a_close_is_a_cut();
+        k07_a_close_is_one_for_whoever_asks_for_a_byte();
+        a_peer_that_hangs_inside_a_record_is_stalled_and_not_idle();
+        an_alert_reaches_whoever_sends();
+        k05_a_key_update_ends_a_lane_with_its_name();
+        i7_a_changed_byte_is_no_page();
+    })
+}
+
+fn k11_the_choice_is_the_kernel_where_it_is_fast_and_says_with_what(guest: &Guest) {
+    // What knows the processor's instructions is a module, which an installed system loads when it
+    // starts and this one has not: some kernels have something slower in its place.
+    let suite = CipherSuite::Aes128Gcm;
+    let slow = choose(Offload::Auto, suite).expect("auto always chooses");
+    let driver = abilities(suite).ok().and_then(|abilities| abilities.driver);
+    if driver.expect("it was just used").priority < 300 {
+        assert!(!slow.is_kernel);
+        assert!(slow.reason.contains("aesni-intel"), "{}", slow.reason);
+    }
+    guest.command("modprobe", &["aesni-intel"]);
+    for suite in CipherSuite::ALL {
+        let choice = choose(Offload::Kernel, suite).expect("this kernel has TLS");
+        println!("{suite}: {}", choice.reason);
+        let abilities = abilities(suite).expect("it was just chosen");
+        assert!(abilities.opens_in_place, "since Linux 6.0");
+        assert_eq!(abilities.renews_keys, guest.kernel() >= (6, 14));
+        assert!(abilities.driver.is_some(), "{suite} has a driver");
+    }
+    let auto = choose(Offload::Auto, CipherSuite::Aes256Gcm).expect("auto always chooses");
+    assert!(auto.is_kernel, "{}", auto.reason);
+}
+
+fn i3_guest_memory_arrives_through_every_pairing(guest: &Guest) {
+    use Offload::{Kernel, Process};
+    for suite in CipherSuite::ALL {
+        for (near, far) in [(Kernel, Kernel), (Kernel, Process), (Process, Kernel)] {
+            let before = Stat::of(guest);
+            let (near, far) = pair(suite, near, far);
+            let kernels = [&near, &far].iter().filter(|end| is_kernel(end)).count() as u64;
+            let after = Stat::of(guest);
+            assert_eq!(after.sealing - before.sealing, kernels, "{suite}");
+            assert_eq!(after.opening - before.opening, kernels, "{suite}");
+            carry(near, far);
+            let ended = Stat::of(guest);
+            assert_eq!(ended.errors, before.errors);
+            assert_eq!(ended.padded, 0);
+        }
+    }
+}
+
+/// Frames of pages and of odd bytes, then an end in order.
+fn carry(near: Secured, far: Secured) {
+    let mut memory = content(PAGES * PAGE_BYTES);
+    let expected = memory.clone();
+    let sender = thread::spawn(move || {
+        let mut sender = DataSender::tls(near, STALL_LIMIT).expect("a socket takes its options");
+        let whole = VolatileSlice::from(&mut memory[..]);
+        let mut page = 0;
+        while page < PAGES {
+            let mut frame = sender.frame();
+            while frame.room() > 0 && page < PAGES {
+                let at = whole.subslice(page * PAGE_BYTES, PAGE_BYTES);
+                let kept = frame.guest_page(&at.expect("it is inside"));
+                assert_eq!(kept, Ok(true));
+                page += 1;
+            }
+            let bytes = frame.payload_bytes() as u32;
+            frame.finish(&bytes.to_be_bytes()).expect("it is sent");
+        }
+        for bytes in ODD {
+            let mut frame = sender.frame();
+            assert_eq!(frame.bytes(&content(bytes)), bytes);
+            frame
+                .finish(&(bytes as u32).to_be_bytes())
+                .expect("it is sent");
+        }
+        sender.send(&0_u32.to_be_bytes()).expect("it is sent");
+        sender.finish().expect("it is closed")
+    });
+    let mut receiver = DataReceiver::tls(far, STALL_LIMIT).expect("a socket takes its options");
+    let mut header = [0; 4];
+    let mut arrived = vec![0; expected.len()];
+    let whole = VolatileSlice::from(&mut arrived[..]);
+    let mut filled = 0;
+    let next = |receiver: &mut DataReceiver, header: &mut [u8; 4]| {
+        assert!(receiver.next(header, None).expect("a frame comes"));
+        u32::from_be_bytes(*header) as usize
+    };
+    while filled < expected.len() {
+        let bytes = next(&mut receiver, &mut header);
+        let pages = (filled..filled + bytes).step_by(PAGE_BYTES);
+        let targets = pages.map(|at| whole.subslice(at, PAGE_BYTES).expect("it is inside"));
+        receiver.payload_into(targets).expect("its pages come");
+        filled += bytes;
+    }
+    for bytes in ODD {
+        assert_eq!(next(&mut receiver, &mut header), bytes);
+        let mut odd = Vec::new();
+        let came = receiver.payload(bytes as u64, |part| odd.extend_from_slice(part));
+        came.expect("its bytes come");
+        assert!(odd == content(bytes), "{bytes} bytes differ");
+    }
+    assert_eq!(next(&mut receiver, &mut header), 0);
+    assert!(!receiver.next(&mut header, None).expect("it was closed"));
+    let received = receiver.close().expect("the close is answered");
+    let sent: Counters = sender.join().expect("the sender has nothing to say");
+    assert_eq!(sent.content_bytes, received.content_bytes);
+    assert!(arrived == expected, "pages differ");
+}
+
+/// A wire in between that keeps what it sees.
+fn i6_nothing_of_a_guest_goes_in_the_clear() {
+    let (client, server) = settings(CipherSuite::Aes256Gcm, Offload::Kernel, Offload::Kernel);
+    let (near, mut wire_near) = connected();
+    let (mut wire_far, far) = connected();
+    let mut back = (
+        wire_far.try_clone().expect("it is open"),
+        wire_near.try_clone().expect("it is open"),
+    );
+    let there = thread::spawn(move || copy_and_keep(&mut wire_near, &mut wire_far));
+    let back = thread::spawn(move || copy_and_keep(&mut back.0, &mut back.1));
+    let accepting = thread::spawn(move || handshake::server(far, &server, soon()));
+    let near = handshake::client(near, &client, soon()).expect("they know each other");
+    let far = accepting.join().expect("it does not panic");
+    let far = far.expect("they know each other");
+    assert!(is_kernel(&near) && is_kernel(&far));
+    carry(near, far);
+    let kept = [there.join(), back.join()].map(|kept| kept.expect("it does not panic"));
+    assert!(kept[0].len() > PAGES * PAGE_BYTES);
+    let memory = content(PAGES * PAGE_BYTES);
+    for kept in kept {
+        for page in [0, 1, PAGES / 2, PAGES - 1] {
+            let part = &memory[page * PAGE_BYTES + 64..][..32];
+            let is_there = kept.windows(part.len()).any(|window| window == part);
+            assert!(!is_there, "page {page} was seen");
+        }
+        // Nor is the close an alert in the clear: each record says that it is data.
+        let mut rest = &kept[..];
+        let mut last = 0;
+        while let Some((header, body)) = rest.split_first_chunk::<5>() {
+            last = header[0];
+            rest = &body[usize::from(u16::from_be_bytes([header[3], header[4]]))..];
+        }
+        assert_eq!(last, 23);
+    }
+}
+
+fn k07_an_end_without_a_close_is_a_cut() {
+    let (near, far) = pair(CipherSuite::Aes256Gcm, Offload::Kernel, Offload::Kernel);
+    let mut receiver = DataReceiver::tls(far, STALL_LIMIT).expect("a socket takes its options");
+    drop(near.stream);
+    let error = receiver.next(&mut [0; 4], None).expect_err("it was cut");
+    assert!(matches!(error, ReceiveError::Truncated), "{error}");
+}
+
+/// An alert has two.
+fn k07_a_close_is_one_for_whoever_asks_for_a_byte() {
+    let (near, far) = pair(CipherSuite::Aes256Gcm, Offload::Kernel, Offload::Kernel);
+    let sender = DataSender::tls(near, STALL_LIMIT).expect("a socket takes its options");
+    let mut receiver = DataReceiver::tls(far, STALL_LIMIT).expect("a socket takes its options");
+    sender.finish().expect("it is closed");
+    assert!(!receiver.next(&mut [0], None).expect("it was closed"));
+    receiver.close().expect("the close is answered");
+}
+
+fn a_peer_that_hangs_inside_a_record_is_stalled_and_not_idle() {
+    let (near, far) = pair(CipherSuite::Aes256Gcm, Offload::Process, Offload::Kernel);
+    let limit = Duration::from_millis(300);
+    let mut receiver = DataReceiver::tls(far, limit).expect("a socket takes its options");
+    let error = receiver
+        .next(&mut [0; 4], Some(limit))
+        .expect_err("none comes");
+    assert!(matches!(error, ReceiveError::Idle { .. }), "{error}");
+    (&near.stream)
+        .write_all(&[23, 3, 3, 1, 0, 7])
+        .expect("it is sent");
+    let error = receiver
+        .next(&mut [0; 4], None)
+        .expect_err("the rest does not come");
+    assert!(matches!(error, ReceiveError::Stalled { .. }), "{error}");
+}
+
+fn an_alert_reaches_whoever_sends() {
+    let (near, far) = pair(CipherSuite::Aes256Gcm, Offload::Kernel, Offload::Kernel);
+    let mut sender = DataSender::tls(near, STALL_LIMIT).expect("a socket takes its options");
+    ktls::send_record(&far.stream, 21, &[2, 44]).expect("an alert is sent");
+    // A reset would take it along where it has not arrived.
+    assert!(wait_readable(sender.socket(), soon()).expect("a socket is waited for"));
+    drop(far);
+    let until = soon();
+    let error = loop {
+        assert!(Instant::now() < until, "the lane takes bytes for ever");
+        match sender.send(&[1; 1000]) {
+            Ok(()) => thread::sleep(Duration::from_millis(5)),
+            Err(error) => break error,
+        }
+    };
+    assert!(matches!(error, SendError::PeerAlert(Alert(44))), "{error}");
+}
+
+fn k05_a_key_update_ends_a_lane_with_its_name() {
+    let (client, server) = settings(CipherSuite::Aes256Gcm, Offload::Process, Offload::Kernel);
+    let (mut near, far) = connected();
+    let accepting = thread::spawn(move || handshake::server(far, &server, soon()));
+    // A peer that renews its key, as Dunlin never does.
+    let name = "b.test".try_into().expect("it is a name");
+    let mut peer = rustls::ClientConnection::new(client.config().clone(), name)
+        .expect("the settings are whole");
+    while peer.is_handshaking() {
+        peer.complete_io(&mut near).expect("the handshake goes on");
+    }
+    let far = accepting.join().expect("it does not panic");
+    let mut receiver = DataReceiver::tls(far.expect("they know each other"), STALL_LIMIT)
+        .expect("a socket takes its options");
+    peer.writer().write_all(b"before").expect("it is queued");
+    peer.refresh_traffic_keys().expect("it can renew");
+    peer.writer().write_all(b"behind").expect("it is queued");
+    while peer.wants_write() {
+        peer.write_tls(&mut near).expect("it is sent");
+    }
+    let mut bytes = [0; 6];
+    assert!(receiver.next(&mut bytes, None).expect("data comes"));
+    assert_eq!(&bytes, b"before");
+    let error = receiver.next(&mut bytes, None).expect_err("it ends");
+    let update = OpenError::Handshake {
+        message: LateMessage::KeyUpdate,
+    };
+    assert!(
+        matches!(&error, ReceiveError::Record(record) if *record == update),
+        "{error}"
+    );
+}
+
+fn i7_a_changed_byte_is_no_page() {
+    let suite = CipherSuite::Aes256Gcm;
+    let (near, far) = pair(suite, Offload::Process, Offload::Kernel);
+    let Records::Process { mut seal, .. } = near.records else {
+        panic!("the process was asked for");
+    };
+    let mut record = vec![7; PAGE_BYTES];
+    seal.seal(&mut record).expect("it is sealed");
+    record[2000] ^= 4;
+    (&near.stream).write_all(&record).expect("it is sent");
+    let mut receiver = DataReceiver::tls(far, STALL_LIMIT).expect("a socket takes its options");
+    let error = receiver.payload(10, |_| panic!("it was handed out"));
+    let error = error.expect_err("it does not open");
+    assert!(
+        matches!(error, ReceiveError::Record(OpenError::Authentication)),
+        "{error}"
+    );
+}
+
+struct Stat {
+    sealing: u64,
+    opening: u64,
+    errors: u64,
+    padded: u64,
+}
+
+impl Stat {
+    fn of(guest: &Guest) -> Self {
+        let value = |name| guest.counter("/proc/net/tls_stat", name);
+        Self {
+            sealing: value("TlsTxSw"),
+            opening: value("TlsRxSw"),
+            errors: value("TlsDecryptError"),
+            padded: value("TlsRxNoPadViolation"),
+        }
+    }
+}
+
+fn is_kernel(end: &Secured) -> bool {
+    matches!(end.records, Records::Kernel(_))
+}
+
+/// Both ends of a lane, secured as asked for.
+fn pair(suite: CipherSuite, near: Offload, far: Offload) -> (Secured, Secured) {
+    let (client, server) = settings(suite, near, far);
+    let (near, far) = connected();
+    let accepting = thread::spawn(move || handshake::server(far, &server, soon()));
+    let near = handshake::client(near, &client, soon()).expect("they know each other");
+    let far = accepting.join().expect("it does not panic");
+    (near, far.expect("they know each other"))
+}
+
+fn settings(suite: CipherSuite, near: Offload, far: Offload) -> (ClientTls, ServerTls) {
+    let crypto = |offload| Crypto {
+        suites: vec![suite],
+        offload,
+        ..Crypto::auto()
+    };
+    let load = |name: &str| {
+        let loaded = Identity::load(name.as_ref(), LoadOptions::default());
+        loaded.expect("pki has made it").0
+    };
+    let peers =
+        |name: &str| -> Peers { [name.parse().expect("it is a name")].into_iter().collect() };
+    let client = load("a").client(&crypto(near), peers("b.test"));
+    let server = load("b").server(&crypto(far), peers("a.test"));
+    (
+        client.expect("the settings are whole"),
+        server.expect("the settings are whole"),
+    )
+}
+
+fn connected() -> (TcpStream, TcpStream) {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("the loopback is up");
+    let address = listener.local_addr().expect("it is bound");
+    let near = TcpStream::connect(address).expect("somebody listens");
+    (near, listener.accept().expect("somebody has connected").0)
+}
+
+fn copy_and_keep(from: &mut TcpStream, to: &mut TcpStream) -> Vec<u8> {
+    use std::io::Read;
+    let mut kept = Vec::new();
+    let mut part = vec![0; 64 << 10];
+    loop {
+        match from.read(&mut part) {
+            Ok(0) | Err(_) => break,
+            Ok(count) => {
+                kept.extend_from_slice(&part[..count]);
+                if to.write_all(&part[..count]).is_err() {
+                    break;
+                }
+            }
+        }
+    }
+    // Whoever is behind it may have gone.
+    let _ = to.shutdown(std::net::Shutdown::Write);
+    kept
+}
+
+/// Bytes of which no page is like another.
+fn content(bytes: usize) -> Vec<u8> {
+    let mut state = 0x9e37_79b9_7f4a_7c15_u64 ^ bytes as u64;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state as u8 | 1
+    };
+    (0..bytes).map(|_| next()).collect()
+}
+
+fn soon() -> Instant {
+    Instant::now() + Duration::from_secs(20)
+}

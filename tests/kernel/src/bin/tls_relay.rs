@@ -1,0 +1,26 @@
+//! A relay's bytes by splice, never in the process: every test of relays again, with the kernel's TLS.
+
+use std::process::ExitCode;
+
+use dunlin_kernel_tests::{Needs, run};
+
+fn main() -> ExitCode {
+    let needs = Needs {
+        library_tests: &["tunnel_relay"],
+        limit_seconds: 240,
+        ..Needs::NOTHING
+    };
+    run(&needs, |guest| {
+        guest.command("modprobe", &["tls"]);
+        guest.command("modprobe", &["aesni-intel"]);
+        let skipped: &[&str] = if guest.kernel() >= (6, 14) {
+            &[]
+        } else {
+            // It cannot.
+            &["keys_are_renewed"]
+        };
+        let _ = guest.library_tests("tunnel_relay", skipped);
+        let sealed = guest.counter("/proc/net/tls_stat", "TlsTxSw");
+        assert!(sealed >= 40, "the kernel sealed {sealed} connections");
+    })
+}

@@ -1,0 +1,64 @@
+//! A tunnel's stripe over lanes in the kernel, at both ends or at one, with lanes that are worn out.
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use dunlin::lane::kernel::Offload;
+use dunlin::tunnel::Limits;
+use dunlin_kernel_tests::{Guest, Needs, run};
+use tunnel_support::{Pair, Setup, expect, join, send};
+
+#[path = "../../../../crates/dunlin/tests/lane_support/mod.rs"]
+mod lane_support;
+#[path = "../../../../crates/dunlin/tests/tunnel_support/mod.rs"]
+mod tunnel_support;
+
+const BYTES: usize = 64 << 20;
+
+fn main() -> ExitCode {
+    let needs = Needs {
+        limit_seconds: 120,
+        ..Needs::NOTHING
+    };
+    run(&needs, |guest| {
+        // Its counters are there before anybody has asked for it.
+        guest.command("modprobe", &["tls"]);
+        use Offload::{Kernel, Process};
+        for offload in [[Kernel, Kernel], [Kernel, Process], [Process, Kernel]] {
+            bytes_go_both_ways_while_lanes_are_replaced(guest, offload);
+        }
+    })
+}
+
+fn bytes_go_both_ways_while_lanes_are_replaced(guest: &Guest, offload: [Offload; 2]) {
+    let before = guest.counter("/proc/net/tls_stat", "TlsTxSw");
+    let pair = Pair::start(&Setup {
+        lanes: 2,
+        limits: Limits {
+            lane_records: 1024,
+            vanished: Duration::from_secs(60),
+            connect: Duration::from_secs(60),
+            ..Limits::default()
+        },
+        relayed: true,
+        offload,
+        ..Setup::default()
+    });
+    let (near, far) = pair.channel();
+    join(vec![
+        send(&near, 1, BYTES),
+        send(&far, 2, BYTES / 4),
+        expect(&far, 1, BYTES),
+        expect(&near, 2, BYTES / 4),
+    ]);
+    let relay = pair.relay.as_ref().expect("it was asked for");
+    assert!(relay.count() >= 5, "lanes were replaced: {}", relay.count());
+    let kernels = offload
+        .iter()
+        .filter(|&&end| end == Offload::Kernel)
+        .count() as u64;
+    let sealed = guest.counter("/proc/net/tls_stat", "TlsTxSw") - before;
+    // All connections but that of the control lane are lanes; the last may not stand yet.
+    assert!(sealed >= kernels * (relay.count() as u64 - 2), "{sealed}");
+    assert_eq!(guest.counter("/proc/net/tls_stat", "TlsDecryptError"), 0);
+}

@@ -1,0 +1,420 @@
+//! Both ends of kernel TLS: sockets with keys in the kernel, and a peer whose records are sealed and
+//! opened here, so that what is on the wire can be looked at and made at will.
+//!
+//! The peer has nothing of the kernel's and nothing of Dunlin's: ring's AES-256-GCM, and the two
+//! forms of a record (RFC 8446, section 5.2; RFC 5288, section 3).
+
+use std::io::{self, Read};
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use dunlin_sys::ktls::{self, Cipher, Direction, Key, Version};
+use dunlin_sys::poll::{Interest, poll};
+use dunlin_sys::socket::unread_bytes;
+use nix::errno::Errno;
+use ring::aead::{AES_256_GCM, Aad, LessSafeKey, Nonce, UnboundKey};
+
+use crate::Guest;
+
+/// Content types (RFC 8446, section 5.1).
+pub const ALERT: u8 = 21;
+/// Handshake messages.
+pub const HANDSHAKE: u8 = 22;
+/// Application data.
+pub const DATA: u8 = 23;
+
+/// The alert that ends a direction: level warning, close_notify.
+pub const CLOSE_NOTIFY: [u8; 2] = [1, 0];
+
+/// A KeyUpdate that asks for none in return (RFC 8446, section 4.6.3).
+pub const KEY_UPDATE: [u8; 5] = [24, 0, 0, 1, 0];
+
+/// The most that one record holds.
+pub const RECORD: usize = 1 << 14;
+
+/// What stands before a record's sealed part.
+pub const HEADER: usize = 5;
+const TAG: usize = 16;
+
+/// How long a test waits for something that is certain to come. Times mean nothing: it only ends a
+/// test that would hang.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// The keys of one direction.
+#[derive(Clone, Copy, Debug)]
+pub struct Keys {
+    /// For which version.
+    pub version: Version,
+    /// Which: keys of the same number are the same.
+    pub number: u8,
+    /// What the first record is counted as.
+    pub sequence: u64,
+    /// In 1.2 the shown half of the first nonce; in 1.3 the last eight bytes of the IV.
+    pub iv: [u8; 8],
+}
+
+impl Keys {
+    /// Keys for TLS 1.3 from the first record on.
+    #[must_use]
+    pub fn new(number: u8) -> Self {
+        Self {
+            version: Version::V1_3,
+            number,
+            sequence: 0,
+            iv: [number; 8],
+        }
+    }
+
+    /// What the first nonce is made of.
+    fn nonce(&self) -> [u8; 12] {
+        let mut nonce = [self.number; 12];
+        nonce[4..].copy_from_slice(&self.iv);
+        nonce
+    }
+}
+
+/// Two ends of a connection over the loopback.
+///
+/// # Panics
+/// The loopback is down.
+#[must_use]
+pub fn connected() -> (TcpStream, TcpStream) {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("the loopback is up");
+    let address = listener.local_addr().expect("it is bound");
+    let near = TcpStream::connect(address).expect("somebody listens");
+    let (far, _) = listener.accept().expect("somebody has connected");
+    (near, far)
+}
+
+/// A socket with keys in the kernel, and a peer with the same ones here.
+#[must_use]
+pub fn kernel_and_peer(seals: Keys, opens: Keys) -> (TcpStream, Peer) {
+    let (kernel, far) = connected();
+    install(&kernel, &seals, &opens);
+    let peer = Peer {
+        socket: far,
+        seals: Half::new(&opens),
+        opens: Half::new(&seals),
+    };
+    (kernel, peer)
+}
+
+/// Two sockets with keys in the kernel, for TLS 1.3.
+#[must_use]
+pub fn kernels() -> (TcpStream, TcpStream) {
+    let (near, far) = connected();
+    install(&near, &Keys::new(1), &Keys::new(2));
+    install(&far, &Keys::new(2), &Keys::new(1));
+    (near, far)
+}
+
+/// Keys for both directions.
+///
+/// # Panics
+/// The kernel refuses.
+pub fn install(socket: &TcpStream, seals: &Keys, opens: &Keys) {
+    ktls::attach(socket).expect("the kernel has TLS");
+    set(socket, Direction::Sending, seals).expect("it seals");
+    set(socket, Direction::Receiving, opens).expect("it opens");
+}
+
+/// Gives the kernel keys for a direction.
+///
+/// # Errors
+/// What setsockopt(2) says.
+pub fn set(socket: &TcpStream, direction: Direction, keys: &Keys) -> Result<(), Errno> {
+    let key = Key {
+        version: keys.version,
+        cipher: Cipher::Aes256Gcm,
+        key: &[keys.number; 32],
+        nonce: keys.nonce(),
+        sequence: keys.sequence,
+    };
+    ktls::install(socket, direction, &key).map_err(errno)
+}
+
+/// What a socket with keys receives next: a content type, and so much of its content.
+///
+/// # Errors
+/// What recvmsg(2) says.
+pub fn receive(socket: &TcpStream, buffer: &mut [u8]) -> Result<(u8, usize), Errno> {
+    let received = ktls::receive(socket, buffer).map_err(errno)?;
+    Ok((received.control.unwrap_or(DATA), received.bytes))
+}
+
+/// As the system calls have it.
+///
+/// # Panics
+/// It is not from a system call.
+#[must_use]
+pub fn errno(error: io::Error) -> Errno {
+    Errno::from_raw(error.raw_os_error().expect("it is from a system call"))
+}
+
+/// Whether there is something to read, now.
+///
+/// # Panics
+/// poll(2) fails.
+#[must_use]
+pub fn readable(socket: &TcpStream) -> bool {
+    let interest = Interest {
+        fd: socket.as_fd(),
+        read: true,
+        write: false,
+    };
+    poll(&[interest], Some(Duration::ZERO)).expect("it can be polled")[0]
+}
+
+/// Waits until so many bytes, as they are on the wire, lie in the socket's queue.
+///
+/// # Panics
+/// They do not come.
+pub fn await_bytes(socket: &TcpStream, bytes: usize) {
+    let begun = Instant::now();
+    while unread_bytes(socket).expect("it is a socket") < bytes as u64 {
+        assert!(begun.elapsed() < PATIENCE, "{bytes} bytes do not come");
+        std::thread::yield_now();
+    }
+}
+
+/// A counter of kernel TLS in this network namespace.
+#[must_use]
+pub fn stat(guest: &Guest, name: &str) -> u64 {
+    guest.counter("/proc/net/tls_stat", name)
+}
+
+/// Bytes that differ from each other at every distance that matters.
+#[must_use]
+pub fn pattern(bytes: usize) -> Vec<u8> {
+    (0..bytes)
+        .map(|at| (at ^ at >> 8 ^ at >> 16) as u8)
+        .collect()
+}
+
+/// A socket whose records are made and read here.
+#[derive(Debug)]
+pub struct Peer {
+    /// The connection.
+    pub socket: TcpStream,
+    /// What it seals with.
+    pub seals: Half,
+    /// What it opens with.
+    pub opens: Half,
+}
+
+impl Peer {
+    /// Sends one record.
+    ///
+    /// # Panics
+    /// The connection is broken.
+    pub fn send(&mut self, kind: u8, content: &[u8]) {
+        use std::io::Write;
+        let record = self.seals.seal(kind, content);
+        self.socket.write_all(&record).expect("it is sent");
+    }
+
+    /// The next record, or `None` at the end.
+    ///
+    /// # Panics
+    /// The connection is broken, or the record is not sealed with the keys and in the order that
+    /// are expected.
+    pub fn receive(&mut self) -> Option<(u8, Vec<u8>)> {
+        let record = read_record(&mut self.socket).expect("the connection holds")?;
+        let opened = self.opens.open(&record);
+        Some(opened.expect("it is sealed as was agreed"))
+    }
+
+    /// All data until the end, and in how many records each of how many bytes it came.
+    ///
+    /// # Panics
+    /// As [`Peer::receive`], or on anything but data.
+    pub fn receive_all(&mut self) -> (Vec<u8>, Vec<usize>) {
+        let (mut data, mut sizes) = (Vec::new(), Vec::new());
+        while let Some((kind, content)) = self.receive() {
+            assert_eq!(kind, DATA);
+            sizes.push(content.len());
+            data.extend(content);
+        }
+        (data, sizes)
+    }
+}
+
+/// The next record as it is on the wire, or `None` at the end of all.
+///
+/// # Errors
+/// What read(2) says, or an end within a record.
+pub fn read_record(from: &mut impl Read) -> io::Result<Option<Vec<u8>>> {
+    let mut record = vec![0; HEADER];
+    if from.read(&mut record[..1])? == 0 {
+        return Ok(None);
+    }
+    from.read_exact(&mut record[1..])?;
+    let length = usize::from(u16::from_be_bytes([record[3], record[4]]));
+    record.resize(HEADER + length, 0);
+    from.read_exact(&mut record[HEADER..])?;
+    Ok(Some(record))
+}
+
+/// The shown half of the nonce of a record of TLS 1.2.
+#[must_use]
+pub fn explicit_nonce(record: &[u8]) -> [u8; 8] {
+    record[HEADER..HEADER + 8]
+        .try_into()
+        .expect("it has eight bytes")
+}
+
+/// Seals or opens the records of one direction.
+#[derive(Debug)]
+pub struct Half {
+    key: LessSafeKey,
+    keys: Keys,
+}
+
+impl Half {
+    /// From the first record of `keys` on.
+    ///
+    /// # Panics
+    /// Never: a key of 32 bytes is one.
+    #[must_use]
+    pub fn new(keys: &Keys) -> Self {
+        let key = UnboundKey::new(&AES_256_GCM, &[keys.number; 32]).expect("it has 32 bytes");
+        Self {
+            key: LessSafeKey::new(key),
+            keys: *keys,
+        }
+    }
+
+    /// The next record, with `content`.
+    ///
+    /// # Panics
+    /// Never, for up to 16 KiB.
+    pub fn seal(&mut self, kind: u8, content: &[u8]) -> Vec<u8> {
+        let mut sealed = content.to_vec();
+        let (shown, outer, length) = match self.keys.version {
+            Version::V1_2 => (self.shown().to_vec(), kind, content.len()),
+            Version::V1_3 => {
+                sealed.push(kind);
+                (Vec::new(), DATA, content.len() + 1 + TAG)
+            }
+        };
+        let aad = self.aad(outer, length);
+        let nonce = self.nonce(&shown);
+        self.key
+            .seal_in_place_append_tag(nonce, Aad::from(aad), &mut sealed)
+            .expect("it is short enough");
+        self.keys.sequence = self.keys.sequence.wrapping_add(1);
+        let body = shown.len() + sealed.len();
+        let mut record = vec![outer, 3, 3, (body >> 8) as u8, body as u8];
+        record.extend(shown);
+        record.extend(sealed);
+        record
+    }
+
+    /// The next record of data in TLS 1.3, where its content lies already: between [`HEADER`] bytes
+    /// of room and 17 more.
+    ///
+    /// # Panics
+    /// There is not so much room.
+    pub fn seal_in_place(&mut self, record: &mut [u8]) {
+        let length = record.len() - HEADER;
+        let (header, body) = record.split_at_mut(HEADER);
+        let (content, tag) = body.split_at_mut(length - TAG);
+        content[length - TAG - 1] = DATA;
+        let aad = self.aad(DATA, length);
+        header.copy_from_slice(&aad);
+        let sealed = self
+            .key
+            .seal_in_place_separate_tag(self.nonce(&[]), Aad::from(aad), content)
+            .expect("it is short enough");
+        tag.copy_from_slice(sealed.as_ref());
+        self.keys.sequence = self.keys.sequence.wrapping_add(1);
+    }
+
+    /// The kind and the content of the next record, or `None` if it is not that.
+    pub fn open(&mut self, record: &[u8]) -> Option<(u8, Vec<u8>)> {
+        let (header, body) = record.split_at_checked(HEADER)?;
+        let (shown, sealed, length) = match self.keys.version {
+            Version::V1_2 => {
+                let (shown, sealed) = body.split_at_checked(8)?;
+                (shown, sealed, sealed.len().checked_sub(TAG)?)
+            }
+            Version::V1_3 => (&[][..], body, body.len()),
+        };
+        let aad = self.aad(header[0], length);
+        let mut opened = sealed.to_vec();
+        let content = self
+            .key
+            .open_in_place(self.nonce(shown), Aad::from(aad), &mut opened)
+            .ok()?;
+        let content = match self.keys.version {
+            Version::V1_2 => (header[0], content.to_vec()),
+            Version::V1_3 => {
+                let end = content.iter().rposition(|byte| *byte != 0)?;
+                (content[end], content[..end].to_vec())
+            }
+        };
+        self.keys.sequence = self.keys.sequence.wrapping_add(1);
+        Some(content)
+    }
+
+    /// In TLS 1.2 a sender may choose it as it likes, as long as none comes twice.
+    fn shown(&self) -> [u8; 8] {
+        self.keys.sequence.to_be_bytes()
+    }
+
+    fn nonce(&self, shown: &[u8]) -> Nonce {
+        let mut nonce = self.keys.nonce();
+        if self.keys.version == Version::V1_2 {
+            nonce[4..].copy_from_slice(shown);
+        } else {
+            for (byte, of_sequence) in nonce[4..].iter_mut().zip(self.keys.sequence.to_be_bytes()) {
+                *byte ^= of_sequence;
+            }
+        }
+        Nonce::assume_unique_for_key(nonce)
+    }
+
+    /// What is authenticated beside the content.
+    fn aad(&self, kind: u8, length: usize) -> Vec<u8> {
+        let mut aad = Vec::new();
+        if self.keys.version == Version::V1_2 {
+            aad.extend(self.keys.sequence.to_be_bytes());
+        }
+        aad.extend([kind, 3, 3, (length >> 8) as u8, length as u8]);
+        aad
+    }
+}
+
+/// A file in memory with this content.
+///
+/// # Panics
+/// /dev/shm cannot be written.
+#[must_use]
+pub fn file(content: &[u8]) -> std::fs::File {
+    use std::io::{Seek, Write};
+    let path = format!("/dev/shm/content-{}", std::process::id());
+    let mut file = std::fs::File::options()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .open(&path)
+        .expect("/dev/shm can be written");
+    std::fs::remove_file(&path).expect("it was made");
+    file.write_all(content).expect("there is room");
+    file.rewind().expect("it is a file");
+    file
+}
+
+/// A pipe that holds as much as one may: reading and writing end.
+///
+/// # Panics
+/// There are no descriptors left.
+#[must_use]
+pub fn pipe() -> (OwnedFd, OwnedFd) {
+    use nix::fcntl::{FcntlArg, fcntl};
+    let (from, to) = io::pipe().expect("there are descriptors");
+    fcntl(&to, FcntlArg::F_SETPIPE_SZ(1 << 20)).expect("a pipe may hold a mebibyte");
+    (from.into(), to.into())
+}
