@@ -14,6 +14,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use accept::{PATIENCE, Scene, accepted, cut, is_here, patient, real_hello};
+use support::ReadOnce as _;
 use support::kill;
 use support::process::Process;
 
@@ -125,7 +126,7 @@ fn before_a_real_stunnel_the_own_name_is_handed_over_and_all_others_go_on_as_the
             served.write_all(b"and back\n").unwrap();
             client.wait_for("and back");
             drop(client.child.stdin.take());
-            assert_eq!(served.read(&mut [0]).unwrap(), 0, "{certificate}");
+            assert_eq!(served.read_once(&mut [0]).unwrap(), 0, "{certificate}");
             drop(served);
             assert_eq!(client.code(), Some(0));
         }
@@ -350,11 +351,11 @@ fn ends_and_resets_are_passed_on_and_eight_mebibytes_each_way() {
     });
     // One end, with the other direction open.
     near.shutdown(Shutdown::Write).unwrap();
-    assert_eq!(far.read(&mut [0]).unwrap(), 0);
+    assert_eq!(far.read_once(&mut [0]).unwrap(), 0);
     far.write_all(b"behind it").unwrap();
     near.read_exact(&mut [0; 9]).unwrap();
     drop(far);
-    assert_eq!(near.read(&mut [0]).unwrap(), 0);
+    assert_eq!(near.read_once(&mut [0]).unwrap(), 0);
     drop(near);
     accept.settles(before);
     // A reset of either side, at once and with nothing to write.
@@ -366,7 +367,7 @@ fn ends_and_resets_are_passed_on_and_eight_mebibytes_each_way() {
         let (gone, mut left) = if is_server { (far, near) } else { (near, far) };
         dunlin_sys::socket::set_reset_on_close(&gone).unwrap();
         drop(gone);
-        let error = left.read(&mut [0]).unwrap_err();
+        let error = left.read_once(&mut [0]).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::ConnectionReset);
         accept.process.wait_for("has failed");
         accept.settles(before);
@@ -377,7 +378,7 @@ fn ends_and_resets_are_passed_on_and_eight_mebibytes_each_way() {
     let mut far = scene.client_of_old();
     far.read_exact(&mut [0]).unwrap();
     near.shutdown(Shutdown::Write).unwrap();
-    assert_eq!(far.read(&mut [0]).unwrap(), 0);
+    assert_eq!(far.read_once(&mut [0]).unwrap(), 0);
     dunlin_sys::socket::set_reset_on_close(&near).unwrap();
     far.write_all(b"unread").unwrap();
     drop(near);
@@ -390,7 +391,7 @@ fn a_server_that_is_not_there_is_one_line_and_a_reset() {
     let accept = scene.start_alone("--forward-plain --else tcp:127.0.0.1:9");
     let mut client = accept.connect();
     client.write_all(b"x").unwrap();
-    let error = client.read(&mut [0]).unwrap_err();
+    let error = client.read_once(&mut [0]).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::ConnectionReset);
     let why = accept.process.wait_for("is refused");
     assert!(why.contains("the server behind cannot be reached"), "{why}");
@@ -408,7 +409,7 @@ fn a_server_that_is_not_there_is_one_line_and_a_reset() {
     served.write_all(b"y").unwrap();
     client.read_exact(&mut [0]).unwrap();
     drop(served);
-    assert_eq!(client.read(&mut [0]).unwrap(), 0);
+    assert_eq!(client.read_once(&mut [0]).unwrap(), 0);
 }
 
 #[test]
@@ -448,7 +449,7 @@ fn a_signal_ends_it_when_its_clients_are_done_or_at_the_limit() {
         }
         if is_cut {
             assert_eq!(accept.process.code(), Some(1));
-            let error = near.read(&mut [0]).unwrap_err();
+            let error = near.read_once(&mut [0]).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::ConnectionReset);
             continue;
         }

@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 use dunlin_sys::socket::connect_unix;
 
 use accept::{Accept, Scene, cut, is_here, real_hello};
+use support::ReadOnce as _;
 use support::process::Process;
 
 const SLOW: usize = 1_000;
@@ -152,7 +153,7 @@ fn i7_a_silent_client_of_the_server_behind_gives_its_place_to_the_next() {
     thread::sleep(Duration::from_millis(1100));
     let next = (connect(), serve());
     accept.process.wait_for("was cut off");
-    assert!(silent[0].0.read(&mut [0]).is_err());
+    assert!(silent[0].0.read_once(&mut [0]).is_err());
     server.write_all(b"y").unwrap();
     busy.read_exact(&mut [0]).unwrap();
     drop((silent, next, busy, server));
@@ -190,7 +191,7 @@ fn i7_clients_that_stop_a_byte_behind_their_hello_give_their_places_to_the_next(
     thread::sleep(Duration::from_millis(1500));
     let next = connect();
     accept.process.wait_for("was cut off");
-    assert!(all[2].0.read(&mut [0]).is_err());
+    assert!(all[2].0.read_once(&mut [0]).is_err());
     for (near, far) in &mut all[..2] {
         near.write_all(b"x").unwrap();
         far.read_exact(&mut [0]).unwrap();
@@ -219,7 +220,7 @@ fn i7_a_client_that_has_to_go_while_the_server_behind_is_waited_for_goes_at_once
     let began = Instant::now();
     let mut next = accept.connect();
     next.write_all(b"x").unwrap();
-    assert!(first.read(&mut [0]).is_err());
+    assert!(first.read_once(&mut [0]).is_err());
     let took = began.elapsed();
     assert!(took < Duration::from_secs(2), "{took:?}");
     accept.process.wait_for("was cut off");

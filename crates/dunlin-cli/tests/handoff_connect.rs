@@ -19,6 +19,7 @@ use handoff_support::{
     CIPHERS, CURVES, Carrier, PATIENCE, Pool, are_here, call, carriers, free_port, kernel_has_tls,
     pattern,
 };
+use support::ReadOnce as _;
 use support::dunlin;
 
 /// The command failed in one line, which has these words, and passed nothing.
@@ -352,7 +353,7 @@ fn a_record_that_was_changed_is_an_end_to_the_owner_of_a_carried_connection() {
     let mut near = pump.join().unwrap();
     near.write_all(&[23, 3, 3, 0, 40]).unwrap();
     near.write_all(&[0; 40]).unwrap();
-    assert_eq!(socket.read(&mut [0]).unwrap(), 0);
+    assert_eq!(socket.read_once(&mut [0]).unwrap(), 0);
     let error = socket.write_all(b"more").unwrap_err();
     assert_eq!(error.kind(), std::io::ErrorKind::BrokenPipe);
     assert!(carrier.is_gone());

@@ -13,6 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use support::ReadOnce as _;
 use support::{Hosts, finish, words};
 use tunnel::{PATIENCE, Scene, Tunnel, connect, far_config, listen, near_config, patient};
 
@@ -89,7 +90,7 @@ fn a_peer_that_the_route_does_not_allow_is_refused_with_a_reason() {
         &near_config(&hosts, &far.address, "ram", "in"),
     );
     let mut stream = connect(hosts.scratch.join("in"));
-    assert_eq!(stream.read(&mut [0]).unwrap(), 0);
+    assert_eq!(stream.read_once(&mut [0]).unwrap(), 0);
     let why = near.wait_for("was refused");
     assert!(why.contains("unauthorised"), "{why}");
     assert!(why.contains("is not for this peer"), "{why}");
@@ -130,7 +131,7 @@ fn a_drain_ends_at_its_deadline_and_says_so() {
     assert_eq!(scene.far.code(), Some(1));
     assert!(begin.elapsed() >= Duration::from_secs(2));
     // And the hypervisor hears of it at once.
-    assert_eq!(near.read(&mut [0]).unwrap(), 0);
+    assert_eq!(near.read_once(&mut [0]).unwrap(), 0);
     assert!(
         begin.elapsed() < Duration::from_secs(6),
         "{:?}",
@@ -182,7 +183,7 @@ fn routes_come_and_go_while_a_gibibyte_moves() {
                 (&far).read_exact(&mut came).unwrap();
                 assert!(came == part);
             }
-            assert_eq!((&far).read(&mut came).unwrap(), 0);
+            assert_eq!((&far).read_once(&mut came).unwrap(), 0);
             done.store(true, Ordering::SeqCst);
         });
         let without = fs::read_to_string(&scene.near.config).unwrap();
@@ -217,7 +218,7 @@ fn a_killed_tunnel_is_an_error_to_the_hypervisor_and_no_hang() {
     let begin = Instant::now();
     tunnel.child.kill().unwrap();
     tunnel.child.wait().unwrap();
-    assert_eq!(near.read(&mut [0]).unwrap(), 0);
+    assert_eq!(near.read_once(&mut [0]).unwrap(), 0);
     assert!(
         begin.elapsed() < Duration::from_secs(12),
         "{:?}",

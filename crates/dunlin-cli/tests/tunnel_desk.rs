@@ -20,6 +20,7 @@ use std::time::{Duration, Instant};
 
 use dunlin_sys::socket::unread_bytes;
 use serde_json::Value;
+use support::ReadOnce as _;
 use support::{Done, Hosts, finish, words};
 use tunnel::{PATIENCE, Tunnel, connect, control, listen, patient};
 
@@ -239,7 +240,7 @@ fn a_listener_at_a_place_of_ones_own_ends_badly_with_a_reason() {
     // And one that nobody takes is told why.
     let waiting = scene.open("ram --param vm=nobody");
     let mut near = connect(waiting.path.clone());
-    assert!(!matches!(near.read(&mut [0]), Ok(1..)));
+    assert!(!matches!(near.read_once(&mut [0]), Ok(1..)));
     let (code, said) = waiting.end();
     assert_eq!(code, 1, "{said}");
     assert!(
@@ -431,7 +432,7 @@ fn a_dialogue_over_a_socket_is_not_held_back() {
         assert_eq!(&answer, b"no line");
     }
     ours.shutdown(Shutdown::Write).unwrap();
-    assert_eq!(far.read(&mut [0]).unwrap(), 0);
+    assert_eq!(far.read_once(&mut [0]).unwrap(), 0);
     drop(far);
     assert_eq!(piped.end(), (0, String::new()));
 }
@@ -482,7 +483,7 @@ fn a_killed_stdio_leaves_no_listener() {
     let mut piped = Piped::start(&scene, "plain");
     let mut far = patient(plain.accept().unwrap().0);
     piped.0.kill().unwrap();
-    assert_eq!(far.read(&mut [0]).unwrap(), 0);
+    assert_eq!(far.read_once(&mut [0]).unwrap(), 0);
     drop(far);
     wait_until("its listener stays", || {
         scene.status("near")["listeners"] == Value::Array(Vec::new())

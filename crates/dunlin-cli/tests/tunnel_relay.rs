@@ -16,6 +16,7 @@ use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use support::ReadOnce as _;
 use support::process::Process;
 use support::{Hosts, words};
 use wires::{B, Wire};
@@ -219,10 +220,14 @@ where
         scope.spawn(|| (&far).write_all(&back).unwrap());
         (&far).read_exact(&mut came).unwrap();
         assert!(came == there);
-        assert_eq!((&far).read(&mut [0]).unwrap(), 0, "the end is passed on");
+        assert_eq!(
+            (&far).read_once(&mut [0]).unwrap(),
+            0,
+            "the end is passed on"
+        );
         end_far(&far);
     });
-    assert_eq!((&near).read(&mut [0]).unwrap(), 0, "and the other one");
+    assert_eq!((&near).read_once(&mut [0]).unwrap(), 0, "and the other one");
 }
 
 fn end(stream: &UnixStream) {
@@ -355,7 +360,7 @@ fn openssl_s_client_speaks_with_a_relay() {
         }
         // It ends in order.
         drop(client.child.stdin.take());
-        assert_eq!(stream.read(&mut [0]).unwrap(), 0);
+        assert_eq!(stream.read_once(&mut [0]).unwrap(), 0);
         drop(stream);
         far.wait_for("is closed");
     }
@@ -395,7 +400,7 @@ fn a_server_that_speaks_nothing_newer_needs_the_routes_word() {
     let words = "s_server -accept 127.0.0.1:0 -tls1_2 -Verify 3";
     let server = scene.openssl(Some("b"), words);
     let near = scene.to(openssl_port(&server), "peers = [\"b.test\"]");
-    assert_eq!(scene.connect().read(&mut [0]).unwrap(), 0);
+    assert_eq!(scene.connect().read_once(&mut [0]).unwrap(), 0);
     let why = near.wait_for("was refused");
     assert!(why.contains("tls = \"1.2\""), "{why}");
 }
@@ -448,7 +453,7 @@ fn a_peer_that_vanishes_is_noticed_idle_and_busy() {
     for (near, _) in [&idle, &busy] {
         let mut near = near;
         // A unix socket knows no aborts: it ends, and the log says why.
-        assert!(!matches!(near.read(&mut [0]), Ok(1..)));
+        assert!(!matches!(near.read_once(&mut [0]), Ok(1..)));
     }
     for process in [&near, &far] {
         for _ in 0..2 {

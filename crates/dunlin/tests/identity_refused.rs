@@ -28,6 +28,7 @@ use dunlin_proto::negotiate::{
 use engine_support::peer::{Peer, SESSION, lane_open, open_lane};
 use engine_support::{Receiving, TestBuilder, TestVm, impatient, send};
 use identity_support::*;
+use lane_support::ReadOnce as _;
 use lane_support::*;
 
 /// What both sides say.
@@ -528,9 +529,9 @@ fn i6_peers_that_are_no_dunlin() {
     table.row(
         at_source("a TCP echo server", &near_site, |mut stream| {
             let mut hello = vec![0; 4096];
-            let count = stream.read(&mut hello).unwrap();
+            let count = stream.read_once(&mut hello).unwrap();
             stream.write_all(&hello[..count]).unwrap();
-            let _ = stream.read(&mut hello);
+            let _ = stream.read_once(&mut hello);
             "(is no Dunlin)".to_owned()
         }),
         &[

@@ -19,6 +19,7 @@ use dunlin::lane::names::PeerName;
 use dunlin::lane::peers::{AuthorisedBy, Peer, Peers};
 use dunlin::lane::policy::ALPN;
 use dunlin::lane::provider::Crypto;
+use lane_support::ReadOnce as _;
 use lane_support::*;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
@@ -239,7 +240,7 @@ fn i6_a_client_without_a_certificate_is_refused() {
             connection.complete_io(&mut near).unwrap();
         }
         let mut stream = rustls::Stream::new(&mut connection, &mut near);
-        stream.read(&mut [0]).unwrap_err().to_string()
+        stream.read_once(&mut [0]).unwrap_err().to_string()
     });
     let error = handshake::server(far, &destination, soon()).unwrap_err();
     assert!(matches!(error, HandshakeError::NoCertificate), "{error}");
@@ -261,7 +262,7 @@ fn i6_a_peer_without_tls_is_named_and_never_gets_more_than_a_hello() {
     let (near, mut far) = pair();
     let peer = thread::spawn(move || {
         let mut got = vec![0; 4096];
-        let count = far.read(&mut got).unwrap();
+        let count = far.read_once(&mut got).unwrap();
         got.truncate(count);
         far.write_all(b"SSH-2.0-OpenSSH_9.2\r\n").unwrap();
         let _ = far.read_to_end(&mut got);

@@ -12,6 +12,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use dunlin::tunnel::{Event, Limits};
+use lane_support::ReadOnce as _;
 use tunnel_support::{FAR, NEAR, Pair, Random, Setup, expect, identities, join, send};
 
 /// How large a test is: in the soak, larger.
@@ -270,13 +271,13 @@ fn a_peer_that_vanishes_is_missed_in_the_time_that_was_set() {
     far.read_exact(&mut [0]).unwrap();
     pair.relay.as_ref().unwrap().vanish();
     let begin = Instant::now();
-    assert_eq!(near.read(&mut [0]).unwrap(), 0);
+    assert_eq!(near.read_once(&mut [0]).unwrap(), 0);
     assert!(
         begin.elapsed() < Duration::from_secs(8),
         "{:?}",
         begin.elapsed()
     );
-    assert_eq!(far.read(&mut [0]).unwrap(), 0);
+    assert_eq!(far.read_once(&mut [0]).unwrap(), 0);
     assert!(
         begin.elapsed() < Duration::from_secs(10),
         "{:?}",

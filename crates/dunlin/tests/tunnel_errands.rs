@@ -18,6 +18,7 @@ use dunlin::tunnel::{
     Parameter, Routes, Standing, Target, Tunnel, WINDOW_BYTES,
 };
 use dunlin_proto::fault::FaultCode;
+use lane_support::ReadOnce as _;
 use lane_support::{Authority, Scratch, names};
 use tunnel_support::{FAR, NEAR, PATIENCE, Told, identities};
 
@@ -251,7 +252,7 @@ fn i7_what_a_route_does_not_take_is_refused_at_the_far_side_with_a_reason() {
         let errand = scene.open(route, parameter, "entrance");
         let mut near = connect(&errand);
         // Whether it is reset or ends, nothing comes.
-        assert!(!matches!(near.read(&mut [0]), Ok(1..)));
+        assert!(!matches!(near.read_once(&mut [0]), Ok(1..)));
         let standing = over(&errand);
         let why = standing.why.unwrap();
         assert_eq!(
@@ -359,7 +360,7 @@ fn lanes_can_be_asked_for_while_the_peers_are_connected() {
         let until = Instant::now() + PATIENCE;
         while most < wanted && came < enough {
             assert!(Instant::now() < until, "{most} lanes");
-            came += far.read(&mut buffer).unwrap() as u64;
+            came += far.read_once(&mut buffer).unwrap() as u64;
             let status = scene.near.status();
             most = most.max(status.iter().map(|one| one.lanes).max().unwrap_or(0));
         }

@@ -19,6 +19,7 @@ use dunlin::tunnel::{
 };
 use dunlin_proto::fault::FaultCode;
 use dunlin_sys::socket::set_reset_on_close;
+use lane_support::ReadOnce as _;
 use lane_support::{Authority, Scratch, names};
 use tunnel_support::relay::Relay;
 use tunnel_support::{FAR, NEAR, PATIENCE, Told, expect, identities, join, send};
@@ -150,7 +151,7 @@ impl Scene {
     /// What the near side says of a connection that finds no other half.
     fn refused(&self) -> (FaultCode, String) {
         let mut stream = self.unix();
-        assert!(!matches!(stream.read(&mut [0]), Ok(1..)));
+        assert!(!matches!(stream.read_once(&mut [0]), Ok(1..)));
         let failed = |event: &Event| matches!(event, Event::Refused { .. } | Event::Aborted { .. });
         match self.near_told.wait("refusal", failed) {
             Event::Refused { failure, .. } | Event::Aborted { failure, .. } => {
@@ -555,7 +556,7 @@ fn i6_a_reload_in_the_middle_of_a_handshake_lets_in_nobody_who_is_no_more_allowe
         || stream = Some(scene.unix()),
         || tunnel.replace(renewed, &routes).unwrap(),
     );
-    assert!(!matches!(stream.unwrap().read(&mut [0]), Ok(1..)));
+    assert!(!matches!(stream.unwrap().read_once(&mut [0]), Ok(1..)));
     let rejected = |event: &Event| matches!(event, Event::Rejected { .. });
     scene.far_told.wait("rejection", rejected);
     scene.target.set_nonblocking(true).unwrap();
@@ -578,7 +579,7 @@ fn a_target_that_is_not_there_ends_the_connection_with_an_error() {
     drop(listener);
     let mut stream = UnixStream::connect(scratch.0.join("in")).unwrap();
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
-    assert!(!matches!(stream.read(&mut [0]), Ok(1..)));
+    assert!(!matches!(stream.read_once(&mut [0]), Ok(1..)));
     let refused = |event: &Event| matches!(event, Event::Refused { .. });
     let why = far_told.wait("refusal", refused).to_string();
     assert!(why.contains(&target.to_string()), "{why}");

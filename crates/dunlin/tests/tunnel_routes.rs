@@ -20,6 +20,7 @@ use dunlin_proto::negotiate::{
     Features, LaneSecurity, Offer, Opening, PRELUDE_BYTES, Prelude, VERSIONS,
 };
 use dunlin_sys::socket::set_reset_on_close;
+use lane_support::ReadOnce as _;
 use lane_support::{Authority, Scratch, names, soon};
 use tunnel_support::{FAR, NEAR, PATIENCE, Pair, Setup, Told, fill_backlog, identities};
 
@@ -79,7 +80,7 @@ impl Scene {
     fn refused(&self, route: &str) -> (FaultCode, String) {
         // A reset may come before connect(2) has returned, which then reports it.
         let ended = TcpStream::connect(self.entrance(route))
-            .and_then(|stream| patient(stream).read(&mut [0]));
+            .and_then(|stream| patient(stream).read_once(&mut [0]));
         assert!(!matches!(ended, Ok(1..)), "{ended:?}");
         let event = self.near_told.wait(
             "refusal",
@@ -289,7 +290,7 @@ fn i8_channels_beyond_the_limit_are_refused_and_the_others_stay() {
     });
     let open: Vec<_> = (0..3).map(|_| pair.channel()).collect();
     let mut surplus = pair.connect();
-    assert_eq!(surplus.read(&mut [0]).unwrap(), 0);
+    assert_eq!(surplus.read_once(&mut [0]).unwrap(), 0);
     let refused = |event: &Event| matches!(event, Event::Refused { .. });
     let why = pair.near_told.wait("refusal", refused).to_string();
     assert!(why.contains("raise the limit"), "{why}");

@@ -9,6 +9,7 @@ use std::net::Shutdown;
 use std::time::{Duration, Instant};
 
 use dunlin::tunnel::Event;
+use lane_support::ReadOnce as _;
 use tunnel_support::{Pair, Setup, expect, join, send};
 
 #[test]
@@ -101,7 +102,7 @@ fn a_target_that_is_not_there_refuses_and_the_route_goes_on() {
     let aside = pair.scratch.0.join("aside");
     std::fs::rename(&target, &aside).unwrap();
     let mut near = pair.connect();
-    assert_eq!(near.read(&mut [0]).unwrap(), 0);
+    assert_eq!(near.read_once(&mut [0]).unwrap(), 0);
     let Event::Refused { route, failure } = pair
         .near_told
         .wait("refusal", |event| matches!(event, Event::Refused { .. }))

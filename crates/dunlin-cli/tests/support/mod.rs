@@ -5,7 +5,7 @@ pub mod process;
 
 use std::ffi::OsStr;
 use std::fs;
-use std::io::{BufRead, BufReader, Read};
+use std::io::{self, BufRead, BufReader, Read};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -18,6 +18,23 @@ use std::time::{Duration, Instant};
 use rcgen::{CertificateParams, Issuer, KeyPair};
 use serde_json::Value;
 use time::OffsetDateTime;
+
+/// One read of whatever there is, as [`Read::read`], and again where something interrupted it: a
+/// process that is stopped and goes on gets EINTR from sockets with a time-out.
+pub trait ReadOnce {
+    fn read_once(&mut self, bytes: &mut [u8]) -> io::Result<usize>;
+}
+
+impl<R: Read> ReadOnce for R {
+    fn read_once(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        loop {
+            match self.read(bytes) {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                done => return done,
+            }
+        }
+    }
+}
 
 /// Whatever a test waits for takes no longer than this.
 const LIMIT: Duration = Duration::from_secs(60);

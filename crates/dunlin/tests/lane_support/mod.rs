@@ -2,6 +2,7 @@
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
 
 use std::fs;
+use std::io::{self, Read};
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -23,6 +24,23 @@ pub const DESTINATION: &str = "destination.test";
 
 pub fn soon() -> Instant {
     Instant::now() + Duration::from_secs(10)
+}
+
+/// One read of whatever there is, as [`Read::read`], and again where something interrupted it: a
+/// process that is stopped and goes on gets EINTR from sockets with a time-out.
+pub trait ReadOnce {
+    fn read_once(&mut self, bytes: &mut [u8]) -> io::Result<usize>;
+}
+
+impl<R: Read> ReadOnce for R {
+    fn read_once(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        loop {
+            match self.read(bytes) {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                done => return done,
+            }
+        }
+    }
 }
 
 /// A directory that goes with its owner.
