@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use dunlin_rig::scratch::Scratch;
 
-use super::program;
+use super::{forward, program};
 
 /// Nothing that is waited for takes longer.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -24,6 +24,8 @@ const PATIENCE: Duration = Duration::from_secs(60);
 pub(super) enum Variant {
     /// Nothing: the sender's socket is the reader's.
     Bare,
+    /// Two processes that move bytes and seal none ([`super::forward`]).
+    Pipeline,
     Stunnel,
     Relay,
     /// With so many lanes.
@@ -34,6 +36,7 @@ impl fmt::Display for Variant {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Bare => formatter.write_str("bare"),
+            Self::Pipeline => formatter.write_str("pipeline"),
             Self::Stunnel => formatter.write_str("stunnel"),
             Self::Relay => formatter.write_str("relay"),
             Self::Stripe(lanes) => write!(formatter, "stripe-{lanes}"),
@@ -48,11 +51,12 @@ impl FromStr for Variant {
         let stripe = text.strip_prefix("stripe-").map(str::parse);
         match (text, stripe) {
             ("bare", _) => Ok(Self::Bare),
+            ("pipeline", _) => Ok(Self::Pipeline),
             ("stunnel", _) => Ok(Self::Stunnel),
             ("relay", _) => Ok(Self::Relay),
             (_, Some(Ok(lanes @ 1..=128))) => Ok(Self::Stripe(lanes)),
             _ => Err(format!(
-                "there is no variant {text:?}: bare, stunnel, relay, stripe-N"
+                "there is no variant {text:?}: bare, pipeline, stunnel, relay, stripe-N"
             )),
         }
     }
@@ -236,6 +240,7 @@ impl Pair {
                 pair.tcp = site.tcp.local_addr()?;
                 pair.qemu = site.qemu();
             }
+            Variant::Pipeline => pair.forwards(site)?,
             Variant::Stunnel => pair.stunnels(site)?,
             Variant::Relay => {
                 let ports = [free_port()?, free_port()?, free_port()?];
@@ -336,6 +341,32 @@ impl Pair {
             self.processes.push(Process(child));
             if !said.starts_with("listening on ") {
                 bail!("dunlin does not run with {}", file.display());
+            }
+        }
+        Ok(())
+    }
+
+    fn forwards(&mut self, site: &Site) -> Result<()> {
+        let (mut far, mut near) = (Vec::new(), Vec::new());
+        for (_, listen, target) in self.routes(site)? {
+            let port = free_port()?;
+            far.extend([format!("tcp:{port}"), target]);
+            near.extend([listen, format!("tcp:{port}")]);
+        }
+        for places in [far, near] {
+            let mut child = Command::new(std::env::current_exe()?)
+                .args(["bench", "forward"])
+                .args(places)
+                .stdin(Stdio::null())
+                .stdout(Stdio::piped())
+                .spawn()
+                .context("cannot start this program again")?;
+            let stdout = child.stdout.take().context("it was asked for")?;
+            self.processes.push(Process(child));
+            let mut said = String::new();
+            BufReader::new(stdout).read_line(&mut said)?;
+            if said.trim_end() != forward::LISTENING {
+                bail!("the pipeline does not run");
             }
         }
         Ok(())

@@ -34,11 +34,11 @@ pub struct TunnelOptions {
     /// Leaves QEMU out.
     #[arg(long)]
     without_qemu: bool,
-    /// Variants to measure: bare, stunnel, relay, stripe-N.
+    /// Variants to measure: bare, pipeline, stunnel, relay, stripe-N.
     #[arg(
         long,
         value_delimiter = ',',
-        default_value = "bare,stunnel,relay,stripe-1,stripe-2,stripe-4"
+        default_value = "bare,pipeline,stunnel,relay,stripe-1,stripe-2,stripe-4"
     )]
     variants: Vec<Variant>,
 }

@@ -29,11 +29,13 @@ use crate::tunnel::failure::{Failure, harmless};
 use crate::tunnel::site::Site;
 use crate::tunnel::socket::Socket;
 
-/// Records that are sealed and written at once; see
-/// [`BATCH_BYTES`](crate::lane::data::BATCH_BYTES) for why there are so many.
-const BATCH_RECORDS: usize = 16;
+/// Records that are sealed and written at once. Unlike a lane, which shares its caches with
+/// others, a relay is one thread each way that is woken for each piece: between hypervisors over
+/// TCP, pieces of 512 KiB cost 0.74 CPU seconds a GiB where those of 256 KiB cost 0.86 and of
+/// 64 KiB 0.91 (two cores, medians of turns in one run); 1 MiB is no better.
+const BATCH_RECORDS: usize = 32;
 /// Bytes read from the TLS connection at once.
-const RECEIVE_BYTES: usize = 256 << 10;
+const RECEIVE_BYTES: usize = 512 << 10;
 /// Records whose content is written at once.
 const WRITTEN_RECORDS: usize = 64;
 /// After so long without a byte a direction gives its buffer back.

@@ -52,7 +52,7 @@ use watch::Watch;
 
 /// What a channel holds while it carries bytes, both ways: a share of
 /// [`Limits::peer_bytes`](super::Limits::peer_bytes).
-const CHANNEL_BYTES: u64 = 2 * (300 << 10);
+const CHANNEL_BYTES: u64 = 2 * (560 << 10);
 /// Connections that wait in one line.
 const WAITING: usize = 512;
 
