@@ -2,6 +2,7 @@
 //! wrong in it is named with its line and with what to do.
 
 mod relay;
+mod stripe;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -12,10 +13,7 @@ use std::time::Duration;
 
 use dunlin::lane::kernel::Offload;
 use dunlin::lane::peers::{Peer, Peers};
-use dunlin::tunnel::{
-    DEFAULT_LANES, Entrance, Exit, Limits, Listen, MAX_WINDOW_BYTES, Mode, RelayExit, Routes,
-    Target, WINDOW_BYTES,
-};
+use dunlin::tunnel::{Entrance, Limits, Listen, Mode, RelayExit, Routes, Target, WINDOW_BYTES};
 use serde::Deserialize;
 use toml::Spanned;
 
@@ -99,6 +97,7 @@ struct LimitsTable {
 #[serde(deny_unknown_fields)]
 struct RouteTable {
     mode: Option<Spanned<String>>,
+    security: Option<Spanned<String>>,
     listen: Option<Spanned<String>>,
     to: Option<Spanned<String>>,
     peers: Option<Spanned<Vec<Spanned<String>>>>,
@@ -239,6 +238,9 @@ fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
     let mut relays = Vec::new();
     for (name, table) in &file.route {
         let at = table.span();
+        if let Some(security) = &table.get_ref().security {
+            found.parsed(security, |text| check_security(name, text));
+        }
         if relay::is_one(name, table.get_ref(), found) {
             relay::check(
                 name,
@@ -250,7 +252,7 @@ fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
             );
             continue;
         }
-        check_route(
+        stripe::check(
             name,
             &at,
             table.get_ref(),
@@ -291,94 +293,17 @@ fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
 /// what service managers wait before they kill, less a little.
 const DRAIN: Duration = Duration::from_secs(80);
 
-fn check_route(
-    name: &str,
-    at: &Range<usize>,
-    table: &RouteTable,
-    found: &mut Found<'_>,
-    entrances: &mut Vec<Entrance>,
-    exits: &mut Vec<Exit>,
-) {
-    let window_bytes = found.or(
-        table.window.as_ref(),
-        WINDOW_BYTES,
-        |text| match parse_bytes(text)? {
-            bytes if (256 << 10..=MAX_WINDOW_BYTES).contains(&bytes) => Ok(bytes),
-            _ => Err(format!("a window of {text} cannot be: 256K to 1G can")),
-        },
-    );
-    let route = name.to_owned();
-    match (&table.listen, &table.to) {
-        (listen, Some(to)) => {
-            let listen = match listen {
-                Some(listen) => found.parsed(listen, |text| parse_listen(text)),
-                None => Some(Listen::OnDemand),
-            };
-            let host = found.parsed(to, |text| host_of(text));
-            let peers = check_answering(table.peers.as_ref(), to, host.as_deref(), found);
-            let lanes = found.or(table.lanes.as_ref(), DEFAULT_LANES, |count| {
-                between("lanes", *count, 1, 128)
-            });
-            if let (Some(listen), Some(peers)) = (listen, peers) {
-                entrances.push(Entrance {
-                    route: route.clone(),
-                    listen,
-                    to: to.get_ref().clone(),
-                    peers,
-                    lanes,
-                    window_bytes,
-                    mode: Mode::Stripe,
-                });
-            }
-        }
-        (Some(listen), None) => {
-            let text = format!("route {name} listens and leads nowhere: add to = \"HOST:PORT\"");
-            found.add(&listen.span(), text);
-        }
-        (None, None) => {
-            for (key, value) in [
-                ("peers", table.peers.as_ref().map(Spanned::span)),
-                ("lanes", table.lanes.as_ref().map(Spanned::span)),
-            ] {
-                if let Some(at) = value {
-                    let text = format!("route {name}: {key} goes with to");
-                    found.add(&at, text);
-                }
-            }
-        }
-    }
-    let target = match (&table.target, &table.exec) {
-        (Some(_), _) | (_, Some(_)) => check_target(name, table, found),
-        (None, None) => {
-            if let Some(allow) = &table.allow {
-                let text = format!(
-                    "route {name} allows peers what there is not: add target = \"unix:PATH\" or \
-                     \"tcp:HOST:PORT\""
-                );
-                found.add(&allow.span(), text);
-            } else if table.listen.is_none() && table.to.is_none() {
-                let text = format!("route {name} has no end here: add to, or target and allow");
-                found.add(at, text);
-            }
-            return;
-        }
-    };
-    let Some(allow) = &table.allow else {
-        let text = format!(
-            "route {name} has a target that nobody may reach: add allow = [\"NAME\"] with the \
-             names in the peers' certificates"
-        );
-        found.add(at, text);
-        return;
-    };
-    let allow = check_peers(allow, found);
-    if let (Some(target), Some(allow)) = (target, allow) {
-        exits.push(Exit {
-            route,
-            allow,
-            target,
-            window_bytes,
-        });
+/// What protects a route's bytes between the hosts.
+fn check_security(name: &str, text: &str) -> Result<(), String> {
+    match text {
+        "tls" => Ok(()),
+        "plain" => Err(format!(
+            "route {name} would carry memory in the clear, for which no tunnel is needed: write \
+             \"tls\", or leave security out"
+        )),
+        other => Err(format!(
+            "there is no security {other:?} for routes: write \"tls\", or leave it out"
+        )),
     }
 }
 
@@ -531,187 +456,4 @@ pub(crate) fn host_of(text: &str) -> Result<String, String> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod tests {
-    use super::*;
-
-    const GOOD: &str = r#"
-listen = "0.0.0.0:7300"
-identity = "/etc/dunlin"
-drain = "5s"
-
-[limits]
-channels = 16
-peer_memory = "64M"
-vanished = "4s"
-
-[route.ram]
-listen = "unix:/run/dunlin/ram.sock"
-to = "b.example:7300"
-lanes = 2
-window = "32M"
-target = "unix:/run/qemu/in.sock"
-allow = ["b.example", "spiffe://example/b"]
-
-[route.disk]
-target = "tcp:127.0.0.1:10809"
-allow = ["b.example"]
-
-[route.tool]
-exec = ["/bin/cat", "-u"]
-allow = ["b.example"]
-
-[route.each]
-to = "b.example:7300"
-target = "unix:/run/qemu/{vm}.sock"
-allow = ["b.example"]
-"#;
-
-    fn mistakes(text: &str) -> Vec<String> {
-        let mistakes = Config::parse(Path::new("t.toml"), text).unwrap_err();
-        mistakes.to_string().lines().map(str::to_owned).collect()
-    }
-
-    #[test]
-    fn a_good_file_is_taken_as_it_says() {
-        let config = Config::parse(Path::new("t.toml"), GOOD).unwrap();
-        assert_eq!(config.listen, Port::At("0.0.0.0:7300".parse().unwrap()));
-        let passed = GOOD.replacen("0.0.0.0:7300", "systemd:peers", 1);
-        let passed = Config::parse(Path::new("t.toml"), &passed).unwrap();
-        assert_eq!(passed.listen, Port::Passed("peers".to_owned()));
-        assert_eq!(config.drain, Duration::from_secs(5));
-        assert_eq!(config.limits.channels, 16);
-        assert_eq!(config.limits.peer_bytes, 64 << 20);
-        assert_eq!(config.limits.vanished, Duration::from_secs(4));
-        assert_eq!(config.limits.connect, Limits::default().connect);
-        let routes = format!("{:?}", config.routes);
-        for part in [
-            "/run/qemu/in.sock",
-            "127.0.0.1:10809",
-            "/bin/cat",
-            "33554432",
-        ] {
-            assert!(routes.contains(part), "{part} in {routes}");
-        }
-    }
-
-    /// Each line of the good file replaced, with the line on which the mistake is
-    /// reported and a word of what to do.
-    #[test]
-    fn every_mistake_is_named_with_its_line_and_what_to_do() {
-        for (good, bad, line, word) in [
-            (
-                "listen = \"0.0.0.0:7300\"",
-                "listen = \"7300\"",
-                2,
-                "write 0.0.0.0:7300",
-            ),
-            ("0.0.0.0:7300", "systemd:", 2, "FileDescriptorName="),
-            (
-                "unix:/run/dunlin/ram.sock",
-                "systemd:a:b",
-                12,
-                "FileDescriptorName=",
-            ),
-            ("identity = \"/etc/dunlin\"", "", 1, "identity"),
-            ("drain = \"5s\"", "drain = \"5\"", 4, "300ms, 10s"),
-            ("drain = \"5s\"", "drian = \"5s\"", 4, "drian"),
-            ("channels = 16", "channels = 0", 7, "1 to 4096"),
-            ("channels = 16", "channels = \"16\"", 7, "whole number"),
-            ("channels = 16", "channels = 1024", 8, "raise peer_memory"),
-            ("vanished = \"4s\"", "vanished = \"10ms\"", 9, "1s"),
-            (
-                "unix:/run/dunlin/ram.sock",
-                "/run/dunlin/ram.sock",
-                12,
-                "unix:PATH",
-            ),
-            (
-                "unix:/run/dunlin/ram.sock",
-                "unix:ram.sock",
-                12,
-                "begin it with /",
-            ),
-            (
-                "to = \"b.example:7300\"",
-                "to = \"b.example\"",
-                13,
-                "host.example:7300",
-            ),
-            ("to = \"b.example:7300\"", "", 12, "add to"),
-            ("lanes = 2", "lanes = 200", 14, "1 to 128"),
-            ("lanes = 2", "lane = 2", 14, "lane"),
-            ("window = \"32M\"", "window = \"1K\"", 15, "256K to 1G"),
-            ("unix:/run/qemu/in.sock", "in.sock", 16, "unix:PATH"),
-            ("qemu/in.sock", "{vm}/{id}.sock", 16, "one parameter"),
-            ("qemu/in.sock", "{VM}.sock", 16, "write {vm}"),
-            (
-                "tcp:127.0.0.1:10809",
-                "tcp:{vm}:10809",
-                20,
-                "choose the host",
-            ),
-            ("/bin/cat", "/bin/{vm}", 24, "choose the host"),
-            (
-                "\"spiffe://example/b\"",
-                "\"sha256:00\"",
-                17,
-                "64 hexadecimal",
-            ),
-            (
-                "allow = [\"b.example\", \"spiffe://example/b\"]",
-                "",
-                11,
-                "add allow",
-            ),
-            (
-                "allow = [\"b.example\", \"spiffe://example/b\"]",
-                "allow = []",
-                17,
-                "name the peers",
-            ),
-            ("target = \"tcp:127.0.0.1:10809\"", "", 21, "add target"),
-            (
-                "target = \"tcp:127.0.0.1:10809\"",
-                "peers = [\"x\"]\nlanes = 2",
-                20,
-                "goes with",
-            ),
-            (
-                "exec = [\"/bin/cat\", \"-u\"]",
-                "exec = [\"cat\"]",
-                24,
-                "whole path",
-            ),
-            (
-                "exec = [\"/bin/cat\", \"-u\"]",
-                "exec = [\"/bin/cat\"]\ntarget = \"unix:/x\"",
-                24,
-                "leave one out",
-            ),
-        ] {
-            let text = GOOD.replacen(good, bad, 1);
-            assert_ne!(text, GOOD, "{good}");
-            let found = mistakes(&text);
-            let expected = format!("t.toml:{line}: ");
-            assert!(
-                found
-                    .iter()
-                    .any(|one| one.starts_with(&expected) && one.contains(word)),
-                "{bad:?}: {expected}…{word} in {found:#?}"
-            );
-        }
-    }
-
-    #[test]
-    fn all_mistakes_are_named_at_once() {
-        let text = GOOD
-            .replacen("lanes = 2", "lanes = 0", 1)
-            .replacen("drain = \"5s\"", "drain = \"soon\"", 1)
-            .replacen("unix:/run/qemu", "unix:run/qemu", 1);
-        assert_eq!(mistakes(&text).len(), 3);
-        assert!(mistakes("listen = ").len() == 1);
-        let nothing = "listen = \"0.0.0.0:1\"\nidentity = \"/x\"\n";
-        assert!(mistakes(nothing)[0].contains("there is no route"));
-    }
-}
+mod tests;

@@ -1,0 +1,194 @@
+//! The configuration's tests.
+#![allow(clippy::unwrap_used)]
+
+use super::*;
+
+const GOOD: &str = r#"
+listen = "0.0.0.0:7300"
+identity = "/etc/dunlin"
+drain = "5s"
+
+[limits]
+channels = 16
+peer_memory = "64M"
+vanished = "4s"
+
+[route.ram]
+listen = "unix:/run/dunlin/ram.sock"
+to = "b.example:7300"
+lanes = 2
+window = "32M"
+target = "unix:/run/qemu/in.sock"
+allow = ["b.example", "spiffe://example/b"]
+
+[route.disk]
+target = "tcp:127.0.0.1:10809"
+allow = ["b.example"]
+
+[route.tool]
+exec = ["/bin/cat", "-u"]
+allow = ["b.example"]
+
+[route.each]
+to = "b.example:7300"
+target = "unix:/run/qemu/{vm}.sock"
+allow = ["b.example"]
+"#;
+
+fn mistakes(text: &str) -> Vec<String> {
+    let mistakes = Config::parse(Path::new("t.toml"), text).unwrap_err();
+    mistakes.to_string().lines().map(str::to_owned).collect()
+}
+
+#[test]
+fn a_good_file_is_taken_as_it_says() {
+    let config = Config::parse(Path::new("t.toml"), GOOD).unwrap();
+    assert_eq!(config.listen, Port::At("0.0.0.0:7300".parse().unwrap()));
+    let passed = GOOD.replacen("0.0.0.0:7300", "systemd:peers", 1);
+    let passed = Config::parse(Path::new("t.toml"), &passed).unwrap();
+    assert_eq!(passed.listen, Port::Passed("peers".to_owned()));
+    assert_eq!(config.drain, Duration::from_secs(5));
+    assert_eq!(config.limits.channels, 16);
+    assert_eq!(config.limits.peer_bytes, 64 << 20);
+    assert_eq!(config.limits.vanished, Duration::from_secs(4));
+    assert_eq!(config.limits.connect, Limits::default().connect);
+    let routes = format!("{:?}", config.routes);
+    for part in [
+        "/run/qemu/in.sock",
+        "127.0.0.1:10809",
+        "/bin/cat",
+        "33554432",
+    ] {
+        assert!(routes.contains(part), "{part} in {routes}");
+    }
+}
+
+/// Each line of the good file replaced, with the line on which the mistake is
+/// reported and a word of what to do.
+#[test]
+fn every_mistake_is_named_with_its_line_and_what_to_do() {
+    for (good, bad, line, word) in [
+        (
+            "listen = \"0.0.0.0:7300\"",
+            "listen = \"7300\"",
+            2,
+            "write 0.0.0.0:7300",
+        ),
+        ("0.0.0.0:7300", "systemd:", 2, "FileDescriptorName="),
+        (
+            "unix:/run/dunlin/ram.sock",
+            "systemd:a:b",
+            12,
+            "FileDescriptorName=",
+        ),
+        ("identity = \"/etc/dunlin\"", "", 1, "identity"),
+        ("drain = \"5s\"", "drain = \"5\"", 4, "300ms, 10s"),
+        ("drain = \"5s\"", "drian = \"5s\"", 4, "drian"),
+        ("channels = 16", "channels = 0", 7, "1 to 4096"),
+        ("channels = 16", "channels = \"16\"", 7, "whole number"),
+        ("channels = 16", "channels = 1024", 8, "raise peer_memory"),
+        ("vanished = \"4s\"", "vanished = \"10ms\"", 9, "1s"),
+        (
+            "unix:/run/dunlin/ram.sock",
+            "/run/dunlin/ram.sock",
+            12,
+            "unix:PATH",
+        ),
+        (
+            "unix:/run/dunlin/ram.sock",
+            "unix:ram.sock",
+            12,
+            "begin it with /",
+        ),
+        (
+            "to = \"b.example:7300\"",
+            "to = \"b.example\"",
+            13,
+            "host.example:7300",
+        ),
+        ("to = \"b.example:7300\"", "", 12, "add to"),
+        ("lanes = 2", "lanes = 200", 14, "1 to 128"),
+        ("lanes = 2", "lane = 2", 14, "lane"),
+        ("lanes = 2", "security = \"plain\"", 14, "in the clear"),
+        ("lanes = 2", "security = \"ssl\"", 14, "write \"tls\""),
+        ("window = \"32M\"", "window = \"1K\"", 15, "256K to 1G"),
+        ("unix:/run/qemu/in.sock", "in.sock", 16, "unix:PATH"),
+        ("qemu/in.sock", "{vm}/{id}.sock", 16, "one parameter"),
+        ("qemu/in.sock", "{VM}.sock", 16, "write {vm}"),
+        (
+            "tcp:127.0.0.1:10809",
+            "tcp:{vm}:10809",
+            20,
+            "choose the host",
+        ),
+        ("/bin/cat", "/bin/{vm}", 24, "choose the host"),
+        (
+            "\"spiffe://example/b\"",
+            "\"sha256:00\"",
+            17,
+            "64 hexadecimal",
+        ),
+        (
+            "allow = [\"b.example\", \"spiffe://example/b\"]",
+            "",
+            11,
+            "add allow",
+        ),
+        (
+            "allow = [\"b.example\", \"spiffe://example/b\"]",
+            "allow = []",
+            17,
+            "name the peers",
+        ),
+        ("target = \"tcp:127.0.0.1:10809\"", "", 21, "add target"),
+        (
+            "target = \"tcp:127.0.0.1:10809\"",
+            "peers = [\"x\"]\nlanes = 2",
+            20,
+            "goes with",
+        ),
+        (
+            "exec = [\"/bin/cat\", \"-u\"]",
+            "exec = [\"cat\"]",
+            24,
+            "whole path",
+        ),
+        (
+            "exec = [\"/bin/cat\", \"-u\"]",
+            "exec = [\"/bin/cat\"]\ntarget = \"unix:/x\"",
+            24,
+            "leave one out",
+        ),
+    ] {
+        let text = GOOD.replacen(good, bad, 1);
+        assert_ne!(text, GOOD, "{good}");
+        let found = mistakes(&text);
+        let expected = format!("t.toml:{line}: ");
+        assert!(
+            found
+                .iter()
+                .any(|one| one.starts_with(&expected) && one.contains(word)),
+            "{bad:?}: {expected}…{word} in {found:#?}"
+        );
+    }
+}
+
+#[test]
+fn all_mistakes_are_named_at_once() {
+    let text = GOOD
+        .replacen("lanes = 2", "lanes = 0", 1)
+        .replacen("drain = \"5s\"", "drain = \"soon\"", 1)
+        .replacen("unix:/run/qemu", "unix:run/qemu", 1);
+    assert_eq!(mistakes(&text).len(), 3);
+    assert!(mistakes("listen = ").len() == 1);
+    let nothing = "listen = \"0.0.0.0:1\"\nidentity = \"/x\"\n";
+    assert!(mistakes(nothing)[0].contains("there is no route"));
+}
+
+#[test]
+fn a_routes_security_may_be_said() {
+    for text in ["security = \"tls\"", "lanes = 2"] {
+        let text = GOOD.replacen("lanes = 2", text, 1);
+        assert!(Config::parse(Path::new("t.toml"), &text).is_ok(), "{text}");
+    }
+}
