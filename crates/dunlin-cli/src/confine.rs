@@ -1,4 +1,4 @@
-//! Confinement: what a process that owns a VM gives up once it has started.
+//! Confinement: what a process that owns a VM, or is a tunnel, gives up once it has started.
 //!
 //! Whoever takes such a process over, from the guest's side or a peer's, finds no privileges, files
 //! only where the process needs them, and few system calls. Each thread inherits it, so it comes
@@ -9,6 +9,10 @@
 //! | privileges | no capabilities, and none by executing something |
 //! | [`files`] | reading where identities and the system's own settings are, writing in the journal and beside the control socket; no TCP port to listen on; no signals to others |
 //! | [`calls`] | the system calls of a list; no programs, no debugging, no mounts, no new kinds of socket |
+//!
+//! A tunnel's routes may change while it runs, and with them the paths that it goes to: it keeps
+//! the capabilities for other users' sockets and for low ports, and reads files and makes local
+//! sockets wherever it may, but writes, makes and executes nothing else.
 
 mod calls;
 mod files;
@@ -20,7 +24,7 @@ use std::sync::OnceLock;
 
 use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
-use dunlin_sys::privileges;
+use dunlin_sys::privileges::{self, Capability};
 
 use crate::line::Line;
 
@@ -80,42 +84,123 @@ impl Confining {
     /// # Errors
     /// With `yes`, the part that cannot be had; some others may be in force then.
     pub(crate) fn apply(&self, needs: &Needs) -> Result<Line> {
-        let (mut by, mut lacks) = (Vec::new(), Vec::new());
         if self.confine == Whether::No {
-            return Ok(Line::Confined { by, lacks });
+            return Ok(Taking::new(self.confine).line());
         }
         let mut identities = self.identities.clone();
         identities.extend(needs.identity.clone());
         let rules = files::Rules::new(needs, &identities)?;
-        let whole = self.confine == Whether::Yes;
-        let mut take = |part: &str, taken: Result<files::Taken>| -> Result<bool> {
-            let held = match taken {
-                Ok(taken) => {
-                    by.push(taken.by);
-                    lacks.extend(taken.lacks);
-                    true
-                }
-                Err(error) => {
-                    lacks.push(format!("{part}: {error:#}"));
-                    false
-                }
-            };
-            if whole && let Some(lack) = lacks.first() {
-                bail!(
-                    "this process cannot be confined (at fault: this side): {lack}; use a kernel \
-                     that can, or --confine auto"
-                );
-            }
-            Ok(held)
-        };
-        take("privileges", drop_privileges())?;
-        if take("files", rules.apply())? && !identities.is_empty() {
+        let mut taking = Taking::new(self.confine);
+        taking.take("privileges", drop_privileges())?;
+        if taking.take("files", rules.apply())? && !identities.is_empty() {
             // Nobody else sets it.
             let _ = IDENTITIES.set(identities);
         }
-        take("system calls", calls::apply(needs.makes_sockets))?;
-        Ok(Line::Confined { by, lacks })
+        let work = calls::Work::Guest {
+            makes_sockets: needs.makes_sockets,
+        };
+        taking.take("system calls", calls::apply(work))?;
+        Ok(taking.line())
     }
+}
+
+/// How far a tunnel is confined.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct ConfiningTunnel {
+    /// Whether the tunnel gives up, once it has started, what it does not need: `auto` as far as
+    /// the kernel can and where no route has `exec`, `yes` all of it or it does not start.
+    #[arg(long, value_enum, value_name = "WHETHER", default_value_t)]
+    confine: Whether,
+}
+
+impl ConfiningTunnel {
+    /// As [`Confining::apply`]. What a route with `exec` starts would be confined with the tunnel:
+    /// so such a tunnel is not.
+    ///
+    /// # Errors
+    /// With `yes`, the part that cannot be had; some others may be in force then.
+    pub(crate) fn apply(&self, starts_programs: bool) -> Result<Line> {
+        let mut taking = Taking::new(self.confine);
+        if self.confine == Whether::No {
+            return Ok(taking.line());
+        }
+        if starts_programs {
+            let text = "the programs of routes with exec would be confined with the tunnel";
+            if self.confine == Whether::Yes {
+                bail!(
+                    "the tunnel cannot be confined (at fault: configuration): {text}; leave those \
+                     routes to a tunnel of their own, or use --confine auto"
+                );
+            }
+            taking.lacks.push(text.to_owned());
+            return Ok(taking.line());
+        }
+        taking.take("privileges", keep_privileges())?;
+        let rules = files::Rules::changing_none().and_then(files::Rules::apply);
+        taking.take("files", rules)?;
+        taking.take("system calls", calls::apply(calls::Work::Channels))?;
+        Ok(taking.line())
+    }
+}
+
+/// What is in force so far.
+struct Taking {
+    whole: bool,
+    by: Vec<String>,
+    lacks: Vec<String>,
+}
+
+impl Taking {
+    fn new(confine: Whether) -> Self {
+        Self {
+            whole: confine == Whether::Yes,
+            by: Vec::new(),
+            lacks: Vec::new(),
+        }
+    }
+
+    /// Whether one part is in force now.
+    ///
+    /// # Errors
+    /// All are wanted, and something of this one cannot be had.
+    fn take(&mut self, part: &str, taken: Result<files::Taken>) -> Result<bool> {
+        let held = match taken {
+            Ok(taken) => {
+                self.by.push(taken.by);
+                self.lacks.extend(taken.lacks);
+                true
+            }
+            Err(error) => {
+                self.lacks.push(format!("{part}: {error:#}"));
+                false
+            }
+        };
+        if self.whole
+            && let Some(lack) = self.lacks.first()
+        {
+            bail!(
+                "this process cannot be confined (at fault: this side): {lack}; use a kernel \
+                 that can, or --confine auto"
+            );
+        }
+        Ok(held)
+    }
+
+    fn line(self) -> Line {
+        Line::Confined {
+            by: self.by,
+            lacks: self.lacks,
+        }
+    }
+}
+
+/// Those that a tunnel's routes may need.
+fn keep_privileges() -> Result<files::Taken> {
+    privileges::gain_none()?;
+    privileges::keep_capabilities(&[Capability::OthersFiles, Capability::LowPorts])?;
+    Ok(files::Taken::wholly(
+        "no privileges but for others' sockets and low ports",
+    ))
 }
 
 fn drop_privileges() -> Result<files::Taken> {
@@ -166,17 +251,36 @@ pub(crate) fn allows_identity(directory: &Path) -> Result<()> {
     )
 }
 
+/// Whether anything is in force.
+pub(crate) fn is_confined(confined: &Line) -> bool {
+    matches!(confined, Line::Confined { by, .. } if !by.is_empty())
+}
+
 /// Says what is in force.
 pub(crate) fn say(confined: &Line, json: bool) {
+    if json {
+        return confined.print();
+    }
+    for line in text(confined) {
+        println!("{line}");
+    }
+}
+
+/// The same in lines, the second of them a warning.
+pub(crate) fn text(confined: &Line) -> Vec<String> {
     match confined {
-        _ if json => confined.print(),
-        Line::Confined { by, .. } if by.is_empty() => println!("not confined"),
         Line::Confined { by, lacks } => {
-            println!("confined: {}", by.join(", "));
-            if !lacks.is_empty() {
-                println!("warning: this host lacks {}", lacks.join(", "));
+            let lacks = lacks.join(", ");
+            match (by.is_empty(), lacks.is_empty()) {
+                (true, true) => vec!["not confined".to_owned()],
+                (true, false) => vec![format!("not confined: {lacks}")],
+                (false, true) => vec![format!("confined: {}", by.join(", "))],
+                (false, false) => vec![
+                    format!("confined: {}", by.join(", ")),
+                    format!("warning: this host lacks {lacks}"),
+                ],
             }
         }
-        _ => {}
+        _ => Vec::new(),
     }
 }

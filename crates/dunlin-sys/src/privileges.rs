@@ -12,6 +12,16 @@ const VERSION: u32 = 0x2008_0522;
 /// More capabilities than any kernel has: its own last one is found by asking.
 const CAPABILITIES: libc::c_ulong = 64;
 
+/// What is left to who keeps some capabilities, by their numbers in the same header.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum Capability {
+    /// `CAP_DAC_OVERRIDE`: files and local sockets of other users.
+    OthersFiles = 1,
+    /// `CAP_NET_BIND_SERVICE`: ports below 1024.
+    LowPorts = 10,
+}
+
 /// `struct __user_cap_header_struct` of the same header.
 #[repr(C)]
 struct Header {
@@ -44,12 +54,25 @@ pub fn gain_none() -> io::Result<()> {
 /// # Errors
 /// What prctl(2) and capset(2) say; the sets that were emptied before stay so.
 pub fn drop_capabilities() -> io::Result<()> {
+    keep_capabilities(&[])
+}
+
+/// The same for all but those that are named: what the thread has of them stays in the permitted
+/// and effective sets, and in the bounding set.
+///
+/// # Errors
+/// What prctl(2), capget(2) and capset(2) say; what was taken before stays so.
+pub fn keep_capabilities(kept: &[Capability]) -> io::Result<()> {
+    let kept = kept.iter().fold(0_u32, |set, one| set | 1 << *one as u32);
     prctl(
         libc::PR_CAP_AMBIENT,
         libc::PR_CAP_AMBIENT_CLEAR_ALL as libc::c_ulong,
         0,
     )?;
     for capability in 0..CAPABILITIES {
+        if capability < 32 && kept & 1 << capability != 0 {
+            continue;
+        }
         // What the kernel does not know is no error: there are no more.
         let Ok(bounding) = prctl(libc::PR_CAPBSET_READ, capability, 0) else {
             break;
@@ -66,14 +89,25 @@ pub fn drop_capabilities() -> io::Result<()> {
         version: VERSION,
         thread: 0,
     };
-    let none = [Sets {
+    let mut sets = [Sets {
         effective: 0,
         permitted: 0,
         inheritable: 0,
     }; 2];
-    // SAFETY: capset reads one header and, by its version, two sets; both live through the call
-    // and have the layout of the kernel's structures. Thread 0 is the calling one.
-    let code = unsafe { libc::syscall(libc::SYS_capset, &raw const header, none.as_ptr()) };
+    // SAFETY: capget reads one header and, by its version, writes two sets; both live through the
+    // call and have the layout of the kernel's structures. Thread 0 is the calling one.
+    let code = unsafe { libc::syscall(libc::SYS_capget, &raw const header, sets.as_mut_ptr()) };
+    if code < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // Those that are named have numbers below 32.
+    for (set, kept) in sets.iter_mut().zip([kept, 0]) {
+        set.permitted &= kept;
+        set.effective &= kept;
+        set.inheritable = 0;
+    }
+    // SAFETY: as above; capset reads both.
+    let code = unsafe { libc::syscall(libc::SYS_capset, &raw const header, sets.as_ptr()) };
     if code < 0 {
         return Err(io::Error::last_os_error());
     }
@@ -122,6 +156,29 @@ mod tests {
             }
             // A second time nothing is left to do.
             drop_capabilities().unwrap();
+        })
+        .join()
+        .unwrap();
+    }
+
+    #[test]
+    fn a_thread_keeps_what_is_named_of_what_it_has() {
+        let effective = || {
+            let status = std::fs::read_to_string("/proc/thread-self/status").unwrap();
+            let line = status.lines().find(|line| line.starts_with("CapEff:"));
+            let set = line.unwrap().split_whitespace().nth(1).unwrap().to_owned();
+            u64::from_str_radix(&set, 16).unwrap()
+        };
+        std::thread::spawn(move || {
+            let named = 1 << Capability::OthersFiles as u64 | 1 << Capability::LowPorts as u64;
+            let before = effective();
+            keep_capabilities(&[Capability::OthersFiles, Capability::LowPorts]).unwrap();
+            assert_eq!(effective(), before & named);
+            keep_capabilities(&[Capability::LowPorts]).unwrap();
+            assert_eq!(effective(), before & 1 << Capability::LowPorts as u64);
+            // What was given up does not come back.
+            keep_capabilities(&[Capability::OthersFiles]).unwrap();
+            assert_eq!(effective(), 0);
         })
         .join()
         .unwrap();

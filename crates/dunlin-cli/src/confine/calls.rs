@@ -64,9 +64,6 @@ const ALLOWED: &[libc::c_long] = &[
     libc::SYS_mremap,
     libc::SYS_madvise,
     libc::SYS_brk,
-    libc::SYS_mincore,
-    libc::SYS_memfd_create,
-    libc::SYS_userfaultfd,
     // Threads, and this process itself.
     libc::SYS_futex,
     libc::SYS_set_robust_list,
@@ -122,6 +119,16 @@ const ALLOWED: &[libc::c_long] = &[
     libc::SYS_shutdown,
 ];
 
+/// Besides, for the memory of a guest.
+const FOR_GUESTS: &[libc::c_long] = &[
+    libc::SYS_mincore,
+    libc::SYS_memfd_create,
+    libc::SYS_userfaultfd,
+];
+
+/// Besides, for channels: where the kernel seals, it moves their bytes too.
+const FOR_CHANNELS: &[libc::c_long] = &[libc::SYS_splice];
+
 /// The same by their older names, which other architectures do not have.
 #[cfg(target_arch = "x86_64")]
 const ALLOWED_HERE: &[libc::c_long] = &[
@@ -147,10 +154,15 @@ const PAGEMAP_SCAN: u64 = 0xc060_6610;
 /// The types of the requests of KVM and of userfaultfd, in their second byte.
 const REQUEST_TYPES: [u64; 2] = [0xae00, 0xaa00];
 
-/// Requests besides those: page maps; whether something is a terminal, and how wide; waiting or
+/// Requests besides those, of a process with a guest: page maps.
+const GUEST_REQUESTS: [u64; 1] = [PAGEMAP_SCAN];
+
+/// Requests of a process with channels: what a socket has not sent yet.
+const CHANNEL_REQUESTS: [u64; 1] = [libc::TIOCOUTQ];
+
+/// Requests of everybody: whether something is a terminal, and how wide; waiting or
 /// not, and closing at exec.
-const REQUESTS: [u64; 7] = [
-    PAGEMAP_SCAN,
+const REQUESTS: [u64; 6] = [
     libc::TCGETS,
     libc::TCGETS2,
     libc::TIOCGWINSZ,
@@ -162,13 +174,29 @@ const REQUESTS: [u64; 7] = [
 /// `PR_SET_VMA` of include/uapi/linux/prctl.h: names of mappings, which the C library sets.
 const PR_SET_VMA: u64 = 0x5356_4d41;
 
+/// Whose system calls they are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Work {
+    /// A VM's.
+    Guest {
+        /// Whether it still has a control socket to make.
+        makes_sockets: bool,
+    },
+    /// A tunnel's.
+    Channels,
+}
+
 /// Holds from now on for every thread.
-pub(super) fn apply(local_sockets: bool) -> Result<Taken> {
+pub(super) fn apply(work: Work) -> Result<Taken> {
     let mut allowed: BTreeMap<i64, Vec<SeccompRule>> = BTreeMap::new();
-    for call in ALLOWED.iter().chain(ALLOWED_HERE) {
+    let besides = match work {
+        Work::Guest { .. } => FOR_GUESTS,
+        Work::Channels => FOR_CHANNELS,
+    };
+    for call in ALLOWED.iter().chain(ALLOWED_HERE).chain(besides) {
         allowed.insert(*call, Vec::new());
     }
-    for (call, rules) in with_arguments(local_sockets)? {
+    for (call, rules) in with_arguments(work)? {
         allowed.insert(call, rules);
     }
     let enosys = SeccompAction::Errno(libc::ENOSYS as u32);
@@ -198,13 +226,17 @@ fn install(
 }
 
 /// Allowed with some arguments alone.
-fn with_arguments(local_sockets: bool) -> Result<Vec<(libc::c_long, Vec<SeccompRule>)>> {
+fn with_arguments(work: Work) -> Result<Vec<(libc::c_long, Vec<SeccompRule>)>> {
     let (execute, write) = (libc::PROT_EXEC as u64, libc::PROT_WRITE as u64);
     // A socket's kind has flags beside it.
     let kind = |kind: libc::c_int| masked(1, 0xf, kind as u64);
     let mut sockets = Vec::new();
     let mut domains = vec![libc::AF_INET, libc::AF_INET6];
-    if local_sockets {
+    if work
+        != (Work::Guest {
+            makes_sockets: false,
+        })
+    {
         domains.push(libc::AF_UNIX);
     }
     for domain in domains {
@@ -212,11 +244,15 @@ fn with_arguments(local_sockets: bool) -> Result<Vec<(libc::c_long, Vec<SeccompR
             sockets.push(rule(&[equals(0, domain as u64), kind(one)])?);
         }
     }
+    let (types, besides): (&[u64], _) = match work {
+        Work::Guest { .. } => (&REQUEST_TYPES, GUEST_REQUESTS),
+        Work::Channels => (&[], CHANNEL_REQUESTS),
+    };
     let mut requests = Vec::new();
-    for kind in REQUEST_TYPES {
-        requests.push(rule(&[masked(1, 0xff00, kind)])?);
+    for kind in types {
+        requests.push(rule(&[masked(1, 0xff00, *kind)])?);
     }
-    for request in REQUESTS {
+    for request in REQUESTS.into_iter().chain(besides) {
         requests.push(rule(&[equals(1, request)])?);
     }
     let mut controls = Vec::new();
@@ -227,7 +263,11 @@ fn with_arguments(local_sockets: bool) -> Result<Vec<(libc::c_long, Vec<SeccompR
     ] {
         controls.push(rule(&[equals(0, what)])?);
     }
-    if local_sockets {
+    let one_more = work
+        == (Work::Guest {
+            makes_sockets: true,
+        });
+    if one_more {
         // One more filter is to come.
         controls.push(rule(&[equals(0, libc::PR_SET_NO_NEW_PRIVS as u64)])?);
     }
@@ -265,7 +305,7 @@ fn with_arguments(local_sockets: bool) -> Result<Vec<(libc::c_long, Vec<SeccompR
         (libc::SYS_mprotect, vec![rule(&[masked(2, execute, 0)])?]),
     ];
     let owner_alone = 0o600;
-    if local_sockets {
+    if one_more {
         let filter = libc::SECCOMP_SET_MODE_FILTER;
         with.push((libc::SYS_seccomp, vec![rule(&[equals(0, filter.into())])?]));
         // The control socket is its owner's.

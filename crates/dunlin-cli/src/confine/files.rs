@@ -64,8 +64,17 @@ impl Taken {
 /// What may still be done with which files; not in force yet.
 pub(super) struct Rules {
     ruleset: RulesetCreated,
-    reads: &'static str,
+    files: &'static str,
+    /// What is asked for that not each version has, with the first one that does.
+    newer: Vec<(ABI, &'static str)>,
 }
+
+/// What each version has brought of what every process is held to.
+const NEWER: [(ABI, &str); 3] = [
+    (ABI::V3, "truncating files"),
+    (ABI::V5, "controlling devices"),
+    (ABI::V6, "signals and abstract sockets"),
+];
 
 impl Rules {
     /// Opens the directories, for which this process may still need its privileges, and makes
@@ -77,11 +86,31 @@ impl Rules {
         }
         Ok(Self {
             ruleset: ruleset(needs, identities).context("the rules for files cannot be made")?,
-            reads: if identities.is_empty() {
+            newer: [&NEWER[..], &[(ABI::V4, "listening on TCP ports")]].concat(),
+            files: if identities.is_empty() {
                 "reading any file"
             } else {
                 "reading identities"
             },
+        })
+    }
+
+    /// For a process whose files are not known at its start: it reads them, and makes and removes
+    /// local sockets where their paths say; it writes, makes and executes no others.
+    pub(super) fn changing_none() -> Result<Self> {
+        let left =
+            AccessFs::ReadFile | AccessFs::ReadDir | AccessFs::RemoveFile | AccessFs::MakeSock;
+        let ruleset = || -> Result<RulesetCreated, RulesetError> {
+            Ruleset::default()
+                .set_compatibility(CompatLevel::BestEffort)
+                .handle_access(AccessFs::from_all(ALL) & !left)?
+                .scope(Scope::from_all(ALL))?
+                .create()
+        };
+        Ok(Self {
+            ruleset: ruleset().context("the rules for files cannot be made")?,
+            newer: NEWER.to_vec(),
+            files: "writing no file",
         })
     }
 
@@ -94,16 +123,10 @@ impl Rules {
         if status.ruleset == RulesetStatus::NotEnforced {
             bail!("Landlock does not hold");
         }
-        // What each version has brought of what is asked for here.
-        let lacks = [
-            (ABI::V3, "truncating files"),
-            (ABI::V4, "listening on TCP ports"),
-            (ABI::V5, "controlling devices"),
-            (ABI::V6, "signals and abstract sockets"),
-        ];
         Ok(Taken {
-            by: format!("Landlock {} ({})", effective_abi as i32, self.reads),
-            lacks: lacks
+            by: format!("Landlock {} ({})", effective_abi as i32, self.files),
+            lacks: self
+                .newer
                 .into_iter()
                 .filter(|(since, _)| effective_abi < *since)
                 .map(|(_, what)| format!("what Landlock needs against {what}"))

@@ -186,6 +186,65 @@ fn without_capabilities_root_is_like_anybody() {
     assert_eq!(outcomes["execute a program"], "done");
 }
 
+/// What it does all the time, and what only its unit or nobody keeps from it.
+#[test]
+fn a_confined_tunnel_reads_and_connects_and_changes_nothing() {
+    let outcomes = confined("tunnel");
+    let works = [
+        "read an identity",
+        "make a control socket",
+        "remove a control socket",
+        "connect to a port",
+        "listen on a port",
+        "start a thread",
+        "make a local socket later",
+        "move bytes in the kernel",
+    ];
+    assert_each(&outcomes, "done", &works);
+    let by_files = [
+        "write the journal",
+        "write elsewhere",
+        "write an identity",
+        "make a file in the control directory",
+    ];
+    assert_each(&outcomes, "EACCES", &by_files);
+    let by_calls = [
+        "execute a program",
+        "start a program",
+        "debug its parent",
+        "read its parent's memory",
+        "signal its parent",
+        "mount",
+        "change its root",
+        "make a user namespace",
+        "raise a limit",
+        "make a packet socket",
+        "make a netlink socket",
+        "make a raw socket",
+        "map memory to write and execute",
+        "rename in the journal",
+        "open the journal to all",
+    ];
+    assert_each(&outcomes, "ENOSYS", &by_calls);
+    assert_eq!(outcomes["connect to an abstract socket"], "EPERM");
+}
+
+#[test]
+fn a_tunnel_with_programs_is_confined_by_its_unit_alone_and_says_so() {
+    let confining = |confine| ConfiningTunnel { confine };
+    let confined = confining(Whether::Auto).apply(true).unwrap();
+    assert!(!is_confined(&confined));
+    assert!(text(&confined)[0].starts_with("not confined: the programs of routes"));
+    let refused = confining(Whether::Yes).apply(true).unwrap_err().to_string();
+    for part in ["at fault: configuration", "--confine auto"] {
+        assert!(refused.contains(part), "{refused}");
+    }
+    assert_eq!(
+        text(&confining(Whether::No).apply(false).unwrap()),
+        ["not confined"]
+    );
+}
+
 #[test]
 fn what_the_kernel_cannot_do_is_said_or_refused() {
     // A filter that lets neither Landlock nor a further filter in stands for such a kernel.
@@ -236,6 +295,16 @@ fn inside() {
             tell("make a local socket later", local_socket());
             tell("make a local socket in an older thread", older());
         }
+        "tunnel" => {
+            let confining = ConfiningTunnel {
+                confine: Whether::Yes,
+            };
+            confining.apply(false).unwrap();
+            change_root(&directory);
+            try_everything(&directory);
+            tell("make a local socket later", local_socket());
+            tell("move bytes in the kernel", moved_in_the_kernel());
+        }
         "files" => {
             let identities: Vec<_> = needs.identity.iter().cloned().collect();
             let rules = files::Rules::new(&needs, &identities).unwrap();
@@ -248,7 +317,10 @@ fn inside() {
             try_everything(&directory);
         }
         "nothing-left" => {
-            calls::apply(false).unwrap();
+            calls::apply(calls::Work::Guest {
+                makes_sockets: false,
+            })
+            .unwrap();
             let Line::Confined { by, lacks } = confining(Whether::Auto).apply(&needs).unwrap()
             else {
                 panic!("something else was said");
@@ -277,6 +349,15 @@ fn older_thread() -> impl FnOnce() -> Result<(), Errno> {
         ask.send(()).unwrap();
         thread.join().unwrap()
     }
+}
+
+/// A byte from a pipe to another one.
+fn moved_in_the_kernel() -> Result<(), Errno> {
+    let (from, into) = nix::unistd::pipe()?;
+    let (_out, to) = nix::unistd::pipe()?;
+    nix::unistd::write(&into, b"x")?;
+    let flags = nix::fcntl::SpliceFFlags::empty();
+    nix::fcntl::splice(from, None, to, None, 1, flags).map(drop)
 }
 
 fn local_socket() -> Result<(), Errno> {

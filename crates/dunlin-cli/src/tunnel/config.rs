@@ -31,6 +31,8 @@ pub(crate) struct Config {
     /// Who seals and opens TLS records.
     pub(crate) offload: Offload,
     pub(crate) routes: Routes,
+    /// Whether a route leads to a program.
+    pub(crate) starts_programs: bool,
     pub(crate) limits: Limits,
     /// How long channels may go on after SIGTERM.
     pub(crate) drain: Duration,
@@ -278,12 +280,15 @@ fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
         }
     };
     let reading = Reading::with_open_key(file.allow_open_key);
+    let mut tables = file.route.values();
+    let starts_programs = tables.any(|table| table.get_ref().exec.is_some());
     Some(Config {
         listen: listen?,
         identity: file.identity,
         reading,
         offload,
         routes,
+        starts_programs,
         limits,
         drain,
     })

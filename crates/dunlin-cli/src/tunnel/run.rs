@@ -6,7 +6,7 @@ use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
 use dunlin::lane::identity::Role;
 use dunlin::tunnel::{Identities, Tunnel};
@@ -16,9 +16,11 @@ use dunlin_sys::signals::{EndSignal, EndSignals, HangUps};
 use super::config::{Config, Port};
 use super::desk::{Desk, name_of};
 use crate::code::{DONE, FAILED};
+use crate::confine::{self, ConfiningTunnel};
 use crate::control::Socket;
 use crate::display::clean;
 use crate::identity::{chosen, crypto, load_identity};
+use crate::line::Line;
 use crate::options::{ControlPath, Cpus};
 use crate::service::{Manager, Told, passed, say, wait_for};
 
@@ -32,6 +34,8 @@ pub(crate) struct Run {
     cpus: Option<Cpus>,
     #[command(flatten)]
     control: ControlPath,
+    #[command(flatten)]
+    confining: ConfiningTunnel,
 }
 
 #[derive(Debug, Args)]
@@ -71,6 +75,8 @@ impl Run {
         };
         let observer = |event| say(&format!("{event}"));
         let socket = self.control_socket()?;
+        // Before there are other threads, too.
+        let confined = self.confining.apply(config.starts_programs)?;
         let tunnel = Tunnel::start_with(
             listener,
             passed,
@@ -91,6 +97,9 @@ impl Run {
         for (route, address) in tunnel.relay_ports() {
             println!("route {} takes TLS clients on {address}", clean(&route));
         }
+        for line in confine::text(&confined) {
+            say(&line);
+        }
         manager.ready(&format!("peers connect to {}", tunnel.address()));
         let drain = Arc::new(Mutex::new(config.drain));
         wait_for(told, ends, hang_ups)?;
@@ -98,7 +107,7 @@ impl Run {
             match event {
                 Told::Again => {
                     manager.reloading();
-                    let how = match again(&self.config, &tunnel) {
+                    let how = match again(&self.config, &tunnel, &confined) {
                         Ok(limit) => {
                             *drain.lock().unwrap_or_else(PoisonError::into_inner) = limit;
                             "the configuration was read anew".to_owned()
@@ -144,8 +153,14 @@ impl Run {
 }
 
 /// Reads the file again. Returns how long a drain may take now.
-fn again(file: &Path, tunnel: &Tunnel) -> Result<Duration> {
+fn again(file: &Path, tunnel: &Tunnel, confined: &Line) -> Result<Duration> {
     let (config, identities) = read(file)?;
+    if config.starts_programs && confine::is_confined(confined) {
+        bail!(
+            "this tunnel is confined and starts no programs (at fault: configuration): leave out \
+             the routes with exec, or start it anew"
+        );
+    }
     if let Port::At(at) = config.listen
         && at.port() != 0
         && at != tunnel.address()
