@@ -30,6 +30,7 @@ pub mod poll;
 pub mod privileges;
 pub mod session;
 pub mod signals;
+pub mod sock_diag;
 pub mod socket;
 pub mod splice;
 pub mod stdio;

@@ -1,12 +1,15 @@
 //! What is said of a socket that is handed over.
 
+use std::collections::BTreeMap;
 use std::fmt;
 
 use dunlin::handoff::accept::{Arrived, Offload};
 use dunlin::handoff::connect::Facts;
 use dunlin::handoff::kernel::RECORD_LIMIT;
-use dunlin::lane::kernel::Driver;
+use dunlin::lane::kernel::{Acceleration, Chosen, Place};
 use serde::Serialize;
+
+use crate::line::DriverLine;
 
 /// One socket.
 #[derive(Debug, Serialize)]
@@ -19,6 +22,12 @@ pub(super) struct HandedLine {
     /// What of the kernel's does the work.
     #[serde(skip_serializing_if = "Option::is_none")]
     driver: Option<DriverLine>,
+    /// Where it does.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    acceleration: Option<AccelerationLine>,
+    /// What it has counted for this and for all other sockets of the network namespace.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    tls_stat: BTreeMap<String, u64>,
     peer: PeerLine,
     /// Records that may be sent, and received, before the connection must be replaced: nobody
     /// counts them for the socket's owner.
@@ -27,11 +36,11 @@ pub(super) struct HandedLine {
     bytes_limit: u64,
 }
 
+/// "software" or "card".
 #[derive(Debug, Serialize)]
-struct DriverLine {
-    name: String,
-    priority: u32,
-    asynchronous: bool,
+struct AccelerationLine {
+    sending: &'static str,
+    receiving: &'static str,
 }
 
 #[derive(Debug, Serialize)]
@@ -58,7 +67,7 @@ impl AcceptedLine {
         Self {
             sni: arrived.name.clone(),
             handed: match &arrived.offload {
-                Offload::Kernel(driver) => HandedLine::kernel(&arrived.facts, driver.as_ref()),
+                Offload::Kernel(chosen) => HandedLine::kernel(&arrived.facts, chosen),
                 Offload::Process => HandedLine::process(&arrived.facts),
             },
         }
@@ -70,27 +79,29 @@ impl AcceptedLine {
 }
 
 impl HandedLine {
-    pub(super) fn kernel(facts: &Facts, driver: Option<&Driver>) -> Self {
-        let driver = driver.map(|driver| DriverLine {
-            name: driver.name.clone(),
-            priority: driver.priority,
-            asynchronous: driver.is_async,
-        });
-        Self::new("kernel", facts, driver)
+    pub(super) fn kernel(facts: &Facts, chosen: &Chosen) -> Self {
+        Self {
+            driver: chosen.driver.as_ref().map(DriverLine::from),
+            acceleration: chosen.acceleration.map(AccelerationLine::from),
+            tls_stat: chosen.counters.clone(),
+            ..Self::new("kernel", facts)
+        }
     }
 
     pub(super) fn process(facts: &Facts) -> Self {
-        Self::new("process", facts, None)
+        Self::new("process", facts)
     }
 
-    fn new(offload: &'static str, facts: &Facts, driver: Option<DriverLine>) -> Self {
+    fn new(offload: &'static str, facts: &Facts) -> Self {
         let peer = facts.peer.as_ref();
         Self {
             offload,
             version: facts.version.to_string(),
             cipher: facts.cipher,
             curve: facts.curve,
-            driver,
+            driver: None,
+            acceleration: None,
+            tls_stat: BTreeMap::new(),
             peer: PeerLine {
                 address: facts.at.to_string(),
                 verified: peer.is_some(),
@@ -105,6 +116,19 @@ impl HandedLine {
             },
             record_limit: RECORD_LIMIT,
             bytes_limit: RECORD_LIMIT * (16 << 10),
+        }
+    }
+}
+
+impl From<Acceleration> for AccelerationLine {
+    fn from(acceleration: Acceleration) -> Self {
+        let name = |place| match place {
+            Place::Software => "software",
+            Place::Card => "card",
+        };
+        Self {
+            sending: name(acceleration.sending),
+            receiving: name(acceleration.receiving),
         }
     }
 }
