@@ -20,6 +20,8 @@ use std::sync::OnceLock;
 
 use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
+use dunlin::lane::kernel::abilities;
+use dunlin::lane::provider::CipherSuite;
 use dunlin_sys::privileges;
 
 use crate::line::Line;
@@ -83,6 +85,10 @@ impl Confining {
         let (mut by, mut lacks) = (Vec::new(), Vec::new());
         if self.confine == Whether::No {
             return Ok(Line::Confined { by, lacks });
+        }
+        // Later it cannot listen, not even for itself; what the kernel says now is remembered.
+        for suite in CipherSuite::ALL {
+            let _ = abilities(suite);
         }
         let mut identities = self.identities.clone();
         identities.extend(needs.identity.clone());
