@@ -22,6 +22,8 @@ pub mod ktls;
 pub mod kvm;
 pub mod mapping;
 pub mod memory;
+pub mod netdev;
+mod netlink;
 #[cfg(feature = "rig")]
 pub mod netns;
 pub mod pagemap;

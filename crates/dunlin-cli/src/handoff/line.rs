@@ -6,7 +6,7 @@ use std::fmt;
 use dunlin::handoff::accept::{Arrived, Offload};
 use dunlin::handoff::connect::Facts;
 use dunlin::handoff::kernel::RECORD_LIMIT;
-use dunlin::lane::kernel::{Acceleration, Chosen, Place};
+use dunlin::lane::kernel::{Acceleration, Chosen, Device, Place};
 use serde::Serialize;
 
 use crate::line::DriverLine;
@@ -25,6 +25,9 @@ pub(super) struct HandedLine {
     /// Where it does.
     #[serde(skip_serializing_if = "Option::is_none")]
     acceleration: Option<AccelerationLine>,
+    /// By which network device it left.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    device: Option<DeviceLine>,
     /// What it has counted for this and for all other sockets of the network namespace.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     tls_stat: BTreeMap<String, u64>,
@@ -41,6 +44,16 @@ pub(super) struct HandedLine {
 struct AccelerationLine {
     sending: &'static str,
     receiving: &'static str,
+}
+
+/// A device, and whether it is to take keys, as ethtool(8) has it.
+#[derive(Debug, Serialize)]
+struct DeviceLine {
+    name: String,
+    #[serde(rename = "tls-hw-tx-offload", skip_serializing_if = "Option::is_none")]
+    tls_sends: Option<bool>,
+    #[serde(rename = "tls-hw-rx-offload", skip_serializing_if = "Option::is_none")]
+    tls_receives: Option<bool>,
 }
 
 #[derive(Debug, Serialize)]
@@ -83,6 +96,7 @@ impl HandedLine {
         Self {
             driver: chosen.driver.as_ref().map(DriverLine::from),
             acceleration: chosen.acceleration.map(AccelerationLine::from),
+            device: chosen.device.as_ref().map(DeviceLine::from),
             tls_stat: chosen.counters.clone(),
             ..Self::new("kernel", facts)
         }
@@ -101,6 +115,7 @@ impl HandedLine {
             curve: facts.curve,
             driver: None,
             acceleration: None,
+            device: None,
             tls_stat: BTreeMap::new(),
             peer: PeerLine {
                 address: facts.at.to_string(),
@@ -129,6 +144,16 @@ impl From<Acceleration> for AccelerationLine {
         Self {
             sending: name(acceleration.sending),
             receiving: name(acceleration.receiving),
+        }
+    }
+}
+
+impl From<&Device> for DeviceLine {
+    fn from(device: &Device) -> Self {
+        Self {
+            name: device.name.clone(),
+            tls_sends: device.tls_sends,
+            tls_receives: device.tls_receives,
         }
     }
 }

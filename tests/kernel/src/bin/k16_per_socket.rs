@@ -11,7 +11,7 @@ use dunlin_sys::sock_diag::{Place, TlsPlaces, tls_places};
 use serde_json::Value;
 
 const NEEDS: Needs = Needs {
-    packages: &["stunnel4", "openssl"],
+    packages: &["stunnel4", "openssl", "ethtool"],
     dunlin: true,
     limit_seconds: 120,
     ..Needs::NOTHING
@@ -65,10 +65,18 @@ fn the_hand_off_says_where_and_what_was_counted(guest: &Guest, stunnel: &Stunnel
     let called = connect_as(user, stunnel.port, &["--no-verify", "--json"]);
     assert_eq!(called.code, Some(0), "{called:?}");
     println!("{user}: {}", called.out);
+    let features = guest.output("ethtool", &["--show-features", "lo"]);
     let line: Value = serde_json::from_str(&called.out).expect("a JSON object");
     assert!(line["driver"]["priority"].is_u64(), "{line}");
     for direction in ["sending", "receiving"] {
         assert_eq!(line["acceleration"][direction], "software", "{line}");
+    }
+    assert_eq!(line["device"]["name"], "lo", "{line}");
+    for flag in ["tls-hw-tx-offload", "tls-hw-rx-offload"] {
+        // In ethtool's own words, of which the loopback says "off [fixed]".
+        let words = features.lines().find(|line| line.contains(flag));
+        let is_on = words.expect("ethtool knows it").contains(": on");
+        assert_eq!(line["device"][flag], is_on, "{line}");
     }
     let counted = line["tls_stat"].as_object().expect("the kernel tells");
     for (name, count) in counted {

@@ -6,16 +6,20 @@ use std::fmt;
 use std::fs;
 use std::net::TcpStream;
 
+use dunlin_sys::netdev;
 use dunlin_sys::sock_diag::{TlsPlaces, tls_places};
 
 use super::Driver;
 use crate::lane::provider::CipherSuite;
 
+pub use dunlin_sys::netdev::Device;
 pub use dunlin_sys::sock_diag::Place;
 
 /// The counters of the network namespace that the calling thread is in; `/proc/net` is that of the
 /// process's first thread, and not there where a service sees its processes alone.
 const COUNTERS: &str = "/proc/thread-self/net/tls_stat";
+/// As ethtool(8) has them: what is sent, what comes.
+const FLAGS: [&str; 2] = ["tls-hw-tx-offload", "tls-hw-rx-offload"];
 /// Parts of the names of those that tell of cards and of what went wrong
 /// (Documentation/networking/tls.rst).
 const TOLD: [&str; 4] = ["Device", "Error", "Retry", "Violation"];
@@ -27,6 +31,9 @@ pub struct Chosen {
     pub driver: Option<Driver>,
     /// Where that is done; `None` where the kernel does not tell.
     pub acceleration: Option<Acceleration>,
+    /// The network device by which the connection left when it was made, and whether that is to take
+    /// keys; `None` where the kernel does not tell.
+    pub device: Option<Device>,
     /// Of all sockets of this network namespace since it was made, by the kernel's own names: how
     /// many a card seals and opens for, and what has gone wrong. Empty where it does not tell. None
     /// of them is of one connection.
@@ -56,6 +63,7 @@ impl Chosen {
                 })) => Some(Acceleration { sending, receiving }),
                 _ => without_a_card(&listed),
             },
+            device: netdev::of(connection).ok(),
             counters: counters(&listed)
                 .filter(|(name, _)| TOLD.iter().any(|part| name.contains(part)))
                 .map(|(name, count)| (name.to_owned(), count))
@@ -91,6 +99,14 @@ impl fmt::Display for Chosen {
         }
         if let Some(acceleration) = &self.acceleration {
             write!(f, ", {acceleration}")?;
+        }
+        if let Some(device) = &self.device {
+            write!(f, ", by {}", device.name)?;
+            for (flag, is_on) in FLAGS.iter().zip([device.tls_sends, device.tls_receives]) {
+                if is_on == Some(true) {
+                    write!(f, " ({flag})")?;
+                }
+            }
         }
         let counted = self.counters.iter().filter(|&(_, &count)| count != 0);
         for (number, (name, count)) in counted.enumerate() {
@@ -153,6 +169,7 @@ mod tests {
                 sending: Place::Card,
                 receiving: Place::Card,
             }),
+            device: None,
             counters: counters(LISTED)
                 .map(|(name, count)| (name.to_owned(), count))
                 .collect(),
@@ -162,9 +179,21 @@ mod tests {
             "sealed by the kernel, with generic-gcm-aesni (priority 400), on the network card; of \
              all sockets here it has counted TlsCurrTxSw 1, TlsDecryptError 2, TlsTxSw 4"
         );
+        let told = Chosen {
+            counters: BTreeMap::new(),
+            device: Some(Device {
+                name: "eth0".to_owned(),
+                tls_sends: Some(true),
+                tls_receives: Some(false),
+            }),
+            ..chosen
+        };
+        let words = "on the network card, by eth0 (tls-hw-tx-offload)";
+        assert!(told.to_string().ends_with(words), "{told}");
         let nothing = Chosen {
             driver: None,
             acceleration: None,
+            device: None,
             counters: BTreeMap::new(),
         };
         assert_eq!(nothing.to_string(), "sealed by the kernel");
