@@ -91,6 +91,28 @@ static int read_reason(int errors, char *reason, size_t bytes, long long until)
     return 0;
 }
 
+/* Waits until the helper has ended, whatever signals come meanwhile; one that does not in time is
+ * killed. -1 where it did not end by itself, or its end cannot be learned. */
+static int wait_for(pid_t helper, int *status, long long until)
+{
+    int killed = 0;
+
+    for (;;) {
+        pid_t ended = waitpid(helper, status, killed ? 0 : WNOHANG);
+
+        if (ended == helper)
+            return killed ? -1 : 0;
+        /* Nobody is told of children whose SIGCHLD is ignored. */
+        if (ended < 0 && errno != EINTR)
+            return -1;
+        if (ended == 0 && now_ms() >= until)
+            killed = kill(helper, SIGKILL) == 0;
+        else if (ended == 0)
+            poll(NULL, 0, 1);
+    }
+}
+
+/* The helper has ended: what it has passed is there. Whoever still holds its end passes nothing. */
 static int receive_socket(int desk)
 {
     char byte;
@@ -108,9 +130,7 @@ static int receive_socket(int desk)
     ssize_t count;
     int passed = -1;
 
-    do
-        count = recvmsg(desk, &message, MSG_CMSG_CLOEXEC);
-    while (count < 0 && errno == EINTR);
+    count = recvmsg(desk, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
     header = count == 1 ? CMSG_FIRSTHDR(&message) : NULL;
     if (header && header->cmsg_level == SOL_SOCKET && header->cmsg_type == SCM_RIGHTS
         && header->cmsg_len == CMSG_LEN(sizeof passed))
@@ -125,7 +145,7 @@ static int receive_socket(int desk)
 int ktls_connect(const struct ktls_request *request, char *reason, size_t reason_bytes)
 {
     long long until = now_ms() + request->timeout_ms;
-    int desk[2], errors[2], status = 0, passed = -1, in_time;
+    int desk[2], errors[2], status = 0, passed = -1, is_late;
     pid_t helper;
 
     if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, desk) < 0) {
@@ -149,13 +169,12 @@ int ktls_connect(const struct ktls_request *request, char *reason, size_t reason
         close(errors[0]);
         return -1;
     }
-    in_time = read_reason(errors[0], reason, reason_bytes, until) == 0;
-    if (!in_time)
-        kill(helper, SIGKILL);
-    while (waitpid(helper, &status, 0) < 0 && errno == EINTR)
-        ;
+    is_late = read_reason(errors[0], reason, reason_bytes, until) < 0;
+    if (wait_for(helper, &status, is_late ? 0 : until) < 0 || is_late) {
+        if (reason[0] == '\0')
+            snprintf(reason, reason_bytes, "the helper did not end in time, or SIGCHLD is ignored");
     /* Only of a helper that ended well is the socket taken. */
-    if (in_time && WIFEXITED(status) && WEXITSTATUS(status) == 0) {
+    } else if (WIFEXITED(status) && WEXITSTATUS(status) == 0) {
         passed = receive_socket(desk[0]);
         if (passed < 0)
             snprintf(reason, reason_bytes, "the helper did not pass one socket");

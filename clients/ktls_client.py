@@ -7,6 +7,7 @@ and leaves the rest to the kernel. Python 3.9 or newer, nothing but the standard
 A socket that has been used is never replaced by another connection: fall back only for `Failed`.
 """
 
+import array
 import errno
 import logging
 import os
@@ -57,7 +58,17 @@ def connect(host, port, bundle=None, sni="pool", helper=HELPER, timeout=30, opti
         if process.returncode != 0:
             raise Failed(reason.strip() or f"the helper ended with {process.returncode}")
         logging.info("%s", said.strip())
-        _, descriptors, flags, _ = socket.recv_fds(ours, 16, 1, socket.MSG_CMSG_CLOEXEC)
+        descriptors = array.array("i")
+        # What it has passed is there: whoever still holds its end passes nothing. `recv_fds` would
+        # not do: it leaves its flags out.
+        how = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+        try:
+            _, notes, flags, _ = ours.recvmsg(1, socket.CMSG_LEN(descriptors.itemsize), how)
+        except OSError as error:
+            raise Failed(f"the helper did not pass one socket: {error.strerror}") from error
+        for level, kind, value in notes:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                descriptors.frombytes(value)
     if not descriptors or flags & socket.MSG_CTRUNC:
         for one in descriptors:
             os.close(one)

@@ -24,6 +24,8 @@ use std::sync::OnceLock;
 
 use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
+use dunlin::lane::kernel::abilities;
+use dunlin::lane::provider::CipherSuite;
 use dunlin_sys::privileges::{self, Capability};
 
 use crate::line::Line;
@@ -86,6 +88,10 @@ impl Confining {
     pub(crate) fn apply(&self, needs: &Needs) -> Result<Line> {
         if self.confine == Whether::No {
             return Ok(Taking::new(self.confine).line());
+        }
+        // Later it cannot listen, not even for itself; what the kernel says now is remembered.
+        for suite in CipherSuite::ALL {
+            let _ = abilities(suite);
         }
         let mut identities = self.identities.clone();
         identities.extend(needs.identity.clone());

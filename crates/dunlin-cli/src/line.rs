@@ -9,7 +9,7 @@ use dunlin::engine::vmm::FaultCode;
 use dunlin::engine::{
     Downtime, Event, Iteration, MigrateError, Progress, Report, VmIs, harmless, is_harmful,
 };
-use dunlin::lane::kernel::Choice;
+use dunlin::lane::kernel::{Choice, Driver};
 use serde::{Deserialize, Serialize};
 
 use crate::code::{CANCELLED, FAILED, IN_DOUBT};
@@ -24,7 +24,26 @@ impl From<&Choice> for Line {
         };
         Self::Records {
             by: by.into(),
+            driver: choice.driver.as_ref().map(DriverLine::from),
             text: choice.reason.clone(),
+        }
+    }
+}
+
+/// What of the kernel's seals and opens records.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct DriverLine {
+    name: String,
+    priority: u32,
+    asynchronous: bool,
+}
+
+impl From<&Driver> for DriverLine {
+    fn from(driver: &Driver) -> Self {
+        Self {
+            name: driver.name.clone(),
+            priority: driver.priority,
+            asynchronous: driver.is_async,
         }
     }
 }
@@ -64,6 +83,8 @@ pub(crate) enum Line {
     /// Who seals and opens TLS records, the kernel or the process, and why.
     Records {
         by: String,
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        driver: Option<DriverLine>,
         text: String,
     },
     /// The certificates were read again, at a signal.

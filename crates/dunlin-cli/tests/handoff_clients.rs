@@ -7,10 +7,11 @@ mod support;
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use handoff_support::{Pool, are_here, feed, free_port, kernel_has_tls, pattern, run};
+use support::kill;
 
 /// The way to a program or a module of ours.
 fn client(name: &str) -> PathBuf {
@@ -21,16 +22,24 @@ fn client(name: &str) -> PathBuf {
 
 type Start = Box<dyn Fn() -> Command>;
 
-/// How each client is started, by its name.
-fn clients(pool: &Pool) -> Vec<(&'static str, Start)> {
-    let program = pool.path("ktls_copy");
+/// A program in C around the client.
+fn compiled(pool: &Pool, main: &Path) -> PathBuf {
+    let program = pool.path("compiled");
     let mut compiler = Command::new("cc");
     compiler
-        .args("-std=gnu11 -O1 -Wall -Wextra -Werror -o".split(' '))
+        .args("-std=gnu11 -O1 -Wall -Wextra -Werror -I".split(' '))
+        .arg(client(""))
+        .arg("-o")
         .arg(&program)
-        .arg(client("ktls_copy.c"))
+        .arg(main)
         .arg(client("ktls_client.c"));
     run(compiler);
+    program
+}
+
+/// How each client is started, by its name.
+fn clients(pool: &Pool) -> Vec<(&'static str, Start)> {
+    let program = compiled(pool, &client("ktls_copy.c"));
     vec![
         ("C", Box::new(move || Command::new(&program))),
         (
@@ -129,9 +138,7 @@ fn k13_a_helper_that_does_not_pass_one_socket_has_failed() {
     let pool = Pool::new();
     let clients = clients(&pool);
     for count in ["0", "2"] {
-        let helper = pool.path("helper");
-        fs::write(&helper, HELPER.replace("COUNT", count)).unwrap();
-        fs::set_permissions(&helper, fs::Permissions::from_mode(0o755)).unwrap();
+        let helper = script(&pool, &HELPER.replace("COUNT", count));
         for (name, start) in &clients {
             let mut command = start();
             command.arg(&helper).args(["127.0.0.1", "1", "pool.pem"]);
@@ -143,4 +150,101 @@ fn k13_a_helper_that_does_not_pass_one_socket_has_failed() {
             );
         }
     }
+}
+
+#[test]
+fn k13_no_program_that_is_started_later_has_the_python_client_s_socket() {
+    if !are_here(&["openssl", "python3"]) {
+        return;
+    }
+    let pool = Pool::new();
+    let mut command = Command::new("python3");
+    command
+        .args([
+            "-c",
+            "import sys, ktls_client\n\
+            print(ktls_client.connect('host', 1, helper=sys.argv[1]).get_inheritable())",
+        ])
+        .arg(script(&pool, &HELPER.replace("COUNT", "1")))
+        .env("PYTHONPATH", client(""))
+        .env("PYTHONDONTWRITEBYTECODE", "1");
+    let done = feed(command, Vec::new());
+    assert_eq!((done.code, done.out.as_str()), (0, "False\n"), "{done:?}");
+}
+
+/// A program that is run in the helper's place.
+fn script(pool: &Pool, text: &str) -> PathBuf {
+    let helper = pool.path("helper");
+    fs::write(&helper, text).unwrap();
+    fs::set_permissions(&helper, fs::Permissions::from_mode(0o755)).unwrap();
+    helper
+}
+
+/// Ends well without a socket, and leaves somebody behind who holds its end of the desk.
+const LEAVES_ONE: &str = "#!/bin/sh\n\
+    sleep 600 </dev/null >/dev/null 2>&1 &\n\
+    echo $! > \"$(dirname \"$0\")/left\"\n";
+
+#[test]
+fn k13_nobody_is_waited_for_whom_a_helper_has_left_behind() {
+    if !are_here(&["openssl", "cc", "python3"]) {
+        return;
+    }
+    let pool = Pool::new();
+    let helper = script(&pool, LEAVES_ONE);
+    for (name, start) in &clients(&pool) {
+        let mut command = start();
+        command.arg(&helper).args(["127.0.0.1", "1", "pool.pem"]);
+        let done = feed(command, Vec::new());
+        let left = fs::read_to_string(pool.path("left")).unwrap();
+        assert!(kill(left.trim().parse().unwrap(), "KILL"), "it was there");
+        assert_eq!(done.code, 1, "{name}: {done:?}");
+        assert!(
+            done.err.contains("did not pass one socket"),
+            "{name}: {done:?}"
+        );
+    }
+}
+
+/// Says that it has no more to say long before it passes something, or before it ends.
+const SLOW: &str = "#!/usr/bin/env python3\n\
+    import os, socket, sys, time\n\
+    desk = socket.socket(fileno=int(sys.argv[sys.argv.index('--send-fd') + 1]))\n\
+    time.sleep(BEFORE)\n\
+    os.close(2)\n\
+    time.sleep(BEHIND)\n\
+    socket.send_fds(desk, [b'+'], [desk.fileno()])\n";
+
+#[test]
+fn k12_k13_signals_neither_end_the_c_client_s_waits_nor_make_them_longer() {
+    if !are_here(&["openssl", "cc", "python3"]) {
+        return;
+    }
+    let pool = Pool::new();
+    let main = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/handoff_support/interrupted.c");
+    let program = compiled(&pool, &main);
+    let taken = |before: &str, behind: &str, more: &[&str]| {
+        let text = SLOW.replace("BEFORE", before).replace("BEHIND", behind);
+        let mut command = Command::new(&program);
+        command.arg(script(&pool, &text)).args(more);
+        let done = feed(command, Vec::new());
+        assert_eq!(done.code, 0, "{done:?}");
+        println!("{}", done.out);
+        let (said, signals) = done.out.split_once("; ").unwrap();
+        let signals: u32 = signals.split(' ').next().unwrap().parse().unwrap();
+        (said.to_owned(), signals)
+    };
+    // While it waits for words, and while it waits for the end.
+    for (before, behind) in [("0.3", "0"), ("0", "0.3")] {
+        let (said, signals) = taken(before, behind, &["60000"]);
+        assert_eq!(said, "a socket");
+        assert!(signals > 1, "it was not interrupted");
+    }
+    let (said, _) = taken("600", "0", &["700"]);
+    assert_eq!(said, "the helper did not answer in time");
+    let (said, _) = taken("0", "600", &["700"]);
+    assert!(said.contains("did not end in time"), "{said}");
+    // Nobody can know that it has ended well.
+    let (said, _) = taken("0", "0.3", &["60000", "ignoring"]);
+    assert!(said.contains("SIGCHLD is ignored"), "{said}");
 }

@@ -3,6 +3,11 @@
 #![allow(clippy::unwrap_used)]
 
 mod handoff_support;
+#[path = "support/host.rs"]
+mod host;
+#[allow(dead_code)]
+#[path = "support/namespaces.rs"]
+mod namespaces;
 mod support;
 
 use std::fs::{self, File};
@@ -232,6 +237,51 @@ fn k13_a_peer_that_is_silent_hangs_up_or_is_no_tls_server_ends_it_in_time() {
         let _ = stream.read_to_end(&mut Vec::new());
     });
     assert_refused(pool.connect(other, "pool"), &["as an SSH server does"]);
+}
+
+/// A resolver to which every question is lost on the way, and which is waited for long: what asks it
+/// cannot be interrupted.
+#[test]
+fn k13_a_resolver_that_never_answers_is_waited_for_until_the_deadline() {
+    let Some(wire) = namespaces::Wire::new(None) else {
+        return;
+    };
+    let scratch = support::Scratch::new();
+    let mount = |name: &str, text: &str| {
+        let file = scratch.join(name);
+        fs::write(&file, text).unwrap();
+        format!("mount --bind {} /etc/{name}", file.display())
+    };
+    let mounts = [
+        mount(
+            "resolv.conf",
+            "nameserver 192.0.2.9\noptions timeout:30 attempts:5\n",
+        ),
+        mount("nsswitch.conf", "hosts: dns\n"),
+    ]
+    .join(" && ");
+    let mut command = dunlin([
+        "handoff",
+        "connect",
+        "--host",
+        "host.example",
+        "--no-verify",
+    ]);
+    command
+        .args(["--port", "443", "--sni", "pool", "--timeout", "1s"])
+        .args(["--ciphers", CIPHERS, "--curves", CURVES]);
+    let Some(command) = host::in_own_mounts(&mounts, &command) else {
+        return;
+    };
+    // A neighbour whom nobody has to ask for, and who does not exist.
+    let mut neighbour = Command::new("ip");
+    neighbour
+        .args("neighbour add 192.0.2.9 lladdr 02:00:00:00:00:09 dev wire nud permanent".split(' '));
+    support::finish(wire.at_a(&neighbour)).expect(0);
+    assert_refused(
+        wire.at_a(&command),
+        &["host.example has no address", "did not answer in time"],
+    );
 }
 
 /// The environment by which a test knows its own carriers.

@@ -5,6 +5,8 @@
 mod support;
 #[path = "support/tunnel.rs"]
 mod tunnel;
+#[path = "support/units.rs"]
+mod units;
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -12,13 +14,14 @@ use std::net::TcpListener;
 use std::os::fd::OwnedFd;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::mpsc::channel;
 use std::thread;
 
-use support::{Done, Hosts, Scratch, finish, words};
+use support::{Hosts, words};
 use tunnel::{PATIENCE, Tunnel, connect, control, far_config, listen, near_config, patient};
+use units::Units;
 
 /// Starts a tunnel as a service manager would: the sockets are its descriptors from 3
 /// on, named in the environment. The shell makes way for it, so that it has the number
@@ -234,77 +237,24 @@ fn the_service_manager_hears_when_it_is_ready_reloads_and_stops() {
     told(&hosts, socket, Path::new(&format!("@{name}")));
 }
 
-/// The units as they are shipped, with this build's program.
-struct Units(Scratch);
-
-impl Units {
-    fn new() -> Self {
-        let scratch = Scratch::new();
-        let shipped = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../dist/systemd");
-        let mut count = 0;
-        for unit in fs::read_dir(shipped).unwrap() {
-            let unit = unit.unwrap();
-            let text = fs::read_to_string(unit.path()).unwrap();
-            let text = text.replace(
-                "/usr/bin/dunlin ",
-                concat!(env!("CARGO_BIN_EXE_dunlin"), " "),
-            );
-            let name = unit.file_name().into_string().unwrap();
-            fs::write(scratch.join(&name), text).unwrap();
-            count += 1;
-        }
-        assert_eq!(count, 3);
-        Self(scratch)
-    }
-
-    fn path(&self, name: &str) -> PathBuf {
-        self.0.join(name)
-    }
-}
-
-/// `systemd-analyze`, without a service manager that runs; in CI it must be there.
-fn analyze(arguments: &[&str], units: &[PathBuf]) -> Option<Done> {
-    let mut command = Command::new("systemd-analyze");
-    command.args(arguments).args(units);
-    let mut found = Command::new("systemd-analyze");
-    if let Err(error) = found.arg("--version").stdout(Stdio::null()).status() {
-        let ci = std::env::var_os("CI").is_some_and(|ci| ci == "true");
-        assert!(
-            !ci,
-            "CI must have systemd-analyze (package systemd): {error}"
-        );
-        println!("skipped, no systemd-analyze (package systemd): {error}");
-        return None;
-    }
-    Some(finish(command))
-}
-
 #[test]
 fn the_units_are_valid() {
     let units = Units::new();
-    let names = [
+    units.verify(&[
         "dunlin-tunnel.service",
         "dunlin-tunnel.socket",
         "dunlin-tunnel-ram.socket",
-    ];
-    let paths = names.map(|name| units.path(name));
-    if let Some(done) = analyze(&["verify", "--man=no"], &paths) {
-        let done = done.expect(0);
-        // Unknown settings are warnings there.
-        assert_eq!(done.err, "", "{done:?}");
-    }
+    ]);
 }
-
-/// Exposure in tenths, as systemd-analyze(1) weighs it: without the network and
-/// other users' sockets there would be nothing left to do.
-const EXPOSURE: &str = "--threshold=20";
 
 #[test]
 fn the_service_gives_up_what_it_does_not_need() {
-    let units = Units::new();
-    let service = [units.path("dunlin-tunnel.service")];
-    if let Some(done) = analyze(&["security", "--offline=true", EXPOSURE], &service) {
-        let done = done.expect(0);
-        assert!(done.out.contains("Overall exposure level"), "{done:?}");
-    }
+    Units::new().weigh("dunlin-tunnel.service");
+}
+
+/// Or a tunnel cannot tell how fast the kernel's TLS is, and does not use it.
+#[test]
+fn k11_the_service_may_read_which_ciphers_the_kernel_has() {
+    let text = Units::new().text("dunlin-tunnel.service");
+    assert!(!text.lines().any(|line| line == "ProcSubset=pid"), "{text}");
 }

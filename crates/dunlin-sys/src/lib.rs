@@ -22,6 +22,8 @@ pub mod ktls;
 pub mod kvm;
 pub mod mapping;
 pub mod memory;
+pub mod netdev;
+mod netlink;
 #[cfg(feature = "rig")]
 pub mod netns;
 pub mod pagemap;
@@ -30,6 +32,7 @@ pub mod poll;
 pub mod privileges;
 pub mod session;
 pub mod signals;
+pub mod sock_diag;
 pub mod socket;
 pub mod splice;
 pub mod stdio;

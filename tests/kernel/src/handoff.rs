@@ -1,15 +1,19 @@
 //! A stunnel set up as xapi's, and `dunlin handoff connect` as xapi calls its helper.
 
-use std::fs;
-use std::io::{Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixStream;
+use std::fs::{self, File};
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use dunlin_sys::fdpass;
+use nix::libc::MSG_MORE;
+use nix::sys::socket::{MsgFlags, send};
+use serde_json::Value;
 
 use crate::Guest;
 
@@ -129,6 +133,15 @@ pub struct Called {
 /// It does not start.
 #[must_use]
 pub fn connect(port: u16, more: &[&str]) -> Called {
+    connect_as(0, port, more)
+}
+
+/// The same as another user, who has no privileges.
+///
+/// # Panics
+/// It does not start.
+#[must_use]
+pub fn connect_as(user: u32, port: u16, more: &[&str]) -> Called {
     let (ours, theirs) = UnixStream::pair().expect("sockets can be had");
     let mut command = Command::new("dunlin");
     command
@@ -136,6 +149,7 @@ pub fn connect(port: u16, more: &[&str]) -> Called {
         .args(["--port", &port.to_string(), "--send-fd", "0"])
         .args(["--ciphers", CIPHERS, "--curves", CURVE])
         .args(more)
+        .uid(user)
         .stdin(OwnedFd::from(theirs));
     let done = command.output().expect("dunlin is in the path");
     drop(command);
@@ -161,6 +175,172 @@ pub fn connected(stunnel: &Stunnel, more: &[&str]) -> (TcpStream, TcpStream) {
     assert!(called.sockets.is_empty());
     let (far, _) = stunnel.target.accept().expect("stunnel connects");
     (socket.into(), far)
+}
+
+/// A `dunlin handoff accept` for the name "own", whose sockets go to the unix socket `taker` in the
+/// test's folder and whose others go to port 4443. Its log is `accept.log` there.
+#[derive(Debug)]
+pub struct Accept {
+    /// Where it listens.
+    pub port: u16,
+    _process: Background,
+}
+
+impl Accept {
+    /// Starts it.
+    ///
+    /// # Panics
+    /// It does not start.
+    #[must_use]
+    pub fn start(guest: &Guest, tls: &str, more: &[&str]) -> Self {
+        let to = format!("unix:{}", guest.folder().join("taker").display());
+        let log = File::create("accept.log").expect("the folder is ours");
+        let process = Command::new("dunlin")
+            .args(["handoff", "accept", "--listen", "127.0.0.1:0"])
+            .args(["--sni", "own", "--to", &to, "--else", "tcp:127.0.0.1:4443"])
+            .args(["--cert", "other.pem", "--key", "other.key", "--tls", tls])
+            .args(more)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(log)
+            .spawn();
+        let mut process = Background(process.expect("dunlin is in the path"));
+        let out = process.0.stdout.take().expect("it was asked for");
+        let mut line = String::new();
+        let read = BufReader::new(out).read_line(&mut line);
+        read.expect("it says where it listens");
+        let port = line
+            .trim()
+            .rsplit(':')
+            .next()
+            .and_then(|port| port.parse().ok());
+        Self {
+            port: port.unwrap_or_else(|| panic!("no port: {line}")),
+            _process: process,
+        }
+    }
+
+    /// Waits until its log has these words, and returns their line.
+    ///
+    /// # Panics
+    /// They do not come.
+    #[must_use]
+    pub fn says(&self, words: &str) -> String {
+        let until = Instant::now() + PATIENCE;
+        loop {
+            let log = fs::read_to_string("accept.log").expect("it was made");
+            if let Some(line) = log.lines().find(|line| line.contains(words)) {
+                return line.to_owned();
+            }
+            assert!(Instant::now() < until, "no {words:?} in {log}");
+            thread::sleep(Duration::from_millis(50));
+        }
+    }
+}
+
+/// The socket of the next client, and what is said of it.
+///
+/// # Panics
+/// None comes.
+#[must_use]
+pub fn take(taker: &UnixListener) -> (TcpStream, Value) {
+    let from = taker.accept().expect("it listens").0;
+    let mut line = Vec::new();
+    let mut sockets: Vec<OwnedFd> = Vec::new();
+    loop {
+        let mut part = [0; 4096];
+        let came = fdpass::receive(&from, &mut part).expect("it stands");
+        sockets.extend(came.descriptors);
+        line.extend_from_slice(&part[..came.bytes]);
+        if came.bytes == 0 {
+            break;
+        }
+    }
+    let socket = sockets.pop().expect("a socket came with the line");
+    let line = serde_json::from_slice(&line).expect("the line is JSON");
+    println!("{line}");
+    (socket.into(), line)
+}
+
+/// OpenSSL's client, whose standard input and output are what it sends and gets. It takes no letter
+/// for a command while it does not look for its input's end.
+///
+/// # Panics
+/// It does not start.
+#[must_use]
+pub fn client(port: u16, name: &str, version: &str) -> Background {
+    let to = format!("127.0.0.1:{port}");
+    let child = Command::new("openssl")
+        .args(["s_client", "-quiet", "-connect", &to])
+        .args(["-servername", name, version])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn();
+    Background(child.expect("openssl starts"))
+}
+
+/// Carries one connection that comes to the port which is returned, and with the last message of
+/// the handshake from the side `from`, in the same segment, that side's end.
+///
+/// # Panics
+/// Something of it fails, in a thread of its own.
+#[must_use]
+pub fn end_with_handshake(from: Side, to: u16) -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("the loopback is up");
+    let port = listener.local_addr().expect("it is bound").port();
+    thread::spawn(move || {
+        let (client, _) = listener.accept().expect("it listens");
+        drop(listener);
+        let server = TcpStream::connect(("127.0.0.1", to)).expect("somebody listens");
+        let (mut speaks, mut hears) = match from {
+            Side::Client => (client, server),
+            Side::Server => (server, client),
+        };
+        let mut back = (
+            hears.try_clone().expect("descriptors are left"),
+            speaks.try_clone().expect("descriptors are left"),
+        );
+        // Whoever is told that it failed may have gone by then.
+        thread::spawn(move || io::copy(&mut back.0, &mut back.1));
+        let mut last = Vec::new();
+        while !last.starts_with(&[CHANGE_CIPHER_SPEC]) {
+            last = record(&mut speaks);
+            if !last.starts_with(&[CHANGE_CIPHER_SPEC]) {
+                hears.write_all(&last).expect("it is there");
+            }
+        }
+        last.extend(record(&mut speaks));
+        // What has more behind it waits for that, which is the end.
+        let more = MsgFlags::from_bits_retain(MSG_MORE);
+        let sent = send(hears.as_raw_fd(), &last, more);
+        assert_eq!(sent, Ok(last.len()));
+        hears.shutdown(Shutdown::Write).expect("it is there");
+        // Until the other side has ended too.
+        let _ = io::copy(&mut speaks, &mut io::sink());
+    });
+    port
+}
+
+/// Of a connection.
+#[derive(Clone, Copy, Debug)]
+pub enum Side {
+    /// Who connects.
+    Client,
+    /// Who listens.
+    Server,
+}
+
+/// The content type behind which a side of TLS 1.2 seals (RFC 5246, section 7.1).
+const CHANGE_CIPHER_SPEC: u8 = 20;
+
+fn record(from: &mut TcpStream) -> Vec<u8> {
+    let mut record = vec![0; 5];
+    from.read_exact(&mut record).expect("it says more");
+    let length = u16::from_be_bytes([record[3], record[4]]);
+    record.resize(5 + usize::from(length), 0);
+    from.read_exact(&mut record[5..]).expect("it says more");
+    record
 }
 
 /// Bytes of which no part is like another.

@@ -46,7 +46,7 @@ pub struct Needs {
     pub dunlin: bool,
     /// Test programs of the library that are in the path; see [`Guest::library_tests`].
     pub library_tests: &'static [&'static str],
-    /// After so long the test is killed, and counts as hung.
+    /// After so long the test is killed, and counts as hung; in the soak after ten times as long.
     pub limit_seconds: u64,
 }
 
@@ -69,7 +69,11 @@ pub struct Guest(());
 #[must_use]
 pub fn run(needs: &Needs, test: impl FnOnce(&Guest)) -> ExitCode {
     if env::args().nth(1).as_deref() == Some("--describe") {
-        let text = serde_json::to_string(needs).expect("numbers and texts have a JSON form");
+        let mut needs = *needs;
+        if is_soak() {
+            needs.limit_seconds *= 10;
+        }
+        let text = serde_json::to_string(&needs).expect("numbers and texts have a JSON form");
         println!("{text}");
         return ExitCode::SUCCESS;
     }
@@ -81,7 +85,17 @@ pub fn run(needs: &Needs, test: impl FnOnce(&Guest)) -> ExitCode {
     ExitCode::SUCCESS
 }
 
+fn is_soak() -> bool {
+    env::var_os("DUNLIN_SOAK").is_some_and(|soak| soak == "1")
+}
+
 impl Guest {
+    /// Whether more is to be done of the same (docs/testing.md).
+    #[must_use]
+    pub fn is_soak(&self) -> bool {
+        is_soak()
+    }
+
     /// Where files are put that are to be brought back: captures, logs. The working directory when
     /// the test begins.
     #[must_use]

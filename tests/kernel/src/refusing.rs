@@ -1,6 +1,7 @@
 //! A kernel that refuses a key, as in a sandbox or where a direction lacks the cipher.
 
 use std::collections::BTreeMap;
+use std::os::fd::RawFd;
 
 use dunlin_sys::ktls::Direction;
 use nix::libc;
@@ -15,6 +16,18 @@ use seccompiler::{
 /// # Panics
 /// The kernel has no seccomp.
 pub fn forbid(direction: Direction) {
+    refuse(direction, None);
+}
+
+/// The same for the socket that has this number alone.
+///
+/// # Panics
+/// The kernel has no seccomp.
+pub fn forbid_for(descriptor: RawFd, direction: Direction) {
+    refuse(direction, Some(descriptor));
+}
+
+fn refuse(direction: Direction, descriptor: Option<RawFd>) {
     let equal = |argument, value: libc::c_int| {
         SeccompCondition::new(
             argument,
@@ -28,8 +41,9 @@ pub fn forbid(direction: Direction) {
         Direction::Sending => libc::TLS_TX,
         Direction::Receiving => libc::TLS_RX,
     };
-    let rule = SeccompRule::new(vec![equal(1, libc::SOL_TLS), equal(2, option)])
-        .expect("it has conditions");
+    let mut conditions = vec![equal(1, libc::SOL_TLS), equal(2, option)];
+    conditions.extend(descriptor.map(|number| equal(0, number)));
+    let rule = SeccompRule::new(conditions).expect("it has conditions");
     let filter: BpfProgram = SeccompFilter::new(
         BTreeMap::from([(libc::SYS_setsockopt, vec![rule])]),
         SeccompAction::Allow,

@@ -24,6 +24,7 @@ for word in $(cat /proc/cmdline); do
     rig.token=*) token=${word#*=} ;;
     rig.shell) shell=1 ;;
     rig.counting) export RIG_COUNTING=1 ;;
+    rig.soak) export DUNLIN_SOAK=1 ;;
     esac
 done
 

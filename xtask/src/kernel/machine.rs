@@ -205,6 +205,9 @@ impl<'a> Machine<'a> {
         if self.counting {
             arguments.push("rig.counting".to_owned());
         }
+        if std::env::var_os("DUNLIN_SOAK").is_some_and(|soak| soak == "1") {
+            arguments.push("rig.soak".to_owned());
+        }
         arguments.extend(self.kernel_arguments.iter().cloned());
         command
             .args(["-nodefaults", "-display", "none", "-no-reboot"])

@@ -176,7 +176,7 @@ impl Connect {
         let facts = connected.facts.clone();
         match connected.into_kernel(deadline) {
             Ok(handed) => {
-                let line = HandedLine::kernel(&facts, handed.driver.as_ref());
+                let line = HandedLine::kernel(&facts, &handed.chosen);
                 Ok((handed.stream.into(), line))
             }
             // It may have taken one key of two, so that connection is spent.

@@ -1,12 +1,15 @@
 //! What is said of a socket that is handed over.
 
+use std::collections::BTreeMap;
 use std::fmt;
 
 use dunlin::handoff::accept::{Arrived, Offload};
 use dunlin::handoff::connect::Facts;
 use dunlin::handoff::kernel::RECORD_LIMIT;
-use dunlin::lane::kernel::Driver;
+use dunlin::lane::kernel::{Acceleration, Chosen, Device, Place};
 use serde::Serialize;
+
+use crate::line::DriverLine;
 
 /// One socket.
 #[derive(Debug, Serialize)]
@@ -19,6 +22,15 @@ pub(super) struct HandedLine {
     /// What of the kernel's does the work.
     #[serde(skip_serializing_if = "Option::is_none")]
     driver: Option<DriverLine>,
+    /// Where it does.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    acceleration: Option<AccelerationLine>,
+    /// By which network device it left.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    device: Option<DeviceLine>,
+    /// What it has counted for this and for all other sockets of the network namespace.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    tls_stat: BTreeMap<String, u64>,
     peer: PeerLine,
     /// Records that may be sent, and received, before the connection must be replaced: nobody
     /// counts them for the socket's owner.
@@ -27,11 +39,21 @@ pub(super) struct HandedLine {
     bytes_limit: u64,
 }
 
+/// "software" or "card".
 #[derive(Debug, Serialize)]
-struct DriverLine {
+struct AccelerationLine {
+    sending: &'static str,
+    receiving: &'static str,
+}
+
+/// A device, and whether it is to take keys, as ethtool(8) has it.
+#[derive(Debug, Serialize)]
+struct DeviceLine {
     name: String,
-    priority: u32,
-    asynchronous: bool,
+    #[serde(rename = "tls-hw-tx-offload", skip_serializing_if = "Option::is_none")]
+    tls_sends: Option<bool>,
+    #[serde(rename = "tls-hw-rx-offload", skip_serializing_if = "Option::is_none")]
+    tls_receives: Option<bool>,
 }
 
 #[derive(Debug, Serialize)]
@@ -58,7 +80,7 @@ impl AcceptedLine {
         Self {
             sni: arrived.name.clone(),
             handed: match &arrived.offload {
-                Offload::Kernel(driver) => HandedLine::kernel(&arrived.facts, driver.as_ref()),
+                Offload::Kernel(chosen) => HandedLine::kernel(&arrived.facts, chosen),
                 Offload::Process => HandedLine::process(&arrived.facts),
             },
         }
@@ -70,27 +92,31 @@ impl AcceptedLine {
 }
 
 impl HandedLine {
-    pub(super) fn kernel(facts: &Facts, driver: Option<&Driver>) -> Self {
-        let driver = driver.map(|driver| DriverLine {
-            name: driver.name.clone(),
-            priority: driver.priority,
-            asynchronous: driver.is_async,
-        });
-        Self::new("kernel", facts, driver)
+    pub(super) fn kernel(facts: &Facts, chosen: &Chosen) -> Self {
+        Self {
+            driver: chosen.driver.as_ref().map(DriverLine::from),
+            acceleration: chosen.acceleration.map(AccelerationLine::from),
+            device: chosen.device.as_ref().map(DeviceLine::from),
+            tls_stat: chosen.counters.clone(),
+            ..Self::new("kernel", facts)
+        }
     }
 
     pub(super) fn process(facts: &Facts) -> Self {
-        Self::new("process", facts, None)
+        Self::new("process", facts)
     }
 
-    fn new(offload: &'static str, facts: &Facts, driver: Option<DriverLine>) -> Self {
+    fn new(offload: &'static str, facts: &Facts) -> Self {
         let peer = facts.peer.as_ref();
         Self {
             offload,
             version: facts.version.to_string(),
             cipher: facts.cipher,
             curve: facts.curve,
-            driver,
+            driver: None,
+            acceleration: None,
+            device: None,
+            tls_stat: BTreeMap::new(),
             peer: PeerLine {
                 address: facts.at.to_string(),
                 verified: peer.is_some(),
@@ -105,6 +131,29 @@ impl HandedLine {
             },
             record_limit: RECORD_LIMIT,
             bytes_limit: RECORD_LIMIT * (16 << 10),
+        }
+    }
+}
+
+impl From<Acceleration> for AccelerationLine {
+    fn from(acceleration: Acceleration) -> Self {
+        let name = |place| match place {
+            Place::Software => "software",
+            Place::Card => "card",
+        };
+        Self {
+            sending: name(acceleration.sending),
+            receiving: name(acceleration.receiving),
+        }
+    }
+}
+
+impl From<&Device> for DeviceLine {
+    fn from(device: &Device) -> Self {
+        Self {
+            name: device.name.clone(),
+            tls_sends: device.tls_sends,
+            tls_receives: device.tls_receives,
         }
     }
 }

@@ -9,7 +9,7 @@ use thiserror::Error;
 
 use super::connect::Connected;
 use crate::lane::handshake::HandshakeError;
-use crate::lane::kernel::{self, Driver};
+use crate::lane::kernel::{self, Chosen};
 use crate::lane::provider::TlsVersion;
 
 pub use crate::lane::kernel::Refused;
@@ -24,8 +24,8 @@ const TICKETS: (Duration, Duration) = (Duration::from_millis(50), Duration::from
 pub struct Handed {
     /// Blocking, with no time-outs set.
     pub stream: TcpStream,
-    /// What of the kernel's does the work; `None` where it does not tell.
-    pub driver: Option<Driver>,
+    /// What the kernel has chosen for it.
+    pub chosen: Chosen,
 }
 
 /// Why a connection is not the kernel's.
@@ -65,7 +65,7 @@ impl Connected {
         };
         kernel::install(&keyed.stream, &keyed.secrets, version)?;
         Ok(Handed {
-            driver: kernel::driver(keyed.cipher()?),
+            chosen: Chosen::of(&keyed.stream, keyed.cipher()?),
             stream: keyed.stream,
         })
     }

@@ -15,8 +15,10 @@
 //! never used with others: half of it might go in the clear. With `auto` those that follow are
 //! then secured in the process, until the kernel is asked again.
 
+mod chosen;
+mod driver;
+
 use std::fmt;
-use std::fs;
 use std::io::{self, Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::str::FromStr;
@@ -30,9 +32,9 @@ use thiserror::Error;
 use super::handshake::parts;
 use super::provider::CipherSuite;
 
-/// Drivers below this are the kernel's plain code, or half of it: AES instructions come with 300
-/// on arm64 and with 400 and more on x86.
-const FAST_PRIORITY: u32 = 300;
+pub use chosen::{Acceleration, Chosen, Device, Place};
+pub use driver::Driver;
+
 /// After so long a kernel that had no TLS is asked again.
 const REFUSAL_BELIEVED: Duration = Duration::from_secs(30);
 /// How long the probe's own connection may take.
@@ -92,6 +94,13 @@ pub enum Refused {
         /// What it would use.
         driver: Driver,
     },
+    /// Which cipher it has is hidden from this process.
+    #[error(
+        "which driver this kernel has for it cannot be read in /proc/crypto, so it may be a slow \
+         one: let this process read that (a service's ProcSubset=pid hides it), or ask for the \
+         kernel all the same"
+    )]
+    Untold,
     /// The peer has ended the connection meanwhile, and the kernel was given nothing of it.
     #[error("the peer has ended the connection before the kernel could be given its keys")]
     Gone,
@@ -101,17 +110,6 @@ pub enum Refused {
         /// What.
         reason: String,
     },
-}
-
-/// What of the kernel's does the work.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Driver {
-    /// As in `/proc/crypto`.
-    pub name: String,
-    /// The kernel takes the highest.
-    pub priority: u32,
-    /// It answers later, on another thread or by hardware.
-    pub is_async: bool,
 }
 
 /// What the kernel's TLS can do with a cipher.
@@ -132,6 +130,8 @@ pub struct Choice {
     pub is_kernel: bool,
     /// A line for the log.
     pub reason: String,
+    /// What of the kernel's does it, if it is the kernel and tells.
+    pub driver: Option<Driver>,
 }
 
 /// Asks who is to seal and open `suite` for a caller who wants `offload`. The first question about
@@ -142,6 +142,7 @@ pub struct Choice {
 pub fn choose(offload: Offload, suite: CipherSuite) -> Result<Choice, Refused> {
     let process = |reason: &dyn fmt::Display| Choice {
         is_kernel: false,
+        driver: None,
         reason: format!("TLS records are sealed in this process: {reason}"),
     };
     if offload == Offload::Process {
@@ -152,11 +153,9 @@ pub fn choose(offload: Offload, suite: CipherSuite) -> Result<Choice, Refused> {
         Err(refused) if offload == Offload::Auto => return Ok(process(&refused)),
         Err(refused) => return Err(refused),
     };
-    match (&abilities.driver, offload) {
-        (Some(driver), Offload::Auto) if driver.priority < FAST_PRIORITY => {
-            let driver = driver.clone();
-            Ok(process(&Refused::Slow { driver }))
-        }
+    match (abilities.driver, offload) {
+        (None, Offload::Auto) => Ok(process(&Refused::Untold)),
+        (Some(driver), Offload::Auto) if driver.is_slow() => Ok(process(&Refused::Slow { driver })),
         (driver, _) => {
             let by = driver.as_ref().map(|driver| format!(", with {driver}"));
             Ok(Choice {
@@ -165,6 +164,7 @@ pub fn choose(offload: Offload, suite: CipherSuite) -> Result<Choice, Refused> {
                     "TLS records are sealed in the kernel{}",
                     by.unwrap_or_default()
                 ),
+                driver,
             })
         }
     }
@@ -172,7 +172,8 @@ pub fn choose(offload: Offload, suite: CipherSuite) -> Result<Choice, Refused> {
 
 /// What the kernel can do with `suite`, as its probe has found. A refusal is believed for half a
 /// minute, since somebody may load the module; one for a reason of this process's own, which may
-/// be short of descriptors for a moment, is not believed at all.
+/// be short of descriptors for a moment, is not believed at all. A process that will not be able to
+/// connect to itself any more asks before: what is known then stays.
 ///
 /// # Errors
 /// [`Refused`].
@@ -185,7 +186,12 @@ pub fn abilities(suite: CipherSuite) -> Result<Abilities, Refused> {
         return found.result.clone();
     }
     let result = probe(suite);
-    *slot = Found::of(&result);
+    match (Found::of(&result), slot) {
+        (Some(found), slot) => *slot = Some(found),
+        // It could not be asked again, so what it said stands.
+        (None, Some(found)) => return found.result.clone(),
+        (None, None) => {}
+    }
     result
 }
 
@@ -277,6 +283,7 @@ pub(crate) fn choose_for_relay(
     if offload == Offload::Auto && choice.is_kernel && version == Version::V1_3 && !follows() {
         return Ok(Choice {
             is_kernel: false,
+            driver: None,
             reason: "TLS records are sealed in this process: this kernel cannot change a \
                      connection's keys, which the peer may do (Linux 6.14 can)"
                 .to_owned(),
@@ -426,7 +433,7 @@ fn probe(suite: CipherSuite) -> Result<Abilities, Refused> {
     exchange(&near, &far).map_err(failed)?;
     exchange(&far, &near).map_err(failed)?;
     Ok(Abilities {
-        driver: driver(suite),
+        driver: Driver::of(suite),
         opens_in_place: ktls::expect_no_padding(&far).is_ok(),
         renews_keys: give(&near, Direction::Sending, 2).is_ok(),
     })
@@ -458,52 +465,10 @@ fn exchange(mut from: &TcpStream, mut to: &TcpStream) -> io::Result<()> {
     Ok(())
 }
 
-/// What the kernel has taken for `suite`, which it lists once it has used it.
-pub(crate) fn driver(suite: CipherSuite) -> Option<Driver> {
-    let name = match suite {
-        CipherSuite::Aes128Gcm | CipherSuite::Aes256Gcm => "gcm(aes)",
-        CipherSuite::ChaCha20Poly1305 => "rfc7539(chacha20,poly1305)",
-    };
-    best_driver(&fs::read_to_string("/proc/crypto").ok()?, name)
-}
-
-/// The driver of an algorithm with the highest priority, out of paragraphs of lines "NAME : VALUE".
-fn best_driver(listed: &str, algorithm: &str) -> Option<Driver> {
-    let of = |paragraph: &str| {
-        let value = |name: &str| {
-            paragraph.lines().find_map(|line| {
-                let (key, value) = line.split_once(':')?;
-                (key.trim() == name).then(|| value.trim().to_owned())
-            })
-        };
-        (value("name").as_deref() == Some(algorithm)).then_some(())?;
-        Some(Driver {
-            name: value("driver")?,
-            priority: value("priority")?.parse().ok()?,
-            is_async: value("async").as_deref() == Some("yes"),
-        })
-    };
-    listed
-        .split("\n\n")
-        .filter_map(of)
-        .max_by_key(|driver| driver.priority)
-}
-
 fn way(direction: Direction) -> &'static str {
     match direction {
         Direction::Sending => "what this side sends",
         Direction::Receiving => "what the peer sends",
-    }
-}
-
-impl fmt::Display for Driver {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} (priority {}", self.name, self.priority)?;
-        f.write_str(if self.is_async {
-            ", asynchronous)"
-        } else {
-            ")"
-        })
     }
 }
 
@@ -532,21 +497,6 @@ impl FromStr for Offload {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn k11_the_driver_with_the_highest_priority_is_the_one() {
-        let listed = "name         : gcm(aes)\ndriver       : gcm_base(ctr(aes-generic),ghash-generic)\n\
-             module       : gcm\npriority     : 100\nasync        : no\ntype         : aead\n\n\
-             name         : __gcm(aes)\ndriver       : __fast\npriority     : 900\n\n\
-             name         : gcm(aes)\ndriver       : generic-gcm-aesni-avx\npriority     : 500\n\
-             async        : no\n\n\
-             name         : gcm(aes)\ndriver       : some-card\npriority     : 300\nasync        : yes\n";
-        let driver = best_driver(listed, "gcm(aes)").unwrap();
-        assert_eq!(driver.to_string(), "generic-gcm-aesni-avx (priority 500)");
-        assert_eq!(best_driver(listed, "rfc7539(chacha20,poly1305)"), None);
-        let slow = best_driver(listed.split("\n\n").next().unwrap(), "gcm(aes)").unwrap();
-        assert!(slow.priority < FAST_PRIORITY);
-    }
 
     #[test]
     fn k01_what_says_nothing_of_the_kernel_is_not_remembered() {

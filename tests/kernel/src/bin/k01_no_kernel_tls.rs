@@ -6,6 +6,9 @@ use std::net::{Shutdown, TcpListener};
 use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode};
 
+use dunlin::lane::kernel::{Offload, Refused, choose};
+use dunlin::lane::provider::CipherSuite;
+use dunlin_kernel_tests::handoff::{self, certificate, exchange, pattern, stunnel};
 use dunlin_kernel_tests::tls::{Keys, connected, errno, kernels, receive, set};
 use dunlin_kernel_tests::{Guest, Needs, run};
 use dunlin_sys::ktls::{Direction, attach, installed};
@@ -14,11 +17,20 @@ use nix::errno::Errno;
 /// What the kernel runs to load a module.
 const LOADER: &str = "/proc/sys/kernel/modprobe";
 
+const BYTES: usize = 1 << 20;
+
 /// Says that this process is the one without privileges.
 const UNPRIVILEGED: &str = "RIG_UNPRIVILEGED";
 
+const NEEDS: Needs = Needs {
+    packages: &["stunnel4", "openssl"],
+    dunlin: true,
+    limit_seconds: 120,
+    ..Needs::NOTHING
+};
+
 fn main() -> ExitCode {
-    run(&Needs::NOTHING, |guest| {
+    run(&NEEDS, |guest| {
         if let Ok(expected) = env::var(UNPRIVILEGED) {
             let (near, _far) = connected();
             let outcome = attach(&near).map_err(errno);
@@ -71,6 +83,7 @@ fn a_module_that_is_not_loaded(guest: &Guest) {
     fs::write(LOADER, "/nowhere").expect("it can be set");
     let (near, _far) = connected();
     assert_eq!(attach(&near).map_err(errno), Err(Errno::ENOENT));
+    lanes_and_the_hand_off_go_on_without(guest);
     fs::write(LOADER, loader.trim_end()).expect("it can be set");
     assert_eq!(
         attach(&near).map_err(errno),
@@ -79,6 +92,33 @@ fn a_module_that_is_not_loaded(guest: &Guest) {
     );
     // Once it is loaded, everybody has it.
     unprivileged("Ok(())");
+}
+
+/// With one line that says what to do, behind a whole handshake.
+fn lanes_and_the_hand_off_go_on_without(guest: &Guest) {
+    for suite in CipherSuite::ALL {
+        assert_eq!(choose(Offload::Kernel, suite).err(), Some(Refused::Absent));
+        let auto = choose(Offload::Auto, suite).expect("auto always chooses");
+        assert!(!auto.is_kernel && auto.reason.contains("modprobe tls"));
+    }
+    certificate(guest, "pool");
+    certificate(guest, "other");
+    let stunnel = stunnel(guest, 4443, "");
+    let trusted = ["--cert-bundle-file", "other.pem"];
+    let called = handoff::connect(stunnel.port, &trusted);
+    assert!(called.err.contains("not among the trusted"), "{called:?}");
+    let called = handoff::connect(stunnel.port, &["--no-verify"]);
+    assert_eq!((called.code, called.sockets.len()), (Some(1), 0));
+    assert_eq!(called.err.lines().count(), 1, "{called:?}");
+    assert!(called.err.contains("modprobe tls"), "{called:?}");
+    // Stunnel has a connection for each handshake that was whole.
+    let _ = stunnel.target.accept().expect("stunnel connects");
+    let more = ["--no-verify", "--fallback", "process", "--json"];
+    let called = handoff::connect(stunnel.port, &more);
+    assert!(called.out.contains("\"offload\":\"process\""), "{called:?}");
+    let near = called.sockets.into_iter().next().expect("one came");
+    let (far, _) = stunnel.target.accept().expect("stunnel connects");
+    exchange(&near.into(), &far, &pattern(BYTES, 1), &pattern(BYTES, 2));
 }
 
 /// Runs this test as nobody, who expects this of a socket.

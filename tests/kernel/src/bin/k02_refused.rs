@@ -1,6 +1,7 @@
 //! Where the kernel refuses one direction's keys, nothing goes through it: the choice is the process, and the hand-off fails or is carried.
 
-use std::io::Read;
+use std::io::{Read, Write};
+use std::net::TcpStream;
 use std::process::ExitCode;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -10,7 +11,7 @@ use dunlin::lane::provider::CipherSuite;
 use dunlin_kernel_tests::handoff::{
     Stunnel, certificate, connect, connected, exchange, pattern, stunnel,
 };
-use dunlin_kernel_tests::refusing::forbid;
+use dunlin_kernel_tests::refusing::{forbid, forbid_for};
 use dunlin_kernel_tests::tls::stat;
 use dunlin_kernel_tests::{Guest, Needs, run};
 use dunlin_sys::ktls::Direction;
@@ -45,7 +46,38 @@ fn main() -> ExitCode {
                 refused.join().expect("nothing goes through the kernel");
             });
         }
+        behind_a_good_probe_another_connection_is_carried(&stunnel);
     })
+}
+
+/// The kernel takes the probe's keys and not the second of the connection that is to be passed: that
+/// one is spent, and a process carries another. Which number the command's connection has is not
+/// known here, so each is refused once; where it is the probe's, the first connection is carried.
+fn behind_a_good_probe_another_connection_is_carried(stunnel: &Stunnel) {
+    let mut spent = 0;
+    for descriptor in 3..9 {
+        thread::scope(|scope| {
+            let refused = scope.spawn(|| {
+                forbid_for(descriptor, Direction::Sending);
+                connect(stunnel.port, &["--no-verify", "--fallback", "process"])
+            });
+            let mut called = refused.join().expect("it does not panic");
+            assert_eq!((called.code, called.err.as_str()), (Some(0), ""));
+            print!("{descriptor}: {}", called.out);
+            let mut near = TcpStream::from(called.sockets.pop().expect("one came"));
+            near.write_all(b"x").expect("it is sent");
+            let far = loop {
+                let (mut far, _) = stunnel.target.accept().expect("stunnel connects");
+                match far.read(&mut [0]) {
+                    Ok(1) => break far,
+                    // Nothing was said on it, with whatever key or without.
+                    _ => spent += 1,
+                }
+            };
+            exchange(&near, &far, &pattern(BYTES, 3), &pattern(BYTES, 4));
+        });
+    }
+    assert_eq!(spent, 1);
 }
 
 fn lanes_choose_the_process(refused: Direction, suite: CipherSuite) {

@@ -1,22 +1,20 @@
 //! `dunlin handoff accept`: an own name's socket has the kernel's TLS, whatever has come before it had; all others reach a stunnel.
 
 use std::fs;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::AsRawFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
-use std::process::{Child, Command, ExitCode, Stdio};
+use std::process::{Child, ExitCode};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dunlin_kernel_tests::handoff::{Background, certificate, pattern, stunnel_to};
+use dunlin_kernel_tests::handoff::{Accept, certificate, client, pattern, stunnel_to, take};
 use dunlin_kernel_tests::{Guest, Needs, run};
-use dunlin_sys::fdpass;
 use dunlin_sys::ktls::{self, Cipher, Direction, Version};
 use dunlin_sys::socket::connect_unix;
 use nix::sys::socket::{Backlog, listen};
-use serde_json::Value;
 
 const NEEDS: Needs = Needs {
     packages: &["stunnel4", "openssl"],
@@ -58,74 +56,6 @@ fn main() -> ExitCode {
     })
 }
 
-/// The process, and where it listens.
-struct Accept {
-    port: u16,
-    _process: Background,
-}
-
-impl Accept {
-    fn start(guest: &Guest, tls: &str, more: &[&str]) -> Self {
-        let to = format!("unix:{}", guest.folder().join("taker").display());
-        let process = Command::new("dunlin")
-            .args(["handoff", "accept", "--listen", "127.0.0.1:0"])
-            .args(["--sni", "own", "--to", &to, "--else", "tcp:127.0.0.1:4443"])
-            .args(["--cert", "other.pem", "--key", "other.key", "--tls", tls])
-            .args(more)
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .spawn();
-        let mut process = Background(process.expect("dunlin is in the path"));
-        let out = process.0.stdout.take().expect("it was asked for");
-        let mut line = String::new();
-        let read = BufReader::new(out).read_line(&mut line);
-        read.expect("it says where it listens");
-        let port = line
-            .trim()
-            .rsplit(':')
-            .next()
-            .and_then(|port| port.parse().ok());
-        Self {
-            port: port.unwrap_or_else(|| panic!("no port: {line}")),
-            _process: process,
-        }
-    }
-}
-
-/// OpenSSL's client, whose standard input and output are what it sends and gets. It takes no letter
-/// for a command while it does not look for its input's end.
-fn client(port: u16, name: &str, version: &str) -> Background {
-    let to = format!("127.0.0.1:{port}");
-    let child = Command::new("openssl")
-        .args(["s_client", "-quiet", "-connect", &to])
-        .args(["-servername", name, version])
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::null())
-        .spawn();
-    Background(child.expect("openssl starts"))
-}
-
-/// The socket of the next client, and what is said of it.
-fn take(taker: &UnixListener) -> (TcpStream, Value) {
-    let from = taker.accept().expect("it listens").0;
-    let mut line = Vec::new();
-    let mut sockets: Vec<OwnedFd> = Vec::new();
-    loop {
-        let mut part = [0; 4096];
-        let came = fdpass::receive(&from, &mut part).expect("it stands");
-        sockets.extend(came.descriptors);
-        line.extend_from_slice(&part[..came.bytes]);
-        if came.bytes == 0 {
-            break;
-        }
-    }
-    let socket = sockets.pop().expect("a socket came with the line");
-    let line = serde_json::from_slice(&line).expect("the line is JSON");
-    println!("{line}");
-    (socket.into(), line)
-}
-
 /// Whether it is in blocking mode (proc_pid_fdinfo(5)).
 fn blocks(socket: &impl AsRawFd) -> bool {
     const NONBLOCKING: u32 = 0o4000;
@@ -160,6 +90,9 @@ fn both_directions_are_the_kernels(guest: &Guest, port: u16, taker: &UnixListene
     assert_eq!(line["version"], "TLSv1.2");
     assert_eq!(line["cipher"], "ECDHE-RSA-AES256-GCM-SHA384");
     assert!(line["driver"]["priority"].as_u64() > Some(100), "{line}");
+    assert_eq!(line["acceleration"]["sending"], "software", "{line}");
+    assert_eq!(line["acceleration"]["receiving"], "software", "{line}");
+    assert_eq!(line["tls_stat"]["TlsDecryptError"], 0, "{line}");
     for direction in [Direction::Sending, Direction::Receiving] {
         let installed = ktls::installed(&socket, direction).expect("it is a socket");
         let installed = installed.unwrap_or_else(|| panic!("{direction:?} has no key"));

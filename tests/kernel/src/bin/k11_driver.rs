@@ -4,6 +4,8 @@ use std::fs;
 use std::io::{Read, Write};
 use std::process::ExitCode;
 
+use dunlin::lane::kernel::{Offload, Refused, choose};
+use dunlin::lane::provider::CipherSuite;
 use dunlin_kernel_tests::tls::{Keys, connected, kernels, set};
 use dunlin_kernel_tests::{Needs, run};
 use dunlin_sys::ktls::{Direction, attach};
@@ -37,6 +39,7 @@ fn main() -> ExitCode {
             attach(&near).expect("the kernel has TLS");
             let refused = set(&near, Direction::Sending, &Keys::new(1));
             assert_eq!(refused, Err(Errno::ENOENT));
+            a_cipher_that_is_missing_is_told_from_a_kernel_without_tls();
             for module in ["gcm", "ctr", "ghash-generic", "aes-generic"] {
                 guest.command("modprobe", &[module]);
             }
@@ -53,6 +56,15 @@ fn main() -> ExitCode {
         // The next socket takes it.
         assert_eq!(chosen().driver, accelerated.driver);
     })
+}
+
+fn a_cipher_that_is_missing_is_told_from_a_kernel_without_tls() {
+    let suite = CipherSuite::Aes256Gcm;
+    let refused = choose(Offload::Kernel, suite).expect_err("it had to be the kernel");
+    assert!(matches!(refused, Refused::Cipher { .. }), "{refused:?}");
+    let auto = choose(Offload::Auto, suite).expect("auto always chooses");
+    assert!(!auto.is_kernel);
+    assert!(auto.reason.contains("allow another"), "{}", auto.reason);
 }
 
 /// One implementation of gcm(aes).

@@ -19,8 +19,10 @@ const NEEDS: Needs = Needs {
 const PYTHON: &str = include_str!("../../../../clients/ktls_client.py");
 const C: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/ktls_copy"));
 
-/// Not a multiple of a record.
-const BYTES: usize = (4 << 20) + 777;
+/// What is sent goes in blocks of so much, which are not a multiple of a record.
+const BLOCK: usize = (1 << 20) + 777;
+/// So many blocks, and so many in the soak.
+const BLOCKS: [usize; 2] = [64, 1024];
 const ANSWER: usize = (1 << 20) + 33;
 
 fn main() -> ExitCode {
@@ -34,6 +36,7 @@ fn main() -> ExitCode {
         fs::set_permissions("ktls_copy", fs::Permissions::from_mode(0o755)).expect("it is ours");
         let helper = guest.folder().join("ktls-helper");
         let stunnel = stunnel(guest, 4443, "");
+        let blocks = BLOCKS[usize::from(guest.is_soak())];
         for (number, client) in [&["./ktls_copy"][..], &["python3", "ktls_client.py"]]
             .into_iter()
             .enumerate()
@@ -43,7 +46,7 @@ fn main() -> ExitCode {
                 .args(&client[1..])
                 .arg(&helper)
                 .args(["127.0.0.1", "4443", "pool.pem"]);
-            goes_on_to_the_end(&stunnel, command);
+            goes_on_to_the_end(&stunnel, command, blocks);
             assert_eq!(
                 guest.counter("/proc/net/tls_stat", "TlsTxSw"),
                 number as u64 + 1
@@ -53,8 +56,15 @@ fn main() -> ExitCode {
     })
 }
 
-fn goes_on_to_the_end(stunnel: &Stunnel, mut client: Command) {
-    let (sent, answer) = (pattern(BYTES, 7), pattern(ANSWER, 9));
+fn goes_on_to_the_end(stunnel: &Stunnel, mut client: Command, blocks: usize) {
+    let answer = pattern(ANSWER, 9);
+    let content = pattern(BLOCK, 7);
+    // Each block begins with its number.
+    let block = |number: usize| {
+        let mut block = content.clone();
+        block[..8].copy_from_slice(&number.to_be_bytes());
+        block
+    };
     let mut child = client
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
@@ -63,13 +73,20 @@ fn goes_on_to_the_end(stunnel: &Stunnel, mut client: Command) {
         .expect("it starts");
     let mut input = child.stdin.take().expect("it was asked for");
     let done = thread::scope(|scope| {
-        let sent = &sent;
-        scope.spawn(move || input.write_all(sent).expect("it reads all of it"));
+        scope.spawn(move || {
+            for number in 0..blocks {
+                let sent = input.write_all(&block(number));
+                sent.expect("it reads all of it");
+            }
+        });
         scope.spawn(|| {
             let (mut far, _) = stunnel.target.accept().expect("stunnel connects");
-            let mut came = Vec::new();
-            far.read_to_end(&mut came).expect("it is no reset");
-            assert!(came == *sent, "{} bytes of {BYTES} came", came.len());
+            let mut came = vec![0; BLOCK];
+            for number in 0..blocks {
+                far.read_exact(&mut came).expect("it arrives");
+                assert!(came == block(number), "block {number} of {blocks} differs");
+            }
+            assert_eq!(far.read(&mut [0]).expect("it is no reset"), 0);
             far.write_all(&answer).expect("stunnel takes it");
         });
         child.wait_with_output().expect("it ends")

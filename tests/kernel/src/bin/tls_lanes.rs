@@ -16,8 +16,9 @@ use dunlin::lane::kernel::{Offload, abilities, choose};
 use dunlin::lane::peers::Peers;
 use dunlin::lane::provider::{CipherSuite, Crypto};
 use dunlin::lane::record::{Alert, CONTENT_BYTES, LateMessage, OpenError};
+use dunlin_kernel_tests::refusing::forbid;
 use dunlin_kernel_tests::{Guest, Needs, run};
-use dunlin_sys::ktls;
+use dunlin_sys::ktls::{self, Direction};
 use dunlin_sys::socket::wait_readable;
 use vm_memory::VolatileSlice;
 
@@ -57,6 +58,8 @@ fn main() -> ExitCode {
         an_alert_reaches_whoever_sends();
         k05_a_key_update_ends_a_lane_with_its_name();
         i7_a_changed_byte_is_no_page();
+        // The last: what it finds out is remembered.
+        k02_a_key_that_is_refused_behind_a_good_probe_ends_the_connection_and_not_the_next();
     })
 }
 
@@ -300,6 +303,46 @@ fn i7_a_changed_byte_is_no_page() {
     assert!(
         matches!(error, ReceiveError::Record(OpenError::Authentication)),
         "{error}"
+    );
+}
+
+/// As where a limit is reached meanwhile: the probe's keys were taken.
+fn k02_a_key_that_is_refused_behind_a_good_probe_ends_the_connection_and_not_the_next() {
+    let suite = CipherSuite::Aes256Gcm;
+    let (client, server) = settings(suite, Offload::Auto, Offload::Process);
+    assert!(choose(Offload::Auto, suite).is_ok_and(|choice| choice.is_kernel));
+    let refused = thread::spawn(move || {
+        forbid(Direction::Sending);
+        let connect = || {
+            let (near, far) = connected();
+            let server = server.clone();
+            let accepting = thread::spawn(move || handshake::server(far, &server, soon()));
+            let near = handshake::client(near, &client, soon());
+            (near, accepting.join().expect("it does not panic"))
+        };
+        let (near, far) = connect();
+        let error = near.expect_err("one key of two was taken");
+        assert!(
+            error.to_string().contains("what this side sends"),
+            "{error}"
+        );
+        let mut receiver = DataReceiver::tls(far.expect("they know each other"), STALL_LIMIT)
+            .expect("a socket takes its options");
+        // Not so much as an alert, which would go in the clear.
+        let error = receiver.next(&mut [0; 4], None).expect_err("it was cut");
+        assert!(matches!(error, ReceiveError::Truncated), "{error}");
+        let (near, far) = connect();
+        let near = near.expect("the process seals");
+        assert!(!is_kernel(&near));
+        carry(near, far.expect("they know each other"));
+    });
+    refused.join().expect("nothing goes in the clear");
+    let choice = choose(Offload::Auto, suite).expect("auto always chooses");
+    assert!(!choice.is_kernel);
+    assert!(
+        choice.reason.contains("no key for what this side sends"),
+        "{}",
+        choice.reason
     );
 }
 

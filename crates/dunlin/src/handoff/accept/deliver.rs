@@ -16,7 +16,7 @@ use crate::handoff::connect::{Facts, keep_alive};
 use crate::handoff::pass::give;
 use crate::lane::handshake::keyed::Keyed;
 use crate::lane::handshake::{linger, parts};
-use crate::lane::kernel::{Refused, abilities, takes};
+use crate::lane::kernel::{Chosen, Refused, abilities, takes};
 use crate::lane::peers::PeerIdentity;
 use crate::lane::provider::{self, TlsVersion, group_name, suite_name};
 use crate::lane::relayed::halves;
@@ -109,13 +109,14 @@ fn deliver(shared: &Shared, own: usize, (keyed, peer): Secured) -> Result<Event,
     };
     let (suite, _, _) = parts(&keyed.secrets.tx.1).map_err(CarryError::from)?;
     let refused = match abilities(suite) {
-        Ok(abilities) => {
+        Ok(_) => {
             let version = match keyed.version {
                 TlsVersion::V1_2 => Version::V1_2,
                 TlsVersion::V1_3 => Version::V1_3,
             };
             if takes(&keyed.stream, &keyed.secrets, version)? {
-                return give(&keyed.stream, Offload::Kernel(abilities.driver));
+                let chosen = Chosen::of(&keyed.stream, suite);
+                return give(&keyed.stream, Offload::Kernel(chosen));
             }
             // Nothing of it is the kernel's, so others may still use the keys.
             Refused::Gone

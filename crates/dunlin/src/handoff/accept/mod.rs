@@ -41,7 +41,7 @@ use super::carry::CarryError;
 use super::connect::Facts;
 use crate::lane::accept::RejectReason;
 use crate::lane::handshake::HandshakeError;
-use crate::lane::kernel::{Driver, Refused};
+use crate::lane::kernel::{Chosen, Refused};
 use crate::lane::policy::ServerTls;
 use door::Door;
 use forward::Forwarded;
@@ -138,8 +138,8 @@ pub struct Arrived {
 /// Who seals and opens a connection that is handed over.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Offload {
-    /// The kernel, with this driver if it tells.
-    Kernel(Option<Driver>),
+    /// The kernel, and what it has chosen.
+    Kernel(Chosen),
     /// A process of ours.
     Process,
 }
@@ -478,8 +478,7 @@ impl fmt::Display for Event {
 impl fmt::Display for Offload {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Kernel(None) => f.write_str("sealed by the kernel"),
-            Self::Kernel(Some(driver)) => write!(f, "sealed by the kernel, with {driver}"),
+            Self::Kernel(chosen) => write!(f, "{chosen}"),
             Self::Process => f.write_str("sealed by a process"),
         }
     }

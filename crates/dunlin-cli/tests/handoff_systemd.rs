@@ -1,0 +1,56 @@
+//! The units of `dunlin handoff accept` in `dist/systemd`. That it takes a socket which was passed to
+//! it is tested with the rest of it (`handoff_accept.rs`).
+#![allow(clippy::unwrap_used)]
+
+mod support;
+#[path = "support/units.rs"]
+mod units;
+
+use support::{Hosts, finish, words};
+use units::Units;
+
+#[test]
+fn the_units_are_valid() {
+    let units = Units::new();
+    units.verify(&["dunlin-accept.service", "dunlin-accept.socket"]);
+}
+
+#[test]
+fn the_service_gives_up_what_it_does_not_need() {
+    Units::new().weigh("dunlin-accept.service");
+}
+
+#[test]
+fn k11_the_service_may_ask_the_kernel_what_it_has_chosen() {
+    let text = Units::new().text("dunlin-accept.service");
+    let families = text
+        .lines()
+        .find(|line| line.starts_with("RestrictAddressFamilies="));
+    assert!(families.unwrap().contains("AF_NETLINK"), "{text}");
+    assert!(!text.lines().any(|line| line == "ProcSubset=pid"), "{text}");
+}
+
+/// The example in the unit is one that the command takes, as far as its files are there.
+#[test]
+fn what_the_unit_says_of_its_configuration_is_true() {
+    let text = Units::new().text("dunlin-accept.service");
+    let example = text
+        .lines()
+        .find_map(|line| line.strip_prefix("#   ACCEPT="));
+    let start = text
+        .lines()
+        .find_map(|line| line.strip_prefix("ExecStart="));
+    let (_, arguments) = start.unwrap().split_once(' ').unwrap();
+    let hosts = Hosts::new();
+    let of = |name: &str| hosts.scratch.join("a").join(name).display().to_string();
+    let line = arguments
+        .replace("$ACCEPT", example.unwrap())
+        .replace("/etc/dunlin/pool.pem", &of("cert.pem"))
+        .replace("/etc/dunlin/pool.key", &of("key.pem"));
+    let done = finish(words(&line)).expect(1);
+    // It has come to the socket, which nobody has passed.
+    assert!(
+        done.err.contains("systemd:clients: no socket of that name"),
+        "{done:?}"
+    );
+}

@@ -1,0 +1,80 @@
+//! The units in `dist/systemd`, read by systemd's own tool.
+#![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use crate::support::{Done, Scratch, finish};
+
+/// Exposure in tenths, as systemd-analyze(1) weighs it: without the network and other users'
+/// sockets there would be nothing left to do.
+const EXPOSURE: &str = "--threshold=20";
+
+/// The units as they are shipped, with this build's program.
+pub struct Units(Scratch);
+
+impl Units {
+    pub fn new() -> Self {
+        let scratch = Scratch::new();
+        let shipped = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../dist/systemd");
+        let mut count = 0;
+        for unit in fs::read_dir(shipped).unwrap() {
+            let unit = unit.unwrap();
+            let text = fs::read_to_string(unit.path()).unwrap();
+            let text = text.replace(
+                "/usr/bin/dunlin ",
+                concat!(env!("CARGO_BIN_EXE_dunlin"), " "),
+            );
+            let name = unit.file_name().into_string().unwrap();
+            fs::write(scratch.join(&name), text).unwrap();
+            count += 1;
+        }
+        assert_eq!(count, 5);
+        Self(scratch)
+    }
+
+    pub fn text(&self, name: &str) -> String {
+        fs::read_to_string(self.path(name)).unwrap()
+    }
+
+    /// They can be loaded, and no setting of theirs is unknown.
+    pub fn verify(&self, names: &[&str]) {
+        let paths: Vec<_> = names.iter().map(|name| self.path(name)).collect();
+        if let Some(done) = analyze(&["verify", "--man=no"], &paths) {
+            let done = done.expect(0);
+            // Unknown settings are warnings there.
+            assert_eq!(done.err, "", "{done:?}");
+        }
+    }
+
+    /// A service leaves itself no more than it needs.
+    pub fn weigh(&self, name: &str) {
+        let service = [self.path(name)];
+        if let Some(done) = analyze(&["security", "--offline=true", EXPOSURE], &service) {
+            let done = done.expect(0);
+            assert!(done.out.contains("Overall exposure level"), "{done:?}");
+        }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+}
+
+/// `systemd-analyze`, without a service manager that runs; in CI it must be there.
+fn analyze(arguments: &[&str], units: &[PathBuf]) -> Option<Done> {
+    let mut command = Command::new("systemd-analyze");
+    command.args(arguments).args(units);
+    let mut found = Command::new("systemd-analyze");
+    if let Err(error) = found.arg("--version").stdout(Stdio::null()).status() {
+        let ci = std::env::var_os("CI").is_some_and(|ci| ci == "true");
+        assert!(
+            !ci,
+            "CI must have systemd-analyze (package systemd): {error}"
+        );
+        println!("skipped, no systemd-analyze (package systemd): {error}");
+        return None;
+    }
+    Some(finish(command))
+}

@@ -1,0 +1,169 @@
+//! What the kernel tells of a TCP connection to whoever asks over netlink (sock_diag(7), its
+//! include/uapi/linux/inet_diag.h): with the kernel's TLS, who seals and opens the records.
+//!
+//! ```text
+//!   this ── one connection's addresses ──▶ kernel
+//!        ◀── its state, and as attributes ULP ▸ TLS ▸ one number for each direction ──
+//! ```
+//!
+//! The answer to a question about one socket comes at once (`inet_diag_dump_one_icsk`,
+//! net/ipv4/inet_diag.c).
+
+use std::io;
+use std::net::{IpAddr, SocketAddr, TcpStream};
+
+use crate::netlink::{ask, attribute, number};
+
+/// The question, and the answer (include/uapi/linux/sock_diag.h).
+const SOCK_DIAG_BY_FAMILY: u16 = 20;
+/// `inet_diag_req_v2`.
+const REQUEST_BYTES: usize = 56;
+/// `inet_diag_msg`, behind which the attributes begin.
+const FIXED_BYTES: usize = 72;
+
+const INET_DIAG_INFO: u8 = 2;
+/// The attribute `INET_DIAG_ULP_INFO`, within it `INET_ULP_INFO_TLS`, within that two numbers
+/// (include/uapi/linux/tls.h).
+const ULP_INFO: u16 = 19;
+const ULP_INFO_TLS: u16 = 2;
+const TLS_INFO_TXCONF: u16 = 3;
+const TLS_INFO_RXCONF: u16 = 4;
+
+/// Who seals or opens the records of a direction.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// The kernel, on this host's processors (`TLS_CONF_SW`, or `sw` as ss(8) has it).
+    Software,
+    /// The network card (`TLS_CONF_HW`, `TLS_CONF_HW_RECORD`).
+    Card,
+}
+
+/// The same of both directions; `None` is a direction without a key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TlsPlaces {
+    /// What this side sends.
+    pub sending: Option<Place>,
+    /// What the peer sends.
+    pub receiving: Option<Place>,
+}
+
+/// Asks who seals and opens a connection's records. `None` where the kernel says nothing of TLS:
+/// the socket has none, or nobody without `CAP_NET_ADMIN` is told (before Linux 6.15).
+///
+/// # Errors
+/// What socket(2) says where there may be no netlink sockets, what netlink says (`NotFound` for a
+/// kernel without inet_diag or a connection that is not of this network namespace), `InvalidData`
+/// for an answer that is none.
+pub fn tls_places(connection: &TcpStream) -> io::Result<Option<TlsPlaces>> {
+    let question = question(connection.local_addr()?, connection.peer_addr()?);
+    let answer = ask(
+        libc::NETLINK_SOCK_DIAG,
+        SOCK_DIAG_BY_FAMILY,
+        &question,
+        FIXED_BYTES,
+    )?;
+    Ok(places_in(&answer))
+}
+
+/// About the one connection between these addresses, as its own side has them.
+fn question(near: SocketAddr, far: SocketAddr) -> Vec<u8> {
+    let (family, interface) = match near {
+        SocketAddr::V4(_) => (libc::AF_INET, 0),
+        SocketAddr::V6(near) => (libc::AF_INET6, near.scope_id()),
+    };
+    let mut bytes = Vec::with_capacity(REQUEST_BYTES);
+    // What a protocol has on TCP comes with `tcp_info` and not without (`inet_sk_diag_fill`).
+    let extensions = 1 << (INET_DIAG_INFO - 1);
+    bytes.extend([family as u8, libc::IPPROTO_TCP as u8, extensions, 0]);
+    // In any state.
+    bytes.extend(u32::MAX.to_ne_bytes());
+    for end in [near, far] {
+        bytes.extend(end.port().to_be_bytes());
+    }
+    for end in [near, far] {
+        match end.ip() {
+            IpAddr::V4(address) => {
+                bytes.extend(address.octets());
+                bytes.extend([0; 12]);
+            }
+            IpAddr::V6(address) => bytes.extend(address.octets()),
+        }
+    }
+    bytes.extend(interface.to_ne_bytes());
+    // By its addresses alone (`INET_DIAG_NOCOOKIE`).
+    bytes.extend([0xff; 8]);
+    bytes
+}
+
+fn places_in(attributes: &[u8]) -> Option<TlsPlaces> {
+    let tls = attribute(attribute(attributes, ULP_INFO)?, ULP_INFO_TLS)?;
+    Some(TlsPlaces {
+        sending: place(tls, TLS_INFO_TXCONF),
+        receiving: place(tls, TLS_INFO_RXCONF),
+    })
+}
+
+/// 1 is a direction that is as if there were no TLS.
+fn place(tls: &[u8], direction: u16) -> Option<Place> {
+    match u16::from_ne_bytes(number(attribute(tls, direction)?, 0)?) {
+        2 => Some(Place::Software),
+        3 | 4 => Some(Place::Card),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::net::TcpListener;
+
+    use super::*;
+    use crate::netlink::attributes;
+
+    /// As net/tls/tls_main.c writes it, behind an attribute of an odd length.
+    fn tls(sending: u16, receiving: u16) -> Vec<u8> {
+        let numbers = [0x0303, 51, sending, receiving].map(u16::to_ne_bytes);
+        let inner: Vec<_> = (1..).zip(numbers.iter().map(|two| &two[..])).collect();
+        // The flag says that there are more within.
+        let ulp = [(1, &b"tls\0"[..]), (0x8000 | 2, &attributes(&inner))];
+        attributes(&[(8, &[0]), (ULP_INFO, &attributes(&ulp))])
+    }
+
+    #[test]
+    fn an_answer_says_of_each_direction_who_seals_it() {
+        let of = |sending, receiving| places_in(&tls(sending, receiving)).unwrap();
+        let places = of(2, 3);
+        assert_eq!(places.sending, Some(Place::Software));
+        assert_eq!(places.receiving, Some(Place::Card));
+        let places = of(4, 1);
+        assert_eq!(places.sending, Some(Place::Card));
+        assert_eq!(places.receiving, None, "it has no key");
+        assert_eq!(places_in(&[]), None);
+        let other = attributes(&[(ULP_INFO, &attributes(&[(1, b"mptcp\0")]))]);
+        assert_eq!(places_in(&other), None);
+    }
+
+    #[test]
+    fn a_question_is_as_long_as_the_kernel_wants_it() {
+        for ends in [["127.0.0.1:1", "127.0.0.1:2"], ["[::1]:1", "[fe80::1%3]:2"]] {
+            let [near, far] = ends.map(|end| end.parse().unwrap());
+            assert_eq!(question(near, far).len(), REQUEST_BYTES);
+        }
+    }
+
+    /// Some kernels have no inet_diag, and some processes no netlink sockets.
+    #[test]
+    fn a_connection_without_tls_has_no_places() {
+        for address in ["127.0.0.1:0", "[::1]:0"] {
+            let Ok(listener) = TcpListener::bind(address) else {
+                println!("not tested, no {address}");
+                continue;
+            };
+            let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+            match tls_places(&near) {
+                Ok(places) => assert_eq!(places, None),
+                Err(error) => println!("not told here: {error}"),
+            }
+        }
+    }
+}

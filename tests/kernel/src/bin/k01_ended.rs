@@ -1,0 +1,77 @@
+//! A connection whose other side ends it together with the handshake takes no keys: the hand-off fails in one line, the client gets an alert, and where a process may carry it it is carried.
+
+use std::io::{Read, Write};
+use std::os::unix::net::UnixListener;
+use std::process::ExitCode;
+
+use dunlin_kernel_tests::handoff::{
+    Accept, Side, certificate, client, connect, end_with_handshake, stunnel, take,
+};
+use dunlin_kernel_tests::tls::stat;
+use dunlin_kernel_tests::{Guest, Needs, run};
+
+const NEEDS: Needs = Needs {
+    packages: &["stunnel4", "openssl"],
+    dunlin: true,
+    limit_seconds: 120,
+    ..Needs::NOTHING
+};
+
+const GONE: &str = "the peer has ended the connection before the kernel could be given its keys";
+
+fn main() -> ExitCode {
+    run(&NEEDS, |guest| {
+        certificate(guest, "pool");
+        certificate(guest, "other");
+        guest.command("modprobe", &["tls"]);
+        connect_fails_in_one_line_or_has_it_carried(guest);
+        accept_says_so_to_the_client_and_to_the_log(guest);
+    })
+}
+
+/// The server ends it.
+fn connect_fails_in_one_line_or_has_it_carried(guest: &Guest) {
+    let stunnel = stunnel(guest, 4443, "");
+    let port = end_with_handshake(Side::Server, stunnel.port);
+    let called = connect(port, &["--no-verify"]);
+    assert_eq!(called.code, Some(1), "{called:?}");
+    assert_eq!(called.err, format!("dunlin: {GONE}\n"));
+    assert_eq!((called.out.as_str(), called.sockets.len()), ("", 0));
+    assert_eq!(stat(guest, "TlsTxSw"), 0, "no keys were the kernel's");
+
+    // The kernel as such takes them, so that connection is spent and another is made.
+    let port = end_with_handshake(Side::Server, stunnel.port);
+    let called = connect(port, &["--no-verify", "--fallback", "process"]);
+    assert_eq!(called.code, Some(1), "{called:?}");
+    assert!(called.err.contains("refused"), "{called:?}");
+    assert_eq!(called.sockets.len(), 0);
+}
+
+/// The client ends its direction and goes on listening.
+fn accept_says_so_to_the_client_and_to_the_log(guest: &Guest) {
+    let taker = UnixListener::bind("taker").expect("the folder is ours");
+    let accept = Accept::start(guest, "1.2", &[]);
+    let between = end_with_handshake(Side::Client, accept.port);
+    let mut ended = client(between, "own", "-tls1_2");
+    let mut said = String::new();
+    let errors = ended.0.stderr.as_mut().expect("it was asked for");
+    errors.read_to_string(&mut said).expect("it is text");
+    assert!(said.contains("alert internal error"), "{said}");
+    let line = accept.says("is refused");
+    assert!(line.contains("for own is refused"), "{line}");
+    assert!(line.ends_with(GONE), "{line}");
+    // Whoever takes its sockets was asked for, and got none.
+    let mut line = Vec::new();
+    let mut asked = taker.accept().expect("it listens").0;
+    asked.read_to_end(&mut line).expect("it ends");
+    assert_eq!(line, b"");
+
+    // The next client is as welcome as ever.
+    let mut next = client(accept.port, "own", "-tls1_2");
+    let (socket, _) = take(&taker);
+    (&socket).write_all(b"hello\n").expect("it is sent");
+    let mut came = [0; 6];
+    let out = next.0.stdout.as_mut().expect("it was asked for");
+    out.read_exact(&mut came).expect("it comes");
+    assert_eq!(&came, b"hello\n");
+}

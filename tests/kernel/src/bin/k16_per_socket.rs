@@ -1,0 +1,91 @@
+//! Who seals is told of each socket, to everybody; what is counted is of a whole network namespace, and said to be.
+
+use std::net::{TcpListener, TcpStream};
+use std::process::ExitCode;
+
+use dunlin_kernel_tests::handoff::{Stunnel, certificate, connect_as, stunnel};
+use dunlin_kernel_tests::tls::{Keys, connected, kernels, set, stat};
+use dunlin_kernel_tests::{Guest, Needs, run};
+use dunlin_sys::ktls::{Direction, attach};
+use dunlin_sys::sock_diag::{Place, TlsPlaces, tls_places};
+use serde_json::Value;
+
+const NEEDS: Needs = Needs {
+    packages: &["stunnel4", "openssl", "ethtool"],
+    dunlin: true,
+    limit_seconds: 120,
+    ..Needs::NOTHING
+};
+
+/// Root, and somebody without privileges.
+const USERS: [u32; 2] = [0, 65_534];
+
+fn main() -> ExitCode {
+    run(&NEEDS, |guest| {
+        guest.command("modprobe", &["tls"]);
+        the_kernel_tells_of_one_socket();
+        certificate(guest, "pool");
+        certificate(guest, "other");
+        let stunnel = stunnel(guest, 4443, "");
+        for user in USERS {
+            the_hand_off_says_where_and_what_was_counted(guest, &stunnel, user);
+        }
+    })
+}
+
+fn the_kernel_tells_of_one_socket() {
+    let of = |socket: &TcpStream| tls_places(socket).expect("this kernel has inet_diag");
+    let (near, far) = kernels();
+    let both = TlsPlaces {
+        sending: Some(Place::Software),
+        receiving: Some(Place::Software),
+    };
+    assert_eq!((of(&near), of(&far)), (Some(both), Some(both)));
+    let (near, far) = connected();
+    assert_eq!(of(&near), None);
+    attach(&near).expect("the kernel has TLS");
+    set(&near, Direction::Sending, &Keys::new(1)).expect("it seals");
+    let half = TlsPlaces {
+        receiving: None,
+        ..both
+    };
+    assert_eq!(of(&near), Some(half));
+    assert_eq!(of(&far), None);
+    // The same of the newer kind of address.
+    let listener = TcpListener::bind("[::1]:0").expect("the loopback is up");
+    let address = listener.local_addr().expect("it is bound");
+    let near = TcpStream::connect(address).expect("somebody listens");
+    assert_eq!(of(&near), None);
+    attach(&near).expect("the kernel has TLS");
+    set(&near, Direction::Sending, &Keys::new(1)).expect("it seals");
+    assert_eq!(of(&near), Some(half));
+}
+
+fn the_hand_off_says_where_and_what_was_counted(guest: &Guest, stunnel: &Stunnel, user: u32) {
+    let called = connect_as(user, stunnel.port, &["--no-verify", "--json"]);
+    assert_eq!(called.code, Some(0), "{called:?}");
+    println!("{user}: {}", called.out);
+    let features = guest.output("ethtool", &["--show-features", "lo"]);
+    let line: Value = serde_json::from_str(&called.out).expect("a JSON object");
+    assert!(line["driver"]["priority"].is_u64(), "{line}");
+    for direction in ["sending", "receiving"] {
+        assert_eq!(line["acceleration"][direction], "software", "{line}");
+    }
+    assert_eq!(line["device"]["name"], "lo", "{line}");
+    for flag in ["tls-hw-tx-offload", "tls-hw-rx-offload"] {
+        // In ethtool's own words, of which the loopback says "off [fixed]".
+        let words = features.lines().find(|line| line.contains(flag));
+        let is_on = words.expect("ethtool knows it").contains(": on");
+        assert_eq!(line["device"][flag], is_on, "{line}");
+    }
+    let counted = line["tls_stat"].as_object().expect("the kernel tells");
+    for (name, count) in counted {
+        assert_eq!(count, stat(guest, name), "{name}");
+    }
+    for name in ["TlsTxDevice", "TlsRxDevice", "TlsDecryptError"] {
+        assert_eq!(counted[name], 0, "{line}");
+    }
+    // It tells of no single connection.
+    assert!(!counted.contains_key("TlsTxSw"), "{line}");
+    assert!(stat(guest, "TlsTxSw") > 1, "others have been here");
+}

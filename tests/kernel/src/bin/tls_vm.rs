@@ -1,0 +1,112 @@
+//! A VM's process that has given up listening and most of what it may still has its lanes sealed by the kernel.
+
+use std::env;
+use std::io::{BufRead, BufReader};
+use std::process::{Command, ExitCode, Stdio};
+
+use dunlin_kernel_tests::handoff::Background;
+use dunlin_kernel_tests::{Guest, Needs, run};
+use serde_json::Value;
+
+const NEEDS: Needs = Needs {
+    dunlin: true,
+    limit_seconds: 180,
+    ..Needs::NOTHING
+};
+
+const GUEST: &str = "vm run --name vm --guest process --memory 64M --fill-size 8M";
+
+fn main() -> ExitCode {
+    run(&NEEDS, |guest| {
+        guest.command("modprobe", &["aesni-intel"]);
+        guest.command("modprobe", &["tls"]);
+        for words in [
+            "pki init ca",
+            "pki issue --ca ca --name a.test a",
+            "pki issue --ca ca --name b.test b",
+        ] {
+            guest.command("dunlin", &words.split(' ').collect::<Vec<_>>());
+        }
+        let destination = Vm::start(
+            "to",
+            "vm receive --listen 127.0.0.1:0 --identity b --peer a.test",
+        );
+        let (destination, said) = destination.until("listening");
+        let to = said["address"].as_str().expect("it listens").to_owned();
+        let (source, _) = Vm::start("from", GUEST).until("started");
+
+        let before = sealed(guest);
+        let line = format!(
+            "vm migrate --name vm --to {to} --lanes 2 --identity a --peer b.test --json \
+             --control from"
+        );
+        let said = guest.output("dunlin", &line.split_whitespace().collect::<Vec<_>>());
+        println!("{said}");
+        let records = event(&said, "records");
+        assert_eq!(records["by"], "kernel", "{records}");
+        let driver = &records["driver"];
+        assert!(driver["priority"].as_u64() >= Some(400), "{records}");
+        assert!(driver["asynchronous"].is_boolean(), "{records}");
+        event(&said, "moved");
+        // Two lanes, both ends of each.
+        assert_eq!(sealed(guest) - before, 4);
+        drop((source, destination));
+    })
+}
+
+/// A VM's process, all of whose confinement this kernel can do.
+struct Vm {
+    lines: Box<dyn Iterator<Item = String>>,
+    _process: Background,
+}
+
+impl Vm {
+    fn start(directory: &str, line: &str) -> Self {
+        let here = env::current_dir().expect("the runner has made it");
+        let mut process = Command::new("dunlin")
+            .args(line.split(' '))
+            .args(["--confine", "yes", "--json", "--control", directory])
+            .arg("--state-dir")
+            .arg(here.join(format!("{directory}-state")))
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("dunlin is in the path");
+        let out = process.stdout.take().expect("it was asked for");
+        Self {
+            lines: Box::new(BufReader::new(out).lines().map_while(Result::ok)),
+            _process: Background(process),
+        }
+    }
+
+    /// Waits for an event, behind that of a confinement which lacks nothing.
+    fn until(mut self, name: &str) -> (Self, Value) {
+        let mut is_confined = false;
+        for line in &mut self.lines {
+            println!("{line}");
+            let said: Value = serde_json::from_str(&line).expect("a JSON object");
+            if said["event"] == "confined" {
+                assert_eq!(said["lacks"].as_array().map(Vec::len), Some(0), "{said}");
+                is_confined = true;
+            }
+            if said["event"] == name {
+                assert!(is_confined, "{name} comes behind it");
+                return (self, said);
+            }
+        }
+        panic!("it has ended before {name}");
+    }
+}
+
+/// The first event of that name.
+fn event(said: &str, name: &str) -> Value {
+    said.lines()
+        .map(|line| serde_json::from_str::<Value>(line).expect("a JSON object"))
+        .find(|event| event["event"] == name)
+        .unwrap_or_else(|| panic!("no event {name}"))
+}
+
+/// Connections that the kernel has been given keys for sending of.
+fn sealed(guest: &Guest) -> u64 {
+    guest.counter("/proc/net/tls_stat", "TlsTxSw")
+}
