@@ -22,7 +22,15 @@ impl Manager {
             [b'@', name @ ..] => SocketAddr::from_abstract_name(name),
             _ => SocketAddr::from_pathname(&named),
         };
-        let made = found.and_then(|to| Ok((UnixDatagram::unbound()?, to)));
+        let made = found.and_then(|to| {
+            let socket = UnixDatagram::unbound()?;
+            if to.as_abstract_name().is_some() {
+                // A process that confines itself reaches those abstract sockets alone to which it
+                // is connected. If nobody is there now, somebody may be later.
+                let _ = socket.connect_addr(&to);
+            }
+            Ok((socket, to))
+        });
         match made {
             Ok(made) => Self(Some(made)),
             Err(error) => {
