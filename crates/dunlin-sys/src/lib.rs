@@ -37,3 +37,4 @@ pub mod tcp;
 #[cfg(feature = "rig")]
 pub mod tun;
 pub mod uffd;
+pub mod xfrm;
