@@ -20,6 +20,7 @@
 pub mod counting;
 pub mod handoff;
 pub mod refusing;
+pub mod sessions;
 pub mod tls;
 
 use std::env;

@@ -288,6 +288,11 @@ fn an_outgoing_policy_blocks_before_any_sa_and_is_replaced_after_the_last() {
             .iter()
             .all(|step| matches!(step, Step::Add(Object::Policy(_))))
     );
+    let out = begun.iter().filter_map(|step| match step {
+        Step::Add(Object::Policy(policy)) if policy.direction == Direction::Out => Some(policy),
+        _ => None,
+    });
+    assert!(out.clone().count() > 0 && out.clone().all(|one| one.action == Action::Block));
     let steps = layout.outbound(1, &own, true, &[]);
     let of_sa = |step: &Step| matches!(step, Step::Add(Object::Association(_)));
     assert_eq!(steps.iter().take_while(|step| of_sa(step)).count(), 3);
