@@ -191,7 +191,7 @@ fn esp_goes_in_udp_over_ipv6(guest: &Guest) {
 
 /// Somebody else's policy, and another session of ours; both stay as they are.
 fn what_is_in_the_way_is_named(guest: &Guest) {
-    let policy = "src 10.0.0.0/24 dst 10.0.0.0/24 proto tcp dport 4446 dir out";
+    let policy = "src 10.0.0.0/24 dst 10.0.0.0/24 proto 6 dport 4446 dir out";
     let ip = |line: String| guest.command("ip", &line.split_whitespace().collect::<Vec<_>>());
     ip(format!(
         "-n a xfrm policy add {policy} action allow priority 3000"
