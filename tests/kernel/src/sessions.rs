@@ -171,7 +171,7 @@ impl Process {
     /// A session, from host a.
     #[must_use]
     pub fn up(mode: &str) -> Self {
-        Self::begin(up_command(mode), "up")
+        Self::begin(up_with(SERVER, &["--mode", mode]), "up")
     }
 
     /// Begins one and waits for its first words.
@@ -197,11 +197,6 @@ impl Process {
         guest.command("kill", &["-TERM", &self.0.id().to_string()]);
         assert!(self.0.wait().expect("it ends").success());
     }
-}
-
-/// `dunlin ipsec up` at host a, in a mode.
-pub fn up_command(mode: &str) -> Command {
-    up_with(SERVER, &["--mode", mode])
 }
 
 /// `dunlin ipsec up` at host a.

@@ -78,7 +78,7 @@ pub enum IpsecError {
     CoversControl(u16),
     /// A host has its SAs on CPUs, and its kernel has none for CPUs.
     #[error(
-        "this kernel, older than 6.13, takes an SA for one CPU for one of all CPUs: use --mode connection, or a newer kernel"
+        "this kernel takes an SA for one CPU for one of all CPUs: use --mode connection, or a kernel that has them (Linux 6.13)"
     )]
     NoPerCpu,
     /// The peer asks for what this side's operator does not allow.
