@@ -19,6 +19,8 @@
 //! these, and the one with the key is kept out of it, since it would copy keys into memory that
 //! nobody wipes.
 
+#[cfg(feature = "rig")]
+mod acquire;
 mod decode;
 mod encapsulation;
 mod encode;
@@ -36,6 +38,8 @@ use std::sync::{Mutex, PoisonError};
 
 use netlink_packet_xfrm as uapi;
 
+#[cfg(feature = "rig")]
+pub use self::acquire::Acquires;
 pub use self::encapsulation::receive_encapsulated;
 pub use self::error::Error;
 pub use self::offload::{EspOffload, esp_offload};
