@@ -1,4 +1,4 @@
-//! What the kernel knows of a TCP connection's far end (tcp(7)).
+//! What the kernel knows of a TCP connection, and has it look anew for its route (tcp(7)).
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};

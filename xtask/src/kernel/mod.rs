@@ -383,3 +383,22 @@ fn described(kernel: &Kernel, outcomes: &[Outcome], folder: &Path, all: bool) ->
 fn short(kernel: &Kernel) -> &str {
     kernel.version.split('+').next().unwrap_or_default()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tests_suite_is_in_its_name() {
+        for (name, suite) in [
+            ("tls_lanes", Suite::Tls),
+            ("k01_no_kernel_tls", Suite::Tls),
+            ("ipsec_up", Suite::Ipsec),
+            ("p14_cpu_counts", Suite::Ipsec),
+            ("pagemap", Suite::Rig),
+            ("esp", Suite::Rig),
+        ] {
+            assert_eq!(Suite::of(name), suite, "{name}");
+        }
+    }
+}

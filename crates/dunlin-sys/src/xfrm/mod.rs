@@ -5,7 +5,8 @@
 //! What is made here is one kind alone: ESP in transport mode, AES-256-GCM with a 16-byte tag
 //! (RFC 4106), extended sequence numbers, IPv4 or IPv6. An SA may belong to one CPU
 //! (`XFRMA_SA_PCPU`, Linux 6.13): what that CPU sends prefers it to one that belongs to none, and
-//! no other CPU uses it. Receiving goes by the SPI alone, whatever the CPU.
+//! no other CPU uses it. Receiving goes by the SPI alone, whatever the CPU. What the kernel makes
+//! of all this was tested, and stands in docs/decisions/0013-sas-without-a-daemon.md.
 //!
 //! - [`Xfrm`] makes, reads and removes them, each by its exact identity; nothing here flushes
 //! - [`values`]: what is made and what is read back
@@ -172,8 +173,8 @@ impl Xfrm {
     /// Asks the kernel whether it has an SA just as `state` says, its key included.
     ///
     /// # Errors
-    /// [`Error::Differs`] with what is not so, for instance the CPU, which kernels before 6.13
-    /// pass over in silence; and as [`Xfrm::state`].
+    /// [`Error::Differs`] with what is not so, for instance the CPU, which kernels without SAs of
+    /// one CPU pass over in silence; and as [`Xfrm::state`].
     pub fn verify(&self, state: &State) -> Result<(), Error> {
         let mut differs = Some("there is none");
         self.read_state(&state.id, |body| {
