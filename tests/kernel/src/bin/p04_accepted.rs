@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
 use dunlin_kernel_tests::ipsec::lanes::{
-    Lane, Scene, look_again, pattern, read_all, used, write_all,
+    Ending, Lane, Scene, look_again, pattern, read_all, used, write_all,
 };
 use dunlin_kernel_tests::ipsec::{CPUS, Family, needs_per_cpu, on_cpu};
 use dunlin_kernel_tests::{Needs, run};
@@ -75,6 +75,10 @@ fn moved_under_load(scene: &Scene) {
                 }
             }
         });
+        let _ending = Ending {
+            done: &done,
+            lane: &lane,
+        };
         let (mut tries, mut most) = (0, 0);
         for round in 0..ROUNDS {
             let cpu = round % 3;
@@ -93,7 +97,6 @@ fn moved_under_load(scene: &Scene) {
             tries += tried;
             most = most.max(tried);
         }
-        done.store(true, Ordering::Relaxed);
         (tries, most)
     });
     println!("under load: {tries} tries for {ROUNDS} moves, at most {most} for one");

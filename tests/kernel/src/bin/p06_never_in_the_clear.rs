@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dunlin_kernel_tests::ipsec::lanes::{Door, LIMIT, Lane, pattern, write_all};
+use dunlin_kernel_tests::ipsec::lanes::{Door, Ending, LIMIT, Lane, pattern, write_all};
 use dunlin_kernel_tests::ipsec::wire::{Seen, Wire};
 use dunlin_kernel_tests::ipsec::{
     Family, Host, Hosts, REQID, Sa, has_per_cpu, lanes_from, on_cpu, policies, protect,
@@ -112,12 +112,15 @@ fn under_a_stream(guest: &Guest, family: Family) {
                 };
             }
         });
+        let _ending = Ending {
+            done: &done,
+            lane: &lane,
+        };
         stream.goes_on("the beginning");
         changed_under(&stream, a, b, [fallback, own], family);
         for (host, policy) in &all {
             replaced(&stream, host, policy);
         }
-        done.store(true, Ordering::Relaxed);
     });
     stream.sealed("all of it");
     drop(lane);

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
 use dunlin_kernel_tests::ipsec::lanes::{
-    Lane, Scene, look_again, pattern, read_all, used, write_all,
+    Ending, Lane, Scene, look_again, pattern, read_all, used, write_all,
 };
 use dunlin_kernel_tests::ipsec::wire::Wire;
 use dunlin_kernel_tests::ipsec::{CPUS, Family, Sa, needs_per_cpu, on_cpu};
@@ -80,6 +80,10 @@ fn one_more(scene: &Scene, lanes: &[Lane], cpus: u32) {
         scope.spawn(|| {
             while std::io::Read::read(&mut &*far, &mut [0; 10_000]).expect("it is open") > 0 {}
         });
+        let _ending = Ending {
+            done: &done,
+            lane: &lanes[0],
+        };
         let next = cpus % CPUS;
         let mut way = scene.there.clone();
         if next == cpus {
@@ -97,7 +101,6 @@ fn one_more(scene: &Scene, lanes: &[Lane], cpus: u32) {
                 "{by:?}"
             );
         }
-        done.store(true, Ordering::Relaxed);
     });
     for (host, before) in [a, b].into_iter().zip(&before) {
         let lost = host.statistics();

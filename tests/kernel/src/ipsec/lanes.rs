@@ -1,7 +1,8 @@
 //! Connections from one host to another, made and used on given CPUs, and the SA by which they go.
 
 use std::io::{ErrorKind, Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -90,6 +91,26 @@ impl Lane {
     /// As [`Lane::send`].
     pub fn send_back(&self, cpu: u32, bytes: usize) {
         send(&self.far, &self.near, cpu, bytes);
+    }
+}
+
+/// Ends a lane's threads with a test that fails, which would else wait for each other until the
+/// test's limit.
+#[derive(Debug)]
+pub struct Ending<'a> {
+    /// What they look at between two steps.
+    pub done: &'a AtomicBool,
+    /// At which they wait.
+    pub lane: &'a Lane,
+}
+
+impl Drop for Ending<'_> {
+    fn drop(&mut self) {
+        self.done.store(true, Ordering::Relaxed);
+        if thread::panicking() {
+            let _ = self.lane.near.shutdown(Shutdown::Both);
+            let _ = self.lane.far.shutdown(Shutdown::Both);
+        }
     }
 }
 
