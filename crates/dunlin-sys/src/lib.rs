@@ -24,6 +24,8 @@ pub mod mapping;
 pub mod memory;
 #[cfg(feature = "rig")]
 pub mod netns;
+#[cfg(feature = "rig")]
+pub mod packet;
 pub mod pagemap;
 pub mod passed;
 pub mod poll;

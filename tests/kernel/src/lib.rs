@@ -19,6 +19,7 @@
 
 pub mod counting;
 pub mod handoff;
+pub mod ipsec;
 pub mod refusing;
 pub mod sessions;
 pub mod tls;

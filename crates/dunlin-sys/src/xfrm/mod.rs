@@ -5,7 +5,8 @@
 //! What is made here is one kind alone: ESP in transport mode, AES-256-GCM with a 16-byte tag
 //! (RFC 4106), extended sequence numbers, IPv4 or IPv6. An SA may belong to one CPU
 //! (`XFRMA_SA_PCPU`, Linux 6.13): what that CPU sends prefers it to one that belongs to none, and
-//! no other CPU uses it. Receiving goes by the SPI alone, whatever the CPU.
+//! no other CPU uses it. Receiving goes by the SPI alone, whatever the CPU. What the kernel makes
+//! of all this was tested, and stands in docs/decisions/0013-sas-without-a-daemon.md.
 //!
 //! - [`Xfrm`] makes, reads and removes them, each by its exact identity; nothing here flushes
 //! - [`values`]: what is made and what is read back
@@ -19,6 +20,8 @@
 //! these, and the one with the key is kept out of it, since it would copy keys into memory that
 //! nobody wipes.
 
+#[cfg(feature = "rig")]
+mod acquire;
 mod decode;
 mod encapsulation;
 mod encode;
@@ -36,6 +39,8 @@ use std::sync::{Mutex, PoisonError};
 
 use netlink_packet_xfrm as uapi;
 
+#[cfg(feature = "rig")]
+pub use self::acquire::Acquires;
 pub use self::encapsulation::receive_encapsulated;
 pub use self::error::Error;
 pub use self::offload::{EspOffload, esp_offload};
@@ -168,8 +173,8 @@ impl Xfrm {
     /// Asks the kernel whether it has an SA just as `state` says, its key included.
     ///
     /// # Errors
-    /// [`Error::Differs`] with what is not so, for instance the CPU, which kernels before 6.13
-    /// pass over in silence; and as [`Xfrm::state`].
+    /// [`Error::Differs`] with what is not so, for instance the CPU, which kernels without SAs of
+    /// one CPU pass over in silence; and as [`Xfrm::state`].
     pub fn verify(&self, state: &State) -> Result<(), Error> {
         let mut differs = Some("there is none");
         self.read_state(&state.id, |body| {

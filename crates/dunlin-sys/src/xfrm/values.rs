@@ -137,13 +137,14 @@ pub struct Algorithm {
 /// What an SA has carried and refused.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
-    /// Bytes; docs/ipsec.md says of which part of the packets.
+    /// Bytes; outbound those behind the IP header, before ESP is put around them.
     pub bytes: u64,
     /// Packets. One that is cut into segments behind the SA counts once at the sender.
     pub packets: u64,
     /// Packets whose sequence number had come before.
     pub replay: u32,
-    /// Packets that were later than the replay window.
+    /// Packets that were later than the replay window. With extended sequence numbers such a packet
+    /// is taken for one of the next 2^32, and counts as one that did not open.
     pub replay_window: u32,
     /// Packets that did not open.
     pub integrity_failed: u32,
@@ -316,7 +317,8 @@ pub enum Action {
 pub enum PerCpu {
     /// It may.
     Supported,
-    /// The kernel, older than 6.13, passes over the CPU in silence: every SA is every CPU's.
+    /// The kernel passes over the CPU in silence, and every SA is every CPU's. Linux 6.13 was the
+    /// first with them, and older series have taken them over: a version does not tell.
     Ignored,
 }
 
