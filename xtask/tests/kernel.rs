@@ -43,6 +43,7 @@ fn boot(scripts: &[(&str, &str)], adjust: impl FnOnce(&mut Machine<'_>)) -> Opti
     let rig = Rig {
         qemu,
         counting: false,
+        verbose: false,
     };
     let boot = rig.boot(&kernel, &programs, 2, adjust).unwrap();
     Some(boot)

@@ -11,6 +11,7 @@ mod demo;
 mod display;
 mod handoff;
 mod identity;
+mod ipsec;
 mod line;
 mod options;
 mod pki;
@@ -61,6 +62,9 @@ enum Command {
     /// Sockets whose TLS is the kernel's, for programs that know nothing of TLS.
     #[command(subcommand)]
     Handoff(handoff::Command),
+    /// IPsec for other programs' connections, an SA for each CPU or connection.
+    #[command(subcommand)]
+    Ipsec(ipsec::Command),
     /// A small certificate authority for trying things out.
     #[command(subcommand)]
     Pki(pki::Command),
@@ -88,6 +92,7 @@ fn run(command: Command) -> anyhow::Result<i32> {
         Command::Bench(command) => bench::run(&command),
         Command::Tunnel(command) => tunnel::run(&command),
         Command::Handoff(command) => handoff::run(&command),
+        Command::Ipsec(command) => ipsec::run(&command),
         Command::Pki(command) => pki::run(&command).map(|()| 0),
     }
 }

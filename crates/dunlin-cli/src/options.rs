@@ -29,13 +29,41 @@ impl ControlPath {
         }
     }
 
+    /// The control socket of the IPsec session with this peer, or of the server.
+    pub(crate) fn ipsec(&self, name: &str) -> Result<PathBuf> {
+        let path = self.path();
+        if is_socket(&path) {
+            return Ok(path);
+        }
+        let file: String = name
+            .chars()
+            .map(|c| match c {
+                '/' | '\0' | ':' | '[' | ']' => '_',
+                other => other,
+            })
+            .collect();
+        if file.is_empty() || file.starts_with('.') {
+            bail!("{name:?} is no name for a session");
+        }
+        Ok(path.join("ipsec").join(format!("{file}.sock")))
+    }
+
+    /// Those of all IPsec sessions and servers, also of those that have died.
+    pub(crate) fn all_ipsec(&self) -> Vec<PathBuf> {
+        self.sockets_in("ipsec")
+    }
+
     /// The control sockets of tunnels, also of those that have died.
     pub(crate) fn tunnels(&self) -> Vec<PathBuf> {
+        self.sockets_in("tunnels")
+    }
+
+    fn sockets_in(&self, directory: &str) -> Vec<PathBuf> {
         let path = self.path();
         if is_socket(&path) {
             return vec![path];
         }
-        let entries = std::fs::read_dir(path.join("tunnels"));
+        let entries = std::fs::read_dir(path.join(directory));
         let paths = entries.into_iter().flatten().flatten();
         let mut sockets: Vec<PathBuf> = paths.map(|entry| entry.path()).collect();
         sockets.retain(|path| is_socket(path));

@@ -228,6 +228,13 @@ faults! {
     /// The tunnel was asked to end, and its channels did not in time.
     Ended = 35, "ended", Local,
         "Start the tunnel on that host again; give it more time to drain if channels were cut off.";
+    /// The ports of an IPsec session are those of another, or of a policy that is not
+    /// Dunlin's.
+    PortsTaken = 36, "ports-taken", Configuration,
+        "Choose ports that no other session between these hosts has, and that no policy of another program covers (`ip xfrm policy`).";
+    /// An address of one host arrives as another at its peer.
+    AddressTranslated = 37, "address-translated", Configuration,
+        "Name the peer by an address that it has itself: IPsec in transport mode does not go through a translation of addresses.";
 }
 
 impl fmt::Display for FaultCode {

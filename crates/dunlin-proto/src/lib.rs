@@ -7,7 +7,8 @@
 //! iterations apart, [`pace`] caps the rate, [`precopy`] says when to pause,
 //! and [`switchover`] who runs the VM, by what stands in the [`journal`].
 //! The tunnel has its own: [`stripe`] spreads connections over lanes. The
-//! hand-off's is [`client_hello`]: whom a client of TLS wants.
+//! hand-off's is [`client_hello`]: whom a client of TLS wants. [`ipsec`] plans
+//! security associations and how two hosts agree on them.
 //! [`mistake`] plants errors in them for the tests that must find them.
 #![forbid(unsafe_code)]
 pub mod bitmap;
@@ -17,6 +18,7 @@ pub mod fault;
 pub mod frame;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzz;
+pub mod ipsec;
 pub mod journal;
 pub mod lanes;
 pub mod limits;

@@ -231,6 +231,21 @@ pub const MAX_CLIENT_FLIGHT_BYTES: usize = 40 * 1024;
 /// Bytes of a server name: the longest DNS name is 253, and OpenSSL takes 255.
 pub const MAX_SERVER_NAME_BYTES: usize = 255;
 
+/// SAs that one side of an IPsec session installs for what the other sends, in one
+/// epoch.
+///
+/// More than a host has CPUs that carry lanes, or connections worth an SA of their
+/// own; two epochs of them are 3 MiB of the kernel's memory. The rest of a peer's
+/// traffic goes by its fallback.
+pub const MAX_SAS: u16 = 1024;
+
+/// SAs in one message: as many as there may be, so that an epoch's new keys are one
+/// exchange.
+pub const MAX_SLOTS: usize = MAX_SAS as usize;
+
+/// Bytes of a message of an IPsec session after its header.
+pub const MAX_IPSEC_BODY_BYTES: usize = 16 * 1024;
+
 /// Bytes left in the largest control bodies for extension fields of later
 /// versions.
 pub const EXTENSION_ROOM_BYTES: usize = 4096;
@@ -286,6 +301,9 @@ const _: () = assert!(
 );
 const _: () = assert!(DEFAULT_CHANNELS <= MAX_CHANNELS);
 const _: () = assert!(LEAST_WINDOW_BYTES <= START_WINDOW_BYTES);
+// The largest *want* of IPsec: an epoch, a count, and 9 bytes an SA.
+const _: () = assert!(6 + MAX_SLOTS * 9 <= MAX_IPSEC_BODY_BYTES - EXTENSION_ROOM_BYTES);
+const _: () = assert!(8 + MAX_TEXT_BYTES <= MAX_IPSEC_BODY_BYTES - EXTENSION_ROOM_BYTES);
 // A hello of one record, and of records of a few bytes, fits what is looked at.
 const _: () = assert!(MAX_CLIENT_HELLO_BYTES * 5 / 2 <= MAX_CLIENT_FLIGHT_BYTES);
 const _: () = assert!(MAX_SERVER_NAME_BYTES < MAX_CLIENT_HELLO_BYTES);

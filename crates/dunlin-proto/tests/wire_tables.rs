@@ -5,6 +5,7 @@
 
 use dunlin_proto::control::CONTROL_HEADER_BYTES;
 use dunlin_proto::frame::{FRAME_HEADER_BYTES, RANGE_BYTES};
+use dunlin_proto::ipsec;
 use dunlin_proto::limits::{LANE_MAC_BYTES, SESSION_ID_BYTES};
 use dunlin_proto::negotiate::{MAGIC, PRELUDE_BYTES, VERSIONS};
 use dunlin_proto::stripe;
@@ -80,10 +81,15 @@ fn every_table_with_offsets_is_as_long_as_the_code_says() {
             "carries messages with this **header**",
             stripe::message::MESSAGE_HEADER_BYTES,
         ),
+        (
+            "**header** of an IPsec session",
+            ipsec::message::MESSAGE_HEADER_BYTES,
+        ),
+        ("**Terms**", 4 + 2 * 2 + 2 * 2 + 2 * 16),
     ] {
         assert_eq!(end(words), bytes, "{words}");
     }
-    assert_eq!(tables().len(), 11, "a table that this test does not know");
+    assert_eq!(tables().len(), 13, "a table that this test does not know");
     let whole = PRELUDE_BYTES + end("**Lane open**");
     assert!(
         DOCUMENT.contains(&format!("{whole} bytes in all")),

@@ -26,6 +26,8 @@ pub mod netdev;
 mod netlink;
 #[cfg(feature = "rig")]
 pub mod netns;
+#[cfg(feature = "rig")]
+pub mod packet;
 pub mod pagemap;
 pub mod passed;
 pub mod poll;
@@ -40,3 +42,4 @@ pub mod tcp;
 #[cfg(feature = "rig")]
 pub mod tun;
 pub mod uffd;
+pub mod xfrm;

@@ -1,4 +1,4 @@
-//! What the kernel knows of a TCP connection's far end (tcp(7)).
+//! What the kernel knows of a TCP connection, and has it look anew for its route (tcp(7)).
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
@@ -63,6 +63,80 @@ pub fn unacknowledged_bytes(socket: impl AsFd) -> io::Result<u64> {
     Ok(u64::try_from(bytes).unwrap_or(0))
 }
 
+/// How many bytes of data a segment may have, in what the connection sends (`TCP_MAXSEG`, tcp(7)).
+///
+/// # Errors
+/// What getsockopt(2) says.
+pub fn segment_bytes(socket: impl AsFd) -> io::Result<u32> {
+    integer(socket, libc::IPPROTO_TCP, libc::TCP_MAXSEG)
+}
+
+/// The CPU that has taken in the connection's last packet (`SO_INCOMING_CPU`, socket(7)); what the
+/// connection then sends in answer leaves from there, by the SA that the connection has.
+///
+/// # Errors
+/// What getsockopt(2) says.
+pub fn incoming_cpu(socket: impl AsFd) -> io::Result<u32> {
+    integer(socket, libc::SOL_SOCKET, libc::SO_INCOMING_CPU)
+}
+
+fn integer(socket: impl AsFd, level: libc::c_int, name: libc::c_int) -> io::Result<u32> {
+    let mut value: libc::c_int = 0;
+    let mut length = size_of_val(&value) as libc::socklen_t;
+    // SAFETY: `value` and `length` are initialised, live through the call and are borrowed
+    // exclusively; `length` states the room at `value`, beyond which the kernel does not write.
+    let status = unsafe {
+        libc::getsockopt(
+            socket.as_fd().as_raw_fd(),
+            level,
+            name,
+            (&raw mut value).cast(),
+            &raw mut length,
+        )
+    };
+    if status < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(u32::try_from(value).unwrap_or(0))
+}
+
+/// Gives a connection's packets a traffic class: the upper six bits are the DSCP, the lower two are
+/// TCP's own and stay (`IP_TOS`, `IPV6_TCLASS`).
+///
+/// A class other than before makes the kernel look for the connection's route anew, and with it for
+/// the SA by which it goes, when it next sends, on whichever CPU that happens: with IPsec the way
+/// to take a connection to the SA of the CPU that sends next.
+///
+/// # Errors
+/// What getsockopt(2) and setsockopt(2) say.
+pub fn set_traffic_class(socket: impl AsFd, class: u8) -> io::Result<()> {
+    let socket = socket.as_fd();
+    let domain = integer(socket, libc::SOL_SOCKET, libc::SO_DOMAIN)?;
+    let class = libc::c_int::from(class);
+    let set = |level, name| {
+        // SAFETY: the pointer and the length describe `class`, an initialised integer that lives
+        // through the call and is only read; the descriptor is borrowed.
+        let status = unsafe {
+            libc::setsockopt(
+                socket.as_raw_fd(),
+                level,
+                name,
+                (&raw const class).cast(),
+                size_of_val(&class) as libc::socklen_t,
+            )
+        };
+        match status {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error()),
+        }
+    };
+    // A socket of IPv6 may carry a connection of IPv4, and takes both.
+    if domain == libc::AF_INET6.cast_unsigned() {
+        set(libc::IPPROTO_IPV6, libc::IPV6_TCLASS)?;
+    }
+    set(libc::IPPROTO_IP, libc::IP_TOS)
+}
+
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
@@ -70,6 +144,25 @@ mod tests {
     use std::net::{TcpListener, TcpStream};
 
     use super::*;
+
+    #[test]
+    fn a_connection_has_segments_a_cpu_and_a_traffic_class_in_both_families() {
+        for address in ["127.0.0.1:0", "[::1]:0"] {
+            // A machine without IPv6 has nothing to listen on.
+            let Ok(listener) = TcpListener::bind(address) else {
+                continue;
+            };
+            let mut near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+            let (mut far, _) = listener.accept().unwrap();
+            for class in [8, 0] {
+                set_traffic_class(&near, class).unwrap();
+                near.write_all(b"x").unwrap();
+                far.read_exact(&mut [0]).unwrap();
+            }
+            assert!(segment_bytes(&near).unwrap() > 500);
+            assert!(incoming_cpu(&far).unwrap() < 4096);
+        }
+    }
 
     #[test]
     fn a_far_end_that_answers_is_not_silent_even_where_it_reads_nothing() {

@@ -11,6 +11,7 @@
 //! - [`lane`]: TCP connections with their security, and the bytes on them.
 //! - [`tunnel`]: connections of hypervisors that know nothing of it, over the same lanes.
 //! - [`handoff`]: sockets for programs that know nothing of TLS.
+//! - [`ipsec`]: security associations for other programs' connections.
 //! - [`testing`]: whether a VMM keeps what those traits promise.
 //!
 //! `docs/integrating.md` leads from here to a first migration, and `examples/`
@@ -24,6 +25,7 @@ pub mod engine;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzz;
 pub mod handoff;
+pub mod ipsec;
 pub mod lane;
 pub mod testing;
 pub mod tunnel;

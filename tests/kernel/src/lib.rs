@@ -19,7 +19,9 @@
 
 pub mod counting;
 pub mod handoff;
+pub mod ipsec;
 pub mod refusing;
+pub mod sessions;
 pub mod tls;
 
 use std::env;

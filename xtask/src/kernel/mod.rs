@@ -60,6 +60,9 @@ pub struct KernelOptions {
     /// Counts instructions: the guest's clock goes by them, and not by time.
     #[arg(long)]
     icount: bool,
+    /// Shows what tests printed, those that passed included.
+    #[arg(long)]
+    verbose: bool,
 }
 
 /// Tests that belong together, and have a budget together.
@@ -69,14 +72,21 @@ pub enum Suite {
     Rig,
     /// Kernel TLS.
     Tls,
+    /// IPsec.
+    Ipsec,
 }
 
 impl Suite {
-    /// The suite of a test, by its name: `tls_…`, or a pitfall's number.
+    /// The suite of a test, by its name: `tls_…`, `ipsec_…`, or a pitfall's number.
     fn of(name: &str) -> Self {
         let is_pitfall = |rest: &str| rest.starts_with(|first: char| first.is_ascii_digit());
-        if name.starts_with("tls_") || name.strip_prefix('k').is_some_and(is_pitfall) {
+        let is_of = |suite, pitfall| {
+            name.starts_with(suite) || name.strip_prefix(pitfall).is_some_and(is_pitfall)
+        };
+        if is_of("tls_", 'k') {
             Self::Tls
+        } else if is_of("ipsec_", 'p') {
+            Self::Ipsec
         } else {
             Self::Rig
         }
@@ -131,6 +141,7 @@ pub fn command(options: &KernelOptions) -> Result<ExitCode> {
     let rig = Rig {
         qemu: debian::qemu()?,
         counting: options.icount,
+        verbose: options.verbose,
     };
     if options.shell {
         return rig.shell(&debian::kernel(&kernels[0])?, &programs);
@@ -209,6 +220,8 @@ pub struct Rig {
     pub qemu: Qemu,
     /// Whether instructions are counted.
     pub counting: bool,
+    /// Whether everything that tests print is shown.
+    pub verbose: bool,
 }
 
 impl Rig {
@@ -271,7 +284,7 @@ impl Rig {
 
         let asked: Vec<&str> = programs.iter().map(|test| test.name.as_str()).collect();
         let (outcomes, rest) = verdict::judge(&asked, &record);
-        print!("{}", described(kernel, &outcomes, &folder));
+        print!("{}", described(kernel, &outcomes, &folder, self.verbose));
         Ok(Boot {
             outcomes,
             rest,
@@ -342,7 +355,7 @@ fn progress(kernel: &Kernel, said: &Said, begun: Instant) {
 }
 
 /// A boot's tests and what they printed, in one piece, since two kernels run side by side.
-fn described(kernel: &Kernel, outcomes: &[Outcome], folder: &Path) -> String {
+fn described(kernel: &Kernel, outcomes: &[Outcome], folder: &Path, all: bool) -> String {
     let mut text = String::new();
     for test in outcomes {
         let verdict = match &test.verdict {
@@ -352,8 +365,9 @@ fn described(kernel: &Kernel, outcomes: &[Outcome], folder: &Path) -> String {
         };
         text += &format!("{} {}: {verdict}\n", short(kernel), test.name);
         // What a test that passed had to say is of use only when it is a figure.
-        let told =
-            |line: &&String| test.verdict != Verdict::Passed || line.starts_with("count of ");
+        let told = |line: &&String| {
+            all || test.verdict != Verdict::Passed || line.starts_with("count of ")
+        };
         for line in test.output.iter().filter(told) {
             text += &format!("    {line}\n");
         }
@@ -368,4 +382,23 @@ fn described(kernel: &Kernel, outcomes: &[Outcome], folder: &Path) -> String {
 /// 7.3.4 of 7.3.4+deb13-cloud-amd64.
 fn short(kernel: &Kernel) -> &str {
     kernel.version.split('+').next().unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tests_suite_is_in_its_name() {
+        for (name, suite) in [
+            ("tls_lanes", Suite::Tls),
+            ("k01_no_kernel_tls", Suite::Tls),
+            ("ipsec_up", Suite::Ipsec),
+            ("p14_cpu_counts", Suite::Ipsec),
+            ("pagemap", Suite::Rig),
+            ("esp", Suite::Rig),
+        ] {
+            assert_eq!(Suite::of(name), suite, "{name}");
+        }
+    }
 }

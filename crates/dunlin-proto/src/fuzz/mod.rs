@@ -8,6 +8,7 @@
 
 mod client_hello;
 mod decoders;
+mod ipsec;
 mod lanes;
 mod operations;
 mod pair;
@@ -19,6 +20,7 @@ pub use client_hello::fuzz_client_hello;
 pub use decoders::{
     fuzz_control_message, fuzz_data_frame, fuzz_extension_fields, fuzz_opening, fuzz_region_table,
 };
+pub use ipsec::{fuzz_ipsec_message, fuzz_ipsec_session};
 pub use lanes::{fuzz_receiving, fuzz_sending};
 pub use operations::{fuzz_bitmap, fuzz_marks, fuzz_pace, fuzz_precopy, fuzz_regions};
 pub use pair::fuzz_lanes;
@@ -45,6 +47,8 @@ pub const TARGETS: &[Target] = &[
     ("tunnel_message", fuzz_tunnel_message),
     ("tunnel_frame", fuzz_tunnel_frame),
     ("association", fuzz_association),
+    ("ipsec_message", fuzz_ipsec_message),
+    ("ipsec_session", fuzz_ipsec_session),
     ("schedule", fuzz_schedule),
     ("received", fuzz_received),
     ("sending", fuzz_sending),
@@ -127,6 +131,7 @@ mod tests {
             "region_table" => driver::within(&vectors("control/describe"), decoders::table_at),
             "tunnel_message" => vectors("tunnel-control/"),
             "tunnel_frame" => vectors("tunnel-frame/"),
+            "ipsec_message" => vectors("ipsec/"),
             "extension_fields" => decoders::extension_seeds(),
             "client_hello" => client_hello::seeds(),
             _ => driver::noise(),

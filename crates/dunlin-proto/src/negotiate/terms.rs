@@ -181,8 +181,15 @@ impl Features {
     /// the other.
     pub const TUNNEL: Self = Self(2);
 
+    /// What follows is an IPsec session's protocol, in the same way.
+    pub const IPSEC: Self = Self(4);
+
     /// The features of this release with their names.
-    const NAMES: [(Self, &'static str); 2] = [(Self::VERIFY, "verify"), (Self::TUNNEL, "tunnel")];
+    const NAMES: [(Self, &'static str); 3] = [
+        (Self::VERIFY, "verify"),
+        (Self::TUNNEL, "tunnel"),
+        (Self::IPSEC, "ipsec"),
+    ];
 
     /// The set as it came from the wire; unknown bits are kept.
     #[must_use]

@@ -1,0 +1,59 @@
+//! `dunlin ipsec`: other programs' TCP connections between two hosts by IPsec, with a
+//! security association for each CPU or each connection.
+//!
+//! `serve` and `up` keep a session between them and a control socket each ([`desk`]),
+//! over which `status` and `down` speak to them. `plan` shows what would be installed.
+
+mod desk;
+mod plan;
+mod run;
+
+use anyhow::Result;
+use clap::{Subcommand, ValueEnum};
+use dunlin::ipsec::Mode;
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Take sessions in, from authorised peers, until SIGTERM.
+    Serve(run::Serve),
+    /// Protect ports between this host and one where `serve` runs, until SIGTERM.
+    Up(run::Up),
+    /// Say how the sessions of this host stand, and what each SA has carried.
+    Status(desk::Status),
+    /// End the sessions of this host's processes, and take back what they installed.
+    Down(desk::Down),
+    /// Take back what processes have left that were killed.
+    Clean(run::Clean),
+    /// Print what one side would install, an object a line; changes nothing.
+    Plan(plan::Plan),
+}
+
+pub(crate) fn run(command: &Command) -> Result<i32> {
+    match command {
+        Command::Serve(serve) => serve.run(),
+        Command::Up(up) => up.run(),
+        Command::Status(status) => status.run(),
+        Command::Down(down) => down.run(),
+        Command::Clean(clean) => clean.run(),
+        Command::Plan(plan) => plan.run(),
+    }
+}
+
+/// How traffic is spread over SAs.
+#[derive(Clone, Copy, Debug, Default, ValueEnum)]
+pub(crate) enum ModeName {
+    /// One SA for each CPU that sends (Linux 6.13).
+    #[default]
+    Cpu,
+    /// One SA for each connection.
+    Connection,
+}
+
+impl From<ModeName> for Mode {
+    fn from(name: ModeName) -> Self {
+        match name {
+            ModeName::Cpu => Self::Cpu,
+            ModeName::Connection => Self::Connection,
+        }
+    }
+}

@@ -1,0 +1,256 @@
+//! `dunlin ipsec plan`: what one side installs, in order.
+
+use std::net::IpAddr;
+
+use anyhow::{Result, bail};
+use clap::Args;
+use dunlin::ipsec::{Action, Direction, Grant, Layout, Object, PortRange, Sender, Slot, Step, Udp};
+use serde::Serialize;
+
+use super::ModeName;
+use super::run::FIRST_SOURCE_PORT;
+use crate::code::DONE;
+use crate::options::{Cpus, parse_lanes};
+
+/// The port that a plan is for unless it is given: `dunlin vm receive`'s, and QEMU's in
+/// its documents.
+const PORT: &str = "4444";
+/// SPIs of a plan are examples: real ones are chosen at random by their receiver.
+const FIRST_SPI: u32 = 0x1000;
+/// The first of the request ids of a plan; real ones are a block that is free.
+const FIRST_REQID: u32 = 1 << 16;
+
+#[derive(Debug, Args)]
+pub(crate) struct Plan {
+    /// Lanes, or connections: 1 to 128.
+    #[arg(long, value_name = "N", value_parser = parse_lanes())]
+    lanes: u16,
+    /// CPUs of this host that lanes are spread over, such as 0,2-3.
+    #[arg(long, value_name = "LIST")]
+    local_cpus: Cpus,
+    /// The same of the peer.
+    #[arg(long, value_name = "LIST")]
+    peer_cpus: Cpus,
+    /// This host's address.
+    #[arg(long, value_name = "ADDR")]
+    local: IpAddr,
+    /// The peer's address.
+    #[arg(long, value_name = "ADDR")]
+    peer: IpAddr,
+    /// The ports.
+    #[arg(long, value_name = "A-B", default_value = PORT)]
+    ports: PortRange,
+    /// How traffic is spread over SAs.
+    #[arg(long, value_enum, default_value_t)]
+    mode: ModeName,
+    /// Have ESP in UDP, taken at this port.
+    #[arg(long, value_name = "PORT")]
+    udp: Option<u16>,
+    /// One JSON object a line.
+    #[arg(long)]
+    json: bool,
+}
+
+/// An object of the kernel's, as a line.
+#[derive(Debug, Serialize)]
+struct ObjectLine {
+    /// "policy", "sa" or "listener".
+    kind: &'static str,
+    /// "in" or "out".
+    direction: &'static str,
+    /// The sealing host's; null for a fallback, for an SA of a connection, and for what
+    /// is no SA.
+    cpu: Option<u32>,
+    /// The connection's ports at the sealing host and at the other.
+    connection: Option<(u16, u16)>,
+    spi: Option<u32>,
+    selector: String,
+    /// "block" or "protect" of a policy, "open" or "seal" of an SA, "listen".
+    action: &'static str,
+    /// By which a policy finds its SAs.
+    reqid: Option<u32>,
+}
+
+impl Plan {
+    pub(crate) fn run(&self) -> Result<i32> {
+        let mut out = String::new();
+        for line in self.lines()? {
+            if self.json {
+                out.push_str(&serde_json::to_string(&line)?);
+            } else {
+                out.push_str(&line.in_words());
+            }
+            out.push('\n');
+        }
+        print!("{out}");
+        Ok(DONE)
+    }
+
+    fn lines(&self) -> Result<Vec<ObjectLine>> {
+        if self.local.is_ipv4() != self.peer.is_ipv4() {
+            bail!(
+                "{} and {} are of different families: give both as IPv4 or both as IPv6",
+                self.local,
+                self.peer
+            );
+        }
+        if self.local == self.peer {
+            bail!(
+                "both ends are {}: what a host sends to itself passes no IPsec",
+                self.local
+            );
+        }
+        let udp = |listener| Udp {
+            listener,
+            first_source: FIRST_SOURCE_PORT,
+        };
+        let layout = Layout {
+            local: self.local,
+            peer: self.peer,
+            ports: self.ports,
+            mode: self.mode.into(),
+            first_reqid: FIRST_REQID,
+            udp: self.udp.map(|port| (udp(port), udp(port))),
+        };
+        let (inbound, outbound) = (
+            self.senders(&self.peer_cpus, true),
+            self.senders(&self.local_cpus, false),
+        );
+        let inbound = grants(&inbound, FIRST_SPI);
+        let beyond = FIRST_SPI + u32::try_from(inbound.len()).unwrap_or(u32::MAX - FIRST_SPI);
+        let outbound = grants(&outbound, beyond);
+        let steps = layout.begin().into_iter();
+        let steps = steps.chain(layout.inbound(1, &inbound));
+        let steps = steps.chain(layout.outbound(1, &outbound, true, &[]));
+        Ok(steps.map(|step| ObjectLine::new(&step)).collect())
+    }
+
+    /// For whom one host has SAs: each CPU that carries a lane, or each connection.
+    fn senders(&self, Cpus(cpus): &Cpus, peers: bool) -> Vec<Sender> {
+        let lanes = usize::from(self.lanes);
+        let mut senders = vec![Sender::Fallback];
+        match self.mode {
+            ModeName::Cpu => {
+                let mut used: Vec<usize> = cpus.iter().copied().take(lanes).collect();
+                used.sort_unstable();
+                used.dedup();
+                let cpu = |cpu: usize| Sender::Cpu(u32::try_from(cpu).unwrap_or(u32::MAX));
+                senders.extend(used.into_iter().map(cpu));
+            }
+            ModeName::Connection => senders.extend((0..self.lanes).map(|lane| {
+                // Examples: the ports that connections will have are not known before.
+                let (client, server) = (FIRST_SOURCE_PORT + lane, self.ports.first());
+                let (from, to) = if peers {
+                    (server, client)
+                } else {
+                    (client, server)
+                };
+                Sender::Connection { from, to }
+            })),
+        }
+        senders
+    }
+}
+
+fn grants(senders: &[Sender], first_spi: u32) -> Vec<Grant> {
+    let numbered = (0..).zip(senders);
+    let grant = |(index, sender): (u32, &Sender)| Grant {
+        slot: Slot {
+            index,
+            sender: *sender,
+        },
+        spi: first_spi + index,
+    };
+    numbered.map(grant).collect()
+}
+
+impl ObjectLine {
+    fn new(step: &Step) -> Self {
+        let object = match step {
+            Step::Add(object) | Step::Remove(object) => *object,
+            Step::Replace(policy) => Object::Policy(*policy),
+        };
+        let direction = |direction| match direction {
+            Direction::In => "in",
+            Direction::Out => "out",
+        };
+        match object {
+            Object::Policy(policy) => Self {
+                kind: "policy",
+                direction: direction(policy.direction),
+                cpu: None,
+                connection: None,
+                spi: None,
+                selector: format!("tcp {}", policy.selector),
+                action: match policy.action {
+                    Action::Block => "block",
+                    Action::Protect { .. } => "protect",
+                },
+                reqid: match policy.action {
+                    Action::Block => None,
+                    Action::Protect { reqid } => Some(reqid),
+                },
+            },
+            Object::Association(one) => {
+                let udp = one.encapsulation.map_or(String::new(), |ports| {
+                    format!(" udp {} {}", ports.source_port, ports.destination_port)
+                });
+                Self {
+                    kind: "sa",
+                    direction: direction(one.direction),
+                    cpu: match one.slot.sender {
+                        Sender::Cpu(cpu) => Some(cpu),
+                        _ => None,
+                    },
+                    connection: match one.slot.sender {
+                        Sender::Connection { from, to } => Some((from, to)),
+                        _ => None,
+                    },
+                    spi: Some(one.spi),
+                    selector: format!("esp {} {}{udp}", one.source, one.destination),
+                    action: match one.direction {
+                        Direction::In => "open",
+                        Direction::Out => "seal",
+                    },
+                    reqid: Some(one.reqid),
+                }
+            }
+            Object::Listener(one) => Self {
+                kind: "listener",
+                direction: "in",
+                cpu: None,
+                connection: None,
+                spi: None,
+                selector: format!("udp {} port {}", one.address, one.port),
+                action: "listen",
+                reqid: None,
+            },
+        }
+    }
+
+    fn in_words(&self) -> String {
+        let Self {
+            kind,
+            direction,
+            selector,
+            action,
+            ..
+        } = self;
+        let mut words = format!("{kind} {direction} {selector}: {action}");
+        let whom = match (self.cpu, self.connection) {
+            (Some(cpu), _) => Some(format!("CPU {cpu}")),
+            (None, Some((from, to))) => Some(format!("connection {from} to {to}")),
+            (None, None) => self.spi.map(|_| "fallback".to_owned()),
+        };
+        if let Some(whom) = whom {
+            words.push_str(&format!(" for {whom}"));
+        }
+        if let Some(spi) = self.spi {
+            words.push_str(&format!(", spi {spi:#x}"));
+        }
+        if let Some(reqid) = self.reqid {
+            words.push_str(&format!(", reqid {reqid}"));
+        }
+        words
+    }
+}

@@ -1,0 +1,385 @@
+//! `dunlin ipsec serve` and `up`: the processes that have sessions.
+
+use std::net::TcpListener;
+use std::path::PathBuf;
+use std::sync::mpsc::channel;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use anyhow::{Context, Result, anyhow};
+use clap::Args;
+use dunlin::ipsec::{self, Mode, Observer, Options, PortRange, Server, Session, Udp};
+use dunlin_sys::affinity::allowed;
+use dunlin_sys::signals::{EndSignals, HangUps};
+use dunlin_sys::xfrm::esp_offload;
+
+use super::ModeName;
+use super::desk::{self, Asked, SessionLine};
+use crate::code::{DONE, FAILED};
+use crate::control::Socket;
+use crate::identity::{Accepting, Common, Reading, Records, client_tls};
+use crate::options::{ControlPath, Cpus, parse_limit};
+use crate::service::{Manager, Told, say, wait_for};
+use crate::sessions::StatePath;
+
+/// Where `serve` listens unless it is told otherwise.
+const PORT: u16 = 7302;
+/// The first of the ports that are nobody's (RFC 6335, section 6).
+pub(super) const FIRST_SOURCE_PORT: u16 = 49_152;
+/// How often it is looked whether a session is over.
+const TICK: Duration = Duration::from_millis(200);
+
+/// What both have.
+#[derive(Debug, Args)]
+struct Own {
+    /// CPUs of this host that send, such as 0,2-3 [default: those that this process may
+    /// run on].
+    #[arg(long, value_name = "LIST")]
+    cpus: Option<Cpus>,
+    /// SAs that the peer may have for what it sends.
+    #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    sas: u16,
+    /// How long the peer may take to answer.
+    #[arg(long, value_name = "DURATION", default_value = "10s", value_parser = parse_limit)]
+    patience: Duration,
+    /// Renew the keys of what this side sends after so long.
+    #[arg(long, value_name = "DURATION", default_value = "1h", value_parser = parse_limit)]
+    rekey_after: Duration,
+    /// How long to wait, at the end, for connections on the ports to end before they are
+    /// left blocked; `dunlin ipsec clean` frees them later.
+    #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = parse_limit)]
+    quiet_wait: Duration,
+    #[command(flatten)]
+    control: ControlPath,
+    #[command(flatten)]
+    state: StatePath,
+}
+
+impl Own {
+    fn options(&self, mode: Mode, ports: PortRange, udp: Option<u16>) -> Result<Options> {
+        let cpus = match &self.cpus {
+            Some(Cpus(cpus)) => cpus.clone(),
+            None => allowed()?,
+        };
+        let cpus = cpus.into_iter().map(u32::try_from);
+        let mut options = Options::new(mode, ports, records(&self.state)?);
+        options.cpus = cpus.collect::<Result<_, _>>()?;
+        options.sas_max = self.sas;
+        options.patience = self.patience;
+        options.rekey_after = Some(self.rekey_after);
+        options.quiet_wait = self.quiet_wait;
+        options.udp = udp.map(|listener| Udp {
+            listener,
+            first_source: FIRST_SOURCE_PORT,
+        });
+        Ok(options)
+    }
+}
+
+fn records(state: &StatePath) -> Result<PathBuf> {
+    Ok(state.directory()?.join("ipsec"))
+}
+
+fn observer() -> Observer {
+    Arc::new(|event| say(&event.to_string()))
+}
+
+/// What cannot be made good once there are SAs.
+fn warn_of_offload() {
+    if let Some(command) = esp_offload().how_to_load() {
+        say(&format!(
+            "warning: TCP hands IPsec one packet for each segment on this kernel; `{command}` \
+             before a session begins makes it faster"
+        ));
+    }
+}
+
+/// Take sessions in.
+#[derive(Debug, Args)]
+pub(crate) struct Serve {
+    /// Address to listen on for peers, such as 0.0.0.0:7302.
+    #[arg(long, value_name = "ADDR", default_value_t = format!("[::]:{PORT}"))]
+    listen: String,
+    /// The ports that peers may have protected.
+    #[arg(long, value_name = "A-B")]
+    ports: PortRange,
+    /// Take ESP in UDP at this port from peers that ask for it.
+    #[arg(long, value_name = "PORT")]
+    udp: Option<u16>,
+    #[command(flatten)]
+    common: Common,
+    #[command(flatten)]
+    own: Own,
+}
+
+impl Serve {
+    pub(crate) fn run(&self) -> Result<i32> {
+        let (ends, hang_ups) = (EndSignals::block()?, HangUps::block()?);
+        let (accepting, warnings) = Accepting::load(&self.common)?;
+        for warning in warnings {
+            say(&format!("warning: {warning}"));
+        }
+        warn_of_offload();
+        let options = self.own.options(Mode::Cpu, self.ports, self.udp)?;
+        let listener = TcpListener::bind(&self.listen)
+            .map_err(|error| anyhow!("cannot listen on {}: {error}", self.listen))?;
+        let socket = Socket::bind(&self.own.control.ipsec("serve")?, "an IPsec server")?;
+        let server = Server::start(listener, accepting.tls.clone(), options, observer())?;
+        println!("listening on {}", server.address());
+        let manager = Manager::find();
+        manager.ready(&format!("peers connect to {}", server.address()));
+        let (told, events) = channel::<Told>();
+        wait_for(told.clone(), ends, hang_ups)?;
+        let held = Arc::new(Held::<Server>::new(server));
+        desk::serve(
+            &socket,
+            "serve".to_owned(),
+            Arc::clone(&held) as Arc<dyn Asked>,
+        )?;
+        loop {
+            match events.recv_timeout(TICK) {
+                Ok(Told::Again) => match accepting.reload() {
+                    Ok((until, warnings)) => {
+                        say(&format!(
+                            "the certificate was read anew, valid until {until}"
+                        ));
+                        warnings
+                            .iter()
+                            .for_each(|text| say(&format!("warning: {text}")));
+                    }
+                    Err(error) => say(&format!("everything stays as it was: {error:#}")),
+                },
+                Ok(Told::End(signal)) => {
+                    manager.stopping();
+                    say(&format!("{}: all sessions end", signal.name()));
+                    break;
+                }
+                Err(_) if lock(&held.0).is_none() => break,
+                Err(_) => {}
+            }
+        }
+        drop(told);
+        held.down();
+        Ok(DONE)
+    }
+}
+
+/// Protect ports.
+#[derive(Debug, Args)]
+pub(crate) struct Up {
+    /// The other host, and the port of its `serve` if that is not 7302. Its certificate
+    /// must bear this name unless --name says otherwise.
+    #[arg(long, value_name = "HOST[:PORT]")]
+    peer: String,
+    /// The ports: connections are protected of which either port is one of these.
+    #[arg(long, value_name = "A-B")]
+    ports: PortRange,
+    /// How traffic is spread over SAs.
+    #[arg(long, value_enum, default_value_t)]
+    mode: ModeName,
+    /// Have ESP in UDP, taken at this port here.
+    #[arg(long, value_name = "PORT")]
+    udp: Option<u16>,
+    /// Directory of this host's certificate and key, as for `dunlin vm migrate`.
+    #[arg(long, value_name = "DIR")]
+    identity: PathBuf,
+    /// A name that the peer's certificate must bear, or its pin; repeatable.
+    #[arg(long = "name", value_name = "NAME|PIN")]
+    names: Vec<String>,
+    #[command(flatten)]
+    reading: Reading,
+    #[command(flatten)]
+    own: Own,
+}
+
+impl Up {
+    pub(crate) fn run(&self) -> Result<i32> {
+        let (ends, hang_ups) = (EndSignals::block()?, HangUps::block()?);
+        let to = with_port(&self.peer);
+        let common = Common {
+            identity: self.identity.clone(),
+            peers: self.names.clone(),
+            reading: self.reading.clone(),
+            records: Records::default(),
+        };
+        let (tls, warnings) = client_tls(&common, &to)?;
+        for warning in warnings {
+            say(&format!("warning: {warning}"));
+        }
+        warn_of_offload();
+        let options = self.own.options(self.mode.into(), self.ports, self.udp)?;
+        let socket = Socket::bind(&self.own.control.ipsec(&self.peer)?, "an IPsec session")?;
+        let session = ipsec::up(&to, &tls, &options, &observer())
+            .with_context(|| format!("ports {} to {to} are not protected", self.ports))?;
+        println!("up");
+        let manager = Manager::find();
+        manager.ready(&format!("ports {} to {to} are protected", self.ports));
+        let (told, events) = channel::<Told>();
+        wait_for(told.clone(), ends, hang_ups)?;
+        let held = Arc::new(Held::<Named>::new(Named {
+            peer: self.peer.clone(),
+            session,
+        }));
+        desk::serve(
+            &socket,
+            self.peer.clone(),
+            Arc::clone(&held) as Arc<dyn Asked>,
+        )?;
+        loop {
+            match events.recv_timeout(TICK) {
+                Ok(Told::Again) => {}
+                Ok(Told::End(signal)) => {
+                    manager.stopping();
+                    say(&format!("{}: the session ends", signal.name()));
+                    break;
+                }
+                Err(_) if lock(&held.0).is_none() => break,
+                Err(_) => {
+                    let over = lock(&held.0)
+                        .as_ref()
+                        .is_none_or(|one| one.session.is_over());
+                    if over && let Some(named) = lock(&held.0).take() {
+                        let ended = named.session.wait();
+                        return match ended {
+                            Ok(()) => Ok(DONE),
+                            Err(error) => Err(anyhow!(error).context("the session is over")),
+                        };
+                    }
+                }
+            }
+        }
+        drop(told);
+        let ended = lock(&held.0).take();
+        match ended.map(end) {
+            Some(Err(error)) => {
+                say(&format!("{:#}", anyhow!(error)));
+                Ok(FAILED)
+            }
+            _ => Ok(DONE),
+        }
+    }
+}
+
+/// Take back what was left.
+#[derive(Debug, Args)]
+pub(crate) struct Clean {
+    #[command(flatten)]
+    state: StatePath,
+}
+
+impl Clean {
+    pub(crate) fn run(&self) -> Result<i32> {
+        let any = PortRange::new(1, u16::MAX).context("there are ports")?;
+        let options = Options::new(Mode::Cpu, any, records(&self.state)?);
+        ipsec::clean_up(&options, &observer())?;
+        Ok(DONE)
+    }
+}
+
+fn with_port(peer: &str) -> String {
+    // An IPv6 address has colons of its own.
+    let bracketed = peer.starts_with('[');
+    let has_port = match peer.rsplit_once(':') {
+        Some((host, port)) => {
+            port.parse::<u16>().is_ok()
+                && (host.ends_with(']') || !host.contains(':') && !bracketed)
+        }
+        None => false,
+    };
+    match peer.parse::<std::net::Ipv6Addr>() {
+        _ if has_port => peer.to_owned(),
+        Ok(address) => format!("[{address}]:{PORT}"),
+        Err(_) => format!("{peer}:{PORT}"),
+    }
+}
+
+/// What a process has until it is told to end it.
+struct Held<T>(Mutex<Option<T>>);
+
+impl<T> Held<T> {
+    fn new(held: T) -> Self {
+        Self(Mutex::new(Some(held)))
+    }
+}
+
+struct Named {
+    peer: String,
+    session: Session,
+}
+
+fn end(named: Named) -> Result<(), ipsec::IpsecError> {
+    named.session.end();
+    named.session.wait()
+}
+
+impl Asked for Held<Server> {
+    fn sessions(&self) -> Result<Vec<SessionLine>> {
+        let held = lock(&self.0);
+        let Some(server) = &*held else {
+            return Ok(Vec::new());
+        };
+        let peers = server.peers()?;
+        let line = |peer: ipsec::Peer| SessionLine::new(peer.name, peer.status.as_ref());
+        Ok(peers.into_iter().map(line).collect())
+    }
+
+    fn rekey(&self) {
+        if let Some(server) = &*lock(&self.0) {
+            server.rekey();
+        }
+    }
+
+    fn down(&self) {
+        if let Some(server) = lock(&self.0).take() {
+            server.stop();
+        }
+    }
+}
+
+impl Asked for Held<Named> {
+    fn sessions(&self) -> Result<Vec<SessionLine>> {
+        let held = lock(&self.0);
+        let Some(named) = &*held else {
+            return Ok(Vec::new());
+        };
+        let status = named.session.status()?;
+        Ok(vec![SessionLine::new(named.peer.clone(), status.as_ref())])
+    }
+
+    fn rekey(&self) {
+        if let Some(named) = &*lock(&self.0) {
+            named.session.rekey();
+        }
+    }
+
+    fn down(&self) {
+        let ended = lock(&self.0).take().map(end);
+        if let Some(Err(error)) = ended {
+            say(&format!("{:#}", anyhow!(error)));
+        }
+    }
+}
+
+/// A panic elsewhere leaves one whole value or the other.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_peer_has_its_port_or_the_usual_one() {
+        for (peer, to) in [
+            ("host-b", "host-b:7302"),
+            ("host-b:9", "host-b:9"),
+            ("192.0.2.1", "192.0.2.1:7302"),
+            ("2001:db8::1", "[2001:db8::1]:7302"),
+            ("[2001:db8::1]", "[2001:db8::1]:7302"),
+            ("[2001:db8::1]:9", "[2001:db8::1]:9"),
+        ] {
+            assert_eq!(with_port(peer), to);
+        }
+    }
+}

@@ -1,0 +1,250 @@
+//! What the two sides of an IPsec session say to each other once a version is
+//! selected. The module above has the order.
+//!
+//! A message is a header of 8 bytes, the kind's fixed part, and extension fields
+//! ([`crate::wire`]). Whatever breaks the order is the peer's fault and ends the
+//! session ([`super::exchange`]).
+
+mod body;
+#[cfg(test)]
+mod tests;
+
+use std::fmt;
+use std::net::IpAddr;
+
+use super::plan::Udp;
+use super::ports::PortRange;
+use super::{Mode, Slot};
+use crate::fault::FaultCode;
+use crate::limits::MAX_IPSEC_BODY_BYTES;
+use crate::wire::{
+    DecodeError, DecodeReason, EncodeError, Reader, Writer, bounded, index, wide, within,
+};
+
+/// Bytes of a message's header.
+pub const MESSAGE_HEADER_BYTES: usize = 8;
+
+/// Bit 0 of the header's flags.
+const FLAG_REQUIRED: u16 = 1;
+
+/// The header of a message: within its limits, the kind perhaps unknown.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Header {
+    kind: u16,
+    required: bool,
+    body_bytes: usize,
+}
+
+impl Header {
+    /// Reads a header.
+    ///
+    /// # Errors
+    /// A body over [`MAX_IPSEC_BODY_BYTES`], or a reserved bit that is set.
+    pub fn decode(bytes: &[u8; MESSAGE_HEADER_BYTES]) -> Result<Self, DecodeError> {
+        let mut reader = Reader::new(bytes);
+        let body_bytes = index(reader.u32("body length")?);
+        let most = wide(MAX_IPSEC_BODY_BYTES);
+        within("body length", wide(body_bytes), most, 0)?;
+        let kind = reader.u16("message kind")?;
+        let offset = reader.offset();
+        let flags = reader.u16("message flags")?;
+        if flags & !FLAG_REQUIRED != 0 {
+            return Err(DecodeError {
+                what: "message flags",
+                why: DecodeReason::Unsupported {
+                    value: u64::from(flags),
+                },
+                offset,
+            });
+        }
+        Ok(Self {
+            kind,
+            required: flags & FLAG_REQUIRED != 0,
+            body_bytes,
+        })
+    }
+
+    /// Bytes that follow, at most [`MAX_IPSEC_BODY_BYTES`].
+    #[must_use]
+    pub fn body_bytes(&self) -> usize {
+        self.body_bytes
+    }
+}
+
+/// What a side wants of the session, or consents to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Terms {
+    /// How traffic is spread. The responder repeats it.
+    pub mode: Mode,
+    /// The ports. The responder repeats them.
+    pub ports: PortRange,
+    /// The address that this side's packets bear, as it sees it: where the other side
+    /// sees another, something on the path translates addresses.
+    pub own: IpAddr,
+    /// The other side's address, as this side sees it.
+    pub other: IpAddr,
+    /// SAs that this side installs for what the other side sends, in one epoch: at
+    /// least 1, at most [`crate::limits::MAX_SAS`].
+    pub sas_max: u16,
+    /// Whether ESP goes in UDP, and this side's ports for it. The responder has some
+    /// exactly where the initiator has.
+    pub udp: Option<Udp>,
+}
+
+/// A message between the two sides.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Message {
+    /// First, from either side.
+    Terms(Terms),
+    /// The sender wants to send by these SAs: at most [`crate::limits::MAX_SLOTS`].
+    Want {
+        /// Their epoch: the current one, or the next one.
+        epoch: u32,
+        /// The SAs, their indices ascending.
+        slots: Vec<Slot>,
+    },
+    /// They stand at the side that answers, each under an SPI, in the order in which
+    /// they were wanted.
+    Granted {
+        /// The epoch that was wanted.
+        epoch: u32,
+        /// Index and SPI.
+        spis: Vec<(u32, u32)>,
+    },
+    /// What the side sends is protected from here on. Once.
+    Ready,
+    /// Nothing is sent any more by the SAs of an epoch.
+    Retire {
+        /// The epoch before the current one.
+        epoch: u32,
+    },
+    /// Nothing is sent any more by these SAs of the current epoch.
+    Release {
+        /// Their indices, ascending: at most [`crate::limits::MAX_SLOTS`].
+        indices: Vec<u32>,
+    },
+    /// The session is over, or does not begin.
+    End {
+        /// The reason as a code.
+        fault: FaultCode,
+        /// The reason in words, at most [`crate::limits::MAX_TEXT_BYTES`].
+        text: String,
+    },
+}
+
+impl Message {
+    /// Appends header and body. Every message of version 1 must be understood, and
+    /// says so in its header.
+    ///
+    /// # Errors
+    /// Something that a peer would refuse; `out` is then unchanged.
+    pub fn encode(&self, out: &mut Vec<u8>) -> Result<(), EncodeError> {
+        Writer::append(out, |writer| {
+            let length_at = writer.position();
+            writer.u32(0);
+            writer.u16(self.kind().to_wire());
+            writer.u16(FLAG_REQUIRED);
+            let body_at = writer.position();
+            body::encode(self, writer)?;
+            let body_bytes = writer.position() - body_at;
+            let length: u32 = bounded("body length", body_bytes, MAX_IPSEC_BODY_BYTES)?;
+            writer.patch(length_at, &length.to_le_bytes());
+            Ok(())
+        })
+    }
+
+    /// Reads the body that follows `header`; `None` is a message that this release
+    /// does not know and may skip.
+    ///
+    /// # Errors
+    /// [`DecodeError`]; a body that is not exactly as long as announced is one.
+    pub fn decode(header: &Header, bytes: &[u8]) -> Result<Option<Self>, DecodeError> {
+        let mut whole = Reader::new(bytes);
+        let body = Reader::new(whole.bytes("body", header.body_bytes)?);
+        whole.finish("body")?;
+        match Kind::from_wire(header.kind) {
+            Some(kind) => body::decode(kind, body).map(Some),
+            None if header.required => Err(DecodeError {
+                what: "message kind",
+                why: DecodeReason::UnknownRequiredMessage { kind: header.kind },
+                offset: 0,
+            }),
+            None => Ok(None),
+        }
+    }
+
+    /// Which message it is.
+    #[must_use]
+    pub fn kind(&self) -> Kind {
+        match self {
+            Self::Terms(_) => Kind::Terms,
+            Self::Want { .. } => Kind::Want,
+            Self::Granted { .. } => Kind::Granted,
+            Self::Ready => Kind::Ready,
+            Self::Retire { .. } => Kind::Retire,
+            Self::Release { .. } => Kind::Release,
+            Self::End { .. } => Kind::End,
+        }
+    }
+}
+
+/// The kinds of messages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Kind {
+    /// See [`Message::Terms`].
+    Terms,
+    /// See [`Message::Want`].
+    Want,
+    /// See [`Message::Granted`].
+    Granted,
+    /// See [`Message::Ready`].
+    Ready,
+    /// See [`Message::Retire`].
+    Retire,
+    /// See [`Message::Release`].
+    Release,
+    /// See [`Message::End`].
+    End,
+}
+
+impl Kind {
+    /// Every kind, with the number that never changes and the name by which
+    /// docs/wire.md and logs call it.
+    pub const ALL: &'static [(Self, u16, &'static str)] = &[
+        (Self::Terms, 129, "terms"),
+        (Self::Want, 130, "want"),
+        (Self::Granted, 131, "granted"),
+        (Self::Ready, 132, "ready"),
+        (Self::Retire, 133, "retire"),
+        (Self::Release, 134, "release"),
+        (Self::End, 135, "end"),
+    ];
+
+    fn row(self) -> &'static (Self, u16, &'static str) {
+        // The table is in the order of the variants; a test holds it to that.
+        &Self::ALL[self as usize]
+    }
+
+    /// The kind's name in documents and logs.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        self.row().2
+    }
+
+    /// The number on the wire.
+    #[must_use]
+    pub fn to_wire(self) -> u16 {
+        self.row().1
+    }
+
+    fn from_wire(number: u16) -> Option<Self> {
+        let found = Self::ALL.iter().find(|row| row.1 == number);
+        found.map(|row| row.0)
+    }
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(self.name())
+    }
+}

@@ -1,0 +1,438 @@
+//! The kernel's objects of IPsec as values, and as lines of text.
+//!
+//! A line says everything by which an object is told from others and compared with
+//! what the kernel has, and nothing secret. Such lines stand in a record on disk
+//! before the object is installed, so that a later process removes exactly it:
+//!
+//! ```text
+//! sa out 192.0.2.1 192.0.2.2 spi 0x00001001 reqid 65537 epoch 1 index 2 cpu 3
+//! sa in 192.0.2.2 192.0.2.1 spi 0x00001002 reqid 65536 epoch 1 index 0 fallback udp 49152 4500
+//! policy out 192.0.2.1 192.0.2.2 ports 0/0x0000 4444/0xffff priority 100 block
+//! policy in 192.0.2.2 192.0.2.1 ports 0/0x0000 4444/0xffff priority 100 protect 65536
+//! listener 192.0.2.1 4500
+//! ```
+
+use std::fmt;
+use std::net::IpAddr;
+use std::str::{FromStr, SplitWhitespace};
+
+use thiserror::Error;
+
+use super::ports::PortBlock;
+use super::{LEAST_SPI, Sender, Slot};
+
+/// Which way packets go, seen from the host that has the object.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Direction {
+    /// To this host.
+    In,
+    /// From this host.
+    Out,
+}
+
+impl fmt::Display for Direction {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(match self {
+            Self::In => "in",
+            Self::Out => "out",
+        })
+    }
+}
+
+/// Which TCP packets a policy is about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Selector {
+    /// Their source, one address.
+    pub source: IpAddr,
+    /// Their destination, one address.
+    pub destination: IpAddr,
+    /// Their source ports.
+    pub source_ports: PortBlock,
+    /// Their destination ports.
+    pub destination_ports: PortBlock,
+}
+
+impl Selector {
+    /// Whether some packet is in both.
+    #[must_use]
+    pub fn meets(&self, other: &Self) -> bool {
+        self.source == other.source
+            && self.destination == other.destination
+            && self.source_ports.meets(other.source_ports)
+            && self.destination_ports.meets(other.destination_ports)
+    }
+}
+
+impl fmt::Display for Selector {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            source,
+            destination,
+            source_ports,
+            destination_ports,
+        } = self;
+        write!(
+            formatter,
+            "{source} {destination} ports {source_ports} {destination_ports}"
+        )
+    }
+}
+
+/// What becomes of a policy's packets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Action {
+    /// They are dropped.
+    Block,
+    /// Going out they are sealed by an SA with this request id, or dropped; coming in
+    /// they have been opened by one, or are dropped.
+    Protect {
+        /// The request id.
+        reqid: u32,
+    },
+}
+
+/// A policy. A host has one for each direction and selector.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Policy {
+    /// Which way its packets go.
+    pub direction: Direction,
+    /// Its packets.
+    pub selector: Selector,
+    /// What becomes of them.
+    pub action: Action,
+    /// Of two that match, the lower number decides.
+    pub priority: u32,
+}
+
+impl Policy {
+    /// Whether the kernel takes the other for this one.
+    #[must_use]
+    pub fn is_in_place_of(&self, other: &Self) -> bool {
+        self.direction == other.direction && self.selector == other.selector
+    }
+}
+
+/// The ports of ESP in UDP (RFC 3948).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Encapsulation {
+    /// Of the sealing host.
+    pub source_port: u16,
+    /// Of the opening host: where it listens.
+    pub destination_port: u16,
+}
+
+/// A security association: ESP in transport mode.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Association {
+    /// Whether this host opens or seals with it.
+    pub direction: Direction,
+    /// The sealing host.
+    pub source: IpAddr,
+    /// The opening host; with the SPI it is the SA's identity.
+    pub destination: IpAddr,
+    /// The SPI, chosen by the opening host.
+    pub spi: u32,
+    /// By which policies find it.
+    pub reqid: u32,
+    /// The epoch of its key.
+    pub epoch: u32,
+    /// Its number in its direction, and whom it is for; the CPU is the sealing
+    /// host's.
+    pub slot: Slot,
+    /// Its UDP ports, if it has any.
+    pub encapsulation: Option<Encapsulation>,
+}
+
+/// A UDP socket that opens ESP in UDP. It goes with the process that has it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Listener {
+    /// Where it listens.
+    pub address: IpAddr,
+    /// Its port.
+    pub port: u16,
+}
+
+/// What is installed, and taken back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Object {
+    /// See [`Policy`].
+    Policy(Policy),
+    /// See [`Association`].
+    Association(Association),
+    /// See [`Listener`].
+    Listener(Listener),
+}
+
+impl fmt::Display for Object {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Policy(policy) => policy.fmt(formatter),
+            Self::Association(association) => association.fmt(formatter),
+            Self::Listener(Listener { address, port }) => {
+                write!(formatter, "listener {address} {port}")
+            }
+        }
+    }
+}
+
+impl fmt::Display for Policy {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            direction,
+            selector,
+            action,
+            priority,
+        } = self;
+        write!(
+            formatter,
+            "policy {direction} {selector} priority {priority} "
+        )?;
+        match action {
+            Action::Block => formatter.write_str("block"),
+            Action::Protect { reqid } => write!(formatter, "protect {reqid}"),
+        }
+    }
+}
+
+impl fmt::Display for Association {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            formatter,
+            "sa {} {} {} spi {:#010x} reqid {} epoch {} index {} ",
+            self.direction,
+            self.source,
+            self.destination,
+            self.spi,
+            self.reqid,
+            self.epoch,
+            self.slot.index
+        )?;
+        match self.slot.sender {
+            Sender::Fallback => formatter.write_str("fallback")?,
+            Sender::Cpu(cpu) => write!(formatter, "cpu {cpu}")?,
+            Sender::Connection { from, to } => write!(formatter, "connection {from} {to}")?,
+        }
+        match &self.encapsulation {
+            None => Ok(()),
+            Some(ports) => write!(
+                formatter,
+                " udp {} {}",
+                ports.source_port, ports.destination_port
+            ),
+        }
+    }
+}
+
+/// A line that is none of an object.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[error("this line describes no policy, SA or listener")]
+pub struct NotAnObject;
+
+impl FromStr for Object {
+    type Err = NotAnObject;
+
+    fn from_str(line: &str) -> Result<Self, NotAnObject> {
+        let mut words = Words(line.split_whitespace());
+        let object = match words.next()? {
+            "policy" => Self::Policy(words.policy()?),
+            "sa" => Self::Association(words.association()?),
+            "listener" => Self::Listener(Listener {
+                address: words.parse()?,
+                port: words.parse()?,
+            }),
+            _ => return Err(NotAnObject),
+        };
+        match words.0.next() {
+            None => Ok(object),
+            Some(_) => Err(NotAnObject),
+        }
+    }
+}
+
+struct Words<'a>(SplitWhitespace<'a>);
+
+impl<'a> Words<'a> {
+    fn next(&mut self) -> Result<&'a str, NotAnObject> {
+        self.0.next().ok_or(NotAnObject)
+    }
+
+    fn parse<T: FromStr>(&mut self) -> Result<T, NotAnObject> {
+        self.next()?.parse().map_err(|_| NotAnObject)
+    }
+
+    fn expect(&mut self, word: &str) -> Result<(), NotAnObject> {
+        (self.next()? == word).then_some(()).ok_or(NotAnObject)
+    }
+
+    fn named<T: FromStr>(&mut self, word: &str) -> Result<T, NotAnObject> {
+        self.expect(word)?;
+        self.parse()
+    }
+
+    fn direction(&mut self) -> Result<Direction, NotAnObject> {
+        match self.next()? {
+            "in" => Ok(Direction::In),
+            "out" => Ok(Direction::Out),
+            _ => Err(NotAnObject),
+        }
+    }
+
+    fn policy(&mut self) -> Result<Policy, NotAnObject> {
+        Ok(Policy {
+            direction: self.direction()?,
+            selector: Selector {
+                source: self.parse()?,
+                destination: self.parse()?,
+                source_ports: self.named("ports")?,
+                destination_ports: self.parse()?,
+            },
+            priority: self.named("priority")?,
+            action: match self.next()? {
+                "block" => Action::Block,
+                "protect" => Action::Protect {
+                    reqid: self.parse()?,
+                },
+                _ => return Err(NotAnObject),
+            },
+        })
+    }
+
+    fn association(&mut self) -> Result<Association, NotAnObject> {
+        let direction = self.direction()?;
+        let (source, destination) = (self.parse()?, self.parse()?);
+        self.expect("spi")?;
+        let spi = self.next()?.strip_prefix("0x").ok_or(NotAnObject)?;
+        let spi = u32::from_str_radix(spi, 16).map_err(|_| NotAnObject)?;
+        if spi < LEAST_SPI {
+            return Err(NotAnObject);
+        }
+        let (reqid, epoch) = (self.named("reqid")?, self.named("epoch")?);
+        let index = self.named("index")?;
+        let sender = match self.next()? {
+            "fallback" => Sender::Fallback,
+            "cpu" => Sender::Cpu(self.parse()?),
+            "connection" => Sender::Connection {
+                from: self.parse()?,
+                to: self.parse()?,
+            },
+            _ => return Err(NotAnObject),
+        };
+        let encapsulation = match self.0.clone().next() {
+            None => None,
+            Some(_) => Some(Encapsulation {
+                source_port: self.named("udp")?,
+                destination_port: self.parse()?,
+            }),
+        };
+        Ok(Association {
+            direction,
+            source,
+            destination,
+            spi,
+            reqid,
+            epoch,
+            slot: Slot { index, sender },
+            encapsulation,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::option;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn address() -> impl Strategy<Value = IpAddr> {
+        prop_oneof![
+            any::<[u8; 4]>().prop_map(IpAddr::from),
+            any::<[u8; 16]>().prop_map(IpAddr::from),
+        ]
+    }
+
+    fn direction() -> impl Strategy<Value = Direction> {
+        prop_oneof![Just(Direction::In), Just(Direction::Out)]
+    }
+
+    fn block() -> impl Strategy<Value = PortBlock> {
+        any::<(u16, u16)>().prop_map(|(port, mask)| PortBlock {
+            port: port & mask,
+            mask,
+        })
+    }
+
+    fn sender() -> impl Strategy<Value = Sender> {
+        prop_oneof![
+            Just(Sender::Fallback),
+            any::<u32>().prop_map(Sender::Cpu),
+            any::<(u16, u16)>().prop_map(|(from, to)| Sender::Connection { from, to }),
+        ]
+    }
+
+    prop_compose! {
+        fn policy()(
+            direction in direction(),
+            source in address(),
+            destination in address(),
+            source_ports in block(),
+            destination_ports in block(),
+            reqid in option::of(any::<u32>()),
+            priority in any::<u32>(),
+        ) -> Policy {
+            let selector = Selector { source, destination, source_ports, destination_ports };
+            let action = reqid.map_or(Action::Block, |reqid| Action::Protect { reqid });
+            Policy { direction, selector, action, priority }
+        }
+    }
+
+    prop_compose! {
+        fn association()(
+            direction in direction(),
+            source in address(),
+            destination in address(),
+            spi in LEAST_SPI..,
+            (reqid, epoch, index) in any::<(u32, u32, u32)>(),
+            sender in sender(),
+            udp in option::of(any::<(u16, u16)>()),
+        ) -> Association {
+            Association {
+                direction, source, destination, spi, reqid, epoch,
+                slot: Slot { index, sender },
+                encapsulation: udp.map(|(source_port, destination_port)| Encapsulation {
+                    source_port,
+                    destination_port,
+                }),
+            }
+        }
+    }
+
+    fn object() -> impl Strategy<Value = Object> {
+        prop_oneof![
+            policy().prop_map(Object::Policy),
+            association().prop_map(Object::Association),
+            (address(), any::<u16>())
+                .prop_map(|(address, port)| Object::Listener(Listener { address, port })),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn an_object_is_the_one_that_its_line_describes(object in object()) {
+            prop_assert_eq!(object.to_string().parse(), Ok(object));
+        }
+
+        /// A record whose last line was not written to its end.
+        #[test]
+        fn a_line_that_was_cut_within_a_word_list_is_none(object in object(), cut in 1..8_usize) {
+            let line = object.to_string();
+            let words: Vec<&str> = line.split(' ').collect();
+            let kept = words.len().saturating_sub(cut);
+            let cut = words[..kept].join(" ");
+            // An SA without its UDP ports is one of its own.
+            if let Ok(other) = cut.parse::<Object>() {
+                prop_assert!(matches!(other, Object::Association(one) if one.encapsulation.is_none()));
+            }
+        }
+    }
+}

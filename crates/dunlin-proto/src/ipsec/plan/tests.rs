@@ -1,0 +1,363 @@
+#![allow(clippy::unwrap_used)]
+
+use std::collections::HashSet;
+
+use proptest::collection::{btree_set, vec};
+use proptest::prelude::*;
+
+use super::*;
+use crate::ipsec::Slot;
+use crate::ipsec::key::{Role, context};
+use crate::ipsec::model::{Kernel, Packet, Sent};
+
+const LOCAL: [u8; 4] = [192, 0, 2, 1];
+const PEER: [u8; 4] = [192, 0, 2, 2];
+
+fn layout(first: u16, last: u16, mode: Mode) -> Layout {
+    Layout {
+        local: LOCAL.into(),
+        peer: PEER.into(),
+        ports: PortRange::new(first, last).unwrap(),
+        mode,
+        first_reqid: 7 * REQIDS,
+        udp: None,
+    }
+}
+
+/// Slots from an index on, with SPIs that no other number gives.
+fn grants(senders: &[Sender], index: u32, spi: u32) -> Vec<Grant> {
+    let grant = |(at, sender): (usize, &Sender)| {
+        let at = u32::try_from(at).unwrap();
+        Grant {
+            slot: Slot {
+                index: index + at,
+                sender: *sender,
+            },
+            spi: spi + at,
+        }
+    };
+    senders.iter().enumerate().map(grant).collect()
+}
+
+fn senders(mode: Mode, numbers: &[u16]) -> Vec<Sender> {
+    let other = |number: &u16| match mode {
+        Mode::Cpu => Sender::Cpu(u32::from(*number)),
+        Mode::Connection => Sender::Connection {
+            from: *number,
+            to: 4444,
+        },
+    };
+    let others = numbers.iter().map(other);
+    std::iter::once(Sender::Fallback).chain(others).collect()
+}
+
+fn ends(one: u16, other: u16) -> [Packet; 2] {
+    let (local, peer) = (IpAddr::from(LOCAL), IpAddr::from(PEER));
+    [
+        Packet {
+            source: (local, one),
+            destination: (peer, other),
+        },
+        Packet {
+            source: (peer, other),
+            destination: (local, one),
+        },
+    ]
+}
+
+/// Everything that a session does in its life, as steps: begun, SAs, an SA more, new
+/// keys, taken back. The first number is how many steps begin it, the second after
+/// how many it is taken back, the third from which on it must be quiet.
+fn life(
+    layout: &Layout,
+    own: &[Sender],
+    peers: &[Sender],
+    more: Sender,
+) -> (Vec<Step>, [usize; 3]) {
+    let mut steps = layout.begin();
+    let begun = steps.len();
+    steps.extend(layout.inbound(1, &grants(peers, 0, 0x1000)));
+    let mut held = grants(own, 0, 0x2000);
+    steps.extend(layout.outbound(1, &held, true, &[]));
+    let late = grants(&[more], 1000, 0x3000);
+    steps.extend(layout.outbound(1, &late, false, &[]));
+    held.extend(late);
+    let known: Vec<Sender> = held.iter().map(|grant| grant.slot.sender).collect();
+    steps.extend(layout.inbound(2, &grants(peers, 2000, 0x4000)));
+    steps.extend(layout.outbound(2, &grants(&known, 3000, 0x5000), true, &known));
+    steps.extend(layout.retire(1, &held, false));
+    steps.extend(layout.retire_inbound(1, &grants(peers, 0, 0x1000)));
+    let installed = standing(&steps);
+    let undo = undo(&installed);
+    let over = steps.len();
+    steps.extend(undo.now);
+    let quiet = steps.len();
+    steps.extend(undo.when_quiet);
+    (steps, [begun, over, quiet])
+}
+
+/// What a record of these steps holds.
+fn standing(steps: &[Step]) -> Vec<Object> {
+    let mut objects: Vec<Object> = Vec::new();
+    for step in steps {
+        match step {
+            Step::Add(object) => objects.push(*object),
+            Step::Replace(policy) => {
+                objects.retain(
+                    |one| !matches!(one, Object::Policy(other) if other.is_in_place_of(policy)),
+                );
+                objects.push(Object::Policy(*policy));
+            }
+            Step::Remove(object) => objects.retain(|one| one != object),
+        }
+    }
+    objects
+}
+
+fn any_mode() -> impl Strategy<Value = Mode> {
+    prop_oneof![Just(Mode::Cpu), Just(Mode::Connection)]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    /// Nothing of the ports leaves or enters in the clear at any step between the
+    /// first policies and the quiet end, whatever the numbers of CPUs.
+    #[test]
+    fn i6_between_any_two_steps_nothing_of_the_ports_is_in_the_clear(
+        mode in any_mode(),
+        (one, other) in any::<(u16, u16)>(),
+        own in btree_set(5..40_u16, 1..5),
+        peers in btree_set(0..40_u16, 1..5),
+        ports in vec((any::<u16>(), any::<u16>()), 1..20),
+    ) {
+        let (first, last) = (one.min(other).max(1), one.max(other).max(1));
+        let layout = layout(first, last, mode);
+        let own: Vec<u16> = own.into_iter().collect();
+        let peers: Vec<u16> = peers.into_iter().collect();
+        let more = senders(mode, &[60])[1];
+        let (steps, [begun, _, quiet]) =
+            life(&layout, &senders(mode, &own), &senders(mode, &peers), more);
+        let pairs: Vec<(u16, u16)> = ports
+            .iter()
+            .flat_map(|(local, peer)| [(*local, *peer), (*local, first), (last, *peer)])
+            .chain(own.iter().map(|number| (*number, 4444)))
+            .collect();
+        let mut kernel = Kernel::default();
+        for (at, step) in steps.iter().enumerate() {
+            kernel.apply(step);
+            if at + 1 < begun || at >= quiet {
+                continue;
+            }
+            for (local, peer) in &pairs {
+                let [out, inward] = ends(*local, *peer);
+                let covered = layout.covers(*local, *peer);
+                for cpu in own.iter().take(2) {
+                    let sent = kernel.send(out, u32::from(*cpu));
+                    let own_connection = own.contains(local) && *peer == 4444;
+                    if covered {
+                        prop_assert_ne!(sent, Sent::Clear, "after {:?}", step);
+                    } else if !own_connection {
+                        prop_assert_eq!(sent, Sent::Clear, "not ours, after {:?}", step);
+                    }
+                }
+                prop_assert_eq!(kernel.receives(inward, None), !covered, "after {:?}", step);
+            }
+        }
+        prop_assert!(kernel.policies.is_empty() && kernel.associations.is_empty());
+    }
+
+    /// Killed after any step, the record undoes everything in that same safety.
+    #[test]
+    fn i6_what_a_dead_process_left_is_taken_back_without_a_moment_in_the_clear(
+        mode in any_mode(),
+        killed in any::<prop::sample::Index>(),
+        again in any::<prop::sample::Index>(),
+    ) {
+        let layout = layout(4444, 4446, mode);
+        let own = senders(mode, &[4444, 2]);
+        let (steps, [begun, _, quiet]) = life(&layout, &own, &senders(mode, &[1]), senders(mode, &[9])[1]);
+        let killed = begun + killed.index(quiet - begun);
+        let mut kernel = Kernel::default();
+        steps[..killed].iter().for_each(|step| kernel.apply(step));
+        // The second process may be killed too.
+        let mut objects = standing(&steps[..killed]);
+        let first = undo(&objects);
+        let cut = again.index(first.now.len() + 1);
+        for step in &first.now[..cut] {
+            kernel.apply(step);
+            prop_assert_ne!(kernel.send(ends(9, 4444)[0], 0), Sent::Clear);
+        }
+        let done: Vec<Step> = steps[..killed].iter().chain(&first.now[..cut]).copied().collect();
+        objects = standing(&done);
+        let second = undo(&objects);
+        for step in &second.now {
+            kernel.apply(step);
+            prop_assert_ne!(kernel.send(ends(9, 4444)[0], 0), Sent::Clear);
+            prop_assert!(!kernel.receives(ends(9, 4444)[1], None));
+        }
+        second.when_quiet.iter().for_each(|step| kernel.apply(step));
+        prop_assert!(kernel.policies.is_empty() && kernel.associations.is_empty());
+    }
+}
+
+#[test]
+fn every_cpu_that_has_an_sa_uses_it_and_the_others_the_fallback() {
+    let layout = layout(4444, 4444, Mode::Cpu);
+    let own = senders(Mode::Cpu, &[0, 2]);
+    let mut kernel = Kernel::default();
+    let steps = layout.begin().into_iter();
+    let outbound = layout.outbound(1, &grants(&own, 0, 0x2000), true, &[]);
+    for step in steps.chain(outbound) {
+        kernel.apply(&step);
+    }
+    let packet = ends(50_000, 4444)[0];
+    let by = |cpu| match kernel.send(packet, cpu) {
+        Sent::Sealed { sender, .. } => sender,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(by(0), Sender::Cpu(0));
+    assert_eq!(by(2), Sender::Cpu(2));
+    assert_eq!(by(1), Sender::Fallback);
+}
+
+#[test]
+fn every_connection_that_has_an_sa_uses_it_and_the_others_the_fallback() {
+    let layout = layout(4444, 4444, Mode::Connection);
+    let own = senders(Mode::Connection, &[50_000, 50_002]);
+    let mut kernel = Kernel::default();
+    let steps = layout.begin().into_iter();
+    let outbound = layout.outbound(1, &grants(&own, 0, 0x2000), true, &[]);
+    for step in steps.chain(outbound) {
+        kernel.apply(&step);
+    }
+    let by = |port| match kernel.send(ends(port, 4444)[0], 0) {
+        Sent::Sealed { sender, .. } => sender,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(by(50_000), own[1]);
+    assert_eq!(by(50_002), own[2]);
+    assert_eq!(by(50_004), Sender::Fallback);
+}
+
+/// What one side seals the other opens, where their numbers of CPUs differ.
+#[test]
+fn p14_two_cpus_and_four_open_what_the_other_seals() {
+    let here = layout(4444, 4444, Mode::Cpu);
+    let there = Layout {
+        local: here.peer,
+        peer: here.local,
+        first_reqid: 9 * REQIDS,
+        ..here
+    };
+    let (two, four) = (
+        senders(Mode::Cpu, &[0, 1]),
+        senders(Mode::Cpu, &[0, 1, 2, 3]),
+    );
+    let (from_here, from_there) = (grants(&two, 0, 0x1000), grants(&four, 0, 0x1000));
+    let side = |layout: &Layout, own: &[Grant], peers: &[Grant]| {
+        let mut kernel = Kernel::default();
+        let steps = layout.begin().into_iter().chain(layout.inbound(1, peers));
+        for step in steps.chain(layout.outbound(1, own, true, &[])) {
+            kernel.apply(&step);
+        }
+        kernel
+    };
+    let (a, b) = (
+        side(&here, &from_here, &from_there),
+        side(&there, &from_there, &from_here),
+    );
+    let [packet, answer] = ends(50_000, 4444);
+    for cpu in 0..4 {
+        for (from, to, packet) in [(&a, &b, packet), (&b, &a, answer)] {
+            let Sent::Sealed { spi, .. } = from.send(packet, cpu) else {
+                panic!("not sealed on CPU {cpu}");
+            };
+            assert!(to.receives(packet, Some(spi)));
+        }
+    }
+}
+
+#[test]
+fn an_outgoing_policy_blocks_before_any_sa_and_is_replaced_after_the_last() {
+    let layout = layout(4444, 4445, Mode::Cpu);
+    let own = grants(&senders(Mode::Cpu, &[0, 1]), 0, 0x2000);
+    let begun = layout.begin();
+    assert!(
+        begun
+            .iter()
+            .all(|step| matches!(step, Step::Add(Object::Policy(_))))
+    );
+    let out = begun.iter().filter_map(|step| match step {
+        Step::Add(Object::Policy(policy)) if policy.direction == Direction::Out => Some(policy),
+        _ => None,
+    });
+    assert!(out.clone().count() > 0 && out.clone().all(|one| one.action == Action::Block));
+    let steps = layout.outbound(1, &own, true, &[]);
+    let of_sa = |step: &Step| matches!(step, Step::Add(Object::Association(_)));
+    assert_eq!(steps.iter().take_while(|step| of_sa(step)).count(), 3);
+    assert!(
+        steps[3..]
+            .iter()
+            .all(|step| matches!(step, Step::Replace(_)))
+    );
+    let Step::Add(Object::Association(first)) = steps[0] else {
+        panic!("an SA comes first");
+    };
+    assert_eq!(first.slot.sender, Sender::Fallback);
+}
+
+#[test]
+fn sas_in_udp_differ_in_their_source_ports() {
+    let udp = |first_source| Udp {
+        listener: 4500,
+        first_source,
+    };
+    let layout = Layout {
+        udp: Some((udp(50_000), udp(60_000))),
+        ..layout(4444, 4444, Mode::Cpu)
+    };
+    assert!(
+        layout
+            .begin()
+            .contains(&Step::Add(Object::Listener(Listener {
+                address: layout.local,
+                port: 4500
+            })))
+    );
+    let own = grants(&senders(Mode::Cpu, &[0, 1, 2]), 0, 0x2000);
+    let ports = |steps: Vec<Step>| -> Vec<(u16, u16)> {
+        let of = |step| match step {
+            Step::Add(Object::Association(one)) => one
+                .encapsulation
+                .map(|udp| (udp.source_port, udp.destination_port)),
+            _ => None,
+        };
+        steps.into_iter().filter_map(of).collect()
+    };
+    let out = ports(layout.outbound(1, &own, false, &[]));
+    assert_eq!(
+        out,
+        [50_000, 50_001, 50_002, 50_003].map(|port| (port, 4500))
+    );
+    let inward = ports(layout.inbound(1, &own[..1]));
+    assert_eq!(inward, [(60_000, 4500)]);
+}
+
+/// By what a session derives its keys: each SA once, its two ends the same.
+#[test]
+fn no_two_sas_of_a_life_have_one_key() {
+    let mut seen = HashSet::new();
+    let own = senders(Mode::Cpu, &[0, 1, 2]);
+    let (steps, _) = life(&layout(4444, 4444, Mode::Cpu), &own, &own, Sender::Cpu(9));
+    for step in steps {
+        if let Step::Add(Object::Association(one)) = step {
+            let sender = match one.direction {
+                Direction::Out => Role::Initiator,
+                Direction::In => Role::Responder,
+            };
+            let key = context(&[1; 16], sender, one.slot.index, one.epoch);
+            assert!(seen.insert(key), "{one}");
+        }
+    }
+}

@@ -1,0 +1,206 @@
+//! Ranges of ports as blocks, which are all that a policy's selector can say.
+
+use std::fmt;
+use std::str::FromStr;
+
+use thiserror::Error;
+
+/// Ports from `first` to `last`, both included.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct PortRange {
+    first: u16,
+    last: u16,
+}
+
+/// Why something is no range of ports.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[error("`{0}` is no port or range of ports, such as 49152-49215, from 1 to 65535")]
+pub struct NotPorts(String);
+
+impl PortRange {
+    /// A range; none where it is empty or has port 0.
+    #[must_use]
+    pub fn new(first: u16, last: u16) -> Option<Self> {
+        (0 < first && first <= last).then_some(Self { first, last })
+    }
+
+    /// Its first port.
+    #[must_use]
+    pub fn first(self) -> u16 {
+        self.first
+    }
+
+    /// Its last port.
+    #[must_use]
+    pub fn last(self) -> u16 {
+        self.last
+    }
+
+    /// Whether a port lies in it.
+    #[must_use]
+    pub fn contains(self, port: u16) -> bool {
+        (self.first..=self.last).contains(&port)
+    }
+
+    /// The fewest blocks that hold these ports and no other, in ascending order:
+    /// at most 30, one for a power of two at a multiple of itself.
+    #[must_use]
+    pub fn blocks(self) -> Vec<PortBlock> {
+        let mut blocks = Vec::new();
+        let (mut at, last) = (u32::from(self.first), u32::from(self.last));
+        while at <= last {
+            // The largest that begins here and does not go beyond the last.
+            let aligned = if at == 0 { 16 } else { at.trailing_zeros() };
+            let fitting = (last - at + 1).ilog2();
+            let size = 1_u32 << aligned.min(fitting);
+            // Ports are 16 bits, and a block's size at most 65536.
+            let (port, mask) = (at as u16, !(size - 1) as u16);
+            blocks.push(PortBlock { port, mask });
+            at += size;
+        }
+        blocks
+    }
+}
+
+impl FromStr for PortRange {
+    type Err = NotPorts;
+
+    fn from_str(text: &str) -> Result<Self, NotPorts> {
+        let (first, last) = text.split_once('-').unwrap_or((text, text));
+        let range = first.parse().ok().zip(last.parse().ok());
+        range
+            .and_then(|(first, last)| Self::new(first, last))
+            .ok_or_else(|| NotPorts(text.to_owned()))
+    }
+}
+
+impl fmt::Display for PortRange {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.first == self.last {
+            return write!(formatter, "{}", self.first);
+        }
+        write!(formatter, "{}-{}", self.first, self.last)
+    }
+}
+
+/// Ports whose bits under `mask` are those of `port`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct PortBlock {
+    /// Zero wherever the mask is.
+    pub port: u16,
+    /// The bits that count; none for any port.
+    pub mask: u16,
+}
+
+impl PortBlock {
+    /// Every port.
+    pub const ANY: Self = Self { port: 0, mask: 0 };
+
+    /// One port.
+    #[must_use]
+    pub fn only(port: u16) -> Self {
+        Self {
+            port,
+            mask: u16::MAX,
+        }
+    }
+
+    /// Whether a port lies in it.
+    #[must_use]
+    pub fn contains(self, port: u16) -> bool {
+        port & self.mask == self.port
+    }
+
+    /// Whether some port lies in both.
+    #[must_use]
+    pub fn meets(self, other: Self) -> bool {
+        let both = self.mask & other.mask;
+        self.port & both == other.port & both
+    }
+}
+
+impl fmt::Display for PortBlock {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "{}/{:#06x}", self.port, self.mask)
+    }
+}
+
+impl FromStr for PortBlock {
+    type Err = NotPorts;
+
+    fn from_str(text: &str) -> Result<Self, NotPorts> {
+        let parse = || {
+            let (port, mask) = text.split_once("/0x")?;
+            let port = port.parse().ok()?;
+            let mask = u16::from_str_radix(mask, 16).ok()?;
+            (port & !mask == 0).then_some(Self { port, mask })
+        };
+        parse().ok_or_else(|| NotPorts(text.to_owned()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn holds_exactly(range: PortRange) {
+        let blocks = range.blocks();
+        assert!(blocks.len() <= 30, "{range}: {}", blocks.len());
+        for port in 0..=u16::MAX {
+            let holding = blocks.iter().filter(|block| block.contains(port)).count();
+            assert_eq!(
+                holding,
+                usize::from(range.contains(port)),
+                "{range}: port {port}"
+            );
+        }
+    }
+
+    #[test]
+    fn ranges_at_the_edges_are_held_by_their_blocks() {
+        for (first, last) in [(1, 65_535), (1, 1), (65_535, 65_535), (1, 65_534), (2, 3)] {
+            holds_exactly(PortRange::new(first, last).unwrap());
+        }
+        let aligned = PortRange::new(49_152, 49_215).unwrap().blocks();
+        assert_eq!(
+            aligned,
+            [PortBlock {
+                port: 49_152,
+                mask: 0xffc0
+            }]
+        );
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+        #[test]
+        fn blocks_hold_a_ranges_ports_and_no_other(one in 1..=u16::MAX, other in 1..=u16::MAX) {
+            holds_exactly(PortRange::new(one.min(other), one.max(other)).unwrap());
+        }
+
+        #[test]
+        fn blocks_that_meet_share_a_port(one in any::<(u16, u16)>(), other in any::<(u16, u16)>()) {
+            let block = |(port, mask): (u16, u16)| PortBlock { port: port & mask, mask };
+            let (one, other) = (block(one), block(other));
+            let shared = one.port | other.port;
+            prop_assert_eq!(
+                one.meets(other),
+                one.contains(shared) && other.contains(shared)
+            );
+            prop_assert_eq!(one.to_string().parse(), Ok(one));
+        }
+    }
+
+    #[test]
+    fn what_is_no_range_of_ports_is_refused() {
+        for text in ["0", "5-4", "0-9", "70000", "-3", "4-", "a", ""] {
+            assert!(text.parse::<PortRange>().is_err(), "{text}");
+        }
+        assert_eq!("7-9".parse(), Ok(PortRange::new(7, 9).unwrap()));
+        assert_eq!("7".parse(), Ok(PortRange::new(7, 7).unwrap()));
+    }
+}

@@ -1,0 +1,174 @@
+//! What goes over a network interface, as the interface sees it (packet(7)).
+
+use std::ffi::CString;
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::sync::{Mutex, PoisonError};
+
+/// `SO_RCVBUFFORCE`'s value in bytes: room for what a test sends before it looks.
+const ROOM: libc::c_int = 128 << 20;
+/// Longer than any frame, one that is still to be cut into segments included.
+const LONGEST: usize = 128 << 10;
+
+/// A socket at one interface of the network namespace in which it was opened.
+#[derive(Debug)]
+pub struct Packets {
+    socket: OwnedFd,
+    room: Mutex<Vec<u8>>,
+}
+
+/// A frame with its Ethernet header.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Frame {
+    /// Whether this host sent it; it is as it left, sealed and cut as it then was.
+    pub outgoing: bool,
+    /// All of it.
+    pub bytes: Vec<u8>,
+}
+
+impl Packets {
+    /// Opens one for what comes and goes from now on.
+    ///
+    /// # Errors
+    /// No such interface, or no CAP_NET_RAW and CAP_NET_ADMIN.
+    pub fn open(interface: &str) -> io::Result<Self> {
+        let name = CString::new(interface)?;
+        // SAFETY: `name` ends with a zero byte and lives through the call, which only reads it.
+        let index = unsafe { libc::if_nametoindex(name.as_ptr()) };
+        if index == 0 {
+            return Err(io::Error::last_os_error());
+        }
+        let all = (libc::ETH_P_ALL as u16).to_be();
+        let kind = libc::SOCK_RAW | libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC;
+        // SAFETY: socket(2) takes no pointers. Protocol 0 hears nothing before it is bound.
+        let descriptor = unsafe { libc::socket(libc::AF_PACKET, kind, 0) };
+        if descriptor < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: the kernel has just handed out `descriptor`, and nobody else has it.
+        let socket = unsafe { OwnedFd::from_raw_fd(descriptor) };
+        let room = ROOM;
+        // SAFETY: the pointer and the length describe `room`, an initialised integer that lives
+        // through the call and is only read.
+        let set = unsafe {
+            libc::setsockopt(
+                socket.as_raw_fd(),
+                libc::SOL_SOCKET,
+                libc::SO_RCVBUFFORCE,
+                (&raw const room).cast(),
+                size_of_val(&room) as libc::socklen_t,
+            )
+        };
+        if set < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        let address = libc::sockaddr_ll {
+            sll_family: libc::AF_PACKET as u16,
+            sll_protocol: all,
+            sll_ifindex: index.cast_signed(),
+            sll_hatype: 0,
+            sll_pkttype: 0,
+            sll_halen: 0,
+            sll_addr: [0; 8],
+        };
+        // SAFETY: `address` is an initialised address of the length given, lives through the call
+        // and is only read; the descriptor is open while `socket` lives.
+        let bound = unsafe {
+            libc::bind(
+                socket.as_raw_fd(),
+                (&raw const address).cast(),
+                size_of_val(&address) as libc::socklen_t,
+            )
+        };
+        if bound < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(Self {
+            socket,
+            room: Mutex::new(vec![0; LONGEST]),
+        })
+    }
+
+    /// The next frame that came or went, if there is one.
+    ///
+    /// # Errors
+    /// What recvfrom(2) says.
+    pub fn next_frame(&self) -> io::Result<Option<Frame>> {
+        let mut room = self.room.lock().unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: `sockaddr_ll` consists of integers alone, for which all zeroes are valid.
+        let mut address: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
+        let mut length = size_of::<libc::sockaddr_ll>() as libc::socklen_t;
+        loop {
+            // SAFETY: `room` is writable for its length, `address` for `length`; all live through
+            // the call and are borrowed exclusively.
+            let received = unsafe {
+                libc::recvfrom(
+                    self.socket.as_raw_fd(),
+                    room.as_mut_ptr().cast(),
+                    room.len(),
+                    0,
+                    (&raw mut address).cast(),
+                    &raw mut length,
+                )
+            };
+            let Ok(received) = usize::try_from(received) else {
+                let error = io::Error::last_os_error();
+                match error.kind() {
+                    io::ErrorKind::Interrupted => continue,
+                    io::ErrorKind::WouldBlock => return Ok(None),
+                    _ => return Err(error),
+                }
+            };
+            return Ok(Some(Frame {
+                outgoing: address.sll_pkttype == libc::PACKET_OUTGOING,
+                bytes: room[..received].to_vec(),
+            }));
+        }
+    }
+
+    /// Sends a frame as it is.
+    ///
+    /// # Errors
+    /// What send(2) says.
+    pub fn send(&self, frame: &[u8]) -> io::Result<()> {
+        // SAFETY: the pointer and the length describe `frame`, which lives through the call and is
+        // only read.
+        let sent = unsafe {
+            libc::send(
+                self.socket.as_raw_fd(),
+                frame.as_ptr().cast(),
+                frame.len(),
+                0,
+            )
+        };
+        if sent < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(())
+    }
+
+    /// How many frames the socket had no room for since the last call (`PACKET_STATISTICS`).
+    ///
+    /// # Errors
+    /// What getsockopt(2) says.
+    pub fn lost(&self) -> io::Result<u32> {
+        // struct tpacket_stats: packets, drops.
+        let mut statistics = [0_u32; 2];
+        let mut length = size_of_val(&statistics) as libc::socklen_t;
+        // SAFETY: `statistics` and `length` are initialised, live through the call and are borrowed
+        // exclusively; `length` states the room, beyond which the kernel does not write.
+        let status = unsafe {
+            libc::getsockopt(
+                self.socket.as_raw_fd(),
+                libc::SOL_PACKET,
+                libc::PACKET_STATISTICS,
+                (&raw mut statistics).cast(),
+                &raw mut length,
+            )
+        };
+        if status < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(statistics[1])
+    }
+}

@@ -1,0 +1,319 @@
+//! Requests as the kernel reads them: a header, a fixed structure, attributes.
+
+use std::net::IpAddr;
+use std::ops::RangeInclusive;
+
+use netlink_packet_core::{Emitable, NLM_F_ACK, NLM_F_DUMP, NLM_F_REQUEST, NetlinkHeader};
+use netlink_packet_xfrm as uapi;
+use uapi::{
+    Address, EncapTmpl, Id, LifetimeConfig, ReplayEsn, UserPolicyId, UserPolicyInfo, UserSaId,
+    UserSaInfo, UserSpiInfo, UserTemplate,
+};
+use zeroize::Zeroizing;
+
+use super::values::{
+    Action, Direction, Encapsulation, KeyAndSalt, Network, Policy, PolicyDirection, Selector,
+    State, StateId,
+};
+
+/// AES-GCM in ESP, as the kernel names it (crypto/seqiv.c, crypto/gcm.c).
+pub(super) const ALGORITHM: &str = "rfc4106(gcm(aes))";
+/// Of the key and the salt.
+pub(super) const KEY_BITS: u32 = 8 * KeyAndSalt::BYTES as u32;
+/// Of the tag.
+pub(super) const TAG_BITS: u32 = 128;
+/// `XFRMA_SA_DIR`, which netlink-packet-xfrm does not know: one byte.
+pub(super) const SA_DIRECTION: u16 = 33;
+/// `XFRMA_SA_PCPU`, which it does not know either: four bytes.
+pub(super) const SA_CPU: u16 = 35;
+/// Bytes of an algorithm's name (`struct xfrm_algo_aead`).
+pub(super) const NAME_BYTES: usize = 64;
+
+const HEADER: usize = 16;
+/// More than the longest request, an SA with the longest replay window, takes; so that a key is
+/// never left behind in memory that a vector has moved out of.
+const ROOM: usize = 2048;
+
+/// A request, which is wiped when it goes.
+pub(super) struct Request {
+    bytes: Zeroizing<Vec<u8>>,
+    kind: u16,
+    flags: u16,
+}
+
+impl Request {
+    fn new(kind: u16, flags: u16) -> Self {
+        let mut bytes = Zeroizing::new(Vec::with_capacity(ROOM));
+        bytes.resize(HEADER, 0);
+        Self {
+            bytes,
+            kind,
+            flags: flags | NLM_F_REQUEST,
+        }
+    }
+
+    pub(super) fn flags(&self) -> u16 {
+        self.flags
+    }
+
+    /// The whole of it, with its number.
+    pub(super) fn finish(&mut self, sequence: u32) -> &[u8] {
+        let mut header = NetlinkHeader::default();
+        header.length = self.bytes.len() as u32;
+        header.message_type = self.kind;
+        header.flags = self.flags;
+        header.sequence_number = sequence;
+        header.emit(&mut self.bytes[..HEADER]);
+        &self.bytes
+    }
+
+    fn put(&mut self, value: &impl Emitable) {
+        let at = self.grow(value.buffer_len());
+        value.emit(&mut self.bytes[at..]);
+    }
+
+    fn put_bytes(&mut self, bytes: &[u8]) {
+        let at = self.grow(bytes.len());
+        self.bytes[at..].copy_from_slice(bytes);
+    }
+
+    fn grow(&mut self, by: usize) -> usize {
+        let at = self.bytes.len();
+        assert!(at + by <= ROOM, "no request is so long");
+        self.bytes.resize(at + by, 0);
+        at
+    }
+
+    /// An attribute: its length and kind, what `fill` puts, and zeros up to four bytes.
+    fn attribute(&mut self, kind: u16, fill: impl FnOnce(&mut Self)) {
+        let at = self.grow(4);
+        fill(self);
+        let length = (self.bytes.len() - at) as u16;
+        self.bytes[at..at + 2].copy_from_slice(&length.to_ne_bytes());
+        self.bytes[at + 2..at + 4].copy_from_slice(&kind.to_ne_bytes());
+        let rest = self.bytes.len().next_multiple_of(4) - self.bytes.len();
+        self.grow(rest);
+    }
+
+    fn direction_and_cpu(&mut self, direction: Direction, cpu: Option<u32>) {
+        let direction = match direction {
+            Direction::In => 1,
+            Direction::Out => 2,
+        };
+        self.attribute(SA_DIRECTION, |request| request.put_bytes(&[direction]));
+        if let Some(cpu) = cpu {
+            self.attribute(SA_CPU, |request| request.put_bytes(&cpu.to_ne_bytes()));
+        }
+    }
+}
+
+pub(super) fn allocate_spi(
+    from: IpAddr,
+    to: IpAddr,
+    reqid: u32,
+    direction: Direction,
+    cpu: Option<u32>,
+    range: &RangeInclusive<u32>,
+) -> Request {
+    let mut request = Request::new(uapi::XFRM_MSG_ALLOCSPI, 0);
+    request.put(&UserSpiInfo {
+        info: info(from, to, 0, reqid),
+        min: *range.start(),
+        max: *range.end(),
+    });
+    request.direction_and_cpu(direction, cpu);
+    request
+}
+
+pub(super) fn add_state(kind: u16, state: &State) -> Request {
+    let mut request = Request::new(kind, NLM_F_ACK);
+    let mut fixed = info(
+        state.source,
+        state.id.destination,
+        state.id.spi,
+        state.reqid,
+    );
+    fixed.flags = uapi::XFRM_STATE_ESN;
+    if let Some(selector) = &state.selector {
+        fixed.selector = selector_to(selector);
+    }
+    request.put(&fixed);
+    request.attribute(uapi::XFRMA_ALG_AEAD, |request| {
+        let mut name = [0; NAME_BYTES];
+        name[..ALGORITHM.len()].copy_from_slice(ALGORITHM.as_bytes());
+        request.put_bytes(&name);
+        request.put_bytes(&KEY_BITS.to_ne_bytes());
+        request.put_bytes(&TAG_BITS.to_ne_bytes());
+        request.put_bytes(state.key.bytes());
+    });
+    let words = state.replay_window.div_ceil(32);
+    request.attribute(uapi::XFRMA_REPLAY_ESN_VAL, |request| {
+        request.put(&ReplayEsn {
+            bmp_len: words,
+            replay_window: state.replay_window,
+            bmp: vec![0; words.min(super::LONGEST_REPLAY_WINDOW / 32) as usize],
+            ..ReplayEsn::default()
+        });
+    });
+    if let Some(Encapsulation {
+        source_port,
+        destination_port,
+    }) = state.encapsulation
+    {
+        request.attribute(uapi::XFRMA_ENCAP, |request| {
+            request.put(&EncapTmpl {
+                encap_type: uapi::UDP_ENCAP_ESPINUDP,
+                encap_sport: source_port,
+                encap_dport: destination_port,
+                encap_oa: Address::default(),
+            });
+        });
+    }
+    request.direction_and_cpu(state.direction, state.cpu);
+    request
+}
+
+pub(super) fn state_by_id(kind: u16, id: &StateId) -> Request {
+    let acknowledged = match kind {
+        uapi::XFRM_MSG_DELSA => NLM_F_ACK,
+        _ => 0,
+    };
+    let mut request = Request::new(kind, acknowledged);
+    request.put(&UserSaId {
+        daddr: Address::from_ip(&id.destination),
+        spi: id.spi,
+        family: family(id.destination),
+        proto: uapi::IPPROTO_ESP,
+    });
+    request
+}
+
+pub(super) fn add_policy(kind: u16, policy: &Policy, flags: u8) -> Request {
+    let mut request = Request::new(kind, NLM_F_ACK);
+    request.put(&UserPolicyInfo {
+        selector: selector_to(&policy.selector),
+        lifetime_cfg: without_limit(),
+        priority: policy.priority,
+        direction: direction_to(policy.direction),
+        action: match policy.action {
+            Action::Block => uapi::XFRM_POLICY_BLOCK,
+            Action::Protect { .. } | Action::Foreign => uapi::XFRM_POLICY_ALLOW,
+        },
+        flags,
+        ..UserPolicyInfo::default()
+    });
+    if let Action::Protect { reqid, from, to } = policy.action {
+        request.attribute(uapi::XFRMA_TMPL, |request| {
+            request.put(&UserTemplate {
+                id: Id {
+                    daddr: Address::from_ip(&to),
+                    spi: 0,
+                    proto: uapi::IPPROTO_ESP,
+                },
+                family: family(to),
+                saddr: Address::from_ip(&from),
+                reqid,
+                mode: uapi::XFRM_MODE_TRANSPORT,
+                ..UserTemplate::default()
+            });
+        });
+    }
+    request
+}
+
+pub(super) fn policy_by_selector(
+    kind: u16,
+    selector: &Selector,
+    direction: PolicyDirection,
+) -> Request {
+    let mut request = Request::new(kind, 0);
+    request.put(&UserPolicyId {
+        selector: selector_to(selector),
+        index: 0,
+        direction: direction_to(direction),
+    });
+    request
+}
+
+pub(super) fn policy_by_index(kind: u16, index: u32, direction: PolicyDirection) -> Request {
+    let mut request = Request::new(kind, NLM_F_ACK);
+    request.put(&UserPolicyId {
+        index,
+        direction: direction_to(direction),
+        ..UserPolicyId::default()
+    });
+    request
+}
+
+pub(super) fn list(kind: u16) -> Request {
+    Request::new(kind, NLM_F_DUMP)
+}
+
+pub(super) fn database() -> Request {
+    let mut request = Request::new(uapi::XFRM_MSG_GETSADINFO, 0);
+    // Flags, of which there are none.
+    request.put_bytes(&[0; 4]);
+    request
+}
+
+/// What every SA has in common.
+fn info(from: IpAddr, to: IpAddr, spi: u32, reqid: u32) -> UserSaInfo {
+    UserSaInfo {
+        id: Id {
+            daddr: Address::from_ip(&to),
+            spi,
+            proto: uapi::IPPROTO_ESP,
+        },
+        saddr: Address::from_ip(&from),
+        lifetime_cfg: without_limit(),
+        reqid,
+        family: family(to),
+        mode: uapi::XFRM_MODE_TRANSPORT,
+        ..UserSaInfo::default()
+    }
+}
+
+/// Zeros would be limits that are reached at once.
+fn without_limit() -> LifetimeConfig {
+    LifetimeConfig {
+        soft_byte_limit: uapi::XFRM_INF,
+        hard_byte_limit: uapi::XFRM_INF,
+        soft_packet_limit: uapi::XFRM_INF,
+        hard_packet_limit: uapi::XFRM_INF,
+        ..LifetimeConfig::default()
+    }
+}
+
+fn selector_to(selector: &Selector) -> uapi::Selector {
+    let network = |network: &Network| (Address::from_ip(&network.address), network.prefix);
+    let (saddr, prefixlen_s) = network(&selector.source);
+    let (daddr, prefixlen_d) = network(&selector.destination);
+    uapi::Selector {
+        daddr,
+        saddr,
+        dport: selector.destination_ports.port,
+        dport_mask: selector.destination_ports.mask,
+        sport: selector.source_ports.port,
+        sport_mask: selector.source_ports.mask,
+        family: family(selector.destination.address),
+        prefixlen_d,
+        prefixlen_s,
+        proto: selector.protocol.0,
+        ..uapi::Selector::default()
+    }
+}
+
+pub(super) fn direction_to(direction: PolicyDirection) -> u8 {
+    match direction {
+        PolicyDirection::In => uapi::XFRM_POLICY_IN,
+        PolicyDirection::Out => uapi::XFRM_POLICY_OUT,
+        PolicyDirection::Forward => uapi::XFRM_POLICY_FWD,
+    }
+}
+
+pub(super) fn family(address: IpAddr) -> u16 {
+    match address {
+        IpAddr::V4(_) => uapi::AF_INET,
+        IpAddr::V6(_) => uapi::AF_INET6,
+    }
+}

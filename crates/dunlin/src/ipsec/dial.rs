@@ -1,0 +1,121 @@
+//! The side that asks for a session.
+
+use std::sync::mpsc::RecvTimeoutError;
+use std::time::{Duration, Instant};
+
+use dunlin_proto::ipsec::exchange::Exchange;
+use dunlin_proto::ipsec::key::Role;
+use dunlin_proto::ipsec::message::Terms;
+use dunlin_proto::negotiate::{
+    Features, LaneSecurity, Offer, Opening, PRELUDE_BYTES, Prelude, SessionId, VERSIONS,
+};
+use dunlin_sys::socket::{Liveness, connect, set_liveness};
+
+use super::error::{IpsecError, harmless};
+use super::session::{Beginning, Session, clean_up, random_session};
+use super::{Observer, Options};
+use crate::lane::control::{self, ControlStream};
+use crate::lane::identity::ClientTls;
+use crate::lane::reach::first_of;
+
+/// Connects to a [`Server`](super::Server) at `to`, and returns when the ports are
+/// protected on both hosts.
+///
+/// # Errors
+/// Why they are not; nothing is left then.
+pub fn up(
+    to: &str,
+    tls: &ClientTls,
+    options: &Options,
+    observer: &Observer,
+) -> Result<Session, IpsecError> {
+    clean_up(options, observer)?;
+    let session = random_session()?;
+    let control = open(to, tls, session, options.patience)?;
+    let resources = |source| IpsecError::Resources {
+        what: "the address of the control connection",
+        source,
+    };
+    let socket = control.socket();
+    let own = socket.local_addr().map_err(resources)?.ip().to_canonical();
+    let other = socket.peer_addr().map_err(resources)?.ip().to_canonical();
+    let terms = Terms {
+        mode: options.mode,
+        ports: options.ports,
+        own,
+        other,
+        sas_max: options.sas_max,
+        udp: options.udp,
+    };
+    let (session, up) = Session::begin(Beginning {
+        control,
+        session,
+        role: Role::Initiator,
+        exchange: Exchange::initiator(terms, options.senders(options.mode)),
+        options: options.clone(),
+        observer: observer.clone(),
+        admits: |_, _| Ok(()),
+    })?;
+    loop {
+        // Whoever does not answer is given up by the session itself.
+        match up.recv_timeout(Duration::from_millis(100)) {
+            Ok(()) => return Ok(session),
+            Err(RecvTimeoutError::Timeout) if !session.is_over() => {}
+            Err(_) => {
+                session.wait()?;
+                return Err(IpsecError::Ended);
+            }
+        }
+    }
+}
+
+/// Connects, and agrees that this is an IPsec session.
+fn open(
+    to: &str,
+    tls: &ClientTls,
+    session: SessionId,
+    patience: Duration,
+) -> Result<ControlStream, IpsecError> {
+    let deadline = Instant::now() + patience;
+    let unreachable = |source| IpsecError::Unreachable {
+        to: to.to_owned(),
+        source,
+    };
+    let stream = first_of(to, |address| connect(address, deadline)).map_err(unreachable)?;
+    set_liveness(&stream, &Liveness::default()).map_err(unreachable)?;
+    let control = control::client(stream, tls, deadline).map_err(|source| {
+        let to = to.to_owned();
+        IpsecError::Handshake { to, source }
+    })?;
+    let offer = Offer {
+        versions: VERSIONS,
+        optional: Features::NONE,
+        required: Features::IPSEC,
+        security: LaneSecurity::Tls,
+        session,
+        attempt: 1,
+        epoch: 1,
+    };
+    let mut bytes = Vec::new();
+    offer.encode(&mut bytes)?;
+    control.send(&bytes)?;
+    let mut prelude = [0; PRELUDE_BYTES];
+    control.receive_exact(&mut prelude, deadline)?;
+    let prelude = Prelude::decode(&prelude)?;
+    let mut body = vec![0; prelude.body_bytes];
+    control.receive_exact(&mut body, deadline)?;
+    match Opening::decode(&prelude, &body)? {
+        Opening::Select(selection) => {
+            let confirmed = selection.confirm(&offer);
+            confirmed.map_err(|error| IpsecError::Breach(error.to_string()))?;
+            Ok(control)
+        }
+        Opening::Refuse(_, refusal) => Err(IpsecError::EndedByPeer {
+            fault: refusal.fault,
+            text: harmless(&refusal.text),
+        }),
+        _ => Err(IpsecError::Breach(
+            "it answered the offer with something else".to_owned(),
+        )),
+    }
+}

@@ -1,0 +1,300 @@
+//! The side that is asked for sessions, by authorised peers.
+
+use std::net::{SocketAddr, TcpListener};
+use std::sync::mpsc::Receiver;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use dunlin_proto::fault::FaultCode;
+use dunlin_proto::ipsec::Mode;
+use dunlin_proto::ipsec::exchange::Exchange;
+use dunlin_proto::ipsec::key::Role;
+use dunlin_proto::ipsec::message::Terms;
+use dunlin_proto::negotiate::{Features, Opening, Refusal, SessionId, Supported, VERSIONS, select};
+use dunlin_sys::poll::{Waker, Wakeup, waker};
+
+use super::error::{IpsecError, harmless, in_words};
+use super::session::{Beginning, Session, Status, clean_up};
+use super::{Event, Observer, Options};
+use crate::lane::accept::{Arrival, accept};
+use crate::lane::control::ControlStream;
+use crate::lane::identity::ServerTls;
+
+/// Sessions at the same time, and those of one peer.
+const SESSIONS: usize = 64;
+const OF_ONE_PEER: usize = 8;
+/// How often it is looked whether sessions are over.
+const TICK: Duration = Duration::from_millis(100);
+
+/// Takes sessions in. When it is dropped, it takes no more, and those that stand end.
+pub struct Server {
+    address: SocketAddr,
+    held: Arc<Mutex<Vec<Held>>>,
+    stop: Waker,
+    threads: Vec<JoinHandle<()>>,
+    reaper: Arc<Mutex<bool>>,
+}
+
+struct Held {
+    peer: String,
+    fingerprint: [u8; 32],
+    session: Session,
+}
+
+/// A session of a server, and with whom.
+#[derive(Clone, Debug)]
+pub struct Peer {
+    /// Who it is, by its certificate.
+    pub name: String,
+    /// How the session stands; none before both sides have agreed on terms.
+    pub status: Option<Status>,
+}
+
+impl Server {
+    /// Begins to take sessions in, for those that `tls` authorises. What processes that
+    /// have died left in this network namespace is taken back first.
+    ///
+    /// # Errors
+    /// The kernel's IPsec cannot be used, or a thread cannot be had.
+    pub fn start(
+        listener: TcpListener,
+        tls: ServerTls,
+        options: Options,
+        observer: Observer,
+    ) -> Result<Self, IpsecError> {
+        clean_up(&options, &observer)?;
+        let resources = |what| move |source| IpsecError::Resources { what, source };
+        let address = listener.local_addr().map_err(resources("the listener"))?;
+        let (stop, stopped) = waker().map_err(resources("a waker"))?;
+        let held = Arc::<Mutex<Vec<Held>>>::default();
+        let over = Arc::new(Mutex::new(false));
+        let site = Site {
+            held: Arc::clone(&held),
+            options,
+            observer,
+        };
+        let (own, ended) = (site.clone(), Arc::clone(&over));
+        let thread = |name: &str| thread::Builder::new().name(name.to_owned());
+        let reaper = thread("dunlin-ipsec-ends").spawn(move || own.reap(&ended));
+        let mut threads = vec![reaper.map_err(resources("a thread"))?];
+        let door = thread("dunlin-ipsec-door").spawn(move || site.take(&listener, &tls, &stopped));
+        match door {
+            Ok(door) => threads.push(door),
+            Err(source) => {
+                *lock(&over) = true;
+                return Err(resources("a thread")(source));
+            }
+        }
+        Ok(Self {
+            address,
+            held,
+            stop,
+            threads,
+            reaper: over,
+        })
+    }
+
+    /// Where it listens.
+    #[must_use]
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// The sessions that stand.
+    ///
+    /// # Errors
+    /// The kernel does not answer.
+    pub fn peers(&self) -> Result<Vec<Peer>, IpsecError> {
+        let held = lock(&self.held);
+        let peers = held.iter().map(|one| {
+            Ok(Peer {
+                name: one.peer.clone(),
+                status: one.session.status()?,
+            })
+        });
+        peers.collect()
+    }
+
+    /// Renews the keys of everything that this side sends.
+    pub fn rekey(&self) {
+        lock(&self.held).iter().for_each(|one| one.session.rekey());
+    }
+
+    /// Ends all sessions, and waits until everything is taken back.
+    pub fn stop(self) {
+        drop(self);
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.stop.wake();
+        // The door first: it makes no session any more then.
+        if let Some(door) = self.threads.pop() {
+            let _ = door.join();
+        }
+        lock(&self.held).iter().for_each(|one| one.session.end());
+        *lock(&self.reaper) = true;
+        for thread in self.threads.drain(..) {
+            // A panic has been printed by its hook.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl std::fmt::Debug for Server {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter
+            .debug_struct("Server")
+            .field("address", &self.address)
+            .finish_non_exhaustive()
+    }
+}
+
+/// What the server's threads share.
+#[derive(Clone)]
+struct Site {
+    held: Arc<Mutex<Vec<Held>>>,
+    options: Options,
+    observer: Observer,
+}
+
+impl Site {
+    /// The body of the thread that takes peers in.
+    fn take(&self, listener: &TcpListener, tls: &ServerTls, stopped: &Wakeup) {
+        let result = accept(listener, tls, stopped, |arrival| match arrival {
+            Arrival::Control { stream, opening } => {
+                let from = harmless(&stream.peer().to_string());
+                if let Err(error) = self.begin(stream, &opening) {
+                    let why = in_words(&error);
+                    (self.observer)(&Event::Rejected { from, why });
+                }
+            }
+            Arrival::Lane { .. } => {
+                let (from, why) = ("a lane", "IPsec sessions have none");
+                let (from, why) = (from.to_owned(), why.to_owned());
+                (self.observer)(&Event::Rejected { from, why });
+            }
+            Arrival::Rejected { from, reason } => {
+                let (from, why) = (from.to_string(), harmless(&reason.to_string()));
+                (self.observer)(&Event::Rejected { from, why });
+            }
+            Arrival::Starved(error) => {
+                let (from, why) = ("somebody".to_owned(), error.to_string());
+                (self.observer)(&Event::Rejected { from, why });
+            }
+        });
+        if let Err(error) = result {
+            let (from, why) = ("everybody".to_owned(), error.to_string());
+            (self.observer)(&Event::Rejected { from, why });
+        }
+    }
+
+    /// Begins the session that an authenticated peer offers.
+    fn begin(&self, control: ControlStream, opening: &Opening) -> Result<(), IpsecError> {
+        let agreed = self.answer(&control, opening);
+        let mut bytes = Vec::new();
+        match &agreed {
+            Ok((_, selection)) => selection.encode(&mut bytes)?,
+            Err(refusal) => refusal.encode(VERSIONS, &mut bytes)?,
+        }
+        control.send(&bytes)?;
+        let (session, _) = agreed.map_err(|refusal| {
+            // The peer may have gone, and hears nothing then.
+            let _ = control.close();
+            IpsecError::Breach(refusal.to_string())
+        })?;
+        let (peer, fingerprint) = (
+            harmless(&control.peer().to_string()),
+            control.peer().fingerprint,
+        );
+        let options = self.options.clone();
+        // They count where the peer asks for that mode.
+        let senders = options.senders(Mode::Cpu);
+        let exchange = Exchange::responder(options.sas_max, options.udp, senders);
+        let (session, _up): (Session, Receiver<()>) = Session::begin(Beginning {
+            control,
+            session,
+            role: Role::Responder,
+            exchange,
+            options,
+            observer: self.observer.clone(),
+            admits,
+        })?;
+        lock(&self.held).push(Held {
+            peer,
+            fingerprint,
+            session,
+        });
+        Ok(())
+    }
+
+    fn answer(
+        &self,
+        control: &ControlStream,
+        opening: &Opening,
+    ) -> Result<(SessionId, dunlin_proto::negotiate::Selection), Refusal> {
+        let refuse = |fault, text: &str| Refusal {
+            fault,
+            text: text.to_owned(),
+        };
+        let Opening::Offer(offer) = opening else {
+            let text = "an offer comes first on a control connection";
+            return Err(refuse(FaultCode::Malformed, text));
+        };
+        let supported = Supported {
+            versions: VERSIONS,
+            features: Features::IPSEC,
+            required: Features::IPSEC,
+            plain_allowed: false,
+        };
+        let selection = select(offer, &supported)?;
+        let held = lock(&self.held);
+        let fingerprint = control.peer().fingerprint;
+        let theirs = held.iter().filter(|one| one.fingerprint == fingerprint);
+        if held.len() >= SESSIONS || theirs.count() >= OF_ONE_PEER {
+            let text = "there are as many sessions as this side takes";
+            return Err(refuse(FaultCode::Busy, text));
+        }
+        Ok((offer.session, selection))
+    }
+
+    /// The body of the thread that tells of sessions that are over, until all are.
+    fn reap(&self, ended: &Mutex<bool>) {
+        loop {
+            let last = *lock(ended);
+            let over: Vec<Held> = {
+                let mut held = lock(&self.held);
+                let all = std::mem::take(&mut *held);
+                let (over, standing) = all.into_iter().partition(|one| one.session.is_over());
+                *held = standing;
+                over
+            };
+            for Held { peer, session, .. } in over {
+                let why = session.wait().err().map(|error| in_words(&error));
+                (self.observer)(&Event::Over { peer, why });
+            }
+            if last && lock(&self.held).is_empty() {
+                return;
+            }
+            thread::sleep(TICK);
+        }
+    }
+}
+
+/// Whether a peer may ask for these ports.
+fn admits(options: &Options, terms: &Terms) -> Result<(), IpsecError> {
+    let (asked, allowed) = (terms.ports, options.ports);
+    if allowed.contains(asked.first()) && allowed.contains(asked.last()) {
+        return Ok(());
+    }
+    Err(IpsecError::PortsNotAllowed {
+        asked: asked.to_string(),
+        allowed: allowed.to_string(),
+    })
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,193 @@
+//! Why an IPsec session does not begin, or is over.
+
+use std::io;
+use std::net::IpAddr;
+use std::path::PathBuf;
+
+use dunlin_proto::fault::FaultCode;
+use dunlin_proto::ipsec::object::NotAnObject;
+use dunlin_proto::wire::{DecodeError, EncodeError};
+use dunlin_sys::xfrm;
+use thiserror::Error;
+
+use crate::lane::control::ControlError;
+use crate::lane::handshake::HandshakeError;
+
+/// What went wrong. Nothing that it installed is left, unless it says so.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum IpsecError {
+    /// The kernel's tables cannot be read or changed.
+    #[error("{doing}: {source}")]
+    Kernel {
+        /// What was to be done.
+        doing: String,
+        /// What the kernel said.
+        source: xfrm::Error,
+    },
+    /// What is installed cannot be remembered, so nothing is.
+    #[error("the record {path} cannot be {what}: free space there, or check the disk and the permissions", path = path.display())]
+    Record {
+        /// What was to be done to it.
+        what: &'static str,
+        /// The file or directory.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// Others may write the directory of records.
+    #[error("the records in {path} have mode {mode:03o}: others could have policies removed; make it 700", path = path.display())]
+    Exposed {
+        /// The directory.
+        path: PathBuf,
+        /// Its permission bits.
+        mode: u32,
+    },
+    /// A record does not say what is installed.
+    #[error("line {line} of {path} is no record of Dunlin's: compare it with `ip xfrm state` and `ip xfrm policy`, remove what is left, then the file", path = path.display())]
+    Unreadable {
+        /// The file.
+        path: PathBuf,
+        /// The line, counted from 1.
+        line: usize,
+        /// What is wrong with it.
+        source: NotAnObject,
+    },
+    /// What the system says of itself cannot be read.
+    #[error("{path} cannot be read")]
+    System {
+        /// The file of procfs.
+        path: &'static str,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// Somebody else has policies for these packets.
+    #[error(
+        "another policy covers packets of these ports: {0}; choose other ports, or remove that policy"
+    )]
+    PortsTaken(String),
+    /// Both ends are this host.
+    #[error(
+        "{0} is an address of this host: what it sends to itself passes no IPsec, and leaves no host"
+    )]
+    SameHost(IpAddr),
+    /// The control connection would be blocked by what it sets up.
+    #[error(
+        "port {0} of the control connection is one of the ports to be protected: choose ports without it, or have the control connection elsewhere"
+    )]
+    CoversControl(u16),
+    /// A host has its SAs on CPUs, and its kernel has none for CPUs.
+    #[error(
+        "this kernel takes an SA for one CPU for one of all CPUs: use --mode connection, or a kernel that has them (Linux 6.13)"
+    )]
+    NoPerCpu,
+    /// The peer asks for what this side's operator does not allow.
+    #[error("the peer asks for ports {asked}, and {allowed} are allowed")]
+    PortsNotAllowed {
+        /// What it asks for.
+        asked: String,
+        /// What it may.
+        allowed: String,
+    },
+    /// No connection to the peer.
+    #[error("{to} cannot be reached")]
+    Unreachable {
+        /// The peer.
+        to: String,
+        /// Why.
+        source: io::Error,
+    },
+    /// The peer is not who it has to be, or the other way round.
+    #[error("no secure control connection to {to}")]
+    Handshake {
+        /// The peer.
+        to: String,
+        /// Why.
+        source: HandshakeError,
+    },
+    /// The control connection broke.
+    #[error("the control connection was lost")]
+    Control(#[from] ControlError),
+    /// The peer's words make no sense.
+    #[error("the peer's words make no sense")]
+    Malformed(#[from] DecodeError),
+    /// The peer says something out of order.
+    #[error("the peer breaks the protocol: {0}")]
+    Breach(String),
+    /// Something of ours does not fit a message.
+    #[error("a message cannot be written")]
+    Encode(#[from] EncodeError),
+    /// The peer refuses, or has ended it.
+    #[error("the peer ended it: {text} ({fault})")]
+    EndedByPeer {
+        /// Its reason.
+        fault: FaultCode,
+        /// In its words, harmless for a terminal.
+        text: String,
+    },
+    /// The peer did not answer in time.
+    #[error("the peer did not say *{0}* in time: its process hangs, or the network does")]
+    Silent(&'static str),
+    /// This side was asked to end it.
+    #[error("the session was ended here")]
+    Ended,
+    /// A thread, a socket or random numbers cannot be had.
+    #[error("{what} cannot be had")]
+    Resources {
+        /// What.
+        what: &'static str,
+        /// Why.
+        source: io::Error,
+    },
+}
+
+impl IpsecError {
+    /// The code that the peer is told, and that says who is at fault.
+    #[must_use]
+    pub fn fault(&self) -> FaultCode {
+        match self {
+            Self::Kernel { .. } | Self::System { .. } | Self::Resources { .. } => FaultCode::Kernel,
+            Self::Record { .. } | Self::Exposed { .. } | Self::Unreadable { .. } => {
+                FaultCode::Journal
+            }
+            Self::PortsTaken(_) | Self::CoversControl(_) => FaultCode::PortsTaken,
+            Self::SameHost(_) => FaultCode::AddressTranslated,
+            Self::NoPerCpu => FaultCode::FeatureMissing,
+            Self::PortsNotAllowed { .. } => FaultCode::Unauthorised,
+            Self::Unreachable { .. } | Self::Control(_) => FaultCode::ControlLost,
+            Self::Handshake { source, .. } => source.of_control_lane(),
+            Self::Malformed(error) => error.fault(),
+            Self::Breach(_) => FaultCode::Malformed,
+            Self::Encode(_) => FaultCode::Internal,
+            Self::EndedByPeer { fault, .. } => *fault,
+            Self::Silent(_) => FaultCode::ControlLost,
+            Self::Ended => FaultCode::Cancelled,
+        }
+    }
+}
+
+/// An error with its causes, in one line.
+pub(super) fn in_words(error: &dyn std::error::Error) -> String {
+    let mut words = error.to_string();
+    let mut next = error.source();
+    while let Some(cause) = next {
+        let cause_words = cause.to_string();
+        if !words.contains(&cause_words) {
+            words = format!("{words}: {cause_words}");
+        }
+        next = cause.source();
+    }
+    words
+}
+
+/// Text of a peer without anything that a terminal would obey.
+pub(super) fn harmless(text: &str) -> String {
+    let one = |c: char| {
+        if c.is_control() {
+            char::REPLACEMENT_CHARACTER
+        } else {
+            c
+        }
+    };
+    text.chars().map(one).collect()
+}

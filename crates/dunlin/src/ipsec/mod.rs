@@ -1,0 +1,202 @@
+//! IPsec for the TCP ports between two hosts: security associations that two processes
+//! agree on over a TLS control connection, one for each CPU or each connection.
+//!
+//! [`up`] connects to a [`Server`] on the other host; both then have a session, which
+//! stands as long as both processes and their control connection do. Programs' plain
+//! TCP connections on the ports go by ESP in transport mode meanwhile, and by nothing
+//! else. When a session is over, what it installed is taken back; what a process left
+//! that was killed, the next one takes back ([`clean_up`], which both do first).
+//!
+//! ```text
+//!  Server, up ─▶ Session ─▶ thread: exchange (proto) decides ─▶ tables (the kernel's)
+//!                   │                    │                          │
+//!                status               control connection         record on disk
+//! ```
+//!
+//! [`dunlin_proto::ipsec::plan`] has the order of everything and why nothing is ever in
+//! the clear. Lanes with `--security ipsec` are to use the same parts: an [`Exchange`]
+//! (proto) over a session's own control lane, and these tables and records.
+//!
+//! [`Exchange`]: dunlin_proto::ipsec::exchange::Exchange
+
+mod dial;
+mod door;
+mod error;
+mod record;
+mod session;
+mod sockets;
+mod tables;
+
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+pub use dunlin_proto::ipsec::object::{
+    Action, Association, Direction, Encapsulation, Listener, Object, Policy, Selector,
+};
+pub use dunlin_proto::ipsec::plan::{Layout, Step, Udp};
+pub use dunlin_proto::ipsec::ports::{NotPorts, PortBlock, PortRange};
+pub use dunlin_proto::ipsec::{Grant, Mode, Sender, Slot};
+pub use dunlin_sys::xfrm::Counters;
+
+pub use dial::up;
+pub use door::{Peer, Server};
+pub use error::IpsecError;
+pub use session::{AssociationStatus, Session, Status};
+
+/// What a side wants, or allows.
+#[derive(Clone)]
+pub struct Options {
+    /// How traffic is spread; a server does what it is asked.
+    pub mode: Mode,
+    /// The ports to protect; of a server, those that it may be asked for.
+    pub ports: PortRange,
+    /// CPUs of this host that send, each with an SA of its own (mode cpu).
+    pub cpus: Vec<u32>,
+    /// This side's ports for ESP in UDP; of a server, if it is asked for that.
+    pub udp: Option<Udp>,
+    /// SAs that the peer may have for what it sends, in one epoch.
+    pub sas_max: u16,
+    /// How long a peer may take to answer.
+    pub patience: Duration,
+    /// After how long the keys of what this side sends are renewed.
+    pub rekey_after: Option<Duration>,
+    /// Directory of the records of what is installed.
+    pub records: PathBuf,
+    /// How long an ended session waits for the end of connections on its ports before
+    /// it leaves them blocked, for a later process to free.
+    pub quiet_wait: Duration,
+    /// Called before each change of the kernel's tables, on the thread that makes it.
+    pub before_change: Option<Hook>,
+}
+
+impl Options {
+    /// The usual ones, for these ports and with records in this directory.
+    #[must_use]
+    pub fn new(mode: Mode, ports: PortRange, records: PathBuf) -> Self {
+        Self {
+            mode,
+            ports,
+            cpus: Vec::new(),
+            udp: None,
+            sas_max: dunlin_proto::limits::MAX_SAS,
+            patience: Duration::from_secs(10),
+            rekey_after: Some(Duration::from_secs(60 * 60)),
+            records,
+            quiet_wait: Duration::from_secs(30),
+            before_change: None,
+        }
+    }
+
+    /// For whom this side wants SAs beside the fallback, at once.
+    fn senders(&self, mode: Mode) -> Vec<Sender> {
+        match mode {
+            Mode::Cpu => self.cpus.iter().copied().map(Sender::Cpu).collect(),
+            Mode::Connection => Vec::new(),
+        }
+    }
+}
+
+impl fmt::Debug for Options {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter
+            .debug_struct("Options")
+            .field("mode", &self.mode)
+            .field("ports", &self.ports)
+            .field("cpus", &self.cpus)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Who is told of each change of the kernel's tables before it is made.
+pub type Hook = Arc<dyn Fn(&Step) + Send + Sync>;
+
+/// Something that happened. Prints as one line for a log.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub enum Event {
+    /// The traffic of both sides is protected.
+    Up(Layout),
+    /// A session is over.
+    Over {
+        /// Who the peer was.
+        peer: String,
+        /// Why; none where this side ended it.
+        why: Option<String>,
+    },
+    /// A session is over, and its ports stay blocked for now: these many connections of
+    /// this host would go on in the clear.
+    StillUsed {
+        /// How many.
+        connections: usize,
+    },
+    /// The same, and nobody waits for their end any more.
+    Left {
+        /// The record by which a later process frees the ports.
+        record: PathBuf,
+        /// How many connections there are.
+        connections: usize,
+    },
+    /// What a dead process had left is gone.
+    Cleaned {
+        /// Its record.
+        record: PathBuf,
+        /// How many policies and SAs the record had.
+        objects: usize,
+    },
+    /// Somebody was not taken in.
+    Rejected {
+        /// Where it came from.
+        from: String,
+        /// Why.
+        why: String,
+    },
+}
+
+impl fmt::Display for Event {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Up(layout) => write!(
+                formatter,
+                "ports {} between {} and {} are protected, by {}",
+                layout.ports, layout.local, layout.peer, layout.mode
+            ),
+            Self::Over { peer, why: None } => write!(formatter, "the session with {peer} is over"),
+            Self::Over {
+                peer,
+                why: Some(why),
+            } => write!(formatter, "the session with {peer} is over: {why}"),
+            Self::StillUsed { connections } => write!(
+                formatter,
+                "{connections} connections use the ports: these stay blocked until they have ended"
+            ),
+            Self::Left {
+                record,
+                connections,
+            } => write!(
+                formatter,
+                "the ports stay blocked for the sake of {connections} connections; `dunlin ipsec clean` \
+                 frees them when these have ended, by {}",
+                record.display()
+            ),
+            Self::Cleaned { record, objects } => write!(
+                formatter,
+                "{objects} policies and SAs of a process that has died are gone, by {}",
+                record.display()
+            ),
+            Self::Rejected { from, why } => write!(formatter, "{from} was not taken in: {why}"),
+        }
+    }
+}
+
+/// Who is told what happens, on the threads where it does.
+pub type Observer = Arc<dyn Fn(&Event) + Send + Sync>;
+
+/// Takes back what processes that have died left in this network namespace.
+///
+/// # Errors
+/// The kernel does not answer, or a record cannot be read.
+pub fn clean_up(options: &Options, observer: &Observer) -> Result<(), IpsecError> {
+    session::clean_up(options, observer)
+}

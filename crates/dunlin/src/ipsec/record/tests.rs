@@ -1,0 +1,122 @@
+#![allow(clippy::unwrap_used)]
+
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use super::*;
+
+/// A directory that goes with the test.
+struct Place(PathBuf);
+
+impl Place {
+    fn new() -> Self {
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let name = format!("dunlin-ipsec-record-{}-{number}", std::process::id());
+        let path = std::env::temp_dir().join(name);
+        fs::create_dir(&path).unwrap();
+        Self(path.join("records"))
+    }
+
+    fn shelf(&self) -> Shelf {
+        Shelf::open(&self.0).unwrap()
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(self.0.parent().unwrap());
+    }
+}
+
+fn objects() -> [Object; 3] {
+    [
+        "policy out 192.0.2.1 192.0.2.2 ports 0/0x0000 4444/0xffff priority 103 block",
+        "sa in 192.0.2.2 192.0.2.1 spi 0x00001002 reqid 65536 epoch 1 index 0 fallback",
+        "sa out 192.0.2.1 192.0.2.2 spi 0x00001001 reqid 65537 epoch 1 index 2 cpu 3",
+    ]
+    .map(|line| line.parse().unwrap())
+}
+
+#[test]
+fn a_dead_processs_record_says_what_it_has_left() {
+    let place = Place::new();
+    let [policy, inbound, outbound] = objects();
+    let mut record = place.shelf().create(&[7; 16]).unwrap();
+    record.add(&[policy, inbound]).unwrap();
+    record.add(&[inbound, outbound]).unwrap();
+    record.gone(&inbound).unwrap();
+    record.gone(&inbound).unwrap();
+    assert!(
+        place.shelf().left().unwrap().is_empty(),
+        "its process lives"
+    );
+    drop(record);
+    let left = place.shelf().left().unwrap();
+    assert_eq!(left.len(), 1);
+    assert_eq!(left[0].objects(), [policy, outbound]);
+    assert!(place.shelf().left().unwrap().is_empty(), "it is taken over");
+    left.into_iter().for_each(|one| one.forget().unwrap());
+    assert!(place.shelf().left().unwrap().is_empty());
+}
+
+#[test]
+fn a_line_that_was_cut_short_was_never_installed() {
+    let place = Place::new();
+    let [policy, inbound, _] = objects();
+    let mut record = place.shelf().create(&[7; 16]).unwrap();
+    record.add(&[policy]).unwrap();
+    let path = record.path().to_owned();
+    drop(record);
+    let whole = fs::read(&path).unwrap();
+    let line = format!("+ {inbound}");
+    for cut in 0..line.len() {
+        fs::write(&path, [&whole, &line.as_bytes()[..cut]].concat()).unwrap();
+        assert_eq!(place.shelf().left().unwrap()[0].objects(), [policy]);
+    }
+}
+
+#[test]
+fn a_line_that_means_nothing_is_named_and_nothing_removed() {
+    let place = Place::new();
+    let record = place.shelf().create(&[7; 16]).unwrap();
+    let path = record.path().to_owned();
+    drop(record);
+    let mut text = fs::read_to_string(&path).unwrap();
+    text.push_str("+ everything\n");
+    fs::write(&path, text).unwrap();
+    let error = place.shelf().left().unwrap_err();
+    assert!(
+        matches!(error, IpsecError::Unreadable { line: 2, .. }),
+        "{error}"
+    );
+    assert!(path.exists());
+}
+
+#[test]
+fn a_record_of_another_boot_goes_and_one_of_another_namespace_stays() {
+    let place = Place::new();
+    let record = place.shelf().create(&[7; 16]).unwrap();
+    let path = record.path().to_owned();
+    drop(record);
+    let text = fs::read_to_string(&path).unwrap();
+    let (before, _) = text.split_once(" namespace ").unwrap();
+    fs::write(&path, format!("{before} namespace 4:1\n")).unwrap();
+    assert!(place.shelf().left().unwrap().is_empty());
+    assert!(path.exists(), "it is another namespace's");
+    fs::write(&path, text.replace(" boot ", " boot 0")).unwrap();
+    assert!(place.shelf().left().unwrap().is_empty());
+    assert!(!path.exists(), "the kernel's tables went with that boot");
+}
+
+#[test]
+fn a_directory_that_others_may_write_is_refused() {
+    use std::os::unix::fs::PermissionsExt;
+    let place = Place::new();
+    place.shelf();
+    fs::set_permissions(&place.0, fs::Permissions::from_mode(0o770)).unwrap();
+    let error = Shelf::open(&place.0).unwrap_err();
+    assert!(
+        matches!(error, IpsecError::Exposed { mode: 0o770, .. }),
+        "{error}"
+    );
+}

@@ -1,0 +1,241 @@
+//! A session as its owner has it: a handle to the threads that keep it.
+
+use std::fmt;
+use std::net::IpAddr;
+use std::sync::mpsc::{self, Receiver, Sender as Channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+
+use dunlin_proto::ipsec::exchange::Exchange;
+use dunlin_proto::ipsec::key::Role;
+use dunlin_proto::ipsec::message::{Message, Terms};
+use dunlin_proto::ipsec::object::{Association, Object};
+use dunlin_proto::ipsec::plan::{Layout, Step, Undo};
+use dunlin_proto::ipsec::{Grant, Sender};
+use dunlin_proto::negotiate::SessionId;
+use dunlin_sys::xfrm::{self, Counters};
+
+use super::error::IpsecError;
+use super::record::Shelf;
+use super::tables::{Tables, still_used};
+use super::{Event, Observer, Options};
+use crate::lane::control::ControlStream;
+
+mod driver;
+mod hear;
+mod system;
+
+use driver::Driver;
+pub(super) use system::random_session;
+
+/// A session between two hosts. When it is dropped, it is ended.
+pub struct Session {
+    commands: Channel<Told>,
+    standing: Arc<Mutex<Standing>>,
+    thread: Option<JoinHandle<Result<(), IpsecError>>>,
+}
+
+/// What a session's thread is told.
+enum Told {
+    Heard(Message),
+    Lost(IpsecError),
+    Want(Sender),
+    Rekey,
+    End,
+}
+
+/// What others may see of a session.
+#[derive(Default)]
+struct Standing {
+    layout: Option<Layout>,
+    outbound: (u32, Vec<Grant>),
+    inbound: (u32, Vec<Grant>),
+    up: bool,
+    xfrm: Option<Arc<xfrm::Xfrm>>,
+}
+
+/// How a session stands.
+#[derive(Clone, Debug)]
+pub struct Status {
+    /// This host's address.
+    pub local: IpAddr,
+    /// The peer's address.
+    pub peer: IpAddr,
+    /// The ports, and how traffic is spread.
+    pub layout: Layout,
+    /// Whether both sides' traffic is protected.
+    pub up: bool,
+    /// Its SAs.
+    pub associations: Vec<AssociationStatus>,
+}
+
+/// An SA, and what it has carried.
+#[derive(Clone, Debug)]
+pub struct AssociationStatus {
+    /// The SA.
+    pub association: Association,
+    /// What it has carried; none where somebody has removed it.
+    pub counters: Option<Counters>,
+}
+
+/// What a session begins with.
+pub(super) struct Beginning {
+    pub(super) control: ControlStream,
+    pub(super) session: SessionId,
+    pub(super) role: Role,
+    pub(super) exchange: Exchange,
+    pub(super) options: Options,
+    pub(super) observer: Observer,
+    /// Whether the peer may ask for these terms.
+    pub(super) admits: fn(&Options, &Terms) -> Result<(), IpsecError>,
+}
+
+impl Session {
+    /// Begins one, on threads of its own. The tables are those of the calling thread's
+    /// network namespace.
+    pub(super) fn begin(beginning: Beginning) -> Result<(Self, Receiver<()>), IpsecError> {
+        let (commands, told) = mpsc::channel();
+        let (tell_up, up) = mpsc::channel();
+        let standing = Arc::<Mutex<Standing>>::default();
+        let driver = Driver::new(beginning, Arc::clone(&standing), tell_up)?;
+        let heard = commands.clone();
+        let body = move || driver.run(&told, heard);
+        let thread = thread::Builder::new()
+            .name("dunlin-ipsec".to_owned())
+            .spawn(body)
+            .map_err(|source| IpsecError::Resources {
+                what: "a thread",
+                source,
+            })?;
+        let session = Self {
+            commands,
+            standing,
+            thread: Some(thread),
+        };
+        Ok((session, up))
+    }
+
+    /// How it stands; none before both sides have agreed on terms.
+    ///
+    /// # Errors
+    /// The kernel does not answer.
+    pub fn status(&self) -> Result<Option<Status>, IpsecError> {
+        let standing = lock(&self.standing);
+        let (Some(layout), Some(xfrm)) = (standing.layout, standing.xfrm.clone()) else {
+            return Ok(None);
+        };
+        let up = standing.up;
+        let mut steps = layout.inbound(standing.inbound.0, &standing.inbound.1);
+        let (epoch, grants) = &standing.outbound;
+        steps.extend(layout.outbound(*epoch, grants, false, &[]));
+        drop(standing);
+        let tables = Tables::of(xfrm);
+        let associations = steps.into_iter().filter_map(|step| match step {
+            Step::Add(Object::Association(association)) => Some(association),
+            _ => None,
+        });
+        let associations = associations.map(|association| {
+            let counters = tables.counters(&association)?;
+            Ok(AssociationStatus {
+                association,
+                counters,
+            })
+        });
+        Ok(Some(Status {
+            local: layout.local,
+            peer: layout.peer,
+            layout,
+            up,
+            associations: associations.collect::<Result<_, IpsecError>>()?,
+        }))
+    }
+
+    /// Wants an SA for one more CPU of this host, unless it has one.
+    pub fn want_cpu(&self, cpu: u32) {
+        self.tell(Told::Want(Sender::Cpu(cpu)));
+    }
+
+    /// Renews the keys of what this side sends.
+    pub fn rekey(&self) {
+        self.tell(Told::Rekey);
+    }
+
+    /// Has it end; see [`Session::wait`].
+    pub fn end(&self) {
+        self.tell(Told::End);
+    }
+
+    /// Whether it is over.
+    #[must_use]
+    pub fn is_over(&self) -> bool {
+        self.thread.as_ref().is_none_or(JoinHandle::is_finished)
+    }
+
+    /// Waits until it is over and everything is taken back.
+    ///
+    /// # Errors
+    /// Why it is over, unless it was ended here.
+    pub fn wait(mut self) -> Result<(), IpsecError> {
+        match self.thread.take().map(JoinHandle::join) {
+            Some(Ok(result)) => result,
+            // A panic has been printed by its hook.
+            Some(Err(_)) => Err(IpsecError::Ended),
+            None => Ok(()),
+        }
+    }
+
+    fn tell(&self, what: Told) {
+        // It is over where nobody listens.
+        let _ = self.commands.send(what);
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        self.tell(Told::End);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl fmt::Debug for Session {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.debug_struct("Session").finish_non_exhaustive()
+    }
+}
+
+/// Takes back what processes that have died left in this network namespace.
+///
+/// # Errors
+/// The kernel does not answer, or a record cannot be read.
+pub(super) fn clean_up(options: &Options, observer: &Observer) -> Result<(), IpsecError> {
+    let left = Shelf::open(&options.records)?.left()?;
+    if left.is_empty() {
+        return Ok(());
+    }
+    let mut tables = Tables::open(options.before_change.clone())?;
+    for mut record in left {
+        let objects = record.objects().len();
+        let undo: Undo = tables.take_back(&mut record)?;
+        let path = record.path().to_owned();
+        if tables.finish(&undo, &mut record)? {
+            record.forget()?;
+            observer(&Event::Cleaned {
+                record: path,
+                objects,
+            });
+        } else {
+            let connections = still_used(&undo.when_quiet)?;
+            observer(&Event::Left {
+                record: path,
+                connections,
+            });
+        }
+    }
+    Ok(())
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

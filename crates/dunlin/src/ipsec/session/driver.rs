@@ -1,0 +1,442 @@
+//! A session's own thread: carries out what the exchange decides.
+
+use std::collections::BTreeSet;
+use std::io;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender as Channel};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use dunlin_proto::ipsec::exchange::{Action, Exchange};
+use dunlin_proto::ipsec::key::{EXPORTER_LABEL, Role, context};
+use dunlin_proto::ipsec::message::{Message, Terms};
+use dunlin_proto::ipsec::object::{Association, Direction};
+use dunlin_proto::ipsec::plan::{Layout, REQID_BLOCKS, REQIDS, Step};
+use dunlin_proto::ipsec::{Grant, LEAST_SPI, Mode, Sender, Slot};
+use dunlin_proto::negotiate::SessionId;
+use dunlin_sys::xfrm::{self, KeyAndSalt, PerCpu};
+use zeroize::Zeroizing;
+
+use super::hear::read;
+use super::system::{is_of_this_host, random};
+use super::{Beginning, Standing, Told, lock};
+use crate::ipsec::error::{IpsecError, harmless, in_words};
+use crate::ipsec::record::{Record, Shelf};
+use crate::ipsec::sockets::{Connection, connections};
+use crate::ipsec::tables::{Tables, still_used};
+use crate::ipsec::{Event, Observer, Options};
+use crate::lane::control::ControlStream;
+
+/// How often connections are looked for, and whether it is quiet.
+const TICK: Duration = Duration::from_millis(200);
+/// How long an inbound SA stays after its last packet was sent.
+const GRACE: Duration = Duration::from_secs(2);
+
+/// What keeps a session.
+pub(super) struct Driver {
+    control: Arc<ControlStream>,
+    session: SessionId,
+    role: Role,
+    exchange: Exchange,
+    options: Options,
+    observer: Observer,
+    admits: fn(&Options, &Terms) -> Result<(), IpsecError>,
+    tables: Tables,
+    shelf: Shelf,
+    record: Option<Record>,
+    standing: Arc<Mutex<Standing>>,
+    tell_up: Channel<()>,
+    layout: Option<Layout>,
+    /// Inbound SAs that are to go, and when.
+    late: Vec<(Instant, Vec<Step>)>,
+    /// Connections that have an SA, or were given one.
+    known: BTreeSet<Connection>,
+    waits_since: Option<(&'static str, Instant)>,
+    rekeyed: Instant,
+    /// What ended it, in this side's own words.
+    failed: Option<IpsecError>,
+    over: bool,
+}
+
+impl Driver {
+    pub(super) fn new(
+        beginning: Beginning,
+        standing: Arc<Mutex<Standing>>,
+        tell_up: Channel<()>,
+    ) -> Result<Self, IpsecError> {
+        let options = beginning.options;
+        let tables = Tables::open(options.before_change.clone())?;
+        lock(&standing).xfrm = Some(Arc::clone(&tables.xfrm));
+        Ok(Self {
+            control: Arc::new(beginning.control),
+            session: beginning.session,
+            role: beginning.role,
+            exchange: beginning.exchange,
+            observer: beginning.observer,
+            admits: beginning.admits,
+            shelf: Shelf::open(&options.records)?,
+            tables,
+            options,
+            record: None,
+            standing,
+            tell_up,
+            layout: None,
+            late: Vec::new(),
+            known: BTreeSet::new(),
+            waits_since: None,
+            rekeyed: Instant::now(),
+            failed: None,
+            over: false,
+        })
+    }
+
+    pub(super) fn run(
+        mut self,
+        told: &Receiver<Told>,
+        heard: Channel<Told>,
+    ) -> Result<(), IpsecError> {
+        let control = Arc::clone(&self.control);
+        let reader = thread::Builder::new()
+            .name("dunlin-ipsec-control".to_owned())
+            .spawn(move || read(&control, &heard));
+        if let Err(source) = &reader {
+            let source = io::Error::from(source.kind());
+            self.give_up(IpsecError::Resources {
+                what: "a thread",
+                source,
+            });
+        }
+        self.settle();
+        while !self.over {
+            match told.recv_timeout(TICK) {
+                Ok(Told::Heard(message)) => self.exchange.handle_message(message),
+                Ok(Told::Lost(error)) => self.give_up(error),
+                Ok(Told::Want(sender)) => self.exchange.want(sender),
+                Ok(Told::Rekey) => self.rekey(),
+                Ok(Told::End) | Err(RecvTimeoutError::Disconnected) => {
+                    self.give_up(IpsecError::Ended);
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+            self.settle();
+            if !self.over
+                && let Err(error) = self.look_around()
+            {
+                self.give_up(error);
+                self.settle();
+            }
+        }
+        // The peer hears that nothing more comes; it may be gone.
+        let _ = self.control.close();
+        self.control.shutdown();
+        if let Ok(reader) = reader {
+            let _ = reader.join();
+        }
+        let result = match self.failed.take() {
+            None | Some(IpsecError::Ended) => Ok(()),
+            Some(error) => Err(error),
+        };
+        self.take_everything_back(told)?;
+        result
+    }
+
+    /// Does what is to be done.
+    fn settle(&mut self) {
+        while let Some(action) = self.exchange.poll_action() {
+            if let Err(error) = self.act(action) {
+                self.give_up(error);
+            }
+        }
+        let (outbound, inbound) = (self.exchange.outbound(), self.exchange.inbound());
+        let mut standing = lock(&self.standing);
+        standing.outbound = (outbound.0, outbound.1.to_vec());
+        standing.inbound = (inbound.0, inbound.1.to_vec());
+        standing.layout = self.layout;
+    }
+
+    fn act(&mut self, action: Action) -> Result<(), IpsecError> {
+        match action {
+            Action::Send(message) => self.send(&message),
+            Action::Begin(terms) => {
+                self.begin(&terms)?;
+                self.exchange.begun();
+                Ok(())
+            }
+            Action::InstallInbound { epoch, slots } => {
+                let spis = self.install_inbound(epoch, &slots)?;
+                self.exchange.inbound_stands(&spis);
+                Ok(())
+            }
+            Action::InstallOutbound {
+                epoch,
+                grants,
+                first,
+                known,
+            } => {
+                let steps = self.layout()?.outbound(epoch, &grants, first, &known);
+                self.apply(&steps)?;
+                self.exchange.outbound_stands();
+                Ok(())
+            }
+            Action::RetireOutbound {
+                epoch,
+                grants,
+                over,
+            } => {
+                let steps = self.layout()?.retire(epoch, &grants, over);
+                self.apply(&steps)
+            }
+            Action::RetireInbound { epoch, grants } => {
+                let steps = self.layout()?.retire_inbound(epoch, &grants);
+                self.late.push((Instant::now() + GRACE, steps));
+                Ok(())
+            }
+            Action::Up => {
+                lock(&self.standing).up = true;
+                self.tell(Event::Up(self.layout()?));
+                let _ = self.tell_up.send(());
+                Ok(())
+            }
+            Action::Over(ending) => {
+                self.over = true;
+                if self.failed.is_none() {
+                    self.failed = Some(if ending.by_peer {
+                        IpsecError::EndedByPeer {
+                            fault: ending.fault,
+                            text: harmless(&ending.text),
+                        }
+                    } else {
+                        IpsecError::Breach(ending.text)
+                    });
+                }
+                Ok(())
+            }
+        }
+    }
+
+    /// Blocks the ports, if there is nothing against it.
+    fn begin(&mut self, terms: &Terms) -> Result<(), IpsecError> {
+        (self.admits)(&self.options, terms)?;
+        let socket = self.control.socket();
+        let address = |end: io::Result<std::net::SocketAddr>| {
+            end.map_err(|source| IpsecError::Resources {
+                what: "the address of the control connection",
+                source,
+            })
+        };
+        let (local, peer) = (address(socket.local_addr())?, address(socket.peer_addr())?);
+        let (own, other) = (local.ip().to_canonical(), peer.ip().to_canonical());
+        if (own, other) != (terms.other, terms.own) {
+            return Err(IpsecError::Breach(format!(
+                "the peer calls itself {} and this side {}, which are {other} and {own} to this side: \
+                 something on the path translates addresses",
+                terms.own, terms.other
+            )));
+        }
+        if is_of_this_host(other)? {
+            return Err(IpsecError::SameHost(other));
+        }
+        for port in [local.port(), peer.port()] {
+            if terms.ports.contains(port) {
+                return Err(IpsecError::CoversControl(port));
+            }
+        }
+        if terms.mode == Mode::Cpu {
+            let per_cpu = self.tables.xfrm.per_cpu();
+            let per_cpu = per_cpu.map_err(|source| IpsecError::Kernel {
+                doing: "SAs for CPUs are looked for".to_owned(),
+                source,
+            })?;
+            if per_cpu == PerCpu::Ignored {
+                return Err(IpsecError::NoPerCpu);
+            }
+        }
+        let udp = terms
+            .udp
+            .zip(self.options.udp)
+            .map(|(theirs, own)| (own, theirs));
+        let lock = self.shelf.lock()?;
+        let mut layout = Layout {
+            local: own,
+            peer: other,
+            ports: terms.ports,
+            mode: terms.mode,
+            first_reqid: REQIDS,
+            udp,
+        };
+        self.tables.are_free(&layout.begin())?;
+        let random = || random().map(u32::from_le_bytes);
+        layout.first_reqid = self.tables.free_reqids(REQID_BLOCKS, REQIDS, random)?;
+        self.record = Some(self.shelf.create(&self.session)?);
+        self.layout = Some(layout);
+        let result = self.apply(&layout.begin());
+        drop(lock);
+        result
+    }
+
+    /// Installs SAs of what the peer sends, each under an SPI that is free.
+    fn install_inbound(&mut self, epoch: u32, slots: &[Slot]) -> Result<Vec<u32>, IpsecError> {
+        let layout = self.layout()?;
+        let mut spis = Vec::new();
+        for slot in slots {
+            // One in four thousand million is taken, for each that there is.
+            for attempt in 0.. {
+                let spi = u32::from_le_bytes(random()?).max(LEAST_SPI);
+                let grant = Grant { slot: *slot, spi };
+                match self.apply(&layout.inbound(epoch, &[grant])) {
+                    Ok(()) => {
+                        spis.push(spi);
+                        break;
+                    }
+                    Err(IpsecError::Kernel {
+                        source: xfrm::Error::Taken { .. },
+                        ..
+                    }) if attempt < 8 => {}
+                    Err(error) => return Err(error),
+                }
+            }
+        }
+        Ok(spis)
+    }
+
+    fn apply(&mut self, steps: &[Step]) -> Result<(), IpsecError> {
+        let Some(record) = &mut self.record else {
+            return Err(IpsecError::Ended);
+        };
+        let (control, session, role) = (&self.control, &self.session, self.role);
+        let key = |one: &Association| {
+            let sender = match one.direction {
+                Direction::Out => role,
+                Direction::In => role.peer(),
+            };
+            let context = context(session, sender, one.slot.index, one.epoch);
+            let mut key = Zeroizing::new([0; KeyAndSalt::BYTES]);
+            control.export(EXPORTER_LABEL, Some(&context), &mut *key)?;
+            Ok(KeyAndSalt::from(key))
+        };
+        self.tables.apply(steps, record, &key)
+    }
+
+    /// What time brings: silence, connections that come and go, SAs that are to go.
+    fn look_around(&mut self) -> Result<(), IpsecError> {
+        let now = Instant::now();
+        self.waits_since = match (self.exchange.waits_for(), self.waits_since) {
+            (None, _) => None,
+            (Some(what), Some((before, since))) if what == before => Some((what, since)),
+            (Some(what), _) => Some((what, now)),
+        };
+        if let Some((what, since)) = self.waits_since
+            && now.duration_since(since) >= self.options.patience
+        {
+            return Err(IpsecError::Silent(what));
+        }
+        let (due, later) = std::mem::take(&mut self.late)
+            .into_iter()
+            .partition::<Vec<_>, _>(|(when, _)| *when <= now);
+        self.late = later;
+        for (_, steps) in due {
+            self.apply(&steps)?;
+        }
+        if self
+            .options
+            .rekey_after
+            .is_some_and(|after| self.rekeyed.elapsed() >= after)
+        {
+            self.rekey();
+        }
+        if lock(&self.standing).up && self.layout()?.mode == Mode::Connection {
+            self.follow_connections()?;
+        }
+        self.settle();
+        Ok(())
+    }
+
+    /// Has an SA for each connection of the ports, and none for one that is over.
+    fn follow_connections(&mut self) -> Result<(), IpsecError> {
+        let layout = self.layout()?;
+        let ours = |one: &Connection| {
+            one.local.ip() == layout.local
+                && one.peer.ip() == layout.peer
+                && layout.covers(one.local.port(), one.peer.port())
+        };
+        let all = connections()?;
+        let sender = |one: &Connection| Sender::Connection {
+            from: one.local.port(),
+            to: one.peer.port(),
+        };
+        let standing: BTreeSet<Sender> = all.iter().filter(|one| ours(one)).map(sender).collect();
+        let gone = self
+            .known
+            .iter()
+            .filter(|one| !standing.contains(&sender(one)));
+        for one in gone.copied().collect::<Vec<_>>() {
+            self.known.remove(&one);
+            self.exchange.release(sender(&one));
+        }
+        for one in all
+            .into_iter()
+            .filter(|one| ours(one) && one.is_established)
+        {
+            if self.known.insert(one) {
+                self.exchange.want(sender(&one));
+            }
+        }
+        Ok(())
+    }
+
+    fn rekey(&mut self) {
+        self.rekeyed = Instant::now();
+        self.exchange.rekey();
+    }
+
+    fn layout(&self) -> Result<Layout, IpsecError> {
+        self.layout.ok_or(IpsecError::Ended)
+    }
+
+    fn send(&self, message: &Message) -> Result<(), IpsecError> {
+        let mut bytes = Vec::new();
+        message.encode(&mut bytes)?;
+        Ok(self.control.send(&bytes)?)
+    }
+
+    /// Ends the session for a reason of this side's; the first one counts.
+    fn give_up(&mut self, error: IpsecError) {
+        let (fault, text) = (error.fault(), in_words(&error));
+        self.exchange.end(fault, &text);
+        self.failed.get_or_insert(error);
+    }
+
+    fn tell(&self, event: Event) {
+        (self.observer)(&event);
+    }
+
+    /// Takes back what was installed. While connections use the ports, these stay
+    /// blocked; after `quiet_wait`, or a second word to end, that is left to a later process.
+    fn take_everything_back(&mut self, told: &Receiver<Told>) -> Result<(), IpsecError> {
+        lock(&self.standing).up = false;
+        let Some(mut record) = self.record.take() else {
+            return Ok(());
+        };
+        let undo = self.tables.take_back(&mut record)?;
+        let began = Instant::now();
+        let mut said = false;
+        while !self.tables.finish(&undo, &mut record)? {
+            let connections = still_used(&undo.when_quiet)?;
+            if !said {
+                self.tell(Event::StillUsed { connections });
+                said = true;
+            }
+            if began.elapsed() >= self.options.quiet_wait {
+                let record = record.path().to_owned();
+                self.tell(Event::Left {
+                    record,
+                    connections,
+                });
+                return Ok(());
+            }
+            // Nothing that is told counts any more.
+            let _ = told.recv_timeout(TICK);
+        }
+        record.forget()
+    }
+}

@@ -1,0 +1,127 @@
+//! Which TCP connections this host has, by procfs: of the calling thread's network
+//! namespace.
+
+use std::fs;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+
+use super::error::IpsecError;
+
+/// A connection of this host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(super) struct Connection {
+    pub(super) local: SocketAddr,
+    pub(super) peer: SocketAddr,
+    /// Whether its handshake is complete, and its end has not begun.
+    pub(super) is_established: bool,
+}
+
+/// States of include/net/tcp_states.h that send no data: TIME_WAIT, CLOSE, LISTEN.
+const SILENT: [u8; 3] = [6, 7, 10];
+const ESTABLISHED: u8 = 1;
+
+/// All connections that may yet send data, those without an owner included.
+pub(super) fn connections() -> Result<Vec<Connection>, IpsecError> {
+    let mut connections = Vec::new();
+    for path in ["/proc/thread-self/net/tcp", "/proc/thread-self/net/tcp6"] {
+        match fs::read_to_string(path) {
+            Ok(table) => connections.extend(table.lines().skip(1).filter_map(parse)),
+            // A kernel without IPv6 has no second table.
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound && path.ends_with('6') => {}
+            Err(source) => return Err(IpsecError::System { path, source }),
+        }
+    }
+    Ok(connections)
+}
+
+/// A row: its number, local and remote address in hexadecimal, state.
+fn parse(row: &str) -> Option<Connection> {
+    let mut words = row.split_whitespace().skip(1);
+    let (local, peer) = (address(words.next()?)?, address(words.next()?)?);
+    let state = u8::from_str_radix(words.next()?, 16).ok()?;
+    (!SILENT.contains(&state)).then_some(Connection {
+        local,
+        peer,
+        is_established: state == ESTABLISHED,
+    })
+}
+
+/// The address as words in the host's byte order, and the port.
+fn address(text: &str) -> Option<SocketAddr> {
+    let (host, port) = text.split_once(':')?;
+    let port = u16::from_str_radix(port, 16).ok()?;
+    let word = |at: usize| {
+        let digits = host.get(8 * at..8 * at + 8)?;
+        Some(u32::from_str_radix(digits, 16).ok()?.to_ne_bytes())
+    };
+    let host: IpAddr = match host.len() {
+        8 => Ipv4Addr::from(word(0)?).into(),
+        32 => {
+            let mut octets = [0; 16];
+            for (at, four) in octets.chunks_exact_mut(4).enumerate() {
+                four.copy_from_slice(&word(at)?);
+            }
+            IpAddr::from(Ipv6Addr::from(octets)).to_canonical()
+        }
+        _ => return None,
+    };
+    Some(SocketAddr::new(host, port))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::net::{TcpListener, TcpStream};
+
+    use super::*;
+
+    #[test]
+    fn a_connection_is_listed_until_it_is_over_and_a_listener_never() {
+        for any in ["127.0.0.1:0", "[::1]:0"] {
+            let listener = match TcpListener::bind(any) {
+                Ok(listener) => listener,
+                Err(error) => {
+                    println!("{any}: {error}");
+                    assert!(any.starts_with('['), "IPv4 is there");
+                    continue;
+                }
+            };
+            let at = listener.local_addr().unwrap();
+            let client = TcpStream::connect(at).unwrap();
+            let (server, from) = listener.accept().unwrap();
+            let listed = connections().unwrap();
+            for (local, peer) in [(from, at), (at, from)] {
+                let found = |one: &&Connection| one.local == local && one.peer == peer;
+                assert!(listed.iter().find(found).unwrap().is_established);
+            }
+            assert!(listed.iter().all(|one| one.peer.port() != 0));
+            // The side that ends first keeps a TIME_WAIT, which sends no data.
+            drop(client);
+            drop(server);
+            let mut left = connections().unwrap();
+            left.retain(|one| one.local == from && one.is_established);
+            assert_eq!(left, []);
+        }
+    }
+
+    #[test]
+    fn addresses_are_read_as_the_kernel_writes_them() {
+        let little = cfg!(target_endian = "little");
+        let v4 = if little { "0100007F" } else { "7F000001" };
+        assert_eq!(
+            address(&format!("{v4}:1F90")),
+            "127.0.0.1:8080".parse().ok()
+        );
+        let mapped = if little {
+            "0000000000000000FFFF00000100007F"
+        } else {
+            "00000000000000000000FFFF7F000001"
+        };
+        assert_eq!(
+            address(&format!("{mapped}:0001")),
+            "127.0.0.1:1".parse().ok()
+        );
+        assert_eq!(address("0100:0001"), None);
+        assert_eq!(address("ÄÄÄÄ:0001"), None);
+    }
+}

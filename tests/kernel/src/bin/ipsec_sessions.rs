@@ -1,0 +1,368 @@
+//! Whole sessions of `dunlin ipsec` between two hosts: an SA for each connection and for each CPU,
+//! new keys, and a process that dies between any two changes of the kernel's tables.
+
+use std::io::Write;
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::path::Path;
+use std::process::{Command, ExitCode};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use dunlin::ipsec::{Mode, Options, PortRange, up};
+use dunlin::lane::identity::{Identity, LoadOptions};
+use dunlin::lane::peers::Peer;
+use dunlin::lane::provider::Crypto;
+use dunlin_kernel_tests::sessions::{
+    AT, AT_6, BYTES, Capture, LIMIT, NAME, Process, SERVER, SERVER_6, associations, captured,
+    carry, connect, connect_to, credentials, empty, inside, netns, nothing_left, status, until,
+    up_with,
+};
+use dunlin_kernel_tests::{Guest, Needs, run};
+use dunlin_sys::affinity::pin_to;
+use dunlin_sys::socket::set_reset_on_close;
+use serde_json::Value;
+
+const NEEDS: Needs = Needs {
+    cpus: 4,
+    packages: &["iproute2", "tcpdump"],
+    dunlin: true,
+    limit_seconds: 420,
+    ..Needs::NOTHING
+};
+
+/// Asks this program to be the session's process that dies.
+const DIE: &str = "--die-before";
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().collect();
+    if let [_, word, step, folder] = &arguments[..]
+        && word == DIE
+    {
+        return die_before(step.parse().expect("a number"), folder);
+    }
+    run(&NEEDS, |guest| {
+        connect(guest);
+        credentials(guest);
+        let capture = Capture::begin("b", "sessions.pcap");
+        let serve = Process::serve();
+        println!("i6_four_connections_have_an_sa_each_and_new_keys");
+        i6_four_connections_have_an_sa_each_and_new_keys(guest);
+        println!("each_cpu_has_an_sa");
+        each_cpu_has_an_sa(guest);
+        println!("esp_goes_in_udp_over_ipv6");
+        esp_goes_in_udp_over_ipv6(guest);
+        println!("what_is_in_the_way_is_named");
+        what_is_in_the_way_is_named(guest);
+        println!("i6_ports_in_use_stay_blocked_until_their_connections_end");
+        i6_ports_in_use_stay_blocked_until_their_connections_end(guest);
+        println!("i6_p13_a_process_that_dies_leaves_nothing_in_the_clear");
+        i6_p13_a_process_that_dies_leaves_nothing_in_the_clear(guest);
+        let serve = p13_a_server_that_was_killed_takes_its_own_back(guest, serve);
+        serve.end(guest);
+        capture.end(guest);
+        // Everything but the control connections is ESP. (A host answers what a blocked
+        // neighbour sends with nothing at all.)
+        let seen = |filter| captured(guest, "sessions.pcap", filter);
+        assert_eq!(seen("tcp and not port 7302"), 0, "in the clear");
+        assert!(seen("esp") > 100, "by ESP");
+        assert!(seen("ip6 and udp port 4500") > 10, "by ESP in UDP");
+        assert!(seen("tcp and port 7302") > 10, "the control connections");
+    })
+}
+
+/// As `ipsec up --mode connection` is used by a hypervisor with several connections.
+fn i6_four_connections_have_an_sa_each_and_new_keys(guest: &Guest) {
+    let session = Process::up("connection");
+    let listener = inside("b", || TcpListener::bind(AT)).expect("b listens");
+    let connections: Vec<(TcpStream, TcpStream)> = (0..4)
+        .map(|_| {
+            let near = inside("a", || connect_to(AT)).expect("a connects");
+            let (far, _) = listener.accept().expect("b accepts");
+            (near, far)
+        })
+        .collect();
+    let own = |lines: &[Value]| -> Vec<Value> {
+        let out = lines.iter().filter(|one| one["direction"] == "out");
+        out.filter(|one| !one["connection"].is_null())
+            .cloned()
+            .collect()
+    };
+    until("each connection has its SA", || {
+        own(&associations(guest, "a")).len() == 4
+    });
+    until("in the other direction too", || {
+        own(&associations(guest, "b")).len() == 4
+    });
+    carry(guest, &connections);
+    let used = own(&associations(guest, "a"));
+    for one in &used {
+        assert!(one["bytes"].as_u64() >= Some(BYTES as u64), "{used:?}");
+        assert_eq!(one["not_authentic"], 0, "{used:?}");
+    }
+    for host in ["a", "b"] {
+        guest.command("dunlin", &status(host, &["--rekey"]));
+    }
+    until("new keys", || {
+        let lines = associations(guest, "a");
+        lines.iter().all(|one| one["epoch"] == 2)
+    });
+    carry(guest, &connections);
+    let used = own(&associations(guest, "a"));
+    assert_eq!(used.len(), 4);
+    for one in &used {
+        assert!(one["bytes"].as_u64() >= Some(BYTES as u64), "{used:?}");
+    }
+    // One is over: its SA goes, and the others' stay.
+    let mut connections = connections;
+    connections.pop();
+    until("an SA goes with its connection", || {
+        own(&associations(guest, "a")).len() == 3
+    });
+    carry(guest, &connections);
+    drop(connections);
+    drop(listener);
+    session.end(guest);
+    nothing_left(guest);
+}
+
+/// Both kernels of the rig have SAs for one CPU, the older one taken over into its series.
+fn each_cpu_has_an_sa(guest: &Guest) {
+    let session = Process::up("cpu");
+    let listener = inside("b", || TcpListener::bind(AT)).expect("b listens");
+    let connections: Vec<(TcpStream, TcpStream)> = (0..4)
+        .map(|cpu| {
+            let connect = || {
+                pin_to(cpu).expect("the machine has four");
+                connect_to(AT)
+            };
+            let near = inside("a", connect).expect("a connects");
+            (near, listener.accept().expect("b accepts").0)
+        })
+        .collect();
+    carry(guest, &connections);
+    let lines = associations(guest, "a");
+    for cpu in 0..4 {
+        let own = |one: &&Value| one["direction"] == "out" && one["cpu"] == cpu;
+        let one = lines
+            .iter()
+            .find(own)
+            .unwrap_or_else(|| panic!("{lines:?}"));
+        let bytes = one["bytes"].as_u64().expect("it stands") as usize;
+        assert!((BYTES..2 * BYTES).contains(&bytes), "CPU {cpu}: {lines:?}");
+    }
+    drop(connections);
+    session.end(guest);
+    nothing_left(guest);
+}
+
+/// And so it arrives spread over several UDP source ports, which a network card can hash.
+fn esp_goes_in_udp_over_ipv6(guest: &Guest) {
+    let session = Process::begin(
+        up_with(SERVER_6, &["--mode", "connection", "--udp", "4500"]),
+        "up",
+    );
+    let listener = inside("b", || TcpListener::bind(AT_6)).expect("b listens");
+    let near = inside("a", || connect_to(AT_6)).expect("a connects");
+    let connection = [(near, listener.accept().expect("b accepts").0)];
+    let of_connection = |one: &Value| one["direction"] == "out" && !one["connection"].is_null();
+    until("the connection has its SA", || {
+        associations(guest, "a").iter().any(of_connection)
+    });
+    carry(guest, &connection);
+    let lines = associations(guest, "a");
+    let own = lines
+        .iter()
+        .find(|one| of_connection(one))
+        .expect("it was there");
+    assert!(own["bytes"].as_u64() >= Some(BYTES as u64), "{lines:?}");
+    drop(connection);
+    session.end(guest);
+    nothing_left(guest);
+}
+
+/// Somebody else's policy, and another session of ours; both stay as they are.
+fn what_is_in_the_way_is_named(guest: &Guest) {
+    let policy = "src 10.0.0.0/24 dst 10.0.0.0/24 proto 6 dport 4446 dir out";
+    let ip = |line: String| guest.command("ip", &line.split_whitespace().collect::<Vec<_>>());
+    ip(format!(
+        "-n a xfrm policy add {policy} action allow priority 3000"
+    ));
+    refused("another policy covers");
+    assert!(
+        guest
+            .output("ip", &["-n", "a", "xfrm", "policy"])
+            .contains("priority 3000")
+    );
+    ip(format!("-n a xfrm policy delete {policy}"));
+    nothing_left(guest);
+    let session = Process::up("connection");
+    refused("another policy covers");
+    assert_eq!(
+        associations(guest, "a").len(),
+        2,
+        "the first session's stand"
+    );
+    assert_eq!(associations(guest, "b").len(), 2);
+    session.end(guest);
+    nothing_left(guest);
+}
+
+/// A second session from the same host is refused, and says why.
+fn refused(why: &str) {
+    let more = ["--mode", "connection", "--control", "run-2"];
+    let refused = up_with(SERVER, &more).output().expect("it starts");
+    let said = String::from_utf8_lossy(&refused.stderr);
+    assert!(!refused.status.success());
+    assert!(said.contains(why), "{said}");
+}
+
+/// What a connection still has to send is not sent in the clear when its session ends.
+fn i6_ports_in_use_stay_blocked_until_their_connections_end(guest: &Guest) {
+    let session = Process::begin(
+        up_with(SERVER, &["--mode", "connection", "--quiet-wait", "1s"]),
+        "up",
+    );
+    let listener = inside("b", || TcpListener::bind(AT)).expect("b listens");
+    let near = inside("a", || connect_to(AT)).expect("a connects");
+    let far = listener.accept().expect("b accepts").0;
+    carry(
+        guest,
+        &[(
+            near.try_clone().expect("a descriptor"),
+            far.try_clone().expect("a descriptor"),
+        )],
+    );
+    session.end(guest);
+    // It is retransmitted from now on, if anything lets it.
+    let _ = (&near).write_all(&[7; 4096]);
+    thread::sleep(Duration::from_secs(3));
+    let policies = guest.output("ip", &["-n", "a", "xfrm", "policy"]);
+    assert!(policies.contains("action block"), "{policies}");
+    assert!(
+        !guest
+            .output("ip", &["-n", "a", "xfrm", "state"])
+            .contains("proto esp")
+    );
+    let clean = netns("a", &["dunlin", "ipsec", "clean", "--state-dir", "state-a"]);
+    guest.command("ip", &clean);
+    let policies = guest.output("ip", &["-n", "a", "xfrm", "policy"]);
+    assert!(
+        policies.contains("action block"),
+        "it is not over yet: {policies}"
+    );
+    // As its owner would that has died: the kernel forgets what it had to send.
+    for end in [&near, &far] {
+        set_reset_on_close(end).expect("a socket");
+    }
+    drop((near, far));
+    until("the ports are free", || {
+        guest.command("ip", &clean);
+        empty(guest, "a") && empty(guest, "b")
+    });
+}
+
+/// The next one does so before it takes anybody in; and the peer's session has ended by itself.
+fn p13_a_server_that_was_killed_takes_its_own_back(guest: &Guest, serve: Process) -> Process {
+    let mut session = Process::up("connection");
+    guest.command("kill", &["-KILL", &serve.0.id().to_string()]);
+    let mut serve = serve;
+    let _ = serve.0.wait();
+    assert!(
+        !session.0.wait().expect("it ends").success(),
+        "its peer has gone"
+    );
+    until("the peer's own are taken back", || empty(guest, "a"));
+    assert!(!empty(guest, "b"));
+    let again = Process::serve();
+    assert!(empty(guest, "b"));
+    Process::up("connection").end(guest);
+    nothing_left(guest);
+    again
+}
+
+/// `up` dies before each of its changes of the kernel's tables, forth and back.
+fn i6_p13_a_process_that_dies_leaves_nothing_in_the_clear(guest: &Guest) {
+    foreign(guest, "add");
+    let mut deaths = 0;
+    for step in 0.. {
+        let died = Command::new("ip")
+            .args(["netns", "exec", "a"])
+            .arg(std::env::current_exe().expect("it runs"))
+            .args([DIE, &step.to_string(), "left"])
+            .status()
+            .expect("ip starts");
+        if died.success() {
+            break;
+        }
+        deaths += 1;
+        // Where the ports are ours still, nothing of them is sent: the capture has all of it.
+        let policies = guest.output("ip", &["-n", "a", "xfrm", "policy"]);
+        if policies.contains("dport 4444 ") || policies.contains("dport 4444/") {
+            let at: SocketAddr = AT.parse().expect("an address");
+            let tried = inside("a", || {
+                TcpStream::connect_timeout(&at, Duration::from_millis(300))
+            });
+            assert!(tried.is_err(), "died before step {step}: {policies}");
+        }
+        guest.command(
+            "ip",
+            &netns("a", &["dunlin", "ipsec", "clean", "--state-dir", "left"]),
+        );
+        let left = guest.output("ip", &["-n", "a", "xfrm", "state"]);
+        assert_eq!(left.matches("proto esp").count(), 1, "step {step}: {left}");
+        assert!(left.contains("dst 10.9.9.9"), "the foreign SA: {left}");
+        let left = guest.output("ip", &["-n", "a", "xfrm", "policy"]);
+        assert_eq!(left.matches("priority").count(), 1, "step {step}: {left}");
+        assert!(left.contains("10.9.9.9"), "the foreign policy: {left}");
+        until("the peer takes its own back", || empty(guest, "b"));
+    }
+    println!("died {deaths} times");
+    assert!(deaths >= 14, "{deaths} steps");
+    foreign(guest, "delete");
+    nothing_left(guest);
+}
+
+/// The process that dies: before the given change, or not at all if there are fewer.
+fn die_before(step: usize, folder: &str) -> ExitCode {
+    let load = Identity::load(Path::new("host-a"), LoadOptions::default());
+    let (identity, _) = load.expect("it was made");
+    let peers = [NAME.parse::<Peer>().expect("a name")]
+        .into_iter()
+        .collect();
+    let tls = identity
+        .client(&Crypto::auto(), peers)
+        .expect("the settings are whole");
+    let ports: PortRange = "4444".parse().expect("a port");
+    let mut options = Options::new(Mode::Connection, ports, Path::new(folder).join("ipsec"));
+    options.patience = LIMIT;
+    let done = Arc::new(AtomicUsize::new(0));
+    options.before_change = Some(Arc::new(move |change| {
+        if done.fetch_add(1, Ordering::SeqCst) == step {
+            println!("dies before {change:?}");
+            // As by SIGKILL: nothing is unwound or dropped.
+            std::process::abort();
+        }
+    }));
+    let observer: dunlin::ipsec::Observer = Arc::new(|event| println!("{event}"));
+    let session = up(SERVER, &tls, &options, &observer).expect("it comes up");
+    session.end();
+    session.wait().expect("it ends");
+    ExitCode::SUCCESS
+}
+
+/// An SA and a policy that are not ours.
+fn foreign(guest: &Guest, verb: &str) {
+    let sa = "src 10.0.0.1 dst 10.9.9.9 proto esp spi 0x999";
+    let add = "reqid 99 mode transport aead rfc4106(gcm(aes)) \
+               0x000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f20212223 128";
+    let policy = "src 10.0.0.1 dst 10.9.9.9 dir out";
+    let template = "priority 7 tmpl src 10.0.0.1 dst 10.9.9.9 proto esp mode transport";
+    let adds = verb == "add";
+    for (table, which, what) in [("state", sa, add), ("policy", policy, template)] {
+        let what = if adds { what } else { "" };
+        let line = format!("-n a xfrm {table} {verb} {which} {what}");
+        guest.command("ip", &line.split_whitespace().collect::<Vec<_>>());
+    }
+}

@@ -1,0 +1,55 @@
+//! A kernel without SAs of one CPU passes over the number in silence; what it is asked to read back tells, where its version does not.
+
+use std::process::ExitCode;
+
+use dunlin_kernel_tests::ipsec::{CPUS, Family, Hosts, Sa, protect};
+use dunlin_kernel_tests::{Needs, run};
+use dunlin_sys::privileges::drop_capabilities;
+use dunlin_sys::xfrm::{Direction, Error, PerCpu, Protocol, Xfrm};
+
+const NEEDS: Needs = Needs {
+    cpus: CPUS,
+    packages: &["iproute2"],
+    ..Needs::NOTHING
+};
+
+fn main() -> ExitCode {
+    run(&NEEDS, |guest| {
+        let hosts = Hosts::new(guest);
+        let Hosts { a, b, .. } = &hosts;
+        let probed = a.xfrm.per_cpu().expect("it can be asked");
+        println!("{probed:?} under Linux {:?}", guest.kernel());
+        // The first with them; some earlier ones were given them later, Debian's 6.12 for one.
+        assert!(probed == PerCpu::Supported || guest.kernel() < (6, 13));
+        let knows = probed == PerCpu::Supported;
+        // What was reserved for the probe is gone.
+        assert_eq!(a.xfrm.states().expect("it can be asked"), []);
+
+        let sa = Sa::new(0x1000).of_cpu(1);
+        let state = sa.state(a, b, Direction::Out);
+        a.xfrm
+            .add_state(&state)
+            .expect("it is added without a word");
+        let held = a.xfrm.state(&state.id).expect("it can be asked");
+        let held = held.expect("it is there");
+        assert_eq!(held.cpu, knows.then_some(1));
+        // Both kernels know directions (6.10).
+        assert_eq!(held.direction, Some(Direction::Out));
+        match a.xfrm.verify(&state) {
+            Ok(()) => assert!(knows),
+            Err(Error::Differs { what: "the CPU" }) => assert!(!knows),
+            Err(other) => panic!("{other}"),
+        }
+
+        // The right to change anything is asked for when it is opened.
+        let refused = a.run(|| {
+            drop_capabilities().expect("they are its own");
+            Xfrm::open().map(drop)
+        });
+        let refused = refused.expect_err("it has no capabilities");
+        println!("{refused}");
+        assert!(matches!(refused, Error::NotPermitted { .. }), "{refused}");
+
+        let _ = protect(&hosts, Family::V6, Protocol::UDP);
+    })
+}

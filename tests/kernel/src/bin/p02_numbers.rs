@@ -1,0 +1,174 @@
+//! Numbers at their edges: CPUs that cannot be, windows of an outbound SA, SPIs that are taken.
+
+use std::process::ExitCode;
+
+use dunlin_kernel_tests::ipsec::{
+    CPUS, Family, Hosts, REQID, Sa, has_per_cpu, lanes_from, policies,
+};
+use dunlin_kernel_tests::{Guest, Needs, run};
+use dunlin_sys::xfrm::{
+    Action, Direction, Error, Policy, PolicyDirection, Protocol, State, StateId,
+};
+
+const NEEDS: Needs = Needs {
+    cpus: CPUS,
+    packages: &["iproute2"],
+    ..Needs::NOTHING
+};
+
+fn main() -> ExitCode {
+    run(&NEEDS, |guest| {
+        let hosts = Hosts::new(guest);
+        if has_per_cpu() {
+            cpus(&hosts);
+        }
+        windows(&hosts);
+        updated(guest, &hosts);
+        for family in [Family::V4, Family::V6] {
+            reservations(&hosts, family);
+            same_selector(&hosts, family);
+        }
+    })
+}
+
+/// The first and the last CPU are taken, the one behind is not, reserved or added.
+fn cpus(Hosts { a, b, .. }: &Hosts) {
+    for cpu in [0, CPUS - 1] {
+        Sa::new(0x1000 + cpu).of_cpu(cpu).add_out(a, b);
+    }
+    let beyond = Sa::new(0x1100).of_cpu(CPUS).state(a, b, Direction::Out);
+    let refused = a.xfrm.add_state(&beyond).expect_err("there is no such CPU");
+    assert!(
+        matches!(refused, Error::NoSuchCpu { cpu: CPUS }),
+        "{refused}"
+    );
+    let refused = a
+        .xfrm
+        .allocate_spi(
+            beyond.source,
+            beyond.id.destination,
+            REQID,
+            Direction::Out,
+            beyond.cpu,
+            0x1100..=0x1200,
+        )
+        .expect_err("there is no such CPU");
+    println!("{refused}");
+    assert!(
+        matches!(refused, Error::NoSuchCpu { cpu: CPUS }),
+        "{refused}"
+    );
+}
+
+/// A window is for what comes; the kernel says so in words, and those are kept.
+fn windows(Hosts { a, b, .. }: &Hosts) {
+    let outbound = State {
+        replay_window: 64,
+        ..Sa::new(0x1300).state(a, b, Direction::Out)
+    };
+    let refused = a.xfrm.add_state(&outbound).expect_err("it has a window");
+    let Error::Refused { text, .. } = &refused else {
+        panic!("{refused}");
+    };
+    println!("{refused}");
+    assert!(text.as_ref().is_some_and(|text| !text.is_empty()));
+    for window in [0, 4097] {
+        let inbound = State {
+            replay_window: window,
+            ..Sa::new(0x1301).state(b, a, Direction::In)
+        };
+        a.xfrm
+            .add_state(&inbound)
+            .expect_err("it has no such window");
+    }
+    assert_eq!(a.xfrm.state(&outbound.id).expect("it can be asked"), None);
+}
+
+/// An update of an SA with another key, by another program: the kernel says yes, and keeps the key.
+fn updated(guest: &Guest, Hosts { a, b, .. }: &Hosts) {
+    let state = Sa::new(0x1500).state(a, b, Direction::Out);
+    a.xfrm.add_state(&state).expect("it is added");
+    let (from, to) = (state.source, state.id.destination);
+    let line = format!(
+        "-n {} xfrm state update src {from} dst {to} proto esp spi 0x1500 reqid {REQID} \
+         mode transport aead rfc4106(gcm(aes)) 0x{} 128 replay-window 0 flag esn dir out",
+        a.name,
+        "77".repeat(36)
+    );
+    guest.command("ip", &line.split_whitespace().collect::<Vec<_>>());
+    a.xfrm.verify(&state).expect("it has the key of before");
+}
+
+/// A reserved SPI is completed for whom it was reserved; one that is taken is nobody else's.
+fn reservations(Hosts { a, b, .. }: &Hosts, family: Family) {
+    let wanted = Sa::new(0x1400).of(family).state(a, b, Direction::In);
+    let reserve = |range| {
+        b.xfrm.allocate_spi(
+            wanted.source,
+            wanted.id.destination,
+            REQID,
+            Direction::In,
+            None,
+            range,
+        )
+    };
+    let spi = reserve(0x1400..=0x1400).expect("it is free");
+    assert_eq!(spi, 0x1400);
+    let held = b.xfrm.state(&wanted.id).expect("it can be asked");
+    assert_eq!(held.expect("it is reserved").algorithm, None);
+    let refused = reserve(0x1400..=0x1400).expect_err("it is taken");
+    assert!(matches!(refused, Error::NoSpi { .. }), "{refused}");
+
+    // Another's reservation stays.
+    let stranger = State {
+        reqid: REQID + 1,
+        ..wanted.clone()
+    };
+    let refused = b.xfrm.add_state(&stranger).expect_err("it is not its own");
+    assert!(matches!(refused, Error::Taken { what: "SPI" }), "{refused}");
+
+    b.xfrm.add_state(&wanted).expect("it completes it");
+    b.xfrm.verify(&wanted).expect("it is as it was told");
+    // A second one under the same SPI, for instance with another key, is refused.
+    let refused = b.xfrm.add_state(&wanted).expect_err("it is there");
+    assert!(matches!(refused, Error::Taken { what: "SPI" }), "{refused}");
+
+    assert!(b.xfrm.remove_state(&wanted.id).expect("it can be"));
+    assert!(!b.xfrm.remove_state(&wanted.id).expect("it can be asked"));
+    let none = StateId {
+        spi: 0x77,
+        ..wanted.id
+    };
+    assert!(!b.xfrm.remove_state(&none).expect("it can be asked"));
+}
+
+/// The kernel keeps one policy for a selector and direction, whatever its priority; it is replaced
+/// at once, and only the very one is removed.
+fn same_selector(Hosts { a, b, .. }: &Hosts, family: Family) {
+    let selector = lanes_from(a, b, family, Protocol::TCP);
+    let (_, protect) = policies(&selector, a, b, REQID)[0];
+    assert_eq!(protect.direction, PolicyDirection::Out);
+    let block = Policy {
+        action: Action::Block,
+        priority: protect.priority + 1,
+        ..protect
+    };
+    let held = || {
+        let held = a.xfrm.policy(&selector, PolicyDirection::Out);
+        held.expect("it can be asked")
+    };
+    a.xfrm.add_policy(&block).expect("it is the first");
+    let refused = a.xfrm.add_policy(&protect).expect_err("there is one");
+    assert!(
+        matches!(refused, Error::Taken { what: "selector" }),
+        "{refused}"
+    );
+    assert!(!a.xfrm.remove_policy(&protect).expect("it can be asked"));
+    assert_eq!(held(), Some(block));
+    a.xfrm.replace_policy(&protect).expect("it is replaced");
+    assert_eq!(held(), Some(protect));
+    assert_eq!(a.xfrm.policies().expect("it can be asked"), [protect]);
+    assert!(a.xfrm.remove_policy(&protect).expect("it can be"));
+    assert!(!a.xfrm.remove_policy(&protect).expect("it can be asked"));
+    assert_eq!(held(), None);
+}

@@ -1,0 +1,200 @@
+//! A connection goes by the SA of the CPU that connected it, wherever its thread moves; lost packets make it stray, and a new traffic class from its own CPU brings it back.
+
+use std::process::ExitCode;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use dunlin_kernel_tests::ipsec::lanes::{LIMIT, Lane, Scene, look_again, read_all};
+use dunlin_kernel_tests::ipsec::{CPUS, Family, needs_per_cpu};
+use dunlin_kernel_tests::{Guest, Needs, run};
+
+const NEEDS: Needs = Needs {
+    cpus: CPUS,
+    packages: &["iproute2"],
+    limit_seconds: 180,
+    ..Needs::NOTHING
+};
+
+const BYTES: usize = 200_000;
+
+fn main() -> ExitCode {
+    run(&NEEDS, |guest| {
+        needs_per_cpu(guest);
+        for family in [Family::V4, Family::V6] {
+            let scene = Scene::new(guest, family, [CPUS, CPUS]);
+            stays(&scene);
+            strays_and_comes_back(&scene);
+            a_changed_route(guest, &scene);
+            a_lost_syn(&scene);
+            a_cut(guest, &scene);
+        }
+    })
+}
+
+/// Four connections from each CPU: all of them by its SA, also when the thread has moved.
+fn stays(scene: &Scene) {
+    // One that is closed would be heard of while the next is looked at.
+    let mut lanes = Vec::new();
+    for round in 0..4 {
+        for cpu in 0..CPUS {
+            let mut lane = None;
+            let by = scene.there(|| lane = Some(scene.lane(cpu)));
+            assert_eq!(by, [Some(cpu)], "the handshake, round {round}");
+            let lane = lane.expect("it was made");
+            for from in 0..CPUS {
+                let by = scene.there(|| lane.send(from, BYTES));
+                assert_eq!(by, [Some(cpu)], "sent from CPU {from}");
+            }
+            lanes.push(lane);
+        }
+    }
+}
+
+/// Taken to another CPU's SA by a new traffic class, and back by another: each time at once, while
+/// nothing is under way.
+fn strays_and_comes_back(scene: &Scene) {
+    let lane = scene.lane(1);
+    for round in 0..8 {
+        let to = [3, 0, 2, 1][round % 4];
+        move_to(scene, &lane, to);
+        let by = scene.there(|| lane.send(1, BYTES));
+        assert_eq!(by, [Some(to)], "round {round}");
+    }
+}
+
+/// Changes the class on `cpu` and reads what was sent for it.
+fn move_to(_: &Scene, lane: &Lane, cpu: u32) {
+    look_again(&lane.near, cpu, b"x");
+    read_all(&lane.far, &mut [0; 2]);
+    // Until the far end's acknowledgement of it has come, one could be under way.
+    lane.send(cpu, 1);
+}
+
+/// Any address that comes or goes makes all connections of the host look for their way anew, when
+/// they next send and where that is.
+fn a_changed_route(guest: &Guest, scene: &Scene) {
+    let a = &scene.hosts.a;
+    let lane = scene.lane(1);
+    for what in ["add", "del"] {
+        for address in ["10.99.0.1/32", "fd99::1/128"] {
+            guest.command("ip", &["-n", &a.name, "addr", what, address, "dev", "lo"]);
+        }
+        let by = scene.there(|| lane.send(3, BYTES));
+        println!(
+            "{:?}, an address {what}: sent from CPU 3 by {by:?}",
+            scene.there.fallback.family
+        );
+        move_to(scene, &lane, 1);
+        assert_eq!(scene.there(|| lane.send(3, BYTES)), [Some(1)], "repaired");
+    }
+}
+
+/// Its SYNs are lost, since the receiver lacks the SA of CPU 2; then it is given it.
+fn a_lost_syn(scene: &Scene) {
+    let (a, b) = (&scene.hosts.a, &scene.hosts.b);
+    let sa = scene.there.own[2];
+    let mut strayed = 0;
+    let mut lanes = Vec::new();
+    for round in 0..1 {
+        assert!(b.xfrm.remove_state(&sa.id(b)).expect("it can be"));
+        let before = b.statistics().get("XfrmInNoStates");
+        let mut lane = None;
+        let by = scene.there(|| {
+            thread::scope(|scope| {
+                let connecting = scope.spawn(|| scene.lane(2));
+                // The first has been lost, or it has strayed already and is through.
+                let until = Instant::now() + LIMIT;
+                while b.statistics().get("XfrmInNoStates") == before {
+                    assert!(Instant::now() < until, "nothing is lost");
+                    thread::sleep(Duration::from_millis(10));
+                }
+                // So long that SYNs are sent again and again, until one goes another way.
+                let begun = Instant::now();
+                while !connecting.is_finished() && begun.elapsed() < Duration::from_secs(8) {
+                    thread::sleep(Duration::from_millis(10));
+                }
+                sa.add_in(a, b);
+                lane = Some(connecting.join().expect("it connects"));
+            });
+        });
+        let lane = lane.expect("it was made");
+        let goes_by = scene.there(|| lane.send(2, BYTES));
+        println!(
+            "{:?} round {round}: SYNs by {by:?}, then by {goes_by:?}",
+            sa.family
+        );
+        strayed += usize::from(goes_by != [Some(2)]);
+        move_to(scene, &lane, 2);
+        assert_eq!(scene.there(|| lane.send(2, BYTES)), [Some(2)], "repaired");
+        // Or another is connected in its place.
+        let other = scene.lane(2);
+        let by = scene.there(|| other.send(2, BYTES));
+        assert_eq!(by, [Some(2)], "connected again");
+        lanes.extend([lane, other]);
+    }
+    println!("{strayed} of 1 has strayed after lost SYNs");
+}
+
+/// Nothing gets through for three seconds and more, while a lane of each CPU sends.
+fn a_cut(guest: &Guest, scene: &Scene) {
+    let Scene { hosts, there, .. } = scene;
+    // Timeouts after which the way is looked for anew, three as the system has it: fewer are sooner.
+    guest.command(
+        "ip",
+        &[
+            "netns",
+            "exec",
+            &hosts.a.name,
+            "sysctl",
+            "-q",
+            "-w",
+            "net.ipv4.tcp_retries1=2",
+        ],
+    );
+    let lanes: Vec<Lane> = (0..CPUS).map(|cpu| scene.lane(cpu)).collect();
+    let before = there.packets(&hosts.a, &hosts.b);
+    // Without its inbound SAs the second host drops all that comes.
+    for sa in there.all() {
+        assert!(
+            hosts
+                .b
+                .xfrm
+                .remove_state(&sa.id(&hosts.b))
+                .expect("it can be")
+        );
+    }
+    let sums = |packets: &[u64]| packets.iter().sum::<u64>();
+    thread::scope(|scope| {
+        let sending: Vec<_> = lanes
+            .iter()
+            .zip(0..)
+            .map(|(lane, cpu)| scope.spawn(move || lane.send(cpu, BYTES)))
+            .collect();
+        let (begun, until) = (Instant::now(), Instant::now() + LIMIT);
+        // Each has sent, and sent again three times.
+        while sums(&there.packets(&hosts.a, &hosts.b)) < sums(&before) + 16
+            || begun.elapsed() < Duration::from_secs(3)
+        {
+            assert!(Instant::now() < until, "nothing is sent again");
+            thread::sleep(Duration::from_millis(20));
+        }
+        for sa in there.all() {
+            sa.add_in(&hosts.a, &hosts.b);
+        }
+        for lane in sending {
+            lane.join().expect("it goes on");
+        }
+    });
+    let mut strayed = 0;
+    for (lane, cpu) in lanes.iter().zip(0..) {
+        let by = scene.there(|| lane.send(cpu, BYTES));
+        strayed += usize::from(by != [Some(cpu)]);
+        move_to(scene, lane, cpu);
+        assert_eq!(
+            scene.there(|| lane.send(cpu, BYTES)),
+            [Some(cpu)],
+            "repaired"
+        );
+    }
+    println!("{strayed} of {CPUS} have strayed in a cut");
+}

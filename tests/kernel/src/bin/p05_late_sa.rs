@@ -1,0 +1,123 @@
+//! Who goes by the fallback stays there when an SA of its CPU comes; and the fallback must come first, or it takes the others' place when the kernel's table grows.
+
+use std::process::ExitCode;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use dunlin_kernel_tests::ipsec::lanes::{Door, Lane, look_again, read_all, users};
+use dunlin_kernel_tests::ipsec::{CPUS, Family, Hosts, Sa, Way, needs_per_cpu, protect};
+use dunlin_kernel_tests::{Guest, Needs, run};
+use dunlin_sys::xfrm::Protocol;
+
+const NEEDS: Needs = Needs {
+    cpus: CPUS,
+    packages: &["iproute2"],
+    limit_seconds: 120,
+    ..Needs::NOTHING
+};
+
+const BYTES: usize = 100_000;
+
+fn main() -> ExitCode {
+    run(&NEEDS, |guest| {
+        needs_per_cpu(guest);
+        late(guest);
+        grown(guest, true);
+        grown(guest, false);
+    })
+}
+
+/// Only the fallback, then an SA of CPU 1.
+fn late(guest: &Guest) {
+    let hosts = Hosts::new(guest);
+    let (a, b) = (&hosts.a, &hosts.b);
+    let there = Way::new(0x1000, CPUS, Family::V4);
+    there.fallback.add(a, b);
+    Way::new(0x2000, 0, Family::V4).add(b, a);
+    let _ = protect(&hosts, Family::V4, Protocol::TCP);
+    let door = Door::open(b, Family::V4, 0);
+    let lane = Lane::connect(a, 1, &door);
+    assert_eq!(users(&there, a, b, || lane.send(1, BYTES)), [None]);
+    there.own[1].add(a, b);
+    assert_eq!(
+        users(&there, a, b, || lane.send(1, BYTES)),
+        [None],
+        "it stays"
+    );
+    look_again(&lane.near, 1, b"x");
+    read_all(&lane.far, &mut [0; 2]);
+    lane.send(1, 1);
+    assert_eq!(users(&there, a, b, || lane.send(1, BYTES)), [Some(1)]);
+    // A connection that comes now has its own at once, and one of another CPU the fallback.
+    let second = Lane::connect(a, 1, &door);
+    assert_eq!(users(&there, a, b, || second.send(1, BYTES)), [Some(1)]);
+    let third = Lane::connect(a, 2, &door);
+    assert_eq!(users(&there, a, b, || third.send(2, BYTES)), [None]);
+}
+
+/// SAs are found in one list of a hash table, which grows when there are many.
+fn grown(guest: &Guest, fallback_first: bool) {
+    let hosts = Hosts::new(guest);
+    let (a, b) = (&hosts.a, &hosts.b);
+    let there = Way::new(0x1000, CPUS, Family::V4);
+    // The kernel compares the seconds in which they were added.
+    if fallback_first {
+        there.fallback.add(a, b);
+        next_second();
+    }
+    for sa in &there.own {
+        sa.add(a, b);
+    }
+    if !fallback_first {
+        next_second();
+        there.fallback.add(a, b);
+    }
+    Way::new(0x2000, 0, Family::V4).add(b, a);
+    let _ = protect(&hosts, Family::V4, Protocol::TCP);
+    let door = Door::open(b, Family::V4, 0);
+    // One that is closed would be heard of while the next is looked at.
+    let mut lanes = Vec::new();
+    let mut goes_by = || {
+        let mut all = Vec::new();
+        for cpu in 0..CPUS {
+            let lane = Lane::connect(a, cpu, &door);
+            all.extend(users(&there, a, b, || lane.send(cpu, BYTES)));
+            lanes.push(lane);
+        }
+        all
+    };
+    let own: Vec<_> = (0..CPUS).map(Some).collect();
+    let mut seen = vec![goes_by()];
+    let mut buckets = vec![a.xfrm.database().expect("it can be asked").buckets];
+    let mut spi = 0x7000;
+    while buckets.len() < 4 {
+        let grown = Instant::now() + Duration::from_secs(30);
+        let wanted = buckets[buckets.len() - 1];
+        loop {
+            let now = a.xfrm.database().expect("it can be asked");
+            if now.buckets > wanted {
+                buckets.push(now.buckets);
+                break;
+            }
+            // Others', for another reqid, until the kernel has grown the table in its own time.
+            if now.states <= 2 * now.buckets {
+                let other = Sa {
+                    reqid: 1,
+                    ..Sa::new(spi)
+                };
+                other.add_out(a, b);
+                spi += 1;
+            }
+            assert!(Instant::now() < grown, "{now:?} does not grow");
+        }
+        seen.push(goes_by());
+    }
+    println!("the fallback first: {fallback_first}; lists {buckets:?}: {seen:?}");
+    if fallback_first {
+        assert!(seen.iter().all(|seen| *seen == own), "{seen:?}");
+    }
+}
+
+fn next_second() {
+    thread::sleep(Duration::from_millis(2100));
+}

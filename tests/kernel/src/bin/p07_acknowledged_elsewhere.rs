@@ -1,0 +1,47 @@
+//! What acknowledgements on another CPU let out goes by the connection's own SA all the same.
+
+use std::process::ExitCode;
+use std::thread;
+
+use dunlin_kernel_tests::ipsec::lanes::{Scene, pattern, read_all, write_all};
+use dunlin_kernel_tests::ipsec::{CPUS, Family, needs_per_cpu, on_cpu};
+use dunlin_kernel_tests::{Needs, run};
+use dunlin_sys::socket::set_buffers;
+use dunlin_sys::tcp::incoming_cpu;
+
+const NEEDS: Needs = Needs {
+    cpus: CPUS,
+    packages: &["iproute2"],
+    limit_seconds: 120,
+    ..Needs::NOTHING
+};
+
+const BYTES: usize = 2 << 20;
+
+fn main() -> ExitCode {
+    run(&NEEDS, |guest| {
+        needs_per_cpu(guest);
+        let scene = Scene::new(guest, Family::V4, [CPUS, CPUS]);
+        let mut elsewhere = 0;
+        let mut lanes = Vec::new();
+        for (from, to) in [(0, 3), (2, 1), (1, 0)] {
+            let lane = scene.lane(from);
+            // The writer waits for room most of the time, and acknowledgements let the rest out.
+            set_buffers(&lane.near, Some(16 << 10), None).expect("it is a connection");
+            let by = scene.there(|| {
+                thread::scope(|scope| {
+                    scope.spawn(|| on_cpu(from, || write_all(&lane.near, &pattern(BYTES))));
+                    let mut all = vec![0; BYTES];
+                    on_cpu(to, || read_all(&lane.far, &mut all));
+                    assert!(all == pattern(BYTES));
+                });
+            });
+            let heard = incoming_cpu(&lane.near).expect("it is a connection");
+            println!("from CPU {from}, read on {to}: acknowledged on {heard}, sent by {by:?}");
+            assert_eq!(by, [Some(from)]);
+            elsewhere += u32::from(heard != from);
+            lanes.push(lane);
+        }
+        println!("{elsewhere} of 3 were acknowledged on another CPU");
+    })
+}

@@ -1,0 +1,175 @@
+//! A packet that others overtake is taken as long as the replay window reaches back to it, and once; behind the window it is taken for one of the next 2^32, and does not open.
+
+use std::net::UdpSocket;
+use std::process::ExitCode;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use dunlin_kernel_tests::ipsec::lanes::{Door, LIMIT, Lane, used};
+use dunlin_kernel_tests::ipsec::wire::{Seen, left, seen, tap};
+use dunlin_kernel_tests::ipsec::{CPUS, Family, Host, Hosts, LANES, Sa, Way, protect};
+use dunlin_kernel_tests::{Guest, Needs, run};
+use dunlin_sys::xfrm::{Counters, Protocol};
+
+const NEEDS: Needs = Needs {
+    cpus: CPUS,
+    packages: &["iproute2"],
+    limit_seconds: 120,
+    ..Needs::NOTHING
+};
+
+fn main() -> ExitCode {
+    run(&NEEDS, |guest| {
+        for family in [Family::V4, Family::V6] {
+            overtaken(guest, family, 32, false);
+            overtaken(guest, family, 1024, true);
+        }
+        four_cpus(guest);
+    })
+}
+
+/// The first of 101 packets comes last.
+fn overtaken(guest: &Guest, family: Family, replay_window: u32, taken: bool) {
+    let hosts = Hosts::new(guest);
+    let (a, b) = (&hosts.a, &hosts.b);
+    let sa = Sa {
+        replay_window,
+        ..Sa::new(0x1000).of(family)
+    };
+    let _ = protect(&hosts, family, Protocol::UDP);
+    sa.add_out(a, b);
+    let wire = tap(a);
+    let socket = |host: &Host, port| {
+        let socket = host.run(|| UdpSocket::bind((host.address(family), port)));
+        let socket = socket.expect("it is free");
+        socket
+            .set_read_timeout(Some(LIMIT))
+            .expect("it is a socket");
+        socket
+    };
+    let (near, far) = (socket(a, 0), socket(b, LANES.port));
+    let send = |byte: u8| {
+        let to = (b.address(family), LANES.port);
+        near.send_to(&[byte], to).expect("it goes");
+    };
+    // The receiver has no SA yet, and drops it.
+    send(1);
+    let until = Instant::now() + LIMIT;
+    let mut first = None;
+    while first.is_none() {
+        assert!(Instant::now() < until, "nothing leaves");
+        first = left(&wire).into_iter().find(|frame| {
+            matches!(
+                seen(frame),
+                Seen::Esp {
+                    spi: 0x1000,
+                    sequence: 1,
+                    ..
+                }
+            )
+        });
+        thread::sleep(Duration::from_millis(1));
+    }
+    let first = first.expect("it has left");
+    let is_dropped = || b.statistics().get("XfrmInNoStates") == 1;
+    while !is_dropped() {
+        assert!(Instant::now() < until, "it does not arrive");
+    }
+    sa.add_in(a, b);
+    for byte in 2..=101 {
+        send(byte);
+        assert_eq!(receive(&far), byte);
+    }
+    let expect = |expected: Counters| {
+        let until = Instant::now() + LIMIT;
+        loop {
+            let held = b.carried(&sa.id(b));
+            let held = Counters { bytes: 0, ..held };
+            if held == expected {
+                return;
+            }
+            assert!(Instant::now() < until, "{held:?}, not {expected:?}");
+            thread::sleep(Duration::from_millis(1));
+        }
+    };
+    let all = Counters {
+        packets: 100,
+        ..Counters::default()
+    };
+    expect(all);
+    wire.send(&first.bytes).expect("it goes");
+    let late = match taken {
+        true => {
+            assert_eq!(receive(&far), 1);
+            let all = Counters {
+                packets: 101,
+                ..all
+            };
+            expect(all);
+            // The same once more.
+            wire.send(&first.bytes).expect("it goes");
+            Counters { replay: 1, ..all }
+        }
+        // With extended numbers nothing is too late: the receiver completes what it is told of one
+        // to a later one (RFC 4303, appendix A2.2).
+        false => Counters {
+            integrity_failed: 1,
+            ..all
+        },
+    };
+    expect(late);
+    let counted = |name| b.statistics().get(name);
+    let errors = ["XfrmInStateSeqError", "XfrmInStateProtoError"].map(counted);
+    assert_eq!(errors, if taken { [1, 0] } else { [0, 1] });
+    // One bit of another is wrong: it does not open.
+    send(102);
+    assert_eq!(receive(&far), 102);
+    let next = left(&wire).pop().expect("it has left");
+    let mut wrong = next.bytes;
+    let head = wrong.len() - 1;
+    wrong[head] ^= 1;
+    // And it claims to be one that has not come.
+    let sequence = 14 + if family == Family::V4 { 20 } else { 40 } + 4;
+    wrong[sequence + 3] += 1;
+    wire.send(&wrong).expect("it goes");
+    expect(Counters {
+        integrity_failed: late.integrity_failed + 1,
+        packets: late.packets + 1,
+        ..late
+    });
+}
+
+fn receive(socket: &UdpSocket) -> u8 {
+    let mut byte = [0];
+    loop {
+        match socket.recv(&mut byte) {
+            Ok(_) => return byte[0],
+            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+            Err(error) => panic!("{error}"),
+        }
+    }
+}
+
+/// Four CPUs seal by one SA: its packets overtake each other on the way to the link, and with a
+/// window of 4096 all of them are taken.
+fn four_cpus(guest: &Guest) {
+    let hosts = Hosts::new(guest);
+    let (a, b) = (&hosts.a, &hosts.b);
+    let there = Way::new(0x1000, 0, Family::V4);
+    there.add(a, b);
+    Way::new(0x2000, 0, Family::V4).add(b, a);
+    let _ = protect(&hosts, Family::V4, Protocol::TCP);
+    let door = Door::open(b, Family::V4, 0);
+    let lanes: Vec<Lane> = (0..CPUS).map(|cpu| Lane::connect(a, cpu, &door)).collect();
+    let by = used(&there, a, b, || {
+        thread::scope(|scope| {
+            for (lane, cpu) in lanes.iter().zip(0..) {
+                scope.spawn(move || lane.send(cpu, 1 << 20));
+            }
+        });
+    });
+    let counted = |name| b.statistics().get(name);
+    let late = ["XfrmInStateSeqError", "XfrmInStateProtoError"].map(counted);
+    println!("four CPUs on one SA: {by:?}, too late for the window or a replay: {late:?}");
+    assert_eq!(by.len(), 1);
+}

@@ -1,0 +1,90 @@
+//! A policy that asks for an SA of each CPU drops packets while it waits, fallback or not; so no policy of ours asks.
+
+use std::io;
+use std::net::TcpStream;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use dunlin_kernel_tests::ipsec::lanes::{Door, Lane, users};
+use dunlin_kernel_tests::ipsec::{
+    CPUS, Family, Hosts, REQID, Way, lanes_from, needs_per_cpu, policies,
+};
+use dunlin_kernel_tests::{Needs, run};
+use dunlin_sys::xfrm::{Acquires, PolicyDirection, Protocol};
+
+const NEEDS: Needs = Needs {
+    cpus: CPUS,
+    packages: &["iproute2"],
+    limit_seconds: 120,
+    ..Needs::NOTHING
+};
+
+fn main() -> ExitCode {
+    run(&NEEDS, |guest| {
+        needs_per_cpu(guest);
+        let hosts = Hosts::new(guest);
+        let (a, b) = (&hosts.a, &hosts.b);
+        let there = Way::new(0x1000, CPUS, Family::V4);
+        there.fallback.add(a, b);
+        there.own[0].add(a, b);
+        Way::new(0x2000, 0, Family::V4).add(b, a);
+        let selector = lanes_from(a, b, Family::V4, Protocol::TCP);
+        let all = policies(&selector, a, b, REQID);
+        for (host, policy) in &all {
+            match policy.direction {
+                PolicyDirection::Out if host.name == a.name => {
+                    host.xfrm.add_policy_that_asks(policy).expect("it is added");
+                }
+                _ => host.xfrm.add_policy(policy).expect("it is added"),
+            }
+        }
+        let door = Door::open(b, Family::V4, 0);
+        let connect = |cpu| -> io::Result<TcpStream> {
+            let wait = Duration::from_secs(2);
+            a.on_cpu(cpu, || TcpStream::connect_timeout(&door.address, wait))
+        };
+
+        // CPU 0 has an SA, and nothing is asked for.
+        let lane = Lane::connect(a, 0, &door);
+        assert_eq!(users(&there, a, b, || lane.send(0, 50_000)), [Some(0)]);
+
+        // From here on no CPU has one: what is sent again elsewhere would else get through.
+        assert!(a.xfrm.remove_state(&there.own[0].id(b)).expect("it can be"));
+        // Nobody listens: what is sent is dropped, though there is a fallback.
+        let before = (there.packets(a, b), a.statistics());
+        let error = connect(1).expect_err("it asks in vain");
+        let since = a.statistics();
+        println!("nobody listens: {error}, {:?}", since.since(&before.1));
+        assert_eq!(
+            there.packets(a, b),
+            before.0,
+            "the fallback carries nothing"
+        );
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+
+        // Somebody listens, and does not answer.
+        let heard = a.run(Acquires::open).expect("it can be heard");
+        let before = there.packets(a, b);
+        let first = connect(2);
+        let after = there.packets(a, b);
+        let asked = heard.asked().expect("it can be read");
+        println!("first: {first:?}, asked for {asked:?}, packets {before:?} then {after:?}");
+        assert!(asked.contains(&Some(2)), "{asked:?}");
+        let dropped = a.statistics();
+        let second = connect(2);
+        let since = a.statistics();
+        println!(
+            "second, while it waits: {second:?}, {:?}",
+            since.since(&dropped)
+        );
+
+        // Without that flag the fallback is used, and nobody is asked.
+        for (host, policy) in &all {
+            host.xfrm.replace_policy(policy).expect("it can be");
+        }
+        drop((first, second));
+        let lane = Lane::connect(a, 3, &door);
+        assert_eq!(users(&there, a, b, || lane.send(3, 50_000)), [None]);
+        assert_eq!(heard.asked().expect("it can be read"), []);
+    })
+}

@@ -1,0 +1,127 @@
+//! Receive steering by flow (RPS) spreads SAs over CPUs, plain ESP by the SPI and ESP within UDP by its ports; one SA of IPv4 stays on one.
+
+use std::collections::BTreeSet;
+use std::net::UdpSocket;
+use std::process::ExitCode;
+
+use dunlin_kernel_tests::ipsec::lanes::{Door, Lane};
+use dunlin_kernel_tests::ipsec::{
+    CPUS, ENCAPSULATED, Family, Hosts, LANES, LINK, REQID, Sa, lanes_from, policies,
+};
+use dunlin_kernel_tests::{Guest, Needs, run};
+use dunlin_sys::tcp::incoming_cpu;
+use dunlin_sys::xfrm::{Encapsulation, Ports, Protocol, receive_encapsulated};
+
+const NEEDS: Needs = Needs {
+    cpus: CPUS,
+    packages: &["iproute2"],
+    limit_seconds: 120,
+    ..Needs::NOTHING
+};
+
+const BYTES: usize = 50_000;
+/// The CPU that takes in what comes over the link.
+const QUEUE: u32 = 1;
+/// The ports' hash is the kernel's, other at each start: so many lanes miss two of four CPUs once
+/// in a billion times.
+const MOST: u16 = 32;
+
+fn main() -> ExitCode {
+    run(&NEEDS, |guest| {
+        for family in [Family::V4, Family::V6] {
+            for within_udp in [false, true] {
+                let case = Case {
+                    family,
+                    within_udp,
+                    each: true,
+                    steered: true,
+                };
+                // By the SPI, or by the ports.
+                let seen = spread(guest, case);
+                assert!(seen.len() >= 3, "{case:?}: {seen:?}");
+                let one_sa = Case {
+                    each: false,
+                    ..case
+                };
+                let seen = spread(guest, one_sa);
+                // Packets of IPv6 keep their connection's flow label, which the hash takes as well.
+                assert!(
+                    seen.len() == 1 || family == Family::V6,
+                    "{one_sa:?}: {seen:?}"
+                );
+                let one_queue = Case {
+                    steered: false,
+                    ..case
+                };
+                assert_eq!(spread(guest, one_queue), [QUEUE].into(), "{one_queue:?}");
+            }
+        }
+    })
+}
+
+/// What is tried.
+#[derive(Clone, Copy, Debug)]
+struct Case {
+    family: Family,
+    within_udp: bool,
+    /// Whether each lane has an SA of its own.
+    each: bool,
+    /// Whether the receiver steers by flow (RPS).
+    steered: bool,
+}
+
+/// The CPUs on which lanes are taken in.
+fn spread(guest: &Guest, case: Case) -> BTreeSet<u32> {
+    let Case {
+        family, within_udp, ..
+    } = case;
+    let hosts = Hosts::with_one_queue(guest, QUEUE);
+    let (a, b) = (&hosts.a, &hosts.b);
+    let steer = format!("echo f >/sys/class/net/{LINK}/queues/rx-0/rps_cpus");
+    if case.steered {
+        guest.command("ip", &["netns", "exec", &b.name, "sh", "-c", &steer]);
+    }
+    let address = (b.address(family), ENCAPSULATED);
+    let socket = b.run(|| UdpSocket::bind(address)).expect("it is free");
+    receive_encapsulated(&socket).expect("the kernel has it");
+    let mut seen = BTreeSet::new();
+    let mut lanes = Vec::new();
+    for number in 0..MOST {
+        let spi = match case.each {
+            true => u32::from(number),
+            false => 0,
+        };
+        let reqid = REQID + spi;
+        let there = Sa {
+            reqid,
+            encapsulation: within_udp.then_some(Encapsulation {
+                source_port: 50_000 + number,
+                destination_port: ENCAPSULATED,
+            }),
+            ..Sa::new(0x1000 + spi).of(family)
+        };
+        let back = Sa {
+            reqid,
+            ..Sa::new(0x2000 + spi).of(family)
+        };
+        if number == 0 || case.each {
+            there.add(a, b);
+            back.add(b, a);
+        }
+        let mut selector = lanes_from(a, b, family, Protocol::TCP);
+        selector.destination_ports = Ports::one(LANES.port + number);
+        for (host, policy) in policies(&selector, a, b, reqid) {
+            host.xfrm.add_policy(&policy).expect("it is added");
+        }
+        let lane = Lane::connect(a, 1, &Door::open(b, family, number));
+        lane.send(1, BYTES);
+        assert!(a.carried(&there.id(b)).packets > 0);
+        seen.insert(incoming_cpu(&lane.far).expect("it is a connection"));
+        lanes.push(lane);
+        if seen.len() >= 3 || ((!case.each || !case.steered) && number == 7) {
+            break;
+        }
+    }
+    println!("{case:?}: {} lanes on CPUs {seen:?}", lanes.len());
+    seen
+}

@@ -1,0 +1,116 @@
+//! Without esp4_offload, loaded before the SA, each segment goes to the SA by itself; and what ESP adds makes segments shorter.
+
+use std::net::UdpSocket;
+use std::process::ExitCode;
+
+use dunlin_kernel_tests::ipsec::lanes::{Door, Lane};
+use dunlin_kernel_tests::ipsec::{CPUS, ENCAPSULATED, Family, Hosts, Sa, protect};
+use dunlin_kernel_tests::{Guest, Needs, run};
+use dunlin_sys::tcp::segment_bytes;
+use dunlin_sys::xfrm::{Encapsulation, Protocol, esp_offload, receive_encapsulated};
+
+const NEEDS: Needs = Needs {
+    cpus: CPUS,
+    packages: &["iproute2"],
+    limit_seconds: 120,
+    ..Needs::NOTHING
+};
+
+const BYTES: usize = 1 << 20;
+/// Of the link, in bytes.
+const LONGEST_PACKET: u64 = 1500;
+
+fn main() -> ExitCode {
+    run(&NEEDS, |guest| {
+        before_and_after(guest);
+        for family in [Family::V4, Family::V6] {
+            shorter(guest, family);
+        }
+    })
+}
+
+/// SAs and connections before and after the module.
+fn before_and_after(guest: &Guest) {
+    if esp_offload().ipv4 {
+        guest.remove_module("esp4_offload");
+    }
+    let offload = esp_offload();
+    assert!(!offload.ipv4);
+    println!("an operator is told: {:?}", offload.how_to_load());
+    let hosts = Hosts::without_offload(guest);
+    let (a, b) = (&hosts.a, &hosts.b);
+    let _ = protect(&hosts, Family::V4, Protocol::TCP);
+    Sa::new(0x2000).add(b, a);
+    let old = Sa::new(0x1000);
+    old.add(a, b);
+    let door = Door::open(b, Family::V4, 0);
+    let bytes_of_a_packet = |sa: &Sa| {
+        let lane = Lane::connect(a, 0, &door);
+        let before = a.carried(&sa.id(b));
+        lane.send(0, BYTES);
+        let after = a.carried(&sa.id(b));
+        let bytes = after.bytes - before.bytes;
+        let packets = after.packets - before.packets;
+        println!("{bytes} bytes in {packets} packets");
+        // The lane and what it says at its end go by the SA while it is looked at.
+        (bytes / packets, lane)
+    };
+    let (without, first) = bytes_of_a_packet(&old);
+    assert!(without < LONGEST_PACKET, "{without}");
+    guest.command("modprobe", &["esp4_offload"]);
+    assert!(esp_offload().ipv4);
+    let (late, second) = bytes_of_a_packet(&old);
+    assert!(
+        late < LONGEST_PACKET,
+        "an SA does not find it later: {late}"
+    );
+    let new = Sa::new(0x1001);
+    new.add(a, b);
+    assert!(a.xfrm.remove_state(&old.id(b)).expect("it can be"));
+    let (with, _third) = bytes_of_a_packet(&new);
+    println!("bytes of a packet: without {without}, late {late}, with {with}");
+    assert!(with > 4 * LONGEST_PACKET, "{with}");
+    drop((first, second));
+}
+
+/// How much data a segment has: without ESP, with it, and within UDP.
+fn shorter(guest: &Guest, family: Family) {
+    let data = |protected: bool, within_udp: bool| {
+        let hosts = Hosts::new(guest);
+        let (a, b) = (&hosts.a, &hosts.b);
+        let address = (b.address(family), ENCAPSULATED);
+        let socket = b.run(|| UdpSocket::bind(address)).expect("it is free");
+        receive_encapsulated(&socket).expect("the kernel has it");
+        let there = Sa {
+            encapsulation: within_udp.then_some(Encapsulation {
+                source_port: 50_000,
+                destination_port: ENCAPSULATED,
+            }),
+            ..Sa::new(0x1000).of(family)
+        };
+        if protected {
+            let _ = protect(&hosts, family, Protocol::TCP);
+            there.add(a, b);
+            Sa::new(0x2000).of(family).add(b, a);
+        }
+        let lane = Lane::connect(a, 0, &Door::open(b, family, 0));
+        lane.send(0, BYTES);
+        let held = a.carried(&there.id(b));
+        if protected {
+            println!("{} bytes by {} packets", held.bytes, held.packets);
+        }
+        segment_bytes(&lane.near).expect("it is a connection")
+    };
+    let (plain, esp, within_udp) = (data(false, false), data(true, false), data(true, true));
+    println!(
+        "{family:?}: {plain} bytes of data without ESP, {esp} with it, {within_udp} within UDP"
+    );
+    assert!(plain > esp && esp > within_udp);
+    // SPI, sequence number, IV and tag, and up to five of padding and what tells of it; then the
+    // head of UDP.
+    assert!(
+        (8 + 8 + 16 + 2..8 + 8 + 16 + 8).contains(&(plain - esp)),
+        "{plain} {esp}"
+    );
+    assert!((8..12).contains(&(esp - within_udp)), "{esp} {within_udp}");
+}

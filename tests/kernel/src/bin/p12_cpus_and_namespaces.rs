@@ -1,0 +1,66 @@
+//! A CPU that could be there may have an SA, also while it is off; and each network namespace has SAs of its own.
+
+use std::fs;
+use std::process::ExitCode;
+
+use dunlin_kernel_tests::ipsec::lanes::Scene;
+use dunlin_kernel_tests::ipsec::{CPUS, Family, Sa, needs_per_cpu};
+use dunlin_kernel_tests::{Needs, run};
+use dunlin_sys::affinity::pin_to;
+use dunlin_sys::xfrm::Xfrm;
+
+const NEEDS: Needs = Needs {
+    cpus: CPUS,
+    packages: &["iproute2"],
+    limit_seconds: 120,
+    ..Needs::NOTHING
+};
+
+const LAST: u32 = CPUS - 1;
+
+fn main() -> ExitCode {
+    run(&NEEDS, |guest| {
+        needs_per_cpu(guest);
+        let scene = Scene::new(guest, Family::V4, [CPUS, CPUS]);
+        let (a, b) = (&scene.hosts.a, &scene.hosts.b);
+        // A third namespace, in which this test has begun, has none.
+        let here = Xfrm::open().expect("the kernel has IPsec");
+        assert_eq!(here.states().expect("it can be asked"), []);
+        assert_eq!(here.policies().expect("it can be asked"), []);
+        assert_eq!(a.xfrm.states().expect("it can be asked").len(), 10);
+        assert!(
+            a.xfrm
+                .remove_state(&scene.there.own[0].id(b))
+                .expect("it can be")
+        );
+        let held = b.xfrm.state(&scene.there.own[0].id(b));
+        assert!(
+            held.expect("it can be asked").is_some(),
+            "the other host's stays"
+        );
+
+        let lane = scene.lane(LAST);
+        assert_eq!(scene.there(|| lane.send(LAST, 50_000)), [Some(LAST)]);
+        switch(LAST, "0");
+        pin_to(LAST as usize).expect_err("it is off");
+        // What has been connected from it goes on, from any other.
+        assert_eq!(scene.there(|| lane.send(1, 50_000)), [Some(LAST)]);
+        let possible = fs::read_to_string("/sys/devices/system/cpu/possible");
+        assert_eq!(
+            possible.expect("it is there").trim_end(),
+            format!("0-{LAST}")
+        );
+        // A second SA of the same CPU takes over what goes by the first, while that CPU is off.
+        let next = Sa::new(0x3000).of_cpu(LAST);
+        next.add(a, b);
+        switch(LAST, "1");
+        assert_eq!(scene.there(|| lane.send(LAST, 50_000)), []);
+        assert!(a.carried(&next.id(b)).packets > 0);
+    })
+}
+
+/// Switches a CPU off or on.
+fn switch(cpu: u32, on: &str) {
+    let file = format!("/sys/devices/system/cpu/cpu{cpu}/online");
+    fs::write(&file, on).unwrap_or_else(|error| panic!("{file}: {error}"));
+}

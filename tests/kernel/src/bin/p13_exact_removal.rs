@@ -1,0 +1,118 @@
+//! What is removed is ours alone, beside another's SA and policy; and a policy that is left behind shuts the port until it goes.
+
+use std::net::TcpStream;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use dunlin_kernel_tests::ipsec::lanes::{Door, Lane};
+use dunlin_kernel_tests::ipsec::wire::Wire;
+use dunlin_kernel_tests::ipsec::{Family, Host, Hosts, Sa, protect};
+use dunlin_kernel_tests::{Guest, Needs, run};
+use dunlin_sys::xfrm::{Action, Protocol};
+
+const NEEDS: Needs = Needs {
+    cpus: 4,
+    packages: &["iproute2"],
+    limit_seconds: 120,
+    ..Needs::NOTHING
+};
+
+fn main() -> ExitCode {
+    run(&NEEDS, |guest| {
+        for family in [Family::V4, Family::V6] {
+            beside_another(guest, family);
+            left_behind(guest, family);
+        }
+    })
+}
+
+/// All that `ip` knows of a host's IPsec, without times and counts.
+fn known(guest: &Guest, host: &Host) -> [String; 2] {
+    ["state", "policy"].map(|what| guest.output("ip", &["-n", &host.name, "xfrm", what]))
+}
+
+/// Made by another program, with the same reqid as ours, of the same addresses and ports nearby.
+fn beside_another(guest: &Guest, family: Family) {
+    let hosts = Hosts::new(guest);
+    let (a, b) = (&hosts.a, &hosts.b);
+    let [from, to] = [a, b].map(|host| host.address(family).to_string());
+    let key = "0x000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f20212223";
+    let state = format!(
+        "-n {} xfrm state add src {from} dst {to} proto esp spi 0x1005 reqid 4242 mode transport \
+         aead rfc4106(gcm(aes)) {key} 128",
+        a.name
+    );
+    let policy = format!(
+        "-n {} xfrm policy add src {from} dst {to} proto 6 dport 4112 dir out \
+         tmpl src {from} dst {to} proto esp reqid 4242 mode transport",
+        a.name
+    );
+    for line in [state, policy] {
+        guest.command("ip", &line.split_whitespace().collect::<Vec<_>>());
+    }
+    let theirs = known(guest, a);
+    let read = a.xfrm.states().expect("it can be asked");
+    assert_eq!(read.len(), 1);
+    assert_eq!(
+        (read[0].id.spi, read[0].reqid, read[0].extended),
+        (0x1005, 4242, false)
+    );
+    let listed = a.xfrm.policies().expect("it can be asked");
+    assert!(matches!(listed[..], [one] if matches!(one.action, Action::Protect { .. })));
+
+    let ours = [Sa::new(0x1004), Sa::new(0x1006)].map(|sa| sa.of(family));
+    for sa in &ours {
+        sa.add_out(a, b);
+    }
+    let all = protect(&hosts, family, Protocol::TCP);
+    assert_ne!(known(guest, a), theirs);
+    for (host, policy) in &all {
+        assert!(host.xfrm.remove_policy(policy).expect("it can be"));
+        assert!(!host.xfrm.remove_policy(policy).expect("it can be asked"));
+    }
+    for sa in &ours {
+        assert!(a.xfrm.remove_state(&sa.id(b)).expect("it can be"));
+    }
+    assert_eq!(
+        known(guest, a),
+        theirs,
+        "the other program's are as they were"
+    );
+}
+
+/// The second host has lost its SAs and kept its policies.
+fn left_behind(guest: &Guest, family: Family) {
+    let hosts = Hosts::new(guest);
+    let (a, b) = (&hosts.a, &hosts.b);
+    let door = Door::open(b, family, 0);
+    let first = Lane::connect(a, 0, &door);
+    let all = protect(&hosts, family, Protocol::TCP);
+    for (host, policy) in &all {
+        if host.name == a.name {
+            assert!(host.xfrm.remove_policy(policy).expect("it can be"));
+        }
+    }
+    let wait = Duration::from_secs(2);
+    let connect = || a.run(|| TcpStream::connect_timeout(&door.address, wait));
+    let before = b.statistics();
+    let wire = Wire::tap(&hosts);
+    let error = connect().expect_err("the port is shut");
+    println!("{error}: {:?}", b.statistics().since(&before));
+    let dropped = b.statistics();
+    assert!(!dropped.since(&before).is_empty(), "it is counted");
+    // What the second host would have answered is not in the clear either.
+    let answers = wire
+        .left()
+        .into_iter()
+        .filter(|seen| seen.is_leak())
+        .count();
+    println!("{answers} frames in the clear, all of them the first host's");
+    for (host, policy) in &all {
+        assert_eq!(
+            host.xfrm.remove_policy(policy).expect("it can be asked"),
+            host.name == b.name
+        );
+    }
+    connect().expect("nothing stands in the way");
+    first.send(0, 1000);
+}

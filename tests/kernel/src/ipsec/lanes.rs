@@ -1,0 +1,267 @@
+//! Connections from one host to another, made and used on given CPUs, and the SA by which they go.
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use dunlin_sys::socket::{set_reset_on_close, wait_readable};
+use dunlin_sys::tcp::set_traffic_class;
+
+use super::{Family, Host, Hosts, LANES, Way, on_cpu};
+
+/// How long anything is waited for that has to come.
+pub const LIMIT: Duration = Duration::from_secs(60);
+
+/// Where lanes arrive at a host.
+#[derive(Debug)]
+pub struct Door {
+    listener: TcpListener,
+    /// Its address.
+    pub address: SocketAddr,
+}
+
+impl Door {
+    /// Opens one at the first port of lanes and so many further on.
+    ///
+    /// # Panics
+    /// The port is in use.
+    #[must_use]
+    pub fn open(host: &Host, family: Family, further: u16) -> Self {
+        let address = SocketAddr::new(host.address(family), LANES.port + further);
+        let listener = host.run(|| TcpListener::bind(address)).expect("it is free");
+        Self { listener, address }
+    }
+
+    /// Takes the next connection.
+    ///
+    /// # Panics
+    /// None comes.
+    #[must_use]
+    pub fn accept(&self) -> TcpStream {
+        let until = Instant::now() + LIMIT;
+        assert!(
+            wait_readable(&self.listener, until).expect("it can be polled"),
+            "nobody comes"
+        );
+        self.listener.accept().expect("somebody is there").0
+    }
+}
+
+/// A lane: the connection at both ends.
+#[derive(Debug)]
+pub struct Lane {
+    /// The end that connected.
+    pub near: TcpStream,
+    /// The end that was accepted.
+    pub far: TcpStream,
+}
+
+impl Lane {
+    /// Connects from `host` on one CPU.
+    ///
+    /// # Panics
+    /// It does not connect.
+    #[must_use]
+    pub fn connect(host: &Host, cpu: u32, door: &Door) -> Self {
+        let near = host.on_cpu(cpu, || TcpStream::connect_timeout(&door.address, LIMIT));
+        let near = near.unwrap_or_else(|error| panic!("from CPU {cpu}: {error}"));
+        let far = door.accept();
+        for end in [&near, &far] {
+            end.set_nodelay(true).expect("it is a connection");
+            // Or it would be there for minutes where its SA or its link goes first.
+            set_reset_on_close(end).expect("it is a connection");
+        }
+        Self { near, far }
+    }
+
+    /// Sends so many bytes from one CPU, and waits until the far end has them and the near end
+    /// knows it.
+    ///
+    /// # Panics
+    /// They do not arrive.
+    pub fn send(&self, cpu: u32, bytes: usize) {
+        send(&self.near, &self.far, cpu, bytes);
+    }
+
+    /// The same the other way.
+    ///
+    /// # Panics
+    /// As [`Lane::send`].
+    pub fn send_back(&self, cpu: u32, bytes: usize) {
+        send(&self.far, &self.near, cpu, bytes);
+    }
+}
+
+/// Ends a lane's threads with a test that fails, which would else wait for each other until the
+/// test's limit.
+#[derive(Debug)]
+pub struct Ending<'a> {
+    /// What they look at between two steps.
+    pub done: &'a AtomicBool,
+    /// At which they wait.
+    pub lane: &'a Lane,
+}
+
+impl Drop for Ending<'_> {
+    fn drop(&mut self) {
+        self.done.store(true, Ordering::Relaxed);
+        if thread::panicking() {
+            let _ = self.lane.near.shutdown(Shutdown::Both);
+            let _ = self.lane.far.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+fn send(from: &TcpStream, to: &TcpStream, cpu: u32, bytes: usize) {
+    let data = pattern(bytes);
+    thread::scope(|scope| {
+        let reader = scope.spawn(|| {
+            let mut all = vec![0; bytes];
+            read_all(to, &mut all);
+            assert!(all == data, "it is what was sent");
+        });
+        on_cpu(cpu, || write_all(from, &data));
+        reader
+            .join()
+            .unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+    });
+    let until = Instant::now() + LIMIT;
+    while dunlin_sys::tcp::unacknowledged_bytes(from).expect("it is open") > 0 {
+        assert!(Instant::now() < until, "nothing is acknowledged");
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Bytes that differ from their neighbours.
+#[must_use]
+pub fn pattern(bytes: usize) -> Vec<u8> {
+    (0..bytes).map(|at| (at % 251) as u8).collect()
+}
+
+/// Reads all of it, whatever interrupts it, or panics where it does not come.
+///
+/// # Panics
+/// The connection ends or stands still.
+pub fn read_all(mut from: &TcpStream, mut to: &mut [u8]) {
+    from.set_read_timeout(Some(LIMIT)).expect("it is open");
+    while !to.is_empty() {
+        match from.read(to) {
+            Ok(0) => panic!("it ended"),
+            Ok(count) => to = &mut to[count..],
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Err(error) => panic!("{error}"),
+        }
+    }
+}
+
+/// Writes all of it, or panics where it does not go.
+///
+/// # Panics
+/// The connection ends or stands still.
+pub fn write_all(mut to: &TcpStream, data: &[u8]) {
+    to.set_write_timeout(Some(LIMIT)).expect("it is open");
+    to.write_all(data).expect("it is taken");
+}
+
+/// Which SAs of a way have carried packets while `task` ran, at the sender: `None` is the
+/// fallback; with the number of packets.
+pub fn used(way: &Way, from: &Host, to: &Host, task: impl FnOnce()) -> Vec<(Option<u32>, u64)> {
+    let before = way.packets(from, to);
+    task();
+    let after = way.packets(from, to);
+    let grown = before
+        .iter()
+        .zip(after)
+        .map(|(before, after)| after - before);
+    way.all()
+        .zip(grown)
+        .filter(|(_, grown)| *grown > 0)
+        .map(|(sa, grown)| (sa.cpu, grown))
+        .collect()
+}
+
+/// The CPUs of [`used`] alone, without SAs that have carried a single packet: another lane's timer
+/// may send something a second time at any moment.
+pub fn users(way: &Way, from: &Host, to: &Host, task: impl FnOnce()) -> Vec<Option<u32>> {
+    let used = used(way, from, to, task);
+    if used.len() != 1 {
+        println!("packets by CPU: {used:?}");
+    }
+    used.into_iter()
+        .filter(|(_, packets)| *packets > 1)
+        .map(|(cpu, _)| cpu)
+        .collect()
+}
+
+/// Has the connection look for its SA anew when it next sends, which it then does on `cpu`: the
+/// traffic class is changed, `first` is sent, and the class is changed back, with the same effect.
+/// With Nagle's algorithm the second would wait for an acknowledgement, and be sent on the CPU to
+/// which that comes.
+///
+/// # Panics
+/// The connection is not one.
+pub fn look_again(stream: &TcpStream, cpu: u32, first: &[u8]) {
+    on_cpu(cpu, || {
+        for class in [8, 0] {
+            set_traffic_class(stream, class).expect("it is a connection");
+            write_all(stream, first);
+        }
+    });
+}
+
+/// Two hosts, SAs for every CPU on both ways, policies for the lanes of `family`, and a door.
+#[derive(Debug)]
+pub struct Scene {
+    /// The hosts.
+    pub hosts: Hosts,
+    /// The SAs from the first to the second.
+    pub there: Way,
+    /// The SAs back.
+    pub back: Way,
+    /// Where lanes arrive.
+    pub door: Door,
+}
+
+impl Scene {
+    /// Sets all of it up: CPUs at each host for which there are SAs.
+    ///
+    /// # Panics
+    /// Something is missing.
+    #[must_use]
+    pub fn new(guest: &crate::Guest, family: Family, cpus: [u32; 2]) -> Self {
+        let hosts = Hosts::new(guest);
+        let there = Way::new(0x1000, cpus[0], family);
+        let back = Way::new(0x2000, cpus[1], family);
+        there.add(&hosts.a, &hosts.b);
+        back.add(&hosts.b, &hosts.a);
+        let _ = super::protect(&hosts, family, dunlin_sys::xfrm::Protocol::TCP);
+        let door = Door::open(&hosts.b, family, 0);
+        Self {
+            hosts,
+            there,
+            back,
+            door,
+        }
+    }
+
+    /// A lane from one CPU of the first host.
+    ///
+    /// # Panics
+    /// It does not connect.
+    #[must_use]
+    pub fn lane(&self, cpu: u32) -> Lane {
+        Lane::connect(&self.hosts.a, cpu, &self.door)
+    }
+
+    /// Which SAs from the first host to the second carried packets while `task` ran.
+    pub fn there(&self, task: impl FnOnce()) -> Vec<Option<u32>> {
+        users(&self.there, &self.hosts.a, &self.hosts.b, task)
+    }
+
+    /// Which SAs back did.
+    pub fn back(&self, task: impl FnOnce()) -> Vec<Option<u32>> {
+        users(&self.back, &self.hosts.b, &self.hosts.a, task)
+    }
+}
