@@ -152,14 +152,15 @@ impl Accept {
         }
     }
 
-    /// The time that it has spent on a processor.
+    /// The time that its threads have spent on a processor, without those that have ended.
     pub fn spent(&self) -> Duration {
         let tasks = fs::read_dir(format!("/proc/{}/task", self.process.child.id())).unwrap();
-        let of = |task: std::io::Result<fs::DirEntry>| -> u64 {
-            let text = fs::read_to_string(task.unwrap().path().join("schedstat")).unwrap();
-            text.split_whitespace().next().unwrap().parse().unwrap()
+        let of = |task: std::io::Result<fs::DirEntry>| -> Option<u64> {
+            // A thread may end while the others are asked.
+            let text = fs::read_to_string(task.unwrap().path().join("schedstat")).ok()?;
+            Some(text.split_whitespace().next()?.parse().unwrap())
         };
-        Duration::from_nanos(tasks.map(of).sum())
+        Duration::from_nanos(tasks.filter_map(of).sum())
     }
 }
 
