@@ -13,6 +13,7 @@ use dunlin_proto::ipsec::key::Role;
 use dunlin_proto::ipsec::message::Terms;
 use dunlin_proto::negotiate::{Features, Opening, Refusal, SessionId, Supported, VERSIONS, select};
 use dunlin_sys::poll::{Waker, Wakeup, waker};
+use dunlin_sys::socket::{Liveness, set_liveness};
 
 use super::error::{IpsecError, harmless, in_words};
 use super::session::{Beginning, Session, Status, clean_up};
@@ -193,6 +194,13 @@ impl Site {
 
     /// Begins the session that an authenticated peer offers.
     fn begin(&self, control: ControlStream, opening: &Opening) -> Result<(), IpsecError> {
+        // The peer's host may vanish, and say nothing.
+        set_liveness(control.socket(), &Liveness::default()).map_err(|source| {
+            IpsecError::Resources {
+                what: "keepalive of the control connection",
+                source,
+            }
+        })?;
         let agreed = self.answer(&control, opening);
         let mut bytes = Vec::new();
         match &agreed {

@@ -2,17 +2,18 @@
 
 use std::collections::BTreeSet;
 use std::io;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender as Channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender as Channel, channel};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dunlin_proto::ipsec::exchange::{Action, Exchange};
+use dunlin_proto::ipsec::exchange::{Action, Awaited, Exchange};
 use dunlin_proto::ipsec::key::{EXPORTER_LABEL, Role, context};
 use dunlin_proto::ipsec::message::{Message, Terms};
 use dunlin_proto::ipsec::object::{Association, Direction};
 use dunlin_proto::ipsec::plan::{Layout, REQID_BLOCKS, REQIDS, Step};
 use dunlin_proto::ipsec::{Grant, LEAST_SPI, Mode, Sender, Slot};
+use dunlin_proto::limits::MAX_SAS;
 use dunlin_proto::negotiate::SessionId;
 use dunlin_sys::xfrm::{self, KeyAndSalt, PerCpu};
 use zeroize::Zeroizing;
@@ -31,6 +32,11 @@ use crate::lane::control::ControlStream;
 const TICK: Duration = Duration::from_millis(200);
 /// How long an inbound SA stays after its last packet was sent.
 const GRACE: Duration = Duration::from_secs(2);
+/// So many may stay for that; if a peer has more made and released, the oldest go earlier.
+const MOST_LATE: usize = 2 * MAX_SAS as usize;
+
+/// Steps, and when they are due.
+type Late = Vec<(Instant, Vec<Step>)>;
 
 /// What keeps a session.
 pub(super) struct Driver {
@@ -47,11 +53,11 @@ pub(super) struct Driver {
     standing: Arc<Mutex<Standing>>,
     tell_up: Channel<()>,
     layout: Option<Layout>,
-    /// Inbound SAs that are to go, and when.
-    late: Vec<(Instant, Vec<Step>)>,
+    /// Inbound SAs that are to go, and when, the oldest first.
+    late: Late,
     /// Connections that have an SA, or were given one.
     known: BTreeSet<Connection>,
-    waits_since: Option<(&'static str, Instant)>,
+    waits_since: Option<(Awaited, Instant)>,
     rekeyed: Instant,
     /// What ended it, in this side's own words.
     failed: Option<IpsecError>,
@@ -96,9 +102,10 @@ impl Driver {
         heard: Channel<Told>,
     ) -> Result<(), IpsecError> {
         let control = Arc::clone(&self.control);
+        let (dealt, next) = channel();
         let reader = thread::Builder::new()
             .name("dunlin-ipsec-control".to_owned())
-            .spawn(move || read(&control, &heard));
+            .spawn(move || read(&control, &heard, &next));
         if let Err(source) = &reader {
             let source = io::Error::from(source.kind());
             self.give_up(IpsecError::Resources {
@@ -109,7 +116,11 @@ impl Driver {
         self.settle();
         while !self.over {
             match told.recv_timeout(TICK) {
-                Ok(Told::Heard(message)) => self.exchange.handle_message(message),
+                Ok(Told::Heard(message)) => {
+                    self.exchange.handle_message(message);
+                    self.settle();
+                    let _ = dealt.send(());
+                }
                 Ok(Told::Lost(error)) => self.give_up(error),
                 Ok(Told::Want(sender)) => self.exchange.want(sender),
                 Ok(Told::Rekey) => self.rekey(),
@@ -126,6 +137,8 @@ impl Driver {
                 self.settle();
             }
         }
+        // The reader waits for nobody now.
+        drop(dealt);
         // The peer hears that nothing more comes; it may be gone.
         let _ = self.control.close();
         self.control.shutdown();
@@ -322,20 +335,17 @@ impl Driver {
         let now = Instant::now();
         self.waits_since = match (self.exchange.waits_for(), self.waits_since) {
             (None, _) => None,
-            (Some(what), Some((before, since))) if what == before => Some((what, since)),
+            (Some(what), Some((before, since))) if what == before => Some((before, since)),
             (Some(what), _) => Some((what, now)),
         };
         if let Some((what, since)) = self.waits_since
             && now.duration_since(since) >= self.options.patience
         {
-            return Err(IpsecError::Silent(what));
+            return Err(IpsecError::Silent(what.word));
         }
-        let (due, later) = std::mem::take(&mut self.late)
-            .into_iter()
-            .partition::<Vec<_>, _>(|(when, _)| *when <= now);
-        self.late = later;
-        for (_, steps) in due {
-            self.apply(&steps)?;
+        let due = due(&mut self.late, now, MOST_LATE);
+        if !due.is_empty() {
+            self.apply(&due)?;
         }
         if self
             .options
@@ -438,5 +448,47 @@ impl Driver {
             let _ = told.recv_timeout(TICK);
         }
         record.forget()
+    }
+}
+
+/// Takes out what is due by now, and the oldest while there are more than `most` steps.
+fn due(late: &mut Late, now: Instant, most: usize) -> Vec<Step> {
+    let mut left: usize = late.iter().map(|(_, steps)| steps.len()).sum();
+    let mut count = 0;
+    for (when, steps) in late.iter() {
+        if *when > now && left <= most {
+            break;
+        }
+        left -= steps.len();
+        count += 1;
+    }
+    late.drain(..count).flat_map(|(_, steps)| steps).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn of_too_many_released_sas_the_oldest_go_at_once() {
+        let now = Instant::now();
+        let step = |spi: u32| {
+            let line = format!(
+                "sa in 192.0.2.2 192.0.2.1 spi {spi:#010x} reqid 65536 epoch 1 index 0 fallback"
+            );
+            Step::Remove(line.parse().unwrap())
+        };
+        let mut late: Late = (0..5)
+            .map(|at| (now + GRACE, vec![step(0x2000 + at), step(0x3000 + at)]))
+            .collect();
+        late.insert(0, (now, vec![step(0x1000)]));
+        assert_eq!(due(&mut late, now, 10), [step(0x1000)]);
+        assert_eq!(due(&mut late, now, 10), []);
+        let oldest = due(&mut late, now, 7);
+        assert_eq!(oldest, [0x2000, 0x3000, 0x2001, 0x3001].map(step));
+        assert_eq!(due(&mut late, now + GRACE, 7).len(), 6);
+        assert!(late.is_empty());
     }
 }
