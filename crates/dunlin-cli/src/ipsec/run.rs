@@ -154,7 +154,7 @@ impl Serve {
                     say(&format!("{}: all sessions end", signal.name()));
                     break;
                 }
-                Err(_) if lock(&held.0).is_none() => break,
+                Err(_) if lock(&held.one).is_none() => break,
                 Err(_) => {}
             }
         }
@@ -233,13 +233,15 @@ impl Up {
                     say(&format!("{}: the session ends", signal.name()));
                     break;
                 }
-                Err(_) if lock(&held.0).is_none() => break,
+                Err(_) if lock(&held.one).is_none() => break,
                 Err(_) => {
-                    let over = lock(&held.0)
+                    let over = lock(&held.one)
                         .as_ref()
                         .is_none_or(|one| one.session.is_over());
-                    if over && let Some(named) = lock(&held.0).take() {
-                        let ended = named.session.wait();
+                    if !over {
+                        continue;
+                    }
+                    if let Some(ended) = held.end(|named| named.session.wait()) {
                         return match ended {
                             Ok(()) => Ok(DONE),
                             Err(error) => Err(anyhow!(error).context("the session is over")),
@@ -249,8 +251,7 @@ impl Up {
             }
         }
         drop(told);
-        let ended = lock(&held.0).take();
-        match ended.map(end) {
+        match held.end(end) {
             Some(Err(error)) => {
                 say(&format!("{:#}", anyhow!(error)));
                 Ok(FAILED)
@@ -294,11 +295,26 @@ fn with_port(peer: &str) -> String {
 }
 
 /// What a process has until it is told to end it.
-struct Held<T>(Mutex<Option<T>>);
+struct Held<T> {
+    one: Mutex<Option<T>>,
+    /// Held while it is being ended, which takes as long as connections do; it can be
+    /// asked how it stands meanwhile.
+    ending: Mutex<()>,
+}
 
 impl<T> Held<T> {
     fn new(held: T) -> Self {
-        Self(Mutex::new(Some(held)))
+        Self {
+            one: Mutex::new(Some(held)),
+            ending: Mutex::new(()),
+        }
+    }
+
+    /// Takes it and ends it; returns when it has been ended, here or by another thread.
+    fn end<R>(&self, end: impl FnOnce(T) -> R) -> Option<R> {
+        let _ending = lock(&self.ending);
+        let taken = lock(&self.one).take();
+        taken.map(end)
     }
 }
 
@@ -314,7 +330,7 @@ fn end(named: Named) -> Result<(), ipsec::IpsecError> {
 
 impl Asked for Held<Server> {
     fn sessions(&self) -> Result<Vec<SessionLine>> {
-        let held = lock(&self.0);
+        let held = lock(&self.one);
         let Some(server) = &*held else {
             return Ok(Vec::new());
         };
@@ -324,21 +340,19 @@ impl Asked for Held<Server> {
     }
 
     fn rekey(&self) {
-        if let Some(server) = &*lock(&self.0) {
+        if let Some(server) = &*lock(&self.one) {
             server.rekey();
         }
     }
 
     fn down(&self) {
-        if let Some(server) = lock(&self.0).take() {
-            server.stop();
-        }
+        self.end(Server::stop);
     }
 }
 
 impl Asked for Held<Named> {
     fn sessions(&self) -> Result<Vec<SessionLine>> {
-        let held = lock(&self.0);
+        let held = lock(&self.one);
         let Some(named) = &*held else {
             return Ok(Vec::new());
         };
@@ -347,14 +361,13 @@ impl Asked for Held<Named> {
     }
 
     fn rekey(&self) {
-        if let Some(named) = &*lock(&self.0) {
+        if let Some(named) = &*lock(&self.one) {
             named.session.rekey();
         }
     }
 
     fn down(&self) {
-        let ended = lock(&self.0).take().map(end);
-        if let Some(Err(error)) = ended {
+        if let Some(Err(error)) = self.end(end) {
             say(&format!("{:#}", anyhow!(error)));
         }
     }

@@ -145,6 +145,11 @@ pub enum Event {
         /// How many policies and SAs the record had.
         objects: usize,
     },
+    /// What a dead process had left could not be taken back, or is not known.
+    NotCleaned {
+        /// Why.
+        why: String,
+    },
     /// Somebody was not taken in.
     Rejected {
         /// Where it came from.
@@ -185,6 +190,9 @@ impl fmt::Display for Event {
                 "{objects} policies and SAs of a process that has died are gone, by {}",
                 record.display()
             ),
+            Self::NotCleaned { why } => {
+                write!(formatter, "what a process has left stays: {why}")
+            }
             Self::Rejected { from, why } => write!(formatter, "{from} was not taken in: {why}"),
         }
     }
@@ -196,7 +204,7 @@ pub type Observer = Arc<dyn Fn(&Event) + Send + Sync>;
 /// Takes back what processes that have died left in this network namespace.
 ///
 /// # Errors
-/// The kernel does not answer, or a record cannot be read.
+/// The kernel does not answer, or a record cannot be read; the others are done first.
 pub fn clean_up(options: &Options, observer: &Observer) -> Result<(), IpsecError> {
-    session::clean_up(options, observer)
+    session::clean_up(options, observer)?.map_or(Ok(()), Err)
 }

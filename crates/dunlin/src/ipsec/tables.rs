@@ -139,7 +139,9 @@ impl Tables {
             Step::Add(Object::Association(one)) => {
                 let state = state_of(one, key(one)?);
                 if let Err(source) = self.xfrm.add_state(&state) {
-                    record.gone(&Object::Association(*one))?;
+                    if is_no(&source) {
+                        record.gone(&Object::Association(*one))?;
+                    }
                     return Err(kernel(one)(source));
                 }
                 self.xfrm.verify(&state).map_err(kernel(one))
@@ -162,19 +164,12 @@ impl Tables {
     }
 
     /// Takes back everything that the record has, save the policies that block: these
-    /// are left as steps for [`Tables::finish`], once it is quiet.
+    /// are left as steps for [`Tables::finish`], once it is quiet. A record that cannot be
+    /// written any more, on a full disk, does not stop that: it names too much then, and
+    /// what is gone already is not looked for in vain.
     pub(super) fn take_back(&mut self, record: &mut Record) -> Result<Undo, IpsecError> {
         let mut undo = undo(record.objects());
         let recorded = record.objects().to_vec();
-        let blocking: Vec<Object> = undo
-            .now
-            .iter()
-            .filter_map(|step| match step {
-                Step::Replace(policy) => Some(Object::Policy(*policy)),
-                _ => None,
-            })
-            .collect();
-        record.add(&blocking)?;
         for step in std::mem::take(&mut undo.now) {
             self.tell(&step);
             match step {
@@ -186,17 +181,18 @@ impl Tables {
                         let same = |object: &Object| {
                             matches!(object, Object::Policy(one) if policy_of(one) == standing)
                         };
-                        recorded.iter().any(same)
+                        // It may have been put there by one that died in the midst of this.
+                        standing == own || recorded.iter().any(same)
                     });
                     if is_ours {
                         self.xfrm.replace_policy(&own).map_err(kernel(&policy))?;
                         self.stands(&policy)?;
                     }
-                    forget_replaced(&policy, record)?;
+                    // The record has it as one that protects, until it goes.
                 }
                 Step::Remove(object) => {
                     self.remove(&object)?;
-                    record.gone(&object)?;
+                    let _ = record.gone(&object);
                 }
                 Step::Add(_) => {}
             }
@@ -215,7 +211,7 @@ impl Tables {
             self.tell(step);
             if let Step::Remove(object) = step {
                 self.remove(object)?;
-                record.gone(object)?;
+                let _ = record.gone(object);
             }
         }
         Ok(true)
@@ -302,6 +298,16 @@ fn forget_replaced(policy: &Policy, record: &mut Record) -> Result<(), IpsecErro
     let replaced = |object: &&Object| matches!(object, Object::Policy(other) if other.is_in_place_of(policy) && other != policy);
     let before: Vec<Object> = record.objects().iter().filter(replaced).copied().collect();
     before.iter().try_for_each(|object| record.gone(object))
+}
+
+/// Whether the kernel has surely not done what it was told. Where its answer was lost it
+/// may have.
+fn is_no(error: &xfrm::Error) -> bool {
+    use xfrm::Error::{NoEsp, NoSuchCpu, NotPermitted, Refused, Taken};
+    matches!(
+        error,
+        NotPermitted { .. } | NoEsp(_) | Taken { .. } | NoSuchCpu { .. } | Refused { .. }
+    )
 }
 
 fn kernel(doing: impl ToString) -> impl FnOnce(xfrm::Error) -> IpsecError {
