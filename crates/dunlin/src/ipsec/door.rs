@@ -64,7 +64,8 @@ impl Server {
         options: Options,
         observer: Observer,
     ) -> Result<Self, IpsecError> {
-        clean_up(&options, &observer)?;
+        // Whatever cannot be taken back has been told.
+        clean_up(&options, &observer, None)?;
         let resources = |what| move |source| IpsecError::Resources { what, source };
         let address = listener.local_addr().map_err(resources("the listener"))?;
         let (stop, stopped) = waker().map_err(resources("a waker"))?;
@@ -218,6 +219,11 @@ impl Site {
             control.peer().fingerprint,
         );
         let options = self.options.clone();
+        // An earlier session with it may have left its ports blocked.
+        if let Ok(address) = control.socket().peer_addr() {
+            let address = address.ip().to_canonical();
+            clean_up(&options, &self.observer, Some(address))?;
+        }
         // They count where the peer asks for that mode.
         let senders = options.senders(Mode::Cpu);
         let exchange = Exchange::responder(options.sas_max, options.udp, senders);

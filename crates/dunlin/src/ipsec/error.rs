@@ -13,7 +13,8 @@ use thiserror::Error;
 use crate::lane::control::ControlError;
 use crate::lane::handshake::HandshakeError;
 
-/// What went wrong. Nothing that it installed is left, unless it says so.
+/// What went wrong. What a session installed is gone then, save that ports which were
+/// protected stay blocked.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum IpsecError {

@@ -4,8 +4,10 @@
 //! [`up`] connects to a [`Server`] on the other host; both then have a session, which
 //! stands as long as both processes and their control connection do. Programs' plain
 //! TCP connections on the ports go by ESP in transport mode meanwhile, and by nothing
-//! else. When a session is over, what it installed is taken back; what a process left
-//! that was killed, the next one takes back ([`clean_up`], which both do first).
+//! else. When a session was asked to end, what it installed is taken back. When it ends
+//! for another reason, or its process is killed, the ports stay blocked until the next one
+//! begins ([`clean_up`], which both do first): whoever can cut the control connection
+//! must not have what follows sent in the clear.
 //!
 //! ```text
 //!  Server, up ─▶ Session ─▶ thread: exchange (proto) decides ─▶ tables (the kernel's)
@@ -131,7 +133,8 @@ pub enum Event {
         /// How many.
         connections: usize,
     },
-    /// The same, and nobody waits for their end any more.
+    /// A session is over that nobody asked to end, or such connections have not ended in
+    /// time: its ports stay blocked, and nobody waits any more.
     Left {
         /// The record by which a later process frees the ports.
         record: PathBuf,
@@ -181,8 +184,8 @@ impl fmt::Display for Event {
                 connections,
             } => write!(
                 formatter,
-                "the ports stay blocked for the sake of {connections} connections; `dunlin ipsec clean` \
-                 frees them when these have ended, by {}",
+                "the ports stay blocked; {connections} connections use them. The next session with \
+                 this peer or `dunlin ipsec clean` frees them when there are none, by {}",
                 record.display()
             ),
             Self::Cleaned { record, objects } => write!(
@@ -206,5 +209,5 @@ pub type Observer = Arc<dyn Fn(&Event) + Send + Sync>;
 /// # Errors
 /// The kernel does not answer, or a record cannot be read; the others are done first.
 pub fn clean_up(options: &Options, observer: &Observer) -> Result<(), IpsecError> {
-    session::clean_up(options, observer)?.map_or(Ok(()), Err)
+    session::clean_up(options, observer, None)?.map_or(Ok(()), Err)
 }

@@ -18,10 +18,11 @@
 
 use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
 use std::io::{self, ErrorKind, Read, Seek, SeekFrom, Write};
+use std::net::IpAddr;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use dunlin_proto::ipsec::object::Object;
+use dunlin_proto::ipsec::object::{Action, Direction, Object};
 use dunlin_proto::negotiate::SessionId;
 
 use super::error::IpsecError;
@@ -145,6 +146,26 @@ impl Record {
     /// What may be installed.
     pub(super) fn objects(&self) -> &[Object] {
         &self.objects
+    }
+
+    /// Whether packets have ever been let through by an SA, so that a connection may have
+    /// begun that relies on it. Until the policies go, the record has those that did that.
+    pub(super) fn has_protected(&self) -> bool {
+        self.objects.iter().any(|object| {
+            matches!(object, Object::Policy(policy)
+                if policy.direction == Direction::Out && policy.action != Action::Block)
+        })
+    }
+
+    /// Whether it is about packets to this host.
+    pub(super) fn concerns(&self, peer: IpAddr) -> bool {
+        self.objects.iter().any(|object| match object {
+            Object::Policy(policy) => {
+                policy.selector.destination == peer || policy.selector.source == peer
+            }
+            Object::Association(one) => one.destination == peer || one.source == peer,
+            Object::Listener(_) => false,
+        })
     }
 
     pub(super) fn path(&self) -> &Path {

@@ -205,7 +205,8 @@ impl fmt::Debug for Session {
     }
 }
 
-/// Takes back what processes that have died left in this network namespace. What cannot
+/// Takes back what processes that have died left in this network namespace, or of it
+/// only what is between this host and `peer`. What cannot
 /// be taken back is told, and the first such error returned when the others are done.
 ///
 /// # Errors
@@ -213,14 +214,25 @@ impl fmt::Debug for Session {
 pub(super) fn clean_up(
     options: &Options,
     observer: &Observer,
+    peer: Option<IpAddr>,
 ) -> Result<Option<IpsecError>, IpsecError> {
-    let left = Shelf::open(&options.records)?.left()?;
+    let shelf = Shelf::open(&options.records)?;
+    let left = {
+        // Nobody has made a record and not locked it yet.
+        let _lock = shelf.lock()?;
+        shelf.left()?
+    };
     let mut first = None;
     if left.is_empty() {
         return Ok(first);
     }
     let mut tables = Tables::open(options.before_change.clone())?;
     for record in left {
+        if let (Ok(record), Some(peer)) = (&record, peer)
+            && !record.concerns(peer)
+        {
+            continue;
+        }
         if let Err(error) = record.and_then(|record| clean(&mut tables, record, observer)) {
             let why = in_words(&error);
             observer(&Event::NotCleaned { why });

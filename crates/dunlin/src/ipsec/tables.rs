@@ -202,9 +202,10 @@ impl Tables {
     }
 
     /// Removes what has blocked the ports since [`Tables::take_back`]; false while
-    /// connections of theirs are left, which would go on in the clear.
+    /// connections of theirs are left, which would go on in the clear. Where nothing was
+    /// ever protected, those that are there were in the clear before, and go on.
     pub(super) fn finish(&mut self, undo: &Undo, record: &mut Record) -> Result<bool, IpsecError> {
-        if still_used(&undo.when_quiet)? > 0 {
+        if record.has_protected() && still_used(&undo.when_quiet)? > 0 {
             return Ok(false);
         }
         for step in &undo.when_quiet {
@@ -400,7 +401,14 @@ fn state_of(one: &Association, key: KeyAndSalt) -> State {
                 destination_port,
             },
         ),
-        selector: None,
+        // What the peer seals is taken for TCP between the two, and for nothing else.
+        selector: (one.direction == Direction::In).then(|| xfrm::Selector {
+            source: Network::one(one.source),
+            destination: Network::one(one.destination),
+            source_ports: Ports::ANY,
+            destination_ports: Ports::ANY,
+            protocol: Protocol::TCP,
+        }),
     }
 }
 
@@ -412,7 +420,8 @@ fn is_the_same(standing: &Installed, one: &Association) -> bool {
     };
     standing.source == one.source
         && standing.reqid == one.reqid
-        && standing.direction == Some(direction)
+        // A kernel before 6.10 takes no notice of it.
+        && standing.direction.is_none_or(|given| given == direction)
 }
 
 /// Whether some TCP packet is in both, whatever the priorities.

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use dunlin_proto::fault::FaultCode;
 use dunlin_proto::ipsec::exchange::{Action, Awaited, Exchange};
 use dunlin_proto::ipsec::key::{EXPORTER_LABEL, Role, context};
 use dunlin_proto::ipsec::message::{Message, Terms};
@@ -145,11 +146,13 @@ impl Driver {
         if let Ok(reader) = reader {
             let _ = reader.join();
         }
-        let result = match self.failed.take() {
+        let failed = self.failed.take();
+        let asked = is_asked_for(failed.as_ref());
+        let result = match failed {
             None | Some(IpsecError::Ended) => Ok(()),
             Some(error) => Err(error),
         };
-        self.take_everything_back(told)?;
+        self.take_everything_back(told, asked)?;
         result
     }
 
@@ -421,13 +424,28 @@ impl Driver {
     }
 
     /// Takes back what was installed. While connections use the ports, these stay
-    /// blocked; after `quiet_wait`, or a second word to end, that is left to a later process.
-    fn take_everything_back(&mut self, told: &Receiver<Told>) -> Result<(), IpsecError> {
+    /// blocked; after `quiet_wait` that is left to a later process. So it is at once where
+    /// nobody asked for the end: what can cut a connection, or have a peer say nonsense,
+    /// must not open the ports.
+    fn take_everything_back(
+        &mut self,
+        told: &Receiver<Told>,
+        asked: bool,
+    ) -> Result<(), IpsecError> {
         lock(&self.standing).up = false;
         let Some(mut record) = self.record.take() else {
             return Ok(());
         };
         let undo = self.tables.take_back(&mut record)?;
+        if !asked && record.has_protected() {
+            let connections = still_used(&undo.when_quiet)?;
+            let record = record.path().to_owned();
+            self.tell(Event::Left {
+                record,
+                connections,
+            });
+            return Ok(());
+        }
         let began = Instant::now();
         let mut said = false;
         while !self.tables.finish(&undo, &mut record)? {
@@ -451,6 +469,20 @@ impl Driver {
     }
 }
 
+/// Whether the owner of this side or of the other one asked for the end.
+fn is_asked_for(why: Option<&IpsecError>) -> bool {
+    matches!(
+        why,
+        None | Some(
+            IpsecError::Ended
+                | IpsecError::EndedByPeer {
+                    fault: FaultCode::Cancelled,
+                    ..
+                }
+        )
+    )
+}
+
 /// Takes out what is due by now, and the oldest while there are more than `most` steps.
 fn due(late: &mut Late, now: Instant, most: usize) -> Vec<Step> {
     let mut left: usize = late.iter().map(|(_, steps)| steps.len()).sum();
@@ -470,6 +502,30 @@ mod tests {
     #![allow(clippy::unwrap_used)]
 
     use super::*;
+
+    #[test]
+    fn an_end_is_asked_for_by_an_owner_and_by_nothing_else() {
+        let by_peer = |fault| IpsecError::EndedByPeer {
+            fault,
+            text: String::new(),
+        };
+        for asked in [
+            None,
+            Some(IpsecError::Ended),
+            Some(by_peer(FaultCode::Cancelled)),
+        ] {
+            assert!(is_asked_for(asked.as_ref()));
+        }
+        let lost = crate::lane::control::ControlError::Deadline;
+        for other in [
+            by_peer(FaultCode::Malformed),
+            IpsecError::Control(lost),
+            IpsecError::Silent("granted"),
+            IpsecError::Breach(String::new()),
+        ] {
+            assert!(!is_asked_for(Some(&other)), "{other}");
+        }
+    }
 
     #[test]
     fn of_too_many_released_sas_the_oldest_go_at_once() {
