@@ -1,6 +1,7 @@
 //! `dunlin ipsec serve` and `up`: the processes that have sessions.
 
-use std::net::TcpListener;
+use std::collections::BTreeSet;
+use std::net::{IpAddr, TcpListener, ToSocketAddrs};
 use std::path::PathBuf;
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -207,6 +208,16 @@ impl Up {
             say(&format!("warning: {warning}"));
         }
         warn_of_offload();
+        let addresses = addresses_of(&to);
+        if addresses.len() > 1 {
+            let all: Vec<String> = addresses.iter().map(ToString::to_string).collect();
+            say(&format!(
+                "warning: {} has several addresses ({}) and one of them will be protected: give \
+                 --peer and the programs an address, and --name the name",
+                self.peer,
+                all.join(", ")
+            ));
+        }
         let options = self.own.options(self.mode.into(), self.ports, self.udp)?;
         let socket = Socket::bind(&self.own.control.ipsec(&self.peer)?, "an IPsec session")?;
         let session = ipsec::up(&to, &tls, &options, &observer())
@@ -275,6 +286,12 @@ impl Clean {
         ipsec::clean_up(&options, &observer())?;
         Ok(DONE)
     }
+}
+
+/// The addresses that a name has; none where it is not known, which is told elsewhere.
+fn addresses_of(to: &str) -> BTreeSet<IpAddr> {
+    let all = to.to_socket_addrs().into_iter().flatten();
+    all.map(|address| address.ip().to_canonical()).collect()
 }
 
 fn with_port(peer: &str) -> String {
@@ -381,6 +398,17 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_address_is_one_address() {
+        for (to, one) in [
+            ("192.0.2.1:7302", "192.0.2.1"),
+            ("[2001:db8::1]:9", "2001:db8::1"),
+        ] {
+            let one = one.parse().expect("an address");
+            assert_eq!(addresses_of(to), BTreeSet::from([one]));
+        }
+    }
 
     #[test]
     fn a_peer_has_its_port_or_the_usual_one() {

@@ -28,6 +28,7 @@ mod record;
 mod session;
 mod sockets;
 mod tables;
+mod udp;
 
 use std::fmt;
 use std::path::PathBuf;

@@ -1,7 +1,6 @@
 //! Steps of a plan, carried out on the kernel's tables: recorded before, read back
 //! after, and taken back without touching what is not ours.
 
-use std::io;
 use std::net::UdpSocket;
 use std::sync::Arc;
 
@@ -12,19 +11,20 @@ use dunlin_proto::ipsec::object::{
 use dunlin_proto::ipsec::plan::{Step, Undo, undo};
 use dunlin_sys::xfrm::{
     self, Counters, Installed, KeyAndSalt, LONGEST_REPLAY_WINDOW, Network, PolicyDirection, Ports,
-    Protocol, State, StateId, Xfrm, receive_encapsulated,
+    Protocol, State, StateId, Xfrm,
 };
 
 use super::Hook;
 use super::error::IpsecError;
 use super::record::Record;
 use super::sockets::connections;
+use super::udp;
 
 /// The kernel's tables in the namespace of the thread that opened them.
 pub(super) struct Tables {
     pub(super) xfrm: Arc<Xfrm>,
     hook: Option<Hook>,
-    listener: Option<UdpSocket>,
+    listener: Option<Arc<UdpSocket>>,
 }
 
 impl Tables {
@@ -318,14 +318,10 @@ fn kernel(doing: impl ToString) -> impl FnOnce(xfrm::Error) -> IpsecError {
     }
 }
 
-fn listen(listener: &Listener) -> Result<UdpSocket, IpsecError> {
-    let bound = UdpSocket::bind((listener.address, listener.port));
-    let taken: Result<UdpSocket, io::Error> = bound.and_then(|socket| {
-        receive_encapsulated(&socket)?;
-        Ok(socket)
-    });
-    taken.map_err(|source| IpsecError::Resources {
-        what: "the UDP port for ESP",
+fn listen(listener: &Listener) -> Result<Arc<UdpSocket>, IpsecError> {
+    let socket = udp::listen((listener.address, listener.port).into());
+    socket.map_err(|source| IpsecError::Resources {
+        what: "the UDP port for ESP (--udp names another, if another process has it)",
         source,
     })
 }
