@@ -9,6 +9,7 @@ use dunlin_proto::ipsec::object::{
     Action, Association, Direction, Encapsulation, Listener, Object, Policy, Selector,
 };
 use dunlin_proto::ipsec::plan::{Step, Undo, undo};
+use dunlin_proto::ipsec::ports::PortBlock;
 use dunlin_sys::xfrm::{
     self, Counters, Installed, KeyAndSalt, LONGEST_REPLAY_WINDOW, Network, PolicyDirection, Ports,
     Protocol, State, StateId, Xfrm,
@@ -160,6 +161,48 @@ impl Tables {
                 self.remove(object)?;
                 record.gone(object)
             }
+        }
+    }
+
+    /// Whether the policies for ports stand that the record has. In the place of one that
+    /// somebody has removed comes what blocks, or lets in only what an SA has opened.
+    ///
+    /// # Errors
+    /// One is not there; it is named.
+    pub(super) fn still_stand(&self, record: &Record) -> Result<(), IpsecError> {
+        let mut missing = None;
+        for object in record.objects() {
+            let Object::Policy(policy) = object else {
+                continue;
+            };
+            // A connection's own one is ahead of these, and without it they serve.
+            let any = PortBlock::ANY;
+            let selector = &policy.selector;
+            if selector.source_ports != any && selector.destination_ports != any {
+                continue;
+            }
+            let expected = policy_of(policy);
+            let standing = self.xfrm.policy(&expected.selector, expected.direction);
+            let standing = standing.map_err(kernel(policy))?;
+            if standing.as_ref() == Some(&expected) {
+                continue;
+            }
+            if standing.is_none() {
+                let safe = match policy.direction {
+                    Direction::Out => Policy {
+                        action: Action::Block,
+                        ..*policy
+                    },
+                    Direction::In => *policy,
+                };
+                let added = self.xfrm.add_policy(&policy_of(&safe));
+                added.map_err(kernel(policy))?;
+            }
+            missing.get_or_insert(*policy);
+        }
+        match missing {
+            None => Ok(()),
+            Some(policy) => Err(IpsecError::Removed(policy.to_string())),
         }
     }
 

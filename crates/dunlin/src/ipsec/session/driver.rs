@@ -31,6 +31,8 @@ use crate::lane::control::ControlStream;
 
 /// How often connections are looked for, and whether it is quiet.
 const TICK: Duration = Duration::from_millis(200);
+/// How often it is looked whether the policies stand.
+const LOOK: Duration = Duration::from_secs(1);
 /// How long an inbound SA stays after its last packet was sent.
 const GRACE: Duration = Duration::from_secs(2);
 /// So many may stay for that; if a peer has more made and released, the oldest go earlier.
@@ -60,6 +62,8 @@ pub(super) struct Driver {
     known: BTreeSet<Connection>,
     waits_since: Option<(Awaited, Instant)>,
     rekeyed: Instant,
+    /// When the policies were last seen to stand.
+    looked: Instant,
     /// What ended it, in this side's own words.
     failed: Option<IpsecError>,
     over: bool,
@@ -92,6 +96,7 @@ impl Driver {
             known: BTreeSet::new(),
             waits_since: None,
             rekeyed: Instant::now(),
+            looked: Instant::now(),
             failed: None,
             over: false,
         })
@@ -345,6 +350,12 @@ impl Driver {
             && now.duration_since(since) >= self.options.patience
         {
             return Err(IpsecError::Silent(what.word));
+        }
+        if let Some(record) = &self.record
+            && now.duration_since(self.looked) >= LOOK
+        {
+            self.tables.still_stand(record)?;
+            self.looked = now;
         }
         let due = due(&mut self.late, now, MOST_LATE);
         if !due.is_empty() {
