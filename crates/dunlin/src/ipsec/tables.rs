@@ -3,6 +3,8 @@
 
 use std::net::UdpSocket;
 use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
 
 use dunlin_proto::ipsec::Sender;
 use dunlin_proto::ipsec::object::{
@@ -20,6 +22,11 @@ use super::error::IpsecError;
 use super::record::Record;
 use super::sockets::connections;
 use super::udp;
+
+/// How often in a row no connection may be found before the ports are free: procfs lists
+/// them in pieces, and one may be in none of them while it changes its state.
+const LOOKS: u32 = 3;
+const BETWEEN_LOOKS: Duration = Duration::from_millis(50);
 
 /// The kernel's tables in the namespace of the thread that opened them.
 pub(super) struct Tables {
@@ -248,8 +255,15 @@ impl Tables {
     /// connections of theirs are left, which would go on in the clear. Where nothing was
     /// ever protected, those that are there were in the clear before, and go on.
     pub(super) fn finish(&mut self, undo: &Undo, record: &mut Record) -> Result<bool, IpsecError> {
-        if record.has_protected() && still_used(&undo.when_quiet)? > 0 {
-            return Ok(false);
+        if record.has_protected() {
+            for look in 0..LOOKS {
+                if look > 0 {
+                    thread::sleep(BETWEEN_LOOKS);
+                }
+                if still_used(&undo.when_quiet)? > 0 {
+                    return Ok(false);
+                }
+            }
         }
         for step in &undo.when_quiet {
             self.tell(step);

@@ -298,26 +298,36 @@ impl Driver {
     /// Installs SAs of what the peer sends, each under an SPI that is free.
     fn install_inbound(&mut self, epoch: u32, slots: &[Slot]) -> Result<Vec<u32>, IpsecError> {
         let layout = self.layout()?;
-        let mut spis = Vec::new();
-        for slot in slots {
+        let spi = || Ok::<_, IpsecError>(u32::from_le_bytes(random()?).max(LEAST_SPI));
+        let grants = slots.iter().map(|slot| {
+            Ok(Grant {
+                slot: *slot,
+                spi: spi()?,
+            })
+        });
+        let mut grants = grants.collect::<Result<Vec<_>, IpsecError>>()?;
+        // At once: each time the disk is waited for.
+        let coming = layout.inbound(epoch, &grants);
+        let coming = coming.iter().filter_map(|step| match step {
+            Step::Add(object) => Some(*object),
+            _ => None,
+        });
+        let record = self.record.as_mut().ok_or(IpsecError::Ended)?;
+        record.add(&coming.collect::<Vec<_>>())?;
+        for grant in &mut grants {
             // One in four thousand million is taken, for each that there is.
             for attempt in 0.. {
-                let spi = u32::from_le_bytes(random()?).max(LEAST_SPI);
-                let grant = Grant { slot: *slot, spi };
-                match self.apply(&layout.inbound(epoch, &[grant])) {
-                    Ok(()) => {
-                        spis.push(spi);
-                        break;
-                    }
+                match self.apply(&layout.inbound(epoch, &[*grant])) {
+                    Ok(()) => break,
                     Err(IpsecError::Kernel {
                         source: xfrm::Error::Taken { .. },
                         ..
-                    }) if attempt < 8 => {}
+                    }) if attempt < 8 => grant.spi = spi()?,
                     Err(error) => return Err(error),
                 }
             }
         }
-        Ok(spis)
+        Ok(grants.iter().map(|grant| grant.spi).collect())
     }
 
     fn apply(&mut self, steps: &[Step]) -> Result<(), IpsecError> {
