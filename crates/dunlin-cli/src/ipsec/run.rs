@@ -1,6 +1,7 @@
 //! `dunlin ipsec serve` and `up`: the processes that have sessions.
 
-use std::net::TcpListener;
+use std::collections::BTreeSet;
+use std::net::{IpAddr, TcpListener, ToSocketAddrs};
 use std::path::PathBuf;
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -154,7 +155,7 @@ impl Serve {
                     say(&format!("{}: all sessions end", signal.name()));
                     break;
                 }
-                Err(_) if lock(&held.0).is_none() => break,
+                Err(_) if lock(&held.one).is_none() => break,
                 Err(_) => {}
             }
         }
@@ -207,6 +208,16 @@ impl Up {
             say(&format!("warning: {warning}"));
         }
         warn_of_offload();
+        let addresses = addresses_of(&to);
+        if addresses.len() > 1 {
+            let all: Vec<String> = addresses.iter().map(ToString::to_string).collect();
+            say(&format!(
+                "warning: {} has several addresses ({}) and one of them will be protected: give \
+                 --peer and the programs an address, and --name the name",
+                self.peer,
+                all.join(", ")
+            ));
+        }
         let options = self.own.options(self.mode.into(), self.ports, self.udp)?;
         let socket = Socket::bind(&self.own.control.ipsec(&self.peer)?, "an IPsec session")?;
         let session = ipsec::up(&to, &tls, &options, &observer())
@@ -233,13 +244,15 @@ impl Up {
                     say(&format!("{}: the session ends", signal.name()));
                     break;
                 }
-                Err(_) if lock(&held.0).is_none() => break,
+                Err(_) if lock(&held.one).is_none() => break,
                 Err(_) => {
-                    let over = lock(&held.0)
+                    let over = lock(&held.one)
                         .as_ref()
                         .is_none_or(|one| one.session.is_over());
-                    if over && let Some(named) = lock(&held.0).take() {
-                        let ended = named.session.wait();
+                    if !over {
+                        continue;
+                    }
+                    if let Some(ended) = held.end(|named| named.session.wait()) {
                         return match ended {
                             Ok(()) => Ok(DONE),
                             Err(error) => Err(anyhow!(error).context("the session is over")),
@@ -249,8 +262,7 @@ impl Up {
             }
         }
         drop(told);
-        let ended = lock(&held.0).take();
-        match ended.map(end) {
+        match held.end(end) {
             Some(Err(error)) => {
                 say(&format!("{:#}", anyhow!(error)));
                 Ok(FAILED)
@@ -276,6 +288,12 @@ impl Clean {
     }
 }
 
+/// The addresses that a name has; none where it is not known, which is told elsewhere.
+fn addresses_of(to: &str) -> BTreeSet<IpAddr> {
+    let all = to.to_socket_addrs().into_iter().flatten();
+    all.map(|address| address.ip().to_canonical()).collect()
+}
+
 fn with_port(peer: &str) -> String {
     // An IPv6 address has colons of its own.
     let bracketed = peer.starts_with('[');
@@ -294,11 +312,26 @@ fn with_port(peer: &str) -> String {
 }
 
 /// What a process has until it is told to end it.
-struct Held<T>(Mutex<Option<T>>);
+struct Held<T> {
+    one: Mutex<Option<T>>,
+    /// Held while it is being ended, which takes as long as connections do; it can be
+    /// asked how it stands meanwhile.
+    ending: Mutex<()>,
+}
 
 impl<T> Held<T> {
     fn new(held: T) -> Self {
-        Self(Mutex::new(Some(held)))
+        Self {
+            one: Mutex::new(Some(held)),
+            ending: Mutex::new(()),
+        }
+    }
+
+    /// Takes it and ends it; returns when it has been ended, here or by another thread.
+    fn end<R>(&self, end: impl FnOnce(T) -> R) -> Option<R> {
+        let _ending = lock(&self.ending);
+        let taken = lock(&self.one).take();
+        taken.map(end)
     }
 }
 
@@ -314,7 +347,7 @@ fn end(named: Named) -> Result<(), ipsec::IpsecError> {
 
 impl Asked for Held<Server> {
     fn sessions(&self) -> Result<Vec<SessionLine>> {
-        let held = lock(&self.0);
+        let held = lock(&self.one);
         let Some(server) = &*held else {
             return Ok(Vec::new());
         };
@@ -324,21 +357,19 @@ impl Asked for Held<Server> {
     }
 
     fn rekey(&self) {
-        if let Some(server) = &*lock(&self.0) {
+        if let Some(server) = &*lock(&self.one) {
             server.rekey();
         }
     }
 
     fn down(&self) {
-        if let Some(server) = lock(&self.0).take() {
-            server.stop();
-        }
+        self.end(Server::stop);
     }
 }
 
 impl Asked for Held<Named> {
     fn sessions(&self) -> Result<Vec<SessionLine>> {
-        let held = lock(&self.0);
+        let held = lock(&self.one);
         let Some(named) = &*held else {
             return Ok(Vec::new());
         };
@@ -347,14 +378,13 @@ impl Asked for Held<Named> {
     }
 
     fn rekey(&self) {
-        if let Some(named) = &*lock(&self.0) {
+        if let Some(named) = &*lock(&self.one) {
             named.session.rekey();
         }
     }
 
     fn down(&self) {
-        let ended = lock(&self.0).take().map(end);
-        if let Some(Err(error)) = ended {
+        if let Some(Err(error)) = self.end(end) {
             say(&format!("{:#}", anyhow!(error)));
         }
     }
@@ -368,6 +398,17 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_address_is_one_address() {
+        for (to, one) in [
+            ("192.0.2.1:7302", "192.0.2.1"),
+            ("[2001:db8::1]:9", "2001:db8::1"),
+        ] {
+            let one = one.parse().expect("an address");
+            assert_eq!(addresses_of(to), BTreeSet::from([one]));
+        }
+    }
 
     #[test]
     fn a_peer_has_its_port_or_the_usual_one() {

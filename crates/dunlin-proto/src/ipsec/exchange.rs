@@ -97,6 +97,16 @@ pub struct Ending {
     pub text: String,
 }
 
+/// What a side waits for the peer to say. Of two that differ, the later one has not been
+/// waited for as long.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Awaited {
+    /// The message's name.
+    pub word: &'static str,
+    /// Of SAs that are to be granted, the first one's number; otherwise 0.
+    pub index: u32,
+}
+
 /// How a session stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
@@ -170,13 +180,23 @@ impl Exchange {
 
     /// What this side waits for the peer to say, so that the caller can bound the wait.
     #[must_use]
-    pub fn waits_for(&self) -> Option<&'static str> {
+    pub fn waits_for(&self) -> Option<Awaited> {
+        let first = |kind: Kind| Awaited {
+            word: kind.name(),
+            index: 0,
+        };
+        let granted = |index| Awaited {
+            word: Kind::Granted.name(),
+            index,
+        };
         match self.phase {
             Phase::Over => None,
-            Phase::Greeting => Some(Kind::Terms.name()),
-            _ if self.sending.awaits_grant() => Some(Kind::Granted.name()),
-            _ if !self.peer_ready => Some(Kind::Ready.name()),
-            _ => None,
+            Phase::Greeting => Some(first(Kind::Terms)),
+            _ => match self.sending.awaits_grant() {
+                Some(index) => Some(granted(index)),
+                None if !self.peer_ready => Some(first(Kind::Ready)),
+                None => None,
+            },
         }
     }
 

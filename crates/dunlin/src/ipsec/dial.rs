@@ -22,14 +22,16 @@ use crate::lane::reach::first_of;
 /// protected on both hosts.
 ///
 /// # Errors
-/// Why they are not; nothing is left then.
+/// Why they are not. Nothing is left then, unless this side's traffic was protected
+/// already: its ports stay blocked then.
 pub fn up(
     to: &str,
     tls: &ClientTls,
     options: &Options,
     observer: &Observer,
 ) -> Result<Session, IpsecError> {
-    clean_up(options, observer)?;
+    // Whatever cannot be taken back has been told.
+    clean_up(options, observer, None)?;
     let session = random_session()?;
     let control = open(to, tls, session, options.patience)?;
     let resources = |source| IpsecError::Resources {

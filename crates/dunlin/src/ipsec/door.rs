@@ -13,6 +13,7 @@ use dunlin_proto::ipsec::key::Role;
 use dunlin_proto::ipsec::message::Terms;
 use dunlin_proto::negotiate::{Features, Opening, Refusal, SessionId, Supported, VERSIONS, select};
 use dunlin_sys::poll::{Waker, Wakeup, waker};
+use dunlin_sys::socket::{Liveness, set_liveness};
 
 use super::error::{IpsecError, harmless, in_words};
 use super::session::{Beginning, Session, Status, clean_up};
@@ -63,7 +64,8 @@ impl Server {
         options: Options,
         observer: Observer,
     ) -> Result<Self, IpsecError> {
-        clean_up(&options, &observer)?;
+        // Whatever cannot be taken back has been told.
+        clean_up(&options, &observer, None)?;
         let resources = |what| move |source| IpsecError::Resources { what, source };
         let address = listener.local_addr().map_err(resources("the listener"))?;
         let (stop, stopped) = waker().map_err(resources("a waker"))?;
@@ -193,6 +195,13 @@ impl Site {
 
     /// Begins the session that an authenticated peer offers.
     fn begin(&self, control: ControlStream, opening: &Opening) -> Result<(), IpsecError> {
+        // The peer's host may vanish, and say nothing.
+        set_liveness(control.socket(), &Liveness::default()).map_err(|source| {
+            IpsecError::Resources {
+                what: "keepalive of the control connection",
+                source,
+            }
+        })?;
         let agreed = self.answer(&control, opening);
         let mut bytes = Vec::new();
         match &agreed {
@@ -210,6 +219,11 @@ impl Site {
             control.peer().fingerprint,
         );
         let options = self.options.clone();
+        // An earlier session with it may have left its ports blocked.
+        if let Ok(address) = control.socket().peer_addr() {
+            let address = address.ip().to_canonical();
+            clean_up(&options, &self.observer, Some(address))?;
+        }
         // They count where the peer asks for that mode.
         let senders = options.senders(Mode::Cpu);
         let exchange = Exchange::responder(options.sas_max, options.udp, senders);

@@ -13,7 +13,8 @@ use thiserror::Error;
 use crate::lane::control::ControlError;
 use crate::lane::handshake::HandshakeError;
 
-/// What went wrong. Nothing that it installed is left, unless it says so.
+/// What went wrong. What a session installed is gone then, save that ports which were
+/// protected stay blocked.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum IpsecError {
@@ -66,6 +67,12 @@ pub enum IpsecError {
         "another policy covers packets of these ports: {0}; choose other ports, or remove that policy"
     )]
     PortsTaken(String),
+    /// Somebody has removed or changed a policy of the session.
+    #[error(
+        "somebody else has removed or changed a policy of this session ({0}): packets may have \
+         left in the clear for as long as a second; find who did, with `ip xfrm monitor`"
+    )]
+    Removed(String),
     /// Both ends are this host.
     #[error(
         "{0} is an address of this host: what it sends to itself passes no IPsec, and leaves no host"
@@ -146,7 +153,10 @@ impl IpsecError {
     #[must_use]
     pub fn fault(&self) -> FaultCode {
         match self {
-            Self::Kernel { .. } | Self::System { .. } | Self::Resources { .. } => FaultCode::Kernel,
+            Self::Kernel { .. }
+            | Self::System { .. }
+            | Self::Resources { .. }
+            | Self::Removed(_) => FaultCode::Kernel,
             Self::Record { .. } | Self::Exposed { .. } | Self::Unreadable { .. } => {
                 FaultCode::Journal
             }

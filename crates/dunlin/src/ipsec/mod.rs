@@ -4,8 +4,10 @@
 //! [`up`] connects to a [`Server`] on the other host; both then have a session, which
 //! stands as long as both processes and their control connection do. Programs' plain
 //! TCP connections on the ports go by ESP in transport mode meanwhile, and by nothing
-//! else. When a session is over, what it installed is taken back; what a process left
-//! that was killed, the next one takes back ([`clean_up`], which both do first).
+//! else. When a session was asked to end, what it installed is taken back. When it ends
+//! for another reason, or its process is killed, the ports stay blocked until the next one
+//! begins ([`clean_up`], which both do first): whoever can cut the control connection
+//! must not have what follows sent in the clear.
 //!
 //! ```text
 //!  Server, up ─▶ Session ─▶ thread: exchange (proto) decides ─▶ tables (the kernel's)
@@ -26,6 +28,7 @@ mod record;
 mod session;
 mod sockets;
 mod tables;
+mod udp;
 
 use std::fmt;
 use std::path::PathBuf;
@@ -131,7 +134,8 @@ pub enum Event {
         /// How many.
         connections: usize,
     },
-    /// The same, and nobody waits for their end any more.
+    /// A session is over that nobody asked to end, or such connections have not ended in
+    /// time: its ports stay blocked, and nobody waits any more.
     Left {
         /// The record by which a later process frees the ports.
         record: PathBuf,
@@ -144,6 +148,11 @@ pub enum Event {
         record: PathBuf,
         /// How many policies and SAs the record had.
         objects: usize,
+    },
+    /// What a dead process had left could not be taken back, or is not known.
+    NotCleaned {
+        /// Why.
+        why: String,
     },
     /// Somebody was not taken in.
     Rejected {
@@ -176,8 +185,8 @@ impl fmt::Display for Event {
                 connections,
             } => write!(
                 formatter,
-                "the ports stay blocked for the sake of {connections} connections; `dunlin ipsec clean` \
-                 frees them when these have ended, by {}",
+                "the ports stay blocked; {connections} connections use them. The next session with \
+                 this peer or `dunlin ipsec clean` frees them when there are none, by {}",
                 record.display()
             ),
             Self::Cleaned { record, objects } => write!(
@@ -185,6 +194,9 @@ impl fmt::Display for Event {
                 "{objects} policies and SAs of a process that has died are gone, by {}",
                 record.display()
             ),
+            Self::NotCleaned { why } => {
+                write!(formatter, "what a process has left stays: {why}")
+            }
             Self::Rejected { from, why } => write!(formatter, "{from} was not taken in: {why}"),
         }
     }
@@ -196,7 +208,7 @@ pub type Observer = Arc<dyn Fn(&Event) + Send + Sync>;
 /// Takes back what processes that have died left in this network namespace.
 ///
 /// # Errors
-/// The kernel does not answer, or a record cannot be read.
+/// The kernel does not answer, or a record cannot be read; the others are done first.
 pub fn clean_up(options: &Options, observer: &Observer) -> Result<(), IpsecError> {
-    session::clean_up(options, observer)
+    session::clean_up(options, observer, None)?.map_or(Ok(()), Err)
 }

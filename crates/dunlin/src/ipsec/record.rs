@@ -18,10 +18,11 @@
 
 use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
 use std::io::{self, ErrorKind, Read, Seek, SeekFrom, Write};
+use std::net::IpAddr;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use dunlin_proto::ipsec::object::Object;
+use dunlin_proto::ipsec::object::{Action, Direction, Object};
 use dunlin_proto::negotiate::SessionId;
 
 use super::error::IpsecError;
@@ -96,8 +97,9 @@ impl Shelf {
     }
 
     /// The records in this namespace whose processes have died; they are taken over.
-    /// Those of an earlier boot are removed.
-    pub(super) fn left(&self) -> Result<Vec<Record>, IpsecError> {
+    /// Those of an earlier boot are removed. One that cannot be read is an error of its
+    /// own, and the others are there all the same.
+    pub(super) fn left(&self) -> Result<Vec<Result<Record, IpsecError>>, IpsecError> {
         let header = header()?;
         let boot = |header: &str| header.split(" namespace ").next().map(str::to_owned);
         let mut left = Vec::new();
@@ -110,15 +112,18 @@ impl Shelf {
             {
                 continue;
             }
-            let Some(mut record) = Record::take(&path)? else {
-                continue;
+            let one = || {
+                let Some(mut record) = Record::take(&path)? else {
+                    return Ok(None);
+                };
+                match record.read()? {
+                    Some(found) if found == header => Ok(Some(record)),
+                    Some(found) if boot(&found) == boot(&header) => Ok(None),
+                    // No header: its process died before it had installed anything.
+                    _ => record.forget().map(|()| None),
+                }
             };
-            match record.read()? {
-                Some(found) if found == header => left.push(record),
-                Some(found) if boot(&found) == boot(&header) => {}
-                // No header: its process died before it had installed anything.
-                _ => record.forget()?,
-            }
+            left.extend(one().transpose());
         }
         Ok(left)
     }
@@ -141,6 +146,26 @@ impl Record {
     /// What may be installed.
     pub(super) fn objects(&self) -> &[Object] {
         &self.objects
+    }
+
+    /// Whether packets have ever been let through by an SA, so that a connection may have
+    /// begun that relies on it. Until the policies go, the record has those that did that.
+    pub(super) fn has_protected(&self) -> bool {
+        self.objects.iter().any(|object| {
+            matches!(object, Object::Policy(policy)
+                if policy.direction == Direction::Out && policy.action != Action::Block)
+        })
+    }
+
+    /// Whether it is about packets to this host.
+    pub(super) fn concerns(&self, peer: IpAddr) -> bool {
+        self.objects.iter().any(|object| match object {
+            Object::Policy(policy) => {
+                policy.selector.destination == peer || policy.selector.source == peer
+            }
+            Object::Association(one) => one.destination == peer || one.source == peer,
+            Object::Listener(_) => false,
+        })
     }
 
     pub(super) fn path(&self) -> &Path {
@@ -198,17 +223,22 @@ impl Record {
         }))
     }
 
-    /// Reads what it says; returns its header.
+    /// Reads its text; returns its header, and cuts off what was never synced.
     fn read(&mut self) -> Result<Option<String>, IpsecError> {
-        let failed = io_error("read", &self.path);
         let mut text = String::new();
         let read = self.file.seek(SeekFrom::Start(0)).and_then(|_| {
             let mut whole = (&self.file).take(MOST_BYTES);
             whole.read_to_string(&mut text)
         });
-        read.map_err(failed)?;
-        // What follows the last line's end was never synced.
+        read.map_err(io_error("read", &self.path))?;
+        // What follows the last line's end was never synced. The next line must not
+        // begin behind it.
         let end = text.rfind('\n').map_or(0, |at| at + 1);
+        let bytes = u64::try_from(text.len()).unwrap_or(MOST_BYTES);
+        if bytes < MOST_BYTES && end < text.len() {
+            let cut = self.file.set_len(end as u64);
+            cut.map_err(io_error("written", &self.path))?;
+        }
         let mut lines = (1..).zip(text[..end].lines());
         let header = lines.next().map(|(_, header)| header.to_owned());
         for (line, text) in lines {
@@ -226,9 +256,15 @@ impl Record {
         Ok(header)
     }
 
+    /// Writes whole lines, or none of them.
     fn write(&mut self, text: &str) -> Result<(), IpsecError> {
-        let written = self.file.write_all(text.as_bytes());
-        written.map_err(io_error("written", &self.path))
+        let failed = io_error("written", &self.path);
+        let before = self.file.metadata().map_err(&failed)?.len();
+        self.file.write_all(text.as_bytes()).map_err(|error| {
+            // A full disk may have taken a part of it.
+            let _ = self.file.set_len(before);
+            failed(error)
+        })
     }
 
     fn sync(&self) -> Result<(), IpsecError> {

@@ -15,8 +15,8 @@ use dunlin_proto::ipsec::{Grant, Sender};
 use dunlin_proto::negotiate::SessionId;
 use dunlin_sys::xfrm::{self, Counters};
 
-use super::error::IpsecError;
-use super::record::Shelf;
+use super::error::{IpsecError, in_words};
+use super::record::{Record, Shelf};
 use super::tables::{Tables, still_used};
 use super::{Event, Observer, Options};
 use crate::lane::control::ControlStream;
@@ -205,33 +205,59 @@ impl fmt::Debug for Session {
     }
 }
 
-/// Takes back what processes that have died left in this network namespace.
+/// Takes back what processes that have died left in this network namespace, or of it
+/// only what is between this host and `peer`. What cannot
+/// be taken back is told, and the first such error returned when the others are done.
 ///
 /// # Errors
-/// The kernel does not answer, or a record cannot be read.
-pub(super) fn clean_up(options: &Options, observer: &Observer) -> Result<(), IpsecError> {
-    let left = Shelf::open(&options.records)?.left()?;
+/// The records cannot be looked for, or the kernel not be asked.
+pub(super) fn clean_up(
+    options: &Options,
+    observer: &Observer,
+    peer: Option<IpAddr>,
+) -> Result<Option<IpsecError>, IpsecError> {
+    let shelf = Shelf::open(&options.records)?;
+    let left = {
+        // Nobody has made a record and not locked it yet.
+        let _lock = shelf.lock()?;
+        shelf.left()?
+    };
+    let mut first = None;
     if left.is_empty() {
-        return Ok(());
+        return Ok(first);
     }
     let mut tables = Tables::open(options.before_change.clone())?;
-    for mut record in left {
-        let objects = record.objects().len();
-        let undo: Undo = tables.take_back(&mut record)?;
-        let path = record.path().to_owned();
-        if tables.finish(&undo, &mut record)? {
-            record.forget()?;
-            observer(&Event::Cleaned {
-                record: path,
-                objects,
-            });
-        } else {
-            let connections = still_used(&undo.when_quiet)?;
-            observer(&Event::Left {
-                record: path,
-                connections,
-            });
+    for record in left {
+        if let (Ok(record), Some(peer)) = (&record, peer)
+            && !record.concerns(peer)
+        {
+            continue;
         }
+        if let Err(error) = record.and_then(|record| clean(&mut tables, record, observer)) {
+            let why = in_words(&error);
+            observer(&Event::NotCleaned { why });
+            first.get_or_insert(error);
+        }
+    }
+    Ok(first)
+}
+
+fn clean(tables: &mut Tables, mut record: Record, observer: &Observer) -> Result<(), IpsecError> {
+    let objects = record.objects().len();
+    let undo: Undo = tables.take_back(&mut record)?;
+    let path = record.path().to_owned();
+    if tables.finish(&undo, &mut record)? {
+        record.forget()?;
+        observer(&Event::Cleaned {
+            record: path,
+            objects,
+        });
+    } else {
+        let connections = still_used(&undo.when_quiet)?;
+        observer(&Event::Left {
+            record: path,
+            connections,
+        });
     }
     Ok(())
 }

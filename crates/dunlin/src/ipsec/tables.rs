@@ -1,30 +1,38 @@
 //! Steps of a plan, carried out on the kernel's tables: recorded before, read back
 //! after, and taken back without touching what is not ours.
 
-use std::io;
 use std::net::UdpSocket;
 use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
 
 use dunlin_proto::ipsec::Sender;
 use dunlin_proto::ipsec::object::{
     Action, Association, Direction, Encapsulation, Listener, Object, Policy, Selector,
 };
 use dunlin_proto::ipsec::plan::{Step, Undo, undo};
+use dunlin_proto::ipsec::ports::PortBlock;
 use dunlin_sys::xfrm::{
     self, Counters, Installed, KeyAndSalt, LONGEST_REPLAY_WINDOW, Network, PolicyDirection, Ports,
-    Protocol, State, StateId, Xfrm, receive_encapsulated,
+    Protocol, State, StateId, Xfrm,
 };
 
 use super::Hook;
 use super::error::IpsecError;
 use super::record::Record;
 use super::sockets::connections;
+use super::udp;
+
+/// How often in a row no connection may be found before the ports are free: procfs lists
+/// them in pieces, and one may be in none of them while it changes its state.
+const LOOKS: u32 = 3;
+const BETWEEN_LOOKS: Duration = Duration::from_millis(50);
 
 /// The kernel's tables in the namespace of the thread that opened them.
 pub(super) struct Tables {
     pub(super) xfrm: Arc<Xfrm>,
     hook: Option<Hook>,
-    listener: Option<UdpSocket>,
+    listener: Option<Arc<UdpSocket>>,
 }
 
 impl Tables {
@@ -139,7 +147,9 @@ impl Tables {
             Step::Add(Object::Association(one)) => {
                 let state = state_of(one, key(one)?);
                 if let Err(source) = self.xfrm.add_state(&state) {
-                    record.gone(&Object::Association(*one))?;
+                    if is_no(&source) {
+                        record.gone(&Object::Association(*one))?;
+                    }
                     return Err(kernel(one)(source));
                 }
                 self.xfrm.verify(&state).map_err(kernel(one))
@@ -161,20 +171,55 @@ impl Tables {
         }
     }
 
+    /// Whether the policies for ports stand that the record has. In the place of one that
+    /// somebody has removed comes what blocks, or lets in only what an SA has opened.
+    ///
+    /// # Errors
+    /// One is not there; it is named.
+    pub(super) fn still_stand(&self, record: &Record) -> Result<(), IpsecError> {
+        let mut missing = None;
+        for object in record.objects() {
+            let Object::Policy(policy) = object else {
+                continue;
+            };
+            // A connection's own one is ahead of these, and without it they serve.
+            let any = PortBlock::ANY;
+            let selector = &policy.selector;
+            if selector.source_ports != any && selector.destination_ports != any {
+                continue;
+            }
+            let expected = policy_of(policy);
+            let standing = self.xfrm.policy(&expected.selector, expected.direction);
+            let standing = standing.map_err(kernel(policy))?;
+            if standing.as_ref() == Some(&expected) {
+                continue;
+            }
+            if standing.is_none() {
+                let safe = match policy.direction {
+                    Direction::Out => Policy {
+                        action: Action::Block,
+                        ..*policy
+                    },
+                    Direction::In => *policy,
+                };
+                let added = self.xfrm.add_policy(&policy_of(&safe));
+                added.map_err(kernel(policy))?;
+            }
+            missing.get_or_insert(*policy);
+        }
+        match missing {
+            None => Ok(()),
+            Some(policy) => Err(IpsecError::Removed(policy.to_string())),
+        }
+    }
+
     /// Takes back everything that the record has, save the policies that block: these
-    /// are left as steps for [`Tables::finish`], once it is quiet.
+    /// are left as steps for [`Tables::finish`], once it is quiet. A record that cannot be
+    /// written any more, on a full disk, does not stop that: it names too much then, and
+    /// what is gone already is not looked for in vain.
     pub(super) fn take_back(&mut self, record: &mut Record) -> Result<Undo, IpsecError> {
         let mut undo = undo(record.objects());
         let recorded = record.objects().to_vec();
-        let blocking: Vec<Object> = undo
-            .now
-            .iter()
-            .filter_map(|step| match step {
-                Step::Replace(policy) => Some(Object::Policy(*policy)),
-                _ => None,
-            })
-            .collect();
-        record.add(&blocking)?;
         for step in std::mem::take(&mut undo.now) {
             self.tell(&step);
             match step {
@@ -186,17 +231,18 @@ impl Tables {
                         let same = |object: &Object| {
                             matches!(object, Object::Policy(one) if policy_of(one) == standing)
                         };
-                        recorded.iter().any(same)
+                        // It may have been put there by one that died in the midst of this.
+                        standing == own || recorded.iter().any(same)
                     });
                     if is_ours {
                         self.xfrm.replace_policy(&own).map_err(kernel(&policy))?;
                         self.stands(&policy)?;
                     }
-                    forget_replaced(&policy, record)?;
+                    // The record has it as one that protects, until it goes.
                 }
                 Step::Remove(object) => {
                     self.remove(&object)?;
-                    record.gone(&object)?;
+                    let _ = record.gone(&object);
                 }
                 Step::Add(_) => {}
             }
@@ -206,16 +252,24 @@ impl Tables {
     }
 
     /// Removes what has blocked the ports since [`Tables::take_back`]; false while
-    /// connections of theirs are left, which would go on in the clear.
+    /// connections of theirs are left, which would go on in the clear. Where nothing was
+    /// ever protected, those that are there were in the clear before, and go on.
     pub(super) fn finish(&mut self, undo: &Undo, record: &mut Record) -> Result<bool, IpsecError> {
-        if still_used(&undo.when_quiet)? > 0 {
-            return Ok(false);
+        if record.has_protected() {
+            for look in 0..LOOKS {
+                if look > 0 {
+                    thread::sleep(BETWEEN_LOOKS);
+                }
+                if still_used(&undo.when_quiet)? > 0 {
+                    return Ok(false);
+                }
+            }
         }
         for step in &undo.when_quiet {
             self.tell(step);
             if let Step::Remove(object) = step {
                 self.remove(object)?;
-                record.gone(object)?;
+                let _ = record.gone(object);
             }
         }
         Ok(true)
@@ -304,6 +358,16 @@ fn forget_replaced(policy: &Policy, record: &mut Record) -> Result<(), IpsecErro
     before.iter().try_for_each(|object| record.gone(object))
 }
 
+/// Whether the kernel has surely not done what it was told. Where its answer was lost it
+/// may have.
+fn is_no(error: &xfrm::Error) -> bool {
+    use xfrm::Error::{NoEsp, NoSuchCpu, NotPermitted, Refused, Taken};
+    matches!(
+        error,
+        NotPermitted { .. } | NoEsp(_) | Taken { .. } | NoSuchCpu { .. } | Refused { .. }
+    )
+}
+
 fn kernel(doing: impl ToString) -> impl FnOnce(xfrm::Error) -> IpsecError {
     move |source| IpsecError::Kernel {
         doing: doing.to_string(),
@@ -311,14 +375,10 @@ fn kernel(doing: impl ToString) -> impl FnOnce(xfrm::Error) -> IpsecError {
     }
 }
 
-fn listen(listener: &Listener) -> Result<UdpSocket, IpsecError> {
-    let bound = UdpSocket::bind((listener.address, listener.port));
-    let taken: Result<UdpSocket, io::Error> = bound.and_then(|socket| {
-        receive_encapsulated(&socket)?;
-        Ok(socket)
-    });
-    taken.map_err(|source| IpsecError::Resources {
-        what: "the UDP port for ESP",
+fn listen(listener: &Listener) -> Result<Arc<UdpSocket>, IpsecError> {
+    let socket = udp::listen((listener.address, listener.port).into());
+    socket.map_err(|source| IpsecError::Resources {
+        what: "the UDP port for ESP (--udp names another, if another process has it)",
         source,
     })
 }
@@ -394,7 +454,14 @@ fn state_of(one: &Association, key: KeyAndSalt) -> State {
                 destination_port,
             },
         ),
-        selector: None,
+        // What the peer seals is taken for TCP between the two, and for nothing else.
+        selector: (one.direction == Direction::In).then(|| xfrm::Selector {
+            source: Network::one(one.source),
+            destination: Network::one(one.destination),
+            source_ports: Ports::ANY,
+            destination_ports: Ports::ANY,
+            protocol: Protocol::TCP,
+        }),
     }
 }
 
@@ -406,7 +473,8 @@ fn is_the_same(standing: &Installed, one: &Association) -> bool {
     };
     standing.source == one.source
         && standing.reqid == one.reqid
-        && standing.direction == Some(direction)
+        // A kernel before 6.10 takes no notice of it.
+        && standing.direction.is_none_or(|given| given == direction)
 }
 
 /// Whether some TCP packet is in both, whatever the priorities.

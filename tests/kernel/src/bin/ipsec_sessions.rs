@@ -55,6 +55,8 @@ fn main() -> ExitCode {
         esp_goes_in_udp_over_ipv6(guest);
         println!("what_is_in_the_way_is_named");
         what_is_in_the_way_is_named(guest);
+        println!("policies_that_somebody_removes_are_missed");
+        policies_that_somebody_removes_are_missed(guest);
         println!("i6_ports_in_use_stay_blocked_until_their_connections_end");
         i6_ports_in_use_stay_blocked_until_their_connections_end(guest);
         println!("i6_p13_a_process_that_dies_leaves_nothing_in_the_clear");
@@ -218,6 +220,19 @@ fn refused(why: &str) {
     assert!(said.contains(why), "{said}");
 }
 
+/// The ports are blocked then, and whoever had the session protected is told.
+fn policies_that_somebody_removes_are_missed(guest: &Guest) {
+    let mut session = Process::up("connection");
+    guest.command("ip", &["-n", "a", "xfrm", "policy", "flush"]);
+    assert!(!session.0.wait().expect("it ends").success());
+    let policies = guest.output("ip", &["-n", "a", "xfrm", "policy"]);
+    assert!(policies.contains("action block"), "{policies}");
+    assert_eq!(sealed(guest, "a"), 0);
+    until("the peer's session is over", || has_none(guest, "b"));
+    Process::up("connection").end(guest);
+    nothing_left(guest);
+}
+
 /// What a connection still has to send is not sent in the clear when its session ends.
 fn i6_ports_in_use_stay_blocked_until_their_connections_end(guest: &Guest) {
     let session = Process::begin(
@@ -273,7 +288,10 @@ fn p13_a_server_that_was_killed_takes_its_own_back(guest: &Guest, serve: Process
         !session.0.wait().expect("it ends").success(),
         "its peer has gone"
     );
-    until("the peer's own are taken back", || empty(guest, "a"));
+    // Who can kill it, or cut the control connection, opens no port by that.
+    assert_eq!(sealed(guest, "a"), 0);
+    let policies = guest.output("ip", &["-n", "a", "xfrm", "policy"]);
+    assert!(policies.contains("action block"), "{policies}");
     assert!(!empty(guest, "b"));
     let again = Process::serve();
     assert!(empty(guest, "b"));
@@ -316,12 +334,25 @@ fn i6_p13_a_process_that_dies_leaves_nothing_in_the_clear(guest: &Guest) {
         let left = guest.output("ip", &["-n", "a", "xfrm", "policy"]);
         assert_eq!(left.matches("priority").count(), 1, "step {step}: {left}");
         assert!(left.contains("10.9.9.9"), "the foreign policy: {left}");
-        until("the peer takes its own back", || empty(guest, "b"));
+        // It blocks its ports, until the next session with the same peer.
+        until("the peer's session is over", || has_none(guest, "b"));
     }
     println!("died {deaths} times");
     assert!(deaths >= 14, "{deaths} steps");
     foreign(guest, "delete");
     nothing_left(guest);
+}
+
+/// Whether a host's server has no session, nor an SA of one.
+fn has_none(guest: &Guest, host: &str) -> bool {
+    let sessions = guest.output("dunlin", &status(host, &["--json"]));
+    sealed(guest, host) == 0 && sessions.is_empty()
+}
+
+/// How many SAs a host has.
+fn sealed(guest: &Guest, host: &str) -> usize {
+    let states = guest.output("ip", &["-n", host, "xfrm", "state"]);
+    states.matches("proto esp").count()
 }
 
 /// The process that dies: before the given change, or not at all if there are fewer.

@@ -57,10 +57,13 @@ impl Sending {
         (self.epoch, &self.live)
     }
 
-    pub(super) fn awaits_grant(&self) -> bool {
-        self.under_way
-            .as_ref()
-            .is_some_and(|under_way| under_way.grants.is_none())
+    /// The first index that the peer has yet to grant; none where it owes nothing.
+    pub(super) fn awaits_grant(&self) -> Option<u32> {
+        let under_way = self.under_way.as_ref()?;
+        match under_way.grants {
+            Some(_) => None,
+            None => under_way.slots.first().map(|slot| slot.index),
+        }
     }
 
     pub(super) fn wish(&mut self, sender: Sender) {

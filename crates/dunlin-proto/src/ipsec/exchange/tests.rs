@@ -206,7 +206,8 @@ fn senders_of(side: &Side) -> Vec<Sender> {
 #[test]
 fn p14_both_sides_come_up_with_an_sa_for_each_of_their_cpus() {
     let mut pair = Pair::new(Mode::Cpu, [cpus(&[0, 1]), cpus(&[0, 1, 2, 3])], MAX_SAS);
-    assert_eq!(pair.sides[1].exchange.waits_for(), Some("terms"));
+    let waits = pair.sides[1].exchange.waits_for();
+    assert_eq!(waits.map(|awaited| awaited.word), Some("terms"));
     pair.settle();
     pair.check();
     assert!(pair.sides.iter().all(|side| side.up && side.over.is_none()));
@@ -214,6 +215,22 @@ fn p14_both_sides_come_up_with_an_sa_for_each_of_their_cpus() {
     assert_eq!(senders_of(&pair.sides[1]).len(), 5);
     assert_eq!(pair.sides[0].exchange.inbound().1.len(), 5);
     assert_eq!(pair.sides[0].exchange.waits_for(), None);
+}
+
+#[test]
+fn a_side_that_asks_again_and_again_does_not_wait_for_one_answer() {
+    let mut pair = Pair::new(Mode::Connection, [vec![], vec![]], MAX_SAS);
+    pair.settle();
+    let mut waits = |from| {
+        let sender = Sender::Connection { from, to: 4444 };
+        pair.sides[0].exchange.want(sender);
+        let waits = pair.sides[0].exchange.waits_for().unwrap();
+        pair.settle();
+        waits
+    };
+    let (one, other) = (waits(50_000), waits(50_001));
+    assert_eq!(one.word, other.word);
+    assert!(one.index < other.index);
 }
 
 #[test]

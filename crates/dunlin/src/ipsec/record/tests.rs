@@ -28,6 +28,11 @@ impl Drop for Place {
     }
 }
 
+fn left(place: &Place) -> Vec<Record> {
+    let left = place.shelf().left().unwrap();
+    left.into_iter().map(Result::unwrap).collect()
+}
+
 fn objects() -> [Object; 3] {
     [
         "policy out 192.0.2.1 192.0.2.2 ports 0/0x0000 4444/0xffff priority 103 block",
@@ -46,17 +51,14 @@ fn a_dead_processs_record_says_what_it_has_left() {
     record.add(&[inbound, outbound]).unwrap();
     record.gone(&inbound).unwrap();
     record.gone(&inbound).unwrap();
-    assert!(
-        place.shelf().left().unwrap().is_empty(),
-        "its process lives"
-    );
+    assert!(left(&place).is_empty(), "its process lives");
     drop(record);
-    let left = place.shelf().left().unwrap();
-    assert_eq!(left.len(), 1);
-    assert_eq!(left[0].objects(), [policy, outbound]);
-    assert!(place.shelf().left().unwrap().is_empty(), "it is taken over");
-    left.into_iter().for_each(|one| one.forget().unwrap());
-    assert!(place.shelf().left().unwrap().is_empty());
+    let taken = left(&place);
+    assert_eq!(taken.len(), 1);
+    assert_eq!(taken[0].objects(), [policy, outbound]);
+    assert!(left(&place).is_empty(), "it is taken over");
+    taken.into_iter().for_each(|one| one.forget().unwrap());
+    assert!(left(&place).is_empty());
 }
 
 #[test]
@@ -71,20 +73,37 @@ fn a_line_that_was_cut_short_was_never_installed() {
     let line = format!("+ {inbound}");
     for cut in 0..line.len() {
         fs::write(&path, [&whole, &line.as_bytes()[..cut]].concat()).unwrap();
-        assert_eq!(place.shelf().left().unwrap()[0].objects(), [policy]);
+        let mut record = left(&place).remove(0);
+        assert_eq!(record.objects(), [policy]);
+        // What is written next is a line of its own.
+        record.add(&[inbound]).unwrap();
+        drop(record);
+        assert_eq!(left(&place)[0].objects(), [policy, inbound]);
     }
 }
 
 #[test]
 fn a_line_that_means_nothing_is_named_and_nothing_removed() {
     let place = Place::new();
+    place.shelf().create(&[8; 16]).unwrap();
     let record = place.shelf().create(&[7; 16]).unwrap();
     let path = record.path().to_owned();
     drop(record);
     let mut text = fs::read_to_string(&path).unwrap();
     text.push_str("+ everything\n");
     fs::write(&path, text).unwrap();
-    let error = place.shelf().left().unwrap_err();
+    let (good, bad): (Vec<_>, Vec<_>) = place
+        .shelf()
+        .left()
+        .unwrap()
+        .into_iter()
+        .partition(Result::is_ok);
+    assert_eq!(
+        (good.len(), bad.len()),
+        (1, 1),
+        "the other is no worse for it"
+    );
+    let error = bad.into_iter().find_map(Result::err).unwrap();
     assert!(
         matches!(error, IpsecError::Unreadable { line: 2, .. }),
         "{error}"
@@ -101,10 +120,10 @@ fn a_record_of_another_boot_goes_and_one_of_another_namespace_stays() {
     let text = fs::read_to_string(&path).unwrap();
     let (before, _) = text.split_once(" namespace ").unwrap();
     fs::write(&path, format!("{before} namespace 4:1\n")).unwrap();
-    assert!(place.shelf().left().unwrap().is_empty());
+    assert!(left(&place).is_empty());
     assert!(path.exists(), "it is another namespace's");
     fs::write(&path, text.replace(" boot ", " boot 0")).unwrap();
-    assert!(place.shelf().left().unwrap().is_empty());
+    assert!(left(&place).is_empty());
     assert!(!path.exists(), "the kernel's tables went with that boot");
 }
 
@@ -119,4 +138,18 @@ fn a_directory_that_others_may_write_is_refused() {
         matches!(error, IpsecError::Exposed { mode: 0o770, .. }),
         "{error}"
     );
+}
+
+#[test]
+fn a_record_says_whether_traffic_was_protected_and_with_whom() {
+    let place = Place::new();
+    let [blocks, inbound, outbound] = objects();
+    let mut record = place.shelf().create(&[7; 16]).unwrap();
+    record.add(&[blocks, inbound, outbound]).unwrap();
+    assert!(!record.has_protected());
+    let line = blocks.to_string().replace("block", "protect 65537");
+    record.add(&[line.parse().unwrap()]).unwrap();
+    assert!(record.has_protected());
+    assert!(record.concerns([192, 0, 2, 2].into()));
+    assert!(!record.concerns([192, 0, 2, 3].into()));
 }

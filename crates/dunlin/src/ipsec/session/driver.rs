@@ -2,17 +2,19 @@
 
 use std::collections::BTreeSet;
 use std::io;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender as Channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender as Channel, channel};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dunlin_proto::ipsec::exchange::{Action, Exchange};
+use dunlin_proto::fault::FaultCode;
+use dunlin_proto::ipsec::exchange::{Action, Awaited, Exchange};
 use dunlin_proto::ipsec::key::{EXPORTER_LABEL, Role, context};
 use dunlin_proto::ipsec::message::{Message, Terms};
 use dunlin_proto::ipsec::object::{Association, Direction};
 use dunlin_proto::ipsec::plan::{Layout, REQID_BLOCKS, REQIDS, Step};
 use dunlin_proto::ipsec::{Grant, LEAST_SPI, Mode, Sender, Slot};
+use dunlin_proto::limits::MAX_SAS;
 use dunlin_proto::negotiate::SessionId;
 use dunlin_sys::xfrm::{self, KeyAndSalt, PerCpu};
 use zeroize::Zeroizing;
@@ -29,8 +31,15 @@ use crate::lane::control::ControlStream;
 
 /// How often connections are looked for, and whether it is quiet.
 const TICK: Duration = Duration::from_millis(200);
+/// How often it is looked whether the policies stand.
+const LOOK: Duration = Duration::from_secs(1);
 /// How long an inbound SA stays after its last packet was sent.
 const GRACE: Duration = Duration::from_secs(2);
+/// So many may stay for that; if a peer has more made and released, the oldest go earlier.
+const MOST_LATE: usize = 2 * MAX_SAS as usize;
+
+/// Steps, and when they are due.
+type Late = Vec<(Instant, Vec<Step>)>;
 
 /// What keeps a session.
 pub(super) struct Driver {
@@ -47,12 +56,14 @@ pub(super) struct Driver {
     standing: Arc<Mutex<Standing>>,
     tell_up: Channel<()>,
     layout: Option<Layout>,
-    /// Inbound SAs that are to go, and when.
-    late: Vec<(Instant, Vec<Step>)>,
+    /// Inbound SAs that are to go, and when, the oldest first.
+    late: Late,
     /// Connections that have an SA, or were given one.
     known: BTreeSet<Connection>,
-    waits_since: Option<(&'static str, Instant)>,
+    waits_since: Option<(Awaited, Instant)>,
     rekeyed: Instant,
+    /// When the policies were last seen to stand.
+    looked: Instant,
     /// What ended it, in this side's own words.
     failed: Option<IpsecError>,
     over: bool,
@@ -85,6 +96,7 @@ impl Driver {
             known: BTreeSet::new(),
             waits_since: None,
             rekeyed: Instant::now(),
+            looked: Instant::now(),
             failed: None,
             over: false,
         })
@@ -96,9 +108,10 @@ impl Driver {
         heard: Channel<Told>,
     ) -> Result<(), IpsecError> {
         let control = Arc::clone(&self.control);
+        let (dealt, next) = channel();
         let reader = thread::Builder::new()
             .name("dunlin-ipsec-control".to_owned())
-            .spawn(move || read(&control, &heard));
+            .spawn(move || read(&control, &heard, &next));
         if let Err(source) = &reader {
             let source = io::Error::from(source.kind());
             self.give_up(IpsecError::Resources {
@@ -109,7 +122,11 @@ impl Driver {
         self.settle();
         while !self.over {
             match told.recv_timeout(TICK) {
-                Ok(Told::Heard(message)) => self.exchange.handle_message(message),
+                Ok(Told::Heard(message)) => {
+                    self.exchange.handle_message(message);
+                    self.settle();
+                    let _ = dealt.send(());
+                }
                 Ok(Told::Lost(error)) => self.give_up(error),
                 Ok(Told::Want(sender)) => self.exchange.want(sender),
                 Ok(Told::Rekey) => self.rekey(),
@@ -126,17 +143,21 @@ impl Driver {
                 self.settle();
             }
         }
+        // The reader waits for nobody now.
+        drop(dealt);
         // The peer hears that nothing more comes; it may be gone.
         let _ = self.control.close();
         self.control.shutdown();
         if let Ok(reader) = reader {
             let _ = reader.join();
         }
-        let result = match self.failed.take() {
+        let failed = self.failed.take();
+        let asked = is_asked_for(failed.as_ref());
+        let result = match failed {
             None | Some(IpsecError::Ended) => Ok(()),
             Some(error) => Err(error),
         };
-        self.take_everything_back(told)?;
+        self.take_everything_back(told, asked)?;
         result
     }
 
@@ -277,26 +298,36 @@ impl Driver {
     /// Installs SAs of what the peer sends, each under an SPI that is free.
     fn install_inbound(&mut self, epoch: u32, slots: &[Slot]) -> Result<Vec<u32>, IpsecError> {
         let layout = self.layout()?;
-        let mut spis = Vec::new();
-        for slot in slots {
+        let spi = || Ok::<_, IpsecError>(u32::from_le_bytes(random()?).max(LEAST_SPI));
+        let grants = slots.iter().map(|slot| {
+            Ok(Grant {
+                slot: *slot,
+                spi: spi()?,
+            })
+        });
+        let mut grants = grants.collect::<Result<Vec<_>, IpsecError>>()?;
+        // At once: each time the disk is waited for.
+        let coming = layout.inbound(epoch, &grants);
+        let coming = coming.iter().filter_map(|step| match step {
+            Step::Add(object) => Some(*object),
+            _ => None,
+        });
+        let record = self.record.as_mut().ok_or(IpsecError::Ended)?;
+        record.add(&coming.collect::<Vec<_>>())?;
+        for grant in &mut grants {
             // One in four thousand million is taken, for each that there is.
             for attempt in 0.. {
-                let spi = u32::from_le_bytes(random()?).max(LEAST_SPI);
-                let grant = Grant { slot: *slot, spi };
-                match self.apply(&layout.inbound(epoch, &[grant])) {
-                    Ok(()) => {
-                        spis.push(spi);
-                        break;
-                    }
+                match self.apply(&layout.inbound(epoch, &[*grant])) {
+                    Ok(()) => break,
                     Err(IpsecError::Kernel {
                         source: xfrm::Error::Taken { .. },
                         ..
-                    }) if attempt < 8 => {}
+                    }) if attempt < 8 => grant.spi = spi()?,
                     Err(error) => return Err(error),
                 }
             }
         }
-        Ok(spis)
+        Ok(grants.iter().map(|grant| grant.spi).collect())
     }
 
     fn apply(&mut self, steps: &[Step]) -> Result<(), IpsecError> {
@@ -322,20 +353,23 @@ impl Driver {
         let now = Instant::now();
         self.waits_since = match (self.exchange.waits_for(), self.waits_since) {
             (None, _) => None,
-            (Some(what), Some((before, since))) if what == before => Some((what, since)),
+            (Some(what), Some((before, since))) if what == before => Some((before, since)),
             (Some(what), _) => Some((what, now)),
         };
         if let Some((what, since)) = self.waits_since
             && now.duration_since(since) >= self.options.patience
         {
-            return Err(IpsecError::Silent(what));
+            return Err(IpsecError::Silent(what.word));
         }
-        let (due, later) = std::mem::take(&mut self.late)
-            .into_iter()
-            .partition::<Vec<_>, _>(|(when, _)| *when <= now);
-        self.late = later;
-        for (_, steps) in due {
-            self.apply(&steps)?;
+        if let Some(record) = &self.record
+            && now.duration_since(self.looked) >= LOOK
+        {
+            self.tables.still_stand(record)?;
+            self.looked = now;
+        }
+        let due = due(&mut self.late, now, MOST_LATE);
+        if !due.is_empty() {
+            self.apply(&due)?;
         }
         if self
             .options
@@ -411,13 +445,28 @@ impl Driver {
     }
 
     /// Takes back what was installed. While connections use the ports, these stay
-    /// blocked; after `quiet_wait`, or a second word to end, that is left to a later process.
-    fn take_everything_back(&mut self, told: &Receiver<Told>) -> Result<(), IpsecError> {
+    /// blocked; after `quiet_wait` that is left to a later process. So it is at once where
+    /// nobody asked for the end: what can cut a connection, or have a peer say nonsense,
+    /// must not open the ports.
+    fn take_everything_back(
+        &mut self,
+        told: &Receiver<Told>,
+        asked: bool,
+    ) -> Result<(), IpsecError> {
         lock(&self.standing).up = false;
         let Some(mut record) = self.record.take() else {
             return Ok(());
         };
         let undo = self.tables.take_back(&mut record)?;
+        if !asked && record.has_protected() {
+            let connections = still_used(&undo.when_quiet)?;
+            let record = record.path().to_owned();
+            self.tell(Event::Left {
+                record,
+                connections,
+            });
+            return Ok(());
+        }
         let began = Instant::now();
         let mut said = false;
         while !self.tables.finish(&undo, &mut record)? {
@@ -438,5 +487,85 @@ impl Driver {
             let _ = told.recv_timeout(TICK);
         }
         record.forget()
+    }
+}
+
+/// Whether the owner of this side or of the other one asked for the end.
+fn is_asked_for(why: Option<&IpsecError>) -> bool {
+    matches!(
+        why,
+        None | Some(
+            IpsecError::Ended
+                | IpsecError::EndedByPeer {
+                    fault: FaultCode::Cancelled,
+                    ..
+                }
+        )
+    )
+}
+
+/// Takes out what is due by now, and the oldest while there are more than `most` steps.
+fn due(late: &mut Late, now: Instant, most: usize) -> Vec<Step> {
+    let mut left: usize = late.iter().map(|(_, steps)| steps.len()).sum();
+    let mut count = 0;
+    for (when, steps) in late.iter() {
+        if *when > now && left <= most {
+            break;
+        }
+        left -= steps.len();
+        count += 1;
+    }
+    late.drain(..count).flat_map(|(_, steps)| steps).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn an_end_is_asked_for_by_an_owner_and_by_nothing_else() {
+        let by_peer = |fault| IpsecError::EndedByPeer {
+            fault,
+            text: String::new(),
+        };
+        for asked in [
+            None,
+            Some(IpsecError::Ended),
+            Some(by_peer(FaultCode::Cancelled)),
+        ] {
+            assert!(is_asked_for(asked.as_ref()));
+        }
+        let lost = crate::lane::control::ControlError::Deadline;
+        for other in [
+            by_peer(FaultCode::Malformed),
+            IpsecError::Control(lost),
+            IpsecError::Silent("granted"),
+            IpsecError::Breach(String::new()),
+        ] {
+            assert!(!is_asked_for(Some(&other)), "{other}");
+        }
+    }
+
+    #[test]
+    fn of_too_many_released_sas_the_oldest_go_at_once() {
+        let now = Instant::now();
+        let step = |spi: u32| {
+            let line = format!(
+                "sa in 192.0.2.2 192.0.2.1 spi {spi:#010x} reqid 65536 epoch 1 index 0 fallback"
+            );
+            Step::Remove(line.parse().unwrap())
+        };
+        let mut late: Late = (0..5)
+            .map(|at| (now + GRACE, vec![step(0x2000 + at), step(0x3000 + at)]))
+            .collect();
+        late.insert(0, (now, vec![step(0x1000)]));
+        assert_eq!(due(&mut late, now, 10), [step(0x1000)]);
+        assert_eq!(due(&mut late, now, 10), []);
+        let oldest = due(&mut late, now, 7);
+        assert_eq!(oldest, [0x2000, 0x3000, 0x2001, 0x3001].map(step));
+        assert_eq!(due(&mut late, now + GRACE, 7).len(), 6);
+        assert!(late.is_empty());
     }
 }

@@ -1,6 +1,6 @@
 //! The thread that hears the peer.
 
-use std::sync::mpsc::Sender as Channel;
+use std::sync::mpsc::{Receiver, Sender as Channel};
 use std::time::{Duration, Instant};
 
 use dunlin_proto::ipsec::message::{Header, MESSAGE_HEADER_BYTES, Message};
@@ -12,8 +12,9 @@ use crate::lane::control::{ControlError, ControlStream};
 /// How long the rest of a message may take.
 const REST: Duration = Duration::from_secs(10);
 
-/// The body of the thread that hears the peer.
-pub(super) fn read(control: &ControlStream, heard: &Channel<Told>) {
+/// The body of the thread that hears the peer. It reads a message once the one before has
+/// been dealt with, so that a peer that says much waits, by TCP.
+pub(super) fn read(control: &ControlStream, heard: &Channel<Told>, dealt: &Receiver<()>) {
     loop {
         let told = match hear(control) {
             Ok(None) => continue,
@@ -21,7 +22,7 @@ pub(super) fn read(control: &ControlStream, heard: &Channel<Told>) {
             Err(error) => Told::Lost(error),
         };
         let last = matches!(told, Told::Lost(_));
-        if heard.send(told).is_err() || last {
+        if heard.send(told).is_err() || last || dealt.recv().is_err() {
             return;
         }
     }
