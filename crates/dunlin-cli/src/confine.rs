@@ -115,7 +115,7 @@ impl Confining {
 pub(crate) struct ConfiningTunnel {
     /// Whether the tunnel gives up, once it has started, what it does not need: `auto` as far as
     /// the kernel can and where no route has `exec`, `yes` all of it or it does not start.
-    #[arg(long, value_enum, value_name = "WHETHER", default_value_t = Whether::No)]
+    #[arg(long, value_enum, value_name = "WHETHER", default_value_t)]
     confine: Whether,
 }
 

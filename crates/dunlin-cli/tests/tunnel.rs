@@ -140,6 +140,45 @@ fn a_drain_ends_at_its_deadline_and_says_so() {
     drop(far);
 }
 
+/// Each of its threads is, and a reload that would need more is refused.
+#[test]
+fn a_tunnel_is_confined_and_starts_no_programs_then() {
+    let scene = Scene::new();
+    let (mut near, mut far) = scene.channel();
+    scene.near.wait_for("confined: no privileges");
+    let tasks = fs::read_dir(format!("/proc/{}/task", scene.near.child.id())).unwrap();
+    let mut threads = 0;
+    for task in tasks {
+        // A thread may have ended meanwhile.
+        let Ok(status) = fs::read_to_string(task.unwrap().path().join("status")) else {
+            continue;
+        };
+        let field = |name: &str| {
+            let line = status.lines().find(|line| line.starts_with(name)).unwrap();
+            line.split_whitespace().nth(1).unwrap().to_owned()
+        };
+        assert_eq!((&*field("NoNewPrivs:"), &*field("Seccomp:")), ("1", "2"));
+        // CAP_DAC_OVERRIDE and CAP_NET_BIND_SERVICE, where the test has them itself.
+        let left = u64::from_str_radix(&field("CapEff:"), 16).unwrap();
+        assert_eq!(left & !(1 << 1 | 1 << 10), 0, "{left:x}");
+        threads += 1;
+    }
+    assert!(threads > 1);
+
+    let with = fs::read_to_string(&scene.near.config).unwrap()
+        + "[route.program]\nexec = [\"/bin/cat\"]\nallow = [\"b.test\"]\n";
+    fs::write(&scene.near.config, &with).unwrap();
+    scene.near.signal("HUP");
+    let why = scene.near.wait_for("everything stays as it was");
+    assert!(why.contains("starts no programs"), "{why}");
+    near.write_all(b"x").unwrap();
+    far.read_exact(&mut [0]).unwrap();
+
+    let free = Tunnel::start(&scene.hosts, "free", &with.replace("/in\"", "/free\""));
+    let why = free.wait_for("not confined: ");
+    assert!(why.contains("exec"), "{why}");
+}
+
 #[test]
 fn sighup_changes_routes_and_no_channel() {
     let scene = Scene::new();
