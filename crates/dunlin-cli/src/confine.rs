@@ -120,12 +120,12 @@ pub(crate) struct ConfiningTunnel {
 }
 
 impl ConfiningTunnel {
-    /// As [`Confining::apply`]. What a route with `exec` starts would be confined with the tunnel:
+    /// As [`Confining::apply`]; `control` is the directory of the control socket. What a route with `exec` starts would be confined with the tunnel:
     /// so such a tunnel is not.
     ///
     /// # Errors
     /// With `yes`, the part that cannot be had; some others may be in force then.
-    pub(crate) fn apply(&self, starts_programs: bool) -> Result<Line> {
+    pub(crate) fn apply(&self, starts_programs: bool, control: Option<&Path>) -> Result<Line> {
         let mut taking = Taking::new(self.confine);
         if self.confine == Whether::No {
             return Ok(taking.line());
@@ -142,7 +142,7 @@ impl ConfiningTunnel {
             return Ok(taking.line());
         }
         taking.take("privileges", keep_privileges())?;
-        let rules = files::Rules::changing_none().and_then(files::Rules::apply);
+        let rules = files::Rules::changing_none(control).and_then(files::Rules::apply);
         taking.take("files", rules)?;
         taking.take("system calls", calls::apply(calls::Work::Channels))?;
         Ok(taking.line())

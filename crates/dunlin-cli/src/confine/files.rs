@@ -96,8 +96,9 @@ impl Rules {
     }
 
     /// For a process whose files are not known at its start: it reads them, and makes and removes
-    /// local sockets where their paths say; it writes, makes and executes no others.
-    pub(super) fn changing_none() -> Result<Self> {
+    /// local sockets where their paths say; it writes, makes and executes no others. Directories
+    /// for sockets it makes in that of its control socket alone.
+    pub(super) fn changing_none(control: Option<&Path>) -> Result<Self> {
         let left =
             AccessFs::ReadFile | AccessFs::ReadDir | AccessFs::RemoveFile | AccessFs::MakeSock;
         let ruleset = || -> Result<RulesetCreated, RulesetError> {
@@ -105,7 +106,11 @@ impl Rules {
                 .set_compatibility(CompatLevel::BestEffort)
                 .handle_access(AccessFs::from_all(ALL) & !left)?
                 .scope(Scope::from_all(ALL))?
-                .create()
+                .create()?
+                .add_rules(path_beneath_rules(
+                    control,
+                    AccessFs::MakeDir | AccessFs::RemoveDir,
+                ))
         };
         Ok(Self {
             ruleset: ruleset().context("the rules for files cannot be made")?,

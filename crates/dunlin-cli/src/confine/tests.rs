@@ -199,9 +199,11 @@ fn a_confined_tunnel_reads_and_connects_and_changes_nothing() {
         "start a thread",
         "make a local socket later",
         "move bytes in the kernel",
+        "make and remove a directory in control",
     ];
     assert_each(&outcomes, "done", &works);
     let by_files = [
+        "make and remove a directory in elsewhere",
         "write the journal",
         "write elsewhere",
         "write an identity",
@@ -232,15 +234,18 @@ fn a_confined_tunnel_reads_and_connects_and_changes_nothing() {
 #[test]
 fn a_tunnel_with_programs_is_confined_by_its_unit_alone_and_says_so() {
     let confining = |confine| ConfiningTunnel { confine };
-    let confined = confining(Whether::Auto).apply(true).unwrap();
+    let confined = confining(Whether::Auto).apply(true, None).unwrap();
     assert!(!is_confined(&confined));
     assert!(text(&confined)[0].starts_with("not confined: the programs of routes"));
-    let refused = confining(Whether::Yes).apply(true).unwrap_err().to_string();
+    let refused = confining(Whether::Yes)
+        .apply(true, None)
+        .unwrap_err()
+        .to_string();
     for part in ["at fault: configuration", "--confine auto"] {
         assert!(refused.contains(part), "{refused}");
     }
     assert_eq!(
-        text(&confining(Whether::No).apply(false).unwrap()),
+        text(&confining(Whether::No).apply(false, None).unwrap()),
         ["not confined"]
     );
 }
@@ -299,11 +304,19 @@ fn inside() {
             let confining = ConfiningTunnel {
                 confine: Whether::Yes,
             };
-            confining.apply(false).unwrap();
+            confining.apply(false, Some(&needs.control)).unwrap();
             change_root(&directory);
             try_everything(&directory);
             tell("make a local socket later", local_socket());
             tell("move bytes in the kernel", moved_in_the_kernel());
+            for place in ["control", "elsewhere"] {
+                let made = directory.join(place).join("sockets.d");
+                let both = fs::create_dir(&made).and_then(|()| fs::remove_dir(&made));
+                tell(
+                    &format!("make and remove a directory in {place}"),
+                    both.map_err(number),
+                );
+            }
         }
         "files" => {
             let identities: Vec<_> = needs.identity.iter().cloned().collect();

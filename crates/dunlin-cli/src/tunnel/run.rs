@@ -16,7 +16,7 @@ use dunlin_sys::signals::{EndSignal, EndSignals, HangUps};
 use super::config::{Config, Port};
 use super::desk::{Desk, name_of};
 use crate::code::{DONE, FAILED};
-use crate::confine::{self, ConfiningTunnel};
+use crate::confine::{self, ConfiningTunnel, Needs};
 use crate::control::Socket;
 use crate::display::clean;
 use crate::identity::{chosen, crypto, load_identity};
@@ -76,7 +76,12 @@ impl Run {
         let observer = |event| say(&format!("{event}"));
         let socket = self.control_socket()?;
         // Before there are other threads, too.
-        let confined = self.confining.apply(config.starts_programs)?;
+        let control = socket
+            .as_ref()
+            .map(|socket| Needs::directory_of(socket.path()));
+        let confined = self
+            .confining
+            .apply(config.starts_programs, control.as_deref())?;
         let tunnel = Tunnel::start_with(
             listener,
             passed,
