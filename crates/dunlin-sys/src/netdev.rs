@@ -6,7 +6,7 @@ use std::io;
 use std::net::{IpAddr, TcpStream};
 use std::os::fd::{AsFd, AsRawFd};
 
-use crate::netlink::{ask, attribute, attributes, number};
+use crate::netlink::{Request, ask, attribute, number};
 
 /// The question about a route, and of its answer the fixed part and the device's attribute
 /// (rtnetlink(7)).
@@ -64,10 +64,12 @@ fn index(to: IpAddr) -> io::Result<u32> {
         IpAddr::V6(to) => (libc::AF_INET6, to.octets().to_vec()),
     };
     // `rtmsg`: the family, how many bits of the address count, nothing else.
-    let mut content = vec![family as u8, address.len() as u8 * 8];
-    content.resize(ROUTE_BYTES, 0);
-    content.extend(attributes(&[(RTA_DST, &address)]));
-    let answer = ask(libc::NETLINK_ROUTE, RTM_GETROUTE, &content, ROUTE_BYTES)?;
+    let mut fixed = [0; ROUTE_BYTES];
+    fixed[..2].copy_from_slice(&[family as u8, address.len() as u8 * 8]);
+    let mut request = Request::new(RTM_GETROUTE, 0);
+    request.put_bytes(&fixed);
+    request.attribute(RTA_DST, |request| request.put_bytes(&address));
+    let answer = ask(libc::NETLINK_ROUTE, request, ROUTE_BYTES)?;
     attribute(&answer, RTA_OIF)
         .and_then(|index| number(index, 0))
         .map(u32::from_ne_bytes)

@@ -1,84 +1,213 @@
-//! One question to the kernel over netlink(7), and its answer: a header and a message's own fixed
-//! part, behind which stand attributes, some with others within.
+//! One request to the kernel and its answers, over a netlink socket (netlink(7)).
 
-use std::fs::File;
-use std::io::{self, Read, Write};
-use std::os::fd::{FromRawFd, OwnedFd};
+mod request;
 
-/// `nlmsghdr`: length, kind, flags, number, sender.
-const HEADER_BYTES: usize = 16;
-/// Room for any answer about one thing.
-const ANSWER_BYTES: usize = 8192;
-/// The kinds of attributes are below their flags.
-const KIND_MASK: u16 = 0x3fff;
+use std::io;
+
+use netlink_packet_core::{
+    NLM_F_ACK, NLM_F_ACK_TLVS, NLM_F_DUMP_INTR, NLM_F_MULTIPART, NetlinkBuffer, NlasIterator,
+};
+use netlink_sys::{Socket, SocketAddr};
+use zeroize::{Zeroize, Zeroizing};
+
+pub(crate) use self::request::Request;
+
+const NOOP: u16 = 1;
+const ERROR: u16 = 2;
+const DONE: u16 = 3;
+/// The words of an error (`NLMSGERR_ATTR_MSG`, include/uapi/linux/netlink.h).
+const ERROR_TEXT: u16 = 1;
+/// Before its attributes an error has its number and the header of what was asked.
+const ERROR_HEAD: usize = 4 + HEADER;
+/// Bytes of `struct nlmsghdr`.
+const HEADER: usize = 16;
+/// Room for what one receive brings: the kernel fills at most half of it when it lists.
+const ROOM: usize = 64 << 10;
+
+/// Why a request came to nothing.
+#[derive(Debug)]
+pub(crate) enum Failure {
+    /// The kernel says no: an error number (errno(3)), positive, and its words.
+    Kernel { code: i32, text: Option<String> },
+    /// A list changed while it was read.
+    Changed,
+    /// The socket fails.
+    Socket(io::Error),
+    /// What the kernel answers cannot be read, and why.
+    Answer(&'static str),
+}
+
+impl From<Failure> for io::Error {
+    fn from(failure: Failure) -> Self {
+        match failure {
+            Failure::Kernel { code, .. } => Self::from_raw_os_error(code),
+            Failure::Socket(error) => error,
+            Failure::Changed => Self::new(
+                io::ErrorKind::InvalidData,
+                "the list changed while it was read",
+            ),
+            Failure::Answer(what) => Self::new(io::ErrorKind::InvalidData, what),
+        }
+    }
+}
+
+/// The socket, and the number of the last request.
+pub(crate) struct Link {
+    socket: Socket,
+    sequence: u32,
+}
+
+impl std::fmt::Debug for Link {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.debug_struct("Link").finish_non_exhaustive()
+    }
+}
+
+impl Link {
+    /// Opens one in the calling thread's network namespace.
+    ///
+    /// # Errors
+    /// What socket(2) says where there may be no netlink sockets, or none of this protocol.
+    pub(crate) fn open(protocol: libc::c_int) -> io::Result<Self> {
+        let mut socket = Socket::new(protocol as isize)?;
+        socket.bind_auto()?;
+        socket.connect(&SocketAddr::new(0, 0))?;
+        socket.set_ext_ack(true)?;
+        // Or an error brings back all that was asked, a key included.
+        socket.set_cap_ack(true)?;
+        Ok(Self {
+            socket,
+            sequence: 0,
+        })
+    }
+
+    /// Sends `request` and gives each answer's type and body to `take`, until the kernel says that
+    /// there are no more. The kernel has done its work when the send returns, so that an answer
+    /// that is not there does not come.
+    ///
+    /// # Errors
+    /// Each [`Failure`].
+    pub(crate) fn exchange(
+        &mut self,
+        mut request: Request,
+        mut take: impl FnMut(u16, &[u8]) -> Result<(), &'static str>,
+    ) -> Result<(), Failure> {
+        self.sequence = self.sequence.wrapping_add(1);
+        let message = request.finish(self.sequence);
+        let sent = until_not_interrupted(|| self.socket.send(message, 0));
+        if sent.map_err(Failure::Socket)? != message.len() {
+            return Err(Failure::Socket(io::ErrorKind::WriteZero.into()));
+        }
+        let mut room = Zeroizing::new(vec![0; ROOM]);
+        let mut answers = Answers {
+            sequence: self.sequence,
+            acknowledged: request.flags() & NLM_F_ACK != 0,
+            interrupted: false,
+        };
+        loop {
+            let length = until_not_interrupted(|| {
+                let flags = libc::MSG_DONTWAIT | libc::MSG_TRUNC;
+                self.socket.recv(&mut &mut room[..], flags)
+            })
+            .map_err(Failure::Socket)?;
+            let Some(received) = room.get_mut(..length) else {
+                return Err(Failure::Answer("it is longer than it may be"));
+            };
+            if answers.read(received, &mut take)? {
+                return Ok(());
+            }
+            received.zeroize();
+        }
+    }
+}
+
+/// The answers to one request, as far as they have come.
+struct Answers {
+    sequence: u32,
+    /// Whether the last of them says that there are no more.
+    acknowledged: bool,
+    interrupted: bool,
+}
+
+impl Answers {
+    /// Gives to `take` what one receive has brought; says whether that was all.
+    fn read(
+        &mut self,
+        mut rest: &[u8],
+        take: &mut impl FnMut(u16, &[u8]) -> Result<(), &'static str>,
+    ) -> Result<bool, Failure> {
+        while !rest.is_empty() {
+            let one = NetlinkBuffer::new_checked(rest)
+                .map_err(|_| Failure::Answer("a message is cut short"))?;
+            if (one.length() as usize) < HEADER {
+                return Err(Failure::Answer("a message is shorter than its header"));
+            }
+            let (kind, flags, of) = (one.message_type(), one.flags(), one.sequence_number());
+            let body = one.payload();
+            let whole = (one.length() as usize).next_multiple_of(4);
+            rest = rest.get(whole..).unwrap_or_default();
+            // An answer to an earlier request that somebody has given up.
+            if of != self.sequence {
+                continue;
+            }
+            self.interrupted |= flags & NLM_F_DUMP_INTR != 0;
+            match kind {
+                NOOP => {}
+                ERROR | DONE => {
+                    let code = body
+                        .first_chunk()
+                        .map_or(0, |code| i32::from_ne_bytes(*code));
+                    if code != 0 {
+                        let text = (kind == ERROR && flags & NLM_F_ACK_TLVS != 0)
+                            .then(|| text(body))
+                            .flatten();
+                        let code = code.saturating_neg();
+                        return Err(Failure::Kernel { code, text });
+                    }
+                    return match self.interrupted {
+                        true => Err(Failure::Changed),
+                        false => Ok(true),
+                    };
+                }
+                _ => {
+                    take(kind, body).map_err(Failure::Answer)?;
+                    if flags & NLM_F_MULTIPART == 0 && !self.acknowledged {
+                        return Ok(true);
+                    }
+                }
+            }
+        }
+        Ok(false)
+    }
+}
 
 /// Asks about one thing, and returns the attributes of the answer, which has a fixed part of so many
-/// bytes. The kernel answers such a question before write(2) returns, so nothing here waits.
+/// bytes.
 ///
 /// # Errors
 /// What socket(2) says where there may be no netlink sockets, what the kernel answers, and
 /// `InvalidData` for an answer that is none.
 pub(crate) fn ask(
     protocol: libc::c_int,
-    kind: u16,
-    content: &[u8],
+    request: Request,
     fixed_bytes: usize,
 ) -> io::Result<Vec<u8>> {
-    let mut question = Vec::with_capacity(HEADER_BYTES + content.len());
-    question.extend(((HEADER_BYTES + content.len()) as u32).to_ne_bytes());
-    question.extend(kind.to_ne_bytes());
-    question.extend((libc::NLM_F_REQUEST as u16).to_ne_bytes());
-    // Its number, and that of a sender whom the kernel has still to name.
-    question.extend([0; 8]);
-    question.extend(content);
-    let mut socket = open(protocol)?;
-    socket.write_all(&question)?;
-    let mut answer = [0; ANSWER_BYTES];
-    let count = socket.read(&mut answer)?;
-    let message = message(&answer[..count])?;
-    let attributes = message.get(fixed_bytes..);
-    Ok(attributes.ok_or(io::ErrorKind::InvalidData)?.to_vec())
+    let mut attributes = None;
+    Link::open(protocol)?.exchange(request, |_, body| {
+        let behind = body.get(fixed_bytes..).ok_or("an answer is cut short")?;
+        attributes = Some(behind.to_vec());
+        Ok(())
+    })?;
+    attributes.ok_or(io::ErrorKind::InvalidData.into())
 }
 
-fn open(protocol: libc::c_int) -> io::Result<File> {
-    let kind = libc::SOCK_DGRAM | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
-    // SAFETY: socket takes no pointers.
-    let made = unsafe { libc::socket(libc::AF_NETLINK, kind, protocol) };
-    if made < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: the kernel has just made it, and nobody else knows of it.
-    Ok(unsafe { OwnedFd::from_raw_fd(made) }.into())
-}
-
-/// What stands behind the header of the first message, if that is no error.
-pub(crate) fn message(answer: &[u8]) -> io::Result<&[u8]> {
-    let invalid = || io::Error::from(io::ErrorKind::InvalidData);
-    let length = number(answer, 0).map(|bytes| u32::from_ne_bytes(bytes) as usize);
-    let kind = number(answer, 4).map(u16::from_ne_bytes);
-    let content = answer.get(HEADER_BYTES..length.ok_or_else(invalid)?);
-    let content = content.ok_or_else(invalid)?;
-    if kind != Some(libc::NLMSG_ERROR as u16) {
-        return Ok(content);
-    }
-    Err(match number(content, 0).map(i32::from_ne_bytes) {
-        Some(error) if error < 0 => io::Error::from_raw_os_error(error.saturating_neg()),
-        _ => invalid(),
-    })
-}
-
-/// The first attribute of a kind: each has its length, itself included, and its kind in front, and
-/// begins at a multiple of four.
-pub(crate) fn attribute(mut attributes: &[u8], wanted: u16) -> Option<&[u8]> {
-    loop {
-        let length = usize::from(u16::from_ne_bytes(number(attributes, 0)?));
-        let kind = u16::from_ne_bytes(number(attributes, 2)?) & KIND_MASK;
-        let content = attributes.get(4..length)?;
-        if kind == wanted {
-            return Some(content);
-        }
-        attributes = attributes.get(length.next_multiple_of(4)..)?;
-    }
+/// The first attribute of a kind.
+pub(crate) fn attribute(attributes: &[u8], wanted: u16) -> Option<&[u8]> {
+    let attribute = NlasIterator::new(attributes)
+        .map_while(Result::ok)
+        .find(|attribute| attribute.kind() == wanted)?;
+    let length = attribute.value_length();
+    attribute.into_inner().get(4..)?.get(..length)
 }
 
 /// So many bytes from a place on.
@@ -86,7 +215,24 @@ pub(crate) fn number<const BYTES: usize>(bytes: &[u8], at: usize) -> Option<[u8;
     bytes.get(at..)?.first_chunk().copied()
 }
 
-/// Attributes as they are sent, for tests and questions.
+/// What the kernel says of an error beside its number.
+fn text(error: &[u8]) -> Option<String> {
+    let text = attribute(error.get(ERROR_HEAD..)?, ERROR_TEXT)?;
+    let text = String::from_utf8_lossy(text);
+    Some(text.trim_end_matches('\0').to_owned())
+}
+
+fn until_not_interrupted<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
+    loop {
+        match call() {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            other => return other,
+        }
+    }
+}
+
+/// Attributes as the kernel sends them.
+#[cfg(test)]
 pub(crate) fn attributes(of: &[(u16, &[u8])]) -> Vec<u8> {
     let mut bytes = Vec::new();
     for (kind, content) in of {
@@ -103,39 +249,92 @@ pub(crate) fn attributes(of: &[(u16, &[u8])]) -> Vec<u8> {
 mod tests {
     use super::*;
 
+    /// A message with a header of these, to the request with the number 7.
+    fn message(kind: u16, flags: u16, body: &[u8]) -> Vec<u8> {
+        let mut bytes = ((HEADER + body.len()) as u32).to_ne_bytes().to_vec();
+        bytes.extend(kind.to_ne_bytes());
+        bytes.extend(flags.to_ne_bytes());
+        bytes.extend(7_u32.to_ne_bytes());
+        bytes.resize(HEADER, 0);
+        bytes.extend(body);
+        bytes
+    }
+
+    /// What an answer brings of an attribute within one, and whether there is more to come.
+    fn read(bytes: &[u8], acknowledged: bool) -> Result<(Vec<Vec<u8>>, bool), Failure> {
+        let mut answers = Answers {
+            sequence: 7,
+            acknowledged,
+            interrupted: false,
+        };
+        let mut taken = Vec::new();
+        let whole = answers.read(bytes, &mut |_, body| {
+            let nested = attribute(body, 19).and_then(|outer| attribute(outer, 2));
+            taken.push(nested.ok_or("no such attribute")?.to_vec());
+            Ok(())
+        })?;
+        Ok((taken, whole))
+    }
+
     #[test]
     fn i7_a_message_that_was_cut_or_changed_anywhere_is_no_panic() {
-        let mut whole = 44_u32.to_ne_bytes().to_vec();
-        whole.resize(HEADER_BYTES, 0);
-        whole.extend(attributes(&[(8, &[0]), (19, &attributes(&[(2, &[7; 9])]))]));
-        let length = (whole.len() as u32).to_ne_bytes();
-        whole[..4].copy_from_slice(&length);
-        let nested = |bytes: &[u8]| {
-            let outer = attribute(message(bytes).ok()?, 19)?;
-            attribute(outer, 2).map(<[u8]>::to_vec)
-        };
-        assert_eq!(nested(&whole).unwrap(), [7; 9]);
-        for end in 0..whole.len() {
-            let error = message(&whole[..end]).unwrap_err();
-            assert_eq!(error.kind(), io::ErrorKind::InvalidData, "{end}");
+        let inner = attributes(&[(2, &[7; 9])]);
+        // The flag says that there are more within.
+        let whole = message(20, 0, &attributes(&[(8, &[0]), (0x8000 | 19, &inner)]));
+        assert_eq!(read(&whole, false).unwrap(), (vec![vec![7; 9]], true));
+        for end in 1..whole.len() {
+            let error = read(&whole[..end], false).unwrap_err();
+            assert!(matches!(error, Failure::Answer(_)), "{end}: {error:?}");
         }
         for at in 0..whole.len() {
             for value in 0..=255 {
                 let mut changed = whole.clone();
                 changed[at] = value;
-                let _ = nested(&changed);
+                let _ = read(&changed, false);
             }
         }
     }
 
     #[test]
-    fn an_error_is_the_kernel_s() {
-        let mut bytes = 36_u32.to_ne_bytes().to_vec();
-        bytes.extend((libc::NLMSG_ERROR as u16).to_ne_bytes());
-        bytes.resize(HEADER_BYTES, 0);
-        bytes.extend((-libc::ENOENT).to_ne_bytes());
-        bytes.resize(36, 0);
-        let error = message(&bytes).unwrap_err();
-        assert_eq!(error.kind(), io::ErrorKind::NotFound);
+    fn a_list_is_whole_when_the_kernel_says_so_and_did_not_change() {
+        let one = message(
+            20,
+            NLM_F_MULTIPART,
+            &attributes(&[(19, &attributes(&[(2, b"1")]))]),
+        );
+        let two = [&one[..], &one].concat();
+        assert_eq!(read(&two, false).unwrap(), (vec![b"1".to_vec(); 2], false));
+        let done = message(DONE, NLM_F_MULTIPART, &[0; 4]);
+        let all = [&two[..], &done].concat();
+        assert_eq!(read(&all, false).unwrap(), (vec![b"1".to_vec(); 2], true));
+        let changed = message(DONE, NLM_F_MULTIPART | NLM_F_DUMP_INTR, &[0; 4]);
+        let error = read(&[&two[..], &changed].concat(), false).unwrap_err();
+        assert!(matches!(error, Failure::Changed), "{error:?}");
+        // Of another request, which somebody has given up.
+        let mut other = done;
+        other[8] = 6;
+        assert_eq!(read(&other, false).unwrap(), (vec![], false));
+    }
+
+    #[test]
+    fn an_error_is_the_kernel_s_with_its_words() {
+        let mut body = (-libc::ENOENT).to_ne_bytes().to_vec();
+        body.resize(ERROR_HEAD, 0);
+        body.extend(attributes(&[(ERROR_TEXT, b"none such\0")]));
+        let said = |flags| match read(&message(ERROR, flags, &body), true).unwrap_err() {
+            Failure::Kernel { code, text } => (code, text),
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(
+            said(NLM_F_ACK_TLVS),
+            (libc::ENOENT, Some("none such".to_owned()))
+        );
+        assert_eq!(said(0), (libc::ENOENT, None));
+        let error = read(&message(ERROR, 0, &body), true).unwrap_err();
+        assert_eq!(io::Error::from(error).kind(), io::ErrorKind::NotFound);
+        // An acknowledgement, behind what it is about.
+        let body = attributes(&[(19, &attributes(&[(2, b"1")]))]);
+        let both = [message(20, 0, &body), message(ERROR, 0, &[0; 20])].concat();
+        assert_eq!(read(&both, true).unwrap(), (vec![b"1".to_vec()], true));
     }
 }

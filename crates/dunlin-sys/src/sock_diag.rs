@@ -12,7 +12,7 @@
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpStream};
 
-use crate::netlink::{ask, attribute, number};
+use crate::netlink::{Request, ask, attribute, number};
 
 /// The question, and the answer (include/uapi/linux/sock_diag.h).
 const SOCK_DIAG_BY_FAMILY: u16 = 20;
@@ -56,12 +56,9 @@ pub struct TlsPlaces {
 /// for an answer that is none.
 pub fn tls_places(connection: &TcpStream) -> io::Result<Option<TlsPlaces>> {
     let question = question(connection.local_addr()?, connection.peer_addr()?);
-    let answer = ask(
-        libc::NETLINK_SOCK_DIAG,
-        SOCK_DIAG_BY_FAMILY,
-        &question,
-        FIXED_BYTES,
-    )?;
+    let mut request = Request::new(SOCK_DIAG_BY_FAMILY, 0);
+    request.put_bytes(&question);
+    let answer = ask(libc::NETLINK_SOCK_DIAG, request, FIXED_BYTES)?;
     Ok(places_in(&answer))
 }
 

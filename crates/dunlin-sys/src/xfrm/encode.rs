@@ -1,20 +1,20 @@
-//! Requests as the kernel reads them: a header, a fixed structure, attributes.
+//! What is asked of the kernel's IPsec, in its structures.
 
 use std::net::IpAddr;
 use std::ops::RangeInclusive;
 
-use netlink_packet_core::{Emitable, NLM_F_ACK, NLM_F_DUMP, NLM_F_REQUEST, NetlinkHeader};
+use netlink_packet_core::{NLM_F_ACK, NLM_F_DUMP};
 use netlink_packet_xfrm as uapi;
 use uapi::{
     Address, EncapTmpl, Id, LifetimeConfig, ReplayEsn, UserPolicyId, UserPolicyInfo, UserSaId,
     UserSaInfo, UserSpiInfo, UserTemplate,
 };
-use zeroize::Zeroizing;
 
 use super::values::{
     Action, Direction, Encapsulation, KeyAndSalt, Network, Policy, PolicyDirection, Selector,
     State, StateId,
 };
+use crate::netlink::Request;
 
 /// AES-GCM in ESP, as the kernel names it (crypto/seqiv.c, crypto/gcm.c).
 pub(super) const ALGORITHM: &str = "rfc4106(gcm(aes))";
@@ -29,81 +29,14 @@ pub(super) const SA_CPU: u16 = 35;
 /// Bytes of an algorithm's name (`struct xfrm_algo_aead`).
 pub(super) const NAME_BYTES: usize = 64;
 
-const HEADER: usize = 16;
-/// More than the longest request, an SA with the longest replay window, takes; so that a key is
-/// never left behind in memory that a vector has moved out of.
-const ROOM: usize = 2048;
-
-/// A request, which is wiped when it goes.
-pub(super) struct Request {
-    bytes: Zeroizing<Vec<u8>>,
-    kind: u16,
-    flags: u16,
-}
-
-impl Request {
-    fn new(kind: u16, flags: u16) -> Self {
-        let mut bytes = Zeroizing::new(Vec::with_capacity(ROOM));
-        bytes.resize(HEADER, 0);
-        Self {
-            bytes,
-            kind,
-            flags: flags | NLM_F_REQUEST,
-        }
-    }
-
-    pub(super) fn flags(&self) -> u16 {
-        self.flags
-    }
-
-    /// The whole of it, with its number.
-    pub(super) fn finish(&mut self, sequence: u32) -> &[u8] {
-        let mut header = NetlinkHeader::default();
-        header.length = self.bytes.len() as u32;
-        header.message_type = self.kind;
-        header.flags = self.flags;
-        header.sequence_number = sequence;
-        header.emit(&mut self.bytes[..HEADER]);
-        &self.bytes
-    }
-
-    fn put(&mut self, value: &impl Emitable) {
-        let at = self.grow(value.buffer_len());
-        value.emit(&mut self.bytes[at..]);
-    }
-
-    fn put_bytes(&mut self, bytes: &[u8]) {
-        let at = self.grow(bytes.len());
-        self.bytes[at..].copy_from_slice(bytes);
-    }
-
-    fn grow(&mut self, by: usize) -> usize {
-        let at = self.bytes.len();
-        assert!(at + by <= ROOM, "no request is so long");
-        self.bytes.resize(at + by, 0);
-        at
-    }
-
-    /// An attribute: its length and kind, what `fill` puts, and zeros up to four bytes.
-    fn attribute(&mut self, kind: u16, fill: impl FnOnce(&mut Self)) {
-        let at = self.grow(4);
-        fill(self);
-        let length = (self.bytes.len() - at) as u16;
-        self.bytes[at..at + 2].copy_from_slice(&length.to_ne_bytes());
-        self.bytes[at + 2..at + 4].copy_from_slice(&kind.to_ne_bytes());
-        let rest = self.bytes.len().next_multiple_of(4) - self.bytes.len();
-        self.grow(rest);
-    }
-
-    fn direction_and_cpu(&mut self, direction: Direction, cpu: Option<u32>) {
-        let direction = match direction {
-            Direction::In => 1,
-            Direction::Out => 2,
-        };
-        self.attribute(SA_DIRECTION, |request| request.put_bytes(&[direction]));
-        if let Some(cpu) = cpu {
-            self.attribute(SA_CPU, |request| request.put_bytes(&cpu.to_ne_bytes()));
-        }
+fn direction_and_cpu(request: &mut Request, direction: Direction, cpu: Option<u32>) {
+    let direction = match direction {
+        Direction::In => 1,
+        Direction::Out => 2,
+    };
+    request.attribute(SA_DIRECTION, |request| request.put_bytes(&[direction]));
+    if let Some(cpu) = cpu {
+        request.attribute(SA_CPU, |request| request.put_bytes(&cpu.to_ne_bytes()));
     }
 }
 
@@ -121,7 +54,7 @@ pub(super) fn allocate_spi(
         min: *range.start(),
         max: *range.end(),
     });
-    request.direction_and_cpu(direction, cpu);
+    direction_and_cpu(&mut request, direction, cpu);
     request
 }
 
@@ -169,7 +102,7 @@ pub(super) fn add_state(kind: u16, state: &State) -> Request {
             });
         });
     }
-    request.direction_and_cpu(state.direction, state.cpu);
+    direction_and_cpu(&mut request, state.direction, state.cpu);
     request
 }
 

@@ -3,6 +3,8 @@
 use std::io;
 use std::ops::RangeInclusive;
 
+use crate::netlink::Failure;
+
 /// Why it was not done; nothing has changed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -96,80 +98,60 @@ fn said(text: &Option<String>) -> String {
 
 /// Why an exchange of messages came to nothing, before it is known what that means for the caller.
 #[derive(Debug)]
-pub(super) enum Refusal {
-    /// The kernel said no.
-    Kernel {
-        doing: &'static str,
-        code: i32,
-        text: Option<String>,
-    },
-    /// A list changed while it was read.
-    Changed,
-    Socket {
-        doing: &'static str,
-        source: io::Error,
-    },
-    Answer {
-        doing: &'static str,
-        what: &'static str,
-    },
+pub(super) struct Refusal {
+    /// What was asked for.
+    pub(super) doing: &'static str,
+    pub(super) why: Failure,
 }
 
 impl Refusal {
     /// The kernel's error number (errno(3)), positive.
     pub(super) fn code(&self) -> Option<i32> {
-        match self {
-            Self::Kernel { code, .. } => Some(*code),
+        match &self.why {
+            Failure::Kernel { code, .. } => Some(*code),
             _ => None,
         }
     }
 
     /// Whether the kernel's words are about a CPU ("pCPU number too big").
     pub(super) fn names_a_cpu(&self) -> bool {
-        matches!(self, Self::Kernel { text: Some(text), .. } if text.contains("CPU"))
+        matches!(&self.why, Failure::Kernel { text: Some(text), .. } if text.contains("CPU"))
     }
 
     /// What it means for an SA of `cpu` that was to be added.
     pub(super) fn of_state(self, cpu: Option<u32>) -> Error {
-        match (self, cpu) {
+        let code = self.code();
+        match (self.why, cpu) {
+            (_, Some(cpu)) if code == Some(libc::ERANGE) => Error::NoSuchCpu { cpu },
             (
-                Self::Kernel {
-                    code: libc::ERANGE, ..
-                },
-                Some(cpu),
-            ) => Error::NoSuchCpu { cpu },
-            (
-                Self::Kernel {
+                Failure::Kernel {
                     code: libc::ENOSYS | libc::ENOENT | libc::EPROTONOSUPPORT,
                     text,
-                    ..
                 },
                 _,
             ) => Error::NoEsp(text),
-            (other, _) => other.into(),
+            (why, _) => Self { why, ..self }.into(),
         }
     }
 }
 
 impl From<Refusal> for Error {
-    fn from(refusal: Refusal) -> Self {
-        match refusal {
-            Refusal::Kernel {
-                doing,
-                code: libc::EPERM,
-                ..
+    fn from(Refusal { doing, why }: Refusal) -> Self {
+        match why {
+            Failure::Kernel {
+                code: libc::EPERM, ..
             } => Self::NotPermitted { doing },
-            Refusal::Kernel { doing, code, text } => Self::Refused {
+            Failure::Kernel { code, text } => Self::Refused {
                 doing,
                 source: io::Error::from_raw_os_error(code),
                 text,
             },
-            Refusal::Changed => Self::Answer {
+            Failure::Changed => Self::Answer {
                 doing: "listing",
                 what: "the list changed while it was read",
             },
-            Refusal::Socket { doing, source } => Self::Socket { doing, source },
-            Refusal::Answer { doing, what } => Self::Answer { doing, what },
+            Failure::Socket(source) => Self::Socket { doing, source },
+            Failure::Answer(what) => Self::Answer { doing, what },
         }
     }
 }

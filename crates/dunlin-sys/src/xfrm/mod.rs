@@ -26,7 +26,6 @@ mod decode;
 mod encapsulation;
 mod encode;
 mod error;
-mod link;
 mod offload;
 mod statistics;
 #[cfg(test)]
@@ -51,7 +50,7 @@ pub use self::values::{
 };
 
 use self::error::Refusal;
-use self::link::Link;
+use crate::netlink::{Failure, Link, Request};
 
 /// SPIs below are the IANA's (RFC 4303, section 2.1).
 pub const FIRST_SPI: u32 = 256;
@@ -72,7 +71,15 @@ impl Xfrm {
     /// # Errors
     /// [`Error::Absent`], [`Error::NotPermitted`], or what socket(2) says.
     pub fn open() -> Result<Self, Error> {
-        let xfrm = Self(Mutex::new(Link::open()?));
+        let link =
+            Link::open(libc::NETLINK_XFRM).map_err(|source| match source.raw_os_error() {
+                Some(libc::EPROTONOSUPPORT) => Error::Absent,
+                _ => Error::Socket {
+                    doing: "opening a netlink socket",
+                    source,
+                },
+            })?;
+        let xfrm = Self(Mutex::new(link));
         // Whoever may not ask anything is told so here.
         xfrm.database()?;
         Ok(xfrm)
@@ -393,7 +400,10 @@ impl Xfrm {
             });
             match listed {
                 Ok(()) => return Ok(all),
-                Err(Refusal::Changed) => {}
+                Err(Refusal {
+                    why: Failure::Changed,
+                    ..
+                }) => {}
                 Err(refusal) => return Err(refusal.into()),
             }
         }
@@ -406,11 +416,12 @@ impl Xfrm {
     fn exchange(
         &self,
         doing: &'static str,
-        request: encode::Request,
+        request: Request,
         take: impl FnMut(u16, &[u8]) -> Result<(), &'static str>,
     ) -> Result<(), Refusal> {
         // What is behind the lock is a socket and a number, of which neither is left half done.
         let mut link = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        link.exchange(doing, request, take)
+        link.exchange(request, take)
+            .map_err(|why| Refusal { doing, why })
     }
 }
