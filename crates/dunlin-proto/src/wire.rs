@@ -18,8 +18,10 @@
 //! message.
 
 mod error;
+mod start;
 
 pub use error::{DecodeError, DecodeReason, EncodeError};
+pub(crate) use start::Start;
 
 /// Lossless where a `usize` has at most 64 bits, which is everywhere Rust runs.
 pub(crate) const fn wide(length: usize) -> u64 {

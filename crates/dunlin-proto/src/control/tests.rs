@@ -5,6 +5,7 @@ use crate::limits::{
     MAX_ACK_SETS, MAX_DESCRIPTION_BYTES, MAX_ENDPOINT_BYTES, MAX_ENDPOINTS, MAX_LANES,
     MAX_NAME_BYTES, MAX_REGIONS, MAX_SECTION_BYTES, MAX_SECTIONS, MAX_TEXT_BYTES,
 };
+use crate::wire::DecodeReason;
 
 const ENVELOPE: Envelope = Envelope {
     session: [4; SESSION_ID_BYTES],

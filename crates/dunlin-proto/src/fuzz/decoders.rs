@@ -2,6 +2,7 @@
 //! proportion to the bytes that were there, and means the same when it is
 //! written and read again.
 
+use super::as_is_and_with_its_length;
 use std::sync::LazyLock;
 
 use crate::control::{
@@ -73,15 +74,7 @@ fn opening(bytes: &[u8]) {
 
 /// A control message, as it is and with the length that it has.
 pub fn fuzz_control_message(bytes: &[u8]) {
-    control_message(bytes);
-    let Some(body_bytes) = bytes.len().checked_sub(CONTROL_HEADER_BYTES) else {
-        return;
-    };
-    if let Ok(length) = u32::try_from(body_bytes) {
-        let mut honest = bytes.to_vec();
-        honest[..4].copy_from_slice(&length.to_le_bytes());
-        control_message(&honest);
-    }
+    as_is_and_with_its_length(bytes, CONTROL_HEADER_BYTES, control_message);
 }
 
 fn control_message(bytes: &[u8]) -> Option<Message> {

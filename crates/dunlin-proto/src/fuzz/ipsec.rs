@@ -1,6 +1,6 @@
 //! IPsec: its decoder, and one side of a session against a peer that says anything.
 
-use super::Choices;
+use super::{Choices, as_is_and_with_its_length};
 use crate::fault::FaultCode;
 use crate::ipsec::exchange::{Action, Exchange};
 use crate::ipsec::message::{Header, MESSAGE_HEADER_BYTES, Message, Terms};
@@ -10,15 +10,7 @@ use crate::limits::{MAX_IPSEC_BODY_BYTES, MAX_SAS, MAX_SLOTS, MAX_TEXT_BYTES};
 
 /// A message of an IPsec session, as it is and with the length that it has.
 pub fn fuzz_ipsec_message(bytes: &[u8]) {
-    message(bytes);
-    let Some(body_bytes) = bytes.len().checked_sub(MESSAGE_HEADER_BYTES) else {
-        return;
-    };
-    if let Ok(length) = u32::try_from(body_bytes) {
-        let mut honest = bytes.to_vec();
-        honest[..4].copy_from_slice(&length.to_le_bytes());
-        message(&honest);
-    }
+    as_is_and_with_its_length(bytes, MESSAGE_HEADER_BYTES, message);
 }
 
 fn message(bytes: &[u8]) {

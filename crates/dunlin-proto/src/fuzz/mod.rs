@@ -58,6 +58,19 @@ pub const TARGETS: &[Target] = &[
     ("destination_switchover", fuzz_destination_switchover),
 ];
 
+/// Has `message` read the bytes as they are, and with the length of the body that they have.
+fn as_is_and_with_its_length<T>(bytes: &[u8], header_bytes: usize, message: fn(&[u8]) -> T) {
+    message(bytes);
+    let Some(body_bytes) = bytes.len().checked_sub(header_bytes) else {
+        return;
+    };
+    if let Ok(length) = u32::try_from(body_bytes) {
+        let mut honest = bytes.to_vec();
+        honest[..4].copy_from_slice(&length.to_le_bytes());
+        message(&honest);
+    }
+}
+
 /// Bytes that choose operations. At their end everything is zero, so that any
 /// input means something.
 #[derive(Clone, Debug)]

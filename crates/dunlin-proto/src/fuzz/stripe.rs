@@ -1,7 +1,7 @@
 //! The tunnel: its decoders, and one side of an association against a peer that
 //! says anything.
 
-use super::Choices;
+use super::{Choices, as_is_and_with_its_length};
 use crate::fault::FaultCode;
 use crate::limits::{
     LEAST_WINDOW_BYTES, MAX_CHANNEL_OFFSET, MAX_CHANNELS, MAX_CREDITS, MAX_LANES, MAX_NAME_BYTES,
@@ -16,15 +16,7 @@ use crate::stripe::{
 
 /// A message of the tunnel, as it is and with the length that it has.
 pub fn fuzz_tunnel_message(bytes: &[u8]) {
-    message(bytes);
-    let Some(body_bytes) = bytes.len().checked_sub(MESSAGE_HEADER_BYTES) else {
-        return;
-    };
-    if let Ok(length) = u32::try_from(body_bytes) {
-        let mut honest = bytes.to_vec();
-        honest[..4].copy_from_slice(&length.to_le_bytes());
-        message(&honest);
-    }
+    as_is_and_with_its_length(bytes, MESSAGE_HEADER_BYTES, message);
 }
 
 fn message(bytes: &[u8]) {

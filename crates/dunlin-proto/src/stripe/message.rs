@@ -23,22 +23,15 @@ use std::fmt;
 use crate::fault::FaultCode;
 use crate::limits::MAX_TUNNEL_BODY_BYTES;
 use crate::negotiate::SessionSecret;
-use crate::wire::{
-    DecodeError, DecodeReason, EncodeError, Reader, Writer, bounded, index, wide, within,
-};
+use crate::wire::{DecodeError, EncodeError, Reader, Start};
 
 /// Bytes of a message's header.
 pub const MESSAGE_HEADER_BYTES: usize = 16;
 
-/// Bit 0 of the header's flags.
-const FLAG_REQUIRED: u16 = 1;
-
 /// The header of a message: within its limits, the kind perhaps unknown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
-    kind: u16,
-    required: bool,
-    body_bytes: usize,
+    start: Start,
     epoch: u32,
 }
 
@@ -49,35 +42,16 @@ impl Header {
     /// A body over [`MAX_TUNNEL_BODY_BYTES`], or a reserved bit that is set.
     pub fn decode(bytes: &[u8; MESSAGE_HEADER_BYTES]) -> Result<Self, DecodeError> {
         let mut reader = Reader::new(bytes);
-        let body_bytes = index(reader.u32("body length")?);
-        let most = wide(MAX_TUNNEL_BODY_BYTES);
-        within("body length", wide(body_bytes), most, 0)?;
-        let kind = reader.u16("message kind")?;
-        let offset = reader.offset();
-        let flags = reader.u16("message flags")?;
-        if flags & !FLAG_REQUIRED != 0 {
-            return Err(DecodeError {
-                what: "message flags",
-                why: DecodeReason::Unsupported {
-                    value: u64::from(flags),
-                },
-                offset,
-            });
-        }
+        let start = Start::read(&mut reader, MAX_TUNNEL_BODY_BYTES)?;
         let epoch = reader.u32("epoch")?;
         reader.reserved::<4>("reserved")?;
-        Ok(Self {
-            kind,
-            required: flags & FLAG_REQUIRED != 0,
-            body_bytes,
-            epoch,
-        })
+        Ok(Self { start, epoch })
     }
 
     /// Bytes that follow, at most [`MAX_TUNNEL_BODY_BYTES`].
     #[must_use]
     pub fn body_bytes(&self) -> usize {
-        self.body_bytes
+        self.start.body_bytes()
     }
 
     /// The control lane that the message was written for.
@@ -226,20 +200,17 @@ impl Message {
     /// # Errors
     /// Something that a peer would refuse; `out` is then unchanged.
     pub fn encode(&self, epoch: u32, out: &mut Vec<u8>) -> Result<(), EncodeError> {
-        Writer::append(out, |writer| {
-            let length_at = writer.position();
-            writer.u32(0);
-            writer.u16(self.kind().to_wire());
-            writer.u16(FLAG_REQUIRED);
-            writer.u32(epoch);
-            writer.u32(0);
-            let body_at = writer.position();
-            body::encode(self, writer)?;
-            let body_bytes = writer.position() - body_at;
-            let length: u32 = bounded("body length", body_bytes, MAX_TUNNEL_BODY_BYTES)?;
-            writer.patch(length_at, &length.to_le_bytes());
-            Ok(())
-        })
+        let kind = self.kind().to_wire();
+        Start::write(
+            out,
+            kind,
+            MAX_TUNNEL_BODY_BYTES,
+            |writer| {
+                writer.u32(epoch);
+                writer.u32(0);
+            },
+            |writer| body::encode(self, writer),
+        )
     }
 
     /// Reads the body that follows `header`; `None` is a message that this
@@ -249,18 +220,7 @@ impl Message {
     /// [`DecodeError`]; a body that is not exactly as long as announced is
     /// one.
     pub fn decode(header: &Header, bytes: &[u8]) -> Result<Option<Self>, DecodeError> {
-        let mut whole = Reader::new(bytes);
-        let body = Reader::new(whole.bytes("body", header.body_bytes)?);
-        whole.finish("body")?;
-        match Kind::from_wire(header.kind) {
-            Some(kind) => body::decode(kind, body).map(Some),
-            None if header.required => Err(DecodeError {
-                what: "message kind",
-                why: DecodeReason::UnknownRequiredMessage { kind: header.kind },
-                offset: 0,
-            }),
-            None => Ok(None),
-        }
+        header.start.decode(bytes, Kind::from_wire, body::decode)
     }
 
     /// Which message it is.

@@ -1,0 +1,109 @@
+//! What every message of an established session begins with, whatever it is about:
+//!
+//! | bytes | field |
+//! | --- | --- |
+//! | 4 | length of the body |
+//! | 2 | kind |
+//! | 2 | flags: bit 0, the message must be understood; the others zero |
+//!
+//! The rest of the header and the body are the message's own.
+
+use super::{DecodeError, DecodeReason, EncodeError, Reader, Writer, bounded, index, wide, within};
+
+/// Bit 0 of the flags.
+const FLAG_REQUIRED: u16 = 1;
+
+/// What stands in it: the length within its limit, the kind perhaps unknown.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Start {
+    kind: u16,
+    required: bool,
+    body_bytes: usize,
+}
+
+impl Start {
+    /// Takes it off the front of a header.
+    ///
+    /// # Errors
+    /// A body of more than `most` bytes, or a reserved bit that is set.
+    pub(crate) fn read(reader: &mut Reader<'_>, most: usize) -> Result<Self, DecodeError> {
+        let offset = reader.offset();
+        let body_bytes = index(reader.u32("body length")?);
+        within("body length", wide(body_bytes), wide(most), offset)?;
+        let kind = reader.u16("message kind")?;
+        let offset = reader.offset();
+        let flags = reader.u16("message flags")?;
+        if flags & !FLAG_REQUIRED != 0 {
+            return Err(DecodeError {
+                what: "message flags",
+                why: DecodeReason::Unsupported {
+                    value: u64::from(flags),
+                },
+                offset,
+            });
+        }
+        Ok(Self {
+            kind,
+            required: flags & FLAG_REQUIRED != 0,
+            body_bytes,
+        })
+    }
+
+    /// Appends a message of this release, all of which must be understood: `rest` is the
+    /// rest of its header.
+    ///
+    /// # Errors
+    /// Those of `body`, and a body of more than `most` bytes; `out` is then unchanged.
+    pub(crate) fn write(
+        out: &mut Vec<u8>,
+        kind: u16,
+        most: usize,
+        rest: impl FnOnce(&mut Writer<'_>),
+        body: impl FnOnce(&mut Writer<'_>) -> Result<(), EncodeError>,
+    ) -> Result<(), EncodeError> {
+        Writer::append(out, |writer| {
+            let length_at = writer.position();
+            writer.u32(0);
+            writer.u16(kind);
+            writer.u16(FLAG_REQUIRED);
+            rest(writer);
+            let body_at = writer.position();
+            body(writer)?;
+            let body_bytes = writer.position() - body_at;
+            let length: u32 = bounded("body length", body_bytes, most)?;
+            writer.patch(length_at, &length.to_le_bytes());
+            Ok(())
+        })
+    }
+
+    /// Bytes that follow the header.
+    pub(crate) fn body_bytes(&self) -> usize {
+        self.body_bytes
+    }
+
+    /// Reads the body, of a kind that `known` knows, by `read`; `None` is a message that
+    /// this release does not know and may skip.
+    ///
+    /// # Errors
+    /// A body that is not exactly as long as announced, a kind that must be known and is
+    /// not, and those of `read`.
+    pub(crate) fn decode<K, M>(
+        &self,
+        bytes: &[u8],
+        known: impl FnOnce(u16) -> Option<K>,
+        read: impl FnOnce(K, Reader<'_>) -> Result<M, DecodeError>,
+    ) -> Result<Option<M>, DecodeError> {
+        let mut whole = Reader::new(bytes);
+        let body = Reader::new(whole.bytes("body", self.body_bytes)?);
+        whole.finish("body")?;
+        match known(self.kind) {
+            Some(kind) => read(kind, body).map(Some),
+            None if self.required => Err(DecodeError {
+                what: "message kind",
+                why: DecodeReason::UnknownRequiredMessage { kind: self.kind },
+                offset: 0,
+            }),
+            None => Ok(None),
+        }
+    }
+}
