@@ -27,30 +27,27 @@
 //! about none of them.
 
 use std::fmt;
-use std::fs::{DirBuilder, File, OpenOptions, TryLockError};
-use std::io::{self, Read};
+use std::fs::{DirBuilder, File, OpenOptions};
+use std::io;
 use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 pub use dunlin_proto::journal::{DestinationRecord, Record, SourceRecord, State, Unreadable};
-use dunlin_proto::journal::{JOURNAL_BYTES, Newest, RECORD_BYTES, SLOT_BYTES, newest};
 use dunlin_proto::limits::{MAX_ENDPOINT_BYTES, MAX_RECORDS_OF_A_PEER};
 use dunlin_proto::negotiate::SessionId;
-use dunlin_proto::wire::EncodeError;
-use thiserror::Error;
 
+mod error;
+mod files;
 mod memory;
 #[cfg(test)]
 mod tests;
 
+pub use error::JournalError;
+use error::io_error;
+use files::{HeldFile, Place, file_name};
 use memory::{HeldInMemory, Memory};
-
-/// How long a lock is waited for. A listing holds it for microseconds, an
-/// owner for the length of a migration or of the VM's life.
-const LOCK_LIMIT: Duration = Duration::from_millis(200);
-const LOCK_PAUSE: Duration = Duration::from_millis(5);
 
 /// Where the records of this host's sessions lie.
 #[derive(Clone)]
@@ -60,12 +57,6 @@ pub struct Journal(Shelf);
 enum Shelf {
     Directory(Place),
     Memory(Memory),
-}
-
-#[derive(Clone)]
-struct Place {
-    directory: PathBuf,
-    disk: Arc<dyn Disk>,
 }
 
 /// The two operations that a full or failing disk fails; tests put their own
@@ -115,14 +106,6 @@ enum Held {
     Memory(HeldInMemory),
 }
 
-struct HeldFile {
-    file: File,
-    path: PathBuf,
-    place: Place,
-    generation: u64,
-    next_slot: usize,
-}
-
 /// A session in the journal.
 #[derive(Debug)]
 pub struct Entry {
@@ -136,72 +119,6 @@ pub struct Entry {
     /// Whether the process lives that has the session; then it is the one to
     /// ask, and no other may act on the record.
     pub lives: bool,
-}
-
-/// What can go wrong with the journal.
-#[derive(Debug, Error)]
-#[non_exhaustive]
-pub enum JournalError {
-    /// An operation of the file system failed: its disk is full or failing, or
-    /// it may not be written.
-    #[error("the journal {path} cannot be {what}: free space there, or check the disk and the permissions", path = path.display())]
-    Io {
-        /// What was to be done to it.
-        what: &'static str,
-        /// The file or directory.
-        path: PathBuf,
-        /// What the kernel said.
-        source: io::Error,
-    },
-    /// Others may read or write the directory.
-    #[error("the journal {path} has mode {mode:03o}: others could change where VMs run; make it 700", path = path.display())]
-    Exposed {
-        /// The directory.
-        path: PathBuf,
-        /// Its permission bits.
-        mode: u32,
-    },
-    /// The file does not say what happened.
-    #[error("{path} cannot be relied upon; keep it, and find out where the VM is before it is run anywhere", path = path.display())]
-    Unreadable {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong with it.
-        source: Unreadable,
-    },
-    /// Another process has the session.
-    #[error("another process has the session {path}: it is the one to ask while it lives", path = path.display())]
-    Held {
-        /// The file.
-        path: PathBuf,
-    },
-    /// There is a record of this session that a new one must not replace.
-    #[error("{path} says of this session: {state}, attempt {attempt}; a new attempt must have a higher number, and begin when the last one is over", path = path.display())]
-    Undecided {
-        /// The file.
-        path: PathBuf,
-        /// What it says.
-        state: State,
-        /// Of which attempt.
-        attempt: u32,
-    },
-    /// An earlier session of the same VM is not over.
-    #[error("{path} says that an earlier migration of this VM is undecided ({state}): resolve it first", path = path.display())]
-    Unresolved {
-        /// The file of the earlier session.
-        path: PathBuf,
-        /// What it says.
-        state: State,
-    },
-    /// There is no such session here.
-    #[error("there is no session {path}", path = path.display())]
-    Missing {
-        /// The file that would hold it.
-        path: PathBuf,
-    },
-    /// The record does not fit; the engine has made it wrongly.
-    #[error("the record cannot be written")]
-    Record(#[from] EncodeError),
 }
 
 impl Journal {
@@ -540,127 +457,12 @@ impl SessionJournal {
     }
 }
 
-impl HeldFile {
-    fn write(&mut self, record: &Record) -> Result<(), JournalError> {
-        let bytes = record.encode(self.generation + 1)?;
-        let offset = (self.next_slot * SLOT_BYTES) as u64;
-        let disk = &self.place.disk;
-        disk.write(&self.file, &bytes, offset)
-            .map_err(io_error("written", &self.path))?;
-        disk.sync(&self.file)
-            .map_err(io_error("synced", &self.path))?;
-        // Only now: until the sync succeeds, the other slot holds the only
-        // record that is known to be on the disk.
-        self.generation += 1;
-        self.next_slot = 1 - self.next_slot;
-        Ok(())
-    }
-}
-
 impl Held {
     fn path(&self) -> PathBuf {
         match self {
             Self::File(held) => held.path.clone(),
             Self::Memory(held) => held.path(),
         }
-    }
-}
-
-impl Place {
-    fn path(&self, session: SessionId, role: Role) -> PathBuf {
-        self.directory.join(file_name(session, role))
-    }
-
-    /// Takes a new file, fills it with zeros and makes it last.
-    fn allocate(&self, file: &File, path: &Path) -> Result<(), JournalError> {
-        lock(file, path)?;
-        self.disk
-            .write(file, &[0; JOURNAL_BYTES], 0)
-            .map_err(io_error("allocated", path))?;
-        self.disk.sync(file).map_err(io_error("synced", path))?;
-        file.sync_all().map_err(io_error("synced", path))?;
-        self.sync_directory()
-    }
-
-    fn sync_directory(&self) -> Result<(), JournalError> {
-        File::open(&self.directory)
-            .and_then(|directory| directory.sync_all())
-            .map_err(io_error("synced", &self.directory))
-    }
-
-    /// Every session in the directory, in no order.
-    fn list(&self) -> Result<Vec<Entry>, JournalError> {
-        let failed = |what| io_error(what, &self.directory);
-        let mut entries = Vec::new();
-        for file in std::fs::read_dir(&self.directory).map_err(failed("read"))? {
-            let name = file.map_err(failed("read"))?.file_name();
-            let Some((session, role)) = name.to_str().and_then(parse_name) else {
-                continue;
-            };
-            let path = self.directory.join(&name);
-            let file = match File::open(&path) {
-                Ok(file) => file,
-                // Forgotten in this moment.
-                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
-                Err(source) => return Err(io_error("read", &path)(source)),
-            };
-            // Shared, so that two listings do not take each other for owners.
-            let lives = match file.try_lock_shared() {
-                Ok(()) => false,
-                Err(TryLockError::WouldBlock) => true,
-                Err(TryLockError::Error(source)) => return Err(io_error("locked", &path)(source)),
-            };
-            let record = match read(&file, &path) {
-                Ok(newest) => Ok(newest.record),
-                Err(JournalError::Unreadable { source, .. }) => Err(source),
-                Err(error) => return Err(error),
-            };
-            entries.push(Entry {
-                session,
-                role,
-                record,
-                lives,
-            });
-        }
-        Ok(entries)
-    }
-
-    /// Opens and takes a file that is there, with its newest record.
-    fn take(&self, path: PathBuf) -> Result<(HeldFile, Option<Record>), JournalError> {
-        let file = match OpenOptions::new().read(true).write(true).open(&path) {
-            Ok(file) => file,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                return Err(JournalError::Missing { path });
-            }
-            Err(source) => return Err(io_error("opened", &path)(source)),
-        };
-        lock(&file, &path)?;
-        // Whoever had it may have forgotten it before letting go.
-        let ours = file.metadata().map_err(io_error("read", &path))?;
-        match std::fs::symlink_metadata(&path) {
-            Ok(there) if (there.dev(), there.ino()) == (ours.dev(), ours.ino()) => {}
-            Ok(_) => return Err(JournalError::Held { path }),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                return Err(JournalError::Missing { path });
-            }
-            Err(source) => return Err(io_error("read", &path)(source)),
-        }
-        let newest = read(&file, &path)?;
-        if ours.len() < JOURNAL_BYTES as u64 {
-            // A crash came before it was allocated.
-            self.disk
-                .write(&file, &[0; JOURNAL_BYTES], 0)
-                .map_err(io_error("allocated", &path))?;
-            file.sync_all().map_err(io_error("synced", &path))?;
-        }
-        let held = HeldFile {
-            file,
-            path,
-            place: self.clone(),
-            generation: newest.generation,
-            next_slot: newest.next_slot,
-        };
-        Ok((held, newest.record))
     }
 }
 
@@ -688,76 +490,6 @@ fn is_over(state: State) -> bool {
         state,
         State::Source(SourceRecord::Kept) | State::Destination(DestinationRecord::Aborted)
     )
-}
-
-/// Takes a file for as long as it is open. The kernel gives it back when the
-/// process dies (flock(2)).
-fn lock(file: &File, path: &Path) -> Result<(), JournalError> {
-    let until = Instant::now() + LOCK_LIMIT;
-    loop {
-        match file.try_lock() {
-            Ok(()) => return Ok(()),
-            // Perhaps a listing looks at it; a lock cannot be waited for with
-            // a deadline.
-            Err(TryLockError::WouldBlock) if Instant::now() < until => {
-                std::thread::sleep(LOCK_PAUSE);
-            }
-            Err(TryLockError::WouldBlock) => return Err(JournalError::Held { path: path.into() }),
-            Err(TryLockError::Error(source)) => return Err(io_error("locked", path)(source)),
-        }
-    }
-}
-
-/// Reads both slots; what a short file lacks is zero.
-fn read(file: &File, path: &Path) -> Result<Newest, JournalError> {
-    let mut bytes = Vec::with_capacity(JOURNAL_BYTES);
-    let mut whole = file.take(JOURNAL_BYTES as u64);
-    whole
-        .read_to_end(&mut bytes)
-        .map_err(io_error("read", path))?;
-    bytes.resize(JOURNAL_BYTES, 0);
-    let slots = [0, SLOT_BYTES].map(|start| {
-        let mut slot = [0; RECORD_BYTES];
-        slot.copy_from_slice(&bytes[start..start + RECORD_BYTES]);
-        slot
-    });
-    newest(&slots).map_err(|source| JournalError::Unreadable {
-        path: path.into(),
-        source,
-    })
-}
-
-fn io_error(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> JournalError {
-    let path = path.to_path_buf();
-    move |source| JournalError::Io { what, path, source }
-}
-
-fn file_name(session: SessionId, role: Role) -> String {
-    let mut name = String::new();
-    for byte in session {
-        name.push_str(&format!("{byte:02x}"));
-    }
-    name.push('.');
-    name.push_str(role.name());
-    name
-}
-
-fn parse_name(name: &str) -> Option<(SessionId, Role)> {
-    let (digits, role) = name.split_once('.')?;
-    let role = match role {
-        "source" => Role::Source,
-        "destination" => Role::Destination,
-        _ => return None,
-    };
-    let lower_hex = |byte: u8| matches!(byte, b'0'..=b'9' | b'a'..=b'f');
-    if digits.len() != 32 || !digits.bytes().all(lower_hex) {
-        return None;
-    }
-    let mut session = SessionId::default();
-    for (place, byte) in session.iter_mut().enumerate() {
-        *byte = u8::from_str_radix(&digits[2 * place..2 * place + 2], 16).ok()?;
-    }
-    Some((session, role))
 }
 
 /// What fits of a text that is for people.

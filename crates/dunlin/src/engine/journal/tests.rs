@@ -2,6 +2,8 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use dunlin_proto::journal::JOURNAL_BYTES;
+
 use super::*;
 
 const PREPARED: State = State::Destination(DestinationRecord::Prepared);

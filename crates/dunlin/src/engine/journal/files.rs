@@ -1,0 +1,215 @@
+//! Records of sessions in files, each locked by the process whose session it is.
+
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io::{self, Read};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use dunlin_proto::journal::{JOURNAL_BYTES, Newest, RECORD_BYTES, Record, SLOT_BYTES, newest};
+use dunlin_proto::negotiate::SessionId;
+
+use super::error::io_error;
+use super::{Disk, Entry, JournalError, Role};
+
+/// How long a lock is waited for. A listing holds it for microseconds, an
+/// owner for the length of a migration or of the VM's life.
+const LOCK_LIMIT: Duration = Duration::from_millis(200);
+const LOCK_PAUSE: Duration = Duration::from_millis(5);
+
+/// The directory, and how its disk is written to.
+#[derive(Clone)]
+pub(super) struct Place {
+    pub(super) directory: PathBuf,
+    pub(super) disk: Arc<dyn Disk>,
+}
+
+/// A session's file.
+pub(super) struct HeldFile {
+    pub(super) file: File,
+    pub(super) path: PathBuf,
+    pub(super) place: Place,
+    pub(super) generation: u64,
+    pub(super) next_slot: usize,
+}
+
+impl HeldFile {
+    pub(super) fn write(&mut self, record: &Record) -> Result<(), JournalError> {
+        let bytes = record.encode(self.generation + 1)?;
+        let offset = (self.next_slot * SLOT_BYTES) as u64;
+        let disk = &self.place.disk;
+        disk.write(&self.file, &bytes, offset)
+            .map_err(io_error("written", &self.path))?;
+        disk.sync(&self.file)
+            .map_err(io_error("synced", &self.path))?;
+        // Only now: until the sync succeeds, the other slot holds the only
+        // record that is known to be on the disk.
+        self.generation += 1;
+        self.next_slot = 1 - self.next_slot;
+        Ok(())
+    }
+}
+
+impl Place {
+    pub(super) fn path(&self, session: SessionId, role: Role) -> PathBuf {
+        self.directory.join(file_name(session, role))
+    }
+
+    /// Takes a new file, fills it with zeros and makes it last.
+    pub(super) fn allocate(&self, file: &File, path: &Path) -> Result<(), JournalError> {
+        lock(file, path)?;
+        self.disk
+            .write(file, &[0; JOURNAL_BYTES], 0)
+            .map_err(io_error("allocated", path))?;
+        self.disk.sync(file).map_err(io_error("synced", path))?;
+        file.sync_all().map_err(io_error("synced", path))?;
+        self.sync_directory()
+    }
+
+    pub(super) fn sync_directory(&self) -> Result<(), JournalError> {
+        File::open(&self.directory)
+            .and_then(|directory| directory.sync_all())
+            .map_err(io_error("synced", &self.directory))
+    }
+
+    /// Every session in the directory, in no order.
+    pub(super) fn list(&self) -> Result<Vec<Entry>, JournalError> {
+        let failed = |what| io_error(what, &self.directory);
+        let mut entries = Vec::new();
+        for file in std::fs::read_dir(&self.directory).map_err(failed("read"))? {
+            let name = file.map_err(failed("read"))?.file_name();
+            let Some((session, role)) = name.to_str().and_then(parse_name) else {
+                continue;
+            };
+            let path = self.directory.join(&name);
+            let file = match File::open(&path) {
+                Ok(file) => file,
+                // Forgotten in this moment.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                Err(source) => return Err(io_error("read", &path)(source)),
+            };
+            // Shared, so that two listings do not take each other for owners.
+            let lives = match file.try_lock_shared() {
+                Ok(()) => false,
+                Err(TryLockError::WouldBlock) => true,
+                Err(TryLockError::Error(source)) => return Err(io_error("locked", &path)(source)),
+            };
+            let record = match read(&file, &path) {
+                Ok(newest) => Ok(newest.record),
+                Err(JournalError::Unreadable { source, .. }) => Err(source),
+                Err(error) => return Err(error),
+            };
+            entries.push(Entry {
+                session,
+                role,
+                record,
+                lives,
+            });
+        }
+        Ok(entries)
+    }
+
+    /// Opens and takes a file that is there, with its newest record.
+    pub(super) fn take(&self, path: PathBuf) -> Result<(HeldFile, Option<Record>), JournalError> {
+        let file = match OpenOptions::new().read(true).write(true).open(&path) {
+            Ok(file) => file,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                return Err(JournalError::Missing { path });
+            }
+            Err(source) => return Err(io_error("opened", &path)(source)),
+        };
+        lock(&file, &path)?;
+        // Whoever had it may have forgotten it before letting go.
+        let ours = file.metadata().map_err(io_error("read", &path))?;
+        match std::fs::symlink_metadata(&path) {
+            Ok(there) if (there.dev(), there.ino()) == (ours.dev(), ours.ino()) => {}
+            Ok(_) => return Err(JournalError::Held { path }),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                return Err(JournalError::Missing { path });
+            }
+            Err(source) => return Err(io_error("read", &path)(source)),
+        }
+        let newest = read(&file, &path)?;
+        if ours.len() < JOURNAL_BYTES as u64 {
+            // A crash came before it was allocated.
+            self.disk
+                .write(&file, &[0; JOURNAL_BYTES], 0)
+                .map_err(io_error("allocated", &path))?;
+            file.sync_all().map_err(io_error("synced", &path))?;
+        }
+        let held = HeldFile {
+            file,
+            path,
+            place: self.clone(),
+            generation: newest.generation,
+            next_slot: newest.next_slot,
+        };
+        Ok((held, newest.record))
+    }
+}
+
+/// Takes a file for as long as it is open. The kernel gives it back when the
+/// process dies (flock(2)).
+fn lock(file: &File, path: &Path) -> Result<(), JournalError> {
+    let until = Instant::now() + LOCK_LIMIT;
+    loop {
+        match file.try_lock() {
+            Ok(()) => return Ok(()),
+            // Perhaps a listing looks at it; a lock cannot be waited for with
+            // a deadline.
+            Err(TryLockError::WouldBlock) if Instant::now() < until => {
+                std::thread::sleep(LOCK_PAUSE);
+            }
+            Err(TryLockError::WouldBlock) => return Err(JournalError::Held { path: path.into() }),
+            Err(TryLockError::Error(source)) => return Err(io_error("locked", path)(source)),
+        }
+    }
+}
+
+/// Reads both slots; what a short file lacks is zero.
+fn read(file: &File, path: &Path) -> Result<Newest, JournalError> {
+    let mut bytes = Vec::with_capacity(JOURNAL_BYTES);
+    let mut whole = file.take(JOURNAL_BYTES as u64);
+    whole
+        .read_to_end(&mut bytes)
+        .map_err(io_error("read", path))?;
+    bytes.resize(JOURNAL_BYTES, 0);
+    let slots = [0, SLOT_BYTES].map(|start| {
+        let mut slot = [0; RECORD_BYTES];
+        slot.copy_from_slice(&bytes[start..start + RECORD_BYTES]);
+        slot
+    });
+    newest(&slots).map_err(|source| JournalError::Unreadable {
+        path: path.into(),
+        source,
+    })
+}
+
+pub(super) fn file_name(session: SessionId, role: Role) -> String {
+    let mut name = String::new();
+    for byte in session {
+        name.push_str(&format!("{byte:02x}"));
+    }
+    name.push('.');
+    name.push_str(role.name());
+    name
+}
+
+fn parse_name(name: &str) -> Option<(SessionId, Role)> {
+    let (digits, role) = name.split_once('.')?;
+    let role = match role {
+        "source" => Role::Source,
+        "destination" => Role::Destination,
+        _ => return None,
+    };
+    let lower_hex = |byte: u8| matches!(byte, b'0'..=b'9' | b'a'..=b'f');
+    if digits.len() != 32 || !digits.bytes().all(lower_hex) {
+        return None;
+    }
+    let mut session = SessionId::default();
+    for (place, byte) in session.iter_mut().enumerate() {
+        *byte = u8::from_str_radix(&digits[2 * place..2 * place + 2], 16).ok()?;
+    }
+    Some((session, role))
+}
