@@ -236,7 +236,10 @@ fn a_tunnel_with_programs_is_confined_by_its_unit_alone_and_says_so() {
     let confined = confining(Whether::Auto).apply(against).unwrap();
     assert!(!is_confined(&confined));
     assert!(text(&confined)[0].starts_with("not confined: the programs of routes"));
-    let refused = confining(Whether::Yes).apply(against).unwrap_err().to_string();
+    let refused = confining(Whether::Yes)
+        .apply(against)
+        .unwrap_err()
+        .to_string();
     for part in ["at fault: configuration", "--confine auto"] {
         assert!(refused.contains(part), "{refused}");
     }

@@ -177,6 +177,7 @@ impl Run {
         }
         let records = self.state.directory()?.join("ipsec");
         let mut options = Options::new(ipsec.mode, ipsec.ports, records);
+        options.rekey_after = Some(ipsec.rekey_after);
         let cpus = match &ipsec.cpus {
             Some(Cpus(cpus)) => cpus.clone(),
             None => allowed()?,

@@ -1,15 +1,19 @@
 //! Lanes over IPsec in the configuration.
 
+use std::time::Duration;
+
 use dunlin::ipsec::lanes::BLOCK_PORTS;
 use dunlin::ipsec::{Mode, PortRange};
 use serde::Deserialize;
 use toml::Spanned;
 
 use super::{Found, RouteTable};
-use crate::options::Cpus;
+use crate::options::{Cpus, parse_limit};
 
 /// Below the ephemeral ports of Linux, and none of Kubernetes' or libvirt's.
 const LANE_PORTS: &str = "24576-28671";
+/// As `dunlin ipsec` has it.
+const REKEY_AFTER: Duration = Duration::from_secs(60 * 60);
 
 /// What is between the hosts where routes ask for it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -19,6 +23,8 @@ pub(crate) struct Ipsec {
     pub(crate) mode: Mode,
     /// On which this side's lanes are; without, those on which the process may run.
     pub(crate) cpus: Option<Cpus>,
+    /// After how long the keys of what this side sends are renewed.
+    pub(crate) rekey_after: Duration,
 }
 
 #[derive(Deserialize)]
@@ -27,6 +33,7 @@ pub(super) struct IpsecTable {
     ports: Option<Spanned<String>>,
     mode: Option<Spanned<String>>,
     cpus: Option<Spanned<String>>,
+    rekey_after: Option<Spanned<String>>,
 }
 
 pub(super) fn check(table: &IpsecTable, found: &mut Found<'_>) -> Option<Ipsec> {
@@ -55,10 +62,14 @@ pub(super) fn check(table: &IpsecTable, found: &mut Found<'_>) -> Option<Ipsec> 
     let cpus = found.or(table.cpus.as_ref(), None, |text| {
         text.parse::<Cpus>().map(Some)
     });
+    let rekey_after = found.or(table.rekey_after.as_ref(), REKEY_AFTER, |text| {
+        parse_limit(text)
+    });
     Some(Ipsec {
         ports: ports?,
         mode,
         cpus,
+        rekey_after,
     })
 }
 

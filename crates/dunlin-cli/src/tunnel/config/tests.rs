@@ -136,6 +136,12 @@ fn every_mistake_is_named_with_its_line_and_what_to_do() {
             20,
             "write 0,2-3",
         ),
+        (
+            "[route.disk]",
+            "[ipsec]\nrekey_after = \"often\"\n[route.disk]",
+            20,
+            "300ms, 10s",
+        ),
         ("window = \"32M\"", "window = \"1K\"", 15, "256K to 1G"),
         ("unix:/run/qemu/in.sock", "in.sock", 16, "unix:PATH"),
         ("qemu/in.sock", "{vm}/{id}.sock", 16, "one parameter"),
@@ -228,6 +234,7 @@ fn a_routes_lanes_may_go_over_ipsec() {
         ports: "24576-28671".parse().unwrap(),
         mode: dunlin::ipsec::Mode::Cpu,
         cpus: Some(crate::options::Cpus(vec![0, 2])),
+        rekey_after: Duration::from_secs(3600),
     };
     assert_eq!(config.ipsec, Some(expected));
     assert!(format!("{:?}", config.routes).contains("StripeOverIpsec"));
