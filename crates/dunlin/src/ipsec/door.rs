@@ -37,10 +37,10 @@ pub struct Server {
     reaper: Arc<Mutex<bool>>,
 }
 
-struct Held {
+pub(super) struct Held {
     peer: String,
-    fingerprint: [u8; 32],
-    session: Session,
+    pub(super) fingerprint: [u8; 32],
+    pub(super) session: Session,
 }
 
 /// A session of a server, and with whom.
@@ -109,14 +109,7 @@ impl Server {
     /// # Errors
     /// The kernel does not answer.
     pub fn peers(&self) -> Result<Vec<Peer>, IpsecError> {
-        let held = lock(&self.held);
-        let peers = held.iter().map(|one| {
-            Ok(Peer {
-                name: one.peer.clone(),
-                status: one.session.status()?,
-            })
-        });
-        peers.collect()
+        peers(&self.held)
     }
 
     /// Renews the keys of everything that this side sends.
@@ -155,15 +148,19 @@ impl std::fmt::Debug for Server {
     }
 }
 
-/// What the server's threads share.
+/// What the threads share of who takes sessions in.
 #[derive(Clone)]
-struct Site {
-    held: Arc<Mutex<Vec<Held>>>,
-    options: Options,
-    observer: Observer,
+pub(super) struct Site {
+    pub(super) held: Arc<Mutex<Vec<Held>>>,
+    pub(super) options: Options,
+    pub(super) observer: Observer,
 }
 
 impl Site {
+    pub(super) fn peers(&self) -> Result<Vec<Peer>, IpsecError> {
+        peers(&self.held)
+    }
+
     /// The body of the thread that takes peers in.
     fn take(&self, listener: &TcpListener, tls: &ServerTls, stopped: &Wakeup) {
         let result = accept(listener, tls, stopped, |arrival| match arrival {
@@ -195,7 +192,11 @@ impl Site {
     }
 
     /// Begins the session that an authenticated peer offers.
-    fn begin(&self, control: ControlStream, opening: &Opening) -> Result<(), IpsecError> {
+    pub(super) fn begin(
+        &self,
+        control: ControlStream,
+        opening: &Opening,
+    ) -> Result<(), IpsecError> {
         // The peer's host may vanish, and say nothing.
         set_liveness(control.socket(), &Liveness::default()).map_err(|source| {
             IpsecError::Resources {
@@ -258,6 +259,7 @@ impl Site {
             features: Features::IPSEC,
             required: Features::IPSEC,
             plain_allowed: false,
+            ipsec: false,
         };
         let selection = select(offer, &supported)?;
         let held = lock(&self.held);
@@ -274,23 +276,39 @@ impl Site {
     fn reap(&self, ended: &Mutex<bool>) {
         loop {
             let last = *lock(ended);
-            let over: Vec<Held> = {
-                let mut held = lock(&self.held);
-                let all = std::mem::take(&mut *held);
-                let (over, standing) = all.into_iter().partition(|one| one.session.is_over());
-                *held = standing;
-                over
-            };
-            for Held { peer, session, .. } in over {
-                let why = session.wait().err().map(|error| in_words(&error));
-                (self.observer)(&Event::Over { peer, why });
-            }
+            self.bury();
             if last && lock(&self.held).is_empty() {
                 return;
             }
             thread::sleep(TICK);
         }
     }
+
+    /// Tells of sessions that are over, and has them no more.
+    pub(super) fn bury(&self) {
+        let over: Vec<Held> = {
+            let mut held = lock(&self.held);
+            let all = std::mem::take(&mut *held);
+            let (over, standing) = all.into_iter().partition(|one| one.session.is_over());
+            *held = standing;
+            over
+        };
+        for Held { peer, session, .. } in over {
+            let why = session.wait().err().map(|error| in_words(&error));
+            (self.observer)(&Event::Over { peer, why });
+        }
+    }
+}
+
+fn peers(held: &Mutex<Vec<Held>>) -> Result<Vec<Peer>, IpsecError> {
+    let held = lock(held);
+    let peers = held.iter().map(|one| {
+        Ok(Peer {
+            name: one.peer.clone(),
+            status: one.session.status()?,
+        })
+    });
+    peers.collect()
 }
 
 /// Whether a peer may ask for these ports.
@@ -305,6 +323,6 @@ fn admits(options: &Options, terms: &Terms) -> Result<(), IpsecError> {
     })
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -126,6 +126,19 @@ pub enum IpsecError {
         "this kernel takes an SA for one CPU for one of all CPUs: use --mode connection, or a kernel that has them (Linux 6.13)"
     )]
     NoPerCpu,
+    /// No session for lanes could have its ports.
+    #[error(
+        "{ports} has no whole block of {block} ports, at a multiple of {block}: name a longer range for lanes"
+    )]
+    TooFewPorts {
+        /// What was given.
+        ports: String,
+        /// How many a session takes.
+        block: u16,
+    },
+    /// Lanes are to have SAs of CPUs, and there are none.
+    #[error("no CPU was named for lanes over IPsec")]
+    NoCpus,
     /// The peer asks for what this side's operator does not allow.
     #[error("the peer asks for ports {asked}, and {allowed} are allowed")]
     PortsNotAllowed {
@@ -206,7 +219,7 @@ impl IpsecError {
                 FaultCode::PortsTaken
             }
             Self::SameHost(_) => FaultCode::AddressTranslated,
-            Self::NoPerCpu => FaultCode::FeatureMissing,
+            Self::NoPerCpu | Self::TooFewPorts { .. } | Self::NoCpus => FaultCode::FeatureMissing,
             Self::PortsNotAllowed { .. } => FaultCode::Unauthorised,
             Self::Unreachable { .. } | Self::Control(_) => FaultCode::ControlLost,
             Self::Handshake { source, .. } => source.of_control_lane(),

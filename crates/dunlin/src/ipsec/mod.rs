@@ -16,14 +16,12 @@
 //! ```
 //!
 //! [`dunlin_proto::ipsec::plan`] has the order of everything and why nothing is ever in
-//! the clear. Lanes with `--security ipsec` are to use the same parts: an [`Exchange`]
-//! (proto) over a session's own control lane, and these tables and records.
-//!
-//! [`Exchange`]: dunlin_proto::ipsec::exchange::Exchange
+//! the clear. [`lanes`] has sessions for Dunlin's own lanes, with `--security ipsec`.
 
 mod dial;
 mod door;
 mod error;
+pub mod lanes;
 mod record;
 mod session;
 mod sockets;
@@ -159,6 +157,21 @@ pub enum Event {
         /// Why.
         why: String,
     },
+    /// The peer has no room for an SA of this CPU's own: its lanes go by the fallback, which
+    /// one CPU at a time seals.
+    NoOwnAssociation {
+        /// Which.
+        cpu: u32,
+    },
+    /// Lanes of a CPU went by another SA than its own. They are led back to it.
+    Strayed {
+        /// Whose lanes.
+        cpu: u32,
+        /// Bytes that they have sent since the last look.
+        sent: u64,
+        /// Bytes that the SA has carried meanwhile, at most.
+        carried: u64,
+    },
     /// Somebody was not taken in.
     Rejected {
         /// Where it came from.
@@ -208,6 +221,16 @@ impl fmt::Display for Event {
             Self::NotCleaned { why } => {
                 write!(formatter, "what a process has left stays: {why}")
             }
+            Self::NoOwnAssociation { cpu } => write!(
+                formatter,
+                "the peer grants no SA for CPU {cpu}: its lanes go by the fallback (allow more \
+                 there, or use fewer CPUs here)"
+            ),
+            Self::Strayed { cpu, sent, carried } => write!(
+                formatter,
+                "lanes of CPU {cpu} had strayed from its SA, which carried {carried} of {sent} \
+                 bytes; they are led back to it"
+            ),
             Self::Rejected { from, why } => write!(formatter, "{from} was not taken in: {why}"),
         }
     }

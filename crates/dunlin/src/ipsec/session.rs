@@ -1,7 +1,7 @@
 //! A session as its owner has it: a handle to the threads that keep it.
 
 use std::fmt;
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::mpsc::{self, Receiver, Sender as Channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
@@ -154,6 +154,25 @@ impl Session {
     /// Wants an SA for one more CPU of this host, unless it has one.
     pub fn want_cpu(&self, cpu: u32) {
         self.tell(Told::Want(Sender::Cpu(cpu)));
+    }
+
+    /// Whether what this host sends for `sender` has an SA of its own in the kernel.
+    pub(super) fn has(&self, sender: Sender) -> bool {
+        let standing = lock(&self.standing);
+        let mut held = standing.outbound.1.iter();
+        held.any(|grant| grant.slot.sender == sender)
+    }
+
+    /// Whether a connection between these two, as this host has them, is one that it protects;
+    /// none where that is not agreed on yet.
+    pub(super) fn covers(&self, local: SocketAddr, peer: SocketAddr) -> Option<bool> {
+        let standing = lock(&self.standing);
+        let layout = standing.layout?;
+        let covered = layout.local == local.ip().to_canonical()
+            && layout.peer == peer.ip().to_canonical()
+            && layout.covers(local.port(), peer.port());
+        // Both hosts let nothing of it pass but by an SA then.
+        (!covered || standing.up).then_some(covered)
     }
 
     /// Renews the keys of what this side sends.

@@ -178,6 +178,7 @@ fn answer<'a>(
         features: Features::TUNNEL,
         required: Features::TUNNEL,
         plain_allowed: false,
+        ipsec: false,
     };
     let selection = select(offer, &supported)?;
     match site.association(&offer.session) {
