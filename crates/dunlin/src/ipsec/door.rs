@@ -55,7 +55,8 @@ pub struct Peer {
 
 impl Server {
     /// Begins to take sessions in, for those that `tls` authorises. What processes that
-    /// have died left in this network namespace is taken back first.
+    /// have died left in this network namespace is taken back first, save what blocks ports that
+    /// were protected.
     ///
     /// # Errors
     /// The kernel's IPsec cannot be used, or a thread cannot be had.
@@ -219,11 +220,6 @@ impl Site {
         let identity = control.peer().clone();
         let peer = harmless(&identity.to_string());
         let options = self.options.clone();
-        // An earlier session with it may have left its ports blocked.
-        if let Ok(address) = control.socket().peer_addr() {
-            let address = address.ip().to_canonical();
-            clean_up(&options, &self.observer, Some(address))?;
-        }
         // They count where the peer asks for that mode.
         let senders = options.senders(Mode::Cpu);
         let exchange = Exchange::responder(options.sas_max, options.udp, senders);

@@ -6,8 +6,8 @@
 //! TCP connections on the ports go by ESP in transport mode meanwhile, and by nothing
 //! else. When a session was asked to end, what it installed is taken back. When it ends
 //! for another reason, or its process is killed, the ports stay blocked until the next one
-//! begins ([`clean_up`], which both do first): whoever can cut the control connection
-//! must not have what follows sent in the clear.
+//! with that peer takes them over, or [`clean_up`] frees them: whoever can cut the control
+//! connection must not have what follows sent in the clear.
 //!
 //! ```text
 //!  Server, up ─▶ Session ─▶ thread: exchange (proto) decides ─▶ tables (the kernel's)
@@ -147,6 +147,11 @@ pub enum Event {
         /// How many policies and SAs the record had.
         objects: usize,
     },
+    /// What a dead process had left is gone, save what blocks ports that were protected.
+    StaysBlocked {
+        /// The record by which a later session takes it over.
+        record: PathBuf,
+    },
     /// What a dead process had left could not be taken back, or is not known.
     NotCleaned {
         /// Why.
@@ -207,6 +212,12 @@ impl fmt::Display for Event {
                 "{objects} policies and SAs of a process that has died are gone, by {}",
                 record.display()
             ),
+            Self::StaysBlocked { record } => write!(
+                formatter,
+                "ports that a process protected that has died stay blocked, until the next session \
+                 with that peer or `dunlin ipsec clean`, by {}",
+                record.display()
+            ),
             Self::NotCleaned { why } => {
                 write!(formatter, "what a process has left stays: {why}")
             }
@@ -233,5 +244,5 @@ pub type Observer = Arc<dyn Fn(&Event) + Send + Sync>;
 /// # Errors
 /// The kernel does not answer, or a record cannot be read; the others are done first.
 pub fn clean_up(options: &Options, observer: &Observer) -> Result<(), IpsecError> {
-    session::clean_up(options, observer, None)?.map_or(Ok(()), Err)
+    session::free_all(options, observer)?.map_or(Ok(()), Err)
 }
