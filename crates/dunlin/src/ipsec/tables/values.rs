@@ -4,6 +4,7 @@ use dunlin_proto::ipsec::Sender;
 use dunlin_proto::ipsec::object::{
     Action, Association, Direction, Encapsulation, Policy, Selector,
 };
+use dunlin_proto::ipsec::plan::{FIRST_PRIORITY, REQID_BLOCKS, REQIDS};
 use dunlin_proto::ipsec::ports::PortBlock;
 use dunlin_sys::xfrm::{
     self, Installed, KeyAndSalt, LONGEST_REPLAY_WINDOW, Network, PolicyDirection, Ports, Protocol,
@@ -133,6 +134,48 @@ pub(super) fn meet(other: &xfrm::Policy, own: &xfrm::Policy) -> bool {
         && network(theirs.destination, ours.destination)
         && ports(theirs.source_ports, ours.source_ports)
         && ports(theirs.destination_ports, ours.destination_ports)
+        && !cross(other, own)
+}
+
+/// Whether only a connection from a port of one session to a port of another would be in both. It
+/// is not to be, since lanes lead to a listener that is in no session; and if it were, either
+/// policy has it sealed or blocked.
+fn cross(other: &xfrm::Policy, own: &xfrm::Policy) -> bool {
+    let is_for_ports = |policy: &xfrm::Policy| {
+        let selector = &policy.selector;
+        let is_sealed = match policy.action {
+            xfrm::Action::Protect { reqid, .. } => reqid >= REQIDS,
+            xfrm::Action::Block => true,
+            xfrm::Action::Foreign => false,
+        };
+        is_sealed
+            && (FIRST_PRIORITY..=FIRST_PRIORITY + 2 * REQID_BLOCKS).contains(&policy.priority)
+            && selector.protocol == Protocol::TCP
+    };
+    let (theirs, ours) = (&other.selector, &own.selector);
+    let any = |ports: Ports| ports.mask == 0;
+    let one_end = |one: &xfrm::Selector, end: &xfrm::Selector| {
+        any(one.source_ports)
+            && !any(one.destination_ports)
+            && !any(end.source_ports)
+            && any(end.destination_ports)
+    };
+    is_for_ports(other)
+        && is_for_ports(own)
+        && (one_end(theirs, ours) || one_end(ours, theirs))
+        // Of one range both ends' blocks are the same, and a connection may well be in both.
+        && !overlap(theirs, ours)
+}
+
+/// Whether the blocks of two such selectors have a port in common.
+fn overlap(one: &xfrm::Selector, other: &xfrm::Selector) -> bool {
+    let block = |selector: &xfrm::Selector| match selector.source_ports.mask {
+        0 => selector.destination_ports,
+        _ => selector.source_ports,
+    };
+    let (one, other) = (block(one), block(other));
+    let both = one.mask & other.mask;
+    one.port & both == other.port & both
 }
 
 pub(super) fn describe(policy: &xfrm::Policy) -> String {
@@ -202,5 +245,41 @@ mod tests {
         assert!(!same(|other| {
             other.selector.destination = Network::one([192, 0, 2, 3].into());
         }));
+    }
+
+    /// Lanes of two migrations, or of both sides of a tunnel, are between the same addresses.
+    #[test]
+    fn sessions_without_a_port_in_common_stand_side_by_side() {
+        let other = |ports: &str, priority: u32, change: fn(&mut xfrm::Policy)| {
+            let line =
+                format!("policy out 192.0.2.1 192.0.2.2 ports {ports} priority {priority} block");
+            let Ok(Object::Policy(policy)) = line.parse() else {
+                unreachable!("it is a policy's");
+            };
+            let mut policy = policy_of(&policy);
+            change(&mut policy);
+            meet(&policy, &own())
+        };
+        let same = |_: &mut xfrm::Policy| ();
+        assert!(!other("24576/0xffc0 0/0x0000", 105, same));
+        assert!(!other("24576/0xffc0 0/0x0000", 65_636, same));
+        assert!(other("4444/0xfffc 0/0x0000", 105, same), "the same ports");
+        assert!(other("4432/0xfff0 0/0x0000", 105, same), "some of them");
+        assert!(other("24576/0xffc0 0/0x0000", 99, same), "nobody of ours");
+        assert!(other("24576/0xffc0 0/0x0000", 65_637, same));
+        assert!(other("24576/0xffc0 0/0x0000", 105, |policy| {
+            policy.action = xfrm::Action::Foreign;
+        }));
+        let protect = |reqid| {
+            let (from, to) = ([192, 0, 2, 1].into(), [192, 0, 2, 2].into());
+            xfrm::Action::Protect { reqid, from, to }
+        };
+        let mut policy = own();
+        policy.selector.destination_ports = Ports::ANY;
+        policy.selector.source_ports = Ports::one(24_576);
+        for (reqid, meets) in [(REQIDS, false), (REQIDS - 1, true)] {
+            policy.action = protect(reqid);
+            assert_eq!(meet(&policy, &own()), meets, "{reqid}");
+        }
     }
 }
