@@ -242,13 +242,21 @@ allow = ["host-a.example"]
 fn tunnel(host: &str, name: &str, config: &str) -> Process {
     let file = format!("{name}.toml");
     fs::write(&file, config).expect("the folder is ours");
-    let log = File::create(Path::new(&format!("{name}.log"))).expect("the folder is ours");
+    let path = format!("{name}.log");
+    let log = File::create(Path::new(&path)).expect("the folder is ours");
+    let same = log.try_clone().expect("a descriptor");
     let (control, state) = (format!("run-{name}"), format!("state-{name}"));
     let run = ["dunlin", "tunnel", "run", "--config", &file];
     let more = ["--control", &control, "--state-dir", &state];
-    let mut command = Command::new("ip");
-    command
+    let child = Command::new("ip")
         .args(netns(host, &[&run[..], &more].concat()))
-        .stderr(log);
-    Process::begin(command, "listening on")
+        .stdout(same)
+        .stderr(log)
+        .spawn()
+        .expect("ip starts");
+    until("the tunnel runs", || {
+        let said = fs::read_to_string(&path).unwrap_or_default();
+        said.contains("listening on")
+    });
+    Process(child)
 }
