@@ -219,7 +219,11 @@ fn versions() -> impl Strategy<Value = VersionRange> {
 }
 
 fn security() -> impl Strategy<Value = LaneSecurity> {
-    prop_oneof![Just(LaneSecurity::Tls), Just(LaneSecurity::Plain)]
+    prop_oneof![
+        Just(LaneSecurity::Tls),
+        Just(LaneSecurity::Plain),
+        Just(LaneSecurity::Ipsec)
+    ]
 }
 
 fn features() -> impl Strategy<Value = Features> {

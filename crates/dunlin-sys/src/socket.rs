@@ -63,7 +63,37 @@ pub fn connect_unless(
     deadline: Instant,
     stop: &Wakeup,
 ) -> io::Result<TcpStream> {
-    let stream = begin_connect(address)?;
+    finish_connect(begin_connect(None, address)?, deadline, stop)
+}
+
+/// The same from a local address and port. Whatever is bound to a port is so for good, connected
+/// or not, as long as the socket is open.
+///
+/// # Errors
+/// As [`connect_unless`]; `AddrInUse` where the local port is another socket's.
+pub fn connect_from_unless(
+    local: SocketAddr,
+    address: SocketAddr,
+    deadline: Instant,
+    stop: &Wakeup,
+) -> io::Result<TcpStream> {
+    finish_connect(begin_connect(Some(local), address)?, deadline, stop)
+}
+
+/// Whether `stop` has been woken.
+///
+/// # Errors
+/// What poll(2) says.
+pub fn is_woken(stop: &Wakeup) -> io::Result<bool> {
+    let stopped = Interest {
+        fd: stop.as_fd(),
+        read: true,
+        write: false,
+    };
+    Ok(poll(&[stopped], Some(Duration::ZERO))?[0])
+}
+
+fn finish_connect(stream: TcpStream, deadline: Instant, stop: &Wakeup) -> io::Result<TcpStream> {
     loop {
         let left = remaining(deadline)?;
         let connected = Interest {
@@ -91,8 +121,8 @@ pub fn connect_unless(
     Ok(stream)
 }
 
-/// A socket in non-blocking mode that is connecting.
-fn begin_connect(address: SocketAddr) -> io::Result<TcpStream> {
+/// A socket in non-blocking mode that is connecting, from an address and port if one is given.
+fn begin_connect(local: Option<SocketAddr>, address: SocketAddr) -> io::Result<TcpStream> {
     let domain = match address {
         SocketAddr::V4(_) => libc::AF_INET,
         SocketAddr::V6(_) => libc::AF_INET6,
@@ -105,7 +135,28 @@ fn begin_connect(address: SocketAddr) -> io::Result<TcpStream> {
     }
     // SAFETY: the kernel has just handed out `descriptor`, and nobody else has it.
     let stream = TcpStream::from(unsafe { OwnedFd::from_raw_fd(descriptor) });
-    let status = match address {
+    if let Some(local) = local
+        && name(&stream, local, libc::bind) != 0
+    {
+        return Err(io::Error::last_os_error());
+    }
+    if name(&stream, address, libc::connect) == 0 {
+        return Ok(stream);
+    }
+    let error = io::Error::last_os_error();
+    match error.raw_os_error() {
+        // It goes on in the kernel, also after a signal (connect(2)).
+        Some(libc::EINPROGRESS | libc::EINTR) => Ok(stream),
+        _ => Err(error),
+    }
+}
+
+/// bind(2) or connect(2).
+type Name =
+    unsafe extern "C" fn(libc::c_int, *const libc::sockaddr, libc::socklen_t) -> libc::c_int;
+
+fn name(stream: &TcpStream, address: SocketAddr, call: Name) -> libc::c_int {
+    match address {
         SocketAddr::V4(address) => {
             let name = libc::sockaddr_in {
                 sin_family: libc::AF_INET as libc::sa_family_t,
@@ -117,8 +168,9 @@ fn begin_connect(address: SocketAddr) -> io::Result<TcpStream> {
             };
             let length = size_of_val(&name) as libc::socklen_t;
             // SAFETY: `name` is an initialised address of `length` bytes that lives through the
-            // call, which only reads it; the descriptor is open while `stream` lives.
-            unsafe { libc::connect(stream.as_raw_fd(), (&raw const name).cast(), length) }
+            // call, which only reads it; the descriptor is open while `stream` lives. `call` is
+            // bind(2) or connect(2), which take the same.
+            unsafe { call(stream.as_raw_fd(), (&raw const name).cast(), length) }
         }
         SocketAddr::V6(address) => {
             let name = libc::sockaddr_in6 {
@@ -132,17 +184,8 @@ fn begin_connect(address: SocketAddr) -> io::Result<TcpStream> {
             };
             let length = size_of_val(&name) as libc::socklen_t;
             // SAFETY: as above.
-            unsafe { libc::connect(stream.as_raw_fd(), (&raw const name).cast(), length) }
+            unsafe { call(stream.as_raw_fd(), (&raw const name).cast(), length) }
         }
-    };
-    if status == 0 {
-        return Ok(stream);
-    }
-    let error = io::Error::last_os_error();
-    match error.raw_os_error() {
-        // It goes on in the kernel, also after a signal (connect(2)).
-        Some(libc::EINPROGRESS | libc::EINTR) => Ok(stream),
-        _ => Err(error),
     }
 }
 
@@ -697,6 +740,30 @@ mod tests {
         // An end is one however little there is.
         drop(far);
         assert!(wait_readable(&near, Instant::now() + Duration::from_secs(5)).unwrap());
+    }
+
+    #[test]
+    fn a_connection_comes_from_the_port_that_it_was_given_which_then_is_taken() {
+        for any in ["127.0.0.1:0", "[::1]:0"] {
+            // A machine without IPv6 has nothing to listen on.
+            let Ok(listener) = TcpListener::bind(any) else {
+                continue;
+            };
+            let to = listener.local_addr().unwrap();
+            let free = TcpListener::bind(any).unwrap();
+            let from = free.local_addr().unwrap();
+            drop(free);
+            let (waker, stop) = crate::poll::waker().unwrap();
+            let until = Instant::now() + Duration::from_secs(60);
+            let near = connect_from_unless(from, to, until, &stop).unwrap();
+            assert_eq!(listener.accept().unwrap().1, from);
+            assert_eq!(near.local_addr().unwrap(), from);
+            let error = connect_from_unless(from, to, until, &stop).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
+            assert!(!is_woken(&stop).unwrap());
+            waker.wake();
+            assert!(is_woken(&stop).unwrap());
+        }
     }
 
     #[test]

@@ -80,6 +80,36 @@ pub fn incoming_cpu(socket: impl AsFd) -> io::Result<u32> {
     integer(socket, libc::SOL_SOCKET, libc::SO_INCOMING_CPU)
 }
 
+/// Bytes of data that the connection has handed to the network, sent again included
+/// (`tcpi_bytes_sent` of `TCP_INFO`, Linux 4.19).
+///
+/// # Errors
+/// What getsockopt(2) says; `Unsupported` from a kernel that does not tell.
+pub fn sent_bytes(socket: impl AsFd) -> io::Result<u64> {
+    /// Of the field in `struct tcp_info` of include/uapi/linux/tcp.h, which only grows at its end.
+    const AT: usize = 200;
+    let mut info = [0_u8; AT + 8];
+    let mut length = info.len() as libc::socklen_t;
+    // SAFETY: `info` and `length` are initialised, live through the call and are borrowed
+    // exclusively; `length` states the room at `info`, beyond which the kernel does not write.
+    let status = unsafe {
+        libc::getsockopt(
+            socket.as_fd().as_raw_fd(),
+            libc::IPPROTO_TCP,
+            libc::TCP_INFO,
+            info.as_mut_ptr().cast(),
+            &raw mut length,
+        )
+    };
+    if status < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    match info.last_chunk() {
+        Some(bytes) if length as usize == info.len() => Ok(u64::from_ne_bytes(*bytes)),
+        _ => Err(io::ErrorKind::Unsupported.into()),
+    }
+}
+
 fn integer(socket: impl AsFd, level: libc::c_int, name: libc::c_int) -> io::Result<u32> {
     let mut value: libc::c_int = 0;
     let mut length = size_of_val(&value) as libc::socklen_t;
@@ -159,6 +189,7 @@ mod tests {
                 near.write_all(b"x").unwrap();
                 far.read_exact(&mut [0]).unwrap();
             }
+            assert_eq!(sent_bytes(&near).unwrap(), 2);
             assert!(segment_bytes(&near).unwrap() > 500);
             assert!(incoming_cpu(&far).unwrap() < 4096);
         }

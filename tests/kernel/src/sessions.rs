@@ -139,6 +139,12 @@ impl Process {
     /// The server, at host b.
     #[must_use]
     pub fn serve() -> Self {
+        Self::serve_with(&[])
+    }
+
+    /// The same with more words.
+    #[must_use]
+    pub fn serve_with(more: &[&str]) -> Self {
         let arguments = netns(
             "b",
             &[
@@ -164,7 +170,7 @@ impl Process {
             ],
         );
         let mut command = Command::new("ip");
-        command.args(arguments);
+        command.args(arguments).args(more);
         Self::begin(command, "listening on")
     }
 
@@ -244,6 +250,8 @@ pub fn connect(guest: &Guest) {
     };
     guest.command("modprobe", &["-a", "esp4_offload", "esp6_offload"]);
     for (host, _) in HOSTS {
+        // Of an earlier test in the same machine, whose namespaces have gone with it.
+        let _ = std::fs::remove_file(Path::new("/run/netns").join(host));
         ip(&format!("netns add {host}"));
     }
     ip("link add link-a netns a type veth peer name link-b netns b");

@@ -61,6 +61,7 @@ fn opening(bytes: &[u8]) {
                 features: Features::VERIFY,
                 required: Features::NONE,
                 plain_allowed: offer.attempt.is_multiple_of(2),
+                ipsec: offer.attempt.is_multiple_of(3),
             };
             if let Ok(selection) = select(&offer, &supported) {
                 assert_eq!(selection.confirm(&offer), Ok(()));

@@ -61,6 +61,15 @@ impl Selector {
             && self.source_ports.meets(other.source_ports)
             && self.destination_ports.meets(other.destination_ports)
     }
+
+    /// Whether every packet of the other is in this one.
+    #[must_use]
+    pub fn covers(&self, other: &Self) -> bool {
+        self.source == other.source
+            && self.destination == other.destination
+            && self.source_ports.covers(other.source_ports)
+            && self.destination_ports.covers(other.destination_ports)
+    }
 }
 
 impl fmt::Display for Selector {

@@ -42,6 +42,18 @@ impl PortRange {
         (self.first..=self.last).contains(&port)
     }
 
+    /// Its parts of `count` ports each, a power of two, that are one block and all of it: those at
+    /// the edges that are not whole are left out.
+    pub fn parts(self, count: u16) -> impl Iterator<Item = Self> {
+        let count = u32::from(count.max(1));
+        let first = u32::from(self.first).next_multiple_of(count);
+        let last = u32::from(self.last);
+        (first..=last)
+            .step_by(count as usize)
+            .filter(move |first| first + count - 1 <= last)
+            .filter_map(move |first| Self::new(first as u16, (first + count - 1) as u16))
+    }
+
     /// The fewest blocks that hold these ports and no other, in ascending order:
     /// at most 30, one for a power of two at a multiple of itself.
     #[must_use]
@@ -117,6 +129,12 @@ impl PortBlock {
         let both = self.mask & other.mask;
         self.port & both == other.port & both
     }
+
+    /// Whether every port of the other lies in this one.
+    #[must_use]
+    pub fn covers(self, other: Self) -> bool {
+        self.mask & other.mask == self.mask && other.port & self.mask == self.port
+    }
 }
 
 impl fmt::Display for PortBlock {
@@ -173,6 +191,18 @@ mod tests {
                 mask: 0xffc0
             }]
         );
+    }
+
+    #[test]
+    fn parts_are_whole_blocks_beside_each_other() {
+        let range = PortRange::new(24_570, 24_704).unwrap();
+        let parts: Vec<String> = range.parts(64).map(|part| part.to_string()).collect();
+        assert_eq!(parts, ["24576-24639", "24640-24703"]);
+        assert!(range.parts(64).all(|part| part.blocks().len() == 1));
+        assert_eq!(PortRange::new(1, 64).unwrap().parts(64).count(), 0);
+        let last = PortRange::new(65_472, 65_535).unwrap();
+        assert_eq!(last.parts(64).next(), Some(last));
+        assert_eq!(PortRange::new(5, 9).unwrap().parts(1).count(), 5);
     }
 
     proptest! {

@@ -19,6 +19,9 @@ pub struct Supported {
     pub required: Features,
     /// Whether its operator consents to lanes without security (I6).
     pub plain_allowed: bool,
+    /// Whether it can have IPsec protect lanes. A source that asks for that has chosen it, and
+    /// so has a destination that prepared it: nothing is in the clear, and nobody consents.
+    pub ipsec: bool,
 }
 
 /// Answers an offer: the newest common version, all features that both have,
@@ -56,6 +59,13 @@ pub fn select(offer: &Offer, supported: &Supported) -> Result<Selection, Refusal
         return refuse(
             FaultCode::SecurityNotAgreed,
             "the source asks for plain lanes and the destination does not allow them".to_owned(),
+        );
+    }
+    if offer.security == LaneSecurity::Ipsec && !supported.ipsec {
+        return refuse(
+            FaultCode::SecurityNotAgreed,
+            "the source asks for lanes over IPsec and the destination is not prepared for them"
+                .to_owned(),
         );
     }
     Ok(Selection {
@@ -259,14 +269,15 @@ impl fmt::Display for Features {
 
 /// What protects the data lanes of a session. The control lane is always TLS.
 ///
-/// Values that this release does not know are refused as not supported; 3 is
-/// set aside for IPsec.
+/// Values that this release does not know are refused as not supported.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LaneSecurity {
     /// TLS 1.3, in the process or in the kernel.
     Tls,
     /// Nothing: only when both sides say so (I6).
     Plain,
+    /// ESP, by security associations that an IPsec session beside the control lane sets up.
+    Ipsec,
 }
 
 impl LaneSecurity {
@@ -274,6 +285,7 @@ impl LaneSecurity {
         match self {
             Self::Tls => 1,
             Self::Plain => 2,
+            Self::Ipsec => 3,
         }
     }
 
@@ -283,6 +295,7 @@ impl LaneSecurity {
         match reader.u8(WHAT)? {
             1 => Ok(Self::Tls),
             2 => Ok(Self::Plain),
+            3 => Ok(Self::Ipsec),
             0 => Err(bad_value(WHAT, 0, offset)),
             value => Err(DecodeError {
                 what: WHAT,
@@ -300,6 +313,7 @@ impl fmt::Display for LaneSecurity {
         formatter.write_str(match self {
             Self::Tls => "tls",
             Self::Plain => "plain",
+            Self::Ipsec => "ipsec",
         })
     }
 }

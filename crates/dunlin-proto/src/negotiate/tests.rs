@@ -123,6 +123,33 @@ fn i6_plain_lanes_need_both_sides_consent() {
 }
 
 #[test]
+fn i6_lanes_over_ipsec_need_a_destination_that_is_prepared() {
+    let offer = Offer {
+        security: LaneSecurity::Ipsec,
+        ..offer()
+    };
+    for (ipsec, plain_allowed) in [(false, true), (true, false)] {
+        let supported = Supported {
+            ipsec,
+            plain_allowed,
+            ..supported()
+        };
+        match select(&offer, &supported) {
+            Ok(selection) => {
+                assert!(ipsec);
+                assert_eq!(selection.security, LaneSecurity::Ipsec);
+                assert_eq!(selection.confirm(&offer), Ok(()));
+            }
+            Err(refusal) => {
+                assert!(!ipsec);
+                assert_eq!(refusal.fault, FaultCode::SecurityNotAgreed);
+                assert!(refusal.text.contains("IPsec"), "{refusal}");
+            }
+        }
+    }
+}
+
+#[test]
 fn i6_a_selection_outside_the_offer_is_not_believed() {
     let offer = offer();
     let good = select(&offer, &supported()).unwrap();
@@ -193,7 +220,7 @@ fn an_unknown_lane_security_is_refused_as_missing_not_as_malformed() {
     body[40] = 3;
     let prelude = Prelude::decode(&prelude).unwrap();
     let error = Opening::decode(&prelude, &body).unwrap_err();
-    assert_eq!(error.why, DecodeReason::Unsupported { value: 3 });
+    assert_eq!(error.why, DecodeReason::Unsupported { value: 4 });
     assert_eq!(error.fault(), FaultCode::FeatureMissing);
 }
 

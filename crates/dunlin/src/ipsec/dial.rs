@@ -34,6 +34,18 @@ pub fn up(
     clean_up(options, observer, None)?;
     let session = random_session()?;
     let control = open(to, tls, session, options.patience)?;
+    begin(control, session, options, observer, &mut || false)
+}
+
+/// Has a session over a control connection, and returns when the ports are protected on both
+/// hosts, or it is given up.
+pub(super) fn begin(
+    control: ControlStream,
+    session: SessionId,
+    options: &Options,
+    observer: &Observer,
+    given_up: &mut dyn FnMut() -> bool,
+) -> Result<Session, IpsecError> {
     let resources = |source| IpsecError::Resources {
         what: "the address of the control connection",
         source,
@@ -62,7 +74,11 @@ pub fn up(
         // Whoever does not answer is given up by the session itself.
         match up.recv_timeout(Duration::from_millis(100)) {
             Ok(()) => return Ok(session),
-            Err(RecvTimeoutError::Timeout) if !session.is_over() => {}
+            Err(RecvTimeoutError::Timeout) if !session.is_over() => {
+                if given_up() {
+                    return Err(IpsecError::Ended);
+                }
+            }
             Err(_) => {
                 session.wait()?;
                 return Err(IpsecError::Ended);
@@ -72,7 +88,7 @@ pub fn up(
 }
 
 /// Connects, and agrees that this is an IPsec session.
-fn open(
+pub(super) fn open(
     to: &str,
     tls: &ClientTls,
     session: SessionId,

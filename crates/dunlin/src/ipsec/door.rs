@@ -21,6 +21,7 @@ use super::{Event, Observer, Options};
 use crate::lane::accept::{Arrival, accept};
 use crate::lane::control::ControlStream;
 use crate::lane::identity::ServerTls;
+use crate::lane::peers::PeerIdentity;
 
 /// Sessions at the same time, and those of one peer.
 const SESSIONS: usize = 64;
@@ -37,10 +38,10 @@ pub struct Server {
     reaper: Arc<Mutex<bool>>,
 }
 
-struct Held {
+pub(super) struct Held {
     peer: String,
-    fingerprint: [u8; 32],
-    session: Session,
+    pub(super) identity: PeerIdentity,
+    pub(super) session: Session,
 }
 
 /// A session of a server, and with whom.
@@ -54,7 +55,8 @@ pub struct Peer {
 
 impl Server {
     /// Begins to take sessions in, for those that `tls` authorises. What processes that
-    /// have died left in this network namespace is taken back first.
+    /// have died left in this network namespace is taken back first, save what blocks ports that
+    /// were protected.
     ///
     /// # Errors
     /// The kernel's IPsec cannot be used, or a thread cannot be had.
@@ -108,14 +110,7 @@ impl Server {
     /// # Errors
     /// The kernel does not answer.
     pub fn peers(&self) -> Result<Vec<Peer>, IpsecError> {
-        let held = lock(&self.held);
-        let peers = held.iter().map(|one| {
-            Ok(Peer {
-                name: one.peer.clone(),
-                status: one.session.status()?,
-            })
-        });
-        peers.collect()
+        peers(&self.held)
     }
 
     /// Renews the keys of everything that this side sends.
@@ -154,15 +149,19 @@ impl std::fmt::Debug for Server {
     }
 }
 
-/// What the server's threads share.
+/// What the threads share of who takes sessions in.
 #[derive(Clone)]
-struct Site {
-    held: Arc<Mutex<Vec<Held>>>,
-    options: Options,
-    observer: Observer,
+pub(super) struct Site {
+    pub(super) held: Arc<Mutex<Vec<Held>>>,
+    pub(super) options: Options,
+    pub(super) observer: Observer,
 }
 
 impl Site {
+    pub(super) fn peers(&self) -> Result<Vec<Peer>, IpsecError> {
+        peers(&self.held)
+    }
+
     /// The body of the thread that takes peers in.
     fn take(&self, listener: &TcpListener, tls: &ServerTls, stopped: &Wakeup) {
         let result = accept(listener, tls, stopped, |arrival| match arrival {
@@ -194,7 +193,11 @@ impl Site {
     }
 
     /// Begins the session that an authenticated peer offers.
-    fn begin(&self, control: ControlStream, opening: &Opening) -> Result<(), IpsecError> {
+    pub(super) fn begin(
+        &self,
+        control: ControlStream,
+        opening: &Opening,
+    ) -> Result<(), IpsecError> {
         // The peer's host may vanish, and say nothing.
         set_liveness(control.socket(), &Liveness::default()).map_err(|source| {
             IpsecError::Resources {
@@ -214,16 +217,9 @@ impl Site {
             let _ = control.close();
             IpsecError::Breach(refusal.to_string())
         })?;
-        let (peer, fingerprint) = (
-            harmless(&control.peer().to_string()),
-            control.peer().fingerprint,
-        );
+        let identity = control.peer().clone();
+        let peer = harmless(&identity.to_string());
         let options = self.options.clone();
-        // An earlier session with it may have left its ports blocked.
-        if let Ok(address) = control.socket().peer_addr() {
-            let address = address.ip().to_canonical();
-            clean_up(&options, &self.observer, Some(address))?;
-        }
         // They count where the peer asks for that mode.
         let senders = options.senders(Mode::Cpu);
         let exchange = Exchange::responder(options.sas_max, options.udp, senders);
@@ -238,7 +234,7 @@ impl Site {
         })?;
         lock(&self.held).push(Held {
             peer,
-            fingerprint,
+            identity,
             session,
         });
         Ok(())
@@ -262,11 +258,14 @@ impl Site {
             features: Features::IPSEC,
             required: Features::IPSEC,
             plain_allowed: false,
+            ipsec: false,
         };
         let selection = select(offer, &supported)?;
         let held = lock(&self.held);
         let fingerprint = control.peer().fingerprint;
-        let theirs = held.iter().filter(|one| one.fingerprint == fingerprint);
+        let theirs = held
+            .iter()
+            .filter(|one| one.identity.fingerprint == fingerprint);
         if held.len() >= SESSIONS || theirs.count() >= OF_ONE_PEER {
             let text = "there are as many sessions as this side takes";
             return Err(refuse(FaultCode::Busy, text));
@@ -278,23 +277,39 @@ impl Site {
     fn reap(&self, ended: &Mutex<bool>) {
         loop {
             let last = *lock(ended);
-            let over: Vec<Held> = {
-                let mut held = lock(&self.held);
-                let all = std::mem::take(&mut *held);
-                let (over, standing) = all.into_iter().partition(|one| one.session.is_over());
-                *held = standing;
-                over
-            };
-            for Held { peer, session, .. } in over {
-                let why = session.wait().err().map(|error| in_words(&error));
-                (self.observer)(&Event::Over { peer, why });
-            }
+            self.bury();
             if last && lock(&self.held).is_empty() {
                 return;
             }
             thread::sleep(TICK);
         }
     }
+
+    /// Tells of sessions that are over, and has them no more.
+    pub(super) fn bury(&self) {
+        let over: Vec<Held> = {
+            let mut held = lock(&self.held);
+            let all = std::mem::take(&mut *held);
+            let (over, standing) = all.into_iter().partition(|one| one.session.is_over());
+            *held = standing;
+            over
+        };
+        for Held { peer, session, .. } in over {
+            let why = session.wait().err().map(|error| in_words(&error));
+            (self.observer)(&Event::Over { peer, why });
+        }
+    }
+}
+
+fn peers(held: &Mutex<Vec<Held>>) -> Result<Vec<Peer>, IpsecError> {
+    let held = lock(held);
+    let peers = held.iter().map(|one| {
+        Ok(Peer {
+            name: one.peer.clone(),
+            status: one.session.status()?,
+        })
+    });
+    peers.collect()
 }
 
 /// Whether a peer may ask for these ports.
@@ -309,6 +324,6 @@ fn admits(options: &Options, terms: &Terms) -> Result<(), IpsecError> {
     })
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -6,8 +6,8 @@
 //! TCP connections on the ports go by ESP in transport mode meanwhile, and by nothing
 //! else. When a session was asked to end, what it installed is taken back. When it ends
 //! for another reason, or its process is killed, the ports stay blocked until the next one
-//! begins ([`clean_up`], which both do first): whoever can cut the control connection
-//! must not have what follows sent in the clear.
+//! with that peer takes them over, or [`clean_up`] frees them: whoever can cut the control
+//! connection must not have what follows sent in the clear.
 //!
 //! ```text
 //!  Server, up ─▶ Session ─▶ thread: exchange (proto) decides ─▶ tables (the kernel's)
@@ -16,14 +16,12 @@
 //! ```
 //!
 //! [`dunlin_proto::ipsec::plan`] has the order of everything and why nothing is ever in
-//! the clear. Lanes with `--security ipsec` are to use the same parts: an [`Exchange`]
-//! (proto) over a session's own control lane, and these tables and records.
-//!
-//! [`Exchange`]: dunlin_proto::ipsec::exchange::Exchange
+//! the clear. [`lanes`] has sessions for Dunlin's own lanes, with `--security ipsec`.
 
 mod dial;
 mod door;
 mod error;
+pub mod lanes;
 mod record;
 mod session;
 mod sockets;
@@ -149,10 +147,30 @@ pub enum Event {
         /// How many policies and SAs the record had.
         objects: usize,
     },
+    /// What a dead process had left is gone, save what blocks ports that were protected.
+    StaysBlocked {
+        /// The record by which a later session takes it over.
+        record: PathBuf,
+    },
     /// What a dead process had left could not be taken back, or is not known.
     NotCleaned {
         /// Why.
         why: String,
+    },
+    /// The peer has no room for an SA of this CPU's own: its lanes go by the fallback, which
+    /// one CPU at a time seals.
+    NoOwnAssociation {
+        /// Which.
+        cpu: u32,
+    },
+    /// Lanes of a CPU went by another SA than its own. They are led back to it.
+    Strayed {
+        /// Whose lanes.
+        cpu: u32,
+        /// Bytes that they have sent since the last look.
+        sent: u64,
+        /// Bytes that the SA has carried meanwhile, at most.
+        carried: u64,
     },
     /// Somebody was not taken in.
     Rejected {
@@ -194,9 +212,25 @@ impl fmt::Display for Event {
                 "{objects} policies and SAs of a process that has died are gone, by {}",
                 record.display()
             ),
+            Self::StaysBlocked { record } => write!(
+                formatter,
+                "ports that a process protected that has died stay blocked, until the next session \
+                 with that peer or `dunlin ipsec clean`, by {}",
+                record.display()
+            ),
             Self::NotCleaned { why } => {
                 write!(formatter, "what a process has left stays: {why}")
             }
+            Self::NoOwnAssociation { cpu } => write!(
+                formatter,
+                "the peer grants no SA for CPU {cpu}: its lanes go by the fallback (allow more \
+                 there, or use fewer CPUs here)"
+            ),
+            Self::Strayed { cpu, sent, carried } => write!(
+                formatter,
+                "lanes of CPU {cpu} had strayed from its SA, which carried {carried} of {sent} \
+                 bytes; they are led back to it"
+            ),
             Self::Rejected { from, why } => write!(formatter, "{from} was not taken in: {why}"),
         }
     }
@@ -210,5 +244,5 @@ pub type Observer = Arc<dyn Fn(&Event) + Send + Sync>;
 /// # Errors
 /// The kernel does not answer, or a record cannot be read; the others are done first.
 pub fn clean_up(options: &Options, observer: &Observer) -> Result<(), IpsecError> {
-    session::clean_up(options, observer, None)?.map_or(Ok(()), Err)
+    session::free_all(options, observer)?.map_or(Ok(()), Err)
 }

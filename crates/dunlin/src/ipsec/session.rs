@@ -1,7 +1,7 @@
 //! A session as its owner has it: a handle to the threads that keep it.
 
 use std::fmt;
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::mpsc::{self, Receiver, Sender as Channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
@@ -21,6 +21,7 @@ use super::tables::{Tables, still_used};
 use super::{Event, Observer, Options};
 use crate::lane::control::ControlStream;
 
+mod begin;
 mod driver;
 mod hear;
 mod system;
@@ -155,6 +156,25 @@ impl Session {
         self.tell(Told::Want(Sender::Cpu(cpu)));
     }
 
+    /// Whether what this host sends for `sender` has an SA of its own in the kernel.
+    pub(super) fn has(&self, sender: Sender) -> bool {
+        let standing = lock(&self.standing);
+        let mut held = standing.outbound.1.iter();
+        held.any(|grant| grant.slot.sender == sender)
+    }
+
+    /// Whether a connection between these two, as this host has them, is one that it protects;
+    /// none where that is not agreed on yet.
+    pub(super) fn covers(&self, local: SocketAddr, peer: SocketAddr) -> Option<bool> {
+        let standing = lock(&self.standing);
+        let layout = standing.layout?;
+        let covered = layout.local == local.ip().to_canonical()
+            && layout.peer == peer.ip().to_canonical()
+            && layout.covers(local.port(), peer.port());
+        // Both hosts let nothing of it pass but by an SA then.
+        (!covered || standing.up).then_some(covered)
+    }
+
     /// Renews the keys of what this side sends.
     pub fn rekey(&self) {
         self.tell(Told::Rekey);
@@ -205,9 +225,11 @@ impl fmt::Debug for Session {
     }
 }
 
-/// Takes back what processes that have died left in this network namespace, or of it
-/// only what is between this host and `peer`. What cannot
-/// be taken back is told, and the first such error returned when the others are done.
+/// Takes back what processes that have died left in this network namespace. With `peer` it is
+/// what is between this host and that one, and all of it. Without, what blocks ports that were
+/// protected stays, unless their owner had asked for the end: a session that begins takes it
+/// over. What cannot be taken back is told, and the first such error returned when the others
+/// are done.
 ///
 /// # Errors
 /// The records cannot be looked for, or the kernel not be asked.
@@ -216,10 +238,35 @@ pub(super) fn clean_up(
     observer: &Observer,
     peer: Option<IpAddr>,
 ) -> Result<Option<IpsecError>, IpsecError> {
+    let which = |record: &Record| match peer {
+        Some(peer) => record.concerns(peer).then_some(true),
+        None => Some(record.has_ended() || !record.has_protected()),
+    };
+    take_back(options, observer, &which)
+}
+
+/// Takes back all that processes that have died left in this network namespace.
+///
+/// # Errors
+/// As [`clean_up`].
+pub(super) fn free_all(
+    options: &Options,
+    observer: &Observer,
+) -> Result<Option<IpsecError>, IpsecError> {
+    take_back(options, observer, &|_| Some(true))
+}
+
+/// Of each record `which` says whether it is to be taken back, and if so, whether the ports are
+/// to be free when it is quiet.
+fn take_back(
+    options: &Options,
+    observer: &Observer,
+    which: &dyn Fn(&Record) -> Option<bool>,
+) -> Result<Option<IpsecError>, IpsecError> {
     let shelf = Shelf::open(&options.records)?;
     let left = {
         // Nobody has made a record and not locked it yet.
-        let _lock = shelf.lock()?;
+        let _lock = shelf.lock(options.patience)?;
         shelf.left()?
     };
     let mut first = None;
@@ -228,12 +275,11 @@ pub(super) fn clean_up(
     }
     let mut tables = Tables::open(options.before_change.clone())?;
     for record in left {
-        if let (Ok(record), Some(peer)) = (&record, peer)
-            && !record.concerns(peer)
-        {
-            continue;
-        }
-        if let Err(error) = record.and_then(|record| clean(&mut tables, record, observer)) {
+        let done = record.and_then(|record| match which(&record) {
+            Some(frees) => clean(&mut tables, record, frees, observer),
+            None => Ok(()),
+        });
+        if let Err(error) = done {
             let why = in_words(&error);
             observer(&Event::NotCleaned { why });
             first.get_or_insert(error);
@@ -242,11 +288,18 @@ pub(super) fn clean_up(
     Ok(first)
 }
 
-fn clean(tables: &mut Tables, mut record: Record, observer: &Observer) -> Result<(), IpsecError> {
+fn clean(
+    tables: &mut Tables,
+    mut record: Record,
+    frees: bool,
+    observer: &Observer,
+) -> Result<(), IpsecError> {
     let objects = record.objects().len();
     let undo: Undo = tables.take_back(&mut record)?;
     let path = record.path().to_owned();
-    if tables.finish(&undo, &mut record)? {
+    if !frees {
+        observer(&Event::StaysBlocked { record: path });
+    } else if tables.finish(&undo, &mut record)? {
         record.forget()?;
         observer(&Event::Cleaned {
             record: path,

@@ -1,27 +1,28 @@
 //! Steps of a plan, carried out on the kernel's tables: recorded before, read back
 //! after, and taken back without touching what is not ours.
 
+use std::collections::BTreeMap;
 use std::net::UdpSocket;
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use dunlin_proto::ipsec::Sender;
 use dunlin_proto::ipsec::object::{
-    Action, Association, Direction, Encapsulation, Listener, Object, Policy, Selector,
+    Action, Association, Direction, Listener, Object, Policy, Selector,
 };
 use dunlin_proto::ipsec::plan::{Step, Undo, undo};
 use dunlin_proto::ipsec::ports::PortBlock;
-use dunlin_sys::xfrm::{
-    self, Counters, Installed, KeyAndSalt, LONGEST_REPLAY_WINDOW, Network, PolicyDirection, Ports,
-    Protocol, State, StateId, Xfrm,
-};
+use dunlin_sys::xfrm::{self, Counters, Installed, KeyAndSalt, StateId, Xfrm};
 
 use super::Hook;
 use super::error::IpsecError;
 use super::record::Record;
 use super::sockets::connections;
 use super::udp;
+
+mod values;
+
+use values::{describe, id_of, is_the_same, meet, policy_of, state_of, way_of};
 
 /// How often in a row no connection may be found before the ports are free: procfs lists
 /// them in pieces, and one may be in none of them while it changes its state.
@@ -54,10 +55,12 @@ impl Tables {
         }
     }
 
-    /// Whether nobody has a policy for any of these packets.
-    pub(super) fn are_free(&self, steps: &[Step]) -> Result<(), IpsecError> {
+    /// Whether nobody has a policy for any of these packets, but those that were inherited.
+    pub(super) fn are_free(&self, steps: &[Step], inherited: &[Policy]) -> Result<(), IpsecError> {
         let standing = self.xfrm.policies();
-        let standing = standing.map_err(kernel("policies are listed"))?;
+        let mut standing = standing.map_err(kernel("policies are listed"))?;
+        let inherited: Vec<xfrm::Policy> = inherited.iter().map(policy_of).collect();
+        standing.retain(|policy| !inherited.contains(policy));
         for step in steps {
             let Step::Add(Object::Policy(own)) = step else {
                 continue;
@@ -69,6 +72,14 @@ impl Tables {
             }
         }
         Ok(())
+    }
+
+    /// Those of the policies that the kernel has just as they are.
+    pub(super) fn standing(&self, policies: &[Policy]) -> Result<Vec<Policy>, IpsecError> {
+        let all = self.xfrm.policies();
+        let all = all.map_err(kernel("policies are listed"))?;
+        let stands = |policy: &&Policy| all.contains(&policy_of(policy));
+        Ok(policies.iter().filter(stands).copied().collect())
     }
 
     /// A block of request ids that nobody uses, by numbers that `random` gives.
@@ -171,8 +182,8 @@ impl Tables {
         }
     }
 
-    /// Whether the policies for ports stand that the record has. In the place of one that
-    /// somebody has removed comes what blocks, or lets in only what an SA has opened.
+    /// Whether the policies for ports and the SAs stand that the record has. In the place of a
+    /// policy that somebody has removed comes what blocks, or lets in only what an SA has opened.
     ///
     /// # Errors
     /// One is not there; it is named.
@@ -207,10 +218,21 @@ impl Tables {
             }
             missing.get_or_insert(*policy);
         }
-        match missing {
-            None => Ok(()),
-            Some(policy) => Err(IpsecError::Removed(policy.to_string())),
+        if let Some(policy) = missing {
+            return Err(IpsecError::Removed(policy.to_string()));
         }
+        let states = self.xfrm.states().map_err(kernel("SAs are listed"))?;
+        let states: BTreeMap<StateId, Installed> =
+            states.into_iter().map(|one| (one.id, one)).collect();
+        let lost = record.objects().iter().find_map(|object| match object {
+            Object::Association(one) => {
+                let standing = states.get(&id_of(one));
+                let stands = standing.is_some_and(|standing| is_the_same(standing, one));
+                (!stands).then_some(one)
+            }
+            _ => None,
+        });
+        lost.map_or(Ok(()), |one| Err(IpsecError::RemovedSa(one.to_string())))
     }
 
     /// Takes back everything that the record has, save the policies that block: these
@@ -265,14 +287,24 @@ impl Tables {
                 }
             }
         }
-        for step in &undo.when_quiet {
+        self.remove_all(&undo.when_quiet, record)?;
+        Ok(true)
+    }
+
+    /// Removes these.
+    pub(super) fn remove_all(
+        &mut self,
+        steps: &[Step],
+        record: &mut Record,
+    ) -> Result<(), IpsecError> {
+        for step in steps {
             self.tell(step);
             if let Step::Remove(object) = step {
                 self.remove(object)?;
                 let _ = record.gone(object);
             }
         }
-        Ok(true)
+        Ok(())
     }
 
     /// What an SA has carried; none where it is gone.
@@ -381,197 +413,4 @@ fn listen(listener: &Listener) -> Result<Arc<UdpSocket>, IpsecError> {
         what: "the UDP port for ESP (--udp names another, if another process has it)",
         source,
     })
-}
-
-fn way_of(direction: Direction) -> PolicyDirection {
-    match direction {
-        Direction::In => PolicyDirection::In,
-        Direction::Out => PolicyDirection::Out,
-    }
-}
-
-fn selector_of(selector: &Selector) -> xfrm::Selector {
-    let ports = |block: dunlin_proto::ipsec::ports::PortBlock| Ports {
-        port: block.port,
-        mask: block.mask,
-    };
-    xfrm::Selector {
-        source: Network::one(selector.source),
-        destination: Network::one(selector.destination),
-        source_ports: ports(selector.source_ports),
-        destination_ports: ports(selector.destination_ports),
-        protocol: Protocol::TCP,
-    }
-}
-
-fn policy_of(policy: &Policy) -> xfrm::Policy {
-    let Selector {
-        source: from,
-        destination: to,
-        ..
-    } = policy.selector;
-    xfrm::Policy {
-        selector: selector_of(&policy.selector),
-        direction: way_of(policy.direction),
-        action: match policy.action {
-            Action::Block => xfrm::Action::Block,
-            Action::Protect { reqid } => xfrm::Action::Protect { reqid, from, to },
-        },
-        priority: policy.priority,
-    }
-}
-
-fn id_of(one: &Association) -> StateId {
-    StateId {
-        destination: one.destination,
-        spi: one.spi,
-    }
-}
-
-fn state_of(one: &Association, key: KeyAndSalt) -> State {
-    let (direction, replay_window) = match one.direction {
-        Direction::In => (xfrm::Direction::In, LONGEST_REPLAY_WINDOW),
-        Direction::Out => (xfrm::Direction::Out, 0),
-    };
-    State {
-        id: id_of(one),
-        source: one.source,
-        reqid: one.reqid,
-        direction,
-        // The sealing host's, so that only it says so to its kernel.
-        cpu: match (one.direction, one.slot.sender) {
-            (Direction::Out, Sender::Cpu(cpu)) => Some(cpu),
-            _ => None,
-        },
-        key,
-        replay_window,
-        encapsulation: one.encapsulation.map(
-            |Encapsulation {
-                 source_port,
-                 destination_port,
-             }| xfrm::Encapsulation {
-                source_port,
-                destination_port,
-            },
-        ),
-        // What the peer seals is taken for TCP between the two, and for nothing else.
-        selector: (one.direction == Direction::In).then(|| xfrm::Selector {
-            source: Network::one(one.source),
-            destination: Network::one(one.destination),
-            source_ports: Ports::ANY,
-            destination_ports: Ports::ANY,
-            protocol: Protocol::TCP,
-        }),
-    }
-}
-
-/// Whether what the kernel has is what was installed, by all that a record says.
-fn is_the_same(standing: &Installed, one: &Association) -> bool {
-    let direction = match one.direction {
-        Direction::In => xfrm::Direction::In,
-        Direction::Out => xfrm::Direction::Out,
-    };
-    standing.source == one.source
-        && standing.reqid == one.reqid
-        // A kernel before 6.10 takes no notice of it.
-        && standing.direction.is_none_or(|given| given == direction)
-}
-
-/// Whether some TCP packet is in both, whatever the priorities.
-fn meet(other: &xfrm::Policy, own: &xfrm::Policy) -> bool {
-    let network = |other: Network, own: Network| match (other.address, own.address) {
-        // The kernel writes "any" with either family's zeros.
-        _ if other.prefix == 0 => true,
-        (std::net::IpAddr::V4(other_address), std::net::IpAddr::V4(address)) => {
-            let shift = 32 - u32::from(other.prefix.min(32));
-            other_address.to_bits() >> shift == address.to_bits() >> shift
-        }
-        (std::net::IpAddr::V6(other_address), std::net::IpAddr::V6(address)) => {
-            let shift = 128 - u32::from(other.prefix.min(128));
-            other_address.to_bits() >> shift == address.to_bits() >> shift
-        }
-        _ => false,
-    };
-    let ports = |other: Ports, own: Ports| {
-        let both = other.mask & own.mask;
-        other.port & both == own.port & both
-    };
-    let (theirs, ours) = (&other.selector, &own.selector);
-    let family = theirs.source.prefix > 0 || theirs.destination.prefix > 0;
-    let same_family = theirs.source.address.is_ipv4() == ours.source.address.is_ipv4();
-    other.direction == own.direction
-        && (same_family || !family)
-        && matches!(theirs.protocol, Protocol::ANY | Protocol::TCP)
-        && network(theirs.source, ours.source)
-        && network(theirs.destination, ours.destination)
-        && ports(theirs.source_ports, ours.source_ports)
-        && ports(theirs.destination_ports, ours.destination_ports)
-}
-
-fn describe(policy: &xfrm::Policy) -> String {
-    let selector = &policy.selector;
-    let network = |network: Network| format!("{}/{}", network.address, network.prefix);
-    let ports = |ports: Ports| format!("{}/{:#06x}", ports.port, ports.mask);
-    format!(
-        "{:?} {} to {}, ports {} {}, priority {}",
-        policy.direction,
-        network(selector.source),
-        network(selector.destination),
-        ports(selector.source_ports),
-        ports(selector.destination_ports),
-        policy.priority
-    )
-    .to_lowercase()
-}
-
-#[cfg(test)]
-mod tests {
-    #![allow(clippy::unwrap_used)]
-
-    use super::*;
-
-    fn own() -> xfrm::Policy {
-        let line = "policy out 192.0.2.1 192.0.2.2 ports 0/0x0000 4444/0xfffc priority 103 block";
-        match line.parse().unwrap() {
-            Object::Policy(policy) => policy_of(&policy),
-            _ => unreachable!("it is a policy's"),
-        }
-    }
-
-    #[test]
-    fn a_policy_meets_those_that_a_packet_can_be_in_with_it() {
-        let same = |change: fn(&mut xfrm::Policy)| {
-            let mut other = own();
-            change(&mut other);
-            meet(&other, &own())
-        };
-        let any = |network: &mut Network| network.prefix = 0;
-        assert!(same(|_| ()));
-        assert!(same(|other| other.priority = 900_000));
-        assert!(same(|other| other.selector.protocol = Protocol::ANY));
-        assert!(same(
-            |other| other.selector.destination_ports = Ports::one(4447)
-        ));
-        assert!(same(
-            |other| other.selector.source_ports = Ports::one(50_000)
-        ));
-        assert!(same(|other| other.selector.source.prefix = 24));
-        assert!(meet(
-            &{
-                let mut other = own();
-                any(&mut other.selector.source);
-                any(&mut other.selector.destination);
-                other
-            },
-            &own()
-        ));
-        assert!(!same(|other| other.direction = PolicyDirection::In));
-        assert!(!same(|other| other.selector.protocol = Protocol::UDP));
-        assert!(!same(
-            |other| other.selector.destination_ports = Ports::one(4448)
-        ));
-        assert!(!same(|other| {
-            other.selector.destination = Network::one([192, 0, 2, 3].into());
-        }));
-    }
 }

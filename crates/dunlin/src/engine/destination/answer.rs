@@ -39,6 +39,7 @@ pub(super) const INQUIRIES: Supported = Supported {
     features: Features::VERIFY,
     required: Features::NONE,
     plain_allowed: true,
+    ipsec: true,
 };
 
 /// A VM that lives in this process, of whose session the source has not let

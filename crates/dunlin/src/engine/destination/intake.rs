@@ -170,6 +170,10 @@ impl Session<'_> {
         }
         let receiver = match socket {
             LaneSocket::Tls(secured) => DataReceiver::tls(*secured, STALL_LIMIT),
+            // It came by an SA of this peer's, or it would have been refused.
+            LaneSocket::Plain(stream) if selection.security == LaneSecurity::Ipsec => {
+                DataReceiver::plain(stream, PlainConsent::sealed_below(), STALL_LIMIT)
+            }
             LaneSocket::Plain(stream) => {
                 let theirs = selection.security == LaneSecurity::Plain;
                 let Some(consent) = PlainConsent::both(self.options.allow_plain, theirs) else {
@@ -246,6 +250,14 @@ impl Session<'_> {
                 }
             }
             (LaneSocket::Plain(_), LaneSecurity::Plain) => {}
+            (LaneSocket::Plain(stream), LaneSecurity::Ipsec) => {
+                let (Some(shelter), Some(control)) = (&self.options.ipsec, &self.control) else {
+                    let text = "this side is not prepared for lanes over IPsec".to_owned();
+                    return Err((FaultCode::SecurityNotAgreed, text));
+                };
+                let covered = shelter.covers(control.stream().peer(), stream);
+                covered.map_err(|error| (FaultCode::SecurityNotAgreed, error.to_string()))?;
+            }
             _ => {
                 let text = format!("{} lanes were agreed", selection.security);
                 return Err((FaultCode::SecurityNotAgreed, text));

@@ -7,6 +7,7 @@ use dunlin_proto::limits::{MAX_ENDPOINT_BYTES, MAX_ENDPOINTS, MAX_LANES};
 use super::super::control::SILENCE_LIMIT;
 use super::super::journal::Journal;
 use super::super::options::{OptionError, check, check_limit};
+use crate::ipsec::lanes::Shelter;
 
 /// What the operator can choose at the destination; made and checked by
 /// [`Options::builder`]. The default is what an operator has who chooses
@@ -23,6 +24,7 @@ use super::super::options::{OptionError, check, check_limit};
 #[derive(Clone, Debug)]
 pub struct Options {
     pub(in crate::engine) allow_plain: bool,
+    pub(in crate::engine) ipsec: Option<Shelter>,
     pub(in crate::engine) lanes_max: u16,
     pub(in crate::engine) endpoints: Vec<String>,
     pub(in crate::engine) silence_limit: Duration,
@@ -35,6 +37,7 @@ impl Default for Options {
     fn default() -> Self {
         Self {
             allow_plain: false,
+            ipsec: None,
             lanes_max: MAX_LANES,
             endpoints: Vec::new(),
             silence_limit: SILENCE_LIMIT,
@@ -92,6 +95,13 @@ impl OptionsBuilder {
     /// for them. The control lane is secured in any case.
     pub fn allow_plain(mut self, allow_plain: bool) -> Self {
         self.0.allow_plain = allow_plain;
+        self
+    }
+
+    /// By what lanes come over IPsec where the source asks for that; without, such a source is
+    /// refused.
+    pub fn ipsec(mut self, shelter: impl Into<Option<Shelter>>) -> Self {
+        self.0.ipsec = shelter.into();
         self
     }
 

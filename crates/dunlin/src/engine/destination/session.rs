@@ -120,8 +120,16 @@ pub(super) fn run(
         let (tls, sender) = (tls.clone(), sender.clone());
         let arrivals = Arc::clone(&arrivals);
         let listener = Arc::clone(&listener);
+        let shelter = options.ipsec.clone();
         let body = move || {
             let ended = accept(&listener, &tls, &stop, |arrival| {
+                // What protects lanes comes and goes apart from the session.
+                let Some(arrival) = (match &shelter {
+                    Some(shelter) => shelter.take_in(arrival),
+                    None => Some(arrival),
+                }) else {
+                    return;
+                };
                 if arrivals.fetch_add(1, Ordering::SeqCst) >= ARRIVALS_LIMIT {
                     arrivals.fetch_sub(1, Ordering::SeqCst);
                     return;

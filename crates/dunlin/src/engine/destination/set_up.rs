@@ -55,6 +55,7 @@ impl Session<'_> {
                     features: Features::VERIFY,
                     required: Features::NONE,
                     plain_allowed: self.options.allow_plain,
+                    ipsec: self.options.ipsec.is_some(),
                 };
                 select(offer, &supported).map(|selection| (offer, selection))
             }

@@ -14,7 +14,7 @@ use dunlin_proto::limits::{MAX_CHUNK_HEADER_BYTES, MAX_RANGES_PER_CHUNK, PAGE_BY
 use dunlin_proto::negotiate::{LaneOpen, LaneSecurity, SessionId, SessionSecret};
 use dunlin_proto::schedule::{ChunkPlan, Work};
 use dunlin_sys::affinity::thread_cpu_time;
-use dunlin_sys::poll::waker;
+use dunlin_sys::poll::{Wakeup, waker};
 use dunlin_sys::socket::{Liveness, set_liveness, wait_readable};
 
 use super::super::error::Fault;
@@ -22,6 +22,7 @@ use super::super::host::Host;
 use super::super::vmm::GuestMemory;
 use super::SessionEvent;
 use super::desk::{Desk, given_up};
+use crate::ipsec::lanes::{LaneError, Seat, Ways};
 use crate::lane::data::{DataSender, PlainConsent, RECORDS_PER_FRAME, STALL_LIMIT, SendError};
 use crate::lane::handshake;
 use crate::lane::identity::ClientTls;
@@ -36,6 +37,10 @@ pub(super) struct Lane {
     pub(super) endpoint: String,
     pub(super) tls: ClientTls,
     pub(super) security: LaneSecurity,
+    /// Where it goes over IPsec.
+    pub(super) ways: Option<Arc<Ways>>,
+    /// Whether others have stood before.
+    pub(super) is_replacement: bool,
     pub(super) version: u16,
     pub(super) session: SessionId,
     pub(super) secret: SessionSecret,
@@ -54,7 +59,10 @@ impl Lane {
     /// The thread's body: reports its end to the session, with the CPU time
     /// that it used.
     pub(super) fn run(self) {
-        let body = || self.connect().and_then(|sender| self.send_all(sender));
+        let body = || {
+            let (sender, seat) = self.connect()?;
+            self.send_all(sender, seat.as_ref())
+        };
         // The VMM's memory is called in here; the session must hear of a
         // panic in it, or it would wait for this lane for ever.
         let result = catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|_| {
@@ -69,22 +77,13 @@ impl Lane {
         });
     }
 
-    fn connect(&self) -> Result<DataSender, Fault> {
+    fn connect(&self) -> Result<(DataSender, Option<Seat>), Fault> {
         let (waker, stop) = waker().map_err(|error| {
             self.lost("no descriptors can be had for a lane")
                 .because(error)
         })?;
         self.interrupted_by(move || waker.wake())?;
-        let stream = self
-            .host
-            .connect_unless(&self.endpoint, self.deadline, &stop)
-            .map_err(|error| {
-                self.lost(format!(
-                    "lane {} cannot reach {}",
-                    self.number, self.endpoint
-                ))
-                .because(error)
-            })?;
+        let (stream, sheltered) = self.reach(&stop)?;
         set_liveness(&stream, &Liveness::default())
             .and_then(|()| stream.try_clone())
             .map_err(|error| self.lost("a lane's socket has no options").because(error))
@@ -92,7 +91,8 @@ impl Lane {
                 // Fails only where the connection has gone already.
                 self.interrupted_by(move || drop(same.shutdown(Shutdown::Both)))
             })?;
-        let mut sender = self.secure(stream)?;
+        let (consent, seat) = sheltered.unzip();
+        let mut sender = self.secure(stream, consent)?;
         sender
             .set_rate(self.rate)
             .map_err(|error| self.lost("the lane's rate cannot be set").because(error))?;
@@ -109,14 +109,44 @@ impl Lane {
             Fault::new(FaultCode::Internal, "a lane's opening cannot be sent").because(error)
         })?;
         sender.send(&bytes).map_err(|error| self.failed(error))?;
-        Ok(sender)
+        Ok((sender, seat))
+    }
+
+    /// A connection to the destination; over IPsec with the consent that its bytes need no
+    /// other security, and its place.
+    fn reach(&self, stop: &Wakeup) -> Result<(TcpStream, Option<(PlainConsent, Seat)>), Fault> {
+        let cannot = || format!("lane {} cannot reach {}", self.number, self.endpoint);
+        if self.security != LaneSecurity::Ipsec {
+            let host = &self.host;
+            let stream = host.connect_unless(&self.endpoint, self.deadline, stop);
+            let stream = stream.map_err(|error| self.lost(cannot()).because(error))?;
+            return Ok((stream, None));
+        }
+        let Some(ways) = &self.ways else {
+            return Err(Fault::new(
+                FaultCode::Internal,
+                "lanes have no way by IPsec",
+            ));
+        };
+        let sheltered = ways.connect(&self.endpoint, self.deadline, stop);
+        let sheltered = sheltered.map_err(|error: LaneError| {
+            // What hinders the first lanes hinders all; later ones can be tried again.
+            let code = error.lasting().filter(|_| !self.is_replacement);
+            Fault::new(code.unwrap_or(FaultCode::LaneLost), cannot()).because(error)
+        })?;
+        let consent = sheltered.consent();
+        Ok((sheltered.stream, Some((consent, sheltered.seat))))
     }
 
     fn interrupted_by(&self, interrupt: impl Fn() + Send + 'static) -> Result<(), Fault> {
         self.desk.interrupted_by(self.number, Box::new(interrupt))
     }
 
-    fn secure(&self, stream: TcpStream) -> Result<DataSender, Fault> {
+    fn secure(
+        &self,
+        stream: TcpStream,
+        sealed_below: Option<PlainConsent>,
+    ) -> Result<DataSender, Fault> {
         let sender = match self.security {
             LaneSecurity::Tls => {
                 let secured =
@@ -143,11 +173,17 @@ impl Lane {
                 })?;
                 DataSender::plain(stream, consent, STALL_LIMIT)
             }
+            LaneSecurity::Ipsec => {
+                let consent = sealed_below.ok_or_else(|| {
+                    Fault::new(FaultCode::Internal, "a lane does not go by IPsec")
+                })?;
+                DataSender::plain(stream, consent, STALL_LIMIT)
+            }
         };
         sender.map_err(|error| self.failed(error))
     }
 
-    fn send_all(&self, mut sender: DataSender) -> Result<(), Fault> {
+    fn send_all(&self, mut sender: DataSender, seat: Option<&Seat>) -> Result<(), Fault> {
         let mut frames = Frames::default();
         let opened_bytes = sender.counters().wire_bytes;
         loop {
@@ -160,6 +196,9 @@ impl Lane {
                 |event| drop(self.events.send(event)),
                 || has_ended(sender.socket()),
             )?;
+            if let Some(seat) = seat {
+                seat.tend();
+            }
             // The lane's opening is no part of the migration's traffic.
             let sent = |bytes: u64| bytes.saturating_sub(opened_bytes);
             match work {

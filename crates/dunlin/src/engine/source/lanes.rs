@@ -18,11 +18,14 @@ use super::super::report::Event;
 use super::SessionEvent;
 use super::lane::Lane;
 use super::session::Session;
+use crate::ipsec::lanes::Ways;
 use crate::lane::identity::ClientTls;
 
 /// What every lane of the session is opened with.
 pub(super) struct LaneTerms {
     pub(super) tls: ClientTls,
+    /// Where lanes go over IPsec.
+    pub(super) ways: Option<Arc<Ways>>,
     pub(super) accept: Accept,
     /// Where the control lane went, for a destination that names no endpoints.
     pub(super) to: String,
@@ -84,6 +87,8 @@ impl Session<'_> {
             endpoint,
             tls: terms.tls.clone(),
             security: self.selection.security,
+            ways: terms.ways.clone(),
+            is_replacement: self.lanes_stood,
             version: self.selection.version,
             session: self.control.session(),
             secret: terms.accept.secret.clone(),

@@ -10,6 +10,7 @@ use super::super::control::SILENCE_LIMIT;
 use super::super::journal::Journal;
 use super::super::options::{OptionError, check, check_limit, check_owner};
 use super::super::tune::Tune;
+use crate::ipsec::lanes::Shelter;
 use crate::lane::record::RECORD_LIMIT;
 
 /// What the operator can choose at the source; made and checked by
@@ -32,6 +33,7 @@ use crate::lane::record::RECORD_LIMIT;
 pub struct Options {
     pub(in crate::engine) lanes: u16,
     pub(in crate::engine) security: LaneSecurity,
+    pub(in crate::engine) ipsec: Option<Shelter>,
     pub(in crate::engine) downtime_limit: Duration,
     pub(in crate::engine) time_limit: Option<Duration>,
     pub(in crate::engine) at_time_limit: AtTimeLimit,
@@ -57,6 +59,7 @@ impl Default for Options {
         Self {
             lanes: 2,
             security: LaneSecurity::Tls,
+            ipsec: None,
             downtime_limit: Duration::from_millis(300),
             time_limit: None,
             at_time_limit: AtTimeLimit::Cancel,
@@ -124,6 +127,12 @@ impl OptionsBuilder {
         let lanes = options.lanes;
         let possible = (1..=MAX_LANES).contains(&lanes);
         check(possible, "lanes", lanes, "1 to 128 lanes are possible")?;
+        check(
+            options.security != LaneSecurity::Ipsec || options.ipsec.is_some(),
+            "security",
+            options.security,
+            "lanes over IPsec take what `ipsec` names",
+        )?;
         for (option, rate) in [
             ("rate", options.rate),
             ("last_pass_rate", options.last_pass_rate),
@@ -151,9 +160,17 @@ impl OptionsBuilder {
         self
     }
 
-    /// How the data lanes are secured; plain needs the destination's consent.
+    /// How the data lanes are secured; plain needs the destination's consent, IPsec also
+    /// [`OptionsBuilder::ipsec`] on both sides.
     pub fn security(mut self, security: LaneSecurity) -> Self {
         self.0.security = security;
+        self
+    }
+
+    /// By what lanes go over IPsec, where [`LaneSecurity::Ipsec`] is chosen. They are connected
+    /// by it and not by the [`Host`](crate::engine::Host), and their threads kept on its CPUs.
+    pub fn ipsec(mut self, shelter: impl Into<Option<Shelter>>) -> Self {
+        self.0.ipsec = shelter.into();
         self
     }
 

@@ -315,6 +315,8 @@ impl Session<'_> {
                 self.add_cpu(cpu);
             }
         }
+        // An IPsec session of the lanes ends when none is left.
+        self.terms = None;
     }
 
     /// Lets the peer's last words and its close arrive, within a bound.

@@ -11,7 +11,9 @@ use dunlin_proto::control::{Accept, Describe, Message, RegionTable};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::lanes::{Patience, Sending};
 use dunlin_proto::limits::PAGE_BYTES;
-use dunlin_proto::negotiate::{Features, Offer, Opening, Selection, SessionId, VERSIONS};
+use dunlin_proto::negotiate::{
+    Features, LaneSecurity, Offer, Opening, Selection, SessionId, VERSIONS,
+};
 use dunlin_proto::pace::Pace;
 use dunlin_proto::schedule::Schedule;
 use dunlin_proto::switchover::Source;
@@ -64,7 +66,10 @@ impl Session<'_> {
                     .join(", "),
             ),
         });
+        let over_ipsec = self.selection.security == LaneSecurity::Ipsec;
+        let shelter = self.options.ipsec.as_ref().filter(|_| over_ipsec);
         self.terms = Some(LaneTerms {
+            ways: shelter.map(|shelter| Arc::new(shelter.ways(tls.clone(), peer.fingerprint))),
             tls: tls.clone(),
             peer_fingerprint: peer.fingerprint,
             accept,

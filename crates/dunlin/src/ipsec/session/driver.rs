@@ -12,15 +12,15 @@ use dunlin_proto::ipsec::exchange::{Action, Awaited, Exchange};
 use dunlin_proto::ipsec::key::{EXPORTER_LABEL, Role, context};
 use dunlin_proto::ipsec::message::{Message, Terms};
 use dunlin_proto::ipsec::object::{Association, Direction};
-use dunlin_proto::ipsec::plan::{Layout, REQID_BLOCKS, REQIDS, Step};
+use dunlin_proto::ipsec::plan::{Layout, Step};
 use dunlin_proto::ipsec::{Grant, LEAST_SPI, Mode, Sender, Slot};
 use dunlin_proto::limits::MAX_SAS;
 use dunlin_proto::negotiate::SessionId;
-use dunlin_sys::xfrm::{self, KeyAndSalt, PerCpu};
+use dunlin_sys::xfrm::{self, KeyAndSalt};
 use zeroize::Zeroizing;
 
 use super::hear::read;
-use super::system::{is_of_this_host, random};
+use super::system::{guarded, random};
 use super::{Beginning, Standing, Told, lock};
 use crate::ipsec::error::{IpsecError, harmless, in_words};
 use crate::ipsec::record::{Record, Shelf};
@@ -31,7 +31,7 @@ use crate::lane::control::ControlStream;
 
 /// How often connections are looked for, and whether it is quiet.
 const TICK: Duration = Duration::from_millis(200);
-/// How often it is looked whether the policies stand.
+/// How often it is looked whether policies and SAs stand.
 const LOOK: Duration = Duration::from_secs(1);
 /// How long an inbound SA stays after its last packet was sent.
 const GRACE: Duration = Duration::from_secs(2);
@@ -43,19 +43,19 @@ type Late = Vec<(Instant, Vec<Step>)>;
 
 /// What keeps a session.
 pub(super) struct Driver {
-    control: Arc<ControlStream>,
-    session: SessionId,
+    pub(super) control: Arc<ControlStream>,
+    pub(super) session: SessionId,
     role: Role,
     exchange: Exchange,
-    options: Options,
+    pub(super) options: Options,
     observer: Observer,
-    admits: fn(&Options, &Terms) -> Result<(), IpsecError>,
-    tables: Tables,
-    shelf: Shelf,
-    record: Option<Record>,
+    pub(super) admits: fn(&Options, &Terms) -> Result<(), IpsecError>,
+    pub(super) tables: Tables,
+    pub(super) shelf: Shelf,
+    pub(super) record: Option<Record>,
     standing: Arc<Mutex<Standing>>,
     tell_up: Channel<()>,
-    layout: Option<Layout>,
+    pub(super) layout: Option<Layout>,
     /// Inbound SAs that are to go, and when, the oldest first.
     late: Late,
     /// Connections that have an SA, or were given one.
@@ -235,66 +235,6 @@ impl Driver {
         }
     }
 
-    /// Blocks the ports, if there is nothing against it.
-    fn begin(&mut self, terms: &Terms) -> Result<(), IpsecError> {
-        (self.admits)(&self.options, terms)?;
-        let socket = self.control.socket();
-        let address = |end: io::Result<std::net::SocketAddr>| {
-            end.map_err(|source| IpsecError::Resources {
-                what: "the address of the control connection",
-                source,
-            })
-        };
-        let (local, peer) = (address(socket.local_addr())?, address(socket.peer_addr())?);
-        let (own, other) = (local.ip().to_canonical(), peer.ip().to_canonical());
-        if (own, other) != (terms.other, terms.own) {
-            return Err(IpsecError::Breach(format!(
-                "the peer calls itself {} and this side {}, which are {other} and {own} to this side: \
-                 something on the path translates addresses",
-                terms.own, terms.other
-            )));
-        }
-        if is_of_this_host(other)? {
-            return Err(IpsecError::SameHost(other));
-        }
-        for port in [local.port(), peer.port()] {
-            if terms.ports.contains(port) {
-                return Err(IpsecError::CoversControl(port));
-            }
-        }
-        if terms.mode == Mode::Cpu {
-            let per_cpu = self.tables.xfrm.per_cpu();
-            let per_cpu = per_cpu.map_err(|source| IpsecError::Kernel {
-                doing: "SAs for CPUs are looked for".to_owned(),
-                source,
-            })?;
-            if per_cpu == PerCpu::Ignored {
-                return Err(IpsecError::NoPerCpu);
-            }
-        }
-        let udp = terms
-            .udp
-            .zip(self.options.udp)
-            .map(|(theirs, own)| (own, theirs));
-        let lock = self.shelf.lock()?;
-        let mut layout = Layout {
-            local: own,
-            peer: other,
-            ports: terms.ports,
-            mode: terms.mode,
-            first_reqid: REQIDS,
-            udp,
-        };
-        self.tables.are_free(&layout.begin())?;
-        let random = || random().map(u32::from_le_bytes);
-        layout.first_reqid = self.tables.free_reqids(REQID_BLOCKS, REQIDS, random)?;
-        self.record = Some(self.shelf.create(&self.session)?);
-        self.layout = Some(layout);
-        let result = self.apply(&layout.begin());
-        drop(lock);
-        result
-    }
-
     /// Installs SAs of what the peer sends, each under an SPI that is free.
     fn install_inbound(&mut self, epoch: u32, slots: &[Slot]) -> Result<Vec<u32>, IpsecError> {
         let layout = self.layout()?;
@@ -330,7 +270,7 @@ impl Driver {
         Ok(grants.iter().map(|grant| grant.spi).collect())
     }
 
-    fn apply(&mut self, steps: &[Step]) -> Result<(), IpsecError> {
+    pub(super) fn apply(&mut self, steps: &[Step]) -> Result<(), IpsecError> {
         let Some(record) = &mut self.record else {
             return Err(IpsecError::Ended);
         };
@@ -365,6 +305,7 @@ impl Driver {
             && now.duration_since(self.looked) >= LOOK
         {
             self.tables.still_stand(record)?;
+            guarded(self.control.socket())?;
             self.looked = now;
         }
         let due = due(&mut self.late, now, MOST_LATE);
@@ -440,7 +381,7 @@ impl Driver {
         self.failed.get_or_insert(error);
     }
 
-    fn tell(&self, event: Event) {
+    pub(super) fn tell(&self, event: Event) {
         (self.observer)(&event);
     }
 
@@ -457,6 +398,11 @@ impl Driver {
         let Some(mut record) = self.record.take() else {
             return Ok(());
         };
+        if asked {
+            // A later process frees the ports if this one does not come to that. On a full disk
+            // it leaves them blocked.
+            let _ = record.end();
+        }
         let undo = self.tables.take_back(&mut record)?;
         if !asked && record.has_protected() {
             let connections = still_used(&undo.when_quiet)?;

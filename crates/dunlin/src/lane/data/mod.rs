@@ -59,6 +59,12 @@ impl PlainConsent {
     pub fn both(ours: bool, theirs: bool) -> Option<Self> {
         (ours && theirs).then_some(Self(()))
     }
+
+    /// The same of a connection whose packets an IPsec session of both sides seals: only
+    /// [`crate::ipsec::lanes`] knows of one.
+    pub(crate) fn sealed_below() -> Self {
+        Self(())
+    }
 }
 
 /// What has passed over one end of a lane.

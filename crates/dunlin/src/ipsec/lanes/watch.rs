@@ -1,0 +1,140 @@
+//! Whether lanes go by the SAs of their CPUs: what they have sent is compared with what these
+//! have carried.
+//!
+//! A connection keeps the SA that it had when its route was last looked up, and that may happen
+//! on another CPU (a lost SYN, a timeout, a new address of the host). The counter of its own SA
+//! then falls behind the bytes that the lane has sent.
+
+use std::collections::BTreeMap;
+
+use dunlin_proto::ipsec::Sender;
+
+/// Fewer bytes than this say nothing: a segment may be counted on either side of a look.
+const LEAST_BYTES: u64 = 64 << 10;
+
+/// What was seen at one time.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Look {
+    /// For each SA of what this side sends its SPI and bytes, just before the lanes.
+    pub(super) before: BTreeMap<Sender, (u32, u64)>,
+    /// For each lane, by its number here, its CPU and the bytes that it has sent.
+    pub(super) lanes: BTreeMap<u64, (u32, u64)>,
+    /// As `before`, just after the lanes.
+    pub(super) after: BTreeMap<Sender, (u32, u64)>,
+}
+
+/// Lanes of a CPU that do not go by its SA.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Stray {
+    pub(super) cpu: u32,
+    /// What they have sent since the last look.
+    pub(super) sent: u64,
+    /// What the SA has carried at most.
+    pub(super) carried: u64,
+}
+
+/// Which CPUs' lanes have strayed between two looks. Epochs that changed in between, and CPUs
+/// without an SA of their own, are passed over.
+pub(super) fn strays(last: &Look, now: &Look) -> Vec<Stray> {
+    let carried = |sender: Sender| {
+        let (spi, before) = last.before.get(&sender)?;
+        let (same, after) = now.after.get(&sender)?;
+        (spi == same).then(|| after.saturating_sub(*before))
+    };
+    let mut sent = BTreeMap::<u32, u64>::new();
+    for (lane, (cpu, bytes)) in &now.lanes {
+        if let Some((same, before)) = last.lanes.get(lane)
+            && same == cpu
+        {
+            *sent.entry(*cpu).or_default() += bytes.saturating_sub(*before);
+        }
+    }
+    let served: Vec<Stray> = sent
+        .into_iter()
+        .filter_map(|(cpu, sent)| {
+            let carried = carried(Sender::Cpu(cpu))?;
+            Some(Stray { cpu, sent, carried })
+        })
+        .collect();
+    let behind =
+        |stray: &&Stray| stray.sent >= LEAST_BYTES && stray.carried < stray.sent - stray.sent / 8;
+    let behind: Vec<Stray> = served.iter().filter(behind).copied().collect();
+    let all_served = now
+        .lanes
+        .values()
+        .all(|(cpu, _)| now.after.contains_key(&Sender::Cpu(*cpu)));
+    // Too little for either to be missed, and yet it went by the fallback.
+    if behind.is_empty() && all_served && carried(Sender::Fallback) >= Some(LEAST_BYTES) {
+        return served.into_iter().filter(|one| one.sent > 0).collect();
+    }
+    behind
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    /// One lane on each of two CPUs; what they have sent, and what each SA has carried: of
+    /// CPU 0, of CPU 1, and the fallback.
+    fn look(lanes: [u64; 2], sas: [u64; 3]) -> Look {
+        let senders = [Sender::Cpu(0), Sender::Cpu(1), Sender::Fallback];
+        let sas: BTreeMap<_, _> = senders.into_iter().zip((0x1000..).zip(sas)).collect();
+        Look {
+            before: sas.clone(),
+            lanes: (0..).zip((0..).zip(lanes)).collect(),
+            after: sas,
+        }
+    }
+
+    #[test]
+    fn lanes_that_go_by_their_own_sas_have_not_strayed() {
+        let last = look([0; 2], [0; 3]);
+        let now = look([MIB, 2 * MIB], [MIB + 4000, 2 * MIB + 8000, 0]);
+        assert_eq!(strays(&last, &now), []);
+        // What an SA carries for others, or for lanes that are new, is no lack.
+        assert_eq!(strays(&last, &look([MIB, 0], [MIB, MIB, 0])), []);
+        assert_eq!(strays(&Look::default(), &now), []);
+        assert_eq!(strays(&now, &now), []);
+    }
+
+    #[test]
+    fn a_lane_whose_bytes_go_by_another_sa_is_found() {
+        let last = look([MIB; 2], [MIB, MIB, 0]);
+        let expected = |carried| Stray {
+            cpu: 1,
+            sent: MIB,
+            carried,
+        };
+        for (sas, carried) in [
+            ([3 * MIB, MIB, 0], 0),
+            ([2 * MIB, MIB, MIB], 0),
+            ([2 * MIB, MIB + MIB / 2, MIB / 2], MIB / 2),
+        ] {
+            let now = look([2 * MIB; 2], sas);
+            assert_eq!(strays(&last, &now), [expected(carried)], "{sas:?}");
+        }
+    }
+
+    #[test]
+    fn what_the_fallback_carries_is_somebodys() {
+        let last = look([MIB; 2], [MIB, MIB, 0]);
+        let now = look([2 * MIB, MIB], [2 * MIB - MIB / 10, MIB, MIB / 10]);
+        let found: Vec<u32> = strays(&last, &now).iter().map(|one| one.cpu).collect();
+        assert_eq!(found, [0]);
+    }
+
+    #[test]
+    fn new_keys_and_cpus_without_an_sa_are_no_strays() {
+        let last = look([0; 2], [0; 3]);
+        let mut rekeyed = look([MIB; 2], [0; 3]);
+        for (spi, _) in rekeyed.after.values_mut() {
+            *spi += 0x100;
+        }
+        assert_eq!(strays(&last, &rekeyed), []);
+        let mut unserved = look([MIB; 2], [MIB, 0, MIB]);
+        unserved.after.remove(&Sender::Cpu(1));
+        assert_eq!(strays(&last, &unserved), []);
+    }
+}

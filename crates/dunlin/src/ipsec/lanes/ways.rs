@@ -1,0 +1,556 @@
+//! The side that opens lanes: sessions to one peer, and connections from their ports.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::io;
+use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, Weak};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use dunlin_proto::fault::FaultCode;
+use dunlin_proto::ipsec::{Mode, Sender};
+use dunlin_sys::affinity::pin_to;
+use dunlin_sys::poll::Wakeup;
+use dunlin_sys::socket::{connect_from_unless, is_woken};
+use dunlin_sys::tcp::sent_bytes;
+use thiserror::Error;
+
+use super::watch::{Look, strays};
+use super::{House, Shelter, look_anew};
+use crate::ipsec::dial;
+use crate::ipsec::door::lock;
+use crate::ipsec::error::IpsecError;
+use crate::ipsec::session::{Session, clean_up, random_session};
+use crate::ipsec::{AssociationStatus, Direction, Event, Observer, Options, PortRange, Status};
+use crate::lane::data::PlainConsent;
+use crate::lane::identity::ClientTls;
+
+/// Blocks of ports that are tried before none seems to be free.
+const BLOCKS_TRIED: usize = 8;
+/// Sessions that are tried for one lane, where the ports of one are used up.
+const SESSIONS_TRIED: usize = 3;
+/// How long an SA of its own is waited for before a lane goes by the fallback.
+const SA_LIMIT: Duration = Duration::from_secs(2);
+/// How often it is looked whether something has come.
+const LOOK: Duration = Duration::from_millis(5);
+/// How often a lane that waits for a session looks whether it is to stop.
+const STEP: Duration = Duration::from_millis(50);
+
+/// Why there is no lane.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum LaneError {
+    /// There is no IPsec session.
+    #[error("no IPsec session for a lane")]
+    Session(#[from] IpsecError),
+    /// Somebody else answers where the lanes lead.
+    #[error("{to} answers with another certificate than the control lane's")]
+    OtherPeer {
+        /// Where.
+        to: String,
+    },
+    /// Every port of the session is taken.
+    #[error("no port of {ports} is free for a lane: others use them on this host")]
+    NoPort {
+        /// The session's.
+        ports: String,
+    },
+    /// The thread cannot be on its CPU.
+    #[error("the lane's thread cannot be kept on CPU {cpu}: choose others with --cpus")]
+    Cpu {
+        /// Which.
+        cpu: u32,
+        /// Why.
+        source: io::Error,
+    },
+    /// No connection.
+    #[error("{to} cannot be reached from port {from} by IPsec")]
+    Connect {
+        /// From where.
+        from: u16,
+        /// Where.
+        to: SocketAddr,
+        /// Why.
+        source: io::Error,
+    },
+    /// It was given up here.
+    #[error("the lane was given up before it stood")]
+    Stopped,
+}
+
+impl LaneError {
+    /// What would go wrong with the next lane as well: its code. Nothing where another try may
+    /// help.
+    #[must_use]
+    pub fn lasting(&self) -> Option<FaultCode> {
+        match self {
+            Self::OtherPeer { .. } => Some(FaultCode::WrongIdentity),
+            Self::Cpu { .. } => Some(FaultCode::Kernel),
+            Self::Session(error) => {
+                let code = error.fault();
+                let lasts = matches!(
+                    code,
+                    FaultCode::FeatureMissing
+                        | FaultCode::Unauthorised
+                        | FaultCode::AddressTranslated
+                        | FaultCode::Kernel
+                        | FaultCode::Journal
+                );
+                lasts.then_some(code)
+            }
+            Self::NoPort { .. } | Self::Connect { .. } | Self::Stopped => None,
+        }
+    }
+}
+
+/// Ways for lanes to one peer. When it is dropped, its sessions end; that waits until their
+/// connections are over, or for the options' `quiet_wait`.
+pub struct Ways {
+    shelter: Shelter,
+    tls: ClientTls,
+    /// Of the certificate that must answer, where `tls` does not say it all.
+    fingerprint: Option<[u8; 32]>,
+    /// By where they lead: a session is between two addresses.
+    toward: Mutex<BTreeMap<String, Toward>>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Toward {
+    /// Whether a thread is making a session.
+    is_making: bool,
+    /// The newest is the last; those before have no port left, or are over.
+    ways: Vec<Arc<Way>>,
+}
+
+/// A session, and the lanes on it.
+pub(super) struct Way {
+    pub(super) session: Session,
+    pub(super) ports: PortRange,
+    local: SocketAddr,
+    peer: SocketAddr,
+    mode: Mode,
+    is_full: AtomicBool,
+    seats: Mutex<Vec<Weak<Place>>>,
+    /// CPUs that have waited in vain for an SA of their own.
+    unserved: Mutex<BTreeSet<u32>>,
+    last: Mutex<Look>,
+    /// Looks at which lanes had strayed.
+    strayed: AtomicU64,
+}
+
+/// A lane's place among the others of its session.
+struct Place {
+    number: u64,
+    /// None in mode connection.
+    cpu: Option<u32>,
+    stream: OnceLock<TcpStream>,
+    has_strayed: AtomicBool,
+}
+
+/// A connection whose packets go by a session's SAs, and by nothing else.
+#[derive(Debug)]
+pub struct Sheltered {
+    /// The connection. The calling thread is kept on the CPU whose SA it has.
+    pub stream: TcpStream,
+    /// Its place, which the lane's thread keeps as long as the lane.
+    pub seat: Seat,
+}
+
+/// A lane's place among the others of its session; dropped with the lane.
+pub struct Seat(Arc<Place>);
+
+impl Sheltered {
+    /// That its bytes may go as they are: IPsec seals them.
+    #[must_use]
+    pub fn consent(&self) -> PlainConsent {
+        PlainConsent::sealed_below()
+    }
+}
+
+impl Seat {
+    /// To be called by the lane's thread before it sends: a lane that was seen to go by
+    /// another CPU's SA has its route looked up anew, by what this thread sends next.
+    pub fn tend(&self) {
+        if self.0.has_strayed.load(Ordering::Relaxed)
+            && self.0.has_strayed.swap(false, Ordering::Relaxed)
+            && let Some(stream) = self.0.stream.get()
+        {
+            // Where it fails the counters say so again.
+            let _ = look_anew(stream);
+        }
+    }
+
+    /// The CPU on which the lane's thread is kept, and whose SA it has; none in mode connection.
+    #[must_use]
+    pub fn cpu(&self) -> Option<u32> {
+        self.0.cpu
+    }
+}
+
+impl fmt::Debug for Seat {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter
+            .debug_struct("Seat")
+            .field("cpu", &self.0.cpu)
+            .finish()
+    }
+}
+
+impl fmt::Debug for Ways {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.debug_struct("Ways").finish_non_exhaustive()
+    }
+}
+
+impl Ways {
+    pub(super) fn new(shelter: Shelter, tls: ClientTls, fingerprint: Option<[u8; 32]>) -> Self {
+        Self {
+            shelter,
+            tls,
+            fingerprint,
+            toward: Mutex::default(),
+            changed: Condvar::new(),
+        }
+    }
+
+    /// A connection to `to`, a host and port, by a session that stands or is made for it. Called
+    /// on the thread of the lane, which in mode cpu is kept on one CPU from now on.
+    ///
+    /// # Errors
+    /// None by `deadline`, or `stop` was woken before. A session that is being agreed on is not
+    /// given up at once then.
+    pub fn connect(
+        &self,
+        to: &str,
+        deadline: Instant,
+        stop: &Wakeup,
+    ) -> Result<Sheltered, LaneError> {
+        let mut tried = 0;
+        loop {
+            let way = self.way(to, deadline, stop)?;
+            tried += 1;
+            match way.connect(
+                &self.house().cpus,
+                &self.house().site.observer,
+                deadline,
+                stop,
+            ) {
+                Err(LaneError::NoPort { .. }) if tried < SESSIONS_TRIED => {
+                    way.is_full.store(true, Ordering::Relaxed);
+                }
+                other => return other,
+            }
+        }
+    }
+
+    /// How the sessions stand.
+    ///
+    /// # Errors
+    /// The kernel does not answer.
+    pub fn status(&self) -> Result<Vec<Status>, IpsecError> {
+        let toward = lock(&self.toward);
+        let ways = toward.values().flat_map(|one| &one.ways);
+        ways.filter_map(|way| way.session.status().transpose())
+            .collect()
+    }
+
+    /// Renews the keys of what this side sends.
+    pub fn rekey(&self) {
+        let toward = lock(&self.toward);
+        let ways = toward.values().flat_map(|one| &one.ways);
+        ways.for_each(|way| way.session.rekey());
+    }
+
+    fn house(&self) -> &House {
+        &self.shelter.0.house
+    }
+
+    /// One that can be used, made if there is none. Others wait meanwhile.
+    fn way(&self, to: &str, deadline: Instant, stop: &Wakeup) -> Result<Arc<Way>, LaneError> {
+        let mut toward = lock(&self.toward);
+        loop {
+            let one = toward.entry(to.to_owned()).or_default();
+            // Nothing is on them any more: their threads are over.
+            one.ways.retain(|way| !way.session.is_over());
+            if let Some(way) = one.ways.last()
+                && !way.is_full.load(Ordering::Relaxed)
+            {
+                return Ok(Arc::clone(way));
+            }
+            if !one.is_making {
+                one.is_making = true;
+                break;
+            }
+            let waited = self.changed.wait_timeout(toward, STEP);
+            toward = waited.unwrap_or_else(PoisonError::into_inner).0;
+            go_on(deadline, stop)?;
+        }
+        drop(toward);
+        let made = self.make(to, deadline, stop).map(Arc::new);
+        let mut toward = lock(&self.toward);
+        let one = toward.entry(to.to_owned()).or_default();
+        one.is_making = false;
+        if let Ok(way) = &made {
+            one.ways.push(Arc::clone(way));
+            lock(&self.house().ways).push(Arc::downgrade(way));
+        }
+        drop(toward);
+        self.changed.notify_all();
+        made
+    }
+
+    fn make(&self, to: &str, deadline: Instant, stop: &Wakeup) -> Result<Way, LaneError> {
+        let house = self.house();
+        let mut blocks = house.free_blocks();
+        for _ in 0..BLOCKS_TRIED {
+            go_on(deadline, stop)?;
+            let session = random_session()?;
+            if blocks.is_empty() {
+                break;
+            }
+            let chosen = u64::from_le_bytes(*session.last_chunk().unwrap_or(&[0; 8]));
+            let ports = blocks.swap_remove((chosen % blocks.len() as u64) as usize);
+            let options = Options {
+                ports,
+                patience: house
+                    .site
+                    .options
+                    .patience
+                    .min(deadline.saturating_duration_since(Instant::now())),
+                ..house.site.options.clone()
+            };
+            let control = dial::open(to, &self.tls, session, options.patience)?;
+            let answering = control.peer().fingerprint;
+            if self.fingerprint.is_some_and(|one| one != answering) {
+                let to = to.to_owned();
+                return Err(LaneError::OtherPeer { to });
+            }
+            let address = |end: io::Result<SocketAddr>| {
+                end.map_err(|source| IpsecError::Resources {
+                    what: "the address of the control connection",
+                    source,
+                })
+            };
+            let local = address(control.socket().local_addr())?;
+            let peer = address(control.socket().peer_addr())?;
+            let observer = &house.site.observer;
+            // A session of ours that was lost has left its ports blocked.
+            clean_up(&options, observer, Some(peer.ip().to_canonical()))?;
+            let mut given_up = || go_on(deadline, stop).is_err();
+            match dial::begin(control, session, &options, observer, &mut given_up) {
+                Ok(session) => {
+                    return Ok(Way {
+                        session,
+                        ports,
+                        local,
+                        peer,
+                        mode: options.mode,
+                        is_full: AtomicBool::new(false),
+                        seats: Mutex::default(),
+                        unserved: Mutex::default(),
+                        last: Mutex::default(),
+                        strayed: AtomicU64::new(0),
+                    });
+                }
+                // On either host another session has them: the other side opens lanes too.
+                Err(error) if error.fault() == FaultCode::PortsTaken => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        let ports = house.site.options.ports.to_string();
+        Err(LaneError::NoPort { ports })
+    }
+}
+
+impl Way {
+    fn connect(
+        &self,
+        cpus: &[u32],
+        observer: &Observer,
+        deadline: Instant,
+        stop: &Wakeup,
+    ) -> Result<Sheltered, LaneError> {
+        let place = self.place(cpus);
+        if let Some(cpu) = place.cpu {
+            // The SA is that of the CPU on which connect(2) looks up the route.
+            pin_to(cpu as usize).map_err(|source| LaneError::Cpu { cpu, source })?;
+            self.session.want_cpu(cpu);
+            let is_served = self.await_own(Sender::Cpu(cpu), deadline, stop)?;
+            if !is_served && lock(&self.unserved).insert(cpu) {
+                observer(&Event::NoOwnAssociation { cpu });
+            }
+        }
+        let count = u32::from(self.ports.last() - self.ports.first()) + 1;
+        // Not one after the other: a port that was used lately waits for a minute.
+        let start = place.number as u32 % count;
+        for at in 0..count {
+            let port = self.ports.first() + ((start + at) % count) as u16;
+            let mut local = self.local;
+            local.set_port(port);
+            match connect_from_unless(local, self.peer, deadline, stop) {
+                Ok(stream) => {
+                    if self.mode == Mode::Connection {
+                        let to = self.peer.port();
+                        // Its first bytes may go by the fallback; the rest do not wait for it.
+                        let own = Sender::Connection { from: port, to };
+                        self.await_own(own, deadline, stop)?;
+                    }
+                    let same = stream.try_clone().map_err(|source| LaneError::Connect {
+                        from: port,
+                        to: self.peer,
+                        source,
+                    })?;
+                    let _ = place.stream.set(same);
+                    let seat = Seat(place);
+                    return Ok(Sheltered { stream, seat });
+                }
+                Err(error)
+                    if matches!(
+                        error.kind(),
+                        io::ErrorKind::AddrInUse | io::ErrorKind::AddrNotAvailable
+                    ) => {}
+                Err(source) if source.kind() == io::ErrorKind::ConnectionAborted => {
+                    return Err(LaneError::Stopped);
+                }
+                Err(source) => {
+                    return Err(LaneError::Connect {
+                        from: port,
+                        to: self.peer,
+                        source,
+                    });
+                }
+            }
+        }
+        let ports = self.ports.to_string();
+        Err(LaneError::NoPort { ports })
+    }
+
+    /// A place on the CPU that has the fewest lanes.
+    fn place(&self, cpus: &[u32]) -> Arc<Place> {
+        static NUMBERS: AtomicU64 = AtomicU64::new(0);
+        let mut seats = lock(&self.seats);
+        seats.retain(|seat| seat.strong_count() > 0);
+        let taken: Vec<Arc<Place>> = seats.iter().filter_map(Weak::upgrade).collect();
+        let lanes = |cpu: &&u32| taken.iter().filter(|one| one.cpu == Some(**cpu)).count();
+        let cpu = cpus.iter().min_by_key(lanes).copied();
+        let place = Arc::new(Place {
+            number: NUMBERS.fetch_add(1, Ordering::Relaxed),
+            cpu: cpu.filter(|_| self.mode == Mode::Cpu),
+            stream: OnceLock::new(),
+            has_strayed: AtomicBool::new(false),
+        });
+        seats.push(Arc::downgrade(&place));
+        place
+    }
+
+    /// Whether what is sent for this has an SA of its own, which may take a moment.
+    fn await_own(
+        &self,
+        sender: Sender,
+        deadline: Instant,
+        stop: &Wakeup,
+    ) -> Result<bool, LaneError> {
+        let until = Instant::now() + SA_LIMIT;
+        loop {
+            if self.session.has(sender) {
+                return Ok(true);
+            }
+            let is_known =
+                matches!(sender, Sender::Cpu(cpu) if lock(&self.unserved).contains(&cpu));
+            if is_known || Instant::now() >= until {
+                return Ok(false);
+            }
+            go_on(deadline, stop)?;
+            if self.session.is_over() {
+                return Err(IpsecError::Ended.into());
+            }
+            thread::sleep(LOOK);
+        }
+    }
+
+    fn places(&self) -> Vec<Arc<Place>> {
+        let seats = lock(&self.seats);
+        seats.iter().filter_map(Weak::upgrade).collect()
+    }
+
+    /// The lanes of a session that is over are so, too: nothing leaves from their ports.
+    pub(super) fn cut_if_over(&self) {
+        if !self.session.is_over() {
+            return;
+        }
+        for place in self.places() {
+            if let Some(stream) = place.stream.get() {
+                // It may be over already.
+                let _ = stream.shutdown(Shutdown::Both);
+            }
+        }
+    }
+
+    /// Compares what lanes have sent with what SAs have carried since the last time.
+    pub(super) fn watch(&self, observer: &Observer) {
+        if self.mode != Mode::Cpu {
+            return;
+        }
+        // Whoever takes the SAs away is found out by the session.
+        let Some(now) = self.look() else {
+            return;
+        };
+        let last = std::mem::replace(&mut *lock(&self.last), now.clone());
+        let strays = strays(&last, &now);
+        if strays.is_empty() {
+            return;
+        }
+        for place in self.places() {
+            if strays.iter().any(|stray| Some(stray.cpu) == place.cpu) {
+                place.has_strayed.store(true, Ordering::Relaxed);
+            }
+        }
+        // One that cannot be helped is not told every second.
+        if (self.strayed.fetch_add(1, Ordering::Relaxed) + 1).is_power_of_two() {
+            for stray in strays {
+                observer(&Event::Strayed {
+                    cpu: stray.cpu,
+                    sent: stray.sent,
+                    carried: stray.carried,
+                });
+            }
+        }
+    }
+
+    fn look(&self) -> Option<Look> {
+        let carried = || {
+            let status = self.session.status().ok()??;
+            let of = |one: &AssociationStatus| {
+                let own = &one.association;
+                let bytes = one.counters.as_ref()?.bytes;
+                (own.direction == Direction::Out).then_some((own.slot.sender, (own.spi, bytes)))
+            };
+            Some(status.associations.iter().filter_map(of).collect())
+        };
+        let before = carried()?;
+        let lanes = self.places().into_iter().filter_map(|place| {
+            let bytes = sent_bytes(place.stream.get()?).ok()?;
+            Some((place.number, (place.cpu?, bytes)))
+        });
+        let lanes = lanes.collect();
+        Some(Look {
+            before,
+            lanes,
+            after: carried()?,
+        })
+    }
+}
+
+/// Unless it is late, or was called off.
+fn go_on(deadline: Instant, stop: &Wakeup) -> Result<(), LaneError> {
+    if is_woken(stop).unwrap_or(true) {
+        return Err(LaneError::Stopped);
+    }
+    if Instant::now() >= deadline {
+        return Err(IpsecError::Silent("ready").into());
+    }
+    Ok(())
+}
