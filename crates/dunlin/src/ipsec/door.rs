@@ -66,7 +66,7 @@ impl Server {
         observer: Observer,
     ) -> Result<Self, IpsecError> {
         // Whatever cannot be taken back has been told.
-        clean_up(&options, &observer, None)?;
+        clean_up(&options, &observer)?;
         let resources = |what| move |source| IpsecError::Resources { what, source };
         let address = listener.local_addr().map_err(resources("the listener"))?;
         let (stop, stopped) = waker().map_err(resources("a waker"))?;

@@ -41,7 +41,7 @@ pub use dunlin_proto::ipsec::ports::{NotPorts, PortBlock, PortRange};
 pub use dunlin_proto::ipsec::{Grant, Mode, Sender, Slot};
 pub use dunlin_sys::xfrm::Counters;
 
-pub use dial::up;
+pub use dial::{up, up_unless};
 pub use door::{Peer, Server};
 pub use error::IpsecError;
 pub use session::{AssociationStatus, Session, Status};
