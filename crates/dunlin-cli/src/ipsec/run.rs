@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::net::{IpAddr, TcpListener, ToSocketAddrs};
 use std::path::PathBuf;
+use std::str::FromStr;
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -10,7 +11,10 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
 use clap::Args;
-use dunlin::ipsec::{self, Event, Mode, Observer, Options, PortRange, Server, Session, Udp};
+use dunlin::ipsec::{
+    self, AddressBlock, Event, Mode, Observer, Options, PortRange, Server, Session, Udp,
+};
+use dunlin::lane::peers::Peer as Allowed;
 use dunlin_sys::affinity::allowed;
 use dunlin_sys::signals::{EndSignals, HangUps};
 use dunlin_sys::xfrm::esp_offload;
@@ -143,21 +147,66 @@ pub(crate) struct Serve {
     /// Take ESP in UDP at this port from peers that ask for it.
     #[arg(long, value_name = "PORT")]
     udp: Option<u16>,
+    /// Directory of this host's certificate and key, as for `dunlin vm receive`.
+    #[arg(long, value_name = "DIR")]
+    identity: PathBuf,
+    /// A name that a peer's certificate must bear, or its pin, and the addresses that this
+    /// peer may come from, if not all: host-a.example=192.0.2.1,2001:db8::/64; repeatable
+    /// [default: anybody of the authority].
+    #[arg(long = "peer", value_name = "NAME|PIN[=ADDR,…]")]
+    peers: Vec<BoundPeer>,
     #[command(flatten)]
-    common: Common,
+    reading: Reading,
+    #[command(flatten)]
+    records: Records,
     #[command(flatten)]
     own: Own,
+}
+
+/// A peer, and where it may come from.
+#[derive(Clone, Debug)]
+struct BoundPeer {
+    peer: Allowed,
+    addresses: Vec<AddressBlock>,
+}
+
+impl FromStr for BoundPeer {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        // Neither a name nor a pin has an equals sign in it.
+        let (peer, addresses) = match text.split_once('=') {
+            Some((peer, addresses)) => (peer, Some(addresses)),
+            None => (text, None),
+        };
+        let peer = peer.parse().map_err(|error| format!("{error}"))?;
+        let addresses = addresses.into_iter().flat_map(|all| all.split(','));
+        let addresses = addresses.map(|one| one.parse().map_err(|error| format!("{error}")));
+        Ok(Self {
+            peer,
+            addresses: addresses.collect::<Result<_, String>>()?,
+        })
+    }
 }
 
 impl Serve {
     pub(crate) fn run(&self) -> Result<i32> {
         let (ends, hang_ups) = (EndSignals::block()?, HangUps::block()?);
-        let (accepting, warnings) = Accepting::load(&self.common)?;
+        let common = Common {
+            identity: self.identity.clone(),
+            peers: self.peers.iter().map(|one| one.peer.to_string()).collect(),
+            reading: self.reading.clone(),
+            records: self.records.clone(),
+        };
+        let (accepting, warnings) = Accepting::load(&common)?;
         for warning in warnings {
             say(&format!("warning: {warning}"));
         }
         warn_of_offload();
-        let options = self.own.options(Mode::Cpu, self.ports, self.udp)?;
+        let mut options = self.own.options(Mode::Cpu, self.ports, self.udp)?;
+        let bound = self.peers.iter().filter(|one| !one.addresses.is_empty());
+        let bound = bound.map(|one| (one.peer.clone(), one.addresses.clone()));
+        options.bound = bound.collect();
         let listener = TcpListener::bind(&self.listen)
             .map_err(|error| anyhow!("cannot listen on {}: {error}", self.listen))?;
         let socket = Socket::bind(&self.own.control.ipsec("serve")?, "an IPsec server")?;
@@ -479,6 +528,23 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_peer_is_bound_to_what_follows_its_name() {
+        let bound = |text: &str| {
+            let one: BoundPeer = text.parse().expect("a peer");
+            let addresses: Vec<String> = one.addresses.iter().map(ToString::to_string).collect();
+            (one.peer.to_string(), addresses.join(" "))
+        };
+        assert_eq!(bound("host-a"), ("host-a".to_owned(), String::new()));
+        assert_eq!(
+            bound("host-a=192.0.2.1,2001:db8::/64"),
+            ("host-a".to_owned(), "192.0.2.1/32 2001:db8::/64".to_owned())
+        );
+        for wrong in ["host-a=", "host-a=b", "=192.0.2.1", "host-a=192.0.2.1,"] {
+            assert!(wrong.parse::<BoundPeer>().is_err(), "{wrong}");
+        }
+    }
 
     #[test]
     fn an_address_is_one_address() {

@@ -15,6 +15,7 @@ use dunlin_proto::negotiate::{Features, Opening, Refusal, SessionId, Supported, 
 use dunlin_sys::poll::{Waker, Wakeup, waker};
 use dunlin_sys::socket::{Liveness, set_liveness};
 
+use super::bound::may_come;
 use super::error::{IpsecError, harmless, in_words};
 use super::session::{Beginning, Session, Status, clean_up};
 use super::{Event, Observer, Options};
@@ -262,6 +263,11 @@ impl Site {
             ipsec: false,
         };
         let selection = select(offer, &supported)?;
+        if let Ok(address) = control.socket().peer_addr() {
+            let address = address.ip().to_canonical();
+            let may = may_come(&self.options.bound, control.peer(), address);
+            may.map_err(|error| refuse(error.fault(), &error.to_string()))?;
+        }
         let held = lock(&self.held);
         let fingerprint = control.peer().fingerprint;
         let theirs = held.iter().filter(|one| one.fingerprint == fingerprint);

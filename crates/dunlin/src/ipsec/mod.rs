@@ -18,6 +18,7 @@
 //! [`dunlin_proto::ipsec::plan`] has the order of everything and why nothing is ever in
 //! the clear. [`lanes`] has sessions for Dunlin's own lanes, with `--security ipsec`.
 
+mod bound;
 mod dial;
 mod door;
 mod error;
@@ -41,10 +42,13 @@ pub use dunlin_proto::ipsec::ports::{NotPorts, PortBlock, PortRange};
 pub use dunlin_proto::ipsec::{Grant, Mode, Sender, Slot};
 pub use dunlin_sys::xfrm::Counters;
 
+pub use bound::{AddressBlock, NotAddresses};
 pub use dial::{up, up_unless};
 pub use door::{Peer, Server};
 pub use error::IpsecError;
 pub use session::{AssociationStatus, Session, Status};
+
+use crate::lane::peers::Peer as Allowed;
 
 /// What a side wants, or allows.
 #[derive(Clone)]
@@ -68,6 +72,8 @@ pub struct Options {
     /// How long an ended session waits for the end of connections on its ports before
     /// it leaves them blocked, for a later process to free.
     pub quiet_wait: Duration,
+    /// Of a server: peers that may come from these addresses alone.
+    pub bound: Vec<(Allowed, Vec<AddressBlock>)>,
     /// Called before each change of the kernel's tables, on the thread that makes it.
     pub before_change: Option<Hook>,
 }
@@ -86,6 +92,7 @@ impl Options {
             rekey_after: Some(Duration::from_secs(60 * 60)),
             records,
             quiet_wait: Duration::from_secs(30),
+            bound: Vec::new(),
             before_change: None,
         }
     }

@@ -2,7 +2,7 @@
 //! after, and taken back without touching what is not ours.
 
 use std::collections::BTreeMap;
-use std::net::UdpSocket;
+use std::net::{SocketAddr, UdpSocket};
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
@@ -22,7 +22,7 @@ use super::udp;
 
 mod values;
 
-use values::{describe, id_of, is_the_same, meet, policy_of, state_of, way_of};
+use values::{connection_policy, describe, id_of, is_the_same, meet, policy_of, state_of, way_of};
 
 /// How often in a row no connection may be found before the ports are free: procfs lists
 /// them in pieces, and one may be in none of them while it changes its state.
@@ -72,6 +72,30 @@ impl Tables {
             }
         }
         Ok(())
+    }
+
+    /// Whether no policy for certain ports covers the packets of a connection, as another
+    /// session's would that has one of its ports.
+    pub(super) fn leave_alone(
+        &self,
+        local: SocketAddr,
+        peer: SocketAddr,
+    ) -> Result<(), IpsecError> {
+        let standing = self.xfrm.policies();
+        let standing = standing.map_err(kernel("policies are listed"))?;
+        let connection = connection_policy(local, peer);
+        let for_ports = |policy: &&xfrm::Policy| {
+            let selector = &policy.selector;
+            selector.source_ports.mask > 0 || selector.destination_ports.mask > 0
+        };
+        let met = standing.iter().filter(for_ports);
+        let met = met.filter(|policy| meet(policy, &connection)).next();
+        met.map_or(Ok(()), |policy| {
+            Err(IpsecError::ControlCovered {
+                port: local.port(),
+                by: describe(policy),
+            })
+        })
     }
 
     /// Those of the policies that the kernel has just as they are.

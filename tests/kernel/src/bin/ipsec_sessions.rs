@@ -3,13 +3,14 @@
 
 use std::io::Write;
 use std::net::{TcpListener, TcpStream};
-use std::process::ExitCode;
+use std::process::{Command, ExitCode};
 use std::thread;
 use std::time::Duration;
 
 use dunlin_kernel_tests::sessions::{
-    AT, AT_6, BYTES, Capture, Process, SERVER, SERVER_6, associations, captured, carry, connect,
-    connect_to, credentials, empty, inside, netns, nothing_left, status, until, up_with,
+    AT, AT_6, BYTES, Capture, NAME, PORTS, Process, SERVER, SERVER_6, associations, captured,
+    carry, connect, connect_to, credentials, empty, inside, netns, nothing_left, status, until,
+    up_with,
 };
 use dunlin_kernel_tests::{Guest, Needs, run};
 use dunlin_sys::affinity::pin_to;
@@ -42,6 +43,8 @@ fn main() -> ExitCode {
         policies_that_somebody_removes_are_missed(guest);
         println!("a_device_that_passes_ipsec_by_is_refused");
         a_device_that_passes_ipsec_by_is_refused(guest);
+        println!("a_peer_is_bound_to_its_addresses");
+        a_peer_is_bound_to_its_addresses(guest);
         println!("i6_ports_in_use_stay_blocked_until_their_connections_end");
         i6_ports_in_use_stay_blocked_until_their_connections_end(guest);
         let serve = p13_a_server_that_was_killed_takes_its_own_back(guest, serve);
@@ -50,7 +53,11 @@ fn main() -> ExitCode {
         // Everything but the control connections is ESP. (A host answers what a blocked
         // neighbour sends with nothing at all.)
         let seen = |filter| captured(guest, "sessions.pcap", filter);
-        assert_eq!(seen("tcp and not port 7302"), 0, "in the clear");
+        assert_eq!(
+            seen("tcp and not port 7302 and not port 7303"),
+            0,
+            "in the clear"
+        );
         assert!(seen("esp") > 100, "by ESP");
         assert!(seen("ip6 and udp port 4500") > 10, "by ESP in UDP");
         assert!(seen("tcp and port 7302") > 10, "the control connections");
@@ -243,6 +250,52 @@ fn a_device_that_passes_ipsec_by_is_refused(guest: &Guest) {
     assert!(!session.0.wait().expect("it ends").success());
     set("link-a", "disable_policy", 0);
     Process::up("connection").end(guest);
+    nothing_left(guest);
+}
+
+/// A certificate does not do from elsewhere.
+fn a_peer_is_bound_to_its_addresses(guest: &Guest) {
+    let serve = |peer: &str| {
+        let mut command = Command::new("ip");
+        let words = [
+            "dunlin",
+            "ipsec",
+            "serve",
+            "--listen",
+            "[::]:7303",
+            "--ports",
+            "4444-4447",
+            "--identity",
+            "host-b",
+            "--peer",
+            peer,
+            "--control",
+            "run-3",
+            "--state-dir",
+            "state-b",
+        ];
+        command.args(netns("b", &words));
+        Process::begin(command, "listening on")
+    };
+    let up = || {
+        let mut command = Command::new("ip");
+        let words = ["dunlin", "ipsec", "up", "--peer", "10.0.0.2:7303"];
+        command
+            .args(netns("a", &words))
+            .args(["--name", NAME, "--ports", PORTS, "--identity", "host-a"])
+            .args(["--state-dir", "state-a", "--control", "run-2"])
+            .args(["--mode", "connection"]);
+        command
+    };
+    let server = serve("host-a.example=10.0.0.3,fd00::/64");
+    let refused = up().output().expect("it starts");
+    let said = String::from_utf8_lossy(&refused.stderr);
+    assert!(said.contains("may not come from 10.0.0.1"), "{said}");
+    assert!(empty(guest, "a") && empty(guest, "b"));
+    server.end(guest);
+    let server = serve("host-a.example=10.0.0.0/31");
+    Process::begin(up(), "up").end(guest);
+    server.end(guest);
     nothing_left(guest);
 }
 

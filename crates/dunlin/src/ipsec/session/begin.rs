@@ -62,6 +62,7 @@ impl Driver {
         // Held until the ports are this session's.
         let _lock = self.shelf.lock(self.options.patience)?;
         let inheritance = self.inheritance(other)?;
+        self.tables.leave_alone(local, peer)?;
         let mut layout = Layout {
             local: own,
             peer: other,

@@ -1,5 +1,7 @@
 //! The objects of a plan as the kernel has them.
 
+use std::net::SocketAddr;
+
 use dunlin_proto::ipsec::Sender;
 use dunlin_proto::ipsec::object::{
     Action, Association, Direction, Encapsulation, Policy, Selector,
@@ -46,6 +48,21 @@ pub(super) fn policy_of(policy: &Policy) -> xfrm::Policy {
         },
         priority: policy.priority,
     }
+}
+
+/// What would block a connection's outgoing packets alone.
+pub(super) fn connection_policy(local: SocketAddr, peer: SocketAddr) -> xfrm::Policy {
+    policy_of(&Policy {
+        direction: Direction::Out,
+        selector: Selector {
+            source: local.ip().to_canonical(),
+            destination: peer.ip().to_canonical(),
+            source_ports: PortBlock::only(local.port()),
+            destination_ports: PortBlock::only(peer.port()),
+        },
+        action: Action::Block,
+        priority: 0,
+    })
 }
 
 pub(super) fn id_of(one: &Association) -> StateId {
