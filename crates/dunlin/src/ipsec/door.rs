@@ -18,6 +18,7 @@ use dunlin_sys::socket::{Liveness, set_liveness};
 use super::bound::may_come;
 use super::error::{IpsecError, harmless, in_words};
 use super::session::{Beginning, Session, Status, clean_up};
+use super::tables::Tables;
 use super::{Event, Observer, Options};
 use crate::lane::accept::{Arrival, accept};
 use crate::lane::control::ControlStream;
@@ -66,6 +67,8 @@ impl Server {
         options: Options,
         observer: Observer,
     ) -> Result<Self, IpsecError> {
+        // Who may not ask the kernel learns it here, and not from the first peer.
+        Tables::open(None)?;
         // Whatever cannot be taken back has been told.
         clean_up(&options, &observer)?;
         let resources = |what| move |source| IpsecError::Resources { what, source };

@@ -6,7 +6,7 @@
 //! TCP connections on the ports go by ESP in transport mode meanwhile, and by nothing
 //! else. When a session was asked to end, what it installed is taken back. When it ends
 //! for another reason, or its process is killed, the ports stay blocked until the next one
-//! with that peer takes them over, or [`clean_up`] frees them: whoever can cut the control
+//! on them with that peer takes them over, or [`clean_up`] frees them: whoever can cut the control
 //! connection must not have what follows sent in the clear.
 //!
 //! ```text
@@ -210,8 +210,8 @@ impl fmt::Display for Event {
                 connections,
             } => write!(
                 formatter,
-                "the ports stay blocked; {connections} connections use them. The next session with \
-                 this peer or `dunlin ipsec clean` frees them when there are none, by {}",
+                "the ports stay blocked; {connections} connections use them. The next session on \
+                 them takes them over, or `dunlin ipsec clean` frees them when there are none, by {}",
                 record.display()
             ),
             Self::Cleaned { record, objects } => write!(
@@ -222,7 +222,7 @@ impl fmt::Display for Event {
             Self::StaysBlocked { record } => write!(
                 formatter,
                 "ports that a process protected that has died stay blocked, until the next session \
-                 with that peer or `dunlin ipsec clean`, by {}",
+                 on them or `dunlin ipsec clean`, by {}",
                 record.display()
             ),
             Self::NotCleaned { why } => {

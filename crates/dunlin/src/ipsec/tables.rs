@@ -34,6 +34,8 @@ pub(super) struct Tables {
     pub(super) xfrm: Arc<Xfrm>,
     hook: Option<Hook>,
     listener: Option<Arc<UdpSocket>>,
+    /// Whether the kernel keeps them, once that was looked for.
+    keeps_directions: Option<bool>,
 }
 
 impl Tables {
@@ -43,6 +45,7 @@ impl Tables {
             xfrm: Arc::new(xfrm),
             hook,
             listener: None,
+            keeps_directions: None,
         })
     }
 
@@ -52,6 +55,7 @@ impl Tables {
             xfrm,
             hook: None,
             listener: None,
+            keeps_directions: None,
         }
     }
 
@@ -180,7 +184,7 @@ impl Tables {
                 self.stands(policy)
             }
             Step::Add(Object::Association(one)) => {
-                let state = state_of(one, key(one)?);
+                let state = state_of(one, key(one)?, self.keeps_directions()?);
                 if let Err(source) = self.xfrm.add_state(&state) {
                     if is_no(&source) {
                         record.gone(&Object::Association(*one))?;
@@ -329,6 +333,16 @@ impl Tables {
             }
         }
         Ok(())
+    }
+
+    fn keeps_directions(&mut self) -> Result<bool, IpsecError> {
+        if let Some(known) = self.keeps_directions {
+            return Ok(known);
+        }
+        let keeps = self.xfrm.keeps_directions();
+        let keeps = keeps.map_err(kernel("directions of SAs are looked for"))?;
+        self.keeps_directions = Some(keeps);
+        Ok(keeps)
     }
 
     /// What an SA has carried; none where it is gone.

@@ -11,7 +11,10 @@ use std::sync::mpsc::channel;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dunlin::ipsec::{Event, Hook, Mode, Observer, Options, PortRange, Server, Session, Status, up};
+use dunlin::ipsec::{
+    Association, Direction, Event, Hook, Mode, Object, Observer, Options, PortRange, Server,
+    Session, Status, Step, up,
+};
 use dunlin::lane::identity::{Identity, LoadOptions};
 use dunlin::lane::peers::Peer;
 use dunlin::lane::provider::Crypto;
@@ -38,9 +41,13 @@ const STOPS: &str = "stops";
 const DIES_UP: &str = "dies-up";
 /// Before each change until the session is up it tries to connect.
 const TRIES: &str = "tries";
+/// Somebody else takes the number of its first SA just before it does.
+const COLLIDES: &str = "collides";
 /// It has a session from its beginning to its end, with new keys in both directions.
 const LIVES: &str = "lives";
 
+/// Of SAs that are not ours.
+const KEY: &str = "0x000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f20212223";
 const PORT_B: &str = "10.0.0.2:4444";
 const PORT_A: &str = "10.0.0.1:4444";
 /// How long a process waits for one that hangs.
@@ -68,6 +75,8 @@ fn main() -> ExitCode {
         i6_p13_a_process_that_dies_leaves_nothing_in_the_clear(guest, "b", 5);
         println!("i6_p13_an_heir_opens_no_port");
         i6_p13_an_heir_opens_no_port(guest);
+        println!("p13_an_spi_that_is_taken_stays_its_owner_s");
+        p13_an_spi_that_is_taken_stays_its_owner_s(guest);
         println!("i6_a_peer_that_hangs_is_given_up");
         i6_a_peer_that_hangs_is_given_up(guest);
         for host in ["a", "b"] {
@@ -149,6 +158,29 @@ fn i6_p13_an_heir_opens_no_port(guest: &Guest) {
     for host in ["a", "b"] {
         let policies = guest.output("ip", &["-n", host, "xfrm", "policy"]);
         assert_eq!(policies.matches("priority").count(), 1, "{policies}");
+        only_foreign(guest, host, 0);
+    }
+}
+
+/// The session takes another, and leaves the SA alone that has it.
+fn p13_an_spi_that_is_taken_stays_its_owner_s(guest: &Guest) {
+    let parties = [
+        begin("b", COLLIDES, 0, LIMIT),
+        begin("a", COLLIDES, 0, LIMIT),
+    ];
+    for mut one in parties {
+        assert!(one.wait().expect("it ends").success());
+    }
+    for host in ["a", "b"] {
+        let left = guest.output("ip", &["-n", host, "xfrm", "state"]);
+        assert_eq!(left.matches("proto esp").count(), 2, "{left}");
+        assert!(
+            left.contains("reqid 4242"),
+            "the one that was faster: {left}"
+        );
+        let own = if host == "a" { "10.0.0.1" } else { "10.0.0.2" };
+        let line = format!("-n {host} xfrm state deleteall dst {own} reqid 4242");
+        guest.command("ip", &line.split_whitespace().collect::<Vec<_>>());
         only_foreign(guest, host, 0);
     }
 }
@@ -297,6 +329,7 @@ fn hook(deed: &str, step: usize, host: &str, is_up: &Arc<AtomicBool>) -> Hook {
         .parse()
         .expect("an address");
     let done = AtomicUsize::new(0);
+    let collided = AtomicBool::new(false);
     Arc::new(move |change| {
         let now = done.fetch_add(1, Ordering::SeqCst) == step;
         if now && deed == DIES {
@@ -309,11 +342,34 @@ fn hook(deed: &str, step: usize, host: &str, is_up: &Arc<AtomicBool>) -> Hook {
             let own = std::process::id().to_string();
             let _ = Command::new("kill").args(["-STOP", &own]).status();
         }
+        if deed == COLLIDES
+            && let Step::Add(Object::Association(one)) = change
+            && one.direction == Direction::In
+            && !collided.swap(true, Ordering::SeqCst)
+        {
+            take(one);
+        }
         if deed == TRIES && !is_up.load(Ordering::SeqCst) {
             let tried = TcpStream::connect_timeout(&to, Duration::from_millis(30));
             assert!(tried.is_err(), "before {change:?}");
         }
     })
+}
+
+/// An SA that is not ours, under the number that ours was to have.
+fn take(one: &Association) {
+    let Association {
+        source,
+        destination,
+        spi,
+        ..
+    } = one;
+    let line = format!(
+        "xfrm state add src {source} dst {destination} proto esp spi {spi:#x} reqid 4242 mode \
+         transport aead rfc4106(gcm(aes)) {KEY} 128"
+    );
+    let added = Command::new("ip").args(line.split_whitespace()).status();
+    assert!(added.expect("ip starts").success());
 }
 
 /// Waits until both directions have new keys, or it is over.
@@ -331,12 +387,11 @@ fn renewed(session: &Session) {
 /// An SA and a policy that are not ours.
 fn foreign(guest: &Guest, host: &str, verb: &str) {
     let sa = "src 10.0.0.1 dst 10.9.9.9 proto esp spi 0x999";
-    let add = "reqid 99 mode transport aead rfc4106(gcm(aes)) \
-               0x000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f20212223 128";
+    let add = format!("reqid 99 mode transport aead rfc4106(gcm(aes)) {KEY} 128");
     let policy = "src 10.0.0.1 dst 10.9.9.9 dir out";
     let template = "priority 7 tmpl src 10.0.0.1 dst 10.9.9.9 proto esp mode transport";
     let adds = verb == "add";
-    for (table, which, what) in [("state", sa, add), ("policy", policy, template)] {
+    for (table, which, what) in [("state", sa, &*add), ("policy", policy, template)] {
         let what = if adds { what } else { "" };
         let line = format!("-n {host} xfrm {table} {verb} {which} {what}");
         guest.command("ip", &line.split_whitespace().collect::<Vec<_>>());

@@ -3,14 +3,15 @@
 
 use std::io::Write;
 use std::net::{TcpListener, TcpStream};
+use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use dunlin_kernel_tests::sessions::{
-    AT, AT_6, BYTES, Capture, NAME, PORTS, Process, SERVER, SERVER_6, associations, captured,
-    carry, connect, connect_to, credentials, empty, inside, netns, nothing_left, status, until,
-    up_with,
+    AT, AT_6, BYTES, Capture, LIMIT, NAME, PORTS, Process, SERVER, SERVER_6, associations,
+    captured, carry, connect, connect_to, credentials, empty, inside, netns, nothing_left, status,
+    until, up_with,
 };
 use dunlin_kernel_tests::{Guest, Needs, run};
 use dunlin_sys::affinity::pin_to;
@@ -43,6 +44,10 @@ fn main() -> ExitCode {
         policies_that_somebody_removes_are_missed(guest);
         println!("a_device_that_passes_ipsec_by_is_refused");
         a_device_that_passes_ipsec_by_is_refused(guest);
+        println!("without_the_capability_nothing_begins");
+        without_the_capability_nothing_begins(guest);
+        println!("up_that_is_told_to_end_does_not_wait");
+        up_that_is_told_to_end_does_not_wait(guest);
         println!("a_peer_is_bound_to_its_addresses");
         a_peer_is_bound_to_its_addresses(guest);
         println!("i6_ports_in_use_stay_blocked_until_their_connections_end");
@@ -250,6 +255,56 @@ fn a_device_that_passes_ipsec_by_is_refused(guest: &Guest) {
     assert!(!session.0.wait().expect("it ends").success());
     set("link-a", "disable_policy", 0);
     Process::up("connection").end(guest);
+    nothing_left(guest);
+}
+
+/// On either side, and it is said what is lacking.
+fn without_the_capability_nothing_begins(guest: &Guest) {
+    const NOBODY: u32 = 65_534;
+    let own = format!("{NOBODY}:{NOBODY}");
+    for host in ["a", "b"] {
+        let identity = format!("nobody-{host}");
+        guest.command("cp", &["-r", &format!("host-{host}"), &identity]);
+        guest.command("mkdir", &[&format!("state-of-nobody-{host}")]);
+        let state = format!("state-of-nobody-{host}");
+        guest.command("chown", &["-R", &own, &identity, &state]);
+        let mut command = Command::new("dunlin");
+        command.args(["ipsec", if host == "a" { "up" } else { "serve" }]);
+        command.args([
+            "--ports",
+            PORTS,
+            "--identity",
+            &identity,
+            "--state-dir",
+            &state,
+        ]);
+        command.args(["--control", &state]);
+        command.args(if host == "a" {
+            ["--peer", SERVER, "--name", NAME]
+        } else {
+            ["--peer", "host-a.example", "--listen", "[::]:7303"]
+        });
+        command.uid(NOBODY).gid(NOBODY);
+        let refused = inside(host, || command.output()).expect("it starts");
+        let said = String::from_utf8_lossy(&refused.stderr);
+        assert!(!refused.status.success());
+        assert!(said.contains("lacks CAP_NET_ADMIN"), "{host}: {said}");
+    }
+    nothing_left(guest);
+}
+
+/// Its peer takes the connection and says nothing.
+fn up_that_is_told_to_end_does_not_wait(guest: &Guest) {
+    let silent = inside("b", || TcpListener::bind("10.0.0.2:7303")).expect("b listens");
+    let mut command = up_with("10.0.0.2:7303", &["--control", "run-2"]);
+    let child = command.spawn().expect("ip starts");
+    let _taken = silent.accept().expect("it connects");
+    let began = Instant::now();
+    assert_eq!(Process(child).end_with(guest), Some(4), "it was cancelled");
+    assert!(
+        began.elapsed() < LIMIT / 2,
+        "it has a patience of {LIMIT:?}"
+    );
     nothing_left(guest);
 }
 
