@@ -253,6 +253,8 @@ pub fn connect(guest: &Guest) {
     };
     guest.command("modprobe", &["-a", "esp4_offload", "esp6_offload"]);
     for (host, _) in HOSTS {
+        // Of an earlier test in the same machine, whose namespaces have gone with it.
+        let _ = std::fs::remove_file(Path::new("/run/netns").join(host));
         ip(&format!("netns add {host}"));
     }
     ip("link add link-a netns a type veth peer name link-b netns b");
