@@ -1,0 +1,180 @@
+//! All TCP connections of a network namespace, whoever has them.
+
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+
+use netlink_packet_core::NLM_F_DUMP;
+
+use super::{FIXED_BYTES, REQUEST_BYTES, SOCK_DIAG_BY_FAMILY};
+use crate::netlink::{Failure, Link, Request, number};
+
+/// How often a list that changed while it was read is read again, before it is taken as it is.
+const ATTEMPTS: usize = 4;
+
+/// A connection. Its state is a number of include/net/tcp_states.h.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TcpConnection {
+    /// The end at this host.
+    pub local: SocketAddr,
+    /// The other one.
+    pub peer: SocketAddr,
+    /// Its state.
+    pub state: u8,
+}
+
+/// Those of the calling thread's network namespace in one of these states, of which `states` has
+/// the bits; those without an owner are among them. An IPv4 address has that form whatever the
+/// socket's family.
+///
+/// # Errors
+/// What socket(2) and netlink say, `NotFound` where the kernel has no inet_diag; `InvalidData` for
+/// an answer that is none.
+pub fn tcp_connections(states: u32) -> io::Result<Vec<TcpConnection>> {
+    let mut link = Link::open(libc::NETLINK_SOCK_DIAG)?;
+    let mut connections = Vec::new();
+    for family in [libc::AF_INET, libc::AF_INET6] {
+        connections.extend(of_family(&mut link, family as u8, states)?);
+    }
+    Ok(connections)
+}
+
+fn of_family(link: &mut Link, family: u8, states: u32) -> io::Result<Vec<TcpConnection>> {
+    let mut all = Vec::new();
+    for _ in 0..ATTEMPTS {
+        all.clear();
+        let listed = link.exchange(question(family, states), |kind, body| {
+            if kind == SOCK_DIAG_BY_FAMILY {
+                all.extend(connection(body).ok_or("a connection is cut short")?);
+            }
+            Ok(())
+        });
+        match listed {
+            Ok(()) => break,
+            Err(Failure::Changed) => {}
+            Err(failure) => return Err(failure.into()),
+        }
+    }
+    Ok(all)
+}
+
+/// `struct inet_diag_req_v2`: any addresses and ports.
+fn question(family: u8, states: u32) -> Request {
+    let mut content = [0; REQUEST_BYTES];
+    content[..2].copy_from_slice(&[family, libc::IPPROTO_TCP as u8]);
+    content[4..8].copy_from_slice(&states.to_ne_bytes());
+    let mut request = Request::new(SOCK_DIAG_BY_FAMILY, NLM_F_DUMP);
+    request.put_bytes(&content);
+    request
+}
+
+/// `struct inet_diag_msg`; nothing of a family that is not asked for.
+fn connection(body: &[u8]) -> Option<Option<TcpConnection>> {
+    let fixed = body.get(..FIXED_BYTES)?;
+    let end = |port: usize, address: usize| {
+        let host: IpAddr = match i32::from(fixed[0]) {
+            libc::AF_INET => Ipv4Addr::from(number::<4>(fixed, address)?).into(),
+            libc::AF_INET6 => Ipv6Addr::from(number::<16>(fixed, address)?).to_canonical(),
+            _ => return None,
+        };
+        Some(SocketAddr::new(
+            host,
+            u16::from_be_bytes(number(fixed, port)?),
+        ))
+    };
+    let ends = end(4, 8).zip(end(6, 24));
+    Some(ends.map(|(local, peer)| TcpConnection {
+        local,
+        peer,
+        state: fixed[1],
+    }))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::net::{TcpListener, TcpStream};
+
+    use super::*;
+
+    /// As `inet_diag_msg_common_fill` writes it.
+    fn row(family: i32, state: u8) -> Vec<u8> {
+        let mut bytes = vec![family as u8, state, 0, 0];
+        bytes.extend(4444_u16.to_be_bytes());
+        bytes.extend(50_000_u16.to_be_bytes());
+        for last in [1, 2] {
+            let address = match family {
+                libc::AF_INET => [&[192, 0, 2, last][..], &[0; 12]].concat(),
+                _ => Ipv4Addr::new(192, 0, 2, last)
+                    .to_ipv6_mapped()
+                    .octets()
+                    .to_vec(),
+            };
+            bytes.extend(address);
+        }
+        bytes.resize(FIXED_BYTES, 0);
+        bytes
+    }
+
+    #[test]
+    fn a_connection_of_either_family_is_read() {
+        let one = TcpConnection {
+            local: "192.0.2.1:4444".parse().unwrap(),
+            peer: "192.0.2.2:50000".parse().unwrap(),
+            state: 1,
+        };
+        for family in [libc::AF_INET, libc::AF_INET6] {
+            assert_eq!(connection(&row(family, 1)), Some(Some(one)));
+        }
+        assert_eq!(connection(&row(libc::AF_UNIX, 1)), Some(None));
+    }
+
+    #[test]
+    fn i7_a_connection_that_was_cut_or_changed_anywhere_is_no_panic() {
+        let whole = row(libc::AF_INET, 1);
+        for end in 0..whole.len() {
+            assert_eq!(connection(&whole[..end]), None, "{end}");
+        }
+        for at in 0..whole.len() {
+            for value in 0..=255 {
+                let mut changed = whole.clone();
+                changed[at] = value;
+                let _ = connection(&changed);
+            }
+        }
+    }
+
+    /// Some kernels have no inet_diag, and some processes no netlink sockets.
+    #[test]
+    fn the_kernel_lists_a_connection_by_its_state() {
+        const ESTABLISHED: u8 = 1;
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let at = listener.local_addr().unwrap();
+        let near = TcpStream::connect(at).unwrap();
+        let from = near.local_addr().unwrap();
+        let listed = |states| match tcp_connections(states) {
+            Ok(listed) => Some(listed),
+            Err(error) => {
+                println!("not told here: {error}");
+                None
+            }
+        };
+        let Some(all) = listed(1 << ESTABLISHED) else {
+            return;
+        };
+        let of = |local, peer| {
+            all.contains(&TcpConnection {
+                local,
+                peer,
+                state: ESTABLISHED,
+            })
+        };
+        assert!(of(from, at) && of(at, from));
+        assert!(all.iter().all(|one| one.state == ESTABLISHED));
+        let listening = listed(1 << 10).unwrap();
+        assert!(
+            listening
+                .iter()
+                .any(|one| one.local == at && one.state == 10)
+        );
+    }
+}
