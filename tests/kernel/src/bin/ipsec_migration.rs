@@ -6,9 +6,9 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use dunlin::engine::destination;
-use dunlin::engine::source::{LaneSecurity, Options, OptionsBuilder};
-use dunlin::engine::vmm::FaultCode;
-use dunlin::engine::{Cancel, Event, Report};
+use dunlin::engine::source::{LaneSecurity, Options, OptionsBuilder, migrate};
+use dunlin::engine::vmm::{FaultCode, SourceVm};
+use dunlin::engine::{Cancel, Event, Host, Report, StandardHost};
 use dunlin::ipsec::lanes::Shelter;
 use dunlin::ipsec::{Direction, Mode, Sender};
 use dunlin::lane::identity::{ClientTls, ServerTls};
@@ -64,7 +64,7 @@ fn main() -> ExitCode {
 /// As many bytes as the lanes' on each CPU, with what TCP and the lanes themselves add; none on
 /// the fallback.
 fn i3_sas_carry_what_their_lanes_do(guest: &Guest, tls: &Tls, cpus: &[u32], lanes: u16) {
-    let vm = guest_of(16 << 20);
+    let vm = guest_of(8 << 20);
     let options = slowly(quick(lanes, 64).to_builder());
     let counted = Arc::<Mutex<Vec<(Sender, u64)>>>::default();
     let how = How {
@@ -110,9 +110,9 @@ fn i3_sas_carry_what_their_lanes_do(guest: &Guest, tls: &Tls, cpus: &[u32], lane
 
 fn i3_i4_a_guest_moves_while_a_lane_dies_and_keys_are_renewed(guest: &Guest, tls: &Tls) {
     for mode in [Mode::Cpu, Mode::Connection] {
-        let vm = guest_of(24 << 20);
+        let vm = guest_of(16 << 20);
         let how = How {
-            options: slowly(quick(4, 6).to_builder()),
+            options: slowly(quick(4, 4).to_builder()),
             mode,
             cpus: &[0, 1, 2, 3],
             strikes: true,
@@ -197,7 +197,7 @@ fn moves(
     tls: &Tls,
     vm: &Arc<TestVm>,
     how: How<'_>,
-    before_commit: impl Fn(&Shelter) + Send + 'static,
+    before_commit: impl Fn(&Shelter) + Send + Sync,
 ) -> (Report, Shelter) {
     let How {
         options,
@@ -207,12 +207,6 @@ fn moves(
     } = how;
     let (receiving, far) = receive(tls);
     let (near, _said) = shelter("a", mode, cpus);
-    let seen = near.clone();
-    *vm.hook.lock().expect("nobody panics") = Some(Box::new(move |step: &str| {
-        if step == "relinquish" {
-            before_commit(&seen);
-        }
-    }));
     let options = options
         .to_builder()
         .security(LaneSecurity::Ipsec)
@@ -220,7 +214,23 @@ fn moves(
         .build()
         .expect("they fit together");
     let (result, events) = std::thread::scope(|scope| {
-        let moving = scope.spawn(|| inside("a", || send(vm, AT, &tls.0, &options, &Cancel::new())));
+        let moving = scope.spawn(|| {
+            inside("a", || {
+                let events = Mutex::new(Vec::new());
+                let observe = |event: &Event| {
+                    // All that lanes were to carry has arrived.
+                    if matches!(event, Event::Committing) {
+                        before_commit(&near);
+                    }
+                    events.lock().expect("nobody panics").push(event.clone());
+                };
+                let as_source: Arc<dyn SourceVm> = Arc::clone(vm) as _;
+                let host: Arc<dyn Host> = Arc::new(StandardHost);
+                let none = Cancel::new();
+                let result = migrate(&as_source, AT, &tls.0, &options, &host, &observe, &none);
+                (result, events.into_inner().expect("nobody panics"))
+            })
+        });
         if strikes {
             until("a session stands", || {
                 near.sessions()

@@ -20,9 +20,9 @@ const NEEDS: Needs = Needs {
     ..Needs::NOTHING
 };
 
-const GUEST: &str = "vm run --name vm --guest process --memory 64M --fill-size 8M";
+const GUEST: &str = "vm run --name vm --guest process --memory 64M --fill-size 8M --workload idle";
 const MIGRATE: &str = "vm migrate --name vm --to 10.0.0.2:7400 --lanes 4 --security ipsec \
-                       --verify --identity host-a --peer host-b.example --json --control run-a";
+                       --downtime-limit 20s --identity host-a --peer host-b.example --json --control run-a";
 
 fn main() -> ExitCode {
     run(&NEEDS, |guest| {
