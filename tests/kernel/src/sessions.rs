@@ -198,10 +198,19 @@ impl Process {
     ///
     /// # Panics
     /// It fails.
-    pub fn end(mut self, guest: &Guest) {
+    pub fn end(self, guest: &Guest) {
+        assert_eq!(self.end_with(guest), Some(0));
+    }
+
+    /// Has it end, and says with which exit code it does.
+    ///
+    /// # Panics
+    /// It cannot be asked to.
+    #[must_use]
+    pub fn end_with(mut self, guest: &Guest) -> Option<i32> {
         // `ip netns exec` becomes the program that it starts.
         guest.command("kill", &["-TERM", &self.0.id().to_string()]);
-        assert!(self.0.wait().expect("it ends").success());
+        self.0.wait().expect("it ends").code()
     }
 }
 

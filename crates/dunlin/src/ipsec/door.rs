@@ -15,8 +15,10 @@ use dunlin_proto::negotiate::{Features, Opening, Refusal, SessionId, Supported, 
 use dunlin_sys::poll::{Waker, Wakeup, waker};
 use dunlin_sys::socket::{Liveness, set_liveness};
 
+use super::bound::may_come;
 use super::error::{IpsecError, harmless, in_words};
 use super::session::{Beginning, Session, Status, clean_up};
+use super::tables::Tables;
 use super::{Event, Observer, Options};
 use crate::lane::accept::{Arrival, accept};
 use crate::lane::control::ControlStream;
@@ -66,8 +68,10 @@ impl Server {
         options: Options,
         observer: Observer,
     ) -> Result<Self, IpsecError> {
+        // Who may not ask the kernel learns it here, and not from the first peer.
+        Tables::open(None)?;
         // Whatever cannot be taken back has been told.
-        clean_up(&options, &observer, None)?;
+        clean_up(&options, &observer)?;
         let resources = |what| move |source| IpsecError::Resources { what, source };
         let address = listener.local_addr().map_err(resources("the listener"))?;
         let (stop, stopped) = waker().map_err(resources("a waker"))?;
@@ -261,6 +265,11 @@ impl Site {
             ipsec: false,
         };
         let selection = select(offer, &supported)?;
+        if let Ok(address) = control.socket().peer_addr() {
+            let address = address.ip().to_canonical();
+            let may = may_come(&self.options.bound, control.peer(), address);
+            may.map_err(|error| refuse(error.fault(), &error.to_string()))?;
+        }
         let held = lock(&self.held);
         let fingerprint = control.peer().fingerprint;
         let theirs = held

@@ -121,6 +121,25 @@ pub enum IpsecError {
         "port {0} of the control connection is one of the ports to be protected: choose ports without it, or have the control connection elsewhere"
     )]
     CoversControl(u16),
+    /// The control connection has got a port that another session protects.
+    #[error(
+        "the control connection has port {port} here, which another policy is for ({by}): try again \
+         for another port, or keep the ports of sessions out of net.ipv4.ip_local_port_range"
+    )]
+    ControlCovered {
+        /// Its port.
+        port: u16,
+        /// The policy.
+        by: String,
+    },
+    /// The peer may not come from there.
+    #[error("{peer} may not come from {address}: `serve --peer {peer}={address}` would allow it")]
+    WrongAddress {
+        /// Who it is, as it was allowed.
+        peer: String,
+        /// Where it comes from.
+        address: IpAddr,
+    },
     /// A host has its SAs on CPUs, and its kernel has none for CPUs.
     #[error(
         "this kernel takes an SA for one CPU for one of all CPUs: use --mode connection, or a kernel that has them (Linux 6.13)"
@@ -215,12 +234,13 @@ impl IpsecError {
             | Self::Locked { .. }
             | Self::Exposed { .. }
             | Self::Unreadable { .. } => FaultCode::Journal,
-            Self::PortsTaken(_) | Self::CoversControl(_) | Self::LeftInTheWay { .. } => {
-                FaultCode::PortsTaken
-            }
+            Self::PortsTaken(_)
+            | Self::CoversControl(_)
+            | Self::ControlCovered { .. }
+            | Self::LeftInTheWay { .. } => FaultCode::PortsTaken,
             Self::SameHost(_) => FaultCode::AddressTranslated,
             Self::NoPerCpu | Self::TooFewPorts { .. } | Self::NoCpus => FaultCode::FeatureMissing,
-            Self::PortsNotAllowed { .. } => FaultCode::Unauthorised,
+            Self::PortsNotAllowed { .. } | Self::WrongAddress { .. } => FaultCode::Unauthorised,
             Self::Unreachable { .. } | Self::Control(_) => FaultCode::ControlLost,
             Self::Handshake { source, .. } => source.of_control_lane(),
             Self::Malformed(error) => error.fault(),

@@ -6,7 +6,7 @@
 //! TCP connections on the ports go by ESP in transport mode meanwhile, and by nothing
 //! else. When a session was asked to end, what it installed is taken back. When it ends
 //! for another reason, or its process is killed, the ports stay blocked until the next one
-//! with that peer takes them over, or [`clean_up`] frees them: whoever can cut the control
+//! on them with that peer takes them over, or [`clean_up`] frees them: whoever can cut the control
 //! connection must not have what follows sent in the clear.
 //!
 //! ```text
@@ -18,6 +18,7 @@
 //! [`dunlin_proto::ipsec::plan`] has the order of everything and why nothing is ever in
 //! the clear. [`lanes`] has sessions for Dunlin's own lanes, with `--security ipsec`.
 
+mod bound;
 mod dial;
 mod door;
 mod error;
@@ -41,10 +42,13 @@ pub use dunlin_proto::ipsec::ports::{NotPorts, PortBlock, PortRange};
 pub use dunlin_proto::ipsec::{Grant, Mode, Sender, Slot};
 pub use dunlin_sys::xfrm::Counters;
 
-pub use dial::up;
+pub use bound::{AddressBlock, NotAddresses};
+pub use dial::{up, up_unless};
 pub use door::{Peer, Server};
 pub use error::IpsecError;
 pub use session::{AssociationStatus, Session, Status};
+
+use crate::lane::peers::Peer as Allowed;
 
 /// What a side wants, or allows.
 #[derive(Clone)]
@@ -68,6 +72,8 @@ pub struct Options {
     /// How long an ended session waits for the end of connections on its ports before
     /// it leaves them blocked, for a later process to free.
     pub quiet_wait: Duration,
+    /// Of a server: peers that may come from these addresses alone.
+    pub bound: Vec<(Allowed, Vec<AddressBlock>)>,
     /// Called before each change of the kernel's tables, on the thread that makes it.
     pub before_change: Option<Hook>,
 }
@@ -86,6 +92,7 @@ impl Options {
             rekey_after: Some(Duration::from_secs(60 * 60)),
             records,
             quiet_wait: Duration::from_secs(30),
+            bound: Vec::new(),
             before_change: None,
         }
     }
@@ -203,8 +210,8 @@ impl fmt::Display for Event {
                 connections,
             } => write!(
                 formatter,
-                "the ports stay blocked; {connections} connections use them. The next session with \
-                 this peer or `dunlin ipsec clean` frees them when there are none, by {}",
+                "the ports stay blocked; {connections} connections use them. The next session on \
+                 them takes them over, or `dunlin ipsec clean` frees them when there are none, by {}",
                 record.display()
             ),
             Self::Cleaned { record, objects } => write!(
@@ -215,7 +222,7 @@ impl fmt::Display for Event {
             Self::StaysBlocked { record } => write!(
                 formatter,
                 "ports that a process protected that has died stay blocked, until the next session \
-                 with that peer or `dunlin ipsec clean`, by {}",
+                 on them or `dunlin ipsec clean`, by {}",
                 record.display()
             ),
             Self::NotCleaned { why } => {

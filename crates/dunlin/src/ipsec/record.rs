@@ -24,7 +24,6 @@
 
 use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
 use std::io::{self, ErrorKind, Read, Seek, SeekFrom, Write};
-use std::net::IpAddr;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::thread;
@@ -221,17 +220,6 @@ impl Record {
     pub(super) fn end(&mut self) -> Result<(), IpsecError> {
         self.has_ended = true;
         self.write(&format!("{ENDED}\n"))
-    }
-
-    /// Whether it is about packets to this host.
-    pub(super) fn concerns(&self, peer: IpAddr) -> bool {
-        self.objects.iter().any(|object| match object {
-            Object::Policy(policy) => {
-                policy.selector.destination == peer || policy.selector.source == peer
-            }
-            Object::Association(one) => one.destination == peer || one.source == peer,
-            Object::Listener(_) => false,
-        })
     }
 
     pub(super) fn path(&self) -> &Path {

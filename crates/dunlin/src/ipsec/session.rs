@@ -225,24 +225,19 @@ impl fmt::Debug for Session {
     }
 }
 
-/// Takes back what processes that have died left in this network namespace. With `peer` it is
-/// what is between this host and that one, and all of it. Without, what blocks ports that were
-/// protected stays, unless their owner had asked for the end: a session that begins takes it
-/// over. What cannot be taken back is told, and the first such error returned when the others
-/// are done.
+/// Takes back what processes that have died left in this network namespace, save what blocks
+/// ports that were protected, unless their owner had asked for the end: a session that begins
+/// takes it over. What cannot be taken back is told, and the first such error returned when the
+/// others are done.
 ///
 /// # Errors
 /// The records cannot be looked for, or the kernel not be asked.
 pub(super) fn clean_up(
     options: &Options,
     observer: &Observer,
-    peer: Option<IpAddr>,
 ) -> Result<Option<IpsecError>, IpsecError> {
-    let which = |record: &Record| match peer {
-        Some(peer) => record.concerns(peer).then_some(true),
-        None => Some(record.has_ended() || !record.has_protected()),
-    };
-    take_back(options, observer, &which)
+    let frees = |record: &Record| record.has_ended() || !record.has_protected();
+    take_back(options, observer, &frees)
 }
 
 /// Takes back all that processes that have died left in this network namespace.
@@ -253,15 +248,14 @@ pub(super) fn free_all(
     options: &Options,
     observer: &Observer,
 ) -> Result<Option<IpsecError>, IpsecError> {
-    take_back(options, observer, &|_| Some(true))
+    take_back(options, observer, &|_| true)
 }
 
-/// Of each record `which` says whether it is to be taken back, and if so, whether the ports are
-/// to be free when it is quiet.
+/// Of each record `frees` says whether its ports are to be free when it is quiet.
 fn take_back(
     options: &Options,
     observer: &Observer,
-    which: &dyn Fn(&Record) -> Option<bool>,
+    frees: &dyn Fn(&Record) -> bool,
 ) -> Result<Option<IpsecError>, IpsecError> {
     let shelf = Shelf::open(&options.records)?;
     let left = {
@@ -275,9 +269,9 @@ fn take_back(
     }
     let mut tables = Tables::open(options.before_change.clone())?;
     for record in left {
-        let done = record.and_then(|record| match which(&record) {
-            Some(frees) => clean(&mut tables, record, frees, observer),
-            None => Ok(()),
+        let done = record.and_then(|record| {
+            let frees = frees(&record);
+            clean(&mut tables, record, frees, observer)
         });
         if let Err(error) = done {
             let why = in_words(&error);

@@ -2,7 +2,7 @@
 //! after, and taken back without touching what is not ours.
 
 use std::collections::BTreeMap;
-use std::net::UdpSocket;
+use std::net::{SocketAddr, UdpSocket};
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
@@ -22,7 +22,7 @@ use super::udp;
 
 mod values;
 
-use values::{describe, id_of, is_the_same, meet, policy_of, state_of, way_of};
+use values::{connection_policy, describe, id_of, is_the_same, meet, policy_of, state_of, way_of};
 
 /// How often in a row no connection may be found before the ports are free: procfs lists
 /// them in pieces, and one may be in none of them while it changes its state.
@@ -34,6 +34,8 @@ pub(super) struct Tables {
     pub(super) xfrm: Arc<Xfrm>,
     hook: Option<Hook>,
     listener: Option<Arc<UdpSocket>>,
+    /// Whether the kernel keeps them, once that was looked for.
+    keeps_directions: Option<bool>,
 }
 
 impl Tables {
@@ -43,6 +45,7 @@ impl Tables {
             xfrm: Arc::new(xfrm),
             hook,
             listener: None,
+            keeps_directions: None,
         })
     }
 
@@ -52,6 +55,7 @@ impl Tables {
             xfrm,
             hook: None,
             listener: None,
+            keeps_directions: None,
         }
     }
 
@@ -72,6 +76,30 @@ impl Tables {
             }
         }
         Ok(())
+    }
+
+    /// Whether no policy for certain ports covers the packets of a connection, as another
+    /// session's would that has one of its ports.
+    pub(super) fn leave_alone(
+        &self,
+        local: SocketAddr,
+        peer: SocketAddr,
+    ) -> Result<(), IpsecError> {
+        let standing = self.xfrm.policies();
+        let standing = standing.map_err(kernel("policies are listed"))?;
+        let connection = connection_policy(local, peer);
+        let for_ports = |policy: &&xfrm::Policy| {
+            let selector = &policy.selector;
+            selector.source_ports.mask > 0 || selector.destination_ports.mask > 0
+        };
+        let met = standing.iter().filter(for_ports);
+        let met = met.filter(|policy| meet(policy, &connection)).next();
+        met.map_or(Ok(()), |policy| {
+            Err(IpsecError::ControlCovered {
+                port: local.port(),
+                by: describe(policy),
+            })
+        })
     }
 
     /// Those of the policies that the kernel has just as they are.
@@ -156,7 +184,7 @@ impl Tables {
                 self.stands(policy)
             }
             Step::Add(Object::Association(one)) => {
-                let state = state_of(one, key(one)?);
+                let state = state_of(one, key(one)?, self.keeps_directions()?);
                 if let Err(source) = self.xfrm.add_state(&state) {
                     if is_no(&source) {
                         record.gone(&Object::Association(*one))?;
@@ -305,6 +333,16 @@ impl Tables {
             }
         }
         Ok(())
+    }
+
+    fn keeps_directions(&mut self) -> Result<bool, IpsecError> {
+        if let Some(known) = self.keeps_directions {
+            return Ok(known);
+        }
+        let keeps = self.xfrm.keeps_directions();
+        let keeps = keeps.map_err(kernel("directions of SAs are looked for"))?;
+        self.keeps_directions = Some(keeps);
+        Ok(keeps)
     }
 
     /// What an SA has carried; none where it is gone.

@@ -128,7 +128,7 @@ impl Shelter {
     pub fn new(options: Options, observer: Observer) -> Result<Self, IpsecError> {
         check(&options)?;
         // Whatever cannot be taken back has been told.
-        clean_up(&options, &observer, None)?;
+        clean_up(&options, &observer)?;
         let cpus = options.cpus.clone();
         let options = Options {
             // As they turn out to be needed.

@@ -22,7 +22,7 @@ use super::{House, Shelter, look_anew};
 use crate::ipsec::dial;
 use crate::ipsec::door::lock;
 use crate::ipsec::error::IpsecError;
-use crate::ipsec::session::{Session, clean_up, random_session};
+use crate::ipsec::session::{Session, random_session};
 use crate::ipsec::{AssociationStatus, Direction, Event, Observer, Options, PortRange, Status};
 use crate::lane::data::PlainConsent;
 use crate::lane::identity::ClientTls;
@@ -337,8 +337,6 @@ impl Ways {
             let local = address(control.socket().local_addr())?;
             let peer = address(control.socket().peer_addr())?;
             let observer = &house.site.observer;
-            // A session of ours that was lost has left its ports blocked.
-            clean_up(&options, observer, Some(peer.ip().to_canonical()))?;
             let mut given_up = || go_on(deadline, stop).is_err();
             match dial::begin(control, session, &options, observer, &mut given_up) {
                 Ok(session) => {

@@ -1,7 +1,7 @@
 //! How a session blocks its ports, and takes over those that an earlier one has left blocked.
 
 use std::io;
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 
 use dunlin_proto::ipsec::Mode;
 use dunlin_proto::ipsec::message::Terms;
@@ -61,7 +61,6 @@ impl Driver {
             .map(|(theirs, own)| (own, theirs));
         // Held until the ports are this session's.
         let _lock = self.shelf.lock(self.options.patience)?;
-        let inheritance = self.inheritance(other)?;
         let mut layout = Layout {
             local: own,
             peer: other,
@@ -70,6 +69,8 @@ impl Driver {
             first_reqid: REQIDS,
             udp,
         };
+        let inheritance = self.inheritance(&layout.begin())?;
+        self.tables.leave_alone(local, peer)?;
         self.tables
             .are_free(&layout.begin(), &inheritance.standing)?;
         let random = || random().map(u32::from_le_bytes);
@@ -89,9 +90,10 @@ impl Driver {
         self.settle_inheritance(inheritance, &adoption)
     }
 
-    /// What sessions with this peer have left whose processes or control connections have died:
-    /// their SAs go, and what blocks their ports stays.
-    fn inheritance(&mut self, peer: IpAddr) -> Result<Inheritance, IpsecError> {
+    /// What sessions on some of these ports with this peer have left whose processes or control
+    /// connections have died: their SAs go, and what blocks their ports stays. Sessions on other
+    /// ports have heirs of their own.
+    fn inheritance(&mut self, begin: &[Step]) -> Result<Inheritance, IpsecError> {
         let mut records = Vec::new();
         for record in self.shelf.left()? {
             let mut record = match record {
@@ -102,7 +104,7 @@ impl Driver {
                     continue;
                 }
             };
-            if record.concerns(peer) {
+            if concerns(&record, begin) {
                 self.tables.take_back(&mut record)?;
                 records.push(record);
             }
@@ -185,6 +187,17 @@ impl Inheritance {
             .iter()
             .any(|record| record.has_protected() && blocking(record).iter().any(replaced))
     }
+}
+
+/// Whether a record has policies for packets that these are to be for.
+fn concerns(record: &Record, begin: &[Step]) -> bool {
+    let left = blocking(record);
+    begin.iter().any(|step| match step {
+        Step::Add(Object::Policy(own)) => left
+            .iter()
+            .any(|other| other.direction == own.direction && other.selector.meets(&own.selector)),
+        _ => false,
+    })
 }
 
 /// What blocks a session's ports once everything else has been taken back.

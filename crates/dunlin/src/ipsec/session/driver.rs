@@ -11,7 +11,7 @@ use dunlin_proto::fault::FaultCode;
 use dunlin_proto::ipsec::exchange::{Action, Awaited, Exchange};
 use dunlin_proto::ipsec::key::{EXPORTER_LABEL, Role, context};
 use dunlin_proto::ipsec::message::{Message, Terms};
-use dunlin_proto::ipsec::object::{Association, Direction};
+use dunlin_proto::ipsec::object::{Association, Direction, Object};
 use dunlin_proto::ipsec::plan::{Layout, Step};
 use dunlin_proto::ipsec::{Grant, LEAST_SPI, Mode, Sender, Slot};
 use dunlin_proto::limits::MAX_SAS;
@@ -33,6 +33,9 @@ use crate::lane::control::ControlStream;
 const TICK: Duration = Duration::from_millis(200);
 /// How often it is looked whether policies and SAs stand.
 const LOOK: Duration = Duration::from_secs(1);
+/// How long an outbound SA of an epoch that is over stays for what was sealed as the policies
+/// were switched: less than the peer's [`GRACE`].
+const LINGER: Duration = Duration::from_secs(1);
 /// How long an inbound SA stays after its last packet was sent.
 const GRACE: Duration = Duration::from_secs(2);
 /// So many may stay for that; if a peer has more made and released, the oldest go earlier.
@@ -56,7 +59,7 @@ pub(super) struct Driver {
     standing: Arc<Mutex<Standing>>,
     tell_up: Channel<()>,
     pub(super) layout: Option<Layout>,
-    /// Inbound SAs that are to go, and when, the oldest first.
+    /// SAs that are to go, and when, the first first.
     late: Late,
     /// Connections that have an SA, or were given one.
     known: BTreeSet<Connection>,
@@ -194,6 +197,12 @@ impl Driver {
                 first,
                 known,
             } => {
+                if first {
+                    // Every other epoch has the same request ids: none of the last but one is
+                    // to be found by the policies of this one.
+                    let lingering = lingering(&mut self.late);
+                    self.apply(&lingering)?;
+                }
                 let steps = self.layout()?.outbound(epoch, &grants, first, &known);
                 self.apply(&steps)?;
                 self.exchange.outbound_stands();
@@ -205,11 +214,15 @@ impl Driver {
                 over,
             } => {
                 let steps = self.layout()?.retire(epoch, &grants, over);
-                self.apply(&steps)
+                if over {
+                    return self.apply(&steps);
+                }
+                self.wait_with(LINGER, steps);
+                Ok(())
             }
             Action::RetireInbound { epoch, grants } => {
                 let steps = self.layout()?.retire_inbound(epoch, &grants);
-                self.late.push((Instant::now() + GRACE, steps));
+                self.wait_with(GRACE, steps);
                 Ok(())
             }
             Action::Up => {
@@ -233,6 +246,13 @@ impl Driver {
                 Ok(())
             }
         }
+    }
+
+    /// Does something later.
+    fn wait_with(&mut self, long: Duration, steps: Vec<Step>) {
+        let when = Instant::now() + long;
+        let at = self.late.partition_point(|(other, _)| *other <= when);
+        self.late.insert(at, (when, steps));
     }
 
     /// Installs SAs of what the peer sends, each under an SPI that is free.
@@ -450,6 +470,17 @@ fn is_asked_for(why: Option<&IpsecError>) -> bool {
     )
 }
 
+/// Takes out what is about outbound SAs, whenever it is due.
+fn lingering(late: &mut Late) -> Vec<Step> {
+    let outbound = |step: &Step| matches!(step, Step::Remove(Object::Association(one)) if one.direction == Direction::Out);
+    let (now, later) = std::mem::take(late)
+        .into_iter()
+        .partition(|(_, steps)| steps.iter().any(outbound));
+    *late = later;
+    let now: Late = now;
+    now.into_iter().flat_map(|(_, steps)| steps).collect()
+}
+
 /// Takes out what is due by now, and the oldest while there are more than `most` steps.
 fn due(late: &mut Late, now: Instant, most: usize) -> Vec<Step> {
     let mut left: usize = late.iter().map(|(_, steps)| steps.len()).sum();
@@ -492,6 +523,26 @@ mod tests {
         ] {
             assert!(!is_asked_for(Some(&other)), "{other}");
         }
+    }
+
+    #[test]
+    fn outbound_sas_that_linger_go_before_their_request_ids_come_again() {
+        let now = Instant::now();
+        let step = |way: &str, spi: u32| {
+            let line = format!(
+                "sa {way} 192.0.2.2 192.0.2.1 spi {spi:#010x} reqid 65536 epoch 1 index 0 fallback"
+            );
+            Step::Remove(line.parse().unwrap())
+        };
+        let mut late: Late = vec![
+            (now, vec![step("in", 0x1000)]),
+            (now, vec![step("out", 0x2000), step("out", 0x2001)]),
+            (now, vec![step("in", 0x3000)]),
+        ];
+        let gone = [step("out", 0x2000), step("out", 0x2001)];
+        assert_eq!(lingering(&mut late), gone);
+        assert_eq!(lingering(&mut late), []);
+        assert_eq!(late.len(), 2);
     }
 
     #[test]

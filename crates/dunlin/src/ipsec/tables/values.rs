@@ -1,5 +1,7 @@
 //! The objects of a plan as the kernel has them.
 
+use std::net::SocketAddr;
+
 use dunlin_proto::ipsec::Sender;
 use dunlin_proto::ipsec::object::{
     Action, Association, Direction, Encapsulation, Policy, Selector,
@@ -49,6 +51,21 @@ pub(super) fn policy_of(policy: &Policy) -> xfrm::Policy {
     }
 }
 
+/// What would block a connection's outgoing packets alone.
+pub(super) fn connection_policy(local: SocketAddr, peer: SocketAddr) -> xfrm::Policy {
+    policy_of(&Policy {
+        direction: Direction::Out,
+        selector: Selector {
+            source: local.ip().to_canonical(),
+            destination: peer.ip().to_canonical(),
+            source_ports: PortBlock::only(local.port()),
+            destination_ports: PortBlock::only(peer.port()),
+        },
+        action: Action::Block,
+        priority: 0,
+    })
+}
+
 pub(super) fn id_of(one: &Association) -> StateId {
     StateId {
         destination: one.destination,
@@ -56,10 +73,13 @@ pub(super) fn id_of(one: &Association) -> StateId {
     }
 }
 
-pub(super) fn state_of(one: &Association, key: KeyAndSalt) -> State {
+/// An SA for a kernel that keeps directions, or for an older one.
+pub(super) fn state_of(one: &Association, key: KeyAndSalt, keeps_directions: bool) -> State {
     let (direction, replay_window) = match one.direction {
         Direction::In => (xfrm::Direction::In, LONGEST_REPLAY_WINDOW),
-        Direction::Out => (xfrm::Direction::Out, 0),
+        Direction::Out if keeps_directions => (xfrm::Direction::Out, 0),
+        // That one has all SAs with extended sequence numbers have a window.
+        Direction::Out => (xfrm::Direction::Out, LONGEST_REPLAY_WINDOW),
     };
     State {
         id: id_of(one),
@@ -208,6 +228,26 @@ mod tests {
             Object::Policy(policy) => policy_of(&policy),
             _ => unreachable!("it is a policy's"),
         }
+    }
+
+    #[test]
+    fn an_outbound_sa_has_a_replay_window_where_the_kernel_has_no_directions() {
+        let window = |way: &str, keeps_directions: bool| {
+            let line = format!(
+                "sa {way} 192.0.2.1 192.0.2.2 spi 0x00001001 reqid 65537 epoch 1 index 0 fallback"
+            );
+            let Object::Association(one) = line.parse().unwrap() else {
+                unreachable!("it is an SA's")
+            };
+            let key = KeyAndSalt::new(&[7; KeyAndSalt::BYTES]);
+            state_of(&one, key, keeps_directions).replay_window
+        };
+        assert_eq!(
+            (window("in", true), window("out", true)),
+            (LONGEST_REPLAY_WINDOW, 0)
+        );
+        assert_eq!(window("in", false), LONGEST_REPLAY_WINDOW);
+        assert_eq!(window("out", false), LONGEST_REPLAY_WINDOW);
     }
 
     #[test]
