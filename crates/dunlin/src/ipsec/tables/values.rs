@@ -6,6 +6,7 @@ use dunlin_proto::ipsec::Sender;
 use dunlin_proto::ipsec::object::{
     Action, Association, Direction, Encapsulation, Policy, Selector,
 };
+use dunlin_proto::ipsec::plan::{FIRST_PRIORITY, REQID_BLOCKS};
 use dunlin_proto::ipsec::ports::PortBlock;
 use dunlin_sys::xfrm::{
     self, Installed, KeyAndSalt, LONGEST_REPLAY_WINDOW, Network, PolicyDirection, Ports, Protocol,
@@ -155,6 +156,22 @@ pub(super) fn meet(other: &xfrm::Policy, own: &xfrm::Policy) -> bool {
         && ports(theirs.destination_ports, ours.destination_ports)
 }
 
+/// Whether `other` is a policy of another session between the same two hosts, and all that is in
+/// both are packets *from* the ports of one *to* those of the other. Either session seals these or
+/// blocks them, so that two sessions with different ports stand side by side.
+pub(super) fn only_crosses(other: &xfrm::Policy, own: &xfrm::Policy) -> bool {
+    let (theirs, ours) = (&other.selector, &own.selector);
+    let of_sessions = FIRST_PRIORITY..=FIRST_PRIORITY + 2 * REQID_BLOCKS + 1;
+    let is_any = |ports: Ports| ports.mask == 0;
+    other.action != xfrm::Action::Foreign
+        && of_sessions.contains(&other.priority)
+        && theirs.source == ours.source
+        && theirs.destination == ours.destination
+        && is_any(theirs.source_ports) != is_any(theirs.destination_ports)
+        && is_any(theirs.source_ports) == is_any(ours.destination_ports)
+        && is_any(theirs.destination_ports) == is_any(ours.source_ports)
+}
+
 pub(super) fn describe(policy: &xfrm::Policy) -> String {
     let selector = &policy.selector;
     let network = |network: Network| format!("{}/{}", network.address, network.prefix);
@@ -205,6 +222,45 @@ mod tests {
         );
         assert_eq!(window("in", false), LONGEST_REPLAY_WINDOW);
         assert_eq!(window("out", false), LONGEST_REPLAY_WINDOW);
+    }
+
+    #[test]
+    fn sessions_with_different_ports_stand_side_by_side() {
+        let policy = |source: u16, destination: u16, action| xfrm::Policy {
+            selector: xfrm::Selector {
+                source_ports: Ports {
+                    port: source,
+                    mask: if source > 0 { 0xffc0 } else { 0 },
+                },
+                destination_ports: Ports {
+                    port: destination,
+                    mask: if destination > 0 { 0xffc0 } else { 0 },
+                },
+                ..own().selector
+            },
+            action,
+            ..own()
+        };
+        let block = xfrm::Action::Block;
+        let (from, to) = (policy(24_576, 0, block), policy(0, 24_640, block));
+        for (one, other) in [(from, to), (to, from)] {
+            assert!(meet(&one, &other) && only_crosses(&one, &other));
+        }
+        // The same way, and on the same ports: those who want them are in each other's way.
+        assert!(!only_crosses(&policy(24_576, 0, block), &from));
+        // Others' policies let packets pass.
+        assert!(!only_crosses(
+            &policy(24_576, 0, xfrm::Action::Foreign),
+            &to
+        ));
+        let mut foreign = from;
+        foreign.priority = 0;
+        assert!(!only_crosses(&foreign, &to));
+        let mut wide = from;
+        wide.selector.source.prefix = 24;
+        assert!(!only_crosses(&wide, &to));
+        let all = policy(0, 0, block);
+        assert!(!only_crosses(&all, &to) && !only_crosses(&to, &all));
     }
 
     #[test]
