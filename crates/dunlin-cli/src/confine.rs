@@ -24,6 +24,7 @@ use std::sync::OnceLock;
 
 use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
+use dunlin::ipsec::PortRange;
 use dunlin::lane::kernel::abilities;
 use dunlin::lane::provider::CipherSuite;
 use dunlin_sys::privileges::{self, Capability};
@@ -64,6 +65,8 @@ pub(crate) struct Needs {
     pub(crate) identity: Option<PathBuf>,
     /// Whether it still has a control socket to make.
     pub(crate) makes_sockets: bool,
+    /// The ports from which its lanes may go over IPsec.
+    pub(crate) ipsec: Option<PortRange>,
 }
 
 impl Needs {
@@ -74,6 +77,45 @@ impl Needs {
             _ => ".".into(),
         }
     }
+}
+
+/// Lanes over IPsec, for which the process of a VM keeps more than others.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct KeepingIpsec {
+    /// Let this VM's lanes go over IPsec where the source asks for that. This process then keeps
+    /// CAP_NET_ADMIN, with which whoever took it over could change this host's network.
+    #[arg(long)]
+    ipsec: bool,
+    /// The source ports of lanes over IPsec, on either host.
+    #[arg(long, value_name = "A-B", default_value = LANE_PORTS)]
+    ipsec_ports: PortRange,
+}
+
+/// Below the ephemeral ports of Linux, and none of Kubernetes' or libvirt's.
+pub(crate) const LANE_PORTS: &str = "24576-28671";
+
+impl KeepingIpsec {
+    /// The ports, if any.
+    pub(crate) fn ports(&self) -> Option<PortRange> {
+        self.ipsec.then_some(self.ipsec_ports)
+    }
+}
+
+/// Whether this process has given up what changes the network.
+static GAVE_UP_NETWORK: OnceLock<()> = OnceLock::new();
+
+/// Whether lanes over IPsec can still be had, which tells more than the kernel's refusal would.
+///
+/// # Errors
+/// This process has given up what they take.
+pub(crate) fn allows_ipsec() -> Result<()> {
+    if GAVE_UP_NETWORK.get().is_some() {
+        bail!(
+            "the VM's process is confined and has given up what lanes over IPsec take (at fault: \
+             configuration): start it with --ipsec"
+        );
+    }
+    Ok(())
 }
 
 /// Where this process may read identities, once that is confined.
@@ -97,13 +139,20 @@ impl Confining {
         identities.extend(needs.identity.clone());
         let rules = files::Rules::new(needs, &identities)?;
         let mut taking = Taking::new(self.confine);
-        taking.take("privileges", drop_privileges())?;
+        let privileges = match needs.ipsec {
+            Some(_) => keep_network(),
+            None => drop_privileges(),
+        };
+        if taking.take("privileges", privileges)? && needs.ipsec.is_none() {
+            let _ = GAVE_UP_NETWORK.set(());
+        }
         if taking.take("files", rules.apply())? && !identities.is_empty() {
             // Nobody else sets it.
             let _ = IDENTITIES.set(identities);
         }
         let work = calls::Work::Guest {
             makes_sockets: needs.makes_sockets,
+            ipsec: needs.ipsec.is_some(),
         };
         taking.take("system calls", calls::apply(work))?;
         Ok(taking.line())
@@ -206,6 +255,13 @@ fn keep_privileges() -> Result<files::Taken> {
     Ok(files::Taken::wholly(
         "no privileges but for others' sockets and low ports",
     ))
+}
+
+/// What lanes over IPsec take.
+fn keep_network() -> Result<files::Taken> {
+    privileges::gain_none()?;
+    privileges::keep_capabilities(&[Capability::Network])?;
+    Ok(files::Taken::wholly("no privileges but for the network"))
 }
 
 fn drop_privileges() -> Result<files::Taken> {

@@ -1,13 +1,21 @@
 //! Arguments that several commands share, and how their values are written.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
 use dunlin::engine::source::{AtTimeLimit, LaneSecurity, Options, OptionsBuilder};
+use dunlin::ipsec::lanes::Shelter;
+use dunlin::ipsec::{self, Event, Observer, PortRange};
 use dunlin_microvm::{Backing, Fill, GuestKind, Workload};
+use dunlin_sys::affinity::allowed;
+use dunlin_sys::xfrm::esp_offload;
 use serde::{Deserialize, Serialize};
+
+use crate::confine::LANE_PORTS;
+use crate::ipsec::ModeName;
 
 /// Where the control sockets of VMs and tunnels are.
 #[derive(Clone, Debug, Args)]
@@ -114,6 +122,7 @@ pub(crate) enum SecurityName {
     #[default]
     Tls,
     Plain,
+    Ipsec,
 }
 
 impl From<SecurityName> for LaneSecurity {
@@ -121,6 +130,7 @@ impl From<SecurityName> for LaneSecurity {
         match name {
             SecurityName::Tls => Self::Tls,
             SecurityName::Plain => Self::Plain,
+            SecurityName::Ipsec => Self::Ipsec,
         }
     }
 }
@@ -216,9 +226,12 @@ pub(crate) struct MigrateFlags {
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = parse_lanes())]
     pub(crate) lanes: u16,
     /// How the data lanes are secured; plain needs the destination's
-    /// `--allow-plain`.
+    /// `--allow-plain`, ipsec `--ipsec` of both VMs' processes.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) security: SecurityName,
+    #[command(flatten)]
+    #[serde(default)]
+    pub(crate) ipsec: IpsecFlags,
     /// Longest acceptable downtime, such as 300ms.
     #[arg(long, value_name = "DURATION", default_value = "300ms", value_parser = parse_limit)]
     pub(crate) downtime_limit: Duration,
@@ -261,6 +274,7 @@ impl MigrateFlags {
             to,
             lanes: options.lanes(),
             security: SecurityName::default(),
+            ipsec: IpsecFlags::default(),
             downtime_limit: options.downtime_limit(),
             time_limit: None,
             at_time_limit: None,
@@ -287,6 +301,84 @@ impl MigrateFlags {
             .last_pass_rate(self.last_pass_rate)
             .lane_rate(self.lane_rate)
     }
+}
+
+/// How lanes go over IPsec.
+#[derive(Clone, Debug, Args, Serialize, Deserialize)]
+#[serde(default)]
+pub(crate) struct IpsecFlags {
+    /// Over IPsec, one SA for each CPU or for each lane.
+    #[arg(long, value_enum, default_value_t)]
+    ipsec_mode: ModeName,
+    /// Over IPsec, the source ports of lanes; the destination's `--ipsec-ports` hold them.
+    #[arg(long, value_name = "A-B", value_parser = parse_ports, default_value = LANE_PORTS)]
+    ipsec_ports: String,
+    /// Over IPsec with an SA for each CPU, those on which lanes are, such as 0,2-3 [default: those
+    /// on which the VM's process may run].
+    #[arg(long, value_name = "LIST", value_parser = parse_cpus)]
+    cpus: Option<String>,
+}
+
+impl Default for IpsecFlags {
+    fn default() -> Self {
+        Self {
+            ipsec_mode: ModeName::default(),
+            ipsec_ports: LANE_PORTS.to_owned(),
+            cpus: None,
+        }
+    }
+}
+
+impl IpsecFlags {
+    /// What lanes of this process are to be like.
+    pub(crate) fn options(&self, records: PathBuf) -> Result<ipsec::Options> {
+        let cpus = match &self.cpus {
+            Some(text) => text.parse::<Cpus>().map_err(anyhow::Error::msg)?.0,
+            None => allowed()?,
+        };
+        let cpus = cpus.into_iter().map(u32::try_from);
+        let ports = self.ipsec_ports.parse()?;
+        let mut options = ipsec::Options::new(self.ipsec_mode.into(), ports, records);
+        options.cpus = cpus.collect::<Result<_, _>>()?;
+        options.quiet_wait = LANES_QUIET;
+        Ok(options)
+    }
+}
+
+/// How long the ends of lanes are waited for: both sides close them.
+pub(crate) const LANES_QUIET: Duration = Duration::from_secs(5);
+
+fn parse_ports(text: &str) -> Result<String, String> {
+    let ports = text.parse::<PortRange>();
+    ports
+        .map(|ports| ports.to_string())
+        .map_err(|error| error.to_string())
+}
+
+fn parse_cpus(text: &str) -> Result<String, String> {
+    text.parse::<Cpus>().map(|_| text.to_owned())
+}
+
+/// Lanes over IPsec by these options; of what happens to them `warn` is told what somebody should
+/// know.
+///
+/// # Errors
+/// What the kernel, or this process, lacks.
+pub(crate) fn shelter(
+    options: ipsec::Options,
+    warn: impl Fn(String) + Send + Sync + 'static,
+) -> Result<Shelter> {
+    if let Some(command) = esp_offload().how_to_load() {
+        warn(format!(
+            "TCP hands IPsec one packet for each segment on this kernel; `{command}` before makes \
+             it faster"
+        ));
+    }
+    let observer: Observer = Arc::new(move |event| match event {
+        Event::Up(_) | Event::Over { why: None, .. } | Event::Cleaned { .. } => {}
+        event => warn(event.to_string()),
+    });
+    Ok(Shelter::new(options, observer)?)
 }
 
 #[derive(Clone, Copy, Debug, Default, ValueEnum, Serialize, Deserialize)]

@@ -20,6 +20,8 @@ pub enum Capability {
     OthersFiles = 1,
     /// `CAP_NET_BIND_SERVICE`: ports below 1024.
     LowPorts = 10,
+    /// `CAP_NET_ADMIN`: the kernel's IPsec, and all else of the network namespace.
+    Network = 12,
 }
 
 /// `struct __user_cap_header_struct` of the same header.

@@ -22,6 +22,7 @@ pub mod handoff;
 pub mod ipsec;
 pub mod refusing;
 pub mod sessions;
+pub mod shelters;
 pub mod tls;
 
 use std::env;

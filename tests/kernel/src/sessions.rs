@@ -265,12 +265,22 @@ pub fn connect(guest: &Guest) {
     }
     ip("link add link-a netns a type veth peer name link-b netns b");
     for (host, address) in HOSTS {
+        // An address that came by itself later would make connections look for their way anew.
+        ip(&format!("-n {host} link set link-{host} addrgenmode none"));
         ip(&format!("-n {host} addr add {address}/24 dev link-{host}"));
         let address_6 = address.replace("10.0.0.", "fd00::");
         ip(&format!(
             "-n {host} addr add {address_6}/64 dev link-{host} nodad"
         ));
         ip(&format!("-n {host} link set link-{host} up"));
+    }
+    // So would a link that the kernel takes for up a moment later.
+    for (host, _) in HOSTS {
+        until("the link is up", || {
+            let link = format!("link-{host}");
+            let said = guest.output("ip", &["-n", host, "-o", "link", "show", &link]);
+            said.contains("state UP")
+        });
     }
 }
 

@@ -9,7 +9,9 @@ use dunlin::lane::record::{CONTENT_BYTES, OpenHalf, RECORD_BYTES, SealHalf};
 
 use super::Common;
 use super::figures::{Figure, Record};
+use super::hosts::BetweenHosts;
 use super::rig::{Rig, Security, Spent, Work, connection, in_step};
+use crate::options::SecurityName;
 
 const LANES: [usize; 3] = [1, 2, 4];
 /// Bytes written at once by the floor's plain copy.
@@ -25,6 +27,11 @@ pub(crate) struct Lanes {
     /// Only this many lanes, instead of 1, 2 and 4.
     #[arg(long)]
     lanes: Option<usize>,
+    /// Measure TLS and IPsec between two hosts instead, or plain and TLS on this one (tls).
+    #[arg(long, value_enum, default_value_t)]
+    security: SecurityName,
+    #[command(flatten)]
+    between: BetweenHosts,
 }
 
 /// The figures of one variant.
@@ -48,14 +55,18 @@ impl Figures {
 impl Lanes {
     pub(super) fn run(&self) -> Result<()> {
         self.common.check()?;
+        let counts = self
+            .lanes
+            .map_or(LANES.to_vec(), |lanes| vec![lanes.max(1)]);
+        if let SecurityName::Ipsec = self.security {
+            let Common { rounds, size, .. } = self.common;
+            return self.between.run(&counts, rounds, size);
+        }
         let rig = Rig::new(self.common.size)?;
         let providers = self.common.providers();
         // Written, so that both stand in memory before anything is timed.
         let source = vec![5; usize::try_from(rig.bytes)?];
         let mut target = vec![6; source.len()];
-        let counts = self
-            .lanes
-            .map_or(LANES.to_vec(), |lanes| vec![lanes.max(1)]);
         for lanes in counts {
             let mut plain: Vec<Figures> = providers.iter().map(|_| Figures::default()).collect();
             let mut floors: Vec<Figures> = providers.iter().map(|_| Figures::default()).collect();

@@ -8,6 +8,7 @@
 
 mod connections;
 mod figures;
+mod hosts;
 mod lanes;
 mod rig;
 mod thrash;

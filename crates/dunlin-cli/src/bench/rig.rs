@@ -63,15 +63,9 @@ impl Rig {
             1,
             &scratch.0.join("destination"),
         )?;
-        let memory = |seed| -> Result<_> {
-            let memory = Arc::new(allocate(bytes, Backing::Private)?);
-            let mapped = MappedMemory::new(memory, PAGE_BYTES as u32);
-            fill(&mapped, seed)?;
-            Ok(mapped)
-        };
         Ok(Self {
-            source: memory(1)?,
-            target: memory(2)?,
+            source: memory(bytes, 1)?,
+            target: memory(bytes, 2)?,
             bytes,
             scratch,
         })
@@ -197,7 +191,12 @@ fn lane(tls: Option<&(ClientTls, ServerTls)>) -> Result<(DataSender, DataReceive
 }
 
 /// What a lane's thread does at the source, chunk after chunk.
-fn send(memory: &MappedMemory, bytes: u64, next: &AtomicU64, mut sender: DataSender) -> Result<()> {
+pub(super) fn send(
+    memory: &MappedMemory,
+    bytes: u64,
+    next: &AtomicU64,
+    mut sender: DataSender,
+) -> Result<()> {
     loop {
         let offset = next.fetch_add(BATCH_BYTES as u64, Ordering::Relaxed);
         if offset >= bytes {
@@ -219,7 +218,7 @@ fn send(memory: &MappedMemory, bytes: u64, next: &AtomicU64, mut sender: DataSen
 }
 
 /// What a lane's thread does at the destination.
-fn receive(memory: &MappedMemory, mut receiver: DataReceiver) -> Result<()> {
+pub(super) fn receive(memory: &MappedMemory, mut receiver: DataReceiver) -> Result<()> {
     let mut header = [0; HEADER_BYTES];
     while receiver.next(&mut header, None)? {
         let [offset, length] = [0, 8].map(|at| {
@@ -231,6 +230,14 @@ fn receive(memory: &MappedMemory, mut receiver: DataReceiver) -> Result<()> {
         receiver.payload_into(std::iter::once(target))?;
     }
     Ok(())
+}
+
+/// Memory that has been written to.
+pub(super) fn memory(bytes: u64, seed: u64) -> Result<MappedMemory> {
+    let memory = Arc::new(allocate(bytes, Backing::Private)?);
+    let mapped = MappedMemory::new(memory, PAGE_BYTES as u32);
+    fill(&mapped, seed)?;
+    Ok(mapped)
 }
 
 /// Fills memory with bytes that no two pages share and none of whose pages is

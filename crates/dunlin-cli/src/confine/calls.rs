@@ -126,6 +126,14 @@ const FOR_GUESTS: &[libc::c_long] = &[
     libc::SYS_userfaultfd,
 ];
 
+/// Besides, for records of IPsec, which are written anew and take the place of older ones.
+const FOR_RECORDS: &[libc::c_long] = &[
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_rename,
+    libc::SYS_renameat,
+    libc::SYS_renameat2,
+];
+
 /// Besides, for channels: where the kernel seals, it moves their bytes too.
 const FOR_CHANNELS: &[libc::c_long] = &[libc::SYS_splice];
 
@@ -181,6 +189,8 @@ pub(super) enum Work {
     Guest {
         /// Whether it still has a control socket to make.
         makes_sockets: bool,
+        /// Whether its lanes may go over IPsec.
+        ipsec: bool,
     },
     /// A tunnel's.
     Channels,
@@ -193,7 +203,16 @@ pub(super) fn apply(work: Work) -> Result<Taken> {
         Work::Guest { .. } => FOR_GUESTS,
         Work::Channels => FOR_CHANNELS,
     };
-    for call in ALLOWED.iter().chain(ALLOWED_HERE).chain(besides) {
+    let records = match work {
+        Work::Guest { ipsec: true, .. } => FOR_RECORDS,
+        _ => &[],
+    };
+    for call in ALLOWED
+        .iter()
+        .chain(ALLOWED_HERE)
+        .chain(besides)
+        .chain(records)
+    {
         allowed.insert(*call, Vec::new());
     }
     for (call, rules) in with_arguments(work)? {
@@ -232,16 +251,24 @@ fn with_arguments(work: Work) -> Result<Vec<(libc::c_long, Vec<SeccompRule>)>> {
     let kind = |kind: libc::c_int| masked(1, 0xf, kind as u64);
     let mut sockets = Vec::new();
     let mut domains = vec![libc::AF_INET, libc::AF_INET6];
-    if work
-        != (Work::Guest {
+    if !matches!(
+        work,
+        Work::Guest {
             makes_sockets: false,
-        })
-    {
+            ..
+        }
+    ) {
         domains.push(libc::AF_UNIX);
     }
     for domain in domains {
         for one in [libc::SOCK_STREAM, libc::SOCK_DGRAM] {
             sockets.push(rule(&[equals(0, domain as u64), kind(one)])?);
+        }
+    }
+    if let Work::Guest { ipsec: true, .. } = work {
+        for protocol in [libc::NETLINK_XFRM, libc::NETLINK_SOCK_DIAG] {
+            let netlink = equals(0, libc::AF_NETLINK as u64);
+            sockets.push(rule(&[netlink, equals(2, protocol as u64)])?);
         }
     }
     let (types, besides): (&[u64], _) = match work {
@@ -263,10 +290,13 @@ fn with_arguments(work: Work) -> Result<Vec<(libc::c_long, Vec<SeccompRule>)>> {
     ] {
         controls.push(rule(&[equals(0, what)])?);
     }
-    let one_more = work
-        == (Work::Guest {
+    let one_more = matches!(
+        work,
+        Work::Guest {
             makes_sockets: true,
-        });
+            ..
+        }
+    );
     if one_more {
         // One more filter is to come.
         controls.push(rule(&[equals(0, libc::PR_SET_NO_NEW_PRIVS as u64)])?);

@@ -8,12 +8,13 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail};
 use dunlin::lane::identity::{Files, Role};
 use landlock::{
-    ABI, Access, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible, LandlockStatus, Ruleset,
-    RulesetAttr, RulesetCreated, RulesetCreatedAttr, RulesetError, RulesetStatus, Scope,
+    ABI, Access, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible, LandlockStatus, NetPort,
+    Ruleset, RulesetAttr, RulesetCreated, RulesetCreatedAttr, RulesetError, RulesetStatus, Scope,
     path_beneath_rules,
 };
 
 use super::Needs;
+use crate::ipsec::RECORDS as IPSEC_RECORDS;
 
 /// The newest version of Landlock that all of this takes: Linux 6.12.
 const ALL: ABI = ABI::V6;
@@ -84,6 +85,16 @@ impl Rules {
             std::fs::create_dir_all(directory)
                 .with_context(|| format!("cannot make {}", directory.display()))?;
         }
+        if needs.ipsec.is_some() {
+            use std::os::unix::fs::DirBuilderExt;
+            // Later no directory can be made.
+            let directory = needs.journal.join(IPSEC_RECORDS);
+            std::fs::DirBuilder::new()
+                .recursive(true)
+                .mode(0o700)
+                .create(&directory)
+                .with_context(|| format!("cannot make {}", directory.display()))?;
+        }
         Ok(Self {
             ruleset: ruleset(needs, identities).context("the rules for files cannot be made")?,
             newer: [&NEWER[..], &[(ABI::V4, "listening on TCP ports")]].concat(),
@@ -144,6 +155,12 @@ fn ruleset(needs: &Needs, identities: &[PathBuf]) -> Result<RulesetCreated, Rule
         .handle_access(AccessNet::BindTcp)?
         .scope(Scope::from_all(ALL))?
         .create()?;
+    // Lanes over IPsec come from ports of their own.
+    if let Some(ports) = needs.ipsec {
+        for port in ports.first()..=ports.last() {
+            ruleset = ruleset.add_rule(NetPort::new(port, AccessNet::BindTcp))?;
+        }
+    }
     for (paths, access) in rules(needs, identities) {
         ruleset = ruleset.add_rules(path_beneath_rules(paths, access))?;
     }

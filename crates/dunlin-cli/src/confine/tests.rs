@@ -149,6 +149,34 @@ fn a_confined_process_does_its_work_and_nothing_else() {
     assert_eq!(outcomes["make a local socket in an older thread"], "EACCES");
 }
 
+/// Beside its work it sets up IPsec, and connects from the ports that it was given for lanes.
+#[test]
+fn a_process_whose_lanes_go_over_ipsec_keeps_what_that_takes_and_nothing_else() {
+    let outcomes = confined("ipsec");
+    assert_each(&outcomes, "done", STILL_WORKS);
+    let kept = [
+        "bind a lane's port",
+        "ask about connections",
+        "rename in the journal",
+        "keep records of IPsec",
+    ];
+    assert_each(&outcomes, "done", &kept);
+    assert_each(
+        &outcomes,
+        "EACCES",
+        &["listen on a port", "write elsewhere"],
+    );
+    let by_calls = [
+        "make a netlink socket",
+        "make a packet socket",
+        "execute a program",
+        "mount",
+    ];
+    assert_each(&outcomes, "ENOSYS", &by_calls);
+    let effective = u64::from_str_radix(&outcomes["privileges"], 16).unwrap();
+    assert_eq!(effective & !(1 << 12), 0, "CAP_NET_ADMIN alone");
+}
+
 #[test]
 fn landlock_alone_holds_what_it_is_for() {
     let outcomes = confined("files");
@@ -282,6 +310,7 @@ fn inside() {
         scratch: None,
         identity: Some(directory.join("identity")),
         makes_sockets: true,
+        ipsec: (parts == "ipsec").then(|| "24576-24639".parse().unwrap()),
     };
     let confining = |confine| Confining {
         confine,
@@ -298,6 +327,30 @@ fn inside() {
             make_no_more_sockets(&confined).unwrap();
             tell("make a local socket later", local_socket());
             tell("make a local socket in an older thread", older());
+        }
+        "ipsec" => {
+            confining(Whether::Yes).apply(&needs).unwrap();
+            let bound = TcpListener::bind("127.0.0.1:24600").map(drop);
+            tell("bind a lane's port", bound.map_err(number));
+            let asking = socket(
+                AddressFamily::Netlink,
+                SockType::Raw,
+                SockFlag::empty(),
+                SockProtocol::NetlinkSockDiag,
+            );
+            tell("ask about connections", asking.map(drop));
+            let record = directory
+                .join("journal")
+                .join(crate::ipsec::RECORDS)
+                .join("new");
+            tell(
+                "keep records of IPsec",
+                fs::write(record, "x").map_err(number),
+            );
+            let status = fs::read_to_string("/proc/thread-self/status").unwrap();
+            let set = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
+            println!("\ntried privileges: {}", set.unwrap().trim());
+            try_everything(&directory);
         }
         "tunnel" => {
             let confining = ConfiningTunnel {
@@ -323,6 +376,7 @@ fn inside() {
         "nothing-left" => {
             calls::apply(calls::Work::Guest {
                 makes_sockets: false,
+                ipsec: false,
             })
             .unwrap();
             let Line::Confined { by, lacks } = confining(Whether::Auto).apply(&needs).unwrap()

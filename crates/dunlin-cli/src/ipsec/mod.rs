@@ -11,6 +11,7 @@ mod run;
 use anyhow::Result;
 use clap::{Subcommand, ValueEnum};
 use dunlin::ipsec::Mode;
+use serde::{Deserialize, Serialize};
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
@@ -39,8 +40,12 @@ pub(crate) fn run(command: &Command) -> Result<i32> {
     }
 }
 
+/// The directory of records, within that of journals.
+pub(crate) const RECORDS: &str = "ipsec";
+
 /// How traffic is spread over SAs.
-#[derive(Clone, Copy, Debug, Default, ValueEnum)]
+#[derive(Clone, Copy, Debug, Default, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub(crate) enum ModeName {
     /// One SA for each CPU that sends (Linux 6.13).
     #[default]

@@ -83,7 +83,7 @@ impl Own {
 }
 
 fn records(state: &StatePath) -> Result<PathBuf> {
-    Ok(state.directory()?.join("ipsec"))
+    Ok(state.directory()?.join(super::RECORDS))
 }
 
 fn observer() -> Observer {

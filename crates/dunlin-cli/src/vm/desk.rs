@@ -9,7 +9,7 @@
 //! Requests, signals, the arrival and the VM's own end meet here, under one
 //! lock.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -35,6 +35,8 @@ const FAREWELL_LIMIT: Duration = Duration::from_secs(5);
 pub(crate) struct Desk {
     json: bool,
     journal: Journal,
+    /// Where that is.
+    directory: PathBuf,
     state: Mutex<Now>,
     changed: Condvar,
     /// The control socket at which this process can be asked.
@@ -105,10 +107,11 @@ pub(crate) enum Command {
 }
 
 impl Desk {
-    pub(crate) fn new(json: bool, journal: Journal) -> Arc<Self> {
+    pub(crate) fn new(json: bool, journal: Journal, directory: PathBuf) -> Arc<Self> {
         Arc::new(Self {
             json,
             journal,
+            directory,
             state: Mutex::new(Now {
                 holds: Holds::Waiting,
                 moving: None,
@@ -127,6 +130,11 @@ impl Desk {
     /// Where this process remembers its sessions.
     pub(crate) fn journal(&self) -> Journal {
         self.journal.clone()
+    }
+
+    /// Where this process remembers what it has installed for lanes over IPsec.
+    pub(crate) fn ipsec_records(&self) -> PathBuf {
+        self.directory.join(crate::ipsec::RECORDS)
     }
 
     /// The control socket at which this process can be asked, once it has one.

@@ -24,10 +24,11 @@ use serde::{Deserialize, Serialize};
 use super::desk::{Command, Desk};
 use super::moving::Moving;
 use crate::code::FAILED;
+use crate::confine;
 use crate::control::{Socket, read_request, send};
 use crate::identity::{Common, client_tls};
 use crate::line::{FailedLine, Line};
-use crate::options::MigrateFlags;
+use crate::options::{MigrateFlags, SecurityName, shelter};
 use crate::sessions::{Decision, asking};
 
 /// What can be asked of a VM's process.
@@ -236,8 +237,18 @@ fn heed(mut requests: impl BufRead, desk: &Desk, moving: &Moving) {
 /// Begins a migration, on a thread of its own.
 fn move_away(desk: &Arc<Desk>, tls: ClientTls, flags: &MigrateFlags) -> Result<Arc<Moving>> {
     let moving = Moving::new(flags.to.clone(), flags.rate);
+    let shelter = match flags.security {
+        SecurityName::Ipsec => {
+            confine::allows_ipsec()?;
+            let told = Arc::clone(&moving);
+            let options = flags.ipsec.options(desk.ipsec_records())?;
+            Some(shelter(options, move |text| told.warn(text))?)
+        }
+        _ => None,
+    };
     let options = flags
         .options()
+        .ipsec(shelter)
         .tune(moving.tune.clone())
         .journal(desk.journal())
         .owner(desk.owner())

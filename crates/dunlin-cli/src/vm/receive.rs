@@ -10,18 +10,19 @@ use clap::Args;
 use dunlin::engine::destination::{DestinationEvent, Options, receive};
 use dunlin::engine::vmm::{Builder, DestinationVm, FaultCode, Offered, Refusal};
 use dunlin::engine::{Host, MigrateError, StandardHost, VmIs, fault_behind};
+use dunlin::ipsec;
 use dunlin_microvm::{MachineBuilder, Movable, VmState};
 use dunlin_sys::signals::{EndSignal, EndSignals, HangUps};
 
 use super::desk::Desk;
 use super::owner::{self, Parent};
 use crate::code::CANCELLED;
-use crate::confine::{self, Confining, Needs};
+use crate::confine::{self, Confining, KeepingIpsec, Needs};
 use crate::control::Socket;
 use crate::display::{clean, clean_lines};
 use crate::identity::{Accepting, Common};
 use crate::line::{FailedLine, Line, millis};
-use crate::options::{ControlPath, parse_limit};
+use crate::options::{ControlPath, LANES_QUIET, parse_limit, shelter};
 use crate::sessions::StatePath;
 
 #[derive(Debug, Args)]
@@ -44,6 +45,8 @@ pub(crate) struct Receive {
     state: StatePath,
     #[command(flatten)]
     confining: Confining,
+    #[command(flatten)]
+    keeping: KeepingIpsec,
     /// One JSON object a line.
     #[arg(long)]
     json: bool,
@@ -53,7 +56,7 @@ pub(crate) struct Receive {
 
 impl Receive {
     pub(crate) fn run(self) -> Result<i32> {
-        let desk = Desk::new(self.json, self.state.open()?);
+        let desk = Desk::new(self.json, self.state.open()?, self.state.directory()?);
         let hang_ups = HangUps::block()?;
         let signals = EndSignals::block()?;
         let (accepting, warnings) = Accepting::load(&self.common)?;
@@ -73,7 +76,18 @@ impl Receive {
             address: address.clone(),
         });
         let host: Arc<dyn Host> = Arc::new(StandardHost);
+        let shelter = match self.keeping.ports() {
+            Some(ports) => {
+                let mut options =
+                    ipsec::Options::new(ipsec::Mode::Connection, ports, desk.ipsec_records());
+                options.quiet_wait = LANES_QUIET;
+                let told = Arc::clone(&desk);
+                Some(shelter(options, move |text| told.warn(&text))?)
+            }
+            None => None,
+        };
         let options = Options::builder()
+            .ipsec(shelter)
             .allow_plain(self.allow_plain)
             .idle_limit(self.idle_limit)
             .journal(desk.journal())
@@ -175,6 +189,7 @@ impl Receive {
             scratch: self.parent.scratch(),
             identity: Some(self.common.identity.clone()),
             makes_sockets: true,
+            ipsec: self.keeping.ports(),
         })?;
         confine::say(&confined, self.json);
         Ok(confined)

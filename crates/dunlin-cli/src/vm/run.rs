@@ -10,7 +10,7 @@ use dunlin_sys::signals::EndSignals;
 use super::desk::Desk;
 use super::owner::{self, Parent};
 use crate::code::USAGE;
-use crate::confine::{self, Confining, Needs};
+use crate::confine::{self, Confining, KeepingIpsec, Needs};
 use crate::control::Socket;
 use crate::line::Line;
 use crate::options::{BackingName, ControlPath, FillName, GuestName, WorkloadName, parse_bytes};
@@ -54,6 +54,8 @@ pub(crate) struct Run {
     state: StatePath,
     #[command(flatten)]
     confining: Confining,
+    #[command(flatten)]
+    keeping: KeepingIpsec,
     /// One JSON object a line.
     #[arg(long)]
     json: bool,
@@ -89,7 +91,7 @@ impl Run {
             eprintln!("error: {error}");
             return Ok(USAGE);
         }
-        let desk = Desk::new(self.json, self.state.open()?);
+        let desk = Desk::new(self.json, self.state.open()?, self.state.directory()?);
         for left in self.state.left_behind(&self.name)? {
             desk.warn(&left);
         }
@@ -129,6 +131,7 @@ impl Run {
             scratch: self.parent.scratch(),
             identity: None,
             makes_sockets: false,
+            ipsec: self.keeping.ports(),
         })?;
         confine::say(&confined, self.json);
         Ok(())

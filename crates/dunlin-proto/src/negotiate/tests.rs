@@ -21,6 +21,7 @@ fn supported() -> Supported {
         features: Features::VERIFY,
         required: Features::NONE,
         plain_allowed: false,
+        ipsec: false,
     }
 }
 

@@ -155,9 +155,6 @@ pub enum IpsecError {
         /// How many a session takes.
         block: u16,
     },
-    /// Lanes are to have SAs of CPUs, and there are none.
-    #[error("no CPU was named for lanes over IPsec")]
-    NoCpus,
     /// The peer asks for what this side's operator does not allow.
     #[error("the peer asks for ports {asked}, and {allowed} are allowed")]
     PortsNotAllowed {
@@ -239,7 +236,7 @@ impl IpsecError {
             | Self::ControlCovered { .. }
             | Self::LeftInTheWay { .. } => FaultCode::PortsTaken,
             Self::SameHost(_) => FaultCode::AddressTranslated,
-            Self::NoPerCpu | Self::TooFewPorts { .. } | Self::NoCpus => FaultCode::FeatureMissing,
+            Self::NoPerCpu | Self::TooFewPorts { .. } => FaultCode::FeatureMissing,
             Self::PortsNotAllowed { .. } | Self::WrongAddress { .. } => FaultCode::Unauthorised,
             Self::Unreachable { .. } | Self::Control(_) => FaultCode::ControlLost,
             Self::Handshake { source, .. } => source.of_control_lane(),

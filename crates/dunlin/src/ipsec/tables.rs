@@ -22,7 +22,10 @@ use super::udp;
 
 mod values;
 
-use values::{connection_policy, describe, id_of, is_the_same, meet, policy_of, state_of, way_of};
+use values::{
+    connection_policy, describe, id_of, is_the_same, meet, only_crosses, policy_of, state_of,
+    way_of,
+};
 
 /// How often in a row no connection may be found before the ports are free: procfs lists
 /// them in pieces, and one may be in none of them while it changes its state.
@@ -70,7 +73,9 @@ impl Tables {
                 continue;
             };
             let own = policy_of(own);
-            let met = standing.iter().find(|other| meet(other, &own));
+            let met = standing
+                .iter()
+                .find(|other| meet(other, &own) && !only_crosses(other, &own));
             if let Some(other) = met {
                 return Err(IpsecError::PortsTaken(describe(other)));
             }

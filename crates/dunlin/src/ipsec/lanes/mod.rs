@@ -46,7 +46,7 @@ use super::door::{Held, Site, lock};
 use super::error::{IpsecError, harmless, in_words};
 use super::session::clean_up;
 use super::tables::Tables;
-use super::{Event, Observer, Options, PortRange};
+use super::{Event, Observer, Options, PortRange, Status};
 use crate::lane::accept::Arrival;
 use crate::lane::control::ControlStream;
 use crate::lane::identity::ClientTls;
@@ -121,10 +121,10 @@ pub enum Unsheltered {
 impl Shelter {
     /// Begins to open and accept such lanes, if the kernel can. `options.ports` are the source
     /// ports from which blocks are taken on either side, `options.cpus` those on which this
-    /// side's lanes are. What processes that have died left is taken back.
+    /// side's lanes are: without any, all lanes go by one SA in mode cpu. What processes that have died left is taken back.
     ///
     /// # Errors
-    /// What the kernel lacks, or this process; no block of ports; no CPU.
+    /// What the kernel lacks, or this process; no block of ports.
     pub fn new(options: Options, observer: Observer) -> Result<Self, IpsecError> {
         check(&options)?;
         // Whatever cannot be taken back has been told.
@@ -234,6 +234,17 @@ impl Shelter {
             });
         }
         Ok(())
+    }
+
+    /// How the sessions stand that this side has begun, for the lanes that it opens.
+    ///
+    /// # Errors
+    /// The kernel does not answer.
+    pub fn sessions(&self) -> Result<Vec<Status>, IpsecError> {
+        let ways = self.0.house.own_ways();
+        ways.iter()
+            .filter_map(|way| way.session.status().transpose())
+            .collect()
     }
 
     /// How the sessions stand that peers have begun.
@@ -396,7 +407,6 @@ fn check(options: &Options) -> Result<(), IpsecError> {
     let tables = Tables::open(None)?;
     match options.mode {
         Mode::Connection => tables.xfrm.policies().map(drop).map_err(kernel),
-        Mode::Cpu if options.cpus.is_empty() => Err(IpsecError::NoCpus),
         Mode::Cpu => match tables.xfrm.per_cpu().map_err(kernel)? {
             PerCpu::Supported => Ok(()),
             PerCpu::Ignored => Err(IpsecError::NoPerCpu),

@@ -23,7 +23,8 @@ use crate::ipsec::dial;
 use crate::ipsec::door::lock;
 use crate::ipsec::error::IpsecError;
 use crate::ipsec::session::{Session, random_session};
-use crate::ipsec::{AssociationStatus, Direction, Event, Observer, Options, PortRange, Status};
+use crate::ipsec::sockets::{Connection, connections};
+use crate::ipsec::{AssociationStatus, Direction, Event, Observer, Options, PortRange};
 use crate::lane::data::PlainConsent;
 use crate::lane::identity::ClientTls;
 
@@ -33,6 +34,10 @@ const BLOCKS_TRIED: usize = 8;
 const SESSIONS_TRIED: usize = 3;
 /// How long an SA of its own is waited for before a lane goes by the fallback.
 const SA_LIMIT: Duration = Duration::from_secs(2);
+/// How often in a row no connection may be found before its last acknowledgement has come to the
+/// other side, too: procfs may have left one out, and the network takes its time.
+const LOOKS: u32 = 4;
+const BETWEEN_LOOKS: Duration = Duration::from_millis(50);
 /// How often it is looked whether something has come.
 const LOOK: Duration = Duration::from_millis(5);
 /// How often a lane that waits for a session looks whether it is to stop.
@@ -132,6 +137,7 @@ pub(super) struct Way {
     local: SocketAddr,
     peer: SocketAddr,
     mode: Mode,
+    quiet_wait: Duration,
     is_full: AtomicBool,
     seats: Mutex<Vec<Weak<Place>>>,
     /// CPUs that have waited in vain for an SA of their own.
@@ -246,17 +252,6 @@ impl Ways {
         }
     }
 
-    /// How the sessions stand.
-    ///
-    /// # Errors
-    /// The kernel does not answer.
-    pub fn status(&self) -> Result<Vec<Status>, IpsecError> {
-        let toward = lock(&self.toward);
-        let ways = toward.values().flat_map(|one| &one.ways);
-        ways.filter_map(|way| way.session.status().transpose())
-            .collect()
-    }
-
     /// Renews the keys of what this side sends.
     pub fn rekey(&self) {
         let toward = lock(&self.toward);
@@ -346,6 +341,7 @@ impl Ways {
                         local,
                         peer,
                         mode: options.mode,
+                        quiet_wait: options.quiet_wait,
                         is_full: AtomicBool::new(false),
                         seats: Mutex::default(),
                         unserved: Mutex::default(),
@@ -469,6 +465,12 @@ impl Way {
         }
     }
 
+    fn has(&self, connection: &Connection) -> bool {
+        connection.local.ip() == self.local.ip().to_canonical()
+            && connection.peer.ip() == self.peer.ip().to_canonical()
+            && self.ports.contains(connection.local.port())
+    }
+
     fn places(&self) -> Vec<Arc<Place>> {
         let seats = lock(&self.seats);
         seats.iter().filter_map(Weak::upgrade).collect()
@@ -539,6 +541,22 @@ impl Way {
             lanes,
             after: carried()?,
         })
+    }
+}
+
+impl Drop for Way {
+    /// Lets connections that were closed come to their end while their packets still pass: what
+    /// has to be said twice could not be, once the session is over, and its ports would stay
+    /// blocked until TCP gives them up.
+    fn drop(&mut self) {
+        let until = Instant::now() + self.quiet_wait;
+        let mut looks = 0;
+        while looks < LOOKS && !self.session.is_over() && Instant::now() < until {
+            // Where it cannot be asked the session finds out so itself.
+            let is_used = connections().is_ok_and(|all| all.iter().any(|one| self.has(one)));
+            looks = if is_used { 0 } else { looks + 1 };
+            thread::sleep(BETWEEN_LOOKS);
+        }
     }
 }
 

@@ -1,0 +1,386 @@
+//! `dunlin bench lanes --security ipsec`: what lanes carry between two hosts, since what a host sends
+//! to itself passes no IPsec.
+//!
+//! ```text
+//!  --to                                                  --listen
+//!   how many lanes ── control connection (TLS) ────────▶ takes them, reads them to their end
+//!   lanes: TLS, by one SA, one a CPU, one a lane ═══════▶
+//!   ◀──────────────────── how busy its CPUs were ─────── when all have ended
+//! ```
+
+use std::fs;
+use std::net::{TcpListener, TcpStream};
+use std::path::PathBuf;
+use std::sync::atomic::AtomicU64;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Barrier, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use clap::Args;
+use dunlin::engine::memory::MappedMemory;
+use dunlin::ipsec::lanes::{Shelter, Ways};
+use dunlin::lane::accept::{Arrival, LaneSocket, accept};
+use dunlin::lane::control::{self, ControlStream};
+use dunlin::lane::data::{DataReceiver, DataSender, PlainConsent, STALL_LIMIT};
+use dunlin::lane::handshake;
+use dunlin::lane::identity::ClientTls;
+use dunlin_proto::negotiate::{Features, LaneOpen, LaneSecurity, Offer, Opening, VERSIONS};
+use dunlin_sys::poll::waker;
+
+use super::figures::{Figure, Record};
+use super::rig::{memory, receive, send};
+use crate::identity::{Accepting, Common, client_tls};
+use crate::ipsec::ModeName;
+use crate::options::{IpsecFlags, shelter};
+use crate::sessions::StatePath;
+
+/// For connecting, and for the other side's answers.
+const LIMIT: Duration = Duration::from_secs(60);
+const SESSION: [u8; 16] = *b"dunlin bench ---";
+
+/// Lanes between two hosts.
+#[derive(Debug, Args)]
+pub(super) struct BetweenHosts {
+    /// Take lanes in at this address from another host, until it is killed.
+    #[arg(
+        long,
+        value_name = "ADDR",
+        requires = "identity",
+        conflicts_with = "to"
+    )]
+    listen: Option<String>,
+    /// Send to the host that listens.
+    #[arg(long, value_name = "HOST:PORT", requires = "identity")]
+    to: Option<String>,
+    /// Directory with this host's certificates, between two hosts.
+    #[arg(long, value_name = "DIR")]
+    identity: Option<PathBuf>,
+    /// The name that the other host's certificate must bear [default: the host of --to, or
+    /// anybody of the authority].
+    #[arg(long, value_name = "NAME|PIN")]
+    peer: Vec<String>,
+    #[command(flatten)]
+    ipsec: IpsecFlags,
+    #[command(flatten)]
+    state: StatePath,
+}
+
+/// How lanes are secured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Variant {
+    Tls,
+    OneSa,
+    PerCpu,
+    PerLane,
+}
+
+impl Variant {
+    const ALL: [Self; 4] = [Self::Tls, Self::OneSa, Self::PerCpu, Self::PerLane];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Tls => "tls",
+            Self::OneSa => "ipsec-one-sa",
+            Self::PerCpu => "ipsec-per-cpu",
+            Self::PerLane => "ipsec-per-lane",
+        }
+    }
+}
+
+impl BetweenHosts {
+    /// # Errors
+    /// What the other host, or the kernel, does not do.
+    pub(super) fn run(&self, counts: &[usize], rounds: usize, bytes: u64) -> Result<()> {
+        let common = Common {
+            identity: self.identity.clone().context(
+                "IPsec is measured between two hosts: --listen on one, --to on the other, with --identity",
+            )?,
+            peers: self.peer.clone(),
+            reading: Default::default(),
+            records: Default::default(),
+        };
+        match (&self.listen, &self.to) {
+            (Some(listen), None) => self.take(listen, &common, bytes),
+            (None, Some(to)) => self.measure(to, &common, counts, rounds, bytes),
+            _ => bail!("say --listen on one host, and --to on the other"),
+        }
+    }
+
+    fn shelter(&self, variant: Variant) -> Result<Shelter> {
+        let mut options = self
+            .ipsec
+            .options(self.state.directory()?.join(crate::ipsec::RECORDS))?;
+        options.mode = match variant {
+            Variant::PerLane => ModeName::Connection,
+            _ => ModeName::Cpu,
+        }
+        .into();
+        if variant == Variant::OneSa {
+            options.cpus.clear();
+        }
+        shelter(options, |text| eprintln!("warning: {text}"))
+    }
+
+    fn measure(
+        &self,
+        to: &str,
+        common: &Common,
+        counts: &[usize],
+        rounds: usize,
+        bytes: u64,
+    ) -> Result<()> {
+        let (tls, warnings) = client_tls(common, to)?;
+        for text in warnings {
+            eprintln!("warning: {text}");
+        }
+        let source = memory(bytes, 1)?;
+        let gibibytes = bytes as f64 / f64::from(1 << 30);
+        let connected = TcpStream::connect(to).with_context(|| format!("cannot reach {to}"))?;
+        let control = control::client(connected, &tls, Instant::now() + LIMIT)?;
+        let mut offer = Vec::new();
+        Offer {
+            versions: VERSIONS,
+            optional: Features::NONE,
+            required: Features::NONE,
+            security: LaneSecurity::Ipsec,
+            session: SESSION,
+            attempt: 1,
+            epoch: 1,
+        }
+        .encode(&mut offer)?;
+        control.send(&offer)?;
+        for &lanes in counts {
+            let mut figures: Vec<(Figure, Figure)> = Vec::new();
+            figures.resize_with(Variant::ALL.len(), Default::default);
+            for round in 0..=rounds {
+                for (variant, (speed, cost)) in Variant::ALL.into_iter().zip(&mut figures) {
+                    let shelter = match variant {
+                        Variant::Tls => None,
+                        other => Some(self.shelter(other)?),
+                    };
+                    let ways = shelter.map(|one| one.ways(tls.clone(), control.peer().fingerprint));
+                    let run = Run {
+                        to,
+                        tls: &tls,
+                        control: &control,
+                        ways: ways.as_ref(),
+                    };
+                    let (wall_s, busy_s) = run.once(&source, bytes, lanes)?;
+                    if round > 0 {
+                        speed.add(gibibytes / wall_s);
+                        cost.add(busy_s / gibibytes);
+                    }
+                }
+            }
+            for (variant, (speed, cost)) in Variant::ALL.into_iter().zip(&figures) {
+                Record::new("lanes", variant.name())
+                    .with("lanes", lanes)
+                    .figure("gib_per_s", speed)
+                    .figure("busy_cpu_s_per_gib", cost)
+                    .with("rounds", speed.rounds())
+                    .with("guest_bytes", bytes)
+                    .with("content", "random")
+                    .print();
+            }
+        }
+        Ok(())
+    }
+
+    fn take(&self, listen: &str, common: &Common, bytes: u64) -> Result<()> {
+        let (accepting, warnings) = Accepting::load(common)?;
+        for text in warnings {
+            eprintln!("warning: {text}");
+        }
+        let own = self.shelter(Variant::PerLane)?;
+        let target = Arc::new(memory(bytes, 2)?);
+        let listener =
+            TcpListener::bind(listen).with_context(|| format!("cannot listen on {listen}"))?;
+        eprintln!("takes lanes in on {}", listener.local_addr()?);
+        // It ends with its process.
+        let (_waker, stop) = waker()?;
+        let measured = Mutex::<Option<Measured>>::default();
+        accept(&listener, &accepting.tls, &stop, |arrival| {
+            let Some(arrival) = own.take_in(arrival) else {
+                return;
+            };
+            let taken = admit(arrival, &own, &target, &measured);
+            if let Err(error) = taken {
+                eprintln!("turned away: {error:#}");
+            }
+        })?;
+        Ok(())
+    }
+}
+
+/// Whose lanes are taken in, and who is told of their ends.
+struct Measured {
+    control: Arc<ControlStream>,
+    ended: Sender<Result<()>>,
+}
+
+fn admit(
+    arrival: Arrival,
+    shelter: &Shelter,
+    target: &Arc<MappedMemory>,
+    measured: &Mutex<Option<Measured>>,
+) -> Result<()> {
+    let mut measured = measured.lock().unwrap_or_else(PoisonError::into_inner);
+    match arrival {
+        Arrival::Control {
+            stream,
+            opening: Opening::Offer(_),
+        } => {
+            let (ended, ends) = channel();
+            let control = Arc::new(stream);
+            let own = Arc::clone(&control);
+            thread::Builder::new().spawn(move || {
+                // It ends with the side that measures.
+                let _ = answer(&own, &ends);
+            })?;
+            *measured = Some(Measured { control, ended });
+            Ok(())
+        }
+        Arrival::Lane { socket, .. } => {
+            let known = measured
+                .as_ref()
+                .context("a lane comes before its control connection")?;
+            let peer = known.control.peer();
+            let receiver = match socket {
+                LaneSocket::Tls(secured) => {
+                    ensure!(
+                        secured.peer.same_certificate(peer),
+                        "a lane of somebody else"
+                    );
+                    DataReceiver::tls(*secured, STALL_LIMIT)?
+                }
+                LaneSocket::Plain(stream) => {
+                    shelter.covers(peer, &stream)?;
+                    let consent = PlainConsent::both(true, true);
+                    let consent = consent.context("IPsec protects it")?;
+                    DataReceiver::plain(stream, consent, STALL_LIMIT)?
+                }
+            };
+            let (target, ended) = (Arc::clone(target), known.ended.clone());
+            thread::Builder::new().spawn(move || {
+                // Whoever counts may have gone.
+                let _ = ended.send(receive(&target, receiver));
+            })?;
+            Ok(())
+        }
+        Arrival::Control { .. } => bail!("a control connection begins with an offer"),
+        Arrival::Rejected { from, reason } => bail!("{from}: {reason}"),
+        Arrival::Starved(error) => Err(error.into()),
+    }
+}
+
+/// Tells how busy this host was while so many lanes came to their ends.
+fn answer(control: &ControlStream, ends: &Receiver<Result<()>>) -> Result<()> {
+    loop {
+        let mut lanes = [0; 2];
+        control.receive_exact(&mut lanes, Instant::now() + 60 * LIMIT)?;
+        let before = busy()?;
+        for _ in 0..u16::from_le_bytes(lanes) {
+            ends.recv()?
+                .inspect_err(|error| eprintln!("a lane failed: {error:#}"))?;
+        }
+        let busy = busy()?.saturating_sub(before);
+        control.send(&u64::try_from(busy.as_nanos())?.to_le_bytes())?;
+    }
+}
+
+/// One transfer.
+struct Run<'a> {
+    to: &'a str,
+    tls: &'a ClientTls,
+    control: &'a ControlStream,
+    ways: Option<&'a Ways>,
+}
+
+impl Run<'_> {
+    /// How long it took from the moment that all lanes stood, and for how long CPUs of both hosts
+    /// were busy. Sealing by the kernel is in no thread's account.
+    fn once(&self, source: &MappedMemory, bytes: u64, lanes: usize) -> Result<(f64, f64)> {
+        self.control.send(&u16::try_from(lanes)?.to_le_bytes())?;
+        let (next, barrier) = (AtomicU64::new(0), Barrier::new(lanes + 1));
+        let (wall, own) = thread::scope(|scope| -> Result<_> {
+            let threads: Vec<_> = (1..=lanes)
+                .map(|lane| {
+                    let (next, barrier) = (&next, &barrier);
+                    scope.spawn(move || -> Result<()> {
+                        let lane = self.lane(u16::try_from(lane)?);
+                        barrier.wait();
+                        let (sender, _seat) = lane?;
+                        send(source, bytes, next, sender)
+                    })
+                })
+                .collect();
+            barrier.wait();
+            let (began, before) = (Instant::now(), busy()?);
+            for thread in threads {
+                thread
+                    .join()
+                    .map_err(|_| anyhow!("a thread of the bench panicked"))??;
+            }
+            let mut far = [0; 8];
+            self.control
+                .receive_exact(&mut far, Instant::now() + LIMIT)?;
+            let wall = began.elapsed();
+            let far = Duration::from_nanos(u64::from_le_bytes(far));
+            Ok((wall, busy()?.saturating_sub(before) + far))
+        })?;
+        Ok((wall.as_secs_f64(), own.as_secs_f64()))
+    }
+
+    fn lane(&self, lane: u16) -> Result<(DataSender, Option<dunlin::ipsec::lanes::Seat>)> {
+        let deadline = Instant::now() + LIMIT;
+        let (mut sender, seat) = match self.ways {
+            None => {
+                let stream = TcpStream::connect(self.to)?;
+                let secured = handshake::client(stream, self.tls, deadline)?;
+                (DataSender::tls(secured, STALL_LIMIT)?, None)
+            }
+            Some(ways) => {
+                let (_waker, stop) = waker()?;
+                let sheltered = ways.connect(self.to, deadline, &stop)?;
+                let consent = sheltered.consent();
+                let sender = DataSender::plain(sheltered.stream, consent, STALL_LIMIT)?;
+                (sender, Some(sheltered.seat))
+            }
+        };
+        let mut opening = Vec::new();
+        let mac = [0; 32];
+        LaneOpen {
+            version: VERSIONS.max,
+            session: SESSION,
+            lane,
+            mac,
+        }
+        .encode(&mut opening)?;
+        sender.send(&opening)?;
+        Ok((sender, seat))
+    }
+}
+
+/// For how long CPUs of this host have done something, interrupts included (proc_stat(5)).
+fn busy() -> Result<Duration> {
+    /// USER_HZ, the same on every architecture that Linux has had lately.
+    const TICKS_PER_S: u64 = 100;
+    let stat = fs::read_to_string("/proc/stat").context("/proc/stat cannot be read")?;
+    let line = stat
+        .lines()
+        .next()
+        .and_then(|line| line.strip_prefix("cpu "));
+    let fields = line.context("/proc/stat has no line of all CPUs")?;
+    let fields: Vec<u64> = fields
+        .split_whitespace()
+        .map_while(|one| one.parse().ok())
+        .collect();
+    // user, nice, system, idle, iowait, irq, softirq
+    let ticks: u64 = [0, 1, 2, 5, 6]
+        .iter()
+        .filter_map(|at| fields.get(*at))
+        .sum();
+    Ok(Duration::from_millis(ticks * 1000 / TICKS_PER_S))
+}

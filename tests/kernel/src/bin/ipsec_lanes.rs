@@ -1,0 +1,542 @@
+//! Lanes over IPsec: each goes by the SA of its CPU, or of its connection, is led back when it strays, and is taken from no other port.
+
+use std::collections::BTreeMap;
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::process::ExitCode;
+use std::sync::mpsc::{Receiver, Sender as Channel, channel};
+use std::sync::{Arc, Mutex};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use dunlin::ipsec::lanes::{Shelter, Ways};
+use dunlin::ipsec::{Mode, Sender};
+use dunlin::lane::accept::{Arrival, LaneSocket, accept};
+use dunlin::lane::control::{self, ControlStream};
+use dunlin::lane::identity::{ClientTls, ServerTls};
+use dunlin::lane::peers::PeerIdentity;
+use dunlin::lane::provider::Crypto;
+use dunlin_kernel_tests::sessions::{
+    Capture, LIMIT, captured, connect, inside, nothing_left, until,
+};
+use dunlin_kernel_tests::shelters::{POOL, Said, carried, cut, no_records, refused, shelter};
+use dunlin_kernel_tests::{Guest, Needs, run};
+use dunlin_proto::negotiate::{Features, LaneOpen, LaneSecurity, Offer, VERSIONS};
+use dunlin_sys::affinity::pin_to;
+use dunlin_sys::poll::{Waker, waker};
+use dunlin_sys::tcp::{set_traffic_class, unacknowledged_bytes};
+use lane_support::{Authority, DESTINATION, SOURCE, names};
+
+#[path = "../../../../crates/dunlin/tests/lane_support/mod.rs"]
+mod lane_support;
+
+const NEEDS: Needs = Needs {
+    cpus: 4,
+    packages: &["iproute2", "tcpdump"],
+    limit_seconds: 240,
+    ..Needs::NOTHING
+};
+
+/// Where host b takes lanes.
+const AT: &str = "10.0.0.2:7400";
+/// What a lane sends at a time.
+const BYTES: usize = 256 << 10;
+
+fn main() -> ExitCode {
+    run(&NEEDS, |guest| {
+        connect(guest);
+        let capture = Capture::begin("b", "lanes.pcap");
+        let tls = Tls::new();
+        println!("lanes_go_by_the_sas_of_their_cpus");
+        for (cpus, lanes) in [(vec![2], 1), (vec![0, 1], 4), (vec![0, 1, 2, 3], 4)] {
+            lanes_go_by_the_sas_of_their_cpus(guest, &tls, &cpus, lanes);
+        }
+        println!("another_cpus_sa_comes_while_lanes_send");
+        another_cpus_sa_comes_while_lanes_send(guest, &tls);
+        println!("a_lane_that_strays_is_led_back");
+        a_lane_that_strays_is_led_back(guest, &tls);
+        println!("each_connection_has_an_sa");
+        each_connection_has_an_sa(guest, &tls);
+        println!("i6_a_lane_from_another_port_or_peer_is_not_taken");
+        i6_a_lane_from_another_port_or_peer_is_not_taken(guest, &tls);
+        println!("i6_ports_of_a_lost_session_stay_blocked_and_the_next_lane_has_others");
+        i6_ports_of_a_lost_session_stay_blocked_and_the_next_lane_has_others(guest, &tls);
+        capture.end(guest);
+        let seen = |filter: &str| captured(guest, "lanes.pcap", filter);
+        assert_eq!(seen(&format!("tcp portrange {POOL}")), 0, "in the clear");
+        assert!(seen("esp") > 100);
+        for host in ["a", "b"] {
+            assert!(no_records(host), "{host}");
+        }
+    })
+}
+
+fn lanes_go_by_the_sas_of_their_cpus(guest: &Guest, tls: &Tls, cpus: &[u32], count: usize) {
+    let near = Near::new(tls, Mode::Cpu, cpus);
+    let lanes: Vec<Lane> = (0..count).map(|_| near.lane()).collect();
+    let mut each = BTreeMap::new();
+    for lane in &lanes {
+        *each.entry(lane.cpu.expect("it has one")).or_insert(0) += BYTES as u64;
+    }
+    assert!(each.keys().eq(cpus), "{each:?}");
+    assert!(
+        each.values()
+            .all(|sum| *sum == (BYTES * count / cpus.len()) as u64)
+    );
+    let answers = || {
+        let sessions = near.far.shelter.peers().expect("the kernel answers");
+        let status = sessions[0].status.as_ref().expect("it stands");
+        carried(status)
+    };
+    lanes.iter().for_each(Lane::send);
+    lanes.iter().for_each(Lane::has_sent);
+    until("answers have SAs", || answers().len() > 1);
+    let fallback = answers()[&Sender::Fallback];
+    lanes.iter().for_each(Lane::send);
+    lanes.iter().for_each(Lane::has_sent);
+    let by = near.carried();
+    println!("{cpus:?}: {by:?}, answers {:?}", answers());
+    assert_eq!(by[&Sender::Fallback], 0, "{by:?}");
+    for (cpu, sum) in each {
+        let own = by[&Sender::Cpu(cpu)];
+        assert!((2 * sum..2 * sum + sum / 5).contains(&own), "{cpu}: {by:?}");
+    }
+    // Those of lanes' last acknowledgements may still have gone by it.
+    let more = answers()[&Sender::Fallback] - fallback;
+    assert!(
+        more < BYTES as u64 / 10,
+        "{more} bytes of answers by the fallback"
+    );
+    assert_eq!(near.far.verdicts(), vec![true; count]);
+    drop(lanes);
+    near.end(guest);
+}
+
+/// Its SA is there when its lane connects, and none comes too late or gets lost.
+fn another_cpus_sa_comes_while_lanes_send(guest: &Guest, tls: &Tls) {
+    let near = Near::new(tls, Mode::Cpu, &[0, 1, 2]);
+    let lanes = [near.lane(), near.lane()];
+    let before = near.carried();
+    assert_eq!(before.len(), 3, "the fallback and two: {before:?}");
+    for _ in 0..4 {
+        lanes.iter().for_each(Lane::send);
+    }
+    let third = near.lane();
+    third.send();
+    third.has_sent();
+    for _ in 0..4 {
+        lanes.iter().for_each(Lane::has_sent);
+    }
+    let by = near.carried();
+    assert_eq!(third.cpu, Some(2));
+    assert!(by[&Sender::Cpu(2)] >= BYTES as u64, "{by:?}");
+    assert_eq!(by[&Sender::Fallback], 0, "{by:?}");
+    for host in ["a", "b"] {
+        let refused = refused(guest, host);
+        assert_eq!(refused, [], "{host}");
+    }
+    drop((lanes, third));
+    near.end(guest);
+}
+
+/// Somebody sends on the lane from another CPU just when its route is looked up.
+fn a_lane_that_strays_is_led_back(guest: &Guest, tls: &Tls) {
+    let near = Near::new(tls, Mode::Cpu, &[1, 3]);
+    let (lane, other) = (near.lane(), near.lane());
+    assert_eq!((lane.cpu, other.cpu), (Some(1), Some(3)));
+    let mut astray = lane.stream.try_clone().expect("a descriptor");
+    inside("a", || {
+        pin_to(3).expect("the machine has it");
+        set_traffic_class(&astray, 0x40).expect("a socket");
+        astray.write_all(&[7; 1000]).expect("the far end reads");
+    });
+    let begun = near.carried();
+    let until = Instant::now() + LIMIT;
+    let mut sent = 0;
+    while !near.said.has("lanes of CPU 1 had strayed") {
+        lane.send();
+        lane.has_sent();
+        sent += BYTES as u64;
+        assert!(Instant::now() < until, "nobody has missed it");
+    }
+    let by = near.carried();
+    let went = |sender| by[&sender] - begun[&sender];
+    println!(
+        "strayed: {sent} bytes, of them {} by the own SA",
+        went(Sender::Cpu(1))
+    );
+    assert!(
+        went(Sender::Cpu(1)) < went(Sender::Cpu(3)),
+        "{begun:?} {by:?}"
+    );
+    // The thread of the lane has heard of it; should it have failed, it is tried again.
+    loop {
+        let before = near.carried();
+        lane.send();
+        lane.has_sent();
+        let after = near.carried();
+        let went = |sender| after[&sender] - before[&sender];
+        if went(Sender::Cpu(1)) >= BYTES as u64 {
+            assert!(went(Sender::Cpu(3)) < BYTES as u64 / 20, "{after:?}");
+            break;
+        }
+        assert!(Instant::now() < until, "it does not come back: {after:?}");
+    }
+    drop((lane, other, astray));
+    near.end(guest);
+}
+
+fn each_connection_has_an_sa(guest: &Guest, tls: &Tls) {
+    let near = Near::new(tls, Mode::Connection, &[]);
+    let lanes = [near.lane(), near.lane()];
+    lanes.iter().for_each(Lane::send);
+    lanes.iter().for_each(Lane::has_sent);
+    let by = near.carried();
+    for lane in &lanes {
+        assert_eq!(lane.cpu, None);
+        let (from, to) = (lane.port, 7400);
+        let own = by[&Sender::Connection { from, to }];
+        assert!(own >= BYTES as u64, "{by:?}");
+    }
+    // Handshakes and first words.
+    assert!(by[&Sender::Fallback] < 8192, "{by:?}");
+    drop(lanes);
+    near.end(guest);
+}
+
+fn i6_a_lane_from_another_port_or_peer_is_not_taken(guest: &Guest, tls: &Tls) {
+    let near = Near::new(tls, Mode::Cpu, &[0]);
+    let lane = near.lane();
+    until("it is judged", || near.far.verdicts() == [true]);
+    // As whoever saw the first words of a lane would.
+    let mut plain = inside("a", || TcpStream::connect(AT)).expect("b listens");
+    plain.write_all(&first_words()).expect("it is read");
+    until("it is judged", || near.far.verdicts().len() == 2);
+    assert_eq!(near.far.verdicts(), [true, false]);
+    // One that comes by an SA, but belongs to a session with somebody else.
+    let other = Tls::new();
+    let (_other, identity) = Far::identify(&other);
+    *near.far.expected.lock().expect("nobody panics") = Some(identity);
+    let second = near.lane();
+    until("it is judged", || near.far.verdicts().len() == 3);
+    assert_eq!(near.far.verdicts(), [true, false, false]);
+    drop((lane, plain, second));
+    near.end(guest);
+}
+
+/// Its control connection is lost: nobody opens a port by cutting that.
+fn i6_ports_of_a_lost_session_stay_blocked_and_the_next_lane_has_others(guest: &Guest, tls: &Tls) {
+    let near = Near::new(tls, Mode::Cpu, &[0]);
+    let lane = near.lane();
+    let first = near.shelter.sessions().expect("the kernel answers")[0]
+        .layout
+        .ports;
+    assert!(first.contains(lane.port));
+    cut(guest, "a", "dport = :7400 and sport >= :32768");
+    until("the session is over", || {
+        near.said.has("the ports stay blocked")
+    });
+    let blocked = || {
+        let policies = guest.output("ip", &["-n", "a", "xfrm", "policy"]);
+        policies.contains("action block")
+    };
+    assert!(blocked());
+    let next = near.lane();
+    next.send();
+    next.has_sent();
+    let sessions = near.shelter.sessions().expect("the kernel answers");
+    let standing = sessions.iter().find(|one| one.up).expect("one is up");
+    assert!(standing.layout.ports.contains(next.port));
+    assert_ne!(standing.layout.ports, first);
+    // What was on the lane cannot leave, and its owner is told.
+    lane.fails();
+    drop((lane, next));
+    near.end(guest);
+}
+
+/// The side that opens lanes, host a, and the other one, host b.
+struct Near {
+    shelter: Shelter,
+    said: Said,
+    ways: Arc<Ways>,
+    far: Far,
+    _control: ControlStream,
+}
+
+impl Near {
+    fn new(tls: &Tls, mode: Mode, cpus: &[u32]) -> Self {
+        let (shelter, said) = shelter("a", mode, cpus);
+        let far = Far::start(tls, mode);
+        let control = inside("a", || {
+            let stream = TcpStream::connect(AT).expect("b listens");
+            let control = control::client(stream, &tls.client, Instant::now() + LIMIT);
+            let control = control.expect("they know each other");
+            control.send(&offer()).expect("b listens");
+            control
+        });
+        until("b knows its peer", || {
+            far.expected.lock().expect("nobody panics").is_some()
+        });
+        let ways = shelter.ways(tls.client.clone(), control.peer().fingerprint);
+        Self {
+            shelter,
+            said,
+            ways: Arc::new(ways),
+            far,
+            _control: control,
+        }
+    }
+
+    fn lane(&self) -> Lane {
+        Lane::open(Arc::clone(&self.ways))
+    }
+
+    /// What the SAs of its one session have carried.
+    fn carried(&self) -> BTreeMap<Sender, u64> {
+        let sessions = self.shelter.sessions().expect("the kernel answers");
+        let [session] = &sessions[..] else {
+            panic!("{} sessions", sessions.len());
+        };
+        carried(session)
+    }
+
+    /// Ends everything; then nothing is left on either host.
+    fn end(self, guest: &Guest) {
+        let ways = self.ways;
+        inside("a", || drop(ways));
+        drop(self.shelter);
+        drop(self.far);
+        // What a session that was lost had left is freed once its connections are over.
+        for host in ["a", "b"] {
+            until("what was left is free", || {
+                drop(shelter(host, Mode::Connection, &[]));
+                no_records(host)
+            });
+        }
+        nothing_left(guest);
+    }
+}
+
+/// A lane, whose thread sends when it is told to.
+struct Lane {
+    cpu: Option<u32>,
+    port: u16,
+    stream: TcpStream,
+    told: Option<Channel<()>>,
+    done: Receiver<std::io::Result<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Lane {
+    fn open(ways: Arc<Ways>) -> Self {
+        let (told, orders) = channel::<()>();
+        let (tell, done) = channel();
+        let (tell_stream, opened) = channel();
+        let body = move || {
+            let (_waker, stop) = waker().expect("a descriptor");
+            let lane = ways.connect(AT, Instant::now() + LIMIT, &stop);
+            let lane = lane.expect("there is a way");
+            let (mut stream, seat) = (lane.stream, lane.seat);
+            stream.set_nodelay(true).expect("a socket");
+            stream.write_all(&first_words()).expect("it is read");
+            let same = stream.try_clone().expect("a descriptor");
+            tell_stream
+                .send((same, seat.cpu()))
+                .expect("it is waited for");
+            // In pieces, as lanes send frames.
+            let mut send = || {
+                let mut pieces = vec![7; BYTES];
+                pieces.chunks_mut(64 << 10).try_for_each(|piece| {
+                    seat.tend();
+                    stream.write_all(piece)
+                })?;
+                // What stands in the socket has gone by no SA yet.
+                while unacknowledged_bytes(&stream)? > 0 {
+                    thread::sleep(Duration::from_millis(1));
+                }
+                Ok(())
+            };
+            while orders.recv().is_ok() {
+                let _ = tell.send(send());
+            }
+        };
+        let thread = inside("a", || thread::spawn(body));
+        let (stream, cpu) = opened.recv_timeout(LIMIT).expect("a lane");
+        Self {
+            cpu,
+            port: stream.local_addr().expect("it is connected").port(),
+            stream,
+            told: Some(told),
+            done,
+            thread: Some(thread),
+        }
+    }
+
+    fn send(&self) {
+        let told = self.told.as_ref().expect("it lives");
+        told.send(()).expect("its thread lives");
+    }
+
+    fn has_sent(&self) {
+        let sent = self.done.recv_timeout(LIMIT).expect("the far end reads");
+        sent.expect("it is open");
+    }
+
+    fn fails(&self) {
+        self.send();
+        let sent = self.done.recv_timeout(LIMIT).expect("it is told");
+        assert!(sent.is_err());
+    }
+}
+
+impl Drop for Lane {
+    fn drop(&mut self) {
+        self.told = None;
+        if let Some(thread) = self.thread.take() {
+            thread.join().expect("it does not panic");
+        }
+    }
+}
+
+/// Host b: takes lanes in, and reads what they bring.
+struct Far {
+    shelter: Shelter,
+    /// With whom its session is.
+    expected: Arc<Mutex<Option<PeerIdentity>>>,
+    verdicts: Arc<Mutex<Vec<bool>>>,
+    stop: Waker,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Far {
+    fn start(tls: &Tls, mode: Mode) -> Self {
+        let (shelter, _) = shelter("b", mode, &[0, 1, 2, 3]);
+        let listener = inside("b", || TcpListener::bind(AT)).expect("the port is free");
+        let expected = Arc::<Mutex<Option<PeerIdentity>>>::default();
+        let verdicts = Arc::<Mutex<Vec<bool>>>::default();
+        let (stop, stopped) = waker().expect("a descriptor");
+        let (own, known, judged) = (
+            shelter.clone(),
+            Arc::clone(&expected),
+            Arc::clone(&verdicts),
+        );
+        let server = tls.server.clone();
+        let mut controls = Vec::new();
+        let body = move || {
+            accept(&listener, &server, &stopped, |arrival| {
+                match own.take_in(arrival) {
+                    Some(Arrival::Control { stream, .. }) => {
+                        *known.lock().expect("nobody panics") = Some(stream.peer().clone());
+                        controls.push(stream);
+                    }
+                    Some(Arrival::Lane {
+                        socket: LaneSocket::Plain(mut stream),
+                        ..
+                    }) => {
+                        let known = known.lock().expect("nobody panics");
+                        let peer = known.as_ref().expect("it came first");
+                        let covered = own.covers(peer, &stream).is_ok();
+                        judged.lock().expect("nobody panics").push(covered);
+                        if covered {
+                            thread::spawn(move || {
+                                let mut bytes = vec![0; 1 << 16];
+                                while matches!(stream.read(&mut bytes), Ok(1..)) {}
+                            });
+                        }
+                    }
+                    None => {}
+                    Some(other) => panic!("{other:?}"),
+                }
+            })
+            .expect("the listener lives");
+        };
+        let thread = inside("b", || thread::spawn(body));
+        Self {
+            shelter,
+            expected,
+            verdicts,
+            stop,
+            thread: Some(thread),
+        }
+    }
+
+    fn verdicts(&self) -> Vec<bool> {
+        self.verdicts.lock().expect("nobody panics").clone()
+    }
+
+    /// How somebody of another authority is known to its peer.
+    fn identify(tls: &Tls) -> (ControlStream, PeerIdentity) {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let at = listener.local_addr().expect("it is bound");
+        let client = tls.client.clone();
+        let near = thread::spawn(move || {
+            let stream = TcpStream::connect(at).expect("it listens");
+            control::client(stream, &client, Instant::now() + LIMIT).expect("they know each other")
+        });
+        let (stream, _) = listener.accept().expect("it connects");
+        let far = control::server(stream, &tls.server, Instant::now() + LIMIT);
+        let far = far.expect("they know each other");
+        let identity = far.peer().clone();
+        (near.join().expect("it does not panic"), identity)
+    }
+}
+
+impl Drop for Far {
+    fn drop(&mut self) {
+        self.stop.wake();
+        if let Some(thread) = self.thread.take() {
+            thread.join().expect("it does not panic");
+        }
+    }
+}
+
+/// What both hosts are known by.
+struct Tls {
+    client: ClientTls,
+    server: ServerTls,
+}
+
+impl Tls {
+    fn new() -> Self {
+        let authority = Authority::new();
+        let (source, destination) = (
+            authority.identity(&[SOURCE]),
+            authority.identity(&[DESTINATION]),
+        );
+        let client = source.client(&Crypto::auto(), names(&[DESTINATION]));
+        let server = destination.server(&Crypto::auto(), names(&[SOURCE]));
+        Self {
+            client: client.expect("the settings are whole"),
+            server: server.expect("the settings are whole"),
+        }
+    }
+}
+
+/// What opens a control lane.
+fn offer() -> Vec<u8> {
+    let offer = Offer {
+        versions: VERSIONS,
+        optional: Features::NONE,
+        required: Features::NONE,
+        security: LaneSecurity::Ipsec,
+        session: [9; 16],
+        attempt: 1,
+        epoch: 1,
+    };
+    let mut bytes = Vec::new();
+    offer.encode(&mut bytes).expect("it is short");
+    bytes
+}
+
+/// What opens a data lane.
+fn first_words() -> Vec<u8> {
+    let open = LaneOpen {
+        version: VERSIONS.max,
+        session: [9; 16],
+        lane: 1,
+        mac: [0; 32],
+    };
+    let mut bytes = Vec::new();
+    open.encode(&mut bytes).expect("it is short");
+    bytes
+}

@@ -1,0 +1,342 @@
+//! The page engine over lanes that IPsec protects: a lane killed and new keys in the middle, pages compared, and nothing of it in the clear.
+
+use std::net::TcpListener;
+use std::process::ExitCode;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use dunlin::engine::destination;
+use dunlin::engine::source::{LaneSecurity, Options, OptionsBuilder, migrate};
+use dunlin::engine::vmm::{FaultCode, SourceVm};
+use dunlin::engine::{Cancel, Event, Host, Report, StandardHost};
+use dunlin::ipsec::lanes::Shelter;
+use dunlin::ipsec::{Direction, Mode, Sender};
+use dunlin::lane::identity::{ClientTls, ServerTls};
+use dunlin::lane::provider::Crypto;
+use dunlin_kernel_tests::sessions::{Capture, captured, connect, inside, nothing_left, until};
+use dunlin_kernel_tests::shelters::{POOL, carried, cut, no_records, refused, shelter};
+use dunlin_kernel_tests::{Guest, Needs, run};
+use dunlin_proto::control::Message;
+use dunlin_proto::negotiate::Opening;
+use engine_support::peer::{Peer, SESSION, describe, lane_open, open_lane};
+use engine_support::scene::{HOT_PAGES, is_lost, pages, patient, quick};
+use engine_support::{Receiving, TestBuilder, TestVm, send};
+use lane_support::{Authority, DESTINATION, SOURCE, names};
+
+#[path = "../../../../crates/dunlin/tests/engine_support/mod.rs"]
+mod engine_support;
+#[path = "../../../../crates/dunlin/tests/lane_support/mod.rs"]
+mod lane_support;
+
+const NEEDS: Needs = Needs {
+    cpus: 4,
+    packages: &["iproute2", "tcpdump"],
+    limit_seconds: 240,
+    ..Needs::NOTHING
+};
+
+/// Where host b takes VMs in.
+const AT: &str = "10.0.0.2:7400";
+
+fn main() -> ExitCode {
+    run(&NEEDS, |guest| {
+        connect(guest);
+        let capture = Capture::begin("b", "migration.pcap");
+        let tls = tls();
+        println!("i3_sas_carry_what_their_lanes_do");
+        for (cpus, lanes) in [(&[1][..], 1), (&[0, 1], 4), (&[0, 1, 2, 3], 4)] {
+            i3_sas_carry_what_their_lanes_do(guest, &tls, cpus, lanes);
+        }
+        println!("i3_i4_a_guest_moves_while_a_lane_dies_and_keys_are_renewed");
+        i3_i4_a_guest_moves_while_a_lane_dies_and_keys_are_renewed(guest, &tls);
+        println!("i6_a_plain_lane_of_an_ipsec_session_is_refused");
+        i6_a_plain_lane_of_an_ipsec_session_is_refused(guest, &tls);
+        println!("i6_a_destination_that_is_not_prepared_refuses");
+        i6_a_destination_that_is_not_prepared_refuses(&tls);
+        capture.end(guest);
+        let seen = |filter: &str| captured(guest, "migration.pcap", filter);
+        assert_eq!(seen(&format!("tcp portrange {POOL}")), 0, "in the clear");
+        assert!(seen("esp") > 1000);
+        assert!(seen("tcp port 7400") > 100, "the control lanes");
+    })
+}
+
+/// As many bytes as the lanes' on each CPU, with what TCP and the lanes themselves add; none on
+/// the fallback.
+fn i3_sas_carry_what_their_lanes_do(guest: &Guest, tls: &Tls, cpus: &[u32], lanes: u16) {
+    let vm = guest_of(8 << 20);
+    let options = slowly(quick(lanes, 64).to_builder());
+    let counted = Arc::<Mutex<Vec<(Sender, u64)>>>::default();
+    let how = How {
+        options,
+        mode: Mode::Cpu,
+        cpus,
+        strikes: false,
+    };
+    let (report, shelter) = moves(guest, tls, &vm, how, {
+        let counted = Arc::clone(&counted);
+        move |shelter: &Shelter| {
+            let sessions = shelter.sessions().expect("the kernel answers");
+            let [session] = &sessions[..] else {
+                panic!("{} sessions", sessions.len());
+            };
+            *counted.lock().expect("nobody panics") = carried(session).into_iter().collect();
+        }
+    });
+    drop(shelter);
+    let counted = counted.lock().expect("nobody panics");
+    println!("{cpus:?}: {counted:?}, lanes {:?}", report.lanes);
+    assert_eq!(counted[0], (Sender::Fallback, 0));
+    let by_cpu: Vec<u64> = counted[1..].iter().map(|(_, bytes)| *bytes).collect();
+    assert_eq!(by_cpu.len(), cpus.len());
+    let sum: u64 = by_cpu.iter().sum();
+    let wire = report.traffic.wire_bytes;
+    assert!((wire..wire + wire / 4).contains(&sum), "{wire} of lanes");
+    // Lanes take what they can carry: of a CPU that has one alone it is known which.
+    if cpus.len() == usize::from(lanes) {
+        let mut by_lane: Vec<u64> = report.lanes.iter().map(|(_, bytes)| *bytes).collect();
+        let mut by_cpu = by_cpu;
+        by_lane.sort_unstable();
+        by_cpu.sort_unstable();
+        for (own, sealed) in by_lane.into_iter().zip(by_cpu) {
+            assert!(
+                (own..own + own / 10 + 65_536).contains(&sealed),
+                "{counted:?}"
+            );
+        }
+    }
+    nothing_left(guest);
+}
+
+fn i3_i4_a_guest_moves_while_a_lane_dies_and_keys_are_renewed(guest: &Guest, tls: &Tls) {
+    for mode in [Mode::Cpu, Mode::Connection] {
+        let vm = guest_of(16 << 20);
+        let how = How {
+            options: slowly(quick(4, 4).to_builder()),
+            mode,
+            cpus: &[0, 1, 2, 3],
+            strikes: true,
+        };
+        let (report, shelter) = moves(guest, tls, &vm, how, |_| {});
+        assert_eq!(report.lanes_lost, 1, "{mode}");
+        drop(shelter);
+        for host in ["a", "b"] {
+            assert_eq!(refused(guest, host), [], "{host}");
+            assert!(no_records(host), "{host}");
+        }
+        nothing_left(guest);
+    }
+}
+
+/// Whoever knows the session's secret, and comes from elsewhere: nothing of it would be sealed.
+fn i6_a_plain_lane_of_an_ipsec_session_is_refused(guest: &Guest, tls: &Tls) {
+    let (receiving, far) = receive(tls);
+    let (mut peer, answer) = inside("a", || {
+        Peer::source(receiving.address, &tls.0, LaneSecurity::Ipsec)
+    });
+    assert!(matches!(answer, Opening::Select(_)), "{answer:?}");
+    peer.send(&describe());
+    let Some(Message::Accept(accept)) = peer.receive() else {
+        panic!("it is not accepted");
+    };
+    let open = lane_open(SESSION, &accept.secret, 1);
+    let lane = inside("a", || open_lane(receiving.address, None, &open));
+    let refused = peer.await_message(|message| matches!(message, Message::LaneRefused { .. }));
+    match refused {
+        Some(Message::LaneRefused { lane, fault, text }) => {
+            assert_eq!((lane, fault), (1, FaultCode::SecurityNotAgreed));
+            assert!(text.contains("no port of an IPsec session"), "{text}");
+        }
+        other => panic!("{other:?}"),
+    }
+    // One that is sealed otherwise than was agreed is refused as well.
+    let open = lane_open(SESSION, &accept.secret, 2);
+    let sealed = inside("a", || open_lane(receiving.address, Some(&tls.0), &open));
+    let refused =
+        peer.await_message(|message| matches!(message, Message::LaneRefused { lane: 2, .. }));
+    assert!(refused.is_some());
+    drop((lane, sealed, peer));
+    let (result, ..) = receiving.finish(true);
+    assert!(result.is_err());
+    drop(far);
+    nothing_left(guest);
+}
+
+fn i6_a_destination_that_is_not_prepared_refuses(tls: &Tls) {
+    let listener = inside("b", || TcpListener::bind(AT)).expect("the port is free");
+    let receiving = inside("b", || {
+        Receiving::on(listener, &tls.1, &patient(), TestBuilder::default())
+    });
+    let (near, _) = shelter("a", Mode::Cpu, &[0]);
+    let vm = guest_of(1 << 20);
+    let options = slowly(
+        quick(1, 64)
+            .to_builder()
+            .security(LaneSecurity::Ipsec)
+            .ipsec(near),
+    );
+    let (result, _) = inside("a", || send(&vm, AT, &tls.0, &options, &Cancel::new()));
+    let error = result.expect_err("it is refused");
+    assert_eq!(error.fault, FaultCode::SecurityNotAgreed);
+    assert!(error.to_string().contains("IPsec"), "{error}");
+    assert!(receiving.finish(true).0.is_err());
+}
+
+/// How a guest moves.
+struct How<'a> {
+    options: Options,
+    mode: Mode,
+    cpus: &'a [u32],
+    /// Whether one of four lanes is killed on the way, and keys are renewed before and after.
+    strikes: bool,
+}
+
+/// Moves the guest; `before_commit` is called when everything has been sent.
+fn moves(
+    guest: &Guest,
+    tls: &Tls,
+    vm: &Arc<TestVm>,
+    how: How<'_>,
+    before_commit: impl Fn(&Shelter) + Send + Sync,
+) -> (Report, Shelter) {
+    let How {
+        options,
+        mode,
+        cpus,
+        strikes,
+    } = how;
+    let (receiving, far) = receive(tls);
+    let (near, _said) = shelter("a", mode, cpus);
+    let options = options
+        .to_builder()
+        .security(LaneSecurity::Ipsec)
+        .ipsec(near.clone())
+        .build()
+        .expect("they fit together");
+    let (result, events) = std::thread::scope(|scope| {
+        let moving = scope.spawn(|| {
+            inside("a", || {
+                let events = Mutex::new(Vec::new());
+                let observe = |event: &Event| {
+                    // All that lanes were to carry has arrived.
+                    if matches!(event, Event::Committing) {
+                        before_commit(&near);
+                    }
+                    events.lock().expect("nobody panics").push(event.clone());
+                };
+                let as_source: Arc<dyn SourceVm> = Arc::clone(vm) as _;
+                let host: Arc<dyn Host> = Arc::new(StandardHost);
+                let none = Cancel::new();
+                let result = migrate(&as_source, AT, &tls.0, &options, &host, &observe, &none);
+                (result, events.into_inner().expect("nobody panics"))
+            })
+        });
+        if strikes {
+            until("a session stands", || {
+                near.sessions()
+                    .is_ok_and(|all| all.iter().any(|one| one.up))
+            });
+            until("four lanes send", || lane_ports(guest).len() == 4);
+            near.rekey();
+            far.rekey();
+            until("new keys", || epochs(&near) == 2);
+            let ports = lane_ports(guest);
+            cut(guest, "a", &format!("sport = :{}", ports[0]));
+            until("another lane comes", || {
+                lane_ports(guest).iter().any(|port| !ports.contains(port))
+            });
+            near.rekey();
+            until("new keys again", || epochs(&near) == 3);
+        }
+        moving.join().expect("it does not panic")
+    });
+    let report = result.unwrap_or_else(|error| panic!("{error}: {events:?}"));
+    assert_eq!(report.digests_equal, Some(true));
+    assert_eq!(report.security, LaneSecurity::Ipsec);
+    assert_eq!(events.iter().any(is_lost), strikes, "{events:?}");
+    let (received, builder, _) = receiving.finish(false);
+    assert!(received.expect("it arrived").runs);
+    let there = builder.built.expect("it was built");
+    assert!(pages(&vm.memory) == pages(&there.memory));
+    let warned = events
+        .iter()
+        .any(|event| matches!(event, Event::Warning(_)));
+    assert!(!warned, "{events:?}");
+    drop(far);
+    (report, near)
+}
+
+/// The source ports of lanes that stand.
+fn lane_ports(guest: &Guest) -> Vec<u16> {
+    let filter =
+        "ss -H -n -t state established dport = :7400 and sport >= :24576 and sport <= :28671";
+    let command: Vec<&str> = ["netns", "exec", "a"]
+        .into_iter()
+        .chain(filter.split(' '))
+        .collect();
+    let said = guest.output("ip", &command);
+    let port = |line: &str| {
+        let local = line.split_whitespace().nth(2)?;
+        local.rsplit(':').next()?.parse().ok()
+    };
+    said.lines().filter_map(port).collect()
+}
+
+/// The epoch of what this side sends.
+fn epochs(shelter: &Shelter) -> u32 {
+    let sessions = shelter.sessions().expect("the kernel answers");
+    let associations = sessions.iter().flat_map(|one| &one.associations);
+    let outbound = associations.filter(|one| one.association.direction == Direction::Out);
+    outbound.map(|one| one.association.epoch).max().unwrap_or(0)
+}
+
+/// A destination at host b.
+fn receive(tls: &Tls) -> (Receiving, Shelter) {
+    let (far, _) = shelter("b", Mode::Connection, &[]);
+    let options = patient()
+        .to_builder()
+        .silence_limit(Duration::from_secs(20))
+        .ipsec(far.clone());
+    let options: destination::Options = options.build().expect("they fit together");
+    let listener = inside("b", || TcpListener::bind(AT)).expect("the port is free");
+    let receiving = inside("b", || {
+        Receiving::on(listener, &tls.1, &options, TestBuilder::default())
+    });
+    (receiving, far)
+}
+
+fn guest_of(bytes: usize) -> Arc<TestVm> {
+    let vm = TestVm::new(bytes);
+    vm.fill(bytes);
+    vm.start(HOT_PAGES, Duration::from_micros(500));
+    vm
+}
+
+/// Limits for a machine that is emulated.
+fn slowly(options: OptionsBuilder) -> Options {
+    options
+        .connect_limit(Duration::from_secs(20))
+        .lane_stall_limit(Duration::from_secs(4))
+        .no_lane_limit(Duration::from_secs(40))
+        .silence_limit(Duration::from_secs(20))
+        .control_limit(Duration::from_secs(40))
+        .downtime_limit(Duration::from_secs(20))
+        .build()
+        .expect("they fit together")
+}
+
+type Tls = (ClientTls, ServerTls);
+
+fn tls() -> Tls {
+    let authority = Authority::new();
+    let (source, destination) = (
+        authority.identity(&[SOURCE]),
+        authority.identity(&[DESTINATION]),
+    );
+    let client = source.client(&Crypto::auto(), names(&[DESTINATION]));
+    let server = destination.server(&Crypto::auto(), names(&[SOURCE]));
+    (
+        client.expect("the settings are whole"),
+        server.expect("the settings are whole"),
+    )
+}

@@ -1,0 +1,123 @@
+//! VMs' processes that are confined, and have kept what lanes over IPsec take: one moves; and one that has not says so.
+
+use std::env;
+use std::io::{BufRead, BufReader};
+use std::process::{Command, ExitCode, Stdio};
+
+use dunlin_kernel_tests::handoff::Background;
+use dunlin_kernel_tests::sessions::{
+    Capture, HOSTS, captured, connect, credentials, netns, nothing_left,
+};
+use dunlin_kernel_tests::shelters::POOL;
+use dunlin_kernel_tests::{Needs, run};
+use serde_json::Value;
+
+const NEEDS: Needs = Needs {
+    cpus: 4,
+    packages: &["iproute2", "tcpdump"],
+    dunlin: true,
+    limit_seconds: 180,
+    ..Needs::NOTHING
+};
+
+const GUEST: &str = "vm run --name vm --guest process --memory 64M --fill-size 8M --workload idle";
+const MIGRATE: &str = "vm migrate --name vm --to 10.0.0.2:7400 --lanes 4 --security ipsec \
+                       --downtime-limit 20s --identity host-a --peer host-b.example --json --control run-a";
+
+fn main() -> ExitCode {
+    run(&NEEDS, |guest| {
+        connect(guest);
+        credentials(guest);
+        let capture = Capture::begin("b", "vm.pcap");
+        let receive = "vm receive --listen 10.0.0.2:7400 --ipsec --identity host-b --peer \
+                       host-a.example";
+        let destination = Vm::start("b", receive).until("listening");
+
+        let unprepared = Vm::start("a", GUEST).until("started");
+        let said = migrate(&[]);
+        assert_eq!(said["event"], "failed", "{said}");
+        let text = said["text"].as_str().expect("it says why");
+        assert!(text.contains("start it with --ipsec"), "{text}");
+        drop(unprepared);
+
+        let source = Vm::start("a", &format!("{GUEST} --ipsec")).until("started");
+        let said = migrate(&["--cpus", "1,3"]);
+        assert_eq!(said["event"], "moved", "{said}");
+        nothing_left(guest);
+        capture.end(guest);
+        let seen = |filter: &str| captured(guest, "vm.pcap", filter);
+        assert_eq!(seen(&format!("tcp portrange {POOL}")), 0, "in the clear");
+        assert!(seen("esp") > 100);
+        for (host, _) in HOSTS {
+            assert!(dunlin_kernel_tests::shelters::no_records(host), "{host}");
+        }
+        drop((source, destination));
+    })
+}
+
+/// The last thing that is said of a migration from host a.
+fn migrate(more: &[&str]) -> Value {
+    let words: Vec<&str> = MIGRATE
+        .split_whitespace()
+        .chain(more.iter().copied())
+        .collect();
+    let said = Command::new("ip")
+        .args(netns("a", &[&["dunlin"], &words[..]].concat()))
+        .output()
+        .expect("ip starts");
+    let said = String::from_utf8(said.stdout).expect("JSON");
+    println!("{said}");
+    let last = said.lines().last().expect("it says something");
+    serde_json::from_str(last).expect("a JSON object")
+}
+
+/// A VM's process at a host, all of whose confinement this kernel can do.
+struct Vm {
+    lines: Box<dyn Iterator<Item = String>>,
+    _process: Background,
+}
+
+impl Vm {
+    fn start(host: &str, line: &str) -> Self {
+        let here = env::current_dir().expect("the runner has made it");
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let mut process = Command::new("ip")
+            .args(netns(host, &[&["dunlin"], &words[..]].concat()))
+            .args([
+                "--confine",
+                "yes",
+                "--json",
+                "--control",
+                &format!("run-{host}"),
+            ])
+            .arg("--state-dir")
+            .arg(here.join(format!("state-{host}")))
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("ip starts");
+        let out = process.stdout.take().expect("it was asked for");
+        Self {
+            lines: Box::new(BufReader::new(out).lines().map_while(Result::ok)),
+            _process: Background(process),
+        }
+    }
+
+    /// Waits for an event, behind that of a confinement which lacks nothing.
+    fn until(mut self, name: &str) -> Self {
+        let mut is_confined = false;
+        for line in &mut self.lines {
+            println!("{line}");
+            let said: Value = serde_json::from_str(&line).expect("a JSON object");
+            if said["event"] == "confined" {
+                assert_eq!(said["lacks"].as_array().map(Vec::len), Some(0), "{said}");
+                is_confined = true;
+            }
+            if said["event"] == name {
+                assert!(is_confined, "{name} comes behind it");
+                return self;
+            }
+        }
+        panic!("it has ended before {name}");
+    }
+}

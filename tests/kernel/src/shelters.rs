@@ -1,0 +1,106 @@
+//! Hosts with lanes over IPsec between them: what each of them has for it, and what its SAs have
+//! carried.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use dunlin::ipsec::lanes::Shelter;
+use dunlin::ipsec::{Direction, Mode, Observer, Options, Sender, Status};
+
+use crate::Guest;
+use crate::sessions::{inside, netns};
+
+/// The ports of all sessions of lanes.
+pub const POOL: &str = "24576-28671";
+
+/// What a host says of its sessions.
+#[derive(Clone, Debug, Default)]
+pub struct Said(Arc<Mutex<Vec<String>>>);
+
+impl Said {
+    /// Whether it has said something with these words.
+    ///
+    /// # Panics
+    /// Another thread has.
+    #[must_use]
+    pub fn has(&self, words: &str) -> bool {
+        let said = self.0.lock().expect("nobody panics");
+        said.iter().any(|line| line.contains(words))
+    }
+}
+
+/// What a host has for lanes over IPsec on these CPUs.
+///
+/// # Panics
+/// The kernel has no IPsec.
+#[must_use]
+pub fn shelter(host: &str, mode: Mode, cpus: &[u32]) -> (Shelter, Said) {
+    let records = Path::new(&format!("state-{host}")).join("ipsec");
+    let mut options = Options::new(mode, POOL.parse().expect("ports"), records);
+    options.cpus = cpus.to_vec();
+    options.patience = Duration::from_secs(30);
+    let said = Said::default();
+    let (heard, at) = (said.clone(), host.to_owned());
+    let observer: Observer = Arc::new(move |event| {
+        println!("{at}: {event}");
+        let mut said = heard.0.lock().expect("nobody panics");
+        said.push(event.to_string());
+    });
+    let shelter = inside(host, || Shelter::new(options, observer)).expect("IPsec is there");
+    (shelter, said)
+}
+
+/// What the SAs of what a host sends in a session have carried.
+///
+/// # Panics
+/// Somebody has removed one.
+#[must_use]
+pub fn carried(session: &Status) -> BTreeMap<Sender, u64> {
+    let outbound = session
+        .associations
+        .iter()
+        .filter(|one| one.association.direction == Direction::Out);
+    outbound
+        .map(|one| {
+            let counters = one.counters.as_ref().expect("it stands");
+            (one.association.slot.sender, counters.bytes)
+        })
+        .collect()
+}
+
+/// Packets that the kernel's IPsec of a host has dropped or refused, by why; nothing else
+/// belongs there.
+#[must_use]
+pub fn refused(guest: &Guest, host: &str) -> Vec<(String, u64)> {
+    let text = guest.output("ip", &netns(host, &["cat", "/proc/net/xfrm_stat"]));
+    let count = |line: &str| {
+        let (name, count) = line.split_once(char::is_whitespace)?;
+        let count = count.trim().parse::<u64>().ok()?;
+        (count > 0).then(|| (name.to_owned(), count))
+    };
+    text.lines().filter_map(count).collect()
+}
+
+/// Ends a connection of a host as if its peer had vanished and the host given it up.
+///
+/// # Panics
+/// There is none such.
+pub fn cut(guest: &Guest, host: &str, filter: &str) {
+    let words = ["-n", "-t", "-K", "-H"];
+    let command: Vec<&str> = words.into_iter().chain(filter.split(' ')).collect();
+    let said = guest.output("ip", &netns(host, &[&["ss"], &command[..]].concat()));
+    assert!(!said.is_empty(), "{host} has no connection {filter}");
+}
+
+/// Whether a host's records of what it has installed are gone.
+#[must_use]
+pub fn no_records(host: &str) -> bool {
+    let folder = Path::new(&format!("state-{host}")).join("ipsec");
+    let files = fs::read_dir(folder).expect("it was made");
+    files
+        .filter_map(Result::ok)
+        .all(|file| file.path().extension().is_none_or(|kind| kind != "ipsec"))
+}
