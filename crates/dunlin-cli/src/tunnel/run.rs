@@ -23,6 +23,7 @@ use crate::confine::{self, ConfiningTunnel, Needs};
 use crate::control::Socket;
 use crate::display::clean;
 use crate::identity::{chosen, crypto, load_identity};
+use crate::ipsec::RECORDS;
 use crate::line::Line;
 use crate::options::{ControlPath, Cpus};
 use crate::service::{Manager, Told, passed, say, wait_for};
@@ -180,7 +181,7 @@ impl Run {
                  before the tunnel starts makes it faster"
             ));
         }
-        let records = self.state.directory()?.join("ipsec");
+        let records = self.state.directory()?.join(RECORDS);
         let mut options = Options::new(ipsec.mode, ipsec.ports, records);
         options.rekey_after = Some(ipsec.rekey_after);
         let cpus = match &ipsec.cpus {

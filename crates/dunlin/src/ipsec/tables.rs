@@ -22,7 +22,10 @@ use super::udp;
 
 mod values;
 
-use values::{connection_policy, describe, id_of, is_the_same, meet, policy_of, state_of, way_of};
+use values::{
+    connection_policy, describe, id_of, is_the_same, meet, only_crosses, policy_of, state_of,
+    way_of,
+};
 
 /// How often in a row no connection may be found before the ports are free: procfs lists
 /// them in pieces, and one may be in none of them while it changes its state.

@@ -109,11 +109,12 @@ fn i6_nothing_is_in_the_clear_and_nothing_breaks(guest: &Guest, mode: &str) {
         println!("{} changes", session.changes);
         session.over();
         // The next one takes the blocked ports over, and they go on.
-        session = Slow::begin(mode);
+        let mut session = Slow::begin(mode);
         load.goes_on();
         session.ask("end");
         session.hears("ended");
         assert_eq!(load.broken.load(Ordering::SeqCst), 0, "they wait");
+        session.over();
     });
     println!("{} pieces", load.read.load(Ordering::SeqCst));
     drop((connections, listener));
@@ -125,7 +126,6 @@ fn i6_nothing_is_in_the_clear_and_nothing_breaks(guest: &Guest, mode: &str) {
         }
         empty(guest, "a") && empty(guest, "b")
     });
-    session.over();
     nothing_left(guest);
 }
 

@@ -8,10 +8,9 @@ use serde::Deserialize;
 use toml::Spanned;
 
 use super::{Found, RouteTable};
+use crate::confine::LANE_PORTS;
 use crate::options::{Cpus, parse_limit};
 
-/// Below the ephemeral ports of Linux, and none of Kubernetes' or libvirt's.
-const LANE_PORTS: &str = "24576-28671";
 /// As `dunlin ipsec` has it.
 const REKEY_AFTER: Duration = Duration::from_secs(60 * 60);
 

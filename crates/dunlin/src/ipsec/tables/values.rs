@@ -6,7 +6,7 @@ use dunlin_proto::ipsec::Sender;
 use dunlin_proto::ipsec::object::{
     Action, Association, Direction, Encapsulation, Policy, Selector,
 };
-use dunlin_proto::ipsec::plan::{FIRST_PRIORITY, REQID_BLOCKS, REQIDS};
+use dunlin_proto::ipsec::plan::{FIRST_PRIORITY, REQID_BLOCKS};
 use dunlin_proto::ipsec::ports::PortBlock;
 use dunlin_sys::xfrm::{
     self, Installed, KeyAndSalt, LONGEST_REPLAY_WINDOW, Network, PolicyDirection, Ports, Protocol,
@@ -154,48 +154,22 @@ pub(super) fn meet(other: &xfrm::Policy, own: &xfrm::Policy) -> bool {
         && network(theirs.destination, ours.destination)
         && ports(theirs.source_ports, ours.source_ports)
         && ports(theirs.destination_ports, ours.destination_ports)
-        && !cross(other, own)
 }
 
-/// Whether only a connection from a port of one session to a port of another would be in both. It
-/// is not to be, since lanes lead to a listener that is in no session; and if it were, either
-/// policy has it sealed or blocked.
-fn cross(other: &xfrm::Policy, own: &xfrm::Policy) -> bool {
-    let is_for_ports = |policy: &xfrm::Policy| {
-        let selector = &policy.selector;
-        let is_sealed = match policy.action {
-            xfrm::Action::Protect { reqid, .. } => reqid >= REQIDS,
-            xfrm::Action::Block => true,
-            xfrm::Action::Foreign => false,
-        };
-        is_sealed
-            && (FIRST_PRIORITY..=FIRST_PRIORITY + 2 * REQID_BLOCKS).contains(&policy.priority)
-            && selector.protocol == Protocol::TCP
-    };
+/// Whether `other` is a policy of another session between the same two hosts, and all that is in
+/// both are packets *from* the ports of one *to* those of the other. Either session seals these or
+/// blocks them, so that two sessions with different ports stand side by side.
+pub(super) fn only_crosses(other: &xfrm::Policy, own: &xfrm::Policy) -> bool {
     let (theirs, ours) = (&other.selector, &own.selector);
-    let any = |ports: Ports| ports.mask == 0;
-    let one_end = |one: &xfrm::Selector, end: &xfrm::Selector| {
-        any(one.source_ports)
-            && !any(one.destination_ports)
-            && !any(end.source_ports)
-            && any(end.destination_ports)
-    };
-    is_for_ports(other)
-        && is_for_ports(own)
-        && (one_end(theirs, ours) || one_end(ours, theirs))
-        // Of one range both ends' blocks are the same, and a connection may well be in both.
-        && !overlap(theirs, ours)
-}
-
-/// Whether the blocks of two such selectors have a port in common.
-fn overlap(one: &xfrm::Selector, other: &xfrm::Selector) -> bool {
-    let block = |selector: &xfrm::Selector| match selector.source_ports.mask {
-        0 => selector.destination_ports,
-        _ => selector.source_ports,
-    };
-    let (one, other) = (block(one), block(other));
-    let both = one.mask & other.mask;
-    one.port & both == other.port & both
+    let of_sessions = FIRST_PRIORITY..=FIRST_PRIORITY + 2 * REQID_BLOCKS + 1;
+    let is_any = |ports: Ports| ports.mask == 0;
+    other.action != xfrm::Action::Foreign
+        && of_sessions.contains(&other.priority)
+        && theirs.source == ours.source
+        && theirs.destination == ours.destination
+        && is_any(theirs.source_ports) != is_any(theirs.destination_ports)
+        && is_any(theirs.source_ports) == is_any(ours.destination_ports)
+        && is_any(theirs.destination_ports) == is_any(ours.source_ports)
 }
 
 pub(super) fn describe(policy: &xfrm::Policy) -> String {
@@ -251,6 +225,45 @@ mod tests {
     }
 
     #[test]
+    fn sessions_with_different_ports_stand_side_by_side() {
+        let policy = |source: u16, destination: u16, action| xfrm::Policy {
+            selector: xfrm::Selector {
+                source_ports: Ports {
+                    port: source,
+                    mask: if source > 0 { 0xffc0 } else { 0 },
+                },
+                destination_ports: Ports {
+                    port: destination,
+                    mask: if destination > 0 { 0xffc0 } else { 0 },
+                },
+                ..own().selector
+            },
+            action,
+            ..own()
+        };
+        let block = xfrm::Action::Block;
+        let (from, to) = (policy(24_576, 0, block), policy(0, 24_640, block));
+        for (one, other) in [(from, to), (to, from)] {
+            assert!(meet(&one, &other) && only_crosses(&one, &other));
+        }
+        // The same way, and on the same ports: those who want them are in each other's way.
+        assert!(!only_crosses(&policy(24_576, 0, block), &from));
+        // Others' policies let packets pass.
+        assert!(!only_crosses(
+            &policy(24_576, 0, xfrm::Action::Foreign),
+            &to
+        ));
+        let mut foreign = from;
+        foreign.priority = 0;
+        assert!(!only_crosses(&foreign, &to));
+        let mut wide = from;
+        wide.selector.source.prefix = 24;
+        assert!(!only_crosses(&wide, &to));
+        let all = policy(0, 0, block);
+        assert!(!only_crosses(&all, &to) && !only_crosses(&to, &all));
+    }
+
+    #[test]
     fn a_policy_meets_those_that_a_packet_can_be_in_with_it() {
         let same = |change: fn(&mut xfrm::Policy)| {
             let mut other = own();
@@ -285,41 +298,5 @@ mod tests {
         assert!(!same(|other| {
             other.selector.destination = Network::one([192, 0, 2, 3].into());
         }));
-    }
-
-    /// Lanes of two migrations, or of both sides of a tunnel, are between the same addresses.
-    #[test]
-    fn sessions_without_a_port_in_common_stand_side_by_side() {
-        let other = |ports: &str, priority: u32, change: fn(&mut xfrm::Policy)| {
-            let line =
-                format!("policy out 192.0.2.1 192.0.2.2 ports {ports} priority {priority} block");
-            let Ok(Object::Policy(policy)) = line.parse() else {
-                unreachable!("it is a policy's");
-            };
-            let mut policy = policy_of(&policy);
-            change(&mut policy);
-            meet(&policy, &own())
-        };
-        let same = |_: &mut xfrm::Policy| ();
-        assert!(!other("24576/0xffc0 0/0x0000", 105, same));
-        assert!(!other("24576/0xffc0 0/0x0000", 65_636, same));
-        assert!(other("4444/0xfffc 0/0x0000", 105, same), "the same ports");
-        assert!(other("4432/0xfff0 0/0x0000", 105, same), "some of them");
-        assert!(other("24576/0xffc0 0/0x0000", 99, same), "nobody of ours");
-        assert!(other("24576/0xffc0 0/0x0000", 65_637, same));
-        assert!(other("24576/0xffc0 0/0x0000", 105, |policy| {
-            policy.action = xfrm::Action::Foreign;
-        }));
-        let protect = |reqid| {
-            let (from, to) = ([192, 0, 2, 1].into(), [192, 0, 2, 2].into());
-            xfrm::Action::Protect { reqid, from, to }
-        };
-        let mut policy = own();
-        policy.selector.destination_ports = Ports::ANY;
-        policy.selector.source_ports = Ports::one(24_576);
-        for (reqid, meets) in [(REQIDS, false), (REQIDS - 1, true)] {
-            policy.action = protect(reqid);
-            assert_eq!(meet(&policy, &own()), meets, "{reqid}");
-        }
     }
 }
