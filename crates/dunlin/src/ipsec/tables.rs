@@ -73,7 +73,9 @@ impl Tables {
                 continue;
             };
             let own = policy_of(own);
-            let met = standing.iter().find(|other| meet(other, &own));
+            let met = standing
+                .iter()
+                .find(|other| meet(other, &own) && !only_crosses(other, &own));
             if let Some(other) = met {
                 return Err(IpsecError::PortsTaken(describe(other)));
             }
