@@ -1,5 +1,6 @@
 //! What the kernel tells of a TCP connection to whoever asks over netlink (sock_diag(7), its
-//! include/uapi/linux/inet_diag.h): with the kernel's TLS, who seals and opens the records.
+//! include/uapi/linux/inet_diag.h): with the kernel's TLS, who seals and opens the records; and which
+//! connections there are.
 //!
 //! ```text
 //!   this ── one connection's addresses ──▶ kernel
@@ -9,9 +10,12 @@
 //! The answer to a question about one socket comes at once (`inet_diag_dump_one_icsk`,
 //! net/ipv4/inet_diag.c).
 
+mod connections;
+
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpStream};
 
+pub use self::connections::{TcpConnection, tcp_connections};
 use crate::netlink::{ask, attribute, number};
 
 /// The question, and the answer (include/uapi/linux/sock_diag.h).

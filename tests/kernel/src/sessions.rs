@@ -139,6 +139,12 @@ impl Process {
     /// The server, at host b.
     #[must_use]
     pub fn serve() -> Self {
+        Self::serve_with(&[])
+    }
+
+    /// The same with more words.
+    #[must_use]
+    pub fn serve_with(more: &[&str]) -> Self {
         let arguments = netns(
             "b",
             &[
@@ -164,7 +170,7 @@ impl Process {
             ],
         );
         let mut command = Command::new("ip");
-        command.args(arguments);
+        command.args(arguments).args(more);
         Self::begin(command, "listening on")
     }
 
@@ -192,10 +198,19 @@ impl Process {
     ///
     /// # Panics
     /// It fails.
-    pub fn end(mut self, guest: &Guest) {
+    pub fn end(self, guest: &Guest) {
+        assert_eq!(self.end_with(guest), Some(0));
+    }
+
+    /// Has it end, and says with which exit code it does.
+    ///
+    /// # Panics
+    /// It cannot be asked to.
+    #[must_use]
+    pub fn end_with(mut self, guest: &Guest) -> Option<i32> {
         // `ip netns exec` becomes the program that it starts.
         guest.command("kill", &["-TERM", &self.0.id().to_string()]);
-        assert!(self.0.wait().expect("it ends").success());
+        self.0.wait().expect("it ends").code()
     }
 }
 

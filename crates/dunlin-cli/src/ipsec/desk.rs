@@ -11,7 +11,7 @@ use clap::Args;
 use dunlin::ipsec::{self, Association, Direction, Sender};
 use serde::{Deserialize, Serialize};
 
-use crate::code::DONE;
+use crate::code::{DONE, FAILED};
 use crate::control::{Socket, read_request};
 use crate::display::clean;
 use crate::options::ControlPath;
@@ -63,6 +63,8 @@ pub(super) struct Answer {
     name: String,
     pid: u32,
     sessions: Vec<SessionLine>,
+    /// Records of sessions that are over whose ports stay blocked.
+    blocked: Vec<String>,
     failed: Option<String>,
 }
 
@@ -165,6 +167,8 @@ pub(super) trait Asked: Send + Sync {
     fn rekey(&self);
     /// Returns when it is over.
     fn down(&self);
+    /// Records of sessions that are over whose ports stay blocked.
+    fn blocked(&self) -> Vec<String>;
 }
 
 /// Answers at a socket for as long as that is there.
@@ -195,6 +199,7 @@ fn answer(mut connection: &UnixStream, name: &str, asked: &dyn Asked) -> Result<
         name: name.to_owned(),
         pid: std::process::id(),
         sessions: sessions.unwrap_or_default(),
+        blocked: asked.blocked(),
         failed,
     };
     writeln!(connection, "{}", serde_json::to_string(&answer)?)?;
@@ -297,12 +302,26 @@ pub(crate) struct Down {
 impl Down {
     pub(crate) fn run(&self) -> Result<i32> {
         let answers = self.which.ask(Request::Down)?;
+        let mut code = DONE;
         for answer in &answers {
             println!("{}: down", clean(&answer.name));
+            if !answer.blocked.is_empty() {
+                println!("{}", clean(&stay_blocked(&answer.blocked)));
+                code = FAILED;
+            }
         }
         if answers.is_empty() {
             println!("no sessions");
         }
-        Ok(DONE)
+        Ok(code)
     }
+}
+
+/// What is said of ports that are not free when a process ends.
+pub(super) fn stay_blocked(records: &[String]) -> String {
+    format!(
+        "ports stay blocked, by {}: end the connections on them and say `dunlin ipsec clean`, or \
+         begin the session anew",
+        records.join(", ")
+    )
 }

@@ -3,20 +3,25 @@
 use std::collections::BTreeSet;
 use std::net::{IpAddr, TcpListener, ToSocketAddrs};
 use std::path::PathBuf;
+use std::str::FromStr;
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
 use clap::Args;
-use dunlin::ipsec::{self, Mode, Observer, Options, PortRange, Server, Session, Udp};
+use dunlin::ipsec::{
+    self, AddressBlock, Event, Mode, Observer, Options, PortRange, Server, Session, Udp,
+};
+use dunlin::lane::peers::Peer as Allowed;
 use dunlin_sys::affinity::allowed;
 use dunlin_sys::signals::{EndSignals, HangUps};
 use dunlin_sys::xfrm::esp_offload;
 
 use super::ModeName;
 use super::desk::{self, Asked, SessionLine};
-use crate::code::{DONE, FAILED};
+use crate::code::{CANCELLED, DONE, FAILED};
 use crate::control::Socket;
 use crate::identity::{Accepting, Common, Reading, Records, client_tls};
 use crate::options::{ControlPath, Cpus, parse_limit};
@@ -85,6 +90,41 @@ fn observer() -> Observer {
     Arc::new(|event| say(&event.to_string()))
 }
 
+/// Records of sessions of this process whose ports stay blocked.
+#[derive(Clone, Debug, Default)]
+struct Blocked(Arc<Mutex<BTreeSet<PathBuf>>>);
+
+impl Blocked {
+    fn observer(&self) -> Observer {
+        let blocked = self.clone();
+        Arc::new(move |event| {
+            if let Event::Left { record, .. } = event {
+                lock(&blocked.0).insert(record.clone());
+            }
+            say(&event.to_string());
+        })
+    }
+
+    /// Those that no later session has taken over, and nobody has freed.
+    fn records(&self) -> Vec<String> {
+        let records = lock(&self.0);
+        let standing = records.iter().filter(|record| record.exists());
+        standing
+            .map(|record| record.display().to_string())
+            .collect()
+    }
+
+    /// The exit code of a process whose sessions are over.
+    fn code(&self) -> i32 {
+        let records = self.records();
+        if records.is_empty() {
+            return DONE;
+        }
+        say(&desk::stay_blocked(&records));
+        FAILED
+    }
+}
+
 /// What cannot be made good once there are SAs.
 fn warn_of_offload() {
     if let Some(command) = esp_offload().how_to_load() {
@@ -107,31 +147,77 @@ pub(crate) struct Serve {
     /// Take ESP in UDP at this port from peers that ask for it.
     #[arg(long, value_name = "PORT")]
     udp: Option<u16>,
+    /// Directory of this host's certificate and key, as for `dunlin vm receive`.
+    #[arg(long, value_name = "DIR")]
+    identity: PathBuf,
+    /// A name that a peer's certificate must bear, or its pin, and the addresses that this
+    /// peer may come from, if not all: host-a.example=192.0.2.1,2001:db8::/64; repeatable
+    /// [default: anybody of the authority].
+    #[arg(long = "peer", value_name = "NAME|PIN[=ADDR,…]")]
+    peers: Vec<BoundPeer>,
     #[command(flatten)]
-    common: Common,
+    reading: Reading,
+    #[command(flatten)]
+    records: Records,
     #[command(flatten)]
     own: Own,
+}
+
+/// A peer, and where it may come from.
+#[derive(Clone, Debug)]
+struct BoundPeer {
+    peer: Allowed,
+    addresses: Vec<AddressBlock>,
+}
+
+impl FromStr for BoundPeer {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        // Neither a name nor a pin has an equals sign in it.
+        let (peer, addresses) = match text.split_once('=') {
+            Some((peer, addresses)) => (peer, Some(addresses)),
+            None => (text, None),
+        };
+        let peer = peer.parse().map_err(|error| format!("{error}"))?;
+        let addresses = addresses.into_iter().flat_map(|all| all.split(','));
+        let addresses = addresses.map(|one| one.parse().map_err(|error| format!("{error}")));
+        Ok(Self {
+            peer,
+            addresses: addresses.collect::<Result<_, String>>()?,
+        })
+    }
 }
 
 impl Serve {
     pub(crate) fn run(&self) -> Result<i32> {
         let (ends, hang_ups) = (EndSignals::block()?, HangUps::block()?);
-        let (accepting, warnings) = Accepting::load(&self.common)?;
+        let common = Common {
+            identity: self.identity.clone(),
+            peers: self.peers.iter().map(|one| one.peer.to_string()).collect(),
+            reading: self.reading.clone(),
+            records: self.records.clone(),
+        };
+        let (accepting, warnings) = Accepting::load(&common)?;
         for warning in warnings {
             say(&format!("warning: {warning}"));
         }
         warn_of_offload();
-        let options = self.own.options(Mode::Cpu, self.ports, self.udp)?;
+        let mut options = self.own.options(Mode::Cpu, self.ports, self.udp)?;
+        let bound = self.peers.iter().filter(|one| !one.addresses.is_empty());
+        let bound = bound.map(|one| (one.peer.clone(), one.addresses.clone()));
+        options.bound = bound.collect();
         let listener = TcpListener::bind(&self.listen)
             .map_err(|error| anyhow!("cannot listen on {}: {error}", self.listen))?;
         let socket = Socket::bind(&self.own.control.ipsec("serve")?, "an IPsec server")?;
-        let server = Server::start(listener, accepting.tls.clone(), options, observer())?;
+        let blocked = Blocked::default();
+        let server = Server::start(listener, accepting.tls.clone(), options, blocked.observer())?;
         println!("listening on {}", server.address());
         let manager = Manager::find();
         manager.ready(&format!("peers connect to {}", server.address()));
         let (told, events) = channel::<Told>();
         wait_for(told.clone(), ends, hang_ups)?;
-        let held = Arc::new(Held::<Server>::new(server));
+        let held = Arc::new(Held::<Server>::new(server, blocked.clone()));
         desk::serve(
             &socket,
             "serve".to_owned(),
@@ -161,7 +247,7 @@ impl Serve {
         }
         drop(told);
         held.down();
-        Ok(DONE)
+        Ok(blocked.code())
     }
 }
 
@@ -208,29 +294,43 @@ impl Up {
             say(&format!("warning: {warning}"));
         }
         warn_of_offload();
-        let addresses = addresses_of(&to);
-        if addresses.len() > 1 {
-            let all: Vec<String> = addresses.iter().map(ToString::to_string).collect();
-            say(&format!(
-                "warning: {} has several addresses ({}) and one of them will be protected: give \
-                 --peer and the programs an address, and --name the name",
-                self.peer,
-                all.join(", ")
-            ));
-        }
+        warn_of_addresses(&self.peer, &to)?;
         let options = self.own.options(self.mode.into(), self.ports, self.udp)?;
         let socket = Socket::bind(&self.own.control.ipsec(&self.peer)?, "an IPsec session")?;
-        let session = ipsec::up(&to, &tls, &options, &observer())
-            .with_context(|| format!("ports {} to {to} are not protected", self.ports))?;
+        let (told, events) = channel::<Told>();
+        wait_for(told.clone(), ends, hang_ups)?;
+        let blocked = Blocked::default();
+        let mut ended = None;
+        let mut given_up = || {
+            while let Ok(told) = events.try_recv() {
+                if let Told::End(signal) = told {
+                    ended = Some(signal);
+                }
+            }
+            ended.is_some()
+        };
+        let session = ipsec::up_unless(&to, &tls, &options, &blocked.observer(), &mut given_up);
+        if let (Err(ipsec::IpsecError::Ended), Some(signal)) = (&session, ended) {
+            let name = signal.name();
+            say(&format!(
+                "{name}: ports {} to {to} are not protected",
+                self.ports
+            ));
+            return Ok(CANCELLED);
+        }
+        let session =
+            session.with_context(|| format!("ports {} to {to} are not protected", self.ports))?;
+        if let Some(signal) = ended {
+            let _ = told.send(Told::End(signal));
+        }
         println!("up");
         let manager = Manager::find();
         manager.ready(&format!("ports {} to {to} are protected", self.ports));
-        let (told, events) = channel::<Told>();
-        wait_for(told.clone(), ends, hang_ups)?;
-        let held = Arc::new(Held::<Named>::new(Named {
+        let named = Named {
             peer: self.peer.clone(),
             session,
-        }));
+        };
+        let held = Arc::new(Held::<Named>::new(named, blocked.clone()));
         desk::serve(
             &socket,
             self.peer.clone(),
@@ -254,7 +354,7 @@ impl Up {
                     }
                     if let Some(ended) = held.end(|named| named.session.wait()) {
                         return match ended {
-                            Ok(()) => Ok(DONE),
+                            Ok(()) => Ok(blocked.code()),
                             Err(error) => Err(anyhow!(error).context("the session is over")),
                         };
                     }
@@ -267,7 +367,7 @@ impl Up {
                 say(&format!("{:#}", anyhow!(error)));
                 Ok(FAILED)
             }
-            _ => Ok(DONE),
+            _ => Ok(blocked.code()),
         }
     }
 }
@@ -286,6 +386,26 @@ impl Clean {
         ipsec::clean_up(&options, &observer())?;
         Ok(DONE)
     }
+}
+
+/// Warns of a peer of several addresses, whenever it is known how many it has.
+fn warn_of_addresses(peer: &str, to: &str) -> Result<()> {
+    let (peer, to) = (peer.to_owned(), to.to_owned());
+    let warn = move || {
+        let addresses = addresses_of(&to);
+        if addresses.len() > 1 {
+            let all: Vec<String> = addresses.iter().map(ToString::to_string).collect();
+            say(&format!(
+                "warning: {peer} has several addresses ({}) and one of them will be protected: \
+                 give --peer and the programs an address, and --name the name",
+                all.join(", ")
+            ));
+        }
+    };
+    thread::Builder::new()
+        .name("dunlin-addresses".to_owned())
+        .spawn(warn)?;
+    Ok(())
 }
 
 /// The addresses that a name has; none where it is not known, which is told elsewhere.
@@ -317,11 +437,13 @@ struct Held<T> {
     /// Held while it is being ended, which takes as long as connections do; it can be
     /// asked how it stands meanwhile.
     ending: Mutex<()>,
+    blocked: Blocked,
 }
 
 impl<T> Held<T> {
-    fn new(held: T) -> Self {
+    fn new(held: T, blocked: Blocked) -> Self {
         Self {
+            blocked,
             one: Mutex::new(Some(held)),
             ending: Mutex::new(()),
         }
@@ -365,6 +487,10 @@ impl Asked for Held<Server> {
     fn down(&self) {
         self.end(Server::stop);
     }
+
+    fn blocked(&self) -> Vec<String> {
+        self.blocked.records()
+    }
 }
 
 impl Asked for Held<Named> {
@@ -388,6 +514,10 @@ impl Asked for Held<Named> {
             say(&format!("{:#}", anyhow!(error)));
         }
     }
+
+    fn blocked(&self) -> Vec<String> {
+        self.blocked.records()
+    }
 }
 
 /// A panic elsewhere leaves one whole value or the other.
@@ -398,6 +528,23 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_peer_is_bound_to_what_follows_its_name() {
+        let bound = |text: &str| {
+            let one: BoundPeer = text.parse().expect("a peer");
+            let addresses: Vec<String> = one.addresses.iter().map(ToString::to_string).collect();
+            (one.peer.to_string(), addresses.join(" "))
+        };
+        assert_eq!(bound("host-a"), ("host-a".to_owned(), String::new()));
+        assert_eq!(
+            bound("host-a=192.0.2.1,2001:db8::/64"),
+            ("host-a".to_owned(), "192.0.2.1/32 2001:db8::/64".to_owned())
+        );
+        for wrong in ["host-a=", "host-a=b", "=192.0.2.1", "host-a=192.0.2.1,"] {
+            assert!(wrong.parse::<BoundPeer>().is_err(), "{wrong}");
+        }
+    }
 
     #[test]
     fn an_address_is_one_address() {

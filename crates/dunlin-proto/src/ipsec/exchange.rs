@@ -214,8 +214,9 @@ impl Exchange {
 
     // Commands.
 
-    /// Wants an SA for `sender`, unless it has one. Where the peer has no room for it,
-    /// or the agreed mode has none such, the fallback serves.
+    /// Wants an SA for `sender`, unless it has one. Where the agreed mode has none
+    /// such, the fallback serves; so it does while the peer has no room for it, and the SA is
+    /// asked for when another is released.
     pub fn want(&mut self, sender: Sender) {
         if self.phase != Phase::Over && self.agreed.is_none_or(|terms| fits(&terms, sender)) {
             self.sending.wish(sender);

@@ -61,6 +61,15 @@ impl Selector {
             && self.source_ports.meets(other.source_ports)
             && self.destination_ports.meets(other.destination_ports)
     }
+
+    /// Whether every packet of the other is in this one.
+    #[must_use]
+    pub fn covers(&self, other: &Self) -> bool {
+        self.source == other.source
+            && self.destination == other.destination
+            && self.source_ports.covers(other.source_ports)
+            && self.destination_ports.covers(other.destination_ports)
+    }
 }
 
 impl fmt::Display for Selector {
@@ -105,6 +114,17 @@ pub struct Policy {
 }
 
 impl Policy {
+    /// Whether two sessions' policies for ports are for some of the same ports. Packets from the
+    /// ports of the one to those of the other are in both whatever ports these are, and either
+    /// session seals or blocks them: that does not count.
+    #[must_use]
+    pub fn is_rival_of(&self, other: &Self) -> bool {
+        let for_sources = |policy: &Self| policy.selector.source_ports != PortBlock::ANY;
+        self.direction == other.direction
+            && for_sources(self) == for_sources(other)
+            && self.selector.meets(&other.selector)
+    }
+
     /// Whether the kernel takes the other for this one.
     #[must_use]
     pub fn is_in_place_of(&self, other: &Self) -> bool {

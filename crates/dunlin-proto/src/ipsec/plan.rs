@@ -37,8 +37,11 @@
 //! that an incoming policy need not change with epochs. Outbound SAs bear one for each
 //! epoch, or for each connection and epoch.
 
+mod adopt;
+
 use std::net::IpAddr;
 
+pub use self::adopt::{Adoption, adopt};
 use super::object::{
     Action, Association, Direction, Encapsulation, Listener, Object, Policy, Selector,
 };

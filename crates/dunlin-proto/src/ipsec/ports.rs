@@ -129,6 +129,12 @@ impl PortBlock {
         let both = self.mask & other.mask;
         self.port & both == other.port & both
     }
+
+    /// Whether every port of the other lies in this one.
+    #[must_use]
+    pub fn covers(self, other: Self) -> bool {
+        self.mask & other.mask == self.mask && other.port & self.mask == self.port
+    }
 }
 
 impl fmt::Display for PortBlock {

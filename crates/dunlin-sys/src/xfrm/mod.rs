@@ -357,6 +357,24 @@ impl Xfrm {
         })
     }
 
+    /// Whether the kernel keeps which way an SA is used (Linux 6.10), looked for as by
+    /// [`Xfrm::per_cpu`]. One that does not wants a replay window of outbound SAs with extended
+    /// sequence numbers too.
+    ///
+    /// # Errors
+    /// [`Error::NotPermitted`], and what else the kernel says.
+    pub fn keeps_directions(&self) -> Result<bool, Error> {
+        let [from, to] = [1, 2].map(|last| IpAddr::from([192, 0, 2, last]));
+        let spi = self.allocate_spi(from, to, 0, Direction::In, None, FIRST_SPI..=u32::MAX)?;
+        let id = StateId {
+            destination: to,
+            spi,
+        };
+        let held = self.state(&id);
+        self.remove_state(&id)?;
+        Ok(held?.and_then(|held| held.direction) == Some(Direction::In))
+    }
+
     /// How many SAs there are, and how the kernel keeps them.
     ///
     /// # Errors

@@ -410,6 +410,16 @@ fn what_the_kernel_says_of_an_sa_is_compared_with_what_it_was_told() {
         ..installed.clone()
     };
     assert_eq!(without_cpu.difference(&state), Some("the CPU"));
+    let of_an_older_kernel = Installed {
+        direction: None,
+        ..installed.clone()
+    };
+    assert_eq!(of_an_older_kernel.difference(&state), None);
+    let the_other_way = Installed {
+        direction: Some(Direction::Out),
+        ..installed.clone()
+    };
+    assert_eq!(the_other_way.difference(&state), Some("the direction"));
     assert!(!installed.is_reservation_for(&state));
     let reservation = Installed {
         algorithm: None,

@@ -1,6 +1,8 @@
 //! The side that asks for a session.
 
-use std::sync::mpsc::RecvTimeoutError;
+use std::io;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use dunlin_proto::ipsec::exchange::Exchange;
@@ -18,6 +20,9 @@ use crate::lane::control::{self, ControlStream};
 use crate::lane::identity::ClientTls;
 use crate::lane::reach::first_of;
 
+/// How often it is looked whether it is given up.
+const LOOK: Duration = Duration::from_millis(100);
+
 /// Connects to a [`Server`](super::Server) at `to`, and returns when the ports are
 /// protected on both hosts.
 ///
@@ -30,11 +35,63 @@ pub fn up(
     options: &Options,
     observer: &Observer,
 ) -> Result<Session, IpsecError> {
+    up_unless(to, tls, options, observer, &mut || false)
+}
+
+/// As [`up`], and given up soon after `given_up` has said so for the first time.
+///
+/// # Errors
+/// As [`up`]; [`IpsecError::Ended`] where it was given up.
+pub fn up_unless(
+    to: &str,
+    tls: &ClientTls,
+    options: &Options,
+    observer: &Observer,
+    given_up: &mut dyn FnMut() -> bool,
+) -> Result<Session, IpsecError> {
     // Whatever cannot be taken back has been told.
-    clean_up(options, observer, None)?;
+    clean_up(options, observer)?;
     let session = random_session()?;
-    let control = open(to, tls, session, options.patience)?;
-    begin(control, session, options, observer, &mut || false)
+    let control = open_beside(to, tls, session, options.patience, given_up)?;
+    begin(control, session, options, observer, given_up)
+}
+
+/// Opens the control connection on a thread of its own, which is not waited for where it comes
+/// too late: nobody knows how long the resolver of names takes, and it cannot be interrupted.
+fn open_beside(
+    to: &str,
+    tls: &ClientTls,
+    session: SessionId,
+    patience: Duration,
+    given_up: &mut dyn FnMut() -> bool,
+) -> Result<ControlStream, IpsecError> {
+    let until = Instant::now() + patience + LOOK;
+    let (made, opened) = channel();
+    let (name, tls) = (to.to_owned(), tls.clone());
+    // What it has opened is closed where nobody takes it any more.
+    let body = move || made.send(open(&name, &tls, session, patience));
+    let thread = thread::Builder::new().name("dunlin-ipsec-dial".to_owned());
+    thread.spawn(body).map_err(|source| IpsecError::Resources {
+        what: "a thread",
+        source,
+    })?;
+    loop {
+        match opened.recv_timeout(LOOK) {
+            Ok(control) => return control,
+            Err(_) if given_up() => return Err(IpsecError::Ended),
+            Err(RecvTimeoutError::Timeout) if Instant::now() < until => {}
+            Err(_) => {
+                return Err(IpsecError::Unreachable {
+                    to: to.to_owned(),
+                    source: io::Error::new(
+                        io::ErrorKind::TimedOut,
+                        "its name was not resolved in time: give an address, or check the name \
+                         servers",
+                    ),
+                });
+            }
+        }
+    }
 }
 
 /// Has a session over a control connection, and returns when the ports are protected on both
@@ -72,7 +129,7 @@ pub(super) fn begin(
     })?;
     loop {
         // Whoever does not answer is given up by the session itself.
-        match up.recv_timeout(Duration::from_millis(100)) {
+        match up.recv_timeout(LOOK) {
             Ok(()) => return Ok(session),
             Err(RecvTimeoutError::Timeout) if !session.is_over() => {
                 if given_up() {

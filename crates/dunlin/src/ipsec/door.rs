@@ -15,12 +15,15 @@ use dunlin_proto::negotiate::{Features, Opening, Refusal, SessionId, Supported, 
 use dunlin_sys::poll::{Waker, Wakeup, waker};
 use dunlin_sys::socket::{Liveness, set_liveness};
 
+use super::bound::may_come;
 use super::error::{IpsecError, harmless, in_words};
 use super::session::{Beginning, Session, Status, clean_up};
+use super::tables::Tables;
 use super::{Event, Observer, Options};
 use crate::lane::accept::{Arrival, accept};
 use crate::lane::control::ControlStream;
 use crate::lane::identity::ServerTls;
+use crate::lane::peers::PeerIdentity;
 
 /// Sessions at the same time, and those of one peer.
 const SESSIONS: usize = 64;
@@ -39,7 +42,7 @@ pub struct Server {
 
 pub(super) struct Held {
     peer: String,
-    pub(super) fingerprint: [u8; 32],
+    pub(super) identity: PeerIdentity,
     pub(super) session: Session,
 }
 
@@ -54,7 +57,8 @@ pub struct Peer {
 
 impl Server {
     /// Begins to take sessions in, for those that `tls` authorises. What processes that
-    /// have died left in this network namespace is taken back first.
+    /// have died left in this network namespace is taken back first, save what blocks ports that
+    /// were protected.
     ///
     /// # Errors
     /// The kernel's IPsec cannot be used, or a thread cannot be had.
@@ -64,8 +68,10 @@ impl Server {
         options: Options,
         observer: Observer,
     ) -> Result<Self, IpsecError> {
+        // Who may not ask the kernel learns it here, and not from the first peer.
+        Tables::open(None)?;
         // Whatever cannot be taken back has been told.
-        clean_up(&options, &observer, None)?;
+        clean_up(&options, &observer)?;
         let resources = |what| move |source| IpsecError::Resources { what, source };
         let address = listener.local_addr().map_err(resources("the listener"))?;
         let (stop, stopped) = waker().map_err(resources("a waker"))?;
@@ -215,16 +221,9 @@ impl Site {
             let _ = control.close();
             IpsecError::Breach(refusal.to_string())
         })?;
-        let (peer, fingerprint) = (
-            harmless(&control.peer().to_string()),
-            control.peer().fingerprint,
-        );
+        let identity = control.peer().clone();
+        let peer = harmless(&identity.to_string());
         let options = self.options.clone();
-        // An earlier session with it may have left its ports blocked.
-        if let Ok(address) = control.socket().peer_addr() {
-            let address = address.ip().to_canonical();
-            clean_up(&options, &self.observer, Some(address))?;
-        }
         // They count where the peer asks for that mode.
         let senders = options.senders(Mode::Cpu);
         let exchange = Exchange::responder(options.sas_max, options.udp, senders);
@@ -239,7 +238,7 @@ impl Site {
         })?;
         lock(&self.held).push(Held {
             peer,
-            fingerprint,
+            identity,
             session,
         });
         Ok(())
@@ -266,9 +265,16 @@ impl Site {
             ipsec: false,
         };
         let selection = select(offer, &supported)?;
+        if let Ok(address) = control.socket().peer_addr() {
+            let address = address.ip().to_canonical();
+            let may = may_come(&self.options.bound, control.peer(), address);
+            may.map_err(|error| refuse(error.fault(), &error.to_string()))?;
+        }
         let held = lock(&self.held);
         let fingerprint = control.peer().fingerprint;
-        let theirs = held.iter().filter(|one| one.fingerprint == fingerprint);
+        let theirs = held
+            .iter()
+            .filter(|one| one.identity.fingerprint == fingerprint);
         if held.len() >= SESSIONS || theirs.count() >= OF_ONE_PEER {
             let text = "there are as many sessions as this side takes";
             return Err(refuse(FaultCode::Busy, text));

@@ -36,6 +36,18 @@ pub enum IpsecError {
         /// What the system said.
         source: io::Error,
     },
+    /// A record is larger than any session makes it.
+    #[error("the record {path} is larger than 64 MiB, which no session's is: compare it with `ip xfrm state` and `ip xfrm policy`, remove what is left, then the file", path = path.display())]
+    TooLarge {
+        /// The file.
+        path: PathBuf,
+    },
+    /// Another process is in the midst of taking ports.
+    #[error("another process has held {path} for too long: `fuser {path}` shows which; end it, or wait", path = path.display())]
+    Locked {
+        /// The file.
+        path: PathBuf,
+    },
     /// Others may write the directory of records.
     #[error("the records in {path} have mode {mode:03o}: others could have policies removed; make it 700", path = path.display())]
     Exposed {
@@ -73,6 +85,32 @@ pub enum IpsecError {
          left in the clear for as long as a second; find who did, with `ip xfrm monitor`"
     )]
     Removed(String),
+    /// Somebody has removed or changed an SA of the session.
+    #[error(
+        "somebody else has removed or changed an SA of this session ({0}): nothing went in the clear, \
+         and nothing went at all; find who did, with `ip xfrm monitor`, and begin the session anew"
+    )]
+    RemovedSa(String),
+    /// An earlier session has left ports blocked together with others, and connections use them.
+    #[error(
+        "an earlier session has left ports blocked, of which some are to be protected now, and \
+         {connections} connections use them: end these, or ask for the same ports as before"
+    )]
+    LeftInTheWay {
+        /// How many connections there are.
+        connections: usize,
+    },
+    /// A device takes no notice of IPsec's policies.
+    #[error(
+        "packets by {device} take no notice of IPsec's policies, since {sysctl} is set: \
+         `sysctl -w {sysctl}=0`"
+    )]
+    Unguarded {
+        /// The device by which the peer is reached.
+        device: String,
+        /// The setting.
+        sysctl: String,
+    },
     /// Both ends are this host.
     #[error(
         "{0} is an address of this host: what it sends to itself passes no IPsec, and leaves no host"
@@ -83,6 +121,25 @@ pub enum IpsecError {
         "port {0} of the control connection is one of the ports to be protected: choose ports without it, or have the control connection elsewhere"
     )]
     CoversControl(u16),
+    /// The control connection has got a port that another session protects.
+    #[error(
+        "the control connection has port {port} here, which another policy is for ({by}): try again \
+         for another port, or keep the ports of sessions out of net.ipv4.ip_local_port_range"
+    )]
+    ControlCovered {
+        /// Its port.
+        port: u16,
+        /// The policy.
+        by: String,
+    },
+    /// The peer may not come from there.
+    #[error("{peer} may not come from {address}: `serve --peer {peer}={address}` would allow it")]
+    WrongAddress {
+        /// Who it is, as it was allowed.
+        peer: String,
+        /// Where it comes from.
+        address: IpAddr,
+    },
     /// A host has its SAs on CPUs, and its kernel has none for CPUs.
     #[error(
         "this kernel takes an SA for one CPU for one of all CPUs: use --mode connection, or a kernel that has them (Linux 6.13)"
@@ -166,14 +223,21 @@ impl IpsecError {
             Self::Kernel { .. }
             | Self::System { .. }
             | Self::Resources { .. }
-            | Self::Removed(_) => FaultCode::Kernel,
-            Self::Record { .. } | Self::Exposed { .. } | Self::Unreadable { .. } => {
-                FaultCode::Journal
-            }
-            Self::PortsTaken(_) | Self::CoversControl(_) => FaultCode::PortsTaken,
+            | Self::Removed(_)
+            | Self::RemovedSa(_)
+            | Self::Unguarded { .. } => FaultCode::Kernel,
+            Self::Record { .. }
+            | Self::TooLarge { .. }
+            | Self::Locked { .. }
+            | Self::Exposed { .. }
+            | Self::Unreadable { .. } => FaultCode::Journal,
+            Self::PortsTaken(_)
+            | Self::CoversControl(_)
+            | Self::ControlCovered { .. }
+            | Self::LeftInTheWay { .. } => FaultCode::PortsTaken,
             Self::SameHost(_) => FaultCode::AddressTranslated,
             Self::NoPerCpu | Self::TooFewPorts { .. } => FaultCode::FeatureMissing,
-            Self::PortsNotAllowed { .. } => FaultCode::Unauthorised,
+            Self::PortsNotAllowed { .. } | Self::WrongAddress { .. } => FaultCode::Unauthorised,
             Self::Unreachable { .. } | Self::Control(_) => FaultCode::ControlLost,
             Self::Handshake { source, .. } => source.of_control_lane(),
             Self::Malformed(error) => error.fault(),

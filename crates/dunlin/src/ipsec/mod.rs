@@ -6,8 +6,8 @@
 //! TCP connections on the ports go by ESP in transport mode meanwhile, and by nothing
 //! else. When a session was asked to end, what it installed is taken back. When it ends
 //! for another reason, or its process is killed, the ports stay blocked until the next one
-//! begins ([`clean_up`], which both do first): whoever can cut the control connection
-//! must not have what follows sent in the clear.
+//! on them with that peer takes them over, or [`clean_up`] frees them: whoever can cut the control
+//! connection must not have what follows sent in the clear.
 //!
 //! ```text
 //!  Server, up ─▶ Session ─▶ thread: exchange (proto) decides ─▶ tables (the kernel's)
@@ -18,6 +18,7 @@
 //! [`dunlin_proto::ipsec::plan`] has the order of everything and why nothing is ever in
 //! the clear. [`lanes`] has sessions for Dunlin's own lanes, with `--security ipsec`.
 
+mod bound;
 mod dial;
 mod door;
 mod error;
@@ -41,10 +42,13 @@ pub use dunlin_proto::ipsec::ports::{NotPorts, PortBlock, PortRange};
 pub use dunlin_proto::ipsec::{Grant, Mode, Sender, Slot};
 pub use dunlin_sys::xfrm::Counters;
 
-pub use dial::up;
+pub use bound::{AddressBlock, NotAddresses};
+pub use dial::{up, up_unless};
 pub use door::{Peer, Server};
 pub use error::IpsecError;
 pub use session::{AssociationStatus, Session, Status};
+
+use crate::lane::peers::Peer as Allowed;
 
 /// What a side wants, or allows.
 #[derive(Clone)]
@@ -68,6 +72,8 @@ pub struct Options {
     /// How long an ended session waits for the end of connections on its ports before
     /// it leaves them blocked, for a later process to free.
     pub quiet_wait: Duration,
+    /// Of a server: peers that may come from these addresses alone.
+    pub bound: Vec<(Allowed, Vec<AddressBlock>)>,
     /// Called before each change of the kernel's tables, on the thread that makes it.
     pub before_change: Option<Hook>,
 }
@@ -86,6 +92,7 @@ impl Options {
             rekey_after: Some(Duration::from_secs(60 * 60)),
             records,
             quiet_wait: Duration::from_secs(30),
+            bound: Vec::new(),
             before_change: None,
         }
     }
@@ -147,6 +154,11 @@ pub enum Event {
         /// How many policies and SAs the record had.
         objects: usize,
     },
+    /// What a dead process had left is gone, save what blocks ports that were protected.
+    StaysBlocked {
+        /// The record by which a later session takes it over.
+        record: PathBuf,
+    },
     /// What a dead process had left could not be taken back, or is not known.
     NotCleaned {
         /// Why.
@@ -198,13 +210,19 @@ impl fmt::Display for Event {
                 connections,
             } => write!(
                 formatter,
-                "the ports stay blocked; {connections} connections use them. The next session with \
-                 this peer or `dunlin ipsec clean` frees them when there are none, by {}",
+                "the ports stay blocked; {connections} connections use them. The next session on \
+                 them takes them over, or `dunlin ipsec clean` frees them when there are none, by {}",
                 record.display()
             ),
             Self::Cleaned { record, objects } => write!(
                 formatter,
                 "{objects} policies and SAs of a process that has died are gone, by {}",
+                record.display()
+            ),
+            Self::StaysBlocked { record } => write!(
+                formatter,
+                "ports that a process protected that has died stay blocked, until the next session \
+                 on them or `dunlin ipsec clean`, by {}",
                 record.display()
             ),
             Self::NotCleaned { why } => {
@@ -233,5 +251,5 @@ pub type Observer = Arc<dyn Fn(&Event) + Send + Sync>;
 /// # Errors
 /// The kernel does not answer, or a record cannot be read; the others are done first.
 pub fn clean_up(options: &Options, observer: &Observer) -> Result<(), IpsecError> {
-    session::clean_up(options, observer, None)?.map_or(Ok(()), Err)
+    session::free_all(options, observer)?.map_or(Ok(()), Err)
 }

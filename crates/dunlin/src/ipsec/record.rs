@@ -8,28 +8,44 @@
 //! + policy out 192.0.2.1 192.0.2.2 ports 0/0x0000 4444/0xffff priority 103 block
 //! + sa in …
 //! - sa in …
+//! heir
+//! ended
 //! ```
 //!
-//! `+` is synced before the kernel is told, `-` is written after it has been. Only the
-//! last line can be cut short, and then nothing was installed for it. A record of an
-//! earlier boot means nothing, since the kernel's tables went with it; one of another
-//! network namespace is left for a process there. The file is locked while its process
-//! lives.
+//! `+` is synced before the kernel is told, `-` is written after it has been. `heir` says that
+//! its policies are in the place of an earlier session's that had protected the ports, `ended`
+//! that its owner asked for its end. Only the last line can be cut short, and then nothing was
+//! installed for it. A record of an earlier boot means nothing, since the kernel's tables went
+//! with it; one of another network namespace is left for a process there. The file is locked
+//! while its process lives.
+//!
+//! Where most lines are about what has gone, the file is written anew with what is there, under
+//! another name, synced, locked, and put in the place of the old one.
 
 use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
 use std::io::{self, ErrorKind, Read, Seek, SeekFrom, Write};
-use std::net::IpAddr;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
 
-use dunlin_proto::ipsec::object::{Action, Direction, Object};
+use dunlin_proto::ipsec::object::{Action, Direction, NotAnObject, Object};
 use dunlin_proto::negotiate::SessionId;
 
 use super::error::IpsecError;
 
 const EXTENSION: &str = "ipsec";
-/// Far more than the objects of two epochs.
+/// Of a record while it is being written anew.
+const NEW_EXTENSION: &str = "new";
+/// Far more than the objects of two epochs, with as many lines about what has gone.
 const MOST_BYTES: u64 = 64 << 20;
+/// Lines about what has gone that a record may have whatever there is.
+const DEAD_LINES: usize = 64;
+/// How often it is tried to have a lock that somebody else has.
+const BETWEEN_TRIES: Duration = Duration::from_millis(20);
+const FORMAT: &str = "dunlin ipsec 1 boot ";
+const HEIR: &str = "heir";
+const ENDED: &str = "ended";
 
 /// The directory of records.
 #[derive(Clone, Debug)]
@@ -58,7 +74,10 @@ impl Shelf {
 
     /// Nobody else on this host looks for free ports and takes them until the lock is
     /// dropped.
-    pub(super) fn lock(&self) -> Result<File, IpsecError> {
+    ///
+    /// # Errors
+    /// Somebody else has it for longer than `patience`, or the file cannot be had.
+    pub(super) fn lock(&self, patience: Duration) -> Result<File, IpsecError> {
         let path = self.directory.join("lock");
         let file = OpenOptions::new()
             .create(true)
@@ -67,8 +86,17 @@ impl Shelf {
             .mode(0o600)
             .open(&path)
             .map_err(io_error("opened", &path))?;
-        file.lock().map_err(io_error("locked", &path))?;
-        Ok(file)
+        let until = Instant::now() + patience;
+        loop {
+            match file.try_lock() {
+                Ok(()) => return Ok(file),
+                Err(TryLockError::WouldBlock) if Instant::now() < until => {
+                    thread::sleep(BETWEEN_TRIES);
+                }
+                Err(TryLockError::WouldBlock) => return Err(IpsecError::Locked { path }),
+                Err(TryLockError::Error(error)) => return Err(io_error("locked", &path)(error)),
+            }
+        }
     }
 
     /// Makes a session's record.
@@ -85,11 +113,7 @@ impl Shelf {
         file.try_lock()
             .map_err(io::Error::from)
             .map_err(io_error("locked", &path))?;
-        let mut record = Record {
-            file,
-            path,
-            objects: Vec::new(),
-        };
+        let mut record = Record::new(file, path);
         record.write(&format!("{}\n", header()?))?;
         record.sync()?;
         self.sync()?;
@@ -116,10 +140,15 @@ impl Shelf {
                 let Some(mut record) = Record::take(&path)? else {
                     return Ok(None);
                 };
-                match record.read()? {
-                    Some(found) if found == header => Ok(Some(record)),
+                match record.header()? {
+                    Some(found) if found == header => record.read().map(|()| Some(record)),
                     Some(found) if boot(&found) == boot(&header) => Ok(None),
-                    // No header: its process died before it had installed anything.
+                    Some(found) if !found.starts_with(FORMAT) => Err(IpsecError::Unreadable {
+                        path: path.clone(),
+                        line: 1,
+                        source: NotAnObject,
+                    }),
+                    // Without one its process died before it had installed anything.
                     _ => record.forget().map(|()| None),
                 }
             };
@@ -140,32 +169,57 @@ pub(super) struct Record {
     file: File,
     path: PathBuf,
     objects: Vec<Object>,
+    /// Of the file, without its header.
+    lines: usize,
+    is_heir: bool,
+    has_ended: bool,
 }
 
 impl Record {
+    fn new(file: File, path: PathBuf) -> Self {
+        Self {
+            file,
+            path,
+            objects: Vec::new(),
+            lines: 0,
+            is_heir: false,
+            has_ended: false,
+        }
+    }
+
     /// What may be installed.
     pub(super) fn objects(&self) -> &[Object] {
         &self.objects
     }
 
     /// Whether packets have ever been let through by an SA, so that a connection may have
-    /// begun that relies on it. Until the policies go, the record has those that did that.
+    /// begun that relies on it: of this session, or of one whose policies it took over. Until
+    /// the policies go, the record has those that did that.
     pub(super) fn has_protected(&self) -> bool {
-        self.objects.iter().any(|object| {
-            matches!(object, Object::Policy(policy)
-                if policy.direction == Direction::Out && policy.action != Action::Block)
-        })
+        self.is_heir
+            || self.objects.iter().any(|object| {
+                matches!(object, Object::Policy(policy)
+                    if policy.direction == Direction::Out && policy.action != Action::Block)
+            })
     }
 
-    /// Whether it is about packets to this host.
-    pub(super) fn concerns(&self, peer: IpAddr) -> bool {
-        self.objects.iter().any(|object| match object {
-            Object::Policy(policy) => {
-                policy.selector.destination == peer || policy.selector.source == peer
-            }
-            Object::Association(one) => one.destination == peer || one.source == peer,
-            Object::Listener(_) => false,
-        })
+    /// Whether its owner has asked for the end, so that the ports are to be free when no
+    /// connection uses them.
+    pub(super) fn has_ended(&self) -> bool {
+        self.has_ended
+    }
+
+    /// Its policies come in the place of those of a session that has protected the ports.
+    pub(super) fn inherit(&mut self) -> Result<(), IpsecError> {
+        self.is_heir = true;
+        self.write(&format!("{HEIR}\n"))?;
+        self.sync()
+    }
+
+    /// Its owner has asked for the end.
+    pub(super) fn end(&mut self) -> Result<(), IpsecError> {
+        self.has_ended = true;
+        self.write(&format!("{ENDED}\n"))
     }
 
     pub(super) fn path(&self) -> &Path {
@@ -182,8 +236,46 @@ impl Record {
         let lines: String = new.iter().map(|object| format!("+ {object}\n")).collect();
         // Before it is tried: a part of it may be there after a failure.
         self.objects.extend(new);
+        if self.lines > 2 * self.objects.len() + DEAD_LINES && self.compact().is_ok() {
+            return Ok(());
+        }
         self.write(&lines)?;
         self.sync()
+    }
+
+    /// Writes the file anew, with what there is alone. Whoever opened the old one finds that it
+    /// has gone as soon as he has locked it.
+    fn compact(&mut self) -> Result<(), IpsecError> {
+        let path = self.path.with_extension(NEW_EXTENSION);
+        let failed = |what| io_error(what, &path);
+        let file = OpenOptions::new()
+            .create(true)
+            .truncate(true)
+            .read(true)
+            .write(true)
+            .mode(0o600)
+            .open(&path)
+            .map_err(failed("made"))?;
+        file.try_lock()
+            .map_err(io::Error::from)
+            .map_err(failed("locked"))?;
+        let flags = [(self.is_heir, HEIR), (self.has_ended, ENDED)];
+        let flags = flags.iter().filter(|(is, _)| *is);
+        let flags = flags.map(|(_, word)| format!("{word}\n"));
+        let objects = self.objects.iter().map(|object| format!("+ {object}\n"));
+        let lines: Vec<String> = flags.chain(objects).collect();
+        let text = format!("{}\n{}", header()?, lines.concat());
+        let written = (&file).write_all(text.as_bytes());
+        let written = written.and_then(|()| file.sync_all());
+        if let Err(error) = written.and_then(|()| fs::rename(&path, &self.path)) {
+            let _ = fs::remove_file(&path);
+            return Err(failed("written")(error));
+        }
+        self.file = file;
+        self.lines = lines.len();
+        let directory = self.path.parent().unwrap_or(&self.path);
+        let synced = File::open(directory).and_then(|directory| directory.sync_all());
+        synced.map_err(io_error("synced", directory))
     }
 
     /// This is gone, or was never there.
@@ -216,55 +308,98 @@ impl Record {
         }
         // Its process may have removed it just now.
         let links = file.metadata().map_err(io_error("read", path))?.nlink();
-        Ok((links > 0).then(|| Self {
-            file,
-            path: path.to_owned(),
-            objects: Vec::new(),
-        }))
+        Ok((links > 0).then(|| Self::new(file, path.to_owned())))
     }
 
-    /// Reads its text; returns its header, and cuts off what was never synced.
-    fn read(&mut self) -> Result<Option<String>, IpsecError> {
-        let mut text = String::new();
-        let read = self.file.seek(SeekFrom::Start(0)).and_then(|_| {
-            let mut whole = (&self.file).take(MOST_BYTES);
-            whole.read_to_string(&mut text)
-        });
+    /// The first line; none where it was never synced.
+    fn header(&mut self) -> Result<Option<String>, IpsecError> {
+        const MOST: u64 = 256;
+        let mut bytes = Vec::new();
+        let read = self.file.seek(SeekFrom::Start(0));
+        let read = read.and_then(|_| (&self.file).take(MOST).read_to_end(&mut bytes));
         read.map_err(io_error("read", &self.path))?;
+        let end = bytes.iter().position(|byte| *byte == b'\n');
+        // Without an end it may be a header that was cut short, and is nothing else.
+        if end.is_none() && bytes.len() < MOST as usize {
+            return Ok(None);
+        }
+        let line = String::from_utf8_lossy(&bytes[..end.unwrap_or(bytes.len())]);
+        Ok(Some(line.into_owned()))
+    }
+
+    /// Reads what follows its header, and cuts off what was never synced.
+    fn read(&mut self) -> Result<(), IpsecError> {
+        let failed = io_error("read", &self.path);
+        let bytes = self.file.metadata().map_err(&failed)?.len();
+        if bytes > MOST_BYTES {
+            let path = self.path.clone();
+            return Err(IpsecError::TooLarge { path });
+        }
+        let mut text = Vec::new();
+        let read = self.file.seek(SeekFrom::Start(0));
+        read.and_then(|_| self.file.read_to_end(&mut text))
+            .map_err(&failed)?;
         // What follows the last line's end was never synced. The next line must not
         // begin behind it.
-        let end = text.rfind('\n').map_or(0, |at| at + 1);
-        let bytes = u64::try_from(text.len()).unwrap_or(MOST_BYTES);
-        if bytes < MOST_BYTES && end < text.len() {
+        let last = text.iter().rposition(|byte| *byte == b'\n');
+        let end = last.map_or(0, |at| at + 1);
+        if end < text.len() {
             let cut = self.file.set_len(end as u64);
             cut.map_err(io_error("written", &self.path))?;
         }
-        let mut lines = (1..).zip(text[..end].lines());
-        let header = lines.next().map(|(_, header)| header.to_owned());
-        for (line, text) in lines {
-            let parsed = text.get(2..).unwrap_or_default().parse();
-            let object: Object = parsed.map_err(|source| IpsecError::Unreadable {
+        let lines = text[..end].split(|byte| *byte == b'\n');
+        let lines = (1..).zip(lines).skip(1);
+        for (line, text) in lines.filter(|(_, text)| !text.is_empty()) {
+            let text = String::from_utf8_lossy(text);
+            let is_known = self.take_in(&text);
+            is_known.map_err(|source| IpsecError::Unreadable {
                 path: self.path.clone(),
                 line,
                 source,
             })?;
-            self.objects.retain(|one| *one != object);
-            if text.starts_with("+ ") {
+            self.lines += 1;
+        }
+        Ok(())
+    }
+
+    /// What a line says.
+    fn take_in(&mut self, line: &str) -> Result<(), NotAnObject> {
+        match line.split_once(' ') {
+            Some(("+", object)) => {
+                let object: Object = object.parse()?;
+                self.objects.retain(|one| *one != object);
                 self.objects.push(object);
             }
+            Some(("-", object)) => {
+                let object: Object = object.parse()?;
+                self.objects.retain(|one| *one != object);
+            }
+            None if line == HEIR => self.is_heir = true,
+            None if line == ENDED => self.has_ended = true,
+            _ => return Err(NotAnObject),
         }
-        Ok(header)
+        Ok(())
     }
 
     /// Writes whole lines, or none of them.
     fn write(&mut self, text: &str) -> Result<(), IpsecError> {
         let failed = io_error("written", &self.path);
         let before = self.file.metadata().map_err(&failed)?.len();
-        self.file.write_all(text.as_bytes()).map_err(|error| {
+        // It could not be read again.
+        if before + text.len() as u64 > MOST_BYTES {
+            let path = self.path.clone();
+            return Err(IpsecError::TooLarge { path });
+        }
+        // It may have been written anew, and stands where it was read to otherwise.
+        let end = self.file.seek(SeekFrom::Start(before));
+        let written = end.and_then(|_| self.file.write_all(text.as_bytes()));
+        written.map_err(|error| {
             // A full disk may have taken a part of it.
             let _ = self.file.set_len(before);
             failed(error)
-        })
+        })?;
+        self.lines += text.lines().count();
+        Ok(())
     }
 
     fn sync(&self) -> Result<(), IpsecError> {
@@ -282,7 +417,7 @@ fn header() -> Result<String, IpsecError> {
     let boot = fs::read_to_string(BOOT).map_err(system(BOOT))?;
     let namespace = fs::metadata(NAMESPACE).map_err(system(NAMESPACE))?;
     Ok(format!(
-        "dunlin ipsec 1 boot {} namespace {}:{}",
+        "{FORMAT}{} namespace {}:{}",
         boot.trim_end(),
         namespace.dev(),
         namespace.ino()

@@ -21,6 +21,7 @@ use super::tables::{Tables, still_used};
 use super::{Event, Observer, Options};
 use crate::lane::control::ControlStream;
 
+mod begin;
 mod driver;
 mod hear;
 mod system;
@@ -224,21 +225,42 @@ impl fmt::Debug for Session {
     }
 }
 
-/// Takes back what processes that have died left in this network namespace, or of it
-/// only what is between this host and `peer`. What cannot
-/// be taken back is told, and the first such error returned when the others are done.
+/// Takes back what processes that have died left in this network namespace, save what blocks
+/// ports that were protected, unless their owner had asked for the end: a session that begins
+/// takes it over. What cannot be taken back is told, and the first such error returned when the
+/// others are done.
 ///
 /// # Errors
 /// The records cannot be looked for, or the kernel not be asked.
 pub(super) fn clean_up(
     options: &Options,
     observer: &Observer,
-    peer: Option<IpAddr>,
+) -> Result<Option<IpsecError>, IpsecError> {
+    let frees = |record: &Record| record.has_ended() || !record.has_protected();
+    take_back(options, observer, &frees)
+}
+
+/// Takes back all that processes that have died left in this network namespace.
+///
+/// # Errors
+/// As [`clean_up`].
+pub(super) fn free_all(
+    options: &Options,
+    observer: &Observer,
+) -> Result<Option<IpsecError>, IpsecError> {
+    take_back(options, observer, &|_| true)
+}
+
+/// Of each record `frees` says whether its ports are to be free when it is quiet.
+fn take_back(
+    options: &Options,
+    observer: &Observer,
+    frees: &dyn Fn(&Record) -> bool,
 ) -> Result<Option<IpsecError>, IpsecError> {
     let shelf = Shelf::open(&options.records)?;
     let left = {
         // Nobody has made a record and not locked it yet.
-        let _lock = shelf.lock()?;
+        let _lock = shelf.lock(options.patience)?;
         shelf.left()?
     };
     let mut first = None;
@@ -247,12 +269,11 @@ pub(super) fn clean_up(
     }
     let mut tables = Tables::open(options.before_change.clone())?;
     for record in left {
-        if let (Ok(record), Some(peer)) = (&record, peer)
-            && !record.concerns(peer)
-        {
-            continue;
-        }
-        if let Err(error) = record.and_then(|record| clean(&mut tables, record, observer)) {
+        let done = record.and_then(|record| {
+            let frees = frees(&record);
+            clean(&mut tables, record, frees, observer)
+        });
+        if let Err(error) = done {
             let why = in_words(&error);
             observer(&Event::NotCleaned { why });
             first.get_or_insert(error);
@@ -261,11 +282,18 @@ pub(super) fn clean_up(
     Ok(first)
 }
 
-fn clean(tables: &mut Tables, mut record: Record, observer: &Observer) -> Result<(), IpsecError> {
+fn clean(
+    tables: &mut Tables,
+    mut record: Record,
+    frees: bool,
+    observer: &Observer,
+) -> Result<(), IpsecError> {
     let objects = record.objects().len();
     let undo: Undo = tables.take_back(&mut record)?;
     let path = record.path().to_owned();
-    if tables.finish(&undo, &mut record)? {
+    if !frees {
+        observer(&Event::StaysBlocked { record: path });
+    } else if tables.finish(&undo, &mut record)? {
         record.forget()?;
         observer(&Event::Cleaned {
             record: path,

@@ -1,8 +1,11 @@
-//! Which TCP connections this host has, by procfs: of the calling thread's network
-//! namespace.
+//! Which TCP connections this host has: of the calling thread's network namespace. The kernel is
+//! asked for those in certain states (sock_diag), and where it does not answer that, procfs has
+//! all of them as text.
 
 use std::fs;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+
+use dunlin_sys::sock_diag::{TcpConnection, tcp_connections};
 
 use super::error::IpsecError;
 
@@ -21,6 +24,21 @@ const ESTABLISHED: u8 = 1;
 
 /// All connections that may yet send data, those without an owner included.
 pub(super) fn connections() -> Result<Vec<Connection>, IpsecError> {
+    let states = SILENT
+        .iter()
+        .fold(u32::MAX, |all, state| all & !(1 << state));
+    let Ok(listed) = tcp_connections(states) else {
+        return by_procfs();
+    };
+    let connection = |one: TcpConnection| Connection {
+        local: one.local,
+        peer: one.peer,
+        is_established: one.state == ESTABLISHED,
+    };
+    Ok(listed.into_iter().map(connection).collect())
+}
+
+fn by_procfs() -> Result<Vec<Connection>, IpsecError> {
     let mut connections = Vec::new();
     for path in ["/proc/thread-self/net/tcp", "/proc/thread-self/net/tcp6"] {
         match fs::read_to_string(path) {
@@ -77,6 +95,11 @@ mod tests {
 
     #[test]
     fn a_connection_is_listed_until_it_is_over_and_a_listener_never() {
+        listed_until_it_is_over(connections);
+        listed_until_it_is_over(by_procfs);
+    }
+
+    fn listed_until_it_is_over(connections: fn() -> Result<Vec<Connection>, IpsecError>) {
         for any in ["127.0.0.1:0", "[::1]:0"] {
             let listener = match TcpListener::bind(any) {
                 Ok(listener) => listener,

@@ -1,27 +1,31 @@
 //! Steps of a plan, carried out on the kernel's tables: recorded before, read back
 //! after, and taken back without touching what is not ours.
 
-use std::net::UdpSocket;
+use std::collections::BTreeMap;
+use std::net::{SocketAddr, UdpSocket};
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use dunlin_proto::ipsec::Sender;
 use dunlin_proto::ipsec::object::{
-    Action, Association, Direction, Encapsulation, Listener, Object, Policy, Selector,
+    Action, Association, Direction, Listener, Object, Policy, Selector,
 };
-use dunlin_proto::ipsec::plan::{FIRST_PRIORITY, REQID_BLOCKS, Step, Undo, undo};
+use dunlin_proto::ipsec::plan::{Step, Undo, undo};
 use dunlin_proto::ipsec::ports::PortBlock;
-use dunlin_sys::xfrm::{
-    self, Counters, Installed, KeyAndSalt, LONGEST_REPLAY_WINDOW, Network, PolicyDirection, Ports,
-    Protocol, State, StateId, Xfrm,
-};
+use dunlin_sys::xfrm::{self, Counters, Installed, KeyAndSalt, StateId, Xfrm};
 
 use super::Hook;
 use super::error::IpsecError;
 use super::record::Record;
 use super::sockets::connections;
 use super::udp;
+
+mod values;
+
+use values::{
+    connection_policy, describe, id_of, is_the_same, meet, only_crosses, policy_of, state_of,
+    way_of,
+};
 
 /// How often in a row no connection may be found before the ports are free: procfs lists
 /// them in pieces, and one may be in none of them while it changes its state.
@@ -33,6 +37,8 @@ pub(super) struct Tables {
     pub(super) xfrm: Arc<Xfrm>,
     hook: Option<Hook>,
     listener: Option<Arc<UdpSocket>>,
+    /// Whether the kernel keeps them, once that was looked for.
+    keeps_directions: Option<bool>,
 }
 
 impl Tables {
@@ -42,6 +48,7 @@ impl Tables {
             xfrm: Arc::new(xfrm),
             hook,
             listener: None,
+            keeps_directions: None,
         })
     }
 
@@ -51,13 +58,16 @@ impl Tables {
             xfrm,
             hook: None,
             listener: None,
+            keeps_directions: None,
         }
     }
 
-    /// Whether nobody has a policy for any of these packets.
-    pub(super) fn are_free(&self, steps: &[Step]) -> Result<(), IpsecError> {
+    /// Whether nobody has a policy for any of these packets, but those that were inherited.
+    pub(super) fn are_free(&self, steps: &[Step], inherited: &[Policy]) -> Result<(), IpsecError> {
         let standing = self.xfrm.policies();
-        let standing = standing.map_err(kernel("policies are listed"))?;
+        let mut standing = standing.map_err(kernel("policies are listed"))?;
+        let inherited: Vec<xfrm::Policy> = inherited.iter().map(policy_of).collect();
+        standing.retain(|policy| !inherited.contains(policy));
         for step in steps {
             let Step::Add(Object::Policy(own)) = step else {
                 continue;
@@ -71,6 +81,38 @@ impl Tables {
             }
         }
         Ok(())
+    }
+
+    /// Whether no policy for certain ports covers the packets of a connection, as another
+    /// session's would that has one of its ports.
+    pub(super) fn leave_alone(
+        &self,
+        local: SocketAddr,
+        peer: SocketAddr,
+    ) -> Result<(), IpsecError> {
+        let standing = self.xfrm.policies();
+        let standing = standing.map_err(kernel("policies are listed"))?;
+        let connection = connection_policy(local, peer);
+        let for_ports = |policy: &&xfrm::Policy| {
+            let selector = &policy.selector;
+            selector.source_ports.mask > 0 || selector.destination_ports.mask > 0
+        };
+        let met = standing.iter().filter(for_ports);
+        let met = met.filter(|policy| meet(policy, &connection)).next();
+        met.map_or(Ok(()), |policy| {
+            Err(IpsecError::ControlCovered {
+                port: local.port(),
+                by: describe(policy),
+            })
+        })
+    }
+
+    /// Those of the policies that the kernel has just as they are.
+    pub(super) fn standing(&self, policies: &[Policy]) -> Result<Vec<Policy>, IpsecError> {
+        let all = self.xfrm.policies();
+        let all = all.map_err(kernel("policies are listed"))?;
+        let stands = |policy: &&Policy| all.contains(&policy_of(policy));
+        Ok(policies.iter().filter(stands).copied().collect())
     }
 
     /// A block of request ids that nobody uses, by numbers that `random` gives.
@@ -147,7 +189,7 @@ impl Tables {
                 self.stands(policy)
             }
             Step::Add(Object::Association(one)) => {
-                let state = state_of(one, key(one)?);
+                let state = state_of(one, key(one)?, self.keeps_directions()?);
                 if let Err(source) = self.xfrm.add_state(&state) {
                     if is_no(&source) {
                         record.gone(&Object::Association(*one))?;
@@ -173,8 +215,8 @@ impl Tables {
         }
     }
 
-    /// Whether the policies for ports stand that the record has. In the place of one that
-    /// somebody has removed comes what blocks, or lets in only what an SA has opened.
+    /// Whether the policies for ports and the SAs stand that the record has. In the place of a
+    /// policy that somebody has removed comes what blocks, or lets in only what an SA has opened.
     ///
     /// # Errors
     /// One is not there; it is named.
@@ -209,10 +251,21 @@ impl Tables {
             }
             missing.get_or_insert(*policy);
         }
-        match missing {
-            None => Ok(()),
-            Some(policy) => Err(IpsecError::Removed(policy.to_string())),
+        if let Some(policy) = missing {
+            return Err(IpsecError::Removed(policy.to_string()));
         }
+        let states = self.xfrm.states().map_err(kernel("SAs are listed"))?;
+        let states: BTreeMap<StateId, Installed> =
+            states.into_iter().map(|one| (one.id, one)).collect();
+        let lost = record.objects().iter().find_map(|object| match object {
+            Object::Association(one) => {
+                let standing = states.get(&id_of(one));
+                let stands = standing.is_some_and(|standing| is_the_same(standing, one));
+                (!stands).then_some(one)
+            }
+            _ => None,
+        });
+        lost.map_or(Ok(()), |one| Err(IpsecError::RemovedSa(one.to_string())))
     }
 
     /// Takes back everything that the record has, save the policies that block: these
@@ -267,14 +320,34 @@ impl Tables {
                 }
             }
         }
-        for step in &undo.when_quiet {
+        self.remove_all(&undo.when_quiet, record)?;
+        Ok(true)
+    }
+
+    /// Removes these.
+    pub(super) fn remove_all(
+        &mut self,
+        steps: &[Step],
+        record: &mut Record,
+    ) -> Result<(), IpsecError> {
+        for step in steps {
             self.tell(step);
             if let Step::Remove(object) = step {
                 self.remove(object)?;
                 let _ = record.gone(object);
             }
         }
-        Ok(true)
+        Ok(())
+    }
+
+    fn keeps_directions(&mut self) -> Result<bool, IpsecError> {
+        if let Some(known) = self.keeps_directions {
+            return Ok(known);
+        }
+        let keeps = self.xfrm.keeps_directions();
+        let keeps = keeps.map_err(kernel("directions of SAs are looked for"))?;
+        self.keeps_directions = Some(keeps);
+        Ok(keeps)
     }
 
     /// What an SA has carried; none where it is gone.
@@ -383,252 +456,4 @@ fn listen(listener: &Listener) -> Result<Arc<UdpSocket>, IpsecError> {
         what: "the UDP port for ESP (--udp names another, if another process has it)",
         source,
     })
-}
-
-fn way_of(direction: Direction) -> PolicyDirection {
-    match direction {
-        Direction::In => PolicyDirection::In,
-        Direction::Out => PolicyDirection::Out,
-    }
-}
-
-fn selector_of(selector: &Selector) -> xfrm::Selector {
-    let ports = |block: dunlin_proto::ipsec::ports::PortBlock| Ports {
-        port: block.port,
-        mask: block.mask,
-    };
-    xfrm::Selector {
-        source: Network::one(selector.source),
-        destination: Network::one(selector.destination),
-        source_ports: ports(selector.source_ports),
-        destination_ports: ports(selector.destination_ports),
-        protocol: Protocol::TCP,
-    }
-}
-
-fn policy_of(policy: &Policy) -> xfrm::Policy {
-    let Selector {
-        source: from,
-        destination: to,
-        ..
-    } = policy.selector;
-    xfrm::Policy {
-        selector: selector_of(&policy.selector),
-        direction: way_of(policy.direction),
-        action: match policy.action {
-            Action::Block => xfrm::Action::Block,
-            Action::Protect { reqid } => xfrm::Action::Protect { reqid, from, to },
-        },
-        priority: policy.priority,
-    }
-}
-
-fn id_of(one: &Association) -> StateId {
-    StateId {
-        destination: one.destination,
-        spi: one.spi,
-    }
-}
-
-fn state_of(one: &Association, key: KeyAndSalt) -> State {
-    let (direction, replay_window) = match one.direction {
-        Direction::In => (xfrm::Direction::In, LONGEST_REPLAY_WINDOW),
-        Direction::Out => (xfrm::Direction::Out, 0),
-    };
-    State {
-        id: id_of(one),
-        source: one.source,
-        reqid: one.reqid,
-        direction,
-        // The sealing host's, so that only it says so to its kernel.
-        cpu: match (one.direction, one.slot.sender) {
-            (Direction::Out, Sender::Cpu(cpu)) => Some(cpu),
-            _ => None,
-        },
-        key,
-        replay_window,
-        encapsulation: one.encapsulation.map(
-            |Encapsulation {
-                 source_port,
-                 destination_port,
-             }| xfrm::Encapsulation {
-                source_port,
-                destination_port,
-            },
-        ),
-        // What the peer seals is taken for TCP between the two, and for nothing else.
-        selector: (one.direction == Direction::In).then(|| xfrm::Selector {
-            source: Network::one(one.source),
-            destination: Network::one(one.destination),
-            source_ports: Ports::ANY,
-            destination_ports: Ports::ANY,
-            protocol: Protocol::TCP,
-        }),
-    }
-}
-
-/// Whether what the kernel has is what was installed, by all that a record says.
-fn is_the_same(standing: &Installed, one: &Association) -> bool {
-    let direction = match one.direction {
-        Direction::In => xfrm::Direction::In,
-        Direction::Out => xfrm::Direction::Out,
-    };
-    standing.source == one.source
-        && standing.reqid == one.reqid
-        // A kernel before 6.10 takes no notice of it.
-        && standing.direction.is_none_or(|given| given == direction)
-}
-
-/// Whether some TCP packet is in both, whatever the priorities.
-fn meet(other: &xfrm::Policy, own: &xfrm::Policy) -> bool {
-    let network = |other: Network, own: Network| match (other.address, own.address) {
-        // The kernel writes "any" with either family's zeros.
-        _ if other.prefix == 0 => true,
-        (std::net::IpAddr::V4(other_address), std::net::IpAddr::V4(address)) => {
-            let shift = 32 - u32::from(other.prefix.min(32));
-            other_address.to_bits() >> shift == address.to_bits() >> shift
-        }
-        (std::net::IpAddr::V6(other_address), std::net::IpAddr::V6(address)) => {
-            let shift = 128 - u32::from(other.prefix.min(128));
-            other_address.to_bits() >> shift == address.to_bits() >> shift
-        }
-        _ => false,
-    };
-    let ports = |other: Ports, own: Ports| {
-        let both = other.mask & own.mask;
-        other.port & both == own.port & both
-    };
-    let (theirs, ours) = (&other.selector, &own.selector);
-    let family = theirs.source.prefix > 0 || theirs.destination.prefix > 0;
-    let same_family = theirs.source.address.is_ipv4() == ours.source.address.is_ipv4();
-    other.direction == own.direction
-        && (same_family || !family)
-        && matches!(theirs.protocol, Protocol::ANY | Protocol::TCP)
-        && network(theirs.source, ours.source)
-        && network(theirs.destination, ours.destination)
-        && ports(theirs.source_ports, ours.source_ports)
-        && ports(theirs.destination_ports, ours.destination_ports)
-}
-
-/// Whether `other` is a policy of another session between the same two hosts, and all that is in
-/// both are packets *from* the ports of one *to* those of the other. Either session seals these or
-/// blocks them, so that two sessions with different ports stand side by side.
-fn only_crosses(other: &xfrm::Policy, own: &xfrm::Policy) -> bool {
-    let (theirs, ours) = (&other.selector, &own.selector);
-    let of_sessions = FIRST_PRIORITY..=FIRST_PRIORITY + 2 * REQID_BLOCKS + 1;
-    let is_any = |ports: Ports| ports.mask == 0;
-    other.action != xfrm::Action::Foreign
-        && of_sessions.contains(&other.priority)
-        && theirs.source == ours.source
-        && theirs.destination == ours.destination
-        && is_any(theirs.source_ports) != is_any(theirs.destination_ports)
-        && is_any(theirs.source_ports) == is_any(ours.destination_ports)
-        && is_any(theirs.destination_ports) == is_any(ours.source_ports)
-}
-
-fn describe(policy: &xfrm::Policy) -> String {
-    let selector = &policy.selector;
-    let network = |network: Network| format!("{}/{}", network.address, network.prefix);
-    let ports = |ports: Ports| format!("{}/{:#06x}", ports.port, ports.mask);
-    format!(
-        "{:?} {} to {}, ports {} {}, priority {}",
-        policy.direction,
-        network(selector.source),
-        network(selector.destination),
-        ports(selector.source_ports),
-        ports(selector.destination_ports),
-        policy.priority
-    )
-    .to_lowercase()
-}
-
-#[cfg(test)]
-mod tests {
-    #![allow(clippy::unwrap_used)]
-
-    use super::*;
-
-    fn own() -> xfrm::Policy {
-        let line = "policy out 192.0.2.1 192.0.2.2 ports 0/0x0000 4444/0xfffc priority 103 block";
-        match line.parse().unwrap() {
-            Object::Policy(policy) => policy_of(&policy),
-            _ => unreachable!("it is a policy's"),
-        }
-    }
-
-    #[test]
-    fn sessions_with_different_ports_stand_side_by_side() {
-        let policy = |source: u16, destination: u16, action| xfrm::Policy {
-            selector: xfrm::Selector {
-                source_ports: Ports {
-                    port: source,
-                    mask: if source > 0 { 0xffc0 } else { 0 },
-                },
-                destination_ports: Ports {
-                    port: destination,
-                    mask: if destination > 0 { 0xffc0 } else { 0 },
-                },
-                ..own().selector
-            },
-            action,
-            ..own()
-        };
-        let block = xfrm::Action::Block;
-        let (from, to) = (policy(24_576, 0, block), policy(0, 24_640, block));
-        for (one, other) in [(from, to), (to, from)] {
-            assert!(meet(&one, &other) && only_crosses(&one, &other));
-        }
-        // The same way, and on the same ports: those who want them are in each other's way.
-        assert!(!only_crosses(&policy(24_576, 0, block), &from));
-        // Others' policies let packets pass.
-        assert!(!only_crosses(
-            &policy(24_576, 0, xfrm::Action::Foreign),
-            &to
-        ));
-        let mut foreign = from;
-        foreign.priority = 0;
-        assert!(!only_crosses(&foreign, &to));
-        let mut wide = from;
-        wide.selector.source.prefix = 24;
-        assert!(!only_crosses(&wide, &to));
-        let all = policy(0, 0, block);
-        assert!(!only_crosses(&all, &to) && !only_crosses(&to, &all));
-    }
-
-    #[test]
-    fn a_policy_meets_those_that_a_packet_can_be_in_with_it() {
-        let same = |change: fn(&mut xfrm::Policy)| {
-            let mut other = own();
-            change(&mut other);
-            meet(&other, &own())
-        };
-        let any = |network: &mut Network| network.prefix = 0;
-        assert!(same(|_| ()));
-        assert!(same(|other| other.priority = 900_000));
-        assert!(same(|other| other.selector.protocol = Protocol::ANY));
-        assert!(same(
-            |other| other.selector.destination_ports = Ports::one(4447)
-        ));
-        assert!(same(
-            |other| other.selector.source_ports = Ports::one(50_000)
-        ));
-        assert!(same(|other| other.selector.source.prefix = 24));
-        assert!(meet(
-            &{
-                let mut other = own();
-                any(&mut other.selector.source);
-                any(&mut other.selector.destination);
-                other
-            },
-            &own()
-        ));
-        assert!(!same(|other| other.direction = PolicyDirection::In));
-        assert!(!same(|other| other.selector.protocol = Protocol::UDP));
-        assert!(!same(
-            |other| other.selector.destination_ports = Ports::one(4448)
-        ));
-        assert!(!same(|other| {
-            other.selector.destination = Network::one([192, 0, 2, 3].into());
-        }));
-    }
 }

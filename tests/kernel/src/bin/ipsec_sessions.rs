@@ -1,23 +1,17 @@
 //! Whole sessions of `dunlin ipsec` between two hosts: an SA for each connection and for each CPU,
-//! new keys, and a process that dies between any two changes of the kernel's tables.
+//! new keys, and what others do to them.
 
 use std::io::Write;
-use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::path::Path;
+use std::net::{TcpListener, TcpStream};
+use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use dunlin::ipsec::{Mode, Options, PortRange, up};
-use dunlin::lane::identity::{Identity, LoadOptions};
-use dunlin::lane::peers::Peer;
-use dunlin::lane::provider::Crypto;
 use dunlin_kernel_tests::sessions::{
-    AT, AT_6, BYTES, Capture, LIMIT, NAME, Process, SERVER, SERVER_6, associations, captured,
-    carry, connect, connect_to, credentials, empty, inside, netns, nothing_left, status, until,
-    up_with,
+    AT, AT_6, BYTES, Capture, LIMIT, NAME, PORTS, Process, SERVER, SERVER_6, associations,
+    captured, carry, connect, connect_to, credentials, empty, inside, netns, nothing_left, status,
+    until, up_with,
 };
 use dunlin_kernel_tests::{Guest, Needs, run};
 use dunlin_sys::affinity::pin_to;
@@ -32,16 +26,7 @@ const NEEDS: Needs = Needs {
     ..Needs::NOTHING
 };
 
-/// Asks this program to be the session's process that dies.
-const DIE: &str = "--die-before";
-
 fn main() -> ExitCode {
-    let arguments: Vec<String> = std::env::args().collect();
-    if let [_, word, step, folder] = &arguments[..]
-        && word == DIE
-    {
-        return die_before(step.parse().expect("a number"), folder);
-    }
     run(&NEEDS, |guest| {
         connect(guest);
         credentials(guest);
@@ -57,17 +42,27 @@ fn main() -> ExitCode {
         what_is_in_the_way_is_named(guest);
         println!("policies_that_somebody_removes_are_missed");
         policies_that_somebody_removes_are_missed(guest);
+        println!("a_device_that_passes_ipsec_by_is_refused");
+        a_device_that_passes_ipsec_by_is_refused(guest);
+        println!("without_the_capability_nothing_begins");
+        without_the_capability_nothing_begins(guest);
+        println!("up_that_is_told_to_end_does_not_wait");
+        up_that_is_told_to_end_does_not_wait(guest);
+        println!("a_peer_is_bound_to_its_addresses");
+        a_peer_is_bound_to_its_addresses(guest);
         println!("i6_ports_in_use_stay_blocked_until_their_connections_end");
         i6_ports_in_use_stay_blocked_until_their_connections_end(guest);
-        println!("i6_p13_a_process_that_dies_leaves_nothing_in_the_clear");
-        i6_p13_a_process_that_dies_leaves_nothing_in_the_clear(guest);
         let serve = p13_a_server_that_was_killed_takes_its_own_back(guest, serve);
         serve.end(guest);
         capture.end(guest);
         // Everything but the control connections is ESP. (A host answers what a blocked
         // neighbour sends with nothing at all.)
         let seen = |filter| captured(guest, "sessions.pcap", filter);
-        assert_eq!(seen("tcp and not port 7302"), 0, "in the clear");
+        assert_eq!(
+            seen("tcp and not port 7302 and not port 7303"),
+            0,
+            "in the clear"
+        );
         assert!(seen("esp") > 100, "by ESP");
         assert!(seen("ip6 and udp port 4500") > 10, "by ESP in UDP");
         assert!(seen("tcp and port 7302") > 10, "the control connections");
@@ -231,6 +226,132 @@ fn policies_that_somebody_removes_are_missed(guest: &Guest) {
     until("the peer's session is over", || has_none(guest, "b"));
     Process::up("connection").end(guest);
     nothing_left(guest);
+    // SAs too, and nothing is sent then.
+    let mut session = Process::up("connection");
+    guest.command("ip", &["-n", "a", "xfrm", "state", "flush"]);
+    assert!(!session.0.wait().expect("it ends").success());
+    let policies = guest.output("ip", &["-n", "a", "xfrm", "policy"]);
+    assert!(policies.contains("action block"), "{policies}");
+    until("the peer's session is over", || has_none(guest, "b"));
+    Process::up("connection").end(guest);
+    nothing_left(guest);
+}
+
+/// Its device, or all of them, would let the ports' packets pass.
+fn a_device_that_passes_ipsec_by_is_refused(guest: &Guest) {
+    let set = |of: &str, name: &str, value: u8| {
+        let file = format!("/proc/sys/net/ipv4/conf/{of}/{name}");
+        let line = format!("echo {value} > {file}");
+        guest.command("ip", &netns("a", &["sh", "-c", &line]));
+    };
+    for (of, name) in [("link-a", "disable_xfrm"), ("all", "disable_policy")] {
+        set(of, name, 1);
+        refused(&format!("net/ipv4/conf/{of}/{name}"));
+        set(of, name, 0);
+        nothing_left(guest);
+    }
+    let mut session = Process::up("connection");
+    set("link-a", "disable_policy", 1);
+    assert!(!session.0.wait().expect("it ends").success());
+    set("link-a", "disable_policy", 0);
+    Process::up("connection").end(guest);
+    nothing_left(guest);
+}
+
+/// On either side, and it is said what is lacking.
+fn without_the_capability_nothing_begins(guest: &Guest) {
+    const NOBODY: u32 = 65_534;
+    let own = format!("{NOBODY}:{NOBODY}");
+    for host in ["a", "b"] {
+        let identity = format!("nobody-{host}");
+        guest.command("cp", &["-r", &format!("host-{host}"), &identity]);
+        guest.command("mkdir", &[&format!("state-of-nobody-{host}")]);
+        let state = format!("state-of-nobody-{host}");
+        guest.command("chown", &["-R", &own, &identity, &state]);
+        let mut command = Command::new("dunlin");
+        command.args(["ipsec", if host == "a" { "up" } else { "serve" }]);
+        command.args([
+            "--ports",
+            PORTS,
+            "--identity",
+            &identity,
+            "--state-dir",
+            &state,
+        ]);
+        command.args(["--control", &state]);
+        command.args(if host == "a" {
+            ["--peer", SERVER, "--name", NAME]
+        } else {
+            ["--peer", "host-a.example", "--listen", "[::]:7303"]
+        });
+        command.uid(NOBODY).gid(NOBODY);
+        let refused = inside(host, || command.output()).expect("it starts");
+        let said = String::from_utf8_lossy(&refused.stderr);
+        assert!(!refused.status.success());
+        assert!(said.contains("lacks CAP_NET_ADMIN"), "{host}: {said}");
+    }
+    nothing_left(guest);
+}
+
+/// Its peer takes the connection and says nothing.
+fn up_that_is_told_to_end_does_not_wait(guest: &Guest) {
+    let silent = inside("b", || TcpListener::bind("10.0.0.2:7303")).expect("b listens");
+    let mut command = up_with("10.0.0.2:7303", &["--control", "run-2"]);
+    let child = command.spawn().expect("ip starts");
+    let _taken = silent.accept().expect("it connects");
+    let began = Instant::now();
+    assert_eq!(Process(child).end_with(guest), Some(4), "it was cancelled");
+    assert!(
+        began.elapsed() < LIMIT / 2,
+        "it has a patience of {LIMIT:?}"
+    );
+    nothing_left(guest);
+}
+
+/// A certificate does not do from elsewhere.
+fn a_peer_is_bound_to_its_addresses(guest: &Guest) {
+    let serve = |peer: &str| {
+        let mut command = Command::new("ip");
+        let words = [
+            "dunlin",
+            "ipsec",
+            "serve",
+            "--listen",
+            "[::]:7303",
+            "--ports",
+            "4444-4447",
+            "--identity",
+            "host-b",
+            "--peer",
+            peer,
+            "--control",
+            "run-3",
+            "--state-dir",
+            "state-b",
+        ];
+        command.args(netns("b", &words));
+        Process::begin(command, "listening on")
+    };
+    let up = || {
+        let mut command = Command::new("ip");
+        let words = ["dunlin", "ipsec", "up", "--peer", "10.0.0.2:7303"];
+        command
+            .args(netns("a", &words))
+            .args(["--name", NAME, "--ports", PORTS, "--identity", "host-a"])
+            .args(["--state-dir", "state-a", "--control", "run-2"])
+            .args(["--mode", "connection"]);
+        command
+    };
+    let server = serve("host-a.example=10.0.0.3,fd00::/64");
+    let refused = up().output().expect("it starts");
+    let said = String::from_utf8_lossy(&refused.stderr);
+    assert!(said.contains("may not come from 10.0.0.1"), "{said}");
+    assert!(empty(guest, "a") && empty(guest, "b"));
+    server.end(guest);
+    let server = serve("host-a.example=10.0.0.0/31");
+    Process::begin(up(), "up").end(guest);
+    server.end(guest);
+    nothing_left(guest);
 }
 
 /// What a connection still has to send is not sent in the clear when its session ends.
@@ -249,7 +370,7 @@ fn i6_ports_in_use_stay_blocked_until_their_connections_end(guest: &Guest) {
             far.try_clone().expect("a descriptor"),
         )],
     );
-    session.end(guest);
+    assert_eq!(session.end_with(guest), Some(1), "the ports are not free");
     // It is retransmitted from now on, if anything lets it.
     let _ = (&near).write_all(&[7; 4096]);
     thread::sleep(Duration::from_secs(3));
@@ -294,53 +415,13 @@ fn p13_a_server_that_was_killed_takes_its_own_back(guest: &Guest, serve: Process
     assert!(policies.contains("action block"), "{policies}");
     assert!(!empty(guest, "b"));
     let again = Process::serve();
-    assert!(empty(guest, "b"));
+    // Its SAs have gone; what blocks the ports is there until the next session takes it over.
+    assert_eq!(sealed(guest, "b"), 0);
+    let policies = guest.output("ip", &["-n", "b", "xfrm", "policy"]);
+    assert!(policies.contains("action block"), "{policies}");
     Process::up("connection").end(guest);
     nothing_left(guest);
     again
-}
-
-/// `up` dies before each of its changes of the kernel's tables, forth and back.
-fn i6_p13_a_process_that_dies_leaves_nothing_in_the_clear(guest: &Guest) {
-    foreign(guest, "add");
-    let mut deaths = 0;
-    for step in 0.. {
-        let died = Command::new("ip")
-            .args(["netns", "exec", "a"])
-            .arg(std::env::current_exe().expect("it runs"))
-            .args([DIE, &step.to_string(), "left"])
-            .status()
-            .expect("ip starts");
-        if died.success() {
-            break;
-        }
-        deaths += 1;
-        // Where the ports are ours still, nothing of them is sent: the capture has all of it.
-        let policies = guest.output("ip", &["-n", "a", "xfrm", "policy"]);
-        if policies.contains("dport 4444 ") || policies.contains("dport 4444/") {
-            let at: SocketAddr = AT.parse().expect("an address");
-            let tried = inside("a", || {
-                TcpStream::connect_timeout(&at, Duration::from_millis(300))
-            });
-            assert!(tried.is_err(), "died before step {step}: {policies}");
-        }
-        guest.command(
-            "ip",
-            &netns("a", &["dunlin", "ipsec", "clean", "--state-dir", "left"]),
-        );
-        let left = guest.output("ip", &["-n", "a", "xfrm", "state"]);
-        assert_eq!(left.matches("proto esp").count(), 1, "step {step}: {left}");
-        assert!(left.contains("dst 10.9.9.9"), "the foreign SA: {left}");
-        let left = guest.output("ip", &["-n", "a", "xfrm", "policy"]);
-        assert_eq!(left.matches("priority").count(), 1, "step {step}: {left}");
-        assert!(left.contains("10.9.9.9"), "the foreign policy: {left}");
-        // It blocks its ports, until the next session with the same peer.
-        until("the peer's session is over", || has_none(guest, "b"));
-    }
-    println!("died {deaths} times");
-    assert!(deaths >= 14, "{deaths} steps");
-    foreign(guest, "delete");
-    nothing_left(guest);
 }
 
 /// Whether a host's server has no session, nor an SA of one.
@@ -353,47 +434,4 @@ fn has_none(guest: &Guest, host: &str) -> bool {
 fn sealed(guest: &Guest, host: &str) -> usize {
     let states = guest.output("ip", &["-n", host, "xfrm", "state"]);
     states.matches("proto esp").count()
-}
-
-/// The process that dies: before the given change, or not at all if there are fewer.
-fn die_before(step: usize, folder: &str) -> ExitCode {
-    let load = Identity::load(Path::new("host-a"), LoadOptions::default());
-    let (identity, _) = load.expect("it was made");
-    let peers = [NAME.parse::<Peer>().expect("a name")]
-        .into_iter()
-        .collect();
-    let tls = identity
-        .client(&Crypto::auto(), peers)
-        .expect("the settings are whole");
-    let ports: PortRange = "4444".parse().expect("a port");
-    let mut options = Options::new(Mode::Connection, ports, Path::new(folder).join("ipsec"));
-    options.patience = LIMIT;
-    let done = Arc::new(AtomicUsize::new(0));
-    options.before_change = Some(Arc::new(move |change| {
-        if done.fetch_add(1, Ordering::SeqCst) == step {
-            println!("dies before {change:?}");
-            // As by SIGKILL: nothing is unwound or dropped.
-            std::process::abort();
-        }
-    }));
-    let observer: dunlin::ipsec::Observer = Arc::new(|event| println!("{event}"));
-    let session = up(SERVER, &tls, &options, &observer).expect("it comes up");
-    session.end();
-    session.wait().expect("it ends");
-    ExitCode::SUCCESS
-}
-
-/// An SA and a policy that are not ours.
-fn foreign(guest: &Guest, verb: &str) {
-    let sa = "src 10.0.0.1 dst 10.9.9.9 proto esp spi 0x999";
-    let add = "reqid 99 mode transport aead rfc4106(gcm(aes)) \
-               0x000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f20212223 128";
-    let policy = "src 10.0.0.1 dst 10.9.9.9 dir out";
-    let template = "priority 7 tmpl src 10.0.0.1 dst 10.9.9.9 proto esp mode transport";
-    let adds = verb == "add";
-    for (table, which, what) in [("state", sa, add), ("policy", policy, template)] {
-        let what = if adds { what } else { "" };
-        let line = format!("-n a xfrm {table} {verb} {which} {what}");
-        guest.command("ip", &line.split_whitespace().collect::<Vec<_>>());
-    }
 }

@@ -18,6 +18,8 @@ fn main() -> ExitCode {
         let hosts = Hosts::new(guest);
         let Hosts { a, b, .. } = &hosts;
         let probed = a.xfrm.per_cpu().expect("it can be asked");
+        // SAs of one CPU need one.
+        assert!(a.xfrm.keeps_directions().expect("it can be asked"));
         println!("{probed:?} under Linux {:?}", guest.kernel());
         // The first with them; some earlier ones were given them later, Debian's 6.12 for one.
         assert!(probed == PerCpu::Supported || guest.kernel() < (6, 13));

@@ -187,13 +187,15 @@ impl Sending {
         actions.push_back(Action::Send(Message::Retire { epoch: old }));
     }
 
-    /// Wishes that the peer has room for beside `held` SAs.
+    /// Wishes that the peer has room for beside `held` SAs. The others wait for room.
     fn chosen(&mut self, held: usize) -> Vec<Sender> {
         let room = self.most.saturating_sub(held);
         let live: BTreeSet<Sender> = self.live.iter().map(|grant| grant.slot.sender).collect();
         let wishes = std::mem::take(&mut self.wishes);
         let new = |sender: &Sender| *sender != Sender::Fallback && !live.contains(sender);
-        wishes.into_iter().filter(new).take(room).collect()
+        let mut chosen: Vec<Sender> = wishes.into_iter().filter(new).collect();
+        self.wishes = chosen.drain(room.min(chosen.len())..).collect();
+        chosen
     }
 
     /// Gives up what has been released.

@@ -254,6 +254,38 @@ fn a_peer_that_takes_one_sa_gets_the_fallback() {
 }
 
 #[test]
+fn a_wish_waits_until_the_peer_has_room_and_is_forgotten_when_it_is_released() {
+    let mut pair = Pair::new(Mode::Cpu, [cpus(&[0, 1, 2, 3]), vec![]], 2);
+    pair.settle();
+    assert_eq!(
+        senders_of(&pair.sides[0]),
+        [Sender::Fallback, Sender::Cpu(0)]
+    );
+    assert_eq!(pair.sides[0].exchange.waits_for(), None);
+    pair.sides[0].exchange.release(Sender::Cpu(1));
+    pair.sides[0].exchange.rekey();
+    pair.settle();
+    assert_eq!(
+        senders_of(&pair.sides[0]),
+        [Sender::Fallback, Sender::Cpu(0)]
+    );
+    pair.sides[0].exchange.release(Sender::Cpu(0));
+    pair.settle();
+    pair.check();
+    assert_eq!(
+        senders_of(&pair.sides[0]),
+        [Sender::Fallback, Sender::Cpu(2)]
+    );
+    pair.sides[0].exchange.release(Sender::Cpu(2));
+    pair.settle();
+    assert_eq!(
+        senders_of(&pair.sides[0]),
+        [Sender::Fallback, Sender::Cpu(3)]
+    );
+    assert!(pair.sides.iter().all(|side| side.over.is_none()));
+}
+
+#[test]
 fn an_sa_comes_on_demand_and_goes_when_it_is_released() {
     let connection = Sender::Connection {
         from: 50_000,

@@ -13,7 +13,7 @@ use crate::ipsec::model::{Kernel, Packet, Sent};
 const LOCAL: [u8; 4] = [192, 0, 2, 1];
 const PEER: [u8; 4] = [192, 0, 2, 2];
 
-fn layout(first: u16, last: u16, mode: Mode) -> Layout {
+pub(super) fn layout(first: u16, last: u16, mode: Mode) -> Layout {
     Layout {
         local: LOCAL.into(),
         peer: PEER.into(),
@@ -39,7 +39,7 @@ fn grants(senders: &[Sender], index: u32, spi: u32) -> Vec<Grant> {
     senders.iter().enumerate().map(grant).collect()
 }
 
-fn senders(mode: Mode, numbers: &[u16]) -> Vec<Sender> {
+pub(super) fn senders(mode: Mode, numbers: &[u16]) -> Vec<Sender> {
     let other = |number: &u16| match mode {
         Mode::Cpu => Sender::Cpu(u32::from(*number)),
         Mode::Connection => Sender::Connection {
@@ -51,7 +51,7 @@ fn senders(mode: Mode, numbers: &[u16]) -> Vec<Sender> {
     std::iter::once(Sender::Fallback).chain(others).collect()
 }
 
-fn ends(one: u16, other: u16) -> [Packet; 2] {
+pub(super) fn ends(one: u16, other: u16) -> [Packet; 2] {
     let (local, peer) = (IpAddr::from(LOCAL), IpAddr::from(PEER));
     [
         Packet {
@@ -68,7 +68,7 @@ fn ends(one: u16, other: u16) -> [Packet; 2] {
 /// Everything that a session does in its life, as steps: begun, SAs, an SA more, new
 /// keys, taken back. The first number is how many steps begin it, the second after
 /// how many it is taken back, the third from which on it must be quiet.
-fn life(
+pub(super) fn life(
     layout: &Layout,
     own: &[Sender],
     peers: &[Sender],
@@ -97,7 +97,7 @@ fn life(
 }
 
 /// What a record of these steps holds.
-fn standing(steps: &[Step]) -> Vec<Object> {
+pub(super) fn standing(steps: &[Step]) -> Vec<Object> {
     let mut objects: Vec<Object> = Vec::new();
     for step in steps {
         match step {

@@ -22,7 +22,7 @@ use super::{House, Shelter, look_anew};
 use crate::ipsec::dial;
 use crate::ipsec::door::lock;
 use crate::ipsec::error::IpsecError;
-use crate::ipsec::session::{Session, clean_up, random_session};
+use crate::ipsec::session::{Session, random_session};
 use crate::ipsec::sockets::{Connection, connections};
 use crate::ipsec::{AssociationStatus, Direction, Event, Observer, Options, PortRange};
 use crate::lane::data::PlainConsent;
@@ -115,7 +115,8 @@ impl LaneError {
 pub struct Ways {
     shelter: Shelter,
     tls: ClientTls,
-    fingerprint: [u8; 32],
+    /// Of the certificate that must answer, where `tls` does not say it all.
+    fingerprint: Option<[u8; 32]>,
     /// By where they lead: a session is between two addresses.
     toward: Mutex<BTreeMap<String, Toward>>,
     changed: Condvar,
@@ -211,7 +212,7 @@ impl fmt::Debug for Ways {
 }
 
 impl Ways {
-    pub(super) fn new(shelter: Shelter, tls: ClientTls, fingerprint: [u8; 32]) -> Self {
+    pub(super) fn new(shelter: Shelter, tls: ClientTls, fingerprint: Option<[u8; 32]>) -> Self {
         Self {
             shelter,
             tls,
@@ -316,7 +317,8 @@ impl Ways {
                 ..house.site.options.clone()
             };
             let control = dial::open(to, &self.tls, session, options.patience)?;
-            if control.peer().fingerprint != self.fingerprint {
+            let answering = control.peer().fingerprint;
+            if self.fingerprint.is_some_and(|one| one != answering) {
                 let to = to.to_owned();
                 return Err(LaneError::OtherPeer { to });
             }
@@ -329,8 +331,6 @@ impl Ways {
             let local = address(control.socket().local_addr())?;
             let peer = address(control.socket().peer_addr())?;
             let observer = &house.site.observer;
-            // A session of ours that was lost has left its ports blocked.
-            clean_up(&options, observer, Some(peer.ip().to_canonical()))?;
             let mut given_up = || go_on(deadline, stop).is_err();
             match dial::begin(control, session, &options, observer, &mut given_up) {
                 Ok(session) => {

@@ -141,7 +141,7 @@ fn a_directory_that_others_may_write_is_refused() {
 }
 
 #[test]
-fn a_record_says_whether_traffic_was_protected_and_with_whom() {
+fn a_record_says_whether_traffic_was_protected() {
     let place = Place::new();
     let [blocks, inbound, outbound] = objects();
     let mut record = place.shelf().create(&[7; 16]).unwrap();
@@ -150,6 +150,150 @@ fn a_record_says_whether_traffic_was_protected_and_with_whom() {
     let line = blocks.to_string().replace("block", "protect 65537");
     record.add(&[line.parse().unwrap()]).unwrap();
     assert!(record.has_protected());
-    assert!(record.concerns([192, 0, 2, 2].into()));
-    assert!(!record.concerns([192, 0, 2, 3].into()));
+}
+
+#[test]
+fn a_record_that_is_an_heir_s_or_was_asked_to_end_says_so_after_its_process_has_died() {
+    let place = Place::new();
+    let [blocks, ..] = objects();
+    let mut record = place.shelf().create(&[7; 16]).unwrap();
+    record.add(&[blocks]).unwrap();
+    assert!(!record.has_protected() && !record.has_ended());
+    record.inherit().unwrap();
+    drop(record);
+    let mut record = left(&place).remove(0);
+    assert!(record.has_protected() && !record.has_ended());
+    record.end().unwrap();
+    drop(record);
+    let record = left(&place).remove(0);
+    assert!(record.has_protected() && record.has_ended());
+    assert_eq!(record.objects(), [blocks]);
+}
+
+fn association(spi: u32) -> Object {
+    let line =
+        format!("sa in 192.0.2.2 192.0.2.1 spi {spi:#010x} reqid 65536 epoch 1 index 0 fallback");
+    line.parse().unwrap()
+}
+
+#[test]
+fn a_record_does_not_grow_with_what_has_gone() {
+    let place = Place::new();
+    let [policy, ..] = objects();
+    let mut record = place.shelf().create(&[7; 16]).unwrap();
+    let path = record.path().to_owned();
+    record.add(&[policy]).unwrap();
+    record.inherit().unwrap();
+    let line = association(0x1000).to_string().len();
+    for spi in 0x1000..0x1000 + 1000 {
+        record.add(&[association(spi)]).unwrap();
+        if spi > 0x1000 {
+            record.gone(&association(spi - 1)).unwrap();
+        }
+        assert!(
+            left(&place).is_empty(),
+            "it is held while it is written anew"
+        );
+        let bytes = fs::metadata(&path).unwrap().len();
+        assert!(bytes < 100 * (line as u64 + 3), "{bytes} bytes");
+    }
+    drop(record);
+    let record = left(&place).remove(0);
+    assert_eq!(record.objects(), [policy, association(0x1000 + 999)]);
+    assert!(record.has_protected(), "it is an heir still");
+    let names = fs::read_dir(&place.0).unwrap();
+    let names: Vec<_> = names.map(|entry| entry.unwrap().path()).collect();
+    assert!(
+        !names
+            .iter()
+            .any(|name| name.extension() == Some("new".as_ref())),
+        "{names:?}"
+    );
+}
+
+/// Its process died, or the disk was full, before it was put in the other's place.
+#[test]
+fn half_a_record_that_was_being_written_anew_means_nothing() {
+    let place = Place::new();
+    let [policy, ..] = objects();
+    let mut record = place.shelf().create(&[7; 16]).unwrap();
+    record.add(&[policy]).unwrap();
+    let half = record.path().with_extension("new");
+    fs::write(&half, "dunlin ipsec 1 boot").unwrap();
+    drop(record);
+    let mut record = left(&place).remove(0);
+    assert_eq!(record.objects(), [policy]);
+    for spi in 0x1000..0x1100 {
+        record.add(&[association(spi)]).unwrap();
+        record.gone(&association(spi)).unwrap();
+    }
+    assert!(!half.exists());
+}
+
+#[test]
+fn a_record_that_is_torn_is_named_and_kept() {
+    let place = Place::new();
+    let [policy, inbound, _] = objects();
+    let mut record = place.shelf().create(&[7; 16]).unwrap();
+    record.add(&[policy, inbound]).unwrap();
+    let path = record.path().to_owned();
+    drop(record);
+    let whole = fs::read(&path).unwrap();
+    let lines: Vec<usize> = (0..whole.len()).filter(|at| whole[*at] == b'\n').collect();
+    let first = |from: usize, to: usize| {
+        let mut torn = whole.clone();
+        torn[from..to].fill(0);
+        fs::write(&path, torn).unwrap();
+        let error = place.shelf().left().unwrap().remove(0).unwrap_err();
+        assert!(path.exists(), "{error}");
+        match error {
+            IpsecError::Unreadable { line, .. } => line,
+            other => panic!("{other}"),
+        }
+    };
+    // A block of zeros in the header, in a line, over a line's end; a word that means nothing.
+    assert_eq!(first(0, 8), 1);
+    assert_eq!(first(lines[0] + 1, lines[0] + 3), 2);
+    assert_eq!(first(lines[1] - 2, lines[1] + 4), 2);
+    fs::write(
+        &path,
+        String::from_utf8_lossy(&whole).replace("+ sa", "! sa"),
+    )
+    .unwrap();
+    let error = place.shelf().left().unwrap().remove(0).unwrap_err();
+    assert!(
+        matches!(error, IpsecError::Unreadable { line: 3, .. }),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_record_that_is_too_large_is_refused_and_none_made_so_large() {
+    let place = Place::new();
+    let [policy, inbound, _] = objects();
+    let mut record = place.shelf().create(&[7; 16]).unwrap();
+    record.add(&[policy]).unwrap();
+    let path = record.path().to_owned();
+    let file = OpenOptions::new().write(true).open(&path).unwrap();
+    file.set_len(MOST_BYTES - 10).unwrap();
+    let error = record.add(&[inbound]).unwrap_err();
+    assert!(matches!(error, IpsecError::TooLarge { .. }), "{error}");
+    drop(record);
+    file.set_len(MOST_BYTES + 1).unwrap();
+    let error = place.shelf().left().unwrap().remove(0).unwrap_err();
+    assert!(matches!(error, IpsecError::TooLarge { .. }), "{error}");
+    assert!(path.exists());
+}
+
+#[test]
+fn whoever_holds_the_lock_for_too_long_is_looked_for_and_not_waited_for() {
+    let place = Place::new();
+    let patience = Duration::from_millis(60);
+    let held = place.shelf().lock(patience).unwrap();
+    let began = Instant::now();
+    let error = place.shelf().lock(patience).unwrap_err();
+    assert!(matches!(error, IpsecError::Locked { .. }), "{error}");
+    assert!(began.elapsed() >= patience);
+    drop(held);
+    place.shelf().lock(patience).unwrap();
 }

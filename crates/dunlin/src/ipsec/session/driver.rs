@@ -11,16 +11,16 @@ use dunlin_proto::fault::FaultCode;
 use dunlin_proto::ipsec::exchange::{Action, Awaited, Exchange};
 use dunlin_proto::ipsec::key::{EXPORTER_LABEL, Role, context};
 use dunlin_proto::ipsec::message::{Message, Terms};
-use dunlin_proto::ipsec::object::{Association, Direction};
-use dunlin_proto::ipsec::plan::{Layout, REQID_BLOCKS, REQIDS, Step};
+use dunlin_proto::ipsec::object::{Association, Direction, Object};
+use dunlin_proto::ipsec::plan::{Layout, Step};
 use dunlin_proto::ipsec::{Grant, LEAST_SPI, Mode, Sender, Slot};
 use dunlin_proto::limits::MAX_SAS;
 use dunlin_proto::negotiate::SessionId;
-use dunlin_sys::xfrm::{self, KeyAndSalt, PerCpu};
+use dunlin_sys::xfrm::{self, KeyAndSalt};
 use zeroize::Zeroizing;
 
 use super::hear::read;
-use super::system::{is_of_this_host, random};
+use super::system::{guarded, random};
 use super::{Beginning, Standing, Told, lock};
 use crate::ipsec::error::{IpsecError, harmless, in_words};
 use crate::ipsec::record::{Record, Shelf};
@@ -31,8 +31,11 @@ use crate::lane::control::ControlStream;
 
 /// How often connections are looked for, and whether it is quiet.
 const TICK: Duration = Duration::from_millis(200);
-/// How often it is looked whether the policies stand.
+/// How often it is looked whether policies and SAs stand.
 const LOOK: Duration = Duration::from_secs(1);
+/// How long an outbound SA of an epoch that is over stays for what was sealed as the policies
+/// were switched: less than the peer's [`GRACE`].
+const LINGER: Duration = Duration::from_secs(1);
 /// How long an inbound SA stays after its last packet was sent.
 const GRACE: Duration = Duration::from_secs(2);
 /// So many may stay for that; if a peer has more made and released, the oldest go earlier.
@@ -43,20 +46,20 @@ type Late = Vec<(Instant, Vec<Step>)>;
 
 /// What keeps a session.
 pub(super) struct Driver {
-    control: Arc<ControlStream>,
-    session: SessionId,
+    pub(super) control: Arc<ControlStream>,
+    pub(super) session: SessionId,
     role: Role,
     exchange: Exchange,
-    options: Options,
+    pub(super) options: Options,
     observer: Observer,
-    admits: fn(&Options, &Terms) -> Result<(), IpsecError>,
-    tables: Tables,
-    shelf: Shelf,
-    record: Option<Record>,
+    pub(super) admits: fn(&Options, &Terms) -> Result<(), IpsecError>,
+    pub(super) tables: Tables,
+    pub(super) shelf: Shelf,
+    pub(super) record: Option<Record>,
     standing: Arc<Mutex<Standing>>,
     tell_up: Channel<()>,
-    layout: Option<Layout>,
-    /// Inbound SAs that are to go, and when, the oldest first.
+    pub(super) layout: Option<Layout>,
+    /// SAs that are to go, and when, the first first.
     late: Late,
     /// Connections that have an SA, or were given one.
     known: BTreeSet<Connection>,
@@ -194,6 +197,12 @@ impl Driver {
                 first,
                 known,
             } => {
+                if first {
+                    // Every other epoch has the same request ids: none of the last but one is
+                    // to be found by the policies of this one.
+                    let lingering = lingering(&mut self.late);
+                    self.apply(&lingering)?;
+                }
                 let steps = self.layout()?.outbound(epoch, &grants, first, &known);
                 self.apply(&steps)?;
                 self.exchange.outbound_stands();
@@ -205,11 +214,15 @@ impl Driver {
                 over,
             } => {
                 let steps = self.layout()?.retire(epoch, &grants, over);
-                self.apply(&steps)
+                if over {
+                    return self.apply(&steps);
+                }
+                self.wait_with(LINGER, steps);
+                Ok(())
             }
             Action::RetireInbound { epoch, grants } => {
                 let steps = self.layout()?.retire_inbound(epoch, &grants);
-                self.late.push((Instant::now() + GRACE, steps));
+                self.wait_with(GRACE, steps);
                 Ok(())
             }
             Action::Up => {
@@ -235,64 +248,11 @@ impl Driver {
         }
     }
 
-    /// Blocks the ports, if there is nothing against it.
-    fn begin(&mut self, terms: &Terms) -> Result<(), IpsecError> {
-        (self.admits)(&self.options, terms)?;
-        let socket = self.control.socket();
-        let address = |end: io::Result<std::net::SocketAddr>| {
-            end.map_err(|source| IpsecError::Resources {
-                what: "the address of the control connection",
-                source,
-            })
-        };
-        let (local, peer) = (address(socket.local_addr())?, address(socket.peer_addr())?);
-        let (own, other) = (local.ip().to_canonical(), peer.ip().to_canonical());
-        if (own, other) != (terms.other, terms.own) {
-            return Err(IpsecError::Breach(format!(
-                "the peer calls itself {} and this side {}, which are {other} and {own} to this side: \
-                 something on the path translates addresses",
-                terms.own, terms.other
-            )));
-        }
-        if is_of_this_host(other)? {
-            return Err(IpsecError::SameHost(other));
-        }
-        for port in [local.port(), peer.port()] {
-            if terms.ports.contains(port) {
-                return Err(IpsecError::CoversControl(port));
-            }
-        }
-        if terms.mode == Mode::Cpu {
-            let per_cpu = self.tables.xfrm.per_cpu();
-            let per_cpu = per_cpu.map_err(|source| IpsecError::Kernel {
-                doing: "SAs for CPUs are looked for".to_owned(),
-                source,
-            })?;
-            if per_cpu == PerCpu::Ignored {
-                return Err(IpsecError::NoPerCpu);
-            }
-        }
-        let udp = terms
-            .udp
-            .zip(self.options.udp)
-            .map(|(theirs, own)| (own, theirs));
-        let lock = self.shelf.lock()?;
-        let mut layout = Layout {
-            local: own,
-            peer: other,
-            ports: terms.ports,
-            mode: terms.mode,
-            first_reqid: REQIDS,
-            udp,
-        };
-        self.tables.are_free(&layout.begin())?;
-        let random = || random().map(u32::from_le_bytes);
-        layout.first_reqid = self.tables.free_reqids(REQID_BLOCKS, REQIDS, random)?;
-        self.record = Some(self.shelf.create(&self.session)?);
-        self.layout = Some(layout);
-        let result = self.apply(&layout.begin());
-        drop(lock);
-        result
+    /// Does something later.
+    fn wait_with(&mut self, long: Duration, steps: Vec<Step>) {
+        let when = Instant::now() + long;
+        let at = self.late.partition_point(|(other, _)| *other <= when);
+        self.late.insert(at, (when, steps));
     }
 
     /// Installs SAs of what the peer sends, each under an SPI that is free.
@@ -330,7 +290,7 @@ impl Driver {
         Ok(grants.iter().map(|grant| grant.spi).collect())
     }
 
-    fn apply(&mut self, steps: &[Step]) -> Result<(), IpsecError> {
+    pub(super) fn apply(&mut self, steps: &[Step]) -> Result<(), IpsecError> {
         let Some(record) = &mut self.record else {
             return Err(IpsecError::Ended);
         };
@@ -365,6 +325,7 @@ impl Driver {
             && now.duration_since(self.looked) >= LOOK
         {
             self.tables.still_stand(record)?;
+            guarded(self.control.socket())?;
             self.looked = now;
         }
         let due = due(&mut self.late, now, MOST_LATE);
@@ -440,7 +401,7 @@ impl Driver {
         self.failed.get_or_insert(error);
     }
 
-    fn tell(&self, event: Event) {
+    pub(super) fn tell(&self, event: Event) {
         (self.observer)(&event);
     }
 
@@ -457,6 +418,11 @@ impl Driver {
         let Some(mut record) = self.record.take() else {
             return Ok(());
         };
+        if asked {
+            // A later process frees the ports if this one does not come to that. On a full disk
+            // it leaves them blocked.
+            let _ = record.end();
+        }
         let undo = self.tables.take_back(&mut record)?;
         if !asked && record.has_protected() {
             let connections = still_used(&undo.when_quiet)?;
@@ -504,6 +470,17 @@ fn is_asked_for(why: Option<&IpsecError>) -> bool {
     )
 }
 
+/// Takes out what is about outbound SAs, whenever it is due.
+fn lingering(late: &mut Late) -> Vec<Step> {
+    let outbound = |step: &Step| matches!(step, Step::Remove(Object::Association(one)) if one.direction == Direction::Out);
+    let (now, later) = std::mem::take(late)
+        .into_iter()
+        .partition(|(_, steps)| steps.iter().any(outbound));
+    *late = later;
+    let now: Late = now;
+    now.into_iter().flat_map(|(_, steps)| steps).collect()
+}
+
 /// Takes out what is due by now, and the oldest while there are more than `most` steps.
 fn due(late: &mut Late, now: Instant, most: usize) -> Vec<Step> {
     let mut left: usize = late.iter().map(|(_, steps)| steps.len()).sum();
@@ -546,6 +523,26 @@ mod tests {
         ] {
             assert!(!is_asked_for(Some(&other)), "{other}");
         }
+    }
+
+    #[test]
+    fn outbound_sas_that_linger_go_before_their_request_ids_come_again() {
+        let now = Instant::now();
+        let step = |way: &str, spi: u32| {
+            let line = format!(
+                "sa {way} 192.0.2.2 192.0.2.1 spi {spi:#010x} reqid 65536 epoch 1 index 0 fallback"
+            );
+            Step::Remove(line.parse().unwrap())
+        };
+        let mut late: Late = vec![
+            (now, vec![step("in", 0x1000)]),
+            (now, vec![step("out", 0x2000), step("out", 0x2001)]),
+            (now, vec![step("in", 0x3000)]),
+        ];
+        let gone = [step("out", 0x2000), step("out", 0x2001)];
+        assert_eq!(lingering(&mut late), gone);
+        assert_eq!(lingering(&mut late), []);
+        assert_eq!(late.len(), 2);
     }
 
     #[test]

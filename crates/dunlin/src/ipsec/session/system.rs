@@ -1,10 +1,12 @@
 //! What a session asks of the system beside its IPsec.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::Read;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, TcpStream, UdpSocket};
+use std::path::Path;
 
 use dunlin_proto::negotiate::SessionId;
+use dunlin_sys::netdev;
 
 use crate::ipsec::error::IpsecError;
 
@@ -26,6 +28,49 @@ pub(super) fn is_of_this_host(address: IpAddr) -> Result<bool, IpsecError> {
         what: "the route to the peer",
         source,
     })
+}
+
+/// Whether IPsec's policies hold for packets to and from the peer of a connection: a device, or
+/// all of them, may be set to take no notice of them.
+pub(super) fn guarded(connection: &TcpStream) -> Result<(), IpsecError> {
+    let routed = netdev::of(connection).map_err(|source| IpsecError::Resources {
+        what: "the device by which the peer is reached",
+        source,
+    })?;
+    let peer = connection
+        .peer_addr()
+        .map_err(|source| IpsecError::Resources {
+            what: "the address of the control connection",
+            source,
+        })?;
+    let family = match peer.ip().to_canonical() {
+        IpAddr::V4(_) => "ipv4",
+        IpAddr::V6(_) => "ipv6",
+    };
+    let device = routed.name;
+    match unguarded(Path::new(SYSCTLS), family, &device) {
+        None => Ok(()),
+        Some(sysctl) => Err(IpsecError::Unguarded { device, sysctl }),
+    }
+}
+
+const SYSCTLS: &str = "/proc/sys/net";
+
+/// The setting by which packets of a family pass a device unseen, if there is one.
+fn unguarded(settings: &Path, family: &str, device: &str) -> Option<String> {
+    let names = ["disable_xfrm", "disable_policy"];
+    let all = names
+        .iter()
+        .flat_map(|name| [("all", name), (device, name)]);
+    let is_set = |of: &str, name: &str| {
+        // Not every kernel has each of them for each family.
+        let path = settings.join(family).join("conf").join(of).join(name);
+        fs::read_to_string(path).is_ok_and(|value| value.trim() != "0")
+    };
+    let mut set = all.filter(|(of, name)| is_set(of, name));
+    // Names of devices may have dots in them, which sysctl(8) takes for slashes.
+    set.next()
+        .map(|(of, name)| format!("net/{family}/conf/{of}/{name}"))
 }
 
 pub(super) fn random<const N: usize>() -> Result<[u8; N], IpsecError> {
@@ -52,5 +97,29 @@ mod tests {
     fn an_address_of_this_host_is_known() {
         assert!(is_of_this_host([127, 0, 0, 1].into()).unwrap());
         assert!(is_of_this_host([127, 9, 0, 7].into()).unwrap());
+    }
+
+    #[test]
+    fn a_setting_of_the_device_or_of_all_that_passes_ipsec_by_is_named() {
+        let folder = std::env::temp_dir().join(format!("dunlin-sysctls-{}", std::process::id()));
+        let set = |of: &str, name: &str, value: &str| {
+            let folder = folder.join("ipv4/conf").join(of);
+            fs::create_dir_all(&folder).unwrap();
+            fs::write(folder.join(name), value).unwrap();
+        };
+        for of in ["all", "lo", "eth0.5"] {
+            set(of, "disable_xfrm", "0\n");
+            set(of, "disable_policy", "0\n");
+        }
+        let found = || unguarded(&folder, "ipv4", "eth0.5");
+        set("lo", "disable_policy", "1\n");
+        assert_eq!(found(), None, "packets do not go by that one");
+        set("eth0.5", "disable_policy", "1\n");
+        assert_eq!(found().unwrap(), "net/ipv4/conf/eth0.5/disable_policy");
+        assert_eq!(unguarded(&folder, "ipv6", "eth0.5"), None);
+        set("eth0.5", "disable_policy", "0\n");
+        set("all", "disable_xfrm", "1\n");
+        assert_eq!(found().unwrap(), "net/ipv4/conf/all/disable_xfrm");
+        fs::remove_dir_all(&folder).unwrap();
     }
 }

@@ -1,0 +1,150 @@
+//! How a session begins where an earlier one has left its ports blocked: it takes over what
+//! blocks, so that the ports are never open in between.
+
+use super::Step;
+use crate::ipsec::object::{Object, Policy};
+
+/// What an heir does.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Adoption {
+    /// In the place of the steps that begin it.
+    pub begin: Vec<Step>,
+    /// Then at once: policies all of whose packets the heir's own are for by now.
+    pub then: Vec<Step>,
+    /// What still shuts ports of the heir's and others beside them: as
+    /// [`Adoption::when_quiet`], and the heir can begin in no other case.
+    pub in_the_way: Vec<Step>,
+    /// When no connection is left on those ports, which are not the heir's.
+    pub when_quiet: Vec<Step>,
+}
+
+/// A session that begins by these steps, where these policies stand that an earlier one has left,
+/// after the steps of [`undo`](super::undo) that come at once.
+#[must_use]
+pub fn adopt(begin: &[Step], left: &[Policy]) -> Adoption {
+    let own = |step: &Step| match step {
+        Step::Add(Object::Policy(policy)) => Some(*policy),
+        _ => None,
+    };
+    let mut adoption = Adoption::default();
+    for step in begin {
+        let replaces = |own: &Policy| left.iter().any(|other| other.is_in_place_of(own));
+        adoption.begin.push(match own(step) {
+            Some(policy) if replaces(&policy) => Step::Replace(policy),
+            _ => *step,
+        });
+    }
+    let rivals = |other: &Policy| {
+        let other = *other;
+        let all = begin.iter().filter_map(own);
+        all.filter(move |own| own.is_rival_of(&other))
+    };
+    for other in left {
+        let remove = Step::Remove(Object::Policy(*other));
+        if rivals(other).any(|own| other.is_in_place_of(&own)) {
+            continue;
+        }
+        if rivals(other).any(|own| own.selector.covers(&other.selector)) {
+            adoption.then.push(remove);
+        } else if rivals(other).next().is_some() {
+            adoption.in_the_way.push(remove);
+        } else {
+            adoption.when_quiet.push(remove);
+        }
+    }
+    adoption
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::ipsec::Mode;
+    use crate::ipsec::model::{Kernel, Sent};
+    use crate::ipsec::plan::tests::{ends, layout, life, senders, standing};
+    use crate::ipsec::plan::{REQIDS, undo};
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        /// An heir of a process that was killed after any step, with whatever ports.
+        #[test]
+        fn i6_an_heir_opens_no_port_while_it_begins(
+            killed in any::<prop::sample::Index>(),
+            heir in 4440..4450_u16,
+            more in 0..10_u16,
+        ) {
+            let mode = Mode::Connection;
+            let dead = layout(4444, 4446, mode);
+            let own = senders(mode, &[4444, 2]);
+            let more_sas = senders(mode, &[9])[1];
+            let (steps, [begun, _, quiet]) = life(&dead, &own, &senders(mode, &[1]), more_sas);
+            let killed = begun + killed.index(quiet - begun);
+            let mut kernel = Kernel::default();
+            steps[..killed].iter().for_each(|step| kernel.apply(step));
+            let back = undo(&standing(&steps[..killed]));
+            let mut after = layout(heir, heir + more, mode);
+            after.first_reqid = 9 * REQIDS;
+            let shut = |kernel: &Kernel, port: u16| {
+                let [out, inward] = ends(9, port);
+                kernel.send(out, 0) != Sent::Clear && !kernel.receives(inward, None)
+            };
+            for step in &back.now {
+                kernel.apply(step);
+                prop_assert!((4444..=4446).all(|port| shut(&kernel, port)));
+            }
+            let left: Vec<Policy> = kernel.policies.values().copied().collect();
+            let adoption = adopt(&after.begin(), &left);
+            for step in adoption.begin.iter().chain(&adoption.then) {
+                kernel.apply(step);
+                prop_assert!((4444..=4446).all(|port| shut(&kernel, port)), "after {step:?}");
+            }
+            for step in &adoption.in_the_way {
+                kernel.apply(step);
+                prop_assert!((heir..=heir + more).all(|port| shut(&kernel, port)));
+            }
+            // Nothing of the dead one's is ahead of the heir's own from here on.
+            for (own, other) in left.iter().flat_map(|other| {
+                after.begin().into_iter().filter_map(|step| match step {
+                    Step::Add(Object::Policy(own)) => Some((own, *other)),
+                    _ => None,
+                })
+            }) {
+                let stands = kernel.policies.values().any(|policy| *policy == other);
+                prop_assert!(!(stands && own.is_rival_of(&other)), "{other} stands before {own}");
+            }
+            adoption.when_quiet.iter().for_each(|step| kernel.apply(step));
+            let begun: Vec<Policy> = kernel.policies.into_values().collect();
+            prop_assert_eq!(begun.len(), after.begin().len(), "the heir's alone are left");
+        }
+    }
+
+    /// The same ports again are replaced one by one, and nothing is left over.
+    #[test]
+    fn the_same_ports_are_taken_over_in_place() {
+        let dead = layout(4444, 4446, Mode::Cpu);
+        let left: Vec<Policy> = dead
+            .begin()
+            .iter()
+            .filter_map(|step| match step {
+                Step::Add(Object::Policy(policy)) => Some(*policy),
+                _ => None,
+            })
+            .collect();
+        let mut heir = dead;
+        heir.first_reqid = 9 * REQIDS;
+        let adoption = adopt(&heir.begin(), &left);
+        assert!(
+            adoption
+                .begin
+                .iter()
+                .all(|step| matches!(step, Step::Replace(_)))
+        );
+        assert_eq!(adoption.begin.len(), left.len());
+        assert!(adoption.then.is_empty() && adoption.in_the_way.is_empty());
+        assert!(adoption.when_quiet.is_empty());
+    }
+}

@@ -1,0 +1,133 @@
+//! Which addresses a peer may come from: a certificate says who it is, and a session protects
+//! what goes to the address that its control connection comes from.
+
+use std::fmt;
+use std::net::IpAddr;
+use std::str::FromStr;
+
+use super::error::IpsecError;
+use crate::lane::peers::{AuthorisedBy, Peer, PeerIdentity};
+
+/// An address, or all with the same first bits, written `192.0.2.0/24`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AddressBlock {
+    address: IpAddr,
+    bits: u8,
+}
+
+/// Not a block of addresses. The fault is in the configuration.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0:?} is no address: write 192.0.2.1, 192.0.2.0/24 or 2001:db8::/64")]
+pub struct NotAddresses(String);
+
+impl AddressBlock {
+    /// Whether an address lies in it.
+    #[must_use]
+    pub fn contains(&self, address: IpAddr) -> bool {
+        let same = |own: u128, other: u128, all: u8| {
+            let rest = u32::from(all - self.bits);
+            own.checked_shr(rest) == other.checked_shr(rest)
+        };
+        match (self.address, address.to_canonical()) {
+            (IpAddr::V4(own), IpAddr::V4(other)) => {
+                same(own.to_bits().into(), other.to_bits().into(), 32)
+            }
+            (IpAddr::V6(own), IpAddr::V6(other)) => same(own.to_bits(), other.to_bits(), 128),
+            _ => false,
+        }
+    }
+}
+
+impl FromStr for AddressBlock {
+    type Err = NotAddresses;
+
+    fn from_str(text: &str) -> Result<Self, NotAddresses> {
+        let failed = || NotAddresses(text.to_owned());
+        let (address, bits) = match text.split_once('/') {
+            Some((address, bits)) => (address, Some(bits)),
+            None => (text, None),
+        };
+        let address: IpAddr = address.parse().map_err(|_| failed())?;
+        let all = if address.is_ipv4() { 32 } else { 128 };
+        let bits = match bits {
+            Some(bits) => bits.parse().map_err(|_| failed())?,
+            None => all,
+        };
+        if bits > all {
+            return Err(failed());
+        }
+        Ok(Self { address, bits })
+    }
+}
+
+impl fmt::Display for AddressBlock {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "{}/{}", self.address, self.bits)
+    }
+}
+
+/// Whether a peer may come from an address: one that is bound to none may come from any.
+pub(super) fn may_come(
+    bound: &[(Peer, Vec<AddressBlock>)],
+    peer: &PeerIdentity,
+    address: IpAddr,
+) -> Result<(), IpsecError> {
+    let allowed = match &peer.authorised_by {
+        AuthorisedBy::Authority => return Ok(()),
+        AuthorisedBy::Name(name) => Peer::Name(name.clone()),
+        AuthorisedBy::Pin(pin) => Peer::Pin(*pin),
+    };
+    let mut blocks = bound.iter().filter(|(one, _)| *one == allowed).peekable();
+    if blocks.peek().is_none() {
+        return Ok(());
+    }
+    if blocks.any(|(_, blocks)| blocks.iter().any(|block| block.contains(address))) {
+        return Ok(());
+    }
+    Err(IpsecError::WrongAddress {
+        peer: allowed.to_string(),
+        address,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn a_block_has_the_addresses_with_its_first_bits() {
+        let holds = |block: &str, address: &str| {
+            let block: AddressBlock = block.parse().unwrap();
+            block.contains(address.parse().unwrap())
+        };
+        for (block, inside, outside) in [
+            ("192.0.2.1", "192.0.2.1", "192.0.2.2"),
+            ("192.0.2.0/24", "192.0.2.255", "192.0.3.0"),
+            ("192.0.2.129/25", "192.0.2.128", "192.0.2.127"),
+            ("2001:db8::/64", "2001:db8::ffff:1", "2001:db8:0:1::"),
+            ("2001:db8::1", "2001:db8::1", "2001:db8::2"),
+        ] {
+            assert!(holds(block, inside) && !holds(block, outside), "{block}");
+        }
+        assert!(holds("0.0.0.0/0", "255.0.0.1") && holds("::/0", "ff00::1"));
+        assert!(!holds("::/0", "192.0.2.1") && !holds("0.0.0.0/0", "::1"));
+        assert!(holds("192.0.2.1", "::ffff:192.0.2.1"), "it is the same one");
+    }
+
+    #[test]
+    fn what_is_no_address_is_refused() {
+        for text in [
+            "",
+            "host",
+            "192.0.2.1/33",
+            "::/129",
+            "192.0.2.1/",
+            "1.2.3.4/x",
+            "/8",
+        ] {
+            assert!(text.parse::<AddressBlock>().is_err(), "{text}");
+        }
+    }
+}

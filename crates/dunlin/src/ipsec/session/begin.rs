@@ -1,0 +1,211 @@
+//! How a session blocks its ports, and takes over those that an earlier one has left blocked.
+
+use std::io;
+use std::net::SocketAddr;
+
+use dunlin_proto::ipsec::Mode;
+use dunlin_proto::ipsec::message::Terms;
+use dunlin_proto::ipsec::object::{Object, Policy};
+use dunlin_proto::ipsec::plan::{Adoption, Layout, REQID_BLOCKS, REQIDS, Step, adopt};
+use dunlin_sys::xfrm::PerCpu;
+
+use super::driver::Driver;
+use super::system::{guarded, is_of_this_host, random};
+use crate::ipsec::Event;
+use crate::ipsec::error::{IpsecError, in_words};
+use crate::ipsec::record::Record;
+use crate::ipsec::tables::still_used;
+
+impl Driver {
+    /// Blocks the ports, if there is nothing against it.
+    pub(super) fn begin(&mut self, terms: &Terms) -> Result<(), IpsecError> {
+        (self.admits)(&self.options, terms)?;
+        let socket = self.control.socket();
+        let address = |end: io::Result<SocketAddr>| {
+            end.map_err(|source| IpsecError::Resources {
+                what: "the address of the control connection",
+                source,
+            })
+        };
+        let (local, peer) = (address(socket.local_addr())?, address(socket.peer_addr())?);
+        let (own, other) = (local.ip().to_canonical(), peer.ip().to_canonical());
+        if (own, other) != (terms.other, terms.own) {
+            return Err(IpsecError::Breach(format!(
+                "the peer calls itself {} and this side {}, which are {other} and {own} to this side: \
+                 something on the path translates addresses",
+                terms.own, terms.other
+            )));
+        }
+        if is_of_this_host(other)? {
+            return Err(IpsecError::SameHost(other));
+        }
+        guarded(socket)?;
+        for port in [local.port(), peer.port()] {
+            if terms.ports.contains(port) {
+                return Err(IpsecError::CoversControl(port));
+            }
+        }
+        if terms.mode == Mode::Cpu {
+            let per_cpu = self.tables.xfrm.per_cpu();
+            let per_cpu = per_cpu.map_err(|source| IpsecError::Kernel {
+                doing: "SAs for CPUs are looked for".to_owned(),
+                source,
+            })?;
+            if per_cpu == PerCpu::Ignored {
+                return Err(IpsecError::NoPerCpu);
+            }
+        }
+        let udp = terms
+            .udp
+            .zip(self.options.udp)
+            .map(|(theirs, own)| (own, theirs));
+        // Held until the ports are this session's.
+        let _lock = self.shelf.lock(self.options.patience)?;
+        let mut layout = Layout {
+            local: own,
+            peer: other,
+            ports: terms.ports,
+            mode: terms.mode,
+            first_reqid: REQIDS,
+            udp,
+        };
+        let inheritance = self.inheritance(&layout.begin())?;
+        self.tables.leave_alone(local, peer)?;
+        self.tables
+            .are_free(&layout.begin(), &inheritance.standing)?;
+        let random = || random().map(u32::from_le_bytes);
+        layout.first_reqid = self.tables.free_reqids(REQID_BLOCKS, REQIDS, random)?;
+        let adoption = adopt(&layout.begin(), &inheritance.standing);
+        let connections = still_used(&adoption.in_the_way)?;
+        if connections > 0 {
+            return Err(IpsecError::LeftInTheWay { connections });
+        }
+        let mut record = self.shelf.create(&self.session)?;
+        if inheritance.protected(&adoption) {
+            record.inherit()?;
+        }
+        self.record = Some(record);
+        self.layout = Some(layout);
+        self.apply(&adoption.begin)?;
+        self.settle_inheritance(inheritance, &adoption)
+    }
+
+    /// What sessions on some of these ports with this peer have left whose processes or control
+    /// connections have died: their SAs go, and what blocks their ports stays. Sessions on other
+    /// ports have heirs of their own.
+    fn inheritance(&mut self, begin: &[Step]) -> Result<Inheritance, IpsecError> {
+        let mut records = Vec::new();
+        for record in self.shelf.left()? {
+            let mut record = match record {
+                Ok(record) => record,
+                Err(error) => {
+                    let why = in_words(&error);
+                    self.tell(Event::NotCleaned { why });
+                    continue;
+                }
+            };
+            if concerns(&record, begin) {
+                self.tables.take_back(&mut record)?;
+                records.push(record);
+            }
+        }
+        let all: Vec<Policy> = records.iter().flat_map(blocking).collect();
+        Ok(Inheritance {
+            standing: self.tables.standing(&all)?,
+            records,
+        })
+    }
+
+    /// Now that this session's own policies stand: what is in their shadow goes, and ports that
+    /// are not this session's are freed where no connection is left on them.
+    fn settle_inheritance(
+        &mut self,
+        inheritance: Inheritance,
+        adoption: &Adoption,
+    ) -> Result<(), IpsecError> {
+        for mut record in inheritance.records {
+            let objects = record.objects().len();
+            let own = blocking(&record);
+            let of_record = |steps: &[Step]| -> Vec<Step> {
+                let is_own = |step: &&Step| matches!(step, Step::Remove(Object::Policy(policy)) if own.contains(policy));
+                steps.iter().filter(is_own).copied().collect()
+            };
+            let mut gone = of_record(&adoption.then);
+            gone.extend(of_record(&adoption.in_the_way));
+            let others = of_record(&adoption.when_quiet);
+            let connections = if record.has_protected() {
+                still_used(&others)?
+            } else {
+                0
+            };
+            if connections == 0 {
+                gone.extend(&others);
+            }
+            self.tables.remove_all(&gone, &mut record)?;
+            // What was replaced is the heir's, and not waited for when this one's is.
+            for object in record.objects().to_vec() {
+                let over = |step: &Step| matches!((step, &object), (Step::Replace(own), Object::Policy(other)) if own.is_in_place_of(other));
+                if adoption.begin.iter().any(over) {
+                    record.gone(&object)?;
+                }
+            }
+            let path = record.path().to_owned();
+            if connections == 0 {
+                record.forget()?;
+                self.tell(Event::Cleaned {
+                    record: path,
+                    objects,
+                });
+            } else {
+                self.tell(Event::Left {
+                    record: path,
+                    connections,
+                });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What earlier sessions have left.
+struct Inheritance {
+    records: Vec<Record>,
+    /// What the kernel has of what blocks their ports.
+    standing: Vec<Policy>,
+}
+
+impl Inheritance {
+    /// Whether a connection may have begun that relies on policies that are taken over.
+    fn protected(&self, adoption: &Adoption) -> bool {
+        let replaced = |policy: &Policy| {
+            let over =
+                |step: &Step| matches!(step, Step::Replace(own) if own.is_in_place_of(policy));
+            let in_shadow = Step::Remove(Object::Policy(*policy));
+            adoption.begin.iter().any(over) || adoption.then.contains(&in_shadow)
+        };
+        self.records
+            .iter()
+            .any(|record| record.has_protected() && blocking(record).iter().any(replaced))
+    }
+}
+
+/// Whether a record has policies for packets that these are to be for.
+fn concerns(record: &Record, begin: &[Step]) -> bool {
+    let left = blocking(record);
+    begin.iter().any(|step| match step {
+        Step::Add(Object::Policy(own)) => left
+            .iter()
+            .any(|other| other.direction == own.direction && other.selector.meets(&own.selector)),
+        _ => false,
+    })
+}
+
+/// What blocks a session's ports once everything else has been taken back.
+fn blocking(record: &Record) -> Vec<Policy> {
+    let undo = dunlin_proto::ipsec::plan::undo(record.objects());
+    let policy = |step: &Step| match step {
+        Step::Remove(Object::Policy(policy)) => Some(*policy),
+        _ => None,
+    };
+    undo.when_quiet.iter().filter_map(policy).collect()
+}

@@ -1,0 +1,302 @@
+//! The objects of a plan as the kernel has them.
+
+use std::net::SocketAddr;
+
+use dunlin_proto::ipsec::Sender;
+use dunlin_proto::ipsec::object::{
+    Action, Association, Direction, Encapsulation, Policy, Selector,
+};
+use dunlin_proto::ipsec::plan::{FIRST_PRIORITY, REQID_BLOCKS};
+use dunlin_proto::ipsec::ports::PortBlock;
+use dunlin_sys::xfrm::{
+    self, Installed, KeyAndSalt, LONGEST_REPLAY_WINDOW, Network, PolicyDirection, Ports, Protocol,
+    State, StateId,
+};
+
+pub(super) fn way_of(direction: Direction) -> PolicyDirection {
+    match direction {
+        Direction::In => PolicyDirection::In,
+        Direction::Out => PolicyDirection::Out,
+    }
+}
+
+fn selector_of(selector: &Selector) -> xfrm::Selector {
+    let ports = |block: PortBlock| Ports {
+        port: block.port,
+        mask: block.mask,
+    };
+    xfrm::Selector {
+        source: Network::one(selector.source),
+        destination: Network::one(selector.destination),
+        source_ports: ports(selector.source_ports),
+        destination_ports: ports(selector.destination_ports),
+        protocol: Protocol::TCP,
+    }
+}
+
+pub(super) fn policy_of(policy: &Policy) -> xfrm::Policy {
+    let Selector {
+        source: from,
+        destination: to,
+        ..
+    } = policy.selector;
+    xfrm::Policy {
+        selector: selector_of(&policy.selector),
+        direction: way_of(policy.direction),
+        action: match policy.action {
+            Action::Block => xfrm::Action::Block,
+            Action::Protect { reqid } => xfrm::Action::Protect { reqid, from, to },
+        },
+        priority: policy.priority,
+    }
+}
+
+/// What would block a connection's outgoing packets alone.
+pub(super) fn connection_policy(local: SocketAddr, peer: SocketAddr) -> xfrm::Policy {
+    policy_of(&Policy {
+        direction: Direction::Out,
+        selector: Selector {
+            source: local.ip().to_canonical(),
+            destination: peer.ip().to_canonical(),
+            source_ports: PortBlock::only(local.port()),
+            destination_ports: PortBlock::only(peer.port()),
+        },
+        action: Action::Block,
+        priority: 0,
+    })
+}
+
+pub(super) fn id_of(one: &Association) -> StateId {
+    StateId {
+        destination: one.destination,
+        spi: one.spi,
+    }
+}
+
+/// An SA for a kernel that keeps directions, or for an older one.
+pub(super) fn state_of(one: &Association, key: KeyAndSalt, keeps_directions: bool) -> State {
+    let (direction, replay_window) = match one.direction {
+        Direction::In => (xfrm::Direction::In, LONGEST_REPLAY_WINDOW),
+        Direction::Out if keeps_directions => (xfrm::Direction::Out, 0),
+        // That one has all SAs with extended sequence numbers have a window.
+        Direction::Out => (xfrm::Direction::Out, LONGEST_REPLAY_WINDOW),
+    };
+    State {
+        id: id_of(one),
+        source: one.source,
+        reqid: one.reqid,
+        direction,
+        // The sealing host's, so that only it says so to its kernel.
+        cpu: match (one.direction, one.slot.sender) {
+            (Direction::Out, Sender::Cpu(cpu)) => Some(cpu),
+            _ => None,
+        },
+        key,
+        replay_window,
+        encapsulation: one.encapsulation.map(
+            |Encapsulation {
+                 source_port,
+                 destination_port,
+             }| xfrm::Encapsulation {
+                source_port,
+                destination_port,
+            },
+        ),
+        // What the peer seals is taken for TCP between the two, and for nothing else.
+        selector: (one.direction == Direction::In).then(|| xfrm::Selector {
+            source: Network::one(one.source),
+            destination: Network::one(one.destination),
+            source_ports: Ports::ANY,
+            destination_ports: Ports::ANY,
+            protocol: Protocol::TCP,
+        }),
+    }
+}
+
+/// Whether what the kernel has is what was installed, by all that a record says.
+pub(super) fn is_the_same(standing: &Installed, one: &Association) -> bool {
+    let direction = match one.direction {
+        Direction::In => xfrm::Direction::In,
+        Direction::Out => xfrm::Direction::Out,
+    };
+    standing.source == one.source
+        && standing.reqid == one.reqid
+        // A kernel before 6.10 takes no notice of it.
+        && standing.direction.is_none_or(|given| given == direction)
+}
+
+/// Whether some TCP packet is in both, whatever the priorities.
+pub(super) fn meet(other: &xfrm::Policy, own: &xfrm::Policy) -> bool {
+    let network = |other: Network, own: Network| match (other.address, own.address) {
+        // The kernel writes "any" with either family's zeros.
+        _ if other.prefix == 0 => true,
+        (std::net::IpAddr::V4(other_address), std::net::IpAddr::V4(address)) => {
+            let shift = 32 - u32::from(other.prefix.min(32));
+            other_address.to_bits() >> shift == address.to_bits() >> shift
+        }
+        (std::net::IpAddr::V6(other_address), std::net::IpAddr::V6(address)) => {
+            let shift = 128 - u32::from(other.prefix.min(128));
+            other_address.to_bits() >> shift == address.to_bits() >> shift
+        }
+        _ => false,
+    };
+    let ports = |other: Ports, own: Ports| {
+        let both = other.mask & own.mask;
+        other.port & both == own.port & both
+    };
+    let (theirs, ours) = (&other.selector, &own.selector);
+    let family = theirs.source.prefix > 0 || theirs.destination.prefix > 0;
+    let same_family = theirs.source.address.is_ipv4() == ours.source.address.is_ipv4();
+    other.direction == own.direction
+        && (same_family || !family)
+        && matches!(theirs.protocol, Protocol::ANY | Protocol::TCP)
+        && network(theirs.source, ours.source)
+        && network(theirs.destination, ours.destination)
+        && ports(theirs.source_ports, ours.source_ports)
+        && ports(theirs.destination_ports, ours.destination_ports)
+}
+
+/// Whether `other` is a policy of another session between the same two hosts, and all that is in
+/// both are packets *from* the ports of one *to* those of the other. Either session seals these or
+/// blocks them, so that two sessions with different ports stand side by side.
+pub(super) fn only_crosses(other: &xfrm::Policy, own: &xfrm::Policy) -> bool {
+    let (theirs, ours) = (&other.selector, &own.selector);
+    let of_sessions = FIRST_PRIORITY..=FIRST_PRIORITY + 2 * REQID_BLOCKS + 1;
+    let is_any = |ports: Ports| ports.mask == 0;
+    other.action != xfrm::Action::Foreign
+        && of_sessions.contains(&other.priority)
+        && theirs.source == ours.source
+        && theirs.destination == ours.destination
+        && is_any(theirs.source_ports) != is_any(theirs.destination_ports)
+        && is_any(theirs.source_ports) == is_any(ours.destination_ports)
+        && is_any(theirs.destination_ports) == is_any(ours.source_ports)
+}
+
+pub(super) fn describe(policy: &xfrm::Policy) -> String {
+    let selector = &policy.selector;
+    let network = |network: Network| format!("{}/{}", network.address, network.prefix);
+    let ports = |ports: Ports| format!("{}/{:#06x}", ports.port, ports.mask);
+    format!(
+        "{:?} {} to {}, ports {} {}, priority {}",
+        policy.direction,
+        network(selector.source),
+        network(selector.destination),
+        ports(selector.source_ports),
+        ports(selector.destination_ports),
+        policy.priority
+    )
+    .to_lowercase()
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use dunlin_proto::ipsec::object::Object;
+
+    use super::*;
+
+    fn own() -> xfrm::Policy {
+        let line = "policy out 192.0.2.1 192.0.2.2 ports 0/0x0000 4444/0xfffc priority 103 block";
+        match line.parse().unwrap() {
+            Object::Policy(policy) => policy_of(&policy),
+            _ => unreachable!("it is a policy's"),
+        }
+    }
+
+    #[test]
+    fn an_outbound_sa_has_a_replay_window_where_the_kernel_has_no_directions() {
+        let window = |way: &str, keeps_directions: bool| {
+            let line = format!(
+                "sa {way} 192.0.2.1 192.0.2.2 spi 0x00001001 reqid 65537 epoch 1 index 0 fallback"
+            );
+            let Object::Association(one) = line.parse().unwrap() else {
+                unreachable!("it is an SA's")
+            };
+            let key = KeyAndSalt::new(&[7; KeyAndSalt::BYTES]);
+            state_of(&one, key, keeps_directions).replay_window
+        };
+        assert_eq!(
+            (window("in", true), window("out", true)),
+            (LONGEST_REPLAY_WINDOW, 0)
+        );
+        assert_eq!(window("in", false), LONGEST_REPLAY_WINDOW);
+        assert_eq!(window("out", false), LONGEST_REPLAY_WINDOW);
+    }
+
+    #[test]
+    fn sessions_with_different_ports_stand_side_by_side() {
+        let policy = |source: u16, destination: u16, action| xfrm::Policy {
+            selector: xfrm::Selector {
+                source_ports: Ports {
+                    port: source,
+                    mask: if source > 0 { 0xffc0 } else { 0 },
+                },
+                destination_ports: Ports {
+                    port: destination,
+                    mask: if destination > 0 { 0xffc0 } else { 0 },
+                },
+                ..own().selector
+            },
+            action,
+            ..own()
+        };
+        let block = xfrm::Action::Block;
+        let (from, to) = (policy(24_576, 0, block), policy(0, 24_640, block));
+        for (one, other) in [(from, to), (to, from)] {
+            assert!(meet(&one, &other) && only_crosses(&one, &other));
+        }
+        // The same way, and on the same ports: those who want them are in each other's way.
+        assert!(!only_crosses(&policy(24_576, 0, block), &from));
+        // Others' policies let packets pass.
+        assert!(!only_crosses(
+            &policy(24_576, 0, xfrm::Action::Foreign),
+            &to
+        ));
+        let mut foreign = from;
+        foreign.priority = 0;
+        assert!(!only_crosses(&foreign, &to));
+        let mut wide = from;
+        wide.selector.source.prefix = 24;
+        assert!(!only_crosses(&wide, &to));
+        let all = policy(0, 0, block);
+        assert!(!only_crosses(&all, &to) && !only_crosses(&to, &all));
+    }
+
+    #[test]
+    fn a_policy_meets_those_that_a_packet_can_be_in_with_it() {
+        let same = |change: fn(&mut xfrm::Policy)| {
+            let mut other = own();
+            change(&mut other);
+            meet(&other, &own())
+        };
+        let any = |network: &mut Network| network.prefix = 0;
+        assert!(same(|_| ()));
+        assert!(same(|other| other.priority = 900_000));
+        assert!(same(|other| other.selector.protocol = Protocol::ANY));
+        assert!(same(
+            |other| other.selector.destination_ports = Ports::one(4447)
+        ));
+        assert!(same(
+            |other| other.selector.source_ports = Ports::one(50_000)
+        ));
+        assert!(same(|other| other.selector.source.prefix = 24));
+        assert!(meet(
+            &{
+                let mut other = own();
+                any(&mut other.selector.source);
+                any(&mut other.selector.destination);
+                other
+            },
+            &own()
+        ));
+        assert!(!same(|other| other.direction = PolicyDirection::In));
+        assert!(!same(|other| other.selector.protocol = Protocol::UDP));
+        assert!(!same(
+            |other| other.selector.destination_ports = Ports::one(4448)
+        ));
+        assert!(!same(|other| {
+            other.selector.destination = Network::one([192, 0, 2, 3].into());
+        }));
+    }
+}
