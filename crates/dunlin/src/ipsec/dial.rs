@@ -69,7 +69,9 @@ fn open_beside(
     let (made, opened) = channel();
     let (name, tls) = (to.to_owned(), tls.clone());
     // What it has opened is closed where nobody takes it any more.
-    let body = move || made.send(open(&name, &tls, session, patience));
+    let body = move || {
+        let _ = made.send(open(&name, &tls, session, patience));
+    };
     let thread = thread::Builder::new().name("dunlin-ipsec-dial".to_owned());
     thread.spawn(body).map_err(|source| IpsecError::Resources {
         what: "a thread",

@@ -97,8 +97,8 @@ impl Tables {
             let selector = &policy.selector;
             selector.source_ports.mask > 0 || selector.destination_ports.mask > 0
         };
-        let met = standing.iter().filter(for_ports);
-        let met = met.filter(|policy| meet(policy, &connection)).next();
+        let mut met = standing.iter().filter(for_ports);
+        let met = met.find(|policy| meet(policy, &connection));
         met.map_or(Ok(()), |policy| {
             Err(IpsecError::ControlCovered {
                 port: local.port(),
