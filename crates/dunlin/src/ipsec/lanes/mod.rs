@@ -306,7 +306,9 @@ impl House {
             self.site.bury();
             self.move_answers();
             let ways = self.own_ways();
-            ways.iter().for_each(|way| way.cut_if_over());
+            for way in &ways {
+                way.cut_if_over();
+            }
             if watched.elapsed() >= WATCH {
                 watched = Instant::now();
                 ways.iter().for_each(|way| way.watch(&self.site.observer));

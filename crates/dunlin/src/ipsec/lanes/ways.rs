@@ -268,8 +268,7 @@ impl Ways {
         let mut toward = lock(&self.toward);
         loop {
             let one = toward.entry(to.to_owned()).or_default();
-            // Nothing is on them any more: their threads are over.
-            one.ways.retain(|way| !way.session.is_over());
+            one.ways.retain(|way| !way.cut_if_over());
             if let Some(way) = one.ways.last()
                 && !way.is_full.load(Ordering::Relaxed)
             {
@@ -476,10 +475,11 @@ impl Way {
         seats.iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// The lanes of a session that is over are so, too: nothing leaves from their ports.
-    pub(super) fn cut_if_over(&self) {
+    /// The lanes of a session that is over are so, too: nothing leaves from their ports. Whether
+    /// it is over.
+    pub(super) fn cut_if_over(&self) -> bool {
         if !self.session.is_over() {
-            return;
+            return false;
         }
         for place in self.places() {
             if let Some(stream) = place.stream.get() {
@@ -487,6 +487,7 @@ impl Way {
                 let _ = stream.shutdown(Shutdown::Both);
             }
         }
+        true
     }
 
     /// Compares what lanes have sent with what SAs have carried since the last time.
