@@ -166,6 +166,8 @@ pub(crate) struct Serve {
 /// A peer, and where it may come from.
 #[derive(Clone, Debug)]
 struct BoundPeer {
+    /// As it was given.
+    name: String,
     peer: Allowed,
     addresses: Vec<AddressBlock>,
 }
@@ -179,10 +181,12 @@ impl FromStr for BoundPeer {
             Some((peer, addresses)) => (peer, Some(addresses)),
             None => (text, None),
         };
+        let name = peer.to_owned();
         let peer = peer.parse().map_err(|error| format!("{error}"))?;
         let addresses = addresses.into_iter().flat_map(|all| all.split(','));
         let addresses = addresses.map(|one| one.parse().map_err(|error| format!("{error}")));
         Ok(Self {
+            name,
             peer,
             addresses: addresses.collect::<Result<_, String>>()?,
         })
@@ -194,7 +198,7 @@ impl Serve {
         let (ends, hang_ups) = (EndSignals::block()?, HangUps::block()?);
         let common = Common {
             identity: self.identity.clone(),
-            peers: self.peers.iter().map(|one| one.peer.to_string()).collect(),
+            peers: self.peers.iter().map(|one| one.name.clone()).collect(),
             reading: self.reading.clone(),
             records: self.records.clone(),
         };
@@ -534,7 +538,7 @@ mod tests {
         let bound = |text: &str| {
             let one: BoundPeer = text.parse().expect("a peer");
             let addresses: Vec<String> = one.addresses.iter().map(ToString::to_string).collect();
-            (one.peer.to_string(), addresses.join(" "))
+            (one.name, addresses.join(" "))
         };
         assert_eq!(bound("host-a"), ("host-a".to_owned(), String::new()));
         assert_eq!(

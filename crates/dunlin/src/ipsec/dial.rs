@@ -68,8 +68,8 @@ fn open_beside(
     let until = Instant::now() + patience + LOOK;
     let (made, opened) = channel();
     let (name, tls) = (to.to_owned(), tls.clone());
-    // What it has opened is closed where nobody takes it any more.
     let body = move || {
+        // What it has opened is closed where nobody takes it any more.
         let _ = made.send(open(&name, &tls, session, patience));
     };
     let thread = thread::Builder::new().name("dunlin-ipsec-dial".to_owned());

@@ -133,7 +133,7 @@ pub enum IpsecError {
         by: String,
     },
     /// The peer may not come from there.
-    #[error("{peer} may not come from {address}: `serve --peer {peer}={address}` would allow it")]
+    #[error("{peer} may not come from {address}: `serve --peer NAME={address}` would allow it")]
     WrongAddress {
         /// Who it is, as it was allowed.
         peer: String,

@@ -97,8 +97,8 @@ impl Tables {
             let selector = &policy.selector;
             selector.source_ports.mask > 0 || selector.destination_ports.mask > 0
         };
-        let mut met = standing.iter().filter(for_ports);
-        let met = met.find(|policy| meet(policy, &connection));
+        let mut for_ports = standing.iter().filter(for_ports);
+        let met = for_ports.find(|policy| meet(policy, &connection));
         met.map_or(Ok(()), |policy| {
             Err(IpsecError::ControlCovered {
                 port: local.port(),
