@@ -169,22 +169,21 @@ pub(crate) struct ConfiningTunnel {
 }
 
 impl ConfiningTunnel {
-    /// As [`Confining::apply`]. What a route with `exec` starts would be confined with the tunnel:
-    /// so such a tunnel is not.
+    /// As [`Confining::apply`]. Where something stands against it, and there is what to do, the
+    /// tunnel is not confined: what a route with `exec` starts would be confined with it.
     ///
     /// # Errors
     /// With `yes`, the part that cannot be had; some others may be in force then.
-    pub(crate) fn apply(&self, starts_programs: bool) -> Result<Line> {
+    pub(crate) fn apply(&self, against: Option<(&str, &str)>) -> Result<Line> {
         let mut taking = Taking::new(self.confine);
         if self.confine == Whether::No {
             return Ok(taking.line());
         }
-        if starts_programs {
-            let text = "the programs of routes with exec would be confined with the tunnel";
+        if let Some((text, to_do)) = against {
             if self.confine == Whether::Yes {
                 bail!(
-                    "the tunnel cannot be confined (at fault: configuration): {text}; leave those \
-                     routes to a tunnel of their own, or use --confine auto"
+                    "the tunnel cannot be confined (at fault: configuration): {text}; {to_do}, or \
+                     use --confine auto"
                 );
             }
             taking.lacks.push(text.to_owned());

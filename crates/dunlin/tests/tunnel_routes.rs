@@ -223,6 +223,15 @@ fn what_cannot_be_served_is_refused_with_a_reason_and_others_go_on() {
 
 /// What a tunnel answers to an offer, or a page engine's words to a tunnel.
 fn answer(to: SocketAddr, authority: &Authority, required: Features) -> Opening {
+    answer_to(to, authority, required, LaneSecurity::Tls)
+}
+
+fn answer_to(
+    to: SocketAddr,
+    authority: &Authority,
+    required: Features,
+    security: LaneSecurity,
+) -> Opening {
     let tls = authority
         .identity(&[NEAR])
         .client(&Crypto::auto(), names(&[FAR]))
@@ -233,7 +242,7 @@ fn answer(to: SocketAddr, authority: &Authority, required: Features) -> Opening 
         versions: VERSIONS,
         optional: Features::VERIFY,
         required,
-        security: LaneSecurity::Tls,
+        security,
         session: [3; 16],
         attempt: 1,
         epoch: 1,
@@ -260,6 +269,50 @@ fn a_migration_that_comes_to_a_tunnel_is_refused_with_a_reason() {
     assert!(refusal.text.contains("tunnel"), "{refusal}");
     let taken = answer(far, &pair.authority, Features::TUNNEL);
     assert!(matches!(taken, Opening::Select(_)), "{taken:?}");
+}
+
+#[test]
+fn i6_lanes_over_ipsec_or_in_the_clear_are_refused_where_nobody_prepared_them() {
+    let pair = Pair::start(&Setup::default());
+    let far = pair.far.as_ref().unwrap().address();
+    for (security, what) in [
+        (LaneSecurity::Ipsec, "not prepared"),
+        (LaneSecurity::Plain, "plain lanes"),
+    ] {
+        let answer = answer_to(far, &pair.authority, Features::TUNNEL, security);
+        let Opening::Refuse(_, refusal) = answer else {
+            panic!("{security} lanes are taken: {answer:?}")
+        };
+        assert_eq!(refusal.fault, FaultCode::SecurityNotAgreed);
+        assert!(refusal.text.contains(what), "{refusal}");
+    }
+}
+
+#[test]
+fn a_route_over_ipsec_needs_a_tunnel_that_was_prepared_for_it() {
+    let authority = Authority::new();
+    let any = || TcpListener::bind("127.0.0.1:0").unwrap();
+    let routes = |mode| {
+        let entrance = Entrance {
+            route: "ram".to_owned(),
+            listen: Listen::OnDemand,
+            to: "127.0.0.1:1".to_owned(),
+            peers: names(&[FAR]),
+            lanes: 2,
+            window_bytes: WINDOW_BYTES,
+            mode,
+        };
+        Routes::new(vec![entrance], Vec::new()).unwrap()
+    };
+    let near = || identities(authority.identity(&[NEAR]));
+    let limits = Limits::default();
+    let over_ipsec = routes(Mode::StripeOverIpsec);
+    let refused = Tunnel::start(any(), near(), &over_ipsec, limits, |_| {});
+    assert!(matches!(refused, Err(TunnelError::NoIpsec { route }) if route == "ram"));
+    let tunnel = Tunnel::start(any(), near(), &routes(Mode::Stripe), limits, |_| {}).unwrap();
+    let refused = tunnel.replace(near(), &over_ipsec);
+    assert!(matches!(refused, Err(TunnelError::NoIpsec { .. })));
+    assert_eq!(tunnel.routes().len(), 1, "everything is as before");
 }
 
 #[test]

@@ -139,6 +139,12 @@ impl Process {
     /// The server, at host b.
     #[must_use]
     pub fn serve() -> Self {
+        Self::serve_with(&[])
+    }
+
+    /// The same with more words.
+    #[must_use]
+    pub fn serve_with(more: &[&str]) -> Self {
         let arguments = netns(
             "b",
             &[
@@ -164,7 +170,7 @@ impl Process {
             ],
         );
         let mut command = Command::new("ip");
-        command.args(arguments);
+        command.args(arguments).args(more);
         Self::begin(command, "listening on")
     }
 

@@ -260,15 +260,19 @@ fn a_confined_tunnel_reads_and_connects_and_changes_nothing() {
 #[test]
 fn a_tunnel_with_programs_is_confined_by_its_unit_alone_and_says_so() {
     let confining = |confine| ConfiningTunnel { confine };
-    let confined = confining(Whether::Auto).apply(true).unwrap();
+    let against = Some(("the programs of routes would be confined", "leave them out"));
+    let confined = confining(Whether::Auto).apply(against).unwrap();
     assert!(!is_confined(&confined));
     assert!(text(&confined)[0].starts_with("not confined: the programs of routes"));
-    let refused = confining(Whether::Yes).apply(true).unwrap_err().to_string();
+    let refused = confining(Whether::Yes)
+        .apply(against)
+        .unwrap_err()
+        .to_string();
     for part in ["at fault: configuration", "--confine auto"] {
         assert!(refused.contains(part), "{refused}");
     }
     assert_eq!(
-        text(&confining(Whether::No).apply(false).unwrap()),
+        text(&confining(Whether::No).apply(None).unwrap()),
         ["not confined"]
     );
 }
@@ -352,7 +356,7 @@ fn inside() {
             let confining = ConfiningTunnel {
                 confine: Whether::Yes,
             };
-            confining.apply(false).unwrap();
+            confining.apply(None).unwrap();
             change_root(&directory);
             try_everything(&directory);
             tell("make a local socket later", local_socket());

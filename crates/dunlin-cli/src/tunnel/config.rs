@@ -1,6 +1,7 @@
 //! The tunnel's configuration: a TOML file, checked as a whole. Whatever is
 //! wrong in it is named with its line and with what to do.
 
+mod ipsec;
 mod relay;
 mod stripe;
 
@@ -16,6 +17,9 @@ use dunlin::lane::peers::{Peer, Peers};
 use dunlin::tunnel::{Entrance, Limits, Listen, Mode, RelayExit, Routes, Target, WINDOW_BYTES};
 use serde::Deserialize;
 use toml::Spanned;
+
+pub(crate) use ipsec::Ipsec;
+use ipsec::IpsecTable;
 
 use crate::identity::Reading;
 use crate::options::{parse_bytes, parse_limit};
@@ -33,6 +37,8 @@ pub(crate) struct Config {
     pub(crate) routes: Routes,
     /// Whether a route leads to a program.
     pub(crate) starts_programs: bool,
+    /// By what lanes go over IPsec, where they may.
+    pub(crate) ipsec: Option<Ipsec>,
     pub(crate) limits: Limits,
     /// How long channels may go on after SIGTERM.
     pub(crate) drain: Duration,
@@ -80,6 +86,7 @@ struct File {
     drain: Option<Spanned<String>>,
     #[serde(default)]
     limits: LimitsTable,
+    ipsec: Option<IpsecTable>,
     #[serde(default)]
     route: BTreeMap<String, Spanned<RouteTable>>,
 }
@@ -235,15 +242,17 @@ fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
         text.parse()
     });
     let drain = found.or(file.drain.as_ref(), DRAIN, |text| parse_limit(text));
+    let is_prepared = file.ipsec.is_some();
+    let ipsec = file.ipsec.as_ref();
+    let ipsec = ipsec.and_then(|table| ipsec::check(table, found));
     let mut entrances = Vec::new();
     let mut exits = Vec::new();
     let mut relays = Vec::new();
     for (name, table) in &file.route {
         let at = table.span();
-        if let Some(security) = &table.get_ref().security {
-            found.parsed(security, |text| check_security(name, text));
-        }
-        if relay::is_one(name, table.get_ref(), found) {
+        let is_relay = relay::is_one(name, table.get_ref(), found);
+        let over_ipsec = ipsec::is_asked_for(name, table.get_ref(), is_relay, is_prepared, found);
+        if is_relay {
             relay::check(
                 name,
                 &at,
@@ -258,6 +267,7 @@ fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
             name,
             &at,
             table.get_ref(),
+            over_ipsec,
             found,
             &mut entrances,
             &mut exits,
@@ -289,6 +299,7 @@ fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
         offload,
         routes,
         starts_programs,
+        ipsec,
         limits,
         drain,
     })
@@ -297,20 +308,6 @@ fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
 /// How long channels may go on after SIGTERM unless the file says otherwise:
 /// what service managers wait before they kill, less a little.
 const DRAIN: Duration = Duration::from_secs(80);
-
-/// What protects a route's bytes between the hosts.
-fn check_security(name: &str, text: &str) -> Result<(), String> {
-    match text {
-        "tls" => Ok(()),
-        "plain" => Err(format!(
-            "route {name} would carry memory in the clear, for which no tunnel is needed: write \
-             \"tls\", or leave security out"
-        )),
-        other => Err(format!(
-            "there is no security {other:?} for routes: write \"tls\", or leave it out"
-        )),
-    }
-}
 
 /// Who may answer at `to`: whom the route names, or the host there.
 fn check_answering(

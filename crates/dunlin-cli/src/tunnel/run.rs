@@ -8,21 +8,26 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
+use dunlin::ipsec::lanes::Shelter;
+use dunlin::ipsec::{Observer, Options};
 use dunlin::lane::identity::Role;
-use dunlin::tunnel::{Identities, Tunnel};
-use dunlin_sys::affinity::keep_to;
+use dunlin::tunnel::{Given, Identities, Tunnel};
+use dunlin_sys::affinity::{allowed, keep_to};
 use dunlin_sys::signals::{EndSignal, EndSignals, HangUps};
+use dunlin_sys::xfrm::esp_offload;
 
-use super::config::{Config, Port};
+use super::config::{Config, Ipsec, Port};
 use super::desk::{Desk, name_of};
 use crate::code::{DONE, FAILED};
 use crate::confine::{self, ConfiningTunnel};
 use crate::control::Socket;
 use crate::display::clean;
 use crate::identity::{chosen, crypto, load_identity};
+use crate::ipsec::RECORDS;
 use crate::line::Line;
 use crate::options::{ControlPath, Cpus};
 use crate::service::{Manager, Told, passed, say, wait_for};
+use crate::sessions::StatePath;
 
 #[derive(Debug, Args)]
 pub(crate) struct Run {
@@ -34,6 +39,8 @@ pub(crate) struct Run {
     cpus: Option<Cpus>,
     #[command(flatten)]
     control: ControlPath,
+    #[command(flatten)]
+    state: StatePath,
     #[command(flatten)]
     confining: ConfiningTunnel,
 }
@@ -76,10 +83,18 @@ impl Run {
         let observer = |event| say(&format!("{event}"));
         let socket = self.control_socket()?;
         // Before there are other threads, too.
-        let confined = self.confining.apply(config.starts_programs)?;
+        let confined = self.confining.apply(unconfined(&config))?;
+        let shelter = match &config.ipsec {
+            Some(ipsec) => Some(self.shelter(ipsec)?),
+            None => None,
+        };
+        let given = Given {
+            sockets: passed,
+            shelter,
+        };
         let tunnel = Tunnel::start_with(
             listener,
-            passed,
+            given,
             identities,
             &config.routes,
             config.limits,
@@ -152,6 +167,45 @@ impl Run {
     }
 }
 
+impl Run {
+    /// What lanes go over IPsec by.
+    fn shelter(&self, ipsec: &Ipsec) -> Result<Shelter> {
+        if let Some(command) = esp_offload().how_to_load() {
+            say(&format!(
+                "warning: TCP hands IPsec one packet for each segment on this kernel; `{command}` \
+                 before the tunnel starts makes it faster"
+            ));
+        }
+        let records = self.state.directory()?.join(RECORDS);
+        let mut options = Options::new(ipsec.mode, ipsec.ports, records);
+        options.rekey_after = Some(ipsec.rekey_after);
+        let cpus = match &ipsec.cpus {
+            Some(Cpus(cpus)) => cpus.clone(),
+            None => allowed()?,
+        };
+        let cpus = cpus.into_iter().map(u32::try_from);
+        options.cpus = cpus.collect::<Result<_, _>>()?;
+        let observer: Observer = Arc::new(|event| say(&event.to_string()));
+        Shelter::new(options, observer).context("lanes cannot go over IPsec")
+    }
+}
+
+/// Why a tunnel that runs by this file is not to be confined, and what to do.
+fn unconfined(config: &Config) -> Option<(&'static str, &'static str)> {
+    if config.starts_programs {
+        return Some((
+            "the programs of routes with exec would be confined with the tunnel",
+            "leave those routes to a tunnel of their own",
+        ));
+    }
+    config.ipsec.as_ref().map(|_| {
+        (
+            "lanes over IPsec need what a confined tunnel gives up",
+            "leave [ipsec] out",
+        )
+    })
+}
+
 /// Reads the file again. Returns how long a drain may take now.
 fn again(file: &Path, tunnel: &Tunnel, confined: &Line) -> Result<Duration> {
     let (config, identities) = read(file)?;
@@ -159,6 +213,12 @@ fn again(file: &Path, tunnel: &Tunnel, confined: &Line) -> Result<Duration> {
         bail!(
             "this tunnel is confined and starts no programs (at fault: configuration): leave out \
              the routes with exec, or start it anew"
+        );
+    }
+    if config.ipsec.is_some() && confine::is_confined(confined) {
+        bail!(
+            "this tunnel is confined and has no lanes over IPsec (at fault: configuration): leave \
+             out [ipsec], or start it anew"
         );
     }
     if let Port::At(at) = config.listen

@@ -23,6 +23,7 @@ use super::{Event, Observer, Options};
 use crate::lane::accept::{Arrival, accept};
 use crate::lane::control::ControlStream;
 use crate::lane::identity::ServerTls;
+use crate::lane::peers::PeerIdentity;
 
 /// Sessions at the same time, and those of one peer.
 const SESSIONS: usize = 64;
@@ -41,7 +42,7 @@ pub struct Server {
 
 pub(super) struct Held {
     peer: String,
-    pub(super) fingerprint: [u8; 32],
+    pub(super) identity: PeerIdentity,
     pub(super) session: Session,
 }
 
@@ -220,10 +221,8 @@ impl Site {
             let _ = control.close();
             IpsecError::Breach(refusal.to_string())
         })?;
-        let (peer, fingerprint) = (
-            harmless(&control.peer().to_string()),
-            control.peer().fingerprint,
-        );
+        let identity = control.peer().clone();
+        let peer = harmless(&identity.to_string());
         let options = self.options.clone();
         // They count where the peer asks for that mode.
         let senders = options.senders(Mode::Cpu);
@@ -239,7 +238,7 @@ impl Site {
         })?;
         lock(&self.held).push(Held {
             peer,
-            fingerprint,
+            identity,
             session,
         });
         Ok(())
@@ -273,7 +272,9 @@ impl Site {
         }
         let held = lock(&self.held);
         let fingerprint = control.peer().fingerprint;
-        let theirs = held.iter().filter(|one| one.fingerprint == fingerprint);
+        let theirs = held
+            .iter()
+            .filter(|one| one.identity.fingerprint == fingerprint);
         if held.len() >= SESSIONS || theirs.count() >= OF_ONE_PEER {
             let text = "there are as many sessions as this side takes";
             return Err(refuse(FaultCode::Busy, text));

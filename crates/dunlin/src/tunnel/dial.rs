@@ -35,11 +35,12 @@ use crate::lane::control::{self, ControlStream};
 use crate::lane::peers::Peers;
 use crate::lane::reach::first_of;
 
-/// Where a peer is, and who it has to be.
-#[derive(Clone)]
+/// Where a peer is, who it has to be, and what protects the lanes to it.
+#[derive(Clone, PartialEq, Eq)]
 pub(super) struct Destination {
     pub(super) to: String,
     pub(super) peers: Peers,
+    pub(super) security: LaneSecurity,
 }
 
 /// Makes an association.
@@ -59,6 +60,7 @@ pub(super) fn dial(site: &Arc<Site>, to: Destination, lanes: u16) -> Result<Arc<
         side,
         session,
         version: selection.version,
+        security: selection.security,
         peers: control.peer().alone(),
         peer: control.peer().clone(),
         lanes_at: at,
@@ -119,6 +121,7 @@ pub(super) fn take(
         side: Side::Accepting,
         session: offer.session,
         version: selection.version,
+        security: selection.security,
         peers: control.peer().alone(),
         peer: control.peer().clone(),
         lanes_at,
@@ -178,13 +181,17 @@ fn answer<'a>(
         features: Features::TUNNEL,
         required: Features::TUNNEL,
         plain_allowed: false,
-        ipsec: false,
+        ipsec: site.shelter.is_some(),
     };
     let selection = select(offer, &supported)?;
     match site.association(&offer.session) {
         Some(hub) if !hub.terms.is_the_peer(control.peer()) => {
             let text = "that association is with another peer";
             Err(refuse(FaultCode::WrongIdentity, text))
+        }
+        Some(hub) if hub.terms.security != selection.security => {
+            let text = "the lanes of that association are secured otherwise";
+            Err(refuse(FaultCode::SecurityNotAgreed, text))
         }
         Some(hub) if hub.lock().over.is_some() => {
             let text = "that association is over";
@@ -251,7 +258,7 @@ fn open(
         versions: VERSIONS,
         optional: Features::NONE,
         required: Features::TUNNEL,
-        security: LaneSecurity::Tls,
+        security: to.security,
         session,
         attempt: 1,
         epoch,

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use dunlin_proto::negotiate::Opening;
+use dunlin_proto::negotiate::{LaneSecurity, Opening};
 use dunlin_sys::poll::{Interest, Waker, Wakeup, poll, waker};
 
 use super::dial;
@@ -19,7 +19,6 @@ use super::meter::Count;
 use super::options::{Entrance, Listen};
 use super::site::Site;
 use crate::lane::accept::{self, Arrival, LaneSocket};
-use crate::lane::handshake::Secured;
 use crate::lane::identity::ServerTls;
 use crate::lane::peers::PeerIdentity;
 use crate::lane::proof::is_proved;
@@ -165,14 +164,32 @@ pub(super) fn take_peers(
     stopped: &Wakeup,
 ) {
     let greetings = Arc::<Mutex<Vec<[u8; 32]>>>::default();
-    let result = accept::accept(listener, tls, stopped, |arrival| match arrival {
+    let result = accept::accept(listener, tls, stopped, |arrival| {
+        // What protects lanes comes and goes apart from associations.
+        let arrival = match &site.shelter {
+            Some(shelter) => shelter.take_in(arrival),
+            None => Some(arrival),
+        };
+        if let Some(arrival) = arrival {
+            take(site, &greetings, arrival);
+        }
+    });
+    if let Err(error) = result {
+        let text = format!("no peer can reach this tunnel any more: {error}");
+        site.tell(Event::Warning(text));
+    }
+}
+
+/// Somebody has come to the port.
+fn take(site: &Arc<Site>, greetings: &Arc<Mutex<Vec<[u8; 32]>>>, arrival: Arrival) {
+    match arrival {
         Arrival::Control { stream, opening } => {
             let from = harmless(&stream.peer().to_string());
             let reject = |why: String| {
                 let from = from.clone();
                 site.tell(Event::Rejected { from, why });
             };
-            let Some(greeting) = Greeting::begin(&greetings, stream.peer()) else {
+            let Some(greeting) = Greeting::begin(greetings, stream.peer()) else {
                 return reject("too many control lanes are being agreed on".to_owned());
             };
             let (own, from) = (Arc::clone(site), from.clone());
@@ -200,10 +217,6 @@ pub(super) fn take_peers(
             let text = format!("nobody can be accepted for want of descriptors: {error}");
             site.tell(Event::Warning(text));
         }
-    });
-    if let Err(error) = result {
-        let text = format!("no peer can reach this tunnel any more: {error}");
-        site.tell(Event::Warning(text));
     }
 }
 
@@ -242,10 +255,6 @@ fn take_lane(site: &Arc<Site>, socket: LaneSocket, opening: &Opening) -> Result<
     let Opening::Lane(open) = opening else {
         return Err("it does not open as a lane");
     };
-    let LaneSocket::Tls(secured) = socket else {
-        return Err("it is not encrypted, and the tunnel takes no plain lanes");
-    };
-    let secured: Secured = *secured;
     let hub = site
         .association(&open.session)
         .ok_or("it belongs to no association of this tunnel")?;
@@ -253,8 +262,20 @@ fn take_lane(site: &Arc<Site>, socket: LaneSocket, opening: &Opening) -> Result<
     if !is_proved(&terms.own_secret, open) {
         return Err("it does not know its association's secret");
     }
-    if !terms.is_the_peer(&secured.peer) {
-        return Err("its peer is another than the control lane's");
+    match (&socket, terms.security) {
+        (LaneSocket::Tls(secured), LaneSecurity::Tls) => {
+            if !terms.is_the_peer(&secured.peer) {
+                return Err("its peer is another than the control lane's");
+            }
+        }
+        // Its own thread looks whether that is true.
+        (LaneSocket::Plain(_), LaneSecurity::Ipsec) => {}
+        (LaneSocket::Plain(_), _) => {
+            return Err("it is not encrypted, and the tunnel takes no plain lanes");
+        }
+        (LaneSocket::Tls(_), _) => {
+            return Err("it goes by TLS, and lanes over IPsec were agreed on");
+        }
     }
     if open.version != terms.version {
         return Err("it speaks another version than the control lane");
@@ -265,7 +286,7 @@ fn take_lane(site: &Arc<Site>, socket: LaneSocket, opening: &Opening) -> Result<
     drop(core);
     // The peer is told by the core why one is not.
     if admitted.is_ok() {
-        hub.take_lane(open.lane, secured);
+        hub.take_lane(open.lane, socket);
     }
     Ok(())
 }

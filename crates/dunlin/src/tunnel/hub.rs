@@ -20,7 +20,7 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 use dunlin_proto::fault::FaultCode;
-use dunlin_proto::negotiate::{SessionId, SessionSecret};
+use dunlin_proto::negotiate::{LaneSecurity, SessionId, SessionSecret};
 use dunlin_proto::stripe::{self, Action, Config, OpenError, Opening, Side};
 use dunlin_sys::epoll::{Epoll, Readiness};
 use dunlin_sys::poll::{Waker, Wakeup, waker};
@@ -32,6 +32,8 @@ use super::piece::{Piece, Pool};
 use super::site::Site;
 use super::socket::Socket;
 use super::{receive, send, target};
+use crate::ipsec::lanes::Ways;
+use crate::lane::accept::LaneSocket;
 use crate::lane::control::ControlStream;
 use crate::lane::peers::{PeerIdentity, Peers};
 
@@ -43,6 +45,8 @@ pub(super) struct Terms {
     pub(super) side: Side,
     pub(super) session: SessionId,
     pub(super) version: u16,
+    /// What protects the lanes.
+    pub(super) security: LaneSecurity,
     pub(super) peer: PeerIdentity,
     /// Nobody else may be at the other end of a lane. Its certificate may be
     /// renewed, and so may ours: either is looked for when a lane is made.
@@ -87,6 +91,8 @@ pub(super) struct Hub {
     pub(super) idle: Condvar,
     /// Programs that run for this peer.
     pub(super) programs: Arc<AtomicUsize>,
+    /// By which our lanes go, where that is IPsec and one has been wanted.
+    ways: Mutex<Option<Arc<Ways>>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
     began: Instant,
 }
@@ -184,6 +190,7 @@ impl Hub {
             talk: Condvar::new(),
             idle: Condvar::new(),
             programs: Arc::default(),
+            ways: Mutex::default(),
             threads: Mutex::default(),
             began: Instant::now(),
         }))
@@ -229,6 +236,35 @@ impl Hub {
                 let _ = thread.join();
             }
         }
+    }
+
+    /// By what our lanes go over IPsec.
+    ///
+    /// # Errors
+    /// Our identity does not serve any more.
+    pub(super) fn ways(&self) -> Result<Arc<Ways>, Failure> {
+        let mut ways = self.ways.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(ways) = &*ways {
+            return Ok(Arc::clone(ways));
+        }
+        let Some(shelter) = &self.site.shelter else {
+            let text = "this tunnel is not prepared for IPsec";
+            return Err(Failure::new(FaultCode::SecurityNotAgreed, text));
+        };
+        let tls = self.site.client_tls(self.terms.peers.clone())?;
+        let made = Arc::new(shelter.ways_by(tls));
+        *ways = Some(Arc::clone(&made));
+        Ok(made)
+    }
+
+    /// Ends what our lanes went by; they are over.
+    pub(super) fn leave_ways(&self) {
+        let ways = self
+            .ways
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
+        drop(ways);
     }
 
     /// A connection was accepted.
@@ -453,10 +489,10 @@ impl Hub {
     }
 
     /// A lane of the peer that has proved itself.
-    pub(super) fn take_lane(self: &Arc<Self>, lane: u16, secured: crate::lane::handshake::Secured) {
+    pub(super) fn take_lane(self: &Arc<Self>, lane: u16, socket: LaneSocket) {
         let hub = Arc::clone(self);
         let started = self.spawn(format!("dunlin-lane-in-{lane}"), move || {
-            receive::run(&hub, lane, secured);
+            receive::run(&hub, lane, socket);
         });
         if !started {
             let mut core = self.lock();

@@ -59,6 +59,7 @@ use dunlin_proto::limits::MAX_LANES;
 use dunlin_sys::poll::{Waker, waker};
 use thiserror::Error;
 
+use crate::ipsec::lanes::Shelter;
 use crate::lane::identity::{ClientTls, Identity, ServerTls, SettingsError};
 use crate::lane::peers::Peers;
 use crate::lane::provider::Crypto;
@@ -103,7 +104,7 @@ impl Identities {
 
     /// Lets in whoever any route knows; which route is whose is seen later.
     fn server(&self, routes: &Routes) -> Result<ServerTls, SettingsError> {
-        let is_stripe = |one: &&Entrance| one.mode == Mode::Stripe;
+        let is_stripe = |one: &&Entrance| one.mode.security().is_some();
         let entrances = routes.entrances.iter().filter(is_stripe);
         let entrances = entrances.map(|one| &one.peers);
         let exits = routes.exits.iter().map(|one| &one.allow);
@@ -139,9 +140,28 @@ pub enum TunnelError {
         /// What the kernel says.
         error: io::Error,
     },
+    /// A route's lanes are to go over IPsec, for which the tunnel was not prepared.
+    #[error(
+        "route {route:?} goes over IPsec, for which this tunnel is not prepared: start it anew \
+         with what IPsec needs"
+    )]
+    NoIpsec {
+        /// The route.
+        route: String,
+    },
     /// No descriptors or threads are left.
     #[error("the tunnel cannot start: {0}")]
     Io(#[from] io::Error),
+}
+
+/// What a tunnel has from its process.
+#[derive(Debug, Default)]
+pub struct Given {
+    /// Sockets for routes that listen on [`Listen::Passed`].
+    pub sockets: Sockets,
+    /// By what lanes go over IPsec: those of [`Mode::StripeOverIpsec`], and those of peers that
+    /// ask for it. Without, such peers are refused.
+    pub shelter: Option<Shelter>,
 }
 
 /// What an association carries now.
@@ -214,26 +234,35 @@ impl Tunnel {
         limits: Limits,
         observer: impl FnMut(Event) + Send + 'static,
     ) -> Result<Self, TunnelError> {
-        let none = Sockets::default();
-        Self::start_with(listener, none, identities, routes, limits, observer)
+        let nothing = Given::default();
+        Self::start_with(listener, nothing, identities, routes, limits, observer)
     }
 
-    /// The same with sockets for routes that listen on [`Listen::Passed`].
+    /// The same with what its process has for it.
     ///
     /// # Errors
     /// [`TunnelError`]; nothing runs then.
     pub fn start_with(
         listener: TcpListener,
-        sockets: Sockets,
+        given: Given,
         identities: Identities,
         routes: &Routes,
         limits: Limits,
         mut observer: impl FnMut(Event) + Send + 'static,
     ) -> Result<Self, TunnelError> {
+        let Given { sockets, shelter } = given;
+        check_shelter(shelter.as_ref(), routes)?;
         let address = listener.local_addr()?;
         let tls = identities.server(routes)?;
         let (events, heard) = sync_channel(EVENTS);
-        let site = Site::new(limits, address.port(), identities.clone(), routes, events)?;
+        let site = Site::new(
+            limits,
+            address.port(),
+            shelter,
+            identities.clone(),
+            routes,
+            events,
+        )?;
         let site = Arc::new(site);
         let (stop, stopped) = waker()?;
         let mut threads = Vec::new();
@@ -282,6 +311,7 @@ impl Tunnel {
     /// # Errors
     /// [`TunnelError`]; everything is as before then.
     pub fn replace(&self, identities: Identities, routes: &Routes) -> Result<(), TunnelError> {
+        check_shelter(self.site.shelter.as_ref(), routes)?;
         let tls = identities.server(routes)?;
         self.listen(&identities, routes)?;
         self.tls.replace(&tls);
@@ -430,6 +460,18 @@ impl Tunnel {
 
     fn lock_doors(&self) -> std::sync::MutexGuard<'_, Vec<Door>> {
         self.doors.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Whether every route's lanes can go as they are to.
+fn check_shelter(shelter: Option<&Shelter>, routes: &Routes) -> Result<(), TunnelError> {
+    let over_ipsec = |one: &&Entrance| one.mode == Mode::StripeOverIpsec;
+    match routes.entrances.iter().find(over_ipsec) {
+        Some(one) if shelter.is_none() => {
+            let route = one.route.clone();
+            Err(TunnelError::NoIpsec { route })
+        }
+        _ => Ok(()),
     }
 }
 

@@ -10,6 +10,7 @@ use dunlin_proto::limits::{
     DEFAULT_CHANNELS, DEFAULT_PEER_BYTES, DEFAULT_WINDOW_BYTES, LEAST_WINDOW_BYTES, MAX_CHANNELS,
     MAX_LANES, MAX_NAME_BYTES,
 };
+use dunlin_proto::negotiate::LaneSecurity;
 use dunlin_proto::stripe::Patience;
 use thiserror::Error;
 
@@ -53,9 +54,23 @@ pub enum Mode {
     /// Striped over the lanes to a peer that is a tunnel too.
     #[default]
     Stripe,
+    /// The same over lanes of plain TCP that IPsec seals, with SAs that the two tunnels agree on;
+    /// both need [`super::Given::shelter`].
+    StripeOverIpsec,
     /// Each on a TLS connection of its own, to a peer that may be any TLS server; with the oldest
     /// TLS that it may speak. Lanes and window say nothing then.
     Relay(OldestTls),
+}
+
+impl Mode {
+    /// What protects the lanes between the two tunnels; none where there are none.
+    pub(super) fn security(self) -> Option<LaneSecurity> {
+        match self {
+            Self::Stripe => Some(LaneSecurity::Tls),
+            Self::StripeOverIpsec => Some(LaneSecurity::Ipsec),
+            Self::Relay(_) => None,
+        }
+    }
 }
 
 /// One end of a route, where connections come in.

@@ -7,6 +7,7 @@
 //! channel holds no lane up.
 
 use std::io;
+use std::net::TcpStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -14,14 +15,16 @@ use dunlin_proto::stripe::frame::{Data, FRAME_HEADER_BYTES, Frame};
 use dunlin_proto::stripe::{Arrival, Delivery};
 use dunlin_sys::epoll::Readiness;
 use dunlin_sys::socket::{Liveness, set_liveness, wait_writable};
+use thiserror::Error;
 use vm_memory::VolatileSlice;
 
 use super::event::Event;
 use super::hub::{Core, Hub, WAKE, Way};
 use super::piece::Piece;
 use super::socket::Socket;
-use crate::lane::data::{DataReceiver, ReceiveError, STALL_LIMIT};
-use crate::lane::handshake::Secured;
+use crate::ipsec::lanes::Unsheltered;
+use crate::lane::accept::LaneSocket;
+use crate::lane::data::{DataReceiver, PlainConsent, ReceiveError, STALL_LIMIT};
 
 /// How long a lane waits for a consumer, for all of what it has to write at a time.
 ///
@@ -33,8 +36,8 @@ use crate::lane::handshake::Secured;
 const PATIENCE: Duration = Duration::from_millis(2);
 
 /// The body of a lane's thread. The core has admitted the lane.
-pub(super) fn run(hub: &Arc<Hub>, lane: u16, secured: Secured) {
-    let result = receive_all(hub, lane, secured);
+pub(super) fn run(hub: &Arc<Hub>, lane: u16, socket: LaneSocket) {
+    let result = receiver(hub, socket).and_then(|receiver| receive_all(hub, lane, receiver));
     let mut core = hub.lock();
     core.cutters.remove(&(Way::In, lane));
     core.association.admitted_over(lane);
@@ -49,10 +52,39 @@ pub(super) fn run(hub: &Arc<Hub>, lane: u16, secured: Secured) {
     }
 }
 
-fn receive_all(hub: &Arc<Hub>, lane: u16, secured: Secured) -> Result<(), ReceiveError> {
+/// What opens the lane's bytes. One that is plain is refused here where it does not go by an SA
+/// of the peer's (I6); nothing of it has been read but the proof that it is the association's.
+fn receiver(hub: &Hub, socket: LaneSocket) -> Result<DataReceiver, Lost> {
     // A lane may be silent for long; the kernel finds out whether its peer is there.
-    set_liveness(&secured.stream, &Liveness::default()).map_err(ReceiveError::Io)?;
-    let mut receiver = DataReceiver::tls(secured, STALL_LIMIT)?;
+    let keep_alive =
+        |stream: &TcpStream| set_liveness(stream, &Liveness::default()).map_err(ReceiveError::Io);
+    match socket {
+        LaneSocket::Tls(secured) => {
+            keep_alive(&secured.stream)?;
+            Ok(DataReceiver::tls(*secured, STALL_LIMIT)?)
+        }
+        LaneSocket::Plain(stream) => {
+            let shelter = hub.site.shelter.as_ref().ok_or(Lost::Unprepared)?;
+            shelter.covers_if(|peer| hub.terms.is_the_peer(peer), &stream)?;
+            keep_alive(&stream)?;
+            let consent = PlainConsent::sealed_below();
+            Ok(DataReceiver::plain(stream, consent, STALL_LIMIT)?)
+        }
+    }
+}
+
+/// Why a lane of the peer ended otherwise than it should.
+#[derive(Debug, Error)]
+enum Lost {
+    #[error(transparent)]
+    Broken(#[from] ReceiveError),
+    #[error("it does not go over IPsec: {0}")]
+    Unsheltered(#[from] Unsheltered),
+    #[error("this tunnel is not prepared for lanes over IPsec")]
+    Unprepared,
+}
+
+fn receive_all(hub: &Arc<Hub>, lane: u16, mut receiver: DataReceiver) -> Result<(), Lost> {
     let canceller = receiver.canceller();
     {
         let mut core = hub.lock();
@@ -65,7 +97,7 @@ fn receive_all(hub: &Arc<Hub>, lane: u16, secured: Secured) -> Result<(), Receiv
     let mut header = [0; FRAME_HEADER_BYTES];
     loop {
         if !receiver.next(&mut header, None)? {
-            return Err(ReceiveError::ClosedInside);
+            return Err(ReceiveError::ClosedInside.into());
         }
         match Frame::decode(&header) {
             Ok(Frame::Data(data)) => {

@@ -10,10 +10,11 @@ use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 
 use dunlin_proto::fault::FaultCode;
-use dunlin_proto::negotiate::LaneOpen;
+use dunlin_proto::negotiate::{LaneOpen, LaneSecurity};
 use dunlin_proto::stripe::frame::{Data, Frame};
 use dunlin_proto::stripe::{Outcome, Wear, Work};
 use dunlin_sys::epoll::{Readiness, Ready};
+use dunlin_sys::poll::waker;
 use dunlin_sys::socket::{Liveness, connect, set_liveness, wait_writable};
 use vm_memory::VolatileSlice;
 
@@ -22,6 +23,7 @@ use super::failure::Failure;
 use super::hub::{Core, Hub, WAKE, Way};
 use super::piece::{PIECE_BYTES, Piece};
 use super::socket::Socket;
+use crate::ipsec::lanes::{Seat, Sheltered};
 use crate::lane::data::{DataSender, RECORDS_PER_FRAME, STALL_LIMIT, SendError};
 use crate::lane::handshake;
 use crate::lane::proof::prove;
@@ -34,7 +36,8 @@ const MUCH_BYTES: usize = 16 * 1024;
 
 /// The body of a lane's thread, from connecting to the end.
 pub(super) fn run(hub: &Arc<Hub>, lane: u16) {
-    let result = open(hub, lane).and_then(|sender| send_all(hub, lane, sender));
+    let result =
+        open(hub, lane).and_then(|(sender, seat)| send_all(hub, lane, sender, seat.as_ref()));
     let mut core = hub.lock();
     core.cutters.remove(&(Way::Out, lane));
     core.association.lane_over(lane, hub.now_ns());
@@ -50,20 +53,16 @@ pub(super) fn run(hub: &Arc<Hub>, lane: u16) {
     }
 }
 
-fn open(hub: &Arc<Hub>, lane: u16) -> Result<DataSender, Failure> {
+/// A lane, and its place if it goes over IPsec.
+fn open(hub: &Arc<Hub>, lane: u16) -> Result<(DataSender, Option<Seat>), Failure> {
     let terms = &hub.terms;
     let deadline = Instant::now() + hub.site.limits.silence();
-    let at = terms.lanes_at;
-    let lost = |what: String| Failure::new(FaultCode::LaneLost, what);
-    let stream = connect(at, deadline)
-        .map_err(|error| lost(format!("lane {lane} cannot reach {at}")).because(&error))?;
-    set_liveness(&stream, &Liveness::default())
-        .map_err(|error| lost("a lane's socket has no options".to_owned()).because(&error))?;
-    let tls = hub.site.client_tls(terms.peers.clone())?;
-    let secured = handshake::client(stream, &tls, deadline).map_err(|error| {
-        Failure::of_handshake(format!("lane {lane} to {at} cannot be secured"), &error)
-    })?;
-    let mut sender = DataSender::tls(secured, STALL_LIMIT).map_err(|error| failed(lane, &error))?;
+    let (mut sender, seat) = match terms.security {
+        LaneSecurity::Ipsec => {
+            over_ipsec(hub, lane, deadline).map(|(sender, seat)| (sender, Some(seat)))?
+        }
+        _ => (over_tls(hub, lane, deadline)?, None),
+    };
     let opening = LaneOpen {
         version: terms.version,
         session: terms.session,
@@ -83,20 +82,73 @@ fn open(hub: &Arc<Hub>, lane: u16) -> Result<DataSender, Failure> {
     core.cutters
         .insert((Way::Out, lane), Box::new(move || canceller.shutdown()));
     hub.settle(&mut core);
-    Ok(sender)
+    Ok((sender, seat))
+}
+
+fn over_tls(hub: &Hub, lane: u16, deadline: Instant) -> Result<DataSender, Failure> {
+    let terms = &hub.terms;
+    let at = terms.lanes_at;
+    let stream = connect(at, deadline)
+        .map_err(|error| lost(format!("lane {lane} cannot reach {at}")).because(&error))?;
+    set_liveness(&stream, &Liveness::default())
+        .map_err(|error| lost("a lane's socket has no options".to_owned()).because(&error))?;
+    let tls = hub.site.client_tls(terms.peers.clone())?;
+    let secured = handshake::client(stream, &tls, deadline).map_err(|error| {
+        Failure::of_handshake(format!("lane {lane} to {at} cannot be secured"), &error)
+    })?;
+    DataSender::tls(secured, STALL_LIMIT).map_err(|error| failed(lane, &error))
+}
+
+/// A lane by an SA of its own, of an IPsec session that is made if there is none. The calling
+/// thread is kept on the CPU whose SA it has.
+fn over_ipsec(hub: &Arc<Hub>, lane: u16, deadline: Instant) -> Result<(DataSender, Seat), Failure> {
+    let at = hub.terms.lanes_at.to_string();
+    let (waker, stop) = waker()
+        .map_err(|error| lost("no descriptors can be had for a lane".to_owned()).because(&error))?;
+    {
+        let mut core = hub.lock();
+        if core.over.is_some() {
+            return Err(lost(format!("lane {lane} is not wanted any more")));
+        }
+        // A session may take as long as its peer likes, up to the deadline.
+        core.cutters
+            .insert((Way::Out, lane), Box::new(move || waker.wake()));
+    }
+    let sheltered = hub.ways()?.connect(&at, deadline, &stop).map_err(|error| {
+        let code = error.lasting().unwrap_or(FaultCode::LaneLost);
+        Failure::new(code, format!("lane {lane} cannot reach {at}")).because(&error)
+    })?;
+    let consent = sheltered.consent();
+    let Sheltered { stream, seat } = sheltered;
+    set_liveness(&stream, &Liveness::default())
+        .map_err(|error| lost("a lane's socket has no options".to_owned()).because(&error))?;
+    let sender = DataSender::plain(stream, consent, STALL_LIMIT);
+    Ok((sender.map_err(|error| failed(lane, &error))?, seat))
+}
+
+fn lost(what: String) -> Failure {
+    Failure::new(FaultCode::LaneLost, what)
 }
 
 fn failed(lane: u16, error: &SendError) -> Failure {
     Failure::new(FaultCode::LaneLost, format!("lane {lane} was lost")).because(error)
 }
 
-fn send_all(hub: &Arc<Hub>, lane: u16, mut sender: DataSender) -> Result<(), Failure> {
+fn send_all(
+    hub: &Arc<Hub>,
+    lane: u16,
+    mut sender: DataSender,
+    seat: Option<&Seat>,
+) -> Result<(), Failure> {
     let fresh = || hub.pool.take(PIECE_BYTES);
     let mut scratch = fresh();
     let mut ready = Vec::new();
     hub.lock().senders += 1;
     let result = loop {
         let (work, socket) = next(hub, lane, wear(hub, &sender), &mut ready);
+        if let Some(seat) = seat {
+            seat.tend();
+        }
         let sent = match work {
             Work::Stop | Work::Wait => {
                 let what = format!(

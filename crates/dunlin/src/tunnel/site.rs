@@ -17,10 +17,11 @@ use super::event::Event;
 use super::failure::Failure;
 use super::hub::{Hub, Terms};
 use super::meter::Meter;
-use super::options::{Entrance, Exit, Limits, Mode, Routes};
+use super::options::{Entrance, Exit, Limits, Routes};
 use super::relay::{RelayExit, Relays};
 use super::socket::Socket;
 use super::{Identities, RouteStatus, Status};
+use crate::ipsec::lanes::Shelter;
 use crate::lane::control::ControlStream;
 use crate::lane::identity::{ClientTls, SettingsError};
 use crate::lane::peers::{PeerIdentity, Peers};
@@ -37,6 +38,8 @@ pub(super) struct Site {
     pub(super) limits: Limits,
     /// Where the peers' lanes are taken.
     pub(super) port: u16,
+    /// By what lanes go over IPsec.
+    pub(super) shelter: Option<Shelter>,
     identities: Mutex<Identities>,
     /// For random numbers alone.
     any_tls: ClientTls,
@@ -58,8 +61,7 @@ pub(super) struct Site {
 
 /// A peer to which this side makes the association.
 struct Peering {
-    to: String,
-    peers: Peers,
+    destination: Destination,
     state: State,
 }
 
@@ -73,6 +75,7 @@ impl Site {
     pub(super) fn new(
         limits: Limits,
         port: u16,
+        shelter: Option<Shelter>,
         identities: Identities,
         routes: &Routes,
         events: SyncSender<Event>,
@@ -81,6 +84,7 @@ impl Site {
         Ok(Self {
             limits: limits.bounded(),
             port,
+            shelter,
             identities: Mutex::new(identities),
             any_tls,
             exits: Mutex::new(exits(routes)),
@@ -174,7 +178,7 @@ impl Site {
         }
         for peering in lock(&self.peerings).iter() {
             if let State::Up(hub) = &peering.state
-                && peering.to == to
+                && peering.destination.to == to
             {
                 hub.raise_lanes(lanes);
             }
@@ -311,9 +315,14 @@ impl Site {
         parameter: String,
         socket: Socket,
     ) {
-        if let Mode::Relay(_) = entrance.mode {
+        let Some(security) = entrance.mode.security() else {
             return Relays::carry(self, entrance, listener, &parameter, socket);
-        }
+        };
+        let destination = Destination {
+            to: entrance.to.clone(),
+            peers: entrance.peers.clone(),
+            security,
+        };
         let socket = Arc::new(socket);
         let opening = Opening {
             listener,
@@ -322,7 +331,7 @@ impl Site {
             window_bytes: entrance.window_bytes,
         };
         let mut peerings = lock(&self.peerings);
-        let same = |one: &&mut Peering| one.to == entrance.to && one.peers == entrance.peers;
+        let same = |one: &&mut Peering| one.destination == destination;
         let peering = peerings.iter_mut().find(same);
         let dead = match peering {
             Some(Peering {
@@ -351,12 +360,11 @@ impl Site {
             },
             None => {
                 peerings.push(Peering {
-                    to: entrance.to.clone(),
-                    peers: entrance.peers.clone(),
+                    destination: destination.clone(),
                     state: State::Dialling(vec![(socket, opening)]),
                 });
                 drop(peerings);
-                return self.dial(entrance);
+                return self.dial(destination);
             }
         };
         // The one that stood is over: make another.
@@ -366,33 +374,29 @@ impl Site {
             }
         }
         drop(peerings);
-        self.dial(entrance);
+        self.dial(destination);
     }
 
-    fn dial(self: &Arc<Self>, entrance: &Entrance) {
+    fn dial(self: &Arc<Self>, to: Destination) {
         let site = Arc::clone(self);
-        let (to, peers) = (entrance.to.clone(), entrance.peers.clone());
-        let body = move || site.make(&to, peers);
+        let there = to.clone();
+        let body = move || site.make(&there);
         if !self.spawn("dunlin-dial".to_owned(), body) {
             let text = "no thread can be had";
             let failure = Failure::new(FaultCode::Kernel, text);
-            self.dialled(&entrance.to, &entrance.peers, Err(failure));
+            self.dialled(&to, Err(failure));
         }
     }
 
-    fn make(self: &Arc<Self>, to: &str, peers: Peers) {
+    fn make(self: &Arc<Self>, to: &Destination) {
         let lanes = || {
             let lanes = lock(&self.lanes);
-            let found = lanes.iter().find(|(at, _)| at == to);
+            let found = lanes.iter().find(|(at, _)| *at == to.to);
             found.map_or(self.limits.lanes, |(_, lanes)| *lanes)
         };
-        let destination = Destination {
-            to: to.to_owned(),
-            peers: peers.clone(),
-        };
-        let made = dial::dial(self, destination, lanes());
+        let made = dial::dial(self, to.clone(), lanes());
         let up = made.as_ref().ok().cloned();
-        self.dialled(to, &peers, made);
+        self.dialled(to, made);
         // More may have been asked for meanwhile.
         if let Some(hub) = up {
             hub.raise_lanes(lanes());
@@ -400,11 +404,10 @@ impl Site {
     }
 
     /// Opens the channels that have waited, or closes them.
-    fn dialled(&self, to: &str, peers: &Peers, made: Result<Arc<Hub>, Failure>) {
+    fn dialled(&self, to: &Destination, made: Result<Arc<Hub>, Failure>) {
         let mut peerings = lock(&self.peerings);
-        let same = |one: &Peering| {
-            one.to == to && one.peers == *peers && matches!(one.state, State::Dialling(_))
-        };
+        let same =
+            |one: &Peering| one.destination == *to && matches!(one.state, State::Dialling(_));
         let Some(at) = peerings.iter().position(same) else {
             return;
         };
@@ -426,7 +429,7 @@ impl Site {
                         refused.push((socket, opening, failure.clone()));
                     }
                 }
-                let to = to.to_owned();
+                let to = to.to.clone();
                 self.tell(Event::NotAssociated { to, failure });
             }
         }

@@ -46,6 +46,7 @@ pub(super) fn run(hub: &Arc<Hub>) {
         control.shutdown();
     }
     hub.join();
+    hub.leave_ways();
     hub.site.forget(hub, fault);
 }
 

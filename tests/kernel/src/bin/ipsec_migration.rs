@@ -44,7 +44,9 @@ fn main() -> ExitCode {
         let capture = Capture::begin("b", "migration.pcap");
         let tls = tls();
         println!("i3_sas_carry_what_their_lanes_do");
-        for (cpus, lanes) in [(&[1][..], 1), (&[0, 1], 4), (&[0, 1, 2, 3], 4)] {
+        let all = [(&[0, 1, 2, 3][..], 4), (&[1], 1), (&[0, 1], 4)];
+        let count = if guest.is_soak() { all.len() } else { 1 };
+        for (cpus, lanes) in all.into_iter().take(count) {
             i3_sas_carry_what_their_lanes_do(guest, &tls, cpus, lanes);
         }
         println!("i3_i4_a_guest_moves_while_a_lane_dies_and_keys_are_renewed");
@@ -109,7 +111,8 @@ fn i3_sas_carry_what_their_lanes_do(guest: &Guest, tls: &Tls, cpus: &[u32], lane
 }
 
 fn i3_i4_a_guest_moves_while_a_lane_dies_and_keys_are_renewed(guest: &Guest, tls: &Tls) {
-    for mode in [Mode::Cpu, Mode::Connection] {
+    let modes = [Mode::Cpu, Mode::Connection];
+    for mode in modes.into_iter().take(if guest.is_soak() { 2 } else { 1 }) {
         let vm = guest_of(16 << 20);
         let how = How {
             options: slowly(quick(4, 4).to_builder()),

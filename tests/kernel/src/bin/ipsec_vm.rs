@@ -52,7 +52,48 @@ fn main() -> ExitCode {
             assert!(dunlin_kernel_tests::shelters::no_records(host), "{host}");
         }
         drop((source, destination));
+        if guest.is_soak() {
+            lanes_are_measured_between_two_hosts();
+            nothing_left(guest);
+        }
     })
+}
+
+/// `dunlin bench lanes --security ipsec`: with one SA, one for each CPU, one for each lane. What it
+/// measures means nothing here.
+fn lanes_are_measured_between_two_hosts() {
+    let bench = "dunlin bench lanes --security ipsec --size 64M --rounds 1 --lanes 2";
+    let at = |host: &str, more: &str| {
+        let identity = format!("--identity host-{host} --state-dir bench-{host}");
+        let line = format!("{bench} {identity} {more}");
+        let mut command = Command::new("ip");
+        command.args(netns(host, &line.split_whitespace().collect::<Vec<_>>()));
+        command
+    };
+    let mut listening = at("b", "--listen 10.0.0.2:7401 --peer host-a.example")
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("ip starts");
+    let said = listening.stderr.take().expect("it was asked for");
+    let mut lines = BufReader::new(said).lines().map_while(Result::ok);
+    assert!(
+        lines.any(|line| line.contains("takes lanes in")),
+        "it listens"
+    );
+    let listening = Background(listening);
+    let measured = at("a", "--to 10.0.0.2:7401 --peer host-b.example")
+        .output()
+        .expect("ip starts");
+    let said = String::from_utf8(measured.stdout).expect("JSON");
+    println!("{said}{}", String::from_utf8_lossy(&measured.stderr));
+    assert!(measured.status.success());
+    for variant in ["tls", "ipsec-one-sa", "ipsec-per-cpu", "ipsec-per-lane"] {
+        assert!(
+            said.contains(&format!("\"variant\":\"{variant}\"")),
+            "{variant}"
+        );
+    }
+    drop(listening);
 }
 
 /// The last thing that is said of a migration from host a.

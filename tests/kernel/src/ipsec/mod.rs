@@ -5,9 +5,11 @@
 //! - [`Sa`], [`protect`]: what is set up between them
 //! - [`lanes`]: connections from and to given CPUs, and which SA has carried them
 //! - [`wire`]: frames as they leave
+//! - [`tap`]: the same, counted while sessions of `dunlin ipsec` are under load
 
 pub mod lanes;
 mod line;
+pub mod tap;
 pub mod wire;
 
 use std::fs::File;

@@ -23,6 +23,15 @@ pub fn qemu() -> Result<Qemu, DebianError> {
 }
 
 impl Qemu {
+    /// The one that is installed where this runs, as it is inside a virtual machine of the kernel
+    /// tests.
+    #[must_use]
+    pub fn installed() -> Self {
+        Self {
+            root: PathBuf::from("/"),
+        }
+    }
+
     /// A command that runs it; machine, devices and the rest are for the caller to add. Without
     /// options it would open a window: begin with `-nodefaults -nographic` or the like.
     #[must_use]

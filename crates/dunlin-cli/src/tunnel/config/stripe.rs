@@ -14,6 +14,7 @@ pub(super) fn check(
     name: &str,
     at: &Range<usize>,
     table: &RouteTable,
+    over_ipsec: bool,
     found: &mut Found<'_>,
     entrances: &mut Vec<Entrance>,
     exits: &mut Vec<Exit>,
@@ -46,7 +47,10 @@ pub(super) fn check(
                     peers,
                     lanes,
                     window_bytes,
-                    mode: Mode::Stripe,
+                    mode: match over_ipsec {
+                        true => Mode::StripeOverIpsec,
+                        false => Mode::Stripe,
+                    },
                 });
             }
         }

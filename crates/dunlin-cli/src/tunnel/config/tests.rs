@@ -111,6 +111,37 @@ fn every_mistake_is_named_with_its_line_and_what_to_do() {
         ("lanes = 2", "lane = 2", 14, "lane"),
         ("lanes = 2", "security = \"plain\"", 14, "in the clear"),
         ("lanes = 2", "security = \"ssl\"", 14, "write \"tls\""),
+        ("lanes = 2", "security = \"ipsec\"", 14, "add [ipsec]"),
+        (
+            "allow = [\"b.example\"]",
+            "allow = [\"b.example\"]\nsecurity = \"ipsec\"",
+            22,
+            "leads nowhere",
+        ),
+        (
+            "[route.disk]",
+            "[ipsec]\nports = \"1-9\"\n[route.disk]",
+            20,
+            "hold no block of 64",
+        ),
+        (
+            "[route.disk]",
+            "[ipsec]\nmode = \"packet\"\n[route.disk]",
+            20,
+            "write \"cpu\"",
+        ),
+        (
+            "[route.disk]",
+            "[ipsec]\ncpus = \"all\"\n[route.disk]",
+            20,
+            "write 0,2-3",
+        ),
+        (
+            "[route.disk]",
+            "[ipsec]\nrekey_after = \"often\"\n[route.disk]",
+            20,
+            "300ms, 10s",
+        ),
         ("window = \"32M\"", "window = \"1K\"", 15, "256K to 1G"),
         ("unix:/run/qemu/in.sock", "in.sock", 16, "unix:PATH"),
         ("qemu/in.sock", "{vm}/{id}.sock", 16, "one parameter"),
@@ -191,4 +222,25 @@ fn a_routes_security_may_be_said() {
         let text = GOOD.replacen("lanes = 2", text, 1);
         assert!(Config::parse(Path::new("t.toml"), &text).is_ok(), "{text}");
     }
+}
+
+#[test]
+fn a_routes_lanes_may_go_over_ipsec() {
+    let text = GOOD
+        .replacen("lanes = 2", "security = \"ipsec\"", 1)
+        .replacen("[route.disk]", "[ipsec]\ncpus = \"0,2\"\n[route.disk]", 1);
+    let config = Config::parse(Path::new("t.toml"), &text).unwrap();
+    let expected = Ipsec {
+        ports: "24576-28671".parse().unwrap(),
+        mode: dunlin::ipsec::Mode::Cpu,
+        cpus: Some(crate::options::Cpus(vec![0, 2])),
+        rekey_after: Duration::from_secs(3600),
+    };
+    assert_eq!(config.ipsec, Some(expected));
+    assert!(format!("{:?}", config.routes).contains("StripeOverIpsec"));
+    // Prepared alone, for what peers ask for.
+    let prepared = GOOD.replacen("[route.disk]", "[ipsec]\n[route.disk]", 1);
+    let config = Config::parse(Path::new("t.toml"), &prepared).unwrap();
+    assert!(config.ipsec.is_some());
+    assert!(!format!("{:?}", config.routes).contains("StripeOverIpsec"));
 }

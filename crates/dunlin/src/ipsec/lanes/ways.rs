@@ -115,7 +115,8 @@ impl LaneError {
 pub struct Ways {
     shelter: Shelter,
     tls: ClientTls,
-    fingerprint: [u8; 32],
+    /// Of the certificate that must answer, where `tls` does not say it all.
+    fingerprint: Option<[u8; 32]>,
     /// By where they lead: a session is between two addresses.
     toward: Mutex<BTreeMap<String, Toward>>,
     changed: Condvar,
@@ -211,7 +212,7 @@ impl fmt::Debug for Ways {
 }
 
 impl Ways {
-    pub(super) fn new(shelter: Shelter, tls: ClientTls, fingerprint: [u8; 32]) -> Self {
+    pub(super) fn new(shelter: Shelter, tls: ClientTls, fingerprint: Option<[u8; 32]>) -> Self {
         Self {
             shelter,
             tls,
@@ -267,8 +268,7 @@ impl Ways {
         let mut toward = lock(&self.toward);
         loop {
             let one = toward.entry(to.to_owned()).or_default();
-            // Nothing is on them any more: their threads are over.
-            one.ways.retain(|way| !way.session.is_over());
+            one.ways.retain(|way| !way.cut_if_over());
             if let Some(way) = one.ways.last()
                 && !way.is_full.load(Ordering::Relaxed)
             {
@@ -317,7 +317,8 @@ impl Ways {
                 ..house.site.options.clone()
             };
             let control = dial::open(to, &self.tls, session, options.patience)?;
-            if control.peer().fingerprint != self.fingerprint {
+            let answering = control.peer().fingerprint;
+            if self.fingerprint.is_some_and(|one| one != answering) {
                 let to = to.to_owned();
                 return Err(LaneError::OtherPeer { to });
             }
@@ -474,10 +475,11 @@ impl Way {
         seats.iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// The lanes of a session that is over are so, too: nothing leaves from their ports.
-    pub(super) fn cut_if_over(&self) {
+    /// The lanes of a session that is over are so, too: nothing leaves from their ports. Whether
+    /// it is over.
+    pub(super) fn cut_if_over(&self) -> bool {
         if !self.session.is_over() {
-            return;
+            return false;
         }
         for place in self.places() {
             if let Some(stream) = place.stream.get() {
@@ -485,6 +487,7 @@ impl Way {
                 let _ = stream.shutdown(Shutdown::Both);
             }
         }
+        true
     }
 
     /// Compares what lanes have sent with what SAs have carried since the last time.

@@ -461,7 +461,7 @@ fn reach(site: &Site, entrance: &Entrance, deadline: Instant) -> Result<Relayed,
     let to = &entrance.to;
     let oldest = match entrance.mode {
         Mode::Relay(oldest) => oldest,
-        Mode::Stripe => OldestTls::default(),
+        Mode::Stripe | Mode::StripeOverIpsec => OldestTls::default(),
     };
     let tls = site.with_identities(|identities| {
         let made = identities.relay_client(entrance.peers.clone(), oldest, to);

@@ -1,0 +1,419 @@
+//! Sessions with an SA for each CPU, under load: every connection by its own CPU's SA, also after lost SYNs and a cut, with hosts of different CPUs; sealed evenly, or by one SA where there is but one.
+
+use std::net::{TcpListener, TcpStream};
+use std::process::ExitCode;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use dunlin_kernel_tests::ipsec::lanes::{Lane, look_again, read_all};
+use dunlin_kernel_tests::ipsec::on_cpu;
+use dunlin_kernel_tests::ipsec::tap::Tap;
+use dunlin_kernel_tests::sessions::{
+    AT, AT_6, Process, SERVER, SERVER_6, associations, connect, connect_to, credentials, inside,
+    netns, nothing_left, up_with,
+};
+use dunlin_kernel_tests::{Guest, Needs, run};
+use dunlin_sys::affinity::pin_to;
+use dunlin_sys::socket::set_reset_on_close;
+use dunlin_sys::tcp::sent_bytes;
+use serde_json::Value;
+
+const NEEDS: Needs = Needs {
+    cpus: 4,
+    packages: &["iproute2"],
+    dunlin: true,
+    limit_seconds: 300,
+    ..Needs::NOTHING
+};
+
+/// What each connection sends at a time.
+const BYTES: usize = 300_000;
+/// TCP's header with a timestamp, which counts as an SA's bytes too.
+const HEADER: u64 = 32;
+/// Shorter than TCP's patience, longer than it waits before it looks for another way.
+const CUT: Duration = Duration::from_secs(3);
+/// The ports that are never in the clear.
+const PORTS: std::ops::RangeInclusive<u16> = 4444..=4447;
+
+/// Two hosts, and connections between them.
+#[derive(Clone, Copy, Debug)]
+struct Case {
+    /// CPUs of hosts a and b that send.
+    cpus: [u32; 2],
+    connections: u32,
+    over_ipv6: bool,
+}
+
+fn main() -> ExitCode {
+    run(&NEEDS, |guest| {
+        connect(guest);
+        credentials(guest);
+        let hosts = [[2, 4], [4, 2]];
+        let mut cases = Vec::new();
+        for cpus in hosts {
+            for connections in [1, 4] {
+                for over_ipv6 in [false, true] {
+                    cases.push(Case {
+                        cpus,
+                        connections,
+                        over_ipv6,
+                    });
+                }
+            }
+        }
+        if !guest.is_soak() {
+            cases.retain(|case| {
+                matches!(
+                    (case.connections, case.cpus, case.over_ipv6),
+                    (4, [4, 2], false) | (1, [2, 4], true)
+                )
+            });
+        }
+        for case in cases {
+            println!("{case:?}");
+            each_goes_by_its_own(guest, case);
+        }
+        p14_a_peer_of_one_sa_has_all_by_the_fallback(guest);
+    })
+}
+
+/// Also when its SYN was lost, and after a cut: then by the repair that decision 13 has.
+fn each_goes_by_its_own(guest: &Guest, case: Case) {
+    let lists = case.cpus.map(|count| format!("0-{}", count - 1));
+    let serve = Process::serve_with(&["--cpus", &lists[1]]);
+    let (server, at) = if case.over_ipv6 {
+        (SERVER_6, AT_6)
+    } else {
+        (SERVER, AT)
+    };
+    let up = up_with(server, &["--mode", "cpu", "--cpus", &lists[0]]);
+    let session = Process::begin(up, "up");
+    let tap = Tap::begin();
+    let listener = inside("b", || TcpListener::bind(at)).expect("b listens");
+    let mut lanes = Vec::new();
+    for number in 0..case.connections {
+        lanes.push(lane(&listener, at, number % case.cpus[0]));
+    }
+    let scene = Scene {
+        guest,
+        case,
+        lanes: &lanes,
+    };
+    // What was accepted has the SA of the CPU that took the handshake in.
+    scene.repair();
+    scene.check("at first");
+    if case.connections > 1 {
+        scene.sealed_evenly();
+    }
+    if case.connections > 1 || guest.is_soak() {
+        drop(scene.lose_syn(&listener, at));
+        scene.cut();
+        scene.repair();
+        scene.check("after a cut");
+    }
+    drop(lanes);
+    drop(listener);
+    session.end(guest);
+    serve.end(guest);
+    nothing_left(guest);
+    let left = tap.end();
+    assert!(left.is_sealed(&PORTS), "{left:?}");
+}
+
+/// A connection of one CPU.
+fn lane(listener: &TcpListener, at: &str, cpu: u32) -> Lane {
+    let near = inside("a", || {
+        pin_to(cpu as usize).expect("the machine has four");
+        connect_to(at)
+    });
+    let near = near.expect("a connects");
+    let (far, _) = listener.accept().expect("b accepts");
+    as_lane(near, far)
+}
+
+fn as_lane(near: TcpStream, far: TcpStream) -> Lane {
+    for end in [&near, &far] {
+        end.set_nodelay(true).expect("it is a connection");
+        set_reset_on_close(end).expect("it is a connection");
+    }
+    Lane { near, far }
+}
+
+struct Scene<'a> {
+    guest: &'a Guest,
+    case: Case,
+    lanes: &'a [Lane],
+}
+
+impl Scene<'_> {
+    /// The CPUs on which a connection's ends send.
+    fn cpus(&self, number: usize) -> [u32; 2] {
+        self.case.cpus.map(|count| number as u32 % count)
+    }
+
+    /// Both ends of every connection look for their SAs, each on its own CPU. Where an
+    /// acknowledgement looks first it is done again: the counters say so.
+    fn repair(&self) {
+        for (number, lane) in self.lanes.iter().enumerate() {
+            self.repair_one(lane, self.cpus(number));
+        }
+    }
+
+    fn repair_one(&self, lane: &Lane, [near, far]: [u32; 2]) {
+        for (host, from, to, cpu) in [
+            ("a", &lane.near, &lane.far, near),
+            ("b", &lane.far, &lane.near, far),
+        ] {
+            let repaired = (0..5).any(|_| {
+                look_again(from, cpu, b"x");
+                read_all(to, &mut [0; 2]);
+                let send = || match host {
+                    "a" => lane.send(cpu, BYTES),
+                    _ => lane.send_back(cpu, BYTES),
+                };
+                self.used(host, send)
+                    .iter()
+                    .all(|used| used.cpu == Some(cpu))
+            });
+            assert!(repaired, "{host}: CPU {cpu}'s connection stays astray");
+        }
+    }
+
+    /// Which of a host's SAs have carried data meanwhile, by `dunlin ipsec status`.
+    fn used(&self, host: &str, task: impl FnOnce()) -> Vec<Used> {
+        let counters = || outbound(self.guest, host);
+        let before = counters();
+        task();
+        let grown = before.iter().zip(counters()).map(|(before, after)| Used {
+            cpu: after.cpu,
+            bytes: after.bytes - before.bytes,
+            packets: after.packets - before.packets,
+        });
+        // Acknowledgements and probes have no data.
+        grown.filter(|one| one.bytes > 100 * one.packets).collect()
+    }
+
+    /// Each connection sends another number of bytes, all at once, one way and back: every CPU's
+    /// SA carries its connections' bytes, to the byte, with what TCP has sent a second time, and
+    /// the fallback none.
+    fn check(&self, when: &str) {
+        for (host, side) in [("a", 0), ("b", 1)] {
+            // On a busy machine a timer may make one stray, or send something while we look.
+            let exact = (0..4).any(|time| {
+                if time > 0 {
+                    self.repair();
+                }
+                let before = self.sent(side);
+                let used = self.used(host, || self.send_all(host, |number| BYTES * (number + 1)));
+                let expected: Vec<u64> = before
+                    .iter()
+                    .zip(self.sent(side))
+                    .map(|(before, after)| after - before)
+                    .collect();
+                let of_each: Vec<u64> = (0..self.case.cpus[side])
+                    .map(|cpu| {
+                        let own = used.iter().filter(|used| used.cpu == Some(cpu));
+                        own.map(|used| used.bytes - HEADER * used.packets).sum()
+                    })
+                    .collect();
+                println!("{when}, from {host}: {expected:?}: {used:?}");
+                assert!(used.iter().all(|used| used.cpu.is_some()), "the fallback");
+                of_each == expected
+            });
+            assert!(exact, "{when}, from {host}");
+        }
+    }
+
+    /// The bytes that TCP has sent so far from each CPU of a side.
+    fn sent(&self, side: usize) -> Vec<u64> {
+        let mut sent = vec![0; self.case.cpus[side] as usize];
+        for (number, lane) in self.lanes.iter().enumerate() {
+            let end = [&lane.near, &lane.far][side];
+            sent[self.cpus(number)[side] as usize] += sent_bytes(end).expect("it is a connection");
+        }
+        sent
+    }
+
+    fn send_all(&self, host: &str, bytes: impl Fn(usize) -> usize + Sync) {
+        thread::scope(|scope| {
+            for (number, lane) in self.lanes.iter().enumerate() {
+                let [near, far] = self.cpus(number);
+                let bytes = bytes(number);
+                scope.spawn(move || match host {
+                    "a" => lane.send(near, bytes),
+                    _ => lane.send_back(far, bytes),
+                });
+            }
+        });
+    }
+
+    /// As many bytes on each connection: each CPU's SA seals as many packets of the wire, within a
+    /// tenth.
+    fn sealed_evenly(&self) {
+        let tap = Tap::begin();
+        self.send_all("a", |_| 4 * BYTES);
+        let left = tap.end();
+        let spis = outbound(self.guest, "a");
+        let frames: Vec<u64> = (0..self.case.cpus[0])
+            .map(|cpu| {
+                let own = spis.iter().find(|one| one.cpu == Some(cpu));
+                let spi = own.expect("each CPU has one").spi;
+                left.sealed.get(&spi).copied().unwrap_or(0)
+            })
+            .collect();
+        println!("sealed by CPU: {frames:?}");
+        let even = frames.iter().sum::<u64>() / frames.len() as u64;
+        assert!(even > 100, "{left:?}");
+        assert!(
+            frames.iter().all(|own| own.abs_diff(even) * 10 <= even),
+            "{frames:?}"
+        );
+    }
+
+    /// One more connection, whose first SYNs are lost: where it has strayed is seen, and repaired.
+    fn lose_syn(&self, listener: &TcpListener, at: &str) -> Lane {
+        let cpu = self.case.cpus[0] - 1;
+        let far = self.cpus(0)[1];
+        let (near, accepted) = thread::scope(|scope| {
+            let cut = Cut::begin(self.guest);
+            let connecting = scope.spawn(|| {
+                inside("a", || {
+                    pin_to(cpu as usize).expect("the machine has four");
+                    connect_to(at)
+                })
+            });
+            // It is sent again after a second, and after two more.
+            thread::sleep(Duration::from_millis(1_500));
+            drop(cut);
+            let near = connecting.join().expect("it does not panic");
+            (
+                near.expect("a connects"),
+                listener.accept().expect("b accepts").0,
+            )
+        });
+        let lane = as_lane(near, accepted);
+        let used = self.used("a", || lane.send(cpu, BYTES));
+        println!("after a lost SYN from CPU {cpu} by {used:?}");
+        let [one] = &used[..] else {
+            panic!("by one SA: {used:?}");
+        };
+        assert!(one.bytes >= BYTES as u64, "status says by which: {used:?}");
+        self.repair_one(&lane, [cpu, far]);
+        lane
+    }
+
+    /// Nothing gets through while all connections send; then everything does.
+    fn cut(&self) {
+        for (host, _) in dunlin_kernel_tests::sessions::HOSTS {
+            // Timeouts after which the way is looked for anew; fewer are sooner.
+            let sysctl = ["sysctl", "-q", "-w", "net.ipv4.tcp_retries1=2"];
+            self.guest.command("ip", &netns(host, &sysctl));
+        }
+        thread::scope(|scope| {
+            let cut = Cut::begin(self.guest);
+            let begun = Instant::now();
+            for (number, lane) in self.lanes.iter().enumerate() {
+                let [near, far] = self.cpus(number);
+                scope.spawn(move || lane.send(near, BYTES));
+                scope.spawn(move || lane.send_back(far, BYTES));
+            }
+            thread::sleep(CUT.saturating_sub(begun.elapsed()));
+            drop(cut);
+        });
+        let mut strayed = 0;
+        for (number, lane) in self.lanes.iter().enumerate() {
+            let [near, _] = self.cpus(number);
+            let used = self.used("a", || lane.send(near, BYTES));
+            strayed += usize::from(used.iter().any(|used| used.cpu != Some(near)));
+        }
+        println!("{strayed} of {} have strayed in a cut", self.lanes.len());
+    }
+}
+
+/// While it lives nothing that host a or b sends gets through.
+struct Cut<'a>(&'a Guest);
+
+impl<'a> Cut<'a> {
+    fn begin(guest: &'a Guest) -> Self {
+        let cut = Self(guest);
+        cut.tc("add", &["netem", "loss", "100%"]);
+        cut
+    }
+
+    fn tc(&self, verb: &str, more: &[&str]) {
+        for (host, _) in dunlin_kernel_tests::sessions::HOSTS {
+            let link = format!("link-{host}");
+            let words = ["tc", "qdisc", verb, "dev", &link, "root"];
+            self.0
+                .command("ip", &netns(host, &[&words[..], more].concat()));
+        }
+    }
+}
+
+impl Drop for Cut<'_> {
+    fn drop(&mut self) {
+        self.tc("del", &[]);
+    }
+}
+
+/// An outbound SA, and what it has carried, or has meanwhile.
+#[derive(Clone, Copy, Debug)]
+struct Outbound {
+    cpu: Option<u32>,
+    spi: u32,
+    bytes: u64,
+    packets: u64,
+}
+
+/// The same of a while.
+#[derive(Clone, Copy, Debug)]
+struct Used {
+    cpu: Option<u32>,
+    bytes: u64,
+    packets: u64,
+}
+
+/// A host's outbound SAs, always in the same order.
+fn outbound(guest: &Guest, host: &str) -> Vec<Outbound> {
+    let number = |value: &Value| value.as_u64().unwrap_or_else(|| panic!("{value}"));
+    let mut all: Vec<Outbound> = associations(guest, host)
+        .iter()
+        .filter(|one| one["direction"] == "out")
+        .map(|one| Outbound {
+            cpu: one["cpu"].as_u64().map(|cpu| cpu as u32),
+            spi: number(&one["spi"]) as u32,
+            bytes: number(&one["bytes"]),
+            packets: number(&one["packets"]),
+        })
+        .collect();
+    all.sort_by_key(|one| one.cpu);
+    all
+}
+
+/// Four senders on four CPUs, and a peer that takes one SA: it carries everything.
+fn p14_a_peer_of_one_sa_has_all_by_the_fallback(guest: &Guest) {
+    let serve = Process::serve_with(&["--sas", "1"]);
+    let session = Process::up("cpu");
+    let listener = inside("b", || TcpListener::bind(AT)).expect("b listens");
+    let lanes: Vec<Lane> = (0..4).map(|cpu| lane(&listener, AT, cpu)).collect();
+    let before = outbound(guest, "a");
+    thread::scope(|scope| {
+        for (lane, cpu) in lanes.iter().zip(0..) {
+            scope.spawn(move || on_cpu(cpu, || lane.send(cpu, BYTES)));
+        }
+    });
+    let after = outbound(guest, "a");
+    println!("{after:?}");
+    let [one] = &after[..] else {
+        panic!("one SA: {after:?}");
+    };
+    assert_eq!(one.cpu, None);
+    assert!(one.bytes - before[0].bytes >= 4 * BYTES as u64, "{after:?}");
+    // The other way there are as many as the host has CPUs.
+    assert_eq!(outbound(guest, "b").len(), 5);
+    drop(lanes);
+    drop(listener);
+    session.end(guest);
+    serve.end(guest);
+    nothing_left(guest);
+}

@@ -1,0 +1,190 @@
+//! An unmodified QEMU migrates by plain multifd under `dunlin ipsec up`: an SA for each of its connections, new keys on the way, and nothing in the clear.
+
+use std::collections::BTreeSet;
+use std::process::ExitCode;
+
+use dunlin_kernel_tests::ipsec::tap::Tap;
+use dunlin_kernel_tests::sessions::{
+    Process, associations, connect, credentials, inside, nothing_left, status, until,
+};
+use dunlin_kernel_tests::{Guest, Needs, run};
+use dunlin_rig::debian::Qemu;
+use dunlin_rig::guest::{self, Content, Workload};
+use dunlin_rig::machine::{
+    Accelerator, Machine, Migration, PATIENCE, Setup, begin, cancel, finish,
+};
+use serde_json::{Value, json};
+
+const NEEDS: Needs = Needs {
+    cpus: 4,
+    packages: &["iproute2", "qemu-system-x86"],
+    dunlin: true,
+    limit_seconds: 300,
+    ..Needs::NOTHING
+};
+
+/// QEMU's connections for memory; the main one comes on top.
+const CHANNELS: usize = 4;
+/// What the guest does while it moves. Of a page that is not zero every byte goes over the link.
+const WORKLOAD: Workload = Workload {
+    memory_mib: 64,
+    pages: 6_000,
+    hot: 400,
+    rate: Some(200),
+    content: Content::Random,
+    seed: 0x5a,
+};
+/// So slow that new keys come while it moves.
+const SLOW: u64 = 1 << 20;
+
+fn main() -> ExitCode {
+    run(&NEEDS, |guest| {
+        connect(guest);
+        credentials(guest);
+        let tap = Tap::begin();
+        let serve = Process::serve();
+        let session = Process::up("connection");
+        let mut options = Setup::new(
+            &Qemu::installed(),
+            guest::Guest::Bare,
+            WORKLOAD,
+            Accelerator::Tcg,
+        );
+        options.options = ["-cpu", "max"].map(str::to_owned).into();
+        let mut source = inside("a", || Machine::start(&options, None)).expect("QEMU starts");
+        source.wait_ready().expect("the guest fills its pages");
+        if guest.is_soak() {
+            one_is_cancelled(guest, &options, &mut source);
+        }
+        let mut destination = destination(&options);
+        each_connection_has_its_sa(guest, &mut source, &mut destination);
+        assert_eq!(
+            source
+                .first_difference(&mut destination)
+                .expect("both are paused"),
+            None,
+            "the first address that differs"
+        );
+        destination.resume().expect("it goes on");
+        let pages = destination.check_pages().expect("every page is right");
+        assert_eq!(pages, WORKLOAD.pages);
+        drop((source, destination));
+        session.end(guest);
+        nothing_left(guest);
+        serve.end(guest);
+        let left = tap.end();
+        assert!(left.is_sealed(&(4444..=4447)), "{left:?}");
+        let sealed: u64 = left.sealed.values().sum();
+        assert!(
+            sealed > WORKLOAD.pages * 4096 / 1500,
+            "all pages went by ESP: {left:?}"
+        );
+    })
+}
+
+fn destination(setup: &Setup) -> Machine {
+    inside("b", || Machine::start_incoming(setup, None)).expect("QEMU starts")
+}
+
+fn migration(bandwidth: u64) -> Migration {
+    let mut migration = Migration::tcp("10.0.0.2:4444".parse().expect("an address"));
+    migration.multifd = Some(CHANNELS as u8);
+    migration.bandwidth = Some(bandwidth);
+    migration
+}
+
+/// Given up on the way, its SAs go with its connections, and the guest runs on.
+fn one_is_cancelled(guest: &Guest, setup: &Setup, source: &mut Machine) {
+    let mut destination = destination(setup);
+    begin(source, &mut destination, &migration(SLOW)).expect("it begins");
+    until("each connection has its SA", || {
+        own(guest, "a").len() == CHANNELS + 1
+    });
+    cancel(source).expect("it is not over yet");
+    drop(destination);
+    until("SAs go with their connections", || {
+        own(guest, "a").is_empty() && own(guest, "b").is_empty()
+    });
+    source.next_beat().expect("the guest runs on");
+}
+
+/// Migrates, with new keys in the middle. What each SA has carried is looked at when all but the
+/// last pages are there, since SAs go with their connections.
+fn each_connection_has_its_sa(guest: &Guest, source: &mut Machine, destination: &mut Machine) {
+    let wait = json!({"capabilities": [{"capability": "pause-before-switchover", "state": true}]});
+    let qmp = |machine: &mut Machine, command: &str, arguments: Value| {
+        let done = machine.qmp().execute(command, arguments);
+        done.unwrap_or_else(|error| panic!("{command}: {error}"))
+    };
+    qmp(source, "migrate-set-capabilities", wait);
+    begin(source, destination, &migration(SLOW)).expect("it begins");
+    for host in ["a", "b"] {
+        until("each connection has its SA", || {
+            own(guest, host).len() == CHANNELS + 1
+        });
+    }
+    let early = fallback(guest);
+    for host in ["a", "b"] {
+        guest.command("dunlin", &status(host, &["--rekey"]));
+    }
+    for host in ["a", "b"] {
+        until("new keys", || {
+            let epochs = associations(guest, host);
+            epochs.iter().all(|one| one["epoch"] == 2)
+        });
+    }
+    qmp(
+        source,
+        "migrate-set-parameters",
+        json!({"max-bandwidth": 0}),
+    );
+    let event = source.qmp().wait_event(PATIENCE, |name, data| {
+        name == "MIGRATION" && data["status"] == "pre-switchover"
+    });
+    event.expect("the guest moves");
+    let used = own(guest, "a");
+    let late = fallback(guest);
+    let bytes = |one: &Value| one["bytes"].as_u64().expect("it stands");
+    println!(
+        "bytes by the fallback: {early}, then {late}; by connections: {:?}",
+        used.iter().map(bytes).collect::<Vec<_>>()
+    );
+    let ports: BTreeSet<_> = used
+        .iter()
+        .map(|one| one["connection"].to_string())
+        .collect();
+    assert_eq!(ports.len(), CHANNELS + 1, "{used:?}");
+    let carry = used.iter().filter(|one| bytes(one) > 1 << 20).count();
+    assert_eq!(carry, CHANNELS, "each carries pages: {used:?}");
+    // New keys come with counters of their own. What was sent before them is in no counter.
+    assert!(late < 64 << 10, "by the fallback: {late} bytes");
+    assert!(used.iter().all(|one| one["not_authentic"] == 0), "{used:?}");
+    qmp(
+        source,
+        "migrate-continue",
+        json!({"state": "pre-switchover"}),
+    );
+    finish(source, "source").expect("it completes");
+    finish(destination, "destination").expect("it completes");
+    until("SAs go with their connections", || {
+        own(guest, "a").is_empty() && own(guest, "b").is_empty()
+    });
+}
+
+/// The SAs of single connections by which a host sends.
+fn own(guest: &Guest, host: &str) -> Vec<Value> {
+    let all = associations(guest, host);
+    let own = |one: &Value| one["direction"] == "out" && !one["connection"].is_null();
+    all.into_iter().filter(own).collect()
+}
+
+/// Bytes that host a has sent by the SA of all connections.
+fn fallback(guest: &Guest) -> u64 {
+    let all = associations(guest, "a");
+    let found = all
+        .iter()
+        .find(|one| one["direction"] == "out" && one["connection"].is_null());
+    found
+        .and_then(|one| one["bytes"].as_u64())
+        .unwrap_or_else(|| panic!("no fallback: {all:?}"))
+}

@@ -1,0 +1,288 @@
+//! Under load a session renews its keys, is taken back and begins anew, slowly, so that each half-way state lasts: nothing in the clear, and no connection breaks.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::path::Path;
+use std::process::{Child, ChildStdin, ChildStdout, Command, ExitCode, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use dunlin::ipsec::{Mode, Observer, Options, PortRange, Session, up};
+use dunlin::lane::identity::{Identity, LoadOptions};
+use dunlin::lane::peers::Peer;
+use dunlin::lane::provider::Crypto;
+use dunlin_kernel_tests::ipsec::tap::Tap;
+use dunlin_kernel_tests::sessions::{
+    AT, LIMIT, NAME, PORTS, Process, SERVER, associations, connect, connect_to, credentials, empty,
+    inside, netns, nothing_left, status, until,
+};
+use dunlin_kernel_tests::{Guest, Needs, run};
+use dunlin_sys::affinity::pin_to;
+use dunlin_sys::socket::set_reset_on_close;
+
+const NEEDS: Needs = Needs {
+    cpus: 4,
+    packages: &["iproute2"],
+    dunlin: true,
+    limit_seconds: 300,
+    ..Needs::NOTHING
+};
+
+/// Asks this program to be the process that has the session.
+const SLOWLY: &str = "--slowly";
+/// How long each half-way state lasts.
+const STEP: Duration = Duration::from_millis(50);
+const CONNECTIONS: usize = 4;
+/// What is written and read at a time; every byte is its piece's number.
+const PIECE: usize = 4096;
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().collect();
+    if let [_, word, mode] = &arguments[..]
+        && word == SLOWLY
+    {
+        return slowly(mode);
+    }
+    run(&NEEDS, |guest| {
+        connect(guest);
+        credentials(guest);
+        let tap = Tap::begin();
+        let serve = Process::serve_with(&["--quiet-wait", "1s"]);
+        i6_nothing_is_in_the_clear_and_nothing_breaks(guest, "connection");
+        if guest.is_soak() {
+            i6_nothing_is_in_the_clear_and_nothing_breaks(guest, "cpu");
+        }
+        serve.end(guest);
+        let left = tap.end();
+        assert!(left.is_sealed(&(4444..=4447)), "{left:?}");
+        assert!(left.sealed.values().sum::<u64>() > 1000, "{left:?}");
+    })
+}
+
+fn i6_nothing_is_in_the_clear_and_nothing_breaks(guest: &Guest, mode: &str) {
+    let mut session = Slow::begin(mode);
+    let listener = inside("b", || TcpListener::bind(AT)).expect("b listens");
+    let connections: Vec<_> = (0..CONNECTIONS)
+        .map(|cpu| {
+            let near = inside("a", || {
+                pin_to(cpu).expect("the machine has four");
+                connect_to(AT)
+            });
+            (
+                near.expect("a connects"),
+                listener.accept().expect("b accepts").0,
+            )
+        })
+        .collect();
+    let load = Load::default();
+    thread::scope(|scope| {
+        for (near, far) in &connections {
+            // Or what it still has to send would keep the ports blocked for minutes.
+            set_reset_on_close(near).expect("it is a connection");
+            set_reset_on_close(far).expect("it is a connection");
+            scope.spawn(|| load.write(near));
+            scope.spawn(|| load.read(far));
+        }
+        let _ending = Ending(&load, &connections);
+        load.goes_on();
+        for epoch in 2..4 {
+            session.ask("rekey");
+            guest.command("dunlin", &status("b", &["--rekey"]));
+            load.goes_on();
+            // The server's inbound SAs are those by which the other host seals.
+            until("new keys", || {
+                let all = associations(guest, "b");
+                all.iter().all(|one| one["epoch"] == epoch)
+            });
+            load.goes_on();
+        }
+        // From the first change on the ports are blocked; connections stand still and wait.
+        session.ask("end");
+        until("nothing gets through", || {
+            let before = load.read.load(Ordering::SeqCst);
+            thread::sleep(Duration::from_millis(500));
+            load.read.load(Ordering::SeqCst) == before
+        });
+        session.hears("ended");
+        println!("{} changes", session.changes);
+        session.over();
+        // The next one takes the blocked ports over, and they go on.
+        let mut session = Slow::begin(mode);
+        load.goes_on();
+        session.ask("end");
+        session.hears("ended");
+        assert_eq!(load.broken.load(Ordering::SeqCst), 0, "they wait");
+        session.over();
+    });
+    println!("{} pieces", load.read.load(Ordering::SeqCst));
+    drop((connections, listener));
+    until("the ports are free", || {
+        for host in ["a", "b"] {
+            let folder = format!("state-{host}");
+            let clean = ["dunlin", "ipsec", "clean", "--state-dir", &folder];
+            guest.command("ip", &netns(host, &clean));
+        }
+        empty(guest, "a") && empty(guest, "b")
+    });
+    nothing_left(guest);
+}
+
+/// What goes over all connections at once.
+#[derive(Default)]
+struct Load {
+    done: AtomicBool,
+    read: AtomicU64,
+    broken: AtomicUsize,
+}
+
+impl Load {
+    fn write(&self, mut near: &TcpStream) {
+        for number in 0_u64.. {
+            if self.done.load(Ordering::SeqCst) {
+                return;
+            }
+            if let Err(error) = near.write_all(&[number as u8; PIECE]) {
+                self.is_over(&error.to_string());
+                return;
+            }
+        }
+    }
+
+    fn read(&self, mut far: &TcpStream) {
+        let mut piece = [0; PIECE];
+        for number in 0_u64.. {
+            if let Err(error) = far.read_exact(&mut piece) {
+                self.is_over(&error.to_string());
+                return;
+            }
+            assert!(piece == [number as u8; PIECE], "it is what was sent");
+            self.read.fetch_add(1, Ordering::SeqCst);
+        }
+    }
+
+    fn is_over(&self, why: &str) {
+        if !self.done.load(Ordering::SeqCst) {
+            println!("a connection broke: {why}");
+            self.broken.fetch_add(1, Ordering::SeqCst);
+        }
+    }
+
+    /// Waits until much more has arrived.
+    fn goes_on(&self) {
+        let before = self.read.load(Ordering::SeqCst);
+        until("the load goes on", || {
+            assert_eq!(self.broken.load(Ordering::SeqCst), 0);
+            self.read.load(Ordering::SeqCst) > before + 100
+        });
+    }
+}
+
+/// Ends the load with whoever looks at it.
+struct Ending<'a>(&'a Load, &'a [(TcpStream, TcpStream)]);
+
+impl Drop for Ending<'_> {
+    fn drop(&mut self) {
+        self.0.done.store(true, Ordering::SeqCst);
+        for (near, far) in self.1 {
+            let _ = near.shutdown(std::net::Shutdown::Both);
+            let _ = far.shutdown(std::net::Shutdown::Both);
+        }
+    }
+}
+
+/// The process at host a that has the session.
+struct Slow {
+    child: Child,
+    asked: ChildStdin,
+    said: BufReader<ChildStdout>,
+    changes: usize,
+}
+
+impl Slow {
+    fn begin(mode: &str) -> Self {
+        let mut child = Command::new("ip")
+            .args(netns("a", &[]))
+            .arg(std::env::current_exe().expect("it runs"))
+            .args([SLOWLY, mode])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("ip starts");
+        let asked = child.stdin.take().expect("it was asked for");
+        let said = BufReader::new(child.stdout.take().expect("it was asked for"));
+        let mut slow = Self {
+            child,
+            asked,
+            said,
+            changes: 0,
+        };
+        slow.hears("up");
+        slow
+    }
+
+    fn ask(&mut self, what: &str) {
+        writeln!(self.asked, "{what}").expect("it reads");
+    }
+
+    /// Reads up to these words; everything else is a change that it makes.
+    fn hears(&mut self, words: &str) {
+        loop {
+            let mut line = String::new();
+            let read = self.said.read_line(&mut line).expect("it is text");
+            assert!(read > 0, "it ended before it said {words:?}");
+            if line.trim_end() == words {
+                return;
+            }
+            self.changes += 1;
+        }
+    }
+
+    fn over(mut self) {
+        drop(self.asked);
+        assert!(self.child.wait().expect("it ends").success());
+    }
+}
+
+/// The process that has the session: slow in each of its changes of the kernel's tables, and does
+/// what it is asked.
+fn slowly(mode: &str) -> ExitCode {
+    let load = Identity::load(Path::new("host-a"), LoadOptions::default());
+    let (identity, _) = load.expect("it was made");
+    let peers = [NAME.parse::<Peer>().expect("a name")]
+        .into_iter()
+        .collect();
+    let tls = identity
+        .client(&Crypto::auto(), peers)
+        .expect("the settings are whole");
+    let ports: PortRange = PORTS.parse().expect("ports");
+    let mode = match mode {
+        "cpu" => Mode::Cpu,
+        _ => Mode::Connection,
+    };
+    let mut options = Options::new(mode, ports, Path::new("state-a").join("ipsec"));
+    options.cpus = (0..4).collect();
+    options.patience = LIMIT;
+    options.quiet_wait = Duration::from_secs(1);
+    options.before_change = Some(Arc::new(|change| {
+        println!("{change:?}");
+        thread::sleep(STEP);
+    }));
+    let observer: Observer = Arc::new(|event| eprintln!("{event}"));
+    let session: Session = up(SERVER, &tls, &options, &observer).expect("it comes up");
+    println!("up");
+    for line in std::io::stdin().lines() {
+        match line.expect("it is text").as_str() {
+            "rekey" => session.rekey(),
+            "end" => {
+                session.end();
+                break;
+            }
+            other => panic!("{other:?} is nothing to ask"),
+        }
+    }
+    session.wait().expect("it ends");
+    println!("ended");
+    ExitCode::SUCCESS
+}

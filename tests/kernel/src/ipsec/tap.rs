@@ -1,0 +1,106 @@
+//! What leaves two hosts while much goes on: counted as it leaves, since a capture of all of it
+//! would have no room.
+
+use std::collections::BTreeMap;
+use std::ops::RangeInclusive;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use dunlin_sys::packet::Packets;
+
+use super::wire::{Seen, seen};
+use crate::sessions::{HOSTS, inside};
+
+/// Counts what leaves both hosts of [`crate::sessions`].
+#[derive(Debug)]
+pub struct Tap {
+    done: Arc<AtomicBool>,
+    threads: Vec<JoinHandle<Left>>,
+}
+
+/// What has left the hosts.
+#[derive(Clone, Debug, Default)]
+pub struct Left {
+    /// Frames of ESP by SPI.
+    pub sealed: BTreeMap<u32, u64>,
+    /// Frames of TCP and UDP that were not sealed, by the ports of sender and receiver.
+    pub clear: BTreeMap<(u16, u16), u64>,
+    /// Frames that there was no room for.
+    pub lost: u64,
+}
+
+impl Tap {
+    /// From now on.
+    ///
+    /// # Panics
+    /// A host has no link.
+    #[must_use]
+    pub fn begin() -> Self {
+        let done = Arc::<AtomicBool>::default();
+        let threads = HOSTS.map(|(host, _)| {
+            let packets = inside(host, || Packets::open(&format!("link-{host}")));
+            let packets = packets.expect("it has a link");
+            let done = Arc::clone(&done);
+            thread::spawn(move || count(&packets, &done))
+        });
+        Self {
+            done,
+            threads: threads.into(),
+        }
+    }
+
+    /// Ends it: what has left both hosts up to now.
+    ///
+    /// # Panics
+    /// The frames cannot be read.
+    #[must_use]
+    pub fn end(self) -> Left {
+        self.done.store(true, Ordering::SeqCst);
+        let mut all = Left::default();
+        for thread in self.threads {
+            let one = thread.join().expect("frames can be read");
+            all.sealed.extend(one.sealed);
+            for (ports, frames) in one.clear {
+                *all.clear.entry(ports).or_default() += frames;
+            }
+            all.lost += one.lost;
+        }
+        all
+    }
+}
+
+impl Left {
+    /// Whether all of it was counted, and nothing with one of these ports was in the clear.
+    #[must_use]
+    pub fn is_sealed(&self, ports: &RangeInclusive<u16>) -> bool {
+        let leak = |(from, to): &(u16, u16)| ports.contains(from) || ports.contains(to);
+        self.lost == 0 && !self.clear.keys().any(leak)
+    }
+}
+
+fn count(packets: &Packets, done: &AtomicBool) -> Left {
+    let mut left = Left::default();
+    loop {
+        let last = done.load(Ordering::SeqCst);
+        while let Some(frame) = packets.next_frame().expect("it can be read") {
+            if !frame.outgoing {
+                continue;
+            }
+            match seen(&frame) {
+                Seen::Esp { spi, .. } => *left.sealed.entry(spi).or_default() += 1,
+                Seen::Clear {
+                    source,
+                    destination,
+                } => *left.clear.entry((source, destination)).or_default() += 1,
+                Seen::Other => {}
+            }
+        }
+        left.lost += u64::from(packets.lost().expect("it counts"));
+        if last {
+            return left;
+        }
+        thread::sleep(Duration::from_millis(2));
+    }
+}
