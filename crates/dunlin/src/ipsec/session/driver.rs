@@ -325,7 +325,10 @@ impl Driver {
             && now.duration_since(self.looked) >= LOOK
         {
             self.tables.still_stand(record)?;
-            guarded(self.control.socket())?;
+            // No route for a while is none of this: nothing leaves then.
+            if let Err(error @ IpsecError::Unguarded { .. }) = guarded(self.control.socket()) {
+                return Err(error);
+            }
             self.looked = now;
         }
         let due = due(&mut self.late, now, MOST_LATE);
