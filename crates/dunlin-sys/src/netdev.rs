@@ -14,6 +14,10 @@ const RTM_GETROUTE: u16 = 26;
 const ROUTE_BYTES: usize = 12;
 const RTA_DST: u16 = 1;
 const RTA_OIF: u16 = 4;
+/// The same about a device by its number, which has its name.
+const RTM_GETLINK: u16 = 18;
+const LINK_BYTES: usize = 16;
+const IFLA_IFNAME: u16 = 3;
 
 /// The ioctl, what it is asked, and the set of strings (include/uapi/linux/ethtool.h).
 const SIOCETHTOOL: libc::Ioctl = 0x8946;
@@ -44,7 +48,7 @@ pub struct Device {
 /// # Errors
 /// What the kernel says: there may be no netlink sockets, or no route any more.
 pub fn of(connection: &TcpStream) -> io::Result<Device> {
-    let name = name(index(connection.peer_addr()?.ip())?)?;
+    let name = name_of(connection)?;
     let features = features(connection, &name).unwrap_or_default();
     let is_on = |wanted: &str| {
         let mut known = features.iter();
@@ -55,6 +59,14 @@ pub fn of(connection: &TcpStream) -> io::Result<Device> {
         tls_receives: is_on("tls-hw-rx-offload"),
         name,
     })
+}
+
+/// The name of the device by which a connection's segments leave now.
+///
+/// # Errors
+/// As [`of`].
+pub fn name_of(connection: &TcpStream) -> io::Result<String> {
+    name(index(connection.peer_addr()?.ip())?)
 }
 
 /// The number of the device on the way to an address.
@@ -77,13 +89,14 @@ fn index(to: IpAddr) -> io::Result<u32> {
 }
 
 fn name(index: u32) -> io::Result<String> {
-    let mut name = [0_u8; libc::IF_NAMESIZE];
-    // SAFETY: the buffer is as long as the call wants it, and lives through it.
-    let found = unsafe { libc::if_indextoname(index, name.as_mut_ptr().cast()) };
-    if found.is_null() {
-        return Err(io::Error::last_os_error());
-    }
-    let name = CStr::from_bytes_until_nul(&name).map_err(io::Error::other)?;
+    // `ifinfomsg`: any family, the device's number behind its type, of which nothing is said.
+    let mut fixed = [0; LINK_BYTES];
+    fixed[4..8].copy_from_slice(&index.to_ne_bytes());
+    let mut request = Request::new(RTM_GETLINK, 0);
+    request.put_bytes(&fixed);
+    let answer = ask(libc::NETLINK_ROUTE, request, LINK_BYTES)?;
+    let name = attribute(&answer, IFLA_IFNAME).ok_or(io::ErrorKind::InvalidData)?;
+    let name = CStr::from_bytes_until_nul(name).map_err(io::Error::other)?;
     Ok(name.to_string_lossy().into_owned())
 }
 
@@ -153,7 +166,7 @@ mod tests {
             Ok(device) => device,
             Err(error) => return println!("not told here: {error}"),
         };
-        assert_eq!(device.name, "lo");
+        assert_eq!((&*device.name, &*name_of(&near).unwrap()), ("lo", "lo"));
         assert_ne!(device.tls_sends, Some(true));
         assert_ne!(device.tls_receives, Some(true));
         let known = features(&near, "lo").unwrap();

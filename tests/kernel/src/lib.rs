@@ -51,6 +51,9 @@ pub struct Needs {
     pub library_tests: &'static [&'static str],
     /// After so long the test is killed, and counts as hung; in the soak after ten times as long.
     pub limit_seconds: u64,
+    /// Whether a whole suite runs it under the newest kernel alone, but for the soak: what it shows
+    /// hangs little on the kernel, and it takes long.
+    pub newest_alone: bool,
 }
 
 impl Needs {
@@ -61,6 +64,7 @@ impl Needs {
         dunlin: false,
         library_tests: &[],
         limit_seconds: 60,
+        newest_alone: false,
     };
 }
 
@@ -75,6 +79,7 @@ pub fn run(needs: &Needs, test: impl FnOnce(&Guest)) -> ExitCode {
         let mut needs = *needs;
         if is_soak() {
             needs.limit_seconds *= 10;
+            needs.newest_alone = false;
         }
         let text = serde_json::to_string(&needs).expect("numbers and texts have a JSON form");
         println!("{text}");

@@ -35,6 +35,8 @@ pub struct Needs {
     pub library_tests: Vec<String>,
     /// How long it may take.
     pub limit_seconds: u64,
+    /// Whether a whole suite leaves it to the newest kernel.
+    pub newest_alone: bool,
 }
 
 impl Needs {

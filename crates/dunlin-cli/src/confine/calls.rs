@@ -266,7 +266,12 @@ fn with_arguments(work: Work) -> Result<Vec<(libc::c_long, Vec<SeccompRule>)>> {
         }
     }
     if let Work::Guest { ipsec: true, .. } = work {
-        for protocol in [libc::NETLINK_XFRM, libc::NETLINK_SOCK_DIAG] {
+        // IPsec, connections, and by which device the peer is reached.
+        for protocol in [
+            libc::NETLINK_XFRM,
+            libc::NETLINK_SOCK_DIAG,
+            libc::NETLINK_ROUTE,
+        ] {
             let netlink = equals(0, libc::AF_NETLINK as u64);
             sockets.push(rule(&[netlink, equals(2, protocol as u64)])?);
         }

@@ -9,8 +9,9 @@ use std::thread::{self, JoinHandle};
 use dunlin_proto::ipsec::exchange::Exchange;
 use dunlin_proto::ipsec::key::Role;
 use dunlin_proto::ipsec::message::{Message, Terms};
-use dunlin_proto::ipsec::object::{Association, Object};
+use dunlin_proto::ipsec::object::{Association, Object, Policy};
 use dunlin_proto::ipsec::plan::{Layout, Step, Undo};
+use dunlin_proto::ipsec::ports::PortBlock;
 use dunlin_proto::ipsec::{Grant, Sender};
 use dunlin_proto::negotiate::SessionId;
 use dunlin_sys::xfrm::{self, Counters};
@@ -237,6 +238,32 @@ pub(super) fn clean_up(
     observer: &Observer,
 ) -> Result<Option<IpsecError>, IpsecError> {
     let frees = |record: &Record| record.has_ended() || !record.has_protected();
+    take_back(options, observer, &frees)
+}
+
+/// As [`clean_up`], and frees the ports in `options` too, which are for Dunlin's own lanes: nothing
+/// else sends from them, and a lane only while its session stands, so that they need no heir.
+///
+/// # Errors
+/// As [`clean_up`].
+pub(super) fn clean_up_lanes(
+    options: &Options,
+    observer: &Observer,
+) -> Result<Option<IpsecError>, IpsecError> {
+    let is_lanes = |block: PortBlock| {
+        let last = block.port | !block.mask;
+        block.mask > 0 && options.ports.contains(block.port) && options.ports.contains(last)
+    };
+    let of_lanes = |object: &Object| match object {
+        Object::Policy(Policy { selector, .. }) => {
+            is_lanes(selector.source_ports) || is_lanes(selector.destination_ports)
+        }
+        _ => true,
+    };
+    let frees = |record: &Record| {
+        let ends = record.has_ended() || !record.has_protected();
+        ends || record.objects().iter().all(of_lanes)
+    };
     take_back(options, observer, &frees)
 }
 

@@ -35,6 +35,7 @@ const NEEDS: Needs = Needs {
     cpus: 4,
     packages: &["iproute2", "tcpdump"],
     limit_seconds: 240,
+    newest_alone: true,
     ..Needs::NOTHING
 };
 

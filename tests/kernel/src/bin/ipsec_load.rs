@@ -23,6 +23,7 @@ const NEEDS: Needs = Needs {
     packages: &["iproute2"],
     dunlin: true,
     limit_seconds: 300,
+    newest_alone: true,
     ..Needs::NOTHING
 };
 

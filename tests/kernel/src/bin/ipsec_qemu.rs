@@ -20,6 +20,7 @@ const NEEDS: Needs = Needs {
     packages: &["iproute2", "qemu-system-x86"],
     dunlin: true,
     limit_seconds: 300,
+    newest_alone: true,
     ..Needs::NOTHING
 };
 

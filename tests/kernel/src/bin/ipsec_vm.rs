@@ -17,6 +17,7 @@ const NEEDS: Needs = Needs {
     packages: &["iproute2", "tcpdump"],
     dunlin: true,
     limit_seconds: 180,
+    newest_alone: true,
     ..Needs::NOTHING
 };
 

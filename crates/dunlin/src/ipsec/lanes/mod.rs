@@ -44,7 +44,7 @@ pub use ways::{LaneError, Seat, Sheltered, Ways};
 
 use super::door::{Held, Site, lock};
 use super::error::{IpsecError, harmless, in_words};
-use super::session::clean_up;
+use super::session::clean_up_lanes;
 use super::tables::Tables;
 use super::{Event, Observer, Options, PortRange, Status};
 use crate::lane::accept::Arrival;
@@ -128,7 +128,7 @@ impl Shelter {
     pub fn new(options: Options, observer: Observer) -> Result<Self, IpsecError> {
         check(&options)?;
         // Whatever cannot be taken back has been told.
-        clean_up(&options, &observer)?;
+        clean_up_lanes(&options, &observer)?;
         let cpus = options.cpus.clone();
         let options = Options {
             // As they turn out to be needed.

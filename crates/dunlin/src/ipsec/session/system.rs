@@ -33,7 +33,7 @@ pub(super) fn is_of_this_host(address: IpAddr) -> Result<bool, IpsecError> {
 /// Whether IPsec's policies hold for packets to and from the peer of a connection: a device, or
 /// all of them, may be set to take no notice of them.
 pub(super) fn guarded(connection: &TcpStream) -> Result<(), IpsecError> {
-    let routed = netdev::of(connection).map_err(|source| IpsecError::Resources {
+    let device = netdev::name_of(connection).map_err(|source| IpsecError::Resources {
         what: "the device by which the peer is reached",
         source,
     })?;
@@ -47,7 +47,6 @@ pub(super) fn guarded(connection: &TcpStream) -> Result<(), IpsecError> {
         IpAddr::V4(_) => "ipv4",
         IpAddr::V6(_) => "ipv6",
     };
-    let device = routed.name;
     match unguarded(Path::new(SYSCTLS), family, &device) {
         None => Ok(()),
         Some(sysctl) => Err(IpsecError::Unguarded { device, sysctl }),
