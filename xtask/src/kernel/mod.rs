@@ -165,6 +165,7 @@ pub fn command(options: &KernelOptions) -> Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     // Side by side: a boot keeps little more than one core busy.
+    let rig = &rig;
     let tallies = thread::scope(|scope| {
         let runs: Vec<_> = kernels
             .iter()

@@ -21,12 +21,14 @@ pub(super) struct Connection {
 /// States of include/net/tcp_states.h that send no data: TIME_WAIT, CLOSE, LISTEN.
 const SILENT: [u8; 3] = [6, 7, 10];
 const ESTABLISHED: u8 = 1;
+/// The last of the states (`TCP_NEW_SYN_RECV`). A bit behind it would ask for sockets that are bound
+/// to a port and have no connection any more (`TCPF_BOUND_INACTIVE`).
+const LAST: u8 = 12;
 
 /// All connections that may yet send data, those without an owner included.
 pub(super) fn connections() -> Result<Vec<Connection>, IpsecError> {
-    let states = SILENT
-        .iter()
-        .fold(u32::MAX, |all, state| all & !(1 << state));
+    let speaking = (ESTABLISHED..=LAST).filter(|state| !SILENT.contains(state));
+    let states = speaking.fold(0, |all, state| all | 1 << state);
     let Ok(listed) = tcp_connections(states) else {
         return by_procfs();
     };
