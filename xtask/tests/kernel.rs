@@ -11,7 +11,7 @@ use dunlin_rig::debian::{self, Which};
 use dunlin_rig::need;
 use dunlin_rig::scratch::Scratch;
 use xtask::kernel::machine::Machine;
-use xtask::kernel::program::{Needs, Program};
+use xtask::kernel::program::{Needs, Program, Under};
 use xtask::kernel::verdict::{Failure, Outcome, Verdict};
 use xtask::kernel::{Boot, Rig};
 
@@ -36,6 +36,7 @@ fn boot(scripts: &[(&str, &str)], adjust: impl FnOnce(&mut Machine<'_>)) -> Opti
                     dunlin: false,
                     library_tests: Vec::new(),
                     limit_seconds: 10,
+                    under: Under::Both,
                 },
             }
         })

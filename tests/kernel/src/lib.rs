@@ -51,9 +51,20 @@ pub struct Needs {
     pub library_tests: &'static [&'static str],
     /// After so long the test is killed, and counts as hung; in the soak after ten times as long.
     pub limit_seconds: u64,
-    /// Whether a whole suite runs it under the newest kernel alone, but for the soak: what it shows
-    /// hangs little on the kernel, and it takes long.
-    pub newest_alone: bool,
+    /// Under which kernels a whole suite runs it, but for the soak, which runs all under both.
+    pub under: Under,
+}
+
+/// The kernels of a whole suite. What takes long is left to one of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Under {
+    /// The newest and the oldest.
+    Both,
+    /// The newest.
+    Newest,
+    /// The oldest.
+    Oldest,
 }
 
 impl Needs {
@@ -64,7 +75,7 @@ impl Needs {
         dunlin: false,
         library_tests: &[],
         limit_seconds: 60,
-        newest_alone: false,
+        under: Under::Both,
     };
 }
 
@@ -79,7 +90,7 @@ pub fn run(needs: &Needs, test: impl FnOnce(&Guest)) -> ExitCode {
         let mut needs = *needs;
         if is_soak() {
             needs.limit_seconds *= 10;
-            needs.newest_alone = false;
+            needs.under = Under::Both;
         }
         let text = serde_json::to_string(&needs).expect("numbers and texts have a JSON form");
         println!("{text}");

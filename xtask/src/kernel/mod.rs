@@ -29,7 +29,7 @@ use dunlin_rig::cache;
 use dunlin_rig::debian::{self, Kernel, Qemu, Which};
 
 use self::machine::Machine;
-use self::program::Program;
+use self::program::{Program, Under};
 use self::verdict::{Outcome, Said, Verdict};
 
 /// Boots whose logs and files are kept.
@@ -66,10 +66,16 @@ pub struct KernelOptions {
 }
 
 impl KernelOptions {
-    /// Whether this kernel's run leaves out what is left to the newest one: a run of tests that
-    /// were not named, under both.
-    fn leaves_out(&self, which: &Which) -> bool {
-        self.tests.is_empty() && self.kernel.is_none() && !matches!(which, Which::Newest)
+    /// Whether this kernel's run has such a test: in a run of tests that were not named, under
+    /// both kernels, some are left to one of them.
+    fn has(&self, which: &Which, under: Under) -> bool {
+        let left_to = match which {
+            Which::Newest => Under::Newest,
+            Which::Oldest => Under::Oldest,
+            Which::Version(_) => Under::Both,
+        };
+        let all = !self.tests.is_empty() || self.kernel.is_some();
+        all || under == Under::Both || under == left_to
     }
 }
 
@@ -171,9 +177,7 @@ pub fn command(options: &KernelOptions) -> Result<ExitCode> {
             .iter()
             .map(|(which, kernel)| {
                 let mut programs = programs.clone();
-                if options.leaves_out(which) {
-                    programs.retain(|program| !program.needs.newest_alone);
-                }
+                programs.retain(|program| options.has(which, program.needs.under));
                 scope.spawn(move || rig.run(kernel, &programs))
             })
             .collect();

@@ -35,8 +35,20 @@ pub struct Needs {
     pub library_tests: Vec<String>,
     /// How long it may take.
     pub limit_seconds: u64,
-    /// Whether a whole suite leaves it to the newest kernel.
-    pub newest_alone: bool,
+    /// Under which kernels a whole suite runs it.
+    pub under: Under,
+}
+
+/// The kernels of a whole suite, as a test says them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Under {
+    /// The newest and the oldest.
+    Both,
+    /// The newest.
+    Newest,
+    /// The oldest.
+    Oldest,
 }
 
 impl Needs {

@@ -20,7 +20,7 @@ use dunlin_kernel_tests::sessions::{
     Capture, LIMIT, captured, connect, inside, nothing_left, until,
 };
 use dunlin_kernel_tests::shelters::{POOL, Said, carried, cut, no_records, refused, shelter};
-use dunlin_kernel_tests::{Guest, Needs, run};
+use dunlin_kernel_tests::{Guest, Needs, Under, run};
 use dunlin_proto::negotiate::{Features, LaneOpen, LaneSecurity, Offer, VERSIONS};
 use dunlin_sys::affinity::pin_to;
 use dunlin_sys::poll::{Waker, waker};
@@ -35,7 +35,7 @@ const NEEDS: Needs = Needs {
     cpus: 4,
     packages: &["iproute2", "tcpdump"],
     limit_seconds: 240,
-    newest_alone: true,
+    under: Under::Newest,
     ..Needs::NOTHING
 };
 

@@ -12,7 +12,7 @@ use dunlin_kernel_tests::sessions::{
     AT, AT_6, Process, SERVER, SERVER_6, associations, connect, connect_to, credentials, inside,
     netns, nothing_left, up_with,
 };
-use dunlin_kernel_tests::{Guest, Needs, run};
+use dunlin_kernel_tests::{Guest, Needs, Under, run};
 use dunlin_sys::affinity::pin_to;
 use dunlin_sys::socket::set_reset_on_close;
 use dunlin_sys::tcp::sent_bytes;
@@ -23,7 +23,7 @@ const NEEDS: Needs = Needs {
     packages: &["iproute2"],
     dunlin: true,
     limit_seconds: 300,
-    newest_alone: true,
+    under: Under::Newest,
     ..Needs::NOTHING
 };
 

@@ -15,7 +15,7 @@ use dunlin::lane::identity::{ClientTls, ServerTls};
 use dunlin::lane::provider::Crypto;
 use dunlin_kernel_tests::sessions::{Capture, captured, connect, inside, nothing_left, until};
 use dunlin_kernel_tests::shelters::{POOL, carried, cut, no_records, refused, shelter};
-use dunlin_kernel_tests::{Guest, Needs, run};
+use dunlin_kernel_tests::{Guest, Needs, Under, run};
 use dunlin_proto::control::Message;
 use dunlin_proto::negotiate::Opening;
 use engine_support::peer::{Peer, SESSION, describe, lane_open, open_lane};
@@ -32,7 +32,7 @@ const NEEDS: Needs = Needs {
     cpus: 4,
     packages: &["iproute2", "tcpdump"],
     limit_seconds: 240,
-    newest_alone: true,
+    under: Under::Newest,
     ..Needs::NOTHING
 };
 

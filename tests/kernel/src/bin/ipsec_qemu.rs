@@ -7,7 +7,7 @@ use dunlin_kernel_tests::ipsec::tap::Tap;
 use dunlin_kernel_tests::sessions::{
     Process, associations, connect, credentials, inside, nothing_left, status, until,
 };
-use dunlin_kernel_tests::{Guest, Needs, run};
+use dunlin_kernel_tests::{Guest, Needs, Under, run};
 use dunlin_rig::debian::Qemu;
 use dunlin_rig::guest::{self, Content, Workload};
 use dunlin_rig::machine::{
@@ -20,7 +20,7 @@ const NEEDS: Needs = Needs {
     packages: &["iproute2", "qemu-system-x86"],
     dunlin: true,
     limit_seconds: 300,
-    newest_alone: true,
+    under: Under::Newest,
     ..Needs::NOTHING
 };
 

@@ -18,7 +18,7 @@ use dunlin_kernel_tests::sessions::{
     AT, LIMIT, NAME, PORTS, Process, SERVER, associations, connect, connect_to, credentials, empty,
     inside, netns, nothing_left, status, until,
 };
-use dunlin_kernel_tests::{Guest, Needs, run};
+use dunlin_kernel_tests::{Guest, Needs, Under, run};
 use dunlin_sys::affinity::pin_to;
 use dunlin_sys::socket::set_reset_on_close;
 
@@ -27,7 +27,7 @@ const NEEDS: Needs = Needs {
     packages: &["iproute2"],
     dunlin: true,
     limit_seconds: 300,
-    newest_alone: true,
+    under: Under::Newest,
     ..Needs::NOTHING
 };
 

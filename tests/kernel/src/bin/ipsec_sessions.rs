@@ -13,7 +13,7 @@ use dunlin_kernel_tests::sessions::{
     captured, carry, connect, connect_to, credentials, empty, inside, netns, nothing_left, status,
     until, up_with,
 };
-use dunlin_kernel_tests::{Guest, Needs, run};
+use dunlin_kernel_tests::{Guest, Needs, Under, run};
 use dunlin_sys::affinity::pin_to;
 use dunlin_sys::socket::set_reset_on_close;
 use serde_json::Value;
@@ -23,6 +23,7 @@ const NEEDS: Needs = Needs {
     packages: &["iproute2", "tcpdump"],
     dunlin: true,
     limit_seconds: 420,
+    under: Under::Oldest,
     ..Needs::NOTHING
 };
 

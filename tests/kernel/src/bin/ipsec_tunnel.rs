@@ -7,7 +7,7 @@ use std::process::{Command, ExitCode, Stdio};
 use dunlin_kernel_tests::handoff::pattern;
 use dunlin_kernel_tests::ipsec::tap::Tap;
 use dunlin_kernel_tests::sessions::{Process, connect, credentials, empty, inside, netns, until};
-use dunlin_kernel_tests::{Guest, Needs, run};
+use dunlin_kernel_tests::{Guest, Needs, Under, run};
 use dunlin_rig::debian::Qemu;
 use dunlin_rig::guest::{self, Content, Workload};
 use dunlin_rig::machine::{Accelerator, Machine, Migration, Setup, begin, finish};
@@ -18,7 +18,7 @@ const NEEDS: Needs = Needs {
     packages: &["iproute2", "qemu-system-x86"],
     dunlin: true,
     limit_seconds: 300,
-    newest_alone: true,
+    under: Under::Newest,
     ..Needs::NOTHING
 };
 

@@ -9,7 +9,7 @@ use dunlin_kernel_tests::sessions::{
     Capture, HOSTS, captured, connect, credentials, netns, nothing_left,
 };
 use dunlin_kernel_tests::shelters::POOL;
-use dunlin_kernel_tests::{Needs, run};
+use dunlin_kernel_tests::{Needs, Under, run};
 use serde_json::Value;
 
 const NEEDS: Needs = Needs {
@@ -17,7 +17,7 @@ const NEEDS: Needs = Needs {
     packages: &["iproute2", "tcpdump"],
     dunlin: true,
     limit_seconds: 180,
-    newest_alone: true,
+    under: Under::Newest,
     ..Needs::NOTHING
 };
 

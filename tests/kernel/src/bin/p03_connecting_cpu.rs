@@ -6,12 +6,13 @@ use std::time::{Duration, Instant};
 
 use dunlin_kernel_tests::ipsec::lanes::{LIMIT, Lane, Scene, look_again, read_all};
 use dunlin_kernel_tests::ipsec::{CPUS, Family, needs_per_cpu};
-use dunlin_kernel_tests::{Guest, Needs, run};
+use dunlin_kernel_tests::{Guest, Needs, Under, run};
 
 const NEEDS: Needs = Needs {
     cpus: CPUS,
     packages: &["iproute2"],
     limit_seconds: 180,
+    under: Under::Oldest,
     ..Needs::NOTHING
 };
 

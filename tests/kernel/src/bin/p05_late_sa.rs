@@ -6,13 +6,14 @@ use std::time::{Duration, Instant};
 
 use dunlin_kernel_tests::ipsec::lanes::{Door, Lane, look_again, read_all, users};
 use dunlin_kernel_tests::ipsec::{CPUS, Family, Hosts, Sa, Way, needs_per_cpu, protect};
-use dunlin_kernel_tests::{Guest, Needs, run};
+use dunlin_kernel_tests::{Guest, Needs, Under, run};
 use dunlin_sys::xfrm::Protocol;
 
 const NEEDS: Needs = Needs {
     cpus: CPUS,
     packages: &["iproute2"],
     limit_seconds: 120,
+    under: Under::Oldest,
     ..Needs::NOTHING
 };
 

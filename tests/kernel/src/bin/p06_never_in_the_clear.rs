@@ -10,13 +10,14 @@ use dunlin_kernel_tests::ipsec::wire::{Seen, Wire};
 use dunlin_kernel_tests::ipsec::{
     Family, Host, Hosts, REQID, Sa, has_per_cpu, lanes_from, on_cpu, policies, protect,
 };
-use dunlin_kernel_tests::{Guest, Needs, run};
+use dunlin_kernel_tests::{Guest, Needs, Under, run};
 use dunlin_sys::xfrm::{Action, Network, Policy, PolicyDirection, Ports, Protocol};
 
 const NEEDS: Needs = Needs {
     cpus: 4,
     packages: &["iproute2"],
     limit_seconds: 180,
+    under: Under::Oldest,
     ..Needs::NOTHING
 };
 

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use dunlin_kernel_tests::ipsec::lanes::{Door, Lane};
 use dunlin_kernel_tests::ipsec::{CPUS, ENCAPSULATED, Family, Hosts, Sa, protect};
-use dunlin_kernel_tests::{Guest, Needs, run};
+use dunlin_kernel_tests::{Guest, Needs, Under, run};
 use dunlin_sys::tcp::segment_bytes;
 use dunlin_sys::xfrm::{Encapsulation, Protocol, esp_offload, receive_encapsulated};
 
@@ -13,6 +13,7 @@ const NEEDS: Needs = Needs {
     cpus: CPUS,
     packages: &["iproute2"],
     limit_seconds: 120,
+    under: Under::Oldest,
     ..Needs::NOTHING
 };
 
