@@ -157,6 +157,7 @@ fn a_process_whose_lanes_go_over_ipsec_keeps_what_that_takes_and_nothing_else() 
     let kept = [
         "bind a lane's port",
         "ask about connections",
+        "make a netlink socket",
         "rename in the journal",
         "keep records of IPsec",
     ];
@@ -167,7 +168,7 @@ fn a_process_whose_lanes_go_over_ipsec_keeps_what_that_takes_and_nothing_else() 
         &["listen on a port", "write elsewhere"],
     );
     let by_calls = [
-        "make a netlink socket",
+        "make a netlink socket for packet filters",
         "make a packet socket",
         "execute a program",
         "mount",
@@ -555,9 +556,20 @@ fn try_everything(directory: &Path) {
         "make a packet socket",
         made(AddressFamily::Packet, SockType::Raw),
     );
+    // Whose protocol is that of routes.
     tell(
         "make a netlink socket",
         made(AddressFamily::Netlink, SockType::Raw),
+    );
+    tell(
+        "make a netlink socket for packet filters",
+        socket(
+            AddressFamily::Netlink,
+            SockType::Raw,
+            SockFlag::empty(),
+            SockProtocol::NetlinkNetFilter,
+        )
+        .map(drop),
     );
     tell(
         "make a raw socket",

@@ -218,7 +218,7 @@ fn an_offer_of_a_later_release_can_be_read() {
 #[test]
 fn an_unknown_lane_security_is_refused_as_missing_not_as_malformed() {
     let (prelude, mut body) = encoded(&Opening::Offer(offer()));
-    body[40] = 3;
+    body[40] = 4;
     let prelude = Prelude::decode(&prelude).unwrap();
     let error = Opening::decode(&prelude, &body).unwrap_err();
     assert_eq!(error.why, DecodeReason::Unsupported { value: 4 });
