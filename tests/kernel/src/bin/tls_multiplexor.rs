@@ -88,6 +88,8 @@ fn prefixed(content: &[u8]) -> Vec<u8> {
 fn by_two_threads(sockets: [Messages; 2], far: &mut TcpStream, sent: &[Vec<u8>]) -> Vec<Vec<u8>> {
     for message in sent {
         far.write_all(message).expect("it is sent");
+        // What a busy machine takes in together goes to one of them.
+        thread::sleep(Duration::from_millis(50));
     }
     let threads = sockets.map(|socket| {
         thread::spawn(move || {
