@@ -3,14 +3,14 @@
 use std::process::ExitCode;
 use std::time::Duration;
 
-use dunlin::engine::Cancel;
 use dunlin::engine::source::{Options, OptionsBuilder};
+use dunlin::engine::{Cancel, destination};
 use dunlin::lane::identity::{ClientTls, ServerTls};
 use dunlin::lane::kernel::Offload;
 use dunlin::lane::provider::Crypto;
 use dunlin_kernel_tests::{Guest, Needs, run};
 use engine_support::proxy::{At, Fault, Proxy};
-use engine_support::scene::{HOT_PAGES, Scene, patient, quick};
+use engine_support::scene::{HOT_PAGES, Scene, quick};
 use engine_support::{Receiving, TestBuilder, TestVm};
 use lane_support::{Authority, DESTINATION, SOURCE, names};
 
@@ -45,7 +45,7 @@ fn main() -> ExitCode {
 /// Each lane may carry few records, so that all are replaced again and again.
 fn i3_a_guest_moves_while_lanes_are_replaced(guest: &Guest, pairing: [Offload; 2]) {
     let tls = tls(pairing);
-    let receiving = Receiving::start(&tls.1, &patient(), TestBuilder::default());
+    let receiving = Receiving::start(&tls.1, &unhurried(), TestBuilder::default());
     let proxy = Proxy::start(receiving.address);
     let vm = TestVm::new(32 << 20);
     vm.fill(24 << 20);
@@ -73,7 +73,7 @@ fn i3_a_guest_moves_while_lanes_are_replaced(guest: &Guest, pairing: [Offload; 2
 
 fn i3_i4_a_lane_that_dies_is_replaced(guest: &Guest, fault: Fault) {
     let before = sealed_by_kernel(guest);
-    let scene = Scene::new(&tls(PAIRINGS[0]), 8);
+    let scene = Scene::with(&tls(PAIRINGS[0]), 8, &unhurried(), HOT_PAGES);
     scene.proxy.strike_at(1, At::Opened(700_000), fault);
     let report = scene
         .send(&slowly(quick(2, 24).to_builder()))
@@ -92,6 +92,15 @@ fn slowly(options: OptionsBuilder) -> Options {
         .silence_limit(Duration::from_secs(20))
         .control_limit(Duration::from_secs(40))
         .downtime_limit(Duration::from_secs(20))
+        .build()
+        .expect("they fit together")
+}
+
+/// The same at the destination.
+fn unhurried() -> destination::Options {
+    destination::Options::builder()
+        .silence_limit(Duration::from_secs(20))
+        .control_limit(Duration::from_secs(40))
         .build()
         .expect("they fit together")
 }
