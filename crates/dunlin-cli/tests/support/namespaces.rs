@@ -19,6 +19,12 @@ pub struct Wire {
     b: String,
 }
 
+/// What may wait at a limited wire: more than all lanes of a test have with their device at once
+/// (TCP keeps that to two packets of 64 KiB each). A full queue of the sender's own device is no
+/// loss that an acknowledgement would tell: a lane with nothing else under way tries again after
+/// 200 ms, and a downtime is longer by as much.
+const QUEUE_BYTES: u32 = 4 << 20;
+
 /// The addresses of both ends, of the block for documentation (RFC 5737).
 pub const B: &str = "192.0.2.2";
 const A: &str = "192.0.2.1";
@@ -60,7 +66,8 @@ impl Wire {
         }
         if let Some(megabits) = megabits {
             run(&format!(
-                "tc -n {a} qdisc add dev wire root tbf rate {megabits}mbit burst 128kb latency 20ms"
+                "tc -n {a} qdisc add dev wire root tbf rate {megabits}mbit burst 128kb \
+                 limit {QUEUE_BYTES}"
             ))?;
         }
         Ok(wire)
