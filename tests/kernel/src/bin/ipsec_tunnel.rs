@@ -143,6 +143,13 @@ fn i6_qemu_moves_while_a_lane_is_killed(guest: &Guest) {
     assert!(said.contains("is lost"), "{said}");
     let epochs = keys(guest);
     until("new keys", || keys(guest).is_disjoint(&epochs));
+    // Without its SAs nothing leaves; the sessions of both ways end, and others begin.
+    let before = lanes(guest);
+    guest.command("ip", &["-n", "a", "xfrm", "state", "flush"]);
+    until("lanes of another session stand", || {
+        let lanes = lanes(guest);
+        lanes.len() == LANES && lanes.iter().all(|port| !before.contains(port))
+    });
     source
         .qmp()
         .execute("migrate-set-parameters", json!({"max-bandwidth": 0}))
