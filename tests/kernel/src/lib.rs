@@ -24,6 +24,7 @@ pub mod refusing;
 pub mod sessions;
 pub mod shelters;
 pub mod tls;
+pub mod vm;
 
 use std::env;
 use std::fs;

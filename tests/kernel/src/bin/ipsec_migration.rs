@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use dunlin::engine::destination;
-use dunlin::engine::source::{LaneSecurity, Options, OptionsBuilder, migrate};
+use dunlin::engine::source::{LaneSecurity, Options, migrate};
 use dunlin::engine::vmm::{FaultCode, SourceVm};
 use dunlin::engine::{Cancel, Event, Host, Report, StandardHost};
 use dunlin::ipsec::lanes::Shelter;
@@ -15,6 +15,7 @@ use dunlin::lane::identity::{ClientTls, ServerTls};
 use dunlin::lane::provider::Crypto;
 use dunlin_kernel_tests::sessions::{Capture, captured, connect, inside, nothing_left, until};
 use dunlin_kernel_tests::shelters::{POOL, carried, cut, no_records, refused, shelter};
+use dunlin_kernel_tests::vm::{slowly, unhurried};
 use dunlin_kernel_tests::{Guest, Needs, Under, run};
 use dunlin_proto::control::Message;
 use dunlin_proto::negotiate::Opening;
@@ -297,10 +298,7 @@ fn epochs(shelter: &Shelter) -> u32 {
 /// A destination at host b.
 fn receive(tls: &Tls) -> (Receiving, Shelter) {
     let (far, _) = shelter("b", Mode::Connection, &[]);
-    let options = patient()
-        .to_builder()
-        .silence_limit(Duration::from_secs(20))
-        .ipsec(far.clone());
+    let options = unhurried().to_builder().ipsec(far.clone());
     let options: destination::Options = options.build().expect("they fit together");
     let listener = inside("b", || TcpListener::bind(AT)).expect("the port is free");
     let receiving = inside("b", || {
@@ -314,19 +312,6 @@ fn guest_of(bytes: usize) -> Arc<TestVm> {
     vm.fill(bytes);
     vm.start(HOT_PAGES, Duration::from_micros(500));
     vm
-}
-
-/// Limits for a machine that is emulated.
-fn slowly(options: OptionsBuilder) -> Options {
-    options
-        .connect_limit(Duration::from_secs(20))
-        .lane_stall_limit(Duration::from_secs(4))
-        .no_lane_limit(Duration::from_secs(40))
-        .silence_limit(Duration::from_secs(20))
-        .control_limit(Duration::from_secs(40))
-        .downtime_limit(Duration::from_secs(20))
-        .build()
-        .expect("they fit together")
 }
 
 type Tls = (ClientTls, ServerTls);

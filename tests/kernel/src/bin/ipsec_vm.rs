@@ -9,6 +9,7 @@ use dunlin_kernel_tests::sessions::{
     Capture, HOSTS, captured, connect, credentials, netns, nothing_left,
 };
 use dunlin_kernel_tests::shelters::POOL;
+use dunlin_kernel_tests::vm::Vm;
 use dunlin_kernel_tests::{Needs, Under, run};
 use serde_json::Value;
 
@@ -32,16 +33,16 @@ fn main() -> ExitCode {
         let capture = Capture::begin("b", "vm.pcap");
         let receive = "vm receive --listen 10.0.0.2:7400 --ipsec --identity host-b --peer \
                        host-a.example";
-        let destination = Vm::start("b", receive).until("listening");
+        let (destination, _) = start("b", receive).until("listening");
 
-        let unprepared = Vm::start("a", GUEST).until("started");
+        let (unprepared, _) = start("a", GUEST).until("started");
         let said = migrate(&[]);
         assert_eq!(said["event"], "failed", "{said}");
         let text = said["text"].as_str().expect("it says why");
         assert!(text.contains("start it with --ipsec"), "{text}");
         drop(unprepared);
 
-        let source = Vm::start("a", &format!("{GUEST} --ipsec")).until("started");
+        let (source, _) = start("a", &format!("{GUEST} --ipsec")).until("started");
         let said = migrate(&["--cpus", "1,3"]);
         assert_eq!(said["event"], "moved", "{said}");
         nothing_left(guest);
@@ -113,53 +114,17 @@ fn migrate(more: &[&str]) -> Value {
     serde_json::from_str(last).expect("a JSON object")
 }
 
-/// A VM's process at a host, all of whose confinement this kernel can do.
-struct Vm {
-    lines: Box<dyn Iterator<Item = String>>,
-    _process: Background,
-}
-
-impl Vm {
-    fn start(host: &str, line: &str) -> Self {
-        let here = env::current_dir().expect("the runner has made it");
-        let words: Vec<&str> = line.split_whitespace().collect();
-        let mut process = Command::new("ip")
-            .args(netns(host, &[&["dunlin"], &words[..]].concat()))
-            .args([
-                "--confine",
-                "yes",
-                "--json",
-                "--control",
-                &format!("run-{host}"),
-            ])
+/// A VM's process at a host.
+fn start(host: &str, line: &str) -> Vm {
+    let here = env::current_dir().expect("the runner has made it");
+    let words: Vec<&str> = line.split_whitespace().collect();
+    let mut command = Command::new("ip");
+    command
+        .args(netns(host, &[&["dunlin"], &words[..]].concat()))
+        .args(["--control", &format!("run-{host}")]);
+    Vm::start(
+        command
             .arg("--state-dir")
-            .arg(here.join(format!("state-{host}")))
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .spawn()
-            .expect("ip starts");
-        let out = process.stdout.take().expect("it was asked for");
-        Self {
-            lines: Box::new(BufReader::new(out).lines().map_while(Result::ok)),
-            _process: Background(process),
-        }
-    }
-
-    /// Waits for an event, behind that of a confinement which lacks nothing.
-    fn until(mut self, name: &str) -> Self {
-        let mut is_confined = false;
-        for line in &mut self.lines {
-            println!("{line}");
-            let said: Value = serde_json::from_str(&line).expect("a JSON object");
-            if said["event"] == "confined" {
-                assert_eq!(said["lacks"].as_array().map(Vec::len), Some(0), "{said}");
-                is_confined = true;
-            }
-            if said["event"] == name {
-                assert!(is_confined, "{name} comes behind it");
-                return self;
-            }
-        }
-        panic!("it has ended before {name}");
-    }
+            .arg(here.join(format!("state-{host}"))),
+    )
 }

@@ -3,11 +3,11 @@
 use std::process::ExitCode;
 use std::time::Duration;
 
-use dunlin::engine::source::{Options, OptionsBuilder};
-use dunlin::engine::{Cancel, destination};
+use dunlin::engine::Cancel;
 use dunlin::lane::identity::{ClientTls, ServerTls};
 use dunlin::lane::kernel::Offload;
 use dunlin::lane::provider::Crypto;
+use dunlin_kernel_tests::vm::{slowly, unhurried};
 use dunlin_kernel_tests::{Guest, Needs, run};
 use engine_support::proxy::{At, Fault, Proxy};
 use engine_support::scene::{HOT_PAGES, Scene, quick};
@@ -81,28 +81,6 @@ fn i3_i4_a_lane_that_dies_is_replaced(guest: &Guest, fault: Fault) {
     assert_eq!(report.lanes_lost, 1, "{fault:?}: {:?}", scene.events.lock());
     assert!(sealed_by_kernel(guest) >= before + 4);
     scene.finish(&report);
-}
-
-/// Limits for a machine that is emulated.
-fn slowly(options: OptionsBuilder) -> Options {
-    options
-        .connect_limit(Duration::from_secs(20))
-        .lane_stall_limit(Duration::from_secs(4))
-        .no_lane_limit(Duration::from_secs(40))
-        .silence_limit(Duration::from_secs(20))
-        .control_limit(Duration::from_secs(40))
-        .downtime_limit(Duration::from_secs(20))
-        .build()
-        .expect("they fit together")
-}
-
-/// The same at the destination.
-fn unhurried() -> destination::Options {
-    destination::Options::builder()
-        .silence_limit(Duration::from_secs(20))
-        .control_limit(Duration::from_secs(40))
-        .build()
-        .expect("they fit together")
 }
 
 fn tls([near, far]: [Offload; 2]) -> (ClientTls, ServerTls) {

@@ -1,10 +1,9 @@
 //! A VM's process that has given up listening and most of what it may still has its lanes sealed by the kernel.
 
 use std::env;
-use std::io::{BufRead, BufReader};
-use std::process::{Command, ExitCode, Stdio};
+use std::process::{Command, ExitCode};
 
-use dunlin_kernel_tests::handoff::Background;
+use dunlin_kernel_tests::vm::Vm;
 use dunlin_kernel_tests::{Guest, Needs, run};
 use serde_json::Value;
 
@@ -27,13 +26,13 @@ fn main() -> ExitCode {
         ] {
             guest.command("dunlin", &words.split(' ').collect::<Vec<_>>());
         }
-        let destination = Vm::start(
+        let destination = start(
             "to",
             "vm receive --listen 127.0.0.1:0 --identity b --peer a.test",
         );
         let (destination, said) = destination.until("listening");
         let to = said["address"].as_str().expect("it listens").to_owned();
-        let (source, _) = Vm::start("from", GUEST).until("started");
+        let (source, _) = start("from", GUEST).until("started");
 
         let before = sealed(guest);
         let line = format!(
@@ -54,48 +53,15 @@ fn main() -> ExitCode {
     })
 }
 
-/// A VM's process, all of whose confinement this kernel can do.
-struct Vm {
-    lines: Box<dyn Iterator<Item = String>>,
-    _process: Background,
-}
-
-impl Vm {
-    fn start(directory: &str, line: &str) -> Self {
-        let here = env::current_dir().expect("the runner has made it");
-        let mut process = Command::new("dunlin")
-            .args(line.split(' '))
-            .args(["--confine", "yes", "--json", "--control", directory])
+fn start(directory: &str, line: &str) -> Vm {
+    let here = env::current_dir().expect("the runner has made it");
+    let mut command = Command::new("dunlin");
+    command.args(line.split(' ')).args(["--control", directory]);
+    Vm::start(
+        command
             .arg("--state-dir")
-            .arg(here.join(format!("{directory}-state")))
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .spawn()
-            .expect("dunlin is in the path");
-        let out = process.stdout.take().expect("it was asked for");
-        Self {
-            lines: Box::new(BufReader::new(out).lines().map_while(Result::ok)),
-            _process: Background(process),
-        }
-    }
-
-    /// Waits for an event, behind that of a confinement which lacks nothing.
-    fn until(mut self, name: &str) -> (Self, Value) {
-        let mut is_confined = false;
-        for line in &mut self.lines {
-            println!("{line}");
-            let said: Value = serde_json::from_str(&line).expect("a JSON object");
-            if said["event"] == "confined" {
-                assert_eq!(said["lacks"].as_array().map(Vec::len), Some(0), "{said}");
-                is_confined = true;
-            }
-            if said["event"] == name {
-                assert!(is_confined, "{name} comes behind it");
-                return (self, said);
-            }
-        }
-        panic!("it has ended before {name}");
-    }
+            .arg(here.join(format!("{directory}-state"))),
+    )
 }
 
 /// The first event of that name.

@@ -1,0 +1,90 @@
+//! VMs' processes inside the machine, and migrations that take their time there.
+
+use std::io::{BufRead, BufReader};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use dunlin::engine::destination;
+use dunlin::engine::source::{Options, OptionsBuilder};
+use serde_json::Value;
+
+use crate::handoff::Background;
+
+/// A VM's process, all of whose confinement this kernel can do.
+pub struct Vm {
+    lines: Box<dyn Iterator<Item = String>>,
+    _process: Background,
+}
+
+impl Vm {
+    /// Starts it by a command that is complete but for how far it is confined and how it speaks.
+    ///
+    /// # Panics
+    /// It does not start.
+    #[must_use]
+    pub fn start(command: &mut Command) -> Self {
+        let mut process = command
+            .args(["--confine", "yes", "--json"])
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("it is in the path");
+        let out = process.stdout.take().expect("it was asked for");
+        Self {
+            lines: Box::new(BufReader::new(out).lines().map_while(Result::ok)),
+            _process: Background(process),
+        }
+    }
+
+    /// Waits for an event, behind that of a confinement which lacks nothing, and returns it too.
+    ///
+    /// # Panics
+    /// It ends before, or was not confined.
+    #[must_use]
+    pub fn until(mut self, name: &str) -> (Self, Value) {
+        let mut is_confined = false;
+        for line in &mut self.lines {
+            println!("{line}");
+            let said: Value = serde_json::from_str(&line).expect("a JSON object");
+            if said["event"] == "confined" {
+                assert_eq!(said["lacks"].as_array().map(Vec::len), Some(0), "{said}");
+                is_confined = true;
+            }
+            if said["event"] == name {
+                assert!(is_confined, "{name} comes behind it");
+                return (self, said);
+            }
+        }
+        panic!("it has ended before {name}");
+    }
+}
+
+/// A source with limits for a machine that is emulated.
+///
+/// # Panics
+/// The other options do not fit these limits.
+#[must_use]
+pub fn slowly(options: OptionsBuilder) -> Options {
+    options
+        .connect_limit(Duration::from_secs(20))
+        .lane_stall_limit(Duration::from_secs(4))
+        .no_lane_limit(Duration::from_secs(40))
+        .silence_limit(Duration::from_secs(20))
+        .control_limit(Duration::from_secs(40))
+        .downtime_limit(Duration::from_secs(20))
+        .build()
+        .expect("they fit together")
+}
+
+/// The same for a destination.
+///
+/// # Panics
+/// Never: the limits fit together.
+#[must_use]
+pub fn unhurried() -> destination::Options {
+    destination::Options::builder()
+        .silence_limit(Duration::from_secs(20))
+        .control_limit(Duration::from_secs(40))
+        .build()
+        .expect("they fit together")
+}
