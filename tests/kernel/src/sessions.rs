@@ -99,9 +99,21 @@ pub fn status<'a>(host: &'a str, more: &[&'a str]) -> Vec<&'a str> {
 }
 
 /// Waits until neither host has an SA or a policy.
+///
+/// # Panics
+/// One still has when the limit has come.
 pub fn nothing_left(guest: &Guest) {
+    let limit = Instant::now() + LIMIT;
     for (host, _) in HOSTS {
-        until("everything is taken back", || empty(guest, host));
+        while !empty(guest, host) {
+            if Instant::now() > limit {
+                for table in ["state", "policy"] {
+                    println!("{}", guest.output("ip", &["-n", host, "xfrm", table]));
+                }
+                panic!("not everything is taken back at {host}");
+            }
+            thread::sleep(Duration::from_millis(100));
+        }
     }
 }
 
