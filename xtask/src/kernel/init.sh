@@ -35,6 +35,9 @@ if [ -n "$shell" ]; then
     poweroff -f
 fi
 
+# Modules up to 6.1, built in since.
+modprobe -a virtio_pci virtio_console 2>/dev/null
+
 # The kernel makes the ports known some time after it has started us.
 port() { # name
     while :; do

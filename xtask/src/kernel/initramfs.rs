@@ -170,7 +170,7 @@ fn modules(kernel: &Kernel, busybox: &Path) -> Result<PathBuf> {
     Ok(whole)
 }
 
-/// Copies a folder of modules, each decompressed.
+/// Copies a folder of modules, those that are compressed decompressed.
 fn unpack(from: &Path, to: &Path, busybox: &Path) -> Result<()> {
     fs::create_dir_all(to)?;
     for entry in fs::read_dir(from)? {
@@ -188,7 +188,9 @@ fn unpack(from: &Path, to: &Path, busybox: &Path) -> Result<()> {
             if !status.success() {
                 bail!("{} does not decompress", path.display());
             }
-        } else if name.to_string_lossy().starts_with("modules.") {
+        } else if path.extension().is_some_and(|kind| kind == "ko")
+            || name.to_string_lossy().starts_with("modules.")
+        {
             fs::copy(&path, to.join(&name))?;
         }
     }

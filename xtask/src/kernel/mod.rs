@@ -50,8 +50,8 @@ pub struct KernelOptions {
     /// Fetches and builds what the tests need, and runs none.
     #[arg(long)]
     no_run: bool,
-    /// newest, oldest, or a version as `uname -r` says it, or its beginning; without it, the newest
-    /// and the oldest.
+    /// newest, oldest, former, or a version as `uname -r` says it, or its beginning; without it, the
+    /// newest and the oldest, and the former for tests that are of it.
     #[arg(long, value_name = "VERSION")]
     kernel: Option<String>,
     /// Boots the one kernel, with the tests in it, and gives a shell.
@@ -66,16 +66,18 @@ pub struct KernelOptions {
 }
 
 impl KernelOptions {
-    /// Whether this kernel's run has such a test: in a run of tests that were not named, under
-    /// both kernels, some are left to one of them.
+    /// Whether this kernel's run has such a test: where no kernel was named, the former one has its
+    /// own alone, and of tests that were not named some are left to one of the others.
     fn has(&self, which: &Which, under: Under) -> bool {
-        let left_to = match which {
-            Which::Newest => Under::Newest,
-            Which::Oldest => Under::Oldest,
-            Which::Version(_) => Under::Both,
-        };
-        let all = !self.tests.is_empty() || self.kernel.is_some();
-        all || under == Under::Both || under == left_to
+        match (which, under) {
+            _ if self.kernel.is_some() => true,
+            (Which::Former, _) => under == Under::Former,
+            (_, Under::Former) => false,
+            _ if !self.tests.is_empty() => true,
+            (Which::Newest, _) => under != Under::Oldest,
+            (Which::Oldest, _) => under != Under::Newest,
+            (Which::Version(_), _) => true,
+        }
     }
 }
 
@@ -147,9 +149,10 @@ pub fn command(options: &KernelOptions) -> Result<ExitCode> {
     let kernels = match options.kernel.as_deref() {
         Some("newest") => vec![Which::Newest],
         Some("oldest") => vec![Which::Oldest],
+        Some("former") => vec![Which::Former],
         Some(version) => vec![Which::Version(version.to_owned())],
         None if options.shell => vec![Which::Newest],
-        None => vec![Which::Newest, Which::Oldest],
+        None => vec![Which::Newest, Which::Oldest, Which::Former],
     };
     let programs = program::build(&names)?;
     let rig = Rig {
@@ -160,26 +163,26 @@ pub fn command(options: &KernelOptions) -> Result<ExitCode> {
     if options.shell {
         return rig.shell(&debian::kernel(&kernels[0])?, &programs);
     }
-    let kernels = kernels
-        .into_iter()
-        .map(|which| debian::kernel(&which).map(|kernel| (which, kernel)))
-        .collect::<Result<Vec<_>, _>>()?;
+    let mut runs = Vec::new();
+    for which in kernels {
+        let mut programs = programs.clone();
+        programs.retain(|program| options.has(&which, program.needs.under));
+        if !programs.is_empty() {
+            runs.push((debian::kernel(&which)?, which, programs));
+        }
+    }
     if options.no_run {
-        for (_, kernel) in &kernels {
-            rig.prepare(kernel, &programs)?;
+        for (kernel, _, programs) in &runs {
+            rig.prepare(kernel, programs)?;
         }
         return Ok(ExitCode::SUCCESS);
     }
     // Side by side: a boot keeps little more than one core busy.
     let rig = &rig;
     let tallies = thread::scope(|scope| {
-        let runs: Vec<_> = kernels
+        let runs: Vec<_> = runs
             .iter()
-            .map(|(which, kernel)| {
-                let mut programs = programs.clone();
-                programs.retain(|program| options.has(which, program.needs.under));
-                scope.spawn(move || rig.run(kernel, &programs))
-            })
+            .map(|(kernel, _, programs)| scope.spawn(move || rig.run(kernel, programs)))
             .collect();
         runs.into_iter()
             .map(|run| run.join().expect("it does not panic"))
@@ -187,7 +190,7 @@ pub fn command(options: &KernelOptions) -> Result<ExitCode> {
     })?;
     let mut lines = Vec::new();
     let mut failed = false;
-    for ((which, kernel), tally) in kernels.iter().zip(tallies) {
+    for ((kernel, which, programs), tally) in runs.iter().zip(tallies) {
         lines.push(line(kernel, tally));
         if tally.failed == 0 {
             if options.tests.is_empty() {
@@ -199,7 +202,7 @@ pub fn command(options: &KernelOptions) -> Result<ExitCode> {
         if let Some(previous) = known::previous(which, kernel)? {
             lines.push(known::new_kernel(kernel, previous.as_ref()));
             if let Some(previous) = previous {
-                lines.push(line(&previous, rig.run(&previous, &programs)?));
+                lines.push(line(&previous, rig.run(&previous, programs)?));
             }
         }
     }

@@ -49,6 +49,8 @@ pub enum Under {
     Newest,
     /// The oldest.
     Oldest,
+    /// The former release's, in the soak too.
+    Former,
 }
 
 impl Needs {

@@ -1,4 +1,5 @@
-//! Debian's kernels for clouds: small, and with everything that a virtual machine needs built in.
+//! Debian's kernels for clouds: small, and with what a virtual machine needs built in (bookworm's:
+//! as modules).
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,8 +13,12 @@ use crate::cache;
 /// The suite with the newest kernels; its release has the oldest.
 const SUITE: &str = "trixie-backports";
 
-/// The oldest series that we support beside the newest kernel: trixie's own.
+/// The oldest series under which everything works: trixie's own.
 const OLDEST: &str = "6.12";
+
+/// The release before, and its own series.
+const FORMER_SUITE: &str = "bookworm";
+const FORMER: &str = "6.1";
 
 /// How long the newest is taken to be the newest.
 const LISTS_AGE: Duration = Duration::from_secs(24 * 60 * 60);
@@ -28,6 +33,8 @@ pub enum Which {
     Newest,
     /// The newest of trixie's own series, 6.12.
     Oldest,
+    /// The newest of bookworm's own series, 6.1: for what is missing in it.
+    Former,
     /// This one: its whole name, as `uname -r` says it, or the beginning of it.
     Version(String),
 }
@@ -39,7 +46,7 @@ pub struct Kernel {
     pub version: String,
     /// The image that a boot loader takes.
     pub image: PathBuf,
-    /// Its modules (`*.ko.xz`), without modules.dep.
+    /// Its modules (`*.ko.xz`, before trixie `*.ko`), without modules.dep.
     pub modules: PathBuf,
     /// Its configuration.
     pub config: PathBuf,
@@ -58,7 +65,11 @@ pub fn kernel(which: &Which) -> Result<Kernel, DebianError> {
     {
         return open(&version);
     }
-    let names = match offered() {
+    let suite = match which {
+        Which::Former => FORMER_SUITE,
+        _ => SUITE,
+    };
+    let names = match offered(suite) {
         Ok(names) => names,
         Err(error) => {
             let known = cached.iter().map(|kernel| kernel.version.as_str());
@@ -78,16 +89,16 @@ pub fn kernel(which: &Which) -> Result<Kernel, DebianError> {
         .map(String::as_str)
         .filter(|name| name.ends_with(&format!("-{version}")))
         .collect();
-    let apt = Apt::new(SUITE)?;
+    let apt = Apt::new(suite)?;
     build(&folder(&version), |archives| {
         apt.download_only(&parts, archives)
     })?;
     open(&version)
 }
 
-/// The names of all packages with parts of kernels, asked of the mirror at most once a day.
-fn offered() -> Result<Vec<String>, DebianError> {
-    let list = cache::directory().join("debian/kernels-offered");
+/// The names of a suite's packages with parts of kernels, asked of the mirror at most once a day.
+fn offered(suite: &str) -> Result<Vec<String>, DebianError> {
+    let list = cache::directory().join(format!("debian/kernels-offered-{suite}"));
     let age = fs::metadata(&list)
         .and_then(|data| data.modified())
         .map_or(LISTS_AGE, |time| time.elapsed().unwrap_or_default());
@@ -95,7 +106,7 @@ fn offered() -> Result<Vec<String>, DebianError> {
         let names = fs::read_to_string(&list).map_err(at(&list))?;
         return Ok(names.lines().map(str::to_owned).collect());
     }
-    let apt = Apt::new(SUITE)?;
+    let apt = Apt::new(suite)?;
     apt.refresh()?;
     let names = apt.names(&format!(
         "^linux-(base|binary|image|modules)-[0-9].*{FLAVOUR}$"
@@ -166,6 +177,7 @@ fn pick<'a>(which: &Which, versions: impl Iterator<Item = &'a str>) -> Option<St
     let beginning = match which {
         Which::Newest => "",
         Which::Oldest => OLDEST,
+        Which::Former => FORMER,
         Which::Version(wanted) => wanted,
     };
     let admitted = |version: &&str| {
@@ -201,12 +213,16 @@ mod tests {
             "linux-binary-unsigned-7.11.0+deb13-cloud-amd64",
             "linux-image-cloud-amd64",
             "linux-image-9.0.0+deb13-cloud-amd64-dbg",
+            "linux-image-6.1.0-9-cloud-amd64",
+            "linux-image-6.1.0-44-cloud-amd64",
         ];
         let versions = || names.iter().filter_map(|name| version_of(name));
         let picked = |which| pick(&which, versions());
         let version = |number: &str| Some(format!("{number}+deb13-cloud-amd64"));
         assert_eq!(picked(Which::Newest), version("7.10.1"));
         assert_eq!(picked(Which::Oldest), version("6.12.107"));
+        let former = picked(Which::Former);
+        assert_eq!(former.as_deref(), Some("6.1.0-44-cloud-amd64"));
         assert_eq!(picked(Which::Version("7.3".to_owned())), version("7.3.4"));
         assert_eq!(picked(Which::Version("6.12.9".to_owned())), None);
     }

@@ -1,0 +1,120 @@
+//! A kernel that is older than SAs of one CPU (Linux 6.13) and their directions (6.10): one for each CPU is refused, one for each connection is served.
+
+use std::net::{TcpListener, TcpStream};
+use std::process::ExitCode;
+
+use dunlin_kernel_tests::ipsec::{Hosts, Sa};
+use dunlin_kernel_tests::sessions::{
+    AT, BYTES, Capture, PORTS, Process, SERVER, associations, captured, carry, connect, connect_to,
+    credentials, inside, nothing_left, status, until, up_with,
+};
+use dunlin_kernel_tests::{Guest, Needs, Under, run};
+use dunlin_sys::xfrm::{Direction, Error, PerCpu};
+use serde_json::Value;
+
+const NEEDS: Needs = Needs {
+    cpus: 2,
+    packages: &["iproute2", "tcpdump"],
+    dunlin: true,
+    under: Under::Former,
+    ..Needs::NOTHING
+};
+
+fn main() -> ExitCode {
+    run(&NEEDS, |guest| {
+        if guest.kernel() >= (6, 10) {
+            guest.skip("Linux knows directions of SAs since 6.10");
+        }
+        println!("what_it_passes_over_is_found_by_reading_back");
+        what_it_passes_over_is_found_by_reading_back(guest);
+        connect(guest);
+        credentials(guest);
+        let capture = Capture::begin("b", "former.pcap");
+        let serve = Process::serve();
+        println!("an_sa_for_each_cpu_is_refused_with_the_reason");
+        an_sa_for_each_cpu_is_refused_with_the_reason(guest);
+        println!("i6_an_sa_for_each_connection_is_served");
+        i6_an_sa_for_each_connection_is_served(guest);
+        serve.end(guest);
+        capture.end(guest);
+        let seen = |filter: &str| captured(guest, "former.pcap", filter);
+        let clear = format!("tcp portrange {PORTS}");
+        assert_eq!(seen(&clear), 0, "in the clear");
+        assert!(seen("esp") > 100, "by ESP");
+    })
+}
+
+/// It takes either attribute without a word, and has forgotten it.
+fn what_it_passes_over_is_found_by_reading_back(guest: &Guest) {
+    let hosts = Hosts::new(guest);
+    let Hosts { a, b, .. } = &hosts;
+    assert_eq!(a.xfrm.per_cpu().expect("it can be asked"), PerCpu::Ignored);
+    assert!(!a.xfrm.keeps_directions().expect("it can be asked"));
+    assert_eq!(a.xfrm.states().expect("it can be asked"), []);
+    let mut state = Sa::new(0x1000).of_cpu(1).state(a, b, Direction::Out);
+    let refused = a.xfrm.add_state(&state);
+    println!("without a replay window: {refused:?}");
+    assert!(refused.is_err(), "a window of outbound SAs too");
+    state.replay_window = 32;
+    a.xfrm.add_state(&state).expect("without a word");
+    let held = a.xfrm.state(&state.id).expect("it can be asked");
+    let held = held.expect("it is there");
+    assert_eq!((held.cpu, held.direction), (None, None));
+    let verified = a.xfrm.verify(&state);
+    let Err(Error::Differs { what: "the CPU" }) = verified else {
+        panic!("{verified:?}")
+    };
+}
+
+fn an_sa_for_each_cpu_is_refused_with_the_reason(guest: &Guest) {
+    let refused = up_with(SERVER, &["--mode", "cpu"])
+        .output()
+        .expect("ip starts");
+    let said = String::from_utf8_lossy(&refused.stderr);
+    println!("{said}");
+    assert!(!refused.status.success());
+    for words in ["for one of all CPUs", "--mode connection", "Linux 6.13"] {
+        assert!(said.contains(words), "{words}: {said}");
+    }
+    nothing_left(guest);
+}
+
+/// As for a hypervisor with several connections: each has its SA, also with new keys.
+fn i6_an_sa_for_each_connection_is_served(guest: &Guest) {
+    let session = Process::up("connection");
+    let listener = inside("b", || TcpListener::bind(AT)).expect("b listens");
+    let connections: Vec<(TcpStream, TcpStream)> = (0..4)
+        .map(|_| {
+            let near = inside("a", || connect_to(AT)).expect("a connects");
+            (near, listener.accept().expect("b accepts").0)
+        })
+        .collect();
+    let own = |host: &str| -> Vec<Value> {
+        let is_own = |one: &Value| one["direction"] == "out" && !one["connection"].is_null();
+        associations(guest, host)
+            .into_iter()
+            .filter(is_own)
+            .collect()
+    };
+    for (host, epoch) in [("a", 1), ("b", 1), ("a", 2), ("b", 2)] {
+        if host == "a" && epoch == 2 {
+            carry(guest, &connections);
+            for host in ["a", "b"] {
+                guest.command("dunlin", &status(host, &["--rekey"]));
+            }
+        }
+        until("each connection has its SA", || {
+            let own = own(host);
+            own.len() == 4 && own.iter().all(|one| one["epoch"] == epoch)
+        });
+    }
+    carry(guest, &connections);
+    let used = own("a");
+    for one in &used {
+        assert!(one["bytes"].as_u64() >= Some(BYTES as u64), "{used:?}");
+        assert_eq!(one["cpu"], Value::Null, "{used:?}");
+    }
+    drop(connections);
+    session.end(guest);
+    nothing_left(guest);
+}
