@@ -10,6 +10,19 @@ use crate::ipsec::object::{Direction, Object};
 use crate::ipsec::plan::{Layout, REQIDS, Step};
 use crate::ipsec::ports::PortRange;
 
+/// Mistakes that are planted, and what finds each.
+#[cfg(feature = "mistakes")]
+pub(in crate::ipsec) const FOUND_BY: [(Mistake, fn()); 2] = [
+    (
+        Mistake::SaNumberedAgain,
+        new_keys_replace_the_old_ones_in_both_directions,
+    ),
+    (
+        Mistake::RetiredBeforeSwitch,
+        i6_what_one_side_seals_the_other_opens_at_every_moment,
+    ),
+];
+
 fn terms(mode: Mode, sas_max: u16) -> Terms {
     Terms {
         mode,
@@ -349,7 +362,7 @@ fn deed() -> impl Strategy<Value = Deed> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(128))]
+    #![proptest_config(ProptestConfig { cases: 128, failure_persistence: None, ..ProptestConfig::default() })]
 
     /// Whatever is wanted, released and renewed, in whatever order both sides do it:
     /// what one seals the other opens, nothing is in the clear, and no key is
