@@ -19,7 +19,7 @@ pub(in crate::ipsec) const FOUND_BY: [(Mistake, fn()); 2] = [
     ),
     (
         Mistake::RetiredBeforeSwitch,
-        i6_what_one_side_seals_the_other_opens_at_every_moment,
+        nothing_is_sent_any_more_by_what_the_peer_is_told_to_retire,
     ),
 ];
 
@@ -340,6 +340,32 @@ fn new_keys_replace_the_old_ones_in_both_directions() {
     assert_eq!(senders_of(&pair.sides[0]).len(), 3);
     // Two and a fallback one way, one and a fallback the other: nothing is left over.
     assert_eq!(pair.sides[0].kernel.associations.len(), 5);
+}
+
+/// So that the peer may remove it at once, whichever of both is the faster.
+#[test]
+fn nothing_is_sent_any_more_by_what_the_peer_is_told_to_retire() {
+    for first in 0..4 {
+        let mut pair = Pair::new(Mode::Cpu, [cpus(&[0, 1]), cpus(&[2])], MAX_SAS);
+        pair.settle();
+        for side in &mut pair.sides {
+            side.exchange.rekey();
+        }
+        while pair.step(first) {
+            for side in &mut pair.sides {
+                let late = std::mem::take(&mut side.late);
+                side.apply(&late);
+            }
+            pair.check();
+        }
+        for side in &pair.sides {
+            assert_eq!(
+                (side.exchange.outbound().0, side.exchange.inbound().0),
+                (2, 2)
+            );
+            assert_eq!(side.kernel.associations.len(), 5, "the old ones have gone");
+        }
+    }
 }
 
 #[derive(Clone, Debug)]
