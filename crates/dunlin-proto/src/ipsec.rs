@@ -34,6 +34,8 @@ pub mod message;
 mod model;
 pub mod object;
 pub mod plan;
+#[cfg(all(test, feature = "mistakes"))]
+mod planted;
 pub mod ports;
 
 use std::fmt;

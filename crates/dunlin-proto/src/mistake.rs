@@ -64,6 +64,20 @@ pub enum Mistake {
     LostChunkForgotten,
     /// An abort waits until what came before it has been delivered.
     ResetBehindData,
+    /// The SAs of new keys are numbered from 0 again, and what their keys are
+    /// derived from as well. Right: a session's numbers never come twice.
+    SaNumberedAgain,
+    /// New keys bear the request id of those before. Right: policies alone lead
+    /// from one epoch's SAs to the next one's.
+    RequestIdKept,
+    /// The peer is told to retire an epoch while policies still lead to its SAs.
+    RetiredBeforeSwitch,
+    /// What is taken back goes while policies still protect. Right: they block
+    /// before anything goes.
+    TakenBackUnblocked,
+    /// An heir removes what blocks its ports, and then shuts them by its own.
+    /// Right: one is put in the other's place.
+    HeirOpens,
 }
 
 impl Mistake {
@@ -96,6 +110,15 @@ impl Mistake {
         Self::DuplicateDelivered,
         Self::LostChunkForgotten,
         Self::ResetBehindData,
+    ];
+
+    /// Every mistake in IPsec sessions.
+    pub const IPSEC: &'static [Self] = &[
+        Self::SaNumberedAgain,
+        Self::RequestIdKept,
+        Self::RetiredBeforeSwitch,
+        Self::TakenBackUnblocked,
+        Self::HeirOpens,
     ];
 }
 

@@ -28,11 +28,12 @@ use super::plan::Udp;
 use super::{Grant, Mode, Sender, Slot};
 use crate::fault::FaultCode;
 use crate::limits::{MAX_SAS, MAX_TEXT_BYTES};
+use crate::mistake::{Mistake, planted};
 
 mod receiving;
 mod sending;
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;
 
 use receiving::Receiving;
 use sending::Sending;
@@ -297,10 +298,16 @@ impl Exchange {
             }
             (Phase::Greeting, Message::Terms(terms)) => self.agree(&terms),
             (Phase::Running, Message::Want { epoch, slots }) => self.wanted(epoch, slots),
-            (Phase::Running, Message::Granted { epoch, spis }) => self
-                .sending
-                .granted(epoch, &spis)
-                .map(|action| self.actions.push_back(action)),
+            (Phase::Running, Message::Granted { epoch, spis }) => {
+                let old = self.sending.live().0;
+                if planted(Mistake::RetiredBeforeSwitch) && old > 0 && epoch > old {
+                    let retire = Message::Retire { epoch: old };
+                    self.actions.push_back(Action::Send(retire));
+                }
+                self.sending
+                    .granted(epoch, &spis)
+                    .map(|action| self.actions.push_back(action))
+            }
             (Phase::Running, Message::Ready) => self.heard_ready(),
             (Phase::Running, Message::Retire { epoch }) => self
                 .receiving

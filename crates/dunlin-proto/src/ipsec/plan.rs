@@ -37,7 +37,7 @@
 //! that an incoming policy need not change with epochs. Outbound SAs bear one for each
 //! epoch, or for each connection and epoch.
 
-mod adopt;
+pub(super) mod adopt;
 
 use std::net::IpAddr;
 
@@ -47,6 +47,7 @@ use super::object::{
 };
 use super::ports::{PortBlock, PortRange};
 use super::{Grant, Mode, Sender};
+use crate::mistake::{Mistake, planted};
 
 /// The least priority of policies. Each session has two of its own behind it, so that
 /// none takes another's policy for its own: at most 65,634, where strongSwan's begin
@@ -283,6 +284,9 @@ impl Layout {
 
     /// Two epochs stand at the same time, and never more.
     fn reqid_of_epoch(&self, epoch: u32) -> u32 {
+        if planted(Mistake::RequestIdKept) {
+            return self.first_reqid + 1;
+        }
         self.first_reqid + 1 + epoch % 2
     }
 
@@ -348,7 +352,8 @@ pub fn undo(installed: &[Object]) -> Undo {
         };
         let step = Step::Replace(blocking);
         let is_protecting = policy.direction == Direction::Out && policy != blocking;
-        if is_protecting && !undo.now.contains(&step) {
+        let blocks = is_protecting && !planted(Mistake::TakenBackUnblocked);
+        if blocks && !undo.now.contains(&step) {
             undo.now.push(step);
         }
     }
@@ -378,4 +383,4 @@ pub fn undo(installed: &[Object]) -> Undo {
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

@@ -1,6 +1,7 @@
 //! Whole sessions of `dunlin ipsec` between two hosts: an SA for each connection and for each CPU,
 //! new keys, and what others do to them.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::process::CommandExt;
@@ -99,6 +100,8 @@ fn i6_four_connections_have_an_sa_each_and_new_keys(guest: &Guest) {
         assert!(one["bytes"].as_u64() >= Some(BYTES as u64), "{used:?}");
         assert_eq!(one["not_authentic"], 0, "{used:?}");
     }
+    let mut seen = keys(guest, "a");
+    assert!(seen.len() >= 10, "four and the fallback each way: {seen:?}");
     for host in ["a", "b"] {
         guest.command("dunlin", &status(host, &["--rekey"]));
     }
@@ -106,6 +109,12 @@ fn i6_four_connections_have_an_sa_each_and_new_keys(guest: &Guest) {
         let lines = associations(guest, "a");
         lines.iter().all(|one| one["epoch"] == 2)
     });
+    let before = seen.len();
+    seen.extend(keys(guest, "a"));
+    assert!(seen.len() >= before + 10, "none keeps its number: {seen:?}");
+    // GCM's secrecy is gone where one key serves two SAs, which both count from 0.
+    let different: BTreeSet<&String> = seen.values().collect();
+    assert_eq!(different.len(), seen.len(), "a key serves twice: {seen:?}");
     carry(guest, &connections);
     let used = own(&associations(guest, "a"));
     assert_eq!(used.len(), 4);
@@ -203,6 +212,18 @@ fn what_is_in_the_way_is_named(guest: &Guest) {
         "the first session's stand"
     );
     assert_eq!(associations(guest, "b").len(), 2);
+    // Nor may the control connection be among the ports, of its own session or of another one.
+    let server = serve_at("[::]:4447", "4447-4451", "host-a.example");
+    for (ports, why) in [
+        (
+            "4447",
+            "port 4447 of the control connection is one of the ports",
+        ),
+        ("4448-4451", "port 4447 here, which another policy is for"),
+    ] {
+        says(up_at("10.0.0.2:4447", ports), why);
+    }
+    server.end(guest);
     session.end(guest);
     nothing_left(guest);
 }
@@ -210,10 +231,7 @@ fn what_is_in_the_way_is_named(guest: &Guest) {
 /// A second session from the same host is refused, and says why.
 fn refused(why: &str) {
     let more = ["--mode", "connection", "--control", "run-2"];
-    let refused = up_with(SERVER, &more).output().expect("it starts");
-    let said = String::from_utf8_lossy(&refused.stderr);
-    assert!(!refused.status.success());
-    assert!(said.contains(why), "{said}");
+    says(up_with(SERVER, &more), why);
 }
 
 /// The ports are blocked then, and whoever had the session protected is told.
@@ -311,48 +329,46 @@ fn up_that_is_told_to_end_does_not_wait(guest: &Guest) {
 
 /// A certificate does not do from elsewhere.
 fn a_peer_is_bound_to_its_addresses(guest: &Guest) {
-    let serve = |peer: &str| {
-        let mut command = Command::new("ip");
-        let words = [
-            "dunlin",
-            "ipsec",
-            "serve",
-            "--listen",
-            "[::]:7303",
-            "--ports",
-            "4444-4447",
-            "--identity",
-            "host-b",
-            "--peer",
-            peer,
-            "--control",
-            "run-3",
-            "--state-dir",
-            "state-b",
-        ];
-        command.args(netns("b", &words));
-        Process::begin(command, "listening on")
-    };
-    let up = || {
-        let mut command = Command::new("ip");
-        let words = ["dunlin", "ipsec", "up", "--peer", "10.0.0.2:7303"];
-        command
-            .args(netns("a", &words))
-            .args(["--name", NAME, "--ports", PORTS, "--identity", "host-a"])
-            .args(["--state-dir", "state-a", "--control", "run-2"])
-            .args(["--mode", "connection"]);
-        command
-    };
-    let server = serve("host-a.example=10.0.0.3,fd00::/64");
-    let refused = up().output().expect("it starts");
-    let said = String::from_utf8_lossy(&refused.stderr);
-    assert!(said.contains("may not come from 10.0.0.1"), "{said}");
+    let up = || up_at("10.0.0.2:7303", PORTS);
+    let server = serve_at("[::]:7303", PORTS, "host-a.example=10.0.0.3,fd00::/64");
+    says(up(), "may not come from 10.0.0.1");
     assert!(empty(guest, "a") && empty(guest, "b"));
     server.end(guest);
-    let server = serve("host-a.example=10.0.0.0/31");
+    let server = serve_at("[::]:7303", PORTS, "host-a.example=10.0.0.0/31");
     Process::begin(up(), "up").end(guest);
     server.end(guest);
     nothing_left(guest);
+}
+
+/// Another server at host b.
+fn serve_at(listen: &str, ports: &str, peer: &str) -> Process {
+    let words = ["dunlin", "ipsec", "serve", "--listen", listen];
+    let mut command = Command::new("ip");
+    command
+        .args(netns("b", &words))
+        .args(["--ports", ports, "--identity", "host-b", "--peer", peer])
+        .args(["--control", "run-3", "--state-dir", "state-b"]);
+    Process::begin(command, "listening on")
+}
+
+/// Another session from host a.
+fn up_at(server: &str, ports: &str) -> Command {
+    let words = ["dunlin", "ipsec", "up", "--peer", server];
+    let mut command = Command::new("ip");
+    command
+        .args(netns("a", &words))
+        .args(["--name", NAME, "--ports", ports, "--identity", "host-a"])
+        .args(["--state-dir", "state-a", "--control", "run-2"])
+        .args(["--mode", "connection", "--patience", "60s"]);
+    command
+}
+
+/// Fails, and says why.
+fn says(mut command: Command, why: &str) {
+    let refused = command.output().expect("it starts");
+    let said = String::from_utf8_lossy(&refused.stderr);
+    assert!(!refused.status.success());
+    assert!(said.contains(why), "{said}");
 }
 
 /// What a connection still has to send is not sent in the clear when its session ends.
@@ -429,6 +445,22 @@ fn p13_a_server_that_was_killed_takes_its_own_back(guest: &Guest, serve: Process
 fn has_none(guest: &Guest, host: &str) -> bool {
     let sessions = guest.output("dunlin", &status(host, &["--json"]));
     sealed(guest, host) == 0 && sessions.is_empty()
+}
+
+/// The keys of a host's SAs by SPI, as the kernel has them.
+fn keys(guest: &Guest, host: &str) -> BTreeMap<String, String> {
+    let states = guest.output("ip", &["-n", host, "-o", "xfrm", "state"]);
+    let word_after = |line: &str, name: &str| {
+        let mut words = line.split_whitespace().skip_while(|word| *word != name);
+        words.nth(1).map(str::to_owned)
+    };
+    let key = |line: &str| {
+        Some((
+            word_after(line, "spi")?,
+            word_after(line, "rfc4106(gcm(aes))")?,
+        ))
+    };
+    states.lines().filter_map(key).collect()
 }
 
 /// How many SAs a host has.

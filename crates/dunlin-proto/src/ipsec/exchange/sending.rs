@@ -6,6 +6,7 @@ use super::{Action, Breach, distinct, malformed};
 use crate::fault::FaultCode;
 use crate::ipsec::message::Message;
 use crate::ipsec::{Grant, Sender, Slot};
+use crate::mistake::{Mistake, planted};
 
 #[derive(Debug)]
 pub(super) struct Sending {
@@ -107,6 +108,9 @@ impl Sending {
         }
         let first = senders.contains(&Sender::Fallback);
         let epoch = self.epoch.checked_add(u32::from(first));
+        if first && planted(Mistake::SaNumberedAgain) {
+            self.next_index = 0;
+        }
         let slots = senders.into_iter().map(|sender| {
             let index = self.next_index;
             self.next_index = index.checked_add(1)?;
@@ -184,7 +188,9 @@ impl Sending {
             grants: before,
             over: false,
         });
-        actions.push_back(Action::Send(Message::Retire { epoch: old }));
+        if !planted(Mistake::RetiredBeforeSwitch) {
+            actions.push_back(Action::Send(Message::Retire { epoch: old }));
+        }
     }
 
     /// Wishes that the peer has room for beside `held` SAs. The others wait for room.

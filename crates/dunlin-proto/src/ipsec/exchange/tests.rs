@@ -10,6 +10,19 @@ use crate::ipsec::object::{Direction, Object};
 use crate::ipsec::plan::{Layout, REQIDS, Step};
 use crate::ipsec::ports::PortRange;
 
+/// Mistakes that are planted, and what finds each.
+#[cfg(feature = "mistakes")]
+pub(in crate::ipsec) const FOUND_BY: [(Mistake, fn()); 2] = [
+    (
+        Mistake::SaNumberedAgain,
+        new_keys_replace_the_old_ones_in_both_directions,
+    ),
+    (
+        Mistake::RetiredBeforeSwitch,
+        nothing_is_sent_any_more_by_what_the_peer_is_told_to_retire,
+    ),
+];
+
 fn terms(mode: Mode, sas_max: u16) -> Terms {
     Terms {
         mode,
@@ -329,6 +342,32 @@ fn new_keys_replace_the_old_ones_in_both_directions() {
     assert_eq!(pair.sides[0].kernel.associations.len(), 5);
 }
 
+/// So that the peer may remove it at once, whichever of both is the faster.
+#[test]
+fn nothing_is_sent_any_more_by_what_the_peer_is_told_to_retire() {
+    for first in 0..4 {
+        let mut pair = Pair::new(Mode::Cpu, [cpus(&[0, 1]), cpus(&[2])], MAX_SAS);
+        pair.settle();
+        for side in &mut pair.sides {
+            side.exchange.rekey();
+        }
+        while pair.step(first) {
+            for side in &mut pair.sides {
+                let late = std::mem::take(&mut side.late);
+                side.apply(&late);
+            }
+            pair.check();
+        }
+        for side in &pair.sides {
+            assert_eq!(
+                (side.exchange.outbound().0, side.exchange.inbound().0),
+                (2, 2)
+            );
+            assert_eq!(side.kernel.associations.len(), 5, "the old ones have gone");
+        }
+    }
+}
+
 #[derive(Clone, Debug)]
 enum Deed {
     Happen(usize),
@@ -349,7 +388,7 @@ fn deed() -> impl Strategy<Value = Deed> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(128))]
+    #![proptest_config(ProptestConfig { cases: 128, failure_persistence: None, ..ProptestConfig::default() })]
 
     /// Whatever is wanted, released and renewed, in whatever order both sides do it:
     /// what one seals the other opens, nothing is in the clear, and no key is

@@ -3,6 +3,7 @@
 
 use super::Step;
 use crate::ipsec::object::{Object, Policy};
+use crate::mistake::{Mistake, planted};
 
 /// What an heir does.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -28,11 +29,16 @@ pub fn adopt(begin: &[Step], left: &[Policy]) -> Adoption {
     };
     let mut adoption = Adoption::default();
     for step in begin {
-        let replaces = |own: &Policy| left.iter().any(|other| other.is_in_place_of(own));
-        adoption.begin.push(match own(step) {
-            Some(policy) if replaces(&policy) => Step::Replace(policy),
-            _ => *step,
-        });
+        let before = |own: &Policy| left.iter().find(|other| other.is_in_place_of(own));
+        let replaced = own(step).and_then(|own| Some((own, before(&own)?)));
+        match replaced {
+            Some((_, other)) if planted(Mistake::HeirOpens) => {
+                let gone = Step::Remove(Object::Policy(*other));
+                adoption.begin.extend([gone, *step]);
+            }
+            Some((own, _)) => adoption.begin.push(Step::Replace(own)),
+            None => adoption.begin.push(*step),
+        }
     }
     let rivals = |other: &Policy| {
         let other = *other;
@@ -56,7 +62,7 @@ pub fn adopt(begin: &[Step], left: &[Policy]) -> Adoption {
 }
 
 #[cfg(test)]
-mod tests {
+pub(in crate::ipsec) mod tests {
     #![allow(clippy::unwrap_used)]
 
     use proptest::prelude::*;
@@ -67,8 +73,13 @@ mod tests {
     use crate::ipsec::plan::tests::{ends, layout, life, senders, standing};
     use crate::ipsec::plan::{REQIDS, undo};
 
+    /// A mistake that is planted, and what finds it.
+    #[cfg(feature = "mistakes")]
+    pub(in crate::ipsec) const FOUND_BY: [(Mistake, fn()); 1] =
+        [(Mistake::HeirOpens, i6_an_heir_opens_no_port_while_it_begins)];
+
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(64))]
+        #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
 
         /// An heir of a process that was killed after any step, with whatever ports.
         #[test]

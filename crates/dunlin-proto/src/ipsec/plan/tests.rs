@@ -10,6 +10,19 @@ use crate::ipsec::Slot;
 use crate::ipsec::key::{Role, context};
 use crate::ipsec::model::{Kernel, Packet, Sent};
 
+/// Mistakes that are planted, and what finds each.
+#[cfg(feature = "mistakes")]
+pub(in crate::ipsec) const FOUND_BY: [(Mistake, fn()); 2] = [
+    (
+        Mistake::RequestIdKept,
+        new_keys_carry_nothing_before_a_policy_leads_to_them,
+    ),
+    (
+        Mistake::TakenBackUnblocked,
+        i6_what_a_dead_process_left_is_taken_back_without_a_moment_in_the_clear,
+    ),
+];
+
 const LOCAL: [u8; 4] = [192, 0, 2, 1];
 const PEER: [u8; 4] = [192, 0, 2, 2];
 
@@ -119,7 +132,7 @@ fn any_mode() -> impl Strategy<Value = Mode> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(48))]
+    #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..ProptestConfig::default() })]
 
     /// Nothing of the ports leaves or enters in the clear at any step between the
     /// first policies and the quiet end, whatever the numbers of CPUs.
@@ -342,6 +355,47 @@ fn sas_in_udp_differ_in_their_source_ports() {
     );
     let inward = ports(layout.inbound(1, &own[..1]));
     assert_eq!(inward, [(60_000, 4500)]);
+}
+
+/// Neither epoch's SAs are mixed with the other's: what goes by the old ones is led to the new by
+/// policies alone, once they all stand, and the end of the old ones changes nothing.
+#[test]
+fn new_keys_carry_nothing_before_a_policy_leads_to_them() {
+    for mode in [Mode::Cpu, Mode::Connection] {
+        let layout = layout(4444, 4444, mode);
+        let own = senders(mode, &[2, 3]);
+        let of_epoch = |epoch: u32| grants(&own, 10 * epoch, 0x1000 * epoch);
+        let mut kernel = Kernel::default();
+        let mut spis_after = |step: &Step| {
+            kernel.apply(step);
+            [2, 3, 9].map(
+                |number| match kernel.send(ends(number, 4444)[0], u32::from(number)) {
+                    Sent::Sealed { spi, .. } => spi,
+                    _ => 0,
+                },
+            )
+        };
+        layout.begin().iter().for_each(|step| _ = spis_after(step));
+        let mut before = [0; 3];
+        for step in layout.outbound(1, &of_epoch(1), true, &[]) {
+            before = spis_after(&step);
+        }
+        for epoch in 2..5 {
+            let renewed = layout.outbound(epoch, &of_epoch(epoch), true, &own);
+            let retired = layout.retire(epoch - 1, &of_epoch(epoch - 1), false);
+            for step in renewed.iter().chain(&retired) {
+                let spis = spis_after(step);
+                if !matches!(step, Step::Replace(_)) {
+                    assert_eq!(spis, before, "after {step:?}");
+                }
+                before = spis;
+            }
+            assert!(
+                before.iter().all(|spi| spi / 0x1000 == epoch),
+                "{before:x?}"
+            );
+        }
+    }
 }
 
 /// By what a session derives its keys: each SA once, its two ends the same.

@@ -38,6 +38,8 @@ const LOOK: Duration = Duration::from_secs(1);
 const LINGER: Duration = Duration::from_secs(1);
 /// How long an inbound SA stays after its last packet was sent.
 const GRACE: Duration = Duration::from_secs(2);
+/// How long a peer's last words may take that are to be heard where nothing can be said to it.
+const LAST_WORDS: Duration = Duration::from_secs(2);
 /// So many may stay for that; if a peer has more made and released, the oldest go earlier.
 const MOST_LATE: usize = 2 * MAX_SAS as usize;
 
@@ -64,6 +66,8 @@ pub(super) struct Driver {
     /// Connections that have an SA, or were given one.
     known: BTreeSet<Connection>,
     waits_since: Option<(Awaited, Instant)>,
+    /// Why nothing can be said any more, and since when.
+    unsaid: Option<(IpsecError, Instant)>,
     rekeyed: Instant,
     /// When the policies were last seen to stand.
     looked: Instant,
@@ -98,6 +102,7 @@ impl Driver {
             late: Vec::new(),
             known: BTreeSet::new(),
             waits_since: None,
+            unsaid: None,
             rekeyed: Instant::now(),
             looked: Instant::now(),
             failed: None,
@@ -311,6 +316,12 @@ impl Driver {
     /// What time brings: silence, connections that come and go, SAs that are to go.
     fn look_around(&mut self) -> Result<(), IpsecError> {
         let now = Instant::now();
+        if let Some((error, since)) = self.unsaid.take() {
+            if now.duration_since(since) >= LAST_WORDS {
+                return Err(error);
+            }
+            self.unsaid = Some((error, since));
+        }
         self.waits_since = match (self.exchange.waits_for(), self.waits_since) {
             (None, _) => None,
             (Some(what), Some((before, since))) if what == before => Some((before, since)),
@@ -391,10 +402,17 @@ impl Driver {
         self.layout.ok_or(IpsecError::Ended)
     }
 
-    fn send(&self, message: &Message) -> Result<(), IpsecError> {
+    /// A peer that has ended the session takes nothing any more, while its own word on that may
+    /// not have been heard yet: the end is then as it says, and no loss of the connection.
+    fn send(&mut self, message: &Message) -> Result<(), IpsecError> {
         let mut bytes = Vec::new();
         message.encode(&mut bytes)?;
-        Ok(self.control.send(&bytes)?)
+        if self.unsaid.is_none()
+            && let Err(error) = self.control.send(&bytes)
+        {
+            self.unsaid = Some((error.into(), Instant::now()));
+        }
+        Ok(())
     }
 
     /// Ends the session for a reason of this side's; the first one counts.

@@ -1,0 +1,24 @@
+//! Mistakes that are planted in the decisions of IPsec sessions are found by the tests beside these.
+
+use std::panic::catch_unwind;
+
+use super::exchange::tests as exchange;
+use super::plan::adopt::tests as adopt;
+use super::plan::tests as plan;
+use crate::mistake::{Mistake, plant};
+
+#[test]
+fn i6_planted_mistakes_of_ipsec_are_found() {
+    let finds = |test: fn(), mistake| {
+        let _planted = plant(mistake);
+        catch_unwind(test).is_err()
+    };
+    let all = [&exchange::FOUND_BY[..], &plan::FOUND_BY, &adopt::FOUND_BY].concat();
+    for (mistake, test) in &all {
+        assert!(!finds(*test, None), "nothing is amiss but {mistake:?}");
+        assert!(finds(*test, Some(*mistake)), "{mistake:?} was not found");
+    }
+    for mistake in Mistake::IPSEC {
+        assert!(all.iter().any(|(tried, _)| tried == mistake), "{mistake:?}");
+    }
+}
