@@ -46,6 +46,7 @@ pub use bound::{AddressBlock, NotAddresses};
 pub use dial::{up, up_unless};
 pub use door::{Peer, Server};
 pub use error::IpsecError;
+pub use record::Owner;
 pub use session::{AssociationStatus, Session, Status};
 
 use crate::lane::peers::Peer as Allowed;
