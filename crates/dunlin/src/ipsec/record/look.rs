@@ -14,6 +14,12 @@ use super::{EXTENSION, FORMAT, IpsecError, MOST_BYTES, Record, Shelf, header, io
 const TRIES: usize = 4;
 
 impl Shelf {
+    /// The directory, if it is there; it is neither made nor looked at.
+    pub(in crate::ipsec) fn standing(directory: &Path) -> Option<Self> {
+        let directory = directory.to_owned();
+        directory.is_dir().then_some(Self { directory })
+    }
+
     /// All records in this namespace, and whether a process keeps each. Whoever calls has the
     /// shelf's [lock](Shelf::lock): a record that is looked at is locked for a moment, so that
     /// others would take its process for alive, or not be able to make it.
