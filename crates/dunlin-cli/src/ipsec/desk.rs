@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use dunlin::ipsec::{self, Association, Direction, Sender};
+use dunlin::ipsec::{self, Association, Direction, Recorded, Sender};
 use serde::{Deserialize, Serialize};
 
 use crate::code::{DONE, FAILED};
@@ -16,9 +16,12 @@ use crate::control::{Socket, read_request};
 use crate::display::clean;
 use crate::options::ControlPath;
 use crate::service::say;
+use crate::sessions::StatePath;
 
 /// How long an answer may take: `down` waits for connections to end.
 const ANSWER_LIMIT: Duration = Duration::from_secs(120);
+/// How long a process may take to say how it stands, before its record is taken at its word.
+const STATUS_LIMIT: Duration = Duration::from_secs(10);
 
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -37,6 +40,10 @@ pub(super) struct SessionLine {
     ports: Option<String>,
     mode: Option<String>,
     up: bool,
+    /// Whose it is; none where a record of another release does not say so.
+    process: Option<u32>,
+    /// Whether that process keeps it. If not, it has died or given it up, and has left this.
+    kept: bool,
     associations: Vec<AssociationLine>,
 }
 
@@ -79,24 +86,58 @@ impl SessionLine {
             ports: layout.map(|layout| layout.ports.to_string()),
             mode: layout.map(|layout| layout.mode.to_string()),
             up: status.is_some_and(|status| status.up),
+            process: Some(std::process::id()),
+            kept: true,
             associations: associations.map(AssociationLine::new).collect(),
         }
     }
 
+    /// Of a process that is not asked, or does not answer.
+    pub(super) fn recorded(session: &Recorded) -> Self {
+        let owner = session.owner.as_ref();
+        let unknown = || session.record.display().to_string();
+        Self {
+            peer: owner.map_or_else(unknown, |owner| owner.name.clone()),
+            local_address: owner.map(|owner| owner.local.ip().to_string()),
+            peer_address: owner.map(|owner| owner.peer.ip().to_string()),
+            ports: owner.map(|owner| owner.ports.to_string()),
+            mode: owner.map(|owner| owner.mode.to_string()),
+            up: session.protects,
+            process: owner.map(|owner| owner.pid),
+            kept: session.is_kept,
+            associations: session
+                .associations
+                .iter()
+                .map(AssociationLine::new)
+                .collect(),
+        }
+    }
+
     fn print(&self) {
+        println!("{}", self.head());
+        for one in &self.associations {
+            one.print();
+        }
+    }
+
+    fn head(&self) -> String {
         let unknown = || "?".to_owned();
-        println!(
-            "{}: ports {} between {} and {}, by {}, {}",
+        let process = self.process.map_or_else(unknown, |pid| pid.to_string());
+        let whose = match (self.kept, self.up) {
+            (true, true) => format!("up, process {process}"),
+            (true, false) => format!("not up, process {process}"),
+            (false, _) => format!(
+                "left by process {process}, which has died or lost it: `dunlin ipsec clean` takes it back"
+            ),
+        };
+        format!(
+            "{}: ports {} between {} and {}, by {}, {whose}",
             clean(&self.peer),
             self.ports.clone().unwrap_or_else(unknown),
             self.local_address.clone().unwrap_or_else(unknown),
             self.peer_address.clone().unwrap_or_else(unknown),
             self.mode.clone().unwrap_or_else(unknown),
-            if self.up { "up" } else { "not up" }
-        );
-        for one in &self.associations {
-            one.print();
-        }
+        )
     }
 }
 
@@ -225,6 +266,13 @@ impl Which {
         for socket in sockets {
             match ask(&socket, request) {
                 Ok(answer) => answers.push(answer),
+                // What it has is on record all the same.
+                Err(error) if self.name.is_none() && matches!(request, Request::Status) => {
+                    if UnixStream::connect(&socket).is_ok() {
+                        let at = socket.display();
+                        say(&format!("{at} does not say how it stands: {error:#}"));
+                    }
+                }
                 // Of one that has died, where nobody has asked for just that one.
                 Err(_) if self.name.is_none() && UnixStream::connect(&socket).is_err() => {}
                 Err(error) => return Err(error),
@@ -241,7 +289,10 @@ fn ask(socket: &Path, request: Request) -> Result<Answer> {
             socket.display()
         )
     })?;
-    stream.set_read_timeout(Some(ANSWER_LIMIT))?;
+    stream.set_read_timeout(Some(match request {
+        Request::Status => STATUS_LIMIT,
+        Request::Rekey | Request::Down => ANSWER_LIMIT,
+    }))?;
     writeln!(stream, "{}", serde_json::to_string(&request)?)?;
     let mut text = String::new();
     BufReader::new(stream).read_line(&mut text)?;
@@ -264,6 +315,8 @@ pub(crate) struct Status {
     /// One JSON object a session.
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    state: StatePath,
 }
 
 impl Status {
@@ -272,20 +325,60 @@ impl Status {
             self.which.ask(Request::Rekey)?;
         }
         let answers = self.which.ask(Request::Status)?;
-        for session in answers.iter().flat_map(|answer| &answer.sessions) {
+        let answered: Vec<u32> = answers.iter().map(|answer| answer.pid).collect();
+        let told = answers.into_iter().flat_map(|answer| answer.sessions);
+        let mut sessions: Vec<SessionLine> = told.collect();
+        if self.which.name.is_none() {
+            sessions.extend(self.of_others(&answered)?);
+        }
+        for session in &sessions {
             if self.json {
                 println!("{}", serde_json::to_string(session)?);
             } else {
                 session.print();
             }
         }
-        if !self.json && answers.iter().all(|answer| answer.sessions.is_empty()) {
+        if !self.json && sessions.is_empty() {
             println!("no sessions");
         } else if !self.json {
             println!("{STEERING}");
         }
         Ok(DONE)
     }
+
+    /// Sessions on record that none of those who answered has: of lanes, of processes that do
+    /// not answer, and what was left.
+    fn of_others(&self, answered: &[u32]) -> Result<Vec<SessionLine>> {
+        let records = self.state.directory()?.join(super::RECORDS);
+        let found = match ipsec::recorded(&records) {
+            Ok(found) => found,
+            Err(error) => {
+                let why = anyhow::Error::from(error);
+                say(&format!(
+                    "sessions of migrations, tunnels and the dead are not shown: {why:#}"
+                ));
+                return Ok(Vec::new());
+            }
+        };
+        let mut lines = Vec::new();
+        for session in found {
+            match session {
+                Ok(session) if is_told(&session, answered) => {}
+                Ok(session) => lines.push(SessionLine::recorded(&session)),
+                Err(error) => {
+                    let why = anyhow::Error::from(error);
+                    say(&format!("a session is not shown: {why:#}"));
+                }
+            }
+        }
+        Ok(lines)
+    }
+}
+
+/// Whether its process has told of it itself.
+fn is_told(session: &Recorded, answered: &[u32]) -> bool {
+    let pid = session.owner.as_ref().map(|owner| owner.pid);
+    session.is_kept && pid.is_some_and(|pid| answered.contains(&pid))
 }
 
 /// What spreads what a host receives over its CPUs; docs/ipsec.md has more.
@@ -324,4 +417,62 @@ pub(super) fn stay_blocked(records: &[String]) -> String {
          begin the session anew",
         records.join(", ")
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use dunlin::ipsec::AssociationStatus;
+
+    use super::*;
+
+    fn session(is_kept: bool) -> Recorded {
+        let owner = "pid 7 mode cpu ports 24576-24639 control 192.0.2.1:40000 192.0.2.2:7400 \
+                     peer host-b.example";
+        let line = "sa out 192.0.2.1 192.0.2.2 spi 0x00001001 reqid 65537 epoch 1 index 2 cpu 3";
+        let object: ipsec::Object = line.parse().expect("an object");
+        let ipsec::Object::Association(association) = object else {
+            panic!("{line}");
+        };
+        let gone = AssociationStatus {
+            association,
+            counters: None,
+        };
+        Recorded {
+            record: "/state/ipsec/1.ipsec".into(),
+            is_kept,
+            owner: Some(owner.parse().expect("an owner")),
+            protects: is_kept,
+            associations: vec![gone],
+        }
+    }
+
+    #[test]
+    fn a_session_of_lanes_is_shown_as_any_other_and_a_dead_ones_as_such() {
+        let line = SessionLine::recorded(&session(true));
+        assert_eq!(
+            line.head(),
+            "host-b.example: ports 24576-24639 between 192.0.2.1 and 192.0.2.2, by cpu, up, \
+             process 7"
+        );
+        let object = serde_json::to_value(&line).expect("JSON");
+        assert_eq!(object["process"], 7);
+        assert_eq!(object["kept"], true);
+        assert_eq!(object["associations"][0]["cpu"], 3);
+        assert_eq!(object["associations"][0]["spi"], 0x1001);
+        let left = SessionLine::recorded(&session(false)).head();
+        assert!(left.contains("left by process 7"), "{left}");
+        assert!(left.contains("`dunlin ipsec clean`"), "{left}");
+    }
+
+    #[test]
+    fn a_session_whose_process_answered_is_shown_once_and_what_it_left_all_the_same() {
+        assert!(is_told(&session(true), &[3, 7]));
+        assert!(!is_told(&session(true), &[3]));
+        assert!(!is_told(&session(false), &[7]));
+        let nobodys = Recorded {
+            owner: None,
+            ..session(true)
+        };
+        assert!(!is_told(&nobodys, &[7]));
+    }
 }

@@ -1,7 +1,9 @@
 //! The side that asks for a session.
 
 use std::io;
+use std::net::{Shutdown, TcpStream};
 use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -11,8 +13,10 @@ use dunlin_proto::ipsec::message::Terms;
 use dunlin_proto::negotiate::{
     Features, LaneSecurity, Offer, Opening, PRELUDE_BYTES, Prelude, SessionId, VERSIONS,
 };
-use dunlin_sys::socket::{Liveness, connect, set_liveness};
+use dunlin_sys::poll::{Wakeup, waker};
+use dunlin_sys::socket::{Liveness, connect_unless, set_liveness};
 
+use super::door::lock;
 use super::error::{IpsecError, harmless};
 use super::session::{Beginning, Session, clean_up, random_session};
 use super::{Observer, Options};
@@ -58,7 +62,8 @@ pub fn up_unless(
 
 /// Opens the control connection on a thread of its own, which is not waited for where it comes
 /// too late: nobody knows how long the resolver of names takes, and it cannot be interrupted.
-fn open_beside(
+/// Everything else ends at once when it is given up.
+pub(super) fn open_beside(
     to: &str,
     tls: &ClientTls,
     session: SessionId,
@@ -68,32 +73,53 @@ fn open_beside(
     let until = Instant::now() + patience + LOOK;
     let (made, opened) = channel();
     let (name, tls) = (to.to_owned(), tls.clone());
+    let (waker, stop) = waker().map_err(|source| IpsecError::Resources {
+        what: "a waker",
+        source,
+    })?;
+    let reached = Arc::<Mutex<Reached>>::default();
+    let own = Arc::clone(&reached);
     let body = move || {
         // What it has opened is closed where nobody takes it any more.
-        let _ = made.send(open(&name, &tls, session, patience));
+        let _ = made.send(open(&name, &tls, session, patience, &stop, &own));
     };
     let thread = thread::Builder::new().name("dunlin-ipsec-dial".to_owned());
     thread.spawn(body).map_err(|source| IpsecError::Resources {
         what: "a thread",
         source,
     })?;
-    loop {
+    let why = loop {
         match opened.recv_timeout(LOOK) {
             Ok(control) => return control,
-            Err(_) if given_up() => return Err(IpsecError::Ended),
+            Err(_) if given_up() => break IpsecError::Ended,
             Err(RecvTimeoutError::Timeout) if Instant::now() < until => {}
             Err(_) => {
-                return Err(IpsecError::Unreachable {
+                break IpsecError::Unreachable {
                     to: to.to_owned(),
                     source: io::Error::new(
                         io::ErrorKind::TimedOut,
                         "its name was not resolved in time: give an address, or check the name \
                          servers",
                     ),
-                });
+                };
             }
         }
+    };
+    waker.wake();
+    let mut reached = lock(&reached);
+    reached.is_given_up = true;
+    if let Some(socket) = reached.socket.take() {
+        // The peer may have ended it already.
+        let _ = socket.shutdown(Shutdown::Both);
     }
+    Err(why)
+}
+
+/// How far the opening of a control connection has come, for whoever gives it up.
+#[derive(Default)]
+struct Reached {
+    socket: Option<TcpStream>,
+    is_given_up: bool,
 }
 
 /// Has a session over a control connection, and returns when the ports are protected on both
@@ -147,18 +173,28 @@ pub(super) fn begin(
 }
 
 /// Connects, and agrees that this is an IPsec session.
-pub(super) fn open(
+fn open(
     to: &str,
     tls: &ClientTls,
     session: SessionId,
     patience: Duration,
+    stop: &Wakeup,
+    reached: &Mutex<Reached>,
 ) -> Result<ControlStream, IpsecError> {
     let deadline = Instant::now() + patience;
     let unreachable = |source| IpsecError::Unreachable {
         to: to.to_owned(),
         source,
     };
-    let stream = first_of(to, |address| connect(address, deadline)).map_err(unreachable)?;
+    let connect = |address| connect_unless(address, deadline, stop);
+    let stream = first_of(to, connect).map_err(unreachable)?;
+    {
+        let mut reached = lock(reached);
+        if reached.is_given_up {
+            return Err(IpsecError::Ended);
+        }
+        reached.socket = Some(stream.try_clone().map_err(unreachable)?);
+    }
     set_liveness(&stream, &Liveness::default()).map_err(unreachable)?;
     let control = control::client(stream, tls, deadline).map_err(|source| {
         let to = to.to_owned();
@@ -185,6 +221,8 @@ pub(super) fn open(
         Opening::Select(selection) => {
             let confirmed = selection.confirm(&offer);
             confirmed.map_err(|error| IpsecError::Breach(error.to_string()))?;
+            // From now on its owner is the only one who ends it.
+            lock(reached).socket = None;
             Ok(control)
         }
         Opening::Refuse(_, refusal) => Err(IpsecError::EndedByPeer {

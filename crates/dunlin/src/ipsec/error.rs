@@ -121,6 +121,19 @@ pub enum IpsecError {
         "port {0} of the control connection is one of the ports to be protected: choose ports without it, or have the control connection elsewhere"
     )]
     CoversControl(u16),
+    /// Another session's control connection would be blocked.
+    #[error(
+        "port {port} is that of the control connection of another session between these hosts (of \
+         ports {ports}, process {pid}), which would be cut: choose ports without it"
+    )]
+    CoversOther {
+        /// The port.
+        port: u16,
+        /// What the other session protects.
+        ports: String,
+        /// Whose session it is.
+        pid: u32,
+    },
     /// The control connection has got a port that another session protects.
     #[error(
         "the control connection has port {port} here, which another policy is for ({by}): try again \
@@ -233,6 +246,7 @@ impl IpsecError {
             | Self::Unreadable { .. } => FaultCode::Journal,
             Self::PortsTaken(_)
             | Self::CoversControl(_)
+            | Self::CoversOther { .. }
             | Self::ControlCovered { .. }
             | Self::LeftInTheWay { .. } => FaultCode::PortsTaken,
             Self::SameHost(_) => FaultCode::AddressTranslated,

@@ -24,6 +24,7 @@ mod door;
 mod error;
 pub mod lanes;
 mod record;
+mod recorded;
 mod session;
 mod sockets;
 mod tables;
@@ -46,6 +47,8 @@ pub use bound::{AddressBlock, NotAddresses};
 pub use dial::{up, up_unless};
 pub use door::{Peer, Server};
 pub use error::IpsecError;
+pub use record::Owner;
+pub use recorded::{Recorded, recorded};
 pub use session::{AssociationStatus, Session, Status};
 
 use crate::lane::peers::Peer as Allowed;

@@ -5,6 +5,7 @@
 //!
 //! ```text
 //! dunlin ipsec 1 boot 0b5c… namespace 4:4026531840
+//! about pid 1234 mode cpu ports 4444-4444 control 192.0.2.1:40000 192.0.2.2:7302 peer …
 //! + policy out 192.0.2.1 192.0.2.2 ports 0/0x0000 4444/0xffff priority 103 block
 //! + sa in …
 //! - sa in …
@@ -14,7 +15,7 @@
 //!
 //! `+` is synced before the kernel is told, `-` is written after it has been. `heir` says that
 //! its policies are in the place of an earlier session's that had protected the ports, `ended`
-//! that its owner asked for its end. Only the last line can be cut short, and then nothing was
+//! that its owner asked for its end, `about` whose it is ([`Owner`]). Only the last line can be cut short, and then nothing was
 //! installed for it. A record of an earlier boot means nothing, since the kernel's tables went
 //! with it; one of another network namespace is left for a process there. The file is locked
 //! while its process lives.
@@ -34,6 +35,11 @@ use dunlin_proto::negotiate::SessionId;
 
 use super::error::IpsecError;
 
+mod look;
+mod owner;
+
+pub use owner::Owner;
+
 const EXTENSION: &str = "ipsec";
 /// Of a record while it is being written anew.
 const NEW_EXTENSION: &str = "new";
@@ -44,6 +50,7 @@ const DEAD_LINES: usize = 64;
 /// How often it is tried to have a lock that somebody else has.
 const BETWEEN_TRIES: Duration = Duration::from_millis(20);
 const FORMAT: &str = "dunlin ipsec 1 boot ";
+const ABOUT: &str = "about";
 const HEIR: &str = "heir";
 const ENDED: &str = "ended";
 
@@ -168,6 +175,7 @@ impl Shelf {
 pub(super) struct Record {
     file: File,
     path: PathBuf,
+    owner: Option<Owner>,
     objects: Vec<Object>,
     /// Of the file, without its header.
     lines: usize,
@@ -180,11 +188,24 @@ impl Record {
         Self {
             file,
             path,
+            owner: None,
             objects: Vec::new(),
             lines: 0,
             is_heir: false,
             has_ended: false,
         }
+    }
+
+    /// Whose session it is; none in a record of another release.
+    pub(super) fn owner(&self) -> Option<&Owner> {
+        self.owner.as_ref()
+    }
+
+    /// Says whose session it is, for whoever finds it. Synced with what is added first.
+    pub(super) fn is_of(&mut self, owner: Owner) -> Result<(), IpsecError> {
+        let line = format!("{ABOUT} {owner}\n");
+        self.owner = Some(owner);
+        self.write(&line)
     }
 
     /// What may be installed.
@@ -262,8 +283,9 @@ impl Record {
         let flags = [(self.is_heir, HEIR), (self.has_ended, ENDED)];
         let flags = flags.iter().filter(|(is, _)| *is);
         let flags = flags.map(|(_, word)| format!("{word}\n"));
+        let owner = self.owner.iter().map(|owner| format!("{ABOUT} {owner}\n"));
         let objects = self.objects.iter().map(|object| format!("+ {object}\n"));
-        let lines: Vec<String> = flags.chain(objects).collect();
+        let lines: Vec<String> = owner.chain(flags).chain(objects).collect();
         let text = format!("{}\n{}", header()?, lines.concat());
         let written = (&file).write_all(text.as_bytes());
         let written = written.and_then(|()| file.sync_all());
@@ -374,6 +396,7 @@ impl Record {
                 let object: Object = object.parse()?;
                 self.objects.retain(|one| *one != object);
             }
+            Some((ABOUT, owner)) => self.owner = Some(owner.parse()?),
             None if line == HEIR => self.is_heir = true,
             None if line == ENDED => self.has_ended = true,
             _ => return Err(NotAnObject),

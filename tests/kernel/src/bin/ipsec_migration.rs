@@ -1,28 +1,34 @@
 //! The page engine over lanes that IPsec protects: a lane killed and new keys in the middle, pages compared, and nothing of it in the clear.
 
+use std::collections::BTreeMap;
 use std::net::TcpListener;
 use std::process::ExitCode;
+use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use dunlin::engine::destination;
 use dunlin::engine::source::{LaneSecurity, Options, migrate};
 use dunlin::engine::vmm::{FaultCode, SourceVm};
-use dunlin::engine::{Cancel, Event, Host, Report, StandardHost};
+use dunlin::engine::{Cancel, Event, Host, Report, StandardHost, VmIs};
 use dunlin::ipsec::lanes::Shelter;
 use dunlin::ipsec::{Direction, Mode, Sender};
 use dunlin::lane::identity::{ClientTls, ServerTls};
 use dunlin::lane::provider::Crypto;
-use dunlin_kernel_tests::sessions::{Capture, captured, connect, inside, nothing_left, until};
+use dunlin_kernel_tests::sessions::{
+    Capture, LIMIT, captured, connect, inside, netns, nothing_left, until,
+};
 use dunlin_kernel_tests::shelters::{POOL, carried, cut, no_records, refused, shelter};
 use dunlin_kernel_tests::vm::{slowly, unhurried};
 use dunlin_kernel_tests::{Guest, Needs, Under, run};
-use dunlin_proto::control::Message;
-use dunlin_proto::negotiate::Opening;
+use dunlin_proto::control::{Accept, Message};
+use dunlin_proto::negotiate::{Opening, SessionSecret};
 use engine_support::peer::{Peer, SESSION, describe, lane_open, open_lane};
 use engine_support::scene::{HOT_PAGES, is_lost, pages, patient, quick};
 use engine_support::{Receiving, TestBuilder, TestVm, send};
 use lane_support::{Authority, DESTINATION, SOURCE, names};
+use serde_json::Value;
 
 #[path = "../../../../crates/dunlin/tests/engine_support/mod.rs"]
 mod engine_support;
@@ -32,6 +38,7 @@ mod lane_support;
 const NEEDS: Needs = Needs {
     cpus: 4,
     packages: &["iproute2", "tcpdump"],
+    dunlin: true,
     limit_seconds: 240,
     under: Under::Newest,
     ..Needs::NOTHING
@@ -57,6 +64,8 @@ fn main() -> ExitCode {
         i6_a_plain_lane_of_an_ipsec_session_is_refused(guest, &tls);
         println!("i6_a_destination_that_is_not_prepared_refuses");
         i6_a_destination_that_is_not_prepared_refuses(&tls);
+        println!("i2_a_cancelled_migration_waits_for_no_session");
+        i2_a_cancelled_migration_waits_for_no_session(guest, &tls);
         capture.end(guest);
         let seen = |filter: &str| captured(guest, "migration.pcap", filter);
         assert_eq!(seen(&format!("tcp portrange {POOL}")), 0, "in the clear");
@@ -85,6 +94,7 @@ fn i3_sas_carry_what_their_lanes_do(guest: &Guest, tls: &Tls, cpus: &[u32], lane
                 panic!("{} sessions", sessions.len());
             };
             *counted.lock().expect("nobody panics") = carried(session).into_iter().collect();
+            is_shown(guest, &carried(session));
         }
     });
     drop(shelter);
@@ -110,6 +120,42 @@ fn i3_sas_carry_what_their_lanes_do(guest: &Guest, tls: &Tls, cpus: &[u32], lane
         }
     }
     nothing_left(guest);
+}
+
+/// What `dunlin ipsec status` says at both hosts, which asks no process for it.
+fn is_shown(guest: &Guest, carried: &BTreeMap<Sender, u64>) {
+    let status = |host: &str, more: &[&str]| {
+        let state = format!("state-{host}");
+        let words = ["dunlin", "ipsec", "status", "--state-dir", &state];
+        guest.output("ip", &netns(host, &[&words, more].concat()))
+    };
+    for (host, direction) in [("a", "out"), ("b", "in")] {
+        let said = status(host, &["--json"]);
+        let session: Value = serde_json::from_str(&said).expect("one session");
+        assert_eq!(session["process"], std::process::id(), "{said}");
+        assert!(session["up"] == true && session["kept"] == true, "{said}");
+        assert!(!said.contains("key"), "{said}");
+        let sas = session["associations"].as_array().expect("it has some");
+        for (sender, bytes) in carried {
+            let cpu = match sender {
+                Sender::Cpu(cpu) => Value::from(*cpu),
+                _ => Value::Null,
+            };
+            let own = |one: &&Value| one["direction"] == direction && one["cpu"] == cpu;
+            let shown = sas.iter().find(own).unwrap_or_else(|| panic!("{said}"));
+            assert_eq!(shown["not_authentic"], 0, "{said}");
+            assert!(shown["bytes"].as_u64() >= Some(*bytes), "{bytes}: {said}");
+        }
+    }
+    let said = status("a", &[]);
+    for words in [
+        "between 10.0.0.1 and 10.0.0.2, by cpu, up",
+        "out CPU ",
+        "ethtool -N",
+    ] {
+        assert!(said.contains(words), "{said}");
+    }
+    println!("{said}");
 }
 
 fn i3_i4_a_guest_moves_while_a_lane_dies_and_keys_are_renewed(guest: &Guest, tls: &Tls) {
@@ -187,6 +233,62 @@ fn i6_a_destination_that_is_not_prepared_refuses(tls: &Tls) {
     assert!(receiving.finish(true).0.is_err());
 }
 
+/// The destination takes the offer of an IPsec session, and says nothing more.
+fn i2_a_cancelled_migration_waits_for_no_session(guest: &Guest, tls: &Tls) {
+    let listener = inside("b", || TcpListener::bind(AT)).expect("the port is free");
+    let (near, _) = shelter("a", Mode::Cpu, &[0]);
+    let vm = guest_of(1 << 20);
+    let options = slowly(
+        quick(2, 64)
+            .to_builder()
+            .security(LaneSecurity::Ipsec)
+            .ipsec(near),
+    );
+    let cancel = Cancel::new();
+    let (asked, is_asked) = channel();
+    let (result, took) = thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut peer = Peer::destination(&listener, &tls.1, None);
+            assert!(matches!(peer.receive(), Some(Message::Describe(_))));
+            peer.send(&Message::Accept(Accept {
+                secret: SessionSecret([5; 32]),
+                lanes_max: 4,
+                endpoints: Vec::new(),
+            }));
+            let session = Peer::destination(&listener, &tls.1, None).stream;
+            let mut first = [0; 1];
+            let heard = session.receive_exact(&mut first, Instant::now() + LIMIT);
+            heard.expect("it says what it wants");
+            asked.send(()).expect("somebody waits");
+            while peer.receive().is_some() {}
+            // The session's connection ends with the migration.
+            while session
+                .receive_exact(&mut first, Instant::now() + LIMIT)
+                .is_ok()
+            {}
+        });
+        let migrating = scope.spawn(|| inside("a", || send(&vm, AT, &tls.0, &options, &cancel).0));
+        is_asked.recv().expect("a session is asked for");
+        let began = Instant::now();
+        cancel.cancel();
+        (
+            migrating.join().expect("it does not panic"),
+            began.elapsed(),
+        )
+    });
+    let error = result.expect_err("it is cancelled");
+    println!("cancelled after {took:?}: {error}");
+    assert_eq!(
+        (error.fault, error.vm),
+        (FaultCode::Cancelled, VmIs::AtSource),
+        "{error}"
+    );
+    assert!(took < Duration::from_secs(1), "{took:?}");
+    assert!(vm.goes_on());
+    nothing_left(guest);
+    assert!(no_records("a"));
+}
+
 /// How a guest moves.
 struct How<'a> {
     options: Options,
@@ -218,7 +320,7 @@ fn moves(
         .ipsec(near.clone())
         .build()
         .expect("they fit together");
-    let (result, events) = std::thread::scope(|scope| {
+    let (result, events) = thread::scope(|scope| {
         let moving = scope.spawn(|| {
             inside("a", || {
                 let events = Mutex::new(Vec::new());

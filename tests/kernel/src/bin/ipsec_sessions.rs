@@ -52,6 +52,8 @@ fn main() -> ExitCode {
         up_that_is_told_to_end_does_not_wait(guest);
         println!("a_peer_is_bound_to_its_addresses");
         a_peer_is_bound_to_its_addresses(guest);
+        println!("ports_of_anothers_control_connection_are_refused");
+        ports_of_anothers_control_connection_are_refused(guest);
         println!("i6_ports_in_use_stay_blocked_until_their_connections_end");
         i6_ports_in_use_stay_blocked_until_their_connections_end(guest);
         let serve = p13_a_server_that_was_killed_takes_its_own_back(guest, serve);
@@ -325,6 +327,69 @@ fn up_that_is_told_to_end_does_not_wait(guest: &Guest) {
         "it has a patience of {LIMIT:?}"
     );
     nothing_left(guest);
+}
+
+/// By the host that knows of it, and before anything is installed. What a process leaves that is
+/// killed is shown as such.
+fn ports_of_anothers_control_connection_are_refused(guest: &Guest) {
+    let mut session = Process::up("connection");
+    let policies = || {
+        let of = |host| guest.output("ip", &["-n", host, "xfrm", "policy"]);
+        [of("a"), of("b")]
+    };
+    let before = policies();
+    // Records elsewhere: that host knows nothing of the other session.
+    for (state_a, state_b, is_peers) in
+        [("state-a", "other-b", false), ("other-a", "state-b", true)]
+    {
+        let mut command = Command::new("ip");
+        let serve = ["dunlin", "ipsec", "serve", "--listen", "[::]:7303"];
+        command
+            .args(netns("b", &serve))
+            .args(["--ports", "7300-7302", "--identity", "host-b"])
+            .args(["--peer", "host-a.example", "--control", "run-3"])
+            .args(["--state-dir", state_b]);
+        let server = Process::begin(command, "listening on");
+        let mut command = Command::new("ip");
+        let up = ["dunlin", "ipsec", "up", "--peer", "10.0.0.2:7303"];
+        command
+            .args(netns("a", &up))
+            .args(["--name", NAME, "--ports", "7302", "--identity", "host-a"])
+            .args(["--state-dir", state_a, "--control", "run-2"])
+            .args(["--mode", "connection"]);
+        let refused = command.output().expect("it starts");
+        let said = String::from_utf8_lossy(&refused.stderr);
+        assert!(!refused.status.success());
+        let why = "port 7302 is that of the control connection of another session";
+        assert!(said.contains(why) && said.contains(PORTS), "{said}");
+        assert_eq!(said.contains("the peer ended it"), is_peers, "{said}");
+        assert_eq!(policies(), before);
+        server.end(guest);
+    }
+    assert!(sealed(guest, "a") > 0 && sealed(guest, "b") > 0);
+    guest.command("kill", &["-KILL", &session.0.id().to_string()]);
+    let pid = session.0.id();
+    let _ = session.0.wait();
+    let at = |host: &str, command: &str, more: &[&str]| {
+        let state = format!("state-{host}");
+        let words = ["dunlin", "ipsec", command, "--state-dir", &state];
+        guest.output("ip", &netns(host, &[&words, more].concat()))
+    };
+    let said = at("a", "status", &["--control", "run-a"]);
+    let left = format!("left by process {pid}");
+    assert!(
+        said.contains(&left) && said.contains("`dunlin ipsec clean`"),
+        "{said}"
+    );
+    until("the other side has missed it", || sealed(guest, "b") == 0);
+    let said = at("b", "status", &["--control", "run-b", "--json"]);
+    assert!(said.contains("\"kept\":false"), "{said}");
+    for host in ["a", "b"] {
+        at(host, "clean", &[]);
+        assert!(empty(guest, host), "{host}");
+        let said = at(host, "status", &["--control", &format!("run-{host}")]);
+        assert!(said.contains("no sessions"), "{said}");
+    }
 }
 
 /// A certificate does not do from elsewhere.

@@ -226,8 +226,8 @@ impl Ways {
     /// on the thread of the lane, which in mode cpu is kept on one CPU from now on.
     ///
     /// # Errors
-    /// None by `deadline`, or `stop` was woken before. A session that is being agreed on is not
-    /// given up at once then.
+    /// None by `deadline`, or `stop` was woken before: a session that is being agreed on is given
+    /// up then.
     pub fn connect(
         &self,
         to: &str,
@@ -299,6 +299,10 @@ impl Ways {
     fn make(&self, to: &str, deadline: Instant, stop: &Wakeup) -> Result<Way, LaneError> {
         let house = self.house();
         let mut blocks = house.free_blocks();
+        let called_off = |error: IpsecError| match (go_on(deadline, stop), error) {
+            (Err(why), IpsecError::Ended) => why,
+            (_, error) => error.into(),
+        };
         for _ in 0..BLOCKS_TRIED {
             go_on(deadline, stop)?;
             let session = random_session()?;
@@ -316,7 +320,10 @@ impl Ways {
                     .min(deadline.saturating_duration_since(Instant::now())),
                 ..house.site.options.clone()
             };
-            let control = dial::open(to, &self.tls, session, options.patience)?;
+            let mut given_up = || go_on(deadline, stop).is_err();
+            let limit = options.patience;
+            let control = dial::open_beside(to, &self.tls, session, limit, &mut given_up);
+            let control = control.map_err(called_off)?;
             let answering = control.peer().fingerprint;
             if self.fingerprint.is_some_and(|one| one != answering) {
                 let to = to.to_owned();
@@ -331,7 +338,6 @@ impl Ways {
             let local = address(control.socket().local_addr())?;
             let peer = address(control.socket().peer_addr())?;
             let observer = &house.site.observer;
-            let mut given_up = || go_on(deadline, stop).is_err();
             match dial::begin(control, session, &options, observer, &mut given_up) {
                 Ok(session) => {
                     return Ok(Way {
@@ -350,7 +356,7 @@ impl Ways {
                 }
                 // On either host another session has them: the other side opens lanes too.
                 Err(error) if error.fault() == FaultCode::PortsTaken => {}
-                Err(error) => return Err(error.into()),
+                Err(error) => return Err(called_off(error)),
             }
         }
         let ports = house.site.options.ports.to_string();

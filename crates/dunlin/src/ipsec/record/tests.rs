@@ -297,3 +297,58 @@ fn whoever_holds_the_lock_for_too_long_is_looked_for_and_not_waited_for() {
     drop(held);
     place.shelf().lock(patience).unwrap();
 }
+
+fn owner() -> Owner {
+    let line = "pid 7 mode cpu ports 4444 control 192.0.2.1:40000 192.0.2.2:7302 peer host b";
+    line.parse().unwrap()
+}
+
+/// Of the one record on the shelf.
+fn seen(place: &Place) -> (Vec<Object>, Option<Owner>, bool) {
+    let shelf = place.shelf();
+    let _lock = shelf.lock(Duration::from_secs(5)).unwrap();
+    let (record, is_kept) = shelf.all().unwrap().remove(0).unwrap();
+    (record.objects().to_vec(), record.owner().cloned(), is_kept)
+}
+
+#[test]
+fn a_record_is_looked_at_while_its_process_lives_and_when_it_has_died() {
+    let place = Place::new();
+    let [policy, inbound, outbound] = objects();
+    let mut record = place.shelf().create(&[7; 16]).unwrap();
+    record.is_of(owner()).unwrap();
+    record.add(&[policy, inbound]).unwrap();
+    assert_eq!(
+        seen(&place),
+        (vec![policy, inbound], Some(owner()), true),
+        "it is not taken over by that"
+    );
+    record.gone(&inbound).unwrap();
+    // Half of a line is not there yet.
+    let path = record.path().to_owned();
+    let mut file = OpenOptions::new().append(true).open(&path).unwrap();
+    file.write_all(format!("+ {outbound}").as_bytes()).unwrap();
+    assert_eq!(seen(&place).0, [policy]);
+    drop(record);
+    assert_eq!(seen(&place), (vec![policy], Some(owner()), false));
+    let before = fs::read(&path).unwrap();
+    assert_eq!(seen(&place).0, [policy]);
+    assert_eq!(fs::read(&path).unwrap(), before, "nothing is cut off");
+    assert_eq!(left(&place)[0].owner(), Some(&owner()));
+}
+
+#[test]
+fn a_record_that_is_written_anew_still_says_whose_it_is() {
+    let place = Place::new();
+    let [policy, ..] = objects();
+    let mut record = place.shelf().create(&[7; 16]).unwrap();
+    record.is_of(owner()).unwrap();
+    for _ in 0..=2 * DEAD_LINES {
+        record.add(&[policy]).unwrap();
+        record.gone(&policy).unwrap();
+    }
+    record.add(&[policy]).unwrap();
+    let text = fs::read_to_string(record.path()).unwrap();
+    assert!(text.lines().count() < 2 * DEAD_LINES, "it was written anew");
+    assert_eq!(seen(&place), (vec![policy], Some(owner()), true));
+}

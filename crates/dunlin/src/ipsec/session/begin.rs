@@ -12,8 +12,8 @@ use dunlin_sys::xfrm::PerCpu;
 use super::driver::Driver;
 use super::system::{guarded, is_of_this_host, random};
 use crate::ipsec::Event;
-use crate::ipsec::error::{IpsecError, in_words};
-use crate::ipsec::record::Record;
+use crate::ipsec::error::{IpsecError, harmless, in_words};
+use crate::ipsec::record::{Owner, Record};
 use crate::ipsec::tables::still_used;
 
 impl Driver {
@@ -69,6 +69,7 @@ impl Driver {
             first_reqid: REQIDS,
             udp,
         };
+        self.spares_control_connections(&layout)?;
         let inheritance = self.inheritance(&layout.begin())?;
         self.tables.leave_alone(local, peer)?;
         self.tables
@@ -81,6 +82,14 @@ impl Driver {
             return Err(IpsecError::LeftInTheWay { connections });
         }
         let mut record = self.shelf.create(&self.session)?;
+        record.is_of(Owner {
+            pid: std::process::id(),
+            mode: terms.mode,
+            ports: terms.ports,
+            local: SocketAddr::new(own, local.port()),
+            peer: SocketAddr::new(other, peer.port()),
+            name: harmless(&self.control.peer().to_string()),
+        })?;
         if inheritance.protected(&adoption) {
             record.inherit()?;
         }
@@ -88,6 +97,25 @@ impl Driver {
         self.layout = Some(layout);
         self.apply(&adoption.begin)?;
         self.settle_inheritance(inheritance, &adoption)
+    }
+
+    /// Whether no other session's control connection has one of the ports: what it says would be
+    /// held back, and it would be lost with its session. The shelf is locked.
+    fn spares_control_connections(&self, layout: &Layout) -> Result<(), IpsecError> {
+        let others = self.shelf.all()?;
+        // Those whose processes have died have no connection, and one that cannot be read says
+        // nothing of it.
+        let kept = others.iter().flatten().filter(|(_, is_kept)| *is_kept);
+        for owner in kept.filter_map(|(record, _)| record.owner()) {
+            if let Some(port) = owner.port_among(layout.ports, layout.local, layout.peer) {
+                return Err(IpsecError::CoversOther {
+                    port,
+                    ports: owner.ports.to_string(),
+                    pid: owner.pid,
+                });
+            }
+        }
+        Ok(())
     }
 
     /// What sessions on some of these ports with this peer have left whose processes or control

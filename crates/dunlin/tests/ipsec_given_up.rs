@@ -1,0 +1,84 @@
+//! An IPsec session that is given up while the other side is silent: at once, and the other side
+//! hears of it.
+#![allow(clippy::unwrap_used)]
+
+use std::io::Read;
+use std::net::{TcpListener, TcpStream};
+use std::sync::mpsc::channel;
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use dunlin::ipsec::{IpsecError, Mode, Options, up_unless};
+use dunlin::lane::control;
+use dunlin::lane::identity::ServerTls;
+use dunlin::lane::provider::Crypto;
+use lane_support::{Authority, DESTINATION, SOURCE, Scratch, names};
+
+mod lane_support;
+
+/// Well below what anybody waits for, and more than a machine under load takes.
+const AT_ONCE: Duration = Duration::from_secs(2);
+
+/// A peer that is silent from some point on: it calls the second argument then, and returns when
+/// the connection has ended.
+type Silent = fn(TcpStream, &ServerTls, &dyn Fn());
+
+#[test]
+fn a_session_is_given_up_while_its_peer_is_silent() {
+    let before_tls: Silent = |mut stream, _, silent| {
+        let mut first = [0; 1];
+        stream.read_exact(&mut first).unwrap();
+        silent();
+        while stream.read(&mut [0; 4096]).is_ok_and(|bytes| bytes > 0) {}
+    };
+    let after_the_offer: Silent = |stream, tls, silent| {
+        let limit = Instant::now() + Duration::from_secs(60);
+        let control = control::server(stream, tls, limit).unwrap();
+        let mut first = [0; 1];
+        control.receive_exact(&mut first, limit).unwrap();
+        silent();
+        while control.receive_exact(&mut first, limit).is_ok() {}
+    };
+    for silent in [before_tls, after_the_offer] {
+        is_given_up(silent);
+    }
+}
+
+fn is_given_up(peer: Silent) {
+    let authority = Authority::new();
+    let (near, far) = (
+        authority.identity(&[SOURCE]),
+        authority.identity(&[DESTINATION]),
+    );
+    let client = near.client(&Crypto::auto(), names(&[DESTINATION])).unwrap();
+    let server = far.server(&Crypto::auto(), names(&[SOURCE])).unwrap();
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let at = listener.local_addr().unwrap().to_string();
+    let scratch = Scratch::new();
+    let mut options = Options::new(Mode::Cpu, "49152-49215".parse().unwrap(), scratch.0.clone());
+    options.patience = Duration::from_secs(60);
+    let since = Arc::<Mutex<Option<Instant>>>::default();
+    let (heard, end) = channel();
+    let is_silent = Arc::clone(&since);
+    let peer = thread::spawn(move || {
+        let (stream, _) = listener.accept().unwrap();
+        peer(stream, &server, &|| {
+            *is_silent.lock().unwrap() = Some(Instant::now());
+        });
+        heard.send(()).unwrap();
+    });
+    let mut given_up = || since.lock().unwrap().is_some();
+    let result = up_unless(
+        &at,
+        &client,
+        &options,
+        &(Arc::new(|_: &_| {}) as _),
+        &mut given_up,
+    );
+    let since = since.lock().unwrap().unwrap();
+    assert!(matches!(result, Err(IpsecError::Ended)), "{result:?}");
+    assert!(since.elapsed() < AT_ONCE, "after {:?}", since.elapsed());
+    end.recv_timeout(AT_ONCE).unwrap();
+    peer.join().unwrap();
+}
