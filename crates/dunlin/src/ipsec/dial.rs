@@ -62,7 +62,7 @@ pub fn up_unless(
 
 /// Opens the control connection on a thread of its own, which is not waited for where it comes
 /// too late: nobody knows how long the resolver of names takes, and it cannot be interrupted.
-/// Everything else ends at once when it is given up.
+/// Everything else ends at once when it is given up, and keeps to the limit by itself.
 pub(super) fn open_beside(
     to: &str,
     tls: &ClientTls,
@@ -92,7 +92,8 @@ pub(super) fn open_beside(
         match opened.recv_timeout(LOOK) {
             Ok(control) => return control,
             Err(_) if given_up() => break IpsecError::Ended,
-            Err(RecvTimeoutError::Timeout) if Instant::now() < until => {}
+            Err(RecvTimeoutError::Timeout)
+                if Instant::now() < until || lock(&reached).is_resolved => {}
             Err(_) => {
                 break IpsecError::Unreachable {
                     to: to.to_owned(),
@@ -118,6 +119,7 @@ pub(super) fn open_beside(
 /// How far the opening of a control connection has come, for whoever gives it up.
 #[derive(Default)]
 struct Reached {
+    is_resolved: bool,
     socket: Option<TcpStream>,
     is_given_up: bool,
 }
@@ -186,7 +188,10 @@ fn open(
         to: to.to_owned(),
         source,
     };
-    let connect = |address| connect_unless(address, deadline, stop);
+    let connect = |address| {
+        lock(reached).is_resolved = true;
+        connect_unless(address, deadline, stop)
+    };
     let stream = first_of(to, connect).map_err(unreachable)?;
     {
         let mut reached = lock(reached);
