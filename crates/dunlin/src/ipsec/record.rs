@@ -38,6 +38,7 @@ use super::error::IpsecError;
 mod look;
 mod owner;
 
+pub(super) use look::Seen;
 pub use owner::Owner;
 
 const EXTENSION: &str = "ipsec";

@@ -7,7 +7,7 @@ use std::time::Duration;
 use dunlin_proto::ipsec::object::{Action, Direction, Object};
 
 use super::error::IpsecError;
-use super::record::{Owner, Record, Shelf};
+use super::record::{Owner, Record, Seen, Shelf};
 use super::session::AssociationStatus;
 use super::tables::Tables;
 
@@ -44,7 +44,8 @@ pub fn recorded(records: &Path) -> Result<Vec<Result<Recorded, IpsecError>>, Ips
         shelf.all()?
     };
     // Of one that has installed nothing yet there is nothing to tell.
-    let has_objects = |found: &Result<(Record, bool), IpsecError>| !matches!(found, Ok((record, _)) if record.objects().is_empty());
+    let has_objects =
+        |found: &Seen| !matches!(found, Ok((record, _)) if record.objects().is_empty());
     let found: Vec<_> = found.into_iter().filter(has_objects).collect();
     if found.is_empty() {
         return Ok(Vec::new());

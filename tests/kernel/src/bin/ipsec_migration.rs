@@ -14,6 +14,7 @@ use dunlin::engine::vmm::{FaultCode, SourceVm};
 use dunlin::engine::{Cancel, Event, Host, Report, StandardHost, VmIs};
 use dunlin::ipsec::lanes::Shelter;
 use dunlin::ipsec::{Direction, Mode, Sender};
+use dunlin::lane::control;
 use dunlin::lane::identity::{ClientTls, ServerTls};
 use dunlin::lane::provider::Crypto;
 use dunlin_kernel_tests::sessions::{
@@ -65,7 +66,9 @@ fn main() -> ExitCode {
         println!("i6_a_destination_that_is_not_prepared_refuses");
         i6_a_destination_that_is_not_prepared_refuses(&tls);
         println!("i2_a_cancelled_migration_waits_for_no_session");
-        i2_a_cancelled_migration_waits_for_no_session(guest, &tls);
+        for answers in [false, true] {
+            i2_a_cancelled_migration_waits_for_no_session(guest, &tls, answers);
+        }
         capture.end(guest);
         let seen = |filter: &str| captured(guest, "migration.pcap", filter);
         assert_eq!(seen(&format!("tcp portrange {POOL}")), 0, "in the clear");
@@ -233,8 +236,9 @@ fn i6_a_destination_that_is_not_prepared_refuses(tls: &Tls) {
     assert!(receiving.finish(true).0.is_err());
 }
 
-/// The destination takes the offer of an IPsec session, and says nothing more.
-fn i2_a_cancelled_migration_waits_for_no_session(guest: &Guest, tls: &Tls) {
+/// The destination is silent about the offer of an IPsec session, or answers it and says nothing
+/// more.
+fn i2_a_cancelled_migration_waits_for_no_session(guest: &Guest, tls: &Tls, answers: bool) {
     let listener = inside("b", || TcpListener::bind(AT)).expect("the port is free");
     let (near, _) = shelter("a", Mode::Cpu, &[0]);
     let vm = guest_of(1 << 20);
@@ -255,7 +259,12 @@ fn i2_a_cancelled_migration_waits_for_no_session(guest: &Guest, tls: &Tls) {
                 lanes_max: 4,
                 endpoints: Vec::new(),
             }));
-            let session = Peer::destination(&listener, &tls.1, None).stream;
+            let session = if answers {
+                Peer::destination(&listener, &tls.1, None).stream
+            } else {
+                let (stream, _) = listener.accept().expect("it connects");
+                control::server(stream, &tls.1, Instant::now() + LIMIT).expect("it is known")
+            };
             let mut first = [0; 1];
             let heard = session.receive_exact(&mut first, Instant::now() + LIMIT);
             heard.expect("it says what it wants");
