@@ -10,7 +10,8 @@ pub mod bench;
 pub mod kernel;
 pub mod programs;
 
-use std::process::ExitCode;
+use std::env;
+use std::process::{Command, ExitCode};
 
 use clap::Parser;
 use dunlin_rig::debian::DebianError;
@@ -33,6 +34,23 @@ enum Chore {
     Bench(Bench),
     /// Runs test programs side by side, each by itself when it is about time.
     Test(TestOptions),
+}
+
+/// Cargo, as whoever has called this program would call it. `cargo run` tells a program about its own
+/// package, and a build script that looks at the same variables (ring's does) would take that
+/// for a change, and build everything above it again.
+fn cargo() -> Command {
+    let mut cargo = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    for (name, _) in env::vars_os() {
+        let of_package = ["CARGO_PKG_", "CARGO_MANIFEST_", "CARGO_BIN_"];
+        if of_package
+            .iter()
+            .any(|&of| name.to_string_lossy().starts_with(of))
+        {
+            cargo.env_remove(name);
+        }
+    }
+    cargo
 }
 
 /// Does the chore that the command line names.

@@ -146,7 +146,7 @@ pub fn command(options: &TestOptions) -> Result<ExitCode> {
 
 /// Builds them. Returns them as cargo would run them, one after the other.
 fn built() -> Result<Vec<Program>> {
-    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
+    let mut cargo = crate::cargo()
         .args(["test", "--locked", "--no-run"])
         .arg("--message-format=json-render-diagnostics")
         .args(BUILT)

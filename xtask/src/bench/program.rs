@@ -13,7 +13,7 @@ pub(super) fn dunlin() -> Result<PathBuf> {
     struct Message {
         executable: Option<PathBuf>,
     }
-    let done = Command::new(env!("CARGO"))
+    let done = crate::cargo()
         .args(["build", "--locked", "--release", "--quiet"])
         .args(["--package", "dunlin-cli", "--bin", "dunlin"])
         .args(["--message-format", "json-render-diagnostics"])

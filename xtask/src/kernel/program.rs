@@ -1,11 +1,14 @@
 //! The tests: one program each, from one file each of tests/kernel/src/bin.
 
-use std::fs;
+use std::collections::BTreeMap;
+use std::fs::{self, Permissions};
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
+use dunlin_rig::cache;
 use serde::Deserialize;
 
 /// The package of the tests.
@@ -92,8 +95,7 @@ pub fn list() -> Result<Vec<(String, String)>> {
 /// One does not build, or does not describe itself.
 pub fn build(names: &[&str]) -> Result<Vec<Program>> {
     let mut programs = Vec::new();
-    for name in names {
-        let path = build_one(PACKAGE, "--bin", name)?;
+    for (name, path) in names.iter().zip(build_some(PACKAGE, "--bin", names)?) {
         let described = Command::new(&path)
             .arg("--describe")
             .output()
@@ -129,30 +131,79 @@ pub fn build_library_tests(name: &str) -> Result<PathBuf> {
     build_one("dunlin", "--test", name)
 }
 
-/// Builds one program with the C library in it, so that it runs beside any other. The flag goes to
-/// this program alone, and the libraries are those of an ordinary build.
 fn build_one(package: &str, kind: &str, name: &str) -> Result<PathBuf> {
+    let built = build_some(package, kind, &[name])?;
+    built.into_iter().next().context("one was asked for")
+}
+
+/// Builds programs with the C library in them, so that they run beside any other, and returns
+/// where they are. The flags go to our own programs alone, and the libraries of others are those of
+/// an ordinary build.
+fn build_some(package: &str, kind: &str, names: &[&str]) -> Result<Vec<PathBuf>> {
     #[derive(Deserialize)]
     struct Message {
+        target: Option<Target>,
         executable: Option<PathBuf>,
     }
-    let done = Command::new(env!("CARGO"))
-        .args(["rustc", "--locked", "--quiet", "--package", package])
-        .args([kind, name, "--message-format", "json-render-diagnostics"])
-        .args(["--", "-C", "target-feature=+crt-static"])
-        .args(["-C", "strip=debuginfo"])
+    #[derive(Deserialize)]
+    struct Target {
+        name: String,
+    }
+    let mut command = crate::cargo();
+    command.args(["build", "--locked", "--quiet", "--package", package]);
+    for name in names {
+        command.args([kind, name]);
+    }
+    let done = command
+        .args(["--message-format", "json-render-diagnostics"])
+        .env("RUSTC_WORKSPACE_WRAPPER", compiler()?)
         .current_dir(workspace())
-        .stderr(std::process::Stdio::inherit())
+        .stderr(Stdio::inherit())
         .output()
         .context("cannot start cargo")?;
     if !done.status.success() {
-        bail!("{name} of {package} does not build");
+        bail!(
+            "a program of {package} does not build: {}",
+            names.join(", ")
+        );
     }
-    String::from_utf8_lossy(&done.stdout)
+    let said = String::from_utf8_lossy(&done.stdout);
+    let built: BTreeMap<String, PathBuf> = said
         .lines()
-        .filter_map(|line| serde_json::from_str::<Message>(line).ok()?.executable)
-        .next_back()
-        .with_context(|| format!("cargo does not say where it has put {name}"))
+        .filter_map(|line| {
+            let said: Message = serde_json::from_str(line).ok()?;
+            Some((said.target?.name, said.executable?))
+        })
+        .collect();
+    let path = |name: &&str| {
+        let path = built.get(*name).cloned();
+        path.with_context(|| format!("cargo does not say where it has put {name}"))
+    };
+    names.iter().map(path).collect()
+}
+
+/// What cargo is to call for the crates of this workspace: the compiler, with the C library for
+/// whatever is a program. (`cargo rustc -- FLAGS` would do for one program at a time, and cargo takes a
+/// second to find that there is nothing to do.) By the crate `___` cargo asks what the compiler can do.
+fn compiler() -> Result<PathBuf> {
+    const SCRIPT: &str = "#!/bin/sh
+case \" $* \" in
+*' --crate-name ___ '*) ;;
+*' --crate-type bin '* | *' --test '*)
+    exec \"$@\" -C target-feature=+crt-static -C strip=debuginfo ;;
+esac
+exec \"$@\"
+";
+    let _turn = cache::lock("compiler")?;
+    let path = cache::directory().join("compiler");
+    if fs::read_to_string(&path).is_ok_and(|known| known == SCRIPT) {
+        return Ok(path);
+    }
+    let aside = path.with_extension("unfinished");
+    fs::write(&aside, SCRIPT).with_context(|| aside.display().to_string())?;
+    fs::set_permissions(&aside, Permissions::from_mode(0o755))?;
+    fs::rename(&aside, &path)?;
+    Ok(path)
 }
 
 fn workspace() -> &'static Path {
