@@ -22,13 +22,14 @@ use dunlin_kernel_tests::sessions::{
     Capture, LIMIT, NAME, SERVER, captured, connect, credentials, inside, netns, nothing_left,
     until,
 };
-use dunlin_kernel_tests::{Guest, Needs, run};
+use dunlin_kernel_tests::{Guest, Needs, Under, run};
 
 const NEEDS: Needs = Needs {
     cpus: 4,
     packages: &["iproute2", "tcpdump"],
     dunlin: true,
     limit_seconds: 420,
+    under: Under::Oldest,
     ..Needs::NOTHING
 };
 
