@@ -63,7 +63,14 @@ fn i3_a_guest_moves_while_lanes_are_replaced(guest: &Guest, pairing: [Offload; 2
         .filter(|&&end| end == Offload::Kernel)
         .count() as u64;
     let sealed = sealed_by_kernel(guest) - before;
-    assert_eq!(sealed, of_kernel * report.lanes.len() as u64, "{pairing:?}");
+    // A lane that replaces another may come when the last page has gone.
+    let carried = report.lanes.len() as u64;
+    let opened = proxy.connections() as u64 - 1;
+    let possible = of_kernel * carried..=of_kernel * opened;
+    assert!(
+        possible.contains(&sealed),
+        "{pairing:?}: {sealed}, not {possible:?}"
+    );
     for connection in 1..proxy.connections() {
         let records = proxy.progress(connection).records;
         assert!(records <= 512, "{records} records on {connection}");
