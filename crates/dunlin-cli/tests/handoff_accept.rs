@@ -3,6 +3,8 @@
 
 #[path = "support/accept.rs"]
 mod accept;
+#[path = "support/host.rs"]
+mod host;
 mod support;
 
 use std::fs;
@@ -543,12 +545,9 @@ fn k13_the_first_process_of_a_container_keeps_no_carrier_that_has_ended() {
     }
     let scene = Scene::new();
     let inside = scene.command("127.0.0.1:0", "--fallback process");
-    let mut command = Command::new("unshare");
-    command
-        .args(["--user", "--map-root-user", "--pid", "--fork"])
-        .arg("--kill-child")
-        .arg(inside.get_program())
-        .args(inside.get_args());
+    let Some(command) = host::as_first_process(&inside) else {
+        return;
+    };
     let process = Process::start(command);
     let line = process.wait_for("listening on ");
     let address = line.strip_prefix("listening on ").unwrap();
