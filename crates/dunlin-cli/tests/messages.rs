@@ -40,6 +40,16 @@ fn a_port_in_use_an_address_of_nobodys_and_a_name_without_address() {
         assert_says(&done.err, &says);
         assert_says(&done.err, &["at fault: configuration", listen]);
     }
+    for command in [
+        "ipsec serve --ports 24576",
+        "handoff accept --sni a.test --to unix:/nowhere",
+    ] {
+        let mut serve = words(&format!("{command} --listen {address} --identity"));
+        serve.arg(hosts.scratch.join("b"));
+        let done = finish(serve).expect(1);
+        let says = ["another process listens there", "another --listen"];
+        assert_says(&done.err, &says);
+    }
 }
 
 #[test]

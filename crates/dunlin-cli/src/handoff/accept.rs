@@ -22,7 +22,7 @@ use super::line::AcceptedLine;
 use crate::code::{DONE, FAILED};
 use crate::identity::{Reading, allowed_peers, load_identity};
 use crate::options::parse_limit;
-use crate::service::{Manager, Told, passed, say, wait_for};
+use crate::service::{Manager, Told, cannot_listen, passed, say, wait_for};
 use crate::tunnel::{Port, host_of, parse_port, socket_path};
 
 /// What a client of TLS 1.2 may choose from, best first.
@@ -127,7 +127,7 @@ impl Accept {
         let tls = self.tls()?;
         let listener = match &self.listen {
             Port::At(address) => TcpListener::bind(address)
-                .map_err(|error| anyhow!("cannot listen on {address}: {error}"))?,
+                .map_err(|error| cannot_listen(address, "--listen", &error))?,
             Port::Passed(name) => sockets
                 .tcp(name)
                 .map_err(|error| anyhow!("cannot listen on systemd:{name}: {error}"))?,

@@ -25,7 +25,7 @@ use crate::code::{CANCELLED, DONE, FAILED};
 use crate::control::Socket;
 use crate::identity::{Accepting, Common, Reading, Records, client_tls};
 use crate::options::{ControlPath, Cpus, parse_limit};
-use crate::service::{Manager, Told, say, wait_for};
+use crate::service::{Manager, Told, cannot_listen, say, wait_for};
 use crate::sessions::StatePath;
 
 /// Where `serve` listens unless it is told otherwise.
@@ -212,7 +212,7 @@ impl Serve {
         let bound = bound.map(|one| (one.peer.clone(), one.addresses.clone()));
         options.bound = bound.collect();
         let listener = TcpListener::bind(&self.listen)
-            .map_err(|error| anyhow!("cannot listen on {}: {error}", self.listen))?;
+            .map_err(|error| cannot_listen(&self.listen, "--listen", &error))?;
         let socket = Socket::bind(&self.own.control.ipsec("serve")?, "an IPsec server")?;
         let blocked = Blocked::default();
         let server = Server::start(listener, accepting.tls.clone(), options, blocked.observer())?;

@@ -26,7 +26,7 @@ use crate::identity::{chosen, crypto, load_identity};
 use crate::ipsec::RECORDS;
 use crate::line::Line;
 use crate::options::{ControlPath, Cpus};
-use crate::service::{Manager, Told, passed, say, wait_for};
+use crate::service::{Manager, Told, cannot_listen, passed, say, wait_for};
 use crate::sessions::StatePath;
 
 #[derive(Debug, Args)]
@@ -75,7 +75,7 @@ impl Run {
         let (config, identities) = read(&self.config)?;
         let listener = match &config.listen {
             Port::At(address) => TcpListener::bind(address)
-                .map_err(|error| anyhow!("cannot listen on {address}: {error}"))?,
+                .map_err(|error| cannot_listen(address, "listen in the configuration", &error))?,
             Port::Passed(name) => passed
                 .tcp(name)
                 .map_err(|error| anyhow!("cannot listen on systemd:{name}: {error}"))?,

@@ -1,11 +1,10 @@
 //! `dunlin vm receive`: waits for a VM, then owns it.
 
-use std::io::ErrorKind;
 use std::net::TcpListener;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result};
 use clap::Args;
 use dunlin::engine::destination::{DestinationEvent, Options, receive};
 use dunlin::engine::vmm::{Builder, DestinationVm, FaultCode, Offered, Refusal};
@@ -23,6 +22,7 @@ use crate::display::{clean, clean_lines};
 use crate::identity::{Accepting, Common};
 use crate::line::{FailedLine, Line, millis};
 use crate::options::{ControlPath, LANES_QUIET, parse_limit, shelter};
+use crate::service::cannot_listen;
 use crate::sessions::StatePath;
 
 #[derive(Debug, Args)]
@@ -66,7 +66,7 @@ impl Receive {
         }
         self.say(&Line::from(&self.common.records.choice()?));
         let listener = TcpListener::bind(&self.listen)
-            .map_err(|error| anyhow!("{}: {error}", self.cannot_listen(&error)))?;
+            .map_err(|error| cannot_listen(&self.listen, "--listen", &error))?;
         let address = listener.local_addr()?.to_string();
         // Before there are other threads, which would stay as they are.
         let confined = self.confine()?;
@@ -193,19 +193,6 @@ impl Receive {
         })?;
         confine::say(&confined, self.json);
         Ok(confined)
-    }
-
-    fn cannot_listen(&self, error: &std::io::Error) -> String {
-        let why = match error.kind() {
-            ErrorKind::AddrInUse => "another process listens there; end it, or",
-            ErrorKind::AddrNotAvailable => "that is not an address of this host;",
-            ErrorKind::PermissionDenied => "ports below 1024 are root's;",
-            _ => "there is no such address;",
-        };
-        format!(
-            "cannot listen on {} (at fault: configuration): {why} choose another --listen",
-            self.listen
-        )
     }
 
     /// Says that it was told to end, and what became of a VM on its way.
