@@ -52,6 +52,26 @@ fn a_port_in_use_an_address_of_nobodys_and_a_name_without_address() {
     }
 }
 
+/// A name that is not looked at would be taken for one that has been.
+#[test]
+fn arguments_that_contradict_each_other_are_refused() {
+    for (command, code) in [
+        (
+            "handoff connect --host localhost --port 1 --send-fd 0 --curves X25519 \
+             --ciphers ECDHE-RSA-AES256-GCM-SHA384 --no-verify --peer b.test",
+            1,
+        ),
+        (
+            "handoff accept --listen 127.0.0.1:0 --sni a.test --to unix:/nowhere --cert x --key y \
+             --verify-clients",
+            2,
+        ),
+    ] {
+        let done = finish(words(command)).expect(code);
+        assert_says(&done.err, &["cannot be used with"]);
+    }
+}
+
 #[test]
 fn nobody_listens_there() {
     let Some(_turn) = kvm() else { return };

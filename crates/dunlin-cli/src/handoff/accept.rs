@@ -76,7 +76,7 @@ pub(crate) struct Accept {
     #[arg(long = "peer", value_name = "NAME|PIN")]
     peers: Vec<String>,
     /// Let in only clients with a certificate of the identity's authorities.
-    #[arg(long, requires = "identity")]
+    #[arg(long, requires = "identity", conflicts_with = "cert")]
     verify_clients: bool,
     /// The version of TLS of what is handed over. The keys of a 1.3 socket cannot be changed by
     /// who gets it, so a client that changes its own ends the connection.
@@ -246,7 +246,13 @@ impl Accept {
             (true, true) => Some(Peers::AnyFromAuthority),
             (false, _) => Some(allowed_peers(&self.peers)?),
         };
-        Ok(identity.handoff_server(offer, clients)?)
+        let tls = identity.handoff_server(offer, clients);
+        Ok(match self.cert {
+            Some(_) if !self.peers.is_empty() => tls.context(
+                "with --cert there are no authorities: --identity has some, and a pin needs none",
+            )?,
+            _ => tls?,
+        })
     }
 
     fn load(&self) -> Result<(Identity, Vec<String>)> {
