@@ -76,7 +76,7 @@ fn main() -> ExitCode {
     match result {
         Ok(code) => ExitCode::from(u8::try_from(code).unwrap_or(1)),
         Err(error) => {
-            eprintln!("dunlin: {}", display::clean_lines(&format!("{error:#}")));
+            eprintln!("dunlin: {}", display::clean_lines(&display::chained(&error)));
             ExitCode::from(1)
         }
     }

@@ -20,6 +20,7 @@ use super::carry;
 use super::connect::{Fallback, Version};
 use super::line::AcceptedLine;
 use crate::code::{DONE, FAILED};
+use crate::display::chained;
 use crate::identity::{Reading, allowed_peers, load_identity};
 use crate::options::parse_limit;
 use crate::service::{Manager, Told, cannot_listen, passed, say, wait_for};
@@ -156,7 +157,7 @@ impl Accept {
                             tls.replace(&fresh);
                             "the certificates were read anew".to_owned()
                         }
-                        Err(error) => format!("everything stays as it was: {error:#}"),
+                        Err(error) => format!("everything stays as it was: {}", chained(&error)),
                     };
                     say(&how);
                     manager.ready(&how);

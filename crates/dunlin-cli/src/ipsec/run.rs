@@ -23,6 +23,7 @@ use super::ModeName;
 use super::desk::{self, Asked, SessionLine};
 use crate::code::{CANCELLED, DONE, FAILED};
 use crate::control::Socket;
+use crate::display::chained;
 use crate::identity::{Accepting, Common, Reading, Records, client_tls};
 use crate::options::{ControlPath, Cpus, parse_limit};
 use crate::service::{Manager, Told, cannot_listen, say, wait_for};
@@ -238,7 +239,7 @@ impl Serve {
                             .iter()
                             .for_each(|text| say(&format!("warning: {text}")));
                     }
-                    Err(error) => say(&format!("everything stays as it was: {error:#}")),
+                    Err(error) => say(&format!("everything stays as it was: {}", chained(&error))),
                 },
                 Ok(Told::End(signal)) => {
                     manager.stopping();
@@ -368,7 +369,7 @@ impl Up {
         drop(told);
         match held.end(end) {
             Some(Err(error)) => {
-                say(&format!("{:#}", anyhow!(error)));
+                say(&chained(&anyhow!(error)));
                 Ok(FAILED)
             }
             _ => Ok(blocked.code()),
@@ -515,7 +516,7 @@ impl Asked for Held<Named> {
 
     fn down(&self) {
         if let Some(Err(error)) = self.end(end) {
-            say(&format!("{:#}", anyhow!(error)));
+            say(&chained(&anyhow!(error)));
         }
     }
 

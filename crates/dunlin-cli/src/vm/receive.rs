@@ -18,7 +18,7 @@ use super::owner::{self, Parent};
 use crate::code::CANCELLED;
 use crate::confine::{self, Confining, KeepingIpsec, Needs};
 use crate::control::Socket;
-use crate::display::{clean, clean_lines};
+use crate::display::{chained, clean, clean_lines};
 use crate::identity::{Accepting, Common};
 use crate::line::{FailedLine, Line, millis};
 use crate::options::{ControlPath, LANES_QUIET, parse_limit, shelter};
@@ -158,7 +158,10 @@ impl Receive {
             .context("a VM arrived that was never built")?;
         if let Err(error) = confine::make_no_more_sockets(&confined) {
             // The VM is here, and nothing less than its own end takes it away again.
-            desk.warn(&format!("local sockets can still be made: {error:#}"));
+            desk.warn(&format!(
+                "local sockets can still be made: {}",
+                chained(&error)
+            ));
         }
         let name = received.offered.vm.name.clone();
         // A source that has not heard yet that the VM runs here can still ask.
@@ -249,7 +252,9 @@ fn reload_at(hang_ups: HangUps, json: bool, accepting: &Arc<Accepting>) -> Resul
                         say(json, &Line::IdentityRead { valid_until });
                         warnings
                     }
-                    Err(error) => vec![format!("the identity stays as it was: {error:#}")],
+                    Err(error) => {
+                        vec![format!("the identity stays as it was: {}", chained(&error))]
+                    }
                 };
                 for text in warnings {
                     say(json, &Line::Warning { text });
@@ -349,7 +354,7 @@ impl Builder for Takes<'_> {
             .and_then(|socket| owner::serve(&socket, self.desk).map(|()| socket))
             .map_err(|error| Refusal {
                 fault: fault_behind(error.as_ref()).unwrap_or(FaultCode::DescriptionRefused),
-                text: format!("{error:#}"),
+                text: chained(&error),
             })?;
         self.socket = Some(socket);
         self.machines.build(offered)
