@@ -52,6 +52,34 @@ fn a_port_in_use_an_address_of_nobodys_and_a_name_without_address() {
     }
 }
 
+/// Whoever reads JSON is told of a failure in JSON too, wherever it happens.
+#[test]
+fn what_has_failed_is_an_object_where_json_was_asked_for() {
+    let hosts = Hosts::new();
+    for (command, says) in [
+        ("vm status --name no", "no VM answers"),
+        ("vm watch --name no", "no VM answers"),
+        ("vm set --name no --rate 1M", "no VM answers"),
+        (
+            "vm migrate --name no --to b.test:1 --identity /nowhere",
+            "/nowhere",
+        ),
+        ("cancel --vm no", "no VM answers"),
+        ("tunnel open ram", "no tunnel runs here"),
+        ("ipsec status no", "nobody answers"),
+    ] {
+        let mut command = words(&format!("{command} --json --control"));
+        command.arg(hosts.scratch.join("control"));
+        let done = finish(command).expect(1);
+        let failed = done.last();
+        assert_eq!(failed["event"], "failed", "{done:?}");
+        assert_eq!(failed["code"], 1, "{done:?}");
+        assert_says(failed["text"].as_str().unwrap(), &[says]);
+        // And for a person beside it.
+        assert_says(&done.err, &["dunlin: ", says]);
+    }
+}
+
 /// A name that is not looked at would be taken for one that has been.
 #[test]
 fn arguments_that_contradict_each_other_are_refused() {

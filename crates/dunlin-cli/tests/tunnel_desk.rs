@@ -475,6 +475,16 @@ fn an_aborted_channel_is_an_error_to_whoever_ran_stdio() {
     assert!(said.contains("did not end well"), "{said}");
 }
 
+#[test]
+fn a_route_that_there_is_not_is_an_object_where_json_was_asked_for() {
+    let scene = Scene::new();
+    let done = scene.asked("open nowhere --json").expect(1);
+    let failed = done.last();
+    assert_eq!(failed["event"], "failed", "{done:?}");
+    assert_eq!(failed["at_fault"], "configuration", "{done:?}");
+    assert!(done.err.contains("no route \"nowhere\""), "{done:?}");
+}
+
 /// Whoever runs it may be killed at any time; nothing is left open for him.
 #[test]
 fn a_killed_stdio_leaves_no_listener() {
