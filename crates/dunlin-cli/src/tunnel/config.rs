@@ -449,6 +449,13 @@ pub(crate) fn host_of(text: &str) -> Result<String, String> {
     let (host, port) = text.rsplit_once(':').ok_or_else(wrong)?;
     let host = match host.strip_prefix('[') {
         Some(host) => host.strip_suffix(']').ok_or_else(wrong)?,
+        // Where the address ends and the port begins nobody can tell.
+        None if host.contains(':') => {
+            return Err(format!(
+                "{text:?} is no host and port: an IPv6 address is written in brackets, as in \
+                 [2001:db8::1]:7300"
+            ));
+        }
         None => host,
     };
     match port.parse::<u16>() {

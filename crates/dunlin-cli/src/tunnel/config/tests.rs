@@ -106,6 +106,8 @@ fn every_mistake_is_named_with_its_line_and_what_to_do() {
             13,
             "host.example:7300",
         ),
+        ("b.example:7300", "2001:db8::2:7300", 13, "in brackets"),
+        ("b.example:7300", "2001:db8::2", 13, "in brackets"),
         ("to = \"b.example:7300\"", "", 12, "add to"),
         ("lanes = 2", "lanes = 200", 14, "1 to 128"),
         ("lanes = 2", "lane = 2", 14, "lane"),
