@@ -58,7 +58,7 @@ enum Command {
     /// Measure lanes and migrations on this host, one JSON object a line.
     #[command(subcommand)]
     Bench(bench::Command),
-    /// Carry connections of hypervisors that know nothing of it.
+    /// Carry other hypervisors' connections over encrypted lanes; they notice nothing of it.
     #[command(subcommand)]
     Tunnel(tunnel::Command),
     /// Sockets whose TLS is the kernel's, for programs that know nothing of TLS.

@@ -159,8 +159,6 @@ pub(crate) struct Serve {
     #[command(flatten)]
     reading: Reading,
     #[command(flatten)]
-    records: Records,
-    #[command(flatten)]
     own: Own,
 }
 
@@ -201,7 +199,7 @@ impl Serve {
             identity: self.identity.clone(),
             peers: self.peers.iter().map(|one| one.name.clone()).collect(),
             reading: self.reading.clone(),
-            records: self.records.clone(),
+            records: Records::default(),
         };
         let (accepting, warnings) = Accepting::load(&common)?;
         for warning in warnings {
