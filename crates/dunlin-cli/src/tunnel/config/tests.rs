@@ -246,3 +246,14 @@ fn a_routes_lanes_may_go_over_ipsec() {
     assert!(config.ipsec.is_some());
     assert!(!format!("{:?}", config.routes).contains("StripeOverIpsec"));
 }
+
+#[test]
+fn of_routes_that_listen_at_one_place_one_is_named_with_its_line() {
+    let second = "[route.other]\nlisten = \"unix:/run/dunlin/ram.sock\"\nto = \"b.example:7300\"\n";
+    let text = format!("{GOOD}\n{second}");
+    let line = text.lines().position(|line| line == "[route.ram]").unwrap() + 1;
+    let said = mistakes(&text);
+    // In the order of their names.
+    let expected = format!("t.toml:{line}: two routes listen on unix:/run/dunlin/ram.sock");
+    assert!(said[0].starts_with(&expected), "{said:?}");
+}
