@@ -121,4 +121,6 @@ def main(helper, host, port, bundle, *options):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 5:
+        sys.exit("usage: ktls_client.py HELPER HOST PORT BUNDLE [OPTION...]")
     sys.exit(main(*sys.argv[1:]))

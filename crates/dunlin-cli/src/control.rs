@@ -4,7 +4,7 @@
 //! connection is closed. The socket is for its owner alone.
 
 use std::fs;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -168,11 +168,17 @@ impl Client {
         request: &impl Serialize,
         limit: Option<Duration>,
     ) -> Result<Self> {
-        let mut stream = UnixStream::connect(socket).with_context(|| {
-            format!(
-                "no {whom} answers at {}: is its process running, and is --control the same?",
-                socket.display()
-            )
+        let mut stream = UnixStream::connect(socket).map_err(|error| {
+            let at = socket.display();
+            let what = match error.kind() {
+                ErrorKind::PermissionDenied => {
+                    format!("{at} is for the {whom}'s owner alone: ask as that user, or as root")
+                }
+                _ => format!(
+                    "no {whom} answers at {at}: is its process running, and is --control the same?"
+                ),
+            };
+            anyhow::Error::new(error).context(what)
         })?;
         stream.set_read_timeout(limit)?;
         writeln!(stream, "{}", serde_json::to_string(request)?)?;

@@ -164,14 +164,14 @@ pub(crate) fn load_identity(
 ) -> Result<(Identity, Vec<String>)> {
     confine::allows_identity(directory)?;
     let day = Duration::from_secs(24 * 60 * 60);
+    let unusable = || format!("the identity in {} cannot be used", directory.display());
     let options = LoadOptions {
-        layout: Some(reading.layout(directory)?),
+        layout: Some(reading.layout(directory).with_context(unusable)?),
         role: Some(role),
         allow_key_open_to_all: reading.allow_open_key,
         warn_before: day * reading.expiry_warning,
     };
-    let (identity, warnings) = Identity::load(directory, options)
-        .with_context(|| format!("the identity in {} cannot be used", directory.display()))?;
+    let (identity, warnings) = Identity::load(directory, options).with_context(unusable)?;
     Ok((identity, warnings.iter().map(ToString::to_string).collect()))
 }
 

@@ -7,12 +7,14 @@ use std::time::Duration;
 use dunlin::engine::source::Standing;
 use dunlin::engine::vmm::FaultCode;
 use dunlin::engine::{
-    Downtime, Event, Iteration, MigrateError, Progress, Report, VmIs, harmless, is_harmful,
+    Downtime, Event, Iteration, MigrateError, Progress, Report, VmIs, fault_behind, harmless,
+    is_harmful,
 };
 use dunlin::lane::kernel::{Choice, Driver};
 use serde::{Deserialize, Serialize};
 
 use crate::code::{CANCELLED, FAILED, IN_DOUBT};
+use crate::display::chained;
 use crate::tunnel::{ListenerLine, TunnelLine};
 
 impl From<&Choice> for Line {
@@ -219,6 +221,33 @@ pub(crate) struct FailedLine {
     pub(crate) text: String,
     /// The exit code that goes with it.
     pub(crate) code: i32,
+}
+
+/// What was asked of another process, which did not do it and said why.
+impl std::error::Error for FailedLine {}
+
+impl std::fmt::Display for FailedLine {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.write_str(&self.text)
+    }
+}
+
+impl From<&anyhow::Error> for FailedLine {
+    fn from(error: &anyhow::Error) -> Self {
+        if let Some(failed) = error.downcast_ref::<Self>() {
+            return failed.clone();
+        }
+        let fault = fault_behind(error.as_ref());
+        Self {
+            fault: fault.map_or("usage", FaultCode::name).into(),
+            at_fault: fault
+                .map_or("configuration", |fault| fault.at_fault().name())
+                .into(),
+            vm: String::new(),
+            text: chained(error),
+            code: FAILED,
+        }
+    }
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]

@@ -23,7 +23,9 @@ mod vm;
 
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
+
+use crate::line::{FailedLine, Line};
 
 /// Live migration of virtual machines over many encrypted lanes at once.
 #[derive(Debug, Parser)]
@@ -56,7 +58,7 @@ enum Command {
     /// Measure lanes and migrations on this host, one JSON object a line.
     #[command(subcommand)]
     Bench(bench::Command),
-    /// Carry connections of hypervisors that know nothing of it.
+    /// Carry other hypervisors' connections over encrypted lanes; they notice nothing of it.
     #[command(subcommand)]
     Tunnel(tunnel::Command),
     /// Sockets whose TLS is the kernel's, for programs that know nothing of TLS.
@@ -71,15 +73,32 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let cli = handoff::helper(std::env::args_os().collect()).unwrap_or_else(|| Ok(Cli::parse()));
+    let helper = handoff::helper(std::env::args_os().collect());
+    // A helper's standard output is its caller's: nothing, or what was handed over.
+    let (cli, json) = helper.map_or_else(parse, |cli| (cli, false));
     let result = cli.and_then(|cli| run(cli.command));
-    match result {
-        Ok(code) => ExitCode::from(u8::try_from(code).unwrap_or(1)),
-        Err(error) => {
-            eprintln!("dunlin: {}", display::clean_lines(&format!("{error:#}")));
-            ExitCode::from(1)
+    let code = result.unwrap_or_else(|error| {
+        let failed = FailedLine::from(&error);
+        eprintln!("dunlin: {}", display::clean_lines(&failed.text));
+        let code = failed.code;
+        if json {
+            Line::Failed(failed).print();
         }
+        code
+    });
+    ExitCode::from(u8::try_from(code).unwrap_or(1))
+}
+
+/// The command line, and whether the answer is to be JSON.
+fn parse() -> (anyhow::Result<Cli>, bool) {
+    let matches = Cli::command().get_matches();
+    let mut last = &matches;
+    while let Some((_, next)) = last.subcommand() {
+        last = next;
     }
+    // Not every command has the flag.
+    let json = matches!(last.try_get_one::<bool>("json"), Ok(Some(true)));
+    (Cli::from_arg_matches(&matches).map_err(Into::into), json)
 }
 
 fn run(command: Command) -> anyhow::Result<i32> {

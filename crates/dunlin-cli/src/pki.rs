@@ -11,6 +11,7 @@ use clap::Subcommand;
 use dunlin::lane::identity::{
     AUTHORITIES_FILE, CERTIFICATE_FILE, Dated, Files, Identity, KEY_FILE, Layout, Role,
 };
+use dunlin::lane::peers::Peer;
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
     KeyUsagePurpose, SanType,
@@ -43,7 +44,7 @@ pub(crate) enum Command {
         #[arg(long, value_name = "DIR")]
         ca: PathBuf,
         /// A DNS name, IP address or URI of the host; repeatable.
-        #[arg(long = "name", value_name = "NAME", required = true)]
+        #[arg(long = "name", value_name = "NAME", required = true, value_parser = parse_name)]
         names: Vec<String>,
         /// Days until it expires.
         #[arg(long, value_name = "N", default_value_t = 365)]
@@ -93,6 +94,15 @@ pub(crate) fn run(command: &Command) -> Result<()> {
 fn made(directory: &Path, json: bool) {
     if json {
         println!("{}", serde_json::json!({ "directory": directory }));
+    }
+}
+
+/// A name by which peers can know a host.
+fn parse_name(text: &str) -> Result<String, String> {
+    match text.parse::<Peer>() {
+        Ok(Peer::Name(_)) => Ok(text.to_owned()),
+        Ok(_) => Err("a pin is of a certificate that there is already".to_owned()),
+        Err(error) => Err(error.to_string()),
     }
 }
 

@@ -3,12 +3,13 @@
 
 mod notify;
 
-use std::io::Write;
+use std::fmt::Display;
+use std::io::{self, ErrorKind, Write};
 use std::process::exit;
 use std::sync::mpsc::Sender;
 use std::thread;
 
-use anyhow::{Result, anyhow};
+use anyhow::{Error, Result, anyhow};
 use dunlin::tunnel::Sockets;
 use dunlin_sys::signals::{EndSignal, EndSignals, HangUps};
 
@@ -20,6 +21,19 @@ use crate::display::clean;
 pub(crate) enum Told {
     Again,
     End(EndSignal),
+}
+
+/// Why nobody can be taken in at an address, which was `chosen` there.
+pub(crate) fn cannot_listen(address: impl Display, chosen: &str, error: &io::Error) -> Error {
+    let why = match error.kind() {
+        ErrorKind::AddrInUse => "another process listens there; end it, or",
+        ErrorKind::AddrNotAvailable => "that is not an address of this host;",
+        ErrorKind::PermissionDenied => "ports below 1024 are root's;",
+        _ => "there is no such address;",
+    };
+    anyhow!(
+        "cannot listen on {address} (at fault: configuration): {why} choose another {chosen}: {error}"
+    )
 }
 
 /// The sockets that the service manager has passed.

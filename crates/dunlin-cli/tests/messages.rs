@@ -40,6 +40,64 @@ fn a_port_in_use_an_address_of_nobodys_and_a_name_without_address() {
         assert_says(&done.err, &says);
         assert_says(&done.err, &["at fault: configuration", listen]);
     }
+    for command in [
+        "ipsec serve --ports 24576",
+        "handoff accept --sni a.test --to unix:/nowhere",
+    ] {
+        let mut serve = words(&format!("{command} --listen {address} --identity"));
+        serve.arg(hosts.scratch.join("b"));
+        let done = finish(serve).expect(1);
+        let says = ["another process listens there", "another --listen"];
+        assert_says(&done.err, &says);
+    }
+}
+
+/// Whoever reads JSON is told of a failure in JSON too, wherever it happens.
+#[test]
+fn what_has_failed_is_an_object_where_json_was_asked_for() {
+    let hosts = Hosts::new();
+    for (command, says) in [
+        ("vm status --name no", "no VM answers"),
+        ("vm watch --name no", "no VM answers"),
+        ("vm set --name no --rate 1M", "no VM answers"),
+        (
+            "vm migrate --name no --to b.test:1 --identity /nowhere",
+            "/nowhere",
+        ),
+        ("cancel --vm no", "no VM answers"),
+        ("tunnel open ram", "no tunnel runs here"),
+        ("ipsec status no", "nobody answers"),
+    ] {
+        let mut command = words(&format!("{command} --json --control"));
+        command.arg(hosts.scratch.join("control"));
+        let done = finish(command).expect(1);
+        let failed = done.last();
+        assert_eq!(failed["event"], "failed", "{done:?}");
+        assert_eq!(failed["code"], 1, "{done:?}");
+        assert_says(failed["text"].as_str().unwrap(), &[says]);
+        // And for a person beside it.
+        assert_says(&done.err, &["dunlin: ", says]);
+    }
+}
+
+/// A name that is not looked at would be taken for one that has been.
+#[test]
+fn arguments_that_contradict_each_other_are_refused() {
+    for (command, code) in [
+        (
+            "handoff connect --host localhost --port 1 --send-fd 0 --curves X25519 \
+             --ciphers ECDHE-RSA-AES256-GCM-SHA384 --no-verify --peer b.test",
+            1,
+        ),
+        (
+            "handoff accept --listen 127.0.0.1:0 --sni a.test --to unix:/nowhere --cert x --key y \
+             --verify-clients",
+            2,
+        ),
+    ] {
+        let done = finish(words(command)).expect(code);
+        assert_says(&done.err, &["cannot be used with"]);
+    }
 }
 
 #[test]

@@ -63,6 +63,15 @@ fn what_is_issued_is_shown() {
         "{said}"
     );
 
+    // Peers could not be told of such a name.
+    for name in ["host test", "", "sha256:00"] {
+        let mut issue = words("pki issue --ca");
+        issue.arg(&ca).args(["--name", name]).arg(scratch.join("x"));
+        let done = finish(issue).expect(2);
+        assert!(done.err.contains("--name"), "{done:?}");
+        assert!(!scratch.join("x").exists());
+    }
+
     // What is there is never overwritten.
     let again = finish(issue()).expect(1);
     assert!(again.err.contains("not empty"), "{again:?}");
@@ -78,6 +87,7 @@ fn a_directory_without_an_identity_says_what_is_missing() {
     show.arg(scratch.join("nothing"));
     let done = finish(show).expect(1);
     assert!(done.err.contains("nothing"), "{done:?}");
+    assert_eq!(done.err.matches("No such file").count(), 1, "{done:?}");
     let mut issue = words("pki issue --name x.test --ca");
     issue.arg(scratch.join("no-ca")).arg(scratch.join("host"));
     let done = finish(issue).expect(1);

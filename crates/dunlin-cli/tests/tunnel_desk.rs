@@ -475,6 +475,32 @@ fn an_aborted_channel_is_an_error_to_whoever_ran_stdio() {
     assert!(said.contains("did not end well"), "{said}");
 }
 
+/// A channel that is refused while input of its own waits in it is reset, which is no failure of
+/// the input or the output.
+#[test]
+fn a_refused_channel_is_told_of_also_where_input_was_waiting() {
+    let scene = Scene::new();
+    for _ in 0..8 {
+        let mut piped = Piped::start(&scene, "ram --param vm=none");
+        // It may end before all of that has gone.
+        let _ = piped.0.stdin.take().unwrap().write_all(b"hello\n");
+        let (code, said) = piped.end();
+        assert_eq!(code, 1, "{said}");
+        assert!(said.contains("none.sock cannot be reached"), "{said}");
+        assert!(!said.contains("put cannot be"), "{said}");
+    }
+}
+
+#[test]
+fn a_route_that_there_is_not_is_an_object_where_json_was_asked_for() {
+    let scene = Scene::new();
+    let done = scene.asked("open nowhere --json").expect(1);
+    let failed = done.last();
+    assert_eq!(failed["event"], "failed", "{done:?}");
+    assert_eq!(failed["at_fault"], "configuration", "{done:?}");
+    assert!(done.err.contains("no route \"nowhere\""), "{done:?}");
+}
+
 /// Whoever runs it may be killed at any time; nothing is left open for him.
 #[test]
 fn a_killed_stdio_leaves_no_listener() {

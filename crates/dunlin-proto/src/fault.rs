@@ -181,7 +181,7 @@ faults! {
         "Check the network between the hosts, then migrate again.";
     /// The control lane was lost or went silent.
     ControlLost = 20, "control-lost", Network,
-        "Check the network and the peer's process; if the VM is in doubt, use `dunlin resolve`.";
+        "Check the network and the peer's process, and the address that it was given.";
     /// A defect of this program.
     Internal = 21, "internal", Local,
         "Report it with both logs.";
@@ -266,6 +266,8 @@ mod tests {
         for code in FaultCode::ALL {
             assert!(!names.contains("unknown"));
             assert!(code.advice().ends_with('.'), "{code}");
+            // Migrations, tunnels and sessions have them in common, and commands not.
+            assert!(!code.advice().contains("dunlin "), "{code}");
             let stable = |byte: u8| byte.is_ascii_lowercase() || byte == b'-';
             assert!(code.name().bytes().all(stable), "{code}");
         }

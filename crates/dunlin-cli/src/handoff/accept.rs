@@ -20,9 +20,10 @@ use super::carry;
 use super::connect::{Fallback, Version};
 use super::line::AcceptedLine;
 use crate::code::{DONE, FAILED};
+use crate::display::chained;
 use crate::identity::{Reading, allowed_peers, load_identity};
 use crate::options::parse_limit;
-use crate::service::{Manager, Told, passed, say, wait_for};
+use crate::service::{Manager, Told, cannot_listen, passed, say, wait_for};
 use crate::tunnel::{Port, host_of, parse_port, socket_path};
 
 /// What a client of TLS 1.2 may choose from, best first.
@@ -76,7 +77,7 @@ pub(crate) struct Accept {
     #[arg(long = "peer", value_name = "NAME|PIN")]
     peers: Vec<String>,
     /// Let in only clients with a certificate of the identity's authorities.
-    #[arg(long, requires = "identity")]
+    #[arg(long, requires = "identity", conflicts_with = "cert")]
     verify_clients: bool,
     /// The version of TLS of what is handed over. The keys of a 1.3 socket cannot be changed by
     /// who gets it, so a client that changes its own ends the connection.
@@ -127,7 +128,7 @@ impl Accept {
         let tls = self.tls()?;
         let listener = match &self.listen {
             Port::At(address) => TcpListener::bind(address)
-                .map_err(|error| anyhow!("cannot listen on {address}: {error}"))?,
+                .map_err(|error| cannot_listen(address, "--listen", &error))?,
             Port::Passed(name) => sockets
                 .tcp(name)
                 .map_err(|error| anyhow!("cannot listen on systemd:{name}: {error}"))?,
@@ -156,7 +157,7 @@ impl Accept {
                             tls.replace(&fresh);
                             "the certificates were read anew".to_owned()
                         }
-                        Err(error) => format!("everything stays as it was: {error:#}"),
+                        Err(error) => format!("everything stays as it was: {}", chained(&error)),
                     };
                     say(&how);
                     manager.ready(&how);
@@ -246,7 +247,13 @@ impl Accept {
             (true, true) => Some(Peers::AnyFromAuthority),
             (false, _) => Some(allowed_peers(&self.peers)?),
         };
-        Ok(identity.handoff_server(offer, clients)?)
+        let tls = identity.handoff_server(offer, clients);
+        Ok(match self.cert {
+            Some(_) if !self.peers.is_empty() => tls.context(
+                "with --cert there are no authorities: --identity has some, and a pin needs none",
+            )?,
+            _ => tls?,
+        })
     }
 
     fn load(&self) -> Result<(Identity, Vec<String>)> {

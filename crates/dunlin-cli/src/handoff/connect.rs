@@ -60,7 +60,12 @@ pub(crate) struct Connect {
     sni: Option<String>,
     /// A name that the certificate must bear, or its pin; repeatable. None is demanded otherwise:
     /// pool certificates have none.
-    #[arg(long = "peer", value_name = "NAME|PIN", requires = "cert_bundle_file")]
+    #[arg(
+        long = "peer",
+        value_name = "NAME|PIN",
+        requires = "cert_bundle_file",
+        conflicts_with = "no_verify"
+    )]
     peers: Vec<String>,
     /// Directory with a certificate and key to show to the peer.
     #[arg(long, value_name = "DIR")]

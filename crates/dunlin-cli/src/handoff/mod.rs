@@ -13,6 +13,7 @@ use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
 
 use crate::Cli;
+use crate::display::chained;
 
 /// The name under which `dunlin` is `dunlin handoff connect`, as toolstacks call theirs.
 const HELPER: &str = "ktls-helper";
@@ -71,15 +72,6 @@ fn without_usage(text: &str) -> String {
     words.join(" ")
 }
 
-/// An error with those of its causes that it does not mention itself.
 fn in_one_line(error: &Error) -> String {
-    let mut line = String::new();
-    for cause in error.chain().map(ToString::to_string) {
-        if line.is_empty() {
-            line = cause;
-        } else if !line.contains(&cause) {
-            line = format!("{line}: {cause}");
-        }
-    }
-    line.replace('\n', " ")
+    chained(error).replace('\n', " ")
 }

@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::code::{DONE, FAILED};
 use crate::control::{Socket, read_request};
-use crate::display::clean;
+use crate::display::{chained, clean};
 use crate::options::ControlPath;
 use crate::service::say;
 use crate::sessions::StatePath;
@@ -217,7 +217,7 @@ pub(super) fn serve(socket: &Socket, name: String, asked: Arc<dyn Asked>) -> Res
     socket.serve(
         move |connection| {
             if let Err(error) = answer(connection, &name, &*asked) {
-                say(&format!("a request was not answered: {error:#}"));
+                say(&format!("a request was not answered: {}", chained(&error)));
             }
         },
         say,
@@ -235,7 +235,7 @@ fn answer(mut connection: &UnixStream, name: &str, asked: &dyn Asked) -> Result<
         Request::Down => asked.down(),
     }
     let sessions = asked.sessions();
-    let failed = sessions.as_ref().err().map(|error| format!("{error:#}"));
+    let failed = sessions.as_ref().err().map(chained);
     let answer = Answer {
         name: name.to_owned(),
         pid: std::process::id(),
@@ -270,7 +270,10 @@ impl Which {
                 Err(error) if self.name.is_none() && matches!(request, Request::Status) => {
                     if UnixStream::connect(&socket).is_ok() {
                         let at = socket.display();
-                        say(&format!("{at} does not say how it stands: {error:#}"));
+                        say(&format!(
+                            "{at} does not say how it stands: {}",
+                            chained(&error)
+                        ));
                     }
                 }
                 // Of one that has died, where nobody has asked for just that one.
@@ -355,7 +358,8 @@ impl Status {
             Err(error) => {
                 let why = anyhow::Error::from(error);
                 say(&format!(
-                    "sessions of migrations, tunnels and the dead are not shown: {why:#}"
+                    "sessions of migrations, tunnels and the dead are not shown: {}",
+                    chained(&why)
                 ));
                 return Ok(Vec::new());
             }
@@ -367,7 +371,7 @@ impl Status {
                 Ok(session) => lines.push(SessionLine::recorded(&session)),
                 Err(error) => {
                     let why = anyhow::Error::from(error);
-                    say(&format!("a session is not shown: {why:#}"));
+                    say(&format!("a session is not shown: {}", chained(&why)));
                 }
             }
         }

@@ -23,7 +23,7 @@ pub(crate) enum Command {
     Status(desk::Status),
     /// End the sessions of this host's processes, and take back what they installed.
     Down(desk::Down),
-    /// Take back what processes have left that were killed.
+    /// Take back what killed processes have left, and free ports that stay blocked.
     Clean(run::Clean),
     /// Print what one side would install, an object a line; changes nothing.
     Plan(plan::Plan),

@@ -23,9 +23,10 @@ use super::ModeName;
 use super::desk::{self, Asked, SessionLine};
 use crate::code::{CANCELLED, DONE, FAILED};
 use crate::control::Socket;
+use crate::display::chained;
 use crate::identity::{Accepting, Common, Reading, Records, client_tls};
 use crate::options::{ControlPath, Cpus, parse_limit};
-use crate::service::{Manager, Told, say, wait_for};
+use crate::service::{Manager, Told, cannot_listen, say, wait_for};
 use crate::sessions::StatePath;
 
 /// Where `serve` listens unless it is told otherwise.
@@ -158,8 +159,6 @@ pub(crate) struct Serve {
     #[command(flatten)]
     reading: Reading,
     #[command(flatten)]
-    records: Records,
-    #[command(flatten)]
     own: Own,
 }
 
@@ -200,7 +199,7 @@ impl Serve {
             identity: self.identity.clone(),
             peers: self.peers.iter().map(|one| one.name.clone()).collect(),
             reading: self.reading.clone(),
-            records: self.records.clone(),
+            records: Records::default(),
         };
         let (accepting, warnings) = Accepting::load(&common)?;
         for warning in warnings {
@@ -212,7 +211,7 @@ impl Serve {
         let bound = bound.map(|one| (one.peer.clone(), one.addresses.clone()));
         options.bound = bound.collect();
         let listener = TcpListener::bind(&self.listen)
-            .map_err(|error| anyhow!("cannot listen on {}: {error}", self.listen))?;
+            .map_err(|error| cannot_listen(&self.listen, "--listen", &error))?;
         let socket = Socket::bind(&self.own.control.ipsec("serve")?, "an IPsec server")?;
         let blocked = Blocked::default();
         let server = Server::start(listener, accepting.tls.clone(), options, blocked.observer())?;
@@ -238,7 +237,7 @@ impl Serve {
                             .iter()
                             .for_each(|text| say(&format!("warning: {text}")));
                     }
-                    Err(error) => say(&format!("everything stays as it was: {error:#}")),
+                    Err(error) => say(&format!("everything stays as it was: {}", chained(&error))),
                 },
                 Ok(Told::End(signal)) => {
                     manager.stopping();
@@ -368,7 +367,7 @@ impl Up {
         drop(told);
         match held.end(end) {
             Some(Err(error)) => {
-                say(&format!("{:#}", anyhow!(error)));
+                say(&chained(&anyhow!(error)));
                 Ok(FAILED)
             }
             _ => Ok(blocked.code()),
@@ -515,7 +514,7 @@ impl Asked for Held<Named> {
 
     fn down(&self) {
         if let Some(Err(error)) = self.end(end) {
-            say(&format!("{:#}", anyhow!(error)));
+            say(&chained(&anyhow!(error)));
         }
     }
 

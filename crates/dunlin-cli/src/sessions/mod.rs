@@ -19,8 +19,9 @@ pub(crate) use status::Status;
 /// Where sessions are remembered.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct StatePath {
-    /// Directory of this host's journals [default: /var/lib/dunlin for root,
-    /// else $XDG_STATE_HOME/dunlin or ~/.local/state/dunlin].
+    /// Directory of what this host remembers: journals of migrations, and records
+    /// of what IPsec has installed [default: /var/lib/dunlin for root, else
+    /// $XDG_STATE_HOME/dunlin or ~/.local/state/dunlin].
     #[arg(long, value_name = "DIR")]
     state_dir: Option<PathBuf>,
 }

@@ -10,7 +10,7 @@ use dunlin::engine::journal::{DestinationRecord, Entry, Record, Role, SourceReco
 
 use super::{StatePath, about, hex};
 use crate::code::{DONE, FAILED};
-use crate::display::clean;
+use crate::display::{chained, clean};
 use crate::line::{Line, SessionLine, StatusLine};
 use crate::options::ControlPath;
 use crate::tunnel;
@@ -58,7 +58,7 @@ impl Status {
             match tunnel::status_within(socket, LIVE_LIMIT) {
                 Ok(line) if self.json => Line::Tunnel(Box::new(line)).print(),
                 Ok(line) => tunnel::show(&line),
-                Err(error) => eprintln!("warning: {}", clean(&format!("{error:#}"))),
+                Err(error) => eprintln!("warning: {}", clean(&chained(&error))),
             }
         }
         Ok(code)

@@ -91,7 +91,7 @@ impl Close {
 pub(super) fn listener(client: &mut Client) -> Result<ListenerLine> {
     match client.next()? {
         Some(Line::Listener(listener)) => Ok(listener),
-        Some(Line::Failed(failed)) => bail!("{}", failed.text),
+        Some(Line::Failed(failed)) => Err(failed.into()),
         Some(other) => bail!("the tunnel answered {other:?}"),
         None => bail!("the tunnel has ended"),
     }

@@ -285,7 +285,9 @@ fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
     let routes = match routes {
         Ok(routes) => routes,
         Err(error) => {
-            found.add(&(0..0), error.to_string());
+            let table = file.route.get(error.route());
+            let at = table.map_or(0..0, Spanned::span);
+            found.add(&at, error.to_string());
             return None;
         }
     };
@@ -449,6 +451,13 @@ pub(crate) fn host_of(text: &str) -> Result<String, String> {
     let (host, port) = text.rsplit_once(':').ok_or_else(wrong)?;
     let host = match host.strip_prefix('[') {
         Some(host) => host.strip_suffix(']').ok_or_else(wrong)?,
+        // Where the address ends and the port begins nobody can tell.
+        None if host.contains(':') => {
+            return Err(format!(
+                "{text:?} is no host and port: an IPv6 address is written in brackets, as in \
+                 [2001:db8::1]:7300"
+            ));
+        }
         None => host,
     };
     match port.parse::<u16>() {

@@ -18,6 +18,7 @@ use super::config::parse_listen;
 use super::line::{ListenerLine, RouteLine, TunnelLine};
 use crate::code::{CANCELLED, FAILED};
 use crate::control::{Socket, make_directory, read_request, send};
+use crate::display::chained;
 use crate::line::{FailedLine, Line};
 use crate::service::say;
 
@@ -117,7 +118,7 @@ impl Desk {
                 fault: "usage".into(),
                 at_fault: "configuration".into(),
                 vm: String::new(),
-                text: format!("{error:#}"),
+                text: chained(&error),
                 code: FAILED,
             };
             // Whoever asked may have gone.

@@ -21,12 +21,12 @@ use super::desk::{Desk, name_of};
 use crate::code::{DONE, FAILED};
 use crate::confine::{self, ConfiningTunnel, Needs};
 use crate::control::Socket;
-use crate::display::clean;
+use crate::display::{chained, clean};
 use crate::identity::{chosen, crypto, load_identity};
 use crate::ipsec::RECORDS;
 use crate::line::Line;
 use crate::options::{ControlPath, Cpus};
-use crate::service::{Manager, Told, passed, say, wait_for};
+use crate::service::{Manager, Told, cannot_listen, passed, say, wait_for};
 use crate::sessions::StatePath;
 
 #[derive(Debug, Args)]
@@ -75,7 +75,7 @@ impl Run {
         let (config, identities) = read(&self.config)?;
         let listener = match &config.listen {
             Port::At(address) => TcpListener::bind(address)
-                .map_err(|error| anyhow!("cannot listen on {address}: {error}"))?,
+                .map_err(|error| cannot_listen(address, "listen in the configuration", &error))?,
             Port::Passed(name) => passed
                 .tcp(name)
                 .map_err(|error| anyhow!("cannot listen on systemd:{name}: {error}"))?,
@@ -132,7 +132,7 @@ impl Run {
                             *drain.lock().unwrap_or_else(PoisonError::into_inner) = limit;
                             "the configuration was read anew".to_owned()
                         }
-                        Err(error) => format!("everything stays as it was: {error:#}"),
+                        Err(error) => format!("everything stays as it was: {}", chained(&error)),
                     };
                     say(&how);
                     // One line.
@@ -164,7 +164,8 @@ impl Run {
             Err(error) if self.control.control.is_some() => Err(error),
             Err(error) => {
                 say(&format!(
-                    "warning: {error:#}; `dunlin status` and `tunnel open` do not find this tunnel"
+                    "warning: {}; `dunlin status` and `tunnel open` do not find this tunnel",
+                    chained(&error)
                 ));
                 Ok(None)
             }

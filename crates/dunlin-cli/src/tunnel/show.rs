@@ -19,7 +19,7 @@ pub(crate) fn status_within(socket: &Path, limit: Duration) -> Result<TunnelLine
     let mut client = Client::ask(socket, WHOM, &Request::Status, Some(limit))?;
     match client.next()? {
         Some(Line::Tunnel(line)) => Ok(*line),
-        Some(Line::Failed(failed)) => bail!("{}", failed.text),
+        Some(Line::Failed(failed)) => Err(failed.into()),
         other => bail!("the tunnel answered {other:?}"),
     }
 }

@@ -20,10 +20,12 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use dunlin::tunnel::Parameter;
+use dunlin_sys::poll::{Interest, poll};
 
 use super::ask::{WHOM, end, listener};
 use super::desk::Request;
@@ -75,8 +77,13 @@ impl Stdio {
         let mut output = File::from(io::stdout().as_fd().try_clone_to_owned()?);
         let took = io::copy(&mut from, &mut output);
         drop(output);
+        let took = match took {
+            // Not the output's failure: how the channel has ended is the tunnel's to tell.
+            Err(error) if is_channels(&error, &channel) => Ok(()),
+            took => took.map(|_| ()),
+        };
         // Whoever reads the output sees its end, while the input may go on.
-        let ended = took.and_then(|_| dunlin_sys::stdio::end_output());
+        let ended = took.and_then(|()| dunlin_sys::stdio::end_output());
         if let Err(error) = ended {
             // Fails only where it has gone.
             let _ = channel.shutdown(Shutdown::Both);
@@ -93,6 +100,20 @@ impl Stdio {
     }
 }
 
+/// Whether a copy has failed because the tunnel closed the channel. It does so with bytes of ours
+/// unread where it refuses one, which a unix socket tells as a reset (unix(7)); the other end of the
+/// copy may be a socket that was reset itself.
+fn is_channels(error: &io::Error, channel: &UnixStream) -> bool {
+    // Hung up counts as ready, whatever is waited for.
+    let hung_up = Interest {
+        fd: channel.as_fd(),
+        read: false,
+        write: false,
+    };
+    error.kind() == io::ErrorKind::ConnectionReset
+        && poll(&[hung_up], Some(Duration::ZERO)).is_ok_and(|ready| ready == [true])
+}
+
 /// Sends the input and its end; says in `cut` that there was an error in its place.
 fn send(to: &UnixStream, cut: &AtomicBool) {
     let mut into = to;
@@ -100,7 +121,7 @@ fn send(to: &UnixStream, cut: &AtomicBool) {
         Ok(_) => Shutdown::Write,
         Err(error) => {
             // A channel that was aborted is told of by the tunnel.
-            if error.kind() != io::ErrorKind::BrokenPipe {
+            if error.kind() != io::ErrorKind::BrokenPipe && !is_channels(&error, to) {
                 cut.store(true, Ordering::SeqCst);
                 eprintln!("dunlin: the input cannot be read: {error}");
             }

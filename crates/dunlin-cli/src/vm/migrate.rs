@@ -244,7 +244,7 @@ pub(crate) fn obeyed(socket: &Path, request: &Request, json: bool) -> Result<i32
             }
             Ok(DONE)
         }
-        Some(Line::Failed(failed)) => bail!("{}", failed.text),
+        Some(Line::Failed(failed)) => Err(failed.into()),
         Some(other) => bail!("the VM's process answered {other:?}"),
         None => bail!("the VM's process has ended"),
     }
@@ -322,7 +322,7 @@ pub(crate) fn status_within(socket: &Path, limit: Duration) -> Result<StatusLine
 fn status_of(mut answer: Client) -> Result<StatusLine> {
     match answer.next()? {
         Some(Line::Status(status)) => Ok(status),
-        Some(Line::Failed(failed)) => bail!("{}", failed.text),
+        Some(Line::Failed(failed)) => Err(failed.into()),
         other => bail!("the VM's process answered {other:?}"),
     }
 }

@@ -26,6 +26,7 @@ use super::moving::Moving;
 use crate::code::FAILED;
 use crate::confine;
 use crate::control::{Socket, read_request, send};
+use crate::display::chained;
 use crate::identity::{Common, client_tls};
 use crate::line::{FailedLine, Line};
 use crate::options::{MigrateFlags, SecurityName, shelter};
@@ -148,12 +149,13 @@ fn refused(error: &anyhow::Error) -> FailedLine {
             fault.name(),
             fault.at_fault().name(),
             format!(
-                "{error:#} ({fault}, at fault: {}); the VM goes on at the source. {}",
+                "{} ({fault}, at fault: {}); the VM goes on at the source. {}",
+                chained(error),
                 fault.at_fault(),
                 fault.advice()
             ),
         ),
-        None => ("usage", "configuration", format!("{error:#}")),
+        None => ("usage", "configuration", chained(error)),
     };
     FailedLine {
         fault: fault.into(),

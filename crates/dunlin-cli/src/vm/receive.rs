@@ -1,11 +1,10 @@
 //! `dunlin vm receive`: waits for a VM, then owns it.
 
-use std::io::ErrorKind;
 use std::net::TcpListener;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result};
 use clap::Args;
 use dunlin::engine::destination::{DestinationEvent, Options, receive};
 use dunlin::engine::vmm::{Builder, DestinationVm, FaultCode, Offered, Refusal};
@@ -19,10 +18,11 @@ use super::owner::{self, Parent};
 use crate::code::CANCELLED;
 use crate::confine::{self, Confining, KeepingIpsec, Needs};
 use crate::control::Socket;
-use crate::display::{clean, clean_lines};
+use crate::display::{chained, clean, clean_lines};
 use crate::identity::{Accepting, Common};
 use crate::line::{FailedLine, Line, millis};
 use crate::options::{ControlPath, LANES_QUIET, parse_limit, shelter};
+use crate::service::cannot_listen;
 use crate::sessions::StatePath;
 
 #[derive(Debug, Args)]
@@ -66,7 +66,7 @@ impl Receive {
         }
         self.say(&Line::from(&self.common.records.choice()?));
         let listener = TcpListener::bind(&self.listen)
-            .map_err(|error| anyhow!("{}: {error}", self.cannot_listen(&error)))?;
+            .map_err(|error| cannot_listen(&self.listen, "--listen", &error))?;
         let address = listener.local_addr()?.to_string();
         // Before there are other threads, which would stay as they are.
         let confined = self.confine()?;
@@ -158,7 +158,10 @@ impl Receive {
             .context("a VM arrived that was never built")?;
         if let Err(error) = confine::make_no_more_sockets(&confined) {
             // The VM is here, and nothing less than its own end takes it away again.
-            desk.warn(&format!("local sockets can still be made: {error:#}"));
+            desk.warn(&format!(
+                "local sockets can still be made: {}",
+                chained(&error)
+            ));
         }
         let name = received.offered.vm.name.clone();
         // A source that has not heard yet that the VM runs here can still ask.
@@ -193,19 +196,6 @@ impl Receive {
         })?;
         confine::say(&confined, self.json);
         Ok(confined)
-    }
-
-    fn cannot_listen(&self, error: &std::io::Error) -> String {
-        let why = match error.kind() {
-            ErrorKind::AddrInUse => "another process listens there; end it, or",
-            ErrorKind::AddrNotAvailable => "that is not an address of this host;",
-            ErrorKind::PermissionDenied => "ports below 1024 are root's;",
-            _ => "there is no such address;",
-        };
-        format!(
-            "cannot listen on {} (at fault: configuration): {why} choose another --listen",
-            self.listen
-        )
     }
 
     /// Says that it was told to end, and what became of a VM on its way.
@@ -262,7 +252,9 @@ fn reload_at(hang_ups: HangUps, json: bool, accepting: &Arc<Accepting>) -> Resul
                         say(json, &Line::IdentityRead { valid_until });
                         warnings
                     }
-                    Err(error) => vec![format!("the identity stays as it was: {error:#}")],
+                    Err(error) => {
+                        vec![format!("the identity stays as it was: {}", chained(&error))]
+                    }
                 };
                 for text in warnings {
                     say(json, &Line::Warning { text });
@@ -362,7 +354,7 @@ impl Builder for Takes<'_> {
             .and_then(|socket| owner::serve(&socket, self.desk).map(|()| socket))
             .map_err(|error| Refusal {
                 fault: fault_behind(error.as_ref()).unwrap_or(FaultCode::DescriptionRefused),
-                text: format!("{error:#}"),
+                text: chained(&error),
             })?;
         self.socket = Some(socket);
         self.machines.build(offered)

@@ -58,7 +58,7 @@ impl fmt::Display for MigrateError {
             VmIs::StuckAtSource => "the VM is paused at the source and could not be resumed",
             VmIs::InDoubt => {
                 "the VM is paused at the source and may run at the destination: ask there before \
-                 you resume it here"
+                 you resume it here, or use `dunlin resolve`"
             }
             VmIs::RanThenDied => {
                 "the VM was started at the destination and does not run there; the source keeps \

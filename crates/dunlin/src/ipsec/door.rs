@@ -219,7 +219,10 @@ impl Site {
         let (session, _) = agreed.map_err(|refusal| {
             // The peer may have gone, and hears nothing then.
             let _ = control.close();
-            IpsecError::Breach(refusal.to_string())
+            IpsecError::Refused {
+                fault: refusal.fault,
+                text: refusal.text,
+            }
         })?;
         let identity = control.peer().clone();
         let peer = harmless(&identity.to_string());

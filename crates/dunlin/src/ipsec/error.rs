@@ -204,6 +204,14 @@ pub enum IpsecError {
     /// Something of ours does not fit a message.
     #[error("a message cannot be written")]
     Encode(#[from] EncodeError),
+    /// This side takes no session of the peer's in.
+    #[error("{text} ({fault})")]
+    Refused {
+        /// Why, as the peer is told.
+        fault: FaultCode,
+        /// The same in words.
+        text: String,
+    },
     /// The peer refuses, or has ended it.
     #[error("the peer ended it: {text} ({fault})")]
     EndedByPeer {
@@ -257,7 +265,7 @@ impl IpsecError {
             Self::Malformed(error) => error.fault(),
             Self::Breach(_) => FaultCode::Malformed,
             Self::Encode(_) => FaultCode::Internal,
-            Self::EndedByPeer { fault, .. } => *fault,
+            Self::Refused { fault, .. } | Self::EndedByPeer { fault, .. } => *fault,
             Self::Silent(_) => FaultCode::ControlLost,
             Self::Ended => FaultCode::Cancelled,
         }

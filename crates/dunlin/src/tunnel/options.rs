@@ -181,6 +181,22 @@ pub enum BadRoute {
     },
 }
 
+impl BadRoute {
+    /// The name of the route that is to be changed.
+    pub fn route(&self) -> &str {
+        match self {
+            Self::Name { name }
+            | Self::Twice { name }
+            | Self::SameListener { name, .. }
+            | Self::Lanes { name, .. }
+            | Self::Window { name, .. }
+            | Self::Anybody { name }
+            | Self::Exec { name }
+            | Self::Place { name, .. } => name,
+        }
+    }
+}
+
 /// The largest window of a channel, in bytes: 100 Gbit/s over a round trip of
 /// 80 ms.
 pub const MAX_WINDOW_BYTES: u64 = 1 << 30;

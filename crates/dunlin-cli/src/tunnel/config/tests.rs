@@ -106,6 +106,8 @@ fn every_mistake_is_named_with_its_line_and_what_to_do() {
             13,
             "host.example:7300",
         ),
+        ("b.example:7300", "2001:db8::2:7300", 13, "in brackets"),
+        ("b.example:7300", "2001:db8::2", 13, "in brackets"),
         ("to = \"b.example:7300\"", "", 12, "add to"),
         ("lanes = 2", "lanes = 200", 14, "1 to 128"),
         ("lanes = 2", "lane = 2", 14, "lane"),
@@ -243,4 +245,15 @@ fn a_routes_lanes_may_go_over_ipsec() {
     let config = Config::parse(Path::new("t.toml"), &prepared).unwrap();
     assert!(config.ipsec.is_some());
     assert!(!format!("{:?}", config.routes).contains("StripeOverIpsec"));
+}
+
+#[test]
+fn of_routes_that_listen_at_one_place_one_is_named_with_its_line() {
+    let second = "[route.other]\nlisten = \"unix:/run/dunlin/ram.sock\"\nto = \"b.example:7300\"\n";
+    let text = format!("{GOOD}\n{second}");
+    let line = text.lines().position(|line| line == "[route.ram]").unwrap() + 1;
+    let said = mistakes(&text);
+    // In the order of their names.
+    let expected = format!("t.toml:{line}: two routes listen on unix:/run/dunlin/ram.sock");
+    assert!(said[0].starts_with(&expected), "{said:?}");
 }

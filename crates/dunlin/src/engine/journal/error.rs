@@ -23,7 +23,7 @@ pub enum JournalError {
         source: io::Error,
     },
     /// Others may read or write the directory.
-    #[error("the journal {path} has mode {mode:03o}: others could change where VMs run; make it 700", path = path.display())]
+    #[error("the journal {path} has mode {mode:03o}: others could read it, or change where VMs run; `chmod 700 {path}`", path = path.display())]
     Exposed {
         /// The directory.
         path: PathBuf,

@@ -41,7 +41,7 @@ pub enum IdentityError {
         layout: Layout,
     },
     /// A file is missing or cannot be read.
-    #[error("cannot read {}: {source}; put the file there, and let this process read it", path.display())]
+    #[error("cannot read {}: {source}; put it there, and let this process read it", path.display())]
     Unreadable {
         /// The file.
         path: PathBuf,

@@ -154,8 +154,13 @@ impl Layout {
     /// The layout of a directory, by the certificates in it.
     ///
     /// # Errors
-    /// None, or more than one.
+    /// None, or more than one; or there is no such directory.
     pub fn of(directory: &Path) -> Result<Self, IdentityError> {
+        // By its own entry: whoever may not search it finds no file in it either.
+        std::fs::metadata(directory.join(".")).map_err(|source| IdentityError::Unreadable {
+            path: directory.to_owned(),
+            source,
+        })?;
         let is_there = |layout: &Self| match layout {
             Self::Dunlin => directory.join(CERTIFICATE_FILE).exists(),
             Self::Qemu => ["client-cert.pem", "server-cert.pem"]
