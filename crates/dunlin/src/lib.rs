@@ -30,6 +30,9 @@ pub mod lane;
 pub mod testing;
 pub mod tunnel;
 
+/// The version of vm-memory whose types the traits of [`engine::vmm`] have.
+pub use vm_memory;
+
 /// The guide's code is compiled.
 #[cfg(doctest)]
 #[doc = include_str!("../../../docs/integrating.md")]

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use dunlin::engine::destination::{self, DestinationEvent};
 use dunlin::engine::source::LaneSecurity;
 use dunlin::engine::vmm::FaultCode;
-use dunlin::engine::{Cancel, VmIs};
+use dunlin::engine::{AtFault, Cancel, VmIs};
 use engine_support::proxy::Proxy;
 use engine_support::{Receiving, TestBuilder, TestVm, impatient, send, tls, verified};
 use vm_memory::{Bytes, GuestAddress};
@@ -242,4 +242,24 @@ fn i2_a_control_lane_that_cannot_be_made_anew_leaves_the_vm_at_the_source() {
     let (result, _) = send(&vm, &to, &client, &verified(2), &Cancel::new());
     assert_eq!(result.unwrap().digests_equal, Some(true));
     assert!(receiving.finish(false).0.unwrap().runs);
+}
+
+#[test]
+fn what_is_no_address_is_the_configurations_fault_and_an_unheard_one_the_networks() {
+    let (client, _) = tls();
+    for (to, at_fault) in [
+        ("127.0.0.1", AtFault::Configuration),
+        ("127.0.0.1:65536", AtFault::Configuration),
+        ("127.0.0.1:1", AtFault::Network),
+    ] {
+        let vm = TestVm::new(1 << 20);
+        let error = send(&vm, to, &client, &verified(1), &Cancel::new())
+            .0
+            .unwrap_err();
+        assert_eq!(
+            (error.vm, error.at_fault),
+            (VmIs::AtSource, at_fault),
+            "{error}"
+        );
+    }
 }

@@ -1,5 +1,6 @@
 //! What the engine asks of the process around it, and how it is stopped.
 
+use std::fmt;
 use std::io;
 use std::net::{Shutdown, TcpStream};
 use std::sync::Arc;
@@ -23,6 +24,8 @@ pub trait Host: Send + Sync {
 
     /// The same, given up as soon as `stop` is woken. A host that cannot wait
     /// for both keeps a cancellation waiting until its connection stands.
+    /// `stop` is a descriptor ([`AsFd`](std::os::fd::AsFd)) that becomes
+    /// readable; nobody has to read from it.
     ///
     /// # Errors
     /// No connection by `deadline`, or `stop` was woken before.
@@ -128,6 +131,15 @@ struct CancelState {
     cancelled: bool,
     listener: Option<Listener>,
     interrupt: Option<Interrupt>,
+}
+
+impl fmt::Debug for Cancel {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter
+            .debug_struct("Cancel")
+            .field("is_cancelled", &self.is_cancelled())
+            .finish()
+    }
 }
 
 impl Cancel {

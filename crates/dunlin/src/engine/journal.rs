@@ -36,7 +36,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 pub use dunlin_proto::journal::{DestinationRecord, Record, SourceRecord, State, Unreadable};
 use dunlin_proto::limits::{MAX_ENDPOINT_BYTES, MAX_RECORDS_OF_A_PEER};
-use dunlin_proto::negotiate::SessionId;
+pub use dunlin_proto::negotiate::SessionId;
 
 mod error;
 mod files;

@@ -19,6 +19,7 @@ use super::vmm::{DirtyLog, GuestMemory};
 
 /// A VM's memory as vm-memory maps it: every mapped region is a RAM region,
 /// numbered from 0 in the order of its guest-physical address.
+#[derive(Debug)]
 pub struct MappedMemory<B = AtomicBitmap> {
     memory: Arc<GuestMemoryMmap<B>>,
     regions: Vec<Region>,
@@ -82,6 +83,7 @@ impl<B: Bitmap + Send + Sync + 'static> GuestMemory for MappedMemory<B> {
 /// hypervisor's.
 ///
 /// vm-memory's bitmap always records; there is nothing to start or to stop.
+#[derive(Debug)]
 pub struct OwnWrites {
     memory: Arc<GuestMemoryMmap<AtomicBitmap>>,
 }

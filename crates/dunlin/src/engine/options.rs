@@ -49,3 +49,16 @@ pub(super) fn check_owner(owner: &str) -> Result<(), OptionError> {
         "a unix socket's path has at most 107 bytes; leave it empty for none",
     )
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use crate::engine::source::Options;
+
+    #[test]
+    fn a_value_is_told_as_it_was_set() {
+        let error = Options::builder().rate(0).build().unwrap_err();
+        assert_eq!((error.option, error.value.as_str()), ("rate", "0"));
+    }
+}

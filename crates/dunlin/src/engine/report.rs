@@ -143,7 +143,8 @@ pub enum Event {
         /// Percent; 0 is full speed.
         percent: u8,
     },
-    /// The journal holds this, and it is on the disk.
+    /// The journal holds this, and it is on the disk. Where no journal was
+    /// given, nothing is; the session has come that far.
     Recorded(SourceRecord),
     /// The guest is paused.
     Paused,

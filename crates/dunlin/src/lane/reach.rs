@@ -12,11 +12,35 @@ pub(crate) fn first_of(
         io::ErrorKind::NotFound,
         format!("{endpoint} has no address"),
     );
-    for address in endpoint.to_socket_addrs()? {
+    let addresses = endpoint.to_socket_addrs().map_err(|error| {
+        // The standard library's own words do not say what is missing.
+        if error.kind() == io::ErrorKind::InvalidInput {
+            let wanted = "give a host and a port, as in host-b.example:4444 or [2001:db8::7]:4444";
+            return io::Error::new(error.kind(), format!("{error}: {wanted}"));
+        }
+        error
+    })?;
+    for address in addresses {
         match connect(address) {
             Ok(stream) => return Ok(stream),
             Err(error) => last = error,
         }
     }
     Err(last)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn what_is_no_address_is_told_with_what_is_wanted() {
+        for endpoint in ["127.0.0.1", "host-b.example:", "host-b.example:65536"] {
+            let error = first_of(endpoint, |_| unreachable!()).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::InvalidInput);
+            assert!(error.to_string().contains("a host and a port"), "{error}");
+        }
+    }
 }

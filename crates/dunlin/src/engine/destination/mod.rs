@@ -15,11 +15,12 @@ mod session;
 mod set_up;
 mod switchover;
 
+use std::fmt;
 use std::net::TcpListener;
 use std::sync::Arc;
 use std::time::Duration;
 
-use dunlin_proto::control::Verdict;
+pub use dunlin_proto::control::Verdict;
 use dunlin_proto::journal::DestinationRecord;
 
 pub use answer::{Answering, answer};
@@ -67,7 +68,8 @@ pub enum DestinationEvent {
     },
     /// The source has made a new control lane.
     ControlResumed,
-    /// The journal holds this, and it is on the disk.
+    /// The journal holds this, and it is on the disk. Where no journal was
+    /// given, nothing is; the session has come that far.
     Recorded(DestinationRecord),
     /// Memory and state are here; *ready* goes out.
     Ready,
@@ -111,7 +113,26 @@ pub struct Received {
     pub answering: Option<Answering>,
 }
 
-/// Accepts on `listener` and takes in one VM, which `builder` builds.
+impl fmt::Debug for Received {
+    /// Without the VM, which need not have it.
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter
+            .debug_struct("Received")
+            .field("offered", &self.offered)
+            .field("runs", &self.runs)
+            .field("guest_downtime", &self.guest_downtime)
+            .field("wire_bytes", &self.wire_bytes)
+            .field("pages", &self.pages)
+            .field("cpu", &self.cpu)
+            .field("answering", &self.answering)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Accepts on `listener` and takes in one VM, which `builder` builds. For the
+/// next one call it again: a listener that shall stay open meanwhile is cloned
+/// ([`TcpListener::try_clone`]). Strangers are turned away
+/// ([`DestinationEvent::Rejected`]) and waited past.
 ///
 /// # Errors
 /// [`MigrateError`] says what failed, whose fault it is, and where the VM is.

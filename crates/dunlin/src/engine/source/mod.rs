@@ -46,7 +46,8 @@ use super::report::{Observer, Report};
 use super::vmm::SourceVm;
 use crate::lane::identity::ClientTls;
 
-/// Moves `vm` to the destination that listens at `to`, a host and port.
+/// Moves `vm` to the destination that listens at `to`, a host and port, such
+/// as `host-b.example:4444`.
 ///
 /// # Errors
 /// [`MigrateError`] says what failed, whose fault it is, and where the VM is.

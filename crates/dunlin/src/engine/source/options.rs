@@ -139,7 +139,7 @@ impl OptionsBuilder {
             ("lane_rate", options.lane_rate),
         ] {
             let advice = "nothing would ever arrive; leave it out for no cap";
-            check(rate != Some(0), option, rate, advice)?;
+            check(rate != Some(0), option, rate.unwrap_or(0), advice)?;
         }
         check(
             (512..=RECORD_LIMIT).contains(&options.records_per_lane),

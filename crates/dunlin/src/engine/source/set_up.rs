@@ -3,12 +3,13 @@
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
+use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender};
 use std::time::{Duration, Instant};
 
 use dunlin_proto::control::{Accept, Describe, Message, RegionTable};
-use dunlin_proto::fault::FaultCode;
+use dunlin_proto::fault::{AtFault, FaultCode};
 use dunlin_proto::lanes::{Patience, Sending};
 use dunlin_proto::limits::PAGE_BYTES;
 use dunlin_proto::negotiate::{
@@ -319,7 +320,12 @@ pub(super) fn open_control(
     deadline: Instant,
 ) -> Result<(ControlStream, Selection), Fault> {
     let stream = host.connect(to, deadline).map_err(|error| {
-        Fault::new(FaultCode::ControlLost, format!("{to} cannot be reached")).because(error)
+        let mut fault = Fault::new(FaultCode::ControlLost, format!("{to} cannot be reached"));
+        // No network was asked; EINVAL of a socket would have its number.
+        if error.kind() == io::ErrorKind::InvalidInput && error.raw_os_error().is_none() {
+            fault.at_fault = AtFault::Configuration;
+        }
+        fault.because(error)
     })?;
     let stream = control_lane::client(stream, tls, deadline).map_err(|error| {
         let what = format!("no secure control lane to {to}");
