@@ -130,6 +130,29 @@ fn integer(socket: impl AsFd, level: libc::c_int, name: libc::c_int) -> io::Resu
     Ok(u32::try_from(value).unwrap_or(0))
 }
 
+fn set_integer(
+    socket: impl AsFd,
+    level: libc::c_int,
+    name: libc::c_int,
+    value: libc::c_int,
+) -> io::Result<()> {
+    // SAFETY: the pointer and the length describe `value`, an initialised integer that lives
+    // through the call and is only read; the descriptor is borrowed.
+    let status = unsafe {
+        libc::setsockopt(
+            socket.as_fd().as_raw_fd(),
+            level,
+            name,
+            (&raw const value).cast(),
+            size_of_val(&value) as libc::socklen_t,
+        )
+    };
+    match status {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
 /// Gives a connection's packets a traffic class: the upper six bits are the DSCP, the lower two are
 /// TCP's own and stay (`IP_TOS`, `IPV6_TCLASS`).
 ///
@@ -143,23 +166,7 @@ pub fn set_traffic_class(socket: impl AsFd, class: u8) -> io::Result<()> {
     let socket = socket.as_fd();
     let domain = integer(socket, libc::SOL_SOCKET, libc::SO_DOMAIN)?;
     let class = libc::c_int::from(class);
-    let set = |level, name| {
-        // SAFETY: the pointer and the length describe `class`, an initialised integer that lives
-        // through the call and is only read; the descriptor is borrowed.
-        let status = unsafe {
-            libc::setsockopt(
-                socket.as_raw_fd(),
-                level,
-                name,
-                (&raw const class).cast(),
-                size_of_val(&class) as libc::socklen_t,
-            )
-        };
-        match status {
-            0 => Ok(()),
-            _ => Err(io::Error::last_os_error()),
-        }
-    };
+    let set = |level, name| set_integer(socket, level, name, class);
     // A socket of IPv6 may carry a connection of IPv4, and takes both.
     if domain == libc::AF_INET6.cast_unsigned() {
         set(libc::IPPROTO_IPV6, libc::IPV6_TCLASS)?;
@@ -167,10 +174,30 @@ pub fn set_traffic_class(socket: impl AsFd, class: u8) -> io::Result<()> {
     set(libc::IPPROTO_IP, libc::IP_TOS)
 }
 
+/// Has a connection send its window to its peer at once, from the CPU of the calling thread: an
+/// empty segment, which the peer answers. Where the connection's route is to be looked up anew
+/// ([`set_traffic_class`]), it is looked up here.
+///
+/// It is what the end of a repair does (`TCP_REPAIR_OFF`), also where there was none: the one call
+/// after which the kernel sends although there is nothing to send. A connection that is being
+/// closed sends nothing.
+///
+/// # Errors
+/// `EPERM` without `CAP_NET_ADMIN` in the network namespace, and what getsockopt(2) and
+/// setsockopt(2) say.
+pub fn send_window(socket: impl AsFd) -> io::Result<()> {
+    let socket = socket.as_fd();
+    // The end of a repair also takes away that a listener may be bound beside the connection.
+    let beside = integer(socket, libc::SOL_SOCKET, libc::SO_REUSEADDR)?;
+    set_integer(socket, libc::IPPROTO_TCP, libc::TCP_REPAIR, 0)?;
+    let beside = beside.cast_signed();
+    set_integer(socket, libc::SOL_SOCKET, libc::SO_REUSEADDR, beside)
+}
+
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use std::io::{Read, Write};
+    use std::io::{ErrorKind, Read, Write};
     use std::net::{TcpListener, TcpStream};
 
     use super::*;
@@ -193,6 +220,29 @@ mod tests {
             assert!(segment_bytes(&near).unwrap() > 500);
             assert!(incoming_cpu(&far).unwrap() < 4096);
         }
+    }
+
+    #[test]
+    fn a_window_is_sent_at_once_and_changes_nothing_else() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (mut far, _) = listener.accept().unwrap();
+        let heard = || silence(&far).unwrap().since_heard;
+        std::thread::sleep(Duration::from_millis(300));
+        assert!(heard() >= Duration::from_millis(200));
+        match send_window(&far) {
+            Err(error) => assert_eq!(error.kind(), ErrorKind::PermissionDenied),
+            // It is answered.
+            Ok(()) => assert!(heard() < Duration::from_millis(200)),
+        }
+        far.write_all(b"x").unwrap();
+        near.write_all(b"y").unwrap();
+        near.read_exact(&mut [0]).unwrap();
+        far.read_exact(&mut [0]).unwrap();
+        // As whoever starts again does, with connections still open.
+        let at = listener.local_addr().unwrap();
+        drop(listener);
+        TcpListener::bind(at).unwrap();
     }
 
     #[test]

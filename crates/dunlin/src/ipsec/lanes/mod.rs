@@ -36,7 +36,8 @@ use std::time::{Duration, Instant};
 
 use dunlin_proto::ipsec::{Mode, Sender};
 use dunlin_proto::negotiate::{Features, Opening};
-use dunlin_sys::tcp::{incoming_cpu, set_traffic_class};
+use dunlin_sys::affinity::{allowed, keep_to, pin_to};
+use dunlin_sys::tcp::{incoming_cpu, send_window, set_traffic_class};
 use dunlin_sys::xfrm::PerCpu;
 use thiserror::Error;
 
@@ -368,7 +369,7 @@ impl House {
             };
             if session.session.has(Sender::Cpu(one.cpu)) {
                 // If it fails, the lane goes on by the fallback.
-                let _ = look_anew(&one.lane);
+                let _ = look_from(&one.lane, one.cpu);
                 return false;
             }
             session.session.want_cpu(one.cpu);
@@ -392,6 +393,21 @@ fn look_anew(connection: &TcpStream) -> io::Result<()> {
     const OTHER: u8 = 0x20;
     set_traffic_class(connection, OTHER)?;
     set_traffic_class(connection, 0)
+}
+
+/// Has the kernel look on this CPU, at once. Else the next acknowledgement would look, which may
+/// be that of whoever reads, on a CPU without an SA; nothing would lead the connection away from
+/// the fallback again.
+fn look_from(connection: &TcpStream, cpu: u32) -> io::Result<()> {
+    let before = allowed()?;
+    // Where this process may not use that CPU, it is left to whatever comes from there.
+    let there = pin_to(cpu as usize);
+    let looked = look_anew(connection).and_then(|()| match there {
+        Ok(()) => send_window(connection),
+        Err(_) => Ok(()),
+    });
+    keep_to(&before)?;
+    looked
 }
 
 /// What would fail with the first lane.
