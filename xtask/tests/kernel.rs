@@ -68,7 +68,7 @@ fn each_way_for_a_test_to_end_is_told_apart() {
         // starts (topology_sane of arch/x86/kernel/smpboot.c).
         (
             "e-makes-the-kernel-warn",
-            "echo 1 >/sys/devices/system/cpu/cpu1/online",
+            "cd /sys/devices/system/cpu/cpu1; echo 1 >online; echo 0 >online",
         ),
         ("f-leaves-a-process", "sleep 1000 & exit 0"),
         ("g-passes", "exit 0"),
@@ -117,6 +117,29 @@ fn each_way_for_a_test_to_end_is_told_apart() {
     assert_eq!(f.verdict, Verdict::Passed);
     assert_eq!(g.verdict, Verdict::Passed);
     assert!(matches!(failure(h), Failure::KernelOops(_)), "{h:?}");
+}
+
+#[test]
+fn a_test_that_leaves_the_machine_changed_has_failed_and_the_next_has_another() {
+    const LOADER: &str = "/proc/sys/kernel/modprobe";
+    let changes = format!("rmmod tls; echo /nowhere >{LOADER}; exit 0");
+    let scripts = [
+        ("a-loads-a-module", "modprobe tls"),
+        ("b-changes-the-machine", &*changes),
+        ("c-is-left-over", "exit 0"),
+    ];
+    let Some(boot) = boot(&scripts, |_| {}) else {
+        return;
+    };
+    assert_eq!(boot.outcomes.len(), 2, "{:?}", boot.outcomes);
+    assert_eq!(boot.outcomes[0].verdict, Verdict::Passed);
+    let changed = &boot.outcomes[1];
+    assert_eq!(*failure(changed), Failure::LeftChanged);
+    for what in [LOADER, "without the module tls"] {
+        let names = |line: &String| line.contains(what);
+        assert!(changed.output.iter().any(names), "{what}: {changed:?}");
+    }
+    assert_eq!(boot.rest, ["c-is-left-over"]);
 }
 
 #[test]

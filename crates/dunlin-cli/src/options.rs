@@ -9,7 +9,7 @@ use clap::{Args, ValueEnum};
 use dunlin::engine::source::{AtTimeLimit, LaneSecurity, Options, OptionsBuilder};
 use dunlin::ipsec::lanes::Shelter;
 use dunlin::ipsec::{self, Event, Observer, PortRange};
-use dunlin_microvm::{Backing, Fill, GuestKind, Workload};
+use dunlin_microvm::{Backing, Fill, GuestKind, HostOptions, Workload};
 use dunlin_sys::affinity::allowed;
 use dunlin_sys::xfrm::esp_offload;
 use serde::{Deserialize, Serialize};
@@ -179,11 +179,27 @@ impl From<BackingName> for Backing {
     }
 }
 
+/// What this host decides about a guest's memory.
+#[derive(Clone, Copy, Debug, Args)]
+pub(crate) struct MemoryFlags {
+    /// Do not advise transparent huge pages for private guest memory.
+    #[arg(long)]
+    no_huge_pages: bool,
+}
+
+impl MemoryFlags {
+    pub(crate) fn options(self) -> HostOptions {
+        HostOptions::default().huge_pages(!self.no_huge_pages)
+    }
+}
+
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub(crate) enum FillName {
     Random,
     Zero,
     Mixed,
+    /// One page that is not zero in each 2 MiB.
+    Sparse,
 }
 
 impl From<FillName> for Fill {
@@ -192,6 +208,7 @@ impl From<FillName> for Fill {
             FillName::Random => Self::Random,
             FillName::Zero => Self::Zero,
             FillName::Mixed => Self::Mixed,
+            FillName::Sparse => Self::Sparse,
         }
     }
 }

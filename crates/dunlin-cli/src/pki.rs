@@ -223,6 +223,7 @@ fn show_one(
                 "dates": dates,
                 "authorities": summary.authorities,
                 "revocation_lists": summary.revocation_lists,
+                "denied_keys": summary.denied_keys,
                 "warnings": warnings,
             })
         );
@@ -240,6 +241,7 @@ fn show_one(
     );
     println!("authorities  {}", summary.authorities);
     println!("revocations  {} lists", summary.revocation_lists);
+    println!("denied       {} keys", summary.denied_keys);
     for warning in warnings {
         println!("warning      {warning}");
     }

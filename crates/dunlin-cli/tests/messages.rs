@@ -6,10 +6,11 @@
 mod host;
 mod support;
 
+use std::io::{BufRead, BufReader};
 use std::net::TcpListener;
-use std::process::Command;
+use std::process::{Command, Stdio};
 
-use host::{after, assert_says, in_own_mounts};
+use host::{after, assert_says, in_own_mounts, pass_on, skip};
 use support::{Hosts, Process, finish, kvm, words};
 
 /// The command in a mount namespace of its own, where /dev has no `kvm` in it.
@@ -204,4 +205,50 @@ fn too_little_memory_at_the_destination_is_said_and_the_vm_stays() {
     assert_says(failed["text"].as_str().unwrap(), &parts);
     destination.wait_for("rejected");
     hosts.assert_runs(&source);
+}
+
+/// A server that could protect nothing says so when it starts, and not to its first peer.
+#[test]
+fn an_ipsec_server_does_not_start_on_a_kernel_without_esp() {
+    let hosts = Hosts::new();
+    // In a network of its own, where an SA does no harm. This one is like those of Dunlin, and
+    // added by another program.
+    let key = "0x000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f20212223";
+    let sa = format!(
+        "ip xfrm state add src 192.0.2.1 dst 192.0.2.2 proto esp spi 0x1000 mode transport \
+         aead 'rfc4106(gcm(aes))' {key} 128"
+    );
+    if finish(in_own_network("true", &Command::new("true"))).code != 0 {
+        return skip("no network namespaces, which need root");
+    }
+    let has_esp = finish(in_own_network(&sa, &Command::new("true"))).code == 0;
+    println!("this kernel has ESP: {has_esp}");
+    let mut serve = words("ipsec serve --ports 24576 --listen 127.0.0.1:0 --identity");
+    serve.arg(hosts.scratch.join("b"));
+    serve.arg("--state-dir").arg(hosts.scratch.join("state"));
+    serve.arg("--control").arg(hosts.scratch.join("control"));
+    let mut serve = in_own_network("ip link set lo up", &serve);
+    serve.stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut serve = serve.spawn().unwrap();
+    let mut said = String::new();
+    let mut out = BufReader::new(serve.stdout.take().unwrap());
+    out.read_line(&mut said).unwrap();
+    if has_esp {
+        assert!(said.starts_with("listening on"), "{said}");
+        serve.kill().unwrap();
+        serve.wait().unwrap();
+        return;
+    }
+    let ended = serve.wait_with_output().unwrap();
+    assert_eq!((ended.status.code(), &*said), (Some(1), ""), "{ended:?}");
+    let why = String::from_utf8(ended.stderr).unwrap();
+    assert_says(&why, &["this kernel lacks ESP", "load the modules esp4"]);
+}
+
+/// The command in a network of its own, after `script` has changed it.
+fn in_own_network(script: &str, command: &Command) -> Command {
+    let mut unshare = Command::new("unshare");
+    unshare.arg("--net");
+    pass_on(&mut unshare, &after(script, command));
+    unshare
 }

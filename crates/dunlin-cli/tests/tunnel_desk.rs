@@ -566,3 +566,54 @@ fn a_tunnel_runs_on_the_cpus_that_it_is_given() {
     let nowhere = finish(nowhere).expect(1);
     assert!(nowhere.err.contains("CPUs [1023]"), "{nowhere:?}");
 }
+
+/// A tunnel has no journal: what is wrong with that directory is said, and hides no tunnel.
+#[test]
+fn status_shows_tunnels_whatever_is_wrong_with_the_journal() {
+    let scene = Scene::new();
+    let state = scene.hosts.scratch.join("state");
+    fs::create_dir_all(&state).unwrap();
+    let look = |flags: &str| {
+        let mut command = words(&format!("status {flags} --state-dir"));
+        command
+            .arg(&state)
+            .arg("--control")
+            .arg(control(&scene.hosts));
+        finish(command)
+    };
+    let show = |flags: &str, wanted: &[&str]| {
+        let until = Instant::now() + PATIENCE;
+        loop {
+            // One that is slow to answer is left out.
+            let done = look(flags);
+            if wanted.iter().all(|part| done.out.contains(part)) {
+                return done;
+            }
+            assert!(Instant::now() < until, "{done:?}");
+        }
+    };
+    let both = ["tunnel near: process ", "tunnel far: process "];
+    fs::set_permissions(&state, fs::Permissions::from_mode(0o700)).unwrap();
+    let good = show("", &both).expect(0);
+    assert!(!good.err.contains("sessions"), "{good:?}");
+
+    fs::set_permissions(&state, fs::Permissions::from_mode(0o755)).unwrap();
+    let shown = show("", &both).expect(1);
+    for part in ["sessions cannot be shown", "755"] {
+        assert!(shown.err.contains(part), "{shown:?}");
+    }
+    let json = show("--json", &["\"near\"", "\"far\""]).expect(1);
+    let lines = json.lines();
+    let failed: Vec<&Value> = lines
+        .iter()
+        .filter(|line| line["event"] == "failed")
+        .collect();
+    assert_eq!(failed.len(), 1, "{json:?}");
+    assert_eq!(failed[0]["code"], 1, "{json:?}");
+    assert!(
+        failed[0]["text"].as_str().unwrap().contains("755"),
+        "{json:?}"
+    );
+    let tunnels = lines.iter().filter(|line| line["event"] == "tunnel");
+    assert_eq!(tunnels.count(), 2, "{json:?}");
+}

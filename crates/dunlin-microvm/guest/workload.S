@@ -40,7 +40,7 @@
     .set HAS_AVX, 0x00
     .set SEED, 0x08
     .set FILL_END, 0x10             # frame number of the first page that was not filled
-    .set FILL, 0x18                 # 0 zero, 1 random, 2 mixed
+    .set FILL, 0x18                 # 0 zero, 1 random, 2 mixed, 3 sparse
     .set SHARE, 0x20                # visits in a hundred that go to set 0
     .set SET_0, 0x40
     .set SET_1, 0x80
@@ -185,9 +185,15 @@ visit:
     movabs  r10, SIGNATURE
     imul    r10, rsi
     cmp     r9, 2
-    jne     3f
+    jb      3f
+    ja      9f
     test    r10, r10            # mixed: zero where the product's top bit is set
     js      4f
+    jmp     3f
+9:  mov     eax, esi            # sparse: zero but for the middle page of each 2 MiB
+    and     eax, 511
+    cmp     eax, 256
+    jne     4f
 3:  mov     r8, r10
     xor     r8, [rdi + SEED]
 4:

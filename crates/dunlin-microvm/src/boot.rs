@@ -53,6 +53,7 @@ pub(crate) fn write_memory(
             Fill::Zero => 0,
             Fill::Random => 1,
             Fill::Mixed => 2,
+            Fill::Sparse => 3,
         };
         word(start + block::FILL, fill)?;
         word(start + block::SHARE, share)?;

@@ -168,6 +168,7 @@ impl VmDescription {
                 Fill::Zero => 0,
                 Fill::Random => 1,
                 Fill::Mixed => 2,
+                Fill::Sparse => 3,
             })
             .optional_u64(config.fill_bytes);
         let (workload, share) = match config.workload {
@@ -216,6 +217,7 @@ impl VmDescription {
                 0 => Fill::Zero,
                 1 => Fill::Random,
                 2 => Fill::Mixed,
+                3 => Fill::Sparse,
                 _ => return Err(DecodeError::Value("fill").into()),
             },
             fill_bytes: reader.optional_u64("fill limit")?,

@@ -4,7 +4,7 @@
 //! The workload's pages are numbered from the start of memory without the hole between 3 and 4 GiB;
 //! a page's frame number counts the hole.
 
-use dunlin_sys::mapping::{HOLE_END, HOLE_START, PAGE_BYTES};
+use dunlin_sys::mapping::{HOLE_END, HOLE_START, HUGE_PAGE_BYTES, PAGE_BYTES};
 
 use crate::config::{Config, Fill, Workload};
 
@@ -47,6 +47,9 @@ pub(crate) mod port {
 /// The answer to a beat that ends the guest.
 pub(crate) const POWER_OFF_ANSWER: u32 = u32::MAX;
 
+/// Pages of a sparse fill from one that is not zero to the next: those of a huge page.
+const SPARSE_PAGES: u64 = HUGE_PAGE_BYTES / PAGE_BYTES;
+
 /// What a filled page's signature is made from; odd, so that no two frames share one.
 const SIGNATURE: u64 = 0x9e37_79b9_7f4a_7c15;
 
@@ -78,7 +81,8 @@ pub(crate) fn signature(fill: Fill, seed: u64, frame: u64) -> Option<u64> {
     match fill {
         Fill::Zero => None,
         Fill::Mixed if product >> 63 == 1 => None,
-        Fill::Random | Fill::Mixed => Some(product ^ seed),
+        Fill::Sparse if frame % SPARSE_PAGES != SPARSE_PAGES / 2 => None,
+        Fill::Random | Fill::Mixed | Fill::Sparse => Some(product ^ seed),
     }
 }
 

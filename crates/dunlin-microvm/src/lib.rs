@@ -10,6 +10,7 @@
 //!
 //! - [`Config`] says what the machine is like; [`VmDescription`] carries that to the destination, and
 //!   [`check_description`] refuses there what this host cannot run.
+//! - [`HostOptions`] is what each host decides for itself.
 //! - [`Vm`] is the machine: created, filled, started, paused, throttled, watched.
 //! - [`Vm::start_dirty_log`] and its siblings follow the writes; [`Vm::save`] and [`Vm::load`] move
 //!   the rest.
@@ -41,7 +42,7 @@ mod vcpu;
 mod vm;
 mod wire;
 
-pub use config::{Config, ConfigError, Fill, GuestKind, Workload};
+pub use config::{Config, ConfigError, Fill, GuestKind, HostOptions, Workload};
 pub use control::{ControlError, Stop, StopCode, VmState};
 pub use describe::{DescribeError, VmDescription, check_description};
 pub use dirty::DirtyError;

@@ -13,7 +13,8 @@ use dunlin::engine::vmm::{
 use dunlin_sys::cgroup;
 use dunlin_sys::mapping::{Backing, HUGE_PAGE_BYTES, PAGE_BYTES, layout};
 
-use crate::VmState;
+use crate::config::HostOptions;
+use crate::control::VmState;
 use crate::describe::VmDescription;
 use crate::vm::{CreateError, Vm};
 
@@ -169,10 +170,20 @@ impl DirtyLog for Log {
 /// Builds the machines that sources describe.
 #[derive(Default)]
 pub struct MachineBuilder {
+    options: HostOptions,
     built: Option<Arc<Movable>>,
 }
 
 impl MachineBuilder {
+    /// Builds with this host's options.
+    #[must_use]
+    pub fn new(options: HostOptions) -> Self {
+        Self {
+            options,
+            built: None,
+        }
+    }
+
     /// The machine that was built last.
     pub fn take(&mut self) -> Option<Arc<Movable>> {
         self.built.take()
@@ -191,7 +202,7 @@ impl Builder for MachineBuilder {
             .map_err(|error| refuse(FaultCode::Malformed, &error))?;
         check_layout(&description, offered)?;
         check_room(description.config.memory_bytes)?;
-        let vm = Vm::from_description(&description).map_err(|error| {
+        let vm = Vm::described(&description, self.options).map_err(|error| {
             let fault = match &error {
                 CreateError::Memory(_) => FaultCode::NoMemory,
                 CreateError::Kernel { .. } => FaultCode::Kernel,

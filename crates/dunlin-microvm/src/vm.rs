@@ -8,14 +8,14 @@ use std::time::{Duration, Instant};
 
 use dunlin::engine::dirty::WriteProtectLog;
 use dunlin_sys::kvm::{Machine, Vcpu};
-use dunlin_sys::mapping::{MappingError, TrackedMemory, allocate};
+use dunlin_sys::mapping::{MappingError, TrackedMemory, advise_huge_pages, allocate};
 use kvm_bindings::MsrList;
 use kvm_ioctls::Kvm;
 use thiserror::Error;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryError};
 
 use crate::common::Common;
-use crate::config::{Config, ConfigError, GuestKind, Workload};
+use crate::config::{Config, ConfigError, GuestKind, HostOptions, Workload};
 use crate::control::{ControlError, VmState};
 use crate::describe::{DescribeError, Host, VmDescription, same_rate};
 use crate::dirty::{self, DirtyError, DirtyLog};
@@ -105,15 +105,23 @@ pub enum AccessError {
 }
 
 impl Vm {
+    /// [`Vm::with_options`] with the default options.
+    ///
+    /// # Errors
+    /// See [`CreateError`].
+    pub fn new(config: Config) -> Result<Self, CreateError> {
+        Self::with_options(config, HostOptions::default())
+    }
+
     /// Builds a machine, paused before its first instruction, with the first content of its memory
     /// but for what [`Vm::fill`] adds.
     ///
     /// # Errors
     /// See [`CreateError`].
-    pub fn new(config: Config) -> Result<Self, CreateError> {
+    pub fn with_options(config: Config, options: HostOptions) -> Result<Self, CreateError> {
         config.validate()?;
         if config.guest == GuestKind::Process {
-            let mut vm = Self::build_process(VmDescription::of_process(config))?;
+            let mut vm = Self::build_process(VmDescription::of_process(config), options)?;
             vm.bootable = true;
             return Ok(vm);
         }
@@ -124,7 +132,7 @@ impl Vm {
             tsc_khz: host.tsc_khz,
             cpuid: host.cpuid.clone(),
         };
-        let (mut vm, shared) = Self::build_kvm(&kvm, host, description)?;
+        let (mut vm, shared) = Self::build_kvm(&kvm, host, description, options)?;
         let has_avx = vm.description.cpuid.has_avx();
         boot::write_memory(vm.memory(), &vm.description.config, has_avx)
             .map_err(|error| kernel("write the guest's program")(io::Error::other(error)))?;
@@ -141,23 +149,32 @@ impl Vm {
     /// # Errors
     /// See [`CreateError`].
     pub fn from_description(description: &VmDescription) -> Result<Self, CreateError> {
+        Self::described(description, HostOptions::default())
+    }
+
+    /// [`Vm::from_description`] with this host's options.
+    pub(crate) fn described(
+        description: &VmDescription,
+        options: HostOptions,
+    ) -> Result<Self, CreateError> {
         if description.config.guest == GuestKind::Process {
             description.config.validate()?;
-            return Self::build_process(description.clone());
+            return Self::build_process(description.clone(), options);
         }
         let kvm = open_kvm()?;
         let host = Host::get(&kvm).map_err(kernel("ask KVM what this host offers"))?;
         host.check(description)?;
-        Ok(Self::build_kvm(&kvm, host, description.clone())?.0)
+        Ok(Self::build_kvm(&kvm, host, description.clone(), options)?.0)
     }
 
     fn build_kvm(
         kvm: &Kvm,
         host: &Host,
         description: VmDescription,
+        options: HostOptions,
     ) -> Result<(Self, Arc<Shared>), CreateError> {
         let config = &description.config;
-        let memory = Arc::new(allocate(config.memory_bytes, config.backing)?);
+        let memory = guest_memory(config, options)?;
         let machine = Machine::new(kvm, Arc::clone(&memory))
             .map(Arc::new)
             .map_err(kernel("create a virtual machine"))?;
@@ -189,9 +206,12 @@ impl Vm {
         Ok((vm, shared))
     }
 
-    fn build_process(description: VmDescription) -> Result<Self, CreateError> {
+    fn build_process(
+        description: VmDescription,
+        options: HostOptions,
+    ) -> Result<Self, CreateError> {
         let config = &description.config;
-        let memory = Arc::new(allocate(config.memory_bytes, config.backing)?);
+        let memory = guest_memory(config, options)?;
         let common = Common::new(Arc::clone(&memory), config, description.tsc_khz);
         let shared = Arc::new(process::Shared::new(common, config));
         let log = dirty::Guest::Process(WriteProtectLog::new(Arc::clone(&memory)));
@@ -530,6 +550,15 @@ fn device_address(offset: u64, bytes: usize) -> Result<GuestAddress, AccessError
         Some(end) if end <= DEVICE_BYTES => Ok(GuestAddress(DEVICE_START + offset)),
         _ => Err(AccessError::Device { offset, bytes }),
     }
+}
+
+/// Zero memory as the machine is to have it, untouched.
+fn guest_memory(config: &Config, options: HostOptions) -> Result<Arc<TrackedMemory>, MappingError> {
+    let memory = allocate(config.memory_bytes, config.backing)?;
+    if options.huge_pages {
+        advise_huge_pages(&memory);
+    }
+    Ok(Arc::new(memory))
 }
 
 fn open_kvm() -> Result<Kvm, CreateError> {

@@ -11,9 +11,11 @@ use common::kvm;
 use dunlin::engine::dirty::WriteProtectLog;
 use dunlin::engine::vmm::SourceVm;
 use dunlin::testing::{Effort, Seen, Violation, check_dirty_log, check_dirty_logs};
-use dunlin_microvm::{Backing, Config, Fill, GuestKind, Movable, VmState, Workload};
-use moves_support::huge_pages::HugePages;
-use moves_support::movable;
+use dunlin_microvm::{
+    Backing, Config, Fill, GuestKind, HostOptions, Movable, Vm, VmState, Workload,
+};
+use moves_support::huge_pages::{self, HugePages};
+use vm_memory::GuestMemoryBackend;
 
 const BYTES: u64 = 32 << 20;
 
@@ -23,9 +25,13 @@ fn turn() -> MutexGuard<'static, ()> {
     TURN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Private memory on huge pages and on small ones, and a memfd.
+const PRIVATE: [(Backing, bool); 2] = [(Backing::Private, true), (Backing::Private, false)];
+const MEMFD: (Backing, bool) = (Backing::Memfd, false);
+
 /// Two vCPUs that write all over memory, to pages that were never touched too.
-fn writing(guest: GuestKind, backing: Backing) -> Arc<Movable> {
-    movable(Config {
+fn writing(guest: GuestKind, (backing, huge_pages): (Backing, bool)) -> Arc<Movable> {
+    let config = Config {
         guest,
         backing,
         memory_bytes: BYTES,
@@ -34,7 +40,18 @@ fn writing(guest: GuestKind, backing: Backing) -> Arc<Movable> {
         workload: Workload::Random,
         dirty_rate: 40_000,
         ..Config::default()
-    })
+    };
+    let vm = Vm::with_options(config, HostOptions::default().huge_pages(huge_pages)).unwrap();
+    vm.fill().unwrap();
+    let start = vm.memory().iter().next().unwrap().get_mmap().as_ptr() as u64;
+    let on_huge = huge_pages::transparent_bytes(start);
+    match huge_pages::transparent() {
+        Some(_) if huge_pages => assert!(on_huge > BYTES / 2, "{on_huge} bytes"),
+        Some(policy) if policy == "madvise" => assert_eq!(on_huge, 0),
+        _ => {}
+    }
+    vm.start().unwrap();
+    Movable::new(Arc::new(vm))
 }
 
 fn conforms(vm: &Movable, what: &str, result: Result<Seen, Violation>) {
@@ -49,11 +66,11 @@ fn conforms(vm: &Movable, what: &str, result: Result<Seen, Violation>) {
 
 fn all_conform(guest: GuestKind) {
     let huge = HugePages::reserve(BYTES / (2 << 20));
-    for backing in [Backing::Private, Backing::Memfd, Backing::Huge] {
-        if backing == Backing::Huge && huge.is_none() {
+    for memory in PRIVATE.into_iter().chain([MEMFD, (Backing::Huge, false)]) {
+        if memory.0 == Backing::Huge && huge.is_none() {
             continue;
         }
-        let vm = writing(guest, backing);
+        let vm = writing(guest, memory);
         conforms(
             &vm,
             "the machine's logs",
@@ -79,11 +96,11 @@ fn i5_the_log_of_a_process_guest_conforms() {
 fn i5_write_protection_sees_what_a_kvm_guest_writes() {
     let Some(_kvm) = kvm() else { return };
     let _turn = turn();
-    for backing in [Backing::Private, Backing::Memfd] {
-        let vm = writing(GuestKind::Kvm, backing);
+    for memory in PRIVATE.into_iter().chain([MEMFD]) {
+        let vm = writing(GuestKind::Kvm, memory);
         let mut log = WriteProtectLog::new(Arc::clone(vm.vm().memory()));
-        let memory = SourceVm::memory(&*vm);
-        let result = check_dirty_log(&*memory, &mut log, &*vm, &Effort::default());
+        let guest = SourceVm::memory(&*vm);
+        let result = check_dirty_log(&*guest, &mut log, &*vm, &Effort::default());
         conforms(&vm, "write-protection", result);
     }
 }

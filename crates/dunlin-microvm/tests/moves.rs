@@ -108,7 +108,7 @@ fn i3_every_workload_backing_and_fill_moves() {
         Workload::HOT_SET,
     ];
     let backings = [Backing::Private, Backing::Memfd, Backing::Huge];
-    let fills = [Fill::Random, Fill::Zero, Fill::Mixed];
+    let fills = [Fill::Random, Fill::Zero, Fill::Mixed, Fill::Sparse];
     let mut number = 0_u8;
     for (first, workload) in workloads.into_iter().enumerate() {
         for (second, backing) in backings.into_iter().enumerate() {

@@ -6,20 +6,19 @@
 mod common;
 mod moves_support;
 
-use std::io;
-use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use common::{kvm, wait_for};
 use dunlin::engine::VmIs;
 use dunlin::engine::source::Options;
 use dunlin::engine::vmm::{
-    Builder, DestinationVm, FaultCode, GuestMemory, Offered, Refusal, Region, Section, VmmError,
+    Builder, DestinationVm, FaultCode, GuestMemory, Offered, Refusal, Section, VmmError,
 };
 use dunlin_microvm::{Config, MachineBuilder, Movable, StopCode, Vm, VmState, WORKLOAD_START};
 use moves_support::{Tls, attempt, movable, relocate, verified};
-use vm_memory::{Bytes, GuestAddress, VolatileSlice};
+use vm_memory::{Bytes, GuestAddress};
 
 /// The page that is damaged, and the word in it: its content, or its pass.
 const PAGE: u64 = WORKLOAD_START + 99 * 4096;
@@ -58,12 +57,9 @@ struct Damaged {
     vm: Arc<Movable>,
     when: When,
     offset: u64,
-}
-
-struct DamagedMemory {
-    memory: Arc<dyn GuestMemory>,
-    vm: Arc<Movable>,
-    offset: u64,
+    /// Whether its memory was asked for before: first it is for the lanes, then
+    /// for the digest.
+    asked: AtomicBool,
 }
 
 fn flip(vm: &Vm, offset: u64) {
@@ -77,19 +73,21 @@ impl Builder for Damaging {
         self.machines.build(offered)?;
         let vm = self.machines.take().unwrap();
         self.built = Some(Arc::clone(&vm));
-        let (when, offset) = (self.when, self.offset);
-        Ok(Arc::new(Damaged { vm, when, offset }))
+        Ok(Arc::new(Damaged {
+            vm,
+            when: self.when,
+            offset: self.offset,
+            asked: AtomicBool::new(false),
+        }))
     }
 }
 
 impl DestinationVm for Damaged {
     fn memory(&self) -> Arc<dyn GuestMemory> {
-        let memory = DestinationVm::memory(&*self.vm);
-        if self.when == When::Loading {
-            return memory;
+        if self.asked.swap(true, Ordering::SeqCst) && self.when == When::Hashing {
+            flip(self.vm.vm(), self.offset);
         }
-        let (vm, offset) = (Arc::clone(&self.vm), self.offset);
-        Arc::new(DamagedMemory { memory, vm, offset })
+        DestinationVm::memory(&*self.vm)
     }
 
     fn load(&self, sections: &[Section]) -> Result<(), VmmError> {
@@ -113,24 +111,6 @@ impl DestinationVm for Damaged {
 
     fn discard(&self) {
         self.vm.discard();
-    }
-}
-
-impl GuestMemory for DamagedMemory {
-    fn regions(&self) -> &[Region] {
-        self.memory.regions()
-    }
-
-    fn slice(&self, index: usize, offset: u64, length: usize) -> io::Result<VolatileSlice<'_>> {
-        self.memory.slice(index, offset, length)
-    }
-
-    /// At the destination only the digest asks for this.
-    fn worth_sending(&self, index: usize, found: &mut dyn FnMut(Range<u64>)) -> io::Result<()> {
-        if index == 0 {
-            flip(self.vm.vm(), self.offset);
-        }
-        self.memory.worth_sending(index, found)
     }
 }
 

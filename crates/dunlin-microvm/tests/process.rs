@@ -170,6 +170,8 @@ fn it_keeps_its_rate_is_slowed_down_and_stands_still() {
         dirty_rate: 8000,
         ..process()
     });
+    // The first pass populates the memory, a huge page at a time.
+    wait_for(&vm, "a pass", |vm| vm.full_passes() >= 1);
     let full = rate(&vm);
     assert!((6800.0..=9200.0).contains(&full), "{full}");
     vm.throttle(75).unwrap();

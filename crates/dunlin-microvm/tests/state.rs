@@ -4,6 +4,7 @@
 
 mod common;
 
+use std::collections::BTreeMap;
 use std::error::Error;
 use std::time::Duration;
 
@@ -12,6 +13,8 @@ use dunlin_microvm::{
     Config, ControlError, DescribeError, Fill, LoadError, SaveError, Section, StopCode, Vm,
     VmDescription, VmState, Workload, check_description,
 };
+use kvm_bindings::{KVM_MAX_CPUID_ENTRIES, Msrs, kvm_msr_entry};
+use kvm_ioctls::{Kvm, VcpuFd};
 
 fn source() -> (Vm, Vec<Section>) {
     let vm = running(Config {
@@ -154,6 +157,186 @@ fn i7_sections_that_are_cut_off_missing_or_garbage_are_errors() {
     });
     load(&optional).unwrap();
     assert!(matches!(load(&[]), Err(LoadError::Missing { .. })));
+}
+
+const MSR_TSC: u32 = 0x10;
+const MSR_TSC_DEADLINE: u32 = 0x6e0;
+
+/// The section of vCPU 1: the other one has index 0 everywhere, also where an index is wrong.
+fn bytes_of<'a>(sections: &'a mut [Section], name: &str) -> &'a mut Vec<u8> {
+    let of = |section: &&mut Section| section.name == name && section.instance == 1;
+    &mut sections.iter_mut().find(of).unwrap().bytes
+}
+
+fn word(bytes: &[u8], at: usize) -> u64 {
+    u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap())
+}
+
+/// The MSRs of a section, by index.
+fn msrs_of(sections: &mut [Section]) -> BTreeMap<u32, u64> {
+    let entry = |entry: &[u8]| {
+        let index = u32::from_le_bytes(entry[..4].try_into().unwrap());
+        (index, word(entry, 4))
+    };
+    let (entries, _) = bytes_of(sections, "vcpu.msrs").as_chunks::<12>();
+    entries.iter().map(|bytes| entry(bytes)).collect()
+}
+
+fn set_msrs(sections: &mut [Section], msrs: &BTreeMap<u32, u64>) {
+    let bytes = bytes_of(sections, "vcpu.msrs");
+    bytes.clear();
+    for (index, value) in msrs {
+        bytes.extend(index.to_le_bytes());
+        bytes.extend(value.to_le_bytes());
+    }
+}
+
+/// What a fresh machine that has loaded these sections saves.
+fn reloaded(source: &Vm, sections: &[Section]) -> Vec<Section> {
+    let destination = Vm::from_description(source.description()).unwrap();
+    destination.load(sections).unwrap();
+    destination.save().unwrap()
+}
+
+/// A vCPU like a machine's, and what KVM lists for it.
+fn bare_vcpu() -> (VcpuFd, Vec<u32>, bool) {
+    let kvm = Kvm::new().unwrap();
+    let machine = kvm.create_vm().unwrap();
+    machine.create_irq_chip().unwrap();
+    let vcpu = machine.create_vcpu(0).unwrap();
+    let cpuid = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).unwrap();
+    vcpu.set_cpuid2(&cpuid).unwrap();
+    let leaf_1 = cpuid.as_slice().iter().find(|leaf| leaf.function == 1);
+    let has_deadline = leaf_1.unwrap().ecx >> 24 & 1 == 1;
+    let listed = kvm.get_msr_index_list().unwrap().as_slice().to_vec();
+    (vcpu, listed, has_deadline)
+}
+
+#[test]
+fn i3_a_deadline_that_the_guest_has_armed_is_armed_at_the_destination() {
+    let Some(_turn) = kvm() else { return };
+    // Of the local APIC (Intel SDM volume 3, section 12.5): its timer's vector and mode, and the
+    // register that enables the APIC.
+    const TIMER: usize = 0x320;
+    const SPURIOUS: usize = 0xf0;
+    const DEADLINE_MODE: u32 = 2 << 17;
+    const TEN_MINUTES: u64 = 600_000;
+    let (.., has_deadline) = bare_vcpu();
+    if !has_deadline {
+        println!("skipped, this KVM offers no TSC deadline, so no guest has armed one");
+        return;
+    }
+    let (source, mut sections) = source();
+    let timer = (DEADLINE_MODE | 0xec).to_le_bytes();
+    let lapic = bytes_of(&mut sections, "vcpu.lapic");
+    lapic[TIMER..TIMER + 4].copy_from_slice(&timer);
+    lapic[SPURIOUS..SPURIOUS + 4].copy_from_slice(&0x1ff_u32.to_le_bytes());
+    // The section ends with the guest's TSC, its offset, and its rate in kHz.
+    let tsc = bytes_of(&mut sections, "vcpu.tsc");
+    let at = tsc.len() - 20;
+    let deadline = word(tsc, at) + u64::from(source.description().tsc_khz) * TEN_MINUTES;
+    let mut msrs = msrs_of(&mut sections);
+    assert!(msrs.insert(MSR_TSC_DEADLINE, deadline).is_some(), "saved");
+    set_msrs(&mut sections, &msrs);
+
+    let mut there = reloaded(&source, &sections);
+    let lapic = bytes_of(&mut there, "vcpu.lapic");
+    assert_eq!(lapic[TIMER..TIMER + 4], timer, "the timer's mode");
+    let armed = msrs_of(&mut there)[&MSR_TSC_DEADLINE];
+    assert_eq!(armed, deadline, "the deadline");
+}
+
+/// MSRs that a guest may have set although the test guest has not, with a value that is not the one
+/// after a reset. Those with `true` every KVM has.
+const GUESTS_MSRS: [(&str, u32, u64, bool); 18] = [
+    ("IA32_SYSENTER_CS", 0x174, 0x10, true),
+    ("IA32_SYSENTER_ESP", 0x175, 0xffff_8880_0000_1000, true),
+    ("IA32_SYSENTER_EIP", 0x176, 0xffff_ffff_8100_1000, true),
+    ("STAR", 0xc000_0081, 0x0023_0010_0000_0000, true),
+    ("LSTAR", 0xc000_0082, 0xffff_ffff_8100_2000, true),
+    ("CSTAR", 0xc000_0083, 0xffff_ffff_8100_3000, true),
+    ("FMASK", 0xc000_0084, 0x4_7700, true),
+    ("KERNEL_GS_BASE", 0xc000_0102, 0xffff_8880_0000_2000, true),
+    ("IA32_PAT", 0x277, 0x0407_0506_0007_0106, true),
+    ("IA32_TSC_AUX", 0xc000_0103, 5, false),
+    ("IA32_MISC_ENABLE", 0x1a0, 1, true),
+    // KVM's own, for a guest that knows it; addresses of pages that it has set aside.
+    ("KVM_WALL_CLOCK", 0x4b56_4d00, 0x5000, true),
+    ("KVM_SYSTEM_TIME", 0x4b56_4d01, 0x5401, true),
+    ("KVM_ASYNC_PF_EN", 0x4b56_4d02, 0x5801, true),
+    ("KVM_STEAL_TIME", 0x4b56_4d03, 0x5c01, true),
+    ("KVM_PV_EOI_EN", 0x4b56_4d04, 0x6001, true),
+    ("KVM_POLL_CONTROL", 0x4b56_4d05, 0, false),
+    ("KVM_ASYNC_PF_INT", 0x4b56_4d06, 0xf3, false),
+];
+
+#[test]
+fn i3_registers_that_the_test_guest_does_not_use_come_back() {
+    let Some(_turn) = kvm() else { return };
+    let (vcpu, listed, _) = bare_vcpu();
+    let (source, mut sections) = source();
+    let mut msrs = msrs_of(&mut sections);
+
+    // Nothing that KVM lists and can read is left out, but for the TSC, which has its own section.
+    let readable = |index: u32| {
+        let entry = kvm_msr_entry {
+            index,
+            ..Default::default()
+        };
+        let read = vcpu.get_msrs(&mut Msrs::from_entries(&[entry]).unwrap());
+        read.unwrap() == 1
+    };
+    let left_out = |index: &&u32| **index != MSR_TSC && !msrs.contains_key(index);
+    let left_out: Vec<u32> = listed.iter().filter(left_out).copied().collect();
+    let lost: Vec<&u32> = left_out.iter().filter(|index| readable(**index)).collect();
+    assert!(lost.is_empty(), "not saved: {lost:x?}");
+    assert!(!msrs.contains_key(&MSR_TSC), "it goes on meanwhile");
+
+    for (name, index, value, is_everywhere) in GUESTS_MSRS {
+        match msrs.get_mut(&index) {
+            Some(saved) => *saved = value,
+            None => assert!(!is_everywhere && !listed.contains(&index), "{name}"),
+        }
+    }
+    set_msrs(&mut sections, &msrs);
+    // `struct kvm_sregs`: segments of 24 bytes, then tables and control registers.
+    let special = bytes_of(&mut sections, "vcpu.special-registers");
+    const FS_BASE: usize = 3 * 24;
+    const GS_BASE: usize = 4 * 24;
+    const EFER: usize = 264;
+    const APIC_BASE: usize = 272;
+    special[FS_BASE..FS_BASE + 8].copy_from_slice(&0x7f00_0000_1000_u64.to_le_bytes());
+    special[GS_BASE..GS_BASE + 8].copy_from_slice(&0xffff_8880_0000_3000_u64.to_le_bytes());
+    // System calls on, beside what long mode has set.
+    let efer = word(special, EFER) | 1;
+    assert_ne!(
+        efer,
+        word(special, EFER),
+        "the test guest has no system calls"
+    );
+    special[EFER..EFER + 8].copy_from_slice(&efer.to_le_bytes());
+    let special = special.clone();
+
+    let mut there = reloaded(&source, &sections);
+    let found = msrs_of(&mut there);
+    for (name, index, value, _) in GUESTS_MSRS {
+        if msrs.contains_key(&index) {
+            assert_eq!(found.get(&index), Some(&value), "{name}");
+        }
+    }
+    assert_eq!(
+        found.keys().collect::<Vec<_>>(),
+        msrs.keys().collect::<Vec<_>>()
+    );
+    let special_there = bytes_of(&mut there, "vcpu.special-registers");
+    for (name, at) in [
+        ("FS base", FS_BASE),
+        ("GS base", GS_BASE),
+        ("EFER", EFER),
+        ("APIC base", APIC_BASE),
+    ] {
+        assert_eq!(word(special_there, at), word(&special, at), "{name}");
+    }
 }
 
 #[test]

@@ -151,7 +151,7 @@ faults! {
         "Look for a stray or hostile client: this lane does not belong to the session.";
     /// A lane's peer is not the control lane's peer.
     WrongIdentity = 10, "wrong-identity", Peer,
-        "Use one certificate for all lanes of a session, and check load balancers in between.";
+        "Use one identity for all lanes of a session, and check load balancers in between.";
     /// A lane number that was used before (I4).
     DuplicateLane = 11, "duplicate-lane", Peer,
         "Report it if no replay is to be expected: lane numbers are never used twice.";
@@ -235,6 +235,10 @@ faults! {
     /// An address of one host arrives as another at its peer.
     AddressTranslated = 37, "address-translated", Configuration,
         "Name the peer by an address that it has itself: IPsec in transport mode does not go through a translation of addresses.";
+    /// A consumer closed a channel's connection behind the other side's end, and left the last
+    /// bytes before it unread.
+    LeftUnread = 38, "left-unread", Local,
+        "Nothing, if the migration went well; else read the log of the hypervisor on that host.";
 }
 
 impl fmt::Display for FaultCode {

@@ -11,6 +11,11 @@
 //!
 //! After a write that failed, the next one goes to the same slot: the other
 //! holds the only record that is known to be on the disk.
+//!
+//! Behind the slots lies the *peer block* ([`peer`]): who may ask about the
+//! session, and settle it.
+
+pub mod peer;
 
 use std::fmt;
 
@@ -27,8 +32,12 @@ pub const RECORD_BYTES: usize = 1024;
 /// From the start of one slot to that of the next; what lies between is zero.
 pub const SLOT_BYTES: usize = 4096;
 
-/// Bytes of a journal file: two slots.
-pub const JOURNAL_BYTES: usize = 2 * SLOT_BYTES;
+/// Bytes of the two slots. Releases before the peer block wrote files of this
+/// length.
+pub const SLOTS_BYTES: usize = 2 * SLOT_BYTES;
+
+/// Bytes of a journal file: two slots and the peer block.
+pub const JOURNAL_BYTES: usize = SLOTS_BYTES + SLOT_BYTES;
 
 const MAGIC: [u8; 8] = *b"DUNLJRNL";
 const VERSION: u16 = 1;

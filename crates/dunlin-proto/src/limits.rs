@@ -83,6 +83,16 @@ pub const MAX_CHUNK_PAYLOAD_BYTES: u32 = 1024 * 1024;
 /// beyond the noise when they were measured.
 pub const CHUNK_PAGES: u64 = 64;
 
+/// Pages after which a source gives a chunk no more: 32 MiB. Zero pages carry no payload, so a lane
+/// that finds some fills the chunk up with the pages that wait behind them.
+///
+/// Formula: enough that memory with one non-zero page in each 2 MiB costs a header for 16 such
+/// pages, and memory that is populated and zero one for 32 MiB; little enough that reading resident
+/// pages takes a few milliseconds, in which the lane sends nothing.
+/// Drawback: a lost lane returns up to 32 MiB to the schedule.
+/// Alternative: none ([`CHUNK_PAGES`]): a header and an acknowledgement for each 256 KiB of zeros.
+pub const MAX_PAGES_LOOKED_AT: u64 = 8192;
+
 /// Page ranges under way at the source: given to a lane and not acknowledged.
 ///
 /// Formula: 24 bytes each, so 6 MiB; 256 Ki ranges of a whole chunk each are
@@ -116,10 +126,15 @@ pub const MAX_ENDPOINT_BYTES: usize = 272;
 /// one zero.
 pub const MAX_SOCKET_PATH_BYTES: usize = 107;
 
+/// Bytes of the name by which a journal knows a session's peer: a DNS name has
+/// at most 253, a SPIFFE ID usually fewer than 255. A peer whose name is longer
+/// is known by its certificate.
+pub const MAX_PRINCIPAL_NAME_BYTES: usize = 768;
+
 /// Records of a peer's sessions that ended before the VM had run here and of
 /// which the peer may still ask, one for each of its VMs.
 ///
-/// More than a host has VMs on the way when it crashes; 8 KiB each.
+/// More than a host has VMs on the way when it crashes; 12 KiB each.
 pub const MAX_RECORDS_OF_A_PEER: usize = 256;
 
 /// Bytes of a text for people that goes with a fault.
@@ -177,6 +192,16 @@ pub const DEFAULT_CHANNELS: usize = 512;
 /// Drawback: small pieces over a long round trip wait here before the window
 /// is full; they gather in the socket meanwhile, and go out as larger ones.
 pub const MAX_CHANNEL_CHUNKS: usize = 1024;
+
+/// Bytes at the end of a channel that its consumer may leave unread without that being an abort,
+/// once the other side has ended: eight TLS alerts.
+///
+/// A program that has all data closes without reading the *close_notify* of the peer's TLS: one
+/// record of 24 to 31 bytes.
+/// Drawback: a consumer that dies that close to the end is not told apart from one that is done; and
+/// what its socket had taken counts as read, which no system call tells after the reset.
+/// Alternative: none at all, which calls every migration with QEMU's own TLS and multifd aborted.
+pub const MAX_UNREAD_BYTES: u64 = 256;
 
 /// The least window of a channel: one chunk, so that it can always go on (I8).
 pub const LEAST_WINDOW_BYTES: u64 = MAX_STRIPE_CHUNK_BYTES as u64;

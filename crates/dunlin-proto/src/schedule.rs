@@ -187,6 +187,20 @@ impl Schedule {
         self.in_flight_pages
     }
 
+    /// Pages that have still to arrive: those that no lane has been given, and
+    /// those that are under way.
+    #[must_use]
+    pub fn remaining_pages(&self) -> u64 {
+        self.pending_pages() + self.in_flight_pages
+    }
+
+    /// Ranges given to a lane and not acknowledged: what
+    /// [`MAX_IN_FLIGHT_RANGES`] bounds.
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub(crate) fn in_flight_ranges(&self) -> usize {
+        self.in_flight_ranges
+    }
+
     /// The iteration that is being cut, counted from 1; 0 before the first.
     #[must_use]
     pub fn iteration(&self) -> u32 {
@@ -336,6 +350,39 @@ impl Schedule {
         Work::Wait
     }
 
+    /// Adds up to `room` waiting pages to the chunk in `plan`, which its lane was given last and has
+    /// not sent: for a lane that has found zero pages in it, which take no payload. Their ranges
+    /// come behind those that are there. Returns whether there are any.
+    ///
+    /// None are, like chunks, while the waiting pages are another iteration's (I4); and none when
+    /// the lane has been lost, since the chunk waits again as it was.
+    pub fn extend(&mut self, plan: &mut ChunkPlan, room: u64) -> bool {
+        if self.adding
+            || plan.iteration != self.iteration
+            || self.in_flight_ranges >= MAX_IN_FLIGHT_RANGES
+        {
+            return false;
+        }
+        let at = self
+            .in_flight
+            .partition_point(|chunk| chunk.number < plan.number);
+        let is_under_way = |chunk: &InFlight| chunk.number == plan.number && !chunk.acknowledged;
+        if !self.in_flight.get(at).is_some_and(is_under_way) {
+            return false;
+        }
+        let (ranges, pages) = (plan.ranges.len(), plan.pages);
+        self.take(plan, room);
+        let (added, pages) = (&plan.ranges[ranges..], plan.pages - pages);
+        if let Some(chunk) = self.in_flight.get_mut(at) {
+            chunk.ranges.extend_from_slice(added);
+            chunk.pages += pages;
+        }
+        self.in_flight_ranges += added.len();
+        self.in_flight_pages += pages;
+        self.pages += pages;
+        pages > 0
+    }
+
     /// The destination has written chunks `first` to `first + count - 1`.
     /// Naming a chunk twice does no harm. Returns the pages that this
     /// acknowledged for the first time.
@@ -410,26 +457,31 @@ impl Schedule {
     fn cut(&mut self, plan: &mut ChunkPlan) -> bool {
         plan.ranges.clear();
         plan.pages = 0;
-        while let Some(region) = self.regions.get_mut(self.cursor.0) {
-            let room = CHUNK_PAGES - plan.pages;
+        self.take(plan, CHUNK_PAGES);
+        plan.iteration = self.iteration;
+        plan.number = self.next_chunk;
+        !plan.ranges.is_empty()
+    }
+
+    /// Moves up to `room` pages that wait to the plan.
+    fn take(&mut self, plan: &mut ChunkPlan, mut room: u64) {
+        while room > 0
+            && plan.ranges.len() < MAX_RANGES_PER_CHUNK
+            && let Some(region) = self.regions.get_mut(self.cursor.0)
+        {
             match region.pending.take_run(self.cursor.1, room) {
                 Some(run) => {
                     self.cursor.1 = run.first + run.count;
+                    room -= run.count;
                     plan.pages += run.count;
                     plan.ranges.push(PageRange {
                         region: region.id,
                         run,
                     });
-                    if plan.pages >= CHUNK_PAGES || plan.ranges.len() >= MAX_RANGES_PER_CHUNK {
-                        break;
-                    }
                 }
                 None => self.cursor = (self.cursor.0 + 1, 0),
             }
         }
-        plan.iteration = self.iteration;
-        plan.number = self.next_chunk;
-        !plan.ranges.is_empty()
     }
 
     fn record(&mut self, lane: u16, plan: &ChunkPlan) {
@@ -628,6 +680,29 @@ mod tests {
     }
 
     #[test]
+    fn i8_a_lost_lane_leaves_its_room_to_the_others() {
+        let pages = 4 * MAX_IN_FLIGHT_RANGES as u64;
+        let mut schedule = schedule(pages, 2);
+        let every_other: Vec<u64> = vec![0x5555_5555_5555_5555; (pages / 64) as usize];
+        schedule.mark_dirty(0, &every_other);
+        schedule.begin_iteration();
+        let mut plan = ChunkPlan::default();
+        // Lane 1 takes all the room there is, with a gap that is acknowledged.
+        while schedule.next(1, &mut plan) == Work::Chunk {}
+        schedule.acknowledge(1, 1).unwrap();
+        while schedule.next(1, &mut plan) == Work::Chunk {}
+        assert!(schedule.in_flight_ranges >= MAX_IN_FLIGHT_RANGES);
+        assert_eq!(schedule.next(2, &mut plan), Work::Wait);
+        schedule.lose_lane(1);
+        assert_eq!(
+            (schedule.in_flight_ranges, schedule.in_flight_pages()),
+            (0, 0)
+        );
+        assert_eq!(schedule.next(2, &mut plan), Work::Chunk);
+        assert_eq!(schedule.in_flight_ranges, plan.ranges.len());
+    }
+
+    #[test]
     fn acknowledging_twice_counts_once() {
         let mut schedule = schedule(2 * CHUNK_PAGES, 1);
         schedule.mark_run(0, run(0, 2 * CHUNK_PAGES));
@@ -637,6 +712,57 @@ mod tests {
         assert_eq!(schedule.acknowledge(0, 2), Ok(CHUNK_PAGES));
         assert_eq!(schedule.acknowledge(0, 2), Ok(0));
         assert_eq!(schedule.in_flight_pages(), 0);
+    }
+
+    #[test]
+    fn a_chunk_takes_in_what_waits_behind_it() {
+        let mut schedule = schedule(4 * CHUNK_PAGES, 2);
+        schedule.mark_run(0, run(0, 3 * CHUNK_PAGES));
+        schedule.begin_iteration();
+        let mut plan = ChunkPlan::default();
+        let mut other = ChunkPlan::default();
+        assert_eq!(schedule.next(1, &mut plan), Work::Chunk);
+        assert_eq!(schedule.next(2, &mut other), Work::Chunk);
+        assert!(schedule.extend(&mut plan, 8));
+        let ranges: Vec<_> = plan.ranges.iter().map(|range| range.run).collect();
+        assert_eq!(ranges, [run(0, CHUNK_PAGES), run(2 * CHUNK_PAGES, 8)]);
+        assert_eq!(plan.pages, CHUNK_PAGES + 8);
+        assert!(schedule.extend(&mut plan, u64::MAX));
+        assert!(!schedule.extend(&mut plan, u64::MAX), "nothing waits");
+        assert_eq!(schedule.in_flight_pages(), 3 * CHUNK_PAGES);
+        assert_eq!(schedule.kept(), (2, 3 * CHUNK_PAGES));
+        assert_eq!(schedule.acknowledge(0, 1), Ok(2 * CHUNK_PAGES));
+        assert_eq!(schedule.acknowledge(1, 1), Ok(CHUNK_PAGES));
+        assert_eq!(schedule.in_flight_ranges, 0);
+    }
+
+    #[test]
+    fn i5_what_was_added_to_a_lost_lanes_chunk_waits_again() {
+        let mut schedule = schedule(4 * CHUNK_PAGES, 2);
+        schedule.mark_run(0, run(0, 3 * CHUNK_PAGES));
+        schedule.begin_iteration();
+        let mut plan = ChunkPlan::default();
+        assert_eq!(schedule.next(1, &mut plan), Work::Chunk);
+        assert!(schedule.extend(&mut plan, CHUNK_PAGES));
+        assert_eq!(schedule.lose_lane(1), 2 * CHUNK_PAGES);
+        // Its thread may still be at it.
+        assert!(!schedule.extend(&mut plan, CHUNK_PAGES));
+        assert_eq!(schedule.kept(), (0, 0));
+        assert_eq!(drain(&mut schedule, 2).0, 3 * CHUNK_PAGES);
+    }
+
+    #[test]
+    fn i4_no_page_of_the_next_iteration_is_added_to_a_chunk() {
+        let mut schedule = schedule(4 * CHUNK_PAGES, 1);
+        schedule.mark_run(0, run(0, CHUNK_PAGES));
+        schedule.begin_iteration();
+        let mut plan = ChunkPlan::default();
+        assert_eq!(schedule.next(1, &mut plan), Work::Chunk);
+        schedule.mark_dirty(0, &[0, 1]);
+        assert!(!schedule.extend(&mut plan, CHUNK_PAGES), "it waits");
+        schedule.begin_iteration();
+        assert!(!schedule.extend(&mut plan, CHUNK_PAGES), "it is the next");
+        assert_eq!(drain(&mut schedule, 1).0, 1);
     }
 
     #[test]

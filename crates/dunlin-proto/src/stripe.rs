@@ -48,7 +48,7 @@ mod turns;
 mod window;
 
 pub use association::{
-    Action, Association, Config, OpenError, Opening, Outcome, Side, Usage, Wear, Work,
+    Action, Association, Config, Left, OpenError, Opening, Outcome, Side, Usage, Wear, Work,
 };
 pub use fault::PeerFault;
 pub use inbound::{Arrival, Delivery};

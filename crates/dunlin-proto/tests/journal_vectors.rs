@@ -2,10 +2,13 @@
 
 #![allow(clippy::unwrap_used)]
 
+use dunlin_proto::journal::peer::{PEER_BLOCK_AT, Principal, RecordedPeer};
 use dunlin_proto::journal::{
     DestinationRecord, JOURNAL_BYTES, RECORD_BYTES, Record, SLOT_BYTES, SourceRecord, State,
 };
-use dunlin_proto::limits::{MAX_ENDPOINT_BYTES, MAX_NAME_BYTES, MAX_SOCKET_PATH_BYTES};
+use dunlin_proto::limits::{
+    MAX_ENDPOINT_BYTES, MAX_NAME_BYTES, MAX_PRINCIPAL_NAME_BYTES, MAX_SOCKET_PATH_BYTES,
+};
 
 const DOCUMENT: &str = include_str!("../../../docs/journal.md");
 
@@ -67,7 +70,18 @@ fn the_vectors_decode_to_these_records_and_back() {
         );
         assert_eq!(record.encode(generation).unwrap(), bytes, "{name}");
     }
-    assert_eq!(DOCUMENT.matches("```vector").count(), 2);
+    let bytes = vector("peer/name");
+    let session = record(State::Source(SourceRecord::Kept)).session;
+    let principal = Principal::Name {
+        authority: std::array::from_fn(|place| 0x10 + u8::try_from(place).unwrap()),
+        name: "host-a.example".into(),
+    };
+    assert_eq!(
+        RecordedPeer::decode(&bytes, session),
+        RecordedPeer::Known(principal.clone())
+    );
+    assert_eq!(principal.encode(session).unwrap(), bytes);
+    assert_eq!(DOCUMENT.matches("```vector").count(), 3);
 }
 
 #[test]
@@ -100,6 +114,9 @@ fn the_document_lists_every_state_and_size() {
         format!("peer, at most {MAX_ENDPOINT_BYTES}"),
         format!("at most {MAX_SOCKET_PATH_BYTES}; empty"),
         format!("| {} | 8 | CRC-64/XZ", RECORD_BYTES - 8),
+        format!("behind them {SLOT_BYTES} for the peer block"),
+        format!("at offset {PEER_BLOCK_AT} of the file"),
+        format!("the name, at most {MAX_PRINCIPAL_NAME_BYTES}"),
     ] {
         assert!(DOCUMENT.contains(&words), "docs/journal.md lacks: {words}");
     }

@@ -26,6 +26,7 @@ pub mod netdev;
 mod netlink;
 #[cfg(feature = "rig")]
 pub mod netns;
+pub mod occupancy;
 #[cfg(feature = "rig")]
 pub mod packet;
 pub mod pagemap;

@@ -3,6 +3,9 @@
 //! Every region carries an [`AtomicBitmap`] with one bit for each 4 KiB page. vm-memory sets a bit
 //! whenever the VMM writes through it; what the guest writes by itself is in KVM's log
 //! ([`crate::kvm`]).
+//!
+//! Every region begins at a multiple of 2 MiB, in the guest and in this process, so that huge pages
+//! fit; [`advise_huge_pages`] asks for them.
 
 use std::ffi::CStr;
 use std::fs::File;
@@ -13,7 +16,9 @@ use std::os::fd::FromRawFd;
 use thiserror::Error;
 use vm_memory::bitmap::AtomicBitmap;
 use vm_memory::mmap::{MmapRegionBuilder, MmapRegionError};
-use vm_memory::{FileOffset, GuestAddress, GuestMemoryMmap, GuestRegionMmap};
+use vm_memory::{
+    FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestRegionMmap, MmapRegion,
+};
 
 /// Guest memory with the log of the VMM's own writes.
 pub type TrackedMemory = GuestMemoryMmap<AtomicBitmap>;
@@ -117,32 +122,125 @@ fn region(
 ) -> Result<GuestRegionMmap<AtomicBitmap>, MappingError> {
     const PAGE: NonZeroUsize = NonZeroUsize::new(PAGE_BYTES as usize).expect("4096 is not zero");
     let length = bytes as usize;
-    let builder = MmapRegionBuilder::new_with_bitmap(length, AtomicBitmap::new(length, PAGE))
-        .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE)
-        .with_hugetlbfs(backing == Backing::Huge);
     let memfd = |flags| {
         memfd(c"dunlin-guest", bytes, flags)
             .map(|file| FileOffset::new(file, 0))
             .map_err(|source| MappingError::Memfd { bytes, source })
     };
-    let mapped = match backing {
-        Backing::Private => builder
-            .with_mmap_flags(libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE)
-            .build(),
-        Backing::Memfd => builder
-            .with_mmap_flags(libc::MAP_SHARED | libc::MAP_NORESERVE)
-            .with_file_offset(memfd(0)?)
-            .build(),
-        Backing::Huge => builder
-            .with_mmap_flags(libc::MAP_SHARED)
-            .with_file_offset(memfd(libc::MFD_HUGETLB | libc::MFD_HUGE_2MB)?)
-            .build(),
+    let (flags, file) = match backing {
+        Backing::Private => (
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
+            None,
+        ),
+        Backing::Memfd => (libc::MAP_SHARED | libc::MAP_NORESERVE, Some(memfd(0)?)),
+        Backing::Huge => (
+            libc::MAP_SHARED,
+            Some(memfd(libc::MFD_HUGETLB | libc::MFD_HUGE_2MB)?),
+        ),
     };
+    let mapped = aligned(|| {
+        let bitmap = AtomicBitmap::new(length, PAGE);
+        let builder = MmapRegionBuilder::new_with_bitmap(length, bitmap)
+            .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE)
+            .with_mmap_flags(flags)
+            .with_hugetlbfs(backing == Backing::Huge);
+        match &file {
+            Some(file) => builder.with_file_offset(file.clone()).build(),
+            None => builder.build(),
+        }
+    });
     let mapped = mapped.map_err(|source| match backing {
         Backing::Huge => MappingError::HugePages { bytes, source },
         Backing::Private | Backing::Memfd => MappingError::Map { bytes, source },
     })?;
     Ok(GuestRegionMmap::new(mapped, GuestAddress(start)).expect("no region reaches 2^64"))
+}
+
+/// Advises transparent huge pages for private memory (`MADV_HUGEPAGE`, madvise(2)). Memory behind a
+/// memfd is left alone: whether shared memory gets such pages is the host's
+/// `/sys/kernel/mm/transparent_hugepage/shmem_enabled`, and huge pages of [`Backing::Huge`] are huge
+/// already.
+///
+/// Call it before the first page is touched: pages that are there stay small until khugepaged
+/// merges them.
+///
+/// Best effort, so that no guest fails for it: a kernel without transparent huge pages answers
+/// `EINVAL`, and the memory stays as it was; under the policy `never` the advice has no effect.
+///
+/// Drawback: the first touch of any page populates the 2 MiB around it.
+pub fn advise_huge_pages(memory: &TrackedMemory) {
+    for region in memory.iter() {
+        let mapped = region.get_mmap();
+        if mapped.file_offset().is_some() {
+            continue;
+        }
+        // SAFETY: the range is one whole mapping, which `memory` owns and keeps mapped.
+        // MADV_HUGEPAGE changes by what pages the kernel backs it, not what it holds or whether it
+        // may be accessed.
+        unsafe { libc::madvise(mapped.as_ptr().cast(), mapped.size(), libc::MADV_HUGEPAGE) };
+    }
+}
+
+/// How often [`aligned`] maps again. One is enough unless other threads map memory meanwhile.
+const ALIGN_ATTEMPTS: usize = 4;
+
+/// What `map` maps, at a multiple of 2 MiB if at all possible: a huge page needs 2 MiB that are
+/// aligned here, and KVM's second-level tables need them aligned alike here and in the guest.
+///
+/// Linux places private memory so by itself from 6.7 on; older kernels and memfds take the highest
+/// gap that fits, down to the byte. With the end of that gap taken up to the next multiple, the
+/// second mapping ends there. vm-memory takes no address and adopts no mapping, so a placeholder
+/// takes that end.
+fn aligned(
+    map: impl Fn() -> Result<MmapRegion<AtomicBitmap>, MmapRegionError>,
+) -> Result<MmapRegion<AtomicBitmap>, MmapRegionError> {
+    let mut mapped = map()?;
+    for _ in 0..ALIGN_ATTEMPTS {
+        let start = mapped.as_ptr() as usize;
+        let excess = start % HUGE_PAGE_BYTES as usize;
+        if excess == 0 {
+            break;
+        }
+        let end = start + mapped.size();
+        drop(mapped);
+        let taken = Placeholder::new(end - excess, excess);
+        mapped = match map() {
+            Ok(mapped) => mapped,
+            // A limit of address space may have room for one of the two.
+            Err(_) => {
+                drop(taken);
+                return map();
+            }
+        };
+    }
+    Ok(mapped)
+}
+
+/// Addresses that nothing else is mapped to; given back when dropped.
+struct Placeholder {
+    start: *mut libc::c_void,
+    bytes: usize,
+}
+
+impl Placeholder {
+    /// None where something is mapped there already.
+    fn new(start: usize, bytes: usize) -> Option<Self> {
+        let flags = libc::MAP_PRIVATE
+            | libc::MAP_ANONYMOUS
+            | libc::MAP_NORESERVE
+            | libc::MAP_FIXED_NOREPLACE;
+        // SAFETY: MAP_FIXED_NOREPLACE replaces no mapping (kernels before 4.17 take `start` for a
+        // hint, which replaces none either), and what is mapped cannot be accessed.
+        let start = unsafe { libc::mmap(start as *mut _, bytes, libc::PROT_NONE, flags, -1, 0) };
+        (start != libc::MAP_FAILED).then_some(Self { start, bytes })
+    }
+}
+
+impl Drop for Placeholder {
+    fn drop(&mut self) {
+        // SAFETY: `new` has made this mapping, it is unmapped once, and nothing refers to it.
+        unsafe { libc::munmap(self.start, self.bytes) };
+    }
 }
 
 fn memfd(name: &CStr, bytes: u64, flags: libc::c_uint) -> io::Result<File> {
@@ -161,7 +259,8 @@ fn memfd(name: &CStr, bytes: u64, flags: libc::c_uint) -> io::Result<File> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use vm_memory::{Bytes, GuestMemoryBackend, GuestMemoryRegion};
+    use crate::huge_pages;
+    use vm_memory::{Bytes, GuestMemoryRegion};
 
     #[test]
     fn memory_above_three_gibibytes_goes_on_at_four() {
@@ -194,5 +293,45 @@ mod tests {
     fn too_few_huge_pages_are_named_with_the_way_out() {
         let error = allocate(1 << 40, Backing::Huge).unwrap_err();
         assert!(error.to_string().contains("vm.nr_hugepages"), "{error}");
+    }
+
+    /// The kernel of the test may align private memory by itself; memfds it does not.
+    #[test]
+    fn every_region_begins_at_a_huge_pages_border() {
+        for backing in [Backing::Private, Backing::Memfd] {
+            // Kept, so that each finds other gaps.
+            let all: Vec<_> = (1..40)
+                .map(|blocks| allocate(blocks * HUGE_PAGE_BYTES, backing).unwrap())
+                .chain([allocate(HOLE_START + HUGE_PAGE_BYTES, backing).unwrap()])
+                .collect();
+            for region in all.iter().flat_map(|memory| memory.iter()) {
+                let start = region.get_mmap().as_ptr() as u64;
+                assert_eq!(start % HUGE_PAGE_BYTES, 0, "{backing:?}: {start:#x}");
+            }
+        }
+    }
+
+    /// Bytes on huge pages after one write into the second of three blocks.
+    fn huge_after_a_write(backing: Backing, advise: bool) -> u64 {
+        let memory = allocate(3 * HUGE_PAGE_BYTES, backing).unwrap();
+        if advise {
+            advise_huge_pages(&memory);
+        }
+        let page = GuestAddress(HUGE_PAGE_BYTES + 5 * PAGE_BYTES);
+        memory.write_slice(&[1], page).unwrap();
+        let start = memory.iter().next().unwrap().get_mmap().as_ptr() as u64;
+        huge_pages::transparent_bytes(start)
+    }
+
+    #[test]
+    fn private_memory_alone_is_advised() {
+        let Some(policy) = huge_pages::transparent() else {
+            return;
+        };
+        assert_eq!(huge_after_a_write(Backing::Private, true), HUGE_PAGE_BYTES);
+        if policy == "madvise" {
+            assert_eq!(huge_after_a_write(Backing::Private, false), 0);
+        }
+        assert_eq!(huge_after_a_write(Backing::Memfd, true), 0);
     }
 }

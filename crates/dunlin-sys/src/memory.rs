@@ -21,6 +21,13 @@ pub fn untracked<'a, B: BitmapSlice>(slice: &VolatileSlice<'a, B>) -> VolatileSl
     unsafe { VolatileSlice::new(guard.as_ptr(), slice.len()) }
 }
 
+/// Whether writes to memory that was mapped with these flags of mmap(2) stay
+/// with this mapping.
+#[must_use]
+pub const fn is_private(flags: i32) -> bool {
+    flags & libc::MAP_TYPE == libc::MAP_PRIVATE
+}
+
 /// Whether all bytes are zero, by the widest registers that this CPU has.
 #[must_use]
 pub fn is_zero(bytes: &[u8]) -> bool {

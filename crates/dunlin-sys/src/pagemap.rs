@@ -78,6 +78,23 @@ pub fn populated(memory: &VolatileSlice<'_>, found: impl FnMut(Range<u64>)) -> i
     scan(&open()?, memory, filter, found)
 }
 
+/// KiB of `memory` that lie on huge pages. `AnonHugePages` of /proc/self/smaps is not that: the
+/// kernel may have made one area of this mapping and its neighbour.
+#[cfg(test)]
+pub(crate) fn huge_kib(memory: &VolatileSlice<'_>) -> io::Result<u64> {
+    const PAGE_IS_HUGE: u64 = 1 << 6;
+    let filter = ScanArgument {
+        category_mask: PAGE_IS_HUGE,
+        return_mask: PAGE_IS_HUGE,
+        ..ScanArgument::default()
+    };
+    let mut bytes = 0;
+    scan(&open()?, memory, filter, |range| {
+        bytes += range.end - range.start;
+    })?;
+    Ok(bytes >> 10)
+}
+
 /// What a page table that holds nothing about a page means to
 /// [`take_written`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -194,6 +211,23 @@ pub fn data(file: &File, within: Range<u64>, mut found: impl FnMut(Range<u64>)) 
     Ok(())
 }
 
+/// Asks the kernel to swap `memory` out, which takes whole pages; it may leave some of them, such as
+/// those that another CPU has just touched.
+///
+/// # Errors
+/// What madvise(2) says.
+#[cfg(feature = "rig")]
+pub fn page_out(memory: &VolatileSlice<'_>) -> io::Result<()> {
+    let start = memory.ptr_guard_mut().as_ptr();
+    // SAFETY: the range is mapped. MADV_PAGEOUT moves pages between memory and swap, or writes them
+    // to their file, and changes nothing that can be seen through the mapping.
+    let result = unsafe { libc::madvise(start.cast(), memory.len(), libc::MADV_PAGEOUT) };
+    if result < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
+}
+
 /// lseek(2) to the next data or hole; `None` beyond the last data.
 fn seek(file: &File, from: u64, whence: libc::c_int) -> io::Result<Option<u64>> {
     let offset = libc::off_t::try_from(from).map_err(io::Error::other)?;
@@ -214,9 +248,11 @@ mod tests {
 
     use std::os::fd::FromRawFd;
 
-    use vm_memory::{MmapRegion, VolatileMemory};
+    use vm_memory::{GuestAddress, GuestMemoryBackend, MmapRegion, VolatileMemory};
 
     use super::*;
+    use crate::mapping::{Backing, advise_huge_pages, allocate};
+    use crate::memory::untracked;
 
     const PAGE: u64 = 4096;
 
@@ -238,6 +274,37 @@ mod tests {
         let mut found = Vec::new();
         populated(&slice, |range| found.push(range)).unwrap();
         assert_eq!(found, [3 * PAGE..5 * PAGE, 40 * PAGE..41 * PAGE]);
+    }
+
+    #[test]
+    fn a_huge_page_counts_as_a_whole_and_nothing_is_left_out() {
+        if crate::huge_pages::transparent().is_none() {
+            return;
+        }
+        let memory = allocate(8 << 20, Backing::Private).unwrap();
+        advise_huge_pages(&memory);
+        let slice = untracked(&memory.get_slice(GuestAddress(0), 8 << 20).unwrap());
+        for page in [700, 1024 + 511] {
+            slice
+                .subslice(page * PAGE as usize, 1)
+                .unwrap()
+                .copy_from(&[1_u8]);
+        }
+        // Half of a huge page is given back, as a balloon does it: that splits it.
+        let start = slice.ptr_guard_mut().as_ptr();
+        // SAFETY: the range is mapped and private; its pages read as zeros from now on, and nothing
+        // refers to what they held.
+        let result = unsafe {
+            let half = start.add(1024 * PAGE as usize);
+            libc::madvise(half.cast(), 256 * PAGE as usize, libc::MADV_DONTNEED)
+        };
+        assert_eq!(result, 0);
+        let mut found = Vec::new();
+        populated(&slice, |range| {
+            found.push(range.start / PAGE..range.end / PAGE)
+        })
+        .unwrap();
+        assert_eq!(found, [512..1024, 1280..1536]);
     }
 
     #[test]

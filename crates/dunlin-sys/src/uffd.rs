@@ -234,8 +234,8 @@ mod tests {
     use vm_memory::{GuestMemoryBackend, GuestMemoryRegion, MemoryRegionAddress};
 
     use super::*;
-    use crate::huge_pages::HugePages;
-    use crate::mapping::{Backing, TrackedMemory, allocate};
+    use crate::huge_pages::{self, HugePages};
+    use crate::mapping::{Backing, HUGE_PAGE_BYTES, TrackedMemory, advise_huge_pages, allocate};
     use crate::memory::untracked;
 
     const PAGE: u64 = 4096;
@@ -367,52 +367,22 @@ mod tests {
         assert_eq!(taken(&watch, &slice, Behind::File), [0..512]);
     }
 
-    /// KiB of the mapping that stand on transparent huge pages.
-    fn huge_kib(slice: &VolatileSlice<'_>) -> u64 {
-        let start = slice.ptr_guard().as_ptr() as u64;
-        let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
-        let mut within = false;
-        for line in smaps.lines() {
-            let first = line.split_whitespace().next().unwrap();
-            if let Some((from, to)) = first.split_once('-') {
-                let [from, to] = [from, to].map(|bound| u64::from_str_radix(bound, 16).unwrap());
-                within = (from..to).contains(&start);
-            } else if within && first == "AnonHugePages:" {
-                return line.split_whitespace().nth(1).unwrap().parse().unwrap();
-            }
-        }
-        0
-    }
-
-    /// Asks for huge pages behind the memory.
-    fn advise_huge(slice: &VolatileSlice<'_>) {
-        let start = slice.ptr_guard_mut().as_ptr();
-        // SAFETY: the range is mapped; MADV_HUGEPAGE changes how it is backed, and nothing that can
-        // be seen through it. Where there are no such pages it fails, and a test is about others.
-        unsafe { libc::madvise(start.cast(), slice.len(), libc::MADV_HUGEPAGE) };
-    }
-
     #[test]
     fn a_transparent_huge_page_is_reported_by_the_pages_that_are_written() {
+        if huge_pages::transparent().is_none() {
+            return;
+        }
         let memory = allocate(BYTES, Backing::Private).unwrap();
         let slice = slice(&memory);
-        advise_huge(&slice);
+        advise_huge_pages(&memory);
         for block in 0..3 {
             write(&slice, 512 * block);
         }
-        let before = huge_kib(&slice);
-        if before == 0 {
-            let policy = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled");
-            assert!(
-                std::env::var_os("CI").is_none_or(|ci| ci != "true"),
-                "CI must have transparent huge pages: {policy:?}"
-            );
-            println!("skipped, no transparent huge pages: {policy:?}");
-            return;
-        }
+        let before = pagemap::huge_kib(&slice).unwrap();
+        assert_eq!(before, 3 * HUGE_PAGE_BYTES / 1024);
         let watch = WriteWatch::new().unwrap();
         watch.register(&slice, Behind::Anonymous).unwrap();
-        let untouched = huge_kib(&slice);
+        let untouched = pagemap::huge_kib(&slice).unwrap();
         let began = std::time::Instant::now();
         for page in (0..1024).step_by(64) {
             write(&slice, page);
@@ -429,9 +399,9 @@ mod tests {
         let pages: u64 = block.iter().map(|range| range.end - range.start).sum();
         assert!(pages <= 512, "{block:?}");
         println!(
-            "huge: {before} KiB, {untouched} KiB once watched, {} KiB after 16 writes to two of \
+            "huge: {before} KiB, {untouched} once watched, {} after 16 writes to two of \
              them ({writing:?}); a first touch reports {pages} pages",
-            huge_kib(&slice)
+            pagemap::huge_kib(&slice).unwrap()
         );
         // Those that are only read stay.
         assert_eq!(untouched, before);
@@ -441,7 +411,7 @@ mod tests {
     fn nothing_of_a_transparent_huge_page_is_lost() {
         let memory = allocate(BYTES, Backing::Private).unwrap();
         let slice = slice(&memory);
-        advise_huge(&slice);
+        advise_huge_pages(&memory);
         write(&slice, 1000);
         let watch = WriteWatch::new().unwrap();
         watch.register(&slice, Behind::Anonymous).unwrap();
@@ -462,6 +432,39 @@ mod tests {
         assert_eq!(taken(&watch, &slice, Behind::Anonymous), []);
         write(&slice, 1601);
         assert_eq!(taken(&watch, &slice, Behind::Anonymous), [1601..1602]);
+    }
+
+    /// What khugepaged does at some time, done at once.
+    #[test]
+    fn nothing_of_pages_that_are_merged_while_they_are_watched_is_lost() {
+        if huge_pages::transparent().is_none() {
+            return;
+        }
+        let memory = allocate(BYTES, Backing::Private).unwrap();
+        let slice = slice(&memory);
+        // The second block is made of small pages, the third was never touched.
+        for page in 512..1024 {
+            write(&slice, page);
+        }
+        advise_huge_pages(&memory);
+        let watch = WriteWatch::new().unwrap();
+        watch.register(&slice, Behind::Anonymous).unwrap();
+        write(&slice, 600);
+        assert_eq!(taken(&watch, &slice, Behind::Anonymous), [600..601]);
+        for page in (512..1024).chain([1100]) {
+            write(&slice, page);
+        }
+        let start = slice.ptr_guard_mut().as_ptr();
+        // SAFETY: the range is mapped; MADV_COLLAPSE changes by what pages it is backed, not what
+        // it holds. It fails where the kernel merges nothing that is watched.
+        unsafe { libc::madvise(start.cast(), slice.len(), libc::MADV_COLLAPSE) };
+        let taken = taken(&watch, &slice, Behind::Anonymous);
+        for page in (512..1024).chain([1100]) {
+            assert!(
+                taken.iter().any(|pages| pages.contains(&page)),
+                "{page} in {taken:?}"
+            );
+        }
     }
 
     #[test]

@@ -7,296 +7,27 @@ mod engine_support;
 mod lane_support;
 
 use std::fs::File;
-use std::io::{self, Read, Write};
-use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::io;
+use std::net::TcpListener;
 use std::os::unix::fs::FileExt;
-use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use dunlin::engine::destination::{self, DestinationEvent, Received, receive};
+use dunlin::engine::destination::{self, DestinationEvent};
 use dunlin::engine::journal::{
-    DestinationRecord, Disk, Journal, Record, Role, SourceRecord, StandardDisk, State,
+    DestinationRecord, Disk, Journal, Record, Role, SourceRecord, State,
 };
-use dunlin::engine::source::{self, Resolution, migrate};
-use dunlin::engine::vmm::{FaultCode, RunState, SourceVm};
-use dunlin::engine::{Cancel, Event, Host, MigrateError, Report, StandardHost, VmIs};
-use dunlin::lane::control;
-use dunlin::lane::identity::{ClientTls, ServerTls};
-use dunlin_proto::control::{Envelope, Message, Verdict};
-use dunlin_proto::negotiate::{Features, LaneSecurity, Offer, PRELUDE_BYTES, Prelude, VERSIONS};
-use engine_support::peer::Peer;
-use engine_support::{TestBuilder, TestVm, tls, verified};
-use lane_support::soon;
-
-/// A journal in a directory of the test's own, removed at its end.
-struct Scratch(PathBuf);
-
-impl Scratch {
-    fn new(name: &str) -> Self {
-        let path = std::env::temp_dir().join(format!("dunlin-doubt-{name}-{}", std::process::id()));
-        let _ = std::fs::remove_dir_all(&path);
-        Self(path)
-    }
-
-    fn journal(&self) -> Journal {
-        self.on(StandardDisk)
-    }
-
-    fn on(&self, disk: impl Disk + 'static) -> Journal {
-        Journal::open_on(&self.0, Arc::new(disk)).unwrap()
-    }
-
-    /// What the records of this host say.
-    fn states(&self) -> Vec<State> {
-        let entries = self.journal().list().unwrap().into_iter();
-        entries
-            .filter_map(|entry| entry.record.unwrap().map(|record| record.state))
-            .collect()
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
-
-/// Fails to write records of one kind, or everything.
-struct FailingDisk(Option<State>);
-
-impl Disk for FailingDisk {
-    fn write(&self, file: &File, bytes: &[u8], offset: u64) -> io::Result<()> {
-        let fails = match self.0 {
-            None => true,
-            Some(state) => bytes.try_into().is_ok_and(|bytes| {
-                Record::decode(bytes).is_ok_and(|(record, _)| record.state == state)
-            }),
-        };
-        if fails {
-            return Err(io::ErrorKind::StorageFull.into());
-        }
-        file.write_all_at(bytes, offset)
-    }
-}
-
-/// Forwards connections; the first is the control lane.
-struct Relay {
-    address: SocketAddr,
-    shared: Arc<Shared>,
-}
-
-#[derive(Default)]
-struct Shared {
-    /// Bytes of the first connection are read and dropped, by direction.
-    swallow: [AtomicBool; 2],
-    /// The end of the first connection is kept from the destination.
-    mute: AtomicBool,
-    refuse: AtomicBool,
-    first: Mutex<Option<(TcpStream, TcpStream)>>,
-}
-
-const TO_DESTINATION: usize = 0;
-const TO_SOURCE: usize = 1;
-
-impl Relay {
-    fn start(to: SocketAddr) -> Self {
-        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
-        let address = listener.local_addr().unwrap();
-        let shared = Arc::<Shared>::default();
-        let own = Arc::clone(&shared);
-        // It ends with the test's process: its threads hold nothing else.
-        std::thread::spawn(move || {
-            for near in listener.incoming().map_while(Result::ok) {
-                if own.refuse.load(Ordering::SeqCst) {
-                    continue;
-                }
-                let Ok(far) = TcpStream::connect(to) else {
-                    continue;
-                };
-                let both = || (near.try_clone().unwrap(), far.try_clone().unwrap());
-                let first = {
-                    let mut first = own.first.lock().unwrap();
-                    let is_first = first.is_none();
-                    if is_first {
-                        *first = Some(both());
-                    }
-                    is_first
-                };
-                for direction in [TO_DESTINATION, TO_SOURCE] {
-                    let (near, far) = both();
-                    let (from, to) = if direction == TO_DESTINATION {
-                        (near, far)
-                    } else {
-                        (far, near)
-                    };
-                    let own = Arc::clone(&own);
-                    std::thread::spawn(move || {
-                        pump(from, to, first.then_some((&*own, direction)));
-                    });
-                }
-            }
-        });
-        Self { address, shared }
-    }
-
-    /// Forwards no further connection.
-    fn refuse(&self) {
-        self.shared.refuse.store(true, Ordering::SeqCst);
-    }
-
-    /// From now on nothing more of the control lane arrives there.
-    fn swallow(&self, direction: usize) {
-        self.shared.swallow[direction].store(true, Ordering::SeqCst);
-    }
-
-    /// Cuts the first control lane; the destination notices only if it shall.
-    fn cut(&self, at_destination: bool) {
-        self.shared.mute.store(!at_destination, Ordering::SeqCst);
-        if let Some((near, far)) = &*self.shared.first.lock().unwrap() {
-            let _ = near.shutdown(Shutdown::Both);
-            if at_destination {
-                let _ = far.shutdown(Shutdown::Both);
-            }
-        }
-    }
-}
-
-fn pump(mut from: TcpStream, mut to: TcpStream, control: Option<(&Shared, usize)>) {
-    let mut buffer = vec![0; 64 << 10];
-    while let Ok(count @ 1..) = from.read(&mut buffer) {
-        // Looked at after the bytes have come: whoever swallows says so before
-        // they are sent.
-        let swallowed = control
-            .is_some_and(|(shared, direction)| shared.swallow[direction].load(Ordering::SeqCst));
-        if !swallowed && to.write_all(&buffer[..count]).is_err() {
-            break;
-        }
-    }
-    if control.is_none_or(|(shared, _)| !shared.mute.load(Ordering::SeqCst)) {
-        let _ = to.shutdown(Shutdown::Write);
-    }
-}
-
-/// What a test does at an event.
-type At<E> = Box<dyn Fn(&E) + Send + Sync>;
-
-/// The journal of each VM that comes, one after another.
-type Journals = Box<dyn Fn() -> Journal + Send>;
-
-/// A host that takes in one VM after another, answering all the while.
-struct Destination {
-    address: SocketAddr,
-    cancel: Cancel,
-    thread: JoinHandle<(Vec<Result<Received, MigrateError>>, TestBuilder)>,
-}
-
-impl Destination {
-    fn start(tls: &ServerTls, journal: Journal, builder: TestBuilder) -> Self {
-        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
-        let journals = Box::new(move || journal.clone());
-        Self::on(listener, tls, journals, builder, Box::new(|_| ()))
-    }
-
-    fn on(
-        listener: TcpListener,
-        tls: &ServerTls,
-        journals: Journals,
-        mut builder: TestBuilder,
-        at: At<DestinationEvent>,
-    ) -> Self {
-        let address = listener.local_addr().unwrap();
-        let cancel = Cancel::new();
-        let (tls, cancelled) = (tls.clone(), cancel.clone());
-        let thread = std::thread::spawn(move || {
-            let host: Arc<dyn Host> = Arc::new(StandardHost);
-            let mut ended = Vec::new();
-            loop {
-                let options = destination::Options::builder()
-                    .journal(journals())
-                    .build()
-                    .unwrap();
-                let listener = listener.try_clone().unwrap();
-                let result = receive(
-                    listener,
-                    &tls,
-                    &options,
-                    &mut builder,
-                    &host,
-                    &*at,
-                    &cancelled,
-                );
-                let arrived = result.is_ok();
-                if cancelled.is_cancelled() && !arrived {
-                    return (ended, builder);
-                }
-                ended.push(result);
-                if arrived {
-                    return (ended, builder);
-                }
-            }
-        });
-        Self {
-            address,
-            cancel,
-            thread,
-        }
-    }
-
-    fn finish(self) -> (Vec<Result<Received, MigrateError>>, TestBuilder) {
-        self.cancel.cancel();
-        self.thread.join().unwrap()
-    }
-}
-
-fn running() -> Arc<TestVm> {
-    let vm = TestVm::new(4 << 20);
-    vm.fill(1 << 20);
-    vm.start(64, Duration::from_micros(50));
-    vm
-}
-
-fn send(
-    vm: &Arc<TestVm>,
-    to: SocketAddr,
-    client: &ClientTls,
-    journal: Journal,
-    at: &(dyn Fn(&Event) + Send + Sync),
-) -> Result<Report, MigrateError> {
-    let options = verified(2)
-        .to_builder()
-        .journal(journal)
-        .doubt_limit(Duration::from_secs(5))
-        .build()
-        .unwrap();
-    send_with(vm, to, client, &options, at)
-}
-
-fn send_with(
-    vm: &Arc<TestVm>,
-    to: SocketAddr,
-    client: &ClientTls,
-    options: &source::Options,
-    at: &(dyn Fn(&Event) + Send + Sync),
-) -> Result<Report, MigrateError> {
-    let vm: Arc<dyn SourceVm> = Arc::clone(vm) as _;
-    let host: Arc<dyn Host> = Arc::new(StandardHost);
-    migrate(
-        &vm,
-        &to.to_string(),
-        client,
-        options,
-        &host,
-        &|event: &Event| at(event),
-        &Cancel::new(),
-    )
-}
-
-fn runs(vm: &TestVm) -> bool {
-    *vm.state.lock().unwrap() == RunState::Running
-}
+use dunlin::engine::source::Resolution;
+use dunlin::engine::vmm::{FaultCode, RunState};
+use dunlin::engine::{Cancel, Event, Host, StandardHost, VmIs};
+use dunlin::lane::peers::Principal;
+use dunlin_proto::control::Verdict;
+use dunlin_proto::journal::SlotError;
+use engine_support::doubt::{
+    Destination, FailingDisk, Relay, Scratch, TO_DESTINATION, TO_SOURCE, ask, principal_of,
+    running, runs, send, send_with,
+};
+use engine_support::{TestBuilder, tls, verified};
 
 #[test]
 fn i1_a_commit_that_never_arrived_is_asked_about_and_the_vm_goes_on_at_the_source() {
@@ -611,8 +342,12 @@ struct NotingDisk(Arc<Mutex<Vec<String>>>);
 impl Disk for NotingDisk {
     fn write(&self, file: &File, bytes: &[u8], offset: u64) -> io::Result<()> {
         if let Ok(bytes) = bytes.try_into() {
-            let (record, _) = Record::decode(bytes).unwrap();
-            self.0.lock().unwrap().push(record.state.to_string());
+            let what = match Record::decode(bytes) {
+                Ok((record, _)) => record.state.to_string(),
+                Err(SlotError::Foreign) => "peer block".into(),
+                Err(error) => panic!("{error}"),
+            };
+            self.0.lock().unwrap().push(what);
         }
         file.write_all_at(bytes, offset)
     }
@@ -649,6 +384,8 @@ fn one_record_is_written_while_the_guest_stands_still() {
         let expected: &[&str] = if remembered {
             &[
                 "source, migrating",
+                "peer block",
+                "peer block",
                 "destination, prepared",
                 "source, committing",
                 "paused",
@@ -662,48 +399,12 @@ fn one_record_is_written_while_the_guest_stands_still() {
     }
 }
 
-/// Asks about a session by hand; none where there is no answer.
-fn ask(to: SocketAddr, client: &ClientTls, session: [u8; 16]) -> Option<Verdict> {
-    let stream = control::client(TcpStream::connect(to).unwrap(), client, soon()).unwrap();
-    let offer = Offer {
-        versions: VERSIONS,
-        optional: Features::NONE,
-        required: Features::NONE,
-        security: LaneSecurity::Tls,
-        session,
-        attempt: 1,
-        epoch: 2,
-    };
-    let mut bytes = Vec::new();
-    offer.encode(&mut bytes).unwrap();
-    stream.send(&bytes).unwrap();
-    let mut prelude = [0; PRELUDE_BYTES];
-    stream.receive_exact(&mut prelude, soon()).unwrap();
-    let mut body = vec![0; Prelude::decode(&prelude).unwrap().body_bytes];
-    stream.receive_exact(&mut body, soon()).unwrap();
-    let envelope = Envelope {
-        session,
-        epoch: 2,
-        sequence: 0,
-    };
-    let mut peer = Peer { stream, envelope };
-    peer.send(&Message::Inquire { attempt: 1 });
-    match peer.receive() {
-        Some(Message::Answer {
-            attempt: 1,
-            verdict,
-        }) => Some(verdict),
-        None => None,
-        other => panic!("{other:?}"),
-    }
-}
-
 #[test]
 fn i1_a_destination_that_was_started_again_answers_what_its_journal_says() {
     let (client, server) = tls();
     let there = Scratch::new("again");
     let journal = there.journal();
-    let record = |number: u8, peer: &str, state| {
+    let record = |number: u8, peer: &Principal, state| {
         let state = State::Destination(state);
         let record = Record {
             state,
@@ -712,20 +413,22 @@ fn i1_a_destination_that_was_started_again_answers_what_its_journal_says() {
             epoch: 1,
             vm_uuid: [7; 16],
             vm_name: "test".into(),
-            peer: peer.into(),
+            peer: "for people".into(),
             owner: String::new(),
             started_ms: 1,
             written_ms: 1,
         };
         let mut session = journal.create(record).unwrap();
+        session.write_peer(peer).unwrap();
         session.write(state).unwrap();
         session
     };
-    let source = &*format!("DNS {}", lane_support::SOURCE);
+    let source = &principal_of(&server, &client);
+    let stranger = &Principal::Certificate([5; 32]);
     drop(record(1, source, DestinationRecord::Prepared));
     drop(record(2, source, DestinationRecord::Running));
     drop(record(3, source, DestinationRecord::Aborted));
-    drop(record(5, "somebody.else", DestinationRecord::Prepared));
+    drop(record(5, stranger, DestinationRecord::Prepared));
     drop(record(7, source, DestinationRecord::MovedOn));
     // Its process lives: that is the one to ask.
     let _held = record(6, source, DestinationRecord::Running);

@@ -13,7 +13,7 @@ use dunlin::engine::destination::{self, DestinationEvent};
 use dunlin::engine::source::{self, AtTimeLimit, LaneSecurity, Resolution};
 use dunlin::engine::vmm::{FaultCode, Refusal, RunState};
 use dunlin::engine::{Cancel, Event, VmIs};
-use engine_support::{Moved, TestBuilder, TestVm, run, state, tls, verified};
+use engine_support::{Moved, Scan, TestBuilder, TestVm, run, state, tls, verified};
 use vm_memory::{Bytes, GuestAddress};
 
 fn moved(vm: &Arc<TestVm>, options: &source::Options, builder: TestBuilder) -> Moved {
@@ -143,6 +143,105 @@ fn i3_a_difference_planted_at_the_destination_is_found_and_the_vm_goes_on() {
     );
     assert_eq!(moved.builder.built.unwrap().calls(), ["load", "discard"]);
     assert_eq!(moved.destination.err().unwrap().vm, VmIs::AtSource);
+}
+
+#[test]
+fn i3_two_regions_of_one_file_arrive() {
+    let vm = TestVm::in_one_file([1 << 20, 3 << 20]);
+    // Content at another place in each, and most of it in the second.
+    vm.fill(8 << 10);
+    let end = GuestAddress((1 << 32) + (2 << 20));
+    vm.memory.write_slice(&[7; 12 << 10], end).unwrap();
+    let moved = moved(&vm, &verified(2), TestBuilder::default());
+    let report = moved.source.unwrap();
+    assert_eq!(report.digests_equal, Some(true));
+    // Two pages of each region, and three more: no hole was sent.
+    assert_eq!(report.iterations[0].pages, 7);
+    let built = moved.builder.built.unwrap();
+    for (start, bytes) in [(0, 1 << 20), (1 << 32, 3 << 20)] {
+        let read = |vm: &TestVm| {
+            let mut content = vec![0; bytes];
+            let start = GuestAddress(start);
+            vm.memory.read_slice(&mut content, start).unwrap();
+            content
+        };
+        assert!(read(&vm) == read(&built), "{start:#x}");
+    }
+}
+
+/// Mistakes of a sender's scan, each of which leaves pages out that hold
+/// something. The digests must not be made by the same scan.
+#[test]
+fn i3_pages_that_the_senders_scan_forgets_are_found_by_the_digests() {
+    use dunlin::engine::vmm::GuestMemory;
+    let lies: [(&str, Scan); 4] = [
+        ("nothing is populated", |_, _, _| Ok(())),
+        (
+            "the first populated range is dropped",
+            |memory, index, found| {
+                let mut dropped = false;
+                memory.worth_sending(index, &mut |range| {
+                    if std::mem::replace(&mut dropped, true) {
+                        found(range);
+                    }
+                })
+            },
+        ),
+        (
+            "one page in the middle is taken for swapped out",
+            |memory, index, found| {
+                memory.worth_sending(index, &mut |range| {
+                    let middle = (range.start + range.end) / 2 / 4096 * 4096;
+                    found(range.start..middle);
+                    found(middle + 4096..range.end);
+                })
+            },
+        ),
+        (
+            "the offset in the file is ignored",
+            |memory, index, found| {
+                // The first region begins where the file does.
+                let length = memory.regions()[index].length;
+                memory.worth_sending(0, &mut |range| {
+                    if range.start < length {
+                        found(range.start..range.end.min(length));
+                    }
+                })
+            },
+        ),
+    ];
+    for in_file in [false, true] {
+        for (lie, scan) in lies {
+            let vm = if in_file {
+                TestVm::in_one_file([1 << 20, 3 << 20])
+            } else {
+                TestVm::with_ranges(&[(GuestAddress(0), 1 << 20), (GuestAddress(1 << 32), 3 << 20)])
+            };
+            vm.fill(64 << 10);
+            let beyond = GuestAddress((1 << 32) + (2 << 20));
+            vm.memory.write_slice(&[7; 64 << 10], beyond).unwrap();
+            let digest = vm.digest();
+            *vm.scan.lock().unwrap() = Some(scan);
+            let context = format!("{lie}, in a file: {in_file}");
+
+            let verified = moved(&vm, &verified(2), TestBuilder::default());
+            let error = verified.source.unwrap_err();
+            let found = (error.fault, error.vm);
+            let expected = (FaultCode::VerificationFailed, VmIs::AtSource);
+            assert_eq!(found, expected, "{context}: {error}");
+            assert_eq!(vm.digest(), digest, "{context}");
+
+            // Without the comparison the VM would run with memory that is not its own.
+            let options = source::Options::builder().lanes(2).build().unwrap();
+            let unverified = moved(&vm, &options, TestBuilder::default());
+            assert_eq!(unverified.source.unwrap().digests_equal, None, "{context}");
+            assert_ne!(
+                unverified.builder.built.unwrap().digest(),
+                digest,
+                "{context}"
+            );
+        }
+    }
 }
 
 #[test]

@@ -27,7 +27,7 @@ use dunlin_proto::negotiate::{
 use engine_support::peer::*;
 use engine_support::*;
 use hostile_support::*;
-use lane_support::{Authority, SOURCE, soon};
+use lane_support::{Authority, soon};
 
 const MALFORMED: FaultCode = FaultCode::Malformed;
 
@@ -308,14 +308,13 @@ fn i7_endpoints_that_lead_elsewhere_are_refused() {
     }
 }
 
-/// A lane that ends at a host with a certificate of the same authority and the
-/// same name, which is not the control lane's.
+/// A lane that ends at a host of the same name that another authority issued.
 #[test]
 fn i7_a_lane_to_another_host_of_the_same_name_is_refused() {
     let _alone = alone();
-    let authority = Authority::new();
-    let client = client_of(&authority, SOURCE);
-    let (server, twin) = (server_of(&authority), server_of(&authority));
+    let (authority, another) = (Authority::named("one"), Authority::named("two"));
+    let (client, server) = trusting(&authority, &another);
+    let (_, twin) = trusting(&another, &authority);
     let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
     let other = TcpListener::bind(("127.0.0.1", 0)).unwrap();
     let to = listener.local_addr().unwrap().to_string();

@@ -10,6 +10,7 @@ mod hostile_support;
 mod lane_support;
 
 use std::net::TcpListener;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use dunlin::engine::destination::DestinationEvent;
@@ -17,8 +18,8 @@ use dunlin::engine::vmm::FaultCode;
 use dunlin::lane::control;
 use dunlin::lane::data::DataSender;
 use dunlin_proto::control::{
-    Accept, CONTROL_HEADER_BYTES, ChunkSet, Message, Region, RegionKind, RegionTable, Section,
-    Verdict,
+    Accept, CONTROL_HEADER_BYTES, ChunkSet, Final, Message, Region, RegionKind, RegionTable,
+    Section, Verdict,
 };
 use dunlin_proto::frame::{ChunkHeader, Encoding, Frame, Range};
 use dunlin_proto::limits::MAX_RANGES_PER_CHUNK;
@@ -93,50 +94,61 @@ fn i7_openings_that_lie_begin_no_session_and_the_next_one_does() {
         attempt: 1,
         epoch: 1,
     };
-    let offers = [
-        (
-            "speaks version 9",
-            Offer {
-                versions: VersionRange { min: 9, max: 9 },
-                ..honest.clone()
-            },
-        ),
-        (
-            "requires",
-            Offer {
-                required: Features::from_bits(1 << 60),
-                ..honest.clone()
-            },
-        ),
-        (
-            "plain lanes",
-            Offer {
-                security: LaneSecurity::Plain,
-                ..honest.clone()
-            },
-        ),
-    ];
     let selection = Selection {
         version: 1,
         features: Features::NONE,
         security: LaneSecurity::Tls,
     };
-    let mut openings: Vec<_> = offers
-        .into_iter()
-        .map(|(_, offer)| Opening::Offer(offer))
-        .collect();
-    openings.push(Opening::Select(selection));
-    for opening in openings {
+    // What is said, the fault that it is refused for, and words that only this
+    // reason has.
+    let lies = [
+        (
+            Opening::Offer(Offer {
+                versions: VersionRange { min: 9, max: 9 },
+                ..honest.clone()
+            }),
+            FaultCode::VersionMismatch,
+            "the source speaks versions 9",
+        ),
+        (
+            Opening::Offer(Offer {
+                required: Features::from_bits(1 << 60),
+                ..honest.clone()
+            }),
+            FaultCode::FeatureMissing,
+            "the source requires",
+        ),
+        (
+            Opening::Offer(Offer {
+                security: LaneSecurity::Plain,
+                ..honest.clone()
+            }),
+            FaultCode::SecurityNotAgreed,
+            "plain lanes",
+        ),
+        (
+            Opening::Select(selection),
+            FaultCode::Malformed,
+            "an offer comes first",
+        ),
+    ];
+    for (opening, fault, text) in lies {
         let stream = std::net::TcpStream::connect(to).unwrap();
         let stream = control::client(stream, &client, soon()).unwrap();
         let mut bytes = Vec::new();
         opening.encode(&mut bytes).unwrap();
         stream.send(&bytes).unwrap();
-        let mut answer = [0; 16];
-        stream.receive_exact(&mut answer, soon()).unwrap();
-        // The kind of *refuse*.
-        assert_eq!(answer[8], 3, "{opening:?}");
-        receiving.await_rejection(SOURCE);
+        let answer = read_opening(&stream);
+        let Opening::Refuse(versions, refusal) = answer else {
+            panic!("{opening:?} was answered by {answer:?}")
+        };
+        assert_eq!((versions, refusal.fault), (VERSIONS, fault), "{refusal}");
+        assert!(refusal.text.contains(text), "{refusal}");
+        // This side is told the same, and who it was.
+        receiving.await_event(|event| {
+            matches!(event, DestinationEvent::Rejected { reason }
+                if reason.contains(SOURCE) && reason.contains(text))
+        });
     }
     let vm = TestVm::new(4 << 20);
     vm.fill(1 << 20);
@@ -459,6 +471,71 @@ fn i4_a_lane_that_is_cut_is_fenced_and_the_session_goes_on() {
         liar.peer.send(&Message::Release);
         liar.into()
     });
+}
+
+/// The VM that a destination has built, before its session has ended.
+static BUILT: Mutex<Option<Arc<TestVm>>> = Mutex::new(None);
+
+/// A lane dies within a chunk of pages. What of it has arrived is older than what
+/// comes in its place, be that only that the pages are zero.
+#[test]
+fn i4_pages_of_a_chunk_that_broke_off_are_cleared_by_zeros() {
+    const PAGES: u32 = 12;
+    const ARRIVED: usize = 4;
+    let _alone = alone();
+    let (client, server) = tls();
+    let builder = TestBuilder {
+        planted: Some(|vm| *BUILT.lock().unwrap() = Some(Arc::clone(vm))),
+        ..TestBuilder::default()
+    };
+    let receiving = Receiving::start(&server, &impatient(), builder);
+    let to = receiving.address;
+    let victim = Victim { to, tls: &client };
+    let mut liar = victim.liar();
+    let vm = BUILT.lock().unwrap().take().unwrap();
+    let content = || {
+        let mut bytes = vec![0; PAGES as usize * 4096];
+        vm_memory::Bytes::read_slice(&*vm.memory, &mut bytes, vm_memory::GuestAddress(0)).unwrap();
+        bytes
+    };
+    let chunk = |number, encoding| {
+        let range = Range {
+            region: 0,
+            encoding,
+            page_count: PAGES,
+            offset: 0,
+        };
+        let mut header = Vec::new();
+        ChunkHeader::encode(number, 1, &[range], &mut header).unwrap();
+        header
+    };
+    let mut lane = liar.lane.take().unwrap();
+    let mut broken_off = lane.frame();
+    assert_eq!(broken_off.bytes(&[7; ARRIVED * 4096]), ARRIVED * 4096);
+    broken_off.finish(&chunk(0, Encoding::Raw)).unwrap();
+    lane.canceller().shutdown();
+    let fenced = |message: &Message| matches!(message, Message::Fenced { lane: 1, .. });
+    assert!(liar.peer.await_message(fenced).is_some());
+    let (arrived, rest) = (content(), ARRIVED * 4096);
+    assert!(arrived[..rest].iter().all(|&byte| byte == 7));
+    assert!(arrived[rest..].iter().all(|&byte| byte == 0));
+    // The pages have become zero since, and go out again on another lane.
+    let open = lane_open(SESSION, &liar.accept.secret, 2);
+    liar.lane = Some(open_lane(to, Some(&client), &open));
+    assert_eq!(liar.peer.receive(), Some(Message::LaneUp { lane: 2 }));
+    liar.frame(&chunk(1, Encoding::Zero));
+    liar.end_lane(1);
+    let Message::Final(honest) = last(1, u64::from(PAGES), 0) else {
+        unreachable!()
+    };
+    liar.peer.send(&Message::Final(Final {
+        fenced: 1,
+        ..honest
+    }));
+    liar.await_ready();
+    assert!(content().iter().all(|&byte| byte == 0), "stale bytes");
+    drop(liar);
+    receiving.finish(false).0.err().unwrap();
 }
 
 #[test]
@@ -817,13 +894,14 @@ fn stack_kib() -> u64 {
 }
 
 /// A second control lane with the same session's name, from the same host and
-/// from another of the same authority: the first session goes on.
+/// from one of the same name that another authority issued: the first session
+/// goes on.
 #[test]
 fn i1_a_second_session_of_the_same_name_is_turned_away() {
     let _alone = alone();
-    let authority = Authority::new();
-    let (client, server) = (client_of(&authority, SOURCE), server_of(&authority));
-    let twin = client_of(&authority, SOURCE);
+    let (authority, other) = (Authority::named("one"), Authority::named("two"));
+    let (client, server) = trusting(&authority, &other);
+    let (twin, _) = trusting(&other, &authority);
     let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
     let before = Before::now();
     let options = impatient();
@@ -870,10 +948,10 @@ fn i1_a_second_session_of_the_same_name_is_turned_away() {
 #[test]
 fn i7_lanes_that_do_not_belong_are_turned_away_and_the_session_goes_on() {
     let _alone = alone();
-    let authority = Authority::new();
-    let (client, server) = (client_of(&authority, SOURCE), server_of(&authority));
-    // The same name, another certificate.
-    let twin = client_of(&authority, SOURCE);
+    let (authority, other) = (Authority::named("one"), Authority::named("two"));
+    let (client, server) = trusting(&authority, &other);
+    // The same name, from another authority.
+    let (twin, _) = trusting(&other, &authority);
     let options = impatient()
         .to_builder()
         .lanes_max(2)

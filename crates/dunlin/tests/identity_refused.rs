@@ -693,10 +693,14 @@ fn protocol_versions_that_have_nothing_in_common() {
 fn i6_i7_lanes_that_do_not_belong_to_the_session() {
     let mut table = Table::default();
     let site = Site::new();
-    let (near_site, far_site) = (site.near(), site.far());
-    // The same name, another certificate.
-    let twin = site.with(&site.ca.issue(&wish(&[SOURCE])), "");
+    let near_site = site.near();
+    // The same name, from another authority that both sides trust.
+    let other = Ca::root("other");
+    let both = site.ca.pem.clone() + &other.pem;
+    let twin = Host::new(&other.issue(&wish(&[SOURCE])), "", &both, "");
     let twin = near(&twin, names(&[DESTINATION]));
+    site.destination.put("ca-cert.pem", &both);
+    let far_site = site.far();
     let options = impatient().to_builder().lanes_max(1).build().unwrap();
     let receiving = Receiving::start(&far_site, &options, TestBuilder::default());
     let to = receiving.address;
@@ -753,10 +757,10 @@ fn i6_i7_lanes_that_do_not_belong_to_the_session() {
         told,
         &[
             "wrong-identity",
-            "another certificate",
-            "Use one certificate for all lanes",
+            "not from the peer of this session",
+            "Use one identity for all lanes",
         ],
-        &["lane 3: its peer has another certificate than the control lane's"],
+        &["lane 3: it is not from the peer of this session"],
     );
     let _four = open_lane(to, Some(&near_site), &good(4));
     assert_eq!(peer.receive(), Some(Message::LaneUp { lane: 4 }));

@@ -101,29 +101,100 @@ fn each_side_learns_who_the_other_is_and_why_it_was_let_in() {
         assert_eq!(connected.peer.names, [PeerName::Dns(DESTINATION.into())]);
         assert_eq!(accepted.peer.authorised_by, by);
         assert_eq!(accepted.peer.names.len(), 3);
-        assert!(!accepted.peer.same_certificate(&connected.peer));
+        assert!(!accepted.peer.is(&connected.peer.principal()));
     }
 }
 
+/// Who is the same peer as another, by how the first was let in.
 #[test]
-fn a_later_lane_can_be_held_to_the_identity_of_the_first() {
-    let authority = Authority::new();
-    let destination = authority.identity(&[DESTINATION]);
-    let far = server(&destination, names(&[]));
-    let source = client(&authority.identity(&[SOURCE]), names(&[DESTINATION]));
-    // Same name, same authority, and yet another host.
-    let twin = client(&authority.identity(&[SOURCE]), names(&[DESTINATION]));
-    let control = both_control(&source, &far).1.unwrap();
-    assert!(
-        control
-            .peer()
-            .same_certificate(&both(&source, &far).1.unwrap().peer)
+fn i6_a_peer_is_known_by_its_pin_or_by_its_name_and_authority_through_renewals() {
+    const NAME: &str = "source.hosts.test";
+    let (ours, theirs) = (Authority::named("one"), Authority::named("two"));
+    let far = load(&ours.host_trusting(&[DESTINATION], &[&theirs]));
+    let directory = ours.host(&[NAME, "other.test"]);
+    let host = load(&directory);
+    let renewed = ours.identity(&[NAME]);
+    let same_key = |names: &[&str]| {
+        let renewed = ours.host(names);
+        let (key, certificate) = ours.renew(&directory, names);
+        fs::write(renewed.join("key.pem"), key).unwrap();
+        fs::write(renewed.join("cert.pem"), certificate).unwrap();
+        load(&renewed)
+    };
+    let rekeyed_alike = ours.identity(&["other.test", &NAME.to_uppercase()]);
+    let same_key_other_name = same_key(&["third.test"]);
+    let other_name = ours.identity(&["third.test"]);
+    let other_authority = load(&theirs.host_trusting(&[NAME, "other.test"], &[&ours]));
+    let wild = ours.identity(&["*.hosts.test"]);
+    let nameless = ours.identity(&[]);
+    let nameless_too = ours.identity(&[]);
+    let summary = host.summary().unwrap();
+    let (pin, key_pin) = (
+        summary.pin.to_string(),
+        summary.key_pin.unwrap().to_string(),
     );
-    assert!(
-        !control
-            .peer()
-            .same_certificate(&both(&twin, &far).1.unwrap().peer)
-    );
+    let hosts = [
+        &host,
+        &renewed,
+        &rekeyed_alike,
+        &same_key_other_name,
+        &other_name,
+        &other_authority,
+        &wild,
+        &nameless,
+        &nameless_too,
+    ];
+    // As the list of peers has them, whom it lets in all the same.
+    let met = |identity: &Identity, peers: Peers| {
+        let met = both_control(&client(identity, names(&[])), &server(&far, peers)).1;
+        met.unwrap().peer().clone()
+    };
+    for (allowed, same) in [
+        // The very certificate.
+        (Some(vec![&*pin]), vec![0]),
+        // The key, under whatever name.
+        (Some(vec![&*key_pin]), vec![0, 3]),
+        // The name, from that authority; a wildcard in a certificate stands for it.
+        (Some(vec![NAME]), vec![0, 1, 2, 6]),
+        // All its names: others under the wildcard may share one of them.
+        (Some(vec!["*.hosts.test"]), vec![0, 2]),
+        (None, vec![0, 2]),
+    ] {
+        let peers = allowed.map_or(names(&[]), |allowed| names(&allowed));
+        let principal = met(&host, peers).principal();
+        for (number, identity) in hosts.iter().enumerate() {
+            let met = met(identity, names(&[]));
+            let expected = same.contains(&number);
+            assert_eq!(met.is(&principal), expected, "{number} as {principal:?}");
+        }
+    }
+    // A certificate for a wildcard is no single host under it.
+    let principal = met(&wild, names(&["*.hosts.test"])).principal();
+    for (number, identity) in hosts.iter().enumerate() {
+        assert_eq!(met(identity, names(&[])).is(&principal), number == 6);
+    }
+    // One without a name is its key.
+    let principal = met(&nameless, names(&[])).principal();
+    for (number, identity) in hosts.iter().enumerate() {
+        assert_eq!(met(identity, names(&[])).is(&principal), number == 7);
+    }
+    // Names in a certificate that its pin alone lets in are its own invention.
+    let third = Authority::named("three");
+    let stranger = load(&third.host_trusting(&[NAME], &[&ours]));
+    let pin = stranger.summary().unwrap().pin.to_string();
+    let stranger = met(&stranger, names(&[&pin]));
+    assert_eq!(stranger.authority, None);
+    for allowed in [names(&[NAME]), names(&[])] {
+        assert!(!stranger.is(&met(&host, allowed).principal()));
+    }
+    assert!(stranger.is(&stranger.principal()));
+    // Nor do they let it in where names alone are allowed (the second use of the rule).
+    assert!(names(&[NAME]).authorise_further(&stranger).is_err());
+    assert!(names(&[]).authorise_further(&stranger).is_err());
+    assert!(names(&[&pin]).authorise_further(&stranger).is_ok());
+    let vouched = met(&host, names(&["other.test"]));
+    assert!(names(&[NAME]).authorise_further(&vouched).is_ok());
+    assert!(names(&["third.test"]).authorise_further(&vouched).is_err());
 }
 
 #[test]

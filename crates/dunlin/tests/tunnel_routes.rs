@@ -7,7 +7,7 @@ mod tunnel_support;
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
-use std::os::unix::net::UnixListener;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::time::{Duration, Instant};
 
 use dunlin::lane::control;
@@ -19,7 +19,7 @@ use dunlin_proto::fault::FaultCode;
 use dunlin_proto::negotiate::{
     Features, LaneSecurity, Offer, Opening, PRELUDE_BYTES, Prelude, VERSIONS,
 };
-use dunlin_sys::socket::set_reset_on_close;
+use dunlin_sys::socket::{set_reset_on_close, unread_bytes};
 use lane_support::ReadOnce as _;
 use lane_support::{Authority, Scratch, names, soon};
 use tunnel_support::{FAR, NEAR, PATIENCE, Pair, Setup, Told, fill_backlog, identities};
@@ -157,6 +157,161 @@ fn a_reset_is_passed_on_at_once_past_a_full_window() {
         "{:?}",
         begin.elapsed()
     );
+}
+
+/// Waits until there is something to read.
+fn wait_unread(stream: &UnixStream) {
+    let until = Instant::now() + PATIENCE;
+    while unread_bytes(stream).unwrap() == 0 {
+        assert!(Instant::now() < until, "nothing comes");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// What became of a route's only channel on one side: in order, but for a few bytes, badly.
+fn ended(tunnel: &Tunnel) -> [u64; 3] {
+    let until = Instant::now() + PATIENCE;
+    loop {
+        let traffic = tunnel.routes()[0].traffic;
+        let ended = [traffic.closed, traffic.left_unread, traffic.failed];
+        if ended.iter().sum::<u64>() > 0 {
+            return ended;
+        }
+        assert!(Instant::now() < until, "it does not end");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// As QEMU's destination with its own TLS and multifd: it has all pages, and closes without the
+/// goodbye of the source's TLS, which comes before or behind that.
+#[test]
+fn a_consumer_that_resets_behind_the_others_end_has_aborted_nothing() {
+    let goodbye = [21; 24];
+    for comes_first in [true, false] {
+        let (listener, target) = listener();
+        let exits = [("tcp", target, NEAR)];
+        let scene = Scene::start(&Authority::new(), &exits, Limits::default());
+        let mut near = scene.connect("tcp");
+        let (mut far, _) = listener.accept().unwrap();
+        near.write_all(&[7; 300_000]).unwrap();
+        far.read_exact(&mut vec![0; 300_000]).unwrap();
+        set_reset_on_close(&far).unwrap();
+        if comes_first {
+            near.write_all(&goodbye).unwrap();
+            drop(near);
+            far.peek(&mut [0]).unwrap();
+            drop(far);
+        } else {
+            drop(far);
+            near.write_all(&goodbye).unwrap();
+            drop(near);
+        }
+        let left = |event: &Event| matches!(event, Event::LeftUnread { by_peer: true, .. });
+        scene.near_told.wait("end", left);
+        let told = scene.near_told.all();
+        assert_eq!(ended(&scene.near), [0, 1, 0], "{comes_first}: {told:#?}");
+        assert_eq!(ended(&scene.far), [0, 1, 0], "{comes_first}: {told:#?}");
+    }
+}
+
+/// The same between unix sockets, which have no resets but where bytes were unread.
+#[test]
+fn a_consumer_that_closes_a_unix_socket_behind_the_others_end_has_aborted_nothing() {
+    for goodbye in [&[][..], &[21; 24]] {
+        for comes_first in [true, false] {
+            let pair = Pair::start(&Setup::default());
+            let (mut near, mut far) = pair.channel();
+            near.write_all(&[7; 300_000]).unwrap();
+            far.read_exact(&mut vec![0; 300_000]).unwrap();
+            near.write_all(goodbye).unwrap();
+            if comes_first {
+                drop(near);
+                if !goodbye.is_empty() {
+                    wait_unread(&far);
+                }
+                drop(far);
+            } else {
+                drop((far, near));
+            }
+            // One that had read everything may have ended in order.
+            let [near, far] = [&pair.near, &pair.far].map(|one| ended(one.as_ref().unwrap()));
+            let told = (pair.near_told.all(), pair.far_told.all());
+            let good = [[1, 0, 0], [0, 1, 0]];
+            assert!(good.contains(&near) && good.contains(&far), "{told:#?}");
+            assert_eq!(near, far, "{told:#?}");
+            if comes_first && !goodbye.is_empty() {
+                assert_eq!(near, [0, 1, 0], "{told:#?}");
+            }
+        }
+    }
+}
+
+/// None of these is near an end: a source that still sends, one that waits for an answer, and much
+/// that nobody has read.
+#[test]
+fn a_consumer_that_resets_elsewhere_has_aborted_the_channel() {
+    #[derive(Debug, PartialEq)]
+    enum Source {
+        Sends,
+        Awaits,
+        SentMuch,
+    }
+    for source in [Source::Sends, Source::Awaits, Source::SentMuch] {
+        let pair = Pair::start(&Setup::default());
+        let (mut near, far) = pair.channel();
+        near.write_all(b"question").unwrap();
+        let mut near = Some(near);
+        match source {
+            Source::Sends => near.as_mut().unwrap().write_all(&[7; 600_000]).unwrap(),
+            Source::Awaits => near.as_ref().unwrap().shutdown(Shutdown::Write).unwrap(),
+            // More than sockets take: what they have taken counts as read.
+            Source::SentMuch => {
+                let mut much = near.take().unwrap();
+                much.set_write_timeout(Some(Duration::from_millis(300)))
+                    .unwrap();
+                while much.write_all(&[7; 100_000]).is_ok() {}
+            }
+        }
+        wait_unread(&far);
+        let begin = Instant::now();
+        drop(far);
+        let told = pair.near_told.wait(&format!("abort: {source:?}"), |event| {
+            matches!(event, Event::Aborted { .. })
+        });
+        let Event::Aborted { failure, .. } = told else {
+            panic!("{told}");
+        };
+        assert_eq!(failure.code(), FaultCode::ChannelBroken, "{source:?}");
+        assert_eq!(ended(pair.near.as_ref().unwrap()), [0, 0, 1], "{source:?}");
+        if let Some(mut near) = near {
+            // The source hears of it soon, whatever else was waited for.
+            assert!(!matches!(near.read_once(&mut [0]), Ok(1..)), "{source:?}");
+        }
+        let took = begin.elapsed();
+        assert!(took < Duration::from_secs(2), "{source:?}: {took:?}");
+    }
+}
+
+/// A source that has nothing to send just now is not at its end either: it hears of the reset.
+#[test]
+fn a_consumer_that_resets_while_the_source_is_idle_has_aborted_the_channel() {
+    let (listener, target) = listener();
+    let exits = [("tcp", target, NEAR)];
+    let scene = Scene::start(&Authority::new(), &exits, Limits::default());
+    let mut near = scene.connect("tcp");
+    let (mut far, _) = listener.accept().unwrap();
+    near.write_all(b"request").unwrap();
+    far.read_exact(&mut [0; 7]).unwrap();
+    set_reset_on_close(&far).unwrap();
+    let begin = Instant::now();
+    drop(far);
+    assert!(!matches!(near.read_once(&mut [0]), Ok(1..)));
+    let took = begin.elapsed();
+    assert!(took < Duration::from_secs(2), "{took:?}");
+    assert_eq!(ended(&scene.near), [0, 0, 1]);
+    assert_eq!(ended(&scene.far), [0, 0, 1]);
+    let why = |event: &Event| matches!(event, Event::Aborted { failure, .. } if failure.code() == FaultCode::ChannelBroken);
+    assert_eq!(scene.near_told.count(why), 1);
 }
 
 #[test]

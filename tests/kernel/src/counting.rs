@@ -147,10 +147,9 @@ fn trace(work: &mut impl FnMut()) -> BTreeMap<u32, u64> {
     set("events/raw_syscalls/sys_enter/enable", "1");
     set("trace", "");
     set("tracing_on", "1");
+    let traced = Traced;
     work();
-    set("tracing_on", "0");
-    set("events/raw_syscalls/sys_enter/enable", "0");
-    set("set_event_pid", "");
+    drop(traced);
     for cpu in fs::read_dir(tracing("per_cpu")).expect("ftrace is there") {
         let stats = cpu.expect("ftrace is there").path().join("stats");
         let text = fs::read_to_string(&stats).expect("ftrace is there");
@@ -171,6 +170,23 @@ fn trace(work: &mut impl FnMut()) -> BTreeMap<u32, u64> {
         }
     }
     calls
+}
+
+/// Ends the tracing, also when the work panics.
+struct Traced;
+
+impl Drop for Traced {
+    fn drop(&mut self) {
+        for (name, value) in [
+            ("tracing_on", "0"),
+            ("events/raw_syscalls/sys_enter/enable", "0"),
+            ("set_event_pid", ""),
+        ] {
+            if let Err(error) = fs::write(tracing(name), value) {
+                println!("{name}: {error}");
+            }
+        }
+    }
 }
 
 fn tracing(name: &str) -> PathBuf {

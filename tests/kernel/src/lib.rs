@@ -14,6 +14,11 @@
 //! loopback is up. Modules come by themselves when something asks for them, as on an installed
 //! system. What it prints is shown, and what it writes into its [`Guest::folder`] is brought back.
 //!
+//! Whether the kernel has something is found by looking for it (`/proc/crypto`, a counter, an
+//! attempt), never by the kernel's version: distributions backport, and features move between
+//! releases. What a test changes of the machine itself it changes through a guard
+//! ([`Guest::set`], [`Guest::without_module`]): the tests after it run in the same machine.
+//!
 //! The machine is emulated: times mean nothing. Assert on behaviour and on counters.
 #![forbid(unsafe_code)]
 
@@ -127,21 +132,8 @@ impl Guest {
         env::current_dir().expect("the runner has made it")
     }
 
-    /// The kernel's version, major and minor.
-    #[must_use]
-    pub fn kernel(&self) -> (u32, u32) {
-        let release = fs::read_to_string("/proc/sys/kernel/osrelease").expect("proc is mounted");
-        let mut numbers = release
-            .split(|mark: char| !mark.is_ascii_digit())
-            .map_while(|number| number.parse().ok());
-        match (numbers.next(), numbers.next()) {
-            (Some(major), Some(minor)) => (major, minor),
-            _ => panic!("no version: {release}"),
-        }
-    }
-
     /// Ends the test as skipped, for something that this kernel does not have; it is counted and
-    /// shown as such.
+    /// shown as such. Nothing is dropped: a test skips before it changes the machine.
     pub fn skip(&self, reason: &str) -> ! {
         println!("skipped: {reason}");
         process::exit(SKIPPED)
@@ -192,23 +184,57 @@ impl Guest {
         let _ = self.output(program, arguments);
     }
 
-    /// Takes a module out of the kernel, as soon as nobody uses it: what an earlier test leaves in it
-    /// goes some time after that test.
+    /// Unloads a module until the returned guard is dropped, also by a panic. A module that was not
+    /// loaded is not loaded then either.
     ///
     /// # Panics
-    /// Somebody uses it for half a minute.
-    pub fn remove_module(&self, name: &str) {
+    /// The module is in use for half a minute: sockets of an earlier test release it some time after
+    /// that test.
+    #[must_use]
+    pub fn without_module(&self, name: &'static str) -> WithoutModule {
+        let guard = WithoutModule {
+            name,
+            was_loaded: Path::new("/sys/module").join(name).exists(),
+        };
         let until = Instant::now() + Duration::from_secs(30);
+        if !guard.was_loaded {
+            return guard;
+        }
         loop {
             let done = Command::new("rmmod").arg(name).output();
             let done = done.unwrap_or_else(|error| panic!("rmmod: {error}"));
             if done.status.success() {
-                return;
+                return guard;
             }
             let said = String::from_utf8_lossy(&done.stderr);
             assert!(Instant::now() < until, "rmmod {name}: {said}");
             thread::sleep(Duration::from_millis(100));
         }
+    }
+
+    /// The kernel loads no module by itself until the returned guard is dropped. `modprobe` still
+    /// does.
+    #[must_use]
+    pub fn without_loader(&self) -> Setting {
+        self.set("/proc/sys/kernel/modprobe", "/nowhere")
+    }
+
+    /// Writes a setting of the kernel, a file of `/proc/sys` or `/sys`, and writes its old value
+    /// back when the returned guard is dropped, also by a panic.
+    ///
+    /// # Panics
+    /// The file cannot be read or written.
+    #[must_use]
+    pub fn set(&self, file: &str, value: &str) -> Setting {
+        let before = fs::read_to_string(file).unwrap_or_else(|error| panic!("{file}: {error}"));
+        // A choice out of several is shown as "always [madvise] never".
+        let chosen = before.split(['[', ']']).nth(1).unwrap_or(before.trim_end());
+        let guard = Setting {
+            file: file.to_owned(),
+            before: chosen.to_owned(),
+        };
+        fs::write(file, value).unwrap_or_else(|error| panic!("{file}: {error}"));
+        guard
     }
 
     /// A counter of a file of lines "NAME VALUE", `/proc/net/tls_stat` for instance.
@@ -221,5 +247,40 @@ impl Guest {
         text.lines()
             .find_map(|line| line.strip_prefix(name)?.trim().parse().ok())
             .unwrap_or_else(|| panic!("{file} has no {name}:\n{text}"))
+    }
+}
+
+/// See [`Guest::without_module`].
+#[derive(Debug)]
+pub struct WithoutModule {
+    name: &'static str,
+    was_loaded: bool,
+}
+
+// A second panic would end the process before the other guards are dropped, so a guard that fails
+// only says so; the runner compares the machine with what it was before the test.
+impl Drop for WithoutModule {
+    fn drop(&mut self) {
+        if self.was_loaded {
+            let done = Command::new("modprobe").arg(self.name).status();
+            if !done.as_ref().is_ok_and(process::ExitStatus::success) {
+                println!("modprobe {}: {done:?}", self.name);
+            }
+        }
+    }
+}
+
+/// See [`Guest::set`].
+#[derive(Debug)]
+pub struct Setting {
+    file: String,
+    before: String,
+}
+
+impl Drop for Setting {
+    fn drop(&mut self) {
+        if let Err(error) = fs::write(&self.file, &self.before) {
+            println!("{}: {error}", self.file);
+        }
     }
 }

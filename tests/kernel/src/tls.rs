@@ -4,6 +4,7 @@
 //! The peer has nothing of the kernel's and nothing of Dunlin's: ring's AES-256-GCM, and the two
 //! forms of a record (RFC 8446, section 5.2; RFC 5288, section 3).
 
+use std::fs;
 use std::io::{self, Read};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
@@ -182,6 +183,17 @@ pub fn await_bytes(socket: &TcpStream, bytes: usize) {
 #[must_use]
 pub fn stat(guest: &Guest, name: &str) -> u64 {
     guest.counter("/proc/net/tls_stat", name)
+}
+
+/// Whether this kernel takes a new key for a socket that has one. Its counters of that came with it.
+///
+/// # Panics
+/// The kernel has no TLS.
+#[must_use]
+pub fn renews_keys(guest: &Guest) -> bool {
+    guest.command("modprobe", &["tls"]);
+    let counters = fs::read_to_string("/proc/net/tls_stat").expect("the module is loaded");
+    counters.contains("TlsTxRekeyOk")
 }
 
 /// Bytes that differ from each other at every distance that matters.
@@ -391,17 +403,17 @@ impl Half {
 /// # Panics
 /// /dev/shm cannot be written.
 #[must_use]
-pub fn file(content: &[u8]) -> std::fs::File {
+pub fn file(content: &[u8]) -> fs::File {
     use std::io::{Seek, Write};
     let path = format!("/dev/shm/content-{}", std::process::id());
-    let mut file = std::fs::File::options()
+    let mut file = fs::File::options()
         .read(true)
         .write(true)
         .create(true)
         .truncate(true)
         .open(&path)
         .expect("/dev/shm can be written");
-    std::fs::remove_file(&path).expect("it was made");
+    fs::remove_file(&path).expect("it was made");
     file.write_all(content).expect("there is room");
     file.rewind().expect("it is a file");
     file

@@ -57,12 +57,44 @@ say() {
     echo "$token $*" >/dev/kmsg
 }
 
+# What a test must leave as it was, since the next one runs in the same machine:
+# settings, CPUs, swap.
+settings() {
+    for file in /proc/sys/kernel/modprobe /proc/sys/kernel/hostname \
+        /proc/sys/vm/nr_hugepages /proc/sys/vm/overcommit_memory /proc/sys/vm/swappiness \
+        /sys/kernel/mm/transparent_hugepage/enabled /sys/devices/system/cpu/online; do
+        [ -r "$file" ] && read -r value <"$file" && echo "$file is $value"
+    done
+    while read -r swap _; do
+        echo "swap is $swap"
+    done </proc/swaps
+}
+
+modules() {
+    while read -r module _; do
+        echo "$module"
+    done </proc/modules
+}
+
+# What was not left as it was, a line each. Modules that have come are no harm.
+changed() { # settings and modules before
+    settings >/run/settings
+    echo "$1" | grep -v -x -F -f /run/settings | sed 's/$/, no more/'
+    echo "$1" >/run/before
+    grep -v -x -F -f /run/before /run/settings
+    for module in $2; do
+        [ -e "/sys/module/$module" ] || echo "without the module $module"
+    done
+}
+
 # shellcheck disable=SC2016 # the inner shell expands its own arguments
 inner='/rig/bin/ip link set lo up; cd "/out/$1"; exec "/rig/tests/$1"'
 
 say ready "$(uname -r)"
 while read -r name limit; do
     mkdir -p "/out/$name"
+    settings=$(settings)
+    modules=$(modules)
     say begin "$name"
     unshare -n -m sh -c "$inner" sh "$name" </dev/null >&3 2>&3 3>&- 4>&- &
     test=$!
@@ -82,11 +114,18 @@ while read -r name limit; do
         code=late
         rm /run/late
     fi
+    left=$(changed "$settings" "$modules")
+    if [ -n "$left" ]; then
+        echo "$left" | sed 's/^/the machine was left changed: /' >&3
+        case $code in 0 | 77) code=changed ;; esac
+    fi
     if [ -n "$(ls -A "/out/$name")" ]; then
         tar -c -C /out "$name" >&4
     fi
     rm -rf "/out/${name:?}"
     say end "$name" "$code" "$(cat /proc/sys/kernel/tainted)"
+    # The tests that are left run in another machine.
+    [ -z "$left" ] || break
 done </rig/run
 say done
 poweroff -f

@@ -50,10 +50,10 @@ pub struct KernelOptions {
     /// Fetches and builds what the tests need, and runs none.
     #[arg(long)]
     no_run: bool,
-    /// newest, oldest, former, or a version as `uname -r` says it, or its beginning; without it, the
-    /// newest and the oldest, and the former for tests that are of it.
-    #[arg(long, value_name = "VERSION")]
-    kernel: Option<String>,
+    /// newest, oldest, former, or a version as `uname -r` says it, or its beginning; may be given
+    /// several times. Without it, the newest and the oldest, and the former for tests that are of it.
+    #[arg(long = "kernel", value_name = "VERSION")]
+    kernels: Vec<String>,
     /// Boots the one kernel, with the tests in it, and gives a shell.
     #[arg(long)]
     shell: bool,
@@ -70,7 +70,7 @@ impl KernelOptions {
     /// own alone, and of tests that were not named some are left to one of the others.
     fn has(&self, which: &Which, under: Under) -> bool {
         match (which, under) {
-            _ if self.kernel.is_some() => true,
+            _ if !self.kernels.is_empty() => true,
             (Which::Former, _) => under == Under::Former,
             (_, Under::Former) => false,
             _ if !self.tests.is_empty() => true,
@@ -146,13 +146,16 @@ pub fn command(options: &KernelOptions) -> Result<ExitCode> {
     {
         bail!("there is no test {unknown}: --list shows them");
     }
-    let kernels = match options.kernel.as_deref() {
-        Some("newest") => vec![Which::Newest],
-        Some("oldest") => vec![Which::Oldest],
-        Some("former") => vec![Which::Former],
-        Some(version) => vec![Which::Version(version.to_owned())],
-        None if options.shell => vec![Which::Newest],
-        None => vec![Which::Newest, Which::Oldest, Which::Former],
+    let named = |kernel: &String| match kernel.as_str() {
+        "newest" => Which::Newest,
+        "oldest" => Which::Oldest,
+        "former" => Which::Former,
+        version => Which::Version(version.to_owned()),
+    };
+    let kernels = match &options.kernels[..] {
+        [] if options.shell => vec![Which::Newest],
+        [] => vec![Which::Newest, Which::Oldest, Which::Former],
+        kernels => kernels.iter().map(named).collect(),
     };
     let programs = program::build(&names)?;
     let rig = Rig {
@@ -370,7 +373,7 @@ fn progress(kernel: &Kernel, said: &Said, begun: Instant) {
     let what = match said {
         Said::Ready(_) => "up",
         Said::Begin(name) => name,
-        Said::Done => "all have run",
+        Said::Done => "done",
         Said::Output(_) | Said::End { .. } => return,
     };
     println!("{now:6.1} s  {}  {what}", short(kernel));

@@ -37,12 +37,13 @@ pub enum Said {
     End {
         /// Its name.
         name: String,
-        /// Its exit code, or "late" when it was killed at its limit.
+        /// Its exit code, "late" when it was killed at its limit, or "changed" when it ended well
+        /// and left the machine changed.
         code: String,
         /// The kernel's taint flags.
         taint: u64,
     },
-    /// All tests have run.
+    /// No more tests run in this boot: all have, or one has left the machine changed.
     Done,
 }
 
@@ -75,6 +76,8 @@ pub enum Failure {
     Test(String),
     /// The test did not end by its limit.
     TestHung,
+    /// The test left the machine changed; what of it, its output says.
+    LeftChanged,
     /// The kernel warned: its line.
     KernelWarning(String),
     /// The kernel stopped at an oops: its line.
@@ -123,6 +126,7 @@ pub fn judge(asked: &[&str], record: &Record) -> (Vec<Outcome>, Vec<String>) {
                         Verdict::Failed(Failure::KernelWarning(format!("taint flags {taint:#x}")))
                     }
                     None if code == "0" => Verdict::Passed,
+                    None if code == "changed" => Verdict::Failed(Failure::LeftChanged),
                     None if code == SKIPPED => Verdict::Skipped,
                     None => Verdict::Failed(Failure::Test(code.clone())),
                 };
@@ -242,6 +246,7 @@ impl fmt::Display for Failure {
         match self {
             Self::Test(code) => write!(out, "exit code {code}"),
             Self::TestHung => write!(out, "hung: killed at its limit"),
+            Self::LeftChanged => write!(out, "left the machine changed"),
             Self::KernelWarning(line) => write!(out, "the kernel warned: {line}"),
             Self::KernelOops(line) => write!(out, "the kernel stopped: {line}"),
             Self::KernelStall(line) => write!(out, "the kernel stands still: {line}"),

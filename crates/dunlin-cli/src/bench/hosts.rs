@@ -160,7 +160,7 @@ impl BetweenHosts {
                         Variant::Tls => None,
                         other => Some(self.shelter(other)?),
                     };
-                    let ways = shelter.map(|one| one.ways(tls.clone(), control.peer().fingerprint));
+                    let ways = shelter.map(|one| one.ways(tls.clone(), control.peer().principal()));
                     let run = Run {
                         to,
                         tls: &tls,
@@ -250,13 +250,13 @@ fn admit(
             let receiver = match socket {
                 LaneSocket::Tls(secured) => {
                     ensure!(
-                        secured.peer.same_certificate(peer),
+                        secured.peer.is(&peer.principal()),
                         "a lane of somebody else"
                     );
                     DataReceiver::tls(*secured, STALL_LIMIT)?
                 }
                 LaneSocket::Plain(stream) => {
-                    shelter.covers(peer, &stream)?;
+                    shelter.covers(&peer.principal(), &stream)?;
                     let consent = PlainConsent::both(true, true);
                     let consent = consent.context("IPsec protects it")?;
                     DataReceiver::plain(stream, consent, STALL_LIMIT)?

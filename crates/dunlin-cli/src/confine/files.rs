@@ -225,6 +225,7 @@ fn places(identity: &Path) -> Vec<PathBuf> {
             Some(files.key),
             files.authorities,
             files.revocations,
+            files.denied,
         ];
         for path in paths.into_iter().flatten() {
             let target = path.canonicalize().unwrap_or_else(|_| path.clone());

@@ -268,6 +268,7 @@ impl Accept {
             key: key.clone(),
             authorities: None,
             revocations: None,
+            denied: None,
         };
         let options = LoadOptions {
             role: Some(Role::Destination),

@@ -66,7 +66,11 @@ impl StatePath {
 
     /// Every session that is remembered. Looking makes no directory.
     fn list(&self) -> Result<Vec<Entry>> {
-        if !self.directory()?.exists() {
+        let directory = self.directory()?;
+        let is_there = directory
+            .try_exists()
+            .with_context(|| format!("{} cannot be looked at", directory.display()))?;
+        if !is_there {
             return Ok(Vec::new());
         }
         Ok(self.open()?.list()?)

@@ -11,7 +11,7 @@ use dunlin::engine::journal::{DestinationRecord, Entry, Record, Role, SourceReco
 use super::{StatePath, about, hex};
 use crate::code::{DONE, FAILED};
 use crate::display::{chained, clean};
-use crate::line::{Line, SessionLine, StatusLine};
+use crate::line::{FailedLine, Line, SessionLine, StatusLine};
 use crate::options::ControlPath;
 use crate::tunnel;
 use crate::vm::{describe, status_within};
@@ -32,12 +32,26 @@ pub(crate) struct Status {
 
 impl Status {
     pub(crate) fn run(&self) -> Result<i32> {
-        let entries = self.state.list()?;
         let tunnels = self.control.tunnels();
-        if entries.is_empty() && tunnels.is_empty() && !self.json {
-            println!("no sessions in {}", self.state.directory()?.display());
-        }
         let mut code = DONE;
+        let entries = match self.state.list() {
+            Ok(entries) => {
+                if entries.is_empty() && tunnels.is_empty() && !self.json {
+                    println!("no sessions in {}", self.state.directory()?.display());
+                }
+                entries
+            }
+            // Tunnels have no journal: they are shown all the same.
+            Err(error) => {
+                code = FAILED;
+                let error = error.context("sessions cannot be shown");
+                if self.json {
+                    Line::Failed(FailedLine::from(&error)).print();
+                }
+                eprintln!("dunlin: {}", clean(&chained(&error)));
+                Vec::new()
+            }
+        };
         for entry in &entries {
             match &entry.record {
                 Ok(Some(record)) => self.show(entry, record),

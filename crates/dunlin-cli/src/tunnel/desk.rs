@@ -259,7 +259,7 @@ impl Desk {
                     // Nothing more is asked: this is how a hang-up is noticed.
                     let _ = requests.read_line(&mut String::new());
                     let standing = heeded.standing();
-                    if standing.open + standing.closed + standing.failed == 0 {
+                    if standing.open + standing.ended() == 0 {
                         heeded.close();
                     }
                 })?;
@@ -280,23 +280,21 @@ fn ended(standing: &Standing) -> Line {
             code,
         })
     };
-    match (standing.closed, standing.failed, &standing.why) {
+    let all = standing.ended();
+    match (all, standing.failed, &standing.why) {
         (0, 0, _) => {
             let text = "closed before anybody had connected";
             failed("cancelled", "this side", text.to_owned(), CANCELLED)
         }
         (_, 0, _) => Line::Done,
-        (closed, bad, Some(why)) => failed(
+        (_, bad, Some(why)) => failed(
             &why.code().to_string(),
             why.at_fault().name(),
-            format!(
-                "{bad} of {} connections did not end well: {why}",
-                closed + bad
-            ),
+            format!("{bad} of {all} connections did not end well: {why}"),
             FAILED,
         ),
-        (closed, bad, None) => {
-            let text = format!("{bad} of {} connections did not end well", closed + bad);
+        (_, bad, None) => {
+            let text = format!("{bad} of {all} connections did not end well");
             failed("channel-broken", "this side", text, FAILED)
         }
     }

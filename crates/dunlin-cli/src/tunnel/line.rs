@@ -32,6 +32,9 @@ pub(crate) struct RouteLine {
     pub(crate) target: Option<String>,
     pub(crate) channels: u64,
     pub(crate) closed: u64,
+    /// Closed by a hypervisor that did not read the last bytes.
+    #[serde(default)]
+    pub(crate) left_unread: u64,
     pub(crate) failed: u64,
     pub(crate) read_bytes: u64,
     pub(crate) written_bytes: u64,
@@ -51,6 +54,8 @@ pub(crate) struct ListenerLine {
     pub(crate) listens: bool,
     pub(crate) channels: u64,
     pub(crate) closed: u64,
+    #[serde(default)]
+    pub(crate) left_unread: u64,
     pub(crate) failed: u64,
 }
 
@@ -84,6 +89,7 @@ impl RouteLine {
             target: now.target.as_ref().map(ToString::to_string),
             channels: traffic.open,
             closed: traffic.closed,
+            left_unread: traffic.left_unread,
             failed: traffic.failed,
             read_bytes: traffic.read_bytes,
             written_bytes: traffic.written_bytes,
@@ -104,6 +110,7 @@ impl From<&Errand> for ListenerLine {
             listens: standing.listens,
             channels: standing.open,
             closed: standing.closed,
+            left_unread: standing.left_unread,
             failed: standing.failed,
         }
     }

@@ -78,9 +78,15 @@ fn of_route(route: &RouteLine, over_ms: f64) -> String {
     text.push_str(&format!(
         ": {} channels, {} have ended, {} badly",
         route.channels,
-        route.closed + route.failed,
+        route.closed + route.left_unread + route.failed,
         route.failed
     ));
+    if route.left_unread > 0 {
+        text.push_str(&format!(
+            ", {} closed by the hypervisor before their last bytes were read",
+            route.left_unread
+        ));
+    }
     if route.channels > 0 {
         text.push_str(&format!(
             "; {:.1} MiB/s come in here and {:.1} MiB/s go out, over the last {over_ms:.0} ms",

@@ -21,7 +21,7 @@ use crate::control::Socket;
 use crate::display::{chained, clean, clean_lines};
 use crate::identity::{Accepting, Common};
 use crate::line::{FailedLine, Line, millis};
-use crate::options::{ControlPath, LANES_QUIET, parse_limit, shelter};
+use crate::options::{ControlPath, LANES_QUIET, MemoryFlags, parse_limit, shelter};
 use crate::service::cannot_listen;
 use crate::sessions::StatePath;
 
@@ -37,6 +37,8 @@ pub(crate) struct Receive {
     /// migration is given up: no other VM can come meanwhile.
     #[arg(long, value_name = "DURATION", default_value = "5m", value_parser = parse_limit)]
     idle_limit: Duration,
+    #[command(flatten)]
+    memory_flags: MemoryFlags,
     #[command(flatten)]
     common: Common,
     #[command(flatten)]
@@ -94,7 +96,7 @@ impl Receive {
             .build()?;
         self.parent.watch()?;
         let mut builder = Takes {
-            machines: MachineBuilder::default(),
+            machines: MachineBuilder::new(self.memory_flags.options()),
             control: &self.control,
             desk: &desk,
             socket: None,

@@ -13,7 +13,9 @@ use crate::code::USAGE;
 use crate::confine::{self, Confining, KeepingIpsec, Needs};
 use crate::control::Socket;
 use crate::line::Line;
-use crate::options::{BackingName, ControlPath, FillName, GuestName, WorkloadName, parse_bytes};
+use crate::options::{
+    BackingName, ControlPath, FillName, GuestName, MemoryFlags, WorkloadName, parse_bytes,
+};
 use crate::sessions::StatePath;
 
 #[derive(Debug, Args)]
@@ -33,6 +35,8 @@ pub(crate) struct Run {
     /// What the guest's memory is made of.
     #[arg(long, value_enum, default_value = "private")]
     backing: BackingName,
+    #[command(flatten)]
+    memory_flags: MemoryFlags,
     /// What is in it at first.
     #[arg(long, value_enum, default_value = "random")]
     fill: FillName,
@@ -101,7 +105,7 @@ impl Run {
         self.confine(&socket)?;
         desk.watch(signals)?;
         self.parent.watch()?;
-        let vm = Vm::new(config).map_err(|error| {
+        let vm = Vm::with_options(config, self.memory_flags.options()).map_err(|error| {
             let what = match error {
                 CreateError::NoKvm(_) => "the VM cannot be made (`--guest process` needs no KVM)",
                 _ => "the VM cannot be made",

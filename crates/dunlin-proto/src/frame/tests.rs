@@ -132,11 +132,20 @@ fn i7_a_range_that_cannot_be_is_refused() {
 
 #[test]
 fn i7_the_ranges_payloads_are_the_chunks() {
-    for (least, more) in [(0_u32, false), (4096, true), (12_288, true)] {
+    // What the header says of 8192 bytes, and where it is found out: at the first
+    // range that exceeds it, or behind the last.
+    for (payload_bytes, at) in [
+        (0_u32, 0),
+        (4096, RANGE_BYTES),
+        (8191, RANGE_BYTES),
+        (8193, 2 * RANGE_BYTES),
+        (12_288, 2 * RANGE_BYTES),
+    ] {
         let mut bytes = chunk(&[raw(3, 1, 1), raw(3, 2, 1)]);
-        bytes[4..8].copy_from_slice(&least.to_le_bytes());
+        bytes[4..8].copy_from_slice(&payload_bytes.to_le_bytes());
         let error = decode(&bytes).unwrap_err();
-        assert_eq!(error.what, "payload length", "{least} {more}");
+        let found = (error.what, error.offset);
+        assert_eq!(found, ("payload length", at), "{payload_bytes}");
     }
 }
 

@@ -21,6 +21,8 @@ type Page = (u16, u64);
 struct Given {
     lane: u16,
     pages: BTreeSet<Page>,
+    /// In how many ranges.
+    ranges: usize,
 }
 
 /// What a schedule must know, in sets.
@@ -137,6 +139,12 @@ pub fn fuzz_schedule(bytes: &[u8]) {
                     return;
                 }
             }
+            10 => {
+                let room = choices.below(80);
+                let before = plan.ranges.len();
+                let has_more = schedule.extend(&mut plan, room);
+                model.extend(has_more, room, &plan, before);
+            }
             _ => {
                 let work = schedule.next(lane, &mut plan);
                 model.take(work, lane, &plan, finishing);
@@ -177,7 +185,13 @@ impl Model {
                 self.cut_pages += plan.pages;
                 self.cut += 1;
                 course.chunks += 1;
-                self.given.insert(plan.number, Given { lane, pages });
+                let ranges = plan.ranges.len();
+                let given = Given {
+                    lane,
+                    pages,
+                    ranges,
+                };
+                self.given.insert(plan.number, given);
             }
             Work::Mark(mark) => {
                 assert!(!course.ended && !course.leaving);
@@ -202,6 +216,34 @@ impl Model {
                 assert!(course.ended || waits || at > self.iteration, "pages wait");
             }
         }
+    }
+
+    /// The chunk that was cut last has been given more pages, or has not.
+    fn extend(&mut self, has_more: bool, room: u64, plan: &ChunkPlan, before: usize) {
+        let may = !self.adding && plan.iteration == self.iteration;
+        let given = self.given.get_mut(&plan.number).filter(|_| may);
+        let Some(given) = given else {
+            assert!(!has_more && plan.ranges.len() == before);
+            return;
+        };
+        let waiting = self.pending.len() as u64;
+        let mut added = 0;
+        for range in &plan.ranges[before..] {
+            let run = range.run;
+            for page in run.first..run.first + run.count {
+                let page = (range.region, page);
+                assert!(self.pending.remove(&page), "{page:?} did not wait");
+                assert!(self.cut_now.insert(page), "{page:?} goes out twice");
+                given.pages.insert(page);
+                added += 1;
+            }
+        }
+        given.ranges += plan.ranges.len() - before;
+        assert_eq!(has_more, added > 0);
+        assert_eq!(plan.pages, given.pages.len() as u64);
+        assert!(plan.ranges.len() <= MAX_RANGES_PER_CHUNK);
+        assert!(added == room.min(waiting) || plan.ranges.len() == MAX_RANGES_PER_CHUNK);
+        self.cut_pages += added;
     }
 
     fn acknowledge(&mut self, schedule: &mut Schedule, first: u64, count: u64) {
@@ -246,6 +288,8 @@ impl Model {
         assert_eq!(schedule.pending_pages(), self.pending.len() as u64);
         let in_flight = self.given.values().map(|given| given.pages.len() as u64);
         assert_eq!(schedule.in_flight_pages(), in_flight.sum());
+        let ranges = self.given.values().map(|given| given.ranges);
+        assert_eq!(schedule.in_flight_ranges(), ranges.sum());
         assert_eq!(schedule.iteration(), self.iteration);
         assert_eq!(schedule.chunks(), self.cut);
         let kept = (

@@ -17,12 +17,13 @@ use super::turns::Turns;
 use super::window::{Pool, RoundTrip};
 use crate::fault::FaultCode;
 use crate::limits::{
-    LEAST_WINDOW_BYTES, MAX_CHANNEL_OFFSET, MAX_CHANNELS, MAX_LANES, START_WINDOW_BYTES,
+    LEAST_WINDOW_BYTES, MAX_CHANNEL_OFFSET, MAX_CHANNELS, MAX_LANES, MAX_UNREAD_BYTES,
+    START_WINDOW_BYTES,
 };
 use crate::mistake::{Mistake, planted};
 
 pub use sending::{Outcome, Wear, Work};
-pub use values::{Action, Config, OpenError, Opening, Side, Usage};
+pub use values::{Action, Config, Left, OpenError, Opening, Side, Usage};
 
 /// Bytes of all channels after which one lane is not enough: less is a
 /// dialogue.
@@ -91,7 +92,8 @@ struct Ended {
 /// [`Association::has_work`], [`Association::leaving`],
 /// [`Association::has_message`], [`Association::drained`], [`Association::due_ns`]. Commands:
 /// [`Association::open`], [`Association::counted`], [`Association::connected`],
-/// [`Association::refuse`], [`Association::fail`], [`Association::raise_lanes`],
+/// [`Association::refuse`], [`Association::fail`], [`Association::left`],
+/// [`Association::raise_lanes`],
 /// [`Association::drain`], [`Association::end`]. From the threads of the lanes that this side sends on:
 /// [`Association::next`] and [`Association::read`]; of those that it receives
 /// on: [`Association::arrived`], [`Association::keep`], [`Association::wrote`].
@@ -120,6 +122,8 @@ pub struct Association<T> {
     highest_theirs: Option<u32>,
     /// Theirs that wait for earlier ones.
     waiting: BTreeSet<u32>,
+    /// Channels whose consumer is gone, and until when their end may still come.
+    leaving: BTreeMap<u32, u64>,
     turns: Turns,
     /// Lanes' threads that are reading a socket.
     reading: u64,
@@ -182,6 +186,7 @@ impl<T: Clone> Association<T> {
             }),
             highest_theirs: None,
             waiting: BTreeSet::new(),
+            leaving: BTreeMap::new(),
             turns: Turns::default(),
             reading: 0,
             lanes: SendingLanes::new(config.patience),
@@ -276,6 +281,64 @@ impl<T: Clone> Association<T> {
         }
     }
 
+    /// The hypervisor at this end of a channel has closed its connection, and not in order. Where it
+    /// is the consumer that the other side has asked for, and next to nothing was to come for it
+    /// any more, that need not be an abort: see [`Left`].
+    pub fn left(&mut self, channel: u32, now_ns: u64) -> Left {
+        let Some(one) = self.channels.get(&channel) else {
+            return Left::Broken;
+        };
+        if self.leaving.contains_key(&channel) {
+            return Left::Waits;
+        }
+        let is_little = one.inn.unread() <= MAX_UNREAD_BYTES;
+        let is_known = one.inn.eof.is_some() && !one.inn.is_writing();
+        let code = match (is_known, is_little) {
+            // A source that is gone has cut its own direction off: that is passed on at once.
+            _ if one.ours => FaultCode::ChannelBroken,
+            (true, true) => FaultCode::LeftUnread,
+            (false, _) if is_little || one.inn.is_writing() => {
+                self.leaving
+                    .insert(channel, now_ns.saturating_add(END_MAY_COME_NS));
+                return Left::Waits;
+            }
+            _ => FaultCode::ChannelBroken,
+        };
+        self.fail(channel, code, now_ns);
+        match code {
+            FaultCode::LeftUnread => Left::Unread,
+            _ => Left::Broken,
+        }
+    }
+
+    /// Decides about channels whose consumer is gone: the end has come in time behind the little
+    /// that it has not read, or it is an abort.
+    fn decide_leaving(&mut self, now_ns: u64) {
+        let verdict = |channel: &u32, until_ns: &u64| {
+            let one = self.channels.get(channel)?;
+            match one.inn.eof {
+                // The writing thread reports how much the consumer took.
+                _ if one.inn.is_writing() && now_ns < *until_ns => None,
+                _ if one.inn.unread() > MAX_UNREAD_BYTES => Some(FaultCode::ChannelBroken),
+                Some(_) => Some(FaultCode::LeftUnread),
+                None => (now_ns >= *until_ns).then_some(FaultCode::ChannelBroken),
+            }
+        };
+        let decided: Vec<(u32, FaultCode)> = self
+            .leaving
+            .iter()
+            .filter_map(|(channel, until_ns)| Some((*channel, verdict(channel, until_ns)?)))
+            .collect();
+        for (channel, fault) in decided {
+            self.actions.push_back(Action::Abort {
+                channel,
+                fault,
+                by_peer: false,
+            });
+            self.fail(channel, fault, now_ns);
+        }
+    }
+
     /// Ends the association: every channel is aborted.
     pub fn end(&mut self, fault: FaultCode) {
         if self.over {
@@ -293,6 +356,7 @@ impl<T: Clone> Association<T> {
         self.ended.clear();
         self.gone.clear();
         self.waiting.clear();
+        self.leaving.clear();
         self.turns = Turns::default();
         self.lanes = SendingLanes::new(self.config.patience);
         for set in [&mut self.opens, &mut self.news, &mut self.credits] {
@@ -343,6 +407,9 @@ impl<T: Clone> Association<T> {
         {
             return self.end(FaultCode::ControlLost);
         }
+        if !self.leaving.is_empty() {
+            self.decide_leaving(now_ns);
+        }
         if !self.channels.is_empty() {
             let bulk = self.busy_bytes >= BULK_BYTES;
             self.lanes.want(if bulk { self.config.lanes } else { 1 });
@@ -377,7 +444,9 @@ impl<T: Clone> Association<T> {
         let cold = self.channels.is_empty() && self.lanes.are_wanted();
         let cold = cold.then(|| self.cold_ns());
         let lanes = self.lanes.due_ns(up);
-        control.into_iter().chain(cold).chain(lanes).min()
+        let leaving = self.leaving.values().copied().min();
+        let all = control.into_iter().chain(cold).chain(lanes);
+        all.chain(leaving).min()
     }
 
     fn cold_ns(&self) -> u64 {
@@ -405,6 +474,7 @@ impl<T: Clone> Association<T> {
         };
         self.pool.changed(was.inn.granted(), 0);
         self.waiting.remove(&channel);
+        self.leaving.remove(&channel);
         self.opens.remove(&channel);
         self.news.remove(&channel);
         self.credits.remove(&channel);
@@ -437,6 +507,7 @@ impl<T: Clone> Association<T> {
     fn shut_if_at_end(&mut self, channel: u32) {
         if let Some(one) = self.channels.get_mut(&channel)
             && one.inn.at_end()
+            && !self.leaving.contains_key(&channel)
         {
             one.inn.shut = true;
             one.say.closed = true;
@@ -502,6 +573,13 @@ impl<T: Clone> Association<T> {
 /// Chunks that a sender may take for undelivered before it is told otherwise:
 /// few enough that it is never stopped by their number alone.
 const UNTOLD_CHUNKS: usize = crate::limits::MAX_CHANNEL_CHUNKS / 4;
+
+/// How long the end of a channel may take to come whose consumer is gone. The other hypervisor's
+/// last bytes come by a lane and the end behind them by the control lane, at about the same time;
+/// a round trip is not between them.
+///
+/// Drawback: so much later an abort is passed on of a channel on which nothing was under way.
+const END_MAY_COME_NS: u64 = 250_000_000;
 
 /// A caller that comes so late was stopped, or its host was.
 const LATE_NS: u64 = 1_000_000_000;

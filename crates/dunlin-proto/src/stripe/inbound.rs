@@ -92,6 +92,20 @@ impl<T> Inbound<T> {
         self.taken - self.delivered + self.kept_bytes
     }
 
+    /// Bytes that the consumer has not: up to the end where that is known, else those that are
+    /// here.
+    pub(super) fn unread(&self) -> u64 {
+        match self.eof {
+            Some(eof) => eof - self.delivered,
+            None => self.held(),
+        }
+    }
+
+    /// Whether a thread is writing: its bytes count as unread until the write is over.
+    pub(super) fn is_writing(&self) -> bool {
+        self.writing
+    }
+
     /// Whether the consumer shall be told of the end now.
     pub(super) fn at_end(&self) -> bool {
         if planted(Mistake::EndBeforeLastByte) {

@@ -1,4 +1,4 @@
-//! Huge pages for a test of this crate or of one above it.
+//! Huge pages, reserved or transparent, for a test of this crate or of one above it.
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
 
 use std::fs;
@@ -43,4 +43,42 @@ impl Drop for HugePages {
         // Only the host's administrator could have changed that meanwhile.
         let _ = fs::write(RESERVED, self.before.to_string());
     }
+}
+
+/// The host's policy of transparent huge pages, `madvise` or `always`; none where it is `never` or
+/// the kernel has none. In CI it must have them.
+pub fn transparent() -> Option<String> {
+    let file = "/sys/kernel/mm/transparent_hugepage/enabled";
+    let policies = fs::read_to_string(file).unwrap_or_default();
+    let chosen = policies
+        .split_once('[')
+        .and_then(|(_, rest)| rest.split_once(']'))
+        .map_or("none", |(chosen, _)| chosen);
+    if ["madvise", "always"].contains(&chosen) {
+        return Some(chosen.to_owned());
+    }
+    assert!(
+        std::env::var_os("CI").is_none_or(|ci| ci != "true"),
+        "CI must have transparent huge pages: {policies:?}"
+    );
+    println!("skipped, no transparent huge pages: {policies:?}");
+    None
+}
+
+/// Bytes that stand on private transparent huge pages, of the mapping of this process that `address`
+/// is in.
+pub fn transparent_bytes(address: u64) -> u64 {
+    let smaps = fs::read_to_string("/proc/self/smaps").unwrap();
+    let mut within = false;
+    for line in smaps.lines() {
+        let mut words = line.split_whitespace();
+        let first = words.next().unwrap();
+        if let Some((from, to)) = first.split_once('-') {
+            let [from, to] = [from, to].map(|bound| u64::from_str_radix(bound, 16).unwrap());
+            within = (from..to).contains(&address);
+        } else if within && first == "AnonHugePages:" {
+            return words.next().unwrap().parse::<u64>().unwrap() * 1024;
+        }
+    }
+    0
 }

@@ -34,6 +34,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+pub use dunlin_proto::journal::peer::RecordedPeer;
 pub use dunlin_proto::journal::{DestinationRecord, Record, SourceRecord, State, Unreadable};
 use dunlin_proto::limits::{MAX_ENDPOINT_BYTES, MAX_RECORDS_OF_A_PEER};
 pub use dunlin_proto::negotiate::SessionId;
@@ -49,6 +50,9 @@ use error::io_error;
 use files::{HeldFile, Place, file_name};
 use memory::{HeldInMemory, Memory};
 
+use super::error::harmless;
+use crate::lane::peers::{PeerIdentity, Principal};
+
 /// Where the records of this host's sessions lie.
 #[derive(Clone)]
 pub struct Journal(Shelf);
@@ -59,8 +63,7 @@ enum Shelf {
     Memory(Memory),
 }
 
-/// The two operations that a full or failing disk fails; tests put their own
-/// in.
+/// The operations that a full or failing disk fails; tests put their own in.
 pub trait Disk: Send + Sync {
     /// Writes all of `bytes` at `offset`.
     ///
@@ -76,6 +79,15 @@ pub trait Disk: Send + Sync {
     /// Any of fdatasync(2). What was written may be there nevertheless.
     fn sync(&self, file: &File) -> io::Result<()> {
         file.sync_data()
+    }
+
+    /// Returns when the entries of a directory are on the disk: a file that was
+    /// made in it is there after a crash, and one that was removed is not.
+    ///
+    /// # Errors
+    /// Any of fsync(2).
+    fn sync_directory(&self, directory: &File) -> io::Result<()> {
+        directory.sync_all()
     }
 }
 
@@ -97,6 +109,7 @@ pub enum Role {
 /// One session's records, held by the process whose session it is.
 pub struct SessionJournal {
     record: Record,
+    peer: RecordedPeer,
     /// None once it is forgotten.
     held: Option<Held>,
 }
@@ -116,6 +129,8 @@ pub struct Entry {
     /// What it remembers; none where the session ended before its first
     /// record.
     pub record: Result<Option<Record>, Unreadable>,
+    /// What it remembers of the session's peer.
+    pub peer: RecordedPeer,
     /// Whether the process lives that has the session; then it is the one to
     /// ask, and no other may act on the record.
     pub lives: bool,
@@ -241,25 +256,32 @@ impl Journal {
         };
         Ok(SessionJournal {
             record,
+            peer: RecordedPeer::Unknown,
             held: Some(Held::File(held)),
         })
     }
 
     /// The same, for the first attempt of a session of a VM: removes what
     /// sessions before it have left and nobody asks about any more. At the
-    /// destination these are the ones that this peer began and that never ran
+    /// destination these are the ones that `peer` began and that never ran
     /// here; of those of its other VMs, the oldest goes beyond
-    /// [`MAX_RECORDS_OF_A_PEER`].
+    /// [`MAX_RECORDS_OF_A_PEER`]. A source has connected to no peer yet.
     ///
     /// # Errors
     /// As [`Journal::create`]; at the source also [`JournalError::Unresolved`].
-    pub(crate) fn begin(&self, record: Record) -> Result<SessionJournal, JournalError> {
+    pub(crate) fn begin(
+        &self,
+        record: Record,
+        peer: Option<&PeerIdentity>,
+    ) -> Result<SessionJournal, JournalError> {
         let mut others = 0;
         // The newest first.
         for entry in self.list()?.iter().rev() {
             let Ok(Some(before)) = &entry.record else {
                 continue;
             };
+            let theirs =
+                |before: &Record| peer.is_some_and(|peer| is_with(&entry.peer, before, peer));
             let same_side = entry.role == Role::of(record.state);
             if !same_side || entry.session == record.session {
                 continue;
@@ -269,7 +291,7 @@ impl Journal {
                     before.state,
                     State::Destination(DestinationRecord::Prepared | DestinationRecord::Aborted)
                 );
-                if never_ran && before.peer == record.peer && !entry.lives {
+                if never_ran && theirs(before) && !entry.lives {
                     others += 1;
                     if others >= MAX_RECORDS_OF_A_PEER {
                         self.remove(entry);
@@ -288,7 +310,7 @@ impl Journal {
                 }
                 State::Source(_) => true,
                 State::Destination(DestinationRecord::Running) => false,
-                State::Destination(_) => before.peer == record.peer,
+                State::Destination(_) => theirs(before),
             };
             if over && !entry.lives {
                 self.remove(entry);
@@ -324,6 +346,7 @@ impl Journal {
         };
         match place.take(place.path(session, role))? {
             (held, Some(record)) => Ok(SessionJournal {
+                peer: held.read_peer(record.session)?,
                 record,
                 held: Some(Held::File(held)),
             }),
@@ -376,6 +399,34 @@ impl SessionJournal {
     #[must_use]
     pub fn record(&self) -> &Record {
         &self.record
+    }
+
+    /// Records who the session's peer is. To be called once the peer is
+    /// authenticated, and before the first record about which it may ask.
+    ///
+    /// # Errors
+    /// [`JournalError::Io`].
+    pub fn write_peer(&mut self, peer: &Principal) -> Result<(), JournalError> {
+        match &mut self.held {
+            Some(Held::File(held)) => held.write_peer(peer, self.record.session)?,
+            Some(Held::Memory(held)) => held.write_peer(peer),
+            None => {}
+        }
+        self.peer = RecordedPeer::Known(peer.clone());
+        Ok(())
+    }
+
+    /// Who the session's peer is.
+    #[must_use]
+    pub fn peer(&self) -> &RecordedPeer {
+        &self.peer
+    }
+
+    /// Whether `peer` is the session's own: the only one that may ask about it,
+    /// settle it or release it.
+    #[must_use]
+    pub fn is_with(&self, peer: &PeerIdentity) -> bool {
+        is_with(&self.peer, &self.record, peer)
     }
 
     /// Records where this side stands, and returns how long it took when that
@@ -482,6 +533,35 @@ impl Role {
             Self::Destination => "destination",
         }
     }
+}
+
+/// Whether the session of a record is one with `peer`.
+///
+/// A file from before the peer block knows the source's peer by the names in
+/// its certificate, which have to be the same and vouched for by an authority;
+/// of the destination it knows the address alone, so any peer that the source
+/// admits is taken for it, as that release did.
+fn is_with(recorded: &RecordedPeer, record: &Record, peer: &PeerIdentity) -> bool {
+    match (recorded, record.state) {
+        (RecordedPeer::Known(principal), _) => peer.is(principal),
+        (RecordedPeer::Unknown, _) => false,
+        (RecordedPeer::BeforeBlocks, State::Source(_)) => true,
+        (RecordedPeer::BeforeBlocks, State::Destination(_)) => {
+            let names = names_of(peer);
+            peer.authority.is_some()
+                && !names.is_empty()
+                // What was longer has been cut, and may have gone on otherwise.
+                && names.len() < MAX_ENDPOINT_BYTES
+                && names == record.peer
+        }
+    }
+}
+
+/// The names in a peer's certificate, for people.
+pub(crate) fn names_of(peer: &PeerIdentity) -> String {
+    let names: Vec<String> = peer.names.iter().map(ToString::to_string).collect();
+    // A certificate may bear anything.
+    harmless(&names.join(", "))
 }
 
 /// Whether an attempt with this record is over, with the VM at the source.

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use dunlin_proto::control::{Region, RegionKind};
 use dunlin_proto::limits::{DIGEST_BYTES, PAGE_BYTES};
+use dunlin_sys::occupancy::Occupancy;
 use dunlin_sys::{memory as sys, pagemap};
 use twox_hash::XxHash3_128;
 use vm_memory::bitmap::{AtomicBitmap, Bitmap};
@@ -68,14 +69,29 @@ impl<B: Bitmap + Send + Sync + 'static> GuestMemory for MappedMemory<B> {
 
     fn worth_sending(&self, index: usize, found: &mut dyn FnMut(Range<u64>)) -> io::Result<()> {
         let mapped = self.mapped(index)?;
-        if let Some(file) = mapped.file_offset() {
-            let start = file.start();
-            return pagemap::data(file.file(), start..start + mapped.len(), |range| {
-                found(range.start - start..range.end - start);
-            });
+        match (sys::is_private(mapped.flags()), mapped.file_offset()) {
+            (false, Some(file)) => {
+                let start = file.start();
+                pagemap::data(file.file(), start..start + mapped.len(), |range| {
+                    found(range.start - start..range.end - start);
+                })
+            }
+            (true, None) => {
+                let length = usize::try_from(mapped.len()).map_err(io::Error::other)?;
+                pagemap::populated(&self.slice(index, 0, length)?, found)
+            }
+            // What was written is in memory, and the rest in the file.
+            (true, Some(_)) => Err(io::Error::new(
+                io::ErrorKind::Unsupported,
+                "it is a private mapping of a file",
+            )),
+            // The page table has nothing of what is swapped out, or what another
+            // process has written.
+            (false, None) => Err(io::Error::new(
+                io::ErrorKind::Unsupported,
+                "it is shared, and its file is not known",
+            )),
         }
-        let length = usize::try_from(mapped.len()).map_err(io::Error::other)?;
-        pagemap::populated(&self.slice(index, 0, length)?, found)
     }
 }
 
@@ -124,42 +140,43 @@ const PIECE_BYTES: u64 = 64 << 20;
 /// not be read. XXH3 with 128 bits: against accidents, not against attackers,
 /// whom the lanes' authentication keeps out.
 ///
+/// Holes are found by [`Occupancy`] and not by [`GuestMemory::worth_sending`]:
+/// what the sender's scan forgets would be missing from both digests, which
+/// would agree. Where nothing is known of holes, everything is read.
+///
 /// # Errors
 /// A region cannot be read.
 pub fn digest(memory: &dyn GuestMemory, threads: usize) -> io::Result<[u8; DIGEST_BYTES]> {
-    let mut pieces = Vec::new();
-    for (index, region) in memory.regions().iter().enumerate() {
-        let mut populated = Vec::new();
-        if memory
-            .worth_sending(index, &mut |range| populated.push(range))
-            .is_err()
-        {
-            populated.clear();
-            populated.push(0..region.length);
-        }
-        let mut from = 0;
-        while from < region.length {
-            let to = (from + PIECE_BYTES).min(region.length);
-            let ranges: Vec<Range<u64>> = populated
-                .iter()
-                .map(|range| range.start.max(from)..range.end.min(to))
-                .filter(|range| range.start < range.end)
-                .collect();
-            if !ranges.is_empty() {
-                pieces.push((index, ranges));
-            }
-            from = to;
-        }
-    }
+    let regions = memory.regions();
+    let occupancies: Vec<Option<Occupancy>> = regions
+        .iter()
+        .enumerate()
+        .map(|(index, region)| {
+            let length = usize::try_from(region.length).ok()?;
+            Occupancy::of(&memory.slice(index, 0, length).ok()?).ok()
+        })
+        .collect();
+    let pieces: Vec<(usize, Range<u64>)> = regions
+        .iter()
+        .enumerate()
+        .flat_map(|(index, region)| {
+            let starts = (0..region.length).step_by(PIECE_BYTES as usize);
+            starts.map(move |from| (index, from..(from + PIECE_BYTES).min(region.length)))
+        })
+        .collect();
     let next = AtomicUsize::new(0);
     let take_turns = || -> io::Result<Vec<(usize, u128)>> {
         let mut hashed = Vec::new();
         loop {
             let turn = next.fetch_add(1, Ordering::Relaxed);
-            let Some((index, ranges)) = pieces.get(turn) else {
+            let Some((index, piece)) = pieces.get(turn) else {
                 return Ok(hashed);
             };
-            if let Some(hash) = digest_piece(memory, *index, ranges)? {
+            let ranges = match &occupancies[*index] {
+                Some(occupancy) => occupancy.within(piece.clone()),
+                None => std::iter::once(piece.clone()).collect(),
+            };
+            if let Some(hash) = digest_piece(memory, *index, &ranges)? {
                 hashed.push((turn, hash));
             }
         }
@@ -183,7 +200,8 @@ pub fn digest(memory: &dyn GuestMemory, threads: usize) -> io::Result<[u8; DIGES
     Ok(whole.finish_128().to_le_bytes())
 }
 
-/// The digest of one piece, or none when all its pages are zero.
+/// The digest of the pages in `ranges`, those of one piece, or none when all are
+/// zero.
 fn digest_piece(
     memory: &dyn GuestMemory,
     index: usize,
@@ -193,8 +211,7 @@ fn digest_piece(
     let mut hash = XxHash3_128::new();
     let mut any = false;
     for range in ranges {
-        let mut offset = range.start / PAGE_BYTES * PAGE_BYTES;
-        while offset < range.end {
+        for offset in range.clone().step_by(page.len()) {
             memory.slice(index, offset, page.len())?.copy_to(&mut page);
             if !sys::is_zero(&page) {
                 any = true;
@@ -202,7 +219,6 @@ fn digest_piece(
                 hash.write(&offset.to_le_bytes());
                 hash.write(&page);
             }
-            offset += PAGE_BYTES;
         }
     }
     Ok(any.then(|| hash.finish_128()))
@@ -212,7 +228,10 @@ fn digest_piece(
 mod tests {
     #![allow(clippy::unwrap_used)]
 
-    use vm_memory::Bytes;
+    use std::os::unix::fs::FileExt;
+
+    use dunlin_sys::mapping::{Backing, allocate};
+    use vm_memory::{Bytes, FileOffset, GuestRegionMmap, MmapRegion};
 
     use super::*;
 
@@ -245,6 +264,66 @@ mod tests {
         b.write_obj(7_u8, GuestAddress(4096)).unwrap();
         let of = |m: Arc<_>| digest(&MappedMemory::new(m, 4096), 1).unwrap();
         assert_ne!(of(a), of(b));
+    }
+
+    /// As a VMM has it that keeps all of its memory in one file.
+    #[test]
+    fn i3_a_region_is_searched_where_it_lies_in_its_file() {
+        const SECOND: u64 = 1 << 20;
+        let file = {
+            let whole = allocate(4 << 20, Backing::Memfd).unwrap();
+            let region = whole.iter().next().unwrap();
+            Arc::clone(region.file_offset().unwrap().arc())
+        };
+        let behind = |start| Some(FileOffset::from_arc(Arc::clone(&file), start));
+        let regions = [
+            (GuestAddress(0), SECOND as usize, behind(0)),
+            (GuestAddress(1 << 32), 2 << 20, behind(SECOND)),
+        ];
+        let memory = Arc::new(GuestMemoryMmap::from_ranges_with_files(&regions).unwrap());
+        let mapped = MappedMemory::<AtomicBitmap>::new(Arc::clone(&memory), 4096);
+        let worth_sending = |index| {
+            let mut ranges = Vec::new();
+            let found = &mut |range| ranges.push(range);
+            mapped.worth_sending(index, found).unwrap();
+            ranges
+        };
+        assert_eq!([worth_sending(0), worth_sending(1)], [[], []]);
+        // In the file the first is followed by the second at once.
+        for address in [SECOND - 1, 1 << 32, (1 << 32) + (1 << 20)] {
+            memory.write_obj(7_u8, GuestAddress(address)).unwrap();
+        }
+        // Behind both regions the file goes on.
+        file.write_all_at(&[7], 3 << 20).unwrap();
+        assert!(matches!(&worth_sending(0)[..], [range] if *range == (SECOND - 4096..SECOND)));
+        assert_eq!(worth_sending(1), [0..4096, 1 << 20..(1 << 20) + 4096]);
+        let before = digest(&mapped, 1).unwrap();
+        let last = GuestAddress((1 << 32) + (2 << 20) - 1);
+        memory.write_obj(7_u8, last).unwrap();
+        assert_ne!(digest(&mapped, 1).unwrap(), before);
+    }
+
+    /// A VM restored from a snapshot, and one whose memory the VMM shares with its
+    /// children.
+    #[test]
+    fn i3_memory_whose_holes_cannot_be_found_is_sent_as_a_whole() {
+        const BYTES: usize = 2 << 20;
+        // Of mmap(2), for reading and writing.
+        const READ_WRITE: i32 = 1 | 2;
+        const SHARED: i32 = 1;
+        const PRIVATE: i32 = 2;
+        const ANONYMOUS: i32 = 0x20;
+        let whole = allocate(BYTES as u64, Backing::Memfd).unwrap();
+        let file = whole.iter().next().unwrap().file_offset().unwrap().clone();
+        for (file, flags) in [(Some(file), PRIVATE), (None, SHARED | ANONYMOUS)] {
+            let mapped = MmapRegion::build(file, BYTES, READ_WRITE, flags).unwrap();
+            let region = GuestRegionMmap::new(mapped, GuestAddress(0)).unwrap();
+            let memory = GuestMemoryMmap::<AtomicBitmap>::from_regions(vec![region]).unwrap();
+            memory.write_obj(7_u8, GuestAddress(0)).unwrap();
+            let mapped = MappedMemory::new(Arc::new(memory), 4096);
+            let error = mapped.worth_sending(0, &mut |_| ()).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::Unsupported);
+        }
     }
 
     #[test]

@@ -136,7 +136,10 @@ pub fn connect(
         version: keyed.version,
         cipher: suite_name(keyed.suite),
         curve: keyed.group.map_or("unknown", group_name),
-        peer: keyed.leaf.as_ref().and_then(|leaf| tls.identity_of(leaf)),
+        peer: keyed
+            .certificates
+            .first()
+            .and_then(|leaf| tls.identity_of(leaf)),
     };
     Ok(Connected {
         facts,

@@ -61,15 +61,16 @@ impl Server {
     /// were protected.
     ///
     /// # Errors
-    /// The kernel's IPsec cannot be used, or a thread cannot be had.
+    /// The kernel's IPsec cannot be used or lacks ESP, or a thread cannot be had.
     pub fn start(
         listener: TcpListener,
         tls: ServerTls,
         options: Options,
         observer: Observer,
     ) -> Result<Self, IpsecError> {
-        // Who may not ask the kernel learns it here, and not from the first peer.
-        Tables::open(None)?;
+        // Who may not ask the kernel, or whose kernel lacks ESP, learns it here, and not from the
+        // first peer.
+        Tables::open(None)?.have_esp()?;
         // Whatever cannot be taken back has been told.
         clean_up(&options, &observer)?;
         let resources = |what| move |source| IpsecError::Resources { what, source };
@@ -274,10 +275,8 @@ impl Site {
             may.map_err(|error| refuse(error.fault(), &error.to_string()))?;
         }
         let held = lock(&self.held);
-        let fingerprint = control.peer().fingerprint;
-        let theirs = held
-            .iter()
-            .filter(|one| one.identity.fingerprint == fingerprint);
+        let peer = control.peer().principal();
+        let theirs = held.iter().filter(|one| one.identity.is(&peer));
         if held.len() >= SESSIONS || theirs.count() >= OF_ONE_PEER {
             let text = "there are as many sessions as this side takes";
             return Err(refuse(FaultCode::Busy, text));

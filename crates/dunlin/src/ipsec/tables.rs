@@ -52,6 +52,12 @@ impl Tables {
         })
     }
 
+    /// Whether the kernel has ESP at all, asked before a peer depends on it.
+    pub(super) fn have_esp(&self) -> Result<(), IpsecError> {
+        let has = self.xfrm.esp();
+        has.map_err(kernel("the kernel's ESP is looked for"))
+    }
+
     /// The same tables, to look at.
     pub(super) fn of(xfrm: Arc<Xfrm>) -> Self {
         Self {

@@ -18,10 +18,11 @@ use super::handshake::{
     self, HandshakeError, Parameters, linger, parameters, peer_identity, read_record,
 };
 use super::identity::{ClientTls, ServerTls};
-use super::peers::{PeerIdentity, Peers};
+use super::peers::PeerIdentity;
 use super::policy::ServerSettings;
 use super::provider::Provider;
 use super::record::{Alert, RECEIVED_RECORD_BYTES};
+use super::trust::Trust;
 
 /// How long one write, or one object that has begun to arrive, may stand still.
 pub const STALL_LIMIT: Duration = Duration::from_secs(10);
@@ -89,7 +90,7 @@ pub fn client(
     ControlStream::new(
         stream,
         connection.into(),
-        &tls.peers,
+        &tls.trust,
         tls.provider,
         deadline,
     )
@@ -109,7 +110,7 @@ pub fn server(
     let lane = ControlStream::new(
         stream,
         connection.into(),
-        &settings.peers,
+        &settings.trust,
         settings.provider,
         deadline,
     )?;
@@ -120,7 +121,7 @@ impl ControlStream {
     fn new(
         stream: TcpStream,
         mut connection: Connection,
-        peers: &Peers,
+        trust: &Trust,
         provider: Provider,
         deadline: Instant,
     ) -> Result<Self, HandshakeError> {
@@ -130,17 +131,17 @@ impl ControlStream {
             linger(&stream, deadline);
         }
         driven?;
-        Self::established(stream, connection, peers, provider)
+        Self::established(stream, connection, trust, provider)
     }
 
     /// The control lane on a connection whose handshake is complete.
     pub(super) fn established(
         stream: TcpStream,
         connection: Connection,
-        peers: &Peers,
+        trust: &Trust,
         provider: Provider,
     ) -> Result<Self, HandshakeError> {
-        let peer = peer_identity(&connection, peers)?;
+        let peer = peer_identity(&connection, trust)?;
         let parameters = parameters(&connection, provider)?;
         stream
             .set_read_timeout(Some(STALL_LIMIT))

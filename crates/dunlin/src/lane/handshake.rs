@@ -23,7 +23,6 @@ use dunlin_sys::ktls::Version;
 use dunlin_sys::socket::remaining;
 use rustls::client::{ClientConnectionData, UnbufferedClientConnection};
 use rustls::kernel::KernelConnection;
-use rustls::pki_types::CertificateDer;
 use rustls::server::{ServerConnectionData, UnbufferedServerConnection};
 use rustls::unbuffered::{
     ConnectionState, EncodeError, EncodeTlsData, InsufficientSizeError, UnbufferedStatus,
@@ -33,10 +32,11 @@ use rustls::{CommonState, ConnectionTrafficSecrets, ExtractedSecrets, NamedGroup
 pub use self::error::HandshakeError;
 use super::identity::{ClientTls, ServerTls};
 use super::kernel::{self, Offload};
-use super::peers::{PeerIdentity, Peers};
+use super::peers::PeerIdentity;
 use super::policy::ALPN;
 use super::provider::{CipherSuite, Provider, ProviderError};
 use super::record::{HEADER_BYTES, OpenHalf, RECEIVED_RECORD_BYTES, SealHalf};
+use super::trust::Trust;
 pub use super::trust::Unissued;
 
 /// The most that a peer may send before it is authenticated. A chain of four RSA-4096
@@ -104,7 +104,7 @@ pub fn client(
     secure(
         stream,
         connection,
-        &tls.peers,
+        &tls.trust,
         (tls.provider, tls.offload),
         deadline,
     )
@@ -125,7 +125,7 @@ pub fn server(
     secure(
         stream,
         connection,
-        &settings.peers,
+        &settings.trust,
         (settings.provider, settings.offload),
         deadline,
     )
@@ -134,7 +134,7 @@ pub fn server(
 fn secure<C: Unbuffered>(
     stream: TcpStream,
     mut connection: C,
-    peers: &Peers,
+    trust: &Trust,
     (provider, offload): (Provider, Offload),
     deadline: Instant,
 ) -> Result<Secured, HandshakeError> {
@@ -144,7 +144,7 @@ fn secure<C: Unbuffered>(
         linger(&stream, deadline);
     }
     driven?;
-    let peer = peer_identity(connection.common(), peers)?;
+    let peer = peer_identity(connection.common(), trust)?;
     let parameters = parameters(connection.common(), provider)?;
     // No key is ever renewed: lanes are replaced instead.
     let (secrets, _) = connection.into_secrets()?;
@@ -162,22 +162,23 @@ fn secure<C: Unbuffered>(
 /// The identity of a peer whose handshake is complete, and that it is Dunlin.
 pub(super) fn peer_identity(
     connection: &CommonState,
-    peers: &Peers,
+    trust: &Trust,
 ) -> Result<PeerIdentity, HandshakeError> {
     if connection.alpn_protocol() != Some(ALPN) {
         return Err(HandshakeError::NotDunlin);
     }
-    authorised(connection, peers)
+    identified(connection, trust)
 }
 
 /// The identity of a peer whose handshake is complete, whatever it is.
-fn authorised(connection: &CommonState, peers: &Peers) -> Result<PeerIdentity, HandshakeError> {
-    let leaf: &CertificateDer<'_> = connection
+fn identified(connection: &CommonState, trust: &Trust) -> Result<PeerIdentity, HandshakeError> {
+    let (leaf, intermediates) = connection
         .peer_certificates()
-        .and_then(<[_]>::first)
+        .and_then(<[_]>::split_first)
         .ok_or(HandshakeError::NoCertificate)?;
-    let authorised_by = peers.authorise(leaf).map_err(HandshakeError::Peer)?;
-    Ok(PeerIdentity::of(leaf, authorised_by))
+    trust
+        .identify(leaf, intermediates)
+        .map_err(HandshakeError::from)
 }
 
 /// What a complete handshake agreed on.

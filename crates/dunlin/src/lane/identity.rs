@@ -31,9 +31,10 @@ use zeroize::Zeroizing;
 pub use self::error::{IdentityError, Item, SettingsError, Warning};
 pub(super) use self::files::certificates;
 pub use self::layout::{
-    AUTHORITIES_FILE, CERTIFICATE_FILE, Files, KEY_FILE, Layout, REVOCATIONS_FILE, Role,
-    UnknownLayout,
+    AUTHORITIES_FILE, CERTIFICATE_FILE, DENIED_FILE, Files, KEY_FILE, Layout, REVOCATIONS_FILE,
+    Role, UnknownLayout,
 };
+use super::denied::Denied;
 use super::names::PeerName;
 use super::peers::{AuthorisedBy, PeerIdentity, Peers, Pin};
 use super::policy::OldestTls;
@@ -115,6 +116,8 @@ pub struct Summary {
     pub authorities: usize,
     /// How many revocation lists there are.
     pub revocation_lists: usize,
+    /// How many keys are denied.
+    pub denied_keys: usize,
 }
 
 impl Identity {
@@ -172,12 +175,17 @@ impl Identity {
                 revocations.push(decoded);
             }
         }
+        let denied = match &files.denied {
+            Some(path) => Denied::parse(path, &files::read(path)?.0)?,
+            None => Denied::default(),
+        };
         let identity = Self {
             chain,
             key,
             authorities: Arc::new(Authorities {
                 anchors,
                 revocations,
+                denied,
             }),
             files,
             dates,
@@ -219,7 +227,7 @@ impl Identity {
     pub fn summary(&self) -> Result<Summary, IdentityError> {
         let leaf = &self.chain[0];
         let certificate = self.leaf()?;
-        let peer = PeerIdentity::of(leaf, AuthorisedBy::Authority);
+        let peer = PeerIdentity::of(leaf, AuthorisedBy::Authority, None);
         Ok(Summary {
             names: peer.names,
             fingerprint: peer.fingerprint,
@@ -229,6 +237,7 @@ impl Identity {
             not_after: certificate.validity().not_after.to_string(),
             authorities: self.authorities.anchors.len(),
             revocation_lists: self.authorities.revocations.len(),
+            denied_keys: self.authorities.denied.len(),
         })
     }
 

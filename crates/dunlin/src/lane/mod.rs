@@ -18,6 +18,7 @@
 pub mod accept;
 pub mod control;
 pub mod data;
+mod denied;
 pub mod handshake;
 pub mod identity;
 pub mod kernel;

@@ -66,6 +66,20 @@ impl PeerName {
         }
     }
 
+    /// Whether this is a pattern for the names of several hosts.
+    pub(super) fn is_pattern(&self) -> bool {
+        matches!(self, Self::Dns(name) if name.starts_with(ANY_LABEL))
+    }
+
+    /// The name as [`FromStr`] reads it.
+    pub(super) fn text(&self) -> String {
+        match self {
+            Self::Dns(name) => name.clone(),
+            Self::Ip(address) => address.to_string(),
+            Self::Uri(uri) => uri.clone(),
+        }
+    }
+
     /// The name for the ClientHello, if SNI can express it.
     pub(super) fn server_name(&self) -> Option<ServerName<'static>> {
         match self {

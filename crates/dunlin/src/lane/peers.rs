@@ -8,8 +8,11 @@
 pub(crate) mod fuzz;
 
 use std::fmt;
+use std::path::PathBuf;
 use std::str::FromStr;
 
+pub use dunlin_proto::journal::peer::Principal;
+use dunlin_proto::limits::MAX_PRINCIPAL_NAME_BYTES;
 use rustls::pki_types::{CertificateDer, ServerName};
 use rustls::server::ParsedCertificate;
 use sha2::{Digest, Sha256};
@@ -68,6 +71,9 @@ pub struct PeerIdentity {
     pub names: Vec<PeerName>,
     /// Why it was let in.
     pub authorised_by: AuthorisedBy,
+    /// SHA-256 of the SubjectPublicKeyInfo (DER) of the authority that vouches for the certificate;
+    /// none where a pin alone admitted it, and for the server of a hand-off.
+    pub authority: Option<[u8; 32]>,
     leaf: CertificateDer<'static>,
 }
 
@@ -101,6 +107,22 @@ pub enum PeerRefused {
         /// What would have been accepted.
         allowed: Vec<Peer>,
     },
+    /// Its key, or that of a certificate in its chain, is denied on this host.
+    #[error(
+        "the key {key} of {} is denied by {}: give the peer a certificate with another key{}",
+        if *.issuer { "an issuer of the peer's certificate" } else { "the peer's certificate" },
+        .list.display(),
+        if *.issuer { ", and of another issuer" } else { "" }
+    )]
+    Denied {
+        /// The key.
+        key: Pin,
+        /// Whether it is the key of an issuer: of a certificate that the peer sent along, or of
+        /// the authority at the end of the chain.
+        issuer: bool,
+        /// The file.
+        list: PathBuf,
+    },
     /// Pins alone are accepted, and it is none of them.
     #[error(
         "the peer's certificate is not the pinned one: it is {certificate}, its key {key}, and pinned {} {}; pin the new one on this host if the peer's was replaced, and find out who answers there if it was not",
@@ -130,7 +152,7 @@ impl Pin {
         Some(Self::Key(Sha256::digest(key).into()))
     }
 
-    fn fits(&self, leaf: &CertificateDer<'_>) -> bool {
+    pub(super) fn fits(&self, leaf: &CertificateDer<'_>) -> bool {
         match self {
             Self::Certificate(_) => Self::of_certificate(leaf) == *self,
             Self::Key(_) => Self::of_key(leaf) == Some(*self),
@@ -141,7 +163,10 @@ impl Pin {
 impl Peers {
     /// The pin that allows the bearer of `leaf`, whoever issued it.
     pub(super) fn pinned(&self, leaf: &CertificateDer<'_>) -> Option<Pin> {
-        self.pins().find(|pin| pin.fits(leaf)).copied()
+        // A pinned key outlives the certificate, also where that is pinned as well.
+        let is_key = |pin: &&Pin| matches!(pin, Pin::Key(_));
+        let mut pins = self.pins().filter(is_key).chain(self.pins());
+        pins.find(|pin| pin.fits(leaf)).copied()
     }
 
     /// Whether nobody is allowed but bearers of pinned certificates, so that no authority is
@@ -150,6 +175,15 @@ impl Peers {
         match self {
             Self::AnyFromAuthority => false,
             Self::OneOf(allowed) => allowed.iter().all(|peer| matches!(peer, Peer::Pin(_))),
+        }
+    }
+
+    /// Whether one peer is in both lists, as they are written: a name and a pin may be one peer's
+    /// without it being seen here.
+    pub(crate) fn share_one(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::OneOf(own), Self::OneOf(others)) => own.iter().any(|one| others.contains(one)),
+            _ => true,
         }
     }
 
@@ -243,22 +277,81 @@ impl FromIterator<Peer> for Peers {
 
 impl PeerIdentity {
     /// What is kept of a verified peer.
-    pub(super) fn of(leaf: &CertificateDer<'_>, authorised_by: AuthorisedBy) -> Self {
+    pub(super) fn of(
+        leaf: &CertificateDer<'_>,
+        authorised_by: AuthorisedBy,
+        authority: Option<[u8; 32]>,
+    ) -> Self {
         Self {
             fingerprint: Sha256::digest(leaf).into(),
             names: names(leaf),
             authorised_by,
+            authority,
             leaf: leaf.clone().into_owned(),
         }
     }
 
-    /// Whether both are bearers of the very same certificate: what a later lane of a session must
-    /// be to its control lane.
-    pub fn same_certificate(&self, other: &Self) -> bool {
-        self.fingerprint == other.fingerprint
+    /// A peer for tests of what compares peers.
+    #[cfg(test)]
+    pub(crate) fn test(authorised_by: AuthorisedBy, authority: u8, names: &[&str]) -> Self {
+        let name = |name: &&str| PeerName::Dns((*name).to_owned());
+        Self {
+            fingerprint: [0; 32],
+            names: names.iter().map(name).collect(),
+            authorised_by,
+            authority: Some([authority; 32]),
+            leaf: CertificateDer::from(Vec::new()),
+        }
     }
 
-    /// Whoever would be let in for the same reason: the bearer of a renewed certificate, too.
+    /// What makes a later connection one of the same peer, although its certificate may have been
+    /// renewed: see [`PeerIdentity::is`].
+    ///
+    /// A peer that was admitted by a pin is that pin. One that was admitted by name is that name
+    /// and the authority that vouches for it. One that `*.DOMAIN` or any certificate of an authority
+    /// admits is all its names, or its key if it has none: hosts may share one of their names.
+    pub fn principal(&self) -> Principal {
+        let itself = || Principal::Certificate(self.fingerprint);
+        match (&self.authorised_by, self.authority) {
+            (AuthorisedBy::Pin(Pin::Certificate(digest)), _) => Principal::Certificate(*digest),
+            (AuthorisedBy::Pin(Pin::Key(digest)), _) => Principal::Key(*digest),
+            // The server of a hand-off, which has no sessions.
+            (_, None) => itself(),
+            (AuthorisedBy::Name(allowed), Some(authority)) if !allowed.is_pattern() => {
+                match recorded(allowed) {
+                    Some(name) => Principal::Name { authority, name },
+                    None => itself(),
+                }
+            }
+            (AuthorisedBy::Name(_) | AuthorisedBy::Authority, Some(authority)) => {
+                match (all_names(&self.names), Pin::of_key(&self.leaf)) {
+                    (Some(names), _) => Principal::Names { authority, names },
+                    (None, Some(Pin::Key(key))) => Principal::Key(key),
+                    (None, _) => itself(),
+                }
+            }
+        }
+    }
+
+    /// Whether this peer is `principal`: the one comparison for whatever only a session's own peer
+    /// may do. This peer's handshake must have admitted it, so its certificate is valid now.
+    pub fn is(&self, principal: &Principal) -> bool {
+        match principal {
+            Principal::Certificate(digest) => self.fingerprint == *digest,
+            Principal::Key(digest) => Pin::Key(*digest).fits(&self.leaf),
+            Principal::Name { authority, name } => {
+                let name = name.parse::<PeerName>();
+                self.authority == Some(*authority)
+                    && name.is_ok_and(|name| !name.is_pattern() && name.is_in(&self.leaf))
+            }
+            Principal::Names { authority, names } => {
+                self.authority == Some(*authority) && all_names(&self.names) == Some(*names)
+            }
+        }
+    }
+
+    /// A list of peers that admits this peer for the same reason, with a renewed certificate too.
+    /// It is for handshakes; [`PeerIdentity::is`] says whether it is the same peer.
     pub(crate) fn alone(&self) -> Peers {
         match &self.authorised_by {
             AuthorisedBy::Authority => Peers::AnyFromAuthority,
@@ -266,6 +359,37 @@ impl PeerIdentity {
             AuthorisedBy::Pin(pin) => Peers::OneOf(vec![Peer::Pin(*pin)]),
         }
     }
+}
+
+/// A name as a principal has it; none if it is too long, or another would be read from it.
+fn recorded(name: &PeerName) -> Option<String> {
+    let text = name.text();
+    let same = text.len() <= MAX_PRINCIPAL_NAME_BYTES && text.parse().as_ref() == Ok(name);
+    same.then_some(text)
+}
+
+/// SHA-256 of all the names of a certificate, sorted, DNS names in lower case, each behind its
+/// length; none if there are none.
+fn all_names(names: &[PeerName]) -> Option<[u8; 32]> {
+    let mut texts: Vec<String> = names
+        .iter()
+        .map(|name| match name {
+            PeerName::Dns(name) => format!("DNS {}", name.to_ascii_lowercase()),
+            PeerName::Ip(address) => format!("IP {address}"),
+            PeerName::Uri(uri) => format!("URI {uri}"),
+        })
+        .collect();
+    texts.sort_unstable();
+    texts.dedup();
+    if texts.is_empty() {
+        return None;
+    }
+    let mut digest = Sha256::new();
+    for text in texts {
+        digest.update((text.len() as u64).to_be_bytes());
+        digest.update(text);
+    }
+    Some(digest.finalize().into())
 }
 
 const CERTIFICATE_PREFIX: &str = "sha256:";

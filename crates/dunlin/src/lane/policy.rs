@@ -19,20 +19,22 @@
 //!
 //! A source's settings stay what they were made as, for all lanes of a session. A destination
 //! takes sessions as they come: [`ServerTls::replace`] gives it other settings, which hold for
-//! every handshake that begins later, save those of a session under way. Its lanes must bear the
-//! certificate of its control lane, so for them the settings stay.
+//! every handshake that begins later, save those of a session under way: for its lanes the settings
+//! stay.
 
 pub(super) mod handoff;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustls::client::Resumption;
+use rustls::client::danger::ServerCertVerifier;
 use rustls::crypto::CryptoProvider;
 use rustls::pki_types::ServerName;
 use rustls::server::NoServerSessionStorage;
 use rustls::server::danger::ClientCertVerifier;
 use rustls::sign::{CertifiedKey, SingleCertAndKey};
 use rustls::{ClientConfig, ServerConfig, SupportedProtocolVersion, version};
+use webpki::KeyUsage;
 
 pub use self::handoff::HandoffTls;
 use super::identity::{Identity, SettingsError};
@@ -93,7 +95,7 @@ impl Terms {
 pub struct ClientTls {
     pub(super) config: Arc<ClientConfig>,
     pub(super) server_name: ServerName<'static>,
-    pub(super) peers: Peers,
+    pub(super) trust: Arc<Trust>,
     pub(super) provider: Provider,
     pub(super) offload: Offload,
 }
@@ -110,7 +112,7 @@ pub struct ServerTls {
 #[derive(Debug)]
 pub(super) struct ServerSettings {
     pub(super) config: Arc<ServerConfig>,
-    pub(super) peers: Peers,
+    pub(super) trust: Arc<Trust>,
     pub(super) provider: Provider,
     pub(super) offload: Offload,
 }
@@ -146,12 +148,13 @@ fn connecting(
     terms: Terms,
     server_name: Option<ServerName<'static>>,
 ) -> Result<ClientTls, SettingsError> {
-    let trust = trust(identity, &terms.rustls, &peers)?;
+    let trust = trust(identity, &terms.rustls, peers, KeyUsage::server_auth())?;
+    let verifier: Arc<dyn ServerCertVerifier> = trust.clone();
     let mut config = ClientConfig::builder_with_provider(terms.rustls)
         .with_protocol_versions(terms.versions)
         .map_err(refused)?
         .dangerous()
-        .with_custom_certificate_verifier(trust)
+        .with_custom_certificate_verifier(verifier)
         .with_client_auth_cert(identity.chain.clone(), identity.key.clone_key())
         .map_err(refused)?;
     config.alpn_protocols = terms.protocols;
@@ -162,7 +165,7 @@ fn connecting(
     Ok(ClientTls {
         config: Arc::new(config),
         server_name,
-        peers,
+        trust,
         provider: crypto.provider,
         offload: offload(crypto)?,
     })
@@ -192,10 +195,10 @@ fn accepting(
     peers: Peers,
     terms: Terms,
 ) -> Result<ServerTls, SettingsError> {
-    let trust = trust(identity, &terms.rustls, &peers)?;
+    let trust = trust(identity, &terms.rustls, peers, KeyUsage::client_auth())?;
     Ok(ServerTls::new(ServerSettings {
-        config: server_config(identity, trust, terms)?,
-        peers,
+        config: server_config(identity, trust.clone(), terms)?,
+        trust,
         provider: crypto.provider,
         offload: offload(crypto)?,
     }))
@@ -233,7 +236,8 @@ fn offload(crypto: &Crypto) -> Result<Offload, SettingsError> {
 fn trust(
     identity: &Identity,
     rustls: &CryptoProvider,
-    peers: &Peers,
+    peers: Peers,
+    usage: KeyUsage,
 ) -> Result<Arc<Trust>, SettingsError> {
     if identity.authorities.anchors.is_empty() && !peers.are_pins_alone() {
         return Err(SettingsError::NoAuthority);
@@ -241,7 +245,8 @@ fn trust(
     Ok(Arc::new(Trust::new(
         Arc::clone(&identity.authorities),
         rustls.signature_verification_algorithms,
-        peers.clone(),
+        peers,
+        usage,
     )))
 }
 

@@ -2,13 +2,15 @@
 //! a handshake.
 //!
 //! ```text
-//!   pinned? ── yes ──▶ in date? ───────────────────────────────▶ believed
-//!      │ no
-//!      ▼
-//!   chain to an authority (webpki) ──▶ revoked? ──▶ name allowed? ──▶ believed
+//!   key denied? ──▶ in a local list of revocations? ──▶ pinned? ── yes ──▶ in date? ──▶ believed
+//!                                                          │ no
+//!                                                          ▼
+//!        chain to an authority (webpki) ──▶ revoked or denied? ──▶ name allowed? ──▶ believed
 //! ```
 //!
-//! A revocation weighs more than a pin. What makes a certificate unfit decides the alert that the
+//! A revocation weighs more than a pin. A chain leads only through the certificates that the peer
+//! sends, so its own certificate is looked up in the local lists by issuer and serial number
+//! first, with no chain at all. What makes a certificate unfit decides the alert that the
 //! peer gets, so it travels in rustls's own words where it has them. For more than those say,
 //! [`take_unissued`] has the rest.
 
@@ -43,6 +45,7 @@ macro_rules! signatures_by_its_algorithms {
 pub(super) mod bundle;
 
 use std::cell::Cell;
+use std::collections::HashSet;
 use std::fmt;
 use std::sync::Arc;
 
@@ -51,6 +54,7 @@ use rustls::crypto::WebPkiSupportedAlgorithms;
 use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
 use rustls::{CertificateError, DistinguishedName, Error, OtherError, RootCertStore};
+use sha2::{Digest, Sha256};
 use webpki::{
     CertRevocationList, EndEntityCert, ExpirationPolicy, ExtendedKeyUsageValidator, KeyUsage,
     RevocationOptionsBuilder, UnknownStatusPolicy,
@@ -58,16 +62,18 @@ use webpki::{
 use x509_parser::certificate::X509Certificate;
 use x509_parser::prelude::FromDer;
 
-use super::peers::{PeerRefused, Peers, Pin};
+use super::denied::Denied;
+use super::peers::{AuthorisedBy, PeerIdentity, PeerRefused, Peers, Pin};
 
 /// Certificates that a chain is followed through, at most, to say where it ends.
 const CHAIN_LIMIT: usize = 8;
 
-/// The authorities of a host, and what they have revoked.
+/// The authorities of a host, what they have revoked, and the keys that this host denies.
 #[derive(Debug)]
 pub(super) struct Authorities {
     pub(super) anchors: RootCertStore,
     pub(super) revocations: Vec<CertRevocationList<'static>>,
+    pub(super) denied: Denied,
 }
 
 /// Why no authority vouches for a certificate.
@@ -96,12 +102,15 @@ pub(super) struct Trust {
     authorities: Arc<Authorities>,
     algorithms: WebPkiSupportedAlgorithms,
     peers: Peers,
+    /// What a peer's certificate must be for.
+    usage: KeyUsage,
     /// Sent to clients, so that one with several certificates can choose.
     hints: Vec<DistinguishedName>,
 }
 
 impl Authorities {
-    /// Whether a chain leads from `leaf` to one of the authorities, and nothing in it is revoked.
+    /// Follows a chain from `leaf` to one of the authorities, in which nothing is revoked. Returns
+    /// the SHA-256 of that authority's SubjectPublicKeyInfo (DER).
     ///
     /// A certificate whose authority has no revocation list here is taken: the file layouts do not
     /// say which authorities must have one. One whose list is out of date is not.
@@ -112,7 +121,7 @@ impl Authorities {
         now: UnixTime,
         usage: impl ExtendedKeyUsageValidator,
         algorithms: &WebPkiSupportedAlgorithms,
-    ) -> Result<(), webpki::Error> {
+    ) -> Result<[u8; 32], webpki::Error> {
         let lists: Vec<&CertRevocationList<'_>> = self.revocations.iter().collect();
         let revocation = RevocationOptionsBuilder::new(&lists).ok().map(|options| {
             options
@@ -130,15 +139,54 @@ impl Authorities {
                 revocation,
                 None,
             )
-            .map(|_| ())
+            .map(|path| key_digest(&path.anchor().subject_public_key_info))
+    }
+
+    /// Looks `leaf` up in the local lists by its issuer and serial number: whichever certificates
+    /// the peer has sent along, and whatever the list's own date. Of several lists of one issuer
+    /// and scope the newest counts; they are sorted so.
+    ///
+    /// # Errors
+    /// [`webpki::Error::CertRevoked`]; or `leaf` or a list cannot be read.
+    fn check_listed(&self, leaf: &CertificateDer<'_>) -> Result<(), webpki::Error> {
+        let leaf = EndEntityCert::try_from(leaf)?;
+        let mut scopes = HashSet::new();
+        for list in &self.revocations {
+            if list.issuer() == leaf.issuer()
+                && scopes.insert(list.issuing_distribution_point())
+                && list.find_serial(leaf.serial())?.is_some()
+            {
+                return Err(webpki::Error::CertRevoked);
+            }
+        }
+        Ok(())
     }
 }
 
+/// SHA-256 of a SubjectPublicKeyInfo (DER), of which webpki keeps what is inside the SEQUENCE.
+fn key_digest(content: &[u8]) -> [u8; 32] {
+    const SEQUENCE: u8 = 0x30;
+    let length = content.len().to_be_bytes();
+    let significant = &length[length.iter().take_while(|byte| **byte == 0).count()..];
+    let mut digest = Sha256::new_with_prefix([SEQUENCE]);
+    if content.len() >= 0x80 {
+        // The long form of a length (X.690, section 8.1.3.5).
+        digest.update([0x80 | significant.len() as u8]);
+        digest.update(significant);
+    } else {
+        digest.update([content.len() as u8]);
+    }
+    digest.update(content);
+    digest.finalize().into()
+}
+
 impl Trust {
+    /// The check of peers whose certificates are for `usage`.
     pub(super) fn new(
         authorities: Arc<Authorities>,
         algorithms: WebPkiSupportedAlgorithms,
         peers: Peers,
+        usage: KeyUsage,
     ) -> Self {
         // A client that heeds them would keep back a certificate that is pinned.
         let hints = if peers.pins().next().is_none() {
@@ -150,8 +198,31 @@ impl Trust {
             authorities,
             algorithms,
             peers,
+            usage,
             hints,
         }
+    }
+
+    /// The identity of a peer whose handshake has passed this check.
+    ///
+    /// # Errors
+    /// The list of peers does not have it, or a certificate has expired since the check.
+    pub(super) fn identify(
+        &self,
+        leaf: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+    ) -> Result<PeerIdentity, Error> {
+        let authorised_by = self.peers.authorise(leaf).map_err(refused)?;
+        let now = UnixTime::now();
+        let authority =
+            self.authorities
+                .verify(leaf, intermediates, now, self.usage, &self.algorithms);
+        let authority = match (authority, &authorised_by) {
+            (Ok(authority), _) => Some(authority),
+            (Err(_), AuthorisedBy::Pin(_)) => None,
+            (Err(error), _) => return Err(in_rustls_words(error).into()),
+        };
+        Ok(PeerIdentity::of(leaf, authorised_by, authority))
     }
 
     fn verify(
@@ -159,19 +230,26 @@ impl Trust {
         leaf: &CertificateDer<'_>,
         intermediates: &[CertificateDer<'_>],
         now: UnixTime,
-        usage: KeyUsage,
     ) -> Result<(), Error> {
         UNISSUED.set(None);
+        let denied = &self.authorities.denied;
+        denied.check(leaf, intermediates).map_err(refused)?;
+        self.authorities
+            .check_listed(leaf)
+            .map_err(in_rustls_words)?;
         let chain = self
             .authorities
-            .verify(leaf, intermediates, now, usage, &self.algorithms);
-        if self.peers.pinned(leaf).is_some() {
-            return match chain {
-                Err(error @ webpki::Error::CertRevoked) => Err(in_rustls_words(error).into()),
-                _ => in_date(leaf, now).map_err(Into::into),
-            };
+            .verify(leaf, intermediates, now, self.usage, &self.algorithms);
+        // Its certificate need not be sent.
+        if let Ok(authority) = &chain {
+            denied.check_authority(authority).map_err(refused)?;
         }
-        let refused = |refused| CertificateError::Other(OtherError(Arc::new(refused)));
+        if self.peers.pinned(leaf).is_some() {
+            if let Err(error @ webpki::Error::CertRevoked) = chain {
+                return Err(in_rustls_words(error).into());
+            }
+            return in_date(leaf, now).map_err(Into::into);
+        }
         if self.peers.are_pins_alone() {
             self.peers.authorise(leaf).map_err(refused)?;
         }
@@ -179,6 +257,11 @@ impl Trust {
         self.peers.authorise(leaf).map_err(refused)?;
         Ok(())
     }
+}
+
+/// A refusal of ours, for rustls; [`peer_refused`] finds it again.
+fn refused(refused: PeerRefused) -> CertificateError {
+    CertificateError::Other(OtherError(Arc::new(refused)))
 }
 
 thread_local! {
@@ -358,7 +441,7 @@ impl ServerCertVerifier for Trust {
         _ocsp_response: &[u8],
         now: UnixTime,
     ) -> Result<ServerCertVerified, Error> {
-        self.verify(end_entity, intermediates, now, KeyUsage::server_auth())?;
+        self.verify(end_entity, intermediates, now)?;
         Ok(ServerCertVerified::assertion())
     }
 
@@ -376,9 +459,30 @@ impl ClientCertVerifier for Trust {
         intermediates: &[CertificateDer<'_>],
         now: UnixTime,
     ) -> Result<ClientCertVerified, Error> {
-        self.verify(end_entity, intermediates, now, KeyUsage::client_auth())?;
+        self.verify(end_entity, intermediates, now)?;
         Ok(ClientCertVerified::assertion())
     }
 
     signatures_by_its_algorithms!();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_digest_of_a_key_is_over_its_der() {
+        for (length, header) in [
+            (0x7f, &[0x30, 0x7f][..]),
+            (0x80, &[0x30, 0x81, 0x80]),
+            (0xff, &[0x30, 0x81, 0xff]),
+            (0x100, &[0x30, 0x82, 0x01, 0x00]),
+            (0x1_0000, &[0x30, 0x83, 0x01, 0x00, 0x00]),
+        ] {
+            let content = vec![7; length];
+            let der = [header, &content].concat();
+            let expected: [u8; 32] = Sha256::digest(der).into();
+            assert_eq!(key_digest(&content), expected, "{length}");
+        }
+    }
 }

@@ -20,7 +20,7 @@ use super::options::{Entrance, Listen};
 use super::site::Site;
 use crate::lane::accept::{self, Arrival, LaneSocket};
 use crate::lane::identity::ServerTls;
-use crate::lane::peers::PeerIdentity;
+use crate::lane::peers::{PeerIdentity, Principal};
 use crate::lane::proof::is_proved;
 
 /// How long nobody is accepted when descriptors or memory ran out.
@@ -163,7 +163,7 @@ pub(super) fn take_peers(
     tls: &ServerTls,
     stopped: &Wakeup,
 ) {
-    let greetings = Arc::<Mutex<Vec<[u8; 32]>>>::default();
+    let greetings = Arc::<Mutex<Vec<Principal>>>::default();
     let result = accept::accept(listener, tls, stopped, |arrival| {
         // What protects lanes comes and goes apart from associations.
         let arrival = match &site.shelter {
@@ -181,7 +181,7 @@ pub(super) fn take_peers(
 }
 
 /// Somebody has come to the port.
-fn take(site: &Arc<Site>, greetings: &Arc<Mutex<Vec<[u8; 32]>>>, arrival: Arrival) {
+fn take(site: &Arc<Site>, greetings: &Arc<Mutex<Vec<Principal>>>, arrival: Arrival) {
     match arrival {
         Arrival::Control { stream, opening } => {
             let from = harmless(&stream.peer().to_string());
@@ -220,22 +220,22 @@ fn take(site: &Arc<Site>, greetings: &Arc<Mutex<Vec<[u8; 32]>>>, arrival: Arriva
     }
 }
 
-/// A control lane that is being agreed on; by its peer's certificate.
+/// A control lane that is being agreed on, by its peer.
 struct Greeting {
-    all: Arc<Mutex<Vec<[u8; 32]>>>,
-    peer: [u8; 32],
+    all: Arc<Mutex<Vec<Principal>>>,
+    peer: Principal,
 }
 
 impl Greeting {
     /// One more, where there is room for it.
-    fn begin(all: &Arc<Mutex<Vec<[u8; 32]>>>, peer: &PeerIdentity) -> Option<Self> {
-        let peer = peer.fingerprint;
+    fn begin(all: &Arc<Mutex<Vec<Principal>>>, peer: &PeerIdentity) -> Option<Self> {
         let mut greetings = lock(all);
-        let theirs = greetings.iter().filter(|one| **one == peer).count();
+        let theirs = greetings.iter().filter(|one| peer.is(one)).count();
         if greetings.len() >= GREETINGS || theirs >= OF_ONE_PEER {
             return None;
         }
-        greetings.push(peer);
+        let peer = peer.principal();
+        greetings.push(peer.clone());
         let all = Arc::clone(all);
         Some(Self { all, peer })
     }

@@ -22,7 +22,7 @@ use thiserror::Error;
 use super::event::Event;
 use super::failure::Failure;
 use super::listener::{Listener, Place, Sockets, next_number};
-use super::meter::Count;
+use super::meter::{Count, Ending};
 use super::options::{Entrance, Listen};
 use super::parameter::Parameter;
 use super::site::Site;
@@ -97,6 +97,9 @@ pub struct Standing {
     pub open: u64,
     /// Channels that ended both ways, in order.
     pub closed: u64,
+    /// Channels that ended but for a few bytes before the end of one direction, which the
+    /// hypervisor there did not read before it closed.
+    pub left_unread: u64,
     /// Channels that were refused or aborted.
     pub failed: u64,
     /// Why the first of these was, as far as it is known.
@@ -104,6 +107,11 @@ pub struct Standing {
 }
 
 impl Standing {
+    /// Channels that have ended, in whatever way.
+    pub fn ended(&self) -> u64 {
+        self.closed + self.left_unread + self.failed
+    }
+
     /// Whether nothing will change any more.
     pub fn is_over(&self) -> bool {
         !self.listens && self.open == 0
@@ -241,17 +249,19 @@ impl Tally {
     }
 
     /// A connection has ended. Whoever says so may hold any lock but this one.
-    pub(super) fn ends(&self, is_bad: bool, why: Option<Failure>) {
+    pub(super) fn ends(&self, ending: Ending) {
         let mut now = self.lock();
         let standing = &mut now.standing;
         standing.open -= 1;
-        if is_bad {
-            standing.failed += 1;
-            if standing.why.is_none() {
-                standing.why = why;
+        match ending {
+            Ending::Well => standing.closed += 1,
+            Ending::LeftUnread => standing.left_unread += 1,
+            Ending::Badly(why) => {
+                standing.failed += 1;
+                if standing.why.is_none() {
+                    standing.why = why;
+                }
             }
-        } else {
-            standing.closed += 1;
         }
         drop(now);
         self.changed.notify_all();
@@ -262,7 +272,7 @@ impl Tally {
     fn is_done(&self) -> bool {
         let now = self.lock();
         let standing = &now.standing;
-        let ended = standing.closed + standing.failed;
+        let ended = standing.ended();
         let had_all = if self.once {
             standing.open + ended > 0
         } else {

@@ -53,6 +53,16 @@ pub enum Event {
         /// The channel's number in its association.
         channel: u32,
     },
+    /// A channel has ended, but for a few bytes before the end of one direction: the hypervisor
+    /// there had closed its connection without reading them.
+    LeftUnread {
+        /// The route.
+        route: String,
+        /// The channel's number in its association.
+        channel: u32,
+        /// Whether that hypervisor is the peer's.
+        by_peer: bool,
+    },
     /// A channel was aborted.
     Aborted {
         /// The route.
@@ -113,6 +123,22 @@ impl fmt::Display for Event {
             }
             Self::Closed { route, channel } => {
                 write!(formatter, "route {route}: channel {channel} is closed")
+            }
+            Self::LeftUnread {
+                route,
+                channel,
+                by_peer,
+            } => {
+                let host = if *by_peer {
+                    "the peer's host"
+                } else {
+                    "this host"
+                };
+                write!(
+                    formatter,
+                    "route {route}: channel {channel} is closed: the hypervisor on {host} closed \
+                     its connection at the other end's last bytes, as QEMU does with its own TLS"
+                )
             }
             Self::Aborted {
                 route,

@@ -36,11 +36,15 @@ impl Failure {
         }
     }
 
-    /// The same with its cause, and the causes of that.
+    /// The same with its cause, and the causes of that. An error that prints its own cause is not
+    /// followed by it once more.
     pub(super) fn because(mut self, cause: &dyn Error) -> Self {
         let mut next = Some(cause);
         while let Some(cause) = next {
-            self.text = format!("{}: {cause}", self.text);
+            let said = cause.to_string();
+            if !self.text.ends_with(&format!(": {said}")) {
+                self.text = format!("{}: {said}", self.text);
+            }
             next = cause.source();
         }
         self
@@ -126,6 +130,16 @@ mod tests {
         let own = Failure::new(FaultCode::TargetUnreachable, "no socket");
         assert_eq!(own.at_fault(), AtFault::Local);
         assert!(own.to_string().contains("at fault: this side"), "{own}");
+    }
+
+    #[test]
+    fn a_cause_that_is_in_the_text_is_not_said_again() {
+        #[derive(Debug, thiserror::Error)]
+        #[error("it cannot be read: {0}")]
+        struct Printing(#[source] std::io::Error);
+        let cause = Printing(std::io::Error::other("gone"));
+        let failure = Failure::new(FaultCode::LaneLost, "lost").because(&cause);
+        assert_eq!(failure.text(), "lost: it cannot be read: gone");
     }
 
     #[test]

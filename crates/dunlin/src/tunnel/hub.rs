@@ -21,7 +21,7 @@ use std::time::Instant;
 
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::negotiate::{LaneSecurity, SessionId, SessionSecret};
-use dunlin_proto::stripe::{self, Action, Config, OpenError, Opening, Side};
+use dunlin_proto::stripe::{self, Action, Config, Left, OpenError, Opening, Side};
 use dunlin_sys::epoll::{Epoll, Readiness};
 use dunlin_sys::poll::{Waker, Wakeup, waker};
 use dunlin_sys::socket::unread_bytes;
@@ -35,7 +35,7 @@ use super::{receive, send, target};
 use crate::ipsec::lanes::Ways;
 use crate::lane::accept::LaneSocket;
 use crate::lane::control::ControlStream;
-use crate::lane::peers::{PeerIdentity, Peers};
+use crate::lane::peers::{PeerIdentity, Peers, Principal};
 
 /// The token of a set's own wake-up; channels have 32 bits.
 pub(super) const WAKE: u64 = u64::MAX;
@@ -48,9 +48,12 @@ pub(super) struct Terms {
     /// What protects the lanes.
     pub(super) security: LaneSecurity,
     pub(super) peer: PeerIdentity,
-    /// Nobody else may be at the other end of a lane. Its certificate may be
-    /// renewed, and so may ours: either is looked for when a lane is made.
+    /// Whom a handshake of a lane may admit. The peer's certificate may be
+    /// renewed, and so may ours: either is looked for when a lane is made, and
+    /// [`Terms::is_the_peer`] decides.
     pub(super) peers: Peers,
+    /// The only peer that may be at the other end of a lane.
+    pub(super) principal: Principal,
     /// Where our lanes go.
     pub(super) lanes_at: SocketAddr,
     /// Under which the peer's lanes prove themselves.
@@ -68,7 +71,7 @@ pub(super) struct Terms {
 impl Terms {
     /// Whether that is who the association is with.
     pub(super) fn is_the_peer(&self, other: &PeerIdentity) -> bool {
-        self.peers.authorise_further(other).is_ok()
+        other.is(&self.principal)
     }
 }
 
@@ -133,6 +136,18 @@ pub(super) enum Way {
 pub(super) struct Channel {
     pub(super) socket: Arc<Socket>,
     pub(super) route: String,
+    /// Why it is aborted if the end does not come behind its consumer, which is gone.
+    left: Option<Failure>,
+}
+
+impl Channel {
+    pub(super) fn new(socket: Arc<Socket>, route: String) -> Self {
+        Self {
+            socket,
+            route,
+            left: None,
+        }
+    }
 }
 
 impl Hub {
@@ -252,7 +267,7 @@ impl Hub {
             return Err(Failure::new(FaultCode::SecurityNotAgreed, text));
         };
         let tls = self.site.client_tls(self.terms.peers.clone())?;
-        let made = Arc::new(shelter.ways_by(tls));
+        let made = Arc::new(shelter.ways(tls, self.terms.principal.clone()));
         *ways = Some(Arc::clone(&made));
         Ok(made)
     }
@@ -280,7 +295,7 @@ impl Hub {
         let route = opening.route.clone();
         let channel = core.association.open(opening)?;
         let socket = Arc::clone(socket);
-        core.channels.insert(channel, Channel { socket, route });
+        core.channels.insert(channel, Channel::new(socket, route));
         self.settle(&mut core);
         Ok(())
     }
@@ -388,10 +403,21 @@ impl Hub {
                 fault,
                 by_peer,
             } => {
-                let failure = if by_peer {
-                    Failure::told(fault, "the peer's tunnel gave the channel up")
-                } else {
-                    Failure::new(fault, "this tunnel gave the channel up")
+                let Some(one) = core.channels.get_mut(&channel) else {
+                    return;
+                };
+                let mut fault = fault;
+                if fault == FaultCode::LeftUnread {
+                    // A hypervisor that has only ended its own direction waits for an answer.
+                    if !by_peer || one.socket.is_gone() {
+                        return self.close_unread(core, channel, by_peer);
+                    }
+                    fault = FaultCode::ChannelBroken;
+                }
+                let failure = match one.left.take() {
+                    _ if by_peer => Failure::told(fault, "the peer's tunnel gave the channel up"),
+                    Some(failure) if fault == failure.code() => failure,
+                    _ => Failure::new(fault, "this tunnel gave the channel up"),
                 };
                 self.close_badly(core, channel, failure);
             }
@@ -439,22 +465,62 @@ impl Hub {
                 let route = one.route.clone();
                 self.site.tell(Event::Opened { route, channel });
             }
-            Err(error) => self.fail(core, channel, &error, now_ns),
+            Err(error) => {
+                core.association
+                    .fail(channel, FaultCode::ChannelBroken, now_ns);
+                let what = "the hypervisor's connection cannot be watched";
+                let failure = Failure::new(FaultCode::ChannelBroken, what).because(&error);
+                self.close_badly(core, channel, failure);
+            }
         }
     }
 
-    /// A channel's connection on this side failed.
+    /// A channel's connection on this side failed. True where the channel stays for a moment, in
+    /// which its end may come.
     pub(super) fn fail(
         self: &Arc<Self>,
         core: &mut Core,
         channel: u32,
         error: &std::io::Error,
         now_ns: u64,
-    ) {
+    ) -> bool {
         let code = FaultCode::ChannelBroken;
-        core.association.fail(channel, code, now_ns);
         let what = "the hypervisor's connection failed";
-        self.close_badly(core, channel, Failure::new(code, what).because(error));
+        let failure = Failure::new(code, what).because(error);
+        let is_gone = matches!(
+            error.kind(),
+            std::io::ErrorKind::ConnectionReset | std::io::ErrorKind::BrokenPipe
+        );
+        if !is_gone {
+            core.association.fail(channel, code, now_ns);
+            self.close_badly(core, channel, failure);
+            return false;
+        }
+        match core.association.left(channel, now_ns) {
+            Left::Waits => {
+                if let Some(one) = core.channels.get_mut(&channel) {
+                    // A second one is a consequence of the first.
+                    one.left.get_or_insert(failure);
+                }
+                return true;
+            }
+            Left::Unread => self.close_unread(core, channel, false),
+            Left::Broken => self.close_badly(core, channel, failure),
+        }
+        false
+    }
+
+    /// The channel has ended, but for a few bytes before the end that its consumer did not want.
+    fn close_unread(&self, core: &mut Core, channel: u32, by_peer: bool) {
+        if let Some(one) = core.channels.remove(&channel) {
+            one.socket.left_unread();
+            let route = one.route;
+            self.site.tell(Event::LeftUnread {
+                route,
+                channel,
+                by_peer,
+            });
+        }
     }
 
     fn close_badly(&self, core: &mut Core, channel: u32, failure: Failure) {

@@ -12,6 +12,7 @@ use super::failure::Failure;
 pub(super) struct Meter {
     open: AtomicU64,
     closed: AtomicU64,
+    left_unread: AtomicU64,
     failed: AtomicU64,
     read_bytes: AtomicU64,
     written_bytes: AtomicU64,
@@ -25,6 +26,9 @@ pub struct Traffic {
     pub open: u64,
     /// Those that ended both ways, in order.
     pub closed: u64,
+    /// Those that ended but for a few bytes before the end of one direction, which the hypervisor
+    /// there did not read before it closed. Whether all is well only the hypervisors know.
+    pub left_unread: u64,
     /// Those that were refused or aborted.
     pub failed: u64,
     /// Bytes that were read from connections of this side.
@@ -39,6 +43,7 @@ impl Meter {
         Traffic {
             open: of(&self.open),
             closed: of(&self.closed),
+            left_unread: of(&self.left_unread),
             failed: of(&self.failed),
             read_bytes: of(&self.read_bytes),
             written_bytes: of(&self.written_bytes),
@@ -48,12 +53,13 @@ impl Meter {
 
 /// One connection in its route's figures and in those of the listener that was
 /// opened for it. It counts from when this is made to when it is dropped, and as
-/// one that ended well if that was said, and nothing else.
+/// one that ended well, or but for what nobody read, if that was said, and nothing else.
 #[derive(Debug)]
 pub(super) struct Count {
     meter: Arc<Meter>,
     tally: Option<Arc<Tally>>,
     is_good: AtomicBool,
+    is_left: AtomicBool,
     is_bad: AtomicBool,
     why: OnceLock<Failure>,
 }
@@ -68,6 +74,7 @@ impl Count {
             meter,
             tally,
             is_good: AtomicBool::new(false),
+            is_left: AtomicBool::new(false),
             is_bad: AtomicBool::new(false),
             why: OnceLock::new(),
         }
@@ -86,6 +93,11 @@ impl Count {
         self.is_good.store(true, Ordering::Relaxed);
     }
 
+    /// It has ended but for a few bytes that nobody read.
+    pub(super) fn left_unread(&self) {
+        self.is_left.store(true, Ordering::Relaxed);
+    }
+
     /// It does not end well. The first reason counts.
     pub(super) fn fails(&self, why: Option<&Failure>) {
         self.is_bad.store(true, Ordering::Relaxed);
@@ -96,19 +108,34 @@ impl Count {
     }
 }
 
+/// How a connection ended.
+#[derive(Debug)]
+pub(super) enum Ending {
+    /// Both ways, in order.
+    Well,
+    /// In order but for a few bytes that nobody read.
+    LeftUnread,
+    /// It was refused or aborted, and why, as far as it is known.
+    Badly(Option<Failure>),
+}
+
 impl Drop for Count {
     fn drop(&mut self) {
-        let is_good = self.is_good.load(Ordering::Relaxed);
-        let is_bad = !is_good || self.is_bad.load(Ordering::Relaxed);
+        let is = |flag: &AtomicBool| flag.load(Ordering::Relaxed);
+        let ending = match (is(&self.is_bad), is(&self.is_left), is(&self.is_good)) {
+            (false, true, _) => Ending::LeftUnread,
+            (false, false, true) => Ending::Well,
+            _ => Ending::Badly(self.why.take()),
+        };
         self.meter.open.fetch_sub(1, Ordering::Relaxed);
-        let ended = if is_bad {
-            &self.meter.failed
-        } else {
-            &self.meter.closed
+        let ended = match ending {
+            Ending::Well => &self.meter.closed,
+            Ending::LeftUnread => &self.meter.left_unread,
+            Ending::Badly(_) => &self.meter.failed,
         };
         ended.fetch_add(1, Ordering::Relaxed);
         if let Some(tally) = &self.tally {
-            tally.ends(is_bad, self.why.take());
+            tally.ends(ending);
         }
     }
 }

@@ -2,7 +2,7 @@
 //! opened.
 
 use std::collections::BTreeSet;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use dunlin_proto::negotiate::LaneSecurity;
 use dunlin_proto::stripe::Patience;
 use thiserror::Error;
 
-use super::parameter::{BadPlace, place};
+use super::parameter::{BadPlace, may_be_path, place};
 use super::relay::RelayExit;
 use crate::lane::peers::Peers;
 use crate::lane::policy::OldestTls;
@@ -171,6 +171,33 @@ pub enum BadRoute {
         /// The route's name.
         name: String,
     },
+    /// A route listens at its own target.
+    #[error(
+        "route {name:?}: listen {at:?} is also its target {target:?}, and the hypervisor that \
+         binds the target would replace the tunnel's socket: give listen another place, or leave \
+         it out and open a listener for each VM"
+    )]
+    OwnTarget {
+        /// The route's name.
+        name: String,
+        /// Where it listens.
+        at: String,
+        /// Its target, as it is written.
+        target: String,
+    },
+    /// What a peer sends would come out at a listener that leads back to that peer.
+    #[error(
+        "route {name:?}: its target {target:?} is where route {other:?} listens, which leads back \
+         to the same peer: give the target another place, or the listen of route {other:?}"
+    )]
+    Circle {
+        /// The name of the route with the target.
+        name: String,
+        /// The name of the route that listens there.
+        other: String,
+        /// The target, as it is written.
+        target: String,
+    },
     /// The target has places for parameters that cannot be.
     #[error("the target of route {name:?} cannot be: {why}")]
     Place {
@@ -192,6 +219,8 @@ impl BadRoute {
             | Self::Window { name, .. }
             | Self::Anybody { name }
             | Self::Exec { name }
+            | Self::OwnTarget { name, .. }
+            | Self::Circle { name, .. }
             | Self::Place { name, .. } => name,
         }
     }
@@ -236,6 +265,7 @@ impl Routes {
                 return Err(BadRoute::Twice { name: name() });
             }
             check_target(&exit.route, &exit.target)?;
+            check_circle(&exit.route, &exit.target, &exit.allow, &entrances)?;
         }
         Ok(Self {
             entrances,
@@ -253,6 +283,36 @@ pub(super) fn check_target(name: &str, target: &Target) -> Result<(), BadRoute> 
     if let Err(why) = target.parameter() {
         let name = name.to_owned();
         return Err(BadRoute::Place { name, why });
+    }
+    Ok(())
+}
+
+/// Refuses a target at which one of this host's routes listens, where that is a mistake: the same
+/// route, or one that leads back to a peer that may use the target. A target that is the listener
+/// of a route to another host is a chain of tunnels and allowed.
+pub(super) fn check_circle(
+    name: &str,
+    target: &Target,
+    allow: &Peers,
+    entrances: &[Entrance],
+) -> Result<(), BadRoute> {
+    for entrance in entrances {
+        if !target.may_be(&entrance.listen) {
+            continue;
+        }
+        let (name, target) = (name.to_owned(), target.to_string());
+        if entrance.route == name {
+            let at = entrance.listen.to_string();
+            return Err(BadRoute::OwnTarget { name, at, target });
+        }
+        if allow.share_one(&entrance.peers) {
+            let other = entrance.route.clone();
+            return Err(BadRoute::Circle {
+                name,
+                other,
+                target,
+            });
+        }
     }
     Ok(())
 }
@@ -294,6 +354,41 @@ impl Target {
     pub fn parameter(&self) -> Result<Option<String>, BadPlace> {
         place(self)
     }
+
+    /// Whether a connection to this target, with some parameter, can be one to that listener.
+    /// Paths are compared as they are written; what links and mounts make of them is not looked
+    /// at.
+    fn may_be(&self, listen: &Listen) -> bool {
+        match (self, listen) {
+            (Self::Unix(target), Listen::Unix(listen)) => may_be_path(target, listen),
+            (Self::Tcp(to), Listen::Tcp(at)) => is_port_of(to, *at),
+            _ => false,
+        }
+    }
+}
+
+/// Whether a host and port, as written, is a listener of this host.
+fn is_port_of(to: &str, listen: SocketAddr) -> bool {
+    let Some((host, port)) = to.rsplit_once(':') else {
+        return false;
+    };
+    if port.parse() != Ok(listen.port()) {
+        return false;
+    }
+    let host = host.trim_start_matches('[').trim_end_matches(']');
+    let at = listen.ip().to_canonical();
+    if host.eq_ignore_ascii_case("localhost") {
+        return at.is_loopback() || at.is_unspecified();
+    }
+    let Ok(address) = host.parse::<IpAddr>() else {
+        return false;
+    };
+    let address = address.to_canonical();
+    // Connecting to the unspecified address is connecting to this host; listening there takes every
+    // address of this host, of which loopback's are known.
+    address == at
+        || (at.is_unspecified() && address.is_loopback())
+        || (address.is_unspecified() && (at.is_loopback() || at.is_unspecified()))
 }
 
 impl std::fmt::Display for Target {
@@ -407,9 +502,115 @@ mod tests {
         Exit {
             route: "ram".to_owned(),
             allow: peers(),
-            target: Target::Unix("/run/ram".into()),
+            target: Target::Unix("/run/in".into()),
             window_bytes: WINDOW_BYTES,
         }
+    }
+
+    #[test]
+    fn a_route_that_listens_at_its_own_target_is_refused() {
+        let both = |listen: &str, target: &str| {
+            let listen = match listen.strip_prefix("tcp:") {
+                Some(at) => Listen::Tcp(at.parse().unwrap()),
+                None => Listen::Unix(listen.into()),
+            };
+            let target = match target.strip_prefix("tcp:") {
+                Some(to) => Target::Tcp(to.to_owned()),
+                None => Target::Unix(target.into()),
+            };
+            let entrance = Entrance {
+                listen,
+                ..entrance()
+            };
+            Routes::new(vec![entrance], vec![Exit { target, ..exit() }])
+        };
+        for (listen, target) in [
+            ("/run/a", "/run/a"),
+            ("/run//a", "/run/a"),
+            ("/run/a", "/run/./a/"),
+            ("/run/x/../a", "/run/a"),
+            ("/../run/a", "/run/a"),
+            ("/run/web.sock", "/run/{vm}.sock"),
+            ("/run/{vm}.sock", "/run/{vm}.sock"),
+            ("/run/web/web.sock", "/run/{vm}/{vm}.sock"),
+            ("/run//web/./in", "/run/{vm}/in"),
+            ("/web", "/{vm}"),
+            ("tcp:127.0.0.1:4444", "tcp:127.0.0.1:4444"),
+            ("tcp:127.0.0.1:4444", "tcp:localhost:4444"),
+            ("tcp:0.0.0.0:4444", "tcp:127.0.0.1:4444"),
+            ("tcp:[::]:4444", "tcp:127.0.0.1:4444"),
+            ("tcp:[::1]:4444", "tcp:[::1]:4444"),
+            ("tcp:192.0.2.1:4444", "tcp:[::ffff:192.0.2.1]:4444"),
+        ] {
+            let refused = both(listen, target);
+            let is_it = matches!(&refused, Err(BadRoute::OwnTarget { name, .. }) if name == "ram");
+            assert!(is_it, "{listen} {target}: {refused:?}");
+        }
+        for (listen, target) in [
+            ("/run/a", "/run/b"),
+            ("/run/a/b", "/run/a"),
+            ("/run/a", "/run/A"),
+            ("/run/web.sock", "/run/in/{vm}.sock"),
+            ("/run/web/db.sock", "/run/{vm}/{vm}.sock"),
+            ("/run/a/b.sock", "/run/{vm}.sock"),
+            ("/run/.sock", "/run/{vm}.sock"),
+            ("/run/-x", "/run/{vm}"),
+            ("/run/a b", "/run/{vm}"),
+            ("/run/x.sock", "/run/x.sock{vm}x.sock"),
+            ("tcp:127.0.0.1:4444", "tcp:127.0.0.1:4445"),
+            ("tcp:127.0.0.1:4444", "tcp:192.0.2.1:4444"),
+            // Whether that address is this host's is not known here.
+            ("tcp:0.0.0.0:4444", "tcp:192.0.2.1:4444"),
+            ("tcp:127.0.0.1:4444", "tcp:host.test:4444"),
+        ] {
+            let taken = both(listen, target);
+            assert!(taken.is_ok(), "{listen} {target}: {taken:?}");
+        }
+    }
+
+    #[test]
+    fn a_target_that_is_another_routes_listener_may_lead_on_but_not_back() {
+        let chained = |peer: &str| {
+            let out = Entrance {
+                route: "out".to_owned(),
+                peers: [peer.parse().unwrap()].into_iter().collect(),
+                ..entrance()
+            };
+            let into = Exit {
+                target: Target::Unix("/run//ram".into()),
+                ..exit()
+            };
+            Routes::new(vec![out], vec![into])
+        };
+        assert!(chained("third.test").is_ok());
+        let back = chained("host.test").unwrap_err();
+        assert_eq!(back.route(), "ram");
+        assert!(
+            matches!(&back, BadRoute::Circle { other, .. } if other == "out"),
+            "{back}"
+        );
+        // The same name is the same route, whomever it leads to.
+        let same = Entrance {
+            peers: ["third.test".parse().unwrap()].into_iter().collect(),
+            listen: Listen::Unix("/run/in".into()),
+            ..entrance()
+        };
+        let same = Routes::new(vec![same], vec![exit()]);
+        assert!(matches!(same, Err(BadRoute::OwnTarget { .. })), "{same:?}");
+        // A relay's target is one too.
+        let relay = RelayExit {
+            route: "ram".to_owned(),
+            listen: "127.0.0.1:1".parse().unwrap(),
+            allow: peers(),
+            target: Target::Unix("/run/ram".into()),
+            oldest_tls: OldestTls::default(),
+        };
+        let relayed = Routes::new(vec![entrance()], Vec::new()).unwrap();
+        let relayed = relayed.with_relays(vec![relay]);
+        assert!(
+            matches!(relayed, Err(BadRoute::OwnTarget { .. })),
+            "{relayed:?}"
+        );
     }
 
     #[test]

@@ -12,7 +12,7 @@
 //! (I7): no separator can be in it, and it is not a directory's own name.
 
 use std::fmt;
-use std::path::Path;
+use std::path::{Component, Path, PathBuf};
 use std::str::FromStr;
 
 use dunlin_proto::fault::FaultCode;
@@ -180,6 +180,47 @@ fn one_place<'a>(texts: impl Iterator<Item = &'a str>) -> Result<Option<String>,
         }
     }
     Ok(found.map(str::to_owned))
+}
+
+/// Whether a target's path can be this one, with some parameter. Both are brought to one form as
+/// they are written: no empty component, no `.`, no `..`.
+pub(super) fn may_be_path(target: &Path, path: &Path) -> bool {
+    let (target, path) = (plain(target), plain(path));
+    if target == path {
+        return true;
+    }
+    let (Some(template), Some(path)) = (path_text(&target), path_text(&path)) else {
+        return false;
+    };
+    let Ok(Some(key)) = one_place([template].into_iter()) else {
+        return false;
+    };
+    let place = format!("{{{key}}}");
+    let places = template.matches(&place).count();
+    let fixed = template.len() - places * place.len();
+    let Some(before) = template.find(&place) else {
+        return false;
+    };
+    // Every place has the same value: its length follows, and so does the value.
+    let value = path
+        .len()
+        .checked_sub(fixed)
+        .filter(|left| left % places == 0)
+        .and_then(|left| path.get(before..before + left / places));
+    value.is_some_and(|value| is_value(value) && template.replace(&place, value) == path)
+}
+
+/// A path without components that change nothing.
+fn plain(path: &Path) -> PathBuf {
+    let mut plain = PathBuf::new();
+    for component in path.components() {
+        match component {
+            Component::ParentDir => drop(plain.pop()),
+            Component::CurDir => {}
+            other => plain.push(other),
+        }
+    }
+    plain
 }
 
 /// The target of a channel: the route's, with what the peer gives in its place.

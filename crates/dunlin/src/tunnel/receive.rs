@@ -175,7 +175,12 @@ fn deliver(hub: &Arc<Hub>, socket: &Socket, turn: Delivery<Piece>, until: Option
         let mut core = hub.lock();
         let now_ns = hub.now_ns();
         if let Err(error) = result {
-            hub.fail(&mut core, channel, &error, now_ns);
+            if hub.fail(&mut core, channel, &error, now_ns) {
+                // Nobody takes the rest; it counts, as what comes behind it.
+                let rest = piece.behind(written);
+                core.association
+                    .wrote(channel, written as u32, rest, now_ns);
+            }
             hub.settle(&mut core);
             return;
         }

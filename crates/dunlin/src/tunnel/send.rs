@@ -96,6 +96,10 @@ fn over_tls(hub: &Hub, lane: u16, deadline: Instant) -> Result<DataSender, Failu
     let secured = handshake::client(stream, &tls, deadline).map_err(|error| {
         Failure::of_handshake(format!("lane {lane} to {at} cannot be secured"), &error)
     })?;
+    if !terms.is_the_peer(&secured.peer) {
+        let text = format!("lane {lane} to {at} reached another peer than the control lane");
+        return Err(Failure::new(FaultCode::WrongIdentity, text));
+    }
     DataSender::tls(secured, STALL_LIMIT).map_err(|error| failed(lane, &error))
 }
 

@@ -6,6 +6,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
+use dunlin_sys::poll::{Interest, poll};
 use dunlin_sys::socket::{Liveness, set_buffers, set_liveness, set_reset_on_close};
 
 use super::failure::Failure;
@@ -198,6 +199,32 @@ impl Socket {
         }
     }
 
+    /// Both directions are over: the one that ended had a few bytes before its end that nobody
+    /// read. What is left of the connection goes as an abort.
+    pub(super) fn left_unread(&self) {
+        if let Some(count) = &self.count {
+            count.left_unread();
+        }
+        self.close_at_once();
+    }
+
+    /// Whether the hypervisor has closed its connection, and not only its own direction. A TCP
+    /// socket cannot tell the two apart and says yes; ask it only when its end has been read.
+    pub(super) fn is_gone(&self) -> bool {
+        match &self.stream {
+            Stream::Tcp(_) => true,
+            Stream::Unix(stream) => {
+                let nothing = Interest {
+                    fd: stream.as_fd(),
+                    read: false,
+                    write: false,
+                };
+                // An error or a hang-up is told without being asked for (poll(2)).
+                poll(&[nothing], Some(Duration::ZERO)).is_ok_and(|ready| ready == [true])
+            }
+        }
+    }
+
     /// Aborts it, and says why to whoever waits for its end.
     pub(super) fn fail(&self, why: &Failure) {
         if let Some(count) = &self.count {
@@ -213,6 +240,10 @@ impl Socket {
         if let Some(count) = &self.count {
             count.fails(None);
         }
+        self.close_at_once();
+    }
+
+    fn close_at_once(&self) {
         match &self.stream {
             Stream::Unix(stream) => drop(stream.shutdown(Shutdown::Both)),
             // Fails only where it has gone.

@@ -35,7 +35,7 @@ pub(super) fn connect(hub: &Arc<Hub>, channel: u32, route: &str, parameter: &str
             if core.association.connected(channel, window_bytes) {
                 let route = route.to_owned();
                 let socket = Arc::new(socket);
-                core.channels.insert(channel, Channel { socket, route });
+                core.channels.insert(channel, Channel::new(socket, route));
                 hub.watch(&mut core, channel, hub.now_ns());
             } else {
                 socket.abort();

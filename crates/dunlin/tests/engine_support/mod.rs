@@ -3,11 +3,14 @@
 //! the real engine over real sockets and real TLS.
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
 
+pub mod doubt;
 pub mod peer;
 pub mod proxy;
 pub mod scene;
 
+use std::io;
 use std::net::{SocketAddr, TcpListener};
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
@@ -17,16 +20,20 @@ use dunlin::engine::destination::{self, DestinationEvent, Received};
 use dunlin::engine::memory::{MappedMemory, OwnWrites};
 use dunlin::engine::source::{self, migrate};
 use dunlin::engine::vmm::{
-    Builder, DestinationVm, DirtyLog, GuestMemory, Offered, Refusal, RunState, Section, SourceVm,
-    VmDescription, VmmError,
+    Builder, DestinationVm, DirtyLog, GuestMemory, Offered, Refusal, Region, RunState, Section,
+    SourceVm, VmDescription, VmmError,
 };
 use dunlin::engine::{Cancel, Event, Host, MigrateError, Report, StandardHost};
 use dunlin::lane::identity::{ClientTls, ServerTls};
 use dunlin::lane::provider::{Crypto, Provider};
+use dunlin_sys::mapping::{Backing, allocate};
 use vm_memory::bitmap::AtomicBitmap;
-use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+use vm_memory::{
+    Bytes, FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion,
+    VolatileSlice,
+};
 
-use super::lane_support::{Authority, DESTINATION, SOURCE, names};
+use super::lane_support::{Authority, DESTINATION, SOURCE, load, names};
 
 /// Guest memory of the tests: its own writes are its dirty log.
 pub type Memory = GuestMemoryMmap<AtomicBitmap>;
@@ -34,12 +41,34 @@ pub type Memory = GuestMemoryMmap<AtomicBitmap>;
 /// What a test does at a step of the VM.
 pub type Hook = Box<dyn FnMut(&str) + Send>;
 
+/// A search for what is worth sending in a region of the source's memory.
+pub type Scan = fn(&MappedMemory, usize, &mut dyn FnMut(Range<u64>)) -> io::Result<()>;
+
+/// Memory in which a source looks for holes in a way of its own.
+struct Scanned(MappedMemory, Scan);
+
+impl GuestMemory for Scanned {
+    fn regions(&self) -> &[Region] {
+        self.0.regions()
+    }
+
+    fn slice(&self, index: usize, offset: u64, length: usize) -> io::Result<VolatileSlice<'_>> {
+        self.0.slice(index, offset, length)
+    }
+
+    fn worth_sending(&self, index: usize, found: &mut dyn FnMut(Range<u64>)) -> io::Result<()> {
+        self.1(&self.0, index, found)
+    }
+}
+
 /// The VM, on either side.
 pub struct TestVm {
     pub memory: Arc<Memory>,
     pub state: Mutex<RunState>,
     /// Called in [`SourceVm::pause`] and friends, for faults that a test plants.
     pub fail: Mutex<Option<&'static str>>,
+    /// How its memory is searched where it is the source, if not as it should be.
+    pub scan: Mutex<Option<Scan>>,
     /// Called with the name of each step before it is taken.
     pub hook: Mutex<Option<Hook>>,
     /// The order in which the engine called the VM.
@@ -65,10 +94,33 @@ impl TestVm {
 
     /// A paused VM with these regions: address and bytes.
     pub fn with_ranges(ranges: &[(GuestAddress, usize)]) -> Arc<Self> {
+        Self::with_memory(GuestMemoryMmap::from_ranges(ranges).unwrap())
+    }
+
+    /// A paused VM with two regions in one memfd, from its beginning and from 1 MiB
+    /// on: address and bytes of each.
+    pub fn in_one_file(bytes: [usize; 2]) -> Arc<Self> {
+        const SECOND: u64 = 1 << 20;
+        assert!(bytes[0] <= SECOND as usize);
+        let whole = allocate(
+            (SECOND + bytes[1] as u64).next_multiple_of(2 << 20),
+            Backing::Memfd,
+        );
+        let region = whole.unwrap().iter().next().unwrap().file_offset().cloned();
+        let file = |start| FileOffset::from_arc(Arc::clone(region.as_ref().unwrap().arc()), start);
+        let regions = [
+            (GuestAddress(0), bytes[0], Some(file(0))),
+            (GuestAddress(1 << 32), bytes[1], Some(file(SECOND))),
+        ];
+        Self::with_memory(GuestMemoryMmap::from_ranges_with_files(&regions).unwrap())
+    }
+
+    fn with_memory(memory: Memory) -> Arc<Self> {
         Arc::new(Self {
-            memory: Arc::new(GuestMemoryMmap::from_ranges(ranges).unwrap()),
+            memory: Arc::new(memory),
             state: Mutex::new(RunState::Paused),
             fail: Mutex::default(),
+            scan: Mutex::default(),
             hook: Mutex::default(),
             calls: Mutex::default(),
             loaded: Mutex::default(),
@@ -81,7 +133,6 @@ impl TestVm {
 
     /// Fills the first `bytes` of each region with numbers that are not zero.
     pub fn fill(&self, bytes: usize) {
-        use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
         for region in self.memory.iter() {
             let end = (region.len() as usize).min(bytes);
             let mut page = [0_u8; 4096];
@@ -193,7 +244,11 @@ impl SourceVm for TestVm {
     }
 
     fn memory(&self) -> Arc<dyn GuestMemory> {
-        Arc::new(MappedMemory::new(Arc::clone(&self.memory), 4096))
+        let mapped = MappedMemory::new(Arc::clone(&self.memory), 4096);
+        match *self.scan.lock().unwrap() {
+            Some(scan) => Arc::new(Scanned(mapped, scan)),
+            None => Arc::new(mapped),
+        }
     }
 
     fn dirty_logs(&self) -> Vec<Box<dyn DirtyLog>> {
@@ -451,6 +506,15 @@ pub fn client_of(authority: &Authority, name: &str) -> ClientTls {
         .identity(&[name])
         .client(&crypto, names(&[DESTINATION]))
         .unwrap()
+}
+
+/// A client and a server of `authority` that trust `other` too.
+pub fn trusting(authority: &Authority, other: &Authority) -> (ClientTls, ServerTls) {
+    let crypto = Crypto::with(Provider::built_in()[0]);
+    let host = |name| load(&authority.host_trusting(&[name], &[other]));
+    let client = host(SOURCE).client(&crypto, names(&[DESTINATION]));
+    let server = host(DESTINATION).server(&crypto, names(&[SOURCE]));
+    (client.unwrap(), server.unwrap())
 }
 
 pub fn server_of(authority: &Authority) -> ServerTls {

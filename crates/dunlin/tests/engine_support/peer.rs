@@ -135,7 +135,8 @@ impl Peer {
     }
 }
 
-fn read_opening(stream: &ControlStream) -> Opening {
+/// The first words of the other side.
+pub fn read_opening(stream: &ControlStream) -> Opening {
     let mut bytes = [0; PRELUDE_BYTES];
     stream.receive_exact(&mut bytes, soon()).unwrap();
     let prelude = Prelude::decode(&bytes).unwrap();

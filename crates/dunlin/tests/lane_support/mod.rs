@@ -93,7 +93,19 @@ impl Authority {
         self.host_until(names, 2096)
     }
 
-    /// The same, with the first second of a year as the end of its validity.
+    /// Another certificate for the key of a host, with these names: the key and it, as PEM.
+    pub fn renew(&self, host: &Path, names: &[&str]) -> (String, String) {
+        let key = fs::read_to_string(host.join("key.pem")).unwrap();
+        let pair = KeyPair::from_pem(&key).unwrap();
+        let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
+        let mut params = CertificateParams::new(names).unwrap();
+        params.not_before = date_time_ymd(2002, 1, 1);
+        params.not_after = date_time_ymd(2096, 1, 1);
+        let certificate = params.signed_by(&pair, &self.issuer).unwrap();
+        (key, certificate.pem())
+    }
+
+    /// As `host`, with the first second of a year as the end of its validity.
     pub fn host_until(&self, names: &[&str], year: i32) -> PathBuf {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let names = names.iter().map(|name| (*name).to_owned());
@@ -116,6 +128,14 @@ impl Authority {
         let key_path = directory.join("key.pem");
         fs::write(&key_path, key.serialize_pem()).unwrap();
         set_mode(&key_path, 0o600);
+        directory
+    }
+
+    /// The directory of a host that trusts the authorities of `others` too.
+    pub fn host_trusting(&self, names: &[&str], others: &[&Self]) -> PathBuf {
+        let directory = self.host(names);
+        let all: String = others.iter().map(|other| &*other.pem).collect();
+        fs::write(directory.join("ca-cert.pem"), self.pem.clone() + &all).unwrap();
         directory
     }
 

@@ -14,7 +14,7 @@ use dunlin::ipsec::{Mode, Sender};
 use dunlin::lane::accept::{Arrival, LaneSocket, accept};
 use dunlin::lane::control::{self, ControlStream};
 use dunlin::lane::identity::{ClientTls, ServerTls};
-use dunlin::lane::peers::PeerIdentity;
+use dunlin::lane::peers::{PeerIdentity, Principal};
 use dunlin::lane::provider::Crypto;
 use dunlin_kernel_tests::sessions::{
     Capture, LIMIT, captured, connect, inside, nothing_left, until,
@@ -227,8 +227,10 @@ fn i6_a_lane_from_another_port_or_peer_is_not_taken(guest: &Guest, tls: &Tls) {
     let second = near.lane();
     until("it is judged", || near.far.verdicts().len() == 3);
     assert_eq!(near.far.verdicts(), [true, false, false]);
-    // Nor is a session begun with whoever has another certificate than the control lane's peer.
-    let ways = near.shelter.ways(tls.client.clone(), [0; 32]);
+    // Nor is a session begun with another peer than the control lane's.
+    let ways = near
+        .shelter
+        .ways(tls.client.clone(), Principal::Certificate([0; 32]));
     let (_waker, stop) = waker().expect("a descriptor");
     let refused = inside("a", || ways.connect(AT, Instant::now() + LIMIT, &stop));
     assert!(
@@ -295,7 +297,7 @@ impl Near {
         until("b knows its peer", || {
             far.expected.lock().expect("nobody panics").is_some()
         });
-        let ways = shelter.ways(tls.client.clone(), control.peer().fingerprint);
+        let ways = shelter.ways(tls.client.clone(), control.peer().principal());
         Self {
             shelter,
             said,
@@ -459,7 +461,7 @@ impl Far {
                     }) => {
                         let known = known.lock().expect("nobody panics");
                         let peer = known.as_ref().expect("it came first");
-                        let covered = own.covers(peer, &stream).is_ok();
+                        let covered = own.covers(&peer.principal(), &stream).is_ok();
                         judged.lock().expect("nobody panics").push(covered);
                         if covered {
                             let same = stream.try_clone().expect("a descriptor");

@@ -1,7 +1,6 @@
 //! A socket takes keys only while it is connected; a module that is not loaded is nowhere to be seen without CAP_NET_ADMIN.
 
 use std::env;
-use std::fs;
 use std::net::{Shutdown, TcpListener};
 use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode};
@@ -13,9 +12,6 @@ use dunlin_kernel_tests::tls::{Keys, connected, errno, kernels, receive, set};
 use dunlin_kernel_tests::{Guest, Needs, run};
 use dunlin_sys::ktls::{Direction, attach, installed};
 use nix::errno::Errno;
-
-/// What the kernel runs to load a module.
-const LOADER: &str = "/proc/sys/kernel/modprobe";
 
 const BYTES: usize = 1 << 20;
 
@@ -77,14 +73,13 @@ fn keys_come_after_it() {
 
 /// As in a container: the module is there, and nobody inside may have it loaded.
 fn a_module_that_is_not_loaded(guest: &Guest) {
-    guest.remove_module("tls");
+    let _unloaded = guest.without_module("tls");
     unprivileged("Err(ENOENT)");
-    let loader = fs::read_to_string(LOADER).expect("proc is mounted");
-    fs::write(LOADER, "/nowhere").expect("it can be set");
+    let unasked = guest.without_loader();
     let (near, _far) = connected();
     assert_eq!(attach(&near).map_err(errno), Err(Errno::ENOENT));
     lanes_and_the_hand_off_go_on_without(guest);
-    fs::write(LOADER, loader.trim_end()).expect("it can be set");
+    drop(unasked);
     assert_eq!(
         attach(&near).map_err(errno),
         Ok(()),

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use dunlin_kernel_tests::handoff::{Accept, certificate, client, pattern, stunnel_to, take};
 use dunlin_kernel_tests::{Guest, Needs, run};
 use dunlin_sys::ktls::{self, Cipher, Direction, Version};
-use dunlin_sys::socket::connect_unix;
+use dunlin_sys::socket::{connect_unix, unread_bytes};
 use nix::sys::socket::{Backlog, listen};
 
 const NEEDS: Needs = Needs {
@@ -143,7 +143,13 @@ fn who_has_ended_before_the_keys_is_carried(guest: &Guest, port: u16, taker: &Un
     let mut client = client(port, "own", "-tls1_2");
     let mut input = client.0.stdin.take().expect("it was asked for");
     input.write_all(b"last words").expect("it is taken");
-    thread::sleep(Duration::from_secs(2));
+    // The client reads its input once its handshake is over.
+    let until = Instant::now() + Duration::from_secs(60);
+    while unread_bytes(&input).expect("it is a pipe") > 0 {
+        assert!(Instant::now() < until, "the handshake does not end");
+        thread::sleep(Duration::from_millis(10));
+    }
+    thread::sleep(Duration::from_millis(500));
     drop((input, client));
     thread::sleep(Duration::from_millis(200));
     empty_queue(queue, taker);

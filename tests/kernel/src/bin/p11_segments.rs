@@ -32,9 +32,7 @@ fn main() -> ExitCode {
 
 /// SAs and connections before and after the module.
 fn before_and_after(guest: &Guest) {
-    if esp_offload().ipv4 {
-        guest.remove_module("esp4_offload");
-    }
+    let _unloaded = guest.without_module("esp4_offload");
     let offload = esp_offload();
     assert!(!offload.ipv4);
     println!("an operator is told: {:?}", offload.how_to_load());

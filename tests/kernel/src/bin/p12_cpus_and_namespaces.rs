@@ -41,7 +41,7 @@ fn main() -> ExitCode {
 
         let lane = scene.lane(LAST);
         assert_eq!(scene.there(|| lane.send(LAST, 50_000)), [Some(LAST)]);
-        switch(LAST, "0");
+        let off = guest.set(&format!("/sys/devices/system/cpu/cpu{LAST}/online"), "0");
         pin_to(LAST as usize).expect_err("it is off");
         // What has been connected from it goes on, from any other.
         assert_eq!(scene.there(|| lane.send(1, 50_000)), [Some(LAST)]);
@@ -53,14 +53,8 @@ fn main() -> ExitCode {
         // A second SA of the same CPU takes over what goes by the first, while that CPU is off.
         let next = Sa::new(0x3000).of_cpu(LAST);
         next.add(a, b);
-        switch(LAST, "1");
+        drop(off);
         assert_eq!(scene.there(|| lane.send(LAST, 50_000)), []);
         assert!(a.carried(&next.id(b)).packets > 0);
     })
-}
-
-/// Switches a CPU off or on.
-fn switch(cpu: u32, on: &str) {
-    let file = format!("/sys/devices/system/cpu/cpu{cpu}/online");
-    fs::write(&file, on).unwrap_or_else(|error| panic!("{file}: {error}"));
 }

@@ -1,6 +1,5 @@
 //! PAGEMAP_SCAN tracks a writer: it reports what was written since the last look, and loses nothing.
 
-use std::fs;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -18,11 +17,9 @@ const PAGES: usize = 16 << 20 >> 12;
 const HUGE: usize = 512;
 
 fn main() -> ExitCode {
-    run(&Needs::NOTHING, |_| {
-        // "always" last: it is what Debian's kernel begins with.
+    run(&Needs::NOTHING, |guest| {
         for (huge_pages, granularity) in [("never", 1), ("always", HUGE)] {
-            fs::write("/sys/kernel/mm/transparent_hugepage/enabled", huge_pages)
-                .expect("it can be chosen");
+            let _chosen = guest.set("/sys/kernel/mm/transparent_hugepage/enabled", huge_pages);
             for (backing, behind) in [
                 (Backing::Private, Behind::Anonymous),
                 (Backing::Memfd, Behind::File),

@@ -17,6 +17,7 @@ use dunlin::lane::peers::Peers;
 use dunlin::lane::provider::{CipherSuite, Crypto};
 use dunlin::lane::record::{Alert, CONTENT_BYTES, LateMessage, OpenError};
 use dunlin_kernel_tests::refusing::forbid;
+use dunlin_kernel_tests::tls::renews_keys;
 use dunlin_kernel_tests::{Guest, Needs, run};
 use dunlin_sys::ktls::{self, Direction};
 use dunlin_sys::socket::wait_readable;
@@ -79,7 +80,7 @@ fn k11_the_choice_is_the_kernel_where_it_is_fast_and_says_with_what(guest: &Gues
         println!("{suite}: {}", choice.reason);
         let abilities = abilities(suite).expect("it was just chosen");
         assert!(abilities.opens_in_place, "since Linux 6.0");
-        assert_eq!(abilities.renews_keys, guest.kernel() >= (6, 14));
+        assert_eq!(abilities.renews_keys, renews_keys(guest));
         assert!(abilities.driver.is_some(), "{suite} has a driver");
     }
     let auto = choose(Offload::Auto, CipherSuite::Aes256Gcm).expect("auto always chooses");

@@ -2,6 +2,7 @@
 
 use std::process::ExitCode;
 
+use dunlin_kernel_tests::tls::renews_keys;
 use dunlin_kernel_tests::{Needs, run};
 
 fn main() -> ExitCode {
@@ -11,9 +12,8 @@ fn main() -> ExitCode {
         ..Needs::NOTHING
     };
     run(&needs, |guest| {
-        guest.command("modprobe", &["tls"]);
         guest.command("modprobe", &["aesni-intel"]);
-        let skipped: &[&str] = if guest.kernel() >= (6, 14) {
+        let skipped: &[&str] = if renews_keys(guest) {
             &[]
         } else {
             // It cannot.

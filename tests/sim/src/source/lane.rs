@@ -226,6 +226,7 @@ impl World<'_> {
         let Some(guest) = self.source.guest.take() else {
             return;
         };
+        let readings = guest.readings;
         let lane = self.lane(number);
         let half = lane.plan.pages.div_ceil(2) as usize;
         let next: Vec<u32> = lane.pages().skip(lane.read.len()).take(half).collect();
@@ -233,6 +234,12 @@ impl World<'_> {
             .into_iter()
             .map(|page| (page, guest.pages[page as usize]));
         lane.read.extend(read);
+        let is_read = lane.read.len() as u64 == lane.plan.pages;
+        if is_read && lane.random.chance(25) {
+            // Some of them were zero, and the chunk takes in others.
+            self.extend_chunk(number, readings);
+        }
+        let lane = self.lane(number);
         if lane.read.len() as u64 == lane.plan.pages {
             lane.does = Does::Sends(Packet::Chunk {
                 number: lane.plan.number,
@@ -249,6 +256,26 @@ impl World<'_> {
             self.attempt().sending.paced(number, now_ns + after_ns);
         }
         self.lane_goes_on(number, after_ns);
+    }
+
+    fn extend_chunk(&mut self, number: u16, readings: u32) {
+        let attempt = self.attempt();
+        let Some(lane) = attempt.lanes.get_mut(&number) else {
+            return;
+        };
+        let before = lane.plan.pages as usize;
+        let room = lane.random.between(1, 16);
+        if !attempt.sending.schedule_mut().extend(&mut lane.plan, room) {
+            return;
+        }
+        let iteration = lane.plan.iteration;
+        let at_cut = lane.readings;
+        let added: Vec<u32> = lane.pages().skip(before).collect();
+        self.check_cut(iteration, readings, &added);
+        if readings != at_cut {
+            let text = format!("a chunk of lane {number} takes in pages after the log was read");
+            self.violate("I4", text);
+        }
     }
 
     fn lane_sends(&mut self, number: u16) {

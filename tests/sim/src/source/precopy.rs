@@ -121,7 +121,7 @@ impl World<'_> {
         let dirtied_pages = dirtied(self);
         let attempt = self.attempt();
         let schedule = attempt.sending.schedule();
-        let remaining = schedule.pending_pages() + schedule.in_flight_pages();
+        let remaining = schedule.remaining_pages();
         let bytes = |pages: u64| pages * PAGES_EACH * PAGE_BYTES;
         let per_s = u128::from(bytes(attempt.acked_pages)) * 1_000_000_000;
         let pass = Pass {

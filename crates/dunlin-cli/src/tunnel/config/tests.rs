@@ -257,3 +257,31 @@ fn of_routes_that_listen_at_one_place_one_is_named_with_its_line() {
     let expected = format!("t.toml:{line}: two routes listen on unix:/run/dunlin/ram.sock");
     assert!(said[0].starts_with(&expected), "{said:?}");
 }
+
+/// `tunnel check`, `tunnel run` and a reload read files by this one function.
+#[test]
+fn a_route_whose_listen_is_its_target_is_a_mistake_of_that_route() {
+    for (good, bad, line, words) in [
+        (
+            "unix:/run/qemu/in.sock",
+            "unix:/run/dunlin//ram.sock",
+            11,
+            ["route \"ram\"", "give listen another place"],
+        ),
+        (
+            "unix:/run/qemu/{vm}.sock",
+            "unix:/run/dunlin/{vm}.sock",
+            27,
+            ["route \"each\"", "the listen of route \"ram\""],
+        ),
+    ] {
+        let text = GOOD.replacen(good, bad, 1);
+        assert_ne!(text, GOOD);
+        let found = mistakes(&text);
+        let expected = format!("t.toml:{line}: ");
+        let is_it = |one: &String| {
+            one.starts_with(&expected) && words.iter().all(|word| one.contains(word))
+        };
+        assert!(found.len() == 1 && found.iter().all(is_it), "{found:#?}");
+    }
+}

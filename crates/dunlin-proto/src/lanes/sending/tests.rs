@@ -179,6 +179,94 @@ fn no_lane_is_blamed_while_the_control_lane_is_silent() {
     );
 }
 
+/// What is to be done from `from_ns` to just before `to_ns`, for a caller that
+/// comes again and again; the control lane may be silent all the while.
+fn during(sending: &mut Sending, from_ns: u64, to_ns: u64, silent: bool) -> Vec<Action> {
+    let mut all = Vec::new();
+    for now_ns in (from_ns..to_ns).step_by(10) {
+        if silent {
+            sending.unheard(now_ns);
+        }
+        all.extend(actions(sending, now_ns));
+    }
+    all
+}
+
+#[test]
+fn a_lane_that_opens_has_its_time_once_the_control_lane_is_heard_again() {
+    let mut sending = standing(CHUNK_PAGES, 1);
+    sending.want(2);
+    assert_eq!(actions(&mut sending, 0), [Action::Open(2)]);
+    // *lane up* would come on the control lane.
+    assert_eq!(during(&mut sending, 0, 3 * PATIENCE.open_ns, true), []);
+    let heard_ns = 3 * PATIENCE.open_ns;
+    sending.unheard(heard_ns);
+    let late_ns = heard_ns + PATIENCE.open_ns;
+    assert_eq!(during(&mut sending, heard_ns, late_ns, false), []);
+    assert_eq!(
+        actions(&mut sending, late_ns),
+        [Action::Cut(2), Action::Fence(2)]
+    );
+}
+
+#[test]
+fn a_fence_has_its_time_once_the_control_lane_is_heard_again() {
+    let mut sending = standing(CHUNK_PAGES, 2);
+    sending.thread_ended(1, false, 0);
+    sending.want(1);
+    assert_eq!(actions(&mut sending, 0), [Action::Fence(1)]);
+    // *fenced* would come on the control lane.
+    assert_eq!(during(&mut sending, 0, 3 * PATIENCE.alone_ns, true), []);
+    let heard_ns = 3 * PATIENCE.alone_ns;
+    sending.unheard(heard_ns);
+    let late_ns = heard_ns + PATIENCE.alone_ns;
+    assert_eq!(during(&mut sending, heard_ns, late_ns, false), []);
+    assert_eq!(actions(&mut sending, late_ns), [Action::GiveUp]);
+}
+
+#[test]
+fn a_lane_that_has_ended_has_its_time_once_the_control_lane_is_heard_again() {
+    let mut sending = standing(CHUNK_PAGES, 2);
+    let mut plan = ChunkPlan::default();
+    let end = Work::End { chunks: 0 };
+    assert_eq!(sending.next(1, Wear::Spent, 0, &mut plan), end);
+    sending.thread_ended(1, true, 0);
+    sending.want(1);
+    assert_eq!(during(&mut sending, 0, 3 * PATIENCE.progress_ns, true), []);
+    let heard_ns = 3 * PATIENCE.progress_ns;
+    sending.unheard(heard_ns);
+    let late_ns = heard_ns + PATIENCE.progress_ns;
+    assert_eq!(during(&mut sending, heard_ns, late_ns, false), []);
+    assert_eq!(actions(&mut sending, late_ns), [Action::Fence(1)]);
+}
+
+#[test]
+fn after_a_long_silence_a_new_control_lane_gives_every_lane_its_time() {
+    let mut sending = standing(CHUNK_PAGES, 3);
+    let mut plan = ChunkPlan::default();
+    let end = Work::End { chunks: 0 };
+    assert_eq!(sending.next(1, Wear::Spent, 0, &mut plan), end);
+    sending.thread_ended(1, true, 0);
+    sending.thread_ended(2, false, 0);
+    assert_eq!(actions(&mut sending, 0), [Action::Fence(2)]);
+    assert_eq!(
+        actions(&mut sending, 10),
+        [Action::Open(4), Action::Open(5)]
+    );
+    let resumed_ns = 3 * PATIENCE.alone_ns;
+    assert_eq!(during(&mut sending, 20, resumed_ns, true), []);
+    sending.control_resumed(resumed_ns);
+    // The fence is asked for again; the ended lane's confirmation is not repeated.
+    assert_eq!(
+        actions(&mut sending, resumed_ns),
+        [Action::Fence(2), Action::Fence(1)]
+    );
+    let late_ns = resumed_ns + PATIENCE.open_ns;
+    assert_eq!(during(&mut sending, resumed_ns, late_ns, false), []);
+    assert_eq!(sending.fenced(1, &[], late_ns), Ok(0));
+    assert_eq!(sending.fenced(2, &[], late_ns), Ok(0));
+}
+
 #[test]
 fn a_lane_that_came_too_late_to_be_needed_is_fenced_and_not_counted_as_lost() {
     let mut sending = standing(CHUNK_PAGES, 2);

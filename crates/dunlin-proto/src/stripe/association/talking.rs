@@ -331,6 +331,13 @@ impl<T: Clone> Association<T> {
             if planted(Mistake::ResetBehindData) && one.inn.waits() {
                 return Ok(());
             }
+            // Only if this side has read its hypervisor's end.
+            let fault = match fault {
+                FaultCode::LeftUnread if !one.ours || one.out.eof.is_none() => {
+                    FaultCode::ChannelBroken
+                }
+                other => other,
+            };
             self.forget(channel, now_ns);
             self.actions.push_back(Action::Abort {
                 channel,

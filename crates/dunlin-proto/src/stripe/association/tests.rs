@@ -300,6 +300,144 @@ fn an_abort_goes_before_what_waits_and_drops_it() {
     assert_eq!(pair.sides[1].wrote(channel, 100, None, 0), None);
 }
 
+/// A consumer that is gone is done, and not broken, where the other side has ended and next to
+/// nothing before its end is unread.
+#[test]
+fn a_consumer_that_leaves_a_few_bytes_before_the_end_unread_aborts_nothing() {
+    const MOST: u32 = MAX_UNREAD_BYTES as u32;
+    // Bytes at the end that it does not take, whether the end is known when it goes, and whether
+    // the end comes behind that.
+    for (unread, known, comes, at_once, verdict) in [
+        (0, true, true, Left::Unread, FaultCode::LeftUnread),
+        (MOST, true, true, Left::Unread, FaultCode::LeftUnread),
+        (MOST + 1, true, true, Left::Broken, FaultCode::ChannelBroken),
+        (0, false, true, Left::Waits, FaultCode::LeftUnread),
+        (MOST, false, true, Left::Waits, FaultCode::LeftUnread),
+        (0, false, false, Left::Waits, FaultCode::ChannelBroken),
+        (MOST, false, false, Left::Waits, FaultCode::ChannelBroken),
+        (
+            MOST + 1,
+            false,
+            true,
+            Left::Broken,
+            FaultCode::ChannelBroken,
+        ),
+    ] {
+        let case = format!("{unread} {known} {comes}");
+        let mut pair = Pair::new();
+        let channel = pair.channel();
+        pair.sides[0].readable(channel);
+        let taken = pair.reads(0, 1, 1000, true).unwrap();
+        pair.delivers(1, 1, &taken);
+        if unread > 0 {
+            let rest = pair.reads(0, 1, unread, true).unwrap();
+            let arrival = pair.sides[1].arrived(1, &rest, 0).unwrap();
+            assert_eq!(arrival, Arrival::Deliver, "{case}");
+            // The socket does not take it.
+            assert_eq!(pair.sides[1].wrote(channel, 0, Some(0), 0), None);
+        }
+        if known {
+            pair.ends(0, channel);
+            let shut = match unread {
+                0 => vec![Action::ShutWrite(channel)],
+                _ => vec![],
+            };
+            assert_eq!(pair.did(1), shut, "{case}");
+        }
+        assert_eq!(pair.sides[1].left(channel, pair.now_ns), at_once, "{case}");
+        if !known && comes {
+            pair.ends(0, channel);
+        }
+        if at_once == Left::Waits {
+            if !comes {
+                pair.now_ns = ACK_DELAY_NS;
+                assert_eq!(pair.did(1), vec![], "{case}");
+                assert_eq!(pair.sides[1].due_ns(), Some(END_MAY_COME_NS), "{case}");
+                pair.now_ns = END_MAY_COME_NS;
+            }
+            assert_eq!(pair.did(1), [abort(channel, verdict, false)], "{case}");
+        }
+        assert_eq!(pair.did(0), [abort(channel, verdict, true)], "{case}");
+        assert_eq!(pair.sides[1].left(channel, pair.now_ns), Left::Broken);
+        for side in &pair.sides {
+            assert_eq!((side.channels(), side.usage()), (0, Usage::default()));
+        }
+    }
+}
+
+/// What comes for a consumer that is gone decides at once: it was not at its end.
+#[test]
+fn more_bytes_for_a_consumer_that_is_gone_are_an_abort_without_waiting() {
+    let mut pair = Pair::new();
+    let channel = pair.channel();
+    assert_eq!(pair.sides[1].left(channel, 0), Left::Waits);
+    pair.sides[0].readable(channel);
+    let data = pair.reads(0, 1, MAX_UNREAD_BYTES as u32 + 1, true).unwrap();
+    let arrival = pair.sides[1].arrived(1, &data, 0).unwrap();
+    assert_eq!(arrival, Arrival::Deliver);
+    assert_eq!(pair.sides[1].left(channel, 0), Left::Waits);
+    assert_eq!(pair.sides[1].wrote(channel, 0, Some(0), 0), None);
+    let broken = FaultCode::ChannelBroken;
+    assert_eq!(pair.did(1), [abort(channel, broken, false)]);
+    assert_eq!(pair.did(0), [abort(channel, broken, true)]);
+}
+
+/// The reset may be read before the thread that writes has said what the consumer has taken.
+#[test]
+fn how_much_is_unread_is_judged_when_nobody_writes() {
+    for (written, fault) in [
+        (CHUNK, FaultCode::LeftUnread),
+        (0, FaultCode::ChannelBroken),
+    ] {
+        for known in [true, false] {
+            let mut pair = Pair::new();
+            let channel = pair.channel();
+            pair.sides[0].readable(channel);
+            let data = pair.reads(0, 1, CHUNK, true).unwrap();
+            let arrival = pair.sides[1].arrived(1, &data, 0).unwrap();
+            assert_eq!(arrival, Arrival::Deliver);
+            if known {
+                pair.ends(0, channel);
+                assert_eq!(pair.did(1), []);
+            }
+            assert_eq!(pair.sides[1].left(channel, 0), Left::Waits);
+            assert_eq!(pair.did(1), []);
+            let rest = (written == 0).then_some(0);
+            assert_eq!(pair.sides[1].wrote(channel, written, rest, 0), None);
+            if !known && written > 0 {
+                assert_eq!(pair.did(1), []);
+                pair.ends(0, channel);
+            }
+            assert_eq!(pair.did(1), [abort(channel, fault, false)]);
+            assert_eq!(pair.did(0), [abort(channel, fault, true)]);
+        }
+    }
+}
+
+/// The side where connections come in passes on at once that one is gone, and takes nobody's word
+/// for an end that it has not read.
+#[test]
+fn a_source_that_is_gone_has_aborted_and_no_peer_says_otherwise() {
+    let broken = FaultCode::ChannelBroken;
+    let mut pair = Pair::new();
+    let channel = pair.channel();
+    assert_eq!(pair.sides[0].left(channel, 0), Left::Broken);
+    assert_eq!(pair.did(1), [abort(channel, broken, true)]);
+
+    // Whether the other side had ended or not.
+    let channel = pair.channel();
+    pair.ends(1, channel);
+    assert_eq!(pair.did(0), [Action::ShutWrite(channel)]);
+    assert_eq!(pair.sides[0].left(channel, 0), Left::Broken);
+    assert_eq!(pair.did(1), [abort(channel, broken, true)]);
+
+    let channel = pair.channel();
+    let fault = FaultCode::LeftUnread;
+    let reset = Message::Reset { channel, fault };
+    pair.sides[0].handle(reset, 0).unwrap();
+    assert_eq!(pair.sides[0].poll(0), Some(abort(channel, broken, true)));
+}
+
 #[test]
 fn i7_what_no_honest_peer_sends_is_refused() {
     let mut pair = Pair::new();
@@ -559,6 +697,93 @@ fn a_side_that_was_stopped_blames_no_lane() {
     pair.now_ns += ACK_DELAY_NS;
     pair.settle();
     assert_eq!(pair.sides[0].usage().unacknowledged, 0);
+}
+
+/// While the control lane is away no lane is given up for what could only be
+/// said there; with the next one each has its time anew.
+#[test]
+fn a_lost_control_lane_is_no_lanes_fault() {
+    let mut pair = Pair::new();
+    let channel = pair.channel();
+    pair.sides[0].readable(channel);
+    pair.reads(0, 1, 100, false).unwrap();
+    let patience = Patience::default();
+    // Shorter than what ends the association, longer than a lane's time.
+    let away_ns = patience.alone_ns - MS;
+    assert!(away_ns > patience.progress_ns);
+    pair.sides[0].control_down(pair.now_ns);
+    for _ in 0..away_ns / MS {
+        pair.now_ns += MS;
+        assert_eq!(pair.sides[0].poll(pair.now_ns), None, "{}", pair.now_ns);
+    }
+    pair.resume();
+    let due_ns = pair.now_ns + patience.progress_ns;
+    assert_eq!(pair.sides[0].due_ns(), Some(due_ns));
+    assert_eq!(pair.did(0), []);
+    pair.now_ns = due_ns;
+    assert_eq!(pair.did(0), [Action::CutLane(1)]);
+}
+
+/// A lane that is being opened needs no control lane, and has its time anew
+/// where that comes back.
+#[test]
+fn a_lane_that_opens_has_its_time_from_the_new_control_lane_on() {
+    let mut pair = Pair::new();
+    pair.sides[0].open(opening(1)).unwrap();
+    assert_eq!(pair.did(0), [Action::OpenLane(1)]);
+    let open_ns = Patience::default().open_ns;
+    pair.sides[0].control_down(0);
+    pair.now_ns = open_ns - MS;
+    pair.resume();
+    assert_eq!(pair.did(0), []);
+    let due_ns = pair.now_ns + open_ns;
+    assert_eq!(pair.sides[0].due_ns(), Some(due_ns));
+    pair.now_ns = due_ns;
+    assert_eq!(pair.did(0)[0], Action::CutLane(1));
+}
+
+/// The last acknowledgement of a lane that has ended is said once: where that
+/// may have been lost, its frames go out again with the next control lane and
+/// not only when the lane's time is over.
+#[test]
+fn an_ended_lane_is_lost_when_the_control_lane_comes_back() {
+    let mut pair = Pair::new();
+    let channel = pair.channel();
+    pair.sides[0].readable(channel);
+    let first = pair.reads(0, 1, 100, true).unwrap();
+    pair.delivers(1, 1, &first);
+    pair.now_ns += ACK_DELAY_NS;
+    pair.settle();
+    let second = pair.reads(0, 1, 100, true).unwrap();
+    let end = Work::End { frames: 2 };
+    assert_eq!(pair.sides[0].next(1, Wear::Spent, pair.now_ns), end);
+    pair.sides[0].lane_over(1, pair.now_ns);
+    assert_eq!(pair.did(0), [Action::OpenLane(2)]);
+    assert!(pair.sides[0].lane_stands(2, pair.now_ns));
+    pair.sides[1].admit(2).unwrap();
+    // The frame arrives; the other side forgets the lane, and what it said of it
+    // is lost.
+    pair.delivers(1, 1, &second);
+    pair.sides[1].lane_ended(1, 2).unwrap();
+    pair.sides[1].admitted_over(1);
+    while pair.sides[1].next_message(pair.now_ns).is_some() {}
+    for side in &mut pair.sides {
+        side.control_down(pair.now_ns);
+    }
+    // A lane that is open carries on with what it has.
+    pair.reads(0, 2, 100, false).unwrap();
+    pair.now_ns += Patience::default().progress_ns + MS;
+    assert_eq!(pair.sides[0].usage().unacknowledged, 200);
+    pair.resume();
+    assert_eq!(pair.did(0), []);
+    let again = Work::Again {
+        data: second,
+        token: 0,
+    };
+    let work = pair.sides[0].next(2, Wear::Fresh, pair.now_ns);
+    assert_eq!(work, again);
+    let work = pair.sides[0].next(2, Wear::Fresh, pair.now_ns);
+    assert_eq!(work, Work::Wait, "only what the ended lane carried");
 }
 
 #[test]

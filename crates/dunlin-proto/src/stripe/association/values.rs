@@ -141,6 +141,21 @@ pub enum Action {
     GiveUp(FaultCode),
 }
 
+/// What it means that a channel's consumer has closed its connection before it had everything.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Left {
+    /// The other side had ended, and at most [`crate::limits::MAX_UNREAD_BYTES`] were left unread:
+    /// the channel is over, and the other side hears [`FaultCode::LeftUnread`].
+    Unread,
+    /// No more than that is left and the end may be on its way, or another thread is writing and
+    /// finds out how much is left: [`Action::Abort`] comes, with
+    /// [`FaultCode::LeftUnread`] or [`FaultCode::ChannelBroken`]. Until then nothing is to be
+    /// written.
+    Waits,
+    /// There was more to come: the channel is aborted.
+    Broken,
+}
+
 /// What a side holds, in bytes; for tests, metrics and the status command.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {

@@ -10,7 +10,6 @@ use std::thread::JoinHandle;
 use dunlin_proto::control::{Message, Verdict};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::journal::{DestinationRecord, State};
-use dunlin_proto::limits::MAX_ENDPOINT_BYTES;
 use dunlin_proto::negotiate::{
     Features, Offer, Opening, Refusal, SessionId, Supported, VERSIONS, select,
 };
@@ -20,17 +19,20 @@ use dunlin_sys::poll::{Waker, waker};
 use super::super::control::{ControlLane, SILENCE_LIMIT};
 use super::super::error::{Fault, MigrateError, VmIs};
 use super::super::host::Host;
-use super::super::journal::{Journal, JournalError, Role, SessionJournal, bounded};
+use super::super::journal::{Journal, JournalError, RecordedPeer, Role, SessionJournal};
 use super::super::lock;
 use super::super::sync::Mutex;
-use super::session::{peer_of, refuse};
+use super::session::refuse;
 use crate::lane::accept::{Arrival, accept};
 use crate::lane::control::ControlStream;
 use crate::lane::identity::ServerTls;
+use crate::lane::peers::PeerIdentity;
 
 /// Inquiries that are being answered at the same time. Each has a thread, and
 /// its peer is authenticated; the oldest goes when another comes (I7).
 const ANSWERS_LIMIT: usize = 8;
+
+const NOT_THE_PEER: &str = "it is not the peer of this session";
 
 /// What a control lane for an inquiry may ask for: anything, since no data lane
 /// follows.
@@ -46,6 +48,8 @@ pub(super) const INQUIRIES: Supported = Supported {
 /// go.
 pub(super) struct Held {
     pub(super) session: SessionId,
+    /// The only peer that may ask.
+    pub(super) peer: RecordedPeer,
     pub(super) state: Destination,
     /// Locked as long as this process lives, so that no other takes the VM for
     /// dead; none once it is forgotten.
@@ -65,6 +69,13 @@ pub(super) fn is_inquiry(offer: &Offer) -> bool {
     offer.epoch > 1
 }
 
+impl Held {
+    /// Whether `peer` is the session's own.
+    fn is_with(&self, peer: &PeerIdentity) -> bool {
+        matches!(&self.peer, RecordedPeer::Known(principal) if peer.is(principal))
+    }
+}
+
 impl Answers {
     /// Answers on a control lane whose session is not under way here.
     pub(super) fn begin(
@@ -75,8 +86,18 @@ impl Answers {
         stream: ControlStream,
         offer: &Offer,
     ) -> Result<(), Refusal> {
+        let held = held
+            .filter(|held| lock(held).session == offer.session)
+            .cloned();
         let mut bytes = Vec::new();
-        let selection = match select(offer, &INQUIRIES) {
+        let agreed = match &held {
+            Some(held) if !lock(held).is_with(stream.peer()) => Err(Refusal {
+                fault: FaultCode::WrongIdentity,
+                text: NOT_THE_PEER.into(),
+            }),
+            _ => select(offer, &INQUIRIES),
+        };
+        let selection = match agreed {
             Ok(selection) => selection,
             Err(refusal) => {
                 refuse(&stream, &refusal);
@@ -93,7 +114,7 @@ impl Answers {
         {
             end(oldest);
         }
-        let peer = bounded(&peer_of(&stream), MAX_ENDPOINT_BYTES).to_owned();
+        let peer = stream.peer().clone();
         let lane = Arc::new(ControlLane::new(
             stream,
             offer.session,
@@ -101,9 +122,6 @@ impl Answers {
             Arc::default(),
             SILENCE_LIMIT,
         ));
-        let held = held
-            .filter(|held| lock(held).session == offer.session)
-            .cloned();
         let (same, journal) = (Arc::clone(&lane), journal.clone());
         let body = move || answer_on(&same, &journal, held.as_deref(), &peer);
         // Without a thread the lane is dropped; the source asks again.
@@ -126,7 +144,12 @@ fn end((lane, thread): (Arc<ControlLane>, JoinHandle<()>)) {
 }
 
 /// Answers what comes on one control lane, until the source closes it.
-fn answer_on(lane: &ControlLane, journal: &Journal, held: Option<&Mutex<Held>>, peer: &str) {
+fn answer_on(
+    lane: &ControlLane,
+    journal: &Journal,
+    held: Option<&Mutex<Held>>,
+    peer: &PeerIdentity,
+) {
     let mut from_journal = None;
     lane.read(
         |message| {
@@ -178,16 +201,11 @@ fn answer_on(lane: &ControlLane, journal: &Journal, held: Option<&Mutex<Held>>, 
 }
 
 /// The session as a restarted destination knows it.
-fn look_up(journal: &Journal, session: SessionId, peer: &str) -> Result<Held, Fault> {
+fn look_up(journal: &Journal, session: SessionId, peer: &PeerIdentity) -> Result<Held, Fault> {
     let (record, journal) = match journal.take(session, Role::Destination) {
         Ok(journal) => match journal.record().state {
-            State::Destination(record) if journal.record().peer == peer => {
-                (Some(record), Some(journal))
-            }
-            _ => {
-                let what = "it is not the peer of this session";
-                return Err(Fault::new(FaultCode::WrongIdentity, what));
-            }
+            State::Destination(record) if journal.is_with(peer) => (Some(record), Some(journal)),
+            _ => return Err(Fault::new(FaultCode::WrongIdentity, NOT_THE_PEER)),
         },
         Err(JournalError::Missing { .. }) => (None, None),
         // Who holds the VM answers, or nobody does.
@@ -199,6 +217,7 @@ fn look_up(journal: &Journal, session: SessionId, peer: &str) -> Result<Held, Fa
     let (state, actions) = Destination::restarted(record);
     let mut found = Held {
         session,
+        peer: RecordedPeer::Known(peer.principal()),
         state,
         journal,
         done: None,

@@ -243,19 +243,18 @@ impl Session<'_> {
         }
         match (socket, selection.security) {
             (LaneSocket::Tls(secured), LaneSecurity::Tls) => {
-                let control = self.control.as_ref();
-                if !control.is_some_and(|one| secured.peer.same_certificate(one.stream().peer())) {
-                    let text = "its peer has another certificate than the control lane's";
+                if !self.is_with(&secured.peer) {
+                    let text = "it is not from the peer of this session";
                     return Err((FaultCode::WrongIdentity, text.to_owned()));
                 }
             }
             (LaneSocket::Plain(_), LaneSecurity::Plain) => {}
             (LaneSocket::Plain(stream), LaneSecurity::Ipsec) => {
-                let (Some(shelter), Some(control)) = (&self.options.ipsec, &self.control) else {
+                let Some(shelter) = &self.options.ipsec else {
                     let text = "this side is not prepared for lanes over IPsec".to_owned();
                     return Err((FaultCode::SecurityNotAgreed, text));
                 };
-                let covered = shelter.covers(control.stream().peer(), stream);
+                let covered = shelter.covers_if(|peer| self.is_with(peer), stream);
                 covered.map_err(|error| (FaultCode::SecurityNotAgreed, error.to_string()))?;
             }
             _ => {

@@ -70,10 +70,10 @@ impl Session<'_> {
     /// given the old session up: so does this side, and the next try finds
     /// room.
     pub(super) fn give_way(&mut self, arrival: &Arrival) -> Result<(), Fault> {
-        let (Arrival::Control { stream, .. }, Some(control)) = (arrival, &self.control) else {
+        let Arrival::Control { stream, .. } = arrival else {
             return Ok(());
         };
-        if !stream.peer().same_certificate(control.stream().peer()) {
+        if !self.is_with(stream.peer()) {
             return Ok(());
         }
         match self.orphaned.take() {
@@ -152,11 +152,11 @@ impl Session<'_> {
             fault,
             text: text.into(),
         };
-        let (Some(control), Some(ours)) = (&self.control, &self.offer) else {
+        let Some(ours) = &self.offer else {
             let text = "there is no such session here";
             return Err(refusal(FaultCode::UnknownSession, text));
         };
-        if !stream.peer().same_certificate(control.stream().peer()) {
+        if !self.is_with(stream.peer()) {
             let text = "it is not the peer of this session";
             return Err(refusal(FaultCode::WrongIdentity, text));
         }

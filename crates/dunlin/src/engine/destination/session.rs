@@ -20,9 +20,9 @@ use dunlin_sys::affinity::thread_cpu_time;
 use dunlin_sys::poll::{Waker, waker};
 
 use super::super::control::{ControlLane, FromPeer, Sequences};
-use super::super::error::{Fault, MigrateError, VmIs, harmless};
+use super::super::error::{Fault, MigrateError, VmIs};
 use super::super::host::{Cancel, Host};
-use super::super::journal::SessionJournal;
+use super::super::journal::{RecordedPeer, SessionJournal, names_of};
 use super::super::vmm::{Builder, DestinationVm, Offered, Section};
 use super::answer::{Answering, Answers, Held, is_inquiry};
 use super::gate::Gate;
@@ -31,6 +31,7 @@ use super::{DestinationEvent, Options, Received, SessionEvent};
 use crate::lane::accept::{Arrival, accept};
 use crate::lane::control::ControlStream;
 use crate::lane::identity::ServerTls;
+use crate::lane::peers::PeerIdentity;
 
 /// How long the source may take to close the control lane at the end.
 const GOODBYE_LIMIT: Duration = Duration::from_secs(1);
@@ -227,8 +228,12 @@ impl Session<'_> {
         };
         let answering = match (self.state, self.journal.take(), &self.offer) {
             (Destination::Running, journal, Some(offer)) => {
+                let peer = journal
+                    .as_ref()
+                    .map_or(RecordedPeer::Unknown, |journal| journal.peer().clone());
                 let held = Held {
                     session: offer.session,
+                    peer,
                     state: self.state,
                     journal,
                     done: None,
@@ -464,6 +469,12 @@ impl Session<'_> {
         });
     }
 
+    /// Whether `peer` is the one that the session began with.
+    pub(super) fn is_with(&self, peer: &PeerIdentity) -> bool {
+        let journal = self.journal.as_ref();
+        journal.is_some_and(|journal| journal.is_with(peer))
+    }
+
     pub(super) fn reject(&self, reason: String) {
         (self.observer)(&DestinationEvent::Rejected { reason });
     }
@@ -568,14 +579,7 @@ pub(super) fn starved(error: std::io::Error) -> Fault {
 }
 
 pub(super) fn peer_of(stream: &ControlStream) -> String {
-    let names: Vec<String> = stream
-        .peer()
-        .names
-        .iter()
-        .map(ToString::to_string)
-        .collect();
-    // A certificate may bear anything.
-    harmless(&names.join(", "))
+    names_of(stream.peer())
 }
 
 pub(super) fn unexpected(message: &Message) -> Fault {

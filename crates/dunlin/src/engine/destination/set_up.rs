@@ -186,11 +186,20 @@ impl Session<'_> {
             &peer_of(control.stream()),
             owner,
         );
-        let journal = self.options.journal.begin(record).map_err(|error| {
+        let peer = control.stream().peer();
+        let begun = self.options.journal.begin(record, Some(peer));
+        let recorded = begun.and_then(|mut journal| match journal.write_peer(&peer.principal()) {
+            Ok(()) => Ok(journal),
+            Err(error) => {
+                // Best effort: an empty record says nothing.
+                let _ = journal.forget();
+                Err(error)
+            }
+        });
+        self.journal = Some(recorded.map_err(|error| {
             let what = "the session cannot be recorded at the destination";
             Fault::new(FaultCode::Journal, what).because(error)
-        })?;
-        self.journal = Some(journal);
+        })?);
         Ok(())
     }
 }

@@ -2,12 +2,15 @@
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, Read};
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use dunlin_proto::journal::{JOURNAL_BYTES, Newest, RECORD_BYTES, Record, SLOT_BYTES, newest};
+use dunlin_proto::journal::peer::{PEER_BLOCK_AT, PEER_BLOCK_BYTES, Principal, RecordedPeer};
+use dunlin_proto::journal::{
+    JOURNAL_BYTES, Newest, RECORD_BYTES, Record, SLOT_BYTES, SLOTS_BYTES, newest,
+};
 use dunlin_proto::negotiate::SessionId;
 
 use super::error::io_error;
@@ -49,6 +52,25 @@ impl HeldFile {
         self.next_slot = 1 - self.next_slot;
         Ok(())
     }
+
+    /// Writes the peer block and makes it last.
+    pub(super) fn write_peer(
+        &self,
+        peer: &Principal,
+        session: SessionId,
+    ) -> Result<(), JournalError> {
+        let bytes = peer.encode(session)?;
+        let disk = &self.place.disk;
+        disk.write(&self.file, &bytes, PEER_BLOCK_AT as u64)
+            .map_err(io_error("written", &self.path))?;
+        disk.sync(&self.file)
+            .map_err(io_error("synced", &self.path))
+    }
+
+    /// What the file says about the session's peer.
+    pub(super) fn read_peer(&self, session: SessionId) -> Result<RecordedPeer, JournalError> {
+        read_peer(&self.file, session).map_err(io_error("read", &self.path))
+    }
 }
 
 impl Place {
@@ -69,7 +91,7 @@ impl Place {
 
     pub(super) fn sync_directory(&self) -> Result<(), JournalError> {
         File::open(&self.directory)
-            .and_then(|directory| directory.sync_all())
+            .and_then(|directory| self.disk.sync_directory(&directory))
             .map_err(io_error("synced", &self.directory))
     }
 
@@ -100,10 +122,12 @@ impl Place {
                 Err(JournalError::Unreadable { source, .. }) => Err(source),
                 Err(error) => return Err(error),
             };
+            let peer = read_peer(&file, session).map_err(io_error("read", &path))?;
             entries.push(Entry {
                 session,
                 role,
                 record,
+                peer,
                 lives,
             });
         }
@@ -131,7 +155,7 @@ impl Place {
             Err(source) => return Err(io_error("read", &path)(source)),
         }
         let newest = read(&file, &path)?;
-        if ours.len() < JOURNAL_BYTES as u64 {
+        if ours.len() < SLOTS_BYTES as u64 {
             // A crash came before it was allocated.
             self.disk
                 .write(&file, &[0; JOURNAL_BYTES], 0)
@@ -167,14 +191,27 @@ fn lock(file: &File, path: &Path) -> Result<(), JournalError> {
     }
 }
 
+/// Reads the peer block; a file that ends before it is of a release that wrote none.
+fn read_peer(file: &File, session: SessionId) -> io::Result<RecordedPeer> {
+    if file.metadata()?.len() <= SLOTS_BYTES as u64 {
+        return Ok(RecordedPeer::BeforeBlocks);
+    }
+    let mut bytes = [0; PEER_BLOCK_BYTES];
+    match file.read_exact_at(&mut bytes, PEER_BLOCK_AT as u64) {
+        Ok(()) => Ok(RecordedPeer::decode(&bytes, session)),
+        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(RecordedPeer::Unknown),
+        Err(error) => Err(error),
+    }
+}
+
 /// Reads both slots; what a short file lacks is zero.
 fn read(file: &File, path: &Path) -> Result<Newest, JournalError> {
-    let mut bytes = Vec::with_capacity(JOURNAL_BYTES);
-    let mut whole = file.take(JOURNAL_BYTES as u64);
+    let mut bytes = Vec::with_capacity(SLOTS_BYTES);
+    let mut whole = file.take(SLOTS_BYTES as u64);
     whole
         .read_to_end(&mut bytes)
         .map_err(io_error("read", path))?;
-    bytes.resize(JOURNAL_BYTES, 0);
+    bytes.resize(SLOTS_BYTES, 0);
     let slots = [0, SLOT_BYTES].map(|start| {
         let mut slot = [0; RECORD_BYTES];
         slot.copy_from_slice(&bytes[start..start + RECORD_BYTES]);

@@ -5,10 +5,12 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use dunlin_proto::journal::Record;
+use dunlin_proto::journal::peer::RecordedPeer;
 use dunlin_proto::negotiate::SessionId;
 
 use super::super::sync::{Mutex, lock};
 use super::{Entry, Held, JournalError, Role, SessionJournal, file_name, is_over};
+use crate::lane::peers::Principal;
 
 /// Sessions at most. A peer that begins more of them in vain than any host has
 /// VMs loses the answers to its oldest ones (I8).
@@ -23,6 +25,7 @@ pub(super) struct Memory(Arc<Mutex<BTreeMap<Name, Remembered>>>);
 #[derive(Default)]
 struct Remembered {
     record: Option<Record>,
+    peer: Option<Principal>,
     /// Whether somebody in this process has the session.
     held: bool,
 }
@@ -64,7 +67,8 @@ impl Memory {
             });
         }
         session.held = true;
-        Ok(self.held(name, record))
+        session.peer = None;
+        Ok(self.held(name, record, None))
     }
 
     pub(super) fn take(
@@ -78,10 +82,11 @@ impl Memory {
             Some(found) if found.held => Err(JournalError::Held { path: path() }),
             Some(Remembered {
                 record: Some(record),
+                peer,
                 held,
             }) => {
                 *held = true;
-                Ok(self.held(name, record.clone()))
+                Ok(self.held(name, record.clone(), peer.clone()))
             }
             _ => Err(JournalError::Missing { path: path() }),
         }
@@ -93,18 +98,24 @@ impl Memory {
             session,
             role,
             record: Ok(found.record.clone()),
+            peer: recorded(found.peer.clone()),
             lives: found.held,
         });
         entries.collect()
     }
 
-    fn held(&self, name: Name, record: Record) -> SessionJournal {
+    fn held(&self, name: Name, record: Record, peer: Option<Principal>) -> SessionJournal {
         let memory = self.clone();
         SessionJournal {
             record,
+            peer: recorded(peer),
             held: Some(Held::Memory(HeldInMemory { name, memory })),
         }
     }
+}
+
+fn recorded(peer: Option<Principal>) -> RecordedPeer {
+    peer.map_or(RecordedPeer::Unknown, RecordedPeer::Known)
 }
 
 impl HeldInMemory {
@@ -115,6 +126,12 @@ impl HeldInMemory {
     pub(super) fn write(&self, record: &Record) {
         if let Some(session) = lock(&self.memory.0).get_mut(&self.name) {
             session.record = Some(record.clone());
+        }
+    }
+
+    pub(super) fn write_peer(&self, peer: &Principal) {
+        if let Some(session) = lock(&self.memory.0).get_mut(&self.name) {
+            session.peer = Some(peer.clone());
         }
     }
 

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use dunlin_proto::journal::JOURNAL_BYTES;
 
 use super::*;
+use crate::lane::peers::AuthorisedBy;
 
 const PREPARED: State = State::Destination(DestinationRecord::Prepared);
 const RUNNING: State = State::Destination(DestinationRecord::Running);
@@ -75,6 +76,11 @@ fn record(state: State) -> Record {
         started_ms: 5,
         written_ms: 0,
     }
+}
+
+/// A peer that any certificate of an authority admits, with this name.
+fn peer(name: &str) -> PeerIdentity {
+    PeerIdentity::test(AuthorisedBy::Authority, 1, &[name])
 }
 
 fn state_of(journal: &Journal) -> State {
@@ -289,14 +295,14 @@ fn i2_without_a_journal_a_session_is_remembered_as_long_as_the_process_lives() {
     assert!(Journal::none().list().unwrap().is_empty());
 }
 
-/// Leaves a record of the same VM behind, of a session of this number.
-fn leave(journal: &Journal, number: u8, state: State, peer: &str) {
+/// Leaves a record of the same VM behind, of a session of this number with this peer.
+fn leave(journal: &Journal, number: u8, state: State, peer: &PeerIdentity) {
     let made = Record {
         session: [number; 16],
-        peer: peer.into(),
         ..record(state)
     };
     let mut session = journal.create(made).unwrap();
+    session.write_peer(&peer.principal()).unwrap();
     session.write(state).unwrap();
 }
 
@@ -310,13 +316,16 @@ fn left(journal: &Journal) -> Vec<u8> {
 fn what_nobody_asks_about_goes_when_the_vm_is_moved_again() {
     let scratch = Scratch::new("pruned");
     for journal in [Journal::open(&scratch.0).unwrap(), Journal::none()] {
-        let ours = record(PREPARED).peer;
+        let ours = peer("host-a.example");
         leave(&journal, 1, PREPARED, &ours);
         leave(&journal, 2, ABORTED, &ours);
         // The VM ran here: the source may never have heard of it.
         leave(&journal, 3, RUNNING, &ours);
-        // Another peer's VM, whatever it calls itself.
-        leave(&journal, 4, ABORTED, "somebody.else");
+        // Another peer's VM, and one of a peer of the same name that another authority issued;
+        // the records' texts are all the same.
+        leave(&journal, 4, ABORTED, &peer("host-c.example"));
+        let twin = PeerIdentity::test(AuthorisedBy::Authority, 2, &["host-a.example"]);
+        leave(&journal, 8, ABORTED, &twin);
         // The other side, and a process that lives.
         leave(&journal, 5, State::Source(SourceRecord::Kept), &ours);
         let mut other = journal
@@ -332,9 +341,9 @@ fn what_nobody_asks_about_goes_when_the_vm_is_moved_again() {
             ..record(ABORTED)
         };
         journal.create(another_vm).unwrap().write(ABORTED).unwrap();
-        let mut session = journal.begin(record(PREPARED)).unwrap();
+        let mut session = journal.begin(record(PREPARED), Some(&ours)).unwrap();
         session.write(PREPARED).unwrap();
-        assert_eq!(left(&journal), [3, 4, 5, 6, 7, 0xa5]);
+        assert_eq!(left(&journal), [3, 4, 5, 6, 7, 8, 0xa5]);
     }
 }
 
@@ -343,13 +352,16 @@ fn i7_a_peer_that_offers_vm_after_vm_leaves_a_bounded_number_of_records() {
     let scratch = Scratch::new("flood");
     for journal in [Journal::open(&scratch.0).unwrap(), Journal::none()] {
         let before = journal.list().unwrap().len();
-        let begin = |number: usize, peer: &str, state| {
+        let begin = |number: usize, name: &str, state| {
             let mut id = [0; 16];
             id[..8].copy_from_slice(&number.to_le_bytes());
             let mut record = record(state);
-            (record.session, record.vm_uuid, record.peer) = (id, id, peer.into());
+            (record.session, record.vm_uuid) = (id, id);
             record.started_ms = number as u64;
-            journal.begin(record).unwrap().write(state).unwrap();
+            let peer = peer(name);
+            let mut session = journal.begin(record, Some(&peer)).unwrap();
+            session.write_peer(&peer.principal()).unwrap();
+            session.write(state).unwrap();
         };
         // What ran here stays, and so does what another peer has left.
         begin(1_000_000, "host-a", RUNNING);
@@ -379,10 +391,10 @@ fn i1_a_vm_of_which_a_session_is_undecided_begins_no_other() {
             SourceRecord::GivenUp,
         ];
         for (number, state) in (1..).zip(over) {
-            leave(&journal, number, State::Source(state), "host-b:4444");
+            leave(&journal, number, State::Source(state), &peer("host-b"));
         }
         let next =
-            |journal: &Journal| journal.begin(record(State::Source(SourceRecord::Migrating)));
+            |journal: &Journal| journal.begin(record(State::Source(SourceRecord::Migrating)), None);
         drop(next(&journal).unwrap());
         let after = left(&journal);
         assert!(after == [0xa5] || after.is_empty(), "{after:?}");
@@ -391,11 +403,146 @@ fn i1_a_vm_of_which_a_session_is_undecided_begins_no_other() {
             SourceRecord::RanThenDied,
             SourceRecord::RunHere,
         ] {
-            leave(&journal, 9, State::Source(state), "host-b:4444");
+            leave(&journal, 9, State::Source(state), &peer("host-b"));
             let error = next(&journal).err().unwrap();
             assert!(matches!(error, JournalError::Unresolved { .. }), "{error}");
             let session = journal.take([9; 16], Role::Source).unwrap();
             session.forget().unwrap();
         }
     }
+}
+
+/// What is done to the disk, in order; a directory's sync says whether the session's file was in
+/// it.
+#[derive(Clone, Default)]
+struct WatchedDisk(Arc<std::sync::Mutex<Vec<&'static str>>>, PathBuf);
+
+impl Disk for WatchedDisk {
+    fn write(&self, file: &File, bytes: &[u8], offset: u64) -> io::Result<()> {
+        self.0.lock().unwrap().push("write");
+        file.write_all_at(bytes, offset)
+    }
+
+    fn sync(&self, file: &File) -> io::Result<()> {
+        self.0.lock().unwrap().push("sync");
+        file.sync_data()
+    }
+
+    fn sync_directory(&self, directory: &File) -> io::Result<()> {
+        let is_there = self.1.read_dir()?.next().is_some();
+        let done = if is_there {
+            "entry synced"
+        } else {
+            "removal synced"
+        };
+        self.0.lock().unwrap().push(done);
+        directory.sync_all()
+    }
+}
+
+#[test]
+fn i1_a_record_is_there_after_a_power_loss_once_it_was_made_and_gone_once_it_was_forgotten() {
+    let scratch = Scratch::new("power");
+    let disk = WatchedDisk(Arc::default(), scratch.0.clone());
+    let journal = Journal::open_on(&scratch.0, Arc::new(disk.clone())).unwrap();
+    let take = || std::mem::take(&mut *disk.0.lock().unwrap());
+    let mut session = journal.create(record(PREPARED)).unwrap();
+    assert_eq!(take(), ["write", "sync", "entry synced"]);
+    let ours = peer("host-a.example").principal();
+    session.write_peer(&ours).unwrap();
+    session.write(RUNNING).unwrap();
+    assert_eq!(take(), ["write", "sync", "write", "sync"]);
+    session.forget().unwrap();
+    assert_eq!(take(), ["removal synced"]);
+}
+
+#[test]
+fn i1_the_peer_of_a_session_outlives_its_process_and_a_bad_write_names_none() {
+    let scratch = Scratch::new("peer");
+    let (ours, other) = (peer("host-a.example"), peer("host-c.example"));
+    for journal in [Journal::open(&scratch.0).unwrap(), Journal::none()] {
+        leave(&journal, 1, RUNNING, &ours);
+        let session = journal.take([1; 16], Role::Destination).unwrap();
+        assert_eq!(*session.peer(), RecordedPeer::Known(ours.principal()));
+        assert!(session.is_with(&ours) && !session.is_with(&other));
+        // Before the peer is known there is none.
+        let made = Record {
+            session: [2; 16],
+            ..record(RUNNING)
+        };
+        let mut session = journal.create(made).unwrap();
+        session.write(RUNNING).unwrap();
+        assert!(!session.is_with(&ours));
+        drop(session);
+        let session = journal.take([2; 16], Role::Destination).unwrap();
+        assert_eq!(*session.peer(), RecordedPeer::Unknown);
+        assert!(!session.is_with(&ours));
+    }
+}
+
+/// A file as ca8670a wrote it: two slots and nothing behind them.
+#[test]
+fn i1_a_record_from_before_the_peer_block_is_known_by_names_that_an_authority_vouches_for() {
+    let scratch = Scratch::new("former");
+    let journal = Journal::open(&scratch.0).unwrap();
+    let long = "n".repeat(MAX_ENDPOINT_BYTES);
+    for (number, text, state) in [
+        (1, "DNS host-a.example", RUNNING),
+        (2, "", RUNNING),
+        (3, &long[..], RUNNING),
+        (4, "192.0.2.7:4444", State::Source(SourceRecord::Committing)),
+    ] {
+        let made = Record {
+            session: [number; 16],
+            peer: text.into(),
+            ..record(state)
+        };
+        let mut session = journal.create(made).unwrap();
+        session.write(state).unwrap();
+        let path = session.held.as_ref().unwrap().path();
+        File::options()
+            .write(true)
+            .open(path)
+            .unwrap()
+            .set_len(8192)
+            .unwrap();
+    }
+    let role = |number| match number {
+        4 => Role::Source,
+        _ => Role::Destination,
+    };
+    let is_with = |number: u8, peer: &PeerIdentity| {
+        let session = journal.take([number; 16], role(number)).unwrap();
+        assert_eq!(*session.peer(), RecordedPeer::BeforeBlocks);
+        session.is_with(peer)
+    };
+    let ours = peer("host-a.example");
+    assert!(is_with(1, &ours));
+    assert!(!is_with(1, &peer("host-c.example")));
+    let mut pinned = ours.clone();
+    pinned.authority = None;
+    assert!(!is_with(1, &pinned), "its names are its own invention");
+    let nameless = PeerIdentity::test(AuthorisedBy::Authority, 1, &[]);
+    assert!(!is_with(2, &nameless), "two such peers look the same");
+    let cut = peer(&long[4..]);
+    assert!(!is_with(3, &cut), "the text may have been cut");
+    // The source's record never named its peer.
+    assert!(is_with(4, &ours));
+    // A file that ends within the block is no file from before it.
+    for length in [8193, 9215] {
+        let path = scratch.0.join(file_name([4; 16], Role::Source));
+        let file = File::options().write(true).open(path).unwrap();
+        file.set_len(length).unwrap();
+        let session = journal.take([4; 16], Role::Source).unwrap();
+        assert_eq!(*session.peer(), RecordedPeer::Unknown, "{length}");
+        assert!(!session.is_with(&ours));
+    }
+    // Listing and writing leave such a file readable, and what it lacks is not made up.
+    assert_eq!(journal.list().unwrap().len(), 4);
+    let mut session = journal.take([1; 16], Role::Destination).unwrap();
+    session.write(ABORTED).unwrap();
+    drop(session);
+    let session = journal.take([1; 16], Role::Destination).unwrap();
+    assert_eq!(session.record().state, ABORTED);
+    assert!(session.is_with(&ours));
 }

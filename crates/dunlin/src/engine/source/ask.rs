@@ -27,6 +27,7 @@ use super::super::journal::{Journal, JournalError, Role};
 use super::super::vmm::SourceVm;
 use super::Options;
 use super::doubt::{Doubt, NO_RECORD, RETRY_FIRST, RETRY_LAST, ResolveError};
+use super::resume::another_peer;
 use super::set_up::open_control;
 use super::switchover::VERDICT_LIMIT;
 use crate::lane::identity::ClientTls;
@@ -175,6 +176,9 @@ impl Doubt {
         };
         let deadline = until.min(Instant::now() + options.connect_limit);
         let (stream, _) = open_control(host, &to, tls, &offer, deadline)?;
+        if !self.journal.is_with(stream.peer()) {
+            return Err(another_peer(stream.peer(), self.journal.peer()));
+        }
         let lane = Arc::new(ControlLane::new(
             stream,
             session,

@@ -247,6 +247,15 @@ impl Desk {
         }
     }
 
+    /// Adds waiting pages to the chunk that `lane` was given last, as the schedule's `extend` does.
+    pub(in crate::engine) fn extend(&self, lane: u16, plan: &mut ChunkPlan, room: u64) -> bool {
+        let mut state = lock(&self.state);
+        if state.stop || state.shares.get(&lane).is_none_or(|share| share.cut) {
+            return false;
+        }
+        state.lanes.schedule_mut().extend(plan, room)
+    }
+
     /// Waits until the session's rate cap lets `bytes` go on `lane`.
     ///
     /// # Errors

@@ -16,7 +16,7 @@ use super::super::error::{Fault, MigrateError, VmIs};
 use super::super::journal::{JournalError, SessionJournal};
 use super::super::report::Event;
 use super::super::vmm::{SourceVm, VmmError};
-use super::resume::another_certificate;
+use super::resume::another_peer;
 use super::session::Session;
 use super::set_up::open_control;
 use crate::lane::control::ControlStream;
@@ -184,7 +184,7 @@ impl Session<'_> {
             self.gave_up = true;
             return;
         };
-        let (to, tls, peer) = (terms.to.clone(), terms.tls.clone(), terms.peer_fingerprint);
+        let (to, tls, peer) = (terms.to.clone(), terms.tls.clone(), terms.peer.clone());
         let mut last: Option<Fault> = None;
         loop {
             if self.inquiries > 0 {
@@ -207,8 +207,8 @@ impl Session<'_> {
             self.raise_epoch();
             let deadline = until.min(Instant::now() + self.options.connect_limit);
             let fault = match open_control(self.host, &to, &tls, &self.offer, deadline) {
-                Ok((stream, _)) if stream.peer().fingerprint != peer => {
-                    another_certificate(peer, stream.peer().fingerprint)
+                Ok((stream, _)) if !stream.peer().is(&peer) => {
+                    another_peer(stream.peer(), self.journal.peer())
                 }
                 Ok((stream, _)) => {
                     self.sequences = Arc::new(self.sequences.with_new_peer());

@@ -5,12 +5,14 @@ use std::net::{Shutdown, TcpStream};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::frame::{ChunkHeader, Encoding, Frame, Range};
 use dunlin_proto::lanes::Wear;
-use dunlin_proto::limits::{MAX_CHUNK_HEADER_BYTES, MAX_RANGES_PER_CHUNK, PAGE_BYTES};
+use dunlin_proto::limits::{
+    CHUNK_PAGES, MAX_CHUNK_HEADER_BYTES, MAX_PAGES_LOOKED_AT, MAX_RANGES_PER_CHUNK, PAGE_BYTES,
+};
 use dunlin_proto::negotiate::{LaneOpen, LaneSecurity, SessionId, SessionSecret};
 use dunlin_proto::schedule::{ChunkPlan, Work};
 use dunlin_sys::affinity::thread_cpu_time;
@@ -26,10 +28,18 @@ use crate::ipsec::lanes::{LaneError, Seat, Ways};
 use crate::lane::data::{DataSender, PlainConsent, RECORDS_PER_FRAME, STALL_LIMIT, SendError};
 use crate::lane::handshake;
 use crate::lane::identity::ClientTls;
+use crate::lane::peers::Principal;
 use crate::lane::proof::prove;
 
 /// Records kept back for a chunk that is under way, a mark and the end.
 const RECORDS_FOR_END: u64 = 2 * RECORDS_PER_FRAME as u64;
+
+/// Pages for which there must be room in a chunk before more are asked for: a lock is taken for it.
+const LEAST_ROOM: u64 = CHUNK_PAGES / 4;
+
+/// How long a lane looks for pages that are not zero before it sends its chunk. Pages that are
+/// swapped out take a fault each, and the destination hears nothing meanwhile.
+const LOOK_LIMIT: Duration = Duration::from_millis(10);
 
 /// Everything that a lane's thread needs.
 pub(super) struct Lane {
@@ -44,7 +54,7 @@ pub(super) struct Lane {
     pub(super) version: u16,
     pub(super) session: SessionId,
     pub(super) secret: SessionSecret,
-    pub(super) peer_fingerprint: [u8; 32],
+    pub(super) peer: Principal,
     pub(super) rate: Option<u64>,
     /// Records after which the lane is replaced.
     pub(super) records: u64,
@@ -154,11 +164,11 @@ impl Lane {
                         self.lost(format!("lane {} cannot be secured", self.number))
                             .because(error)
                     })?;
-                if secured.peer.fingerprint != self.peer_fingerprint {
+                if !secured.peer.is(&self.peer) {
                     return Err(Fault::new(
                         FaultCode::WrongIdentity,
                         format!(
-                            "lane {} reached a peer with another certificate than the control lane's",
+                            "lane {} reached another peer than the control lane",
                             self.number
                         ),
                     ));
@@ -248,7 +258,10 @@ impl Lane {
         } = frames;
         ranges.clear();
         let mut frame = sender.frame();
-        for planned in &plan.ranges {
+        let began = Instant::now();
+        let mut looked_at = 0;
+        while let Some(planned) = plan.ranges.get(looked_at) {
+            looked_at += 1;
             let index = self.region_index(planned.region)?;
             let length = usize::try_from(planned.run.count * PAGE_BYTES).unwrap_or(usize::MAX);
             let slice = self
@@ -269,6 +282,18 @@ impl Lane {
                 })?;
                 let encoding = if raw { Encoding::Raw } else { Encoding::Zero };
                 append(ranges, planned.region, planned.run.first + page, encoding);
+            }
+            // Zero pages have left room for others. Each may need a range of its own.
+            let raw_pages = frame.payload_bytes() as u64 / PAGE_BYTES;
+            let ranges_left = MAX_RANGES_PER_CHUNK - ranges.len();
+            let room = (CHUNK_PAGES - raw_pages).min(ranges_left as u64);
+            if looked_at == plan.ranges.len()
+                && raw_pages < plan.pages
+                && plan.pages < MAX_PAGES_LOOKED_AT
+                && began.elapsed() < LOOK_LIMIT
+                && room >= LEAST_ROOM
+            {
+                self.desk.extend(self.number, plan, room);
             }
         }
         header.clear();

@@ -20,6 +20,7 @@ use super::lane::Lane;
 use super::session::Session;
 use crate::ipsec::lanes::Ways;
 use crate::lane::identity::ClientTls;
+use crate::lane::peers::Principal;
 
 /// What every lane of the session is opened with.
 pub(super) struct LaneTerms {
@@ -29,7 +30,7 @@ pub(super) struct LaneTerms {
     pub(super) accept: Accept,
     /// Where the control lane went, for a destination that names no endpoints.
     pub(super) to: String,
-    pub(super) peer_fingerprint: [u8; 32],
+    pub(super) peer: Principal,
     pub(super) events: Sender<SessionEvent>,
 }
 
@@ -92,7 +93,7 @@ impl Session<'_> {
             version: self.selection.version,
             session: self.control.session(),
             secret: terms.accept.secret.clone(),
-            peer_fingerprint: terms.peer_fingerprint,
+            peer: terms.peer.clone(),
             rate: self.options.lane_rate,
             records: self.options.records_per_lane,
             deadline: Instant::now() + self.options.connect_limit,

@@ -6,6 +6,7 @@ use dunlin_proto::bitmap::Run;
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::limits::PAGE_BYTES;
 use dunlin_proto::precopy::{Decision, Goals, Pass, Precopy};
+use dunlin_proto::schedule::Schedule;
 
 use super::super::control::FromPeer;
 use super::super::error::Fault;
@@ -63,18 +64,13 @@ impl Session<'_> {
             self.check_guest()?;
             let duration = began.elapsed();
             let dirtied_pages = self.fetch_logs()?;
-            let (now, remaining_pages) = {
-                let state = lock(&self.shared.state);
-                let schedule = state.lanes.schedule();
-                let remaining = schedule.pending_pages() + schedule.in_flight_pages();
-                (state.traffic(), remaining)
-            };
+            let now = lock(&self.shared.state).traffic();
             let wire_bytes = now.wire_bytes - before.wire_bytes;
             self.measure(&before, &now, dirtied_pages, duration);
             let pass = Pass {
                 since_start_ns: nanos(self.started.elapsed()),
                 bytes_per_s: self.bytes_per_s,
-                remaining_bytes: remaining_pages * PAGE_BYTES,
+                remaining_bytes: remaining_bytes(lock(&self.shared.state).lanes.schedule()),
                 dirtied_pages,
                 fixed_ns: nanos(self.fixed_cost()),
             };
@@ -325,7 +321,61 @@ impl Session<'_> {
     }
 }
 
+/// What a switchover now would have to wait for: the pages that are dirty, and
+/// those that were given to a lane and have not arrived.
+fn remaining_bytes(schedule: &Schedule) -> u64 {
+    schedule.remaining_pages() * PAGE_BYTES
+}
+
 pub(super) fn per_second(amount: u64, duration: Duration) -> u64 {
     let nanos = duration.as_nanos().max(1);
     u64::try_from(u128::from(amount) * 1_000_000_000 / nanos).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use dunlin_proto::limits::CHUNK_PAGES;
+    use dunlin_proto::precopy::AtTimeLimit;
+    use dunlin_proto::schedule::{ChunkPlan, Work};
+
+    use super::*;
+
+    /// A link of 100 MiB/s carries one chunk of 256 KiB in 2.5 ms. With 10 ms of
+    /// them under way and nothing dirty, the last byte arrives too late for a
+    /// limit of 15 ms, of which the rest of the switchover takes 6 ms; once half
+    /// of it has been acknowledged, in time.
+    #[test]
+    fn what_is_under_way_counts_against_the_downtime_limit() {
+        const BYTES_PER_S: u64 = 100 << 20;
+        let chunks = 4;
+        let mut schedule = Schedule::new([(0, chunks * CHUNK_PAGES)]);
+        schedule.open_lane(1);
+        let count = chunks * CHUNK_PAGES;
+        schedule.mark_run(0, Run { first: 0, count });
+        schedule.begin_iteration();
+        let mut plan = ChunkPlan::default();
+        while schedule.next(1, &mut plan) == Work::Chunk {}
+        assert_eq!(schedule.pending_pages(), 0);
+        let goals = Goals {
+            downtime_limit_ns: nanos(Duration::from_millis(15)),
+            time_limit_ns: None,
+            at_time_limit: AtTimeLimit::Cancel,
+            throttle: true,
+        };
+        let decide = |schedule: &Schedule| {
+            let pass = Pass {
+                since_start_ns: 0,
+                bytes_per_s: BYTES_PER_S,
+                remaining_bytes: remaining_bytes(schedule),
+                dirtied_pages: 0,
+                fixed_ns: nanos(STATE_COST),
+            };
+            Precopy::new(goals, PAGE_BYTES).after_iteration(&pass)
+        };
+        assert_eq!(remaining_bytes(&schedule), BYTES_PER_S / 100);
+        assert_eq!(decide(&schedule), Decision::Iterate { throttle: 0 });
+        schedule.acknowledge(0, chunks / 2).unwrap();
+        assert_eq!(decide(&schedule), Decision::SwitchOver);
+    }
 }

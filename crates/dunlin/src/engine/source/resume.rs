@@ -12,13 +12,14 @@ use dunlin_proto::control::Message;
 use dunlin_proto::fault::{AtFault, FaultCode};
 use dunlin_proto::switchover::Source;
 
-use super::super::error::Fault;
+use super::super::error::{Fault, harmless};
 use super::super::host::CancellableHost;
+use super::super::journal::RecordedPeer;
 use super::super::lock;
 use super::super::report::Event;
 use super::session::Session;
 use super::set_up::open_control;
-use crate::lane::peers::Pin;
+use crate::lane::peers::PeerIdentity;
 
 /// Between two attempts.
 const RETRY: Duration = Duration::from_millis(100);
@@ -63,7 +64,7 @@ impl Session<'_> {
         let Some(terms) = &self.terms else {
             return Err(lost);
         };
-        let (to, tls, peer) = (terms.to.clone(), terms.tls.clone(), terms.peer_fingerprint);
+        let (to, tls, peer) = (terms.to.clone(), terms.tls.clone(), terms.peer.clone());
         let until = Instant::now() + self.options.control_limit;
         let mut last = lost;
         let stream = loop {
@@ -78,8 +79,8 @@ impl Session<'_> {
             let deadline = until.min(Instant::now() + self.options.connect_limit);
             let host = CancellableHost::over(self.host, self.cancel);
             match open_control(&host, &to, &tls, &self.offer, deadline) {
-                Ok((stream, _)) if stream.peer().fingerprint != peer => {
-                    return Err(another_certificate(peer, stream.peer().fingerprint));
+                Ok((stream, _)) if !stream.peer().is(&peer) => {
+                    return Err(another_peer(stream.peer(), self.journal.peer()));
                 }
                 Ok((stream, selection)) if selection == self.selection => break stream,
                 Ok(_) => {
@@ -102,15 +103,18 @@ impl Session<'_> {
     }
 }
 
-/// Whoever answers is allowed, but has another certificate than the destination had.
-pub(super) fn another_certificate(had: [u8; 32], has: [u8; 32]) -> Fault {
+/// The host that answers is allowed, and is not the session's destination, which is `peer`.
+pub(super) fn another_peer(answers: &PeerIdentity, peer: &RecordedPeer) -> Fault {
+    let RecordedPeer::Known(peer) = peer else {
+        let what = "the session's record does not say which host its destination is";
+        return Fault::new(FaultCode::Journal, what);
+    };
     Fault::new(
         FaultCode::WrongIdentity,
         format!(
-            "where the destination was, a certificate answers that is {} and not {}: it was \
-             renewed and the destination's process started again, or another host answers there",
-            Pin::Certificate(has),
-            Pin::Certificate(had)
+            "another host answers at the destination's address: {}; the destination is {}",
+            harmless(&answers.to_string()),
+            harmless(&peer.to_string())
         ),
     )
 }

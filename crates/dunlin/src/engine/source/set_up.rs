@@ -22,7 +22,7 @@ use dunlin_proto::switchover::Source;
 use super::super::control::{ControlLane, FromPeer, Sequences, read_opening};
 use super::super::error::{Fault, VmIs, harmless};
 use super::super::host::{Cancel, CancellableHost, Host};
-use super::super::journal::{Journal, SessionJournal, SourceRecord, State};
+use super::super::journal::{Journal, JournalError, SessionJournal, SourceRecord, State};
 use super::super::lock;
 use super::super::report::{Downtime, Event, Observer};
 use super::super::vmm::{RunState, SourceVm, VmDescription};
@@ -70,9 +70,9 @@ impl Session<'_> {
         let over_ipsec = self.selection.security == LaneSecurity::Ipsec;
         let shelter = self.options.ipsec.as_ref().filter(|_| over_ipsec);
         self.terms = Some(LaneTerms {
-            ways: shelter.map(|shelter| Arc::new(shelter.ways(tls.clone(), peer.fingerprint))),
+            ways: shelter.map(|shelter| Arc::new(shelter.ways(tls.clone(), peer.principal()))),
             tls: tls.clone(),
-            peer_fingerprint: peer.fingerprint,
+            peer: peer.principal(),
             accept,
             to: to.to_owned(),
             events: events.clone(),
@@ -195,9 +195,15 @@ pub(super) fn connect<'a>(
         attempt: 1,
         epoch: 1,
     };
-    let journal = begin_record(session, &described, to, options, observer)?;
+    let mut journal = begin_record(session, &described, to, options, observer)?;
     let cancellable = CancellableHost::over(host, cancel);
-    let (stream, selection) = match open_control(&cancellable, to, tls, &offer, deadline) {
+    let opened = open_control(&cancellable, to, tls, &offer, deadline);
+    let opened = opened.and_then(|(stream, selection)| {
+        let recorded = journal.write_peer(&stream.peer().principal());
+        recorded.map_err(unrecorded)?;
+        Ok((stream, selection))
+    });
+    let (stream, selection) = match opened {
         Ok(opened) => opened,
         Err(fault) => {
             // The destination promises nothing before it accepts the VM.
@@ -293,11 +299,7 @@ fn begin_record(
     let state = State::Source(SourceRecord::Migrating);
     let vm = (&described.uuid, described.name.as_str());
     let record = Journal::first_record(state, session, vm, to, &options.owner);
-    let failed = |error| {
-        let what = "the migration cannot be recorded, and does not begin";
-        Fault::new(FaultCode::Journal, what).because(error)
-    };
-    let mut journal = options.journal.begin(record).map_err(failed)?;
+    let mut journal = options.journal.begin(record, None).map_err(unrecorded)?;
     match journal.write(state) {
         Ok(_) => {
             observer.event(&Event::Recorded(SourceRecord::Migrating));
@@ -306,9 +308,14 @@ fn begin_record(
         Err(error) => {
             // Best effort: an empty record says nothing.
             let _ = journal.forget();
-            Err(failed(error))
+            Err(unrecorded(error))
         }
     }
+}
+
+fn unrecorded(error: JournalError) -> Fault {
+    let what = "the migration cannot be recorded, and does not begin";
+    Fault::new(FaultCode::Journal, what).because(error)
 }
 
 /// Connects a control lane and agrees on what `offer` says.

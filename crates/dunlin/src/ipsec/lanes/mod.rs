@@ -51,7 +51,7 @@ use super::{Event, Observer, Options, PortRange, Status};
 use crate::lane::accept::Arrival;
 use crate::lane::control::ControlStream;
 use crate::lane::identity::ClientTls;
-use crate::lane::peers::PeerIdentity;
+use crate::lane::peers::{PeerIdentity, Principal};
 use ways::Way;
 
 /// Ports that a session protects: twice the lanes of most, since whoever closes a connection
@@ -162,15 +162,10 @@ impl Shelter {
         })))
     }
 
-    /// Ways to the peer with this certificate.
+    /// Ways to this peer, the certificate of which may be renewed meanwhile.
     #[must_use]
-    pub fn ways(&self, tls: ClientTls, fingerprint: [u8; 32]) -> Ways {
-        Ways::new(self.clone(), tls, Some(fingerprint))
-    }
-
-    /// Ways to whoever `tls` lets answer, with a certificate that may be renewed meanwhile.
-    pub(crate) fn ways_by(&self, tls: ClientTls) -> Ways {
-        Ways::new(self.clone(), tls, None)
+    pub fn ways(&self, tls: ClientTls, peer: Principal) -> Ways {
+        Ways::new(self.clone(), tls, peer)
     }
 
     /// Takes the offer of an IPsec session out of what arrives at a listener of lanes; what else
@@ -203,11 +198,11 @@ impl Shelter {
     ///
     /// # Errors
     /// It does not.
-    pub fn covers(&self, peer: &PeerIdentity, lane: &TcpStream) -> Result<(), Unsheltered> {
-        self.covers_if(|other| other.fingerprint == peer.fingerprint, lane)
+    pub fn covers(&self, peer: &Principal, lane: &TcpStream) -> Result<(), Unsheltered> {
+        self.covers_if(|other| other.is(peer), lane)
     }
 
-    /// The same for a peer that may have several certificates.
+    /// The same for the peer that `is_peer` recognises.
     ///
     /// # Errors
     /// As [`Shelter::covers`].
@@ -418,6 +413,7 @@ fn check(options: &Options) -> Result<(), IpsecError> {
         source,
     };
     let tables = Tables::open(None)?;
+    tables.have_esp()?;
     match options.mode {
         Mode::Connection => tables.xfrm.policies().map(drop).map_err(kernel),
         Mode::Cpu => match tables.xfrm.per_cpu().map_err(kernel)? {

@@ -27,6 +27,7 @@ use crate::ipsec::sockets::{Connection, connections};
 use crate::ipsec::{AssociationStatus, Direction, Event, Observer, Options, PortRange};
 use crate::lane::data::PlainConsent;
 use crate::lane::identity::ClientTls;
+use crate::lane::peers::Principal;
 
 /// Blocks of ports that are tried before none seems to be free.
 const BLOCKS_TRIED: usize = 8;
@@ -115,8 +116,8 @@ impl LaneError {
 pub struct Ways {
     shelter: Shelter,
     tls: ClientTls,
-    /// Of the certificate that must answer, where `tls` does not say it all.
-    fingerprint: Option<[u8; 32]>,
+    /// The peer that has to answer; `tls` may admit others.
+    peer: Principal,
     /// By where they lead: a session is between two addresses.
     toward: Mutex<BTreeMap<String, Toward>>,
     changed: Condvar,
@@ -212,11 +213,11 @@ impl fmt::Debug for Ways {
 }
 
 impl Ways {
-    pub(super) fn new(shelter: Shelter, tls: ClientTls, fingerprint: Option<[u8; 32]>) -> Self {
+    pub(super) fn new(shelter: Shelter, tls: ClientTls, peer: Principal) -> Self {
         Self {
             shelter,
             tls,
-            fingerprint,
+            peer,
             toward: Mutex::default(),
             changed: Condvar::new(),
         }
@@ -324,8 +325,7 @@ impl Ways {
             let limit = options.patience;
             let control = dial::open_beside(to, &self.tls, session, limit, &mut given_up);
             let control = control.map_err(called_off)?;
-            let answering = control.peer().fingerprint;
-            if self.fingerprint.is_some_and(|one| one != answering) {
+            if !control.peer().is(&self.peer) {
                 let to = to.to_owned();
                 return Err(LaneError::OtherPeer { to });
             }

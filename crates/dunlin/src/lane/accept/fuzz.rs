@@ -7,17 +7,20 @@ use std::time::Instant;
 
 use dunlin_proto::limits::MAX_OPENING_BODY_BYTES;
 use dunlin_proto::negotiate::{PRELUDE_BYTES, Prelude};
-use rustls::ServerConfig;
 use rustls::server::{ClientHello, ResolvesServerCert};
 use rustls::sign::CertifiedKey;
+use rustls::{RootCertStore, ServerConfig};
+use webpki::KeyUsage;
 
 use super::pending::{Pending, Stage, Step};
 use super::{Arrival, LaneSocket, OPENING_DEADLINE, Opening, Purpose, ServerTls};
+use crate::lane::denied::Denied;
 use crate::lane::kernel::Offload;
 use crate::lane::peers::Peers;
 use crate::lane::policy::ServerSettings;
 use crate::lane::provider::{Crypto, Provider};
 use crate::lane::record::RECEIVED_RECORD_BYTES;
+use crate::lane::trust::{Authorities, Trust};
 
 /// A host that has lost its certificate: nobody gets through the handshake.
 #[derive(Debug)]
@@ -32,6 +35,7 @@ impl ResolvesServerCert for NoCertificate {
 static TLS: LazyLock<ServerTls> = LazyLock::new(|| {
     let provider = Provider::built_in()[0];
     let rustls = Crypto::with(provider).rustls().expect("it is built in");
+    let algorithms = rustls.signature_verification_algorithms;
     let config = ServerConfig::builder_with_provider(rustls)
         .with_protocol_versions(&[&rustls::version::TLS13])
         .expect("every suite is of TLS 1.3")
@@ -39,7 +43,16 @@ static TLS: LazyLock<ServerTls> = LazyLock::new(|| {
         .with_cert_resolver(Arc::new(NoCertificate));
     ServerTls::new(ServerSettings {
         config: Arc::new(config),
-        peers: Peers::AnyFromAuthority,
+        trust: Arc::new(Trust::new(
+            Arc::new(Authorities {
+                anchors: RootCertStore::empty(),
+                revocations: Vec::new(),
+                denied: Denied::default(),
+            }),
+            algorithms,
+            Peers::AnyFromAuthority,
+            KeyUsage::client_auth(),
+        )),
         provider,
         offload: Offload::Process,
     })

@@ -168,8 +168,8 @@ impl Pending {
                     if !handshaking {
                         let common: &rustls::CommonState = &handshake.connection;
                         if handshake.peer.is_none() {
-                            let peers = &handshake.settings.peers;
-                            handshake.peer = Some(peer_identity(common, peers)?);
+                            let trust = &handshake.settings.trust;
+                            handshake.peer = Some(peer_identity(common, trust)?);
                         }
                         let wanted = wanted(&self.opening, &mut self.prelude)?;
                         if wanted == 0 {
@@ -233,7 +233,7 @@ impl Pending {
             let stream = ControlStream::established(
                 self.stream,
                 Connection::from(handshake.connection),
-                &handshake.settings.peers,
+                &handshake.settings.trust,
                 handshake.settings.provider,
             )?
             .made_with(handshake.settings);

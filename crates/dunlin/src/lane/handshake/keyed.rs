@@ -20,7 +20,7 @@ pub(crate) struct Keyed {
     /// Where the peer is.
     pub(crate) at: SocketAddr,
     /// The peer's certificate, if it has shown one.
-    pub(crate) leaf: Option<CertificateDer<'static>>,
+    pub(crate) certificates: Vec<CertificateDer<'static>>,
     pub(crate) version: TlsVersion,
     pub(crate) suite: CipherSuite,
     pub(crate) group: Option<NamedGroup>,
@@ -92,10 +92,11 @@ pub(super) fn finish<C: Unbuffered>(
     let group = common
         .negotiated_key_exchange_group()
         .map(|group| group.name());
-    let leaf = common
-        .peer_certificates()
-        .and_then(<[_]>::first)
-        .map(|leaf| leaf.clone().into_owned());
+    let certificates = common.peer_certificates().unwrap_or_default();
+    let certificates = certificates
+        .iter()
+        .map(|one| one.clone().into_owned())
+        .collect();
     // Nobody is there to renew keys for the socket's owner.
     let (secrets, _) = connection.into_secrets()?;
     stream.set_read_timeout(None).map_err(HandshakeError::Io)?;
@@ -103,7 +104,7 @@ pub(super) fn finish<C: Unbuffered>(
     Ok(Keyed {
         stream,
         at,
-        leaf,
+        certificates,
         version,
         suite,
         group,

@@ -14,15 +14,16 @@ use rustls::unbuffered::{ConnectionState, UnbufferedStatus};
 
 use super::keyed::{self, Keyed};
 use super::{
-    HandshakeError, Unbuffered, authorised, drive, encode, linger, local, parts, send_alert_into,
+    HandshakeError, Unbuffered, drive, encode, identified, linger, local, parts, send_alert_into,
 };
 use crate::lane::accept::{Reading, RejectReason, would_block};
 use crate::lane::identity::{ClientTls, ServerTls};
 use crate::lane::kernel::{self, Offload};
-use crate::lane::peers::{PeerIdentity, Peers};
+use crate::lane::peers::PeerIdentity;
 use crate::lane::policy::ServerSettings;
 use crate::lane::provider::Provider;
 use crate::lane::relayed::{Opening, Sealing, halves, halves_in_kernel};
+use crate::lane::trust::Trust;
 
 /// A connection to a peer that is authenticated and need not be Dunlin.
 pub(crate) struct Relayed {
@@ -56,7 +57,7 @@ pub(crate) fn client(
     finish(
         (stream, at),
         connection,
-        &tls.peers,
+        &tls.trust,
         (tls.provider, tls.offload),
     )
 }
@@ -64,10 +65,10 @@ pub(crate) fn client(
 fn finish<C: Unbuffered>(
     (stream, at): (TcpStream, SocketAddr),
     connection: C,
-    peers: &Peers,
+    trust: &Trust,
     (provider, offload): (Provider, Offload),
 ) -> Result<Relayed, HandshakeError> {
-    let peer = authorised(connection.common(), peers)?;
+    let peer = identified(connection.common(), trust)?;
     let is_1_3 = match connection.common().protocol_version() {
         Some(ProtocolVersion::TLSv1_3) => true,
         Some(ProtocolVersion::TLSv1_2) => false,
@@ -200,12 +201,9 @@ impl Greeting {
     ) -> Result<(Keyed, Option<PeerIdentity>), RejectReason> {
         stream.set_nonblocking(false)?;
         let keyed = keyed::finish(stream, at, self.connection)?;
-        let identity = |leaf| {
-            let authorised_by = self.settings.peers.authorise(leaf)?;
-            Ok(PeerIdentity::of(leaf, authorised_by))
-        };
-        let peer = keyed.leaf.as_ref().map(identity).transpose();
-        let peer = peer.map_err(HandshakeError::Peer)?;
+        let peer = keyed.certificates.split_first();
+        let peer = peer.map(|(leaf, issuers)| self.settings.trust.identify(leaf, issuers));
+        let peer = peer.transpose().map_err(HandshakeError::from)?;
         Ok((keyed, peer))
     }
 
@@ -222,7 +220,7 @@ impl Greeting {
             ..
         } = self;
         let sealed_by = (settings.provider, settings.offload);
-        let relayed = finish((stream, at), connection, &settings.peers, sealed_by)?;
+        let relayed = finish((stream, at), connection, &settings.trust, sealed_by)?;
         Ok(relayed)
     }
 }

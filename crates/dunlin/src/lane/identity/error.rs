@@ -96,6 +96,16 @@ pub enum IdentityError {
         /// What is wrong.
         reason: String,
     },
+    /// A line of the list of denied keys denies none.
+    #[error("line {line} of {} cannot be used ({reason}): write spki-sha256: and 64 hexadecimal digits, the SHA-256 of the key", path.display())]
+    BadDenied {
+        /// The file.
+        path: PathBuf,
+        /// Its number, from one.
+        line: usize,
+        /// What is wrong.
+        reason: &'static str,
+    },
     /// The private key is of a kind that the crypto library cannot use.
     #[error("the key in {} cannot be used ({source}): use an unencrypted RSA, ECDSA P-256 or P-384, or Ed25519 key", path.display())]
     BadKey {

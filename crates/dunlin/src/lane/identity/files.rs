@@ -130,7 +130,7 @@ fn items<T: PemObject>(path: &Path, wanted: &'static str) -> Result<Vec<T>, Iden
 
 /// The content of a file and its permission bits, both from one descriptor, so that the bits are
 /// those of the bytes. They may be a key's, and are wiped.
-fn read(path: &Path) -> Result<(Zeroizing<Vec<u8>>, u32), IdentityError> {
+pub(super) fn read(path: &Path) -> Result<(Zeroizing<Vec<u8>>, u32), IdentityError> {
     let unreadable = |source| IdentityError::Unreadable {
         path: path.to_owned(),
         source,

@@ -7,11 +7,13 @@
 //! | `libvirt`, in `/etc/pki` | `CA/cacert.pem` | `CA/cacrl.pem` | `libvirt/ROLEcert.pem` | `libvirt/private/ROLEkey.pem` |
 //! | `libvirt`, in one directory | `cacert.pem` | `cacrl.pem` | `ROLEcert.pem` | `ROLEkey.pem` |
 //!
-//! `ROLE` is `client` at a source and `server` at a destination. Sources: QEMU
-//! `include/crypto/tlscredsx509.h`, libvirt `src/rpc/virnettlsconfig.c`, Cloud Hypervisor
-//! `vm-migration/src/tls.rs` (QEMU's names; it knows no revocations).
+//! In the directory itself there may be [`DENIED_FILE`]. `ROLE` is `client` at a source and
+//! `server` at a destination. Sources: QEMU `include/crypto/tlscredsx509.h`, libvirt
+//! `src/rpc/virnettlsconfig.c`, Cloud Hypervisor `vm-migration/src/tls.rs` (QEMU's names; it
+//! knows no revocations).
 
 use std::fmt;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
@@ -27,6 +29,10 @@ pub const CERTIFICATE_FILE: &str = "cert.pem";
 pub const KEY_FILE: &str = "key.pem";
 /// The file of revocation lists in Dunlin's own layout, if there is one.
 pub const REVOCATIONS_FILE: &str = "ca-crl.pem";
+
+/// The file of denied keys beside an identity of any layout, if there is one: on each line a pin
+/// of a key, `spki-sha256:…`.
+pub const DENIED_FILE: &str = "denied";
 
 /// Which side of a migration an identity is for: layouts made by others have a certificate for
 /// each.
@@ -61,6 +67,8 @@ pub struct Files {
     pub certificate: PathBuf,
     /// Its private key.
     pub key: PathBuf,
+    /// Keys of which no peer's certificate may be, if any are denied.
+    pub denied: Option<PathBuf>,
 }
 
 /// No such layout.
@@ -87,12 +95,19 @@ impl Files {
             None => Layout::of(directory)?,
         };
         let present = |path: PathBuf| path.exists().then_some(path);
+        // One that cannot be looked at denies keys, and loading it fails.
+        let denied = directory.join(DENIED_FILE);
+        let denied = match denied.symlink_metadata() {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => None,
+            _ => Some(denied),
+        };
         if layout == Layout::Dunlin {
             return Ok(Self {
                 authorities: present(directory.join(AUTHORITIES_FILE)),
                 revocations: present(directory.join(REVOCATIONS_FILE)),
                 certificate: directory.join(CERTIFICATE_FILE),
                 key: directory.join(KEY_FILE),
+                denied,
             });
         }
         let role = match role {
@@ -126,6 +141,7 @@ impl Files {
             revocations: present(revocations),
             certificate,
             key,
+            denied,
         })
     }
 }

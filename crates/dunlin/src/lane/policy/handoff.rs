@@ -8,8 +8,10 @@ use rustls::pki_types::{CertificateDer, ServerName};
 use rustls::server::NoClientAuth;
 use rustls::server::danger::ClientCertVerifier;
 use rustls::{ClientConfig, SupportedProtocolVersion, version};
+use webpki::KeyUsage;
 
 use super::{ServerSettings, ServerTls, Terms, VERSIONS, no_name, refused, server_config, trust};
+use crate::lane::denied::Denied;
 use crate::lane::identity::{Identity, SettingsError};
 use crate::lane::kernel::Offload;
 use crate::lane::peers::{PeerIdentity, Peers};
@@ -43,6 +45,7 @@ impl HandoffTls {
             .map_err(|error| SettingsError::Refused(format!("as a server's name: {error}")))?;
         let believing = Believing {
             belief: belief.clone(),
+            denied: identity.map_or_else(Denied::default, |own| own.authorities.denied.clone()),
             algorithms: offer.rustls.signature_verification_algorithms,
         };
         let versions = versions(offer.version);
@@ -91,9 +94,13 @@ pub(in crate::lane) fn handoff_server(
     offer: Offer,
     clients: Option<Peers>,
 ) -> Result<ServerTls, SettingsError> {
-    let verifier: Arc<dyn ClientCertVerifier> = match &clients {
-        Some(clients) => trust(identity, &offer.rustls, clients)?,
-        None => Arc::new(NoClientAuth),
+    let asked = clients.is_some();
+    // A client that was not asked shows no certificate.
+    let clients = clients.unwrap_or(Peers::OneOf(Vec::new()));
+    let trust = trust(identity, &offer.rustls, clients, KeyUsage::client_auth())?;
+    let verifier: Arc<dyn ClientCertVerifier> = match asked {
+        true => trust.clone(),
+        false => Arc::new(NoClientAuth),
     };
     let terms = Terms {
         versions: versions(offer.version),
@@ -102,8 +109,7 @@ pub(in crate::lane) fn handoff_server(
     };
     Ok(ServerTls::new(ServerSettings {
         config: server_config(identity, verifier, terms)?,
-        // Nobody who was not asked has a certificate to show.
-        peers: clients.unwrap_or(Peers::AnyFromAuthority),
+        trust,
         provider: provider::auto().provider,
         // It is chosen when the handshake is over, and what then is not the caller's to say here.
         offload: Offload::Auto,

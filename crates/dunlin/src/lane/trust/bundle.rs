@@ -15,12 +15,13 @@ use std::sync::Arc;
 use rustls::client::danger::{ServerCertVerified, ServerCertVerifier};
 use rustls::crypto::WebPkiSupportedAlgorithms;
 use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
-use rustls::{CertificateError, Error, OtherError, RootCertStore};
+use rustls::{Error, RootCertStore};
 use webpki::KeyUsage;
 use x509_parser::certificate::X509Certificate;
 use x509_parser::prelude::FromDer;
 
-use super::{Authorities, UNISSUED, in_date, without_chain};
+use super::{Authorities, UNISSUED, in_date, refused, without_chain};
+use crate::lane::denied::Denied;
 use crate::lane::identity::{IdentityError, certificates};
 use crate::lane::peers::{AuthorisedBy, PeerIdentity, Peers, Pin};
 
@@ -55,6 +56,7 @@ impl Bundle {
         let authorities = Authorities {
             anchors,
             revocations: Vec::new(),
+            denied: Denied::default(),
         };
         Ok(Self {
             certificates,
@@ -81,7 +83,7 @@ impl Belief {
             }
             by => by,
         };
-        Some(PeerIdentity::of(leaf, by))
+        Some(PeerIdentity::of(leaf, by, None))
     }
 }
 
@@ -95,6 +97,8 @@ impl Bundle {
 #[derive(Debug)]
 pub(in crate::lane) struct Believing {
     pub(in crate::lane) belief: Belief,
+    /// The keys that our identity denies.
+    pub(in crate::lane) denied: Denied,
     pub(in crate::lane) algorithms: WebPkiSupportedAlgorithms,
 }
 
@@ -109,6 +113,9 @@ impl ServerCertVerifier for Believing {
         now: UnixTime,
     ) -> Result<ServerCertVerified, Error> {
         UNISSUED.set(None);
+        self.denied
+            .check(end_entity, intermediates)
+            .map_err(refused)?;
         let Belief::Bundle(bundle, peers) = &self.belief else {
             return Ok(ServerCertVerified::assertion());
         };
@@ -116,14 +123,13 @@ impl ServerCertVerifier for Believing {
             in_date(end_entity, now)?;
         } else {
             let usage = KeyUsage::server_auth();
-            bundle
+            let authority = bundle
                 .authorities
                 .verify(end_entity, intermediates, now, usage, &self.algorithms)
                 .map_err(|error| without_chain(end_entity, intermediates, error))?;
+            self.denied.check_authority(&authority).map_err(refused)?;
         }
-        peers
-            .authorise(end_entity)
-            .map_err(|refused| CertificateError::Other(OtherError(Arc::new(refused))))?;
+        peers.authorise(end_entity).map_err(refused)?;
         Ok(ServerCertVerified::assertion())
     }
 

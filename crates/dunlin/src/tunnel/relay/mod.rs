@@ -81,6 +81,7 @@ impl Routes {
             let name = exit.route.clone();
             super::options::check(&exit.route, &exit.allow, super::WINDOW_BYTES)?;
             super::options::check_target(&exit.route, &exit.target)?;
+            super::options::check_circle(&exit.route, &exit.target, &exit.allow, &self.entrances)?;
             if let Ok(Some(_)) = exit.target.parameter() {
                 let why = BadPlace::Relay;
                 return Err(BadRoute::Place { name, why });

@@ -1,0 +1,265 @@
+//! Who a session's peer is: the [`Principal`] that a later connection must
+//! match to ask about the session, to settle it or to release it.
+//!
+//! A certificate is renewed while a session is in doubt, so a principal names
+//! what outlives the renewal: the pin that admitted the peer, or the authority
+//! that vouches for its name, with the name. The journal keeps it in the *peer
+//! block*, behind the two slots: each attempt writes and syncs it once, before
+//! the first record about which a peer may ask. docs/journal.md has every byte.
+
+use std::fmt;
+
+use super::{CHECKSUM_AT, RECORD_BYTES, SLOTS_BYTES, checksum};
+use crate::limits::MAX_PRINCIPAL_NAME_BYTES;
+use crate::negotiate::SessionId;
+use crate::wire::{DecodeError, EncodeError, Reader, Writer, bad_value};
+
+/// Where the block begins in a journal file.
+pub const PEER_BLOCK_AT: usize = SLOTS_BYTES;
+
+/// Bytes of the block; what follows up to the end of the file is zero.
+pub const PEER_BLOCK_BYTES: usize = RECORD_BYTES;
+
+const MAGIC: [u8; 8] = *b"DUNLPEER";
+const VERSION: u16 = 1;
+/// Everything but the name.
+const FIXED_BYTES: usize = 8 + 2 + 1 + 5 + 16 + 32 + 32;
+
+const _: () = assert!(FIXED_BYTES + 2 + MAX_PRINCIPAL_NAME_BYTES <= CHECKSUM_AT);
+
+/// How a session's peer was authorised, in the terms that a renewed
+/// certificate keeps. Digests are SHA-256.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Principal {
+    /// The bearer of this certificate (digest of its DER): it was pinned, or
+    /// has nothing else that a renewed one would share.
+    Certificate([u8; 32]),
+    /// The bearer of this key (digest of the SubjectPublicKeyInfo, DER).
+    Key([u8; 32]),
+    /// The bearer of this name, for which this authority vouches.
+    Name {
+        /// Digest of the trust anchor's SubjectPublicKeyInfo (DER).
+        authority: [u8; 32],
+        /// A DNS name, an IP address or a URI, as in a list of peers; at most
+        /// [`MAX_PRINCIPAL_NAME_BYTES`].
+        name: String,
+    },
+    /// The bearer of exactly these names, for which this authority vouches:
+    /// no single name was demanded.
+    Names {
+        /// Digest of the trust anchor's SubjectPublicKeyInfo (DER).
+        authority: [u8; 32],
+        /// Digest of the names; the library says how it is computed.
+        names: [u8; 32],
+    },
+}
+
+/// What a journal file says about a session's peer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum RecordedPeer {
+    /// The file has no peer block: a release before the block wrote it. The
+    /// record's text is all there is.
+    BeforeBlocks,
+    /// The block is empty, damaged or of a newer release: no peer matches.
+    Unknown,
+    /// The peer.
+    Known(Principal),
+}
+
+impl Principal {
+    fn kind(&self) -> u8 {
+        match self {
+            Self::Certificate(_) => 1,
+            Self::Key(_) => 2,
+            Self::Name { .. } => 3,
+            Self::Names { .. } => 4,
+        }
+    }
+
+    /// The block's bytes, for the file of `session`.
+    ///
+    /// # Errors
+    /// The name exceeds its limit.
+    pub fn encode(&self, session: SessionId) -> Result<[u8; PEER_BLOCK_BYTES], EncodeError> {
+        const NONE: [u8; 32] = [0; 32];
+        let (authority, digest, name) = match self {
+            Self::Certificate(digest) | Self::Key(digest) => (&NONE, digest, ""),
+            Self::Name { authority, name } => (authority, &NONE, name.as_str()),
+            Self::Names { authority, names } => (authority, names, ""),
+        };
+        let mut bytes = Vec::with_capacity(PEER_BLOCK_BYTES);
+        Writer::append(&mut bytes, |writer| {
+            writer.bytes(&MAGIC);
+            writer.u16(VERSION);
+            writer.u8(self.kind());
+            writer.bytes(&[0; 5]);
+            writer.bytes(&session);
+            writer.bytes(authority);
+            writer.bytes(digest);
+            writer.text("peer name", name, MAX_PRINCIPAL_NAME_BYTES)
+        })?;
+        bytes.resize(CHECKSUM_AT, 0);
+        let checksum = checksum(&bytes);
+        bytes.extend_from_slice(&checksum.to_le_bytes());
+        let mut block = [0; PEER_BLOCK_BYTES];
+        block.copy_from_slice(&bytes);
+        Ok(block)
+    }
+}
+
+impl fmt::Display for Principal {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let hex = |formatter: &mut fmt::Formatter<'_>, digest: &[u8; 32]| {
+            digest
+                .iter()
+                .try_for_each(|byte| write!(formatter, "{byte:02x}"))
+        };
+        match self {
+            Self::Certificate(digest) => {
+                formatter.write_str("the certificate sha256:")?;
+                hex(formatter, digest)
+            }
+            Self::Key(digest) => {
+                formatter.write_str("the key spki-sha256:")?;
+                hex(formatter, digest)
+            }
+            Self::Name { authority, name } => {
+                write!(formatter, "{name} of the authority spki-sha256:")?;
+                hex(formatter, authority)
+            }
+            Self::Names { authority, .. } => {
+                formatter.write_str("a host with other names, of the authority spki-sha256:")?;
+                hex(formatter, authority)
+            }
+        }
+    }
+}
+
+impl RecordedPeer {
+    /// Reads the block of `session`'s file. Whatever is not wholly understood
+    /// is [`RecordedPeer::Unknown`]: a peer is refused rather than mistaken.
+    #[must_use]
+    pub fn decode(bytes: &[u8; PEER_BLOCK_BYTES], session: SessionId) -> Self {
+        match read(bytes) {
+            Ok((owner, principal)) if owner == session => Self::Known(principal),
+            _ => Self::Unknown,
+        }
+    }
+}
+
+fn read(bytes: &[u8; PEER_BLOCK_BYTES]) -> Result<(SessionId, Principal), DecodeError> {
+    let (body, tail) = bytes.split_at(CHECKSUM_AT);
+    let found = Reader::new(tail).u64("checksum")?;
+    if found != checksum(body) {
+        return Err(bad_value("checksum", found, CHECKSUM_AT));
+    }
+    let mut reader = Reader::new(body);
+    let magic = reader.array::<8>("magic")?;
+    if magic != MAGIC {
+        return Err(bad_value("magic", u64::from_le_bytes(magic), 0));
+    }
+    let version = reader.u16("version")?;
+    if version != VERSION {
+        return Err(bad_value("version", u64::from(version), 8));
+    }
+    let kind_at = reader.offset();
+    let kind = reader.u8("kind")?;
+    reader.reserved::<5>("reserved")?;
+    let session = reader.array("session")?;
+    let authority_at = reader.offset();
+    let authority: [u8; 32] = reader.array("authority")?;
+    let digest: [u8; 32] = reader.array("digest")?;
+    let name = reader.text("peer name", MAX_PRINCIPAL_NAME_BYTES)?;
+    let principal = match kind {
+        1 => Principal::Certificate(digest),
+        2 => Principal::Key(digest),
+        3 => Principal::Name {
+            authority,
+            name: name.into(),
+        },
+        4 => Principal::Names {
+            authority,
+            names: digest,
+        },
+        kind => return Err(bad_value("kind", u64::from(kind), kind_at)),
+    };
+    // Each value has one encoding: unused fields and the padding are zero.
+    let canonical = principal.encode(session).ok();
+    if canonical.as_ref() != Some(bytes) {
+        return Err(bad_value("unused field", 1, authority_at));
+    }
+    Ok((session, principal))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    const SESSION: SessionId = [7; 16];
+
+    fn principals() -> [Principal; 4] {
+        [
+            Principal::Certificate([1; 32]),
+            Principal::Key([2; 32]),
+            Principal::Name {
+                authority: [3; 32],
+                name: "host-a.example".into(),
+            },
+            Principal::Names {
+                authority: [4; 32],
+                names: [5; 32],
+            },
+        ]
+    }
+
+    #[test]
+    fn every_principal_comes_back_as_itself() {
+        for principal in principals() {
+            let block = principal.encode(SESSION).unwrap();
+            let read = RecordedPeer::decode(&block, SESSION);
+            assert_eq!(read, RecordedPeer::Known(principal));
+        }
+    }
+
+    #[test]
+    fn the_longest_name_fits_and_a_longer_one_is_refused() {
+        let named = |length| Principal::Name {
+            authority: [3; 32],
+            name: "n".repeat(length),
+        };
+        let longest = named(MAX_PRINCIPAL_NAME_BYTES);
+        let block = longest.encode(SESSION).unwrap();
+        assert_eq!(
+            RecordedPeer::decode(&block, SESSION),
+            RecordedPeer::Known(longest)
+        );
+        assert!(named(MAX_PRINCIPAL_NAME_BYTES + 1).encode(SESSION).is_err());
+    }
+
+    #[test]
+    fn i1_a_changed_empty_or_foreign_block_names_no_peer() {
+        let empty = [0; PEER_BLOCK_BYTES];
+        let read = RecordedPeer::decode(&empty, SESSION);
+        assert_eq!(read, RecordedPeer::Unknown, "never written");
+        for principal in principals() {
+            let block = principal.encode(SESSION).unwrap();
+            let read = RecordedPeer::decode(&block, [8; 16]);
+            assert_eq!(read, RecordedPeer::Unknown, "of another session");
+            for position in 0..PEER_BLOCK_BYTES {
+                let mut changed = block;
+                changed[position] ^= 0x10;
+                let read = RecordedPeer::decode(&changed, SESSION);
+                assert_eq!(read, RecordedPeer::Unknown, "byte {position}");
+                // With its own checksum it may name another peer, in the one
+                // encoding that this peer has.
+                let sum = checksum(&changed[..CHECKSUM_AT]);
+                changed[CHECKSUM_AT..].copy_from_slice(&sum.to_le_bytes());
+                if let RecordedPeer::Known(other) = RecordedPeer::decode(&changed, SESSION) {
+                    assert_eq!(other.encode(SESSION).unwrap(), changed, "byte {position}");
+                }
+            }
+        }
+    }
+}

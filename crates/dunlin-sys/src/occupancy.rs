@@ -1,0 +1,509 @@
+//! Which bytes of this process's memory may hold anything, by what the kernel
+//! says about their addresses.
+//!
+//! [`crate::pagemap`] finds what a source sends. This is the second opinion
+//! that `--verify` needs: digests that took holes from the same scan would
+//! agree with its mistakes. The two modules share no code, and where possible no
+//! interface of the kernel:
+//!
+//! | memory | a hole is |
+//! | --- | --- |
+//! | private | an entry of /proc/self/pagemap without bits 62 and 63 |
+//! | shared, its file open here | a hole of that file, at the offset in /proc/self/maps |
+//! | any other | unknown: everything may hold data |
+//!
+//! Reading the entries of 1 GiB takes 2 MiB of reads and populates nothing
+//! (Documentation/admin-guide/mm/pagemap.rst). A shared mapping's page table does
+//! not tell holes from pages that another process wrote, or that are swapped out;
+//! nor does mincore(2). So its file has to be asked, which is looked for among
+//! this process's descriptors by its device and inode. The caller's own idea of
+//! file and offset is not used. Files of huge pages have no holes as lseek(2) sees
+//! them: all of such memory may hold data.
+
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::ops::Range;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+
+use vm_memory::VolatileSlice;
+
+/// Bytes of an entry of /proc/self/pagemap.
+const ENTRY_BYTES: usize = 8;
+/// The page is in memory.
+const PRESENT: u64 = 1 << 63;
+/// The page is in swap, or about to be somewhere else.
+const SWAPPED: u64 = 1 << 62;
+/// Entries that are read at once: 64 KiB, for 32 MiB of memory.
+const ENTRIES_AT_ONCE: usize = 8192;
+/// What ranges are rounded to, outwards.
+const PAGE_BYTES: u64 = 4096;
+/// The name of private huge pages without a file of their own. Such a mapping has
+/// an inode nonetheless.
+const ANONYMOUS_HUGE: &str = "/anon_hugepage (deleted)";
+
+/// What is known about the holes of some memory.
+#[derive(Debug)]
+pub struct Occupancy {
+    /// Where the memory begins.
+    base: u64,
+    areas: Vec<Area>,
+}
+
+/// Addresses whose holes are found in one way.
+#[derive(Debug)]
+struct Area {
+    addresses: Range<u64>,
+    known_by: KnownBy,
+}
+
+#[derive(Debug)]
+enum KnownBy {
+    /// The entries of the page table.
+    Entries { pagemap: File, page_bytes: u64 },
+    /// The file behind a shared mapping; `offset` is that of the first address.
+    File { file: File, offset: u64 },
+    /// Nothing.
+    Nothing,
+}
+
+impl Occupancy {
+    /// Looks at how `memory` is mapped. It must stay so until the last call of
+    /// [`Occupancy::within`].
+    ///
+    /// # Errors
+    /// /proc/self/maps cannot be read or understood.
+    pub fn of(memory: &VolatileSlice<'_>) -> io::Result<Self> {
+        let base = memory.ptr_guard().as_ptr() as u64;
+        let end = base + memory.len() as u64;
+        // A path need not be UTF-8.
+        let maps = fs::read("/proc/self/maps")?;
+        let maps = String::from_utf8_lossy(&maps);
+        let mut areas = Vec::new();
+        for line in maps.lines() {
+            let mapping = Mapping::parse(line).ok_or_else(|| {
+                let what = format!("/proc/self/maps has the line {line:?}");
+                io::Error::new(io::ErrorKind::InvalidData, what)
+            })?;
+            let addresses = mapping.addresses.start.max(base)..mapping.addresses.end.min(end);
+            if addresses.is_empty() {
+                continue;
+            }
+            let known_by = mapping
+                .known_by(addresses.start)
+                .unwrap_or(KnownBy::Nothing);
+            areas.push(Area {
+                addresses,
+                known_by,
+            });
+        }
+        Ok(Self { base, areas })
+    }
+
+    /// The bytes in `within`, relative to the memory's start, that may hold
+    /// anything but zeros: ascending ranges of whole pages of 4 KiB, apart from
+    /// each other. `within` begins and ends with such a page.
+    #[must_use]
+    pub fn within(&self, within: Range<u64>) -> Vec<Range<u64>> {
+        let mut ranges: Vec<Range<u64>> = Vec::new();
+        let mut found = |addresses: Range<u64>| {
+            let from = (addresses.start - self.base) / PAGE_BYTES * PAGE_BYTES;
+            let to = (addresses.end - self.base).next_multiple_of(PAGE_BYTES);
+            let (from, to) = (from.max(within.start), to.min(within.end));
+            match ranges.last_mut() {
+                Some(last) if from <= last.end => last.end = last.end.max(to),
+                _ => ranges.push(from..to),
+            }
+        };
+        let mut at = self.base + within.start;
+        let end = self.base + within.end;
+        for area in &self.areas {
+            let here = area.addresses.start.max(at)..area.addresses.end.min(end);
+            if here.is_empty() {
+                continue;
+            }
+            if at < here.start {
+                // The list had a gap: nothing is known.
+                found(at..here.start);
+            }
+            at = here.end;
+            if area.find(here.clone(), &mut found).is_err() {
+                found(here);
+            }
+        }
+        if at < end {
+            found(at..end);
+        }
+        ranges
+    }
+}
+
+impl Area {
+    /// Calls `found` with the addresses in `within` that may hold data, in order.
+    ///
+    /// # Errors
+    /// It cannot be found out; what was not reported before may hold data.
+    fn find(&self, within: Range<u64>, found: &mut dyn FnMut(Range<u64>)) -> io::Result<()> {
+        match &self.known_by {
+            KnownBy::Entries {
+                pagemap,
+                page_bytes,
+            } => by_entries(pagemap, *page_bytes, within, found),
+            KnownBy::File { file, offset } => {
+                let shift = self.addresses.start;
+                let bytes = within.start - shift + offset..within.end - shift + offset;
+                by_file(file, bytes, &mut |data| {
+                    found(data.start - offset + shift..data.end - offset + shift);
+                })
+            }
+            KnownBy::Nothing => {
+                found(within);
+                Ok(())
+            }
+        }
+    }
+}
+
+fn by_entries(
+    pagemap: &File,
+    page_bytes: u64,
+    within: Range<u64>,
+    found: &mut dyn FnMut(Range<u64>),
+) -> io::Result<()> {
+    let mut bytes = vec![0; ENTRIES_AT_ONCE * ENTRY_BYTES];
+    let (mut page, end) = (within.start / page_bytes, within.end.div_ceil(page_bytes));
+    while page < end {
+        let count = (end - page).min(ENTRIES_AT_ONCE as u64);
+        let bytes = &mut bytes[..count as usize * ENTRY_BYTES];
+        pagemap.read_exact_at(bytes, page * ENTRY_BYTES as u64)?;
+        let (entries, _) = bytes.as_chunks::<ENTRY_BYTES>();
+        for (page, entry) in (page..).zip(entries) {
+            if holds_data(u64::from_ne_bytes(*entry)) {
+                found(page * page_bytes..(page + 1) * page_bytes);
+            }
+        }
+        page += count;
+    }
+    Ok(())
+}
+
+/// Whether private memory with this entry may hold anything. The other bits say
+/// what is said of holes, too: that they may have been written to (55), or are
+/// watched (57).
+const fn holds_data(entry: u64) -> bool {
+    entry & (PRESENT | SWAPPED) != 0
+}
+
+fn by_file(file: &File, within: Range<u64>, found: &mut dyn FnMut(Range<u64>)) -> io::Result<()> {
+    let mut hole = within.start;
+    loop {
+        let data = match position(file, hole, libc::SEEK_DATA) {
+            // Nothing but a hole follows.
+            Err(error) if error.raw_os_error() == Some(libc::ENXIO) => return Ok(()),
+            data => data?,
+        };
+        if data >= within.end {
+            return Ok(());
+        }
+        // The end of the file counts as a hole.
+        hole = position(file, data, libc::SEEK_HOLE)?;
+        found(data..hole.min(within.end));
+        if hole >= within.end {
+            return Ok(());
+        }
+    }
+}
+
+fn position(file: &File, from: u64, what: libc::c_int) -> io::Result<u64> {
+    let from = libc::off_t::try_from(from).map_err(io::Error::other)?;
+    // SAFETY: the descriptor is open as long as `file` is; lseek(2) reads and
+    // writes no memory of this process.
+    let at = unsafe { libc::lseek(file.as_raw_fd(), from, what) };
+    u64::try_from(at).map_err(|_| io::Error::last_os_error())
+}
+
+/// A line of /proc/self/maps (proc_pid_maps(5)).
+#[derive(Debug, PartialEq, Eq)]
+struct Mapping<'a> {
+    addresses: Range<u64>,
+    shared: bool,
+    /// Of the first address, in the file.
+    offset: u64,
+    /// Major and minor number.
+    device: (u32, u32),
+    inode: u64,
+    name: &'a str,
+}
+
+impl<'a> Mapping<'a> {
+    fn parse(line: &'a str) -> Option<Self> {
+        let hexadecimal = |text: &str| u64::from_str_radix(text, 16).ok();
+        let mut fields = line.splitn(6, ' ');
+        let (start, end) = fields.next()?.split_once('-')?;
+        let shared = match fields.next()?.as_bytes() {
+            [_, _, _, b's'] => true,
+            [_, _, _, b'p'] => false,
+            _ => return None,
+        };
+        let offset = hexadecimal(fields.next()?)?;
+        let (major, minor) = fields.next()?.split_once(':')?;
+        Some(Self {
+            addresses: hexadecimal(start)?..hexadecimal(end)?,
+            shared,
+            offset,
+            device: (
+                u32::from_str_radix(major, 16).ok()?,
+                u32::from_str_radix(minor, 16).ok()?,
+            ),
+            inode: fields.next()?.parse().ok()?,
+            name: fields.next().unwrap_or_default().trim_start(),
+        })
+    }
+
+    /// How the holes from `first` on, an address of this mapping, are found.
+    fn known_by(&self, first: u64) -> io::Result<KnownBy> {
+        if self.shared {
+            let offset = first - self.addresses.start + self.offset;
+            let file = self.open()?;
+            return Ok(KnownBy::File { file, offset });
+        }
+        // What a private mapping of a file has not written to is the file's.
+        if self.inode != 0 && self.name != ANONYMOUS_HUGE {
+            return Ok(KnownBy::Nothing);
+        }
+        Ok(KnownBy::Entries {
+            pagemap: File::open("/proc/self/pagemap")?,
+            page_bytes: page_bytes()?,
+        })
+    }
+
+    /// The file behind the mapping, opened anew, so that nobody else's position
+    /// in it moves.
+    fn open(&self) -> io::Result<File> {
+        let is_it = |metadata: &fs::Metadata| {
+            let device = (libc::major(metadata.dev()), libc::minor(metadata.dev()));
+            (device, metadata.ino()) == (self.device, self.inode)
+        };
+        for descriptor in fs::read_dir("/proc/self/fd")? {
+            let path = descriptor?.path();
+            // Another thread may have closed it, or use its number for another file.
+            if !fs::metadata(&path).is_ok_and(|metadata| is_it(&metadata)) {
+                continue;
+            }
+            let file = OpenOptions::new()
+                .read(true)
+                .custom_flags(libc::O_NONBLOCK)
+                .open(&path)?;
+            if is_it(&file.metadata()?) {
+                return Ok(file);
+            }
+        }
+        Err(io::ErrorKind::NotFound.into())
+    }
+}
+
+/// Bytes for which there is one entry.
+fn page_bytes() -> io::Result<u64> {
+    // SAFETY: sysconf(3) reads and writes no memory of this process.
+    let bytes = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+    u64::try_from(bytes).map_err(io::Error::other)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use vm_memory::{FileOffset, MmapRegion, VolatileMemory};
+
+    use super::*;
+    use crate::mapping::{Backing, TrackedMemory, allocate};
+
+    const MIB: u64 = 1 << 20;
+
+    fn slice(memory: &TrackedMemory) -> VolatileSlice<'_> {
+        use vm_memory::{GuestMemoryBackend, GuestMemoryRegion, MemoryRegionAddress};
+        let region = memory.iter().next().unwrap();
+        let all = region.get_slice(MemoryRegionAddress(0), region.len() as usize);
+        crate::memory::untracked(&all.unwrap())
+    }
+
+    /// Advises the kernel about some memory.
+    fn advise(slice: &VolatileSlice<'_>, advice: libc::c_int) {
+        let start = slice.ptr_guard_mut().as_ptr();
+        // SAFETY: `slice` is mapped, and neither advice that is given here changes
+        // what it holds.
+        let result = unsafe { libc::madvise(start.cast(), slice.len(), advice) };
+        assert_eq!(result, 0);
+    }
+
+    fn write(slice: &VolatileSlice<'_>, offset: u64) {
+        slice
+            .subslice(offset as usize, 1)
+            .unwrap()
+            .copy_from(&[7_u8]);
+    }
+
+    fn occupied(slice: &VolatileSlice<'_>) -> Vec<Range<u64>> {
+        Occupancy::of(slice).unwrap().within(0..slice.len() as u64)
+    }
+
+    /// How many pages are in memory.
+    fn resident_pages(slice: &VolatileSlice<'_>) -> usize {
+        let mut pages = vec![0_u8; slice.len() / 4096];
+        let start = slice.ptr_guard_mut().as_ptr();
+        // SAFETY: `slice` is mapped, and `pages` has a byte for each of its pages,
+        // which is all that the call writes to.
+        let result = unsafe { libc::mincore(start.cast(), slice.len(), pages.as_mut_ptr()) };
+        assert_eq!(result, 0);
+        pages.iter().filter(|&&page| page & 1 == 1).count()
+    }
+
+    #[test]
+    fn what_was_written_is_found_and_holes_stay_holes() {
+        for backing in [Backing::Private, Backing::Memfd] {
+            let memory = allocate(64 * MIB, backing).unwrap();
+            let slice = slice(&memory);
+            advise(&slice, libc::MADV_NOHUGEPAGE);
+            assert_eq!(occupied(&slice), []);
+            for offset in [0, 3 * 4096, 4 * 4096 + 4095, 40 * MIB, 64 * MIB - 1] {
+                write(&slice, offset);
+            }
+            let expected = [
+                0..4096,
+                3 * 4096..5 * 4096,
+                40 * MIB..40 * MIB + 4096,
+                64 * MIB - 4096..64 * MIB,
+            ];
+            assert_eq!(occupied(&slice), expected, "{backing:?}");
+            assert_eq!(resident_pages(&slice), 5, "{backing:?}");
+            let known = Occupancy::of(&slice).unwrap();
+            let part = known.within(4 * 4096..40 * MIB + 4096);
+            let expected = [4 * 4096..5 * 4096, 40 * MIB..40 * MIB + 4096];
+            assert_eq!(part, expected, "{backing:?}");
+        }
+    }
+
+    #[test]
+    fn a_mapping_that_begins_within_its_file_is_looked_for_there() {
+        let whole = allocate(16 * MIB, Backing::Memfd).unwrap();
+        let region = vm_memory::GuestMemoryBackend::iter(&whole).next().unwrap();
+        let file = region.file_offset().unwrap().file();
+        for offset in [MIB, 9 * MIB] {
+            write(&slice(&whole), offset);
+        }
+        for (start, expected) in [
+            (0, MIB..MIB + 4096),
+            (MIB, 0..4096),
+            (7 * MIB, 2 * MIB..2 * MIB + 4096),
+        ] {
+            let offset = FileOffset::new(file.try_clone().unwrap(), start);
+            let part: MmapRegion = MmapRegion::from_file(offset, 4 * MIB as usize).unwrap();
+            let found = occupied(&part.as_volatile_slice());
+            assert!(found.iter().eq([&expected]), "{start}: {found:?}");
+        }
+    }
+
+    #[test]
+    fn what_another_mapping_of_the_file_wrote_is_found() {
+        let whole = allocate(4 * MIB, Backing::Memfd).unwrap();
+        let region = vm_memory::GuestMemoryBackend::iter(&whole).next().unwrap();
+        let file = region.file_offset().unwrap().file();
+        file.write_all_at(&[1], 2 * MIB).unwrap();
+        let slice = slice(&whole);
+        let page = 2 * MIB..2 * MIB + 4096;
+        assert_eq!(occupied(&slice), std::slice::from_ref(&page));
+    }
+
+    #[test]
+    fn memory_of_which_nothing_is_known_may_hold_data_everywhere() {
+        let whole = allocate(2 * MIB, Backing::Memfd).unwrap();
+        let region = vm_memory::GuestMemoryBackend::iter(&whole).next().unwrap();
+        let file = region.file_offset().unwrap().file().try_clone().unwrap();
+        file.write_all_at(&[1], 0).unwrap();
+        // Private over a file: its holes are the file's pages, which hold data.
+        let private: MmapRegion = MmapRegion::build(
+            Some(FileOffset::new(file, 0)),
+            MIB as usize,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_PRIVATE,
+        )
+        .unwrap();
+        let everything = 0..MIB;
+        let all = std::slice::from_ref(&everything);
+        assert_eq!(occupied(&private.as_volatile_slice()), all);
+        // Shared, and its file is no descriptor of this process.
+        let shared: MmapRegion = MmapRegion::build(
+            None,
+            MIB as usize,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_SHARED | libc::MAP_ANONYMOUS,
+        )
+        .unwrap();
+        assert_eq!(occupied(&shared.as_volatile_slice()), all);
+    }
+
+    /// Two mappings side by side, as memory that was mapped in two steps, or of
+    /// which a part was advised.
+    #[test]
+    fn memory_of_several_mappings_is_found_in_all_of_them() {
+        let memory = allocate(16 * MIB, Backing::Private).unwrap();
+        let slice = slice(&memory);
+        let middle = slice.subslice(4 * MIB as usize, 4 * MIB as usize).unwrap();
+        advise(&slice, libc::MADV_NOHUGEPAGE);
+        advise(&middle, libc::MADV_DONTDUMP);
+        for offset in [4 * MIB - 4096, 4 * MIB, 8 * MIB, 12 * MIB] {
+            write(&slice, offset);
+        }
+        assert!(Occupancy::of(&slice).unwrap().areas.len() >= 3);
+        let expected = [
+            4 * MIB - 4096..4 * MIB + 4096,
+            8 * MIB..8 * MIB + 4096,
+            12 * MIB..12 * MIB + 4096,
+        ];
+        assert_eq!(occupied(&slice), expected);
+    }
+
+    #[test]
+    fn a_page_in_swap_holds_data_and_one_that_is_only_watched_does_not() {
+        for (bits, holds) in [
+            (vec![], false),
+            (vec![55], false),
+            (vec![57], false),
+            (vec![62], true),
+            (vec![62, 55, 57], true),
+            (vec![63], true),
+            (vec![63, 61, 56], true),
+        ] {
+            let entry = bits.iter().fold(0, |entry, bit| entry | 1_u64 << bit);
+            assert_eq!(holds_data(entry), holds, "{bits:?}");
+        }
+    }
+
+    #[test]
+    fn lines_of_the_list_of_mappings_are_read() {
+        let line = "7f2e5c000000-7f2e5c100000 rw-s 00300000 00:01 1042                       \
+                    /memfd:dunlin guest (deleted)";
+        let mapping = Mapping {
+            addresses: 0x7f2e_5c00_0000..0x7f2e_5c10_0000,
+            shared: true,
+            offset: 0x30_0000,
+            device: (0, 1),
+            inode: 1042,
+            name: "/memfd:dunlin guest (deleted)",
+        };
+        assert_eq!(Mapping::parse(line), Some(mapping));
+        let line = "ffff0000-ffffe000 rw-p 00000000 fd:1a 0 ";
+        let mapping = Mapping {
+            addresses: 0xffff_0000..0xffff_e000,
+            shared: false,
+            offset: 0,
+            device: (0xfd, 0x1a),
+            inode: 0,
+            name: "",
+        };
+        assert_eq!(Mapping::parse(line), Some(mapping));
+        for line in ["", "Rss: 12 kB", "7f00-7f01 rw-x 0 00:00 0", "7f00 rw-p 0"] {
+            assert_eq!(Mapping::parse(line), None, "{line}");
+        }
+    }
+}

@@ -1,0 +1,341 @@
+//! Only the session's own peer may ask about a session, settle it or release it: not another
+//! authorised host, and not one of the same name that another authority issued. A renewed
+//! certificate is the same peer.
+#![allow(clippy::unwrap_used)]
+
+mod engine_support;
+mod lane_support;
+
+use std::fs::File;
+use std::net::{SocketAddr, TcpListener};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use dunlin::engine::destination::{self, DestinationEvent};
+use dunlin::engine::journal::{
+    DestinationRecord, Journal, Record, RecordedPeer, Role, SessionId, SourceRecord, State,
+};
+use dunlin::engine::source::{Doubt, Standing};
+use dunlin::engine::vmm::FaultCode;
+use dunlin::engine::{Cancel, Event, Host, StandardHost, VmIs};
+use dunlin::lane::identity::{ClientTls, Identity, ServerTls};
+use dunlin::lane::peers::{Peers, Principal};
+use dunlin::lane::provider::{Crypto, Provider};
+use dunlin_proto::control::{Message, Verdict};
+use engine_support::doubt::{
+    Destination, Relay, Scratch, TO_SOURCE, ask, inquirer, principal_of, running, runs, send_with,
+};
+use engine_support::{TestBuilder, verified};
+use lane_support::{Authority, DESTINATION, SOURCE, load, names};
+
+const OTHER: &str = "other.test";
+
+fn crypto() -> Crypto {
+    Crypto::with(Provider::built_in()[0])
+}
+
+fn client(identity: &Identity, peers: Peers) -> ClientTls {
+    identity.client(&crypto(), peers).unwrap()
+}
+
+fn server(identity: &Identity, peers: Peers) -> ServerTls {
+    identity.server(&crypto(), peers).unwrap()
+}
+
+/// Two authorities that every host here trusts.
+struct Site {
+    ours: Authority,
+    theirs: Authority,
+}
+
+impl Site {
+    fn new() -> Self {
+        Self {
+            ours: Authority::named("one"),
+            theirs: Authority::named("two"),
+        }
+    }
+
+    fn host(&self, name: &str) -> Identity {
+        load(&self.ours.host_trusting(&[name], &[&self.theirs]))
+    }
+
+    /// Of the other authority.
+    fn twin(&self, name: &str) -> Identity {
+        load(&self.theirs.host_trusting(&[name], &[&self.ours]))
+    }
+}
+
+/// The session that a journal has.
+fn session_of(scratch: &Scratch) -> SessionId {
+    let entries = scratch.journal().list().unwrap();
+    assert_eq!(entries.len(), 1);
+    entries[0].session
+}
+
+/// A host that answers questions and takes in no VM.
+struct Answerer {
+    address: SocketAddr,
+    stop: Cancel,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Answerer {
+    fn start(tls: &ServerTls, journal: Journal) -> Self {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let address = listener.local_addr().unwrap();
+        let stop = Cancel::new();
+        let (tls, stopped) = (tls.clone(), stop.clone());
+        let thread = std::thread::spawn(move || {
+            let host: Arc<dyn Host> = Arc::new(StandardHost);
+            destination::answer(&listener, &tls, &journal, &host, &stopped).unwrap();
+        });
+        Self {
+            address,
+            stop,
+            thread: Some(thread),
+        }
+    }
+}
+
+impl Drop for Answerer {
+    fn drop(&mut self) {
+        self.stop.cancel();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// A destination's record as a process that has died leaves it.
+fn leave(journal: &Journal, session: SessionId, state: DestinationRecord, peer: &Principal) {
+    let state = State::Destination(state);
+    let record = Record {
+        state,
+        session,
+        attempt: 1,
+        epoch: 1,
+        vm_uuid: [7; 16],
+        vm_name: "test".into(),
+        peer: format!("DNS {SOURCE}"),
+        owner: String::new(),
+        started_ms: 1,
+        written_ms: 1,
+    };
+    let mut session = journal.create(record).unwrap();
+    session.write_peer(peer).unwrap();
+    session.write(state).unwrap();
+}
+
+/// The VM has arrived and its process lives; the source has heard nothing.
+#[test]
+fn i1_another_authorised_host_neither_asks_about_nor_releases_a_vm_that_has_arrived() {
+    let site = Site::new();
+    let tls = server(&site.host(DESTINATION), names(&[SOURCE, OTHER]));
+    let (here, there) = (Scratch::new("held-s"), Scratch::new("held-d"));
+    let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let relay = Arc::new(Relay::start(listener.local_addr().unwrap()));
+    let same = Arc::clone(&relay);
+    let at = move |event: &DestinationEvent| match event {
+        DestinationEvent::Committed => same.swallow(TO_SOURCE),
+        DestinationEvent::Running { .. } => {
+            same.refuse();
+            same.cut(true);
+        }
+        _ => {}
+    };
+    let journal = there.journal();
+    let journals = Box::new(move || journal.clone());
+    let destination = Destination::on(
+        listener,
+        &tls,
+        journals,
+        TestBuilder::default(),
+        Box::new(at),
+    );
+    let address = destination.address;
+    let to = names(&[DESTINATION]);
+    let source = client(&site.host(SOURCE), to.clone());
+    let options = verified(2)
+        .to_builder()
+        .journal(here.journal())
+        .doubt_limit(Duration::from_secs(1))
+        .build()
+        .unwrap();
+    let vm = running();
+    let error = send_with(&vm, relay.address, &source, &options, &|_| ()).unwrap_err();
+    assert_eq!(error.vm, VmIs::InDoubt);
+    let session = session_of(&here);
+    let (mut ended, builder) = destination.finish();
+    let answering = ended.pop().unwrap().unwrap().answering.unwrap();
+    for stranger in [site.host(OTHER), site.twin(SOURCE)] {
+        let stranger = client(&stranger, to.clone());
+        let refused = inquirer(address, &stranger, session).err();
+        assert_eq!(refused, Some(FaultCode::WrongIdentity));
+    }
+    let running = State::Destination(DestinationRecord::Running);
+    assert_eq!(there.states(), [running]);
+    assert!(!answering.is_over());
+    // The source with a renewed certificate, and a session of which nothing is known here.
+    let renewed = client(&site.host(SOURCE), to);
+    assert_eq!(ask(address, &renewed, [1; 16]), Some(Verdict::NoRecord));
+    let mut peer = inquirer(address, &renewed, session).unwrap();
+    peer.send(&Message::Inquire { attempt: 1 });
+    let answer = peer.receive();
+    let verdict = Verdict::Running;
+    let attempt = 1;
+    assert_eq!(answer, Some(Message::Answer { attempt, verdict }));
+    peer.send(&Message::Release);
+    let until = Instant::now() + Duration::from_secs(10);
+    while !answering.is_over() {
+        assert!(Instant::now() < until);
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    assert_eq!(there.states(), []);
+    assert!(runs(&builder.built.unwrap()) && !runs(&vm));
+}
+
+/// The destination's process has died, and another answers from its journal.
+#[test]
+fn i1_a_journal_answers_the_peer_of_its_session_alone() {
+    let site = Site::new();
+    let to = || names(&[DESTINATION]);
+    let (source, renewed) = (site.host(SOURCE), site.host(SOURCE));
+    // Of an authority that the destination does not trust.
+    let third = Authority::named("three");
+    let pinned = [&[][..], &[SOURCE]].map(|names| load(&third.host_trusting(names, &[&site.ours])));
+    let pins = pinned.each_ref().map(|one| one.summary().unwrap().pin);
+    let allowed = [SOURCE, OTHER]
+        .map(str::to_owned)
+        .into_iter()
+        .chain(pins.map(|pin| pin.to_string()))
+        .map(|peer| peer.parse().unwrap());
+    let tls = server(&site.host(DESTINATION), allowed.collect());
+    let there = Scratch::new("answers");
+    let journal = there.journal();
+    let answerer = Answerer::start(&tls, there.journal());
+    let ask = |identity: &Identity, session: u8| {
+        ask(answerer.address, &client(identity, to()), [session; 16])
+    };
+    let principal = principal_of(&tls, &client(&source, to()));
+    assert!(matches!(&principal, Principal::Name { name, .. } if name == SOURCE));
+    let by_pin = |at: usize| principal_of(&tls, &client(&pinned[at], to()));
+    let running = DestinationRecord::Running;
+    leave(&journal, [1; 16], running, &principal);
+    leave(&journal, [2; 16], running, &by_pin(0));
+    leave(&journal, [3; 16], running, &by_pin(1));
+    // As ca8670a left it: no peer block.
+    leave(&journal, [4; 16], running, &principal);
+    let legacy = there.0.join(format!("{}.destination", "04".repeat(16)));
+    let file = File::options().write(true).open(legacy).unwrap();
+    file.set_len(8192).unwrap();
+    let died = Some(Verdict::RanThenDied);
+    for (who, identity, may) in [
+        ("itself", &source, [1, 4].as_slice()),
+        ("renewed", &renewed, &[1, 4]),
+        ("another name", &site.host(OTHER), &[]),
+        // The text is all that the fourth has.
+        (
+            "the same name of another authority",
+            &site.twin(SOURCE),
+            &[4],
+        ),
+        ("pinned, without names", &pinned[0], &[2]),
+        ("pinned, with the source's name", &pinned[1], &[3]),
+    ] {
+        for session in 1..=4 {
+            let expected = died.filter(|_| may.contains(&session));
+            assert_eq!(ask(identity, session), expected, "{who}, session {session}");
+        }
+    }
+    for session in 1..=4 {
+        let session = journal.take([session; 16], Role::Destination).unwrap();
+        assert_eq!(session.record().state, State::Destination(running));
+    }
+}
+
+/// After *commit* another allowed host answers at the destination's address, and says that the
+/// attempt was aborted, while the VM runs at the destination.
+#[test]
+fn i1_a_source_in_doubt_believes_its_destination_alone_in_the_process_and_after_it() {
+    let site = Site::new();
+    let tls = |identity: &Identity| server(identity, names(&[SOURCE]));
+    for (who, stranger) in [
+        ("another name", Some(site.host(OTHER))),
+        (
+            "the same name of another authority",
+            Some(site.twin(DESTINATION)),
+        ),
+        ("a renewed certificate", None),
+    ] {
+        let is_stranger = stranger.is_some();
+        let impostor = tls(&stranger.unwrap_or_else(|| site.host(DESTINATION)));
+        let (here, there) = (Scratch::new("believes-s"), Scratch::new("believes-d"));
+        let elsewhere = Scratch::new("believes-e");
+        let source = client(&site.host(SOURCE), names(&[DESTINATION, OTHER]));
+        let destination = Destination::start(
+            &tls(&site.host(DESTINATION)),
+            there.journal(),
+            TestBuilder::default(),
+        );
+        let relay = Relay::start(destination.address);
+        let journal = elsewhere.journal();
+        let answerer = Answerer::start(&impostor, elsewhere.journal());
+        let inquiries = Mutex::new(0);
+        let at = |event: &Event| match event {
+            Event::Committing => {
+                let us = principal_of(&impostor, &source);
+                leave(
+                    &journal,
+                    session_of(&here),
+                    DestinationRecord::Prepared,
+                    &us,
+                );
+                relay.redirect(answerer.address);
+                relay.swallow(TO_SOURCE);
+            }
+            Event::Committed => relay.cut(true),
+            Event::InDoubt { .. } => *inquiries.lock().unwrap() += 1,
+            _ => {}
+        };
+        let options = verified(2)
+            .to_builder()
+            .journal(here.journal())
+            .doubt_limit(Duration::from_secs(1))
+            .build()
+            .unwrap();
+        let vm = running();
+        let error = send_with(&vm, relay.address, &source, &options, &at).unwrap_err();
+        assert!(*inquiries.lock().unwrap() > 0, "{who}");
+        if !is_stranger {
+            assert_eq!(error.vm, VmIs::AtSource, "{who}");
+            assert!(vm.goes_on());
+            continue;
+        }
+        assert_eq!(error.vm, VmIs::InDoubt, "{who}: {error}");
+        assert!(!runs(&vm), "{who}");
+        // The process dies; one that is started again asks in its place.
+        drop(error);
+        let session = session_of(&here);
+        let committing = State::Source(SourceRecord::Committing);
+        assert_eq!(here.states(), [committing]);
+        let host: Arc<dyn Host> = Arc::new(StandardHost);
+        let ask = |to: &Answerer| {
+            relay.redirect(to.address);
+            let mut doubt = Doubt::taken_over(&here.journal(), session, false).unwrap();
+            doubt.ask(None, &source, &options, &host).unwrap()
+        };
+        assert!(matches!(ask(&answerer), Standing::InDoubt(_)), "{who}");
+        assert_eq!(here.states(), [committing], "{who}");
+        // The destination itself, with a renewed certificate.
+        drop(destination.finish());
+        let renewed = Answerer::start(&tls(&site.host(DESTINATION)), elsewhere.journal());
+        assert_eq!(ask(&renewed), Standing::AtSource, "{who}");
+        let record = here.journal().list().unwrap().pop().unwrap();
+        assert!(matches!(
+            record.peer,
+            RecordedPeer::Known(Principal::Name { .. })
+        ));
+    }
+}
