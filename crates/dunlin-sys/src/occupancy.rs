@@ -277,8 +277,8 @@ impl<'a> Mapping<'a> {
         })
     }
 
-    /// The file behind the mapping, opened anew, so that nobody else's position
-    /// in it moves.
+    /// Opens the file behind the mapping anew: seeking in a shared descriptor would
+    /// move the position that its owner relies on.
     fn open(&self) -> io::Result<File> {
         let is_it = |metadata: &fs::Metadata| {
             let device = (libc::major(metadata.dev()), libc::minor(metadata.dev()));

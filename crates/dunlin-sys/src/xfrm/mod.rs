@@ -344,8 +344,8 @@ impl Xfrm {
         Ok(policies.into_iter().map(|(policy, _)| policy).collect())
     }
 
-    /// Whether the kernel has ESP with AES-GCM, over IPv4 or IPv6: adds an SA between addresses
-    /// that nobody has (RFC 5737, RFC 3849), which no policy asks for, and removes it.
+    /// Whether the kernel has ESP with AES-GCM, over IPv4 or IPv6: adds an SA between
+    /// documentation addresses (RFC 5737, RFC 3849), which no policy uses, and removes it.
     ///
     /// # Errors
     /// [`Error::NoEsp`] where it has neither, [`Error::NotPermitted`], and what else the kernel
@@ -377,8 +377,9 @@ impl Xfrm {
             selector: None,
         });
         match added {
-            // One that was killed here has left it, or another is here.
-            Ok(()) | Err(Error::Taken { .. }) => self.remove_state(&id).map(drop),
+            Ok(()) => self.remove_state(&id).map(drop),
+            // The SA of another probe, which is evidence enough and not ours to remove.
+            Err(Error::Taken { .. }) => Ok(()),
             Err(error) => Err(error),
         }
     }

@@ -1,11 +1,12 @@
 //! A kernel without SAs of one CPU passes over the number in silence; what it is asked to read back tells, where its version does not.
 
+use std::net::IpAddr;
 use std::process::ExitCode;
 
 use dunlin_kernel_tests::ipsec::{CPUS, Family, Hosts, Sa, protect};
 use dunlin_kernel_tests::{Needs, run};
 use dunlin_sys::privileges::drop_capabilities;
-use dunlin_sys::xfrm::{Direction, Error, PerCpu, Protocol, Xfrm};
+use dunlin_sys::xfrm::{Direction, Error, FIRST_SPI, PerCpu, Protocol, Xfrm};
 
 const NEEDS: Needs = Needs {
     cpus: CPUS,
@@ -25,6 +26,13 @@ fn main() -> ExitCode {
         a.xfrm.esp().expect("it has ESP");
         // What was reserved and added for these questions is gone.
         assert_eq!(a.xfrm.states().expect("it can be asked"), []);
+        // An SA that another program has where the probe would put its own stays.
+        let mut other = Sa::new(FIRST_SPI).state(a, b, Direction::In);
+        other.id.destination = IpAddr::from([192, 0, 2, 2]);
+        a.xfrm.add_state(&other).expect("it is added");
+        a.xfrm.esp().expect("it has ESP");
+        a.xfrm.verify(&other).expect("it is as it was");
+        a.xfrm.remove_state(&other.id).expect("it is there");
 
         let sa = Sa::new(0x1000).of_cpu(1);
         let state = sa.state(a, b, Direction::Out);
