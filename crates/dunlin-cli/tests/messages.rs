@@ -207,7 +207,7 @@ fn too_little_memory_at_the_destination_is_said_and_the_vm_stays() {
     hosts.assert_runs(&source);
 }
 
-/// A server that could protect nothing says so when it starts, and not to its first peer.
+/// A server that cannot protect anything fails at its start, not at its first peer.
 #[test]
 fn an_ipsec_server_does_not_start_on_a_kernel_without_esp() {
     let hosts = Hosts::new();

@@ -246,8 +246,8 @@ fn a_consumer_that_closes_a_unix_socket_behind_the_others_end_has_aborted_nothin
     }
 }
 
-/// None of these is near an end: a source that still sends, one that waits for an answer, and much
-/// that nobody has read.
+/// None of these is near its end: a source that still sends, one that waits for an answer, and one
+/// of which much is still unread.
 #[test]
 fn a_consumer_that_resets_elsewhere_has_aborted_the_channel() {
     #[derive(Debug, PartialEq)]

@@ -33,7 +33,7 @@ const WORKLOAD: Workload = Workload {
 /// the listener keeps its order. Afterwards nothing of it is left, and it has counted
 /// each connection, none of them as one that ended badly: QEMU's destination closes those
 /// for memory when it has all pages, and does not wait for the goodbye of the source's TLS,
-/// which then finds nobody who would read it.
+/// which then finds no reader.
 #[test]
 fn a_listener_for_one_migration_carries_it_in_order_and_goes() {
     let Some(setup) = need::bare_guest(WORKLOAD) else {

@@ -61,7 +61,7 @@ impl Server {
     /// were protected.
     ///
     /// # Errors
-    /// The kernel's IPsec cannot be used or lacks ESP, or a thread cannot be had.
+    /// The kernel's IPsec cannot be used or lacks ESP, or a thread cannot be started.
     pub fn start(
         listener: TcpListener,
         tls: ServerTls,

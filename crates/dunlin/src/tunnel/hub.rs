@@ -48,7 +48,7 @@ pub(super) struct Terms {
     /// What protects the lanes.
     pub(super) security: LaneSecurity,
     pub(super) peer: PeerIdentity,
-    /// Whom a handshake of a lane may admit. The peer's certificate may be
+    /// The peers that a lane's handshake may admit. The peer's certificate may be
     /// renewed, and so may ours: either is looked for when a lane is made, and
     /// [`Terms::is_the_peer`] decides.
     pub(super) peers: Peers,

@@ -53,7 +53,7 @@ impl Meter {
 
 /// One connection in its route's figures and in those of the listener that was
 /// opened for it. It counts from when this is made to when it is dropped, and as
-/// one that ended well, or but for what nobody read, if that was said, and nothing else.
+/// in order or as left unread if either was reported, and as failed otherwise.
 #[derive(Debug)]
 pub(super) struct Count {
     meter: Arc<Meter>,
@@ -93,7 +93,7 @@ impl Count {
         self.is_good.store(true, Ordering::Relaxed);
     }
 
-    /// It has ended but for a few bytes that nobody read.
+    /// The connection has ended in order, except for a few bytes that its consumer left unread.
     pub(super) fn left_unread(&self) {
         self.is_left.store(true, Ordering::Relaxed);
     }
@@ -113,7 +113,7 @@ impl Count {
 pub(super) enum Ending {
     /// Both ways, in order.
     Well,
-    /// In order but for a few bytes that nobody read.
+    /// In order, except for a few bytes that the consumer left unread.
     LeftUnread,
     /// It was refused or aborted, and why, as far as it is known.
     Badly(Option<Failure>),

@@ -176,7 +176,7 @@ fn deliver(hub: &Arc<Hub>, socket: &Socket, turn: Delivery<Piece>, until: Option
         let now_ns = hub.now_ns();
         if let Err(error) = result {
             if hub.fail(&mut core, channel, &error, now_ns) {
-                // Nobody takes the rest; it counts, as what comes behind it.
+                // The rest is discarded and counted, like the data behind it.
                 let rest = piece.behind(written);
                 core.association
                     .wrote(channel, written as u32, rest, now_ns);

@@ -199,8 +199,8 @@ impl Socket {
         }
     }
 
-    /// Both directions are over: the one that ended had a few bytes before its end that nobody
-    /// read. What is left of the connection goes as an abort.
+    /// Both directions are over, and the consumer left a few bytes before the end unread. The rest
+    /// of the connection is aborted.
     pub(super) fn left_unread(&self) {
         if let Some(count) = &self.count {
             count.left_unread();
@@ -219,7 +219,7 @@ impl Socket {
                     read: false,
                     write: false,
                 };
-                // An error or a hang-up is told without being asked for (poll(2)).
+                // An error or a hang-up is reported without being requested (poll(2)).
                 poll(&[nothing], Some(Duration::ZERO)).is_ok_and(|ready| ready == [true])
             }
         }

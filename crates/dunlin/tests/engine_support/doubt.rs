@@ -157,7 +157,7 @@ impl Relay {
         self.shared.swallow[direction].store(true, Ordering::SeqCst);
     }
 
-    /// Cuts the first control lane; the destination notices only if it shall.
+    /// Cuts the first control lane; the destination notices only if asked to.
     pub fn cut(&self, at_destination: bool) {
         self.shared.mute.store(!at_destination, Ordering::SeqCst);
         if let Some((near, far)) = &*self.shared.first.lock().unwrap() {

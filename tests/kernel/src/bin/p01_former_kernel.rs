@@ -44,7 +44,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// Asked by iproute2, which knows nothing of how the library asks.
+/// Asked through iproute2, which shares no code with the library.
 fn keeps_directions(guest: &Guest) -> bool {
     const SA: &str = "xfrm state add src 10.9.0.1 dst 10.9.0.2 proto esp spi 0x900 mode transport \
                       aead rfc4106(gcm(aes)) 0x000102030405060708090a0b0c0d0e0f10111213 128 dir out";

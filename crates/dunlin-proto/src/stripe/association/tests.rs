@@ -414,8 +414,8 @@ fn how_much_is_unread_is_judged_when_nobody_writes() {
     }
 }
 
-/// The side where connections come in passes on at once that one is gone, and takes nobody's word
-/// for an end that it has not read.
+/// The side that accepts connections reports at once that one is gone, and accepts no report of an
+/// end that it has not read itself.
 #[test]
 fn a_source_that_is_gone_has_aborted_and_no_peer_says_otherwise() {
     let broken = FaultCode::ChannelBroken;
