@@ -79,6 +79,18 @@ impl Disk for FailingDisk {
     }
 }
 
+/// Fails to write who the peer of a session is, and nothing else.
+pub struct PeerlessDisk;
+
+impl Disk for PeerlessDisk {
+    fn write(&self, file: &File, bytes: &[u8], offset: u64) -> io::Result<()> {
+        if bytes.starts_with(b"DUNLPEER") {
+            return Err(io::ErrorKind::StorageFull.into());
+        }
+        file.write_all_at(bytes, offset)
+    }
+}
+
 /// Forwards connections; the first is the control lane.
 pub struct Relay {
     pub address: SocketAddr,
