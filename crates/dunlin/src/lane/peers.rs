@@ -528,7 +528,7 @@ mod tests {
         for name in [
             PeerName::Dns("192.0.2.1".into()),
             PeerName::Uri("host.test".into()),
-            PeerName::Dns("n".repeat(MAX_PRINCIPAL_NAME_BYTES + 1)),
+            PeerName::Uri(format!("spiffe://{}", "n".repeat(MAX_PRINCIPAL_NAME_BYTES))),
         ] {
             assert_eq!(recorded(&name), None, "{name}");
         }
