@@ -227,7 +227,13 @@ fn i1_another_authorised_host_neither_resumes_nor_displaces_a_session() {
             }
         }
     }
-    let _resumed = inquirer(to, &of(site.host(SOURCE)), SESSION).unwrap();
+    let renewed = of(site.host(SOURCE));
+    // A control lane of its own that came late, as the first one was.
+    match Peer::source(to, &renewed, LaneSecurity::Tls).1 {
+        Opening::Refuse(_, refusal) => assert_eq!(refusal.fault, FaultCode::Malformed),
+        other => panic!("{other:?}"),
+    }
+    let _resumed = inquirer(to, &renewed, SESSION).unwrap();
     receiving.await_event(|event| matches!(event, DestinationEvent::ControlResumed));
     receiving.finish(true).0.map(|_| ()).unwrap_err();
 }

@@ -43,6 +43,18 @@ fn tls(identity: &Identity) -> ClientTls {
     identity.client(&Crypto::auto(), names(&[FAR])).unwrap()
 }
 
+fn offer(session: SessionId, epoch: u32) -> Offer {
+    Offer {
+        versions: VERSIONS,
+        optional: Features::NONE,
+        required: Features::TUNNEL,
+        security: LaneSecurity::Tls,
+        session,
+        attempt: 1,
+        epoch,
+    }
+}
+
 fn accept(port: u16) -> Message {
     Message::Accept {
         secret: SessionSecret([1; 32]),
@@ -92,20 +104,22 @@ impl Peer {
         session: SessionId,
         epoch: u32,
     ) -> Result<ControlStream, Refusal> {
+        let lanes = (epoch == 1).then(|| accept(9));
+        Self::offer_with(far, tls, session, epoch, lanes)
+    }
+
+    fn offer_with(
+        far: SocketAddr,
+        tls: &ClientTls,
+        session: SessionId,
+        epoch: u32,
+        lanes: Option<Message>,
+    ) -> Result<ControlStream, Refusal> {
         let control = control::client(TcpStream::connect(far).unwrap(), tls, soon()).unwrap();
-        let offer = Offer {
-            versions: VERSIONS,
-            optional: Features::NONE,
-            required: Features::TUNNEL,
-            security: LaneSecurity::Tls,
-            session,
-            attempt: 1,
-            epoch,
-        };
         let mut bytes = Vec::new();
-        offer.encode(&mut bytes).unwrap();
-        if epoch == 1 {
-            accept(9).encode(epoch, &mut bytes).unwrap();
+        offer(session, epoch).encode(&mut bytes).unwrap();
+        if let Some(lanes) = lanes {
+            lanes.encode(epoch, &mut bytes).unwrap();
         }
         control.send(&bytes).unwrap();
         match read_opening(&control) {
@@ -201,8 +215,11 @@ fn i6_an_association_is_resumed_by_its_own_peer_alone() {
     let resumed = |event: &Event| matches!(event, Event::ControlResumed { .. });
     assert_eq!(pair.far_told.count(resumed), 0);
     let renewed = tls(&pair.authority.identity(&[NEAR]));
-    Peer::offer(peer.far, &renewed, SESSION, 2).unwrap();
+    let _newest = Peer::offer(peer.far, &renewed, SESSION, 2).unwrap();
     pair.far_told.wait("resumption", resumed);
+    // One of its own that came late replaces no newer one.
+    let refusal = Peer::offer(peer.far, &renewed, SESSION, 2).unwrap_err();
+    assert_eq!(refusal.fault, FaultCode::UnknownSession, "{refusal}");
 }
 
 /// A far tunnel that speaks the protocol as far as a test wants it to.
@@ -454,6 +471,31 @@ fn i8_one_peer_has_so_many_associations_and_is_told_so() {
         tunnel_support::send(&near, 4, 1 << 20),
         tunnel_support::expect(&far, 4, 1 << 20),
     ]);
+}
+
+/// Each control lane that is agreed on has a thread, as long as its peer says nothing.
+#[test]
+fn i8_one_peer_has_so_many_control_lanes_agreed_on_and_keeps_no_other_out() {
+    let pair = Pair::start(&Setup::default());
+    let far = pair.far.as_ref().unwrap().address();
+    let own = tls(&pair.authority.identity(&[NEAR]));
+    let silent = (0..8).map(|number| Peer::offer_with(far, &own, [number; 16], 1, None).unwrap());
+    let _silent: Vec<_> = silent.collect();
+    let offered = std::thread::spawn(move || {
+        // It is closed without an answer.
+        drop(
+            control::client(TcpStream::connect(far).unwrap(), &own, soon()).map(|control| {
+                let mut bytes = Vec::new();
+                offer([8; 16], 1).encode(&mut bytes).unwrap();
+                control.send(&bytes).unwrap();
+                control.receive_exact(&mut [0], soon()).unwrap_err()
+            }),
+        );
+    });
+    tunnel_support::join(vec![offered]);
+    rejected(&pair, "too many control lanes");
+    let other = tls(&pair.authority.identity(&[OTHER]));
+    Peer::offer(far, &other, [9; 16], 1).unwrap();
 }
 
 /// What a channel says of itself goes into the path of the far socket: whatever is
