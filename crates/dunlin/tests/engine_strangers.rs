@@ -25,7 +25,8 @@ use dunlin::lane::provider::{Crypto, Provider};
 use dunlin_proto::control::{Message, Verdict};
 use dunlin_proto::negotiate::{LaneSecurity, Opening};
 use engine_support::doubt::{
-    Destination, Relay, Scratch, TO_SOURCE, ask, inquirer, principal_of, running, runs, send_with,
+    Destination, Relay, Scratch, TO_SOURCE, ask, inquirer, inquirer_of, principal_of, running,
+    runs, send_with,
 };
 use engine_support::peer::{Peer, SESSION};
 use engine_support::{Receiving, TestBuilder, verified};
@@ -233,6 +234,8 @@ fn i1_another_authorised_host_neither_resumes_nor_displaces_a_session() {
         Opening::Refuse(_, refusal) => assert_eq!(refusal.fault, FaultCode::Malformed),
         other => panic!("{other:?}"),
     }
+    let of_another_attempt = inquirer_of(to, &renewed, SESSION, 2).err();
+    assert_eq!(of_another_attempt, Some(FaultCode::Malformed));
     let _resumed = inquirer(to, &renewed, SESSION).unwrap();
     receiving.await_event(|event| matches!(event, DestinationEvent::ControlResumed));
     receiving.finish(true).0.map(|_| ()).unwrap_err();

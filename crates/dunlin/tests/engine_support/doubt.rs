@@ -331,6 +331,16 @@ pub fn ask(to: SocketAddr, client: &ClientTls, session: [u8; 16]) -> Option<Verd
 
 /// A control lane for questions about a session, or why it was refused.
 pub fn inquirer(to: SocketAddr, client: &ClientTls, session: [u8; 16]) -> Result<Peer, FaultCode> {
+    inquirer_of(to, client, session, 1)
+}
+
+/// The same, about one attempt of it.
+pub fn inquirer_of(
+    to: SocketAddr,
+    client: &ClientTls,
+    session: [u8; 16],
+    attempt: u32,
+) -> Result<Peer, FaultCode> {
     let stream = control::client(TcpStream::connect(to).unwrap(), client, soon()).unwrap();
     let offer = Offer {
         versions: VERSIONS,
@@ -338,7 +348,7 @@ pub fn inquirer(to: SocketAddr, client: &ClientTls, session: [u8; 16]) -> Result
         required: Features::NONE,
         security: LaneSecurity::Tls,
         session,
-        attempt: 1,
+        attempt,
         epoch: 2,
     };
     let mut bytes = Vec::new();
