@@ -169,6 +169,30 @@ fn certificates_are_renewed_behind_links() {
     destination.wait_for("identity-read");
 }
 
+/// The list of denied keys may be elsewhere too, and holds from the next time on that it is read.
+#[test]
+fn i6_denied_keys_are_read_again_behind_a_link() {
+    let hosts = Hosts::new();
+    let list = hosts.scratch.join("site").join("denied-keys");
+    fs::create_dir(list.parent().unwrap()).unwrap();
+    fs::write(&list, "# none yet\n").unwrap();
+    symlink(&list, hosts.scratch.join("b").join("denied")).unwrap();
+    let destination = hosts.receive("b", "to", "--confine yes");
+    let mut show = words("pki show --json");
+    show.arg(hosts.scratch.join("a"));
+    let shown = finish(show).expect(0).last();
+    let key = shown["key_pin"].as_str().unwrap();
+    fs::write(&list, format!("{key}\n")).unwrap();
+    destination.signal("HUP");
+    destination.wait_for("identity-read");
+    let source = hosts.run("from", GUEST);
+    let flags = "--json --peer b.test";
+    finish(hosts.migrate(&source, &destination, "a", flags)).expect(1);
+    let refused = destination.wait_for("rejected");
+    assert!(refused.to_string().contains(key), "{refused}");
+    hosts.assert_runs(&source);
+}
+
 #[test]
 fn confinement_can_be_switched_off() {
     let hosts = Hosts::new();

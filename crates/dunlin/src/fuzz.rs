@@ -6,6 +6,7 @@ use dunlin_proto::fuzz::Target;
 
 pub use crate::lane::accept::fuzz::fuzz_connection;
 pub use crate::lane::data::fuzz::fuzz_data_lane;
+pub use crate::lane::denied::fuzz::fuzz_denied;
 pub use crate::lane::handshake::fuzz::fuzz_handshake_records;
 pub use crate::lane::peers::fuzz::fuzz_certificate;
 pub use crate::lane::record::fuzz::{fuzz_record_content, fuzz_records};
@@ -16,6 +17,7 @@ pub const TARGETS: &[Target] = &[
     ("connection", fuzz_connection),
     ("handshake_records", fuzz_handshake_records),
     ("certificate", fuzz_certificate),
+    ("denied", fuzz_denied),
     ("records", fuzz_records),
     ("record_content", fuzz_record_content),
     ("data_lane", fuzz_data_lane),
@@ -58,6 +60,17 @@ mod tests {
                 seed("longest", &[22, 3, 3, 0x41, 0]),
             ],
             "certificate" => Vec::new(),
+            "denied" => {
+                let key = format!("spki-sha256:{}", "0a".repeat(32));
+                let colons = format!("spki-sha256:{}", ["0A"; 32].join(":"));
+                let text = format!("# stolen\n\n  {key}  # host-c\r\n{colons}\n");
+                let certificate = key.replacen("spki-", "", 1);
+                vec![
+                    seed("keys", text.as_bytes()),
+                    seed("certificate", certificate.as_bytes()),
+                    seed("name", b"host-a.example\n"),
+                ]
+            }
             "record_content" => vec![
                 seed("data", &[0, 1, 2, 3, 23]),
                 seed("padded", &[1, 1, 2, 3, 23, 0, 0, 0]),

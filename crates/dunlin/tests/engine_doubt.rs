@@ -24,8 +24,8 @@ use dunlin::lane::peers::Principal;
 use dunlin_proto::control::Verdict;
 use dunlin_proto::journal::SlotError;
 use engine_support::doubt::{
-    Destination, FailingDisk, Relay, Scratch, TO_DESTINATION, TO_SOURCE, ask, principal_of,
-    running, runs, send, send_with,
+    Destination, FailingDisk, PeerlessDisk, Relay, Scratch, TO_DESTINATION, TO_SOURCE, ask,
+    principal_of, running, runs, send, send_with,
 };
 use engine_support::{TestBuilder, tls, verified};
 
@@ -204,25 +204,26 @@ fn i2_a_destination_that_cannot_be_reached_leaves_the_vm_in_doubt_at_the_limit()
 fn a_full_disk_on_either_side_is_found_while_the_guest_runs() {
     let (client, server) = tls();
     let (here, there) = (Scratch::new("full-s"), Scratch::new("full-d"));
-    let prepared = State::Destination(DestinationRecord::Prepared);
-    let committing = State::Source(SourceRecord::Committing);
-    type Disks = (Option<Option<State>>, Option<Option<State>>);
-    let disks: [Disks; 4] = [
-        (Some(None), None),
-        (None, Some(None)),
-        (None, Some(Some(prepared))),
-        (Some(Some(committing)), None),
-    ];
-    for (source, destination) in disks {
-        let on = |scratch: &Scratch, fails: Option<Option<State>>| match fails {
-            Some(fails) => scratch.on(FailingDisk(fails)),
-            None => scratch.journal(),
-        };
-        let journal = on(&there, destination);
+    type Disk = fn(&Scratch) -> Journal;
+    const PREPARED: State = State::Destination(DestinationRecord::Prepared);
+    const COMMITTING: State = State::Source(SourceRecord::Committing);
+    let full: Disk = |scratch| scratch.on(FailingDisk(None));
+    let unprepared: Disk = |scratch| scratch.on(FailingDisk(Some(PREPARED)));
+    let uncommitting: Disk = |scratch| scratch.on(FailingDisk(Some(COMMITTING)));
+    // The later processes of either side know the other one by it.
+    let peerless: Disk = |scratch| scratch.on(PeerlessDisk);
+    for (source, destination) in [
+        (full, Scratch::journal as Disk),
+        (Scratch::journal, full),
+        (Scratch::journal, unprepared),
+        (uncommitting, Scratch::journal),
+        (peerless, Scratch::journal),
+        (Scratch::journal, peerless),
+    ] {
+        let journal = destination(&there);
         let receiving = Destination::start(&server, journal, TestBuilder::default());
         let vm = running();
-        let journal = on(&here, source);
-        let error = send(&vm, receiving.address, &client, journal, &|_| ()).unwrap_err();
+        let error = send(&vm, receiving.address, &client, source(&here), &|_| ()).unwrap_err();
         assert_eq!(
             (error.fault, error.vm),
             (FaultCode::Journal, VmIs::AtSource),

@@ -23,10 +23,13 @@ use dunlin::lane::identity::{ClientTls, Identity, ServerTls};
 use dunlin::lane::peers::{Peers, Principal};
 use dunlin::lane::provider::{Crypto, Provider};
 use dunlin_proto::control::{Message, Verdict};
+use dunlin_proto::negotiate::{LaneSecurity, Opening};
 use engine_support::doubt::{
-    Destination, Relay, Scratch, TO_SOURCE, ask, inquirer, principal_of, running, runs, send_with,
+    Destination, Relay, Scratch, TO_SOURCE, ask, inquirer, inquirer_of, principal_of, running,
+    runs, send_with,
 };
-use engine_support::{TestBuilder, verified};
+use engine_support::peer::{Peer, SESSION};
+use engine_support::{Receiving, TestBuilder, verified};
 use lane_support::{Authority, DESTINATION, SOURCE, load, names};
 
 const OTHER: &str = "other.test";
@@ -194,6 +197,48 @@ fn i1_another_authorised_host_neither_asks_about_nor_releases_a_vm_that_has_arri
     }
     assert_eq!(there.states(), []);
     assert!(runs(&builder.built.unwrap()) && !runs(&vm));
+}
+
+/// A session under way, with its control lane and without.
+#[test]
+fn i1_another_authorised_host_neither_resumes_nor_displaces_a_session() {
+    let site = Site::new();
+    let tls = server(&site.host(DESTINATION), names(&[SOURCE, OTHER]));
+    let of = |identity: Identity| client(&identity, names(&[DESTINATION]));
+    let options = destination::Options::builder()
+        .control_limit(Duration::from_secs(30))
+        .build()
+        .unwrap();
+    let receiving = Receiving::start(&tls, &options, TestBuilder::default());
+    let to = receiving.address;
+    let (source, _) = Peer::accepted(to, &of(site.host(SOURCE)));
+    let strangers = [site.host(OTHER), site.twin(SOURCE)].map(of);
+    for stands in [true, false] {
+        if !stands {
+            source.stream.shutdown();
+            receiving.await_event(|event| matches!(event, DestinationEvent::ControlLost { .. }));
+        }
+        for stranger in &strangers {
+            let refused = inquirer(to, stranger, SESSION).err();
+            assert_eq!(refused, Some(FaultCode::WrongIdentity), "{stands}");
+            // Its own session, for which the other would have to go.
+            match Peer::source_of(to, stranger, LaneSecurity::Tls, [8; 16]).1 {
+                Opening::Refuse(_, refusal) => assert_eq!(refusal.fault, FaultCode::Busy),
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+    let renewed = of(site.host(SOURCE));
+    // A control lane of its own that came late, as the first one was.
+    match Peer::source(to, &renewed, LaneSecurity::Tls).1 {
+        Opening::Refuse(_, refusal) => assert_eq!(refusal.fault, FaultCode::Malformed),
+        other => panic!("{other:?}"),
+    }
+    let of_another_attempt = inquirer_of(to, &renewed, SESSION, 2).err();
+    assert_eq!(of_another_attempt, Some(FaultCode::Malformed));
+    let _resumed = inquirer(to, &renewed, SESSION).unwrap();
+    receiving.await_event(|event| matches!(event, DestinationEvent::ControlResumed));
+    receiving.finish(true).0.map(|_| ()).unwrap_err();
 }
 
 /// The destination's process has died, and another answers from its journal.

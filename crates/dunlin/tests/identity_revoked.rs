@@ -6,15 +6,20 @@ mod identity_support;
 mod lane_support;
 
 use std::fs;
+use std::net::TcpListener;
+use std::sync::Arc;
 use std::thread;
 
+use dunlin::handoff::connect::{ConnectError, connect};
 use dunlin::lane::control;
 use dunlin::lane::handshake::{self, HandshakeError};
-use dunlin::lane::identity::{DENIED_FILE, Identity, IdentityError, LoadOptions};
+use dunlin::lane::identity::{DENIED_FILE, Dated, Identity, IdentityError, Item, LoadOptions};
 use dunlin::lane::peers::{PeerRefused, Peers, Pin};
-use dunlin::lane::provider::Crypto;
+use dunlin::lane::policy::{Belief, Bundle, HandoffTls};
+use dunlin::lane::provider::{Crypto, Offer, Provider, TlsVersion};
 use identity_support::{Ca, Host, Issued, chain, self_signed, wish};
 use lane_support::{DESTINATION, SOURCE, names, pair, set_mode, soon};
+use rcgen::CrlScope;
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
 
@@ -133,6 +138,65 @@ fn i6_a_pinned_certificate_that_is_revoked_is_refused_with_and_without_its_inter
     }
 }
 
+/// Authorities divide their lists: by the kind of certificate, and by where they are had.
+#[test]
+fn i6_a_list_of_one_scope_neither_hides_nor_replaces_one_of_another() {
+    use CrlScope::{CaCertsOnly, UserCertsOnly};
+    let root = Ca::root("root");
+    let below = root.under("rack 9");
+    let bad = below.issue(&wish(&[SOURCE]));
+    let own = root.issue(&wish(&[DESTINATION]));
+    let list =
+        |year, serials: &[u64], at, scope| below.revoke_for(year, serials, 2096, Some((at, scope)));
+    let (here, there) = ("http://lists.test/1", "http://lists.test/2");
+    for (name, lists, is_revoked_there) in [
+        (
+            "a newer one for authorities",
+            list(2024, &[], here, CaCertsOnly) + &below.revoke_in(2023, &[bad.serial], 2096),
+            true,
+        ),
+        (
+            "a newer one of another place",
+            list(2023, &[bad.serial], here, UserCertsOnly) + &list(2024, &[], there, UserCertsOnly),
+            true,
+        ),
+        (
+            "a newer one without a scope",
+            below.revoke_in(2024, &[], 2096) + &list(2023, &[bad.serial], here, UserCertsOnly),
+            true,
+        ),
+        (
+            "a newer one of the same scope",
+            list(2023, &[bad.serial], here, UserCertsOnly) + &list(2024, &[], here, UserCertsOnly),
+            false,
+        ),
+        (
+            "an older one of the same scope",
+            list(2024, &[bad.serial], here, UserCertsOnly) + &list(2023, &[], here, UserCertsOnly),
+            true,
+        ),
+    ] {
+        let judge = Host::new(&own, "", &root.pem, &lists);
+        for intermediate in [&*below.pem, ""] {
+            let peer = Host::new(&bad, intermediate, &root.pem, "");
+            for allowed in pins(&peer) {
+                assert_all(&verdicts(&judge, &allowed, &peer), name, |verdict| {
+                    is_revoked(verdict) == is_revoked_there
+                });
+            }
+        }
+        let dates = judge.load().dates().to_vec();
+        let is_list = |date: &&Dated| date.item == Item::RevocationList;
+        // Each that counts may expire; one that is replaced is not missed.
+        let dated = dates.iter().filter(is_list).count();
+        assert_eq!(
+            dated,
+            if name.ends_with("same scope") { 1 } else { 2 },
+            "{name}"
+        );
+    }
+}
+
 fn denies(host: &Host, pins: &[Pin]) {
     let lines: String = pins.iter().map(|pin| format!("{pin}\n")).collect();
     host.put(DENIED_FILE, &("# denied here\n".to_owned() + &lines));
@@ -196,6 +260,67 @@ fn i6_a_denied_key_is_refused_in_every_certificate_and_as_an_issuer() {
     denies(&judge, &[]);
     for (what, allowed, peer, _) in &cases {
         assert_all(&verdicts(&judge, allowed, peer), what, Option::is_none);
+    }
+}
+
+/// The file of a hand-off vouches for its peer; the identity beside it denies keys all the same.
+#[test]
+fn i6_a_denied_key_is_refused_at_a_hand_off_whoever_vouches_for_it() {
+    let root = Ca::root("root");
+    let below = root.under("rack 9");
+    let stolen = below.issue(&wish(&[DESTINATION]));
+    let near = Host::new(&root.issue(&wish(&[SOURCE])), "", &root.pem, "");
+    let far = Host::new(&stolen, &below.pem, &root.pem, "");
+    near.put("authority.pem", &root.pem);
+    near.put("itself.pem", &stolen.certificate);
+    let bundle = |name: &str| {
+        let bundle = Arc::new(Bundle::load(&near.path(name)).unwrap());
+        Belief::Bundle(bundle, names(&[DESTINATION]))
+    };
+    let served = far.load().server(&Crypto::auto(), names(&[])).unwrap();
+    let met = |belief: Belief| {
+        let provider = Provider::built_in()[0];
+        let ciphers = "TLS_AES_256_GCM_SHA384";
+        let offer = Offer::new(TlsVersion::V1_3, ciphers, "X25519", provider).unwrap();
+        let tls = HandoffTls::new(offer, belief, None, Some(&near.load())).unwrap();
+        let door = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = door.local_addr().unwrap().port();
+        thread::scope(|scope| {
+            // What it says of a client that is no Dunlin does not matter.
+            scope.spawn(|| drop(handshake::server(door.accept().unwrap().0, &served, soon())));
+            connect("127.0.0.1", port, &tls, soon()).map(drop)
+        })
+    };
+    let beliefs = || {
+        [
+            bundle("authority.pem"),
+            bundle("itself.pem"),
+            Belief::Anybody,
+        ]
+    };
+    let root = key_pin(&root.pem);
+    for (denied, refused) in [
+        (None, [false; 3]),
+        (Some(key_pin(&stolen.certificate)), [true; 3]),
+        (Some(key_pin(&below.pem)), [true; 3]),
+        // Where the authority at the end is asked.
+        (Some(root), [true, false, false]),
+    ] {
+        denies(&near, denied.as_slice());
+        for (belief, refused) in beliefs().into_iter().zip(refused) {
+            let what = format!("{belief:?}, denied {denied:?}");
+            match met(belief) {
+                Ok(()) => assert!(!refused, "{what}"),
+                Err(ConnectError::Handshake { source, .. }) => {
+                    let is_denied = matches!(
+                        *source,
+                        HandshakeError::Peer(PeerRefused::Denied { key, .. }) if Some(key) == denied
+                    );
+                    assert!(refused && is_denied, "{what}: {source}");
+                }
+                Err(other) => panic!("{what}: {other}"),
+            }
+        }
     }
 }
 

@@ -16,9 +16,11 @@ use dunlin::lane::control;
 use dunlin::lane::handshake::{self, FLIGHT_LIMIT_BYTES, HandshakeError};
 use dunlin::lane::identity::{ClientTls, Identity, IdentityError, LoadOptions, ServerTls, Warning};
 use dunlin::lane::names::PeerName;
-use dunlin::lane::peers::{AuthorisedBy, Peer, Peers};
+use dunlin::lane::peers::{AuthorisedBy, Peer, Peers, Principal};
 use dunlin::lane::policy::ALPN;
 use dunlin::lane::provider::Crypto;
+use dunlin_proto::journal::peer::RecordedPeer;
+use dunlin_proto::limits::MAX_PRINCIPAL_NAME_BYTES;
 use lane_support::ReadOnce as _;
 use lane_support::*;
 use rustls::pki_types::pem::PemObject;
@@ -195,6 +197,51 @@ fn i6_a_peer_is_known_by_its_pin_or_by_its_name_and_authority_through_renewals()
     let vouched = met(&host, names(&["other.test"]));
     assert!(names(&[NAME]).authorise_further(&vouched).is_ok());
     assert!(names(&["third.test"]).authorise_further(&vouched).is_err());
+}
+
+/// The same for what is no host's name, and for a name that no record has room for.
+#[test]
+fn i6_a_peer_is_known_by_its_address_or_uri_through_renewals_and_by_its_certificate_without() {
+    let (ours, theirs) = (Authority::named("one"), Authority::named("two"));
+    let far = load(&ours.host_trusting(&[DESTINATION], &[&theirs]));
+    let met = |identity: &Identity, peers: Peers| {
+        let met = both_control(&client(identity, names(&[])), &server(&far, peers)).1;
+        met.unwrap().peer().clone()
+    };
+    let uri = |bytes: usize| format!("spiffe://site/{}", "h".repeat(bytes - 14));
+    let (longest, longer) = (
+        uri(MAX_PRINCIPAL_NAME_BYTES),
+        uri(MAX_PRINCIPAL_NAME_BYTES + 1),
+    );
+    for (name, another) in [
+        ("192.0.2.7", "192.0.2.8"),
+        ("2001:db8::7", "2001:db8::8"),
+        ("spiffe://site/host/7", "spiffe://site/host/8"),
+        (&longest, "spiffe://site/host/7"),
+        (&longer, &longest),
+    ] {
+        let host = ours.identity(&[name]);
+        let twin = load(&theirs.host_trusting(&[name], &[&ours]));
+        let others = [ours.identity(&[name]), ours.identity(&[another]), twin];
+        for allowed in [names(&[name]), names(&[])] {
+            let peer = met(&host, allowed.clone());
+            let principal = peer.principal();
+            let recorded = principal.encode([7; 16]).unwrap();
+            let recorded = RecordedPeer::decode(&recorded, [7; 16]);
+            assert_eq!(recorded, RecordedPeer::Known(principal.clone()));
+            assert!(peer.is(&principal), "{principal:?}");
+            let is_by_name = allowed == names(&[name]);
+            let renewed = name != longer || !is_by_name;
+            if is_by_name {
+                let is_itself = principal == Principal::Certificate(peer.fingerprint);
+                assert_eq!(is_itself, !renewed, "{principal:?}");
+            }
+            let known = others
+                .each_ref()
+                .map(|one| met(one, names(&[])).is(&principal));
+            assert_eq!(known, [renewed, false, false], "{principal:?}");
+        }
+    }
 }
 
 #[test]

@@ -5,26 +5,29 @@
 mod lane_support;
 mod tunnel_support;
 
-use std::net::{SocketAddr, TcpStream};
-use std::time::Duration;
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
 
 use dunlin::lane::control::{self, ControlStream};
-use dunlin::lane::data::{DataSender, STALL_LIMIT};
+use dunlin::lane::data::{DataReceiver, DataSender, STALL_LIMIT};
 use dunlin::lane::handshake;
-use dunlin::lane::identity::{ClientTls, Identity};
+use dunlin::lane::identity::{ClientTls, Identity, ServerTls};
 use dunlin::lane::provider::Crypto;
-use dunlin::tunnel::{Event, Exit, Limits, Routes, Target, WINDOW_BYTES};
+use dunlin::tunnel::{
+    Entrance, Event, Exit, Limits, Listen, Mode, Routes, Target, Tunnel, WINDOW_BYTES,
+};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::negotiate::{
-    Features, LaneOpen, LaneSecurity, Offer, Opening, PRELUDE_BYTES, Prelude, Refusal, SessionId,
-    SessionSecret, VERSIONS, lane_mac_input,
+    Features, LaneOpen, LaneSecurity, Offer, Opening, PRELUDE_BYTES, Prelude, Refusal, Selection,
+    SessionId, SessionSecret, VERSIONS, lane_mac_input,
 };
 use dunlin_proto::stripe::frame::{Data, Frame};
 use dunlin_proto::stripe::message::{Header, MESSAGE_HEADER_BYTES, Message, Open};
 use hmac::{Hmac, KeyInit, Mac};
-use lane_support::{names, soon};
+use lane_support::{Authority, Scratch, load, names, soon};
 use sha2::Sha256;
-use tunnel_support::{FAR, NEAR, OTHER, Pair, Setup, fill_backlog};
+use tunnel_support::{FAR, NEAR, OTHER, Pair, Setup, Told, fill_backlog, identities};
 
 const SESSION: SessionId = [9; 16];
 
@@ -40,6 +43,36 @@ fn tls(identity: &Identity) -> ClientTls {
     identity.client(&Crypto::auto(), names(&[FAR])).unwrap()
 }
 
+fn offer(session: SessionId, epoch: u32) -> Offer {
+    Offer {
+        versions: VERSIONS,
+        optional: Features::NONE,
+        required: Features::TUNNEL,
+        security: LaneSecurity::Tls,
+        session,
+        attempt: 1,
+        epoch,
+    }
+}
+
+fn accept(port: u16) -> Message {
+    Message::Accept {
+        secret: SessionSecret([1; 32]),
+        lanes_max: 2,
+        port,
+    }
+}
+
+/// The first words of the other side.
+fn read_opening(control: &ControlStream) -> Opening {
+    let mut start = [0; PRELUDE_BYTES];
+    control.receive_exact(&mut start, soon()).unwrap();
+    let prelude = Prelude::decode(&start).unwrap();
+    let mut body = vec![0; prelude.body_bytes];
+    control.receive_exact(&mut body, soon()).unwrap();
+    Opening::decode(&prelude, &body).unwrap()
+}
+
 impl Peer {
     /// Makes an association with the far tunnel.
     fn associate(pair: &Pair) -> Self {
@@ -49,35 +82,7 @@ impl Peer {
     fn associate_as(pair: &Pair, session: SessionId) -> Result<Self, Refusal> {
         let far = pair.far.as_ref().unwrap().address();
         let tls = tls(&pair.authority.identity(&[NEAR]));
-        let control = control::client(TcpStream::connect(far).unwrap(), &tls, soon()).unwrap();
-        let offer = Offer {
-            versions: VERSIONS,
-            optional: Features::NONE,
-            required: Features::TUNNEL,
-            security: LaneSecurity::Tls,
-            session,
-            attempt: 1,
-            epoch: 1,
-        };
-        let mut bytes = Vec::new();
-        offer.encode(&mut bytes).unwrap();
-        let accept = Message::Accept {
-            secret: SessionSecret([1; 32]),
-            lanes_max: 2,
-            port: 9,
-        };
-        accept.encode(1, &mut bytes).unwrap();
-        control.send(&bytes).unwrap();
-        let mut start = [0; PRELUDE_BYTES];
-        control.receive_exact(&mut start, soon()).unwrap();
-        let prelude = Prelude::decode(&start).unwrap();
-        let mut body = vec![0; prelude.body_bytes];
-        control.receive_exact(&mut body, soon()).unwrap();
-        match Opening::decode(&prelude, &body).unwrap() {
-            Opening::Select(_) => {}
-            Opening::Refuse(_, refusal) => return Err(refusal),
-            other => panic!("{other:?}"),
-        }
+        let control = Self::offer(far, &tls, session, 1)?;
         let mut peer = Self {
             far,
             tls,
@@ -89,6 +94,39 @@ impl Peer {
         };
         peer.secret = secret;
         Ok(peer)
+    }
+
+    /// A control lane for an association, or why it was refused; with the first one comes what
+    /// this side says of its lanes.
+    fn offer(
+        far: SocketAddr,
+        tls: &ClientTls,
+        session: SessionId,
+        epoch: u32,
+    ) -> Result<ControlStream, Refusal> {
+        let lanes = (epoch == 1).then(|| accept(9));
+        Self::offer_with(far, tls, session, epoch, lanes)
+    }
+
+    fn offer_with(
+        far: SocketAddr,
+        tls: &ClientTls,
+        session: SessionId,
+        epoch: u32,
+        lanes: Option<Message>,
+    ) -> Result<ControlStream, Refusal> {
+        let control = control::client(TcpStream::connect(far).unwrap(), tls, soon()).unwrap();
+        let mut bytes = Vec::new();
+        offer(session, epoch).encode(&mut bytes).unwrap();
+        if let Some(lanes) = lanes {
+            lanes.encode(epoch, &mut bytes).unwrap();
+        }
+        control.send(&bytes).unwrap();
+        match read_opening(&control) {
+            Opening::Select(_) => Ok(control),
+            Opening::Refuse(_, refusal) => Err(refusal),
+            other => panic!("{other:?}"),
+        }
     }
 
     fn hear(&mut self) -> Option<Message> {
@@ -126,6 +164,14 @@ impl Peer {
     }
 }
 
+fn wait_until(what: &str, is_so: impl Fn() -> bool) {
+    let until = Instant::now() + tunnel_support::PATIENCE;
+    while !is_so() {
+        assert!(Instant::now() < until, "no {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
 fn rejected(pair: &Pair, words: &str) {
     pair.far_told.wait(
         words,
@@ -142,21 +188,164 @@ fn i7_a_lane_needs_the_session_the_secret_and_the_same_peer() {
     rejected(&pair, "no association");
     let _guessed = peer.lane(&peer.tls, 1, SESSION, &[0; 32]);
     rejected(&pair, "secret");
-    // Allowed, but somebody else.
-    let other = tls(&pair.authority.identity(&[OTHER]));
-    let _other = peer.lane(&other, 1, SESSION, &secret);
-    rejected(&pair, "another than the control lane's");
+    // Allowed, but other hosts: of another name, and of the same name from another authority.
+    let strangers = [pair.authority.identity(&[OTHER]), pair.twin(NEAR)];
+    for (before, stranger) in strangers.iter().enumerate() {
+        let _lane = peer.lane(&tls(stranger), 1, SESSION, &secret);
+        let another = |event: &Event| matches!(event, Event::Rejected { why, .. } if why.contains("another than the control lane's"));
+        wait_until("a rejection", || pair.far_told.count(another) > before);
+    }
     // Of the same name: its certificate was renewed.
     let renewed = tls(&pair.authority.identity(&[NEAR]));
     let _good = peer.lane(&renewed, 1, SESSION, &secret);
-    let until = std::time::Instant::now() + tunnel_support::PATIENCE;
-    while pair.far.as_ref().unwrap().status()[0].lanes != 1 {
-        assert!(
-            std::time::Instant::now() < until,
-            "the good lane is not let in"
-        );
-        std::thread::sleep(std::time::Duration::from_millis(5));
+    wait_until("the good lane", || {
+        pair.far.as_ref().unwrap().status()[0].lanes == 1
+    });
+}
+
+/// Another host that the tunnel lets in may know the session, and takes no part in it.
+#[test]
+fn i6_an_association_is_resumed_by_its_own_peer_alone() {
+    let pair = Pair::start(&Setup::default());
+    let peer = Peer::associate(&pair);
+    for stranger in [pair.authority.identity(&[OTHER]), pair.twin(NEAR)] {
+        let refusal = Peer::offer(peer.far, &tls(&stranger), SESSION, 2).unwrap_err();
+        assert_eq!(refusal.fault, FaultCode::WrongIdentity, "{refusal}");
     }
+    let resumed = |event: &Event| matches!(event, Event::ControlResumed { .. });
+    assert_eq!(pair.far_told.count(resumed), 0);
+    let renewed = tls(&pair.authority.identity(&[NEAR]));
+    let _newest = Peer::offer(peer.far, &renewed, SESSION, 2).unwrap();
+    pair.far_told.wait("resumption", resumed);
+    // One of its own that came late replaces no newer one.
+    let refusal = Peer::offer(peer.far, &renewed, SESSION, 2).unwrap_err();
+    assert_eq!(refusal.fault, FaultCode::UnknownSession, "{refusal}");
+}
+
+/// A far tunnel that speaks the protocol as far as a test wants it to.
+struct Far {
+    near: Tunnel,
+    told: Told,
+    door: TcpListener,
+    scratch: Scratch,
+}
+
+impl Far {
+    /// The tunnel of `identity`, whose route leads here.
+    fn of(identity: Identity) -> Self {
+        let any = || TcpListener::bind("127.0.0.1:0").unwrap();
+        let (door, scratch, told) = (any(), Scratch::new(), Told::default());
+        let entrance = Entrance {
+            route: "ram".to_owned(),
+            listen: Listen::Unix(scratch.0.join("in")),
+            to: door.local_addr().unwrap().to_string(),
+            peers: names(&[FAR]),
+            lanes: 1,
+            window_bytes: WINDOW_BYTES,
+            mode: Mode::Stripe,
+        };
+        let routes = Routes::new(vec![entrance], Vec::new()).unwrap();
+        let own = identities(identity);
+        let near = Tunnel::start(any(), own, &routes, Limits::default(), told.observer());
+        Self {
+            near: near.unwrap(),
+            told,
+            door,
+            scratch,
+        }
+    }
+
+    fn accept(&self) -> TcpStream {
+        let until = Instant::now() + tunnel_support::PATIENCE;
+        self.door.set_nonblocking(true).unwrap();
+        loop {
+            match self.door.accept() {
+                Ok((stream, _)) => {
+                    stream.set_nonblocking(false).unwrap();
+                    return stream;
+                }
+                Err(_) if Instant::now() < until => std::thread::sleep(Duration::from_millis(2)),
+                Err(error) => panic!("nobody connects: {error}: {:#?}", self.told.all()),
+            }
+        }
+    }
+
+    /// Takes the next control lane in, as the host of `tls`.
+    fn control(&self, tls: &ServerTls) -> ControlStream {
+        let control = control::server(self.accept(), tls, soon()).unwrap();
+        let Opening::Offer(offer) = read_opening(&control) else {
+            panic!("no offer")
+        };
+        let selection = Selection {
+            version: VERSIONS.max,
+            features: offer.required,
+            security: offer.security,
+        };
+        let mut bytes = Vec::new();
+        selection.encode(&mut bytes).unwrap();
+        if offer.epoch == 1 {
+            accept(0).encode(offer.epoch, &mut bytes).unwrap();
+        }
+        control.send(&bytes).unwrap();
+        control
+    }
+
+    /// Takes the next lane in, as the host of `tls`; whether anything is said on it.
+    fn lane(&self, tls: &ServerTls) -> bool {
+        let secured = handshake::server(self.accept(), tls, soon()).unwrap();
+        let mut lane = DataReceiver::tls(secured, STALL_LIMIT).unwrap();
+        lane.read_exact(&mut [0; PRELUDE_BYTES]).is_ok()
+    }
+}
+
+/// Hosts by the name of the far one: itself, with a renewed certificate, and a twin of the other
+/// authority. All trust both, as does the near one, which is the last.
+fn far_hosts() -> ([ServerTls; 3], Identity) {
+    let (ours, theirs) = (Authority::named("one"), Authority::named("two"));
+    let host = |name| load(&ours.host_trusting(&[name], &[&theirs]));
+    let twin = load(&theirs.host_trusting(&[FAR], &[&ours]));
+    let server = |host: Identity| host.server(&Crypto::auto(), names(&[NEAR])).unwrap();
+    ([host(FAR), host(FAR), twin].map(server), host(NEAR))
+}
+
+#[test]
+fn i6_a_lane_goes_to_no_other_host_than_the_control_lane() {
+    let ([itself, renewed, twin], near) = far_hosts();
+    let far = Far::of(near);
+    let _channel = UnixStream::connect(far.scratch.0.join("in")).unwrap();
+    let _control = far.control(&itself);
+    assert!(!far.lane(&twin), "a lane is opened to another host");
+    far.told
+        .wait("lost lane", |event| matches!(event, Event::LaneLost { .. }));
+    assert!(far.lane(&renewed));
+    drop(far.near);
+}
+
+#[test]
+fn i6_a_control_lane_is_made_anew_with_no_other_host() {
+    let cut = || {
+        let (hosts, near) = far_hosts();
+        let far = Far::of(near);
+        let channel = UnixStream::connect(far.scratch.0.join("in")).unwrap();
+        let control = far.control(&hosts[0]);
+        far.told.wait("association", |event| {
+            matches!(event, Event::Associated { .. })
+        });
+        // Its lane is on the way.
+        drop(far.accept());
+        control.shutdown();
+        (hosts, far, channel)
+    };
+    let resumed = |event: &Event| matches!(event, Event::ControlResumed { .. });
+    let ([_, renewed, _], far, _channel) = cut();
+    let _control = far.control(&renewed);
+    far.told.wait("resumption", resumed);
+    let ([_, _, twin], far, _channel) = cut();
+    let _control = far.control(&twin);
+    far.told.wait("end", |event| {
+        matches!(event, Event::Dissociated { fault, .. } if *fault == FaultCode::UnknownSession)
+    });
+    assert_eq!(far.told.count(resumed), 0);
 }
 
 /// Each breach ends that peer's association, and nobody else's channel.
@@ -282,6 +471,31 @@ fn i8_one_peer_has_so_many_associations_and_is_told_so() {
         tunnel_support::send(&near, 4, 1 << 20),
         tunnel_support::expect(&far, 4, 1 << 20),
     ]);
+}
+
+/// Each control lane that is agreed on has a thread, as long as its peer says nothing.
+#[test]
+fn i8_one_peer_has_so_many_control_lanes_agreed_on_and_keeps_no_other_out() {
+    let pair = Pair::start(&Setup::default());
+    let far = pair.far.as_ref().unwrap().address();
+    let own = tls(&pair.authority.identity(&[NEAR]));
+    let silent = (0..8).map(|number| Peer::offer_with(far, &own, [number; 16], 1, None).unwrap());
+    let _silent: Vec<_> = silent.collect();
+    let offered = std::thread::spawn(move || {
+        // It is closed without an answer.
+        drop(
+            control::client(TcpStream::connect(far).unwrap(), &own, soon()).map(|control| {
+                let mut bytes = Vec::new();
+                offer([8; 16], 1).encode(&mut bytes).unwrap();
+                control.send(&bytes).unwrap();
+                control.receive_exact(&mut [0], soon()).unwrap_err()
+            }),
+        );
+    });
+    tunnel_support::join(vec![offered]);
+    rejected(&pair, "too many control lanes");
+    let other = tls(&pair.authority.identity(&[OTHER]));
+    Peer::offer(far, &other, [9; 16], 1).unwrap();
 }
 
 /// What a channel says of itself goes into the path of the far socket: whatever is

@@ -28,6 +28,8 @@ pub use schedule::{fuzz_received, fuzz_schedule};
 pub use stripe::{fuzz_association, fuzz_tunnel_frame, fuzz_tunnel_message};
 pub use switchover::{fuzz_destination_switchover, fuzz_source_switchover};
 
+pub use crate::journal::peer::fuzz::fuzz_peer_block;
+
 /// A fuzz entry by the name of its seeds' folder and of its binary.
 pub type Target = (&'static str, fn(&[u8]));
 
@@ -39,6 +41,7 @@ pub const TARGETS: &[Target] = &[
     ("region_table", fuzz_region_table),
     ("extension_fields", fuzz_extension_fields),
     ("client_hello", fuzz_client_hello),
+    ("peer_block", fuzz_peer_block),
     ("bitmap", fuzz_bitmap),
     ("marks", fuzz_marks),
     ("pace", fuzz_pace),
@@ -147,6 +150,7 @@ mod tests {
             "ipsec_message" => vectors("ipsec/"),
             "extension_fields" => decoders::extension_seeds(),
             "client_hello" => client_hello::seeds(),
+            "peer_block" => crate::journal::peer::fuzz::seeds(),
             _ => driver::noise(),
         }
     }

@@ -7,6 +7,9 @@
 //! block*, behind the two slots: each attempt writes and syncs it once, before
 //! the first record about which a peer may ask. docs/journal.md has every byte.
 
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) mod fuzz;
+
 use std::fmt;
 
 use super::{CHECKSUM_AT, RECORD_BYTES, SLOTS_BYTES, checksum};
@@ -199,7 +202,7 @@ mod tests {
 
     const SESSION: SessionId = [7; 16];
 
-    fn principals() -> [Principal; 4] {
+    pub(super) fn principals() -> [Principal; 4] {
         [
             Principal::Certificate([1; 32]),
             Principal::Key([2; 32]),

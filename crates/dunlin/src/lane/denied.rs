@@ -6,6 +6,9 @@
 //! peer's certificate, in every certificate that the peer sends with it, and in the authority at
 //! the end of the chain.
 
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) mod fuzz;
+
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 

@@ -164,12 +164,13 @@ impl Identity {
             let lists = files::revocation_lists(path)?;
             let decoded = files::revocations(path, &lists)?;
             let mut lists: Vec<_> = lists.iter().zip(decoded).enumerate().collect();
-            // Of several lists of an authority the first is asked: the newest says it all.
+            // Of several lists of one authority and scope the first is asked: the newest says it all.
             lists.sort_by_key(|(_, (list, _))| Reverse(made_by(list).map(|(_, made)| made)));
-            let mut authorities = HashSet::new();
+            let mut scopes = HashSet::new();
             for (position, (list, decoded)) in lists {
+                let scope = decoded.issuing_distribution_point().map(<[u8]>::to_vec);
                 // One that a newer has replaced may well be past its time.
-                if authorities.insert(made_by(list).map(|(issuer, _)| issuer)) {
+                if scopes.insert((made_by(list).map(|(issuer, _)| issuer), scope)) {
                     dates.extend(Dated::of_revocation_list(path, position, list));
                 }
                 revocations.push(decoded);

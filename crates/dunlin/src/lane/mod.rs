@@ -18,7 +18,7 @@
 pub mod accept;
 pub mod control;
 pub mod data;
-mod denied;
+pub(crate) mod denied;
 pub mod handshake;
 pub mod identity;
 pub mod kernel;

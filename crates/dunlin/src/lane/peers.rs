@@ -517,6 +517,24 @@ mod tests {
     }
 
     #[test]
+    fn i6_a_name_is_recorded_only_where_it_is_read_back_as_itself() {
+        for name in [
+            PeerName::Dns("host.test".into()),
+            PeerName::Ip([192, 0, 2, 1].into()),
+            PeerName::Uri("spiffe://site/host".into()),
+        ] {
+            assert_eq!(recorded(&name).unwrap().parse(), Ok(name));
+        }
+        for name in [
+            PeerName::Dns("192.0.2.1".into()),
+            PeerName::Uri("host.test".into()),
+            PeerName::Uri(format!("spiffe://{}", "n".repeat(MAX_PRINCIPAL_NAME_BYTES))),
+        ] {
+            assert_eq!(recorded(&name), None, "{name}");
+        }
+    }
+
+    #[test]
     fn what_is_no_pin_is_a_name() {
         let name = |text: &str| Ok(Peer::Name(text.parse().unwrap()));
         for text in [

@@ -79,6 +79,18 @@ impl Disk for FailingDisk {
     }
 }
 
+/// Fails to write who the peer of a session is, and nothing else.
+pub struct PeerlessDisk;
+
+impl Disk for PeerlessDisk {
+    fn write(&self, file: &File, bytes: &[u8], offset: u64) -> io::Result<()> {
+        if bytes.starts_with(b"DUNLPEER") {
+            return Err(io::ErrorKind::StorageFull.into());
+        }
+        file.write_all_at(bytes, offset)
+    }
+}
+
 /// Forwards connections; the first is the control lane.
 pub struct Relay {
     pub address: SocketAddr,
@@ -319,6 +331,16 @@ pub fn ask(to: SocketAddr, client: &ClientTls, session: [u8; 16]) -> Option<Verd
 
 /// A control lane for questions about a session, or why it was refused.
 pub fn inquirer(to: SocketAddr, client: &ClientTls, session: [u8; 16]) -> Result<Peer, FaultCode> {
+    inquirer_of(to, client, session, 1)
+}
+
+/// The same, about one attempt of it.
+pub fn inquirer_of(
+    to: SocketAddr,
+    client: &ClientTls,
+    session: [u8; 16],
+    attempt: u32,
+) -> Result<Peer, FaultCode> {
     let stream = control::client(TcpStream::connect(to).unwrap(), client, soon()).unwrap();
     let offer = Offer {
         versions: VERSIONS,
@@ -326,7 +348,7 @@ pub fn inquirer(to: SocketAddr, client: &ClientTls, session: [u8; 16]) -> Result
         required: Features::NONE,
         security: LaneSecurity::Tls,
         session,
-        attempt: 1,
+        attempt,
         epoch: 2,
     };
     let mut bytes = Vec::new();

@@ -31,13 +31,23 @@ pub struct Peer {
 impl Peer {
     /// A source that has made its offer and read the answer.
     pub fn source(to: SocketAddr, tls: &ClientTls, security: LaneSecurity) -> (Self, Opening) {
+        Self::source_of(to, tls, security, SESSION)
+    }
+
+    /// The same, of another session.
+    pub fn source_of(
+        to: SocketAddr,
+        tls: &ClientTls,
+        security: LaneSecurity,
+        session: [u8; 16],
+    ) -> (Self, Opening) {
         let stream = control::client(TcpStream::connect(to).unwrap(), tls, soon()).unwrap();
         let offer = Offer {
             versions: VERSIONS,
             optional: Features::NONE,
             required: Features::NONE,
             security,
-            session: SESSION,
+            session,
             attempt: 1,
             epoch: 1,
         };
@@ -45,7 +55,7 @@ impl Peer {
         offer.encode(&mut bytes).unwrap();
         stream.send(&bytes).unwrap();
         let answer = read_opening(&stream);
-        (Self::new(stream, SESSION), answer)
+        (Self::new(stream, session), answer)
     }
 
     /// A source that has got as far as the destination's *accept*.

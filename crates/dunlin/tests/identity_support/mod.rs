@@ -14,9 +14,9 @@ use dunlin::lane::handshake::HandshakeError;
 use dunlin::lane::identity::{Identity, LoadOptions};
 use dunlin::lane::provider::Crypto;
 use rcgen::{
-    BasicConstraints, CertificateParams, CertificateRevocationListParams, DnType,
-    ExtendedKeyUsagePurpose, IsCa, Issuer, KeyIdMethod, KeyPair, KeyUsagePurpose,
-    RevokedCertParams, SanType, SerialNumber, date_time_ymd,
+    BasicConstraints, CertificateParams, CertificateRevocationListParams, CrlDistributionPoint,
+    CrlIssuingDistributionPoint, CrlScope, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer,
+    KeyIdMethod, KeyPair, KeyUsagePurpose, RevokedCertParams, SanType, SerialNumber, date_time_ymd,
 };
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::pki_types::pem::PemObject;
@@ -128,6 +128,17 @@ impl Ca {
 
     /// The same, made at the beginning of a year.
     pub fn revoke_in(&self, year: i32, serials: &[u64], next_year: i32) -> String {
+        self.revoke_for(year, serials, next_year, None)
+    }
+
+    /// The same, for the certificates that a distribution point has alone.
+    pub fn revoke_for(
+        &self,
+        year: i32,
+        serials: &[u64],
+        next_year: i32,
+        point: Option<(&str, CrlScope)>,
+    ) -> String {
         let revoked = |serial: &u64| RevokedCertParams {
             serial_number: SerialNumber::from(*serial),
             revocation_time: date_time_ymd(year, 1, 1),
@@ -138,7 +149,12 @@ impl Ca {
             this_update: date_time_ymd(year, 1, 1),
             next_update: date_time_ymd(next_year, 1, 1),
             crl_number: SerialNumber::from(1),
-            issuing_distribution_point: None,
+            issuing_distribution_point: point.map(|(uri, scope)| CrlIssuingDistributionPoint {
+                distribution_point: CrlDistributionPoint {
+                    uris: vec![uri.to_owned()],
+                },
+                scope: Some(scope),
+            }),
             revoked_certs: serials.iter().map(revoked).collect(),
             key_identifier_method: KeyIdMethod::Sha256,
         };

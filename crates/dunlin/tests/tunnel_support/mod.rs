@@ -21,7 +21,7 @@ use dunlin::tunnel::{
     Entrance, Event, Exit, Identities, Limits, Listen, Mode, Routes, Target, Tunnel, WINDOW_BYTES,
 };
 
-use super::lane_support::{Authority, Scratch, names};
+use super::lane_support::{Authority, Scratch, load, names};
 use relay::Relay;
 
 pub const NEAR: &str = "near.test";
@@ -123,6 +123,8 @@ pub struct Pair {
     pub relay: Option<Relay>,
     pub scratch: Scratch,
     pub authority: Authority,
+    /// Another authority, which both trust.
+    pub other: Authority,
     pub near_routes: Routes,
     pub far_routes: Routes,
     listener: Option<UnixListener>,
@@ -130,7 +132,8 @@ pub struct Pair {
 
 impl Pair {
     pub fn start(setup: &Setup) -> Self {
-        let authority = Authority::new();
+        let (authority, other) = (Authority::new(), Authority::named("another authority"));
+        let host = |name| load(&authority.host_trusting(&[name], &[&other]));
         let scratch = Scratch::new();
         let path = |name: &str| scratch.0.join(name);
         let bind = || UnixListener::bind(path("target")).unwrap();
@@ -148,7 +151,7 @@ impl Pair {
         let far_told = Told::default();
         let far = Tunnel::start(
             TcpListener::bind("127.0.0.1:0").unwrap(),
-            identities_with(authority.identity(&[FAR]), setup.offload[1]),
+            identities_with(host(FAR), setup.offload[1]),
             &far_routes,
             Limits {
                 lanes: setup.lanes,
@@ -175,7 +178,7 @@ impl Pair {
         let near_told = Told::default();
         let near = Tunnel::start(
             TcpListener::bind("127.0.0.1:0").unwrap(),
-            identities_with(authority.identity(&[NEAR]), setup.offload[0]),
+            identities_with(host(NEAR), setup.offload[0]),
             &near_routes,
             setup.limits,
             near_told.observer(),
@@ -189,6 +192,7 @@ impl Pair {
             relay,
             scratch,
             authority,
+            other,
             near_routes,
             far_routes,
             listener,
@@ -231,6 +235,11 @@ impl Pair {
         stream.set_read_timeout(Some(PATIENCE)).unwrap();
         stream.set_write_timeout(Some(PATIENCE)).unwrap();
         stream
+    }
+
+    /// A host that both trust, of the other authority.
+    pub fn twin(&self, name: &str) -> Identity {
+        load(&self.other.host_trusting(&[name], &[&self.authority]))
     }
 
     /// Both ends of a new channel.

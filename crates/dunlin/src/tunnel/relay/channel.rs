@@ -109,7 +109,8 @@ pub(super) struct Channel {
     /// Where the kernel moves the bytes: wakes the thread that carries them out, and in.
     pub(super) stops: Option<[Stop; 2]>,
     site: Arc<Site>,
-    _place: Place,
+    /// Until its threads have ended.
+    place: Mutex<Option<Place>>,
 }
 
 impl Channel {
@@ -145,7 +146,7 @@ impl Channel {
             threads: AtomicU8::new(2),
             stops,
             site: Arc::clone(site),
-            _place: parts.place,
+            place: Mutex::new(Some(parts.place)),
         };
         (Arc::new(channel), opening)
     }
@@ -178,6 +179,8 @@ impl Channel {
             return;
         }
         self.site.relays.forget(self.number);
+        // Before the end is reported: the next connection may follow at once.
+        drop(self.place.lock().map(|mut place| place.take()));
         let (route, channel) = (self.route.clone(), self.number);
         self.site.tell(match self.lock_broken().take() {
             Some(failure) => Event::Aborted {

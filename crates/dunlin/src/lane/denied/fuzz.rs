@@ -1,0 +1,34 @@
+//! The fuzz entry of the list of denied keys.
+
+use std::path::Path;
+
+use super::super::identity::IdentityError;
+use super::Denied;
+
+/// Any text: each line that has more than a comment denies the key that it
+/// shows, or the list is refused with the number of that line.
+pub fn fuzz_denied(bytes: &[u8]) {
+    let path = Path::new("denied");
+    let without_comment = |line: &str| line.split('#').next().unwrap_or_default().trim().to_owned();
+    let text = String::from_utf8_lossy(bytes);
+    let lines: Vec<String> = text.lines().map(without_comment).collect();
+    match Denied::parse(path, bytes) {
+        Ok(denied) => {
+            let said = text.to_ascii_lowercase().replace(':', "");
+            for key in &denied.keys {
+                assert!(said.contains(&key.to_string().replace(':', "")), "{key}");
+            }
+            for line in lines.iter().filter(|line| !line.is_empty()) {
+                let alone = Denied::parse(path, line.as_bytes()).map(|alone| alone.keys);
+                let is_denied =
+                    alone.is_ok_and(|one| one.len() == 1 && one.is_subset(&denied.keys));
+                assert!(is_denied, "{line:?} denies nothing");
+            }
+        }
+        Err(IdentityError::BadDenied { line, reason, .. }) => {
+            let is_text = std::str::from_utf8(bytes).is_ok();
+            assert!(!is_text || !lines[line - 1].is_empty(), "{line}: {reason}");
+        }
+        Err(other) => panic!("{other}"),
+    }
+}
