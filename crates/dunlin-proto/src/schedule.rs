@@ -768,7 +768,11 @@ mod tests {
             let ranges = plan.ranges.iter();
             ranges.map(|range| (range.region, range.run)).collect()
         };
-        let all = [(7, run(8, 2)), (3, run(0, CHUNK_PAGES - 2)), (3, run(CHUNK_PAGES - 2, 9))];
+        let all = [
+            (7, run(8, 2)),
+            (3, run(0, CHUNK_PAGES - 2)),
+            (3, run(CHUNK_PAGES - 2, 9)),
+        ];
         assert_eq!(given(&plan), all);
         assert_eq!(schedule.lose_lane(1), SECOND + 2);
         assert_eq!(schedule.next(2, &mut plan), Work::Chunk);
@@ -796,7 +800,10 @@ mod tests {
         assert_eq!(schedule.lose_lane(2), 3 * CHUNK_PAGES);
         assert_eq!(schedule.lose_lane(2), 0);
         assert_eq!(schedule.kept(), (0, 0));
-        assert_eq!((schedule.in_flight_pages(), schedule.in_flight_ranges), (0, 0));
+        assert_eq!(
+            (schedule.in_flight_pages(), schedule.in_flight_ranges),
+            (0, 0)
+        );
         assert_eq!(drain(&mut schedule, 3).0, 3 * CHUNK_PAGES);
         assert_eq!(schedule.kept(), (3, 3 * CHUNK_PAGES));
         // What the lost lanes were given is confirmed by nobody any more.
@@ -837,6 +844,7 @@ mod tests {
         while schedule.next(1, &mut plan) == Work::Chunk {}
         assert!(schedule.pending_pages() > 0);
         assert!(schedule.in_flight_ranges < MAX_IN_FLIGHT_RANGES + MAX_RANGES_PER_CHUNK);
+        assert!(!schedule.extend(&mut plan, CHUNK_PAGES), "nor added to");
         let chunks = schedule.chunks();
         schedule.acknowledge(0, chunks).unwrap();
         assert_eq!(schedule.next(1, &mut plan), Work::Chunk);
