@@ -7,7 +7,8 @@
 mod support;
 
 use std::fs;
-use std::os::unix::fs::symlink;
+use std::os::unix::fs::{MetadataExt, symlink};
+use std::path::PathBuf;
 
 use serde_json::Value;
 use support::{Hosts, Process, finish, kvm, words};
@@ -109,6 +110,34 @@ fn so_are_those_with_a_guest_on_kvm() {
         return;
     };
     moves("--memory 64M");
+}
+
+/// Bytes that stand behind the guest's memory in a process, mapped or not.
+fn guest_bytes(process: &Process) -> u64 {
+    let files = fs::read_dir(format!("/proc/{}/fd", process.pid())).unwrap();
+    let paths = files.map(|file| file.unwrap().path());
+    let is_guest = |path: &PathBuf| {
+        fs::read_link(path).is_ok_and(|to| to.to_string_lossy().contains("memfd:dunlin-guest"))
+    };
+    let bytes = |path: PathBuf| fs::metadata(path).unwrap().blocks() * 512;
+    paths.filter(is_guest).map(bytes).sum()
+}
+
+/// Where the kernel keeps its list of mappings and the guest's file shut to a process, the digest
+/// would read all of its memory, and populate it.
+#[test]
+fn i8_what_is_confined_finds_holes_where_it_compares_memory() {
+    const MIB: u64 = 1 << 20;
+    let hosts = Hosts::new();
+    let guest = "--guest process --memory 256M --fill-size 8M --workload idle --backing memfd";
+    let source = hosts.run("from", &format!("{guest} --confine yes"));
+    let destination = hosts.receive("b", "to", "--confine yes");
+    assert_each_thread(&destination, "Seccomp:", "2");
+    let flags = "--json --peer b.test --verify";
+    finish(hosts.migrate(&source, &destination, "a", flags)).expect(0);
+    destination.wait_for("received");
+    let bytes = guest_bytes(&destination);
+    assert!((4 * MIB..32 * MIB).contains(&bytes), "{bytes}");
 }
 
 #[test]

@@ -105,7 +105,9 @@ impl DirtyLog {
             return Err(DirtyError::Off);
         }
         let mut maps = match &mut state.guest {
-            Guest::Kvm(machine) => take_from(machine)?,
+            Guest::Kvm(machine) => {
+                take_from(machine.memory(), |region| machine.take_dirty_log(region))?
+            }
             Guest::Process(log) => {
                 let mut maps = Vec::new();
                 log.fetch(&mut |_, words| maps.push(words.to_vec()))
@@ -149,15 +151,18 @@ impl DirtyLog {
     }
 }
 
-/// KVM's log of every region.
-fn take_from(machine: &Machine) -> Result<Vec<Vec<u64>>, DirtyError> {
-    let regions = machine.memory().num_regions();
+/// KVM's log of every region, each of which `take` reads and clears.
+fn take_from(
+    memory: &TrackedMemory,
+    take: impl Fn(usize) -> io::Result<Vec<u64>>,
+) -> Result<Vec<Vec<u64>>, DirtyError> {
+    let regions = memory.num_regions();
     let mut maps = Vec::with_capacity(regions);
     for region in 0..regions {
-        match machine.take_dirty_log(region) {
+        match take(region) {
             Ok(words) => maps.push(words),
             Err(source) => {
-                keep(machine.memory(), &maps);
+                keep(memory, &maps);
                 return Err(DirtyError::Kvm { region, source });
             }
         }
@@ -175,5 +180,32 @@ fn keep(memory: &TrackedMemory, maps: &[Vec<u64>]) {
                 bitmap.bitmap().mark_dirty(offset, 1);
             }
         }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use dunlin_sys::mapping::{Backing, HOLE_START, allocate};
+
+    use super::*;
+
+    #[test]
+    fn i5_what_was_read_before_a_region_failed_is_reported_the_next_time() {
+        let memory = Arc::new(allocate(HOLE_START + (2 << 20), Backing::Private).unwrap());
+        let mut low = vec![0; (HOLE_START / PAGE_BYTES / 64) as usize];
+        (low[0], low[3]) = (1 << 7, 1 << 63 | 1);
+        let taken = take_from(&memory, |region| match region {
+            0 => Ok(low.clone()),
+            _ => Err(io::ErrorKind::Other.into()),
+        });
+        assert!(matches!(taken, Err(DirtyError::Kvm { region: 1, .. })));
+        let regions = memory.iter();
+        let own = |mapped: &vm_memory::GuestRegionMmap<vm_memory::bitmap::AtomicBitmap>| {
+            mapped.get_mmap().bitmap().get_and_reset()
+        };
+        let kept: Vec<Vec<u64>> = regions.map(own).collect();
+        assert_eq!(kept[0][..low.len()], low);
+        assert!(kept[1].iter().all(|word| *word == 0));
     }
 }

@@ -2,9 +2,10 @@
 //!
 //! Most sections are the kernel's own structures, byte for byte, in the order in which they must be
 //! set (`VCPU_SECTIONS`): the special registers come before the MSRs, since EFER and the APIC base
-//! are among both; XCR0 before the XSAVE area; the local APIC before the MSRs, since the TSC
-//! deadline is armed only in a mode that the APIC's registers choose; the TSC by itself, since it
-//! goes on during the move; events and the run state last.
+//! are among both; XCR0 before the XSAVE area; the local APIC and the TSC before the MSRs, since the
+//! TSC deadline is armed only in a mode that the APIC's registers choose, and for a time that KVM
+//! counts from the TSC of that moment (`start_sw_tscdeadline` of arch/x86/kvm/lapic.c); the TSC by
+//! itself, since it goes on during the move; events and the run state last.
 //!
 //! A section that this VMM does not know is skipped unless it is required. Nothing in one is used
 //! before its length is checked (I7).
@@ -161,8 +162,8 @@ const VCPU_SECTIONS: [(&str, Step); 10] = [
     (XCRS, Step::Plain(VcpuState::Xcrs)),
     ("vcpu.xsave", Step::Plain(VcpuState::Xsave)),
     ("vcpu.lapic", Step::Plain(VcpuState::Lapic)),
-    (MSRS, Step::Msrs),
     (TSC, Step::Tsc),
+    (MSRS, Step::Msrs),
     ("vcpu.registers", Step::Plain(VcpuState::Registers)),
     (
         "vcpu.debug-registers",

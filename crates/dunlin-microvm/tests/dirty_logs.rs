@@ -7,7 +7,7 @@ mod moves_support;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use common::kvm;
+use common::{kvm, wait_for};
 use dunlin::engine::dirty::WriteProtectLog;
 use dunlin::engine::vmm::SourceVm;
 use dunlin::testing::{Effort, Seen, Violation, check_dirty_log, check_dirty_logs};
@@ -15,7 +15,7 @@ use dunlin_microvm::{
     Backing, Config, Fill, GuestKind, HostOptions, Movable, Vm, VmState, Workload,
 };
 use moves_support::huge_pages::{self, HugePages};
-use vm_memory::GuestMemoryBackend;
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
 
 const BYTES: u64 = 32 << 20;
 
@@ -90,6 +90,62 @@ fn i5_kvms_log_with_the_vmms_own_conforms() {
 fn i5_the_log_of_a_process_guest_conforms() {
     let _turn = turn();
     all_conform(GuestKind::Process);
+}
+
+/// The second region, above the hole below 4 GiB, of a machine that has touched little.
+fn logs_what_lies_above_the_hole(guest: GuestKind) {
+    const ABOVE: u64 = 4 << 30;
+    const PAGES: u64 = 4096;
+    let vm = Vm::new(Config {
+        guest,
+        memory_bytes: (3 << 30) + PAGES * 4096,
+        fill: Fill::Zero,
+        workload: Workload::Random,
+        ..Config::default()
+    })
+    .unwrap();
+    let visits = |page| {
+        let address = GuestAddress(ABOVE + page * 4096);
+        vm.memory().read_obj::<u64>(address).unwrap()
+    };
+    vm.start_dirty_log().unwrap();
+    vm.start().unwrap();
+    wait_for(&vm, "a visit above 4 GiB", |_| {
+        (0..PAGES).any(|page| visits(page) > 0)
+    });
+    vm.pause().unwrap();
+    let is_set = |map: &[u64], page: u64| map[(page / 64) as usize] >> (page % 64) & 1 == 1;
+    let maps = vm.fetch_dirty_log().unwrap();
+    let words: Vec<usize> = maps.iter().map(Vec::len).collect();
+    assert_eq!(words, [(3 << 30) / 4096 / 64, PAGES as usize / 64]);
+    for page in (0..PAGES).filter(|&page| visits(page) > 0) {
+        assert!(is_set(&maps[1], page), "{guest:?}: {page}");
+    }
+    // What the VMM writes there, and what it puts back.
+    vm.memory()
+        .write_obj(7_u64, GuestAddress(ABOVE + 9 * 4096))
+        .unwrap();
+    vm.mark_dirty(1, PAGES - 1).unwrap();
+    let maps = vm.fetch_dirty_log().unwrap();
+    assert!(maps[0].iter().all(|word| *word == 0), "{guest:?}");
+    assert!(
+        is_set(&maps[1], 9) && is_set(&maps[1], PAGES - 1),
+        "{guest:?}"
+    );
+    vm.stop_dirty_log().unwrap();
+}
+
+#[test]
+fn i5_kvms_log_of_the_memory_above_the_hole_is_its_own() {
+    let Some(_kvm) = kvm() else { return };
+    let _turn = turn();
+    logs_what_lies_above_the_hole(GuestKind::Kvm);
+}
+
+#[test]
+fn i5_a_process_guests_log_of_the_memory_above_the_hole_is_its_own() {
+    let _turn = turn();
+    logs_what_lies_above_the_hole(GuestKind::Process);
 }
 
 #[test]

@@ -221,6 +221,43 @@ fn it_powers_itself_off() {
 }
 
 #[test]
+fn it_powers_itself_off_where_it_has_moved_to() {
+    let _turn = turn();
+    let source = running(process());
+    wait_for(&source, "visits", |vm| vm.stats().pages_checked > 0);
+    source.pause().unwrap();
+    source.ask_power_off();
+    let destination = Vm::from_description(source.description()).unwrap();
+    copy_pages(&source, &destination, None);
+    destination.load(&source.save().unwrap()).unwrap();
+    destination.resume().unwrap();
+    assert_eq!(end_of(&destination), VmState::PoweredOff);
+}
+
+#[test]
+fn i3_every_thread_goes_on_where_it_was_in_both_of_its_sets() {
+    let _turn = turn();
+    let source = running(Config {
+        workload: Workload::HOT_SET,
+        ..process()
+    });
+    wait_for(&source, "a pass", |vm| vm.full_passes() >= 1);
+    source.pause().unwrap();
+    let mut sections = source.save().unwrap();
+    let of_threads = |section: &&mut Section| section.name == "visitor";
+    for (section, share) in sections.iter_mut().filter(of_threads).zip([37_u64, 38]) {
+        section.bytes[16..24].copy_from_slice(&share.to_le_bytes());
+    }
+    let destination = Vm::from_description(source.description()).unwrap();
+    destination.load(&sections).unwrap();
+    for (sent, found) in sections.iter().zip(destination.save().unwrap()) {
+        if sent.name == "visitor" {
+            assert_eq!((sent.instance, &sent.bytes), (found.instance, &found.bytes));
+        }
+    }
+}
+
+#[test]
 fn i7_a_state_that_it_could_not_have_come_to_is_refused() {
     let _turn = turn();
     let source = running(process());

@@ -751,6 +751,67 @@ mod tests {
         assert_eq!(drain(&mut schedule, 2).0, 3 * CHUNK_PAGES);
     }
 
+    /// Identifiers are not places, and the regions are of different lengths.
+    #[test]
+    fn i5_a_lost_lanes_pages_wait_again_in_their_own_regions() {
+        const SECOND: u64 = CHUNK_PAGES + 7;
+        let mut schedule = Schedule::new([(7, 10), (3, SECOND)]);
+        schedule.open_lane(1);
+        schedule.open_lane(2);
+        schedule.mark_run(0, run(8, 2));
+        schedule.mark_run(1, run(0, SECOND));
+        schedule.begin_iteration();
+        let mut plan = ChunkPlan::default();
+        assert_eq!(schedule.next(1, &mut plan), Work::Chunk);
+        assert!(schedule.extend(&mut plan, u64::MAX));
+        let given = |plan: &ChunkPlan| -> Vec<_> {
+            let ranges = plan.ranges.iter();
+            ranges.map(|range| (range.region, range.run)).collect()
+        };
+        let all = [
+            (7, run(8, 2)),
+            (3, run(0, CHUNK_PAGES - 2)),
+            (3, run(CHUNK_PAGES - 2, 9)),
+        ];
+        assert_eq!(given(&plan), all);
+        assert_eq!(schedule.lose_lane(1), SECOND + 2);
+        assert_eq!(schedule.next(2, &mut plan), Work::Chunk);
+        assert_eq!(given(&plan), all[..2]);
+        assert!(schedule.extend(&mut plan, u64::MAX));
+        assert_eq!(given(&plan), all);
+    }
+
+    /// A lane is lost with what another had lost before, which had been added to its chunk.
+    #[test]
+    fn i5_what_is_lost_twice_waits_again_and_is_counted_once() {
+        let mut schedule = schedule(4 * CHUNK_PAGES, 3);
+        schedule.mark_run(0, run(0, 3 * CHUNK_PAGES));
+        schedule.begin_iteration();
+        let mut plan = ChunkPlan::default();
+        let mut other = ChunkPlan::default();
+        assert_eq!(schedule.next(1, &mut plan), Work::Chunk);
+        assert!(schedule.extend(&mut plan, CHUNK_PAGES));
+        assert_eq!(schedule.next(2, &mut other), Work::Chunk);
+        assert_eq!(schedule.lose_lane(1), 2 * CHUNK_PAGES);
+        // The second takes the first one's pages along, and is lost too.
+        assert!(schedule.extend(&mut other, CHUNK_PAGES));
+        assert_eq!(schedule.next(2, &mut plan), Work::Chunk);
+        assert_eq!(schedule.pending_pages(), 0);
+        assert_eq!(schedule.lose_lane(2), 3 * CHUNK_PAGES);
+        assert_eq!(schedule.lose_lane(2), 0);
+        assert_eq!(schedule.kept(), (0, 0));
+        assert_eq!(
+            (schedule.in_flight_pages(), schedule.in_flight_ranges),
+            (0, 0)
+        );
+        assert_eq!(drain(&mut schedule, 3).0, 3 * CHUNK_PAGES);
+        assert_eq!(schedule.kept(), (3, 3 * CHUNK_PAGES));
+        // What the lost lanes were given is confirmed by nobody any more.
+        assert_eq!(schedule.acknowledge(0, 3), Ok(0));
+        assert_eq!(schedule.acknowledge(3, 3), Ok(3 * CHUNK_PAGES));
+        assert_eq!(schedule.remaining_pages(), 0);
+    }
+
     #[test]
     fn i4_no_page_of_the_next_iteration_is_added_to_a_chunk() {
         let mut schedule = schedule(4 * CHUNK_PAGES, 1);
@@ -783,6 +844,7 @@ mod tests {
         while schedule.next(1, &mut plan) == Work::Chunk {}
         assert!(schedule.pending_pages() > 0);
         assert!(schedule.in_flight_ranges < MAX_IN_FLIGHT_RANGES + MAX_RANGES_PER_CHUNK);
+        assert!(!schedule.extend(&mut plan, CHUNK_PAGES), "nor added to");
         let chunks = schedule.chunks();
         schedule.acknowledge(0, chunks).unwrap();
         assert_eq!(schedule.next(1, &mut plan), Work::Chunk);

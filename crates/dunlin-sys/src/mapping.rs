@@ -324,6 +324,24 @@ mod tests {
     }
 
     #[test]
+    fn the_memory_above_the_hole_is_advised_too() {
+        if huge_pages::transparent().is_none() {
+            return;
+        }
+        let memory = allocate(HOLE_START + 2 * HUGE_PAGE_BYTES, Backing::Private).unwrap();
+        advise_huge_pages(&memory);
+        for (region, start) in memory.iter().zip([0, HOLE_END]) {
+            let page = GuestAddress(start + HUGE_PAGE_BYTES + 5 * PAGE_BYTES);
+            memory.write_slice(&[1], page).unwrap();
+            // By its page table: the kernel may have made one mapping of both regions.
+            let first = vm_memory::MemoryRegionAddress(0);
+            let slice = region.get_slice(first, region.len() as usize).unwrap();
+            let huge_kib = crate::pagemap::huge_kib(&crate::memory::untracked(&slice)).unwrap();
+            assert_eq!(huge_kib, HUGE_PAGE_BYTES / 1024, "{start:#x}");
+        }
+    }
+
+    #[test]
     fn private_memory_alone_is_advised() {
         let Some(policy) = huge_pages::transparent() else {
             return;

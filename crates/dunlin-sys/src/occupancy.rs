@@ -403,6 +403,47 @@ mod tests {
         }
     }
 
+    /// As two regions of one file that lie side by side, of which the kernel makes one mapping.
+    #[test]
+    fn a_slice_that_begins_within_a_mapping_of_a_file_is_looked_for_there() {
+        let whole = allocate(16 * MIB, Backing::Memfd).unwrap();
+        let slice = slice(&whole);
+        for offset in [0, 5 * MIB, 11 * MIB, 15 * MIB] {
+            write(&slice, offset);
+        }
+        let part = slice.subslice(4 * MIB as usize, 8 * MIB as usize).unwrap();
+        let expected = [MIB..MIB + 4096, 7 * MIB..7 * MIB + 4096];
+        assert_eq!(occupied(&part), expected);
+        let known = Occupancy::of(&part).unwrap();
+        assert_eq!(known.within(2 * MIB..8 * MIB), expected[1..]);
+    }
+
+    #[test]
+    fn a_file_of_the_same_inode_on_another_device_is_another_file() {
+        let whole = allocate(2 * MIB, Backing::Memfd).unwrap();
+        let region = vm_memory::GuestMemoryBackend::iter(&whole).next().unwrap();
+        let file = region.file_offset().unwrap().file();
+        let metadata = file.metadata().unwrap();
+        let (major, minor) = (libc::major(metadata.dev()), libc::minor(metadata.dev()));
+        let opened = |device| {
+            let mapping = Mapping {
+                addresses: 0..2 * MIB,
+                shared: true,
+                offset: 0,
+                device,
+                inode: metadata.ino(),
+                name: "",
+            };
+            mapping.open()
+        };
+        let found = opened((major, minor)).unwrap().metadata().unwrap();
+        assert_eq!((found.dev(), found.ino()), (metadata.dev(), metadata.ino()));
+        for device in [(major + 1, minor), (major, minor + 1)] {
+            let error = opened(device).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::NotFound, "{device:?}");
+        }
+    }
+
     #[test]
     fn what_another_mapping_of_the_file_wrote_is_found() {
         let whole = allocate(4 * MIB, Backing::Memfd).unwrap();

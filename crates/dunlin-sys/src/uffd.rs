@@ -81,12 +81,13 @@ const UFFDIO_WRITEPROTECT: libc::c_ulong = request::<WriteProtect>(3, 0x06);
 /// What stands behind the memory that is watched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Behind {
-    /// Nothing but the process. Costs nothing for pages that were never
-    /// touched.
+    /// Nothing but the process: a private mapping without a file. Costs nothing for pages that
+    /// were never touched.
     Anonymous,
-    /// A file: a memfd, huge pages. The kernel may drop the mapping of a page
-    /// and keep the page, so that every page has to be marked beforehand: page
-    /// tables for all of it are allocated, 1/512 of its size.
+    /// A file: a memfd, huge pages, and whatever is mapped shared, which the kernel keeps in a
+    /// file of its own. The kernel may drop the mapping of a page and keep the page, so that
+    /// every page has to be marked beforehand: page tables for all of it are allocated, 1/512 of
+    /// its size.
     File,
 }
 
@@ -231,7 +232,9 @@ mod tests {
 
     use std::io::Read;
 
-    use vm_memory::{GuestMemoryBackend, GuestMemoryRegion, MemoryRegionAddress};
+    use vm_memory::{
+        GuestMemoryBackend, GuestMemoryRegion, MemoryRegionAddress, MmapRegion, VolatileMemory,
+    };
 
     use super::*;
     use crate::huge_pages::{self, HugePages};
@@ -327,25 +330,30 @@ mod tests {
 
     #[test]
     fn a_page_that_the_kernel_unmapped_in_between_is_taken() {
-        let memory = allocate(BYTES, Backing::Memfd).unwrap();
-        let slice = slice(&memory);
-        let watch = WriteWatch::new().unwrap();
-        watch.register(&slice, Behind::File).unwrap();
-        for page in [4, 7] {
-            write(&slice, page);
+        let memfd = allocate(BYTES, Backing::Memfd).unwrap();
+        let (read_write, shared) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED);
+        let anonymous = shared | libc::MAP_ANONYMOUS;
+        let anonymous: MmapRegion =
+            MmapRegion::build(None, BYTES as usize, read_write, anonymous).unwrap();
+        for slice in [slice(&memfd), anonymous.as_volatile_slice()] {
+            let watch = WriteWatch::new().unwrap();
+            watch.register(&slice, Behind::File).unwrap();
+            for page in [4, 7] {
+                write(&slice, page);
+            }
+            assert_eq!(taken(&watch, &slice, Behind::File), [4..5, 7..8]);
+            write(&slice, 4);
+            // As reclaim does it: the page stays in the file, its entry goes. A
+            // protected page's mark stays.
+            let start = slice.ptr_guard_mut().as_ptr();
+            // SAFETY: the range is mapped and shared: MADV_DONTNEED drops page table
+            // entries, and the file keeps the content.
+            let result =
+                unsafe { libc::madvise(start.cast(), 16 * PAGE as usize, libc::MADV_DONTNEED) };
+            assert_eq!(result, 0);
+            let taken = taken(&watch, &slice, Behind::File);
+            assert!(taken.contains(&(4..5)), "{taken:?}");
         }
-        assert_eq!(taken(&watch, &slice, Behind::File), [4..5, 7..8]);
-        write(&slice, 4);
-        // As reclaim does it: the page stays in the file, its entry goes. A
-        // protected page's mark stays.
-        let start = slice.ptr_guard_mut().as_ptr();
-        // SAFETY: the range is mapped and shared: MADV_DONTNEED drops page table
-        // entries, and the file keeps the content.
-        let result =
-            unsafe { libc::madvise(start.cast(), 16 * PAGE as usize, libc::MADV_DONTNEED) };
-        assert_eq!(result, 0);
-        let taken = taken(&watch, &slice, Behind::File);
-        assert!(taken.contains(&(4..5)), "{taken:?}");
     }
 
     #[test]

@@ -145,6 +145,38 @@ fn i3_a_difference_planted_at_the_destination_is_found_and_the_vm_goes_on() {
     assert_eq!(moved.destination.err().unwrap().vm, VmIs::AtSource);
 }
 
+/// Zero pages leave room for others in a chunk, and pages that lie apart take a range each: here
+/// more than a header holds.
+#[test]
+fn i3_zeros_that_lie_apart_fill_a_chunk_up_to_its_ranges() {
+    const APART: u64 = 384;
+    const TURNS: u64 = 512;
+    let vm = TestVm::new(8 << 20);
+    for page in (1..TURNS).step_by(2) {
+        let address = GuestAddress((1024 + page) * 4096);
+        vm.memory.write_slice(&[7; 4096], address).unwrap();
+    }
+    // Each second page of the first ones, and behind them zeros and others by turns.
+    *vm.scan.lock().unwrap() = Some(|_, _, found| {
+        for page in 0..APART {
+            found(2 * page * 4096..(2 * page + 1) * 4096);
+        }
+        found(1024 * 4096..(1024 + TURNS) * 4096);
+        Ok(())
+    });
+    let moved = moved(&vm, &verified(1), TestBuilder::default());
+    let report = moved.source.unwrap();
+    assert_eq!(report.digests_equal, Some(true));
+    let traffic = &report.traffic;
+    let pages = (traffic.raw_pages, traffic.zero_pages);
+    assert_eq!(pages, (TURNS / 2, TURNS / 2 + APART));
+    // A range for each page. Cut by pages alone it would be 14 chunks; marks and the end are
+    // frames too.
+    let frames = traffic.header_bytes / 24 - (APART + TURNS);
+    assert!(frames < 14, "{frames}");
+    assert_eq!(moved.builder.built.unwrap().digest(), vm.digest());
+}
+
 #[test]
 fn i3_two_regions_of_one_file_arrive() {
     let vm = TestVm::in_one_file([1 << 20, 3 << 20]);

@@ -56,9 +56,10 @@ impl<B: Bitmap> WriteProtectLog<B> {
             let whole = region
                 .get_slice(MemoryRegionAddress(0), length)
                 .map_err(io::Error::other)?;
-            let behind = match region.file_offset() {
-                Some(_) => Behind::File,
-                None => Behind::Anonymous,
+            // Shared memory has a file also where the VMM knows of none.
+            let behind = match (region.file_offset(), sys::is_private(region.flags())) {
+                (None, true) => Behind::Anonymous,
+                _ => Behind::File,
             };
             Ok((sys::untracked(&whole), behind))
         })
@@ -138,6 +139,9 @@ fn set(words: &mut [u64], pages: Range<u64>) {
 mod tests {
     #![allow(clippy::unwrap_used)]
 
+    use dunlin_sys::mapping::{Backing, allocate};
+    use vm_memory::{GuestAddress, GuestRegionMmap, MmapRegion};
+
     use super::*;
 
     #[test]
@@ -150,9 +154,38 @@ mod tests {
         assert_eq!(words, [1 << 63 | 0b11000, u64::MAX, 1, u64::MAX]);
     }
 
+    /// Of memory that has a file the kernel may drop a page's entry, and with it that the page was
+    /// written. What it does then, `uffd` tests.
+    #[test]
+    fn i5_only_private_memory_without_a_file_is_anonymous() {
+        const BYTES: usize = 2 << 20;
+        // Of mmap(2), for reading and writing.
+        const READ_WRITE: i32 = 1 | 2;
+        const SHARED: i32 = 1;
+        const PRIVATE: i32 = 2;
+        const ANONYMOUS: i32 = 0x20;
+        let whole = allocate(BYTES as u64, Backing::Memfd).unwrap();
+        let file = whole.iter().next().unwrap().file_offset().cloned();
+        for (file, flags, expected) in [
+            (None, PRIVATE | ANONYMOUS, Behind::Anonymous),
+            (None, SHARED | ANONYMOUS, Behind::File),
+            (file.clone(), SHARED, Behind::File),
+            (file, PRIVATE, Behind::File),
+        ] {
+            let mapped = MmapRegion::build(file, BYTES, READ_WRITE, flags).unwrap();
+            let region = GuestRegionMmap::new(mapped, GuestAddress(0)).unwrap();
+            let memory = GuestMemoryMmap::<AtomicBitmap>::from_regions(vec![region]).unwrap();
+            let mut log = WriteProtectLog::new(Arc::new(memory));
+            let behind: Vec<_> = log.regions().map(|region| region.unwrap().1).collect();
+            assert_eq!(behind, [expected], "{flags:#x}");
+            log.start().unwrap();
+            log.stop().unwrap();
+        }
+    }
+
     #[test]
     fn a_log_that_is_off_says_so() {
-        let memory = [(vm_memory::GuestAddress(0), 1 << 20)];
+        let memory = [(GuestAddress(0), 1 << 20)];
         let memory: GuestMemoryMmap<AtomicBitmap> = GuestMemoryMmap::from_ranges(&memory).unwrap();
         let mut log = WriteProtectLog::new(Arc::new(memory));
         let off = log.fetch(&mut |_, _| ()).unwrap_err();

@@ -266,6 +266,18 @@ mod tests {
         assert_ne!(of(a), of(b));
     }
 
+    #[test]
+    fn i3_a_page_at_the_same_place_of_another_region_is_another_memory() {
+        let regions = [(GuestAddress(0), 1 << 20), (GuestAddress(1 << 32), 1 << 20)];
+        let with = |address| {
+            let memory = GuestMemoryMmap::<AtomicBitmap>::from_ranges(&regions).unwrap();
+            memory.write_obj(7_u8, GuestAddress(address)).unwrap();
+            digest(&MappedMemory::new(Arc::new(memory), 4096), 1).unwrap()
+        };
+        assert_eq!(with(4096), with(4096));
+        assert_ne!(with(4096), with((1 << 32) + 4096));
+    }
+
     /// As a VMM has it that keeps all of its memory in one file.
     #[test]
     fn i3_a_region_is_searched_where_it_lies_in_its_file() {
@@ -339,6 +351,27 @@ mod tests {
         log.fetch(&mut |index, words| seen.push((index, words[0])))
             .unwrap();
         assert_eq!(seen, [(0, 4), (0, 0)]);
+    }
+
+    #[test]
+    fn own_writes_to_every_region_are_reported_with_its_number() {
+        let regions = [(GuestAddress(0), 1 << 20), (GuestAddress(1 << 32), 1 << 20)];
+        let memory = Arc::new(GuestMemoryMmap::from_ranges(&regions).unwrap());
+        let mut log = OwnWrites::new(Arc::clone(&memory));
+        let last = GuestAddress((1 << 32) + (1 << 20) - 1);
+        memory.write_obj(1_u8, last).unwrap();
+        log.start().unwrap();
+        let mut fetched = || {
+            let mut seen = Vec::new();
+            let found = &mut |index, words: &[u64]| seen.push((index, words.to_vec()));
+            log.fetch(found).unwrap();
+            seen
+        };
+        assert_eq!(fetched(), [(0, vec![0; 4]), (1, vec![0; 4])]);
+        memory.write_obj(1_u8, GuestAddress(4096)).unwrap();
+        memory.write_obj(1_u8, last).unwrap();
+        let expected = [(0, vec![2, 0, 0, 0]), (1, vec![0, 0, 0, 1 << 63])];
+        assert_eq!(fetched(), expected);
     }
 
     #[test]

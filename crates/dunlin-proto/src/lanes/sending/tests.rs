@@ -453,3 +453,104 @@ fn time_in_which_the_source_itself_was_stopped_counts_against_no_lane() {
     let due_ns = stopped.due_ns().unwrap();
     assert_eq!(actions(&mut stopped, due_ns), lost);
 }
+
+/// Which lanes are to be opened, of all that is to be done.
+fn opened(sending: &mut Sending, now_ns: u64) -> Vec<u16> {
+    let all = actions(sending, now_ns).into_iter();
+    all.filter_map(|action| match action {
+        Action::Open(lane) => Some(lane),
+        _ => None,
+    })
+    .collect()
+}
+
+#[test]
+fn a_lane_that_the_destination_loses_first_is_cut_and_is_one_loss() {
+    let mut sending = standing(2 * CHUNK_PAGES, 2);
+    begin(&mut sending, 2 * CHUNK_PAGES);
+    assert_eq!(next(&mut sending, 1, 0), Work::Chunk);
+    assert_eq!(sending.fenced(1, &[], 5), Ok(CHUNK_PAGES));
+    // Its thread may wait for bytes to go that nobody takes.
+    assert_eq!(actions(&mut sending, 5), [Action::Cut(1)]);
+    sending.thread_ended(1, false, 6);
+    assert_eq!(actions(&mut sending, 6), []);
+    assert_eq!((sending.fenced_count(), sending.lost_count()), (1, 1));
+    assert_eq!(actions(&mut sending, 15), [Action::Open(3)]);
+}
+
+#[test]
+fn lanes_that_are_lost_together_are_one_reason_to_wait() {
+    let mut sending = standing(CHUNK_PAGES, 3);
+    for lane in 1..=3 {
+        sending.thread_ended(lane, false, 4 + u64::from(lane));
+    }
+    assert_eq!(opened(&mut sending, 14), []);
+    assert_eq!(opened(&mut sending, 15), [4, 5, 6]);
+}
+
+#[test]
+fn a_lane_that_is_refused_is_tried_again_after_a_while() {
+    let mut sending = standing(CHUNK_PAGES, 1);
+    sending.want(2);
+    assert_eq!(opened(&mut sending, 0), [2]);
+    assert_eq!(sending.refused(2, 5), Ok(true));
+    assert_eq!(actions(&mut sending, 5), [Action::Cut(2)]);
+    assert_eq!(opened(&mut sending, 14), []);
+    assert_eq!(opened(&mut sending, 15), [3]);
+    assert_eq!(sending.refused(3, 20), Ok(true));
+    assert_eq!(opened(&mut sending, 39), []);
+    assert_eq!(opened(&mut sending, 40), [4]);
+}
+
+#[test]
+fn a_lane_that_stands_ends_the_longer_waits() {
+    let mut sending = standing(CHUNK_PAGES, 1);
+    begin(&mut sending, CHUNK_PAGES);
+    sending.thread_ended(1, false, 0);
+    assert_eq!(opened(&mut sending, 10), [2]);
+    sending.thread_ended(2, false, 10);
+    assert_eq!(opened(&mut sending, 30), [3]);
+    assert_eq!(sending.lane_up(3, 31), Ok(true));
+    sending.thread_ended(3, false, 40);
+    assert_eq!(opened(&mut sending, 49), []);
+    assert_eq!(opened(&mut sending, 50), [4]);
+}
+
+#[test]
+fn lanes_that_are_lost_in_the_last_pass_are_replaced_by_one() {
+    let mut sending = standing(3 * CHUNK_PAGES, 3);
+    begin(&mut sending, 3 * CHUNK_PAGES);
+    sending.finish(0);
+    for lane in 1..=3 {
+        assert_eq!(next(&mut sending, lane, 0), Work::Chunk);
+        sending.thread_ended(lane, false, 1);
+        assert_eq!(sending.fenced(lane, &[], 2), Ok(CHUNK_PAGES));
+    }
+    assert_eq!(opened(&mut sending, 11), [4]);
+    assert_eq!(opened(&mut sending, 12), []);
+    // The replacement is lost too.
+    sending.thread_ended(4, false, 13);
+    assert_eq!(sending.fenced(4, &[], 14), Ok(0));
+    assert_eq!(opened(&mut sending, 40), [5]);
+    assert_eq!(sending.lane_up(5, 41), Ok(true));
+    assert_eq!(next(&mut sending, 5, 41), Work::Chunk);
+    assert_eq!(sending.schedule().pending_pages(), 2 * CHUNK_PAGES);
+}
+
+#[test]
+fn time_in_which_the_source_was_stopped_counts_against_no_replacement() {
+    const LATE_NS: u64 = 3 * PATIENCE.alone_ns;
+    // One is fenced, another opens in its place.
+    let mut sending = standing(CHUNK_PAGES, 2);
+    sending.thread_ended(1, false, 0);
+    assert_eq!(actions(&mut sending, 0), [Action::Fence(1)]);
+    assert_eq!(actions(&mut sending, 10), [Action::Open(3)]);
+    assert_eq!(actions(&mut sending, LATE_NS), []);
+    // None is left, and it is too early for another.
+    let mut alone = standing(CHUNK_PAGES, 1);
+    begin(&mut alone, CHUNK_PAGES);
+    alone.thread_ended(1, false, 0);
+    assert_eq!(alone.fenced(1, &[], 1), Ok(0));
+    actions(&mut alone, 2);
+    assert_eq!(actions(&mut alone, LATE_NS), [Action::Open(2)]);
+}

@@ -390,3 +390,39 @@ fn has_ended(socket: &TcpStream) -> bool {
         Err(_) => true,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn i3_a_range_goes_on_with_the_next_page_of_its_region_and_encoding_alone() {
+        let mut ranges = Vec::new();
+        for (region, page, encoding) in [
+            (0, 3, Encoding::Raw),
+            (0, 4, Encoding::Raw),
+            // Their numbers follow each other, and they lie in two regions.
+            (1, 5, Encoding::Raw),
+            (1, 6, Encoding::Zero),
+            (1, 8, Encoding::Zero),
+            (1, 9, Encoding::Zero),
+        ] {
+            append(&mut ranges, region, page, encoding);
+        }
+        let range = |region, page, page_count, encoding| Range {
+            region,
+            encoding,
+            page_count,
+            offset: page * PAGE_BYTES,
+        };
+        assert_eq!(
+            ranges,
+            [
+                range(0, 3, 2, Encoding::Raw),
+                range(1, 5, 1, Encoding::Raw),
+                range(1, 6, 1, Encoding::Zero),
+                range(1, 8, 2, Encoding::Zero),
+            ]
+        );
+    }
+}

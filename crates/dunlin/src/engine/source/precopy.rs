@@ -37,9 +37,54 @@ const SHORTEST_PASS: Duration = Duration::from_millis(5);
 const KEPT_UNDER_WAY: Duration = Duration::from_millis(10);
 /// How often it is looked at whether that much has been acknowledged.
 const DRAIN_EVERY: Duration = Duration::from_millis(2);
-/// From so many zero pages to one that is not, a first pass says nothing
-/// about the bandwidth.
+/// From so many zero pages to one that is not, a pass says nothing about the
+/// bandwidth, unless the one before was like that too.
 const MOSTLY_ZERO: u64 = 4;
+
+/// What the bandwidth is being measured over: one pass, or several that are too short to tell.
+pub(super) struct Window {
+    since: Instant,
+    /// Pages that had been acknowledged by then, and that had gone out.
+    acked_pages: u64,
+    raw_pages: u64,
+    zero_pages: u64,
+    /// Whether the window before was mostly of zero pages.
+    mostly_zero: bool,
+}
+
+impl Window {
+    pub(super) fn new(since: Instant) -> Self {
+        Self {
+            since,
+            acked_pages: 0,
+            raw_pages: 0,
+            zero_pages: 0,
+            mostly_zero: false,
+        }
+    }
+
+    /// Ends after `measured`, with so many pages acknowledged and `traffic` gone out; the next
+    /// begins. Returns bytes per second, or none if this says nothing.
+    ///
+    /// Zero pages go by much faster than those that a guest works on, and would promise a
+    /// bandwidth that is not there: in untouched memory, in huge pages that were touched once,
+    /// in what a guest clears before it uses it. A guest that goes on like that is believed.
+    fn end(&mut self, measured: Duration, acked_pages: u64, traffic: &Traffic) -> Option<u64> {
+        let raw_pages = traffic.raw_pages - self.raw_pages;
+        let zero_pages = traffic.zero_pages - self.zero_pages;
+        let mostly_zero = zero_pages > raw_pages * MOSTLY_ZERO;
+        let acked = acked_pages - self.acked_pages;
+        let tells = acked > 0 && (!mostly_zero || self.mostly_zero);
+        *self = Self {
+            since: Instant::now(),
+            acked_pages,
+            raw_pages: traffic.raw_pages,
+            zero_pages: traffic.zero_pages,
+            mostly_zero,
+        };
+        tells.then(|| per_second(acked * PAGE_BYTES, measured))
+    }
+}
 
 impl Session<'_> {
     /// Iterations until the switchover is due.
@@ -59,14 +104,14 @@ impl Session<'_> {
             self.ask_anew()?;
             let (iteration, waiting) = self.shared.begin_iteration(false);
             let began = Instant::now();
-            let before = lock(&self.shared.state).traffic();
+            let bytes_before = lock(&self.shared.state).traffic().wire_bytes;
             self.await_cut(iteration, began)?;
             self.check_guest()?;
             let duration = began.elapsed();
             let dirtied_pages = self.fetch_logs()?;
             let now = lock(&self.shared.state).traffic();
-            let wire_bytes = now.wire_bytes - before.wire_bytes;
-            self.measure(&before, &now, dirtied_pages, duration);
+            let wire_bytes = now.wire_bytes - bytes_before;
+            self.measure(&now, dirtied_pages, duration);
             let pass = Pass {
                 since_start_ns: nanos(self.started.elapsed()),
                 bytes_per_s: self.bytes_per_s,
@@ -180,11 +225,10 @@ impl Session<'_> {
     fn is_drained(&self) -> bool {
         let state = lock(&self.shared.state);
         let under_way = state.lanes.schedule().in_flight_pages();
-        let (since, acked_before) = self.window;
-        let acked = state.acked_pages - acked_before;
+        let acked = state.acked_pages - self.window.acked_pages;
         drop(state);
         let bytes_per_s = match self.bytes_per_s {
-            0 => per_second(acked * PAGE_BYTES, since.elapsed()),
+            0 => per_second(acked * PAGE_BYTES, self.window.since.elapsed()),
             known => known,
         };
         let kept = KEPT_UNDER_WAY + self.control.round_trip();
@@ -236,30 +280,15 @@ impl Session<'_> {
     /// The bandwidth is what the destination has acknowledged: what stands in
     /// the sockets' buffers still has to travel. Passes too short to tell are
     /// taken together.
-    pub(super) fn measure(
-        &mut self,
-        before: &Traffic,
-        now: &Traffic,
-        dirtied: u64,
-        duration: Duration,
-    ) {
+    pub(super) fn measure(&mut self, now: &Traffic, dirtied: u64, duration: Duration) {
         self.dirty_pages_per_s = per_second(dirtied, duration);
         let acked_pages = lock(&self.shared.state).acked_pages;
-        let (since, acked_before) = self.window;
-        let measured = since.elapsed();
+        let measured = self.window.since.elapsed();
         if measured < MEASURABLE && self.bytes_per_s != 0 {
             return;
         }
-        self.window = (Instant::now(), acked_pages);
-        let raw_pages = now.raw_pages - before.raw_pages;
-        let zero_pages = now.zero_pages - before.zero_pages;
-        // A guest's untouched memory goes by much faster than the pages that
-        // it works on, and would promise a bandwidth that is not there.
-        if self.iterations.is_empty() && zero_pages > raw_pages * MOSTLY_ZERO {
-            return;
-        }
-        if acked_pages > acked_before {
-            self.bytes_per_s = per_second((acked_pages - acked_before) * PAGE_BYTES, measured);
+        if let Some(bytes_per_s) = self.window.end(measured, acked_pages, now) {
+            self.bytes_per_s = bytes_per_s;
         }
     }
 
@@ -340,6 +369,31 @@ mod tests {
     use dunlin_proto::schedule::{ChunkPlan, Work};
 
     use super::*;
+
+    /// Passes of 100 ms over a link of 100 MiB/s, which zero pages do not load: 2560 pages that
+    /// are not zero go by in each, or forty times as many that are.
+    #[test]
+    fn a_pass_mostly_of_zeros_is_believed_only_after_another() {
+        const BYTES_PER_S: u64 = 100 << 20;
+        const RAW: u64 = 2560;
+        const ZERO: u64 = 40 * RAW;
+        let mut window = Window::new(Instant::now());
+        let mut traffic = Traffic::default();
+        let mut pass = |raw_pages, zero_pages| {
+            traffic.raw_pages += raw_pages;
+            traffic.zero_pages += zero_pages;
+            let acked = traffic.raw_pages + traffic.zero_pages;
+            window.end(Duration::from_millis(100), acked, &traffic)
+        };
+        // Untouched memory first; and a guest of which all is like that must come to an end.
+        assert_eq!(pass(0, ZERO), None);
+        assert_eq!(pass(0, ZERO), Some(40 * BYTES_PER_S));
+        // What the guest works on, and in between what it has only touched.
+        assert_eq!(pass(RAW, 0), Some(BYTES_PER_S));
+        assert_eq!(pass(RAW / 100, ZERO), None);
+        assert_eq!(pass(RAW, RAW), Some(2 * BYTES_PER_S));
+        assert_eq!(pass(0, 0), None);
+    }
 
     /// A link of 100 MiB/s carries one chunk of 256 KiB in 2.5 ms. With 10 ms of
     /// them under way and nothing dirty, the last byte arrives too late for a

@@ -24,6 +24,7 @@ use super::super::report::{Downtime, Event, Iteration, Observer, Report};
 use super::super::vmm::{DirtyLog, GuestMemory, SourceVm, VmDescription};
 use super::desk::Desk;
 use super::lanes::LaneTerms;
+use super::precopy::Window;
 use super::set_up::connect;
 use super::{Options, SessionEvent};
 use crate::lane::identity::ClientTls;
@@ -93,9 +94,7 @@ pub(super) struct Session<'a> {
     pub(super) last: Option<Final>,
     pub(super) iterations: Vec<Iteration>,
     pub(super) bytes_per_s: u64,
-    /// Since when, and from how many acknowledged pages, the bandwidth is
-    /// being measured.
-    pub(super) window: (Instant, u64),
+    pub(super) window: Window,
     pub(super) dirty_pages_per_s: u64,
     pub(super) throttle: u8,
     /// Whether the end of the control lane has been heard of.

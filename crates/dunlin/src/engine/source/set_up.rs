@@ -28,6 +28,7 @@ use super::super::report::{Downtime, Event, Observer};
 use super::super::vmm::{RunState, SourceVm, VmDescription};
 use super::desk::Desk;
 use super::lanes::LaneTerms;
+use super::precopy::Window;
 use super::session::{Session, nanos, unexpected};
 use super::{Options, SessionEvent};
 use crate::lane::control::{self as control_lane, ControlStream};
@@ -280,7 +281,7 @@ pub(super) fn connect<'a>(
         last: None,
         iterations: Vec::new(),
         bytes_per_s: 0,
-        window: (started, 0),
+        window: Window::new(started),
         dirty_pages_per_s: 0,
         throttle: 0,
         control_ended: Cell::new(false),
