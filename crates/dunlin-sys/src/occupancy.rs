@@ -206,7 +206,13 @@ fn by_file(file: &File, within: Range<u64>, found: &mut dyn FnMut(Range<u64>)) -
             return Ok(());
         }
         // The end of the file counts as a hole.
-        hole = position(file, data, libc::SEEK_HOLE)?;
+        let next = position(file, data, libc::SEEK_HOLE)?;
+        if data < hole || next <= data {
+            return Err(io::Error::other(
+                "the file system reports holes out of order",
+            ));
+        }
+        hole = next;
         found(data..hole.min(within.end));
         if hole >= within.end {
             return Ok(());

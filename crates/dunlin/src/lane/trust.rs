@@ -45,7 +45,6 @@ macro_rules! signatures_by_its_algorithms {
 pub(super) mod bundle;
 
 use std::cell::Cell;
-use std::collections::HashSet;
 use std::fmt;
 use std::sync::Arc;
 
@@ -142,20 +141,16 @@ impl Authorities {
             .map(|path| key_digest(&path.anchor().subject_public_key_info))
     }
 
-    /// Looks `leaf` up in the local lists by its issuer and serial number: whichever certificates
-    /// the peer has sent along, and whatever the list's own date. Of several lists of one issuer
-    /// and scope the newest counts; they are sorted so.
+    /// Looks `leaf` up in every local list by its issuer and serial number: whichever certificates
+    /// the peer has sent along, and whatever the list's own date. A newer list does not outweigh an
+    /// older one here: two authorities may bear the same name, such as before and after a new key.
     ///
     /// # Errors
     /// [`webpki::Error::CertRevoked`]; or `leaf` or a list cannot be read.
     fn check_listed(&self, leaf: &CertificateDer<'_>) -> Result<(), webpki::Error> {
         let leaf = EndEntityCert::try_from(leaf)?;
-        let mut scopes = HashSet::new();
         for list in &self.revocations {
-            if list.issuer() == leaf.issuer()
-                && scopes.insert(list.issuing_distribution_point())
-                && list.find_serial(leaf.serial())?.is_some()
-            {
+            if list.issuer() == leaf.issuer() && list.find_serial(leaf.serial())?.is_some() {
                 return Err(webpki::Error::CertRevoked);
             }
         }

@@ -68,7 +68,8 @@ fn before_and_after(guest: &Guest) {
     assert!(a.xfrm.remove_state(&old.id(b)).expect("it can be"));
     let (with, _third) = bytes_of_a_packet(&new);
     println!("bytes of a packet: without {without}, late {late}, with {with}");
-    assert!(with > 4 * LONGEST_PACKET, "{with}");
+    // An average: acknowledgements and segments that are sent again are among them.
+    assert!(with > 2 * LONGEST_PACKET, "{with}");
     drop((first, second));
 }
 

@@ -44,7 +44,7 @@ const MOSTLY_ZERO: u64 = 4;
 /// What the bandwidth is being measured over: one pass, or several that are too short to tell.
 pub(super) struct Window {
     since: Instant,
-    /// Pages that had been acknowledged by then, and that had gone out.
+    /// Acknowledged pages beyond so many are this window's; and pages that had gone out by then.
     acked_pages: u64,
     raw_pages: u64,
     zero_pages: u64,
@@ -63,6 +63,12 @@ impl Window {
         }
     }
 
+    /// Pages that count for this window. What a lost lane had sent goes out twice, so that there may
+    /// be fewer than it began with.
+    fn acked_since(&self, acked_pages: u64) -> u64 {
+        acked_pages.saturating_sub(self.acked_pages)
+    }
+
     /// Ends after `measured`, with so many pages acknowledged and `traffic` gone out; the next
     /// begins. Returns bytes per second, or none if this says nothing.
     ///
@@ -73,11 +79,16 @@ impl Window {
         let raw_pages = traffic.raw_pages - self.raw_pages;
         let zero_pages = traffic.zero_pages - self.zero_pages;
         let mostly_zero = zero_pages > raw_pages * MOSTLY_ZERO;
-        let acked = acked_pages - self.acked_pages;
+        let acked = self.acked_since(acked_pages);
         let tells = acked > 0 && (!mostly_zero || self.mostly_zero);
         *self = Self {
             since: Instant::now(),
-            acked_pages,
+            // Zero pages that are still under way are not the next window's.
+            acked_pages: if mostly_zero {
+                traffic.raw_pages + traffic.zero_pages
+            } else {
+                acked_pages
+            },
             raw_pages: traffic.raw_pages,
             zero_pages: traffic.zero_pages,
             mostly_zero,
@@ -225,7 +236,7 @@ impl Session<'_> {
     fn is_drained(&self) -> bool {
         let state = lock(&self.shared.state);
         let under_way = state.lanes.schedule().in_flight_pages();
-        let acked = state.acked_pages - self.window.acked_pages;
+        let acked = self.window.acked_since(state.acked_pages);
         drop(state);
         let bytes_per_s = match self.bytes_per_s {
             0 => per_second(acked * PAGE_BYTES, self.window.since.elapsed()),
@@ -393,6 +404,26 @@ mod tests {
         assert_eq!(pass(RAW / 100, ZERO), None);
         assert_eq!(pass(RAW, RAW), Some(2 * BYTES_PER_S));
         assert_eq!(pass(0, 0), None);
+    }
+
+    /// The end of a pass of zero pages is acknowledged in the next one.
+    #[test]
+    fn zero_pages_under_way_are_not_the_next_passs() {
+        const RAW: u64 = 2560;
+        const ZERO: u64 = 40 * RAW;
+        const LATE: u64 = RAW;
+        let tenth = Duration::from_millis(100);
+        let mut window = Window::new(Instant::now());
+        let mut traffic = Traffic {
+            zero_pages: ZERO,
+            ..Traffic::default()
+        };
+        assert_eq!(window.end(tenth, ZERO - LATE, &traffic), None);
+        // A lost lane's pages are acknowledged once and go out twice.
+        assert_eq!(window.acked_since(ZERO - 1), 0);
+        traffic.raw_pages += RAW;
+        let bytes_per_s = window.end(tenth, ZERO + RAW, &traffic);
+        assert_eq!(bytes_per_s, Some(100 << 20));
     }
 
     /// A link of 100 MiB/s carries one chunk of 256 KiB in 2.5 ms. With 10 ms of
