@@ -38,8 +38,17 @@ impl Said {
 /// The kernel has no IPsec.
 #[must_use]
 pub fn shelter(host: &str, mode: Mode, cpus: &[u32]) -> (Shelter, Said) {
+    shelter_with(host, mode, cpus, POOL)
+}
+
+/// A [`shelter`] whose sessions use these ports.
+///
+/// # Panics
+/// The kernel has no IPsec.
+#[must_use]
+pub fn shelter_with(host: &str, mode: Mode, cpus: &[u32], ports: &str) -> (Shelter, Said) {
     let records = Path::new(&format!("state-{host}")).join("ipsec");
-    let mut options = Options::new(mode, POOL.parse().expect("ports"), records);
+    let mut options = Options::new(mode, ports.parse().expect("ports"), records);
     options.cpus = cpus.to_vec();
     options.patience = Duration::from_secs(30);
     let said = Said::default();

@@ -19,7 +19,9 @@ use dunlin::lane::provider::Crypto;
 use dunlin_kernel_tests::sessions::{
     Capture, LIMIT, captured, connect, inside, nothing_left, until,
 };
-use dunlin_kernel_tests::shelters::{POOL, Said, carried, cut, no_records, refused, shelter};
+use dunlin_kernel_tests::shelters::{
+    POOL, Said, carried, cut, no_records, refused, shelter, shelter_with,
+};
 use dunlin_kernel_tests::{Guest, Needs, Under, run};
 use dunlin_proto::negotiate::{Features, LaneOpen, LaneSecurity, Offer, VERSIONS};
 use dunlin_sys::affinity::pin_to;
@@ -241,36 +243,44 @@ fn i6_a_lane_from_another_port_or_peer_is_not_taken(guest: &Guest, tls: &Tls) {
     near.end(guest);
 }
 
-/// Its control connection is lost: nobody opens a port by cutting that.
+/// Control connections are lost one after the other: nobody opens a port by cutting those.
 fn i6_ports_of_a_lost_session_stay_blocked_and_the_next_lane_has_others(guest: &Guest, tls: &Tls) {
-    let near = Near::new(tls, Mode::Cpu, &[0]);
-    let lane = near.lane();
-    let first = near.shelter.sessions().expect("the kernel answers")[0]
-        .layout
-        .ports;
-    assert!(first.contains(lane.port));
-    cut(guest, "a", "dport = :7400 and sport >= :32768");
-    until("the session is over", || {
-        near.said.has("the ports stay blocked")
-    });
-    let blocked = || {
-        let policies = guest.output("ip", &["-n", "a", "xfrm", "policy"]);
-        policies.contains("action block")
+    const BLOCKS: usize = 4;
+    // As many blocks of 64 as sessions.
+    let near = Near::with_ports(tls, Mode::Cpu, &[0], "28416-28671");
+    let ports = || {
+        let sessions = near.shelter.sessions().expect("the kernel answers");
+        let up = sessions.iter().find(|one| one.up).expect("one is up");
+        up.layout.ports
     };
-    assert!(blocked());
-    let next = near.lane();
-    next.send();
-    next.has_sent();
-    let sessions = near.shelter.sessions().expect("the kernel answers");
-    let standing = sessions.iter().find(|one| one.up).expect("one is up");
-    assert!(standing.layout.ports.contains(next.port));
-    assert_ne!(standing.layout.ports, first);
-    // What was on the lane cannot leave, and its owner is told.
-    lane.fails();
+    let mut lanes = vec![near.lane()];
+    let mut used = vec![ports()];
+    assert!(used[0].contains(lanes[0].port));
+    for _ in 1..BLOCKS {
+        cut(guest, "a", "dport = :7400 and sport >= :32768");
+        until("the session is over", || {
+            let sessions = near.shelter.sessions().expect("the kernel answers");
+            near.said.has("the ports stay blocked") && sessions.iter().all(|one| !one.up)
+        });
+        let policies = guest.output("ip", &["-n", "a", "xfrm", "policy"]);
+        assert!(policies.contains("action block"));
+        let next = near.lane();
+        next.send();
+        next.has_sent();
+        let others = ports();
+        assert!(others.contains(next.port));
+        assert!(!used.contains(&others), "{others} of {used:?}");
+        used.push(others);
+        lanes.push(next);
+    }
+    // What was on a lost lane cannot leave, and its owner sees an error.
+    lanes[..BLOCKS - 1].iter().for_each(Lane::fails);
     // Nor can it be ended in order: as where its owners have died, the kernels forget it.
     near.far.hang_up();
-    set_reset_on_close(&lane.stream).expect("a socket");
-    drop((lane, next));
+    for lane in &lanes {
+        set_reset_on_close(&lane.stream).expect("a socket");
+    }
+    drop(lanes);
     near.end(guest);
 }
 
@@ -285,7 +295,11 @@ struct Near {
 
 impl Near {
     fn new(tls: &Tls, mode: Mode, cpus: &[u32]) -> Self {
-        let (shelter, said) = shelter("a", mode, cpus);
+        Self::with_ports(tls, mode, cpus, POOL)
+    }
+
+    fn with_ports(tls: &Tls, mode: Mode, cpus: &[u32], ports: &str) -> Self {
+        let (shelter, said) = shelter_with("a", mode, cpus, ports);
         let far = Far::start(tls, mode);
         let control = inside("a", || {
             let stream = TcpStream::connect(AT).expect("b listens");

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::io;
+use std::mem;
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, Weak};
@@ -129,6 +130,21 @@ struct Toward {
     is_making: bool,
     /// The newest is the last; those before have no port left, or are over.
     ways: Vec<Arc<Way>>,
+    /// Ports of sessions that are over. Their connections may still exist, so they are used again
+    /// only when all others are in use.
+    over: Vec<PortRange>,
+}
+
+impl Toward {
+    /// Shuts the lanes of sessions that are over.
+    fn retire(&mut self) {
+        let over = self.ways.extract_if(.., |way| way.cut_if_over());
+        for way in over {
+            if !self.over.contains(&way.ports) {
+                self.over.push(way.ports);
+            }
+        }
+    }
 }
 
 /// A session, and the lanes on it.
@@ -267,9 +283,9 @@ impl Ways {
     /// One that can be used, made if there is none. Others wait meanwhile.
     fn way(&self, to: &str, deadline: Instant, stop: &Wakeup) -> Result<Arc<Way>, LaneError> {
         let mut toward = lock(&self.toward);
-        loop {
+        let over = loop {
             let one = toward.entry(to.to_owned()).or_default();
-            one.ways.retain(|way| !way.cut_if_over());
+            one.retire();
             if let Some(way) = one.ways.last()
                 && !way.is_full.load(Ordering::Relaxed)
             {
@@ -277,14 +293,14 @@ impl Ways {
             }
             if !one.is_making {
                 one.is_making = true;
-                break;
+                break one.over.clone();
             }
             let waited = self.changed.wait_timeout(toward, STEP);
             toward = waited.unwrap_or_else(PoisonError::into_inner).0;
             go_on(deadline, stop)?;
-        }
+        };
         drop(toward);
-        let made = self.make(to, deadline, stop).map(Arc::new);
+        let made = self.make(to, &over, deadline, stop).map(Arc::new);
         let mut toward = lock(&self.toward);
         let one = toward.entry(to.to_owned()).or_default();
         one.is_making = false;
@@ -297,9 +313,18 @@ impl Ways {
         made
     }
 
-    fn make(&self, to: &str, deadline: Instant, stop: &Wakeup) -> Result<Way, LaneError> {
+    fn make(
+        &self,
+        to: &str,
+        over: &[PortRange],
+        deadline: Instant,
+        stop: &Wakeup,
+    ) -> Result<Way, LaneError> {
         let house = self.house();
-        let mut blocks = house.free_blocks();
+        let (mut later, mut blocks) = house
+            .free_blocks()
+            .into_iter()
+            .partition::<Vec<_>, _>(|block| over.contains(block));
         let called_off = |error: IpsecError| match (go_on(deadline, stop), error) {
             (Err(why), IpsecError::Ended) => why,
             (_, error) => error.into(),
@@ -307,6 +332,9 @@ impl Ways {
         for _ in 0..BLOCKS_TRIED {
             go_on(deadline, stop)?;
             let session = random_session()?;
+            if blocks.is_empty() {
+                mem::swap(&mut blocks, &mut later);
+            }
             if blocks.is_empty() {
                 break;
             }
@@ -505,7 +533,7 @@ impl Way {
         let Some(now) = self.look() else {
             return;
         };
-        let last = std::mem::replace(&mut *lock(&self.last), now.clone());
+        let last = mem::replace(&mut *lock(&self.last), now.clone());
         let strays = strays(&last, &now);
         if strays.is_empty() {
             return;
