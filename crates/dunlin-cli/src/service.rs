@@ -29,6 +29,7 @@ pub(crate) fn cannot_listen(address: impl Display, chosen: &str, error: &io::Err
         ErrorKind::AddrInUse => "another process listens there; end it, or",
         ErrorKind::AddrNotAvailable => "that is not an address of this host;",
         ErrorKind::PermissionDenied => "ports below 1024 are root's;",
+        ErrorKind::InvalidInput => "give an address and a port, such as 0.0.0.0:4444 or [::]:4444;",
         _ => "there is no such address;",
     };
     anyhow!(

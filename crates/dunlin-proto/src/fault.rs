@@ -133,7 +133,7 @@ faults! {
         "Ask for TLS lanes, or allow plain lanes on both sides.";
     /// The peer proved who it is, and is not on the list.
     Unauthorised = 4, "unauthorised", Configuration,
-        "Give both hosts certificates of one authority, and the peer a name that the other side authorises.";
+        "Give both hosts certificates of one authority, and the peer a name that the other side authorises; replace a certificate that is revoked or denied.";
     /// The destination cannot build the VM that was described.
     DescriptionRefused = 5, "description-refused", Configuration,
         "Compare the VM's configuration with what the destination's VMM and CPU offer.";

@@ -26,7 +26,7 @@ pub(crate) struct Run {
     /// What runs in it.
     #[arg(long, value_enum, default_value = "kvm")]
     guest: GuestName,
-    /// Memory, such as 1G; a multiple of 2 MiB, 64M or more.
+    /// Memory, such as 1G: a multiple of 2 MiB, more than 4 MiB, at most 63 GiB.
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes, default_value = "1G")]
     memory: u64,
     /// vCPUs, 1 to 4.

@@ -8,7 +8,7 @@
 //! | `spiffe://site/host/7` | that URI, byte for byte |
 
 use std::fmt;
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::str::FromStr;
 
 use rustls::client::verify_server_name;
@@ -38,7 +38,8 @@ pub enum PeerName {
 /// Not a name that a certificate can carry. The fault is in the configuration.
 #[derive(Debug, Error, Clone, PartialEq, Eq)]
 #[error(
-    "{text:?} is no peer name: give a DNS name, an IP address or a URI such as spiffe://site/host"
+    "{text:?} is no peer name: give a DNS name or an IP address, without a port, or a URI such as \
+     spiffe://site/host"
 )]
 pub struct BadName {
     text: String,
@@ -92,6 +93,17 @@ impl PeerName {
     }
 }
 
+/// Whether this is the address of a service, `host.example:4444`, and not a URI.
+fn has_port(text: &str) -> bool {
+    let is_service = |(host, port): (&str, &str)| port.parse::<u16>().is_ok() && is_host(host);
+    text.parse::<SocketAddr>().is_ok() || text.rsplit_once(':').is_some_and(is_service)
+}
+
+/// Whether this is a DNS name, or a pattern for several.
+fn is_host(text: &str) -> bool {
+    DnsName::try_from(text.strip_prefix(ANY_LABEL).unwrap_or(text)).is_ok()
+}
+
 /// Whether a presented DNS name is `domain` with one label in front of it.
 fn is_under(presented: &str, domain: &str) -> bool {
     presented
@@ -106,14 +118,20 @@ impl FromStr for PeerName {
         if let Ok(address) = text.parse() {
             return Ok(Self::Ip(address));
         }
+        if has_port(text) {
+            return Err(BadName {
+                text: text.to_owned(),
+            });
+        }
         if text.contains(':') && text.is_ascii() && !text.contains(char::is_whitespace) {
             return Ok(Self::Uri(text.to_owned()));
         }
-        match DnsName::try_from(text.strip_prefix(ANY_LABEL).unwrap_or(text)) {
-            Ok(_) => Ok(Self::Dns(text.to_owned())),
-            Err(_) => Err(BadName {
+        if is_host(text) {
+            Ok(Self::Dns(text.to_owned()))
+        } else {
+            Err(BadName {
                 text: text.to_owned(),
-            }),
+            })
         }
     }
 }
@@ -174,6 +192,9 @@ mod tests {
         assert_eq!(name("urn:uuid:1"), Ok(PeerName::Uri("urn:uuid:1".into())));
         for bad in ["", "a b", "-", "x y://z", "*", "*.", "a.*.b", "**.a"] {
             assert!(name(bad).is_err(), "{bad}");
+        }
+        for service in ["a.b:4444", "*.a.b:1", "192.0.2.1:80", "[2001:db8::1]:80"] {
+            assert!(name(service).is_err(), "{service}");
         }
     }
 

@@ -190,7 +190,7 @@ impl std::fmt::Display for Alert {
             40 | 71 => "no cipher suite or key exchange in common: allow one on both hosts",
             42 | 46 | 49 => {
                 "it does not count us among its peers: compare our certificate's names, and its \
-                 pin, with the peers that it allows"
+                 pin, with the peers that it allows, and its key with those that it denies"
             }
             43 => {
                 "it does not take our certificate for our side of a connection: a source needs \
