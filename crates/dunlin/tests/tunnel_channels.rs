@@ -5,15 +5,26 @@
 mod lane_support;
 mod tunnel_support;
 
+use std::fs;
 use std::io::{ErrorKind, Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use dunlin::lane::identity::DENIED_FILE;
+use dunlin::lane::peers::Pin;
 use dunlin::tunnel::{Event, Limits};
-use lane_support::ReadOnce as _;
+use dunlin_proto::fault::FaultCode;
+use lane_support::{Authority, ReadOnce as _, load};
+use rcgen::{
+    CertificateRevocationListParams, KeyIdMethod, RevokedCertParams, SerialNumber, date_time_ymd,
+};
+use rustls::pki_types::CertificateDer;
+use rustls::pki_types::pem::PemObject;
 use tunnel_support::{FAR, NEAR, Pair, Random, Setup, expect, identities, join, send};
+use x509_parser::certificate::X509Certificate;
+use x509_parser::prelude::FromDer;
 
 /// How large a test is: in the soak, larger.
 fn soak(usual: usize, soak: usize) -> usize {
@@ -261,6 +272,78 @@ fn certificates_are_renewed_under_a_channel() {
     join(threads);
     let (near, far) = pair.channel();
     join(vec![send(&near, 22, 1 << 20), expect(&far, 22, 1 << 20)]);
+}
+
+/// A revocation list with a certificate.
+fn revoke(authority: &Authority, leaf: &CertificateDer<'_>) -> String {
+    let (_, leaf) = X509Certificate::from_der(leaf).unwrap();
+    let revoked = RevokedCertParams {
+        serial_number: SerialNumber::from(leaf.raw_serial().to_vec()),
+        revocation_time: date_time_ymd(2024, 1, 1),
+        reason_code: None,
+        invalidity_date: None,
+    };
+    let list = CertificateRevocationListParams {
+        this_update: date_time_ymd(2024, 1, 1),
+        next_update: date_time_ymd(2096, 1, 1),
+        crl_number: SerialNumber::from(1),
+        issuing_distribution_point: None,
+        revoked_certs: vec![revoked],
+        key_identifier_method: KeyIdMethod::Sha256,
+    };
+    list.signed_by(&authority.issuer).unwrap().pem().unwrap()
+}
+
+/// Either side may learn that its peer is no longer to be admitted: by a denied key, or by a
+/// revocation list.
+#[test]
+fn i6_a_peer_that_is_denied_or_revoked_gets_no_channel_on_its_trunk() {
+    for (is_denied, is_far) in [(true, true), (true, false), (false, true), (false, false)] {
+        let pair = Pair::start(&Setup::default());
+        let host = |name| pair.authority.host_trusting(&[name], &[&pair.other]);
+        let (near_host, far_host) = (host(NEAR), host(FAR));
+        let replace = |is_far: bool| {
+            let (tunnel, routes, host) = match is_far {
+                true => (&pair.far, &pair.far_routes, &far_host),
+                false => (&pair.near, &pair.near_routes, &near_host),
+            };
+            let tunnel = tunnel.as_ref().unwrap();
+            tunnel.replace(identities(load(host)), routes).unwrap();
+        };
+        replace(true);
+        replace(false);
+        let (mut near, mut far) = pair.channel();
+        // A lane in each direction; no new one is let in afterwards.
+        let exchange = |near: &mut UnixStream, far: &mut UnixStream| {
+            near.write_all(b"x").unwrap();
+            far.read_exact(&mut [0]).unwrap();
+            far.write_all(b"y").unwrap();
+            near.read_exact(&mut [0]).unwrap();
+        };
+        exchange(&mut near, &mut far);
+        let (judge, peer) = match is_far {
+            true => (&far_host, &near_host),
+            false => (&near_host, &far_host),
+        };
+        let pem = fs::read(peer.join("cert.pem")).unwrap();
+        let leaf = CertificateDer::from_pem_slice(&pem).unwrap();
+        if is_denied {
+            let key = Pin::of_key(&leaf).unwrap();
+            fs::write(judge.join(DENIED_FILE), key.to_string()).unwrap();
+        } else {
+            fs::write(judge.join("ca-crl.pem"), revoke(&pair.authority, &leaf)).unwrap();
+        }
+        replace(is_far);
+        let mut refused = pair.connect();
+        assert_eq!(refused.read_once(&mut [0]).unwrap_or(0), 0);
+        let unauthorised = |event: &Event| matches!(event, Event::Refused { failure, .. } if failure.code() == FaultCode::Unauthorised);
+        pair.near_told.wait("refusal", unauthorised);
+        let opened = |event: &Event| matches!(event, Event::Opened { .. });
+        assert_eq!(pair.far_told.count(opened), 1);
+        assert_eq!(pair.far_told.count(unauthorised), usize::from(is_far));
+        // What was open goes on.
+        exchange(&mut near, &mut far);
+    }
 }
 
 #[test]

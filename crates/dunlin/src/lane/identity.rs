@@ -36,7 +36,7 @@ pub use self::layout::{
 };
 use super::denied::Denied;
 use super::names::PeerName;
-use super::peers::{AuthorisedBy, PeerIdentity, Peers, Pin};
+use super::peers::{AuthorisedBy, PeerIdentity, PeerRefused, Peers, Pin};
 use super::policy::OldestTls;
 pub use super::policy::{ClientTls, ServerTls};
 use super::provider::{Crypto, Offer, handshake_algorithms, load_key};
@@ -228,7 +228,7 @@ impl Identity {
     pub fn summary(&self) -> Result<Summary, IdentityError> {
         let leaf = &self.chain[0];
         let certificate = self.leaf()?;
-        let peer = PeerIdentity::of(leaf, AuthorisedBy::Authority, None);
+        let peer = PeerIdentity::of(leaf, &[], AuthorisedBy::Authority, None);
         Ok(Summary {
             names: peer.names,
             fingerprint: peer.fingerprint,
@@ -240,6 +240,15 @@ impl Identity {
             revocation_lists: self.authorities.revocations.len(),
             denied_keys: self.authorities.denied.len(),
         })
+    }
+
+    /// Looks a peer up in what is denied and revoked here. It was admitted earlier, perhaps by an
+    /// identity that was loaded before.
+    ///
+    /// # Errors
+    /// [`PeerRefused::Denied`] or [`PeerRefused::Revoked`].
+    pub(crate) fn check_admitted(&self, peer: &PeerIdentity) -> Result<(), PeerRefused> {
+        self.authorities.check_admitted(peer)
     }
 
     /// Settings for a source that accepts only `peers` at the other end.

@@ -74,7 +74,9 @@ pub struct PeerIdentity {
     /// SHA-256 of the SubjectPublicKeyInfo (DER) of the authority that vouches for the certificate;
     /// none where a pin alone admitted it, and for the server of a hand-off.
     pub authority: Option<[u8; 32]>,
-    leaf: CertificateDer<'static>,
+    pub(super) leaf: CertificateDer<'static>,
+    /// The certificates that it sent along.
+    pub(super) intermediates: Vec<CertificateDer<'static>>,
 }
 
 /// Not a peer that can be allowed. The fault is in the configuration.
@@ -123,6 +125,9 @@ pub enum PeerRefused {
         /// The file.
         list: PathBuf,
     },
+    /// A revocation list of this host has its certificate.
+    #[error("the peer's certificate is revoked: give the peer another one")]
+    Revoked,
     /// Pins alone are accepted, and it is none of them.
     #[error(
         "the peer's certificate is not the pinned one: it is {certificate}, its key {key}, and pinned {} {}; pin the new one on this host if the peer's was replaced, and find out who answers there if it was not",
@@ -279,15 +284,18 @@ impl PeerIdentity {
     /// What is kept of a verified peer.
     pub(super) fn of(
         leaf: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
         authorised_by: AuthorisedBy,
         authority: Option<[u8; 32]>,
     ) -> Self {
+        let owned = intermediates.iter().map(|one| one.clone().into_owned());
         Self {
             fingerprint: Sha256::digest(leaf).into(),
             names: names(leaf),
             authorised_by,
             authority,
             leaf: leaf.clone().into_owned(),
+            intermediates: owned.collect(),
         }
     }
 
@@ -301,6 +309,7 @@ impl PeerIdentity {
             authorised_by,
             authority: Some([authority; 32]),
             leaf: CertificateDer::from(Vec::new()),
+            intermediates: Vec::new(),
         }
     }
 

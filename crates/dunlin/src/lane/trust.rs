@@ -158,6 +158,22 @@ impl Authorities {
     }
 }
 
+impl Authorities {
+    /// Looks a peer up that was admitted earlier, perhaps before the lists were read again.
+    ///
+    /// # Errors
+    /// [`PeerRefused::Denied`] or [`PeerRefused::Revoked`].
+    pub(super) fn check_admitted(&self, peer: &PeerIdentity) -> Result<(), PeerRefused> {
+        self.denied.check(&peer.leaf, &peer.intermediates)?;
+        if let Some(authority) = &peer.authority {
+            self.denied.check_authority(authority)?;
+        }
+        // The certificate was readable when it was admitted, and the lists when they were loaded.
+        self.check_listed(&peer.leaf)
+            .map_err(|_| PeerRefused::Revoked)
+    }
+}
+
 /// SHA-256 of a SubjectPublicKeyInfo (DER), of which webpki keeps what is inside the SEQUENCE.
 fn key_digest(content: &[u8]) -> [u8; 32] {
     const SEQUENCE: u8 = 0x30;
@@ -217,7 +233,12 @@ impl Trust {
             (Err(_), AuthorisedBy::Pin(_)) => None,
             (Err(error), _) => return Err(in_rustls_words(error).into()),
         };
-        Ok(PeerIdentity::of(leaf, authorised_by, authority))
+        Ok(PeerIdentity::of(
+            leaf,
+            intermediates,
+            authorised_by,
+            authority,
+        ))
     }
 
     fn verify(

@@ -24,7 +24,7 @@ use super::{Identities, RouteStatus, Status};
 use crate::ipsec::lanes::Shelter;
 use crate::lane::control::ControlStream;
 use crate::lane::identity::{ClientTls, SettingsError};
-use crate::lane::peers::{PeerIdentity, Peers};
+use crate::lane::peers::{PeerIdentity, PeerRefused, Peers};
 
 /// Connections that wait while their peer is being connected to; a hypervisor
 /// with the most channels that it can have.
@@ -192,6 +192,17 @@ impl Site {
         })
     }
 
+    /// Looks a peer up whose trunk exists already: its key may have been denied, or its certificate
+    /// revoked, since.
+    ///
+    /// # Errors
+    /// It gets no new channel.
+    pub(super) fn check_admitted(&self, peer: &PeerIdentity) -> Result<(), PeerRefused> {
+        let identities = lock(&self.identities);
+        identities.connecting.check_admitted(peer)?;
+        identities.accepting.check_admitted(peer)
+    }
+
     pub(super) fn with_identities<R>(&self, use_them: impl FnOnce(&Identities) -> R) -> R {
         use_them(&lock(&self.identities))
     }
@@ -350,6 +361,10 @@ impl Site {
             Some(Peering {
                 state: State::Up(hub),
                 ..
+            }) if self.check_admitted(&hub.terms.peer).is_err() => Arc::clone(hub),
+            Some(Peering {
+                state: State::Up(hub),
+                ..
             }) => match hub.open(&socket, opening.clone()) {
                 Ok(()) => return,
                 Err(OpenError::Over) => Arc::clone(hub),
@@ -367,7 +382,8 @@ impl Site {
                 return self.dial(destination);
             }
         };
-        // The one that stood is over: make another.
+        // The one that stood is over, or its peer is refused by now. Make another; if the peer is
+        // refused still, that says why.
         for one in peerings.iter_mut() {
             if matches!(&one.state, State::Up(up) if Arc::ptr_eq(up, &dead)) {
                 one.state = State::Dialling(vec![(Arc::clone(&socket), opening.clone())]);

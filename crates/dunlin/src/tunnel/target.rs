@@ -58,8 +58,10 @@ fn reach(hub: &Hub, route: &str, parameter: &str) -> Result<(Socket, u64), Failu
         let text = format!("no route {:?} has a target here", harmless(route));
         return Err(Failure::new(FaultCode::UnknownRoute, text));
     };
-    exit.allow
-        .authorise_further(&hub.terms.peer)
+    let peer = &hub.terms.peer;
+    hub.site
+        .check_admitted(peer)
+        .and_then(|()| exit.allow.authorise_further(peer))
         .map_err(|refused| {
             let text = format!("route {route:?} is not for this peer");
             Failure::new(FaultCode::Unauthorised, text).because(&refused)

@@ -65,7 +65,7 @@ impl Drop for Scratch {
 
 /// An authority that issues identities in our layout.
 pub struct Authority {
-    issuer: Issuer<'static, KeyPair>,
+    pub issuer: Issuer<'static, KeyPair>,
     pem: String,
     scratch: Scratch,
 }

@@ -20,7 +20,7 @@ pub fn fuzz_certificate(bytes: &[u8]) {
                     .windows(needle.len())
                     .any(|part| part.eq_ignore_ascii_case(needle))
             );
-            PeerIdentity::of(&leaf, by, None).to_string()
+            PeerIdentity::of(&leaf, &[], by, None).to_string()
         }
         Err(refused) => refused.to_string(),
     };

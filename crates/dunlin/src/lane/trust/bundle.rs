@@ -83,7 +83,7 @@ impl Belief {
             }
             by => by,
         };
-        Some(PeerIdentity::of(leaf, by, None))
+        Some(PeerIdentity::of(leaf, &[], by, None))
     }
 }
 
