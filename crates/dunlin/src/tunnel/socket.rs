@@ -4,6 +4,8 @@ use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use dunlin_sys::poll::{Interest, poll};
@@ -20,6 +22,11 @@ const SEND_BUFFER_BYTES: u32 = 512 * 1024;
 #[derive(Debug)]
 pub(super) struct Socket {
     stream: Stream,
+    /// Whether an error of the connection has been returned to one thread. The kernel returns it
+    /// once; after that reading returns 0, as at an end.
+    is_reset: Mutex<bool>,
+    /// Whether a thread for each direction waits in the kernel.
+    blocks: AtomicBool,
     /// Behind the stream: when somebody hears that the connection has ended, it
     /// is closed.
     count: Option<Count>,
@@ -37,6 +44,8 @@ impl Socket {
         set_buffers(&stream, Some(SEND_BUFFER_BYTES), None)?;
         Ok(Self {
             stream: Stream::Unix(stream),
+            is_reset: Mutex::default(),
+            blocks: AtomicBool::new(false),
             count: None,
         })
     }
@@ -54,6 +63,8 @@ impl Socket {
         set_liveness(&stream, &liveness)?;
         Ok(Self {
             stream: Stream::Tcp(stream),
+            is_reset: Mutex::default(),
+            blocks: AtomicBool::new(false),
             count: None,
         })
     }
@@ -74,6 +85,7 @@ impl Socket {
             };
             match read {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Ok(0) if self.was_reset() => return Err(io::ErrorKind::ConnectionReset.into()),
                 Ok(bytes) => {
                     if let Some(count) = &self.count {
                         count.read(bytes);
@@ -87,10 +99,10 @@ impl Socket {
 
     pub(super) fn write(&self, bytes: &[u8]) -> io::Result<usize> {
         loop {
-            let written = match &self.stream {
+            let written = self.noting_resets(|| match &self.stream {
                 Stream::Unix(stream) => (&*stream).write(bytes),
                 Stream::Tcp(stream) => (&*stream).write(bytes),
-            };
+            });
             match written {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Ok(bytes) => {
@@ -113,6 +125,7 @@ impl Socket {
             };
             match read {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Ok(0) if self.was_reset() => return Err(io::ErrorKind::ConnectionReset.into()),
                 Ok(bytes) => {
                     if let Some(count) = &self.count {
                         count.read(bytes);
@@ -127,10 +140,10 @@ impl Socket {
     /// Writes from several places, in their order.
     pub(super) fn write_vectored(&self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
         loop {
-            let written = match &self.stream {
+            let written = self.noting_resets(|| match &self.stream {
                 Stream::Unix(stream) => (&*stream).write_vectored(slices),
                 Stream::Tcp(stream) => (&*stream).write_vectored(slices),
-            };
+            });
             match written {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Ok(bytes) => {
@@ -142,6 +155,27 @@ impl Socket {
                 other => return other,
             }
         }
+    }
+
+    /// Calls what may take the connection's error from the kernel. The lock is held meanwhile, so
+    /// that a thread which then reads 0 sees that there was one; not where a call may wait.
+    fn noting_resets<R>(&self, call: impl FnOnce() -> io::Result<R>) -> io::Result<R> {
+        let held = (!self.blocks.load(Ordering::Relaxed)).then(|| self.lock_reset());
+        let result = call();
+        if let Err(error) = &result
+            && error.kind() == io::ErrorKind::ConnectionReset
+        {
+            *held.unwrap_or_else(|| self.lock_reset()) = true;
+        }
+        result
+    }
+
+    fn was_reset(&self) -> bool {
+        *self.lock_reset()
+    }
+
+    fn lock_reset(&self) -> MutexGuard<'_, bool> {
+        self.is_reset.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// So many bytes were read by the kernel's hand.
@@ -160,6 +194,7 @@ impl Socket {
 
     /// Lets it block, for whoever has a thread for each direction.
     pub(super) fn block(&self, read: Duration, write: Duration) -> io::Result<()> {
+        self.blocks.store(true, Ordering::Relaxed);
         match &self.stream {
             Stream::Unix(stream) => {
                 stream.set_nonblocking(false)?;
@@ -259,13 +294,16 @@ impl Socket {
 
     /// What it has failed of.
     pub(super) fn error(&self) -> io::Error {
-        let error = match &self.stream {
-            Stream::Unix(stream) => stream.take_error(),
-            Stream::Tcp(stream) => stream.take_error(),
-        };
+        let error = self.noting_resets(|| {
+            let error = match &self.stream {
+                Stream::Unix(stream) => stream.take_error()?,
+                Stream::Tcp(stream) => stream.take_error()?,
+            };
+            error.map_or(Ok(()), Err)
+        });
         match error {
-            Ok(Some(error)) | Err(error) => error,
-            Ok(None) => io::ErrorKind::ConnectionReset.into(),
+            Err(error) => error,
+            Ok(()) => io::ErrorKind::ConnectionReset.into(),
         }
     }
 }
@@ -276,5 +314,70 @@ impl AsFd for Socket {
             Stream::Unix(stream) => stream.as_fd(),
             Stream::Tcp(stream) => stream.as_fd(),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::net::TcpListener;
+
+    use super::*;
+
+    /// The kernel returns the error once, to either of the two threads that find it.
+    #[test]
+    fn a_reset_that_another_call_has_found_is_no_end() {
+        type Find = fn(&Socket);
+        let found: [(&str, Find); 3] = [
+            ("error", |socket| {
+                assert_eq!(socket.error().kind(), io::ErrorKind::ConnectionReset);
+            }),
+            ("write", |socket| {
+                let error = socket.write(b"x").unwrap_err();
+                assert_eq!(error.kind(), io::ErrorKind::ConnectionReset);
+            }),
+            ("write_vectored", |socket| {
+                let error = socket.write_vectored(&[IoSlice::new(b"x")]).unwrap_err();
+                assert_eq!(error.kind(), io::ErrorKind::ConnectionReset);
+            }),
+        ];
+        for (what, find) in found {
+            let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+            let peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+            let socket = Socket::tcp(listener.accept().unwrap().0).unwrap();
+            set_reset_on_close(&peer).unwrap();
+            drop(peer);
+            let readable = Interest {
+                fd: socket.as_fd(),
+                read: true,
+                write: false,
+            };
+            assert_eq!(poll(&[readable], None).unwrap(), [true]);
+            find(&socket);
+            let read = socket.read(&mut [0]).unwrap_err();
+            assert_eq!(read.kind(), io::ErrorKind::ConnectionReset, "{what}");
+        }
+    }
+
+    #[test]
+    fn an_end_is_one_after_a_full_socket() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let socket = Socket::tcp(listener.accept().unwrap().0).unwrap();
+        let full = loop {
+            if let Err(error) = socket.write(&[0; 1 << 16]) {
+                break error.kind();
+            }
+        };
+        assert_eq!(full, io::ErrorKind::WouldBlock);
+        peer.shutdown(Shutdown::Write).unwrap();
+        let readable = Interest {
+            fd: socket.as_fd(),
+            read: true,
+            write: false,
+        };
+        assert_eq!(poll(&[readable], None).unwrap(), [true]);
+        assert_eq!(socket.read(&mut [0]).unwrap(), 0);
     }
 }
