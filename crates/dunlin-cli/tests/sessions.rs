@@ -148,7 +148,11 @@ fn status_lists_both_sides_and_says_whose_process_lives() {
     let damaged = state.directory.join(format!("{}.source", "04".repeat(16)));
     fs::write(damaged, [0x5a; 8192]).unwrap();
     let done = state.ask("status --json").expect(1);
-    assert_eq!(done.lines().len(), 3);
+    assert_eq!(done.lines().len(), 4);
+    let failed = done.last();
+    assert_eq!(failed["event"], "failed");
+    assert_eq!(failed["fault"], "journal");
+    assert_eq!(failed["code"], 1);
     assert!(done.err.contains("cannot be relied upon"), "{done:?}");
     let done = state.ask("resolve 0404 --destroy").expect(1);
     assert!(done.err.contains("cannot be relied upon"), "{done:?}");

@@ -7,6 +7,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use anyhow::Result;
 use clap::Args;
 use dunlin::engine::journal::{DestinationRecord, Entry, Record, Role, SourceRecord, State};
+use dunlin::engine::vmm::FaultCode;
 
 use super::{StatePath, about, hex};
 use crate::code::{DONE, FAILED};
@@ -34,9 +35,10 @@ impl Status {
     pub(crate) fn run(&self) -> Result<i32> {
         let tunnels = self.control.tunnels();
         let mut code = DONE;
+        let mut failures = Vec::new();
         let entries = match self.state.list() {
             Ok(entries) => {
-                if entries.is_empty() && tunnels.is_empty() && !self.json {
+                if entries.is_empty() && !self.json {
                     println!("no sessions in {}", self.state.directory()?.display());
                 }
                 entries
@@ -45,9 +47,7 @@ impl Status {
             Err(error) => {
                 code = FAILED;
                 let error = error.context("sessions cannot be shown");
-                if self.json {
-                    Line::Failed(FailedLine::from(&error)).print();
-                }
+                failures.push(FailedLine::from(&error));
                 eprintln!("dunlin: {}", clean(&chained(&error)));
                 Vec::new()
             }
@@ -59,12 +59,20 @@ impl Status {
                 Ok(None) => {}
                 Err(why) => {
                     code = FAILED;
-                    eprintln!(
-                        "warning: the journal of session {}, {}, cannot be relied upon: {why}; \
+                    let text = format!(
+                        "the journal of session {}, {}, cannot be relied upon: {why}; \
                          keep it, and find out where the VM is before it is run anywhere",
                         hex(&entry.session),
                         entry.role.name()
                     );
+                    eprintln!("warning: {text}");
+                    failures.push(FailedLine {
+                        fault: FaultCode::Journal.name().into(),
+                        at_fault: FaultCode::Journal.at_fault().name().into(),
+                        vm: String::new(),
+                        text,
+                        code,
+                    });
                 }
             }
         }
@@ -73,6 +81,11 @@ impl Status {
                 Ok(line) if self.json => Line::Tunnel(Box::new(line)).print(),
                 Ok(line) => tunnel::show(&line),
                 Err(error) => eprintln!("warning: {}", clean(&chained(&error))),
+            }
+        }
+        if self.json {
+            for failed in failures {
+                Line::Failed(failed).print();
             }
         }
         Ok(code)

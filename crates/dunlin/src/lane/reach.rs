@@ -12,7 +12,14 @@ pub(crate) fn first_of(
         io::ErrorKind::NotFound,
         format!("{endpoint} has no address"),
     );
-    let addresses = endpoint.to_socket_addrs().map_err(|error| {
+    // An IPv6 address without brackets would be a host and, by its last group, a port.
+    let is_bare = endpoint.matches(':').count() > 1 && !endpoint.starts_with('[');
+    let addresses = if is_bare {
+        Err(io::Error::new(io::ErrorKind::InvalidInput, "no brackets"))
+    } else {
+        endpoint.to_socket_addrs()
+    };
+    let addresses = addresses.map_err(|error| {
         // The standard library's own words do not say what is missing.
         if error.kind() == io::ErrorKind::InvalidInput {
             let wanted = "give a host and a port, as in host-b.example:4444 or [2001:db8::7]:4444";
@@ -37,7 +44,14 @@ mod tests {
 
     #[test]
     fn what_is_no_address_is_told_with_what_is_wanted() {
-        for endpoint in ["127.0.0.1", "host-b.example:", "host-b.example:65536"] {
+        for endpoint in [
+            "127.0.0.1",
+            "host-b.example:",
+            "host-b.example:65536",
+            "::1:4444",
+            "2001:db8::2",
+            "[::1]",
+        ] {
             let error = first_of(endpoint, |_| unreachable!()).unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::InvalidInput);
             assert!(error.to_string().contains("a host and a port"), "{error}");

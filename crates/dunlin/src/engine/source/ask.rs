@@ -121,6 +121,7 @@ impl Doubt {
     ) -> Result<Standing, ResolveError> {
         let until = Instant::now() + options.doubt_limit;
         let mut pause = RETRY_FIRST;
+        let mut why = None;
         loop {
             let fault = match self.inquire_once(tls, options, host, until) {
                 Ok(asked) => {
@@ -132,9 +133,12 @@ impl Doubt {
                 Err(fault) => fault,
             };
             let left = until.saturating_duration_since(Instant::now());
+            // The last attempt often ends by this limit; those before say more.
             if left.is_zero() {
+                let fault = why.unwrap_or(fault);
                 return Ok(Standing::InDoubt(fault.for_peer()));
             }
+            why = Some(fault);
             thread::sleep(pause.min(left));
             pause = (pause * 2).min(RETRY_LAST);
         }
