@@ -311,7 +311,7 @@ fn a_consumer_that_resets_while_the_source_is_idle_has_aborted_the_channel() {
     assert_eq!(ended(&scene.near), [0, 0, 1]);
     assert_eq!(ended(&scene.far), [0, 0, 1]);
     let why = |event: &Event| matches!(event, Event::Aborted { failure, .. } if failure.code() == FaultCode::ChannelBroken);
-    // It is told a moment after it is counted.
+    // The tunnel updates its counters before it reports the event.
     scene.near_told.wait("abort", why);
     assert_eq!(scene.near_told.count(why), 1);
 }
