@@ -12,7 +12,7 @@
 mod smallest;
 
 use std::io;
-use std::net::{TcpListener, TcpStream};
+use std::net::{TcpListener, TcpStream, ToSocketAddrs};
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
 use std::sync::mpsc::{Sender, channel};
@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 use dunlin::engine::destination::{self, receive};
 use dunlin::engine::source::{self, migrate};
 use dunlin::engine::vmm::{RunState, SourceVm, VmmError};
-use dunlin::engine::{Cancel, Event, Host, MigrateError, StandardHost};
+use dunlin::engine::{Cancel, Event, Host, MigrateError, StandardHost, Wakeup};
 use smallest::{Machines, Vm, certificates};
 
 /// What is asked of the broker: a connection to an endpoint by a moment, and
@@ -36,7 +36,9 @@ struct Jailed {
 }
 
 impl Host for Jailed {
-    fn connect(&self, endpoint: &str, deadline: Instant) -> io::Result<TcpStream> {
+    // This broker answers by the deadline, and cannot be interrupted before: a cancellation waits
+    // for its answer.
+    fn connect(&self, endpoint: &str, deadline: Instant, _: &Wakeup) -> io::Result<TcpStream> {
         let (reply, answer) = channel();
         let broker = self.broker.lock().map_err(|_| gone())?;
         broker
@@ -58,6 +60,19 @@ fn gone() -> io::Error {
     io::Error::new(io::ErrorKind::TimedOut, "the broker does not answer")
 }
 
+fn connect(endpoint: &str, deadline: Instant) -> io::Result<TcpStream> {
+    let mut last = io::Error::from(io::ErrorKind::AddrNotAvailable);
+    for address in endpoint.to_socket_addrs()? {
+        let left = deadline.saturating_duration_since(Instant::now());
+        // Zero is refused, and too late in any case.
+        match TcpStream::connect_timeout(&address, left) {
+            Ok(stream) => return Ok(stream),
+            Err(error) => last = error,
+        }
+    }
+    Err(last)
+}
+
 /// Outside of the jail: connects, as often as it is asked to.
 fn start_broker() -> (Sender<Request>, Arc<AtomicU32>) {
     let (sender, requests) = channel::<Request>();
@@ -66,7 +81,7 @@ fn start_broker() -> (Sender<Request>, Arc<AtomicU32>) {
     thread::spawn(move || {
         for (endpoint, deadline, reply) in requests {
             // Here a broker decides who may be reached at all.
-            let connection = StandardHost.connect(&endpoint, deadline).map(OwnedFd::from);
+            let connection = connect(&endpoint, deadline).map(OwnedFd::from);
             count.fetch_add(1, SeqCst);
             // Who does not wait any more does not need it either.
             let _ = reply.send(connection);

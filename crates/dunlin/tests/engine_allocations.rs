@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use dunlin::engine::destination::{self, DestinationEvent};
 use dunlin::engine::source::migrate;
 use dunlin::engine::vmm::SourceVm;
-use dunlin::engine::{Cancel, Event, Host, StandardHost};
+use dunlin::engine::{Cancel, Event, Host, StandardHost, Wakeup};
 use engine_support::{TestBuilder, TestVm, tls, verified};
 
 thread_local! {
@@ -53,8 +53,8 @@ static ALLOCATOR: Counting = Counting;
 struct Marking;
 
 impl Host for Marking {
-    fn connect(&self, endpoint: &str, deadline: Instant) -> io::Result<TcpStream> {
-        StandardHost.connect(endpoint, deadline)
+    fn connect(&self, endpoint: &str, deadline: Instant, stop: &Wakeup) -> io::Result<TcpStream> {
+        StandardHost.connect(endpoint, deadline, stop)
     }
 
     fn spawn(&self, name: String, body: Box<dyn FnOnce() + Send>) -> io::Result<JoinHandle<()>> {

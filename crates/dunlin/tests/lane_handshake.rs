@@ -6,21 +6,28 @@ mod lane_support;
 
 use std::fs;
 use std::io::{Read, Write};
-use std::net::{Shutdown, TcpStream};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::os::fd::AsFd as _;
 use std::path::Path;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use dunlin::engine::Wakeup;
 use dunlin::lane::control;
+use dunlin::lane::dial::{
+    Connector, DialCancel, DialError, LaneDialer, LaneRequest, StandardConnector, TlsDialer,
+};
 use dunlin::lane::handshake::{self, FLIGHT_LIMIT_BYTES, HandshakeError};
 use dunlin::lane::identity::{ClientTls, Identity, IdentityError, LoadOptions, ServerTls, Warning};
 use dunlin::lane::names::PeerName;
 use dunlin::lane::peers::{AuthorisedBy, Peer, Peers, Principal};
 use dunlin::lane::policy::ALPN;
 use dunlin::lane::provider::Crypto;
+use dunlin_proto::fault::FaultCode;
 use dunlin_proto::journal::peer::RecordedPeer;
 use dunlin_proto::limits::MAX_PRINCIPAL_NAME_BYTES;
+use dunlin_sys::poll::{Interest, poll};
 use lane_support::ReadOnce as _;
 use lane_support::*;
 use rustls::pki_types::pem::PemObject;
@@ -630,4 +637,115 @@ fn wildcards_stand_for_one_label_and_the_common_name_for_nothing() {
         .0
         .is_err()
     );
+}
+
+/// Dials a TLS lane to `to`, and returns why that failed.
+fn dial_error(
+    connector: &Arc<dyn Connector>,
+    to: &str,
+    peer: &Principal,
+    tls: &ClientTls,
+    cancel: &DialCancel,
+) -> DialError {
+    let request = LaneRequest {
+        endpoint: to,
+        peer,
+        tls,
+        deadline: Instant::now() + Duration::from_secs(60),
+        cancel,
+        connector,
+    };
+    match TlsDialer.dial(&request) {
+        Ok(_) => panic!("there is a lane"),
+        Err(error) => error,
+    }
+}
+
+/// A connector whose peer never answers: it waits until it is told to stop.
+struct NeverConnects;
+
+impl Connector for NeverConnects {
+    fn connect(&self, _: &str, deadline: Instant, stop: &Wakeup) -> std::io::Result<TcpStream> {
+        let stopped = Interest {
+            fd: stop.as_fd(),
+            read: true,
+            write: false,
+        };
+        let left = deadline.saturating_duration_since(Instant::now());
+        let kind = if poll(&[stopped], Some(left))?[0] {
+            std::io::ErrorKind::ConnectionAborted
+        } else {
+            std::io::ErrorKind::TimedOut
+        };
+        Err(kind.into())
+    }
+
+    fn connect_from(
+        &self,
+        _: SocketAddr,
+        _: SocketAddr,
+        _: Instant,
+        _: &Wakeup,
+    ) -> std::io::Result<TcpStream> {
+        Err(std::io::ErrorKind::Unsupported.into())
+    }
+}
+
+#[test]
+fn a_dial_is_cancelled_while_it_connects_and_while_the_peer_is_silent() {
+    let authority = Authority::new();
+    let tls = client(&authority.identity(&[SOURCE]), names(&[DESTINATION]));
+    let nobody = Principal::Certificate([0; 32]);
+    let cancel = DialCancel::new().unwrap();
+    let never: Arc<dyn Connector> = Arc::new(NeverConnects);
+    let own = cancel.clone();
+    let canceller = thread::spawn(move || own.cancel());
+    let error = dial_error(&never, "host-b.example:4444", &nobody, &tls, &cancel);
+    canceller.join().unwrap();
+    let is_stopped =
+        |source: &std::io::Error| source.kind() == std::io::ErrorKind::ConnectionAborted;
+    assert!(
+        matches!(&error, DialError::Connect { source, .. } if is_stopped(source)),
+        "{error:?}"
+    );
+    assert_eq!(error.permanent(), None);
+
+    let cancel = DialCancel::new().unwrap();
+    let sockets: Arc<dyn Connector> = Arc::new(StandardConnector);
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let to = listener.local_addr().unwrap().to_string();
+    let own = cancel.clone();
+    let silent = thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        // Its first words have come, and get no answer.
+        stream.read_exact(&mut [0]).unwrap();
+        own.cancel();
+        stream
+    });
+    let begun = Instant::now();
+    let error = dial_error(&sockets, &to, &nobody, &tls, &cancel);
+    drop(silent.join().unwrap());
+    assert!(matches!(error, DialError::Handshake { .. }), "{error:?}");
+    let took = begun.elapsed();
+    assert!(took < Duration::from_secs(10), "{took:?}");
+}
+
+#[test]
+fn i6_a_lane_to_another_allowed_peer_is_refused() {
+    let authority = Authority::new();
+    let tls = client(&authority.identity(&[SOURCE]), names(&[DESTINATION]));
+    let far = server(&authority.identity(&[DESTINATION]), names(&[SOURCE]));
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let to = listener.local_addr().unwrap().to_string();
+    let answers = thread::spawn(move || {
+        let (stream, _) = listener.accept().unwrap();
+        handshake::server(stream, &far, soon()).unwrap()
+    });
+    let sockets: Arc<dyn Connector> = Arc::new(StandardConnector);
+    let other = Principal::Certificate([0; 32]);
+    let cancel = DialCancel::new().unwrap();
+    let error = dial_error(&sockets, &to, &other, &tls, &cancel);
+    drop(answers.join().unwrap());
+    assert!(matches!(error, DialError::OtherPeer { .. }), "{error:?}");
+    assert_eq!(error.permanent(), Some(FaultCode::WrongIdentity));
 }

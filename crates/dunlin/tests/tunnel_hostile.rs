@@ -27,7 +27,7 @@ use dunlin_proto::stripe::message::{Header, MESSAGE_HEADER_BYTES, Message, Open}
 use hmac::{Hmac, KeyInit, Mac};
 use lane_support::{Authority, Scratch, load, names, soon};
 use sha2::Sha256;
-use tunnel_support::{FAR, NEAR, OTHER, Pair, Setup, Told, fill_backlog, identities};
+use tunnel_support::{FAR, NEAR, OTHER, PATIENCE, Pair, Setup, Told, fill_backlog, identities};
 
 const SESSION: SessionId = [9; 16];
 
@@ -579,4 +579,35 @@ fn i7_a_parameter_from_the_wire_leads_nowhere_but_to_its_place() {
     assert_eq!(fault, FaultCode::TargetUnreachable, "{text}");
     let _web = std::os::unix::net::UnixListener::bind(directory.join("vm/web")).unwrap();
     answer(&mut peer, "vm=web").unwrap();
+}
+
+/// A peer that takes the connection of a lane and says nothing holds up no end of the tunnel.
+#[test]
+fn a_lane_whose_handshake_is_under_way_ends_with_the_tunnel() {
+    let mut pair = Pair::start(&Setup {
+        lanes: 1,
+        relayed: true,
+        ..Setup::default()
+    });
+    let channel = pair.channel();
+    let relay = pair.relay.clone().unwrap();
+    let near = pair.near.take();
+    let mut took = Duration::ZERO;
+    // Its only lane is lost; the next one's handshake gets no answer.
+    relay.hold(
+        || relay.cut(1),
+        || {
+            let until = Instant::now() + PATIENCE;
+            while relay.count() < 3 {
+                assert!(Instant::now() < until, "no second lane");
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            relay.wait_forwarded(2, 1);
+            let begun = Instant::now();
+            drop(near);
+            took = begun.elapsed();
+        },
+    );
+    drop(channel);
+    assert!(took < Duration::from_secs(2), "{took:?}");
 }

@@ -17,15 +17,19 @@ use std::sync::{Arc, Barrier, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, anyhow, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
 use dunlin::engine::memory::MappedMemory;
-use dunlin::ipsec::lanes::{Shelter, Ways};
+use dunlin::ipsec::lanes::Shelter;
 use dunlin::lane::accept::{Arrival, LaneSocket, accept};
+use dunlin::lane::admit::{LaneAcceptor, TlsAcceptor};
 use dunlin::lane::control::{self, ControlStream};
-use dunlin::lane::data::{DataReceiver, DataSender, PlainConsent, STALL_LIMIT};
-use dunlin::lane::handshake;
+use dunlin::lane::data::DataSender;
+use dunlin::lane::dial::{
+    Connector, DialCancel, LaneDialer, LaneRequest, SealedLanes, StandardConnector, TlsDialer,
+};
 use dunlin::lane::identity::ClientTls;
+use dunlin::lane::peers::PeerIdentity;
 use dunlin_proto::negotiate::{Features, LaneOpen, LaneSecurity, Offer, Opening, VERSIONS};
 use dunlin_sys::poll::waker;
 
@@ -160,12 +164,15 @@ impl BetweenHosts {
                         Variant::Tls => None,
                         other => Some(self.shelter(other)?),
                     };
-                    let ways = shelter.map(|one| one.ways(tls.clone(), control.peer().principal()));
+                    let dialer: Arc<dyn LaneDialer> = match &shelter {
+                        None => Arc::new(TlsDialer),
+                        Some(lanes) => lanes.dialer(),
+                    };
                     let run = Run {
                         to,
                         tls: &tls,
                         control: &control,
-                        ways: ways.as_ref(),
+                        dialer,
                     };
                     let (wall_s, busy_s) = run.once(&source, bytes, lanes)?;
                     if round > 0 {
@@ -202,7 +209,7 @@ impl BetweenHosts {
         let (_waker, stop) = waker()?;
         let measured = Mutex::<Option<Measured>>::default();
         accept(&listener, &accepting.tls, &stop, |arrival| {
-            let Some(arrival) = own.take_in(arrival) else {
+            let Some(arrival) = own.take(arrival) else {
                 return;
             };
             let taken = admit(arrival, &own, &target, &measured);
@@ -247,20 +254,10 @@ fn admit(
                 .as_ref()
                 .context("a lane comes before its control connection")?;
             let peer = known.control.peer();
+            let is_peer = |other: &PeerIdentity| other.is(&peer.principal());
             let receiver = match socket {
-                LaneSocket::Tls(secured) => {
-                    ensure!(
-                        secured.peer.is(&peer.principal()),
-                        "a lane of somebody else"
-                    );
-                    DataReceiver::tls(*secured, STALL_LIMIT)?
-                }
-                LaneSocket::Plain(stream) => {
-                    shelter.covers(&peer.principal(), &stream)?;
-                    let consent = PlainConsent::both(true, true);
-                    let consent = consent.context("IPsec protects it")?;
-                    DataReceiver::plain(stream, consent, STALL_LIMIT)?
-                }
+                LaneSocket::Tls(_) => TlsAcceptor.admit(socket, &is_peer)?,
+                LaneSocket::Plain(_) => shelter.admit(socket, &is_peer)?,
             };
             let (target, ended) = (Arc::clone(target), known.ended.clone());
             thread::Builder::new().spawn(move || {
@@ -295,7 +292,7 @@ struct Run<'a> {
     to: &'a str,
     tls: &'a ClientTls,
     control: &'a ControlStream,
-    ways: Option<&'a Ways>,
+    dialer: Arc<dyn LaneDialer>,
 }
 
 impl Run<'_> {
@@ -311,8 +308,7 @@ impl Run<'_> {
                     scope.spawn(move || -> Result<()> {
                         let lane = self.lane(u16::try_from(lane)?);
                         barrier.wait();
-                        let (sender, _seat) = lane?;
-                        send(source, bytes, next, sender)
+                        send(source, bytes, next, lane?)
                     })
                 })
                 .collect();
@@ -333,22 +329,16 @@ impl Run<'_> {
         Ok((wall.as_secs_f64(), own.as_secs_f64()))
     }
 
-    fn lane(&self, lane: u16) -> Result<(DataSender, Option<dunlin::ipsec::lanes::Seat>)> {
-        let deadline = Instant::now() + LIMIT;
-        let (mut sender, seat) = match self.ways {
-            None => {
-                let stream = TcpStream::connect(self.to)?;
-                let secured = handshake::client(stream, self.tls, deadline)?;
-                (DataSender::tls(secured, STALL_LIMIT)?, None)
-            }
-            Some(ways) => {
-                let (_waker, stop) = waker()?;
-                let sheltered = ways.connect(self.to, deadline, &stop)?;
-                let consent = sheltered.consent();
-                let sender = DataSender::plain(sheltered.stream, consent, STALL_LIMIT)?;
-                (sender, Some(sheltered.seat))
-            }
-        };
+    fn lane(&self, lane: u16) -> Result<DataSender> {
+        let connector: Arc<dyn Connector> = Arc::new(StandardConnector);
+        let mut sender = self.dialer.dial(&LaneRequest {
+            endpoint: self.to,
+            peer: &self.control.peer().principal(),
+            tls: self.tls,
+            deadline: Instant::now() + LIMIT,
+            cancel: &DialCancel::new()?,
+            connector: &connector,
+        })?;
         let mut opening = Vec::new();
         let mac = [0; 32];
         LaneOpen {
@@ -359,7 +349,7 @@ impl Run<'_> {
         }
         .encode(&mut opening)?;
         sender.send(&opening)?;
-        Ok((sender, seat))
+        Ok(sender)
     }
 }
 

@@ -10,6 +10,7 @@ use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
 use dunlin::ipsec::lanes::Shelter;
 use dunlin::ipsec::{Observer, Options};
+use dunlin::lane::dial::SealedLanes;
 use dunlin::lane::identity::Role;
 use dunlin::tunnel::{Given, Identities, Tunnel};
 use dunlin_sys::affinity::{allowed, keep_to};
@@ -95,7 +96,7 @@ impl Run {
         };
         let given = Given {
             sockets: passed,
-            shelter,
+            sealed: shelter.map(|lanes| Arc::new(lanes) as Arc<dyn SealedLanes>),
         };
         let tunnel = Tunnel::start_with(
             listener,

@@ -18,6 +18,7 @@ use clap::Args;
 use dunlin::engine::source::{Options, migrate};
 use dunlin::engine::vmm::SourceVm;
 use dunlin::engine::{Event, Host, StandardHost, fault_behind};
+use dunlin::lane::dial::SealedLanes;
 use dunlin::lane::identity::ClientTls;
 use serde::{Deserialize, Serialize};
 
@@ -250,7 +251,7 @@ fn move_away(desk: &Arc<Desk>, tls: ClientTls, flags: &MigrateFlags) -> Result<A
     };
     let options = flags
         .options()
-        .ipsec(shelter)
+        .ipsec(shelter.map(|lanes| Arc::new(lanes) as Arc<dyn SealedLanes>))
         .tune(moving.tune.clone())
         .journal(desk.journal())
         .owner(desk.owner())

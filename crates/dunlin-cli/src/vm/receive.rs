@@ -10,6 +10,7 @@ use dunlin::engine::destination::{DestinationEvent, Options, receive};
 use dunlin::engine::vmm::{Builder, DestinationVm, FaultCode, Offered, Refusal};
 use dunlin::engine::{Host, MigrateError, StandardHost, VmIs, fault_behind};
 use dunlin::ipsec;
+use dunlin::lane::dial::SealedLanes;
 use dunlin_microvm::{MachineBuilder, Movable, VmState};
 use dunlin_sys::signals::{EndSignal, EndSignals, HangUps};
 
@@ -89,7 +90,7 @@ impl Receive {
             None => None,
         };
         let options = Options::builder()
-            .ipsec(shelter)
+            .ipsec(shelter.map(|lanes| Arc::new(lanes) as Arc<dyn SealedLanes>))
             .allow_plain(self.allow_plain)
             .idle_limit(self.idle_limit)
             .journal(desk.journal())

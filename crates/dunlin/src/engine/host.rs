@@ -2,41 +2,48 @@
 
 use std::fmt;
 use std::io;
-use std::net::{Shutdown, TcpStream};
+use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use dunlin_sys::poll::{Wakeup, waker};
-use dunlin_sys::socket;
+use dunlin_sys::poll::Wakeup;
 
 use super::sync::{Interrupt, Mutex, lock};
-use crate::lane::reach::first_of;
+use crate::lane::dial::{Connector, StandardConnector};
 
 /// Connections and threads, so that the engine fits a VMM that may open
 /// neither by itself.
 pub trait Host: Send + Sync {
-    /// Opens a TCP connection to `endpoint`, a host and port.
+    /// Opens a TCP connection to `endpoint`, a host and port, unless `stop`
+    /// becomes readable before: a descriptor ([`AsFd`](std::os::fd::AsFd))
+    /// that the migration makes readable when it is cancelled. Do not read
+    /// from it. A host that ignores it delays the cancellation until its
+    /// connection is there.
     ///
     /// # Errors
-    /// No connection by `deadline`.
-    fn connect(&self, endpoint: &str, deadline: Instant) -> io::Result<TcpStream>;
+    /// No connection by `deadline`, or `stop` became readable before.
+    fn connect(&self, endpoint: &str, deadline: Instant, stop: &Wakeup) -> io::Result<TcpStream>;
 
-    /// The same, given up as soon as `stop` is woken. A host that cannot wait
-    /// for both keeps a cancellation waiting until its connection stands.
-    /// `stop` is a descriptor ([`AsFd`](std::os::fd::AsFd)) that becomes
-    /// readable; nobody has to read from it.
+    /// Opens a TCP connection to `remote` from a local address and port. Only
+    /// lanes over IPsec need it.
     ///
     /// # Errors
-    /// No connection by `deadline`, or `stop` was woken before.
-    fn connect_unless(
+    /// As [`Host::connect`]; `AddrInUse` where the local port is taken, and
+    /// `Unsupported` where this is not implemented.
+    fn connect_from(
         &self,
-        endpoint: &str,
+        local: SocketAddr,
+        remote: SocketAddr,
         deadline: Instant,
         stop: &Wakeup,
     ) -> io::Result<TcpStream> {
-        let _ = stop;
-        self.connect(endpoint, deadline)
+        let _ = (local, remote, deadline, stop);
+        Err(io::Error::new(
+            io::ErrorKind::Unsupported,
+            "this VMM's Host cannot connect from a given port, which lanes over IPsec need: \
+             implement Host::connect_from",
+        ))
     }
 
     /// Runs `body` on a thread of its own.
@@ -51,19 +58,18 @@ pub trait Host: Send + Sync {
 pub struct StandardHost;
 
 impl Host for StandardHost {
-    fn connect(&self, endpoint: &str, deadline: Instant) -> io::Result<TcpStream> {
-        first_of(endpoint, |address| socket::connect(address, deadline))
+    fn connect(&self, endpoint: &str, deadline: Instant, stop: &Wakeup) -> io::Result<TcpStream> {
+        StandardConnector.connect(endpoint, deadline, stop)
     }
 
-    fn connect_unless(
+    fn connect_from(
         &self,
-        endpoint: &str,
+        local: SocketAddr,
+        remote: SocketAddr,
         deadline: Instant,
         stop: &Wakeup,
     ) -> io::Result<TcpStream> {
-        first_of(endpoint, |address| {
-            socket::connect_unless(address, deadline, stop)
-        })
+        StandardConnector.connect_from(local, remote, deadline, stop)
     }
 
     fn spawn(&self, name: String, body: Box<dyn FnOnce() + Send>) -> io::Result<JoinHandle<()>> {
@@ -71,52 +77,22 @@ impl Host for StandardHost {
     }
 }
 
-/// A host whose connection ends when the session is cancelled: while it is
-/// being made, and until this is dropped while it is being secured. For control
-/// lanes before *commit*; data lanes have their own way.
-pub(crate) struct CancellableHost {
-    host: Arc<dyn Host>,
-    cancel: Cancel,
-}
+/// What lanes' dialers get their connections from.
+pub(crate) struct FromHost(pub(crate) Arc<dyn Host>);
 
-impl CancellableHost {
-    pub(crate) fn over(host: &Arc<dyn Host>, cancel: &Cancel) -> Arc<dyn Host> {
-        Arc::new(Self {
-            host: Arc::clone(host),
-            cancel: cancel.clone(),
-        })
-    }
-}
-
-impl Host for CancellableHost {
-    fn connect(&self, endpoint: &str, deadline: Instant) -> io::Result<TcpStream> {
-        let (waker, stop) = waker()?;
-        self.cancel.interrupts(Box::new(move || waker.wake()));
-        let stream = self.host.connect_unless(endpoint, deadline, &stop)?;
-        let same = stream.try_clone()?;
-        // Fails only where the connection has gone already.
-        self.cancel
-            .interrupts(Box::new(move || drop(same.shutdown(Shutdown::Both))));
-        Ok(stream)
+impl Connector for FromHost {
+    fn connect(&self, endpoint: &str, deadline: Instant, stop: &Wakeup) -> io::Result<TcpStream> {
+        self.0.connect(endpoint, deadline, stop)
     }
 
-    fn connect_unless(
+    fn connect_from(
         &self,
-        endpoint: &str,
+        local: SocketAddr,
+        remote: SocketAddr,
         deadline: Instant,
         stop: &Wakeup,
     ) -> io::Result<TcpStream> {
-        self.host.connect_unless(endpoint, deadline, stop)
-    }
-
-    fn spawn(&self, name: String, body: Box<dyn FnOnce() + Send>) -> io::Result<JoinHandle<()>> {
-        self.host.spawn(name, body)
-    }
-}
-
-impl Drop for CancellableHost {
-    fn drop(&mut self) {
-        self.cancel.spares();
+        self.0.connect_from(local, remote, deadline, stop)
     }
 }
 
@@ -168,18 +144,15 @@ impl Cancel {
         lock(&self.0).cancelled
     }
 
-    /// Interrupts this at the cancellation, and nothing else any more.
-    pub(in crate::engine) fn interrupts(&self, interrupt: Interrupt) {
+    /// Has `interrupt` called at the cancellation, at once if that was
+    /// before, until the result is dropped. It replaces an earlier one.
+    pub(in crate::engine) fn interrupts(&self, interrupt: Interrupt) -> Interrupting<'_> {
         let mut state = lock(&self.0);
         if state.cancelled {
             interrupt();
         }
         state.interrupt = Some(interrupt);
-    }
-
-    /// Interrupts nothing any more.
-    pub(in crate::engine) fn spares(&self) {
-        lock(&self.0).interrupt = None;
+        Interrupting(self)
     }
 
     /// Calls `listener` at the cancellation, at once if it has been already.
@@ -193,5 +166,14 @@ impl Cancel {
 
     pub(crate) fn unlisten(&self) {
         lock(&self.0).listener = None;
+    }
+}
+
+/// A cancellation interrupts something until this is dropped.
+pub(in crate::engine) struct Interrupting<'a>(&'a Cancel);
+
+impl Drop for Interrupting<'_> {
+    fn drop(&mut self) {
+        lock(&self.0.0).interrupt = None;
     }
 }

@@ -1,9 +1,8 @@
 //! The side that asks for a session.
 
 use std::io;
-use std::net::{Shutdown, TcpStream};
+use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
-use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -13,19 +12,20 @@ use dunlin_proto::ipsec::message::Terms;
 use dunlin_proto::negotiate::{
     Features, LaneSecurity, Offer, Opening, PRELUDE_BYTES, Prelude, SessionId, VERSIONS,
 };
-use dunlin_sys::poll::{Wakeup, waker};
-use dunlin_sys::socket::{Liveness, connect_unless, set_liveness};
+use dunlin_sys::socket::{Liveness, set_liveness};
 
-use super::door::lock;
 use super::error::{IpsecError, harmless};
 use super::session::{Beginning, Session, clean_up, random_session};
 use super::{Observer, Options};
 use crate::lane::control::{self, ControlStream};
+use crate::lane::dial::{Connector, DialCancel, StandardConnector};
 use crate::lane::identity::ClientTls;
-use crate::lane::reach::first_of;
 
 /// How often it is looked whether it is given up.
 const LOOK: Duration = Duration::from_millis(100);
+/// How much later than the limit the thread may end that opens a control connection: all that it
+/// does keeps to the limit, except the resolver of names.
+const RESOLVER_GRACE: Duration = Duration::from_secs(1);
 
 /// Connects to a [`Server`](super::Server) at `to`, and returns when the ports are
 /// protected on both hosts.
@@ -56,6 +56,8 @@ pub fn up_unless(
     // Whatever cannot be taken back has been told.
     clean_up(options, observer)?;
     let session = random_session()?;
+    let connector: Arc<dyn Connector> = Arc::new(StandardConnector);
+    let to = (to, &connector);
     let control = open_beside(to, tls, session, options.patience, given_up)?;
     begin(control, session, options, observer, given_up)
 }
@@ -64,24 +66,23 @@ pub fn up_unless(
 /// too late: nobody knows how long the resolver of names takes, and it cannot be interrupted.
 /// Everything else ends at once when it is given up, and keeps to the limit by itself.
 pub(super) fn open_beside(
-    to: &str,
+    (to, connector): (&str, &Arc<dyn Connector>),
     tls: &ClientTls,
     session: SessionId,
     patience: Duration,
     given_up: &mut dyn FnMut() -> bool,
 ) -> Result<ControlStream, IpsecError> {
-    let until = Instant::now() + patience + LOOK;
+    let until = Instant::now() + patience + RESOLVER_GRACE;
     let (made, opened) = channel();
-    let (name, tls) = (to.to_owned(), tls.clone());
-    let (waker, stop) = waker().map_err(|source| IpsecError::Resources {
+    let (name, tls, connector) = (to.to_owned(), tls.clone(), Arc::clone(connector));
+    let cancel = DialCancel::new().map_err(|source| IpsecError::Resources {
         what: "a waker",
         source,
     })?;
-    let reached = Arc::<Mutex<Reached>>::default();
-    let own = Arc::clone(&reached);
+    let own = cancel.clone();
     let body = move || {
         // What it has opened is closed where nobody takes it any more.
-        let _ = made.send(open(&name, &tls, session, patience, &stop, &own));
+        let _ = made.send(open(&name, &*connector, &tls, session, patience, &own));
     };
     let thread = thread::Builder::new().name("dunlin-ipsec-dial".to_owned());
     thread.spawn(body).map_err(|source| IpsecError::Resources {
@@ -92,8 +93,7 @@ pub(super) fn open_beside(
         match opened.recv_timeout(LOOK) {
             Ok(control) => return control,
             Err(_) if given_up() => break IpsecError::Ended,
-            Err(RecvTimeoutError::Timeout)
-                if Instant::now() < until || lock(&reached).is_resolved => {}
+            Err(RecvTimeoutError::Timeout) if Instant::now() < until => {}
             Err(_) => {
                 break IpsecError::Unreachable {
                     to: to.to_owned(),
@@ -106,22 +106,8 @@ pub(super) fn open_beside(
             }
         }
     };
-    waker.wake();
-    let mut reached = lock(&reached);
-    reached.is_given_up = true;
-    if let Some(socket) = reached.socket.take() {
-        // The peer may have ended it already.
-        let _ = socket.shutdown(Shutdown::Both);
-    }
+    cancel.cancel();
     Err(why)
-}
-
-/// How far the opening of a control connection has come, for whoever gives it up.
-#[derive(Default)]
-struct Reached {
-    is_resolved: bool,
-    socket: Option<TcpStream>,
-    is_given_up: bool,
 }
 
 /// Has a session over a control connection, and returns when the ports are protected on both
@@ -177,29 +163,20 @@ pub(super) fn begin(
 /// Connects, and agrees that this is an IPsec session.
 fn open(
     to: &str,
+    connector: &dyn Connector,
     tls: &ClientTls,
     session: SessionId,
     patience: Duration,
-    stop: &Wakeup,
-    reached: &Mutex<Reached>,
+    cancel: &DialCancel,
 ) -> Result<ControlStream, IpsecError> {
     let deadline = Instant::now() + patience;
     let unreachable = |source| IpsecError::Unreachable {
         to: to.to_owned(),
         source,
     };
-    let connect = |address| {
-        lock(reached).is_resolved = true;
-        connect_unless(address, deadline, stop)
-    };
-    let stream = first_of(to, connect).map_err(unreachable)?;
-    {
-        let mut reached = lock(reached);
-        if reached.is_given_up {
-            return Err(IpsecError::Ended);
-        }
-        reached.socket = Some(stream.try_clone().map_err(unreachable)?);
-    }
+    let connected = connector.connect(to, deadline, cancel.wakeup());
+    let stream = connected.map_err(unreachable)?;
+    cancel.covers(&stream).map_err(unreachable)?;
     set_liveness(&stream, &Liveness::default()).map_err(unreachable)?;
     let control = control::client(stream, tls, deadline).map_err(|source| {
         let to = to.to_owned();
@@ -226,8 +203,6 @@ fn open(
         Opening::Select(selection) => {
             let confirmed = selection.confirm(&offer);
             confirmed.map_err(|error| IpsecError::Breach(error.to_string()))?;
-            // From now on its owner is the only one who ends it.
-            lock(reached).socket = None;
             Ok(control)
         }
         Opening::Refuse(_, refusal) => Err(IpsecError::EndedByPeer {

@@ -4,7 +4,8 @@
 //! spoken; [`provider`] picks the crypto library that is fastest on this CPU. [`handshake`] turns a connection into a data
 //! lane, whose bytes [`record`] seals and opens and [`data`] sends and receives; [`control`] turns
 //! one into the control lane; [`accept`] does both for connections that come in, many at a time on
-//! one thread; `reach` finds the first of a name's addresses that answers. What the bytes mean is
+//! one thread; [`dial`] and [`admit`] are the traits by which engine and tunnel open and admit data
+//! lanes, whatever protects them; `reach` finds the first of a name's addresses that answers. What the bytes mean is
 //! decided above.
 //!
 //! ```text
@@ -16,9 +17,11 @@
 //! ```
 
 pub mod accept;
+pub mod admit;
 pub mod control;
 pub mod data;
 pub(crate) mod denied;
+pub mod dial;
 pub mod handshake;
 pub mod identity;
 pub mod kernel;

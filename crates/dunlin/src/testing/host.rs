@@ -9,6 +9,8 @@ use std::sync::mpsc::channel;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use dunlin_sys::poll::waker;
+
 use super::{Violation, broken};
 use crate::engine::Host;
 use crate::engine::journal::Disk;
@@ -27,7 +29,9 @@ pub fn check_host(host: &dyn Host, endpoint: &dyn Fn(u16) -> String) -> Result<(
     let listener = TcpListener::bind(("127.0.0.1", 0))?;
     let port = listener.local_addr()?.port();
     let deadline = Instant::now() + Duration::from_secs(5);
-    let mut near = host.connect(&endpoint(port), deadline).map_err(|error| {
+    let (waker, stop) = waker()?;
+    let connected = host.connect(&endpoint(port), deadline, &stop);
+    let mut near = connected.map_err(|error| {
         let promise = "it connects to whoever listens";
         broken(CONNECT, promise, format!("it does not: {error}"))
     })?;
@@ -54,7 +58,8 @@ pub fn check_host(host: &dyn Host, endpoint: &dyn Fn(u16) -> String) -> Result<(
     drop(listener);
     let began = Instant::now();
     let limit = Duration::from_millis(200);
-    let nobody = host.connect(&endpoint(port), began + limit);
+    let nobody = host.connect(&endpoint(port), began + limit, &stop);
+    drop(waker);
     if nobody.is_ok() || began.elapsed() > limit + GRACE {
         return Err(broken(
             CONNECT,
@@ -139,8 +144,8 @@ mod tests {
     use std::thread::JoinHandle;
 
     use super::*;
-    use crate::engine::StandardHost;
     use crate::engine::journal::StandardDisk;
+    use crate::engine::{StandardHost, Wakeup};
 
     /// What a broken one does.
     enum Fault {
@@ -153,8 +158,13 @@ mod tests {
     }
 
     impl Host for Fault {
-        fn connect(&self, endpoint: &str, deadline: Instant) -> io::Result<TcpStream> {
-            let stream = StandardHost.connect(endpoint, deadline);
+        fn connect(
+            &self,
+            endpoint: &str,
+            deadline: Instant,
+            stop: &Wakeup,
+        ) -> io::Result<TcpStream> {
+            let stream = StandardHost.connect(endpoint, deadline, stop);
             match self {
                 Self::NonBlocking => stream.inspect(|stream| stream.set_nonblocking(true).unwrap()),
                 Self::Late => {

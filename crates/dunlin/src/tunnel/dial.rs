@@ -183,7 +183,7 @@ fn answer<'a>(
         features: Features::TUNNEL,
         required: Features::TUNNEL,
         plain_allowed: false,
-        ipsec: site.shelter.is_some(),
+        ipsec: site.sealed.is_some(),
     };
     let selection = select(offer, &supported)?;
     match site.association(&offer.session) {

@@ -166,8 +166,8 @@ pub(super) fn take_peers(
     let greetings = Arc::<Mutex<Vec<Principal>>>::default();
     let result = accept::accept(listener, tls, stopped, |arrival| {
         // What protects lanes comes and goes apart from associations.
-        let arrival = match &site.shelter {
-            Some(shelter) => shelter.take_in(arrival),
+        let arrival = match &site.sealed {
+            Some(lanes) => lanes.take(arrival),
             None => Some(arrival),
         };
         if let Some(arrival) = arrival {

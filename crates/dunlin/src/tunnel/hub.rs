@@ -32,9 +32,9 @@ use super::piece::{Piece, Pool};
 use super::site::Site;
 use super::socket::Socket;
 use super::{receive, send, target};
-use crate::ipsec::lanes::Ways;
 use crate::lane::accept::LaneSocket;
 use crate::lane::control::ControlStream;
+use crate::lane::dial::{DialCancel, LaneDialer, dialer};
 use crate::lane::peers::{PeerIdentity, Peers, Principal};
 
 /// The token of a set's own wake-up; channels have 32 bits.
@@ -94,8 +94,8 @@ pub(super) struct Hub {
     pub(super) idle: Condvar,
     /// Programs that run for this peer.
     pub(super) programs: Arc<AtomicUsize>,
-    /// By which our lanes go, where that is IPsec and one has been wanted.
-    ways: Mutex<Option<Arc<Ways>>>,
+    /// By which our lanes are opened, once one has been wanted.
+    dialer: Mutex<Option<Arc<dyn LaneDialer>>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
     began: Instant,
 }
@@ -107,6 +107,8 @@ pub(super) struct Core {
     pub(super) epoch: u32,
     /// Ends the lanes that are open, from another thread; ours and the peer's.
     pub(super) cutters: BTreeMap<(Way, u16), Box<dyn Fn() + Send>>,
+    /// Ends those of ours that are being opened.
+    pub(super) dials: BTreeMap<u16, DialCancel>,
     /// Threads of our lanes that send, or wait for something to send.
     pub(super) senders: usize,
     /// Threads that connect to targets. One goes on for a while behind a channel
@@ -192,6 +194,7 @@ impl Hub {
                 control: Some(Arc::new(control)),
                 epoch: 1,
                 cutters: BTreeMap::new(),
+                dials: BTreeMap::new(),
                 senders: 0,
                 connecting: 0,
                 watched: false,
@@ -205,7 +208,7 @@ impl Hub {
             talk: Condvar::new(),
             idle: Condvar::new(),
             programs: Arc::default(),
-            ways: Mutex::default(),
+            dialer: Mutex::default(),
             threads: Mutex::default(),
             began: Instant::now(),
         }))
@@ -253,33 +256,31 @@ impl Hub {
         }
     }
 
-    /// By what our lanes go over IPsec.
+    /// By what our lanes are opened.
     ///
     /// # Errors
-    /// Our identity does not serve any more.
-    pub(super) fn ways(&self) -> Result<Arc<Ways>, Failure> {
-        let mut ways = self.ways.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(ways) = &*ways {
-            return Ok(Arc::clone(ways));
+    /// IPsec was agreed on, and this tunnel is not prepared for it.
+    pub(super) fn dialer(&self) -> Result<Arc<dyn LaneDialer>, Failure> {
+        let mut own = self.dialer.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(dialer) = &*own {
+            return Ok(Arc::clone(dialer));
         }
-        let Some(shelter) = &self.site.shelter else {
+        let Some(made) = dialer(self.terms.security, self.site.sealed.as_ref()) else {
             let text = "this tunnel is not prepared for IPsec";
             return Err(Failure::new(FaultCode::SecurityNotAgreed, text));
         };
-        let tls = self.site.client_tls(self.terms.peers.clone())?;
-        let made = Arc::new(shelter.ways(tls, self.terms.principal.clone()));
-        *ways = Some(Arc::clone(&made));
+        *own = Some(Arc::clone(&made));
         Ok(made)
     }
 
-    /// Ends what our lanes went by; they are over.
-    pub(super) fn leave_ways(&self) {
-        let ways = self
-            .ways
+    /// Takes down what our lanes were opened by; they are over.
+    pub(super) fn leave_dialer(&self) {
+        let own = self
+            .dialer
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .take();
-        drop(ways);
+        drop(own);
     }
 
     /// A connection was accepted.
@@ -430,6 +431,9 @@ impl Hub {
                 }
             }
             Action::CutLane(lane) => {
+                if let Some(dial) = core.dials.remove(&lane) {
+                    dial.cancel();
+                }
                 if let Some(cut) = core.cutters.remove(&(Way::Out, lane)) {
                     cut();
                 }
@@ -441,6 +445,9 @@ impl Hub {
             }
             Action::GiveUp(fault) => {
                 core.over = Some(fault);
+                for dial in std::mem::take(&mut core.dials).into_values() {
+                    dial.cancel();
+                }
                 for cut in std::mem::take(&mut core.cutters).into_values() {
                     cut();
                 }

@@ -59,7 +59,7 @@ use dunlin_proto::limits::MAX_LANES;
 use dunlin_sys::poll::{Waker, waker};
 use thiserror::Error;
 
-use crate::ipsec::lanes::Shelter;
+use crate::lane::dial::SealedLanes;
 use crate::lane::identity::{ClientTls, Identity, ServerTls, SettingsError};
 use crate::lane::peers::Peers;
 use crate::lane::provider::Crypto;
@@ -161,7 +161,7 @@ pub struct Given {
     pub sockets: Sockets,
     /// By what lanes go over IPsec: those of [`Mode::StripeOverIpsec`], and those of peers that
     /// ask for it. Without, such peers are refused.
-    pub shelter: Option<Shelter>,
+    pub sealed: Option<Arc<dyn SealedLanes>>,
 }
 
 /// What an association carries now.
@@ -250,15 +250,15 @@ impl Tunnel {
         limits: Limits,
         mut observer: impl FnMut(Event) + Send + 'static,
     ) -> Result<Self, TunnelError> {
-        let Given { sockets, shelter } = given;
-        check_shelter(shelter.as_ref(), routes)?;
+        let Given { sockets, sealed } = given;
+        check_sealed(sealed.is_some(), routes)?;
         let address = listener.local_addr()?;
         let tls = identities.server(routes)?;
         let (events, heard) = sync_channel(EVENTS);
         let site = Site::new(
             limits,
             address.port(),
-            shelter,
+            sealed,
             identities.clone(),
             routes,
             events,
@@ -311,7 +311,7 @@ impl Tunnel {
     /// # Errors
     /// [`TunnelError`]; everything is as before then.
     pub fn replace(&self, identities: Identities, routes: &Routes) -> Result<(), TunnelError> {
-        check_shelter(self.site.shelter.as_ref(), routes)?;
+        check_sealed(self.site.sealed.is_some(), routes)?;
         let tls = identities.server(routes)?;
         self.listen(&identities, routes)?;
         self.tls.replace(&tls);
@@ -464,10 +464,10 @@ impl Tunnel {
 }
 
 /// Whether every route's lanes can go as they are to.
-fn check_shelter(shelter: Option<&Shelter>, routes: &Routes) -> Result<(), TunnelError> {
+fn check_sealed(is_there: bool, routes: &Routes) -> Result<(), TunnelError> {
     let over_ipsec = |one: &&Entrance| one.mode == Mode::StripeOverIpsec;
     match routes.entrances.iter().find(over_ipsec) {
-        Some(one) if shelter.is_none() => {
+        Some(one) if !is_there => {
             let route = one.route.clone();
             Err(TunnelError::NoIpsec { route })
         }

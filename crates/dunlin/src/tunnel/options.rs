@@ -55,7 +55,7 @@ pub enum Mode {
     #[default]
     Stripe,
     /// The same over lanes of plain TCP that IPsec seals, with SAs that the two tunnels agree on;
-    /// both need [`super::Given::shelter`].
+    /// both need [`super::Given::sealed`].
     StripeOverIpsec,
     /// Each on a TLS connection of its own, to a peer that may be any TLS server; with the oldest
     /// TLS that it may speak. Lanes and window say nothing then.

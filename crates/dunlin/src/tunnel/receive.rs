@@ -7,24 +7,23 @@
 //! channel holds no lane up.
 
 use std::io;
-use std::net::TcpStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use dunlin_proto::stripe::frame::{Data, FRAME_HEADER_BYTES, Frame};
 use dunlin_proto::stripe::{Arrival, Delivery};
 use dunlin_sys::epoll::Readiness;
-use dunlin_sys::socket::{Liveness, set_liveness, wait_writable};
-use thiserror::Error;
+use dunlin_sys::socket::wait_writable;
 use vm_memory::VolatileSlice;
 
 use super::event::Event;
 use super::hub::{Core, Hub, WAKE, Way};
 use super::piece::Piece;
 use super::socket::Socket;
-use crate::ipsec::lanes::Unsheltered;
 use crate::lane::accept::LaneSocket;
-use crate::lane::data::{DataReceiver, PlainConsent, ReceiveError, STALL_LIMIT};
+use crate::lane::admit::{AdmitError, admit};
+use crate::lane::data::{DataReceiver, ReceiveError};
+use crate::lane::peers::PeerIdentity;
 
 /// How long a lane waits for a consumer, for all of what it has to write at a time.
 ///
@@ -52,39 +51,15 @@ pub(super) fn run(hub: &Arc<Hub>, lane: u16, socket: LaneSocket) {
     }
 }
 
-/// What opens the lane's bytes. One that is plain is refused here where it does not go by an SA
-/// of the peer's (I6); nothing of it has been read but the proof that it is the association's.
-fn receiver(hub: &Hub, socket: LaneSocket) -> Result<DataReceiver, Lost> {
-    // A lane may be silent for long; the kernel finds out whether its peer is there.
-    let keep_alive =
-        |stream: &TcpStream| set_liveness(stream, &Liveness::default()).map_err(ReceiveError::Io);
-    match socket {
-        LaneSocket::Tls(secured) => {
-            keep_alive(&secured.stream)?;
-            Ok(DataReceiver::tls(*secured, STALL_LIMIT)?)
-        }
-        LaneSocket::Plain(stream) => {
-            let shelter = hub.site.shelter.as_ref().ok_or(Lost::Unprepared)?;
-            shelter.covers_if(|peer| hub.terms.is_the_peer(peer), &stream)?;
-            keep_alive(&stream)?;
-            let consent = PlainConsent::sealed_below();
-            Ok(DataReceiver::plain(stream, consent, STALL_LIMIT)?)
-        }
-    }
+/// What opens the lane's bytes. One that is not protected as agreed is refused here (I6); nothing
+/// of it has been read but the proof that it is the association's.
+fn receiver(hub: &Hub, socket: LaneSocket) -> Result<DataReceiver, AdmitError> {
+    let sealed = hub.site.sealed.as_ref();
+    let is_peer = |peer: &PeerIdentity| hub.terms.is_the_peer(peer);
+    admit(hub.terms.security, false, sealed, socket, &is_peer)
 }
 
-/// Why a lane of the peer ended otherwise than it should.
-#[derive(Debug, Error)]
-enum Lost {
-    #[error(transparent)]
-    Broken(#[from] ReceiveError),
-    #[error("it does not go over IPsec: {0}")]
-    Unsheltered(#[from] Unsheltered),
-    #[error("this tunnel is not prepared for lanes over IPsec")]
-    Unprepared,
-}
-
-fn receive_all(hub: &Arc<Hub>, lane: u16, mut receiver: DataReceiver) -> Result<(), Lost> {
+fn receive_all(hub: &Arc<Hub>, lane: u16, mut receiver: DataReceiver) -> Result<(), AdmitError> {
     let canceller = receiver.canceller();
     {
         let mut core = hub.lock();

@@ -10,12 +10,10 @@ use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 
 use dunlin_proto::fault::FaultCode;
-use dunlin_proto::negotiate::{LaneOpen, LaneSecurity};
 use dunlin_proto::stripe::frame::{Data, Frame};
 use dunlin_proto::stripe::{Outcome, Wear, Work};
 use dunlin_sys::epoll::{Readiness, Ready};
-use dunlin_sys::poll::waker;
-use dunlin_sys::socket::{Liveness, connect, set_liveness, wait_writable};
+use dunlin_sys::socket::wait_writable;
 use vm_memory::VolatileSlice;
 
 use super::event::Event;
@@ -23,22 +21,18 @@ use super::failure::Failure;
 use super::hub::{Core, Hub, WAKE, Way};
 use super::piece::{PIECE_BYTES, Piece};
 use super::socket::Socket;
-use crate::ipsec::lanes::{Seat, Sheltered};
-use crate::lane::data::{DataSender, RECORDS_PER_FRAME, STALL_LIMIT, SendError};
-use crate::lane::handshake;
-use crate::lane::proof::prove;
+use crate::lane::data::{DataSender, SendError};
+use crate::lane::dial::{DialCancel, LaneRequest, LaneTicket};
 
-/// Records kept back for what is under way and the end.
-const RECORDS_FOR_END: u64 = 2 * RECORDS_PER_FRAME as u64;
 /// From this much on a read is worth another one at once, and its sending long
 /// enough that somebody else should watch the sockets meanwhile.
 const MUCH_BYTES: usize = 16 * 1024;
 
 /// The body of a lane's thread, from connecting to the end.
 pub(super) fn run(hub: &Arc<Hub>, lane: u16) {
-    let result =
-        open(hub, lane).and_then(|(sender, seat)| send_all(hub, lane, sender, seat.as_ref()));
+    let result = open(hub, lane).and_then(|sender| send_all(hub, lane, sender));
     let mut core = hub.lock();
+    core.dials.remove(&lane);
     core.cutters.remove(&(Way::Out, lane));
     core.association.lane_over(lane, hub.now_ns());
     hub.settle(&mut core);
@@ -53,81 +47,51 @@ pub(super) fn run(hub: &Arc<Hub>, lane: u16) {
     }
 }
 
-/// A lane, and its place if it goes over IPsec.
-fn open(hub: &Arc<Hub>, lane: u16) -> Result<(DataSender, Option<Seat>), Failure> {
+/// A lane that has said whose it is. Whatever part of it takes long ends with the association.
+fn open(hub: &Arc<Hub>, lane: u16) -> Result<DataSender, Failure> {
     let terms = &hub.terms;
-    let deadline = Instant::now() + hub.site.limits.silence();
-    let (mut sender, seat) = match terms.security {
-        LaneSecurity::Ipsec => {
-            over_ipsec(hub, lane, deadline).map(|(sender, seat)| (sender, Some(seat)))?
-        }
-        _ => (over_tls(hub, lane, deadline)?, None),
-    };
-    let opening = LaneOpen {
-        version: terms.version,
-        session: terms.session,
-        lane,
-        mac: prove(&terms.peer_secret, &terms.session, lane),
-    };
-    let mut bytes = Vec::new();
-    opening
-        .encode(&mut bytes)
-        .map_err(|error| Failure::new(FaultCode::Internal, "no opening").because(&error))?;
-    sender.send(&bytes).map_err(|error| failed(lane, &error))?;
-    let canceller = sender.canceller();
-    let mut core = hub.lock();
-    if !core.association.lane_stands(lane, hub.now_ns()) {
-        return Err(lost(format!("lane {lane} stood too late")));
-    }
-    core.cutters
-        .insert((Way::Out, lane), Box::new(move || canceller.shutdown()));
-    hub.settle(&mut core);
-    Ok((sender, seat))
-}
-
-fn over_tls(hub: &Hub, lane: u16, deadline: Instant) -> Result<DataSender, Failure> {
-    let terms = &hub.terms;
-    let at = terms.lanes_at;
-    let stream = connect(at, deadline)
-        .map_err(|error| lost(format!("lane {lane} cannot reach {at}")).because(&error))?;
-    set_liveness(&stream, &Liveness::default())
-        .map_err(|error| lost("a lane's socket has no options".to_owned()).because(&error))?;
-    let tls = hub.site.client_tls(terms.peers.clone())?;
-    let secured = handshake::client(stream, &tls, deadline).map_err(|error| {
-        Failure::of_handshake(format!("lane {lane} to {at} cannot be secured"), &error)
-    })?;
-    if !terms.is_the_peer(&secured.peer) {
-        let text = format!("lane {lane} to {at} reached another peer than the control lane");
-        return Err(Failure::new(FaultCode::WrongIdentity, text));
-    }
-    DataSender::tls(secured, STALL_LIMIT).map_err(|error| failed(lane, &error))
-}
-
-/// A lane by an SA of its own, of an IPsec session that is made if there is none. The calling
-/// thread is kept on the CPU whose SA it has.
-fn over_ipsec(hub: &Arc<Hub>, lane: u16, deadline: Instant) -> Result<(DataSender, Seat), Failure> {
-    let at = hub.terms.lanes_at.to_string();
-    let (waker, stop) = waker()
+    let at = terms.lanes_at.to_string();
+    let cancel = DialCancel::new()
         .map_err(|error| lost("no descriptors can be had for a lane".to_owned()).because(&error))?;
     {
         let mut core = hub.lock();
         if core.over.is_some() {
             return Err(lost(format!("lane {lane} is not wanted any more")));
         }
-        // A session may take as long as its peer likes, up to the deadline.
-        core.cutters
-            .insert((Way::Out, lane), Box::new(move || waker.wake()));
+        core.dials.insert(lane, cancel.clone());
     }
-    let sheltered = hub.ways()?.connect(&at, deadline, &stop).map_err(|error| {
-        let code = error.lasting().unwrap_or(FaultCode::LaneLost);
-        Failure::new(code, format!("lane {lane} cannot reach {at}")).because(&error)
+    let tls = hub.site.client_tls(terms.peers.clone())?;
+    let request = LaneRequest {
+        endpoint: &at,
+        peer: &terms.principal,
+        tls: &tls,
+        deadline: Instant::now() + hub.site.limits.silence(),
+        cancel: &cancel,
+        connector: &hub.site.connector,
+    };
+    let dialled = hub.dialer()?.dial(&request);
+    let mut sender = dialled.map_err(|error| {
+        let code = error.permanent().unwrap_or(FaultCode::LaneLost);
+        Failure::new(code, format!("lane {lane} to {at} cannot be opened")).because(&error)
     })?;
-    let consent = sheltered.consent();
-    let Sheltered { stream, seat } = sheltered;
-    set_liveness(&stream, &Liveness::default())
-        .map_err(|error| lost("a lane's socket has no options".to_owned()).because(&error))?;
-    let sender = DataSender::plain(stream, consent, STALL_LIMIT);
-    Ok((sender.map_err(|error| failed(lane, &error))?, seat))
+    let ticket = LaneTicket {
+        version: terms.version,
+        session: terms.session,
+        secret: &terms.peer_secret,
+        lane,
+    };
+    let presented = ticket.present(&mut sender);
+    presented.map_err(|error| failed(lane, &error))?;
+    let canceller = sender.canceller();
+    let mut core = hub.lock();
+    core.dials.remove(&lane);
+    if !core.association.lane_stands(lane, hub.now_ns()) {
+        return Err(lost(format!("lane {lane} stood too late")));
+    }
+    core.cutters
+        .insert((Way::Out, lane), Box::new(move || canceller.shutdown()));
+    hub.settle(&mut core);
+    Ok(sender)
 }
 
 fn lost(what: String) -> Failure {
@@ -138,21 +102,14 @@ fn failed(lane: u16, error: &SendError) -> Failure {
     Failure::new(FaultCode::LaneLost, format!("lane {lane} was lost")).because(error)
 }
 
-fn send_all(
-    hub: &Arc<Hub>,
-    lane: u16,
-    mut sender: DataSender,
-    seat: Option<&Seat>,
-) -> Result<(), Failure> {
+fn send_all(hub: &Arc<Hub>, lane: u16, mut sender: DataSender) -> Result<(), Failure> {
     let fresh = || hub.pool.take(PIECE_BYTES);
     let mut scratch = fresh();
     let mut ready = Vec::new();
+    let records = hub.site.limits.lane_records;
     hub.lock().senders += 1;
     let result = loop {
-        let (work, socket) = next(hub, lane, wear(hub, &sender), &mut ready);
-        if let Some(seat) = seat {
-            seat.tend();
-        }
+        let (work, socket) = next(hub, lane, sender.key_usage(records), &mut ready);
         let sent = match work {
             Work::Stop | Work::Wait => {
                 let what = format!(
@@ -337,17 +294,4 @@ fn send(sender: &mut DataSender, data: &Data, piece: &Piece) -> Result<(), SendE
         debug_assert_eq!(added, Ok(()));
         frame.finish(&header)
     })
-}
-
-/// How far the lane's key is used up.
-fn wear(hub: &Hub, sender: &DataSender) -> Wear {
-    let most = hub.site.limits.lane_records;
-    let used = sender.counters().records;
-    if used + RECORDS_FOR_END >= most {
-        Wear::Spent
-    } else if used >= most / 8 * 7 {
-        Wear::Worn
-    } else {
-        Wear::Fresh
-    }
 }

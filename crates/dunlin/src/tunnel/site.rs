@@ -21,8 +21,8 @@ use super::options::{Entrance, Exit, Limits, Routes};
 use super::relay::{RelayExit, Relays};
 use super::socket::Socket;
 use super::{Identities, RouteStatus, Status};
-use crate::ipsec::lanes::Shelter;
 use crate::lane::control::ControlStream;
+use crate::lane::dial::{Connector, SealedLanes, StandardConnector};
 use crate::lane::identity::{ClientTls, SettingsError};
 use crate::lane::peers::{PeerIdentity, PeerRefused, Peers};
 
@@ -39,7 +39,8 @@ pub(super) struct Site {
     /// Where the peers' lanes are taken.
     pub(super) port: u16,
     /// By what lanes go over IPsec.
-    pub(super) shelter: Option<Shelter>,
+    pub(super) sealed: Option<Arc<dyn SealedLanes>>,
+    pub(super) connector: Arc<dyn Connector>,
     identities: Mutex<Identities>,
     /// For random numbers alone.
     any_tls: ClientTls,
@@ -75,7 +76,7 @@ impl Site {
     pub(super) fn new(
         limits: Limits,
         port: u16,
-        shelter: Option<Shelter>,
+        sealed: Option<Arc<dyn SealedLanes>>,
         identities: Identities,
         routes: &Routes,
         events: SyncSender<Event>,
@@ -84,7 +85,8 @@ impl Site {
         Ok(Self {
             limits: limits.bounded(),
             port,
-            shelter,
+            sealed,
+            connector: Arc::new(StandardConnector),
             identities: Mutex::new(identities),
             any_tls,
             exits: Mutex::new(exits(routes)),

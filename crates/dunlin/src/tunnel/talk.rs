@@ -46,7 +46,7 @@ pub(super) fn run(hub: &Arc<Hub>) {
         control.shutdown();
     }
     hub.join();
-    hub.leave_ways();
+    hub.leave_dialer();
     hub.site.forget(hub, fault);
 }
 

@@ -9,10 +9,13 @@ use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use dunlin::ipsec::lanes::{LaneError, Shelter, Ways};
+use dunlin::ipsec::lanes::{LaneError, Shelter, Sheltered, Ways};
 use dunlin::ipsec::{Mode, Sender};
 use dunlin::lane::accept::{Arrival, LaneSocket, accept};
 use dunlin::lane::control::{self, ControlStream};
+use dunlin::lane::dial::{
+    Connector, DialCancel, LaneGuard, LaneRequest, SealedLanes, StandardConnector,
+};
 use dunlin::lane::identity::{ClientTls, ServerTls};
 use dunlin::lane::peers::{PeerIdentity, Principal};
 use dunlin::lane::provider::Crypto;
@@ -230,11 +233,9 @@ fn i6_a_lane_from_another_port_or_peer_is_not_taken(guest: &Guest, tls: &Tls) {
     until("it is judged", || near.far.verdicts().len() == 3);
     assert_eq!(near.far.verdicts(), [true, false, false]);
     // Nor is a session begun with another peer than the control lane's.
-    let ways = near
-        .shelter
-        .ways(tls.client.clone(), Principal::Certificate([0; 32]));
-    let (_waker, stop) = waker().expect("a descriptor");
-    let refused = inside("a", || ways.connect(AT, Instant::now() + LIMIT, &stop));
+    let ways = near.shelter.ways();
+    let other = Principal::Certificate([0; 32]);
+    let refused = inside("a", || dial(&ways, &tls.client, &other));
     assert!(
         matches!(refused, Err(LaneError::OtherPeer { .. })),
         "{refused:?}"
@@ -289,6 +290,8 @@ struct Near {
     shelter: Shelter,
     said: Said,
     ways: Arc<Ways>,
+    tls: ClientTls,
+    peer: Principal,
     far: Far,
     _control: ControlStream,
 }
@@ -311,18 +314,21 @@ impl Near {
         until("b knows its peer", || {
             far.expected.lock().expect("nobody panics").is_some()
         });
-        let ways = shelter.ways(tls.client.clone(), control.peer().principal());
+        let ways = shelter.ways();
+        let peer = control.peer().principal();
         Self {
             shelter,
             said,
             ways: Arc::new(ways),
+            tls: tls.client.clone(),
+            peer,
             far,
             _control: control,
         }
     }
 
     fn lane(&self) -> Lane {
-        Lane::open(Arc::clone(&self.ways))
+        Lane::open(Arc::clone(&self.ways), self.tls.clone(), self.peer.clone())
     }
 
     /// What the SAs of its one session have carried.
@@ -363,15 +369,25 @@ struct Lane {
     thread: Option<JoinHandle<()>>,
 }
 
+fn dial(ways: &Ways, tls: &ClientTls, peer: &Principal) -> Result<Sheltered, LaneError> {
+    let connector: Arc<dyn Connector> = Arc::new(StandardConnector);
+    ways.connect(&LaneRequest {
+        endpoint: AT,
+        peer,
+        tls,
+        deadline: Instant::now() + LIMIT,
+        cancel: &DialCancel::new().expect("a descriptor"),
+        connector: &connector,
+    })
+}
+
 impl Lane {
-    fn open(ways: Arc<Ways>) -> Self {
+    fn open(ways: Arc<Ways>, tls: ClientTls, peer: Principal) -> Self {
         let (told, orders) = channel::<()>();
         let (tell, done) = channel();
         let (tell_stream, opened) = channel();
         let body = move || {
-            let (_waker, stop) = waker().expect("a descriptor");
-            let lane = ways.connect(AT, Instant::now() + LIMIT, &stop);
-            let lane = lane.expect("there is a way");
+            let lane = dial(&ways, &tls, &peer).expect("there is a way");
             let (mut stream, seat) = (lane.stream, lane.seat);
             stream.set_nodelay(true).expect("a socket");
             stream.write_all(&first_words()).expect("it is read");
@@ -383,7 +399,7 @@ impl Lane {
             let mut send = || {
                 let mut pieces = vec![7; BYTES];
                 pieces.chunks_mut(64 << 10).try_for_each(|piece| {
-                    seat.tend();
+                    seat.before_send();
                     stream.write_all(piece)
                 })?;
                 // What stands in the socket has gone by no SA yet.
@@ -464,7 +480,7 @@ impl Far {
         let mut controls = Vec::new();
         let body = move || {
             accept(&listener, &server, &stopped, |arrival| {
-                match own.take_in(arrival) {
+                match own.take(arrival) {
                     Some(Arrival::Control { stream, .. }) => {
                         *known.lock().expect("nobody panics") = Some(stream.peer().clone());
                         controls.push(stream);

@@ -1,17 +1,20 @@
 //! The page engine over lanes that IPsec protects: a lane killed and new keys in the middle, pages compared, and nothing of it in the clear.
 
 use std::collections::BTreeMap;
-use std::net::TcpListener;
+use std::io;
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::process::ExitCode;
+use std::sync::atomic::AtomicU32;
+use std::sync::atomic::Ordering::SeqCst;
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
-use std::thread;
+use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use dunlin::engine::destination;
 use dunlin::engine::source::{LaneSecurity, Options, migrate};
 use dunlin::engine::vmm::{FaultCode, SourceVm};
-use dunlin::engine::{Cancel, Event, Host, Report, StandardHost, VmIs};
+use dunlin::engine::{Cancel, Event, Host, Report, StandardHost, VmIs, Wakeup};
 use dunlin::ipsec::lanes::Shelter;
 use dunlin::ipsec::{Direction, Mode, Sender};
 use dunlin::lane::control;
@@ -227,7 +230,7 @@ fn i6_a_destination_that_is_not_prepared_refuses(tls: &Tls) {
         quick(1, 64)
             .to_builder()
             .security(LaneSecurity::Ipsec)
-            .ipsec(near),
+            .ipsec(Some(Arc::new(near))),
     );
     let (result, _) = inside("a", || send(&vm, AT, &tls.0, &options, &Cancel::new()));
     let error = result.expect_err("it is refused");
@@ -246,7 +249,7 @@ fn i2_a_cancelled_migration_waits_for_no_session(guest: &Guest, tls: &Tls, answe
         quick(2, 64)
             .to_builder()
             .security(LaneSecurity::Ipsec)
-            .ipsec(near),
+            .ipsec(Some(Arc::new(near))),
     );
     let cancel = Cancel::new();
     let (asked, is_asked) = channel();
@@ -307,6 +310,35 @@ struct How<'a> {
     strikes: bool,
 }
 
+/// The host of a VMM that would be jailed: all its connections come from here.
+#[derive(Default)]
+struct Counting {
+    connected: AtomicU32,
+    from_a_port: AtomicU32,
+}
+
+impl Host for Counting {
+    fn connect(&self, endpoint: &str, deadline: Instant, stop: &Wakeup) -> io::Result<TcpStream> {
+        self.connected.fetch_add(1, SeqCst);
+        StandardHost.connect(endpoint, deadline, stop)
+    }
+
+    fn connect_from(
+        &self,
+        local: SocketAddr,
+        remote: SocketAddr,
+        deadline: Instant,
+        stop: &Wakeup,
+    ) -> io::Result<TcpStream> {
+        self.from_a_port.fetch_add(1, SeqCst);
+        StandardHost.connect_from(local, remote, deadline, stop)
+    }
+
+    fn spawn(&self, name: String, body: Box<dyn FnOnce() + Send>) -> io::Result<JoinHandle<()>> {
+        StandardHost.spawn(name, body)
+    }
+}
+
 /// Moves the guest; `before_commit` is called when everything has been sent.
 fn moves(
     guest: &Guest,
@@ -326,7 +358,7 @@ fn moves(
     let options = options
         .to_builder()
         .security(LaneSecurity::Ipsec)
-        .ipsec(near.clone())
+        .ipsec(Some(Arc::new(near.clone())))
         .build()
         .expect("they fit together");
     let (result, events) = thread::scope(|scope| {
@@ -341,9 +373,16 @@ fn moves(
                     events.lock().expect("nobody panics").push(event.clone());
                 };
                 let as_source: Arc<dyn SourceVm> = Arc::clone(vm) as _;
-                let host: Arc<dyn Host> = Arc::new(StandardHost);
+                let counting = Arc::new(Counting::default());
+                let host: Arc<dyn Host> = Arc::clone(&counting) as _;
                 let none = Cancel::new();
                 let result = migrate(&as_source, AT, &tls.0, &options, &host, &observe, &none);
+                // The control lane and the IPsec session's; each lane from a port of its own.
+                if let Ok(report) = &result {
+                    assert!(counting.connected.load(SeqCst) >= 2);
+                    let lanes = u32::try_from(report.lanes.len()).expect("there are few");
+                    assert!(lanes > 0 && counting.from_a_port.load(SeqCst) >= lanes);
+                }
                 (result, events.into_inner().expect("nobody panics"))
             })
         });
@@ -409,7 +448,7 @@ fn epochs(shelter: &Shelter) -> u32 {
 /// A destination at host b.
 fn receive(tls: &Tls) -> (Receiving, Shelter) {
     let (far, _) = shelter("b", Mode::Connection, &[]);
-    let options = unhurried().to_builder().ipsec(far.clone());
+    let options = unhurried().to_builder().ipsec(Some(Arc::new(far.clone())));
     let options: destination::Options = options.build().expect("they fit together");
     let listener = inside("b", || TcpListener::bind(AT)).expect("the port is free");
     let receiving = inside("b", || {

@@ -7,8 +7,7 @@ use dunlin_proto::control::{Final, Message};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::lanes::{Fence, LaneRefusal, Receiving};
 use dunlin_proto::limits::{MAX_SECTIONS, MAX_STATE_BYTES};
-use dunlin_proto::negotiate::{LaneOpen, LaneSecurity, Offer, Opening, Selection};
-use dunlin_sys::socket::{Liveness, set_liveness};
+use dunlin_proto::negotiate::{LaneOpen, Offer, Opening, Selection};
 
 use super::super::control::FromPeer;
 use super::super::error::Fault;
@@ -17,7 +16,9 @@ use super::lane::Lane;
 use super::session::{Session, starved, unexpected};
 use super::{DestinationEvent, SessionEvent};
 use crate::lane::accept::{Arrival, LaneSocket};
-use crate::lane::data::{DataReceiver, PlainConsent, STALL_LIMIT};
+use crate::lane::admit::admit;
+use crate::lane::data::DataReceiver;
+use crate::lane::peers::PeerIdentity;
 use crate::lane::proof::is_proved;
 
 /// Acknowledgements are collected for this long: some hundred messages a
@@ -151,45 +152,18 @@ impl Session<'_> {
             return Ok(());
         };
         let number = open.lane;
-        if let Err((fault, text)) = self.check_lane(offer, selection, &socket, open) {
-            self.reject(format!("lane {number}: {text}"));
-            if !is_proved(&self.secret, open) {
-                // Whoever this is, it is not the source: nothing is told.
-                return Ok(());
-            }
-            return self.say(&Message::LaneRefused {
-                lane: number,
-                fault,
-                text,
-            });
-        }
-        // A lane may be silent for long, while the guest dirties nothing; the
-        // kernel finds out whether its peer is still there.
-        if let Err(error) = set_liveness(socket.stream(), &Liveness::default()) {
-            self.reject(format!("lane {number}: {error}"));
-        }
-        let receiver = match socket {
-            LaneSocket::Tls(secured) => DataReceiver::tls(*secured, STALL_LIMIT),
-            // It came by an SA of this peer's, or it would have been refused.
-            LaneSocket::Plain(stream) if selection.security == LaneSecurity::Ipsec => {
-                DataReceiver::plain(stream, PlainConsent::sealed_below(), STALL_LIMIT)
-            }
-            LaneSocket::Plain(stream) => {
-                let theirs = selection.security == LaneSecurity::Plain;
-                let Some(consent) = PlainConsent::both(self.options.allow_plain, theirs) else {
-                    return Ok(());
-                };
-                DataReceiver::plain(stream, consent, STALL_LIMIT)
-            }
-        };
-        let receiver = match receiver {
+        let receiver = match self.check_lane(offer, selection, socket, open) {
             Ok(receiver) => receiver,
-            Err(error) => {
-                self.reject(format!("lane {number}: {error}"));
+            Err((fault, text)) => {
+                self.reject(format!("lane {number}: {text}"));
+                if !is_proved(&self.secret, open) {
+                    // Whoever this is, it is not the source: nothing is told.
+                    return Ok(());
+                }
                 return self.say(&Message::LaneRefused {
                     lane: number,
-                    fault: FaultCode::LaneLost,
-                    text: error.to_string(),
+                    fault,
+                    text,
                 });
             }
         };
@@ -226,13 +200,13 @@ impl Session<'_> {
         self.say(&Message::LaneUp { lane: number })
     }
 
-    pub(super) fn check_lane(
+    fn check_lane(
         &self,
         offer: &Offer,
         selection: &Selection,
-        socket: &LaneSocket,
+        socket: LaneSocket,
         open: &LaneOpen,
-    ) -> Result<(), (FaultCode, String)> {
+    ) -> Result<DataReceiver, (FaultCode, String)> {
         if open.session != offer.session {
             let text = "it is of another session".to_owned();
             return Err((FaultCode::UnknownSession, text));
@@ -241,32 +215,15 @@ impl Session<'_> {
             let text = "it does not know the session's secret".to_owned();
             return Err((FaultCode::WrongSecret, text));
         }
-        match (socket, selection.security) {
-            (LaneSocket::Tls(secured), LaneSecurity::Tls) => {
-                if !self.is_with(&secured.peer) {
-                    let text = "it is not from the peer of this session";
-                    return Err((FaultCode::WrongIdentity, text.to_owned()));
-                }
-            }
-            (LaneSocket::Plain(_), LaneSecurity::Plain) => {}
-            (LaneSocket::Plain(stream), LaneSecurity::Ipsec) => {
-                let Some(shelter) = &self.options.ipsec else {
-                    let text = "this side is not prepared for lanes over IPsec".to_owned();
-                    return Err((FaultCode::SecurityNotAgreed, text));
-                };
-                let covered = shelter.covers_if(|peer| self.is_with(peer), stream);
-                covered.map_err(|error| (FaultCode::SecurityNotAgreed, error.to_string()))?;
-            }
-            _ => {
-                let text = format!("{} lanes were agreed", selection.security);
-                return Err((FaultCode::SecurityNotAgreed, text));
-            }
-        }
+        let (plain, sealed) = (self.options.allow_plain, self.options.ipsec.as_ref());
+        let is_peer = |peer: &PeerIdentity| self.is_with(peer);
+        let receiver = admit(selection.security, plain, sealed, socket, &is_peer);
+        let receiver = receiver.map_err(|error| (error.fault(), error.to_string()))?;
         if open.version != selection.version {
             let text = format!("it speaks version {}", open.version);
             return Err((FaultCode::VersionMismatch, text));
         }
-        Ok(())
+        Ok(receiver)
     }
 
     pub(super) fn keep(&mut self, section: dunlin_proto::control::Section) -> Result<(), Fault> {

@@ -1,5 +1,6 @@
 //! What an operator can choose at the destination.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use dunlin_proto::limits::{MAX_ENDPOINT_BYTES, MAX_ENDPOINTS, MAX_LANES};
@@ -7,7 +8,7 @@ use dunlin_proto::limits::{MAX_ENDPOINT_BYTES, MAX_ENDPOINTS, MAX_LANES};
 use super::super::control::SILENCE_LIMIT;
 use super::super::journal::Journal;
 use super::super::options::{OptionError, check, check_limit};
-use crate::ipsec::lanes::Shelter;
+use crate::lane::dial::SealedLanes;
 
 /// What the operator can choose at the destination; made and checked by
 /// [`Options::builder`]. The default is what an operator has who chooses
@@ -24,7 +25,7 @@ use crate::ipsec::lanes::Shelter;
 #[derive(Clone, Debug)]
 pub struct Options {
     pub(in crate::engine) allow_plain: bool,
-    pub(in crate::engine) ipsec: Option<Shelter>,
+    pub(in crate::engine) ipsec: Option<Arc<dyn SealedLanes>>,
     pub(in crate::engine) lanes_max: u16,
     pub(in crate::engine) endpoints: Vec<String>,
     pub(in crate::engine) silence_limit: Duration,
@@ -100,8 +101,8 @@ impl OptionsBuilder {
 
     /// By what lanes come over IPsec where the source asks for that; without, such a source is
     /// refused.
-    pub fn ipsec(mut self, shelter: impl Into<Option<Shelter>>) -> Self {
-        self.0.ipsec = shelter.into();
+    pub fn ipsec(mut self, lanes: Option<Arc<dyn SealedLanes>>) -> Self {
+        self.0.ipsec = lanes;
         self
     }
 

@@ -121,12 +121,12 @@ pub(super) fn run(
         let (tls, sender) = (tls.clone(), sender.clone());
         let arrivals = Arc::clone(&arrivals);
         let listener = Arc::clone(&listener);
-        let shelter = options.ipsec.clone();
+        let sealed = options.ipsec.clone();
         let body = move || {
             let ended = accept(&listener, &tls, &stop, |arrival| {
                 // What protects lanes comes and goes apart from the session.
-                let Some(arrival) = (match &shelter {
-                    Some(shelter) => shelter.take_in(arrival),
+                let Some(arrival) = (match &sealed {
+                    Some(lanes) => lanes.take(arrival),
                     None => Some(arrival),
                 }) else {
                     return;

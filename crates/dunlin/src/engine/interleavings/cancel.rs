@@ -19,12 +19,12 @@ pub(super) fn cancellation() {
         spawn(move || cancel.cancel())
     };
     let line = Line::new();
-    cancel.interrupts(line.interrupt());
+    let interrupting = cancel.interrupts(line.interrupt());
     if thread_rng().r#gen() {
         // The peer never answers.
         line.await_end();
     } else {
-        cancel.spares();
+        drop(interrupting);
         let (events, heard) = channel();
         cancel.listen(move || events.send(()).unwrap());
         heard.recv().expect("the listener lives");

@@ -179,7 +179,7 @@ impl Doubt {
             epoch,
         };
         let deadline = until.min(Instant::now() + options.connect_limit);
-        let (stream, _) = open_control(host, &to, tls, &offer, deadline)?;
+        let (stream, _) = open_control(host, None, &to, tls, &offer, deadline)?;
         if !self.journal.is_with(stream.peer()) {
             return Err(another_peer(stream.peer(), self.journal.peer()));
         }

@@ -206,7 +206,7 @@ impl Session<'_> {
             // One that was tried may stand at the destination already.
             self.raise_epoch();
             let deadline = until.min(Instant::now() + self.options.connect_limit);
-            let fault = match open_control(self.host, &to, &tls, &self.offer, deadline) {
+            let fault = match open_control(self.host, None, &to, &tls, &self.offer, deadline) {
                 Ok((stream, _)) if !stream.peer().is(&peer) => {
                     another_peer(stream.peer(), self.journal.peer())
                 }

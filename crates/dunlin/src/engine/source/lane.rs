@@ -1,7 +1,7 @@
 //! A lane's thread at the source: connects, proves that it belongs to the
 //! session, and then sends what the schedule gives it.
 
-use std::net::{Shutdown, TcpStream};
+use std::net::TcpStream;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
@@ -9,30 +9,22 @@ use std::time::{Duration, Instant};
 
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::frame::{ChunkHeader, Encoding, Frame, Range};
-use dunlin_proto::lanes::Wear;
 use dunlin_proto::limits::{
     CHUNK_PAGES, MAX_CHUNK_HEADER_BYTES, MAX_PAGES_LOOKED_AT, MAX_RANGES_PER_CHUNK, PAGE_BYTES,
 };
-use dunlin_proto::negotiate::{LaneOpen, LaneSecurity, SessionId, SessionSecret};
+use dunlin_proto::negotiate::{SessionId, SessionSecret};
 use dunlin_proto::schedule::{ChunkPlan, Work};
 use dunlin_sys::affinity::thread_cpu_time;
-use dunlin_sys::poll::{Wakeup, waker};
-use dunlin_sys::socket::{Liveness, set_liveness, wait_readable};
+use dunlin_sys::socket::wait_readable;
 
 use super::super::error::Fault;
-use super::super::host::Host;
 use super::super::vmm::GuestMemory;
 use super::SessionEvent;
 use super::desk::{Desk, given_up};
-use crate::ipsec::lanes::{LaneError, Seat, Ways};
-use crate::lane::data::{DataSender, PlainConsent, RECORDS_PER_FRAME, STALL_LIMIT, SendError};
-use crate::lane::handshake;
+use crate::lane::data::{DataSender, SendError};
+use crate::lane::dial::{Connector, DialCancel, DialError, LaneDialer, LaneRequest, LaneTicket};
 use crate::lane::identity::ClientTls;
 use crate::lane::peers::Principal;
-use crate::lane::proof::prove;
-
-/// Records kept back for a chunk that is under way, a mark and the end.
-const RECORDS_FOR_END: u64 = 2 * RECORDS_PER_FRAME as u64;
 
 /// Pages for which there must be room in a chunk before more are asked for: a lock is taken for it.
 const LEAST_ROOM: u64 = CHUNK_PAGES / 4;
@@ -46,9 +38,8 @@ pub(super) struct Lane {
     pub(super) number: u16,
     pub(super) endpoint: String,
     pub(super) tls: ClientTls,
-    pub(super) security: LaneSecurity,
-    /// Where it goes over IPsec.
-    pub(super) ways: Option<Arc<Ways>>,
+    pub(super) dialer: Arc<dyn LaneDialer>,
+    pub(super) connector: Arc<dyn Connector>,
     /// Whether others have stood before.
     pub(super) is_replacement: bool,
     pub(super) version: u16,
@@ -61,7 +52,6 @@ pub(super) struct Lane {
     pub(super) deadline: Instant,
     pub(super) memory: Arc<dyn GuestMemory>,
     pub(super) desk: Arc<Desk>,
-    pub(super) host: Arc<dyn Host>,
     pub(super) events: Sender<SessionEvent>,
 }
 
@@ -70,8 +60,8 @@ impl Lane {
     /// that it used.
     pub(super) fn run(self) {
         let body = || {
-            let (sender, seat) = self.connect()?;
-            self.send_all(sender, seat.as_ref())
+            let sender = self.connect()?;
+            self.send_all(sender)
         };
         // The VMM's memory is called in here; the session must hear of a
         // panic in it, or it would wait for this lane for ever.
@@ -87,117 +77,57 @@ impl Lane {
         });
     }
 
-    fn connect(&self) -> Result<(DataSender, Option<Seat>), Fault> {
-        let (waker, stop) = waker().map_err(|error| {
+    fn connect(&self) -> Result<DataSender, Fault> {
+        let cancel = DialCancel::new().map_err(|error| {
             self.lost("no descriptors can be had for a lane")
                 .because(error)
         })?;
-        self.interrupted_by(move || waker.wake())?;
-        let (stream, sheltered) = self.reach(&stop)?;
-        set_liveness(&stream, &Liveness::default())
-            .and_then(|()| stream.try_clone())
-            .map_err(|error| self.lost("a lane's socket has no options").because(error))
-            .and_then(|same| {
-                // Fails only where the connection has gone already.
-                self.interrupted_by(move || drop(same.shutdown(Shutdown::Both)))
-            })?;
-        let (consent, seat) = sheltered.unzip();
-        let mut sender = self.secure(stream, consent)?;
+        let own = cancel.clone();
+        self.interrupted_by(move || own.cancel())?;
+        let request = LaneRequest {
+            endpoint: &self.endpoint,
+            peer: &self.peer,
+            tls: &self.tls,
+            deadline: self.deadline,
+            cancel: &cancel,
+            connector: &self.connector,
+        };
+        let dialled = self.dialer.dial(&request);
+        let mut sender = dialled.map_err(|error| self.not_opened(error))?;
+        let canceller = sender.canceller();
+        self.interrupted_by(move || canceller.shutdown())?;
         sender
             .set_rate(self.rate)
             .map_err(|error| self.lost("the lane's rate cannot be set").because(error))?;
-        let canceller = sender.canceller();
-        self.interrupted_by(move || canceller.shutdown())?;
-        let open = LaneOpen {
+        let ticket = LaneTicket {
             version: self.version,
             session: self.session,
+            secret: &self.secret,
             lane: self.number,
-            mac: prove(&self.secret, &self.session, self.number),
         };
-        let mut bytes = Vec::new();
-        open.encode(&mut bytes).map_err(|error| {
-            Fault::new(FaultCode::Internal, "a lane's opening cannot be sent").because(error)
-        })?;
-        sender.send(&bytes).map_err(|error| self.failed(error))?;
-        Ok((sender, seat))
+        let presented = ticket.present(&mut sender);
+        presented.map_err(|error| self.failed(error))?;
+        Ok(sender)
     }
 
-    /// A connection to the destination; over IPsec with the consent that its bytes need no
-    /// other security, and its place.
-    fn reach(&self, stop: &Wakeup) -> Result<(TcpStream, Option<(PlainConsent, Seat)>), Fault> {
-        let cannot = || format!("lane {} cannot reach {}", self.number, self.endpoint);
-        if self.security != LaneSecurity::Ipsec {
-            let host = &self.host;
-            let stream = host.connect_unless(&self.endpoint, self.deadline, stop);
-            let stream = stream.map_err(|error| self.lost(cannot()).because(error))?;
-            return Ok((stream, None));
-        }
-        let Some(ways) = &self.ways else {
-            return Err(Fault::new(
-                FaultCode::Internal,
-                "lanes have no way by IPsec",
-            ));
-        };
-        let sheltered = ways.connect(&self.endpoint, self.deadline, stop);
-        let sheltered = sheltered.map_err(|error: LaneError| {
-            // What hinders the first lanes hinders all; later ones can be tried again.
-            let code = error.lasting().filter(|_| !self.is_replacement);
-            Fault::new(code.unwrap_or(FaultCode::LaneLost), cannot()).because(error)
-        })?;
-        let consent = sheltered.consent();
-        Ok((sheltered.stream, Some((consent, sheltered.seat))))
+    fn not_opened(&self, error: DialError) -> Fault {
+        let is_worth_another_try =
+            self.is_replacement && !matches!(error, DialError::OtherPeer { .. });
+        // What hinders the first lanes hinders all; later ones can be tried again.
+        let code = error.permanent().filter(|_| !is_worth_another_try);
+        let what = format!("lane {} cannot be opened", self.number);
+        Fault::new(code.unwrap_or(FaultCode::LaneLost), what).because(error)
     }
 
     fn interrupted_by(&self, interrupt: impl Fn() + Send + 'static) -> Result<(), Fault> {
         self.desk.interrupted_by(self.number, Box::new(interrupt))
     }
 
-    fn secure(
-        &self,
-        stream: TcpStream,
-        sealed_below: Option<PlainConsent>,
-    ) -> Result<DataSender, Fault> {
-        let sender = match self.security {
-            LaneSecurity::Tls => {
-                let secured =
-                    handshake::client(stream, &self.tls, self.deadline).map_err(|error| {
-                        self.lost(format!("lane {} cannot be secured", self.number))
-                            .because(error)
-                    })?;
-                if !secured.peer.is(&self.peer) {
-                    return Err(Fault::new(
-                        FaultCode::WrongIdentity,
-                        format!(
-                            "lane {} reached another peer than the control lane",
-                            self.number
-                        ),
-                    ));
-                }
-                DataSender::tls(secured, STALL_LIMIT)
-            }
-            LaneSecurity::Plain => {
-                // The selection that names plain lanes was checked against our
-                // own offer, so both sides have said yes.
-                let consent = PlainConsent::both(true, true).ok_or_else(|| {
-                    Fault::new(FaultCode::SecurityNotAgreed, "plain lanes were not agreed")
-                })?;
-                DataSender::plain(stream, consent, STALL_LIMIT)
-            }
-            LaneSecurity::Ipsec => {
-                let consent = sealed_below.ok_or_else(|| {
-                    Fault::new(FaultCode::Internal, "a lane does not go by IPsec")
-                })?;
-                DataSender::plain(stream, consent, STALL_LIMIT)
-            }
-        };
-        sender.map_err(|error| self.failed(error))
-    }
-
-    fn send_all(&self, mut sender: DataSender, seat: Option<&Seat>) -> Result<(), Fault> {
+    fn send_all(&self, mut sender: DataSender) -> Result<(), Fault> {
         let mut frames = Frames::default();
         let opened_bytes = sender.counters().wire_bytes;
         loop {
-            let wear = self.wear(&sender);
+            let wear = sender.key_usage(self.records);
             let work = self.desk.next(
                 self.number,
                 wear,
@@ -206,9 +136,6 @@ impl Lane {
                 |event| drop(self.events.send(event)),
                 || has_ended(sender.socket()),
             )?;
-            if let Some(seat) = seat {
-                seat.tend();
-            }
             // The lane's opening is no part of the migration's traffic.
             let sent = |bytes: u64| bytes.saturating_sub(opened_bytes);
             match work {
@@ -232,21 +159,6 @@ impl Lane {
                     return Ok(());
                 }
             }
-        }
-    }
-
-    /// How far the lane's key is used up.
-    fn wear(&self, sender: &DataSender) -> Wear {
-        if sender.records_left().is_none() {
-            return Wear::Fresh;
-        }
-        let used = sender.counters().records;
-        if used + RECORDS_FOR_END >= self.records {
-            Wear::Spent
-        } else if used >= self.records / 8 * 7 {
-            Wear::Worn
-        } else {
-            Wear::Fresh
         }
     }
 

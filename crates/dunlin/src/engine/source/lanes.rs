@@ -18,15 +18,15 @@ use super::super::report::Event;
 use super::SessionEvent;
 use super::lane::Lane;
 use super::session::Session;
-use crate::ipsec::lanes::Ways;
+use crate::lane::dial::{Connector, LaneDialer};
 use crate::lane::identity::ClientTls;
 use crate::lane::peers::Principal;
 
 /// What every lane of the session is opened with.
 pub(super) struct LaneTerms {
     pub(super) tls: ClientTls,
-    /// Where lanes go over IPsec.
-    pub(super) ways: Option<Arc<Ways>>,
+    pub(super) dialer: Arc<dyn LaneDialer>,
+    pub(super) connector: Arc<dyn Connector>,
     pub(super) accept: Accept,
     /// Where the control lane went, for a destination that names no endpoints.
     pub(super) to: String,
@@ -87,8 +87,8 @@ impl Session<'_> {
             number,
             endpoint,
             tls: terms.tls.clone(),
-            security: self.selection.security,
-            ways: terms.ways.clone(),
+            dialer: Arc::clone(&terms.dialer),
+            connector: Arc::clone(&terms.connector),
             is_replacement: self.lanes_stood,
             version: self.selection.version,
             session: self.control.session(),
@@ -99,7 +99,6 @@ impl Session<'_> {
             deadline: Instant::now() + self.options.connect_limit,
             memory: Arc::clone(&self.memory),
             desk: Arc::clone(&self.shared),
-            host: Arc::clone(self.host),
             events: terms.events.clone(),
         };
         self.shared.expect(number);

@@ -1,5 +1,6 @@
 //! What an operator can choose at the source.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use dunlin_proto::limits::MAX_LANES;
@@ -10,7 +11,7 @@ use super::super::control::SILENCE_LIMIT;
 use super::super::journal::Journal;
 use super::super::options::{OptionError, check, check_limit, check_owner};
 use super::super::tune::Tune;
-use crate::ipsec::lanes::Shelter;
+use crate::lane::dial::SealedLanes;
 use crate::lane::record::RECORD_LIMIT;
 
 /// What the operator can choose at the source; made and checked by
@@ -33,7 +34,7 @@ use crate::lane::record::RECORD_LIMIT;
 pub struct Options {
     pub(in crate::engine) lanes: u16,
     pub(in crate::engine) security: LaneSecurity,
-    pub(in crate::engine) ipsec: Option<Shelter>,
+    pub(in crate::engine) ipsec: Option<Arc<dyn SealedLanes>>,
     pub(in crate::engine) downtime_limit: Duration,
     pub(in crate::engine) time_limit: Option<Duration>,
     pub(in crate::engine) at_time_limit: AtTimeLimit,
@@ -169,8 +170,8 @@ impl OptionsBuilder {
 
     /// By what lanes go over IPsec, where [`LaneSecurity::Ipsec`] is chosen. They are connected
     /// by it and not by the [`Host`](crate::engine::Host), and their threads kept on its CPUs.
-    pub fn ipsec(mut self, shelter: impl Into<Option<Shelter>>) -> Self {
-        self.0.ipsec = shelter.into();
+    pub fn ipsec(mut self, lanes: Option<Arc<dyn SealedLanes>>) -> Self {
+        self.0.ipsec = lanes;
         self
     }
 

@@ -13,7 +13,6 @@ use dunlin_proto::fault::{AtFault, FaultCode};
 use dunlin_proto::switchover::Source;
 
 use super::super::error::{Fault, harmless};
-use super::super::host::CancellableHost;
 use super::super::journal::RecordedPeer;
 use super::super::lock;
 use super::super::report::Event;
@@ -77,8 +76,8 @@ impl Session<'_> {
             // One that was tried may stand at the destination already.
             self.raise_epoch();
             let deadline = until.min(Instant::now() + self.options.connect_limit);
-            let host = CancellableHost::over(self.host, self.cancel);
-            match open_control(&host, &to, &tls, &self.offer, deadline) {
+            let cancel = Some(self.cancel);
+            match open_control(self.host, cancel, &to, &tls, &self.offer, deadline) {
                 Ok((stream, _)) if !stream.peer().is(&peer) => {
                     return Err(another_peer(stream.peer(), self.journal.peer()));
                 }

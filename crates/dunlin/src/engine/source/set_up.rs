@@ -12,16 +12,14 @@ use dunlin_proto::control::{Accept, Describe, Message, RegionTable};
 use dunlin_proto::fault::{AtFault, FaultCode};
 use dunlin_proto::lanes::{Patience, Sending};
 use dunlin_proto::limits::PAGE_BYTES;
-use dunlin_proto::negotiate::{
-    Features, LaneSecurity, Offer, Opening, Selection, SessionId, VERSIONS,
-};
+use dunlin_proto::negotiate::{Features, Offer, Opening, Selection, SessionId, VERSIONS};
 use dunlin_proto::pace::Pace;
 use dunlin_proto::schedule::Schedule;
 use dunlin_proto::switchover::Source;
 
 use super::super::control::{ControlLane, FromPeer, Sequences, read_opening};
 use super::super::error::{Fault, VmIs, harmless};
-use super::super::host::{Cancel, CancellableHost, Host};
+use super::super::host::{Cancel, FromHost, Host};
 use super::super::journal::{Journal, JournalError, SessionJournal, SourceRecord, State};
 use super::super::lock;
 use super::super::report::{Downtime, Event, Observer};
@@ -32,6 +30,7 @@ use super::precopy::Window;
 use super::session::{Session, nanos, unexpected};
 use super::{Options, SessionEvent};
 use crate::lane::control::{self as control_lane, ControlStream};
+use crate::lane::dial::{DialCancel, dialer};
 use crate::lane::identity::ClientTls;
 
 impl Session<'_> {
@@ -68,10 +67,12 @@ impl Session<'_> {
                     .join(", "),
             ),
         });
-        let over_ipsec = self.selection.security == LaneSecurity::Ipsec;
-        let shelter = self.options.ipsec.as_ref().filter(|_| over_ipsec);
+        let dialer = dialer(self.selection.security, self.options.ipsec.as_ref());
+        let dialer = dialer
+            .ok_or_else(|| Fault::new(FaultCode::Internal, "IPsec was offered without a dialer"))?;
         self.terms = Some(LaneTerms {
-            ways: shelter.map(|shelter| Arc::new(shelter.ways(tls.clone(), peer.principal()))),
+            dialer,
+            connector: Arc::new(FromHost(Arc::clone(self.host))),
             tls: tls.clone(),
             peer: peer.principal(),
             accept,
@@ -197,8 +198,7 @@ pub(super) fn connect<'a>(
         epoch: 1,
     };
     let mut journal = begin_record(session, &described, to, options, observer)?;
-    let cancellable = CancellableHost::over(host, cancel);
-    let opened = open_control(&cancellable, to, tls, &offer, deadline);
+    let opened = open_control(host, Some(cancel), to, tls, &offer, deadline);
     let opened = opened.and_then(|(stream, selection)| {
         let recorded = journal.write_peer(&stream.peer().principal());
         recorded.map_err(unrecorded)?;
@@ -217,7 +217,6 @@ pub(super) fn connect<'a>(
             return Err(fault);
         }
     };
-    drop(cancellable);
     let sequences = Arc::<Sequences>::default();
     let memory = vm.memory();
     let schedule = Schedule::new(
@@ -319,15 +318,24 @@ fn unrecorded(error: JournalError) -> Fault {
     Fault::new(FaultCode::Journal, what).because(error)
 }
 
-/// Connects a control lane and agrees on what `offer` says.
+/// Connects a control lane and agrees on what `offer` says. `cancel` ends it at any point.
 pub(super) fn open_control(
     host: &Arc<dyn Host>,
+    cancel: Option<&Cancel>,
     to: &str,
     tls: &ClientTls,
     offer: &Offer,
     deadline: Instant,
 ) -> Result<(ControlStream, Selection), Fault> {
-    let stream = host.connect(to, deadline).map_err(|error| {
+    let dial = DialCancel::new().map_err(|error| {
+        Fault::new(FaultCode::Kernel, "no descriptors can be had").because(error)
+    })?;
+    let own = dial.clone();
+    let _interrupting = cancel.map(|cancel| cancel.interrupts(Box::new(move || own.cancel())));
+    let connected = host
+        .connect(to, deadline, dial.wakeup())
+        .and_then(|stream| dial.covers(&stream).map(|()| stream));
+    let stream = connected.map_err(|error| {
         let mut fault = Fault::new(FaultCode::ControlLost, format!("{to} cannot be reached"));
         // No network was asked; EINVAL of a socket would have its number.
         if error.kind() == io::ErrorKind::InvalidInput && error.raw_os_error().is_none() {

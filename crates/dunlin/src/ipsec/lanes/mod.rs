@@ -2,12 +2,12 @@
 //!
 //! A [`Shelter`] is what a process has for it, for lanes in both directions. Whoever opens
 //! lanes has [`Ways`] to one peer, which make a session when the first lane is wanted; whoever
-//! accepts hands the session's offer to [`Shelter::take_in`], and asks [`Shelter::covers`]
-//! whether a lane that came in plain is one of that session.
+//! accepts hands the session's offer to [`SealedLanes::take`], and a lane that came in plain to
+//! [`LaneAcceptor::admit`], which asks [`Shelter::covers`] whether it is one of that session.
 //!
 //! ```text
 //!  opens lanes                                                       accepts
-//!   Ways ─▶ connection of its own (TLS): an IPsec session's ═════════▶ take_in
+//!   Ways ─▶ connection of its own (TLS): an IPsec session's ═════════▶ take
 //!    │      offer, to the listener of the lanes, for 64 source ports
 //!    ▼
 //!   Sheltered: a lane ── from one of these ports, by ESP ────────────▶ covers
@@ -35,8 +35,9 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use dunlin_proto::ipsec::{Mode, Sender};
-use dunlin_proto::negotiate::{Features, Opening};
+use dunlin_proto::negotiate::{Features, LaneSecurity, Opening};
 use dunlin_sys::affinity::{allowed, keep_to, pin_to};
+use dunlin_sys::socket::{Liveness, set_liveness};
 use dunlin_sys::tcp::{incoming_cpu, send_window, set_traffic_class};
 use dunlin_sys::xfrm::PerCpu;
 use thiserror::Error;
@@ -48,9 +49,11 @@ use super::error::{IpsecError, harmless, in_words};
 use super::session::clean_up_lanes;
 use super::tables::Tables;
 use super::{Event, Observer, Options, PortRange, Status};
-use crate::lane::accept::Arrival;
+use crate::lane::accept::{Arrival, LaneSocket};
+use crate::lane::admit::{AdmitError, LaneAcceptor};
 use crate::lane::control::ControlStream;
-use crate::lane::identity::ClientTls;
+use crate::lane::data::{DataReceiver, PlainConsent, STALL_LIMIT};
+use crate::lane::dial::{LaneDialer, SealedLanes};
 use crate::lane::peers::{PeerIdentity, Principal};
 use ways::Way;
 
@@ -162,16 +165,15 @@ impl Shelter {
         })))
     }
 
-    /// Ways to this peer, the certificate of which may be renewed meanwhile.
+    /// A dialer of lanes, with the sessions that it makes.
     #[must_use]
-    pub fn ways(&self, tls: ClientTls, peer: Principal) -> Ways {
-        Ways::new(self.clone(), tls, peer)
+    pub fn ways(&self) -> Ways {
+        Ways::new(self.clone())
     }
 
     /// Takes the offer of an IPsec session out of what arrives at a listener of lanes; what else
     /// arrives is given back.
-    #[must_use]
-    pub fn take_in(&self, arrival: Arrival) -> Option<Arrival> {
+    fn take_in(&self, arrival: Arrival) -> Option<Arrival> {
         let Arrival::Control { stream, opening } = arrival else {
             return Some(arrival);
         };
@@ -199,22 +201,19 @@ impl Shelter {
     /// # Errors
     /// It does not.
     pub fn covers(&self, peer: &Principal, lane: &TcpStream) -> Result<(), Unsheltered> {
-        self.covers_if(|other| other.is(peer), lane)
+        self.covers_if(&|other| other.is(peer), lane)
     }
 
     /// The same for the peer that `is_peer` recognises.
-    ///
-    /// # Errors
-    /// As [`Shelter::covers`].
-    pub(crate) fn covers_if(
+    fn covers_if(
         &self,
-        is_peer: impl Fn(&PeerIdentity) -> bool,
+        is_peer: &dyn Fn(&PeerIdentity) -> bool,
         lane: &TcpStream,
     ) -> Result<(), Unsheltered> {
         let (local, from) = (lane.local_addr()?, lane.peer_addr()?);
         let until = Instant::now() + SETTLING;
         loop {
-            match self.0.house.is_covered(&is_peer, local, from) {
+            match self.0.house.is_covered(is_peer, local, from) {
                 Some(true) => break,
                 // The peer was up a moment earlier.
                 None if Instant::now() < until => thread::sleep(Duration::from_millis(5)),
@@ -260,6 +259,34 @@ impl Shelter {
         for way in house.own_ways() {
             way.session.rekey();
         }
+    }
+}
+
+impl LaneAcceptor for Shelter {
+    fn admit(
+        &self,
+        socket: LaneSocket,
+        is_peer: &dyn Fn(&PeerIdentity) -> bool,
+    ) -> Result<DataReceiver, AdmitError> {
+        let LaneSocket::Plain(stream) = socket else {
+            let agreed = LaneSecurity::Ipsec;
+            return Err(AdmitError::OtherSecurity { agreed });
+        };
+        self.covers_if(is_peer, &stream)
+            .map_err(|error| AdmitError::NotSealed(error.into()))?;
+        set_liveness(&stream, &Liveness::default())?;
+        let consent = PlainConsent::sealed_below();
+        Ok(DataReceiver::plain(stream, consent, STALL_LIMIT)?)
+    }
+}
+
+impl SealedLanes for Shelter {
+    fn dialer(&self) -> Arc<dyn LaneDialer> {
+        Arc::new(self.ways())
+    }
+
+    fn take(&self, arrival: Arrival) -> Option<Arrival> {
+        self.take_in(arrival)
     }
 }
 

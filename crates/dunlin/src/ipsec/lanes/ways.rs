@@ -1,6 +1,6 @@
 //! The side that opens lanes: sessions to one peer, and connections from their ports.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeSet, HashMap};
 use std::fmt;
 use std::io;
 use std::mem;
@@ -13,8 +13,7 @@ use std::time::{Duration, Instant};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::ipsec::{Mode, Sender};
 use dunlin_sys::affinity::pin_to;
-use dunlin_sys::poll::Wakeup;
-use dunlin_sys::socket::{connect_from_unless, is_woken};
+use dunlin_sys::socket::{Liveness, set_liveness};
 use dunlin_sys::tcp::sent_bytes;
 use thiserror::Error;
 
@@ -26,8 +25,8 @@ use crate::ipsec::error::IpsecError;
 use crate::ipsec::session::{Session, random_session};
 use crate::ipsec::sockets::{Connection, connections};
 use crate::ipsec::{AssociationStatus, Direction, Event, Observer, Options, PortRange};
-use crate::lane::data::PlainConsent;
-use crate::lane::identity::ClientTls;
+use crate::lane::data::{DataSender, PlainConsent, STALL_LIMIT};
+use crate::lane::dial::{DialError, LaneDialer, LaneGuard, LaneRequest};
 use crate::lane::peers::Principal;
 
 /// Blocks of ports that are tried before none seems to be free.
@@ -88,10 +87,9 @@ pub enum LaneError {
 }
 
 impl LaneError {
-    /// What would go wrong with the next lane as well: its code. Nothing where another try may
-    /// help.
+    /// The code if the next attempt would fail in the same way; `None` if it may succeed.
     #[must_use]
-    pub fn lasting(&self) -> Option<FaultCode> {
+    pub fn permanent(&self) -> Option<FaultCode> {
         match self {
             Self::OtherPeer { .. } => Some(FaultCode::WrongIdentity),
             Self::Cpu { .. } => Some(FaultCode::Kernel),
@@ -112,17 +110,17 @@ impl LaneError {
     }
 }
 
-/// Ways for lanes to one peer. When it is dropped, its sessions end; that waits until their
+/// Opens lanes over IPsec. When it is dropped, its sessions end; that waits until their
 /// connections are over, or for the options' `quiet_wait`.
 pub struct Ways {
     shelter: Shelter,
-    tls: ClientTls,
-    /// The peer that has to answer; `tls` may admit others.
-    peer: Principal,
-    /// By where they lead: a session is between two addresses.
-    toward: Mutex<BTreeMap<String, Toward>>,
+    /// By where they lead, and who has to be there: a session is between two addresses.
+    toward: Mutex<HashMap<Destination, Toward>>,
     changed: Condvar,
 }
+
+/// An endpoint, and the peer that has to be there.
+type Destination = (String, Principal);
 
 #[derive(Default)]
 struct Toward {
@@ -185,18 +183,24 @@ pub struct Sheltered {
 /// A lane's place among the others of its session; dropped with the lane.
 pub struct Seat(Arc<Place>);
 
-impl Sheltered {
-    /// That its bytes may go as they are: IPsec seals them.
-    #[must_use]
-    pub fn consent(&self) -> PlainConsent {
-        PlainConsent::sealed_below()
+impl LaneDialer for Ways {
+    fn dial(&self, request: &LaneRequest<'_>) -> Result<DataSender, DialError> {
+        let connected = self.connect(request).map_err(|error| DialError::Sealed {
+            endpoint: request.endpoint.to_owned(),
+            permanent: error.permanent(),
+            source: Box::new(error),
+        });
+        let Sheltered { stream, seat } = connected?;
+        set_liveness(&stream, &Liveness::default())?;
+        let consent = PlainConsent::sealed_below();
+        Ok(DataSender::plain(stream, consent, STALL_LIMIT)?.guarded_by(Box::new(seat)))
     }
 }
 
-impl Seat {
-    /// To be called by the lane's thread before it sends: a lane that was seen to go by
-    /// another CPU's SA has its route looked up anew, by what this thread sends next.
-    pub fn tend(&self) {
+impl LaneGuard for Seat {
+    /// A lane that was seen to go by another CPU's SA has its route looked up anew, by what this
+    /// thread sends next.
+    fn before_send(&self) {
         if self.0.has_strayed.load(Ordering::Relaxed)
             && self.0.has_strayed.swap(false, Ordering::Relaxed)
             && let Some(stream) = self.0.stream.get()
@@ -205,7 +209,9 @@ impl Seat {
             let _ = look_anew(stream);
         }
     }
+}
 
+impl Seat {
     /// The CPU on which the lane's thread is kept, and whose SA it has; none in mode connection.
     #[must_use]
     pub fn cpu(&self) -> Option<u32> {
@@ -229,38 +235,26 @@ impl fmt::Debug for Ways {
 }
 
 impl Ways {
-    pub(super) fn new(shelter: Shelter, tls: ClientTls, peer: Principal) -> Self {
+    pub(super) fn new(shelter: Shelter) -> Self {
         Self {
             shelter,
-            tls,
-            peer,
             toward: Mutex::default(),
             changed: Condvar::new(),
         }
     }
 
-    /// A connection to `to`, a host and port, by a session that stands or is made for it. Called
-    /// on the thread of the lane, which in mode cpu is kept on one CPU from now on.
+    /// A connection to the request's endpoint, by a session with its peer that exists or is made
+    /// for it. Called on the thread of the lane, which in mode cpu is kept on one CPU from now on.
     ///
     /// # Errors
-    /// None by `deadline`, or `stop` was woken before: a session that is being agreed on is given
-    /// up then.
-    pub fn connect(
-        &self,
-        to: &str,
-        deadline: Instant,
-        stop: &Wakeup,
-    ) -> Result<Sheltered, LaneError> {
+    /// None by the deadline, or it was cancelled before: a session that is being agreed on is
+    /// given up then.
+    pub fn connect(&self, request: &LaneRequest<'_>) -> Result<Sheltered, LaneError> {
         let mut tried = 0;
         loop {
-            let way = self.way(to, deadline, stop)?;
+            let way = self.way(request)?;
             tried += 1;
-            match way.connect(
-                &self.house().cpus,
-                &self.house().site.observer,
-                deadline,
-                stop,
-            ) {
+            match way.connect(&self.house().cpus, &self.house().site.observer, request) {
                 Err(LaneError::NoPort { .. }) if tried < SESSIONS_TRIED => {
                     way.is_full.store(true, Ordering::Relaxed);
                 }
@@ -281,10 +275,11 @@ impl Ways {
     }
 
     /// One that can be used, made if there is none. Others wait meanwhile.
-    fn way(&self, to: &str, deadline: Instant, stop: &Wakeup) -> Result<Arc<Way>, LaneError> {
+    fn way(&self, request: &LaneRequest<'_>) -> Result<Arc<Way>, LaneError> {
+        let to = || (request.endpoint.to_owned(), request.peer.clone());
         let mut toward = lock(&self.toward);
         let over = loop {
-            let one = toward.entry(to.to_owned()).or_default();
+            let one = toward.entry(to()).or_default();
             one.retire();
             if let Some(way) = one.ways.last()
                 && !way.is_full.load(Ordering::Relaxed)
@@ -297,12 +292,12 @@ impl Ways {
             }
             let waited = self.changed.wait_timeout(toward, STEP);
             toward = waited.unwrap_or_else(PoisonError::into_inner).0;
-            go_on(deadline, stop)?;
+            go_on(request)?;
         };
         drop(toward);
-        let made = self.make(to, &over, deadline, stop).map(Arc::new);
+        let made = self.make(request, &over).map(Arc::new);
         let mut toward = lock(&self.toward);
-        let one = toward.entry(to.to_owned()).or_default();
+        let one = toward.entry(to()).or_default();
         one.is_making = false;
         if let Ok(way) = &made {
             one.ways.push(Arc::clone(way));
@@ -313,24 +308,23 @@ impl Ways {
         made
     }
 
-    fn make(
-        &self,
-        to: &str,
-        over: &[PortRange],
-        deadline: Instant,
-        stop: &Wakeup,
-    ) -> Result<Way, LaneError> {
+    fn make(&self, request: &LaneRequest<'_>, over: &[PortRange]) -> Result<Way, LaneError> {
+        let LaneRequest {
+            endpoint: to,
+            deadline,
+            ..
+        } = *request;
         let house = self.house();
         let (mut later, mut blocks) = house
             .free_blocks()
             .into_iter()
             .partition::<Vec<_>, _>(|block| over.contains(block));
-        let called_off = |error: IpsecError| match (go_on(deadline, stop), error) {
+        let called_off = |error: IpsecError| match (go_on(request), error) {
             (Err(why), IpsecError::Ended) => why,
             (_, error) => error.into(),
         };
         for _ in 0..BLOCKS_TRIED {
-            go_on(deadline, stop)?;
+            go_on(request)?;
             let session = random_session()?;
             if blocks.is_empty() {
                 mem::swap(&mut blocks, &mut later);
@@ -349,11 +343,17 @@ impl Ways {
                     .min(deadline.saturating_duration_since(Instant::now())),
                 ..house.site.options.clone()
             };
-            let mut given_up = || go_on(deadline, stop).is_err();
+            let mut given_up = || go_on(request).is_err();
             let limit = options.patience;
-            let control = dial::open_beside(to, &self.tls, session, limit, &mut given_up);
-            let control = control.map_err(called_off)?;
-            if !control.peer().is(&self.peer) {
+            let opened = dial::open_beside(
+                (to, request.connector),
+                request.tls,
+                session,
+                limit,
+                &mut given_up,
+            );
+            let control = opened.map_err(called_off)?;
+            if !control.peer().is(request.peer) {
                 let to = to.to_owned();
                 return Err(LaneError::OtherPeer { to });
             }
@@ -397,15 +397,14 @@ impl Way {
         &self,
         cpus: &[u32],
         observer: &Observer,
-        deadline: Instant,
-        stop: &Wakeup,
+        request: &LaneRequest<'_>,
     ) -> Result<Sheltered, LaneError> {
         let place = self.place(cpus);
         if let Some(cpu) = place.cpu {
             // The SA is that of the CPU on which connect(2) looks up the route.
             pin_to(cpu as usize).map_err(|source| LaneError::Cpu { cpu, source })?;
             self.session.want_cpu(cpu);
-            let is_served = self.await_own(Sender::Cpu(cpu), deadline, stop)?;
+            let is_served = self.await_own(Sender::Cpu(cpu), request)?;
             if !is_served && lock(&self.unserved).insert(cpu) {
                 observer(&Event::NoOwnAssociation { cpu });
             }
@@ -417,13 +416,19 @@ impl Way {
             let port = self.ports.first() + ((start + at) % count) as u16;
             let mut local = self.local;
             local.set_port(port);
-            match connect_from_unless(local, self.peer, deadline, stop) {
+            let connected = request.connector.connect_from(
+                local,
+                self.peer,
+                request.deadline,
+                request.cancel.wakeup(),
+            );
+            match connected {
                 Ok(stream) => {
                     if self.mode == Mode::Connection {
                         let to = self.peer.port();
                         // Its first bytes may go by the fallback; the rest do not wait for it.
                         let own = Sender::Connection { from: port, to };
-                        self.await_own(own, deadline, stop)?;
+                        self.await_own(own, request)?;
                     }
                     let same = stream.try_clone().map_err(|source| LaneError::Connect {
                         from: port,
@@ -474,12 +479,7 @@ impl Way {
     }
 
     /// Whether what is sent for this has an SA of its own, which may take a moment.
-    fn await_own(
-        &self,
-        sender: Sender,
-        deadline: Instant,
-        stop: &Wakeup,
-    ) -> Result<bool, LaneError> {
+    fn await_own(&self, sender: Sender, request: &LaneRequest<'_>) -> Result<bool, LaneError> {
         let until = Instant::now() + SA_LIMIT;
         loop {
             if self.session.has(sender) {
@@ -490,7 +490,7 @@ impl Way {
             if is_known || Instant::now() >= until {
                 return Ok(false);
             }
-            go_on(deadline, stop)?;
+            go_on(request)?;
             if self.session.is_over() {
                 return Err(IpsecError::Ended.into());
             }
@@ -596,11 +596,11 @@ impl Drop for Way {
 }
 
 /// Unless it is late, or was called off.
-fn go_on(deadline: Instant, stop: &Wakeup) -> Result<(), LaneError> {
-    if is_woken(stop).unwrap_or(true) {
+fn go_on(request: &LaneRequest<'_>) -> Result<(), LaneError> {
+    if request.cancel.is_cancelled() {
         return Err(LaneError::Stopped);
     }
-    if Instant::now() >= deadline {
+    if Instant::now() >= request.deadline {
         return Err(IpsecError::Silent("ready").into());
     }
     Ok(())

@@ -60,9 +60,10 @@ impl PlainConsent {
         (ours && theirs).then_some(Self(()))
     }
 
-    /// The same of a connection whose packets an IPsec session of both sides seals: only
-    /// [`crate::ipsec::lanes`] knows of one.
-    pub(crate) fn sealed_below() -> Self {
+    /// The consent for a connection whose packets are sealed below TCP, by an IPsec session of
+    /// both sides. The caller vouches for it.
+    #[must_use]
+    pub fn sealed_below() -> Self {
         Self(())
     }
 }

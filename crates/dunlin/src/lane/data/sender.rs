@@ -4,6 +4,7 @@ use std::io::{self, IoSliceMut, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::time::Duration;
 
+use dunlin_proto::lanes::Wear;
 use dunlin_sys::ktls;
 use dunlin_sys::memory::is_zero_page;
 use dunlin_sys::socket::set_pacing_rate;
@@ -14,6 +15,7 @@ use super::{
     BATCH_BYTES, CLOSE_NOTIFY, Canceller, Counters, HEADER_LIMIT_BYTES, Link, PAGE_BYTES,
     PAGES_PER_FRAME, PAGES_PER_RECORD, PlainConsent, RECORDS_PER_FRAME, Security,
 };
+use crate::lane::dial::LaneGuard;
 use crate::lane::handshake::Secured;
 use crate::lane::record::{
     ALERT, Alert, CONTENT_BYTES, Content, HEADER_BYTES, OVERHEAD_BYTES, OpenError, OpenHalf,
@@ -97,6 +99,7 @@ pub struct DataSender {
     stall_limit: Duration,
     counters: Counters,
     spent: bool,
+    guard: Option<Box<dyn LaneGuard>>,
 }
 
 /// A frame being filled. Dropped unfinished, it sends nothing.
@@ -149,7 +152,15 @@ impl DataSender {
             stall_limit,
             counters: Counters::default(),
             spent: false,
+            guard: None,
         })
+    }
+
+    /// Keeps `guard` until the lane ends, and calls it before each frame is sent.
+    #[must_use]
+    pub fn guarded_by(mut self, guard: Box<dyn LaneGuard>) -> Self {
+        self.guard = Some(guard);
+        self
     }
 
     /// Begins a frame.
@@ -209,6 +220,22 @@ impl DataSender {
         }
     }
 
+    /// How far the lane's key is used up, where the lane is to be replaced after `most` records.
+    pub fn key_usage(&self, most: u64) -> Wear {
+        /// Records kept back for a chunk that is under way, a mark and the end.
+        const FOR_END: u64 = 2 * RECORDS_PER_FRAME as u64;
+        let used = self.counters.records;
+        if self.records_left().is_none() {
+            Wear::Fresh
+        } else if used + FOR_END >= most {
+            Wear::Spent
+        } else if used >= most / 8 * 7 {
+            Wear::Worn
+        } else {
+            Wear::Fresh
+        }
+    }
+
     /// Caps this lane in bytes per second; `None` lifts the cap.
     ///
     /// # Errors
@@ -237,6 +264,9 @@ impl DataSender {
     ) -> Result<(), SendError> {
         if self.spent {
             return Err(SendError::Spent);
+        }
+        if let Some(guard) = &self.guard {
+            guard.before_send();
         }
         let bytes = header.len();
         if bytes > HEADER_LIMIT_BYTES {
