@@ -611,3 +611,42 @@ fn a_lane_whose_handshake_is_under_way_ends_with_the_tunnel() {
     drop(channel);
     assert!(took < Duration::from_secs(2), "{took:?}");
 }
+
+/// So does the first control lane, while the far tunnel's answer is awaited.
+#[test]
+fn a_control_lane_whose_handshake_is_under_way_ends_with_the_tunnel() {
+    let mut pair = Pair::start(&Setup {
+        relayed: true,
+        ..Setup::default()
+    });
+    let relay = pair.relay.clone().unwrap();
+    let near = pair.near.take();
+    let entrance = pair.entrance();
+    let mut channel = None;
+    let mut took = Duration::ZERO;
+    relay.hold(
+        || channel = Some(UnixStream::connect(entrance).unwrap()),
+        || {
+            let begun = Instant::now();
+            drop(near);
+            took = begun.elapsed();
+        },
+    );
+    drop(channel);
+    assert!(took < Duration::from_secs(2), "{took:?}");
+}
+
+/// Nor does an authorised peer hold it up that has been selected and says nothing of its lanes.
+#[test]
+fn a_peer_that_is_silent_behind_the_selection_holds_up_no_end() {
+    let mut pair = Pair::start(&Setup::default());
+    let far = pair.far.take().unwrap();
+    let tls = tls(&pair.authority.identity(&[NEAR]));
+    let control = Peer::offer_with(far.address(), &tls, SESSION, 1, None);
+    let control = control.unwrap_or_else(|refusal| panic!("{refusal:?}"));
+    let begun = Instant::now();
+    drop(far);
+    let took = begun.elapsed();
+    drop(control);
+    assert!(took < Duration::from_secs(2), "{took:?}");
+}

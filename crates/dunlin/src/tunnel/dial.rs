@@ -23,17 +23,16 @@ use dunlin_proto::negotiate::{
 };
 use dunlin_proto::stripe::Side;
 use dunlin_proto::stripe::message::{Header, MESSAGE_HEADER_BYTES, Message};
-use dunlin_sys::socket::{Liveness, connect, set_liveness};
+use dunlin_sys::socket::{Liveness, set_liveness};
 use zeroize::Zeroize;
 
 use super::event::Event;
 use super::failure::Failure;
 use super::hub::{Hub, Terms};
-use super::site::Site;
+use super::site::{Dialling, Site};
 use super::talk;
 use crate::lane::control::{self, ControlStream};
 use crate::lane::peers::Peers;
-use crate::lane::reach::first_of;
 
 /// Where a peer is, who it has to be, and what protects the lanes to it.
 #[derive(Clone, PartialEq, Eq)]
@@ -50,10 +49,12 @@ pub(super) struct Destination {
 pub(super) fn dial(site: &Arc<Site>, to: Destination, lanes: u16) -> Result<Arc<Hub>, Failure> {
     let deadline = Instant::now() + site.limits.vanished;
     let session: SessionId = random(site)?;
-    let (control, selection) = open(site, &to, session, 1, deadline)?;
+    let dialling = site.dialling()?;
+    let (control, selection) = open(site, &dialling, &to, session, 1, deadline)?;
     let own_secret = SessionSecret(random(site)?);
     say_accept(site, &control, &own_secret, site.port)?;
     let (peer_secret, peer_lanes, _) = hear_accept(&control, deadline)?;
+    drop(dialling);
     let at = peer_address(&control)?;
     let side = Side::Connecting;
     let terms = Terms {
@@ -108,7 +109,13 @@ pub(super) fn take(
         talk::up(&hub, control, offer.epoch);
         return Ok(());
     }
+    let dialling = site.dialling()?;
+    let covered = dialling.cancel.covers(control.socket());
+    covered.map_err(|error| {
+        Failure::new(FaultCode::Kernel, "no descriptor is left").because(&error)
+    })?;
     let (peer_secret, peer_lanes, port) = hear_accept(&control, deadline)?;
+    drop(dialling);
     if port == 0 {
         let text = "the peer's tunnel says no port for lanes";
         return Err(Failure::new(FaultCode::Malformed, text));
@@ -156,7 +163,8 @@ pub(super) fn resume(hub: &Arc<Hub>, epoch: u32) -> Result<ControlStream, Failur
         return Err(Failure::new(FaultCode::Internal, "the peer makes it anew"));
     };
     let deadline = Instant::now() + site.limits.silence();
-    let (control, _) = open(site, to, hub.terms.session, epoch, deadline)?;
+    let dialling = site.dialling()?;
+    let (control, _) = open(site, &dialling, to, hub.terms.session, epoch, deadline)?;
     if !hub.terms.is_the_peer(control.peer()) {
         let text = "another peer answers than before";
         return Err(Failure::new(FaultCode::UnknownSession, text));
@@ -240,6 +248,7 @@ fn start(site: &Arc<Site>, hub: &Arc<Hub>, at: SocketAddr) {
 /// Connects a control lane and agrees on what is spoken.
 fn open(
     site: &Site,
+    dialling: &Dialling<'_>,
     to: &Destination,
     session: SessionId,
     epoch: u32,
@@ -250,8 +259,12 @@ fn open(
         Failure::new(FaultCode::ControlLost, format!("{at} cannot be reached")).because(error)
     };
     let tls = site.client_tls(to.peers.clone())?;
-    let stream =
-        first_of(at, |address| connect(address, deadline)).map_err(|error| unreachable(&error))?;
+    let cancel = &dialling.cancel;
+    let connected = site
+        .connector
+        .connect(at, deadline, cancel.wakeup())
+        .and_then(|stream| cancel.covers(&stream).map(|()| stream));
+    let stream = connected.map_err(|error| unreachable(&error))?;
     set_liveness(&stream, &Liveness::default()).map_err(|error| unreachable(&error))?;
     let control = control::client(stream, &tls, deadline).map_err(|error| {
         Failure::of_handshake(format!("no secure control lane to {at}"), &error)

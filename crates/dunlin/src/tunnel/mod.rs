@@ -484,6 +484,7 @@ impl Drop for Tunnel {
             let _ = thread.join();
         }
         self.site.drain();
+        self.site.end_dials();
         for hub in self.site.all() {
             hub.end(FaultCode::Ended);
         }

@@ -22,7 +22,7 @@ use super::relay::{RelayExit, Relays};
 use super::socket::Socket;
 use super::{Identities, RouteStatus, Status};
 use crate::lane::control::ControlStream;
-use crate::lane::dial::{Connector, SealedLanes, StandardConnector};
+use crate::lane::dial::{Connector, DialCancel, SealedLanes, StandardConnector};
 use crate::lane::identity::{ClientTls, SettingsError};
 use crate::lane::peers::{PeerIdentity, PeerRefused, Peers};
 
@@ -58,6 +58,29 @@ pub(super) struct Site {
     events: SyncSender<Event>,
     untold: AtomicUsize,
     threads: Mutex<Vec<JoinHandle<()>>>,
+    dials: Mutex<Dials>,
+}
+
+/// Control lanes that are being agreed on, on either side.
+#[derive(Default)]
+struct Dials {
+    /// The tunnel ends: none begins any more.
+    is_over: bool,
+    last: u64,
+    under_way: BTreeMap<u64, DialCancel>,
+}
+
+/// A control lane that is being agreed on, until this is dropped.
+pub(super) struct Dialling<'a> {
+    site: &'a Site,
+    number: u64,
+    pub(super) cancel: DialCancel,
+}
+
+impl Drop for Dialling<'_> {
+    fn drop(&mut self) {
+        lock(&self.site.dials).under_way.remove(&self.number);
+    }
 }
 
 /// A peer to which this side makes the association.
@@ -101,6 +124,7 @@ impl Site {
             events,
             untold: AtomicUsize::new(0),
             threads: Mutex::default(),
+            dials: Mutex::default(),
         })
     }
 
@@ -461,6 +485,35 @@ impl Site {
         socket.fail(&failure);
         let route = opening.route.clone();
         self.tell(Event::Refused { route, failure });
+    }
+
+    /// A control lane is being agreed on, which ends with the tunnel.
+    ///
+    /// # Errors
+    /// The tunnel ends already, or no descriptors are left.
+    pub(super) fn dialling(&self) -> Result<Dialling<'_>, Failure> {
+        let cancel = DialCancel::new().map_err(|error| {
+            Failure::new(FaultCode::Kernel, "no descriptors can be had").because(&error)
+        })?;
+        let mut dials = lock(&self.dials);
+        if dials.is_over {
+            return Err(Failure::new(FaultCode::Ended, "this tunnel ends"));
+        }
+        dials.last += 1;
+        let number = dials.last;
+        dials.under_way.insert(number, cancel.clone());
+        Ok(Dialling {
+            site: self,
+            number,
+            cancel,
+        })
+    }
+
+    /// Ends what [`Site::dialling`] has begun, and begins nothing any more.
+    pub(super) fn end_dials(&self) {
+        let mut dials = lock(&self.dials);
+        dials.is_over = true;
+        dials.under_way.values().for_each(DialCancel::cancel);
     }
 
     /// From now on [`Site::is_draining`].
