@@ -22,13 +22,14 @@
 #![forbid(unsafe_code)]
 
 pub mod engine;
-#[cfg(any(test, feature = "fuzzing"))]
-pub mod fuzz;
 pub mod handoff;
 pub mod ipsec;
-pub mod lane;
 pub mod testing;
 pub mod tunnel;
+
+pub use dunlin_lane as lane;
+#[cfg(feature = "fuzzing")]
+pub use dunlin_lane::fuzz;
 
 /// The version of vm-memory whose types the traits of [`engine::vmm`] have.
 pub use vm_memory;

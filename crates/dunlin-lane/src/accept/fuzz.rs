@@ -1,0 +1,125 @@
+//! The fuzz entry of a connection whose peer nobody knows.
+
+use std::io::{IoSlice, Write};
+use std::net::{Ipv4Addr, Shutdown, SocketAddr};
+use std::sync::{Arc, LazyLock};
+use std::time::Instant;
+
+use dunlin_proto::limits::MAX_OPENING_BODY_BYTES;
+use dunlin_proto::negotiate::{PRELUDE_BYTES, Prelude};
+use rustls::server::{ClientHello, ResolvesServerCert};
+use rustls::sign::CertifiedKey;
+use rustls::{RootCertStore, ServerConfig};
+use webpki::KeyUsage;
+
+use super::pending::{Pending, Stage, Step};
+use super::{Arrival, LaneSocket, OPENING_DEADLINE, Opening, Purpose, ServerTls};
+use crate::denied::Denied;
+use crate::kernel::Offload;
+use crate::peers::Peers;
+use crate::policy::ServerSettings;
+use crate::provider::{Crypto, Provider};
+use crate::record::RECEIVED_RECORD_BYTES;
+use crate::trust::{Authorities, Trust};
+
+/// A host that has lost its certificate: nobody gets through the handshake.
+#[derive(Debug)]
+struct NoCertificate;
+
+impl ResolvesServerCert for NoCertificate {
+    fn resolve(&self, _: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
+        None
+    }
+}
+
+static TLS: LazyLock<ServerTls> = LazyLock::new(|| {
+    let provider = Provider::built_in()[0];
+    let rustls = Crypto::with(provider).rustls().expect("it is built in");
+    let algorithms = rustls.signature_verification_algorithms;
+    let config = ServerConfig::builder_with_provider(rustls)
+        .with_protocol_versions(&[&rustls::version::TLS13])
+        .expect("every suite is of TLS 1.3")
+        .with_no_client_auth()
+        .with_cert_resolver(Arc::new(NoCertificate));
+    ServerTls::new(ServerSettings {
+        config: Arc::new(config),
+        trust: Arc::new(Trust::new(
+            Arc::new(Authorities {
+                anchors: RootCertStore::empty(),
+                revocations: Vec::new(),
+                denied: Denied::default(),
+            }),
+            algorithms,
+            Peers::AnyFromAuthority,
+            KeyUsage::client_auth(),
+        )),
+        provider,
+        offload: Offload::Process,
+    })
+});
+
+/// Any first bytes to a port for lanes, and to one for relays.
+pub fn fuzz_connection(bytes: &[u8]) {
+    for purpose in [Purpose::Lanes(&TLS), Purpose::Relay(&TLS)] {
+        greet(bytes, purpose);
+    }
+}
+
+/// Any first bytes, in two pieces, and then nothing more: the connection comes
+/// to an end by itself, keeps no more than its bound, and nobody arrives but a
+/// plain lane whose opening is what was sent.
+fn greet(bytes: &[u8], purpose: Purpose<'_>) {
+    let (mut near, far) = crate::fuzz::pair();
+    far.set_nonblocking(true).expect("the connection stands");
+    let mut pending = Pending {
+        stream: far,
+        from: SocketAddr::from((Ipv4Addr::LOCALHOST, 1)),
+        deadline: Instant::now() + OPENING_DEADLINE,
+        stage: Stage::Silent,
+        opening: Vec::new(),
+        prelude: None,
+    };
+    let at = bytes
+        .first()
+        .map_or(0, |&byte| usize::from(byte) % bytes.len());
+    let mut step = Step::Wait;
+    for part in [&bytes[..at], &bytes[at..]] {
+        // It may have been refused and closed by now.
+        let _ = near.write_vectored(&[IoSlice::new(part)]);
+        if matches!(step, Step::Wait) {
+            step = pending.advance(purpose);
+        }
+    }
+    if matches!(step, Step::Wait) {
+        near.shutdown(Shutdown::Write)
+            .expect("the connection stands");
+        step = pending.advance(purpose);
+    }
+    assert!(pending.opening.len() <= PRELUDE_BYTES + MAX_OPENING_BODY_BYTES);
+    if let Stage::Tls(handshake) = &pending.stage {
+        assert!(handshake.reading.record.len() <= RECEIVED_RECORD_BYTES);
+    }
+    match step {
+        Step::Wait => panic!("nothing more comes, and it waits"),
+        Step::Gone => panic!("it was never refused"),
+        Step::Refused(_) => pending.linger(Instant::now()),
+        Step::Complete => {
+            let opening = pending.opening.clone();
+            assert_eq!(opening, bytes[..opening.len()]);
+            let (prelude, body) = opening
+                .split_first_chunk::<PRELUDE_BYTES>()
+                .expect("a complete opening has its prelude");
+            let decoded =
+                Prelude::decode(prelude).and_then(|prelude| Opening::decode(&prelude, body));
+            match pending.arrive() {
+                Arrival::Control { .. } => panic!("a control lane without a handshake"),
+                Arrival::Lane { socket, opening } => {
+                    assert!(matches!(socket, LaneSocket::Plain(_)));
+                    assert_eq!(Ok(opening), decoded);
+                }
+                Arrival::Rejected { .. } => assert!(decoded.is_err()),
+                Arrival::Starved(error) => panic!("nothing was accepted: {error}"),
+            }
+        }
+    }
+}

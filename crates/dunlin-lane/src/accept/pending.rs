@@ -1,0 +1,386 @@
+//! One connection that has been accepted and has not shown yet who is at its other end.
+
+use std::io::{self, Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use dunlin_proto::negotiate::{MAGIC, Opening, PRELUDE_BYTES, Prelude};
+use dunlin_proto::wire::DecodeError;
+use rustls::{Connection, ServerConnection};
+
+use super::{
+    Arrival, Came, LINGER, LaneSocket, OPENING_DEADLINE, Purpose, RejectReason, RelayArrival,
+};
+use crate::control::ControlStream;
+use crate::handshake::relay::Greeting;
+use crate::handshake::{
+    FLIGHT_LIMIT_BYTES, HandshakeError, Secured, parameters, peer_identity, records,
+};
+use crate::identity::ServerTls;
+use crate::peers::PeerIdentity;
+use crate::policy::ServerSettings;
+use crate::record::{HEADER_BYTES, RECEIVED_RECORD_BYTES};
+
+/// One connection whose opening is not complete.
+pub(super) struct Pending {
+    pub(super) stream: TcpStream,
+    pub(super) from: SocketAddr,
+    pub(super) deadline: Instant,
+    pub(super) stage: Stage,
+    pub(super) opening: Vec<u8>,
+    pub(super) prelude: Option<Prelude>,
+}
+
+pub(super) enum Stage {
+    /// Nothing has come.
+    Silent,
+    /// TLS: the handshake, then the opening within it.
+    Tls(Box<Handshake>),
+    /// A plain lane's opening.
+    Plain,
+    /// The handshake of a relay's client.
+    Relay(Box<Greeting>),
+    /// Refused; waits for the peer to fetch the alert.
+    Lingering,
+}
+
+pub(super) struct Handshake {
+    settings: Arc<ServerSettings>,
+    connection: ServerConnection,
+    pub(super) reading: Reading,
+    peer: Option<PeerIdentity>,
+}
+
+pub(super) enum Step {
+    Wait,
+    Complete,
+    Refused(RejectReason),
+    Gone,
+}
+
+impl Pending {
+    pub(super) fn new(stream: TcpStream, from: SocketAddr) -> io::Result<Self> {
+        stream.set_nonblocking(true)?;
+        stream.set_nodelay(true)?;
+        Ok(Self {
+            stream,
+            from,
+            deadline: Instant::now() + OPENING_DEADLINE,
+            stage: Stage::Silent,
+            opening: Vec::new(),
+            prelude: None,
+        })
+    }
+
+    /// How far it has got: refused, silent, with a first byte, with a first
+    /// record of a handshake. An attacker who gets to the last has made us sign,
+    /// and is the only one who competes with honest peers.
+    pub(super) fn progress(&self) -> u8 {
+        match &self.stage {
+            Stage::Lingering => 0,
+            Stage::Silent => 1,
+            Stage::Plain => 2,
+            Stage::Tls(handshake) if handshake.reading.received == 0 => 2,
+            Stage::Relay(greeting) if greeting.is_fresh() => 2,
+            Stage::Tls(_) | Stage::Relay(_) => 3,
+        }
+    }
+
+    /// Since it was accepted.
+    pub(super) fn age(&self) -> Duration {
+        OPENING_DEADLINE.saturating_sub(self.deadline.saturating_duration_since(Instant::now()))
+    }
+
+    pub(super) fn wants_write(&self) -> bool {
+        match &self.stage {
+            Stage::Tls(tls) => tls.connection.wants_write(),
+            Stage::Relay(greeting) => greeting.wants_write(),
+            Stage::Silent | Stage::Plain | Stage::Lingering => false,
+        }
+    }
+
+    pub(super) fn lingers(&self) -> bool {
+        matches!(self.stage, Stage::Lingering)
+    }
+
+    pub(super) fn rejected(self, reason: RejectReason) -> Came {
+        Came::Rejected {
+            from: self.from,
+            reason,
+        }
+    }
+
+    /// Waits a moment before closing: closing a socket with unread bytes in it
+    /// resets the connection, and a reset destroys the alert on its way.
+    pub(super) fn linger(&mut self, now: Instant) {
+        // A failure means that nobody is left to fetch the alert.
+        let _ = self.stream.shutdown(Shutdown::Write);
+        self.stage = Stage::Lingering;
+        self.deadline = now + LINGER;
+    }
+
+    pub(super) fn advance(&mut self, purpose: Purpose<'_>) -> Step {
+        match self.try_advance(purpose) {
+            Ok(true) => Step::Complete,
+            Ok(false) => Step::Wait,
+            Err(_) if self.lingers() => Step::Gone,
+            Err(reason) => Step::Refused(reason),
+        }
+    }
+
+    /// Goes on until the socket has no more or the opening is complete.
+    fn try_advance(&mut self, purpose: Purpose<'_>) -> Result<bool, RejectReason> {
+        loop {
+            match &mut self.stage {
+                Stage::Silent => {
+                    let mut first = [0];
+                    match self.stream.peek(&mut first) {
+                        Ok(0) => return Err(HandshakeError::PeerClosed.into()),
+                        Ok(_) => {}
+                        Err(error) => return would_block(error),
+                    }
+                    self.stage = match (first[0], purpose) {
+                        // The content type of a handshake (RFC 8446, section 5.1).
+                        (22, Purpose::Lanes(tls)) => Stage::Tls(Box::new(Handshake::new(tls)?)),
+                        (22, Purpose::Relay(tls)) => Stage::Relay(Box::new(Greeting::new(tls)?)),
+                        (byte, Purpose::Lanes(_)) if byte == MAGIC[0] => Stage::Plain,
+                        (byte, _) => return Err(RejectReason::Unknown(byte)),
+                    };
+                }
+                Stage::Plain => {
+                    let wanted = wanted(&self.opening, &mut self.prelude)?;
+                    if wanted == 0 {
+                        return Ok(true);
+                    }
+                    let mut part = vec![0; wanted];
+                    match self.stream.read(&mut part) {
+                        Ok(0) => return Err(HandshakeError::PeerClosed.into()),
+                        Ok(count) => self.opening.extend_from_slice(&part[..count]),
+                        Err(error) => return would_block(error),
+                    }
+                }
+                Stage::Tls(handshake) => {
+                    if let Err(error) = handshake.write(&self.stream) {
+                        return would_block(error);
+                    }
+                    let handshaking = handshake.connection.is_handshaking();
+                    if !handshaking {
+                        let common: &rustls::CommonState = &handshake.connection;
+                        if handshake.peer.is_none() {
+                            let trust = &handshake.settings.trust;
+                            handshake.peer = Some(peer_identity(common, trust)?);
+                        }
+                        let wanted = wanted(&self.opening, &mut self.prelude)?;
+                        if wanted == 0 {
+                            return Ok(true);
+                        }
+                        if handshake.take_plaintext(wanted, &mut self.opening)? {
+                            continue;
+                        }
+                    }
+                    if !handshake.reading.next(&self.stream)? {
+                        return Ok(false);
+                    }
+                    if let Err(error) = handshake.process() {
+                        // Best effort: the first error is the one to report.
+                        let _ = handshake.write(&self.stream);
+                        return Err(error.into());
+                    }
+                }
+                Stage::Relay(greeting) => return greeting.advance(&self.stream),
+                Stage::Lingering => {
+                    let mut scrap = [0; 4096];
+                    match self.stream.read(&mut scrap) {
+                        Ok(0) => return Err(HandshakeError::PeerClosed.into()),
+                        // One read a turn: a peer that sends without end gets
+                        // no more than its turn.
+                        Ok(_) => return Ok(false),
+                        Err(error) => return would_block(error),
+                    }
+                }
+            }
+        }
+    }
+
+    pub(super) fn arrive_relayed(self) -> RelayArrival {
+        let from = self.from;
+        let Stage::Relay(greeting) = self.stage else {
+            let reason = HandshakeError::PeerClosed.into();
+            return RelayArrival::Rejected { from, reason };
+        };
+        match greeting.finish(self.stream, from) {
+            Ok(relayed) => RelayArrival::Secured(Box::new(relayed)),
+            Err(reason) => RelayArrival::Rejected { from, reason },
+        }
+    }
+
+    pub(super) fn arrive(self) -> Arrival {
+        let from = self.from;
+        self.try_arrive()
+            .unwrap_or_else(|reason| Arrival::Rejected { from, reason })
+    }
+
+    fn try_arrive(self) -> Result<Arrival, RejectReason> {
+        let prelude = self.prelude.ok_or(HandshakeError::PeerClosed)?;
+        let opening = Opening::decode(&prelude, &self.opening[PRELUDE_BYTES..])?;
+        self.stream.set_nonblocking(false)?;
+        let Stage::Tls(handshake) = self.stage else {
+            let socket = LaneSocket::Plain(self.stream);
+            return Ok(Arrival::Lane { socket, opening });
+        };
+        if !matches!(opening, Opening::Lane(_)) {
+            let stream = ControlStream::established(
+                self.stream,
+                Connection::from(handshake.connection),
+                &handshake.settings.trust,
+                handshake.settings.provider,
+            )?
+            .made_with(handshake.settings);
+            return Ok(Arrival::Control { stream, opening });
+        }
+        let peer = handshake.peer.ok_or(HandshakeError::NoCertificate)?;
+        let provider = handshake.settings.provider;
+        let parameters = parameters(&handshake.connection, provider)?;
+        let secrets = handshake
+            .connection
+            .dangerous_extract_secrets()
+            .map_err(HandshakeError::from)?;
+        let records = records(
+            &self.stream,
+            secrets,
+            parameters,
+            handshake.settings.offload,
+        )?;
+        let socket = LaneSocket::Tls(Box::new(Secured {
+            stream: self.stream,
+            peer,
+            parameters,
+            records,
+        }));
+        Ok(Arrival::Lane { socket, opening })
+    }
+}
+
+impl Handshake {
+    fn new(tls: &ServerTls) -> Result<Self, HandshakeError> {
+        let settings = tls.settings();
+        Ok(Self {
+            connection: ServerConnection::new(Arc::clone(&settings.config))?,
+            settings,
+            reading: Reading::default(),
+            peer: None,
+        })
+    }
+
+    fn write(&mut self, mut stream: &TcpStream) -> io::Result<()> {
+        while self.connection.wants_write() {
+            self.connection.write_tls(&mut stream)?;
+        }
+        stream.flush()
+    }
+
+    /// Gives the record to rustls.
+    fn process(&mut self) -> Result<(), HandshakeError> {
+        let mut unread = &self.reading.record[..];
+        while !unread.is_empty() {
+            self.connection
+                .read_tls(&mut unread)
+                .map_err(HandshakeError::Io)?;
+            self.connection.process_new_packets()?;
+        }
+        self.reading.record.clear();
+        Ok(())
+    }
+
+    /// Moves up to `wanted` bytes of plaintext to `opening`; whether there
+    /// were any.
+    fn take_plaintext(
+        &mut self,
+        wanted: usize,
+        opening: &mut Vec<u8>,
+    ) -> Result<bool, RejectReason> {
+        let mut part = vec![0; wanted];
+        match self.connection.reader().read(&mut part) {
+            Ok(0) => Err(HandshakeError::PeerClosed.into()),
+            Ok(count) => {
+                opening.extend_from_slice(&part[..count]);
+                Ok(true)
+            }
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(false),
+            Err(error) => Err(error.into()),
+        }
+    }
+}
+
+/// Reads a handshake record by record, so that not a byte behind it is taken.
+#[derive(Default)]
+pub(crate) struct Reading {
+    /// The record that is being read, or has been; whoever takes it empties this.
+    pub(crate) record: Vec<u8>,
+    /// Bytes of all whole records.
+    pub(crate) received: usize,
+}
+
+impl Reading {
+    /// Reads on until one whole record is there; `false` when the socket has
+    /// no more for now.
+    pub(crate) fn next(&mut self, mut stream: &TcpStream) -> Result<bool, RejectReason> {
+        loop {
+            let wanted = match self.record.first_chunk::<HEADER_BYTES>() {
+                None => HEADER_BYTES - self.record.len(),
+                Some(&[content_type, major, _, high, low]) => {
+                    if !(20..=23).contains(&content_type) || major != 3 {
+                        let start = [content_type, major, 0, high, low];
+                        return Err(HandshakeError::NotTls { start }.into());
+                    }
+                    let whole = HEADER_BYTES + usize::from(u16::from_be_bytes([high, low]));
+                    if whole > RECEIVED_RECORD_BYTES || self.received + whole > FLIGHT_LIMIT_BYTES {
+                        return Err(HandshakeError::TooLong.into());
+                    }
+                    if self.record.len() == whole {
+                        self.received += whole;
+                        return Ok(true);
+                    }
+                    whole - self.record.len()
+                }
+            };
+            let start = self.record.len();
+            self.record.resize(start + wanted, 0);
+            let result = stream.read(&mut self.record[start..]);
+            self.record
+                .truncate(start + result.as_ref().map_or(0, |&count| count));
+            match result {
+                Ok(0) => return Err(HandshakeError::PeerClosed.into()),
+                Ok(_) => {}
+                Err(error) => return would_block(error),
+            }
+        }
+    }
+}
+
+/// How many bytes of the opening are missing, as far as can be told.
+fn wanted(opening: &[u8], prelude: &mut Option<Prelude>) -> Result<usize, DecodeError> {
+    let Some(start) = opening.first_chunk::<PRELUDE_BYTES>() else {
+        return Ok(PRELUDE_BYTES - opening.len());
+    };
+    let body_bytes = match prelude {
+        Some(known) => known.body_bytes,
+        None => prelude.insert(Prelude::decode(start)?).body_bytes,
+    };
+    Ok(PRELUDE_BYTES + body_bytes - opening.len())
+}
+
+/// Whether an error only means that nothing is there yet.
+///
+/// # Errors
+/// It is another error.
+pub fn would_block(error: io::Error) -> Result<bool, RejectReason> {
+    match error.kind() {
+        io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => Ok(false),
+        io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => {
+            Err(HandshakeError::PeerClosed.into())
+        }
+        _ => Err(error.into()),
+    }
+}

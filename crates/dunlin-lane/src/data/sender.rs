@@ -1,0 +1,668 @@
+//! The sending end of a data lane.
+
+use std::io::{self, IoSliceMut, Read, Write};
+use std::net::{Shutdown, TcpStream};
+use std::time::Duration;
+
+use dunlin_proto::lanes::Wear;
+use dunlin_sys::ktls;
+use dunlin_sys::memory::is_zero_page;
+use dunlin_sys::socket::set_pacing_rate;
+use thiserror::Error;
+use vm_memory::VolatileSlice;
+
+use super::{
+    BATCH_BYTES, CLOSE_NOTIFY, Canceller, Counters, HEADER_LIMIT_BYTES, Link, PAGE_BYTES,
+    PAGES_PER_FRAME, PAGES_PER_RECORD, PlainConsent, RECORDS_PER_FRAME, Security,
+};
+use crate::dial::LaneGuard;
+use crate::handshake::Secured;
+use crate::record::{
+    ALERT, Alert, CONTENT_BYTES, Content, HEADER_BYTES, OVERHEAD_BYTES, OpenError, OpenHalf,
+    RECEIVED_RECORD_BYTES, RECORD_LIMIT, SealError, TRAILER_BYTES,
+};
+
+/// How long to look for the peer's reason after a write failed.
+const REASON_WAIT: Duration = Duration::from_millis(200);
+
+/// A payload of so many bytes shares the record of its header: to copy a page costs less than to
+/// seal one more record and to open it.
+const SHARED_BYTES: usize = PAGE_BYTES;
+const _: () = assert!(HEADER_LIMIT_BYTES + SHARED_BYTES <= CONTENT_BYTES);
+
+/// Why a frame could not be sent. The lane must be given up; how much of the frame the peer got
+/// is unknown.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum SendError {
+    /// The peer takes nothing.
+    #[error("the peer took no data for {limit:?}: it hangs, or the network does")]
+    Stalled {
+        /// The limit set for this lane.
+        limit: Duration,
+    },
+    /// The lane's [`Canceller`] was used.
+    #[error("the lane was shut down on this side")]
+    Cancelled,
+    /// The peer gave up and said why.
+    #[error("the peer ended the lane with the alert {0}")]
+    PeerAlert(Alert),
+    /// The peer hung up without a reason.
+    #[error(
+        "the peer closed the lane without a reason: it died, or gave the lane up; its log says which"
+    )]
+    PeerClosed,
+    /// Sealing failed; for [`SealError::Limit`] replace the lane.
+    #[error(transparent)]
+    Seal(#[from] SealError),
+    /// The header is longer than a frame's header may be.
+    #[error(
+        "a frame's header of {bytes} bytes is longer than {HEADER_LIMIT_BYTES}: split the frame"
+    )]
+    HeaderTooLong {
+        /// Its length.
+        bytes: usize,
+    },
+    /// The connection broke.
+    #[error("the lane's connection failed: {0}")]
+    Io(#[source] io::Error),
+    /// An earlier error ended this lane.
+    #[error("the lane has already failed")]
+    Spent,
+}
+
+/// Why something cannot be added to a frame. Nothing was added.
+#[derive(Debug, Error, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum FrameError {
+    /// There is no room for another page: finish the frame and begin the next.
+    #[error("the frame is full: finish it and begin another")]
+    Full,
+    /// A page was to follow bytes that end in the middle of a slot.
+    #[error("a page must begin at a multiple of {PAGE_BYTES} bytes within a frame's payload")]
+    Misaligned,
+    /// What was given is not one page.
+    #[error("a page of {PAGE_BYTES} bytes is wanted, not {bytes} bytes")]
+    Length {
+        /// Its length.
+        bytes: usize,
+    },
+}
+
+/// The sending end of a data lane.
+pub struct DataSender {
+    link: Link,
+    security: Security,
+    /// Room for the header, then the records of a full frame without gaps.
+    buffer: Box<[u8]>,
+    layout: Layout,
+    stall_limit: Duration,
+    counters: Counters,
+    spent: bool,
+    guard: Option<Box<dyn LaneGuard>>,
+}
+
+/// A frame being filled. Dropped unfinished, it sends nothing.
+pub struct Frame<'a> {
+    sender: &'a mut DataSender,
+    /// Bytes of payload so far.
+    filled: usize,
+    /// Pages of the payload that are still in guest memory only; the others stand in the buffer.
+    guest: GuestPages<'a>,
+}
+
+type GuestPages<'a> = [Option<VolatileSlice<'a>>; PAGES_PER_FRAME];
+
+impl DataSender {
+    /// The sending end of an encrypted lane. No progress for `stall_limit` is an error.
+    ///
+    /// # Errors
+    /// [`SendError::Io`] when the socket's options cannot be set.
+    pub fn tls(secured: Secured, stall_limit: Duration) -> Result<Self, SendError> {
+        Self::new(secured.stream, secured.records.into(), stall_limit)
+    }
+
+    /// The sending end of a lane in the clear.
+    ///
+    /// # Errors
+    /// [`SendError::Io`] when the socket's options cannot be set.
+    pub fn plain(
+        stream: TcpStream,
+        _: PlainConsent,
+        stall_limit: Duration,
+    ) -> Result<Self, SendError> {
+        Self::new(stream, Security::Plain, stall_limit)
+    }
+
+    fn new(
+        stream: TcpStream,
+        security: Security,
+        stall_limit: Duration,
+    ) -> Result<Self, SendError> {
+        // The socket's own time-out costs no system call per write.
+        stream
+            .set_write_timeout(Some(stall_limit))
+            .map_err(SendError::Io)?;
+        let layout = Layout::of(&security);
+        Ok(Self {
+            link: Link::new(stream).map_err(SendError::Io)?,
+            security,
+            buffer: vec![0; layout.front + RECORDS_PER_FRAME * layout.stride].into(),
+            layout,
+            stall_limit,
+            counters: Counters::default(),
+            spent: false,
+            guard: None,
+        })
+    }
+
+    /// Keeps `guard` until the lane ends, and calls it before each frame is sent.
+    #[must_use]
+    pub fn guarded_by(mut self, guard: Box<dyn LaneGuard>) -> Self {
+        self.guard = Some(guard);
+        self
+    }
+
+    /// Begins a frame.
+    pub fn frame(&mut self) -> Frame<'_> {
+        Frame {
+            sender: self,
+            filled: 0,
+            guest: [None; PAGES_PER_FRAME],
+        }
+    }
+
+    /// Sends a frame without payload.
+    ///
+    /// # Errors
+    /// [`SendError`].
+    pub fn send(&mut self, header: &[u8]) -> Result<(), SendError> {
+        self.frame().finish(header)
+    }
+
+    /// Tells the peer that nothing follows. Until it does, the peer takes an end for a cut.
+    ///
+    /// # Errors
+    /// [`SendError`].
+    pub fn finish(mut self) -> Result<Counters, SendError> {
+        if self.spent {
+            return Err(SendError::Spent);
+        }
+        match &mut self.security {
+            Security::Tls(keys) => {
+                let close = keys.seal.close_notify()?;
+                self.buffer[..close.len()].copy_from_slice(&close);
+                self.write(0, close.len())?;
+            }
+            Security::Kernel(_) => ktls::send_record(&*self.link.stream, ALERT, &CLOSE_NOTIFY)
+                .map_err(|error| self.failure(error))?,
+            Security::Plain => {}
+        }
+        self.link
+            .stream
+            .shutdown(Shutdown::Write)
+            .map_err(|error| self.failure(error))?;
+        Ok(self.counters)
+    }
+
+    /// What has been sent.
+    pub fn counters(&self) -> Counters {
+        self.counters
+    }
+
+    /// Data records that this lane may still send; `None` when it has no limit. A full frame
+    /// takes [`RECORDS_PER_FRAME`] and one for its header.
+    pub fn records_left(&self) -> Option<u64> {
+        match &self.security {
+            Security::Tls(keys) => Some(keys.seal.records_left()),
+            Security::Kernel(keys) => Some(RECORD_LIMIT.saturating_sub(keys.sent)),
+            Security::Plain => None,
+        }
+    }
+
+    /// How far the lane's key is used up, where the lane is to be replaced after `most` records.
+    pub fn key_usage(&self, most: u64) -> Wear {
+        /// Records kept back for a chunk that is under way, a mark and the end.
+        const FOR_END: u64 = 2 * RECORDS_PER_FRAME as u64;
+        let used = self.counters.records;
+        if self.records_left().is_none() {
+            Wear::Fresh
+        } else if used + FOR_END >= most {
+            Wear::Spent
+        } else if used >= most / 8 * 7 {
+            Wear::Worn
+        } else {
+            Wear::Fresh
+        }
+    }
+
+    /// Caps this lane in bytes per second; `None` lifts the cap.
+    ///
+    /// # Errors
+    /// What setsockopt(2) says.
+    pub fn set_rate(&self, bytes_per_second: Option<u64>) -> io::Result<()> {
+        set_pacing_rate(&*self.link.stream, bytes_per_second)
+    }
+
+    /// A handle to end this lane from another thread.
+    pub fn canceller(&self) -> Canceller {
+        Canceller(self.link.clone())
+    }
+
+    /// The socket, for its addresses and options.
+    pub fn socket(&self) -> &TcpStream {
+        &self.link.stream
+    }
+
+    /// Seals and writes the header and `filled` bytes of payload, which stand in the buffer where
+    /// `guest` names no page.
+    fn transmit(
+        &mut self,
+        header: &[u8],
+        filled: usize,
+        guest: &GuestPages<'_>,
+    ) -> Result<(), SendError> {
+        if self.spent {
+            return Err(SendError::Spent);
+        }
+        if let Some(guard) = &self.guard {
+            guard.before_send();
+        }
+        let bytes = header.len();
+        if bytes > HEADER_LIMIT_BYTES {
+            return Err(SendError::HeaderTooLong { bytes });
+        }
+        if let Security::Kernel(_) = &self.security {
+            return self.transmit_by_kernel(header, filled, guest);
+        }
+        let Layout {
+            front,
+            lead,
+            stride,
+            overhead,
+        } = self.layout;
+        let shares = bytes > 0 && (1..=SHARED_BYTES).contains(&filled);
+        let start = match bytes {
+            0 => front,
+            _ if shares => front - bytes,
+            _ => front - overhead - bytes,
+        };
+        self.buffer[start + lead..][..bytes].copy_from_slice(header);
+        let mut end = front;
+        // A frame that was begun and then fails can never be sent again with the same numbers.
+        self.spent = true;
+        if let Security::Tls(keys) = &mut self.security
+            && shares
+        {
+            end += filled + overhead;
+            let record = &mut self.buffer[start..end];
+            copy_out(guest, &mut record[lead + bytes..]);
+            keys.seal.seal(record)?;
+            self.counters.records += 1;
+        } else if let Security::Tls(keys) = &mut self.security {
+            if bytes > 0 {
+                keys.seal.seal(&mut self.buffer[start..front])?;
+                self.counters.records += 1;
+            }
+            for (record, left) in (0..filled)
+                .step_by(CONTENT_BYTES)
+                .map(|at| filled - at)
+                .enumerate()
+            {
+                let at = front + record * stride;
+                let content = left.min(CONTENT_BYTES);
+                end = at + content + OVERHEAD_BYTES;
+                let sealed = &mut self.buffer[at..end];
+                let guest = &guest[record * PAGES_PER_RECORD..][..PAGES_PER_RECORD];
+                let mut pages = [VolatileSlice::from(&mut [][..]); PAGES_PER_RECORD];
+                let mut count = 0;
+                let mut whole = 0;
+                for page in guest.iter().flatten() {
+                    pages[count] = *page;
+                    count += 1;
+                    whole += page.len();
+                }
+                // What is shorter than a page is cheaper to copy.
+                if content >= PAGE_BYTES && whole == content {
+                    keys.seal.seal_guest(&pages[..count], sealed)?;
+                } else {
+                    copy_out(guest, &mut sealed[lead..]);
+                    keys.seal.seal(sealed)?;
+                }
+                self.counters.records += 1;
+            }
+        } else {
+            copy_out(guest, &mut self.buffer[front..]);
+            end += filled;
+        }
+        self.write(start, end)?;
+        self.counters.content_bytes += (bytes + filled) as u64;
+        self.spent = false;
+        Ok(())
+    }
+
+    /// The same where the kernel seals. What lies in guest memory goes from there to the kernel,
+    /// and is read once. The header opens the first record of the payload: were it one of its own,
+    /// the peer would be woken for it alone.
+    fn transmit_by_kernel(
+        &mut self,
+        header: &[u8],
+        filled: usize,
+        guest: &GuestPages<'_>,
+    ) -> Result<(), SendError> {
+        let records = (header.len() + filled).div_ceil(CONTENT_BYTES) as u64;
+        if self.records_left() < Some(records) {
+            return Err(SealError::Limit.into());
+        }
+        self.spent = true;
+        let front = self.layout.front;
+        let (lead, content) = self.buffer.split_at_mut(front);
+        lead[..header.len()].copy_from_slice(header);
+        let mut pieces = [VolatileSlice::from(&mut [][..]); PAGES_PER_FRAME + 1];
+        pieces[0] = VolatileSlice::from(&mut lead[..header.len()]);
+        let slots = content[..filled].chunks_mut(PAGE_BYTES);
+        let mut count = 1;
+        for (slot, page) in slots.zip(guest) {
+            pieces[count] = match page {
+                Some(page) => *page,
+                None => VolatileSlice::from(slot),
+            };
+            count += 1;
+        }
+        let mut rest = &mut pieces[usize::from(header.is_empty())..count];
+        let mut failed = None;
+        while !rest.is_empty() {
+            self.counters.calls += 1;
+            match ktls::send_from(&*self.link.stream, rest) {
+                Ok(taken) => {
+                    let records = taken.div_ceil(CONTENT_BYTES) as u64;
+                    self.counters.records += records;
+                    self.counters.wire_bytes += taken as u64 + records * OVERHEAD_BYTES as u64;
+                    if let Security::Kernel(keys) = &mut self.security {
+                        keys.sent += records;
+                    }
+                    rest = behind(rest, taken);
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => {
+                    failed = Some(error);
+                    break;
+                }
+            }
+        }
+        if let Some(error) = failed {
+            return Err(self.failure(error));
+        }
+        self.counters.content_bytes += (header.len() + filled) as u64;
+        self.spent = false;
+        Ok(())
+    }
+
+    fn write(&mut self, mut start: usize, end: usize) -> Result<(), SendError> {
+        while start < end {
+            self.counters.calls += 1;
+            match (&*self.link.stream).write(&self.buffer[start..end]) {
+                Ok(count) => {
+                    start += count;
+                    self.counters.wire_bytes += count as u64;
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(self.failure(error)),
+            }
+        }
+        Ok(())
+    }
+
+    /// What a failed write means, with the peer's own reason where it gave one.
+    fn failure(&mut self, error: io::Error) -> SendError {
+        self.spent = true;
+        if self.link.is_cancelled() {
+            return SendError::Cancelled;
+        }
+        match error.kind() {
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => SendError::Stalled {
+                limit: self.stall_limit,
+            },
+            io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => match self.reason() {
+                Some(alert) => SendError::PeerAlert(alert),
+                None => SendError::PeerClosed,
+            },
+            _ => SendError::Io(error),
+        }
+    }
+
+    /// The alert that the peer left behind. A destination that refuses our certificate says so
+    /// only after our side of the handshake is done, so this is where a source learns of it.
+    fn reason(&mut self) -> Option<Alert> {
+        self.link.stream.set_read_timeout(Some(REASON_WAIT)).ok()?;
+        let keys = match &mut self.security {
+            Security::Tls(keys) => keys,
+            Security::Kernel(_) => {
+                let mut alert = [0; 2];
+                let received = ktls::receive(&*self.link.stream, &mut alert).ok()?;
+                return match Content::of_control(received.control?, &alert[..received.bytes]) {
+                    Err(OpenError::Alert { alert }) => Some(alert),
+                    _ => None,
+                };
+            }
+            Security::Plain => return None,
+        };
+        let record = self.buffer.get_mut(..RECEIVED_RECORD_BYTES)?;
+        (&*self.link.stream)
+            .read_exact(&mut record[..HEADER_BYTES])
+            .ok()?;
+        let header = *record.first_chunk()?;
+        let bytes = OpenHalf::record_bytes(header).ok()?;
+        (&*self.link.stream)
+            .read_exact(&mut record[HEADER_BYTES..bytes])
+            .ok()?;
+        match keys.open.open(&mut record[..bytes]) {
+            Err(OpenError::Alert { alert }) => Some(alert),
+            _ => None,
+        }
+    }
+}
+
+impl<'a> Frame<'a> {
+    /// Pages that still fit.
+    pub fn room(&self) -> usize {
+        PAGES_PER_FRAME - self.filled.div_ceil(PAGE_BYTES)
+    }
+
+    /// Bytes of payload so far.
+    pub fn payload_bytes(&self) -> usize {
+        self.filled
+    }
+
+    /// Lets `fill` write the next page where it will be sealed. When `fill` answers false, the
+    /// page is not kept and its slot is the next one's; so a page can be looked at, and found to
+    /// be zero, after it was copied into the cache. Returns what `fill` answered.
+    ///
+    /// The slot holds bytes of earlier frames: `fill` must write all of it, or answer false.
+    ///
+    /// # Errors
+    /// [`FrameError`]; `fill` was not called then.
+    pub fn page(
+        &mut self,
+        fill: impl FnOnce(&mut [u8; PAGE_BYTES]) -> bool,
+    ) -> Result<bool, FrameError> {
+        if !self.filled.is_multiple_of(PAGE_BYTES) {
+            return Err(FrameError::Misaligned);
+        }
+        if self.filled >= BATCH_BYTES {
+            return Err(FrameError::Full);
+        }
+        let at = self.sender.layout.position(self.filled);
+        let slot = self.sender.buffer[at..]
+            .first_chunk_mut()
+            .expect("a slot below BATCH_BYTES lies within its record");
+        let kept = fill(slot);
+        if kept {
+            self.filled += PAGE_BYTES;
+        }
+        Ok(kept)
+    }
+
+    /// Adds a page of guest memory, unless it is zero; returns whether it was added. Where the
+    /// lane's crypto library can, the page is sealed from where it lies, and is never copied.
+    ///
+    /// It is read again when the frame is sealed, in [`Frame::finish`]. Whoever writes to it
+    /// meanwhile must be in a dirty log that is fetched later, as for every page that is sent.
+    ///
+    /// # Errors
+    /// [`FrameError`]; nothing was added then.
+    pub fn guest_page(&mut self, page: &VolatileSlice<'a>) -> Result<bool, FrameError> {
+        let bytes = page.len();
+        if bytes != PAGE_BYTES {
+            return Err(FrameError::Length { bytes });
+        }
+        if !self.filled.is_multiple_of(PAGE_BYTES) {
+            return Err(FrameError::Misaligned);
+        }
+        let slot = self
+            .guest
+            .get_mut(self.filled / PAGE_BYTES)
+            .ok_or(FrameError::Full)?;
+        if is_zero_page(page) {
+            return Ok(false);
+        }
+        *slot = Some(*page);
+        self.filled += PAGE_BYTES;
+        Ok(true)
+    }
+
+    /// Makes `memory`, whatever it holds, the payload of a frame that is empty. Where the lane's
+    /// crypto library can, it is sealed from where it lies, and is never copied.
+    ///
+    /// # Errors
+    /// [`FrameError::Full`] when it is longer than [`BATCH_BYTES`], or something was added before;
+    /// nothing was added then.
+    pub fn memory(&mut self, memory: &VolatileSlice<'a>) -> Result<(), FrameError> {
+        let bytes = memory.len();
+        if self.filled > 0 || bytes > BATCH_BYTES {
+            return Err(FrameError::Full);
+        }
+        for (slot, at) in self.guest.iter_mut().zip((0..bytes).step_by(PAGE_BYTES)) {
+            let part = memory.subslice(at, PAGE_BYTES.min(bytes - at));
+            *slot = part.ok();
+        }
+        self.filled = bytes;
+        Ok(())
+    }
+
+    /// Adds as much of `bytes` as fits, and returns how much that was.
+    pub fn bytes(&mut self, bytes: &[u8]) -> usize {
+        let mut rest = bytes;
+        while !rest.is_empty() && self.filled < BATCH_BYTES {
+            let at = self.sender.layout.position(self.filled);
+            let count = rest.len().min(CONTENT_BYTES - self.filled % CONTENT_BYTES);
+            self.sender.buffer[at..][..count].copy_from_slice(&rest[..count]);
+            self.filled += count;
+            rest = &rest[count..];
+        }
+        bytes.len() - rest.len()
+    }
+
+    /// Reads once from `source` into all the room that is left, in place, and returns how much
+    /// came; zero when the frame is full or the source at its end.
+    ///
+    /// # Errors
+    /// What `source` says.
+    pub fn read_from(&mut self, source: &mut impl Read) -> io::Result<usize> {
+        let Layout {
+            front,
+            lead,
+            stride,
+            ..
+        } = self.sender.layout;
+        let first = self.filled / CONTENT_BYTES;
+        let mut skip = self.filled % CONTENT_BYTES;
+        let mut spaces: [_; RECORDS_PER_FRAME] = std::array::from_fn(|_| IoSliceMut::new(&mut []));
+        let records = self.sender.buffer[front..]
+            .chunks_exact_mut(stride)
+            .skip(first);
+        let mut count = 0;
+        for (space, record) in spaces.iter_mut().zip(records) {
+            *space = IoSliceMut::new(&mut record[lead + skip..lead + CONTENT_BYTES]);
+            skip = 0;
+            count += 1;
+        }
+        if count == 0 {
+            return Ok(0);
+        }
+        let read = source.read_vectored(&mut spaces[..count])?;
+        self.filled += read;
+        Ok(read)
+    }
+
+    /// Seals the frame and sends it, header first, in as few writes as the socket allows.
+    /// `header` may be known only now; it gets a record of its own, in front of the payload, or
+    /// shares that of a payload of at most a page. An empty header gets none.
+    ///
+    /// # Errors
+    /// [`SendError`]; for [`SendError::HeaderTooLong`] nothing was sent and the lane is as before.
+    pub fn finish(self, header: &[u8]) -> Result<(), SendError> {
+        self.sender.transmit(header, self.filled, &self.guest)
+    }
+}
+
+/// What is left of `pieces` when their first `bytes` are gone.
+fn behind<'s, 'm>(
+    pieces: &'s mut [VolatileSlice<'m>],
+    mut bytes: usize,
+) -> &'s mut [VolatileSlice<'m>] {
+    let mut gone = 0;
+    for piece in pieces.iter_mut() {
+        if bytes < piece.len() {
+            if let Ok(rest) = piece.offset(bytes) {
+                *piece = rest;
+            }
+            break;
+        }
+        bytes -= piece.len();
+        gone += 1;
+    }
+    &mut pieces[gone..]
+}
+
+/// Copies pages out of guest memory to where their frame or record keeps them.
+fn copy_out(guest: &[Option<VolatileSlice<'_>>], content: &mut [u8]) {
+    for (page, slot) in guest.iter().zip(content.chunks_mut(PAGE_BYTES)) {
+        if let Some(page) = page {
+            page.copy_to(slot);
+        }
+    }
+}
+
+/// Where things stand in the buffer, with the records' overhead or without.
+#[derive(Clone, Copy)]
+struct Layout {
+    /// Where the first payload record begins; the header's record ends here.
+    front: usize,
+    /// What precedes the content of a record.
+    lead: usize,
+    /// From one full record to the next.
+    stride: usize,
+    /// What a record is longer than its content.
+    overhead: usize,
+}
+
+impl Layout {
+    fn of(security: &Security) -> Self {
+        let (lead, overhead) = match security {
+            Security::Tls(_) => (HEADER_BYTES, HEADER_BYTES + TRAILER_BYTES),
+            Security::Kernel(_) | Security::Plain => (0, 0),
+        };
+        Self {
+            front: HEADER_LIMIT_BYTES + overhead,
+            lead,
+            stride: CONTENT_BYTES + overhead,
+            overhead,
+        }
+    }
+
+    /// Where byte `at` of the payload stands.
+    fn position(self, at: usize) -> usize {
+        self.front + at / CONTENT_BYTES * self.stride + self.lead + at % CONTENT_BYTES
+    }
+}

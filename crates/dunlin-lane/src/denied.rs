@@ -1,0 +1,160 @@
+//! Keys that this host denies, whatever certificate they come in: the file `denied` beside an
+//! identity.
+//!
+//! A revocation list names certificates. It cannot stop the holder of a stolen key that is pinned
+//! here: a new certificate for the key is signed with the key. A denied key is refused in the
+//! peer's certificate, in every certificate that the peer sends with it, and in the authority at
+//! the end of the chain.
+
+#[cfg(any(test, feature = "fuzzing"))]
+pub mod fuzz;
+
+use std::collections::HashSet;
+use std::path::{Path, PathBuf};
+
+use rustls::pki_types::CertificateDer;
+
+use super::identity::IdentityError;
+use super::peers::{Peer, PeerRefused, Pin};
+
+/// The keys of one file.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Denied {
+    keys: HashSet<Pin>,
+    path: PathBuf,
+}
+
+impl Denied {
+    /// Reads the text of the file at `path`: on each line a pin of a key (`spki-sha256:…`), with
+    /// `#` before a comment.
+    ///
+    /// # Errors
+    /// [`IdentityError::BadDenied`], which names the line.
+    pub(super) fn parse(path: &Path, text: &[u8]) -> Result<Self, IdentityError> {
+        let bad = |line: usize, reason: &'static str| IdentityError::BadDenied {
+            path: path.to_owned(),
+            line: line + 1,
+            reason,
+        };
+        let text = std::str::from_utf8(text).map_err(|_| bad(0, "the file is not UTF-8"))?;
+        let mut keys = HashSet::new();
+        for (number, line) in text.lines().enumerate() {
+            let pin = line.split('#').next().unwrap_or_default().trim();
+            if pin.is_empty() {
+                continue;
+            }
+            match pin.parse() {
+                Ok(Peer::Pin(pin @ Pin::Key(_))) => keys.insert(pin),
+                Ok(Peer::Pin(Pin::Certificate(_))) => {
+                    return Err(bad(
+                        number,
+                        "it pins a certificate, which a new one for the same key evades",
+                    ));
+                }
+                _ => return Err(bad(number, "it is not a pin of a key")),
+            };
+        }
+        Ok(Self {
+            keys,
+            path: path.to_owned(),
+        })
+    }
+
+    /// How many keys are denied.
+    pub(super) fn len(&self) -> usize {
+        self.keys.len()
+    }
+
+    /// Looks for the keys of all certificates that a peer has sent.
+    ///
+    /// # Errors
+    /// [`PeerRefused::Denied`].
+    pub(super) fn check(
+        &self,
+        leaf: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+    ) -> Result<(), PeerRefused> {
+        if self.keys.is_empty() {
+            return Ok(());
+        }
+        let leaf = [leaf].into_iter().map(|leaf| (leaf, false));
+        let issuers = intermediates.iter().map(|issuer| (issuer, true));
+        for (certificate, issuer) in leaf.chain(issuers) {
+            // One that cannot be read is part of no chain, and fails the handshake as a leaf.
+            if let Some(key) = Pin::of_key(certificate).filter(|key| self.keys.contains(key)) {
+                return Err(PeerRefused::Denied {
+                    key,
+                    issuer,
+                    list: self.path.clone(),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// Looks for the key of the authority at the end of a chain.
+    ///
+    /// # Errors
+    /// [`PeerRefused::Denied`].
+    pub(super) fn check_authority(&self, key: &[u8; 32]) -> Result<(), PeerRefused> {
+        let key = Pin::Key(*key);
+        if !self.keys.contains(&key) {
+            return Ok(());
+        }
+        Err(PeerRefused::Denied {
+            key,
+            issuer: true,
+            list: self.path.clone(),
+        })
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    const KEY: &str =
+        "spki-sha256:00112233445566778899aabbccddeeff00112233445566778899aabbccddeeff";
+
+    #[test]
+    fn comments_and_empty_lines_deny_nothing() {
+        let text = format!("# stolen in May\n\n  {KEY}  # host-c\n{KEY}\n");
+        let denied = Denied::parse(Path::new("denied"), text.as_bytes()).unwrap();
+        assert_eq!(denied.len(), 1);
+        // As editors of other systems and other tools write it.
+        let colons = KEY.replacen("0011", "00:11", 1);
+        assert!(Denied::parse(Path::new("denied"), colons.as_bytes()).is_err());
+        let (prefix, digits) = KEY.split_once(':').unwrap();
+        let pairs: Vec<_> = digits.as_bytes().chunks(2).collect();
+        let colons = String::from_utf8(pairs.join(&b':')).unwrap();
+        for text in [
+            format!("{KEY}\r\n"),
+            format!("{prefix}:{}", digits.to_uppercase()),
+            format!("{prefix}:{colons}"),
+        ] {
+            let other = Denied::parse(Path::new("denied"), text.as_bytes()).unwrap();
+            assert_eq!(other.keys, denied.keys, "{text}");
+        }
+        let denied = Denied::parse(Path::new("denied"), b"").unwrap();
+        assert_eq!(denied.len(), 0);
+    }
+
+    #[test]
+    fn a_line_that_denies_no_key_is_an_error_that_names_it() {
+        let certificate = KEY.replacen("spki-", "", 1);
+        let short = &KEY[..KEY.len() - 1];
+        let latin = b"# caf\xe9".as_slice();
+        for (text, at) in [
+            (format!("{KEY}\n{certificate}\n").as_bytes(), 2),
+            (format!("#\n\n{short}").as_bytes(), 3),
+            (b"host-a.example", 1),
+            (latin, 1),
+        ] {
+            match Denied::parse(Path::new("denied"), text) {
+                Err(IdentityError::BadDenied { line, .. }) => assert_eq!(line, at),
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+}

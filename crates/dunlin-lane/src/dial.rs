@@ -1,0 +1,393 @@
+//! Opening a lane: the trait by which engine and tunnel open lanes, and the dialers for TLS and
+//! plain lanes.
+//!
+//! A [`LaneDialer`] turns a [`LaneRequest`] into a lane that is ready to send. It takes its TCP
+//! connections from a [`Connector`], so that a process that may not open sockets can supply them.
+//! Connecting and the handshake end soon after the request's [`DialCancel`] is used; only the
+//! resolver of names cannot be interrupted.
+
+use std::fmt;
+use std::io;
+use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
+
+use dunlin_proto::fault::FaultCode;
+use dunlin_proto::negotiate::{LaneOpen, LaneSecurity, SessionId, SessionSecret};
+use dunlin_sys::poll::{Waker, Wakeup, waker};
+use dunlin_sys::socket::{self, Liveness, set_liveness};
+use thiserror::Error;
+
+use super::accept::Arrival;
+use super::admit::LaneAcceptor;
+use super::data::{DataSender, PlainConsent, STALL_LIMIT, SendError};
+use super::handshake::{self, HandshakeError};
+use super::identity::ClientTls;
+use super::peers::Principal;
+use super::proof::prove;
+use super::reach::first_of;
+
+/// Opens TCP connections for lanes.
+pub trait Connector: Send + Sync {
+    /// Connects to `endpoint`, a host and a port.
+    ///
+    /// # Errors
+    /// No connection by `deadline`, or `stop` became readable before.
+    fn connect(&self, endpoint: &str, deadline: Instant, stop: &Wakeup) -> io::Result<TcpStream>;
+
+    /// Connects from a local address and port to `remote`.
+    ///
+    /// # Errors
+    /// As [`Connector::connect`]. `AddrInUse` where the local port is taken.
+    fn connect_from(
+        &self,
+        local: SocketAddr,
+        remote: SocketAddr,
+        deadline: Instant,
+        stop: &Wakeup,
+    ) -> io::Result<TcpStream>;
+}
+
+/// Sockets of this process.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct StandardConnector;
+
+impl Connector for StandardConnector {
+    fn connect(&self, endpoint: &str, deadline: Instant, stop: &Wakeup) -> io::Result<TcpStream> {
+        first_of(endpoint, |address| {
+            socket::connect_unless(address, deadline, stop)
+        })
+    }
+
+    fn connect_from(
+        &self,
+        local: SocketAddr,
+        remote: SocketAddr,
+        deadline: Instant,
+        stop: &Wakeup,
+    ) -> io::Result<TcpStream> {
+        socket::connect_from_unless(local, remote, deadline, stop)
+    }
+}
+
+/// One lane that is to be opened.
+#[derive(Clone, Copy)]
+pub struct LaneRequest<'a> {
+    /// Host and port of the peer's listener.
+    pub endpoint: &'a str,
+    /// The only peer that may answer. `tls` may allow others.
+    pub peer: &'a Principal,
+    /// The certificate that this side shows, and the peers whose certificates it accepts.
+    pub tls: &'a ClientTls,
+    /// When it is too late.
+    pub deadline: Instant,
+    /// Ends it from another thread.
+    pub cancel: &'a DialCancel,
+    /// Opens the connections.
+    pub connector: &'a Arc<dyn Connector>,
+}
+
+/// Opens lanes of one kind: TLS, plain, or sealed below TCP.
+pub trait LaneDialer: Send + Sync {
+    /// Opens one lane to an authenticated peer. Called on the thread that will send on the lane,
+    /// which may be bound to one CPU by it. Nothing has been sent on the lane yet.
+    ///
+    /// # Errors
+    /// There is no lane by the deadline, the peer is another one, or the request was cancelled.
+    fn dial(&self, request: &LaneRequest<'_>) -> Result<DataSender, DialError>;
+}
+
+/// Lanes that something below TCP seals (IPsec), as this process opens and accepts them.
+pub trait SealedLanes: LaneAcceptor + fmt::Debug {
+    /// A dialer for the lanes of one session. When it is dropped, what it has set up is taken
+    /// down; that may wait until its lanes' connections have ended.
+    fn dialer(&self) -> Arc<dyn LaneDialer>;
+
+    /// Takes a connection that sets up such lanes out of what arrives at the lanes' listener, and
+    /// gives back everything else.
+    fn take(&self, arrival: Arrival) -> Option<Arrival>;
+}
+
+/// A dialer for lanes of the security that both sides have selected, or `None` where it is IPsec
+/// and this process has no [`SealedLanes`].
+pub fn dialer(
+    selected: LaneSecurity,
+    sealed: Option<&Arc<dyn SealedLanes>>,
+) -> Option<Arc<dyn LaneDialer>> {
+    match selected {
+        LaneSecurity::Tls => Some(Arc::new(TlsDialer)),
+        // A selection is confirmed against the offer, so both sides have consented.
+        LaneSecurity::Plain => {
+            let consent = PlainConsent::both(true, true)?;
+            Some(Arc::new(PlainDialer::new(consent)))
+        }
+        LaneSecurity::Ipsec => sealed.map(|lanes| lanes.dialer()),
+    }
+}
+
+/// What a dialer keeps with its lane until the lane ends.
+pub trait LaneGuard: Send {
+    /// Called by the lane's thread before it sends a frame.
+    fn before_send(&self);
+}
+
+/// Why a lane could not be opened.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum DialError {
+    /// No TCP connection.
+    #[error("{endpoint} cannot be reached")]
+    Connect {
+        /// Host and port.
+        endpoint: String,
+        /// Why.
+        source: io::Error,
+    },
+    /// A socket cannot be set up, or this process has no descriptor left.
+    #[error("the lane's socket cannot be set up")]
+    Socket(#[from] io::Error),
+    /// No TLS session.
+    #[error("the connection to {endpoint} cannot be secured")]
+    Handshake {
+        /// Host and port.
+        endpoint: String,
+        /// Why.
+        source: HandshakeError,
+    },
+    /// An allowed peer answered, but not the one of the control lane.
+    #[error("{endpoint} is another peer than the control lane's")]
+    OtherPeer {
+        /// Host and port.
+        endpoint: String,
+    },
+    /// The lane failed before it was used.
+    #[error(transparent)]
+    Send(#[from] SendError),
+    /// A dialer that seals below TCP failed.
+    #[error("{endpoint} cannot be reached by a sealed connection")]
+    Sealed {
+        /// Host and port.
+        endpoint: String,
+        /// The code if the next attempt would fail in the same way.
+        permanent: Option<FaultCode>,
+        /// Why.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+}
+
+impl DialError {
+    /// The code if the next attempt would fail in the same way; `None` if it may succeed.
+    #[must_use]
+    pub fn permanent(&self) -> Option<FaultCode> {
+        match self {
+            Self::OtherPeer { .. } => Some(FaultCode::WrongIdentity),
+            Self::Sealed { permanent, .. } => *permanent,
+            Self::Connect { .. } | Self::Socket(_) | Self::Handshake { .. } | Self::Send(_) => None,
+        }
+    }
+}
+
+/// Ends a dial from another thread. Clones end the same one.
+#[derive(Clone, Debug)]
+pub struct DialCancel(Arc<State>);
+
+#[derive(Debug)]
+struct State {
+    is_cancelled: AtomicBool,
+    waker: Waker,
+    wakeup: Wakeup,
+    stream: Mutex<Option<TcpStream>>,
+}
+
+impl DialCancel {
+    /// One that has not been used.
+    ///
+    /// # Errors
+    /// No descriptors are left.
+    pub fn new() -> io::Result<Self> {
+        let (waker, wakeup) = waker()?;
+        Ok(Self(Arc::new(State {
+            is_cancelled: AtomicBool::new(false),
+            waker,
+            wakeup,
+            stream: Mutex::default(),
+        })))
+    }
+
+    /// Ends the dial: wakes it where it waits for a connection, and shuts the connection down
+    /// where it waits for the peer.
+    pub fn cancel(&self) {
+        let stream = self.0.stream.lock().unwrap_or_else(PoisonError::into_inner);
+        self.0.is_cancelled.store(true, Ordering::SeqCst);
+        self.0.waker.wake();
+        if let Some(stream) = &*stream {
+            // Fails only where the connection is gone already.
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+    }
+
+    /// Whether [`DialCancel::cancel`] has been called.
+    #[must_use]
+    pub fn is_cancelled(&self) -> bool {
+        self.0.is_cancelled.load(Ordering::SeqCst)
+    }
+
+    /// Becomes readable when the dial is cancelled, and stays so.
+    #[must_use]
+    pub fn wakeup(&self) -> &Wakeup {
+        &self.0.wakeup
+    }
+
+    /// Has `stream` shut down at the cancellation, at once if that was before. It replaces the
+    /// connection of an earlier call.
+    ///
+    /// # Errors
+    /// No descriptor is left.
+    pub fn covers(&self, stream: &TcpStream) -> io::Result<()> {
+        let same = stream.try_clone()?;
+        let mut covered = self.0.stream.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.is_cancelled() {
+            // Fails only where the connection is gone already.
+            let _ = same.shutdown(Shutdown::Both);
+        }
+        *covered = Some(same);
+        Ok(())
+    }
+}
+
+/// Opens TLS lanes.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct TlsDialer;
+
+impl LaneDialer for TlsDialer {
+    fn dial(&self, request: &LaneRequest<'_>) -> Result<DataSender, DialError> {
+        let stream = connect(request)?;
+        let endpoint = || request.endpoint.to_owned();
+        let secured = handshake::client(stream, request.tls, request.deadline);
+        let secured = secured.map_err(|source| DialError::Handshake {
+            endpoint: endpoint(),
+            source,
+        })?;
+        if !secured.peer.is(request.peer) {
+            return Err(DialError::OtherPeer {
+                endpoint: endpoint(),
+            });
+        }
+        Ok(DataSender::tls(secured, STALL_LIMIT)?)
+    }
+}
+
+/// Opens lanes in the clear, to which both sides have consented.
+#[derive(Clone, Copy, Debug)]
+pub struct PlainDialer(PlainConsent);
+
+impl PlainDialer {
+    /// A dialer under this consent.
+    #[must_use]
+    pub fn new(consent: PlainConsent) -> Self {
+        Self(consent)
+    }
+}
+
+impl LaneDialer for PlainDialer {
+    fn dial(&self, request: &LaneRequest<'_>) -> Result<DataSender, DialError> {
+        let stream = connect(request)?;
+        Ok(DataSender::plain(stream, self.0, STALL_LIMIT)?)
+    }
+}
+
+/// A connection whose peer's disappearance the kernel will notice.
+fn connect(request: &LaneRequest<'_>) -> Result<TcpStream, DialError> {
+    let connected =
+        request
+            .connector
+            .connect(request.endpoint, request.deadline, request.cancel.wakeup());
+    let stream = connected.map_err(|source| DialError::Connect {
+        endpoint: request.endpoint.to_owned(),
+        source,
+    })?;
+    request.cancel.covers(&stream)?;
+    set_liveness(&stream, &Liveness::default())?;
+    Ok(stream)
+}
+
+/// The session that a lane belongs to, for its first message.
+#[derive(Debug)]
+pub struct LaneTicket<'a> {
+    /// The wire version that was selected.
+    pub version: u16,
+    /// The session.
+    pub session: SessionId,
+    /// Its secret, with which the lane proves that it belongs to the session.
+    pub secret: &'a SessionSecret,
+    /// The lane's number.
+    pub lane: u16,
+}
+
+impl LaneTicket<'_> {
+    /// Sends the lane's first message.
+    ///
+    /// # Errors
+    /// [`SendError`].
+    pub fn present(&self, sender: &mut DataSender) -> Result<(), SendError> {
+        let open = LaneOpen {
+            version: self.version,
+            session: self.session,
+            lane: self.lane,
+            mac: prove(self.secret, &self.session, self.lane),
+        };
+        let mut bytes = Vec::new();
+        // It has no part whose length varies.
+        open.encode(&mut bytes)
+            .map_err(|error| SendError::Io(io::Error::other(error)))?;
+        sender.send(&bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::net::TcpListener;
+    use std::os::fd::AsFd;
+    use std::time::Duration;
+
+    use dunlin_sys::poll::{Interest, poll};
+
+    use super::*;
+
+    fn is_readable(wakeup: &Wakeup) -> bool {
+        let interest = Interest {
+            fd: wakeup.as_fd(),
+            read: true,
+            write: false,
+        };
+        poll(&[interest], Some(Duration::ZERO)).unwrap()[0]
+    }
+
+    #[test]
+    fn a_cancellation_shuts_the_connection_that_is_covered_then_or_later() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let connect = || TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let cancel = DialCancel::new().unwrap();
+        assert!(!cancel.is_cancelled() && !is_readable(cancel.wakeup()));
+        let (replaced, covered, later) = (connect(), connect(), connect());
+        cancel.covers(&replaced).unwrap();
+        cancel.covers(&covered).unwrap();
+        cancel.clone().cancel();
+        assert!(cancel.is_cancelled() && is_readable(cancel.wakeup()));
+        cancel.covers(&later).unwrap();
+        let is_shut = |stream: &TcpStream| {
+            stream.set_nonblocking(true).unwrap();
+            matches!(stream.peek(&mut [0]), Ok(0))
+        };
+        assert!(is_shut(&covered) && is_shut(&later) && !is_shut(&replaced));
+    }
+
+    #[test]
+    fn ipsec_lanes_have_no_dialer_where_nothing_seals_them() {
+        assert!(dialer(LaneSecurity::Ipsec, None).is_none());
+        assert!(dialer(LaneSecurity::Tls, None).is_some());
+    }
+}

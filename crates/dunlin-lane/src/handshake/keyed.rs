@@ -1,0 +1,117 @@
+//! A handshake for a hand-off: what is left of it is the socket and its keys, for the kernel or
+//! for whoever carries the connection in its place.
+
+use std::net::{SocketAddr, TcpStream};
+use std::time::{Duration, Instant};
+
+use rustls::client::UnbufferedClientConnection;
+use rustls::pki_types::CertificateDer;
+use rustls::{CipherSuite, ExtractedSecrets, NamedGroup, ProtocolVersion};
+
+use super::{HandshakeError, Unbuffered, drive, linger, local, parts, tickets};
+use crate::kernel::Refused;
+use crate::policy::HandoffTls;
+use crate::provider::{self, TlsVersion};
+
+/// A connection whose handshake is complete.
+pub struct Keyed {
+    /// Blocking, with no time-outs set, and none of the peer's data read.
+    pub stream: TcpStream,
+    /// Where the peer is.
+    pub at: SocketAddr,
+    /// The peer's certificate, if it has shown one.
+    pub certificates: Vec<CertificateDer<'static>>,
+    /// The protocol version.
+    pub version: TlsVersion,
+    /// The cipher suite.
+    pub suite: CipherSuite,
+    /// The key exchange group, where one was negotiated.
+    pub group: Option<NamedGroup>,
+    /// The traffic keys of both directions.
+    pub secrets: ExtractedSecrets,
+}
+
+/// Makes one of a connection that this side opened.
+///
+/// # Errors
+/// [`HandshakeError`]; the connection is closed then, after the peer was told why.
+pub fn client(
+    stream: TcpStream,
+    tls: &HandoffTls,
+    deadline: Instant,
+) -> Result<Keyed, HandshakeError> {
+    // Now: one that is reset has no address.
+    let at = stream.peer_addr().map_err(HandshakeError::Io)?;
+    let mut connection =
+        UnbufferedClientConnection::new(tls.config.clone(), tls.server_name.clone())?;
+    if let Err(error) = drive(&mut connection, &stream, deadline) {
+        linger(&stream, deadline);
+        return Err(error);
+    }
+    finish(stream, at, connection)
+}
+
+impl Keyed {
+    /// The cipher of the keys.
+    pub fn cipher(&self) -> Result<provider::CipherSuite, Refused> {
+        parts(&self.secrets.tx.1)
+            .map(|(cipher, _, _)| cipher)
+            .map_err(|error| Refused::Failed {
+                reason: error.to_string(),
+            })
+    }
+
+    /// Takes a TLS 1.3 server's session tickets off the connection, until none has come for
+    /// `quiet`: a read of a program that knows nothing of TLS would fail of them (EIO).
+    ///
+    /// # Errors
+    /// [`HandshakeError`].
+    pub fn take_tickets(
+        &mut self,
+        quiet: Duration,
+        deadline: Instant,
+    ) -> Result<(), HandshakeError> {
+        let (first, secrets) = &self.secrets.rx;
+        let taken = tickets::take(&self.stream, (*first, secrets), quiet, deadline)?;
+        self.secrets.rx.0 += taken;
+        Ok(())
+    }
+}
+
+pub(super) fn finish<C: Unbuffered>(
+    stream: TcpStream,
+    at: SocketAddr,
+    connection: C,
+) -> Result<Keyed, HandshakeError> {
+    let common = connection.common();
+    let version = match common.protocol_version() {
+        Some(ProtocolVersion::TLSv1_2) => TlsVersion::V1_2,
+        Some(ProtocolVersion::TLSv1_3) => TlsVersion::V1_3,
+        other => return Err(local(format!("TLS {other:?} was negotiated"))),
+    };
+    let suite = common
+        .negotiated_cipher_suite()
+        .ok_or_else(|| local("no cipher suite was negotiated"))?
+        .suite();
+    let group = common
+        .negotiated_key_exchange_group()
+        .map(|group| group.name());
+    let certificates = common.peer_certificates().unwrap_or_default();
+    let certificates = certificates
+        .iter()
+        .map(|one| one.clone().into_owned())
+        .collect();
+    // Nobody is there to renew keys for the socket's owner.
+    let (secrets, _) = connection.into_secrets()?;
+    stream.set_read_timeout(None).map_err(HandshakeError::Io)?;
+    stream.set_write_timeout(None).map_err(HandshakeError::Io)?;
+    Ok(Keyed {
+        stream,
+        at,
+        certificates,
+        version,
+        suite,
+        group,
+        secrets,
+    })
+}

@@ -1,0 +1,229 @@
+//! The handshake of a relay, whose peer is some other program: no protocol is named, and the
+//! version is what both sides allow ([`policy`](crate::policy)).
+
+use std::io::{self, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::sync::Arc;
+use std::time::Instant;
+
+use dunlin_sys::ktls::Version;
+use rustls::ProtocolVersion;
+use rustls::client::UnbufferedClientConnection;
+use rustls::server::UnbufferedServerConnection;
+use rustls::unbuffered::{ConnectionState, UnbufferedStatus};
+
+use super::keyed::{self, Keyed};
+use super::{
+    HandshakeError, Unbuffered, drive, encode, identified, linger, local, parts, send_alert_into,
+};
+use crate::accept::{Reading, RejectReason, would_block};
+use crate::identity::{ClientTls, ServerTls};
+use crate::kernel::{self, Offload};
+use crate::peers::PeerIdentity;
+use crate::policy::ServerSettings;
+use crate::provider::Provider;
+use crate::relayed::{Opening, Sealing, halves, halves_in_kernel};
+use crate::trust::Trust;
+
+/// A connection to a peer that is authenticated and need not be Dunlin.
+pub struct Relayed {
+    /// Blocking, with no time-outs set, and none of the peer's data read.
+    pub stream: TcpStream,
+    /// Where the peer is.
+    pub at: SocketAddr,
+    /// The peer.
+    pub peer: PeerIdentity,
+    /// Seals what is sent.
+    pub sealing: Sealing,
+    /// Opens what is received.
+    pub opening: Opening,
+}
+
+/// Makes a relay's connection of one that this side opened.
+///
+/// # Errors
+/// [`HandshakeError`]; the connection is closed then, after the peer was told why.
+pub fn client(
+    stream: TcpStream,
+    tls: &ClientTls,
+    deadline: Instant,
+) -> Result<Relayed, HandshakeError> {
+    // Now: one that is reset has no address.
+    let at = stream.peer_addr().map_err(HandshakeError::Io)?;
+    stream.set_nodelay(true).map_err(HandshakeError::Io)?;
+    let mut connection =
+        UnbufferedClientConnection::new(tls.config.clone(), tls.server_name.clone())?;
+    if let Err(error) = drive(&mut connection, &stream, deadline) {
+        linger(&stream, deadline);
+        return Err(error);
+    }
+    finish(
+        (stream, at),
+        connection,
+        &tls.trust,
+        (tls.provider, tls.offload),
+    )
+}
+
+fn finish<C: Unbuffered>(
+    (stream, at): (TcpStream, SocketAddr),
+    connection: C,
+    trust: &Trust,
+    (provider, offload): (Provider, Offload),
+) -> Result<Relayed, HandshakeError> {
+    let peer = identified(connection.common(), trust)?;
+    let is_1_3 = match connection.common().protocol_version() {
+        Some(ProtocolVersion::TLSv1_3) => true,
+        Some(ProtocolVersion::TLSv1_2) => false,
+        other => return Err(local(format!("TLS {other:?} was negotiated"))),
+    };
+    let (secrets, next) = connection.into_secrets()?;
+    let version = if is_1_3 { Version::V1_3 } else { Version::V1_2 };
+    let (suite, ..) = parts(&secrets.tx.1).map_err(local)?;
+    let (sealing, opening) = if kernel::choose_for_relay(offload, suite, version)?.is_kernel
+        && kernel::takes(&stream, &secrets, version)?
+    {
+        let renews = kernel::abilities(suite).is_ok_and(|abilities| abilities.renews_keys);
+        let renews = renews && version == Version::V1_3;
+        halves_in_kernel(&secrets, version, renews, provider, next)
+    } else {
+        halves(secrets, is_1_3, provider, next).map_err(local)?
+    };
+    stream.set_read_timeout(None).map_err(HandshakeError::Io)?;
+    stream.set_write_timeout(None).map_err(HandshakeError::Io)?;
+    Ok(Relayed {
+        stream,
+        at,
+        peer,
+        sealing,
+        opening,
+    })
+}
+
+/// The accepting side's handshake, one of many on a thread.
+pub struct Greeting {
+    settings: Arc<ServerSettings>,
+    connection: UnbufferedServerConnection,
+    reading: Reading,
+    /// Whole records that rustls has not taken.
+    incoming: Vec<u8>,
+    outgoing: Vec<u8>,
+}
+
+enum Next {
+    Go,
+    Read,
+    Done,
+}
+
+impl Greeting {
+    /// A handshake that has not begun.
+    ///
+    /// # Errors
+    /// The settings do not fit together.
+    pub fn new(tls: &ServerTls) -> Result<Self, HandshakeError> {
+        let settings = tls.settings();
+        Ok(Self {
+            connection: UnbufferedServerConnection::new(Arc::clone(&settings.config))?,
+            settings,
+            reading: Reading::default(),
+            incoming: Vec::new(),
+            outgoing: Vec::new(),
+        })
+    }
+
+    /// Whether not one record has come.
+    pub(crate) fn is_fresh(&self) -> bool {
+        self.reading.received == 0
+    }
+
+    pub(crate) fn wants_write(&self) -> bool {
+        !self.outgoing.is_empty()
+    }
+
+    /// Goes on until the socket has no more or the handshake is complete, which is told by `true`.
+    pub fn advance(&mut self, stream: &TcpStream) -> Result<bool, RejectReason> {
+        loop {
+            if let Err(error) = self.flush(stream) {
+                return would_block(error);
+            }
+            match self.step() {
+                Ok(Next::Go) => {}
+                Ok(Next::Done) => return Ok(true),
+                Ok(Next::Read) => {
+                    if !self.reading.next(stream)? {
+                        return Ok(false);
+                    }
+                    self.incoming.append(&mut self.reading.record);
+                }
+                Err(error) => {
+                    // Best effort: the first error is the one to report.
+                    let _ = send_alert_into(&mut self.connection, &mut self.outgoing);
+                    let _ = self.flush(stream);
+                    return Err(error.into());
+                }
+            }
+        }
+    }
+
+    fn step(&mut self) -> Result<Next, HandshakeError> {
+        let UnbufferedStatus { discard, state } = self.connection.process(&mut self.incoming);
+        let mut next = Next::Go;
+        match state? {
+            ConnectionState::EncodeTlsData(mut part) => encode(&mut part, &mut self.outgoing)?,
+            // It is written before anything else is done.
+            ConnectionState::TransmitTlsData(sent) => sent.done(),
+            ConnectionState::BlockedHandshake => next = Next::Read,
+            ConnectionState::WriteTraffic(_) => next = Next::Done,
+            ConnectionState::PeerClosed | ConnectionState::Closed => {
+                return Err(HandshakeError::PeerClosed);
+            }
+            _ => return Err(local("data appeared during a handshake without early data")),
+        }
+        self.incoming.drain(..discard);
+        if !matches!(next, Next::Done) {
+            return Ok(next);
+        }
+        match self.connection.common().is_handshaking() {
+            true => Ok(Next::Read),
+            false if self.incoming.is_empty() => Ok(Next::Done),
+            false => Err(local("bytes were left over after the handshake")),
+        }
+    }
+
+    fn flush(&mut self, mut stream: &TcpStream) -> io::Result<()> {
+        while !self.outgoing.is_empty() {
+            let count = stream.write(&self.outgoing)?;
+            self.outgoing.drain(..count);
+        }
+        Ok(())
+    }
+
+    /// The connection, when the handshake is complete, for a hand-off; and whose it is, where the
+    /// client was asked for a certificate.
+    pub fn keyed(
+        self,
+        stream: TcpStream,
+        at: SocketAddr,
+    ) -> Result<(Keyed, Option<PeerIdentity>), RejectReason> {
+        stream.set_nonblocking(false)?;
+        let keyed = keyed::finish(stream, at, self.connection)?;
+        let peer = keyed.certificates.split_first();
+        let peer = peer.map(|(leaf, issuers)| self.settings.trust.identify(leaf, issuers));
+        let peer = peer.transpose().map_err(HandshakeError::from)?;
+        Ok((keyed, peer))
+    }
+
+    /// The connection, when the handshake is complete.
+    pub(crate) fn finish(self, stream: TcpStream, at: SocketAddr) -> Result<Relayed, RejectReason> {
+        stream.set_nonblocking(false)?;
+        let Self {
+            settings,
+            connection,
+            ..
+        } = self;
+        let sealed_by = (settings.provider, settings.offload);
+        let relayed = finish((stream, at), connection, &settings.trust, sealed_by)?;
+        Ok(relayed)
+    }
+}

@@ -1,0 +1,497 @@
+//! This host's identity: its certificate, its key, and the authorities whose peers it trusts.
+//!
+//! Loaded from a directory in one of the layouts of [`Layout`], or from [`Files`]. From an
+//! identity come the TLS settings of both roles, made in [`policy`].
+//!
+//! Nothing is watched: whoever loads an identity again gets what the files hold then, and
+//! [`ServerTls::replace`] has a destination use it from the next handshake on.
+
+mod error;
+mod files;
+mod layout;
+#[cfg(test)]
+mod wiped;
+
+use std::cmp::Reverse;
+use std::collections::HashSet;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use rustls::RootCertStore;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, UnixTime};
+use rustls::sign::CertifiedKey;
+use webpki::{ExtendedKeyUsageValidator, KeyPurposeIdIter};
+use x509_parser::certificate::X509Certificate;
+use x509_parser::prelude::FromDer;
+use x509_parser::revocation_list::CertificateRevocationList;
+use x509_parser::time::ASN1Time;
+use zeroize::Zeroizing;
+
+pub use self::error::{IdentityError, Item, SettingsError, Warning};
+pub(super) use self::files::certificates;
+pub use self::layout::{
+    AUTHORITIES_FILE, CERTIFICATE_FILE, DENIED_FILE, Files, KEY_FILE, Layout, REVOCATIONS_FILE,
+    Role, UnknownLayout,
+};
+use super::denied::Denied;
+use super::names::PeerName;
+use super::peers::{AuthorisedBy, PeerIdentity, PeerRefused, Peers, Pin};
+use super::policy::OldestTls;
+pub use super::policy::{ClientTls, ServerTls};
+use super::provider::{Crypto, Offer, handshake_algorithms, load_key};
+use super::trust::{Authorities, Unissued};
+use super::{policy, trust};
+
+const DAY: Duration = Duration::from_secs(24 * 60 * 60);
+
+/// How strictly files are looked at, and which.
+#[derive(Clone, Copy, Debug)]
+pub struct LoadOptions {
+    /// How the files lie in the directory; told by what is there if none is given.
+    pub layout: Option<Layout>,
+    /// The side of a migration that it is for. Dunlin's own layout serves both.
+    pub role: Option<Role>,
+    /// Accept a key that every user of this host can read. For tests and broken file systems.
+    pub allow_key_open_to_all: bool,
+    /// How long ahead the end of a validity is warned of; no sooner, though, than in the last
+    /// third of it, so that what is made to last a day is not always about to end.
+    pub warn_before: Duration,
+}
+
+impl Default for LoadOptions {
+    fn default() -> Self {
+        Self {
+            layout: None,
+            role: None,
+            allow_key_open_to_all: false,
+            warn_before: 30 * DAY,
+        }
+    }
+}
+
+/// A host's certificate chain, key and trusted authorities.
+pub struct Identity {
+    pub(super) chain: Vec<CertificateDer<'static>>,
+    pub(super) key: Zeroizing<PrivateKeyDer<'static>>,
+    pub(super) authorities: Arc<Authorities>,
+    files: Files,
+    dates: Vec<Dated>,
+    options: LoadOptions,
+}
+
+/// When something of an identity is valid.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Dated {
+    /// What it is.
+    pub item: Item,
+    /// The file that it is in.
+    pub path: PathBuf,
+    /// Its position in that file, from zero.
+    pub position: usize,
+    /// The beginning of its validity; when it was made, for a revocation list.
+    pub not_before: SystemTime,
+    /// The end of its validity; when the next one is due, for a revocation list.
+    pub not_after: SystemTime,
+    /// The same, for people.
+    pub until: String,
+}
+
+/// What a host's certificate says, for people.
+#[derive(Clone, Debug)]
+pub struct Summary {
+    /// The names that the certificate carries.
+    pub names: Vec<PeerName>,
+    /// SHA-256 of the certificate.
+    pub fingerprint: [u8; 32],
+    /// What others can pin it by.
+    pub pin: Pin,
+    /// What others can pin its key by, beyond its renewal.
+    pub key_pin: Option<Pin>,
+    /// From when it is valid.
+    pub not_before: String,
+    /// Until when it is valid.
+    pub not_after: String,
+    /// How many authorities are trusted.
+    pub authorities: usize,
+    /// How many revocation lists there are.
+    pub revocation_lists: usize,
+    /// How many keys are denied.
+    pub denied_keys: usize,
+}
+
+impl Identity {
+    /// Loads and checks the files in `directory`; the warnings are for the log.
+    ///
+    /// # Errors
+    /// [`IdentityError`], which names the file and what to do.
+    pub fn load(
+        directory: &Path,
+        options: LoadOptions,
+    ) -> Result<(Self, Vec<Warning>), IdentityError> {
+        let files = Files::in_directory(directory, options.layout, options.role)?;
+        Self::load_files(files, options)
+    }
+
+    /// The same with files that may be anywhere.
+    ///
+    /// # Errors
+    /// [`IdentityError`], which names the file and what to do.
+    pub fn load_files(
+        files: Files,
+        options: LoadOptions,
+    ) -> Result<(Self, Vec<Warning>), IdentityError> {
+        let mut warnings = Vec::new();
+        let key = files::read_key(&files.key, options, &mut warnings)?;
+        let chain = files::certificates(&files.certificate)?;
+        let mut dates = vec![Dated::of_certificate(
+            Item::Certificate,
+            &files.certificate,
+            0,
+            &chain[0],
+        )?];
+        let mut anchors = RootCertStore::empty();
+        if let Some(path) = &files.authorities {
+            let authorities = files::certificates(path)?;
+            anchors = files::anchors(path, &authorities)?;
+            for (position, authority) in authorities.iter().enumerate() {
+                let what = Item::Authority;
+                dates.push(Dated::of_certificate(what, path, position, authority)?);
+            }
+        }
+        let mut revocations = Vec::new();
+        if let Some(path) = &files.revocations {
+            let lists = files::revocation_lists(path)?;
+            let decoded = files::revocations(path, &lists)?;
+            let mut lists: Vec<_> = lists.iter().zip(decoded).enumerate().collect();
+            // Of several lists of one authority and scope the first is asked: the newest says it all.
+            lists.sort_by_key(|(_, (list, _))| Reverse(made_by(list).map(|(_, made)| made)));
+            let mut scopes = HashSet::new();
+            for (position, (list, decoded)) in lists {
+                let scope = decoded.issuing_distribution_point().map(<[u8]>::to_vec);
+                // One that a newer has replaced may well be past its time.
+                if scopes.insert((made_by(list).map(|(issuer, _)| issuer), scope)) {
+                    dates.extend(Dated::of_revocation_list(path, position, list));
+                }
+                revocations.push(decoded);
+            }
+        }
+        let denied = match &files.denied {
+            Some(path) => Denied::parse(path, &files::read(path)?.0)?,
+            None => Denied::default(),
+        };
+        let identity = Self {
+            chain,
+            key,
+            authorities: Arc::new(Authorities {
+                anchors,
+                revocations,
+                denied,
+            }),
+            files,
+            dates,
+            options,
+        };
+        identity.check_validity(SystemTime::now())?;
+        identity.check_pair()?;
+        if let Some(role) = options.role {
+            identity.check_purpose(role)?;
+        }
+        warnings.extend(identity.check_chain()?);
+        warnings.extend(identity.expiring(SystemTime::now()));
+        Ok((identity, warnings))
+    }
+
+    /// The files that it was loaded from.
+    pub fn files(&self) -> &Files {
+        &self.files
+    }
+
+    /// When its certificate, the authorities' and the revocation lists are valid, the host's
+    /// certificate first.
+    pub fn dates(&self) -> &[Dated] {
+        &self.dates
+    }
+
+    /// What will soon have come to its end at `now`, or has.
+    pub fn expiring(&self, now: SystemTime) -> Vec<Warning> {
+        self.dates
+            .iter()
+            .filter_map(|what| what.warning(now, self.options.warn_before))
+            .collect()
+    }
+
+    /// What the certificate says.
+    ///
+    /// # Errors
+    /// [`IdentityError::BadItem`].
+    pub fn summary(&self) -> Result<Summary, IdentityError> {
+        let leaf = &self.chain[0];
+        let certificate = self.leaf()?;
+        let peer = PeerIdentity::of(leaf, &[], AuthorisedBy::Authority, None);
+        Ok(Summary {
+            names: peer.names,
+            fingerprint: peer.fingerprint,
+            pin: Pin::of_certificate(leaf),
+            key_pin: Pin::of_key(leaf),
+            not_before: certificate.validity().not_before.to_string(),
+            not_after: certificate.validity().not_after.to_string(),
+            authorities: self.authorities.anchors.len(),
+            revocation_lists: self.authorities.revocations.len(),
+            denied_keys: self.authorities.denied.len(),
+        })
+    }
+
+    /// Looks a peer up in what is denied and revoked here. It was admitted earlier, perhaps by an
+    /// identity that was loaded before.
+    ///
+    /// # Errors
+    /// [`PeerRefused::Denied`] or [`PeerRefused::Revoked`].
+    pub fn check_admitted(&self, peer: &PeerIdentity) -> Result<(), PeerRefused> {
+        self.authorities.check_admitted(peer)
+    }
+
+    /// Settings for a source that accepts only `peers` at the other end.
+    ///
+    /// # Errors
+    /// [`SettingsError`].
+    pub fn client(&self, crypto: &Crypto, peers: Peers) -> Result<ClientTls, SettingsError> {
+        self.check_purpose(Role::Source)?;
+        policy::client(self, crypto, peers)
+    }
+
+    /// Settings for a destination that lets in only `peers`.
+    ///
+    /// # Errors
+    /// [`SettingsError`].
+    pub fn server(&self, crypto: &Crypto, peers: Peers) -> Result<ServerTls, SettingsError> {
+        self.check_purpose(Role::Destination)?;
+        policy::server(self, crypto, peers)
+    }
+
+    /// Settings for a relay that connects to `peers` at `host`, which need not be Dunlin.
+    pub fn relay_client(
+        &self,
+        crypto: &Crypto,
+        peers: Peers,
+        oldest: OldestTls,
+        host: &str,
+    ) -> Result<ClientTls, SettingsError> {
+        self.check_purpose(Role::Source)?;
+        policy::relay_client(self, crypto, peers, oldest, host)
+    }
+
+    /// Settings for a relay that lets in `peers`, which need not be Dunlin.
+    pub fn relay_server(
+        &self,
+        crypto: &Crypto,
+        peers: Peers,
+        oldest: OldestTls,
+    ) -> Result<ServerTls, SettingsError> {
+        self.check_purpose(Role::Destination)?;
+        policy::relay_server(self, crypto, peers, oldest)
+    }
+
+    /// Settings for a hand-off that accepts: what it takes is in `offer`, and clients are asked for
+    /// a certificate if `clients` says whose.
+    ///
+    /// # Errors
+    /// [`SettingsError`].
+    pub fn handoff_server(
+        &self,
+        offer: Offer,
+        clients: Option<Peers>,
+    ) -> Result<ServerTls, SettingsError> {
+        self.check_purpose(Role::Destination)?;
+        policy::handoff::handoff_server(self, offer, clients)
+    }
+
+    fn leaf(&self) -> Result<X509Certificate<'_>, IdentityError> {
+        parse(
+            Item::Certificate,
+            &self.files.certificate,
+            0,
+            &self.chain[0],
+        )
+    }
+
+    /// A peer would refuse an outdated certificate too, but could tell us only that much: here
+    /// the file can be named.
+    fn check_validity(&self, now: SystemTime) -> Result<(), IdentityError> {
+        let certificate = self.leaf()?;
+        let validity = certificate.validity();
+        let path = self.files.certificate.clone();
+        if now > system_time(validity.not_after) {
+            return Err(IdentityError::Expired {
+                path,
+                not_after: validity.not_after.to_string(),
+            });
+        }
+        if now < system_time(validity.not_before) {
+            return Err(IdentityError::NotYetValid {
+                path,
+                not_before: validity.not_before.to_string(),
+            });
+        }
+        Ok(())
+    }
+
+    fn check_pair(&self) -> Result<(), IdentityError> {
+        let signer = load_key(self.key.clone_key()).map_err(|source| IdentityError::BadKey {
+            path: self.files.key.clone(),
+            source,
+        })?;
+        match CertifiedKey::new(self.chain.clone(), signer).keys_match() {
+            Ok(()) => Ok(()),
+            // The library cannot tell: the first handshake will.
+            Err(rustls::Error::InconsistentKeys(rustls::InconsistentKeys::Unknown)) => Ok(()),
+            Err(rustls::Error::InconsistentKeys(_)) => Err(IdentityError::KeyMismatch {
+                key: self.files.key.clone(),
+                certificate: self.files.certificate.clone(),
+            }),
+            Err(error) => Err(IdentityError::BadItem {
+                path: self.files.certificate.clone(),
+                what: Item::Certificate,
+                position: 0,
+                reason: error.to_string(),
+            }),
+        }
+    }
+
+    /// The peer's check of the extended key usage (RFC 5280, section 4.2.1.12), made here, where
+    /// the file can be named.
+    fn check_purpose(&self, role: Role) -> Result<(), IdentityError> {
+        let certificate = self.leaf()?;
+        let Ok(Some(usage)) = certificate.extended_key_usage() else {
+            return Ok(());
+        };
+        let (fits, wanted) = match role {
+            Role::Source => (usage.value.client_auth, "TLS clients, as a source is one"),
+            Role::Destination => (
+                usage.value.server_auth,
+                "TLS servers, as a destination is one",
+            ),
+        };
+        if fits || usage.value.any {
+            return Ok(());
+        }
+        Err(IdentityError::WrongPurpose {
+            path: self.files.certificate.clone(),
+            wanted,
+        })
+    }
+
+    /// Whether our own authorities would take our certificate. They need not: the peers' may be
+    /// others.
+    fn check_chain(&self) -> Result<Option<Warning>, IdentityError> {
+        let (leaf, intermediates) = (&self.chain[0], &self.chain[1..]);
+        let algorithms = handshake_algorithms();
+        let verified =
+            self.authorities
+                .verify(leaf, intermediates, UnixTime::now(), Any, &algorithms);
+        let path = self.files.certificate.clone();
+        match verified {
+            Err(webpki::Error::CertRevoked) => Err(IdentityError::Revoked { path }),
+            Err(error) if !self.authorities.anchors.is_empty() => {
+                Ok(match Unissued::of(leaf, intermediates, &error) {
+                    Some(Unissued::BrokenOff { issuer }) => Some(Warning::NoChain { path, issuer }),
+                    _ => None,
+                })
+            }
+            _ => Ok(None),
+        }
+    }
+}
+
+/// For any purpose.
+struct Any;
+
+impl ExtendedKeyUsageValidator for Any {
+    fn validate(&self, _: KeyPurposeIdIter<'_, '_>) -> Result<(), webpki::Error> {
+        Ok(())
+    }
+}
+
+impl Dated {
+    fn of_certificate(
+        item: Item,
+        path: &Path,
+        position: usize,
+        certificate: &CertificateDer<'_>,
+    ) -> Result<Self, IdentityError> {
+        let certificate = parse(item, path, position, certificate)?;
+        let validity = certificate.validity();
+        let dates = (validity.not_before, validity.not_after);
+        Ok(Self::new(item, path, position, dates))
+    }
+
+    /// None for one that names no date for the next.
+    fn of_revocation_list(path: &Path, position: usize, list: &[u8]) -> Option<Self> {
+        let (_, list) = CertificateRevocationList::from_der(list).ok()?;
+        let dates = (list.last_update(), list.next_update()?);
+        Some(Self::new(Item::RevocationList, path, position, dates))
+    }
+
+    fn new(item: Item, path: &Path, position: usize, (from, to): (ASN1Time, ASN1Time)) -> Self {
+        Self {
+            item,
+            path: path.to_owned(),
+            position,
+            not_before: system_time(from),
+            not_after: system_time(to),
+            until: to.to_string(),
+        }
+    }
+
+    fn warning(&self, now: SystemTime, before: Duration) -> Option<Warning> {
+        let lifetime = self.not_after.duration_since(self.not_before).ok();
+        let before = before.min(lifetime.unwrap_or_default() / 3);
+        let left = self.not_after.duration_since(now).ok();
+        if left.is_some_and(|left| left > before) {
+            return None;
+        }
+        Some(Warning::Expires {
+            what: self.clone(),
+            days: left.map(|left| left.as_secs() / DAY.as_secs()),
+        })
+    }
+}
+
+impl std::fmt::Debug for Identity {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Identity")
+            .field("files", &self.files)
+            .finish_non_exhaustive()
+    }
+}
+
+fn parse<'a>(
+    what: Item,
+    path: &Path,
+    position: usize,
+    certificate: &'a CertificateDer<'_>,
+) -> Result<X509Certificate<'a>, IdentityError> {
+    X509Certificate::from_der(certificate)
+        .map(|(_, certificate)| certificate)
+        .map_err(|error| IdentityError::BadItem {
+            path: path.to_owned(),
+            what,
+            position,
+            reason: trust::readable(&error.to_string()),
+        })
+}
+
+/// The name of the authority that made a revocation list, and when, in seconds since 1970.
+fn made_by(list: &[u8]) -> Option<(Vec<u8>, i64)> {
+    let (_, list) = CertificateRevocationList::from_der(list).ok()?;
+    Some((
+        list.issuer().as_raw().to_vec(),
+        list.last_update().timestamp(),
+    ))
+}
+
+/// What lies before 1970 is taken for 1970: nothing that is checked here is that old.
+fn system_time(time: ASN1Time) -> SystemTime {
+    let seconds = u64::try_from(time.timestamp()).unwrap_or(0);
+    UNIX_EPOCH + Duration::from_secs(seconds)
+}

@@ -1,0 +1,98 @@
+//! What is left in memory of a key that was used.
+#![allow(clippy::unwrap_used)]
+
+use std::fs::{self, File};
+use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::path::Path;
+use std::process::Command;
+
+use super::*;
+use crate::peers::Peers;
+
+/// How often bytes stand in the writable memory of this process. They are given as hexadecimal
+/// digits, so that looking for them does not make them found.
+fn found(digits: &str) -> usize {
+    let digit = |at: usize| (digits.as_bytes()[at] as char).to_digit(16).unwrap() as u8;
+    let length = digits.len() / 2;
+    let stands = |window: &[u8]| {
+        let mut bytes = window.iter().enumerate();
+        bytes.all(|(at, byte)| *byte == digit(2 * at) << 4 | digit(2 * at + 1))
+    };
+    let memory = File::open("/proc/self/mem").unwrap();
+    let mut part = vec![0; 1 << 20];
+    // What was read before, and is found there again.
+    let own = part.as_ptr().addr() as u64;
+    let own = own..own + part.len() as u64;
+    let mut count = 0;
+    for line in fs::read_to_string("/proc/self/maps").unwrap().lines() {
+        let (range, rest) = line.split_once(' ').unwrap();
+        let (start, end) = range.split_once('-').unwrap();
+        let number = |text| u64::from_str_radix(text, 16).unwrap();
+        let (mut at, end) = (number(start), number(end));
+        while rest.starts_with("rw") && at + length as u64 <= end {
+            let bytes = (end - at).min(part.len() as u64) as usize;
+            // Another thread may have unmapped it meanwhile.
+            if memory.read_exact_at(&mut part[..bytes], at).is_err() {
+                break;
+            }
+            let windows = (at..).zip(part[..bytes].windows(length));
+            count += windows
+                .filter(|(address, window)| !own.contains(address) && stands(window))
+                .count();
+            // Parts overlap, for what lies across the border.
+            at += (bytes - length + 1) as u64;
+        }
+    }
+    count
+}
+
+/// Runs a shell's script in `directory`; what it writes.
+fn shell(directory: &Path, script: &str) -> String {
+    let mut shell = Command::new("sh");
+    let done = shell.args(["-ec", script]).current_dir(directory).output();
+    let done = done.unwrap();
+    assert!(done.status.success(), "{done:?}");
+    String::from_utf8(done.stdout).unwrap()
+}
+
+#[test]
+fn nothing_of_a_keys_file_is_left_once_its_identity_has_gone() {
+    let directory = std::env::temp_dir().join(format!("dunlin-wiped-{}", std::process::id()));
+    fs::create_dir_all(&directory).unwrap();
+    // Made by others, so that this process never had it but by loading it.
+    shell(
+        &directory,
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1 \
+         -subj /CN=a.test -addext subjectAltName=DNS:a.test -keyout key.pem -out cert.pem 2>&1
+         cp cert.pem ca-cert.pem",
+    );
+    fs::set_permissions(directory.join("key.pem"), PermissionsExt::from_mode(0o600)).unwrap();
+    let digits = |from: &str| {
+        let script = format!("{from} | od -An -v -tx1 | tr -d ' \\n'");
+        shell(&directory, &script)
+    };
+    // The text around the end of a line, which is in no decoder's buffer of lines.
+    let text = digits("head -c 110 key.pem | tail -c 40");
+    // The number and what stands before it, which a library that keeps the number does not keep.
+    let content =
+        digits("openssl pkcs8 -topk8 -nocrypt -in key.pem -outform DER | head -c 68 | tail -c 37");
+    assert!(content.starts_with("020101"), "{} digits", content.len());
+
+    let options = LoadOptions {
+        role: Some(Role::Source),
+        ..LoadOptions::default()
+    };
+    let (identity, _) = Identity::load(&directory, options).unwrap();
+    assert_eq!(
+        found(&content),
+        1,
+        "the identity has its key, and has it once"
+    );
+    let tls = identity
+        .client(&Crypto::auto(), Peers::AnyFromAuthority)
+        .unwrap();
+    drop((identity, tls));
+    fs::remove_dir_all(&directory).unwrap();
+    assert_eq!(found(&text), 0, "of its text");
+    assert_eq!(found(&content), 0, "of its content");
+}

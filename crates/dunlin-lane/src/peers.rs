@@ -1,0 +1,559 @@
+//! Which peers may connect, or be connected to: by a name that an authority vouches for, or by a
+//! pin that needs no authority.
+//!
+//! A certificate chain proves that an authority we trust issued the certificate. The list of
+//! peers decides whether its bearer may migrate virtual machines to or from this host.
+
+#[cfg(any(test, feature = "fuzzing"))]
+pub mod fuzz;
+
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+pub use dunlin_proto::journal::peer::Principal;
+use dunlin_proto::limits::MAX_PRINCIPAL_NAME_BYTES;
+use rustls::pki_types::{CertificateDer, ServerName};
+use rustls::server::ParsedCertificate;
+use sha2::{Digest, Sha256};
+use thiserror::Error;
+
+use super::names::{BadName, PeerName, names};
+
+/// The certificate that is meant, or the key in it, by its SHA-256.
+///
+/// Written `sha256:` or `spki-sha256:` and 64 hexadecimal digits, with or without colons between
+/// them, as `openssl x509 -fingerprint -sha256` and `dunlin pki show` print them. A pin on the
+/// key outlives a certificate that is renewed for the same key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Pin {
+    /// Of the whole certificate (DER).
+    Certificate([u8; 32]),
+    /// Of its SubjectPublicKeyInfo (RFC 5280, section 4.1.2.7; DER).
+    Key([u8; 32]),
+}
+
+/// One peer that is allowed.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Peer {
+    /// Whoever has a certificate with this name from an authority in our CA bundle.
+    Name(PeerName),
+    /// Whoever has this certificate or key, whoever issued it, with or without names.
+    Pin(Pin),
+}
+
+/// The peers that are allowed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Peers {
+    /// Every bearer of a certificate from our CA bundle.
+    AnyFromAuthority,
+    /// Each of these, and nobody else.
+    OneOf(Vec<Peer>),
+}
+
+/// Why a peer was let in, for the log.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum AuthorisedBy {
+    /// Its certificate comes from the CA bundle, and nothing else was demanded.
+    Authority,
+    /// Its certificate comes from the CA bundle and carries this allowed name.
+    Name(PeerName),
+    /// Its certificate is a pinned one.
+    Pin(Pin),
+}
+
+/// An authenticated peer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PeerIdentity {
+    /// SHA-256 of the leaf certificate (DER).
+    pub fingerprint: [u8; 32],
+    /// The names that the certificate carries, in its order.
+    pub names: Vec<PeerName>,
+    /// Why it was let in.
+    pub authorised_by: AuthorisedBy,
+    /// SHA-256 of the SubjectPublicKeyInfo (DER) of the authority that vouches for the certificate;
+    /// none where a pin alone admitted it, and for the server of a hand-off.
+    pub authority: Option<[u8; 32]>,
+    pub(super) leaf: CertificateDer<'static>,
+    /// The certificates that it sent along.
+    pub(super) intermediates: Vec<CertificateDer<'static>>,
+}
+
+/// Not a peer that can be allowed. The fault is in the configuration.
+#[derive(Debug, Error, Clone, PartialEq, Eq)]
+pub enum BadPeer {
+    /// Neither a pin nor a name.
+    #[error(transparent)]
+    Name(#[from] BadName),
+    /// It begins as a pin.
+    #[error(
+        "{text:?} is no pin: write sha256: for a certificate or spki-sha256: for its key, and 64 hexadecimal digits, with or without colons"
+    )]
+    Pin {
+        /// What was given.
+        text: String,
+    },
+}
+
+/// A certificate that is not on the list.
+#[derive(Debug, Error, Clone, PartialEq, Eq)]
+pub enum PeerRefused {
+    /// An authority that is trusted here issued it, to somebody else.
+    #[error(
+        "the peer's certificate is valid but carries none of the allowed names: it has {}, allowed {} {}; correct the peer names on this host, or give the peer a certificate with the right name",
+        list(.presented), if .allowed.len() == 1 { "is" } else { "are" }, list(.allowed)
+    )]
+    Name {
+        /// The names in the certificate.
+        presented: Vec<PeerName>,
+        /// What would have been accepted.
+        allowed: Vec<Peer>,
+    },
+    /// Its key, or that of a certificate in its chain, is denied on this host.
+    #[error(
+        "the key {key} of {} is denied by {}: give the peer a certificate with another key{}",
+        if *.issuer { "an issuer of the peer's certificate" } else { "the peer's certificate" },
+        .list.display(),
+        if *.issuer { ", and of another issuer" } else { "" }
+    )]
+    Denied {
+        /// The key.
+        key: Pin,
+        /// Whether it is the key of an issuer: of a certificate that the peer sent along, or of
+        /// the authority at the end of the chain.
+        issuer: bool,
+        /// The file.
+        list: PathBuf,
+    },
+    /// A revocation list of this host has its certificate.
+    #[error("the peer's certificate is revoked: give the peer another one")]
+    Revoked,
+    /// Pins alone are accepted, and it is none of them.
+    #[error(
+        "the peer's certificate is not the pinned one: it is {certificate}, its key {key}, and pinned {} {}; pin the new one on this host if the peer's was replaced, and find out who answers there if it was not",
+        if .allowed.len() == 1 { "is" } else { "are" }, list(.allowed)
+    )]
+    Pin {
+        /// The certificate's own pin.
+        certificate: Pin,
+        /// Its key's.
+        key: Pin,
+        /// What would have been accepted.
+        allowed: Vec<Peer>,
+    },
+}
+
+impl Pin {
+    /// The pin of a certificate.
+    pub fn of_certificate(leaf: &CertificateDer<'_>) -> Self {
+        Self::Certificate(Sha256::digest(leaf).into())
+    }
+
+    /// The pin of the key in a certificate; none if the certificate cannot be read.
+    pub fn of_key(leaf: &CertificateDer<'_>) -> Option<Self> {
+        let key = ParsedCertificate::try_from(leaf)
+            .ok()?
+            .subject_public_key_info();
+        Some(Self::Key(Sha256::digest(key).into()))
+    }
+
+    pub(super) fn fits(&self, leaf: &CertificateDer<'_>) -> bool {
+        match self {
+            Self::Certificate(_) => Self::of_certificate(leaf) == *self,
+            Self::Key(_) => Self::of_key(leaf) == Some(*self),
+        }
+    }
+}
+
+impl Peers {
+    /// The pin that allows the bearer of `leaf`, whoever issued it.
+    pub(super) fn pinned(&self, leaf: &CertificateDer<'_>) -> Option<Pin> {
+        // A pinned key outlives the certificate, also where that is pinned as well.
+        let is_key = |pin: &&Pin| matches!(pin, Pin::Key(_));
+        let mut pins = self.pins().filter(is_key).chain(self.pins());
+        pins.find(|pin| pin.fits(leaf)).copied()
+    }
+
+    /// Whether nobody is allowed but bearers of pinned certificates, so that no authority is
+    /// asked.
+    pub(super) fn are_pins_alone(&self) -> bool {
+        match self {
+            Self::AnyFromAuthority => false,
+            Self::OneOf(allowed) => allowed.iter().all(|peer| matches!(peer, Peer::Pin(_))),
+        }
+    }
+
+    /// Whether one peer is in both lists, as they are written: a name and a pin may be one peer's
+    /// without it being seen here.
+    pub fn share_one(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::OneOf(own), Self::OneOf(others)) => own.iter().any(|one| others.contains(one)),
+            _ => true,
+        }
+    }
+
+    pub(super) fn pins(&self) -> impl Iterator<Item = &Pin> {
+        let allowed = match self {
+            Self::AnyFromAuthority => &[][..],
+            Self::OneOf(allowed) => allowed,
+        };
+        allowed.iter().filter_map(|peer| match peer {
+            Peer::Pin(pin) => Some(pin),
+            Peer::Name(_) => None,
+        })
+    }
+
+    /// The reason why the bearer of `leaf` may connect. Unless it is pinned, its chain must have
+    /// been verified.
+    ///
+    /// # Errors
+    /// [`PeerRefused`] when it may not. A certificate that cannot be read carries no names.
+    pub fn authorise(&self, leaf: &CertificateDer<'_>) -> Result<AuthorisedBy, PeerRefused> {
+        let Self::OneOf(allowed) = self else {
+            return Ok(AuthorisedBy::Authority);
+        };
+        // First: names in a certificate that is pinned may be vouched for by nobody.
+        if let Some(pin) = self.pinned(leaf) {
+            return Ok(AuthorisedBy::Pin(pin));
+        }
+        let name = |peer: &Peer| match peer {
+            Peer::Name(name) if name.is_in(leaf) => Some(AuthorisedBy::Name(name.clone())),
+            Peer::Name(_) | Peer::Pin(_) => None,
+        };
+        allowed
+            .iter()
+            .find_map(name)
+            .ok_or_else(|| self.refuse(leaf, allowed))
+    }
+
+    /// The reason why a peer that was let in by other peers' list may do what is allowed to these
+    /// alone.
+    ///
+    /// # Errors
+    /// [`PeerRefused`] when it may not. The names in a certificate that was let in for its pin are
+    /// vouched for by nobody, so that only pins allow it.
+    pub fn authorise_further(&self, peer: &PeerIdentity) -> Result<AuthorisedBy, PeerRefused> {
+        if !matches!(peer.authorised_by, AuthorisedBy::Pin(_)) {
+            return self.authorise(&peer.leaf);
+        }
+        let pinned = self.pinned(&peer.leaf).map(AuthorisedBy::Pin);
+        let allowed = self.pins().map(|pin| Peer::Pin(*pin)).collect::<Vec<_>>();
+        pinned.ok_or_else(|| self.refuse(&peer.leaf, &allowed))
+    }
+
+    fn refuse(&self, leaf: &CertificateDer<'_>, allowed: &[Peer]) -> PeerRefused {
+        let allowed = allowed.to_vec();
+        match Pin::of_key(leaf) {
+            Some(key) if self.are_pins_alone() => PeerRefused::Pin {
+                certificate: Pin::of_certificate(leaf),
+                key,
+                allowed,
+            },
+            _ => PeerRefused::Name {
+                presented: names(leaf),
+                allowed,
+            },
+        }
+    }
+
+    /// The name to put into the ClientHello: the first that SNI can express.
+    pub(super) fn server_name(&self) -> Option<ServerName<'static>> {
+        let Self::OneOf(allowed) = self else {
+            return None;
+        };
+        allowed.iter().find_map(|peer| match peer {
+            Peer::Name(name) => name.server_name(),
+            Peer::Pin(_) => None,
+        })
+    }
+}
+
+impl FromIterator<Peer> for Peers {
+    /// Nobody at all means [`Peers::AnyFromAuthority`].
+    fn from_iter<I: IntoIterator<Item = Peer>>(peers: I) -> Self {
+        let peers: Vec<_> = peers.into_iter().collect();
+        if peers.is_empty() {
+            Self::AnyFromAuthority
+        } else {
+            Self::OneOf(peers)
+        }
+    }
+}
+
+impl PeerIdentity {
+    /// What is kept of a verified peer.
+    pub(super) fn of(
+        leaf: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        authorised_by: AuthorisedBy,
+        authority: Option<[u8; 32]>,
+    ) -> Self {
+        let owned = intermediates.iter().map(|one| one.clone().into_owned());
+        Self {
+            fingerprint: Sha256::digest(leaf).into(),
+            names: names(leaf),
+            authorised_by,
+            authority,
+            leaf: leaf.clone().into_owned(),
+            intermediates: owned.collect(),
+        }
+    }
+
+    /// A peer for tests of what compares peers.
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub fn test(authorised_by: AuthorisedBy, authority: u8, names: &[&str]) -> Self {
+        let name = |name: &&str| PeerName::Dns((*name).to_owned());
+        Self {
+            fingerprint: [0; 32],
+            names: names.iter().map(name).collect(),
+            authorised_by,
+            authority: Some([authority; 32]),
+            leaf: CertificateDer::from(Vec::new()),
+            intermediates: Vec::new(),
+        }
+    }
+
+    /// What makes a later connection one of the same peer, although its certificate may have been
+    /// renewed: see [`PeerIdentity::is`].
+    ///
+    /// A peer that was admitted by a pin is that pin. One that was admitted by name is that name
+    /// and the authority that vouches for it. One that `*.DOMAIN` or any certificate of an authority
+    /// admits is all its names, or its key if it has none: hosts may share one of their names.
+    pub fn principal(&self) -> Principal {
+        let itself = || Principal::Certificate(self.fingerprint);
+        match (&self.authorised_by, self.authority) {
+            (AuthorisedBy::Pin(Pin::Certificate(digest)), _) => Principal::Certificate(*digest),
+            (AuthorisedBy::Pin(Pin::Key(digest)), _) => Principal::Key(*digest),
+            // The server of a hand-off, which has no sessions.
+            (_, None) => itself(),
+            (AuthorisedBy::Name(allowed), Some(authority)) if !allowed.is_pattern() => {
+                match recorded(allowed) {
+                    Some(name) => Principal::Name { authority, name },
+                    None => itself(),
+                }
+            }
+            (AuthorisedBy::Name(_) | AuthorisedBy::Authority, Some(authority)) => {
+                match (all_names(&self.names), Pin::of_key(&self.leaf)) {
+                    (Some(names), _) => Principal::Names { authority, names },
+                    (None, Some(Pin::Key(key))) => Principal::Key(key),
+                    (None, _) => itself(),
+                }
+            }
+        }
+    }
+
+    /// Whether this peer is `principal`: the one comparison for whatever only a session's own peer
+    /// may do. This peer's handshake must have admitted it, so its certificate is valid now.
+    pub fn is(&self, principal: &Principal) -> bool {
+        match principal {
+            Principal::Certificate(digest) => self.fingerprint == *digest,
+            Principal::Key(digest) => Pin::Key(*digest).fits(&self.leaf),
+            Principal::Name { authority, name } => {
+                let name = name.parse::<PeerName>();
+                self.authority == Some(*authority)
+                    && name.is_ok_and(|name| !name.is_pattern() && name.is_in(&self.leaf))
+            }
+            Principal::Names { authority, names } => {
+                self.authority == Some(*authority) && all_names(&self.names) == Some(*names)
+            }
+        }
+    }
+
+    /// A list of peers that admits this peer for the same reason, with a renewed certificate too.
+    /// It is for handshakes; [`PeerIdentity::is`] says whether it is the same peer.
+    pub fn alone(&self) -> Peers {
+        match &self.authorised_by {
+            AuthorisedBy::Authority => Peers::AnyFromAuthority,
+            AuthorisedBy::Name(name) => Peers::OneOf(vec![Peer::Name(name.clone())]),
+            AuthorisedBy::Pin(pin) => Peers::OneOf(vec![Peer::Pin(*pin)]),
+        }
+    }
+}
+
+/// A name as a principal has it; none if it is too long, or another would be read from it.
+fn recorded(name: &PeerName) -> Option<String> {
+    let text = name.text();
+    let same = text.len() <= MAX_PRINCIPAL_NAME_BYTES && text.parse().as_ref() == Ok(name);
+    same.then_some(text)
+}
+
+/// SHA-256 of all the names of a certificate, sorted, DNS names in lower case, each behind its
+/// length; none if there are none.
+fn all_names(names: &[PeerName]) -> Option<[u8; 32]> {
+    let mut texts: Vec<String> = names
+        .iter()
+        .map(|name| match name {
+            PeerName::Dns(name) => format!("DNS {}", name.to_ascii_lowercase()),
+            PeerName::Ip(address) => format!("IP {address}"),
+            PeerName::Uri(uri) => format!("URI {uri}"),
+        })
+        .collect();
+    texts.sort_unstable();
+    texts.dedup();
+    if texts.is_empty() {
+        return None;
+    }
+    let mut digest = Sha256::new();
+    for text in texts {
+        digest.update((text.len() as u64).to_be_bytes());
+        digest.update(text);
+    }
+    Some(digest.finalize().into())
+}
+
+const CERTIFICATE_PREFIX: &str = "sha256:";
+const KEY_PREFIX: &str = "spki-sha256:";
+
+impl FromStr for Peer {
+    type Err = BadPeer;
+
+    fn from_str(text: &str) -> Result<Self, BadPeer> {
+        let (digits, pin): (_, fn([u8; 32]) -> Pin) =
+            if let Some(digits) = text.strip_prefix(CERTIFICATE_PREFIX) {
+                (digits, Pin::Certificate)
+            } else if let Some(digits) = text.strip_prefix(KEY_PREFIX) {
+                (digits, Pin::Key)
+            } else {
+                return Ok(Self::Name(text.parse()?));
+            };
+        let digest = digest(digits).ok_or_else(|| BadPeer::Pin {
+            text: text.to_owned(),
+        })?;
+        Ok(Self::Pin(pin(digest)))
+    }
+}
+
+/// 32 bytes of two hexadecimal digits each, with colons between all of them or none.
+fn digest(digits: &str) -> Option<[u8; 32]> {
+    let step = match digits.len() {
+        64 => 2,
+        95 => 3,
+        _ => return None,
+    };
+    let mut digest = [0; 32];
+    for (byte, pair) in digest.iter_mut().zip(digits.as_bytes().chunks(step)) {
+        let (pair, colon) = pair.split_at_checked(2)?;
+        if !matches!(colon, b"" | b":") || !pair.iter().all(u8::is_ascii_hexdigit) {
+            return None;
+        }
+        *byte = u8::from_str_radix(std::str::from_utf8(pair).ok()?, 16).ok()?;
+    }
+    Some(digest)
+}
+
+impl fmt::Display for Pin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (prefix, digest) = match self {
+            Self::Certificate(digest) => (CERTIFICATE_PREFIX, digest),
+            Self::Key(digest) => (KEY_PREFIX, digest),
+        };
+        f.write_str(prefix)?;
+        digest.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+impl fmt::Display for Peer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Name(name) => name.fmt(f),
+            Self::Pin(pin) => pin.fmt(f),
+        }
+    }
+}
+
+impl fmt::Display for AuthorisedBy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Authority => f.write_str("any certificate of the authority is allowed"),
+            Self::Name(name) => write!(f, "the allowed name {name}"),
+            Self::Pin(Pin::Certificate(_)) => f.write_str("the pin of its certificate"),
+            Self::Pin(Pin::Key(_)) => f.write_str("the pin of its key"),
+        }
+    }
+}
+
+impl fmt::Display for PeerIdentity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} (sha256 ", list(&self.names))?;
+        for byte in &self.fingerprint[..8] {
+            write!(f, "{byte:02x}")?;
+        }
+        write!(f, "…, let in by {})", self.authorised_by)
+    }
+}
+
+fn list<T: fmt::Display>(all: &[T]) -> String {
+    if all.is_empty() {
+        return "no names".to_owned();
+    }
+    all.iter().map(T::to_string).collect::<Vec<_>>().join(", ")
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pins_are_read_with_and_without_colons_and_written_without() {
+        let digest: [u8; 32] = std::array::from_fn(|at| 0xA0 + at as u8);
+        let plain: String = digest.iter().map(|byte| format!("{byte:02x}")).collect();
+        let colons = digest.map(|byte| format!("{byte:02X}")).join(":");
+        for text in [&plain, &colons, &plain.to_uppercase()] {
+            let pin = format!("sha256:{text}").parse();
+            assert_eq!(pin, Ok(Peer::Pin(Pin::Certificate(digest))));
+            let pin = format!("spki-sha256:{text}").parse();
+            assert_eq!(pin, Ok(Peer::Pin(Pin::Key(digest))));
+        }
+        assert_eq!(Pin::Key(digest).to_string(), format!("spki-sha256:{plain}"));
+        let colons_doubled = colons.replacen(':', "::", 1);
+        let shifted = format!("{}:", &colons[..94]);
+        for bad in [
+            "",
+            "00",
+            &plain[1..],
+            &format!("{plain}0"),
+            &plain.replacen('a', "g", 1),
+            &format!("+{}", &plain[1..]),
+            &colons_doubled,
+            &shifted,
+            &colons.replacen(':', "-", 1),
+            &format!("{}é", &plain[2..]),
+        ] {
+            let error = format!("sha256:{bad}").parse::<Peer>().unwrap_err();
+            assert!(error.to_string().contains("64 hexadecimal digits"), "{bad}");
+        }
+    }
+
+    #[test]
+    fn i6_a_name_is_recorded_only_where_it_is_read_back_as_itself() {
+        for name in [
+            PeerName::Dns("host.test".into()),
+            PeerName::Ip([192, 0, 2, 1].into()),
+            PeerName::Uri("spiffe://site/host".into()),
+        ] {
+            assert_eq!(recorded(&name).unwrap().parse(), Ok(name));
+        }
+        for name in [
+            PeerName::Dns("192.0.2.1".into()),
+            PeerName::Uri("host.test".into()),
+            PeerName::Uri(format!("spiffe://{}", "n".repeat(MAX_PRINCIPAL_NAME_BYTES))),
+        ] {
+            assert_eq!(recorded(&name), None, "{name}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_pin_is_a_name() {
+        let name = |text: &str| Ok(Peer::Name(text.parse().unwrap()));
+        for text in [
+            "host.test",
+            "192.0.2.1",
+            "urn:sha256:00",
+            "spiffe://sha256/1",
+        ] {
+            assert_eq!(text.parse(), name(text));
+        }
+        assert_eq!(Peers::from_iter([]), Peers::AnyFromAuthority);
+    }
+}

@@ -1,0 +1,28 @@
+//! The fuzz entry of certificates that peers present.
+
+use rustls::pki_types::CertificateDer;
+
+use super::{AuthorisedBy, Peer, PeerIdentity, Peers};
+use crate::names::PeerName;
+
+/// Any certificate: nobody who is not on the list is let in, and what is
+/// printed about it does nothing to a terminal.
+pub fn fuzz_certificate(bytes: &[u8]) {
+    let leaf = CertificateDer::from(bytes);
+    let allowed = PeerName::Dns("source.test".to_owned());
+    let known = Peers::OneOf(vec![Peer::Name(allowed.clone())]);
+    let text = match known.authorise(&leaf) {
+        Ok(by) => {
+            assert_eq!(by, AuthorisedBy::Name(allowed));
+            let needle = b".test";
+            assert!(
+                bytes
+                    .windows(needle.len())
+                    .any(|part| part.eq_ignore_ascii_case(needle))
+            );
+            PeerIdentity::of(&leaf, &[], by, None).to_string()
+        }
+        Err(refused) => refused.to_string(),
+    };
+    assert!(!text.chars().any(char::is_control), "{text:?}");
+}

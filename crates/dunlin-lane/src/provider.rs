@@ -1,0 +1,583 @@
+//! Which crypto library seals and opens records, and the parts of rustls's provider.
+//!
+//! ring and aws-lc-rs are both fast, but not on the same processors: one can be twice the other,
+//! because they cover different vector extensions. [`auto`] measures both for a few milliseconds
+//! and says what it found. The handshake takes its key exchange and signatures from aws-lc-rs
+//! where that is built in, since ring has no X25519MLKEM768; that choice costs no speed.
+
+mod named;
+mod older;
+
+use std::fmt;
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use rustls::SupportedCipherSuite;
+use rustls::crypto::{CryptoProvider, WebPkiSupportedAlgorithms};
+use rustls::pki_types::PrivateKeyDer;
+use thiserror::Error;
+
+pub use self::named::{Offer, OfferError, TlsVersion};
+pub use self::named::{group_name, suite_name};
+use super::kernel::Offload;
+use super::record::{CONTENT_BYTES, OpenHalf, RECORD_BYTES, SealHalf};
+
+#[cfg(not(any(feature = "ring", feature = "aws-lc-rs")))]
+compile_error!("dunlin needs a crypto library: switch on the feature `ring`, `aws-lc-rs` or both");
+
+/// A crypto library.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Provider {
+    /// ring.
+    Ring,
+    /// aws-lc-rs.
+    AwsLcRs,
+}
+
+/// A cipher suite of TLS 1.3.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CipherSuite {
+    /// `TLS_AES_256_GCM_SHA384`, the default.
+    Aes256Gcm,
+    /// `TLS_AES_128_GCM_SHA256`.
+    Aes128Gcm,
+    /// `TLS_CHACHA20_POLY1305_SHA256`, for processors without AES instructions.
+    ChaCha20Poly1305,
+}
+
+/// Why a provider cannot be used. The fault is in the configuration.
+#[derive(Debug, Error, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ProviderError {
+    /// The library is not compiled in.
+    #[error("{0} is not built into this program: choose another provider or build with it")]
+    NotBuiltIn(Provider),
+    /// No suite was named.
+    #[error(
+        "no cipher suite is left: name at least one of aes-256-gcm, aes-128-gcm, chacha20-poly1305"
+    )]
+    NoSuite,
+    /// The key has another length than the suite's.
+    #[error("a key of {bytes} bytes does not fit {suite}")]
+    KeyLength {
+        /// The suite.
+        suite: CipherSuite,
+        /// The length of the key given.
+        bytes: usize,
+    },
+    /// No such name.
+    #[error(
+        "not a known name: use ring or aws-lc-rs; aes-256-gcm, aes-128-gcm or chacha20-poly1305"
+    )]
+    UnknownName,
+}
+
+/// What [`auto`] chose, and on what grounds.
+#[derive(Clone, Debug)]
+pub struct Choice {
+    /// The library to use.
+    pub provider: Provider,
+    /// What was measured: sealing and opening 16 KiB AES-256-GCM records on one core.
+    pub speeds: Vec<Speed>,
+}
+
+/// One library's speed on this processor.
+#[derive(Clone, Copy, Debug)]
+pub struct Speed {
+    /// The library.
+    pub provider: Provider,
+    /// Bytes sealed and opened again per second.
+    pub bytes_per_second: f64,
+}
+
+/// The crypto of one session: the library for records and the suites, best first.
+#[derive(Clone, Debug)]
+pub struct Crypto {
+    /// Seals and opens records.
+    pub provider: Provider,
+    /// Suites offered and accepted, best first.
+    pub suites: Vec<CipherSuite>,
+    /// Whether the kernel is to do it instead.
+    pub offload: Offload,
+}
+
+impl Crypto {
+    /// The fastest library on this processor and AES-256-GCM first.
+    pub fn auto() -> Self {
+        Self::with(auto().provider)
+    }
+
+    /// The library given and AES-256-GCM first.
+    pub fn with(provider: Provider) -> Self {
+        Self {
+            provider,
+            suites: CipherSuite::ALL.to_vec(),
+            offload: Offload::Auto,
+        }
+    }
+
+    /// rustls's provider: records from [`Crypto::provider`]; X25519MLKEM768 where built in, then
+    /// X25519; TLS 1.3 suites only.
+    ///
+    /// # Errors
+    /// [`ProviderError::NotBuiltIn`] and [`ProviderError::NoSuite`].
+    pub fn rustls(&self) -> Result<Arc<CryptoProvider>, ProviderError> {
+        if self.suites.is_empty() {
+            return Err(ProviderError::NoSuite);
+        }
+        let suites = self.suites.iter().map(|suite| suite.rustls(self.provider));
+        let mut base = handshake_provider();
+        base.cipher_suites = suites.collect::<Result<_, _>>()?;
+        Ok(Arc::new(base))
+    }
+}
+
+impl Provider {
+    /// The libraries compiled in; never empty.
+    pub const fn built_in() -> &'static [Self] {
+        &[
+            #[cfg(feature = "ring")]
+            Self::Ring,
+            #[cfg(feature = "aws-lc-rs")]
+            Self::AwsLcRs,
+        ]
+    }
+}
+
+impl CipherSuite {
+    /// Every suite, best first.
+    pub const ALL: [Self; 3] = [Self::Aes256Gcm, Self::Aes128Gcm, Self::ChaCha20Poly1305];
+
+    /// The length of the suite's key in bytes.
+    pub const fn key_bytes(self) -> usize {
+        match self {
+            Self::Aes128Gcm => 16,
+            Self::Aes256Gcm | Self::ChaCha20Poly1305 => 32,
+        }
+    }
+
+    fn rustls(self, provider: Provider) -> Result<SupportedCipherSuite, ProviderError> {
+        match provider {
+            #[cfg(feature = "ring")]
+            Provider::Ring => {
+                use rustls::crypto::ring::cipher_suite as suites;
+                Ok(match self {
+                    Self::Aes256Gcm => suites::TLS13_AES_256_GCM_SHA384,
+                    Self::Aes128Gcm => suites::TLS13_AES_128_GCM_SHA256,
+                    Self::ChaCha20Poly1305 => suites::TLS13_CHACHA20_POLY1305_SHA256,
+                })
+            }
+            #[cfg(feature = "aws-lc-rs")]
+            Provider::AwsLcRs => {
+                use rustls::crypto::aws_lc_rs::cipher_suite as suites;
+                Ok(match self {
+                    Self::Aes256Gcm => suites::TLS13_AES_256_GCM_SHA384,
+                    Self::Aes128Gcm => suites::TLS13_AES_128_GCM_SHA256,
+                    Self::ChaCha20Poly1305 => suites::TLS13_CHACHA20_POLY1305_SHA256,
+                })
+            }
+            #[allow(unreachable_patterns)]
+            other => Err(ProviderError::NotBuiltIn(other)),
+        }
+    }
+}
+
+/// The fastest library on this processor. The first call measures, for about five milliseconds
+/// with both built in; later calls answer at once.
+pub fn auto() -> &'static Choice {
+    static CHOICE: OnceLock<Choice> = OnceLock::new();
+    CHOICE.get_or_init(probe)
+}
+
+fn probe() -> Choice {
+    let mut speeds: Vec<Speed> = Provider::built_in()
+        .iter()
+        .map(|&provider| Speed {
+            provider,
+            bytes_per_second: measure(provider),
+        })
+        .collect();
+    speeds.sort_by(|a, b| b.bytes_per_second.total_cmp(&a.bytes_per_second));
+    let provider = speeds
+        .first()
+        .map_or(Provider::built_in()[0], |best| best.provider);
+    Choice { provider, speeds }
+}
+
+/// The best of five short runs: the others were disturbed by whatever else runs on this host.
+fn measure(provider: Provider) -> f64 {
+    const RUN: Duration = Duration::from_micros(400);
+    const SUITE: CipherSuite = CipherSuite::Aes256Gcm;
+    // The key protects nothing: both halves live in this function.
+    let key = [7; SUITE.key_bytes()];
+    let (Ok(mut seal), Ok(mut open)) = (
+        SealHalf::new(provider, SUITE, &key, [0; 12], 0),
+        OpenHalf::new(provider, SUITE, &key, [0; 12], 0),
+    ) else {
+        return 0.0;
+    };
+    let mut record = vec![0; RECORD_BYTES];
+    let mut run = |least: Duration| {
+        let begin = Instant::now();
+        let mut bytes = 0.0;
+        loop {
+            if seal.seal(&mut record).is_err() || open.open(&mut record).is_err() {
+                return 0.0;
+            }
+            bytes += CONTENT_BYTES as f64;
+            let spent = begin.elapsed();
+            if spent >= least {
+                return bytes / spent.as_secs_f64();
+            }
+        }
+    };
+    // One record first: it sets up the tables that every later one finds warm.
+    run(Duration::ZERO);
+    (0..5).map(|_| run(RUN)).fold(0.0, f64::max)
+}
+
+/// A private key as the handshake will use it.
+pub(super) fn load_key(
+    key: PrivateKeyDer<'static>,
+) -> Result<Arc<dyn rustls::sign::SigningKey>, rustls::Error> {
+    handshake_provider().key_provider.load_private_key(key)
+}
+
+/// Which signatures certificates may bear.
+pub(super) fn handshake_algorithms() -> WebPkiSupportedAlgorithms {
+    handshake_provider().signature_verification_algorithms
+}
+
+/// Everything of the handshake that has no bearing on speed.
+fn handshake_provider() -> CryptoProvider {
+    #[cfg(feature = "aws-lc-rs")]
+    {
+        use rustls::crypto::aws_lc_rs::{default_provider, kx_group};
+        let kx_groups = vec![kx_group::X25519MLKEM768, kx_group::X25519];
+        CryptoProvider {
+            kx_groups,
+            ..default_provider()
+        }
+    }
+    #[cfg(all(feature = "ring", not(feature = "aws-lc-rs")))]
+    {
+        use rustls::crypto::ring::{default_provider, kx_group};
+        CryptoProvider {
+            kx_groups: vec![kx_group::X25519],
+            ..default_provider()
+        }
+    }
+}
+
+/// An AEAD key in one of the two libraries. Nonces are the caller's to keep unique.
+pub(super) enum AeadKey {
+    // Boxed: ring keeps a key's schedule in place, aws-lc-rs behind a pointer.
+    #[cfg(feature = "ring")]
+    Ring(Box<ring::aead::LessSafeKey>),
+    #[cfg(feature = "aws-lc-rs")]
+    AwsLcRs(aws_lc_rs::aead::LessSafeKey),
+}
+
+/// The two libraries share names and shapes but no types, so the same lines serve both.
+macro_rules! new_key {
+    ($library:ident, $wrap:expr, $suite:expr, $key:expr) => {{
+        use $library::aead;
+        let algorithm = match $suite {
+            CipherSuite::Aes256Gcm => &aead::AES_256_GCM,
+            CipherSuite::Aes128Gcm => &aead::AES_128_GCM,
+            CipherSuite::ChaCha20Poly1305 => &aead::CHACHA20_POLY1305,
+        };
+        aead::UnboundKey::new(algorithm, $key)
+            .map(|key| $wrap(aead::LessSafeKey::new(key)))
+            .map_err(|_| ProviderError::KeyLength {
+                suite: $suite,
+                bytes: $key.len(),
+            })
+    }};
+}
+
+macro_rules! seal {
+    ($library:ident, $key:expr, $nonce:expr, $header:expr, $inner:expr) => {{
+        use $library::aead::{Aad, Nonce};
+        let nonce = Nonce::assume_unique_for_key($nonce);
+        let tag = $key
+            .seal_in_place_separate_tag(nonce, Aad::from($header), $inner)
+            .ok()?;
+        tag.as_ref().try_into().ok()
+    }};
+}
+
+macro_rules! open {
+    ($library:ident, $key:expr, $nonce:expr, $header:expr, $body:expr) => {{
+        use $library::aead::{Aad, Nonce};
+        let nonce = Nonce::assume_unique_for_key($nonce);
+        $key.open_in_place(nonce, Aad::from($header), $body)
+            .ok()
+            .map(|inner| &*inner)
+    }};
+}
+
+impl AeadKey {
+    pub(super) fn new(
+        provider: Provider,
+        suite: CipherSuite,
+        key: &[u8],
+    ) -> Result<Self, ProviderError> {
+        match provider {
+            #[cfg(feature = "ring")]
+            Provider::Ring => new_key!(ring, |key| Self::Ring(Box::new(key)), suite, key),
+            #[cfg(feature = "aws-lc-rs")]
+            Provider::AwsLcRs => new_key!(aws_lc_rs, Self::AwsLcRs, suite, key),
+            #[allow(unreachable_patterns)]
+            other => Err(ProviderError::NotBuiltIn(other)),
+        }
+    }
+
+    /// Encrypts `inner` in place and returns the tag over it and `header`; `None` when the
+    /// library fails.
+    #[inline]
+    pub(super) fn seal<const N: usize>(
+        &self,
+        nonce: [u8; 12],
+        header: [u8; N],
+        inner: &mut [u8],
+    ) -> Option<[u8; 16]> {
+        match self {
+            #[cfg(feature = "ring")]
+            Self::Ring(key) => seal!(ring, key, nonce, header, inner),
+            #[cfg(feature = "aws-lc-rs")]
+            Self::AwsLcRs(key) => seal!(aws_lc_rs, key, nonce, header, inner),
+        }
+    }
+
+    /// Checks the tag at the end of `body` and decrypts what stands before it in place; `None`
+    /// when the tag does not fit.
+    #[inline]
+    pub(super) fn open<'a, const N: usize>(
+        &self,
+        nonce: [u8; 12],
+        header: [u8; N],
+        body: &'a mut [u8],
+    ) -> Option<&'a [u8]> {
+        match self {
+            #[cfg(feature = "ring")]
+            Self::Ring(key) => open!(ring, key, nonce, header, body),
+            #[cfg(feature = "aws-lc-rs")]
+            Self::AwsLcRs(key) => open!(aws_lc_rs, key, nonce, header, body),
+        }
+    }
+}
+
+#[cfg(feature = "aws-lc-rs")]
+pub(super) use dunlin_sys::aead::{GuestOpener, GuestSealer};
+
+/// ring works in place only, so nothing of this kind exists without aws-lc-rs.
+#[cfg(not(feature = "aws-lc-rs"))]
+mod without {
+    use vm_memory::VolatileSlice;
+
+    pub(in super::super) enum GuestSealer {}
+    pub(in super::super) enum GuestOpener {}
+
+    impl GuestSealer {
+        pub(in super::super) fn seal(
+            &mut self,
+            _: &[u8; 12],
+            _: &[u8],
+            _: &[VolatileSlice<'_>],
+            _: u8,
+            _: &mut [u8],
+        ) -> Option<()> {
+            match *self {}
+        }
+    }
+
+    impl GuestOpener {
+        pub(in super::super) fn open(
+            &mut self,
+            _: &[u8; 12],
+            _: &[u8],
+            _: &[u8],
+            _: &[VolatileSlice<'_>],
+        ) -> Option<u8> {
+            match *self {}
+        }
+    }
+}
+#[cfg(not(feature = "aws-lc-rs"))]
+pub(super) use without::{GuestOpener, GuestSealer};
+
+/// Seals straight out of guest memory, where library and suite can.
+pub(super) fn guest_sealer(
+    provider: Provider,
+    suite: CipherSuite,
+    key: &[u8],
+) -> Option<GuestSealer> {
+    match (provider, suite) {
+        #[cfg(feature = "aws-lc-rs")]
+        (Provider::AwsLcRs, CipherSuite::Aes256Gcm | CipherSuite::Aes128Gcm) => {
+            GuestSealer::new(key)
+        }
+        _ => {
+            let _ = key;
+            None
+        }
+    }
+}
+
+/// Opens straight into guest memory, where library and suite can.
+pub(super) fn guest_opener(
+    provider: Provider,
+    suite: CipherSuite,
+    key: &[u8],
+) -> Option<GuestOpener> {
+    match (provider, suite) {
+        #[cfg(feature = "aws-lc-rs")]
+        (Provider::AwsLcRs, CipherSuite::Aes256Gcm | CipherSuite::Aes128Gcm) => {
+            GuestOpener::new(key)
+        }
+        _ => {
+            let _ = key;
+            None
+        }
+    }
+}
+
+impl fmt::Display for Provider {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Ring => "ring",
+            Self::AwsLcRs => "aws-lc-rs",
+        })
+    }
+}
+
+impl fmt::Display for CipherSuite {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Aes256Gcm => "aes-256-gcm",
+            Self::Aes128Gcm => "aes-128-gcm",
+            Self::ChaCha20Poly1305 => "chacha20-poly1305",
+        })
+    }
+}
+
+impl std::str::FromStr for Provider {
+    type Err = ProviderError;
+
+    fn from_str(name: &str) -> Result<Self, ProviderError> {
+        [Self::Ring, Self::AwsLcRs]
+            .into_iter()
+            .find(|provider| provider.to_string() == name)
+            .ok_or(ProviderError::UnknownName)
+    }
+}
+
+impl std::str::FromStr for CipherSuite {
+    type Err = ProviderError;
+
+    fn from_str(name: &str) -> Result<Self, ProviderError> {
+        Self::ALL
+            .into_iter()
+            .find(|suite| suite.to_string() == name)
+            .ok_or(ProviderError::UnknownName)
+    }
+}
+
+impl fmt::Display for Choice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: ", self.provider)?;
+        if let [only] = &self.speeds[..] {
+            let speed = only.bytes_per_second / f64::from(1 << 30);
+            return write!(
+                f,
+                "the only library built in ({speed:.2} GiB/s sealed and opened)"
+            );
+        }
+        for (position, speed) in self.speeds.iter().enumerate() {
+            let separator = if position == 0 { "" } else { " against " };
+            let gibibytes = speed.bytes_per_second / f64::from(1 << 30);
+            write!(f, "{separator}{} {gibibytes:.2} GiB/s", speed.provider)?;
+        }
+        f.write_str(", sealed and opened with AES-256-GCM on one core here")
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_probe_names_every_library_and_is_short() {
+        let begin = Instant::now();
+        let choice = probe();
+        // Loose: a loaded machine may deschedule the probe.
+        assert!(begin.elapsed() < Duration::from_millis(500));
+        assert_eq!(choice.speeds.len(), Provider::built_in().len());
+        assert!(
+            choice
+                .speeds
+                .iter()
+                .all(|speed| speed.bytes_per_second > 1e6)
+        );
+        assert_eq!(choice.provider, choice.speeds[0].provider);
+        for provider in Provider::built_in() {
+            assert!(choice.to_string().contains(&provider.to_string()));
+        }
+        // Measured once: what a second call would measure might be another one.
+        assert!(std::ptr::eq(auto(), auto()));
+        assert_eq!(Crypto::auto().provider, auto().speeds[0].provider);
+    }
+
+    #[test]
+    fn suites_come_in_the_order_asked_for_and_key_exchange_prefers_the_hybrid() {
+        for &provider in Provider::built_in() {
+            let crypto = Crypto {
+                provider,
+                suites: vec![CipherSuite::ChaCha20Poly1305, CipherSuite::Aes128Gcm],
+                offload: Offload::Process,
+            };
+            let rustls = crypto.rustls().unwrap();
+            let names: Vec<_> = rustls
+                .cipher_suites
+                .iter()
+                .map(|suite| suite.suite())
+                .collect();
+            assert_eq!(
+                names,
+                [
+                    rustls::CipherSuite::TLS13_CHACHA20_POLY1305_SHA256,
+                    rustls::CipherSuite::TLS13_AES_128_GCM_SHA256
+                ]
+            );
+            let groups: Vec<_> = rustls.kx_groups.iter().map(|group| group.name()).collect();
+            let expected: &[rustls::NamedGroup] = if cfg!(feature = "aws-lc-rs") {
+                &[
+                    rustls::NamedGroup::X25519MLKEM768,
+                    rustls::NamedGroup::X25519,
+                ]
+            } else {
+                &[rustls::NamedGroup::X25519]
+            };
+            assert_eq!(groups, expected);
+        }
+        let none = Crypto {
+            provider: Provider::built_in()[0],
+            suites: Vec::new(),
+            offload: Offload::Process,
+        };
+        assert_eq!(none.rustls().unwrap_err(), ProviderError::NoSuite);
+    }
+
+    #[test]
+    fn names_are_read_back() {
+        for provider in [Provider::Ring, Provider::AwsLcRs] {
+            assert_eq!(provider.to_string().parse::<Provider>().unwrap(), provider);
+        }
+        for suite in CipherSuite::ALL {
+            assert_eq!(suite.to_string().parse::<CipherSuite>().unwrap(), suite);
+        }
+        assert!("openssl".parse::<Provider>().is_err());
+    }
+}

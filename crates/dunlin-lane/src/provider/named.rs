@@ -1,0 +1,280 @@
+//! Suites and groups by the names that OpenSSL gives them: a toolstack says in its own words what
+//! a hand-off may offer.
+
+use std::fmt;
+use std::sync::Arc;
+
+use rustls::crypto::CryptoProvider;
+use rustls::{CipherSuite as Suite, NamedGroup, ProtocolVersion};
+use thiserror::Error;
+
+use super::{CipherSuite, Provider, ProviderError, handshake_provider, older};
+
+/// Every suite that there is, best first.
+const SUITES: [(&str, Suite); 9] = [
+    (
+        "ECDHE-ECDSA-AES256-GCM-SHA384",
+        Suite::TLS_ECDHE_ECDSA_WITH_AES_256_GCM_SHA384,
+    ),
+    (
+        "ECDHE-RSA-AES256-GCM-SHA384",
+        Suite::TLS_ECDHE_RSA_WITH_AES_256_GCM_SHA384,
+    ),
+    (
+        "ECDHE-ECDSA-AES128-GCM-SHA256",
+        Suite::TLS_ECDHE_ECDSA_WITH_AES_128_GCM_SHA256,
+    ),
+    (
+        "ECDHE-RSA-AES128-GCM-SHA256",
+        Suite::TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256,
+    ),
+    (
+        "ECDHE-ECDSA-CHACHA20-POLY1305",
+        Suite::TLS_ECDHE_ECDSA_WITH_CHACHA20_POLY1305_SHA256,
+    ),
+    (
+        "ECDHE-RSA-CHACHA20-POLY1305",
+        Suite::TLS_ECDHE_RSA_WITH_CHACHA20_POLY1305_SHA256,
+    ),
+    ("TLS_AES_256_GCM_SHA384", Suite::TLS13_AES_256_GCM_SHA384),
+    ("TLS_AES_128_GCM_SHA256", Suite::TLS13_AES_128_GCM_SHA256),
+    (
+        "TLS_CHACHA20_POLY1305_SHA256",
+        Suite::TLS13_CHACHA20_POLY1305_SHA256,
+    ),
+];
+
+/// Every group that there is; of several names, the first is the one to print.
+const GROUPS: [(&[&str], NamedGroup); 4] = [
+    (&["X25519MLKEM768"], NamedGroup::X25519MLKEM768),
+    (&["X25519"], NamedGroup::X25519),
+    (&["secp256r1", "prime256v1", "P-256"], NamedGroup::secp256r1),
+    (&["secp384r1", "P-384"], NamedGroup::secp384r1),
+];
+
+/// The one version of TLS that a hand-off speaks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum TlsVersion {
+    /// TLS 1.2 (RFC 5246): nothing but data and alerts follows its handshake.
+    #[default]
+    V1_2,
+    /// TLS 1.3 (RFC 8446).
+    V1_3,
+}
+
+/// What a hand-off cannot offer. The fault is in the configuration.
+#[derive(Debug, Error, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum OfferError {
+    /// An empty list, or an empty name in it.
+    #[error("the list of {what} {list:?} has an empty name: name at least one of {known}")]
+    Empty {
+        /// Ciphers or curves.
+        what: &'static str,
+        /// What was given.
+        list: String,
+        /// What there is.
+        known: String,
+    },
+    /// Not a name of anything that there is.
+    #[error("{name:?} is none of the {what} that there are for {version}: {known}")]
+    Unknown {
+        /// Ciphers or curves.
+        what: &'static str,
+        /// What was asked for.
+        name: String,
+        /// For this version.
+        version: TlsVersion,
+        /// What there is.
+        known: String,
+    },
+    /// The library is not there.
+    #[error(transparent)]
+    Provider(#[from] ProviderError),
+}
+
+/// What a hand-off offers, or takes: one version, its suites and its groups.
+#[derive(Clone, Debug)]
+pub struct Offer {
+    pub(crate) version: TlsVersion,
+    pub(crate) rustls: Arc<CryptoProvider>,
+}
+
+impl Offer {
+    /// The suites of `ciphers` and the groups of `curves`, each a list with colons between its
+    /// names, best first.
+    ///
+    /// # Errors
+    /// [`OfferError`]: every name must be known, for what is left out silently may be what the
+    /// other side was meant to take.
+    pub fn new(
+        version: TlsVersion,
+        ciphers: &str,
+        curves: &str,
+        provider: Provider,
+    ) -> Result<Self, OfferError> {
+        let mut rustls = handshake_provider();
+        let mut suites = Vec::new();
+        for suite in CipherSuite::ALL {
+            match version {
+                TlsVersion::V1_2 => suites.extend(older::older(provider, suite)?),
+                TlsVersion::V1_3 => suites.push(suite.rustls(provider)?),
+            }
+        }
+        let known: Vec<_> = SUITES
+            .iter()
+            .filter_map(|(name, number)| {
+                let suite = suites.iter().find(|suite| suite.suite() == *number)?;
+                Some((vec![*name], *suite))
+            })
+            .collect();
+        rustls.cipher_suites = chosen("ciphers", ciphers, version, &known)?;
+        older::add_groups(&mut rustls);
+        let known: Vec<_> = GROUPS
+            .iter()
+            .filter_map(|(names, number)| {
+                let group = rustls.kx_groups.iter().find(|group| {
+                    group.name() == *number && group.usable_for_version(version.into())
+                })?;
+                Some((names.to_vec(), *group))
+            })
+            .collect();
+        rustls.kx_groups = chosen("curves", curves, version, &known)?;
+        Ok(Self {
+            version,
+            rustls: Arc::new(rustls),
+        })
+    }
+}
+
+fn chosen<T: Copy>(
+    what: &'static str,
+    list: &str,
+    version: TlsVersion,
+    known: &[(Vec<&str>, T)],
+) -> Result<Vec<T>, OfferError> {
+    let all = || {
+        let names: Vec<_> = known.iter().map(|(names, _)| names[0]).collect();
+        names.join(", ")
+    };
+    list.split(':')
+        .map(|name| {
+            if name.is_empty() {
+                return Err(OfferError::Empty {
+                    what,
+                    list: list.to_owned(),
+                    known: all(),
+                });
+            }
+            known
+                .iter()
+                .find(|(names, _)| names.iter().any(|known| known.eq_ignore_ascii_case(name)))
+                .map(|(_, value)| *value)
+                .ok_or_else(|| OfferError::Unknown {
+                    what,
+                    name: name.to_owned(),
+                    version,
+                    known: all(),
+                })
+        })
+        .collect()
+}
+
+/// A suite's name; a hand-off negotiates none without.
+pub fn suite_name(suite: Suite) -> &'static str {
+    SUITES
+        .iter()
+        .find(|(_, number)| *number == suite)
+        .map_or("unknown", |(name, _)| name)
+}
+
+/// A group's name; a hand-off negotiates none without.
+pub fn group_name(group: NamedGroup) -> &'static str {
+    GROUPS
+        .iter()
+        .find(|(_, number)| *number == group)
+        .map_or("unknown", |(names, _)| names[0])
+}
+
+impl From<TlsVersion> for ProtocolVersion {
+    fn from(version: TlsVersion) -> Self {
+        match version {
+            TlsVersion::V1_2 => Self::TLSv1_2,
+            TlsVersion::V1_3 => Self::TLSv1_3,
+        }
+    }
+}
+
+impl fmt::Display for TlsVersion {
+    /// As OpenSSL writes it.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::V1_2 => "TLSv1.2",
+            Self::V1_3 => "TLSv1.3",
+        })
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn offer(version: TlsVersion, ciphers: &str, curves: &str) -> Result<Offer, OfferError> {
+        Offer::new(version, ciphers, curves, Provider::built_in()[0])
+    }
+
+    #[test]
+    fn what_xapi_asks_for_is_offered_in_its_order_and_nothing_else() {
+        let ciphers = "ECDHE-RSA-AES256-GCM-SHA384:ECDHE-RSA-AES128-GCM-SHA256";
+        let offer = offer(TlsVersion::V1_2, ciphers, "secp384r1").unwrap();
+        let suites: Vec<_> = offer.rustls.cipher_suites.iter().collect();
+        let names: Vec<_> = suites
+            .iter()
+            .map(|suite| suite_name(suite.suite()))
+            .collect();
+        assert_eq!(names.join(":"), ciphers);
+        let groups: Vec<_> = offer.rustls.kx_groups.iter().collect();
+        assert_eq!(groups.len(), 1);
+        assert_eq!(group_name(groups[0].name()), "secp384r1");
+    }
+
+    #[test]
+    fn what_is_not_there_is_named_with_what_is() {
+        let good = "ECDHE-RSA-AES256-GCM-SHA384";
+        let text = |ciphers: &str, curves: &str| {
+            let error = offer(TlsVersion::V1_2, ciphers, curves).unwrap_err();
+            error.to_string()
+        };
+        for (ciphers, curves, words) in [
+            ("", "P-256", "list of ciphers \"\" has an empty name"),
+            (good, "", "list of curves \"\" has an empty name"),
+            ("ECDHE-RSA-AES256-GCM-SHA384:", "P-256", "has an empty name"),
+            (
+                "AES128-SHA",
+                "P-256",
+                "\"AES128-SHA\" is none of the ciphers",
+            ),
+            (
+                "TLS_AES_256_GCM_SHA384",
+                "P-256",
+                "for TLSv1.2: ECDHE-ECDSA",
+            ),
+            (good, "P-521", "\"P-521\" is none of the curves"),
+            (good, "X25519MLKEM768", "for TLSv1.2: X25519, secp256r1"),
+        ] {
+            let text = text(ciphers, curves);
+            assert!(text.contains(words), "{text}");
+        }
+        let groups = offer(TlsVersion::V1_2, good, "p-384:PRIME256V1").unwrap();
+        assert_eq!(groups.rustls.kx_groups.len(), 2);
+    }
+
+    #[test]
+    fn tls_1_3_has_suites_of_its_own() {
+        let suites = "TLS_AES_128_GCM_SHA256:TLS_AES_256_GCM_SHA384";
+        let offered = offer(TlsVersion::V1_3, suites, "X25519").unwrap();
+        assert_eq!(offered.rustls.cipher_suites.len(), 2);
+        assert!(offer(TlsVersion::V1_3, "ECDHE-RSA-AES256-GCM-SHA384", "X25519").is_err());
+    }
+}

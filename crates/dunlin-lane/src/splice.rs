@@ -1,0 +1,247 @@
+//! One connection's bytes moved into another by the kernel, without a byte in this process.
+//!
+//! A direction is a thread's: it waits in [`OneWay::carry`] until the sender has said its last,
+//! something has failed, or it is told to stop. What an end or a failure means to the other
+//! direction is the caller's to know: in TLS an end that is not authenticated is none.
+
+use std::io;
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use dunlin_sys::poll::{Interest, Waker, Wakeup, poll, waker};
+use dunlin_sys::splice::Conduit;
+
+/// Why a direction stands still.
+#[derive(Debug)]
+pub enum Pause {
+    /// The sender has said its last, and all of it is delivered.
+    Ended,
+    /// It was told to stop.
+    Stopped,
+    /// The sender's connection failed. All that came before is delivered.
+    ///
+    /// A socket with TLS in the kernel says `EINVAL` here for a record that is no data. It is the
+    /// next to be read: whoever has taken it can go on.
+    From(io::Error),
+    /// The receiver's connection failed.
+    To(io::Error),
+}
+
+/// Stops both directions of a connection, now or when they next look.
+#[derive(Debug)]
+pub struct Stop {
+    is_told: AtomicBool,
+    waker: Waker,
+    wakeup: Wakeup,
+}
+
+impl Stop {
+    /// One that has not been told.
+    ///
+    /// # Errors
+    /// No descriptors are left.
+    pub fn new() -> io::Result<Self> {
+        let (waker, wakeup) = waker()?;
+        Ok(Self {
+            is_told: AtomicBool::new(false),
+            waker,
+            wakeup,
+        })
+    }
+
+    /// Ends every wait that has this as its stop.
+    pub fn tell(&self) {
+        self.is_told.store(true, Ordering::SeqCst);
+        // Never cleared: every wait from now on ends at once.
+        self.waker.wake();
+    }
+
+    /// What becomes readable then, for whoever waits elsewhere.
+    pub fn wakeup(&self) -> &Wakeup {
+        &self.wakeup
+    }
+
+    /// Whether [`Stop::tell`] has been called.
+    pub fn is_told(&self) -> bool {
+        self.is_told.load(Ordering::SeqCst)
+    }
+}
+
+/// One direction between two sockets in non-blocking mode.
+#[derive(Debug)]
+pub struct OneWay(Conduit);
+
+impl OneWay {
+    /// One that has carried nothing.
+    ///
+    /// # Errors
+    /// No descriptors are left.
+    pub fn new() -> io::Result<Self> {
+        Conduit::new().map(Self)
+    }
+
+    /// Carries on, telling `carried` how many bytes have gone each time.
+    pub fn carry(
+        &mut self,
+        from: &impl AsFd,
+        to: &impl AsFd,
+        stop: &Stop,
+        mut carried: impl FnMut(u64),
+    ) -> Pause {
+        let Self(conduit) = self;
+        while !stop.is_told() {
+            if conduit.held() == 0 {
+                match conduit.take(from) {
+                    Ok(0) => return Pause::Ended,
+                    Ok(_) => {}
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                        if let Err(error) = wait(from, Way::In, stop) {
+                            return Pause::From(error);
+                        }
+                        continue;
+                    }
+                    Err(error) => return Pause::From(error),
+                }
+            }
+            let held = conduit.held();
+            match conduit.give(to) {
+                Ok(left) => carried(held.abs_diff(left) as u64),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    if let Err(error) = wait(to, Way::Out, stop) {
+                        return Pause::To(error);
+                    }
+                }
+                Err(error) => return Pause::To(error),
+            }
+        }
+        Pause::Stopped
+    }
+}
+
+/// What is waited for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Way {
+    /// That there is something to read.
+    In,
+    /// That there is room to write.
+    Out,
+}
+
+/// Waits for one or the other, without end.
+///
+/// # Errors
+/// What poll(2) says.
+pub fn wait(socket: &impl AsFd, way: Way, stop: &Stop) -> io::Result<()> {
+    let socket = Interest {
+        fd: socket.as_fd(),
+        read: way == Way::In,
+        write: way == Way::Out,
+    };
+    let stopped = Interest {
+        fd: stop.wakeup.as_fd(),
+        read: true,
+        write: false,
+    };
+    poll(&[socket, stopped], None).map(|_| ())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::net::{Shutdown, TcpListener, TcpStream};
+    use std::thread;
+    use std::time::Duration;
+
+    use dunlin_sys::socket::set_reset_on_close;
+
+    use super::*;
+
+    fn pair() -> (TcpStream, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let far = listener.accept().unwrap().0;
+        far.set_nonblocking(true).unwrap();
+        (near, far)
+    }
+
+    #[test]
+    fn everything_goes_through_a_slow_receiver_and_then_the_end() {
+        let (mut near, from) = pair();
+        let (mut far, to) = pair();
+        let sent: Vec<u8> = (0..8 << 20)
+            .map(|at: u32| (at >> 7) as u8 ^ at as u8)
+            .collect();
+        let stop = Stop::new().unwrap();
+        let mut carried = 0;
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                near.write_all(&sent).unwrap();
+                near.shutdown(Shutdown::Write).unwrap();
+            });
+            let carrier = scope.spawn(|| {
+                let pause = OneWay::new()
+                    .unwrap()
+                    .carry(&from, &to, &stop, |count| carried += count);
+                to.shutdown(Shutdown::Write).unwrap();
+                pause
+            });
+            // It stands still first.
+            thread::sleep(Duration::from_millis(50));
+            let mut come = Vec::new();
+            far.read_to_end(&mut come).unwrap();
+            assert!(come == sent);
+            assert!(matches!(carrier.join().unwrap(), Pause::Ended));
+        });
+        assert_eq!(carried, sent.len() as u64);
+    }
+
+    #[test]
+    fn a_reset_is_told_from_an_end_and_comes_behind_what_was_sent() {
+        let (mut near, from) = pair();
+        let (mut far, to) = pair();
+        let stop = Stop::new().unwrap();
+        let mut way = OneWay::new().unwrap();
+        near.write_all(b"last words").unwrap();
+        thread::scope(|scope| {
+            let carrier = scope.spawn(|| way.carry(&from, &to, &stop, |_| {}));
+            let mut come = [0; 10];
+            far.read_exact(&mut come).unwrap();
+            assert_eq!(&come, b"last words");
+            set_reset_on_close(&near).unwrap();
+            drop(near);
+            let Pause::From(error) = carrier.join().unwrap() else {
+                panic!("the sender failed");
+            };
+            assert_eq!(error.kind(), io::ErrorKind::ConnectionReset);
+        });
+    }
+
+    #[test]
+    fn it_stops_at_once_whether_it_waits_for_a_sender_or_for_a_receiver() {
+        for is_full in [false, true] {
+            let (mut near, from) = pair();
+            let (_far, to) = pair();
+            let stop = Stop::new().unwrap();
+            near.set_nonblocking(true).unwrap();
+            thread::scope(|scope| {
+                let carrier =
+                    scope.spawn(|| OneWay::new().unwrap().carry(&from, &to, &stop, |_| {}));
+                let mut taken = 0;
+                // Until both sockets are full, and the pipe between them.
+                for _ in 0..20 {
+                    while let Ok(count) = near.write(&[7; 65536]) {
+                        taken += count;
+                        if !is_full {
+                            break;
+                        }
+                    }
+                    thread::sleep(Duration::from_millis(5));
+                }
+                assert!(taken > 0 && !carrier.is_finished());
+                stop.tell();
+                assert!(matches!(carrier.join().unwrap(), Pause::Stopped));
+            });
+        }
+    }
+}
