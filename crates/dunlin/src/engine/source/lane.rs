@@ -115,8 +115,20 @@ impl Lane {
             self.is_replacement && !matches!(error, DialError::OtherPeer { .. });
         // What hinders the first lanes hinders all; later ones can be tried again.
         let code = error.permanent().filter(|_| !is_worth_another_try);
-        let what = format!("lane {} cannot be opened", self.number);
-        Fault::new(code.unwrap_or(FaultCode::LaneLost), what).because(error)
+        let number = self.number;
+        let fault = |what: String| Fault::new(code.unwrap_or(FaultCode::LaneLost), what);
+        match error {
+            DialError::Connect { endpoint, source } => {
+                fault(format!("lane {number} cannot reach {endpoint}")).because(source)
+            }
+            DialError::Handshake { source, .. } => {
+                fault(format!("lane {number} cannot be secured")).because(source)
+            }
+            DialError::OtherPeer { .. } => fault(format!(
+                "lane {number} reached another peer than the control lane"
+            )),
+            other => fault(format!("lane {number} cannot be opened")).because(other),
+        }
     }
 
     fn interrupted_by(&self, interrupt: impl Fn() + Send + 'static) -> Result<(), Fault> {
