@@ -24,7 +24,7 @@ use std::sync::OnceLock;
 
 use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
-use dunlin::ipsec::PortRange;
+use dunlin_ipsec::PortRange;
 use dunlin::lane::kernel::abilities;
 use dunlin::lane::provider::CipherSuite;
 use dunlin_sys::privileges::{self, Capability};

@@ -11,7 +11,6 @@
 //! - [`lane`]: TCP connections with their security, and the bytes on them.
 //! - [`tunnel`]: connections of hypervisors that know nothing of it, over the same lanes.
 //! - [`handoff`]: sockets for programs that know nothing of TLS.
-//! - [`ipsec`]: security associations for other programs' connections.
 //! - [`testing`]: whether a VMM keeps what those traits promise.
 //!
 //! `docs/integrating.md` leads from here to a first migration, and `examples/`
@@ -23,7 +22,6 @@
 
 pub mod engine;
 pub mod handoff;
-pub mod ipsec;
 pub mod testing;
 pub mod tunnel;
 

@@ -7,8 +7,8 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use dunlin::ipsec::lanes::Shelter;
-use dunlin::ipsec::{Direction, Mode, Observer, Options, Sender, Status};
+use dunlin_ipsec::lanes::Shelter;
+use dunlin_ipsec::{Direction, Mode, Observer, Options, Sender, Status};
 
 use crate::Guest;
 use crate::sessions::{inside, netns};

@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
 use dunlin::engine::memory::MappedMemory;
-use dunlin::ipsec::lanes::Shelter;
+use dunlin_ipsec::lanes::Shelter;
 use dunlin::lane::accept::{Arrival, LaneSocket, accept};
 use dunlin::lane::admit::{LaneAcceptor, TlsAcceptor};
 use dunlin::lane::control::{self, ControlStream};

@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use dunlin::ipsec::{self, Association, Direction, Recorded, Sender};
+use dunlin_ipsec as ipsec;
+use dunlin_ipsec::{Association, Direction, Recorded, Sender};
 use serde::{Deserialize, Serialize};
 
 use crate::code::{DONE, FAILED};
@@ -425,7 +426,7 @@ pub(super) fn stay_blocked(records: &[String]) -> String {
 
 #[cfg(test)]
 mod tests {
-    use dunlin::ipsec::AssociationStatus;
+    use dunlin_ipsec::AssociationStatus;
 
     use super::*;
 

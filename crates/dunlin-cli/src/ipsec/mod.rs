@@ -10,7 +10,7 @@ mod run;
 
 use anyhow::Result;
 use clap::{Subcommand, ValueEnum};
-use dunlin::ipsec::Mode;
+use dunlin_ipsec::Mode;
 use serde::{Deserialize, Serialize};
 
 #[derive(Debug, Subcommand)]

@@ -4,7 +4,7 @@ use std::net::IpAddr;
 
 use anyhow::{Result, bail};
 use clap::Args;
-use dunlin::ipsec::{Action, Direction, Grant, Layout, Object, PortRange, Sender, Slot, Step, Udp};
+use dunlin_ipsec::{Action, Direction, Grant, Layout, Object, PortRange, Sender, Slot, Step, Udp};
 use serde::Serialize;
 
 use super::ModeName;

@@ -11,7 +11,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
 use clap::Args;
-use dunlin::ipsec::{
+use dunlin_ipsec as ipsec;
+use dunlin_ipsec::{
     self, AddressBlock, Event, Mode, Observer, Options, PortRange, Server, Session, Udp,
 };
 use dunlin::lane::peers::Peer as Allowed;

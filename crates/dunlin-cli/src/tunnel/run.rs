@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
-use dunlin::ipsec::lanes::Shelter;
-use dunlin::ipsec::{Observer, Options};
+use dunlin_ipsec::lanes::Shelter;
+use dunlin_ipsec::{Observer, Options};
 use dunlin::lane::dial::SealedLanes;
 use dunlin::lane::identity::Role;
 use dunlin::tunnel::{Given, Identities, Tunnel};

@@ -10,11 +10,11 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dunlin::lane::handshake::{self, Secured};
-use dunlin::lane::identity::{Identity, LoadOptions};
-use dunlin::lane::kernel::Offload;
-use dunlin::lane::peers::Peers;
-use dunlin::lane::provider::{CipherSuite, Crypto, Provider};
+use dunlin_lane::handshake::{self, Secured};
+use dunlin_lane::identity::{Identity, LoadOptions};
+use dunlin_lane::kernel::Offload;
+use dunlin_lane::peers::Peers;
+use dunlin_lane::provider::{CipherSuite, Crypto, Provider};
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair, SanType, date_time_ymd,
 };

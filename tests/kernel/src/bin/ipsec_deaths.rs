@@ -11,7 +11,7 @@ use std::sync::mpsc::channel;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dunlin::ipsec::{
+use dunlin_ipsec::{
     Association, Direction, Event, Hook, Mode, Object, Observer, Options, PortRange, Server,
     Session, Status, Step, up,
 };

@@ -9,8 +9,8 @@ use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use dunlin::ipsec::lanes::{LaneError, Shelter, Sheltered, Ways};
-use dunlin::ipsec::{Mode, Sender};
+use dunlin_ipsec::lanes::{LaneError, Shelter, Sheltered, Ways};
+use dunlin_ipsec::{Mode, Sender};
 use dunlin::lane::accept::{Arrival, LaneSocket, accept};
 use dunlin::lane::control::{self, ControlStream};
 use dunlin::lane::dial::{

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use dunlin::ipsec::{Mode, Observer, Options, PortRange, Session, up};
+use dunlin_ipsec::{Mode, Observer, Options, PortRange, Session, up};
 use dunlin::lane::identity::{Identity, LoadOptions};
 use dunlin::lane::peers::Peer;
 use dunlin::lane::provider::Crypto;

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use dunlin::ipsec::lanes::BLOCK_PORTS;
-use dunlin::ipsec::{Mode, PortRange};
+use dunlin_ipsec::lanes::BLOCK_PORTS;
+use dunlin_ipsec::{Mode, PortRange};
 use serde::Deserialize;
 use toml::Spanned;
 

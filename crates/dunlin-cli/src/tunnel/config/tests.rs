@@ -234,7 +234,7 @@ fn a_routes_lanes_may_go_over_ipsec() {
     let config = Config::parse(Path::new("t.toml"), &text).unwrap();
     let expected = Ipsec {
         ports: "24576-28671".parse().unwrap(),
-        mode: dunlin::ipsec::Mode::Cpu,
+        mode: dunlin_ipsec::Mode::Cpu,
         cpus: Some(crate::options::Cpus(vec![0, 2])),
         rekey_after: Duration::from_secs(3600),
     };

@@ -19,15 +19,15 @@ use thiserror::Error;
 
 use super::watch::{Look, strays};
 use super::{House, Shelter, look_anew};
-use crate::ipsec::dial;
-use crate::ipsec::door::lock;
-use crate::ipsec::error::IpsecError;
-use crate::ipsec::session::{Session, random_session};
-use crate::ipsec::sockets::{Connection, connections};
-use crate::ipsec::{AssociationStatus, Direction, Event, Observer, Options, PortRange};
-use crate::lane::data::{DataSender, PlainConsent, STALL_LIMIT};
-use crate::lane::dial::{DialError, LaneDialer, LaneGuard, LaneRequest};
-use crate::lane::peers::Principal;
+use crate::dial;
+use crate::door::lock;
+use crate::error::IpsecError;
+use crate::session::{Session, random_session};
+use crate::sockets::{Connection, connections};
+use crate::{AssociationStatus, Direction, Event, Observer, Options, PortRange};
+use dunlin_lane::data::{DataSender, PlainConsent, STALL_LIMIT};
+use dunlin_lane::dial::{DialError, LaneDialer, LaneGuard, LaneRequest};
+use dunlin_lane::peers::Principal;
 
 /// Blocks of ports that are tried before none seems to be free.
 const BLOCKS_TRIED: usize = 8;

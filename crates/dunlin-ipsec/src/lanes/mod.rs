@@ -49,12 +49,12 @@ use super::error::{IpsecError, harmless, in_words};
 use super::session::clean_up_lanes;
 use super::tables::Tables;
 use super::{Event, Observer, Options, PortRange, Status};
-use crate::lane::accept::{Arrival, LaneSocket};
-use crate::lane::admit::{AdmitError, LaneAcceptor};
-use crate::lane::control::ControlStream;
-use crate::lane::data::{DataReceiver, PlainConsent, STALL_LIMIT};
-use crate::lane::dial::{LaneDialer, SealedLanes};
-use crate::lane::peers::{PeerIdentity, Principal};
+use dunlin_lane::accept::{Arrival, LaneSocket};
+use dunlin_lane::admit::{AdmitError, LaneAcceptor};
+use dunlin_lane::control::ControlStream;
+use dunlin_lane::data::{DataReceiver, PlainConsent, STALL_LIMIT};
+use dunlin_lane::dial::{LaneDialer, SealedLanes};
+use dunlin_lane::peers::{PeerIdentity, Principal};
 use ways::Way;
 
 /// Ports that a session protects: twice the lanes of most, since whoever closes a connection

@@ -9,12 +9,13 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dunlin::ipsec::{IpsecError, Mode, Options, up_unless};
-use dunlin::lane::control;
-use dunlin::lane::identity::ServerTls;
-use dunlin::lane::provider::Crypto;
+use dunlin_ipsec::{IpsecError, Mode, Options, up_unless};
+use dunlin_lane::control;
+use dunlin_lane::identity::ServerTls;
+use dunlin_lane::provider::Crypto;
 use lane_support::{Authority, DESTINATION, SOURCE, Scratch, names};
 
+#[path = "../../dunlin/tests/lane_support/mod.rs"]
 mod lane_support;
 
 /// Well below what anybody waits for, and more than a machine under load takes.

@@ -11,10 +11,10 @@ use dunlin_sys::xfrm::PerCpu;
 
 use super::driver::Driver;
 use super::system::{guarded, is_of_this_host, random};
-use crate::ipsec::Event;
-use crate::ipsec::error::{IpsecError, harmless, in_words};
-use crate::ipsec::record::{Owner, Record};
-use crate::ipsec::tables::still_used;
+use crate::Event;
+use crate::error::{IpsecError, harmless, in_words};
+use crate::record::{Owner, Record};
+use crate::tables::still_used;
 
 impl Driver {
     /// Blocks the ports, if there is nothing against it.

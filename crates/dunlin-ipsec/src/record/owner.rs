@@ -28,7 +28,7 @@ pub struct Owner {
 impl Owner {
     /// The port of the control connection, if there is one, that a session over these ports
     /// between these addresses would take from it.
-    pub(in crate::ipsec) fn port_among(
+    pub(crate) fn port_among(
         &self,
         ports: PortRange,
         local: IpAddr,

@@ -8,7 +8,7 @@ use std::path::Path;
 use dunlin_proto::negotiate::SessionId;
 use dunlin_sys::netdev;
 
-use crate::ipsec::error::IpsecError;
+use crate::error::IpsecError;
 
 /// Whether packets to an address stay on this host: they come from it then, or from the
 /// loopback's.
@@ -82,7 +82,7 @@ pub(super) fn random<const N: usize>() -> Result<[u8; N], IpsecError> {
     Ok(bytes)
 }
 
-pub(in crate::ipsec) fn random_session() -> Result<SessionId, IpsecError> {
+pub(crate) fn random_session() -> Result<SessionId, IpsecError> {
     random()
 }
 

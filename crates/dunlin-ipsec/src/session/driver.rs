@@ -22,12 +22,12 @@ use zeroize::Zeroizing;
 use super::hear::read;
 use super::system::{guarded, random};
 use super::{Beginning, Standing, Told, lock};
-use crate::ipsec::error::{IpsecError, harmless, in_words};
-use crate::ipsec::record::{Record, Shelf};
-use crate::ipsec::sockets::{Connection, connections};
-use crate::ipsec::tables::{Tables, still_used};
-use crate::ipsec::{Event, Observer, Options};
-use crate::lane::control::ControlStream;
+use crate::error::{IpsecError, harmless, in_words};
+use crate::record::{Record, Shelf};
+use crate::sockets::{Connection, connections};
+use crate::tables::{Tables, still_used};
+use crate::{Event, Observer, Options};
+use dunlin_lane::control::ControlStream;
 
 /// How often connections are looked for, and whether it is quiet.
 const TICK: Duration = Duration::from_millis(200);
@@ -535,7 +535,7 @@ mod tests {
         ] {
             assert!(is_asked_for(asked.as_ref()));
         }
-        let lost = crate::lane::control::ControlError::Deadline;
+        let lost = dunlin_lane::control::ControlError::Deadline;
         for other in [
             by_peer(FaultCode::Malformed),
             IpsecError::Control(lost),

@@ -17,9 +17,9 @@ use dunlin_sys::socket::{Liveness, set_liveness};
 use super::error::{IpsecError, harmless};
 use super::session::{Beginning, Session, clean_up, random_session};
 use super::{Observer, Options};
-use crate::lane::control::{self, ControlStream};
-use crate::lane::dial::{Connector, DialCancel, StandardConnector};
-use crate::lane::identity::ClientTls;
+use dunlin_lane::control::{self, ControlStream};
+use dunlin_lane::dial::{Connector, DialCancel, StandardConnector};
+use dunlin_lane::identity::ClientTls;
 
 /// How often it is looked whether it is given up.
 const LOOK: Duration = Duration::from_millis(100);

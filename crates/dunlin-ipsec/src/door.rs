@@ -20,10 +20,10 @@ use super::error::{IpsecError, harmless, in_words};
 use super::session::{Beginning, Session, Status, clean_up};
 use super::tables::Tables;
 use super::{Event, Observer, Options};
-use crate::lane::accept::{Arrival, accept};
-use crate::lane::control::ControlStream;
-use crate::lane::identity::ServerTls;
-use crate::lane::peers::PeerIdentity;
+use dunlin_lane::accept::{Arrival, accept};
+use dunlin_lane::control::ControlStream;
+use dunlin_lane::identity::ServerTls;
+use dunlin_lane::peers::PeerIdentity;
 
 /// Sessions at the same time, and those of one peer.
 const SESSIONS: usize = 64;

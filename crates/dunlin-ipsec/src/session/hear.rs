@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use dunlin_proto::ipsec::message::{Header, MESSAGE_HEADER_BYTES, Message};
 
 use super::Told;
-use crate::ipsec::error::IpsecError;
-use crate::lane::control::{ControlError, ControlStream};
+use crate::error::IpsecError;
+use dunlin_lane::control::{ControlError, ControlStream};
 
 /// How long the rest of a message may take.
 const REST: Duration = Duration::from_secs(10);

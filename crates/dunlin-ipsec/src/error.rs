@@ -10,8 +10,8 @@ use dunlin_proto::wire::{DecodeError, EncodeError};
 use dunlin_sys::xfrm;
 use thiserror::Error;
 
-use crate::lane::control::ControlError;
-use crate::lane::handshake::HandshakeError;
+use dunlin_lane::control::ControlError;
+use dunlin_lane::handshake::HandshakeError;
 
 /// What went wrong. What a session installed is gone then, save that ports which were
 /// protected stay blocked.

@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use std::str::FromStr;
 
 use super::error::IpsecError;
-use crate::lane::peers::{AuthorisedBy, Peer, PeerIdentity};
+use dunlin_lane::peers::{AuthorisedBy, Peer, PeerIdentity};
 
 /// An address, or all with the same first bits, written `192.0.2.0/24`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

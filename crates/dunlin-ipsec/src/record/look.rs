@@ -14,11 +14,11 @@ use super::{EXTENSION, FORMAT, IpsecError, MOST_BYTES, Record, Shelf, header, io
 const TRIES: usize = 4;
 
 /// A record, and whether a process keeps it.
-pub(in crate::ipsec) type Seen = Result<(Record, bool), IpsecError>;
+pub(crate) type Seen = Result<(Record, bool), IpsecError>;
 
 impl Shelf {
     /// The directory, if it is there; it is neither made nor looked at.
-    pub(in crate::ipsec) fn standing(directory: &Path) -> Option<Self> {
+    pub(crate) fn standing(directory: &Path) -> Option<Self> {
         let directory = directory.to_owned();
         directory.is_dir().then_some(Self { directory })
     }
@@ -26,7 +26,7 @@ impl Shelf {
     /// All records in this namespace, and whether a process keeps each. Whoever calls has the
     /// shelf's [lock](Shelf::lock): a record that is looked at is locked for a moment, so that
     /// others would take its process for alive, or not be able to make it.
-    pub(in crate::ipsec) fn all(&self) -> Result<Vec<Seen>, IpsecError> {
+    pub(crate) fn all(&self) -> Result<Vec<Seen>, IpsecError> {
         let header = header()?;
         let mut all = Vec::new();
         let entries = fs::read_dir(&self.directory).map_err(io_error("read", &self.directory))?;

@@ -20,7 +20,7 @@ use super::error::{IpsecError, in_words};
 use super::record::{Record, Shelf};
 use super::tables::{Tables, still_used};
 use super::{Event, Observer, Options};
-use crate::lane::control::ControlStream;
+use dunlin_lane::control::ControlStream;
 
 mod begin;
 mod driver;

@@ -17,6 +17,7 @@
 //!
 //! [`dunlin_proto::ipsec::plan`] has the order of everything and why nothing is ever in
 //! the clear. [`lanes`] has sessions for Dunlin's own lanes, with `--security ipsec`.
+#![forbid(unsafe_code)]
 
 mod bound;
 mod dial;
@@ -51,7 +52,7 @@ pub use record::Owner;
 pub use recorded::{Recorded, recorded};
 pub use session::{AssociationStatus, Session, Status};
 
-use crate::lane::peers::Peer as Allowed;
+use dunlin_lane::peers::Peer as Allowed;
 
 /// What a side wants, or allows.
 #[derive(Clone)]
