@@ -38,7 +38,12 @@ check:
 	cargo clippy --locked --package dunlin --lib --tests --features shuttle -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --no-deps
 	for features in ring aws-lc-rs ring,aws-lc-rs ring,fuzzing; do \
-		cargo check --locked --package dunlin --no-default-features --features "$$features" || exit 1; \
+		cargo check --locked --package dunlin-lane --no-default-features --features "$$features" || exit 1; \
+	done
+	for package in dunlin dunlin-tunnel dunlin-handoff dunlin-ipsec; do \
+		for features in ring aws-lc-rs; do \
+			cargo check --locked --package $$package --no-default-features --features "$$features" || exit 1; \
+		done; \
 	done
 	command -v cargo-deny >/dev/null || cargo install --locked cargo-deny@0.20.2
 	cargo deny check bans licenses sources

@@ -24,9 +24,9 @@ use std::sync::OnceLock;
 
 use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
-use dunlin_ipsec::PortRange;
 use dunlin::lane::kernel::abilities;
 use dunlin::lane::provider::CipherSuite;
+use dunlin_ipsec::PortRange;
 use dunlin_sys::privileges::{self, Capability};
 
 use crate::line::Line;

@@ -10,8 +10,8 @@ use std::sync::mpsc::Sender;
 use std::thread;
 
 use anyhow::{Error, Result, anyhow};
-use dunlin::tunnel::Sockets;
 use dunlin_sys::signals::{EndSignal, EndSignals, HangUps};
+use dunlin_tunnel::Sockets;
 
 pub(crate) use self::notify::Manager;
 use crate::code::SIGNAL;

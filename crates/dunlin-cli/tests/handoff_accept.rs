@@ -237,7 +237,7 @@ fn k01_without_kernel_tls_and_without_a_fallback_a_client_gets_an_alert_and_the_
     // Nothing was handed over, though whoever takes it was asked for.
     scene.taker.set_nonblocking(true).unwrap();
     while let Ok((from, _)) = scene.taker.accept() {
-        let came = dunlin::handoff::pass::take(&from, &mut [0; 64], Instant::now() + PATIENCE);
+        let came = dunlin_handoff::pass::take(&from, &mut [0; 64], Instant::now() + PATIENCE);
         assert_eq!(came.unwrap().descriptors.len(), 0);
     }
     accept.process.signal("TERM");

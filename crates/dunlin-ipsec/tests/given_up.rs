@@ -13,10 +13,7 @@ use dunlin_ipsec::{IpsecError, Mode, Options, up_unless};
 use dunlin_lane::control;
 use dunlin_lane::identity::ServerTls;
 use dunlin_lane::provider::Crypto;
-use lane_support::{Authority, DESTINATION, SOURCE, Scratch, names};
-
-#[path = "../../dunlin/tests/lane_support/mod.rs"]
-mod lane_support;
+use dunlin_test_support::lane::{Authority, DESTINATION, SOURCE, Scratch, names};
 
 /// Well below what anybody waits for, and more than a machine under load takes.
 const AT_ONCE: Duration = Duration::from_secs(2);

@@ -9,8 +9,6 @@
 //!
 //! - [`engine`]: the migration: pre-copy, switchover, what a VMM implements.
 //! - [`lane`]: TCP connections with their security, and the bytes on them.
-//! - [`tunnel`]: connections of hypervisors that know nothing of it, over the same lanes.
-//! - [`handoff`]: sockets for programs that know nothing of TLS.
 //! - [`testing`]: whether a VMM keeps what those traits promise.
 //!
 //! `docs/integrating.md` leads from here to a first migration, and `examples/`
@@ -21,13 +19,9 @@
 #![forbid(unsafe_code)]
 
 pub mod engine;
-pub mod handoff;
 pub mod testing;
-pub mod tunnel;
 
 pub use dunlin_lane as lane;
-#[cfg(feature = "fuzzing")]
-pub use dunlin_lane::fuzz;
 
 /// The version of vm-memory whose types the traits of [`engine::vmm`] have.
 pub use vm_memory;

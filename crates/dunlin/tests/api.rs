@@ -1,6 +1,6 @@
 //! The public API as text: what a new release may add to and not break.
 //!
-//! docs/api/dunlin.txt is made from the sources, so that it needs no nightly
+//! docs/api/ has a file for each library crate, made from the sources, so that it needs no nightly
 //! compiler: every item that is `pub`, since rustc's lint `unreachable_pub`,
 //! which is an error in CI, keeps it from standing where nobody outside reaches
 //! it. An item is listed under the nearest public module above it.
@@ -269,16 +269,38 @@ fn text(tokens: &impl ToTokens) -> String {
 
 #[test]
 fn the_public_api_is_what_is_written_down() {
-    let root = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
+    // With an item each, so that no list can be an empty one of everything.
+    for (package, item) in [
+        (
+            "dunlin",
+            "dunlin::engine::source: fn migrate(vm: &Arc<dyn SourceVm>",
+        ),
+        ("dunlin-lane", "dunlin_lane::dial: trait LaneDialer"),
+        ("dunlin-tunnel", "dunlin_tunnel: struct Tunnel"),
+        ("dunlin-handoff", "dunlin_handoff::connect: fn connect("),
+        ("dunlin-ipsec", "dunlin_ipsec: fn up("),
+    ] {
+        assert_written_down(package, item);
+    }
+}
+
+/// Checks the public API of a crate against its file, in which there is `item`.
+fn assert_written_down(package: &str, item: &str) {
+    let crates = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("..");
+    let sources = crates.join(package).join("src");
     let mut api = Api::default();
-    api.file(&root.join("src/lib.rs"), &root.join("src"), "dunlin");
+    api.file(
+        &sources.join("lib.rs"),
+        &sources,
+        &package.replace('-', "_"),
+    );
     api.implementations();
     let now: String = api
         .lines
         .iter()
         .map(|line| format!("{}\n", line.trim_end()))
         .collect();
-    let path = root.join("../../docs/api/dunlin.txt");
+    let path = crates.join(format!("../docs/api/{package}.txt"));
     if std::env::var_os("DUNLIN_BLESS").is_some() {
         fs::create_dir_all(path.parent().unwrap()).unwrap();
         fs::write(&path, &now).unwrap();
@@ -290,9 +312,8 @@ fn the_public_api_is_what_is_written_down() {
     let new: Vec<_> = after.difference(&before).collect();
     assert!(
         gone.is_empty() && new.is_empty(),
-        "docs/api/dunlin.txt is not the API any more; if that is meant, write it anew with \
+        "docs/api/{package}.txt is not the API any more; if that is meant, write it anew with \
          DUNLIN_BLESS=1\ngone: {gone:#?}\nnew: {new:#?}"
     );
-    // What would be an empty list of everything.
-    assert!(written.contains("dunlin::engine::source: fn migrate(vm: &Arc<dyn SourceVm>"));
+    assert!(written.contains(item), "{package} has no {item}");
 }

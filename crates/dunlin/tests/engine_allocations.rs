@@ -2,9 +2,6 @@
 //! warmed up. Alone in its process: the counter is the process's allocator.
 #![allow(clippy::unwrap_used)]
 
-mod engine_support;
-mod lane_support;
-
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::io;
@@ -18,7 +15,7 @@ use dunlin::engine::destination::{self, DestinationEvent};
 use dunlin::engine::source::migrate;
 use dunlin::engine::vmm::SourceVm;
 use dunlin::engine::{Cancel, Event, Host, StandardHost, Wakeup};
-use engine_support::{TestBuilder, TestVm, tls, verified};
+use dunlin_test_support::engine::{TestBuilder, TestVm, tls, verified};
 
 thread_local! {
     static ON_A_LANE: Cell<bool> = const { Cell::new(false) };

@@ -2,18 +2,17 @@
 //! sockets, while the guest writes: it is made anew and nothing starts again.
 #![allow(clippy::unwrap_used)]
 
-mod engine_support;
-mod lane_support;
-
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use dunlin::engine::Event;
 use dunlin::engine::vmm::FaultCode;
-use engine_support::proxy::{At, FAULTS, Fault};
-use engine_support::scene::{HOT_PAGES, Scene, is_up, patient, quick, rounds, side_by_side};
-use engine_support::tls;
+use dunlin_test_support::engine::proxy::{At, FAULTS, Fault};
+use dunlin_test_support::engine::scene::{
+    HOT_PAGES, Scene, is_up, patient, quick, rounds, side_by_side,
+};
+use dunlin_test_support::engine::tls;
 
 #[derive(Clone, Copy, Debug)]
 enum Point {

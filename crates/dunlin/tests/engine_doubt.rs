@@ -3,9 +3,6 @@
 //! that swallows and cuts at the engine's own events.
 #![allow(clippy::unwrap_used)]
 
-mod engine_support;
-mod lane_support;
-
 use std::fs::File;
 use std::io;
 use std::net::TcpListener;
@@ -23,11 +20,11 @@ use dunlin::engine::{Cancel, Event, Host, StandardHost, VmIs};
 use dunlin::lane::peers::Principal;
 use dunlin_proto::control::Verdict;
 use dunlin_proto::journal::SlotError;
-use engine_support::doubt::{
+use dunlin_test_support::engine::doubt::{
     Destination, FailingDisk, PeerlessDisk, Relay, Scratch, TO_DESTINATION, TO_SOURCE, ask,
     principal_of, running, runs, send, send_with,
 };
-use engine_support::{TestBuilder, tls, verified};
+use dunlin_test_support::engine::{TestBuilder, tls, verified};
 
 #[test]
 fn i1_a_commit_that_never_arrived_is_asked_about_and_the_vm_goes_on_at_the_source() {

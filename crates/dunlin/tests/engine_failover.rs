@@ -2,20 +2,17 @@
 //! writes: the migration goes through, and what arrives is what was there.
 #![allow(clippy::unwrap_used)]
 
-mod engine_support;
-mod lane_support;
-
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use dunlin::engine::vmm::FaultCode;
 use dunlin::engine::{Cancel, Event, VmIs};
-use engine_support::proxy::{At, FAULTS, Fault, Proxy};
-use engine_support::scene::{
+use dunlin_test_support::engine::proxy::{At, FAULTS, Fault, Proxy};
+use dunlin_test_support::engine::scene::{
     HOT_PAGES, Scene, is_lost, is_up, patient, quick, rounds, side_by_side,
 };
-use engine_support::{Receiving, TestBuilder, TestVm, tls};
+use dunlin_test_support::engine::{Receiving, TestBuilder, TestVm, tls};
 
 /// Bytes of a chunk of 64 pages on the wire, at least.
 const CHUNK_BYTES: u64 = 64 * 4096;
@@ -273,7 +270,8 @@ fn lanes_are_replaced_again_and_again_before_their_limit_and_lose_nothing() {
         .build()
         .unwrap();
     let to = proxy.address.to_string();
-    let (result, events) = engine_support::send(&vm, &to, &tls.0, &options, &Cancel::new());
+    let (result, events) =
+        dunlin_test_support::engine::send(&vm, &to, &tls.0, &options, &Cancel::new());
     let report = result.unwrap();
     assert_eq!(
         (report.lanes_lost, report.pages_again),

@@ -1,13 +1,9 @@
 //! Every hook of a VMM in its documented order, on success and on each failure.
 #![allow(clippy::unwrap_used)]
 
-mod engine_support;
-mod hooks_support;
-mod lane_support;
-
 use dunlin::engine::VmIs;
-use engine_support::{tls, verified};
-use hooks_support::{Calls, Machines, Vm, attempt};
+use dunlin_test_support::engine::{tls, verified};
+use dunlin_test_support::hooks::{Calls, Machines, Vm, attempt};
 
 /// What the source does up to the last step before *commit*, and what both do
 /// then.

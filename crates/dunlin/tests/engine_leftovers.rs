@@ -3,17 +3,16 @@
 //! process, since it counts all of them.
 #![allow(clippy::unwrap_used)]
 
-mod engine_support;
-mod lane_support;
-
 use std::fs;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use dunlin::engine::Cancel;
-use engine_support::peer::{Peer, lane_open, open_lane};
-use engine_support::{Receiving, TestBuilder, TestVm, impatient, run, send, tls, verified};
+use dunlin_test_support::engine::peer::{Peer, lane_open, open_lane};
+use dunlin_test_support::engine::{
+    Receiving, TestBuilder, TestVm, impatient, run, send, tls, verified,
+};
 
 /// What it is, whether it ends well, and how it is done.
 type Case<'a> = (&'a str, bool, Box<dyn Fn() -> bool + 'a>);

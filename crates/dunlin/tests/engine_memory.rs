@@ -3,9 +3,6 @@
 //! each may use.
 #![allow(clippy::unwrap_used)]
 
-mod engine_support;
-mod lane_support;
-
 use std::fs;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
@@ -13,7 +10,7 @@ use std::time::Duration;
 
 use dunlin::engine::Cancel;
 use dunlin::engine::{destination, source};
-use engine_support::{TestBuilder, TestVm, run, tls};
+use dunlin_test_support::engine::{TestBuilder, TestVm, run, tls};
 
 /// Each side's bound, in KiB.
 const LIMIT_KIB: u64 = 64 << 10;

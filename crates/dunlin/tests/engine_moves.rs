@@ -2,9 +2,6 @@
 //! memory with a writer.
 #![allow(clippy::unwrap_used)]
 
-mod engine_support;
-mod lane_support;
-
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -13,7 +10,7 @@ use dunlin::engine::destination::{self, DestinationEvent};
 use dunlin::engine::source::{self, AtTimeLimit, LaneSecurity, Resolution};
 use dunlin::engine::vmm::{FaultCode, Refusal, RunState};
 use dunlin::engine::{Cancel, Event, VmIs};
-use engine_support::{Moved, Scan, TestBuilder, TestVm, run, state, tls, verified};
+use dunlin_test_support::engine::{Moved, Scan, TestBuilder, TestVm, run, state, tls, verified};
 use vm_memory::{Bytes, GuestAddress};
 
 fn moved(vm: &Arc<TestVm>, options: &source::Options, builder: TestBuilder) -> Moved {
@@ -596,8 +593,8 @@ fn i6_plain_lanes_need_the_destinations_consent() {
 #[test]
 fn i6_a_lane_of_the_other_security_is_turned_away() {
     use dunlin_proto::control::Message;
-    use engine_support::Receiving;
-    use engine_support::peer::{Peer, SESSION, describe, lane_open, open_lane};
+    use dunlin_test_support::engine::Receiving;
+    use dunlin_test_support::engine::peer::{Peer, SESSION, describe, lane_open, open_lane};
     let (client, server) = tls();
     for agreed in [LaneSecurity::Tls, LaneSecurity::Plain] {
         let options = destination::Options::builder()
@@ -793,7 +790,8 @@ fn a_panic_in_the_vmms_memory_ends_the_session_and_not_the_process() {
     let (client, server) = tls();
     let vm = running(8 << 20);
     let options = destination::Options::default();
-    let receiving = engine_support::Receiving::start(&server, &options, TestBuilder::default());
+    let receiving =
+        dunlin_test_support::engine::Receiving::start(&server, &options, TestBuilder::default());
     let as_source: Arc<dyn SourceVm> = Arc::new(Vm(Arc::clone(&vm)));
     let host: Arc<dyn dunlin::engine::Host> = Arc::new(dunlin::engine::StandardHost);
     let to = receiving.address.to_string();

@@ -2,9 +2,6 @@
 //! into them, holds one back, and cuts one.
 #![allow(clippy::unwrap_used)]
 
-mod engine_support;
-mod lane_support;
-
 use std::net::TcpListener;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -13,8 +10,8 @@ use dunlin::engine::destination::{self, DestinationEvent};
 use dunlin::engine::source::LaneSecurity;
 use dunlin::engine::vmm::FaultCode;
 use dunlin::engine::{AtFault, Cancel, VmIs};
-use engine_support::proxy::Proxy;
-use engine_support::{Receiving, TestBuilder, TestVm, impatient, send, tls, verified};
+use dunlin_test_support::engine::proxy::Proxy;
+use dunlin_test_support::engine::{Receiving, TestBuilder, TestVm, impatient, send, tls, verified};
 use vm_memory::{Bytes, GuestAddress};
 
 const CANARY: &[u8; 32] = b"never to be seen on any wire -->";

@@ -2,16 +2,13 @@
 //! knows of the others.
 #![allow(clippy::unwrap_used)]
 
-mod engine_support;
-mod lane_support;
-
 use std::sync::Barrier;
 use std::thread;
 use std::time::Duration;
 
 use dunlin::engine::vmm::RunState;
 use dunlin::engine::{Cancel, VmIs};
-use engine_support::{Receiving, TestBuilder, TestVm, impatient, send, tls, verified};
+use dunlin_test_support::engine::{Receiving, TestBuilder, TestVm, impatient, send, tls, verified};
 
 const SESSIONS: usize = 4;
 

@@ -3,9 +3,6 @@
 //! certificate is the same peer.
 #![allow(clippy::unwrap_used)]
 
-mod engine_support;
-mod lane_support;
-
 use std::fs::File;
 use std::net::{SocketAddr, TcpListener};
 use std::sync::{Arc, Mutex};
@@ -24,13 +21,13 @@ use dunlin::lane::peers::{Peers, Principal};
 use dunlin::lane::provider::{Crypto, Provider};
 use dunlin_proto::control::{Message, Verdict};
 use dunlin_proto::negotiate::{LaneSecurity, Opening};
-use engine_support::doubt::{
+use dunlin_test_support::engine::doubt::{
     Destination, Relay, Scratch, TO_SOURCE, ask, inquirer, inquirer_of, principal_of, running,
     runs, send_with,
 };
-use engine_support::peer::{Peer, SESSION};
-use engine_support::{Receiving, TestBuilder, verified};
-use lane_support::{Authority, DESTINATION, SOURCE, load, names};
+use dunlin_test_support::engine::peer::{Peer, SESSION};
+use dunlin_test_support::engine::{Receiving, TestBuilder, verified};
+use dunlin_test_support::lane::{Authority, DESTINATION, SOURCE, load, names};
 
 const OTHER: &str = "other.test";
 

@@ -5,10 +5,6 @@
 //! Alone in its process, since it measures all of its memory (I8).
 #![allow(clippy::unwrap_used)]
 
-mod engine_support;
-mod hooks_support;
-mod lane_support;
-
 use std::fs;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
@@ -18,9 +14,11 @@ use std::time::Duration;
 
 use dunlin::engine::VmIs;
 use dunlin::engine::vmm::{FaultCode, GuestMemory, RunState};
-use engine_support::{tls, verified};
-use hooks_support::huge_pages::HugePages;
-use hooks_support::{Calls, HOLE, HUGE_BYTES, MIB, Machines, SECTION_BYTES, Vm, attempt};
+use dunlin_test_support::engine::{tls, verified};
+use dunlin_test_support::hooks::huge_pages::HugePages;
+use dunlin_test_support::hooks::{
+    Calls, HOLE, HUGE_BYTES, MIB, Machines, SECTION_BYTES, Vm, attempt,
+};
 
 const SECTIONS: u32 = 200;
 /// What both sides together may use beside the guest's memory and state, which

@@ -6,10 +6,6 @@
 //! What each lie costs is printed as a table: `--nocapture` shows it.
 #![allow(clippy::unwrap_used)]
 
-mod engine_support;
-mod hostile_support;
-mod lane_support;
-
 use std::net::TcpListener;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -24,10 +20,10 @@ use dunlin_proto::control::{Accept, CONTROL_HEADER_BYTES, ChunkSet, Message, Ver
 use dunlin_proto::negotiate::{
     Features, LaneOpen, Opening, PRELUDE_BYTES, Selection, SessionSecret, VERSIONS,
 };
-use engine_support::peer::*;
-use engine_support::*;
-use hostile_support::*;
-use lane_support::{Authority, soon};
+use dunlin_test_support::engine::peer::*;
+use dunlin_test_support::engine::*;
+use dunlin_test_support::hostile::*;
+use dunlin_test_support::lane::{Authority, soon};
 
 const MALFORMED: FaultCode = FaultCode::Malformed;
 

@@ -3,10 +3,6 @@
 //! are printed: `--nocapture` shows them.
 #![allow(clippy::unwrap_used)]
 
-mod engine_support;
-mod hostile_support;
-mod lane_support;
-
 use std::collections::VecDeque;
 use std::io::Write;
 use std::net::{SocketAddr, TcpStream};
@@ -17,8 +13,8 @@ use std::time::{Duration, Instant};
 use dunlin::engine::{Cancel, Event, Host, StandardHost, destination, source};
 use dunlin::lane::control;
 use dunlin_proto::negotiate::{Features, LaneSecurity, Offer, VERSIONS};
-use engine_support::*;
-use hostile_support::{Before, alone, open_files};
+use dunlin_test_support::engine::*;
+use dunlin_test_support::hostile::{Before, alone, open_files};
 
 /// Connections that a flood holds open at a time, so that this process gets along
 /// with the usual thousand descriptors.
@@ -233,7 +229,7 @@ fn ask(to: SocketAddr, tls: &dunlin::lane::identity::ClientTls) {
     let Ok(stream) = TcpStream::connect_timeout(&to, Duration::from_secs(5)) else {
         return;
     };
-    let Ok(stream) = control::client(stream, tls, lane_support::soon()) else {
+    let Ok(stream) = control::client(stream, tls, dunlin_test_support::lane::soon()) else {
         return;
     };
     let offer = Offer {
@@ -248,7 +244,7 @@ fn ask(to: SocketAddr, tls: &dunlin::lane::identity::ClientTls) {
     let mut bytes = Vec::new();
     offer.encode(&mut bytes).unwrap();
     let _ = stream.send(&bytes);
-    let _ = stream.receive(&mut [0; 64], lane_support::soon());
+    let _ = stream.receive(&mut [0; 64], dunlin_test_support::lane::soon());
 }
 
 #[test]
@@ -277,7 +273,7 @@ fn i7_garbage_silence_and_strangers_do_not_stop_a_migration() {
     let stranger = dunlin::lane::control::client(
         TcpStream::connect(to).unwrap(),
         &stranger,
-        lane_support::soon(),
+        dunlin_test_support::lane::soon(),
     );
     assert!(stranger.is_err());
     let _plain = peer::open_lane(

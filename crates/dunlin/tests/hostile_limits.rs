@@ -4,9 +4,6 @@
 //! each time, and who is left says why it failed.
 #![allow(clippy::unwrap_used)]
 
-mod engine_support;
-mod lane_support;
-
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
@@ -19,8 +16,8 @@ use dunlin::engine::vmm::{Builder, DestinationVm, FaultCode, Offered, Refusal, R
 use dunlin::engine::{Cancel, Host, StandardHost, VmIs};
 use dunlin::lane::identity::{ClientTls, ServerTls};
 use dunlin::lane::provider::{Crypto, Provider};
-use engine_support::*;
-use lane_support::{Authority, DESTINATION, SOURCE, load, names};
+use dunlin_test_support::engine::*;
+use dunlin_test_support::lane::{Authority, DESTINATION, SOURCE, load, names};
 use vm_memory::{GuestAddress, GuestMemoryMmap};
 
 const VM_BYTES: usize = 32 << 20;

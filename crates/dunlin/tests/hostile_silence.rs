@@ -4,10 +4,6 @@
 //! seconds; they run side by side.
 #![allow(clippy::unwrap_used)]
 
-mod engine_support;
-mod hostile_support;
-mod lane_support;
-
 use std::net::TcpListener;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -17,9 +13,9 @@ use dunlin::engine::{Cancel, VmIs, source};
 use dunlin_proto::control::{Accept, Message};
 use dunlin_proto::frame::{ChunkHeader, Encoding, Range};
 use dunlin_proto::negotiate::{LaneSecurity, SessionSecret};
-use engine_support::peer::*;
-use engine_support::*;
-use hostile_support::{Liar, Victim, runs, words};
+use dunlin_test_support::engine::peer::*;
+use dunlin_test_support::engine::*;
+use dunlin_test_support::hostile::{Liar, Victim, runs, words};
 
 /// The limits are ten seconds; the rest is for a machine that has much to do.
 const END_LIMIT: Duration = Duration::from_secs(16);
@@ -51,7 +47,9 @@ fn outlasts(fault: FaultCode, text: &str, play: impl FnOnce(&Victim<'_>)) {
 /// limit, which is as long as one wait for a message here.
 fn only_answer(peer: &mut Peer) {
     while peer.receive().is_some() {}
-    let _ = peer.stream.receive(&mut [0], lane_support::soon());
+    let _ = peer
+        .stream
+        .receive(&mut [0], dunlin_test_support::lane::soon());
 }
 
 #[test]
@@ -120,7 +118,7 @@ fn i7_a_source_that_stops_inside_a_chunk_loses_its_lane() {
 /// stops reading, and says so.
 #[test]
 fn i7_i8_a_source_that_pings_and_reads_nothing_is_given_up() {
-    let before = hostile_support::Before::now();
+    let before = dunlin_test_support::hostile::Before::now();
     outlasts(
         FaultCode::ControlLost,
         "the control lane was lost",

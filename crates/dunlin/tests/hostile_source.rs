@@ -5,10 +5,6 @@
 //! What each lie costs is printed as a table: `--nocapture` shows it.
 #![allow(clippy::unwrap_used)]
 
-mod engine_support;
-mod hostile_support;
-mod lane_support;
-
 use std::net::TcpListener;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -26,10 +22,10 @@ use dunlin_proto::limits::MAX_RANGES_PER_CHUNK;
 use dunlin_proto::negotiate::{
     Features, LaneSecurity, Offer, Opening, Selection, SessionSecret, VERSIONS, VersionRange,
 };
-use engine_support::peer::*;
-use engine_support::*;
-use hostile_support::*;
-use lane_support::{Authority, SOURCE, soon};
+use dunlin_test_support::engine::peer::*;
+use dunlin_test_support::engine::*;
+use dunlin_test_support::hostile::*;
+use dunlin_test_support::lane::{Authority, SOURCE, soon};
 
 const MALFORMED: FaultCode = FaultCode::Malformed;
 

@@ -3,10 +3,6 @@
 //! `--nocapture --test-threads 1` for the table.
 #![allow(missing_docs, clippy::unwrap_used)]
 
-mod engine_support;
-mod identity_support;
-mod lane_support;
-
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::thread;
@@ -25,11 +21,11 @@ use dunlin_proto::negotiate::{
     Features, LaneSecurity, Offer, Opening, PRELUDE_BYTES, Prelude, Refusal, SessionSecret,
     VersionRange,
 };
-use engine_support::peer::{Peer, SESSION, lane_open, open_lane};
-use engine_support::{Receiving, TestBuilder, TestVm, impatient, send};
-use identity_support::*;
-use lane_support::ReadOnce as _;
-use lane_support::*;
+use dunlin_test_support::engine::peer::{Peer, SESSION, lane_open, open_lane};
+use dunlin_test_support::engine::{Receiving, TestBuilder, TestVm, impatient, send};
+use dunlin_test_support::identity::*;
+use dunlin_test_support::lane::ReadOnce as _;
+use dunlin_test_support::lane::*;
 
 /// What both sides say.
 struct Said {

@@ -1,9 +1,6 @@
 //! A destination whose control lane is lost, and what answers at its address then.
 #![allow(clippy::unwrap_used)]
 
-mod engine_support;
-mod lane_support;
-
 use std::net::TcpListener;
 use std::thread;
 use std::time::Duration;
@@ -14,9 +11,9 @@ use dunlin::lane::identity::Identity;
 use dunlin::lane::provider::Crypto;
 use dunlin_proto::control::{Accept, Message};
 use dunlin_proto::negotiate::SessionSecret;
-use engine_support::peer::{Peer, take_lane};
-use engine_support::{TestVm, send, verified};
-use lane_support::{Authority, DESTINATION, SOURCE, load, names};
+use dunlin_test_support::engine::peer::{Peer, take_lane};
+use dunlin_test_support::engine::{TestVm, send, verified};
+use dunlin_test_support::lane::{Authority, DESTINATION, SOURCE, load, names};
 
 /// Cuts a session's control lane in pre-copy; `after` answers at the address of `before`. Returns
 /// how the migration failed.

@@ -2,10 +2,6 @@
 //! what is told ahead of time; certificates that are replaced; the key exchange.
 #![allow(missing_docs, clippy::unwrap_used)]
 
-mod engine_support;
-mod identity_support;
-mod lane_support;
-
 use std::net::TcpStream;
 use std::sync::Arc;
 use std::thread;
@@ -22,10 +18,10 @@ use dunlin::lane::policy::ALPN;
 use dunlin::lane::provider::Crypto;
 use dunlin_proto::control::Message;
 use dunlin_proto::negotiate::LaneSecurity;
-use engine_support::peer::{Peer as ByHand, SESSION, lane_open, open_lane};
-use engine_support::{Receiving, TestBuilder, impatient};
-use identity_support::*;
-use lane_support::*;
+use dunlin_test_support::engine::peer::{Peer as ByHand, SESSION, lane_open, open_lane};
+use dunlin_test_support::engine::{Receiving, TestBuilder, impatient};
+use dunlin_test_support::identity::*;
+use dunlin_test_support::lane::*;
 use rustls::NamedGroup;
 
 fn near(identity: &Identity, peers: Peers) -> ClientTls {

@@ -8,10 +8,6 @@
 //! What was recorded stays; a release adds its own beside it.
 #![allow(clippy::unwrap_used)]
 
-mod engine_support;
-mod lane_support;
-mod recorded_support;
-
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -19,12 +15,12 @@ use std::sync::Arc;
 use dunlin::engine::Cancel;
 use dunlin::engine::destination::Options;
 use dunlin::engine::vmm::RunState;
-use engine_support::{
+use dunlin_test_support::engine::{
     Receiving, TestBuilder, TestVm, client_of, send, server_of, state, tls, verified,
 };
-use lane_support::{Authority, SOURCE};
-use recorded_support::relay::Relay;
-use recorded_support::{Entry, Side, from_text, player, to_text};
+use dunlin_test_support::lane::{Authority, SOURCE};
+use dunlin_test_support::recorded::relay::Relay;
+use dunlin_test_support::recorded::{Entry, Side, from_text, player, to_text};
 
 fn directory() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/recorded")

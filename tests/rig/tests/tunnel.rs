@@ -3,28 +3,23 @@
 #![cfg(target_arch = "x86_64")]
 #![allow(missing_docs, clippy::unwrap_used)]
 
-#[path = "../../../crates/dunlin/tests/lane_support/mod.rs"]
-mod lane_support;
-#[path = "../../../crates/dunlin/tests/tunnel_support/mod.rs"]
-mod tunnel_support;
-
 use std::net::TcpListener;
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use dunlin::lane::identity::{Identity, LoadOptions, Role};
-use dunlin::lane::policy::OldestTls;
-use dunlin::lane::provider::Crypto;
-use dunlin::tunnel::{
-    Entrance, Event, Identities, Limits, Listen, Mode, Routes, Tunnel, WINDOW_BYTES,
-};
+use dunlin_lane::identity::{Identity, LoadOptions, Role};
+use dunlin_lane::policy::OldestTls;
+use dunlin_lane::provider::Crypto;
 use dunlin_rig::guest::{Content, Workload};
 use dunlin_rig::machine::{self, Credentials, Machine, MachineError, Migration, Setup, migrate};
 use dunlin_rig::need;
-use lane_support::{Scratch, names};
+use dunlin_test_support::lane::{Scratch, names};
+use dunlin_test_support::tunnel::{Pair, Setup as Tunnels, Told};
+use dunlin_tunnel::{
+    Entrance, Event, Identities, Limits, Listen, Mode, Routes, Tunnel, WINDOW_BYTES,
+};
 use serde_json::json;
-use tunnel_support::{Pair, Setup as Tunnels, Told};
 
 /// 192 MiB, of which 40 MiB are written to about twice a second.
 const WORKLOAD: Workload = Workload {

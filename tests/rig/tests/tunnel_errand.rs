@@ -3,22 +3,17 @@
 #![cfg(target_arch = "x86_64")]
 #![allow(missing_docs, clippy::unwrap_used)]
 
-#[path = "../../../crates/dunlin/tests/lane_support/mod.rs"]
-mod lane_support;
-#[path = "../../../crates/dunlin/tests/tunnel_support/mod.rs"]
-mod tunnel_support;
-
 use std::net::TcpListener;
 use std::time::Instant;
 
-use dunlin::tunnel::{
-    Demand, Entrance, Exit, Limits, Listen, Mode, Routes, Target, Tunnel, WINDOW_BYTES,
-};
 use dunlin_rig::guest::{Content, Workload};
 use dunlin_rig::machine::{Credentials, Machine, Migration, migrate};
 use dunlin_rig::need;
-use lane_support::{Authority, Scratch, names};
-use tunnel_support::{FAR, NEAR, PATIENCE, identities};
+use dunlin_test_support::lane::{Authority, Scratch, names};
+use dunlin_test_support::tunnel::{FAR, NEAR, PATIENCE, identities};
+use dunlin_tunnel::{
+    Demand, Entrance, Exit, Limits, Listen, Mode, Routes, Target, Tunnel, WINDOW_BYTES,
+};
 
 const WORKLOAD: Workload = Workload {
     memory_mib: 128,

@@ -20,7 +20,6 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
 use dunlin::engine::memory::MappedMemory;
-use dunlin_ipsec::lanes::Shelter;
 use dunlin::lane::accept::{Arrival, LaneSocket, accept};
 use dunlin::lane::admit::{LaneAcceptor, TlsAcceptor};
 use dunlin::lane::control::{self, ControlStream};
@@ -30,6 +29,7 @@ use dunlin::lane::dial::{
 };
 use dunlin::lane::identity::ClientTls;
 use dunlin::lane::peers::PeerIdentity;
+use dunlin_ipsec::lanes::Shelter;
 use dunlin_proto::negotiate::{Features, LaneOpen, LaneSecurity, Offer, Opening, VERSIONS};
 use dunlin_sys::poll::waker;
 

@@ -9,11 +9,11 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
 use clap::{ArgGroup, Args, ValueEnum};
-use dunlin::handoff::accept::{Acceptor, Event, Limits, Options, Other, Own, ProxyHeader, Target};
-use dunlin::handoff::carry::reap;
 use dunlin::lane::identity::{Files, Identity, LoadOptions, Role, ServerTls};
 use dunlin::lane::peers::Peers;
 use dunlin::lane::provider::{self, Offer, TlsVersion};
+use dunlin_handoff::accept::{Acceptor, Event, Limits, Options, Other, Own, ProxyHeader, Target};
+use dunlin_handoff::carry::reap;
 use dunlin_sys::signals::{EndSignals, HangUps, unblock_in};
 
 use super::carry;
@@ -212,7 +212,7 @@ impl Accept {
                     unblock_in(&mut command);
                     command
                 };
-                Some(Box::new(again) as dunlin::handoff::accept::Fallback)
+                Some(Box::new(again) as dunlin_handoff::accept::Fallback)
             }
         };
         Ok(Options {

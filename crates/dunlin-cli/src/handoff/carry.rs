@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use clap::Args;
-use dunlin::handoff::carry;
+use dunlin_handoff::carry;
 use dunlin_sys::session;
 
 use crate::code;

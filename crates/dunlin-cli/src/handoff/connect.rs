@@ -13,12 +13,12 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use clap::{ArgGroup, Args, ValueEnum};
-use dunlin::handoff::connect::{self, Connected};
-use dunlin::handoff::kernel::KernelError;
-use dunlin::handoff::pass;
 use dunlin::lane::identity::Role;
 use dunlin::lane::policy::{Belief, Bundle, HandoffTls};
 use dunlin::lane::provider::{self, Offer, TlsVersion};
+use dunlin_handoff::connect::{self, Connected};
+use dunlin_handoff::kernel::KernelError;
+use dunlin_handoff::pass;
 use dunlin_sys::fdpass;
 
 use super::carry;

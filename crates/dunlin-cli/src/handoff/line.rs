@@ -3,10 +3,10 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-use dunlin::handoff::accept::{Arrived, Offload};
-use dunlin::handoff::connect::Facts;
-use dunlin::handoff::kernel::RECORD_LIMIT;
 use dunlin::lane::kernel::{Acceleration, Chosen, Device, Place};
+use dunlin_handoff::accept::{Arrived, Offload};
+use dunlin_handoff::connect::Facts;
+use dunlin_handoff::kernel::RECORD_LIMIT;
 use serde::Serialize;
 
 use crate::line::DriverLine;

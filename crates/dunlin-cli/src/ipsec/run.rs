@@ -11,11 +11,11 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
 use clap::Args;
+use dunlin::lane::peers::Peer as Allowed;
 use dunlin_ipsec as ipsec;
 use dunlin_ipsec::{
     self, AddressBlock, Event, Mode, Observer, Options, PortRange, Server, Session, Udp,
 };
-use dunlin::lane::peers::Peer as Allowed;
 use dunlin_sys::affinity::allowed;
 use dunlin_sys::signals::{EndSignals, HangUps};
 use dunlin_sys::xfrm::esp_offload;

@@ -2,7 +2,7 @@
 
 use anyhow::{Result, bail};
 use clap::Args;
-use dunlin::tunnel::Parameter;
+use dunlin_tunnel::Parameter;
 
 use super::desk::Request;
 use super::line::ListenerLine;

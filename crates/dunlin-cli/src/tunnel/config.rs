@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use dunlin::lane::kernel::Offload;
 use dunlin::lane::peers::{Peer, Peers};
-use dunlin::tunnel::{Entrance, Limits, Listen, Mode, RelayExit, Routes, Target, WINDOW_BYTES};
+use dunlin_tunnel::{Entrance, Limits, Listen, Mode, RelayExit, Routes, Target, WINDOW_BYTES};
 use serde::Deserialize;
 use toml::Spanned;
 

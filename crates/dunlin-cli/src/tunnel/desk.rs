@@ -11,7 +11,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
-use dunlin::tunnel::{Demand, Errand, Listen, Standing, Tunnel};
+use dunlin_tunnel::{Demand, Errand, Listen, Standing, Tunnel};
 use serde::{Deserialize, Serialize};
 
 use super::config::parse_listen;
@@ -199,7 +199,7 @@ impl Desk {
         let now = tunnel.routes();
         let over = begin.elapsed();
         let route = |now: &_| {
-            let dunlin::tunnel::RouteStatus { route, .. } = now;
+            let dunlin_tunnel::RouteStatus { route, .. } = now;
             let before = before.iter().find(|before| before.route == *route);
             RouteLine::new(now, before, over.as_secs_f64())
         };

@@ -1,7 +1,7 @@
 //! What a tunnel says of itself over its control socket, and `dunlin status
 //! --json` with it.
 
-use dunlin::tunnel::{Errand, RouteStatus, Status};
+use dunlin_tunnel::{Errand, RouteStatus, Status};
 use serde::{Deserialize, Serialize};
 
 /// A tunnel that runs.

@@ -8,14 +8,14 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
-use dunlin_ipsec::lanes::Shelter;
-use dunlin_ipsec::{Observer, Options};
 use dunlin::lane::dial::SealedLanes;
 use dunlin::lane::identity::Role;
-use dunlin::tunnel::{Given, Identities, Tunnel};
+use dunlin_ipsec::lanes::Shelter;
+use dunlin_ipsec::{Observer, Options};
 use dunlin_sys::affinity::{allowed, keep_to};
 use dunlin_sys::signals::{EndSignal, EndSignals, HangUps};
 use dunlin_sys::xfrm::esp_offload;
+use dunlin_tunnel::{Given, Identities, Tunnel};
 
 use super::config::{Config, Ipsec, Port};
 use super::desk::{Desk, name_of};

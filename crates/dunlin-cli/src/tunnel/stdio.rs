@@ -24,8 +24,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use dunlin::tunnel::Parameter;
 use dunlin_sys::poll::{Interest, poll};
+use dunlin_tunnel::Parameter;
 
 use super::ask::{WHOM, end, listener};
 use super::desk::Request;

@@ -9,8 +9,8 @@ use clap::Args;
 use dunlin::engine::destination::{DestinationEvent, Options, receive};
 use dunlin::engine::vmm::{Builder, DestinationVm, FaultCode, Offered, Refusal};
 use dunlin::engine::{Host, MigrateError, StandardHost, VmIs, fault_behind};
-use dunlin_ipsec as ipsec;
 use dunlin::lane::dial::SealedLanes;
+use dunlin_ipsec as ipsec;
 use dunlin_microvm::{MachineBuilder, Movable, VmState};
 use dunlin_sys::signals::{EndSignal, EndSignals, HangUps};
 

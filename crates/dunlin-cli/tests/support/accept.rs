@@ -11,7 +11,7 @@ use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dunlin::handoff::pass::take;
+use dunlin_handoff::pass::take;
 use serde_json::Value;
 
 use super::support::process::Process;

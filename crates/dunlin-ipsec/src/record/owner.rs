@@ -28,12 +28,7 @@ pub struct Owner {
 impl Owner {
     /// The port of the control connection, if there is one, that a session over these ports
     /// between these addresses would take from it.
-    pub(crate) fn port_among(
-        &self,
-        ports: PortRange,
-        local: IpAddr,
-        peer: IpAddr,
-    ) -> Option<u16> {
+    pub(crate) fn port_among(&self, ports: PortRange, local: IpAddr, peer: IpAddr) -> Option<u16> {
         if (self.local.ip(), self.peer.ip()) != (local, peer) {
             return None;
         }

@@ -11,13 +11,13 @@ use std::sync::mpsc::channel;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use dunlin::lane::identity::{Identity, LoadOptions};
+use dunlin::lane::peers::Peer;
+use dunlin::lane::provider::Crypto;
 use dunlin_ipsec::{
     Association, Direction, Event, Hook, Mode, Object, Observer, Options, PortRange, Server,
     Session, Status, Step, up,
 };
-use dunlin::lane::identity::{Identity, LoadOptions};
-use dunlin::lane::peers::Peer;
-use dunlin::lane::provider::Crypto;
 use dunlin_kernel_tests::sessions::{
     Capture, LIMIT, NAME, SERVER, captured, connect, credentials, inside, netns, nothing_left,
     until,

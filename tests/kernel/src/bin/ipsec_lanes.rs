@@ -9,8 +9,6 @@ use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use dunlin_ipsec::lanes::{LaneError, Shelter, Sheltered, Ways};
-use dunlin_ipsec::{Mode, Sender};
 use dunlin::lane::accept::{Arrival, LaneSocket, accept};
 use dunlin::lane::control::{self, ControlStream};
 use dunlin::lane::dial::{
@@ -19,6 +17,8 @@ use dunlin::lane::dial::{
 use dunlin::lane::identity::{ClientTls, ServerTls};
 use dunlin::lane::peers::{PeerIdentity, Principal};
 use dunlin::lane::provider::Crypto;
+use dunlin_ipsec::lanes::{LaneError, Shelter, Sheltered, Ways};
+use dunlin_ipsec::{Mode, Sender};
 use dunlin_kernel_tests::sessions::{
     Capture, LIMIT, captured, connect, inside, nothing_left, until,
 };
@@ -31,10 +31,7 @@ use dunlin_sys::affinity::pin_to;
 use dunlin_sys::poll::{Waker, waker};
 use dunlin_sys::socket::set_reset_on_close;
 use dunlin_sys::tcp::{set_traffic_class, unacknowledged_bytes};
-use lane_support::{Authority, DESTINATION, SOURCE, names};
-
-#[path = "../../../../crates/dunlin/tests/lane_support/mod.rs"]
-mod lane_support;
+use dunlin_test_support::lane::{Authority, DESTINATION, SOURCE, names};
 
 const NEEDS: Needs = Needs {
     cpus: 4,

@@ -15,11 +15,11 @@ use dunlin::engine::destination;
 use dunlin::engine::source::{LaneSecurity, Options, migrate};
 use dunlin::engine::vmm::{FaultCode, SourceVm};
 use dunlin::engine::{Cancel, Event, Host, Report, StandardHost, VmIs, Wakeup};
-use dunlin_ipsec::lanes::Shelter;
-use dunlin_ipsec::{Direction, Mode, Sender};
 use dunlin::lane::control;
 use dunlin::lane::identity::{ClientTls, ServerTls};
 use dunlin::lane::provider::Crypto;
+use dunlin_ipsec::lanes::Shelter;
+use dunlin_ipsec::{Direction, Mode, Sender};
 use dunlin_kernel_tests::sessions::{
     Capture, LIMIT, captured, connect, inside, netns, nothing_left, until,
 };
@@ -28,16 +28,11 @@ use dunlin_kernel_tests::vm::{slowly, unhurried};
 use dunlin_kernel_tests::{Guest, Needs, Under, run};
 use dunlin_proto::control::{Accept, Message};
 use dunlin_proto::negotiate::{Opening, SessionSecret};
-use engine_support::peer::{Peer, SESSION, describe, lane_open, open_lane};
-use engine_support::scene::{HOT_PAGES, is_lost, pages, patient, quick};
-use engine_support::{Receiving, TestBuilder, TestVm, send};
-use lane_support::{Authority, DESTINATION, SOURCE, names};
+use dunlin_test_support::engine::peer::{Peer, SESSION, describe, lane_open, open_lane};
+use dunlin_test_support::engine::scene::{HOT_PAGES, is_lost, pages, patient, quick};
+use dunlin_test_support::engine::{Receiving, TestBuilder, TestVm, send};
+use dunlin_test_support::lane::{Authority, DESTINATION, SOURCE, names};
 use serde_json::Value;
-
-#[path = "../../../../crates/dunlin/tests/engine_support/mod.rs"]
-mod engine_support;
-#[path = "../../../../crates/dunlin/tests/lane_support/mod.rs"]
-mod lane_support;
 
 const NEEDS: Needs = Needs {
     cpus: 4,

@@ -9,10 +9,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use dunlin_ipsec::{Mode, Observer, Options, PortRange, Session, up};
 use dunlin::lane::identity::{Identity, LoadOptions};
 use dunlin::lane::peers::Peer;
 use dunlin::lane::provider::Crypto;
+use dunlin_ipsec::{Mode, Observer, Options, PortRange, Session, up};
 use dunlin_kernel_tests::ipsec::tap::Tap;
 use dunlin_kernel_tests::sessions::{
     AT, LIMIT, NAME, PORTS, Process, SERVER, associations, connect, connect_to, credentials, empty,

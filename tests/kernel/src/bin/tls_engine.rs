@@ -9,15 +9,10 @@ use dunlin::lane::kernel::Offload;
 use dunlin::lane::provider::Crypto;
 use dunlin_kernel_tests::vm::{slowly, unhurried};
 use dunlin_kernel_tests::{Guest, Needs, run};
-use engine_support::proxy::{At, Fault, Proxy};
-use engine_support::scene::{HOT_PAGES, Scene, quick};
-use engine_support::{Receiving, TestBuilder, TestVm};
-use lane_support::{Authority, DESTINATION, SOURCE, names};
-
-#[path = "../../../../crates/dunlin/tests/engine_support/mod.rs"]
-mod engine_support;
-#[path = "../../../../crates/dunlin/tests/lane_support/mod.rs"]
-mod lane_support;
+use dunlin_test_support::engine::proxy::{At, Fault, Proxy};
+use dunlin_test_support::engine::scene::{HOT_PAGES, Scene, quick};
+use dunlin_test_support::engine::{Receiving, TestBuilder, TestVm};
+use dunlin_test_support::lane::{Authority, DESTINATION, SOURCE, names};
 
 const PAIRINGS: [[Offload; 2]; 3] = [
     [Offload::Kernel, Offload::Kernel],
@@ -53,7 +48,8 @@ fn i3_a_guest_moves_while_lanes_are_replaced(guest: &Guest, pairing: [Offload; 2
     let options = slowly(quick(2, 1).to_builder().records_per_lane(512).rate(None));
     let to = proxy.address.to_string();
     let before = sealed_by_kernel(guest);
-    let (result, events) = engine_support::send(&vm, &to, &tls.0, &options, &Cancel::new());
+    let (result, events) =
+        dunlin_test_support::engine::send(&vm, &to, &tls.0, &options, &Cancel::new());
     let report = result.unwrap_or_else(|error| panic!("{error}: {events:?}"));
     assert_eq!(report.lanes_lost, 0, "{pairing:?}: {events:?}");
     assert_eq!(report.digests_equal, Some(true));

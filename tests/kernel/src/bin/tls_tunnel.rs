@@ -4,14 +4,9 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use dunlin::lane::kernel::Offload;
-use dunlin::tunnel::Limits;
 use dunlin_kernel_tests::{Guest, Needs, run};
-use tunnel_support::{Pair, Setup, expect, join, send};
-
-#[path = "../../../../crates/dunlin/tests/lane_support/mod.rs"]
-mod lane_support;
-#[path = "../../../../crates/dunlin/tests/tunnel_support/mod.rs"]
-mod tunnel_support;
+use dunlin_test_support::tunnel::{Pair, Setup, expect, join, send};
+use dunlin_tunnel::Limits;
 
 const BYTES: usize = 64 << 20;
 

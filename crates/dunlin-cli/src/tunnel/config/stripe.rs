@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use dunlin::tunnel::{DEFAULT_LANES, Entrance, Exit, Listen, MAX_WINDOW_BYTES, Mode, WINDOW_BYTES};
+use dunlin_tunnel::{DEFAULT_LANES, Entrance, Exit, Listen, MAX_WINDOW_BYTES, Mode, WINDOW_BYTES};
 use toml::Spanned;
 
 use super::{

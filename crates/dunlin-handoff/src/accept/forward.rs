@@ -1,0 +1,378 @@
+//! Clients of the old server: a connection to it for each, and every byte of both as it is.
+//!
+//! Each has two threads. Their number is bounded, and when a client comes that has no room, that
+//! one goes for which neither side has said anything for longest, if that is long enough: less is
+//! enough for one that has only said a name. Whoever stands still costs those nothing who go on.
+
+use std::io::{self, Write};
+use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use dunlin_sys::socket::{
+    Liveness, connect_unix_unless, connect_unless, set_liveness, set_reset_on_close,
+};
+
+use super::door::{Of, token};
+use super::{Event, Other, Refusal, Shared, Target};
+use dunlin_lane::reach::first_of;
+use dunlin_lane::splice::{OneWay, Pause, Stop};
+
+/// How long a client that has said its hello and nothing more keeps its place when there is no
+/// room: by then an honest one has answered the server.
+const GRACE: Duration = Duration::from_secs(1);
+/// The same for one that has said more, of which nobody knows here whether it is anybody's. Longer
+/// than a disk or a busy server makes others wait; a connection that is kept for later goes.
+const IDLE: Duration = Duration::from_secs(10);
+/// So many that had to go may still be on their way, beyond the limit. Each has four descriptors
+/// then: the old server's name is looked up without a deadline, and nothing is spliced yet.
+const LEAVING: usize = 8;
+
+/// A client of the old server.
+pub(super) struct Forwarded {
+    number: u64,
+    client: TcpStream,
+    from: SocketAddr,
+    name: Option<String>,
+    began: Instant,
+    /// What it had said when it was let through.
+    hello_bytes: u64,
+    said_bytes: AtomicU64,
+    /// When either side last said anything, in milliseconds since it began.
+    last_ms: AtomicU64,
+    stop: Stop,
+    /// One side's connection has failed: the other's is reset.
+    is_broken: AtomicBool,
+    /// Which side's connection has failed, by the watch's word.
+    has_failed: [AtomicBool; 2],
+    /// Which side has said its last.
+    has_ended: [AtomicBool; 2],
+}
+
+/// One end of what is forwarded.
+#[derive(Clone, Copy)]
+pub(super) enum Side {
+    Client,
+    Server,
+}
+
+/// The old server's end.
+enum Server {
+    Tcp(TcpStream),
+    Unix(UnixStream),
+}
+
+impl Forwarded {
+    /// Carries a client's connection on, on threads of its own.
+    pub(super) fn start(
+        shared: &Arc<Shared>,
+        number: u64,
+        (client, from): (TcpStream, SocketAddr),
+        name: Option<String>,
+        hello_bytes: usize,
+    ) {
+        let refused = |refusal| shared.refused(from, name.clone(), refusal);
+        if !make_room(shared) {
+            reset(&client);
+            return refused(Refusal::Full(shared.options.limits.forwarded));
+        }
+        let stop = match Stop::new() {
+            Ok(stop) => stop,
+            Err(error) => {
+                reset(&client);
+                return refused(Refusal::Io(error));
+            }
+        };
+        let own = Arc::new(Self {
+            number,
+            client,
+            from,
+            name: name.clone(),
+            began: Instant::now(),
+            hello_bytes: hello_bytes as u64,
+            said_bytes: AtomicU64::new(0),
+            last_ms: AtomicU64::new(0),
+            stop,
+            is_broken: AtomicBool::new(false),
+            has_failed: Default::default(),
+            has_ended: Default::default(),
+        });
+        shared.lock().forwarded.insert(number, Arc::clone(&own));
+        let (on_thread, one) = (Arc::clone(shared), Arc::clone(&own));
+        let spawned = thread::Builder::new()
+            .name(format!("dunlin-forward-{number}"))
+            .spawn(move || one.run(&on_thread));
+        if let Err(error) = spawned {
+            own.is_broken.store(true, Ordering::SeqCst);
+            own.over(shared);
+            refused(Refusal::Io(error));
+        }
+    }
+
+    /// The connection of one side has failed, as the watch has found. Whoever reads there finds it
+    /// behind what has come before; where nobody does any more, whoever writes is told.
+    pub(super) fn fails(&self, side: Side) {
+        self.has_failed[side as usize].store(true, Ordering::SeqCst);
+        self.settle(side);
+    }
+
+    fn ends(&self, side: Side) {
+        self.has_ended[side as usize].store(true, Ordering::SeqCst);
+        self.settle(side);
+    }
+
+    fn settle(&self, side: Side) {
+        let is = |all: &[AtomicBool; 2]| all[side as usize].load(Ordering::SeqCst);
+        if is(&self.has_failed) && is(&self.has_ended) {
+            self.give_up();
+        }
+    }
+
+    fn give_up(&self) {
+        self.is_broken.store(true, Ordering::SeqCst);
+        self.stop.tell();
+    }
+
+    /// Ends it at once.
+    pub(super) fn cut(&self) {
+        self.stop.tell();
+    }
+
+    /// How long nobody has said anything, if that is long enough to lose its place.
+    fn idle(&self) -> Option<Duration> {
+        let last = Duration::from_millis(self.last_ms.load(Ordering::SeqCst));
+        let idle = self.began.elapsed().saturating_sub(last);
+        let has_said_more = self.said_bytes.load(Ordering::SeqCst) > self.hello_bytes;
+        (idle >= if has_said_more { IDLE } else { GRACE }).then_some(idle)
+    }
+
+    fn heard(&self) {
+        let now = u64::try_from(self.began.elapsed().as_millis()).unwrap_or(u64::MAX);
+        self.last_ms.fetch_max(now, Ordering::SeqCst);
+    }
+
+    /// The body of its thread.
+    fn run(&self, shared: &Arc<Shared>) {
+        let told = match self.reach(shared) {
+            Ok(server) => {
+                shared.tell(Event::Forwarded {
+                    from: self.from,
+                    name: self.name.clone(),
+                });
+                let result = self.carry(shared, &server);
+                if result.is_err() || self.is_broken.load(Ordering::SeqCst) {
+                    self.is_broken.store(true, Ordering::SeqCst);
+                    server.reset();
+                }
+                result
+            }
+            Err(error) => {
+                self.is_broken.store(true, Ordering::SeqCst);
+                Err(match self.stop.is_told() {
+                    true => Refusal::Cut,
+                    false => Refusal::Unreachable(error),
+                })
+            }
+        };
+        self.over(shared);
+        if let Err(refusal) = told {
+            shared.refused(self.from, self.name.clone(), refusal);
+        }
+    }
+
+    /// Gives its place back.
+    fn over(&self, shared: &Shared) {
+        if self.is_broken.load(Ordering::SeqCst) {
+            reset(&self.client);
+        }
+        shared.lock().forwarded.remove(&self.number);
+        shared.changed.notify_all();
+    }
+
+    fn reach(&self, shared: &Shared) -> io::Result<Server> {
+        let Some(Other { to, header }) = &shared.options.other else {
+            return Err(io::ErrorKind::NotFound.into());
+        };
+        let deadline = Instant::now() + shared.options.limits.connect;
+        let server = match to {
+            Target::Tcp(to) => {
+                let stream = first_of(to, |address| {
+                    connect_unless(address, deadline, self.stop.wakeup())
+                })?;
+                stream.set_nodelay(true)?;
+                keep_alive(&stream)?;
+                Server::Tcp(stream)
+            }
+            Target::Unix(path) => {
+                Server::Unix(connect_unix_unless(path, deadline, self.stop.wakeup())?)
+            }
+        };
+        keep_alive(&self.client)?;
+        if let Some(header) = header {
+            let header = header.encode(self.from, self.client.local_addr()?);
+            server.write_all(&header)?;
+        }
+        server.set_nonblocking()?;
+        Ok(server)
+    }
+
+    fn carry(&self, shared: &Arc<Shared>, server: &Server) -> Result<(), Refusal> {
+        let (mut out, mut back) = (OneWay::new()?, OneWay::new()?);
+        // A reset is found by whoever reads or writes next, if not here.
+        let watched = |side| token(self.number, Of::Forwarded(side));
+        let _ = shared
+            .epoll
+            .add_news(&self.client, watched(Side::Client), false);
+        let _ = shared.epoll.add_news(server, watched(Side::Server), false);
+        thread::scope(|scope| {
+            let returning = thread::Builder::new()
+                .name(format!("dunlin-return-{}", self.number))
+                .spawn_scoped(scope, || {
+                    let pause = back.carry(server, &self.client, &self.stop, |_| self.heard());
+                    self.paused(pause, Side::Server, || {
+                        self.client.shutdown(Shutdown::Write)
+                    })
+                });
+            let going = match &returning {
+                Ok(_) => {
+                    let said = |count| {
+                        self.said_bytes.fetch_add(count, Ordering::SeqCst);
+                        self.heard();
+                    };
+                    let pause = out.carry(&self.client, server, &self.stop, said);
+                    self.paused(pause, Side::Client, || server.end())
+                }
+                Err(_) => Ok(()),
+            };
+            let returned = returning?.join();
+            going.and(returned.unwrap_or_else(|_| Err(Refusal::Closed)))
+        })
+    }
+
+    /// The direction of what `side` says stands still; `end` passes its end on.
+    fn paused(
+        &self,
+        pause: Pause,
+        side: Side,
+        end: impl FnOnce() -> io::Result<()>,
+    ) -> Result<(), Refusal> {
+        let error = match pause {
+            Pause::Ended => {
+                // Fails where nobody is there any more to be told.
+                let _ = end();
+                self.ends(side);
+                return Ok(());
+            }
+            Pause::Stopped if self.is_broken.load(Ordering::SeqCst) => return Ok(()),
+            Pause::Stopped => return Err(Refusal::Cut),
+            Pause::From(error) => {
+                self.give_up();
+                error
+            }
+            // What its receiver has still said comes the other way, and then its end or failure.
+            Pause::To(error) => {
+                self.is_broken.store(true, Ordering::SeqCst);
+                error
+            }
+        };
+        // Programs that are done with each other close as they like.
+        match self
+            .has_ended
+            .iter()
+            .any(|ended| ended.load(Ordering::SeqCst))
+        {
+            true => Ok(()),
+            false => Err(Refusal::Broken(error)),
+        }
+    }
+}
+
+/// Whether there is room for one more; somebody may have to go for it, whose place is taken until
+/// its threads have ended.
+fn make_room(shared: &Shared) -> bool {
+    let most = shared.options.limits.forwarded;
+    let state = shared.lock();
+    let all = state.forwarded.len();
+    let is_leaving = |one: &&Arc<Forwarded>| one.stop.is_told();
+    let leaving = state.forwarded.values().filter(is_leaving).count();
+    if all < most {
+        return true;
+    }
+    if leaving >= LEAVING {
+        return false;
+    }
+    if all - leaving < most {
+        return true;
+    }
+    let idle = |one: &Arc<Forwarded>| match one.stop.is_told() {
+        true => None,
+        false => Some((one.idle()?, Arc::clone(one))),
+    };
+    let longest = state.forwarded.values().filter_map(idle);
+    match longest.max_by_key(|(idle, _)| *idle) {
+        Some((_, one)) => {
+            one.cut();
+            true
+        }
+        None => false,
+    }
+}
+
+/// Keep-alive alone: how long one of them may stand still is theirs to say.
+fn keep_alive(stream: &TcpStream) -> io::Result<()> {
+    let liveness = Liveness {
+        user_timeout: Duration::ZERO,
+        ..Liveness::default()
+    };
+    set_liveness(stream, &liveness)
+}
+
+fn reset(stream: &TcpStream) {
+    // Fails only where it has gone.
+    let _ = set_reset_on_close(stream);
+}
+
+impl Server {
+    fn set_nonblocking(&self) -> io::Result<()> {
+        match self {
+            Self::Tcp(stream) => stream.set_nonblocking(true),
+            Self::Unix(stream) => stream.set_nonblocking(true),
+        }
+    }
+
+    /// A socket that was just connected has room for a header.
+    fn write_all(&self, bytes: &[u8]) -> io::Result<()> {
+        match self {
+            Self::Tcp(stream) => { stream }.write_all(bytes),
+            Self::Unix(stream) => { stream }.write_all(bytes),
+        }
+    }
+
+    fn end(&self) -> io::Result<()> {
+        match self {
+            Self::Tcp(stream) => stream.shutdown(Shutdown::Write),
+            Self::Unix(stream) => stream.shutdown(Shutdown::Write),
+        }
+    }
+
+    fn reset(&self) {
+        match self {
+            Self::Tcp(stream) => reset(stream),
+            // Closed with something unread it says so by itself (unix(7)).
+            Self::Unix(_) => {}
+        }
+    }
+}
+
+impl AsFd for Server {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Tcp(stream) => stream.as_fd(),
+            Self::Unix(stream) => stream.as_fd(),
+        }
+    }
+}

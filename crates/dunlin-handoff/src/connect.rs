@@ -1,0 +1,270 @@
+//! The side that connects: from a name to a socket whose handshake is complete and whose keys are
+//! the kernel's, all before one deadline.
+
+use std::io;
+use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
+use std::os::unix::net::UnixStream;
+use std::process::Command;
+use std::sync::mpsc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use dunlin_sys::socket::{Liveness, remaining, set_liveness};
+use thiserror::Error;
+
+use super::carry::{self, CarryError};
+use dunlin_lane::handshake::HandshakeError;
+use dunlin_lane::handshake::Unissued;
+use dunlin_lane::handshake::keyed::{self, Keyed};
+use dunlin_lane::peers::PeerIdentity;
+use dunlin_lane::policy::HandoffTls;
+use dunlin_lane::provider::{TlsVersion, group_name, suite_name};
+
+/// A peer is not waited for while the network itself answers nothing: of what is left, each of a
+/// name's addresses gets its share, and at least this.
+const LEAST_SHARE: Duration = Duration::from_millis(200);
+
+/// Why there is no connection. Nothing but handshake messages has been sent.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum ConnectError {
+    /// The name leads nowhere.
+    #[error("{host} has no address: {source}; correct the name, or the host's resolver")]
+    Unknown {
+        /// The name.
+        host: String,
+        /// What the resolver says.
+        source: io::Error,
+    },
+    /// Nobody is there, or nobody answers.
+    #[error(
+        "{to} cannot be reached: {source}; see that it listens there and that no firewall is between"
+    )]
+    Unreachable {
+        /// Name and port.
+        to: String,
+        /// What the last address said.
+        source: io::Error,
+    },
+    /// The file of certificates does not vouch for the peer.
+    #[error("the certificate that {at} shows is not among the trusted ones, and none of them vouches for it: {}", unissued(.why))]
+    NotTrusted {
+        /// Where the peer is.
+        at: SocketAddr,
+        /// What can be said of the certificate.
+        why: Option<Unissued>,
+    },
+    /// The handshake fails.
+    #[error("no TLS with {at}: {source}")]
+    Handshake {
+        /// Where the peer is.
+        at: SocketAddr,
+        /// Why.
+        source: Box<HandshakeError>,
+    },
+    /// The peer takes none of what was offered.
+    #[error(
+        "no TLS with {at}: it takes none of what was offered ({reason}); it must allow {version} with one of the ciphers and one of the curves that were asked for"
+    )]
+    NothingInCommon {
+        /// Where the peer is.
+        at: SocketAddr,
+        /// The version offered.
+        version: TlsVersion,
+        /// In TLS's words.
+        reason: String,
+    },
+    /// The socket does not do what it must.
+    #[error("the socket to {at} cannot be set up: {source}")]
+    Socket {
+        /// Where the peer is.
+        at: SocketAddr,
+        /// What the kernel says.
+        source: io::Error,
+    },
+}
+
+/// A connection whose peer is authenticated; dropped, it is closed without another word.
+pub struct Connected {
+    /// What is known of it.
+    pub facts: Facts,
+    pub(super) keyed: Keyed,
+    /// How long the handshake took.
+    pub(super) took: Duration,
+}
+
+/// What a handshake has shown and agreed on.
+#[derive(Clone, Debug)]
+pub struct Facts {
+    /// Where the peer is.
+    pub at: SocketAddr,
+    /// The version of TLS.
+    pub version: TlsVersion,
+    /// The suite, as OpenSSL calls it.
+    pub cipher: &'static str,
+    /// The key exchange.
+    pub curve: &'static str,
+    /// Who the peer is; `None` when whoever answers was to be believed.
+    pub peer: Option<PeerIdentity>,
+}
+
+/// Connects to `host` and makes the handshake, before `deadline`.
+///
+/// # Errors
+/// [`ConnectError`]; the connection is closed then.
+pub fn connect(
+    host: &str,
+    port: u16,
+    tls: &HandoffTls,
+    deadline: Instant,
+) -> Result<Connected, ConnectError> {
+    let addresses = addresses(host, port, deadline)?;
+    let stream = reach(&addresses, deadline).map_err(|source| ConnectError::Unreachable {
+        to: format!("{host}:{port}"),
+        source: plain(source),
+    })?;
+    // The first that was tried: it failed already when it has none.
+    let at = stream.peer_addr().unwrap_or(addresses[0]);
+    stream
+        .set_nodelay(true)
+        .and_then(|()| keep_alive(&stream))
+        .map_err(|source| ConnectError::Socket { at, source })?;
+    let begin = Instant::now();
+    let keyed = keyed::client(stream, tls, deadline).map_err(|error| failed(at, tls, error))?;
+    let facts = Facts {
+        at: keyed.at,
+        version: keyed.version,
+        cipher: suite_name(keyed.suite),
+        curve: keyed.group.map_or("unknown", group_name),
+        peer: keyed
+            .certificates
+            .first()
+            .and_then(|leaf| tls.identity_of(leaf)),
+    };
+    Ok(Connected {
+        facts,
+        keyed,
+        took: begin.elapsed(),
+    })
+}
+
+impl Connected {
+    /// Has a process of ours carry the connection in place of the kernel; see [`carry`]. The
+    /// socket that is returned is the end of whoever uses the connection.
+    ///
+    /// # Errors
+    /// [`CarryError`]; the connection is closed then.
+    pub fn carried(self, program: Command, deadline: Instant) -> Result<UnixStream, CarryError> {
+        carry::spawn(program, self.keyed, deadline)
+    }
+}
+
+/// Keep-alive alone, and no bound on what is unacknowledged: the socket's owner decides how long
+/// its peer may stand still.
+pub(super) fn keep_alive(stream: &TcpStream) -> io::Result<()> {
+    let liveness = Liveness {
+        user_timeout: Duration::ZERO,
+        ..Liveness::default()
+    };
+    set_liveness(stream, &liveness)
+}
+
+/// The addresses of a name, at least one. The resolver has no deadline, so it is asked on a
+/// thread that may outlast this.
+fn addresses(host: &str, port: u16, deadline: Instant) -> Result<Vec<SocketAddr>, ConnectError> {
+    let bare = host
+        .strip_prefix('[')
+        .and_then(|rest| rest.strip_suffix(']'))
+        .unwrap_or(host);
+    if let Ok(address) = bare.parse::<IpAddr>() {
+        return Ok(vec![SocketAddr::new(address, port)]);
+    }
+    let unknown = |source| ConnectError::Unknown {
+        host: host.to_owned(),
+        source,
+    };
+    let (sender, found) = mpsc::channel();
+    let name = bare.to_owned();
+    thread::Builder::new()
+        .name("dunlin-resolver".into())
+        .spawn(move || {
+            let found = (name.as_str(), port).to_socket_addrs();
+            // Nobody waits for it any more if this fails.
+            let _ = sender.send(found.map(Iterator::collect::<Vec<_>>));
+        })
+        .map_err(unknown)?;
+    let left = remaining(deadline).map_err(unknown)?;
+    let found = found
+        .recv_timeout(left)
+        .map_err(|_| unknown(io::Error::other("the resolver did not answer in time")))?
+        .map_err(unknown)?;
+    if found.is_empty() {
+        return Err(unknown(io::ErrorKind::NotFound.into()));
+    }
+    Ok(found)
+}
+
+/// The first of `addresses` that answers.
+fn reach(addresses: &[SocketAddr], deadline: Instant) -> io::Result<TcpStream> {
+    let mut last = io::Error::from(io::ErrorKind::NotFound);
+    for (index, address) in addresses.iter().enumerate() {
+        let left = remaining(deadline)?;
+        let others = u32::try_from(addresses.len() - index).unwrap_or(u32::MAX);
+        let share = (left / others).max(LEAST_SHARE).min(left);
+        match TcpStream::connect_timeout(address, share) {
+            Ok(stream) => return Ok(stream),
+            Err(error) => last = error,
+        }
+    }
+    Err(last)
+}
+
+/// A time-out in words of its own.
+fn plain(error: io::Error) -> io::Error {
+    match error.kind() {
+        io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => {
+            io::Error::new(io::ErrorKind::TimedOut, "no answer in time")
+        }
+        _ => error,
+    }
+}
+
+fn failed(at: SocketAddr, tls: &HandoffTls, error: HandshakeError) -> ConnectError {
+    let version = tls.version();
+    match error {
+        HandshakeError::UnknownAuthority(why) => ConnectError::NotTrusted { at, why },
+        HandshakeError::Incompatible(reason) => ConnectError::NothingInCommon {
+            at,
+            version,
+            reason,
+        },
+        // handshake_failure, protocol_version, insufficient_security (RFC 8446, section 6.2).
+        HandshakeError::PeerAlert(alert) if matches!(alert.0, 40 | 70 | 71) => {
+            ConnectError::NothingInCommon {
+                at,
+                version,
+                reason: format!("alert {alert}, which may also mean that it wants a certificate"),
+            }
+        }
+        error => ConnectError::Handshake {
+            at,
+            source: Box::new(error),
+        },
+    }
+}
+
+fn unissued(why: &Option<Unissued>) -> String {
+    match why {
+        Some(Unissued::SelfSigned { pin }) => {
+            format!("it is signed with its own key, {pin}; if it is the right one, append it there")
+        }
+        Some(Unissued::ByStranger { authority }) => {
+            format!("its authority is {authority}; if that is to be trusted, append it there")
+        }
+        Some(Unissued::BrokenOff { issuer }) => format!(
+            "it was issued by {issuer}, whose certificate the peer did not send; if that is to be \
+             trusted, append it there"
+        ),
+        None => "it comes from an unknown authority".to_owned(),
+    }
+}

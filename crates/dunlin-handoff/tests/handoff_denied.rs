@@ -1,0 +1,75 @@
+//! A denied key at a hand-off.
+#![allow(clippy::unwrap_used)]
+
+use std::net::TcpListener;
+use std::sync::Arc;
+use std::thread;
+
+use dunlin_handoff::connect::{ConnectError, connect};
+use dunlin_lane::handshake::{self, HandshakeError};
+use dunlin_lane::peers::PeerRefused;
+use dunlin_lane::policy::{Belief, Bundle, HandoffTls};
+use dunlin_lane::provider::{Crypto, Offer, Provider, TlsVersion};
+use dunlin_test_support::identity::{Ca, Host, denies, key_pin, wish};
+use dunlin_test_support::lane::{DESTINATION, SOURCE, names, soon};
+
+/// The file of a hand-off vouches for its peer; the identity beside it denies keys all the same.
+#[test]
+fn i6_a_denied_key_is_refused_at_a_hand_off_whoever_vouches_for_it() {
+    let root = Ca::root("root");
+    let below = root.under("rack 9");
+    let stolen = below.issue(&wish(&[DESTINATION]));
+    let near = Host::new(&root.issue(&wish(&[SOURCE])), "", &root.pem, "");
+    let far = Host::new(&stolen, &below.pem, &root.pem, "");
+    near.put("authority.pem", &root.pem);
+    near.put("itself.pem", &stolen.certificate);
+    let bundle = |name: &str| {
+        let bundle = Arc::new(Bundle::load(&near.path(name)).unwrap());
+        Belief::Bundle(bundle, names(&[DESTINATION]))
+    };
+    let served = far.load().server(&Crypto::auto(), names(&[])).unwrap();
+    let met = |belief: Belief| {
+        let provider = Provider::built_in()[0];
+        let ciphers = "TLS_AES_256_GCM_SHA384";
+        let offer = Offer::new(TlsVersion::V1_3, ciphers, "X25519", provider).unwrap();
+        let tls = HandoffTls::new(offer, belief, None, Some(&near.load())).unwrap();
+        let door = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = door.local_addr().unwrap().port();
+        thread::scope(|scope| {
+            // What it says of a client that is no Dunlin does not matter.
+            scope.spawn(|| drop(handshake::server(door.accept().unwrap().0, &served, soon())));
+            connect("127.0.0.1", port, &tls, soon()).map(drop)
+        })
+    };
+    let beliefs = || {
+        [
+            bundle("authority.pem"),
+            bundle("itself.pem"),
+            Belief::Anybody,
+        ]
+    };
+    let root = key_pin(&root.pem);
+    for (denied, refused) in [
+        (None, [false; 3]),
+        (Some(key_pin(&stolen.certificate)), [true; 3]),
+        (Some(key_pin(&below.pem)), [true; 3]),
+        // Where the authority at the end is asked.
+        (Some(root), [true, false, false]),
+    ] {
+        denies(&near, denied.as_slice());
+        for (belief, refused) in beliefs().into_iter().zip(refused) {
+            let what = format!("{belief:?}, denied {denied:?}");
+            match met(belief) {
+                Ok(()) => assert!(!refused, "{what}"),
+                Err(ConnectError::Handshake { source, .. }) => {
+                    let is_denied = matches!(
+                        *source,
+                        HandshakeError::Peer(PeerRefused::Denied { key, .. }) if Some(key) == denied
+                    );
+                    assert!(refused && is_denied, "{what}: {source}");
+                }
+                Err(other) => panic!("{what}: {other}"),
+            }
+        }
+    }
+}

@@ -1,0 +1,287 @@
+//! A revocation holds whatever the peer sends along, and a denied key whatever certificate it
+//! comes in: for control lanes and data lanes, in either role.
+#![allow(clippy::unwrap_used)]
+
+use std::fs;
+use std::thread;
+
+use dunlin_lane::control;
+use dunlin_lane::handshake::{self, HandshakeError};
+use dunlin_lane::identity::{DENIED_FILE, Dated, Identity, IdentityError, Item, LoadOptions};
+use dunlin_lane::peers::{PeerRefused, Peers, Pin};
+use dunlin_lane::provider::Crypto;
+use dunlin_test_support::identity::{Ca, Host, Issued, chain, denies, key_pin, self_signed, wish};
+use dunlin_test_support::lane::{DESTINATION, SOURCE, names, pair, set_mode, soon};
+use rcgen::CrlScope;
+
+/// How `judge` ends the handshakes of all four kinds with `peer`; both are one identity for both
+/// roles. `None` where it lets the peer in.
+fn verdicts(judge: &Host, allowed: &Peers, peer: &Host) -> Vec<Option<HandshakeError>> {
+    let crypto = Crypto::auto();
+    let (ours, theirs) = (judge.load(), peer.load());
+    let anyone = names(&[]);
+    let mut verdicts = Vec::new();
+    for judge_connects in [true, false] {
+        for is_control in [true, false] {
+            let (near, far) = pair();
+            let (client, server) = if judge_connects {
+                (
+                    ours.client(&crypto, allowed.clone()),
+                    theirs.server(&crypto, anyone.clone()),
+                )
+            } else {
+                (
+                    theirs.client(&crypto, anyone.clone()),
+                    ours.server(&crypto, allowed.clone()),
+                )
+            };
+            let (client, server) = (client.unwrap(), server.unwrap());
+            let (connected, accepted) = thread::scope(|scope| {
+                let accepting = scope.spawn(|| match is_control {
+                    true => control::server(far, &server, soon()).err(),
+                    false => handshake::server(far, &server, soon()).err(),
+                });
+                let connected = match is_control {
+                    true => control::client(near, &client, soon()).err(),
+                    false => handshake::client(near, &client, soon()).err(),
+                };
+                (connected, accepting.join().unwrap())
+            });
+            verdicts.push(if judge_connects { connected } else { accepted });
+        }
+    }
+    verdicts
+}
+
+fn assert_all(
+    verdicts: &[Option<HandshakeError>],
+    what: &str,
+    fits: impl Fn(&Option<HandshakeError>) -> bool,
+) {
+    assert_eq!(verdicts.len(), 4);
+    assert!(verdicts.iter().all(fits), "{what}: {verdicts:?}");
+}
+
+fn is_revoked(verdict: &Option<HandshakeError>) -> bool {
+    matches!(verdict, Some(HandshakeError::Revoked))
+}
+
+/// Both kinds of pin for a certificate.
+fn pins(host: &Host) -> [Peers; 2] {
+    let leaf = &chain(host)[0];
+    let pins = [Pin::of_certificate(leaf), Pin::of_key(leaf).unwrap()];
+    pins.map(|pin| names(&[&pin.to_string()]))
+}
+
+#[test]
+fn i6_a_pinned_certificate_that_is_revoked_is_refused_with_and_without_its_intermediate() {
+    let root = Ca::root("root");
+    let below = root.under("rack 9");
+    let (bad, good) = (below.issue(&wish(&[SOURCE])), below.issue(&wish(&[SOURCE])));
+    let own = root.issue(&wish(&[DESTINATION]));
+    // Of the intermediate, of the root with the same serial number, and one that is out of date.
+    let lists = below.revoke(&[bad.serial], 2096) + &root.revoke(&[good.serial], 2096);
+    let outdated = below.revoke(&[bad.serial], 2025);
+    let trusting = root.pem.clone();
+    let sent: [(&str, &str); 2] = [("with it", &below.pem), ("withheld", "")];
+    for (lists, name) in [(lists, "in force"), (outdated, "out of date")] {
+        let judge = Host::new(&own, "", &trusting, &lists);
+        for (how, intermediate) in sent {
+            let peer = Host::new(&bad, intermediate, &trusting, "");
+            for allowed in pins(&peer) {
+                let what = format!("{allowed:?}, the list {name}, the intermediate {how}");
+                assert_all(&verdicts(&judge, &allowed, &peer), &what, is_revoked);
+            }
+            let peer = Host::new(&good, intermediate, &trusting, "");
+            for allowed in pins(&peer) {
+                let what = format!("another serial number, the list {name}, {how}");
+                assert_all(&verdicts(&judge, &allowed, &peer), &what, Option::is_none);
+            }
+        }
+    }
+    // A newer list of the same name may be that of another key: an authority that was renewed.
+    let renewed = Ca::root("rack 9");
+    let lists = below.revoke_in(2023, &[bad.serial], 2096) + &renewed.revoke_in(2024, &[], 2096);
+    let judge = Host::new(&own, "", &(trusting.clone() + &renewed.pem), &lists);
+    for intermediate in [&*below.pem, ""] {
+        let peer = Host::new(&bad, intermediate, &trusting, "");
+        for allowed in pins(&peer) {
+            assert_all(&verdicts(&judge, &allowed, &peer), "renewed", is_revoked);
+        }
+    }
+    // A list of an authority that is no authority here counts for a pin as well.
+    let stranger = Ca::root("stranger");
+    let bad = stranger.issue(&wish(&[SOURCE]));
+    let judge = Host::new(&own, "", &trusting, &stranger.revoke(&[bad.serial], 2096));
+    let peer = Host::new(&bad, "", &trusting, "");
+    for allowed in pins(&peer) {
+        assert_all(
+            &verdicts(&judge, &allowed, &peer),
+            "a stranger's",
+            is_revoked,
+        );
+    }
+}
+
+/// Authorities divide their lists: by the kind of certificate, and by where they are had.
+#[test]
+fn i6_a_list_of_one_scope_neither_hides_nor_replaces_one_of_another() {
+    use CrlScope::{CaCertsOnly, UserCertsOnly};
+    let root = Ca::root("root");
+    let below = root.under("rack 9");
+    let bad = below.issue(&wish(&[SOURCE]));
+    let own = root.issue(&wish(&[DESTINATION]));
+    let list =
+        |year, serials: &[u64], at, scope| below.revoke_for(year, serials, 2096, Some((at, scope)));
+    let (here, there) = ("http://lists.test/1", "http://lists.test/2");
+    for (name, lists) in [
+        (
+            "a newer one for authorities",
+            list(2024, &[], here, CaCertsOnly) + &below.revoke_in(2023, &[bad.serial], 2096),
+        ),
+        (
+            "a newer one of another place",
+            list(2023, &[bad.serial], here, UserCertsOnly) + &list(2024, &[], there, UserCertsOnly),
+        ),
+        (
+            "a newer one without a scope",
+            below.revoke_in(2024, &[], 2096) + &list(2023, &[bad.serial], here, UserCertsOnly),
+        ),
+        (
+            "a newer one of the same scope",
+            list(2023, &[bad.serial], here, UserCertsOnly) + &list(2024, &[], here, UserCertsOnly),
+        ),
+        (
+            "an older one of the same scope",
+            list(2024, &[bad.serial], here, UserCertsOnly) + &list(2023, &[], here, UserCertsOnly),
+        ),
+    ] {
+        let judge = Host::new(&own, "", &root.pem, &lists);
+        for intermediate in [&*below.pem, ""] {
+            let peer = Host::new(&bad, intermediate, &root.pem, "");
+            for allowed in pins(&peer) {
+                assert_all(&verdicts(&judge, &allowed, &peer), name, is_revoked);
+            }
+        }
+        let dates = judge.load().dates().to_vec();
+        let is_list = |date: &&Dated| date.item == Item::RevocationList;
+        // Each that counts may expire; one that is replaced is not missed.
+        let dated = dates.iter().filter(is_list).count();
+        assert_eq!(
+            dated,
+            if name.ends_with("same scope") { 1 } else { 2 },
+            "{name}"
+        );
+    }
+}
+
+#[test]
+fn i6_a_denied_key_is_refused_in_every_certificate_and_as_an_issuer() {
+    let root = Ca::root("root");
+    let below = root.under("rack 9");
+    let own = root.issue(&wish(&[DESTINATION]));
+    let stolen = root.issue(&wish(&[SOURCE]));
+    let judge = Host::new(&own, "", &root.pem, "");
+    let denied = key_pin(&stolen.certificate);
+    // What a thief signs for the key himself; no list of revocations can name it.
+    let fresh = resigned(&stolen);
+    let by_name = Host::new(&stolen, "", &root.pem, "");
+    let by_pin = Host::new(&fresh, "", &root.pem, "");
+    let beneath = Host::new(&below.issue(&wish(&[SOURCE])), &below.pem, &root.pem, "");
+    let [_, key] = pins(&by_pin);
+    let cases = [
+        ("by name", names(&[SOURCE]), &by_name, false),
+        ("by the authority", names(&[]), &by_name, false),
+        ("by its pinned key", key, &by_pin, false),
+        ("under an intermediate", names(&[SOURCE]), &beneath, true),
+        (
+            "pinned, under an intermediate",
+            pins(&beneath)[0].clone(),
+            &beneath,
+            true,
+        ),
+    ];
+    for (what, allowed, peer, _) in &cases {
+        assert_all(&verdicts(&judge, allowed, peer), what, Option::is_none);
+    }
+    let below = key_pin(&below.pem);
+    denies(&judge, &[denied, below]);
+    assert_eq!(judge.load().summary().unwrap().denied_keys, 2);
+    for (what, allowed, peer, is_issuer) in &cases {
+        let wanted = if *is_issuer { below } else { denied };
+        assert_all(&verdicts(&judge, allowed, peer), what, |verdict| {
+            matches!(
+                verdict,
+                Some(HandshakeError::Peer(PeerRefused::Denied { key, issuer, list }))
+                    if *key == wanted && issuer == is_issuer && *list == judge.path(DENIED_FILE)
+            )
+        });
+    }
+    // An authority whose certificate the peer does not send.
+    denies(&judge, &[key_pin(&root.pem)]);
+    let verdicts_of_named = verdicts(&judge, &names(&[SOURCE]), &by_name);
+    assert_all(&verdicts_of_named, "a denied root", |verdict| {
+        matches!(
+            verdict,
+            Some(HandshakeError::Peer(PeerRefused::Denied {
+                issuer: true,
+                ..
+            }))
+        )
+    });
+    // What is loaded again holds from then on, the other way too.
+    denies(&judge, &[]);
+    for (what, allowed, peer, _) in &cases {
+        assert_all(&verdicts(&judge, allowed, peer), what, Option::is_none);
+    }
+}
+
+/// A certificate that its own key signs, with another name.
+fn resigned(stolen: &Issued) -> Issued {
+    let key = rcgen::KeyPair::from_pem(&stolen.key).unwrap();
+    let mut params = rcgen::CertificateParams::new(vec!["fresh.test".into()]).unwrap();
+    params.not_after = rcgen::date_time_ymd(2096, 1, 1);
+    Issued {
+        certificate: params.self_signed(&key).unwrap().pem(),
+        key: stolen.key.clone(),
+        serial: 0,
+    }
+}
+
+#[test]
+fn i6_a_list_of_denied_keys_that_cannot_be_read_is_no_empty_list() {
+    let root = Ca::root("root");
+    let host = Host::new(&root.issue(&wish(&[SOURCE])), "", &root.pem, "");
+    let load = || Identity::load(host.directory(), LoadOptions::default());
+    host.put(DENIED_FILE, "spki-sha256:00\n");
+    assert!(matches!(
+        load().unwrap_err(),
+        IdentityError::BadDenied { line: 1, .. }
+    ));
+    host.put(DENIED_FILE, "");
+    std::os::unix::fs::symlink("nowhere", host.path(DENIED_FILE)).unwrap();
+    assert!(matches!(
+        load().unwrap_err(),
+        IdentityError::Unreadable { .. }
+    ));
+    fs::remove_file(host.path(DENIED_FILE)).unwrap();
+    assert_eq!(load().unwrap().0.summary().unwrap().denied_keys, 0);
+    // In any layout.
+    let own = self_signed(&wish(&[SOURCE]));
+    for (certificate, key) in [
+        ("server-cert.pem", "server-key.pem"),
+        ("servercert.pem", "serverkey.pem"),
+    ] {
+        let host = Host(dunlin_test_support::lane::Scratch::new());
+        host.put(certificate, &own.certificate);
+        host.put(key, &own.key);
+        set_mode(&host.path(key), 0o600);
+        host.put(DENIED_FILE, "rubbish");
+        let options = LoadOptions {
+            role: Some(dunlin_lane::identity::Role::Destination),
+            ..LoadOptions::default()
+        };
+        let error = Identity::load(host.directory(), options).unwrap_err();
+        assert!(matches!(error, IdentityError::BadDenied { .. }), "{error}");
+    }
+}

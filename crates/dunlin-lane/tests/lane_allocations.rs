@@ -1,0 +1,100 @@
+//! Nothing is allocated per frame. Alone in its process: the counter is the process's allocator.
+#![allow(missing_docs, clippy::unwrap_used)]
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::Barrier;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use dunlin_lane::data::*;
+use dunlin_lane::provider::{Crypto, Provider};
+use dunlin_test_support::lane::*;
+
+struct Counting;
+
+static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
+
+// SAFETY: every call goes unchanged to the system's allocator, which upholds the contract; the
+// counter is an atomic and allocates nothing itself.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the caller's promise about `layout` is passed on.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        // SAFETY: `pointer` came from `alloc` above, hence from `System`, with this layout.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+const FRAMES: usize = 200;
+const WARM_UP: usize = 20;
+const HEADER_BYTES: usize = 600;
+
+#[test]
+fn i8_no_frame_allocates_on_either_side() {
+    let stall = Duration::from_secs(10);
+    for &provider in Provider::built_in() {
+        let (near, far) = secured(&Crypto::with(provider));
+        let mut sender = DataSender::tls(near, stall).unwrap();
+        let mut receiver = DataReceiver::tls(far, stall).unwrap();
+        // Both threads stop at these, so that a count is taken while nobody runs. A barrier, as
+        // a channel's first wait allocates.
+        let gate = Barrier::new(2);
+        let (before, after, sum) = thread::scope(|scope| {
+            scope.spawn(|| {
+                for number in 0..FRAMES {
+                    if number == WARM_UP {
+                        gate.wait();
+                        gate.wait();
+                    }
+                    let mut frame = sender.frame();
+                    for page in 0..PAGES_PER_FRAME {
+                        let keep = page % 3 != 0;
+                        frame
+                            .page(|slot| {
+                                slot.fill(page as u8);
+                                keep
+                            })
+                            .unwrap();
+                    }
+                    frame.finish(&[7; HEADER_BYTES]).unwrap();
+                }
+                gate.wait();
+            });
+            let pages = (0..PAGES_PER_FRAME).filter(|page| page % 3 != 0).count();
+            let mut header = [0; HEADER_BYTES];
+            let mut sum = 0_u64;
+            let mut before = 0;
+            for number in 0..FRAMES {
+                if number == WARM_UP {
+                    gate.wait();
+                    before = ALLOCATIONS.load(Ordering::SeqCst);
+                    gate.wait();
+                }
+                assert!(receiver.next(&mut header, None).unwrap());
+                receiver
+                    .payload((pages * PAGE_BYTES) as u64, |part| {
+                        sum += u64::from(part[0])
+                    })
+                    .unwrap();
+            }
+            let after = ALLOCATIONS.load(Ordering::SeqCst);
+            gate.wait();
+            (before, after, sum)
+        });
+        assert!(sum > 0);
+        assert_eq!(
+            after - before,
+            0,
+            "{provider}: allocations in {} frames",
+            FRAMES - WARM_UP
+        );
+    }
+}

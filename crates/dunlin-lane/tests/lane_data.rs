@@ -1,0 +1,434 @@
+//! Frames over both securities, and every way in which a data lane ends.
+#![allow(missing_docs, clippy::unwrap_used)]
+
+use std::io::{Read, Write};
+use std::net::Shutdown;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use dunlin_lane::data::*;
+use dunlin_lane::handshake::{self, Records};
+use dunlin_lane::kernel::Offload;
+use dunlin_lane::provider::{Crypto, Provider};
+use dunlin_lane::record::OpenError;
+use dunlin_test_support::lane::*;
+
+const STALL: Duration = Duration::from_millis(400);
+
+fn tls(provider: Provider) -> (DataSender, DataReceiver) {
+    let (near, far) = secured(&Crypto::with(provider));
+    (
+        DataSender::tls(near, STALL).unwrap(),
+        DataReceiver::tls(far, STALL).unwrap(),
+    )
+}
+
+fn plain() -> (DataSender, DataReceiver) {
+    let (near, far) = pair();
+    let consent = PlainConsent::both(true, true).unwrap();
+    (
+        DataSender::plain(near, consent, STALL).unwrap(),
+        DataReceiver::plain(far, consent, STALL).unwrap(),
+    )
+}
+
+fn every_security() -> Vec<(DataSender, DataReceiver)> {
+    let mut all: Vec<_> = Provider::built_in()
+        .iter()
+        .map(|&provider| tls(provider))
+        .collect();
+    all.push(plain());
+    all
+}
+
+fn page(seed: u64) -> [u8; PAGE_BYTES] {
+    pattern(PAGE_BYTES, seed).try_into().unwrap()
+}
+
+/// Adds pages `first..last`, of which every fifth is looked at and not kept.
+fn fill(frame: &mut Frame<'_>, pages: std::ops::Range<u64>) -> Vec<u8> {
+    let mut kept = Vec::new();
+    for number in pages {
+        let content = page(number);
+        let keep = number % 5 != 4;
+        let answer = frame.page(|slot| {
+            *slot = content;
+            keep
+        });
+        assert_eq!(answer, Ok(keep));
+        if keep {
+            kept.extend_from_slice(&content);
+        }
+    }
+    kept
+}
+
+fn receive(receiver: &mut DataReceiver) -> Option<(Vec<u8>, Vec<u8>)> {
+    let mut lengths = [0; 8];
+    if !receiver.next(&mut lengths, None).unwrap() {
+        return None;
+    }
+    let header_bytes = u32::from_le_bytes(lengths[..4].try_into().unwrap()) as usize;
+    let payload_bytes = u32::from_le_bytes(lengths[4..].try_into().unwrap());
+    let mut header = vec![0; header_bytes - 8];
+    receiver.read_exact(&mut header).unwrap();
+    let mut payload = Vec::new();
+    receiver
+        .payload(payload_bytes.into(), |part| payload.extend_from_slice(part))
+        .unwrap();
+    Some((header, payload))
+}
+
+fn header(bytes: usize, payload: usize) -> Vec<u8> {
+    let mut header = (bytes as u32).to_le_bytes().to_vec();
+    header.extend_from_slice(&(payload as u32).to_le_bytes());
+    header.extend_from_slice(&pattern(bytes - 8, bytes as u64));
+    header
+}
+
+#[test]
+fn frames_of_every_shape_arrive_whole_and_in_order() {
+    for (mut sender, mut receiver) in every_security() {
+        // One more would be the page that is not kept, and the frame is full by then.
+        let full = PAGES_PER_FRAME as u64 * 5 / 4 - 1;
+        let shapes = [
+            (8, 1),
+            (8, 0),
+            (9, 4),
+            (HEADER_LIMIT_BYTES, full),
+            (100, 7),
+            (5000, full - 3),
+        ];
+        let sending = thread::spawn(move || {
+            let mut sent = Vec::new();
+            for (header_bytes, pages) in shapes {
+                let mut frame = sender.frame();
+                let payload = fill(&mut frame, 0..pages);
+                assert_eq!(frame.payload_bytes(), payload.len());
+                assert_eq!(frame.room(), PAGES_PER_FRAME - payload.len() / PAGE_BYTES);
+                let header = header(header_bytes, payload.len());
+                frame.finish(&header).unwrap();
+                sent.push((header[8..].to_vec(), payload));
+            }
+            // Never finished: nothing of it may be sent.
+            fill(&mut sender.frame(), 0..3);
+            sender.send(&header(40, 0)).unwrap();
+            sent.push((header(40, 0)[8..].to_vec(), Vec::new()));
+            (sent, sender.finish().unwrap())
+        });
+        let mut got = Vec::new();
+        while let Some(frame) = receive(&mut receiver) {
+            got.push(frame);
+        }
+        let (sent, of_sender) = sending.join().unwrap();
+        assert!(sent == got);
+        let of_receiver = receiver.counters();
+        assert_eq!(of_sender.content_bytes, of_receiver.content_bytes);
+        assert_eq!(of_sender.wire_bytes, of_receiver.wire_bytes);
+        assert_eq!(of_sender.records, of_receiver.records);
+        let content: usize = sent
+            .iter()
+            .map(|(header, payload)| 8 + header.len() + payload.len())
+            .sum();
+        assert_eq!(of_sender.content_bytes, content as u64);
+        receiver.close().unwrap();
+    }
+}
+
+#[test]
+fn a_full_frame_takes_exactly_its_pages_and_bytes_may_follow_pages_but_not_the_reverse() {
+    let (mut sender, mut receiver) = tls(Provider::built_in()[0]);
+    let mut frame = sender.frame();
+    for _ in 0..PAGES_PER_FRAME {
+        assert_eq!(
+            frame.page(|slot| *slot != [0; PAGE_BYTES] || {
+                slot[0] = 1;
+                true
+            }),
+            Ok(true)
+        );
+    }
+    assert_eq!(frame.room(), 0);
+    assert_eq!(frame.page(|_| unreachable!()), Err(FrameError::Full));
+    assert_eq!(frame.bytes(b"no room"), 0);
+    assert_eq!(frame.read_from(&mut &b"no room"[..]).unwrap(), 0);
+
+    let mut frame = sender.frame();
+    frame
+        .page(|slot| {
+            *slot = page(1);
+            true
+        })
+        .unwrap();
+    assert_eq!(frame.bytes(b"odd"), 3);
+    assert_eq!(frame.page(|_| unreachable!()), Err(FrameError::Misaligned));
+    let rest = pattern(BATCH_BYTES, 7);
+    let taken = frame.bytes(&rest);
+    assert_eq!(taken, BATCH_BYTES - PAGE_BYTES - 3);
+    frame.finish(&header(8, BATCH_BYTES)).unwrap();
+    let receiving = thread::spawn(move || receive(&mut receiver).unwrap().1);
+    assert!(receiving.join().unwrap() == [&page(1)[..], b"odd", &rest[..taken]].concat());
+}
+
+#[test]
+fn a_frame_reads_a_socket_straight_into_its_records() {
+    for (mut sender, mut receiver) in every_security() {
+        let (mut near, mut far) = pair();
+        let content = pattern(3 * BATCH_BYTES + 777, 4);
+        let producer = thread::spawn({
+            let content = content.clone();
+            move || near.write_all(&content).unwrap()
+        });
+        let sending = thread::spawn(move || {
+            loop {
+                let mut frame = sender.frame();
+                frame.bytes(b"x");
+                while frame.payload_bytes() < BATCH_BYTES {
+                    if frame.read_from(&mut far).unwrap() == 0 {
+                        break;
+                    }
+                }
+                let bytes = frame.payload_bytes();
+                frame.finish(&header(8, bytes)).unwrap();
+                if bytes < BATCH_BYTES {
+                    sender.finish().unwrap();
+                    break;
+                }
+            }
+        });
+        let mut got = Vec::new();
+        while let Some((_, payload)) = receive(&mut receiver) {
+            assert_eq!(payload[0], b'x');
+            got.extend_from_slice(&payload[1..]);
+        }
+        assert!(got == content);
+        producer.join().unwrap();
+        sending.join().unwrap();
+    }
+}
+
+#[test]
+fn a_header_too_long_is_refused_and_the_lane_lives_on() {
+    let (mut sender, mut receiver) = plain();
+    let error = sender.send(&[0; HEADER_LIMIT_BYTES + 1]).unwrap_err();
+    assert!(matches!(error, SendError::HeaderTooLong { .. }));
+    sender.send(&header(8, 0)).unwrap();
+    assert!(receive(&mut receiver).is_some());
+}
+
+#[test]
+fn i7_a_cut_is_no_clean_end() {
+    let (sender, mut receiver) = tls(Provider::built_in()[0]);
+    drop(sender);
+    assert!(matches!(
+        receiver.next(&mut [0; 8], None),
+        Err(ReceiveError::Truncated)
+    ));
+    assert!(matches!(
+        receiver.next(&mut [0; 8], None),
+        Err(ReceiveError::Spent)
+    ));
+
+    for (mut sender, mut receiver) in every_security() {
+        sender.send(&header(8, 100)).unwrap();
+        sender.finish().unwrap();
+        let mut lengths = [0; 8];
+        assert!(receiver.next(&mut lengths, None).unwrap());
+        assert!(matches!(
+            receiver.payload(100, |_| ()),
+            Err(ReceiveError::ClosedInside)
+        ));
+    }
+}
+
+#[test]
+fn i7_a_changed_byte_on_the_wire_ends_the_lane_before_any_of_it_is_handed_out() {
+    for &provider in Provider::built_in() {
+        let (near, far) = secured(&Crypto {
+            offload: Offload::Process,
+            ..Crypto::with(provider)
+        });
+        let mut wire = near.stream.try_clone().unwrap();
+        let mut receiver = DataReceiver::tls(far, STALL).unwrap();
+        let Records::Process { mut seal, .. } = near.records else {
+            panic!("the process was asked for");
+        };
+        let mut record = vec![7; 4096];
+        seal.seal(&mut record).unwrap();
+        record[2000] ^= 4;
+        wire.write_all(&record).unwrap();
+        let mut seen = 0;
+        let error = receiver.payload(10, |part| seen += part.len()).unwrap_err();
+        assert!(
+            matches!(error, ReceiveError::Record(OpenError::Authentication)),
+            "{error}"
+        );
+        assert_eq!(seen, 0);
+    }
+}
+
+#[test]
+fn i6_plain_needs_both_and_never_meets_tls() {
+    assert!(PlainConsent::both(true, false).is_none());
+    assert!(PlainConsent::both(false, true).is_none());
+    // A plain sender against a receiver that was promised TLS.
+    let (_, far) = secured(&Crypto::auto());
+    let (near, other) = pair();
+    let far = handshake::Secured {
+        stream: other,
+        ..far
+    };
+    let mut receiver = DataReceiver::tls(far, STALL).unwrap();
+    let consent = PlainConsent::both(true, true).unwrap();
+    let mut sender = DataSender::plain(near, consent, STALL).unwrap();
+    sender.send(&header(100, 0)).unwrap();
+    let error = receiver.next(&mut [0; 8], None).unwrap_err();
+    assert!(
+        matches!(error, ReceiveError::Record(OpenError::Unprotected { .. })),
+        "{error}"
+    );
+}
+
+#[test]
+fn i6_what_a_tls_sender_puts_on_the_wire_shows_nothing_of_its_content() {
+    let (mut near, mut far) = pair();
+    let (secured, _) = secured(&Crypto::auto());
+    std::mem::swap(&mut near, &mut far);
+    let mut sender = DataSender::tls(
+        handshake::Secured {
+            stream: near,
+            ..secured
+        },
+        STALL,
+    )
+    .unwrap();
+    let mut frame = sender.frame();
+    frame
+        .page(|slot| {
+            slot.fill(b'#');
+            true
+        })
+        .unwrap();
+    frame.finish(&[b'#'; 64]).unwrap();
+    sender.finish().unwrap();
+    let mut wire = Vec::new();
+    far.read_to_end(&mut wire).unwrap();
+    assert!(wire.len() > PAGE_BYTES + 64);
+    assert!(!wire.windows(4).any(|window| window == b"####"));
+}
+
+#[test]
+fn a_peer_that_takes_nothing_or_sends_half_is_given_up_at_the_limit() {
+    for (mut sender, receiver) in every_security() {
+        let begin = Instant::now();
+        let error = loop {
+            let mut frame = sender.frame();
+            fill(&mut frame, 0..60);
+            if let Err(error) = frame.finish(b"") {
+                break error;
+            }
+        };
+        assert!(
+            matches!(error, SendError::Stalled { limit: STALL }),
+            "{error}"
+        );
+        assert!(begin.elapsed() < Duration::from_secs(5));
+        assert!(matches!(sender.send(b"x"), Err(SendError::Spent)));
+        drop(receiver);
+    }
+    for (mut sender, mut receiver) in every_security() {
+        sender.send(&header(8, 10)).unwrap();
+        receiver.next(&mut [0; 8], None).unwrap();
+        let begin = Instant::now();
+        let error = receiver.payload(10, |_| ()).unwrap_err();
+        assert!(matches!(error, ReceiveError::Stalled { .. }), "{error}");
+        assert!(begin.elapsed() >= STALL - Duration::from_millis(50));
+    }
+}
+
+#[test]
+fn an_idle_lane_lives_and_an_idle_limit_loses_nothing() {
+    let (mut sender, mut receiver) = tls(Provider::built_in()[0]);
+    let error = receiver.next(&mut [0; 8], Some(STALL)).unwrap_err();
+    assert!(matches!(error, ReceiveError::Idle { .. }), "{error}");
+    let late = thread::spawn(move || {
+        thread::sleep(2 * STALL);
+        sender.send(&header(8, 0)).unwrap();
+        sender
+    });
+    assert!(receiver.next(&mut [0; 8], None).unwrap());
+    drop(late.join().unwrap());
+}
+
+#[test]
+fn a_blocked_lane_is_woken_by_its_canceller() {
+    for (mut sender, mut receiver) in every_security() {
+        let wake_receiver = receiver.canceller();
+        let waiting = thread::spawn(move || {
+            let error = receiver.next(&mut [0; 8], None).unwrap_err();
+            (receiver, error)
+        });
+        thread::sleep(Duration::from_millis(50));
+        wake_receiver.shutdown();
+        let (_receiver, error) = waiting.join().unwrap();
+        assert!(matches!(error, ReceiveError::Cancelled), "{error}");
+
+        let wake_sender = sender.canceller();
+        wake_sender.shutdown();
+        let error = sender.send(b"x").unwrap_err();
+        assert!(matches!(error, SendError::Cancelled), "{error}");
+    }
+}
+
+#[test]
+fn a_source_learns_from_its_lane_that_its_certificate_was_refused() {
+    let authority = Authority::new();
+    let client = authority.identity(&["stranger.test"]);
+    let client = client
+        .client(&Crypto::auto(), names(&[DESTINATION]))
+        .unwrap();
+    let server = authority.identity(&[DESTINATION]);
+    let server = server.server(&Crypto::auto(), names(&[SOURCE])).unwrap();
+    let (near, far) = pair();
+    let accept = thread::spawn(move || handshake::server(far, &server, soon()).unwrap_err());
+    let near = handshake::client(near, &client, soon()).unwrap();
+    let mut sender = DataSender::tls(near, Duration::from_secs(5)).unwrap();
+    let refused = accept.join().unwrap().to_string();
+    assert!(
+        refused.contains("DNS stranger.test") && refused.contains("DNS source.test"),
+        "{refused}"
+    );
+    let error = loop {
+        let mut frame = sender.frame();
+        fill(&mut frame, 0..60);
+        if let Err(error) = frame.finish(b"") {
+            break error;
+        }
+    };
+    assert!(
+        error
+            .to_string()
+            .contains("compare our certificate's names"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_cap_on_the_rate_holds() {
+    let (mut sender, mut receiver) = plain();
+    sender.set_rate(Some(4 << 20)).unwrap();
+    let begin = Instant::now();
+    let drain = thread::spawn(move || receiver.payload(2 << 20, |_| ()).unwrap());
+    for _ in 0..(2 << 20) / BATCH_BYTES {
+        let mut frame = sender.frame();
+        frame.bytes(&[0; BATCH_BYTES]);
+        frame.finish(b"").unwrap();
+    }
+    drain.join().unwrap();
+    assert!(
+        begin.elapsed() > Duration::from_millis(250),
+        "{:?}",
+        begin.elapsed()
+    );
+    sender.socket().shutdown(Shutdown::Both).unwrap();
+}

@@ -1,0 +1,749 @@
+//! Handshakes that must fail, how they fail, and what the peer has seen by then; identities that
+//! must not load.
+#![allow(missing_docs, clippy::unwrap_used)]
+
+use std::fs;
+use std::io::{Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::os::fd::AsFd as _;
+use std::path::Path;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use dunlin_lane::control;
+use dunlin_lane::dial::{
+    Connector, DialCancel, DialError, LaneDialer, LaneRequest, StandardConnector, TlsDialer,
+};
+use dunlin_lane::handshake::{self, FLIGHT_LIMIT_BYTES, HandshakeError};
+use dunlin_lane::identity::{ClientTls, Identity, IdentityError, LoadOptions, ServerTls, Warning};
+use dunlin_lane::names::PeerName;
+use dunlin_lane::peers::{AuthorisedBy, Peer, Peers, Principal};
+use dunlin_lane::policy::ALPN;
+use dunlin_lane::provider::Crypto;
+use dunlin_proto::fault::FaultCode;
+use dunlin_proto::journal::peer::RecordedPeer;
+use dunlin_proto::limits::MAX_PRINCIPAL_NAME_BYTES;
+use dunlin_sys::poll::Wakeup;
+use dunlin_sys::poll::{Interest, poll};
+use dunlin_test_support::lane::ReadOnce as _;
+use dunlin_test_support::lane::*;
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+
+fn client(identity: &Identity, peers: Peers) -> ClientTls {
+    identity.client(&Crypto::auto(), peers).unwrap()
+}
+
+fn server(identity: &Identity, peers: Peers) -> ServerTls {
+    identity.server(&Crypto::auto(), peers).unwrap()
+}
+
+type Outcome<T> = (Result<T, HandshakeError>, Result<T, HandshakeError>);
+
+fn both(near: &ClientTls, far: &ServerTls) -> Outcome<handshake::Secured> {
+    let (near_socket, far_socket) = pair();
+    thread::scope(|scope| {
+        let accept = scope.spawn(|| handshake::server(far_socket, far, soon()));
+        let connected = handshake::client(near_socket, near, soon());
+        (connected, accept.join().unwrap())
+    })
+}
+
+fn both_control(near: &ClientTls, far: &ServerTls) -> Outcome<control::ControlStream> {
+    let (near_socket, far_socket) = pair();
+    thread::scope(|scope| {
+        let accept = scope.spawn(|| control::server(far_socket, far, soon()));
+        let connected = control::client(near_socket, near, soon());
+        (connected, accept.join().unwrap())
+    })
+}
+
+/// Asserts that a data lane and a control lane both fail on one side with the text given.
+fn refused_by_client(near: &ClientTls, far: &ServerTls, why: &str, told: &str) {
+    for (near, far) in [errors(both(near, far)), errors(both_control(near, far))] {
+        assert!(near.contains(why), "{near}");
+        assert!(far.contains(told), "{far}");
+    }
+}
+
+fn errors<T>((near, far): Outcome<T>) -> (String, String) {
+    let text = |result: Result<T, HandshakeError>| {
+        result
+            .err()
+            .map_or("no error".to_owned(), |error| error.to_string())
+    };
+    (text(near), text(far))
+}
+
+fn refused_by_server(near: &ClientTls, far: &ServerTls, why: &str) {
+    for far in [errors(both(near, far)).1, errors(both_control(near, far)).1] {
+        assert!(far.contains(why), "{far}");
+    }
+}
+
+#[test]
+fn each_side_learns_who_the_other_is_and_why_it_was_let_in() {
+    let authority = Authority::new();
+    let source = authority.identity(&[SOURCE, "10.1.2.3", "spiffe://site/host/7"]);
+    let destination = authority.identity(&[DESTINATION]);
+    let near = client(&source, names(&[DESTINATION]));
+    for (allowed, by) in [
+        (names(&[]), AuthorisedBy::Authority),
+        (
+            names(&["other.test", SOURCE]),
+            AuthorisedBy::Name(PeerName::Dns(SOURCE.into())),
+        ),
+        (
+            names(&["10.1.2.3"]),
+            AuthorisedBy::Name("10.1.2.3".parse().unwrap()),
+        ),
+        (
+            names(&["spiffe://site/host/7"]),
+            AuthorisedBy::Name(PeerName::Uri("spiffe://site/host/7".into())),
+        ),
+    ] {
+        let (connected, accepted) = both(&near, &server(&destination, allowed));
+        let (connected, accepted) = (connected.unwrap(), accepted.unwrap());
+        assert_eq!(connected.peer.names, [PeerName::Dns(DESTINATION.into())]);
+        assert_eq!(accepted.peer.authorised_by, by);
+        assert_eq!(accepted.peer.names.len(), 3);
+        assert!(!accepted.peer.is(&connected.peer.principal()));
+    }
+}
+
+/// Who is the same peer as another, by how the first was let in.
+#[test]
+fn i6_a_peer_is_known_by_its_pin_or_by_its_name_and_authority_through_renewals() {
+    const NAME: &str = "source.hosts.test";
+    let (ours, theirs) = (Authority::named("one"), Authority::named("two"));
+    let far = load(&ours.host_trusting(&[DESTINATION], &[&theirs]));
+    let directory = ours.host(&[NAME, "other.test"]);
+    let host = load(&directory);
+    let renewed = ours.identity(&[NAME]);
+    let same_key = |names: &[&str]| {
+        let renewed = ours.host(names);
+        let (key, certificate) = ours.renew(&directory, names);
+        fs::write(renewed.join("key.pem"), key).unwrap();
+        fs::write(renewed.join("cert.pem"), certificate).unwrap();
+        load(&renewed)
+    };
+    let rekeyed_alike = ours.identity(&["other.test", &NAME.to_uppercase()]);
+    let same_key_other_name = same_key(&["third.test"]);
+    let other_name = ours.identity(&["third.test"]);
+    let other_authority = load(&theirs.host_trusting(&[NAME, "other.test"], &[&ours]));
+    let wild = ours.identity(&["*.hosts.test"]);
+    let nameless = ours.identity(&[]);
+    let nameless_too = ours.identity(&[]);
+    let summary = host.summary().unwrap();
+    let (pin, key_pin) = (
+        summary.pin.to_string(),
+        summary.key_pin.unwrap().to_string(),
+    );
+    let hosts = [
+        &host,
+        &renewed,
+        &rekeyed_alike,
+        &same_key_other_name,
+        &other_name,
+        &other_authority,
+        &wild,
+        &nameless,
+        &nameless_too,
+    ];
+    // As the list of peers has them, whom it lets in all the same.
+    let met = |identity: &Identity, peers: Peers| {
+        let met = both_control(&client(identity, names(&[])), &server(&far, peers)).1;
+        met.unwrap().peer().clone()
+    };
+    for (allowed, same) in [
+        // The very certificate.
+        (Some(vec![&*pin]), vec![0]),
+        // The key, under whatever name.
+        (Some(vec![&*key_pin]), vec![0, 3]),
+        // The name, from that authority; a wildcard in a certificate stands for it.
+        (Some(vec![NAME]), vec![0, 1, 2, 6]),
+        // All its names: others under the wildcard may share one of them.
+        (Some(vec!["*.hosts.test"]), vec![0, 2]),
+        (None, vec![0, 2]),
+    ] {
+        let peers = allowed.map_or(names(&[]), |allowed| names(&allowed));
+        let principal = met(&host, peers).principal();
+        for (number, identity) in hosts.iter().enumerate() {
+            let met = met(identity, names(&[]));
+            let expected = same.contains(&number);
+            assert_eq!(met.is(&principal), expected, "{number} as {principal:?}");
+        }
+    }
+    // A certificate for a wildcard is no single host under it.
+    let principal = met(&wild, names(&["*.hosts.test"])).principal();
+    for (number, identity) in hosts.iter().enumerate() {
+        assert_eq!(met(identity, names(&[])).is(&principal), number == 6);
+    }
+    // One without a name is its key.
+    let principal = met(&nameless, names(&[])).principal();
+    for (number, identity) in hosts.iter().enumerate() {
+        assert_eq!(met(identity, names(&[])).is(&principal), number == 7);
+    }
+    // Names in a certificate that its pin alone lets in are its own invention.
+    let third = Authority::named("three");
+    let stranger = load(&third.host_trusting(&[NAME], &[&ours]));
+    let pin = stranger.summary().unwrap().pin.to_string();
+    let stranger = met(&stranger, names(&[&pin]));
+    assert_eq!(stranger.authority, None);
+    for allowed in [names(&[NAME]), names(&[])] {
+        assert!(!stranger.is(&met(&host, allowed).principal()));
+    }
+    assert!(stranger.is(&stranger.principal()));
+    // Nor do they let it in where names alone are allowed (the second use of the rule).
+    assert!(names(&[NAME]).authorise_further(&stranger).is_err());
+    assert!(names(&[]).authorise_further(&stranger).is_err());
+    assert!(names(&[&pin]).authorise_further(&stranger).is_ok());
+    let vouched = met(&host, names(&["other.test"]));
+    assert!(names(&[NAME]).authorise_further(&vouched).is_ok());
+    assert!(names(&["third.test"]).authorise_further(&vouched).is_err());
+}
+
+/// The same for what is no host's name, and for a name that no record has room for.
+#[test]
+fn i6_a_peer_is_known_by_its_address_or_uri_through_renewals_and_by_its_certificate_without() {
+    let (ours, theirs) = (Authority::named("one"), Authority::named("two"));
+    let far = load(&ours.host_trusting(&[DESTINATION], &[&theirs]));
+    let met = |identity: &Identity, peers: Peers| {
+        let met = both_control(&client(identity, names(&[])), &server(&far, peers)).1;
+        met.unwrap().peer().clone()
+    };
+    let uri = |bytes: usize| format!("spiffe://site/{}", "h".repeat(bytes - 14));
+    let (longest, longer) = (
+        uri(MAX_PRINCIPAL_NAME_BYTES),
+        uri(MAX_PRINCIPAL_NAME_BYTES + 1),
+    );
+    for (name, another) in [
+        ("192.0.2.7", "192.0.2.8"),
+        ("2001:db8::7", "2001:db8::8"),
+        ("spiffe://site/host/7", "spiffe://site/host/8"),
+        (&longest, "spiffe://site/host/7"),
+        (&longer, &longest),
+    ] {
+        let host = ours.identity(&[name]);
+        let twin = load(&theirs.host_trusting(&[name], &[&ours]));
+        let others = [ours.identity(&[name]), ours.identity(&[another]), twin];
+        for allowed in [names(&[name]), names(&[])] {
+            let peer = met(&host, allowed.clone());
+            let principal = peer.principal();
+            let recorded = principal.encode([7; 16]).unwrap();
+            let recorded = RecordedPeer::decode(&recorded, [7; 16]);
+            assert_eq!(recorded, RecordedPeer::Known(principal.clone()));
+            assert!(peer.is(&principal), "{principal:?}");
+            let is_by_name = allowed == names(&[name]);
+            let renewed = name != longer || !is_by_name;
+            if is_by_name {
+                let is_itself = principal == Principal::Certificate(peer.fingerprint);
+                assert_eq!(is_itself, !renewed, "{principal:?}");
+            }
+            let known = others
+                .each_ref()
+                .map(|one| met(one, names(&[])).is(&principal));
+            assert_eq!(known, [renewed, false, false], "{principal:?}");
+        }
+    }
+}
+
+#[test]
+fn i6_another_authority_is_refused_on_either_side_even_under_the_same_name() {
+    let ours = Authority::named("one");
+    let destination = server(&ours.identity(&[DESTINATION]), names(&[]));
+    let source = client(&ours.identity(&[SOURCE]), names(&[DESTINATION]));
+    for (name, why, told) in [
+        (
+            "two",
+            "unknown authority",
+            "does not trust the authority of our certificate",
+        ),
+        (
+            "one",
+            "has another key",
+            "cannot verify a signature of ours",
+        ),
+    ] {
+        let theirs = Authority::named(name);
+        let stranger = server(&theirs.identity(&[DESTINATION]), names(&[]));
+        refused_by_client(&source, &stranger, why, told);
+        // A stranger that trusts our authority and was not issued by it.
+        let directory = theirs.host(&[SOURCE]);
+        fs::copy(
+            ours.host(&[SOURCE]).join("ca-cert.pem"),
+            directory.join("ca-cert.pem"),
+        )
+        .unwrap();
+        let stranger = client(&load(&directory), names(&[DESTINATION]));
+        refused_by_server(&stranger, &destination, why);
+    }
+}
+
+#[test]
+fn i6_a_wrong_name_is_refused_on_either_side_and_both_names_are_told() {
+    let authority = Authority::new();
+    let source = authority.identity(&[SOURCE]);
+    let destination = authority.identity(&[DESTINATION, "192.0.2.9"]);
+    refused_by_client(
+        &client(&source, names(&["elsewhere.test"])),
+        &server(&destination, names(&[])),
+        "it has DNS destination.test, IP 192.0.2.9, allowed is DNS elsewhere.test",
+        "compare our certificate's names, and its pin, with the peers that it allows",
+    );
+    refused_by_server(
+        &client(&source, names(&["192.0.2.9"])),
+        &server(&destination, names(&["elsewhere.test", "spiffe://a/b"])),
+        "it has DNS source.test, allowed are DNS elsewhere.test, URI spiffe://a/b",
+    );
+}
+
+#[test]
+fn i6_an_expired_certificate_does_not_load_and_is_refused_from_a_peer() {
+    let authority = Authority::new();
+    let directory = authority.host_until(&[DESTINATION], 2020);
+    let error = Identity::load(&directory, LoadOptions::default()).unwrap_err();
+    assert!(matches!(error, IdentityError::Expired { .. }), "{error}");
+    assert!(
+        error.to_string().contains("2020") && error.to_string().contains("renew"),
+        "{error}"
+    );
+
+    // A peer that does not look at its own dates.
+    let mut config = rustls::ServerConfig::builder_with_provider(Crypto::auto().rustls().unwrap())
+        .with_protocol_versions(&[&rustls::version::TLS13])
+        .unwrap()
+        .with_no_client_auth()
+        .with_single_cert(chain(&directory), key(&directory))
+        .unwrap();
+    config.alpn_protocols = vec![ALPN.to_vec()];
+    let (near, mut far) = pair();
+    let peer = thread::spawn(move || {
+        let mut connection = rustls::ServerConnection::new(Arc::new(config)).unwrap();
+        connection.complete_io(&mut far).unwrap_err();
+    });
+    let source = client(&authority.identity(&[SOURCE]), names(&[DESTINATION]));
+    let error = handshake::client(near, &source, soon()).unwrap_err();
+    assert!(matches!(error, HandshakeError::Expired { .. }), "{error}");
+    peer.join().unwrap();
+}
+
+fn chain(directory: &Path) -> Vec<CertificateDer<'static>> {
+    CertificateDer::pem_file_iter(directory.join("cert.pem"))
+        .unwrap()
+        .map(Result::unwrap)
+        .collect()
+}
+
+fn key(directory: &Path) -> PrivateKeyDer<'static> {
+    PrivateKeyDer::from_pem_file(directory.join("key.pem")).unwrap()
+}
+
+#[test]
+fn i6_a_client_without_a_certificate_is_refused() {
+    let authority = Authority::new();
+    let directory = authority.host(&[DESTINATION]);
+    let destination = server(&load(&directory), names(&[]));
+    let mut roots = rustls::RootCertStore::empty();
+    roots
+        .add(CertificateDer::from_pem_file(directory.join("ca-cert.pem")).unwrap())
+        .unwrap();
+    let mut config = rustls::ClientConfig::builder_with_provider(Crypto::auto().rustls().unwrap())
+        .with_protocol_versions(&[&rustls::version::TLS13])
+        .unwrap()
+        .with_root_certificates(roots)
+        .with_no_client_auth();
+    config.alpn_protocols = vec![ALPN.to_vec()];
+    let (mut near, far) = pair();
+    let peer = thread::spawn(move || {
+        let name = DESTINATION.try_into().unwrap();
+        let mut connection = rustls::ClientConnection::new(Arc::new(config), name).unwrap();
+        while connection.is_handshaking() {
+            connection.complete_io(&mut near).unwrap();
+        }
+        let mut stream = rustls::Stream::new(&mut connection, &mut near);
+        stream.read_once(&mut [0]).unwrap_err().to_string()
+    });
+    let error = handshake::server(far, &destination, soon()).unwrap_err();
+    assert!(matches!(error, HandshakeError::NoCertificate), "{error}");
+    assert!(peer.join().unwrap().contains("CertificateRequired"));
+}
+
+fn any_client() -> ClientTls {
+    let authority = Authority::new();
+    client(&authority.identity(&[SOURCE]), names(&[DESTINATION]))
+}
+
+fn any_server() -> ServerTls {
+    let authority = Authority::new();
+    server(&authority.identity(&[DESTINATION]), names(&[SOURCE]))
+}
+
+#[test]
+fn i6_a_peer_without_tls_is_named_and_never_gets_more_than_a_hello() {
+    let (near, mut far) = pair();
+    let peer = thread::spawn(move || {
+        let mut got = vec![0; 4096];
+        let count = far.read_once(&mut got).unwrap();
+        got.truncate(count);
+        far.write_all(b"SSH-2.0-OpenSSH_9.2\r\n").unwrap();
+        let _ = far.read_to_end(&mut got);
+        got
+    });
+    let error = handshake::client(near, &any_client(), soon()).unwrap_err();
+    assert!(error.to_string().contains("does not speak TLS"), "{error}");
+    assert!(error.to_string().contains("SSH-2"), "{error}");
+    let got = peer.join().unwrap();
+    // One record of type handshake with a ClientHello in it, and nothing behind it.
+    assert_eq!((got[0], got[5]), (22, 1));
+    assert_eq!(
+        got.len(),
+        5 + usize::from(u16::from_be_bytes([got[3], got[4]]))
+    );
+
+    let (mut near, far) = pair();
+    near.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
+    let error = control::server(far, &any_server(), soon()).unwrap_err();
+    assert!(matches!(error, HandshakeError::NotTls { .. }), "{error}");
+    let mut got = Vec::new();
+    near.read_to_end(&mut got).unwrap_or_default();
+    assert!(got.is_empty());
+}
+
+#[test]
+fn i7_a_peer_that_stalls_costs_no_more_than_the_deadline() {
+    const LIMIT: Duration = Duration::from_millis(300);
+    let stalls: [fn(&mut TcpStream); 3] = [
+        |_| (),
+        |peer| peer.write_all(&[22, 3]).unwrap(),
+        |peer| peer.write_all(&[22, 3, 3, 1, 0, 2, 0]).unwrap(),
+    ];
+    for stall in stalls {
+        let attempts: [fn(TcpStream) -> HandshakeError; 4] = [
+            |end| handshake::client(end, &any_client(), Instant::now() + LIMIT).unwrap_err(),
+            |end| handshake::server(end, &any_server(), Instant::now() + LIMIT).unwrap_err(),
+            |end| control::client(end, &any_client(), Instant::now() + LIMIT).unwrap_err(),
+            |end| control::server(end, &any_server(), Instant::now() + LIMIT).unwrap_err(),
+        ];
+        for attempt in attempts {
+            let (near, mut far) = pair();
+            stall(&mut far);
+            let begin = Instant::now();
+            let error = attempt(near);
+            assert!(matches!(error, HandshakeError::Deadline), "{error}");
+            assert!(begin.elapsed() >= LIMIT && begin.elapsed() < LIMIT * 5);
+        }
+    }
+}
+
+#[test]
+fn i7_a_peer_that_drips_bytes_is_cut_off_at_the_deadline_too() {
+    let (near, mut far) = pair();
+    let drip = thread::spawn(move || {
+        let mut count = 0;
+        let message = [22, 3, 3, 0x40, 0, 2, 0, 0x3f, 0xfc];
+        for byte in message.into_iter().chain(std::iter::repeat(0)) {
+            if far.write_all(&[byte]).is_err() {
+                return count;
+            }
+            count += 1;
+            thread::sleep(Duration::from_millis(20));
+        }
+        count
+    });
+    let begin = Instant::now();
+    let limit = Duration::from_millis(300);
+    let error = handshake::client(near, &any_client(), begin + limit).unwrap_err();
+    assert!(matches!(error, HandshakeError::Deadline), "{error}");
+    assert!(begin.elapsed() < limit * 3);
+    assert!(drip.join().unwrap() > 5);
+}
+
+#[test]
+fn i7_a_flight_without_end_is_refused_at_its_limit() {
+    for over_control in [false, true] {
+        let (near, mut far) = pair();
+        let peer = thread::spawn(move || {
+            // One ServerHello that claims 65,000 bytes, spread over many records.
+            let mut sent = 0;
+            let mut body = vec![2, 0, 0xfd, 0xe8];
+            loop {
+                body.resize(1000, 7);
+                let record = [&[22, 3, 3, 3, 0xe8][..], &body].concat();
+                if far.write_all(&record).is_err() || sent > 4 * FLIGHT_LIMIT_BYTES {
+                    return;
+                }
+                sent += record.len();
+                body.clear();
+            }
+        });
+        let error = if over_control {
+            control::client(near, &any_client(), soon()).unwrap_err()
+        } else {
+            handshake::client(near, &any_client(), soon()).unwrap_err()
+        };
+        // rustls may find the message senseless first; either way it ends at once.
+        let text = error.to_string();
+        assert!(
+            matches!(error, HandshakeError::TooLong | HandshakeError::Protocol(_)),
+            "{text}"
+        );
+        peer.join().unwrap();
+    }
+    let (near, mut far) = pair();
+    far.write_all(&[22, 3, 3, 0xff, 0xff]).unwrap();
+    let error = handshake::client(near, &any_client(), soon()).unwrap_err();
+    assert!(matches!(error, HandshakeError::TooLong), "{error}");
+}
+
+#[test]
+fn a_peer_that_hangs_up_is_named() {
+    let (near, far) = pair();
+    far.shutdown(Shutdown::Both).unwrap();
+    let error = handshake::client(near, &any_client(), soon()).unwrap_err();
+    assert!(matches!(error, HandshakeError::PeerClosed), "{error}");
+}
+
+fn load_error(directory: &Path) -> String {
+    Identity::load(directory, LoadOptions::default())
+        .unwrap_err()
+        .to_string()
+}
+
+#[test]
+fn identities_that_cannot_be_used_say_which_file_and_what_to_do() {
+    let authority = Authority::new();
+    let fresh = || authority.host(&[SOURCE]);
+
+    let directory = fresh();
+    fs::remove_file(directory.join("cert.pem")).unwrap();
+    let text = load_error(&directory);
+    assert!(text.contains("put cert.pem and key.pem there"), "{text}");
+
+    let directory = fresh();
+    fs::remove_file(directory.join("key.pem")).unwrap();
+    let text = load_error(&directory);
+    assert!(
+        text.contains("key.pem") && text.contains("No such file"),
+        "{text}"
+    );
+
+    let directory = fresh();
+    fs::write(
+        directory.join("ca-cert.pem"),
+        "-----BEGIN CERTIFICATE-----\n!!!\n",
+    )
+    .unwrap();
+    let text = load_error(&directory);
+    assert!(
+        text.contains("ca-cert.pem") && text.contains("PEM"),
+        "{text}"
+    );
+
+    let directory = fresh();
+    fs::write(directory.join("ca-cert.pem"), "nothing").unwrap();
+    assert!(load_error(&directory).contains("holds no certificate"));
+
+    let directory = fresh();
+    let mut text = String::from("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n");
+    fs::write(directory.join("ca-cert.pem"), &text).unwrap();
+    assert!(load_error(&directory).contains("authority's certificate 1 in"));
+    text.extend(std::iter::repeat_n('#', 2 << 20));
+    fs::write(directory.join("ca-cert.pem"), &text).unwrap();
+    assert!(load_error(&directory).contains("longer than"));
+
+    let directory = fresh();
+    fs::write(
+        directory.join("key.pem"),
+        "-----BEGIN CERTIFICATE-----\n-----END CERTIFICATE-----\n",
+    )
+    .unwrap();
+    assert!(load_error(&directory).contains("holds no private key"));
+
+    let directory = fresh();
+    fs::copy(fresh().join("key.pem"), directory.join("key.pem")).unwrap();
+    let text = load_error(&directory);
+    assert!(
+        text.contains("does not belong to the certificate"),
+        "{text}"
+    );
+}
+
+#[test]
+fn a_key_that_others_can_read_is_refused_and_one_that_the_group_can_read_is_reported() {
+    let authority = Authority::new();
+    let directory = authority.host(&[SOURCE]);
+    let key = directory.join("key.pem");
+    for mode in [0o604, 0o644, 0o602] {
+        set_mode(&key, mode);
+        let text = load_error(&directory);
+        assert!(text.contains(&format!("mode {mode:04o}")), "{text}");
+        assert!(
+            text.contains(&format!("chmod 0600 {}", key.display())),
+            "{text}"
+        );
+        let allowed = LoadOptions {
+            allow_key_open_to_all: true,
+            ..LoadOptions::default()
+        };
+        Identity::load(&directory, allowed).unwrap();
+    }
+    set_mode(&key, 0o640);
+    let (_, warnings) = Identity::load(&directory, LoadOptions::default()).unwrap();
+    assert_eq!(
+        warnings,
+        [Warning::KeyOpenToGroup {
+            path: key.clone(),
+            mode: 0o640
+        }]
+    );
+    set_mode(&key, 0o600);
+    assert!(
+        Identity::load(&directory, LoadOptions::default())
+            .unwrap()
+            .1
+            .is_empty()
+    );
+}
+
+#[test]
+fn wildcards_stand_for_one_label_and_the_common_name_for_nothing() {
+    let authority = Authority::new();
+    let source = authority.identity(&[SOURCE]);
+    let destination = server(&authority.identity(&["*.hosts.test"]), names(&[]));
+    assert!(
+        both(&client(&source, names(&["a.hosts.test"])), &destination)
+            .0
+            .is_ok()
+    );
+    assert!(
+        both(&client(&source, names(&["a.b.hosts.test"])), &destination)
+            .0
+            .is_err()
+    );
+    // rcgen gives every certificate this common name.
+    let common = "rcgen self signed cert";
+    assert!(
+        both(
+            &client(
+                &source,
+                Peers::OneOf(vec![Peer::Name(PeerName::Dns(common.into()))])
+            ),
+            &destination
+        )
+        .0
+        .is_err()
+    );
+}
+
+/// Dials a TLS lane to `to`, and returns why that failed.
+fn dial_error(
+    connector: &Arc<dyn Connector>,
+    to: &str,
+    peer: &Principal,
+    tls: &ClientTls,
+    cancel: &DialCancel,
+) -> DialError {
+    let request = LaneRequest {
+        endpoint: to,
+        peer,
+        tls,
+        deadline: Instant::now() + Duration::from_secs(60),
+        cancel,
+        connector,
+    };
+    match TlsDialer.dial(&request) {
+        Ok(_) => panic!("there is a lane"),
+        Err(error) => error,
+    }
+}
+
+/// A connector whose peer never answers: it waits until it is told to stop.
+struct NeverConnects;
+
+impl Connector for NeverConnects {
+    fn connect(&self, _: &str, deadline: Instant, stop: &Wakeup) -> std::io::Result<TcpStream> {
+        let stopped = Interest {
+            fd: stop.as_fd(),
+            read: true,
+            write: false,
+        };
+        let left = deadline.saturating_duration_since(Instant::now());
+        let kind = if poll(&[stopped], Some(left))?[0] {
+            std::io::ErrorKind::ConnectionAborted
+        } else {
+            std::io::ErrorKind::TimedOut
+        };
+        Err(kind.into())
+    }
+
+    fn connect_from(
+        &self,
+        _: SocketAddr,
+        _: SocketAddr,
+        _: Instant,
+        _: &Wakeup,
+    ) -> std::io::Result<TcpStream> {
+        Err(std::io::ErrorKind::Unsupported.into())
+    }
+}
+
+#[test]
+fn a_dial_is_cancelled_while_it_connects_and_while_the_peer_is_silent() {
+    let authority = Authority::new();
+    let tls = client(&authority.identity(&[SOURCE]), names(&[DESTINATION]));
+    let nobody = Principal::Certificate([0; 32]);
+    let cancel = DialCancel::new().unwrap();
+    let never: Arc<dyn Connector> = Arc::new(NeverConnects);
+    let own = cancel.clone();
+    let canceller = thread::spawn(move || own.cancel());
+    let error = dial_error(&never, "host-b.example:4444", &nobody, &tls, &cancel);
+    canceller.join().unwrap();
+    let is_stopped =
+        |source: &std::io::Error| source.kind() == std::io::ErrorKind::ConnectionAborted;
+    assert!(
+        matches!(&error, DialError::Connect { source, .. } if is_stopped(source)),
+        "{error:?}"
+    );
+    assert_eq!(error.permanent(), None);
+
+    let cancel = DialCancel::new().unwrap();
+    let sockets: Arc<dyn Connector> = Arc::new(StandardConnector);
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let to = listener.local_addr().unwrap().to_string();
+    let own = cancel.clone();
+    let silent = thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        // Its first words have come, and get no answer.
+        stream.read_exact(&mut [0]).unwrap();
+        own.cancel();
+        stream
+    });
+    let begun = Instant::now();
+    let error = dial_error(&sockets, &to, &nobody, &tls, &cancel);
+    drop(silent.join().unwrap());
+    assert!(matches!(error, DialError::Handshake { .. }), "{error:?}");
+    let took = begun.elapsed();
+    assert!(took < Duration::from_secs(10), "{took:?}");
+}
+
+#[test]
+fn i6_a_lane_to_another_allowed_peer_is_refused() {
+    let authority = Authority::new();
+    let tls = client(&authority.identity(&[SOURCE]), names(&[DESTINATION]));
+    let far = server(&authority.identity(&[DESTINATION]), names(&[SOURCE]));
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let to = listener.local_addr().unwrap().to_string();
+    let answers = thread::spawn(move || {
+        let (stream, _) = listener.accept().unwrap();
+        handshake::server(stream, &far, soon()).unwrap()
+    });
+    let sockets: Arc<dyn Connector> = Arc::new(StandardConnector);
+    let other = Principal::Certificate([0; 32]);
+    let cancel = DialCancel::new().unwrap();
+    let error = dial_error(&sockets, &to, &other, &tls, &cancel);
+    drop(answers.join().unwrap());
+    assert!(matches!(error, DialError::OtherPeer { .. }), "{error:?}");
+    assert_eq!(error.permanent(), Some(FaultCode::WrongIdentity));
+}

@@ -1,0 +1,150 @@
+//! Why the tunnel could not do something: a code, and words for an operator.
+
+use std::error::Error;
+use std::fmt;
+
+use dunlin_proto::fault::{AtFault, FaultCode};
+use dunlin_proto::limits::MAX_TEXT_BYTES;
+
+use dunlin_lane::control::ControlError;
+use dunlin_lane::handshake::HandshakeError;
+
+/// A failure with its causes in one text; prints what happened, whose fault it
+/// is and what to do.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Failure {
+    code: FaultCode,
+    text: String,
+    told: bool,
+}
+
+impl Failure {
+    pub(super) fn new(code: FaultCode, text: impl Into<String>) -> Self {
+        Self {
+            code,
+            text: text.into(),
+            told: false,
+        }
+    }
+
+    /// What the peer said of itself; its words are made harmless.
+    pub(super) fn told(code: FaultCode, text: &str) -> Self {
+        Self {
+            code,
+            text: harmless(text),
+            told: true,
+        }
+    }
+
+    /// The same with its cause, and the causes of that. An error that prints its own cause is not
+    /// followed by it once more.
+    pub(super) fn because(mut self, cause: &dyn Error) -> Self {
+        let mut next = Some(cause);
+        while let Some(cause) = next {
+            let said = cause.to_string();
+            if !self.text.ends_with(&format!(": {said}")) {
+                self.text = format!("{}: {said}", self.text);
+            }
+            next = cause.source();
+        }
+        self
+    }
+
+    /// The reason as a code.
+    pub fn code(&self) -> FaultCode {
+        self.code
+    }
+
+    /// Who has to change something, seen from here.
+    pub fn at_fault(&self) -> AtFault {
+        let at_fault = self.code.at_fault();
+        if self.told {
+            at_fault.seen_by_peer()
+        } else {
+            at_fault
+        }
+    }
+
+    /// What happened, without advice.
+    pub fn text(&self) -> &str {
+        &self.text
+    }
+
+    /// The text for a message, cut to what one holds.
+    pub(super) fn for_peer(&self) -> String {
+        let mut text = self.text.clone();
+        let fits = |end: &usize| text.is_char_boundary(*end);
+        let end = (0..=MAX_TEXT_BYTES.min(text.len())).rev().find(fits);
+        text.truncate(end.unwrap_or(0));
+        text
+    }
+
+    pub(super) fn of_control(error: &ControlError) -> Self {
+        let code = match error {
+            ControlError::PeerAlert(_) => FaultCode::Unauthorised,
+            _ => FaultCode::ControlLost,
+        };
+        Self::new(code, "the control lane was lost").because(error)
+    }
+
+    pub(super) fn of_handshake(what: String, error: &HandshakeError) -> Self {
+        Self::new(error.of_control_lane(), what).because(error)
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (code, who) = (self.code, self.at_fault());
+        write!(
+            formatter,
+            "{} ({code}; at fault: {who}). {}",
+            self.text,
+            code.advice()
+        )
+    }
+}
+
+impl Error for Failure {}
+
+/// Text of a peer without anything that a terminal would obey.
+pub(super) fn harmless(text: &str) -> String {
+    let one = |c: char| {
+        if c.is_control() {
+            char::REPLACEMENT_CHARACTER
+        } else {
+            c
+        }
+    };
+    text.chars().map(one).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn i7_a_peers_words_are_harmless_and_its_fault_is_seen_from_here() {
+        let told = Failure::told(FaultCode::TargetUnreachable, "no\x1b[2Jsocket\n");
+        assert_eq!(told.text(), "no\u{fffd}[2Jsocket\u{fffd}");
+        assert_eq!(told.at_fault(), AtFault::Peer);
+        let own = Failure::new(FaultCode::TargetUnreachable, "no socket");
+        assert_eq!(own.at_fault(), AtFault::Local);
+        assert!(own.to_string().contains("at fault: this side"), "{own}");
+    }
+
+    #[test]
+    fn a_cause_that_is_in_the_text_is_not_said_again() {
+        #[derive(Debug, thiserror::Error)]
+        #[error("it cannot be read: {0}")]
+        struct Printing(#[source] std::io::Error);
+        let cause = Printing(std::io::Error::other("gone"));
+        let failure = Failure::new(FaultCode::LaneLost, "lost").because(&cause);
+        assert_eq!(failure.text(), "lost: it cannot be read: gone");
+    }
+
+    #[test]
+    fn what_a_message_takes_is_cut_at_a_character() {
+        let long = Failure::new(FaultCode::Internal, "ä".repeat(MAX_TEXT_BYTES));
+        assert_eq!(long.for_peer().len(), MAX_TEXT_BYTES / 2 * 2);
+    }
+}

@@ -1,0 +1,494 @@
+//! The tunnel: connections of hypervisors that know nothing of it, striped over
+//! lanes.
+//!
+//! ```text
+//!  hypervisor ─▶ entrance ─┐                                ┌─▶ target ─▶ hypervisor
+//!  hypervisor ─▶ entrance ─┼─▶ association ═ lanes ═ association ─▶ target ─▶ …
+//!                          └── control lane: who, how far ──┘
+//! ```
+//!
+//! A [`Tunnel`] takes connections at its *entrances* and, for its peers, makes
+//! connections at its *exits*. All that goes to one peer goes over one
+//! *association*: a control lane, and lanes that are opened when there is
+//! something to carry. What is decided is decided by [`dunlin_proto::stripe`],
+//! which knows no socket; here is what drives it:
+//!
+//! - `options`: routes and limits, checked before anything is opened.
+//! - `site`: what all associations share; which connection goes to which.
+//! - `door`: entrances; `errand`: those that are opened for one purpose while the
+//!   tunnel runs; `listener`: what both listen on. `dial`: how an association begins.
+//!   `target`: the hypervisor's socket at the far side; `parameter`: what a channel
+//!   may choose of it.
+//! - `hub`: the core of an association under its lock, and what is done about its
+//!   decisions. `talk`: the control lane. `send` and `receive`: the lanes.
+//! - `piece` and `socket`: the bytes, and where they come from and go; `meter`: how
+//!   many.
+//! - `relay`: channels that are not striped, but carried on a TLS connection each, by any program.
+//!
+//! Threads of an association: one that talks, one that hears, one that waits for
+//! consumers, and one for each lane and direction.
+
+mod dial;
+mod door;
+mod errand;
+mod event;
+mod failure;
+mod hub;
+mod listener;
+mod meter;
+mod options;
+mod parameter;
+mod piece;
+mod receive;
+mod relay;
+mod send;
+mod site;
+mod socket;
+mod talk;
+mod target;
+
+use std::io;
+use std::net::{SocketAddr, TcpListener};
+use std::sync::mpsc::sync_channel;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use dunlin_proto::fault::FaultCode;
+use dunlin_proto::limits::MAX_LANES;
+use dunlin_sys::poll::{Waker, waker};
+use thiserror::Error;
+
+use dunlin_lane::dial::SealedLanes;
+use dunlin_lane::identity::{ClientTls, Identity, ServerTls, SettingsError};
+use dunlin_lane::peers::Peers;
+use dunlin_lane::provider::Crypto;
+
+pub use errand::{Demand, DemandError, Errand, MAX_ERRANDS, Standing};
+pub use event::Event;
+pub use failure::Failure;
+pub use listener::Sockets;
+pub use meter::Traffic;
+pub use options::{
+    BadRoute, DEFAULT_LANES, Entrance, Exit, Limits, Listen, MAX_WINDOW_BYTES, Mode, Routes,
+    Target, WINDOW_BYTES,
+};
+pub use relay::RelayExit;
+
+pub use parameter::{BadParameter, BadPlace, Parameter};
+
+use door::Door;
+use site::Site;
+
+/// Events that wait for whoever runs the tunnel.
+const EVENTS: usize = 1024;
+/// How often a tunnel that drains looks whether it is done.
+const DRAIN_STEP: Duration = Duration::from_millis(20);
+
+/// Who a host is. A tunnel both connects and accepts, and lanes are made by both
+/// sides: it needs a certificate for each.
+#[derive(Clone)]
+pub struct Identities {
+    /// For what it connects.
+    pub connecting: Arc<Identity>,
+    /// For what it accepts.
+    pub accepting: Arc<Identity>,
+    /// What is offered and chosen.
+    pub crypto: Crypto,
+}
+
+impl Identities {
+    fn client(&self, peers: Peers) -> Result<ClientTls, SettingsError> {
+        self.connecting.client(&self.crypto, peers)
+    }
+
+    /// Lets in whoever any route knows; which route is whose is seen later.
+    fn server(&self, routes: &Routes) -> Result<ServerTls, SettingsError> {
+        let is_stripe = |one: &&Entrance| one.mode.security().is_some();
+        let entrances = routes.entrances.iter().filter(is_stripe);
+        let entrances = entrances.map(|one| &one.peers);
+        let exits = routes.exits.iter().map(|one| &one.allow);
+        let named = entrances.chain(exits).flat_map(|peers| match peers {
+            Peers::OneOf(peers) => &peers[..],
+            // Routes name their peers.
+            Peers::AnyFromAuthority => &[],
+        });
+        let mut all = Vec::new();
+        for peer in named {
+            if !all.contains(peer) {
+                all.push(peer.clone());
+            }
+        }
+        self.accepting.server(&self.crypto, Peers::OneOf(all))
+    }
+}
+
+/// Why a tunnel cannot run, or not as it was asked to.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum TunnelError {
+    /// The identity does not serve.
+    #[error("the identity cannot be used: {0}")]
+    Identity(#[from] SettingsError),
+    /// An entrance cannot listen.
+    #[error("route {route:?} cannot listen on {listen}: {error}")]
+    Listen {
+        /// The route.
+        route: String,
+        /// Where.
+        listen: Listen,
+        /// What the kernel says.
+        error: io::Error,
+    },
+    /// A route's lanes are to go over IPsec, for which the tunnel was not prepared.
+    #[error(
+        "route {route:?} goes over IPsec, for which this tunnel is not prepared: start it anew \
+         with what IPsec needs"
+    )]
+    NoIpsec {
+        /// The route.
+        route: String,
+    },
+    /// No descriptors or threads are left.
+    #[error("the tunnel cannot start: {0}")]
+    Io(#[from] io::Error),
+}
+
+/// What a tunnel has from its process.
+#[derive(Debug, Default)]
+pub struct Given {
+    /// Sockets for routes that listen on [`Listen::Passed`].
+    pub sockets: Sockets,
+    /// By what lanes go over IPsec: those of [`Mode::StripeOverIpsec`], and those of peers that
+    /// ask for it. Without, such peers are refused.
+    pub sealed: Option<Arc<dyn SealedLanes>>,
+}
+
+/// What an association carries now.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Status {
+    /// Who the peer is.
+    pub peer: String,
+    /// Where it is.
+    pub at: SocketAddr,
+    /// Its channels that are open, by their routes' names.
+    pub channels: Vec<String>,
+    /// Lanes of both sides.
+    pub lanes: usize,
+    /// Bytes that wait here for consumers.
+    pub held_bytes: u64,
+    /// Bytes that were sent and not acknowledged.
+    pub unacknowledged_bytes: u64,
+}
+
+/// A route on this side.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RouteStatus {
+    /// Its name.
+    pub route: String,
+    /// Where it listens; one that was opened for a purpose is in
+    /// [`Tunnel::errands`].
+    pub listens: Option<Listen>,
+    /// Where its connections go, if any come in here.
+    pub to: Option<String>,
+    /// What the peers' connections are made to, if any go out here.
+    pub target: Option<Target>,
+    /// What it has carried since the tunnel began.
+    pub traffic: Traffic,
+}
+
+impl RouteStatus {
+    fn named(route: &str) -> Self {
+        Self {
+            route: route.to_owned(),
+            listens: None,
+            to: None,
+            target: None,
+            traffic: Traffic::default(),
+        }
+    }
+}
+
+/// A tunnel that runs. Dropped, it ends at once, and its channels with it.
+pub struct Tunnel {
+    site: Arc<Site>,
+    tls: ServerTls,
+    doors: Mutex<Vec<Door>>,
+    errands: Mutex<Vec<Errand>>,
+    sockets: Sockets,
+    address: SocketAddr,
+    stop: Waker,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Tunnel {
+    /// Starts a tunnel that takes its peers' connections from `listener`, and
+    /// tells `observer`, on a thread of its own, what happens.
+    ///
+    /// # Errors
+    /// [`TunnelError`]; nothing runs then.
+    pub fn start(
+        listener: TcpListener,
+        identities: Identities,
+        routes: &Routes,
+        limits: Limits,
+        observer: impl FnMut(Event) + Send + 'static,
+    ) -> Result<Self, TunnelError> {
+        let nothing = Given::default();
+        Self::start_with(listener, nothing, identities, routes, limits, observer)
+    }
+
+    /// The same with what its process has for it.
+    ///
+    /// # Errors
+    /// [`TunnelError`]; nothing runs then.
+    pub fn start_with(
+        listener: TcpListener,
+        given: Given,
+        identities: Identities,
+        routes: &Routes,
+        limits: Limits,
+        mut observer: impl FnMut(Event) + Send + 'static,
+    ) -> Result<Self, TunnelError> {
+        let Given { sockets, sealed } = given;
+        check_sealed(sealed.is_some(), routes)?;
+        let address = listener.local_addr()?;
+        let tls = identities.server(routes)?;
+        let (events, heard) = sync_channel(EVENTS);
+        let site = Site::new(
+            limits,
+            address.port(),
+            sealed,
+            identities.clone(),
+            routes,
+            events,
+        )?;
+        let site = Arc::new(site);
+        let (stop, stopped) = waker()?;
+        let mut threads = Vec::new();
+        // It ends with the last thread that could tell something.
+        let body = move || heard.iter().for_each(&mut observer);
+        let observing = thread::Builder::new().name("dunlin-events".to_owned());
+        drop(observing.spawn(body)?);
+        let (own, own_tls) = (Arc::clone(&site), tls.clone());
+        let body = move || door::take_peers(&own, &listener, &own_tls, &stopped);
+        let port = thread::Builder::new().name("dunlin-port".to_owned());
+        threads.push(port.spawn(body)?);
+        let tunnel = Self {
+            site,
+            tls,
+            doors: Mutex::default(),
+            errands: Mutex::default(),
+            sockets,
+            address,
+            stop,
+            threads,
+        };
+        tunnel.listen(&identities, routes)?;
+        Ok(tunnel)
+    }
+
+    /// Where its peers reach it.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Where its entrances listen, by their routes' names; a port of 0 is the one
+    /// that the kernel chose.
+    pub fn entrances(&self) -> Vec<(String, Listen)> {
+        let of = |door: &Door| (door.entrance().route, door.listens_on().clone());
+        self.lock_doors().iter().map(of).collect()
+    }
+
+    /// Where its relays take TLS clients, by their routes' names.
+    pub fn relay_ports(&self) -> Vec<(String, SocketAddr)> {
+        self.site.relays.ports()
+    }
+
+    /// Uses other routes and identities for all that comes from now on; channels
+    /// that are open stay as they are.
+    ///
+    /// # Errors
+    /// [`TunnelError`]; everything is as before then.
+    pub fn replace(&self, identities: Identities, routes: &Routes) -> Result<(), TunnelError> {
+        check_sealed(self.site.sealed.is_some(), routes)?;
+        let tls = identities.server(routes)?;
+        self.listen(&identities, routes)?;
+        self.tls.replace(&tls);
+        // None is opened by what was configured before.
+        let errands = self.lock_errands();
+        self.site.replace(identities, routes);
+        for errand in errands.iter() {
+            if !routes.entrances.iter().any(|one| errand.is_of(one)) {
+                errand.close();
+            }
+        }
+        Ok(())
+    }
+
+    /// Opens a listener for one purpose, such as one VM's migration. It goes when
+    /// its last channel has ended, or with [`Errand::close`].
+    ///
+    /// # Errors
+    /// [`DemandError`]; nothing listens then.
+    pub fn open(&self, demand: &Demand) -> Result<Errand, DemandError> {
+        let route = &demand.route;
+        let mut errands = self.lock_errands();
+        let Some(entrance) = self.site.entrance(route) else {
+            let route = route.clone();
+            return Err(DemandError::Route { route });
+        };
+        if let Some(lanes) = demand
+            .lanes
+            .filter(|lanes| !(1..=MAX_LANES).contains(lanes))
+        {
+            return Err(DemandError::Lanes { lanes });
+        }
+        errands.retain(|errand| !errand.standing().is_over());
+        if self.site.is_draining() {
+            return Err(DemandError::Ending);
+        }
+        if errands.len() >= MAX_ERRANDS {
+            return Err(DemandError::Busy);
+        }
+        let (to, listen) = (entrance.to.clone(), demand.listen.clone());
+        let lanes = demand.lanes.unwrap_or(entrance.lanes);
+        let entrance = Entrance { listen, ..entrance };
+        let opened = Errand::open(&self.site, entrance, demand, &self.sockets);
+        let errand = opened.map_err(|error| DemandError::Listen {
+            route: route.clone(),
+            listen: demand.listen.clone(),
+            error,
+        })?;
+        errands.push(errand.clone());
+        drop(errands);
+        self.site.raise_lanes(&to, lanes);
+        Ok(errand)
+    }
+
+    /// The listeners that [`Tunnel::open`] has opened and that are not over.
+    pub fn errands(&self) -> Vec<Errand> {
+        let mut errands = self.lock_errands();
+        errands.retain(|errand| !errand.standing().is_over());
+        errands.clone()
+    }
+
+    /// The routes of this side, and what went over them.
+    pub fn routes(&self) -> Vec<RouteStatus> {
+        let mut routes = self.site.routes();
+        for door in self.lock_doors().iter() {
+            let entrance = door.entrance();
+            let of = |one: &&mut RouteStatus| one.route == entrance.route;
+            if let Some(status) = routes.iter_mut().find(of) {
+                status.listens = Some(door.listens_on().clone());
+            }
+        }
+        routes
+    }
+
+    /// What is carried now.
+    pub fn status(&self) -> Vec<Status> {
+        self.site.status()
+    }
+
+    /// Takes no more connections and waits until all channels have ended, at most
+    /// `limit`. Returns how many channels are left, which are cut off when this is
+    /// dropped.
+    pub fn drain(&self, limit: Duration) -> usize {
+        let until = Instant::now() + limit;
+        {
+            // Those that are there are closed below, and no other is opened.
+            let _errands = self.lock_errands();
+            self.site.is_to_drain();
+        }
+        self.close_all();
+        self.site.drain();
+        while self.site.channels() > 0 && Instant::now() < until {
+            thread::sleep(DRAIN_STEP);
+        }
+        self.site.channels()
+    }
+
+    /// Opens what is new and closes what is no more. A place that stays is
+    /// listened at all the time, whoever's it becomes.
+    fn listen(&self, identities: &Identities, routes: &Routes) -> Result<(), TunnelError> {
+        let mut doors = self.lock_doors();
+        let mut fresh = Vec::new();
+        let mut stay = Vec::new();
+        for entrance in &routes.entrances {
+            if entrance.listen == Listen::OnDemand {
+                continue;
+            }
+            let Some(at) = doors.iter().position(|door| door.is_at(entrance)) else {
+                let door = Door::open(&self.site, entrance.clone(), &self.sockets);
+                fresh.push(door.map_err(|error| TunnelError::Listen {
+                    route: entrance.route.clone(),
+                    listen: entrance.listen.clone(),
+                    error,
+                })?);
+                continue;
+            };
+            stay.push((at, entrance));
+        }
+        let relays = &self.site.relays;
+        let ports = relays.prepare(&self.site, identities, routes)?;
+        relays.open(ports);
+        for (at, entrance) in &stay {
+            doors[*at].lead(entrance);
+        }
+        let mut at = 0..;
+        doors.retain(|_| {
+            let at = at.next();
+            stay.iter().any(|(stays, _)| Some(*stays) == at)
+        });
+        doors.extend(fresh);
+        Ok(())
+    }
+
+    /// Nothing listens any more.
+    fn close_all(&self) {
+        self.lock_doors().clear();
+        self.site.relays.close_ports();
+        for errand in self.lock_errands().iter() {
+            errand.close();
+        }
+    }
+
+    fn lock_errands(&self) -> std::sync::MutexGuard<'_, Vec<Errand>> {
+        self.errands.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn lock_doors(&self) -> std::sync::MutexGuard<'_, Vec<Door>> {
+        self.doors.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Whether every route's lanes can go as they are to.
+fn check_sealed(is_there: bool, routes: &Routes) -> Result<(), TunnelError> {
+    let over_ipsec = |one: &&Entrance| one.mode == Mode::StripeOverIpsec;
+    match routes.entrances.iter().find(over_ipsec) {
+        Some(one) if !is_there => {
+            let route = one.route.clone();
+            Err(TunnelError::NoIpsec { route })
+        }
+        _ => Ok(()),
+    }
+}
+
+impl Drop for Tunnel {
+    fn drop(&mut self) {
+        self.close_all();
+        self.stop.wake();
+        for thread in self.threads.drain(..) {
+            // A panic has been printed by its hook.
+            let _ = thread.join();
+        }
+        self.site.drain();
+        self.site.end_dials();
+        for hub in self.site.all() {
+            hub.end(FaultCode::Ended);
+        }
+        relay::Relays::end(&self.site);
+        self.site.join();
+    }
+}

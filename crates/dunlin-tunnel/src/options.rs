@@ -1,0 +1,692 @@
+//! What a tunnel is asked to do: routes and limits, checked before anything is
+//! opened.
+
+use std::collections::BTreeSet;
+use std::net::{IpAddr, SocketAddr};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use dunlin_proto::limits::{
+    DEFAULT_CHANNELS, DEFAULT_PEER_BYTES, DEFAULT_WINDOW_BYTES, LEAST_WINDOW_BYTES, MAX_CHANNELS,
+    MAX_LANES, MAX_NAME_BYTES,
+};
+use dunlin_proto::negotiate::LaneSecurity;
+use dunlin_proto::stripe::Patience;
+use thiserror::Error;
+
+use super::parameter::{BadPlace, may_be_path, place};
+use super::relay::RelayExit;
+use dunlin_lane::peers::Peers;
+use dunlin_lane::policy::OldestTls;
+use dunlin_lane::record::RECORD_LIMIT;
+
+/// Where a route takes connections.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Listen {
+    /// A unix socket that the tunnel makes, and removes when it ends.
+    Unix(PathBuf),
+    /// A TCP port. Anybody who reaches it is carried.
+    Tcp(SocketAddr),
+    /// A socket that was passed to the process, by its name in
+    /// [`super::Sockets`].
+    Passed(String),
+    /// Nowhere, until [`super::Tunnel::open`] is asked for a listener.
+    OnDemand,
+}
+
+/// What a route's channels are connected to. `{NAME}` in a unix socket's path or
+/// in a program's arguments is where the channel's [`super::Parameter`] of that
+/// name goes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Target {
+    /// A unix socket.
+    Unix(PathBuf),
+    /// A host and a port.
+    Tcp(String),
+    /// A program and its arguments, started for each channel, whose standard
+    /// input and output are the channel.
+    Exec(Vec<String>),
+}
+
+/// How a route's connections are carried.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Mode {
+    /// Striped over the lanes to a peer that is a tunnel too.
+    #[default]
+    Stripe,
+    /// The same over lanes of plain TCP that IPsec seals, with SAs that the two tunnels agree on;
+    /// both need [`super::Given::sealed`].
+    StripeOverIpsec,
+    /// Each on a TLS connection of its own, to a peer that may be any TLS server; with the oldest
+    /// TLS that it may speak. Lanes and window say nothing then.
+    Relay(OldestTls),
+}
+
+impl Mode {
+    /// What protects the lanes between the two tunnels; none where there are none.
+    pub(super) fn security(self) -> Option<LaneSecurity> {
+        match self {
+            Self::Stripe => Some(LaneSecurity::Tls),
+            Self::StripeOverIpsec => Some(LaneSecurity::Ipsec),
+            Self::Relay(_) => None,
+        }
+    }
+}
+
+/// One end of a route, where connections come in.
+#[derive(Clone, Debug)]
+pub struct Entrance {
+    /// The route's name, the same on both hosts.
+    pub route: String,
+    /// Where connections are taken.
+    pub listen: Listen,
+    /// The peer's tunnel: host and port.
+    pub to: String,
+    /// Who may answer there.
+    pub peers: Peers,
+    /// Lanes, 1 to 128. Routes to the same peer share them; the largest number
+    /// counts.
+    pub lanes: u16,
+    /// Bytes of a channel that may wait on this side.
+    pub window_bytes: u64,
+    /// How they are carried.
+    pub mode: Mode,
+}
+
+/// The other end of a route, where connections are made.
+#[derive(Clone, Debug)]
+pub struct Exit {
+    /// The route's name, the same on both hosts.
+    pub route: String,
+    /// Who may use it.
+    pub allow: Peers,
+    /// What its channels are connected to.
+    pub target: Target,
+    /// Bytes of a channel that may wait on this side.
+    pub window_bytes: u64,
+}
+
+/// Both kinds of ends.
+#[derive(Clone, Debug, Default)]
+pub struct Routes {
+    pub(super) entrances: Vec<Entrance>,
+    pub(super) exits: Vec<Exit>,
+    pub(super) relays: Vec<RelayExit>,
+}
+
+/// Why routes cannot be used. The configuration is at fault.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum BadRoute {
+    /// The name does not fit a message, or is empty.
+    #[error("a route's name has 1 to {MAX_NAME_BYTES} bytes: rename the route {name:?}")]
+    Name {
+        /// The name.
+        name: String,
+    },
+    /// Two exits have one name.
+    #[error("two routes have the name {name:?} and a target: rename one on both hosts")]
+    Twice {
+        /// The name.
+        name: String,
+    },
+    /// Two entrances listen at the same place.
+    #[error("two routes listen on {at}: give each its own, {name:?} too")]
+    SameListener {
+        /// Where.
+        at: String,
+        /// The second one's name.
+        name: String,
+    },
+    /// A number that no tunnel can have.
+    #[error("route {name:?} has {lanes} lanes: give it 1 to {MAX_LANES}")]
+    Lanes {
+        /// The route's name.
+        name: String,
+        /// The number.
+        lanes: u16,
+    },
+    /// Less than a chunk, or more than all channels may have.
+    #[error(
+        "route {name:?} has a window of {bytes} bytes: give it at least {LEAST_WINDOW_BYTES} and \
+         at most {MAX_WINDOW_BYTES}"
+    )]
+    Window {
+        /// The route's name.
+        name: String,
+        /// The number.
+        bytes: u64,
+    },
+    /// Somebody must be named.
+    #[error(
+        "route {name:?} would serve whoever has a certificate of the authority: name the peers"
+    )]
+    Anybody {
+        /// The route's name.
+        name: String,
+    },
+    /// There is no program.
+    #[error("route {name:?} executes nothing: give the program and its arguments")]
+    Exec {
+        /// The route's name.
+        name: String,
+    },
+    /// A route listens at its own target.
+    #[error(
+        "route {name:?}: listen {at:?} is also its target {target:?}, and the hypervisor that \
+         binds the target would replace the tunnel's socket: give listen another place, or leave \
+         it out and open a listener for each VM"
+    )]
+    OwnTarget {
+        /// The route's name.
+        name: String,
+        /// Where it listens.
+        at: String,
+        /// Its target, as it is written.
+        target: String,
+    },
+    /// What a peer sends would come out at a listener that leads back to that peer.
+    #[error(
+        "route {name:?}: its target {target:?} is where route {other:?} listens, which leads back \
+         to the same peer: give the target another place, or the listen of route {other:?}"
+    )]
+    Circle {
+        /// The name of the route with the target.
+        name: String,
+        /// The name of the route that listens there.
+        other: String,
+        /// The target, as it is written.
+        target: String,
+    },
+    /// The target has places for parameters that cannot be.
+    #[error("the target of route {name:?} cannot be: {why}")]
+    Place {
+        /// The route's name.
+        name: String,
+        /// Why.
+        why: BadPlace,
+    },
+}
+
+impl BadRoute {
+    /// The name of the route that is to be changed.
+    pub fn route(&self) -> &str {
+        match self {
+            Self::Name { name }
+            | Self::Twice { name }
+            | Self::SameListener { name, .. }
+            | Self::Lanes { name, .. }
+            | Self::Window { name, .. }
+            | Self::Anybody { name }
+            | Self::Exec { name }
+            | Self::OwnTarget { name, .. }
+            | Self::Circle { name, .. }
+            | Self::Place { name, .. } => name,
+        }
+    }
+}
+
+/// The largest window of a channel, in bytes: 100 Gbit/s over a round trip of
+/// 80 ms.
+pub const MAX_WINDOW_BYTES: u64 = 1 << 30;
+
+impl Routes {
+    /// Routes that fit together.
+    ///
+    /// # Errors
+    /// [`BadRoute`] names the first that does not.
+    pub fn new(entrances: Vec<Entrance>, exits: Vec<Exit>) -> Result<Self, BadRoute> {
+        let mut listeners = BTreeSet::new();
+        for entrance in &entrances {
+            let name = || entrance.route.clone();
+            check(&entrance.route, &entrance.peers, entrance.window_bytes)?;
+            if entrance.lanes == 0 || entrance.lanes > MAX_LANES {
+                let lanes = entrance.lanes;
+                return Err(BadRoute::Lanes {
+                    name: name(),
+                    lanes,
+                });
+            }
+            // Port 0 is another one each time.
+            let any_port = matches!(entrance.listen, Listen::Tcp(at) if at.port() == 0);
+            let nowhere = entrance.listen == Listen::OnDemand;
+            if !listeners.insert(&entrance.listen) && !any_port && !nowhere {
+                return Err(BadRoute::SameListener {
+                    at: entrance.listen.to_string(),
+                    name: name(),
+                });
+            }
+        }
+        let mut names = BTreeSet::new();
+        for exit in &exits {
+            let name = || exit.route.clone();
+            check(&exit.route, &exit.allow, exit.window_bytes)?;
+            if !names.insert(&exit.route) {
+                return Err(BadRoute::Twice { name: name() });
+            }
+            check_target(&exit.route, &exit.target)?;
+            check_circle(&exit.route, &exit.target, &exit.allow, &entrances)?;
+        }
+        Ok(Self {
+            entrances,
+            exits,
+            relays: Vec::new(),
+        })
+    }
+}
+
+pub(super) fn check_target(name: &str, target: &Target) -> Result<(), BadRoute> {
+    if matches!(target, Target::Exec(words) if words.is_empty()) {
+        let name = name.to_owned();
+        return Err(BadRoute::Exec { name });
+    }
+    if let Err(why) = target.parameter() {
+        let name = name.to_owned();
+        return Err(BadRoute::Place { name, why });
+    }
+    Ok(())
+}
+
+/// Refuses a target at which one of this host's routes listens, where that is a mistake: the same
+/// route, or one that leads back to a peer that may use the target. A target that is the listener
+/// of a route to another host is a chain of tunnels and allowed.
+pub(super) fn check_circle(
+    name: &str,
+    target: &Target,
+    allow: &Peers,
+    entrances: &[Entrance],
+) -> Result<(), BadRoute> {
+    for entrance in entrances {
+        if !target.may_be(&entrance.listen) {
+            continue;
+        }
+        let (name, target) = (name.to_owned(), target.to_string());
+        if entrance.route == name {
+            let at = entrance.listen.to_string();
+            return Err(BadRoute::OwnTarget { name, at, target });
+        }
+        if allow.share_one(&entrance.peers) {
+            let other = entrance.route.clone();
+            return Err(BadRoute::Circle {
+                name,
+                other,
+                target,
+            });
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn check(name: &str, peers: &Peers, window_bytes: u64) -> Result<(), BadRoute> {
+    if name.is_empty() || name.len() > MAX_NAME_BYTES {
+        let name = name.to_owned();
+        return Err(BadRoute::Name { name });
+    }
+    if *peers == Peers::AnyFromAuthority {
+        let name = name.to_owned();
+        return Err(BadRoute::Anybody { name });
+    }
+    if !(LEAST_WINDOW_BYTES..=MAX_WINDOW_BYTES).contains(&window_bytes) {
+        return Err(BadRoute::Window {
+            name: name.to_owned(),
+            bytes: window_bytes,
+        });
+    }
+    Ok(())
+}
+
+impl std::fmt::Display for Listen {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Unix(path) => write!(formatter, "unix:{}", path.display()),
+            Self::Tcp(address) => write!(formatter, "tcp:{address}"),
+            Self::Passed(name) => write!(formatter, "systemd:{name}"),
+            Self::OnDemand => formatter.write_str("nothing until it is asked for"),
+        }
+    }
+}
+
+impl Target {
+    /// The name of the parameter that it has a place for, if it has one.
+    ///
+    /// # Errors
+    /// [`BadPlace`]: its places cannot be.
+    pub fn parameter(&self) -> Result<Option<String>, BadPlace> {
+        place(self)
+    }
+
+    /// Whether a connection to this target, with some parameter, can be one to that listener.
+    /// Paths are compared as they are written; what links and mounts make of them is not looked
+    /// at.
+    fn may_be(&self, listen: &Listen) -> bool {
+        match (self, listen) {
+            (Self::Unix(target), Listen::Unix(listen)) => may_be_path(target, listen),
+            (Self::Tcp(to), Listen::Tcp(at)) => is_port_of(to, *at),
+            _ => false,
+        }
+    }
+}
+
+/// Whether a host and port, as written, is a listener of this host.
+fn is_port_of(to: &str, listen: SocketAddr) -> bool {
+    let Some((host, port)) = to.rsplit_once(':') else {
+        return false;
+    };
+    if port.parse() != Ok(listen.port()) {
+        return false;
+    }
+    let host = host.trim_start_matches('[').trim_end_matches(']');
+    let at = listen.ip().to_canonical();
+    if host.eq_ignore_ascii_case("localhost") {
+        return at.is_loopback() || at.is_unspecified();
+    }
+    let Ok(address) = host.parse::<IpAddr>() else {
+        return false;
+    };
+    let address = address.to_canonical();
+    // Connecting to the unspecified address is connecting to this host; listening there takes every
+    // address of this host, of which loopback's are known.
+    address == at
+        || (at.is_unspecified() && address.is_loopback())
+        || (address.is_unspecified() && (at.is_loopback() || at.is_unspecified()))
+}
+
+impl std::fmt::Display for Target {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Unix(path) => write!(formatter, "unix:{}", path.display()),
+            Self::Tcp(to) => write!(formatter, "tcp:{to}"),
+            Self::Exec(words) => write!(formatter, "exec:{}", words.join(" ")),
+        }
+    }
+}
+
+/// The limits of a tunnel, all with defaults.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Channels of one peer that are alive at the same time, 1 to 4096.
+    pub channels: usize,
+    /// Bytes of all channels of a peer that wait on this side (I8); at least
+    /// 256 KiB for each of its channels.
+    pub peer_bytes: u64,
+    /// Associations that peers may have here at the same time.
+    pub associations: usize,
+    /// Lanes that this side opens to a peer that made the association, unless
+    /// that takes fewer.
+    pub lanes: u16,
+    /// After how long a peer counts as gone that has vanished without a word;
+    /// at least a second. Half of it is spent on noticing, half on coming back.
+    pub vanished: Duration,
+    /// How long a connection to a target may take to be made.
+    pub connect: Duration,
+    /// Records of a lane after which it is replaced; what its key is good for is
+    /// the most.
+    pub lane_records: u64,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            channels: DEFAULT_CHANNELS,
+            peer_bytes: DEFAULT_PEER_BYTES,
+            associations: 64,
+            lanes: DEFAULT_LANES,
+            vanished: Duration::from_secs(10),
+            connect: Duration::from_secs(10),
+            lane_records: RECORD_LIMIT,
+        }
+    }
+}
+
+/// A lane of fewer records would carry little but its own beginning and end.
+const LEAST_RECORDS: u64 = 1024;
+
+/// Lanes of a route that does not say how many.
+pub const DEFAULT_LANES: u16 = 4;
+/// The window of a route that does not say how large, in bytes (I8).
+pub const WINDOW_BYTES: u64 = DEFAULT_WINDOW_BYTES;
+
+impl Limits {
+    /// The same, each within what there can be.
+    pub(super) fn bounded(self) -> Self {
+        let channels = self.channels.clamp(1, MAX_CHANNELS);
+        Self {
+            channels,
+            peer_bytes: self.peer_bytes.max(channels as u64 * LEAST_WINDOW_BYTES),
+            associations: self.associations.max(1),
+            lanes: self.lanes.clamp(1, MAX_LANES),
+            vanished: self.vanished.max(Duration::from_secs(1)),
+            connect: self.connect.max(Duration::from_millis(1)),
+            lane_records: self.lane_records.clamp(LEAST_RECORDS, RECORD_LIMIT),
+        }
+    }
+
+    /// How long the control lane may be silent.
+    pub(super) fn silence(&self) -> Duration {
+        self.vanished / 2
+    }
+
+    pub(super) fn patience(&self) -> Patience {
+        let half_ns = u64::try_from(self.silence().as_nanos()).unwrap_or(u64::MAX);
+        let usual = Patience::default();
+        Patience {
+            progress_ns: half_ns.min(usual.progress_ns),
+            alone_ns: half_ns,
+            ..usual
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn peers() -> Peers {
+        ["host.test".parse().unwrap()].into_iter().collect()
+    }
+
+    fn entrance() -> Entrance {
+        Entrance {
+            route: "ram".to_owned(),
+            listen: Listen::Unix("/run/ram".into()),
+            to: "host.test:1".to_owned(),
+            peers: peers(),
+            lanes: 4,
+            window_bytes: WINDOW_BYTES,
+            mode: Mode::Stripe,
+        }
+    }
+
+    fn exit() -> Exit {
+        Exit {
+            route: "ram".to_owned(),
+            allow: peers(),
+            target: Target::Unix("/run/in".into()),
+            window_bytes: WINDOW_BYTES,
+        }
+    }
+
+    #[test]
+    fn a_route_that_listens_at_its_own_target_is_refused() {
+        let both = |listen: &str, target: &str| {
+            let listen = match listen.strip_prefix("tcp:") {
+                Some(at) => Listen::Tcp(at.parse().unwrap()),
+                None => Listen::Unix(listen.into()),
+            };
+            let target = match target.strip_prefix("tcp:") {
+                Some(to) => Target::Tcp(to.to_owned()),
+                None => Target::Unix(target.into()),
+            };
+            let entrance = Entrance {
+                listen,
+                ..entrance()
+            };
+            Routes::new(vec![entrance], vec![Exit { target, ..exit() }])
+        };
+        for (listen, target) in [
+            ("/run/a", "/run/a"),
+            ("/run//a", "/run/a"),
+            ("/run/a", "/run/./a/"),
+            ("/run/x/../a", "/run/a"),
+            ("/../run/a", "/run/a"),
+            ("/run/web.sock", "/run/{vm}.sock"),
+            ("/run/{vm}.sock", "/run/{vm}.sock"),
+            ("/run/web/web.sock", "/run/{vm}/{vm}.sock"),
+            ("/run//web/./in", "/run/{vm}/in"),
+            ("/web", "/{vm}"),
+            ("tcp:127.0.0.1:4444", "tcp:127.0.0.1:4444"),
+            ("tcp:127.0.0.1:4444", "tcp:localhost:4444"),
+            ("tcp:0.0.0.0:4444", "tcp:127.0.0.1:4444"),
+            ("tcp:[::]:4444", "tcp:127.0.0.1:4444"),
+            ("tcp:[::1]:4444", "tcp:[::1]:4444"),
+            ("tcp:0.0.0.0:4444", "tcp:127.0.0.2:4444"),
+            ("tcp:127.0.0.1:4444", "tcp:0.0.0.0:4444"),
+            ("tcp:0.0.0.0:4444", "tcp:0.0.0.0:4444"),
+            ("tcp:0.0.0.0:4444", "tcp:LocalHost:4444"),
+            ("tcp:192.0.2.1:4444", "tcp:[::ffff:192.0.2.1]:4444"),
+        ] {
+            let refused = both(listen, target);
+            let is_it = matches!(&refused, Err(BadRoute::OwnTarget { name, .. }) if name == "ram");
+            assert!(is_it, "{listen} {target}: {refused:?}");
+        }
+        for (listen, target) in [
+            ("/run/a", "/run/b"),
+            ("/run/a/b", "/run/a"),
+            ("/run/a", "/run/A"),
+            ("/run/web.sock", "/run/in/{vm}.sock"),
+            ("/run/web/db.sock", "/run/{vm}/{vm}.sock"),
+            ("/run/a/b.sock", "/run/{vm}.sock"),
+            ("/run/.sock", "/run/{vm}.sock"),
+            ("/run/-x", "/run/{vm}"),
+            ("/run/a b", "/run/{vm}"),
+            ("/run/x.sock", "/run/x.sock{vm}x.sock"),
+            ("tcp:127.0.0.1:4444", "tcp:127.0.0.1:4445"),
+            ("tcp:127.0.0.1:4444", "tcp:192.0.2.1:4444"),
+            ("tcp:127.0.0.1:4444", "tcp:127.0.0.2:4444"),
+            ("tcp:127.0.0.2:4444", "tcp:[::1]:4444"),
+            ("tcp:192.0.2.1:4444", "tcp:localhost:4444"),
+            ("tcp:192.0.2.1:4444", "tcp:0.0.0.0:4444"),
+            // Whether that address is this host's is not known here.
+            ("tcp:0.0.0.0:4444", "tcp:192.0.2.1:4444"),
+            ("tcp:127.0.0.1:4444", "tcp:host.test:4444"),
+        ] {
+            let taken = both(listen, target);
+            assert!(taken.is_ok(), "{listen} {target}: {taken:?}");
+        }
+    }
+
+    #[test]
+    fn a_target_that_is_another_routes_listener_may_lead_on_but_not_back() {
+        let chained = |peer: &str| {
+            let out = Entrance {
+                route: "out".to_owned(),
+                peers: [peer.parse().unwrap()].into_iter().collect(),
+                ..entrance()
+            };
+            let into = Exit {
+                target: Target::Unix("/run//ram".into()),
+                ..exit()
+            };
+            Routes::new(vec![out], vec![into])
+        };
+        assert!(chained("third.test").is_ok());
+        let back = chained("host.test").unwrap_err();
+        assert_eq!(back.route(), "ram");
+        assert!(
+            matches!(&back, BadRoute::Circle { other, .. } if other == "out"),
+            "{back}"
+        );
+        // The same name is the same route, whomever it leads to.
+        let same = Entrance {
+            peers: ["third.test".parse().unwrap()].into_iter().collect(),
+            listen: Listen::Unix("/run/in".into()),
+            ..entrance()
+        };
+        let same = Routes::new(vec![same], vec![exit()]);
+        assert!(matches!(same, Err(BadRoute::OwnTarget { .. })), "{same:?}");
+        // A relay's target is one too.
+        let relay = RelayExit {
+            route: "ram".to_owned(),
+            listen: "127.0.0.1:1".parse().unwrap(),
+            allow: peers(),
+            target: Target::Unix("/run/ram".into()),
+            oldest_tls: OldestTls::default(),
+        };
+        let relayed = Routes::new(vec![entrance()], Vec::new()).unwrap();
+        let relayed = relayed.with_relays(vec![relay]);
+        assert!(
+            matches!(relayed, Err(BadRoute::OwnTarget { .. })),
+            "{relayed:?}"
+        );
+    }
+
+    #[test]
+    fn i7_routes_that_nobody_can_have_are_named() {
+        assert!(Routes::new(vec![entrance()], vec![exit()]).is_ok());
+        let bad = |change: fn(&mut Entrance)| {
+            let mut one = entrance();
+            change(&mut one);
+            Routes::new(vec![one], Vec::new()).unwrap_err().to_string()
+        };
+        for (error, word) in [
+            (bad(|one| one.route.clear()), "1 to 255"),
+            (bad(|one| one.lanes = 0), "1 to 128"),
+            (bad(|one| one.lanes = 129), "1 to 128"),
+            (bad(|one| one.window_bytes = 1), "262144"),
+            (bad(|one| one.window_bytes = 2 << 30), "1073741824"),
+            (
+                bad(|one| one.peers = Peers::AnyFromAuthority),
+                "name the peers",
+            ),
+        ] {
+            assert!(error.contains(word), "{error}");
+        }
+        let twice = Routes::new(vec![entrance(), entrance()], Vec::new());
+        assert!(matches!(twice, Err(BadRoute::SameListener { .. })));
+        let twice = Routes::new(Vec::new(), vec![exit(), exit()]);
+        assert!(matches!(twice, Err(BadRoute::Twice { .. })));
+        let nothing = Exit {
+            target: Target::Exec(Vec::new()),
+            ..exit()
+        };
+        let nothing = Routes::new(Vec::new(), vec![nothing]);
+        assert!(matches!(nothing, Err(BadRoute::Exec { .. })));
+        let any_host = Exit {
+            target: Target::Tcp("{host}:1".to_owned()),
+            ..exit()
+        };
+        let any_host = Routes::new(Vec::new(), vec![any_host]);
+        assert!(matches!(any_host, Err(BadRoute::Place { .. })));
+        // Any number of routes may wait to be asked for a listener.
+        let asked = |route: &str| Entrance {
+            route: route.to_owned(),
+            listen: Listen::OnDemand,
+            ..entrance()
+        };
+        assert!(Routes::new(vec![asked("one"), asked("two")], Vec::new()).is_ok());
+    }
+
+    #[test]
+    fn limits_are_brought_within_what_there_can_be() {
+        let wild = Limits {
+            channels: 1 << 20,
+            peer_bytes: 0,
+            associations: 0,
+            lanes: 1000,
+            vanished: Duration::ZERO,
+            connect: Duration::ZERO,
+            lane_records: 0,
+        };
+        let Limits {
+            channels,
+            peer_bytes,
+            associations,
+            lanes,
+            ..
+        } = wild.bounded();
+        assert_eq!((channels, associations, lanes), (4096, 1, 128));
+        assert_eq!(peer_bytes, 4096 * LEAST_WINDOW_BYTES);
+        assert_eq!(Limits::default().bounded(), Limits::default());
+    }
+}

@@ -1,0 +1,253 @@
+//! A lane of the peer: its thread opens what comes, puts it in order, and writes
+//! what is next to its channel's socket.
+//!
+//! A consumer that is a little late is waited for, since handing its bytes to
+//! another thread costs more than it takes to read them. One that is later than
+//! that is left to the poller, and what comes for it is kept (I8): so a stalled
+//! channel holds no lane up.
+
+use std::io;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use dunlin_proto::stripe::frame::{Data, FRAME_HEADER_BYTES, Frame};
+use dunlin_proto::stripe::{Arrival, Delivery};
+use dunlin_sys::epoll::Readiness;
+use dunlin_sys::socket::wait_writable;
+use vm_memory::VolatileSlice;
+
+use super::event::Event;
+use super::hub::{Core, Hub, WAKE, Way};
+use super::piece::Piece;
+use super::socket::Socket;
+use dunlin_lane::accept::LaneSocket;
+use dunlin_lane::admit::{AdmitError, admit};
+use dunlin_lane::data::{DataReceiver, ReceiveError};
+use dunlin_lane::peers::PeerIdentity;
+
+/// How long a lane waits for a consumer, for all of what it has to write at a time.
+///
+/// Formula: a consumer that has just been woken reads within some tens of
+/// microseconds; one that is not running gets its turn within a scheduler's
+/// slice of a few milliseconds.
+/// Drawback: a channel that stalls holds up a lane for so long, once.
+/// Alternative: none at all; then bulk costs two more wake-ups for each piece.
+const PATIENCE: Duration = Duration::from_millis(2);
+
+/// The body of a lane's thread. The core has admitted the lane.
+pub(super) fn run(hub: &Arc<Hub>, lane: u16, socket: LaneSocket) {
+    let result = receiver(hub, socket).and_then(|receiver| receive_all(hub, lane, receiver));
+    let mut core = hub.lock();
+    core.cutters.remove(&(Way::In, lane));
+    core.association.admitted_over(lane);
+    hub.settle(&mut core);
+    let is_over = core.over.is_some();
+    drop(core);
+    if let Err(error) = result
+        && !is_over
+    {
+        let why = format!("the peer's lane {lane} was lost: {error}");
+        hub.site.tell(Event::LaneLost { lane, why });
+    }
+}
+
+/// What opens the lane's bytes. One that is not protected as agreed is refused here (I6); nothing
+/// of it has been read but the proof that it is the association's.
+fn receiver(hub: &Hub, socket: LaneSocket) -> Result<DataReceiver, AdmitError> {
+    let sealed = hub.site.sealed.as_ref();
+    let is_peer = |peer: &PeerIdentity| hub.terms.is_the_peer(peer);
+    admit(hub.terms.security, false, sealed, socket, &is_peer)
+}
+
+fn receive_all(hub: &Arc<Hub>, lane: u16, mut receiver: DataReceiver) -> Result<(), AdmitError> {
+    let canceller = receiver.canceller();
+    {
+        let mut core = hub.lock();
+        if core.over.is_some() {
+            return Ok(());
+        }
+        core.cutters
+            .insert((Way::In, lane), Box::new(move || canceller.shutdown()));
+    }
+    let mut header = [0; FRAME_HEADER_BYTES];
+    loop {
+        if !receiver.next(&mut header, None)? {
+            return Err(ReceiveError::ClosedInside.into());
+        }
+        match Frame::decode(&header) {
+            Ok(Frame::Data(data)) => {
+                let piece = hub.pool.take(data.length() as usize);
+                piece.with(|bytes| {
+                    receiver.payload_into(std::iter::once(VolatileSlice::from(bytes)))
+                })?;
+                if !arrived(hub, lane, &data, piece) {
+                    return Ok(());
+                }
+            }
+            Ok(Frame::End { frames }) => {
+                let mut core = hub.lock();
+                if let Err(fault) = core.association.lane_ended(lane, frames) {
+                    hub.broken(&mut core, &fault);
+                }
+                drop(core);
+                // The peer may be gone already.
+                let _ = receiver.close();
+                return Ok(());
+            }
+            Err(error) => {
+                let mut core = hub.lock();
+                hub.broken(&mut core, &error);
+                return Ok(());
+            }
+        }
+    }
+}
+
+/// A whole piece has come. False where the association is over.
+fn arrived(hub: &Arc<Hub>, lane: u16, data: &Data, piece: Piece) -> bool {
+    let mut core = hub.lock();
+    let channel = data.channel();
+    let now_ns = hub.now_ns();
+    let arrival = core.association.arrived(lane, data, now_ns);
+    let turn = match arrival {
+        Ok(Arrival::Drop) => Ok(None),
+        Ok(Arrival::Deliver) => Ok(Some(Delivery {
+            channel,
+            offset: data.offset(),
+            length: data.length(),
+            token: piece,
+        })),
+        Ok(Arrival::Keep) => core.association.keep(lane, data, piece, now_ns),
+        Err(fault) => Err(fault),
+    };
+    match turn {
+        Err(fault) => hub.broken(&mut core, &fault),
+        Ok(turn) => {
+            hub.settle(&mut core);
+            let socket = core
+                .channels
+                .get(&channel)
+                .map(|one| Arc::clone(&one.socket));
+            let over = core.over.is_some();
+            drop(core);
+            if let (Some(turn), Some(socket)) = (turn, socket) {
+                deliver(hub, &socket, turn, Some(Instant::now() + PATIENCE));
+            }
+            return !over;
+        }
+    }
+    false
+}
+
+/// Writes a piece and all that follow it. Without a deadline, or when it has
+/// passed, what a full socket does not take is left to the poller.
+fn deliver(hub: &Arc<Hub>, socket: &Socket, turn: Delivery<Piece>, until: Option<Instant>) {
+    let channel = turn.channel;
+    let mut piece = turn.token;
+    loop {
+        let mut written = 0;
+        let result = piece.with(|bytes| write(socket, bytes, until, &mut written));
+        let mut core = hub.lock();
+        let now_ns = hub.now_ns();
+        if let Err(error) = result {
+            if hub.fail(&mut core, channel, &error, now_ns) {
+                // The rest is discarded and counted, like the data behind it.
+                let rest = piece.behind(written);
+                core.association
+                    .wrote(channel, written as u32, rest, now_ns);
+            }
+            hub.settle(&mut core);
+            return;
+        }
+        let rest = piece.behind(written);
+        let is_stuck = rest.is_some();
+        let next = core
+            .association
+            .wrote(channel, written as u32, rest, now_ns);
+        hub.settle(&mut core);
+        // Asked for under the lock: whoever has the next turn may ask for
+        // something else, and the last to ask is heard.
+        let wait_for = match next {
+            Some(next) => {
+                piece = next.token;
+                continue;
+            }
+            None if is_stuck => Readiness::Write,
+            None if until.is_none() => Readiness::Failure,
+            None => return,
+        };
+        // Fails only where the channel has gone.
+        let _ = hub.writes.again(socket, u64::from(channel), wait_for);
+        return;
+    }
+}
+
+/// Writes as much of `bytes` as the socket takes in time, and counts it in
+/// `written`.
+fn write(
+    socket: &Socket,
+    bytes: &[u8],
+    until: Option<Instant>,
+    written: &mut usize,
+) -> io::Result<()> {
+    while *written < bytes.len() {
+        match socket.write(&bytes[*written..]) {
+            Ok(count) => *written += count,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => match until {
+                Some(until) if wait_writable(socket, until)? => {}
+                _ => return Ok(()),
+            },
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+/// The body of the poller: goes on with sockets that were full, and finds those
+/// that have failed while nobody reads or writes them.
+pub(super) fn poll(hub: &Arc<Hub>) {
+    let mut ready = Vec::new();
+    loop {
+        ready.clear();
+        // As in the lanes' threads.
+        let _ = hub.writes.wait(&mut ready, None);
+        for one in &ready {
+            let mut core = hub.lock();
+            if core.over.is_some() {
+                return;
+            }
+            let Ok(channel) = u32::try_from(one.token) else {
+                debug_assert_eq!(one.token, WAKE);
+                hub.write_wakeup.clear();
+                continue;
+            };
+            if one.failed && fails(hub, &mut core, channel) {
+                continue;
+            }
+            let socket = core
+                .channels
+                .get(&channel)
+                .map(|one| Arc::clone(&one.socket));
+            let turn = core.association.writable(channel);
+            drop(core);
+            if let (Some(socket), Some(turn)) = (socket, turn) {
+                deliver(hub, &socket, turn, None);
+            }
+        }
+    }
+}
+
+/// Fails a channel whose socket tells that it was reset. What a unix socket has
+/// received is read first, and its error then.
+fn fails(hub: &Arc<Hub>, core: &mut Core, channel: u32) -> bool {
+    let Some(one) = core.channels.get(&channel) else {
+        return true;
+    };
+    if !one.socket.tells_resets() {
+        return false;
+    }
+    let error = one.socket.error();
+    hub.fail(core, channel, &error, hub.now_ns());
+    hub.settle(core);
+    true
+}

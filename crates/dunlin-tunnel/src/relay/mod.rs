@@ -1,0 +1,507 @@
+//! Relays: a connection of a hypervisor carried one-to-one on a TLS connection of its own, without
+//! any framing, so that the other end may be any program that speaks TLS.
+//!
+//! ```text
+//!  hypervisor ─▶ entrance ─▶ line ─▶ channel ══ TLS ══▶ any server
+//!  hypervisor ◀── target ◀── line ◀─ channel ◀═ TLS ═══ port ◀── any client
+//! ```
+//!
+//! - `port`: where TLS clients come in, one for each route.
+//! - here: what waits in line for its other half. A line is an entrance's or a port's; its
+//!   connections are made one after the other, so that they arrive in the order of acceptance.
+//! - `channel`: the two threads that carry bytes, one each way.
+//! - `watch`: one thread for all channels, which finds resets and peers that have vanished.
+//!
+//! An end is passed on as an end: of a hypervisor as *close_notify*, of a peer as what a shutdown
+//! is. All else is an abort and passed on as one, a connection that ends without *close_notify*
+//! too. An idle channel keeps no buffer.
+
+mod channel;
+mod port;
+mod splice;
+mod watch;
+
+use std::collections::{BTreeMap, VecDeque};
+use std::net::{SocketAddr, TcpStream};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use dunlin_proto::fault::FaultCode;
+use dunlin_sys::socket::{Liveness, connect, set_liveness, set_reset_on_close};
+
+use super::event::Event;
+use super::failure::{Failure, harmless};
+use super::meter::Count;
+use super::options::{BadRoute, Entrance, Listen, Mode, Routes, Target};
+use super::parameter::BadPlace;
+use super::site::Site;
+use super::socket::Socket;
+use super::{Identities, Status, TunnelError, target};
+use dunlin_lane::handshake::HandshakeError;
+use dunlin_lane::handshake::relay::{Relayed, client};
+use dunlin_lane::identity::{ClientTls, ServerTls, SettingsError};
+use dunlin_lane::peers::Peers;
+use dunlin_lane::policy::OldestTls;
+use dunlin_lane::reach::first_of;
+use dunlin_lane::record::Alert;
+
+use channel::{Channel, Parts};
+use port::Port;
+use watch::Watch;
+
+/// What a channel holds while it carries bytes, both ways: a share of
+/// [`Limits::peer_bytes`](super::Limits::peer_bytes).
+const CHANNEL_BYTES: u64 = 2 * (560 << 10);
+/// Connections that wait in one line.
+const WAITING: usize = 512;
+
+/// The end of a relay where any TLS client comes in.
+#[derive(Clone, Debug)]
+pub struct RelayExit {
+    /// The route's name, for the log.
+    pub route: String,
+    /// A port of its own. Nobody gets further there who is not in `allow`.
+    pub listen: SocketAddr,
+    /// Who may use it.
+    pub allow: Peers,
+    /// What its channels are connected to.
+    pub target: Target,
+    /// The oldest TLS that clients may speak.
+    pub oldest_tls: OldestTls,
+}
+
+impl Routes {
+    /// The same with relays' ports; a relay's other end is an [`Entrance`] of that mode.
+    ///
+    /// # Errors
+    /// [`BadRoute`] names the first that does not fit.
+    pub fn with_relays(mut self, exits: Vec<RelayExit>) -> Result<Self, BadRoute> {
+        for (position, exit) in exits.iter().enumerate() {
+            let name = exit.route.clone();
+            super::options::check(&exit.route, &exit.allow, super::WINDOW_BYTES)?;
+            super::options::check_target(&exit.route, &exit.target)?;
+            super::options::check_circle(&exit.route, &exit.target, &exit.allow, &self.entrances)?;
+            if let Ok(Some(_)) = exit.target.parameter() {
+                let why = BadPlace::Relay;
+                return Err(BadRoute::Place { name, why });
+            }
+            let earlier = &exits[..position];
+            let names = self.exits.iter().map(|one| &one.route);
+            if names
+                .chain(earlier.iter().map(|one| &one.route))
+                .any(|one| *one == name)
+            {
+                return Err(BadRoute::Twice { name });
+            }
+            let entrances = self.entrances.iter().map(|one| &one.listen);
+            let mut listeners = earlier.iter().map(|one| Listen::Tcp(one.listen));
+            let listen = Listen::Tcp(exit.listen);
+            if exit.listen.port() != 0
+                && (listeners.any(|one| one == listen)
+                    || entrances.into_iter().any(|one| *one == listen))
+            {
+                let at = listen.to_string();
+                return Err(BadRoute::SameListener { at, name });
+            }
+        }
+        self.relays = exits;
+        Ok(self)
+    }
+}
+
+impl Identities {
+    fn relay_client(
+        &self,
+        peers: Peers,
+        oldest: OldestTls,
+        to: &str,
+    ) -> Result<ClientTls, SettingsError> {
+        let host = to.rsplit_once(':').map_or(to, |(host, _)| host);
+        self.connecting
+            .relay_client(&self.crypto, peers, oldest, host)
+    }
+
+    fn relay_server(&self, exit: &RelayExit) -> Result<ServerTls, SettingsError> {
+        let allow = exit.allow.clone();
+        self.accepting
+            .relay_server(&self.crypto, allow, exit.oldest_tls)
+    }
+}
+
+/// A listener whose connections are made in order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Line {
+    Entrance(u64),
+    Port(u64),
+}
+
+/// Half of a channel.
+enum Half {
+    Accepted(Box<Entrance>, Socket),
+    Authenticated(Box<RelayExit>, Box<Relayed>),
+}
+
+/// A peer's count of channels; given back when this is dropped.
+struct Place(Arc<AtomicUsize>);
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// All relays of a tunnel.
+#[derive(Default)]
+pub(super) struct Relays {
+    state: Mutex<State>,
+    ports: Mutex<Vec<Port>>,
+    /// Programs of all peers that have been started and not ended.
+    programs: Arc<AtomicUsize>,
+}
+
+/// Ports as they are to be.
+pub(super) struct Ports {
+    fresh: Vec<Port>,
+    stay: Vec<(RelayExit, ServerTls)>,
+}
+
+#[derive(Default)]
+struct State {
+    next: u32,
+    channels: BTreeMap<u32, Arc<Channel>>,
+    /// A line that is here has a thread that makes its connections.
+    lines: BTreeMap<Line, VecDeque<(Half, Place)>>,
+    /// Channels of each peer, made or being made.
+    peers: BTreeMap<String, Arc<AtomicUsize>>,
+    watch: Option<Arc<Watch>>,
+    over: bool,
+}
+
+impl Relays {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn lock_ports(&self) -> MutexGuard<'_, Vec<Port>> {
+        self.ports.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Opens the ports that are new; the others are as before until [`Self::open`].
+    ///
+    /// # Errors
+    /// [`TunnelError`]; all are as before then.
+    pub(super) fn prepare(
+        &self,
+        site: &Arc<Site>,
+        identities: &Identities,
+        routes: &Routes,
+    ) -> Result<Ports, TunnelError> {
+        let ports = self.lock_ports();
+        let (mut fresh, mut stay) = (Vec::new(), Vec::new());
+        for exit in &routes.relays {
+            let tls = identities.relay_server(exit)?;
+            if ports.iter().any(|port| port.is_at(exit)) {
+                stay.push((exit.clone(), tls));
+                continue;
+            }
+            let port =
+                Port::open(site, exit.clone(), tls).map_err(|error| TunnelError::Listen {
+                    route: exit.route.clone(),
+                    listen: Listen::Tcp(exit.listen),
+                    error,
+                })?;
+            fresh.push(port);
+        }
+        Ok(Ports { fresh, stay })
+    }
+
+    /// Renews the ports that stay, closes those that are no more, and keeps the new ones.
+    pub(super) fn open(&self, Ports { fresh, stay }: Ports) {
+        let mut ports = self.lock_ports();
+        ports.retain(|port| {
+            let own = stay.iter().find(|(exit, _)| port.is_at(exit));
+            if let Some((exit, tls)) = own {
+                port.renew(exit.clone(), tls);
+            }
+            own.is_some()
+        });
+        ports.extend(fresh);
+    }
+
+    pub(super) fn close_ports(&self) {
+        self.lock_ports().clear();
+    }
+
+    /// Where its ports are, by their routes' names.
+    pub(super) fn ports(&self) -> Vec<(String, SocketAddr)> {
+        let of = |port: &Port| (port.route(), port.address);
+        self.lock_ports().iter().map(of).collect()
+    }
+
+    /// A connection was accepted at an entrance. Connections of one entrance come here in the
+    /// order in which they were accepted.
+    pub(super) fn carry(
+        site: &Arc<Site>,
+        entrance: &Entrance,
+        listener: u64,
+        parameter: &str,
+        socket: Socket,
+    ) {
+        if !parameter.is_empty() {
+            let text = format!(
+                "route {:?} is a relay, which says no parameter",
+                entrance.route
+            );
+            let failure = Failure::new(FaultCode::ParameterRefused, text);
+            return Half::Accepted(Box::new(entrance.clone()), socket).refuse(site, failure);
+        }
+        let (peer, line) = (entrance.to.clone(), Line::Entrance(listener));
+        let half = Half::Accepted(Box::new(entrance.clone()), socket);
+        Self::wait(site, line, &peer, half);
+    }
+
+    /// A TLS client has been let in at a port.
+    fn take(site: &Arc<Site>, port: u64, exit: RelayExit, relayed: Box<Relayed>) {
+        let peer = relayed.peer.to_string();
+        let half = Half::Authenticated(Box::new(exit), relayed);
+        Self::wait(site, Line::Port(port), &peer, half);
+    }
+
+    /// Puts a half in line, or refuses it.
+    fn wait(site: &Arc<Site>, line: Line, peer: &str, half: Half) {
+        let limits = &site.limits;
+        let most = usize::try_from(limits.peer_bytes / CHANNEL_BYTES).unwrap_or(usize::MAX);
+        let most = most.clamp(1, limits.channels);
+        let mut state = site.relays.lock();
+        if state.over || site.is_draining() {
+            drop(state);
+            let failure = Failure::new(FaultCode::Ended, "this tunnel is about to end");
+            return half.refuse(site, failure);
+        }
+        state
+            .peers
+            .retain(|_, count| count.load(Ordering::SeqCst) > 0);
+        let count = Arc::clone(state.peers.entry(peer.to_owned()).or_default());
+        if count.fetch_add(1, Ordering::SeqCst) >= most {
+            drop(state);
+            drop(Place(count));
+            let text = format!(
+                "{most} channels of {} are open already: raise the limit of channels or of memory",
+                harmless(peer)
+            );
+            return half.refuse(site, Failure::new(FaultCode::Busy, text));
+        }
+        let place = Place(count);
+        if let Some(waiting) = state.lines.get_mut(&line) {
+            if waiting.len() < WAITING {
+                waiting.push_back((half, place));
+                return;
+            }
+            drop(state);
+            let text = format!("{WAITING} connections wait for {} already", harmless(peer));
+            return half.refuse(site, Failure::new(FaultCode::Busy, text));
+        }
+        let waiting = VecDeque::from([(half, place)]);
+        state.lines.insert(line, waiting);
+        drop(state);
+        let own = Arc::clone(site);
+        let serving = site.spawn("dunlin-relay-line".to_owned(), move || {
+            while let Some((half, place)) = own.relays.next(line) {
+                make(&own, half, place);
+            }
+        });
+        if !serving {
+            while let Some((half, _)) = site.relays.next(line) {
+                half.refuse(
+                    site,
+                    Failure::new(FaultCode::Kernel, "no thread can be had"),
+                );
+            }
+        }
+    }
+
+    /// The next in a line; `None` ends it.
+    fn next(&self, line: Line) -> Option<(Half, Place)> {
+        let mut state = self.lock();
+        let next = state.lines.get_mut(&line).and_then(VecDeque::pop_front);
+        if next.is_none() {
+            state.lines.remove(&line);
+        }
+        next
+    }
+
+    /// A channel with both halves; its threads start.
+    fn start(site: &Arc<Site>, route: &str, socket: Socket, relayed: Relayed, place: Place) {
+        let mut state = site.relays.lock();
+        let number = state.next;
+        state.next = state.next.wrapping_add(1);
+        let parts = Parts {
+            number,
+            route: route.to_owned(),
+            socket,
+            relayed,
+            place,
+        };
+        let refuse = |parts: Parts, failure: Failure| {
+            parts.refuse(&failure);
+            let route = route.to_owned();
+            site.tell(Event::Refused { route, failure });
+        };
+        if state.over {
+            drop(state);
+            return refuse(parts, ended());
+        }
+        let watch = Watch::of(site, &mut state.watch)
+            .and_then(|watch| Ok((watch, parts.prepare(site.limits.vanished)?)));
+        let (watch, stops) = match watch {
+            Ok(prepared) => prepared,
+            Err(error) => {
+                drop(state);
+                let text = "no descriptors or threads are left for a channel";
+                let failure = Failure::new(FaultCode::DescriptorLimit, text).because(&error);
+                return refuse(parts, failure);
+            }
+        };
+        let (channel, opening) = Channel::new(site, parts, stops);
+        state.channels.insert(number, Arc::clone(&channel));
+        drop(state);
+        site.tell(Event::Opened {
+            route: route.to_owned(),
+            channel: number,
+        });
+        watch.add(&channel);
+        channel.start(opening);
+    }
+
+    /// A channel is over.
+    fn forget(&self, number: u32) {
+        self.lock().channels.remove(&number);
+    }
+
+    /// Channels that are carried, or are about to be.
+    pub(super) fn channels(&self) -> usize {
+        let state = self.lock();
+        let counts = state.peers.values();
+        counts.map(|count| count.load(Ordering::SeqCst)).sum()
+    }
+
+    pub(super) fn status(&self) -> Vec<Status> {
+        let state = self.lock();
+        state.channels.values().map(|one| one.status()).collect()
+    }
+
+    /// Ends everything at once.
+    pub(super) fn end(site: &Site) {
+        let mut state = site.relays.lock();
+        state.over = true;
+        let channels: Vec<_> = state.channels.values().cloned().collect();
+        let waiting: Vec<_> = state.lines.values_mut().map(std::mem::take).collect();
+        let watch = state.watch.take();
+        drop(state);
+        for (half, _) in waiting.into_iter().flatten() {
+            half.refuse(site, ended());
+        }
+        for channel in channels {
+            channel.abort(ended());
+        }
+        if let Some(watch) = watch {
+            watch.stop();
+        }
+    }
+}
+
+impl Half {
+    fn refuse(self, site: &Site, failure: Failure) {
+        let route = match self {
+            Self::Accepted(entrance, socket) => {
+                socket.fail(&failure);
+                entrance.route
+            }
+            Self::Authenticated(exit, relayed) => {
+                // Fails only where the peer has gone.
+                let _ = set_reset_on_close(&relayed.stream);
+                exit.route
+            }
+        };
+        site.tell(Event::Refused { route, failure });
+    }
+}
+
+fn ended() -> Failure {
+    let text = "this tunnel has ended before the channel did";
+    Failure::new(FaultCode::Ended, text)
+}
+
+/// Finds a half its other half.
+fn make(site: &Arc<Site>, half: Half, place: Place) {
+    let deadline = Instant::now() + site.limits.connect;
+    match half {
+        Half::Accepted(entrance, socket) => match reach(site, &entrance, deadline) {
+            Ok(relayed) => Relays::start(site, &entrance.route, socket, relayed, place),
+            Err(failure) => Half::Accepted(entrance, socket).refuse(site, failure),
+        },
+        Half::Authenticated(exit, relayed) => {
+            match target::open(site, &site.relays.programs, &exit.target, deadline) {
+                Ok(socket) => {
+                    let socket = socket.counted(Count::new(site.meter(&exit.route), None));
+                    Relays::start(site, &exit.route, socket, *relayed, place);
+                }
+                Err(error) => {
+                    let text = format!("route {:?}: {} cannot be reached", exit.route, exit.target);
+                    let failure = Failure::new(FaultCode::TargetUnreachable, text).because(&error);
+                    Half::Authenticated(exit, relayed).refuse(site, failure);
+                }
+            }
+        }
+    }
+}
+
+/// Connects to a relay's peer.
+fn reach(site: &Site, entrance: &Entrance, deadline: Instant) -> Result<Relayed, Failure> {
+    let to = &entrance.to;
+    let oldest = match entrance.mode {
+        Mode::Relay(oldest) => oldest,
+        Mode::Stripe | Mode::StripeOverIpsec => OldestTls::default(),
+    };
+    let tls = site.with_identities(|identities| {
+        let made = identities.relay_client(entrance.peers.clone(), oldest, to);
+        made.map_err(|error| {
+            let text = "our identity cannot be used to connect";
+            Failure::new(FaultCode::Unauthorised, text).because(&error)
+        })
+    })?;
+    let stream = first_of(to, |address| connect(address, deadline)).map_err(|error| {
+        Failure::told(
+            FaultCode::TargetUnreachable,
+            &format!("{to} cannot be reached: {error}"),
+        )
+    })?;
+    client(stream, &tls, deadline).map_err(|error| {
+        let hint = match (&error, oldest) {
+            (
+                HandshakeError::PeerAlert(Alert(70)) | HandshakeError::Incompatible(_),
+                OldestTls::V1_3,
+            ) => "; a peer that speaks nothing newer than TLS 1.2 is allowed with tls = \"1.2\"",
+            _ => "",
+        };
+        let text = format!("no TLS connection to {to}: {error}{hint}");
+        match error.of_control_lane() {
+            FaultCode::ControlLost => Failure::told(FaultCode::TargetUnreachable, &text),
+            code => Failure::new(code, text),
+        }
+    })
+}
+
+/// Keep-alive that notices within `vanished`. How long sent data may stay unacknowledged is for
+/// `watch` to see: the kernel's own limit would also end the connection of a peer that is there
+/// and does not read.
+fn keep_alive(stream: &TcpStream, vanished: Duration) -> std::io::Result<()> {
+    let liveness = Liveness {
+        keepalive_idle: vanished / 2,
+        keepalive_interval: vanished / 8,
+        keepalive_probes: 3,
+        user_timeout: Duration::ZERO,
+    };
+    set_liveness(stream, &liveness)
+}

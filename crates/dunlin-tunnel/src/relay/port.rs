@@ -1,0 +1,121 @@
+//! A relay's port, where any TLS client comes in.
+
+use std::io;
+use std::net::{SocketAddr, TcpListener};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+
+use dunlin_sys::poll::{Waker, waker};
+use dunlin_sys::socket::set_reset_on_close;
+
+use super::{RelayExit, Relays};
+use crate::event::Event;
+use crate::failure::harmless;
+use crate::site::Site;
+use dunlin_lane::accept::{RelayArrival, accept_relayed};
+use dunlin_lane::identity::ServerTls;
+
+/// A port that is open. It is closed when this is dropped; channels stay.
+pub(super) struct Port {
+    pub(super) address: SocketAddr,
+    exit: Arc<Mutex<RelayExit>>,
+    tls: ServerTls,
+    stop: Waker,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Port {
+    /// Opens a port.
+    ///
+    /// # Errors
+    /// It cannot listen there.
+    pub(super) fn open(site: &Arc<Site>, exit: RelayExit, tls: ServerTls) -> io::Result<Self> {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let listener = TcpListener::bind(exit.listen)?;
+        let address = listener.local_addr()?;
+        let (stop, stopped) = waker()?;
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let exit = Arc::new(Mutex::new(exit));
+        let (site, own, own_tls) = (Arc::clone(site), Arc::clone(&exit), tls.clone());
+        let body = move || {
+            let result = accept_relayed(&listener, &own_tls, &stopped, |arrival| {
+                arrived(&site, number, &own, arrival);
+            });
+            if let Err(error) = result {
+                let route = of(&own).route;
+                let text = format!("route {route} takes no TLS clients any more: {error}");
+                site.tell(Event::Warning(text));
+            }
+        };
+        let name = format!("dunlin-relay-port-{number}");
+        let thread = Some(thread::Builder::new().name(name).spawn(body)?);
+        Ok(Self {
+            address,
+            exit,
+            tls,
+            stop,
+            thread,
+        })
+    }
+
+    /// Whether it is where an exit is to be. One that left its port to the kernel is known by its
+    /// route.
+    pub(super) fn is_at(&self, other: &RelayExit) -> bool {
+        let own = of(&self.exit);
+        own.listen == other.listen && (other.listen.port() != 0 || own.route == other.route)
+    }
+
+    pub(super) fn route(&self) -> String {
+        of(&self.exit).route
+    }
+
+    /// Uses other settings for those that come from now on.
+    pub(super) fn renew(&self, exit: RelayExit, tls: &ServerTls) {
+        *self.exit.lock().unwrap_or_else(PoisonError::into_inner) = exit;
+        self.tls.replace(tls);
+    }
+}
+
+impl Drop for Port {
+    fn drop(&mut self) {
+        self.stop.wake();
+        if let Some(thread) = self.thread.take() {
+            // A panic has been printed by its hook.
+            let _ = thread.join();
+        }
+    }
+}
+
+fn of(exit: &Mutex<RelayExit>) -> RelayExit {
+    exit.lock().unwrap_or_else(PoisonError::into_inner).clone()
+}
+
+fn arrived(site: &Arc<Site>, number: u64, exit: &Mutex<RelayExit>, arrival: RelayArrival) {
+    match arrival {
+        RelayArrival::Secured(relayed) => {
+            let exit = of(exit);
+            // It was let in by what was configured when it said its first word.
+            match exit.allow.authorise_further(&relayed.peer) {
+                Ok(_) => Relays::take(site, number, exit, relayed),
+                Err(refused) => {
+                    // Fails only where it has gone.
+                    let _ = set_reset_on_close(&relayed.stream);
+                    site.tell(Event::Rejected {
+                        from: relayed.at.to_string(),
+                        why: harmless(&refused.to_string()),
+                    });
+                }
+            }
+        }
+        RelayArrival::Rejected { from, reason } => site.tell(Event::Rejected {
+            from: from.to_string(),
+            why: harmless(&reason.to_string()),
+        }),
+        RelayArrival::Starved(error) => {
+            let route = of(exit).route;
+            let text = format!("route {route} takes nobody for want of descriptors: {error}");
+            site.tell(Event::Warning(text));
+        }
+    }
+}

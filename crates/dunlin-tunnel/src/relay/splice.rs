@@ -1,0 +1,305 @@
+//! A relay's channel whose records the kernel seals and opens: its bytes go from socket to socket
+//! by splice(2), and never enter this process. What does are the records that are no data.
+
+use std::io;
+use std::sync::TryLockError;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use dunlin_sys::ktls::{self, Received};
+use dunlin_sys::socket::wait_writable;
+use dunlin_sys::splice::Conduit;
+
+use super::channel::{Channel, STALL_LOOK, of_hypervisor};
+use crate::failure::Failure;
+use dunlin_lane::record::{CONTENT_BYTES, OpenError};
+use dunlin_lane::relayed::{Control, Held, Opening, RelayError, Sealing};
+use dunlin_lane::splice::{Stop, Way, wait};
+
+/// What splice(2) says where the next record is no data (net/tls/tls_sw.c).
+const EINVAL: i32 = 22;
+
+impl Channel {
+    /// The hypervisor's bytes, to the peer.
+    pub(super) fn splice_out(&self) -> Result<(), Failure> {
+        let Some([stop, _]) = &self.stops else {
+            return Ok(());
+        };
+        let mut conduit = Conduit::new().map_err(|error| no_pipe(&error))?;
+        loop {
+            if self.is_broken.load(Ordering::SeqCst) {
+                return Ok(());
+            }
+            let taken = match conduit.take(&self.plain) {
+                Ok(0) if self.is_broken.load(Ordering::SeqCst) => return Ok(()),
+                Ok(0) => return self.say_closed_by_kernel(stop),
+                Ok(count) => count,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    // Reading tells what is wrong, if something is.
+                    let _ = wait(&self.plain, Way::In, stop);
+                    continue;
+                }
+                Err(error) => return self.unless_broken(of_hypervisor(&error)),
+            };
+            let mut sealing = self.lock_sealing();
+            self.renew_by_kernel(&mut sealing, stop)?;
+            if self.has_closed.load(Ordering::SeqCst) {
+                self.has_sent_since.store(true, Ordering::SeqCst);
+            }
+            self.plain.has_read(taken);
+            while conduit.held() > 0 {
+                let held = conduit.held();
+                match conduit.give(&self.tls) {
+                    Ok(left) => sealing.gave(held - left),
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                        if self.is_broken.load(Ordering::SeqCst) {
+                            return Ok(());
+                        }
+                        let _ = wait(&self.tls, Way::Out, stop);
+                    }
+                    Err(error) => return self.unless_broken(self.of_io(&error)),
+                }
+            }
+            drop(sealing);
+            self.renew_by_kernel_unless_sending(stop)?;
+        }
+    }
+
+    /// The peer's bytes, to the hypervisor.
+    pub(super) fn splice_in(&self, mut opening: Opening) -> Result<(), Failure> {
+        let Some([_, stop]) = &self.stops else {
+            return Ok(());
+        };
+        let mut conduit = Conduit::new().map_err(|error| no_pipe(&error))?;
+        loop {
+            if self.is_broken.load(Ordering::SeqCst) {
+                return Ok(());
+            }
+            let is_over = match conduit.take(&self.tls) {
+                // An end, or a record without content, which is none.
+                Ok(0) => self.take_record(&mut opening, stop, true)?,
+                Ok(count) => {
+                    opening.came(count).map_err(|error| self.of_tls(&error))?;
+                    self.deliver_by_kernel(&mut conduit, &mut opening, stop)?
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    if self.is_reset.load(Ordering::SeqCst) {
+                        return self.unless_broken(self.lost("it was reset"));
+                    }
+                    // As above.
+                    let _ = wait(&self.tls, Way::In, stop);
+                    continue;
+                }
+                Err(error) if error.raw_os_error() == Some(EINVAL) => {
+                    self.take_record(&mut opening, stop, false)?
+                }
+                Err(error) => return self.unless_broken(self.of_read(&error)),
+            };
+            if is_over {
+                self.has_closed.store(true, Ordering::SeqCst);
+                if !self.is_broken.load(Ordering::SeqCst) {
+                    self.plain.end();
+                }
+                return Ok(());
+            }
+            self.renew_by_kernel_unless_sending(stop)?;
+        }
+    }
+
+    fn of_read(&self, error: &io::Error) -> Failure {
+        match Opening::failed(error) {
+            Some(error) => self.of_tls(&error),
+            None => self.of_io(error),
+        }
+    }
+
+    /// Writes all that is held to the hypervisor, however long it takes to read it. True where the
+    /// peer has ended behind it.
+    fn deliver_by_kernel(
+        &self,
+        conduit: &mut Conduit,
+        opening: &mut Opening,
+        stop: &Stop,
+    ) -> Result<bool, Failure> {
+        let mut behind = None;
+        while conduit.held() > 0 {
+            let held = conduit.held();
+            match conduit.give(&self.plain) {
+                Ok(left) => self.plain.has_written(held - left),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    if self.is_broken.load(Ordering::SeqCst) {
+                        return Ok(false);
+                    }
+                    if behind.is_some() {
+                        self.wait_for_consumer();
+                    } else if self.is_reset.load(Ordering::SeqCst) {
+                        behind = Some(self.take_rest(opening)?);
+                    } else {
+                        let _ = wait(&self.plain, Way::Out, stop);
+                    }
+                }
+                Err(error) => return self.unless_broken(of_hypervisor(&error)).map(|()| false),
+            }
+        }
+        let Some(behind) = behind else {
+            return Ok(false);
+        };
+        self.write_patiently(&behind)?;
+        Ok(true)
+    }
+
+    /// What the peer had sent before its connection was reset, up to its end: behind that a reset
+    /// changes nothing. It is no more than the socket holds.
+    fn take_rest(&self, opening: &mut Opening) -> Result<Vec<u8>, Failure> {
+        let mut rest = Vec::new();
+        let mut part = vec![0; CONTENT_BYTES];
+        loop {
+            let Ok(received) = ktls::receive(&self.tls, &mut part) else {
+                return Err(self.lost("it was reset"));
+            };
+            let bytes = &part[..received.bytes];
+            let held = match received.control {
+                None if bytes.is_empty() => return Err(self.lost("it was reset")),
+                None => opening.came(bytes.len()).map(|()| Held::Nothing),
+                Some(content_type) => opening.control(content_type, bytes, &self.tls),
+            };
+            match held.map_err(|error| self.of_tls(&error))? {
+                Held::Closed => return Ok(rest),
+                _ if received.control.is_none() => rest.extend_from_slice(bytes),
+                _ => {}
+            }
+        }
+    }
+
+    fn write_patiently(&self, mut bytes: &[u8]) -> Result<(), Failure> {
+        while !bytes.is_empty() && !self.is_broken.load(Ordering::SeqCst) {
+            match self.plain.write(bytes) {
+                Ok(count) => bytes = &bytes[count..],
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.wait_for_consumer(),
+                Err(error) => return self.unless_broken(of_hypervisor(&error)),
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits a moment for the hypervisor, where nothing else wakes this thread any more.
+    fn wait_for_consumer(&self) {
+        // Writing tells what is wrong, if something is.
+        let _ = wait_writable(&self.plain, Instant::now() + STALL_LOOK);
+    }
+
+    /// Takes the record that splice(2) has left; whether it was the peer's end. Where splice(2)
+    /// said that there was nothing, the record may have been empty.
+    fn take_record(
+        &self,
+        opening: &mut Opening,
+        stop: &Stop,
+        may_be_empty: bool,
+    ) -> Result<bool, Failure> {
+        let mut record = vec![0; CONTENT_BYTES];
+        let received = match ktls::receive(&self.tls, &mut record) {
+            Ok(received) => received,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                let read = match may_be_empty {
+                    true => opening.was_empty(),
+                    // It was no record, and the kernel reads no further.
+                    false => Err(RelayError::Open(OpenError::NoRecord)),
+                };
+                return read.map(|()| false).map_err(|error| self.of_tls(&error));
+            }
+            Err(error) => return self.unless_broken(self.of_read(&error)).map(|()| false),
+        };
+        match received {
+            Received {
+                bytes,
+                control: Some(content_type),
+            } => {
+                let held = opening.control(content_type, &record[..bytes], &self.tls);
+                Ok(held.map_err(|error| self.of_tls(&error))? == Held::Closed)
+            }
+            Received {
+                bytes: 0,
+                control: None,
+            } => {
+                let failure = self.lost("it was cut, and not closed");
+                self.unless_broken(failure).map(|()| false)
+            }
+            // It was data after all.
+            Received { bytes, .. } => {
+                opening.came(bytes).map_err(|error| self.of_tls(&error))?;
+                let mut rest = &record[..bytes];
+                while !rest.is_empty() {
+                    match self.plain.write(rest) {
+                        Ok(count) => rest = &rest[count..],
+                        Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                            if self.is_broken.load(Ordering::SeqCst) {
+                                return Ok(false);
+                            }
+                            let _ = wait(&self.plain, Way::Out, stop);
+                        }
+                        Err(error) => {
+                            return self.unless_broken(of_hypervisor(&error)).map(|()| false);
+                        }
+                    }
+                }
+                Ok(false)
+            }
+        }
+    }
+
+    /// Ends the direction to the peer.
+    fn say_closed_by_kernel(&self, stop: &Stop) -> Result<(), Failure> {
+        let mut sealing = self.lock_sealing();
+        let close = sealing.closes();
+        self.has_said_closed.store(true, Ordering::SeqCst);
+        let has_missed_something = self.has_sent_since.load(Ordering::SeqCst);
+        match self.send_control(&close, stop) {
+            // Nothing is missed by a peer that has said its last and gone.
+            Err(_) if self.has_closed.load(Ordering::SeqCst) && !has_missed_something => Ok(()),
+            sent => sent,
+        }
+    }
+
+    /// Sends a key update where one is due before more data.
+    fn renew_by_kernel(&self, sealing: &mut Sealing, stop: &Stop) -> Result<(), Failure> {
+        if let Some(update) = sealing.renews().map_err(|error| self.of_tls(&error))? {
+            self.send_control(&update, stop)?;
+            let renewed = sealing.has_renewed(&self.tls);
+            renewed.map_err(|error| self.of_tls(&error))?;
+        }
+        Ok(())
+    }
+
+    /// The same although there may be no data to send. Whoever is sending does it when he is done.
+    fn renew_by_kernel_unless_sending(&self, stop: &Stop) -> Result<(), Failure> {
+        let mut sealing = match self.sealing.try_lock() {
+            Ok(sealing) => sealing,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return Ok(()),
+        };
+        if sealing.is_asking() {
+            self.renew_by_kernel(&mut sealing, stop)?;
+        }
+        Ok(())
+    }
+
+    fn send_control(&self, (content_type, content): &Control, stop: &Stop) -> Result<(), Failure> {
+        loop {
+            match ktls::send_record(&self.tls, *content_type, content) {
+                Ok(()) => return Ok(()),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    if self.is_broken.load(Ordering::SeqCst) {
+                        return Ok(());
+                    }
+                    let _ = wait(&self.tls, Way::Out, stop);
+                }
+                Err(error) => return self.unless_broken(self.of_io(&error)),
+            }
+        }
+    }
+}
+
+fn no_pipe(error: &io::Error) -> Failure {
+    use dunlin_proto::fault::FaultCode;
+    Failure::new(FaultCode::Kernel, "no pipe can be had for a relay").because(error)
+}

@@ -1,0 +1,106 @@
+//! One thread that looks after all relays: it finds resets while nobody reads or writes, and
+//! peers that have vanished without a word.
+
+use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use dunlin_sys::epoll::{Epoll, Readiness};
+use dunlin_sys::poll::{Waker, Wakeup, waker};
+
+use super::channel::Channel;
+use crate::site::Site;
+
+const WAKE: u64 = u64::MAX;
+/// Looks in the time within which a peer that has vanished is to be noticed.
+const LOOKS: u32 = 8;
+
+pub(super) struct Watch {
+    sockets: Epoll,
+    waker: Waker,
+    wakeup: Wakeup,
+    over: AtomicBool,
+}
+
+impl Watch {
+    /// The watch of a tunnel, which begins with its first channel.
+    ///
+    /// # Errors
+    /// No descriptors or threads are left.
+    pub(super) fn of(site: &Arc<Site>, watch: &mut Option<Arc<Self>>) -> io::Result<Arc<Self>> {
+        if let Some(watch) = watch {
+            return Ok(Arc::clone(watch));
+        }
+        let (waker, wakeup) = waker()?;
+        let made = Arc::new(Self {
+            sockets: Epoll::new()?,
+            waker,
+            wakeup,
+            over: AtomicBool::new(false),
+        });
+        made.sockets.add_always(&made.wakeup, WAKE)?;
+        let (own, all) = (Arc::clone(&made), Arc::downgrade(site));
+        let step = site.limits.vanished / LOOKS;
+        // It is found by two looks.
+        let vanished = site.limits.vanished - 2 * step;
+        let body = move || own.run(&all, step, vanished);
+        if !site.spawn("dunlin-relay-watch".to_owned(), body) {
+            return Err(io::ErrorKind::OutOfMemory.into());
+        }
+        *watch = Some(Arc::clone(&made));
+        Ok(made)
+    }
+
+    /// Looks after a channel from now on.
+    pub(super) fn add(&self, channel: &Channel) {
+        let token = u64::from(channel.number) << 1;
+        // A failure costs a reset that is found later, by whoever reads or writes.
+        if channel.plain.tells_resets() {
+            let _ = self.sockets.add(&channel.plain, token, Readiness::Failure);
+        }
+        let _ = self
+            .sockets
+            .add(&channel.tls, token | 1, Readiness::Failure);
+        self.waker.wake();
+    }
+
+    pub(super) fn stop(&self) {
+        self.over.store(true, Ordering::SeqCst);
+        self.waker.wake();
+    }
+
+    /// The body of the thread.
+    fn run(&self, site: &Weak<Site>, step: Duration, vanished: Duration) {
+        let mut ready = Vec::new();
+        let mut look = Instant::now() + step;
+        let mut any = false;
+        while !self.over.load(Ordering::SeqCst) {
+            ready.clear();
+            let timeout = any.then(|| look.saturating_duration_since(Instant::now()));
+            // Fails only for a descriptor that is no set.
+            let _ = self.sockets.wait(&mut ready, timeout);
+            self.wakeup.clear();
+            let Some(site) = site.upgrade() else { return };
+            let state = site.relays.lock();
+            let channels: Vec<_> = state.channels.values().cloned().collect();
+            drop(state);
+            any = !channels.is_empty();
+            for one in ready.iter().filter(|one| one.failed && one.token != WAKE) {
+                let number = one.token >> 1;
+                let channel = channels
+                    .iter()
+                    .find(|channel| u64::from(channel.number) == number);
+                if let Some(channel) = channel {
+                    channel.has_failed(one.token & 1 == 1);
+                }
+            }
+            if Instant::now() >= look {
+                look = Instant::now() + step;
+                for channel in &channels {
+                    channel.look(vanished);
+                }
+            }
+        }
+    }
+}

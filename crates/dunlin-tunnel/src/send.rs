@@ -1,0 +1,297 @@
+//! A lane that this side sends on: its thread connects it, reads channels'
+//! sockets in turn, and seals what it read.
+//!
+//! One of the lanes' threads that have nothing to do watches all sockets, and
+//! sends what it finds by itself: so a dialogue costs one wake-up on each side. The
+//! others wait until there is more than that one can do.
+
+use std::io;
+use std::sync::{Arc, PoisonError};
+use std::time::Instant;
+
+use dunlin_proto::fault::FaultCode;
+use dunlin_proto::stripe::frame::{Data, Frame};
+use dunlin_proto::stripe::{Outcome, Wear, Work};
+use dunlin_sys::epoll::{Readiness, Ready};
+use dunlin_sys::socket::wait_writable;
+use vm_memory::VolatileSlice;
+
+use super::event::Event;
+use super::failure::Failure;
+use super::hub::{Core, Hub, WAKE, Way};
+use super::piece::{PIECE_BYTES, Piece};
+use super::socket::Socket;
+use dunlin_lane::data::{DataSender, SendError};
+use dunlin_lane::dial::{DialCancel, LaneRequest, LaneTicket};
+
+/// From this much on a read is worth another one at once, and its sending long
+/// enough that somebody else should watch the sockets meanwhile.
+const MUCH_BYTES: usize = 16 * 1024;
+
+/// The body of a lane's thread, from connecting to the end.
+pub(super) fn run(hub: &Arc<Hub>, lane: u16) {
+    let result = open(hub, lane).and_then(|sender| send_all(hub, lane, sender));
+    let mut core = hub.lock();
+    core.dials.remove(&lane);
+    core.cutters.remove(&(Way::Out, lane));
+    core.association.lane_over(lane, hub.now_ns());
+    hub.settle(&mut core);
+    promote(hub, &core);
+    let is_over = core.over.is_some();
+    drop(core);
+    if let Err(failure) = result
+        && !is_over
+    {
+        let why = failure.to_string();
+        hub.site.tell(Event::LaneLost { lane, why });
+    }
+}
+
+/// A lane that has said whose it is. Whatever part of it takes long ends with the association.
+fn open(hub: &Arc<Hub>, lane: u16) -> Result<DataSender, Failure> {
+    let terms = &hub.terms;
+    let at = terms.lanes_at.to_string();
+    let cancel = DialCancel::new()
+        .map_err(|error| lost("no descriptors can be had for a lane".to_owned()).because(&error))?;
+    {
+        let mut core = hub.lock();
+        if core.over.is_some() {
+            return Err(lost(format!("lane {lane} is not wanted any more")));
+        }
+        core.dials.insert(lane, cancel.clone());
+    }
+    let tls = hub.site.client_tls(terms.peers.clone())?;
+    let request = LaneRequest {
+        endpoint: &at,
+        peer: &terms.principal,
+        tls: &tls,
+        deadline: Instant::now() + hub.site.limits.silence(),
+        cancel: &cancel,
+        connector: &hub.site.connector,
+    };
+    let dialled = hub.dialer()?.dial(&request);
+    let mut sender = dialled.map_err(|error| {
+        let code = error.permanent().unwrap_or(FaultCode::LaneLost);
+        Failure::new(code, format!("lane {lane} to {at} cannot be opened")).because(&error)
+    })?;
+    let ticket = LaneTicket {
+        version: terms.version,
+        session: terms.session,
+        secret: &terms.peer_secret,
+        lane,
+    };
+    let presented = ticket.present(&mut sender);
+    presented.map_err(|error| failed(lane, &error))?;
+    let canceller = sender.canceller();
+    let mut core = hub.lock();
+    core.dials.remove(&lane);
+    if !core.association.lane_stands(lane, hub.now_ns()) {
+        return Err(lost(format!("lane {lane} stood too late")));
+    }
+    core.cutters
+        .insert((Way::Out, lane), Box::new(move || canceller.shutdown()));
+    hub.settle(&mut core);
+    Ok(sender)
+}
+
+fn lost(what: String) -> Failure {
+    Failure::new(FaultCode::LaneLost, what)
+}
+
+fn failed(lane: u16, error: &SendError) -> Failure {
+    Failure::new(FaultCode::LaneLost, format!("lane {lane} was lost")).because(error)
+}
+
+fn send_all(hub: &Arc<Hub>, lane: u16, mut sender: DataSender) -> Result<(), Failure> {
+    let fresh = || hub.pool.take(PIECE_BYTES);
+    let mut scratch = fresh();
+    let mut ready = Vec::new();
+    let records = hub.site.limits.lane_records;
+    hub.lock().senders += 1;
+    let result = loop {
+        let (work, socket) = next(hub, lane, sender.key_usage(records), &mut ready);
+        let sent = match work {
+            Work::Stop | Work::Wait => {
+                let what = format!(
+                    "lane {lane} was given up: the peer lost it, or acknowledged nothing in time"
+                );
+                break Err(Failure::new(FaultCode::LaneLost, what));
+            }
+            Work::End { frames } => {
+                let header = Frame::End { frames }.to_bytes();
+                let ended = sender.send(&header).and_then(|()| sender.finish());
+                break ended.map(drop).map_err(|error| failed(lane, &error));
+            }
+            Work::Again { data, token } => send(&mut sender, &data, &token),
+            Work::Read { channel, most } => {
+                let most = most as usize;
+                let (found, idle) = read(hub, lane, channel, most, socket, &mut scratch);
+                match found {
+                    // Whoever waits for a full lane watches no sockets.
+                    Some((data, piece)) if is_full(&sender) => {
+                        watch_again(hub, channel, idle);
+                        promote(hub, &hub.lock());
+                        send(&mut sender, &data, &piece)
+                    }
+                    // The other side waits for the piece, and nobody for the watch.
+                    Some((data, piece)) => {
+                        let sent = send(&mut sender, &data, &piece);
+                        watch_again(hub, channel, idle);
+                        sent
+                    }
+                    None => {
+                        watch_again(hub, channel, idle);
+                        Ok(())
+                    }
+                }
+            }
+        };
+        if let Err(error) = sent {
+            break Err(failed(lane, &error));
+        }
+    };
+    hub.lock().senders -= 1;
+    result
+}
+
+/// What the lane does next; waits until there is something.
+fn next(
+    hub: &Arc<Hub>,
+    lane: u16,
+    wear: Wear,
+    ready: &mut Vec<Ready>,
+) -> (Work<Piece>, Option<Arc<Socket>>) {
+    let mut core = hub.lock();
+    loop {
+        let work = core.association.next(lane, wear, hub.now_ns());
+        hub.settle(&mut core);
+        match work {
+            Work::Wait if core.watched => {
+                core.followers += 1;
+                core = hub.idle.wait(core).unwrap_or_else(PoisonError::into_inner);
+                core.followers -= 1;
+                core.woken = false;
+            }
+            Work::Wait => {
+                core.watched = true;
+                drop(core);
+                ready.clear();
+                // A signal and a failure both leave nothing ready; the latter, of
+                // a set that is ours, cannot be.
+                let _ = hub.reads.wait(ready, None);
+                core = hub.lock();
+                core.watched = false;
+                core.woken = false;
+                take_ready(hub, &mut core, ready);
+            }
+            Work::Read { channel, .. } => {
+                let socket = core.channels.get(&channel);
+                return (work, socket.map(|one| Arc::clone(&one.socket)));
+            }
+            _ => {
+                promote(hub, &core);
+                return (work, None);
+            }
+        }
+    }
+}
+
+/// Tells the core which sockets can be read.
+pub(super) fn take_ready(hub: &Hub, core: &mut Core, ready: &[Ready]) {
+    for one in ready {
+        match u32::try_from(one.token) {
+            Ok(channel) => core.association.readable(channel),
+            Err(_) => hub.read_wakeup.clear(),
+        }
+    }
+    debug_assert!(WAKE > u64::from(u32::MAX));
+}
+
+/// Lets another thread watch the sockets, if nobody does.
+fn promote(hub: &Hub, core: &Core) {
+    if !core.watched && core.followers > 0 {
+        hub.idle.notify_one();
+    }
+}
+
+fn is_full(sender: &DataSender) -> bool {
+    !wait_writable(sender.socket(), Instant::now()).unwrap_or(false)
+}
+
+/// Has a channel's socket watched again. Behind the report of what was read, or the
+/// next would come while it is our turn and be lost.
+fn watch_again(hub: &Hub, channel: u32, socket: Option<Arc<Socket>>) {
+    if let Some(socket) = socket {
+        // Fails only where the channel has gone.
+        let _ = hub
+            .reads
+            .again(&*socket, u64::from(channel), Readiness::Read);
+    }
+}
+
+/// Reads a channel's socket once, and tells the core what came of it. Returns
+/// what is to be sent, and the socket if it has no more for now.
+fn read(
+    hub: &Arc<Hub>,
+    lane: u16,
+    channel: u32,
+    most: usize,
+    socket: Option<Arc<Socket>>,
+    scratch: &mut Piece,
+) -> (Option<(Data, Piece)>, Option<Arc<Socket>>) {
+    let most = most.min(PIECE_BYTES);
+    let result = match &socket {
+        Some(socket) => scratch.with(|bytes| socket.read(&mut bytes[..most])),
+        None => Err(io::ErrorKind::NotConnected.into()),
+    };
+    let mut much = false;
+    let mut idle = false;
+    let mut broken = None;
+    let outcome = match result {
+        Ok(0) => Outcome::End,
+        Ok(count) => {
+            much = count >= MUCH_BYTES;
+            idle = !much;
+            let whole = std::mem::replace(scratch, hub.pool.take(PIECE_BYTES));
+            Outcome::Bytes {
+                length: count as u32,
+                token: whole.fitted(count),
+                more: much,
+            }
+        }
+        Err(error) => {
+            idle = error.kind() == io::ErrorKind::WouldBlock;
+            broken = (!idle).then_some(error);
+            Outcome::Nothing
+        }
+    };
+    let piece = match &outcome {
+        Outcome::Bytes { token, .. } => Some(token.clone()),
+        _ => None,
+    };
+    let mut core = hub.lock();
+    let now_ns = hub.now_ns();
+    if let Some(error) = broken {
+        hub.fail(&mut core, channel, &error, now_ns);
+    }
+    let data = core.association.read(lane, channel, outcome, now_ns);
+    hub.settle(&mut core);
+    if much {
+        promote(hub, &core);
+    }
+    drop(core);
+    (data.zip(piece), socket.filter(|_| idle))
+}
+
+/// Seals a piece behind its header and writes both.
+fn send(sender: &mut DataSender, data: &Data, piece: &Piece) -> Result<(), SendError> {
+    let header = Frame::Data(*data).to_bytes();
+    piece.with(|bytes| {
+        let memory = VolatileSlice::from(bytes);
+        let mut frame = sender.frame();
+        // A piece is never longer than a frame, which is what its limit is made for.
+        let added = frame.memory(&memory);
+        debug_assert_eq!(added, Ok(()));
+        frame.finish(&header)
+    })
+}

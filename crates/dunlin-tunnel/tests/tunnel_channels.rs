@@ -1,0 +1,368 @@
+//! Many channels over the lanes of one association: each byte once and in order,
+//! or an abort on both sides; nobody waits for one that stalls.
+#![allow(clippy::unwrap_used)]
+
+use std::fs;
+use std::io::{ErrorKind, Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use dunlin_lane::identity::DENIED_FILE;
+use dunlin_lane::peers::Pin;
+use dunlin_proto::fault::FaultCode;
+use dunlin_test_support::lane::{Authority, ReadOnce as _, load};
+use dunlin_test_support::tunnel::{FAR, NEAR, Pair, Random, Setup, expect, identities, join, send};
+use dunlin_tunnel::{Event, Limits};
+use rcgen::{
+    CertificateRevocationListParams, KeyIdMethod, RevokedCertParams, SerialNumber, date_time_ymd,
+};
+use rustls::pki_types::CertificateDer;
+use rustls::pki_types::pem::PemObject;
+use x509_parser::certificate::X509Certificate;
+use x509_parser::prelude::FromDer;
+
+/// How large a test is: in the soak, larger.
+fn soak(usual: usize, soak: usize) -> usize {
+    match std::env::var("DUNLIN_SOAK") {
+        Ok(value) if value == "1" => soak,
+        _ => usual,
+    }
+}
+
+/// Sends random bytes of a stream that the other end knows, and perhaps goes away
+/// in the middle. Returns how many were taken.
+fn send_some(stream: &UnixStream, seed: u64, bytes: usize, aborts: bool) -> usize {
+    let mut stream = stream;
+    let mut content = vec![0; bytes];
+    Random::new(seed).fill(&mut content);
+    let mut sizes = Random::new(seed ^ 0xFACE);
+    let mut sent = 0;
+    while sent < bytes {
+        let most = [1, 500, 20_000, 400_000][sizes.below(4) as usize];
+        let count = (1 + sizes.below(most) as usize).min(bytes - sent);
+        if stream.write_all(&content[sent..sent + count]).is_err() {
+            return sent;
+        }
+        sent += count;
+        if sizes.below(50) == 0 {
+            thread::sleep(Duration::from_millis(sizes.below(5)));
+        }
+    }
+    if aborts {
+        let _ = stream.shutdown(Shutdown::Both);
+    } else {
+        let _ = stream.shutdown(Shutdown::Write);
+    }
+    sent
+}
+
+/// Reads to the end, or what there is of it: always a beginning of what was sent.
+fn take_some(stream: &UnixStream, seed: u64, bytes: usize, whole: bool) {
+    let mut stream = stream;
+    let mut all = Vec::new();
+    let mut part = vec![0; 100_000];
+    let mut sizes = Random::new(seed ^ 0xBEEF);
+    let ended = loop {
+        let most = 1 + sizes.below(part.len() as u64) as usize;
+        match stream.read(&mut part[..most]) {
+            Ok(0) => break true,
+            Ok(count) => all.extend_from_slice(&part[..count]),
+            Err(error) => {
+                assert_ne!(error.kind(), ErrorKind::WouldBlock, "a channel hangs");
+                break false;
+            }
+        }
+    };
+    let mut expected = vec![0; bytes];
+    Random::new(seed).fill(&mut expected);
+    assert!(all.len() <= expected.len());
+    let first = all.iter().zip(&expected).position(|(a, b)| a != b);
+    assert_eq!(first, None, "first byte that differs");
+    if whole {
+        assert!(ended && all.len() == bytes, "{} of {bytes}", all.len());
+    }
+}
+
+#[test]
+fn many_channels_carry_random_bytes_both_ways_and_some_are_aborted() {
+    let pair = Pair::start(&Setup::default());
+    let channels = soak(16, 64);
+    for round in 0..soak(1, 20) {
+        let mut random = Random::new(round as u64 + 77);
+        let mut threads: Vec<JoinHandle<()>> = Vec::new();
+        for number in 0..channels {
+            let (near, far) = pair.channel();
+            // One in four is aborted by one of its ends, in the middle.
+            let aborts = random.below(4) == 0;
+            for (from, to) in [(&near, &far), (&far, &near)] {
+                let seed = random.number();
+                let bytes = random.below(soak(3, 8) as u64 * 1_000_000) as usize;
+                let aborts_here = aborts && number % 2 == usize::from(seed.is_multiple_of(2));
+                let (sends, takes) = (from.try_clone().unwrap(), to.try_clone().unwrap());
+                threads.push(thread::spawn(move || {
+                    send_some(&sends, seed, bytes, aborts_here);
+                }));
+                threads.push(thread::spawn(move || {
+                    take_some(&takes, seed, bytes, !aborts)
+                }));
+            }
+        }
+        join(threads);
+    }
+    let until = Instant::now() + Duration::from_secs(10);
+    for tunnel in [&pair.near, &pair.far] {
+        // Nothing is left of any channel.
+        loop {
+            let status = &tunnel.as_ref().unwrap().status()[0];
+            if status.channels.is_empty() && status.held_bytes == 0 {
+                break;
+            }
+            assert!(Instant::now() < until, "{status:?}");
+            thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+#[test]
+fn i8_a_channel_that_stalls_holds_its_window_and_nobody_else_waits() {
+    let window_bytes = 1 << 20;
+    let pair = Pair::start(&Setup {
+        window_bytes,
+        ..Setup::default()
+    });
+    let (stalled, _never_read) = pair.channel();
+    stalled
+        .set_write_timeout(Some(Duration::from_millis(500)))
+        .unwrap();
+    let mut taken = 0;
+    let chunk = vec![1; 64 << 10];
+    let error = loop {
+        match (&stalled).write(&chunk) {
+            Ok(count) => taken += count as u64,
+            Err(error) => break error,
+        }
+    };
+    assert_eq!(error.kind(), ErrorKind::WouldBlock);
+    // Beside the window, both sockets' buffers.
+    assert!(taken < window_bytes + (2 << 20), "{taken} bytes were taken");
+    let held = || pair.far.as_ref().unwrap().status()[0].held_bytes;
+    assert!(held() <= window_bytes, "{} bytes are held", held());
+    let begin = Instant::now();
+    for seed in 0..3 {
+        let (near, far) = pair.channel();
+        join(vec![
+            send(&near, seed, 16 << 20),
+            expect(&far, seed, 16 << 20),
+        ]);
+    }
+    println!("48 MiB beside a stalled channel took {:?}", begin.elapsed());
+    assert!(held() <= window_bytes);
+}
+
+/// Lanes that notice within two seconds that nothing arrives.
+fn relayed() -> Setup {
+    Setup {
+        relayed: true,
+        limits: Limits {
+            vanished: Duration::from_secs(4),
+            ..Limits::default()
+        },
+        ..Setup::default()
+    }
+}
+
+#[test]
+fn lanes_that_are_cut_and_swallowed_are_not_noticed_above() {
+    let pair = Pair::start(&relayed());
+    let relay = pair.relay.clone().unwrap();
+    let (near, far) = pair.channel();
+    let (second, second_far) = pair.channel();
+    let bytes = soak(96, 512) << 20;
+    let mut threads = vec![send(&near, 5, bytes), expect(&far, 5, bytes)];
+    threads.push(send(&second_far, 6, bytes / 4));
+    threads.push(expect(&second, 6, bytes / 4));
+    // The first is the control lane.
+    relay.wait_forwarded(1, 1 << 20);
+    relay.cut(1);
+    relay.wait_forwarded(2, 2 << 20);
+    relay.swallow(2);
+    join(threads);
+    let lost = |event: &Event| matches!(event, Event::LaneLost { .. });
+    assert!(
+        pair.near_told.count(lost) >= 2,
+        "{:#?}",
+        pair.near_told.all()
+    );
+    assert!(relay.count() >= 6, "lanes were replaced: {}", relay.count());
+    let aborted = |event: &Event| matches!(event, Event::Aborted { .. });
+    assert_eq!(pair.near_told.count(aborted), 0);
+}
+
+/// A lane's key is good for so many records; before that another takes its place,
+/// and nothing is lost.
+#[test]
+fn lanes_are_replaced_before_their_keys_are_used_up() {
+    let pair = Pair::start(&Setup {
+        relayed: true,
+        limits: Limits {
+            lane_records: 1024,
+            ..Limits::default()
+        },
+        ..Setup::default()
+    });
+    let (near, far) = pair.channel();
+    let bytes = 128 << 20;
+    join(vec![send(&near, 11, bytes), expect(&far, 11, bytes)]);
+    // 1024 records are at most 16 MiB.
+    let relay = pair.relay.as_ref().unwrap();
+    assert!(relay.count() > 8, "{} connections", relay.count());
+    let lost = |event: &Event| matches!(event, Event::LaneLost { .. });
+    for told in [&pair.near_told, &pair.far_told] {
+        assert_eq!(told.count(lost), 0, "{:#?}", told.all());
+    }
+}
+
+#[test]
+fn a_control_lane_that_is_cut_is_made_anew_and_bytes_go_on() {
+    let pair = Pair::start(&relayed());
+    let relay = pair.relay.clone().unwrap();
+    let (near, far) = pair.channel();
+    let bytes = 64 << 20;
+    let threads = vec![
+        send(&near, 7, bytes),
+        expect(&far, 7, bytes),
+        send(&far, 8, bytes),
+        expect(&near, 8, bytes),
+    ];
+    relay.wait_forwarded(1, 4 << 20);
+    relay.cut(0);
+    let resumed = |event: &Event| matches!(event, Event::ControlResumed { .. });
+    pair.near_told.wait("new control lane", resumed);
+    pair.far_told.wait("new control lane", resumed);
+    join(threads);
+    // And channels can still be opened.
+    let (near, far) = pair.channel();
+    join(vec![send(&near, 9, 100), expect(&far, 9, 100)]);
+}
+
+/// A reload with new certificates on either side is not noticed above, though
+/// every lane has to be made anew with them.
+#[test]
+fn certificates_are_renewed_under_a_channel() {
+    let pair = Pair::start(&relayed());
+    let relay = pair.relay.clone().unwrap();
+    let (near, far) = pair.channel();
+    let bytes = 64 << 20;
+    let threads = vec![send(&near, 21, bytes), expect(&far, 21, bytes)];
+    relay.wait_forwarded(1, 4 << 20);
+    let fresh = |name: &str| identities(pair.authority.identity(&[name]));
+    let (near_tunnel, far_tunnel) = (pair.near.as_ref().unwrap(), pair.far.as_ref().unwrap());
+    near_tunnel.replace(fresh(NEAR), &pair.near_routes).unwrap();
+    far_tunnel.replace(fresh(FAR), &pair.far_routes).unwrap();
+    for link in 0..relay.count() {
+        relay.cut(link);
+    }
+    let resumed = |event: &Event| matches!(event, Event::ControlResumed { .. });
+    pair.near_told.wait("new control lane", resumed);
+    join(threads);
+    let (near, far) = pair.channel();
+    join(vec![send(&near, 22, 1 << 20), expect(&far, 22, 1 << 20)]);
+}
+
+/// A revocation list with a certificate.
+fn revoke(authority: &Authority, leaf: &CertificateDer<'_>) -> String {
+    let (_, leaf) = X509Certificate::from_der(leaf).unwrap();
+    let revoked = RevokedCertParams {
+        serial_number: SerialNumber::from(leaf.raw_serial().to_vec()),
+        revocation_time: date_time_ymd(2024, 1, 1),
+        reason_code: None,
+        invalidity_date: None,
+    };
+    let list = CertificateRevocationListParams {
+        this_update: date_time_ymd(2024, 1, 1),
+        next_update: date_time_ymd(2096, 1, 1),
+        crl_number: SerialNumber::from(1),
+        issuing_distribution_point: None,
+        revoked_certs: vec![revoked],
+        key_identifier_method: KeyIdMethod::Sha256,
+    };
+    list.signed_by(&authority.issuer).unwrap().pem().unwrap()
+}
+
+/// Either side may learn that its peer is no longer to be admitted: by a denied key, or by a
+/// revocation list.
+#[test]
+fn i6_a_peer_that_is_denied_or_revoked_gets_no_channel_on_its_trunk() {
+    for (is_denied, is_far) in [(true, true), (true, false), (false, true), (false, false)] {
+        let pair = Pair::start(&Setup::default());
+        let host = |name| pair.authority.host_trusting(&[name], &[&pair.other]);
+        let (near_host, far_host) = (host(NEAR), host(FAR));
+        let replace = |is_far: bool| {
+            let (tunnel, routes, host) = match is_far {
+                true => (&pair.far, &pair.far_routes, &far_host),
+                false => (&pair.near, &pair.near_routes, &near_host),
+            };
+            let tunnel = tunnel.as_ref().unwrap();
+            tunnel.replace(identities(load(host)), routes).unwrap();
+        };
+        replace(true);
+        replace(false);
+        let (mut near, mut far) = pair.channel();
+        // A lane in each direction; no new one is let in afterwards.
+        let exchange = |near: &mut UnixStream, far: &mut UnixStream| {
+            near.write_all(b"x").unwrap();
+            far.read_exact(&mut [0]).unwrap();
+            far.write_all(b"y").unwrap();
+            near.read_exact(&mut [0]).unwrap();
+        };
+        exchange(&mut near, &mut far);
+        let (judge, peer) = match is_far {
+            true => (&far_host, &near_host),
+            false => (&near_host, &far_host),
+        };
+        let pem = fs::read(peer.join("cert.pem")).unwrap();
+        let leaf = CertificateDer::from_pem_slice(&pem).unwrap();
+        if is_denied {
+            let key = Pin::of_key(&leaf).unwrap();
+            fs::write(judge.join(DENIED_FILE), key.to_string()).unwrap();
+        } else {
+            fs::write(judge.join("ca-crl.pem"), revoke(&pair.authority, &leaf)).unwrap();
+        }
+        replace(is_far);
+        let mut refused = pair.connect();
+        assert_eq!(refused.read_once(&mut [0]).unwrap_or(0), 0);
+        let unauthorised = |event: &Event| matches!(event, Event::Refused { failure, .. } if failure.code() == FaultCode::Unauthorised);
+        pair.near_told.wait("refusal", unauthorised);
+        let opened = |event: &Event| matches!(event, Event::Opened { .. });
+        assert_eq!(pair.far_told.count(opened), 1);
+        assert_eq!(pair.far_told.count(unauthorised), usize::from(is_far));
+        // What was open goes on.
+        exchange(&mut near, &mut far);
+    }
+}
+
+#[test]
+fn a_peer_that_vanishes_is_missed_in_the_time_that_was_set() {
+    let pair = Pair::start(&relayed());
+    let (mut near, mut far) = pair.channel();
+    near.write_all(b"x").unwrap();
+    far.read_exact(&mut [0]).unwrap();
+    pair.relay.as_ref().unwrap().vanish();
+    let begin = Instant::now();
+    assert_eq!(near.read_once(&mut [0]).unwrap(), 0);
+    assert!(
+        begin.elapsed() < Duration::from_secs(8),
+        "{:?}",
+        begin.elapsed()
+    );
+    assert_eq!(far.read_once(&mut [0]).unwrap(), 0);
+    assert!(
+        begin.elapsed() < Duration::from_secs(10),
+        "{:?}",
+        begin.elapsed()
+    );
+    pair.near_told
+        .wait("end", |event| matches!(event, Event::Dissociated { .. }));
+}

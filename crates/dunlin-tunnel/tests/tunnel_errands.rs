@@ -1,0 +1,377 @@
+//! Listeners that are opened while the tunnel runs, one for each migration, and
+//! what their channels say of themselves.
+#![allow(clippy::unwrap_used)]
+
+use std::fs;
+use std::io::{Read, Write};
+use std::net::TcpListener;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use dunlin_proto::fault::FaultCode;
+use dunlin_test_support::lane::ReadOnce as _;
+use dunlin_test_support::lane::{Authority, Scratch, names};
+use dunlin_test_support::tunnel::{FAR, NEAR, PATIENCE, Told, identities};
+use dunlin_tunnel::{
+    Demand, DemandError, Entrance, Errand, Event, Exit, Limits, Listen, MAX_ERRANDS, Mode,
+    Parameter, Routes, Standing, Target, Tunnel, WINDOW_BYTES,
+};
+
+/// Two tunnels: route *ram* to `VM.sock`, *plain* to one fixed socket, and *echo* to
+/// a program, all of them without listeners.
+struct Scene {
+    near: Tunnel,
+    far: Tunnel,
+    near_told: Told,
+    scratch: Scratch,
+    authority: Authority,
+}
+
+fn entrance(route: &str, to: &str) -> Entrance {
+    Entrance {
+        route: route.to_owned(),
+        listen: Listen::OnDemand,
+        to: to.to_owned(),
+        peers: names(&[FAR]),
+        lanes: 1,
+        window_bytes: WINDOW_BYTES,
+        mode: Mode::Stripe,
+    }
+}
+
+impl Scene {
+    fn start() -> Self {
+        let (authority, scratch) = (Authority::new(), Scratch::new());
+        let any = || TcpListener::bind("127.0.0.1:0").unwrap();
+        let exit = |route: &str, target| Exit {
+            route: route.to_owned(),
+            allow: names(&[NEAR]),
+            target,
+            window_bytes: WINDOW_BYTES,
+        };
+        let words = [
+            "/bin/sh",
+            "-c",
+            "echo \"$1 $2\"; cat",
+            "sh",
+            "{vm}",
+            "disk-{vm}",
+        ];
+        let exits = vec![
+            exit("ram", Target::Unix(scratch.0.join("{vm}.sock"))),
+            exit("plain", Target::Unix(scratch.0.join("plain.sock"))),
+            exit("echo", Target::Exec(words.map(str::to_owned).to_vec())),
+        ];
+        let limits = Limits::default();
+        let far = identities(authority.identity(&[FAR]));
+        let routes = Routes::new(Vec::new(), exits).unwrap();
+        let far = Tunnel::start(any(), far, &routes, limits, |_| {}).unwrap();
+        let near_told = Told::default();
+        let near = identities(authority.identity(&[NEAR]));
+        let to = far.address().to_string();
+        let entrances = ["ram", "plain", "echo"].map(|route| entrance(route, &to));
+        let routes = Routes::new(entrances.to_vec(), Vec::new()).unwrap();
+        let near = Tunnel::start(any(), near, &routes, limits, near_told.observer()).unwrap();
+        Self {
+            near,
+            far,
+            near_told,
+            scratch,
+            authority,
+        }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.scratch.0.join(name)
+    }
+
+    fn target(&self, name: &str) -> UnixListener {
+        UnixListener::bind(self.path(name)).unwrap()
+    }
+
+    fn demand(&self, route: &str, parameter: Option<&str>, socket: &str) -> Demand {
+        Demand {
+            route: route.to_owned(),
+            parameter: parameter.map(|text| text.parse().unwrap()),
+            listen: Listen::Unix(self.path(socket)),
+            lanes: None,
+            once: false,
+        }
+    }
+
+    fn open(&self, route: &str, parameter: Option<&str>, socket: &str) -> Errand {
+        let demand = self.demand(route, parameter, socket);
+        self.near.open(&demand).unwrap()
+    }
+}
+
+fn patient(stream: UnixStream) -> UnixStream {
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.set_write_timeout(Some(PATIENCE)).unwrap();
+    stream
+}
+
+fn connect(errand: &Errand) -> UnixStream {
+    let Listen::Unix(path) = errand.listen() else {
+        panic!("{}", errand.listen())
+    };
+    patient(UnixStream::connect(path).unwrap())
+}
+
+fn accept(listener: &UnixListener) -> UnixStream {
+    patient(listener.accept().unwrap().0)
+}
+
+fn over(errand: &Errand) -> Standing {
+    let standing = errand.wait(Some(Instant::now() + PATIENCE));
+    assert!(standing.is_over(), "{standing:?}");
+    standing
+}
+
+fn is_there(path: &Path) -> bool {
+    fs::symlink_metadata(path).is_ok()
+}
+
+#[test]
+fn each_migration_has_its_own_listener_which_goes_with_its_last_channel() {
+    let scene = Scene::start();
+    let (web, mail) = (scene.target("web.sock"), scene.target("mail.sock"));
+    let first = scene.open("ram", Some("vm=web"), "first");
+    let second = scene.open("ram", Some("vm=mail"), "second");
+    assert_ne!(first.number(), second.number());
+    // Both at once, each to its own VM.
+    let (mut near_web, mut near_mail) = (connect(&first), connect(&second));
+    near_web.write_all(b"w").unwrap();
+    near_mail.write_all(b"m").unwrap();
+    let (mut far_web, mut far_mail) = (accept(&web), accept(&mail));
+    let mut byte = [0];
+    far_web.read_exact(&mut byte).unwrap();
+    assert_eq!(&byte, b"w");
+    far_mail.read_exact(&mut byte).unwrap();
+    assert_eq!(&byte, b"m");
+    // A second channel keeps it when the first has ended.
+    let near_more = connect(&first);
+    let far_more = accept(&web);
+    drop((near_web, far_web));
+    let until = Instant::now() + PATIENCE;
+    while first.standing().closed == 0 {
+        assert!(Instant::now() < until, "{:?}", first.standing());
+        thread::sleep(Duration::from_millis(5));
+    }
+    assert!(first.standing().listens);
+    drop((near_more, far_more));
+    let standing = over(&first);
+    assert_eq!((standing.closed, standing.failed), (2, 0), "{standing:?}");
+    assert!(!is_there(&scene.path("first")));
+    // And the other one goes on.
+    near_mail.write_all(b"m").unwrap();
+    far_mail.read_exact(&mut byte).unwrap();
+    let numbers: Vec<u64> = scene.near.errands().iter().map(Errand::number).collect();
+    assert_eq!(numbers, [second.number()]);
+    let routes = scene.near.routes();
+    let ram = routes.iter().find(|one| one.route == "ram").unwrap();
+    assert_eq!((ram.traffic.open, ram.traffic.closed), (1, 2), "{ram:?}");
+    assert_eq!(ram.traffic.read_bytes, 3, "{ram:?}");
+    // Counted behind the write, which the reader may overtake.
+    let written = || {
+        let routes = scene.far.routes();
+        let ram = routes.iter().find(|one| one.route == "ram").unwrap();
+        ram.traffic.written_bytes
+    };
+    while written() != 3 {
+        assert!(Instant::now() < until, "{}", written());
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn a_closed_listener_takes_no_more_and_its_channels_go_on() {
+    let scene = Scene::start();
+    let plain = scene.target("plain.sock");
+    let errand = scene.open("plain", None, "entrance");
+    let mut near = connect(&errand);
+    let mut far = accept(&plain);
+    errand.close();
+    let until = Instant::now() + PATIENCE;
+    while is_there(&scene.path("entrance")) {
+        assert!(Instant::now() < until, "it stays");
+        thread::sleep(Duration::from_millis(5));
+    }
+    near.write_all(b"x").unwrap();
+    far.read_exact(&mut [0]).unwrap();
+    assert_eq!(errand.standing().open, 1);
+    drop((near, far));
+    assert_eq!(over(&errand).closed, 1);
+
+    let unused = scene.open("plain", None, "entrance");
+    unused.close();
+    assert_eq!(over(&unused), Standing::default());
+}
+
+#[test]
+fn a_listener_for_one_connection_takes_a_single_one() {
+    let scene = Scene::start();
+    let plain = scene.target("plain.sock");
+    let demand = Demand {
+        once: true,
+        ..scene.demand("plain", None, "entrance")
+    };
+    let errand = scene.near.open(&demand).unwrap();
+    let near = connect(&errand);
+    let far = accept(&plain);
+    let until = Instant::now() + PATIENCE;
+    while errand.standing().listens {
+        assert!(Instant::now() < until, "it goes on listening");
+        thread::sleep(Duration::from_millis(5));
+    }
+    assert!(!is_there(&scene.path("entrance")));
+    drop((near, far));
+    assert_eq!(over(&errand).closed, 1);
+}
+
+#[test]
+fn i7_what_a_route_does_not_take_is_refused_at_the_far_side_with_a_reason() {
+    let scene = Scene::start();
+    // Somebody listens wherever a mistake would lead.
+    let _all = [
+        scene.target("web.sock"),
+        scene.target(".sock"),
+        scene.target("{vm}.sock"),
+    ];
+    let _plain = scene.target("plain.sock");
+    for (route, parameter, word) in [
+        ("plain", Some("vm=web"), "takes no parameter"),
+        ("ram", None, "needs a parameter vm=VALUE"),
+        ("ram", Some("disk=web"), "a parameter vm, and not disk"),
+    ] {
+        let errand = scene.open(route, parameter, "entrance");
+        let mut near = connect(&errand);
+        // Whether it is reset or ends, nothing comes.
+        assert!(!matches!(near.read_once(&mut [0]), Ok(1..)));
+        let standing = over(&errand);
+        let why = standing.why.unwrap();
+        assert_eq!(
+            (standing.failed, why.code()),
+            (1, FaultCode::ParameterRefused)
+        );
+        assert!(why.text().contains(word), "{why}");
+        let refused = |event: &Event| matches!(event, Event::Refused { failure, .. } if failure.text().contains(word));
+        scene.near_told.wait(word, refused);
+    }
+}
+
+#[test]
+fn a_parameter_is_part_of_a_programs_arguments() {
+    let scene = Scene::start();
+    let errand = scene.open("echo", Some("vm=web-1"), "entrance");
+    let mut near = connect(&errand);
+    near.write_all(b"and back").unwrap();
+    near.shutdown(std::net::Shutdown::Write).unwrap();
+    let mut said = String::new();
+    near.read_to_string(&mut said).unwrap();
+    assert_eq!(said, "web-1 disk-web-1\nand back");
+    drop(near);
+    assert_eq!(over(&errand).closed, 1);
+}
+
+#[test]
+fn i7_what_cannot_be_opened_is_told_and_nothing_listens() {
+    let scene = Scene::start();
+    for bad in ["", "web", "vm=", "vm=..", "vm=a/b", "vm=a\0", "=x", "vm=-x"] {
+        assert!(bad.parse::<Parameter>().is_err(), "{bad:?}");
+    }
+    let bad = |demand: &Demand| scene.near.open(demand).unwrap_err();
+    let unknown = bad(&scene.demand("none", None, "entrance"));
+    assert!(matches!(unknown, DemandError::Route { .. }), "{unknown}");
+    let lanes = bad(&Demand {
+        lanes: Some(129),
+        ..scene.demand("plain", None, "entrance")
+    });
+    assert!(matches!(lanes, DemandError::Lanes { .. }), "{lanes}");
+    fs::write(scene.path("file"), "").unwrap();
+    let taken = bad(&scene.demand("plain", None, "file"));
+    assert!(taken.to_string().contains("no socket"), "{taken}");
+    assert!(scene.near.errands().is_empty());
+    let target = scene.near.routes();
+    assert!(target.iter().all(|one| one.target.is_none()));
+}
+
+#[test]
+fn i8_listeners_are_bounded_and_those_that_are_over_make_room() {
+    let scene = Scene::start();
+    let opened: Vec<Errand> = (0..MAX_ERRANDS)
+        .map(|number| scene.open("plain", None, &number.to_string()))
+        .collect();
+    let surplus = scene.demand("plain", None, "surplus");
+    let busy = scene.near.open(&surplus).unwrap_err();
+    assert!(matches!(busy, DemandError::Busy), "{busy}");
+    opened[7].close();
+    over(&opened[7]);
+    scene.near.open(&surplus).unwrap();
+}
+
+#[test]
+fn a_route_that_is_taken_away_takes_its_listeners_along_and_no_channel() {
+    let scene = Scene::start();
+    let plain = scene.target("plain.sock");
+    let errand = scene.open("plain", None, "entrance");
+    let stays = scene.open("ram", Some("vm=web"), "other");
+    let mut near = connect(&errand);
+    let mut far = accept(&plain);
+    let to = scene.far.address().to_string();
+    let left = Routes::new(vec![entrance("ram", &to)], Vec::new()).unwrap();
+    let identity = identities(scene.authority.identity(&[NEAR]));
+    scene.near.replace(identity, &left).unwrap();
+    let until = Instant::now() + PATIENCE;
+    while errand.standing().listens {
+        assert!(Instant::now() < until, "it goes on listening");
+        thread::sleep(Duration::from_millis(5));
+    }
+    assert!(stays.standing().listens);
+    near.write_all(b"x").unwrap();
+    far.read_exact(&mut [0]).unwrap();
+    // One that drains keeps none of them.
+    drop((near, far));
+    assert_eq!(scene.near.drain(PATIENCE), 0);
+    assert_eq!(over(&stays), Standing::default());
+    let ending = scene.near.open(&scene.demand("ram", None, "late"));
+    assert!(matches!(ending, Err(DemandError::Ending)));
+}
+
+/// Each way has one lane, as the route says; more are opened when a migration asks
+/// for them, also where the tunnels are connected already.
+#[test]
+fn lanes_can_be_asked_for_while_the_peers_are_connected() {
+    let scene = Scene::start();
+    let plain = scene.target("plain.sock");
+    // Sends until there are as many lanes as are waited for, and says how many there were.
+    let lanes = |errand: &Errand, wanted: usize, enough: u64| {
+        let near = connect(errand);
+        let mut far = accept(&plain);
+        let mut out = near.try_clone().unwrap();
+        let sent = thread::spawn(move || while out.write_all(&[7; 1 << 16]).is_ok() {});
+        let (mut most, mut came) = (0, 0);
+        let mut buffer = vec![0; 1 << 20];
+        let until = Instant::now() + PATIENCE;
+        while most < wanted && came < enough {
+            assert!(Instant::now() < until, "{most} lanes");
+            came += far.read_once(&mut buffer).unwrap() as u64;
+            let status = scene.near.status();
+            most = most.max(status.iter().map(|one| one.lanes).max().unwrap_or(0));
+        }
+        drop((near, far));
+        sent.join().unwrap();
+        assert_eq!(over(errand).failed, 1);
+        most
+    };
+    let first = scene.open("plain", None, "first");
+    assert_eq!(lanes(&first, usize::MAX, 48 << 20), 2);
+    let demand = Demand {
+        lanes: Some(3),
+        ..scene.demand("plain", None, "second")
+    };
+    let second = scene.near.open(&demand).unwrap();
+    assert_eq!(lanes(&second, 4, u64::MAX), 4);
+}

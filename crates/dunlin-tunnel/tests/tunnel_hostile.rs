@@ -1,0 +1,651 @@
+//! A peer with a good certificate and bad intentions: what it says is checked, and
+//! what it is not let in to stays closed (I7).
+#![allow(clippy::unwrap_used)]
+
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use dunlin_lane::control::{self, ControlStream};
+use dunlin_lane::data::{DataReceiver, DataSender, STALL_LIMIT};
+use dunlin_lane::handshake;
+use dunlin_lane::identity::{ClientTls, Identity, ServerTls};
+use dunlin_lane::provider::Crypto;
+use dunlin_proto::fault::FaultCode;
+use dunlin_proto::negotiate::{
+    Features, LaneOpen, LaneSecurity, Offer, Opening, PRELUDE_BYTES, Prelude, Refusal, Selection,
+    SessionId, SessionSecret, VERSIONS, lane_mac_input,
+};
+use dunlin_proto::stripe::frame::{Data, Frame};
+use dunlin_proto::stripe::message::{Header, MESSAGE_HEADER_BYTES, Message, Open};
+use dunlin_test_support::lane::{Authority, Scratch, load, names, soon};
+use dunlin_test_support::tunnel::{
+    FAR, NEAR, OTHER, PATIENCE, Pair, Setup, Told, fill_backlog, identities,
+};
+use dunlin_tunnel::{
+    Entrance, Event, Exit, Limits, Listen, Mode, Routes, Target, Tunnel, WINDOW_BYTES,
+};
+use hmac::{Hmac, KeyInit, Mac};
+use sha2::Sha256;
+
+const SESSION: SessionId = [9; 16];
+
+/// A peer that speaks the protocol as far as a test wants it to.
+struct Peer {
+    far: SocketAddr,
+    tls: ClientTls,
+    control: ControlStream,
+    secret: SessionSecret,
+}
+
+fn tls(identity: &Identity) -> ClientTls {
+    identity.client(&Crypto::auto(), names(&[FAR])).unwrap()
+}
+
+fn offer(session: SessionId, epoch: u32) -> Offer {
+    Offer {
+        versions: VERSIONS,
+        optional: Features::NONE,
+        required: Features::TUNNEL,
+        security: LaneSecurity::Tls,
+        session,
+        attempt: 1,
+        epoch,
+    }
+}
+
+fn accept(port: u16) -> Message {
+    Message::Accept {
+        secret: SessionSecret([1; 32]),
+        lanes_max: 2,
+        port,
+    }
+}
+
+/// The first words of the other side.
+fn read_opening(control: &ControlStream) -> Opening {
+    let mut start = [0; PRELUDE_BYTES];
+    control.receive_exact(&mut start, soon()).unwrap();
+    let prelude = Prelude::decode(&start).unwrap();
+    let mut body = vec![0; prelude.body_bytes];
+    control.receive_exact(&mut body, soon()).unwrap();
+    Opening::decode(&prelude, &body).unwrap()
+}
+
+impl Peer {
+    /// Makes an association with the far tunnel.
+    fn associate(pair: &Pair) -> Self {
+        Self::associate_as(pair, SESSION).unwrap()
+    }
+
+    fn associate_as(pair: &Pair, session: SessionId) -> Result<Self, Refusal> {
+        let far = pair.far.as_ref().unwrap().address();
+        let tls = tls(&pair.authority.identity(&[NEAR]));
+        let control = Self::offer(far, &tls, session, 1)?;
+        let mut peer = Self {
+            far,
+            tls,
+            control,
+            secret: SessionSecret([0; 32]),
+        };
+        let Some(Message::Accept { secret, .. }) = peer.hear() else {
+            panic!("no accept")
+        };
+        peer.secret = secret;
+        Ok(peer)
+    }
+
+    /// A control lane for an association, or why it was refused; with the first one comes what
+    /// this side says of its lanes.
+    fn offer(
+        far: SocketAddr,
+        tls: &ClientTls,
+        session: SessionId,
+        epoch: u32,
+    ) -> Result<ControlStream, Refusal> {
+        let lanes = (epoch == 1).then(|| accept(9));
+        Self::offer_with(far, tls, session, epoch, lanes)
+    }
+
+    fn offer_with(
+        far: SocketAddr,
+        tls: &ClientTls,
+        session: SessionId,
+        epoch: u32,
+        lanes: Option<Message>,
+    ) -> Result<ControlStream, Refusal> {
+        let control = control::client(TcpStream::connect(far).unwrap(), tls, soon()).unwrap();
+        let mut bytes = Vec::new();
+        offer(session, epoch).encode(&mut bytes).unwrap();
+        if let Some(lanes) = lanes {
+            lanes.encode(epoch, &mut bytes).unwrap();
+        }
+        control.send(&bytes).unwrap();
+        match read_opening(&control) {
+            Opening::Select(_) => Ok(control),
+            Opening::Refuse(_, refusal) => Err(refusal),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn hear(&mut self) -> Option<Message> {
+        let mut bytes = [0; MESSAGE_HEADER_BYTES];
+        self.control.receive_exact(&mut bytes, soon()).unwrap();
+        let header = Header::decode(&bytes).unwrap();
+        let mut body = vec![0; header.body_bytes()];
+        self.control.receive_exact(&mut body, soon()).unwrap();
+        Message::decode(&header, &body).unwrap()
+    }
+
+    fn say(&self, message: &Message) {
+        let mut bytes = Vec::new();
+        message.encode(1, &mut bytes).unwrap();
+        self.control.send(&bytes).unwrap();
+    }
+
+    /// Opens a lane with a proof under `secret`.
+    fn lane(&self, tls: &ClientTls, lane: u16, session: SessionId, secret: &[u8]) -> DataSender {
+        let stream = TcpStream::connect(self.far).unwrap();
+        let secured = handshake::client(stream, tls, soon()).unwrap();
+        let mut sender = DataSender::tls(secured, STALL_LIMIT).unwrap();
+        let mut mac = <Hmac<Sha256> as KeyInit>::new_from_slice(secret).unwrap();
+        mac.update(&lane_mac_input(&session, lane));
+        let open = LaneOpen {
+            version: VERSIONS.max,
+            session,
+            lane,
+            mac: mac.finalize().into_bytes().into(),
+        };
+        let mut bytes = Vec::new();
+        open.encode(&mut bytes).unwrap();
+        sender.send(&bytes).unwrap();
+        sender
+    }
+}
+
+fn wait_until(what: &str, is_so: impl Fn() -> bool) {
+    let until = Instant::now() + dunlin_test_support::tunnel::PATIENCE;
+    while !is_so() {
+        assert!(Instant::now() < until, "no {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn rejected(pair: &Pair, words: &str) {
+    pair.far_told.wait(
+        words,
+        |event| matches!(event, Event::Rejected { why, .. } if why.contains(words)),
+    );
+}
+
+#[test]
+fn i7_a_lane_needs_the_session_the_secret_and_the_same_peer() {
+    let pair = Pair::start(&Setup::default());
+    let peer = Peer::associate(&pair);
+    let secret = peer.secret.0;
+    let _stray = peer.lane(&peer.tls, 1, [8; 16], &secret);
+    rejected(&pair, "no association");
+    let _guessed = peer.lane(&peer.tls, 1, SESSION, &[0; 32]);
+    rejected(&pair, "secret");
+    // Allowed, but other hosts: of another name, and of the same name from another authority.
+    let strangers = [pair.authority.identity(&[OTHER]), pair.twin(NEAR)];
+    for (before, stranger) in strangers.iter().enumerate() {
+        let _lane = peer.lane(&tls(stranger), 1, SESSION, &secret);
+        let another = |event: &Event| matches!(event, Event::Rejected { why, .. } if why.contains("another than the control lane's"));
+        wait_until("a rejection", || pair.far_told.count(another) > before);
+    }
+    // Of the same name: its certificate was renewed.
+    let renewed = tls(&pair.authority.identity(&[NEAR]));
+    let _good = peer.lane(&renewed, 1, SESSION, &secret);
+    wait_until("the good lane", || {
+        pair.far.as_ref().unwrap().status()[0].lanes == 1
+    });
+}
+
+/// Another host that the tunnel lets in may know the session, and takes no part in it.
+#[test]
+fn i6_an_association_is_resumed_by_its_own_peer_alone() {
+    let pair = Pair::start(&Setup::default());
+    let peer = Peer::associate(&pair);
+    for stranger in [pair.authority.identity(&[OTHER]), pair.twin(NEAR)] {
+        let refusal = Peer::offer(peer.far, &tls(&stranger), SESSION, 2).unwrap_err();
+        assert_eq!(refusal.fault, FaultCode::WrongIdentity, "{refusal}");
+    }
+    let resumed = |event: &Event| matches!(event, Event::ControlResumed { .. });
+    assert_eq!(pair.far_told.count(resumed), 0);
+    let renewed = tls(&pair.authority.identity(&[NEAR]));
+    let _newest = Peer::offer(peer.far, &renewed, SESSION, 2).unwrap();
+    pair.far_told.wait("resumption", resumed);
+    // One of its own that came late replaces no newer one.
+    let refusal = Peer::offer(peer.far, &renewed, SESSION, 2).unwrap_err();
+    assert_eq!(refusal.fault, FaultCode::UnknownSession, "{refusal}");
+}
+
+/// A far tunnel that speaks the protocol as far as a test wants it to.
+struct Far {
+    near: Tunnel,
+    told: Told,
+    door: TcpListener,
+    scratch: Scratch,
+}
+
+impl Far {
+    /// The tunnel of `identity`, whose route leads here.
+    fn of(identity: Identity) -> Self {
+        let any = || TcpListener::bind("127.0.0.1:0").unwrap();
+        let (door, scratch, told) = (any(), Scratch::new(), Told::default());
+        let entrance = Entrance {
+            route: "ram".to_owned(),
+            listen: Listen::Unix(scratch.0.join("in")),
+            to: door.local_addr().unwrap().to_string(),
+            peers: names(&[FAR]),
+            lanes: 1,
+            window_bytes: WINDOW_BYTES,
+            mode: Mode::Stripe,
+        };
+        let routes = Routes::new(vec![entrance], Vec::new()).unwrap();
+        let own = identities(identity);
+        let near = Tunnel::start(any(), own, &routes, Limits::default(), told.observer());
+        Self {
+            near: near.unwrap(),
+            told,
+            door,
+            scratch,
+        }
+    }
+
+    fn accept(&self) -> TcpStream {
+        let until = Instant::now() + dunlin_test_support::tunnel::PATIENCE;
+        self.door.set_nonblocking(true).unwrap();
+        loop {
+            match self.door.accept() {
+                Ok((stream, _)) => {
+                    stream.set_nonblocking(false).unwrap();
+                    return stream;
+                }
+                Err(_) if Instant::now() < until => std::thread::sleep(Duration::from_millis(2)),
+                Err(error) => panic!("nobody connects: {error}: {:#?}", self.told.all()),
+            }
+        }
+    }
+
+    /// Takes the next control lane in, as the host of `tls`.
+    fn control(&self, tls: &ServerTls) -> ControlStream {
+        let control = control::server(self.accept(), tls, soon()).unwrap();
+        let Opening::Offer(offer) = read_opening(&control) else {
+            panic!("no offer")
+        };
+        let selection = Selection {
+            version: VERSIONS.max,
+            features: offer.required,
+            security: offer.security,
+        };
+        let mut bytes = Vec::new();
+        selection.encode(&mut bytes).unwrap();
+        if offer.epoch == 1 {
+            accept(0).encode(offer.epoch, &mut bytes).unwrap();
+        }
+        control.send(&bytes).unwrap();
+        control
+    }
+
+    /// Takes the next lane in, as the host of `tls`; whether anything is said on it.
+    fn lane(&self, tls: &ServerTls) -> bool {
+        let secured = handshake::server(self.accept(), tls, soon()).unwrap();
+        let mut lane = DataReceiver::tls(secured, STALL_LIMIT).unwrap();
+        lane.read_exact(&mut [0; PRELUDE_BYTES]).is_ok()
+    }
+}
+
+/// Hosts by the name of the far one: itself, with a renewed certificate, and a twin of the other
+/// authority. All trust both, as does the near one, which is the last.
+fn far_hosts() -> ([ServerTls; 3], Identity) {
+    let (ours, theirs) = (Authority::named("one"), Authority::named("two"));
+    let host = |name| load(&ours.host_trusting(&[name], &[&theirs]));
+    let twin = load(&theirs.host_trusting(&[FAR], &[&ours]));
+    let server = |host: Identity| host.server(&Crypto::auto(), names(&[NEAR])).unwrap();
+    ([host(FAR), host(FAR), twin].map(server), host(NEAR))
+}
+
+#[test]
+fn i6_a_lane_goes_to_no_other_host_than_the_control_lane() {
+    let ([itself, renewed, twin], near) = far_hosts();
+    let far = Far::of(near);
+    let _channel = UnixStream::connect(far.scratch.0.join("in")).unwrap();
+    let _control = far.control(&itself);
+    assert!(!far.lane(&twin), "a lane is opened to another host");
+    far.told
+        .wait("lost lane", |event| matches!(event, Event::LaneLost { .. }));
+    assert!(far.lane(&renewed));
+    drop(far.near);
+}
+
+#[test]
+fn i6_a_control_lane_is_made_anew_with_no_other_host() {
+    let cut = || {
+        let (hosts, near) = far_hosts();
+        let far = Far::of(near);
+        let channel = UnixStream::connect(far.scratch.0.join("in")).unwrap();
+        let control = far.control(&hosts[0]);
+        far.told.wait("association", |event| {
+            matches!(event, Event::Associated { .. })
+        });
+        // Its lane is on the way.
+        drop(far.accept());
+        control.shutdown();
+        (hosts, far, channel)
+    };
+    let resumed = |event: &Event| matches!(event, Event::ControlResumed { .. });
+    let ([_, renewed, _], far, _channel) = cut();
+    let _control = far.control(&renewed);
+    far.told.wait("resumption", resumed);
+    let ([_, _, twin], far, _channel) = cut();
+    let _control = far.control(&twin);
+    far.told.wait("end", |event| {
+        matches!(event, Event::Dissociated { fault, .. } if *fault == FaultCode::UnknownSession)
+    });
+    assert_eq!(far.told.count(resumed), 0);
+}
+
+/// Each breach ends that peer's association, and nobody else's channel.
+#[test]
+fn i7_who_breaks_the_protocol_is_cut_off_and_others_are_not() {
+    let pair = Pair::start(&Setup::default());
+    let (near, far) = pair.channel();
+    type Breach = fn(&Peer);
+    let breaches: [(&str, Breach); 4] = [
+        ("never opened", |peer| {
+            let data = Data::new(40, 0, 1).unwrap();
+            let mut lane = peer.lane(&peer.tls, 1, SESSION, &peer.secret.0);
+            let mut frame = lane.frame();
+            frame.bytes(b"x");
+            frame.finish(&Frame::Data(data).to_bytes()).unwrap();
+        }),
+        ("frames", |peer| {
+            let mut lane = peer.lane(&peer.tls, 1, SESSION, &peer.secret.0);
+            lane.send(&Frame::End { frames: 7 }.to_bytes()).unwrap();
+        }),
+        ("cannot be", |peer| {
+            peer.say(&Message::LaneLost(dunlin_proto::stripe::message::LaneAck {
+                lane: 77,
+                frames: 1,
+            }))
+        }),
+        ("never opened", |peer| {
+            peer.say(&Message::Closed { channel: 1 })
+        }),
+    ];
+    for (number, (words, breach)) in breaches.into_iter().enumerate() {
+        let peer = Peer::associate(&pair);
+        breach(&peer);
+        let broken = |event: &Event| matches!(event, Event::ControlLost { failure, .. } if failure.text().contains(words));
+        pair.far_told.wait(words, broken);
+        let gone = |event: &Event| matches!(event, Event::Dissociated { .. });
+        let until = std::time::Instant::now() + dunlin_test_support::tunnel::PATIENCE;
+        while pair.far_told.count(gone) <= number {
+            assert!(
+                std::time::Instant::now() < until,
+                "{:#?}",
+                pair.far_told.all()
+            );
+            std::thread::sleep(std::time::Duration::from_millis(5));
+        }
+    }
+    dunlin_test_support::tunnel::join(vec![
+        dunlin_test_support::tunnel::send(&near, 3, 1 << 20),
+        dunlin_test_support::tunnel::expect(&far, 3, 1 << 20),
+    ]);
+}
+
+/// Threads of this process that connect to targets.
+fn connecting() -> usize {
+    let of = |entry: std::io::Result<std::fs::DirEntry>| {
+        let name = std::fs::read_to_string(entry.unwrap().path().join("comm"));
+        // One that has just ended has no name.
+        name.is_ok_and(|name| name.starts_with("dunlin-target"))
+    };
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap();
+    tasks.map(of).filter(|is_one| *is_one).count()
+}
+
+/// A channel that is given up leaves a thread behind that still connects.
+#[test]
+fn i8_channels_that_are_given_up_at_once_are_bounded_while_their_target_is_silent() {
+    let most = 3;
+    let pair = Pair::start(&Setup {
+        limits: Limits {
+            channels: most,
+            connect: Duration::from_secs(3),
+            ..Limits::default()
+        },
+        ..Setup::default()
+    });
+    let _waiting = fill_backlog(&pair.target());
+    let mut peer = Peer::associate(&pair);
+    let last = 100;
+    for channel in (0..=last).step_by(2) {
+        peer.say(&Message::Open(Open {
+            channel,
+            limit: 1 << 20,
+            route: "ram".to_owned(),
+            parameter: String::new(),
+            barrier: Vec::new(),
+        }));
+        if channel < last {
+            let fault = FaultCode::Ended;
+            peer.say(&Message::Reset { channel, fault });
+        }
+    }
+    let (fault, text) = loop {
+        match peer.hear() {
+            Some(Message::Refused {
+                channel,
+                fault,
+                text,
+            }) if channel == last => break (fault, text),
+            _ => {}
+        }
+    };
+    assert_eq!(fault, FaultCode::Busy, "{text}");
+    assert!(text.contains("are being made"), "{text}");
+    assert!(connecting() <= most, "{} threads", connecting());
+}
+
+#[test]
+fn i8_one_peer_has_so_many_associations_and_is_told_so() {
+    let pair = Pair::start(&Setup::default());
+    let (near, far) = pair.channel();
+    let mut peers = Vec::new();
+    let refusal = loop {
+        let session = [100 + peers.len() as u8; 16];
+        match Peer::associate_as(&pair, session) {
+            Ok(peer) => peers.push(peer),
+            Err(refusal) => break refusal,
+        }
+        assert!(peers.len() < 20, "nobody is refused");
+    };
+    assert_eq!(refusal.fault, FaultCode::Busy);
+    assert!(refusal.text.contains("with this peer"), "{refusal}");
+    dunlin_test_support::tunnel::join(vec![
+        dunlin_test_support::tunnel::send(&near, 4, 1 << 20),
+        dunlin_test_support::tunnel::expect(&far, 4, 1 << 20),
+    ]);
+}
+
+/// Each control lane that is agreed on has a thread, as long as its peer says nothing.
+#[test]
+fn i8_one_peer_has_so_many_control_lanes_agreed_on_and_keeps_no_other_out() {
+    let pair = Pair::start(&Setup::default());
+    let far = pair.far.as_ref().unwrap().address();
+    let own = tls(&pair.authority.identity(&[NEAR]));
+    let silent = (0..8).map(|number| Peer::offer_with(far, &own, [number; 16], 1, None).unwrap());
+    let _silent: Vec<_> = silent.collect();
+    let offered = std::thread::spawn(move || {
+        // It is closed without an answer.
+        drop(
+            control::client(TcpStream::connect(far).unwrap(), &own, soon()).map(|control| {
+                let mut bytes = Vec::new();
+                offer([8; 16], 1).encode(&mut bytes).unwrap();
+                control.send(&bytes).unwrap();
+                control.receive_exact(&mut [0], soon()).unwrap_err()
+            }),
+        );
+    });
+    dunlin_test_support::tunnel::join(vec![offered]);
+    rejected(&pair, "too many control lanes");
+    let other = tls(&pair.authority.identity(&[OTHER]));
+    Peer::offer(far, &other, [9; 16], 1).unwrap();
+}
+
+/// What a channel says of itself goes into the path of the far socket: whatever is
+/// not one plain name is refused, and the next channel opens.
+#[test]
+fn i7_a_parameter_from_the_wire_leads_nowhere_but_to_its_place() {
+    let pair = Pair::start(&Setup::default());
+    let directory = pair.scratch.0.clone();
+    std::fs::create_dir(directory.join("vm")).unwrap();
+    // Somebody listens where "vm=../target" would lead: the pair's own target.
+    let routes = Routes::new(
+        Vec::new(),
+        vec![Exit {
+            route: "ram".to_owned(),
+            allow: names(&[NEAR]),
+            target: Target::Unix(directory.join("vm/{vm}")),
+            window_bytes: WINDOW_BYTES,
+        }],
+    );
+    let identity = dunlin_test_support::tunnel::identities(pair.authority.identity(&[FAR]));
+    let far = pair.far.as_ref().unwrap();
+    far.replace(identity, &routes.unwrap()).unwrap();
+    let mut peer = Peer::associate(&pair);
+    let open = |channel, parameter: &str| {
+        Message::Open(Open {
+            channel,
+            limit: 0,
+            route: "ram".to_owned(),
+            parameter: parameter.to_owned(),
+            barrier: Vec::new(),
+        })
+    };
+    let long = format!("vm={}", "a".repeat(129));
+    let longest = format!("vm={}", "a".repeat(128));
+    let whole = "v".repeat(255);
+    let hostile = [
+        "",
+        "vm=",
+        "vm=../target",
+        "vm=..",
+        "vm=.",
+        "vm=/",
+        "vm=a/b",
+        "vm=\0",
+        "vm=web\0",
+        "\0",
+        "vm=..\\target",
+        "vm=-x",
+        "disk=web",
+        "web",
+        "vm=web\n",
+        &long,
+        &longest,
+        &whole,
+    ];
+    let mut channel = 0;
+    let mut answer = |peer: &mut Peer, parameter: &str| {
+        peer.say(&open(channel, parameter));
+        let answered = channel;
+        channel += 2;
+        loop {
+            match peer.hear() {
+                Some(Message::Refused {
+                    channel,
+                    fault,
+                    text,
+                }) if channel == answered => {
+                    return Err((fault, text));
+                }
+                Some(Message::Opened { channel, .. }) if channel == answered => return Ok(()),
+                _ => {}
+            }
+        }
+    };
+    for parameter in hostile {
+        let (fault, text) = answer(&mut peer, parameter).unwrap_err();
+        assert_eq!(fault, FaultCode::ParameterRefused, "{parameter:?}: {text}");
+        assert!(!text.contains(char::is_control), "{text:?}");
+    }
+    let (fault, text) = answer(&mut peer, "vm=web").unwrap_err();
+    assert_eq!(fault, FaultCode::TargetUnreachable, "{text}");
+    let _web = std::os::unix::net::UnixListener::bind(directory.join("vm/web")).unwrap();
+    answer(&mut peer, "vm=web").unwrap();
+}
+
+/// A peer that takes the connection of a lane and says nothing holds up no end of the tunnel.
+#[test]
+fn a_lane_whose_handshake_is_under_way_ends_with_the_tunnel() {
+    let mut pair = Pair::start(&Setup {
+        lanes: 1,
+        relayed: true,
+        ..Setup::default()
+    });
+    let channel = pair.channel();
+    let relay = pair.relay.clone().unwrap();
+    let near = pair.near.take();
+    let mut took = Duration::ZERO;
+    // Its only lane is lost; the next one's handshake gets no answer.
+    relay.hold(
+        || relay.cut(1),
+        || {
+            let until = Instant::now() + PATIENCE;
+            while relay.count() < 3 {
+                assert!(Instant::now() < until, "no second lane");
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            relay.wait_forwarded(2, 1);
+            let begun = Instant::now();
+            drop(near);
+            took = begun.elapsed();
+        },
+    );
+    drop(channel);
+    assert!(took < Duration::from_secs(2), "{took:?}");
+}
+
+/// So does the first control lane, while the far tunnel's answer is awaited.
+#[test]
+fn a_control_lane_whose_handshake_is_under_way_ends_with_the_tunnel() {
+    let mut pair = Pair::start(&Setup {
+        relayed: true,
+        ..Setup::default()
+    });
+    let relay = pair.relay.clone().unwrap();
+    let near = pair.near.take();
+    let entrance = pair.entrance();
+    let mut channel = None;
+    let mut took = Duration::ZERO;
+    relay.hold(
+        || channel = Some(UnixStream::connect(entrance).unwrap()),
+        || {
+            let begun = Instant::now();
+            drop(near);
+            took = begun.elapsed();
+        },
+    );
+    drop(channel);
+    assert!(took < Duration::from_secs(2), "{took:?}");
+}
+
+/// Nor does an authorised peer hold it up that has been selected and says nothing of its lanes.
+#[test]
+fn a_peer_that_is_silent_behind_the_selection_holds_up_no_end() {
+    let mut pair = Pair::start(&Setup::default());
+    let far = pair.far.take().unwrap();
+    let tls = tls(&pair.authority.identity(&[NEAR]));
+    let control = Peer::offer_with(far.address(), &tls, SESSION, 1, None);
+    let control = control.unwrap_or_else(|refusal| panic!("{refusal:?}"));
+    let begun = Instant::now();
+    drop(far);
+    let took = begun.elapsed();
+    drop(control);
+    assert!(took < Duration::from_secs(2), "{took:?}");
+}

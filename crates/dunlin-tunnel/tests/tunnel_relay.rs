@@ -1,0 +1,586 @@
+//! Relays: channels on TLS connections of their own, between two tunnels and with what lies
+//! between them. Other programs' TLS is tested beside the command.
+#![allow(clippy::unwrap_used)]
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::os::unix::net::UnixStream;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use dunlin_lane::identity::Identity;
+use dunlin_lane::peers::Peers;
+use dunlin_lane::policy::OldestTls;
+use dunlin_proto::fault::FaultCode;
+use dunlin_sys::socket::set_reset_on_close;
+use dunlin_test_support::lane::ReadOnce as _;
+use dunlin_test_support::lane::{Authority, Scratch, names};
+use dunlin_test_support::tunnel::relay::Relay;
+use dunlin_test_support::tunnel::{FAR, NEAR, PATIENCE, Told, expect, identities, join, send};
+use dunlin_tunnel::{
+    Entrance, Event, Limits, Listen, Mode, RelayExit, Routes, Target, Tunnel, WINDOW_BYTES,
+};
+
+/// What differs between scenes.
+struct Setup {
+    near: Identity,
+    far: Identity,
+    peers: Peers,
+    allow: Peers,
+    near_tls: OldestTls,
+    far_tls: OldestTls,
+    limits: Limits,
+    relayed: bool,
+}
+
+impl Setup {
+    fn new() -> Self {
+        let authority = Authority::new();
+        Self {
+            near: authority.identity(&[NEAR]),
+            far: authority.identity(&[FAR]),
+            peers: names(&[FAR]),
+            allow: names(&[NEAR]),
+            near_tls: OldestTls::V1_3,
+            far_tls: OldestTls::V1_3,
+            limits: Limits::default(),
+            relayed: false,
+        }
+    }
+}
+
+/// Two tunnels with one relay, from a unix socket and a TCP port to a TCP port.
+struct Scene {
+    near: Option<Tunnel>,
+    far: Option<Tunnel>,
+    near_told: Told,
+    far_told: Told,
+    network: Option<Relay>,
+    target: TcpListener,
+    scratch: Scratch,
+}
+
+fn any() -> TcpListener {
+    TcpListener::bind("127.0.0.1:0").unwrap()
+}
+
+impl Scene {
+    fn start(setup: Setup) -> Self {
+        let target = any();
+        let exit = RelayExit {
+            route: "ram".to_owned(),
+            listen: "127.0.0.1:0".parse().unwrap(),
+            allow: setup.allow,
+            target: Target::Tcp(target.local_addr().unwrap().to_string()),
+            oldest_tls: setup.far_tls,
+        };
+        let none = Routes::new(Vec::new(), Vec::new()).unwrap();
+        let routes = none.with_relays(vec![exit]).unwrap();
+        let far_told = Told::default();
+        let far = identities(setup.far);
+        let far = Tunnel::start(any(), far, &routes, setup.limits, far_told.observer()).unwrap();
+        let port = far.relay_ports()[0].1;
+        let network = setup.relayed.then(|| Relay::start(port));
+        let scratch = Scratch::new();
+        let entrance = |route: &str, listen| Entrance {
+            route: route.to_owned(),
+            listen,
+            to: network.as_ref().map_or(port, |one| one.address).to_string(),
+            peers: setup.peers.clone(),
+            lanes: 1,
+            window_bytes: WINDOW_BYTES,
+            mode: Mode::Relay(setup.near_tls),
+        };
+        let entrances = vec![
+            entrance("ram", Listen::Unix(scratch.0.join("in"))),
+            entrance("tcp", Listen::Tcp("127.0.0.1:0".parse().unwrap())),
+        ];
+        let routes = Routes::new(entrances, Vec::new()).unwrap();
+        let near_told = Told::default();
+        let near = identities(setup.near);
+        let near = Tunnel::start(any(), near, &routes, setup.limits, near_told.observer()).unwrap();
+        Self {
+            near: Some(near),
+            far: Some(far),
+            near_told,
+            far_told,
+            network,
+            target,
+            scratch,
+        }
+    }
+
+    fn unix(&self) -> UnixStream {
+        let stream = UnixStream::connect(self.scratch.0.join("in")).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.set_write_timeout(Some(PATIENCE)).unwrap();
+        stream
+    }
+
+    fn tcp(&self) -> TcpStream {
+        let entrances = self.near.as_ref().unwrap().entrances();
+        let port = entrances.iter().find_map(|(_, listen)| match listen {
+            Listen::Tcp(address) => Some(*address),
+            _ => None,
+        });
+        patient(TcpStream::connect(port.unwrap()).unwrap())
+    }
+
+    fn accept(&self) -> TcpStream {
+        self.target.set_nonblocking(true).unwrap();
+        let until = Instant::now() + PATIENCE;
+        loop {
+            match self.target.accept() {
+                Ok((stream, _)) => {
+                    stream.set_nonblocking(false).unwrap();
+                    return patient(stream);
+                }
+                Err(_) if Instant::now() < until => thread::sleep(Duration::from_millis(2)),
+                Err(error) => panic!(
+                    "nobody connects: {error}: {:#?} {:#?}",
+                    self.near_told.all(),
+                    self.far_told.all()
+                ),
+            }
+        }
+    }
+
+    /// What the near side says of a connection that finds no other half.
+    fn refused(&self) -> (FaultCode, String) {
+        let mut stream = self.unix();
+        assert!(!matches!(stream.read_once(&mut [0]), Ok(1..)));
+        let failed = |event: &Event| matches!(event, Event::Refused { .. } | Event::Aborted { .. });
+        match self.near_told.wait("refusal", failed) {
+            Event::Refused { failure, .. } | Event::Aborted { failure, .. } => {
+                (failure.code(), failure.to_string())
+            }
+            other => panic!("{other}"),
+        }
+    }
+}
+
+fn patient(stream: TcpStream) -> TcpStream {
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.set_write_timeout(Some(PATIENCE)).unwrap();
+    stream
+}
+
+fn is_closed(event: &Event) -> bool {
+    matches!(event, Event::Closed { .. })
+}
+
+fn is_aborted(event: &Event) -> bool {
+    matches!(event, Event::Aborted { .. })
+}
+
+/// A connection that was reset ends with an error, and never with an end.
+fn assert_reset(stream: &mut impl Read) {
+    let mut scrap = vec![0; 1 << 16];
+    loop {
+        match stream.read(&mut scrap) {
+            Ok(0) => panic!("an abort came as an end"),
+            Ok(_) => {}
+            Err(error) => {
+                assert_eq!(error.kind(), ErrorKind::ConnectionReset, "{error}");
+                return;
+            }
+        }
+    }
+}
+
+/// As tunnel_support's, for any socket.
+fn expect_all(mut stream: TcpStream, sent: Vec<u8>) -> thread::JoinHandle<()> {
+    thread::spawn(move || {
+        let mut came = Vec::new();
+        stream.read_to_end(&mut came).unwrap();
+        assert_eq!(came.len(), sent.len());
+        assert!(came == sent);
+    })
+}
+
+#[test]
+fn bytes_go_both_ways_and_each_end_by_itself_in_tls_1_3_and_1_2() {
+    for (near_tls, far_tls) in [
+        (OldestTls::V1_3, OldestTls::V1_3),
+        (OldestTls::V1_2, OldestTls::V1_3),
+        (OldestTls::V1_2, OldestTls::V1_2),
+    ] {
+        let scene = Scene::start(Setup {
+            near_tls,
+            far_tls,
+            ..Setup::new()
+        });
+        let near = scene.unix();
+        let mut far = scene.accept();
+        let out = send(&near, 1, 5_000_000);
+        let mut came = Vec::new();
+        far.read_to_end(&mut came).unwrap();
+        let mut sent = vec![0; 5_000_000];
+        dunlin_test_support::tunnel::Random::new(1).fill(&mut sent);
+        assert!(came == sent);
+        // The other direction stands alone.
+        let inward = expect(&near, 2, 3_000_000);
+        let mut back = vec![0; 3_000_000];
+        dunlin_test_support::tunnel::Random::new(2).fill(&mut back);
+        far.write_all(&back).unwrap();
+        drop(far);
+        join(vec![out, inward]);
+        scene.near_told.wait("end", is_closed);
+        scene.far_told.wait("end", is_closed);
+        assert_eq!(scene.near.as_ref().unwrap().status(), []);
+    }
+}
+
+#[test]
+fn many_channels_stand_beside_each_other_and_arrive_in_order() {
+    let scene = Scene::start(Setup::new());
+    let mut threads = Vec::new();
+    for seed in 0..24_u8 {
+        let near = scene.unix();
+        (&near).write_all(&[seed]).unwrap();
+        let mut far = scene.accept();
+        let mut first = [0];
+        far.read_exact(&mut first).unwrap();
+        assert_eq!(first, [seed]);
+        threads.push(send(&near, seed.into(), 700_000));
+        let mut sent = vec![0; 700_000];
+        dunlin_test_support::tunnel::Random::new(seed.into()).fill(&mut sent);
+        threads.push(expect_all(far, sent));
+    }
+    // Not one waits for another to be accepted before it connects.
+    let waiting: Vec<_> = (0..8).map(|_| scene.unix()).collect();
+    for (number, near) in waiting.iter().enumerate() {
+        (&*near).write_all(&[number as u8]).unwrap();
+    }
+    for number in 0..8 {
+        let mut first = [0];
+        scene.accept().read_exact(&mut first).unwrap();
+        assert_eq!(first, [number]);
+    }
+    join(threads);
+}
+
+/// No connection takes the place of one whose keys are worn: they are renewed, of both directions
+/// although bytes go one way.
+#[test]
+fn keys_are_renewed_before_they_are_worn() {
+    let limits = Limits {
+        lane_records: 1024,
+        ..Limits::default()
+    };
+    let scene = Scene::start(Setup {
+        limits,
+        ..Setup::new()
+    });
+    let near = scene.unix();
+    let far = scene.accept();
+    let bytes = 80 << 20;
+    let mut sent = vec![0; bytes];
+    dunlin_test_support::tunnel::Random::new(7).fill(&mut sent);
+    let out = send(&near, 7, bytes);
+    let came = expect_all(far.try_clone().unwrap(), sent.clone());
+    join(vec![out, came]);
+    let back = thread::spawn(move || {
+        (&far).write_all(&sent).unwrap();
+        far.shutdown(Shutdown::Write).unwrap();
+    });
+    join(vec![back, expect(&near, 7, bytes)]);
+    scene.near_told.wait("end", is_closed);
+}
+
+#[test]
+fn a_connection_that_is_cut_is_no_end() {
+    for oldest in [OldestTls::V1_3, OldestTls::V1_2] {
+        let scene = Scene::start(Setup {
+            near_tls: oldest,
+            far_tls: oldest,
+            relayed: true,
+            ..Setup::new()
+        });
+        let mut near = scene.tcp();
+        let mut far = scene.accept();
+        near.write_all(&[7; 100_000]).unwrap();
+        far.read_exact(&mut [0; 100_000]).unwrap();
+        scene.network.as_ref().unwrap().cut(0);
+        assert_reset(&mut near);
+        assert_reset(&mut far);
+        let Event::Aborted { failure, .. } = scene.near_told.wait("abort", is_aborted) else {
+            panic!()
+        };
+        assert_eq!(failure.code(), FaultCode::LaneLost, "{failure}");
+    }
+}
+
+/// A hypervisor that is cancelled resets its connection; the other one hears of it although it
+/// reads nothing, and long before any limit in time.
+#[test]
+fn a_reset_is_passed_on_past_a_consumer_that_does_not_read() {
+    let scene = Scene::start(Setup::new());
+    let near = scene.tcp();
+    let far = scene.accept();
+    near.set_write_timeout(Some(Duration::from_millis(500)))
+        .unwrap();
+    while (&near).write_all(&[7; 100_000]).is_ok() {}
+    set_reset_on_close(&near).unwrap();
+    drop(near);
+    scene.near_told.wait("abort", is_aborted);
+    scene.far_told.wait("abort", is_aborted);
+    let until = Instant::now() + PATIENCE;
+    let error = loop {
+        match (&far).write_all(&[0; 4096]) {
+            Ok(()) => assert!(Instant::now() < until),
+            Err(error) => break error,
+        }
+    };
+    assert_eq!(error.kind(), ErrorKind::ConnectionReset);
+}
+
+#[test]
+fn a_consumer_may_stall_for_longer_than_a_peer_may_be_gone() {
+    let limits = Limits {
+        vanished: Duration::from_secs(1),
+        ..Limits::default()
+    };
+    let scene = Scene::start(Setup {
+        limits,
+        ..Setup::new()
+    });
+    let near = scene.unix();
+    let far = scene.accept();
+    let out = send(&near, 3, 40 << 20);
+    thread::sleep(Duration::from_secs(4));
+    let mut sent = vec![0; 40 << 20];
+    dunlin_test_support::tunnel::Random::new(3).fill(&mut sent);
+    join(vec![out, expect_all(far, sent)]);
+}
+
+#[test]
+fn i6_who_is_not_to_be_trusted_carries_nothing() {
+    let authority = Authority::new();
+    let stranger = Authority::named("another authority");
+    let pin = |of: &Identity| -> Peers {
+        let pin = of.summary().unwrap().pin.to_string();
+        names(&[&pin])
+    };
+    let with = |change: &dyn Fn(&mut Setup)| {
+        let mut setup = Setup {
+            near: authority.identity(&[NEAR]),
+            far: authority.identity(&[FAR]),
+            ..Setup::new()
+        };
+        change(&mut setup);
+        let scene = Scene::start(setup);
+        let (code, text) = scene.refused();
+        scene.target.set_nonblocking(true).unwrap();
+        assert!(scene.target.accept().is_err(), "{text}");
+        (code, text)
+    };
+    let other = authority.identity(&["other.test"]);
+    for (change, words) in [
+        (
+            &(|one: &mut Setup| one.peers = names(&["other.test"])) as &dyn Fn(&mut Setup),
+            "none of the allowed names",
+        ),
+        (&|one| one.peers = pin(&other), "not the pinned one"),
+        (
+            &|one| one.far = stranger.identity(&[FAR]),
+            "unknown authority",
+        ),
+        (&|one| one.allow = names(&["other.test"]), "compare our"),
+        (&|one| one.allow = pin(&other), "compare our"),
+        (
+            &|one| {
+                one.near = stranger.identity(&[NEAR]);
+                one.peers = pin(&one.far);
+            },
+            "does not trust",
+        ),
+    ] {
+        let (code, text) = with(change);
+        assert_eq!(code, FaultCode::Unauthorised, "{text}");
+        assert!(text.contains(words), "{words}: {text}");
+    }
+    // And one whose pin is right needs no authority.
+    let far = stranger.identity(&[FAR]);
+    let scene = Scene::start(Setup {
+        peers: pin(&far),
+        far,
+        allow: pin(&other),
+        near: other,
+        ..Setup::new()
+    });
+    let mut near = scene.unix();
+    near.write_all(b"x").unwrap();
+    scene.accept().read_exact(&mut [0]).unwrap();
+}
+
+/// What speaks TLS 1.2 alone, and a client without a certificate, are `openssl`'s part.
+#[test]
+fn i7_what_is_no_tls_and_what_says_nothing_keeps_nobody_out() {
+    let scene = Scene::start(Setup::new());
+    let port = scene.far.as_ref().unwrap().relay_ports()[0].1;
+    let silent: Vec<_> = (0..300)
+        .map(|_| TcpStream::connect(port).unwrap())
+        .collect();
+    let mut loud = patient(TcpStream::connect(port).unwrap());
+    loud.write_all(b"GET / HTTP/1.0\r\n\r\n").unwrap();
+    let mut near = scene.unix();
+    near.write_all(b"x").unwrap();
+    scene.accept().read_exact(&mut [0]).unwrap();
+    let rejected = |event: &Event| {
+        matches!(event, Event::Rejected { .. }) && event.to_string().contains("0x47")
+    };
+    scene.far_told.wait("rejection", rejected);
+    drop(silent);
+}
+
+#[test]
+fn i8_channels_beyond_the_limit_are_refused_and_the_others_stay() {
+    let limits = Limits {
+        channels: 3,
+        ..Limits::default()
+    };
+    let scene = Scene::start(Setup {
+        limits,
+        ..Setup::new()
+    });
+    let mut open: Vec<_> = (0..3).map(|_| (scene.unix(), scene.accept())).collect();
+    let (code, text) = scene.refused();
+    assert_eq!(code, FaultCode::Busy, "{text}");
+    for (near, far) in &mut open {
+        near.write_all(b"x").unwrap();
+        far.read_exact(&mut [0]).unwrap();
+    }
+    // One that ends makes room.
+    drop(open.pop());
+    scene.near_told.wait("end", is_closed);
+    scene.far_told.wait("end", is_closed);
+    let mut near = scene.unix();
+    near.write_all(b"x").unwrap();
+    scene.accept().read_exact(&mut [0]).unwrap();
+}
+
+#[test]
+fn a_drain_waits_for_channels_and_takes_no_more() {
+    let mut scene = Scene::start(Setup::new());
+    let mut near = scene.unix();
+    let mut far = scene.accept();
+    near.write_all(b"x").unwrap();
+    far.read_exact(&mut [0]).unwrap();
+    let port = scene.far.as_ref().unwrap().relay_ports()[0].1;
+    let tunnel = scene.far.take().unwrap();
+    let draining = thread::spawn(move || tunnel.drain(PATIENCE));
+    let until = Instant::now() + PATIENCE;
+    while TcpStream::connect(port).is_ok() {
+        assert!(Instant::now() < until, "connections are still taken");
+        thread::sleep(Duration::from_millis(5));
+    }
+    near.write_all(b"last words").unwrap();
+    drop(near);
+    let mut last = String::new();
+    far.read_to_string(&mut last).unwrap();
+    assert_eq!(last, "last words");
+    drop(far);
+    assert_eq!(draining.join().unwrap(), 0);
+}
+
+#[test]
+fn a_tunnel_that_ends_aborts_its_channels() {
+    let mut scene = Scene::start(Setup::new());
+    let mut near = scene.tcp();
+    let mut far = scene.accept();
+    near.write_all(b"x").unwrap();
+    far.read_exact(&mut [0]).unwrap();
+    assert_eq!(scene.far.take().unwrap().drain(Duration::ZERO), 1);
+    assert_reset(&mut near);
+    assert_reset(&mut far);
+}
+
+#[test]
+fn a_reload_changes_whom_a_port_lets_in_and_no_channel() {
+    let authority = Authority::new();
+    let scene = Scene::start(Setup {
+        near: authority.identity(&[NEAR]),
+        far: authority.identity(&[FAR]),
+        ..Setup::new()
+    });
+    let mut near = scene.unix();
+    let mut far = scene.accept();
+    let target = scene.target.local_addr().unwrap();
+    let changed = RelayExit {
+        route: "ram".to_owned(),
+        listen: "127.0.0.1:0".parse().unwrap(),
+        allow: names(&["other.test"]),
+        target: Target::Tcp(target.to_string()),
+        oldest_tls: OldestTls::V1_3,
+    };
+    let tunnel = scene.far.as_ref().unwrap();
+    let port: SocketAddr = tunnel.relay_ports()[0].1;
+    let routes = Routes::new(Vec::new(), Vec::new()).unwrap();
+    let routes = routes.with_relays(vec![changed]).unwrap();
+    let renewed = identities(authority.identity(&[FAR]));
+    tunnel.replace(renewed, &routes).unwrap();
+    assert_eq!(tunnel.relay_ports()[0].1, port);
+    let (code, text) = scene.refused();
+    assert_eq!(code, FaultCode::Unauthorised, "{text}");
+    near.write_all(b"x").unwrap();
+    far.read_exact(&mut [0]).unwrap();
+}
+
+/// Whoever is in the middle of his handshake is judged by what is configured at its end.
+#[test]
+fn i6_a_reload_in_the_middle_of_a_handshake_lets_in_nobody_who_is_no_more_allowed() {
+    let authority = Authority::new();
+    let scene = Scene::start(Setup {
+        near: authority.identity(&[NEAR]),
+        far: authority.identity(&[FAR]),
+        relayed: true,
+        ..Setup::new()
+    });
+    let tunnel = scene.far.as_ref().unwrap();
+    let changed = RelayExit {
+        route: "ram".to_owned(),
+        listen: "127.0.0.1:0".parse().unwrap(),
+        allow: names(&["other.test"]),
+        target: Target::Tcp(scene.target.local_addr().unwrap().to_string()),
+        oldest_tls: OldestTls::V1_3,
+    };
+    let routes = Routes::new(Vec::new(), Vec::new()).unwrap();
+    let routes = routes.with_relays(vec![changed]).unwrap();
+    let renewed = identities(authority.identity(&[FAR]));
+    let mut stream = None;
+    scene.network.as_ref().unwrap().hold(
+        || stream = Some(scene.unix()),
+        || tunnel.replace(renewed, &routes).unwrap(),
+    );
+    assert!(!matches!(stream.unwrap().read_once(&mut [0]), Ok(1..)));
+    let rejected = |event: &Event| matches!(event, Event::Rejected { .. });
+    scene.far_told.wait("rejection", rejected);
+    scene.target.set_nonblocking(true).unwrap();
+    assert!(scene.target.accept().is_err());
+}
+
+#[test]
+fn a_target_that_is_not_there_ends_the_connection_with_an_error() {
+    let scene = Scene::start(Setup::new());
+    let target = scene.target.local_addr().unwrap();
+    let Scene {
+        near,
+        far,
+        near_told,
+        far_told,
+        scratch,
+        target: listener,
+        ..
+    } = scene;
+    drop(listener);
+    let mut stream = UnixStream::connect(scratch.0.join("in")).unwrap();
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    assert!(!matches!(stream.read_once(&mut [0]), Ok(1..)));
+    let refused = |event: &Event| matches!(event, Event::Refused { .. });
+    let why = far_told.wait("refusal", refused).to_string();
+    assert!(why.contains(&target.to_string()), "{why}");
+    // At once, or within the handshake still.
+    near_told.wait("abort", |event| is_aborted(event) || refused(event));
+    drop((near, far));
+}

@@ -1,0 +1,542 @@
+//! A VM for the engine's tests: ordinary memory, a writer thread in place of
+//! vCPUs, and the writes through vm-memory as its dirty log. What moves it is
+//! the real engine over real sockets and real TLS.
+
+pub mod doubt;
+pub mod peer;
+pub mod proxy;
+pub mod scene;
+
+use std::io;
+use std::net::{SocketAddr, TcpListener};
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use dunlin::engine::destination::{self, DestinationEvent, Received};
+use dunlin::engine::memory::{MappedMemory, OwnWrites};
+use dunlin::engine::source::{self, migrate};
+use dunlin::engine::vmm::{
+    Builder, DestinationVm, DirtyLog, GuestMemory, Offered, Refusal, Region, RunState, Section,
+    SourceVm, VmDescription, VmmError,
+};
+use dunlin::engine::{Cancel, Event, Host, MigrateError, Report, StandardHost};
+use dunlin_lane::identity::{ClientTls, ServerTls};
+use dunlin_lane::provider::{Crypto, Provider};
+use dunlin_sys::mapping::{Backing, allocate};
+use vm_memory::bitmap::AtomicBitmap;
+use vm_memory::{
+    Bytes, FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion,
+    VolatileSlice,
+};
+
+use crate::lane::{Authority, DESTINATION, SOURCE, load, names};
+
+/// Guest memory of the tests: its own writes are its dirty log.
+pub type Memory = GuestMemoryMmap<AtomicBitmap>;
+
+/// What a test does at a step of the VM.
+pub type Hook = Box<dyn FnMut(&str) + Send>;
+
+/// A search for what is worth sending in a region of the source's memory.
+pub type Scan = fn(&MappedMemory, usize, &mut dyn FnMut(Range<u64>)) -> io::Result<()>;
+
+/// Memory in which a source looks for holes in a way of its own.
+struct Scanned(MappedMemory, Scan);
+
+impl GuestMemory for Scanned {
+    fn regions(&self) -> &[Region] {
+        self.0.regions()
+    }
+
+    fn slice(&self, index: usize, offset: u64, length: usize) -> io::Result<VolatileSlice<'_>> {
+        self.0.slice(index, offset, length)
+    }
+
+    fn worth_sending(&self, index: usize, found: &mut dyn FnMut(Range<u64>)) -> io::Result<()> {
+        self.1(&self.0, index, found)
+    }
+}
+
+/// The VM, on either side.
+pub struct TestVm {
+    pub memory: Arc<Memory>,
+    pub state: Mutex<RunState>,
+    /// Called in [`SourceVm::pause`] and friends, for faults that a test plants.
+    pub fail: Mutex<Option<&'static str>>,
+    /// How its memory is searched where it is the source, if not as it should be.
+    pub scan: Mutex<Option<Scan>>,
+    /// Called with the name of each step before it is taken.
+    pub hook: Mutex<Option<Hook>>,
+    /// The order in which the engine called the VM.
+    pub calls: Mutex<Vec<&'static str>>,
+    pub loaded: Mutex<Vec<Section>>,
+    running: Arc<AtomicBool>,
+    pub writes: Arc<AtomicU64>,
+    pub throttle: Arc<AtomicU64>,
+    writer: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl TestVm {
+    /// A paused VM of `bytes`, in two regions when it has more than 8 MiB.
+    pub fn new(bytes: usize) -> Arc<Self> {
+        let ranges = if bytes > 8 << 20 {
+            let low = bytes / 4096 / 2 * 4096;
+            vec![(GuestAddress(0), low), (GuestAddress(1 << 32), bytes - low)]
+        } else {
+            vec![(GuestAddress(0), bytes)]
+        };
+        Self::with_ranges(&ranges)
+    }
+
+    /// A paused VM with these regions: address and bytes.
+    pub fn with_ranges(ranges: &[(GuestAddress, usize)]) -> Arc<Self> {
+        Self::with_memory(GuestMemoryMmap::from_ranges(ranges).unwrap())
+    }
+
+    /// A paused VM with two regions in one memfd, from its beginning and from 1 MiB
+    /// on: address and bytes of each.
+    pub fn in_one_file(bytes: [usize; 2]) -> Arc<Self> {
+        const SECOND: u64 = 1 << 20;
+        assert!(bytes[0] <= SECOND as usize);
+        let whole = allocate(
+            (SECOND + bytes[1] as u64).next_multiple_of(2 << 20),
+            Backing::Memfd,
+        );
+        let region = whole.unwrap().iter().next().unwrap().file_offset().cloned();
+        let file = |start| FileOffset::from_arc(Arc::clone(region.as_ref().unwrap().arc()), start);
+        let regions = [
+            (GuestAddress(0), bytes[0], Some(file(0))),
+            (GuestAddress(1 << 32), bytes[1], Some(file(SECOND))),
+        ];
+        Self::with_memory(GuestMemoryMmap::from_ranges_with_files(&regions).unwrap())
+    }
+
+    fn with_memory(memory: Memory) -> Arc<Self> {
+        Arc::new(Self {
+            memory: Arc::new(memory),
+            state: Mutex::new(RunState::Paused),
+            fail: Mutex::default(),
+            scan: Mutex::default(),
+            hook: Mutex::default(),
+            calls: Mutex::default(),
+            loaded: Mutex::default(),
+            running: Arc::default(),
+            writes: Arc::default(),
+            throttle: Arc::default(),
+            writer: Mutex::default(),
+        })
+    }
+
+    /// Fills the first `bytes` of each region with numbers that are not zero.
+    pub fn fill(&self, bytes: usize) {
+        for region in self.memory.iter() {
+            let end = (region.len() as usize).min(bytes);
+            let mut page = [0_u8; 4096];
+            let mut number = region.start_addr().0 | 1;
+            for offset in (0..end).step_by(4096) {
+                for word in page.chunks_exact_mut(8) {
+                    number = number
+                        .wrapping_mul(6_364_136_223_846_793_005)
+                        .wrapping_add(1);
+                    word.copy_from_slice(&number.to_le_bytes());
+                }
+                let address = GuestAddress(region.start_addr().0 + offset as u64);
+                self.memory.write_slice(&page, address).unwrap();
+            }
+        }
+    }
+
+    /// Lets a writer go over the first `pages` pages, with `delay` after each.
+    pub fn start(&self, pages: u64, delay: Duration) {
+        *self.state.lock().unwrap() = RunState::Running;
+        self.running.store(true, Ordering::SeqCst);
+        let (memory, running) = (Arc::clone(&self.memory), Arc::clone(&self.running));
+        let writes = Arc::clone(&self.writes);
+        let throttle = Arc::clone(&self.throttle);
+        *self.writer.lock().unwrap() = Some(std::thread::spawn(move || {
+            let mut number = 0_u64;
+            while running.load(Ordering::SeqCst) {
+                let address = GuestAddress(number % pages * 4096 + 8 * (number % 512));
+                memory.write_obj(number, address).unwrap();
+                writes.fetch_add(1, Ordering::SeqCst);
+                number += 1;
+                let throttle = throttle.load(Ordering::SeqCst) as u32;
+                let throttled = delay * throttle / (100 - throttle);
+                if !delay.is_zero() {
+                    std::thread::sleep(delay + throttled);
+                }
+            }
+        }));
+    }
+
+    pub fn stop_writer(&self) {
+        self.running.store(false, Ordering::SeqCst);
+        if let Some(writer) = self.writer.lock().unwrap().take() {
+            writer.join().unwrap();
+        }
+    }
+
+    fn call(&self, name: &'static str) -> Result<(), VmmError> {
+        self.calls.lock().unwrap().push(name);
+        if let Some(hook) = &mut *self.hook.lock().unwrap() {
+            hook(name);
+        }
+        if *self.fail.lock().unwrap() == Some(name) {
+            return Err(format!("planted: {name} fails").into());
+        }
+        Ok(())
+    }
+
+    pub fn calls(&self) -> Vec<&'static str> {
+        self.calls.lock().unwrap().clone()
+    }
+
+    /// Whether the guest runs and writes.
+    pub fn goes_on(&self) -> bool {
+        let before = self.writes.load(Ordering::SeqCst);
+        let until = Instant::now() + Duration::from_secs(2);
+        while Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(5));
+            if self.writes.load(Ordering::SeqCst) > before {
+                return *self.state.lock().unwrap() == RunState::Running;
+            }
+        }
+        false
+    }
+
+    pub fn digest(&self) -> [u8; 16] {
+        let mapped = MappedMemory::new(Arc::clone(&self.memory), 4096);
+        dunlin::engine::memory::digest(&mapped, 2).unwrap()
+    }
+}
+
+impl Drop for TestVm {
+    fn drop(&mut self) {
+        self.stop_writer();
+    }
+}
+
+/// What the test VM saves.
+pub fn state() -> Vec<Section> {
+    (0..3)
+        .map(|instance| Section {
+            name: "vcpu".into(),
+            instance,
+            version: 1,
+            required: true,
+            bytes: vec![instance as u8; 1000],
+        })
+        .collect()
+}
+
+impl SourceVm for TestVm {
+    fn describe(&self) -> Result<VmDescription, VmmError> {
+        self.call("describe")?;
+        Ok(VmDescription {
+            uuid: [7; 16],
+            name: "test".into(),
+            description: b"a test VM".to_vec(),
+        })
+    }
+
+    fn memory(&self) -> Arc<dyn GuestMemory> {
+        let mapped = MappedMemory::new(Arc::clone(&self.memory), 4096);
+        match *self.scan.lock().unwrap() {
+            Some(scan) => Arc::new(Scanned(mapped, scan)),
+            None => Arc::new(mapped),
+        }
+    }
+
+    fn dirty_logs(&self) -> Vec<Box<dyn DirtyLog>> {
+        vec![Box::new(OwnWrites::new(Arc::clone(&self.memory)))]
+    }
+
+    fn run_state(&self) -> RunState {
+        self.state.lock().unwrap().clone()
+    }
+
+    fn pause(&self) -> Result<(), VmmError> {
+        self.call("pause")?;
+        self.stop_writer();
+        let mut state = self.state.lock().unwrap();
+        if *state == RunState::Running {
+            *state = RunState::Paused;
+        }
+        Ok(())
+    }
+
+    fn resume(&self) -> Result<(), VmmError> {
+        self.call("resume")?;
+        self.start(64, Duration::from_micros(100));
+        Ok(())
+    }
+
+    fn throttle(&self, percent: u8) -> Result<bool, VmmError> {
+        self.throttle.store(u64::from(percent), Ordering::SeqCst);
+        Ok(true)
+    }
+
+    fn save(&self) -> Result<Vec<Section>, VmmError> {
+        self.call("save")?;
+        Ok(state())
+    }
+
+    fn relinquish(&self) -> Result<(), VmmError> {
+        self.call("relinquish")
+    }
+
+    fn reacquire(&self) -> Result<(), VmmError> {
+        self.call("reacquire")
+    }
+
+    fn hold(&self) -> Result<(), VmmError> {
+        self.call("hold")
+    }
+
+    fn destroy(&self) {
+        self.calls.lock().unwrap().push("destroy");
+        *self.state.lock().unwrap() = RunState::Stopped("moved".into());
+    }
+}
+
+impl DestinationVm for TestVm {
+    fn memory(&self) -> Arc<dyn GuestMemory> {
+        Arc::new(MappedMemory::new(Arc::clone(&self.memory), 4096))
+    }
+
+    fn load(&self, sections: &[Section]) -> Result<(), VmmError> {
+        self.call("load")?;
+        *self.loaded.lock().unwrap() = sections.to_vec();
+        Ok(())
+    }
+
+    fn acquire(&self) -> Result<(), VmmError> {
+        self.call("acquire")
+    }
+
+    fn resume(&self) -> Result<Option<Duration>, VmmError> {
+        self.call("resume")?;
+        *self.state.lock().unwrap() = RunState::Running;
+        Ok(None)
+    }
+
+    fn announce(&self) {
+        self.calls.lock().unwrap().push("announce");
+    }
+
+    fn discard(&self) {
+        self.calls.lock().unwrap().push("discard");
+    }
+}
+
+/// Builds a [`TestVm`] of the offered size, and keeps it for the test.
+#[derive(Default)]
+pub struct TestBuilder {
+    pub built: Option<Arc<TestVm>>,
+    pub refuse: Option<Refusal>,
+    pub fail: Option<&'static str>,
+    /// Called with the VM that was built.
+    pub planted: Option<fn(&Arc<TestVm>)>,
+}
+
+impl Builder for TestBuilder {
+    fn build(&mut self, offered: &Offered) -> Result<Arc<dyn DestinationVm>, Refusal> {
+        if let Some(refusal) = self.refuse.clone() {
+            return Err(refusal);
+        }
+        let ranges: Vec<_> = offered
+            .regions
+            .iter()
+            .map(|region| (GuestAddress(region.guest_physical), region.length as usize))
+            .collect();
+        let vm = TestVm::with_ranges(&ranges);
+        *vm.fail.lock().unwrap() = self.fail;
+        if let Some(planted) = self.planted {
+            planted(&vm);
+        }
+        self.built = Some(Arc::clone(&vm));
+        Ok(vm)
+    }
+}
+
+/// Both sides of one migration.
+pub struct Moved {
+    pub source: Result<Report, MigrateError>,
+    pub destination: Result<Received, MigrateError>,
+    pub builder: TestBuilder,
+    pub source_events: Vec<Event>,
+    pub destination_events: Vec<DestinationEvent>,
+}
+
+/// Runs a migration of `vm` between two threads over loopback.
+pub fn run(
+    vm: &Arc<TestVm>,
+    tls: (&ClientTls, &ServerTls),
+    source_options: &source::Options,
+    destination_options: &destination::Options,
+    builder: TestBuilder,
+    cancel: &Cancel,
+) -> Moved {
+    let receiving = Receiving::start(tls.1, destination_options, builder);
+    let to = receiving.address.to_string();
+    let (source, source_events) = send(vm, &to, tls.0, source_options, cancel);
+    let (destination, builder, destination_events) = receiving.finish(source.is_err());
+    Moved {
+        source,
+        destination,
+        builder,
+        source_events,
+        destination_events,
+    }
+}
+
+/// The source's side of a migration, on this thread.
+pub fn send(
+    vm: &Arc<TestVm>,
+    to: &str,
+    client: &ClientTls,
+    options: &source::Options,
+    cancel: &Cancel,
+) -> (Result<Report, MigrateError>, Vec<Event>) {
+    let events = Mutex::new(Vec::new());
+    let as_source: Arc<dyn SourceVm> = Arc::clone(vm) as _;
+    let host: Arc<dyn Host> = Arc::new(StandardHost);
+    let observe = |event: &Event| events.lock().unwrap().push(event.clone());
+    let result = migrate(&as_source, to, client, options, &host, &observe, cancel);
+    (result, events.into_inner().unwrap())
+}
+
+type Taken = (Result<Received, MigrateError>, TestBuilder);
+
+/// A destination on a thread of its own.
+pub struct Receiving {
+    pub address: SocketAddr,
+    pub cancel: Cancel,
+    pub events: Arc<Mutex<Vec<DestinationEvent>>>,
+    thread: JoinHandle<Taken>,
+}
+
+impl Receiving {
+    pub fn start(server: &ServerTls, options: &destination::Options, builder: TestBuilder) -> Self {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        Self::on(listener, server, options, builder)
+    }
+
+    pub fn on(
+        listener: TcpListener,
+        server: &ServerTls,
+        options: &destination::Options,
+        mut builder: TestBuilder,
+    ) -> Self {
+        let address = listener.local_addr().unwrap();
+        let events = Arc::<Mutex<Vec<DestinationEvent>>>::default();
+        let cancel = Cancel::new();
+        let (seen, cancelled) = (Arc::clone(&events), cancel.clone());
+        let (server, options) = (server.clone(), options.clone());
+        let thread = std::thread::spawn(move || {
+            let host: Arc<dyn Host> = Arc::new(StandardHost);
+            let observe = |event: &DestinationEvent| seen.lock().unwrap().push(event.clone());
+            let result = destination::receive(
+                listener,
+                &server,
+                &options,
+                &mut builder,
+                &host,
+                &observe,
+                &cancelled,
+            );
+            (result, builder)
+        });
+        Self {
+            address,
+            cancel,
+            events,
+            thread,
+        }
+    }
+
+    /// Waits for its end; `cancel` where no session may have come about.
+    pub fn finish(
+        self,
+        cancel: bool,
+    ) -> (
+        Result<Received, MigrateError>,
+        TestBuilder,
+        Vec<DestinationEvent>,
+    ) {
+        if cancel {
+            std::thread::sleep(Duration::from_millis(50));
+            self.cancel.cancel();
+        }
+        let (result, builder) = self.thread.join().unwrap();
+        let events = self.events.lock().unwrap().clone();
+        (result, builder, events)
+    }
+
+    /// Waits until an event is there for which `found` holds.
+    pub fn await_event(&self, found: impl Fn(&DestinationEvent) -> bool) {
+        let until = Instant::now() + Duration::from_secs(5);
+        while !self.events.lock().unwrap().iter().any(&found) {
+            assert!(Instant::now() < until, "{:?}", self.events.lock().unwrap());
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+
+    /// Waits until something was turned away for a reason that contains `text`.
+    pub fn await_rejection(&self, text: &str) {
+        self.await_event(
+            |event| matches!(event, DestinationEvent::Rejected { reason } if reason.contains(text)),
+        );
+    }
+}
+
+/// Both sides' TLS under one authority.
+pub fn tls() -> (ClientTls, ServerTls) {
+    let authority = Authority::new();
+    (client_of(&authority, SOURCE), server_of(&authority))
+}
+
+pub fn client_of(authority: &Authority, name: &str) -> ClientTls {
+    let crypto = Crypto::with(Provider::built_in()[0]);
+    authority
+        .identity(&[name])
+        .client(&crypto, names(&[DESTINATION]))
+        .unwrap()
+}
+
+/// A client and a server of `authority` that trust `other` too.
+pub fn trusting(authority: &Authority, other: &Authority) -> (ClientTls, ServerTls) {
+    let crypto = Crypto::with(Provider::built_in()[0]);
+    let host = |name| load(&authority.host_trusting(&[name], &[other]));
+    let client = host(SOURCE).client(&crypto, names(&[DESTINATION]));
+    let server = host(DESTINATION).server(&crypto, names(&[SOURCE]));
+    (client.unwrap(), server.unwrap())
+}
+
+pub fn server_of(authority: &Authority) -> ServerTls {
+    let crypto = Crypto::with(Provider::built_in()[0]);
+    authority
+        .identity(&[DESTINATION])
+        .server(&crypto, names(&[SOURCE]))
+        .unwrap()
+}
+
+/// A destination that gives a lost control lane up almost at once.
+pub fn impatient() -> destination::Options {
+    destination::Options::builder()
+        .control_limit(Duration::from_millis(300))
+        .build()
+        .unwrap()
+}
+
+/// Some lanes, and digests compared at the end.
+pub fn verified(lanes: u16) -> source::Options {
+    source::Options::builder()
+        .lanes(lanes)
+        .verify(true)
+        .build()
+        .unwrap()
+}

@@ -1,0 +1,239 @@
+//! One end of a session by hand, so that it can break every rule.
+
+use std::net::{SocketAddr, TcpListener, TcpStream};
+
+use dunlin_lane::control::{self, ControlStream};
+use dunlin_lane::data::{DataReceiver, DataSender, PlainConsent, STALL_LIMIT};
+use dunlin_lane::handshake;
+use dunlin_lane::identity::{ClientTls, ServerTls};
+use dunlin_proto::control::{
+    Accept, CONTROL_HEADER_BYTES, Describe, Envelope, Header, Message, Region, RegionKind,
+    RegionTable,
+};
+use dunlin_proto::frame::{ChunkHeader, Encoding, Frame, Range};
+use dunlin_proto::negotiate::{
+    Features, LaneOpen, LaneSecurity, Offer, Opening, PRELUDE_BYTES, Prelude, Selection,
+    SessionSecret, VERSIONS, lane_mac_input,
+};
+use hmac::{Hmac, KeyInit, Mac};
+use sha2::Sha256;
+
+use crate::lane::soon;
+
+pub const SESSION: [u8; 16] = [9; 16];
+
+/// A control lane in either role.
+pub struct Peer {
+    pub stream: ControlStream,
+    pub envelope: Envelope,
+}
+
+impl Peer {
+    /// A source that has made its offer and read the answer.
+    pub fn source(to: SocketAddr, tls: &ClientTls, security: LaneSecurity) -> (Self, Opening) {
+        Self::source_of(to, tls, security, SESSION)
+    }
+
+    /// The same, of another session.
+    pub fn source_of(
+        to: SocketAddr,
+        tls: &ClientTls,
+        security: LaneSecurity,
+        session: [u8; 16],
+    ) -> (Self, Opening) {
+        let stream = control::client(TcpStream::connect(to).unwrap(), tls, soon()).unwrap();
+        let offer = Offer {
+            versions: VERSIONS,
+            optional: Features::NONE,
+            required: Features::NONE,
+            security,
+            session,
+            attempt: 1,
+            epoch: 1,
+        };
+        let mut bytes = Vec::new();
+        offer.encode(&mut bytes).unwrap();
+        stream.send(&bytes).unwrap();
+        let answer = read_opening(&stream);
+        (Self::new(stream, session), answer)
+    }
+
+    /// A source that has got as far as the destination's *accept*.
+    pub fn accepted(to: SocketAddr, tls: &ClientTls) -> (Self, Accept) {
+        let (mut peer, answer) = Self::source(to, tls, LaneSecurity::Tls);
+        assert!(matches!(answer, Opening::Select(_)), "{answer:?}");
+        peer.send(&describe());
+        match peer.receive() {
+            Some(Message::Accept(accept)) => (peer, accept),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// A destination that has read the offer and answers with `security`, or
+    /// with what was asked for.
+    pub fn destination(
+        listener: &TcpListener,
+        tls: &ServerTls,
+        security: Option<LaneSecurity>,
+    ) -> Self {
+        let stream = control::server(listener.accept().unwrap().0, tls, soon()).unwrap();
+        let Opening::Offer(offer) = read_opening(&stream) else {
+            panic!("no offer")
+        };
+        let mut bytes = Vec::new();
+        Selection {
+            version: VERSIONS.max,
+            features: offer.required,
+            security: security.unwrap_or(offer.security),
+        }
+        .encode(&mut bytes)
+        .unwrap();
+        stream.send(&bytes).unwrap();
+        Self::new(stream, offer.session)
+    }
+
+    fn new(stream: ControlStream, session: [u8; 16]) -> Self {
+        Self {
+            stream,
+            envelope: Envelope {
+                session,
+                epoch: 1,
+                sequence: 0,
+            },
+        }
+    }
+
+    pub fn encode(&mut self, message: &Message) -> Vec<u8> {
+        self.envelope.sequence += 1;
+        let mut bytes = Vec::new();
+        message.encode(&self.envelope, &mut bytes).unwrap();
+        bytes
+    }
+
+    /// Sends; a peer that has hung up already is what many tests wait for.
+    pub fn send(&mut self, message: &Message) -> bool {
+        let bytes = self.encode(message);
+        self.stream.send(&bytes).is_ok()
+    }
+
+    /// The next message that is neither ping nor pong; none at the end.
+    pub fn receive(&mut self) -> Option<Message> {
+        loop {
+            let mut bytes = [0; CONTROL_HEADER_BYTES];
+            self.stream.receive_exact(&mut bytes, soon()).ok()?;
+            let header = Header::decode(&bytes).unwrap();
+            let mut body = vec![0; header.body_bytes()];
+            self.stream.receive_exact(&mut body, soon()).ok()?;
+            match Message::decode(&header, &body).unwrap() {
+                Some(Message::Ping { token }) => {
+                    self.send(&Message::Pong { token });
+                }
+                Some(Message::Pong { .. }) | None => {}
+                Some(message) => return Some(message),
+            }
+        }
+    }
+
+    /// The next message for which `wanted` holds; none at the end.
+    pub fn await_message(&mut self, wanted: impl Fn(&Message) -> bool) -> Option<Message> {
+        loop {
+            let message = self.receive()?;
+            if wanted(&message) {
+                return Some(message);
+            }
+        }
+    }
+}
+
+/// The first words of the other side.
+pub fn read_opening(stream: &ControlStream) -> Opening {
+    let mut bytes = [0; PRELUDE_BYTES];
+    stream.receive_exact(&mut bytes, soon()).unwrap();
+    let prelude = Prelude::decode(&bytes).unwrap();
+    let mut body = vec![0; prelude.body_bytes];
+    stream.receive_exact(&mut body, soon()).unwrap();
+    Opening::decode(&prelude, &body).unwrap()
+}
+
+/// A VM of 4 MiB in one region.
+pub fn describe() -> Message {
+    Message::Describe(Describe {
+        vm_uuid: [1; 16],
+        vm_name: "hostile".into(),
+        page_bytes: 4096,
+        paused: true,
+        description: Vec::new(),
+        regions: RegionTable::new(vec![Region {
+            id: 0,
+            kind: RegionKind::Ram,
+            flags: 0,
+            backing_page_bytes: 4096,
+            length: 4 << 20,
+            guest_physical: 0,
+            name: "ram0".into(),
+        }])
+        .unwrap(),
+    })
+}
+
+pub fn lane_open(session: [u8; 16], secret: &SessionSecret, lane: u16) -> LaneOpen {
+    let mut mac = <Hmac<Sha256> as KeyInit>::new_from_slice(&secret.0).unwrap();
+    mac.update(&lane_mac_input(&session, lane));
+    LaneOpen {
+        version: VERSIONS.max,
+        session,
+        lane,
+        mac: mac.finalize().into_bytes().into(),
+    }
+}
+
+/// Opens a data lane with `open` as its first words.
+pub fn open_lane(to: SocketAddr, tls: Option<&ClientTls>, open: &LaneOpen) -> DataSender {
+    let stream = TcpStream::connect(to).unwrap();
+    let mut sender = match tls {
+        Some(tls) => {
+            let secured = handshake::client(stream, tls, soon()).unwrap();
+            DataSender::tls(secured, STALL_LIMIT).unwrap()
+        }
+        None => {
+            let consent = PlainConsent::both(true, true).unwrap();
+            DataSender::plain(stream, consent, STALL_LIMIT).unwrap()
+        }
+    };
+    let mut bytes = Vec::new();
+    open.encode(&mut bytes).unwrap();
+    sender.send(&bytes).unwrap();
+    sender
+}
+
+/// A chunk of one page of zeros.
+pub fn zero_chunk(number: u64, region: u16, offset: u64) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    let range = Range {
+        region,
+        encoding: Encoding::Zero,
+        page_count: 1,
+        offset,
+    };
+    ChunkHeader::encode(number, 1, &[range], &mut bytes).unwrap();
+    bytes
+}
+
+pub fn frame(frame: Frame) -> Vec<u8> {
+    frame.to_bytes().to_vec()
+}
+
+/// Takes a source's data lane in.
+pub fn take_lane(listener: &TcpListener, tls: &ServerTls) -> (DataReceiver, LaneOpen) {
+    let secured = handshake::server(listener.accept().unwrap().0, tls, soon()).unwrap();
+    let mut receiver = DataReceiver::tls(secured, STALL_LIMIT).unwrap();
+    let mut bytes = [0; PRELUDE_BYTES];
+    receiver.read_exact(&mut bytes).unwrap();
+    let prelude = Prelude::decode(&bytes).unwrap();
+    let mut body = vec![0; prelude.body_bytes];
+    receiver.read_exact(&mut body).unwrap();
+    match Opening::decode(&prelude, &body).unwrap() {
+        Opening::Lane(open) => (receiver, open),
+        other => panic!("{other:?}"),
+    }
+}

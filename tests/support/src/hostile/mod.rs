@@ -1,0 +1,406 @@
+//! A peer that speaks the protocol and lies, and what is measured while it does:
+//! after each lie the session has ended, nothing of it is left, the VM is on one
+//! side, and a good migration goes through.
+
+use std::fs;
+use std::net::{Shutdown, SocketAddr, TcpListener};
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use dunlin::engine::vmm::{FaultCode, RunState};
+use dunlin::engine::{Cancel, MigrateError, VmIs, source};
+use dunlin_lane::data::DataSender;
+use dunlin_lane::identity::{ClientTls, ServerTls};
+use dunlin_proto::control::{Accept, Final, Message};
+use dunlin_proto::frame::Frame;
+
+use crate::engine::peer::{Peer, SESSION, frame, lane_open, open_lane};
+use crate::engine::{Receiving, TestBuilder, TestVm, impatient, send, tls, verified};
+
+/// What a session may cost beside the guest's memory (I8).
+const PEAK_LIMIT_BYTES: u64 = 64 << 20;
+/// How long a lie may keep a session going. A wait for silence to end takes
+/// longer, and such lies are told in `hostile_silence.rs`.
+pub const END_LIMIT: Duration = Duration::from_secs(5);
+
+/// One lie at a time: what it costs is measured on the process.
+pub fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+pub fn open_files() -> usize {
+    fs::read_dir("/proc/self/fd").unwrap().count()
+}
+
+/// What they are.
+fn files() -> Vec<std::path::PathBuf> {
+    let open = fs::read_dir("/proc/self/fd").unwrap();
+    open.filter_map(|file| fs::read_link(file.unwrap().path()).ok())
+        .collect()
+}
+
+/// Threads of the engine.
+pub fn engine_threads() -> usize {
+    let tasks = fs::read_dir("/proc/self/task").unwrap();
+    tasks
+        .filter(|task| {
+            let comm = task.as_ref().unwrap().path().join("comm");
+            // A thread may end between the two.
+            fs::read_to_string(comm).is_ok_and(|name| name.starts_with("dunlin-"))
+        })
+        .count()
+}
+
+fn status_bytes(field: &str) -> u64 {
+    let status = fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find(|line| line.starts_with(field)).unwrap();
+    let kib: u64 = line.split_whitespace().nth(1).unwrap().parse().unwrap();
+    kib * 1024
+}
+
+/// What the process had when something began.
+pub struct Before {
+    pub files: usize,
+    pub threads: usize,
+    pub resident_bytes: u64,
+    pub began: Instant,
+}
+
+impl Before {
+    pub fn now() -> Self {
+        // Sets the high-water mark back (proc_pid_clear_refs(5)).
+        fs::write("/proc/self/clear_refs", "5").unwrap();
+        Self {
+            files: open_files(),
+            threads: engine_threads(),
+            resident_bytes: status_bytes("VmRSS:"),
+            began: Instant::now(),
+        }
+    }
+
+    /// How far memory rose above what it was.
+    pub fn peak_bytes(&self) -> u64 {
+        status_bytes("VmHWM:").saturating_sub(self.resident_bytes)
+    }
+
+    /// Nothing is left, and it never took more than its bound. What it took is
+    /// printed as a row of the table of lies.
+    pub fn settled(&self, row: &str) {
+        let took = self.began.elapsed();
+        let peak = self.peak_bytes();
+        println!(
+            "| {row} | {} ms | {:.1} MiB |",
+            took.as_millis(),
+            peak as f64 / f64::from(1 << 20)
+        );
+        assert!(peak < PEAK_LIMIT_BYTES, "{row}: {peak} bytes at the most");
+        let until = Instant::now() + Duration::from_secs(2);
+        while open_files() > self.files || engine_threads() > self.threads {
+            assert!(
+                Instant::now() < until,
+                "{row}: {} files became {:?}, {} threads {}",
+                self.files,
+                files(),
+                self.threads,
+                engine_threads()
+            );
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+/// A migration between honest peers, whose VM runs afterwards at `listener`.
+pub fn good_migration(listener: TcpListener, tls: (&ClientTls, &ServerTls)) {
+    let vm = TestVm::new(4 << 20);
+    vm.fill(1 << 20);
+    vm.start(64, Duration::from_micros(100));
+    good_migration_of(&vm, listener, tls);
+}
+
+pub fn good_migration_of(
+    vm: &std::sync::Arc<TestVm>,
+    listener: TcpListener,
+    (client, server): (&ClientTls, &ServerTls),
+) {
+    let options = impatient();
+    let receiving = Receiving::on(listener, server, &options, TestBuilder::default());
+    let to = receiving.address.to_string();
+    let (report, _) = send(vm, &to, client, &verified(2), &Cancel::new());
+    assert_eq!(report.unwrap().digests_equal, Some(true));
+    let (received, builder, _) = receiving.finish(false);
+    assert!(received.unwrap().runs);
+    let there = builder.built.unwrap();
+    assert_eq!(*there.state.lock().unwrap(), RunState::Running);
+    assert_eq!(*vm.state.lock().unwrap(), RunState::Stopped("moved".into()));
+}
+
+/// How often the engine let a VM run at the destination.
+pub fn runs(vm: &TestVm) -> usize {
+    vm.calls().iter().filter(|call| **call == "resume").count()
+}
+
+/// A fault with its cause, and who is blamed.
+pub fn words(error: &MigrateError) -> String {
+    let mut text = error.to_string();
+    let mut cause = std::error::Error::source(error);
+    while let Some(error) = cause {
+        text.push_str(": ");
+        text.push_str(&error.to_string());
+        cause = error.source();
+    }
+    text
+}
+
+/// A destination that a lying source talks to.
+pub struct Victim<'a> {
+    pub to: SocketAddr,
+    pub tls: &'a ClientTls,
+}
+
+impl Victim<'_> {
+    /// A source that the destination has accepted, with one lane that stands.
+    pub fn liar(&self) -> Liar<'_> {
+        let (mut peer, accept) = Peer::accepted(self.to, self.tls);
+        let lane = open_lane(
+            self.to,
+            Some(self.tls),
+            &lane_open(SESSION, &accept.secret, 1),
+        );
+        assert_eq!(peer.receive(), Some(Message::LaneUp { lane: 1 }));
+        Liar {
+            peer,
+            accept,
+            lane: Some(lane),
+            to: self.to,
+            tls: self.tls,
+        }
+    }
+}
+
+/// A source that got as far as its first lane.
+pub struct Liar<'a> {
+    pub peer: Peer,
+    pub accept: Accept,
+    pub lane: Option<DataSender>,
+    pub to: SocketAddr,
+    pub tls: &'a ClientTls,
+}
+
+/// What a liar keeps open until it has been told what became of its lie: a lane
+/// that is dropped is cut, and would be the first that is noticed.
+pub struct Held {
+    pub peer: Peer,
+    pub lane: Option<DataSender>,
+}
+
+impl From<Peer> for Held {
+    fn from(peer: Peer) -> Self {
+        Self { peer, lane: None }
+    }
+}
+
+impl From<Liar<'_>> for Held {
+    fn from(liar: Liar<'_>) -> Self {
+        Self {
+            peer: liar.peer,
+            lane: liar.lane,
+        }
+    }
+}
+
+impl Liar<'_> {
+    /// Sends on the lane; it may have been cut already.
+    pub fn frame(&mut self, bytes: &[u8]) -> bool {
+        self.lane
+            .as_mut()
+            .is_some_and(|lane| lane.send(bytes).is_ok())
+    }
+
+    pub fn end_lane(&mut self, chunks: u64) {
+        self.frame(&frame(Frame::End { chunks }));
+        if let Some(lane) = self.lane.take() {
+            let _ = lane.finish();
+        }
+    }
+
+    /// Ends the lane and sends *final* with the same counts: honest, if they are.
+    pub fn conclude(&mut self, chunks: u64, pages: u64) {
+        self.end_lane(chunks);
+        self.peer.send(&last(chunks, pages, 0));
+    }
+
+    /// Waits for *ready*.
+    pub fn await_ready(&mut self) {
+        let ready = self
+            .peer
+            .await_message(|message| !matches!(message, Message::Ack { .. }));
+        assert_eq!(ready, Some(Message::Ready { digest: None }));
+    }
+}
+
+pub fn last(chunks: u64, pages: u64, sections: u32) -> Message {
+    Message::Final(Final {
+        chunks,
+        iteration: 1,
+        sections,
+        pages,
+        fenced: 0,
+        digest: None,
+    })
+}
+
+/// What came of a lie at the destination: whether the VM runs there.
+pub type Outcome = (Result<bool, MigrateError>, TestBuilder);
+
+/// Lets `lie` loose on a destination, and migrates to the same listener
+/// afterwards. Returns how the lie's session ended.
+pub fn lie_to_destination(row: &str, lie: impl FnOnce(&Victim<'_>)) -> Outcome {
+    let (client, server) = tls();
+    let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let again = listener.try_clone().unwrap();
+    let before = Before::now();
+    let options = impatient();
+    let receiving = Receiving::on(listener, &server, &options, TestBuilder::default());
+    let to = receiving.address;
+    lie(&Victim { to, tls: &client });
+    let told = Instant::now();
+    let (result, builder, _) = receiving.finish(false);
+    assert!(told.elapsed() < END_LIMIT, "{row}: it went on");
+    let result = result.map(|received| {
+        // A source that has not let go may ask for as long as the VM lives here.
+        if let Some(answering) = received.answering {
+            answering.stop();
+        }
+        received.runs
+    });
+    before.settled(row);
+    good_migration(again, (&client, &server));
+    (result, builder)
+}
+
+/// Lets `lie` loose, which must end the session with `fault` and `text`; the
+/// VM that was built is dropped and never ran, and the liar is told.
+pub fn refused_by_destination(
+    row: &str,
+    fault: FaultCode,
+    text: &str,
+    lie: impl FnOnce(&Victim<'_>) -> Held,
+) {
+    let _alone = alone();
+    let mut told = None;
+    let (result, builder) = lie_to_destination(row, |victim| {
+        let mut held = lie(victim);
+        let socket = held.peer.stream.socket().try_clone().unwrap();
+        let (done, waiting) = channel::<()>();
+        // A lie that is believed would keep both sides talking for ever.
+        let watch = thread::spawn(move || {
+            if waiting.recv_timeout(END_LIMIT) == Err(RecvTimeoutError::Timeout) {
+                let _ = socket.shutdown(Shutdown::Both);
+            }
+        });
+        told = held
+            .peer
+            .await_message(|message| matches!(message, Message::Cancel { .. }));
+        drop(done);
+        watch.join().unwrap();
+    });
+    let Err(error) = result else {
+        panic!("{row}: it was believed")
+    };
+    let said = words(&error);
+    assert_eq!((error.fault, error.vm), (fault, VmIs::AtSource), "{said}");
+    assert!(said.contains(text), "{row}: {said}");
+    assert!(
+        ["the source", "the peer", "lane "]
+            .iter()
+            .any(|who| said.contains(who)),
+        "{row}: nobody is named: {said}"
+    );
+    if fault == FaultCode::Malformed {
+        assert!(said.contains("at fault: peer"), "{said}");
+    }
+    if let Some(vm) = builder.built {
+        assert_eq!(
+            vm.calls().last(),
+            Some(&"discard"),
+            "{row}: {:?}",
+            vm.calls()
+        );
+        assert_eq!(runs(&vm), 0, "{row}");
+    }
+    if let Some(Message::Cancel { fault: code, .. }) = told {
+        assert_eq!(code, fault, "{row}");
+    } else {
+        assert!(
+            matches!(fault, FaultCode::LaneLost | FaultCode::ControlLost),
+            "{row}: the source was not told"
+        );
+    }
+}
+
+/// Migrates a running VM to a destination that `lie` plays. The source must end
+/// with `fault` and `text` and say that the VM is `vm`; a VM that stays goes on,
+/// and moves to an honest destination right after.
+pub fn refused_by_source(
+    row: &str,
+    (fault, at, text): (FaultCode, VmIs, &str),
+    options: &source::Options,
+    lie: impl FnOnce(&TcpListener, &ServerTls) + Send,
+) {
+    let _alone = alone();
+    let (client, server) = tls();
+    let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let to = listener.local_addr().unwrap().to_string();
+    let before = Before::now();
+    let vm = TestVm::new(4 << 20);
+    vm.fill(1 << 20);
+    vm.start(64, Duration::from_micros(100));
+    let error = thread::scope(|scope| {
+        let liar = scope.spawn(|| lie(&listener, &server));
+        let cancel = Cancel::new();
+        let (done, waiting) = channel::<()>();
+        let also = cancel.clone();
+        // A lie that is believed would keep both sides talking for ever.
+        scope.spawn(move || {
+            if waiting.recv_timeout(END_LIMIT) == Err(RecvTimeoutError::Timeout) {
+                also.cancel();
+            }
+        });
+        let error = send(&vm, &to, &client, options, &cancel).0.unwrap_err();
+        drop(done);
+        assert!(before.began.elapsed() < END_LIMIT, "{row}: it went on");
+        liar.join().unwrap();
+        error
+    });
+    let said = words(&error);
+    assert_eq!((error.fault, error.vm), (fault, at), "{said}");
+    assert!(said.contains(text), "{row}: {said}");
+    assert!(
+        ["the destination", "the peer", "lane "].iter().any(|who| said.contains(who))
+            || said.contains("at fault: peer")
+            // Which of the two memories is wrong, nobody can know; and a reason that
+            // the peer gave is in its own words.
+            || matches!(
+                fault,
+                FaultCode::VerificationFailed | FaultCode::GuestPoweredOff
+            ),
+        "{row}: nobody is named: {said}"
+    );
+    if fault == FaultCode::Malformed {
+        assert!(said.contains("at fault: peer"), "{said}");
+    }
+    assert!(!vm.calls().contains(&"destroy"), "{row}: its copy is gone");
+    if at == VmIs::AtSource {
+        assert!(vm.goes_on(), "{row}: the guest stands still");
+        before.settled(row);
+        good_migration_of(&vm, listener, (&client, &server));
+    } else {
+        // It may run there: here it stands still, whatever comes.
+        assert_eq!(*vm.state.lock().unwrap(), RunState::Paused, "{row}");
+        before.settled(row);
+        good_migration(listener, (&client, &server));
+    }
+}

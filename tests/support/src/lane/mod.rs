@@ -1,0 +1,209 @@
+//! What the lane tests share: a small certificate authority, connections and secured pairs.
+
+use std::fs;
+use std::io::{self, Read};
+use std::net::{TcpListener, TcpStream};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use dunlin_lane::handshake::{self, Secured};
+use dunlin_lane::identity::{Identity, LoadOptions};
+use dunlin_lane::kernel::Offload;
+use dunlin_lane::peers::Peers;
+use dunlin_lane::provider::{CipherSuite, Crypto, Provider};
+use rcgen::{
+    BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair, SanType, date_time_ymd,
+};
+
+pub const SOURCE: &str = "source.test";
+pub const DESTINATION: &str = "destination.test";
+
+pub fn soon() -> Instant {
+    Instant::now() + Duration::from_secs(10)
+}
+
+/// One read of whatever there is, as [`Read::read`], and again where something interrupted it: a
+/// process that is stopped and goes on gets EINTR from sockets with a time-out.
+pub trait ReadOnce {
+    fn read_once(&mut self, bytes: &mut [u8]) -> io::Result<usize>;
+}
+
+impl<R: Read> ReadOnce for R {
+    fn read_once(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        loop {
+            match self.read(bytes) {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                done => return done,
+            }
+        }
+    }
+}
+
+/// A directory that goes with its owner.
+pub struct Scratch(pub PathBuf);
+
+impl Scratch {
+    pub fn new() -> Self {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let path =
+            std::env::temp_dir().join(format!("dunlin-lane-{}-{number}", std::process::id()));
+        fs::create_dir_all(&path).unwrap();
+        Self(path)
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// An authority that issues identities in our layout.
+pub struct Authority {
+    pub issuer: Issuer<'static, KeyPair>,
+    pem: String,
+    scratch: Scratch,
+}
+
+impl Authority {
+    pub fn new() -> Self {
+        Self::named("test authority")
+    }
+
+    pub fn named(name: &str) -> Self {
+        let mut params = CertificateParams::new(Vec::new()).unwrap();
+        params.distinguished_name.push(DnType::CommonName, name);
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        let key = KeyPair::generate().unwrap();
+        let pem = params.self_signed(&key).unwrap().pem();
+        Self {
+            issuer: Issuer::new(params, key),
+            pem,
+            scratch: Scratch::new(),
+        }
+    }
+
+    /// The directory of a host with the DNS, IP and URI names given.
+    pub fn host(&self, names: &[&str]) -> PathBuf {
+        self.host_until(names, 2096)
+    }
+
+    /// Another certificate for the key of a host, with these names: the key and it, as PEM.
+    pub fn renew(&self, host: &Path, names: &[&str]) -> (String, String) {
+        let key = fs::read_to_string(host.join("key.pem")).unwrap();
+        let pair = KeyPair::from_pem(&key).unwrap();
+        let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
+        let mut params = CertificateParams::new(names).unwrap();
+        params.not_before = date_time_ymd(2002, 1, 1);
+        params.not_after = date_time_ymd(2096, 1, 1);
+        let certificate = params.signed_by(&pair, &self.issuer).unwrap();
+        (key, certificate.pem())
+    }
+
+    /// As `host`, with the first second of a year as the end of its validity.
+    pub fn host_until(&self, names: &[&str], year: i32) -> PathBuf {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let names = names.iter().map(|name| (*name).to_owned());
+        let (uris, others): (Vec<String>, Vec<_>) = names.partition(|name| name.contains("://"));
+        let mut params = CertificateParams::new(others).unwrap();
+        for uri in uris {
+            params
+                .subject_alt_names
+                .push(SanType::URI(uri.try_into().unwrap()));
+        }
+        params.not_before = date_time_ymd(2001, 1, 1);
+        params.not_after = date_time_ymd(year, 1, 1);
+        let key = KeyPair::generate().unwrap();
+        let certificate = params.signed_by(&key, &self.issuer).unwrap();
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let directory = self.scratch.0.join(number.to_string());
+        fs::create_dir(&directory).unwrap();
+        fs::write(directory.join("ca-cert.pem"), &self.pem).unwrap();
+        fs::write(directory.join("cert.pem"), certificate.pem()).unwrap();
+        let key_path = directory.join("key.pem");
+        fs::write(&key_path, key.serialize_pem()).unwrap();
+        set_mode(&key_path, 0o600);
+        directory
+    }
+
+    /// The directory of a host that trusts the authorities of `others` too.
+    pub fn host_trusting(&self, names: &[&str], others: &[&Self]) -> PathBuf {
+        let directory = self.host(names);
+        let all: String = others.iter().map(|other| &*other.pem).collect();
+        fs::write(directory.join("ca-cert.pem"), self.pem.clone() + &all).unwrap();
+        directory
+    }
+
+    pub fn identity(&self, names: &[&str]) -> Identity {
+        load(&self.host(names))
+    }
+}
+
+pub fn set_mode(path: &Path, mode: u32) {
+    fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+}
+
+pub fn load(directory: &Path) -> Identity {
+    Identity::load(directory, LoadOptions::default()).unwrap().0
+}
+
+pub fn names(names: &[&str]) -> Peers {
+    names.iter().map(|name| name.parse().unwrap()).collect()
+}
+
+/// Two ends of a connection over loopback.
+pub fn pair() -> (TcpStream, TcpStream) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    (near, listener.accept().unwrap().0)
+}
+
+/// Records made in this process, by the library and with the suite given.
+pub fn crypto(provider: Provider, suite: CipherSuite) -> Crypto {
+    Crypto {
+        provider,
+        suites: vec![suite],
+        offload: Offload::Process,
+    }
+}
+
+/// Both ends of a lane after its handshake, the source's first.
+pub fn secured(crypto: &Crypto) -> (Secured, Secured) {
+    let authority = Authority::new();
+    let client = authority
+        .identity(&[SOURCE])
+        .client(crypto, names(&[DESTINATION]))
+        .unwrap();
+    let server = authority
+        .identity(&[DESTINATION])
+        .server(crypto, names(&[SOURCE]))
+        .unwrap();
+    let (near, far) = pair();
+    let accept = thread::spawn(move || handshake::server(far, &server, soon()).unwrap());
+    let near = handshake::client(near, &client, soon()).unwrap();
+    (near, accept.join().unwrap())
+}
+
+/// Every provider built in with every suite.
+pub fn combinations() -> impl Iterator<Item = (Provider, CipherSuite)> {
+    Provider::built_in()
+        .iter()
+        .flat_map(|&provider| CipherSuite::ALL.map(|suite| (provider, suite)))
+}
+
+/// Bytes that no accident produces and that differ from any neighbour's.
+pub fn pattern(bytes: usize, seed: u64) -> Vec<u8> {
+    let mut state = seed | 1;
+    (0..bytes)
+        .map(|_| {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            (state >> 32) as u8
+        })
+        .collect()
+}

@@ -1,0 +1,144 @@
+//! A session as a file: everything that either side said inside TLS, message by message, in the
+//! order in which it passed a relay.
+//!
+//! ```text
+//! control source describe        lane, who speaks, what it is
+//! 66000000 0100…                 its bytes in hexadecimal, 32 a line
+//! ```
+//! Replayed, one side speaks these bytes. Three things are not its to choose and are put in: the
+//! session's name, where the other side chooses it; the proof of a lane, under the secret that the
+//! other side issues; and TLS itself.
+
+pub mod player;
+pub mod relay;
+
+use dunlin_lane::control::ControlStream;
+use dunlin_proto::control::{CONTROL_HEADER_BYTES, Header, Message};
+use dunlin_proto::frame::{FRAME_HEADER_BYTES, Frame};
+use dunlin_proto::negotiate::{OpeningKind, PRELUDE_BYTES, Prelude};
+
+use crate::lane::soon;
+
+/// Who speaks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Side {
+    Source,
+    Destination,
+}
+
+impl Side {
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Source => "source",
+            Self::Destination => "destination",
+        }
+    }
+}
+
+/// One message.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Entry {
+    /// 0 is control.
+    pub lane: u16,
+    pub from: Side,
+    pub kind: String,
+    pub bytes: Vec<u8>,
+}
+
+pub fn to_text(entries: &[Entry]) -> String {
+    let mut text = String::new();
+    for entry in entries {
+        let lane = match entry.lane {
+            0 => "control".to_owned(),
+            lane => format!("lane-{lane}"),
+        };
+        text.push_str(&format!("{lane} {} {}\n", entry.from.name(), entry.kind));
+        for line in entry.bytes.chunks(32) {
+            text.extend(line.iter().map(|byte| format!("{byte:02x}")));
+            text.push('\n');
+        }
+    }
+    text
+}
+
+pub fn from_text(text: &str) -> Vec<Entry> {
+    let mut entries: Vec<Entry> = Vec::new();
+    for line in text.lines().filter(|line| !line.starts_with('#')) {
+        if let [lane, from, kind] = line.split(' ').collect::<Vec<_>>()[..] {
+            let lane = lane
+                .strip_prefix("lane-")
+                .map_or(0, |lane| lane.parse().unwrap());
+            let from = match from {
+                "source" => Side::Source,
+                "destination" => Side::Destination,
+                other => panic!("{other}"),
+            };
+            entries.push(Entry {
+                lane,
+                from,
+                kind: kind.into(),
+                bytes: Vec::new(),
+            });
+        } else {
+            let digits = (0..line.len()).step_by(2);
+            let bytes = digits.map(|at| u8::from_str_radix(&line[at..at + 2], 16).unwrap());
+            entries.last_mut().unwrap().bytes.extend(bytes);
+        }
+    }
+    entries
+}
+
+/// Where a connection stands: how its next message begins.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Stage {
+    Opening,
+    Control,
+    Data,
+}
+
+/// The next whole message, with what it is; none at the end.
+pub fn read(stream: &ControlStream, stage: Stage) -> Option<(String, Vec<u8>)> {
+    let more = |bytes: &mut Vec<u8>, count: usize| {
+        let from = bytes.len();
+        bytes.resize(from + count, 0);
+        stream.receive_exact(&mut bytes[from..], soon()).ok()
+    };
+    let mut bytes = Vec::new();
+    let kind = match stage {
+        Stage::Opening => {
+            more(&mut bytes, PRELUDE_BYTES)?;
+            let prelude = Prelude::decode(bytes[..].try_into().unwrap()).unwrap();
+            more(&mut bytes, prelude.body_bytes)?;
+            match prelude.kind {
+                OpeningKind::Offer => "offer",
+                OpeningKind::Select => "select",
+                OpeningKind::Refuse => "refuse",
+                OpeningKind::Lane => "lane-open",
+            }
+            .to_owned()
+        }
+        Stage::Control => {
+            more(&mut bytes, CONTROL_HEADER_BYTES)?;
+            let header = Header::decode(bytes[..].try_into().unwrap()).unwrap();
+            more(&mut bytes, header.body_bytes())?;
+            let message = Message::decode(&header, &bytes[CONTROL_HEADER_BYTES..]).unwrap();
+            // What a later release adds is skipped by those before it.
+            message.map_or("unknown".into(), |message| {
+                message.kind().name().replace(' ', "-")
+            })
+        }
+        Stage::Data => {
+            more(&mut bytes, FRAME_HEADER_BYTES)?;
+            match Frame::decode(bytes[..].try_into().unwrap()).unwrap() {
+                Frame::Chunk(header) => {
+                    let rest = header.ranges_bytes() + header.payload_bytes() as usize;
+                    more(&mut bytes, rest)?;
+                    "chunk".into()
+                }
+                Frame::Mark { .. } => "mark".into(),
+                Frame::End { .. } => "end".into(),
+            }
+        }
+    };
+    Some((kind, bytes))
+}

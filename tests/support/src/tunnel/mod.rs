@@ -1,0 +1,332 @@
+//! Two tunnels on loopback with real certificates, and hypervisors that are
+//! ordinary sockets.
+
+pub mod relay;
+
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpListener};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, channel};
+use std::sync::{Arc, Mutex};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use dunlin_lane::identity::Identity;
+use dunlin_lane::kernel::Offload;
+use dunlin_lane::provider::Crypto;
+use dunlin_tunnel::{
+    Entrance, Event, Exit, Identities, Limits, Listen, Mode, Routes, Target, Tunnel, WINDOW_BYTES,
+};
+
+use crate::lane::{Authority, Scratch, load, names};
+use relay::Relay;
+
+pub const NEAR: &str = "near.test";
+/// Whom the far side lets in as well.
+pub const OTHER: &str = "other.test";
+pub const FAR: &str = "far.test";
+/// Nothing that a test waits for takes longer.
+pub const PATIENCE: Duration = Duration::from_secs(30);
+
+pub fn identities(identity: Identity) -> Identities {
+    identities_with(identity, offload())
+}
+
+/// Who seals records unless a test says so: `DUNLIN_OFFLOAD`.
+fn offload() -> Offload {
+    match std::env::var("DUNLIN_OFFLOAD") {
+        Ok(offload) => offload.parse().unwrap(),
+        Err(_) => Offload::Auto,
+    }
+}
+
+pub fn identities_with(identity: Identity, offload: Offload) -> Identities {
+    let identity = Arc::new(identity);
+    Identities {
+        connecting: Arc::clone(&identity),
+        accepting: identity,
+        crypto: Crypto {
+            offload,
+            ..Crypto::auto()
+        },
+    }
+}
+
+/// What a tunnel has told.
+#[derive(Clone, Default)]
+pub struct Told(Arc<Mutex<Vec<Event>>>);
+
+impl Told {
+    pub fn observer(&self) -> impl FnMut(Event) + Send + 'static {
+        let told = self.clone();
+        move |event| told.0.lock().unwrap().push(event)
+    }
+
+    pub fn all(&self) -> Vec<String> {
+        let events = self.0.lock().unwrap();
+        events.iter().map(ToString::to_string).collect()
+    }
+
+    /// Waits for an event.
+    pub fn wait(&self, what: &str, which: impl Fn(&Event) -> bool) -> Event {
+        let until = Instant::now() + PATIENCE;
+        loop {
+            if let Some(event) = self.0.lock().unwrap().iter().find(|event| which(event)) {
+                return event.clone();
+            }
+            assert!(Instant::now() < until, "no {what} in {:#?}", self.all());
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    pub fn count(&self, which: impl Fn(&Event) -> bool) -> usize {
+        let events = self.0.lock().unwrap();
+        events.iter().filter(|event| which(event)).count()
+    }
+}
+
+/// What a pair of tunnels is to be like.
+pub struct Setup {
+    pub lanes: u16,
+    pub window_bytes: u64,
+    pub limits: Limits,
+    /// Whether something stands on the way to the far one.
+    pub relayed: bool,
+    /// Whether the test itself is the hypervisor at the far side.
+    pub is_target: bool,
+    /// Who seals and opens, near and far.
+    pub offload: [Offload; 2],
+}
+
+impl Default for Setup {
+    fn default() -> Self {
+        Self {
+            lanes: 3,
+            window_bytes: WINDOW_BYTES,
+            limits: Limits::default(),
+            relayed: false,
+            is_target: true,
+            offload: [offload(); 2],
+        }
+    }
+}
+
+/// Two tunnels with one route, *ram*, from a unix socket to a unix socket.
+pub struct Pair {
+    pub near: Option<Tunnel>,
+    pub far: Option<Tunnel>,
+    pub near_told: Told,
+    pub far_told: Told,
+    pub relay: Option<Relay>,
+    pub scratch: Scratch,
+    pub authority: Authority,
+    /// Another authority, which both trust.
+    pub other: Authority,
+    pub near_routes: Routes,
+    pub far_routes: Routes,
+    listener: Option<UnixListener>,
+}
+
+impl Pair {
+    pub fn start(setup: &Setup) -> Self {
+        let (authority, other) = (Authority::new(), Authority::named("another authority"));
+        let host = |name| load(&authority.host_trusting(&[name], &[&other]));
+        let scratch = Scratch::new();
+        let path = |name: &str| scratch.0.join(name);
+        let bind = || UnixListener::bind(path("target")).unwrap();
+        let listener = setup.is_target.then(bind);
+        let far_routes = Routes::new(
+            Vec::new(),
+            vec![Exit {
+                route: "ram".to_owned(),
+                allow: names(&[NEAR, OTHER]),
+                target: Target::Unix(path("target")),
+                window_bytes: setup.window_bytes,
+            }],
+        )
+        .unwrap();
+        let far_told = Told::default();
+        let far = Tunnel::start(
+            TcpListener::bind("127.0.0.1:0").unwrap(),
+            identities_with(host(FAR), setup.offload[1]),
+            &far_routes,
+            Limits {
+                lanes: setup.lanes,
+                ..setup.limits
+            },
+            far_told.observer(),
+        )
+        .unwrap();
+        let relay = setup.relayed.then(|| Relay::start(far.address()));
+        let to = relay.as_ref().map_or(far.address(), |relay| relay.address);
+        let near_routes = Routes::new(
+            vec![Entrance {
+                route: "ram".to_owned(),
+                listen: Listen::Unix(path("entrance")),
+                to: to.to_string(),
+                peers: names(&[FAR]),
+                lanes: setup.lanes,
+                window_bytes: setup.window_bytes,
+                mode: Mode::Stripe,
+            }],
+            Vec::new(),
+        )
+        .unwrap();
+        let near_told = Told::default();
+        let near = Tunnel::start(
+            TcpListener::bind("127.0.0.1:0").unwrap(),
+            identities_with(host(NEAR), setup.offload[0]),
+            &near_routes,
+            setup.limits,
+            near_told.observer(),
+        )
+        .unwrap();
+        Self {
+            near: Some(near),
+            far: Some(far),
+            near_told,
+            far_told,
+            relay,
+            scratch,
+            authority,
+            other,
+            near_routes,
+            far_routes,
+            listener,
+        }
+    }
+
+    pub fn entrance(&self) -> PathBuf {
+        self.scratch.0.join("entrance")
+    }
+
+    /// Where the hypervisor of the far side listens.
+    pub fn target(&self) -> PathBuf {
+        self.scratch.0.join("target")
+    }
+
+    pub fn connect(&self) -> UnixStream {
+        let stream = UnixStream::connect(self.entrance()).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.set_write_timeout(Some(PATIENCE)).unwrap();
+        stream
+    }
+
+    /// The next connection at the target.
+    pub fn accept(&self) -> UnixStream {
+        let until = Instant::now() + PATIENCE;
+        let listener = self.listener.as_ref().unwrap();
+        listener.set_nonblocking(true).unwrap();
+        let stream = loop {
+            match listener.accept() {
+                Ok((stream, _)) => break stream,
+                Err(_) if Instant::now() < until => thread::sleep(Duration::from_millis(2)),
+                Err(error) => panic!(
+                    "nobody connects: {error}: {:#?} {:#?}",
+                    self.near_told.all(),
+                    self.far_told.all()
+                ),
+            }
+        };
+        stream.set_nonblocking(false).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.set_write_timeout(Some(PATIENCE)).unwrap();
+        stream
+    }
+
+    /// A host that both trust, of the other authority.
+    pub fn twin(&self, name: &str) -> Identity {
+        load(&self.other.host_trusting(&[name], &[&self.authority]))
+    }
+
+    /// Both ends of a new channel.
+    pub fn channel(&self) -> (UnixStream, UnixStream) {
+        (self.connect(), self.accept())
+    }
+}
+
+/// Connects to a unix socket of somebody who never accepts, until nobody can.
+pub fn fill_backlog(path: &Path) -> Vec<OwnedFd> {
+    let soon = || Instant::now() + Duration::from_millis(20);
+    let connect = || dunlin_sys::socket::connect_unix(path, soon()).ok();
+    std::iter::from_fn(|| connect().map(OwnedFd::from)).collect()
+}
+
+/// Numbers from a seed.
+#[derive(Clone)]
+pub struct Random(u64);
+
+impl Random {
+    pub fn new(seed: u64) -> Self {
+        Self(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)
+    }
+
+    pub fn number(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+
+    pub fn below(&mut self, most: u64) -> u64 {
+        self.number() % most.max(1)
+    }
+
+    pub fn fill(&mut self, bytes: &mut [u8]) {
+        for part in bytes.chunks_mut(8) {
+            let number = self.number().to_le_bytes();
+            part.copy_from_slice(&number[..part.len()]);
+        }
+    }
+}
+
+/// Sends `bytes` of `seed` in parts of random size, and then the end.
+pub fn send(stream: &UnixStream, seed: u64, bytes: usize) -> JoinHandle<()> {
+    let mut stream = stream.try_clone().unwrap();
+    thread::spawn(move || {
+        let mut sizes = Random::new(seed + 1);
+        let mut content = Random::new(seed);
+        let mut all = vec![0; bytes];
+        content.fill(&mut all);
+        let mut left = &all[..];
+        while !left.is_empty() {
+            let most = [1, 100, 5000, 300_000][sizes.below(4) as usize];
+            let count = (1 + sizes.below(most) as usize).min(left.len());
+            stream.write_all(&left[..count]).unwrap();
+            left = &left[count..];
+        }
+        stream.shutdown(Shutdown::Write).unwrap();
+    })
+}
+
+/// Reads to the end and compares with what [`send`] sends.
+pub fn expect(stream: &UnixStream, seed: u64, bytes: usize) -> JoinHandle<()> {
+    let mut stream = stream.try_clone().unwrap();
+    thread::spawn(move || {
+        let mut expected = vec![0; bytes];
+        Random::new(seed).fill(&mut expected);
+        let mut all = Vec::new();
+        stream.read_to_end(&mut all).unwrap();
+        assert_eq!(all.len(), expected.len(), "bytes that came");
+        let first = all.iter().zip(&expected).position(|(a, b)| a != b);
+        assert_eq!(first, None, "first byte that differs");
+    })
+}
+
+/// Joins threads that must end in time.
+pub fn join(threads: Vec<JoinHandle<()>>) {
+    let (sender, done): (_, Receiver<Result<(), _>>) = channel();
+    let count = threads.len();
+    for one in threads {
+        let sender = sender.clone();
+        thread::spawn(move || sender.send(one.join()));
+    }
+    for _ in 0..count {
+        let joined = done.recv_timeout(PATIENCE * 4).expect("a thread hangs");
+        if let Err(panic) = joined {
+            std::panic::resume_unwind(panic);
+        }
+    }
+}
