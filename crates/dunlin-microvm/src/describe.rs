@@ -6,7 +6,7 @@ pub(crate) mod fuzz;
 use std::io;
 use std::sync::{Arc, OnceLock};
 
-use dunlin_sys::kvm::Machine;
+use crate::kvm::Machine;
 use dunlin_sys::mapping::{Backing, HUGE_PAGE_BYTES, allocate};
 use kvm_ioctls::Kvm;
 use thiserror::Error;

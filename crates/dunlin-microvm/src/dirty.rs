@@ -4,9 +4,9 @@
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use crate::kvm::Machine;
 use dunlin::engine::dirty::WriteProtectLog;
 use dunlin::engine::vmm::DirtyLog as _;
-use dunlin_sys::kvm::Machine;
 use dunlin_sys::mapping::TrackedMemory;
 use thiserror::Error;
 use vm_memory::GuestMemoryBackend;

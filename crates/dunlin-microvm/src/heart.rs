@@ -8,7 +8,7 @@ use std::fs;
 use std::sync::{Condvar, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
-use dunlin_sys::kvm::monotonic_ns;
+use crate::kvm::monotonic_ns;
 
 use crate::wire::{DecodeError, Reader, Writer};
 

@@ -18,11 +18,13 @@
 //! Inside: `layout` (what lies where in guest memory), `boot` (page tables, registers), `fill`
 //! (first content), `pace` (when a vCPU may visit how many pages), `heart` (beats, gaps, downtime),
 //! `control` (who runs and who is parked), `vcpu` (the thread), `process` (the thread of a process
-//! guest), `common` (what the two share), `dirty`, `state`, `cpuid`, `wire`.
-#![forbid(unsafe_code)]
+//! guest), `common` (what the two share), `dirty`, `state`, `cpuid`, `wire`,
+//! `cgroup` (how much memory the process may use), and `kvm`, the only module with `unsafe`.
+#![deny(unsafe_code)]
 #![cfg(target_arch = "x86_64")]
 
 mod boot;
+mod cgroup;
 mod common;
 mod config;
 mod control;
@@ -33,6 +35,8 @@ mod fill;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzz;
 mod heart;
+#[allow(unsafe_code)]
+mod kvm;
 mod layout;
 mod migrate;
 mod pace;

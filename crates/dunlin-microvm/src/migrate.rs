@@ -4,13 +4,13 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::cgroup;
 use dunlin::engine::fault_behind;
 use dunlin::engine::memory::MappedMemory;
 use dunlin::engine::vmm::{
     Builder, DestinationVm, DirtyLog, FaultCode, GuestMemory, Offered, Refusal, RunState, Section,
     SourceVm, VmDescription as Described, VmmError,
 };
-use dunlin_sys::cgroup;
 use dunlin_sys::mapping::{Backing, HUGE_PAGE_BYTES, PAGE_BYTES, layout};
 
 use crate::config::HostOptions;

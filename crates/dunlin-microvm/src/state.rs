@@ -12,8 +12,8 @@
 
 use std::io;
 
+use crate::kvm::{MachineState, Vcpu, VcpuState};
 pub use dunlin::engine::vmm::Section;
-use dunlin_sys::kvm::{MachineState, Vcpu, VcpuState};
 use kvm_bindings::MsrList;
 use thiserror::Error;
 

@@ -4,8 +4,8 @@ use std::io;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use dunlin_sys::kick::{Attached, Kick};
-use dunlin_sys::kvm::Vcpu;
+use crate::kvm::Vcpu;
+use crate::kvm::kick::{Attached, Kick};
 use kvm_ioctls::VcpuExit;
 use vm_memory::{Bytes, GuestAddress};
 

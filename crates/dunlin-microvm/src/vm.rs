@@ -6,8 +6,8 @@ use std::sync::atomic::Ordering;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use crate::kvm::{Machine, Vcpu};
 use dunlin::engine::dirty::WriteProtectLog;
-use dunlin_sys::kvm::{Machine, Vcpu};
 use dunlin_sys::mapping::{MappingError, TrackedMemory, advise_huge_pages, allocate};
 use kvm_bindings::MsrList;
 use kvm_ioctls::Kvm;

@@ -2,7 +2,7 @@
 //!
 //! Every region carries an [`AtomicBitmap`] with one bit for each 4 KiB page. vm-memory sets a bit
 //! whenever the VMM writes through it; what the guest writes by itself is in KVM's log
-//! ([`crate::kvm`]).
+//! (`dunlin-microvm`).
 //!
 //! Every region begins at a multiple of 2 MiB, in the guest and in this process, so that huge pages
 //! fit; [`advise_huge_pages`] asks for them.

@@ -217,23 +217,6 @@ pub fn data(file: &File, within: Range<u64>, mut found: impl FnMut(Range<u64>)) 
     Ok(())
 }
 
-/// Asks the kernel to swap `memory` out, which takes whole pages; it may leave some of them, such as
-/// those that another CPU has just touched.
-///
-/// # Errors
-/// What madvise(2) says.
-#[cfg(feature = "rig")]
-pub fn page_out(memory: &VolatileSlice<'_>) -> io::Result<()> {
-    let start = memory.ptr_guard_mut().as_ptr();
-    // SAFETY: the range is mapped. MADV_PAGEOUT moves pages between memory and swap, or writes them
-    // to their file, and changes nothing that can be seen through the mapping.
-    let result = unsafe { libc::madvise(start.cast(), memory.len(), libc::MADV_PAGEOUT) };
-    if result < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    Ok(())
-}
-
 /// lseek(2) to the next data or hole; `None` beyond the last data.
 fn seek(file: &File, from: u64, whence: libc::c_int) -> io::Result<Option<u64>> {
     let offset = libc::off_t::try_from(from).map_err(io::Error::other)?;

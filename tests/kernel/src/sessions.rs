@@ -9,7 +9,7 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dunlin_sys::netns::run_inside;
+use dunlin_rig::linux::netns::run_inside;
 use serde_json::Value;
 
 use crate::Guest;

@@ -2,7 +2,7 @@
 
 use std::io;
 
-use dunlin_sys::kvm::Vcpu;
+use crate::kvm::Vcpu;
 use kvm_bindings::{MsrList, Msrs, kvm_msr_entry};
 
 use super::{LoadError, MSRS, decoded, kvm_refused};

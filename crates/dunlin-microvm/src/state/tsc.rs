@@ -2,7 +2,7 @@
 
 use std::io;
 
-use dunlin_sys::kvm::Vcpu;
+use crate::kvm::Vcpu;
 
 use super::msrs::{MSR_IA32_TSC, read_msr};
 use super::{LoadError, TSC, kvm_refused};

@@ -9,7 +9,7 @@ use std::thread;
 
 use dunlin_kernel_tests::tls::{DATA, Keys, RECORD, kernel_and_peer, kernels, pattern};
 use dunlin_kernel_tests::{Needs, run};
-use dunlin_sys::interrupt::Thread;
+use dunlin_rig::linux::interrupt::Thread;
 use dunlin_sys::socket::{set_buffers, wait_writable};
 use std::time::{Duration, Instant};
 

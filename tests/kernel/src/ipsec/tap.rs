@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use dunlin_sys::packet::Packets;
+use dunlin_rig::linux::packet::Packets;
 
 use super::wire::{Seen, seen};
 use crate::sessions::{HOSTS, inside};

@@ -3,7 +3,7 @@
 //! It is looked at where it leaves. Where it arrives, the kernel may show a packet a second time
 //! when it has been opened (`esp4_offload` gives it to the interface again), which is no leak.
 
-use dunlin_sys::packet::{Frame, Packets};
+use dunlin_rig::linux::packet::{Frame, Packets};
 
 use super::{Host, Hosts, LANES, LINK};
 

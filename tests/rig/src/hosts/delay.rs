@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use crate::linux::tun::{PACKET_BYTES, Tun};
 use dunlin_sys::poll::{Interest, Waker, poll, waker};
-use dunlin_sys::tun::{PACKET_BYTES, Tun};
 
 /// What may be under way in one direction; more is dropped. 10 Gbit/s over 50 ms.
 const UNDER_WAY_BYTES: usize = 64 << 20;

@@ -6,7 +6,7 @@ use std::process::Command;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
 
-use dunlin_sys::tun::Tun;
+use crate::linux::tun::Tun;
 
 use super::delay::Delay;
 use super::{Capture, Host, HostsError, ip, run};

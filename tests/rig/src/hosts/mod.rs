@@ -30,7 +30,7 @@ use std::process::Command;
 use std::sync::Once;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use dunlin_sys::netns;
+use crate::linux::netns;
 use thiserror::Error;
 
 pub use capture::Capture;

@@ -128,7 +128,7 @@ impl Relay {
             .store(true, Ordering::SeqCst);
     }
 
-    /// Holds whatever comes on a connection for [`DELAY`] before it goes on; one that is yet to
+    /// Holds whatever comes on a connection for 10 ms before it goes on; one that is yet to
     /// come.
     pub fn delay(&self, link: usize) {
         self.delayed.store(link, Ordering::SeqCst);

@@ -16,7 +16,7 @@ use crate::kvm::Vcpu;
 
 /// Wakes one vCPU thread. Shared between that thread and those that want it out of the guest.
 #[derive(Debug, Default)]
-pub struct Kick(Mutex<Target>);
+pub(crate) struct Kick(Mutex<Target>);
 
 #[derive(Debug, Default)]
 struct Target {
@@ -34,7 +34,7 @@ impl Kick {
     ///
     /// # Errors
     /// What KVM_SET_SIGNAL_MASK or pthread_sigmask answered.
-    pub fn attach(&self, vcpu: &Vcpu) -> io::Result<Attached<'_>> {
+    pub(crate) fn attach(&self, vcpu: &Vcpu) -> io::Result<Attached<'_>> {
         let old = block()?;
         set_guest_mask(vcpu, &old)?;
         // SAFETY: gettid takes nothing and cannot fail.
@@ -48,7 +48,7 @@ impl Kick {
 
     /// Makes the attached thread leave KVM_RUN, now or as soon as it enters. Does nothing when no
     /// thread is attached.
-    pub fn kick(&self) {
+    pub(crate) fn kick(&self) {
         let mut target = self.lock();
         let Some(thread) = target.thread else { return };
         if target.sent {
@@ -68,7 +68,7 @@ impl Kick {
 
 /// The calling thread is the target of a [`Kick`].
 #[derive(Debug)]
-pub struct Attached<'a> {
+pub(crate) struct Attached<'a> {
     kick: &'a Kick,
     old: libc::sigset_t,
     /// Its drop restores this thread's signal mask, so it must not leave the thread.
@@ -79,7 +79,7 @@ impl Attached<'_> {
     /// Takes a pending kick away, after KVM_RUN has returned EINTR.
     ///
     /// Read whatever the kicker wanted *after* this: a kick that is sent later is pending again.
-    pub fn take(&self) {
+    pub(crate) fn take(&self) {
         let mut target = self.kick.lock();
         let only = set_of(signal());
         let now = libc::timespec {

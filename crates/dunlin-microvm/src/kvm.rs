@@ -13,16 +13,17 @@ use kvm_bindings as kb;
 use kvm_ioctls::{Cap, Kvm, VcpuExit, VcpuFd, VmFd};
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
-use crate::mapping::TrackedMemory;
+use dunlin_sys::mapping::TrackedMemory;
 
+pub(crate) mod kick;
 mod state;
 
 use state::{Buffer, KVM_GET_XSAVE2, WRITE, XSAVE_BYTES, check_length, invalid, number};
-pub use state::{MachineState, VcpuState};
+pub(crate) use state::{MachineState, VcpuState};
 
 /// A virtual machine, with an interrupt controller and a timer in the kernel.
 #[derive(Debug)]
-pub struct Machine {
+pub(crate) struct Machine {
     /// Before `memory`: closed first.
     vm: VmFd,
     memory: Arc<TrackedMemory>,
@@ -34,7 +35,7 @@ impl Machine {
     ///
     /// # Errors
     /// What the kernel answered.
-    pub fn new(kvm: &Kvm, memory: Arc<TrackedMemory>) -> io::Result<Self> {
+    pub(crate) fn new(kvm: &Kvm, memory: Arc<TrackedMemory>) -> io::Result<Self> {
         // Intel without unrestricted guest needs three pages for itself and one for an identity
         // map, outside guest memory: the customary place, inside the hole below 4 GiB.
         const TSS: usize = 0xfffb_d000;
@@ -60,7 +61,7 @@ impl Machine {
     }
 
     /// The guest's memory.
-    pub fn memory(&self) -> &Arc<TrackedMemory> {
+    pub(crate) fn memory(&self) -> &Arc<TrackedMemory> {
         &self.memory
     }
 
@@ -68,7 +69,7 @@ impl Machine {
     ///
     /// # Errors
     /// What KVM_SET_USER_MEMORY_REGION answered; the slots before the failing one have changed.
-    pub fn set_dirty_logging(&self, on: bool) -> io::Result<()> {
+    pub(crate) fn set_dirty_logging(&self, on: bool) -> io::Result<()> {
         for (slot, region) in self.memory.iter().enumerate() {
             let description = kb::kvm_userspace_memory_region {
                 slot: slot as u32,
@@ -90,7 +91,7 @@ impl Machine {
     ///
     /// # Errors
     /// What KVM_GET_DIRTY_LOG answered: ENOENT where logging is off or the region does not exist.
-    pub fn take_dirty_log(&self, region: usize) -> io::Result<Vec<u64>> {
+    pub(crate) fn take_dirty_log(&self, region: usize) -> io::Result<Vec<u64>> {
         let bytes = self
             .memory
             .iter()
@@ -104,7 +105,7 @@ impl Machine {
     ///
     /// # Errors
     /// What KVM_CREATE_VCPU answered.
-    pub fn create_vcpu(self: &Arc<Self>, id: u64) -> io::Result<Vcpu> {
+    pub(crate) fn create_vcpu(self: &Arc<Self>, id: u64) -> io::Result<Vcpu> {
         Ok(Vcpu {
             fd: self.vm.create_vcpu(id)?,
             machine: Arc::clone(self),
@@ -112,7 +113,7 @@ impl Machine {
     }
 
     /// Whether KVM can run a guest at another TSC rate than the host's.
-    pub fn can_scale_tsc(&self) -> bool {
+    pub(crate) fn can_scale_tsc(&self) -> bool {
         self.vm.check_extension(Cap::TscControl)
     }
 
@@ -120,7 +121,7 @@ impl Machine {
     ///
     /// # Errors
     /// What the kernel answered.
-    pub fn read_state(&self, state: MachineState) -> io::Result<Vec<u8>> {
+    pub(crate) fn read_state(&self, state: MachineState) -> io::Result<Vec<u8>> {
         let (get, _, bytes) = state.interface();
         let mut buffer = Buffer::zeroed(bytes);
         if let Some(chip) = state.chip() {
@@ -134,7 +135,7 @@ impl Machine {
     ///
     /// # Errors
     /// InvalidData for a wrong length or chip, else what the kernel answered.
-    pub fn write_state(&self, state: MachineState, bytes: &[u8]) -> io::Result<()> {
+    pub(crate) fn write_state(&self, state: MachineState, bytes: &[u8]) -> io::Result<()> {
         let (_, set, length) = state.interface();
         check_length(bytes, length)?;
         if let Some(chip) = state.chip()
@@ -156,7 +157,7 @@ impl Machine {
 /// to. There is no mutable way to that: a descriptor swapped into another `Vcpu` would outlive its
 /// memory.
 #[derive(Debug)]
-pub struct Vcpu {
+pub(crate) struct Vcpu {
     /// Before `machine`: closed first.
     fd: VcpuFd,
     machine: Arc<Machine>,
@@ -172,15 +173,15 @@ impl Deref for Vcpu {
 
 impl Vcpu {
     /// The machine this vCPU belongs to.
-    pub fn machine(&self) -> &Arc<Machine> {
+    pub(crate) fn machine(&self) -> &Arc<Machine> {
         &self.machine
     }
 
     /// Runs the guest until it needs the VMM.
     ///
     /// # Errors
-    /// Interrupted after a kick ([`crate::kick`]); else what KVM_RUN answered.
-    pub fn run(&mut self) -> io::Result<VcpuExit<'_>> {
+    /// Interrupted after a kick ([`crate::kvm::kick`]); else what KVM_RUN answered.
+    pub(crate) fn run(&mut self) -> io::Result<VcpuExit<'_>> {
         Ok(self.fd.run()?)
     }
 
@@ -190,7 +191,7 @@ impl Vcpu {
     ///
     /// # Errors
     /// What KVM_RUN answered, other than EINTR.
-    pub fn complete_exit(&mut self) -> io::Result<()> {
+    pub(crate) fn complete_exit(&mut self) -> io::Result<()> {
         self.fd.set_kvm_immediate_exit(1);
         let result = match self.fd.run() {
             Ok(_) => Err(io::Error::other("KVM ran the guest despite immediate_exit")),
@@ -205,7 +206,7 @@ impl Vcpu {
     ///
     /// # Errors
     /// What the kernel answered.
-    pub fn read_state(&self, state: VcpuState) -> io::Result<Vec<u8>> {
+    pub(crate) fn read_state(&self, state: VcpuState) -> io::Result<Vec<u8>> {
         let (mut get, _, mut bytes) = state.interface();
         if state == VcpuState::Xsave && self.machine.xsave_bytes > XSAVE_BYTES {
             get = KVM_GET_XSAVE2;
@@ -223,7 +224,7 @@ impl Vcpu {
     ///
     /// # Errors
     /// InvalidData for a wrong length, else what the kernel answered.
-    pub fn write_state(&self, state: VcpuState, bytes: &[u8]) -> io::Result<()> {
+    pub(crate) fn write_state(&self, state: VcpuState, bytes: &[u8]) -> io::Result<()> {
         let (_, set, mut length) = state.interface();
         if state == VcpuState::Xsave {
             length = self.machine.xsave_bytes;
@@ -246,7 +247,7 @@ impl Vcpu {
     ///
     /// # Errors
     /// What KVM_GET_DEVICE_ATTR answered.
-    pub fn tsc_offset(&self) -> io::Result<Option<u64>> {
+    pub(crate) fn tsc_offset(&self) -> io::Result<Option<u64>> {
         let mut offset = 0u64;
         let attribute = tsc_offset_attribute(&raw mut offset);
         match device_attribute(&self.fd, KVM_GET_DEVICE_ATTR, &attribute) {
@@ -263,7 +264,7 @@ impl Vcpu {
     /// Unsupported where KVM takes the offset and then does not keep it (seen on a KVM without
     /// hardware virtualisation, whose guests read the host's counter); else what
     /// KVM_SET_DEVICE_ATTR answered.
-    pub fn set_tsc_offset(&self, offset: u64) -> io::Result<()> {
+    pub(crate) fn set_tsc_offset(&self, offset: u64) -> io::Result<()> {
         let mut value = offset;
         let attribute = tsc_offset_attribute(&raw mut value);
         device_attribute(&self.fd, KVM_SET_DEVICE_ATTR, &attribute)?;
@@ -274,14 +275,8 @@ impl Vcpu {
     }
 }
 
-/// This CPU's time-stamp counter.
-pub fn host_tsc() -> u64 {
-    // SAFETY: every x86-64 CPU has RDTSC, and Linux lets user space execute it.
-    unsafe { core::arch::x86_64::_rdtsc() }
-}
-
 /// CLOCK_MONOTONIC, in nanoseconds. Comparable between processes of one boot.
-pub fn monotonic_ns() -> u64 {
+pub(crate) fn monotonic_ns() -> u64 {
     let mut now = libc::timespec {
         tv_sec: 0,
         tv_nsec: 0,
@@ -321,7 +316,7 @@ fn device_attribute(
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::mapping::{Backing, allocate};
+    use dunlin_sys::mapping::{Backing, allocate};
 
     /// A machine, or none where there is no KVM; CI must have it.
     fn machine() -> Option<Arc<Machine>> {
@@ -461,7 +456,7 @@ mod tests {
         registers.rip = 0x1000;
         vcpu.set_regs(&registers).unwrap();
 
-        let kick = crate::kick::Kick::default();
+        let kick = crate::kvm::kick::Kick::default();
         let attached = kick.attach(&vcpu).unwrap();
         for _ in 0..2 {
             kick.kick();

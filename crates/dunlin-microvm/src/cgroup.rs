@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 /// A limit of a control group's.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct MemoryLimit {
+pub(crate) struct MemoryLimit {
     /// Bytes that all processes in the group may have together.
     pub bytes: u64,
     /// The file in which it is set.
@@ -19,7 +19,7 @@ pub struct MemoryLimit {
 ///
 /// # Errors
 /// /proc cannot be read.
-pub fn memory_limit() -> io::Result<Option<MemoryLimit>> {
+pub(crate) fn memory_limit() -> io::Result<Option<MemoryLimit>> {
     let groups = fs::read_to_string("/proc/self/cgroup")?;
     let mounts = fs::read_to_string("/proc/self/mountinfo")?;
     Ok(directories(&groups, &mounts)
@@ -41,7 +41,7 @@ pub fn memory_limit() -> io::Result<Option<MemoryLimit>> {
 ///
 /// # Errors
 /// /proc cannot be read.
-pub fn swap_bytes() -> io::Result<u64> {
+pub(crate) fn swap_bytes() -> io::Result<u64> {
     let information = fs::read_to_string("/proc/meminfo")?;
     let kibibytes = information
         .lines()

@@ -7,7 +7,7 @@ use kvm_bindings as kb;
 
 /// A piece of a vCPU's state, as the structure that KVM reads and writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum VcpuState {
+pub(crate) enum VcpuState {
     /// `struct kvm_regs`.
     Registers,
     /// `struct kvm_sregs`.
@@ -48,7 +48,7 @@ impl VcpuState {
 
 /// A piece of the machine's state, as the structure that KVM reads and writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum MachineState {
+pub(crate) enum MachineState {
     /// `struct kvm_irqchip` of the first 8259.
     PicMaster,
     /// `struct kvm_irqchip` of the second 8259.

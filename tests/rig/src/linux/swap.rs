@@ -1,0 +1,21 @@
+//! Memory that is swapped out on demand.
+
+use std::io;
+
+use vm_memory::VolatileSlice;
+
+/// Asks the kernel to swap `memory` out, which takes whole pages; it may leave some of them, such as
+/// those that another CPU has just touched.
+///
+/// # Errors
+/// What madvise(2) says.
+pub fn page_out(memory: &VolatileSlice<'_>) -> io::Result<()> {
+    let start = memory.ptr_guard_mut().as_ptr();
+    // SAFETY: the range is mapped. MADV_PAGEOUT moves pages between memory and swap, or writes them
+    // to their file, and changes nothing that can be seen through the mapping.
+    let result = unsafe { libc::madvise(start.cast(), memory.len(), libc::MADV_PAGEOUT) };
+    if result < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
+}
