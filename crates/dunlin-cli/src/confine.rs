@@ -27,7 +27,7 @@ use clap::{Args, ValueEnum};
 use dunlin::lane::kernel::abilities;
 use dunlin::lane::provider::CipherSuite;
 use dunlin_ipsec::PortRange;
-use dunlin_sys::privileges::{self, Capability};
+use dunlin_linux::privileges::{self, Capability};
 
 use crate::line::Line;
 

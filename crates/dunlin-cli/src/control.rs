@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use dunlin_sys::socket::{is_held, own_user, peer_user};
+use dunlin_linux::socket::{is_held, own_user, peer_user};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 

@@ -10,9 +10,9 @@ use dunlin::engine::source::{AtTimeLimit, LaneSecurity, Options, OptionsBuilder}
 use dunlin_ipsec as ipsec;
 use dunlin_ipsec::lanes::Shelter;
 use dunlin_ipsec::{Event, Observer, PortRange};
+use dunlin_linux::affinity::allowed;
+use dunlin_linux::xfrm::esp_offload;
 use dunlin_microvm::{Backing, Fill, GuestKind, HostOptions, Workload};
-use dunlin_sys::affinity::allowed;
-use dunlin_sys::xfrm::esp_offload;
 use serde::{Deserialize, Serialize};
 
 use crate::confine::LANE_PORTS;

@@ -10,7 +10,7 @@ use std::sync::mpsc::Sender;
 use std::thread;
 
 use anyhow::{Error, Result, anyhow};
-use dunlin_sys::signals::{EndSignal, EndSignals, HangUps};
+use dunlin_linux::signals::{EndSignal, EndSignals, HangUps};
 use dunlin_tunnel::Sockets;
 
 pub(crate) use self::notify::Manager;
@@ -40,7 +40,7 @@ pub(crate) fn cannot_listen(address: impl Display, chosen: &str, error: &io::Err
 /// The sockets that the service manager has passed.
 pub(crate) fn passed() -> Result<Sockets> {
     let mut sockets = Sockets::default();
-    for one in dunlin_sys::passed::take()? {
+    for one in dunlin_linux::passed::take()? {
         let name = one.name;
         sockets
             .insert(&name, one.socket)

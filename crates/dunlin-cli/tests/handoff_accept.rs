@@ -32,7 +32,7 @@ fn is_only_without_kernel_tls() -> bool {
 fn kernel_has_tls() -> bool {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-    dunlin_sys::ktls::attach(&stream).is_ok()
+    dunlin_linux::ktls::attach(&stream).is_ok()
 }
 
 /// Carries both ways between two connections until both have ended.
@@ -317,7 +317,7 @@ fn i7_hostile_first_words_are_refused_and_cost_nothing_that_stays() {
     accept.process.wait_for("before its hello was whole");
     let mut client = accept.connect();
     client.write_all(&hello(&[1, 0, 0, 99, 3, 3])).unwrap();
-    dunlin_sys::socket::set_reset_on_close(&client).unwrap();
+    dunlin_linux::socket::set_reset_on_close(&client).unwrap();
     drop(client);
     accept.settles(before);
     // Nobody of them has reached the server behind.
@@ -367,7 +367,7 @@ fn ends_and_resets_are_passed_on_and_eight_mebibytes_each_way() {
         let mut far = scene.client_of_old();
         far.read_exact(&mut [0]).unwrap();
         let (gone, mut left) = if is_server { (far, near) } else { (near, far) };
-        dunlin_sys::socket::set_reset_on_close(&gone).unwrap();
+        dunlin_linux::socket::set_reset_on_close(&gone).unwrap();
         drop(gone);
         let error = left.read_once(&mut [0]).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::ConnectionReset);
@@ -381,7 +381,7 @@ fn ends_and_resets_are_passed_on_and_eight_mebibytes_each_way() {
     far.read_exact(&mut [0]).unwrap();
     near.shutdown(Shutdown::Write).unwrap();
     assert_eq!(far.read_once(&mut [0]).unwrap(), 0);
-    dunlin_sys::socket::set_reset_on_close(&near).unwrap();
+    dunlin_linux::socket::set_reset_on_close(&near).unwrap();
     far.write_all(b"unread").unwrap();
     drop(near);
     accept.settles(before);

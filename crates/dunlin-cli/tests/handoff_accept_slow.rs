@@ -13,7 +13,7 @@ use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dunlin_sys::socket::connect_unix;
+use dunlin_linux::socket::connect_unix;
 
 use accept::{Accept, Scene, cut, is_here, real_hello};
 use support::ReadOnce as _;

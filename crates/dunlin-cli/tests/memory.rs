@@ -1,7 +1,7 @@
 //! What a migration costs in memory, wire and processor, seen from outside two separate processes.
 #![allow(clippy::unwrap_used)]
 
-#[path = "../../dunlin-sys/tests/huge_pages/mod.rs"]
+#[path = "../../dunlin-linux/tests/huge_pages/mod.rs"]
 mod huge_pages;
 mod support;
 

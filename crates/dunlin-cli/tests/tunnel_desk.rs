@@ -18,7 +18,7 @@ use std::sync::mpsc::channel;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dunlin_sys::socket::unread_bytes;
+use dunlin_linux::socket::unread_bytes;
 use serde_json::Value;
 use support::ReadOnce as _;
 use support::{Done, Hosts, finish, words};
@@ -531,7 +531,7 @@ fn a_killed_stdio_leaves_no_listener() {
 #[test]
 fn a_tunnel_runs_on_the_cpus_that_it_is_given() {
     let scene = Scene::new();
-    let first = dunlin_sys::affinity::allowed().unwrap()[0];
+    let first = dunlin_linux::affinity::allowed().unwrap()[0];
     let file = scene.hosts.scratch.join("kept.toml");
     fs::copy(&scene.near.config, &file).unwrap();
     let mut command = words("tunnel run --cpus");

@@ -27,8 +27,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dunlin_sys::poll::{Interest, poll};
-use dunlin_sys::session;
+use dunlin_linux::poll::{Interest, poll};
+use dunlin_linux::session;
 use rustls::crypto::cipher::{AeadKey, Iv};
 use rustls::{ConnectionTrafficSecrets, ExtractedSecrets};
 use thiserror::Error;

@@ -9,7 +9,7 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dunlin_sys::socket::{Liveness, remaining, set_liveness};
+use dunlin_linux::socket::{Liveness, remaining, set_liveness};
 use thiserror::Error;
 
 use super::carry::{self, CarryError};

@@ -4,7 +4,7 @@
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
-use dunlin_sys::ktls::Version;
+use dunlin_linux::ktls::Version;
 use thiserror::Error;
 
 use super::connect::Connected;

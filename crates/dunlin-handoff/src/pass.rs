@@ -5,10 +5,10 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Instant;
 
-use dunlin_sys::fdpass;
-use dunlin_sys::socket::{wait_readable, wait_writable};
+use dunlin_linux::fdpass;
+use dunlin_linux::socket::{wait_readable, wait_writable};
 
-pub use dunlin_sys::fdpass::{MOST, Received};
+pub use dunlin_linux::fdpass::{MOST, Received};
 
 /// Sends all of `payload`, and `sockets` with its first byte. This side's descriptors stay open.
 ///

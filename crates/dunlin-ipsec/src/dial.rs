@@ -6,13 +6,13 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use dunlin_linux::socket::{Liveness, set_liveness};
 use dunlin_proto::ipsec::exchange::Exchange;
 use dunlin_proto::ipsec::key::Role;
 use dunlin_proto::ipsec::message::Terms;
 use dunlin_proto::negotiate::{
     Features, LaneSecurity, Offer, Opening, PRELUDE_BYTES, Prelude, SessionId, VERSIONS,
 };
-use dunlin_sys::socket::{Liveness, set_liveness};
 
 use super::error::{IpsecError, harmless};
 use super::session::{Beginning, Session, clean_up, random_session};

@@ -6,14 +6,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
+use dunlin_linux::poll::{Waker, Wakeup, waker};
+use dunlin_linux::socket::{Liveness, set_liveness};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::ipsec::Mode;
 use dunlin_proto::ipsec::exchange::Exchange;
 use dunlin_proto::ipsec::key::Role;
 use dunlin_proto::ipsec::message::Terms;
 use dunlin_proto::negotiate::{Features, Opening, Refusal, SessionId, Supported, VERSIONS, select};
-use dunlin_sys::poll::{Waker, Wakeup, waker};
-use dunlin_sys::socket::{Liveness, set_liveness};
 
 use super::bound::may_come;
 use super::error::{IpsecError, harmless, in_words};

@@ -4,10 +4,10 @@ use std::io;
 use std::net::IpAddr;
 use std::path::PathBuf;
 
+use dunlin_linux::xfrm;
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::ipsec::object::NotAnObject;
 use dunlin_proto::wire::{DecodeError, EncodeError};
-use dunlin_sys::xfrm;
 use thiserror::Error;
 
 use dunlin_lane::control::ControlError;

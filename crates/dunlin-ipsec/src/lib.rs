@@ -36,13 +36,13 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+pub use dunlin_linux::xfrm::Counters;
 pub use dunlin_proto::ipsec::object::{
     Action, Association, Direction, Encapsulation, Listener, Object, Policy, Selector,
 };
 pub use dunlin_proto::ipsec::plan::{Layout, Step, Udp};
 pub use dunlin_proto::ipsec::ports::{NotPorts, PortBlock, PortRange};
 pub use dunlin_proto::ipsec::{Grant, Mode, Sender, Slot};
-pub use dunlin_sys::xfrm::Counters;
 
 pub use bound::{AddressBlock, NotAddresses};
 pub use dial::{up, up_unless};

@@ -6,6 +6,7 @@ use std::sync::mpsc::{self, Receiver, Sender as Channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 
+use dunlin_linux::xfrm::{self, Counters};
 use dunlin_proto::ipsec::exchange::Exchange;
 use dunlin_proto::ipsec::key::Role;
 use dunlin_proto::ipsec::message::{Message, Terms};
@@ -14,7 +15,6 @@ use dunlin_proto::ipsec::plan::{Layout, Step, Undo};
 use dunlin_proto::ipsec::ports::PortBlock;
 use dunlin_proto::ipsec::{Grant, Sender};
 use dunlin_proto::negotiate::SessionId;
-use dunlin_sys::xfrm::{self, Counters};
 
 use super::error::{IpsecError, in_words};
 use super::record::{Record, Shelf};

@@ -7,12 +7,12 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
+use dunlin_linux::xfrm::{self, Counters, Installed, KeyAndSalt, StateId, Xfrm};
 use dunlin_proto::ipsec::object::{
     Action, Association, Direction, Listener, Object, Policy, Selector,
 };
 use dunlin_proto::ipsec::plan::{Step, Undo, undo};
 use dunlin_proto::ipsec::ports::PortBlock;
-use dunlin_sys::xfrm::{self, Counters, Installed, KeyAndSalt, StateId, Xfrm};
 
 use super::Hook;
 use super::error::IpsecError;

@@ -29,9 +29,9 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
+use dunlin_linux::poll::{Interest, Wakeup, poll};
 use dunlin_proto::negotiate::Opening;
 use dunlin_proto::wire::DecodeError;
-use dunlin_sys::poll::{Interest, Wakeup, poll};
 use thiserror::Error;
 
 use super::control::ControlStream;

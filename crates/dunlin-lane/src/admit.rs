@@ -4,9 +4,9 @@ use std::error::Error;
 use std::io;
 use std::sync::Arc;
 
+use dunlin_linux::socket::{Liveness, set_liveness};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::negotiate::LaneSecurity;
-use dunlin_sys::socket::{Liveness, set_liveness};
 use thiserror::Error;
 
 use super::accept::LaneSocket;

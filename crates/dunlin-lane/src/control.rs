@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
-use dunlin_sys::socket::wait_readable;
+use dunlin_linux::socket::wait_readable;
 use rustls::{ClientConnection, Connection, ServerConnection};
 use thiserror::Error;
 

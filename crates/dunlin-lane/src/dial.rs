@@ -13,10 +13,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
+use dunlin_linux::poll::{Waker, Wakeup, waker};
+use dunlin_linux::socket::{self, Liveness, set_liveness};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::negotiate::{LaneOpen, LaneSecurity, SessionId, SessionSecret};
-use dunlin_sys::poll::{Waker, Wakeup, waker};
-use dunlin_sys::socket::{self, Liveness, set_liveness};
 use thiserror::Error;
 
 use super::accept::Arrival;
@@ -353,7 +353,7 @@ mod tests {
     use std::os::fd::AsFd;
     use std::time::Duration;
 
-    use dunlin_sys::poll::{Interest, poll};
+    use dunlin_linux::poll::{Interest, poll};
 
     use super::*;
 

@@ -19,8 +19,8 @@ use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::time::{Duration, Instant};
 
-use dunlin_sys::ktls::Version;
-use dunlin_sys::socket::remaining;
+use dunlin_linux::ktls::Version;
+use dunlin_linux::socket::remaining;
 use rustls::client::{ClientConnectionData, UnbufferedClientConnection};
 use rustls::kernel::KernelConnection;
 use rustls::server::{ServerConnectionData, UnbufferedServerConnection};

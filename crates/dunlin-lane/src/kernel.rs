@@ -25,7 +25,7 @@ use std::str::FromStr;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use dunlin_sys::ktls::{self, Cipher, Direction, Key, Version};
+use dunlin_linux::ktls::{self, Cipher, Direction, Key, Version};
 use rustls::{ConnectionTrafficSecrets, ExtractedSecrets};
 use thiserror::Error;
 

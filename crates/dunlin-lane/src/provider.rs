@@ -369,7 +369,7 @@ impl AeadKey {
 }
 
 #[cfg(feature = "aws-lc-rs")]
-pub(super) use dunlin_sys::aead::{GuestOpener, GuestSealer};
+pub(super) use dunlin_linux::aead::{GuestOpener, GuestSealer};
 
 /// ring works in place only, so nothing of this kind exists without aws-lc-rs.
 #[cfg(not(feature = "aws-lc-rs"))]

@@ -13,7 +13,7 @@
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzz;
 
-use dunlin_sys::ktls;
+use dunlin_linux::ktls;
 use thiserror::Error;
 use vm_memory::VolatileSlice;
 

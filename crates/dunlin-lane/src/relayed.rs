@@ -16,7 +16,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use dunlin_sys::ktls::Direction;
+use dunlin_linux::ktls::Direction;
 use rustls::{ConnectionTrafficSecrets, ExtractedSecrets};
 use thiserror::Error;
 

@@ -8,8 +8,8 @@ use std::io;
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use dunlin_sys::poll::{Interest, Waker, Wakeup, poll, waker};
-use dunlin_sys::splice::Conduit;
+use dunlin_linux::poll::{Interest, Waker, Wakeup, poll, waker};
+use dunlin_linux::splice::Conduit;
 
 /// Why a direction stands still.
 #[derive(Debug)]
@@ -153,7 +153,7 @@ mod tests {
     use std::thread;
     use std::time::Duration;
 
-    use dunlin_sys::socket::set_reset_on_close;
+    use dunlin_linux::socket::set_reset_on_close;
 
     use super::*;
 

@@ -193,7 +193,7 @@ fn a_lane_reads_what_openssl_sends() {
 fn accept(listener: &TcpListener) -> TcpStream {
     let deadline = Instant::now() + Duration::from_secs(10);
     assert!(
-        dunlin_sys::socket::wait_readable(listener, deadline).unwrap(),
+        dunlin_linux::socket::wait_readable(listener, deadline).unwrap(),
         "nobody connected"
     );
     listener.accept().unwrap().0

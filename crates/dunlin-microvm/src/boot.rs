@@ -3,7 +3,7 @@
 use std::io;
 
 use crate::kvm::Vcpu;
-use dunlin_sys::mapping::{HUGE_PAGE_BYTES, PAGE_BYTES, TrackedMemory, layout as regions};
+use dunlin_linux::mapping::{HUGE_PAGE_BYTES, PAGE_BYTES, TrackedMemory, layout as regions};
 use kvm_bindings::{kvm_mp_state, kvm_segment, kvm_xcr};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryError};
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-use dunlin_sys::mapping::TrackedMemory;
+use dunlin_linux::mapping::TrackedMemory;
 
 use crate::config::{Config, Workload};
 use crate::control::Control;

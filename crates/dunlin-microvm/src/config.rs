@@ -1,6 +1,6 @@
 //! What a machine is like.
 
-use dunlin_sys::mapping::{Backing, HUGE_PAGE_BYTES, PAGE_BYTES};
+use dunlin_linux::mapping::{Backing, HUGE_PAGE_BYTES, PAGE_BYTES};
 use thiserror::Error;
 
 use crate::layout::WORKLOAD_START;

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use dunlin_sys::mapping::PAGE_BYTES;
+use dunlin_linux::mapping::PAGE_BYTES;
 use thiserror::Error;
 
 /// What a machine is doing.

@@ -7,7 +7,7 @@ use std::io;
 use std::sync::{Arc, OnceLock};
 
 use crate::kvm::Machine;
-use dunlin_sys::mapping::{Backing, HUGE_PAGE_BYTES, allocate};
+use dunlin_linux::mapping::{Backing, HUGE_PAGE_BYTES, allocate};
 use kvm_ioctls::Kvm;
 use thiserror::Error;
 

@@ -7,12 +7,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 use crate::kvm::Machine;
 use dunlin::engine::dirty::WriteProtectLog;
 use dunlin::engine::vmm::DirtyLog as _;
-use dunlin_sys::mapping::TrackedMemory;
+use dunlin_linux::mapping::TrackedMemory;
 use thiserror::Error;
 use vm_memory::GuestMemoryBackend;
 use vm_memory::bitmap::Bitmap;
 
-use dunlin_sys::mapping::PAGE_BYTES;
+use dunlin_linux::mapping::PAGE_BYTES;
 
 /// Why the dirty log could not be used.
 #[derive(Debug, Error)]
@@ -186,7 +186,7 @@ fn keep(memory: &TrackedMemory, maps: &[Vec<u64>]) {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use dunlin_sys::mapping::{Backing, HOLE_START, allocate};
+    use dunlin_linux::mapping::{Backing, HOLE_START, allocate};
 
     use super::*;
 

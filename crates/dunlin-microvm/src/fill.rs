@@ -2,7 +2,7 @@
 
 use std::thread;
 
-use dunlin_sys::mapping::{PAGE_BYTES, TrackedMemory};
+use dunlin_linux::mapping::{PAGE_BYTES, TrackedMemory};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryError};
 
 use crate::config::{Config, Fill};

@@ -13,7 +13,7 @@ use kvm_bindings as kb;
 use kvm_ioctls::{Cap, Kvm, VcpuExit, VcpuFd, VmFd};
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
-use dunlin_sys::mapping::TrackedMemory;
+use dunlin_linux::mapping::TrackedMemory;
 
 pub(crate) mod kick;
 mod state;
@@ -316,7 +316,7 @@ fn device_attribute(
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use dunlin_sys::mapping::{Backing, allocate};
+    use dunlin_linux::mapping::{Backing, allocate};
 
     /// A machine, or none where there is no KVM; CI must have it.
     fn machine() -> Option<Arc<Machine>> {

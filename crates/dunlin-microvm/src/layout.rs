@@ -4,7 +4,7 @@
 //! The workload's pages are numbered from the start of memory without the hole between 3 and 4 GiB;
 //! a page's frame number counts the hole.
 
-use dunlin_sys::mapping::{HOLE_END, HOLE_START, HUGE_PAGE_BYTES, PAGE_BYTES};
+use dunlin_linux::mapping::{HOLE_END, HOLE_START, HUGE_PAGE_BYTES, PAGE_BYTES};
 
 use crate::config::{Config, Fill, Workload};
 

@@ -50,7 +50,7 @@ pub use config::{Config, ConfigError, Fill, GuestKind, HostOptions, Workload};
 pub use control::{ControlError, Stop, StopCode, VmState};
 pub use describe::{DescribeError, VmDescription, check_description};
 pub use dirty::DirtyError;
-pub use dunlin_sys::mapping::{Backing, TrackedMemory};
+pub use dunlin_linux::mapping::{Backing, TrackedMemory};
 pub use layout::{DEVICE_BYTES, DEVICE_START, WORKLOAD_START};
 pub use migrate::{MachineBuilder, Movable};
 pub use state::{LoadError, SaveError, Section};

@@ -11,7 +11,7 @@ use dunlin::engine::vmm::{
     Builder, DestinationVm, DirtyLog, FaultCode, GuestMemory, Offered, Refusal, RunState, Section,
     SourceVm, VmDescription as Described, VmmError,
 };
-use dunlin_sys::mapping::{Backing, HUGE_PAGE_BYTES, PAGE_BYTES, layout};
+use dunlin_linux::mapping::{Backing, HUGE_PAGE_BYTES, PAGE_BYTES, layout};
 
 use crate::config::HostOptions;
 use crate::control::VmState;

@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Instant, SystemTime};
 
-use dunlin_sys::mapping::PAGE_BYTES;
-use dunlin_sys::memory::untracked;
+use dunlin_linux::mapping::PAGE_BYTES;
+use dunlin_linux::memory::untracked;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
 
 use crate::common::Common;

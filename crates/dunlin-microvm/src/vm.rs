@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::kvm::{Machine, Vcpu};
 use dunlin::engine::dirty::WriteProtectLog;
-use dunlin_sys::mapping::{MappingError, TrackedMemory, advise_huge_pages, allocate};
+use dunlin_linux::mapping::{MappingError, TrackedMemory, advise_huge_pages, allocate};
 use kvm_bindings::MsrList;
 use kvm_ioctls::Kvm;
 use thiserror::Error;

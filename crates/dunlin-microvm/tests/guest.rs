@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod common;
-#[path = "../../dunlin-sys/tests/huge_pages/mod.rs"]
+#[path = "../../dunlin-linux/tests/huge_pages/mod.rs"]
 mod huge_pages;
 
 use std::time::{Duration, Instant};

@@ -16,6 +16,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Instant;
 
+use dunlin_linux::socket::{Liveness, set_liveness};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::negotiate::{
     Features, LaneSecurity, Offer, Opening, PRELUDE_BYTES, Prelude, Refusal, Selection, SessionId,
@@ -23,7 +24,6 @@ use dunlin_proto::negotiate::{
 };
 use dunlin_proto::stripe::Side;
 use dunlin_proto::stripe::message::{Header, MESSAGE_HEADER_BYTES, Message};
-use dunlin_sys::socket::{Liveness, set_liveness};
 use zeroize::Zeroize;
 
 use super::event::Event;

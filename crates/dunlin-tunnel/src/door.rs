@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
+use dunlin_linux::poll::{Interest, Waker, Wakeup, poll, waker};
 use dunlin_proto::negotiate::{LaneSecurity, Opening};
-use dunlin_sys::poll::{Interest, Waker, Wakeup, poll, waker};
 
 use super::dial;
 use super::event::Event;

@@ -15,8 +15,8 @@ use std::os::fd::AsFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use dunlin_linux::poll::{Interest, Waker, Wakeup, poll, waker};
 use dunlin_proto::limits::MAX_LANES;
-use dunlin_sys::poll::{Interest, Waker, Wakeup, poll, waker};
 use thiserror::Error;
 
 use super::event::Event;

@@ -19,12 +19,12 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
+use dunlin_linux::epoll::{Epoll, Readiness};
+use dunlin_linux::poll::{Waker, Wakeup, waker};
+use dunlin_linux::socket::unread_bytes;
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::negotiate::{LaneSecurity, SessionId, SessionSecret};
 use dunlin_proto::stripe::{self, Action, Config, Left, OpenError, Opening, Side};
-use dunlin_sys::epoll::{Epoll, Readiness};
-use dunlin_sys::poll::{Waker, Wakeup, waker};
-use dunlin_sys::socket::unread_bytes;
 
 use super::event::Event;
 use super::failure::Failure;

@@ -54,9 +54,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use dunlin_linux::poll::{Waker, waker};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::limits::MAX_LANES;
-use dunlin_sys::poll::{Waker, waker};
 use thiserror::Error;
 
 use dunlin_lane::dial::SealedLanes;

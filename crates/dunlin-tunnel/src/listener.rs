@@ -10,8 +10,8 @@ use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use dunlin_sys::poll::Interest;
-use dunlin_sys::socket::{is_held, is_listening};
+use dunlin_linux::poll::Interest;
+use dunlin_linux::socket::{is_held, is_listening};
 
 use super::options::Listen;
 use super::socket::Socket;

@@ -10,10 +10,10 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use dunlin_linux::epoll::Readiness;
+use dunlin_linux::socket::wait_writable;
 use dunlin_proto::stripe::frame::{Data, FRAME_HEADER_BYTES, Frame};
 use dunlin_proto::stripe::{Arrival, Delivery};
-use dunlin_sys::epoll::Readiness;
-use dunlin_sys::socket::wait_writable;
 use vm_memory::VolatileSlice;
 
 use super::event::Event;

@@ -9,11 +9,11 @@ use std::io;
 use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 
+use dunlin_linux::epoll::{Readiness, Ready};
+use dunlin_linux::socket::wait_writable;
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::stripe::frame::{Data, Frame};
 use dunlin_proto::stripe::{Outcome, Wear, Work};
-use dunlin_sys::epoll::{Readiness, Ready};
-use dunlin_sys::socket::wait_writable;
 use vm_memory::VolatileSlice;
 
 use super::event::Event;

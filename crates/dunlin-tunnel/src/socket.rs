@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use dunlin_sys::poll::{Interest, poll};
-use dunlin_sys::socket::{Liveness, set_buffers, set_liveness, set_reset_on_close};
+use dunlin_linux::poll::{Interest, poll};
+use dunlin_linux::socket::{Liveness, set_buffers, set_liveness, set_reset_on_close};
 
 use super::failure::Failure;
 use super::meter::Count;

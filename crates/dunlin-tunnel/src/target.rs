@@ -11,9 +11,9 @@ use std::sync::mpsc::channel;
 use std::thread;
 use std::time::Instant;
 
+use dunlin_linux::signals::unblock_in;
+use dunlin_linux::socket::{connect as connect_tcp, connect_unix};
 use dunlin_proto::fault::FaultCode;
-use dunlin_sys::signals::unblock_in;
-use dunlin_sys::socket::{connect as connect_tcp, connect_unix};
 
 use super::event::Event;
 use super::failure::{Failure, harmless};

@@ -9,11 +9,11 @@ use std::time::{Duration, Instant};
 
 use dunlin_lane::control;
 use dunlin_lane::provider::Crypto;
+use dunlin_linux::socket::{set_reset_on_close, unread_bytes};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::negotiate::{
     Features, LaneSecurity, Offer, Opening, PRELUDE_BYTES, Prelude, VERSIONS,
 };
-use dunlin_sys::socket::{set_reset_on_close, unread_bytes};
 use dunlin_test_support::lane::ReadOnce as _;
 use dunlin_test_support::lane::{Authority, Scratch, names, soon};
 use dunlin_test_support::tunnel::{

@@ -2,7 +2,7 @@
 //! log that breaks any one promise fails it.
 #![allow(clippy::unwrap_used)]
 
-#[path = "../../dunlin-sys/tests/huge_pages/mod.rs"]
+#[path = "../../dunlin-linux/tests/huge_pages/mod.rs"]
 mod huge_pages;
 
 use std::io;
@@ -14,8 +14,8 @@ use dunlin::engine::dirty::WriteProtectLog;
 use dunlin::engine::memory::{MappedMemory, OwnWrites};
 use dunlin::engine::vmm::{DirtyLog, GuestMemory, VmmError};
 use dunlin::testing::{Effort, Seen, Violation, Writer, check_dirty_log};
-use dunlin_sys::mapping::{Backing, TrackedMemory, allocate};
-use dunlin_sys::memory::untracked;
+use dunlin_linux::mapping::{Backing, TrackedMemory, allocate};
+use dunlin_linux::memory::untracked;
 use huge_pages::HugePages;
 use vm_memory::{
     Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion,

@@ -8,8 +8,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use dunlin::engine::memory::{MappedMemory, digest};
-use dunlin_sys::affinity::thread_cpu_time;
-use dunlin_sys::mapping::{Backing, TrackedMemory, allocate};
+use dunlin_linux::affinity::thread_cpu_time;
+use dunlin_linux::mapping::{Backing, TrackedMemory, allocate};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 
 const MIB: u64 = 1 << 20;

@@ -10,7 +10,7 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dunlin_sys::fdpass;
+use dunlin_linux::fdpass;
 use nix::libc::MSG_MORE;
 use nix::sys::socket::{MsgFlags, send};
 use serde_json::Value;

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::os::fd::RawFd;
 
-use dunlin_sys::ktls::Direction;
+use dunlin_linux::ktls::Direction;
 use nix::libc;
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,

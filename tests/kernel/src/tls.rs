@@ -10,9 +10,9 @@ use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use dunlin_sys::ktls::{self, Cipher, Direction, Key, Version};
-use dunlin_sys::poll::{Interest, poll};
-use dunlin_sys::socket::unread_bytes;
+use dunlin_linux::ktls::{self, Cipher, Direction, Key, Version};
+use dunlin_linux::poll::{Interest, poll};
+use dunlin_linux::socket::unread_bytes;
 use nix::errno::Errno;
 use ring::aead::{AES_256_GCM, Aad, LessSafeKey, Nonce, UnboundKey};
 

@@ -30,8 +30,8 @@ use dunlin::lane::dial::{
 use dunlin::lane::identity::ClientTls;
 use dunlin::lane::peers::PeerIdentity;
 use dunlin_ipsec::lanes::Shelter;
+use dunlin_linux::poll::waker;
 use dunlin_proto::negotiate::{Features, LaneOpen, LaneSecurity, Offer, Opening, VERSIONS};
-use dunlin_sys::poll::waker;
 
 use super::figures::{Figure, Record};
 use super::rig::{memory, receive, send};

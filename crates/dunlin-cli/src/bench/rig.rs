@@ -16,8 +16,8 @@ use dunlin::lane::data::{
 use dunlin::lane::handshake;
 use dunlin::lane::identity::{ClientTls, Identity, LoadOptions, ServerTls};
 use dunlin::lane::provider::{Crypto, Provider};
-use dunlin_sys::affinity::thread_cpu_time;
-use dunlin_sys::mapping::{Backing, allocate};
+use dunlin_linux::affinity::thread_cpu_time;
+use dunlin_linux::mapping::{Backing, allocate};
 
 use crate::identity::allowed_peers;
 use crate::pki;

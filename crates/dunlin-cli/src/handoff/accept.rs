@@ -14,7 +14,7 @@ use dunlin::lane::peers::Peers;
 use dunlin::lane::provider::{self, Offer, TlsVersion};
 use dunlin_handoff::accept::{Acceptor, Event, Limits, Options, Other, Own, ProxyHeader, Target};
 use dunlin_handoff::carry::reap;
-use dunlin_sys::signals::{EndSignals, HangUps, unblock_in};
+use dunlin_linux::signals::{EndSignals, HangUps, unblock_in};
 
 use super::carry;
 use super::connect::{Fallback, Version};

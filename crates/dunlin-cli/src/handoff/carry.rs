@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use clap::Args;
 use dunlin_handoff::carry;
-use dunlin_sys::session;
+use dunlin_linux::session;
 
 use crate::code;
 

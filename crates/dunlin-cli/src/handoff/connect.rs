@@ -19,7 +19,7 @@ use dunlin::lane::provider::{self, Offer, TlsVersion};
 use dunlin_handoff::connect::{self, Connected};
 use dunlin_handoff::kernel::KernelError;
 use dunlin_handoff::pass;
-use dunlin_sys::fdpass;
+use dunlin_linux::fdpass;
 
 use super::carry;
 use super::line::HandedLine;

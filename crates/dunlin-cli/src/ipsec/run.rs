@@ -16,9 +16,9 @@ use dunlin_ipsec as ipsec;
 use dunlin_ipsec::{
     self, AddressBlock, Event, Mode, Observer, Options, PortRange, Server, Session, Udp,
 };
-use dunlin_sys::affinity::allowed;
-use dunlin_sys::signals::{EndSignals, HangUps};
-use dunlin_sys::xfrm::esp_offload;
+use dunlin_linux::affinity::allowed;
+use dunlin_linux::signals::{EndSignals, HangUps};
+use dunlin_linux::xfrm::esp_offload;
 
 use super::ModeName;
 use super::desk::{self, Asked, SessionLine};

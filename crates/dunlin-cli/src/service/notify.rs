@@ -47,7 +47,7 @@ impl Manager {
 
     /// It reads its configuration anew; *ready* follows.
     pub(crate) fn reloading(&self) {
-        let now = dunlin_sys::clock::monotonic().as_micros();
+        let now = dunlin_linux::clock::monotonic().as_micros();
         self.tell(&format!("RELOADING=1\nMONOTONIC_USEC={now}"));
     }
 

@@ -24,7 +24,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use dunlin_sys::poll::{Interest, poll};
+use dunlin_linux::poll::{Interest, poll};
 use dunlin_tunnel::Parameter;
 
 use super::ask::{WHOM, end, listener};
@@ -83,7 +83,7 @@ impl Stdio {
             took => took.map(|_| ()),
         };
         // Whoever reads the output sees its end, while the input may go on.
-        let ended = took.and_then(|()| dunlin_sys::stdio::end_output());
+        let ended = took.and_then(|()| dunlin_linux::stdio::end_output());
         if let Err(error) = ended {
             // Fails only where it has gone.
             let _ = channel.shutdown(Shutdown::Both);

@@ -19,8 +19,8 @@ use dunlin::engine::destination::DestinationEvent;
 use dunlin::engine::journal::{Journal, Role, SourceRecord, State};
 use dunlin::engine::source::{self, Standing};
 use dunlin::engine::{Host, StandardHost};
+use dunlin_linux::signals::{EndSignal, EndSignals};
 use dunlin_microvm::{Movable, Vm, VmState};
-use dunlin_sys::signals::{EndSignal, EndSignals};
 
 use super::moving::Moving;
 use crate::code::{DONE, FAILED, SIGNAL};

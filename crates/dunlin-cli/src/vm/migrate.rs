@@ -9,7 +9,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use clap::{Args, ValueEnum};
 
-use dunlin_sys::signals::EndSignals;
+use dunlin_linux::signals::EndSignals;
 
 use super::client::{ask, ask_within};
 use super::owner::Request;

@@ -11,8 +11,8 @@ use dunlin::engine::vmm::{Builder, DestinationVm, FaultCode, Offered, Refusal};
 use dunlin::engine::{Host, MigrateError, StandardHost, VmIs, fault_behind};
 use dunlin::lane::dial::SealedLanes;
 use dunlin_ipsec as ipsec;
+use dunlin_linux::signals::{EndSignal, EndSignals, HangUps};
 use dunlin_microvm::{MachineBuilder, Movable, VmState};
-use dunlin_sys::signals::{EndSignal, EndSignals, HangUps};
 
 use super::desk::Desk;
 use super::owner::{self, Parent};

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result};
 use clap::Args;
+use dunlin_linux::signals::EndSignals;
 use dunlin_microvm::{Config, CreateError, Movable, Vm, Workload};
-use dunlin_sys::signals::EndSignals;
 
 use super::desk::Desk;
 use super::owner::{self, Parent};

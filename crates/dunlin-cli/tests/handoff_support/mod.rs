@@ -12,7 +12,7 @@ use std::process::{Command, Stdio};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use dunlin_sys::fdpass;
+use dunlin_linux::fdpass;
 
 use crate::support::process::Process;
 use crate::support::{Done, Scratch, dunlin, finish};

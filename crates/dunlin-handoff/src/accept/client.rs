@@ -9,9 +9,9 @@ use std::io::{self, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
+use dunlin_linux::socket::set_readable_from;
 use dunlin_proto::client_hello::{Look, NoHello, look};
 use dunlin_proto::limits::MAX_CLIENT_FLIGHT_BYTES;
-use dunlin_sys::socket::set_readable_from;
 
 use super::deliver::Secured;
 use super::{Refusal, Shared};

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dunlin_sys::ktls::Version;
-use dunlin_sys::socket::connect_unix;
+use dunlin_linux::ktls::Version;
+use dunlin_linux::socket::connect_unix;
 
 use super::{Arrived, Event, Offload, Own, Refusal, Shared};
 use crate::carry::{self, CarryError, NotRenewed};

@@ -6,8 +6,8 @@ use std::net::TcpListener;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use dunlin_linux::epoll::Readiness;
 use dunlin_proto::limits::MAX_CLIENT_FLIGHT_BYTES;
-use dunlin_sys::epoll::Readiness;
 
 use super::client::{Client, Desk, Step};
 use super::forward::{Forwarded, Side};

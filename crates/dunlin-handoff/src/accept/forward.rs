@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dunlin_sys::socket::{
+use dunlin_linux::socket::{
     Liveness, connect_unix_unless, connect_unless, set_liveness, set_reset_on_close,
 };
 

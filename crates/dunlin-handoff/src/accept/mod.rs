@@ -31,9 +31,9 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use dunlin_linux::epoll::Epoll;
+use dunlin_linux::poll::{Waker, Wakeup, waker};
 use dunlin_proto::client_hello::NoHello;
-use dunlin_sys::epoll::Epoll;
-use dunlin_sys::poll::{Waker, Wakeup, waker};
 use thiserror::Error;
 
 pub use self::proxy::ProxyHeader;

@@ -34,12 +34,12 @@ use std::sync::{Arc, Mutex, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use dunlin_linux::affinity::{allowed, keep_to, pin_to};
+use dunlin_linux::socket::{Liveness, set_liveness};
+use dunlin_linux::tcp::{incoming_cpu, send_window, set_traffic_class};
+use dunlin_linux::xfrm::PerCpu;
 use dunlin_proto::ipsec::{Mode, Sender};
 use dunlin_proto::negotiate::{Features, LaneSecurity, Opening};
-use dunlin_sys::affinity::{allowed, keep_to, pin_to};
-use dunlin_sys::socket::{Liveness, set_liveness};
-use dunlin_sys::tcp::{incoming_cpu, send_window, set_traffic_class};
-use dunlin_sys::xfrm::PerCpu;
 use thiserror::Error;
 
 pub use ways::{LaneError, Seat, Sheltered, Ways};

@@ -10,11 +10,11 @@ use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use dunlin_linux::affinity::pin_to;
+use dunlin_linux::socket::{Liveness, set_liveness};
+use dunlin_linux::tcp::sent_bytes;
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::ipsec::{Mode, Sender};
-use dunlin_sys::affinity::pin_to;
-use dunlin_sys::socket::{Liveness, set_liveness};
-use dunlin_sys::tcp::sent_bytes;
 use thiserror::Error;
 
 use super::watch::{Look, strays};

@@ -3,11 +3,11 @@
 use std::io;
 use std::net::SocketAddr;
 
+use dunlin_linux::xfrm::PerCpu;
 use dunlin_proto::ipsec::Mode;
 use dunlin_proto::ipsec::message::Terms;
 use dunlin_proto::ipsec::object::{Object, Policy};
 use dunlin_proto::ipsec::plan::{Adoption, Layout, REQID_BLOCKS, REQIDS, Step, adopt};
-use dunlin_sys::xfrm::PerCpu;
 
 use super::driver::Driver;
 use super::system::{guarded, is_of_this_host, random};

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use dunlin_linux::xfrm::{self, KeyAndSalt};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::ipsec::exchange::{Action, Awaited, Exchange};
 use dunlin_proto::ipsec::key::{EXPORTER_LABEL, Role, context};
@@ -16,7 +17,6 @@ use dunlin_proto::ipsec::plan::{Layout, Step};
 use dunlin_proto::ipsec::{Grant, LEAST_SPI, Mode, Sender, Slot};
 use dunlin_proto::limits::MAX_SAS;
 use dunlin_proto::negotiate::SessionId;
-use dunlin_sys::xfrm::{self, KeyAndSalt};
 use zeroize::Zeroizing;
 
 use super::hear::read;

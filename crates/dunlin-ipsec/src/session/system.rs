@@ -5,8 +5,8 @@ use std::io::Read;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, TcpStream, UdpSocket};
 use std::path::Path;
 
+use dunlin_linux::netdev;
 use dunlin_proto::negotiate::SessionId;
-use dunlin_sys::netdev;
 
 use crate::error::IpsecError;
 
@@ -100,7 +100,7 @@ mod tests {
 
     #[test]
     fn a_setting_of_the_device_or_of_all_that_passes_ipsec_by_is_named() {
-        let folder = std::env::temp_dir().join(format!("dunlin-sysctls-{}", std::process::id()));
+        let folder = std::env::temp_dir().join(format!("dunlin-linuxctls-{}", std::process::id()));
         let set = |of: &str, name: &str, value: &str| {
             let folder = folder.join("ipv4/conf").join(of);
             fs::create_dir_all(&folder).unwrap();

@@ -2,16 +2,16 @@
 
 use std::net::SocketAddr;
 
+use dunlin_linux::xfrm::{
+    self, Installed, KeyAndSalt, LONGEST_REPLAY_WINDOW, Network, PolicyDirection, Ports, Protocol,
+    State, StateId,
+};
 use dunlin_proto::ipsec::Sender;
 use dunlin_proto::ipsec::object::{
     Action, Association, Direction, Encapsulation, Policy, Selector,
 };
 use dunlin_proto::ipsec::plan::{FIRST_PRIORITY, REQID_BLOCKS};
 use dunlin_proto::ipsec::ports::PortBlock;
-use dunlin_sys::xfrm::{
-    self, Installed, KeyAndSalt, LONGEST_REPLAY_WINDOW, Network, PolicyDirection, Ports, Protocol,
-    State, StateId,
-};
 
 pub(super) fn way_of(direction: Direction) -> PolicyDirection {
     match direction {

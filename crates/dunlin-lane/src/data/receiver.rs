@@ -8,8 +8,8 @@ use std::net::{Shutdown, TcpStream};
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use dunlin_sys::ktls::{self, Received};
-use dunlin_sys::socket::unread_bytes;
+use dunlin_linux::ktls::{self, Received};
+use dunlin_linux::socket::unread_bytes;
 use thiserror::Error;
 use vm_memory::VolatileSlice;
 

@@ -4,10 +4,10 @@ use std::io::{self, IoSliceMut, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::time::Duration;
 
+use dunlin_linux::ktls;
+use dunlin_linux::memory::is_zero_page;
+use dunlin_linux::socket::set_pacing_rate;
 use dunlin_proto::lanes::Wear;
-use dunlin_sys::ktls;
-use dunlin_sys::memory::is_zero_page;
-use dunlin_sys::socket::set_pacing_rate;
 use thiserror::Error;
 use vm_memory::VolatileSlice;
 

@@ -5,7 +5,7 @@ use std::net::TcpStream;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dunlin_sys::socket::{remaining, wait_readable};
+use dunlin_linux::socket::{remaining, wait_readable};
 use rustls::ConnectionTrafficSecrets;
 
 use super::{HandshakeError, io_error, local, parts};

@@ -6,14 +6,14 @@ use std::fmt;
 use std::fs;
 use std::net::TcpStream;
 
-use dunlin_sys::netdev;
-use dunlin_sys::sock_diag::{TlsPlaces, tls_places};
+use dunlin_linux::netdev;
+use dunlin_linux::sock_diag::{TlsPlaces, tls_places};
 
 use super::Driver;
 use crate::provider::CipherSuite;
 
-pub use dunlin_sys::netdev::Device;
-pub use dunlin_sys::sock_diag::Place;
+pub use dunlin_linux::netdev::Device;
+pub use dunlin_linux::sock_diag::Place;
 
 /// The counters of the network namespace that the calling thread is in; `/proc/net` is that of the
 /// process's first thread, and not there where a service sees its processes alone.

@@ -6,7 +6,7 @@ use std::net::TcpStream;
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 
-use dunlin_sys::ktls::{Direction, Version};
+use dunlin_linux::ktls::{Direction, Version};
 use rustls::ExtractedSecrets;
 
 use super::{Held, KEY_UPDATE, Open, Opening, RelayError, Seal, Sealing, assemble, not_renewed};

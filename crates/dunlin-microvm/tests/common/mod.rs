@@ -4,8 +4,8 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use dunlin_linux::mapping::PAGE_BYTES;
 use dunlin_microvm::{Config, Vm, VmState};
-use dunlin_sys::mapping::PAGE_BYTES;
 use vm_memory::{Bytes, GuestMemoryBackend, GuestMemoryRegion, MemoryRegionAddress};
 
 /// The turn of a test, if there is a KVM to test with; in CI there must be. One test at a time, since

@@ -2,7 +2,7 @@
 //! between two threads of the process over loopback.
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
 
-#[path = "../../../dunlin-sys/tests/huge_pages/mod.rs"]
+#[path = "../../../dunlin-linux/tests/huge_pages/mod.rs"]
 pub mod huge_pages;
 
 use std::fs;

@@ -13,10 +13,10 @@ use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
 
+use dunlin_linux::poll::{Interest, poll};
+use dunlin_linux::socket::set_reset_on_close;
+use dunlin_linux::tcp::{silence, unacknowledged_bytes};
 use dunlin_proto::fault::FaultCode;
-use dunlin_sys::poll::{Interest, poll};
-use dunlin_sys::socket::set_reset_on_close;
-use dunlin_sys::tcp::{silence, unacknowledged_bytes};
 
 use super::{Place, keep_alive};
 use crate::Status;

@@ -27,8 +27,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use dunlin_linux::socket::{Liveness, connect, set_liveness, set_reset_on_close};
 use dunlin_proto::fault::FaultCode;
-use dunlin_sys::socket::{Liveness, connect, set_liveness, set_reset_on_close};
 
 use super::event::Event;
 use super::failure::{Failure, harmless};

@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 
-use dunlin_sys::poll::{Waker, waker};
-use dunlin_sys::socket::set_reset_on_close;
+use dunlin_linux::poll::{Waker, waker};
+use dunlin_linux::socket::set_reset_on_close;
 
 use super::{RelayExit, Relays};
 use crate::event::Event;

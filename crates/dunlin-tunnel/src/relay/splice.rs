@@ -6,9 +6,9 @@ use std::sync::TryLockError;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use dunlin_sys::ktls::{self, Received};
-use dunlin_sys::socket::wait_writable;
-use dunlin_sys::splice::Conduit;
+use dunlin_linux::ktls::{self, Received};
+use dunlin_linux::socket::wait_writable;
+use dunlin_linux::splice::Conduit;
 
 use super::channel::{Channel, STALL_LOOK, of_hypervisor};
 use crate::failure::Failure;

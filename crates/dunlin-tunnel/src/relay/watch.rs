@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use dunlin_sys::epoll::{Epoll, Readiness};
-use dunlin_sys::poll::{Waker, Wakeup, waker};
+use dunlin_linux::epoll::{Epoll, Readiness};
+use dunlin_linux::poll::{Waker, Wakeup, waker};
 
 use super::channel::Channel;
 use crate::site::Site;

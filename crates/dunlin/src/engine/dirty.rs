@@ -7,9 +7,9 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
+use dunlin_linux::memory as sys;
+use dunlin_linux::uffd::{Behind, WriteWatch};
 use dunlin_proto::limits::PAGE_BYTES;
-use dunlin_sys::memory as sys;
-use dunlin_sys::uffd::{Behind, WriteWatch};
 use vm_memory::bitmap::{AtomicBitmap, Bitmap};
 use vm_memory::{
     GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion, MemoryRegionAddress, VolatileSlice,
@@ -139,7 +139,7 @@ fn set(words: &mut [u64], pages: Range<u64>) {
 mod tests {
     #![allow(clippy::unwrap_used)]
 
-    use dunlin_sys::mapping::{Backing, allocate};
+    use dunlin_linux::mapping::{Backing, allocate};
     use vm_memory::{GuestAddress, GuestRegionMmap, MmapRegion};
 
     use super::*;

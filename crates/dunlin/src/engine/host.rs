@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use dunlin_sys::poll::Wakeup;
+use dunlin_linux::poll::Wakeup;
 
 use super::sync::{Interrupt, Mutex, lock};
 use crate::lane::dial::{Connector, StandardConnector};

@@ -6,10 +6,10 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use dunlin_linux::occupancy::Occupancy;
+use dunlin_linux::{memory as sys, pagemap};
 use dunlin_proto::control::{Region, RegionKind};
 use dunlin_proto::limits::{DIGEST_BYTES, PAGE_BYTES};
-use dunlin_sys::occupancy::Occupancy;
-use dunlin_sys::{memory as sys, pagemap};
 use twox_hash::XxHash3_128;
 use vm_memory::bitmap::{AtomicBitmap, Bitmap};
 use vm_memory::{
@@ -230,7 +230,7 @@ mod tests {
 
     use std::os::unix::fs::FileExt;
 
-    use dunlin_sys::mapping::{Backing, allocate};
+    use dunlin_linux::mapping::{Backing, allocate};
     use vm_memory::{Bytes, FileOffset, GuestRegionMmap, MmapRegion};
 
     use super::*;

@@ -28,8 +28,8 @@ mod sync;
 mod tune;
 pub mod vmm;
 
+pub use dunlin_linux::poll::Wakeup;
 pub use dunlin_proto::fault::{AtFault, FaultCode};
-pub use dunlin_sys::poll::Wakeup;
 
 pub use error::{MigrateError, VmIs, fault_behind, harmless, is_harmful};
 pub use host::{Cancel, Host, StandardHost};

@@ -9,7 +9,7 @@ use std::sync::mpsc::channel;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dunlin_sys::poll::waker;
+use dunlin_linux::poll::waker;
 
 use super::{Violation, broken};
 use crate::engine::Host;

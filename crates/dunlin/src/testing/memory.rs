@@ -4,9 +4,9 @@ use std::io;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
+use dunlin_linux::memory::is_zero;
 use dunlin_proto::control::RegionTable;
 use dunlin_proto::limits::PAGE_BYTES;
-use dunlin_sys::memory::is_zero;
 
 use super::{Violation, broken};
 use crate::engine::vmm::GuestMemory;

@@ -26,11 +26,11 @@ use dunlin_kernel_tests::shelters::{
     POOL, Said, carried, cut, no_records, refused, shelter, shelter_with,
 };
 use dunlin_kernel_tests::{Guest, Needs, Under, run};
+use dunlin_linux::affinity::pin_to;
+use dunlin_linux::poll::{Waker, waker};
+use dunlin_linux::socket::set_reset_on_close;
+use dunlin_linux::tcp::{set_traffic_class, unacknowledged_bytes};
 use dunlin_proto::negotiate::{Features, LaneOpen, LaneSecurity, Offer, VERSIONS};
-use dunlin_sys::affinity::pin_to;
-use dunlin_sys::poll::{Waker, waker};
-use dunlin_sys::socket::set_reset_on_close;
-use dunlin_sys::tcp::{set_traffic_class, unacknowledged_bytes};
 use dunlin_test_support::lane::{Authority, DESTINATION, SOURCE, names};
 
 const NEEDS: Needs = Needs {

@@ -19,8 +19,8 @@ use dunlin_kernel_tests::sessions::{
     inside, netns, nothing_left, status, until,
 };
 use dunlin_kernel_tests::{Guest, Needs, Under, run};
-use dunlin_sys::affinity::pin_to;
-use dunlin_sys::socket::set_reset_on_close;
+use dunlin_linux::affinity::pin_to;
+use dunlin_linux::socket::set_reset_on_close;
 
 const NEEDS: Needs = Needs {
     cpus: 4,

@@ -15,8 +15,8 @@ use dunlin_kernel_tests::sessions::{
     until, up_with,
 };
 use dunlin_kernel_tests::{Guest, Needs, Under, run};
-use dunlin_sys::affinity::pin_to;
-use dunlin_sys::socket::set_reset_on_close;
+use dunlin_linux::affinity::pin_to;
+use dunlin_linux::socket::set_reset_on_close;
 use serde_json::Value;
 
 const NEEDS: Needs = Needs {

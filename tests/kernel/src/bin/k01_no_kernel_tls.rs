@@ -10,7 +10,7 @@ use dunlin::lane::provider::CipherSuite;
 use dunlin_kernel_tests::handoff::{self, certificate, exchange, pattern, stunnel};
 use dunlin_kernel_tests::tls::{Keys, connected, errno, kernels, receive, set};
 use dunlin_kernel_tests::{Guest, Needs, run};
-use dunlin_sys::ktls::{Direction, attach, installed};
+use dunlin_linux::ktls::{Direction, attach, installed};
 use nix::errno::Errno;
 
 const BYTES: usize = 1 << 20;

@@ -8,7 +8,7 @@ use std::thread;
 use dunlin_kernel_tests::refusing::forbid;
 use dunlin_kernel_tests::tls::{self, DATA, Half, Keys, connected, set, stat};
 use dunlin_kernel_tests::{Guest, Needs, run};
-use dunlin_sys::ktls::{self, Direction};
+use dunlin_linux::ktls::{self, Direction};
 use nix::errno::Errno;
 
 fn main() -> ExitCode {

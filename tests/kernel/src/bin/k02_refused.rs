@@ -14,8 +14,8 @@ use dunlin_kernel_tests::handoff::{
 use dunlin_kernel_tests::refusing::{forbid, forbid_for};
 use dunlin_kernel_tests::tls::stat;
 use dunlin_kernel_tests::{Guest, Needs, run};
-use dunlin_sys::ktls::Direction;
-use dunlin_sys::socket::wait_readable;
+use dunlin_linux::ktls::Direction;
+use dunlin_linux::socket::wait_readable;
 
 const NEEDS: Needs = Needs {
     packages: &["stunnel4", "openssl"],

@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 
 use dunlin_kernel_tests::handoff::{Accept, certificate, client, pattern, stunnel_to, take};
 use dunlin_kernel_tests::{Guest, Needs, run};
-use dunlin_sys::ktls::{self, Cipher, Direction, Version};
-use dunlin_sys::socket::{connect_unix, unread_bytes};
+use dunlin_linux::ktls::{self, Cipher, Direction, Version};
+use dunlin_linux::socket::{connect_unix, unread_bytes};
 use nix::sys::socket::{Backlog, listen};
 
 const NEEDS: Needs = Needs {

@@ -8,7 +8,7 @@ use dunlin_kernel_tests::tls::{
     renews_keys, set, stat,
 };
 use dunlin_kernel_tests::{Guest, Needs, run};
-use dunlin_sys::ktls::{Direction, Version, send_record};
+use dunlin_linux::ktls::{Direction, Version, send_record};
 use nix::errno::Errno;
 
 fn main() -> ExitCode {

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use dunlin_kernel_tests::tls::{DATA, Keys, kernel_and_peer};
 use dunlin_kernel_tests::{Needs, run};
-use dunlin_sys::ktls::Version;
+use dunlin_linux::ktls::Version;
 use nix::errno::Errno;
 
 /// What AES-GCM is good for under one key (RFC 8446, section 5.5).

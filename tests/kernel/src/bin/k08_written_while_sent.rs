@@ -10,8 +10,8 @@ use std::thread;
 
 use dunlin_kernel_tests::tls::{Keys, Peer, file, kernel_and_peer};
 use dunlin_kernel_tests::{Needs, run};
-use dunlin_sys::mapping::{Backing, allocate};
-use dunlin_sys::memory::untracked;
+use dunlin_linux::mapping::{Backing, allocate};
+use dunlin_linux::memory::untracked;
 use nix::sys::sendfile::sendfile;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, WriteVolatile};
 

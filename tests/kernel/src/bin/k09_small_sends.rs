@@ -10,7 +10,7 @@ use dunlin_kernel_tests::tls::{
     Keys, Peer, RECORD, await_bytes, file, kernel_and_peer, pattern, pipe,
 };
 use dunlin_kernel_tests::{Needs, run};
-use dunlin_sys::socket::unread_bytes;
+use dunlin_linux::socket::unread_bytes;
 use nix::fcntl::{SpliceFFlags, splice};
 use nix::sys::sendfile::sendfile;
 use nix::sys::socket::{MsgFlags, send};

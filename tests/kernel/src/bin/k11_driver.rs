@@ -8,7 +8,7 @@ use dunlin::lane::kernel::{Offload, Refused, choose};
 use dunlin::lane::provider::CipherSuite;
 use dunlin_kernel_tests::tls::{Keys, connected, kernels, set};
 use dunlin_kernel_tests::{Needs, run};
-use dunlin_sys::ktls::{Direction, attach};
+use dunlin_linux::ktls::{Direction, attach};
 use nix::errno::Errno;
 
 /// AES-GCM in this processor's instructions.

@@ -7,7 +7,7 @@ use std::thread;
 
 use dunlin_kernel_tests::handoff::{Stunnel, certificate, connected, pattern, stunnel};
 use dunlin_kernel_tests::{Needs, run};
-use dunlin_sys::socket::wait_writable;
+use dunlin_linux::socket::wait_writable;
 
 const NEEDS: Needs = Needs {
     packages: &["stunnel4", "openssl"],

@@ -9,8 +9,8 @@ use std::thread;
 
 use dunlin_kernel_tests::tls::{DATA, Keys, RECORD, kernel_and_peer, kernels, pattern};
 use dunlin_kernel_tests::{Needs, run};
+use dunlin_linux::socket::{set_buffers, wait_writable};
 use dunlin_rig::linux::interrupt::Thread;
-use dunlin_sys::socket::{set_buffers, wait_writable};
 use std::time::{Duration, Instant};
 
 const BYTES: usize = 4 << 20;

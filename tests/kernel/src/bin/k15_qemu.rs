@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use dunlin_kernel_tests::handoff::{Background, pattern};
 use dunlin_kernel_tests::{Needs, handoff, run};
-use dunlin_sys::fdpass;
+use dunlin_linux::fdpass;
 use serde_json::{Value, json};
 
 const NEEDS: Needs = Needs {

@@ -7,7 +7,7 @@ use dunlin_kernel_tests::handoff::{
     CIPHERS, certificate, connect, connected, exchange, pattern, stunnel,
 };
 use dunlin_kernel_tests::{Guest, Needs, run};
-use dunlin_sys::ktls::{self, Cipher, Direction, Version};
+use dunlin_linux::ktls::{self, Cipher, Direction, Version};
 use serde_json::Value;
 
 const NEEDS: Needs = Needs {

@@ -6,8 +6,8 @@ use std::process::ExitCode;
 use dunlin_kernel_tests::handoff::{Stunnel, certificate, connect_as, stunnel};
 use dunlin_kernel_tests::tls::{Keys, connected, kernels, set, stat};
 use dunlin_kernel_tests::{Guest, Needs, run};
-use dunlin_sys::ktls::{Direction, attach};
-use dunlin_sys::sock_diag::{Place, TlsPlaces, tls_places};
+use dunlin_linux::ktls::{Direction, attach};
+use dunlin_linux::sock_diag::{Place, TlsPlaces, tls_places};
 use serde_json::Value;
 
 const NEEDS: Needs = Needs {

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use dunlin_kernel_tests::tls::{DATA, Half, Keys, connected, explicit_nonce, install, read_record};
 use dunlin_kernel_tests::{Needs, run};
-use dunlin_sys::ktls::Version;
+use dunlin_linux::ktls::Version;
 
 fn main() -> ExitCode {
     run(&Needs::NOTHING, |_| {

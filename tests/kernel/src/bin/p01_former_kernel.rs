@@ -9,7 +9,7 @@ use dunlin_kernel_tests::sessions::{
     credentials, inside, nothing_left, status, until, up_with,
 };
 use dunlin_kernel_tests::{Guest, Needs, Under, run};
-use dunlin_sys::xfrm::{Direction, Error, PerCpu};
+use dunlin_linux::xfrm::{Direction, Error, PerCpu};
 use serde_json::Value;
 
 const NEEDS: Needs = Needs {

@@ -5,8 +5,8 @@ use std::process::ExitCode;
 
 use dunlin_kernel_tests::ipsec::{CPUS, Family, Hosts, Sa, protect};
 use dunlin_kernel_tests::{Needs, run};
-use dunlin_sys::privileges::drop_capabilities;
-use dunlin_sys::xfrm::{Direction, Error, FIRST_SPI, PerCpu, Protocol, Xfrm};
+use dunlin_linux::privileges::drop_capabilities;
+use dunlin_linux::xfrm::{Direction, Error, FIRST_SPI, PerCpu, Protocol, Xfrm};
 
 const NEEDS: Needs = Needs {
     cpus: CPUS,

@@ -6,7 +6,7 @@ use dunlin_kernel_tests::ipsec::{
     CPUS, Family, Hosts, REQID, Sa, has_per_cpu, lanes_from, policies,
 };
 use dunlin_kernel_tests::{Guest, Needs, run};
-use dunlin_sys::xfrm::{
+use dunlin_linux::xfrm::{
     Action, Direction, Error, Policy, PolicyDirection, Protocol, State, StateId,
 };
 

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use dunlin_kernel_tests::ipsec::lanes::{Door, Lane, look_again, read_all, users};
 use dunlin_kernel_tests::ipsec::{CPUS, Family, Hosts, Sa, Way, needs_per_cpu, protect};
 use dunlin_kernel_tests::{Guest, Needs, Under, run};
-use dunlin_sys::xfrm::Protocol;
+use dunlin_linux::xfrm::Protocol;
 
 const NEEDS: Needs = Needs {
     cpus: CPUS,

@@ -6,8 +6,8 @@ use std::thread;
 use dunlin_kernel_tests::ipsec::lanes::{Scene, pattern, read_all, write_all};
 use dunlin_kernel_tests::ipsec::{CPUS, Family, needs_per_cpu, on_cpu};
 use dunlin_kernel_tests::{Needs, run};
-use dunlin_sys::socket::set_buffers;
-use dunlin_sys::tcp::incoming_cpu;
+use dunlin_linux::socket::set_buffers;
+use dunlin_linux::tcp::incoming_cpu;
 
 const NEEDS: Needs = Needs {
     cpus: CPUS,

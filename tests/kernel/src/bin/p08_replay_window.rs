@@ -9,7 +9,7 @@ use dunlin_kernel_tests::ipsec::lanes::{Door, LIMIT, Lane, used};
 use dunlin_kernel_tests::ipsec::wire::{Seen, left, seen, tap};
 use dunlin_kernel_tests::ipsec::{CPUS, Family, Host, Hosts, LANES, Sa, Way, protect};
 use dunlin_kernel_tests::{Guest, Needs, run};
-use dunlin_sys::xfrm::{Counters, Protocol};
+use dunlin_linux::xfrm::{Counters, Protocol};
 
 const NEEDS: Needs = Needs {
     cpus: CPUS,

@@ -10,7 +10,7 @@ use dunlin_kernel_tests::ipsec::{
     CPUS, Family, Hosts, REQID, Way, lanes_from, needs_per_cpu, policies,
 };
 use dunlin_kernel_tests::{Needs, run};
-use dunlin_sys::xfrm::{Acquires, PolicyDirection, Protocol};
+use dunlin_linux::xfrm::{Acquires, PolicyDirection, Protocol};
 
 const NEEDS: Needs = Needs {
     cpus: CPUS,

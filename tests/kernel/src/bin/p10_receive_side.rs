@@ -9,8 +9,8 @@ use dunlin_kernel_tests::ipsec::{
     CPUS, ENCAPSULATED, Family, Hosts, LANES, LINK, REQID, Sa, lanes_from, policies,
 };
 use dunlin_kernel_tests::{Guest, Needs, run};
-use dunlin_sys::tcp::incoming_cpu;
-use dunlin_sys::xfrm::{Encapsulation, Ports, Protocol, receive_encapsulated};
+use dunlin_linux::tcp::incoming_cpu;
+use dunlin_linux::xfrm::{Encapsulation, Ports, Protocol, receive_encapsulated};
 
 const NEEDS: Needs = Needs {
     cpus: CPUS,

@@ -6,8 +6,8 @@ use std::process::ExitCode;
 use dunlin_kernel_tests::ipsec::lanes::{Door, Lane};
 use dunlin_kernel_tests::ipsec::{CPUS, ENCAPSULATED, Family, Hosts, Sa, protect};
 use dunlin_kernel_tests::{Guest, Needs, Under, run};
-use dunlin_sys::tcp::segment_bytes;
-use dunlin_sys::xfrm::{Encapsulation, Protocol, esp_offload, receive_encapsulated};
+use dunlin_linux::tcp::segment_bytes;
+use dunlin_linux::xfrm::{Encapsulation, Protocol, esp_offload, receive_encapsulated};
 
 const NEEDS: Needs = Needs {
     cpus: CPUS,

@@ -6,8 +6,8 @@ use std::process::ExitCode;
 use dunlin_kernel_tests::ipsec::lanes::Scene;
 use dunlin_kernel_tests::ipsec::{CPUS, Family, Sa, needs_per_cpu};
 use dunlin_kernel_tests::{Needs, run};
-use dunlin_sys::affinity::pin_to;
-use dunlin_sys::xfrm::Xfrm;
+use dunlin_linux::affinity::pin_to;
+use dunlin_linux::xfrm::Xfrm;
 
 const NEEDS: Needs = Needs {
     cpus: CPUS,

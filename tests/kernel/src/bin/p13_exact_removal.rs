@@ -8,7 +8,7 @@ use dunlin_kernel_tests::ipsec::lanes::{Door, Lane};
 use dunlin_kernel_tests::ipsec::wire::Wire;
 use dunlin_kernel_tests::ipsec::{Family, Host, Hosts, Sa, protect};
 use dunlin_kernel_tests::{Guest, Needs, run};
-use dunlin_sys::xfrm::{Action, Protocol};
+use dunlin_linux::xfrm::{Action, Protocol};
 
 const NEEDS: Needs = Needs {
     cpus: 4,

@@ -5,9 +5,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
 use dunlin_kernel_tests::{Needs, run};
-use dunlin_sys::mapping::{Backing, TrackedMemory, allocate};
-use dunlin_sys::memory::untracked;
-use dunlin_sys::uffd::{Behind, WriteWatch};
+use dunlin_linux::mapping::{Backing, TrackedMemory, allocate};
+use dunlin_linux::memory::untracked;
+use dunlin_linux::uffd::{Behind, WriteWatch};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, VolatileSlice};
 
 const PAGE: usize = 4096;

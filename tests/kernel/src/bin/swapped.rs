@@ -10,12 +10,12 @@ use std::time::{Duration, Instant};
 
 use common::different_pages;
 use dunlin_kernel_tests::{Guest, Needs, run};
+use dunlin_linux::mapping::{Backing, TrackedMemory, allocate};
+use dunlin_linux::memory::untracked;
+use dunlin_linux::pagemap::{data, populated};
+use dunlin_linux::uffd::{Behind, WriteWatch};
 use dunlin_microvm::{Config, Fill, GuestKind, Movable, Vm, Workload};
 use dunlin_rig::linux::swap::page_out;
-use dunlin_sys::mapping::{Backing, TrackedMemory, allocate};
-use dunlin_sys::memory::untracked;
-use dunlin_sys::pagemap::{data, populated};
-use dunlin_sys::uffd::{Behind, WriteWatch};
 use moves_support::{Tls, movable, relocate, verified};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, VolatileSlice};
 

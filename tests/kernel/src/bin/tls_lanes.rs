@@ -19,8 +19,8 @@ use dunlin::lane::record::{Alert, CONTENT_BYTES, LateMessage, OpenError};
 use dunlin_kernel_tests::refusing::forbid;
 use dunlin_kernel_tests::tls::renews_keys;
 use dunlin_kernel_tests::{Guest, Needs, run};
-use dunlin_sys::ktls::{self, Direction};
-use dunlin_sys::socket::wait_readable;
+use dunlin_linux::ktls::{self, Direction};
+use dunlin_linux::socket::wait_readable;
 use vm_memory::VolatileSlice;
 
 const PAGES: usize = 1024;

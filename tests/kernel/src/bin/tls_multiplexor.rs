@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 
 use dunlin_kernel_tests::tls::{Keys, connected, install};
 use dunlin_kernel_tests::{Needs, run};
+use dunlin_linux::socket::wait_readable;
 use dunlin_rig::linux::bpf::{Instruction, Kind, length_prefix, load, of_one_size};
 use dunlin_rig::linux::kcm::Messages;
-use dunlin_sys::socket::wait_readable;
 use nix::sys::socket::{MsgFlags, recv, send};
 
 /// Of the messages of one size.

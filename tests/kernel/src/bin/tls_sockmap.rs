@@ -9,8 +9,8 @@ use dunlin_kernel_tests::tls::{
     DATA, Half, Keys, connected, errno, install, kernels, read_record, set,
 };
 use dunlin_kernel_tests::{Needs, run};
+use dunlin_linux::ktls::{Direction, attach};
 use dunlin_rig::linux::bpf::{Kind, SocketMap, Task, load, redirect, whatever_has_come};
-use dunlin_sys::ktls::{Direction, attach};
 use nix::errno::Errno;
 
 const TEXT: &[u8] = b"a guest's memory";

@@ -13,7 +13,7 @@ use dunlin_kernel_tests::tls::{
     HEADER, Half, Keys, Peer, RECORD, connected, file, install, pattern, pipe,
 };
 use dunlin_kernel_tests::{Guest, Needs, run};
-use dunlin_sys::ktls;
+use dunlin_linux::ktls;
 use nix::fcntl::{SpliceFFlags, splice, vmsplice};
 use nix::libc;
 use nix::sys::sendfile::sendfile;

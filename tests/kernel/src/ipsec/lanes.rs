@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dunlin_sys::socket::{set_reset_on_close, wait_readable};
-use dunlin_sys::tcp::set_traffic_class;
+use dunlin_linux::socket::{set_reset_on_close, wait_readable};
+use dunlin_linux::tcp::set_traffic_class;
 
 use super::{Family, Host, Hosts, LANES, Way, on_cpu};
 
@@ -128,7 +128,7 @@ fn send(from: &TcpStream, to: &TcpStream, cpu: u32, bytes: usize) {
             .unwrap_or_else(|panic| std::panic::resume_unwind(panic));
     });
     let until = Instant::now() + LIMIT;
-    while dunlin_sys::tcp::unacknowledged_bytes(from).expect("it is open") > 0 {
+    while dunlin_linux::tcp::unacknowledged_bytes(from).expect("it is open") > 0 {
         assert!(Instant::now() < until, "nothing is acknowledged");
         thread::sleep(Duration::from_millis(1));
     }
@@ -236,7 +236,7 @@ impl Scene {
         let back = Way::new(0x2000, cpus[1], family);
         there.add(&hosts.a, &hosts.b);
         back.add(&hosts.b, &hosts.a);
-        let _ = super::protect(&hosts, family, dunlin_sys::xfrm::Protocol::TCP);
+        let _ = super::protect(&hosts, family, dunlin_linux::xfrm::Protocol::TCP);
         let door = Door::open(&hosts.b, family, 0);
         Self {
             hosts,

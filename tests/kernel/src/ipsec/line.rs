@@ -5,9 +5,9 @@
 use std::os::fd::AsFd;
 use std::thread::{self, JoinHandle};
 
+use dunlin_linux::affinity::pin_to;
+use dunlin_linux::poll::{Interest, Waker, Wakeup, poll, waker};
 use dunlin_rig::linux::tun::{PACKET_BYTES, Tun};
-use dunlin_sys::affinity::pin_to;
-use dunlin_sys::poll::{Interest, Waker, Wakeup, poll, waker};
 
 /// Carries packets between two TUN devices until it goes.
 #[derive(Debug)]

@@ -19,13 +19,13 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dunlin_rig::linux::netns;
-use dunlin_rig::linux::tun::Tun;
-use dunlin_sys::affinity::pin_to;
-use dunlin_sys::xfrm::{
+use dunlin_linux::affinity::pin_to;
+use dunlin_linux::xfrm::{
     Action, Counters, Direction, Encapsulation, KeyAndSalt, Network, PerCpu, Policy,
     PolicyDirection, Ports, Protocol, Selector, State, StateId, Statistics, Xfrm,
 };
+use dunlin_rig::linux::netns;
+use dunlin_rig::linux::tun::Tun;
 
 use self::line::Line;
 use crate::Guest;

@@ -11,7 +11,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use crate::linux::tun::{PACKET_BYTES, Tun};
-use dunlin_sys::poll::{Interest, Waker, poll, waker};
+use dunlin_linux::poll::{Interest, Waker, poll, waker};
 
 /// What may be under way in one direction; more is dropped. 10 Gbit/s over 50 ms.
 const UNDER_WAY_BYTES: usize = 64 << 20;

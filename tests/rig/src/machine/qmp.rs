@@ -8,7 +8,7 @@ use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dunlin_sys::fdpass;
+use dunlin_linux::fdpass;
 use serde_json::{Value, json};
 use thiserror::Error;
 

@@ -25,7 +25,7 @@ use dunlin::engine::vmm::{
 use dunlin::engine::{Cancel, Event, Host, MigrateError, Report, StandardHost};
 use dunlin_lane::identity::{ClientTls, ServerTls};
 use dunlin_lane::provider::{Crypto, Provider};
-use dunlin_sys::mapping::{Backing, allocate};
+use dunlin_linux::mapping::{Backing, allocate};
 use vm_memory::bitmap::AtomicBitmap;
 use vm_memory::{
     Bytes, FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion,

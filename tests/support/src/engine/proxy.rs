@@ -15,10 +15,10 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use dunlin_linux::poll::{Interest, Waker, Wakeup, poll, waker};
+use dunlin_linux::socket::set_reset_on_close;
 use dunlin_proto::frame::FRAME_HEADER_BYTES;
 use dunlin_proto::negotiate::{LaneOpen, VERSIONS};
-use dunlin_sys::poll::{Interest, Waker, Wakeup, poll, waker};
-use dunlin_sys::socket::set_reset_on_close;
 
 /// What a record is longer than its content: the type inside and the tag.
 const RECORD_OVERHEAD: usize = 17;

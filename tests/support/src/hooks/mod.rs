@@ -2,7 +2,7 @@
 //! pages, and one for device state that is too large for sections. It writes
 //! down the order in which the engine calls it, on both sides.
 
-#[path = "../../../../crates/dunlin-sys/tests/huge_pages/mod.rs"]
+#[path = "../../../../crates/dunlin-linux/tests/huge_pages/mod.rs"]
 pub mod huge_pages;
 
 use std::io;
@@ -21,7 +21,7 @@ use dunlin::engine::vmm::{
 };
 use dunlin::engine::{Cancel, Event, Host, MigrateError, Report, StandardHost};
 use dunlin_lane::identity::{ClientTls, ServerTls};
-use dunlin_sys::mapping::{Backing, TrackedMemory, allocate};
+use dunlin_linux::mapping::{Backing, TrackedMemory, allocate};
 use vm_memory::{Bytes, GuestAddress, VolatileSlice};
 
 pub const MIB: u64 = 1 << 20;

@@ -250,7 +250,7 @@ impl Pair {
 /// Connects to a unix socket of somebody who never accepts, until nobody can.
 pub fn fill_backlog(path: &Path) -> Vec<OwnedFd> {
     let soon = || Instant::now() + Duration::from_millis(20);
-    let connect = || dunlin_sys::socket::connect_unix(path, soon()).ok();
+    let connect = || dunlin_linux::socket::connect_unix(path, soon()).ok();
     std::iter::from_fn(|| connect().map(OwnedFd::from)).collect()
 }
 

@@ -7,6 +7,7 @@ use std::net::TcpListener;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
+use dunlin_linux::poll::{Waker, waker};
 use dunlin_proto::control::{Message, Verdict};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::journal::{DestinationRecord, State};
@@ -14,7 +15,6 @@ use dunlin_proto::negotiate::{
     Features, Offer, Opening, Refusal, SessionId, Supported, VERSIONS, select,
 };
 use dunlin_proto::switchover::{Destination, DestinationAction as Do, DestinationEvent as On};
-use dunlin_sys::poll::{Waker, waker};
 
 use super::super::control::{ControlLane, SILENCE_LIMIT};
 use super::super::error::{Fault, MigrateError, VmIs};

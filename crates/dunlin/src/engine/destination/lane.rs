@@ -7,12 +7,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::Sender;
 use std::time::Duration;
 
+use dunlin_linux::affinity::thread_cpu_time;
 use dunlin_proto::control::RegionTable;
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::frame::{ChunkHeader, Encoding, FRAME_HEADER_BYTES, Frame, RANGE_BYTES, Range};
 use dunlin_proto::lanes::{CourseError, Receiving};
 use dunlin_proto::limits::{MAX_RANGES_PER_CHUNK, PAGE_BYTES};
-use dunlin_sys::affinity::thread_cpu_time;
 
 use super::super::error::Fault;
 use super::super::vmm::GuestMemory;

@@ -9,6 +9,8 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use dunlin_linux::affinity::thread_cpu_time;
+use dunlin_linux::poll::{Waker, waker};
 use dunlin_proto::control::{Digest, Message};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::limits::MAX_LANES;
@@ -16,8 +18,6 @@ use dunlin_proto::negotiate::{
     Features, Offer, Opening, Refusal, Selection, SessionSecret, VERSIONS,
 };
 use dunlin_proto::switchover::Destination;
-use dunlin_sys::affinity::thread_cpu_time;
-use dunlin_sys::poll::{Waker, waker};
 
 use super::super::control::{ControlLane, FromPeer, Sequences};
 use super::super::error::{Fault, MigrateError, VmIs};

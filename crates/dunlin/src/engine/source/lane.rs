@@ -7,6 +7,8 @@ use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
+use dunlin_linux::affinity::thread_cpu_time;
+use dunlin_linux::socket::wait_readable;
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::frame::{ChunkHeader, Encoding, Frame, Range};
 use dunlin_proto::limits::{
@@ -14,8 +16,6 @@ use dunlin_proto::limits::{
 };
 use dunlin_proto::negotiate::{SessionId, SessionSecret};
 use dunlin_proto::schedule::{ChunkPlan, Work};
-use dunlin_sys::affinity::thread_cpu_time;
-use dunlin_sys::socket::wait_readable;
 
 use super::super::error::Fault;
 use super::super::vmm::GuestMemory;

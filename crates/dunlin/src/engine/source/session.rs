@@ -8,12 +8,12 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use dunlin_linux::affinity::thread_cpu_time;
 use dunlin_proto::control::{Digest, Final, Message};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::journal::{SourceRecord, State};
 use dunlin_proto::negotiate::{Offer, Selection};
 use dunlin_proto::switchover::Source;
-use dunlin_sys::affinity::thread_cpu_time;
 
 use super::super::control::{ControlLane, FromPeer, Sequences};
 use super::super::error::{Fault, MigrateError, VmIs};

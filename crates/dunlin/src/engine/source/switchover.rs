@@ -4,11 +4,11 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
+use dunlin_linux::affinity::thread_cpu_time;
 use dunlin_proto::control::{Digest, Final, Message, Section, Verdict};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::limits::{MAX_SECTIONS, MAX_STATE_BYTES};
 use dunlin_proto::switchover::{Source, SourceEvent};
-use dunlin_sys::affinity::thread_cpu_time;
 
 use super::super::control::FromPeer;
 use super::super::error::Fault;
