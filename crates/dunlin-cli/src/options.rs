@@ -9,9 +9,9 @@ use clap::{Args, ValueEnum};
 use dunlin::engine::source::{AtTimeLimit, LaneSecurity, Options, OptionsBuilder};
 use dunlin_ipsec as ipsec;
 use dunlin_ipsec::lanes::Shelter;
+use dunlin_ipsec::xfrm::esp_offload;
 use dunlin_ipsec::{Event, Observer, PortRange};
 use dunlin_linux::affinity::allowed;
-use dunlin_linux::xfrm::esp_offload;
 use dunlin_microvm::{Backing, Fill, GuestKind, HostOptions, Workload};
 use serde::{Deserialize, Serialize};
 

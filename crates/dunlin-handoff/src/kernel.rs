@@ -9,7 +9,7 @@ use thiserror::Error;
 
 use super::connect::Connected;
 use dunlin_lane::handshake::HandshakeError;
-use dunlin_lane::kernel::{self, Chosen};
+use dunlin_lane::kernel::{self, Chosen, Inspector};
 use dunlin_lane::provider::TlsVersion;
 
 pub use dunlin_lane::kernel::Refused;
@@ -49,11 +49,16 @@ impl Connected {
         kernel::abilities(self.keyed.cipher()?).map(|_| ())
     }
 
-    /// Gives the keys of both directions to the kernel.
+    /// Gives the keys of both directions to the kernel. `inspector` finds what [`Chosen`] has of
+    /// this one connection.
     ///
     /// # Errors
     /// [`KernelError`]; the connection is closed then, since the kernel may have one key of two.
-    pub fn into_kernel(self, deadline: Instant) -> Result<Handed, KernelError> {
+    pub fn into_kernel(
+        self,
+        deadline: Instant,
+        inspector: &dyn Inspector,
+    ) -> Result<Handed, KernelError> {
         let took = self.took;
         let mut keyed = self.keyed;
         let version = match keyed.version {
@@ -65,7 +70,7 @@ impl Connected {
         };
         kernel::install(&keyed.stream, &keyed.secrets, version)?;
         Ok(Handed {
-            chosen: Chosen::of(&keyed.stream, keyed.cipher()?),
+            chosen: Chosen::of(&keyed.stream, keyed.cipher()?, inspector),
             stream: keyed.stream,
         })
     }

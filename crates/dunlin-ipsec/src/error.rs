@@ -4,7 +4,7 @@ use std::io;
 use std::net::IpAddr;
 use std::path::PathBuf;
 
-use dunlin_linux::xfrm;
+use crate::xfrm;
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::ipsec::object::NotAnObject;
 use dunlin_proto::wire::{DecodeError, EncodeError};

@@ -16,27 +16,32 @@
 //! ```
 //!
 //! [`dunlin_proto::ipsec::plan`] has the order of everything and why nothing is ever in
-//! the clear. [`lanes`] has sessions for Dunlin's own lanes, with `--security ipsec`.
+//! the clear. [`lanes`] has sessions for Dunlin's own lanes, with `--security ipsec`; [`xfrm`] the
+//! kernel's tables; [`inspect`] asks the kernel about a connection whose TLS it does.
 #![forbid(unsafe_code)]
 
 mod bound;
 mod dial;
 mod door;
 mod error;
+pub mod inspect;
 pub mod lanes;
+mod netdev;
+mod netlink;
 mod record;
 mod recorded;
 mod session;
+pub mod sock_diag;
 mod sockets;
 mod tables;
 mod udp;
+pub mod xfrm;
 
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-pub use dunlin_linux::xfrm::Counters;
 pub use dunlin_proto::ipsec::object::{
     Action, Association, Direction, Encapsulation, Listener, Object, Policy, Selector,
 };
@@ -51,6 +56,7 @@ pub use error::IpsecError;
 pub use record::Owner;
 pub use recorded::{Recorded, recorded};
 pub use session::{AssociationStatus, Session, Status};
+pub use xfrm::Counters;
 
 use dunlin_lane::peers::Peer as Allowed;
 

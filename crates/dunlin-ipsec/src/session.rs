@@ -6,7 +6,7 @@ use std::sync::mpsc::{self, Receiver, Sender as Channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 
-use dunlin_linux::xfrm::{self, Counters};
+use crate::xfrm::{self, Counters};
 use dunlin_proto::ipsec::exchange::Exchange;
 use dunlin_proto::ipsec::key::Role;
 use dunlin_proto::ipsec::message::{Message, Terms};

@@ -5,7 +5,7 @@
 use std::fs;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
-use dunlin_linux::sock_diag::{TcpConnection, tcp_connections};
+use crate::sock_diag::{TcpConnection, tcp_connections};
 
 use super::error::IpsecError;
 

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use dunlin_linux::xfrm::{self, Counters, Installed, KeyAndSalt, StateId, Xfrm};
+use crate::xfrm::{self, Counters, Installed, KeyAndSalt, StateId, Xfrm};
 use dunlin_proto::ipsec::object::{
     Action, Association, Direction, Listener, Object, Policy, Selector,
 };

@@ -8,7 +8,7 @@ use std::net::{SocketAddr, UdpSocket};
 use std::os::unix::fs::MetadataExt;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use dunlin_linux::xfrm::receive_encapsulated;
+use dunlin_linux::udp_encap::receive_encapsulated;
 
 /// A network namespace, by its inode, and an address there.
 type Place = (u64, SocketAddr);

@@ -1,10 +1,11 @@
-//! The kernel interfaces that Dunlin touches, one file each. Nothing of KVM, and nothing for
-//! tests alone.
+//! The kernel interfaces that Dunlin touches, one file each. Nothing of KVM or netlink,
+//! and nothing for tests alone.
 #[cfg(feature = "aws-lc")]
 pub mod aead;
 pub mod affinity;
 pub mod clock;
 pub mod epoll;
+pub mod ethtool;
 pub mod fdpass;
 #[cfg(test)]
 #[path = "../tests/huge_pages/mod.rs"]
@@ -12,8 +13,6 @@ mod huge_pages;
 pub mod ktls;
 pub mod mapping;
 pub mod memory;
-pub mod netdev;
-mod netlink;
 pub mod occupancy;
 pub mod pagemap;
 pub mod passed;
@@ -21,10 +20,9 @@ pub mod poll;
 pub mod privileges;
 pub mod session;
 pub mod signals;
-pub mod sock_diag;
 pub mod socket;
 pub mod splice;
 pub mod stdio;
 pub mod tcp;
+pub mod udp_encap;
 pub mod uffd;
-pub mod xfrm;

@@ -27,6 +27,7 @@
 //!
 //! Threads of an association: one that talks, one that hears, one that waits for
 //! consumers, and one for each lane and direction.
+#![forbid(unsafe_code)]
 
 mod dial;
 mod door;

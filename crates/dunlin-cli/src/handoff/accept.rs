@@ -14,6 +14,7 @@ use dunlin::lane::peers::Peers;
 use dunlin::lane::provider::{self, Offer, TlsVersion};
 use dunlin_handoff::accept::{Acceptor, Event, Limits, Options, Other, Own, ProxyHeader, Target};
 use dunlin_handoff::carry::reap;
+use dunlin_ipsec::inspect::Netlink;
 use dunlin_linux::signals::{EndSignals, HangUps, unblock_in};
 
 use super::carry;
@@ -221,6 +222,7 @@ impl Accept {
             forwards_plain: self.forward_plain,
             fallback,
             line: Box::new(|arrived| AcceptedLine::of(arrived).to_json()),
+            inspector: Box::new(Netlink),
             limits: Limits {
                 opening: self.timeout,
                 forwarded: self.forwarded.into(),

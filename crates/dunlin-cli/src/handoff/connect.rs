@@ -19,6 +19,7 @@ use dunlin::lane::provider::{self, Offer, TlsVersion};
 use dunlin_handoff::connect::{self, Connected};
 use dunlin_handoff::kernel::KernelError;
 use dunlin_handoff::pass;
+use dunlin_ipsec::inspect::Netlink;
 use dunlin_linux::fdpass;
 
 use super::carry;
@@ -179,7 +180,7 @@ impl Connect {
             return carried(connected, deadline);
         }
         let facts = connected.facts.clone();
-        match connected.into_kernel(deadline) {
+        match connected.into_kernel(deadline, &Netlink) {
             Ok(handed) => {
                 let line = HandedLine::kernel(&facts, &handed.chosen);
                 Ok((handed.stream.into(), line))

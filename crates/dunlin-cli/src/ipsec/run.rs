@@ -13,12 +13,12 @@ use anyhow::{Context, Result, anyhow};
 use clap::Args;
 use dunlin::lane::peers::Peer as Allowed;
 use dunlin_ipsec as ipsec;
+use dunlin_ipsec::xfrm::esp_offload;
 use dunlin_ipsec::{
     self, AddressBlock, Event, Mode, Observer, Options, PortRange, Server, Session, Udp,
 };
 use dunlin_linux::affinity::allowed;
 use dunlin_linux::signals::{EndSignals, HangUps};
-use dunlin_linux::xfrm::esp_offload;
 
 use super::ModeName;
 use super::desk::{self, Asked, SessionLine};

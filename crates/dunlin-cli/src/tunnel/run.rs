@@ -11,10 +11,10 @@ use clap::Args;
 use dunlin::lane::dial::SealedLanes;
 use dunlin::lane::identity::Role;
 use dunlin_ipsec::lanes::Shelter;
+use dunlin_ipsec::xfrm::esp_offload;
 use dunlin_ipsec::{Observer, Options};
 use dunlin_linux::affinity::{allowed, keep_to};
 use dunlin_linux::signals::{EndSignal, EndSignals, HangUps};
-use dunlin_linux::xfrm::esp_offload;
 use dunlin_tunnel::{Given, Identities, Tunnel};
 
 use super::config::{Config, Ipsec, Port};

@@ -115,7 +115,7 @@ fn deliver(shared: &Shared, own: usize, (keyed, peer): Secured) -> Result<Event,
                 TlsVersion::V1_3 => Version::V1_3,
             };
             if takes(&keyed.stream, &keyed.secrets, version)? {
-                let chosen = Chosen::of(&keyed.stream, suite);
+                let chosen = Chosen::of(&keyed.stream, suite, &*shared.options.inspector);
                 return give(&keyed.stream, Offload::Kernel(chosen));
             }
             // Nothing of it is the kernel's, so others may still use the keys.

@@ -42,7 +42,7 @@ use super::connect::Facts;
 use door::Door;
 use dunlin_lane::accept::RejectReason;
 use dunlin_lane::handshake::HandshakeError;
-use dunlin_lane::kernel::{Chosen, Refused};
+use dunlin_lane::kernel::{Chosen, Inspector, Refused};
 use dunlin_lane::policy::ServerTls;
 use forward::Forwarded;
 
@@ -120,6 +120,8 @@ pub struct Options {
     pub fallback: Option<Fallback>,
     /// What is said of a socket to whoever takes it.
     pub line: Line,
+    /// What asks the kernel about a connection that was given to it.
+    pub inspector: Box<dyn Inspector>,
     /// Bounds.
     pub limits: Limits,
 }

@@ -34,10 +34,10 @@ use std::sync::{Arc, Mutex, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use crate::xfrm::PerCpu;
 use dunlin_linux::affinity::{allowed, keep_to, pin_to};
 use dunlin_linux::socket::{Liveness, set_liveness};
 use dunlin_linux::tcp::{incoming_cpu, send_window, set_traffic_class};
-use dunlin_linux::xfrm::PerCpu;
 use dunlin_proto::ipsec::{Mode, Sender};
 use dunlin_proto::negotiate::{Features, LaneSecurity, Opening};
 use thiserror::Error;

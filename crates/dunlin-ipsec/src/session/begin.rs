@@ -3,7 +3,7 @@
 use std::io;
 use std::net::SocketAddr;
 
-use dunlin_linux::xfrm::PerCpu;
+use crate::xfrm::PerCpu;
 use dunlin_proto::ipsec::Mode;
 use dunlin_proto::ipsec::message::Terms;
 use dunlin_proto::ipsec::object::{Object, Policy};

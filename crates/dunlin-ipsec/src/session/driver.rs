@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dunlin_linux::xfrm::{self, KeyAndSalt};
+use crate::xfrm::{self, KeyAndSalt};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::ipsec::exchange::{Action, Awaited, Exchange};
 use dunlin_proto::ipsec::key::{EXPORTER_LABEL, Role, context};

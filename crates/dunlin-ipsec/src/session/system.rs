@@ -5,7 +5,7 @@ use std::io::Read;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, TcpStream, UdpSocket};
 use std::path::Path;
 
-use dunlin_linux::netdev;
+use crate::netdev;
 use dunlin_proto::negotiate::SessionId;
 
 use crate::error::IpsecError;

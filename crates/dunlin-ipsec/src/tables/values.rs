@@ -2,7 +2,7 @@
 
 use std::net::SocketAddr;
 
-use dunlin_linux::xfrm::{
+use crate::xfrm::{
     self, Installed, KeyAndSalt, LONGEST_REPLAY_WINDOW, Network, PolicyDirection, Ports, Protocol,
     State, StateId,
 };

@@ -6,14 +6,8 @@ use std::fmt;
 use std::fs;
 use std::net::TcpStream;
 
-use dunlin_linux::netdev;
-use dunlin_linux::sock_diag::{TlsPlaces, tls_places};
-
 use super::Driver;
 use crate::provider::CipherSuite;
-
-pub use dunlin_linux::netdev::Device;
-pub use dunlin_linux::sock_diag::Place;
 
 /// The counters of the network namespace that the calling thread is in; `/proc/net` is that of the
 /// process's first thread, and not there where a service sees its processes alone.
@@ -23,6 +17,55 @@ const FLAGS: [&str; 2] = ["tls-hw-tx-offload", "tls-hw-rx-offload"];
 /// Parts of the names of those that tell of cards and of what went wrong
 /// (Documentation/networking/tls.rst).
 const TOLD: [&str; 4] = ["Device", "Error", "Retry", "Violation"];
+
+/// Asks the kernel about a connection, over netlink, for which this crate has no socket:
+/// `dunlin_ipsec::inspect` implements it. `()` asks nothing.
+pub trait Inspector: fmt::Debug + Send + Sync {
+    /// Who seals and opens the connection's records; `None` where the kernel does not tell.
+    fn places(&self, connection: &TcpStream) -> Option<TlsPlaces>;
+
+    /// The device by which its segments leave now; `None` where the kernel does not tell.
+    fn device(&self, connection: &TcpStream) -> Option<Device>;
+}
+
+impl Inspector for () {
+    fn places(&self, _: &TcpStream) -> Option<TlsPlaces> {
+        None
+    }
+
+    fn device(&self, _: &TcpStream) -> Option<Device> {
+        None
+    }
+}
+
+/// Who seals or opens the records of a direction.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// The kernel, on this host's processors (`TLS_CONF_SW`, or `sw` as ss(8) has it).
+    Software,
+    /// The network card (`TLS_CONF_HW`, `TLS_CONF_HW_RECORD`).
+    Card,
+}
+
+/// The same of both directions; `None` is a direction without a key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TlsPlaces {
+    /// What this side sends.
+    pub sending: Option<Place>,
+    /// What the peer sends.
+    pub receiving: Option<Place>,
+}
+
+/// A network device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Device {
+    /// As ip(8) shows it.
+    pub name: String,
+    /// It takes keys for what is sent; `None` where it does not tell.
+    pub tls_sends: Option<bool>,
+    /// The same for what comes.
+    pub tls_receives: Option<bool>,
+}
 
 /// What the kernel has chosen for a connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -51,19 +94,19 @@ pub struct Acceleration {
 
 impl Chosen {
     /// What it is for a connection that has its keys in the kernel.
-    pub fn of(connection: &TcpStream, suite: CipherSuite) -> Self {
+    pub fn of(connection: &TcpStream, suite: CipherSuite, inspector: &dyn Inspector) -> Self {
         let listed = fs::read_to_string(COUNTERS).unwrap_or_default();
         Self {
             driver: Driver::of(suite),
             // Whatever keeps it from being told, it is a remark.
-            acceleration: match tls_places(connection) {
-                Ok(Some(TlsPlaces {
+            acceleration: match inspector.places(connection) {
+                Some(TlsPlaces {
                     sending: Some(sending),
                     receiving: Some(receiving),
-                })) => Some(Acceleration { sending, receiving }),
+                }) => Some(Acceleration { sending, receiving }),
                 _ => without_a_card(&listed),
             },
-            device: netdev::of(connection).ok(),
+            device: inspector.device(connection),
             counters: counters(&listed)
                 .filter(|(name, _)| TOLD.iter().any(|part| name.contains(part)))
                 .map(|(name, count)| (name.to_owned(), count))

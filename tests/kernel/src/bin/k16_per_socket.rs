@@ -3,11 +3,11 @@
 use std::net::{TcpListener, TcpStream};
 use std::process::ExitCode;
 
+use dunlin_ipsec::sock_diag::{Place, TlsPlaces, tls_places};
 use dunlin_kernel_tests::handoff::{Stunnel, certificate, connect_as, stunnel};
 use dunlin_kernel_tests::tls::{Keys, connected, kernels, set, stat};
 use dunlin_kernel_tests::{Guest, Needs, run};
 use dunlin_linux::ktls::{Direction, attach};
-use dunlin_linux::sock_diag::{Place, TlsPlaces, tls_places};
 use serde_json::Value;
 
 const NEEDS: Needs = Needs {

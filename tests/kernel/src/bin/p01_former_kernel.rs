@@ -3,13 +3,13 @@
 use std::net::{TcpListener, TcpStream};
 use std::process::ExitCode;
 
+use dunlin_ipsec::xfrm::{Direction, Error, PerCpu};
 use dunlin_kernel_tests::ipsec::{Hosts, Sa};
 use dunlin_kernel_tests::sessions::{
     AT, BYTES, Capture, PORTS, Process, SERVER, associations, captured, carry, connect, connect_to,
     credentials, inside, nothing_left, status, until, up_with,
 };
 use dunlin_kernel_tests::{Guest, Needs, Under, run};
-use dunlin_linux::xfrm::{Direction, Error, PerCpu};
 use serde_json::Value;
 
 const NEEDS: Needs = Needs {

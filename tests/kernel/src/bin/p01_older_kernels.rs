@@ -3,10 +3,10 @@
 use std::net::IpAddr;
 use std::process::ExitCode;
 
+use dunlin_ipsec::xfrm::{Direction, Error, FIRST_SPI, PerCpu, Protocol, Xfrm};
 use dunlin_kernel_tests::ipsec::{CPUS, Family, Hosts, Sa, protect};
 use dunlin_kernel_tests::{Needs, run};
 use dunlin_linux::privileges::drop_capabilities;
-use dunlin_linux::xfrm::{Direction, Error, FIRST_SPI, PerCpu, Protocol, Xfrm};
 
 const NEEDS: Needs = Needs {
     cpus: CPUS,

@@ -2,13 +2,13 @@
 
 use std::process::ExitCode;
 
+use dunlin_ipsec::xfrm::{
+    Action, Direction, Error, Policy, PolicyDirection, Protocol, State, StateId,
+};
 use dunlin_kernel_tests::ipsec::{
     CPUS, Family, Hosts, REQID, Sa, has_per_cpu, lanes_from, policies,
 };
 use dunlin_kernel_tests::{Guest, Needs, run};
-use dunlin_linux::xfrm::{
-    Action, Direction, Error, Policy, PolicyDirection, Protocol, State, StateId,
-};
 
 const NEEDS: Needs = Needs {
     cpus: CPUS,

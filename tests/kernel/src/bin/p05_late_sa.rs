@@ -4,10 +4,10 @@ use std::process::ExitCode;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use dunlin_ipsec::xfrm::Protocol;
 use dunlin_kernel_tests::ipsec::lanes::{Door, Lane, look_again, read_all, users};
 use dunlin_kernel_tests::ipsec::{CPUS, Family, Hosts, Sa, Way, needs_per_cpu, protect};
 use dunlin_kernel_tests::{Guest, Needs, Under, run};
-use dunlin_linux::xfrm::Protocol;
 
 const NEEDS: Needs = Needs {
     cpus: CPUS,

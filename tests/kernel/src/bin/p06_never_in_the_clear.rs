@@ -5,13 +5,13 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use dunlin_ipsec::xfrm::{Action, Network, Policy, PolicyDirection, Ports, Protocol};
 use dunlin_kernel_tests::ipsec::lanes::{Door, Ending, LIMIT, Lane, pattern, write_all};
 use dunlin_kernel_tests::ipsec::wire::{Seen, Wire};
 use dunlin_kernel_tests::ipsec::{
     Family, Host, Hosts, REQID, Sa, has_per_cpu, lanes_from, on_cpu, policies, protect,
 };
 use dunlin_kernel_tests::{Guest, Needs, Under, run};
-use dunlin_linux::xfrm::{Action, Network, Policy, PolicyDirection, Ports, Protocol};
 
 const NEEDS: Needs = Needs {
     cpus: 4,
@@ -160,7 +160,7 @@ fn changed_under(
 
     // Policies for other ports, and one that is wider and comes behind: all are looked at anew.
     let beside = Policy {
-        selector: dunlin_linux::xfrm::Selector {
+        selector: dunlin_ipsec::xfrm::Selector {
             destination_ports: Ports::one(9),
             ..selector
         },
@@ -169,7 +169,7 @@ fn changed_under(
         priority: 5,
     };
     let wider = Policy {
-        selector: dunlin_linux::xfrm::Selector {
+        selector: dunlin_ipsec::xfrm::Selector {
             source: Network {
                 prefix: 8,
                 ..selector.source

@@ -5,11 +5,11 @@ use std::process::ExitCode;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use dunlin_ipsec::xfrm::{Counters, Protocol};
 use dunlin_kernel_tests::ipsec::lanes::{Door, LIMIT, Lane, used};
 use dunlin_kernel_tests::ipsec::wire::{Seen, left, seen, tap};
 use dunlin_kernel_tests::ipsec::{CPUS, Family, Host, Hosts, LANES, Sa, Way, protect};
 use dunlin_kernel_tests::{Guest, Needs, run};
-use dunlin_linux::xfrm::{Counters, Protocol};
 
 const NEEDS: Needs = Needs {
     cpus: CPUS,

@@ -5,12 +5,12 @@ use std::net::TcpStream;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use dunlin_ipsec::xfrm::{Acquires, PolicyDirection, Protocol};
 use dunlin_kernel_tests::ipsec::lanes::{Door, Lane, users};
 use dunlin_kernel_tests::ipsec::{
     CPUS, Family, Hosts, REQID, Way, lanes_from, needs_per_cpu, policies,
 };
 use dunlin_kernel_tests::{Needs, run};
-use dunlin_linux::xfrm::{Acquires, PolicyDirection, Protocol};
 
 const NEEDS: Needs = Needs {
     cpus: CPUS,

@@ -4,13 +4,14 @@ use std::collections::BTreeSet;
 use std::net::UdpSocket;
 use std::process::ExitCode;
 
+use dunlin_ipsec::xfrm::{Encapsulation, Ports, Protocol};
 use dunlin_kernel_tests::ipsec::lanes::{Door, Lane};
 use dunlin_kernel_tests::ipsec::{
     CPUS, ENCAPSULATED, Family, Hosts, LANES, LINK, REQID, Sa, lanes_from, policies,
 };
 use dunlin_kernel_tests::{Guest, Needs, run};
 use dunlin_linux::tcp::incoming_cpu;
-use dunlin_linux::xfrm::{Encapsulation, Ports, Protocol, receive_encapsulated};
+use dunlin_linux::udp_encap::receive_encapsulated;
 
 const NEEDS: Needs = Needs {
     cpus: CPUS,

@@ -3,11 +3,12 @@
 use std::net::UdpSocket;
 use std::process::ExitCode;
 
+use dunlin_ipsec::xfrm::{Encapsulation, Protocol, esp_offload};
 use dunlin_kernel_tests::ipsec::lanes::{Door, Lane};
 use dunlin_kernel_tests::ipsec::{CPUS, ENCAPSULATED, Family, Hosts, Sa, protect};
 use dunlin_kernel_tests::{Guest, Needs, Under, run};
 use dunlin_linux::tcp::segment_bytes;
-use dunlin_linux::xfrm::{Encapsulation, Protocol, esp_offload, receive_encapsulated};
+use dunlin_linux::udp_encap::receive_encapsulated;
 
 const NEEDS: Needs = Needs {
     cpus: CPUS,

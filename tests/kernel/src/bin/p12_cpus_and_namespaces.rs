@@ -3,11 +3,11 @@
 use std::fs;
 use std::process::ExitCode;
 
+use dunlin_ipsec::xfrm::Xfrm;
 use dunlin_kernel_tests::ipsec::lanes::Scene;
 use dunlin_kernel_tests::ipsec::{CPUS, Family, Sa, needs_per_cpu};
 use dunlin_kernel_tests::{Needs, run};
 use dunlin_linux::affinity::pin_to;
-use dunlin_linux::xfrm::Xfrm;
 
 const NEEDS: Needs = Needs {
     cpus: CPUS,

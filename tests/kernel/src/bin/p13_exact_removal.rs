@@ -4,11 +4,11 @@ use std::net::TcpStream;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use dunlin_ipsec::xfrm::{Action, Protocol};
 use dunlin_kernel_tests::ipsec::lanes::{Door, Lane};
 use dunlin_kernel_tests::ipsec::wire::Wire;
 use dunlin_kernel_tests::ipsec::{Family, Host, Hosts, Sa, protect};
 use dunlin_kernel_tests::{Guest, Needs, run};
-use dunlin_linux::xfrm::{Action, Protocol};
 
 const NEEDS: Needs = Needs {
     cpus: 4,

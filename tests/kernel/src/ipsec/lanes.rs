@@ -236,7 +236,7 @@ impl Scene {
         let back = Way::new(0x2000, cpus[1], family);
         there.add(&hosts.a, &hosts.b);
         back.add(&hosts.b, &hosts.a);
-        let _ = super::protect(&hosts, family, dunlin_linux::xfrm::Protocol::TCP);
+        let _ = super::protect(&hosts, family, dunlin_ipsec::xfrm::Protocol::TCP);
         let door = Door::open(&hosts.b, family, 0);
         Self {
             hosts,

@@ -19,11 +19,11 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dunlin_linux::affinity::pin_to;
-use dunlin_linux::xfrm::{
+use dunlin_ipsec::xfrm::{
     Action, Counters, Direction, Encapsulation, KeyAndSalt, Network, PerCpu, Policy,
     PolicyDirection, Ports, Protocol, Selector, State, StateId, Statistics, Xfrm,
 };
+use dunlin_linux::affinity::pin_to;
 use dunlin_rig::linux::netns;
 use dunlin_rig::linux::tun::Tun;
 

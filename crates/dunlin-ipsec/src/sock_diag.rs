@@ -33,23 +33,7 @@ const ULP_INFO_TLS: u16 = 2;
 const TLS_INFO_TXCONF: u16 = 3;
 const TLS_INFO_RXCONF: u16 = 4;
 
-/// Who seals or opens the records of a direction.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
-    /// The kernel, on this host's processors (`TLS_CONF_SW`, or `sw` as ss(8) has it).
-    Software,
-    /// The network card (`TLS_CONF_HW`, `TLS_CONF_HW_RECORD`).
-    Card,
-}
-
-/// The same of both directions; `None` is a direction without a key.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct TlsPlaces {
-    /// What this side sends.
-    pub sending: Option<Place>,
-    /// What the peer sends.
-    pub receiving: Option<Place>,
-}
+pub use dunlin_lane::kernel::{Place, TlsPlaces};
 
 /// Asks who seals and opens a connection's records. `None` where the kernel says nothing of TLS:
 /// the socket has none, or nobody without `CAP_NET_ADMIN` is told (before Linux 6.15).

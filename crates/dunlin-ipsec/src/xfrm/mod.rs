@@ -10,7 +10,7 @@
 //!
 //! - [`Xfrm`] makes, reads and removes them, each by its exact identity; nothing here flushes
 //! - [`values`]: what is made and what is read back
-//! - [`esp_offload`], [`receive_encapsulated`], [`Statistics`]: what goes with it
+//! - [`esp_offload`], [`receive_encapsulated`](dunlin_linux::udp_encap::receive_encapsulated), [`Statistics`]: what goes with it
 //!
 //! Keys go from the caller to the kernel through memory that is wiped, and what the kernel says of
 //! them when it is asked is compared and wiped, never returned.
@@ -23,7 +23,6 @@
 #[cfg(feature = "rig")]
 mod acquire;
 mod decode;
-mod encapsulation;
 mod encode;
 mod error;
 mod offload;
@@ -40,7 +39,6 @@ use netlink_packet_xfrm as uapi;
 
 #[cfg(feature = "rig")]
 pub use self::acquire::Acquires;
-pub use self::encapsulation::receive_encapsulated;
 pub use self::error::Error;
 pub use self::offload::{EspOffload, esp_offload};
 pub use self::statistics::Statistics;

@@ -87,7 +87,7 @@ pub struct Encapsulation {
     /// The sender's.
     pub source_port: u16,
     /// The receiver's, at which a socket stands that
-    /// [`receive_encapsulated`](super::receive_encapsulated) has been called for.
+    /// [`receive_encapsulated`](dunlin_linux::udp_encap::receive_encapsulated) has been called for.
     pub destination_port: u16,
 }
 
