@@ -123,12 +123,25 @@ pub fn build_dunlin() -> Result<PathBuf> {
     build_one("dunlin-cli", "--bin", "dunlin")
 }
 
-/// Builds a test program of the library for the guest.
+/// Builds a test program of a library crate for the guest: the one whose `tests` has it.
 ///
 /// # Errors
-/// It does not build.
+/// No crate has it, or it does not build.
 pub fn build_library_tests(name: &str) -> Result<PathBuf> {
-    build_one("dunlin", "--test", name)
+    let crates = fs::read_dir(workspace().join("crates")).context("cannot list the crates")?;
+    for found in crates {
+        let found = found?;
+        if found
+            .path()
+            .join("tests")
+            .join(format!("{name}.rs"))
+            .exists()
+        {
+            let package = found.file_name().to_string_lossy().into_owned();
+            return build_one(&package, "--test", name);
+        }
+    }
+    bail!("no crate has tests/{name}.rs")
 }
 
 fn build_one(package: &str, kind: &str, name: &str) -> Result<PathBuf> {
