@@ -1,9 +1,7 @@
 //! Kernel interfaces that only tests use, one file each: namespaces, TUN devices, captures, swapping,
 //! signals at an awkward moment. The only `unsafe` of the tests.
 
-pub mod bpf;
 pub mod interrupt;
-pub mod kcm;
 pub mod netns;
 pub mod packet;
 pub mod swap;
