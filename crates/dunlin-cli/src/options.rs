@@ -8,7 +8,7 @@ use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
 use dunlin::engine::source::{AtTimeLimit, LaneSecurity, Options, OptionsBuilder};
 use dunlin_ipsec as ipsec;
-use dunlin_ipsec::lanes::Shelter;
+use dunlin_ipsec::lanes::IpsecLanes;
 use dunlin_ipsec::xfrm::esp_offload;
 use dunlin_ipsec::{Event, Observer, PortRange};
 use dunlin_linux::affinity::allowed;
@@ -385,7 +385,7 @@ fn parse_cpus(text: &str) -> Result<String, String> {
 pub(crate) fn shelter(
     options: ipsec::Options,
     warn: impl Fn(String) + Send + Sync + 'static,
-) -> Result<Shelter> {
+) -> Result<IpsecLanes> {
     if let Some(command) = esp_offload().how_to_load() {
         warn(format!(
             "TCP hands IPsec one packet for each segment on this kernel; `{command}` before makes \
@@ -396,7 +396,7 @@ pub(crate) fn shelter(
         Event::Up(_) | Event::Over { why: None, .. } | Event::Cleaned { .. } => {}
         event => warn(event.to_string()),
     });
-    Ok(Shelter::new(options, observer)?)
+    Ok(IpsecLanes::new(options, observer)?)
 }
 
 #[derive(Clone, Copy, Debug, Default, ValueEnum, Serialize, Deserialize)]

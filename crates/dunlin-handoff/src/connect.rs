@@ -14,7 +14,7 @@ use thiserror::Error;
 
 use super::carry::{self, CarryError};
 use dunlin_lane::handshake::HandshakeError;
-use dunlin_lane::handshake::Unissued;
+use dunlin_lane::handshake::UntrustedReason;
 use dunlin_lane::handshake::keyed::{self, Keyed};
 use dunlin_lane::peers::PeerIdentity;
 use dunlin_lane::policy::HandoffTls;
@@ -52,7 +52,7 @@ pub enum ConnectError {
         /// Where the peer is.
         at: SocketAddr,
         /// What can be said of the certificate.
-        why: Option<Unissued>,
+        why: Option<UntrustedReason>,
     },
     /// The handshake fails.
     #[error("no TLS with {at}: {source}")]
@@ -253,15 +253,15 @@ fn failed(at: SocketAddr, tls: &HandoffTls, error: HandshakeError) -> ConnectErr
     }
 }
 
-fn unissued(why: &Option<Unissued>) -> String {
+fn unissued(why: &Option<UntrustedReason>) -> String {
     match why {
-        Some(Unissued::SelfSigned { pin }) => {
+        Some(UntrustedReason::SelfSigned { pin }) => {
             format!("it is signed with its own key, {pin}; if it is the right one, append it there")
         }
-        Some(Unissued::ByStranger { authority }) => {
+        Some(UntrustedReason::ByStranger { authority }) => {
             format!("its authority is {authority}; if that is to be trusted, append it there")
         }
-        Some(Unissued::BrokenOff { issuer }) => format!(
+        Some(UntrustedReason::BrokenOff { issuer }) => format!(
             "it was issued by {issuer}, whose certificate the peer did not send; if that is to be \
              trusted, append it there"
         ),

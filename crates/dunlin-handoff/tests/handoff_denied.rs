@@ -8,7 +8,7 @@ use std::thread;
 use dunlin_handoff::connect::{ConnectError, connect};
 use dunlin_lane::handshake::{self, HandshakeError};
 use dunlin_lane::peers::PeerRefused;
-use dunlin_lane::policy::{Belief, Bundle, HandoffTls};
+use dunlin_lane::policy::{Bundle, HandoffTls, TrustPolicy};
 use dunlin_lane::provider::{Crypto, Offer, Provider, TlsVersion};
 use dunlin_test_support::identity::{Ca, Host, denies, key_pin, wish};
 use dunlin_test_support::lane::{DESTINATION, SOURCE, names, soon};
@@ -25,10 +25,10 @@ fn i6_a_denied_key_is_refused_at_a_hand_off_whoever_vouches_for_it() {
     near.put("itself.pem", &stolen.certificate);
     let bundle = |name: &str| {
         let bundle = Arc::new(Bundle::load(&near.path(name)).unwrap());
-        Belief::Bundle(bundle, names(&[DESTINATION]))
+        TrustPolicy::Bundle(bundle, names(&[DESTINATION]))
     };
     let served = far.load().server(&Crypto::auto(), names(&[])).unwrap();
-    let met = |belief: Belief| {
+    let met = |belief: TrustPolicy| {
         let provider = Provider::built_in()[0];
         let ciphers = "TLS_AES_256_GCM_SHA384";
         let offer = Offer::new(TlsVersion::V1_3, ciphers, "X25519", provider).unwrap();
@@ -45,7 +45,7 @@ fn i6_a_denied_key_is_refused_at_a_hand_off_whoever_vouches_for_it() {
         [
             bundle("authority.pem"),
             bundle("itself.pem"),
-            Belief::Anybody,
+            TrustPolicy::Anybody,
         ]
     };
     let root = key_pin(&root.pem);

@@ -3,18 +3,18 @@
 
 use std::net::TcpStream;
 
-use dunlin_lane::kernel::{Device, Inspector, TlsPlaces};
+use dunlin_lane::kernel::{Device, Inspector, RecordEngines};
 
 use crate::netdev;
-use crate::sock_diag::tls_places;
+use crate::sock_diag::record_engines;
 
 /// Asks over netlink. An answer that the kernel refuses is no answer.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Netlink;
 
 impl Inspector for Netlink {
-    fn places(&self, connection: &TcpStream) -> Option<TlsPlaces> {
-        tls_places(connection).ok().flatten()
+    fn record_engines(&self, connection: &TcpStream) -> Option<RecordEngines> {
+        record_engines(connection).ok().flatten()
     }
 
     fn device(&self, connection: &TcpStream) -> Option<Device> {

@@ -33,7 +33,7 @@ pub(super) use system::random_session;
 /// A session between two hosts. When it is dropped, it is ended.
 pub struct Session {
     commands: Channel<Told>,
-    standing: Arc<Mutex<Standing>>,
+    standing: Arc<Mutex<SharedStatus>>,
     thread: Option<JoinHandle<Result<(), IpsecError>>>,
 }
 
@@ -48,7 +48,7 @@ enum Told {
 
 /// What others may see of a session.
 #[derive(Default)]
-struct Standing {
+struct SharedStatus {
     layout: Option<Layout>,
     outbound: (u32, Vec<Grant>),
     inbound: (u32, Vec<Grant>),
@@ -98,7 +98,7 @@ impl Session {
     pub(super) fn begin(beginning: Beginning) -> Result<(Self, Receiver<()>), IpsecError> {
         let (commands, told) = mpsc::channel();
         let (tell_up, up) = mpsc::channel();
-        let standing = Arc::<Mutex<Standing>>::default();
+        let standing = Arc::<Mutex<SharedStatus>>::default();
         let driver = Driver::new(beginning, Arc::clone(&standing), tell_up)?;
         let heard = commands.clone();
         let body = move || driver.run(&told, heard);

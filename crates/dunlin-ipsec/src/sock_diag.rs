@@ -33,7 +33,7 @@ const ULP_INFO_TLS: u16 = 2;
 const TLS_INFO_TXCONF: u16 = 3;
 const TLS_INFO_RXCONF: u16 = 4;
 
-pub use dunlin_lane::kernel::{Place, TlsPlaces};
+pub use dunlin_lane::kernel::{RecordEngine, RecordEngines};
 
 /// Asks who seals and opens a connection's records. `None` where the kernel says nothing of TLS:
 /// the socket has none, or nobody without `CAP_NET_ADMIN` is told (before Linux 6.15).
@@ -42,7 +42,7 @@ pub use dunlin_lane::kernel::{Place, TlsPlaces};
 /// What socket(2) says where there may be no netlink sockets, what netlink says (`NotFound` for a
 /// kernel without inet_diag or a connection that is not of this network namespace), `InvalidData`
 /// for an answer that is none.
-pub fn tls_places(connection: &TcpStream) -> io::Result<Option<TlsPlaces>> {
+pub fn record_engines(connection: &TcpStream) -> io::Result<Option<RecordEngines>> {
     let question = question(connection.local_addr()?, connection.peer_addr()?);
     let mut request = Request::new(SOCK_DIAG_BY_FAMILY, 0);
     request.put_bytes(&question);
@@ -80,19 +80,19 @@ fn question(near: SocketAddr, far: SocketAddr) -> Vec<u8> {
     bytes
 }
 
-fn places_in(attributes: &[u8]) -> Option<TlsPlaces> {
+fn places_in(attributes: &[u8]) -> Option<RecordEngines> {
     let tls = attribute(attribute(attributes, ULP_INFO)?, ULP_INFO_TLS)?;
-    Some(TlsPlaces {
+    Some(RecordEngines {
         sending: place(tls, TLS_INFO_TXCONF),
         receiving: place(tls, TLS_INFO_RXCONF),
     })
 }
 
 /// 1 is a direction that is as if there were no TLS.
-fn place(tls: &[u8], direction: u16) -> Option<Place> {
+fn place(tls: &[u8], direction: u16) -> Option<RecordEngine> {
     match u16::from_ne_bytes(number(attribute(tls, direction)?, 0)?) {
-        2 => Some(Place::Software),
-        3 | 4 => Some(Place::Card),
+        2 => Some(RecordEngine::Software),
+        3 | 4 => Some(RecordEngine::Card),
         _ => None,
     }
 }
@@ -117,12 +117,12 @@ mod tests {
     #[test]
     fn an_answer_says_of_each_direction_who_seals_it() {
         let of = |sending, receiving| places_in(&tls(sending, receiving)).unwrap();
-        let places = of(2, 3);
-        assert_eq!(places.sending, Some(Place::Software));
-        assert_eq!(places.receiving, Some(Place::Card));
-        let places = of(4, 1);
-        assert_eq!(places.sending, Some(Place::Card));
-        assert_eq!(places.receiving, None, "it has no key");
+        let record_engines = of(2, 3);
+        assert_eq!(record_engines.sending, Some(RecordEngine::Software));
+        assert_eq!(record_engines.receiving, Some(RecordEngine::Card));
+        let record_engines = of(4, 1);
+        assert_eq!(record_engines.sending, Some(RecordEngine::Card));
+        assert_eq!(record_engines.receiving, None, "it has no key");
         assert_eq!(places_in(&[]), None);
         let other = attributes(&[(ULP_INFO, &attributes(&[(1, b"mptcp\0")]))]);
         assert_eq!(places_in(&other), None);
@@ -145,8 +145,8 @@ mod tests {
                 continue;
             };
             let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-            match tls_places(&near) {
-                Ok(places) => assert_eq!(places, None),
+            match record_engines(&near) {
+                Ok(record_engines) => assert_eq!(record_engines, None),
                 Err(error) => println!("not told here: {error}"),
             }
         }

@@ -11,10 +11,10 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use dunlin_linux::udp_encap::receive_encapsulated;
 
 /// A network namespace, by its inode, and an address there.
-type Place = (u64, SocketAddr);
+type BoundAddress = (u64, SocketAddr);
 
 /// Those that some session has.
-static STANDING: Mutex<BTreeMap<Place, Weak<UdpSocket>>> = Mutex::new(BTreeMap::new());
+static STANDING: Mutex<BTreeMap<BoundAddress, Weak<UdpSocket>>> = Mutex::new(BTreeMap::new());
 
 /// The socket at an address of the calling thread's network namespace. It goes when
 /// nobody has it any more.

@@ -37,7 +37,7 @@ use super::policy::ALPN;
 use super::provider::{CipherSuite, Provider, ProviderError};
 use super::record::{HEADER_BYTES, OpenHalf, RECEIVED_RECORD_BYTES, SealHalf};
 use super::trust::Trust;
-pub use super::trust::Unissued;
+pub use super::trust::UntrustedReason;
 
 /// The most that a peer may send before it is authenticated. A chain of four RSA-4096
 /// certificates takes an eighth of it.

@@ -40,7 +40,7 @@ use super::peers::{AuthorisedBy, PeerIdentity, PeerRefused, Peers, Pin};
 use super::policy::OldestTls;
 pub use super::policy::{ClientTls, ServerTls};
 use super::provider::{Crypto, Offer, handshake_algorithms, load_key};
-use super::trust::{Authorities, Unissued};
+use super::trust::{Authorities, UntrustedReason};
 use super::{policy, trust};
 
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
@@ -393,8 +393,10 @@ impl Identity {
         match verified {
             Err(webpki::Error::CertRevoked) => Err(IdentityError::Revoked { path }),
             Err(error) if !self.authorities.anchors.is_empty() => {
-                Ok(match Unissued::of(leaf, intermediates, &error) {
-                    Some(Unissued::BrokenOff { issuer }) => Some(Warning::NoChain { path, issuer }),
+                Ok(match UntrustedReason::of(leaf, intermediates, &error) {
+                    Some(UntrustedReason::BrokenOff { issuer }) => {
+                        Some(Warning::NoChain { path, issuer })
+                    }
                     _ => None,
                 })
             }

@@ -32,7 +32,7 @@ use thiserror::Error;
 use super::handshake::parts;
 use super::provider::CipherSuite;
 
-pub use chosen::{Acceleration, Chosen, Device, Inspector, Place, TlsPlaces};
+pub use chosen::{Acceleration, Chosen, Device, Inspector, RecordEngine, RecordEngines};
 pub use driver::Driver;
 
 /// After so long a kernel that had no TLS is asked again.

@@ -15,7 +15,7 @@
 //!
 //! A hand-off's peer is some other program too, and what is offered is in the words of whoever
 //! asks for the socket (`Offer`): one version, TLS 1.2 unless he says otherwise. Whom it believes
-//! is his to say as well ([`Belief`]), and our own certificate is shown if he names one.
+//! is his to say as well ([`TrustPolicy`]), and our own certificate is shown if he names one.
 //!
 //! A source's settings stay what they were made as, for all lanes of a session. A destination
 //! takes sessions as they come: [`ServerTls::replace`] gives it other settings, which hold for
@@ -43,7 +43,7 @@ use super::peers::Peers;
 use super::provider::{Crypto, Provider};
 use super::trust::Trust;
 
-pub use super::trust::bundle::{Belief, Bundle};
+pub use super::trust::bundle::{Bundle, TrustPolicy};
 
 /// The protocol's name in both hellos (RFC 7301). Its versions are negotiated above TLS.
 pub const ALPN: &[u8] = b"dunlin";

@@ -77,7 +77,7 @@ pub(super) struct Authorities {
 
 /// Why no authority vouches for a certificate.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Unissued {
+pub enum UntrustedReason {
     /// It is signed with its own key.
     SelfSigned {
         /// What to allow it by, if it is the right one.
@@ -284,12 +284,12 @@ thread_local! {
     /// rustls's error for an unknown issuer has no room for more, and another error would have
     /// another alert. Both the check and whoever asks for its result run on the thread that
     /// drives the handshake.
-    static UNISSUED: Cell<Option<Unissued>> = const { Cell::new(None) };
+    static UNISSUED: Cell<Option<UntrustedReason>> = const { Cell::new(None) };
 }
 
 /// What there is to say about the [`CertificateError::UnknownIssuer`] that the last check on this
 /// thread ended with.
-pub(super) fn take_unissued() -> Option<Unissued> {
+pub(super) fn take_unissued() -> Option<UntrustedReason> {
     UNISSUED.take()
 }
 
@@ -299,7 +299,7 @@ fn without_chain(
     intermediates: &[CertificateDer<'_>],
     error: webpki::Error,
 ) -> CertificateError {
-    let unissued = Unissued::of(leaf, intermediates, &error);
+    let unissued = UntrustedReason::of(leaf, intermediates, &error);
     let error = match &unissued {
         Some(_) => CertificateError::UnknownIssuer,
         None => in_rustls_words(error),
@@ -318,7 +318,7 @@ pub(super) fn peer_refused(error: &Error) -> Option<&PeerRefused> {
     }
 }
 
-impl Unissued {
+impl UntrustedReason {
     /// Where the chain ends that was sent; none if `error` is about something else.
     pub(super) fn of(
         leaf: &CertificateDer<'_>,
@@ -373,7 +373,7 @@ pub(super) fn readable(name: &str) -> String {
         .collect()
 }
 
-impl fmt::Display for Unissued {
+impl fmt::Display for UntrustedReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::SelfSigned { pin } => write!(

@@ -103,11 +103,11 @@ impl SourceVm for Movable {
     }
 
     // This machine has no disks and no devices that only one host may hold.
-    fn relinquish(&self) -> Result<(), VmmError> {
+    fn deactivate(&self) -> Result<(), VmmError> {
         Ok(())
     }
 
-    fn reacquire(&self) -> Result<(), VmmError> {
+    fn reactivate(&self) -> Result<(), VmmError> {
         Ok(())
     }
 

@@ -26,4 +26,4 @@ mod receiving;
 mod sending;
 
 pub use receiving::{CourseError, Fence, Incomplete, LaneRefusal, Receiving};
-pub use sending::{Action, Patience, ReportError, Sending, Wear};
+pub use sending::{Action, KeyUsage, ReportError, Sending, Timeouts};

@@ -48,10 +48,10 @@ mod turns;
 mod window;
 
 pub use association::{
-    Action, Association, Config, Left, OpenError, Opening, Outcome, Side, Usage, Wear, Work,
+    Action, Association, Config, KeyUsage, Left, OpenError, Opening, Outcome, Side, Usage, Work,
 };
 pub use fault::PeerFault;
 pub use inbound::{Arrival, Delivery};
-pub use lanes::Patience;
+pub use lanes::Timeouts;
 pub use receiving::ACK_DELAY_NS;
 pub use window::SLACK_NS;

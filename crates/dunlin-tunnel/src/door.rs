@@ -14,7 +14,7 @@ use dunlin_proto::negotiate::{LaneSecurity, Opening};
 use super::dial;
 use super::event::Event;
 use super::failure::harmless;
-use super::listener::{Listener, Place, Sockets, next_number};
+use super::listener::{Listener, SocketFile, Sockets, next_number};
 use super::meter::Count;
 use super::options::{Entrance, Listen};
 use super::site::Site;
@@ -32,18 +32,18 @@ const GREETINGS: usize = 64;
 const OF_ONE_PEER: usize = 8;
 
 /// An entrance that is open. It is closed when this is dropped; channels stay.
-pub(super) struct Door {
+pub(super) struct EntranceListener {
     /// Where its connections go; a reload may change it.
     entrance: Arc<Mutex<Entrance>>,
     /// Where it listens: a port of 0 is the one that the kernel chose.
     listens_on: Listen,
     /// Removed when nobody listens any more.
-    _place: Option<Place>,
+    _place: Option<SocketFile>,
     stop: Waker,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Door {
+impl EntranceListener {
     /// Opens an entrance.
     ///
     /// # Errors
@@ -94,7 +94,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Drop for Door {
+impl Drop for EntranceListener {
     fn drop(&mut self) {
         self.stop.wake();
         if let Some(thread) = self.thread.take() {

@@ -21,7 +21,7 @@ use thiserror::Error;
 
 use super::event::Event;
 use super::failure::Failure;
-use super::listener::{Listener, Place, Sockets, next_number};
+use super::listener::{Listener, SocketFile, Sockets, next_number};
 use super::meter::{Count, Ending};
 use super::options::{Entrance, Listen};
 use super::parameter::Parameter;
@@ -29,7 +29,7 @@ use super::site::Site;
 
 /// Listeners that may be open at the same time by [`super::Tunnel::open`]: more
 /// than a host migrates VMs at once, and each costs a thread and a descriptor.
-pub const MAX_ERRANDS: usize = 256;
+pub const MAX_ON_DEMAND_LISTENERS: usize = 256;
 
 /// How long nobody is accepted when descriptors or memory ran out.
 const SHORTAGE_REST: Duration = Duration::from_millis(100);
@@ -66,7 +66,9 @@ pub enum DemandError {
         lanes: u16,
     },
     /// Others are not over.
-    #[error("{MAX_ERRANDS} listeners are open already: close some, or wait for their ends")]
+    #[error(
+        "{MAX_ON_DEMAND_LISTENERS} listeners are open already: close some, or wait for their ends"
+    )]
     Busy,
     /// It takes no more connections.
     #[error("the tunnel is about to end: start it anew")]
@@ -86,11 +88,11 @@ pub enum DemandError {
 /// A listener that [`super::Tunnel::open`] has opened. Clones are the same one; it
 /// stays when they are dropped.
 #[derive(Clone, Debug)]
-pub struct Errand(Arc<Tally>);
+pub struct OnDemandListener(Arc<Tally>);
 
 /// How it is with a listener and its channels.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Standing {
+pub struct ListenerStatus {
     /// Whether it takes connections.
     pub listens: bool,
     /// Channels that are there now.
@@ -106,7 +108,7 @@ pub struct Standing {
     pub why: Option<Failure>,
 }
 
-impl Standing {
+impl ListenerStatus {
     /// Channels that have ended, in whatever way.
     pub fn ended(&self) -> u64 {
         self.closed + self.left_unread + self.failed
@@ -132,12 +134,12 @@ pub(super) struct Tally {
 
 #[derive(Debug)]
 struct Now {
-    standing: Standing,
+    standing: ListenerStatus,
     /// Somebody wants it to take no more.
     closing: bool,
 }
 
-impl Errand {
+impl OnDemandListener {
     /// Opens a listener; the caller has looked up the entrance that it stands for.
     ///
     /// # Errors
@@ -160,9 +162,9 @@ impl Errand {
                 .unwrap_or_default(),
             once: demand.once,
             now: Mutex::new(Now {
-                standing: Standing {
+                standing: ListenerStatus {
                     listens: true,
-                    ..Standing::default()
+                    ..ListenerStatus::default()
                 },
                 closing: false,
             }),
@@ -199,7 +201,7 @@ impl Errand {
     }
 
     /// How it is now.
-    pub fn standing(&self) -> Standing {
+    pub fn standing(&self) -> ListenerStatus {
         self.0.lock().standing.clone()
     }
 
@@ -210,7 +212,7 @@ impl Errand {
 
     /// Waits until it is over, or until `deadline` where there is one, and says how
     /// it is then.
-    pub fn wait(&self, deadline: Option<Instant>) -> Standing {
+    pub fn wait(&self, deadline: Option<Instant>) -> ListenerStatus {
         let changed = &self.0.changed;
         let mut now = self.0.lock();
         while !now.standing.is_over() {
@@ -286,7 +288,7 @@ impl Tally {
         self: Arc<Self>,
         site: &Arc<Site>,
         listener: Listener,
-        place: Option<Place>,
+        place: Option<SocketFile>,
         wakeup: &Wakeup,
     ) {
         if let Err(error) = self.take(site, &listener, wakeup) {

@@ -65,7 +65,7 @@ use dunlin_lane::identity::{ClientTls, Identity, ServerTls, SettingsError};
 use dunlin_lane::peers::Peers;
 use dunlin_lane::provider::Crypto;
 
-pub use errand::{Demand, DemandError, Errand, MAX_ERRANDS, Standing};
+pub use errand::{Demand, DemandError, ListenerStatus, MAX_ON_DEMAND_LISTENERS, OnDemandListener};
 pub use event::Event;
 pub use failure::Failure;
 pub use listener::Sockets;
@@ -76,9 +76,9 @@ pub use options::{
 };
 pub use relay::RelayExit;
 
-pub use parameter::{BadParameter, BadPlace, Parameter};
+pub use parameter::{BadParameter, BadParameterTarget, Parameter};
 
-use door::Door;
+use door::EntranceListener;
 use site::Site;
 
 /// Events that wait for whoever runs the tunnel.
@@ -214,8 +214,8 @@ impl RouteStatus {
 pub struct Tunnel {
     site: Arc<Site>,
     tls: ServerTls,
-    doors: Mutex<Vec<Door>>,
-    errands: Mutex<Vec<Errand>>,
+    doors: Mutex<Vec<EntranceListener>>,
+    errands: Mutex<Vec<OnDemandListener>>,
     sockets: Sockets,
     address: SocketAddr,
     stop: Waker,
@@ -297,7 +297,7 @@ impl Tunnel {
     /// Where its entrances listen, by their routes' names; a port of 0 is the one
     /// that the kernel chose.
     pub fn entrances(&self) -> Vec<(String, Listen)> {
-        let of = |door: &Door| (door.entrance().route, door.listens_on().clone());
+        let of = |door: &EntranceListener| (door.entrance().route, door.listens_on().clone());
         self.lock_doors().iter().map(of).collect()
     }
 
@@ -328,11 +328,11 @@ impl Tunnel {
     }
 
     /// Opens a listener for one purpose, such as one VM's migration. It goes when
-    /// its last channel has ended, or with [`Errand::close`].
+    /// its last channel has ended, or with [`OnDemandListener::close`].
     ///
     /// # Errors
     /// [`DemandError`]; nothing listens then.
-    pub fn open(&self, demand: &Demand) -> Result<Errand, DemandError> {
+    pub fn open(&self, demand: &Demand) -> Result<OnDemandListener, DemandError> {
         let route = &demand.route;
         let mut errands = self.lock_errands();
         let Some(entrance) = self.site.entrance(route) else {
@@ -349,13 +349,13 @@ impl Tunnel {
         if self.site.is_draining() {
             return Err(DemandError::Ending);
         }
-        if errands.len() >= MAX_ERRANDS {
+        if errands.len() >= MAX_ON_DEMAND_LISTENERS {
             return Err(DemandError::Busy);
         }
         let (to, listen) = (entrance.to.clone(), demand.listen.clone());
         let lanes = demand.lanes.unwrap_or(entrance.lanes);
         let entrance = Entrance { listen, ..entrance };
-        let opened = Errand::open(&self.site, entrance, demand, &self.sockets);
+        let opened = OnDemandListener::open(&self.site, entrance, demand, &self.sockets);
         let errand = opened.map_err(|error| DemandError::Listen {
             route: route.clone(),
             listen: demand.listen.clone(),
@@ -368,7 +368,7 @@ impl Tunnel {
     }
 
     /// The listeners that [`Tunnel::open`] has opened and that are not over.
-    pub fn errands(&self) -> Vec<Errand> {
+    pub fn errands(&self) -> Vec<OnDemandListener> {
         let mut errands = self.lock_errands();
         errands.retain(|errand| !errand.standing().is_over());
         errands.clone()
@@ -421,7 +421,7 @@ impl Tunnel {
                 continue;
             }
             let Some(at) = doors.iter().position(|door| door.is_at(entrance)) else {
-                let door = Door::open(&self.site, entrance.clone(), &self.sockets);
+                let door = EntranceListener::open(&self.site, entrance.clone(), &self.sockets);
                 fresh.push(door.map_err(|error| TunnelError::Listen {
                     route: entrance.route.clone(),
                     listen: entrance.listen.clone(),
@@ -455,11 +455,11 @@ impl Tunnel {
         }
     }
 
-    fn lock_errands(&self) -> std::sync::MutexGuard<'_, Vec<Errand>> {
+    fn lock_errands(&self) -> std::sync::MutexGuard<'_, Vec<OnDemandListener>> {
         self.errands.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn lock_doors(&self) -> std::sync::MutexGuard<'_, Vec<Door>> {
+    fn lock_doors(&self) -> std::sync::MutexGuard<'_, Vec<EntranceListener>> {
         self.doors.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

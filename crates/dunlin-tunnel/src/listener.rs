@@ -85,7 +85,7 @@ pub(super) enum Listener {
 
 /// The file that a unix socket has made; removed with it.
 #[derive(Debug)]
-pub(super) struct Place {
+pub(super) struct SocketFile {
     path: PathBuf,
     id: FileId,
 }
@@ -103,13 +103,16 @@ impl Listener {
     ///
     /// # Errors
     /// It cannot listen there.
-    pub(super) fn open(listen: &mut Listen, passed: &Sockets) -> io::Result<(Self, Option<Place>)> {
+    pub(super) fn open(
+        listen: &mut Listen,
+        passed: &Sockets,
+    ) -> io::Result<(Self, Option<SocketFile>)> {
         let (listener, place) = match listen {
             Listen::Unix(path) => {
                 let listener = bind(path)?;
                 let id = file_id(path)?;
                 let path = path.clone();
-                (Self::Unix(listener), Some(Place { path, id }))
+                (Self::Unix(listener), Some(SocketFile { path, id }))
             }
             Listen::Tcp(address) => {
                 let listener = TcpListener::bind(*address)?;
@@ -152,7 +155,7 @@ impl Listener {
     }
 }
 
-impl Drop for Place {
+impl Drop for SocketFile {
     fn drop(&mut self) {
         if file_id(&self.path).is_ok_and(|id| id == self.id) {
             // Somebody else may have removed it.

@@ -11,10 +11,10 @@ use dunlin_proto::limits::{
     MAX_LANES, MAX_NAME_BYTES,
 };
 use dunlin_proto::negotiate::LaneSecurity;
-use dunlin_proto::stripe::Patience;
+use dunlin_proto::stripe::Timeouts;
 use thiserror::Error;
 
-use super::parameter::{BadPlace, may_be_path, place};
+use super::parameter::{BadParameterTarget, may_be_path, place};
 use super::relay::RelayExit;
 use dunlin_lane::peers::Peers;
 use dunlin_lane::policy::OldestTls;
@@ -204,7 +204,7 @@ pub enum BadRoute {
         /// The route's name.
         name: String,
         /// Why.
-        why: BadPlace,
+        why: BadParameterTarget,
     },
 }
 
@@ -350,8 +350,8 @@ impl Target {
     /// The name of the parameter that it has a place for, if it has one.
     ///
     /// # Errors
-    /// [`BadPlace`]: its places cannot be.
-    pub fn parameter(&self) -> Result<Option<String>, BadPlace> {
+    /// [`BadParameterTarget`]: its places cannot be.
+    pub fn parameter(&self) -> Result<Option<String>, BadParameterTarget> {
         place(self)
     }
 
@@ -466,10 +466,10 @@ impl Limits {
         self.vanished / 2
     }
 
-    pub(super) fn patience(&self) -> Patience {
+    pub(super) fn patience(&self) -> Timeouts {
         let half_ns = u64::try_from(self.silence().as_nanos()).unwrap_or(u64::MAX);
-        let usual = Patience::default();
-        Patience {
+        let usual = Timeouts::default();
+        Timeouts {
             progress_ns: half_ns.min(usual.progress_ns),
             alone_ns: half_ns,
             ..usual

@@ -101,7 +101,7 @@ fn is_value(text: &str) -> bool {
 /// fault.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum BadPlace {
+pub enum BadParameterTarget {
     /// A brace that is no part of one.
     #[error("{text:?} has a brace that belongs to no parameter: write {{vm}} where one goes")]
     Brace {
@@ -128,7 +128,7 @@ pub enum BadPlace {
 }
 
 /// The name of the parameter that a target has a place for, if it has one.
-pub(super) fn place(target: &Target) -> Result<Option<String>, BadPlace> {
+pub(super) fn place(target: &Target) -> Result<Option<String>, BadParameterTarget> {
     match target {
         Target::Unix(path) => one_place(path_text(path).into_iter()),
         Target::Tcp(to) => none_in(to),
@@ -147,17 +147,19 @@ fn path_text(path: &Path) -> Option<&str> {
     path.to_str()
 }
 
-fn none_in(text: &str) -> Result<Option<String>, BadPlace> {
+fn none_in(text: &str) -> Result<Option<String>, BadParameterTarget> {
     if text.contains(['{', '}']) {
-        return Err(BadPlace::Chooses);
+        return Err(BadParameterTarget::Chooses);
     }
     Ok(None)
 }
 
-fn one_place<'a>(texts: impl Iterator<Item = &'a str>) -> Result<Option<String>, BadPlace> {
+fn one_place<'a>(
+    texts: impl Iterator<Item = &'a str>,
+) -> Result<Option<String>, BadParameterTarget> {
     let mut found: Option<&str> = None;
     for text in texts {
-        let brace = || BadPlace::Brace {
+        let brace = || BadParameterTarget::Brace {
             text: text.to_owned(),
         };
         let mut rest = text;
@@ -169,7 +171,7 @@ fn one_place<'a>(texts: impl Iterator<Item = &'a str>) -> Result<Option<String>,
             }
             match found {
                 Some(one) if one != key => {
-                    return Err(BadPlace::Two {
+                    return Err(BadParameterTarget::Two {
                         one: one.to_owned(),
                         other: key.to_owned(),
                     });
@@ -367,15 +369,18 @@ mod tests {
         ] {
             let bad = place(&Target::Unix(path.into()));
             assert!(
-                matches!(bad, Err(BadPlace::Brace { .. })),
+                matches!(bad, Err(BadParameterTarget::Brace { .. })),
                 "{path}: {bad:?}"
             );
         }
         let two = place(&Target::Unix("/run/{vm}/{disk}".into()));
-        assert!(matches!(two, Err(BadPlace::Two { .. })), "{two:?}");
+        assert!(
+            matches!(two, Err(BadParameterTarget::Two { .. })),
+            "{two:?}"
+        );
         let host = place(&Target::Tcp("{vm}.example:1".to_owned()));
-        assert_eq!(host, Err(BadPlace::Chooses));
+        assert_eq!(host, Err(BadParameterTarget::Chooses));
         let program = place(&Target::Exec(vec!["/bin/{vm}".to_owned()]));
-        assert_eq!(program, Err(BadPlace::Chooses));
+        assert_eq!(program, Err(BadParameterTarget::Chooses));
     }
 }

@@ -13,7 +13,7 @@ use dunlin_linux::epoll::{Readiness, Ready};
 use dunlin_linux::socket::wait_writable;
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::stripe::frame::{Data, Frame};
-use dunlin_proto::stripe::{Outcome, Wear, Work};
+use dunlin_proto::stripe::{KeyUsage, Outcome, Work};
 use vm_memory::VolatileSlice;
 
 use super::event::Event;
@@ -158,7 +158,7 @@ fn send_all(hub: &Arc<Hub>, lane: u16, mut sender: DataSender) -> Result<(), Fai
 fn next(
     hub: &Arc<Hub>,
     lane: u16,
-    wear: Wear,
+    wear: KeyUsage,
     ready: &mut Vec<Ready>,
 ) -> (Work<Piece>, Option<Arc<Socket>>) {
     let mut core = hub.lock();

@@ -15,8 +15,9 @@ use dunlin_test_support::lane::ReadOnce as _;
 use dunlin_test_support::lane::{Authority, Scratch, names};
 use dunlin_test_support::tunnel::{FAR, NEAR, PATIENCE, Told, identities};
 use dunlin_tunnel::{
-    Demand, DemandError, Entrance, Errand, Event, Exit, Limits, Listen, MAX_ERRANDS, Mode,
-    Parameter, Routes, Standing, Target, Tunnel, WINDOW_BYTES,
+    Demand, DemandError, Entrance, Event, Exit, Limits, Listen, ListenerStatus,
+    MAX_ON_DEMAND_LISTENERS, Mode, OnDemandListener, Parameter, Routes, Target, Tunnel,
+    WINDOW_BYTES,
 };
 
 /// Two tunnels: route *ram* to `VM.sock`, *plain* to one fixed socket, and *echo* to
@@ -101,7 +102,7 @@ impl Scene {
         }
     }
 
-    fn open(&self, route: &str, parameter: Option<&str>, socket: &str) -> Errand {
+    fn open(&self, route: &str, parameter: Option<&str>, socket: &str) -> OnDemandListener {
         let demand = self.demand(route, parameter, socket);
         self.near.open(&demand).unwrap()
     }
@@ -113,7 +114,7 @@ fn patient(stream: UnixStream) -> UnixStream {
     stream
 }
 
-fn connect(errand: &Errand) -> UnixStream {
+fn connect(errand: &OnDemandListener) -> UnixStream {
     let Listen::Unix(path) = errand.listen() else {
         panic!("{}", errand.listen())
     };
@@ -124,7 +125,7 @@ fn accept(listener: &UnixListener) -> UnixStream {
     patient(listener.accept().unwrap().0)
 }
 
-fn over(errand: &Errand) -> Standing {
+fn over(errand: &OnDemandListener) -> ListenerStatus {
     let standing = errand.wait(Some(Instant::now() + PATIENCE));
     assert!(standing.is_over(), "{standing:?}");
     standing
@@ -168,7 +169,12 @@ fn each_migration_has_its_own_listener_which_goes_with_its_last_channel() {
     // And the other one goes on.
     near_mail.write_all(b"m").unwrap();
     far_mail.read_exact(&mut byte).unwrap();
-    let numbers: Vec<u64> = scene.near.errands().iter().map(Errand::number).collect();
+    let numbers: Vec<u64> = scene
+        .near
+        .errands()
+        .iter()
+        .map(OnDemandListener::number)
+        .collect();
     assert_eq!(numbers, [second.number()]);
     let routes = scene.near.routes();
     let ram = routes.iter().find(|one| one.route == "ram").unwrap();
@@ -207,7 +213,7 @@ fn a_closed_listener_takes_no_more_and_its_channels_go_on() {
 
     let unused = scene.open("plain", None, "entrance");
     unused.close();
-    assert_eq!(over(&unused), Standing::default());
+    assert_eq!(over(&unused), ListenerStatus::default());
 }
 
 #[test]
@@ -301,7 +307,7 @@ fn i7_what_cannot_be_opened_is_told_and_nothing_listens() {
 #[test]
 fn i8_listeners_are_bounded_and_those_that_are_over_make_room() {
     let scene = Scene::start();
-    let opened: Vec<Errand> = (0..MAX_ERRANDS)
+    let opened: Vec<OnDemandListener> = (0..MAX_ON_DEMAND_LISTENERS)
         .map(|number| scene.open("plain", None, &number.to_string()))
         .collect();
     let surplus = scene.demand("plain", None, "surplus");
@@ -335,7 +341,7 @@ fn a_route_that_is_taken_away_takes_its_listeners_along_and_no_channel() {
     // One that drains keeps none of them.
     drop((near, far));
     assert_eq!(scene.near.drain(PATIENCE), 0);
-    assert_eq!(over(&stays), Standing::default());
+    assert_eq!(over(&stays), ListenerStatus::default());
     let ending = scene.near.open(&scene.demand("ram", None, "late"));
     assert!(matches!(ending, Err(DemandError::Ending)));
 }
@@ -347,7 +353,7 @@ fn lanes_can_be_asked_for_while_the_peers_are_connected() {
     let scene = Scene::start();
     let plain = scene.target("plain.sock");
     // Sends until there are as many lanes as are waited for, and says how many there were.
-    let lanes = |errand: &Errand, wanted: usize, enough: u64| {
+    let lanes = |errand: &OnDemandListener, wanted: usize, enough: u64| {
         let near = connect(errand);
         let mut far = accept(&plain);
         let mut out = near.try_clone().unwrap();

@@ -110,10 +110,10 @@ impl SourceVm for Vm {
         }])
     }
     // There are no disks to let go of, and nobody to wait for.
-    fn relinquish(&self) -> Result<(), VmmError> {
+    fn deactivate(&self) -> Result<(), VmmError> {
         Ok(())
     }
-    fn reacquire(&self) -> Result<(), VmmError> {
+    fn reactivate(&self) -> Result<(), VmmError> {
         Ok(())
     }
     fn hold(&self) -> Result<(), VmmError> {

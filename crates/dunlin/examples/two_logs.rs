@@ -213,11 +213,11 @@ impl SourceVm for Vm {
         ])
     }
 
-    fn relinquish(&self) -> Result<(), VmmError> {
+    fn deactivate(&self) -> Result<(), VmmError> {
         Ok(())
     }
 
-    fn reacquire(&self) -> Result<(), VmmError> {
+    fn reactivate(&self) -> Result<(), VmmError> {
         Ok(())
     }
 

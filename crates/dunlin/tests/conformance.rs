@@ -210,12 +210,12 @@ impl SourceVm for Faulty {
         self.vm.save()
     }
 
-    fn relinquish(&self) -> Result<(), VmmError> {
-        self.vm.relinquish()
+    fn deactivate(&self) -> Result<(), VmmError> {
+        self.vm.deactivate()
     }
 
-    fn reacquire(&self) -> Result<(), VmmError> {
-        self.vm.reacquire()
+    fn reactivate(&self) -> Result<(), VmmError> {
+        self.vm.reactivate()
     }
 
     fn hold(&self) -> Result<(), VmmError> {

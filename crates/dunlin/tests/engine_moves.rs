@@ -52,7 +52,7 @@ fn i3_a_running_vm_arrives_byte_for_byte_over_1_to_8_lanes() {
         assert!(vm.writes.load(Ordering::SeqCst) > 0);
         assert_eq!(
             vm.calls(),
-            ["describe", "pause", "relinquish", "save", "hold", "destroy"]
+            ["describe", "pause", "deactivate", "save", "hold", "destroy"]
         );
         assert_eq!(built.calls(), ["load", "acquire", "resume", "announce"]);
         // What the source counts and what the destination counts.
@@ -136,7 +136,7 @@ fn i3_a_difference_planted_at_the_destination_is_found_and_the_vm_goes_on() {
     assert!(vm.goes_on());
     assert_eq!(
         vm.calls()[1..],
-        ["pause", "relinquish", "save", "reacquire", "resume"]
+        ["pause", "deactivate", "save", "reactivate", "resume"]
     );
     assert_eq!(moved.builder.built.unwrap().calls(), ["load", "discard"]);
     assert_eq!(moved.destination.err().unwrap().vm, VmIs::AtSource);
@@ -209,7 +209,7 @@ fn i3_pages_that_the_senders_scan_forgets_are_found_by_the_digests() {
             "the first populated range is dropped",
             |memory, index, found| {
                 let mut dropped = false;
-                memory.worth_sending(index, &mut |range| {
+                memory.ranges_to_send(index, &mut |range| {
                     if std::mem::replace(&mut dropped, true) {
                         found(range);
                     }
@@ -219,7 +219,7 @@ fn i3_pages_that_the_senders_scan_forgets_are_found_by_the_digests() {
         (
             "one page in the middle is taken for swapped out",
             |memory, index, found| {
-                memory.worth_sending(index, &mut |range| {
+                memory.ranges_to_send(index, &mut |range| {
                     let middle = (range.start + range.end) / 2 / 4096 * 4096;
                     found(range.start..middle);
                     found(middle + 4096..range.end);
@@ -231,7 +231,7 @@ fn i3_pages_that_the_senders_scan_forgets_are_found_by_the_digests() {
             |memory, index, found| {
                 // The first region begins where the file does.
                 let length = memory.regions()[index].length;
-                memory.worth_sending(0, &mut |range| {
+                memory.ranges_to_send(0, &mut |range| {
                     if range.start < length {
                         found(range.start..range.end.min(length));
                     }
@@ -309,17 +309,17 @@ fn i2_every_failing_step_at_the_source_leaves_the_vm_there() {
         ("describe", &["describe"][..]),
         ("pause", &["describe", "pause", "resume"]),
         (
-            "relinquish",
-            &["describe", "pause", "relinquish", "reacquire", "resume"],
+            "deactivate",
+            &["describe", "pause", "deactivate", "reactivate", "resume"],
         ),
         (
             "save",
             &[
                 "describe",
                 "pause",
-                "relinquish",
+                "deactivate",
                 "save",
-                "reacquire",
+                "reactivate",
                 "resume",
             ],
         ),
@@ -328,10 +328,10 @@ fn i2_every_failing_step_at_the_source_leaves_the_vm_there() {
             &[
                 "describe",
                 "pause",
-                "relinquish",
+                "deactivate",
                 "save",
                 "hold",
-                "reacquire",
+                "reactivate",
                 "resume",
             ],
         ),
@@ -355,12 +355,12 @@ fn i2_every_failing_step_at_the_source_leaves_the_vm_there() {
 
 #[test]
 fn i2_a_vm_that_cannot_be_resumed_is_reported_as_stuck() {
-    for step in ["reacquire", "resume"] {
+    for step in ["reactivate", "resume"] {
         let vm = running(4 << 20);
         let same = Arc::downgrade(&vm);
         *vm.fail.lock().unwrap() = Some("hold");
         *vm.hook.lock().unwrap() = Some(Box::new(move |now| {
-            if now == "reacquire" {
+            if now == "reactivate" {
                 *same.upgrade().unwrap().fail.lock().unwrap() = Some(step);
             }
         }));
@@ -473,7 +473,7 @@ fn a_guest_that_powers_off_on_the_way_ends_the_migration_on_both_sides() {
             "{step}"
         );
         assert!(!vm.calls().contains(&"resume"));
-        assert_eq!(vm.calls().contains(&"reacquire"), step == "hold");
+        assert_eq!(vm.calls().contains(&"reactivate"), step == "hold");
         assert_eq!(
             moved.destination.err().unwrap().fault,
             FaultCode::GuestPoweredOff
@@ -738,7 +738,7 @@ fn a_panic_in_the_vmms_memory_ends_the_session_and_not_the_process() {
             assert!(!self.1.swap(true, Ordering::SeqCst), "planted");
             self.0.slice(index, offset, length)
         }
-        fn worth_sending(
+        fn ranges_to_send(
             &self,
             index: usize,
             found: &mut dyn FnMut(std::ops::Range<u64>),
@@ -774,11 +774,11 @@ fn a_panic_in_the_vmms_memory_ends_the_session_and_not_the_process() {
         fn save(&self) -> Result<Vec<Section>, VmmError> {
             self.0.save()
         }
-        fn relinquish(&self) -> Result<(), VmmError> {
-            self.0.relinquish()
+        fn deactivate(&self) -> Result<(), VmmError> {
+            self.0.deactivate()
         }
-        fn reacquire(&self) -> Result<(), VmmError> {
-            self.0.reacquire()
+        fn reactivate(&self) -> Result<(), VmmError> {
+            self.0.reactivate()
         }
         fn hold(&self) -> Result<(), VmmError> {
             self.0.hold()

@@ -13,7 +13,7 @@ use dunlin::engine::destination::{self, DestinationEvent};
 use dunlin::engine::journal::{
     DestinationRecord, Journal, Record, RecordedPeer, Role, SessionId, SourceRecord, State,
 };
-use dunlin::engine::source::{Doubt, Standing};
+use dunlin::engine::source::{Doubt, VmLocation};
 use dunlin::engine::vmm::FaultCode;
 use dunlin::engine::{Cancel, Event, Host, StandardHost, VmIs};
 use dunlin::lane::identity::{ClientTls, Identity, ServerTls};
@@ -368,7 +368,7 @@ fn i1_a_source_in_doubt_believes_its_destination_alone_in_the_process_and_after_
             let mut doubt = Doubt::taken_over(&here.journal(), session, false).unwrap();
             doubt.ask(None, &source, &options, &host).unwrap()
         };
-        let Standing::InDoubt(why) = ask(&answerer) else {
+        let VmLocation::InDoubt(why) = ask(&answerer) else {
             panic!("{who}");
         };
         // The certificate that answered, and not that the time was up.
@@ -377,7 +377,7 @@ fn i1_a_source_in_doubt_believes_its_destination_alone_in_the_process_and_after_
         // The destination itself, with a renewed certificate.
         drop(destination.finish());
         let renewed = Answerer::start(&tls(&site.host(DESTINATION)), elsewhere.journal());
-        assert_eq!(ask(&renewed), Standing::AtSource, "{who}");
+        assert_eq!(ask(&renewed), VmLocation::AtSource, "{who}");
         let record = here.journal().list().unwrap().pop().unwrap();
         assert!(matches!(
             record.peer,

@@ -133,7 +133,7 @@ fn i3_i8_a_vm_with_everything_moves_within_its_bounds() {
     let mut populated = Vec::new();
     there
         .memory
-        .worth_sending(0, &mut |range| populated.push(range))
+        .ranges_to_send(0, &mut |range| populated.push(range))
         .unwrap();
     assert_eq!(populated, [0..HOLE.start, HOLE.end..32 * MIB]);
     if huge.is_some() {

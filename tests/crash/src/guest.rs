@@ -151,7 +151,7 @@ impl Guest {
     }
 
     /// Lets the disk go.
-    pub fn relinquish(&self) {
+    pub fn deactivate(&self) {
         self.lock().disk = None;
     }
 
@@ -185,8 +185,8 @@ impl Guest {
                 self.pause();
                 Ok(())
             }
-            "relinquish" => {
-                self.relinquish();
+            "deactivate" => {
+                self.deactivate();
                 Ok(())
             }
             "destroy" => {

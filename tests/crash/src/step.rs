@@ -7,7 +7,7 @@ pub const SOURCE: &[&str] = &[
     "committing-recorded",
     "pause",
     "paused",
-    "relinquish",
+    "deactivate",
     "save",
     "hold",
     "commit-unsent",

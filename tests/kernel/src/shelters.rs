@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use dunlin_ipsec::lanes::Shelter;
+use dunlin_ipsec::lanes::IpsecLanes;
 use dunlin_ipsec::{Direction, Mode, Observer, Options, Sender, Status};
 
 use crate::Guest;
@@ -37,7 +37,7 @@ impl Said {
 /// # Panics
 /// The kernel has no IPsec.
 #[must_use]
-pub fn shelter(host: &str, mode: Mode, cpus: &[u32]) -> (Shelter, Said) {
+pub fn shelter(host: &str, mode: Mode, cpus: &[u32]) -> (IpsecLanes, Said) {
     shelter_with(host, mode, cpus, POOL)
 }
 
@@ -46,7 +46,7 @@ pub fn shelter(host: &str, mode: Mode, cpus: &[u32]) -> (Shelter, Said) {
 /// # Panics
 /// The kernel has no IPsec.
 #[must_use]
-pub fn shelter_with(host: &str, mode: Mode, cpus: &[u32], ports: &str) -> (Shelter, Said) {
+pub fn shelter_with(host: &str, mode: Mode, cpus: &[u32], ports: &str) -> (IpsecLanes, Said) {
     let records = Path::new(&format!("state-{host}")).join("ipsec");
     let mut options = Options::new(mode, ports.parse().expect("ports"), records);
     options.cpus = cpus.to_vec();
@@ -58,7 +58,7 @@ pub fn shelter_with(host: &str, mode: Mode, cpus: &[u32], ports: &str) -> (Shelt
         let mut said = heard.0.lock().expect("nobody panics");
         said.push(event.to_string());
     });
-    let shelter = inside(host, || Shelter::new(options, observer)).expect("IPsec is there");
+    let shelter = inside(host, || IpsecLanes::new(options, observer)).expect("IPsec is there");
     (shelter, said)
 }
 

@@ -11,7 +11,7 @@ use std::collections::{BTreeMap, VecDeque};
 use dunlin_proto::bitmap::Run;
 use dunlin_proto::control::{Final, Message};
 use dunlin_proto::journal::SourceRecord;
-use dunlin_proto::lanes::{Action, Patience, Sending};
+use dunlin_proto::lanes::{Action, Sending, Timeouts};
 use dunlin_proto::precopy::{AtTimeLimit, Goals, Precopy};
 use dunlin_proto::schedule::Schedule;
 use dunlin_proto::switchover::{Source, SourceAction, SourceEvent};
@@ -25,7 +25,7 @@ use crate::world::{Event, World};
 use control::Link;
 use lane::Lane;
 
-const PATIENCE: Patience = Patience {
+const PATIENCE: Timeouts = Timeouts {
     progress_ns: 400 * MS,
     open_ns: 700 * MS,
     retry_first_ns: 20 * MS,

@@ -29,7 +29,7 @@ use dunlin::lane::dial::{
 };
 use dunlin::lane::identity::ClientTls;
 use dunlin::lane::peers::PeerIdentity;
-use dunlin_ipsec::lanes::Shelter;
+use dunlin_ipsec::lanes::IpsecLanes;
 use dunlin_linux::poll::waker;
 use dunlin_proto::negotiate::{Features, LaneOpen, LaneSecurity, Offer, Opening, VERSIONS};
 
@@ -112,7 +112,7 @@ impl BetweenHosts {
         }
     }
 
-    fn shelter(&self, variant: Variant) -> Result<Shelter> {
+    fn shelter(&self, variant: Variant) -> Result<IpsecLanes> {
         let mut options = self
             .ipsec
             .options(self.state.directory()?.join(crate::ipsec::RECORDS))?;
@@ -229,7 +229,7 @@ struct Measured {
 
 fn admit(
     arrival: Arrival,
-    shelter: &Shelter,
+    shelter: &IpsecLanes,
     target: &Arc<MappedMemory>,
     measured: &Mutex<Option<Measured>>,
 ) -> Result<()> {

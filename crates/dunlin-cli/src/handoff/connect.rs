@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use clap::{ArgGroup, Args, ValueEnum};
 use dunlin::lane::identity::Role;
-use dunlin::lane::policy::{Belief, Bundle, HandoffTls};
+use dunlin::lane::policy::{Bundle, HandoffTls, TrustPolicy};
 use dunlin::lane::provider::{self, Offer, TlsVersion};
 use dunlin_handoff::connect::{self, Connected};
 use dunlin_handoff::kernel::KernelError;
@@ -155,9 +155,9 @@ impl Connect {
         let belief = match &self.cert_bundle_file {
             Some(path) => {
                 let bundle = Bundle::load(path).context("--cert-bundle-file cannot be used")?;
-                Belief::Bundle(Arc::new(bundle), allowed_peers(&self.peers)?)
+                TrustPolicy::Bundle(Arc::new(bundle), allowed_peers(&self.peers)?)
             }
-            None => Belief::Anybody,
+            None => TrustPolicy::Anybody,
         };
         let identity = match &self.identity {
             Some(directory) => Some(load_identity(directory, Role::Source, &self.reading)?.0),

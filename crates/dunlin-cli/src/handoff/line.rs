@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-use dunlin::lane::kernel::{Acceleration, Chosen, Device, Place};
+use dunlin::lane::kernel::{Acceleration, Chosen, Device, RecordEngine};
 use dunlin_handoff::accept::{Arrived, Offload};
 use dunlin_handoff::connect::Facts;
 use dunlin_handoff::kernel::RECORD_LIMIT;
@@ -138,8 +138,8 @@ impl HandedLine {
 impl From<Acceleration> for AccelerationLine {
     fn from(acceleration: Acceleration) -> Self {
         let name = |place| match place {
-            Place::Software => "software",
-            Place::Card => "card",
+            RecordEngine::Software => "software",
+            RecordEngine::Card => "card",
         };
         Self {
             sending: name(acceleration.sending),

@@ -15,7 +15,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use dunlin::engine::journal::{Entry, Record, Role, SourceRecord, State};
-use dunlin::engine::source::{self, Standing};
+use dunlin::engine::source::{self, VmLocation};
 use dunlin::engine::{Host, StandardHost};
 use serde::{Deserialize, Serialize};
 
@@ -145,7 +145,7 @@ impl Resolve {
         let host: Arc<dyn Host> = Arc::new(StandardHost);
         // The copy has died with its process: there is none to resume.
         let standing = doubt.ask(None, &tls, &asking(self.doubt_limit), &host)?;
-        if matches!(standing, Standing::AtSource | Standing::AtDestination) {
+        if matches!(standing, VmLocation::AtSource | VmLocation::AtDestination) {
             doubt.forget()?;
         }
         Ok((&standing).into())

@@ -11,7 +11,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
-use dunlin_tunnel::{Demand, Errand, Listen, Standing, Tunnel};
+use dunlin_tunnel::{Demand, Listen, ListenerStatus, OnDemandListener, Tunnel};
 use serde::{Deserialize, Serialize};
 
 use super::config::parse_listen;
@@ -230,7 +230,7 @@ impl Desk {
 
     fn close(&self, listener: &str) -> Result<()> {
         let errands = self.tunnel()?.errands();
-        let is_meant = |errand: &&Errand| {
+        let is_meant = |errand: &&OnDemandListener| {
             errand.number().to_string() == listener || errand.listen().to_string() == listener
         };
         let Some(errand) = errands.iter().find(is_meant) else {
@@ -246,7 +246,7 @@ impl Desk {
     /// Answers when a listener is over.
     fn wait(
         self: &Arc<Self>,
-        errand: Errand,
+        errand: OnDemandListener,
         once: bool,
         mut requests: impl BufRead + Send + 'static,
         connection: &UnixStream,
@@ -270,7 +270,7 @@ impl Desk {
 }
 
 /// How a listener and its channels have ended.
-fn ended(standing: &Standing) -> Line {
+fn ended(standing: &ListenerStatus) -> Line {
     let failed = |fault: &str, at_fault: &str, text: String, code| {
         Line::Failed(FailedLine {
             fault: fault.into(),

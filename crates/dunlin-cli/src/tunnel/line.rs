@@ -1,7 +1,7 @@
 //! What a tunnel says of itself over its control socket, and `dunlin status
 //! --json` with it.
 
-use dunlin_tunnel::{Errand, RouteStatus, Status};
+use dunlin_tunnel::{OnDemandListener, RouteStatus, Status};
 use serde::{Deserialize, Serialize};
 
 /// A tunnel that runs.
@@ -99,8 +99,8 @@ impl RouteLine {
     }
 }
 
-impl From<&Errand> for ListenerLine {
-    fn from(errand: &Errand) -> Self {
+impl From<&OnDemandListener> for ListenerLine {
+    fn from(errand: &OnDemandListener) -> Self {
         let standing = errand.standing();
         Self {
             number: errand.number(),

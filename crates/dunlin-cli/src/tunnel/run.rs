@@ -10,7 +10,7 @@ use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
 use dunlin::lane::dial::SealedLanes;
 use dunlin::lane::identity::Role;
-use dunlin_ipsec::lanes::Shelter;
+use dunlin_ipsec::lanes::IpsecLanes;
 use dunlin_ipsec::xfrm::esp_offload;
 use dunlin_ipsec::{Observer, Options};
 use dunlin_linux::affinity::{allowed, keep_to};
@@ -176,7 +176,7 @@ impl Run {
 
 impl Run {
     /// What lanes go over IPsec by.
-    fn shelter(&self, ipsec: &Ipsec) -> Result<Shelter> {
+    fn shelter(&self, ipsec: &Ipsec) -> Result<IpsecLanes> {
         if let Some(command) = esp_offload().how_to_load() {
             say(&format!(
                 "warning: TCP hands IPsec one packet for each segment on this kernel; `{command}` \
@@ -193,7 +193,7 @@ impl Run {
         let cpus = cpus.into_iter().map(u32::try_from);
         options.cpus = cpus.collect::<Result<_, _>>()?;
         let observer: Observer = Arc::new(|event| say(&event.to_string()));
-        Shelter::new(options, observer).context("lanes cannot go over IPsec")
+        IpsecLanes::new(options, observer).context("lanes cannot go over IPsec")
     }
 }
 

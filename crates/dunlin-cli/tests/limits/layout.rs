@@ -61,11 +61,11 @@ impl SourceVm for Misdescribed {
     fn save(&self) -> Result<Vec<Section>, VmmError> {
         self.vm.save()
     }
-    fn relinquish(&self) -> Result<(), VmmError> {
-        self.vm.relinquish()
+    fn deactivate(&self) -> Result<(), VmmError> {
+        self.vm.deactivate()
     }
-    fn reacquire(&self) -> Result<(), VmmError> {
-        self.vm.reacquire()
+    fn reactivate(&self) -> Result<(), VmmError> {
+        self.vm.reactivate()
     }
     fn hold(&self) -> Result<(), VmmError> {
         self.vm.hold()

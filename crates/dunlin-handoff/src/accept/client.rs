@@ -26,7 +26,7 @@ const DECODE_ERROR: u8 = 50;
 const UNRECOGNIZED_NAME: u8 = 112;
 
 /// Bytes of clients' hellos, looked at one after the other.
-pub(super) type Desk = Box<[u8; MAX_CLIENT_FLIGHT_BYTES]>;
+pub(super) type HelloBuffer = Box<[u8; MAX_CLIENT_FLIGHT_BYTES]>;
 
 pub(super) struct Client {
     pub(super) stream: TcpStream,
@@ -94,7 +94,7 @@ impl Client {
     }
 
     /// Goes on until the socket has no more. `ended` tells that nothing more will come.
-    pub(super) fn advance(&mut self, shared: &Shared, desk: &mut Desk, ended: bool) -> Step {
+    pub(super) fn advance(&mut self, shared: &Shared, desk: &mut HelloBuffer, ended: bool) -> Step {
         match &mut self.stage {
             Stage::Undecided(_) => self.look(shared, desk, ended),
             Stage::Greeting(greeting) => match greeting.advance(&self.stream) {
@@ -110,7 +110,7 @@ impl Client {
     }
 
     /// Looks at what it has said so far, and leaves it there.
-    fn look(&mut self, shared: &Shared, desk: &mut Desk, ended: bool) -> Step {
+    fn look(&mut self, shared: &Shared, desk: &mut HelloBuffer, ended: bool) -> Step {
         let seen = match self.stream.peek(&mut desk[..]) {
             // It came and went.
             Ok(0) => return Step::Gone,

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use dunlin_linux::epoll::Readiness;
 use dunlin_proto::limits::MAX_CLIENT_FLIGHT_BYTES;
 
-use super::client::{Client, Desk, Step};
+use super::client::{Client, HelloBuffer, Step};
 use super::forward::{Forwarded, Side};
 use super::{Event, Refusal, Shared, deliver};
 use dunlin_lane::accept::is_shortage;
@@ -39,19 +39,19 @@ pub(super) fn token(number: u64, of: Of) -> u64 {
         }
 }
 
-pub(super) struct Door {
+pub(super) struct AcceptLoop {
     shared: Arc<Shared>,
     /// Gone when nobody is accepted any more.
     listener: Option<TcpListener>,
     /// By their numbers, hence by age.
     clients: BTreeMap<u64, Client>,
     next: u64,
-    desk: Desk,
+    desk: HelloBuffer,
     resting: Option<Instant>,
     is_starved: bool,
 }
 
-impl Door {
+impl AcceptLoop {
     /// A door that is open.
     ///
     /// # Errors

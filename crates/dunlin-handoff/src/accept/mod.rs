@@ -39,7 +39,7 @@ use thiserror::Error;
 pub use self::proxy::ProxyHeader;
 use super::carry::CarryError;
 use super::connect::Facts;
-use door::Door;
+use door::AcceptLoop;
 use dunlin_lane::accept::RejectReason;
 use dunlin_lane::handshake::HandshakeError;
 use dunlin_lane::kernel::{Chosen, Inspector, Refused};
@@ -106,7 +106,7 @@ impl Default for Limits {
 /// [`carry::run`](super::carry::run).
 pub type Fallback = Box<dyn Fn() -> Command + Send + Sync>;
 /// Makes the line that goes with a socket, without its end.
-pub type Line = Box<dyn Fn(&Arrived) -> String + Send + Sync>;
+pub type Description = Box<dyn Fn(&Arrived) -> String + Send + Sync>;
 
 /// What is done with whom.
 pub struct Options {
@@ -119,7 +119,7 @@ pub struct Options {
     /// Without one, a client is refused where the kernel has no TLS.
     pub fallback: Option<Fallback>,
     /// What is said of a socket to whoever takes it.
-    pub line: Line,
+    pub line: Description,
     /// What asks the kernel about a connection that was given to it.
     pub inspector: Box<dyn Inspector>,
     /// Bounds.
@@ -328,7 +328,7 @@ impl Acceptor {
             waker,
             wakeup,
         });
-        let mut door = Door::new(&shared, listener)?;
+        let mut door = AcceptLoop::new(&shared, listener)?;
         let own = Arc::clone(&shared);
         let door = thread::Builder::new()
             .name("dunlin-door".to_owned())

@@ -1,16 +1,16 @@
 //! Lanes of Dunlin's own over IPsec: plain TCP connections whose packets the kernel seals.
 //!
-//! A [`Shelter`] is what a process has for it, for lanes in both directions. Whoever opens
-//! lanes has [`Ways`] to one peer, which make a session when the first lane is wanted; whoever
+//! A [`IpsecLanes`] is what a process has for it, for lanes in both directions. Whoever opens
+//! lanes has [`IpsecDialer`] to one peer, which make a session when the first lane is wanted; whoever
 //! accepts hands the session's offer to [`SealedLanes::take`], and a lane that came in plain to
-//! [`LaneAcceptor::admit`], which asks [`Shelter::covers`] whether it is one of that session.
+//! [`LaneAcceptor::admit`], which asks [`IpsecLanes::covers`] whether it is one of that session.
 //!
 //! ```text
 //!  opens lanes                                                       accepts
-//!   Ways ─▶ connection of its own (TLS): an IPsec session's ═════════▶ take
+//!   IpsecDialer ─▶ connection of its own (TLS): an IPsec session's ═════════▶ take
 //!    │      offer, to the listener of the lanes, for 64 source ports
 //!    ▼
-//!   Sheltered: a lane ── from one of these ports, by ESP ────────────▶ covers
+//!   ProtectedLane: a lane ── from one of these ports, by ESP ────────────▶ covers
 //!    ▲
 //!   watch: bytes of lanes against bytes of SAs, once a second
 //! ```
@@ -23,8 +23,8 @@
 //! SA of that CPU is asked for when its first lane comes. An SA that the peer has no room for
 //! is done without, by the fallback.
 
+mod dialer;
 mod watch;
-mod ways;
 
 use std::fmt;
 use std::io;
@@ -42,20 +42,20 @@ use dunlin_proto::ipsec::{Mode, Sender};
 use dunlin_proto::negotiate::{Features, LaneSecurity, Opening};
 use thiserror::Error;
 
-pub use ways::{LaneError, Seat, Sheltered, Ways};
+pub use dialer::{IpsecDialer, LaneError, LaneHold, ProtectedLane};
 
 use super::door::{Held, Site, lock};
 use super::error::{IpsecError, harmless, in_words};
 use super::session::clean_up_lanes;
 use super::tables::Tables;
 use super::{Event, Observer, Options, PortRange, Status};
+use dialer::LaneSession;
 use dunlin_lane::accept::{Arrival, LaneSocket};
 use dunlin_lane::admit::{AdmitError, LaneAcceptor};
 use dunlin_lane::control::ControlStream;
 use dunlin_lane::data::{DataReceiver, PlainConsent, STALL_LIMIT};
 use dunlin_lane::dial::{LaneDialer, SealedLanes};
 use dunlin_lane::peers::{PeerIdentity, Principal};
-use ways::Way;
 
 /// Ports that a session protects: twice the lanes of most, since whoever closes a connection
 /// keeps its port for a minute. A power of two, so that it is one policy each way.
@@ -76,21 +76,21 @@ const SETTLING: Duration = Duration::from_secs(2);
 /// Lanes over IPsec, as this process opens and accepts them. Clones are the same one; when the
 /// last is dropped, sessions that peers have begun end.
 #[derive(Clone)]
-pub struct Shelter(Arc<Inner>);
+pub struct IpsecLanes(Arc<Inner>);
 
 struct Inner {
-    house: Arc<House>,
+    shared: Arc<Shared>,
     offers: Option<SyncSender<Offered>>,
     keeper: Option<JoinHandle<()>>,
 }
 
 /// What the threads share.
-struct House {
+struct Shared {
     /// Its options are those of sessions that peers begin.
     site: Site,
     /// CPUs on which this side's lanes are.
     cpus: Vec<u32>,
-    ways: Mutex<Vec<Weak<Way>>>,
+    dialer: Mutex<Vec<Weak<LaneSession>>>,
     answering: Mutex<Vec<Answering>>,
 }
 
@@ -110,7 +110,7 @@ struct Answering {
 /// Why a lane that came in plain is not one of a session.
 #[derive(Debug, Error)]
 #[non_exhaustive]
-pub enum Unsheltered {
+pub enum NotProtected {
     /// Its ends are not known.
     #[error("its addresses are not known: {0}")]
     Socket(#[from] io::Error),
@@ -122,7 +122,7 @@ pub enum Unsheltered {
     },
 }
 
-impl Shelter {
+impl IpsecLanes {
     /// Begins to open and accept such lanes, if the kernel can. `options.ports` are the source
     /// ports from which blocks are taken on either side, `options.cpus` those on which this
     /// side's lanes are: without any, all lanes go by one SA in mode cpu. What processes that have died left is taken back.
@@ -139,18 +139,18 @@ impl Shelter {
             cpus: Vec::new(),
             ..options
         };
-        let house = Arc::new(House {
+        let shared = Arc::new(Shared {
             site: Site {
                 held: Arc::default(),
                 options,
                 observer,
             },
             cpus,
-            ways: Mutex::default(),
+            dialer: Mutex::default(),
             answering: Mutex::default(),
         });
         let (offers, offered) = sync_channel(OFFERS);
-        let own = Arc::clone(&house);
+        let own = Arc::clone(&shared);
         let keeper = thread::Builder::new()
             .name("dunlin-ipsec-lanes".to_owned())
             .spawn(move || own.keep(&offered))
@@ -159,7 +159,7 @@ impl Shelter {
                 source,
             })?;
         Ok(Self(Arc::new(Inner {
-            house,
+            shared,
             offers: Some(offers),
             keeper: Some(keeper),
         })))
@@ -167,8 +167,8 @@ impl Shelter {
 
     /// A dialer of lanes, with the sessions that it makes.
     #[must_use]
-    pub fn ways(&self) -> Ways {
-        Ways::new(self.clone())
+    pub fn dialer(&self) -> IpsecDialer {
+        IpsecDialer::new(self.clone())
     }
 
     /// Takes the offer of an IPsec session out of what arrives at a listener of lanes; what else
@@ -190,7 +190,7 @@ impl Shelter {
         });
         if taken != Some(true) {
             let why = "too many IPsec sessions are asked for at once".to_owned();
-            self.0.house.tell(&Event::Rejected { from, why });
+            self.0.shared.tell(&Event::Rejected { from, why });
         }
         None
     }
@@ -200,7 +200,7 @@ impl Shelter {
     ///
     /// # Errors
     /// It does not.
-    pub fn covers(&self, peer: &Principal, lane: &TcpStream) -> Result<(), Unsheltered> {
+    pub fn covers(&self, peer: &Principal, lane: &TcpStream) -> Result<(), NotProtected> {
         self.covers_if(&|other| other.is(peer), lane)
     }
 
@@ -209,18 +209,18 @@ impl Shelter {
         &self,
         is_peer: &dyn Fn(&PeerIdentity) -> bool,
         lane: &TcpStream,
-    ) -> Result<(), Unsheltered> {
+    ) -> Result<(), NotProtected> {
         let (local, from) = (lane.local_addr()?, lane.peer_addr()?);
         let until = Instant::now() + SETTLING;
         loop {
-            match self.0.house.is_covered(is_peer, local, from) {
+            match self.0.shared.is_covered(is_peer, local, from) {
                 Some(true) => break,
                 // The peer was up a moment earlier.
                 None if Instant::now() < until => thread::sleep(Duration::from_millis(5)),
-                _ => return Err(Unsheltered::NoSession { from }),
+                _ => return Err(NotProtected::NoSession { from }),
             }
         }
-        let mut answering = lock(&self.0.house.answering);
+        let mut answering = lock(&self.0.shared.answering);
         if answering.len() < ANSWERING {
             answering.push(Answering {
                 lane: lane.try_clone()?,
@@ -236,8 +236,9 @@ impl Shelter {
     /// # Errors
     /// The kernel does not answer.
     pub fn sessions(&self) -> Result<Vec<Status>, IpsecError> {
-        let ways = self.0.house.own_ways();
-        ways.iter()
+        let dialer = self.0.shared.own_ways();
+        dialer
+            .iter()
             .filter_map(|way| way.session.status().transpose())
             .collect()
     }
@@ -247,22 +248,22 @@ impl Shelter {
     /// # Errors
     /// The kernel does not answer.
     pub fn peers(&self) -> Result<Vec<super::Peer>, IpsecError> {
-        self.0.house.site.peers()
+        self.0.shared.site.peers()
     }
 
     /// Renews the keys of everything that this side sends.
     pub fn rekey(&self) {
-        let house = &self.0.house;
-        lock(&house.site.held)
+        let shared = &self.0.shared;
+        lock(&shared.site.held)
             .iter()
             .for_each(|one| one.session.rekey());
-        for way in house.own_ways() {
+        for way in shared.own_ways() {
             way.session.rekey();
         }
     }
 }
 
-impl LaneAcceptor for Shelter {
+impl LaneAcceptor for IpsecLanes {
     fn admit(
         &self,
         socket: LaneSocket,
@@ -280,9 +281,9 @@ impl LaneAcceptor for Shelter {
     }
 }
 
-impl SealedLanes for Shelter {
+impl SealedLanes for IpsecLanes {
     fn dialer(&self) -> Arc<dyn LaneDialer> {
-        Arc::new(self.ways())
+        Arc::new(self.dialer())
     }
 
     fn take(&self, arrival: Arrival) -> Option<Arrival> {
@@ -300,17 +301,17 @@ impl Drop for Inner {
     }
 }
 
-impl fmt::Debug for Shelter {
+impl fmt::Debug for IpsecLanes {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter
-            .debug_struct("Shelter")
-            .field("options", &self.0.house.site.options)
-            .field("cpus", &self.0.house.cpus)
+            .debug_struct("IpsecLanes")
+            .field("options", &self.0.shared.site.options)
+            .field("cpus", &self.0.shared.cpus)
             .finish_non_exhaustive()
     }
 }
 
-impl House {
+impl Shared {
     /// The body of the thread that looks after everything.
     fn keep(&self, offered: &Receiver<Offered>) {
         let mut watched = Instant::now();
@@ -328,13 +329,13 @@ impl House {
             }
             self.site.bury();
             self.move_answers();
-            let ways = self.own_ways();
-            for way in &ways {
+            let dialer = self.own_ways();
+            for way in &dialer {
                 way.cut_if_over();
             }
             if watched.elapsed() >= WATCH {
                 watched = Instant::now();
-                ways.iter().for_each(|way| way.watch(&self.site.observer));
+                dialer.iter().for_each(|way| way.watch(&self.site.observer));
             }
         }
         lock(&self.site.held)
@@ -350,10 +351,10 @@ impl House {
         (self.site.observer)(event);
     }
 
-    fn own_ways(&self) -> Vec<Arc<Way>> {
-        let mut ways = lock(&self.ways);
-        ways.retain(|way| way.strong_count() > 0);
-        ways.iter().filter_map(Weak::upgrade).collect()
+    fn own_ways(&self) -> Vec<Arc<LaneSession>> {
+        let mut dialer = lock(&self.dialer);
+        dialer.retain(|way| way.strong_count() > 0);
+        dialer.iter().filter_map(Weak::upgrade).collect()
     }
 
     /// None where a session is being agreed on that may.

@@ -21,7 +21,7 @@ use zeroize::Zeroizing;
 
 use super::hear::read;
 use super::system::{guarded, random};
-use super::{Beginning, Standing, Told, lock};
+use super::{Beginning, SharedStatus, Told, lock};
 use crate::error::{IpsecError, harmless, in_words};
 use crate::record::{Record, Shelf};
 use crate::sockets::{Connection, connections};
@@ -58,7 +58,7 @@ pub(super) struct Driver {
     pub(super) tables: Tables,
     pub(super) shelf: Shelf,
     pub(super) record: Option<Record>,
-    standing: Arc<Mutex<Standing>>,
+    standing: Arc<Mutex<SharedStatus>>,
     tell_up: Channel<()>,
     pub(super) layout: Option<Layout>,
     /// SAs that are to go, and when, the first first.
@@ -79,7 +79,7 @@ pub(super) struct Driver {
 impl Driver {
     pub(super) fn new(
         beginning: Beginning,
-        standing: Arc<Mutex<Standing>>,
+        standing: Arc<Mutex<SharedStatus>>,
         tell_up: Channel<()>,
     ) -> Result<Self, IpsecError> {
         let options = beginning.options;

@@ -7,7 +7,7 @@ use std::time::Duration;
 use dunlin_linux::ktls;
 use dunlin_linux::memory::is_zero_page;
 use dunlin_linux::socket::set_pacing_rate;
-use dunlin_proto::lanes::Wear;
+use dunlin_proto::lanes::KeyUsage;
 use thiserror::Error;
 use vm_memory::VolatileSlice;
 
@@ -221,18 +221,18 @@ impl DataSender {
     }
 
     /// How far the lane's key is used up, where the lane is to be replaced after `most` records.
-    pub fn key_usage(&self, most: u64) -> Wear {
+    pub fn key_usage(&self, most: u64) -> KeyUsage {
         /// Records kept back for a chunk that is under way, a mark and the end.
         const FOR_END: u64 = 2 * RECORDS_PER_FRAME as u64;
         let used = self.counters.records;
         if self.records_left().is_none() {
-            Wear::Fresh
+            KeyUsage::Fresh
         } else if used + FOR_END >= most {
-            Wear::Spent
+            KeyUsage::Spent
         } else if used >= most / 8 * 7 {
-            Wear::Worn
+            KeyUsage::Worn
         } else {
-            Wear::Fresh
+            KeyUsage::Fresh
         }
     }
 

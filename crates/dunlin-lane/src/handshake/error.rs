@@ -11,7 +11,7 @@ use x509_parser::time::ASN1Time;
 use super::super::kernel::Refused;
 use super::super::peers::PeerRefused;
 use super::super::record::{Alert, HEADER_BYTES};
-use super::super::trust::{Unissued, peer_refused, take_unissued};
+use super::super::trust::{UntrustedReason, peer_refused, take_unissued};
 use super::FLIGHT_LIMIT_BYTES;
 
 /// Why a handshake failed. Nothing but handshake messages has been sent.
@@ -60,7 +60,7 @@ pub enum HandshakeError {
     NoCertificate,
     /// None of our authorities vouches for the peer's certificate.
     #[error("the peer's certificate is refused: {}", unissued(.0))]
-    UnknownAuthority(Option<Unissued>),
+    UnknownAuthority(Option<UntrustedReason>),
     /// The peer's certificate was taken back.
     #[error(
         "the peer's certificate, or an intermediate's, is revoked by its authority, as a revocation list on this host says: give the peer another certificate"
@@ -206,7 +206,7 @@ fn known(start: &[u8; HEADER_BYTES]) -> &'static str {
     }
 }
 
-fn unissued(why: &Option<Unissued>) -> String {
+fn unissued(why: &Option<UntrustedReason>) -> String {
     match why {
         Some(why) => why.to_string(),
         None => "it comes from an unknown authority".to_owned(),

@@ -22,14 +22,14 @@ const TOLD: [&str; 4] = ["Device", "Error", "Retry", "Violation"];
 /// `dunlin_ipsec::inspect` implements it. `()` asks nothing.
 pub trait Inspector: fmt::Debug + Send + Sync {
     /// Who seals and opens the connection's records; `None` where the kernel does not tell.
-    fn places(&self, connection: &TcpStream) -> Option<TlsPlaces>;
+    fn record_engines(&self, connection: &TcpStream) -> Option<RecordEngines>;
 
     /// The device by which its segments leave now; `None` where the kernel does not tell.
     fn device(&self, connection: &TcpStream) -> Option<Device>;
 }
 
 impl Inspector for () {
-    fn places(&self, _: &TcpStream) -> Option<TlsPlaces> {
+    fn record_engines(&self, _: &TcpStream) -> Option<RecordEngines> {
         None
     }
 
@@ -40,7 +40,7 @@ impl Inspector for () {
 
 /// Who seals or opens the records of a direction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum RecordEngine {
     /// The kernel, on this host's processors (`TLS_CONF_SW`, or `sw` as ss(8) has it).
     Software,
     /// The network card (`TLS_CONF_HW`, `TLS_CONF_HW_RECORD`).
@@ -49,11 +49,11 @@ pub enum Place {
 
 /// The same of both directions; `None` is a direction without a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct TlsPlaces {
+pub struct RecordEngines {
     /// What this side sends.
-    pub sending: Option<Place>,
+    pub sending: Option<RecordEngine>,
     /// What the peer sends.
-    pub receiving: Option<Place>,
+    pub receiving: Option<RecordEngine>,
 }
 
 /// A network device.
@@ -87,9 +87,9 @@ pub struct Chosen {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Acceleration {
     /// What this side sends.
-    pub sending: Place,
+    pub sending: RecordEngine,
     /// What the peer sends.
-    pub receiving: Place,
+    pub receiving: RecordEngine,
 }
 
 impl Chosen {
@@ -99,8 +99,8 @@ impl Chosen {
         Self {
             driver: Driver::of(suite),
             // Whatever keeps it from being told, it is a remark.
-            acceleration: match inspector.places(connection) {
-                Some(TlsPlaces {
+            acceleration: match inspector.record_engines(connection) {
+                Some(RecordEngines {
                     sending: Some(sending),
                     receiving: Some(receiving),
                 }) => Some(Acceleration { sending, receiving }),
@@ -120,8 +120,8 @@ impl Chosen {
 fn without_a_card(listed: &str) -> Option<Acceleration> {
     let never = |wanted: &str| counters(listed).any(|found| found == (wanted, 0));
     (never("TlsTxDevice") && never("TlsRxDevice")).then_some(Acceleration {
-        sending: Place::Software,
-        receiving: Place::Software,
+        sending: RecordEngine::Software,
+        receiving: RecordEngine::Software,
     })
 }
 
@@ -166,12 +166,12 @@ impl fmt::Display for Chosen {
 impl fmt::Display for Acceleration {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match (self.sending, self.receiving) {
-            (Place::Software, Place::Software) => "in software",
-            (Place::Card, Place::Card) => "on the network card",
-            (Place::Card, Place::Software) => {
+            (RecordEngine::Software, RecordEngine::Software) => "in software",
+            (RecordEngine::Card, RecordEngine::Card) => "on the network card",
+            (RecordEngine::Card, RecordEngine::Software) => {
                 "on the network card as far as it is sent, in software as far as it is received"
             }
-            (Place::Software, Place::Card) => {
+            (RecordEngine::Software, RecordEngine::Card) => {
                 "in software as far as it is sent, on the network card as far as it is received"
             }
         })
@@ -209,8 +209,8 @@ mod tests {
                 is_async: false,
             }),
             acceleration: Some(Acceleration {
-                sending: Place::Card,
-                receiving: Place::Card,
+                sending: RecordEngine::Card,
+                receiving: RecordEngine::Card,
             }),
             device: None,
             counters: counters(LISTED)

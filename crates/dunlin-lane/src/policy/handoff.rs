@@ -16,7 +16,7 @@ use crate::identity::{Identity, SettingsError};
 use crate::kernel::Offload;
 use crate::peers::{PeerIdentity, Peers};
 use crate::provider::{self, Offer, TlsVersion};
-use crate::trust::bundle::{Belief, Believing};
+use crate::trust::bundle::{Believing, TrustPolicy};
 
 /// The TLS settings of a hand-off that connects.
 #[derive(Clone, Debug)]
@@ -24,7 +24,7 @@ pub struct HandoffTls {
     pub(crate) config: Arc<ClientConfig>,
     pub(crate) server_name: ServerName<'static>,
     version: TlsVersion,
-    belief: Belief,
+    belief: TrustPolicy,
 }
 
 impl HandoffTls {
@@ -35,7 +35,7 @@ impl HandoffTls {
     /// [`SettingsError`].
     pub fn new(
         offer: Offer,
-        belief: Belief,
+        belief: TrustPolicy,
         server: Option<&str>,
         identity: Option<&Identity>,
     ) -> Result<Self, SettingsError> {

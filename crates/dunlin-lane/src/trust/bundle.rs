@@ -34,7 +34,7 @@ pub struct Bundle {
 
 /// Whom a hand-off believes.
 #[derive(Clone, Debug)]
-pub enum Belief {
+pub enum TrustPolicy {
     /// Whoever answers, which protects from nobody but listeners.
     Anybody,
     /// Whoever the file vouches for, with one of these names if any are demanded.
@@ -71,7 +71,7 @@ fn is_authority(certificate: &CertificateDer<'_>) -> bool {
     X509Certificate::from_der(certificate).is_ok_and(|(_, certificate)| certificate.is_ca())
 }
 
-impl Belief {
+impl TrustPolicy {
     /// Who the bearer of `leaf` is. A handshake must have believed it.
     pub fn identity(&self, leaf: &CertificateDer<'_>) -> Option<PeerIdentity> {
         let Self::Bundle(bundle, peers) = self else {
@@ -96,7 +96,7 @@ impl Bundle {
 /// The check of the server's certificate.
 #[derive(Debug)]
 pub(crate) struct Believing {
-    pub(crate) belief: Belief,
+    pub(crate) belief: TrustPolicy,
     /// The keys that our identity denies.
     pub(crate) denied: Denied,
     pub(crate) algorithms: WebPkiSupportedAlgorithms,
@@ -116,7 +116,7 @@ impl ServerCertVerifier for Believing {
         self.denied
             .check(end_entity, intermediates)
             .map_err(refused)?;
-        let Belief::Bundle(bundle, peers) = &self.belief else {
+        let TrustPolicy::Bundle(bundle, peers) = &self.belief else {
             return Ok(ServerCertVerified::assertion());
         };
         if bundle.has(end_entity) {

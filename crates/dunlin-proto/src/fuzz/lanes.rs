@@ -6,10 +6,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::Choices;
 use crate::bitmap::Run;
 use crate::control::{ChunkSet, Final, Place, Reached};
-use crate::lanes::{Action, Fence, Patience, Receiving, Sending, Wear};
+use crate::lanes::{Action, Fence, KeyUsage, Receiving, Sending, Timeouts};
 use crate::schedule::{ChunkPlan, Schedule, Work};
 
-pub(super) const PATIENCE: Patience = Patience {
+pub(super) const PATIENCE: Timeouts = Timeouts {
     progress_ns: 5_000,
     open_ns: 10_000,
     retry_first_ns: 200,
@@ -19,11 +19,11 @@ pub(super) const PATIENCE: Patience = Patience {
 /// Pages of the memory: four chunks and a little.
 pub(super) const PAGES: u64 = 260;
 
-pub(super) fn wear(choices: &mut Choices<'_>) -> Wear {
+pub(super) fn wear(choices: &mut Choices<'_>) -> KeyUsage {
     match choices.byte() {
-        0..240 => Wear::Fresh,
-        240..252 => Wear::Worn,
-        _ => Wear::Spent,
+        0..240 => KeyUsage::Fresh,
+        240..252 => KeyUsage::Worn,
+        _ => KeyUsage::Spent,
     }
 }
 
@@ -120,7 +120,7 @@ pub fn fuzz_sending(bytes: &[u8]) {
                 let wear = wear(&mut choices);
                 match sending.next(lane, wear, now_ns, &mut plan) {
                     Work::Chunk => {
-                        assert!(wear != Wear::Spent, "a spent lane carries a chunk");
+                        assert!(wear != KeyUsage::Spent, "a spent lane carries a chunk");
                         given.insert(plan.number, (lane, plan.pages));
                         pending -= plan.pages;
                         if choices.byte() < 16 {

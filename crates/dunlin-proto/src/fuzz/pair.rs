@@ -7,7 +7,7 @@ use super::Choices;
 use super::lanes::{PAGES, PATIENCE, wear};
 use crate::bitmap::Run;
 use crate::control::{ChunkSet, Final, Reached};
-use crate::lanes::{Action, Fence, Receiving, Sending, Wear};
+use crate::lanes::{Action, Fence, KeyUsage, Receiving, Sending};
 use crate::schedule::{ChunkPlan, Schedule, Work};
 
 /// What a data lane carries.
@@ -171,7 +171,7 @@ impl Pair {
     }
 
     /// The lane's thread at the source asks for work and does it.
-    fn work(&mut self, lane: u16, wear: Wear) {
+    fn work(&mut self, lane: u16, wear: KeyUsage) {
         let Some(line) = self.lines.get_mut(&lane).filter(|line| line.sends) else {
             return;
         };
@@ -322,7 +322,7 @@ impl Pair {
                 return;
             }
             for lane in self.lines.keys().copied().collect::<Vec<_>>() {
-                self.work(lane, Wear::Fresh);
+                self.work(lane, KeyUsage::Fresh);
                 self.deliver(lane);
             }
             self.fence();

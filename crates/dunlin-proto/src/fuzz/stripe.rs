@@ -11,7 +11,8 @@ use crate::negotiate::SessionSecret;
 use crate::stripe::frame::{Data, FRAME_HEADER_BYTES, Frame};
 use crate::stripe::message::{Credit, Header, LaneAck, MESSAGE_HEADER_BYTES, Mark, Message, Open};
 use crate::stripe::{
-    Action, Arrival, Association, Config, Delivery, Opening, Outcome, Patience, Side, Wear, Work,
+    Action, Arrival, Association, Config, Delivery, KeyUsage, Opening, Outcome, Side, Timeouts,
+    Work,
 };
 
 /// A message of the tunnel, as it is and with the length that it has.
@@ -94,7 +95,7 @@ pub fn fuzz_association(bytes: &[u8]) {
         bytes: BYTES,
         lanes: 2,
         lanes_max: 3,
-        patience: Patience::default(),
+        patience: Timeouts::default(),
     };
     let mut rig = Rig {
         association: Association::new(side, config, 0),
@@ -156,7 +157,8 @@ impl Rig {
             7 => association.lane_over(lane, now_ns),
             8 => association.readable(channel),
             9 => {
-                let wear = [Wear::Fresh, Wear::Worn, Wear::Spent][choices.below(3) as usize];
+                let wear =
+                    [KeyUsage::Fresh, KeyUsage::Worn, KeyUsage::Spent][choices.below(3) as usize];
                 if let Work::Read { channel, most } = association.next(lane, wear, now_ns) {
                     assert!((1..=MAX_STRIPE_CHUNK_BYTES).contains(&most));
                     self.reads.push((lane, channel, most));

@@ -10,7 +10,7 @@ use crate::schedule::{ChunkPlan, Schedule, UnknownChunk, Work};
 
 /// How long the source waits for what; all in nanoseconds.
 #[derive(Clone, Copy, Debug)]
-pub struct Patience {
+pub struct Timeouts {
     /// For the next confirmation of anything on a lane that has something
     /// under way.
     pub progress_ns: u64,
@@ -41,7 +41,7 @@ pub enum Action {
 
 /// How much of its cipher's record limit a lane has used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Wear {
+pub enum KeyUsage {
     /// Enough is left.
     Fresh,
     /// Another should be opened in its place.
@@ -121,7 +121,7 @@ impl Lane {
 #[derive(Debug)]
 pub struct Sending {
     schedule: Schedule,
-    patience: Patience,
+    patience: Timeouts,
     wanted: u16,
     lanes: BTreeMap<u16, Lane>,
     actions: VecDeque<Action>,
@@ -139,7 +139,7 @@ pub struct Sending {
 impl Sending {
     /// Lanes over `schedule`, none of which is wanted yet.
     #[must_use]
-    pub fn new(schedule: Schedule, patience: Patience) -> Self {
+    pub fn new(schedule: Schedule, patience: Timeouts) -> Self {
         Self {
             schedule,
             patience,
@@ -228,7 +228,7 @@ impl Sending {
     }
 
     /// What `lane` shall do now; see [`Schedule::next`].
-    pub fn next(&mut self, number: u16, wear: Wear, now_ns: u64, plan: &mut ChunkPlan) -> Work {
+    pub fn next(&mut self, number: u16, wear: KeyUsage, now_ns: u64, plan: &mut ChunkPlan) -> Work {
         let outstanding = self.outstanding(number);
         let since_ns = self.unconfirmed_since(number);
         let Some(lane) = self.lanes.get_mut(&number) else {
@@ -239,8 +239,8 @@ impl Sending {
             Is::Opening { .. } => return Work::Wait,
             Is::Up | Is::Leaving => {}
         }
-        lane.worn |= wear != Wear::Fresh;
-        if wear == Wear::Spent {
+        lane.worn |= wear != KeyUsage::Fresh;
+        if wear == KeyUsage::Spent {
             lane.is = Is::Leaving;
             self.schedule.leave(number);
         }

@@ -22,7 +22,7 @@ use crate::limits::{
 };
 use crate::mistake::{Mistake, planted};
 
-pub use sending::{Outcome, Wear, Work};
+pub use sending::{KeyUsage, Outcome, Work};
 pub use values::{Action, Config, Left, OpenError, Opening, Side, Usage};
 
 /// Bytes of all channels after which one lane is not enough: less is a

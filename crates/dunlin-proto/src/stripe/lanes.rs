@@ -21,7 +21,7 @@ use crate::mistake::{Mistake, planted};
 
 /// How long a side waits for what; all in nanoseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Patience {
+pub struct Timeouts {
     /// For the next acknowledgement on a lane that carries something.
     pub progress_ns: u64,
     /// For a new lane to stand.
@@ -37,7 +37,7 @@ pub struct Patience {
     pub warm_ns: u64,
 }
 
-impl Default for Patience {
+impl Default for Timeouts {
     /// What fits hosts of one site: a hypervisor hears of a vanished peer
     /// after ten seconds.
     fn default() -> Self {
@@ -88,7 +88,7 @@ struct Lane<T> {
 /// The lanes of one side.
 #[derive(Debug)]
 pub(super) struct SendingLanes<T> {
-    patience: Patience,
+    patience: Timeouts,
     wanted: u16,
     last_number: u16,
     lanes: BTreeMap<u16, Lane<T>>,
@@ -103,7 +103,7 @@ pub(super) struct SendingLanes<T> {
 }
 
 impl<T: Clone> SendingLanes<T> {
-    pub(super) fn new(patience: Patience) -> Self {
+    pub(super) fn new(patience: Timeouts) -> Self {
         Self {
             patience,
             wanted: 0,

@@ -18,7 +18,7 @@ use dunlin_linux::socket::set_reset_on_close;
 use dunlin_linux::tcp::{silence, unacknowledged_bytes};
 use dunlin_proto::fault::FaultCode;
 
-use super::{Place, keep_alive};
+use super::{ChannelCount, keep_alive};
 use crate::Status;
 use crate::event::Event;
 use crate::failure::{Failure, harmless};
@@ -55,7 +55,7 @@ pub(super) struct Parts {
     pub(super) route: String,
     pub(super) socket: Socket,
     pub(super) relayed: Relayed,
-    pub(super) place: Place,
+    pub(super) place: ChannelCount,
 }
 
 impl Parts {
@@ -110,7 +110,7 @@ pub(super) struct Channel {
     pub(super) stops: Option<[Stop; 2]>,
     site: Arc<Site>,
     /// Until its threads have ended.
-    place: Mutex<Option<Place>>,
+    place: Mutex<Option<ChannelCount>>,
 }
 
 impl Channel {

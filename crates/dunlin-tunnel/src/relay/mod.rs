@@ -34,7 +34,7 @@ use super::event::Event;
 use super::failure::{Failure, harmless};
 use super::meter::Count;
 use super::options::{BadRoute, Entrance, Listen, Mode, Routes, Target};
-use super::parameter::BadPlace;
+use super::parameter::BadParameterTarget;
 use super::site::Site;
 use super::socket::Socket;
 use super::{Identities, Status, TunnelError, target};
@@ -83,7 +83,7 @@ impl Routes {
             super::options::check_target(&exit.route, &exit.target)?;
             super::options::check_circle(&exit.route, &exit.target, &exit.allow, &self.entrances)?;
             if let Ok(Some(_)) = exit.target.parameter() {
-                let why = BadPlace::Relay;
+                let why = BadParameterTarget::Relay;
                 return Err(BadRoute::Place { name, why });
             }
             let earlier = &exits[..position];
@@ -143,9 +143,9 @@ enum Half {
 }
 
 /// A peer's count of channels; given back when this is dropped.
-struct Place(Arc<AtomicUsize>);
+struct ChannelCount(Arc<AtomicUsize>);
 
-impl Drop for Place {
+impl Drop for ChannelCount {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::SeqCst);
     }
@@ -171,7 +171,7 @@ struct State {
     next: u32,
     channels: BTreeMap<u32, Arc<Channel>>,
     /// A line that is here has a thread that makes its connections.
-    lines: BTreeMap<Line, VecDeque<(Half, Place)>>,
+    lines: BTreeMap<Line, VecDeque<(Half, ChannelCount)>>,
     /// Channels of each peer, made or being made.
     peers: BTreeMap<String, Arc<AtomicUsize>>,
     watch: Option<Arc<Watch>>,
@@ -285,14 +285,14 @@ impl Relays {
         let count = Arc::clone(state.peers.entry(peer.to_owned()).or_default());
         if count.fetch_add(1, Ordering::SeqCst) >= most {
             drop(state);
-            drop(Place(count));
+            drop(ChannelCount(count));
             let text = format!(
                 "{most} channels of {} are open already: raise the limit of channels or of memory",
                 harmless(peer)
             );
             return half.refuse(site, Failure::new(FaultCode::Busy, text));
         }
-        let place = Place(count);
+        let place = ChannelCount(count);
         if let Some(waiting) = state.lines.get_mut(&line) {
             if waiting.len() < WAITING {
                 waiting.push_back((half, place));
@@ -322,7 +322,7 @@ impl Relays {
     }
 
     /// The next in a line; `None` ends it.
-    fn next(&self, line: Line) -> Option<(Half, Place)> {
+    fn next(&self, line: Line) -> Option<(Half, ChannelCount)> {
         let mut state = self.lock();
         let next = state.lines.get_mut(&line).and_then(VecDeque::pop_front);
         if next.is_none() {
@@ -332,7 +332,7 @@ impl Relays {
     }
 
     /// A channel with both halves; its threads start.
-    fn start(site: &Arc<Site>, route: &str, socket: Socket, relayed: Relayed, place: Place) {
+    fn start(site: &Arc<Site>, route: &str, socket: Socket, relayed: Relayed, place: ChannelCount) {
         let mut state = site.relays.lock();
         let number = state.next;
         state.next = state.next.wrapping_add(1);
@@ -434,7 +434,7 @@ fn ended() -> Failure {
 }
 
 /// Finds a half its other half.
-fn make(site: &Arc<Site>, half: Half, place: Place) {
+fn make(site: &Arc<Site>, half: Half, place: ChannelCount) {
     let deadline = Instant::now() + site.limits.connect;
     match half {
         Half::Accepted(entrance, socket) => match reach(site, &entrance, deadline) {

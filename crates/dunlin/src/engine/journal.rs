@@ -47,7 +47,7 @@ mod tests;
 
 pub use error::JournalError;
 use error::io_error;
-use files::{HeldFile, Place, file_name};
+use files::{HeldFile, Directory, file_name};
 use memory::{HeldInMemory, Memory};
 
 use super::error::harmless;
@@ -59,7 +59,7 @@ pub struct Journal(Shelf);
 
 #[derive(Clone)]
 enum Shelf {
-    Directory(Place),
+    Directory(Directory),
     Memory(Memory),
 }
 
@@ -164,7 +164,7 @@ impl Journal {
                 mode,
             });
         }
-        Ok(Self(Shelf::Directory(Place {
+        Ok(Self(Shelf::Directory(Directory {
             directory: directory.into(),
             disk,
         })))

@@ -67,7 +67,7 @@ impl<B: Bitmap + Send + Sync + 'static> GuestMemory for MappedMemory<B> {
         Ok(sys::untracked(&slice))
     }
 
-    fn worth_sending(&self, index: usize, found: &mut dyn FnMut(Range<u64>)) -> io::Result<()> {
+    fn ranges_to_send(&self, index: usize, found: &mut dyn FnMut(Range<u64>)) -> io::Result<()> {
         let mapped = self.mapped(index)?;
         match (sys::is_private(mapped.flags()), mapped.file_offset()) {
             (false, Some(file)) => {
@@ -140,7 +140,7 @@ const PIECE_BYTES: u64 = 64 << 20;
 /// not be read. XXH3 with 128 bits: against accidents, not against attackers,
 /// whom the lanes' authentication keeps out.
 ///
-/// Holes are found by [`Occupancy`] and not by [`GuestMemory::worth_sending`]:
+/// Holes are found by [`Occupancy`] and not by [`GuestMemory::ranges_to_send`]:
 /// what the sender's scan forgets would be missing from both digests, which
 /// would agree. Where nothing is known of holes, everything is read.
 ///
@@ -294,21 +294,21 @@ mod tests {
         ];
         let memory = Arc::new(GuestMemoryMmap::from_ranges_with_files(&regions).unwrap());
         let mapped = MappedMemory::<AtomicBitmap>::new(Arc::clone(&memory), 4096);
-        let worth_sending = |index| {
+        let ranges_to_send = |index| {
             let mut ranges = Vec::new();
             let found = &mut |range| ranges.push(range);
-            mapped.worth_sending(index, found).unwrap();
+            mapped.ranges_to_send(index, found).unwrap();
             ranges
         };
-        assert_eq!([worth_sending(0), worth_sending(1)], [[], []]);
+        assert_eq!([ranges_to_send(0), ranges_to_send(1)], [[], []]);
         // In the file the first is followed by the second at once.
         for address in [SECOND - 1, 1 << 32, (1 << 32) + (1 << 20)] {
             memory.write_obj(7_u8, GuestAddress(address)).unwrap();
         }
         // Behind both regions the file goes on.
         file.write_all_at(&[7], 3 << 20).unwrap();
-        assert!(matches!(&worth_sending(0)[..], [range] if *range == (SECOND - 4096..SECOND)));
-        assert_eq!(worth_sending(1), [0..4096, 1 << 20..(1 << 20) + 4096]);
+        assert!(matches!(&ranges_to_send(0)[..], [range] if *range == (SECOND - 4096..SECOND)));
+        assert_eq!(ranges_to_send(1), [0..4096, 1 << 20..(1 << 20) + 4096]);
         let before = digest(&mapped, 1).unwrap();
         let last = GuestAddress((1 << 32) + (2 << 20) - 1);
         memory.write_obj(7_u8, last).unwrap();
@@ -333,7 +333,7 @@ mod tests {
             let memory = GuestMemoryMmap::<AtomicBitmap>::from_regions(vec![region]).unwrap();
             memory.write_obj(7_u8, GuestAddress(0)).unwrap();
             let mapped = MappedMemory::new(Arc::new(memory), 4096);
-            let error = mapped.worth_sending(0, &mut |_| ()).unwrap_err();
+            let error = mapped.ranges_to_send(0, &mut |_| ()).unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::Unsupported);
         }
     }

@@ -4,7 +4,7 @@
 //!   source: SourceVm                          destination: Builder, DestinationVm
 //!   describe ─────────────────────────────────▶ build (or refuse, with a reason)
 //!   dirty logs start, memory is read ─────────▶ memory is written
-//!   pause, save, relinquish ──────────────────▶ load
+//!   pause, save, deactivate ──────────────────▶ load
 //!   (hold) ── commit ─────────────────────────▶ acquire, resume, announce
 //!   destroy ◀───────────────────────── running
 //! ```
@@ -56,7 +56,7 @@ pub trait GuestMemory: Send + Sync {
     ///
     /// # Errors
     /// Where it cannot be found out; everything is sent then.
-    fn worth_sending(&self, index: usize, found: &mut dyn FnMut(Range<u64>)) -> io::Result<()>;
+    fn ranges_to_send(&self, index: usize, found: &mut dyn FnMut(Range<u64>)) -> io::Result<()>;
 }
 
 /// One source of the knowledge which pages have been written: KVM's bitmap or
@@ -185,15 +185,15 @@ pub trait SourceVm: Send + Sync {
     /// memory either.
     ///
     /// # Errors
-    /// The migration fails; [`SourceVm::reacquire`] follows.
-    fn relinquish(&self) -> Result<(), VmmError>;
+    /// The migration fails; [`SourceVm::reactivate`] follows.
+    fn deactivate(&self) -> Result<(), VmmError>;
 
-    /// Takes back what [`SourceVm::relinquish`] gave up, before the guest
+    /// Takes back what [`SourceVm::deactivate`] gave up, before the guest
     /// resumes at the source.
     ///
     /// # Errors
     /// The guest stays paused; the caller is told so.
-    fn reacquire(&self) -> Result<(), VmmError>;
+    fn reactivate(&self) -> Result<(), VmmError>;
 
     /// Called last before *commit*, the point of no return, with the guest
     /// paused: a toolstack may hold the migration here until it has moved

@@ -21,8 +21,8 @@ pub fn check_arrival(vmm: &mut dyn Vmm, effort: &Effort) -> Result<(), Violation
     // Given up as late as can be: the source goes on.
     let moment = Moment::of(&*source, effort)?;
     source
-        .relinquish()
-        .map_err(failed("SourceVm::relinquish"))?;
+        .deactivate()
+        .map_err(failed("SourceVm::deactivate"))?;
     let (there, _) = build(vmm, &*source)?;
     moment.memory.write_to(&*there.memory())?;
     let load = "DestinationVm::load";
@@ -31,14 +31,16 @@ pub fn check_arrival(vmm: &mut dyn Vmm, effort: &Effort) -> Result<(), Violation
     there.acquire().map_err(failed(acquire))?;
     there.discard();
     drop(there);
-    source.reacquire().map_err(failed("SourceVm::reacquire"))?;
+    source
+        .reactivate()
+        .map_err(failed("SourceVm::reactivate"))?;
     runs(&*source, &*source.memory())?;
 
     // Arrived: it runs there, and never again here.
     let moment = Moment::of(&*source, effort)?;
     source
-        .relinquish()
-        .map_err(failed("SourceVm::relinquish"))?;
+        .deactivate()
+        .map_err(failed("SourceVm::deactivate"))?;
     let (there, as_source) = build(vmm, &*source)?;
     moment.memory.write_to(&*there.memory())?;
     there.load(&moment.sections).map_err(failed(load))?;

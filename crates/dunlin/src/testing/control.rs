@@ -41,15 +41,15 @@ pub fn check_control(vm: &dyn SourceVm, effort: &Effort) -> Result<bool, Violati
         ));
     }
     let copy = Copy::of(&*memory)?;
-    vm.relinquish().map_err(failed("SourceVm::relinquish"))?;
+    vm.deactivate().map_err(failed("SourceVm::deactivate"))?;
     if let Some((region, page)) = copy.difference(&*memory)? {
         return Err(broken(
-            "SourceVm::relinquish",
+            "SourceVm::deactivate",
             "it writes no guest memory, which is being sent",
             format!("page {page} of region {region} is another after it"),
         ));
     }
-    vm.reacquire().map_err(failed("SourceVm::reacquire"))?;
+    vm.reactivate().map_err(failed("SourceVm::reactivate"))?;
     runs(vm, &*memory)?;
     stands_still(vm, &*memory, effort)?;
     Ok(throttles)

@@ -99,10 +99,10 @@ fn check_slices(memory: &dyn GuestMemory, index: usize, length: u64) -> Result<(
 }
 
 fn check_worth(memory: &dyn GuestMemory, index: usize, length: u64) -> Result<(), Violation> {
-    const METHOD: &str = "GuestMemory::worth_sending";
+    const METHOD: &str = "GuestMemory::ranges_to_send";
     let mut ranges: Vec<Range<u64>> = Vec::new();
     if memory
-        .worth_sending(index, &mut |range| ranges.push(range))
+        .ranges_to_send(index, &mut |range| ranges.push(range))
         .is_err()
     {
         // Everything is sent then.
@@ -173,7 +173,7 @@ pub(super) fn first_written(memory: &dyn GuestMemory) -> io::Result<Option<(usiz
 /// might populate them.
 pub(super) fn worth_reading(memory: &dyn GuestMemory, index: usize) -> Vec<Range<u64>> {
     let mut ranges = Vec::new();
-    match memory.worth_sending(index, &mut |range| ranges.push(range)) {
+    match memory.ranges_to_send(index, &mut |range| ranges.push(range)) {
         Ok(()) => ranges,
         Err(_) => std::iter::once(0..memory.regions()[index].length).collect(),
     }
@@ -289,7 +289,11 @@ mod tests {
             }
         }
 
-        fn worth_sending(&self, index: usize, found: &mut dyn FnMut(Range<u64>)) -> io::Result<()> {
+        fn ranges_to_send(
+            &self,
+            index: usize,
+            found: &mut dyn FnMut(Range<u64>),
+        ) -> io::Result<()> {
             match self.fault {
                 Fault::LeavesOut => Ok(()),
                 Fault::Overlaps => {
@@ -297,7 +301,7 @@ mod tests {
                     found(4096..12288);
                     Ok(())
                 }
-                _ => self.sound.worth_sending(index, found),
+                _ => self.sound.ranges_to_send(index, found),
             }
         }
     }
@@ -311,9 +315,12 @@ mod tests {
             (Fault::Short, Some("GuestMemory::slice promises")),
             (
                 Fault::LeavesOut,
-                Some("GuestMemory::worth_sending promises that what it leaves out"),
+                Some("GuestMemory::ranges_to_send promises that what it leaves out"),
             ),
-            (Fault::Overlaps, Some("GuestMemory::worth_sending promises")),
+            (
+                Fault::Overlaps,
+                Some("GuestMemory::ranges_to_send promises"),
+            ),
         ] {
             let ranges = [
                 (GuestAddress(0), 64 << 10),

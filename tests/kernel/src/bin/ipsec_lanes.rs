@@ -17,7 +17,7 @@ use dunlin::lane::dial::{
 use dunlin::lane::identity::{ClientTls, ServerTls};
 use dunlin::lane::peers::{PeerIdentity, Principal};
 use dunlin::lane::provider::Crypto;
-use dunlin_ipsec::lanes::{LaneError, Shelter, Sheltered, Ways};
+use dunlin_ipsec::lanes::{IpsecDialer, IpsecLanes, LaneError, ProtectedLane};
 use dunlin_ipsec::{Mode, Sender};
 use dunlin_kernel_tests::sessions::{
     Capture, LIMIT, captured, connect, inside, nothing_left, until,
@@ -284,9 +284,9 @@ fn i6_ports_of_a_lost_session_stay_blocked_and_the_next_lane_has_others(guest: &
 
 /// The side that opens lanes, host a, and the other one, host b.
 struct Near {
-    shelter: Shelter,
+    shelter: IpsecLanes,
     said: Said,
-    ways: Arc<Ways>,
+    ways: Arc<IpsecDialer>,
     tls: ClientTls,
     peer: Principal,
     far: Far,
@@ -366,7 +366,7 @@ struct Lane {
     thread: Option<JoinHandle<()>>,
 }
 
-fn dial(ways: &Ways, tls: &ClientTls, peer: &Principal) -> Result<Sheltered, LaneError> {
+fn dial(ways: &IpsecDialer, tls: &ClientTls, peer: &Principal) -> Result<ProtectedLane, LaneError> {
     let connector: Arc<dyn Connector> = Arc::new(StandardConnector);
     ways.connect(&LaneRequest {
         endpoint: AT,
@@ -379,7 +379,7 @@ fn dial(ways: &Ways, tls: &ClientTls, peer: &Principal) -> Result<Sheltered, Lan
 }
 
 impl Lane {
-    fn open(ways: Arc<Ways>, tls: ClientTls, peer: Principal) -> Self {
+    fn open(ways: Arc<IpsecDialer>, tls: ClientTls, peer: Principal) -> Self {
         let (told, orders) = channel::<()>();
         let (tell, done) = channel();
         let (tell_stream, opened) = channel();
@@ -449,7 +449,7 @@ impl Drop for Lane {
 
 /// Host b: takes lanes in, and reads what they bring.
 struct Far {
-    shelter: Shelter,
+    shelter: IpsecLanes,
     /// With whom its session is.
     expected: Arc<Mutex<Option<PeerIdentity>>>,
     verdicts: Arc<Mutex<Vec<bool>>>,

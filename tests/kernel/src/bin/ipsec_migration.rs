@@ -18,7 +18,7 @@ use dunlin::engine::{Cancel, Event, Host, Report, StandardHost, VmIs, Wakeup};
 use dunlin::lane::control;
 use dunlin::lane::identity::{ClientTls, ServerTls};
 use dunlin::lane::provider::Crypto;
-use dunlin_ipsec::lanes::Shelter;
+use dunlin_ipsec::lanes::IpsecLanes;
 use dunlin_ipsec::{Direction, Mode, Sender};
 use dunlin_kernel_tests::sessions::{
     Capture, LIMIT, captured, connect, inside, netns, nothing_left, until,
@@ -89,7 +89,7 @@ fn i3_sas_carry_what_their_lanes_do(guest: &Guest, tls: &Tls, cpus: &[u32], lane
     };
     let (report, shelter) = moves(guest, tls, &vm, how, {
         let counted = Arc::clone(&counted);
-        move |shelter: &Shelter| {
+        move |shelter: &IpsecLanes| {
             let sessions = shelter.sessions().expect("the kernel answers");
             let [session] = &sessions[..] else {
                 panic!("{} sessions", sessions.len());
@@ -340,8 +340,8 @@ fn moves(
     tls: &Tls,
     vm: &Arc<TestVm>,
     how: How<'_>,
-    before_commit: impl Fn(&Shelter) + Send + Sync,
-) -> (Report, Shelter) {
+    before_commit: impl Fn(&IpsecLanes) + Send + Sync,
+) -> (Report, IpsecLanes) {
     let How {
         options,
         mode,
@@ -433,7 +433,7 @@ fn lane_ports(guest: &Guest) -> Vec<u16> {
 }
 
 /// The epoch of what this side sends.
-fn epochs(shelter: &Shelter) -> u32 {
+fn epochs(shelter: &IpsecLanes) -> u32 {
     let sessions = shelter.sessions().expect("the kernel answers");
     let associations = sessions.iter().flat_map(|one| &one.associations);
     let outbound = associations.filter(|one| one.association.direction == Direction::Out);
@@ -441,7 +441,7 @@ fn epochs(shelter: &Shelter) -> u32 {
 }
 
 /// A destination at host b.
-fn receive(tls: &Tls) -> (Receiving, Shelter) {
+fn receive(tls: &Tls) -> (Receiving, IpsecLanes) {
     let (far, _) = shelter("b", Mode::Connection, &[]);
     let options = unhurried().to_builder().ipsec(Some(Arc::new(far.clone())));
     let options: destination::Options = options.build().expect("they fit together");

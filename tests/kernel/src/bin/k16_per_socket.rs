@@ -3,7 +3,7 @@
 use std::net::{TcpListener, TcpStream};
 use std::process::ExitCode;
 
-use dunlin_ipsec::sock_diag::{Place, TlsPlaces, tls_places};
+use dunlin_ipsec::sock_diag::{RecordEngine, RecordEngines, record_engines};
 use dunlin_kernel_tests::handoff::{Stunnel, certificate, connect_as, stunnel};
 use dunlin_kernel_tests::tls::{Keys, connected, kernels, set, stat};
 use dunlin_kernel_tests::{Guest, Needs, run};
@@ -34,18 +34,18 @@ fn main() -> ExitCode {
 }
 
 fn the_kernel_tells_of_one_socket() {
-    let of = |socket: &TcpStream| tls_places(socket).expect("this kernel has inet_diag");
+    let of = |socket: &TcpStream| record_engines(socket).expect("this kernel has inet_diag");
     let (near, far) = kernels();
-    let both = TlsPlaces {
-        sending: Some(Place::Software),
-        receiving: Some(Place::Software),
+    let both = RecordEngines {
+        sending: Some(RecordEngine::Software),
+        receiving: Some(RecordEngine::Software),
     };
     assert_eq!((of(&near), of(&far)), (Some(both), Some(both)));
     let (near, far) = connected();
     assert_eq!(of(&near), None);
     attach(&near).expect("the kernel has TLS");
     set(&near, Direction::Sending, &Keys::new(1)).expect("it seals");
-    let half = TlsPlaces {
+    let half = RecordEngines {
         receiving: None,
         ..both
     };

@@ -1,6 +1,6 @@
 //! A lane's thread at the source.
 
-use dunlin_proto::lanes::Wear;
+use dunlin_proto::lanes::KeyUsage;
 use dunlin_proto::schedule::{ChunkPlan, Work};
 
 use crate::network::{Kind, Packet, Side};
@@ -184,9 +184,9 @@ impl World<'_> {
             return;
         };
         let wear = match wear {
-            Some(frames) if lane.frames >= frames => Wear::Spent,
-            Some(frames) if lane.frames >= frames / 2 => Wear::Worn,
-            _ => Wear::Fresh,
+            Some(frames) if lane.frames >= frames => KeyUsage::Spent,
+            Some(frames) if lane.frames >= frames / 2 => KeyUsage::Worn,
+            _ => KeyUsage::Fresh,
         };
         let work = attempt.sending.next(number, wear, now_ns, &mut lane.plan);
         let cut = attempt.sending.schedule().pending_pages() == 0;
@@ -207,7 +207,7 @@ impl World<'_> {
             Work::Mark(iteration) => lane.does = Does::Sends(Packet::Mark(iteration)),
             Work::End { chunks } => {
                 lane.does = Does::Sends(Packet::End(chunks));
-                if wear != Wear::Fresh {
+                if wear != KeyUsage::Fresh {
                     self.pass(Passage::Replaced);
                 }
             }

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use dunlin_proto::stripe::frame::{Data, Frame};
-use dunlin_proto::stripe::{Arrival, Delivery, Outcome, Wear, Work};
+use dunlin_proto::stripe::{Arrival, Delivery, KeyUsage, Outcome, Work};
 
 use super::channel::Piece;
 use super::world::{Event, World};
@@ -115,9 +115,9 @@ impl World<'_> {
         let one = &self.lanes[lane];
         let (side, number) = (one.from, one.number);
         let wear = match self.plan.lane_frames {
-            frames if one.frames >= frames.saturating_mul(2) => Wear::Spent,
-            frames if one.frames >= frames => Wear::Worn,
-            _ => Wear::Fresh,
+            frames if one.frames >= frames.saturating_mul(2) => KeyUsage::Spent,
+            frames if one.frames >= frames => KeyUsage::Worn,
+            _ => KeyUsage::Fresh,
         };
         let work = self.sides[side].next(number, wear, self.now_ns);
         if work == Work::Wait {

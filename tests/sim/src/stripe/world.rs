@@ -4,7 +4,7 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
 
 use dunlin_proto::fault::FaultCode;
-use dunlin_proto::stripe::{Action, Association, Config, Opening, Patience, Side};
+use dunlin_proto::stripe::{Action, Association, Config, Opening, Side, Timeouts};
 
 use super::channel::{Channel, Over, Piece, Socket};
 use super::control::Control;
@@ -130,7 +130,7 @@ impl<'a> World<'a> {
             bytes: plan.peer_bytes,
             lanes: plan.lanes,
             lanes_max: plan.lanes * 4,
-            patience: Patience::default(),
+            patience: Timeouts::default(),
         };
         let side = |side| Association::new(side, config, 0);
         let channels = plan.channels.iter().map(|channel| {
@@ -429,7 +429,7 @@ impl<'a> World<'a> {
         let strike = self.plan.strikes[index];
         self.say(|| format!("STRIKE {strike:?}"));
         let until_ns = self.now_ns + strike.for_ns;
-        let patience_ns = Patience::default().alone_ns;
+        let patience_ns = Timeouts::default().alone_ns;
         match strike.kind {
             // Where it is most delicate: while a thread puts a piece aside.
             StrikeKind::LaneCut if self.random.chance(40) => self.cut_at_next_keep = true,

@@ -55,7 +55,7 @@ impl GuestMemory for Scanned {
         self.0.slice(index, offset, length)
     }
 
-    fn worth_sending(&self, index: usize, found: &mut dyn FnMut(Range<u64>)) -> io::Result<()> {
+    fn ranges_to_send(&self, index: usize, found: &mut dyn FnMut(Range<u64>)) -> io::Result<()> {
         self.1(&self.0, index, found)
     }
 }
@@ -284,12 +284,12 @@ impl SourceVm for TestVm {
         Ok(state())
     }
 
-    fn relinquish(&self) -> Result<(), VmmError> {
-        self.call("relinquish")
+    fn deactivate(&self) -> Result<(), VmmError> {
+        self.call("deactivate")
     }
 
-    fn reacquire(&self) -> Result<(), VmmError> {
-        self.call("reacquire")
+    fn reactivate(&self) -> Result<(), VmmError> {
+        self.call("reactivate")
     }
 
     fn hold(&self) -> Result<(), VmmError> {

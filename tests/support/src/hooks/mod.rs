@@ -122,9 +122,9 @@ impl GuestMemory for Combined {
         part.1.slice(0, offset, length)
     }
 
-    fn worth_sending(&self, index: usize, found: &mut dyn FnMut(Range<u64>)) -> io::Result<()> {
+    fn ranges_to_send(&self, index: usize, found: &mut dyn FnMut(Range<u64>)) -> io::Result<()> {
         let part = self.parts.get(index).ok_or(io::ErrorKind::InvalidInput)?;
-        part.1.worth_sending(0, found)
+        part.1.ranges_to_send(0, found)
     }
 }
 
@@ -353,12 +353,12 @@ impl SourceVm for Vm {
         ])
     }
 
-    fn relinquish(&self) -> Result<(), VmmError> {
-        self.call("source relinquish")
+    fn deactivate(&self) -> Result<(), VmmError> {
+        self.call("source deactivate")
     }
 
-    fn reacquire(&self) -> Result<(), VmmError> {
-        self.call("source reacquire")
+    fn reactivate(&self) -> Result<(), VmmError> {
+        self.call("source reactivate")
     }
 
     fn hold(&self) -> Result<(), VmmError> {

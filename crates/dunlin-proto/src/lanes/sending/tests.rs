@@ -4,7 +4,7 @@ use super::*;
 use crate::bitmap::Run;
 use crate::limits::CHUNK_PAGES;
 
-const PATIENCE: Patience = Patience {
+const PATIENCE: Timeouts = Timeouts {
     progress_ns: 100,
     open_ns: 1000,
     retry_first_ns: 10,
@@ -35,7 +35,7 @@ fn begin(sending: &mut Sending, count: u64) {
 }
 
 fn next(sending: &mut Sending, lane: u16, now_ns: u64) -> Work {
-    sending.next(lane, Wear::Fresh, now_ns, &mut ChunkPlan::default())
+    sending.next(lane, KeyUsage::Fresh, now_ns, &mut ChunkPlan::default())
 }
 
 fn reached(lane: u16, place: Place) -> [Reached; 1] {
@@ -229,7 +229,7 @@ fn a_lane_that_has_ended_has_its_time_once_the_control_lane_is_heard_again() {
     let mut sending = standing(CHUNK_PAGES, 2);
     let mut plan = ChunkPlan::default();
     let end = Work::End { chunks: 0 };
-    assert_eq!(sending.next(1, Wear::Spent, 0, &mut plan), end);
+    assert_eq!(sending.next(1, KeyUsage::Spent, 0, &mut plan), end);
     sending.thread_ended(1, true, 0);
     sending.want(1);
     assert_eq!(during(&mut sending, 0, 3 * PATIENCE.progress_ns, true), []);
@@ -245,7 +245,7 @@ fn after_a_long_silence_a_new_control_lane_gives_every_lane_its_time() {
     let mut sending = standing(CHUNK_PAGES, 3);
     let mut plan = ChunkPlan::default();
     let end = Work::End { chunks: 0 };
-    assert_eq!(sending.next(1, Wear::Spent, 0, &mut plan), end);
+    assert_eq!(sending.next(1, KeyUsage::Spent, 0, &mut plan), end);
     sending.thread_ended(1, true, 0);
     sending.thread_ended(2, false, 0);
     assert_eq!(actions(&mut sending, 0), [Action::Fence(2)]);
@@ -304,12 +304,12 @@ fn a_worn_lane_goes_on_until_another_takes_its_place() {
     let mut sending = standing(9 * CHUNK_PAGES, 1);
     begin(&mut sending, 9 * CHUNK_PAGES);
     let mut plan = ChunkPlan::default();
-    assert_eq!(sending.next(1, Wear::Worn, 0, &mut plan), Work::Chunk);
+    assert_eq!(sending.next(1, KeyUsage::Worn, 0, &mut plan), Work::Chunk);
     assert_eq!(actions(&mut sending, 1), [Action::Open(2)]);
-    assert_eq!(sending.next(1, Wear::Worn, 2, &mut plan), Work::Chunk);
+    assert_eq!(sending.next(1, KeyUsage::Worn, 2, &mut plan), Work::Chunk);
     assert_eq!(sending.lane_up(2, 3), Ok(true));
     assert_eq!(
-        sending.next(1, Wear::Worn, 4, &mut plan),
+        sending.next(1, KeyUsage::Worn, 4, &mut plan),
         Work::End { chunks: 2 }
     );
     sending.thread_ended(1, true, 5);
@@ -331,7 +331,7 @@ fn a_spent_lane_ends_even_without_another() {
     begin(&mut sending, CHUNK_PAGES);
     let mut plan = ChunkPlan::default();
     assert_eq!(
-        sending.next(1, Wear::Spent, 0, &mut plan),
+        sending.next(1, KeyUsage::Spent, 0, &mut plan),
         Work::End { chunks: 0 }
     );
     assert_eq!(actions(&mut sending, 1), [Action::Open(2)]);
@@ -363,7 +363,7 @@ fn after_a_lost_control_lane_what_is_open_is_asked_again() {
     assert_eq!(next(&mut sending, 1, 0), Work::Chunk);
     let mut plan = ChunkPlan::default();
     assert!(matches!(
-        sending.next(2, Wear::Spent, 0, &mut plan),
+        sending.next(2, KeyUsage::Spent, 0, &mut plan),
         Work::End { .. }
     ));
     sending.thread_ended(2, true, 1);

@@ -4,7 +4,7 @@ use super::{Association, Turn};
 use crate::limits::MAX_STRIPE_CHUNK_BYTES;
 use crate::stripe::frame::Data;
 
-pub use crate::lanes::Wear;
+pub use crate::lanes::KeyUsage;
 
 /// What a lane's thread shall do now.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -77,9 +77,9 @@ impl<T: Clone> Association<T> {
     }
 
     /// What `lane` shall do now.
-    pub fn next(&mut self, lane: u16, wear: Wear, now_ns: u64) -> Work<T> {
-        if wear != Wear::Fresh {
-            self.lanes.worn(lane, wear == Wear::Spent);
+    pub fn next(&mut self, lane: u16, wear: KeyUsage, now_ns: u64) -> Work<T> {
+        if wear != KeyUsage::Fresh {
+            self.lanes.worn(lane, wear == KeyUsage::Spent);
         }
         if let Some(frames) = self.lanes.end(lane, now_ns) {
             return Work::End { frames };

@@ -4,7 +4,7 @@ use super::*;
 use crate::limits::{MAX_CHANNEL_CHUNKS, MAX_STRIPE_CHUNK_BYTES};
 use crate::stripe::frame::Data;
 use crate::stripe::message::{Credit, LaneAck, Message, Open};
-use crate::stripe::{ACK_DELAY_NS, Arrival, Patience, PeerFault};
+use crate::stripe::{ACK_DELAY_NS, Arrival, PeerFault, Timeouts};
 
 const MS: u64 = 1_000_000;
 const CHUNK: u32 = MAX_STRIPE_CHUNK_BYTES;
@@ -97,7 +97,7 @@ impl Pair {
 
     /// Reads up to `length` bytes of the channel whose turn it is.
     fn reads(&mut self, side: usize, lane: u16, length: u32, more: bool) -> Option<Data> {
-        let work = self.sides[side].next(lane, Wear::Fresh, self.now_ns);
+        let work = self.sides[side].next(lane, KeyUsage::Fresh, self.now_ns);
         let Work::Read { channel, most } = work else {
             return None;
         };
@@ -119,7 +119,7 @@ impl Pair {
 
     fn ends(&mut self, side: usize, channel: u32) {
         self.sides[side].readable(channel);
-        let work = self.sides[side].next(1, Wear::Fresh, self.now_ns);
+        let work = self.sides[side].next(1, KeyUsage::Fresh, self.now_ns);
         assert!(matches!(work, Work::Read { channel: whose, .. } if whose == channel));
         let nothing = self.sides[side].read(1, channel, Outcome::End, self.now_ns);
         assert_eq!(nothing, None);
@@ -541,7 +541,7 @@ fn a_lost_lanes_chunks_go_first_in_their_order_and_once() {
     assert!(pair.sides[0].lane_stands(2, pair.now_ns));
     pair.sides[1].admit(2).unwrap();
     for data in &first {
-        let work = pair.sides[0].next(2, Wear::Fresh, pair.now_ns);
+        let work = pair.sides[0].next(2, KeyUsage::Fresh, pair.now_ns);
         let again = Work::Again {
             data: *data,
             token: 0,
@@ -562,7 +562,7 @@ fn a_lane_that_acknowledges_nothing_is_given_up() {
     let channel = pair.channel();
     pair.sides[0].readable(channel);
     pair.reads(0, 1, 100, false).unwrap();
-    let patience_ns = Patience::default().progress_ns;
+    let patience_ns = Timeouts::default().progress_ns;
     assert_eq!(pair.sides[0].due_ns(), Some(patience_ns));
     pair.now_ns = patience_ns;
     let did = pair.did(0);
@@ -576,14 +576,14 @@ fn a_worn_lane_is_replaced_before_it_ends() {
     pair.sides[0].readable(channel);
     let data = pair.reads(0, 1, 100, true).unwrap();
     pair.delivers(1, 1, &data);
-    let work = pair.sides[0].next(1, Wear::Worn, 0);
+    let work = pair.sides[0].next(1, KeyUsage::Worn, 0);
     assert!(matches!(work, Work::Read { .. }), "it goes on: {work:?}");
     pair.sides[0].read(1, channel, Outcome::Nothing, 0);
     assert_eq!(pair.did(0), [Action::OpenLane(2)]);
     assert!(pair.sides[0].lane_stands(2, 0));
-    let work = pair.sides[0].next(1, Wear::Worn, 0);
+    let work = pair.sides[0].next(1, KeyUsage::Worn, 0);
     assert_eq!(work, Work::End { frames: 1 });
-    assert_eq!(pair.sides[0].next(1, Wear::Worn, 0), Work::Stop);
+    assert_eq!(pair.sides[0].next(1, KeyUsage::Worn, 0), Work::Stop);
     pair.sides[0].lane_over(1, 0);
     assert_eq!(pair.sides[1].lane_ended(1, 1), Ok(()));
     pair.sides[1].admitted_over(1);
@@ -603,7 +603,7 @@ fn a_later_channel_waits_for_bytes_that_a_lane_is_just_reading() {
     let mut pair = Pair::new();
     let first = pair.channel();
     pair.sides[0].readable(first);
-    let work = pair.sides[0].next(1, Wear::Fresh, 0);
+    let work = pair.sides[0].next(1, KeyUsage::Fresh, 0);
     assert!(matches!(work, Work::Read { .. }));
     let second = pair.sides[0].open(opening(1)).unwrap();
     let another = pair.sides[0].open(opening(2)).unwrap();
@@ -618,7 +618,7 @@ fn a_later_channel_waits_for_bytes_that_a_lane_is_just_reading() {
     let data = pair.sides[0].read(1, first, outcome, 0).unwrap();
     assert_eq!(pair.did(0), [Action::Count(first)]);
     // Nothing is read until it is counted.
-    assert_eq!(pair.sides[0].next(1, Wear::Fresh, 0), Work::Wait);
+    assert_eq!(pair.sides[0].next(1, KeyUsage::Fresh, 0), Work::Wait);
     pair.sides[0].counted(first, 50);
     let connects = |channel| Action::Connect {
         channel,
@@ -707,7 +707,7 @@ fn a_lost_control_lane_is_no_lanes_fault() {
     let channel = pair.channel();
     pair.sides[0].readable(channel);
     pair.reads(0, 1, 100, false).unwrap();
-    let patience = Patience::default();
+    let patience = Timeouts::default();
     // Shorter than what ends the association, longer than a lane's time.
     let away_ns = patience.alone_ns - MS;
     assert!(away_ns > patience.progress_ns);
@@ -731,7 +731,7 @@ fn a_lane_that_opens_has_its_time_from_the_new_control_lane_on() {
     let mut pair = Pair::new();
     pair.sides[0].open(opening(1)).unwrap();
     assert_eq!(pair.did(0), [Action::OpenLane(1)]);
-    let open_ns = Patience::default().open_ns;
+    let open_ns = Timeouts::default().open_ns;
     pair.sides[0].control_down(0);
     pair.now_ns = open_ns - MS;
     pair.resume();
@@ -756,7 +756,7 @@ fn an_ended_lane_is_lost_when_the_control_lane_comes_back() {
     pair.settle();
     let second = pair.reads(0, 1, 100, true).unwrap();
     let end = Work::End { frames: 2 };
-    assert_eq!(pair.sides[0].next(1, Wear::Spent, pair.now_ns), end);
+    assert_eq!(pair.sides[0].next(1, KeyUsage::Spent, pair.now_ns), end);
     pair.sides[0].lane_over(1, pair.now_ns);
     assert_eq!(pair.did(0), [Action::OpenLane(2)]);
     assert!(pair.sides[0].lane_stands(2, pair.now_ns));
@@ -772,7 +772,7 @@ fn an_ended_lane_is_lost_when_the_control_lane_comes_back() {
     }
     // A lane that is open carries on with what it has.
     pair.reads(0, 2, 100, false).unwrap();
-    pair.now_ns += Patience::default().progress_ns + MS;
+    pair.now_ns += Timeouts::default().progress_ns + MS;
     assert_eq!(pair.sides[0].usage().unacknowledged, 200);
     pair.resume();
     assert_eq!(pair.did(0), []);
@@ -780,9 +780,9 @@ fn an_ended_lane_is_lost_when_the_control_lane_comes_back() {
         data: second,
         token: 0,
     };
-    let work = pair.sides[0].next(2, Wear::Fresh, pair.now_ns);
+    let work = pair.sides[0].next(2, KeyUsage::Fresh, pair.now_ns);
     assert_eq!(work, again);
-    let work = pair.sides[0].next(2, Wear::Fresh, pair.now_ns);
+    let work = pair.sides[0].next(2, KeyUsage::Fresh, pair.now_ns);
     assert_eq!(work, Work::Wait, "only what the ended lane carried");
 }
 
@@ -813,12 +813,12 @@ fn without_a_lane_for_too_long_channels_are_aborted_on_both_sides() {
     pair.now_ns = 100 * MS;
     pair.settle();
     // Nothing is lost by it while nothing is to be sent.
-    pair.now_ns += 2 * Patience::default().alone_ns;
+    pair.now_ns += 2 * Timeouts::default().alone_ns;
     pair.settle();
     assert_eq!(pair.sides[0].channels(), 1);
     pair.sides[0].readable(channel);
     pair.settle();
-    pair.now_ns += Patience::default().alone_ns;
+    pair.now_ns += Timeouts::default().alone_ns;
     let fault = FaultCode::LaneLost;
     assert!(pair.did(0).contains(&abort(channel, fault, false)));
     assert!(pair.did(1).contains(&abort(channel, fault, true)));
@@ -833,7 +833,7 @@ fn without_a_control_lane_for_too_long_the_association_is_over() {
     let mut pair = Pair::new();
     let channel = pair.channel();
     pair.sides[0].control_down(7);
-    pair.now_ns = Patience::default().alone_ns + 7;
+    pair.now_ns = Timeouts::default().alone_ns + 7;
     assert_eq!(pair.sides[0].due_ns(), Some(pair.now_ns));
     let fault = FaultCode::ControlLost;
     let over = [abort(channel, fault, false), Action::GiveUp(fault)];
@@ -899,13 +899,13 @@ fn lanes_are_opened_for_what_there_is_and_kept_for_a_while() {
     );
     pair.sides[0].fail(channel, FaultCode::Cancelled, 0);
     pair.settle();
-    assert_eq!(pair.sides[0].next(1, Wear::Fresh, 0), Work::Wait);
-    let warm_ns = Patience::default().warm_ns;
+    assert_eq!(pair.sides[0].next(1, KeyUsage::Fresh, 0), Work::Wait);
+    let warm_ns = Timeouts::default().warm_ns;
     for lane in [2, 3, 4] {
         pair.sides[0].lane_over(lane, 0);
     }
     pair.now_ns = warm_ns;
     pair.settle();
-    let work = pair.sides[0].next(1, Wear::Fresh, pair.now_ns);
+    let work = pair.sides[0].next(1, KeyUsage::Fresh, pair.now_ns);
     assert!(matches!(work, Work::End { .. }));
 }

@@ -4,7 +4,7 @@ use thiserror::Error;
 
 use crate::fault::FaultCode;
 use crate::limits::{DEFAULT_CHANNELS, DEFAULT_PEER_BYTES, MAX_LANES};
-use crate::stripe::Patience;
+use crate::stripe::Timeouts;
 
 /// Which side this is; it decides which numbers its channels have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,7 +31,7 @@ pub struct Config {
     /// one; it needs some more than it uses while it replaces them.
     pub lanes_max: u16,
     /// How long it waits for what.
-    pub patience: Patience,
+    pub patience: Timeouts,
 }
 
 impl Default for Config {
@@ -41,7 +41,7 @@ impl Default for Config {
             bytes: DEFAULT_PEER_BYTES,
             lanes: 4,
             lanes_max: MAX_LANES,
-            patience: Patience::default(),
+            patience: Timeouts::default(),
         }
     }
 }

@@ -142,12 +142,16 @@ impl Session<'_> {
 
     /// Lets a lane in, if it proves that it belongs here.
     pub(super) fn admit(&mut self, socket: LaneSocket, opening: &Opening) -> Result<(), Fault> {
-        let (Some(gate), Some(landing), Some(selection), Some(offer)) =
-            (&self.shared, &self.landing, &self.selection, &self.offer)
-        else {
+        let (Some(barrier), Some(memory_at_destination), Some(selection), Some(offer)) = (
+            &self.shared,
+            &self.memory_at_destination,
+            &self.selection,
+            &self.offer,
+        ) else {
             return Ok(());
         };
-        let (gate, landing) = (Arc::clone(gate), Arc::clone(landing));
+        let (barrier, memory_at_destination) =
+            (Arc::clone(barrier), Arc::clone(memory_at_destination));
         let Opening::Lane(open) = opening else {
             return Ok(());
         };
@@ -168,7 +172,7 @@ impl Session<'_> {
             }
         };
         let canceller = receiver.canceller();
-        if let Err(refusal) = gate.admit(number, Box::new(move || canceller.shutdown())) {
+        if let Err(refusal) = barrier.admit(number, Box::new(move || canceller.shutdown())) {
             self.reject(format!("lane {number}: {refusal}"));
             return self.say(&Message::LaneRefused {
                 lane: number,
@@ -182,8 +186,8 @@ impl Session<'_> {
         let lane = Lane {
             number,
             receiver,
-            landing,
-            gate,
+            memory_at_destination,
+            barrier,
             events: self.sender.clone(),
         };
         let thread = self

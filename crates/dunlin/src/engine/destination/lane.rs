@@ -17,7 +17,7 @@ use dunlin_proto::limits::{MAX_RANGES_PER_CHUNK, PAGE_BYTES};
 use super::super::error::Fault;
 use super::super::vmm::GuestMemory;
 use super::SessionEvent;
-use super::gate::Gate;
+use super::barrier::IterationBarrier;
 use crate::lane::data::{DataReceiver, ReceiveError};
 
 /// How long the source may take from a lane's end to its close.
@@ -29,7 +29,7 @@ const CLOSE_LIMIT: Duration = Duration::from_secs(2);
 const CLEARED_AT_ONCE: u64 = 4096;
 
 /// The guest memory into which a session's lanes write.
-pub(super) struct Landing {
+pub(super) struct DestinationMemory {
     memory: Arc<dyn GuestMemory>,
     regions: RegionTable,
     /// For each region of the memory, a bit for each page that a lane has
@@ -37,7 +37,7 @@ pub(super) struct Landing {
     written: Vec<Box<[AtomicU64]>>,
 }
 
-impl Landing {
+impl DestinationMemory {
     pub(super) fn new(memory: Arc<dyn GuestMemory>, regions: RegionTable) -> Self {
         let written = memory
             .regions()
@@ -115,8 +115,8 @@ impl Landing {
 pub(super) struct Lane {
     pub(super) number: u16,
     pub(super) receiver: DataReceiver,
-    pub(super) landing: Arc<Landing>,
-    pub(super) gate: Arc<Gate>,
+    pub(super) memory_at_destination: Arc<DestinationMemory>,
+    pub(super) barrier: Arc<IterationBarrier>,
     pub(super) events: Sender<SessionEvent>,
 }
 
@@ -136,7 +136,7 @@ impl Lane {
             number,
             receiver,
             events,
-            gate,
+            barrier,
             ..
         } = self;
         let failed = result.is_err();
@@ -146,7 +146,7 @@ impl Lane {
             // The source has closed; it needs no answer to go on.
             let _ = receiver.close();
         }
-        gate.forget(number);
+        barrier.forget(number);
         // Before the others are stopped: the session takes the first end that
         // it hears of for the cause. One that is gone needs no report.
         let _ = events.send(SessionEvent::LaneEnded {
@@ -179,14 +179,14 @@ impl Lane {
                         .read_exact(bytes)
                         .map_err(|error| failed(self.number, error))?;
                     chunk
-                        .decode_ranges(bytes, &self.landing.regions, &mut ranges)
+                        .decode_ranges(bytes, &self.memory_at_destination.regions, &mut ranges)
                         .map_err(malformed)?;
                     self.take_in(&chunk, &ranges)?;
                 }
                 Frame::Mark { iteration } => self.pass(iteration)?,
                 Frame::End { chunks } => {
                     let lane = self.number;
-                    self.gate
+                    self.barrier
                         .report(|lanes| lanes.ended(lane, chunks), || self.tell())
                         .map_err(out_of_course)?;
                     return self.await_close();
@@ -198,7 +198,7 @@ impl Lane {
     /// Waits at the mark of `iteration` for every other lane.
     fn pass(&self, iteration: u32) -> Result<(), Fault> {
         let lane = self.number;
-        let passed = self.gate.pass(lane, iteration, || self.tell());
+        let passed = self.barrier.pass(lane, iteration, || self.tell());
         if passed.map_err(out_of_course)? {
             return Ok(());
         }
@@ -226,13 +226,13 @@ impl Lane {
     /// Writes a chunk's pages where they belong and acknowledges it.
     fn take_in(&mut self, chunk: &ChunkHeader, ranges: &[Range]) -> Result<(), Fault> {
         let (lane, chunk_number) = (self.number, chunk.number());
-        self.gate
+        self.barrier
             .check_chunk(lane, chunk_number, chunk.iteration())
             .map_err(out_of_course)?;
         let mut pages = 0;
         let place = |range: &Range| {
             (
-                self.landing.region_index(range.region),
+                self.memory_at_destination.region_index(range.region),
                 range.offset / PAGE_BYTES,
                 u64::from(range.page_count),
             )
@@ -243,11 +243,13 @@ impl Lane {
             if range.encoding == Encoding::Zero {
                 let (mut first, end) = (first, first + count);
                 while first < end {
-                    if !self.gate.wants(lane) {
+                    if !self.barrier.wants(lane) {
                         return Err(self.given_up());
                     }
                     let here = CLEARED_AT_ONCE.min(end - first);
-                    self.landing.clear(index, first, here).map_err(unwritable)?;
+                    self.memory_at_destination
+                        .clear(index, first, here)
+                        .map_err(unwritable)?;
                     first += here;
                 }
             }
@@ -261,13 +263,13 @@ impl Lane {
             let (index, first, count) = place(range);
             // Before the bytes: a lane that dies in between leaves pages that
             // are noted as written, never the reverse.
-            self.landing.mark_written(index, first, count);
+            self.memory_at_destination.mark_written(index, first, count);
         }
         let mut refused = None;
         let targets = raw().map_while(|range| {
             let length = usize::try_from(range.memory_bytes()).unwrap_or(usize::MAX);
-            let index = self.landing.region_index(range.region);
-            self.landing
+            let index = self.memory_at_destination.region_index(range.region);
+            self.memory_at_destination
                 .memory
                 .slice(index, range.offset, length)
                 .map_err(|error| refused = Some(error))
@@ -280,7 +282,7 @@ impl Lane {
             return Err(unwritable(error));
         }
         let written = |lanes: &mut Receiving| lanes.written(lane, chunk_number, pages);
-        self.gate
+        self.barrier
             .report(written, || self.tell())
             .map_err(out_of_course)
     }

@@ -5,8 +5,8 @@
 //! at the source, and every way out drops what was built here.
 
 mod answer;
+pub(super) mod barrier;
 mod decide;
-pub(super) mod gate;
 mod intake;
 mod lane;
 mod options;

@@ -25,8 +25,8 @@ use super::super::host::{Cancel, Host};
 use super::super::journal::{RecordedPeer, SessionJournal, names_of};
 use super::super::vmm::{Builder, DestinationVm, Offered, Section};
 use super::answer::{Answering, Answers, Held, is_inquiry};
-use super::gate::Gate;
-use super::lane::Landing;
+use super::barrier::IterationBarrier;
+use super::lane::DestinationMemory;
 use super::{DestinationEvent, Options, Received, SessionEvent};
 use crate::lane::accept::{Arrival, accept};
 use crate::lane::control::ControlStream;
@@ -53,8 +53,8 @@ pub(super) struct Session<'a> {
     pub(super) selection: Option<Selection>,
     pub(super) secret: SessionSecret,
     pub(super) vm: Option<Arc<dyn DestinationVm>>,
-    pub(super) shared: Option<Arc<Gate>>,
-    pub(super) landing: Option<Arc<Landing>>,
+    pub(super) shared: Option<Arc<IterationBarrier>>,
+    pub(super) memory_at_destination: Option<Arc<DestinationMemory>>,
     pub(super) state: Destination,
     pub(super) journal: Option<SessionJournal>,
     /// Why the session ends other than well, as far as it is known.
@@ -163,7 +163,7 @@ pub(super) fn run(
         secret: SessionSecret([0; 32]),
         vm: None,
         shared: None,
-        landing: None,
+        memory_at_destination: None,
         state: Destination::Accepting,
         journal: None,
         fault: None,
@@ -251,7 +251,7 @@ impl Session<'_> {
             }
             _ => None,
         };
-        let totals = |shared: &Arc<Gate>| shared.lanes(|lanes| lanes.totals());
+        let totals = |shared: &Arc<IterationBarrier>| shared.lanes(|lanes| lanes.totals());
         let (_, pages) = self.shared.as_ref().map(totals).unwrap_or_default();
         Ok(Received {
             vm,

@@ -14,8 +14,8 @@ use super::super::control::{ControlLane, FromPeer};
 use super::super::error::Fault;
 use super::super::journal::{DestinationRecord, Journal, State};
 use super::super::vmm::{Builder, Offered, VmDescription};
-use super::gate::Gate;
-use super::lane::Landing;
+use super::barrier::IterationBarrier;
+use super::lane::DestinationMemory;
 use super::session::{Session, peer_of, refuse, unexpected};
 use super::{DestinationEvent, SessionEvent};
 use crate::lane::accept::Arrival;
@@ -161,8 +161,8 @@ impl Session<'_> {
                 "the VM that was built here has other memory regions than the source's",
             ));
         }
-        self.landing = Some(Arc::new(Landing::new(memory, regions)));
-        self.shared = Some(Arc::new(Gate::new(self.options.lanes_max)));
+        self.memory_at_destination = Some(Arc::new(DestinationMemory::new(memory, regions)));
+        self.shared = Some(Arc::new(IterationBarrier::new(self.options.lanes_max)));
         self.begin()?;
         match self.state {
             Destination::Receiving => Ok(offered),

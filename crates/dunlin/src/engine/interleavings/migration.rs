@@ -1,4 +1,4 @@
-//! Whole migrations of a small memory: the engine's desk and gate with their
+//! Whole migrations of a small memory: the engine's work queue and barrier with their
 //! lanes on both sides, over [`Line`]s, and sessions that do what the engine's
 //! do between an event and the next.
 
@@ -8,7 +8,7 @@ use std::sync::Arc;
 use dunlin_proto::bitmap::Run;
 use dunlin_proto::control::{Final, Message};
 use dunlin_proto::fault::FaultCode;
-use dunlin_proto::lanes::{Action, Fence, Receiving, Sending, Wear};
+use dunlin_proto::lanes::{Action, Fence, KeyUsage, Receiving, Sending};
 use dunlin_proto::limits::CHUNK_PAGES;
 use dunlin_proto::pace::Pace;
 use dunlin_proto::schedule::{ChunkPlan, Schedule, Work};
@@ -17,13 +17,13 @@ use shuttle::sync::Mutex;
 use shuttle::sync::mpsc::{Receiver, Sender, channel};
 use shuttle::thread::{JoinHandle, spawn, yield_now};
 
-use super::super::destination::gate::Gate;
+use super::super::destination::barrier::IterationBarrier;
 use super::super::host::Cancel;
 use super::super::source::SessionEvent;
-use super::super::source::desk::Desk;
+use super::super::source::work_queue::WorkQueue;
 use super::super::sync::lock;
-use super::desk::PATIENCE;
 use super::line::{Frame, Line};
+use super::work_queue::PATIENCE;
 
 const PAGES: usize = CHUNK_PAGES as usize + 2;
 const LANES: u16 = 2;
@@ -57,7 +57,7 @@ enum AtDestination {
 }
 
 struct Source {
-    desk: Arc<Desk>,
+    work_queue: Arc<WorkQueue>,
     guest: Arc<Mutex<Guest>>,
     /// The lines of the lanes, for whoever cuts them.
     lines: Arc<Mutex<BTreeMap<u16, Arc<Line>>>>,
@@ -103,7 +103,10 @@ fn run(trouble: fn(&Source, &Cancel) -> Option<JoinHandle<()>>) {
     let (control, said) = channel();
     let schedule = Schedule::new([(0, PAGES as u64)]);
     let mut source = Source {
-        desk: Arc::new(Desk::new(Sending::new(schedule, PATIENCE), Pace::new(None))),
+        work_queue: Arc::new(WorkQueue::new(
+            Sending::new(schedule, PATIENCE),
+            Pace::new(None),
+        )),
         guest: Arc::new(Mutex::new(Guest {
             versions: vec![1; PAGES],
             dirty: BTreeSet::new(),
@@ -123,11 +126,11 @@ fn run(trouble: fn(&Source, &Cancel) -> Option<JoinHandle<()>>) {
     };
     // The control lane's reader.
     let reader = {
-        let (desk, events) = (Arc::clone(&source.desk), source.sender.clone());
+        let (work_queue, events) = (Arc::clone(&source.work_queue), source.sender.clone());
         spawn(move || {
             for message in said.iter() {
                 let event = match message {
-                    Some(message) if desk.acknowledge(&message).unwrap() => continue,
+                    Some(message) if work_queue.acknowledge(&message).unwrap() => continue,
                     Some(message) => AtSource::Said(message),
                     None => AtSource::Complete,
                 };
@@ -139,7 +142,7 @@ fn run(trouble: fn(&Source, &Cancel) -> Option<JoinHandle<()>>) {
     let trouble = trouble(&source, &cancel);
     let moved = source.send();
     cancel.unlisten();
-    source.desk.stop();
+    source.work_queue.stop();
     for thread in std::mem::take(&mut source.threads).into_values() {
         thread.join().unwrap();
     }
@@ -164,8 +167,8 @@ fn run(trouble: fn(&Source, &Cancel) -> Option<JoinHandle<()>>) {
 impl Source {
     /// The source's session; false if it was cancelled.
     fn send(&mut self) -> bool {
-        lock(&self.desk.state).lanes.want(LANES);
-        while lock(&self.desk.state).lanes.up() == 0 {
+        lock(&self.work_queue.state).lanes.want(LANES);
+        while lock(&self.work_queue.state).lanes.up() == 0 {
             if self.next().is_none() {
                 return false;
             }
@@ -185,10 +188,13 @@ impl Source {
             first: 0,
             count: PAGES as u64,
         };
-        lock(&self.desk.state).lanes.schedule_mut().mark_run(0, all);
+        lock(&self.work_queue.state)
+            .lanes
+            .schedule_mut()
+            .mark_run(0, all);
         let mut on_time = true;
         for _ in 0..ITERATIONS {
-            let (iteration, _) = self.desk.begin_iteration(false);
+            let (iteration, _) = self.work_queue.begin_iteration(false);
             // At a time limit nothing is waited for.
             let patient = thread_rng().gen_range(0..4) > 0;
             on_time = on_time && (!patient || self.until_cut(iteration));
@@ -200,10 +206,10 @@ impl Source {
         if !on_time {
             return false;
         }
-        self.desk.begin_iteration(true);
+        self.work_queue.begin_iteration(true);
         let mut last = None;
         loop {
-            let state = lock(&self.desk.state);
+            let state = lock(&self.work_queue.state);
             let fenced = state.lanes.fenced_count();
             if state.lanes.complete() && last != Some(fenced) {
                 last = Some(fenced);
@@ -246,7 +252,7 @@ impl Source {
         for page in dirty {
             words[page / 64] |= 1 << (page % 64);
         }
-        let mut state = lock(&self.desk.state);
+        let mut state = lock(&self.work_queue.state);
         state.lanes.schedule_mut().mark_dirty(0, &words);
     }
 
@@ -258,11 +264,11 @@ impl Source {
     /// Looks after the lanes and waits for an event; `None` for a cancellation.
     fn next(&mut self) -> Option<AtSource> {
         loop {
-            let action = lock(&self.desk.state).lanes.poll(0);
+            let action = lock(&self.work_queue.state).lanes.poll(0);
             match action {
                 None => break,
                 Some(Action::Open(lane)) => self.open(lane),
-                Some(Action::Cut(lane)) => self.desk.cut(lane),
+                Some(Action::Cut(lane)) => self.work_queue.cut(lane),
                 Some(Action::Fence(lane)) => self.say(Message::Fence { lane }),
                 Some(Action::GiveUp) => panic!("nothing takes that long"),
             }
@@ -270,18 +276,22 @@ impl Source {
         let event = self.events.recv().unwrap();
         match &event {
             AtSource::Said(Message::LaneUp { lane }) => {
-                let news = self.desk.change(|state| state.lanes.lane_up(*lane, 0));
+                let news = self
+                    .work_queue
+                    .change(|state| state.lanes.lane_up(*lane, 0));
                 assert!(news.is_ok());
             }
             AtSource::Said(Message::Fenced { lane, acks }) => {
-                let pages = self.desk.change(|state| state.lanes.fenced(*lane, acks, 0));
+                let pages = self
+                    .work_queue
+                    .change(|state| state.lanes.fenced(*lane, acks, 0));
                 assert!(pages.is_ok(), "{pages:?}");
             }
             AtSource::Said(message) => panic!("{message:?} came out of turn"),
             AtSource::LaneEnded(lane, in_order) => {
                 let thread = self.threads.remove(lane).expect("it ends once");
                 thread.join().unwrap();
-                self.desk
+                self.work_queue
                     .change(|state| state.lanes.thread_ended(*lane, *in_order, 0));
             }
             AtSource::Cancelled => return None,
@@ -291,13 +301,13 @@ impl Source {
     }
 
     fn open(&mut self, number: u16) {
-        self.desk.expect(number);
+        self.work_queue.expect(number);
         let line = Line::new();
         self.lines.lock().unwrap().insert(number, Arc::clone(&line));
-        let (desk, guest) = (Arc::clone(&self.desk), Arc::clone(&self.guest));
+        let (work_queue, guest) = (Arc::clone(&self.work_queue), Arc::clone(&self.guest));
         let (events, peer) = (self.sender.clone(), self.peer.clone());
         let thread = spawn(move || {
-            let in_order = send_all(number, &desk, &guest, &line, &events, &peer);
+            let in_order = send_all(number, &work_queue, &guest, &line, &events, &peer);
             line.close();
             let _ = events.send(AtSource::LaneEnded(number, in_order));
         });
@@ -308,14 +318,14 @@ impl Source {
 /// A lane's thread at the source; whether it ended in order.
 fn send_all(
     number: u16,
-    desk: &Desk,
+    work_queue: &WorkQueue,
     guest: &Mutex<Guest>,
     line: &Arc<Line>,
     events: &Sender<AtSource>,
     peer: &Sender<AtDestination>,
 ) -> bool {
     let end = Arc::clone(line);
-    if desk
+    if work_queue
         .interrupted_by(number, Box::new(move || end.close()))
         .is_err()
     {
@@ -334,7 +344,7 @@ fn send_all(
                 let _ = events.send(AtSource::Cut(iteration));
             }
         };
-        let work = desk.next(number, Wear::Fresh, &mut plan, tell, || false);
+        let work = work_queue.next(number, KeyUsage::Fresh, &mut plan, tell, || false);
         let frame = match work {
             Ok(Work::Chunk) => {
                 let mut pages = Vec::new();
@@ -345,7 +355,7 @@ fn send_all(
                         pages.push((page, guest.versions[page]));
                     }
                 }
-                if desk.await_rate(number, 1).is_err() {
+                if work_queue.await_rate(number, 1).is_err() {
                     return false;
                 }
                 Frame::Chunk(plan.number, plan.iteration, pages)
@@ -368,13 +378,13 @@ fn receive(
     events: &Receiver<AtDestination>,
     control: &Sender<Option<Message>>,
 ) -> Option<Vec<u32>> {
-    let gate = Arc::new(Gate::new(2 * LANES));
+    let barrier = Arc::new(IterationBarrier::new(2 * LANES));
     // Which iteration has brought each page, and which version.
     let memory = Arc::new(Mutex::new(vec![(0, 0); PAGES]));
     let mut threads: BTreeMap<u16, JoinHandle<()>> = BTreeMap::new();
     let say = |message| control.send(Some(message)).unwrap();
     let acknowledge = || {
-        let (sets, reached) = gate.lanes(Receiving::take_reports);
+        let (sets, reached) = barrier.lanes(Receiving::take_reports);
         if !sets.is_empty() || !reached.is_empty() {
             say(Message::Ack { sets, reached });
         }
@@ -385,7 +395,7 @@ fn receive(
         say(Message::Fenced { lane, acks });
     };
     loop {
-        if threads.is_empty() && gate.lanes(Receiving::is_complete).unwrap() {
+        if threads.is_empty() && barrier.lanes(Receiving::is_complete).unwrap() {
             acknowledge();
             control.send(None).unwrap();
             let memory = memory.lock().unwrap();
@@ -393,17 +403,17 @@ fn receive(
         }
         match events.recv().unwrap() {
             AtDestination::Arrived(lane, line) => {
-                if gate.admit(lane, line.interrupt()).is_err() {
+                if barrier.admit(lane, line.interrupt()).is_err() {
                     continue;
                 }
-                let (gate, memory) = (Arc::clone(&gate), Arc::clone(&memory));
+                let (barrier, memory) = (Arc::clone(&barrier), Arc::clone(&memory));
                 let events = sender.clone();
                 let thread = spawn(move || {
-                    let in_order = receive_all(lane, &gate, &memory, &line, &events);
+                    let in_order = receive_all(lane, &barrier, &memory, &line, &events);
                     if !in_order {
                         line.interrupt()();
                     }
-                    gate.forget(lane);
+                    barrier.forget(lane);
                     let _ = events.send(AtDestination::LaneEnded(lane));
                 });
                 threads.insert(lane, thread);
@@ -413,21 +423,21 @@ fn receive(
             AtDestination::LaneEnded(lane) => {
                 let thread = threads.remove(&lane).expect("it ends once");
                 thread.join().unwrap();
-                if gate.lanes(|lanes| lanes.gone(lane)) {
+                if barrier.lanes(|lanes| lanes.gone(lane)) {
                     fenced(lane);
                 }
             }
             AtDestination::Said(Message::Fence { lane }) => {
-                match gate.lanes(|lanes| lanes.fence(lane)) {
-                    Fence::Close => gate.cut(lane),
+                match barrier.lanes(|lanes| lanes.fence(lane)) {
+                    Fence::Close => barrier.cut(lane),
                     Fence::Answer => fenced(lane),
                 }
             }
             AtDestination::Said(Message::Final(last)) => {
-                gate.lanes(|lanes| lanes.finish(last));
+                barrier.lanes(|lanes| lanes.finish(last));
             }
             AtDestination::Said(Message::Cancel { .. }) => {
-                gate.stop();
+                barrier.stop();
                 for thread in threads.into_values() {
                     thread.join().unwrap();
                 }
@@ -441,7 +451,7 @@ fn receive(
 /// A lane's thread at the destination; whether it ended in order.
 fn receive_all(
     lane: u16,
-    gate: &Gate,
+    barrier: &IterationBarrier,
     memory: &Mutex<Vec<(u32, u32)>>,
     line: &Line,
     events: &Sender<AtDestination>,
@@ -452,7 +462,7 @@ fn receive_all(
         match line.receive() {
             None => return false,
             Some(Frame::Chunk(number, iteration, pages)) => {
-                let checked = gate.check_chunk(lane, number, iteration);
+                let checked = barrier.check_chunk(lane, number, iteration);
                 assert_eq!(checked, Ok(()));
                 for half in pages.chunks(pages.len().div_ceil(2)) {
                     let mut memory = memory.lock().unwrap();
@@ -469,16 +479,16 @@ fn receive_all(
                     }
                 }
                 let count = pages.len() as u64;
-                let written = gate.report(|lanes| lanes.written(lane, number, count), tell);
+                let written = barrier.report(|lanes| lanes.written(lane, number, count), tell);
                 assert_eq!(written, Ok(()));
             }
-            Some(Frame::Mark(iteration)) => match gate.pass(lane, iteration, tell) {
+            Some(Frame::Mark(iteration)) => match barrier.pass(lane, iteration, tell) {
                 Ok(true) => {}
                 Ok(false) => return false,
                 Err(error) => panic!("{error}"),
             },
             Some(Frame::End(chunks)) => {
-                let ended = gate.report(|lanes| lanes.ended(lane, chunks), tell);
+                let ended = barrier.report(|lanes| lanes.ended(lane, chunks), tell);
                 assert_eq!(ended, Ok(()));
                 return true;
             }

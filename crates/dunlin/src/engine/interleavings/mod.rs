@@ -1,8 +1,8 @@
 //! The places where the engine's threads meet, under a checker that chooses
 //! at every step which thread goes on.
 //!
-//! The code is the engine's own: [`super::source::desk`],
-//! [`super::destination::gate`], the backlog of a control lane, `Cancel` and
+//! The code is the engine's own: [`super::source::work_queue`],
+//! [`super::destination::barrier`], the backlog of a control lane, `Cancel` and
 //! `Tune`. What is around them there, sockets and guest memory, is replaced
 //! ([`migration`]). Half of the schedules are random, half give each thread a
 //! priority and change it a few times, which finds what needs a thread to stand
@@ -17,12 +17,12 @@
 //! out once, and in the decisions ([`dunlin_proto::mistake`]).
 #![allow(clippy::unwrap_used)]
 
+mod barrier;
 mod cancel;
-mod desk;
-mod gate;
 mod line;
 mod migration;
 pub(super) mod sync;
+mod work_queue;
 
 use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -40,53 +40,63 @@ type Scenario = fn();
 /// Everything that is checked: how it is called, whether waits reach their
 /// limits in it, and how many schedules are tried.
 const SCENARIOS: &[(&str, Timeouts, usize, Scenario)] = &[
-    ("lanes share the work", Timeouts::Never, 2000, desk::share),
+    (
+        "lanes share the work",
+        Timeouts::Never,
+        2000,
+        work_queue::share,
+    ),
     (
         "lanes wait for acknowledgements",
         Timeouts::Never,
         40,
-        desk::acknowledged,
+        work_queue::acknowledged,
     ),
-    ("lanes are cut", Timeouts::Never, 2000, desk::cut),
-    ("lanes are stopped", Timeouts::Never, 2000, desk::stop),
+    ("lanes are cut", Timeouts::Never, 2000, work_queue::cut),
+    ("lanes are stopped", Timeouts::Never, 2000, work_queue::stop),
     (
         "lanes that are not let in",
         Timeouts::Sometimes,
         1000,
-        desk::not_let_in,
+        work_queue::not_let_in,
     ),
     (
         "the rate changes",
         Timeouts::Never,
         2000,
-        desk::rate_changes,
+        work_queue::rate_changes,
     ),
     (
         "the rate holds",
         Timeouts::Sometimes,
         1000,
-        desk::rate_holds,
+        work_queue::rate_holds,
     ),
-    ("the rate is tuned", Timeouts::Never, 2000, desk::tuned),
-    ("lanes wait at marks", Timeouts::Never, 2000, gate::marks),
-    ("lanes end at marks", Timeouts::Never, 2000, gate::ends),
+    (
+        "the rate is tuned",
+        Timeouts::Never,
+        2000,
+        work_queue::tuned,
+    ),
+    ("lanes wait at marks", Timeouts::Never, 2000, barrier::marks),
+    ("lanes end at marks", Timeouts::Never, 2000, barrier::ends),
     (
         "lanes at marks are fenced",
         Timeouts::Never,
         2000,
-        gate::fences,
+        barrier::fences,
     ),
     (
         "lanes at marks are stopped",
         Timeouts::Never,
         2000,
-        gate::stop,
+        barrier::stop,
     ),
     (
         "acknowledgements",
         Timeouts::Never,
         2000,
-        gate::acknowledgements,
+        barrier::acknowledgements,
     ),
     (
         "messages wait for room",

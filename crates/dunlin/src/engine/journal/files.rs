@@ -23,7 +23,7 @@ const LOCK_PAUSE: Duration = Duration::from_millis(5);
 
 /// The directory, and how its disk is written to.
 #[derive(Clone)]
-pub(super) struct Place {
+pub(super) struct Directory {
     pub(super) directory: PathBuf,
     pub(super) disk: Arc<dyn Disk>,
 }
@@ -32,7 +32,7 @@ pub(super) struct Place {
 pub(super) struct HeldFile {
     pub(super) file: File,
     pub(super) path: PathBuf,
-    pub(super) place: Place,
+    pub(super) place: Directory,
     pub(super) generation: u64,
     pub(super) next_slot: usize,
 }
@@ -73,7 +73,7 @@ impl HeldFile {
     }
 }
 
-impl Place {
+impl Directory {
     pub(super) fn path(&self, session: SessionId, role: Role) -> PathBuf {
         self.directory.join(file_name(session, role))
     }

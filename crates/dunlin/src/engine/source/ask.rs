@@ -37,7 +37,7 @@ const GOODBYE_LIMIT: Duration = Duration::from_secs(1);
 
 /// Where the VM of a session is.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Standing {
+pub enum VmLocation {
     /// It is the source's: it goes on there, unless it has died with the
     /// process that it lived in.
     AtSource,
@@ -99,7 +99,7 @@ impl Doubt {
         tls: &ClientTls,
         options: &Options,
         host: &Arc<dyn Host>,
-    ) -> Result<Standing, ResolveError> {
+    ) -> Result<VmLocation, ResolveError> {
         if self.state == Source::InDoubt {
             return self.inquire(vm, tls, options, host);
         }
@@ -118,7 +118,7 @@ impl Doubt {
         tls: &ClientTls,
         options: &Options,
         host: &Arc<dyn Host>,
-    ) -> Result<Standing, ResolveError> {
+    ) -> Result<VmLocation, ResolveError> {
         let until = Instant::now() + options.doubt_limit;
         let mut pause = RETRY_FIRST;
         let mut why = None;
@@ -136,7 +136,7 @@ impl Doubt {
             // The last attempt often ends by this limit; those before say more.
             if left.is_zero() {
                 let fault = why.unwrap_or(fault);
-                return Ok(Standing::InDoubt(fault.for_peer()));
+                return Ok(VmLocation::InDoubt(fault.for_peer()));
             }
             why = Some(fault);
             thread::sleep(pause.min(left));
@@ -144,12 +144,12 @@ impl Doubt {
         }
     }
 
-    fn standing(&self) -> Standing {
+    fn standing(&self) -> VmLocation {
         match self.state {
-            Source::Released => Standing::AtDestination,
-            Source::RanThenDied => Standing::RanThenDied,
-            Source::Kept => Standing::AtSource,
-            _ => Standing::InDoubt(NO_RECORD.into()),
+            Source::Released => VmLocation::AtDestination,
+            Source::RanThenDied => VmLocation::RanThenDied,
+            Source::Kept => VmLocation::AtSource,
+            _ => VmLocation::InDoubt(NO_RECORD.into()),
         }
     }
 

@@ -186,7 +186,7 @@ impl Session<'_> {
         if !self.relinquished {
             return true;
         }
-        let result = self.vm.reacquire();
+        let result = self.vm.reactivate();
         if let Err(error) = &result {
             self.warn(format!("disks and devices cannot be taken back: {error}"));
         }

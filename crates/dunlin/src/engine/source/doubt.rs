@@ -155,7 +155,7 @@ impl Doubt {
 
     fn resume(&self, vm: &dyn SourceVm) -> Result<(), ResolveError> {
         let failed = |what| move |source| ResolveError::Resume { what, source };
-        vm.reacquire()
+        vm.reactivate()
             .map_err(failed("disks and devices cannot be taken back"))?;
         if self.paused_by_owner {
             return Ok(());

@@ -20,7 +20,7 @@ use dunlin_proto::schedule::{ChunkPlan, Work};
 use super::super::error::Fault;
 use super::super::vmm::GuestMemory;
 use super::SessionEvent;
-use super::desk::{Desk, given_up};
+use super::work_queue::{WorkQueue, given_up};
 use crate::lane::data::{DataSender, SendError};
 use crate::lane::dial::{Connector, DialCancel, DialError, LaneDialer, LaneRequest, LaneTicket};
 use crate::lane::identity::ClientTls;
@@ -51,7 +51,7 @@ pub(super) struct Lane {
     pub(super) records: u64,
     pub(super) deadline: Instant,
     pub(super) memory: Arc<dyn GuestMemory>,
-    pub(super) desk: Arc<Desk>,
+    pub(super) work_queue: Arc<WorkQueue>,
     pub(super) events: Sender<SessionEvent>,
 }
 
@@ -132,7 +132,8 @@ impl Lane {
     }
 
     fn interrupted_by(&self, interrupt: impl Fn() + Send + 'static) -> Result<(), Fault> {
-        self.desk.interrupted_by(self.number, Box::new(interrupt))
+        self.work_queue
+            .interrupted_by(self.number, Box::new(interrupt))
     }
 
     fn send_all(&self, mut sender: DataSender) -> Result<(), Fault> {
@@ -140,7 +141,7 @@ impl Lane {
         let opened_bytes = sender.counters().wire_bytes;
         loop {
             let wear = sender.key_usage(self.records);
-            let work = self.desk.next(
+            let work = self.work_queue.next(
                 self.number,
                 wear,
                 &mut frames.plan,
@@ -156,7 +157,7 @@ impl Lane {
                 Work::Chunk => {
                     self.send_chunk(&mut sender, &mut frames)?;
                     let wire_bytes = sent(sender.counters().wire_bytes);
-                    self.desk
+                    self.work_queue
                         .account(self.number, |traffic| traffic.wire_bytes = wire_bytes);
                 }
                 Work::Mark(iteration) => {
@@ -166,7 +167,7 @@ impl Lane {
                     self.send_header(&mut sender, &mut frames, Frame::End { chunks })?;
                     let counters = sender.finish().map_err(|error| self.failed(error))?;
                     let wire_bytes = sent(counters.wire_bytes);
-                    self.desk
+                    self.work_queue
                         .account(self.number, |traffic| traffic.wire_bytes = wire_bytes);
                     return Ok(());
                 }
@@ -217,7 +218,7 @@ impl Lane {
                 && began.elapsed() < LOOK_LIMIT
                 && room >= LEAST_ROOM
             {
-                self.desk.extend(self.number, plan, room);
+                self.work_queue.extend(self.number, plan, room);
             }
         }
         header.clear();
@@ -225,10 +226,10 @@ impl Lane {
             Fault::new(FaultCode::Internal, "a chunk's header cannot be made").because(error)
         })?;
         let bytes = (header.len() + frame.payload_bytes()) as u64;
-        self.desk.await_rate(self.number, bytes)?;
+        self.work_queue.await_rate(self.number, bytes)?;
         frame.finish(header).map_err(|error| self.failed(error))?;
         let raw_pages = (bytes - header.len() as u64) / PAGE_BYTES;
-        self.desk.account(self.number, |traffic| {
+        self.work_queue.account(self.number, |traffic| {
             traffic.raw_pages += raw_pages;
             traffic.zero_pages += plan.pages - raw_pages;
             traffic.header_bytes += header.len() as u64;
@@ -248,7 +249,7 @@ impl Lane {
             .send(&frames.header)
             .map_err(|error| self.failed(error))?;
         let bytes = frames.header.len() as u64;
-        self.desk
+        self.work_queue
             .account(self.number, |traffic| traffic.header_bytes += bytes);
         Ok(())
     }

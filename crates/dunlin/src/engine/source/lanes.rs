@@ -98,7 +98,7 @@ impl Session<'_> {
             records: self.options.records_per_lane,
             deadline: Instant::now() + self.options.connect_limit,
             memory: Arc::clone(&self.memory),
-            desk: Arc::clone(&self.shared),
+            work_queue: Arc::clone(&self.shared),
             events: terms.events.clone(),
         };
         self.shared.expect(number);

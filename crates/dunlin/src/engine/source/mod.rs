@@ -17,7 +17,6 @@
 
 mod ask;
 mod decide;
-pub(super) mod desk;
 mod doubt;
 mod lane;
 mod lanes;
@@ -27,6 +26,7 @@ mod resume;
 mod session;
 mod set_up;
 mod switchover;
+pub(super) mod work_queue;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -35,7 +35,7 @@ pub use dunlin_proto::negotiate::LaneSecurity;
 pub use dunlin_proto::precopy::AtTimeLimit;
 pub use dunlin_proto::switchover::Resolution;
 
-pub use ask::Standing;
+pub use ask::VmLocation;
 pub use doubt::{Doubt, ResolveError};
 pub use options::{Options, OptionsBuilder};
 

@@ -171,7 +171,7 @@ impl Session<'_> {
         let mut state = lock(&self.shared.state);
         for (index, region) in self.memory.regions().iter().enumerate() {
             let schedule = state.lanes.schedule_mut();
-            let found = self.memory.worth_sending(index, &mut |range| {
+            let found = self.memory.ranges_to_send(index, &mut |range| {
                 let first = range.start / PAGE_BYTES;
                 let count = range.end.div_ceil(PAGE_BYTES) - first;
                 schedule.mark_run(index, Run { first, count });

@@ -22,10 +22,10 @@ use super::super::journal::SessionJournal;
 use super::super::lock;
 use super::super::report::{Downtime, Event, Iteration, Observer, Report};
 use super::super::vmm::{DirtyLog, GuestMemory, SourceVm, VmDescription};
-use super::desk::Desk;
 use super::lanes::LaneTerms;
 use super::precopy::Window;
 use super::set_up::connect;
+use super::work_queue::WorkQueue;
 use super::{Options, SessionEvent};
 use crate::lane::identity::ClientTls;
 
@@ -44,7 +44,7 @@ pub(super) struct Session<'a> {
     pub(super) offer: Offer,
     pub(super) selection: Selection,
     pub(super) events: Receiver<SessionEvent>,
-    pub(super) shared: Arc<Desk>,
+    pub(super) shared: Arc<WorkQueue>,
     pub(super) state: Source,
     pub(super) described: Option<VmDescription>,
     pub(super) journal: SessionJournal,
@@ -68,7 +68,7 @@ pub(super) struct Session<'a> {
     pub(super) gave_up: bool,
     /// Whether its owner had paused the guest before.
     pub(super) paused_by_owner: bool,
-    /// Whether [`SourceVm::relinquish`] has been called.
+    /// Whether [`SourceVm::deactivate`] has been called.
     pub(super) relinquished: bool,
     pub(super) logs: Vec<Box<dyn DirtyLog>>,
     /// What lanes are opened with; none before *accept*.

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use dunlin_proto::control::{Accept, Describe, Message, RegionTable};
 use dunlin_proto::fault::{AtFault, FaultCode};
-use dunlin_proto::lanes::{Patience, Sending};
+use dunlin_proto::lanes::{Sending, Timeouts};
 use dunlin_proto::limits::PAGE_BYTES;
 use dunlin_proto::negotiate::{Features, Offer, Opening, Selection, SessionId, VERSIONS};
 use dunlin_proto::pace::Pace;
@@ -24,10 +24,10 @@ use super::super::journal::{Journal, JournalError, SessionJournal, SourceRecord,
 use super::super::lock;
 use super::super::report::{Downtime, Event, Observer};
 use super::super::vmm::{RunState, SourceVm, VmDescription};
-use super::desk::Desk;
 use super::lanes::LaneTerms;
 use super::precopy::Window;
 use super::session::{Session, nanos, unexpected};
+use super::work_queue::WorkQueue;
 use super::{Options, SessionEvent};
 use crate::lane::control::{self as control_lane, ControlStream};
 use crate::lane::dial::{DialCancel, dialer};
@@ -242,7 +242,7 @@ pub(super) fn connect<'a>(
         offer,
         selection,
         events,
-        shared: Arc::new(Desk::new(
+        shared: Arc::new(WorkQueue::new(
             Sending::new(schedule, patience(options)),
             Pace::new(options.rate),
         )),
@@ -379,8 +379,8 @@ const RETRY_FIRST: Duration = Duration::from_millis(50);
 /// Between attempts, at most.
 const RETRY_LAST: Duration = Duration::from_secs(2);
 
-fn patience(options: &Options) -> Patience {
-    Patience {
+fn patience(options: &Options) -> Timeouts {
+    Timeouts {
         progress_ns: nanos(options.lane_stall_limit),
         // The thread that connects has the same limit and tells more.
         open_ns: nanos(options.connect_limit * 2),

@@ -149,7 +149,7 @@ impl Session<'_> {
 
         let state_began = Instant::now();
         self.relinquished = true;
-        self.vm.relinquish().map_err(|error| {
+        self.vm.deactivate().map_err(|error| {
             Fault::new(FaultCode::Internal, "disks and devices cannot be let go").because(error)
         })?;
         let sections = self.send_state()?;

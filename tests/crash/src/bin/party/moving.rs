@@ -112,12 +112,12 @@ impl SourceVm for Leaving {
         Ok(Vec::new())
     }
 
-    fn relinquish(&self) -> Result<(), VmmError> {
-        self.stage.at("relinquish");
-        self.home.told("relinquish")
+    fn deactivate(&self) -> Result<(), VmmError> {
+        self.stage.at("deactivate");
+        self.home.told("deactivate")
     }
 
-    fn reacquire(&self) -> Result<(), VmmError> {
+    fn reactivate(&self) -> Result<(), VmmError> {
         self.home.told("acquire")
     }
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use dunlin::engine::journal::{Journal, Role, SourceRecord};
-use dunlin::engine::source::{self, Doubt, Resolution, Standing, migrate};
+use dunlin::engine::source::{self, Doubt, Resolution, VmLocation, migrate};
 use dunlin::engine::vmm::SourceVm;
 use dunlin::engine::{Cancel, Event, Host, StandardHost, VmIs};
 use dunlin::lane::identity::ClientTls;
@@ -126,7 +126,7 @@ fn tls(place: &Place) -> Result<ClientTls, Failure> {
     Ok(identity.client(&crypto, names)?)
 }
 
-type Asks<'a> = &'a dyn Fn(&mut Doubt) -> Result<Standing, Failure>;
+type Asks<'a> = &'a dyn Fn(&mut Doubt) -> Result<VmLocation, Failure>;
 
 /// Does what the test says, until standard input ends.
 fn heed(
@@ -144,15 +144,15 @@ fn heed(
                 };
                 let standing = ask(held)?;
                 let over = match &standing {
-                    Standing::AtSource => "at-source",
-                    Standing::AtDestination => "at-destination",
-                    Standing::RanThenDied => "ran-then-died",
-                    Standing::InDoubt(why) => {
+                    VmLocation::AtSource => "at-source",
+                    VmLocation::AtDestination => "at-destination",
+                    VmLocation::RanThenDied => "ran-then-died",
+                    VmLocation::InDoubt(why) => {
                         stage.say(&format!("because {why}"));
                         "in-doubt"
                     }
                 };
-                if matches!(standing, Standing::AtSource | Standing::AtDestination)
+                if matches!(standing, VmLocation::AtSource | VmLocation::AtDestination)
                     && let Some(doubt) = doubt.take()
                 {
                     doubt.forget()?;

@@ -18,7 +18,7 @@ use dunlin_proto::ipsec::{Mode, Sender};
 use thiserror::Error;
 
 use super::watch::{Look, strays};
-use super::{House, Shelter, look_anew};
+use super::{IpsecLanes, Shared, look_anew};
 use crate::dial;
 use crate::door::lock;
 use crate::error::IpsecError;
@@ -112,8 +112,8 @@ impl LaneError {
 
 /// Opens lanes over IPsec. When it is dropped, its sessions end; that waits until their
 /// connections are over, or for the options' `quiet_wait`.
-pub struct Ways {
-    shelter: Shelter,
+pub struct IpsecDialer {
+    shelter: IpsecLanes,
     /// By where they lead, and who has to be there: a session is between two addresses.
     toward: Mutex<HashMap<Destination, Toward>>,
     changed: Condvar,
@@ -127,7 +127,7 @@ struct Toward {
     /// Whether a thread is making a session.
     is_making: bool,
     /// The newest is the last; those before have no port left, or are over.
-    ways: Vec<Arc<Way>>,
+    dialer: Vec<Arc<LaneSession>>,
     /// Ports of sessions that are over. Their connections may still exist, so they are used again
     /// only when all others are in use.
     over: Vec<PortRange>,
@@ -136,7 +136,7 @@ struct Toward {
 impl Toward {
     /// Shuts the lanes of sessions that are over.
     fn retire(&mut self) {
-        let over = self.ways.extract_if(.., |way| way.cut_if_over());
+        let over = self.dialer.extract_if(.., |way| way.cut_if_over());
         for way in over {
             if !self.over.contains(&way.ports) {
                 self.over.push(way.ports);
@@ -146,7 +146,7 @@ impl Toward {
 }
 
 /// A session, and the lanes on it.
-pub(super) struct Way {
+pub(super) struct LaneSession {
     pub(super) session: Session,
     pub(super) ports: PortRange,
     local: SocketAddr,
@@ -154,7 +154,7 @@ pub(super) struct Way {
     mode: Mode,
     quiet_wait: Duration,
     is_full: AtomicBool,
-    seats: Mutex<Vec<Weak<Place>>>,
+    seats: Mutex<Vec<Weak<LaneEntry>>>,
     /// CPUs that have waited in vain for an SA of their own.
     unserved: Mutex<BTreeSet<u32>>,
     last: Mutex<Look>,
@@ -163,7 +163,7 @@ pub(super) struct Way {
 }
 
 /// A lane's place among the others of its session.
-struct Place {
+struct LaneEntry {
     number: u64,
     /// None in mode connection.
     cpu: Option<u32>,
@@ -173,31 +173,31 @@ struct Place {
 
 /// A connection whose packets go by a session's SAs, and by nothing else.
 #[derive(Debug)]
-pub struct Sheltered {
+pub struct ProtectedLane {
     /// The connection. The calling thread is kept on the CPU whose SA it has.
     pub stream: TcpStream,
     /// Its place, which the lane's thread keeps as long as the lane.
-    pub seat: Seat,
+    pub seat: LaneHold,
 }
 
 /// A lane's place among the others of its session; dropped with the lane.
-pub struct Seat(Arc<Place>);
+pub struct LaneHold(Arc<LaneEntry>);
 
-impl LaneDialer for Ways {
+impl LaneDialer for IpsecDialer {
     fn dial(&self, request: &LaneRequest<'_>) -> Result<DataSender, DialError> {
         let connected = self.connect(request).map_err(|error| DialError::Sealed {
             endpoint: request.endpoint.to_owned(),
             permanent: error.permanent(),
             source: Box::new(error),
         });
-        let Sheltered { stream, seat } = connected?;
+        let ProtectedLane { stream, seat } = connected?;
         set_liveness(&stream, &Liveness::default())?;
         let consent = PlainConsent::sealed_below();
         Ok(DataSender::plain(stream, consent, STALL_LIMIT)?.guarded_by(Box::new(seat)))
     }
 }
 
-impl LaneGuard for Seat {
+impl LaneGuard for LaneHold {
     /// A lane that was seen to go by another CPU's SA has its route looked up anew, by what this
     /// thread sends next.
     fn before_send(&self) {
@@ -211,7 +211,7 @@ impl LaneGuard for Seat {
     }
 }
 
-impl Seat {
+impl LaneHold {
     /// The CPU on which the lane's thread is kept, and whose SA it has; none in mode connection.
     #[must_use]
     pub fn cpu(&self) -> Option<u32> {
@@ -219,23 +219,25 @@ impl Seat {
     }
 }
 
-impl fmt::Debug for Seat {
+impl fmt::Debug for LaneHold {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter
-            .debug_struct("Seat")
+            .debug_struct("LaneHold")
             .field("cpu", &self.0.cpu)
             .finish()
     }
 }
 
-impl fmt::Debug for Ways {
+impl fmt::Debug for IpsecDialer {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.debug_struct("Ways").finish_non_exhaustive()
+        formatter
+            .debug_struct("IpsecDialer")
+            .finish_non_exhaustive()
     }
 }
 
-impl Ways {
-    pub(super) fn new(shelter: Shelter) -> Self {
+impl IpsecDialer {
+    pub(super) fn new(shelter: IpsecLanes) -> Self {
         Self {
             shelter,
             toward: Mutex::default(),
@@ -249,12 +251,12 @@ impl Ways {
     /// # Errors
     /// None by the deadline, or it was cancelled before: a session that is being agreed on is
     /// given up then.
-    pub fn connect(&self, request: &LaneRequest<'_>) -> Result<Sheltered, LaneError> {
+    pub fn connect(&self, request: &LaneRequest<'_>) -> Result<ProtectedLane, LaneError> {
         let mut tried = 0;
         loop {
             let way = self.way(request)?;
             tried += 1;
-            match way.connect(&self.house().cpus, &self.house().site.observer, request) {
+            match way.connect(&self.shared().cpus, &self.shared().site.observer, request) {
                 Err(LaneError::NoPort { .. }) if tried < SESSIONS_TRIED => {
                     way.is_full.store(true, Ordering::Relaxed);
                 }
@@ -266,22 +268,22 @@ impl Ways {
     /// Renews the keys of what this side sends.
     pub fn rekey(&self) {
         let toward = lock(&self.toward);
-        let ways = toward.values().flat_map(|one| &one.ways);
-        ways.for_each(|way| way.session.rekey());
+        let dialer = toward.values().flat_map(|one| &one.dialer);
+        dialer.for_each(|way| way.session.rekey());
     }
 
-    fn house(&self) -> &House {
-        &self.shelter.0.house
+    fn shared(&self) -> &Shared {
+        &self.shelter.0.shared
     }
 
     /// One that can be used, made if there is none. Others wait meanwhile.
-    fn way(&self, request: &LaneRequest<'_>) -> Result<Arc<Way>, LaneError> {
+    fn way(&self, request: &LaneRequest<'_>) -> Result<Arc<LaneSession>, LaneError> {
         let to = || (request.endpoint.to_owned(), request.peer.clone());
         let mut toward = lock(&self.toward);
         let over = loop {
             let one = toward.entry(to()).or_default();
             one.retire();
-            if let Some(way) = one.ways.last()
+            if let Some(way) = one.dialer.last()
                 && !way.is_full.load(Ordering::Relaxed)
             {
                 return Ok(Arc::clone(way));
@@ -300,22 +302,26 @@ impl Ways {
         let one = toward.entry(to()).or_default();
         one.is_making = false;
         if let Ok(way) = &made {
-            one.ways.push(Arc::clone(way));
-            lock(&self.house().ways).push(Arc::downgrade(way));
+            one.dialer.push(Arc::clone(way));
+            lock(&self.shared().dialer).push(Arc::downgrade(way));
         }
         drop(toward);
         self.changed.notify_all();
         made
     }
 
-    fn make(&self, request: &LaneRequest<'_>, over: &[PortRange]) -> Result<Way, LaneError> {
+    fn make(
+        &self,
+        request: &LaneRequest<'_>,
+        over: &[PortRange],
+    ) -> Result<LaneSession, LaneError> {
         let LaneRequest {
             endpoint: to,
             deadline,
             ..
         } = *request;
-        let house = self.house();
-        let (mut later, mut blocks) = house
+        let shared = self.shared();
+        let (mut later, mut blocks) = shared
             .free_blocks()
             .into_iter()
             .partition::<Vec<_>, _>(|block| over.contains(block));
@@ -336,12 +342,12 @@ impl Ways {
             let ports = blocks.swap_remove((chosen % blocks.len() as u64) as usize);
             let options = Options {
                 ports,
-                patience: house
+                patience: shared
                     .site
                     .options
                     .patience
                     .min(deadline.saturating_duration_since(Instant::now())),
-                ..house.site.options.clone()
+                ..shared.site.options.clone()
             };
             let mut given_up = || go_on(request).is_err();
             let limit = options.patience;
@@ -365,10 +371,10 @@ impl Ways {
             };
             let local = address(control.socket().local_addr())?;
             let peer = address(control.socket().peer_addr())?;
-            let observer = &house.site.observer;
+            let observer = &shared.site.observer;
             match dial::begin(control, session, &options, observer, &mut given_up) {
                 Ok(session) => {
-                    return Ok(Way {
+                    return Ok(LaneSession {
                         session,
                         ports,
                         local,
@@ -387,18 +393,18 @@ impl Ways {
                 Err(error) => return Err(called_off(error)),
             }
         }
-        let ports = house.site.options.ports.to_string();
+        let ports = shared.site.options.ports.to_string();
         Err(LaneError::NoPort { ports })
     }
 }
 
-impl Way {
+impl LaneSession {
     fn connect(
         &self,
         cpus: &[u32],
         observer: &Observer,
         request: &LaneRequest<'_>,
-    ) -> Result<Sheltered, LaneError> {
+    ) -> Result<ProtectedLane, LaneError> {
         let place = self.place(cpus);
         if let Some(cpu) = place.cpu {
             // The SA is that of the CPU on which connect(2) looks up the route.
@@ -436,8 +442,8 @@ impl Way {
                         source,
                     })?;
                     let _ = place.stream.set(same);
-                    let seat = Seat(place);
-                    return Ok(Sheltered { stream, seat });
+                    let seat = LaneHold(place);
+                    return Ok(ProtectedLane { stream, seat });
                 }
                 Err(error)
                     if matches!(
@@ -461,14 +467,14 @@ impl Way {
     }
 
     /// A place on the CPU that has the fewest lanes.
-    fn place(&self, cpus: &[u32]) -> Arc<Place> {
+    fn place(&self, cpus: &[u32]) -> Arc<LaneEntry> {
         static NUMBERS: AtomicU64 = AtomicU64::new(0);
         let mut seats = lock(&self.seats);
         seats.retain(|seat| seat.strong_count() > 0);
-        let taken: Vec<Arc<Place>> = seats.iter().filter_map(Weak::upgrade).collect();
+        let taken: Vec<Arc<LaneEntry>> = seats.iter().filter_map(Weak::upgrade).collect();
         let lanes = |cpu: &&u32| taken.iter().filter(|one| one.cpu == Some(**cpu)).count();
         let cpu = cpus.iter().min_by_key(lanes).copied();
-        let place = Arc::new(Place {
+        let place = Arc::new(LaneEntry {
             number: NUMBERS.fetch_add(1, Ordering::Relaxed),
             cpu: cpu.filter(|_| self.mode == Mode::Cpu),
             stream: OnceLock::new(),
@@ -504,7 +510,7 @@ impl Way {
             && self.ports.contains(connection.local.port())
     }
 
-    fn places(&self) -> Vec<Arc<Place>> {
+    fn places(&self) -> Vec<Arc<LaneEntry>> {
         let seats = lock(&self.seats);
         seats.iter().filter_map(Weak::upgrade).collect()
     }
@@ -579,7 +585,7 @@ impl Way {
     }
 }
 
-impl Drop for Way {
+impl Drop for LaneSession {
     /// Lets connections that were closed come to their end while their packets still pass: what
     /// has to be said twice could not be, once the session is over, and its ports would stay
     /// blocked until TCP gives them up.

@@ -1,11 +1,11 @@
-//! The source's desk: lanes that share work, wait for it, are held back by a
+//! The source's work queue: lanes that share work, wait for it, are held back by a
 //! rate, and end.
 
 use std::sync::{Arc, Mutex as Plain};
 
 use dunlin_proto::bitmap::Run;
 use dunlin_proto::control::{ChunkSet, Message};
-use dunlin_proto::lanes::{Action, Patience, Sending, Wear};
+use dunlin_proto::lanes::{Action, KeyUsage, Sending, Timeouts};
 use dunlin_proto::limits::{CHUNK_PAGES, MAX_IN_FLIGHT_RANGES};
 use dunlin_proto::pace::Pace;
 use dunlin_proto::schedule::{ChunkPlan, Schedule, Work};
@@ -14,13 +14,13 @@ use shuttle::sync::mpsc::{Sender, channel};
 use shuttle::thread::{JoinHandle, spawn};
 
 use super::super::source::SessionEvent;
-use super::super::source::desk::Desk;
+use super::super::source::work_queue::WorkQueue;
 use super::super::tune::{Tune, TuneError};
 use super::line::Line;
 use super::sync;
 
 /// Never at an end, and no time between two attempts: the clock stands still.
-pub(super) const PATIENCE: Patience = Patience {
+pub(super) const PATIENCE: Timeouts = Timeouts {
     progress_ns: 1 << 60,
     open_ns: 1 << 60,
     retry_first_ns: 0,
@@ -28,11 +28,11 @@ pub(super) const PATIENCE: Patience = Patience {
     alone_ns: 1 << 60,
 };
 
-/// A desk over one region, and lanes 1 to `lanes`, of which none is let in.
-fn desk(pages: u64, lanes: u16, rate: Option<u64>) -> Arc<Desk> {
+/// A work_queue over one region, and lanes 1 to `lanes`, of which none is let in.
+fn work_queue(pages: u64, lanes: u16, rate: Option<u64>) -> Arc<WorkQueue> {
     let schedule = Schedule::new([(0, pages)]);
-    let desk = Desk::new(Sending::new(schedule, PATIENCE), Pace::new(rate));
-    desk.change(|state| {
+    let work_queue = WorkQueue::new(Sending::new(schedule, PATIENCE), Pace::new(rate));
+    work_queue.change(|state| {
         state.lanes.want(lanes);
         for lane in 1..=lanes {
             assert_eq!(state.lanes.poll(0), Some(Action::Open(lane)));
@@ -40,30 +40,30 @@ fn desk(pages: u64, lanes: u16, rate: Option<u64>) -> Arc<Desk> {
         assert_eq!(state.lanes.poll(0), None);
     });
     for lane in 1..=lanes {
-        desk.expect(lane);
+        work_queue.expect(lane);
     }
-    Arc::new(desk)
+    Arc::new(work_queue)
 }
 
-fn let_in(desk: &Desk, lane: u16) {
-    let news = desk.change(|state| state.lanes.lane_up(lane, 0));
+fn let_in(work_queue: &WorkQueue, lane: u16) {
+    let news = work_queue.change(|state| state.lanes.lane_up(lane, 0));
     assert_eq!(news, Ok(true));
 }
 
 /// A lane's thread without a connection: tells the iteration and pages of
 /// each chunk, and whether it ended as it was told.
 fn lane(
-    desk: &Arc<Desk>,
+    work_queue: &Arc<WorkQueue>,
     number: u16,
     events: &Sender<SessionEvent>,
     chunks: &Sender<(u32, u64)>,
 ) -> JoinHandle<bool> {
-    let (desk, events, chunks) = (Arc::clone(desk), events.clone(), chunks.clone());
+    let (work_queue, events, chunks) = (Arc::clone(work_queue), events.clone(), chunks.clone());
     spawn(move || {
         let mut plan = ChunkPlan::default();
         loop {
             let tell = |event| events.send(event).unwrap();
-            match desk.next(number, Wear::Fresh, &mut plan, tell, || false) {
+            match work_queue.next(number, KeyUsage::Fresh, &mut plan, tell, || false) {
                 Ok(Work::Chunk) => chunks.send((plan.iteration, plan.pages)).unwrap(),
                 Ok(Work::Wait | Work::Mark(_)) => {}
                 Ok(Work::End { .. }) => return true,
@@ -78,23 +78,26 @@ fn lane(
 /// iteration's last chunk, and the lanes end with the last.
 pub(super) fn share() {
     const PAGES: u64 = 2 * CHUNK_PAGES + 1;
-    let desk = desk(PAGES, 2, None);
+    let work_queue = work_queue(PAGES, 2, None);
     let (events, heard) = channel();
     let (chunks, sent) = channel();
-    let lanes = [1, 2].map(|number| lane(&desk, number, &events, &chunks));
+    let lanes = [1, 2].map(|number| lane(&work_queue, number, &events, &chunks));
     drop((events, chunks));
-    let_in(&desk, 1);
+    let_in(&work_queue, 1);
     for iteration in 1..=3 {
-        desk.change(|state| {
+        work_queue.change(|state| {
             let run = Run {
                 first: 0,
                 count: PAGES,
             };
             state.lanes.schedule_mut().mark_run(0, run);
         });
-        assert_eq!(desk.begin_iteration(iteration == 3), (iteration, PAGES));
+        assert_eq!(
+            work_queue.begin_iteration(iteration == 3),
+            (iteration, PAGES)
+        );
         if iteration == 1 {
-            let_in(&desk, 2);
+            let_in(&work_queue, 2);
         }
         match heard.recv() {
             Ok(SessionEvent::Cut { iteration: cut }) => assert_eq!(cut, iteration),
@@ -117,25 +120,25 @@ pub(super) fn share() {
 pub(super) fn acknowledged() {
     // Each page is a range of its own.
     const WORDS: usize = 2 * MAX_IN_FLIGHT_RANGES / 64 + 4;
-    let desk = desk(WORDS as u64 * 64, 2, None);
-    let_in(&desk, 1);
-    let_in(&desk, 2);
-    desk.change(|state| {
+    let work_queue = work_queue(WORDS as u64 * 64, 2, None);
+    let_in(&work_queue, 1);
+    let_in(&work_queue, 2);
+    work_queue.change(|state| {
         let log = vec![0x5555_5555_5555_5555; WORDS];
         state.lanes.schedule_mut().mark_dirty(0, &log);
     });
-    desk.begin_iteration(true);
-    let given = desk.change(|state| {
+    work_queue.begin_iteration(true);
+    let given = work_queue.change(|state| {
         let mut plan = ChunkPlan::default();
         let mut given = 0;
-        while state.lanes.next(1, Wear::Fresh, 0, &mut plan) == Work::Chunk {
+        while state.lanes.next(1, KeyUsage::Fresh, 0, &mut plan) == Work::Chunk {
             given += 1;
         }
         given
     });
     let (events, _heard) = channel();
     let (chunks, _sent) = channel();
-    let lanes = [1, 2].map(|number| lane(&desk, number, &events, &chunks));
+    let lanes = [1, 2].map(|number| lane(&work_queue, number, &events, &chunks));
     let all = ChunkSet {
         first: 0,
         count: given,
@@ -144,47 +147,47 @@ pub(super) fn acknowledged() {
         sets: vec![all],
         reached: Vec::new(),
     };
-    assert!(desk.acknowledge(&message).unwrap());
+    assert!(work_queue.acknowledge(&message).unwrap());
     for lane in lanes {
         assert!(lane.join().unwrap(), "a lane was not told to end");
     }
 }
 
 /// Lanes of which one waits for work and one is blocked in a call.
-fn busy(desk: &Arc<Desk>) -> [JoinHandle<bool>; 2] {
+fn busy(work_queue: &Arc<WorkQueue>) -> [JoinHandle<bool>; 2] {
     let (events, _) = channel();
     let (chunks, _) = channel();
     let line = Line::new();
     let blocked = {
-        let desk = Arc::clone(desk);
+        let work_queue = Arc::clone(work_queue);
         spawn(move || {
             let interrupt = line.interrupt();
-            if desk.interrupted_by(2, interrupt).is_ok() {
+            if work_queue.interrupted_by(2, interrupt).is_ok() {
                 line.await_end();
             }
             false
         })
     };
-    [lane(desk, 1, &events, &chunks), blocked]
+    [lane(work_queue, 1, &events, &chunks), blocked]
 }
 
 /// Each lane ends when it is cut, whatever it waits for.
 pub(super) fn cut() {
-    let desk = desk(1, 2, None);
-    let_in(&desk, 1);
-    let lanes = busy(&desk);
+    let work_queue = work_queue(1, 2, None);
+    let_in(&work_queue, 1);
+    let lanes = busy(&work_queue);
     for (index, lane) in lanes.into_iter().enumerate() {
-        desk.cut(index as u16 + 1);
+        work_queue.cut(index as u16 + 1);
         assert!(!lane.join().unwrap());
     }
 }
 
 /// Every lane ends when the session does.
 pub(super) fn stop() {
-    let desk = desk(1, 2, None);
-    let_in(&desk, 1);
-    let lanes = busy(&desk);
-    desk.stop();
+    let work_queue = work_queue(1, 2, None);
+    let_in(&work_queue, 1);
+    let lanes = busy(&work_queue);
+    work_queue.stop();
     for lane in lanes {
         assert!(!lane.join().unwrap());
     }
@@ -192,14 +195,14 @@ pub(super) fn stop() {
 
 /// A lane whose connection ends before it is let in ends too.
 pub(super) fn not_let_in() {
-    let desk = desk(1, 1, None);
+    let work_queue = work_queue(1, 1, None);
     let ended = Arc::new(Mutex::new(false));
     let lane = {
-        let (desk, ended) = (Arc::clone(&desk), Arc::clone(&ended));
+        let (work_queue, ended) = (Arc::clone(&work_queue), Arc::clone(&ended));
         spawn(move || {
             let mut plan = ChunkPlan::default();
             let has_ended = || *ended.lock().unwrap();
-            desk.next(1, Wear::Fresh, &mut plan, |_| {}, has_ended)
+            work_queue.next(1, KeyUsage::Fresh, &mut plan, |_| {}, has_ended)
         })
     };
     *ended.lock().unwrap() = true;
@@ -207,12 +210,12 @@ pub(super) fn not_let_in() {
 }
 
 /// Two lanes that send two pieces each, of which only the first may go at once.
-fn held_back(desk: &Arc<Desk>) -> [JoinHandle<()>; 2] {
+fn held_back(work_queue: &Arc<WorkQueue>) -> [JoinHandle<()>; 2] {
     [1, 2].map(|lane| {
-        let desk = Arc::clone(desk);
+        let work_queue = Arc::clone(work_queue);
         spawn(move || {
             for _ in 0..2 {
-                desk.await_rate(lane, 1000).unwrap();
+                work_queue.await_rate(lane, 1000).unwrap();
             }
         })
     })
@@ -220,10 +223,10 @@ fn held_back(desk: &Arc<Desk>) -> [JoinHandle<()>; 2] {
 
 /// A lane that is held back goes on when the cap is lifted.
 pub(super) fn rate_changes() {
-    let desk = desk(1, 2, Some(1));
-    let lanes = held_back(&desk);
-    desk.set_rate(Some(2));
-    desk.set_rate(None);
+    let work_queue = work_queue(1, 2, Some(1));
+    let lanes = held_back(&work_queue);
+    work_queue.set_rate(Some(2));
+    work_queue.set_rate(None);
     for lane in lanes {
         lane.join().unwrap();
     }
@@ -233,13 +236,13 @@ pub(super) fn rate_changes() {
 pub(super) fn rate_holds() {
     const PIECE: u64 = 100_000;
     const PIECE_NS: u64 = 100_000_000;
-    let desk = desk(1, 2, Some(1_000_000));
+    let work_queue = work_queue(1, 2, Some(1_000_000));
     let gone = Arc::new(Plain::new(0));
     let lanes = [1, 2].map(|lane| {
-        let (desk, gone) = (Arc::clone(&desk), Arc::clone(&gone));
+        let (work_queue, gone) = (Arc::clone(&work_queue), Arc::clone(&gone));
         spawn(move || {
             for _ in 0..3 {
-                desk.await_rate(lane, PIECE).unwrap();
+                work_queue.await_rate(lane, PIECE).unwrap();
                 let mut gone = gone.lock().unwrap();
                 *gone += 1;
                 let now_ns = sync::now().as_nanos() as u64;
@@ -256,7 +259,7 @@ pub(super) fn rate_holds() {
 /// What the operator sets reaches the lanes whenever it is set, in order, and
 /// nothing does when it is too late.
 pub(super) fn tuned() {
-    let desk = desk(1, 2, Some(1));
+    let work_queue = work_queue(1, 2, Some(1));
     let tune = Tune::new();
     let operator = {
         let tune = tune.clone();
@@ -269,14 +272,14 @@ pub(super) fn tuned() {
     };
     let rates = Arc::new(Plain::new(Vec::new()));
     {
-        let (desk, rates) = (Arc::clone(&desk), Arc::clone(&rates));
+        let (work_queue, rates) = (Arc::clone(&work_queue), Arc::clone(&rates));
         tune.attach(move |rate| {
             rates.lock().unwrap().push(rate);
             // The lanes must not be held back by what comes last.
-            desk.set_rate(rate.filter(|rate| *rate == 3));
+            work_queue.set_rate(rate.filter(|rate| *rate == 3));
         });
     }
-    for lane in held_back(&desk) {
+    for lane in held_back(&work_queue) {
         lane.join().unwrap();
     }
     tune.detach();

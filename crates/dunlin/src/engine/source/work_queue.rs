@@ -1,10 +1,10 @@
-//! The desk: where the source's lanes ask for work, and where they wait.
+//! The work queue: where the source's lanes ask for work, and where they wait.
 //!
 //! Everything that the session's thread, the control lane's reader and the
 //! lanes' threads share stands behind its one lock. A wait ends when something
-//! has changed that may concern it: a [`Desk::change`] for whatever brings work,
-//! [`Desk::set_rate`] for one that is held back, [`Desk::cut`] and
-//! [`Desk::stop`] for all. That no order of threads loses such a wake-up is
+//! has changed that may concern it: a [`WorkQueue::change`] for whatever brings work,
+//! [`WorkQueue::set_rate`] for one that is held back, [`WorkQueue::cut`] and
+//! [`WorkQueue::stop`] for all. That no order of threads loses such a wake-up is
 //! checked (`engine/interleavings`).
 
 use std::collections::BTreeMap;
@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use dunlin_proto::control::Message;
 use dunlin_proto::fault::FaultCode;
-use dunlin_proto::lanes::{Sending, Wear};
+use dunlin_proto::lanes::{KeyUsage, Sending};
 use dunlin_proto::limits::PAGE_BYTES;
 use dunlin_proto::pace::Pace;
 use dunlin_proto::schedule::{ChunkPlan, Work};
@@ -26,14 +26,14 @@ use super::SessionEvent;
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
 /// What the session's thread and its lanes share.
-pub(in crate::engine) struct Desk {
+pub(in crate::engine) struct WorkQueue {
     pub(in crate::engine) state: Mutex<State>,
     /// Something has changed for a lane that waits.
     changed: Condvar,
     started: Instant,
 }
 
-/// Guarded by [`Desk::state`].
+/// Guarded by [`WorkQueue::state`].
 pub(in crate::engine) struct State {
     pub(in crate::engine) lanes: Sending,
     pace: Pace,
@@ -53,7 +53,7 @@ pub(in crate::engine) struct State {
 #[derive(Default)]
 struct LaneShare {
     traffic: Traffic,
-    /// Ends what its thread is blocked in, other than a wait at the desk.
+    /// Ends what its thread is blocked in, other than a wait at the work queue.
     interrupt: Option<Interrupt>,
     /// Its thread shall end.
     cut: bool,
@@ -70,7 +70,7 @@ impl LaneShare {
 }
 
 /// From the session's thread, and the one that reads the control lane.
-impl Desk {
+impl WorkQueue {
     pub(in crate::engine) fn new(lanes: Sending, pace: Pace) -> Self {
         Self {
             state: Mutex::new(State {
@@ -177,8 +177,8 @@ impl Desk {
 }
 
 /// From the lanes' threads.
-impl Desk {
-    /// Lets [`Desk::cut`] and [`Desk::stop`] end what `lane` does from now on,
+impl WorkQueue {
+    /// Lets [`WorkQueue::cut`] and [`WorkQueue::stop`] end what `lane` does from now on,
     /// by `interrupt` alone.
     ///
     /// # Errors
@@ -205,7 +205,7 @@ impl Desk {
     pub(in crate::engine) fn next(
         &self,
         lane: u16,
-        wear: Wear,
+        wear: KeyUsage,
         plan: &mut ChunkPlan,
         tell: impl Fn(SessionEvent),
         has_ended: impl Fn() -> bool,
@@ -216,7 +216,7 @@ impl Desk {
             let Some(share) = state.shares.get_mut(&lane) else {
                 return Ok(Work::Stop);
             };
-            let wears = wear != Wear::Fresh && !std::mem::replace(&mut share.worn, true);
+            let wears = wear != KeyUsage::Fresh && !std::mem::replace(&mut share.worn, true);
             if share.cut || state.stop {
                 return Ok(Work::Stop);
             }

@@ -1,4 +1,4 @@
-//! The gate: where the destination's lanes wait for each other.
+//! The barrier: where the destination's lanes wait for each other.
 //!
 //! What the session's thread and the lanes' threads know of the lanes stands
 //! behind its one lock: who is open, which marks are reached, what has to be
@@ -13,12 +13,12 @@ use dunlin_proto::lanes::{CourseError, LaneRefusal, Receiving};
 use super::super::sync::{Condvar, Interrupt, Mutex, lock, wait};
 
 /// What a session's thread and its lanes share.
-pub(in crate::engine) struct Gate {
+pub(in crate::engine) struct IterationBarrier {
     state: Mutex<State>,
     changed: Condvar,
 }
 
-/// Guarded by [`Gate::state`].
+/// Guarded by [`IterationBarrier::state`].
 struct State {
     lanes: Receiving,
     stop: bool,
@@ -27,7 +27,7 @@ struct State {
 }
 
 /// From the session's thread.
-impl Gate {
+impl IterationBarrier {
     pub(in crate::engine) fn new(lanes_max: u16) -> Self {
         Self {
             state: Mutex::new(State {
@@ -82,7 +82,7 @@ impl Gate {
 
 /// From the lanes' threads. `tell` lets the session know that there is
 /// something to acknowledge, and is called for the first such thing only.
-impl Gate {
+impl IterationBarrier {
     /// A chunk's header has come on `lane`: whether it may be written.
     pub(in crate::engine) fn check_chunk(
         &self,
