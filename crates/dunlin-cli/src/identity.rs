@@ -1,8 +1,9 @@
 //! Who this host is and whom it talks to, as flags; the certificates behind
 //! them, read when they are needed and again when that is asked for.
 
+use dunlin_lane::sync::lock;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Result};
@@ -244,9 +245,4 @@ fn read(common: &Common) -> Result<(Identity, Vec<String>)> {
 
 fn settings(identity: &Identity, common: &Common) -> Result<ServerTls> {
     Ok(identity.server(&common.records.crypto()?, allowed_peers(&common.peers)?)?)
-}
-
-/// A panic elsewhere leaves one whole value or the other.
-fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,5 +1,6 @@
 //! The side that asks for a session.
 
+use dunlin_proto::text::harmless;
 use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -14,7 +15,7 @@ use dunlin_proto::negotiate::{
     Features, LaneSecurity, Offer, Opening, PRELUDE_BYTES, Prelude, SessionId, VERSIONS,
 };
 
-use super::error::{IpsecError, harmless};
+use super::error::IpsecError;
 use super::session::{Beginning, Session, clean_up, random_session};
 use super::{Observer, Options};
 use dunlin_lane::control::{self, ControlStream};

@@ -1,8 +1,10 @@
 //! The side that is asked for sessions, by authorised peers.
 
+use dunlin_lane::sync::lock;
+use dunlin_proto::text::harmless;
 use std::net::{SocketAddr, TcpListener};
 use std::sync::mpsc::Receiver;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
@@ -16,7 +18,7 @@ use dunlin_proto::ipsec::message::Terms;
 use dunlin_proto::negotiate::{Features, Opening, Refusal, SessionId, Supported, VERSIONS, select};
 
 use super::bound::may_come;
-use super::error::{IpsecError, harmless, in_words};
+use super::error::{IpsecError, in_words};
 use super::session::{Beginning, Session, Status, clean_up};
 use super::tables::Tables;
 use super::{Event, Observer, Options};
@@ -333,8 +335,4 @@ fn admits(options: &Options, terms: &Terms) -> Result<(), IpsecError> {
         asked: asked.to_string(),
         allowed: allowed.to_string(),
     })
-}
-
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -285,15 +285,3 @@ pub(super) fn in_words(error: &dyn std::error::Error) -> String {
     }
     words
 }
-
-/// Text of a peer without anything that a terminal would obey.
-pub(super) fn harmless(text: &str) -> String {
-    let one = |c: char| {
-        if c.is_control() {
-            char::REPLACEMENT_CHARACTER
-        } else {
-            c
-        }
-    };
-    text.chars().map(one).collect()
-}

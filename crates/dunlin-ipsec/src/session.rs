@@ -1,9 +1,10 @@
 //! A session as its owner has it: a handle to the threads that keep it.
 
+use dunlin_lane::sync::lock;
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::mpsc::{self, Receiver, Sender as Channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 
 use crate::xfrm::{self, Counters};
@@ -334,8 +335,4 @@ fn clean(
         });
     }
     Ok(())
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

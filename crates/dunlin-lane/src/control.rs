@@ -4,10 +4,11 @@
 //! Any thread may send; one thread at a time receives. Neither holds the connection's lock while
 //! it waits for the socket, so a peer that reads slowly delays no one's receiving.
 
+use crate::sync::lock;
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, TryLockError};
 use std::time::{Duration, Instant};
 
 use dunlin_linux::socket::wait_readable;
@@ -475,10 +476,4 @@ fn write(
             .map_err(HandshakeError::Io)?;
     }
     handshake::write_all(stream, deadline, &outgoing)
-}
-
-/// A thread that panicked while it held one of these locks left nothing half-done that the next
-/// holder could be harmed by: rustls's calls either finish or leave the connection failed.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -6,11 +6,12 @@
 //! Connecting and the handshake end soon after the request's [`DialCancel`] is used; only the
 //! resolver of names cannot be interrupted.
 
+use crate::sync::lock;
 use std::fmt;
 use std::io;
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use dunlin_linux::poll::{Waker, Wakeup, waker};
@@ -218,7 +219,7 @@ impl DialCancel {
     /// Ends the dial: wakes it where it waits for a connection, and shuts the connection down
     /// where it waits for the peer.
     pub fn cancel(&self) {
-        let stream = self.0.stream.lock().unwrap_or_else(PoisonError::into_inner);
+        let stream = lock(&self.0.stream);
         self.0.is_cancelled.store(true, Ordering::SeqCst);
         self.0.waker.wake();
         if let Some(stream) = &*stream {
@@ -246,7 +247,7 @@ impl DialCancel {
     /// No descriptor is left.
     pub fn covers(&self, stream: &TcpStream) -> io::Result<()> {
         let same = stream.try_clone()?;
-        let mut covered = self.0.stream.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut covered = lock(&self.0.stream);
         if self.is_cancelled() {
             // Fails only where the connection is gone already.
             let _ = same.shutdown(Shutdown::Both);

@@ -39,4 +39,5 @@ pub mod record;
 mod record12;
 pub mod relayed;
 pub mod splice;
+pub mod sync;
 mod trust;

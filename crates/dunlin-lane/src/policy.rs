@@ -24,7 +24,8 @@
 
 pub(super) mod handoff;
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use crate::sync::lock;
+use std::sync::{Arc, Mutex};
 
 use rustls::client::Resumption;
 use rustls::client::danger::ServerCertVerifier;
@@ -307,9 +308,4 @@ fn no_name() -> ServerName<'static> {
 
 fn refused(error: rustls::Error) -> SettingsError {
     SettingsError::Refused(error.to_string())
-}
-
-/// A panic elsewhere leaves one whole value or the other.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

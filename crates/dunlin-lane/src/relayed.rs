@@ -11,10 +11,11 @@
 pub mod fuzz;
 mod in_kernel;
 
+use crate::sync::lock;
 use std::net::TcpStream;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use dunlin_linux::ktls::Direction;
 use rustls::{ConnectionTrafficSecrets, ExtractedSecrets};
@@ -286,7 +287,7 @@ impl Sealing {
         record[HEADER_BYTES..][..KEY_UPDATE.len()].copy_from_slice(&KEY_UPDATE);
         record[HEADER_BYTES + KEY_UPDATE.len()] = u8::from(asking);
         seal.seal_late(&mut record).map_err(RelayError::Seal)?;
-        let mut next = keys.next.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut next = lock(&keys.next);
         let secrets = next.sending().map_err(not_renewed)?;
         *seal = seal_1_3(keys.provider, &secrets, 0).map_err(not_renewed)?;
         Ok(Some(record))
@@ -433,7 +434,7 @@ impl Opening {
 
     fn renew(&mut self, in_kernel: Option<&TcpStream>) -> Result<(), RelayError> {
         let keys = &self.keys;
-        let mut next = keys.next.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut next = lock(&keys.next);
         let secrets = next.receiving().map_err(not_renewed)?;
         drop(next);
         self.open = match in_kernel {

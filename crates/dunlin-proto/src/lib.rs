@@ -9,7 +9,7 @@
 //! The tunnel has its own: [`stripe`] spreads connections over lanes. The
 //! hand-off's is [`client_hello`]: whom a client of TLS wants. [`ipsec`] plans
 //! security associations and how two hosts agree on them.
-//! [`mistake`] plants errors in them for the tests that must find them.
+//! [`text`] makes a peer's words safe to show. [`mistake`] plants errors in them for the tests that must find them.
 #![forbid(unsafe_code)]
 pub mod bitmap;
 pub mod client_hello;
@@ -31,4 +31,5 @@ pub mod received;
 pub mod schedule;
 pub mod stripe;
 pub mod switchover;
+pub mod text;
 pub mod wire;

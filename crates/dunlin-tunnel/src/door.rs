@@ -1,10 +1,12 @@
 //! Where connections come in: a listener for each entrance, and the one port for
 //! the peers' control lanes and lanes.
 
+use dunlin_lane::sync::lock;
+use dunlin_proto::text::harmless;
 use std::io;
 use std::net::TcpListener;
 use std::os::fd::AsFd;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
@@ -13,7 +15,6 @@ use dunlin_proto::negotiate::{LaneSecurity, Opening};
 
 use super::dial;
 use super::event::Event;
-use super::failure::harmless;
 use super::listener::{Listener, SocketFile, Sockets, next_number};
 use super::meter::Count;
 use super::options::{Entrance, Listen};
@@ -87,11 +88,6 @@ impl EntranceListener {
     pub(super) fn lead(&self, other: &Entrance) {
         *lock(&self.entrance) = other.clone();
     }
-}
-
-/// What is guarded is replaced as a whole.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Drop for EntranceListener {

@@ -10,6 +10,7 @@
 //! Each has a number among all listeners, so that its channels, and no others, are
 //! connected in the order in which it has accepted them.
 
+use dunlin_lane::sync::lock;
 use std::io;
 use std::os::fd::AsFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -237,7 +238,7 @@ impl OnDemandListener {
 
 impl Tally {
     fn lock(&self) -> MutexGuard<'_, Now> {
-        self.now.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.now)
     }
 
     fn close(&self) {

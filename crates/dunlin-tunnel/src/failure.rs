@@ -1,5 +1,6 @@
 //! Why the tunnel could not do something: a code, and words for an operator.
 
+use dunlin_proto::text::harmless;
 use std::error::Error;
 use std::fmt;
 
@@ -106,18 +107,6 @@ impl fmt::Display for Failure {
 
 impl Error for Failure {}
 
-/// Text of a peer without anything that a terminal would obey.
-pub(super) fn harmless(text: &str) -> String {
-    let one = |c: char| {
-        if c.is_control() {
-            char::REPLACEMENT_CHARACTER
-        } else {
-            c
-        }
-    };
-    text.chars().map(one).collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -125,7 +114,7 @@ mod tests {
     #[test]
     fn i7_a_peers_words_are_harmless_and_its_fault_is_seen_from_here() {
         let told = Failure::told(FaultCode::TargetUnreachable, "no\x1b[2Jsocket\n");
-        assert_eq!(told.text(), "no\u{fffd}[2Jsocket\u{fffd}");
+        assert_eq!(told.text(), "no\\u{1b}[2Jsocket\\n");
         assert_eq!(told.at_fault(), AtFault::Peer);
         let own = Failure::new(FaultCode::TargetUnreachable, "no socket");
         assert_eq!(own.at_fault(), AtFault::Local);

@@ -12,10 +12,11 @@
 //! what the core then wants done is done there, since none of it waits. What may
 //! wait has a thread: a connection to be made, a message to be sent.
 
+use dunlin_lane::sync::lock;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::sync::atomic::AtomicUsize;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
@@ -217,7 +218,7 @@ impl Hub {
     /// The core. A thread that panicked has left it whole: its calls are the
     /// smallest steps.
     pub(super) fn lock(&self) -> MutexGuard<'_, Core> {
-        self.core.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.core)
     }
 
     pub(super) fn now_ns(&self) -> u64 {
@@ -228,7 +229,7 @@ impl Hub {
     pub(super) fn spawn(&self, name: String, body: impl FnOnce() + Send + 'static) -> bool {
         match std::thread::Builder::new().name(name).spawn(body) {
             Ok(thread) => {
-                let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut threads = lock(&self.threads);
                 threads.retain(|one| !one.is_finished());
                 threads.push(thread);
                 true
@@ -244,8 +245,7 @@ impl Hub {
     /// Waits for all threads but the calling one's; they have been told to end.
     pub(super) fn join(&self) {
         loop {
-            let threads =
-                std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
+            let threads = std::mem::take(&mut *lock(&self.threads));
             if threads.is_empty() {
                 return;
             }
@@ -261,7 +261,7 @@ impl Hub {
     /// # Errors
     /// IPsec was agreed on, and this tunnel is not prepared for it.
     pub(super) fn dialer(&self) -> Result<Arc<dyn LaneDialer>, Failure> {
-        let mut own = self.dialer.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut own = lock(&self.dialer);
         if let Some(dialer) = &*own {
             return Ok(Arc::clone(dialer));
         }
@@ -275,11 +275,7 @@ impl Hub {
 
     /// Takes down what our lanes were opened by; they are over.
     pub(super) fn leave_dialer(&self) {
-        let own = self
-            .dialer
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take();
+        let own = lock(&self.dialer).take();
         drop(own);
     }
 
@@ -601,6 +597,6 @@ impl Hub {
 
     /// The peer's name for a log.
     pub(super) fn peer_name(&self) -> String {
-        super::failure::harmless(&self.terms.peer.to_string())
+        dunlin_proto::text::harmless(&self.terms.peer.to_string())
     }
 }

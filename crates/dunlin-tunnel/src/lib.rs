@@ -48,10 +48,11 @@ mod socket;
 mod talk;
 mod target;
 
+use dunlin_lane::sync::lock;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::sync::mpsc::sync_channel;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -456,11 +457,11 @@ impl Tunnel {
     }
 
     fn lock_errands(&self) -> std::sync::MutexGuard<'_, Vec<OnDemandListener>> {
-        self.errands.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.errands)
     }
 
     fn lock_doors(&self) -> std::sync::MutexGuard<'_, Vec<EntranceListener>> {
-        self.doors.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.doors)
     }
 }
 

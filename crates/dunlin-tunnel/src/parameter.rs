@@ -11,6 +11,7 @@
 //! one name, which leads nowhere else than where the configuration has its place
 //! (I7): no separator can be in it, and it is not a directory's own name.
 
+use dunlin_proto::text::harmless;
 use std::fmt;
 use std::path::{Component, Path, PathBuf};
 use std::str::FromStr;
@@ -18,7 +19,7 @@ use std::str::FromStr;
 use dunlin_proto::fault::FaultCode;
 use thiserror::Error;
 
-use super::failure::{Failure, harmless};
+use super::failure::Failure;
 use super::options::Target;
 
 /// The longest name of a parameter, in bytes. An operator chooses it.

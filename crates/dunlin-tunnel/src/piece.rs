@@ -7,8 +7,9 @@
 //! that all chunks which a channel may have are within the least window; so what
 //! the windows allow is what is used (I8).
 
+use dunlin_lane::sync::lock;
 use std::array;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use dunlin_proto::limits::{LEAST_WINDOW_BYTES, MAX_CHANNEL_CHUNKS, MAX_STRIPE_CHUNK_BYTES};
 
@@ -127,11 +128,6 @@ impl Drop for Piece {
             free.by_size[self.memory.size].push(Arc::clone(&self.memory));
         }
     }
-}
-
-/// Bytes are bytes, whoever panicked while holding them.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

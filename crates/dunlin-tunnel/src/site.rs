@@ -1,10 +1,11 @@
 //! What all associations of a tunnel share: routes, identity, limits, and who is
 //! there.
 
+use dunlin_lane::sync::lock;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{SyncSender, TrySendError};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
 use dunlin_proto::fault::FaultCode;
@@ -595,9 +596,4 @@ fn of_open(error: &OpenError) -> Failure {
         OpenError::Name => FaultCode::UnknownRoute,
     };
     Failure::new(code, error.to_string())
-}
-
-/// What is guarded is changed in steps that leave it whole.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

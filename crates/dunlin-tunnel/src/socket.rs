@@ -1,11 +1,12 @@
 //! A channel's connection to a hypervisor, on either side.
 
+use dunlin_lane::sync::lock;
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
 
 use dunlin_linux::poll::{Interest, poll};
@@ -175,7 +176,7 @@ impl Socket {
     }
 
     fn lock_reset(&self) -> MutexGuard<'_, bool> {
-        self.is_reset.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.is_reset)
     }
 
     /// So many bytes were read by the kernel's hand.

@@ -1,6 +1,7 @@
 //! The far half of a channel: whether the peer may have it, and the connection
 //! to the hypervisor.
 
+use dunlin_proto::text::harmless;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -16,7 +17,7 @@ use dunlin_linux::socket::{connect as connect_tcp, connect_unix};
 use dunlin_proto::fault::FaultCode;
 
 use super::event::Event;
-use super::failure::{Failure, harmless};
+use super::failure::Failure;
 use super::hub::{Channel, Hub};
 use super::meter::Count;
 use super::options::Target;

@@ -8,12 +8,13 @@
 //!   ◀──────────────────── how busy its CPUs were ─────── when all have ended
 //! ```
 
+use dunlin_lane::sync::lock;
 use std::fs;
 use std::net::{TcpListener, TcpStream};
 use std::path::PathBuf;
 use std::sync::atomic::AtomicU64;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Barrier, Mutex, PoisonError};
+use std::sync::{Arc, Barrier, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -233,7 +234,7 @@ fn admit(
     target: &Arc<MappedMemory>,
     measured: &Mutex<Option<Measured>>,
 ) -> Result<()> {
-    let mut measured = measured.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut measured = lock(&measured);
     match arrival {
         Arrival::Control {
             stream,

@@ -1,11 +1,12 @@
 //! `dunlin ipsec serve` and `up`: the processes that have sessions.
 
+use dunlin_lane::sync::lock;
 use std::collections::BTreeSet;
 use std::net::{IpAddr, TcpListener, ToSocketAddrs};
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::mpsc::channel;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
@@ -522,11 +523,6 @@ impl Asked for Held<Named> {
     fn blocked(&self) -> Vec<String> {
         self.blocked.records()
     }
-}
-
-/// A panic elsewhere leaves one whole value or the other.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

@@ -1,5 +1,6 @@
 //! The control socket of a tunnel: what is asked of it while it runs.
 
+use dunlin_lane::sync::lock;
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::net::Shutdown;
@@ -106,9 +107,7 @@ impl Desk {
     }
 
     fn count(&self) -> std::sync::MutexGuard<'_, usize> {
-        self.answering
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        lock(&self.answering)
     }
 
     fn answer(self: &Arc<Self>, connection: &UnixStream) {

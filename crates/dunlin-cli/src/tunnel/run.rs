@@ -1,9 +1,10 @@
 //! `dunlin tunnel run`: the tunnel as a service.
 
+use dunlin_lane::sync::lock;
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::channel;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
@@ -130,7 +131,7 @@ impl Run {
                     manager.reloading();
                     let how = match again(&self.config, &tunnel, &confined) {
                         Ok(limit) => {
-                            *drain.lock().unwrap_or_else(PoisonError::into_inner) = limit;
+                            *lock(&drain) = limit;
                             "the configuration was read anew".to_owned()
                         }
                         Err(error) => format!("everything stays as it was: {}", chained(&error)),
@@ -141,7 +142,7 @@ impl Run {
                 }
                 Told::End(signal) => {
                     manager.stopping();
-                    let limit = *drain.lock().unwrap_or_else(PoisonError::into_inner);
+                    let limit = *lock(&drain);
                     let code = end(tunnel, signal, limit);
                     if let Some(desk) = desk {
                         desk.farewell();

@@ -9,6 +9,7 @@
 //! Requests, signals, the arrival and the VM's own end meet here, under one
 //! lock.
 
+use dunlin_lane::sync::lock;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -139,17 +140,17 @@ impl Desk {
 
     /// The control socket at which this process can be asked, once it has one.
     pub(crate) fn owner(&self) -> String {
-        let owner = self.owner.lock().unwrap_or_else(PoisonError::into_inner);
+        let owner = lock(&self.owner);
         owner.clone()
     }
 
     pub(crate) fn is_served_at(&self, socket: &Path) {
-        let mut owner = self.owner.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut owner = lock(&self.owner);
         *owner = socket.display().to_string();
     }
 
     fn lock(&self) -> MutexGuard<'_, Now> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     fn wait<'a>(&self, state: MutexGuard<'a, Now>) -> MutexGuard<'a, Now> {

@@ -1,6 +1,7 @@
 //! A migration that this process carries out: who follows it, how far it is,
 //! how it is steered, and how it ended.
 
+use dunlin_lane::sync::lock;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
@@ -84,7 +85,7 @@ impl Moving {
     }
 
     fn lock(&self) -> MutexGuard<'_, Seen> {
-        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.seen)
     }
 
     /// Takes an event of the engine's, on whichever of its threads.

@@ -21,6 +21,7 @@ mod door;
 mod forward;
 mod proxy;
 
+use dunlin_lane::sync::lock;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::io;
@@ -405,7 +406,7 @@ impl State {
 impl Shared {
     /// A panic elsewhere leaves whole values.
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     fn tell(&self, event: Event) {

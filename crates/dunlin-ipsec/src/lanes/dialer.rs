@@ -20,7 +20,6 @@ use thiserror::Error;
 use super::watch::{Look, strays};
 use super::{IpsecLanes, Shared, look_anew};
 use crate::dial;
-use crate::door::lock;
 use crate::error::IpsecError;
 use crate::session::{Session, random_session};
 use crate::sockets::{Connection, connections};
@@ -28,6 +27,7 @@ use crate::{AssociationStatus, Direction, Event, Observer, Options, PortRange};
 use dunlin_lane::data::{DataSender, PlainConsent, STALL_LIMIT};
 use dunlin_lane::dial::{DialError, LaneDialer, LaneGuard, LaneRequest};
 use dunlin_lane::peers::Principal;
+use dunlin_lane::sync::lock;
 
 /// Blocks of ports that are tried before none seems to be free.
 const BLOCKS_TRIED: usize = 8;

@@ -26,6 +26,7 @@
 mod dialer;
 mod watch;
 
+use dunlin_proto::text::harmless;
 use std::fmt;
 use std::io;
 use std::net::{SocketAddr, TcpStream};
@@ -44,8 +45,8 @@ use thiserror::Error;
 
 pub use dialer::{IpsecDialer, LaneError, LaneHold, ProtectedLane};
 
-use super::door::{Held, Site, lock};
-use super::error::{IpsecError, harmless, in_words};
+use super::door::{Held, Site};
+use super::error::{IpsecError, in_words};
 use super::session::clean_up_lanes;
 use super::tables::Tables;
 use super::{Event, Observer, Options, PortRange, Status};
@@ -56,6 +57,7 @@ use dunlin_lane::control::ControlStream;
 use dunlin_lane::data::{DataReceiver, PlainConsent, STALL_LIMIT};
 use dunlin_lane::dial::{LaneDialer, SealedLanes};
 use dunlin_lane::peers::{PeerIdentity, Principal};
+use dunlin_lane::sync::lock;
 
 /// Ports that a session protects: twice the lanes of most, since whoever closes a connection
 /// keeps its port for a minute. A power of two, so that it is one policy each way.

@@ -1,5 +1,6 @@
 //! How a session blocks its ports, and takes over those that an earlier one has left blocked.
 
+use dunlin_proto::text::harmless;
 use std::io;
 use std::net::SocketAddr;
 
@@ -12,7 +13,7 @@ use dunlin_proto::ipsec::plan::{Adoption, Layout, REQID_BLOCKS, REQIDS, Step, ad
 use super::driver::Driver;
 use super::system::{guarded, is_of_this_host, random};
 use crate::Event;
-use crate::error::{IpsecError, harmless, in_words};
+use crate::error::{IpsecError, in_words};
 use crate::record::{Owner, Record};
 use crate::tables::still_used;
 

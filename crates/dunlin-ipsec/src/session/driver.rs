@@ -1,5 +1,6 @@
 //! A session's own thread: carries out what the exchange decides.
 
+use dunlin_proto::text::harmless;
 use std::collections::BTreeSet;
 use std::io;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender as Channel, channel};
@@ -21,13 +22,14 @@ use zeroize::Zeroizing;
 
 use super::hear::read;
 use super::system::{guarded, random};
-use super::{Beginning, SharedStatus, Told, lock};
-use crate::error::{IpsecError, harmless, in_words};
+use super::{Beginning, SharedStatus, Told};
+use crate::error::{IpsecError, in_words};
 use crate::record::{Record, Shelf};
 use crate::sockets::{Connection, connections};
 use crate::tables::{Tables, still_used};
 use crate::{Event, Observer, Options};
 use dunlin_lane::control::ControlStream;
+use dunlin_lane::sync::lock;
 
 /// How often connections are looked for, and whether it is quiet.
 const TICK: Duration = Duration::from_millis(200);

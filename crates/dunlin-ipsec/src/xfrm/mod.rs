@@ -31,9 +31,10 @@ mod statistics;
 mod tests;
 pub mod values;
 
+use dunlin_lane::sync::lock;
 use std::net::IpAddr;
 use std::ops::RangeInclusive;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use netlink_packet_xfrm as uapi;
 
@@ -476,7 +477,7 @@ impl Xfrm {
         take: impl FnMut(u16, &[u8]) -> Result<(), &'static str>,
     ) -> Result<(), Refusal> {
         // What is behind the lock is a socket and a number, of which neither is left half done.
-        let mut link = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut link = lock(&self.0);
         link.exchange(request, take)
             .map_err(|why| Refusal { doing, why })
     }

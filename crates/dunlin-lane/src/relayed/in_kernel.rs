@@ -1,9 +1,9 @@
 //! A relay's records in the kernel: data goes between sockets, and what is left to do are the
 //! records that are no data, and counting.
 
+use crate::sync::lock;
 use std::io;
 use std::net::TcpStream;
-use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 
 use dunlin_linux::ktls::{Direction, Version};
@@ -112,11 +112,7 @@ impl Sealing {
     /// # Errors
     /// [`RelayError::Renewal`]; nothing may be sent any more then.
     pub fn has_renewed(&mut self, stream: &TcpStream) -> Result<(), RelayError> {
-        let mut next = self
-            .keys
-            .next
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut next = lock(&self.keys.next);
         let secrets = next.sending().map_err(not_renewed)?;
         drop(next);
         kernel::renew(stream, Direction::Sending, &secrets).map_err(not_renewed)?;

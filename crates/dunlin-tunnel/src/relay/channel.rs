@@ -6,11 +6,13 @@
 //! Each thread waits in its socket's own read or write. Whoever finds the channel broken tells
 //! both sockets so, which wakes the threads; the last to go closes them.
 
+use dunlin_lane::sync::lock;
+use dunlin_proto::text::harmless;
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 use std::time::Duration;
 
 use dunlin_linux::poll::{Interest, poll};
@@ -21,7 +23,7 @@ use dunlin_proto::fault::FaultCode;
 use super::{ChannelCount, keep_alive};
 use crate::Status;
 use crate::event::Event;
-use crate::failure::{Failure, harmless};
+use crate::failure::Failure;
 use crate::site::Site;
 use crate::socket::Socket;
 use dunlin_lane::handshake::relay::Relayed;
@@ -214,7 +216,7 @@ impl Channel {
     }
 
     fn lock_broken(&self) -> MutexGuard<'_, Option<Failure>> {
-        self.broken.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.broken)
     }
 
     /// The watch has found a socket that failed.
@@ -301,7 +303,7 @@ impl Channel {
     }
 
     pub(super) fn lock_sealing(&self) -> MutexGuard<'_, Sealing> {
-        self.sealing.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.sealing)
     }
 
     /// The hypervisor's bytes, to the peer.

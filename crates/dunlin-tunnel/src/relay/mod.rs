@@ -21,17 +21,19 @@ mod port;
 mod splice;
 mod watch;
 
+use dunlin_lane::sync::lock;
+use dunlin_proto::text::harmless;
 use std::collections::{BTreeMap, VecDeque};
 use std::net::{SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use dunlin_linux::socket::{Liveness, connect, set_liveness, set_reset_on_close};
 use dunlin_proto::fault::FaultCode;
 
 use super::event::Event;
-use super::failure::{Failure, harmless};
+use super::failure::Failure;
 use super::meter::Count;
 use super::options::{BadRoute, Entrance, Listen, Mode, Routes, Target};
 use super::parameter::BadParameterTarget;
@@ -180,11 +182,11 @@ struct State {
 
 impl Relays {
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     fn lock_ports(&self) -> MutexGuard<'_, Vec<Port>> {
-        self.ports.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.ports)
     }
 
     /// Opens the ports that are new; the others are as before until [`Self::open`].

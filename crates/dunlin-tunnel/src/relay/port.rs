@@ -1,9 +1,11 @@
 //! A relay's port, where any TLS client comes in.
 
+use dunlin_lane::sync::lock;
+use dunlin_proto::text::harmless;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 
 use dunlin_linux::poll::{Waker, waker};
@@ -11,7 +13,6 @@ use dunlin_linux::socket::set_reset_on_close;
 
 use super::{RelayExit, Relays};
 use crate::event::Event;
-use crate::failure::harmless;
 use crate::site::Site;
 use dunlin_lane::accept::{RelayArrival, accept_relayed};
 use dunlin_lane::identity::ServerTls;
@@ -72,7 +73,7 @@ impl Port {
 
     /// Uses other settings for those that come from now on.
     pub(super) fn renew(&self, exit: RelayExit, tls: &ServerTls) {
-        *self.exit.lock().unwrap_or_else(PoisonError::into_inner) = exit;
+        *lock(&self.exit) = exit;
         self.tls.replace(tls);
     }
 }
@@ -88,7 +89,7 @@ impl Drop for Port {
 }
 
 fn of(exit: &Mutex<RelayExit>) -> RelayExit {
-    exit.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    lock(&exit).clone()
 }
 
 fn arrived(site: &Arc<Site>, number: u64, exit: &Mutex<RelayExit>, arrival: RelayArrival) {

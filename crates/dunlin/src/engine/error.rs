@@ -5,6 +5,7 @@ use std::fmt;
 use std::io;
 
 use dunlin_proto::fault::{AtFault, FaultCode};
+use dunlin_proto::text::harmless;
 use thiserror::Error;
 
 use super::source::Doubt;
@@ -204,34 +205,6 @@ pub fn fault_behind(error: &(dyn StdError + 'static)) -> Option<FaultCode> {
         next = error.source();
     }
     None
-}
-
-/// A text of a peer's, fit for a terminal and for a log of lines: characters that
-/// would steer one, end a line or turn the direction of writing are spelled out.
-#[must_use]
-pub fn harmless(text: &str) -> String {
-    let mut harmless = String::with_capacity(text.len());
-    for character in text.chars() {
-        if is_harmful(character) {
-            harmless.extend(character.escape_default());
-        } else {
-            harmless.push(character);
-        }
-    }
-    harmless
-}
-
-/// Whether [`harmless`] spells this out: the control characters, those of eight
-/// bits too (U+009B begins an escape sequence), both separators of Unicode's, and
-/// what changes the direction of writing (UAX #9).
-#[must_use]
-pub fn is_harmful(character: char) -> bool {
-    character.is_control()
-        || matches!(
-            character,
-            '\u{2028}' | '\u{2029}' | '\u{200e}' | '\u{200f}' | '\u{61c}'
-        )
-        || matches!(character, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }
 
 #[cfg(test)]

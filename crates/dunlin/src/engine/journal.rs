@@ -47,11 +47,11 @@ mod tests;
 
 pub use error::JournalError;
 use error::io_error;
-use files::{HeldFile, Directory, file_name};
+use files::{Directory, HeldFile, file_name};
 use memory::{HeldInMemory, Memory};
 
-use super::error::harmless;
 use crate::lane::peers::{PeerIdentity, Principal};
+use dunlin_proto::text::harmless;
 
 /// Where the records of this host's sessions lie.
 #[derive(Clone)]

@@ -31,7 +31,8 @@ pub mod vmm;
 pub use dunlin_linux::poll::Wakeup;
 pub use dunlin_proto::fault::{AtFault, FaultCode};
 
-pub use error::{MigrateError, VmIs, fault_behind, harmless, is_harmful};
+pub use dunlin_proto::text::{harmless, is_harmful};
+pub use error::{MigrateError, VmIs, fault_behind};
 pub use host::{Cancel, Host, StandardHost};
 pub use options::OptionError;
 pub use report::{Downtime, Event, Iteration, Observer, Progress, Report, Traffic};

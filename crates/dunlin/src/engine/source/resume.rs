@@ -11,8 +11,9 @@ use std::time::{Duration, Instant};
 use dunlin_proto::control::Message;
 use dunlin_proto::fault::{AtFault, FaultCode};
 use dunlin_proto::switchover::Source;
+use dunlin_proto::text::harmless;
 
-use super::super::error::{Fault, harmless};
+use super::super::error::Fault;
 use super::super::journal::RecordedPeer;
 use super::super::lock;
 use super::super::report::Event;

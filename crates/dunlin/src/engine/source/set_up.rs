@@ -16,9 +16,10 @@ use dunlin_proto::negotiate::{Features, Offer, Opening, Selection, SessionId, VE
 use dunlin_proto::pace::Pace;
 use dunlin_proto::schedule::Schedule;
 use dunlin_proto::switchover::Source;
+use dunlin_proto::text::harmless;
 
 use super::super::control::{ControlLane, FromPeer, Sequences, read_opening};
-use super::super::error::{Fault, VmIs, harmless};
+use super::super::error::{Fault, VmIs};
 use super::super::host::{Cancel, FromHost, Host};
 use super::super::journal::{Journal, JournalError, SessionJournal, SourceRecord, State};
 use super::super::lock;
