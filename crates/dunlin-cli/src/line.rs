@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use dunlin::engine::source::Standing;
+use dunlin::engine::source::VmLocation;
 use dunlin::engine::vmm::FaultCode;
 use dunlin::engine::{
     Downtime, Event, Iteration, MigrateError, Progress, Report, VmIs, fault_behind, harmless,
@@ -50,13 +50,13 @@ impl From<&Driver> for DriverLine {
     }
 }
 
-impl From<&Standing> for Line {
-    fn from(standing: &Standing) -> Self {
+impl From<&VmLocation> for Line {
+    fn from(standing: &VmLocation) -> Self {
         let (vm, text) = match standing {
-            Standing::AtSource => ("at-source", ""),
-            Standing::AtDestination => ("at-destination", ""),
-            Standing::RanThenDied => ("ran-then-died", ""),
-            Standing::InDoubt(why) => ("in-doubt", &**why),
+            VmLocation::AtSource => ("at-source", ""),
+            VmLocation::AtDestination => ("at-destination", ""),
+            VmLocation::RanThenDied => ("ran-then-died", ""),
+            VmLocation::InDoubt(why) => ("in-doubt", &**why),
         };
         Self::Answered {
             vm: vm.into(),
@@ -147,7 +147,7 @@ pub(crate) enum Line {
         code: i32,
     },
     Status(StatusLine),
-    /// What the destination says became of a VM in doubt; see [`Standing`].
+    /// What the destination says became of a VM in doubt; see [`VmLocation`].
     Answered {
         vm: String,
         text: String,

@@ -64,7 +64,7 @@ const _: () = assert!(RECEIVE_BYTES >= 2 * RECEIVED_RECORD_BYTES);
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum CarryError {
-    /// No process can be had.
+    /// The process cannot be started.
     #[error("a process to carry the connection cannot be started: {0}")]
     Start(#[source] io::Error),
     /// It has given up.

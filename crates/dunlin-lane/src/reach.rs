@@ -3,7 +3,7 @@
 use std::io;
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 
-/// The first connection that can be had to any address of `endpoint`.
+/// Connects to the first reachable address of `endpoint`.
 pub fn first_of(
     endpoint: &str,
     connect: impl Fn(SocketAddr) -> io::Result<TcpStream>,

@@ -659,7 +659,7 @@ fn dial_error(
     }
 }
 
-/// A connector whose peer never answers: it waits until it is told to stop.
+/// A connector whose peer never answers: it waits for `stop` or the deadline.
 struct NeverConnects;
 
 impl Connector for NeverConnects {
@@ -693,12 +693,12 @@ impl Connector for NeverConnects {
 fn a_dial_is_cancelled_while_it_connects_and_while_the_peer_is_silent() {
     let authority = Authority::new();
     let tls = client(&authority.identity(&[SOURCE]), names(&[DESTINATION]));
-    let nobody = Principal::Certificate([0; 32]);
+    let absent = Principal::Certificate([0; 32]);
     let cancel = DialCancel::new().unwrap();
     let never: Arc<dyn Connector> = Arc::new(NeverConnects);
     let own = cancel.clone();
     let canceller = thread::spawn(move || own.cancel());
-    let error = dial_error(&never, "host-b.example:4444", &nobody, &tls, &cancel);
+    let error = dial_error(&never, "host-b.example:4444", &absent, &tls, &cancel);
     canceller.join().unwrap();
     let is_stopped =
         |source: &std::io::Error| source.kind() == std::io::ErrorKind::ConnectionAborted;
@@ -721,7 +721,7 @@ fn a_dial_is_cancelled_while_it_connects_and_while_the_peer_is_silent() {
         stream
     });
     let begun = Instant::now();
-    let error = dial_error(&sockets, &to, &nobody, &tls, &cancel);
+    let error = dial_error(&sockets, &to, &absent, &tls, &cancel);
     drop(silent.join().unwrap());
     assert!(matches!(error, DialError::Handshake { .. }), "{error:?}");
     let took = begun.elapsed();

@@ -236,7 +236,7 @@ impl Hub {
             }
             Err(error) => {
                 self.site
-                    .tell(Event::Warning(format!("no thread can be had: {error}")));
+                    .tell(Event::Warning(format!("cannot start a thread: {error}")));
                 false
             }
         }
@@ -360,7 +360,7 @@ impl Hub {
                 if self.spawn(format!("dunlin-target-{channel}"), body) {
                     core.connecting += 1;
                 } else {
-                    refuse(FaultCode::TargetUnreachable, "no thread can be had");
+                    refuse(FaultCode::TargetUnreachable, "cannot start a thread");
                 }
             }
             Action::Count(channel) => {

@@ -52,7 +52,7 @@ fn open(hub: &Arc<Hub>, lane: u16) -> Result<DataSender, Failure> {
     let terms = &hub.terms;
     let at = terms.lanes_at.to_string();
     let cancel = DialCancel::new()
-        .map_err(|error| lost("no descriptors can be had for a lane".to_owned()).because(&error))?;
+        .map_err(|error| lost("cannot create an eventfd for a lane".to_owned()).because(&error))?;
     {
         let mut core = hub.lock();
         if core.over.is_some() {

@@ -238,7 +238,7 @@ impl Site {
         let random = self.any_tls.config().crypto_provider().secure_random;
         random
             .fill(bytes)
-            .map_err(|_| Failure::new(FaultCode::Internal, "no random numbers can be had"))
+            .map_err(|_| Failure::new(FaultCode::Internal, "the random number source failed"))
     }
 
     /// Lanes of a peer that are taken at the same time.
@@ -271,7 +271,7 @@ impl Site {
                 true
             }
             Err(error) => {
-                self.tell(Event::Warning(format!("no thread can be had: {error}")));
+                self.tell(Event::Warning(format!("cannot start a thread: {error}")));
                 false
             }
         }
@@ -425,7 +425,7 @@ impl Site {
         let there = to.clone();
         let body = move || site.make(&there);
         if !self.spawn("dunlin-dial".to_owned(), body) {
-            let text = "no thread can be had";
+            let text = "cannot start a thread";
             let failure = Failure::new(FaultCode::Kernel, text);
             self.dialled(&to, Err(failure));
         }
@@ -494,7 +494,7 @@ impl Site {
     /// The tunnel ends already, or no descriptors are left.
     pub(super) fn dialling(&self) -> Result<Dialling<'_>, Failure> {
         let cancel = DialCancel::new().map_err(|error| {
-            Failure::new(FaultCode::Kernel, "no descriptors can be had").because(&error)
+            Failure::new(FaultCode::Kernel, "cannot create an eventfd").because(&error)
         })?;
         let mut dials = lock(&self.dials);
         if dials.is_over {

@@ -142,7 +142,7 @@ pub fn connect(port: u16, more: &[&str]) -> Called {
 /// It does not start.
 #[must_use]
 pub fn connect_as(user: u32, port: u16, more: &[&str]) -> Called {
-    let (ours, theirs) = UnixStream::pair().expect("sockets can be had");
+    let (ours, theirs) = UnixStream::pair().expect("a socket pair");
     let mut command = Command::new("dunlin");
     command
         .args(["handoff", "connect", "--host", "127.0.0.1", "--sni", "pool"])

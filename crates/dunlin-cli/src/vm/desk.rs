@@ -18,7 +18,7 @@ use anyhow::{Result, bail};
 use dunlin::engine::Cancel;
 use dunlin::engine::destination::DestinationEvent;
 use dunlin::engine::journal::{Journal, Role, SourceRecord, State};
-use dunlin::engine::source::{self, Standing};
+use dunlin::engine::source::{self, VmLocation};
 use dunlin::engine::{Host, StandardHost};
 use dunlin_linux::signals::{EndSignal, EndSignals};
 use dunlin_microvm::{Movable, Vm, VmState};
@@ -451,12 +451,12 @@ impl Desk {
         session: [u8; 16],
         common: &Common,
         options: &source::Options,
-    ) -> Result<Standing> {
+    ) -> Result<VmLocation> {
         let (vm, mut record) = self.take_doubt(&mut self.lock(), session)?;
         let host: Arc<dyn Host> = Arc::new(StandardHost);
         let asked = client_tls(common, &record.record().peer)
             .and_then(|(tls, _)| Ok(record.ask(Some(&*vm), &tls, options, &host)?));
-        let over = matches!(asked, Ok(Standing::AtSource | Standing::AtDestination));
+        let over = matches!(asked, Ok(VmLocation::AtSource | VmLocation::AtDestination));
         self.put_back(&mut self.lock(), record, over);
         asked
     }

@@ -266,7 +266,7 @@ fn move_away(desk: &Arc<Desk>, tls: ClientTls, flags: &MigrateFlags) -> Result<A
             its_desk.finish(&for_thread, line);
         });
     if let Err(error) = spawned {
-        let text = format!("no thread can be had: {error}");
+        let text = format!("cannot start a thread: {error}");
         desk.finish(&moving, Line::Warning { text: text.clone() });
         bail!(text);
     }

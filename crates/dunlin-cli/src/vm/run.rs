@@ -71,7 +71,7 @@ impl Run {
     pub(crate) fn run(self) -> Result<i32> {
         let mut uuid = [0; 16];
         std::io::Read::read_exact(&mut std::fs::File::open("/dev/urandom")?, &mut uuid)
-            .context("no random numbers can be had")?;
+            .context("the random number source failed")?;
         // RFC 9562, section 5.4: version 4, variant 10.
         uuid[6] = uuid[6] & 0x0f | 0x40;
         uuid[8] = uuid[8] & 0x3f | 0x80;

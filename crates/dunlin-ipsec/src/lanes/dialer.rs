@@ -237,7 +237,9 @@ impl fmt::Debug for IpsecDialer {
 }
 
 impl IpsecDialer {
-    pub(super) fn new(shelter: IpsecLanes) -> Self {
+    /// A dialer without a session; the first lane starts one.
+    #[must_use]
+    pub fn new(shelter: IpsecLanes) -> Self {
         Self {
             shelter,
             toward: Mutex::default(),

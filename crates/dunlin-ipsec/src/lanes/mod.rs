@@ -167,12 +167,6 @@ impl IpsecLanes {
         })))
     }
 
-    /// A dialer of lanes, with the sessions that it makes.
-    #[must_use]
-    pub fn dialer(&self) -> IpsecDialer {
-        IpsecDialer::new(self.clone())
-    }
-
     /// Takes the offer of an IPsec session out of what arrives at a listener of lanes; what else
     /// arrives is given back.
     fn take_in(&self, arrival: Arrival) -> Option<Arrival> {
@@ -285,7 +279,7 @@ impl LaneAcceptor for IpsecLanes {
 
 impl SealedLanes for IpsecLanes {
     fn dialer(&self) -> Arc<dyn LaneDialer> {
-        Arc::new(self.dialer())
+        Arc::new(IpsecDialer::new(self.clone()))
     }
 
     fn take(&self, arrival: Arrival) -> Option<Arrival> {

@@ -168,7 +168,10 @@ impl Channel {
     fn spawn(&self, way: &str, body: impl FnOnce() + Send + 'static) {
         let name = format!("dunlin-relay-{}-{way}", self.number);
         if !self.site.spawn(name, body) {
-            self.done(Err(Failure::new(FaultCode::Kernel, "no thread can be had")));
+            self.done(Err(Failure::new(
+                FaultCode::Kernel,
+                "cannot start a thread",
+            )));
         }
     }
 

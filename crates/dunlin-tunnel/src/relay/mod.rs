@@ -317,7 +317,7 @@ impl Relays {
             while let Some((half, _)) = site.relays.next(line) {
                 half.refuse(
                     site,
-                    Failure::new(FaultCode::Kernel, "no thread can be had"),
+                    Failure::new(FaultCode::Kernel, "cannot start a thread"),
                 );
             }
         }

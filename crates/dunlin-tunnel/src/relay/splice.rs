@@ -301,5 +301,5 @@ impl Channel {
 
 fn no_pipe(error: &io::Error) -> Failure {
     use dunlin_proto::fault::FaultCode;
-    Failure::new(FaultCode::Kernel, "no pipe can be had for a relay").because(error)
+    Failure::new(FaultCode::Kernel, "cannot create a pipe for a relay").because(error)
 }

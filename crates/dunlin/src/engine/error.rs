@@ -263,7 +263,7 @@ mod tests {
         let text = "\u{1b}[2Jgone\r\nmoved \u{9b}31m\u{202e}\u{7f} \u{e9}";
         let fault = Fault::told(FaultCode::Internal, text.into());
         let said = fault.into_error(VmIs::AtSource).to_string();
-        assert!(!said.contains(is_harmful), "{said:?}");
+        assert!(!said.contains(dunlin_proto::text::is_harmful), "{said:?}");
         let spelled = concat!(
             r"\u{1b}[2Jgone\r\nmoved \u{9b}31m\u{202e}\u{7f} ",
             "\u{e9} (internal"

@@ -49,7 +49,7 @@ pub trait Host: Send + Sync {
     /// Runs `body` on a thread of its own.
     ///
     /// # Errors
-    /// No thread can be had.
+    /// A thread cannot be started.
     fn spawn(&self, name: String, body: Box<dyn FnOnce() + Send>) -> io::Result<JoinHandle<()>>;
 }
 

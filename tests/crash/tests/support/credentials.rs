@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair};
 
-/// A directory that goes with its owner. In memory where that can be had: a
+/// A directory that goes with its owner. In memory where there is a tmpfs: a
 /// killed process loses nothing that it has written, synced or not, so that a
 /// disk would only make the runs slower.
 pub struct Scratch(pub PathBuf);

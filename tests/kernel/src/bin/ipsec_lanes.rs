@@ -230,9 +230,9 @@ fn i6_a_lane_from_another_port_or_peer_is_not_taken(guest: &Guest, tls: &Tls) {
     until("it is judged", || near.far.verdicts().len() == 3);
     assert_eq!(near.far.verdicts(), [true, false, false]);
     // Nor is a session begun with another peer than the control lane's.
-    let ways = near.shelter.ways();
+    let dialer = IpsecDialer::new(near.shelter.clone());
     let other = Principal::Certificate([0; 32]);
-    let refused = inside("a", || dial(&ways, &tls.client, &other));
+    let refused = inside("a", || dial(&dialer, &tls.client, &other));
     assert!(
         matches!(refused, Err(LaneError::OtherPeer { .. })),
         "{refused:?}"
@@ -286,7 +286,7 @@ fn i6_ports_of_a_lost_session_stay_blocked_and_the_next_lane_has_others(guest: &
 struct Near {
     shelter: IpsecLanes,
     said: Said,
-    ways: Arc<IpsecDialer>,
+    dialer: Arc<IpsecDialer>,
     tls: ClientTls,
     peer: Principal,
     far: Far,
@@ -311,12 +311,12 @@ impl Near {
         until("b knows its peer", || {
             far.expected.lock().expect("nobody panics").is_some()
         });
-        let ways = shelter.ways();
+        let dialer = IpsecDialer::new(shelter.clone());
         let peer = control.peer().principal();
         Self {
             shelter,
             said,
-            ways: Arc::new(ways),
+            dialer: Arc::new(dialer),
             tls: tls.client.clone(),
             peer,
             far,
@@ -325,7 +325,11 @@ impl Near {
     }
 
     fn lane(&self) -> Lane {
-        Lane::open(Arc::clone(&self.ways), self.tls.clone(), self.peer.clone())
+        Lane::open(
+            Arc::clone(&self.dialer),
+            self.tls.clone(),
+            self.peer.clone(),
+        )
     }
 
     /// What the SAs of its one session have carried.
@@ -341,8 +345,8 @@ impl Near {
     fn end(self, guest: &Guest) {
         // Its own ends, that is: those who read have theirs.
         self.far.lanes.lock().expect("nobody panics").clear();
-        let ways = self.ways;
-        inside("a", || drop(ways));
+        let dialer = self.dialer;
+        inside("a", || drop(dialer));
         drop(self.shelter);
         drop(self.far);
         // What a session that was lost had left is freed once its connections are over.
@@ -366,9 +370,13 @@ struct Lane {
     thread: Option<JoinHandle<()>>,
 }
 
-fn dial(ways: &IpsecDialer, tls: &ClientTls, peer: &Principal) -> Result<ProtectedLane, LaneError> {
+fn dial(
+    dialer: &IpsecDialer,
+    tls: &ClientTls,
+    peer: &Principal,
+) -> Result<ProtectedLane, LaneError> {
     let connector: Arc<dyn Connector> = Arc::new(StandardConnector);
-    ways.connect(&LaneRequest {
+    dialer.connect(&LaneRequest {
         endpoint: AT,
         peer,
         tls,
@@ -379,12 +387,12 @@ fn dial(ways: &IpsecDialer, tls: &ClientTls, peer: &Principal) -> Result<Protect
 }
 
 impl Lane {
-    fn open(ways: Arc<IpsecDialer>, tls: ClientTls, peer: Principal) -> Self {
+    fn open(dialer: Arc<IpsecDialer>, tls: ClientTls, peer: Principal) -> Self {
         let (told, orders) = channel::<()>();
         let (tell, done) = channel();
         let (tell_stream, opened) = channel();
         let body = move || {
-            let lane = dial(&ways, &tls, &peer).expect("there is a way");
+            let lane = dial(&dialer, &tls, &peer).expect("there is a way");
             let (mut stream, seat) = (lane.stream, lane.seat);
             stream.set_nodelay(true).expect("a socket");
             stream.write_all(&first_words()).expect("it is read");

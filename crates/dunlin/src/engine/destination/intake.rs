@@ -161,7 +161,7 @@ impl Session<'_> {
             Err((fault, text)) => {
                 self.reject(format!("lane {number}: {text}"));
                 if !is_proved(&self.secret, open) {
-                    // Whoever this is, it is not the source: nothing is told.
+                    // Not the source of this session: close without an answer.
                     return Ok(());
                 }
                 return self.say(&Message::LaneRefused {
@@ -197,7 +197,7 @@ impl Session<'_> {
                 Box::new(move || lane.run()),
             )
             .map_err(|error| {
-                Fault::new(FaultCode::Kernel, "no thread can be had").because(error)
+                Fault::new(FaultCode::Kernel, "cannot start a thread").because(error)
             })?;
         self.lane_threads.insert(number, thread);
         (self.observer)(&DestinationEvent::LaneUp { lane: number });

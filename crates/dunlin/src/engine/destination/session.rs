@@ -116,7 +116,7 @@ pub(super) fn run(
             .into_error(VmIs::AtSource)
     };
     let listener = Arc::new(listener);
-    let (acceptor, stop) = waker().map_err(|error| local("no descriptors can be had", error))?;
+    let (acceptor, stop) = waker().map_err(|error| local("cannot create an eventfd", error))?;
     let acceptor_thread = {
         let (tls, sender) = (tls.clone(), sender.clone());
         let arrivals = Arc::clone(&arrivals);
@@ -143,7 +143,7 @@ pub(super) fn run(
             }
         };
         host.spawn("dunlin-accept".into(), Box::new(body))
-            .map_err(|error| local("no thread can be had", error))?
+            .map_err(|error| local("cannot start a thread", error))?
     };
     let on_cancel = sender.clone();
     cancel.listen(move || {
@@ -540,7 +540,7 @@ impl Session<'_> {
             .host
             .spawn("dunlin-control".into(), Box::new(body))
             .map_err(|error| {
-                Fault::new(FaultCode::Kernel, "no thread can be had").because(error)
+                Fault::new(FaultCode::Kernel, "cannot start a thread").because(error)
             })?;
         self.reader = Some(thread);
         Ok(())

@@ -88,7 +88,7 @@ impl Session<'_> {
             .crypto_provider()
             .secure_random
             .fill(&mut self.secret.0)
-            .map_err(|_| Fault::new(FaultCode::Internal, "no random numbers can be had"))?;
+            .map_err(|_| Fault::new(FaultCode::Internal, "the random number source failed"))?;
         self.selection = Some(selection);
         let sequences = Arc::clone(&self.sequences);
         let silence = self.options.silence_limit;

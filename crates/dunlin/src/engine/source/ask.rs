@@ -199,7 +199,7 @@ impl Doubt {
         let reader = host
             .spawn("dunlin-inquiry".into(), Box::new(body))
             .map_err(|error| {
-                Fault::new(FaultCode::Kernel, "no thread can be had").because(error)
+                Fault::new(FaultCode::Kernel, "cannot start a thread").because(error)
             })?;
         let answered = lane.send(&Message::Inquire { attempt }).and_then(|()| {
             let until = until.min(Instant::now() + VERDICT_LIMIT);

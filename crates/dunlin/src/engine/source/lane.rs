@@ -79,7 +79,7 @@ impl Lane {
 
     fn connect(&self) -> Result<DataSender, Fault> {
         let cancel = DialCancel::new().map_err(|error| {
-            self.lost("no descriptors can be had for a lane")
+            self.lost("cannot create an eventfd for a lane")
                 .because(error)
         })?;
         let own = cancel.clone();

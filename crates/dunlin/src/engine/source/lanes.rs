@@ -109,7 +109,7 @@ impl Session<'_> {
                 Box::new(move || lane.run()),
             )
             .map_err(|error| {
-                Fault::new(FaultCode::Kernel, "no thread can be had").because(error)
+                Fault::new(FaultCode::Kernel, "cannot start a thread").because(error)
             })?;
         self.lane_threads.insert(number, thread);
         Ok(())

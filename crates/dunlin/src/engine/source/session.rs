@@ -356,7 +356,7 @@ impl Session<'_> {
             self.host
                 .spawn("dunlin-control".into(), Box::new(body))
                 .map_err(|error| {
-                    Fault::new(FaultCode::Kernel, "no thread can be had").because(error)
+                    Fault::new(FaultCode::Kernel, "cannot start a thread").because(error)
                 })?,
         );
         Ok(())
@@ -368,7 +368,7 @@ impl Session<'_> {
         body: impl FnOnce() + Send + 'static,
     ) -> Result<(), Fault> {
         let thread = self.host.spawn(name, Box::new(body)).map_err(|error| {
-            Fault::new(FaultCode::Kernel, "no thread can be had").because(error)
+            Fault::new(FaultCode::Kernel, "cannot start a thread").because(error)
         })?;
         self.threads.push(thread);
         Ok(())

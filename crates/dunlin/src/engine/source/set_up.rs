@@ -184,7 +184,7 @@ pub(super) fn connect<'a>(
         .crypto_provider()
         .secure_random
         .fill(&mut session)
-        .map_err(|_| Fault::new(FaultCode::Internal, "no random numbers can be had"))?;
+        .map_err(|_| Fault::new(FaultCode::Internal, "the random number source failed"))?;
     let offer = Offer {
         versions: VERSIONS,
         optional: Features::NONE,
@@ -329,7 +329,7 @@ pub(super) fn open_control(
     deadline: Instant,
 ) -> Result<(ControlStream, Selection), Fault> {
     let dial = DialCancel::new().map_err(|error| {
-        Fault::new(FaultCode::Kernel, "no descriptors can be had").because(error)
+        Fault::new(FaultCode::Kernel, "cannot create an eventfd").because(error)
     })?;
     let own = dial.clone();
     let _interrupting = cancel.map(|cancel| cancel.interrupts(Box::new(move || own.cancel())));
