@@ -234,7 +234,7 @@ fn admit(
     target: &Arc<MappedMemory>,
     measured: &Mutex<Option<Measured>>,
 ) -> Result<()> {
-    let mut measured = lock(&measured);
+    let mut measured = lock(measured);
     match arrival {
         Arrival::Control {
             stream,

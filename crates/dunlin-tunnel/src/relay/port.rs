@@ -89,7 +89,7 @@ impl Drop for Port {
 }
 
 fn of(exit: &Mutex<RelayExit>) -> RelayExit {
-    lock(&exit).clone()
+    lock(exit).clone()
 }
 
 fn arrived(site: &Arc<Site>, number: u64, exit: &Mutex<RelayExit>, arrival: RelayArrival) {
