@@ -205,7 +205,7 @@ impl fmt::Debug for Section {
 }
 
 /// Everything has been sent; what the destination must have received.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Final {
     /// Chunks of the whole session, without those that a lost lane took with
     /// it.

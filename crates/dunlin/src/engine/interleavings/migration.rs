@@ -19,7 +19,7 @@ use shuttle::thread::{JoinHandle, spawn, yield_now};
 
 use super::super::destination::barrier::IterationBarrier;
 use super::super::host::Cancel;
-use super::super::source::SessionEvent;
+use super::super::source::event::SessionEvent;
 use super::super::source::work_queue::WorkQueue;
 use super::super::sync::lock;
 use super::line::{Frame, Line};

@@ -13,7 +13,7 @@ use shuttle::sync::Mutex;
 use shuttle::sync::mpsc::{Sender, channel};
 use shuttle::thread::{JoinHandle, spawn};
 
-use super::super::source::SessionEvent;
+use super::super::source::event::SessionEvent;
 use super::super::source::work_queue::WorkQueue;
 use super::super::tune::{Tune, TuneError};
 use super::line::Line;

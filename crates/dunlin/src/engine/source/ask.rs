@@ -25,11 +25,9 @@ use super::super::error::Fault;
 use super::super::host::Host;
 use super::super::journal::{Journal, JournalError, Role};
 use super::super::vmm::SourceVm;
-use super::Options;
-use super::doubt::{Doubt, NO_RECORD, RETRY_FIRST, RETRY_LAST, ResolveError};
-use super::resume::another_peer;
-use super::set_up::open_control;
-use super::switchover::VERDICT_LIMIT;
+use super::control::{another_peer, open_control};
+use super::doubt::{Doubt, NO_RECORD, RETRY_FIRST, RETRY_LAST, ResolveError, VERDICT_LIMIT};
+use super::options::Options;
 use crate::lane::identity::ClientTls;
 
 /// How long the destination may take to close the lane after the last word.

@@ -1,30 +1,23 @@
 //! After *commit*, without an answer: the source asks, and what cannot be
 //! answered is left to an operator.
 
-use std::sync::Arc;
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use dunlin_proto::control::Message;
-use dunlin_proto::fault::{AtFault, FaultCode};
 use dunlin_proto::journal::{Record, State};
 use dunlin_proto::switchover::{Resolution, Source, SourceAction as Do, SourceEvent as On};
 use thiserror::Error;
 
 use super::super::control::ControlLane;
-use super::super::error::{Fault, MigrateError, VmIs};
 use super::super::journal::{JournalError, SessionJournal};
-use super::super::report::Event;
 use super::super::vmm::{SourceVm, VmmError};
-use super::resume::another_peer;
-use super::session::Session;
-use super::set_up::open_control;
-use crate::lane::control::ControlStream;
 
 /// Before the second inquiry.
 pub(super) const RETRY_FIRST: Duration = Duration::from_millis(100);
 /// Between inquiries, at most.
 pub(super) const RETRY_LAST: Duration = Duration::from_secs(2);
+/// How long the destination may take to answer an inquiry: the answer is known there.
+pub(super) const VERDICT_LIMIT: Duration = Duration::from_secs(10);
 
 pub(super) const NO_RECORD: &str = "the destination has no record of the session";
 
@@ -161,145 +154,5 @@ impl Doubt {
             return Ok(());
         }
         vm.resume().map_err(failed("the guest cannot be resumed"))
-    }
-}
-
-impl Session<'_> {
-    pub(super) fn hold_in_doubt(&mut self) {
-        self.vm_is = VmIs::InDoubt;
-        self.doubt_until
-            .get_or_insert(Instant::now() + self.options.doubt_limit);
-        let why = self
-            .fault
-            .as_ref()
-            .map_or_else(|| NO_RECORD.into(), Fault::for_peer);
-        self.observer.event(&Event::InDoubt { why });
-    }
-
-    /// Makes a new control lane and asks over it, until the limit is up.
-    pub(super) fn inquire(&mut self) {
-        let until = self.doubt_until.unwrap_or_else(Instant::now);
-        self.end_control();
-        let Some(terms) = &self.terms else {
-            self.gave_up = true;
-            return;
-        };
-        let (to, tls, peer) = (terms.to.clone(), terms.tls.clone(), terms.peer.clone());
-        let mut last: Option<Fault> = None;
-        loop {
-            if self.inquiries > 0 {
-                let pause = RETRY_FIRST * 2_u32.pow(self.inquiries.min(5) - 1);
-                let left = until.saturating_duration_since(Instant::now());
-                thread::sleep(pause.min(RETRY_LAST).min(left));
-            }
-            if Instant::now() >= until {
-                if let Some(fault) = last {
-                    self.warn(format!(
-                        "the destination could not be asked: {}",
-                        fault.for_peer()
-                    ));
-                }
-                self.gave_up = true;
-                return;
-            }
-            self.inquiries += 1;
-            // One that was tried may stand at the destination already.
-            self.raise_epoch();
-            let deadline = until.min(Instant::now() + self.options.connect_limit);
-            let fault = match open_control(self.host, None, &to, &tls, &self.offer, deadline) {
-                Ok((stream, _)) if !stream.peer().is(&peer) => {
-                    another_peer(stream.peer(), self.journal.peer())
-                }
-                Ok((stream, _)) => {
-                    self.sequences = Arc::new(self.sequences.with_new_peer());
-                    match self.adopt_control(stream) {
-                        Ok(()) => {
-                            let attempt = self.offer.attempt;
-                            if self.control.send(&Message::Inquire { attempt }).is_err() {
-                                // Its reader reports the loss.
-                                self.control.shutdown();
-                            }
-                            return;
-                        }
-                        Err(fault) => fault,
-                    }
-                }
-                Err(fault) => fault,
-            };
-            // Whatever this one said, only an answer ends the doubt.
-            last = Some(fault);
-        }
-    }
-
-    /// The next control lane has a higher epoch than any before, in the
-    /// journal too.
-    pub(super) fn raise_epoch(&mut self) {
-        self.offer.epoch += 1;
-        if let Err(error) = self.journal.write_epoch(self.offer.epoch) {
-            self.warn(format!(
-                "the control lane's epoch could not be recorded: {error}"
-            ));
-        }
-    }
-
-    /// Ends the control lane there is, and joins its reader.
-    pub(super) fn end_control(&mut self) {
-        self.control.shutdown();
-        if let Some(reader) = self.reader.take() {
-            // A panic there has been reported as the loss of the lane.
-            let _ = reader.join();
-        }
-    }
-
-    /// A control lane that was made under the offer's epoch is the session's.
-    pub(super) fn adopt_control(&mut self, stream: ControlStream) -> Result<(), Fault> {
-        let Some(terms) = &self.terms else {
-            return Err(Fault::new(FaultCode::Internal, "no lanes are accepted yet"));
-        };
-        let events = terms.events.clone();
-        let sequences = Arc::clone(&self.sequences);
-        let session = self.control.session();
-        self.control = Arc::new(ControlLane::new(
-            stream,
-            session,
-            self.offer.epoch,
-            sequences,
-            self.options.silence_limit,
-        ));
-        self.control_ended.set(false);
-        self.spawn_reader(&events)
-    }
-
-    /// How the session has ended, other than well.
-    pub(super) fn error(
-        state: Source,
-        fault: Option<Fault>,
-        vm_is: VmIs,
-        journal: SessionJournal,
-        paused_by_owner: bool,
-    ) -> MigrateError {
-        let fault = fault.unwrap_or_else(|| match state {
-            Source::RanThenDied => Fault {
-                at_fault: AtFault::Peer,
-                ..Fault::new(FaultCode::Internal, "the VM has died at the destination")
-            },
-            Source::InDoubt => Fault::new(FaultCode::ControlLost, NO_RECORD),
-            _ => Fault::new(
-                FaultCode::Internal,
-                "the migration has ended without a reason",
-            ),
-        });
-        let mut error = fault.into_error(vm_is);
-        if state.may_resolve() {
-            error.doubt = Some(Box::new(Doubt {
-                journal,
-                state,
-                paused_by_owner,
-            }));
-        } else if state == Source::Kept {
-            // Left behind it says *kept*, or leads a restarted process there.
-            let _ = journal.forget();
-        }
-        error
     }
 }

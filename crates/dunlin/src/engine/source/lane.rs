@@ -19,7 +19,7 @@ use dunlin_proto::schedule::{ChunkPlan, Work};
 
 use super::super::error::Fault;
 use super::super::vmm::GuestMemory;
-use super::SessionEvent;
+use super::event::SessionEvent;
 use super::work_queue::{WorkQueue, given_up};
 use crate::lane::data::{DataSender, SendError};
 use crate::lane::dial::{Connector, DialCancel, DialError, LaneDialer, LaneRequest, LaneTicket};

@@ -1,26 +1,33 @@
-//! Looking after the data lanes: opening them, replacing those that are lost
-//! or worn, and having lost ones fenced.
+//! A session with its data lanes: opening them, replacing those that are lost or whose key is used
+//! up, and having lost ones fenced.
 //!
-//! What to do is [`Sending`](dunlin_proto::lanes::Sending)'s to say; this does
-//! it. All of it happens on the session's thread, after each event.
+//! [`Sending`](dunlin_proto::lanes::Sending) decides; this acts. All of it happens on the
+//! session's thread, before each event.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::mpsc::Sender;
-use std::time::Instant;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
 
 use dunlin_proto::control::{Accept, ChunkSet, Message};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::lanes::{Action, ReportError};
+use dunlin_proto::switchover::Source;
 
+use super::super::control::FromPeer;
 use super::super::error::Fault;
 use super::super::lock;
 use super::super::report::Event;
-use super::SessionEvent;
+use super::control::{another_peer, given_up, open_control};
+use super::event::SessionEvent;
 use super::lane::Lane;
-use super::session::Session;
+use super::session::{Session, spawn, unexpected};
 use crate::lane::dial::{Connector, LaneDialer};
 use crate::lane::identity::ClientTls;
 use crate::lane::peers::Principal;
+
+/// Between two attempts to replace a lost control lane.
+const RETRY: Duration = Duration::from_millis(100);
 
 /// What every lane of the session is opened with.
 pub(super) struct LaneTerms {
@@ -31,18 +38,107 @@ pub(super) struct LaneTerms {
     /// Where the control lane went, for a destination that names no endpoints.
     pub(super) to: String,
     pub(super) peer: Principal,
-    pub(super) events: Sender<SessionEvent>,
 }
 
-impl Session<'_> {
-    /// Does what has to be done about the lanes now.
-    pub(super) fn tend(&mut self) -> Result<(), Fault> {
+/// The data lanes.
+pub(super) struct Lanes {
+    pub(super) terms: LaneTerms,
+    threads: BTreeMap<u16, JoinHandle<()>>,
+    /// Why a lane's thread failed, until the lane is fenced.
+    faults: BTreeMap<u16, String>,
+    /// The first failure of any lane.
+    pub(super) first_fault: Option<Fault>,
+    pub(super) lost: u32,
+    /// Pages that were sent again because their lane was lost.
+    pub(super) pages_again: u64,
+    /// Whether lanes opened from now on replace others: then a failure to open one is no reason
+    /// to give up.
+    pub(super) established: bool,
+}
+
+impl Lanes {
+    pub(super) fn new(terms: LaneTerms) -> Self {
+        Self {
+            terms,
+            threads: BTreeMap::new(),
+            faults: BTreeMap::new(),
+            first_fault: None,
+            lost: 0,
+            pages_again: 0,
+            established: false,
+        }
+    }
+}
+
+/// A session and its data lanes, from *accept* on.
+pub(super) struct Transfer<'a> {
+    pub(super) session: Session<'a>,
+    pub(super) lanes: Lanes,
+}
+
+impl<'a> Transfer<'a> {
+    /// Waits for an event and handles what is the same in every phase: the end of the control
+    /// lane, whatever concerns lanes, a cancellation, the peer's refusal. `None` after `wait`.
+    pub(super) fn next_event(&mut self, wait: Duration) -> Result<Option<SessionEvent>, Fault> {
+        let until = Instant::now() + wait;
+        loop {
+            self.tend()?;
+            let until_tended = self.tend_at().map_or(until, |at| at.min(until));
+            let left = until_tended.saturating_duration_since(Instant::now());
+            let Some(event) = self.session.receive(left)? else {
+                if Instant::now() < until {
+                    continue;
+                }
+                return Ok(None);
+            };
+            let Some(event) = self.session.sift(event)? else {
+                continue;
+            };
+            match event {
+                SessionEvent::Control(_, FromPeer::Message(message))
+                    if self.lane_message(&message)? => {}
+                SessionEvent::Control(_, FromPeer::Lost(fault)) => {
+                    if fault.code != FaultCode::ControlLost || !self.is_resumable() {
+                        return Err(fault);
+                    }
+                    self.resume_control(fault)?;
+                }
+                SessionEvent::LaneEnded { lane, result, cpu } => {
+                    self.session.add_cpu(cpu);
+                    self.lane_ended(lane, result)?;
+                }
+                SessionEvent::LaneWorn => {}
+                event => return Ok(Some(event)),
+            }
+            return Ok(Some(SessionEvent::Tended));
+        }
+    }
+
+    /// The same where no message is expected: one is a fault.
+    pub(super) fn next_silent(&mut self, wait: Duration) -> Result<Option<SessionEvent>, Fault> {
+        match self.next_event(wait)? {
+            Some(SessionEvent::Control(_, FromPeer::Message(message))) => Err(unexpected(&message)),
+            event => Ok(event),
+        }
+    }
+
+    /// Ends the session's threads; returns the session without lanes.
+    ///
+    /// An IPsec session of the lanes ends when none is left.
+    pub(super) fn close(self) -> Session<'a> {
+        let Self { mut session, lanes } = self;
+        session.close(lanes.threads.into_values());
+        session
+    }
+
+    /// Does what is due for the lanes now.
+    fn tend(&mut self) -> Result<(), Fault> {
         loop {
             let action = {
-                let mut state = lock(&self.shared.state);
-                let now_ns = self.shared.now_ns();
-                // What nobody can confirm is not the lanes' fault.
-                if self.control.is_silent() {
+                let mut state = lock(&self.session.work_queue.state);
+                let now_ns = self.session.work_queue.now_ns();
+                // While the control lane is silent, missing acknowledgements are not the lanes' fault.
+                if self.session.control.lane.is_silent() {
                     state.lanes.unheard(now_ns);
                 }
                 state.lanes.poll(now_ns)
@@ -50,16 +146,16 @@ impl Session<'_> {
             match action {
                 None => return Ok(()),
                 Some(Action::Open(lane)) => self.open_lane(lane)?,
-                Some(Action::Cut(lane)) => self.shared.cut(lane),
+                Some(Action::Cut(lane)) => self.session.work_queue.cut(lane),
                 Some(Action::Fence(lane)) => self.say(&Message::Fence { lane })?,
                 Some(Action::GiveUp) => {
-                    let fault = self.first_fault.take();
+                    let fault = self.lanes.first_fault.take();
                     return Err(fault.unwrap_or_else(|| {
                         Fault::new(
                             FaultCode::LaneLost,
                             format!(
-                                "every lane was lost, and none could be had for {:?}",
-                                self.options.no_lane_limit
+                                "every lane was lost, and none could be opened for {:?}",
+                                self.session.options.no_lane_limit
                             ),
                         )
                     }));
@@ -68,16 +164,14 @@ impl Session<'_> {
         }
     }
 
-    /// When [`Session::tend`] has to be called next, if nothing happens.
-    pub(super) fn tend_at(&self) -> Option<Instant> {
-        let due_ns = lock(&self.shared.state).lanes.due_ns()?;
-        Some(self.shared.instant(due_ns))
+    /// When [`Transfer::tend`] is to be called next, if nothing happens.
+    fn tend_at(&self) -> Option<Instant> {
+        let due_ns = lock(&self.session.work_queue.state).lanes.due_ns()?;
+        Some(self.session.work_queue.instant(due_ns))
     }
 
     fn open_lane(&mut self, number: u16) -> Result<(), Fault> {
-        let Some(terms) = &self.terms else {
-            return Err(Fault::new(FaultCode::Internal, "no lanes are accepted yet"));
-        };
+        let terms = &self.lanes.terms;
         let endpoints = terms.accept.endpoints.as_slice();
         let endpoint = match endpoints.len() {
             0 => terms.to.clone(),
@@ -89,82 +183,79 @@ impl Session<'_> {
             tls: terms.tls.clone(),
             dialer: Arc::clone(&terms.dialer),
             connector: Arc::clone(&terms.connector),
-            is_replacement: self.lanes_stood,
-            version: self.selection.version,
-            session: self.control.session(),
+            is_replacement: self.lanes.established,
+            version: self.session.control.selection.version,
+            session: self.session.control.lane.session(),
             secret: terms.accept.secret.clone(),
             peer: terms.peer.clone(),
-            rate: self.options.lane_rate,
-            records: self.options.records_per_lane,
-            deadline: Instant::now() + self.options.connect_limit,
-            memory: Arc::clone(&self.memory),
-            work_queue: Arc::clone(&self.shared),
-            events: terms.events.clone(),
+            rate: self.session.options.lane_rate,
+            records: self.session.options.records_per_lane,
+            deadline: Instant::now() + self.session.options.connect_limit,
+            memory: Arc::clone(&self.session.memory),
+            work_queue: Arc::clone(&self.session.work_queue),
+            events: self.session.sender.clone(),
         };
-        self.shared.expect(number);
-        let thread = self
-            .host
-            .spawn(
-                format!("dunlin-lane-{number}"),
-                Box::new(move || lane.run()),
-            )
-            .map_err(|error| {
-                Fault::new(FaultCode::Kernel, "cannot start a thread").because(error)
-            })?;
-        self.lane_threads.insert(number, thread);
+        self.session.work_queue.expect(number);
+        let name = format!("dunlin-lane-{number}");
+        let thread = spawn(&**self.session.host, name, move || lane.run())?;
+        self.lanes.threads.insert(number, thread);
         Ok(())
     }
 
-    /// A lane's thread is over.
-    pub(super) fn lane_ended(&mut self, lane: u16, result: Result<(), Fault>) -> Result<(), Fault> {
-        if let Some(thread) = self.lane_threads.remove(&lane)
+    /// A lane's thread has ended.
+    fn lane_ended(&mut self, lane: u16, result: Result<(), Fault>) -> Result<(), Fault> {
+        if let Some(thread) = self.lanes.threads.remove(&lane)
             && thread.join().is_err()
         {
             return Err(Fault::new(FaultCode::Internal, "a lane's thread panicked"));
         }
         let in_order = result.is_ok();
         if let Err(fault) = result {
-            // A lane that is lost can be replaced; whatever else went wrong
-            // would go wrong on the next one too.
+            // A lost lane can be replaced; any other failure would repeat on its replacement.
             if fault.code != FaultCode::LaneLost {
-                return Err(self.reason_of_peer().unwrap_or(fault));
+                return Err(self.session.reason_of_peer().unwrap_or(fault));
             }
-            self.lane_faults.insert(lane, fault.for_peer());
-            self.first_fault.get_or_insert(fault);
+            self.lanes.faults.insert(lane, fault.for_peer());
+            self.lanes.first_fault.get_or_insert(fault);
         }
-        let now_ns = self.shared.now_ns();
-        self.shared
+        let now_ns = self.session.work_queue.now_ns();
+        self.session
+            .work_queue
             .change(|state| state.lanes.thread_ended(lane, in_order, now_ns));
         Ok(())
     }
 
-    /// What the destination tells of lanes. False for any other message.
-    pub(super) fn lane_message(&mut self, message: &Message) -> Result<bool, Fault> {
-        let now_ns = self.shared.now_ns();
+    /// Takes a message about lanes. False for any other message.
+    fn lane_message(&mut self, message: &Message) -> Result<bool, Fault> {
+        let now_ns = self.session.work_queue.now_ns();
         match message {
             Message::LaneUp { lane } => {
                 let news = self
-                    .shared
+                    .session
+                    .work_queue
                     .change(|state| state.lanes.lane_up(*lane, now_ns));
                 if news.map_err(lie)? {
-                    self.observer.event(&Event::LaneUp { lane: *lane });
+                    self.session.observer.event(&Event::LaneUp { lane: *lane });
                 }
             }
             Message::LaneRefused { lane, fault, text } => {
                 let refused = self
-                    .shared
+                    .session
+                    .work_queue
                     .change(|state| state.lanes.refused(*lane, now_ns));
                 if !refused.map_err(lie)? {
                     return Ok(true);
                 }
                 let fault = Fault::told(*fault, format!("lane {lane} was refused: {text}"));
-                // What a destination refuses before the first lane stands it
-                // would refuse again, unless it merely has no room.
-                if !self.lanes_stood && fault.code != FaultCode::LaneLimit {
+                // A destination that refuses the first lane would refuse the next one too,
+                // unless it merely has no room.
+                if !self.lanes.established && fault.code != FaultCode::LaneLimit {
                     return Err(fault);
                 }
-                self.observer.event(&Event::Warning(fault.for_peer()));
-                self.first_fault.get_or_insert(fault);
+                self.session
+                    .observer
+                    .event(&Event::Warning(fault.for_peer()));
+                self.lanes.first_fault.get_or_insert(fault);
             }
             Message::Fenced { lane, acks } => self.fenced(*lane, acks)?,
             _ => return Ok(false),
@@ -173,27 +264,107 @@ impl Session<'_> {
     }
 
     fn fenced(&mut self, lane: u16, acks: &[ChunkSet]) -> Result<(), Fault> {
-        let now_ns = self.shared.now_ns();
-        let before = self.lanes_lost;
+        let now_ns = self.session.work_queue.now_ns();
+        let before = self.lanes.lost;
         let (pages, lost) = self
-            .shared
+            .session
+            .work_queue
             .change(|state| {
                 let pages = state.lanes.fenced(lane, acks, now_ns)?;
                 Ok((pages, state.lanes.lost_count()))
             })
             .map_err(lie)?;
-        self.lanes_lost = lost;
-        self.pages_again += pages;
-        let why = self.lane_faults.remove(&lane);
-        if before < self.lanes_lost {
-            let why = why.unwrap_or_else(|| "it stood still, or the destination lost it".into());
-            self.observer.event(&Event::LaneLost { lane, why });
+        self.lanes.lost = lost;
+        self.lanes.pages_again += pages;
+        let why = self.lanes.faults.remove(&lane);
+        if before < self.lanes.lost {
+            let why =
+                why.unwrap_or_else(|| "it made no progress, or the destination lost it".into());
+            self.session.observer.event(&Event::LaneLost { lane, why });
         }
+        Ok(())
+    }
+
+    /// Whether a lost control lane can be replaced: not once the guest is paused for the
+    /// switchover.
+    fn is_resumable(&self) -> bool {
+        self.session.state == Source::Live
+    }
+
+    /// Sends a message that is repeated on a new control lane: a control lane that cannot take it
+    /// is lost, and the migration goes on.
+    fn say(&self, message: &Message) -> Result<(), Fault> {
+        match self.session.control.lane.send(message) {
+            Err(fault) if fault.code == FaultCode::ControlLost && self.is_resumable() => {
+                // The reader reports the loss.
+                self.session.control.lane.shutdown();
+                Ok(())
+            }
+            result => result,
+        }
+    }
+
+    /// Asks for the round trip, unless the last question is not answered yet.
+    pub(super) fn ask_anew(&self) -> Result<(), Fault> {
+        match self.session.control.lane.ask_anew() {
+            Err(fault) if fault.code == FaultCode::ControlLost && self.is_resumable() => {
+                self.session.control.lane.shutdown();
+                Ok(())
+            }
+            result => result,
+        }
+    }
+
+    /// Replaces the control lane, or ends the migration.
+    fn resume_control(&mut self, lost: Fault) -> Result<(), Fault> {
+        let session = &mut self.session;
+        session.observer.event(&Event::ControlLost {
+            why: lost.for_peer(),
+        });
+        session.end_control();
+        let LaneTerms { to, tls, peer, .. } = &self.lanes.terms;
+        let until = Instant::now() + session.options.control_limit;
+        let mut last = lost;
+        let stream = loop {
+            if session.cancel.is_cancelled() {
+                return Err(Fault::new(FaultCode::Cancelled, "the operator cancelled"));
+            }
+            if Instant::now() >= until {
+                return Err(given_up(last, session.options.control_limit));
+            }
+            // The attempt before may have reached the destination.
+            session.raise_epoch();
+            let deadline = until.min(Instant::now() + session.options.connect_limit);
+            let cancel = Some(session.cancel);
+            let offer = &session.control.offer;
+            match open_control(session.host, cancel, to, tls, offer, deadline) {
+                Ok((stream, _)) if !stream.peer().is(peer) => {
+                    return Err(another_peer(stream.peer(), session.journal.peer()));
+                }
+                Ok((stream, selection)) if selection == session.control.selection => break stream,
+                Ok(_) => {
+                    return Err(Fault::new(
+                        FaultCode::SecurityNotAgreed,
+                        "the destination selects otherwise than at the beginning",
+                    ));
+                }
+                Err(fault) if fault.code == FaultCode::ControlLost => last = fault,
+                Err(fault) => return Err(fault),
+            }
+            thread::sleep(RETRY);
+        };
+        session.adopt_control(stream)?;
+        session.control.resumed += 1;
+        let now_ns = session.work_queue.now_ns();
+        lock(&session.work_queue.state)
+            .lanes
+            .control_resumed(now_ns);
+        session.observer.event(&Event::ControlResumed);
         Ok(())
     }
 }
 
-/// A report of the destination that cannot be.
+/// The destination's report cannot be true.
 fn lie(error: ReportError) -> Fault {
     Fault::new(
         FaultCode::Malformed,

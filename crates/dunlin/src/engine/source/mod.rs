@@ -4,9 +4,15 @@
 //!   connect ▶ offer, select ▶ describe, accept ▶ lanes up ▶ pre-copy ▶ switchover
 //!                                                           (iterations)
 //! ```
-//! [`migrate`] runs on the caller's thread. Every way out of it joins every
-//! thread, stops the dirty logs, lifts the throttle and leaves the guest as
-//! it was, unless the destination has it, or may have it: then it stays paused
+//! [`migrate`] runs on the caller's thread. Each phase is a type that owns what the phase has, and
+//! that the next phase consumes:
+//!
+//! ```text
+//!   Connecting ──▶ PreCopy ──▶ Switchover ──▶ Committed ──▶ InDoubt
+//!       └────────────┴─────────────┴──────────────┴────────────┴──▶ Settled
+//! ```
+//! Every way to *Settled* joins every thread, stops the dirty logs, lifts the throttle and leaves
+//! the guest as it was, unless the destination has it, or may have it: then it stays paused
 //! ([`Doubt`]).
 //!
 //! Around *commit* the events come in this order, for whoever hooks in:
@@ -16,21 +22,26 @@
 //! `Recorded(Running)`, `Told(Running)`, `Running`.
 
 mod ask;
-mod decide;
+mod committed;
+mod connecting;
+mod control;
 mod doubt;
+pub(super) mod event;
+mod guest;
 mod lane;
 mod lanes;
 mod options;
+mod phase;
 mod precopy;
-mod resume;
 mod session;
-mod set_up;
+mod settled;
 mod switchover;
+mod window;
 pub(super) mod work_queue;
 
 use std::sync::Arc;
-use std::time::Duration;
 
+use dunlin_linux::affinity::thread_cpu_time;
 pub use dunlin_proto::negotiate::LaneSecurity;
 pub use dunlin_proto::precopy::AtTimeLimit;
 pub use dunlin_proto::switchover::Resolution;
@@ -39,8 +50,12 @@ pub use ask::VmLocation;
 pub use doubt::{Doubt, ResolveError};
 pub use options::{Options, OptionsBuilder};
 
-use super::control::FromPeer;
-use super::error::{Fault, MigrateError};
+use self::committed::Committed;
+use self::connecting::Connecting;
+use self::event::SessionEvent;
+use self::precopy::PreCopy;
+use self::switchover::Switchover;
+use super::error::{MigrateError, VmIs};
 use super::host::{Cancel, Host};
 use super::report::{Observer, Report};
 use super::vmm::SourceVm;
@@ -60,25 +75,22 @@ pub fn migrate(
     observer: &dyn Observer,
     cancel: &Cancel,
 ) -> Result<Report, MigrateError> {
-    session::run(vm, to, tls, options, host, observer, cancel)
-}
-
-/// What the session's thread waits for.
-pub(super) enum SessionEvent {
-    /// From the control lane of this epoch.
-    Control(u32, FromPeer),
-    LaneEnded {
-        lane: u16,
-        result: Result<(), Fault>,
-        cpu: Duration,
-    },
-    /// A lane is near the limit of its key.
-    LaneWorn,
-    /// Something was done about lanes that whoever waits may have to see.
-    Tended,
-    /// The last chunk of an iteration has been given to a lane.
-    Cut {
-        iteration: u32,
-    },
-    Cancelled,
+    let cpu_before = thread_cpu_time();
+    let connecting = Connecting::new(vm, to, tls, options, host, observer, cancel)
+        .map_err(|fault| fault.into_error(VmIs::AtSource))?;
+    let sender = connecting.session().sender.clone();
+    cancel.listen(move || {
+        // Fails once the session has ended.
+        let _ = sender.send(SessionEvent::Cancelled);
+    });
+    let work_queue = Arc::clone(&connecting.session().work_queue);
+    options.tune.attach(move |rate| work_queue.set_rate(rate));
+    let settled = connecting
+        .describe()
+        .and_then(PreCopy::converge)
+        .and_then(Switchover::prepare)
+        .map_or_else(|settled| settled, Committed::settle);
+    cancel.unlisten();
+    options.tune.detach();
+    settled.into_result(|| thread_cpu_time().saturating_sub(cpu_before))
 }

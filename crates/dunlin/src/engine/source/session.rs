@@ -1,307 +1,192 @@
-//! Setting a session up, pre-copy, and winding it up again.
+//! What every phase of a migration has, on the thread that called
+//! [`migrate`](super::migrate).
 
 use std::cell::Cell;
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use dunlin_linux::affinity::thread_cpu_time;
-use dunlin_proto::control::{Digest, Final, Message};
+use dunlin_proto::control::Message;
 use dunlin_proto::fault::FaultCode;
-use dunlin_proto::journal::{SourceRecord, State};
 use dunlin_proto::negotiate::{Offer, Selection};
 use dunlin_proto::switchover::Source;
 
 use super::super::control::{ControlLane, FromPeer, Sequences};
-use super::super::error::{Fault, MigrateError, VmIs};
+use super::super::error::{Fault, VmIs};
 use super::super::host::{Cancel, Host};
 use super::super::journal::SessionJournal;
-use super::super::lock;
-use super::super::report::{Downtime, Event, Iteration, Observer, Report};
-use super::super::vmm::{DirtyLog, GuestMemory, SourceVm, VmDescription};
-use super::lanes::LaneTerms;
-use super::precopy::Window;
-use super::set_up::connect;
+use super::super::report::{Event, Observer};
+use super::super::vmm::{GuestMemory, RunState, SourceVm};
+use super::event::SessionEvent;
+use super::options::Options;
 use super::work_queue::WorkQueue;
-use super::{Options, SessionEvent};
-use crate::lane::identity::ClientTls;
+use crate::lane::control::ControlStream;
 
 /// How long the peer may take to close the control lane at the end.
-const GOODBYE_LIMIT: Duration = Duration::from_secs(1);
+const CLOSE_LIMIT: Duration = Duration::from_secs(1);
+/// How long to wait for the reason why the destination gave a lane up.
+const REASON_LIMIT: Duration = Duration::from_millis(300);
 
-/// Everything of one migration on the session's thread.
+/// What every phase has. The phases own it in turn:
+/// *Connecting → PreCopy → Switchover → Committed → InDoubt*.
 pub(super) struct Session<'a> {
     pub(super) vm: &'a Arc<dyn SourceVm>,
     pub(super) memory: Arc<dyn GuestMemory>,
     pub(super) options: &'a Options,
     pub(super) host: &'a Arc<dyn Host>,
     pub(super) observer: &'a dyn Observer,
-    pub(super) control: Arc<ControlLane>,
-    /// What the source offered; only the epoch changes.
-    pub(super) offer: Offer,
-    pub(super) selection: Selection,
+    pub(super) cancel: &'a Cancel,
     pub(super) events: Receiver<SessionEvent>,
-    pub(super) shared: Arc<WorkQueue>,
+    pub(super) sender: Sender<SessionEvent>,
+    pub(super) control: Control,
+    pub(super) work_queue: Arc<WorkQueue>,
     pub(super) state: Source,
-    pub(super) described: Option<VmDescription>,
     pub(super) journal: SessionJournal,
-    /// Why the migration ends other than well, as far as it is known.
+    /// Why the migration fails, as far as it is known.
     pub(super) fault: Option<Fault>,
     /// Where the VM is, if the session ends now.
     pub(super) vm_is: VmIs,
-    /// When the guest was paused for the switchover, and *commit* sent.
-    pub(super) paused: Option<Instant>,
-    pub(super) committed: Option<Instant>,
-    pub(super) downtime: Downtime,
-    /// Where our digest will come from, and what came of the comparison.
-    pub(super) digest: Option<Receiver<std::io::Result<Digest>>>,
-    pub(super) digests_equal: Option<bool>,
-    pub(super) destination_cpu: Duration,
-    pub(super) total: Duration,
-    /// Until when the destination is asked, once the VM is in doubt.
-    pub(super) doubt_until: Option<Instant>,
-    pub(super) inquiries: u32,
-    /// Nobody is asked any more.
-    pub(super) gave_up: bool,
-    /// Whether its owner had paused the guest before.
+    /// Whether the guest was paused by its owner, not by the migration.
     pub(super) paused_by_owner: bool,
-    /// Whether [`SourceVm::deactivate`] has been called.
-    pub(super) relinquished: bool,
-    pub(super) logs: Vec<Box<dyn DirtyLog>>,
-    /// What lanes are opened with; none before *accept*.
-    pub(super) terms: Option<LaneTerms>,
-    /// Whether pre-copy has begun.
-    pub(super) lanes_stood: bool,
-    pub(super) lane_threads: BTreeMap<u16, JoinHandle<()>>,
-    /// Why a lane's thread failed, until the lane is fenced.
-    pub(super) lane_faults: BTreeMap<u16, String>,
-    /// The first failure of any lane.
-    pub(super) first_fault: Option<Fault>,
-    pub(super) lanes_lost: u32,
-    pub(super) pages_again: u64,
-    pub(super) control_resumed: u32,
-    /// Reads the newest control lane.
-    pub(super) reader: Option<JoinHandle<()>>,
-    pub(super) sequences: Arc<Sequences>,
-    pub(super) cancel: &'a Cancel,
+    /// Joined at the end.
     pub(super) threads: Vec<JoinHandle<()>>,
+    /// CPU time that the session's threads used, in nanoseconds.
     pub(super) cpu: Arc<AtomicU64>,
     pub(super) started: Instant,
-    /// The *final* that was sent last.
-    pub(super) last: Option<Final>,
-    pub(super) iterations: Vec<Iteration>,
-    pub(super) bytes_per_s: u64,
-    pub(super) window: Window,
-    pub(super) dirty_pages_per_s: u64,
-    pub(super) throttle: u8,
-    /// Whether the end of the control lane has been heard of.
-    pub(super) control_ended: Cell<bool>,
 }
 
-pub(super) fn run(
-    vm: &Arc<dyn SourceVm>,
-    to: &str,
-    tls: &ClientTls,
-    options: &Options,
-    host: &Arc<dyn Host>,
-    observer: &dyn Observer,
-    cancel: &Cancel,
-) -> Result<Report, MigrateError> {
-    let cpu_before = thread_cpu_time();
-    let (sender, events) = channel();
-    let mut session = connect(vm, to, tls, options, host, observer, events, cancel)
-        .map_err(|fault| fault.into_error(VmIs::AtSource))?;
-    let on_cancel = sender.clone();
-    cancel.listen(move || {
-        let _ = on_cancel.send(SessionEvent::Cancelled);
-    });
-    let shared = Arc::clone(&session.shared);
-    options.tune.attach(move |rate| shared.set_rate(rate));
-    let result = session
-        .set_up(to, tls, &sender)
-        .and_then(|()| session.pre_copy())
-        .and_then(|()| session.switch_over());
-    if let Err(fault) = result {
-        session.failed(fault);
-    }
-    cancel.unlisten();
-    options.tune.detach();
-    session.wind_up();
-    if session.state != Source::Released {
-        return Err(Session::error(
-            session.state,
-            session.fault,
-            session.vm_is,
-            session.journal,
-            session.paused_by_owner,
-        ));
-    }
-    let own = thread_cpu_time().saturating_sub(cpu_before);
-    let state = lock(&session.shared.state);
-    let report = Report {
-        iterations: std::mem::take(&mut session.iterations),
-        traffic: state.traffic(),
-        lanes: state.by_lane(),
-        lanes_lost: session.lanes_lost,
-        control_resumed: session.control_resumed,
-        pages_again: session.pages_again,
-        security: session.selection.security,
-        total: session.total,
-        downtime: session.downtime,
-        source_cpu: own + Duration::from_nanos(session.cpu.load(Ordering::Relaxed)),
-        destination_cpu: session.destination_cpu,
-        digests_equal: session.digests_equal,
-        runs: !session.paused_by_owner,
-    };
-    drop(state);
-    // Where *released* could not be recorded the destination has not been told
-    // to forget either, and the record may still be asked about.
-    if session.journal.record().state == State::Source(SourceRecord::Released)
-        && let Err(error) = session.journal.forget()
-    {
-        observer.event(&Event::Warning(error.to_string()));
-    }
-    Ok(report)
+/// The newest control lane, and what a next one is made with.
+pub(super) struct Control {
+    pub(super) lane: Arc<ControlLane>,
+    /// The thread that reads `lane`; none once it has been joined.
+    pub(super) reader: Option<JoinHandle<()>>,
+    pub(super) sequences: Arc<Sequences>,
+    /// What the source offered; only the epoch changes.
+    pub(super) offer: Offer,
+    pub(super) selection: Selection,
+    /// Whether `lane` has ended.
+    pub(super) ended: Cell<bool>,
+    /// How many were lost and replaced.
+    pub(super) resumed: u32,
 }
 
 impl Session<'_> {
-    /// The next message that is for the session's thread, while nothing else
-    /// is expected to happen; `None` at the deadline.
-    pub(super) fn next_message(&mut self, deadline: Instant) -> Result<Option<Message>, Fault> {
+    /// The next message while nothing but messages is expected; `None` at the deadline.
+    pub(super) fn next_message(&self, deadline: Instant) -> Result<Option<Message>, Fault> {
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
-            match self.next_event(left)? {
+            let Some(event) = self.receive(left)? else {
+                return Ok(None);
+            };
+            match self.sift(event)? {
                 Some(SessionEvent::Control(_, FromPeer::Message(message))) => {
                     return Ok(Some(message));
                 }
-                Some(_) => {}
-                None => return Ok(None),
+                Some(SessionEvent::Control(_, FromPeer::Lost(fault))) => return Err(fault),
+                Some(_) | None => {}
             }
         }
     }
 
-    /// Waits for an event and handles what is the same in every phase: the
-    /// end of the control lane, whatever concerns lanes, a cancellation, the
-    /// peer's refusal. `None` when the time is up.
-    pub(super) fn next_event(&mut self, wait: Duration) -> Result<Option<SessionEvent>, Fault> {
-        let until = Instant::now() + wait;
-        loop {
-            self.tend()?;
-            let until_tended = self.tend_at().map_or(until, |at| at.min(until));
-            let left = until_tended.saturating_duration_since(Instant::now());
-            let event = match self.receive(left) {
-                Ok(event) => event,
-                Err(RecvTimeoutError::Timeout) if Instant::now() < until => continue,
-                Err(RecvTimeoutError::Timeout) => return Ok(None),
-                Err(RecvTimeoutError::Disconnected) => {
-                    return Err(Fault::new(FaultCode::Internal, "every thread has ended"));
-                }
-            };
-            match event {
-                // What an earlier control lane left behind.
-                SessionEvent::Control(epoch, _) if epoch != self.control.epoch() => {}
-                SessionEvent::Control(_, FromPeer::Message(Message::Cancel { fault, text })) => {
-                    return Err(Fault::told(fault, text));
-                }
-                // Nothing is left to refuse after *commit*.
-                SessionEvent::Control(_, FromPeer::Message(Message::Refuse { fault, text }))
-                    if self.state.may_cancel() =>
-                {
-                    return Err(Fault::told(fault, text));
-                }
-                SessionEvent::Control(_, FromPeer::Message(message))
-                    if self.lane_message(&message)? =>
-                {
-                    return Ok(Some(SessionEvent::Tended));
-                }
-                SessionEvent::Control(_, FromPeer::Lost(fault))
-                    if fault.code == FaultCode::ControlLost && self.is_resumable() =>
-                {
-                    self.resume_control(fault)?;
-                    return Ok(Some(SessionEvent::Tended));
-                }
-                SessionEvent::Control(_, FromPeer::Lost(fault)) => return Err(fault),
-                SessionEvent::LaneEnded { lane, result, cpu } => {
-                    self.add_cpu(cpu);
-                    self.lane_ended(lane, result)?;
-                    return Ok(Some(SessionEvent::Tended));
-                }
-                SessionEvent::LaneWorn => return Ok(Some(SessionEvent::Tended)),
-                SessionEvent::Cancelled if !self.state.may_cancel() => {
-                    self.observer.event(&Event::Warning(
-                        "too late to cancel: the VM is the destination's".into(),
-                    ));
-                }
-                SessionEvent::Cancelled => {
-                    return Err(Fault::new(FaultCode::Cancelled, "the operator cancelled"));
-                }
-                event => return Ok(Some(event)),
+    /// Handles what is the same in every phase, and returns any other event: messages of earlier
+    /// control lanes are dropped; a refusal or a cancellation ends the migration.
+    pub(super) fn sift(&self, event: SessionEvent) -> Result<Option<SessionEvent>, Fault> {
+        match event {
+            SessionEvent::Control(epoch, _) if epoch != self.control.lane.epoch() => Ok(None),
+            SessionEvent::Control(_, FromPeer::Message(Message::Cancel { fault, text })) => {
+                Err(Fault::told(fault, text))
             }
+            // Nothing is left to refuse after *commit*.
+            SessionEvent::Control(_, FromPeer::Message(Message::Refuse { fault, text }))
+                if self.state.may_cancel() =>
+            {
+                Err(Fault::told(fault, text))
+            }
+            SessionEvent::Cancelled if !self.state.may_cancel() => {
+                self.warn("too late to cancel: the VM is the destination's".into());
+                Ok(None)
+            }
+            SessionEvent::Cancelled => {
+                Err(Fault::new(FaultCode::Cancelled, "the operator cancelled"))
+            }
+            event => Ok(Some(event)),
         }
     }
 
-    fn receive(&self, wait: Duration) -> Result<SessionEvent, RecvTimeoutError> {
-        let event = self.events.recv_timeout(wait)?;
-        match &event {
-            SessionEvent::Control(epoch, from_peer) if *epoch == self.control.epoch() => {
-                match from_peer {
-                    FromPeer::Message(_) => self.control.took(),
-                    FromPeer::Lost(_) => self.control_ended.set(true),
-                }
+    /// The next event, or `None` after `wait`.
+    pub(super) fn receive(&self, wait: Duration) -> Result<Option<SessionEvent>, Fault> {
+        let event = match self.events.recv_timeout(wait) {
+            Ok(event) => event,
+            Err(RecvTimeoutError::Timeout) => return Ok(None),
+            Err(RecvTimeoutError::Disconnected) => {
+                return Err(Fault::new(FaultCode::Internal, "every thread has ended"));
             }
-            _ => {}
+        };
+        if let SessionEvent::Control(epoch, from_peer) = &event
+            && *epoch == self.control.lane.epoch()
+        {
+            match from_peer {
+                FromPeer::Message(_) => self.control.lane.took(),
+                FromPeer::Lost(_) => self.control.ended.set(true),
+            }
         }
-        Ok(event)
+        Ok(Some(event))
     }
 
     /// Why the destination gave a lane up, if it says so within a moment.
-    pub(super) fn reason_of_peer(&mut self) -> Option<Fault> {
-        let until = Instant::now() + Duration::from_millis(300);
+    pub(super) fn reason_of_peer(&self) -> Option<Fault> {
+        let until = Instant::now() + REASON_LIMIT;
         loop {
             let left = until.saturating_duration_since(Instant::now());
-            match self.receive(left) {
-                Ok(SessionEvent::Control(
+            match self.receive(left).ok()?? {
+                SessionEvent::Control(
                     _,
                     FromPeer::Message(
                         Message::Cancel { fault, text } | Message::Refuse { fault, text },
                     ),
-                )) => return Some(Fault::told(fault, text)),
-                Ok(SessionEvent::LaneEnded { cpu, .. }) => self.add_cpu(cpu),
-                // Its last words would have come before its end.
-                Ok(SessionEvent::Control(_, FromPeer::Lost(_))) => return None,
-                Err(_) => return None,
-                Ok(_) => {}
+                ) => return Some(Fault::told(fault, text)),
+                SessionEvent::LaneEnded { cpu, .. } => self.add_cpu(cpu),
+                // A reason would have come before the end of the control lane.
+                SessionEvent::Control(_, FromPeer::Lost(_)) => return None,
+                _ => {}
             }
         }
     }
 
-    /// Stops the dirty logs and lifts the throttle; doing it twice does no
-    /// harm.
-    pub(super) fn let_go_of_guest(&mut self) {
-        for mut log in self.logs.drain(..) {
-            if let Err(error) = log.stop() {
-                self.observer.event(&Event::Warning(format!(
-                    "a dirty log cannot be stopped: {error}"
-                )));
-            }
+    /// Fails when the guest has ended.
+    pub(super) fn check_guest(&self) -> Result<(), Fault> {
+        match self.vm.run_state() {
+            RunState::Running | RunState::Paused => Ok(()),
+            RunState::PoweredOff => Err(Fault::new(
+                FaultCode::GuestPoweredOff,
+                "the guest powered itself off while it was being migrated",
+            )),
+            RunState::Stopped(why) => Err(Fault::new(
+                FaultCode::GuestStopped,
+                format!("the guest stopped while it was being migrated: {why}"),
+            )),
         }
-        self.throttle(0);
     }
 
-    /// Leaves nothing behind: lanes, logs, throttle, threads.
-    fn wind_up(&mut self) {
-        self.shared.stop();
-        self.let_go_of_guest();
-        // Best effort: a peer that has gone needs no goodbye.
-        let _ = self.control.stream().close();
-        self.await_peers_end();
-        self.control.shutdown();
-        let lanes = std::mem::take(&mut self.lane_threads).into_values();
+    pub(super) fn guest_has_ended(&self) -> bool {
+        matches!(
+            self.vm.run_state(),
+            RunState::PoweredOff | RunState::Stopped(_)
+        )
+    }
+
+    /// Ends the control lane, and joins every thread: `lanes`, the reader and the others.
+    pub(super) fn close(&mut self, lanes: impl Iterator<Item = JoinHandle<()>>) {
+        self.work_queue.stop();
+        // Best effort: the peer may be gone.
+        let _ = self.control.lane.stream().close();
+        self.await_end_of_control();
+        self.control.lane.shutdown();
         let threads = lanes
-            .chain(self.reader.take())
+            .chain(self.control.reader.take())
             .chain(self.threads.drain(..));
         for thread in threads {
             if thread.join().is_err() {
@@ -314,69 +199,102 @@ impl Session<'_> {
                 self.add_cpu(cpu);
             }
         }
-        // An IPsec session of the lanes ends when none is left.
-        self.terms = None;
     }
 
-    /// Lets the peer's last words and its close arrive, within a bound.
-    fn await_peers_end(&mut self) {
-        let until = Instant::now() + GOODBYE_LIMIT;
-        // A peer that goes on talking gets no more than its time.
-        while !self.control_ended.get() && Instant::now() < until {
+    /// Waits for the peer's last messages and its close, within a bound.
+    fn await_end_of_control(&self) {
+        let until = Instant::now() + CLOSE_LIMIT;
+        // A peer that goes on sending gets no more than its time.
+        while !self.control.ended.get() && Instant::now() < until {
             let left = until.saturating_duration_since(Instant::now());
             match self.receive(left) {
-                Ok(SessionEvent::LaneEnded { cpu, .. }) => self.add_cpu(cpu),
-                Ok(SessionEvent::Control(epoch, FromPeer::Lost(_)))
-                    if epoch == self.control.epoch() =>
+                Ok(Some(SessionEvent::LaneEnded { cpu, .. })) => self.add_cpu(cpu),
+                Ok(Some(SessionEvent::Control(epoch, FromPeer::Lost(_))))
+                    if epoch == self.control.lane.epoch() =>
                 {
                     return;
                 }
-                Err(_) => return,
-                Ok(_) => {}
+                Ok(None) | Err(_) => return,
+                Ok(Some(_)) => {}
             }
         }
     }
 
-    pub(super) fn spawn_reader(&mut self, events: &Sender<SessionEvent>) -> Result<(), Fault> {
-        let control = Arc::clone(&self.control);
-        let events = events.clone();
-        let (cpu, shared) = (Arc::clone(&self.cpu), Arc::clone(&self.shared));
+    /// Starts the thread that reads the control lane.
+    pub(super) fn spawn_reader(&mut self) -> Result<(), Fault> {
+        let control = Arc::clone(&self.control.lane);
+        let events = self.sender.clone();
+        let (cpu, work_queue) = (Arc::clone(&self.cpu), Arc::clone(&self.work_queue));
         let body = move || {
             let epoch = control.epoch();
             control.read(
-                |message| shared.acknowledge(message),
+                |message| work_queue.acknowledge(message),
                 |from_peer| {
-                    // A session that is gone reads no more.
+                    // Fails once the session has ended.
                     let _ = events.send(SessionEvent::Control(epoch, from_peer));
                 },
             );
             add(&cpu, thread_cpu_time());
         };
-        self.reader = Some(
-            self.host
-                .spawn("dunlin-control".into(), Box::new(body))
-                .map_err(|error| {
-                    Fault::new(FaultCode::Kernel, "cannot start a thread").because(error)
-                })?,
-        );
+        let thread = spawn(&**self.host, "dunlin-control".into(), body)?;
+        self.control.reader = Some(thread);
         Ok(())
     }
 
-    pub(super) fn spawn(
-        &mut self,
-        name: String,
-        body: impl FnOnce() + Send + 'static,
-    ) -> Result<(), Fault> {
-        let thread = self.host.spawn(name, Box::new(body)).map_err(|error| {
-            Fault::new(FaultCode::Kernel, "cannot start a thread").because(error)
-        })?;
-        self.threads.push(thread);
-        Ok(())
+    /// The next control lane has a higher epoch than any before, in the journal too.
+    pub(super) fn raise_epoch(&mut self) {
+        self.control.offer.epoch += 1;
+        if let Err(error) = self.journal.write_epoch(self.control.offer.epoch) {
+            self.warn(format!(
+                "the control lane's epoch could not be recorded: {error}"
+            ));
+        }
     }
 
-    fn add_cpu(&self, used: Duration) {
+    /// Ends the control lane, and joins its reader.
+    pub(super) fn end_control(&mut self) {
+        self.control.lane.shutdown();
+        if let Some(reader) = self.control.reader.take() {
+            // A panic there has been reported as the loss of the lane.
+            let _ = reader.join();
+        }
+    }
+
+    /// A control lane that was opened under the offer's epoch becomes the session's.
+    pub(super) fn adopt_control(&mut self, stream: ControlStream) -> Result<(), Fault> {
+        self.control.lane = Arc::new(ControlLane::new(
+            stream,
+            self.control.lane.session(),
+            self.control.offer.epoch,
+            Arc::clone(&self.control.sequences),
+            self.options.silence_limit,
+        ));
+        self.control.ended.set(false);
+        self.spawn_reader()
+    }
+
+    pub(super) fn add_cpu(&self, used: Duration) {
         add(&self.cpu, used);
     }
+
+    /// CPU time that the session's threads have used.
+    pub(super) fn cpu_used(&self) -> Duration {
+        Duration::from_nanos(self.cpu.load(Ordering::Relaxed))
+    }
+
+    pub(super) fn warn(&self, text: String) {
+        self.observer.event(&Event::Warning(text));
+    }
+}
+
+/// Starts a thread of the session.
+pub(super) fn spawn(
+    host: &dyn Host,
+    name: String,
+    body: impl FnOnce() + Send + 'static,
+) -> Result<JoinHandle<()>, Fault> {
+    host.spawn(name, Box::new(body))
+        .map_err(|error| Fault::new(FaultCode::Kernel, "cannot start a thread").because(error))
 }
 
 pub(super) fn add(cpu: &AtomicU64, used: Duration) {

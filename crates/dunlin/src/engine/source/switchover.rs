@@ -1,14 +1,14 @@
-//! The switchover at the source: pause, last pages and state, *commit*.
+//! The switchover at the source: pause, last pages and state, up to *commit*.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use dunlin_linux::affinity::thread_cpu_time;
-use dunlin_proto::control::{Digest, Final, Message, Section, Verdict};
+use dunlin_proto::control::{Digest, Final, Message, Section};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::limits::{MAX_SECTIONS, MAX_STATE_BYTES};
-use dunlin_proto::switchover::{Source, SourceEvent};
+use dunlin_proto::switchover::{Source, SourceAction as Do, SourceEvent};
 
 use super::super::control::FromPeer;
 use super::super::error::Fault;
@@ -16,225 +16,248 @@ use super::super::lock;
 use super::super::memory::digest;
 use super::super::report::{Event, Iteration};
 use super::super::vmm::RunState;
-use super::SessionEvent;
-use super::session::{Session, unexpected};
+use super::committed::{ANSWER_LIMIT, Committed, Figures, not_answered};
+use super::event::SessionEvent;
+use super::guest::{LoggedGuest, PausedGuest};
+use super::lanes::Transfer;
+use super::phase::{Done, Phase, Rest, failed, perform, take};
+use super::session::{Session, add, spawn, unexpected};
+use super::settled::Settled;
 
-/// How long the destination may take from *final* to *ready*, and from
-/// *commit* to *running*. The guest stands still meanwhile, but giving up
-/// sooner would not make it run sooner: the destination may be loading.
-const ANSWER_LIMIT: Duration = Duration::from_secs(60);
+/// The guest is paused, and the last pages and its state go out.
+pub(super) struct Switchover<'a> {
+    transfer: Transfer<'a>,
+    guest: PausedGuest,
+    figures: Figures,
+    /// Our digest, where verification was agreed.
+    digest: Option<Receiver<std::io::Result<Digest>>>,
+    /// The *final* that was sent last.
+    last: Final,
+    /// What pre-copy has left to do.
+    rest: Rest,
+}
 
-/// The same for the answer to an inquiry: what is asked there is known.
-pub(super) const VERDICT_LIMIT: Duration = Duration::from_secs(10);
+impl<'a> Phase<'a> for Switchover<'a> {
+    fn session(&mut self) -> &mut Session<'a> {
+        &mut self.transfer.session
+    }
 
-impl Session<'_> {
-    /// From pre-copy's end until it is decided where the VM lives, as far as
-    /// it can be.
-    pub(super) fn switch_over(&mut self) -> Result<(), Fault> {
-        self.take(SourceEvent::Converged)?;
-        if self.state == Source::AwaitingReady {
-            self.await_ready()?;
-            // Beyond this line the VM is the destination's.
-            self.take(SourceEvent::Ready { same_memory: true })?;
-        }
-        while matches!(self.state, Source::Committed | Source::InDoubt) && !self.gave_up {
-            match self.await_verdict() {
-                Ok(event) => {
-                    let answered = matches!(event, SourceEvent::Answer { .. });
-                    self.take(event)?;
-                    // Asked again, it would say the same.
-                    self.gave_up |= answered && self.state == Source::InDoubt;
+    fn act(&mut self, action: Do) -> Done {
+        let session = &mut self.transfer.session;
+        match action {
+            Do::PauseGuest => Done::With(match self.pause_and_finish() {
+                Ok(()) => SourceEvent::FinalSent,
+                Err(fault) => {
+                    let session = &mut self.transfer.session;
+                    let event = session.event_of(&fault);
+                    session.fault = Some(fault);
+                    event
                 }
-                Err(fault) => self.failed(fault),
+            }),
+            Do::ResumeGuest => {
+                session.vm_is = self.guest.resume(session);
+                Done::Yes
             }
+            other => session.act(other),
         }
-        Ok(())
+    }
+}
+
+impl<'a> Switchover<'a> {
+    pub(super) fn new(
+        transfer: Transfer<'a>,
+        logged: LoggedGuest,
+        iterations: Vec<Iteration>,
+        rest: Rest,
+    ) -> Self {
+        Self {
+            transfer,
+            guest: PausedGuest {
+                logged,
+                paused: Instant::now(),
+                deactivated: false,
+            },
+            figures: Figures {
+                iterations,
+                ..Figures::default()
+            },
+            digest: None,
+            last: Final::default(),
+            rest,
+        }
+    }
+
+    /// Pauses the guest, and sends all that *commit* needs.
+    pub(super) fn prepare(mut self) -> Result<Committed<'a>, Settled<'a>> {
+        let rest = self.rest;
+        let prepared = perform(&mut self, rest).and_then(|rest| {
+            if self.transfer.session.state != Source::AwaitingReady {
+                return Ok(rest);
+            }
+            self.await_ready()?;
+            // From here on the VM is the destination's.
+            take(&mut self, SourceEvent::Ready { same_memory: true })
+        });
+        let rest = prepared.unwrap_or_else(|fault| failed(&mut self, fault));
+        if self.transfer.session.state != Source::Committed {
+            return Err(Settled::kept(self.transfer, self.guest.logged));
+        }
+        let Self {
+            transfer,
+            guest,
+            figures,
+            ..
+        } = self;
+        Ok(Committed::new(transfer, guest, figures, rest))
     }
 
     /// Pauses the guest and sends the rest, up to *final*.
-    pub(super) fn pause_and_finish(&mut self) -> Result<(), Fault> {
-        // Its owner may have paused it, or let it go on, since it was described.
-        self.paused_by_owner = self.vm.run_state() == RunState::Paused;
+    fn pause_and_finish(&mut self) -> Result<(), Fault> {
+        let session = &mut self.transfer.session;
+        // The owner may have paused or resumed it since it was described.
+        session.paused_by_owner = session.vm.run_state() == RunState::Paused;
         let began = Instant::now();
-        self.paused = Some(began);
-        self.vm.pause().map_err(|error| {
+        self.guest.paused = began;
+        session.vm.pause().map_err(|error| {
             Fault::new(FaultCode::Internal, "the guest cannot be paused").because(error)
         })?;
-        self.downtime.pause = began.elapsed();
-        self.observer.event(&Event::Paused);
-        self.check_guest()?;
-        self.last_pages(began)
+        self.figures.downtime.pause = began.elapsed();
+        session.observer.event(&Event::Paused);
+        session.check_guest()?;
+        let last = self.last_pages()?;
+        self.last = last.clone();
+        self.transfer
+            .session
+            .control
+            .lane
+            .send(&Message::Final(last))
     }
 
-    /// Waits for *ready*, and for everything else that must be so before
-    /// *commit*.
-    fn await_ready(&mut self) -> Result<(), Fault> {
-        let finalised = Instant::now();
-        let theirs = match self.await_answer("ready", ANSWER_LIMIT)? {
-            Message::Ready { digest } => digest,
-            other => return Err(unexpected(&other)),
-        };
-        self.downtime.ready = finalised.elapsed();
-        self.digests_equal = self.compare(theirs)?;
-        self.vm.hold().map_err(|error| {
-            Fault::new(
-                FaultCode::Cancelled,
-                "the migration was held and then refused",
-            )
-            .because(error)
-        })?;
-        self.settle()?;
-        self.check_guest()
-    }
-
-    /// What the destination says after *commit*, as an event.
-    fn await_verdict(&mut self) -> Result<SourceEvent, Fault> {
-        let message = if self.state == Source::Committed {
-            self.await_answer("commit", ANSWER_LIMIT)?
-        } else {
-            let left = self.doubt_until.map_or(VERDICT_LIMIT, |until| {
-                until.saturating_duration_since(Instant::now())
-            });
-            self.await_answer("the inquiry", left.min(VERDICT_LIMIT))?
-        };
-        let event = match message {
-            Message::Running {
-                cpu_ns,
-                downtime_ns,
-            } => {
-                self.destination_cpu = Duration::from_nanos(cpu_ns);
-                self.downtime.guest = (downtime_ns != 0).then(|| Duration::from_nanos(downtime_ns));
-                SourceEvent::Running
-            }
-            Message::Answer { attempt, verdict } => {
-                if verdict != Verdict::Aborted {
-                    // What it was lost by says no more where the VM is.
-                    self.fault = None;
-                }
-                SourceEvent::answer(self.offer.attempt, attempt, verdict)
-            }
-            // It crossed the inquiry, and says nothing.
-            Message::Ready { .. } if self.state == Source::InDoubt => {
-                SourceEvent::Ready { same_memory: true }
-            }
-            other => return Err(unexpected(&other)),
-        };
-        let elapsed = |since: Option<Instant>| since.map_or(Duration::ZERO, |at| at.elapsed());
-        self.downtime.resume = elapsed(self.committed);
-        self.downtime.total = elapsed(self.paused);
-        self.total = self.started.elapsed();
-        Ok(event)
-    }
-
-    /// Looks at everything that has come by now: a cancellation, on either
-    /// side, that came while the VMM was busy is still in time.
-    fn settle(&mut self) -> Result<(), Fault> {
-        while let Some(event) = self.next_event(Duration::ZERO)? {
-            if let SessionEvent::Control(_, FromPeer::Message(message)) = event {
-                return Err(unexpected(&message));
-            }
+    /// Sends what is dirty and the state at the same time, and waits for the lanes' ends; returns
+    /// what *final* says.
+    fn last_pages(&mut self) -> Result<Final, Fault> {
+        let session = &self.transfer.session;
+        session.options.tune.detach();
+        let work_queue = Arc::clone(&session.work_queue);
+        work_queue.set_rate(session.options.last_pass_rate);
+        self.guest.logged.fetch(session)?;
+        let bytes_before = lock(&work_queue.state).traffic().wire_bytes;
+        let (iteration, pages) = work_queue.begin_iteration(true);
+        if session.options.verify {
+            self.digest = Some(self.start_digest()?);
         }
-        Ok(())
-    }
-
-    /// Sends what is dirty and the state at the same time, waits for the
-    /// lanes' ends and sends *final*.
-    fn last_pages(&mut self, began: Instant) -> Result<(), Fault> {
-        self.options.tune.detach();
-        self.shared.set_rate(self.options.last_pass_rate);
-        self.fetch_logs()?;
-        let bytes_before = lock(&self.shared.state).traffic().wire_bytes;
-        let (iteration, pages) = self.shared.begin_iteration(true);
-        self.digest = self.start_digest()?;
 
         let state_began = Instant::now();
-        self.relinquished = true;
-        self.vm.deactivate().map_err(|error| {
-            Fault::new(FaultCode::Internal, "disks and devices cannot be let go").because(error)
+        self.guest.deactivated = true;
+        let session = &self.transfer.session;
+        session.vm.deactivate().map_err(|error| {
+            Fault::new(FaultCode::Internal, "disks and devices cannot be released").because(error)
         })?;
         let sections = self.send_state()?;
-        self.downtime.state = state_began.elapsed();
+        self.figures.downtime.state = state_began.elapsed();
 
-        while !lock(&self.shared.state).lanes.complete() {
-            match self.next_event(ANSWER_LIMIT)? {
-                Some(SessionEvent::Control(_, FromPeer::Message(message))) => {
-                    return Err(unexpected(&message));
-                }
-                Some(_) => {}
-                None => {
-                    return Err(Fault::new(FaultCode::LaneLost, "the lanes do not end"));
-                }
+        while !lock(&work_queue.state).lanes.complete() {
+            if self.transfer.next_silent(ANSWER_LIMIT)?.is_none() {
+                return Err(Fault::new(FaultCode::LaneLost, "the lanes do not end"));
             }
         }
-        self.downtime.last_pages = began.elapsed().saturating_sub(self.downtime.pause);
-        let traffic = lock(&self.shared.state).traffic();
-        self.iterations.push(Iteration {
+        let duration = self.guest.paused.elapsed();
+        let downtime = &mut self.figures.downtime;
+        downtime.last_pages = duration.saturating_sub(downtime.pause);
+        let traffic = lock(&work_queue.state).traffic();
+        let iterations = &mut self.figures.iterations;
+        iterations.push(Iteration {
             number: iteration,
-            duration: self.downtime.last_pages,
+            duration: downtime.last_pages,
             pages,
             dirtied_pages: 0,
             wire_bytes: traffic.wire_bytes - bytes_before,
-            predicted_downtime: self
-                .iterations
+            predicted_downtime: iterations
                 .last()
                 .map_or(Duration::ZERO, |last| last.predicted_downtime),
             throttle: 0,
         });
-        self.send_final(iteration, sections)
+        Ok(self.count(iteration, sections))
     }
 
-    /// Counts what the destination must have received.
-    fn send_final(&mut self, iteration: u32, sections: u32) -> Result<(), Fault> {
-        let state = lock(&self.shared.state);
+    /// What the destination must have received.
+    fn count(&self, iteration: u32, sections: u32) -> Final {
+        let state = lock(&self.transfer.session.work_queue.state);
         let (chunks, pages) = state.lanes.schedule().kept();
-        let last = Final {
+        Final {
             chunks,
             iteration,
             sections,
             pages,
             fenced: state.lanes.fenced_count(),
             digest: None,
-        };
-        drop(state);
-        self.last = Some(last.clone());
-        self.control.send(&Message::Final(last))
+        }
     }
 
-    /// A lane that was lost after *final* had counted its chunks: they have
-    /// gone out again, and are counted anew.
-    fn repeat_final(&mut self) -> Result<(), Fault> {
-        let Some(last) = &self.last else {
-            return Ok(());
-        };
-        let (iteration, sections) = (last.iteration, last.sections);
-        let state = lock(&self.shared.state);
-        let overtaken = state.lanes.fenced_count() != last.fenced && state.lanes.complete();
-        drop(state);
-        if overtaken {
-            self.send_final(iteration, sections)?;
-        }
-        Ok(())
-    }
-
-    /// Hashes the memory of the paused guest on a thread of its own, where
-    /// verification was agreed.
-    fn start_digest(&mut self) -> Result<Option<Receiver<std::io::Result<Digest>>>, Fault> {
-        if !self.options.verify {
-            return Ok(None);
-        }
+    /// Hashes the memory of the paused guest on a thread of its own.
+    fn start_digest(&mut self) -> Result<Receiver<std::io::Result<Digest>>, Fault> {
         let (sender, receiver) = channel();
-        let memory = Arc::clone(&self.memory);
-        let cpu = Arc::clone(&self.cpu);
-        self.spawn("dunlin-digest".into(), move || {
-            // A session that has failed meanwhile needs no digest.
+        let session = &mut self.transfer.session;
+        let memory = Arc::clone(&session.memory);
+        let cpu = Arc::clone(&session.cpu);
+        let body = move || {
+            // Fails once the session has ended.
             let _ = sender.send(digest(&*memory, 1));
-            super::session::add(&cpu, thread_cpu_time());
-        })?;
-        Ok(Some(receiver))
+            add(&cpu, thread_cpu_time());
+        };
+        let thread = spawn(&**session.host, "dunlin-digest".into(), body)?;
+        session.threads.push(thread);
+        Ok(receiver)
     }
 
-    fn send_state(&mut self) -> Result<u32, Fault> {
-        let sections = self.vm.save().map_err(|error| {
+    /// Waits for *ready*, and for everything else that must be so before *commit*.
+    fn await_ready(&mut self) -> Result<(), Fault> {
+        let finalised = Instant::now();
+        let until = finalised + ANSWER_LIMIT;
+        let theirs = loop {
+            let left = until.saturating_duration_since(Instant::now());
+            match self.transfer.next_event(left)? {
+                Some(SessionEvent::Control(_, FromPeer::Message(Message::Ready { digest }))) => {
+                    break digest;
+                }
+                Some(SessionEvent::Control(_, FromPeer::Message(other))) => {
+                    return Err(unexpected(&other));
+                }
+                Some(_) => self.repeat_final()?,
+                None => return Err(not_answered("ready", ANSWER_LIMIT)),
+            }
+        };
+        self.figures.downtime.ready = finalised.elapsed();
+        self.figures.digests_equal = self.compare(theirs)?;
+        let session = &self.transfer.session;
+        session.vm.hold().map_err(|error| {
+            Fault::new(
+                FaultCode::Cancelled,
+                "the migration was held and then refused",
+            )
+            .because(error)
+        })?;
+        // A cancellation that came while the VMM was busy, on either side, is still in time.
+        while self.transfer.next_silent(Duration::ZERO)?.is_some() {}
+        self.transfer.session.check_guest()
+    }
+
+    /// Counts anew if a lane was lost after *final* had counted its chunks: they have gone out
+    /// again.
+    fn repeat_final(&mut self) -> Result<(), Fault> {
+        let state = lock(&self.transfer.session.work_queue.state);
+        let overtaken = state.lanes.fenced_count() != self.last.fenced && state.lanes.complete();
+        drop(state);
+        if !overtaken {
+            return Ok(());
+        }
+        self.last = self.count(self.last.iteration, self.last.sections);
+        let lane = &self.transfer.session.control.lane;
+        lane.send(&Message::Final(self.last.clone()))
+    }
+
+    fn send_state(&self) -> Result<u32, Fault> {
+        let sections = self.transfer.session.vm.save().map_err(|error| {
             Fault::new(FaultCode::Internal, "the state cannot be saved").because(error)
         })?;
         let bytes: usize = sections.iter().map(|section| section.bytes.len()).sum();
@@ -249,33 +272,19 @@ impl Session<'_> {
             ));
         }
         for section in sections {
-            self.control.send(&Message::Section(Section {
-                name: section.name,
-                instance: section.instance,
-                version: section.version,
-                required: section.required,
-                bytes: section.bytes,
-            }))?;
+            self.transfer
+                .session
+                .control
+                .lane
+                .send(&Message::Section(Section {
+                    name: section.name,
+                    instance: section.instance,
+                    version: section.version,
+                    required: section.required,
+                    bytes: section.bytes,
+                }))?;
         }
         Ok(count)
-    }
-
-    fn await_answer(&mut self, what: &str, limit: Duration) -> Result<Message, Fault> {
-        let until = Instant::now() + limit;
-        loop {
-            let left = until.saturating_duration_since(Instant::now());
-            match self.next_event(left)? {
-                Some(SessionEvent::Control(_, FromPeer::Message(message))) => return Ok(message),
-                Some(_) if self.state == Source::AwaitingReady => self.repeat_final()?,
-                Some(_) => {}
-                None => {
-                    return Err(Fault::new(
-                        FaultCode::ControlLost,
-                        format!("the destination did not answer {what} for {limit:?}"),
-                    ));
-                }
-            }
-        }
     }
 
     /// Compares the digests (I3); a difference ends the migration before

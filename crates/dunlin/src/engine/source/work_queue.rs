@@ -20,7 +20,7 @@ use dunlin_proto::schedule::{ChunkPlan, Work};
 use super::super::error::Fault;
 use super::super::report::Traffic;
 use super::super::sync::{Condvar, Interrupt, Mutex, MutexGuard, lock, since, wait, wait_for};
-use super::SessionEvent;
+use super::event::SessionEvent;
 
 /// Between two looks at the connection of a lane that is not let in yet.
 const LOOK_EVERY: Duration = Duration::from_millis(50);

@@ -1,0 +1,309 @@
+//! After *commit*: the destination says what became of the VM, or is asked.
+
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use dunlin_proto::control::{Message, Verdict};
+use dunlin_proto::fault::FaultCode;
+use dunlin_proto::switchover::{Source, SourceAction as Do, SourceEvent as On};
+
+use super::super::control::FromPeer;
+use super::super::error::{Fault, VmIs};
+use super::super::report::{Downtime, Event, Iteration};
+use super::control::{another_peer, open_control};
+use super::doubt::{NO_RECORD, RETRY_FIRST, RETRY_LAST, VERDICT_LIMIT};
+use super::event::SessionEvent;
+use super::guest::PausedGuest;
+use super::lanes::{LaneTerms, Transfer};
+use super::phase::{Done, Phase, Rest, failed, perform, take};
+use super::session::{Session, unexpected};
+use super::settled::Settled;
+
+/// How long the destination may take from *final* to *ready*, and from *commit* to *running*. The
+/// guest is paused meanwhile, but giving up sooner would not make it run sooner: the destination
+/// may be loading.
+pub(super) const ANSWER_LIMIT: Duration = Duration::from_secs(60);
+
+/// What a report says of the switchover and the iterations before it.
+#[derive(Default)]
+pub(super) struct Figures {
+    pub(super) iterations: Vec<Iteration>,
+    pub(super) downtime: Downtime,
+    pub(super) digests_equal: Option<bool>,
+    pub(super) destination_cpu: Duration,
+    pub(super) total: Duration,
+}
+
+/// *commit* is sent; the destination's answer is awaited.
+pub(super) struct Committed<'a> {
+    transfer: Transfer<'a>,
+    guest: PausedGuest,
+    figures: Figures,
+    /// When *commit* was sent.
+    committed: Instant,
+    /// What the switchover has left to do.
+    rest: Rest,
+}
+
+impl<'a> Phase<'a> for Committed<'a> {
+    fn session(&mut self) -> &mut Session<'a> {
+        &mut self.transfer.session
+    }
+
+    fn act(&mut self, action: Do) -> Done {
+        let session = &mut self.transfer.session;
+        match action {
+            Do::SendCommit => self.send_commit(),
+            Do::ResumeGuest => session.vm_is = self.guest.resume(session),
+            Do::DestroyCopy => self.guest.destroy(session),
+            other => return session.act(other),
+        }
+        Done::Yes
+    }
+}
+
+impl<'a> Committed<'a> {
+    pub(super) fn new(
+        transfer: Transfer<'a>,
+        guest: PausedGuest,
+        figures: Figures,
+        rest: Rest,
+    ) -> Self {
+        Self {
+            transfer,
+            guest,
+            figures,
+            committed: Instant::now(),
+            rest,
+        }
+    }
+
+    /// Sends *commit*, and waits until it is decided where the VM lives, as far as it can be.
+    pub(super) fn settle(mut self) -> Settled<'a> {
+        let rest = self.rest;
+        let mut done = perform(&mut self, rest);
+        loop {
+            let rest = done.unwrap_or_else(|fault| failed(&mut self, fault));
+            match self.transfer.session.state {
+                Source::Committed => {}
+                Source::InDoubt => return InDoubt::new(self, rest).settle(),
+                _ => return self.settled(),
+            }
+            done = self
+                .await_running()
+                .and_then(|event| take(&mut self, event));
+        }
+    }
+
+    fn settled(self) -> Settled<'a> {
+        Settled::committed(self.transfer, self.guest.logged, self.figures)
+    }
+
+    fn send_commit(&mut self) {
+        let session = &self.transfer.session;
+        session.observer.event(&Event::Committing);
+        self.committed = Instant::now();
+        let commit = Message::Commit {
+            run: !session.paused_by_owner,
+        };
+        if session.control.lane.send(&commit).is_err() {
+            // A part of it may have been sent. The reader reports the loss.
+            session.control.lane.shutdown();
+        }
+        session.observer.event(&Event::Committed);
+    }
+
+    fn await_running(&mut self) -> Result<On, Fault> {
+        let message = await_message(&mut self.transfer, "commit", ANSWER_LIMIT)?;
+        self.verdict(message)
+    }
+
+    /// What the destination says after *commit*, as an event.
+    fn verdict(&mut self, message: Message) -> Result<On, Fault> {
+        let session = &mut self.transfer.session;
+        let event = match message {
+            Message::Running {
+                cpu_ns,
+                downtime_ns,
+            } => {
+                self.figures.destination_cpu = Duration::from_nanos(cpu_ns);
+                self.figures.downtime.guest =
+                    (downtime_ns != 0).then(|| Duration::from_nanos(downtime_ns));
+                On::Running
+            }
+            Message::Answer { attempt, verdict } => {
+                if verdict != Verdict::Aborted {
+                    // The loss that led here no longer says where the VM is.
+                    session.fault = None;
+                }
+                On::answer(session.control.offer.attempt, attempt, verdict)
+            }
+            // It crossed the inquiry, and has no meaning any more.
+            Message::Ready { .. } if session.state == Source::InDoubt => {
+                On::Ready { same_memory: true }
+            }
+            other => return Err(unexpected(&other)),
+        };
+        self.figures.downtime.resume = self.committed.elapsed();
+        self.figures.downtime.total = self.guest.paused.elapsed();
+        self.figures.total = session.started.elapsed();
+        Ok(event)
+    }
+}
+
+/// No answer came after *commit*: the guest stays paused, and the destination is asked.
+struct InDoubt<'a> {
+    committed: Committed<'a>,
+    /// Until when it is asked.
+    until: Instant,
+    inquiries: u32,
+    /// Whether to stop asking.
+    gave_up: bool,
+    /// What is left to do from the event that led here.
+    rest: Rest,
+}
+
+impl<'a> Phase<'a> for InDoubt<'a> {
+    fn session(&mut self) -> &mut Session<'a> {
+        self.committed.session()
+    }
+
+    fn act(&mut self, action: Do) -> Done {
+        match action {
+            Do::HoldInDoubt => self.hold(),
+            Do::Inquire => self.inquire(),
+            other => return self.committed.act(other),
+        }
+        Done::Yes
+    }
+}
+
+impl<'a> InDoubt<'a> {
+    fn new(committed: Committed<'a>, rest: Rest) -> Self {
+        let until = Instant::now() + committed.transfer.session.options.doubt_limit;
+        Self {
+            committed,
+            until,
+            inquiries: 0,
+            gave_up: false,
+            rest,
+        }
+    }
+
+    fn settle(mut self) -> Settled<'a> {
+        let rest = self.rest;
+        let mut done = perform(&mut self, rest);
+        loop {
+            if let Err(fault) = done {
+                failed(&mut self, fault);
+            }
+            if self.session().state != Source::InDoubt || self.gave_up {
+                return self.committed.settled();
+            }
+            done = self.await_answer().and_then(|event| {
+                let answered = matches!(event, On::Answer { .. });
+                let done = take(&mut self, event);
+                // Asked again, the destination would answer the same.
+                self.gave_up |= answered && self.session().state == Source::InDoubt;
+                done
+            });
+        }
+    }
+
+    fn hold(&mut self) {
+        let session = self.session();
+        session.vm_is = VmIs::InDoubt;
+        let why = session
+            .fault
+            .as_ref()
+            .map_or_else(|| NO_RECORD.into(), Fault::for_peer);
+        session.observer.event(&Event::InDoubt { why });
+    }
+
+    fn await_answer(&mut self) -> Result<On, Fault> {
+        let left = self.until.saturating_duration_since(Instant::now());
+        let limit = left.min(VERDICT_LIMIT);
+        let message = await_message(&mut self.committed.transfer, "the inquiry", limit)?;
+        self.committed.verdict(message)
+    }
+
+    /// Opens a new control lane and asks over it, until the limit is up.
+    fn inquire(&mut self) {
+        self.session().end_control();
+        let Transfer { session, lanes } = &mut self.committed.transfer;
+        let LaneTerms { to, tls, peer, .. } = &lanes.terms;
+        let mut last: Option<Fault> = None;
+        loop {
+            if self.inquiries > 0 {
+                let pause = RETRY_FIRST * 2_u32.pow(self.inquiries.min(5) - 1);
+                let left = self.until.saturating_duration_since(Instant::now());
+                thread::sleep(pause.min(RETRY_LAST).min(left));
+            }
+            if Instant::now() >= self.until {
+                if let Some(fault) = last {
+                    session.warn(format!(
+                        "the destination could not be asked: {}",
+                        fault.for_peer()
+                    ));
+                }
+                self.gave_up = true;
+                return;
+            }
+            self.inquiries += 1;
+            // The attempt before may have reached the destination.
+            session.raise_epoch();
+            let deadline = self
+                .until
+                .min(Instant::now() + session.options.connect_limit);
+            let offer = &session.control.offer;
+            let fault = match open_control(session.host, None, to, tls, offer, deadline) {
+                Ok((stream, _)) if !stream.peer().is(peer) => {
+                    another_peer(stream.peer(), session.journal.peer())
+                }
+                Ok((stream, _)) => {
+                    session.control.sequences = Arc::new(session.control.sequences.with_new_peer());
+                    match session.adopt_control(stream) {
+                        Ok(()) => {
+                            let attempt = session.control.offer.attempt;
+                            let lane = &session.control.lane;
+                            if lane.send(&Message::Inquire { attempt }).is_err() {
+                                // The reader reports the loss.
+                                lane.shutdown();
+                            }
+                            return;
+                        }
+                        Err(fault) => fault,
+                    }
+                }
+                Err(fault) => fault,
+            };
+            // Whatever failed, only an answer ends the doubt.
+            last = Some(fault);
+        }
+    }
+}
+
+/// The next message of the destination, as the answer to `what`.
+fn await_message(
+    transfer: &mut Transfer<'_>,
+    what: &str,
+    limit: Duration,
+) -> Result<Message, Fault> {
+    let until = Instant::now() + limit;
+    loop {
+        let left = until.saturating_duration_since(Instant::now());
+        match transfer.next_event(left)? {
+            Some(SessionEvent::Control(_, FromPeer::Message(message))) => return Ok(message),
+            Some(_) => {}
+            None => return Err(not_answered(what, limit)),
+        }
+    }
+}
+
+pub(super) fn not_answered(what: &str, limit: Duration) -> Fault {
+    Fault::new(
+        FaultCode::ControlLost,
+        format!("the destination did not answer {what} for {limit:?}"),
+    )
+}

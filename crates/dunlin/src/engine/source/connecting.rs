@@ -1,0 +1,303 @@
+//! The first phase: who is there, what is agreed on, and what is moved.
+
+use std::cell::Cell;
+use std::sync::Arc;
+use std::sync::mpsc::channel;
+use std::time::{Duration, Instant};
+
+use dunlin_proto::control::{Accept, Describe, Message, RegionTable};
+use dunlin_proto::fault::FaultCode;
+use dunlin_proto::lanes::{Sending, Timeouts};
+use dunlin_proto::limits::PAGE_BYTES;
+use dunlin_proto::negotiate::{Features, Offer, SessionId, VERSIONS};
+use dunlin_proto::pace::Pace;
+use dunlin_proto::schedule::Schedule;
+use dunlin_proto::switchover::{Source, SourceAction};
+use dunlin_proto::text::harmless;
+
+use super::super::control::{ControlLane, Sequences};
+use super::super::error::{Fault, VmIs};
+use super::super::host::{Cancel, FromHost, Host};
+use super::super::journal::{Journal, JournalError, SessionJournal, SourceRecord, State};
+use super::super::report::{Event, Observer};
+use super::super::vmm::{RunState, SourceVm, VmDescription};
+use super::control::open_control;
+use super::lanes::{LaneTerms, Lanes, Transfer};
+use super::options::Options;
+use super::phase::{Done, Phase, failed};
+use super::precopy::PreCopy;
+use super::session::{Control, Session, nanos, unexpected};
+use super::settled::Settled;
+use super::work_queue::WorkQueue;
+use crate::lane::dial::dialer;
+use crate::lane::identity::ClientTls;
+
+/// The control lane is there; the destination has not accepted the VM.
+pub(super) struct Connecting<'a> {
+    session: Session<'a>,
+    described: VmDescription,
+    to: &'a str,
+    tls: &'a ClientTls,
+}
+
+impl<'a> Phase<'a> for Connecting<'a> {
+    fn session(&mut self) -> &mut Session<'a> {
+        &mut self.session
+    }
+
+    fn act(&mut self, action: SourceAction) -> Done {
+        self.session.act(action)
+    }
+}
+
+impl<'a> Connecting<'a> {
+    /// Connects the control lane and agrees on version, features and security.
+    pub(super) fn new(
+        vm: &'a Arc<dyn SourceVm>,
+        to: &'a str,
+        tls: &'a ClientTls,
+        options: &'a Options,
+        host: &'a Arc<dyn Host>,
+        observer: &'a dyn Observer,
+        cancel: &'a Cancel,
+    ) -> Result<Self, Fault> {
+        let started = Instant::now();
+        let deadline = started + options.connect_limit;
+        let paused_by_owner = match vm.run_state() {
+            RunState::Running => false,
+            RunState::Paused => true,
+            RunState::PoweredOff => {
+                return Err(Fault::new(
+                    FaultCode::GuestPoweredOff,
+                    "the guest is powered off",
+                ));
+            }
+            RunState::Stopped(why) => {
+                return Err(Fault::new(
+                    FaultCode::GuestStopped,
+                    format!("the guest has stopped: {why}"),
+                ));
+            }
+        };
+        let described = vm.describe().map_err(|error| {
+            Fault::new(FaultCode::Internal, "the VM cannot be described").because(error)
+        })?;
+        let mut session: SessionId = [0; 16];
+        tls.config()
+            .crypto_provider()
+            .secure_random
+            .fill(&mut session)
+            .map_err(|_| Fault::new(FaultCode::Internal, "the random number source failed"))?;
+        let offer = Offer {
+            versions: VERSIONS,
+            optional: Features::NONE,
+            required: if options.verify {
+                Features::VERIFY
+            } else {
+                Features::NONE
+            },
+            security: options.security,
+            session,
+            attempt: 1,
+            epoch: 1,
+        };
+        let mut journal = begin_record(session, &described, to, options, observer)?;
+        let opened = open_control(host, Some(cancel), to, tls, &offer, deadline);
+        let opened = opened.and_then(|(stream, selection)| {
+            let recorded = journal.write_peer(&stream.peer().principal());
+            recorded.map_err(unrecorded)?;
+            Ok((stream, selection))
+        });
+        let (stream, selection) = match opened {
+            Ok(opened) => opened,
+            Err(fault) => {
+                // The destination promises nothing before it accepts the VM.
+                if let Err(error) = journal.forget() {
+                    observer.event(&Event::Warning(error.to_string()));
+                }
+                if cancel.is_cancelled() {
+                    return Err(Fault::new(FaultCode::Cancelled, "the operator cancelled"));
+                }
+                return Err(fault);
+            }
+        };
+        let sequences = Arc::<Sequences>::default();
+        let memory = vm.memory();
+        let schedule = Schedule::new(
+            memory
+                .regions()
+                .iter()
+                .map(|region| (region.id, region.pages())),
+        );
+        let lane = ControlLane::new(
+            stream,
+            session,
+            offer.epoch,
+            Arc::clone(&sequences),
+            options.silence_limit,
+        );
+        let (sender, events) = channel();
+        let session = Session {
+            vm,
+            memory,
+            options,
+            host,
+            observer,
+            cancel,
+            events,
+            sender,
+            control: Control {
+                lane: Arc::new(lane),
+                reader: None,
+                sequences,
+                offer,
+                selection,
+                ended: Cell::new(false),
+                resumed: 0,
+            },
+            work_queue: Arc::new(WorkQueue::new(
+                Sending::new(schedule, timeouts(options)),
+                Pace::new(options.rate),
+            )),
+            state: Source::Live,
+            journal,
+            fault: None,
+            vm_is: VmIs::AtSource,
+            paused_by_owner,
+            threads: Vec::new(),
+            cpu: Arc::default(),
+            started,
+        };
+        Ok(Self {
+            session,
+            described,
+            to,
+            tls,
+        })
+    }
+
+    pub(super) fn session(&self) -> &Session<'a> {
+        &self.session
+    }
+
+    /// Describes the VM, and waits until the destination accepts it.
+    pub(super) fn describe(mut self) -> Result<PreCopy<'a>, Settled<'a>> {
+        match self.await_accept() {
+            Ok(terms) => Ok(PreCopy::new(Transfer {
+                session: self.session,
+                lanes: Lanes::new(terms),
+            })),
+            Err(fault) => {
+                failed(&mut self, fault);
+                Err(Settled::unaccepted(self.session))
+            }
+        }
+    }
+
+    fn await_accept(&mut self) -> Result<LaneTerms, Fault> {
+        let session = &mut self.session;
+        let deadline = session.started + session.options.connect_limit;
+        session.spawn_reader()?;
+        session.control.lane.ask()?;
+        let regions = RegionTable::new(session.memory.regions().to_vec()).map_err(|error| {
+            Fault::new(FaultCode::Internal, "the VM's memory cannot be described").because(error)
+        })?;
+        let described = &mut self.described;
+        session.control.lane.send(&Message::Describe(Describe {
+            vm_uuid: described.uuid,
+            vm_name: std::mem::take(&mut described.name),
+            page_bytes: u32::try_from(PAGE_BYTES).unwrap_or(u32::MAX),
+            paused: session.paused_by_owner,
+            description: std::mem::take(&mut described.description),
+            regions,
+        }))?;
+        let accept = match session.next_message(deadline)? {
+            Some(Message::Accept(accept)) => accept,
+            Some(other) => return Err(unexpected(&other)),
+            None => {
+                return Err(Fault::new(
+                    FaultCode::ControlLost,
+                    "the destination kept us waiting for an answer to the VM's description",
+                ));
+            }
+        };
+        self.agreed(accept)
+    }
+
+    fn agreed(&self, accept: Accept) -> Result<LaneTerms, Fault> {
+        let session = &self.session;
+        if session.options.lanes > accept.lanes_max {
+            return Err(Fault::new(
+                FaultCode::LaneLimit,
+                format!(
+                    "{} lanes were asked for and the destination takes {}",
+                    session.options.lanes, accept.lanes_max
+                ),
+            ));
+        }
+        let peer = session.control.lane.stream().peer();
+        let names = peer.names.iter().map(ToString::to_string);
+        session.observer.event(&Event::Accepted {
+            // A certificate may hold any text.
+            peer: harmless(&names.collect::<Vec<_>>().join(", ")),
+        });
+        let security = session.control.selection.security;
+        let dialer = dialer(security, session.options.ipsec.as_ref())
+            .ok_or_else(|| Fault::new(FaultCode::Internal, "IPsec was offered without a dialer"))?;
+        Ok(LaneTerms {
+            dialer,
+            connector: Arc::new(FromHost(Arc::clone(session.host))),
+            tls: self.tls.clone(),
+            peer: peer.principal(),
+            accept,
+            to: self.to.to_owned(),
+        })
+    }
+}
+
+/// Makes room for the session's records and writes the first: a full disk is found here, while
+/// the guest runs.
+fn begin_record(
+    session: SessionId,
+    described: &VmDescription,
+    to: &str,
+    options: &Options,
+    observer: &dyn Observer,
+) -> Result<SessionJournal, Fault> {
+    let state = State::Source(SourceRecord::Migrating);
+    let vm = (&described.uuid, described.name.as_str());
+    let record = Journal::first_record(state, session, vm, to, &options.owner);
+    let mut journal = options.journal.begin(record, None).map_err(unrecorded)?;
+    match journal.write(state) {
+        Ok(_) => {
+            observer.event(&Event::Recorded(SourceRecord::Migrating));
+            Ok(journal)
+        }
+        Err(error) => {
+            // Best effort: an empty record has no meaning.
+            let _ = journal.forget();
+            Err(unrecorded(error))
+        }
+    }
+}
+
+fn unrecorded(error: JournalError) -> Fault {
+    let what = "the migration cannot be recorded, and does not begin";
+    Fault::new(FaultCode::Journal, what).because(error)
+}
+
+/// Before the first attempt to replace a lost lane.
+const RETRY_FIRST: Duration = Duration::from_millis(50);
+/// Between attempts, at most.
+const RETRY_LAST: Duration = Duration::from_secs(2);
+
+fn timeouts(options: &Options) -> Timeouts {
+    Timeouts {
+        progress_ns: nanos(options.lane_stall_limit),
+        // The thread that connects has the same limit, and its failure says more.
+        open_ns: nanos(options.connect_limit * 2),
+        retry_first_ns: nanos(RETRY_FIRST),
+        retry_last_ns: nanos(RETRY_LAST),
+        alone_ns: nanos(options.no_lane_limit),
+    }
+}

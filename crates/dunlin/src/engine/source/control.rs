@@ -1,0 +1,110 @@
+//! Opening a control lane: the first one, one that replaces a lost one, and one for an inquiry.
+
+use std::io;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use dunlin_proto::fault::{AtFault, FaultCode};
+use dunlin_proto::negotiate::{Offer, Opening, Selection};
+use dunlin_proto::text::harmless;
+
+use super::super::control::read_opening;
+use super::super::error::Fault;
+use super::super::host::{Cancel, Host};
+use super::super::journal::RecordedPeer;
+use crate::lane::control::{self as control_lane, ControlStream};
+use crate::lane::dial::DialCancel;
+use crate::lane::identity::ClientTls;
+use crate::lane::peers::PeerIdentity;
+
+/// Connects a control lane and agrees on what `offer` says. `cancel` ends it at any point.
+pub(super) fn open_control(
+    host: &Arc<dyn Host>,
+    cancel: Option<&Cancel>,
+    to: &str,
+    tls: &ClientTls,
+    offer: &Offer,
+    deadline: Instant,
+) -> Result<(ControlStream, Selection), Fault> {
+    let dial = DialCancel::new().map_err(|error| {
+        Fault::new(FaultCode::Kernel, "cannot create an eventfd").because(error)
+    })?;
+    let own = dial.clone();
+    let _interrupting = cancel.map(|cancel| cancel.interrupts(Box::new(move || own.cancel())));
+    let connected = host
+        .connect(to, deadline, dial.wakeup())
+        .and_then(|stream| dial.covers(&stream).map(|()| stream));
+    let stream = connected.map_err(|error| {
+        let mut fault = Fault::new(FaultCode::ControlLost, format!("{to} cannot be reached"));
+        // No network was asked; EINVAL of a socket would have its number.
+        if error.kind() == io::ErrorKind::InvalidInput && error.raw_os_error().is_none() {
+            fault.at_fault = AtFault::Configuration;
+        }
+        fault.because(error)
+    })?;
+    let stream = control_lane::client(stream, tls, deadline).map_err(|error| {
+        let what = format!("no secure control lane to {to}");
+        Fault::new(error.of_control_lane(), what).because(error)
+    })?;
+    let mut bytes = Vec::new();
+    offer.encode(&mut bytes).map_err(|error| {
+        Fault::new(FaultCode::Internal, "the offer cannot be sent").because(error)
+    })?;
+    stream.send(&bytes).map_err(|error| {
+        Fault::new(FaultCode::ControlLost, "the control lane was lost").because(error)
+    })?;
+    let selection = match read_opening(&stream, deadline)? {
+        Opening::Select(selection) => selection,
+        Opening::Refuse(_, refusal) => return Err(Fault::told(refusal.fault, refusal.text)),
+        _ => {
+            return Err(Fault::new(
+                FaultCode::Malformed,
+                "the destination answered the offer with something else",
+            ));
+        }
+    };
+    selection.confirm(offer).map_err(|error| {
+        Fault::new(
+            FaultCode::SecurityNotAgreed,
+            "the destination's selection is not ours",
+        )
+        .because(error)
+    })?;
+    Ok((stream, selection))
+}
+
+/// Another host than the session's destination, which is `peer`, answers; it is trusted too.
+pub(super) fn another_peer(answers: &PeerIdentity, peer: &RecordedPeer) -> Fault {
+    let RecordedPeer::Known(peer) = peer else {
+        let what = "the session's record does not say which host its destination is";
+        return Fault::new(FaultCode::Journal, what);
+    };
+    Fault::new(
+        FaultCode::WrongIdentity,
+        format!(
+            "another host answers at the destination's address: {}; the destination is {}",
+            harmless(&answers.to_string()),
+            harmless(&peer.to_string())
+        ),
+    )
+}
+
+/// The fault after the last attempt to replace the control lane.
+pub(super) fn given_up(last: Fault, limit: Duration) -> Fault {
+    let what = format!("the control lane was lost and could not be made anew for {limit:?}");
+    let cause = last.source.as_ref();
+    let refused = cause
+        .and_then(|cause| cause.downcast_ref::<io::Error>())
+        .is_some_and(|error| error.kind() == io::ErrorKind::ConnectionRefused);
+    if !refused {
+        return Fault { what, ..last };
+    }
+    Fault {
+        what: format!(
+            "{what}; nobody listens there any more: the destination's process has ended, or its \
+             kernel has killed it for want of memory"
+        ),
+        at_fault: AtFault::Peer,
+        ..last
+    }
+}

@@ -1,0 +1,28 @@
+//! What the session's thread waits for.
+
+use std::time::Duration;
+
+use super::super::control::FromPeer;
+use super::super::error::Fault;
+
+/// Sent to the session's thread by the readers of control lanes, by the lanes' threads, and by
+/// whoever cancels.
+pub(in crate::engine) enum SessionEvent {
+    /// From the control lane of this epoch.
+    Control(u32, FromPeer),
+    /// A lane's thread has ended.
+    LaneEnded {
+        lane: u16,
+        result: Result<(), Fault>,
+        cpu: Duration,
+    },
+    /// A lane is near the limit of its key.
+    LaneWorn,
+    /// The lanes or the control lane have changed; a caller that waits for lanes looks again.
+    Tended,
+    /// The last chunk of an iteration has been given to a lane.
+    Cut {
+        iteration: u32,
+    },
+    Cancelled,
+}

@@ -1,0 +1,123 @@
+//! The guest at the source: its dirty logs and its throttle, and later its pause.
+
+use std::time::Instant;
+
+use dunlin_proto::fault::FaultCode;
+
+use super::super::error::{Fault, VmIs};
+use super::super::lock;
+use super::super::report::Event;
+use super::super::vmm::DirtyLog;
+use super::session::Session;
+
+/// A guest whose writes are logged, and which may be throttled.
+#[derive(Default)]
+pub(super) struct LoggedGuest {
+    logs: Vec<Box<dyn DirtyLog>>,
+    throttle: u8,
+}
+
+impl LoggedGuest {
+    pub(super) fn start(&mut self, session: &Session<'_>) -> Result<(), Fault> {
+        self.logs = session.vm.dirty_logs();
+        for log in &mut self.logs {
+            log.start().map_err(|error| {
+                Fault::new(FaultCode::Kernel, "a dirty log cannot be started").because(error)
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Adds the pages dirtied since the last call to those that wait; returns how many the logs
+    /// named.
+    pub(super) fn fetch(&mut self, session: &Session<'_>) -> Result<u64, Fault> {
+        let mut named = 0;
+        for log in &mut self.logs {
+            log.fetch(&mut |index, words| {
+                let mut state = lock(&session.work_queue.state);
+                named += state.lanes.schedule_mut().mark_dirty(index, words);
+            })
+            .map_err(|error| {
+                Fault::new(FaultCode::Kernel, "a dirty log cannot be read").because(error)
+            })?;
+        }
+        Ok(named)
+    }
+
+    /// Percent by which the guest is slowed down.
+    pub(super) fn throttled(&self) -> u8 {
+        self.throttle
+    }
+
+    pub(super) fn throttle(&mut self, session: &Session<'_>, percent: u8) {
+        if percent == self.throttle {
+            return;
+        }
+        match session.vm.throttle(percent) {
+            Ok(true) => {
+                self.throttle = percent;
+                session.observer.event(&Event::Throttled { percent });
+            }
+            Ok(false) => {}
+            Err(error) => session.warn(format!("the guest cannot be slowed down: {error}")),
+        }
+    }
+
+    /// Stops the dirty logs and lifts the throttle; doing it twice does no harm.
+    pub(super) fn release(&mut self, session: &Session<'_>) {
+        for mut log in self.logs.drain(..) {
+            if let Err(error) = log.stop() {
+                session.warn(format!("a dirty log cannot be stopped: {error}"));
+            }
+        }
+        self.throttle(session, 0);
+    }
+}
+
+/// A guest from its pause for the switchover on.
+pub(super) struct PausedGuest {
+    pub(super) logged: LoggedGuest,
+    pub(super) paused: Instant,
+    /// Whether [`SourceVm::deactivate`](super::super::vmm::SourceVm::deactivate) has been called.
+    pub(super) deactivated: bool,
+}
+
+impl PausedGuest {
+    /// The guest goes on at the source, unless it has ended.
+    pub(super) fn resume(&self, session: &Session<'_>) -> VmIs {
+        // The guest itself is asked: a fault that the peer sent may name any reason.
+        let ended = session.guest_has_ended();
+        let reactivated = !self.deactivated || self.reactivate(session);
+        if ended {
+            return VmIs::Gone;
+        }
+        if !reactivated {
+            return VmIs::StuckAtSource;
+        }
+        if session.paused_by_owner {
+            return VmIs::AtSource;
+        }
+        match session.vm.resume() {
+            Ok(()) => VmIs::AtSource,
+            Err(error) => {
+                session.warn(format!("the guest cannot be resumed: {error}"));
+                VmIs::StuckAtSource
+            }
+        }
+    }
+
+    /// Takes disks and devices back; returns whether the VM has them.
+    fn reactivate(&self, session: &Session<'_>) -> bool {
+        let result = session.vm.reactivate();
+        if let Err(error) = &result {
+            session.warn(format!("disks and devices cannot be taken back: {error}"));
+        }
+        result.is_ok()
+    }
+
+    pub(super) fn destroy(&mut self, session: &Session<'_>) {
+        self.logged.release(session);
+        session.vm.destroy();
+        session.observer.event(&Event::Running);
+    }
+}
