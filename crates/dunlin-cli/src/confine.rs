@@ -16,6 +16,7 @@
 
 mod calls;
 mod files;
+mod needs;
 #[cfg(test)]
 mod tests;
 
@@ -29,6 +30,7 @@ use dunlin::lane::provider::CipherSuite;
 use dunlin_ipsec::PortRange;
 use dunlin_linux::privileges::{self, Capability};
 
+pub(crate) use self::needs::Needs;
 use crate::line::Line;
 
 /// How far a process is confined.
@@ -50,33 +52,6 @@ enum Whether {
     Auto,
     Yes,
     No,
-}
-
-/// What a process goes on needing.
-#[derive(Debug, Default)]
-pub(crate) struct Needs {
-    /// The directory of its control socket.
-    pub(crate) control: PathBuf,
-    /// The directory of its journal.
-    pub(crate) journal: PathBuf,
-    /// A directory that goes with it.
-    pub(crate) scratch: Option<PathBuf>,
-    /// An identity that it reads again.
-    pub(crate) identity: Option<PathBuf>,
-    /// Whether it still has a control socket to make.
-    pub(crate) makes_sockets: bool,
-    /// The ports from which its lanes may go over IPsec.
-    pub(crate) ipsec: Option<PortRange>,
-}
-
-impl Needs {
-    /// The directory in which a socket is made.
-    pub(crate) fn directory_of(socket: &Path) -> PathBuf {
-        match socket.parent() {
-            Some(directory) if directory != "" => directory.into(),
-            _ => ".".into(),
-        }
-    }
 }
 
 /// Lanes over IPsec, for which the process of a VM keeps more than others.

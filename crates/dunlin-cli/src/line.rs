@@ -14,7 +14,7 @@ use dunlin::lane::kernel::{Choice, Driver};
 use serde::{Deserialize, Serialize};
 
 use crate::code::{CANCELLED, FAILED, IN_DOUBT};
-use crate::display::chained;
+use crate::text::chained;
 use crate::tunnel::{ListenerLine, TunnelLine};
 
 impl From<&Choice> for Line {

@@ -13,11 +13,14 @@ mod handoff;
 mod identity;
 mod ipsec;
 mod line;
+mod log;
 mod options;
 mod pki;
 mod process;
 mod service;
 mod sessions;
+mod state;
+mod text;
 mod tunnel;
 mod vm;
 
@@ -79,7 +82,7 @@ fn main() -> ExitCode {
     let result = cli.and_then(|cli| run(cli.command));
     let code = result.unwrap_or_else(|error| {
         let failed = FailedLine::from(&error);
-        eprintln!("dunlin: {}", display::clean_lines(&failed.text));
+        eprintln!("dunlin: {}", text::clean_lines(&failed.text));
         let code = failed.code;
         if json {
             Line::Failed(failed).print();

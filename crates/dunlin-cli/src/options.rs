@@ -16,7 +16,7 @@ use dunlin_microvm::{Backing, Fill, GuestKind, HostOptions, Workload};
 use serde::{Deserialize, Serialize};
 
 use crate::confine::LANE_PORTS;
-use crate::ipsec::ModeName;
+use crate::ipsec::mode::ModeName;
 
 /// Where the control sockets of VMs and tunnels are.
 #[derive(Clone, Debug, Args)]

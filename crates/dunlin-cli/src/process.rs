@@ -10,8 +10,8 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 
 use anyhow::{Context, Result, bail};
 
-use crate::display::clean_lines;
 use crate::line::Line;
+use crate::text::clean_lines;
 
 /// One process; killed with its owner. One that neither speaks nor ends holds
 /// its owner up: every one that is started has deadlines of its own.

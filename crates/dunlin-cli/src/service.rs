@@ -1,10 +1,10 @@
 //! What the commands have in common that run until they are told to end: signals, the service
-//! manager, its sockets, and a log of lines.
+//! manager and its sockets.
 
 mod notify;
 
 use std::fmt::Display;
-use std::io::{self, ErrorKind, Write};
+use std::io::{self, ErrorKind};
 use std::process::exit;
 use std::sync::mpsc::Sender;
 use std::thread;
@@ -15,7 +15,6 @@ use dunlin_tunnel::Sockets;
 
 pub(crate) use self::notify::Manager;
 use crate::code::SIGNAL;
-use crate::display::clean;
 
 /// What the main thread waits for.
 pub(crate) enum Told {
@@ -75,9 +74,4 @@ pub(crate) fn wait_for<T: From<Told> + Send + 'static>(
             }
         })?;
     Ok(())
-}
-
-/// One line of the log. Nobody may read it.
-pub(crate) fn say(text: &str) {
-    let _ = writeln!(std::io::stderr(), "dunlin: {}", clean(text));
 }

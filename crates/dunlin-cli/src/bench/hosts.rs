@@ -37,9 +37,9 @@ use dunlin_proto::negotiate::{Features, LaneOpen, LaneSecurity, Offer, Opening, 
 use super::figures::{Figure, Record};
 use super::rig::{memory, receive, send};
 use crate::identity::{Accepting, Common, client_tls};
-use crate::ipsec::ModeName;
+use crate::ipsec::mode::ModeName;
 use crate::options::{IpsecFlags, shelter};
-use crate::sessions::StatePath;
+use crate::state::StatePath;
 
 /// For connecting, and for the other side's answers.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -116,7 +116,7 @@ impl BetweenHosts {
     fn shelter(&self, variant: Variant) -> Result<IpsecLanes> {
         let mut options = self
             .ipsec
-            .options(self.state.directory()?.join(crate::ipsec::RECORDS))?;
+            .options(self.state.directory()?.join(crate::state::IPSEC_RECORDS))?;
         options.mode = match variant {
             Variant::PerLane => ModeName::Connection,
             _ => ModeName::Cpu,

@@ -13,8 +13,8 @@ use landlock::{
     path_beneath_rules,
 };
 
-use super::Needs;
-use crate::ipsec::RECORDS as IPSEC_RECORDS;
+use super::needs::Needs;
+use crate::state::IPSEC_RECORDS;
 
 /// The newest version of Landlock that all of this takes: Linux 6.12.
 const ALL: ABI = ABI::V6;

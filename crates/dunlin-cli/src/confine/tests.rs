@@ -344,7 +344,7 @@ fn inside() {
             tell("ask about connections", asking.map(drop));
             let record = directory
                 .join("journal")
-                .join(crate::ipsec::RECORDS)
+                .join(crate::state::IPSEC_RECORDS)
                 .join("new");
             tell(
                 "keep records of IPsec",

@@ -21,10 +21,11 @@ use super::carry;
 use super::connect::{Fallback, Version};
 use super::line::AcceptedLine;
 use crate::code::{DONE, FAILED};
-use crate::display::chained;
 use crate::identity::{Reading, allowed_peers, load_identity};
+use crate::log::say;
 use crate::options::parse_limit;
-use crate::service::{Manager, Told, cannot_listen, passed, say, wait_for};
+use crate::service::{Manager, Told, cannot_listen, passed, wait_for};
+use crate::text::chained;
 use crate::tunnel::{Port, host_of, parse_port, socket_path};
 
 /// What a client of TLS 1.2 may choose from, best first.

@@ -13,7 +13,7 @@ use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
 
 use crate::Cli;
-use crate::display::chained;
+use crate::text::chained;
 
 /// The name under which `dunlin` is `dunlin handoff connect`, as toolstacks call theirs.
 const HELPER: &str = "ktls-helper";

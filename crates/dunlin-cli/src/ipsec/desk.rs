@@ -14,10 +14,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::code::{DONE, FAILED};
 use crate::control::{Socket, read_request};
-use crate::display::{chained, clean};
+use crate::log::say;
 use crate::options::ControlPath;
-use crate::service::say;
-use crate::sessions::StatePath;
+use crate::state::{IPSEC_RECORDS, StatePath};
+use crate::text::{chained, clean};
 
 /// How long an answer may take: `down` waits for connections to end.
 const ANSWER_LIMIT: Duration = Duration::from_secs(120);
@@ -353,7 +353,7 @@ impl Status {
     /// Sessions on record that none of those who answered has: of lanes, of processes that do
     /// not answer, and what was left.
     fn of_others(&self, answered: &[u32]) -> Result<Vec<SessionLine>> {
-        let records = self.state.directory()?.join(super::RECORDS);
+        let records = self.state.directory()?.join(IPSEC_RECORDS);
         let found = match ipsec::recorded(&records) {
             Ok(found) => found,
             Err(error) => {

@@ -5,13 +5,12 @@
 //! over which `status` and `down` speak to them. `plan` shows what would be installed.
 
 mod desk;
+pub(crate) mod mode;
 mod plan;
 mod run;
 
 use anyhow::Result;
-use clap::{Subcommand, ValueEnum};
-use dunlin_ipsec::Mode;
-use serde::{Deserialize, Serialize};
+use clap::Subcommand;
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
@@ -37,28 +36,5 @@ pub(crate) fn run(command: &Command) -> Result<i32> {
         Command::Down(down) => down.run(),
         Command::Clean(clean) => clean.run(),
         Command::Plan(plan) => plan.run(),
-    }
-}
-
-/// The directory of records, within that of journals.
-pub(crate) const RECORDS: &str = "ipsec";
-
-/// How traffic is spread over SAs.
-#[derive(Clone, Copy, Debug, Default, ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub(crate) enum ModeName {
-    /// One SA for each CPU that sends (Linux 6.13).
-    #[default]
-    Cpu,
-    /// One SA for each connection.
-    Connection,
-}
-
-impl From<ModeName> for Mode {
-    fn from(name: ModeName) -> Self {
-        match name {
-            ModeName::Cpu => Self::Cpu,
-            ModeName::Connection => Self::Connection,
-        }
     }
 }

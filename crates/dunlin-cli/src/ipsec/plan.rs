@@ -7,7 +7,7 @@ use clap::Args;
 use dunlin_ipsec::{Action, Direction, Grant, Layout, Object, PortRange, Sender, Slot, Step, Udp};
 use serde::Serialize;
 
-use super::ModeName;
+use super::mode::ModeName;
 use super::run::FIRST_SOURCE_PORT;
 use crate::code::DONE;
 use crate::options::{Cpus, parse_lanes};

@@ -21,15 +21,16 @@ use dunlin_ipsec::{
 use dunlin_linux::affinity::allowed;
 use dunlin_linux::signals::{EndSignals, HangUps};
 
-use super::ModeName;
 use super::desk::{self, Asked, SessionLine};
+use super::mode::ModeName;
 use crate::code::{CANCELLED, DONE, FAILED};
 use crate::control::Socket;
-use crate::display::chained;
 use crate::identity::{Accepting, Common, Reading, Records, client_tls};
+use crate::log::say;
 use crate::options::{ControlPath, Cpus, parse_limit};
-use crate::service::{Manager, Told, cannot_listen, say, wait_for};
-use crate::sessions::StatePath;
+use crate::service::{Manager, Told, cannot_listen, wait_for};
+use crate::state::{IPSEC_RECORDS, StatePath};
+use crate::text::chained;
 
 /// Where `serve` listens unless it is told otherwise.
 const PORT: u16 = 7302;
@@ -86,7 +87,7 @@ impl Own {
 }
 
 fn records(state: &StatePath) -> Result<PathBuf> {
-    Ok(state.directory()?.join(super::RECORDS))
+    Ok(state.directory()?.join(IPSEC_RECORDS))
 }
 
 fn observer() -> Observer {

@@ -7,7 +7,7 @@ use std::os::linux::net::SocketAddrExt;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 
-use super::say;
+use crate::log::say;
 
 /// Whoever has started this process and wants to be told.
 pub(crate) struct Manager(Option<(UnixDatagram, SocketAddr)>);

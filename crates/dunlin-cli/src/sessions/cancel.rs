@@ -5,9 +5,10 @@ use std::path::PathBuf;
 use anyhow::{Result, bail};
 use clap::Args;
 
-use super::{StatePath, about, parse_session};
 use crate::options::ControlPath;
-use crate::vm::{Request, obeyed};
+use crate::state::{StatePath, about, parse_session};
+use crate::vm::obeyed;
+use crate::vm::request::Request;
 
 #[derive(Debug, Args)]
 pub(crate) struct Cancel {

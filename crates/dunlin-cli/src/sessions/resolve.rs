@@ -17,28 +17,19 @@ use clap::Args;
 use dunlin::engine::journal::{Entry, Record, Role, SourceRecord, State};
 use dunlin::engine::source::{self, VmLocation};
 use dunlin::engine::{Host, StandardHost};
-use serde::{Deserialize, Serialize};
 
 use super::status::ago;
-use super::{StatePath, hex, parse_session};
 use crate::code::{DONE, FAILED, USAGE};
-use crate::display::clean;
 use crate::identity::{Common, Reading, Records, client_tls};
 use crate::line::Line;
 use crate::options::parse_limit;
-use crate::vm::{Request, obeyed, one_line};
+use crate::state::{StatePath, hex, parse_session};
+use crate::text::clean;
+use crate::vm::request::{Decision, Request, inquiry_options};
+use crate::vm::{obeyed, one_line};
 
 /// How long the VM's process may take beyond that.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
-
-/// How the destination is asked, for so long.
-pub(crate) fn asking(doubt_limit: Duration) -> source::Options {
-    source::Options::builder()
-        .doubt_limit(doubt_limit)
-        .connect_limit(Duration::from_secs(5))
-        .build()
-        .expect("five seconds are a limit, and how long is asked may be anything")
-}
 
 #[derive(Debug, Args)]
 pub(crate) struct Resolve {
@@ -71,14 +62,6 @@ pub(crate) struct Resolve {
     /// One JSON object.
     #[arg(long)]
     json: bool,
-}
-
-/// What the operator decides.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub(crate) enum Decision {
-    RunHere,
-    Destroy,
 }
 
 impl Resolve {
@@ -144,7 +127,7 @@ impl Resolve {
         let mut doubt = source::Doubt::taken_over(&self.state.open()?, entry.session, false)?;
         let host: Arc<dyn Host> = Arc::new(StandardHost);
         // The copy has died with its process: there is none to resume.
-        let standing = doubt.ask(None, &tls, &asking(self.doubt_limit), &host)?;
+        let standing = doubt.ask(None, &tls, &inquiry_options(self.doubt_limit), &host)?;
         if matches!(standing, VmLocation::AtSource | VmLocation::AtDestination) {
             doubt.forget()?;
         }

@@ -9,11 +9,11 @@ use clap::Args;
 use dunlin::engine::journal::{DestinationRecord, Entry, Record, Role, SourceRecord, State};
 use dunlin::engine::vmm::FaultCode;
 
-use super::{StatePath, about, hex};
 use crate::code::{DONE, FAILED};
-use crate::display::{chained, clean};
 use crate::line::{FailedLine, Line, SessionLine, StatusLine};
 use crate::options::ControlPath;
+use crate::state::{StatePath, about, hex};
+use crate::text::{chained, clean};
 use crate::tunnel;
 use crate::vm::{describe, status_within};
 
@@ -202,4 +202,20 @@ pub(super) fn ago(ms: u64) -> String {
         7200..172_800 => format!("{} h", seconds / 3600),
         _ => format!("{} days", seconds / 86_400),
     }
+}
+
+/// What has to be known before a VM of this name is started again: sessions that moved one, and
+/// whose process died before it was known where the VM is.
+pub(crate) fn left_behind(state: &StatePath, name: &str) -> Result<Vec<String>> {
+    let entries = state.list()?;
+    Ok(entries
+        .iter()
+        .filter(|entry| !entry.lives)
+        .filter_map(|entry| match &entry.record {
+            Ok(Some(record)) if record.vm_name == name => {
+                to_do(entry, record).map(|todo| format!("{}: {todo}", about(entry.role, record)))
+            }
+            _ => None,
+        })
+        .collect())
 }

@@ -9,9 +9,9 @@ use super::line::ListenerLine;
 use super::which::Which;
 use crate::code::DONE;
 use crate::control::Client;
-use crate::display::clean;
 use crate::line::Line;
 use crate::options::parse_lanes;
+use crate::text::clean;
 
 /// Who is asked.
 pub(super) const WHOM: &str = "tunnel";

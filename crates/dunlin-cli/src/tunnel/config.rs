@@ -4,22 +4,21 @@
 mod ipsec;
 mod relay;
 mod stripe;
+pub(crate) mod table;
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::net::SocketAddr;
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use dunlin::lane::kernel::Offload;
-use dunlin::lane::peers::{Peer, Peers};
-use dunlin_tunnel::{Entrance, Limits, Listen, Mode, RelayExit, Routes, Target, WINDOW_BYTES};
+use dunlin_tunnel::{Limits, Routes};
 use serde::Deserialize;
 use toml::Spanned;
 
 pub(crate) use ipsec::Ipsec;
 use ipsec::IpsecTable;
+use table::{Found, Port, RouteTable, between, parse_port};
 
 use crate::identity::Reading;
 use crate::options::{parse_bytes, parse_limit};
@@ -42,15 +41,6 @@ pub(crate) struct Config {
     pub(crate) limits: Limits,
     /// How long channels may go on after SIGTERM.
     pub(crate) drain: Duration,
-}
-
-/// Where peers' tunnels connect.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Port {
-    /// An address and a port.
-    At(SocketAddr),
-    /// A TCP socket that was passed to the process, by its name.
-    Passed(String),
 }
 
 /// Everything that is wrong with a file.
@@ -102,23 +92,6 @@ struct LimitsTable {
     connect: Option<Spanned<String>>,
 }
 
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct RouteTable {
-    mode: Option<Spanned<String>>,
-    security: Option<Spanned<String>>,
-    listen: Option<Spanned<String>>,
-    to: Option<Spanned<String>>,
-    peers: Option<Spanned<Vec<Spanned<String>>>>,
-    lanes: Option<Spanned<u64>>,
-    target: Option<Spanned<String>>,
-    exec: Option<Spanned<Vec<String>>>,
-    allow: Option<Spanned<Vec<Spanned<String>>>>,
-    window: Option<Spanned<String>>,
-    tls_listen: Option<Spanned<String>>,
-    tls: Option<Spanned<String>>,
-}
-
 impl Config {
     /// What a file's text says.
     ///
@@ -149,48 +122,6 @@ impl Config {
                     all: found.all,
                 })
             }
-        }
-    }
-}
-
-/// Collects mistakes.
-struct Found<'a> {
-    text: &'a str,
-    all: Vec<(usize, String)>,
-}
-
-impl Found<'_> {
-    fn add(&mut self, at: &Range<usize>, text: String) {
-        let before = self.text.get(..at.start).unwrap_or(self.text);
-        let line = before.matches('\n').count() + 1;
-        self.all.push((line, text));
-    }
-
-    /// What `parse` makes of a value, or a mistake.
-    fn parsed<T, V, E: fmt::Display>(
-        &mut self,
-        value: &Spanned<V>,
-        parse: impl FnOnce(&V) -> Result<T, E>,
-    ) -> Option<T> {
-        match parse(value.get_ref()) {
-            Ok(parsed) => Some(parsed),
-            Err(error) => {
-                self.add(&value.span(), error.to_string());
-                None
-            }
-        }
-    }
-
-    /// The same for a value that may be left out.
-    fn or<T, V, E: fmt::Display>(
-        &mut self,
-        value: Option<&Spanned<V>>,
-        usual: T,
-        parse: impl FnOnce(&V) -> Result<T, E>,
-    ) -> T {
-        match value {
-            Some(value) => self.parsed(value, parse).unwrap_or(usual),
-            None => usual,
         }
     }
 }
@@ -310,161 +241,6 @@ fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
 /// How long channels may go on after SIGTERM unless the file says otherwise:
 /// what service managers wait before they kill, less a little.
 const DRAIN: Duration = Duration::from_secs(80);
-
-/// Who may answer at `to`: whom the route names, or the host there.
-fn check_answering(
-    peers: Option<&Spanned<Vec<Spanned<String>>>>,
-    to: &Spanned<String>,
-    host: Option<&str>,
-    found: &mut Found<'_>,
-) -> Option<Peers> {
-    if let Some(peers) = peers {
-        return check_peers(peers, found);
-    }
-    let host = host?;
-    found.parsed(to, |_| {
-        let peer = host
-            .parse::<Peer>()
-            .map_err(|error| format!("{error}: say with peers whose certificate is expected"))?;
-        Ok::<_, String>(Peers::OneOf(vec![peer]))
-    })
-}
-
-/// What a route leads to that has a target or a program.
-fn check_target(name: &str, table: &RouteTable, found: &mut Found<'_>) -> Option<Target> {
-    match (&table.target, &table.exec) {
-        (Some(target), None) => found.parsed(target, |text| has_places(parse_target(text)?)),
-        (None, Some(words)) => found.parsed(words, |words| match words.first() {
-            Some(program) if program.starts_with('/') => has_places(Target::Exec(words.clone())),
-            _ => Err(
-                "exec is a program's whole path and its arguments: [\"/bin/cat\", \"-u\"]"
-                    .to_owned(),
-            ),
-        }),
-        (Some(_), Some(exec)) => {
-            let text = format!("route {name} has a target and exec: leave one out");
-            found.add(&exec.span(), text);
-            None
-        }
-        (None, None) => None,
-    }
-}
-
-fn check_peers(list: &Spanned<Vec<Spanned<String>>>, found: &mut Found<'_>) -> Option<Peers> {
-    if list.get_ref().is_empty() {
-        let text = "an empty list allows nobody: name the peers";
-        found.add(&list.span(), text.to_owned());
-        return None;
-    }
-    let before = found.all.len();
-    let parsed = list.get_ref().iter();
-    let peers = parsed.filter_map(|one| found.parsed(one, |text| text.parse::<Peer>()));
-    let peers = Peers::OneOf(peers.collect());
-    (found.all.len() == before).then_some(peers)
-}
-
-fn between<T: TryFrom<u64>>(what: &str, count: u64, least: u64, most: u64) -> Result<T, String> {
-    let out = || format!("{count} {what} cannot be: {least} to {most} can");
-    if !(least..=most).contains(&count) {
-        return Err(out());
-    }
-    T::try_from(count).map_err(|_| out())
-}
-
-pub(crate) fn parse_port(text: &str) -> Result<Port, String> {
-    if let Some(name) = text.strip_prefix(PASSED) {
-        return passed_name(name).map(Port::Passed);
-    }
-    text.parse().map(Port::At).map_err(|_| {
-        format!("{text:?} is no address: write 0.0.0.0:7300, [::]:7300 or systemd:NAME")
-    })
-}
-
-/// What stands before the name of a socket that the service manager passes.
-const PASSED: &str = "systemd:";
-
-/// A name as `FileDescriptorName=` has it (systemd.socket(5)).
-fn passed_name(name: &str) -> Result<String, String> {
-    let fits = |byte: u8| byte.is_ascii_graphic() && byte != b':';
-    if (1..=255).contains(&name.len()) && name.bytes().all(fits) {
-        return Ok(name.to_owned());
-    }
-    Err(format!(
-        "{name:?} is no name of a passed socket: write what its unit has as FileDescriptorName="
-    ))
-}
-
-pub(super) fn parse_listen(text: &str) -> Result<Listen, String> {
-    if let Some(name) = text.strip_prefix(PASSED) {
-        return passed_name(name).map(Listen::Passed);
-    }
-    if let Some(path) = text.strip_prefix("unix:") {
-        return Ok(Listen::Unix(socket_path(path)?));
-    }
-    if let Some(address) = text.strip_prefix("tcp:") {
-        return address.parse().map(Listen::Tcp).map_err(|_| {
-            format!("{address:?} is no address: write tcp:127.0.0.1:4444 or tcp:[::1]:4444")
-        });
-    }
-    Err(format!(
-        "{text:?} is no place to listen: write unix:PATH, tcp:ADDRESS:PORT or systemd:NAME"
-    ))
-}
-
-fn parse_target(text: &str) -> Result<Target, String> {
-    if let Some(path) = text.strip_prefix("unix:") {
-        return Ok(Target::Unix(socket_path(path)?));
-    }
-    if let Some(to) = text.strip_prefix("tcp:") {
-        host_of(to)?;
-        return Ok(Target::Tcp(to.to_owned()));
-    }
-    Err(format!(
-        "{text:?} is no target: write unix:PATH or tcp:HOST:PORT, or exec = [\"/PROGRAM\", …]"
-    ))
-}
-
-/// A target whose places for a parameter can be.
-fn has_places(target: Target) -> Result<Target, String> {
-    match target.parameter() {
-        Ok(_) => Ok(target),
-        Err(error) => Err(error.to_string()),
-    }
-}
-
-/// A path that fits a socket's address (unix(7)).
-pub(crate) fn socket_path(path: &str) -> Result<PathBuf, String> {
-    if !path.starts_with('/') {
-        return Err(format!("{path:?} is no whole path: begin it with /"));
-    }
-    if path.len() > 107 || path.contains('\0') {
-        return Err(format!(
-            "{path:?} is too long for a socket's path: 107 bytes at most"
-        ));
-    }
-    Ok(path.into())
-}
-
-/// The host of a host and a port.
-pub(crate) fn host_of(text: &str) -> Result<String, String> {
-    let wrong = || format!("{text:?} is no host and port: write host.example:7300");
-    let (host, port) = text.rsplit_once(':').ok_or_else(wrong)?;
-    let host = match host.strip_prefix('[') {
-        Some(host) => host.strip_suffix(']').ok_or_else(wrong)?,
-        // Where the address ends and the port begins nobody can tell.
-        None if host.contains(':') => {
-            return Err(format!(
-                "{text:?} is no host and port: an IPv6 address is written in brackets, as in \
-                 [2001:db8::1]:7300"
-            ));
-        }
-        None => host,
-    };
-    match port.parse::<u16>() {
-        Ok(port) if port != 0 && !host.is_empty() => Ok(host.to_owned()),
-        _ => Err(wrong()),
-    }
-}
 
 #[cfg(test)]
 mod tests;

@@ -15,13 +15,13 @@ use anyhow::{Context, Result, anyhow, bail};
 use dunlin_tunnel::{Demand, Listen, ListenerStatus, OnDemandListener, Tunnel};
 use serde::{Deserialize, Serialize};
 
-use super::config::parse_listen;
+use super::config::table::parse_listen;
 use super::line::{ListenerLine, RouteLine, TunnelLine};
 use crate::code::{CANCELLED, FAILED};
 use crate::control::{Socket, make_directory, read_request, send};
-use crate::display::chained;
 use crate::line::{FailedLine, Line};
-use crate::service::say;
+use crate::log::say;
+use crate::text::chained;
 
 /// What can be asked of a tunnel.
 #[derive(Clone, Debug, Serialize, Deserialize)]

@@ -16,7 +16,7 @@ mod which;
 use anyhow::Result;
 use clap::Subcommand;
 
-pub(crate) use config::{Port, host_of, parse_port, socket_path};
+pub(crate) use config::table::{Port, host_of, parse_port, socket_path};
 pub(crate) use line::{ListenerLine, TunnelLine};
 pub(crate) use show::{show, status_within};
 

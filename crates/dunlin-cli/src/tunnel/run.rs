@@ -18,18 +18,20 @@ use dunlin_linux::affinity::{allowed, keep_to};
 use dunlin_linux::signals::{EndSignal, EndSignals, HangUps};
 use dunlin_tunnel::{Given, Identities, Tunnel};
 
-use super::config::{Config, Ipsec, Port};
+use super::config::table::Port;
+use super::config::{Config, Ipsec};
 use super::desk::{Desk, name_of};
 use crate::code::{DONE, FAILED};
 use crate::confine::{self, ConfiningTunnel, Needs};
 use crate::control::Socket;
-use crate::display::{chained, clean};
 use crate::identity::{chosen, crypto, load_identity};
-use crate::ipsec::RECORDS;
 use crate::line::Line;
+use crate::log::say;
 use crate::options::{ControlPath, Cpus};
-use crate::service::{Manager, Told, cannot_listen, passed, say, wait_for};
-use crate::sessions::StatePath;
+use crate::service::{Manager, Told, cannot_listen, passed, wait_for};
+use crate::state::IPSEC_RECORDS;
+use crate::state::StatePath;
+use crate::text::{chained, clean};
 
 #[derive(Debug, Args)]
 pub(crate) struct Run {
@@ -184,7 +186,7 @@ impl Run {
                  before the tunnel starts makes it faster"
             ));
         }
-        let records = self.state.directory()?.join(RECORDS);
+        let records = self.state.directory()?.join(IPSEC_RECORDS);
         let mut options = Options::new(ipsec.mode, ipsec.ports, records);
         options.rekey_after = Some(ipsec.rekey_after);
         let cpus = match &ipsec.cpus {

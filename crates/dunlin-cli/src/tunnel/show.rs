@@ -9,8 +9,8 @@ use super::ask::WHOM;
 use super::desk::{Request, described};
 use super::line::{RouteLine, TunnelLine};
 use crate::control::Client;
-use crate::display::clean;
 use crate::line::Line;
+use crate::text::clean;
 
 const MIB: f64 = (1_u64 << 20) as f64;
 

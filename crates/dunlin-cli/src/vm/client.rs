@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 
-use super::owner::Request;
+use super::request::Request;
 use crate::control::Client;
 use crate::line::Line;
 

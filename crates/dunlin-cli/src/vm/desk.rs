@@ -25,10 +25,11 @@ use dunlin_microvm::{Movable, Vm, VmState};
 
 use super::moving::Moving;
 use crate::code::{DONE, FAILED, SIGNAL};
-use crate::display::clean;
 use crate::identity::{Common, client_tls};
 use crate::line::{FailedLine, Line, MigrationLine, StatusLine, millis};
-use crate::sessions::{Decision, hex};
+use crate::state::hex;
+use crate::text::clean;
+use crate::vm::request::Decision;
 
 /// How long a process that could end waits for clients who do not read.
 const FAREWELL_LIMIT: Duration = Duration::from_secs(5);
@@ -135,7 +136,7 @@ impl Desk {
 
     /// Where this process remembers what it has installed for lanes over IPsec.
     pub(crate) fn ipsec_records(&self) -> PathBuf {
-        self.directory.join(crate::ipsec::RECORDS)
+        self.directory.join(crate::state::IPSEC_RECORDS)
     }
 
     /// The control socket at which this process can be asked, once it has one.

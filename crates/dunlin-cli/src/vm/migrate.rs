@@ -12,13 +12,14 @@ use clap::{Args, ValueEnum};
 use dunlin_linux::signals::EndSignals;
 
 use super::client::{ask, ask_within};
-use super::owner::Request;
+use super::request::Request;
 use crate::code::{DONE, FAILED, IN_DOUBT, SIGNAL};
 use crate::control::Client;
-use crate::display::{Display, clean};
+use crate::display::Display;
 use crate::identity::Common;
 use crate::line::{FailedLine, Line, MigrationLine, MovedLine, StatusLine};
 use crate::options::{ControlPath, MigrateFlags, parse_rate};
+use crate::text::clean;
 
 #[derive(Debug, Args)]
 pub(crate) struct Migrate {

@@ -9,6 +9,7 @@ mod migrate;
 mod moving;
 mod owner;
 mod receive;
+pub(crate) mod request;
 mod run;
 
 use anyhow::Result;
@@ -16,7 +17,6 @@ use clap::Subcommand;
 
 pub(crate) use client::one_line;
 pub(crate) use migrate::{Ended, describe, follow, obeyed, status, status_within};
-pub(crate) use owner::Request;
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {

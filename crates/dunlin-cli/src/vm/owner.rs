@@ -11,7 +11,6 @@ use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
@@ -20,61 +19,17 @@ use dunlin::engine::vmm::SourceVm;
 use dunlin::engine::{Event, Host, StandardHost, fault_behind};
 use dunlin::lane::dial::SealedLanes;
 use dunlin::lane::identity::ClientTls;
-use serde::{Deserialize, Serialize};
 
 use super::desk::{Command, Desk};
 use super::moving::Moving;
+use super::request::{Request, inquiry_options};
 use crate::code::FAILED;
 use crate::confine;
 use crate::control::{Socket, read_request, send};
-use crate::display::chained;
-use crate::identity::{Common, client_tls};
+use crate::identity::client_tls;
 use crate::line::{FailedLine, Line};
 use crate::options::{MigrateFlags, SecurityName, shelter};
-use crate::sessions::{Decision, asking};
-
-/// What can be asked of a VM's process.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(tag = "do", rename_all = "kebab-case")]
-pub(crate) enum Request {
-    Status,
-    Pause,
-    Resume,
-    PowerOff,
-    Migrate {
-        #[serde(flatten)]
-        common: Common,
-        flags: MigrateFlags,
-    },
-    /// Follow the migration under way.
-    Watch,
-    /// Change it.
-    Set {
-        rate: Option<u64>,
-    },
-    /// End it. Alone, the answer comes when it has ended.
-    Cancel,
-    /// Ask the destination once more what became of a VM in doubt, and do what
-    /// follows from its answer.
-    AskDestination {
-        session: [u8; 16],
-        #[serde(flatten)]
-        common: Common,
-        doubt_limit: Duration,
-    },
-    /// Carry out what the operator has decided about a VM in doubt.
-    Resolve {
-        session: [u8; 16],
-        decision: Decision,
-    },
-}
-
-impl Request {
-    /// Whether the answer may take as long as a migration does.
-    pub(crate) fn takes_long(&self) -> bool {
-        matches!(self, Self::Migrate { .. } | Self::Watch | Self::Cancel)
-    }
-}
+use crate::text::chained;
 
 /// For a parent that must not leave a VM or its scratch directory behind.
 #[derive(Clone, Debug, Args)]
@@ -186,7 +141,7 @@ fn obey(
             common,
             doubt_limit,
         } => {
-            let asking = asking(doubt_limit);
+            let asking = inquiry_options(doubt_limit);
             let standing = desk.ask_destination(session, &common, &asking)?;
             return send(connection, &(&standing).into());
         }

@@ -19,12 +19,12 @@ use super::owner::{self, Parent};
 use crate::code::CANCELLED;
 use crate::confine::{self, Confining, KeepingIpsec, Needs};
 use crate::control::Socket;
-use crate::display::{chained, clean, clean_lines};
 use crate::identity::{Accepting, Common};
 use crate::line::{FailedLine, Line, millis};
 use crate::options::{ControlPath, LANES_QUIET, MemoryFlags, parse_limit, shelter};
 use crate::service::cannot_listen;
-use crate::sessions::StatePath;
+use crate::state::StatePath;
+use crate::text::{chained, clean, clean_lines};
 
 #[derive(Debug, Args)]
 pub(crate) struct Receive {

@@ -16,7 +16,8 @@ use crate::line::Line;
 use crate::options::{
     BackingName, ControlPath, FillName, GuestName, MemoryFlags, WorkloadName, parse_bytes,
 };
-use crate::sessions::StatePath;
+use crate::sessions::left_behind;
+use crate::state::StatePath;
 
 #[derive(Debug, Args)]
 pub(crate) struct Run {
@@ -96,7 +97,7 @@ impl Run {
             return Ok(USAGE);
         }
         let desk = Desk::new(self.json, self.state.open()?, self.state.directory()?);
-        for left in self.state.left_behind(&self.name)? {
+        for left in left_behind(&self.state, &self.name)? {
             desk.warn(&left);
         }
         let signals = EndSignals::block()?;

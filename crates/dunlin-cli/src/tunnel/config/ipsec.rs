@@ -7,7 +7,7 @@ use dunlin_ipsec::{Mode, PortRange};
 use serde::Deserialize;
 use toml::Spanned;
 
-use super::{Found, RouteTable};
+use super::table::{Found, RouteTable};
 use crate::confine::LANE_PORTS;
 use crate::options::{Cpus, parse_limit};
 

@@ -4,11 +4,11 @@ use std::net::SocketAddr;
 use std::ops::Range;
 
 use dunlin::lane::policy::OldestTls;
+use dunlin_tunnel::{Entrance, Mode, RelayExit, WINDOW_BYTES};
 use toml::Spanned;
 
-use super::{
-    Entrance, Found, Mode, RelayExit, RouteTable, WINDOW_BYTES, check_answering, check_peers,
-    check_target, host_of, parse_listen,
+use super::table::{
+    Found, RouteTable, check_answering, check_peers, check_target, host_of, parse_listen,
 };
 
 /// Whether a route is a relay. One that is not may not have what belongs to relays.

@@ -5,7 +5,7 @@ use std::ops::Range;
 use dunlin_tunnel::{DEFAULT_LANES, Entrance, Exit, Listen, MAX_WINDOW_BYTES, Mode, WINDOW_BYTES};
 use toml::Spanned;
 
-use super::{
+use super::table::{
     Found, RouteTable, between, check_answering, check_peers, check_target, host_of, parse_listen,
 };
 use crate::options::parse_bytes;

@@ -1,0 +1,25 @@
+//! The modes of IPsec as a flag.
+
+use clap::ValueEnum;
+use dunlin_ipsec::Mode;
+use serde::{Deserialize, Serialize};
+
+/// How traffic is spread over SAs.
+#[derive(Clone, Copy, Debug, Default, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum ModeName {
+    /// One SA for each CPU that sends (Linux 6.13).
+    #[default]
+    Cpu,
+    /// One SA for each connection.
+    Connection,
+}
+
+impl From<ModeName> for Mode {
+    fn from(name: ModeName) -> Self {
+        match name {
+            ModeName::Cpu => Self::Cpu,
+            ModeName::Connection => Self::Connection,
+        }
+    }
+}

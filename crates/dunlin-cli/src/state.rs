@@ -1,0 +1,115 @@
+//! The directory with what this host remembers of its sessions.
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use dunlin::engine::journal::{Entry, Journal, Record, Role};
+
+use crate::text::clean;
+
+/// The directory of IPsec's records, within that of journals.
+pub(crate) const IPSEC_RECORDS: &str = "ipsec";
+
+/// Where sessions are remembered.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct StatePath {
+    /// Directory of what this host remembers: journals of migrations, and records
+    /// of what IPsec has installed [default: /var/lib/dunlin for root, else
+    /// $XDG_STATE_HOME/dunlin or ~/.local/state/dunlin].
+    #[arg(long, value_name = "DIR")]
+    state_dir: Option<PathBuf>,
+}
+
+impl StatePath {
+    pub(crate) fn directory(&self) -> Result<PathBuf> {
+        use std::os::unix::fs::MetadataExt;
+        if let Some(directory) = &self.state_dir {
+            return Ok(directory.clone());
+        }
+        // The kernel lets a process's own entry belong to its effective user.
+        if std::fs::metadata("/proc/self").is_ok_and(|entry| entry.uid() == 0) {
+            return Ok("/var/lib/dunlin".into());
+        }
+        let set = |name| std::env::var_os(name).filter(|value| !value.is_empty());
+        set("XDG_STATE_HOME")
+            .map(PathBuf::from)
+            .or_else(|| set("HOME").map(|home| PathBuf::from(home).join(".local/state")))
+            .map(|state| state.join("dunlin"))
+            .context("neither $XDG_STATE_HOME nor $HOME is set: give --state-dir")
+    }
+
+    /// The journal, made if it is not there.
+    pub(crate) fn open(&self) -> Result<Journal> {
+        Ok(Journal::open(&self.directory()?)?)
+    }
+
+    /// Every session that is remembered. Looking makes no directory.
+    pub(crate) fn list(&self) -> Result<Vec<Entry>> {
+        let directory = self.directory()?;
+        let is_there = directory
+            .try_exists()
+            .with_context(|| format!("{} cannot be looked at", directory.display()))?;
+        if !is_there {
+            return Ok(Vec::new());
+        }
+        Ok(self.open()?.list()?)
+    }
+
+    /// The one session whose name begins with `prefix`: its source's side,
+    /// where both sides are on this host.
+    pub(crate) fn find(&self, prefix: &str) -> Result<(Entry, Record)> {
+        let prefix = prefix.to_ascii_lowercase();
+        let mut found: Vec<Entry> = self
+            .list()?
+            .into_iter()
+            .filter(|entry| hex(&entry.session).starts_with(&prefix))
+            .collect();
+        found.sort_by_key(|entry| entry.role);
+        let Some(first) = found.first() else {
+            bail!(
+                "no session {prefix} is remembered in {}: see `dunlin status`, and is --state-dir \
+                 the same?",
+                self.directory()?.display()
+            );
+        };
+        if found.iter().any(|entry| entry.session != first.session) {
+            bail!("several sessions begin with {prefix}: give more of it");
+        }
+        let entry = found.swap_remove(0);
+        match &entry.record {
+            Ok(Some(record)) => {
+                let record = record.clone();
+                Ok((entry, record))
+            }
+            Ok(None) => bail!("the session has recorded nothing: it has just begun, or never did"),
+            Err(why) => bail!("the journal of this session cannot be relied upon: {why}"),
+        }
+    }
+}
+
+pub(crate) fn parse_session(text: &str) -> Result<String, String> {
+    let digits = text.bytes().all(|byte| byte.is_ascii_hexdigit());
+    if digits && (4..=32).contains(&text.len()) {
+        Ok(text.into())
+    } else {
+        Err("a session has 32 hexadecimal digits, of which 4 may do: see `dunlin status`".into())
+    }
+}
+
+pub(crate) fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Which session, in a few words.
+pub(crate) fn about(role: Role, record: &Record) -> String {
+    let way = match role {
+        Role::Source => "to",
+        Role::Destination => "from",
+    };
+    format!(
+        "VM {} {way} {}",
+        clean(&record.vm_name),
+        clean(&record.peer)
+    )
+}

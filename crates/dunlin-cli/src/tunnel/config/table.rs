@@ -1,0 +1,246 @@
+//! A route as the file has it, and the values in it.
+
+use std::fmt;
+use std::net::SocketAddr;
+use std::ops::Range;
+use std::path::PathBuf;
+
+use dunlin::lane::peers::{Peer, Peers};
+use dunlin_tunnel::{Listen, Target};
+use serde::Deserialize;
+use toml::Spanned;
+
+/// Where peers' tunnels connect.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Port {
+    /// An address and a port.
+    At(SocketAddr),
+    /// A TCP socket that was passed to the process, by its name.
+    Passed(String),
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct RouteTable {
+    pub(super) mode: Option<Spanned<String>>,
+    pub(super) security: Option<Spanned<String>>,
+    pub(super) listen: Option<Spanned<String>>,
+    pub(super) to: Option<Spanned<String>>,
+    pub(super) peers: Option<Spanned<Vec<Spanned<String>>>>,
+    pub(super) lanes: Option<Spanned<u64>>,
+    pub(super) target: Option<Spanned<String>>,
+    pub(super) exec: Option<Spanned<Vec<String>>>,
+    pub(super) allow: Option<Spanned<Vec<Spanned<String>>>>,
+    pub(super) window: Option<Spanned<String>>,
+    pub(super) tls_listen: Option<Spanned<String>>,
+    pub(super) tls: Option<Spanned<String>>,
+}
+
+/// Collects mistakes.
+pub(super) struct Found<'a> {
+    pub(super) text: &'a str,
+    pub(super) all: Vec<(usize, String)>,
+}
+
+impl Found<'_> {
+    pub(super) fn add(&mut self, at: &Range<usize>, text: String) {
+        let before = self.text.get(..at.start).unwrap_or(self.text);
+        let line = before.matches('\n').count() + 1;
+        self.all.push((line, text));
+    }
+
+    /// What `parse` makes of a value, or a mistake.
+    pub(super) fn parsed<T, V, E: fmt::Display>(
+        &mut self,
+        value: &Spanned<V>,
+        parse: impl FnOnce(&V) -> Result<T, E>,
+    ) -> Option<T> {
+        match parse(value.get_ref()) {
+            Ok(parsed) => Some(parsed),
+            Err(error) => {
+                self.add(&value.span(), error.to_string());
+                None
+            }
+        }
+    }
+
+    /// The same for a value that may be left out.
+    pub(super) fn or<T, V, E: fmt::Display>(
+        &mut self,
+        value: Option<&Spanned<V>>,
+        usual: T,
+        parse: impl FnOnce(&V) -> Result<T, E>,
+    ) -> T {
+        match value {
+            Some(value) => self.parsed(value, parse).unwrap_or(usual),
+            None => usual,
+        }
+    }
+}
+
+/// Who may answer at `to`: whom the route names, or the host there.
+pub(super) fn check_answering(
+    peers: Option<&Spanned<Vec<Spanned<String>>>>,
+    to: &Spanned<String>,
+    host: Option<&str>,
+    found: &mut Found<'_>,
+) -> Option<Peers> {
+    if let Some(peers) = peers {
+        return check_peers(peers, found);
+    }
+    let host = host?;
+    found.parsed(to, |_| {
+        let peer = host
+            .parse::<Peer>()
+            .map_err(|error| format!("{error}: say with peers whose certificate is expected"))?;
+        Ok::<_, String>(Peers::OneOf(vec![peer]))
+    })
+}
+
+/// What a route leads to that has a target or a program.
+pub(super) fn check_target(
+    name: &str,
+    table: &RouteTable,
+    found: &mut Found<'_>,
+) -> Option<Target> {
+    match (&table.target, &table.exec) {
+        (Some(target), None) => found.parsed(target, |text| has_places(parse_target(text)?)),
+        (None, Some(words)) => found.parsed(words, |words| match words.first() {
+            Some(program) if program.starts_with('/') => has_places(Target::Exec(words.clone())),
+            _ => Err(
+                "exec is a program's whole path and its arguments: [\"/bin/cat\", \"-u\"]"
+                    .to_owned(),
+            ),
+        }),
+        (Some(_), Some(exec)) => {
+            let text = format!("route {name} has a target and exec: leave one out");
+            found.add(&exec.span(), text);
+            None
+        }
+        (None, None) => None,
+    }
+}
+
+pub(super) fn check_peers(
+    list: &Spanned<Vec<Spanned<String>>>,
+    found: &mut Found<'_>,
+) -> Option<Peers> {
+    if list.get_ref().is_empty() {
+        let text = "an empty list allows nobody: name the peers";
+        found.add(&list.span(), text.to_owned());
+        return None;
+    }
+    let before = found.all.len();
+    let parsed = list.get_ref().iter();
+    let peers = parsed.filter_map(|one| found.parsed(one, |text| text.parse::<Peer>()));
+    let peers = Peers::OneOf(peers.collect());
+    (found.all.len() == before).then_some(peers)
+}
+
+pub(super) fn between<T: TryFrom<u64>>(
+    what: &str,
+    count: u64,
+    least: u64,
+    most: u64,
+) -> Result<T, String> {
+    let out = || format!("{count} {what} cannot be: {least} to {most} can");
+    if !(least..=most).contains(&count) {
+        return Err(out());
+    }
+    T::try_from(count).map_err(|_| out())
+}
+
+pub(crate) fn parse_port(text: &str) -> Result<Port, String> {
+    if let Some(name) = text.strip_prefix(PASSED) {
+        return passed_name(name).map(Port::Passed);
+    }
+    text.parse().map(Port::At).map_err(|_| {
+        format!("{text:?} is no address: write 0.0.0.0:7300, [::]:7300 or systemd:NAME")
+    })
+}
+
+/// What stands before the name of a socket that the service manager passes.
+const PASSED: &str = "systemd:";
+
+/// A name as `FileDescriptorName=` has it (systemd.socket(5)).
+pub(super) fn passed_name(name: &str) -> Result<String, String> {
+    let fits = |byte: u8| byte.is_ascii_graphic() && byte != b':';
+    if (1..=255).contains(&name.len()) && name.bytes().all(fits) {
+        return Ok(name.to_owned());
+    }
+    Err(format!(
+        "{name:?} is no name of a passed socket: write what its unit has as FileDescriptorName="
+    ))
+}
+
+pub(crate) fn parse_listen(text: &str) -> Result<Listen, String> {
+    if let Some(name) = text.strip_prefix(PASSED) {
+        return passed_name(name).map(Listen::Passed);
+    }
+    if let Some(path) = text.strip_prefix("unix:") {
+        return Ok(Listen::Unix(socket_path(path)?));
+    }
+    if let Some(address) = text.strip_prefix("tcp:") {
+        return address.parse().map(Listen::Tcp).map_err(|_| {
+            format!("{address:?} is no address: write tcp:127.0.0.1:4444 or tcp:[::1]:4444")
+        });
+    }
+    Err(format!(
+        "{text:?} is no place to listen: write unix:PATH, tcp:ADDRESS:PORT or systemd:NAME"
+    ))
+}
+
+pub(super) fn parse_target(text: &str) -> Result<Target, String> {
+    if let Some(path) = text.strip_prefix("unix:") {
+        return Ok(Target::Unix(socket_path(path)?));
+    }
+    if let Some(to) = text.strip_prefix("tcp:") {
+        host_of(to)?;
+        return Ok(Target::Tcp(to.to_owned()));
+    }
+    Err(format!(
+        "{text:?} is no target: write unix:PATH or tcp:HOST:PORT, or exec = [\"/PROGRAM\", …]"
+    ))
+}
+
+/// A target whose places for a parameter can be.
+pub(super) fn has_places(target: Target) -> Result<Target, String> {
+    match target.parameter() {
+        Ok(_) => Ok(target),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+/// A path that fits a socket's address (unix(7)).
+pub(crate) fn socket_path(path: &str) -> Result<PathBuf, String> {
+    if !path.starts_with('/') {
+        return Err(format!("{path:?} is no whole path: begin it with /"));
+    }
+    if path.len() > 107 || path.contains('\0') {
+        return Err(format!(
+            "{path:?} is too long for a socket's path: 107 bytes at most"
+        ));
+    }
+    Ok(path.into())
+}
+
+/// The host of a host and a port.
+pub(crate) fn host_of(text: &str) -> Result<String, String> {
+    let wrong = || format!("{text:?} is no host and port: write host.example:7300");
+    let (host, port) = text.rsplit_once(':').ok_or_else(wrong)?;
+    let host = match host.strip_prefix('[') {
+        Some(host) => host.strip_suffix(']').ok_or_else(wrong)?,
+        // Where the address ends and the port begins nobody can tell.
+        None if host.contains(':') => {
+            return Err(format!(
+                "{text:?} is no host and port: an IPv6 address is written in brackets, as in \
+                 [2001:db8::1]:7300"
+            ));
+        }
+        None => host,
+    };
+    match port.parse::<u16>() {
+        Ok(port) if port != 0 && !host.is_empty() => Ok(host.to_owned()),
+        _ => Err(wrong()),
+    }
+}
