@@ -15,7 +15,7 @@
 //!
 //! - `options`: routes and limits, checked before anything is opened.
 //! - `site`: what all associations share; which connection goes to which.
-//! - `door`: entrances; `errand`: those that are opened for one purpose while the
+//! - `entrance`: entrances; `on_demand`: those that are opened for one purpose while the
 //!   tunnel runs; `listener`: what both listen on. `dial`: how an association begins.
 //!   `target`: the hypervisor's socket at the far side; `parameter`: what a channel
 //!   may choose of it.
@@ -30,13 +30,13 @@
 #![forbid(unsafe_code)]
 
 mod dial;
-mod door;
-mod errand;
+mod entrance;
 mod event;
 mod failure;
 mod hub;
 mod listener;
 mod meter;
+mod on_demand;
 mod options;
 mod parameter;
 mod piece;
@@ -66,11 +66,13 @@ use dunlin_lane::identity::{ClientTls, Identity, ServerTls, SettingsError};
 use dunlin_lane::peers::Peers;
 use dunlin_lane::provider::Crypto;
 
-pub use errand::{Demand, DemandError, ListenerStatus, MAX_ON_DEMAND_LISTENERS, OnDemandListener};
 pub use event::Event;
 pub use failure::Failure;
 pub use listener::Sockets;
 pub use meter::Traffic;
+pub use on_demand::{
+    Demand, DemandError, ListenerStatus, MAX_ON_DEMAND_LISTENERS, OnDemandListener,
+};
 pub use options::{
     BadRoute, DEFAULT_LANES, Entrance, Exit, Limits, Listen, MAX_WINDOW_BYTES, Mode, Routes,
     Target, WINDOW_BYTES,
@@ -79,7 +81,7 @@ pub use relay::RelayExit;
 
 pub use parameter::{BadParameter, BadParameterTarget, Parameter};
 
-use door::EntranceListener;
+use entrance::EntranceListener;
 use site::Site;
 
 /// Events that wait for whoever runs the tunnel.
@@ -189,7 +191,7 @@ pub struct RouteStatus {
     /// Its name.
     pub route: String,
     /// Where it listens; one that was opened for a purpose is in
-    /// [`Tunnel::errands`].
+    /// [`Tunnel::on_demand_listeners`].
     pub listens: Option<Listen>,
     /// Where its connections go, if any come in here.
     pub to: Option<String>,
@@ -215,8 +217,8 @@ impl RouteStatus {
 pub struct Tunnel {
     site: Arc<Site>,
     tls: ServerTls,
-    doors: Mutex<Vec<EntranceListener>>,
-    errands: Mutex<Vec<OnDemandListener>>,
+    entrances: Mutex<Vec<EntranceListener>>,
+    on_demand: Mutex<Vec<OnDemandListener>>,
     sockets: Sockets,
     address: SocketAddr,
     stop: Waker,
@@ -273,14 +275,14 @@ impl Tunnel {
         let observing = thread::Builder::new().name("dunlin-events".to_owned());
         drop(observing.spawn(body)?);
         let (own, own_tls) = (Arc::clone(&site), tls.clone());
-        let body = move || door::take_peers(&own, &listener, &own_tls, &stopped);
+        let body = move || entrance::take_peers(&own, &listener, &own_tls, &stopped);
         let port = thread::Builder::new().name("dunlin-port".to_owned());
         threads.push(port.spawn(body)?);
         let tunnel = Self {
             site,
             tls,
-            doors: Mutex::default(),
-            errands: Mutex::default(),
+            entrances: Mutex::default(),
+            on_demand: Mutex::default(),
             sockets,
             address,
             stop,
@@ -298,8 +300,10 @@ impl Tunnel {
     /// Where its entrances listen, by their routes' names; a port of 0 is the one
     /// that the kernel chose.
     pub fn entrances(&self) -> Vec<(String, Listen)> {
-        let of = |door: &EntranceListener| (door.entrance().route, door.listens_on().clone());
-        self.lock_doors().iter().map(of).collect()
+        let of = |listener: &EntranceListener| {
+            (listener.entrance().route, listener.listens_on().clone())
+        };
+        self.lock_entrances().iter().map(of).collect()
     }
 
     /// Where its relays take TLS clients, by their routes' names.
@@ -318,11 +322,11 @@ impl Tunnel {
         self.listen(&identities, routes)?;
         self.tls.replace(&tls);
         // None is opened by what was configured before.
-        let errands = self.lock_errands();
+        let on_demand = self.lock_on_demand();
         self.site.replace(identities, routes);
-        for errand in errands.iter() {
-            if !routes.entrances.iter().any(|one| errand.is_of(one)) {
-                errand.close();
+        for listener in on_demand.iter() {
+            if !routes.entrances.iter().any(|one| listener.is_of(one)) {
+                listener.close();
             }
         }
         Ok(())
@@ -335,7 +339,7 @@ impl Tunnel {
     /// [`DemandError`]; nothing listens then.
     pub fn open(&self, demand: &Demand) -> Result<OnDemandListener, DemandError> {
         let route = &demand.route;
-        let mut errands = self.lock_errands();
+        let mut on_demand = self.lock_on_demand();
         let Some(entrance) = self.site.entrance(route) else {
             let route = route.clone();
             return Err(DemandError::Route { route });
@@ -346,43 +350,43 @@ impl Tunnel {
         {
             return Err(DemandError::Lanes { lanes });
         }
-        errands.retain(|errand| !errand.standing().is_over());
+        on_demand.retain(|listener| !listener.standing().is_over());
         if self.site.is_draining() {
             return Err(DemandError::Ending);
         }
-        if errands.len() >= MAX_ON_DEMAND_LISTENERS {
+        if on_demand.len() >= MAX_ON_DEMAND_LISTENERS {
             return Err(DemandError::Busy);
         }
         let (to, listen) = (entrance.to.clone(), demand.listen.clone());
         let lanes = demand.lanes.unwrap_or(entrance.lanes);
         let entrance = Entrance { listen, ..entrance };
         let opened = OnDemandListener::open(&self.site, entrance, demand, &self.sockets);
-        let errand = opened.map_err(|error| DemandError::Listen {
+        let listener = opened.map_err(|error| DemandError::Listen {
             route: route.clone(),
             listen: demand.listen.clone(),
             error,
         })?;
-        errands.push(errand.clone());
-        drop(errands);
+        on_demand.push(listener.clone());
+        drop(on_demand);
         self.site.raise_lanes(&to, lanes);
-        Ok(errand)
+        Ok(listener)
     }
 
     /// The listeners that [`Tunnel::open`] has opened and that are not over.
-    pub fn errands(&self) -> Vec<OnDemandListener> {
-        let mut errands = self.lock_errands();
-        errands.retain(|errand| !errand.standing().is_over());
-        errands.clone()
+    pub fn on_demand_listeners(&self) -> Vec<OnDemandListener> {
+        let mut on_demand = self.lock_on_demand();
+        on_demand.retain(|listener| !listener.standing().is_over());
+        on_demand.clone()
     }
 
     /// The routes of this side, and what went over them.
     pub fn routes(&self) -> Vec<RouteStatus> {
         let mut routes = self.site.routes();
-        for door in self.lock_doors().iter() {
-            let entrance = door.entrance();
+        for listener in self.lock_entrances().iter() {
+            let entrance = listener.entrance();
             let of = |one: &&mut RouteStatus| one.route == entrance.route;
             if let Some(status) = routes.iter_mut().find(of) {
-                status.listens = Some(door.listens_on().clone());
+                status.listens = Some(listener.listens_on().clone());
             }
         }
         routes
@@ -400,7 +404,7 @@ impl Tunnel {
         let until = Instant::now() + limit;
         {
             // Those that are there are closed below, and no other is opened.
-            let _errands = self.lock_errands();
+            let _errands = self.lock_on_demand();
             self.site.is_to_drain();
         }
         self.close_all();
@@ -414,16 +418,19 @@ impl Tunnel {
     /// Opens what is new and closes what is no more. A place that stays is
     /// listened at all the time, whoever's it becomes.
     fn listen(&self, identities: &Identities, routes: &Routes) -> Result<(), TunnelError> {
-        let mut doors = self.lock_doors();
+        let mut entrances = self.lock_entrances();
         let mut fresh = Vec::new();
         let mut stay = Vec::new();
         for entrance in &routes.entrances {
             if entrance.listen == Listen::OnDemand {
                 continue;
             }
-            let Some(at) = doors.iter().position(|door| door.is_at(entrance)) else {
-                let door = EntranceListener::open(&self.site, entrance.clone(), &self.sockets);
-                fresh.push(door.map_err(|error| TunnelError::Listen {
+            let Some(at) = entrances
+                .iter()
+                .position(|listener| listener.is_at(entrance))
+            else {
+                let listener = EntranceListener::open(&self.site, entrance.clone(), &self.sockets);
+                fresh.push(listener.map_err(|error| TunnelError::Listen {
                     route: entrance.route.clone(),
                     listen: entrance.listen.clone(),
                     error,
@@ -436,32 +443,32 @@ impl Tunnel {
         let ports = relays.prepare(&self.site, identities, routes)?;
         relays.open(ports);
         for (at, entrance) in &stay {
-            doors[*at].lead(entrance);
+            entrances[*at].lead(entrance);
         }
         let mut at = 0..;
-        doors.retain(|_| {
+        entrances.retain(|_| {
             let at = at.next();
             stay.iter().any(|(stays, _)| Some(*stays) == at)
         });
-        doors.extend(fresh);
+        entrances.extend(fresh);
         Ok(())
     }
 
     /// Nothing listens any more.
     fn close_all(&self) {
-        self.lock_doors().clear();
+        self.lock_entrances().clear();
         self.site.relays.close_ports();
-        for errand in self.lock_errands().iter() {
-            errand.close();
+        for listener in self.lock_on_demand().iter() {
+            listener.close();
         }
     }
 
-    fn lock_errands(&self) -> std::sync::MutexGuard<'_, Vec<OnDemandListener>> {
-        lock(&self.errands)
+    fn lock_on_demand(&self) -> std::sync::MutexGuard<'_, Vec<OnDemandListener>> {
+        lock(&self.on_demand)
     }
 
-    fn lock_doors(&self) -> std::sync::MutexGuard<'_, Vec<EntranceListener>> {
-        lock(&self.doors)
+    fn lock_entrances(&self) -> std::sync::MutexGuard<'_, Vec<EntranceListener>> {
+        lock(&self.entrances)
     }
 }
 

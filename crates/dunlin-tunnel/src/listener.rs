@@ -199,7 +199,7 @@ mod tests {
 
     #[test]
     fn a_socket_that_is_left_behind_is_replaced_and_no_other_file() {
-        let name = format!("dunlin-door-{}", std::process::id());
+        let name = format!("dunlin-listen-{}", std::process::id());
         let path = std::env::temp_dir().join(name);
         drop(bind(&path).unwrap());
         assert!(file_id(&path).is_ok());

@@ -4,8 +4,8 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use super::errand::Tally;
 use super::failure::Failure;
+use super::on_demand::Tally;
 
 /// A route's figures since the tunnel began.
 #[derive(Debug, Default)]

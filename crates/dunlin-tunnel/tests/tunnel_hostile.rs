@@ -225,7 +225,7 @@ fn i6_an_association_is_resumed_by_its_own_peer_alone() {
 struct Far {
     near: Tunnel,
     told: Told,
-    door: TcpListener,
+    listener: TcpListener,
     scratch: Scratch,
 }
 
@@ -233,11 +233,11 @@ impl Far {
     /// The tunnel of `identity`, whose route leads here.
     fn of(identity: Identity) -> Self {
         let any = || TcpListener::bind("127.0.0.1:0").unwrap();
-        let (door, scratch, told) = (any(), Scratch::new(), Told::default());
+        let (listener, scratch, told) = (any(), Scratch::new(), Told::default());
         let entrance = Entrance {
             route: "ram".to_owned(),
             listen: Listen::Unix(scratch.0.join("in")),
-            to: door.local_addr().unwrap().to_string(),
+            to: listener.local_addr().unwrap().to_string(),
             peers: names(&[FAR]),
             lanes: 1,
             window_bytes: WINDOW_BYTES,
@@ -249,16 +249,16 @@ impl Far {
         Self {
             near: near.unwrap(),
             told,
-            door,
+            listener,
             scratch,
         }
     }
 
     fn accept(&self) -> TcpStream {
         let until = Instant::now() + dunlin_test_support::tunnel::PATIENCE;
-        self.door.set_nonblocking(true).unwrap();
+        self.listener.set_nonblocking(true).unwrap();
         loop {
-            match self.door.accept() {
+            match self.listener.accept() {
                 Ok((stream, _)) => {
                     stream.set_nonblocking(false).unwrap();
                     return stream;

@@ -1,10 +1,10 @@
 //! `dunlin ipsec`: other programs' TCP connections between two hosts by IPsec, with a
 //! security association for each CPU or each connection.
 //!
-//! `serve` and `up` keep a session between them and a control socket each ([`desk`]),
+//! `serve` and `up` keep a session between them and a control socket each ([`control_service`]),
 //! over which `status` and `down` speak to them. `plan` shows what would be installed.
 
-mod desk;
+mod control_service;
 pub(crate) mod mode;
 mod plan;
 mod run;
@@ -19,9 +19,9 @@ pub(crate) enum Command {
     /// Protect ports between this host and one where `serve` runs, until SIGTERM.
     Up(run::Up),
     /// Say how the sessions of this host stand, and what each SA has carried.
-    Status(desk::Status),
+    Status(control_service::Status),
     /// End the sessions of this host's processes, and take back what they installed.
-    Down(desk::Down),
+    Down(control_service::Down),
     /// Take back what killed processes have left, and free ports that stay blocked.
     Clean(run::Clean),
     /// Print what one side would install, an object a line; changes nothing.

@@ -21,7 +21,7 @@ use dunlin_ipsec::{
 use dunlin_linux::affinity::allowed;
 use dunlin_linux::signals::{EndSignals, HangUps};
 
-use super::desk::{self, Asked, SessionLine};
+use super::control_service::{self, Asked, SessionLine};
 use super::mode::ModeName;
 use crate::code::{CANCELLED, DONE, FAILED};
 use crate::control::Socket;
@@ -124,7 +124,7 @@ impl Blocked {
         if records.is_empty() {
             return DONE;
         }
-        say(&desk::stay_blocked(&records));
+        say(&control_service::stay_blocked(&records));
         FAILED
     }
 }
@@ -224,7 +224,7 @@ impl Serve {
         let (told, events) = channel::<Told>();
         wait_for(told.clone(), ends, hang_ups)?;
         let held = Arc::new(Held::<Server>::new(server, blocked.clone()));
-        desk::serve(
+        control_service::serve(
             &socket,
             "serve".to_owned(),
             Arc::clone(&held) as Arc<dyn Asked>,
@@ -337,7 +337,7 @@ impl Up {
             session,
         };
         let held = Arc::new(Held::<Named>::new(named, blocked.clone()));
-        desk::serve(
+        control_service::serve(
             &socket,
             self.peer.clone(),
             Arc::clone(&held) as Arc<dyn Asked>,

@@ -4,7 +4,7 @@ use anyhow::{Result, bail};
 use clap::Args;
 use dunlin_tunnel::Parameter;
 
-use super::desk::Request;
+use super::control_service::Request;
 use super::line::ListenerLine;
 use super::which::Which;
 use crate::code::DONE;

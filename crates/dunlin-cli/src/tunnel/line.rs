@@ -100,13 +100,13 @@ impl RouteLine {
 }
 
 impl From<&OnDemandListener> for ListenerLine {
-    fn from(errand: &OnDemandListener) -> Self {
-        let standing = errand.standing();
+    fn from(listener: &OnDemandListener) -> Self {
+        let standing = listener.standing();
         Self {
-            number: errand.number(),
-            route: errand.route().to_owned(),
-            parameter: errand.parameter().to_owned(),
-            listen: errand.listen().to_string(),
+            number: listener.number(),
+            route: listener.route().to_owned(),
+            parameter: listener.parameter().to_owned(),
+            listen: listener.listen().to_string(),
             listens: standing.listens,
             channels: standing.open,
             closed: standing.closed,

@@ -1,12 +1,12 @@
 //! `dunlin tunnel`: carries the connections of hypervisors that know nothing of
 //! it, between two hosts, over encrypted lanes.
 //!
-//! `run` is the service; it keeps a control socket ([`desk`]) over which the other
+//! `run` is the service; it keeps a control socket ([`control_service`]) over which the other
 //! commands speak to it, and `dunlin status`.
 
 mod ask;
 mod config;
-mod desk;
+mod control_service;
 mod line;
 mod run;
 mod show;

@@ -20,7 +20,7 @@ use dunlin_tunnel::{Given, Identities, Tunnel};
 
 use super::config::table::Port;
 use super::config::{Config, Ipsec};
-use super::desk::{Desk, name_of};
+use super::control_service::{ControlService, name_of};
 use crate::code::{DONE, FAILED};
 use crate::confine::{self, ConfiningTunnel, Needs};
 use crate::control::Socket;
@@ -110,8 +110,12 @@ impl Run {
             observer,
         )?;
         let tunnel = Arc::new(tunnel);
-        let desk = match &socket {
-            Some(socket) => Some(Desk::serve(&tunnel, &name_of(&self.config)?, socket)?),
+        let service = match &socket {
+            Some(socket) => Some(ControlService::serve(
+                &tunnel,
+                &name_of(&self.config)?,
+                socket,
+            )?),
             None => None,
         };
         println!("listening on {}", tunnel.address());
@@ -146,8 +150,8 @@ impl Run {
                     manager.stopping();
                     let limit = *lock(&drain);
                     let code = end(tunnel, signal, limit);
-                    if let Some(desk) = desk {
-                        desk.farewell();
+                    if let Some(service) = service {
+                        service.farewell();
                     }
                     return Ok(code);
                 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::{Result, bail};
 
 use super::ask::WHOM;
-use super::desk::{Request, described};
+use super::control_service::{Request, described};
 use super::line::{RouteLine, TunnelLine};
 use crate::control::Client;
 use crate::line::Line;

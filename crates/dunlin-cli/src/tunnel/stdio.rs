@@ -28,7 +28,7 @@ use dunlin_linux::poll::{Interest, poll};
 use dunlin_tunnel::Parameter;
 
 use super::ask::{WHOM, end, listener};
-use super::desk::Request;
+use super::control_service::Request;
 use super::which::Which;
 use crate::code::FAILED;
 use crate::control::Client;

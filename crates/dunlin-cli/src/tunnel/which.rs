@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use anyhow::{Result, bail};
 use clap::Args;
 
-use super::desk::name_of;
+use super::control_service::name_of;
 use crate::options::ControlPath;
 
 #[derive(Clone, Debug, Args)]

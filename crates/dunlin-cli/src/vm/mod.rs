@@ -4,7 +4,7 @@
 //! a control socket over which the other commands speak to it ([`owner`]).
 
 mod client;
-mod desk;
+mod control_service;
 mod migrate;
 mod moving;
 mod owner;

@@ -20,7 +20,7 @@ use dunlin::engine::{Event, Host, StandardHost, fault_behind};
 use dunlin::lane::dial::SealedLanes;
 use dunlin::lane::identity::ClientTls;
 
-use super::desk::{Command, Desk};
+use super::control_service::{Command, ControlService};
 use super::moving::Moving;
 use super::request::{Request, inquiry_options};
 use crate::code::FAILED;
@@ -65,20 +65,20 @@ impl Parent {
 }
 
 /// Answers whoever connects to the control socket, until that is dropped.
-pub(crate) fn serve(socket: &Socket, desk: &Arc<Desk>) -> Result<()> {
-    desk.is_served_at(socket.path());
-    let (answers, warns) = (Arc::clone(desk), Arc::clone(desk));
+pub(crate) fn serve(socket: &Socket, service: &Arc<ControlService>) -> Result<()> {
+    service.is_served_at(socket.path());
+    let (answers, warns) = (Arc::clone(service), Arc::clone(service));
     socket.serve(
         move |connection| answer(connection, &answers),
         move |text| warns.warn(text),
     )
 }
 
-fn answer(connection: &UnixStream, desk: &Arc<Desk>) {
-    let answering = desk.answering();
+fn answer(connection: &UnixStream, service: &Arc<ControlService>) {
+    let answering = service.answering();
     let obeyed = match connection.try_clone().map(BufReader::new) {
         Ok(mut requests) => match read_request(&mut requests) {
-            Ok(Some(request)) => obey(request, requests, connection, desk),
+            Ok(Some(request)) => obey(request, requests, connection, service),
             // A look whether somebody is here.
             Ok(None) => Ok(()),
             Err(error) => Err(error),
@@ -126,40 +126,40 @@ fn obey(
     request: Request,
     requests: BufReader<UnixStream>,
     connection: &UnixStream,
-    desk: &Arc<Desk>,
+    service: &Arc<ControlService>,
 ) -> Result<()> {
     match request {
-        Request::Status => return send(connection, &Line::Status(desk.status()?)),
-        Request::Pause => desk.command(Command::Pause)?,
-        Request::Resume => desk.command(Command::Resume)?,
-        Request::PowerOff => desk.command(Command::PowerOff)?,
-        Request::Set { rate } => desk.moving()?.set_rate(rate)?,
-        Request::Cancel => desk.cancel()?,
-        Request::Resolve { session, decision } => desk.resolve(session, decision)?,
+        Request::Status => return send(connection, &Line::Status(service.status()?)),
+        Request::Pause => service.command(Command::Pause)?,
+        Request::Resume => service.command(Command::Resume)?,
+        Request::PowerOff => service.command(Command::PowerOff)?,
+        Request::Set { rate } => service.moving()?.set_rate(rate)?,
+        Request::Cancel => service.cancel()?,
+        Request::Resolve { session, decision } => service.resolve(session, decision)?,
         Request::AskDestination {
             session,
             common,
             doubt_limit,
         } => {
             let asking = inquiry_options(doubt_limit);
-            let standing = desk.ask_destination(session, &common, &asking)?;
+            let standing = service.ask_destination(session, &common, &asking)?;
             return send(connection, &(&standing).into());
         }
         Request::Watch => {
-            let moving = desk.moving()?;
+            let moving = service.moving()?;
             return moving.follow().show(|line| send(connection, line));
         }
         Request::Migrate { common, flags } => {
             let (tls, warnings) = client_tls(&common, &flags.to)?;
             let records = Line::from(&common.records.choice()?);
-            let moving = move_away(desk, tls, &flags)?;
+            let moving = move_away(service, tls, &flags)?;
             let follower = moving.follow();
             for text in warnings {
                 // Whoever asked may go; the migration goes on.
                 let _ = send(connection, &Line::Warning { text });
             }
             let _ = send(connection, &records);
-            let heeded = (Arc::clone(desk), Arc::clone(&moving));
+            let heeded = (Arc::clone(service), Arc::clone(&moving));
             std::thread::Builder::new()
                 .name("control-heed".into())
                 .spawn(move || heed(requests, &heeded.0, &heeded.1))?;
@@ -172,7 +172,7 @@ fn obey(
 }
 
 /// Listens to whoever asked for a migration while it is under way.
-fn heed(mut requests: impl BufRead, desk: &Desk, moving: &Moving) {
+fn heed(mut requests: impl BufRead, service: &ControlService, moving: &Moving) {
     loop {
         match read_request(&mut requests) {
             Ok(Some(Request::Cancel)) => {
@@ -185,7 +185,7 @@ fn heed(mut requests: impl BufRead, desk: &Desk, moving: &Moving) {
         }
     }
     if !moving.has_ended() {
-        desk.warn(
+        service.warn(
             "whoever asked for the migration has gone; it goes on: `dunlin vm watch` follows it, \
              `dunlin cancel` ends it",
         );
@@ -193,13 +193,17 @@ fn heed(mut requests: impl BufRead, desk: &Desk, moving: &Moving) {
 }
 
 /// Begins a migration, on a thread of its own.
-fn move_away(desk: &Arc<Desk>, tls: ClientTls, flags: &MigrateFlags) -> Result<Arc<Moving>> {
+fn move_away(
+    service: &Arc<ControlService>,
+    tls: ClientTls,
+    flags: &MigrateFlags,
+) -> Result<Arc<Moving>> {
     let moving = Moving::new(flags.to.clone(), flags.rate);
     let shelter = match flags.security {
         SecurityName::Ipsec => {
             confine::allows_ipsec()?;
             let told = Arc::clone(&moving);
-            let options = flags.ipsec.options(desk.ipsec_records())?;
+            let options = flags.ipsec.options(service.ipsec_records())?;
             Some(shelter(options, move |text| told.warn(text))?)
         }
         _ => None,
@@ -208,12 +212,12 @@ fn move_away(desk: &Arc<Desk>, tls: ClientTls, flags: &MigrateFlags) -> Result<A
         .options()
         .ipsec(shelter.map(|lanes| Arc::new(lanes) as Arc<dyn SealedLanes>))
         .tune(moving.tune.clone())
-        .journal(desk.journal())
-        .owner(desk.owner())
+        .journal(service.journal())
+        .owner(service.owner())
         .build()?;
-    let vm: Arc<dyn SourceVm> = desk.begin(&moving)?;
+    let vm: Arc<dyn SourceVm> = service.begin(&moving)?;
     let to = flags.to.clone();
-    let (for_thread, its_desk) = (Arc::clone(&moving), Arc::clone(desk));
+    let (for_thread, its_desk) = (Arc::clone(&moving), Arc::clone(service));
     let spawned = std::thread::Builder::new()
         .name("migration".into())
         .spawn(move || {
@@ -222,7 +226,7 @@ fn move_away(desk: &Arc<Desk>, tls: ClientTls, flags: &MigrateFlags) -> Result<A
         });
     if let Err(error) = spawned {
         let text = format!("cannot start a thread: {error}");
-        desk.finish(&moving, Line::Warning { text: text.clone() });
+        service.finish(&moving, Line::Warning { text: text.clone() });
         bail!(text);
     }
     Ok(moving)

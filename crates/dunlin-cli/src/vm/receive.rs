@@ -14,7 +14,7 @@ use dunlin_ipsec as ipsec;
 use dunlin_linux::signals::{EndSignal, EndSignals, HangUps};
 use dunlin_microvm::{MachineBuilder, Movable, VmState};
 
-use super::desk::Desk;
+use super::control_service::ControlService;
 use super::owner::{self, Parent};
 use crate::code::CANCELLED;
 use crate::confine::{self, Confining, KeepingIpsec, Needs};
@@ -59,7 +59,7 @@ pub(crate) struct Receive {
 
 impl Receive {
     pub(crate) fn run(self) -> Result<i32> {
-        let desk = Desk::new(self.json, self.state.open()?, self.state.directory()?);
+        let service = ControlService::new(self.json, self.state.open()?, self.state.directory()?);
         let hang_ups = HangUps::block()?;
         let signals = EndSignals::block()?;
         let (accepting, warnings) = Accepting::load(&self.common)?;
@@ -73,7 +73,7 @@ impl Receive {
         let address = listener.local_addr()?.to_string();
         // Before there are other threads, which would stay as they are.
         let confined = self.confine()?;
-        desk.watch(signals)?;
+        service.watch(signals)?;
         reload_at(hang_ups, self.json, &accepting)?;
         self.say(&Line::Listening {
             address: address.clone(),
@@ -82,9 +82,9 @@ impl Receive {
         let shelter = match self.keeping.ports() {
             Some(ports) => {
                 let mut options =
-                    ipsec::Options::new(ipsec::Mode::Connection, ports, desk.ipsec_records());
+                    ipsec::Options::new(ipsec::Mode::Connection, ports, service.ipsec_records());
                 options.quiet_wait = LANES_QUIET;
-                let told = Arc::clone(&desk);
+                let told = Arc::clone(&service);
                 Some(shelter(options, move |text| told.warn(&text))?)
             }
             None => None,
@@ -93,24 +93,24 @@ impl Receive {
             .ipsec(shelter.map(|lanes| Arc::new(lanes) as Arc<dyn SealedLanes>))
             .allow_plain(self.allow_plain)
             .idle_limit(self.idle_limit)
-            .journal(desk.journal())
+            .journal(service.journal())
             .build()?;
         self.parent.watch()?;
         let mut builder = Takes {
             machines: MachineBuilder::new(self.memory_flags.options()),
             control: &self.control,
-            desk: &desk,
+            service: &service,
             socket: None,
         };
         let observe = |event: &DestinationEvent| {
-            desk.observe(event);
+            service.observe(event);
             self.observe(event);
         };
         let mut called_off = None;
         let received = loop {
-            let Some(cancel) = desk.next_attempt() else {
-                desk.farewell();
-                return Ok(self.cancelled(&desk, called_off));
+            let Some(cancel) = service.next_attempt() else {
+                service.farewell();
+                return Ok(self.cancelled(&service, called_off));
             };
             for text in accepting.expiring() {
                 self.say(&Line::Warning { text });
@@ -134,11 +134,13 @@ impl Receive {
                 Ok(received) => break received,
                 // The VM goes on at the source, which may try again; but what
                 // fails before one has come fails the next time, too.
-                Err(error) if error.vm == VmIs::AtSource && !(waits(&desk) && is_ours(&error)) => {
+                Err(error)
+                    if error.vm == VmIs::AtSource && !(waits(&service) && is_ours(&error)) =>
+                {
                     let FailedLine { text, .. } = (&error).into();
-                    if desk.ending().is_none() {
+                    if service.ending().is_none() {
                         self.say(&Line::Rejected { text });
-                    } else if desk.is_arriving() {
+                    } else if service.is_arriving() {
                         called_off = Some(text);
                     }
                     // And with it its control socket.
@@ -161,7 +163,7 @@ impl Receive {
             .context("a VM arrived that was never built")?;
         if let Err(error) = confine::make_no_more_sockets(&confined) {
             // The VM is here, and nothing less than its own end takes it away again.
-            desk.warn(&format!(
+            service.warn(&format!(
                 "local sockets can still be made: {}",
                 chained(&error)
             ));
@@ -177,7 +179,7 @@ impl Receive {
             downtime_ms: received.guest_downtime.map(millis),
             cpu_s: received.cpu.as_secs_f64(),
         });
-        let code = desk.keep(&vm);
+        let code = service.keep(&vm);
         if let Some(answering) = answering {
             if vm.vm().state() == VmState::Moved {
                 answering.moved_on()?;
@@ -202,8 +204,8 @@ impl Receive {
     }
 
     /// Says that it was told to end, and what became of a VM on its way.
-    fn cancelled(&self, desk: &Desk, called_off: Option<String>) -> i32 {
-        let signal = desk.ending().map_or("a signal", EndSignal::name);
+    fn cancelled(&self, service: &ControlService, called_off: Option<String>) -> i32 {
+        let signal = service.ending().map_or("a signal", EndSignal::name);
         let vm = if called_off.is_some() {
             "at-source"
         } else {
@@ -311,8 +313,8 @@ fn say(json: bool, line: &Line) {
 }
 
 /// Whether no source has come yet, and none is waited for any more.
-fn waits(desk: &Desk) -> bool {
-    !desk.is_arriving() && desk.ending().is_none()
+fn waits(service: &ControlService) -> bool {
+    !service.is_arriving() && service.ending().is_none()
 }
 
 /// Whether this host lacks what it takes to listen.
@@ -328,7 +330,7 @@ fn is_ours(error: &MigrateError) -> bool {
 struct Takes<'a> {
     machines: MachineBuilder,
     control: &'a ControlPath,
-    desk: &'a Arc<Desk>,
+    service: &'a Arc<ControlService>,
     socket: Option<Socket>,
 }
 
@@ -354,7 +356,7 @@ impl Builder for Takes<'_> {
             .control
             .socket(&offered.vm.name)
             .and_then(|path| Socket::bind(&path, "a VM"))
-            .and_then(|socket| owner::serve(&socket, self.desk).map(|()| socket))
+            .and_then(|socket| owner::serve(&socket, self.service).map(|()| socket))
             .map_err(|error| Refusal {
                 fault: fault_behind(error.as_ref()).unwrap_or(FaultCode::DescriptionRefused),
                 text: chained(&error),

@@ -7,7 +7,7 @@ use clap::Args;
 use dunlin_linux::signals::EndSignals;
 use dunlin_microvm::{Config, CreateError, Movable, Vm, Workload};
 
-use super::desk::Desk;
+use super::control_service::ControlService;
 use super::owner::{self, Parent};
 use crate::code::USAGE;
 use crate::confine::{self, Confining, KeepingIpsec, Needs};
@@ -96,15 +96,15 @@ impl Run {
             eprintln!("error: {error}");
             return Ok(USAGE);
         }
-        let desk = Desk::new(self.json, self.state.open()?, self.state.directory()?);
+        let service = ControlService::new(self.json, self.state.open()?, self.state.directory()?);
         for left in left_behind(&self.state, &self.name)? {
-            desk.warn(&left);
+            service.warn(&left);
         }
         let signals = EndSignals::block()?;
         let socket = Socket::bind(&self.control.socket(&self.name)?, "a VM")?;
         // Before there are other threads, which would stay as they are.
         self.confine(&socket)?;
-        desk.watch(signals)?;
+        service.watch(signals)?;
         self.parent.watch()?;
         let vm = Vm::with_options(config, self.memory_flags.options()).map_err(|error| {
             let what = match error {
@@ -126,8 +126,8 @@ impl Run {
         } else {
             println!("{} runs; control socket {control}", self.name);
         }
-        owner::serve(&socket, &desk)?;
-        desk.keep(&Movable::new(Arc::new(vm)))
+        owner::serve(&socket, &service)?;
+        service.keep(&Movable::new(Arc::new(vm)))
     }
     fn confine(&self, socket: &Socket) -> Result<()> {
         let confined = self.confining.apply(&Needs {

@@ -77,13 +77,13 @@ fn main() -> ExitCode {
             foreign(guest, host, "add");
         }
         // Whoever tries the ports finds somebody there, and fails where they are shut alone.
-        let doors = [("a", PORT_A), ("b", PORT_B)]
+        let entrances = [("a", PORT_A), ("b", PORT_B)]
             .map(|(host, at)| inside(host, || TcpListener::bind(at)).expect("it is free"));
         println!("i6_p13_the_side_that_asks_dies");
         i6_p13_a_process_that_dies_leaves_nothing_in_the_clear(guest, "a");
         println!("i6_p13_the_side_that_is_asked_dies");
         i6_p13_a_process_that_dies_leaves_nothing_in_the_clear(guest, "b");
-        drop(doors);
+        drop(entrances);
         println!("i6_p13_an_heir_opens_no_port");
         i6_p13_an_heir_opens_no_port(guest);
         println!("p13_an_spi_that_is_taken_stays_its_owner_s");

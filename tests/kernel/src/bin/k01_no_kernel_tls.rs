@@ -44,7 +44,7 @@ fn only_while_connected() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("the loopback is up");
     assert_eq!(attach(&listener).map_err(errno), Err(Errno::ENOTCONN));
 
-    // A peer that has said all it will say has closed the door, though we could still answer.
+    // A peer that has said all it will say has closed the listener, though we could still answer.
     let (near, far) = connected();
     far.shutdown(Shutdown::Write).expect("it is open");
     assert_eq!(receive(&near, &mut [0; 8]), Ok((23, 0)));

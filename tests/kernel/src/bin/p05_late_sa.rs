@@ -36,8 +36,8 @@ fn late(guest: &Guest) {
     there.fallback.add(a, b);
     Way::new(0x2000, 0, Family::V4).add(b, a);
     let _ = protect(&hosts, Family::V4, Protocol::TCP);
-    let door = Door::open(b, Family::V4, 0);
-    let lane = Lane::connect(a, 1, &door);
+    let listener = Door::open(b, Family::V4, 0);
+    let lane = Lane::connect(a, 1, &listener);
     assert_eq!(users(&there, a, b, || lane.send(1, BYTES)), [None]);
     there.own[1].add(a, b);
     assert_eq!(
@@ -50,9 +50,9 @@ fn late(guest: &Guest) {
     lane.send(1, 1);
     assert_eq!(users(&there, a, b, || lane.send(1, BYTES)), [Some(1)]);
     // A connection that comes now has its own at once, and one of another CPU the fallback.
-    let second = Lane::connect(a, 1, &door);
+    let second = Lane::connect(a, 1, &listener);
     assert_eq!(users(&there, a, b, || second.send(1, BYTES)), [Some(1)]);
-    let third = Lane::connect(a, 2, &door);
+    let third = Lane::connect(a, 2, &listener);
     assert_eq!(users(&there, a, b, || third.send(2, BYTES)), [None]);
 }
 
@@ -75,13 +75,13 @@ fn grown(guest: &Guest, fallback_first: bool) {
     }
     Way::new(0x2000, 0, Family::V4).add(b, a);
     let _ = protect(&hosts, Family::V4, Protocol::TCP);
-    let door = Door::open(b, Family::V4, 0);
+    let listener = Door::open(b, Family::V4, 0);
     // One that is closed would be heard of while the next is looked at.
     let mut lanes = Vec::new();
     let mut goes_by = || {
         let mut all = Vec::new();
         for cpu in 0..CPUS {
-            let lane = Lane::connect(a, cpu, &door);
+            let lane = Lane::connect(a, cpu, &listener);
             all.extend(users(&there, a, b, || lane.send(cpu, BYTES)));
             lanes.push(lane);
         }

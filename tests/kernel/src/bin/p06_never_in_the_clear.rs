@@ -83,8 +83,8 @@ fn under_a_stream(guest: &Guest, family: Family) {
         sa.add(from, to);
     }
     let all = protect(&hosts, family, Protocol::TCP);
-    let door = Door::open(b, family, 0);
-    let lane = Lane::connect(a, 1, &door);
+    let listener = Door::open(b, family, 0);
+    let lane = Lane::connect(a, 1, &listener);
     let (came, done) = (AtomicU64::new(0), AtomicBool::new(false));
     let stream = Stream {
         came: &came,
@@ -212,9 +212,9 @@ fn undone(hosts: &Hosts, wire: &Wire, all: &[(&Host, Policy)], sas: [Sa; 3], fam
             host.xfrm.remove_state(&state.id).expect("it can be");
         }
     }
-    let door = Door::open(b, family, 1);
+    let listener = Door::open(b, family, 1);
     let connect = || {
-        let address = door.address;
+        let address = listener.address;
         a.run(move || std::net::TcpStream::connect_timeout(&address, Duration::from_secs(2)))
     };
     let error = connect().expect_err("there is no SA");

@@ -159,8 +159,10 @@ fn four_cpus(guest: &Guest) {
     there.add(a, b);
     Way::new(0x2000, 0, Family::V4).add(b, a);
     let _ = protect(&hosts, Family::V4, Protocol::TCP);
-    let door = Door::open(b, Family::V4, 0);
-    let lanes: Vec<Lane> = (0..CPUS).map(|cpu| Lane::connect(a, cpu, &door)).collect();
+    let listener = Door::open(b, Family::V4, 0);
+    let lanes: Vec<Lane> = (0..CPUS)
+        .map(|cpu| Lane::connect(a, cpu, &listener))
+        .collect();
     let by = used(&there, a, b, || {
         thread::scope(|scope| {
             for (lane, cpu) in lanes.iter().zip(0..) {

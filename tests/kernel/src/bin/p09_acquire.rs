@@ -38,14 +38,14 @@ fn main() -> ExitCode {
                 _ => host.xfrm.add_policy(policy).expect("it is added"),
             }
         }
-        let door = Door::open(b, Family::V4, 0);
+        let listener = Door::open(b, Family::V4, 0);
         let connect = |cpu| -> io::Result<TcpStream> {
             let wait = Duration::from_secs(2);
-            a.on_cpu(cpu, || TcpStream::connect_timeout(&door.address, wait))
+            a.on_cpu(cpu, || TcpStream::connect_timeout(&listener.address, wait))
         };
 
         // CPU 0 has an SA, and nothing is asked for.
-        let lane = Lane::connect(a, 0, &door);
+        let lane = Lane::connect(a, 0, &listener);
         assert_eq!(users(&there, a, b, || lane.send(0, 50_000)), [Some(0)]);
 
         // From here on no CPU has one: what is sent again elsewhere would else get through.
@@ -83,7 +83,7 @@ fn main() -> ExitCode {
             host.xfrm.replace_policy(policy).expect("it can be");
         }
         drop((first, second));
-        let lane = Lane::connect(a, 3, &door);
+        let lane = Lane::connect(a, 3, &listener);
         assert_eq!(users(&there, a, b, || lane.send(3, 50_000)), [None]);
         assert_eq!(heard.asked().expect("it can be read"), []);
     })

@@ -43,9 +43,9 @@ fn before_and_after(guest: &Guest) {
     Sa::new(0x2000).add(b, a);
     let old = Sa::new(0x1000);
     old.add(a, b);
-    let door = Door::open(b, Family::V4, 0);
+    let listener = Door::open(b, Family::V4, 0);
     let bytes_of_a_packet = |sa: &Sa| {
-        let lane = Lane::connect(a, 0, &door);
+        let lane = Lane::connect(a, 0, &listener);
         let before = a.carried(&sa.id(b));
         lane.send(0, BYTES);
         let after = a.carried(&sa.id(b));

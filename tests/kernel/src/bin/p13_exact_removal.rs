@@ -84,8 +84,8 @@ fn beside_another(guest: &Guest, family: Family) {
 fn left_behind(guest: &Guest, family: Family) {
     let hosts = Hosts::new(guest);
     let (a, b) = (&hosts.a, &hosts.b);
-    let door = Door::open(b, family, 0);
-    let first = Lane::connect(a, 0, &door);
+    let listener = Door::open(b, family, 0);
+    let first = Lane::connect(a, 0, &listener);
     let all = protect(&hosts, family, Protocol::TCP);
     for (host, policy) in &all {
         if host.name == a.name {
@@ -93,7 +93,7 @@ fn left_behind(guest: &Guest, family: Family) {
         }
     }
     let wait = Duration::from_secs(2);
-    let connect = || a.run(|| TcpStream::connect_timeout(&door.address, wait));
+    let connect = || a.run(|| TcpStream::connect_timeout(&listener.address, wait));
     let before = b.statistics();
     let wire = Wire::tap(&hosts);
     let error = connect().expect_err("the port is shut");

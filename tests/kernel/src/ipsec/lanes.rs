@@ -64,10 +64,10 @@ impl Lane {
     /// # Panics
     /// It does not connect.
     #[must_use]
-    pub fn connect(host: &Host, cpu: u32, door: &Door) -> Self {
-        let near = host.on_cpu(cpu, || TcpStream::connect_timeout(&door.address, LIMIT));
+    pub fn connect(host: &Host, cpu: u32, listener: &Door) -> Self {
+        let near = host.on_cpu(cpu, || TcpStream::connect_timeout(&listener.address, LIMIT));
         let near = near.unwrap_or_else(|error| panic!("from CPU {cpu}: {error}"));
-        let far = door.accept();
+        let far = listener.accept();
         for end in [&near, &far] {
             end.set_nodelay(true).expect("it is a connection");
             // Or it would be there for minutes where its SA or its link goes first.
@@ -211,7 +211,7 @@ pub fn look_again(stream: &TcpStream, cpu: u32, first: &[u8]) {
     });
 }
 
-/// Two hosts, SAs for every CPU on both ways, policies for the lanes of `family`, and a door.
+/// Two hosts, SAs for every CPU on both ways, policies for the lanes of `family`, and a listener.
 #[derive(Debug)]
 pub struct Scene {
     /// The hosts.
@@ -221,7 +221,7 @@ pub struct Scene {
     /// The SAs back.
     pub back: Way,
     /// Where lanes arrive.
-    pub door: Door,
+    pub listener: Door,
 }
 
 impl Scene {
@@ -237,12 +237,12 @@ impl Scene {
         there.add(&hosts.a, &hosts.b);
         back.add(&hosts.b, &hosts.a);
         let _ = super::protect(&hosts, family, dunlin_ipsec::xfrm::Protocol::TCP);
-        let door = Door::open(&hosts.b, family, 0);
+        let listener = Door::open(&hosts.b, family, 0);
         Self {
             hosts,
             there,
             back,
-            door,
+            listener,
         }
     }
 
@@ -252,7 +252,7 @@ impl Scene {
     /// It does not connect.
     #[must_use]
     pub fn lane(&self, cpu: u32) -> Lane {
-        Lane::connect(&self.hosts.a, cpu, &self.door)
+        Lane::connect(&self.hosts.a, cpu, &self.listener)
     }
 
     /// Which SAs from the first host to the second carried packets while `task` ran.

@@ -10,7 +10,7 @@ use dunlin_proto::switchover::{Source, SourceAction as Do, SourceEvent as On};
 
 use super::super::control::FromPeer;
 use super::super::error::{Fault, VmIs};
-use super::super::report::{Downtime, Event, Iteration};
+use super::super::report::Event;
 use super::control::{another_peer, open_control};
 use super::doubt::{NO_RECORD, RETRY_FIRST, RETRY_LAST, VERDICT_LIMIT};
 use super::event::SessionEvent;
@@ -18,22 +18,12 @@ use super::guest::PausedGuest;
 use super::lanes::{LaneTerms, Transfer};
 use super::phase::{Done, Phase, Rest, failed, perform, take};
 use super::session::{Session, unexpected};
-use super::settled::Settled;
+use super::settled::{Figures, Settled};
 
 /// How long the destination may take from *final* to *ready*, and from *commit* to *running*. The
 /// guest is paused meanwhile, but giving up sooner would not make it run sooner: the destination
 /// may be loading.
 pub(super) const ANSWER_LIMIT: Duration = Duration::from_secs(60);
-
-/// What a report says of the switchover and the iterations before it.
-#[derive(Default)]
-pub(super) struct Figures {
-    pub(super) iterations: Vec<Iteration>,
-    pub(super) downtime: Downtime,
-    pub(super) digests_equal: Option<bool>,
-    pub(super) destination_cpu: Duration,
-    pub(super) total: Duration,
-}
 
 /// *commit* is sent; the destination's answer is awaited.
 pub(super) struct Committed<'a> {

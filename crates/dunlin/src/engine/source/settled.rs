@@ -8,12 +8,21 @@ use dunlin_proto::switchover::Source;
 
 use super::super::error::{Fault, MigrateError};
 use super::super::lock;
-use super::super::report::{Event, Report};
-use super::committed::Figures;
+use super::super::report::{Downtime, Event, Iteration, Report};
 use super::doubt::{Doubt, NO_RECORD};
 use super::guest::LoggedGuest;
 use super::lanes::Transfer;
 use super::session::Session;
+
+/// What a report says of the switchover and the iterations before it.
+#[derive(Default)]
+pub(super) struct Figures {
+    pub(super) iterations: Vec<Iteration>,
+    pub(super) downtime: Downtime,
+    pub(super) digests_equal: Option<bool>,
+    pub(super) destination_cpu: Duration,
+    pub(super) total: Duration,
+}
 
 /// A migration that has ended: no thread, lane or dirty log is left.
 pub(super) enum Settled<'a> {

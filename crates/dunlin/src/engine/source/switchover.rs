@@ -16,13 +16,13 @@ use super::super::lock;
 use super::super::memory::digest;
 use super::super::report::{Event, Iteration};
 use super::super::vmm::RunState;
-use super::committed::{ANSWER_LIMIT, Committed, Figures, not_answered};
+use super::committed::{ANSWER_LIMIT, Committed, not_answered};
 use super::event::SessionEvent;
 use super::guest::{LoggedGuest, PausedGuest};
 use super::lanes::Transfer;
 use super::phase::{Done, Phase, Rest, failed, perform, take};
 use super::session::{Session, add, spawn, unexpected};
-use super::settled::Settled;
+use super::settled::{Figures, Settled};
 
 /// The guest is paused, and the last pages and its state go out.
 pub(super) struct Switchover<'a> {

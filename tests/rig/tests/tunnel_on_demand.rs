@@ -66,7 +66,7 @@ fn a_listener_for_one_migration_carries_it_in_order_and_goes() {
         lanes: Some(3),
         once: false,
     };
-    let errand = near.open(&demand).unwrap();
+    let listener = near.open(&demand).unwrap();
 
     let credentials = Credentials::new("destination.example", "source.example").unwrap();
     let target = scratch.0.join("web.sock");
@@ -85,7 +85,7 @@ fn a_listener_for_one_migration_carries_it_in_order_and_goes() {
     assert_eq!(destination.check_pages().unwrap(), setup.workload.pages);
 
     drop(source);
-    let standing = errand.wait(Some(Instant::now() + PATIENCE));
+    let standing = listener.wait(Some(Instant::now() + PATIENCE));
     assert!(standing.is_over(), "{standing:?}");
     println!("{standing:?}");
     assert_eq!((standing.ended(), standing.failed), (5, 0), "{standing:?}");

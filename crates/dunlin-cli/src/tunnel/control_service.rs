@@ -61,7 +61,7 @@ pub(crate) const RATES_OVER: Duration = Duration::from_millis(250);
 const FAREWELL_LIMIT: Duration = Duration::from_secs(5);
 
 /// Answers for a tunnel, as long as that runs.
-pub(super) struct Desk {
+pub(super) struct ControlService {
     tunnel: Weak<Tunnel>,
     name: String,
     control: PathBuf,
@@ -73,10 +73,10 @@ pub(super) struct Desk {
     answered: Condvar,
 }
 
-impl Desk {
+impl ControlService {
     /// Answers at `socket` from now on.
     pub(super) fn serve(tunnel: &Arc<Tunnel>, name: &str, socket: &Socket) -> Result<Arc<Self>> {
-        let desk = Arc::new(Self {
+        let service = Arc::new(Self {
             tunnel: Arc::downgrade(tunnel),
             name: name.to_owned(),
             control: socket.path().to_owned(),
@@ -85,9 +85,9 @@ impl Desk {
             answering: Mutex::new(0),
             answered: Condvar::new(),
         });
-        let own = Arc::clone(&desk);
+        let own = Arc::clone(&service);
         socket.serve(move |connection| own.answer(connection), say)?;
-        Ok(desk)
+        Ok(service)
     }
 
     /// Waits until everybody has his answer, within reason, and leaves nothing.
@@ -168,17 +168,17 @@ impl Desk {
                     lanes,
                     once,
                 };
-                let errand = self.tunnel()?.open(&demand)?;
-                let line = ListenerLine::from(&errand);
+                let listener = self.tunnel()?.open(&demand)?;
+                let line = ListenerLine::from(&listener);
                 say(&described(&line));
                 let told = send(connection, &Line::Listener(line));
                 // Nobody knows of it.
                 if told.is_err() {
-                    errand.close();
+                    listener.close();
                 }
                 if wait {
                     told?;
-                    return self.wait(errand, once, requests, connection);
+                    return self.wait(listener, once, requests, connection);
                 }
                 told?;
                 send(connection, &Line::Done)
@@ -210,7 +210,11 @@ impl Desk {
             running_s: self.began.elapsed().as_secs_f64(),
             over_ms: crate::line::millis(over),
             routes: now.iter().map(route).collect(),
-            listeners: tunnel.errands().iter().map(Into::into).collect(),
+            listeners: tunnel
+                .on_demand_listeners()
+                .iter()
+                .map(Into::into)
+                .collect(),
             peers: tunnel.status().iter().map(Into::into).collect(),
         })
     }
@@ -228,30 +232,30 @@ impl Desk {
     }
 
     fn close(&self, listener: &str) -> Result<()> {
-        let errands = self.tunnel()?.errands();
-        let is_meant = |errand: &&OnDemandListener| {
-            errand.number().to_string() == listener || errand.listen().to_string() == listener
+        let on_demand = self.tunnel()?.on_demand_listeners();
+        let is_meant = |one: &&OnDemandListener| {
+            one.number().to_string() == listener || one.listen().to_string() == listener
         };
-        let Some(errand) = errands.iter().find(is_meant) else {
+        let Some(listener) = on_demand.iter().find(is_meant) else {
             bail!(
                 "no listener {listener} is open: `dunlin status` has their numbers, and \
                  configured ones go with their routes"
             );
         };
-        errand.close();
+        listener.close();
         Ok(())
     }
 
     /// Answers when a listener is over.
     fn wait(
         self: &Arc<Self>,
-        errand: OnDemandListener,
+        listener: OnDemandListener,
         once: bool,
         mut requests: impl BufRead + Send + 'static,
         connection: &UnixStream,
     ) -> Result<()> {
         if once {
-            let heeded = errand.clone();
+            let heeded = listener.clone();
             thread::Builder::new()
                 .name("control-heed".into())
                 .spawn(move || {
@@ -263,7 +267,7 @@ impl Desk {
                     }
                 })?;
         }
-        let standing = errand.wait(None);
+        let standing = listener.wait(None);
         send(connection, &ended(&standing))
     }
 }

@@ -174,7 +174,7 @@ impl OnDemandListener {
         });
         let (own, its_site) = (Arc::clone(&tally), Arc::clone(site));
         let body = move || own.serve(&its_site, listener, place, &wakeup);
-        if !site.spawn(format!("dunlin-errand-{}", tally.number), body) {
+        if !site.spawn(format!("dunlin-listener-{}", tally.number), body) {
             return Err(io::ErrorKind::WouldBlock.into());
         }
         Ok(Self(tally))

@@ -114,9 +114,9 @@ fn patient(stream: UnixStream) -> UnixStream {
     stream
 }
 
-fn connect(errand: &OnDemandListener) -> UnixStream {
-    let Listen::Unix(path) = errand.listen() else {
-        panic!("{}", errand.listen())
+fn connect(listener: &OnDemandListener) -> UnixStream {
+    let Listen::Unix(path) = listener.listen() else {
+        panic!("{}", listener.listen())
     };
     patient(UnixStream::connect(path).unwrap())
 }
@@ -125,8 +125,8 @@ fn accept(listener: &UnixListener) -> UnixStream {
     patient(listener.accept().unwrap().0)
 }
 
-fn over(errand: &OnDemandListener) -> ListenerStatus {
-    let standing = errand.wait(Some(Instant::now() + PATIENCE));
+fn over(listener: &OnDemandListener) -> ListenerStatus {
+    let standing = listener.wait(Some(Instant::now() + PATIENCE));
     assert!(standing.is_over(), "{standing:?}");
     standing
 }
@@ -171,7 +171,7 @@ fn each_migration_has_its_own_listener_which_goes_with_its_last_channel() {
     far_mail.read_exact(&mut byte).unwrap();
     let numbers: Vec<u64> = scene
         .near
-        .errands()
+        .on_demand_listeners()
         .iter()
         .map(OnDemandListener::number)
         .collect();
@@ -196,10 +196,10 @@ fn each_migration_has_its_own_listener_which_goes_with_its_last_channel() {
 fn a_closed_listener_takes_no_more_and_its_channels_go_on() {
     let scene = Scene::start();
     let plain = scene.target("plain.sock");
-    let errand = scene.open("plain", None, "entrance");
-    let mut near = connect(&errand);
+    let listener = scene.open("plain", None, "entrance");
+    let mut near = connect(&listener);
     let mut far = accept(&plain);
-    errand.close();
+    listener.close();
     let until = Instant::now() + PATIENCE;
     while is_there(&scene.path("entrance")) {
         assert!(Instant::now() < until, "it stays");
@@ -207,9 +207,9 @@ fn a_closed_listener_takes_no_more_and_its_channels_go_on() {
     }
     near.write_all(b"x").unwrap();
     far.read_exact(&mut [0]).unwrap();
-    assert_eq!(errand.standing().open, 1);
+    assert_eq!(listener.standing().open, 1);
     drop((near, far));
-    assert_eq!(over(&errand).closed, 1);
+    assert_eq!(over(&listener).closed, 1);
 
     let unused = scene.open("plain", None, "entrance");
     unused.close();
@@ -224,17 +224,17 @@ fn a_listener_for_one_connection_takes_a_single_one() {
         once: true,
         ..scene.demand("plain", None, "entrance")
     };
-    let errand = scene.near.open(&demand).unwrap();
-    let near = connect(&errand);
+    let listener = scene.near.open(&demand).unwrap();
+    let near = connect(&listener);
     let far = accept(&plain);
     let until = Instant::now() + PATIENCE;
-    while errand.standing().listens {
+    while listener.standing().listens {
         assert!(Instant::now() < until, "it goes on listening");
         thread::sleep(Duration::from_millis(5));
     }
     assert!(!is_there(&scene.path("entrance")));
     drop((near, far));
-    assert_eq!(over(&errand).closed, 1);
+    assert_eq!(over(&listener).closed, 1);
 }
 
 #[test]
@@ -252,11 +252,11 @@ fn i7_what_a_route_does_not_take_is_refused_at_the_far_side_with_a_reason() {
         ("ram", None, "needs a parameter vm=VALUE"),
         ("ram", Some("disk=web"), "a parameter vm, and not disk"),
     ] {
-        let errand = scene.open(route, parameter, "entrance");
-        let mut near = connect(&errand);
+        let listener = scene.open(route, parameter, "entrance");
+        let mut near = connect(&listener);
         // Whether it is reset or ends, nothing comes.
         assert!(!matches!(near.read_once(&mut [0]), Ok(1..)));
-        let standing = over(&errand);
+        let standing = over(&listener);
         let why = standing.why.unwrap();
         assert_eq!(
             (standing.failed, why.code()),
@@ -271,15 +271,15 @@ fn i7_what_a_route_does_not_take_is_refused_at_the_far_side_with_a_reason() {
 #[test]
 fn a_parameter_is_part_of_a_programs_arguments() {
     let scene = Scene::start();
-    let errand = scene.open("echo", Some("vm=web-1"), "entrance");
-    let mut near = connect(&errand);
+    let listener = scene.open("echo", Some("vm=web-1"), "entrance");
+    let mut near = connect(&listener);
     near.write_all(b"and back").unwrap();
     near.shutdown(std::net::Shutdown::Write).unwrap();
     let mut said = String::new();
     near.read_to_string(&mut said).unwrap();
     assert_eq!(said, "web-1 disk-web-1\nand back");
     drop(near);
-    assert_eq!(over(&errand).closed, 1);
+    assert_eq!(over(&listener).closed, 1);
 }
 
 #[test]
@@ -299,7 +299,7 @@ fn i7_what_cannot_be_opened_is_told_and_nothing_listens() {
     fs::write(scene.path("file"), "").unwrap();
     let taken = bad(&scene.demand("plain", None, "file"));
     assert!(taken.to_string().contains("no socket"), "{taken}");
-    assert!(scene.near.errands().is_empty());
+    assert!(scene.near.on_demand_listeners().is_empty());
     let target = scene.near.routes();
     assert!(target.iter().all(|one| one.target.is_none()));
 }
@@ -322,16 +322,16 @@ fn i8_listeners_are_bounded_and_those_that_are_over_make_room() {
 fn a_route_that_is_taken_away_takes_its_listeners_along_and_no_channel() {
     let scene = Scene::start();
     let plain = scene.target("plain.sock");
-    let errand = scene.open("plain", None, "entrance");
+    let listener = scene.open("plain", None, "entrance");
     let stays = scene.open("ram", Some("vm=web"), "other");
-    let mut near = connect(&errand);
+    let mut near = connect(&listener);
     let mut far = accept(&plain);
     let to = scene.far.address().to_string();
     let left = Routes::new(vec![entrance("ram", &to)], Vec::new()).unwrap();
     let identity = identities(scene.authority.identity(&[NEAR]));
     scene.near.replace(identity, &left).unwrap();
     let until = Instant::now() + PATIENCE;
-    while errand.standing().listens {
+    while listener.standing().listens {
         assert!(Instant::now() < until, "it goes on listening");
         thread::sleep(Duration::from_millis(5));
     }
@@ -353,8 +353,8 @@ fn lanes_can_be_asked_for_while_the_peers_are_connected() {
     let scene = Scene::start();
     let plain = scene.target("plain.sock");
     // Sends until there are as many lanes as are waited for, and says how many there were.
-    let lanes = |errand: &OnDemandListener, wanted: usize, enough: u64| {
-        let near = connect(errand);
+    let lanes = |listener: &OnDemandListener, wanted: usize, enough: u64| {
+        let near = connect(listener);
         let mut far = accept(&plain);
         let mut out = near.try_clone().unwrap();
         let sent = thread::spawn(move || while out.write_all(&[7; 1 << 16]).is_ok() {});
@@ -369,7 +369,7 @@ fn lanes_can_be_asked_for_while_the_peers_are_connected() {
         }
         drop((near, far));
         sent.join().unwrap();
-        assert_eq!(over(errand).failed, 1);
+        assert_eq!(over(listener).failed, 1);
         most
     };
     let first = scene.open("plain", None, "first");

@@ -34,7 +34,7 @@ use crate::vm::request::Decision;
 /// How long a process that could end waits for clients who do not read.
 const FAREWELL_LIMIT: Duration = Duration::from_secs(5);
 
-pub(crate) struct Desk {
+pub(crate) struct ControlService {
     json: bool,
     journal: Journal,
     /// Where that is.
@@ -63,7 +63,7 @@ struct Now {
 }
 
 /// A request is being answered.
-pub(crate) struct Answering(Arc<Desk>);
+pub(crate) struct Answering(Arc<ControlService>);
 
 impl Drop for Answering {
     fn drop(&mut self) {
@@ -108,7 +108,7 @@ pub(crate) enum Command {
     PowerOff,
 }
 
-impl Desk {
+impl ControlService {
     pub(crate) fn new(json: bool, journal: Journal, directory: PathBuf) -> Arc<Self> {
         Arc::new(Self {
             json,
@@ -163,12 +163,12 @@ impl Desk {
     /// Ends this process in order at the first signal, and at once at the
     /// second.
     pub(crate) fn watch(self: &Arc<Self>, signals: EndSignals) -> Result<()> {
-        let desk = Arc::clone(self);
+        let service = Arc::clone(self);
         std::thread::Builder::new()
             .name("signals".into())
             .spawn(move || {
                 while let Ok(signal) = signals.wait() {
-                    desk.end(signal);
+                    service.end(signal);
                 }
             })?;
         Ok(())
@@ -306,10 +306,10 @@ impl Desk {
             state.holds = Holds::Vm(Arc::clone(vm));
             self.changed.notify_all();
         }
-        let (desk, watched) = (Arc::clone(self), Arc::clone(vm));
+        let (service, watched) = (Arc::clone(self), Arc::clone(vm));
         std::thread::Builder::new()
             .name("vm-watch".into())
-            .spawn(move || desk.await_end_of(watched.vm()))?;
+            .spawn(move || service.await_end_of(watched.vm()))?;
         let mut state = self.lock();
         let (how, code) = loop {
             if state.under_way().is_none() {
