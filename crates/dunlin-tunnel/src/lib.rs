@@ -404,7 +404,7 @@ impl Tunnel {
         let until = Instant::now() + limit;
         {
             // Those that are there are closed below, and no other is opened.
-            let _errands = self.lock_on_demand();
+            let _held = self.lock_on_demand();
             self.site.is_to_drain();
         }
         self.close_all();
