@@ -8,9 +8,11 @@ use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Result};
 use clap::Args;
-use dunlin::lane::identity::{ClientTls, Identity, Layout, LoadOptions, Role, ServerTls};
-use dunlin::lane::kernel::{Choice, Offload, choose};
+use dunlin::lane::identity::{Identity, Layout, LoadOptions, Role};
+use dunlin::lane::kernel::{Choice, choose};
+use dunlin::lane::offload::Offload;
 use dunlin::lane::peers::{Peer, Peers};
+use dunlin::lane::policy::{ClientTls, ServerTls};
 use dunlin::lane::provider::{CipherSuite, Crypto};
 use serde::{Deserialize, Serialize};
 

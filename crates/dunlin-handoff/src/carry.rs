@@ -35,8 +35,9 @@ use thiserror::Error;
 use zeroize::Zeroizing;
 
 use super::pass::{give, take};
+use dunlin_lane::handshake::Renewal;
 use dunlin_lane::handshake::keyed::Keyed;
-use dunlin_lane::handshake::{Renewal, parts};
+use dunlin_lane::provider::parts;
 use dunlin_lane::provider::{self, CipherSuite, ProviderError, TlsVersion};
 use dunlin_lane::record::{CONTENT_BYTES, HEADER_BYTES, RECEIVED_RECORD_BYTES};
 use dunlin_lane::relayed::{Held, Opening, RelayError, Sealing, halves};

@@ -20,7 +20,7 @@ use super::session::{Beginning, Session, clean_up, random_session};
 use super::{Observer, Options};
 use dunlin_lane::control::{self, ControlStream};
 use dunlin_lane::dial::{Connector, DialCancel, StandardConnector};
-use dunlin_lane::identity::ClientTls;
+use dunlin_lane::policy::ClientTls;
 
 /// How often it is looked whether it is given up.
 const LOOK: Duration = Duration::from_millis(100);

@@ -24,8 +24,8 @@ use super::tables::Tables;
 use super::{Event, Observer, Options};
 use dunlin_lane::accept::{Arrival, accept};
 use dunlin_lane::control::ControlStream;
-use dunlin_lane::identity::ServerTls;
 use dunlin_lane::peers::PeerIdentity;
+use dunlin_lane::policy::ServerTls;
 
 /// Sessions at the same time, and those of one peer.
 const SESSIONS: usize = 64;

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use dunlin_ipsec::{IpsecError, Mode, Options, up_unless};
 use dunlin_lane::control;
-use dunlin_lane::identity::ServerTls;
+use dunlin_lane::policy::ServerTls;
 use dunlin_lane::provider::Crypto;
 use dunlin_test_support::lane::{Authority, DESTINATION, SOURCE, Scratch, names};
 

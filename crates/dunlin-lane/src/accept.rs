@@ -19,37 +19,26 @@
 //! on it, a data lane's keys are taken out of it for [`super::record`], with
 //! not a byte read too many.
 
+mod arrival;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzz;
 mod pending;
+pub(super) mod reading;
 
 use std::collections::VecDeque;
 use std::io;
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::TcpListener;
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use dunlin_linux::poll::{Interest, Wakeup, poll};
 use dunlin_proto::negotiate::Opening;
-use dunlin_proto::wire::DecodeError;
-use thiserror::Error;
 
-use super::control::ControlStream;
-use super::handshake::relay::Relayed;
-use super::handshake::{HandshakeError, Secured};
-use super::identity::ServerTls;
-pub(super) use pending::Reading;
-pub use pending::would_block;
-use pending::{Pending, Step};
+use super::policy::ServerTls;
+pub use arrival::{Arrival, LaneSocket, RelayArrival};
+use pending::{Came, Pending, Purpose, Step};
+pub use reading::{OPENING_DEADLINE, PENDING_LIMIT, RejectReason, would_block};
 
-/// Connections that are not authenticated yet, at the same time. Each costs
-/// at most [`FLIGHT_LIMIT_BYTES`](super::handshake::FLIGHT_LIMIT_BYTES) and what rustls keeps, so that all of them
-/// stay under 8 MiB.
-pub const PENDING_LIMIT: usize = 64;
-/// From accepting a connection to the end of its opening.
-pub const OPENING_DEADLINE: Duration = Duration::from_secs(10);
-/// How long a refused peer may take to fetch its alert.
-const LINGER: Duration = Duration::from_millis(500);
 /// Connections accepted before those that are there get their turn again. With
 /// the newer half never given up ([`take_least`]), each has had four turns to say
 /// something before it can be driven out for its silence.
@@ -61,91 +50,6 @@ const SHORTAGE_REST: Duration = Duration::from_millis(100);
 /// honest handshake is over by then, and lanes of one session that come together
 /// do not drive each other out.
 const SHORTAGE_GRACE: Duration = Duration::from_millis(300);
-
-/// What came out of a connection.
-#[expect(
-    clippy::large_enum_variant,
-    reason = "there are few, and each is matched where it arrives"
-)]
-#[derive(Debug)]
-pub enum Arrival {
-    /// A control lane, whose peer has sent its offer.
-    Control {
-        /// The lane.
-        stream: ControlStream,
-        /// The first words: an offer, unless the peer breaks the protocol.
-        opening: Opening,
-    },
-    /// A data lane.
-    Lane {
-        /// The lane.
-        socket: LaneSocket,
-        /// The first words: a lane open, unless the peer breaks the protocol.
-        opening: Opening,
-    },
-    /// A connection that came to nothing.
-    Rejected {
-        /// Where it came from.
-        from: SocketAddr,
-        /// Why.
-        reason: RejectReason,
-    },
-    /// Somebody waits to be accepted, and there is no descriptor or memory left to
-    /// do it with, and nobody else whose place it could have. Told once, until
-    /// a connection has been accepted again.
-    Starved(io::Error),
-}
-
-/// An accepted data lane, blocking, with nothing read behind its opening.
-#[derive(Debug)]
-pub enum LaneSocket {
-    /// Its peer is authenticated.
-    Tls(Box<Secured>),
-    /// Its peer is proved by nothing but what it says in its opening.
-    Plain(TcpStream),
-}
-
-impl LaneSocket {
-    /// The connection, for its options.
-    pub fn stream(&self) -> &TcpStream {
-        match self {
-            Self::Tls(secured) => &secured.stream,
-            Self::Plain(stream) => stream,
-        }
-    }
-}
-
-/// Why a connection came to nothing.
-#[derive(Debug, Error)]
-#[non_exhaustive]
-pub enum RejectReason {
-    /// The handshake failed.
-    #[error(transparent)]
-    Handshake(#[from] HandshakeError),
-    /// It took too long.
-    #[error("the peer was not done with its opening after {} s", OPENING_DEADLINE.as_secs())]
-    Deadline,
-    /// Too many others came after it.
-    #[error("{PENDING_LIMIT} other connections wanted its place before it was authenticated")]
-    Evicted,
-    /// Another wants to be accepted, and nothing else is left to do it with.
-    #[error(
-        "its place was given to the next, since this process or host has no descriptor or memory \
-         left: raise the limit of open files (`ulimit -n`), or end what holds them; {0}"
-    )]
-    Shortage(io::Error),
-    /// The first words make no sense.
-    #[error("the peer's first words are not Dunlin's: {0}")]
-    Opening(#[from] DecodeError),
-    /// It neither began a TLS handshake nor a plain lane.
-    #[error(
-        "the peer's first byte is {0:#04x}: neither TLS nor a plain lane of Dunlin; find out who connects to this port"
-    )]
-    Unknown(u8),
-    /// The connection broke.
-    #[error("the connection failed: {0}")]
-    Io(#[from] io::Error),
-}
 
 /// Accepts on `listener` until `stop` is woken, and hands each connection to
 /// `deliver`. Runs on the calling thread.
@@ -167,21 +71,6 @@ pub fn accept(
     })
 }
 
-/// What came out of a connection that was to be relayed.
-pub enum RelayArrival {
-    /// Its peer is authenticated.
-    Secured(Box<Relayed>),
-    /// As [`Arrival::Rejected`].
-    Rejected {
-        /// Where it came from.
-        from: SocketAddr,
-        /// Why.
-        reason: RejectReason,
-    },
-    /// As [`Arrival::Starved`].
-    Starved(io::Error),
-}
-
 /// The same for a relay, whose peers are any TLS clients: they are accepted when their handshake
 /// is complete.
 pub fn accept_relayed(
@@ -197,23 +86,6 @@ pub fn accept_relayed(
             Came::Starved(error) => RelayArrival::Starved(error),
         });
     })
-}
-
-/// What connections are accepted for.
-#[derive(Clone, Copy)]
-enum Purpose<'a> {
-    Lanes(&'a ServerTls),
-    Relay(&'a ServerTls),
-}
-
-/// What has become of a connection.
-enum Came {
-    Opened(Pending),
-    Rejected {
-        from: SocketAddr,
-        reason: RejectReason,
-    },
-    Starved(io::Error),
 }
 
 fn accept_for(

@@ -2,7 +2,6 @@
 
 use std::error::Error;
 use std::io;
-use std::sync::Arc;
 
 use dunlin_linux::socket::{Liveness, set_liveness};
 use dunlin_proto::fault::FaultCode;
@@ -11,7 +10,6 @@ use thiserror::Error;
 
 use super::accept::LaneSocket;
 use super::data::{DataReceiver, PlainConsent, ReceiveError, STALL_LIMIT};
-use super::dial::SealedLanes;
 use super::peers::PeerIdentity;
 
 /// Admits lanes of one kind: TLS, plain, or sealed below TCP.
@@ -110,30 +108,5 @@ impl LaneAcceptor for PlainAcceptor {
         };
         set_liveness(&stream, &Liveness::default())?;
         Ok(DataReceiver::plain(stream, self.0, STALL_LIMIT)?)
-    }
-}
-
-/// Admits a lane of the security that both sides have selected. `allow_plain` is this side's
-/// consent to lanes in the clear.
-pub fn admit(
-    selected: LaneSecurity,
-    allow_plain: bool,
-    sealed: Option<&Arc<dyn SealedLanes>>,
-    socket: LaneSocket,
-    is_peer: &dyn Fn(&PeerIdentity) -> bool,
-) -> Result<DataReceiver, AdmitError> {
-    let agreed = selected;
-    match selected {
-        LaneSecurity::Tls => TlsAcceptor.admit(socket, is_peer),
-        LaneSecurity::Plain => match PlainConsent::both(allow_plain, true) {
-            Some(consent) => PlainAcceptor::new(consent).admit(socket, is_peer),
-            None => Err(AdmitError::OtherSecurity { agreed }),
-        },
-        LaneSecurity::Ipsec => match sealed {
-            Some(lanes) => lanes.admit(socket, is_peer),
-            None => Err(AdmitError::NotSealed(
-                "this side is not prepared for lanes over IPsec".into(),
-            )),
-        },
     }
 }

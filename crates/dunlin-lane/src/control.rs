@@ -18,9 +18,9 @@ use thiserror::Error;
 use super::handshake::{
     self, HandshakeError, Parameters, linger, parameters, peer_identity, read_record,
 };
-use super::identity::{ClientTls, ServerTls};
 use super::peers::PeerIdentity;
 use super::policy::ServerSettings;
+use super::policy::{ClientTls, ServerTls};
 use super::provider::Provider;
 use super::record::{Alert, RECEIVED_RECORD_BYTES};
 use super::trust::Trust;
@@ -476,4 +476,14 @@ fn write(
             .map_err(HandshakeError::Io)?;
     }
     handshake::write_all(stream, deadline, &outgoing)
+}
+
+impl ServerTls {
+    /// Keeps the settings that the session's control lane was made with for all that belongs to
+    /// the session.
+    pub fn keep(&self, control: &ControlStream) {
+        if let Some(settings) = control.accepted_with() {
+            self.keep_settings(settings);
+        }
+    }
 }

@@ -7,7 +7,6 @@
 //! resolver of names cannot be interrupted.
 
 use crate::sync::lock;
-use std::fmt;
 use std::io;
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,15 +16,13 @@ use std::time::Instant;
 use dunlin_linux::poll::{Waker, Wakeup, waker};
 use dunlin_linux::socket::{self, Liveness, set_liveness};
 use dunlin_proto::fault::FaultCode;
-use dunlin_proto::negotiate::{LaneOpen, LaneSecurity, SessionId, SessionSecret};
+use dunlin_proto::negotiate::{LaneOpen, SessionId, SessionSecret};
 use thiserror::Error;
 
-use super::accept::Arrival;
-use super::admit::LaneAcceptor;
 use super::data::{DataSender, PlainConsent, STALL_LIMIT, SendError};
 use super::handshake::{self, HandshakeError};
-use super::identity::ClientTls;
 use super::peers::Principal;
+use super::policy::ClientTls;
 use super::proof::prove;
 use super::reach::first_of;
 
@@ -97,40 +94,6 @@ pub trait LaneDialer: Send + Sync {
     /// # Errors
     /// There is no lane by the deadline, the peer is another one, or the request was cancelled.
     fn dial(&self, request: &LaneRequest<'_>) -> Result<DataSender, DialError>;
-}
-
-/// Lanes that something below TCP seals (IPsec), as this process opens and accepts them.
-pub trait SealedLanes: LaneAcceptor + fmt::Debug {
-    /// A dialer for the lanes of one session. When it is dropped, what it has set up is taken
-    /// down; that may wait until its lanes' connections have ended.
-    fn dialer(&self) -> Arc<dyn LaneDialer>;
-
-    /// Takes a connection that sets up such lanes out of what arrives at the lanes' listener, and
-    /// gives back everything else.
-    fn take(&self, arrival: Arrival) -> Option<Arrival>;
-}
-
-/// A dialer for lanes of the security that both sides have selected, or `None` where it is IPsec
-/// and this process has no [`SealedLanes`].
-pub fn dialer(
-    selected: LaneSecurity,
-    sealed: Option<&Arc<dyn SealedLanes>>,
-) -> Option<Arc<dyn LaneDialer>> {
-    match selected {
-        LaneSecurity::Tls => Some(Arc::new(TlsDialer)),
-        // A selection is confirmed against the offer, so both sides have consented.
-        LaneSecurity::Plain => {
-            let consent = PlainConsent::both(true, true)?;
-            Some(Arc::new(PlainDialer::new(consent)))
-        }
-        LaneSecurity::Ipsec => sealed.map(|lanes| lanes.dialer()),
-    }
-}
-
-/// What a dialer keeps with its lane until the lane ends.
-pub trait LaneGuard: Send {
-    /// Called by the lane's thread before it sends a frame.
-    fn before_send(&self);
 }
 
 /// Why a lane could not be opened.
@@ -384,11 +347,5 @@ mod tests {
             matches!(stream.peek(&mut [0]), Ok(0))
         };
         assert!(is_shut(&covered) && is_shut(&later) && !is_shut(&replaced));
-    }
-
-    #[test]
-    fn ipsec_lanes_have_no_dialer_where_nothing_seals_them() {
-        assert!(dialer(LaneSecurity::Ipsec, None).is_none());
-        assert!(dialer(LaneSecurity::Tls, None).is_some());
     }
 }

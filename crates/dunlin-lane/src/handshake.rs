@@ -29,19 +29,16 @@ use rustls::unbuffered::{
 };
 use rustls::{CommonState, ConnectionTrafficSecrets, ExtractedSecrets, NamedGroup};
 
-pub use self::error::HandshakeError;
-use super::identity::{ClientTls, ServerTls};
-use super::kernel::{self, Offload};
+pub use self::error::{FLIGHT_LIMIT_BYTES, HandshakeError};
+use super::kernel;
+use super::offload::Offload;
 use super::peers::PeerIdentity;
-use super::policy::ALPN;
-use super::provider::{CipherSuite, Provider, ProviderError};
+use super::policy::{ALPN, ClientTls, ServerTls};
+use super::provider::{CipherSuite, Provider, ProviderError, parts};
 use super::record::{HEADER_BYTES, OpenHalf, RECEIVED_RECORD_BYTES, SealHalf};
 use super::trust::Trust;
 pub use super::trust::UntrustedReason;
 
-/// The most that a peer may send before it is authenticated. A chain of four RSA-4096
-/// certificates takes an eighth of it.
-pub const FLIGHT_LIMIT_BYTES: usize = 64 << 10;
 /// How long a failed handshake waits for its alert to be taken, at most.
 const LINGER: Duration = Duration::from_millis(500);
 
@@ -426,29 +423,6 @@ pub(super) fn halves(
     let (suite, key, iv) = parts(&receive)?;
     let open = OpenHalf::new(provider, suite, key, iv, receive_sequence)?;
     Ok((seal, open))
-}
-
-/// The suite, key and first nonce of one direction.
-///
-/// # Errors
-/// The suite is not one of lanes.
-pub fn parts(
-    secrets: &ConnectionTrafficSecrets,
-) -> Result<(CipherSuite, &[u8], [u8; 12]), ProviderError> {
-    use ConnectionTrafficSecrets as Secrets;
-    let (suite, key, iv) = match secrets {
-        Secrets::Aes256Gcm { key, iv } => (CipherSuite::Aes256Gcm, key, iv),
-        Secrets::Aes128Gcm { key, iv } => (CipherSuite::Aes128Gcm, key, iv),
-        Secrets::Chacha20Poly1305 { key, iv } => (CipherSuite::ChaCha20Poly1305, key, iv),
-        _ => return Err(ProviderError::NoSuite),
-    };
-    let iv = iv.as_ref().try_into().map_err(|_| ProviderError::NoSuite)?;
-    // rustls keeps every key in 32 bytes, whatever the suite's length.
-    let key = key
-        .as_ref()
-        .get(..suite.key_bytes())
-        .ok_or(ProviderError::NoSuite)?;
-    Ok((suite, key, iv))
 }
 
 /// The two roles' connections, which rustls gives no common trait.

@@ -1,20 +1,23 @@
 //! This host's identity: its certificate, its key, and the authorities whose peers it trusts.
 //!
 //! Loaded from a directory in one of the layouts of [`Layout`], or from [`Files`]. From an
-//! identity come the TLS settings of both roles, made in [`policy`].
+//! identity come the TLS settings of both roles, made in [`policy`](super::policy).
 //!
 //! Nothing is watched: whoever loads an identity again gets what the files hold then, and
-//! [`ServerTls::replace`] has a destination use it from the next handshake on.
+//! [`ServerTls::replace`](super::policy::ServerTls::replace) has a destination use it from the next handshake on.
 
+mod dated;
+mod directory;
 mod error;
 mod files;
 mod layout;
+mod options;
 #[cfg(test)]
 mod wiped;
 
 use std::cmp::Reverse;
 use std::collections::HashSet;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -28,47 +31,22 @@ use x509_parser::revocation_list::CertificateRevocationList;
 use x509_parser::time::ASN1Time;
 use zeroize::Zeroizing;
 
-pub use self::error::{IdentityError, Item, SettingsError, Warning};
+pub use self::dated::{Dated, Item};
+pub use self::error::{IdentityError, SettingsError, Warning};
 pub(super) use self::files::certificates;
 pub use self::layout::{
     AUTHORITIES_FILE, CERTIFICATE_FILE, DENIED_FILE, Files, KEY_FILE, Layout, REVOCATIONS_FILE,
     Role, UnknownLayout,
 };
+pub use self::options::LoadOptions;
 use super::denied::Denied;
 use super::names::PeerName;
-use super::peers::{AuthorisedBy, PeerIdentity, PeerRefused, Peers, Pin};
-use super::policy::OldestTls;
-pub use super::policy::{ClientTls, ServerTls};
-use super::provider::{Crypto, Offer, handshake_algorithms, load_key};
+use super::peers::{AuthorisedBy, PeerIdentity, PeerRefused, Pin};
+use super::provider::{handshake_algorithms, load_key};
+use super::trust;
 use super::trust::{Authorities, UntrustedReason};
-use super::{policy, trust};
 
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
-
-/// How strictly files are looked at, and which.
-#[derive(Clone, Copy, Debug)]
-pub struct LoadOptions {
-    /// How the files lie in the directory; told by what is there if none is given.
-    pub layout: Option<Layout>,
-    /// The side of a migration that it is for. Dunlin's own layout serves both.
-    pub role: Option<Role>,
-    /// Accept a key that every user of this host can read. For tests and broken file systems.
-    pub allow_key_open_to_all: bool,
-    /// How long ahead the end of a validity is warned of; no sooner, though, than in the last
-    /// third of it, so that what is made to last a day is not always about to end.
-    pub warn_before: Duration,
-}
-
-impl Default for LoadOptions {
-    fn default() -> Self {
-        Self {
-            layout: None,
-            role: None,
-            allow_key_open_to_all: false,
-            warn_before: 30 * DAY,
-        }
-    }
-}
 
 /// A host's certificate chain, key and trusted authorities.
 pub struct Identity {
@@ -78,23 +56,6 @@ pub struct Identity {
     files: Files,
     dates: Vec<Dated>,
     options: LoadOptions,
-}
-
-/// When something of an identity is valid.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Dated {
-    /// What it is.
-    pub item: Item,
-    /// The file that it is in.
-    pub path: PathBuf,
-    /// Its position in that file, from zero.
-    pub position: usize,
-    /// The beginning of its validity; when it was made, for a revocation list.
-    pub not_before: SystemTime,
-    /// The end of its validity; when the next one is due, for a revocation list.
-    pub not_after: SystemTime,
-    /// The same, for people.
-    pub until: String,
 }
 
 /// What a host's certificate says, for people.
@@ -251,61 +212,6 @@ impl Identity {
         self.authorities.check_admitted(peer)
     }
 
-    /// Settings for a source that accepts only `peers` at the other end.
-    ///
-    /// # Errors
-    /// [`SettingsError`].
-    pub fn client(&self, crypto: &Crypto, peers: Peers) -> Result<ClientTls, SettingsError> {
-        self.check_purpose(Role::Source)?;
-        policy::client(self, crypto, peers)
-    }
-
-    /// Settings for a destination that lets in only `peers`.
-    ///
-    /// # Errors
-    /// [`SettingsError`].
-    pub fn server(&self, crypto: &Crypto, peers: Peers) -> Result<ServerTls, SettingsError> {
-        self.check_purpose(Role::Destination)?;
-        policy::server(self, crypto, peers)
-    }
-
-    /// Settings for a relay that connects to `peers` at `host`, which need not be Dunlin.
-    pub fn relay_client(
-        &self,
-        crypto: &Crypto,
-        peers: Peers,
-        oldest: OldestTls,
-        host: &str,
-    ) -> Result<ClientTls, SettingsError> {
-        self.check_purpose(Role::Source)?;
-        policy::relay_client(self, crypto, peers, oldest, host)
-    }
-
-    /// Settings for a relay that lets in `peers`, which need not be Dunlin.
-    pub fn relay_server(
-        &self,
-        crypto: &Crypto,
-        peers: Peers,
-        oldest: OldestTls,
-    ) -> Result<ServerTls, SettingsError> {
-        self.check_purpose(Role::Destination)?;
-        policy::relay_server(self, crypto, peers, oldest)
-    }
-
-    /// Settings for a hand-off that accepts: what it takes is in `offer`, and clients are asked for
-    /// a certificate if `clients` says whose.
-    ///
-    /// # Errors
-    /// [`SettingsError`].
-    pub fn handoff_server(
-        &self,
-        offer: Offer,
-        clients: Option<Peers>,
-    ) -> Result<ServerTls, SettingsError> {
-        self.check_purpose(Role::Destination)?;
-        policy::handoff::handoff_server(self, offer, clients)
-    }
-
     fn leaf(&self) -> Result<X509Certificate<'_>, IdentityError> {
         parse(
             Item::Certificate,
@@ -360,7 +266,7 @@ impl Identity {
 
     /// The peer's check of the extended key usage (RFC 5280, section 4.2.1.12), made here, where
     /// the file can be named.
-    fn check_purpose(&self, role: Role) -> Result<(), IdentityError> {
+    pub(super) fn check_purpose(&self, role: Role) -> Result<(), IdentityError> {
         let certificate = self.leaf()?;
         let Ok(Some(usage)) = certificate.extended_key_usage() else {
             return Ok(());

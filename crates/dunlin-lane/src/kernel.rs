@@ -21,7 +21,6 @@ mod driver;
 use std::fmt;
 use std::io::{self, Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
-use std::str::FromStr;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -29,8 +28,8 @@ use dunlin_linux::ktls::{self, Cipher, Direction, Key, Version};
 use rustls::{ConnectionTrafficSecrets, ExtractedSecrets};
 use thiserror::Error;
 
-use super::handshake::parts;
-use super::provider::CipherSuite;
+use super::offload::Offload;
+use super::provider::{CipherSuite, parts};
 
 pub use chosen::{Acceleration, Chosen, Device, Inspector, RecordEngine, RecordEngines};
 pub use driver::Driver;
@@ -39,23 +38,6 @@ pub use driver::Driver;
 const REFUSAL_BELIEVED: Duration = Duration::from_secs(30);
 /// How long the probe's own connection may take.
 const PROBE_LIMIT: Duration = Duration::from_secs(2);
-
-/// Who seals and opens the bulk of a lane.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Offload {
-    /// The kernel where it can and has a fast cipher, else this process.
-    #[default]
-    Auto,
-    /// The kernel, or nobody.
-    Kernel,
-    /// This process.
-    Process,
-}
-
-/// No name of an [`Offload`].
-#[derive(Debug, Error)]
-#[error("{0:?} is none of auto, kernel, process")]
-pub struct UnknownOffload(String);
 
 /// Why the kernel does not seal and open records.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
@@ -469,27 +451,6 @@ fn way(direction: Direction) -> &'static str {
     match direction {
         Direction::Sending => "what this side sends",
         Direction::Receiving => "what the peer sends",
-    }
-}
-
-impl fmt::Display for Offload {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Auto => "auto",
-            Self::Kernel => "kernel",
-            Self::Process => "process",
-        })
-    }
-}
-
-impl FromStr for Offload {
-    type Err = UnknownOffload;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        [Self::Auto, Self::Kernel, Self::Process]
-            .into_iter()
-            .find(|offload| offload.to_string() == text)
-            .ok_or_else(|| UnknownOffload(text.to_owned()))
     }
 }
 

@@ -38,12 +38,14 @@ use rustls::{ClientConfig, ServerConfig, SupportedProtocolVersion, version};
 use webpki::KeyUsage;
 
 pub use self::handoff::HandoffTls;
-use super::identity::{Identity, SettingsError};
-use super::kernel::{self, Offload};
+use super::identity::{Identity, Role, SettingsError};
+use super::kernel;
+use super::offload::Offload;
 use super::peers::Peers;
 use super::provider::{Crypto, Provider};
 use super::trust::Trust;
 
+pub use super::provider::OldestTls;
 pub use super::trust::bundle::{Bundle, TrustPolicy};
 
 /// The protocol's name in both hellos (RFC 7301). Its versions are negotiated above TLS.
@@ -51,17 +53,6 @@ pub const ALPN: &[u8] = b"dunlin";
 
 const VERSIONS: &[&SupportedProtocolVersion] = &[&version::TLS13];
 const OLDER_VERSIONS: &[&SupportedProtocolVersion] = &[&version::TLS13, &version::TLS12];
-
-/// The oldest TLS that a relay speaks.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum OldestTls {
-    /// TLS 1.2 (RFC 5246), with the suites of RFC 5289 and RFC 7905: ephemeral key exchange and
-    /// authenticated encryption.
-    V1_2,
-    /// TLS 1.3 alone.
-    #[default]
-    V1_3,
-}
 
 /// What differs between a lane's TLS and a relay's.
 struct Terms {
@@ -118,18 +109,57 @@ pub(super) struct ServerSettings {
     pub(super) offload: Offload,
 }
 
-pub(super) fn client(
-    identity: &Identity,
-    crypto: &Crypto,
-    peers: Peers,
-) -> Result<ClientTls, SettingsError> {
+impl Identity {
+    /// Settings for a source that accepts only `peers` at the other end.
+    ///
+    /// # Errors
+    /// [`SettingsError`].
+    pub fn client(&self, crypto: &Crypto, peers: Peers) -> Result<ClientTls, SettingsError> {
+        self.check_purpose(Role::Source)?;
+        client(self, crypto, peers)
+    }
+
+    /// Settings for a destination that lets in only `peers`.
+    ///
+    /// # Errors
+    /// [`SettingsError`].
+    pub fn server(&self, crypto: &Crypto, peers: Peers) -> Result<ServerTls, SettingsError> {
+        self.check_purpose(Role::Destination)?;
+        server(self, crypto, peers)
+    }
+
+    /// Settings for a relay that connects to `peers` at `host`, which need not be Dunlin.
+    pub fn relay_client(
+        &self,
+        crypto: &Crypto,
+        peers: Peers,
+        oldest: OldestTls,
+        host: &str,
+    ) -> Result<ClientTls, SettingsError> {
+        self.check_purpose(Role::Source)?;
+        relay_client(self, crypto, peers, oldest, host)
+    }
+
+    /// Settings for a relay that lets in `peers`, which need not be Dunlin.
+    pub fn relay_server(
+        &self,
+        crypto: &Crypto,
+        peers: Peers,
+        oldest: OldestTls,
+    ) -> Result<ServerTls, SettingsError> {
+        self.check_purpose(Role::Destination)?;
+        relay_server(self, crypto, peers, oldest)
+    }
+}
+
+fn client(identity: &Identity, crypto: &Crypto, peers: Peers) -> Result<ClientTls, SettingsError> {
     let server_name = peers.server_name();
     let terms = Terms::of_lane(crypto)?;
     connecting(identity, crypto, peers, terms, server_name)
 }
 
 /// The same for a relay to `host`, which is named to the peer if no name in `peers` can be.
-pub(super) fn relay_client(
+fn relay_client(
     identity: &Identity,
     crypto: &Crypto,
     peers: Peers,
@@ -172,16 +202,12 @@ fn connecting(
     })
 }
 
-pub(super) fn server(
-    identity: &Identity,
-    crypto: &Crypto,
-    peers: Peers,
-) -> Result<ServerTls, SettingsError> {
+fn server(identity: &Identity, crypto: &Crypto, peers: Peers) -> Result<ServerTls, SettingsError> {
     accepting(identity, crypto, peers, Terms::of_lane(crypto)?)
 }
 
 /// The same for a relay.
-pub(super) fn relay_server(
+fn relay_server(
     identity: &Identity,
     crypto: &Crypto,
     peers: Peers,
@@ -284,19 +310,16 @@ impl ServerTls {
         kept.unwrap_or_else(|| Arc::clone(&lock(&self.current)))
     }
 
+    /// Uses `settings` for all that belongs to the session.
+    pub(super) fn keep_settings(&self, settings: &Arc<ServerSettings>) {
+        *lock(&self.kept) = Some(Arc::clone(settings));
+    }
+
     /// The same settings for one more session, which keeps its own.
     pub fn of_session(&self) -> Self {
         Self {
             current: Arc::clone(&self.current),
             kept: Arc::default(),
-        }
-    }
-
-    /// Keeps the settings that the session's control lane was made with for all that belongs to
-    /// the session.
-    pub fn keep(&self, control: &super::control::ControlStream) {
-        if let Some(settings) = control.accepted_with() {
-            *lock(&self.kept) = Some(Arc::clone(settings));
         }
     }
 }

@@ -5,22 +5,23 @@
 //! and says what it found. The handshake takes its key exchange and signatures from aws-lc-rs
 //! where that is built in, since ring has no X25519MLKEM768; that choice costs no speed.
 
+mod auto;
 mod named;
 mod older;
 
 use std::fmt;
-use std::sync::{Arc, OnceLock};
-use std::time::{Duration, Instant};
+use std::sync::Arc;
 
-use rustls::SupportedCipherSuite;
 use rustls::crypto::{CryptoProvider, WebPkiSupportedAlgorithms};
 use rustls::pki_types::PrivateKeyDer;
+use rustls::{ConnectionTrafficSecrets, SupportedCipherSuite};
 use thiserror::Error;
 
+pub use self::auto::{Choice, Speed, auto};
 pub use self::named::{Offer, OfferError, TlsVersion};
 pub use self::named::{group_name, suite_name};
-use super::kernel::Offload;
-use super::record::{CONTENT_BYTES, OpenHalf, RECORD_BYTES, SealHalf};
+pub use self::older::OldestTls;
+use super::offload::Offload;
 
 #[cfg(not(any(feature = "ring", feature = "aws-lc-rs")))]
 compile_error!("dunlin needs a crypto library: switch on the feature `ring`, `aws-lc-rs` or both");
@@ -72,24 +73,6 @@ pub enum ProviderError {
     UnknownName,
 }
 
-/// What [`auto`] chose, and on what grounds.
-#[derive(Clone, Debug)]
-pub struct Choice {
-    /// The library to use.
-    pub provider: Provider,
-    /// What was measured: sealing and opening 16 KiB AES-256-GCM records on one core.
-    pub speeds: Vec<Speed>,
-}
-
-/// One library's speed on this processor.
-#[derive(Clone, Copy, Debug)]
-pub struct Speed {
-    /// The library.
-    pub provider: Provider,
-    /// Bytes sealed and opened again per second.
-    pub bytes_per_second: f64,
-}
-
 /// The crypto of one session: the library for records and the suites, best first.
 #[derive(Clone, Debug)]
 pub struct Crypto {
@@ -102,11 +85,6 @@ pub struct Crypto {
 }
 
 impl Crypto {
-    /// The fastest library on this processor and AES-256-GCM first.
-    pub fn auto() -> Self {
-        Self::with(auto().provider)
-    }
-
     /// The library given and AES-256-GCM first.
     pub fn with(provider: Provider) -> Self {
         Self {
@@ -180,60 +158,6 @@ impl CipherSuite {
             other => Err(ProviderError::NotBuiltIn(other)),
         }
     }
-}
-
-/// The fastest library on this processor. The first call measures, for about five milliseconds
-/// with both built in; later calls answer at once.
-pub fn auto() -> &'static Choice {
-    static CHOICE: OnceLock<Choice> = OnceLock::new();
-    CHOICE.get_or_init(probe)
-}
-
-fn probe() -> Choice {
-    let mut speeds: Vec<Speed> = Provider::built_in()
-        .iter()
-        .map(|&provider| Speed {
-            provider,
-            bytes_per_second: measure(provider),
-        })
-        .collect();
-    speeds.sort_by(|a, b| b.bytes_per_second.total_cmp(&a.bytes_per_second));
-    let provider = speeds
-        .first()
-        .map_or(Provider::built_in()[0], |best| best.provider);
-    Choice { provider, speeds }
-}
-
-/// The best of five short runs: the others were disturbed by whatever else runs on this host.
-fn measure(provider: Provider) -> f64 {
-    const RUN: Duration = Duration::from_micros(400);
-    const SUITE: CipherSuite = CipherSuite::Aes256Gcm;
-    // The key protects nothing: both halves live in this function.
-    let key = [7; SUITE.key_bytes()];
-    let (Ok(mut seal), Ok(mut open)) = (
-        SealHalf::new(provider, SUITE, &key, [0; 12], 0),
-        OpenHalf::new(provider, SUITE, &key, [0; 12], 0),
-    ) else {
-        return 0.0;
-    };
-    let mut record = vec![0; RECORD_BYTES];
-    let mut run = |least: Duration| {
-        let begin = Instant::now();
-        let mut bytes = 0.0;
-        loop {
-            if seal.seal(&mut record).is_err() || open.open(&mut record).is_err() {
-                return 0.0;
-            }
-            bytes += CONTENT_BYTES as f64;
-            let spent = begin.elapsed();
-            if spent >= least {
-                return bytes / spent.as_secs_f64();
-            }
-        }
-    };
-    // One record first: it sets up the tables that every later one finds warm.
-    run(Duration::ZERO);
-    (0..5).map(|_| run(RUN)).fold(0.0, f64::max)
 }
 
 /// A private key as the handshake will use it.
@@ -484,51 +408,33 @@ impl std::str::FromStr for CipherSuite {
     }
 }
 
-impl fmt::Display for Choice {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: ", self.provider)?;
-        if let [only] = &self.speeds[..] {
-            let speed = only.bytes_per_second / f64::from(1 << 30);
-            return write!(
-                f,
-                "the only library built in ({speed:.2} GiB/s sealed and opened)"
-            );
-        }
-        for (position, speed) in self.speeds.iter().enumerate() {
-            let separator = if position == 0 { "" } else { " against " };
-            let gibibytes = speed.bytes_per_second / f64::from(1 << 30);
-            write!(f, "{separator}{} {gibibytes:.2} GiB/s", speed.provider)?;
-        }
-        f.write_str(", sealed and opened with AES-256-GCM on one core here")
-    }
+/// The suite, key and first nonce of one direction.
+///
+/// # Errors
+/// The suite is not one of lanes.
+pub fn parts(
+    secrets: &ConnectionTrafficSecrets,
+) -> Result<(CipherSuite, &[u8], [u8; 12]), ProviderError> {
+    use ConnectionTrafficSecrets as Secrets;
+    let (suite, key, iv) = match secrets {
+        Secrets::Aes256Gcm { key, iv } => (CipherSuite::Aes256Gcm, key, iv),
+        Secrets::Aes128Gcm { key, iv } => (CipherSuite::Aes128Gcm, key, iv),
+        Secrets::Chacha20Poly1305 { key, iv } => (CipherSuite::ChaCha20Poly1305, key, iv),
+        _ => return Err(ProviderError::NoSuite),
+    };
+    let iv = iv.as_ref().try_into().map_err(|_| ProviderError::NoSuite)?;
+    // rustls keeps every key in 32 bytes, whatever the suite's length.
+    let key = key
+        .as_ref()
+        .get(..suite.key_bytes())
+        .ok_or(ProviderError::NoSuite)?;
+    Ok((suite, key, iv))
 }
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_probe_names_every_library_and_is_short() {
-        let begin = Instant::now();
-        let choice = probe();
-        // Loose: a loaded machine may deschedule the probe.
-        assert!(begin.elapsed() < Duration::from_millis(500));
-        assert_eq!(choice.speeds.len(), Provider::built_in().len());
-        assert!(
-            choice
-                .speeds
-                .iter()
-                .all(|speed| speed.bytes_per_second > 1e6)
-        );
-        assert_eq!(choice.provider, choice.speeds[0].provider);
-        for provider in Provider::built_in() {
-            assert!(choice.to_string().contains(&provider.to_string()));
-        }
-        // Measured once: what a second call would measure might be another one.
-        assert!(std::ptr::eq(auto(), auto()));
-        assert_eq!(Crypto::auto().provider, auto().speeds[0].provider);
-    }
 
     #[test]
     fn suites_come_in_the_order_asked_for_and_key_exchange_prefers_the_hybrid() {

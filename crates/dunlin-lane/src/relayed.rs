@@ -23,8 +23,9 @@ use thiserror::Error;
 
 use self::in_kernel::InKernel;
 pub use self::in_kernel::{Control, halves_in_kernel};
-use super::handshake::{Renewal, parts};
+use super::handshake::Renewal;
 use super::kernel;
+use super::provider::parts;
 use super::provider::{Provider, ProviderError};
 use super::record::{
     ALERT, ALERT_ROOM, APPLICATION_DATA, Alert, Content, EMPTY_RUN_LIMIT, HANDSHAKE, HEADER_BYTES,

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use dunlin_lane::data::*;
 use dunlin_lane::handshake::{self, Records};
-use dunlin_lane::kernel::Offload;
+use dunlin_lane::offload::Offload;
 use dunlin_lane::provider::{Crypto, Provider};
 use dunlin_lane::record::OpenError;
 use dunlin_test_support::lane::*;

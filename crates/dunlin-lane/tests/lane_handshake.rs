@@ -16,10 +16,11 @@ use dunlin_lane::dial::{
     Connector, DialCancel, DialError, LaneDialer, LaneRequest, StandardConnector, TlsDialer,
 };
 use dunlin_lane::handshake::{self, FLIGHT_LIMIT_BYTES, HandshakeError};
-use dunlin_lane::identity::{ClientTls, Identity, IdentityError, LoadOptions, ServerTls, Warning};
+use dunlin_lane::identity::{Identity, IdentityError, LoadOptions, Warning};
 use dunlin_lane::names::PeerName;
 use dunlin_lane::peers::{AuthorisedBy, Peer, Peers, Principal};
 use dunlin_lane::policy::ALPN;
+use dunlin_lane::policy::{ClientTls, ServerTls};
 use dunlin_lane::provider::Crypto;
 use dunlin_linux::poll::Wakeup;
 use dunlin_linux::poll::{Interest, poll};

@@ -20,8 +20,8 @@ use super::meter::Count;
 use super::options::{Entrance, Listen};
 use super::site::Site;
 use dunlin_lane::accept::{self, Arrival, LaneSocket};
-use dunlin_lane::identity::ServerTls;
 use dunlin_lane::peers::{PeerIdentity, Principal};
+use dunlin_lane::policy::ServerTls;
 use dunlin_lane::proof::is_proved;
 
 /// How long nobody is accepted when descriptors or memory ran out.

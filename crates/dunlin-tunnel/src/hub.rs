@@ -35,8 +35,9 @@ use super::socket::Socket;
 use super::{receive, send, target};
 use dunlin_lane::accept::LaneSocket;
 use dunlin_lane::control::ControlStream;
-use dunlin_lane::dial::{DialCancel, LaneDialer, dialer};
+use dunlin_lane::dial::{DialCancel, LaneDialer};
 use dunlin_lane::peers::{PeerIdentity, Peers, Principal};
+use dunlin_lane::security::dialer;
 
 /// The token of a set's own wake-up; channels have 32 bits.
 pub(super) const WAKE: u64 = u64::MAX;

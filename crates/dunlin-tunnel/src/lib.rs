@@ -61,10 +61,11 @@ use dunlin_proto::fault::FaultCode;
 use dunlin_proto::limits::MAX_LANES;
 use thiserror::Error;
 
-use dunlin_lane::dial::SealedLanes;
-use dunlin_lane::identity::{ClientTls, Identity, ServerTls, SettingsError};
+use dunlin_lane::identity::{Identity, SettingsError};
 use dunlin_lane::peers::Peers;
+use dunlin_lane::policy::{ClientTls, ServerTls};
 use dunlin_lane::provider::Crypto;
+use dunlin_lane::security::SealedLanes;
 
 pub use event::Event;
 pub use failure::Failure;

@@ -21,9 +21,10 @@ use super::hub::{Core, Hub, WAKE, Way};
 use super::piece::Piece;
 use super::socket::Socket;
 use dunlin_lane::accept::LaneSocket;
-use dunlin_lane::admit::{AdmitError, admit};
+use dunlin_lane::admit::AdmitError;
 use dunlin_lane::data::{DataReceiver, ReceiveError};
 use dunlin_lane::peers::PeerIdentity;
+use dunlin_lane::security::admit;
 
 /// How long a lane waits for a consumer, for all of what it has to write at a time.
 ///

@@ -23,9 +23,11 @@ use super::relay::{RelayExit, Relays};
 use super::socket::Socket;
 use super::{Identities, RouteStatus, Status};
 use dunlin_lane::control::ControlStream;
-use dunlin_lane::dial::{Connector, DialCancel, SealedLanes, StandardConnector};
-use dunlin_lane::identity::{ClientTls, SettingsError};
+use dunlin_lane::dial::{Connector, DialCancel, StandardConnector};
+use dunlin_lane::identity::SettingsError;
 use dunlin_lane::peers::{PeerIdentity, PeerRefused, Peers};
+use dunlin_lane::policy::ClientTls;
+use dunlin_lane::security::SealedLanes;
 
 /// Connections that wait while their peer is being connected to; a hypervisor
 /// with the most channels that it can have.

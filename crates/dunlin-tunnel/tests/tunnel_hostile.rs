@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 use dunlin_lane::control::{self, ControlStream};
 use dunlin_lane::data::{DataReceiver, DataSender, STALL_LIMIT};
 use dunlin_lane::handshake;
-use dunlin_lane::identity::{ClientTls, Identity, ServerTls};
+use dunlin_lane::identity::Identity;
+use dunlin_lane::policy::{ClientTls, ServerTls};
 use dunlin_lane::provider::Crypto;
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::negotiate::{

@@ -16,8 +16,9 @@ use dunlin::engine::journal::{
 use dunlin::engine::source::{Doubt, VmLocation};
 use dunlin::engine::vmm::FaultCode;
 use dunlin::engine::{Cancel, Event, Host, StandardHost, VmIs};
-use dunlin::lane::identity::{ClientTls, Identity, ServerTls};
+use dunlin::lane::identity::Identity;
 use dunlin::lane::peers::{Peers, Principal};
+use dunlin::lane::policy::{ClientTls, ServerTls};
 use dunlin::lane::provider::{Crypto, Provider};
 use dunlin_proto::control::{Message, Verdict};
 use dunlin_proto::negotiate::{LaneSecurity, Opening};

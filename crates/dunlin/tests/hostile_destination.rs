@@ -15,7 +15,7 @@ use dunlin::engine::source::{self, LaneSecurity};
 use dunlin::engine::vmm::FaultCode;
 use dunlin::lane::control;
 use dunlin::lane::data::DataReceiver;
-use dunlin::lane::identity::ServerTls;
+use dunlin::lane::policy::ServerTls;
 use dunlin_proto::control::{Accept, CONTROL_HEADER_BYTES, ChunkSet, Message, Verdict};
 use dunlin_proto::negotiate::{
     Features, LaneOpen, Opening, PRELUDE_BYTES, Selection, SessionSecret, VERSIONS,

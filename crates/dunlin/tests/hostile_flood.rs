@@ -36,7 +36,7 @@ fn stranger(to: SocketAddr, number: u64) -> Option<TcpStream> {
 
 /// A migration of 48 MiB at 32 MiB/s. Returns how long it took until it was
 /// accepted and in all.
-fn migrate(to: SocketAddr, client: &dunlin::lane::identity::ClientTls) -> (Duration, Duration) {
+fn migrate(to: SocketAddr, client: &dunlin::lane::policy::ClientTls) -> (Duration, Duration) {
     let vm = TestVm::new(48 << 20);
     vm.fill(24 << 20);
     vm.start(64, Duration::from_millis(1));
@@ -66,8 +66,8 @@ fn migrate(to: SocketAddr, client: &dunlin::lane::identity::ClientTls) -> (Durat
 
 /// How long a migration takes while nothing else happens.
 fn undisturbed(
-    client: &dunlin::lane::identity::ClientTls,
-    server: &dunlin::lane::identity::ServerTls,
+    client: &dunlin::lane::policy::ClientTls,
+    server: &dunlin::lane::policy::ServerTls,
 ) -> Duration {
     let receiving = Receiving::start(server, &impatient(), TestBuilder::default());
     let (_, took) = migrate(receiving.address, client);
@@ -225,7 +225,7 @@ fn i7_an_authenticated_flood_is_told_that_the_destination_is_busy() {
     assert!(peak < (96 + 32) << 20, "{peak}");
 }
 
-fn ask(to: SocketAddr, tls: &dunlin::lane::identity::ClientTls) {
+fn ask(to: SocketAddr, tls: &dunlin::lane::policy::ClientTls) {
     let Ok(stream) = TcpStream::connect_timeout(&to, Duration::from_secs(5)) else {
         return;
     };

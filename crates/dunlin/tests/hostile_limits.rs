@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use dunlin::engine::destination;
 use dunlin::engine::vmm::{Builder, DestinationVm, FaultCode, Offered, Refusal, RunState};
 use dunlin::engine::{Cancel, Host, StandardHost, VmIs};
-use dunlin::lane::identity::{ClientTls, ServerTls};
+use dunlin::lane::policy::{ClientTls, ServerTls};
 use dunlin::lane::provider::{Crypto, Provider};
 use dunlin_test_support::engine::*;
 use dunlin_test_support::lane::{Authority, DESTINATION, SOURCE, load, names};

@@ -12,9 +12,10 @@ use dunlin::engine::destination::DestinationEvent;
 use dunlin::engine::vmm::FaultCode;
 use dunlin::engine::{Cancel, MigrateError, source};
 use dunlin::lane::control;
-use dunlin::lane::identity::{ClientTls, Identity, LoadOptions, Role, ServerTls};
+use dunlin::lane::identity::{Identity, LoadOptions, Role};
 use dunlin::lane::peers::{Peers, Pin};
 use dunlin::lane::policy::ALPN;
+use dunlin::lane::policy::{ClientTls, ServerTls};
 use dunlin::lane::provider::Crypto;
 use dunlin_proto::control::Message;
 use dunlin_proto::negotiate::{

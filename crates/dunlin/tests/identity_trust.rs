@@ -10,11 +10,11 @@ use std::time::{Duration, SystemTime};
 use dunlin::engine::destination::DestinationEvent;
 use dunlin::lane::handshake::{self, HandshakeError, Secured};
 use dunlin::lane::identity::{
-    ClientTls, Identity, IdentityError, Item, Layout, LoadOptions, Role, ServerTls, SettingsError,
-    Warning,
+    Identity, IdentityError, Item, Layout, LoadOptions, Role, SettingsError, Warning,
 };
 use dunlin::lane::peers::{AuthorisedBy, Peer, Peers, Pin};
 use dunlin::lane::policy::ALPN;
+use dunlin::lane::policy::{ClientTls, ServerTls};
 use dunlin::lane::provider::Crypto;
 use dunlin_proto::control::Message;
 use dunlin_proto::negotiate::LaneSecurity;

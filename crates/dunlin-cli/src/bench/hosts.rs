@@ -26,10 +26,11 @@ use dunlin::lane::admit::{LaneAcceptor, TlsAcceptor};
 use dunlin::lane::control::{self, ControlStream};
 use dunlin::lane::data::DataSender;
 use dunlin::lane::dial::{
-    Connector, DialCancel, LaneDialer, LaneRequest, SealedLanes, StandardConnector, TlsDialer,
+    Connector, DialCancel, LaneDialer, LaneRequest, StandardConnector, TlsDialer,
 };
-use dunlin::lane::identity::ClientTls;
 use dunlin::lane::peers::PeerIdentity;
+use dunlin::lane::policy::ClientTls;
+use dunlin::lane::security::SealedLanes;
 use dunlin_ipsec::lanes::IpsecLanes;
 use dunlin_linux::poll::waker;
 use dunlin_proto::negotiate::{Features, LaneOpen, LaneSecurity, Offer, Opening, VERSIONS};

@@ -14,7 +14,8 @@ use dunlin::lane::data::{
     BATCH_BYTES, DataReceiver, DataSender, PAGE_BYTES, PlainConsent, STALL_LIMIT,
 };
 use dunlin::lane::handshake;
-use dunlin::lane::identity::{ClientTls, Identity, LoadOptions, ServerTls};
+use dunlin::lane::identity::{Identity, LoadOptions};
+use dunlin::lane::policy::{ClientTls, ServerTls};
 use dunlin::lane::provider::{Crypto, Provider};
 use dunlin_linux::affinity::thread_cpu_time;
 use dunlin_linux::mapping::{Backing, allocate};

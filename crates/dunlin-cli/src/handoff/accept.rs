@@ -9,8 +9,9 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
 use clap::{ArgGroup, Args, ValueEnum};
-use dunlin::lane::identity::{Files, Identity, LoadOptions, Role, ServerTls};
+use dunlin::lane::identity::{Files, Identity, LoadOptions, Role};
 use dunlin::lane::peers::Peers;
+use dunlin::lane::policy::ServerTls;
 use dunlin::lane::provider::{self, Offer, TlsVersion};
 use dunlin_handoff::accept::{Acceptor, Event, Limits, Options, Other, Own, ProxyHeader, Target};
 use dunlin_handoff::carry::reap;

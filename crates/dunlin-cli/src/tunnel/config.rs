@@ -11,7 +11,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use dunlin::lane::kernel::Offload;
+use dunlin::lane::offload::Offload;
 use dunlin_tunnel::{Limits, Routes};
 use serde::Deserialize;
 use toml::Spanned;

@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
-use dunlin::lane::dial::SealedLanes;
 use dunlin::lane::identity::Role;
+use dunlin::lane::security::SealedLanes;
 use dunlin_ipsec::lanes::IpsecLanes;
 use dunlin_ipsec::xfrm::esp_offload;
 use dunlin_ipsec::{Observer, Options};

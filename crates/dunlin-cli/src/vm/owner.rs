@@ -17,8 +17,8 @@ use clap::Args;
 use dunlin::engine::source::{Options, migrate};
 use dunlin::engine::vmm::SourceVm;
 use dunlin::engine::{Event, Host, StandardHost, fault_behind};
-use dunlin::lane::dial::SealedLanes;
-use dunlin::lane::identity::ClientTls;
+use dunlin::lane::policy::ClientTls;
+use dunlin::lane::security::SealedLanes;
 
 use super::control_service::{Command, ControlService};
 use super::moving::Moving;

@@ -9,7 +9,7 @@ use clap::Args;
 use dunlin::engine::destination::{DestinationEvent, Options, receive};
 use dunlin::engine::vmm::{Builder, DestinationVm, FaultCode, Offered, Refusal};
 use dunlin::engine::{Host, MigrateError, StandardHost, VmIs, fault_behind};
-use dunlin::lane::dial::SealedLanes;
+use dunlin::lane::security::SealedLanes;
 use dunlin_ipsec as ipsec;
 use dunlin_linux::signals::{EndSignal, EndSignals, HangUps};
 use dunlin_microvm::{MachineBuilder, Movable, VmState};

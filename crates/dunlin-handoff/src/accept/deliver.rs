@@ -15,9 +15,10 @@ use crate::carry::{self, CarryError, NotRenewed};
 use crate::connect::{Facts, keep_alive};
 use crate::pass::give;
 use dunlin_lane::handshake::keyed::Keyed;
-use dunlin_lane::handshake::{linger, parts};
+use dunlin_lane::handshake::linger;
 use dunlin_lane::kernel::{Chosen, Refused, abilities, takes};
 use dunlin_lane::peers::PeerIdentity;
+use dunlin_lane::provider::parts;
 use dunlin_lane::provider::{self, TlsVersion, group_name, suite_name};
 use dunlin_lane::relayed::halves;
 

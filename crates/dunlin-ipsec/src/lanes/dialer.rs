@@ -24,8 +24,9 @@ use crate::error::IpsecError;
 use crate::session::{Session, random_session};
 use crate::sockets::{Connection, connections};
 use crate::{AssociationStatus, Direction, Event, Observer, Options, PortRange};
+use dunlin_lane::data::LaneGuard;
 use dunlin_lane::data::{DataSender, PlainConsent, STALL_LIMIT};
-use dunlin_lane::dial::{DialError, LaneDialer, LaneGuard, LaneRequest};
+use dunlin_lane::dial::{DialError, LaneDialer, LaneRequest};
 use dunlin_lane::peers::Principal;
 use dunlin_lane::sync::lock;
 

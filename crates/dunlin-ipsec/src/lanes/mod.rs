@@ -55,8 +55,9 @@ use dunlin_lane::accept::{Arrival, LaneSocket};
 use dunlin_lane::admit::{AdmitError, LaneAcceptor};
 use dunlin_lane::control::ControlStream;
 use dunlin_lane::data::{DataReceiver, PlainConsent, STALL_LIMIT};
-use dunlin_lane::dial::{LaneDialer, SealedLanes};
+use dunlin_lane::dial::LaneDialer;
 use dunlin_lane::peers::{PeerIdentity, Principal};
+use dunlin_lane::security::SealedLanes;
 use dunlin_lane::sync::lock;
 
 /// Ports that a session protects: twice the lanes of most, since whoever closes a connection

@@ -15,7 +15,7 @@ use webpki::KeyUsage;
 use super::pending::{Pending, Stage, Step};
 use super::{Arrival, LaneSocket, OPENING_DEADLINE, Opening, Purpose, ServerTls};
 use crate::denied::Denied;
-use crate::kernel::Offload;
+use crate::offload::Offload;
 use crate::peers::Peers;
 use crate::policy::ServerSettings;
 use crate::provider::{Crypto, Provider};

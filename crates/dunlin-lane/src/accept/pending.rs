@@ -9,18 +9,34 @@ use dunlin_proto::negotiate::{MAGIC, Opening, PRELUDE_BYTES, Prelude};
 use dunlin_proto::wire::DecodeError;
 use rustls::{Connection, ServerConnection};
 
-use super::{
-    Arrival, Came, LINGER, LaneSocket, OPENING_DEADLINE, Purpose, RejectReason, RelayArrival,
-};
+use super::arrival::{Arrival, LaneSocket, RelayArrival};
+use super::reading::{OPENING_DEADLINE, Reading, RejectReason, would_block};
 use crate::control::ControlStream;
 use crate::handshake::relay::Greeting;
-use crate::handshake::{
-    FLIGHT_LIMIT_BYTES, HandshakeError, Secured, parameters, peer_identity, records,
-};
-use crate::identity::ServerTls;
+use crate::handshake::{HandshakeError, Secured, parameters, peer_identity, records};
 use crate::peers::PeerIdentity;
 use crate::policy::ServerSettings;
-use crate::record::{HEADER_BYTES, RECEIVED_RECORD_BYTES};
+use crate::policy::ServerTls;
+
+/// How long a refused peer may take to fetch its alert.
+const LINGER: Duration = Duration::from_millis(500);
+
+/// What connections are accepted for.
+#[derive(Clone, Copy)]
+pub(super) enum Purpose<'a> {
+    Lanes(&'a ServerTls),
+    Relay(&'a ServerTls),
+}
+
+/// What has become of a connection.
+pub(super) enum Came {
+    Opened(Pending),
+    Rejected {
+        from: SocketAddr,
+        reason: RejectReason,
+    },
+    Starved(io::Error),
+}
 
 /// One connection whose opening is not complete.
 pub(super) struct Pending {
@@ -313,52 +329,6 @@ impl Handshake {
     }
 }
 
-/// Reads a handshake record by record, so that not a byte behind it is taken.
-#[derive(Default)]
-pub(crate) struct Reading {
-    /// The record that is being read, or has been; whoever takes it empties this.
-    pub(crate) record: Vec<u8>,
-    /// Bytes of all whole records.
-    pub(crate) received: usize,
-}
-
-impl Reading {
-    /// Reads on until one whole record is there; `false` when the socket has
-    /// no more for now.
-    pub(crate) fn next(&mut self, mut stream: &TcpStream) -> Result<bool, RejectReason> {
-        loop {
-            let wanted = match self.record.first_chunk::<HEADER_BYTES>() {
-                None => HEADER_BYTES - self.record.len(),
-                Some(&[content_type, major, _, high, low]) => {
-                    if !(20..=23).contains(&content_type) || major != 3 {
-                        let start = [content_type, major, 0, high, low];
-                        return Err(HandshakeError::NotTls { start }.into());
-                    }
-                    let whole = HEADER_BYTES + usize::from(u16::from_be_bytes([high, low]));
-                    if whole > RECEIVED_RECORD_BYTES || self.received + whole > FLIGHT_LIMIT_BYTES {
-                        return Err(HandshakeError::TooLong.into());
-                    }
-                    if self.record.len() == whole {
-                        self.received += whole;
-                        return Ok(true);
-                    }
-                    whole - self.record.len()
-                }
-            };
-            let start = self.record.len();
-            self.record.resize(start + wanted, 0);
-            let result = stream.read(&mut self.record[start..]);
-            self.record
-                .truncate(start + result.as_ref().map_or(0, |&count| count));
-            match result {
-                Ok(0) => return Err(HandshakeError::PeerClosed.into()),
-                Ok(_) => {}
-                Err(error) => return would_block(error),
-            }
-        }
-    }
-}
-
 /// How many bytes of the opening are missing, as far as can be told.
 fn wanted(opening: &[u8], prelude: &mut Option<Prelude>) -> Result<usize, DecodeError> {
     let Some(start) = opening.first_chunk::<PRELUDE_BYTES>() else {
@@ -369,18 +339,4 @@ fn wanted(opening: &[u8], prelude: &mut Option<Prelude>) -> Result<usize, Decode
         None => prelude.insert(Prelude::decode(start)?).body_bytes,
     };
     Ok(PRELUDE_BYTES + body_bytes - opening.len())
-}
-
-/// Whether an error only means that nothing is there yet.
-///
-/// # Errors
-/// It is another error.
-pub fn would_block(error: io::Error) -> Result<bool, RejectReason> {
-    match error.kind() {
-        io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => Ok(false),
-        io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => {
-            Err(HandshakeError::PeerClosed.into())
-        }
-        _ => Err(error.into()),
-    }
 }

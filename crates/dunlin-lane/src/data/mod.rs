@@ -12,6 +12,7 @@
 //! made here, TLS records made by the kernel and, where both sides consented, plain bytes. To the
 //! kernel pages go straight out of guest memory too, and come from it straight into the other's.
 
+mod guard;
 mod receiver;
 mod sender;
 
@@ -20,6 +21,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+pub use guard::LaneGuard;
 #[cfg(any(test, feature = "fuzzing"))]
 pub use receiver::fuzz;
 pub use receiver::{DataReceiver, ReceiveError};

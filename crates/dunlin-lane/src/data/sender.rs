@@ -11,11 +11,11 @@ use dunlin_proto::lanes::KeyUsage;
 use thiserror::Error;
 use vm_memory::VolatileSlice;
 
+use super::guard::LaneGuard;
 use super::{
     BATCH_BYTES, CLOSE_NOTIFY, Canceller, Counters, HEADER_LIMIT_BYTES, Link, PAGE_BYTES,
     PAGES_PER_FRAME, PAGES_PER_RECORD, PlainConsent, RECORDS_PER_FRAME, Security,
 };
-use crate::dial::LaneGuard;
 use crate::handshake::Secured;
 use crate::record::{
     ALERT, Alert, CONTENT_BYTES, Content, HEADER_BYTES, OVERHEAD_BYTES, OpenError, OpenHalf,

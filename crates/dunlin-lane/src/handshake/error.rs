@@ -12,7 +12,10 @@ use super::super::kernel::Refused;
 use super::super::peers::PeerRefused;
 use super::super::record::{Alert, HEADER_BYTES};
 use super::super::trust::{UntrustedReason, peer_refused, take_unissued};
-use super::FLIGHT_LIMIT_BYTES;
+
+/// The most that a peer may send before it is authenticated. A chain of four RSA-4096
+/// certificates takes an eighth of it.
+pub const FLIGHT_LIMIT_BYTES: usize = 64 << 10;
 
 /// Why a handshake failed. Nothing but handshake messages has been sent.
 #[derive(Debug, Error)]

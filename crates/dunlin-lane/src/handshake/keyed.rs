@@ -8,9 +8,10 @@ use rustls::client::UnbufferedClientConnection;
 use rustls::pki_types::CertificateDer;
 use rustls::{CipherSuite, ExtractedSecrets, NamedGroup, ProtocolVersion};
 
-use super::{HandshakeError, Unbuffered, drive, linger, local, parts, tickets};
+use super::{HandshakeError, Unbuffered, drive, linger, local, tickets};
 use crate::kernel::Refused;
 use crate::policy::HandoffTls;
+use crate::provider::parts;
 use crate::provider::{self, TlsVersion};
 
 /// A connection whose handshake is complete.

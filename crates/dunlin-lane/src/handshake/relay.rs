@@ -14,14 +14,16 @@ use rustls::unbuffered::{ConnectionState, UnbufferedStatus};
 
 use super::keyed::{self, Keyed};
 use super::{
-    HandshakeError, Unbuffered, drive, encode, identified, linger, local, parts, send_alert_into,
+    HandshakeError, Unbuffered, drive, encode, identified, linger, local, send_alert_into,
 };
-use crate::accept::{Reading, RejectReason, would_block};
-use crate::identity::{ClientTls, ServerTls};
-use crate::kernel::{self, Offload};
+use crate::accept::reading::{Reading, RejectReason, would_block};
+use crate::kernel;
+use crate::offload::Offload;
 use crate::peers::PeerIdentity;
 use crate::policy::ServerSettings;
+use crate::policy::{ClientTls, ServerTls};
 use crate::provider::Provider;
+use crate::provider::parts;
 use crate::relayed::{Opening, Sealing, halves, halves_in_kernel};
 use crate::trust::Trust;
 

@@ -8,8 +8,9 @@ use std::time::{Duration, Instant};
 use dunlin_linux::socket::{remaining, wait_readable};
 use rustls::ConnectionTrafficSecrets;
 
-use super::{HandshakeError, io_error, local, parts};
+use super::{HandshakeError, io_error, local};
 use crate::provider;
+use crate::provider::parts;
 use crate::record::{Content, HEADER_BYTES, LateMessage, OpenHalf};
 
 /// More records with tickets are an attack or a fault.

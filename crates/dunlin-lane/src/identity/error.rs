@@ -8,9 +8,11 @@ use rustls::pki_types::pem;
 use thiserror::Error;
 
 use super::super::kernel::Refused;
-use super::Dated;
-use super::files::FILE_LIMIT_BYTES;
+use super::dated::{Dated, Item};
 use super::layout::Layout;
+
+/// No identity file is longer: a bundle of every public authority has a quarter of this.
+pub(super) const FILE_LIMIT_BYTES: u64 = 1 << 20;
 
 /// Why an identity cannot be used. The fault is local: a file, its permissions or its content.
 #[derive(Debug, Error)]
@@ -177,17 +179,6 @@ pub enum SettingsError {
     Refused(String),
 }
 
-/// What a file of an identity holds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Item {
-    /// This host's certificate.
-    Certificate,
-    /// An authority's certificate.
-    Authority,
-    /// A revocation list.
-    RevocationList,
-}
-
 /// Something that works and should be put right.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -220,16 +211,6 @@ pub enum Warning {
         /// The issuer at which the chain ends.
         issuer: String,
     },
-}
-
-impl fmt::Display for Item {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Certificate => "certificate",
-            Self::Authority => "authority's certificate",
-            Self::RevocationList => "revocation list",
-        })
-    }
 }
 
 impl fmt::Display for Warning {

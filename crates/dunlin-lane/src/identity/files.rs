@@ -11,11 +11,9 @@ use rustls::pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKey
 use webpki::OwnedCertRevocationList;
 use zeroize::Zeroizing;
 
-use super::LoadOptions;
-use super::error::{IdentityError, Item, Warning};
-
-/// No identity file is longer: a bundle of every public authority has a quarter of this.
-pub(super) const FILE_LIMIT_BYTES: u64 = 1 << 20;
+use super::dated::Item;
+use super::error::{FILE_LIMIT_BYTES, IdentityError, Warning};
+use super::options::LoadOptions;
 
 /// The key of a file, unless others can read it or it is encrypted.
 pub(super) fn read_key(

@@ -8,6 +8,7 @@ use std::process::Command;
 
 use super::*;
 use crate::peers::Peers;
+use crate::provider::Crypto;
 
 /// How often bytes stand in the writable memory of this process. They are given as hexadecimal
 /// digits, so that looking for them does not make them found.

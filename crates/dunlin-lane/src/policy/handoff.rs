@@ -12,8 +12,8 @@ use webpki::KeyUsage;
 
 use super::{ServerSettings, ServerTls, Terms, VERSIONS, no_name, refused, server_config, trust};
 use crate::denied::Denied;
-use crate::identity::{Identity, SettingsError};
-use crate::kernel::Offload;
+use crate::identity::{Identity, Role, SettingsError};
+use crate::offload::Offload;
 use crate::peers::{PeerIdentity, Peers};
 use crate::provider::{self, Offer, TlsVersion};
 use crate::trust::bundle::{Believing, TrustPolicy};
@@ -87,9 +87,25 @@ impl HandoffTls {
     }
 }
 
+impl Identity {
+    /// Settings for a hand-off that accepts: what it takes is in `offer`, and clients are asked for
+    /// a certificate if `clients` says whose.
+    ///
+    /// # Errors
+    /// [`SettingsError`].
+    pub fn handoff_server(
+        &self,
+        offer: Offer,
+        clients: Option<Peers>,
+    ) -> Result<ServerTls, SettingsError> {
+        self.check_purpose(Role::Destination)?;
+        handoff_server(self, offer, clients)
+    }
+}
+
 /// The settings of a hand-off that accepts. Its clients are asked for a certificate if `clients`
 /// says whose.
-pub(crate) fn handoff_server(
+fn handoff_server(
     identity: &Identity,
     offer: Offer,
     clients: Option<Peers>,

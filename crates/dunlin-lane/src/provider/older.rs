@@ -6,7 +6,17 @@ use rustls::SupportedCipherSuite;
 use rustls::crypto::CryptoProvider;
 
 use super::{CipherSuite, Crypto, Provider, ProviderError};
-use crate::policy::OldestTls;
+
+/// The oldest TLS that a relay speaks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum OldestTls {
+    /// TLS 1.2 (RFC 5246), with the suites of RFC 5289 and RFC 7905: ephemeral key exchange and
+    /// authenticated encryption.
+    V1_2,
+    /// TLS 1.3 alone.
+    #[default]
+    V1_3,
+}
 
 /// The two libraries' suites have the same names.
 macro_rules! suites {

@@ -42,9 +42,10 @@ use super::socket::Socket;
 use super::{Identities, Status, TunnelError, target};
 use dunlin_lane::handshake::HandshakeError;
 use dunlin_lane::handshake::relay::{Relayed, client};
-use dunlin_lane::identity::{ClientTls, ServerTls, SettingsError};
+use dunlin_lane::identity::SettingsError;
 use dunlin_lane::peers::Peers;
 use dunlin_lane::policy::OldestTls;
+use dunlin_lane::policy::{ClientTls, ServerTls};
 use dunlin_lane::reach::first_of;
 use dunlin_lane::record::Alert;
 

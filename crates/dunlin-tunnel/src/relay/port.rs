@@ -15,7 +15,7 @@ use super::{RelayExit, Relays};
 use crate::event::Event;
 use crate::site::Site;
 use dunlin_lane::accept::{RelayArrival, accept_relayed};
-use dunlin_lane::identity::ServerTls;
+use dunlin_lane::policy::ServerTls;
 
 /// A port that is open. It is closed when this is dropped; channels stay.
 pub(super) struct Port {

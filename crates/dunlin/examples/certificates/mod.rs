@@ -5,7 +5,8 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 
 use dunlin::engine::vmm::VmmError;
-use dunlin::lane::identity::{ClientTls, Identity, LoadOptions, ServerTls};
+use dunlin::lane::identity::{Identity, LoadOptions};
+use dunlin::lane::policy::{ClientTls, ServerTls};
 use dunlin::lane::provider::Crypto;
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 

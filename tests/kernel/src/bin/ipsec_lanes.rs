@@ -11,12 +11,12 @@ use std::time::{Duration, Instant};
 
 use dunlin::lane::accept::{Arrival, LaneSocket, accept};
 use dunlin::lane::control::{self, ControlStream};
-use dunlin::lane::dial::{
-    Connector, DialCancel, LaneGuard, LaneRequest, SealedLanes, StandardConnector,
-};
-use dunlin::lane::identity::{ClientTls, ServerTls};
+use dunlin::lane::data::LaneGuard;
+use dunlin::lane::dial::{Connector, DialCancel, LaneRequest, StandardConnector};
 use dunlin::lane::peers::{PeerIdentity, Principal};
+use dunlin::lane::policy::{ClientTls, ServerTls};
 use dunlin::lane::provider::Crypto;
+use dunlin::lane::security::SealedLanes;
 use dunlin_ipsec::lanes::{IpsecDialer, IpsecLanes, LaneError, ProtectedLane};
 use dunlin_ipsec::{Mode, Sender};
 use dunlin_kernel_tests::sessions::{

@@ -16,7 +16,7 @@ use dunlin::engine::source::{LaneSecurity, Options, migrate};
 use dunlin::engine::vmm::{FaultCode, SourceVm};
 use dunlin::engine::{Cancel, Event, Host, Report, StandardHost, VmIs, Wakeup};
 use dunlin::lane::control;
-use dunlin::lane::identity::{ClientTls, ServerTls};
+use dunlin::lane::policy::{ClientTls, ServerTls};
 use dunlin::lane::provider::Crypto;
 use dunlin_ipsec::lanes::IpsecLanes;
 use dunlin_ipsec::{Direction, Mode, Sender};

@@ -5,7 +5,9 @@ use std::net::{Shutdown, TcpListener};
 use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode};
 
-use dunlin::lane::kernel::{Offload, Refused, choose};
+use dunlin::lane::kernel::{Refused, choose};
+
+use dunlin::lane::offload::Offload;
 use dunlin::lane::provider::CipherSuite;
 use dunlin_kernel_tests::handoff::{self, certificate, exchange, pattern, stunnel};
 use dunlin_kernel_tests::tls::{Keys, connected, errno, kernels, receive, set};

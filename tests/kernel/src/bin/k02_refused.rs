@@ -6,7 +6,9 @@ use std::process::ExitCode;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dunlin::lane::kernel::{Offload, Refused, choose};
+use dunlin::lane::kernel::{Refused, choose};
+
+use dunlin::lane::offload::Offload;
 use dunlin::lane::provider::CipherSuite;
 use dunlin_kernel_tests::handoff::{
     Stunnel, certificate, connect, connected, exchange, pattern, stunnel,

@@ -4,7 +4,9 @@ use std::fs;
 use std::io::{Read, Write};
 use std::process::{Command, ExitCode};
 
-use dunlin::lane::kernel::{Offload, Refused, choose};
+use dunlin::lane::kernel::{Refused, choose};
+
+use dunlin::lane::offload::Offload;
 use dunlin::lane::provider::CipherSuite;
 use dunlin_kernel_tests::tls::{Keys, connected, kernels, set};
 use dunlin_kernel_tests::{Needs, run};

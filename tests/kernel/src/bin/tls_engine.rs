@@ -4,8 +4,8 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use dunlin::engine::Cancel;
-use dunlin::lane::identity::{ClientTls, ServerTls};
-use dunlin::lane::kernel::Offload;
+use dunlin::lane::offload::Offload;
+use dunlin::lane::policy::{ClientTls, ServerTls};
 use dunlin::lane::provider::Crypto;
 use dunlin_kernel_tests::vm::{slowly, unhurried};
 use dunlin_kernel_tests::{Guest, Needs, run};

@@ -11,9 +11,11 @@ use dunlin::lane::data::{
     SendError,
 };
 use dunlin::lane::handshake::{self, Records, Secured};
-use dunlin::lane::identity::{ClientTls, Identity, LoadOptions, ServerTls};
-use dunlin::lane::kernel::{Offload, abilities, choose};
+use dunlin::lane::identity::{Identity, LoadOptions};
+use dunlin::lane::kernel::{abilities, choose};
+use dunlin::lane::offload::Offload;
 use dunlin::lane::peers::Peers;
+use dunlin::lane::policy::{ClientTls, ServerTls};
 use dunlin::lane::provider::{CipherSuite, Crypto};
 use dunlin::lane::record::{Alert, CONTENT_BYTES, LateMessage, OpenError};
 use dunlin_kernel_tests::refusing::forbid;

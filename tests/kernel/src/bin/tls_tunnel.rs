@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 use std::time::Duration;
 
-use dunlin::lane::kernel::Offload;
+use dunlin::lane::offload::Offload;
 use dunlin_kernel_tests::{Guest, Needs, run};
 use dunlin_test_support::tunnel::{Pair, Setup, expect, join, send};
 use dunlin_tunnel::Limits;

@@ -17,8 +17,8 @@ use dunlin::engine::source::{self, migrate};
 use dunlin::engine::vmm::{FaultCode, RunState, SourceVm};
 use dunlin::engine::{Cancel, Event, Host, MigrateError, Report, StandardHost};
 use dunlin_lane::control;
-use dunlin_lane::identity::{ClientTls, ServerTls};
 use dunlin_lane::peers::Principal;
+use dunlin_lane::policy::{ClientTls, ServerTls};
 use dunlin_proto::control::{Envelope, Message, Verdict};
 use dunlin_proto::negotiate::{
     Features, LaneSecurity, Offer, Opening, PRELUDE_BYTES, Prelude, VERSIONS,

@@ -23,7 +23,7 @@ use dunlin::engine::vmm::{
     SourceVm, VmDescription, VmmError,
 };
 use dunlin::engine::{Cancel, Event, Host, MigrateError, Report, StandardHost};
-use dunlin_lane::identity::{ClientTls, ServerTls};
+use dunlin_lane::policy::{ClientTls, ServerTls};
 use dunlin_lane::provider::{Crypto, Provider};
 use dunlin_linux::mapping::{Backing, allocate};
 use vm_memory::bitmap::AtomicBitmap;

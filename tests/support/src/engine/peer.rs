@@ -5,7 +5,7 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use dunlin_lane::control::{self, ControlStream};
 use dunlin_lane::data::{DataReceiver, DataSender, PlainConsent, STALL_LIMIT};
 use dunlin_lane::handshake;
-use dunlin_lane::identity::{ClientTls, ServerTls};
+use dunlin_lane::policy::{ClientTls, ServerTls};
 use dunlin_proto::control::{
     Accept, CONTROL_HEADER_BYTES, Describe, Envelope, Header, Message, Region, RegionKind,
     RegionTable,

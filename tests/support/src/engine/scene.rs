@@ -9,7 +9,7 @@ use dunlin::engine::destination;
 use dunlin::engine::source::{self, migrate};
 use dunlin::engine::vmm::SourceVm;
 use dunlin::engine::{Cancel, Event, Host, MigrateError, Report, StandardHost};
-use dunlin_lane::identity::{ClientTls, ServerTls};
+use dunlin_lane::policy::{ClientTls, ServerTls};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 
 use super::proxy::Proxy;

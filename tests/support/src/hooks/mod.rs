@@ -20,7 +20,7 @@ use dunlin::engine::vmm::{
     RunState, Section, SourceVm, VmDescription, VmmError,
 };
 use dunlin::engine::{Cancel, Event, Host, MigrateError, Report, StandardHost};
-use dunlin_lane::identity::{ClientTls, ServerTls};
+use dunlin_lane::policy::{ClientTls, ServerTls};
 use dunlin_linux::mapping::{Backing, TrackedMemory, allocate};
 use vm_memory::{Bytes, GuestAddress, VolatileSlice};
 

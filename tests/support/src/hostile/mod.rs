@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use dunlin::engine::vmm::{FaultCode, RunState};
 use dunlin::engine::{Cancel, MigrateError, VmIs, source};
 use dunlin_lane::data::DataSender;
-use dunlin_lane::identity::{ClientTls, ServerTls};
+use dunlin_lane::policy::{ClientTls, ServerTls};
 use dunlin_proto::control::{Accept, Final, Message};
 use dunlin_proto::frame::Frame;
 

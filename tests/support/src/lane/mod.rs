@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use dunlin_lane::handshake::{self, Secured};
 use dunlin_lane::identity::{Identity, LoadOptions};
-use dunlin_lane::kernel::Offload;
+use dunlin_lane::offload::Offload;
 use dunlin_lane::peers::Peers;
 use dunlin_lane::provider::{CipherSuite, Crypto, Provider};
 use rcgen::{

@@ -11,7 +11,7 @@ use std::thread;
 use std::time::Duration;
 
 use dunlin_lane::control::{self, ControlStream};
-use dunlin_lane::identity::{ClientTls, ServerTls};
+use dunlin_lane::policy::{ClientTls, ServerTls};
 use dunlin_proto::control::CONTROL_HEADER_BYTES;
 use dunlin_proto::limits::{LANE_MAC_BYTES, SESSION_ID_BYTES};
 use dunlin_proto::negotiate::{PRELUDE_BYTES, SessionSecret};

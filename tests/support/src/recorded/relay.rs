@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 
 use dunlin_lane::control::{self, ControlStream};
-use dunlin_lane::identity::{ClientTls, ServerTls};
+use dunlin_lane::policy::{ClientTls, ServerTls};
 
 use super::{Entry, Side, Stage, read};
 use crate::lane::soon;

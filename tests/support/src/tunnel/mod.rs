@@ -14,7 +14,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use dunlin_lane::identity::Identity;
-use dunlin_lane::kernel::Offload;
+use dunlin_lane::offload::Offload;
 use dunlin_lane::provider::Crypto;
 use dunlin_tunnel::{
     Entrance, Event, Exit, Identities, Limits, Listen, Mode, Routes, Target, Tunnel, WINDOW_BYTES,

@@ -25,8 +25,8 @@ use super::super::sync::Mutex;
 use super::session::refuse;
 use crate::lane::accept::{Arrival, accept};
 use crate::lane::control::ControlStream;
-use crate::lane::identity::ServerTls;
 use crate::lane::peers::PeerIdentity;
+use crate::lane::policy::ServerTls;
 
 /// Inquiries that are being answered at the same time. Each has a thread, and
 /// its peer is authenticated; the oldest goes when another comes (I7).

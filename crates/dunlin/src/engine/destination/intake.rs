@@ -16,10 +16,10 @@ use super::lane::Lane;
 use super::session::{Session, starved, unexpected};
 use super::{DestinationEvent, SessionEvent};
 use crate::lane::accept::{Arrival, LaneSocket};
-use crate::lane::admit::admit;
 use crate::lane::data::DataReceiver;
 use crate::lane::peers::PeerIdentity;
 use crate::lane::proof::is_proved;
+use crate::lane::security::admit;
 
 /// Acknowledgements are collected for this long: some hundred messages a
 /// second at most, and far below a round trip's worth of delay.

@@ -31,7 +31,7 @@ use super::error::{Fault, MigrateError};
 use super::host::{Cancel, Host};
 use super::vmm::{Builder, DestinationVm, Offered};
 use crate::lane::accept::Arrival;
-use crate::lane::identity::ServerTls;
+use crate::lane::policy::ServerTls;
 
 /// Something that happened at the destination.
 #[derive(Clone, Debug)]

@@ -8,7 +8,7 @@ use dunlin_proto::limits::{MAX_ENDPOINT_BYTES, MAX_ENDPOINTS, MAX_LANES};
 use super::super::control::SILENCE_LIMIT;
 use super::super::journal::Journal;
 use super::super::options::{OptionError, check, check_limit};
-use crate::lane::dial::SealedLanes;
+use crate::lane::security::SealedLanes;
 
 /// What the operator can choose at the destination; made and checked by
 /// [`Options::builder`]. The default is what an operator has who chooses

@@ -30,8 +30,8 @@ use super::lane::DestinationMemory;
 use super::{DestinationEvent, Options, Received, SessionEvent};
 use crate::lane::accept::{Arrival, accept};
 use crate::lane::control::ControlStream;
-use crate::lane::identity::ServerTls;
 use crate::lane::peers::PeerIdentity;
+use crate::lane::policy::ServerTls;
 
 /// How long the source may take to close the control lane at the end.
 const GOODBYE_LIMIT: Duration = Duration::from_secs(1);

@@ -28,7 +28,7 @@ use super::super::vmm::SourceVm;
 use super::control::{another_peer, open_control};
 use super::doubt::{Doubt, NO_RECORD, RETRY_FIRST, RETRY_LAST, ResolveError, VERDICT_LIMIT};
 use super::options::Options;
-use crate::lane::identity::ClientTls;
+use crate::lane::policy::ClientTls;
 
 /// How long the destination may take to close the lane after the last word.
 const GOODBYE_LIMIT: Duration = Duration::from_secs(1);

@@ -29,8 +29,8 @@ use super::precopy::PreCopy;
 use super::session::{Control, Session, nanos, unexpected};
 use super::settled::Settled;
 use super::work_queue::WorkQueue;
-use crate::lane::dial::dialer;
-use crate::lane::identity::ClientTls;
+use crate::lane::policy::ClientTls;
+use crate::lane::security::dialer;
 
 /// The control lane is there; the destination has not accepted the VM.
 pub(super) struct Connecting<'a> {

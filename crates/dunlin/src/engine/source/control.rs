@@ -14,8 +14,8 @@ use super::super::host::{Cancel, Host};
 use super::super::journal::RecordedPeer;
 use crate::lane::control::{self as control_lane, ControlStream};
 use crate::lane::dial::DialCancel;
-use crate::lane::identity::ClientTls;
 use crate::lane::peers::PeerIdentity;
+use crate::lane::policy::ClientTls;
 
 /// Connects a control lane and agrees on what `offer` says. `cancel` ends it at any point.
 pub(super) fn open_control(

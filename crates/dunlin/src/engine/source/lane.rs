@@ -23,8 +23,8 @@ use super::event::SessionEvent;
 use super::work_queue::{WorkQueue, given_up};
 use crate::lane::data::{DataSender, SendError};
 use crate::lane::dial::{Connector, DialCancel, DialError, LaneDialer, LaneRequest, LaneTicket};
-use crate::lane::identity::ClientTls;
 use crate::lane::peers::Principal;
+use crate::lane::policy::ClientTls;
 
 /// Pages for which there must be room in a chunk before more are asked for: a lock is taken for it.
 const LEAST_ROOM: u64 = CHUNK_PAGES / 4;

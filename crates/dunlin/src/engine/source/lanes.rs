@@ -23,8 +23,8 @@ use super::event::SessionEvent;
 use super::lane::Lane;
 use super::session::{Session, spawn, unexpected};
 use crate::lane::dial::{Connector, LaneDialer};
-use crate::lane::identity::ClientTls;
 use crate::lane::peers::Principal;
+use crate::lane::policy::ClientTls;
 
 /// Between two attempts to replace a lost control lane.
 const RETRY: Duration = Duration::from_millis(100);

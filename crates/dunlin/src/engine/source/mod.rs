@@ -59,7 +59,7 @@ use super::error::{MigrateError, VmIs};
 use super::host::{Cancel, Host};
 use super::report::{Observer, Report};
 use super::vmm::SourceVm;
-use crate::lane::identity::ClientTls;
+use crate::lane::policy::ClientTls;
 
 /// Moves `vm` to the destination that listens at `to`, a host and port, such
 /// as `host-b.example:4444`.

@@ -11,8 +11,8 @@ use super::super::control::SILENCE_LIMIT;
 use super::super::journal::Journal;
 use super::super::options::{OptionError, check, check_limit, check_owner};
 use super::super::tune::Tune;
-use crate::lane::dial::SealedLanes;
 use crate::lane::record::RECORD_LIMIT;
+use crate::lane::security::SealedLanes;
 
 /// What the operator can choose at the source; made and checked by
 /// [`Options::builder`]. The default is what an operator has who chooses

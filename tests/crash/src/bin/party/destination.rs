@@ -7,7 +7,7 @@ use std::time::Duration;
 use dunlin::engine::destination::{DestinationEvent, Options, answer, receive};
 use dunlin::engine::journal::{DestinationRecord, Journal};
 use dunlin::engine::{Cancel, Host, StandardHost, VmIs};
-use dunlin::lane::identity::ServerTls;
+use dunlin::lane::policy::ServerTls;
 use dunlin_crash_tests::place::Place;
 
 use crate::moving::Arrivals;

@@ -7,7 +7,7 @@ use dunlin::engine::journal::{Journal, Role, SourceRecord};
 use dunlin::engine::source::{self, Doubt, Resolution, VmLocation, migrate};
 use dunlin::engine::vmm::SourceVm;
 use dunlin::engine::{Cancel, Event, Host, StandardHost, VmIs};
-use dunlin::lane::identity::ClientTls;
+use dunlin::lane::policy::ClientTls;
 use dunlin_crash_tests::guest::Guest;
 use dunlin_crash_tests::place::Place;
 
