@@ -16,7 +16,7 @@ use dunlin_proto::negotiate::{
 };
 
 use super::error::IpsecError;
-use super::session::{Beginning, Session, clean_up, random_session};
+use super::session::{Beginning, Session, clean_up_dead, random_session};
 use super::{Observer, Options};
 use dunlin_lane::control::{self, ControlStream};
 use dunlin_lane::dial::{Connector, DialCancel, StandardConnector};
@@ -55,7 +55,7 @@ pub fn up_unless(
     given_up: &mut dyn FnMut() -> bool,
 ) -> Result<Session, IpsecError> {
     // Whatever cannot be taken back has been told.
-    clean_up(options, observer)?;
+    clean_up_dead(options, observer)?;
     let session = random_session()?;
     let connector: Arc<dyn Connector> = Arc::new(StandardConnector);
     let to = (to, &connector);

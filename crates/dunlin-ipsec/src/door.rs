@@ -19,7 +19,7 @@ use dunlin_proto::negotiate::{Features, Opening, Refusal, SessionId, Supported, 
 
 use super::bound::may_come;
 use super::error::{IpsecError, in_words};
-use super::session::{Beginning, Session, Status, clean_up};
+use super::session::{Beginning, Session, Status, clean_up_dead};
 use super::tables::Tables;
 use super::{Event, Observer, Options};
 use dunlin_lane::accept::{Arrival, accept};
@@ -74,7 +74,7 @@ impl Server {
         // first peer.
         Tables::open(None)?.have_esp()?;
         // Whatever cannot be taken back has been told.
-        clean_up(&options, &observer)?;
+        clean_up_dead(&options, &observer)?;
         let resources = |what| move |source| IpsecError::Resources { what, source };
         let address = listener.local_addr().map_err(resources("the listener"))?;
         let (stop, stopped) = waker().map_err(resources("a waker"))?;

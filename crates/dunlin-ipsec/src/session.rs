@@ -7,28 +7,26 @@ use std::sync::mpsc::{self, Receiver, Sender as Channel};
 use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 
-use crate::xfrm::{self, Counters};
-use dunlin_proto::ipsec::exchange::Exchange;
-use dunlin_proto::ipsec::key::Role;
-use dunlin_proto::ipsec::message::{Message, Terms};
+use crate::xfrm::Counters;
+use dunlin_proto::ipsec::Sender;
 use dunlin_proto::ipsec::object::{Association, Object, Policy};
 use dunlin_proto::ipsec::plan::{Layout, Step, Undo};
 use dunlin_proto::ipsec::ports::PortBlock;
-use dunlin_proto::ipsec::{Grant, Sender};
-use dunlin_proto::negotiate::SessionId;
 
 use super::error::{IpsecError, in_words};
 use super::record::{Record, Shelf};
 use super::tables::{Tables, still_used};
 use super::{Event, Observer, Options};
-use dunlin_lane::control::ControlStream;
 
 mod begin;
 mod driver;
 mod hear;
+mod shared;
 mod system;
 
 use driver::Driver;
+pub(super) use shared::Beginning;
+use shared::{SharedStatus, Told};
 pub(super) use system::random_session;
 
 /// A session between two hosts. When it is dropped, it is ended.
@@ -36,25 +34,6 @@ pub struct Session {
     commands: Channel<Told>,
     standing: Arc<Mutex<SharedStatus>>,
     thread: Option<JoinHandle<Result<(), IpsecError>>>,
-}
-
-/// What a session's thread is told.
-enum Told {
-    Heard(Message),
-    Lost(IpsecError),
-    Want(Sender),
-    Rekey,
-    End,
-}
-
-/// What others may see of a session.
-#[derive(Default)]
-struct SharedStatus {
-    layout: Option<Layout>,
-    outbound: (u32, Vec<Grant>),
-    inbound: (u32, Vec<Grant>),
-    up: bool,
-    xfrm: Option<Arc<xfrm::Xfrm>>,
 }
 
 /// How a session stands.
@@ -79,18 +58,6 @@ pub struct AssociationStatus {
     pub association: Association,
     /// What it has carried; none where somebody has removed it.
     pub counters: Option<Counters>,
-}
-
-/// What a session begins with.
-pub(super) struct Beginning {
-    pub(super) control: ControlStream,
-    pub(super) session: SessionId,
-    pub(super) role: Role,
-    pub(super) exchange: Exchange,
-    pub(super) options: Options,
-    pub(super) observer: Observer,
-    /// Whether the peer may ask for these terms.
-    pub(super) admits: fn(&Options, &Terms) -> Result<(), IpsecError>,
 }
 
 impl Session {
@@ -234,7 +201,7 @@ impl fmt::Debug for Session {
 ///
 /// # Errors
 /// The records cannot be looked for, or the kernel not be asked.
-pub(super) fn clean_up(
+pub(super) fn clean_up_dead(
     options: &Options,
     observer: &Observer,
 ) -> Result<Option<IpsecError>, IpsecError> {
@@ -242,11 +209,11 @@ pub(super) fn clean_up(
     take_back(options, observer, &frees)
 }
 
-/// As [`clean_up`], and frees the ports in `options` too, which are for Dunlin's own lanes: nothing
+/// As [`clean_up_dead`], and frees the ports in `options` too, which are for Dunlin's own lanes: nothing
 /// else sends from them, and a lane only while its session stands, so that they need no heir.
 ///
 /// # Errors
-/// As [`clean_up`].
+/// As [`clean_up_dead`].
 pub(super) fn clean_up_lanes(
     options: &Options,
     observer: &Observer,
@@ -271,7 +238,7 @@ pub(super) fn clean_up_lanes(
 /// Takes back all that processes that have died left in this network namespace.
 ///
 /// # Errors
-/// As [`clean_up`].
+/// As [`clean_up_dead`].
 pub(super) fn free_all(
     options: &Options,
     observer: &Observer,
@@ -335,4 +302,12 @@ fn clean(
         });
     }
     Ok(())
+}
+
+/// Takes back what processes that have died left in this network namespace.
+///
+/// # Errors
+/// The kernel does not answer, or a record cannot be read; the others are done first.
+pub fn clean_up(options: &Options, observer: &Observer) -> Result<(), IpsecError> {
+    free_all(options, observer)?.map_or(Ok(()), Err)
 }

@@ -3,7 +3,8 @@
 use dunlin_linux::mapping::{Backing, HUGE_PAGE_BYTES, PAGE_BYTES};
 use thiserror::Error;
 
-use crate::layout::WORKLOAD_START;
+/// Guest-physical address of the workload's first page.
+pub const WORKLOAD_START: u64 = 0x40_0000;
 
 /// The most memory a machine can have: what its page tables have room for, without the hole.
 pub(crate) const MEMORY_LIMIT_BYTES: u64 = 63 << 30;

@@ -5,8 +5,9 @@ use std::thread;
 use dunlin_linux::mapping::{PAGE_BYTES, TrackedMemory};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryError};
 
+use crate::config::WORKLOAD_START;
 use crate::config::{Config, Fill};
-use crate::layout::{self, WORKLOAD_START};
+use crate::layout;
 
 /// Writes every page that is to be filled, on as many threads as the machine has CPUs.
 pub(crate) fn fill(memory: &TrackedMemory, config: &Config) -> Result<(), GuestMemoryError> {

@@ -6,7 +6,7 @@
 
 use dunlin_linux::mapping::{HOLE_END, HOLE_START, HUGE_PAGE_BYTES, PAGE_BYTES};
 
-use crate::config::{Config, Fill, Workload};
+use crate::config::{Config, Fill, WORKLOAD_START, Workload};
 
 /// The first page table, and the only one of the highest level.
 pub(crate) const TABLES: u64 = 0x1_0000;
@@ -18,8 +18,6 @@ pub(crate) const BLOCKS: u64 = 0x7_0000;
 pub const DEVICE_START: u64 = 0x8_0000;
 /// Bytes that only the VMM writes to.
 pub const DEVICE_BYTES: u64 = 0x1_0000;
-/// Guest-physical address of the workload's first page.
-pub const WORKLOAD_START: u64 = 0x40_0000;
 
 /// Words of a parameter block, as byte offsets into it.
 pub(crate) mod block {

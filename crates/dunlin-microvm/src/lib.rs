@@ -46,12 +46,12 @@ mod vcpu;
 mod vm;
 mod wire;
 
-pub use config::{Config, ConfigError, Fill, GuestKind, HostOptions, Workload};
+pub use config::{Config, ConfigError, Fill, GuestKind, HostOptions, WORKLOAD_START, Workload};
 pub use control::{ControlError, Stop, StopCode, VmState};
 pub use describe::{DescribeError, VmDescription, check_description};
 pub use dirty::DirtyError;
 pub use dunlin_linux::mapping::{Backing, TrackedMemory};
-pub use layout::{DEVICE_BYTES, DEVICE_START, WORKLOAD_START};
+pub use layout::{DEVICE_BYTES, DEVICE_START};
 pub use migrate::{MachineBuilder, Movable};
 pub use state::{LoadError, SaveError, Section};
 pub use vm::{AccessError, CreateError, Stats, Vm};

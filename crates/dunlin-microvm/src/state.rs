@@ -17,15 +17,19 @@ pub use dunlin::engine::vmm::Section;
 use kvm_bindings::MsrList;
 use thiserror::Error;
 
-use crate::control::{ControlError, VmState};
+use crate::control::VmState;
 use crate::heart::{Heart, Moment};
 use crate::wire::{DecodeError, Reader, Writer};
 
+mod error;
 #[cfg(any(test, feature = "fuzzing"))]
 pub(crate) mod fuzz;
 mod msrs;
 mod tsc;
 
+pub use error::LoadError;
+pub(crate) use error::decoded;
+use error::{MSRS, TSC, kvm_refused};
 use msrs::{read_msrs, write_msrs};
 use tsc::{Tsc, read_tsc, write_tsc};
 
@@ -48,94 +52,10 @@ pub enum SaveError {
     },
 }
 
-/// Why a machine's state could not be loaded. The machine that was to take it cannot be used.
-#[derive(Debug, Error)]
-pub enum LoadError {
-    /// The machine is not one that was just built.
-    #[error("only a machine that never ran can take over a state")]
-    Control(#[from] ControlError),
-    /// A section that must be there is not: the source is at fault.
-    #[error("section `{section}` of {instance} is missing")]
-    Missing {
-        /// Its name.
-        section: &'static str,
-        /// Its instance.
-        instance: u32,
-    },
-    /// The source says that we must know a section that we do not know.
-    #[error("section `{section}` of {instance} is required and unknown here: use a newer VMM")]
-    Unknown {
-        /// Its name.
-        section: String,
-        /// Its instance.
-        instance: u32,
-    },
-    /// Two sections of one name and instance: the source is at fault.
-    #[error("section `{section}` of {instance} comes twice")]
-    Twice {
-        /// Its name.
-        section: String,
-        /// Its instance.
-        instance: u32,
-    },
-    /// A layout that we do not know.
-    #[error("section `{section}` is of version {version}; this VMM reads 1")]
-    Version {
-        /// Its name.
-        section: &'static str,
-        /// Its version.
-        version: u32,
-    },
-    /// The bytes of a section are wrong: the source is at fault.
-    #[error("section `{section}` of {instance} cannot be read")]
-    Decode {
-        /// Its name.
-        section: &'static str,
-        /// Its instance.
-        instance: u32,
-        /// What is wrong.
-        #[source]
-        source: DecodeError,
-    },
-    /// KVM refused the bytes of a section.
-    #[error("KVM does not take `{section}` of {instance}")]
-    Kvm {
-        /// Its name.
-        section: &'static str,
-        /// Its instance.
-        instance: u32,
-        /// What the kernel said, or what is wrong with the length.
-        #[source]
-        source: io::Error,
-    },
-    /// KVM refused one MSR.
-    #[error("KVM does not take {value:#x} for MSR {index:#x} of vCPU {instance}")]
-    Msr {
-        /// The vCPU.
-        instance: u32,
-        /// The MSR.
-        index: u32,
-        /// Its value at the source.
-        value: u64,
-    },
-    /// This KVM cannot move the guest's TSC, and it would go back.
-    #[error(
-        "this KVM cannot offset the TSC, and vCPU {instance} would see it go back by {by} ticks"
-    )]
-    TscWouldGoBack {
-        /// The vCPU.
-        instance: u32,
-        /// How far.
-        by: u64,
-    },
-}
-
 const VERSION: u32 = 1;
 pub(crate) const VMM: &str = "vmm";
 pub(crate) const HEART: &str = "heart";
 const CLOCK: &str = "clock";
-const MSRS: &str = "vcpu.msrs";
-const TSC: &str = "vcpu.tsc";
 const XCRS: &str = "vcpu.xcrs";
 
 const MACHINE_SECTIONS: [(&str, MachineState); 4] = [
@@ -372,24 +292,4 @@ pub(crate) fn find<'a>(
         });
     }
     Ok(&section.bytes)
-}
-
-pub(crate) fn decoded<T>(
-    section: &'static str,
-    instance: u32,
-    result: Result<T, DecodeError>,
-) -> Result<T, LoadError> {
-    result.map_err(|source| LoadError::Decode {
-        section,
-        instance,
-        source,
-    })
-}
-
-fn kvm_refused(section: &'static str, instance: u32) -> impl Fn(io::Error) -> LoadError {
-    move |source| LoadError::Kvm {
-        section,
-        instance,
-        source,
-    }
 }

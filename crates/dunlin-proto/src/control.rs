@@ -33,7 +33,8 @@ pub use regions::{Region, RegionError, RegionKind, RegionTable};
 use crate::fault::FaultCode;
 use crate::limits::{DIGEST_BYTES, MAX_CONTROL_BODY_BYTES, SESSION_ID_BYTES};
 use crate::negotiate::{SessionId, SessionSecret};
-use crate::wire::{DecodeError, EncodeError, Reader, Start};
+use crate::wire::message::kinds;
+use crate::wire::{DecodeError, Reader, Start};
 
 /// Bytes of a control message's header.
 pub const CONTROL_HEADER_BYTES: usize = 40;
@@ -337,39 +338,6 @@ pub enum Message {
 }
 
 impl Message {
-    /// Appends header and body. Every message of version 1 must be understood,
-    /// and says so in its header.
-    ///
-    /// *accept* puts the session's secret into `out`; the caller wipes it.
-    ///
-    /// # Errors
-    /// Something that a peer would refuse; `out` is then unchanged.
-    pub fn encode(&self, envelope: &Envelope, out: &mut Vec<u8>) -> Result<(), EncodeError> {
-        let kind = self.kind().to_wire();
-        Start::write(
-            out,
-            kind,
-            MAX_CONTROL_BODY_BYTES,
-            |writer| {
-                writer.u32(envelope.epoch);
-                writer.u32(0);
-                writer.u64(envelope.sequence);
-                writer.bytes(&envelope.session);
-            },
-            |writer| body::encode(self, writer),
-        )
-    }
-
-    /// Reads the body that follows `header`; `None` is a message that this
-    /// release does not know and may skip.
-    ///
-    /// # Errors
-    /// [`DecodeError`]; a body that is not exactly as long as announced is
-    /// one.
-    pub fn decode(header: &Header, bytes: &[u8]) -> Result<Option<Self>, DecodeError> {
-        header.start.decode(bytes, Kind::from_wire, body::decode)
-    }
-
     /// Which message it is.
     #[must_use]
     pub fn kind(&self) -> Kind {
@@ -395,52 +363,6 @@ impl Message {
             Self::Answer { .. } => Kind::Answer,
         }
     }
-}
-
-/// One row for each kind of message: a number that never changes, and the name
-/// by which docs/wire.md and logs call it.
-macro_rules! kinds {
-    ($( $variant:ident = $number:literal, $name:literal, $sender:ident; )*) => {
-        /// The kinds of control messages.
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-        pub enum Kind {
-            $( #[doc = concat!("The message *", $name, "*.")] $variant, )*
-        }
-
-        impl Kind {
-            /// Every kind in the order of their numbers.
-            pub const ALL: &'static [Self] = &[$(Self::$variant,)*];
-
-            /// The kind's name in documents and logs.
-            #[must_use]
-            pub fn name(self) -> &'static str {
-                match self {
-                    $( Self::$variant => $name, )*
-                }
-            }
-
-            /// Who may send it. A message from the other side is malformed.
-            #[must_use]
-            pub fn sender(self) -> Sender {
-                match self {
-                    $( Self::$variant => Sender::$sender, )*
-                }
-            }
-
-            fn to_wire(self) -> u16 {
-                match self {
-                    $( Self::$variant => $number, )*
-                }
-            }
-
-            fn from_wire(number: u16) -> Option<Self> {
-                match number {
-                    $( $number => Some(Self::$variant), )*
-                    _ => None,
-                }
-            }
-        }
-    };
 }
 
 /// Which side sends a kind of message.
@@ -474,12 +396,6 @@ kinds! {
     Fenced = 17, "fenced", Destination;
     Inquire = 18, "inquire", Source;
     Answer = 19, "answer", Destination;
-}
-
-impl fmt::Display for Kind {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str(self.name())
-    }
 }
 
 #[cfg(test)]

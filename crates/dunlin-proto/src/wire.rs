@@ -18,6 +18,7 @@
 //! message.
 
 mod error;
+pub(crate) mod message;
 mod start;
 
 pub use error::{DecodeError, DecodeReason, EncodeError};

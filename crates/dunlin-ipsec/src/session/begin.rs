@@ -12,8 +12,8 @@ use dunlin_proto::ipsec::plan::{Adoption, Layout, REQID_BLOCKS, REQIDS, Step, ad
 
 use super::driver::Driver;
 use super::system::{guarded, is_of_this_host, random};
-use crate::Event;
 use crate::error::{IpsecError, in_words};
+use crate::event::Event;
 use crate::record::{Owner, Record};
 use crate::tables::still_used;
 

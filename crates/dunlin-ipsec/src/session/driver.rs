@@ -21,13 +21,14 @@ use dunlin_proto::negotiate::SessionId;
 use zeroize::Zeroizing;
 
 use super::hear::read;
+use super::shared::{Beginning, SharedStatus, Told};
 use super::system::{guarded, random};
-use super::{Beginning, SharedStatus, Told};
 use crate::error::{IpsecError, in_words};
+use crate::event::{Event, Observer};
+use crate::options::Options;
 use crate::record::{Record, Shelf};
 use crate::sockets::{Connection, connections};
 use crate::tables::{Tables, still_used};
-use crate::{Event, Observer, Options};
 use dunlin_lane::control::ControlStream;
 use dunlin_lane::sync::lock;
 

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use dunlin_proto::ipsec::message::{Header, MESSAGE_HEADER_BYTES, Message};
 
-use super::Told;
+use super::shared::Told;
 use crate::error::IpsecError;
 use dunlin_lane::control::{ControlError, ControlStream};
 

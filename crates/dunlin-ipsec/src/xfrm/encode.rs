@@ -11,17 +11,11 @@ use uapi::{
 };
 
 use super::values::{
-    Action, Direction, Encapsulation, KeyAndSalt, Network, Policy, PolicyDirection, Selector,
-    State, StateId,
+    ALGORITHM, Action, Direction, Encapsulation, KEY_BITS, LONGEST_REPLAY_WINDOW, Network, Policy,
+    PolicyDirection, Selector, State, StateId, TAG_BITS,
 };
 use crate::netlink::Request;
 
-/// AES-GCM in ESP, as the kernel names it (crypto/seqiv.c, crypto/gcm.c).
-pub(super) const ALGORITHM: &str = "rfc4106(gcm(aes))";
-/// Of the key and the salt.
-pub(super) const KEY_BITS: u32 = 8 * KeyAndSalt::BYTES as u32;
-/// Of the tag.
-pub(super) const TAG_BITS: u32 = 128;
 /// `XFRMA_SA_DIR`, which netlink-packet-xfrm does not know: one byte.
 pub(super) const SA_DIRECTION: u16 = 33;
 /// `XFRMA_SA_PCPU`, which it does not know either: four bytes.
@@ -84,7 +78,7 @@ pub(super) fn add_state(kind: u16, state: &State) -> Request {
         request.put(&ReplayEsn {
             bmp_len: words,
             replay_window: state.replay_window,
-            bmp: vec![0; words.min(super::LONGEST_REPLAY_WINDOW / 32) as usize],
+            bmp: vec![0; words.min(LONGEST_REPLAY_WINDOW / 32) as usize],
             ..ReplayEsn::default()
         });
     });

@@ -45,7 +45,8 @@ pub use self::offload::{EspOffload, esp_offload};
 pub use self::statistics::Statistics;
 pub use self::values::{
     Action, Algorithm, Counters, Database, Direction, Encapsulation, Installed, KeyAndSalt,
-    Network, PerCpu, Policy, PolicyDirection, Ports, Protocol, Selector, State, StateId,
+    LONGEST_REPLAY_WINDOW, Network, PerCpu, Policy, PolicyDirection, Ports, Protocol, Selector,
+    State, StateId,
 };
 
 use self::error::Refusal;
@@ -53,8 +54,6 @@ use crate::netlink::{Failure, Link, Request};
 
 /// SPIs below are the IANA's (RFC 4303, section 2.1).
 pub const FIRST_SPI: u32 = 256;
-/// The longest replay window of the kernel, in packets (`XFRMA_REPLAY_ESN_MAX`).
-pub const LONGEST_REPLAY_WINDOW: u32 = 4096;
 
 /// How often a list that changed while it was read is read again.
 const DUMP_ATTEMPTS: usize = 16;

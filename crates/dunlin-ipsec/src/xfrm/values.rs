@@ -5,6 +5,15 @@ use std::net::IpAddr;
 
 use zeroize::Zeroizing;
 
+/// The longest replay window of the kernel, in packets (`XFRMA_REPLAY_ESN_MAX`).
+pub const LONGEST_REPLAY_WINDOW: u32 = 4096;
+/// AES-GCM in ESP, as the kernel names it (crypto/seqiv.c, crypto/gcm.c).
+pub(super) const ALGORITHM: &str = "rfc4106(gcm(aes))";
+/// Of the key and the salt.
+pub(super) const KEY_BITS: u32 = 8 * KeyAndSalt::BYTES as u32;
+/// Of the tag.
+pub(super) const TAG_BITS: u32 = 128;
+
 /// Which way an SA is used (`XFRMA_SA_DIR`, Linux 6.10).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Direction {
@@ -72,7 +81,7 @@ pub struct State {
     /// The key, for this SA alone.
     pub key: KeyAndSalt,
     /// Inbound: how many packets may overtake another before that one is taken for a replay, at
-    /// most [`LONGEST_REPLAY_WINDOW`](super::LONGEST_REPLAY_WINDOW). Outbound: 0, or any where the
+    /// most [`LONGEST_REPLAY_WINDOW`]. Outbound: 0, or any where the
     /// kernel keeps no direction ([`Xfrm::keeps_directions`](super::Xfrm::keeps_directions)).
     pub replay_window: u32,
     /// ESP within UDP (RFC 3948).
@@ -161,9 +170,9 @@ impl Installed {
     #[must_use]
     pub fn difference(&self, state: &State) -> Option<&'static str> {
         let aead = Algorithm {
-            name: super::encode::ALGORITHM.to_owned(),
-            key_bits: super::encode::KEY_BITS,
-            tag_bits: super::encode::TAG_BITS,
+            name: ALGORITHM.to_owned(),
+            key_bits: KEY_BITS,
+            tag_bits: TAG_BITS,
         };
         let checks = [
             (self.id == state.id, "the destination or the SPI"),

@@ -5,7 +5,7 @@ use std::io;
 use crate::kvm::Vcpu;
 use kvm_bindings::{MsrList, Msrs, kvm_msr_entry};
 
-use super::{LoadError, MSRS, decoded, kvm_refused};
+use super::error::{LoadError, MSRS, decoded, kvm_refused};
 use crate::wire::{DecodeError, Reader, Writer};
 
 /// It goes on while the machine moves, and so has a section of its own.

@@ -4,8 +4,8 @@ use std::io;
 
 use crate::kvm::Vcpu;
 
+use super::error::{LoadError, TSC, kvm_refused};
 use super::msrs::{MSR_IA32_TSC, read_msr};
-use super::{LoadError, TSC, kvm_refused};
 use crate::heart::{Moment, time_to_ticks};
 use crate::wire::{DecodeError, Reader, Writer};
 

@@ -2,16 +2,18 @@
 //! tables of docs/wire.md say the same in the same order.
 
 use super::{
-    Accept, ChunkSet, Describe, Digest, Final, Kind, Message, Place, Reached, RegionTable, Section,
-    Verdict,
+    Accept, ChunkSet, Describe, Digest, Envelope, Final, Header, Kind, Message, Place, Reached,
+    RegionTable, Section, Verdict,
 };
-use crate::fault::FaultCode;
 use crate::limits::{
-    MAX_ACK_SETS, MAX_DESCRIPTION_BYTES, MAX_ENDPOINT_BYTES, MAX_ENDPOINTS, MAX_LANES,
-    MAX_NAME_BYTES, MAX_SECTION_BYTES, MAX_SECTIONS, MAX_TEXT_BYTES, PAGE_BYTES,
+    MAX_ACK_SETS, MAX_CONTROL_BODY_BYTES, MAX_DESCRIPTION_BYTES, MAX_ENDPOINT_BYTES, MAX_ENDPOINTS,
+    MAX_LANES, MAX_NAME_BYTES, MAX_SECTION_BYTES, MAX_SECTIONS, PAGE_BYTES,
 };
 use crate::negotiate::SessionSecret;
-use crate::wire::{DecodeError, DecodeReason, EncodeError, Reader, Writer, bad_value, within};
+use crate::wire::message::{decode_fault, decode_lane, encode_fault, encode_lane};
+use crate::wire::{
+    DecodeError, DecodeReason, EncodeError, Reader, Start, Writer, bad_value, within,
+};
 
 /// Bytes of a set of chunk numbers.
 const CHUNK_SET_BYTES: usize = 12;
@@ -23,8 +25,43 @@ const REACHED_END: u32 = u32::MAX;
 /// The extension field of *final* and *ready* that holds the digest.
 const TAG_DIGEST: u16 = 1;
 
+impl Message {
+    /// Appends header and body. Every message of version 1 must be understood,
+    /// and says so in its header.
+    ///
+    /// *accept* puts the session's secret into `out`; the caller wipes it.
+    ///
+    /// # Errors
+    /// Something that a peer would refuse; `out` is then unchanged.
+    pub fn encode(&self, envelope: &Envelope, out: &mut Vec<u8>) -> Result<(), EncodeError> {
+        let kind = self.kind().to_wire();
+        Start::write(
+            out,
+            kind,
+            MAX_CONTROL_BODY_BYTES,
+            |writer| {
+                writer.u32(envelope.epoch);
+                writer.u32(0);
+                writer.u64(envelope.sequence);
+                writer.bytes(&envelope.session);
+            },
+            |writer| encode_body(self, writer),
+        )
+    }
+
+    /// Reads the body that follows `header`; `None` is a message that this
+    /// release does not know and may skip.
+    ///
+    /// # Errors
+    /// [`DecodeError`]; a body that is not exactly as long as announced is
+    /// one.
+    pub fn decode(header: &Header, bytes: &[u8]) -> Result<Option<Self>, DecodeError> {
+        header.start.decode(bytes, Kind::from_wire, decode_body)
+    }
+}
+
 /// Appends a message's body.
-pub(super) fn encode(message: &Message, writer: &mut Writer<'_>) -> Result<(), EncodeError> {
+fn encode_body(message: &Message, writer: &mut Writer<'_>) -> Result<(), EncodeError> {
     match message {
         Message::Describe(describe) => encode_describe(describe, writer)?,
         Message::Accept(accept) => encode_accept(accept, writer)?,
@@ -72,7 +109,7 @@ pub(super) fn encode(message: &Message, writer: &mut Writer<'_>) -> Result<(), E
 }
 
 /// Reads the body of a message of this kind to its end.
-pub(super) fn decode(kind: Kind, mut body: Reader<'_>) -> Result<Message, DecodeError> {
+fn decode_body(kind: Kind, mut body: Reader<'_>) -> Result<Message, DecodeError> {
     let reader = &mut body;
     let message = match kind {
         Kind::Describe => Message::Describe(decode_describe(reader)?),
@@ -224,36 +261,6 @@ fn decode_accept(reader: &mut Reader<'_>) -> Result<Accept, DecodeError> {
         lanes_max,
         endpoints,
     })
-}
-
-fn encode_fault(fault: FaultCode, text: &str, writer: &mut Writer<'_>) -> Result<(), EncodeError> {
-    writer.u16(fault.to_wire());
-    writer.text("text", text, MAX_TEXT_BYTES)
-}
-
-fn decode_fault(reader: &mut Reader<'_>) -> Result<(FaultCode, String), DecodeError> {
-    let fault = FaultCode::from_wire(reader.u16("fault")?);
-    let text = reader.text("text", MAX_TEXT_BYTES)?;
-    Ok((fault, text.to_owned()))
-}
-
-fn encode_lane(lane: u16, writer: &mut Writer<'_>) -> Result<(), EncodeError> {
-    if lane == 0 {
-        return Err(EncodeError::Invalid {
-            what: "lane",
-            why: "lane 0 is the control lane",
-        });
-    }
-    writer.u16(lane);
-    Ok(())
-}
-
-fn decode_lane(reader: &mut Reader<'_>) -> Result<u16, DecodeError> {
-    let offset = reader.offset();
-    match reader.u16("lane")? {
-        0 => Err(bad_value("lane", 0, offset)),
-        lane => Ok(lane),
-    }
 }
 
 fn encode_sets(sets: &[ChunkSet], writer: &mut Writer<'_>) -> Result<(), EncodeError> {

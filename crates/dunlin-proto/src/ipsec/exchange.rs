@@ -21,7 +21,7 @@
 //! are two at most. A peer that breaks the order, counts backwards, wants one SA twice
 //! or more than it was allowed is told so, and the session is over.
 
-use std::collections::{BTreeSet, HashSet, VecDeque};
+use std::collections::{BTreeSet, VecDeque};
 
 use super::message::{Kind, Message, Terms};
 use super::plan::Udp;
@@ -30,73 +30,16 @@ use crate::fault::FaultCode;
 use crate::limits::{MAX_SAS, MAX_TEXT_BYTES};
 use crate::mistake::{Mistake, planted};
 
+mod action;
 mod receiving;
 mod sending;
 #[cfg(test)]
 pub(super) mod tests;
 
+pub use action::{Action, Ending};
+use action::{Breach, malformed};
 use receiving::Receiving;
 use sending::Sending;
-
-/// Something to be done, in this order.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Action {
-    /// Send this to the peer.
-    Send(Message),
-    /// Check the peer's terms; install what stands before everything else, and call
-    /// [`Exchange::begun`].
-    Begin(Terms),
-    /// Install the SAs of what the peer sends; call [`Exchange::inbound_stands`].
-    InstallInbound {
-        /// Their epoch.
-        epoch: u32,
-        /// The SAs.
-        slots: Vec<Slot>,
-    },
-    /// Install the SAs of what this side sends, and its policies; call
-    /// [`Exchange::outbound_stands`].
-    InstallOutbound {
-        /// Their epoch.
-        epoch: u32,
-        /// The SAs.
-        grants: Vec<Grant>,
-        /// Whether they are the first of their epoch, so that traffic goes over to it.
-        first: bool,
-        /// Who had an SA in the epoch before.
-        known: Vec<Sender>,
-    },
-    /// Remove these; nothing is sent by them any more.
-    RetireOutbound {
-        /// Their epoch.
-        epoch: u32,
-        /// The SAs.
-        grants: Vec<Grant>,
-        /// Whether what they were for is over, and not merely goes by another SA.
-        over: bool,
-    },
-    /// Remove these soon: packets that the peer sent by them may still be under way.
-    RetireInbound {
-        /// Their epoch.
-        epoch: u32,
-        /// The SAs.
-        grants: Vec<Grant>,
-    },
-    /// Both sides' traffic is protected. Once.
-    Up,
-    /// Take everything back. The last action.
-    Over(Ending),
-}
-
-/// Why a session is over.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Ending {
-    /// Whether the peer ended it, and said what follows.
-    pub by_peer: bool,
-    /// The reason as a code.
-    pub fault: FaultCode,
-    /// The reason in words. A peer's are to be escaped before they reach a terminal.
-    pub text: String,
-}
 
 /// What a side waits for the peer to say. Of two that differ, the later one has not been
 /// waited for as long.
@@ -456,17 +399,4 @@ fn fits(terms: &Terms, sender: Sender) -> bool {
         }
         _ => false,
     }
-}
-
-/// What the peer did wrong.
-struct Breach(FaultCode, String);
-
-fn malformed(text: &str) -> Breach {
-    Breach(FaultCode::Malformed, text.to_owned())
-}
-
-/// Whether no two are the same.
-fn distinct<T: std::hash::Hash + Eq>(mut items: impl Iterator<Item = T>) -> bool {
-    let mut seen = HashSet::new();
-    items.all(|item| seen.insert(item))
 }

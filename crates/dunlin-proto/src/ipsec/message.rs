@@ -9,7 +9,6 @@ mod body;
 #[cfg(test)]
 mod tests;
 
-use std::fmt;
 use std::net::IpAddr;
 
 use super::plan::Udp;
@@ -17,7 +16,8 @@ use super::ports::PortRange;
 use super::{Mode, Slot};
 use crate::fault::FaultCode;
 use crate::limits::MAX_IPSEC_BODY_BYTES;
-use crate::wire::{DecodeError, EncodeError, Reader, Start};
+use crate::wire::message::kinds;
+use crate::wire::{DecodeError, Reader, Start};
 
 /// Bytes of a message's header.
 pub const MESSAGE_HEADER_BYTES: usize = 8;
@@ -108,31 +108,6 @@ pub enum Message {
 }
 
 impl Message {
-    /// Appends header and body. Every message of version 1 must be understood, and
-    /// says so in its header.
-    ///
-    /// # Errors
-    /// Something that a peer would refuse; `out` is then unchanged.
-    pub fn encode(&self, out: &mut Vec<u8>) -> Result<(), EncodeError> {
-        let kind = self.kind().to_wire();
-        Start::write(
-            out,
-            kind,
-            MAX_IPSEC_BODY_BYTES,
-            |_| (),
-            |writer| body::encode(self, writer),
-        )
-    }
-
-    /// Reads the body that follows `header`; `None` is a message that this release
-    /// does not know and may skip.
-    ///
-    /// # Errors
-    /// [`DecodeError`]; a body that is not exactly as long as announced is one.
-    pub fn decode(header: &Header, bytes: &[u8]) -> Result<Option<Self>, DecodeError> {
-        header.start.decode(bytes, Kind::from_wire, body::decode)
-    }
-
     /// Which message it is.
     #[must_use]
     pub fn kind(&self) -> Kind {
@@ -148,63 +123,12 @@ impl Message {
     }
 }
 
-/// The kinds of messages.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Kind {
-    /// See [`Message::Terms`].
-    Terms,
-    /// See [`Message::Want`].
-    Want,
-    /// See [`Message::Granted`].
-    Granted,
-    /// See [`Message::Ready`].
-    Ready,
-    /// See [`Message::Retire`].
-    Retire,
-    /// See [`Message::Release`].
-    Release,
-    /// See [`Message::End`].
-    End,
-}
-
-impl Kind {
-    /// Every kind, with the number that never changes and the name by which
-    /// docs/wire.md and logs call it.
-    pub const ALL: &'static [(Self, u16, &'static str)] = &[
-        (Self::Terms, 129, "terms"),
-        (Self::Want, 130, "want"),
-        (Self::Granted, 131, "granted"),
-        (Self::Ready, 132, "ready"),
-        (Self::Retire, 133, "retire"),
-        (Self::Release, 134, "release"),
-        (Self::End, 135, "end"),
-    ];
-
-    fn row(self) -> &'static (Self, u16, &'static str) {
-        // The table is in the order of the variants; a test holds it to that.
-        &Self::ALL[self as usize]
-    }
-
-    /// The kind's name in documents and logs.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        self.row().2
-    }
-
-    /// The number on the wire.
-    #[must_use]
-    pub fn to_wire(self) -> u16 {
-        self.row().1
-    }
-
-    fn from_wire(number: u16) -> Option<Self> {
-        let found = Self::ALL.iter().find(|row| row.1 == number);
-        found.map(|row| row.0)
-    }
-}
-
-impl fmt::Display for Kind {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str(self.name())
-    }
+kinds! {
+    Terms = 129, "terms";
+    Want = 130, "want";
+    Granted = 131, "granted";
+    Ready = 132, "ready";
+    Retire = 133, "retire";
+    Release = 134, "release";
+    End = 135, "end";
 }

@@ -18,12 +18,11 @@
 
 mod body;
 
-use std::fmt;
-
 use crate::fault::FaultCode;
 use crate::limits::MAX_TUNNEL_BODY_BYTES;
 use crate::negotiate::SessionSecret;
-use crate::wire::{DecodeError, EncodeError, Reader, Start};
+use crate::wire::message::kinds;
+use crate::wire::{DecodeError, Reader, Start};
 
 /// Bytes of a message's header.
 pub const MESSAGE_HEADER_BYTES: usize = 16;
@@ -192,37 +191,6 @@ pub enum Message {
 }
 
 impl Message {
-    /// Appends header and body. Every message of version 1 must be understood,
-    /// and says so in its header.
-    ///
-    /// *accept* puts a secret into `out`; the caller wipes it.
-    ///
-    /// # Errors
-    /// Something that a peer would refuse; `out` is then unchanged.
-    pub fn encode(&self, epoch: u32, out: &mut Vec<u8>) -> Result<(), EncodeError> {
-        let kind = self.kind().to_wire();
-        Start::write(
-            out,
-            kind,
-            MAX_TUNNEL_BODY_BYTES,
-            |writer| {
-                writer.u32(epoch);
-                writer.u32(0);
-            },
-            |writer| body::encode(self, writer),
-        )
-    }
-
-    /// Reads the body that follows `header`; `None` is a message that this
-    /// release does not know and may skip.
-    ///
-    /// # Errors
-    /// [`DecodeError`]; a body that is not exactly as long as announced is
-    /// one.
-    pub fn decode(header: &Header, bytes: &[u8]) -> Result<Option<Self>, DecodeError> {
-        header.start.decode(bytes, Kind::from_wire, body::decode)
-    }
-
     /// Which message it is.
     #[must_use]
     pub fn kind(&self) -> Kind {
@@ -246,46 +214,6 @@ impl Message {
     }
 }
 
-/// One row for each kind of message: a number that never changes, and the name
-/// by which docs/wire.md and logs call it.
-macro_rules! kinds {
-    ($( $variant:ident = $number:literal, $name:literal; )*) => {
-        /// The kinds of messages.
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-        pub enum Kind {
-            $( #[doc = concat!("The message *", $name, "*.")] $variant, )*
-        }
-
-        impl Kind {
-            /// Every kind in the order of their numbers.
-            pub const ALL: &'static [Self] = &[$(Self::$variant,)*];
-
-            /// The kind's name in documents and logs.
-            #[must_use]
-            pub fn name(self) -> &'static str {
-                match self {
-                    $( Self::$variant => $name, )*
-                }
-            }
-
-            /// The number on the wire.
-            #[must_use]
-            pub fn to_wire(self) -> u16 {
-                match self {
-                    $( Self::$variant => $number, )*
-                }
-            }
-
-            fn from_wire(number: u16) -> Option<Self> {
-                match number {
-                    $( $number => Some(Self::$variant), )*
-                    _ => None,
-                }
-            }
-        }
-    };
-}
-
 kinds! {
     Accept = 65, "accept";
     Open = 66, "open";
@@ -302,10 +230,4 @@ kinds! {
     Ping = 77, "ping";
     Pong = 78, "pong";
     Drain = 79, "drain";
-}
-
-impl fmt::Display for Kind {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str(self.name())
-    }
 }

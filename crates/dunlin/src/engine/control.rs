@@ -14,7 +14,7 @@ use dunlin_proto::fault::FaultCode;
 use dunlin_proto::negotiate::{Opening, PRELUDE_BYTES, Prelude, SessionId};
 use zeroize::Zeroize;
 
-use super::error::Fault;
+use super::fault::Fault;
 use super::sync::{Condvar, Mutex, lock, wait};
 use crate::lane::control::{ControlError, ControlStream};
 

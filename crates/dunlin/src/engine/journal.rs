@@ -27,7 +27,7 @@
 //! about none of them.
 
 use std::fmt;
-use std::fs::{DirBuilder, File, OpenOptions};
+use std::fs::{DirBuilder, OpenOptions};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -39,12 +39,15 @@ pub use dunlin_proto::journal::{DestinationRecord, Record, SourceRecord, State, 
 use dunlin_proto::limits::{MAX_ENDPOINT_BYTES, MAX_RECORDS_OF_A_PEER};
 pub use dunlin_proto::negotiate::SessionId;
 
+mod entry;
 mod error;
 mod files;
 mod memory;
 #[cfg(test)]
 mod tests;
 
+use entry::is_over;
+pub use entry::{Disk, Entry, Role, StandardDisk};
 pub use error::JournalError;
 use error::io_error;
 use files::{Directory, HeldFile, file_name};
@@ -63,49 +66,6 @@ enum Shelf {
     Memory(Memory),
 }
 
-/// The operations that a full or failing disk fails; tests put their own in.
-pub trait Disk: Send + Sync {
-    /// Writes all of `bytes` at `offset`.
-    ///
-    /// # Errors
-    /// Any of pwrite(2).
-    fn write(&self, file: &File, bytes: &[u8], offset: u64) -> io::Result<()> {
-        file.write_all_at(bytes, offset)
-    }
-
-    /// Returns when what was written is on the disk.
-    ///
-    /// # Errors
-    /// Any of fdatasync(2). What was written may be there nevertheless.
-    fn sync(&self, file: &File) -> io::Result<()> {
-        file.sync_data()
-    }
-
-    /// Returns when the entries of a directory are on the disk: a file that was
-    /// made in it is there after a crash, and one that was removed is not.
-    ///
-    /// # Errors
-    /// Any of fsync(2).
-    fn sync_directory(&self, directory: &File) -> io::Result<()> {
-        directory.sync_all()
-    }
-}
-
-/// The disk as it is.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct StandardDisk;
-
-impl Disk for StandardDisk {}
-
-/// Which side of a session a file belongs to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Role {
-    /// The VM leaves this host.
-    Source,
-    /// The VM comes to this host.
-    Destination,
-}
-
 /// One session's records, held by the process whose session it is.
 pub struct SessionJournal {
     record: Record,
@@ -117,23 +77,6 @@ pub struct SessionJournal {
 enum Held {
     File(HeldFile),
     Memory(HeldInMemory),
-}
-
-/// A session in the journal.
-#[derive(Debug)]
-pub struct Entry {
-    /// The session.
-    pub session: SessionId,
-    /// This host's side of it.
-    pub role: Role,
-    /// What it remembers; none where the session ended before its first
-    /// record.
-    pub record: Result<Option<Record>, Unreadable>,
-    /// What it remembers of the session's peer.
-    pub peer: RecordedPeer,
-    /// Whether the process lives that has the session; then it is the one to
-    /// ask, and no other may act on the record.
-    pub lives: bool,
 }
 
 impl Journal {
@@ -517,24 +460,6 @@ impl Held {
     }
 }
 
-impl Role {
-    fn of(state: State) -> Self {
-        match state {
-            State::Source(_) => Self::Source,
-            State::Destination(_) => Self::Destination,
-        }
-    }
-
-    /// The role's name, which ends its files' names.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Source => "source",
-            Self::Destination => "destination",
-        }
-    }
-}
-
 /// Whether the session of a record is one with `peer`.
 ///
 /// A file from before the peer block knows the source's peer by the names in
@@ -562,14 +487,6 @@ pub(crate) fn names_of(peer: &PeerIdentity) -> String {
     let names: Vec<String> = peer.names.iter().map(ToString::to_string).collect();
     // A certificate may bear anything.
     harmless(&names.join(", "))
-}
-
-/// Whether an attempt with this record is over, with the VM at the source.
-fn is_over(state: State) -> bool {
-    matches!(
-        state,
-        State::Source(SourceRecord::Kept) | State::Destination(DestinationRecord::Aborted)
-    )
 }
 
 /// What fits of a text that is for people.

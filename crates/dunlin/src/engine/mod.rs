@@ -16,6 +16,7 @@ mod control;
 pub mod destination;
 pub mod dirty;
 mod error;
+mod fault;
 mod host;
 #[cfg(all(test, feature = "shuttle"))]
 mod interleavings;
@@ -32,7 +33,8 @@ pub use dunlin_linux::poll::Wakeup;
 pub use dunlin_proto::fault::{AtFault, FaultCode};
 
 pub use dunlin_proto::text::{harmless, is_harmful};
-pub use error::{MigrateError, VmIs, fault_behind};
+pub use error::MigrateError;
+pub use fault::{VmIs, fault_behind};
 pub use host::{Cancel, Host, StandardHost};
 pub use options::OptionError;
 pub use report::{Downtime, Event, Iteration, Observer, Progress, Report, Traffic};

@@ -1,6 +1,6 @@
 //! The direction in which the peer sends.
 
-use super::{Action, Breach, distinct, malformed};
+use super::action::{Action, Breach, distinct, malformed};
 use crate::fault::FaultCode;
 use crate::ipsec::{Grant, LEAST_SPI, Sender, Slot};
 

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeSet, VecDeque};
 
-use super::{Action, Breach, distinct, malformed};
+use super::action::{Action, Breach, distinct, malformed};
 use crate::fault::FaultCode;
 use crate::ipsec::message::Message;
 use crate::ipsec::{Grant, Sender, Slot};

@@ -3,20 +3,50 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-use super::{Kind, Message, Terms};
+use super::{Header, Kind, Message, Terms};
 use crate::fault::FaultCode;
 use crate::ipsec::plan::{UDP_SOURCE_PORTS, Udp};
 use crate::ipsec::ports::PortRange;
 use crate::ipsec::{LEAST_SPI, Mode, Sender, Slot};
-use crate::limits::{MAX_SAS, MAX_SLOTS, MAX_TEXT_BYTES};
-use crate::wire::{DecodeError, DecodeReason, EncodeError, Reader, Writer, bad_value, within};
+use crate::limits::{MAX_IPSEC_BODY_BYTES, MAX_SAS, MAX_SLOTS, MAX_TEXT_BYTES};
+use crate::wire::message::{encode_fault, invalid};
+use crate::wire::{
+    DecodeError, DecodeReason, EncodeError, Reader, Start, Writer, bad_value, within,
+};
 
 const SLOT_BYTES: usize = 9;
 const SPI_BYTES: usize = 8;
 const INDEX_BYTES: usize = 4;
 
+impl Message {
+    /// Appends header and body. Every message of version 1 must be understood, and
+    /// says so in its header.
+    ///
+    /// # Errors
+    /// Something that a peer would refuse; `out` is then unchanged.
+    pub fn encode(&self, out: &mut Vec<u8>) -> Result<(), EncodeError> {
+        let kind = self.kind().to_wire();
+        Start::write(
+            out,
+            kind,
+            MAX_IPSEC_BODY_BYTES,
+            |_| (),
+            |writer| encode_body(self, writer),
+        )
+    }
+
+    /// Reads the body that follows `header`; `None` is a message that this release
+    /// does not know and may skip.
+    ///
+    /// # Errors
+    /// [`DecodeError`]; a body that is not exactly as long as announced is one.
+    pub fn decode(header: &Header, bytes: &[u8]) -> Result<Option<Self>, DecodeError> {
+        header.start.decode(bytes, Kind::from_wire, decode_body)
+    }
+}
+
 /// Appends a message's body.
-pub(super) fn encode(message: &Message, writer: &mut Writer<'_>) -> Result<(), EncodeError> {
+fn encode_body(message: &Message, writer: &mut Writer<'_>) -> Result<(), EncodeError> {
     match message {
         Message::Terms(terms) => encode_terms(terms, writer)?,
         Message::Want { epoch, slots } => {
@@ -49,15 +79,14 @@ pub(super) fn encode(message: &Message, writer: &mut Writer<'_>) -> Result<(), E
             }
         }
         Message::End { fault, text } => {
-            writer.u16(fault.to_wire());
-            writer.text("text", text, MAX_TEXT_BYTES)?;
+            encode_fault(*fault, text, writer)?;
         }
     }
     Ok(())
 }
 
 /// Reads the body of a message of this kind to its end.
-pub(super) fn decode(kind: Kind, mut body: Reader<'_>) -> Result<Message, DecodeError> {
+fn decode_body(kind: Kind, mut body: Reader<'_>) -> Result<Message, DecodeError> {
     let reader = &mut body;
     let message = match kind {
         Kind::Terms => Message::Terms(decode_terms(reader)?),
@@ -301,8 +330,4 @@ fn in_order(indices: impl Iterator<Item = u32>, offset: usize) -> Result<(), Dec
         why: DecodeReason::Inconsistent("there are some, and they ascend"),
         offset,
     })
-}
-
-fn invalid(what: &'static str, why: &'static str) -> EncodeError {
-    EncodeError::Invalid { what, why }
 }

@@ -1,20 +1,56 @@
 //! The fixed part of every message. The tables of docs/wire.md say the same in
 //! the same order.
 
-use super::{Credit, Kind, LaneAck, Mark, Message, Open};
+use super::{Credit, Header, Kind, LaneAck, Mark, Message, Open};
 use crate::fault::FaultCode;
 use crate::limits::{
-    MAX_CHANNEL_OFFSET, MAX_CHANNELS, MAX_CREDITS, MAX_LANES, MAX_NAME_BYTES, MAX_TEXT_BYTES,
+    MAX_CHANNEL_OFFSET, MAX_CHANNELS, MAX_CREDITS, MAX_LANES, MAX_NAME_BYTES, MAX_TUNNEL_BODY_BYTES,
 };
 use crate::negotiate::SessionSecret;
-use crate::wire::{DecodeError, EncodeError, Reader, Writer, bad_value, within};
+use crate::wire::message::{
+    bounded, decode_fault, decode_lane, encode_fault, encode_lane, invalid,
+};
+use crate::wire::{DecodeError, EncodeError, Reader, Start, Writer, bad_value, within};
 
 const MARK_BYTES: usize = 12;
 const CREDIT_BYTES: usize = 20;
 const LANE_ACK_BYTES: usize = 10;
 
+impl Message {
+    /// Appends header and body. Every message of version 1 must be understood,
+    /// and says so in its header.
+    ///
+    /// *accept* puts a secret into `out`; the caller wipes it.
+    ///
+    /// # Errors
+    /// Something that a peer would refuse; `out` is then unchanged.
+    pub fn encode(&self, epoch: u32, out: &mut Vec<u8>) -> Result<(), EncodeError> {
+        let kind = self.kind().to_wire();
+        Start::write(
+            out,
+            kind,
+            MAX_TUNNEL_BODY_BYTES,
+            |writer| {
+                writer.u32(epoch);
+                writer.u32(0);
+            },
+            |writer| encode_body(self, writer),
+        )
+    }
+
+    /// Reads the body that follows `header`; `None` is a message that this
+    /// release does not know and may skip.
+    ///
+    /// # Errors
+    /// [`DecodeError`]; a body that is not exactly as long as announced is
+    /// one.
+    pub fn decode(header: &Header, bytes: &[u8]) -> Result<Option<Self>, DecodeError> {
+        header.start.decode(bytes, Kind::from_wire, decode_body)
+    }
+}
+
 /// Appends a message's body.
-pub(super) fn encode(message: &Message, writer: &mut Writer<'_>) -> Result<(), EncodeError> {
+fn encode_body(message: &Message, writer: &mut Writer<'_>) -> Result<(), EncodeError> {
     match message {
         Message::Accept {
             secret,
@@ -78,7 +114,7 @@ pub(super) fn encode(message: &Message, writer: &mut Writer<'_>) -> Result<(), E
 }
 
 /// Reads the body of a message of this kind to its end.
-pub(super) fn decode(kind: Kind, mut body: Reader<'_>) -> Result<Message, DecodeError> {
+fn decode_body(kind: Kind, mut body: Reader<'_>) -> Result<Message, DecodeError> {
     let reader = &mut body;
     let message = match kind {
         Kind::Accept => {
@@ -224,42 +260,4 @@ fn decode_offset(what: &'static str, reader: &mut Reader<'_>) -> Result<u64, Dec
     let offset = reader.u64(what)?;
     within(what, offset, MAX_CHANNEL_OFFSET, at)?;
     Ok(offset)
-}
-
-fn encode_fault(fault: FaultCode, text: &str, writer: &mut Writer<'_>) -> Result<(), EncodeError> {
-    writer.u16(fault.to_wire());
-    writer.text("text", text, MAX_TEXT_BYTES)
-}
-
-fn decode_fault(reader: &mut Reader<'_>) -> Result<(FaultCode, String), DecodeError> {
-    let fault = FaultCode::from_wire(reader.u16("fault")?);
-    let text = reader.text("text", MAX_TEXT_BYTES)?;
-    Ok((fault, text.to_owned()))
-}
-
-fn encode_lane(lane: u16, writer: &mut Writer<'_>) -> Result<(), EncodeError> {
-    if lane == 0 {
-        return Err(invalid("lane", "lane 0 is the control lane"));
-    }
-    writer.u16(lane);
-    Ok(())
-}
-
-fn decode_lane(reader: &mut Reader<'_>) -> Result<u16, DecodeError> {
-    let offset = reader.offset();
-    match reader.u16("lane")? {
-        0 => Err(bad_value("lane", 0, offset)),
-        lane => Ok(lane),
-    }
-}
-
-fn bounded(what: &'static str, value: u64, limit: u64) -> Result<(), EncodeError> {
-    if value <= limit {
-        return Ok(());
-    }
-    Err(EncodeError::OverLimit { what, value, limit })
-}
-
-fn invalid(what: &'static str, why: &'static str) -> EncodeError {
-    EncodeError::Invalid { what, why }
 }

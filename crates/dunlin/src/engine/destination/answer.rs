@@ -17,7 +17,8 @@ use dunlin_proto::negotiate::{
 use dunlin_proto::switchover::{Destination, DestinationAction as Do, DestinationEvent as On};
 
 use super::super::control::{ControlLane, SILENCE_LIMIT};
-use super::super::error::{Fault, MigrateError, VmIs};
+use super::super::error::MigrateError;
+use super::super::fault::{Fault, VmIs};
 use super::super::host::Host;
 use super::super::journal::{Journal, JournalError, RecordedPeer, Role, SessionJournal};
 use super::super::lock;

@@ -11,7 +11,7 @@ use dunlin_proto::journal::{DestinationRecord, State};
 use dunlin_proto::switchover::{Destination, DestinationAction as Do, DestinationEvent as On};
 
 use super::super::control::FromPeer;
-use super::super::error::Fault;
+use super::super::fault::Fault;
 use super::super::memory::digest;
 use super::DestinationEvent;
 use super::session::Session;

@@ -10,7 +10,7 @@ use dunlin_proto::limits::{MAX_SECTIONS, MAX_STATE_BYTES};
 use dunlin_proto::negotiate::{LaneOpen, Offer, Opening, Selection};
 
 use super::super::control::FromPeer;
-use super::super::error::Fault;
+use super::super::fault::Fault;
 use super::super::vmm::Section;
 use super::lane::Lane;
 use super::session::{Session, starved, unexpected};

@@ -14,7 +14,7 @@ use dunlin_proto::frame::{ChunkHeader, Encoding, FRAME_HEADER_BYTES, Frame, RANG
 use dunlin_proto::lanes::{CourseError, Receiving};
 use dunlin_proto::limits::{MAX_RANGES_PER_CHUNK, PAGE_BYTES};
 
-use super::super::error::Fault;
+use super::super::fault::Fault;
 use super::super::vmm::GuestMemory;
 use super::SessionEvent;
 use super::barrier::IterationBarrier;

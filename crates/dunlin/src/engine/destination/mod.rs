@@ -27,7 +27,8 @@ pub use answer::{Answering, answer};
 pub use options::{Options, OptionsBuilder};
 
 use super::control::FromPeer;
-use super::error::{Fault, MigrateError};
+use super::error::MigrateError;
+use super::fault::Fault;
 use super::host::{Cancel, Host};
 use super::vmm::{Builder, DestinationVm, Offered};
 use crate::lane::accept::Arrival;

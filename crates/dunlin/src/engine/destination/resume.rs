@@ -14,7 +14,7 @@ use dunlin_proto::negotiate::{Offer, Refusal, Selection, select};
 use dunlin_proto::switchover::Destination;
 
 use super::super::control::ControlLane;
-use super::super::error::Fault;
+use super::super::fault::Fault;
 use super::answer::INQUIRIES;
 use super::session::{Session, peer_of, refuse};
 use super::{DestinationEvent, SessionEvent};

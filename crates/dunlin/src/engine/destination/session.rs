@@ -20,7 +20,8 @@ use dunlin_proto::negotiate::{
 use dunlin_proto::switchover::Destination;
 
 use super::super::control::{ControlLane, FromPeer, Sequences};
-use super::super::error::{Fault, MigrateError, VmIs};
+use super::super::error::MigrateError;
+use super::super::fault::{Fault, VmIs};
 use super::super::host::{Cancel, Host};
 use super::super::journal::{RecordedPeer, SessionJournal, names_of};
 use super::super::vmm::{Builder, DestinationVm, Offered, Section};

@@ -11,7 +11,7 @@ use dunlin_proto::negotiate::{Features, Opening, Refusal, Supported, VERSIONS, s
 use dunlin_proto::switchover::Destination;
 
 use super::super::control::{ControlLane, FromPeer};
-use super::super::error::Fault;
+use super::super::fault::Fault;
 use super::super::journal::{DestinationRecord, Journal, State};
 use super::super::vmm::{Builder, Offered, VmDescription};
 use super::barrier::IterationBarrier;

@@ -8,7 +8,7 @@ use dunlin_proto::fault::FaultCode;
 use dunlin_proto::switchover::{Destination, DestinationEvent as Step};
 
 use super::super::control::FromPeer;
-use super::super::error::Fault;
+use super::super::fault::Fault;
 use super::session::{Session, unexpected};
 use super::{DestinationEvent, SessionEvent};
 

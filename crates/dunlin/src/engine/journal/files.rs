@@ -13,8 +13,8 @@ use dunlin_proto::journal::{
 };
 use dunlin_proto::negotiate::SessionId;
 
-use super::error::io_error;
-use super::{Disk, Entry, JournalError, Role};
+use super::entry::{Disk, Entry, Role};
+use super::error::{JournalError, io_error};
 
 /// How long a lock is waited for. A listing holds it for microseconds, an
 /// owner for the length of a migration or of the VM's life.

@@ -9,7 +9,10 @@ use dunlin_proto::journal::peer::RecordedPeer;
 use dunlin_proto::negotiate::SessionId;
 
 use super::super::sync::{Mutex, lock};
-use super::{Entry, Held, JournalError, Role, SessionJournal, file_name, is_over};
+use super::entry::{Entry, Role, is_over};
+use super::error::JournalError;
+use super::files::file_name;
+use super::{Held, SessionJournal};
 use crate::lane::peers::Principal;
 
 /// Sessions at most. A peer that begins more of them in vain than any host has

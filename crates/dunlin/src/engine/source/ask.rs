@@ -21,7 +21,7 @@ use dunlin_proto::negotiate::{Features, LaneSecurity, Offer, SessionId, VERSIONS
 use dunlin_proto::switchover::{Source, SourceEvent as On};
 
 use super::super::control::{ControlLane, FromPeer, Sequences};
-use super::super::error::Fault;
+use super::super::fault::Fault;
 use super::super::host::Host;
 use super::super::journal::{Journal, JournalError, Role};
 use super::super::vmm::SourceVm;

@@ -9,7 +9,7 @@ use dunlin_proto::fault::FaultCode;
 use dunlin_proto::switchover::{Source, SourceAction as Do, SourceEvent as On};
 
 use super::super::control::FromPeer;
-use super::super::error::{Fault, VmIs};
+use super::super::fault::{Fault, VmIs};
 use super::super::report::Event;
 use super::control::{another_peer, open_control};
 use super::doubt::{NO_RECORD, RETRY_FIRST, RETRY_LAST, VERDICT_LIMIT};

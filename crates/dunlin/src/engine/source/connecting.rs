@@ -16,7 +16,7 @@ use dunlin_proto::switchover::{Source, SourceAction};
 use dunlin_proto::text::harmless;
 
 use super::super::control::{ControlLane, Sequences};
-use super::super::error::{Fault, VmIs};
+use super::super::fault::{Fault, VmIs};
 use super::super::host::{Cancel, FromHost, Host};
 use super::super::journal::{Journal, JournalError, SessionJournal, SourceRecord, State};
 use super::super::report::{Event, Observer};

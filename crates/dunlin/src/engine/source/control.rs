@@ -9,7 +9,7 @@ use dunlin_proto::negotiate::{Offer, Opening, Selection};
 use dunlin_proto::text::harmless;
 
 use super::super::control::read_opening;
-use super::super::error::Fault;
+use super::super::fault::Fault;
 use super::super::host::{Cancel, Host};
 use super::super::journal::RecordedPeer;
 use crate::lane::control::{self as control_lane, ControlStream};

@@ -10,7 +10,7 @@ use dunlin_proto::fault::FaultCode;
 use dunlin_proto::journal::{SourceRecord, State};
 use dunlin_proto::switchover::{Source, SourceAction as Do, SourceEvent as On};
 
-use super::super::error::{Fault, VmIs};
+use super::super::fault::{Fault, VmIs};
 use super::super::report::Event;
 use super::super::vmm::RunState;
 use super::session::Session;

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::super::control::FromPeer;
-use super::super::error::Fault;
+use super::super::fault::Fault;
 
 /// Sent to the session's thread by the readers of control lanes, by the lanes' threads, and by
 /// whoever cancels.

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use dunlin_proto::fault::FaultCode;
 
-use super::super::error::{Fault, VmIs};
+use super::super::fault::{Fault, VmIs};
 use super::super::lock;
 use super::super::report::Event;
 use super::super::vmm::DirtyLog;

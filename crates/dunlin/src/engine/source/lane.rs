@@ -17,7 +17,7 @@ use dunlin_proto::limits::{
 use dunlin_proto::negotiate::{SessionId, SessionSecret};
 use dunlin_proto::schedule::{ChunkPlan, Work};
 
-use super::super::error::Fault;
+use super::super::fault::Fault;
 use super::super::vmm::GuestMemory;
 use super::event::SessionEvent;
 use super::work_queue::{WorkQueue, given_up};

@@ -15,7 +15,7 @@ use dunlin_proto::lanes::{Action, ReportError};
 use dunlin_proto::switchover::Source;
 
 use super::super::control::FromPeer;
-use super::super::error::Fault;
+use super::super::fault::Fault;
 use super::super::lock;
 use super::super::report::Event;
 use super::control::{another_peer, given_up, open_control};

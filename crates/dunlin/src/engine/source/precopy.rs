@@ -10,7 +10,7 @@ use dunlin_proto::precopy::{Decision, Goals, Pass, Precopy};
 use dunlin_proto::schedule::Schedule;
 use dunlin_proto::switchover::{Source, SourceAction, SourceEvent};
 
-use super::super::error::Fault;
+use super::super::fault::Fault;
 use super::super::lock;
 use super::super::report::{Event, Iteration, Progress, Traffic};
 use super::event::SessionEvent;

@@ -15,7 +15,7 @@ use dunlin_proto::negotiate::{Offer, Selection};
 use dunlin_proto::switchover::Source;
 
 use super::super::control::{ControlLane, FromPeer, Sequences};
-use super::super::error::{Fault, VmIs};
+use super::super::fault::{Fault, VmIs};
 use super::super::host::{Cancel, Host};
 use super::super::journal::SessionJournal;
 use super::super::report::{Event, Observer};

@@ -6,7 +6,9 @@ use dunlin_proto::fault::{AtFault, FaultCode};
 use dunlin_proto::journal::{SourceRecord, State};
 use dunlin_proto::switchover::Source;
 
-use super::super::error::{Fault, MigrateError};
+use super::super::error::MigrateError;
+
+use super::super::fault::Fault;
 use super::super::lock;
 use super::super::report::{Downtime, Event, Iteration, Report};
 use super::doubt::{Doubt, NO_RECORD};

@@ -11,7 +11,7 @@ use dunlin_proto::limits::{MAX_SECTIONS, MAX_STATE_BYTES};
 use dunlin_proto::switchover::{Source, SourceAction as Do, SourceEvent};
 
 use super::super::control::FromPeer;
-use super::super::error::Fault;
+use super::super::fault::Fault;
 use super::super::lock;
 use super::super::memory::digest;
 use super::super::report::{Event, Iteration};

@@ -17,7 +17,7 @@ use dunlin_proto::limits::PAGE_BYTES;
 use dunlin_proto::pace::Pace;
 use dunlin_proto::schedule::{ChunkPlan, Work};
 
-use super::super::error::Fault;
+use super::super::fault::Fault;
 use super::super::report::Traffic;
 use super::super::sync::{Condvar, Interrupt, Mutex, MutexGuard, lock, since, wait, wait_for};
 use super::event::SessionEvent;

@@ -1,0 +1,48 @@
+//! What a session and its thread share.
+
+use std::sync::Arc;
+
+use dunlin_lane::control::ControlStream;
+use dunlin_proto::ipsec::Grant;
+use dunlin_proto::ipsec::Sender;
+use dunlin_proto::ipsec::exchange::Exchange;
+use dunlin_proto::ipsec::key::Role;
+use dunlin_proto::ipsec::message::{Message, Terms};
+use dunlin_proto::ipsec::plan::Layout;
+use dunlin_proto::negotiate::SessionId;
+
+use crate::error::IpsecError;
+use crate::event::Observer;
+use crate::options::Options;
+use crate::xfrm;
+
+/// What a session's thread is told.
+pub(super) enum Told {
+    Heard(Message),
+    Lost(IpsecError),
+    Want(Sender),
+    Rekey,
+    End,
+}
+
+/// What others may see of a session.
+#[derive(Default)]
+pub(super) struct SharedStatus {
+    pub(super) layout: Option<Layout>,
+    pub(super) outbound: (u32, Vec<Grant>),
+    pub(super) inbound: (u32, Vec<Grant>),
+    pub(super) up: bool,
+    pub(super) xfrm: Option<Arc<xfrm::Xfrm>>,
+}
+
+/// What a session begins with.
+pub(crate) struct Beginning {
+    pub(crate) control: ControlStream,
+    pub(crate) session: SessionId,
+    pub(crate) role: Role,
+    pub(crate) exchange: Exchange,
+    pub(crate) options: Options,
+    pub(crate) observer: Observer,
+    /// Whether the peer may ask for these terms.
+    pub(crate) admits: fn(&Options, &Terms) -> Result<(), IpsecError>,
+}
