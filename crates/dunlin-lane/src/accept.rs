@@ -32,7 +32,6 @@ use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use dunlin_linux::poll::{Interest, Wakeup, poll};
-use dunlin_proto::negotiate::Opening;
 
 use super::policy::ServerTls;
 pub use arrival::{Arrival, LaneSocket, RelayArrival};

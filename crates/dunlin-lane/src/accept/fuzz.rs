@@ -12,8 +12,9 @@ use rustls::sign::CertifiedKey;
 use rustls::{RootCertStore, ServerConfig};
 use webpki::KeyUsage;
 
+use super::pending::Purpose;
 use super::pending::{Pending, Stage, Step};
-use super::{Arrival, LaneSocket, OPENING_DEADLINE, Opening, Purpose, ServerTls};
+use super::{Arrival, LaneSocket, OPENING_DEADLINE, ServerTls};
 use crate::denied::Denied;
 use crate::offload::Offload;
 use crate::peers::Peers;
@@ -21,6 +22,7 @@ use crate::policy::ServerSettings;
 use crate::provider::{Crypto, Provider};
 use crate::record::RECEIVED_RECORD_BYTES;
 use crate::trust::{Authorities, Trust};
+use dunlin_proto::negotiate::Opening;
 
 /// A host that has lost its certificate: nobody gets through the handshake.
 #[derive(Debug)]

@@ -6,8 +6,6 @@
 //! session ([`super::exchange`]).
 
 mod body;
-#[cfg(test)]
-mod tests;
 
 use std::net::IpAddr;
 

@@ -78,7 +78,12 @@ impl Fault {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use std::io;
+
     use super::*;
+    use crate::lane::control::ControlError;
+    use crate::lane::handshake::HandshakeError;
+    use crate::lane::record::Alert;
 
     fn errno(number: i32) -> io::Error {
         io::Error::from_raw_os_error(number)

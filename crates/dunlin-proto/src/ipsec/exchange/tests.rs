@@ -2,6 +2,7 @@
 
 use proptest::collection::vec;
 use proptest::prelude::*;
+use std::collections::HashSet;
 
 use super::*;
 use crate::ipsec::LEAST_SPI;

@@ -19,11 +19,11 @@ use dunlin_proto::switchover::{Destination, DestinationAction as Do, Destination
 use super::super::control::{ControlLane, SILENCE_LIMIT};
 use super::super::error::MigrateError;
 use super::super::fault::{Fault, VmIs};
-use super::super::host::Host;
+use super::super::host::{Cancel, Host};
 use super::super::journal::{Journal, JournalError, RecordedPeer, Role, SessionJournal};
 use super::super::lock;
 use super::super::sync::Mutex;
-use super::session::refuse;
+use super::refusal::refuse;
 use crate::lane::accept::{Arrival, accept};
 use crate::lane::control::ControlStream;
 use crate::lane::peers::PeerIdentity;
@@ -380,7 +380,7 @@ pub fn answer(
     tls: &ServerTls,
     journal: &Journal,
     host: &Arc<dyn Host>,
-    stop: &super::Cancel,
+    stop: &Cancel,
 ) -> Result<(), MigrateError> {
     let failed = |error| {
         Fault::new(FaultCode::Kernel, "inquiries cannot be answered")

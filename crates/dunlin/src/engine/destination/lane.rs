@@ -16,8 +16,8 @@ use dunlin_proto::limits::{MAX_RANGES_PER_CHUNK, PAGE_BYTES};
 
 use super::super::fault::Fault;
 use super::super::vmm::GuestMemory;
-use super::SessionEvent;
 use super::barrier::IterationBarrier;
+use super::event::SessionEvent;
 use crate::lane::data::{DataReceiver, ReceiveError};
 
 /// How long the source may take from a lane's end to its close.
@@ -115,7 +115,7 @@ impl DestinationMemory {
 pub(super) struct Lane {
     pub(super) number: u16,
     pub(super) receiver: DataReceiver,
-    pub(super) memory_at_destination: Arc<DestinationMemory>,
+    pub(super) memory: Arc<DestinationMemory>,
     pub(super) barrier: Arc<IterationBarrier>,
     pub(super) events: Sender<SessionEvent>,
 }
@@ -179,7 +179,7 @@ impl Lane {
                         .read_exact(bytes)
                         .map_err(|error| failed(self.number, error))?;
                     chunk
-                        .decode_ranges(bytes, &self.memory_at_destination.regions, &mut ranges)
+                        .decode_ranges(bytes, &self.memory.regions, &mut ranges)
                         .map_err(malformed)?;
                     self.take_in(&chunk, &ranges)?;
                 }
@@ -232,7 +232,7 @@ impl Lane {
         let mut pages = 0;
         let place = |range: &Range| {
             (
-                self.memory_at_destination.region_index(range.region),
+                self.memory.region_index(range.region),
                 range.offset / PAGE_BYTES,
                 u64::from(range.page_count),
             )
@@ -247,9 +247,7 @@ impl Lane {
                         return Err(self.given_up());
                     }
                     let here = CLEARED_AT_ONCE.min(end - first);
-                    self.memory_at_destination
-                        .clear(index, first, here)
-                        .map_err(unwritable)?;
+                    self.memory.clear(index, first, here).map_err(unwritable)?;
                     first += here;
                 }
             }
@@ -263,13 +261,13 @@ impl Lane {
             let (index, first, count) = place(range);
             // Before the bytes: a lane that dies in between leaves pages that
             // are noted as written, never the reverse.
-            self.memory_at_destination.mark_written(index, first, count);
+            self.memory.mark_written(index, first, count);
         }
         let mut refused = None;
         let targets = raw().map_while(|range| {
             let length = usize::try_from(range.memory_bytes()).unwrap_or(usize::MAX);
-            let index = self.memory_at_destination.region_index(range.region);
-            self.memory_at_destination
+            let index = self.memory.region_index(range.region);
+            self.memory
                 .memory
                 .slice(index, range.offset, length)
                 .map_err(|error| refused = Some(error))

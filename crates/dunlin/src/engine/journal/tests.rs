@@ -1,5 +1,7 @@
 #![allow(clippy::unwrap_used)]
 
+use std::fs::File;
+use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use dunlin_proto::journal::JOURNAL_BYTES;

@@ -1,0 +1,236 @@
+//! A VM that comes in, from its description on.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use dunlin_proto::control::{Accept, Message, Verdict};
+use dunlin_proto::fault::FaultCode;
+use dunlin_proto::journal::{DestinationRecord, State};
+use dunlin_proto::switchover::{Destination, DestinationAction as Do, DestinationEvent as On};
+
+use super::super::control::FromPeer;
+use super::super::fault::Fault;
+use super::super::journal::SessionJournal;
+use super::super::vmm::{DestinationVm, Offered};
+use super::lanes::Lanes;
+use super::received::DestinationEvent;
+use super::session::{Control, Session};
+use crate::lane::peers::PeerIdentity;
+
+/// What every phase from the first record on has.
+pub(super) struct Arriving<'a> {
+    pub(super) session: Session<'a>,
+    pub(super) control: Control,
+    pub(super) link: Link,
+    pub(super) attempt: Attempt,
+    pub(super) lanes: Lanes,
+    /// Whether an inquiry has come on the newest control lane.
+    pub(super) asked: bool,
+    /// What the reader of an older control lane had read.
+    pub(super) drained: Vec<FromPeer>,
+    /// When the source last did something for the migration.
+    pub(super) progressed: Instant,
+}
+
+/// The state of the newest control lane.
+pub(super) enum Link {
+    Up,
+    /// The source may replace it until then; if not, the session ends with the fault.
+    Lost(Instant, Fault),
+}
+
+/// The VM and what has been decided about it.
+pub(super) struct Attempt {
+    pub(super) state: Destination,
+    /// None once the record has been removed.
+    pub(super) journal: Option<SessionJournal>,
+    pub(super) vm: Arc<dyn DestinationVm>,
+    pub(super) offered: Offered,
+    /// Whether the VM has been dropped.
+    discarded: bool,
+    /// Why the session fails, as far as it is known.
+    pub(super) fault: Option<Fault>,
+    /// Whether *accept* has been sent.
+    accepted: bool,
+    /// Whether *ready* has been sent.
+    pub(super) ready_sent: bool,
+    /// Whether the source has cancelled, and thus goes on by itself.
+    pub(super) source_keeps: bool,
+    /// Whether the guest runs here, or stays paused as its owner left it.
+    pub(super) runs: bool,
+    pub(super) guest_downtime: Option<Duration>,
+}
+
+impl Attempt {
+    pub(super) fn new(
+        journal: SessionJournal,
+        vm: Arc<dyn DestinationVm>,
+        offered: Offered,
+    ) -> Self {
+        Self {
+            state: Destination::Accepting,
+            journal: Some(journal),
+            vm,
+            offered,
+            discarded: false,
+            fault: None,
+            accepted: false,
+            ready_sent: false,
+            source_keeps: false,
+            runs: false,
+            guest_downtime: None,
+        }
+    }
+
+    /// Whether the source will never ask: it has cancelled and goes on, or it was never accepted
+    /// and has begun nothing. Any other may ask, even if it was never told *ready*: its process
+    /// may have died just before, with the VM paused elsewhere.
+    pub(super) fn is_never_asked_about(&self) -> bool {
+        !self.accepted || self.source_keeps
+    }
+
+    fn reason(&self) -> (FaultCode, String) {
+        match &self.fault {
+            Some(fault) => (fault.kind(), fault.for_peer()),
+            None => (FaultCode::Internal, String::new()),
+        }
+    }
+}
+
+impl<'a> Arriving<'a> {
+    pub(super) fn new(
+        session: Session<'a>,
+        control: Control,
+        attempt: Attempt,
+        lanes: Lanes,
+    ) -> Self {
+        Self {
+            session,
+            control,
+            link: Link::Up,
+            attempt,
+            lanes,
+            asked: false,
+            drained: Vec::new(),
+            progressed: Instant::now(),
+        }
+    }
+
+    /// Does an action that is the same in every phase; returns the event that it ends with, if it
+    /// is one that does.
+    pub(super) fn act(&mut self, action: Do) -> Option<On> {
+        match action {
+            Do::Record(record) => return Some(self.record(record)),
+            Do::SendAccept => {
+                self.attempt.accepted = true;
+                self.control.tell(&Message::Accept(Accept {
+                    secret: self.lanes.secret.clone(),
+                    lanes_max: self.session.options.lanes_max,
+                    endpoints: self.session.options.endpoints.clone(),
+                }));
+            }
+            Do::Refuse => {
+                let (fault, text) = self.attempt.reason();
+                self.control.tell(&Message::Refuse { fault, text });
+            }
+            Do::Tell(verdict) => self.tell_verdict(verdict),
+            Do::Close => self.control.lane.shutdown(),
+            Do::Discard => self.discard(),
+            Do::Forget => self.forget(),
+            Do::RefuseTooLate => {
+                self.session
+                    .warn("too late to cancel: the VM lives here".into());
+            }
+            // Old control lanes are closed when the newest is adopted (`resume_control`); the
+            // others belong to a phase.
+            Do::CloseOld | Do::Drain | Do::LoadState | Do::SendReady | Do::Acquire | Do::Resume => {
+            }
+        }
+        None
+    }
+
+    fn record(&mut self, record: DestinationRecord) -> On {
+        let Some(journal) = &mut self.attempt.journal else {
+            return On::RecordFailed;
+        };
+        match journal.write(State::Destination(record)) {
+            Ok(_) => {
+                (self.session.observer)(&DestinationEvent::Recorded(record));
+                On::Recorded
+            }
+            Err(error) => {
+                let fault = Fault::new(
+                    FaultCode::Journal,
+                    format!("{record} could not be recorded"),
+                );
+                self.attempt.fault = Some(fault.because(error));
+                On::RecordFailed
+            }
+        }
+    }
+
+    fn tell_verdict(&self, verdict: Verdict) {
+        let attempt = self.control.offer.attempt;
+        let nanos = |duration: Duration| u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX);
+        let message = match verdict {
+            Verdict::Running if !self.asked => Message::Running {
+                cpu_ns: nanos(self.session.cpu_used()),
+                downtime_ns: self.attempt.guest_downtime.map_or(0, nanos),
+            },
+            Verdict::Aborted if !self.asked => {
+                let (fault, text) = self.attempt.reason();
+                Message::Cancel { fault, text }
+            }
+            verdict => Message::Answer { attempt, verdict },
+        };
+        (self.session.observer)(&DestinationEvent::Told(verdict));
+        self.control.tell(&message);
+    }
+
+    /// Drops the VM; no lane may write any more when its memory goes.
+    fn discard(&mut self) {
+        self.lanes.stop();
+        if !std::mem::replace(&mut self.attempt.discarded, true) {
+            self.attempt.vm.discard();
+        }
+    }
+
+    /// Removes the record, when the source will never ask.
+    pub(super) fn forget(&mut self) {
+        if let Some(journal) = self.attempt.journal.take()
+            && let Err(error) = journal.forget()
+        {
+            self.session.warn(error.to_string());
+        }
+    }
+
+    /// Whether `peer` is the one that the session began with.
+    pub(super) fn is_with(&self, peer: &PeerIdentity) -> bool {
+        let journal = self.attempt.journal.as_ref();
+        journal.is_some_and(|journal| journal.is_with(peer))
+    }
+
+    /// Whether a lost control lane is waited for: everything else is still under way, and nothing
+    /// was decided.
+    pub(super) fn is_resumable(&self) -> bool {
+        self.attempt.state == Destination::Receiving
+    }
+
+    /// Sends a message that is repeated on a new control lane: a control lane that cannot take it
+    /// is lost, and the session goes on.
+    pub(super) fn say(&self, message: &Message) -> Result<(), Fault> {
+        match self.control.lane.send(message) {
+            Err(fault) if fault.code == FaultCode::ControlLost && self.is_resumable() => {
+                // The reader reports the loss.
+                self.control.lane.shutdown();
+                Ok(())
+            }
+            result => result,
+        }
+    }
+
+    /// Until when the source may do nothing but answer.
+    pub(super) fn idle_until(&self) -> Instant {
+        self.progressed + self.session.options.idle_limit
+    }
+}

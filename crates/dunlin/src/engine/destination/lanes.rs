@@ -1,0 +1,49 @@
+//! The data lanes of a session at the destination.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+use dunlin_proto::negotiate::SessionSecret;
+
+use super::barrier::IterationBarrier;
+use super::lane::DestinationMemory;
+
+pub(super) struct Lanes {
+    /// A lane proves with it that it belongs to the session.
+    pub(super) secret: SessionSecret,
+    pub(super) memory: Arc<DestinationMemory>,
+    pub(super) barrier: Arc<IterationBarrier>,
+    pub(super) threads: BTreeMap<u16, JoinHandle<()>>,
+    pub(super) wire_bytes: u64,
+    /// When gathered acknowledgements are to be sent, if there are any.
+    pub(super) acks_due: Option<Instant>,
+}
+
+impl Lanes {
+    pub(super) fn new(secret: SessionSecret, memory: DestinationMemory, lanes_max: u16) -> Self {
+        Self {
+            secret,
+            memory: Arc::new(memory),
+            barrier: Arc::new(IterationBarrier::new(lanes_max)),
+            threads: BTreeMap::new(),
+            wire_bytes: 0,
+            acks_due: None,
+        }
+    }
+
+    /// Ends every lane and joins its thread, before memory goes (I4).
+    pub(super) fn stop(&mut self) {
+        self.barrier.stop();
+        for thread in std::mem::take(&mut self.threads).into_values() {
+            // A panic there is no reason to keep the memory.
+            let _ = thread.join();
+        }
+    }
+
+    /// Whether no lane has come so far.
+    pub(super) fn are_untouched(&self) -> bool {
+        self.threads.is_empty() && self.wire_bytes == 0
+    }
+}

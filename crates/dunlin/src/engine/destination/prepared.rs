@@ -1,0 +1,192 @@
+//! The switchover at the destination: waiting for *commit*, and after it for *release*.
+
+use std::time::{Duration, Instant};
+
+use dunlin_proto::control::{Digest, Message};
+use dunlin_proto::fault::FaultCode;
+use dunlin_proto::switchover::{Destination, DestinationAction as Do, DestinationEvent as On};
+
+use super::super::control::FromPeer;
+use super::super::fault::Fault;
+use super::super::memory::digest;
+use super::super::vmm::Section;
+use super::arriving::Arriving;
+use super::event::SessionEvent;
+use super::phase::{Phase, failed, next_event, take};
+use super::received::DestinationEvent;
+use super::refusal::unexpected;
+use super::settled::Settled;
+
+/// How long after *running* the source may take to destroy its copy, while its control lane is up.
+const RELEASE_LIMIT: Duration = Duration::from_secs(60);
+
+/// Everything has come. The state is loaded, and *commit* decides.
+pub(super) struct Prepared<'a> {
+    arriving: Arriving<'a>,
+    /// The state; empty once it is loaded.
+    sections: Vec<Section>,
+    /// The digest of the memory, where verification was agreed.
+    digest: Option<Digest>,
+}
+
+impl<'a> Phase<'a> for Prepared<'a> {
+    fn arriving(&mut self) -> &mut Arriving<'a> {
+        &mut self.arriving
+    }
+
+    fn act(&mut self, action: Do) -> Option<On> {
+        let attempt = &mut self.arriving.attempt;
+        let (done, result) = match action {
+            Do::LoadState => (On::Loaded, self.load()),
+            Do::Acquire => {
+                (self.arriving.session.observer)(&DestinationEvent::Committed);
+                let acquired = attempt.vm.acquire().map_err(|error| {
+                    Fault::new(FaultCode::Internal, "disks and devices cannot be taken")
+                        .because(error)
+                });
+                (On::Acquired, acquired)
+            }
+            Do::Resume => {
+                let resumed = attempt.vm.resume().map_err(|error| {
+                    Fault::new(FaultCode::Internal, "the guest cannot be started").because(error)
+                });
+                (
+                    On::Resumed,
+                    resumed.map(|downtime| attempt.guest_downtime = downtime),
+                )
+            }
+            Do::SendReady => {
+                (self.arriving.session.observer)(&DestinationEvent::Ready);
+                attempt.ready_sent = true;
+                let digest = self.digest;
+                self.arriving.control.tell(&Message::Ready { digest });
+                return None;
+            }
+            other => return self.arriving.act(other),
+        };
+        Some(match result {
+            Ok(()) => done,
+            Err(fault) => {
+                self.arriving.attempt.fault = Some(fault);
+                On::Failed
+            }
+        })
+    }
+}
+
+impl<'a> Prepared<'a> {
+    pub(super) fn new(arriving: Arriving<'a>, sections: Vec<Section>) -> Self {
+        Self {
+            arriving,
+            sections,
+            digest: None,
+        }
+    }
+
+    /// Loads the state, answers *ready*, and waits until it is decided where the VM lives.
+    pub(super) fn decide(mut self) -> Result<Running<'a>, Settled<'a>> {
+        if let Err(fault) = self.await_decision() {
+            failed(&mut self, fault);
+        }
+        let arriving = self.arriving;
+        if arriving.attempt.state != Destination::Running {
+            return Err(Settled::arriving(arriving));
+        }
+        Ok(Running { arriving })
+    }
+
+    fn await_decision(&mut self) -> Result<(), Fault> {
+        take(self, On::Complete)?;
+        self.arriving.progressed = Instant::now();
+        while self.arriving.attempt.state == Destination::Prepared {
+            let idle = self.arriving.idle_until();
+            let event = next_event(self, idle)?;
+            self.arriving.progress(event.as_ref())?;
+            match event {
+                Some(SessionEvent::Control(_, FromPeer::Message(message))) => match message {
+                    Message::Commit { run } => take(self, On::Commit { run })?,
+                    // It crossed a late fence: everything has come.
+                    Message::Final(_) => {}
+                    other => return Err(unexpected(&other)),
+                },
+                Some(SessionEvent::Arrived(arrival)) => {
+                    let session = &self.arriving.session;
+                    session.turn_away(*arrival, "a session is under way");
+                }
+                Some(_) | None => {}
+            }
+        }
+        Ok(())
+    }
+
+    fn load(&mut self) -> Result<(), Fault> {
+        let vm = &self.arriving.attempt.vm;
+        if self.arriving.control.verifies() {
+            let memory = vm.memory();
+            self.digest = Some(digest(&*memory, 1).map_err(|error| {
+                Fault::new(FaultCode::VerificationFailed, "guest memory cannot be read")
+                    .because(error)
+            })?);
+        }
+        vm.load(&std::mem::take(&mut self.sections))
+            .map_err(|error| {
+                Fault::new(FaultCode::StateLoadFailed, "the state cannot be loaded").because(error)
+            })
+    }
+}
+
+/// The VM lives here; the source has not destroyed its copy yet.
+pub(super) struct Running<'a> {
+    arriving: Arriving<'a>,
+}
+
+impl<'a> Phase<'a> for Running<'a> {
+    fn arriving(&mut self) -> &mut Arriving<'a> {
+        &mut self.arriving
+    }
+
+    fn act(&mut self, action: Do) -> Option<On> {
+        self.arriving.act(action)
+    }
+}
+
+impl<'a> Running<'a> {
+    /// Waits for *release*. Without it the VM lives here all the same.
+    pub(super) fn await_release(mut self) -> Settled<'a> {
+        let attempt = &self.arriving.attempt;
+        let runs = attempt.runs;
+        // From here on the source changes nothing any more: it may have died.
+        if runs {
+            attempt.vm.announce();
+        }
+        (self.arriving.session.observer)(&DestinationEvent::Running { runs });
+        if let Err(fault) = self.released() {
+            self.arriving.session.warn(format!(
+                "the source did not confirm that it let go of the VM: {}",
+                fault.for_peer()
+            ));
+        }
+        Settled::arriving(self.arriving)
+    }
+
+    fn released(&mut self) -> Result<(), Fault> {
+        let until = Instant::now() + RELEASE_LIMIT;
+        loop {
+            match next_event(self, until)? {
+                Some(SessionEvent::Control(_, FromPeer::Message(Message::Release))) => {
+                    return take(self, On::Release);
+                }
+                Some(SessionEvent::Control(_, FromPeer::Message(other))) => {
+                    return Err(unexpected(&other));
+                }
+                Some(SessionEvent::Arrived(arrival)) => {
+                    let session = &self.arriving.session;
+                    session.turn_away(*arrival, "a session is under way");
+                }
+                Some(SessionEvent::Cancelled) => take(self, On::Cancelled)?,
+                Some(_) => {}
+                None => return Err(Fault::new(FaultCode::ControlLost, "no release came")),
+            }
+        }
+    }
+}

@@ -1,0 +1,149 @@
+//! Memory and state come in.
+
+use std::time::{Duration, Instant};
+
+use dunlin_proto::control::{self, Final, Message};
+use dunlin_proto::fault::FaultCode;
+use dunlin_proto::limits::{MAX_SECTIONS, MAX_STATE_BYTES};
+use dunlin_proto::switchover::{Destination, DestinationAction as Do, DestinationEvent as On};
+
+use super::super::control::FromPeer;
+use super::super::fault::Fault;
+use super::super::vmm::Section;
+use super::arriving::Arriving;
+use super::event::SessionEvent;
+use super::phase::{Phase, begin, failed, next_event};
+use super::prepared::Prepared;
+use super::refusal::{starved, unexpected};
+use super::settled::Settled;
+use crate::lane::accept::Arrival;
+
+/// Acknowledgements are collected for this long: some hundred messages a
+/// second at most, and far below a round trip's worth of delay.
+const ACK_DELAY: Duration = Duration::from_millis(3);
+
+/// The VM is accepted; lanes bring memory, the control lane brings state.
+pub(super) struct Receiving<'a> {
+    arriving: Arriving<'a>,
+    sections: Vec<Section>,
+    state_bytes: usize,
+}
+
+impl<'a> Phase<'a> for Receiving<'a> {
+    fn arriving(&mut self) -> &mut Arriving<'a> {
+        &mut self.arriving
+    }
+
+    fn act(&mut self, action: Do) -> Option<On> {
+        self.arriving.act(action)
+    }
+}
+
+impl<'a> Receiving<'a> {
+    /// Records *prepared* and accepts the VM.
+    pub(super) fn begin(arriving: Arriving<'a>) -> Result<Self, Settled<'a>> {
+        let mut receiving = Self {
+            arriving,
+            sections: Vec::new(),
+            state_bytes: 0,
+        };
+        if let Err(fault) = begin(&mut receiving) {
+            failed(&mut receiving, fault);
+        }
+        if receiving.arriving.attempt.state == Destination::Receiving {
+            return Ok(receiving);
+        }
+        Err(Settled::arriving(receiving.arriving))
+    }
+
+    /// Takes in lanes, memory and state until everything that *final* counts has come.
+    pub(super) fn await_everything(mut self) -> Result<Prepared<'a>, Settled<'a>> {
+        match self.receive_all() {
+            Ok(()) => Ok(Prepared::new(self.arriving, self.sections)),
+            Err(fault) => {
+                failed(&mut self, fault);
+                Err(Settled::arriving(self.arriving))
+            }
+        }
+    }
+
+    fn receive_all(&mut self) -> Result<(), Fault> {
+        self.arriving.progressed = Instant::now();
+        while !self.arriving.is_complete()? {
+            let idle = self.arriving.idle_until();
+            let due = self.arriving.lanes.acks_due;
+            let event = next_event(self, due.map_or(idle, |due| due.min(idle)))?;
+            self.arriving.progress(event.as_ref())?;
+            match event {
+                Some(SessionEvent::Arrived(arrival)) => match *arrival {
+                    Arrival::Lane { socket, opening } => self.arriving.admit(socket, &opening)?,
+                    // Without a lane there will never be one, and the source has no way to know
+                    // why.
+                    Arrival::Starved(error) if self.arriving.lanes.are_untouched() => {
+                        return Err(starved(error));
+                    }
+                    other => {
+                        let session = &self.arriving.session;
+                        session.turn_away(other, "a session is under way");
+                    }
+                },
+                Some(SessionEvent::Control(_, FromPeer::Message(message))) => match message {
+                    Message::Section(section) => self.keep(section)?,
+                    Message::Final(last) => self.finish(last)?,
+                    other => return Err(unexpected(&other)),
+                },
+                Some(SessionEvent::Acks) => {
+                    let due = Instant::now() + ACK_DELAY;
+                    self.arriving.lanes.acks_due.get_or_insert(due);
+                }
+                Some(_) | None => {}
+            }
+            if self
+                .arriving
+                .lanes
+                .acks_due
+                .is_some_and(|due| due <= Instant::now())
+            {
+                self.arriving.acknowledge()?;
+            }
+        }
+        self.arriving.acknowledge()
+    }
+
+    fn keep(&mut self, section: control::Section) -> Result<(), Fault> {
+        self.state_bytes += section.bytes.len() + section.name.len();
+        let count = self.sections.len() + 1;
+        if self.state_bytes > MAX_STATE_BYTES || count > MAX_SECTIONS as usize {
+            return Err(Fault::new(
+                FaultCode::Malformed,
+                format!("the source sent more state than {MAX_STATE_BYTES} bytes"),
+            ));
+        }
+        self.sections.push(Section {
+            name: section.name,
+            instance: section.instance,
+            version: section.version,
+            required: section.required,
+            bytes: section.bytes,
+        });
+        Ok(())
+    }
+
+    fn finish(&mut self, last: Final) -> Result<(), Fault> {
+        let came = self.sections.len();
+        if last.sections as usize != came {
+            return Err(Fault::new(
+                FaultCode::Malformed,
+                format!(
+                    "{came} sections came where the source counts {}",
+                    last.sections
+                ),
+            ));
+        }
+        self.arriving
+            .lanes
+            .barrier
+            .lanes(|lanes| lanes.finish(last));
+        Ok(())
+    }
+}

@@ -1,0 +1,294 @@
+//! The first phases: a source whose offer can be met, and the VM that it describes.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use dunlin_proto::control::{Describe, Message};
+use dunlin_proto::fault::FaultCode;
+use dunlin_proto::limits::PAGE_BYTES;
+use dunlin_proto::negotiate::{
+    Features, Opening, Refusal, SessionSecret, Supported, VERSIONS, select,
+};
+
+use super::super::control::FromPeer;
+use super::super::fault::{Fault, VmIs};
+use super::super::journal::{DestinationRecord, Journal, SessionJournal, State};
+use super::super::vmm::{Builder, DestinationVm, Offered, VmDescription};
+use super::arriving::{Arriving, Attempt};
+use super::event::SessionEvent;
+use super::lane::DestinationMemory;
+use super::lanes::Lanes;
+use super::received::DestinationEvent;
+use super::receiving::Receiving;
+use super::refusal::{peer_of, refuse, unexpected};
+use super::session::{Control, Session};
+use super::settled::Settled;
+use crate::lane::accept::Arrival;
+use crate::lane::control::ControlStream;
+
+/// How long the source may take to describe its VM.
+const DESCRIBE_LIMIT: Duration = Duration::from_secs(10);
+
+/// No source has come whose offer can be met.
+pub(super) struct Waiting<'a> {
+    session: Session<'a>,
+}
+
+impl<'a> Waiting<'a> {
+    pub(super) fn new(session: Session<'a>) -> Self {
+        Self { session }
+    }
+
+    /// Waits for a control lane whose offer can be met.
+    pub(super) fn await_source(mut self) -> Result<Describing<'a>, Settled<'a>> {
+        match self.next_source() {
+            Ok((control, secret)) => Ok(Describing {
+                session: self.session,
+                control,
+                secret,
+            }),
+            Err(fault) => {
+                self.session.close(None, std::iter::empty());
+                Err(Settled::failed(fault, VmIs::AtSource))
+            }
+        }
+    }
+
+    fn next_source(&mut self) -> Result<(Control, SessionSecret), Fault> {
+        loop {
+            let arrival = match self.session.receive(None, None)? {
+                Some(SessionEvent::Arrived(arrival)) => *arrival,
+                Some(SessionEvent::Cancelled) => return Err(cancelled()),
+                _ => continue,
+            };
+            match self.session.answer_inquiry(arrival) {
+                Some(Arrival::Control { stream, opening }) => {
+                    if let Some(agreed) = self.negotiate(stream, &opening)? {
+                        return Ok(agreed);
+                    }
+                }
+                Some(other) => self.session.turn_away(other, "no session has begun"),
+                None => {}
+            }
+        }
+    }
+
+    fn negotiate(
+        &self,
+        stream: ControlStream,
+        opening: &Opening,
+    ) -> Result<Option<(Control, SessionSecret)>, Fault> {
+        let session = &self.session;
+        let answer = match opening {
+            Opening::Offer(offer) => {
+                let supported = Supported {
+                    versions: VERSIONS,
+                    features: Features::VERIFY,
+                    required: Features::NONE,
+                    plain_allowed: session.options.allow_plain,
+                    ipsec: session.options.ipsec.is_some(),
+                };
+                select(offer, &supported).map(|selection| (offer, selection))
+            }
+            _ => Err(Refusal {
+                fault: FaultCode::Malformed,
+                text: "an offer comes first on a control lane".into(),
+            }),
+        };
+        let (offer, selection) = match answer {
+            Ok(agreed) => agreed,
+            Err(refusal) => {
+                session.reject(format!("the offer of {}: {refusal}", peer_of(&stream)));
+                refuse(&stream, &refusal);
+                return Ok(None);
+            }
+        };
+        let mut bytes = Vec::new();
+        selection.encode(&mut bytes).map_err(|error| {
+            Fault::new(FaultCode::Internal, "the selection cannot be sent").because(error)
+        })?;
+        if let Err(error) = stream.send(&bytes) {
+            session.reject(format!("the control lane of {}: {error}", peer_of(&stream)));
+            return Ok(None);
+        }
+        session.tls.keep(&stream);
+        (session.observer)(&DestinationEvent::Connected {
+            peer: peer_of(&stream),
+        });
+        let mut secret = SessionSecret([0; 32]);
+        session
+            .tls
+            .config()
+            .crypto_provider()
+            .secure_random
+            .fill(&mut secret.0)
+            .map_err(|_| Fault::new(FaultCode::Internal, "the random number source failed"))?;
+        let control = session.open_control(stream, Arc::default(), offer.clone(), selection)?;
+        Ok(Some((control, secret)))
+    }
+}
+
+/// The offer is met; the VM is not accepted yet. Nothing has been promised.
+pub(super) struct Describing<'a> {
+    session: Session<'a>,
+    control: Control,
+    secret: SessionSecret,
+}
+
+/// What is built for a VM that is described.
+struct Built {
+    offered: Offered,
+    journal: SessionJournal,
+    vm: Arc<dyn DestinationVm>,
+    memory: DestinationMemory,
+}
+
+impl<'a> Describing<'a> {
+    /// Builds the VM that the source describes, and accepts it.
+    pub(super) fn build(mut self, builder: &mut dyn Builder) -> Result<Receiving<'a>, Settled<'a>> {
+        let Built {
+            offered,
+            journal,
+            vm,
+            memory,
+        } = match self.try_build(builder) {
+            Ok(built) => built,
+            Err(fault) => return Err(self.fail(fault)),
+        };
+        let lanes = Lanes::new(self.secret, memory, self.session.options.lanes_max);
+        let attempt = Attempt::new(journal, vm, offered);
+        Receiving::begin(Arriving::new(self.session, self.control, attempt, lanes))
+    }
+
+    fn try_build(&mut self, builder: &mut dyn Builder) -> Result<Built, Fault> {
+        let Describe {
+            vm_uuid,
+            vm_name,
+            page_bytes,
+            paused,
+            description,
+            regions,
+        } = self.await_description()?;
+        if u64::from(page_bytes) != PAGE_BYTES {
+            return Err(Fault::new(
+                FaultCode::DescriptionRefused,
+                format!("pages of {page_bytes} bytes are not supported: only {PAGE_BYTES}"),
+            ));
+        }
+        let offered = Offered {
+            vm: VmDescription {
+                uuid: vm_uuid,
+                name: vm_name,
+                description,
+            },
+            regions: regions.regions().to_vec(),
+            paused,
+        };
+        (self.session.observer)(&DestinationEvent::Offered(offered.clone()));
+        let journal = self.make_room(&offered, &builder.owner(&offered))?;
+        let built = builder
+            .build(&offered)
+            .map_err(|refusal| Fault::new(refusal.fault, refusal.text));
+        let vm = match built {
+            Ok(vm) => vm,
+            Err(fault) => {
+                self.forget(journal);
+                return Err(fault);
+            }
+        };
+        let memory = vm.memory();
+        let here = memory.regions().iter().map(|r| (r.id, r.length));
+        let wanted = offered.regions.iter().map(|r| (r.id, r.length));
+        if !here.eq(wanted) {
+            vm.discard();
+            self.forget(journal);
+            return Err(Fault::new(
+                FaultCode::DescriptionRefused,
+                "the VM that was built here has other memory regions than the source's",
+            ));
+        }
+        Ok(Built {
+            memory: DestinationMemory::new(memory, regions),
+            offered,
+            journal,
+            vm,
+        })
+    }
+
+    fn await_description(&mut self) -> Result<Describe, Fault> {
+        let until = Instant::now() + DESCRIBE_LIMIT;
+        loop {
+            match self.session.receive(Some(&self.control), Some(until))? {
+                Some(SessionEvent::Control(_, FromPeer::Message(message))) => match message {
+                    Message::Describe(described) => return Ok(described),
+                    Message::Cancel { fault, text } => return Err(Fault::told(fault, text)),
+                    other => return Err(unexpected(&other)),
+                },
+                Some(SessionEvent::Control(_, FromPeer::Lost(fault))) => return Err(fault),
+                Some(SessionEvent::Arrived(arrival)) => {
+                    if let Some(arrival) = self.session.answer_inquiry(*arrival) {
+                        self.session
+                            .turn_away(arrival, "the VM is not described yet");
+                    }
+                }
+                Some(SessionEvent::Cancelled) => return Err(cancelled()),
+                Some(_) => {}
+                None => {
+                    return Err(Fault::new(
+                        FaultCode::ControlLost,
+                        "the source does not describe its VM",
+                    ));
+                }
+            }
+        }
+    }
+
+    /// Makes room for the session's records: a full disk is found here, before anything is moved.
+    fn make_room(&self, offered: &Offered, owner: &str) -> Result<SessionJournal, Fault> {
+        let stream = self.control.lane.stream();
+        let record = Journal::first_record(
+            State::Destination(DestinationRecord::Prepared),
+            self.control.offer.session,
+            (&offered.vm.uuid, &offered.vm.name),
+            &peer_of(stream),
+            owner,
+        );
+        let peer = stream.peer();
+        let begun = self.session.options.journal.begin(record, Some(peer));
+        let recorded = begun.and_then(|mut journal| match journal.write_peer(&peer.principal()) {
+            Ok(()) => Ok(journal),
+            Err(error) => {
+                // Best effort: an empty record has no meaning.
+                let _ = journal.forget();
+                Err(error)
+            }
+        });
+        recorded.map_err(|error| {
+            let what = "the session cannot be recorded at the destination";
+            Fault::new(FaultCode::Journal, what).because(error)
+        })
+    }
+
+    fn forget(&self, journal: SessionJournal) {
+        if let Err(error) = journal.forget() {
+            self.session.warn(error.to_string());
+        }
+    }
+
+    fn fail(mut self, fault: Fault) -> Settled<'a> {
+        if fault.code != FaultCode::ControlLost {
+            // Best effort: the peer may be gone.
+            let _ = self.control.lane.send(&Message::Cancel {
+                fault: fault.kind(),
+                text: fault.for_peer(),
+            });
+        }
+        let control = Some(&mut self.control);
+        self.session.close(control, std::iter::empty());
+        Settled::failed(fault, VmIs::AtSource)
+    }
+}
+
+pub(super) fn cancelled() -> Fault {
+    Fault::new(FaultCode::Cancelled, "the operator cancelled")
+}
