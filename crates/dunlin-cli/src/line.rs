@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::code::{CANCELLED, FAILED, IN_DOUBT};
 use crate::text::chained;
-use crate::tunnel::{ListenerLine, TunnelLine};
+use crate::tunnel::line::{ListenerLine, TunnelLine};
 
 impl From<&Choice> for Line {
     fn from(choice: &Choice) -> Self {

@@ -78,7 +78,13 @@ enum Command {
 fn main() -> ExitCode {
     let helper = handoff::helper(std::env::args_os().collect());
     // A helper's standard output is its caller's: nothing, or what was handed over.
-    let (cli, json) = helper.map_or_else(parse, |cli| (cli, false));
+    let (cli, json) = match helper {
+        Some(words) => (
+            Cli::try_parse_from(words).map_err(|error| handoff::refused(&error)),
+            false,
+        ),
+        None => parse(),
+    };
     let result = cli.and_then(|cli| run(cli.command));
     let code = result.unwrap_or_else(|error| {
         let failed = FailedLine::from(&error);

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 
 use rustls::pki_types::CertificateDer;
 
-use super::identity::IdentityError;
+use super::identity::error::IdentityError;
 use super::peers::{Peer, PeerRefused, Pin};
 
 /// The keys of one file.

@@ -8,8 +8,8 @@
 
 mod dated;
 mod directory;
-mod error;
-mod files;
+pub(super) mod error;
+pub(super) mod files;
 mod layout;
 mod options;
 #[cfg(test)]
@@ -33,7 +33,6 @@ use zeroize::Zeroizing;
 
 pub use self::dated::{Dated, Item};
 pub use self::error::{IdentityError, SettingsError, Warning};
-pub(super) use self::files::certificates;
 pub use self::layout::{
     AUTHORITIES_FILE, CERTIFICATE_FILE, DENIED_FILE, Files, KEY_FILE, Layout, REVOCATIONS_FILE,
     Role, UnknownLayout,

@@ -9,10 +9,9 @@ use std::ffi::OsString;
 use std::path::Path;
 
 use anyhow::{Error, Result, anyhow};
+use clap::Subcommand;
 use clap::error::ErrorKind;
-use clap::{Parser, Subcommand};
 
-use crate::Cli;
 use crate::text::chained;
 
 /// The name under which `dunlin` is `dunlin handoff connect`, as toolstacks call theirs.
@@ -40,9 +39,9 @@ pub(crate) fn run(command: &Command) -> Result<i32> {
     }
 }
 
-/// The command line, if it is a helper's: whoever runs one reads one line of its errors, and
+/// The words of a command line, if it is a helper's: its caller reads one line of its errors, and
 /// knows the exit codes 0 and 1.
-pub(crate) fn helper(mut words: Vec<OsString>) -> Option<Result<Cli>> {
+pub(crate) fn helper(mut words: Vec<OsString>) -> Option<Vec<OsString>> {
     let name = words.first().and_then(|word| Path::new(word).file_name());
     if name.is_some_and(|name| name == HELPER) {
         let rest = words.split_off(1);
@@ -53,15 +52,15 @@ pub(crate) fn helper(mut words: Vec<OsString>) -> Option<Result<Cli>> {
         let word = words.get(at);
         word.is_some_and(|word| names.iter().any(|name| word == name))
     };
-    if !is(1, &["handoff"]) || !is(2, &["connect", HELPER]) {
-        return None;
+    (is(1, &["handoff"]) && is(2, &["connect", HELPER])).then_some(words)
+}
+
+/// A helper's usage error in one line; help and version are printed.
+pub(crate) fn refused(error: &clap::Error) -> Error {
+    match error.kind() {
+        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => error.exit(),
+        _ => anyhow!(without_usage(&error.to_string())),
     }
-    Some(
-        Cli::try_parse_from(words).map_err(|error| match error.kind() {
-            ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => error.exit(),
-            _ => anyhow!(without_usage(&error.to_string())),
-        }),
-    )
 }
 
 /// What clap says, without how the command is used.

@@ -7,7 +7,7 @@
 mod ask;
 mod config;
 mod control_service;
-mod line;
+pub(crate) mod line;
 mod run;
 mod show;
 mod stdio;
@@ -17,7 +17,6 @@ use anyhow::Result;
 use clap::Subcommand;
 
 pub(crate) use config::table::{Port, host_of, parse_port, socket_path};
-pub(crate) use line::{ListenerLine, TunnelLine};
 pub(crate) use show::{show, status_within};
 
 #[derive(Debug, Subcommand)]

@@ -10,7 +10,8 @@ use dunlin_linux::epoll::Readiness;
 use dunlin_proto::limits::MAX_CLIENT_FLIGHT_BYTES;
 
 use super::client::{Client, HelloBuffer, Step};
-use super::forward::{Forwarded, Side};
+use super::forward::Forwarded;
+use super::token::{Of, Side, token};
 use super::{Event, Refusal, Shared, deliver};
 use dunlin_lane::accept::is_shortage;
 
@@ -23,21 +24,6 @@ const SHORTAGE_GRACE: Duration = Duration::from_millis(300);
 
 const WAKE: u64 = u64::MAX;
 const LISTENER: u64 = u64::MAX - 1;
-/// Whose socket is reported, beside a number.
-#[derive(Clone, Copy)]
-pub(super) enum Of {
-    Undecided,
-    Forwarded(Side),
-}
-
-pub(super) fn token(number: u64, of: Of) -> u64 {
-    number << 2
-        | match of {
-            Of::Undecided => 0,
-            Of::Forwarded(Side::Client) => 1,
-            Of::Forwarded(Side::Server) => 2,
-        }
-}
 
 pub(super) struct AcceptLoop {
     shared: Arc<Shared>,

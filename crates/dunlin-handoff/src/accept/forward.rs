@@ -17,7 +17,7 @@ use dunlin_linux::socket::{
     Liveness, connect_unix_unless, connect_unless, set_liveness, set_reset_on_close,
 };
 
-use super::door::{Of, token};
+use super::token::{Of, Side, token};
 use super::{Event, Other, Refusal, Shared, Target};
 use dunlin_lane::reach::first_of;
 use dunlin_lane::splice::{OneWay, Pause, Stop};
@@ -51,13 +51,6 @@ pub(super) struct Forwarded {
     has_failed: [AtomicBool; 2],
     /// Which side has said its last.
     has_ended: [AtomicBool; 2],
-}
-
-/// One end of what is forwarded.
-#[derive(Clone, Copy)]
-pub(super) enum Side {
-    Client,
-    Server,
 }
 
 /// The old server's end.

@@ -20,6 +20,7 @@ mod deliver;
 mod door;
 mod forward;
 mod proxy;
+mod token;
 
 use dunlin_lane::sync::lock;
 use std::collections::BTreeMap;

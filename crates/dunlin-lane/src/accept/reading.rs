@@ -11,7 +11,7 @@ use crate::handshake::{FLIGHT_LIMIT_BYTES, HandshakeError};
 use crate::record::{HEADER_BYTES, RECEIVED_RECORD_BYTES};
 
 /// Connections that are not authenticated yet, at the same time. Each costs
-/// at most [`FLIGHT_LIMIT_BYTES`](super::handshake::FLIGHT_LIMIT_BYTES) and what rustls keeps, so that all of them
+/// at most [`FLIGHT_LIMIT_BYTES`](crate::handshake::FLIGHT_LIMIT_BYTES) and what rustls keeps, so that all of them
 /// stay under 8 MiB.
 pub const PENDING_LIMIT: usize = 64;
 /// From accepting a connection to the end of its opening.

@@ -22,7 +22,8 @@ use x509_parser::prelude::FromDer;
 
 use super::{Authorities, UNISSUED, in_date, refused, without_chain};
 use crate::denied::Denied;
-use crate::identity::{IdentityError, certificates};
+use crate::identity::error::IdentityError;
+use crate::identity::files::certificates;
 use crate::peers::{AuthorisedBy, PeerIdentity, Peers, Pin};
 
 /// The certificates of one file.

@@ -7,7 +7,7 @@ use dunlin_proto::fault::{AtFault, FaultCode};
 use thiserror::Error;
 
 use super::fault::{Fault, VmIs};
-use super::source::Doubt;
+use super::source::doubt::Doubt;
 
 /// A migration that failed: what happened, whose fault it is, what to do, and
 /// where the VM is now.

@@ -25,7 +25,7 @@ mod ask;
 mod committed;
 mod connecting;
 mod control;
-mod doubt;
+pub(super) mod doubt;
 pub(super) mod event;
 mod guest;
 mod lane;
