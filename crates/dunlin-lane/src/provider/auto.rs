@@ -110,11 +110,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_probe_names_every_library_and_is_short() {
-        let begin = Instant::now();
+    fn the_probe_measures_every_library_and_chooses_the_fastest() {
         let choice = probe();
-        // Loose: a loaded machine may deschedule the probe.
-        assert!(begin.elapsed() < Duration::from_millis(500));
         assert_eq!(choice.speeds.len(), Provider::built_in().len());
         assert!(
             choice

@@ -115,8 +115,6 @@ pub struct Association<T> {
     side: Side,
     channels: BTreeMap<u32, Channel<T>>,
     ended: BTreeMap<u32, Ended>,
-    /// The channels that the other side asks about and shall hear are gone.
-    gone: BTreeSet<u32>,
     next_own: Option<u32>,
     /// Theirs up to this have been opened.
     highest_theirs: Option<u32>,
@@ -131,16 +129,7 @@ pub struct Association<T> {
     arriving: ReceivingLanes,
     pool: Pool,
     round_trip: RoundTrip,
-    /// Ours that the other side has not heard of, or not on this control lane.
-    opens: BTreeSet<u32>,
-    /// Channels about which there is something else to say.
-    news: BTreeSet<u32>,
-    credits: BTreeSet<u32>,
-    refusals: VecDeque<(u16, FaultCode, String)>,
-    pong: Option<u64>,
-    ping_wanted: bool,
-    /// The token of the last ping, which is when it was said.
-    ping_ns: Option<u64>,
+    agenda: Agenda,
     control: Control,
     /// Bytes that were read since there last was no channel.
     busy_bytes: u64,
@@ -148,10 +137,28 @@ pub struct Association<T> {
     /// When something about the lanes was due that the caller was told of.
     expected_ns: Option<u64>,
     draining: bool,
-    say_drain: bool,
     peer_drains: bool,
     over: bool,
     actions: VecDeque<Action>,
+}
+
+/// What is to be said on the control lane.
+#[derive(Debug, Default)]
+struct Agenda {
+    /// Ours that the other side has not heard of, or not on this control lane.
+    opens: BTreeSet<u32>,
+    /// Channels about which there is something else to say.
+    news: BTreeSet<u32>,
+    credits: BTreeSet<u32>,
+    /// Channels that the other side asks about, and that are gone.
+    gone: BTreeSet<u32>,
+    refusals: VecDeque<(u16, FaultCode, String)>,
+    pong: Option<u64>,
+    ping_wanted: bool,
+    /// The token of the last ping, which is the time of it.
+    ping_ns: Option<u64>,
+    /// That this side drains.
+    say_drain: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -179,7 +186,6 @@ impl<T: Clone> Association<T> {
             side,
             channels: BTreeMap::new(),
             ended: BTreeMap::new(),
-            gone: BTreeSet::new(),
             next_own: Some(match side {
                 Side::Connecting => 0,
                 Side::Accepting => 1,
@@ -193,19 +199,12 @@ impl<T: Clone> Association<T> {
             arriving: ReceivingLanes::new(config.lanes_max),
             pool: Pool::new(config.bytes, channels as u64),
             round_trip: RoundTrip::default(),
-            opens: BTreeSet::new(),
-            news: BTreeSet::new(),
-            credits: BTreeSet::new(),
-            refusals: VecDeque::new(),
-            pong: None,
-            ping_wanted: false,
-            ping_ns: None,
+            agenda: Agenda::default(),
             control: Control::Down { since_ns: now_ns },
             busy_bytes: 0,
             idle_since_ns: now_ns,
             expected_ns: None,
             draining: false,
-            say_drain: false,
             peer_drains: false,
             over: false,
             actions: VecDeque::new(),
@@ -248,7 +247,7 @@ impl<T: Clone> Association<T> {
     #[must_use]
     pub fn drained(&self) -> bool {
         let left = !self.channels.is_empty() || !self.ended.is_empty();
-        (self.draining || self.peer_drains) && !left && !self.say_drain
+        (self.draining || self.peer_drains) && !left && !self.agenda.say_drain
     }
 
     /// At least so many lanes from now on. The caller keeps within what the other
@@ -259,7 +258,7 @@ impl<T: Clone> Association<T> {
 
     /// Opens and takes no more channels; those that live go on.
     pub fn drain(&mut self) {
-        self.say_drain |= !self.draining;
+        self.agenda.say_drain |= !self.draining;
         self.draining = true;
     }
 
@@ -354,12 +353,18 @@ impl<T: Clone> Association<T> {
         }
         self.channels.clear();
         self.ended.clear();
-        self.gone.clear();
+        self.agenda.gone.clear();
         self.waiting.clear();
         self.leaving.clear();
         self.turns = Turns::default();
         self.lanes = SendingLanes::new(self.config.patience);
-        for set in [&mut self.opens, &mut self.news, &mut self.credits] {
+        let Agenda {
+            opens,
+            news,
+            credits,
+            ..
+        } = &mut self.agenda;
+        for set in [opens, news, credits] {
             set.clear();
         }
         self.actions.push_back(Action::GiveUp(fault));
@@ -475,9 +480,9 @@ impl<T: Clone> Association<T> {
         self.pool.changed(was.inn.granted(), 0);
         self.waiting.remove(&channel);
         self.leaving.remove(&channel);
-        self.opens.remove(&channel);
-        self.news.remove(&channel);
-        self.credits.remove(&channel);
+        self.agenda.opens.remove(&channel);
+        self.agenda.news.remove(&channel);
+        self.agenda.credits.remove(&channel);
         self.turns.remove(channel);
         self.lanes.forget(channel);
         if was.out.counted_for > 0 {
@@ -511,8 +516,8 @@ impl<T: Clone> Association<T> {
         {
             one.inn.shut = true;
             one.say.closed = true;
-            self.news.insert(channel);
-            self.credits.remove(&channel);
+            self.agenda.news.insert(channel);
+            self.agenda.credits.remove(&channel);
             self.actions.push_back(Action::ShutWrite(channel));
         }
     }
@@ -542,7 +547,7 @@ impl<T: Clone> Association<T> {
             self.pool.changed(granted, one.inn.granted());
         }
         if worth || one.inn.untold >= UNTOLD_CHUNKS {
-            self.credits.insert(channel);
+            self.agenda.credits.insert(channel);
         }
     }
 

@@ -19,10 +19,12 @@ impl<T: Clone> Association<T> {
         };
         if let Err(fault) = admitted
             && lane != 0
-            && self.refusals.len() < usize::from(self.config.lanes_max)
+            && self.agenda.refusals.len() < usize::from(self.config.lanes_max)
         {
             let text = "the number was used before, or there are too many lanes";
-            self.refusals.push_back((lane, fault, text.to_owned()));
+            self.agenda
+                .refusals
+                .push_back((lane, fault, text.to_owned()));
         }
         admitted
     }

@@ -80,7 +80,7 @@ impl<T: Clone> Association<T> {
             say: Say::default(),
         };
         self.channels.insert(number, channel);
-        self.opens.insert(number);
+        self.agenda.opens.insert(number);
         Ok(number)
     }
 
@@ -98,7 +98,7 @@ impl<T: Clone> Association<T> {
         let arrived = one.out.sent.saturating_add(unread_bytes);
         let arrived = arrived.min(MAX_CHANNEL_OFFSET);
         let mark = mark(channel, &one.out, arrived);
-        for later in &self.opens {
+        for later in &self.agenda.opens {
             if let Some(one) = self.channels.get_mut(later)
                 && let Stage::Opening(asking) = &mut one.stage
                 && asking.counting.remove(&channel)
@@ -112,7 +112,7 @@ impl<T: Clone> Association<T> {
     /// A channel that was to be counted is no more: nothing of it is waited
     /// for.
     pub(super) fn uncount(&mut self, channel: u32) {
-        for later in &self.opens {
+        for later in &self.agenda.opens {
             if let Some(one) = self.channels.get_mut(later)
                 && let Stage::Opening(asking) = &mut one.stage
             {
@@ -138,7 +138,7 @@ impl<T: Clone> Association<T> {
             one.inn.limit = limit;
             one.out.open = true;
             one.say.opened = true;
-            self.news.insert(channel);
+            self.agenda.news.insert(channel);
         }
         self.look_at_barriers();
         true

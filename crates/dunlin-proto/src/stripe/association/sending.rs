@@ -139,7 +139,7 @@ impl<T: Clone> Association<T> {
             Outcome::End => {
                 one.out.eof = Some(one.out.sent);
                 one.say.eof = true;
-                self.news.insert(channel);
+                self.agenda.news.insert(channel);
                 Turn::Ended
             }
         };

@@ -15,9 +15,9 @@ impl<T: Clone> Association<T> {
     /// A control lane stands, the first or another: everything is said again.
     pub fn control_up(&mut self, now_ns: u64) {
         self.control = Control::Up;
-        self.ping_wanted = true;
-        self.ping_ns = None;
-        self.say_drain |= self.draining;
+        self.agenda.ping_wanted = true;
+        self.agenda.ping_ns = None;
+        self.agenda.say_drain |= self.draining;
         self.arriving.say_again();
         self.lanes.unheard(true, now_ns);
         for ended in self.ended.values_mut() {
@@ -26,18 +26,18 @@ impl<T: Clone> Association<T> {
         for (&number, one) in &mut self.channels {
             match &one.stage {
                 Stage::Opening(asking) => {
-                    self.opens.insert(number);
+                    self.agenda.opens.insert(number);
                     if asking.said {
-                        self.credits.insert(number);
+                        self.agenda.credits.insert(number);
                     }
                 }
                 Stage::Open => {
                     one.say.opened = !one.ours;
                     one.say.eof = one.out.eof.is_some();
                     one.say.closed = one.inn.shut;
-                    self.news.insert(number);
+                    self.agenda.news.insert(number);
                     if one.inn.eof.is_none() {
-                        self.credits.insert(number);
+                        self.agenda.credits.insert(number);
                     }
                 }
                 Stage::Waiting { .. } | Stage::Connecting => {}
@@ -58,14 +58,14 @@ impl<T: Clone> Association<T> {
         let acks = self.arriving.due_ns();
         !self.over
             && self.control == Control::Up
-            && (self.pong.is_some()
-                || self.ping_wanted
-                || self.say_drain
-                || !self.opens.is_empty()
-                || !self.gone.is_empty()
-                || !self.refusals.is_empty()
-                || !self.news.is_empty()
-                || !self.credits.is_empty()
+            && (self.agenda.pong.is_some()
+                || self.agenda.ping_wanted
+                || self.agenda.say_drain
+                || !self.agenda.opens.is_empty()
+                || !self.agenda.gone.is_empty()
+                || !self.agenda.refusals.is_empty()
+                || !self.agenda.news.is_empty()
+                || !self.agenda.credits.is_empty()
                 || acks.is_some_and(|due_ns| due_ns <= now_ns)
                 || self.ended.values().any(|ended| ended.say))
     }
@@ -75,11 +75,11 @@ impl<T: Clone> Association<T> {
         if self.over || self.control != Control::Up {
             return None;
         }
-        if let Some(token) = self.pong.take() {
+        if let Some(token) = self.agenda.pong.take() {
             return Some(Message::Pong { token });
         }
-        if std::mem::take(&mut self.ping_wanted) {
-            self.ping_ns = Some(now_ns);
+        if std::mem::take(&mut self.agenda.ping_wanted) {
+            self.agenda.ping_ns = Some(now_ns);
             return Some(Message::Ping { token: now_ns });
         }
         if let Some(open) = self.next_open() {
@@ -97,10 +97,10 @@ impl<T: Clone> Association<T> {
                 None => Message::Reset { channel, fault },
             });
         }
-        if let Some(channel) = self.gone.pop_first() {
+        if let Some(channel) = self.agenda.gone.pop_first() {
             return Some(Message::Gone { channel });
         }
-        if let Some((lane, fault, text)) = self.refusals.pop_front() {
+        if let Some((lane, fault, text)) = self.agenda.refusals.pop_front() {
             return Some(Message::LaneRefused { lane, fault, text });
         }
         if let Some(lost) = self.arriving.take_lost() {
@@ -115,13 +115,13 @@ impl<T: Clone> Association<T> {
         if let Some(acks) = self.arriving.take_acks(now_ns) {
             return Some(Message::Ack(acks));
         }
-        std::mem::take(&mut self.say_drain).then_some(Message::Drain)
+        std::mem::take(&mut self.agenda.say_drain).then_some(Message::Drain)
     }
 
     /// Channels are said in the order of their numbers: the other side takes a
     /// number below one that it has heard for a channel that has ended.
     fn next_open(&mut self) -> Option<Message> {
-        let &channel = self.opens.first()?;
+        let &channel = self.agenda.opens.first()?;
         let one = self.channels.get_mut(&channel)?;
         let limit = one.inn.limit;
         let Stage::Opening(asking) = &mut one.stage else {
@@ -138,12 +138,12 @@ impl<T: Clone> Association<T> {
             parameter: asking.parameter.clone(),
             barrier: asking.barrier.clone(),
         };
-        self.opens.remove(&channel);
+        self.agenda.opens.remove(&channel);
         Some(Message::Open(open))
     }
 
     fn next_news(&mut self, now_ns: u64) -> Option<Message> {
-        while let Some(&channel) = self.news.first() {
+        while let Some(&channel) = self.agenda.news.first() {
             if let Some(one) = self.channels.get_mut(&channel) {
                 if std::mem::take(&mut one.say.opened) {
                     let limit = one.inn.limit;
@@ -159,7 +159,7 @@ impl<T: Clone> Association<T> {
                     return Some(Message::Closed { channel });
                 }
             }
-            self.news.remove(&channel);
+            self.agenda.news.remove(&channel);
         }
         None
     }
@@ -167,7 +167,7 @@ impl<T: Clone> Association<T> {
     fn next_credits(&mut self, now_ns: u64) -> Option<Message> {
         let mut credits = Vec::new();
         while credits.len() < MAX_CREDITS
-            && let Some(channel) = self.credits.pop_first()
+            && let Some(channel) = self.agenda.credits.pop_first()
         {
             if let Some(one) = self.channels.get_mut(&channel) {
                 one.inn.untold = 0;
@@ -181,8 +181,8 @@ impl<T: Clone> Association<T> {
         if credits.is_empty() {
             return None;
         }
-        let measured = self.ping_ns.unwrap_or(0);
-        self.ping_wanted |= now_ns.saturating_sub(measured) >= PING_NS;
+        let measured = self.agenda.ping_ns.unwrap_or(0);
+        self.agenda.ping_wanted |= now_ns.saturating_sub(measured) >= PING_NS;
         Some(Message::Credit(credits))
     }
 
@@ -255,9 +255,9 @@ impl<T: Clone> Association<T> {
             }
             Message::Reset { channel, fault } => self.reset(channel, fault, now_ns)?,
             Message::Gone { channel } => self.confirmed(channel, now_ns)?,
-            Message::Ping { token } => self.pong = Some(token),
+            Message::Ping { token } => self.agenda.pong = Some(token),
             Message::Pong { token } => {
-                if self.ping_ns == Some(token) {
+                if self.agenda.ping_ns == Some(token) {
                     let round_trip_ns = now_ns.saturating_sub(token);
                     self.round_trip.measured(round_trip_ns, now_ns);
                 }
@@ -282,7 +282,7 @@ impl<T: Clone> Association<T> {
             }
             one.stage = Stage::Open;
             one.out.open = true;
-            self.opens.remove(&channel);
+            self.agenda.opens.remove(&channel);
             self.actions.push_back(Action::Opened(channel));
         }
         one.out.limit = one.out.limit.max(limit);
@@ -310,7 +310,7 @@ impl<T: Clone> Association<T> {
             }
             Some(one) => {
                 one.inn.ends(channel, mark.offset)?;
-                self.credits.remove(&channel);
+                self.agenda.credits.remove(&channel);
                 self.shut_if_at_end(channel);
                 Ok(())
             }
@@ -372,10 +372,10 @@ impl<T: Clone> Association<T> {
         }
         // Those that the other side can have at the same time, and what it
         // says twice.
-        if self.gone.len() >= 2 * MAX_CHANNELS {
+        if self.agenda.gone.len() >= 2 * MAX_CHANNELS {
             return Err(PeerFault::TooManyChannels);
         }
-        self.gone.insert(channel);
+        self.agenda.gone.insert(channel);
         Ok(())
     }
 }
