@@ -10,6 +10,7 @@ use std::sync::Arc;
 use dunlin_linux::memory as sys;
 use dunlin_linux::uffd::{Behind, WriteWatch};
 use dunlin_proto::limits::PAGE_BYTES;
+use thiserror::Error;
 use vm_memory::bitmap::{AtomicBitmap, Bitmap};
 use vm_memory::{
     GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion, MemoryRegionAddress, VolatileSlice,
@@ -73,14 +74,14 @@ impl<B: Bitmap + Send + Sync + 'static> DirtyLog for WriteProtectLog<B> {
         let watch = WriteWatch::new().map_err(|error| {
             said(
                 "userfaultfd cannot watch writes here (it needs Linux 6.7)",
-                &error,
+                error,
             )
         })?;
         for region in self.regions() {
             let (memory, behind) = region?;
             watch
                 .register(&memory, behind)
-                .map_err(|error| said("guest memory cannot be watched", &error))?;
+                .map_err(|error| said("guest memory cannot be watched", error))?;
         }
         self.watch = Some(watch);
         Ok(())
@@ -102,7 +103,7 @@ impl<B: Bitmap + Send + Sync + 'static> DirtyLog for WriteProtectLog<B> {
                         range.start / PAGE_BYTES..range.end.div_ceil(PAGE_BYTES),
                     );
                 })
-                .map_err(|error| said("the log of written pages cannot be read", &error))?;
+                .map_err(|error| said("the log of written pages cannot be read", error))?;
             found(index, &words);
         }
         Ok(())
@@ -119,9 +120,16 @@ impl<B: Bitmap + Send + Sync + 'static> DirtyLog for WriteProtectLog<B> {
     }
 }
 
-/// An error of the kernel's, with what was tried.
-fn said(what: &str, error: &io::Error) -> io::Error {
-    io::Error::new(error.kind(), format!("{what}: {error}"))
+/// An error of the kernel, with what was tried.
+#[derive(Debug, Error)]
+#[error("{what}: {source}")]
+struct Failed {
+    what: &'static str,
+    source: io::Error,
+}
+
+fn said(what: &'static str, source: io::Error) -> io::Error {
+    io::Error::new(source.kind(), Failed { what, source })
 }
 
 /// Sets the bits of `pages`.
@@ -138,6 +146,10 @@ fn set(words: &mut [u64], pages: Range<u64>) {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
+
+    use dunlin_proto::fault::FaultCode;
+
+    use crate::engine::fault_behind;
 
     use dunlin_linux::mapping::{Backing, allocate};
     use vm_memory::{GuestAddress, GuestRegionMmap, MmapRegion};
@@ -197,5 +209,12 @@ mod tests {
             .unwrap();
         log.stop().unwrap();
         log.fetch(&mut |_, _| ()).unwrap_err();
+    }
+
+    #[test]
+    fn an_error_keeps_its_cause_so_that_the_fault_is_known() {
+        let full = io::Error::from_raw_os_error(24);
+        let error = said("userfaultfd cannot watch writes here", full);
+        assert_eq!(fault_behind(&error), Some(FaultCode::DescriptorLimit));
     }
 }
