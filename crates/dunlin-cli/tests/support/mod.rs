@@ -3,6 +3,7 @@
 
 pub mod process;
 
+use std::cell::RefCell;
 use std::ffi::OsStr;
 use std::fs;
 use std::io::{self, BufRead, BufReader, Read};
@@ -77,8 +78,22 @@ impl Drop for Scratch {
     }
 }
 
+thread_local! {
+    /// The command that a test has instead of today's.
+    static BINARY: RefCell<Option<PathBuf>> = const { RefCell::new(None) };
+}
+
+/// Has commands that this thread makes meanwhile run `binary`.
+pub fn with_binary<R>(binary: &Path, make: impl FnOnce() -> R) -> R {
+    let before = BINARY.replace(Some(binary.to_owned()));
+    let made = make();
+    BINARY.set(before);
+    made
+}
+
 pub fn dunlin<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_dunlin"));
+    let binary = BINARY.with_borrow(Clone::clone);
+    let mut command = Command::new(binary.unwrap_or_else(|| env!("CARGO_BIN_EXE_dunlin").into()));
     command.args(args).env_remove("RUNTIME_DIRECTORY");
     command
 }
