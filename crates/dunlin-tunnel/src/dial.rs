@@ -19,7 +19,7 @@ use std::time::Instant;
 use dunlin_linux::socket::{Liveness, set_liveness};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::negotiate::{
-    Features, LaneSecurity, Offer, Opening, PRELUDE_BYTES, Prelude, Refusal, Selection, SessionId,
+    Features, Offer, Opening, PRELUDE_BYTES, Prelude, Refusal, Selection, SessionId,
     SessionSecret, Supported, VERSIONS, select,
 };
 use dunlin_proto::stripe::Side;
@@ -29,18 +29,10 @@ use zeroize::Zeroize;
 use super::event::Event;
 use super::failure::Failure;
 use super::hub::{Hub, Terms};
+use super::route::Destination;
 use super::site::{Dialling, Site};
 use super::talk;
 use dunlin_lane::control::{self, ControlStream};
-use dunlin_lane::peers::Peers;
-
-/// Where a peer is, who it has to be, and what protects the lanes to it.
-#[derive(Clone, PartialEq, Eq)]
-pub(super) struct Destination {
-    pub(super) to: String,
-    pub(super) peers: Peers,
-    pub(super) security: LaneSecurity,
-}
 
 /// Makes an association.
 ///

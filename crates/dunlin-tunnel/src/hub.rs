@@ -22,18 +22,17 @@ use std::time::Instant;
 
 use dunlin_linux::epoll::{Epoll, Readiness};
 use dunlin_linux::poll::{Waker, Wakeup, waker};
-use dunlin_linux::socket::unread_bytes;
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::negotiate::{LaneSecurity, SessionId, SessionSecret};
-use dunlin_proto::stripe::{self, Action, Config, Left, OpenError, Opening, Side};
+use dunlin_proto::stripe::{self, Config, Left, OpenError, Opening, Side};
 
 use super::event::Event;
 use super::failure::Failure;
 use super::piece::{Piece, Pool};
+use super::route::Destination;
 use super::site::Site;
 use super::socket::Socket;
-use super::{receive, send, target};
-use dunlin_lane::accept::LaneSocket;
+use super::status::Status;
 use dunlin_lane::control::ControlStream;
 use dunlin_lane::dial::{DialCancel, LaneDialer};
 use dunlin_lane::peers::{PeerIdentity, Peers, Principal};
@@ -67,7 +66,7 @@ pub(super) struct Terms {
     /// The most that the peer takes.
     pub(super) peer_lanes: u16,
     /// Where a control lane is made anew; `None` waits for the peer's.
-    pub(super) redial: Option<super::dial::Destination>,
+    pub(super) redial: Option<Destination>,
 }
 
 impl Terms {
@@ -87,7 +86,7 @@ pub(super) struct Hub {
     pub(super) writes: Epoll,
     read_waker: Waker,
     pub(super) read_wakeup: Wakeup,
-    write_waker: Waker,
+    pub(super) write_waker: Waker,
     pub(super) write_wakeup: Wakeup,
     core: Mutex<Core>,
     /// The talker waits here.
@@ -141,7 +140,7 @@ pub(super) struct Channel {
     pub(super) socket: Arc<Socket>,
     pub(super) route: String,
     /// Why it is aborted if the end does not come behind its consumer, which is gone.
-    left: Option<Failure>,
+    pub(super) left: Option<Failure>,
 }
 
 impl Channel {
@@ -336,122 +335,9 @@ impl Hub {
         }
     }
 
-    fn wake_all_lanes(&self) {
+    pub(super) fn wake_all_lanes(&self) {
         self.idle.notify_all();
         self.read_waker.wake();
-    }
-
-    fn act(self: &Arc<Self>, core: &mut Core, action: Action, now_ns: u64) {
-        match action {
-            Action::Connect {
-                channel,
-                route,
-                parameter,
-            } => {
-                let mut refuse = |code, text: &str| {
-                    core.association
-                        .refuse(channel, code, text.to_owned(), now_ns);
-                };
-                if core.connecting >= self.site.limits.channels {
-                    let text = "too many connections to targets are being made";
-                    return refuse(FaultCode::Busy, text);
-                }
-                let hub = Arc::clone(self);
-                let body = move || target::connect(&hub, channel, &route, &parameter);
-                if self.spawn(format!("dunlin-target-{channel}"), body) {
-                    core.connecting += 1;
-                } else {
-                    refuse(FaultCode::TargetUnreachable, "cannot start a thread");
-                }
-            }
-            Action::Count(channel) => {
-                if let Some(one) = core.channels.get(&channel) {
-                    // A socket that cannot tell has failed, and has nothing.
-                    let unread = unread_bytes(&*one.socket).unwrap_or(0);
-                    core.association.counted(channel, unread);
-                }
-            }
-            Action::Opened(channel) => self.watch(core, channel, now_ns),
-            Action::Refused {
-                channel,
-                fault,
-                text,
-            } => {
-                if let Some(one) = core.channels.remove(&channel) {
-                    let failure = Failure::told(fault, &text);
-                    one.socket.fail(&failure);
-                    let route = one.route;
-                    self.site.tell(Event::Refused { route, failure });
-                }
-            }
-            Action::ShutWrite(channel) => {
-                if let Some(one) = core.channels.get(&channel) {
-                    one.socket.end();
-                }
-            }
-            Action::Close(channel) => {
-                if let Some(one) = core.channels.remove(&channel) {
-                    one.socket.ended_well();
-                    let route = one.route;
-                    self.site.tell(Event::Closed { route, channel });
-                }
-            }
-            Action::Abort {
-                channel,
-                fault,
-                by_peer,
-            } => {
-                let Some(one) = core.channels.get_mut(&channel) else {
-                    return;
-                };
-                let mut fault = fault;
-                if fault == FaultCode::LeftUnread {
-                    // A hypervisor that has only ended its own direction waits for an answer.
-                    if !by_peer || one.socket.is_gone() {
-                        return self.close_unread(core, channel, by_peer);
-                    }
-                    fault = FaultCode::ChannelBroken;
-                }
-                let failure = match one.left.take() {
-                    _ if by_peer => Failure::told(fault, "the peer's tunnel gave the channel up"),
-                    Some(failure) if fault == failure.code() => failure,
-                    _ => Failure::new(fault, "this tunnel gave the channel up"),
-                };
-                self.close_badly(core, channel, failure);
-            }
-            Action::OpenLane(lane) => {
-                let hub = Arc::clone(self);
-                let opened =
-                    self.spawn(format!("dunlin-lane-{lane}"), move || send::run(&hub, lane));
-                if !opened {
-                    core.association.lane_over(lane, now_ns);
-                }
-            }
-            Action::CutLane(lane) => {
-                if let Some(dial) = core.dials.remove(&lane) {
-                    dial.cancel();
-                }
-                if let Some(cut) = core.cutters.remove(&(Way::Out, lane)) {
-                    cut();
-                }
-                self.wake_all_lanes();
-            }
-            Action::LaneRefused { lane, fault, text } => {
-                let why = Failure::told(fault, &text).to_string();
-                self.site.tell(Event::LaneLost { lane, why });
-            }
-            Action::GiveUp(fault) => {
-                core.over = Some(fault);
-                for dial in std::mem::take(&mut core.dials).into_values() {
-                    dial.cancel();
-                }
-                for cut in std::mem::take(&mut core.cutters).into_values() {
-                    cut();
-                }
-                self.wake_all_lanes();
-                self.write_waker.wake();
-            }
-        }
     }
 
     /// A channel's other half is connected: its socket counts from now.
@@ -515,7 +401,7 @@ impl Hub {
     }
 
     /// The channel has ended, but for a few bytes before the end that its consumer did not want.
-    fn close_unread(&self, core: &mut Core, channel: u32, by_peer: bool) {
+    pub(super) fn close_unread(&self, core: &mut Core, channel: u32, by_peer: bool) {
         if let Some(one) = core.channels.remove(&channel) {
             one.socket.left_unread();
             let route = one.route;
@@ -527,7 +413,7 @@ impl Hub {
         }
     }
 
-    fn close_badly(&self, core: &mut Core, channel: u32, failure: Failure) {
+    pub(super) fn close_badly(&self, core: &mut Core, channel: u32, failure: Failure) {
         if let Some(one) = core.channels.remove(&channel) {
             one.socket.fail(&failure);
             self.site.tell(Event::Aborted {
@@ -558,19 +444,6 @@ impl Hub {
         self.settle(&mut core);
     }
 
-    /// A lane of the peer that has proved itself.
-    pub(super) fn take_lane(self: &Arc<Self>, lane: u16, socket: LaneSocket) {
-        let hub = Arc::clone(self);
-        let started = self.spawn(format!("dunlin-lane-in-{lane}"), move || {
-            receive::run(&hub, lane, socket);
-        });
-        if !started {
-            let mut core = self.lock();
-            core.association.admitted_over(lane);
-            self.settle(&mut core);
-        }
-    }
-
     /// At least so many lanes from now on, or as many as the peer takes.
     pub(super) fn raise_lanes(self: &Arc<Self>, lanes: u16) {
         let mut core = self.lock();
@@ -579,10 +452,10 @@ impl Hub {
         self.settle(&mut core);
     }
 
-    pub(super) fn status(&self) -> super::Status {
+    pub(super) fn status(&self) -> Status {
         let core = self.lock();
         let usage = core.association.usage();
-        super::Status {
+        Status {
             peer: self.peer_name(),
             at: self.terms.lanes_at,
             channels: core

@@ -29,11 +29,14 @@
 //! consumers, and one for each lane and direction.
 #![forbid(unsafe_code)]
 
+mod act;
 mod dial;
 mod entrance;
+mod error;
 mod event;
 mod failure;
 mod hub;
+mod identities;
 mod listener;
 mod meter;
 mod on_demand;
@@ -42,14 +45,15 @@ mod parameter;
 mod piece;
 mod receive;
 mod relay;
+mod route;
 mod send;
 mod site;
 mod socket;
+mod status;
 mod talk;
 mod target;
 
 use dunlin_lane::sync::lock;
-use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::sync::mpsc::sync_channel;
 use std::sync::{Arc, Mutex};
@@ -59,26 +63,24 @@ use std::time::{Duration, Instant};
 use dunlin_linux::poll::{Waker, waker};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::limits::MAX_LANES;
-use thiserror::Error;
 
-use dunlin_lane::identity::{Identity, SettingsError};
-use dunlin_lane::peers::Peers;
-use dunlin_lane::policy::{ClientTls, ServerTls};
-use dunlin_lane::provider::Crypto;
+use dunlin_lane::policy::ServerTls;
 use dunlin_lane::security::SealedLanes;
 
+pub use error::TunnelError;
 pub use event::Event;
 pub use failure::Failure;
+pub use identities::Identities;
 pub use listener::Sockets;
 pub use meter::Traffic;
 pub use on_demand::{
     Demand, DemandError, ListenerStatus, MAX_ON_DEMAND_LISTENERS, OnDemandListener,
 };
 pub use options::{
-    BadRoute, DEFAULT_LANES, Entrance, Exit, Limits, Listen, MAX_WINDOW_BYTES, Mode, Routes,
-    Target, WINDOW_BYTES,
+    BadRoute, DEFAULT_LANES, Entrance, Exit, Limits, MAX_WINDOW_BYTES, Mode, Routes, WINDOW_BYTES,
 };
-pub use relay::RelayExit;
+pub use route::{Listen, RelayExit, Target};
+pub use status::{RouteStatus, Status};
 
 pub use parameter::{BadParameter, BadParameterTarget, Parameter};
 
@@ -90,75 +92,6 @@ const EVENTS: usize = 1024;
 /// How often a tunnel that drains looks whether it is done.
 const DRAIN_STEP: Duration = Duration::from_millis(20);
 
-/// Who a host is. A tunnel both connects and accepts, and lanes are made by both
-/// sides: it needs a certificate for each.
-#[derive(Clone)]
-pub struct Identities {
-    /// For what it connects.
-    pub connecting: Arc<Identity>,
-    /// For what it accepts.
-    pub accepting: Arc<Identity>,
-    /// What is offered and chosen.
-    pub crypto: Crypto,
-}
-
-impl Identities {
-    fn client(&self, peers: Peers) -> Result<ClientTls, SettingsError> {
-        self.connecting.client(&self.crypto, peers)
-    }
-
-    /// Lets in whoever any route knows; which route is whose is seen later.
-    fn server(&self, routes: &Routes) -> Result<ServerTls, SettingsError> {
-        let is_stripe = |one: &&Entrance| one.mode.security().is_some();
-        let entrances = routes.entrances.iter().filter(is_stripe);
-        let entrances = entrances.map(|one| &one.peers);
-        let exits = routes.exits.iter().map(|one| &one.allow);
-        let named = entrances.chain(exits).flat_map(|peers| match peers {
-            Peers::OneOf(peers) => &peers[..],
-            // Routes name their peers.
-            Peers::AnyFromAuthority => &[],
-        });
-        let mut all = Vec::new();
-        for peer in named {
-            if !all.contains(peer) {
-                all.push(peer.clone());
-            }
-        }
-        self.accepting.server(&self.crypto, Peers::OneOf(all))
-    }
-}
-
-/// Why a tunnel cannot run, or not as it was asked to.
-#[derive(Debug, Error)]
-#[non_exhaustive]
-pub enum TunnelError {
-    /// The identity does not serve.
-    #[error("the identity cannot be used: {0}")]
-    Identity(#[from] SettingsError),
-    /// An entrance cannot listen.
-    #[error("route {route:?} cannot listen on {listen}: {error}")]
-    Listen {
-        /// The route.
-        route: String,
-        /// Where.
-        listen: Listen,
-        /// What the kernel says.
-        error: io::Error,
-    },
-    /// A route's lanes are to go over IPsec, for which the tunnel was not prepared.
-    #[error(
-        "route {route:?} goes over IPsec, for which this tunnel is not prepared: start it anew \
-         with what IPsec needs"
-    )]
-    NoIpsec {
-        /// The route.
-        route: String,
-    },
-    /// No descriptors or threads are left.
-    #[error("the tunnel cannot start: {0}")]
-    Io(#[from] io::Error),
-}
-
 /// What a tunnel has from its process.
 #[derive(Debug, Default)]
 pub struct Given {
@@ -167,51 +100,6 @@ pub struct Given {
     /// By what lanes go over IPsec: those of [`Mode::StripeOverIpsec`], and those of peers that
     /// ask for it. Without, such peers are refused.
     pub sealed: Option<Arc<dyn SealedLanes>>,
-}
-
-/// What an association carries now.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Status {
-    /// Who the peer is.
-    pub peer: String,
-    /// Where it is.
-    pub at: SocketAddr,
-    /// Its channels that are open, by their routes' names.
-    pub channels: Vec<String>,
-    /// Lanes of both sides.
-    pub lanes: usize,
-    /// Bytes that wait here for consumers.
-    pub held_bytes: u64,
-    /// Bytes that were sent and not acknowledged.
-    pub unacknowledged_bytes: u64,
-}
-
-/// A route on this side.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct RouteStatus {
-    /// Its name.
-    pub route: String,
-    /// Where it listens; one that was opened for a purpose is in
-    /// [`Tunnel::on_demand_listeners`].
-    pub listens: Option<Listen>,
-    /// Where its connections go, if any come in here.
-    pub to: Option<String>,
-    /// What the peers' connections are made to, if any go out here.
-    pub target: Option<Target>,
-    /// What it has carried since the tunnel began.
-    pub traffic: Traffic,
-}
-
-impl RouteStatus {
-    fn named(route: &str) -> Self {
-        Self {
-            route: route.to_owned(),
-            listens: None,
-            to: None,
-            target: None,
-            traffic: Traffic::default(),
-        }
-    }
 }
 
 /// A tunnel that runs. Dropped, it ends at once, and its channels with it.

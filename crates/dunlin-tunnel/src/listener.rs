@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use dunlin_linux::poll::Interest;
 use dunlin_linux::socket::{is_held, is_listening};
 
-use super::options::Listen;
+use super::route::Listen;
 use super::socket::Socket;
 
 /// Sockets that listen already and were passed to the process, by name: a tunnel

@@ -5,7 +5,6 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use super::failure::Failure;
-use super::on_demand::Tally;
 
 /// A route's figures since the tunnel began.
 #[derive(Debug, Default)]
@@ -51,13 +50,22 @@ impl Meter {
     }
 }
 
+/// What counts the connections of one listener.
+pub(super) trait Tally: std::fmt::Debug + Send + Sync {
+    /// A connection begins.
+    fn begins(&self);
+
+    /// A connection has ended like this.
+    fn ends(&self, ending: Ending);
+}
+
 /// One connection in its route's figures and in those of the listener that was
 /// opened for it. It counts from when this is made to when it is dropped, and as
 /// in order or as left unread if either was reported, and as failed otherwise.
 #[derive(Debug)]
 pub(super) struct Count {
     meter: Arc<Meter>,
-    tally: Option<Arc<Tally>>,
+    tally: Option<Arc<dyn Tally>>,
     is_good: AtomicBool,
     is_left: AtomicBool,
     is_bad: AtomicBool,
@@ -65,7 +73,7 @@ pub(super) struct Count {
 }
 
 impl Count {
-    pub(super) fn new(meter: Arc<Meter>, tally: Option<Arc<Tally>>) -> Self {
+    pub(super) fn new(meter: Arc<Meter>, tally: Option<Arc<dyn Tally>>) -> Self {
         meter.open.fetch_add(1, Ordering::Relaxed);
         if let Some(tally) = &tally {
             tally.begins();

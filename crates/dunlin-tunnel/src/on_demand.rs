@@ -23,9 +23,10 @@ use thiserror::Error;
 use super::event::Event;
 use super::failure::Failure;
 use super::listener::{Listener, SocketFile, Sockets, next_number};
-use super::meter::{Count, Ending};
-use super::options::{Entrance, Listen};
+use super::meter::{Count, Ending, Tally};
+use super::options::Entrance;
 use super::parameter::Parameter;
+use super::route::Listen;
 use super::site::Site;
 
 /// Listeners that may be open at the same time by [`super::Tunnel::open`]: more
@@ -89,7 +90,7 @@ pub enum DemandError {
 /// A listener that [`super::Tunnel::open`] has opened. Clones are the same one; it
 /// stays when they are dropped.
 #[derive(Clone, Debug)]
-pub struct OnDemandListener(Arc<Tally>);
+pub struct OnDemandListener(Arc<ListenerTally>);
 
 /// How it is with a listener and its channels.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -123,7 +124,7 @@ impl ListenerStatus {
 
 /// What a listener and its channels tell each other.
 #[derive(Debug)]
-pub(super) struct Tally {
+pub(super) struct ListenerTally {
     number: u64,
     entrance: Entrance,
     parameter: String,
@@ -153,7 +154,7 @@ impl OnDemandListener {
     ) -> io::Result<Self> {
         let (listener, place) = Listener::open(&mut entrance.listen, passed)?;
         let (waker, wakeup) = waker()?;
-        let tally = Arc::new(Tally {
+        let tally = Arc::new(ListenerTally {
             number: next_number(),
             entrance,
             parameter: demand
@@ -236,23 +237,13 @@ impl OnDemandListener {
     }
 }
 
-impl Tally {
-    fn lock(&self) -> MutexGuard<'_, Now> {
-        lock(&self.now)
-    }
-
-    fn close(&self) {
-        self.lock().closing = true;
-        self.waker.wake();
-    }
-
-    /// A connection was accepted.
-    pub(super) fn begins(&self) {
+impl Tally for ListenerTally {
+    fn begins(&self) {
         self.lock().standing.open += 1;
     }
 
-    /// A connection has ended. Whoever says so may hold any lock but this one.
-    pub(super) fn ends(&self, ending: Ending) {
+    /// Its caller may hold any lock but this one.
+    fn ends(&self, ending: Ending) {
         let mut now = self.lock();
         let standing = &mut now.standing;
         standing.open -= 1;
@@ -268,6 +259,17 @@ impl Tally {
         }
         drop(now);
         self.changed.notify_all();
+        self.waker.wake();
+    }
+}
+
+impl ListenerTally {
+    fn lock(&self) -> MutexGuard<'_, Now> {
+        lock(&self.now)
+    }
+
+    fn close(&self) {
+        self.lock().closing = true;
         self.waker.wake();
     }
 
@@ -330,7 +332,8 @@ impl Tally {
                 match listener.accept() {
                     Ok(socket) => {
                         let meter = site.meter(&self.entrance.route);
-                        let socket = socket.counted(Count::new(meter, Some(Arc::clone(self))));
+                        let socket = socket
+                            .counted(Count::new(meter, Some(Arc::clone(self) as Arc<dyn Tally>)));
                         let parameter = self.parameter.clone();
                         site.carry(&self.entrance, self.number, parameter, socket);
                     }

@@ -3,7 +3,6 @@
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
-use std::path::PathBuf;
 use std::time::Duration;
 
 use dunlin_proto::limits::{
@@ -14,39 +13,11 @@ use dunlin_proto::negotiate::LaneSecurity;
 use dunlin_proto::stripe::Timeouts;
 use thiserror::Error;
 
-use super::parameter::{BadParameterTarget, may_be_path, place};
-use super::relay::RelayExit;
+use super::parameter::{BadParameterTarget, may_be_path};
+use super::route::{Listen, RelayExit, Target};
 use dunlin_lane::peers::Peers;
 use dunlin_lane::policy::OldestTls;
 use dunlin_lane::record::RECORD_LIMIT;
-
-/// Where a route takes connections.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Listen {
-    /// A unix socket that the tunnel makes, and removes when it ends.
-    Unix(PathBuf),
-    /// A TCP port. Anybody who reaches it is carried.
-    Tcp(SocketAddr),
-    /// A socket that was passed to the process, by its name in
-    /// [`super::Sockets`].
-    Passed(String),
-    /// Nowhere, until [`super::Tunnel::open`] is asked for a listener.
-    OnDemand,
-}
-
-/// What a route's channels are connected to. `{NAME}` in a unix socket's path or
-/// in a program's arguments is where the channel's [`super::Parameter`] of that
-/// name goes.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Target {
-    /// A unix socket.
-    Unix(PathBuf),
-    /// A host and a port.
-    Tcp(String),
-    /// A program and its arguments, started for each channel, whose standard
-    /// input and output are the channel.
-    Exec(Vec<String>),
-}
 
 /// How a route's connections are carried.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -335,38 +306,6 @@ pub(super) fn check(name: &str, peers: &Peers, window_bytes: u64) -> Result<(), 
     Ok(())
 }
 
-impl std::fmt::Display for Listen {
-    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Unix(path) => write!(formatter, "unix:{}", path.display()),
-            Self::Tcp(address) => write!(formatter, "tcp:{address}"),
-            Self::Passed(name) => write!(formatter, "systemd:{name}"),
-            Self::OnDemand => formatter.write_str("nothing until it is asked for"),
-        }
-    }
-}
-
-impl Target {
-    /// The name of the parameter that it has a place for, if it has one.
-    ///
-    /// # Errors
-    /// [`BadParameterTarget`]: its places cannot be.
-    pub fn parameter(&self) -> Result<Option<String>, BadParameterTarget> {
-        place(self)
-    }
-
-    /// Whether a connection to this target, with some parameter, can be one to that listener.
-    /// Paths are compared as they are written; what links and mounts make of them is not looked
-    /// at.
-    fn may_be(&self, listen: &Listen) -> bool {
-        match (self, listen) {
-            (Self::Unix(target), Listen::Unix(listen)) => may_be_path(target, listen),
-            (Self::Tcp(to), Listen::Tcp(at)) => is_port_of(to, *at),
-            _ => false,
-        }
-    }
-}
-
 /// Whether a host and port, as written, is a listener of this host.
 fn is_port_of(to: &str, listen: SocketAddr) -> bool {
     let Some((host, port)) = to.rsplit_once(':') else {
@@ -389,16 +328,6 @@ fn is_port_of(to: &str, listen: SocketAddr) -> bool {
     address == at
         || (at.is_unspecified() && address.is_loopback())
         || (address.is_unspecified() && (at.is_loopback() || at.is_unspecified()))
-}
-
-impl std::fmt::Display for Target {
-    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Unix(path) => write!(formatter, "unix:{}", path.display()),
-            Self::Tcp(to) => write!(formatter, "tcp:{to}"),
-            Self::Exec(words) => write!(formatter, "exec:{}", words.join(" ")),
-        }
-    }
 }
 
 /// The limits of a tunnel, all with defaults.
@@ -473,6 +402,19 @@ impl Limits {
             progress_ns: half_ns.min(usual.progress_ns),
             alone_ns: half_ns,
             ..usual
+        }
+    }
+}
+
+impl Target {
+    /// Whether a connection to this target, with some parameter, can be one to that listener.
+    /// Paths are compared as they are written; what links and mounts make of them is not looked
+    /// at.
+    fn may_be(&self, listen: &Listen) -> bool {
+        match (self, listen) {
+            (Self::Unix(target), Listen::Unix(listen)) => may_be_path(target, listen),
+            (Self::Tcp(to), Listen::Tcp(at)) => is_port_of(to, *at),
+            _ => false,
         }
     }
 }

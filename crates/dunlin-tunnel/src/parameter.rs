@@ -20,7 +20,7 @@ use dunlin_proto::fault::FaultCode;
 use thiserror::Error;
 
 use super::failure::Failure;
-use super::options::Target;
+use super::route::Target;
 
 /// The longest name of a parameter, in bytes. An operator chooses it.
 const MAX_KEY_BYTES: usize = 32;
@@ -129,7 +129,7 @@ pub enum BadParameterTarget {
 }
 
 /// The name of the parameter that a target has a place for, if it has one.
-pub(super) fn place(target: &Target) -> Result<Option<String>, BadParameterTarget> {
+fn place(target: &Target) -> Result<Option<String>, BadParameterTarget> {
     match target {
         Target::Unix(path) => one_place(path_text(path).into_iter()),
         Target::Tcp(to) => none_in(to),
@@ -275,6 +275,16 @@ pub(super) fn fill(route: &str, target: &Target, given: &str) -> Result<Target, 
             Target::Exec(words.map(word).collect())
         }
     })
+}
+
+impl Target {
+    /// The name of the parameter that it has a place for, if it has one.
+    ///
+    /// # Errors
+    /// [`BadParameterTarget`]: its places cannot be.
+    pub fn parameter(&self) -> Result<Option<String>, BadParameterTarget> {
+        place(self)
+    }
 }
 
 #[cfg(test)]

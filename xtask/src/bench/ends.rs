@@ -14,10 +14,13 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use dunlin_rig::scratch::Scratch;
 
-use super::{forward, program};
+use super::program;
 
 /// Nothing that is waited for takes longer.
 const PATIENCE: Duration = Duration::from_secs(60);
+
+/// What a forwarder prints when it accepts connections.
+pub(super) const LISTENING: &str = "listening";
 
 /// What carries the bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -365,7 +368,7 @@ impl Pair {
             self.processes.push(Process(child));
             let mut said = String::new();
             BufReader::new(stdout).read_line(&mut said)?;
-            if said.trim_end() != forward::LISTENING {
+            if said.trim_end() != LISTENING {
                 bail!("the pipeline does not run");
             }
         }

@@ -10,10 +10,7 @@ use std::thread;
 use anyhow::{Context, Result};
 use clap::Args;
 
-use super::ends::Stream;
-
-/// What is said when connections are taken.
-pub(super) const LISTENING: &str = "listening";
+use super::ends::{LISTENING, Stream};
 
 /// As much as a relay moves at once.
 const PIECE_BYTES: usize = 512 << 10;

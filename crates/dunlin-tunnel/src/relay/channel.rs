@@ -21,11 +21,11 @@ use dunlin_linux::tcp::{silence, unacknowledged_bytes};
 use dunlin_proto::fault::FaultCode;
 
 use super::{ChannelCount, keep_alive};
-use crate::Status;
 use crate::event::Event;
 use crate::failure::Failure;
 use crate::site::Site;
 use crate::socket::Socket;
+use crate::status::Status;
 use dunlin_lane::handshake::relay::Relayed;
 use dunlin_lane::record::{Alert, CONTENT_BYTES, HEADER_BYTES, RECEIVED_RECORD_BYTES};
 use dunlin_lane::relayed::{Held, Opening, RelayError, Sealing};

@@ -32,14 +32,18 @@ use std::time::{Duration, Instant};
 use dunlin_linux::socket::{Liveness, connect, set_liveness, set_reset_on_close};
 use dunlin_proto::fault::FaultCode;
 
+use super::error::TunnelError;
 use super::event::Event;
 use super::failure::Failure;
+use super::identities::Identities;
 use super::meter::Count;
-use super::options::{BadRoute, Entrance, Listen, Mode, Routes, Target};
+use super::options::{BadRoute, Entrance, Mode, Routes};
 use super::parameter::BadParameterTarget;
+use super::route::{Listen, RelayExit};
 use super::site::Site;
 use super::socket::Socket;
-use super::{Identities, Status, TunnelError, target};
+use super::status::Status;
+use super::target;
 use dunlin_lane::handshake::HandshakeError;
 use dunlin_lane::handshake::relay::{Relayed, client};
 use dunlin_lane::identity::SettingsError;
@@ -59,21 +63,6 @@ const CHANNEL_BYTES: u64 = 2 * (560 << 10);
 /// Connections that wait in one line.
 const WAITING: usize = 512;
 
-/// The end of a relay where any TLS client comes in.
-#[derive(Clone, Debug)]
-pub struct RelayExit {
-    /// The route's name, for the log.
-    pub route: String,
-    /// A port of its own. Nobody gets further there who is not in `allow`.
-    pub listen: SocketAddr,
-    /// Who may use it.
-    pub allow: Peers,
-    /// What its channels are connected to.
-    pub target: Target,
-    /// The oldest TLS that clients may speak.
-    pub oldest_tls: OldestTls,
-}
-
 impl Routes {
     /// The same with relays' ports; a relay's other end is an [`Entrance`] of that mode.
     ///
@@ -82,7 +71,7 @@ impl Routes {
     pub fn with_relays(mut self, exits: Vec<RelayExit>) -> Result<Self, BadRoute> {
         for (position, exit) in exits.iter().enumerate() {
             let name = exit.route.clone();
-            super::options::check(&exit.route, &exit.allow, super::WINDOW_BYTES)?;
+            super::options::check(&exit.route, &exit.allow, super::options::WINDOW_BYTES)?;
             super::options::check_target(&exit.route, &exit.target)?;
             super::options::check_circle(&exit.route, &exit.target, &exit.allow, &self.entrances)?;
             if let Ok(Some(_)) = exit.target.parameter() {

@@ -11,8 +11,9 @@ use std::thread::{self, JoinHandle};
 use dunlin_linux::poll::{Waker, waker};
 use dunlin_linux::socket::set_reset_on_close;
 
-use super::{RelayExit, Relays};
+use super::Relays;
 use crate::event::Event;
+use crate::route::RelayExit;
 use crate::site::Site;
 use dunlin_lane::accept::{RelayArrival, accept_relayed};
 use dunlin_lane::policy::ServerTls;
