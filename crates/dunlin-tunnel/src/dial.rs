@@ -19,8 +19,8 @@ use std::time::Instant;
 use dunlin_linux::socket::{Liveness, set_liveness};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::negotiate::{
-    Features, Offer, Opening, PRELUDE_BYTES, Prelude, Refusal, Selection, SessionId,
-    SessionSecret, Supported, VERSIONS, select,
+    Features, Offer, Opening, PRELUDE_BYTES, Prelude, Refusal, Selection, SessionId, SessionSecret,
+    Supported, VERSIONS, select,
 };
 use dunlin_proto::stripe::Side;
 use dunlin_proto::stripe::message::{Header, MESSAGE_HEADER_BYTES, Message};

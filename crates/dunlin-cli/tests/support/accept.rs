@@ -178,7 +178,7 @@ pub fn accepted(listener: &TcpListener) -> TcpStream {
     patient(until(|| listener.accept()).0)
 }
 
-fn until<T>(mut accept: impl FnMut() -> std::io::Result<T>) -> T {
+pub fn until<T>(mut accept: impl FnMut() -> std::io::Result<T>) -> T {
     let until = Instant::now() + PATIENCE;
     loop {
         match accept() {
