@@ -20,7 +20,7 @@ const SILENT_IN_SOAK: usize = 10_000;
 const EACH: usize = 250;
 /// What this process needs beside them.
 const OWN_FILES: u64 = 200;
-/// A tunnel with an association and its lanes has some 40, and those who have not shown who they
+/// A tunnel with a trunk and its lanes has some 40, and those who have not shown who they
 /// are may be 64.
 const FILES: usize = 150;
 const GROWTH_BYTES: u64 = 32 << 20;
@@ -52,7 +52,7 @@ fn i7_thousands_of_silent_connections_keep_no_channel_waiting() {
     let far = scene.far.child.id();
     let (_, before) = held(far);
     let mut silent = VecDeque::new();
-    // With it the two tunnels are associated. A connection of theirs that finds the kernel's backlog
+    // With it the two tunnels have a trunk. A connection of theirs that finds the kernel's backlog
     // full is made a second later.
     let mut channels = vec![scene.channel()];
     let (mut slowest, mut files) = (Duration::ZERO, 0);

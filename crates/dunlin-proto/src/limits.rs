@@ -174,14 +174,14 @@ pub const MAX_OPENING_BODY_BYTES: usize = 4096;
 /// Alternative: smaller ones; below 128 KiB they cost more per byte.
 pub const MAX_STRIPE_CHUNK_BYTES: u32 = 256 * 1024;
 
-/// Channels of one association that are alive at the same time, whatever its
+/// Channels of one trunk that are alive at the same time, whatever its
 /// configuration says.
 ///
 /// QEMU's multifd has at most 255 channels for a VM: this is room for sixteen
 /// such VMs between one pair of hosts.
 pub const MAX_CHANNELS: usize = 4096;
 
-/// Channels of one association unless the configuration says otherwise.
+/// Channels of one trunk unless the configuration says otherwise.
 pub const DEFAULT_CHANNELS: usize = 512;
 
 /// Chunks of one channel that its sender does not know to be delivered.

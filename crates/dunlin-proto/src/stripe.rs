@@ -8,9 +8,9 @@
 //!             control lane, both ways: open, credit, acknowledgements, eof …
 //! ```
 //!
-//! Two tunnel processes have one *association*: a control lane, which may be
+//! Two tunnel processes have one *trunk*: a control lane, which may be
 //! lost and resumed, and data lanes. Data lanes carry data one way, so that no
-//! circle of blocked writers and readers can form. [`Association`] is one side
+//! circle of blocked writers and readers can form. [`Trunk`] is one side
 //! of it and decides everything; [`frame`] and [`message`] are what it says to
 //! the other.
 //!
@@ -27,8 +27,8 @@
 //! **Memory (I8).** A channel's bytes between its two sockets are within its
 //! window, which covers what it has delivered in the last round trip and 10 ms,
 //! and the windows of a peer are within a common bound ([`Config`]). A consumer
-//! that stalls keeps its window full and nobody else waiting. [`Association::granted`]
-//! and [`Association::held`] tell what is granted and here.
+//! that stalls keeps its window full and nobody else waiting. [`Trunk::granted`]
+//! and [`Trunk::held`] tell what is granted and here.
 //!
 //! **Ends.** An end is passed on after the last byte before it, each way by
 //! itself; an abort at once, before all that waits. A side that has aborted or
@@ -36,7 +36,6 @@
 //! forgets one that has ended both ways without asking, and answers *gone* when
 //! asked about it. So *gone* about a living channel means that it ended well.
 
-mod association;
 mod fault;
 pub mod frame;
 mod inbound;
@@ -44,14 +43,15 @@ mod lanes;
 pub mod message;
 mod outbound;
 mod receiving;
+mod trunk;
 mod turns;
 mod window;
 
-pub use association::{
-    Action, Association, Config, KeyUsage, Left, OpenError, Opening, Outcome, Side, Usage, Work,
-};
 pub use fault::PeerFault;
 pub use inbound::{Arrival, Delivery};
 pub use lanes::Timeouts;
 pub use receiving::ACK_DELAY_NS;
+pub use trunk::{
+    Action, Config, KeyUsage, Left, OpenError, Opening, Outcome, Side, Trunk, Usage, Work,
+};
 pub use window::SLACK_NS;

@@ -22,8 +22,7 @@ impl Hub {
                 parameter,
             } => {
                 let mut refuse = |code, text: &str| {
-                    core.association
-                        .refuse(channel, code, text.to_owned(), now_ns);
+                    core.trunk.refuse(channel, code, text.to_owned(), now_ns);
                 };
                 if core.connecting >= self.site.limits.channels {
                     let text = "too many connections to targets are being made";
@@ -41,7 +40,7 @@ impl Hub {
                 if let Some(one) = core.channels.get(&channel) {
                     // A socket that cannot tell has failed, and has nothing.
                     let unread = unread_bytes(&*one.socket).unwrap_or(0);
-                    core.association.counted(channel, unread);
+                    core.trunk.counted(channel, unread);
                 }
             }
             Action::Opened(channel) => self.watch(core, channel, now_ns),
@@ -97,7 +96,7 @@ impl Hub {
                 let opened =
                     self.spawn(format!("dunlin-lane-{lane}"), move || send::run(&hub, lane));
                 if !opened {
-                    core.association.lane_over(lane, now_ns);
+                    core.trunk.lane_over(lane, now_ns);
                 }
             }
             Action::CutLane(lane) => {
@@ -135,7 +134,7 @@ impl Hub {
         });
         if !started {
             let mut core = self.lock();
-            core.association.admitted_over(lane);
+            core.trunk.admitted_over(lane);
             self.settle(&mut core);
         }
     }

@@ -1,4 +1,4 @@
-//! How an association begins, on both sides, and how a control lane is resumed.
+//! How a trunk begins, on both sides, and how a control lane is resumed.
 //!
 //! ```text
 //!  the side that makes it                 the side that takes it
@@ -34,7 +34,7 @@ use super::site::{Dialling, Site};
 use super::talk;
 use dunlin_lane::control::{self, ControlStream};
 
-/// Makes an association.
+/// Makes a trunk.
 ///
 /// # Errors
 /// Why there is none.
@@ -67,7 +67,7 @@ pub(super) fn dial(site: &Arc<Site>, to: Destination, lanes: u16) -> Result<Arc<
     begin(site, terms, control, at)
 }
 
-/// Takes the association that a control lane offers, or resumes one. Refusals are
+/// Takes the trunk that a control lane offers, or resumes one. Refusals are
 /// told to the peer.
 ///
 /// # Errors
@@ -97,7 +97,7 @@ pub(super) fn take(
     control
         .send(&bytes)
         .map_err(|error| Failure::of_control(&error))?;
-    if let Some(hub) = site.association(&offer.session) {
+    if let Some(hub) = site.trunk(&offer.session) {
         talk::up(&hub, control, offer.epoch);
         return Ok(());
     }
@@ -145,10 +145,10 @@ pub(super) fn take(
     Ok(())
 }
 
-/// Makes the control lane of an association anew.
+/// Makes the control lane of a trunk anew.
 ///
 /// # Errors
-/// Why there is none; the association may still have time for another attempt.
+/// Why there is none; the trunk may still have time for another attempt.
 pub(super) fn resume(hub: &Arc<Hub>, epoch: u32) -> Result<ControlStream, Failure> {
     let site = &hub.site;
     let Some(to) = &hub.terms.redial else {
@@ -186,25 +186,25 @@ fn answer<'a>(
         ipsec: site.sealed.is_some(),
     };
     let selection = select(offer, &supported)?;
-    match site.association(&offer.session) {
+    match site.trunk(&offer.session) {
         Some(hub) if !hub.terms.is_the_peer(control.peer()) => {
-            let text = "that association is with another peer";
+            let text = "that trunk is with another peer";
             Err(refuse(FaultCode::WrongIdentity, text))
         }
         Some(hub) if hub.terms.security != selection.security => {
-            let text = "the lanes of that association are secured otherwise";
+            let text = "the lanes of that trunk are secured otherwise";
             Err(refuse(FaultCode::SecurityNotAgreed, text))
         }
         Some(hub) if hub.lock().over.is_some() => {
-            let text = "that association is over";
+            let text = "that trunk is over";
             Err(refuse(FaultCode::UnknownSession, text))
         }
         Some(hub) if offer.epoch <= hub.lock().epoch => {
-            let text = "a later control lane of that association stands";
+            let text = "a later control lane of that trunk stands";
             Err(refuse(FaultCode::UnknownSession, text))
         }
         None if offer.epoch != 1 => {
-            let text = "no such association is known here";
+            let text = "no such trunk is known here";
             Err(refuse(FaultCode::UnknownSession, text))
         }
         Some(_) => Ok((offer, selection)),
@@ -229,7 +229,7 @@ fn begin(
 
 fn start(site: &Arc<Site>, hub: &Arc<Hub>, at: SocketAddr) {
     let peer = hub.peer_name();
-    site.tell(Event::Associated { peer, at });
+    site.tell(Event::TrunkUp { peer, at });
     let own = Arc::clone(hub);
     if !site.spawn("dunlin-tunnel".to_owned(), move || talk::run(&own)) {
         hub.end(FaultCode::Kernel);

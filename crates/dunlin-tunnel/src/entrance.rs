@@ -162,7 +162,7 @@ pub(super) fn take_peers(
 ) {
     let greetings = Arc::<Mutex<Vec<Principal>>>::default();
     let result = accept::accept(listener, tls, stopped, |arrival| {
-        // What protects lanes comes and goes apart from associations.
+        // What protects lanes comes and goes apart from trunks.
         let arrival = match &site.sealed {
             Some(lanes) => lanes.take(arrival),
             None => Some(arrival),
@@ -247,17 +247,17 @@ impl Drop for Greeting {
     }
 }
 
-/// Lets a lane in, if it proves that it belongs to an association.
+/// Lets a lane in, if it proves that it belongs to a trunk.
 fn take_lane(site: &Arc<Site>, socket: LaneSocket, opening: &Opening) -> Result<(), &'static str> {
     let Opening::Lane(open) = opening else {
         return Err("it does not open as a lane");
     };
     let hub = site
-        .association(&open.session)
-        .ok_or("it belongs to no association of this tunnel")?;
+        .trunk(&open.session)
+        .ok_or("it belongs to no trunk of this tunnel")?;
     let terms = &hub.terms;
     if !is_proved(&terms.own_secret, open) {
-        return Err("it does not know its association's secret");
+        return Err("it does not know its trunk's secret");
     }
     match (&socket, terms.security) {
         (LaneSocket::Tls(secured), LaneSecurity::Tls) => {
@@ -278,7 +278,7 @@ fn take_lane(site: &Arc<Site>, socket: LaneSocket, opening: &Opening) -> Result<
         return Err("it speaks another version than the control lane");
     }
     let mut core = hub.lock();
-    let admitted = core.association.admit(open.lane);
+    let admitted = core.trunk.admit(open.lane);
     hub.settle(&mut core);
     drop(core);
     // The peer is told by the core why one is not.

@@ -11,22 +11,22 @@ use super::failure::Failure;
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Event {
-    /// An association stands.
-    Associated {
+    /// A trunk stands.
+    TrunkUp {
         /// Who the peer is.
         peer: String,
         /// Where it is.
         at: SocketAddr,
     },
-    /// There is no association with a peer, and connections for it are closed.
-    NotAssociated {
+    /// There is no trunk with a peer, and connections for it are closed.
+    TrunkFailed {
         /// Where the peer was to be.
         to: String,
         /// Why.
         failure: Failure,
     },
-    /// An association has ended.
-    Dissociated {
+    /// A trunk has ended.
+    TrunkEnded {
         /// Who the peer was.
         peer: String,
         /// Why.
@@ -36,7 +36,7 @@ pub enum Event {
     Opened {
         /// The route.
         route: String,
-        /// The channel's number in its association.
+        /// The channel's number in its trunk.
         channel: u32,
     },
     /// A connection found no other half and was closed.
@@ -50,7 +50,7 @@ pub enum Event {
     Closed {
         /// The route.
         route: String,
-        /// The channel's number in its association.
+        /// The channel's number in its trunk.
         channel: u32,
     },
     /// A channel has ended, but for a few bytes before the end of one direction: the hypervisor
@@ -58,7 +58,7 @@ pub enum Event {
     LeftUnread {
         /// The route.
         route: String,
-        /// The channel's number in its association.
+        /// The channel's number in its trunk.
         channel: u32,
         /// Whether that hypervisor is the peer's.
         by_peer: bool,
@@ -67,7 +67,7 @@ pub enum Event {
     Aborted {
         /// The route.
         route: String,
-        /// The channel's number in its association.
+        /// The channel's number in its trunk.
         channel: u32,
         /// Why, and whose fault it is.
         failure: Failure,
@@ -105,12 +105,12 @@ pub enum Event {
 impl fmt::Display for Event {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Associated { peer, at } => write!(formatter, "associated with {peer} at {at}"),
-            Self::NotAssociated { to, failure } => {
-                write!(formatter, "no association with {to}: {failure}")
+            Self::TrunkUp { peer, at } => write!(formatter, "trunk to {peer} at {at}"),
+            Self::TrunkFailed { to, failure } => {
+                write!(formatter, "no trunk to {to}: {failure}")
             }
-            Self::Dissociated { peer, fault } => {
-                write!(formatter, "the association with {peer} has ended: {fault}")
+            Self::TrunkEnded { peer, fault } => {
+                write!(formatter, "the trunk to {peer} has ended: {fault}")
             }
             Self::Opened { route, channel } => {
                 write!(formatter, "route {route}: channel {channel} is open")

@@ -1,4 +1,4 @@
-//! What the threads of an association share: the core that decides, behind one
+//! What the threads of a trunk share: the core that decides, behind one
 //! lock, and what carries its decisions out.
 //!
 //! ```text
@@ -70,7 +70,7 @@ pub(super) struct Terms {
 }
 
 impl Terms {
-    /// Whether that is who the association is with.
+    /// Whether that is who the trunk is with.
     pub(super) fn is_the_peer(&self, other: &PeerIdentity) -> bool {
         other.is(&self.principal)
     }
@@ -102,7 +102,7 @@ pub(super) struct Hub {
 }
 
 pub(super) struct Core {
-    pub(super) association: stripe::Association<Piece>,
+    pub(super) trunk: stripe::Trunk<Piece>,
     pub(super) channels: BTreeMap<u32, Channel>,
     pub(super) control: Option<Arc<ControlStream>>,
     pub(super) epoch: u32,
@@ -154,7 +154,7 @@ impl Channel {
 }
 
 impl Hub {
-    /// An association whose first control lane stands.
+    /// A trunk whose first control lane stands.
     ///
     /// # Errors
     /// No descriptors are left.
@@ -172,8 +172,8 @@ impl Hub {
             lanes_max,
             patience: limits.patience(),
         };
-        let mut association = stripe::Association::new(terms.side, config, 0);
-        association.control_up(0);
+        let mut trunk = stripe::Trunk::new(terms.side, config, 0);
+        trunk.control_up(0);
         let (read_waker, read_wakeup) = waker()?;
         let (write_waker, write_wakeup) = waker()?;
         let (reads, writes) = (Epoll::new()?, Epoll::new()?);
@@ -190,7 +190,7 @@ impl Hub {
             write_waker,
             write_wakeup,
             core: Mutex::new(Core {
-                association,
+                trunk,
                 channels: BTreeMap::new(),
                 control: Some(Arc::new(control)),
                 epoch: 1,
@@ -225,7 +225,7 @@ impl Hub {
         u64::try_from(self.began.elapsed().as_nanos()).unwrap_or(u64::MAX)
     }
 
-    /// Starts a thread that is joined before the association is forgotten.
+    /// Starts a thread that is joined before the trunk is forgotten.
     pub(super) fn spawn(&self, name: String, body: impl FnOnce() + Send + 'static) -> bool {
         match std::thread::Builder::new().name(name).spawn(body) {
             Ok(thread) => {
@@ -290,7 +290,7 @@ impl Hub {
     ) -> Result<(), OpenError> {
         let mut core = self.lock();
         let route = opening.route.clone();
-        let channel = core.association.open(opening)?;
+        let channel = core.trunk.open(opening)?;
         let socket = Arc::clone(socket);
         core.channels.insert(channel, Channel::new(socket, route));
         self.settle(&mut core);
@@ -300,13 +300,13 @@ impl Hub {
     /// Does what the core wants done since it was last told something.
     pub(super) fn settle(self: &Arc<Self>, core: &mut Core) {
         let now_ns = self.now_ns();
-        while let Some(action) = core.association.poll(now_ns) {
+        while let Some(action) = core.trunk.poll(now_ns) {
             self.act(core, action, now_ns);
         }
         if core.talker_waits {
-            let due_ns = core.association.due_ns();
+            let due_ns = core.trunk.due_ns();
             let sooner = due_ns.is_some_and(|due| core.talk_by_ns.is_none_or(|by| due < by));
-            if sooner || core.association.has_message(now_ns) || core.over.is_some() {
+            if sooner || core.trunk.has_message(now_ns) || core.over.is_some() {
                 core.talker_waits = false;
                 self.talk.notify_one();
             }
@@ -317,7 +317,7 @@ impl Hub {
     /// Wakes a lane's thread if there is something to send, and those that are
     /// to end.
     pub(super) fn wake_lanes(&self, core: &mut Core) {
-        if core.association.has_work() && !core.woken {
+        if core.trunk.has_work() && !core.woken {
             if core.followers > 0 {
                 core.woken = true;
                 self.idle.notify_one();
@@ -327,7 +327,7 @@ impl Hub {
             }
         }
         let mut untold = false;
-        for lane in core.association.leaving() {
+        for lane in core.trunk.leaving() {
             untold |= core.told.insert(lane);
         }
         if untold {
@@ -356,8 +356,7 @@ impl Hub {
                 self.site.tell(Event::Opened { route, channel });
             }
             Err(error) => {
-                core.association
-                    .fail(channel, FaultCode::ChannelBroken, now_ns);
+                core.trunk.fail(channel, FaultCode::ChannelBroken, now_ns);
                 let what = "the hypervisor's connection cannot be watched";
                 let failure = Failure::new(FaultCode::ChannelBroken, what).because(&error);
                 self.close_badly(core, channel, failure);
@@ -382,11 +381,11 @@ impl Hub {
             std::io::ErrorKind::ConnectionReset | std::io::ErrorKind::BrokenPipe
         );
         if !is_gone {
-            core.association.fail(channel, code, now_ns);
+            core.trunk.fail(channel, code, now_ns);
             self.close_badly(core, channel, failure);
             return false;
         }
-        match core.association.left(channel, now_ns) {
+        match core.trunk.left(channel, now_ns) {
             Left::Waits => {
                 if let Some(one) = core.channels.get_mut(&channel) {
                     // A second one is a consequence of the first.
@@ -433,14 +432,14 @@ impl Hub {
         let peer = self.peer_name();
         let failure = failure.because(why);
         self.site.tell(Event::ControlLost { peer, failure });
-        core.association.end(FaultCode::Malformed);
+        core.trunk.end(FaultCode::Malformed);
         self.settle(core);
     }
 
     /// Ends everything.
     pub(super) fn end(self: &Arc<Self>, fault: FaultCode) {
         let mut core = self.lock();
-        core.association.end(fault);
+        core.trunk.end(fault);
         self.settle(&mut core);
     }
 
@@ -448,13 +447,13 @@ impl Hub {
     pub(super) fn raise_lanes(self: &Arc<Self>, lanes: u16) {
         let mut core = self.lock();
         let lanes = lanes.min(self.terms.peer_lanes);
-        core.association.raise_lanes(lanes);
+        core.trunk.raise_lanes(lanes);
         self.settle(&mut core);
     }
 
     pub(super) fn status(&self) -> Status {
         let core = self.lock();
-        let usage = core.association.usage();
+        let usage = core.trunk.usage();
         Status {
             peer: self.peer_name(),
             at: self.terms.lanes_at,

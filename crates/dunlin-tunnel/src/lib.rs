@@ -3,29 +3,29 @@
 //!
 //! ```text
 //!  hypervisor ─▶ entrance ─┐                                ┌─▶ target ─▶ hypervisor
-//!  hypervisor ─▶ entrance ─┼─▶ association ═ lanes ═ association ─▶ target ─▶ …
+//!  hypervisor ─▶ entrance ─┼─▶ trunk ═ lanes ═ trunk ─▶ target ─▶ …
 //!                          └── control lane: who, how far ──┘
 //! ```
 //!
 //! A [`Tunnel`] takes connections at its *entrances* and, for its peers, makes
 //! connections at its *exits*. All that goes to one peer goes over one
-//! *association*: a control lane, and lanes that are opened when there is
+//! *trunk*: a control lane, and lanes that are opened when there is
 //! something to carry. What is decided is decided by [`dunlin_proto::stripe`],
 //! which knows no socket; here is what drives it:
 //!
 //! - `options`: routes and limits, checked before anything is opened.
-//! - `site`: what all associations share; which connection goes to which.
+//! - `site`: what all trunks share; which connection goes to which.
 //! - `entrance`: entrances; `on_demand`: those that are opened for one purpose while the
-//!   tunnel runs; `listener`: what both listen on. `dial`: how an association begins.
+//!   tunnel runs; `listener`: what both listen on. `dial`: how a trunk begins.
 //!   `target`: the hypervisor's socket at the far side; `parameter`: what a channel
 //!   may choose of it.
-//! - `hub`: the core of an association under its lock, and what is done about its
+//! - `hub`: the core of a trunk under its lock, and what is done about its
 //!   decisions. `talk`: the control lane. `send` and `receive`: the lanes.
 //! - `piece` and `socket`: the bytes, and where they come from and go; `meter`: how
 //!   many.
 //! - `relay`: channels that are not striped, but carried on a TLS connection each, by any program.
 //!
-//! Threads of an association: one that talks, one that hears, one that waits for
+//! Threads of a trunk: one that talks, one that hears, one that waits for
 //! consumers, and one for each lane and direction.
 #![forbid(unsafe_code)]
 

@@ -338,9 +338,9 @@ pub struct Limits {
     /// Bytes of all channels of a peer that wait on this side (I8); at least
     /// 256 KiB for each of its channels.
     pub peer_bytes: u64,
-    /// Associations that peers may have here at the same time.
-    pub associations: usize,
-    /// Lanes that this side opens to a peer that made the association, unless
+    /// Trunks that peers may have here at the same time.
+    pub trunks: usize,
+    /// Lanes that this side opens to a peer that made the trunk, unless
     /// that takes fewer.
     pub lanes: u16,
     /// After how long a peer counts as gone that has vanished without a word;
@@ -358,7 +358,7 @@ impl Default for Limits {
         Self {
             channels: DEFAULT_CHANNELS,
             peer_bytes: DEFAULT_PEER_BYTES,
-            associations: 64,
+            trunks: 64,
             lanes: DEFAULT_LANES,
             vanished: Duration::from_secs(10),
             connect: Duration::from_secs(10),
@@ -382,7 +382,7 @@ impl Limits {
         Self {
             channels,
             peer_bytes: self.peer_bytes.max(channels as u64 * LEAST_WINDOW_BYTES),
-            associations: self.associations.max(1),
+            trunks: self.trunks.max(1),
             lanes: self.lanes.clamp(1, MAX_LANES),
             vanished: self.vanished.max(Duration::from_secs(1)),
             connect: self.connect.max(Duration::from_millis(1)),
@@ -614,7 +614,7 @@ mod tests {
         let wild = Limits {
             channels: 1 << 20,
             peer_bytes: 0,
-            associations: 0,
+            trunks: 0,
             lanes: 1000,
             vanished: Duration::ZERO,
             connect: Duration::ZERO,
@@ -623,11 +623,11 @@ mod tests {
         let Limits {
             channels,
             peer_bytes,
-            associations,
+            trunks,
             lanes,
             ..
         } = wild.bounded();
-        assert_eq!((channels, associations, lanes), (4096, 1, 128));
+        assert_eq!((channels, trunks, lanes), (4096, 1, 128));
         assert_eq!(peer_bytes, 4096 * LEAST_WINDOW_BYTES);
         assert_eq!(Limits::default().bounded(), Limits::default());
     }

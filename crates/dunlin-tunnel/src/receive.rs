@@ -40,7 +40,7 @@ pub(super) fn run(hub: &Arc<Hub>, lane: u16, socket: LaneSocket) {
     let result = receiver(hub, socket).and_then(|receiver| receive_all(hub, lane, receiver));
     let mut core = hub.lock();
     core.cutters.remove(&(Way::In, lane));
-    core.association.admitted_over(lane);
+    core.trunk.admitted_over(lane);
     hub.settle(&mut core);
     let is_over = core.over.is_some();
     drop(core);
@@ -53,7 +53,7 @@ pub(super) fn run(hub: &Arc<Hub>, lane: u16, socket: LaneSocket) {
 }
 
 /// What opens the lane's bytes. One that is not protected as agreed is refused here (I6); nothing
-/// of it has been read but the proof that it is the association's.
+/// of it has been read but the proof that it is the trunk's.
 fn receiver(hub: &Hub, socket: LaneSocket) -> Result<DataReceiver, AdmitError> {
     let sealed = hub.site.sealed.as_ref();
     let is_peer = |peer: &PeerIdentity| hub.terms.is_the_peer(peer);
@@ -87,7 +87,7 @@ fn receive_all(hub: &Arc<Hub>, lane: u16, mut receiver: DataReceiver) -> Result<
             }
             Ok(Frame::End { frames }) => {
                 let mut core = hub.lock();
-                if let Err(fault) = core.association.lane_ended(lane, frames) {
+                if let Err(fault) = core.trunk.lane_ended(lane, frames) {
                     hub.broken(&mut core, &fault);
                 }
                 drop(core);
@@ -104,12 +104,12 @@ fn receive_all(hub: &Arc<Hub>, lane: u16, mut receiver: DataReceiver) -> Result<
     }
 }
 
-/// A whole piece has come. False where the association is over.
+/// A whole piece has come. False where the trunk is over.
 fn arrived(hub: &Arc<Hub>, lane: u16, data: &Data, piece: Piece) -> bool {
     let mut core = hub.lock();
     let channel = data.channel();
     let now_ns = hub.now_ns();
-    let arrival = core.association.arrived(lane, data, now_ns);
+    let arrival = core.trunk.arrived(lane, data, now_ns);
     let turn = match arrival {
         Ok(Arrival::Drop) => Ok(None),
         Ok(Arrival::Deliver) => Ok(Some(Delivery {
@@ -118,7 +118,7 @@ fn arrived(hub: &Arc<Hub>, lane: u16, data: &Data, piece: Piece) -> bool {
             length: data.length(),
             token: piece,
         })),
-        Ok(Arrival::Keep) => core.association.keep(lane, data, piece, now_ns),
+        Ok(Arrival::Keep) => core.trunk.keep(lane, data, piece, now_ns),
         Err(fault) => Err(fault),
     };
     match turn {
@@ -154,17 +154,14 @@ fn deliver(hub: &Arc<Hub>, socket: &Socket, turn: Delivery<Piece>, until: Option
             if hub.fail(&mut core, channel, &error, now_ns) {
                 // The rest is discarded and counted, like the data behind it.
                 let rest = piece.behind(written);
-                core.association
-                    .wrote(channel, written as u32, rest, now_ns);
+                core.trunk.wrote(channel, written as u32, rest, now_ns);
             }
             hub.settle(&mut core);
             return;
         }
         let rest = piece.behind(written);
         let is_stuck = rest.is_some();
-        let next = core
-            .association
-            .wrote(channel, written as u32, rest, now_ns);
+        let next = core.trunk.wrote(channel, written as u32, rest, now_ns);
         hub.settle(&mut core);
         // Asked for under the lock: whoever has the next turn may ask for
         // something else, and the last to ask is heard.
@@ -229,7 +226,7 @@ pub(super) fn poll(hub: &Arc<Hub>) {
                 .channels
                 .get(&channel)
                 .map(|one| Arc::clone(&one.socket));
-            let turn = core.association.writable(channel);
+            let turn = core.trunk.writable(channel);
             drop(core);
             if let (Some(socket), Some(turn)) = (socket, turn) {
                 deliver(hub, &socket, turn, None);

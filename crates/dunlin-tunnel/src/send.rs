@@ -34,7 +34,7 @@ pub(super) fn run(hub: &Arc<Hub>, lane: u16) {
     let mut core = hub.lock();
     core.dials.remove(&lane);
     core.cutters.remove(&(Way::Out, lane));
-    core.association.lane_over(lane, hub.now_ns());
+    core.trunk.lane_over(lane, hub.now_ns());
     hub.settle(&mut core);
     promote(hub, &core);
     let is_over = core.over.is_some();
@@ -47,7 +47,7 @@ pub(super) fn run(hub: &Arc<Hub>, lane: u16) {
     }
 }
 
-/// A lane that has said whose it is. Whatever part of it takes long ends with the association.
+/// A lane that has said whose it is. Whatever part of it takes long ends with the trunk.
 fn open(hub: &Arc<Hub>, lane: u16) -> Result<DataSender, Failure> {
     let terms = &hub.terms;
     let at = terms.lanes_at.to_string();
@@ -85,7 +85,7 @@ fn open(hub: &Arc<Hub>, lane: u16) -> Result<DataSender, Failure> {
     let canceller = sender.canceller();
     let mut core = hub.lock();
     core.dials.remove(&lane);
-    if !core.association.lane_stands(lane, hub.now_ns()) {
+    if !core.trunk.lane_stands(lane, hub.now_ns()) {
         return Err(lost(format!("lane {lane} stood too late")));
     }
     core.cutters
@@ -163,7 +163,7 @@ fn next(
 ) -> (Work<Piece>, Option<Arc<Socket>>) {
     let mut core = hub.lock();
     loop {
-        let work = core.association.next(lane, wear, hub.now_ns());
+        let work = core.trunk.next(lane, wear, hub.now_ns());
         hub.settle(&mut core);
         match work {
             Work::Wait if core.watched => {
@@ -200,7 +200,7 @@ fn next(
 pub(super) fn take_ready(hub: &Hub, core: &mut Core, ready: &[Ready]) {
     for one in ready {
         match u32::try_from(one.token) {
-            Ok(channel) => core.association.readable(channel),
+            Ok(channel) => core.trunk.readable(channel),
             Err(_) => hub.read_wakeup.clear(),
         }
     }
@@ -274,7 +274,7 @@ fn read(
     if let Some(error) = broken {
         hub.fail(&mut core, channel, &error, now_ns);
     }
-    let data = core.association.read(lane, channel, outcome, now_ns);
+    let data = core.trunk.read(lane, channel, outcome, now_ns);
     hub.settle(&mut core);
     if much {
         promote(hub, &core);

@@ -1,4 +1,4 @@
-//! What all associations of a tunnel share: routes, identity, limits, and who is
+//! What all trunks of a tunnel share: routes, identity, limits, and who is
 //! there.
 
 use dunlin_lane::sync::lock;
@@ -34,7 +34,7 @@ use dunlin_lane::security::SealedLanes;
 /// Connections that wait while their peer is being connected to; a hypervisor
 /// with the most channels that it can have.
 const WAITING: usize = 512;
-/// Associations with one peer: one for each of the other side's lists of who may
+/// Trunks with one peer: one for each of the other side's lists of who may
 /// answer, in either direction, and those that have yet to notice that they are
 /// over.
 const OF_ONE_PEER: usize = 8;
@@ -56,7 +56,7 @@ pub(super) struct Site {
     meters: Mutex<BTreeMap<String, Arc<Meter>>>,
     /// Lanes to each peer, by where it is.
     lanes: Mutex<Vec<(String, u16)>>,
-    associations: Mutex<BTreeMap<SessionId, Arc<Hub>>>,
+    trunks: Mutex<BTreeMap<SessionId, Arc<Hub>>>,
     peerings: Mutex<Vec<Peering>>,
     draining: AtomicBool,
     pub(super) relays: Relays,
@@ -88,7 +88,7 @@ impl Drop for Dialling<'_> {
     }
 }
 
-/// A peer to which this side makes the association.
+/// A peer to which this side makes the trunk.
 struct Peering {
     destination: Destination,
     state: State,
@@ -122,7 +122,7 @@ impl Site {
             relay_exits: Mutex::new(routes.relays.clone()),
             meters: Mutex::default(),
             lanes: Mutex::new(lanes(routes)),
-            associations: Mutex::default(),
+            trunks: Mutex::default(),
             peerings: Mutex::default(),
             draining: AtomicBool::new(false),
             relays: Relays::default(),
@@ -281,21 +281,21 @@ impl Site {
         }
     }
 
-    pub(super) fn association(&self, session: &SessionId) -> Option<Arc<Hub>> {
-        lock(&self.associations).get(session).cloned()
+    pub(super) fn trunk(&self, session: &SessionId) -> Option<Arc<Hub>> {
+        lock(&self.trunks).get(session).cloned()
     }
 
-    /// Whether there is room for one more association with a peer.
+    /// Whether there is room for one more trunk with a peer.
     ///
     /// # Errors
     /// Why not.
     pub(super) fn room_for(&self, peer: &PeerIdentity) -> Result<(), Failure> {
-        self.room(&lock(&self.associations), peer)
+        self.room(&lock(&self.trunks), peer)
     }
 
     fn room(
         &self,
-        associations: &BTreeMap<SessionId, Arc<Hub>>,
+        trunks: &BTreeMap<SessionId, Arc<Hub>>,
         peer: &PeerIdentity,
     ) -> Result<(), Failure> {
         if self.draining.load(Ordering::SeqCst) {
@@ -303,48 +303,48 @@ impl Site {
             return Err(Failure::new(FaultCode::Ended, text));
         }
         let full = |count: usize, of: &str| {
-            let text = format!("{count} associations {of} stand already");
+            let text = format!("{count} trunks {of} stand already");
             Err(Failure::new(FaultCode::Busy, text))
         };
-        if associations.len() >= self.limits.associations {
-            return full(associations.len(), "of this tunnel");
+        if trunks.len() >= self.limits.trunks {
+            return full(trunks.len(), "of this tunnel");
         }
-        let theirs = associations.values();
+        let theirs = trunks.values();
         match theirs.filter(|hub| hub.terms.is_the_peer(peer)).count() {
             OF_ONE_PEER.. => full(OF_ONE_PEER, "with this peer"),
             _ => Ok(()),
         }
     }
 
-    /// Takes a new association in.
+    /// Takes a new trunk in.
     pub(super) fn keep(
         self: &Arc<Self>,
         terms: Terms,
         control: ControlStream,
     ) -> Result<Arc<Hub>, Failure> {
         let session = terms.session;
-        let mut associations = lock(&self.associations);
-        self.room(&associations, &terms.peer)?;
-        if associations.contains_key(&session) {
+        let mut trunks = lock(&self.trunks);
+        self.room(&trunks, &terms.peer)?;
+        if trunks.contains_key(&session) {
             let text = "the session's number is in use";
             return Err(Failure::new(FaultCode::UnknownSession, text));
         }
         let hub = Hub::new(self, terms, self.lanes_max(), control).map_err(|error| {
-            let text = "no descriptors are left for an association";
+            let text = "no descriptors are left for a trunk";
             Failure::new(FaultCode::DescriptorLimit, text).because(&error)
         })?;
-        associations.insert(session, Arc::clone(&hub));
+        trunks.insert(session, Arc::clone(&hub));
         Ok(hub)
     }
 
-    /// An association is over, and its threads are joined.
+    /// A trunk is over, and its threads are joined.
     pub(super) fn forget(&self, hub: &Arc<Hub>, fault: FaultCode) {
-        let gone = lock(&self.associations).remove(&hub.terms.session);
+        let gone = lock(&self.trunks).remove(&hub.terms.session);
         lock(&self.peerings)
             .retain(|one| !matches!(&one.state, State::Up(up) if Arc::ptr_eq(up, hub)));
         if gone.is_some() {
             let peer = hub.peer_name();
-            self.tell(Event::Dissociated { peer, fault });
+            self.tell(Event::TrunkEnded { peer, fault });
         }
     }
 
@@ -477,7 +477,7 @@ impl Site {
                     }
                 }
                 let to = to.to.clone();
-                self.tell(Event::NotAssociated { to, failure });
+                self.tell(Event::TrunkFailed { to, failure });
             }
         }
         drop(peerings);
@@ -531,7 +531,7 @@ impl Site {
         self.is_to_drain();
         for hub in self.all() {
             let mut core = hub.lock();
-            core.association.drain();
+            core.trunk.drain();
             hub.settle(&mut core);
         }
     }
@@ -548,12 +548,12 @@ impl Site {
         };
         let waiting: usize = lock(&self.peerings).iter().map(waiting).sum();
         let all = self.all();
-        let carried = all.iter().map(|hub| hub.lock().association.channels());
+        let carried = all.iter().map(|hub| hub.lock().trunk.channels());
         waiting + carried.sum::<usize>() + self.relays.channels()
     }
 
     pub(super) fn all(&self) -> Vec<Arc<Hub>> {
-        lock(&self.associations).values().cloned().collect()
+        lock(&self.trunks).values().cloned().collect()
     }
 
     pub(super) fn status(&self) -> Vec<Status> {

@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use crate::meter::Traffic;
 use crate::route::{Listen, Target};
 
-/// What an association carries now.
+/// What a trunk carries now.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Status {
     /// Who the peer is.

@@ -1,4 +1,4 @@
-//! The control lane of an association: one thread says what there is to say and
+//! The control lane of a trunk: one thread says what there is to say and
 //! keeps the time, one reads; and a lane that is lost is made anew.
 
 use std::sync::{Arc, PoisonError};
@@ -19,13 +19,13 @@ use dunlin_lane::control::{ControlError, ControlStream};
 const BATCH_BYTES: usize = 32 * 1024;
 /// The peer is asked whether it is there after this part of the time that it may be silent.
 const ASK_PART: u32 = 5;
-/// An association that carries nothing is kept for so long by the side that made it: longer than
+/// A trunk that carries nothing is kept for so long by the side that made it: longer than
 /// its lanes are kept, so that the next migration finds it warm.
 const IDLE: Duration = Duration::from_secs(60);
 /// Between attempts to make a control lane anew.
 const REDIAL: Duration = Duration::from_millis(200);
 
-/// The association's own thread: starts the others, and joins them when it is over.
+/// The trunk's own thread: starts the others, and joins them when it is over.
 pub(super) fn run(hub: &Arc<Hub>) {
     let (poller, reader) = (Arc::clone(hub), Arc::clone(hub));
     let control = hub.lock().control.clone();
@@ -50,7 +50,7 @@ pub(super) fn run(hub: &Arc<Hub>) {
     hub.site.forget(hub, fault);
 }
 
-/// Says what there is to say until the association is over.
+/// Says what there is to say until the trunk is over.
 fn talk(hub: &Arc<Hub>) -> FaultCode {
     let mut batch = Vec::new();
     let mut ready = Vec::new();
@@ -65,13 +65,13 @@ fn talk(hub: &Arc<Hub>) -> FaultCode {
             send::take_ready(hub, &mut core, &ready);
         }
         let mine = hub.terms.redial.is_some();
-        if core.association.channels() > 0 {
+        if core.trunk.channels() > 0 {
             idle_since = Instant::now();
         } else if mine && idle_since.elapsed() >= IDLE {
-            core.association.end(FaultCode::Ended);
+            core.trunk.end(FaultCode::Ended);
         }
-        if (mine || hub.site.is_draining()) && core.association.drained() {
-            core.association.end(FaultCode::Ended);
+        if (mine || hub.site.is_draining()) && core.trunk.drained() {
+            core.trunk.end(FaultCode::Ended);
         }
         hub.settle(&mut core);
         if !take_messages(hub, &mut core, &mut batch) {
@@ -90,10 +90,10 @@ fn talk(hub: &Arc<Hub>) -> FaultCode {
             }
             continue;
         }
-        let due_ns = core.association.due_ns();
+        let due_ns = core.trunk.due_ns();
         let due = due_ns.map(|due_ns| Duration::from_nanos(due_ns.saturating_sub(hub.now_ns())));
-        let cold = (mine && core.association.channels() == 0)
-            .then(|| IDLE.saturating_sub(idle_since.elapsed()));
+        let cold =
+            (mine && core.trunk.channels() == 0).then(|| IDLE.saturating_sub(idle_since.elapsed()));
         let wait = due.into_iter().chain(cold).min();
         core.talker_waits = true;
         core.talk_by_ns = due_ns;
@@ -111,13 +111,13 @@ fn talk(hub: &Arc<Hub>) -> FaultCode {
 fn take_messages(hub: &Arc<Hub>, core: &mut Core, batch: &mut Vec<u8>) -> bool {
     batch.clear();
     while batch.len() < BATCH_BYTES {
-        let Some(message) = core.association.next_message(hub.now_ns()) else {
+        let Some(message) = core.trunk.next_message(hub.now_ns()) else {
             break;
         };
         if let Err(error) = message.encode(core.epoch, batch) {
             let text = format!("{} cannot be sent: {error}", message.kind());
             hub.site.tell(Event::Warning(text));
-            core.association.end(FaultCode::Internal);
+            core.trunk.end(FaultCode::Internal);
             hub.settle(core);
             return false;
         }
@@ -137,7 +137,7 @@ fn read(hub: &Arc<Hub>, control: &ControlStream, epoch: u32) {
                 if core.epoch != epoch {
                     return;
                 }
-                match core.association.handle(message, hub.now_ns()) {
+                match core.trunk.handle(message, hub.now_ns()) {
                     Ok(()) => hub.settle(&mut core),
                     Err(fault) => return hub.broken(&mut core, &fault),
                 }
@@ -214,10 +214,10 @@ fn lost(hub: &Arc<Hub>, epoch: u32, error: &ControlError) {
     control.shutdown();
     if matches!(error, ControlError::Closed) {
         // It says that it has ended.
-        core.association.end(FaultCode::Ended);
+        core.trunk.end(FaultCode::Ended);
         return hub.settle(&mut core);
     }
-    core.association.control_down(hub.now_ns());
+    core.trunk.control_down(hub.now_ns());
     hub.settle(&mut core);
     drop(core);
     let peer = hub.peer_name();
@@ -263,13 +263,13 @@ pub(super) fn up(hub: &Arc<Hub>, control: ControlStream, epoch: u32) -> bool {
         old.shutdown();
     }
     core.epoch = epoch;
-    core.association.control_up(hub.now_ns());
+    core.trunk.control_up(hub.now_ns());
     let reader = Arc::clone(hub);
     let started = hub.spawn("dunlin-control".to_owned(), move || {
         read(&reader, &control, epoch);
     });
     if !started {
-        core.association.end(FaultCode::Kernel);
+        core.trunk.end(FaultCode::Kernel);
     }
     hub.settle(&mut core);
     drop(core);

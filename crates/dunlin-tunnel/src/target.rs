@@ -33,7 +33,7 @@ pub(super) fn connect(hub: &Arc<Hub>, channel: u32, route: &str, parameter: &str
     core.connecting -= 1;
     match reached {
         Ok((socket, window_bytes)) => {
-            if core.association.connected(channel, window_bytes) {
+            if core.trunk.connected(channel, window_bytes) {
                 let route = route.to_owned();
                 let socket = Arc::new(socket);
                 core.channels.insert(channel, Channel::new(socket, route));
@@ -44,7 +44,7 @@ pub(super) fn connect(hub: &Arc<Hub>, channel: u32, route: &str, parameter: &str
         }
         Err(failure) => {
             let (code, text) = (failure.code(), failure.for_peer());
-            core.association.refuse(channel, code, text, hub.now_ns());
+            core.trunk.refuse(channel, code, text, hub.now_ns());
             // The name is the peer's.
             let route = harmless(route);
             hub.site.tell(Event::Refused { route, failure });

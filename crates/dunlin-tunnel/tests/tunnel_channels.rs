@@ -1,4 +1,4 @@
-//! Many channels over the lanes of one association: each byte once and in order,
+//! Many channels over the lanes of one trunk: each byte once and in order,
 //! or an abort on both sides; nobody waits for one that stalls.
 #![allow(clippy::unwrap_used)]
 
@@ -368,5 +368,5 @@ fn a_peer_that_vanishes_is_missed_in_the_time_that_was_set() {
         begin.elapsed()
     );
     pair.near_told
-        .wait("end", |event| matches!(event, Event::Dissociated { .. }));
+        .wait("end", |event| matches!(event, Event::TrunkEnded { .. }));
 }

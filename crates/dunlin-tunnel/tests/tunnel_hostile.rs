@@ -74,12 +74,12 @@ fn read_opening(control: &ControlStream) -> Opening {
 }
 
 impl Peer {
-    /// Makes an association with the far tunnel.
-    fn associate(pair: &Pair) -> Self {
-        Self::associate_as(pair, SESSION).unwrap()
+    /// Makes a trunk with the far tunnel.
+    fn trunk(pair: &Pair) -> Self {
+        Self::trunk_as(pair, SESSION).unwrap()
     }
 
-    fn associate_as(pair: &Pair, session: SessionId) -> Result<Self, Refusal> {
+    fn trunk_as(pair: &Pair, session: SessionId) -> Result<Self, Refusal> {
         let far = pair.far.as_ref().unwrap().address();
         let tls = tls(&pair.authority.identity(&[NEAR]));
         let control = Self::offer(far, &tls, session, 1)?;
@@ -96,7 +96,7 @@ impl Peer {
         Ok(peer)
     }
 
-    /// A control lane for an association, or why it was refused; with the first one comes what
+    /// A control lane for a trunk, or why it was refused; with the first one comes what
     /// this side says of its lanes.
     fn offer(
         far: SocketAddr,
@@ -182,10 +182,10 @@ fn rejected(pair: &Pair, words: &str) {
 #[test]
 fn i7_a_lane_needs_the_session_the_secret_and_the_same_peer() {
     let pair = Pair::start(&Setup::default());
-    let peer = Peer::associate(&pair);
+    let peer = Peer::trunk(&pair);
     let secret = peer.secret.0;
     let _stray = peer.lane(&peer.tls, 1, [8; 16], &secret);
-    rejected(&pair, "no association");
+    rejected(&pair, "no trunk");
     let _guessed = peer.lane(&peer.tls, 1, SESSION, &[0; 32]);
     rejected(&pair, "secret");
     // Allowed, but other hosts: of another name, and of the same name from another authority.
@@ -205,9 +205,9 @@ fn i7_a_lane_needs_the_session_the_secret_and_the_same_peer() {
 
 /// Another host that the tunnel lets in may know the session, and takes no part in it.
 #[test]
-fn i6_an_association_is_resumed_by_its_own_peer_alone() {
+fn i6_a_trunk_is_resumed_by_its_own_peer_alone() {
     let pair = Pair::start(&Setup::default());
-    let peer = Peer::associate(&pair);
+    let peer = Peer::trunk(&pair);
     for stranger in [pair.authority.identity(&[OTHER]), pair.twin(NEAR)] {
         let refusal = Peer::offer(peer.far, &tls(&stranger), SESSION, 2).unwrap_err();
         assert_eq!(refusal.fault, FaultCode::WrongIdentity, "{refusal}");
@@ -328,9 +328,8 @@ fn i6_a_control_lane_is_made_anew_with_no_other_host() {
         let far = Far::of(near);
         let channel = UnixStream::connect(far.scratch.0.join("in")).unwrap();
         let control = far.control(&hosts[0]);
-        far.told.wait("association", |event| {
-            matches!(event, Event::Associated { .. })
-        });
+        far.told
+            .wait("trunk", |event| matches!(event, Event::TrunkUp { .. }));
         // Its lane is on the way.
         drop(far.accept());
         control.shutdown();
@@ -343,12 +342,12 @@ fn i6_a_control_lane_is_made_anew_with_no_other_host() {
     let ([_, _, twin], far, _channel) = cut();
     let _control = far.control(&twin);
     far.told.wait("end", |event| {
-        matches!(event, Event::Dissociated { fault, .. } if *fault == FaultCode::UnknownSession)
+        matches!(event, Event::TrunkEnded { fault, .. } if *fault == FaultCode::UnknownSession)
     });
     assert_eq!(far.told.count(resumed), 0);
 }
 
-/// Each breach ends that peer's association, and nobody else's channel.
+/// Each breach ends that peer's trunk, and nobody else's channel.
 #[test]
 fn i7_who_breaks_the_protocol_is_cut_off_and_others_are_not() {
     let pair = Pair::start(&Setup::default());
@@ -377,11 +376,11 @@ fn i7_who_breaks_the_protocol_is_cut_off_and_others_are_not() {
         }),
     ];
     for (number, (words, breach)) in breaches.into_iter().enumerate() {
-        let peer = Peer::associate(&pair);
+        let peer = Peer::trunk(&pair);
         breach(&peer);
         let broken = |event: &Event| matches!(event, Event::ControlLost { failure, .. } if failure.text().contains(words));
         pair.far_told.wait(words, broken);
-        let gone = |event: &Event| matches!(event, Event::Dissociated { .. });
+        let gone = |event: &Event| matches!(event, Event::TrunkEnded { .. });
         let until = std::time::Instant::now() + dunlin_test_support::tunnel::PATIENCE;
         while pair.far_told.count(gone) <= number {
             assert!(
@@ -422,7 +421,7 @@ fn i8_channels_that_are_given_up_at_once_are_bounded_while_their_target_is_silen
         ..Setup::default()
     });
     let _waiting = fill_backlog(&pair.target());
-    let mut peer = Peer::associate(&pair);
+    let mut peer = Peer::trunk(&pair);
     let last = 100;
     for channel in (0..=last).step_by(2) {
         peer.say(&Message::Open(Open {
@@ -453,13 +452,13 @@ fn i8_channels_that_are_given_up_at_once_are_bounded_while_their_target_is_silen
 }
 
 #[test]
-fn i8_one_peer_has_so_many_associations_and_is_told_so() {
+fn i8_one_peer_has_so_many_trunks_and_is_told_so() {
     let pair = Pair::start(&Setup::default());
     let (near, far) = pair.channel();
     let mut peers = Vec::new();
     let refusal = loop {
         let session = [100 + peers.len() as u8; 16];
-        match Peer::associate_as(&pair, session) {
+        match Peer::trunk_as(&pair, session) {
             Ok(peer) => peers.push(peer),
             Err(refusal) => break refusal,
         }
@@ -518,7 +517,7 @@ fn i7_a_parameter_from_the_wire_leads_nowhere_but_to_its_place() {
     let identity = dunlin_test_support::tunnel::identities(pair.authority.identity(&[FAR]));
     let far = pair.far.as_ref().unwrap();
     far.replace(identity, &routes.unwrap()).unwrap();
-    let mut peer = Peer::associate(&pair);
+    let mut peer = Peer::trunk(&pair);
     let open = |channel, parameter: &str| {
         Message::Open(Open {
             channel,

@@ -123,8 +123,8 @@ fn tcp_and_programs_are_ends_too_and_all_routes_use_one_port() {
     said.clear();
     cat.read_to_string(&mut said).unwrap();
     assert_eq!(said, "to the program and back");
-    let associated = |event: &Event| matches!(event, Event::Associated { .. });
-    assert_eq!(scene.near_told.count(associated), 1);
+    let up = |event: &Event| matches!(event, Event::TrunkUp { .. });
+    assert_eq!(scene.near_told.count(up), 1);
 }
 
 /// A hypervisor that is cancelled resets its connection; the other one hears of it

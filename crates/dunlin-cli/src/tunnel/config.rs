@@ -86,7 +86,7 @@ struct File {
 struct LimitsTable {
     channels: Option<Spanned<u64>>,
     peer_memory: Option<Spanned<String>>,
-    associations: Option<Spanned<u64>>,
+    trunks: Option<Spanned<u64>>,
     lanes: Option<Spanned<u64>>,
     vanished: Option<Spanned<String>>,
     connect: Option<Spanned<String>>,
@@ -137,8 +137,8 @@ fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
         peer_bytes: found.or(table.peer_memory.as_ref(), usual.peer_bytes, |text| {
             parse_bytes(text)
         }),
-        associations: found.or(table.associations.as_ref(), usual.associations, |count| {
-            between("associations", *count, 1, 4096)
+        trunks: found.or(table.trunks.as_ref(), usual.trunks, |count| {
+            between("trunks", *count, 1, 4096)
         }),
         lanes: found.or(table.lanes.as_ref(), usual.lanes, |count| {
             between("lanes", *count, 1, 128)

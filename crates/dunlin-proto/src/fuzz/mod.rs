@@ -25,7 +25,7 @@ pub use lanes::{fuzz_receiving, fuzz_sending};
 pub use operations::{fuzz_bitmap, fuzz_marks, fuzz_pace, fuzz_precopy, fuzz_regions};
 pub use pair::fuzz_lanes;
 pub use schedule::{fuzz_received, fuzz_schedule};
-pub use stripe::{fuzz_association, fuzz_tunnel_frame, fuzz_tunnel_message};
+pub use stripe::{fuzz_trunk, fuzz_tunnel_frame, fuzz_tunnel_message};
 pub use switchover::{fuzz_destination_switchover, fuzz_source_switchover};
 
 pub use crate::journal::peer::fuzz::fuzz_peer_block;
@@ -49,7 +49,7 @@ pub const TARGETS: &[Target] = &[
     ("regions", fuzz_regions),
     ("tunnel_message", fuzz_tunnel_message),
     ("tunnel_frame", fuzz_tunnel_frame),
-    ("association", fuzz_association),
+    ("trunk", fuzz_trunk),
     ("ipsec_message", fuzz_ipsec_message),
     ("ipsec_session", fuzz_ipsec_session),
     ("schedule", fuzz_schedule),

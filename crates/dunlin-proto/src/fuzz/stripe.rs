@@ -1,4 +1,4 @@
-//! The tunnel: its decoders, and one side of an association against a peer that
+//! The tunnel: its decoders, and one side of a trunk against a peer that
 //! says anything.
 
 use super::{Choices, as_is_and_with_its_length};
@@ -11,8 +11,7 @@ use crate::negotiate::SessionSecret;
 use crate::stripe::frame::{Data, FRAME_HEADER_BYTES, Frame};
 use crate::stripe::message::{Credit, Header, LaneAck, MESSAGE_HEADER_BYTES, Mark, Message, Open};
 use crate::stripe::{
-    Action, Arrival, Association, Config, Delivery, KeyUsage, Opening, Outcome, Side, Timeouts,
-    Work,
+    Action, Arrival, Config, Delivery, KeyUsage, Opening, Outcome, Side, Timeouts, Trunk, Work,
 };
 
 /// A message of the tunnel, as it is and with the length that it has.
@@ -84,7 +83,7 @@ const BYTES: u64 = 6 * LEAST_WINDOW_BYTES;
 /// One side against a peer that says and sends anything, and a caller that
 /// calls in any order: nothing panics, nothing is delivered twice or out of
 /// order, and what is held stays within its bounds (I7, I8).
-pub fn fuzz_association(bytes: &[u8]) {
+pub fn fuzz_trunk(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let side = match choices.byte() % 2 {
         0 => Side::Connecting,
@@ -98,26 +97,26 @@ pub fn fuzz_association(bytes: &[u8]) {
         patience: Timeouts::default(),
     };
     let mut rig = Rig {
-        association: Association::new(side, config, 0),
+        trunk: Trunk::new(side, config, 0),
         now_ns: 0,
         given_up: false,
         writes: Vec::new(),
         written: std::collections::BTreeMap::new(),
         reads: Vec::new(),
     };
-    rig.association.control_up(0);
+    rig.trunk.control_up(0);
     while choices.more() {
         rig.step(&mut choices);
         rig.settle();
-        let usage = rig.association.usage();
+        let usage = rig.trunk.usage();
         assert!(usage.granted <= BYTES && usage.held <= usage.granted);
         assert!(usage.unacknowledged <= BYTES);
-        assert!(rig.association.channels() <= CHANNELS);
+        assert!(rig.trunk.channels() <= CHANNELS);
     }
 }
 
 struct Rig {
-    association: Association<u64>,
+    trunk: Trunk<u64>,
     now_ns: u64,
     given_up: bool,
     /// Turns to write that the caller has.
@@ -133,7 +132,7 @@ impl Rig {
         let channel = choices.below(12) as u32;
         let lane = choices.below(6) as u16;
         let now_ns = self.now_ns;
-        let association = &mut self.association;
+        let trunk = &mut self.trunk;
         match choices.byte() % 20 {
             0 => self.now_ns += choices.below(1 << 16) * 200_000,
             1 => {
@@ -143,52 +142,52 @@ impl Rig {
                     parameter: String::new(),
                     window_bytes: choices.number(),
                 };
-                let _ = association.open(opening);
+                let _ = trunk.open(opening);
             }
-            2 => association.counted(channel, choices.number()),
+            2 => trunk.counted(channel, choices.number()),
             3 => {
-                let _ = association.connected(channel, choices.number());
+                let _ = trunk.connected(channel, choices.number());
             }
-            4 => association.refuse(channel, FaultCode::Busy, "no".repeat(700), now_ns),
-            5 => association.fail(channel, FaultCode::Cancelled, now_ns),
+            4 => trunk.refuse(channel, FaultCode::Busy, "no".repeat(700), now_ns),
+            5 => trunk.fail(channel, FaultCode::Cancelled, now_ns),
             6 => {
-                let _ = association.lane_stands(lane, now_ns);
+                let _ = trunk.lane_stands(lane, now_ns);
             }
-            7 => association.lane_over(lane, now_ns),
-            8 => association.readable(channel),
+            7 => trunk.lane_over(lane, now_ns),
+            8 => trunk.readable(channel),
             9 => {
                 let wear =
                     [KeyUsage::Fresh, KeyUsage::Worn, KeyUsage::Spent][choices.below(3) as usize];
-                if let Work::Read { channel, most } = association.next(lane, wear, now_ns) {
+                if let Work::Read { channel, most } = trunk.next(lane, wear, now_ns) {
                     assert!((1..=MAX_STRIPE_CHUNK_BYTES).contains(&most));
                     self.reads.push((lane, channel, most));
                 }
             }
             10 => self.read(choices),
             11 => {
-                let _ = association.admit(lane);
+                let _ = trunk.admit(lane);
             }
             12 | 13 => self.arrives(lane, channel, choices),
             14 => self.writes(choices),
             15 => {
-                if let Some(delivery) = association.writable(channel) {
+                if let Some(delivery) = trunk.writable(channel) {
                     self.writes.push(delivery);
                 }
             }
-            16 => association.admitted_over(lane),
+            16 => trunk.admitted_over(lane),
             17 => {
-                if association.lane_ended(lane, choices.below(4)).is_err() {
-                    association.end(FaultCode::Malformed);
+                if trunk.lane_ended(lane, choices.below(4)).is_err() {
+                    trunk.end(FaultCode::Malformed);
                 }
             }
             18 => {
-                association.control_down(now_ns);
-                association.control_up(now_ns);
+                trunk.control_down(now_ns);
+                trunk.control_up(now_ns);
             }
             _ => {
                 let message = said(channel, lane, choices);
-                if association.handle(message, now_ns).is_err() && choices.byte() > 200 {
-                    association.end(FaultCode::Malformed);
+                if trunk.handle(message, now_ns).is_err() && choices.byte() > 200 {
+                    trunk.end(FaultCode::Malformed);
                 }
             }
         }
@@ -198,12 +197,11 @@ impl Rig {
         let Some((lane, channel, most)) = self.reads.pop() else {
             return;
         };
-        let sent = |association: &mut Association<u64>, outcome| {
-            association.read(lane, channel, outcome, self.now_ns)
-        };
+        let sent =
+            |trunk: &mut Trunk<u64>, outcome| trunk.read(lane, channel, outcome, self.now_ns);
         match choices.byte() % 4 {
-            0 => assert_eq!(sent(&mut self.association, Outcome::End), None),
-            1 => assert_eq!(sent(&mut self.association, Outcome::Nothing), None),
+            0 => assert_eq!(sent(&mut self.trunk, Outcome::End), None),
+            1 => assert_eq!(sent(&mut self.trunk, Outcome::Nothing), None),
             more => {
                 let length = (choices.below(u64::from(most)) as u32).max(1);
                 let outcome = Outcome::Bytes {
@@ -211,7 +209,7 @@ impl Rig {
                     token: 0,
                     more: more == 2,
                 };
-                if let Some(data) = sent(&mut self.association, outcome) {
+                if let Some(data) = sent(&mut self.trunk, outcome) {
                     assert_eq!((data.channel(), data.length()), (channel, length));
                 }
             }
@@ -224,7 +222,7 @@ impl Rig {
         let Some(data) = Data::new(channel, offset, length) else {
             return;
         };
-        match self.association.arrived(lane, &data, self.now_ns) {
+        match self.trunk.arrived(lane, &data, self.now_ns) {
             Ok(Arrival::Deliver) => self.writes.push(Delivery {
                 channel,
                 offset,
@@ -232,7 +230,7 @@ impl Rig {
                 token: offset,
             }),
             Ok(Arrival::Keep) => {
-                let kept = self.association.keep(lane, &data, offset, self.now_ns);
+                let kept = self.trunk.keep(lane, &data, offset, self.now_ns);
                 self.writes.extend(kept.ok().flatten());
             }
             _ => {}
@@ -248,7 +246,7 @@ impl Rig {
             self.writes.iter().all(|other| other.channel != channel),
             "two have the turn of channel {channel}"
         );
-        let alive = self.association.held(channel).is_some();
+        let alive = self.trunk.held(channel).is_some();
         let at = self.written.entry(channel).or_default();
         assert!(!alive || *at == delivery.offset, "out of order");
         let all = choices.byte().is_multiple_of(2);
@@ -259,17 +257,17 @@ impl Rig {
         };
         *at += u64::from(bytes);
         let rest = (bytes < delivery.length).then_some(*at);
-        let next = self.association.wrote(channel, bytes, rest, self.now_ns);
+        let next = self.trunk.wrote(channel, bytes, rest, self.now_ns);
         self.writes.extend(next);
     }
 
     /// What a caller does after each call.
     fn settle(&mut self) {
-        while let Some(action) = self.association.poll(self.now_ns) {
+        while let Some(action) = self.trunk.poll(self.now_ns) {
             assert!(!self.given_up, "{action:?} after the end");
             self.given_up |= matches!(action, Action::GiveUp(_));
         }
-        while let Some(message) = self.association.next_message(self.now_ns) {
+        while let Some(message) = self.trunk.next_message(self.now_ns) {
             let mut bytes = Vec::new();
             message
                 .encode(1, &mut bytes)

@@ -4,7 +4,7 @@ use thiserror::Error;
 
 use crate::fault::FaultCode;
 
-/// The peer does not keep the protocol: end the association, which aborts
+/// The peer does not keep the protocol: end the trunk, which aborts
 /// every channel. The peer is at fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum PeerFault {

@@ -18,10 +18,10 @@ use crate::mistake::{Mistake, planted};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Arrival {
     /// It is next, and the turn to write to the channel's socket is the
-    /// caller's: write it, then call `Association::wrote`.
+    /// caller's: write it, then call `Trunk::wrote`.
     Deliver,
     /// It is too early, or somebody else writes: put it into a buffer of its
-    /// own and call `Association::keep`.
+    /// own and call `Trunk::keep`.
     Keep,
     /// It has come before, or its channel is no more.
     Drop,

@@ -64,7 +64,7 @@ impl Header {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Open {
     /// The channel: its lowest bit says which side opens it (0 the side that
-    /// made the association), and each side's numbers ascend.
+    /// made the trunk), and each side's numbers ascend.
     pub channel: u32,
     /// Bytes that the other side may send on it.
     pub limit: u64,
@@ -111,7 +111,7 @@ pub struct LaneAck {
 /// A message of the tunnel's control lane.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Message {
-    /// Either side, first on an association's first control lane.
+    /// Either side, first on a trunk's first control lane.
     Accept {
         /// Under which the other side's lanes prove that they belong here.
         secret: SessionSecret,
@@ -185,7 +185,7 @@ pub enum Message {
         /// The ping's token.
         token: u64,
     },
-    /// The sender opens no channel any more and takes none; the association
+    /// The sender opens no channel any more and takes none; the trunk
     /// ends with its last channel.
     Drain,
 }

@@ -317,7 +317,7 @@ impl World<'_> {
         self.lanes[lane].rate = (self.lanes[lane].rate / 30).max(100_000);
     }
 
-    /// The association wants a lane ended.
+    /// The trunk wants a lane ended.
     pub(super) fn cut_lane(&mut self, side: usize, number: u16) {
         if let Some(lane) = self.lane_of(side, number) {
             self.sender_closes(lane);
@@ -357,7 +357,7 @@ impl World<'_> {
         }
     }
 
-    /// Every lane of both sides is cut: an association is over.
+    /// Every lane of both sides is cut: a trunk is over.
     pub(super) fn cut_all(&mut self) {
         for lane in 0..self.lanes.len() {
             if self.lanes[lane].is_alive() {

@@ -4,7 +4,7 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
 
 use dunlin_proto::fault::FaultCode;
-use dunlin_proto::stripe::{Action, Association, Config, Opening, Side, Timeouts};
+use dunlin_proto::stripe::{Action, Config, Opening, Side, Timeouts, Trunk};
 
 use super::channel::{Channel, Over, Piece, Socket};
 use super::control::Control;
@@ -102,7 +102,7 @@ pub(super) struct World<'a> {
     pub(super) plan: &'a Plan,
     pub(super) random: Random,
     pub(super) now_ns: u64,
-    pub(super) sides: [Association<Piece>; 2],
+    pub(super) sides: [Trunk<Piece>; 2],
     pub(super) channels: Vec<Channel>,
     /// From a number on the wire to the channel.
     pub(super) by_number: BTreeMap<u32, usize>,
@@ -132,7 +132,7 @@ impl<'a> World<'a> {
             lanes_max: plan.lanes * 4,
             patience: Timeouts::default(),
         };
-        let side = |side| Association::new(side, config, 0);
+        let side = |side| Trunk::new(side, config, 0);
         let channels = plan.channels.iter().map(|channel| {
             let talk = |side: usize| channel.talks[usize::from(side != channel.opener)];
             Channel {

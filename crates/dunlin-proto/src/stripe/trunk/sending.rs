@@ -1,6 +1,6 @@
 //! What the lanes of this side carry.
 
-use super::{Association, Turn};
+use super::{Trunk, Turn};
 use crate::limits::MAX_STRIPE_CHUNK_BYTES;
 use crate::stripe::frame::Data;
 
@@ -17,7 +17,7 @@ pub enum Work<T> {
         token: T,
     },
     /// The turn to read this channel's socket: read at most `most` bytes
-    /// without waiting, and report by [`Association::read`] in any case.
+    /// without waiting, and report by [`Trunk::read`] in any case.
     Read {
         /// The channel.
         channel: u32,
@@ -29,7 +29,7 @@ pub enum Work<T> {
         /// Frames of data that the lane has carried.
         frames: u64,
     },
-    /// There is nothing: ask again when [`Association::ready`].
+    /// There is nothing: ask again when [`Trunk::ready`].
     Wait,
     /// The lane was given up.
     Stop,
@@ -44,16 +44,16 @@ pub enum Outcome<T> {
         length: u32,
         /// The same bytes, to be sent again if need be.
         token: T,
-        /// Whether there may be more; if not, [`Association::readable`] tells.
+        /// Whether there may be more; if not, [`Trunk::readable`] tells.
         more: bool,
     },
-    /// Nothing now; [`Association::readable`] tells.
+    /// Nothing now; [`Trunk::readable`] tells.
     Nothing,
     /// The end.
     End,
 }
 
-impl<T: Clone> Association<T> {
+impl<T: Clone> Trunk<T> {
     /// A connection for this lane stands and *lane open* is on its way. False
     /// where the lane has been given up in the meantime: close it.
     pub fn lane_stands(&mut self, lane: u16, now_ns: u64) -> bool {

@@ -1,13 +1,13 @@
 //! What the lanes of the other side bring.
 
-use super::Association;
+use super::Trunk;
 use crate::fault::FaultCode;
 use crate::mistake::{Mistake, planted};
 use crate::stripe::fault::PeerFault;
 use crate::stripe::frame::Data;
 use crate::stripe::inbound::{Arrival, Delivery};
 
-impl<T: Clone> Association<T> {
+impl<T: Clone> Trunk<T> {
     /// A connection has proved to be this lane of the other side.
     ///
     /// # Errors
@@ -34,7 +34,7 @@ impl<T: Clone> Association<T> {
     /// [`Arrival::Deliver`], it is next and needs no buffer of its own.
     ///
     /// # Errors
-    /// The peer breaks the protocol: [`Association::end`].
+    /// The peer breaks the protocol: [`Trunk::end`].
     pub fn arrived(&mut self, lane: u16, data: &Data, now_ns: u64) -> Result<Arrival, PeerFault> {
         let arrival = self.place(lane, data)?;
         if arrival != Arrival::Keep || planted(Mistake::AckBeforeKept) {
@@ -60,7 +60,7 @@ impl<T: Clone> Association<T> {
     /// have come meanwhile, and is the caller's then.
     ///
     /// # Errors
-    /// The peer breaks the protocol: [`Association::end`].
+    /// The peer breaks the protocol: [`Trunk::end`].
     pub fn keep(
         &mut self,
         lane: u16,
@@ -81,7 +81,7 @@ impl<T: Clone> Association<T> {
     /// Whoever has the turn has written `bytes` to the channel's socket, and
     /// `rest` holds what the socket did not take. Returns what to write next
     /// with the same turn; else the turn is given back. Where there is a rest,
-    /// [`Association::writable`] goes on.
+    /// [`Trunk::writable`] goes on.
     pub fn wrote(
         &mut self,
         channel: u32,

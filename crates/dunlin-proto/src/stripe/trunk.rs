@@ -1,4 +1,4 @@
-//! One side of an association: its channels, its lanes, and what it says.
+//! One side of a trunk: its channels, its lanes, and what it says.
 
 mod arriving;
 mod opening;
@@ -84,33 +84,33 @@ struct Ended {
     say: bool,
 }
 
-/// One side of an association, generic over what the caller keeps bytes in
+/// One side of a trunk, generic over what the caller keeps bytes in
 /// (`T`, such as a reference-counted buffer).
 ///
-/// Getters: [`Association::usage`], [`Association::granted`],
-/// [`Association::held`], [`Association::channels`], [`Association::ready`],
-/// [`Association::has_work`], [`Association::leaving`],
-/// [`Association::has_message`], [`Association::drained`], [`Association::due_ns`]. Commands:
-/// [`Association::open`], [`Association::counted`], [`Association::connected`],
-/// [`Association::refuse`], [`Association::fail`], [`Association::left`],
-/// [`Association::raise_lanes`],
-/// [`Association::drain`], [`Association::end`]. From the threads of the lanes that this side sends on:
-/// [`Association::next`] and [`Association::read`]; of those that it receives
-/// on: [`Association::arrived`], [`Association::keep`], [`Association::wrote`].
-/// From whoever watches sockets: [`Association::readable`],
-/// [`Association::writable`]. Lanes: [`Association::lane_stands`],
-/// [`Association::lane_over`], [`Association::admit`],
-/// [`Association::lane_ended`], [`Association::admitted_over`]. Control lane:
-/// [`Association::control_up`], [`Association::control_down`],
-/// [`Association::handle`], and [`Association::next_message`] until it has
-/// nothing more to say. After each of them, and when [`Association::due_ns`] has
-/// come, [`Association::poll`] until it has nothing more to do. Time is the
+/// Getters: [`Trunk::usage`], [`Trunk::granted`],
+/// [`Trunk::held`], [`Trunk::channels`], [`Trunk::ready`],
+/// [`Trunk::has_work`], [`Trunk::leaving`],
+/// [`Trunk::has_message`], [`Trunk::drained`], [`Trunk::due_ns`]. Commands:
+/// [`Trunk::open`], [`Trunk::counted`], [`Trunk::connected`],
+/// [`Trunk::refuse`], [`Trunk::fail`], [`Trunk::left`],
+/// [`Trunk::raise_lanes`],
+/// [`Trunk::drain`], [`Trunk::end`]. From the threads of the lanes that this side sends on:
+/// [`Trunk::next`] and [`Trunk::read`]; of those that it receives
+/// on: [`Trunk::arrived`], [`Trunk::keep`], [`Trunk::wrote`].
+/// From whoever watches sockets: [`Trunk::readable`],
+/// [`Trunk::writable`]. Lanes: [`Trunk::lane_stands`],
+/// [`Trunk::lane_over`], [`Trunk::admit`],
+/// [`Trunk::lane_ended`], [`Trunk::admitted_over`]. Control lane:
+/// [`Trunk::control_up`], [`Trunk::control_down`],
+/// [`Trunk::handle`], and [`Trunk::next_message`] until it has
+/// nothing more to say. After each of them, and when [`Trunk::due_ns`] has
+/// come, [`Trunk::poll`] until it has nothing more to do. Time is the
 /// caller's, in nanoseconds from any beginning.
 ///
 /// A channel that has nothing to send costs no message, and no time is due
 /// because of it.
 #[derive(Debug)]
-pub struct Association<T> {
+pub struct Trunk<T> {
     config: Config,
     side: Side,
     channels: BTreeMap<u32, Channel<T>>,
@@ -167,7 +167,7 @@ enum Control {
     Down { since_ns: u64 },
 }
 
-impl<T: Clone> Association<T> {
+impl<T: Clone> Trunk<T> {
     /// One side, whose control lane does not stand yet. Numbers beyond what
     /// [`Config`] allows are brought within it.
     #[must_use]
@@ -338,7 +338,7 @@ impl<T: Clone> Association<T> {
         }
     }
 
-    /// Ends the association: every channel is aborted.
+    /// Ends the trunk: every channel is aborted.
     pub fn end(&mut self, fault: FaultCode) {
         if self.over {
             return;
@@ -370,7 +370,7 @@ impl<T: Clone> Association<T> {
         self.actions.push_back(Action::GiveUp(fault));
     }
 
-    /// Whether a lane that asks [`Association::next`] may get something.
+    /// Whether a lane that asks [`Trunk::next`] may get something.
     #[must_use]
     pub fn ready(&self) -> bool {
         self.has_work() || (!self.over && self.lanes.has_leaving())
@@ -432,7 +432,7 @@ impl<T: Clone> Association<T> {
         }
     }
 
-    /// When [`Association::poll`] or [`Association::next_message`] may have
+    /// When [`Trunk::poll`] or [`Trunk::next_message`] may have
     /// something to say without anything else happening.
     #[must_use]
     pub fn due_ns(&self) -> Option<u64> {

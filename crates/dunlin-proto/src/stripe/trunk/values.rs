@@ -1,4 +1,4 @@
-//! What goes into an association and comes out of it.
+//! What goes into a trunk and comes out of it.
 
 use thiserror::Error;
 
@@ -9,13 +9,13 @@ use crate::stripe::Timeouts;
 /// Which side this is; it decides which numbers its channels have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
-    /// It made the association: its channels have even numbers.
+    /// It made the trunk: its channels have even numbers.
     Connecting,
     /// It took it: its channels have odd numbers.
     Accepting,
 }
 
-/// The bounds of an association on this side.
+/// The bounds of a trunk on this side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Config {
     /// Channels that are alive at the same time, those of both sides together;
@@ -74,8 +74,8 @@ pub enum OpenError {
     /// One of the two sides is about to end.
     #[error("the tunnel is about to end and opens no more channels: use another, or start it anew")]
     Draining,
-    /// The association is over, or has given all its numbers.
-    #[error("the association with the peer is over: it is made anew for the next connection")]
+    /// The trunk is over, or has given all its numbers.
+    #[error("the trunk with the peer is over: it is made anew for the next connection")]
     Over,
     /// A name is longer than a peer takes.
     #[error("the name of a route and its parameter are at most 255 bytes each")]
@@ -87,7 +87,7 @@ pub enum OpenError {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Make the connection that the route and its parameter stand for, if they
-    /// may; then [`super::Association::connected`], or [`super::Association::refuse`].
+    /// may; then [`super::Trunk::connected`], or [`super::Trunk::refuse`].
     Connect {
         /// The channel.
         channel: u32,
@@ -97,7 +97,7 @@ pub enum Action {
         parameter: String,
     },
     /// Say how many bytes can be read from this channel's socket now
-    /// ([`super::Association::counted`]). No lane is reading it.
+    /// ([`super::Trunk::counted`]). No lane is reading it.
     Count(u32),
     /// The other half is connected: report when the socket is readable.
     Opened(u32),
@@ -124,7 +124,7 @@ pub enum Action {
         by_peer: bool,
     },
     /// Open a connection for a lane of this number; then
-    /// [`super::Association::lane_stands`], or [`super::Association::lane_over`].
+    /// [`super::Trunk::lane_stands`], or [`super::Trunk::lane_over`].
     OpenLane(u16),
     /// Cut this lane's connection, so that its thread ends.
     CutLane(u16),
@@ -137,7 +137,7 @@ pub enum Action {
         /// The reason in words, the peer's: escape it.
         text: String,
     },
-    /// The association is over, and all its channels are aborted.
+    /// The trunk is over, and all its channels are aborted.
     GiveUp(FaultCode),
 }
 

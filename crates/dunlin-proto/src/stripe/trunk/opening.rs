@@ -13,8 +13,8 @@
 use std::collections::BTreeSet;
 
 use super::{
-    Action, Asking, Association, Channel, Ended, Inbound, Mark, OpenError, Opening, Outbound, Say,
-    Stage, Turn,
+    Action, Asking, Channel, Ended, Inbound, Mark, OpenError, Opening, Outbound, Say, Stage, Trunk,
+    Turn,
 };
 use crate::fault::FaultCode;
 use crate::limits::{MAX_CHANNEL_OFFSET, MAX_CHANNELS, MAX_NAME_BYTES, MAX_TEXT_BYTES};
@@ -22,7 +22,7 @@ use crate::mistake::{Mistake, planted};
 use crate::stripe::fault::PeerFault;
 use crate::stripe::message::Open;
 
-impl<T: Clone> Association<T> {
+impl<T: Clone> Trunk<T> {
     /// A connection was accepted: returns its channel. [`Action::Opened`] or
     /// [`Action::Refused`] follows; nothing is read before.
     ///

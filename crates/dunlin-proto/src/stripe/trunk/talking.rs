@@ -1,7 +1,7 @@
 //! What the two sides say to each other: every message tells how something
 //! stands.
 
-use super::{Action, Association, Control, Stage};
+use super::{Action, Control, Stage, Trunk};
 use crate::fault::FaultCode;
 use crate::limits::{MAX_CHANNELS, MAX_CREDITS};
 use crate::mistake::{Mistake, planted};
@@ -11,7 +11,7 @@ use crate::stripe::message::{Credit, LaneAck, Mark, Message, Open};
 /// How long a measured round trip is good for, while credits are said.
 const PING_NS: u64 = 1_000_000_000;
 
-impl<T: Clone> Association<T> {
+impl<T: Clone> Trunk<T> {
     /// A control lane stands, the first or another: everything is said again.
     pub fn control_up(&mut self, now_ns: u64) {
         self.control = Control::Up;
@@ -52,7 +52,7 @@ impl<T: Clone> Association<T> {
         }
     }
 
-    /// Whether [`Association::next_message`] may have something to say.
+    /// Whether [`Trunk::next_message`] may have something to say.
     #[must_use]
     pub fn has_message(&self, now_ns: u64) -> bool {
         let acks = self.arriving.due_ns();
@@ -187,10 +187,10 @@ impl<T: Clone> Association<T> {
     }
 
     /// The other side says something. A message of an older control lane does
-    /// no harm, but none may be heard once the association is over.
+    /// no harm, but none may be heard once the trunk is over.
     ///
     /// # Errors
-    /// The peer breaks the protocol: [`Association::end`].
+    /// The peer breaks the protocol: [`Trunk::end`].
     pub fn handle(&mut self, message: Message, now_ns: u64) -> Result<(), PeerFault> {
         if self.over {
             return Ok(());

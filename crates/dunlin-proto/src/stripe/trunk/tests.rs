@@ -11,7 +11,7 @@ const CHUNK: u32 = MAX_STRIPE_CHUNK_BYTES;
 
 /// Two sides whose messages arrive at once, and what they have to do.
 struct Pair {
-    sides: [Association<u64>; 2],
+    sides: [Trunk<u64>; 2],
     actions: [Vec<Action>; 2],
     now_ns: u64,
     /// Messages that were said.
@@ -34,7 +34,7 @@ impl Pair {
     }
 
     fn with(config: Config) -> Self {
-        let side = |side| Association::new(side, config, 0);
+        let side = |side| Trunk::new(side, config, 0);
         let mut pair = Self {
             sides: [side(Side::Connecting), side(Side::Accepting)],
             actions: [vec![], vec![]],
@@ -708,7 +708,7 @@ fn a_lost_control_lane_is_no_lanes_fault() {
     pair.sides[0].readable(channel);
     pair.reads(0, 1, 100, false).unwrap();
     let patience = Timeouts::default();
-    // Shorter than what ends the association, longer than a lane's time.
+    // Shorter than what ends the trunk, longer than a lane's time.
     let away_ns = patience.alone_ns - MS;
     assert!(away_ns > patience.progress_ns);
     pair.sides[0].control_down(pair.now_ns);
@@ -829,7 +829,7 @@ fn without_a_lane_for_too_long_channels_are_aborted_on_both_sides() {
 }
 
 #[test]
-fn without_a_control_lane_for_too_long_the_association_is_over() {
+fn without_a_control_lane_for_too_long_the_trunk_is_over() {
     let mut pair = Pair::new();
     let channel = pair.channel();
     pair.sides[0].control_down(7);
@@ -874,7 +874,7 @@ fn a_side_that_drains_ends_with_its_last_channel() {
     pair.ends(0, channel);
     pair.ends(1, channel);
     pair.settle();
-    assert!(pair.sides.iter().all(Association::drained));
+    assert!(pair.sides.iter().all(Trunk::drained));
 }
 
 #[test]
