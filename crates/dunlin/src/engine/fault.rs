@@ -102,6 +102,18 @@ impl Fault {
     }
 }
 
+/// Turns an error into a [`Fault`] that has it as its cause.
+pub(crate) trait OrFault<T> {
+    /// The value, or a fault with this code and text.
+    fn or_fault(self, code: FaultCode, what: &str) -> Result<T, Fault>;
+}
+
+impl<T, E: Into<Box<dyn StdError + Send + Sync>>> OrFault<T> for Result<T, E> {
+    fn or_fault(self, code: FaultCode, what: &str) -> Result<T, Fault> {
+        self.map_err(|error| Fault::new(code, what).because(error))
+    }
+}
+
 /// The fault that an error or one of its causes amounts to wherever it is met:
 /// no descriptor or no memory was left, or a certificate and a clock contradict
 /// each other.

@@ -7,7 +7,7 @@ use dunlin_proto::fault::FaultCode;
 use dunlin_proto::lanes::{Fence, LaneRefusal, Receiving};
 use dunlin_proto::negotiate::{LaneOpen, Opening};
 
-use super::super::fault::Fault;
+use super::super::fault::{Fault, OrFault};
 use super::arriving::Arriving;
 use super::lane::Lane;
 use super::received::DestinationEvent;
@@ -25,9 +25,7 @@ impl Arriving<'_> {
             return Ok(false);
         }
         let complete = self.lanes.barrier.lanes(Receiving::is_complete);
-        complete.map_err(|error| {
-            Fault::new(FaultCode::Malformed, "not everything has come").because(error)
-        })
+        complete.or_fault(FaultCode::Malformed, "not everything has come")
     }
 
     /// Makes sure that a lane writes nothing more, as the source has asked.

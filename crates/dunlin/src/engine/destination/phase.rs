@@ -12,7 +12,7 @@ use dunlin_proto::negotiate::Opening;
 use dunlin_proto::switchover::{Destination, DestinationAction as Do, DestinationEvent as On};
 
 use super::super::control::FromPeer;
-use super::super::fault::Fault;
+use super::super::fault::{Fault, OrFault};
 use super::arriving::{Arriving, Link};
 use super::event::SessionEvent;
 use super::received::DestinationEvent;
@@ -32,13 +32,10 @@ pub(super) trait Phase<'a> {
 /// The state cannot take the event: the peer broke the protocol.
 pub(super) fn take<'a>(phase: &mut impl Phase<'a>, event: On) -> Result<(), Fault> {
     let attempt = &mut phase.arriving().attempt;
-    let (state, actions) = attempt.state.on(event).map_err(|error| {
-        Fault::new(
-            FaultCode::Malformed,
-            "the peer broke the order of the switchover",
-        )
-        .because(error)
-    })?;
+    let (state, actions) = attempt.state.on(event).or_fault(
+        FaultCode::Malformed,
+        "the peer broke the order of the switchover",
+    )?;
     attempt.state = state;
     if let On::Commit { run } = event {
         attempt.runs = run;

@@ -7,7 +7,7 @@ use dunlin_proto::fault::FaultCode;
 use dunlin_proto::switchover::{Destination, DestinationAction as Do, DestinationEvent as On};
 
 use super::super::control::FromPeer;
-use super::super::fault::Fault;
+use super::super::fault::{Fault, OrFault};
 use super::super::memory::digest;
 use super::super::vmm::Section;
 use super::arriving::Arriving;
@@ -40,16 +40,17 @@ impl<'a> Phase<'a> for Prepared<'a> {
             Do::LoadState => (On::Loaded, self.load()),
             Do::Acquire => {
                 (self.arriving.session.observer)(&DestinationEvent::Committed);
-                let acquired = attempt.vm.acquire().map_err(|error| {
-                    Fault::new(FaultCode::Internal, "disks and devices cannot be taken")
-                        .because(error)
-                });
+                let acquired = attempt
+                    .vm
+                    .acquire()
+                    .or_fault(FaultCode::Internal, "disks and devices cannot be taken");
                 (On::Acquired, acquired)
             }
             Do::Resume => {
-                let resumed = attempt.vm.resume().map_err(|error| {
-                    Fault::new(FaultCode::Internal, "the guest cannot be started").because(error)
-                });
+                let resumed = attempt
+                    .vm
+                    .resume()
+                    .or_fault(FaultCode::Internal, "the guest cannot be started");
                 (
                     On::Resumed,
                     resumed.map(|downtime| attempt.guest_downtime = downtime),
@@ -123,15 +124,13 @@ impl<'a> Prepared<'a> {
         let vm = &self.arriving.attempt.vm;
         if self.arriving.control.verifies() {
             let memory = vm.memory();
-            self.digest = Some(digest(&*memory, 1).map_err(|error| {
-                Fault::new(FaultCode::VerificationFailed, "guest memory cannot be read")
-                    .because(error)
-            })?);
+            self.digest = Some(
+                digest(&*memory, 1)
+                    .or_fault(FaultCode::VerificationFailed, "guest memory cannot be read")?,
+            );
         }
         vm.load(&std::mem::take(&mut self.sections))
-            .map_err(|error| {
-                Fault::new(FaultCode::StateLoadFailed, "the state cannot be loaded").because(error)
-            })
+            .or_fault(FaultCode::StateLoadFailed, "the state cannot be loaded")
     }
 }
 

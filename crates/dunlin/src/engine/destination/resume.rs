@@ -11,7 +11,7 @@ use dunlin_proto::fault::FaultCode;
 use dunlin_proto::limits::{MAX_ACK_SETS, MAX_LANES};
 use dunlin_proto::negotiate::{Offer, Refusal, Selection, select};
 
-use super::super::fault::Fault;
+use super::super::fault::{Fault, OrFault};
 use super::answer::INQUIRIES;
 use super::arriving::{Arriving, Link};
 use super::received::DestinationEvent;
@@ -60,9 +60,9 @@ impl Arriving<'_> {
             self.drained.extend(self.session.set_aside());
         }
         let mut bytes = Vec::new();
-        selection.encode(&mut bytes).map_err(|error| {
-            Fault::new(FaultCode::Internal, "the selection cannot be sent").because(error)
-        })?;
+        selection
+            .encode(&mut bytes)
+            .or_fault(FaultCode::Internal, "the selection cannot be sent")?;
         // A lane that fails already is reported by its reader.
         let _ = stream.send(&bytes);
         let sequences = Arc::clone(&self.control.sequences);

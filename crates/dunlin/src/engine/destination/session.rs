@@ -18,7 +18,7 @@ use dunlin_proto::limits::MAX_LANES;
 use dunlin_proto::negotiate::{Features, Offer, Opening, Refusal, Selection};
 
 use super::super::control::{ControlLane, FromPeer, Sequences};
-use super::super::fault::Fault;
+use super::super::fault::{Fault, OrFault};
 use super::super::host::Host;
 use super::answer::{Answers, is_inquiry};
 use super::event::SessionEvent;
@@ -87,9 +87,7 @@ impl<'a> Session<'a> {
         let (sender, events) = channel();
         let arrivals = Arc::<AtomicUsize>::default();
         let listener = Arc::new(listener);
-        let (acceptor, stop) = waker().map_err(|error| {
-            Fault::new(FaultCode::Kernel, "cannot create an eventfd").because(error)
-        })?;
+        let (acceptor, stop) = waker().or_fault(FaultCode::Kernel, "cannot create an eventfd")?;
         let acceptor_thread = {
             let (tls, sender) = (tls.clone(), sender.clone());
             let arrivals = Arc::clone(&arrivals);
@@ -357,7 +355,7 @@ pub(super) fn spawn(
     body: impl FnOnce() + Send + 'static,
 ) -> Result<JoinHandle<()>, Fault> {
     host.spawn(name, Box::new(body))
-        .map_err(|error| Fault::new(FaultCode::Kernel, "cannot start a thread").because(error))
+        .or_fault(FaultCode::Kernel, "cannot start a thread")
 }
 
 fn add(cpu: &AtomicU64, used: Duration) {

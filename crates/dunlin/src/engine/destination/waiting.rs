@@ -11,7 +11,7 @@ use dunlin_proto::negotiate::{
 };
 
 use super::super::control::FromPeer;
-use super::super::fault::{Fault, VmIs};
+use super::super::fault::{Fault, OrFault, VmIs};
 use super::super::journal::{DestinationRecord, Journal, SessionJournal, State};
 use super::super::vmm::{Builder, DestinationVm, Offered, VmDescription};
 use super::arriving::{Arriving, Attempt};
@@ -104,9 +104,9 @@ impl<'a> Waiting<'a> {
             }
         };
         let mut bytes = Vec::new();
-        selection.encode(&mut bytes).map_err(|error| {
-            Fault::new(FaultCode::Internal, "the selection cannot be sent").because(error)
-        })?;
+        selection
+            .encode(&mut bytes)
+            .or_fault(FaultCode::Internal, "the selection cannot be sent")?;
         if let Err(error) = stream.send(&bytes) {
             session.reject(format!("the control lane of {}: {error}", peer_of(&stream)));
             return Ok(None);

@@ -21,7 +21,7 @@ use dunlin_proto::negotiate::{Features, LaneSecurity, Offer, SessionId, VERSIONS
 use dunlin_proto::switchover::{Source, SourceEvent as On};
 
 use super::super::control::{ControlLane, FromPeer, Sequences};
-use super::super::fault::Fault;
+use super::super::fault::{Fault, OrFault};
 use super::super::host::Host;
 use super::super::journal::{Journal, JournalError, Role};
 use super::super::vmm::SourceVm;
@@ -164,9 +164,9 @@ impl Doubt {
         let epoch = record.epoch.saturating_add(1);
         // Recorded first: the process after this one counts its messages from
         // the epoch on.
-        self.journal.write_epoch(epoch).map_err(|error| {
-            Fault::new(FaultCode::Journal, "the inquiry cannot be recorded").because(error)
-        })?;
+        self.journal
+            .write_epoch(epoch)
+            .or_fault(FaultCode::Journal, "the inquiry cannot be recorded")?;
         let offer = Offer {
             versions: VERSIONS,
             optional: Features::NONE,
@@ -196,9 +196,7 @@ impl Doubt {
         };
         let reader = host
             .spawn("dunlin-inquiry".into(), Box::new(body))
-            .map_err(|error| {
-                Fault::new(FaultCode::Kernel, "cannot start a thread").because(error)
-            })?;
+            .or_fault(FaultCode::Kernel, "cannot start a thread")?;
         let answered = lane.send(&Message::Inquire { attempt }).and_then(|()| {
             let until = until.min(Instant::now() + VERDICT_LIMIT);
             loop {

@@ -16,7 +16,7 @@ use dunlin_proto::switchover::{Source, SourceAction};
 use dunlin_proto::text::harmless;
 
 use super::super::control::{ControlLane, Sequences};
-use super::super::fault::{Fault, VmIs};
+use super::super::fault::{Fault, OrFault, VmIs};
 use super::super::host::{Cancel, FromHost, Host};
 use super::super::journal::{Journal, JournalError, SessionJournal, SourceRecord, State};
 use super::super::report::{Event, Observer};
@@ -79,9 +79,9 @@ impl<'a> Connecting<'a> {
                 ));
             }
         };
-        let described = vm.describe().map_err(|error| {
-            Fault::new(FaultCode::Internal, "the VM cannot be described").because(error)
-        })?;
+        let described = vm
+            .describe()
+            .or_fault(FaultCode::Internal, "the VM cannot be described")?;
         let mut session: SessionId = [0; 16];
         tls.config()
             .crypto_provider()
@@ -199,9 +199,8 @@ impl<'a> Connecting<'a> {
         let deadline = session.started + session.options.connect_limit;
         session.spawn_reader()?;
         session.control.lane.ask()?;
-        let regions = RegionTable::new(session.memory.regions().to_vec()).map_err(|error| {
-            Fault::new(FaultCode::Internal, "the VM's memory cannot be described").because(error)
-        })?;
+        let regions = RegionTable::new(session.memory.regions().to_vec())
+            .or_fault(FaultCode::Internal, "the VM's memory cannot be described")?;
         let described = &mut self.described;
         session.control.lane.send(&Message::Describe(Describe {
             vm_uuid: described.uuid,

@@ -9,7 +9,7 @@ use dunlin_proto::negotiate::{Offer, Opening, Selection};
 use dunlin_proto::text::harmless;
 
 use super::super::control::read_opening;
-use super::super::fault::Fault;
+use super::super::fault::{Fault, OrFault};
 use super::super::host::{Cancel, Host};
 use super::super::journal::RecordedPeer;
 use crate::lane::control::{self as control_lane, ControlStream};
@@ -26,9 +26,7 @@ pub(super) fn open_control(
     offer: &Offer,
     deadline: Instant,
 ) -> Result<(ControlStream, Selection), Fault> {
-    let dial = DialCancel::new().map_err(|error| {
-        Fault::new(FaultCode::Kernel, "cannot create an eventfd").because(error)
-    })?;
+    let dial = DialCancel::new().or_fault(FaultCode::Kernel, "cannot create an eventfd")?;
     let own = dial.clone();
     let _interrupting = cancel.map(|cancel| cancel.interrupts(Box::new(move || own.cancel())));
     let connected = host
@@ -47,12 +45,12 @@ pub(super) fn open_control(
         Fault::new(error.of_control_lane(), what).because(error)
     })?;
     let mut bytes = Vec::new();
-    offer.encode(&mut bytes).map_err(|error| {
-        Fault::new(FaultCode::Internal, "the offer cannot be sent").because(error)
-    })?;
-    stream.send(&bytes).map_err(|error| {
-        Fault::new(FaultCode::ControlLost, "the control lane was lost").because(error)
-    })?;
+    offer
+        .encode(&mut bytes)
+        .or_fault(FaultCode::Internal, "the offer cannot be sent")?;
+    stream
+        .send(&bytes)
+        .or_fault(FaultCode::ControlLost, "the control lane was lost")?;
     let selection = match read_opening(&stream, deadline)? {
         Opening::Select(selection) => selection,
         Opening::Refuse(_, refusal) => return Err(Fault::told(refusal.fault, refusal.text)),
@@ -63,13 +61,10 @@ pub(super) fn open_control(
             ));
         }
     };
-    selection.confirm(offer).map_err(|error| {
-        Fault::new(
-            FaultCode::SecurityNotAgreed,
-            "the destination's selection is not ours",
-        )
-        .because(error)
-    })?;
+    selection.confirm(offer).or_fault(
+        FaultCode::SecurityNotAgreed,
+        "the destination's selection is not ours",
+    )?;
     Ok((stream, selection))
 }
 

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use dunlin_proto::fault::FaultCode;
 
-use super::super::fault::{Fault, VmIs};
+use super::super::fault::{Fault, OrFault, VmIs};
 use super::super::lock;
 use super::super::report::Event;
 use super::super::vmm::DirtyLog;
@@ -21,9 +21,8 @@ impl LoggedGuest {
     pub(super) fn start(&mut self, session: &Session<'_>) -> Result<(), Fault> {
         self.logs = session.vm.dirty_logs();
         for log in &mut self.logs {
-            log.start().map_err(|error| {
-                Fault::new(FaultCode::Kernel, "a dirty log cannot be started").because(error)
-            })?;
+            log.start()
+                .or_fault(FaultCode::Kernel, "a dirty log cannot be started")?;
         }
         Ok(())
     }
@@ -37,9 +36,7 @@ impl LoggedGuest {
                 let mut state = lock(&session.work_queue.state);
                 named += state.lanes.schedule_mut().mark_dirty(index, words);
             })
-            .map_err(|error| {
-                Fault::new(FaultCode::Kernel, "a dirty log cannot be read").because(error)
-            })?;
+            .or_fault(FaultCode::Kernel, "a dirty log cannot be read")?;
         }
         Ok(named)
     }

@@ -17,7 +17,7 @@ use dunlin_proto::limits::{
 use dunlin_proto::negotiate::{SessionId, SessionSecret};
 use dunlin_proto::schedule::{ChunkPlan, Work};
 
-use super::super::fault::Fault;
+use super::super::fault::{Fault, OrFault};
 use super::super::vmm::GuestMemory;
 use super::event::SessionEvent;
 use super::work_queue::{WorkQueue, given_up};
@@ -192,19 +192,15 @@ impl Lane {
             let slice = self
                 .memory
                 .slice(index, planned.run.first * PAGE_BYTES, length)
-                .map_err(|error| {
-                    Fault::new(FaultCode::LayoutChanged, "guest memory cannot be read")
-                        .because(error)
-                })?;
+                .or_fault(FaultCode::LayoutChanged, "guest memory cannot be read")?;
             for page in 0..planned.run.count {
                 let at = usize::try_from(page * PAGE_BYTES).unwrap_or(usize::MAX);
-                let source = slice.subslice(at, PAGE_BYTES as usize).map_err(|error| {
-                    Fault::new(FaultCode::LayoutChanged, "guest memory cannot be read")
-                        .because(error)
-                })?;
-                let raw = frame.guest_page(&source).map_err(|error| {
-                    Fault::new(FaultCode::Internal, "a chunk does not fit its frame").because(error)
-                })?;
+                let source = slice
+                    .subslice(at, PAGE_BYTES as usize)
+                    .or_fault(FaultCode::LayoutChanged, "guest memory cannot be read")?;
+                let raw = frame
+                    .guest_page(&source)
+                    .or_fault(FaultCode::Internal, "a chunk does not fit its frame")?;
                 let encoding = if raw { Encoding::Raw } else { Encoding::Zero };
                 append(ranges, planned.region, planned.run.first + page, encoding);
             }
@@ -222,9 +218,8 @@ impl Lane {
             }
         }
         header.clear();
-        ChunkHeader::encode(plan.number, plan.iteration, ranges, header).map_err(|error| {
-            Fault::new(FaultCode::Internal, "a chunk's header cannot be made").because(error)
-        })?;
+        ChunkHeader::encode(plan.number, plan.iteration, ranges, header)
+            .or_fault(FaultCode::Internal, "a chunk's header cannot be made")?;
         let bytes = (header.len() + frame.payload_bytes()) as u64;
         self.work_queue.await_rate(self.number, bytes)?;
         frame.finish(header).map_err(|error| self.failed(error))?;

@@ -8,7 +8,7 @@ use dunlin_proto::fault::FaultCode;
 use dunlin_proto::journal::{SourceRecord, State};
 use dunlin_proto::switchover::{Source, SourceAction as Do, SourceEvent as On};
 
-use super::super::fault::{Fault, VmIs};
+use super::super::fault::{Fault, OrFault, VmIs};
 use super::super::report::Event;
 use super::session::Session;
 
@@ -39,13 +39,10 @@ pub(super) type Rest = &'static [Do];
 /// The state cannot take the event: the peer broke the protocol.
 pub(super) fn take<'a>(phase: &mut impl Phase<'a>, event: On) -> Result<Rest, Fault> {
     let session = phase.session();
-    let (state, actions) = session.state.on(event).map_err(|error| {
-        Fault::new(
-            FaultCode::Malformed,
-            "the peer broke the order of the switchover",
-        )
-        .because(error)
-    })?;
+    let (state, actions) = session.state.on(event).or_fault(
+        FaultCode::Malformed,
+        "the peer broke the order of the switchover",
+    )?;
     session.state = state;
     perform(phase, actions)
 }

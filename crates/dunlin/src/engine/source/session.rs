@@ -15,7 +15,7 @@ use dunlin_proto::negotiate::{Offer, Selection};
 use dunlin_proto::switchover::Source;
 
 use super::super::control::{ControlLane, FromPeer, Sequences};
-use super::super::fault::{Fault, VmIs};
+use super::super::fault::{Fault, OrFault, VmIs};
 use super::super::host::{Cancel, Host};
 use super::super::journal::SessionJournal;
 use super::super::report::{Event, Observer};
@@ -294,7 +294,7 @@ pub(super) fn spawn(
     body: impl FnOnce() + Send + 'static,
 ) -> Result<JoinHandle<()>, Fault> {
     host.spawn(name, Box::new(body))
-        .map_err(|error| Fault::new(FaultCode::Kernel, "cannot start a thread").because(error))
+        .or_fault(FaultCode::Kernel, "cannot start a thread")
 }
 
 pub(super) fn add(cpu: &AtomicU64, used: Duration) {

@@ -11,7 +11,7 @@ use dunlin_proto::limits::{MAX_SECTIONS, MAX_STATE_BYTES};
 use dunlin_proto::switchover::{Source, SourceAction as Do, SourceEvent};
 
 use super::super::control::FromPeer;
-use super::super::fault::Fault;
+use super::super::fault::{Fault, OrFault};
 use super::super::lock;
 use super::super::memory::digest;
 use super::super::report::{Event, Iteration};
@@ -118,9 +118,10 @@ impl<'a> Switchover<'a> {
         session.paused_by_owner = session.vm.run_state() == RunState::Paused;
         let began = Instant::now();
         self.guest.paused = began;
-        session.vm.pause().map_err(|error| {
-            Fault::new(FaultCode::Internal, "the guest cannot be paused").because(error)
-        })?;
+        session
+            .vm
+            .pause()
+            .or_fault(FaultCode::Internal, "the guest cannot be paused")?;
         self.figures.downtime.pause = began.elapsed();
         session.observer.event(&Event::Paused);
         session.check_guest()?;
@@ -150,9 +151,10 @@ impl<'a> Switchover<'a> {
         let state_began = Instant::now();
         self.guest.deactivated = true;
         let session = &self.transfer.session;
-        session.vm.deactivate().map_err(|error| {
-            Fault::new(FaultCode::Internal, "disks and devices cannot be released").because(error)
-        })?;
+        session
+            .vm
+            .deactivate()
+            .or_fault(FaultCode::Internal, "disks and devices cannot be released")?;
         let sections = self.send_state()?;
         self.figures.downtime.state = state_began.elapsed();
 
@@ -230,13 +232,10 @@ impl<'a> Switchover<'a> {
         self.figures.downtime.ready = finalised.elapsed();
         self.figures.digests_equal = self.compare(theirs)?;
         let session = &self.transfer.session;
-        session.vm.hold().map_err(|error| {
-            Fault::new(
-                FaultCode::Cancelled,
-                "the migration was held and then refused",
-            )
-            .because(error)
-        })?;
+        session.vm.hold().or_fault(
+            FaultCode::Cancelled,
+            "the migration was held and then refused",
+        )?;
         // A cancellation that came while the VMM was busy, on either side, is still in time.
         while self.transfer.next_silent(Duration::ZERO)?.is_some() {}
         self.transfer.session.check_guest()
@@ -257,9 +256,12 @@ impl<'a> Switchover<'a> {
     }
 
     fn send_state(&self) -> Result<u32, Fault> {
-        let sections = self.transfer.session.vm.save().map_err(|error| {
-            Fault::new(FaultCode::Internal, "the state cannot be saved").because(error)
-        })?;
+        let sections = self
+            .transfer
+            .session
+            .vm
+            .save()
+            .or_fault(FaultCode::Internal, "the state cannot be saved")?;
         let bytes: usize = sections.iter().map(|section| section.bytes.len()).sum();
         let count = u32::try_from(sections.len()).unwrap_or(u32::MAX);
         if count > MAX_SECTIONS || bytes > MAX_STATE_BYTES {
@@ -296,10 +298,7 @@ impl<'a> Switchover<'a> {
         let ours = ours
             .recv()
             .map_err(|_| Fault::new(FaultCode::Internal, "the digest's thread panicked"))?
-            .map_err(|error| {
-                Fault::new(FaultCode::VerificationFailed, "guest memory cannot be read")
-                    .because(error)
-            })?;
+            .or_fault(FaultCode::VerificationFailed, "guest memory cannot be read")?;
         let theirs = theirs.ok_or_else(|| {
             Fault::new(
                 FaultCode::Malformed,

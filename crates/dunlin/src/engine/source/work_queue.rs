@@ -17,7 +17,7 @@ use dunlin_proto::limits::PAGE_BYTES;
 use dunlin_proto::pace::Pace;
 use dunlin_proto::schedule::{ChunkPlan, Work};
 
-use super::super::fault::Fault;
+use super::super::fault::{Fault, OrFault};
 use super::super::report::Traffic;
 use super::super::sync::{Condvar, Interrupt, Mutex, MutexGuard, lock, since, wait, wait_for};
 use super::event::SessionEvent;
@@ -153,14 +153,10 @@ impl WorkQueue {
         };
         let now_ns = self.now_ns();
         self.change(|state| {
-            state.acked_pages +=
-                state
-                    .lanes
-                    .acknowledge(sets, reached, now_ns)
-                    .map_err(|error| {
-                        Fault::new(FaultCode::Malformed, "an acknowledgement is wrong")
-                            .because(error)
-                    })?;
+            state.acked_pages += state
+                .lanes
+                .acknowledge(sets, reached, now_ns)
+                .or_fault(FaultCode::Malformed, "an acknowledgement is wrong")?;
             Ok(true)
         })
     }
