@@ -13,6 +13,7 @@
 //! implements the traits of [`vmm`].
 
 mod control;
+mod control_link;
 pub mod destination;
 pub mod dirty;
 mod error;
@@ -26,6 +27,7 @@ mod options;
 mod report;
 pub mod source;
 mod sync;
+mod threads;
 mod tune;
 pub mod vmm;
 

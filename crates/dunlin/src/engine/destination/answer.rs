@@ -3,11 +3,12 @@
 
 use std::collections::VecDeque;
 use std::fmt;
+use std::io;
 use std::net::TcpListener;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
-use dunlin_linux::poll::{Waker, waker};
+use dunlin_linux::poll::{Waker, Wakeup, waker};
 use dunlin_proto::control::{Message, Verdict};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::journal::{DestinationRecord, State};
@@ -130,6 +131,31 @@ impl Answers {
             self.under_way.push_back((lane, thread));
         }
         Ok(())
+    }
+
+    /// Accepts until `stopped`. Gives inquiries to `begin`, and refuses new sessions with `busy`.
+    fn serve(
+        &mut self,
+        listener: &TcpListener,
+        tls: &ServerTls,
+        stopped: &Wakeup,
+        busy: &str,
+        begin: impl Fn(&mut Self, ControlStream, &Offer),
+    ) -> io::Result<()> {
+        accept(listener, tls, stopped, |arrival| match arrival {
+            Arrival::Control {
+                stream,
+                opening: Opening::Offer(offer),
+            } if is_inquiry(&offer) => begin(self, stream, &offer),
+            Arrival::Control {
+                stream,
+                opening: Opening::Offer(_),
+            } => {
+                let (fault, text) = (FaultCode::Busy, busy.into());
+                refuse(&stream, &Refusal { fault, text });
+            }
+            _ => {}
+        })
     }
 
     /// Ends them all.
@@ -301,7 +327,7 @@ impl Answering {
         host: &Arc<dyn Host>,
         journal: Journal,
         mut held: Held,
-    ) -> std::io::Result<Self> {
+    ) -> io::Result<Self> {
         let (stop, stopped) = waker()?;
         let stop = Arc::new(stop);
         held.done = Some(Arc::clone(&stop));
@@ -309,22 +335,10 @@ impl Answering {
         let (same, host_there) = (Arc::clone(&held), Arc::clone(host));
         let body = move || {
             let mut answers = Answers::default();
-            let ended = accept(&listener, &tls, &stopped, |arrival| {
-                let Arrival::Control {
-                    stream,
-                    opening: Opening::Offer(offer),
-                } = arrival
-                else {
-                    return;
-                };
-                if is_inquiry(&offer) {
-                    // A refusal has been told.
-                    let _ = answers.begin(&host_there, &journal, Some(&same), stream, &offer);
-                } else {
-                    let text = "this process has taken its VM in".into();
-                    let fault = FaultCode::Busy;
-                    refuse(&stream, &Refusal { fault, text });
-                }
+            let text = "this process has taken its VM in";
+            let ended = answers.serve(&listener, &tls, &stopped, text, |answers, stream, offer| {
+                // The refusal has been sent.
+                let _ = answers.begin(&host_there, &journal, Some(&same), stream, offer);
             });
             // A listener that fails answers nobody; the source stays in doubt.
             drop(ended);
@@ -390,22 +404,10 @@ pub fn answer(
     let (wake, stopped) = waker().map_err(failed)?;
     stop.listen(move || wake.wake());
     let mut answers = Answers::default();
-    let result = accept(listener, tls, &stopped, |arrival| {
-        let Arrival::Control {
-            stream,
-            opening: Opening::Offer(offer),
-        } = arrival
-        else {
-            return;
-        };
-        if is_inquiry(&offer) {
-            // A refusal has been told.
-            let _ = answers.begin(host, journal, None, stream, &offer);
-        } else {
-            let text = "no VM is taken in here at the moment".into();
-            let fault = FaultCode::Busy;
-            refuse(&stream, &Refusal { fault, text });
-        }
+    let text = "no VM is taken in here at the moment";
+    let result = answers.serve(listener, tls, &stopped, text, |answers, stream, offer| {
+        // The refusal has been sent.
+        let _ = answers.begin(host, journal, None, stream, offer);
     });
     answers.end();
     stop.unlisten();

@@ -9,18 +9,20 @@ use dunlin_proto::journal::{DestinationRecord, State};
 use dunlin_proto::switchover::{Destination, DestinationAction as Do, DestinationEvent as On};
 
 use super::super::control::FromPeer;
+use super::super::control_link::ControlLink;
 use super::super::fault::Fault;
 use super::super::journal::SessionJournal;
+use super::super::threads::nanos;
 use super::super::vmm::{DestinationVm, Offered};
 use super::lanes::Lanes;
 use super::received::DestinationEvent;
-use super::session::{Control, Session};
+use super::session::Session;
 use crate::lane::peers::PeerIdentity;
 
 /// What every phase from the first record on has.
 pub(super) struct Arriving<'a> {
     pub(super) session: Session<'a>,
-    pub(super) control: Control,
+    pub(super) control: ControlLink,
     pub(super) link: Link,
     pub(super) attempt: Attempt,
     pub(super) lanes: Lanes,
@@ -100,7 +102,7 @@ impl Attempt {
 impl<'a> Arriving<'a> {
     pub(super) fn new(
         session: Session<'a>,
-        control: Control,
+        control: ControlLink,
         attempt: Attempt,
         lanes: Lanes,
     ) -> Self {
@@ -171,7 +173,6 @@ impl<'a> Arriving<'a> {
 
     fn tell_verdict(&self, verdict: Verdict) {
         let attempt = self.control.offer.attempt;
-        let nanos = |duration: Duration| u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX);
         let message = match verdict {
             Verdict::Running if !self.asked => Message::Running {
                 cpu_ns: nanos(self.session.cpu_used()),

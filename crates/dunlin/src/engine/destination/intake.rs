@@ -8,10 +8,10 @@ use dunlin_proto::lanes::{Fence, LaneRefusal, Receiving};
 use dunlin_proto::negotiate::{LaneOpen, Opening};
 
 use super::super::fault::{Fault, OrFault};
+use super::super::threads::spawn;
 use super::arriving::Arriving;
 use super::lane::Lane;
 use super::received::DestinationEvent;
-use super::session::spawn;
 use crate::lane::accept::LaneSocket;
 use crate::lane::data::DataReceiver;
 use crate::lane::peers::PeerIdentity;

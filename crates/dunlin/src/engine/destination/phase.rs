@@ -158,7 +158,7 @@ pub(super) fn next_event<'a>(
             wire_bytes,
             cpu,
         } => {
-            arriving.session.add_cpu(cpu);
+            arriving.session.cpu.add(cpu);
             arriving.lanes.wire_bytes += wire_bytes;
             arriving.lane_ended(lane, result)?;
         }

@@ -1,25 +1,25 @@
 //! What every phase has at the destination, on the thread that called
 //! [`receive`](super::receive).
 
-use std::cell::Cell;
 use std::collections::VecDeque;
 use std::net::TcpListener;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use dunlin_linux::affinity::thread_cpu_time;
 use dunlin_linux::poll::{Waker, waker};
-use dunlin_proto::control::Message;
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::limits::MAX_LANES;
-use dunlin_proto::negotiate::{Features, Offer, Opening, Refusal, Selection};
+use dunlin_proto::negotiate::{Offer, Opening, Refusal, Selection};
 
-use super::super::control::{ControlLane, FromPeer, Sequences};
+use super::super::control::{FromPeer, Sequences};
+use super::super::control_link::{CLOSE_LIMIT, ControlLink};
 use super::super::fault::{Fault, OrFault};
 use super::super::host::Host;
+use super::super::threads::{CpuTime, spawn};
 use super::answer::{Answers, is_inquiry};
 use super::event::SessionEvent;
 use super::options::Options;
@@ -29,8 +29,6 @@ use crate::lane::accept::{Arrival, accept};
 use crate::lane::control::ControlStream;
 use crate::lane::policy::ServerTls;
 
-/// How long the source may take to close the control lane at the end.
-const CLOSE_LIMIT: Duration = Duration::from_secs(1);
 /// Connections that may wait while the session's thread is busy, in the VMM
 /// for example; those beyond are dropped. Plain lanes are not authenticated
 /// by then, so that anybody can make them (I7).
@@ -54,23 +52,10 @@ pub(super) struct Session<'a> {
     answers: Answers,
     /// Events that were passed over while draining.
     passed_over: VecDeque<SessionEvent>,
-    /// CPU time that the session's threads used, in nanoseconds.
-    cpu: Arc<AtomicU64>,
+    /// CPU time that the session's threads used.
+    pub(super) cpu: CpuTime,
     /// CPU time that the calling thread had used before.
     cpu_before: Duration,
-}
-
-/// The newest control lane, and what belongs to it.
-pub(super) struct Control {
-    pub(super) lane: Arc<ControlLane>,
-    /// The thread that reads `lane`; none once it has been joined.
-    pub(super) reader: Option<JoinHandle<()>>,
-    pub(super) sequences: Arc<Sequences>,
-    /// What the source offered for it.
-    pub(super) offer: Offer,
-    pub(super) selection: Selection,
-    /// Whether `lane` has ended.
-    pub(super) ended: Cell<bool>,
 }
 
 impl<'a> Session<'a> {
@@ -113,7 +98,7 @@ impl<'a> Session<'a> {
                     let _ = sender.send(SessionEvent::AcceptorEnded(error));
                 }
             };
-            spawn(&**host, "dunlin-accept".into(), body)?
+            spawn(&**host, "dunlin-accept", body)?
         };
         Ok(Self {
             options,
@@ -128,7 +113,7 @@ impl<'a> Session<'a> {
             arrivals,
             answers: Answers::default(),
             passed_over: VecDeque::new(),
-            cpu: Arc::default(),
+            cpu: CpuTime::default(),
             cpu_before,
         })
     }
@@ -137,7 +122,7 @@ impl<'a> Session<'a> {
     /// listener that has failed ends the session.
     pub(super) fn receive(
         &mut self,
-        control: Option<&Control>,
+        control: Option<&ControlLink>,
         until: Option<Instant>,
     ) -> Result<Option<SessionEvent>, Fault> {
         let event = match (self.passed_over.pop_front(), until) {
@@ -153,10 +138,7 @@ impl<'a> Session<'a> {
                 let Some(control) = control.filter(|control| control.lane.epoch() == epoch) else {
                     return Ok(Some(SessionEvent::Tended));
                 };
-                match from_peer {
-                    FromPeer::Message(_) => control.lane.took(),
-                    FromPeer::Lost(_) => control.ended.set(true),
-                }
+                control.took(&from_peer);
                 Ok(Some(SessionEvent::Control(epoch, from_peer)))
             }
             Ok(SessionEvent::Arrived(arrival)) => {
@@ -238,7 +220,7 @@ impl<'a> Session<'a> {
     /// Ends the listener, the control lane and every thread: `lanes`, the reader and the acceptor.
     pub(super) fn close(
         &mut self,
-        control: Option<&mut Control>,
+        control: Option<&mut ControlLink>,
         lanes: impl Iterator<Item = JoinHandle<()>>,
     ) {
         self.acceptor.wake();
@@ -259,12 +241,12 @@ impl<'a> Session<'a> {
     }
 
     /// Waits for the peer's close, within a bound.
-    fn await_end_of_control(&mut self, control: &Control) {
+    fn await_end_of_control(&mut self, control: &ControlLink) {
         let until = Instant::now() + CLOSE_LIMIT;
         // A peer that goes on sending gets no more than its time.
-        while !control.ended.get() && Instant::now() < until {
+        while !control.has_ended() && Instant::now() < until {
             match self.receive(Some(control), Some(until)) {
-                Ok(Some(SessionEvent::LaneEnded { cpu, .. })) => self.add_cpu(cpu),
+                Ok(Some(SessionEvent::LaneEnded { cpu, .. })) => self.cpu.add(cpu),
                 Ok(Some(SessionEvent::Control(_, FromPeer::Lost(_))) | None) | Err(_) => return,
                 Ok(Some(_)) => {}
             }
@@ -278,87 +260,25 @@ impl<'a> Session<'a> {
         sequences: Arc<Sequences>,
         offer: Offer,
         selection: Selection,
-    ) -> Result<Control, Fault> {
-        let lane = Arc::new(ControlLane::new(
-            stream,
-            offer.session,
-            offer.epoch,
-            Arc::clone(&sequences),
-            self.options.silence_limit,
-        ));
-        let (read, events, cpu) = (
-            Arc::clone(&lane),
-            self.sender.clone(),
-            Arc::clone(&self.cpu),
-        );
-        let body = move || {
-            let epoch = read.epoch();
-            read.read(
-                |_| Ok(false),
-                |from_peer| {
-                    // Fails once the session has ended.
-                    let _ = events.send(SessionEvent::Control(epoch, from_peer));
-                },
-            );
-            add(&cpu, thread_cpu_time());
-        };
-        let reader = spawn(&**self.host, "dunlin-control".into(), body)?;
-        Ok(Control {
-            lane,
-            reader: Some(reader),
-            sequences,
-            offer,
-            selection,
-            ended: Cell::new(false),
-        })
-    }
-
-    pub(super) fn add_cpu(&self, used: Duration) {
-        add(&self.cpu, used);
+    ) -> Result<ControlLink, Fault> {
+        let silence_limit = self.options.silence_limit;
+        let mut control = ControlLink::new(stream, sequences, offer, selection, silence_limit);
+        let events = self.sender.clone();
+        control.start(
+            &**self.host,
+            &self.cpu,
+            |_| Ok(false),
+            move |epoch, from_peer| {
+                // Fails once the session has ended.
+                let _ = events.send(SessionEvent::Control(epoch, from_peer));
+            },
+        )?;
+        Ok(control)
     }
 
     /// CPU time of the session so far.
     pub(super) fn cpu_used(&self) -> Duration {
         let own = thread_cpu_time().saturating_sub(self.cpu_before);
-        own + Duration::from_nanos(self.cpu.load(Ordering::Relaxed))
+        own + self.cpu.used()
     }
-}
-
-impl Control {
-    /// Whether both sides compare digests.
-    pub(super) fn verifies(&self) -> bool {
-        self.selection.features.contains(Features::VERIFY)
-    }
-
-    /// Ends the lane, and joins its reader.
-    pub(super) fn end(&mut self) {
-        self.lane.shutdown();
-        if let Some(reader) = self.reader.take() {
-            // A panic there has been reported as the loss of the lane.
-            let _ = reader.join();
-        }
-    }
-
-    /// Sends a message. One that cannot be sent, because the peer is gone, counts as sent: the
-    /// peer asks.
-    pub(super) fn tell(&self, message: &Message) {
-        if self.lane.send(message).is_err() {
-            self.lane.shutdown();
-        }
-    }
-}
-
-/// Starts a thread of the session.
-pub(super) fn spawn(
-    host: &dyn Host,
-    name: String,
-    body: impl FnOnce() + Send + 'static,
-) -> Result<JoinHandle<()>, Fault> {
-    host.spawn(name, Box::new(body))
-        .or_fault(FaultCode::Kernel, "cannot start a thread")
-}
-
-fn add(cpu: &AtomicU64, used: Duration) {
-    let nanos = u64::try_from(used.as_nanos()).unwrap_or(u64::MAX);
-    cpu.fetch_add(nanos, Ordering::Relaxed);
 }

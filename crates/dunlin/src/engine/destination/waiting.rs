@@ -11,6 +11,7 @@ use dunlin_proto::negotiate::{
 };
 
 use super::super::control::FromPeer;
+use super::super::control_link::ControlLink;
 use super::super::fault::{Fault, OrFault, VmIs};
 use super::super::journal::{DestinationRecord, Journal, SessionJournal, State};
 use super::super::vmm::{Builder, DestinationVm, Offered, VmDescription};
@@ -21,7 +22,7 @@ use super::lanes::Lanes;
 use super::received::DestinationEvent;
 use super::receiving::Receiving;
 use super::refusal::{peer_of, refuse, unexpected};
-use super::session::{Control, Session};
+use super::session::Session;
 use super::settled::Settled;
 use crate::lane::accept::Arrival;
 use crate::lane::control::ControlStream;
@@ -54,7 +55,7 @@ impl<'a> Waiting<'a> {
         }
     }
 
-    fn next_source(&mut self) -> Result<(Control, SessionSecret), Fault> {
+    fn next_source(&mut self) -> Result<(ControlLink, SessionSecret), Fault> {
         loop {
             let arrival = match self.session.receive(None, None)? {
                 Some(SessionEvent::Arrived(arrival)) => *arrival,
@@ -77,7 +78,7 @@ impl<'a> Waiting<'a> {
         &self,
         stream: ControlStream,
         opening: &Opening,
-    ) -> Result<Option<(Control, SessionSecret)>, Fault> {
+    ) -> Result<Option<(ControlLink, SessionSecret)>, Fault> {
         let session = &self.session;
         let answer = match opening {
             Opening::Offer(offer) => {
@@ -131,7 +132,7 @@ impl<'a> Waiting<'a> {
 /// The offer is met; the VM is not accepted yet. Nothing has been promised.
 pub(super) struct Describing<'a> {
     session: Session<'a>,
-    control: Control,
+    control: ControlLink,
     secret: SessionSecret,
 }
 

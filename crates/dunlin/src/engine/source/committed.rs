@@ -220,7 +220,7 @@ impl<'a> InDoubt<'a> {
 
     /// Opens a new control lane and asks over it, until the limit is up.
     fn inquire(&mut self) {
-        self.session().end_control();
+        self.session().control.end();
         let Transfer { session, lanes } = &mut self.committed.transfer;
         let LaneTerms { to, tls, peer, .. } = &lanes.terms;
         let mut last: Option<Fault> = None;
@@ -256,11 +256,7 @@ impl<'a> InDoubt<'a> {
                     match session.adopt_control(stream) {
                         Ok(()) => {
                             let attempt = session.control.offer.attempt;
-                            let lane = &session.control.lane;
-                            if lane.send(&Message::Inquire { attempt }).is_err() {
-                                // The reader reports the loss.
-                                lane.shutdown();
-                            }
+                            session.control.tell(&Message::Inquire { attempt });
                             return;
                         }
                         Err(fault) => fault,

@@ -1,6 +1,5 @@
 //! The first phase: who is there, what is agreed on, and what is moved.
 
-use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
@@ -15,18 +14,19 @@ use dunlin_proto::schedule::Schedule;
 use dunlin_proto::switchover::{Source, SourceAction};
 use dunlin_proto::text::harmless;
 
-use super::super::control::{ControlLane, Sequences};
+use super::super::control_link::ControlLink;
 use super::super::fault::{Fault, OrFault, VmIs};
 use super::super::host::{Cancel, FromHost, Host};
 use super::super::journal::{Journal, JournalError, SessionJournal, SourceRecord, State};
 use super::super::report::{Event, Observer};
+use super::super::threads::{CpuTime, nanos};
 use super::super::vmm::{RunState, SourceVm, VmDescription};
 use super::control::open_control;
 use super::lanes::{LaneTerms, Lanes, Transfer};
 use super::options::Options;
 use super::phase::{Done, Phase, failed};
 use super::precopy::PreCopy;
-use super::session::{Control, Session, nanos, unexpected};
+use super::session::{Session, unexpected};
 use super::settled::Settled;
 use super::work_queue::WorkQueue;
 use crate::lane::policy::ClientTls;
@@ -121,7 +121,6 @@ impl<'a> Connecting<'a> {
                 return Err(fault);
             }
         };
-        let sequences = Arc::<Sequences>::default();
         let memory = vm.memory();
         let schedule = Schedule::new(
             memory
@@ -129,13 +128,8 @@ impl<'a> Connecting<'a> {
                 .iter()
                 .map(|region| (region.id, region.pages())),
         );
-        let lane = ControlLane::new(
-            stream,
-            session,
-            offer.epoch,
-            Arc::clone(&sequences),
-            options.silence_limit,
-        );
+        let silence_limit = options.silence_limit;
+        let control = ControlLink::new(stream, Arc::default(), offer, selection, silence_limit);
         let (sender, events) = channel();
         let session = Session {
             vm,
@@ -146,15 +140,8 @@ impl<'a> Connecting<'a> {
             cancel,
             events,
             sender,
-            control: Control {
-                lane: Arc::new(lane),
-                reader: None,
-                sequences,
-                offer,
-                selection,
-                ended: Cell::new(false),
-                resumed: 0,
-            },
+            control,
+            control_resumed: 0,
             work_queue: Arc::new(WorkQueue::new(
                 Sending::new(schedule, timeouts(options)),
                 Pace::new(options.rate),
@@ -165,7 +152,7 @@ impl<'a> Connecting<'a> {
             vm_is: VmIs::AtSource,
             paused_by_owner,
             threads: Vec::new(),
-            cpu: Arc::default(),
+            cpu: CpuTime::default(),
             started,
         };
         Ok(Self {
@@ -197,7 +184,7 @@ impl<'a> Connecting<'a> {
     fn await_accept(&mut self) -> Result<LaneTerms, Fault> {
         let session = &mut self.session;
         let deadline = session.started + session.options.connect_limit;
-        session.spawn_reader()?;
+        session.read_control()?;
         session.control.lane.ask()?;
         let regions = RegionTable::new(session.memory.regions().to_vec())
             .or_fault(FaultCode::Internal, "the VM's memory cannot be described")?;

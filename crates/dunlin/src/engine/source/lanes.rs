@@ -18,10 +18,11 @@ use super::super::control::FromPeer;
 use super::super::fault::Fault;
 use super::super::lock;
 use super::super::report::Event;
+use super::super::threads::spawn;
 use super::control::{another_peer, given_up, open_control};
 use super::event::SessionEvent;
 use super::lane::Lane;
-use super::session::{Session, spawn, unexpected};
+use super::session::{Session, unexpected};
 use crate::lane::dial::{Connector, LaneDialer};
 use crate::lane::peers::Principal;
 use crate::lane::policy::ClientTls;
@@ -104,7 +105,7 @@ impl<'a> Transfer<'a> {
                     self.resume_control(fault)?;
                 }
                 SessionEvent::LaneEnded { lane, result, cpu } => {
-                    self.session.add_cpu(cpu);
+                    self.session.cpu.add(cpu);
                     self.lane_ended(lane, result)?;
                 }
                 SessionEvent::LaneWorn => {}
@@ -321,7 +322,7 @@ impl<'a> Transfer<'a> {
         session.observer.event(&Event::ControlLost {
             why: lost.for_peer(),
         });
-        session.end_control();
+        session.control.end();
         let LaneTerms { to, tls, peer, .. } = &self.lanes.terms;
         let until = Instant::now() + session.options.control_limit;
         let mut last = lost;
@@ -354,7 +355,7 @@ impl<'a> Transfer<'a> {
             thread::sleep(RETRY);
         };
         session.adopt_control(stream)?;
-        session.control.resumed += 1;
+        session.control_resumed += 1;
         let now_ns = session.work_queue.now_ns();
         lock(&session.work_queue.state)
             .lanes

@@ -1,32 +1,28 @@
 //! What every phase of a migration has, on the thread that called
 //! [`migrate`](super::migrate).
 
-use std::cell::Cell;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use dunlin_linux::affinity::thread_cpu_time;
 use dunlin_proto::control::Message;
 use dunlin_proto::fault::FaultCode;
-use dunlin_proto::negotiate::{Offer, Selection};
 use dunlin_proto::switchover::Source;
 
-use super::super::control::{ControlLane, FromPeer, Sequences};
-use super::super::fault::{Fault, OrFault, VmIs};
+use super::super::control::FromPeer;
+use super::super::control_link::{CLOSE_LIMIT, ControlLink};
+use super::super::fault::{Fault, VmIs};
 use super::super::host::{Cancel, Host};
 use super::super::journal::SessionJournal;
 use super::super::report::{Event, Observer};
+use super::super::threads::CpuTime;
 use super::super::vmm::{GuestMemory, RunState, SourceVm};
 use super::event::SessionEvent;
 use super::options::Options;
 use super::work_queue::WorkQueue;
 use crate::lane::control::ControlStream;
 
-/// How long the peer may take to close the control lane at the end.
-const CLOSE_LIMIT: Duration = Duration::from_secs(1);
 /// How long to wait for the reason why the destination gave a lane up.
 const REASON_LIMIT: Duration = Duration::from_millis(300);
 
@@ -41,7 +37,9 @@ pub(super) struct Session<'a> {
     pub(super) cancel: &'a Cancel,
     pub(super) events: Receiver<SessionEvent>,
     pub(super) sender: Sender<SessionEvent>,
-    pub(super) control: Control,
+    pub(super) control: ControlLink,
+    /// How many control lanes were lost and replaced.
+    pub(super) control_resumed: u32,
     pub(super) work_queue: Arc<WorkQueue>,
     pub(super) state: Source,
     pub(super) journal: SessionJournal,
@@ -53,24 +51,8 @@ pub(super) struct Session<'a> {
     pub(super) paused_by_owner: bool,
     /// Joined at the end.
     pub(super) threads: Vec<JoinHandle<()>>,
-    /// CPU time that the session's threads used, in nanoseconds.
-    pub(super) cpu: Arc<AtomicU64>,
+    pub(super) cpu: CpuTime,
     pub(super) started: Instant,
-}
-
-/// The newest control lane, and what a next one is made with.
-pub(super) struct Control {
-    pub(super) lane: Arc<ControlLane>,
-    /// The thread that reads `lane`; none once it has been joined.
-    pub(super) reader: Option<JoinHandle<()>>,
-    pub(super) sequences: Arc<Sequences>,
-    /// What the source offered; only the epoch changes.
-    pub(super) offer: Offer,
-    pub(super) selection: Selection,
-    /// Whether `lane` has ended.
-    pub(super) ended: Cell<bool>,
-    /// How many were lost and replaced.
-    pub(super) resumed: u32,
 }
 
 impl Session<'_> {
@@ -128,10 +110,7 @@ impl Session<'_> {
         if let SessionEvent::Control(epoch, from_peer) = &event
             && *epoch == self.control.lane.epoch()
         {
-            match from_peer {
-                FromPeer::Message(_) => self.control.lane.took(),
-                FromPeer::Lost(_) => self.control.ended.set(true),
-            }
+            self.control.took(from_peer);
         }
         Ok(Some(event))
     }
@@ -148,7 +127,7 @@ impl Session<'_> {
                         Message::Cancel { fault, text } | Message::Refuse { fault, text },
                     ),
                 ) => return Some(Fault::told(fault, text)),
-                SessionEvent::LaneEnded { cpu, .. } => self.add_cpu(cpu),
+                SessionEvent::LaneEnded { cpu, .. } => self.cpu.add(cpu),
                 // A reason would have come before the end of the control lane.
                 SessionEvent::Control(_, FromPeer::Lost(_)) => return None,
                 _ => {}
@@ -196,7 +175,7 @@ impl Session<'_> {
         }
         while let Ok(event) = self.events.try_recv() {
             if let SessionEvent::LaneEnded { cpu, .. } = event {
-                self.add_cpu(cpu);
+                self.cpu.add(cpu);
             }
         }
     }
@@ -205,10 +184,10 @@ impl Session<'_> {
     fn await_end_of_control(&self) {
         let until = Instant::now() + CLOSE_LIMIT;
         // A peer that goes on sending gets no more than its time.
-        while !self.control.ended.get() && Instant::now() < until {
+        while !self.control.has_ended() && Instant::now() < until {
             let left = until.saturating_duration_since(Instant::now());
             match self.receive(left) {
-                Ok(Some(SessionEvent::LaneEnded { cpu, .. })) => self.add_cpu(cpu),
+                Ok(Some(SessionEvent::LaneEnded { cpu, .. })) => self.cpu.add(cpu),
                 Ok(Some(SessionEvent::Control(epoch, FromPeer::Lost(_))))
                     if epoch == self.control.lane.epoch() =>
                 {
@@ -221,24 +200,18 @@ impl Session<'_> {
     }
 
     /// Starts the thread that reads the control lane.
-    pub(super) fn spawn_reader(&mut self) -> Result<(), Fault> {
-        let control = Arc::clone(&self.control.lane);
+    pub(super) fn read_control(&mut self) -> Result<(), Fault> {
         let events = self.sender.clone();
-        let (cpu, work_queue) = (Arc::clone(&self.cpu), Arc::clone(&self.work_queue));
-        let body = move || {
-            let epoch = control.epoch();
-            control.read(
-                |message| work_queue.acknowledge(message),
-                |from_peer| {
-                    // Fails once the session has ended.
-                    let _ = events.send(SessionEvent::Control(epoch, from_peer));
-                },
-            );
-            add(&cpu, thread_cpu_time());
-        };
-        let thread = spawn(&**self.host, "dunlin-control".into(), body)?;
-        self.control.reader = Some(thread);
-        Ok(())
+        let work_queue = Arc::clone(&self.work_queue);
+        self.control.start(
+            &**self.host,
+            &self.cpu,
+            move |message| work_queue.acknowledge(message),
+            move |epoch, from_peer| {
+                // Fails once the session has ended.
+                let _ = events.send(SessionEvent::Control(epoch, from_peer));
+            },
+        )
     }
 
     /// The next control lane has a higher epoch than any before, in the journal too.
@@ -251,35 +224,16 @@ impl Session<'_> {
         }
     }
 
-    /// Ends the control lane, and joins its reader.
-    pub(super) fn end_control(&mut self) {
-        self.control.lane.shutdown();
-        if let Some(reader) = self.control.reader.take() {
-            // A panic there has been reported as the loss of the lane.
-            let _ = reader.join();
-        }
-    }
-
     /// A control lane that was opened under the offer's epoch becomes the session's.
     pub(super) fn adopt_control(&mut self, stream: ControlStream) -> Result<(), Fault> {
-        self.control.lane = Arc::new(ControlLane::new(
+        self.control = ControlLink::new(
             stream,
-            self.control.lane.session(),
-            self.control.offer.epoch,
             Arc::clone(&self.control.sequences),
+            self.control.offer.clone(),
+            self.control.selection.clone(),
             self.options.silence_limit,
-        ));
-        self.control.ended.set(false);
-        self.spawn_reader()
-    }
-
-    pub(super) fn add_cpu(&self, used: Duration) {
-        add(&self.cpu, used);
-    }
-
-    /// CPU time that the session's threads have used.
-    pub(super) fn cpu_used(&self) -> Duration {
-        Duration::from_nanos(self.cpu.load(Ordering::Relaxed))
+        );
+        self.read_control()
     }
 
     pub(super) fn warn(&self, text: String) {
@@ -287,27 +241,9 @@ impl Session<'_> {
     }
 }
 
-/// Starts a thread of the session.
-pub(super) fn spawn(
-    host: &dyn Host,
-    name: String,
-    body: impl FnOnce() + Send + 'static,
-) -> Result<JoinHandle<()>, Fault> {
-    host.spawn(name, Box::new(body))
-        .or_fault(FaultCode::Kernel, "cannot start a thread")
-}
-
-pub(super) fn add(cpu: &AtomicU64, used: Duration) {
-    cpu.fetch_add(nanos(used), Ordering::Relaxed);
-}
-
 pub(super) fn unexpected(message: &Message) -> Fault {
     Fault::new(
         FaultCode::Malformed,
         format!("the destination sent {} out of turn", message.kind().name()),
     )
-}
-
-pub(super) fn nanos(duration: Duration) -> u64 {
-    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }

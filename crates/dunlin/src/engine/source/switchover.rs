@@ -4,7 +4,6 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-use dunlin_linux::affinity::thread_cpu_time;
 use dunlin_proto::control::{Digest, Final, Message, Section};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::limits::{MAX_SECTIONS, MAX_STATE_BYTES};
@@ -15,13 +14,14 @@ use super::super::fault::{Fault, OrFault};
 use super::super::lock;
 use super::super::memory::digest;
 use super::super::report::{Event, Iteration};
+use super::super::threads::spawn_counted;
 use super::super::vmm::RunState;
 use super::committed::{ANSWER_LIMIT, Committed, not_answered};
 use super::event::SessionEvent;
 use super::guest::{LoggedGuest, PausedGuest};
 use super::lanes::Transfer;
 use super::phase::{Done, Phase, Rest, failed, perform, take};
-use super::session::{Session, add, spawn, unexpected};
+use super::session::{Session, unexpected};
 use super::settled::{Figures, Settled};
 
 /// The guest is paused, and the last pages and its state go out.
@@ -201,13 +201,11 @@ impl<'a> Switchover<'a> {
         let (sender, receiver) = channel();
         let session = &mut self.transfer.session;
         let memory = Arc::clone(&session.memory);
-        let cpu = Arc::clone(&session.cpu);
         let body = move || {
             // Fails once the session has ended.
             let _ = sender.send(digest(&*memory, 1));
-            add(&cpu, thread_cpu_time());
         };
-        let thread = spawn(&**session.host, "dunlin-digest".into(), body)?;
+        let thread = spawn_counted(&**session.host, "dunlin-digest", &session.cpu, body)?;
         session.threads.push(thread);
         Ok(receiver)
     }
