@@ -24,7 +24,6 @@ mod values;
 
 use values::{
     connection_policy, describe, id_of, is_the_same, meet, only_crosses, policy_of, state_of,
-    way_of,
 };
 
 /// How often in a row no connection may be found before the ports are free: procfs lists
@@ -56,6 +55,15 @@ impl Tables {
     pub(super) fn have_esp(&self) -> Result<(), IpsecError> {
         let has = self.xfrm.esp();
         has.map_err(kernel("the kernel's ESP is looked for"))
+    }
+
+    /// Returns an error if an SA cannot belong to one CPU.
+    pub(super) fn need_per_cpu_sas(&self) -> Result<(), IpsecError> {
+        let has = self.xfrm.has_per_cpu_sas();
+        match has.map_err(kernel("SAs for CPUs are looked for"))? {
+            true => Ok(()),
+            false => Err(IpsecError::NoPerCpu),
+        }
     }
 
     /// The same tables, to look at.
@@ -288,8 +296,8 @@ impl Tables {
             self.tell(&step);
             match step {
                 Step::Replace(policy) => {
-                    let (own, way) = (policy_of(&policy), way_of(policy.direction));
-                    let standing = self.xfrm.policy(&own.selector, way);
+                    let own = policy_of(&policy);
+                    let standing = self.xfrm.policy(&own.selector, own.direction);
                     let standing = standing.map_err(kernel(&policy))?;
                     let is_ours = standing.is_some_and(|standing| {
                         let same = |object: &Object| {
@@ -375,8 +383,7 @@ impl Tables {
     /// Whether the kernel has this policy and no other in its place.
     fn stands(&self, policy: &Policy) -> Result<(), IpsecError> {
         let expected = policy_of(policy);
-        let way = way_of(policy.direction);
-        let standing = self.xfrm.policy(&expected.selector, way);
+        let standing = self.xfrm.policy(&expected.selector, expected.direction);
         if standing.map_err(kernel(policy))? == Some(expected) {
             return Ok(());
         }

@@ -35,7 +35,6 @@ use std::sync::{Arc, Mutex, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use crate::xfrm::PerCpu;
 use dunlin_linux::affinity::{allowed, keep_to, pin_to};
 use dunlin_linux::socket::{Liveness, set_liveness};
 use dunlin_linux::tcp::{incoming_cpu, send_window, set_traffic_class};
@@ -441,10 +440,7 @@ fn check(options: &Options) -> Result<(), IpsecError> {
     tables.have_esp()?;
     match options.mode {
         Mode::Connection => tables.xfrm.policies().map(drop).map_err(kernel),
-        Mode::Cpu => match tables.xfrm.per_cpu().map_err(kernel)? {
-            PerCpu::Supported => Ok(()),
-            PerCpu::Ignored => Err(IpsecError::NoPerCpu),
-        },
+        Mode::Cpu => tables.need_per_cpu_sas(),
     }
 }
 

@@ -4,7 +4,6 @@ use dunlin_proto::text::harmless;
 use std::io;
 use std::net::SocketAddr;
 
-use crate::xfrm::PerCpu;
 use dunlin_proto::ipsec::Mode;
 use dunlin_proto::ipsec::message::Terms;
 use dunlin_proto::ipsec::object::{Object, Policy};
@@ -47,14 +46,7 @@ impl Driver {
             }
         }
         if terms.mode == Mode::Cpu {
-            let per_cpu = self.tables.xfrm.per_cpu();
-            let per_cpu = per_cpu.map_err(|source| IpsecError::Kernel {
-                doing: "SAs for CPUs are looked for".to_owned(),
-                source,
-            })?;
-            if per_cpu == PerCpu::Ignored {
-                return Err(IpsecError::NoPerCpu);
-            }
+            self.tables.need_per_cpu_sas()?;
         }
         let udp = terms
             .udp

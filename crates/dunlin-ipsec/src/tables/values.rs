@@ -3,46 +3,29 @@
 use std::net::SocketAddr;
 
 use crate::xfrm::{
-    self, Installed, KeyAndSalt, LONGEST_REPLAY_WINDOW, Network, PolicyDirection, Ports, Protocol,
-    State, StateId,
+    self, Installed, KeyAndSalt, LONGEST_REPLAY_WINDOW, Network, Protocol, State, StateId,
 };
 use dunlin_proto::ipsec::Sender;
-use dunlin_proto::ipsec::object::{
-    Action, Association, Direction, Encapsulation, Policy, Selector,
-};
+use dunlin_proto::ipsec::object::{Action, Association, Direction, Policy, Selector};
 use dunlin_proto::ipsec::plan::{FIRST_PRIORITY, REQID_BLOCKS};
 use dunlin_proto::ipsec::ports::PortBlock;
-
-pub(super) fn way_of(direction: Direction) -> PolicyDirection {
-    match direction {
-        Direction::In => PolicyDirection::In,
-        Direction::Out => PolicyDirection::Out,
-    }
-}
-
-fn selector_of(selector: &Selector) -> xfrm::Selector {
-    let ports = |block: PortBlock| Ports {
-        port: block.port,
-        mask: block.mask,
-    };
-    xfrm::Selector {
-        source: Network::one(selector.source),
-        destination: Network::one(selector.destination),
-        source_ports: ports(selector.source_ports),
-        destination_ports: ports(selector.destination_ports),
-        protocol: Protocol::TCP,
-    }
-}
 
 pub(super) fn policy_of(policy: &Policy) -> xfrm::Policy {
     let Selector {
         source: from,
         destination: to,
-        ..
+        source_ports,
+        destination_ports,
     } = policy.selector;
     xfrm::Policy {
-        selector: selector_of(&policy.selector),
-        direction: way_of(policy.direction),
+        selector: xfrm::Selector {
+            source: Network::one(from),
+            destination: Network::one(to),
+            source_ports,
+            destination_ports,
+            protocol: Protocol::TCP,
+        },
+        direction: policy.direction,
         action: match policy.action {
             Action::Block => xfrm::Action::Block,
             Action::Protect { reqid } => xfrm::Action::Protect { reqid, from, to },
@@ -75,17 +58,16 @@ pub(super) fn id_of(one: &Association) -> StateId {
 
 /// An SA for a kernel that keeps directions, or for an older one.
 pub(super) fn state_of(one: &Association, key: KeyAndSalt, keeps_directions: bool) -> State {
-    let (direction, replay_window) = match one.direction {
-        Direction::In => (xfrm::Direction::In, LONGEST_REPLAY_WINDOW),
-        Direction::Out if keeps_directions => (xfrm::Direction::Out, 0),
-        // That one has all SAs with extended sequence numbers have a window.
-        Direction::Out => (xfrm::Direction::Out, LONGEST_REPLAY_WINDOW),
+    let replay_window = match one.direction {
+        Direction::Out if keeps_directions => 0,
+        // A kernel without directions wants a window of all SAs with extended sequence numbers.
+        _ => LONGEST_REPLAY_WINDOW,
     };
     State {
         id: id_of(one),
         source: one.source,
         reqid: one.reqid,
-        direction,
+        direction: one.direction,
         // The sealing host's, so that only it says so to its kernel.
         cpu: match (one.direction, one.slot.sender) {
             (Direction::Out, Sender::Cpu(cpu)) => Some(cpu),
@@ -93,21 +75,13 @@ pub(super) fn state_of(one: &Association, key: KeyAndSalt, keeps_directions: boo
         },
         key,
         replay_window,
-        encapsulation: one.encapsulation.map(
-            |Encapsulation {
-                 source_port,
-                 destination_port,
-             }| xfrm::Encapsulation {
-                source_port,
-                destination_port,
-            },
-        ),
+        encapsulation: one.encapsulation,
         // What the peer seals is taken for TCP between the two, and for nothing else.
         selector: (one.direction == Direction::In).then(|| xfrm::Selector {
             source: Network::one(one.source),
             destination: Network::one(one.destination),
-            source_ports: Ports::ANY,
-            destination_ports: Ports::ANY,
+            source_ports: PortBlock::ANY,
+            destination_ports: PortBlock::ANY,
             protocol: Protocol::TCP,
         }),
     }
@@ -115,14 +89,10 @@ pub(super) fn state_of(one: &Association, key: KeyAndSalt, keeps_directions: boo
 
 /// Whether what the kernel has is what was installed, by all that a record says.
 pub(super) fn is_the_same(standing: &Installed, one: &Association) -> bool {
-    let direction = match one.direction {
-        Direction::In => xfrm::Direction::In,
-        Direction::Out => xfrm::Direction::Out,
-    };
     standing.source == one.source
         && standing.reqid == one.reqid
         // A kernel before 6.10 takes no notice of it.
-        && standing.direction.is_none_or(|given| given == direction)
+        && standing.direction.is_none_or(|given| given == one.direction)
 }
 
 /// Whether some TCP packet is in both, whatever the priorities.
@@ -140,10 +110,6 @@ pub(super) fn meet(other: &xfrm::Policy, own: &xfrm::Policy) -> bool {
         }
         _ => false,
     };
-    let ports = |other: Ports, own: Ports| {
-        let both = other.mask & own.mask;
-        other.port & both == own.port & both
-    };
     let (theirs, ours) = (&other.selector, &own.selector);
     let family = theirs.source.prefix > 0 || theirs.destination.prefix > 0;
     let same_family = theirs.source.address.is_ipv4() == ours.source.address.is_ipv4();
@@ -152,8 +118,8 @@ pub(super) fn meet(other: &xfrm::Policy, own: &xfrm::Policy) -> bool {
         && matches!(theirs.protocol, Protocol::ANY | Protocol::TCP)
         && network(theirs.source, ours.source)
         && network(theirs.destination, ours.destination)
-        && ports(theirs.source_ports, ours.source_ports)
-        && ports(theirs.destination_ports, ours.destination_ports)
+        && theirs.source_ports.meets(ours.source_ports)
+        && theirs.destination_ports.meets(ours.destination_ports)
 }
 
 /// Whether `other` is a policy of another session between the same two hosts, and all that is in
@@ -162,7 +128,7 @@ pub(super) fn meet(other: &xfrm::Policy, own: &xfrm::Policy) -> bool {
 pub(super) fn only_crosses(other: &xfrm::Policy, own: &xfrm::Policy) -> bool {
     let (theirs, ours) = (&other.selector, &own.selector);
     let of_sessions = FIRST_PRIORITY..=FIRST_PRIORITY + 2 * REQID_BLOCKS + 1;
-    let is_any = |ports: Ports| ports.mask == 0;
+    let is_any = |ports: PortBlock| ports.mask == 0;
     other.action != xfrm::Action::Foreign
         && of_sessions.contains(&other.priority)
         && theirs.source == ours.source
@@ -175,14 +141,13 @@ pub(super) fn only_crosses(other: &xfrm::Policy, own: &xfrm::Policy) -> bool {
 pub(super) fn describe(policy: &xfrm::Policy) -> String {
     let selector = &policy.selector;
     let network = |network: Network| format!("{}/{}", network.address, network.prefix);
-    let ports = |ports: Ports| format!("{}/{:#06x}", ports.port, ports.mask);
     format!(
         "{:?} {} to {}, ports {} {}, priority {}",
         policy.direction,
         network(selector.source),
         network(selector.destination),
-        ports(selector.source_ports),
-        ports(selector.destination_ports),
+        selector.source_ports,
+        selector.destination_ports,
         policy.priority
     )
     .to_lowercase()
@@ -228,11 +193,11 @@ mod tests {
     fn sessions_with_different_ports_stand_side_by_side() {
         let policy = |source: u16, destination: u16, action| xfrm::Policy {
             selector: xfrm::Selector {
-                source_ports: Ports {
+                source_ports: PortBlock {
                     port: source,
                     mask: if source > 0 { 0xffc0 } else { 0 },
                 },
-                destination_ports: Ports {
+                destination_ports: PortBlock {
                     port: destination,
                     mask: if destination > 0 { 0xffc0 } else { 0 },
                 },
@@ -275,10 +240,10 @@ mod tests {
         assert!(same(|other| other.priority = 900_000));
         assert!(same(|other| other.selector.protocol = Protocol::ANY));
         assert!(same(
-            |other| other.selector.destination_ports = Ports::one(4447)
+            |other| other.selector.destination_ports = PortBlock::only(4447)
         ));
         assert!(same(
-            |other| other.selector.source_ports = Ports::one(50_000)
+            |other| other.selector.source_ports = PortBlock::only(50_000)
         ));
         assert!(same(|other| other.selector.source.prefix = 24));
         assert!(meet(
@@ -290,10 +255,10 @@ mod tests {
             },
             &own()
         ));
-        assert!(!same(|other| other.direction = PolicyDirection::In));
+        assert!(!same(|other| other.direction = Direction::In));
         assert!(!same(|other| other.selector.protocol = Protocol::UDP));
         assert!(!same(
-            |other| other.selector.destination_ports = Ports::one(4448)
+            |other| other.selector.destination_ports = PortBlock::only(4448)
         ));
         assert!(!same(|other| {
             other.selector.destination = Network::one([192, 0, 2, 3].into());

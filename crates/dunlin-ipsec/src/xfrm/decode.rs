@@ -12,15 +12,13 @@ use uapi::{
 
 use super::encode::{NAME_BYTES, SA_CPU, SA_DIRECTION};
 use super::values::{
-    Action, Algorithm, Counters, Database, Direction, Encapsulation, Installed, KeyAndSalt,
-    Network, Policy, PolicyDirection, Ports, Protocol, Selector, StateId,
+    Action, Algorithm, Counters, Installed, KeyAndSalt, Network, Policy, Protocol, Selector,
+    StateId,
 };
+use dunlin_proto::ipsec::object::{Direction, Encapsulation};
+use dunlin_proto::ipsec::ports::PortBlock;
 
 const CUT_SHORT: &str = "it is cut short";
-/// `XFRMA_SAD_CNT` and `XFRMA_SAD_HINFO`.
-const SA_COUNT: u16 = 1;
-const SA_HASH: u16 = 2;
-
 /// `struct xfrm_usersa_info` and its attributes; `None` is an SA of something else than ESP.
 pub(super) fn state(body: &[u8]) -> Result<Option<Installed>, &'static str> {
     let (fixed, attributes) = body
@@ -127,16 +125,15 @@ fn algorithm(value: &[u8]) -> Result<Algorithm, &'static str> {
 }
 
 /// `struct xfrm_userpolicy_info` and its attributes, with the number under which the kernel keeps
-/// it; `None` is the policy of a single socket.
+/// it; `None` is the policy of a single socket, or of packets that pass through this host.
 pub(super) fn policy(body: &[u8]) -> Result<Option<(Policy, u32)>, &'static str> {
     let (fixed, attributes) = body
         .split_at_checked(XFRM_USER_POLICY_INFO_LEN)
         .ok_or(CUT_SHORT)?;
     let fixed = UserPolicyInfo::parse(fixed).map_err(|_| CUT_SHORT)?;
     let direction = match fixed.direction {
-        uapi::XFRM_POLICY_IN => PolicyDirection::In,
-        uapi::XFRM_POLICY_OUT => PolicyDirection::Out,
-        uapi::XFRM_POLICY_FWD => PolicyDirection::Forward,
+        uapi::XFRM_POLICY_IN => Direction::In,
+        uapi::XFRM_POLICY_OUT => Direction::Out,
         _ => return Ok(None),
     };
     let selector = selector(&fixed.selector)?;
@@ -182,28 +179,12 @@ fn protect(template: &[u8]) -> Result<Option<Action>, &'static str> {
     }))
 }
 
-pub(super) fn database(body: &[u8]) -> Result<Database, &'static str> {
-    let (mut states, mut buckets) = (None, None);
-    for attribute in NlasIterator::new(body.get(4..).ok_or(CUT_SHORT)?) {
-        let attribute = attribute.map_err(|_| CUT_SHORT)?;
-        match attribute.kind() {
-            SA_COUNT => states = Some(number(attribute.value(), 0)?),
-            SA_HASH => buckets = Some(number(attribute.value(), 0)?),
-            _ => {}
-        }
-    }
-    match (states, buckets) {
-        (Some(states), Some(buckets)) => Ok(Database { states, buckets }),
-        _ => Err("a number is missing"),
-    }
-}
-
 /// An SA that is for some packets alone says which, any other says nothing but its family.
 fn is_all(selector: &Selector) -> bool {
     selector.source.prefix == 0
         && selector.destination.prefix == 0
-        && selector.source_ports == Ports::ANY
-        && selector.destination_ports == Ports::ANY
+        && selector.source_ports == PortBlock::ANY
+        && selector.destination_ports == PortBlock::ANY
         && selector.protocol == Protocol::ANY
 }
 
@@ -217,11 +198,11 @@ fn selector(selector: &uapi::Selector) -> Result<Selector, &'static str> {
             address: address(selector.family, &selector.daddr)?,
             prefix: selector.prefixlen_d,
         },
-        source_ports: Ports {
+        source_ports: PortBlock {
             port: selector.sport,
             mask: selector.sport_mask,
         },
-        destination_ports: Ports {
+        destination_ports: PortBlock {
             port: selector.dport,
             mask: selector.dport_mask,
         },

@@ -1,7 +1,6 @@
 //! What is asked of the kernel's IPsec, in its structures.
 
 use std::net::IpAddr;
-use std::ops::RangeInclusive;
 
 use netlink_packet_core::{NLM_F_ACK, NLM_F_DUMP};
 use netlink_packet_xfrm as uapi;
@@ -10,9 +9,12 @@ use uapi::{
     UserSaInfo, UserSpiInfo, UserTemplate,
 };
 
+use dunlin_proto::ipsec::LEAST_SPI;
+use dunlin_proto::ipsec::object::{Direction, Encapsulation};
+
 use super::values::{
-    ALGORITHM, Action, Direction, Encapsulation, KEY_BITS, LONGEST_REPLAY_WINDOW, Network, Policy,
-    PolicyDirection, Selector, State, StateId, TAG_BITS,
+    ALGORITHM, Action, KEY_BITS, LONGEST_REPLAY_WINDOW, Network, Policy, Selector, State, StateId,
+    TAG_BITS,
 };
 use crate::netlink::Request;
 
@@ -34,26 +36,20 @@ fn direction_and_cpu(request: &mut Request, direction: Direction, cpu: Option<u3
     }
 }
 
-pub(super) fn allocate_spi(
-    from: IpAddr,
-    to: IpAddr,
-    reqid: u32,
-    direction: Direction,
-    cpu: Option<u32>,
-    range: &RangeInclusive<u32>,
-) -> Request {
+/// Any free SPI.
+pub(super) fn allocate_spi(from: IpAddr, to: IpAddr, direction: Direction, cpu: u32) -> Request {
     let mut request = Request::new(uapi::XFRM_MSG_ALLOCSPI, 0);
     request.put(&UserSpiInfo {
-        info: info(from, to, 0, reqid),
-        min: *range.start(),
-        max: *range.end(),
+        info: info(from, to, 0, 0),
+        min: LEAST_SPI,
+        max: u32::MAX,
     });
-    direction_and_cpu(&mut request, direction, cpu);
+    direction_and_cpu(&mut request, direction, Some(cpu));
     request
 }
 
-pub(super) fn add_state(kind: u16, state: &State) -> Request {
-    let mut request = Request::new(kind, NLM_F_ACK);
+pub(super) fn add_state(state: &State) -> Request {
+    let mut request = Request::new(uapi::XFRM_MSG_NEWSA, NLM_F_ACK);
     let mut fixed = info(
         state.source,
         state.id.destination,
@@ -115,7 +111,7 @@ pub(super) fn state_by_id(kind: u16, id: &StateId) -> Request {
     request
 }
 
-pub(super) fn add_policy(kind: u16, policy: &Policy, flags: u8) -> Request {
+pub(super) fn add_policy(kind: u16, policy: &Policy) -> Request {
     let mut request = Request::new(kind, NLM_F_ACK);
     request.put(&UserPolicyInfo {
         selector: selector_to(&policy.selector),
@@ -126,7 +122,6 @@ pub(super) fn add_policy(kind: u16, policy: &Policy, flags: u8) -> Request {
             Action::Block => uapi::XFRM_POLICY_BLOCK,
             Action::Protect { .. } | Action::Foreign => uapi::XFRM_POLICY_ALLOW,
         },
-        flags,
         ..UserPolicyInfo::default()
     });
     if let Action::Protect { reqid, from, to } = policy.action {
@@ -148,11 +143,7 @@ pub(super) fn add_policy(kind: u16, policy: &Policy, flags: u8) -> Request {
     request
 }
 
-pub(super) fn policy_by_selector(
-    kind: u16,
-    selector: &Selector,
-    direction: PolicyDirection,
-) -> Request {
+pub(super) fn policy_by_selector(kind: u16, selector: &Selector, direction: Direction) -> Request {
     let mut request = Request::new(kind, 0);
     request.put(&UserPolicyId {
         selector: selector_to(selector),
@@ -162,7 +153,7 @@ pub(super) fn policy_by_selector(
     request
 }
 
-pub(super) fn policy_by_index(kind: u16, index: u32, direction: PolicyDirection) -> Request {
+pub(super) fn policy_by_index(kind: u16, index: u32, direction: Direction) -> Request {
     let mut request = Request::new(kind, NLM_F_ACK);
     request.put(&UserPolicyId {
         index,
@@ -230,11 +221,10 @@ fn selector_to(selector: &Selector) -> uapi::Selector {
     }
 }
 
-pub(super) fn direction_to(direction: PolicyDirection) -> u8 {
+pub(super) fn direction_to(direction: Direction) -> u8 {
     match direction {
-        PolicyDirection::In => uapi::XFRM_POLICY_IN,
-        PolicyDirection::Out => uapi::XFRM_POLICY_OUT,
-        PolicyDirection::Forward => uapi::XFRM_POLICY_FWD,
+        Direction::In => uapi::XFRM_POLICY_IN,
+        Direction::Out => uapi::XFRM_POLICY_OUT,
     }
 }
 

@@ -1,7 +1,6 @@
 //! What goes wrong when the kernel's IPsec is asked for something.
 
 use std::io;
-use std::ops::RangeInclusive;
 
 use crate::netlink::Failure;
 
@@ -35,18 +34,6 @@ pub enum Error {
     Taken {
         /// An SPI, or a selector.
         what: &'static str,
-    },
-    /// No SPI is free.
-    #[error("no SPI from {:#x} to {:#x} is free: give a larger range", .range.start(), .range.end())]
-    NoSpi {
-        /// Where one was looked for.
-        range: RangeInclusive<u32>,
-    },
-    /// An SPI that is not for SAs.
-    #[error("SPI {spi:#x} is reserved (RFC 4303): choose one from 0x100 on")]
-    Reserved {
-        /// The SPI.
-        spi: u32,
     },
     /// A CPU that the machine cannot have.
     #[error(
@@ -113,15 +100,11 @@ impl Refusal {
         }
     }
 
-    /// Whether the kernel's words are about a CPU ("pCPU number too big").
-    pub(super) fn names_a_cpu(&self) -> bool {
-        matches!(&self.why, Failure::Kernel { text: Some(text), .. } if text.contains("CPU"))
-    }
-
     /// What it means for an SA of `cpu` that was to be added.
     pub(super) fn of_state(self, cpu: Option<u32>) -> Error {
         let code = self.code();
         match (self.why, cpu) {
+            _ if code == Some(libc::EEXIST) => Error::Taken { what: "SPI" },
             (_, Some(cpu)) if code == Some(libc::ERANGE) => Error::NoSuchCpu { cpu },
             (
                 Failure::Kernel {

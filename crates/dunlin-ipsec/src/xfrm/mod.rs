@@ -10,7 +10,8 @@
 //!
 //! - [`Xfrm`] makes, reads and removes them, each by its exact identity; nothing here flushes
 //! - [`values`]: what is made and what is read back
-//! - [`esp_offload`], [`receive_encapsulated`](dunlin_linux::udp_encap::receive_encapsulated), [`Statistics`]: what goes with it
+//! - [`esp_offload`], [`receive_encapsulated`](dunlin_linux::udp_encap::receive_encapsulated): what
+//!   goes with it
 //!
 //! Keys go from the caller to the kernel through memory that is wiped, and what the kernel says of
 //! them when it is asked is compared and wiped, never returned.
@@ -20,40 +21,33 @@
 //! these, and the one with the key is kept out of it, since it would copy keys into memory that
 //! nobody wipes.
 
-#[cfg(feature = "rig")]
-mod acquire;
 mod decode;
 mod encode;
 mod error;
 mod offload;
-mod statistics;
 #[cfg(test)]
 mod tests;
 pub mod values;
 
 use dunlin_lane::sync::lock;
 use std::net::IpAddr;
-use std::ops::RangeInclusive;
 use std::sync::Mutex;
 
 use netlink_packet_xfrm as uapi;
 
-#[cfg(feature = "rig")]
-pub use self::acquire::Acquires;
 pub use self::error::Error;
 pub use self::offload::{EspOffload, esp_offload};
-pub use self::statistics::Statistics;
 pub use self::values::{
-    Action, Algorithm, Counters, Database, Direction, Encapsulation, Installed, KeyAndSalt,
-    LONGEST_REPLAY_WINDOW, Network, PerCpu, Policy, PolicyDirection, Ports, Protocol, Selector,
-    State, StateId,
+    Action, Algorithm, Counters, Installed, KeyAndSalt, LONGEST_REPLAY_WINDOW, Network, Policy,
+    Protocol, Selector, State, StateId,
 };
+pub use dunlin_proto::ipsec::object::{Direction, Encapsulation};
+pub use dunlin_proto::ipsec::ports::PortBlock;
+
+use dunlin_proto::ipsec::LEAST_SPI;
 
 use self::error::Refusal;
 use crate::netlink::{Failure, Link, Request};
-
-/// SPIs below are the IANA's (RFC 4303, section 2.1).
-pub const FIRST_SPI: u32 = 256;
 
 /// How often a list that changed while it was read is read again.
 const DUMP_ATTEMPTS: usize = 16;
@@ -78,88 +72,24 @@ impl Xfrm {
                 },
             })?;
         let xfrm = Self(Mutex::new(link));
-        // Whoever may not ask anything is told so here.
-        xfrm.database()?;
+        // Fails here where the process lacks the capability.
+        xfrm.exchange(
+            "asking how many SAs there are",
+            encode::database(),
+            |_, _| Ok(()),
+        )?;
         Ok(xfrm)
     }
 
-    /// Reserves an SPI for an SA from `from` to `to`. It is taken by a state without a key, which
-    /// carries nothing and goes by itself after 30 seconds (`net.core.xfrm_acq_expires`) unless
-    /// [`Xfrm::add_state`] completes it, with the same `reqid`, `direction` and CPU.
-    ///
-    /// # Errors
-    /// [`Error::NoSpi`] where none of `range` is free, [`Error::Reserved`] for one that begins
-    /// below [`FIRST_SPI`], [`Error::NoSuchCpu`], and what else the kernel says.
-    pub fn allocate_spi(
-        &self,
-        from: IpAddr,
-        to: IpAddr,
-        reqid: u32,
-        direction: Direction,
-        cpu: Option<u32>,
-        range: RangeInclusive<u32>,
-    ) -> Result<u32, Error> {
-        const DOING: &str = "reserving an SPI";
-        if *range.start() < FIRST_SPI {
-            return Err(Error::Reserved {
-                spi: *range.start(),
-            });
-        }
-        let request = encode::allocate_spi(from, to, reqid, direction, cpu, &range);
-        let mut reserved = None;
-        let answered = self.exchange(DOING, request, |kind, body| {
-            if kind == uapi::XFRM_MSG_NEWSA {
-                reserved = Some(decode::state(body)?);
-            }
-            Ok(())
-        });
-        answered.map_err(|refusal| match (refusal.code(), cpu) {
-            (Some(libc::ENOENT), _) => Error::NoSpi { range },
-            (Some(libc::EINVAL | libc::ERANGE), Some(cpu)) if refusal.names_a_cpu() => {
-                Error::NoSuchCpu { cpu }
-            }
-            _ => refusal.into(),
-        })?;
-        let reserved = reserved.flatten().ok_or(Error::Answer {
-            doing: DOING,
-            what: "it names no SPI",
-        })?;
-        Ok(reserved.id.spi)
-    }
-
-    /// Adds an SA, which from then on carries packets: a new one (`XFRM_MSG_NEWSA`), or, where its
-    /// SPI was reserved by [`Xfrm::allocate_spi`] for the same `reqid` and source, in place of the
-    /// reservation (`XFRM_MSG_UPDSA`). An SA that has a key is never changed: the kernel would
-    /// take such an update and silently keep the old key.
+    /// Adds an SA, which carries packets from then on.
     ///
     /// # Errors
     /// [`Error::Taken`] where another SA has its SPI, [`Error::NoSuchCpu`], [`Error::NoEsp`] where
     /// the kernel lacks ESP or the cipher, and what else the kernel says.
     pub fn add_state(&self, state: &State) -> Result<(), Error> {
-        const DOING: &str = "adding an SA";
-        // A reservation may expire between two of these steps, once.
-        for _ in 0..3 {
-            let request = encode::add_state(uapi::XFRM_MSG_NEWSA, state);
-            let refusal = match self.exchange(DOING, request, |_, _| Ok(())) {
-                Ok(()) => return Ok(()),
-                Err(refusal) => refusal,
-            };
-            if refusal.code() != Some(libc::EEXIST) {
-                return Err(refusal.of_state(state.cpu));
-            }
-            match self.state(&state.id)? {
-                None => continue,
-                Some(held) if held.is_reservation_for(state) => {}
-                Some(_) => return Err(Error::Taken { what: "SPI" }),
-            }
-            let request = encode::add_state(uapi::XFRM_MSG_UPDSA, state);
-            match self.exchange("completing an SA", request, |_, _| Ok(())) {
-                Ok(()) => return Ok(()),
-                Err(refusal) if refusal.code() == Some(libc::ESRCH) => {}
-                Err(refusal) => return Err(refusal.of_state(state.cpu)),
-            }
-        }
-        Err(Error::Taken { what: "SPI" })
+        let request = encode::add_state(state);
+        let added = self.exchange("adding an SA", request, |_, _| Ok(()));
+        added.map_err(|refusal| refusal.of_state(state.cpu))
     }
 
     /// What the kernel has under this identity, a reservation too; `None` where it has nothing.
@@ -244,7 +174,7 @@ impl Xfrm {
     /// [`Error::Taken`] where a policy of the same selector and direction stands, whatever its
     /// action and priority; the kernel keeps one.
     pub fn add_policy(&self, policy: &Policy) -> Result<(), Error> {
-        let request = encode::add_policy(uapi::XFRM_MSG_NEWPOLICY, policy, 0);
+        let request = encode::add_policy(uapi::XFRM_MSG_NEWPOLICY, policy);
         match self.exchange("adding a policy", request, |_, _| Ok(())) {
             Err(refusal) if refusal.code() == Some(libc::EEXIST) => {
                 Err(Error::Taken { what: "selector" })
@@ -259,21 +189,8 @@ impl Xfrm {
     /// # Errors
     /// [`Error::NotPermitted`], and what else the kernel says.
     pub fn replace_policy(&self, policy: &Policy) -> Result<(), Error> {
-        let request = encode::add_policy(uapi::XFRM_MSG_UPDPOLICY, policy, 0);
+        let request = encode::add_policy(uapi::XFRM_MSG_UPDPOLICY, policy);
         self.exchange("replacing a policy", request, |_, _| Ok(()))
-            .map_err(Error::from)
-    }
-
-    /// A policy with `XFRM_POLICY_CPU_ACQUIRE`: a CPU that has no SA asks for one (Linux 6.13).
-    /// Dunlin makes none such; a test shows why.
-    ///
-    /// # Errors
-    /// As [`Xfrm::add_policy`].
-    #[cfg(feature = "rig")]
-    pub fn add_policy_that_asks(&self, policy: &Policy) -> Result<(), Error> {
-        const CPU_ACQUIRE: u8 = 4;
-        let request = encode::add_policy(uapi::XFRM_MSG_NEWPOLICY, policy, CPU_ACQUIRE);
-        self.exchange("adding a policy", request, |_, _| Ok(()))
             .map_err(Error::from)
     }
 
@@ -284,7 +201,7 @@ impl Xfrm {
     pub fn policy(
         &self,
         selector: &Selector,
-        direction: PolicyDirection,
+        direction: Direction,
     ) -> Result<Option<Policy>, Error> {
         Ok(self
             .indexed_policy(selector, direction)?
@@ -294,7 +211,7 @@ impl Xfrm {
     fn indexed_policy(
         &self,
         selector: &Selector,
-        direction: PolicyDirection,
+        direction: Direction,
     ) -> Result<Option<(Policy, u32)>, Error> {
         let mut found = None;
         let request = encode::policy_by_selector(uapi::XFRM_MSG_GETPOLICY, selector, direction);
@@ -328,7 +245,8 @@ impl Xfrm {
         }
     }
 
-    /// All policies of the namespace, whoever made them, but for those of single sockets.
+    /// All policies of the namespace, whoever made them, but for those of single sockets and of
+    /// packets that pass through the host.
     ///
     /// # Errors
     /// [`Error::NotPermitted`], and what else the kernel says.
@@ -360,7 +278,7 @@ impl Xfrm {
     fn esp_between(&self, source: IpAddr, destination: IpAddr) -> Result<(), Error> {
         let id = StateId {
             destination,
-            spi: FIRST_SPI,
+            spi: LEAST_SPI,
         };
         let added = self.add_state(&State {
             id,
@@ -382,61 +300,45 @@ impl Xfrm {
         }
     }
 
-    /// Whether SAs of one CPU are what the kernel knows: reserves an SPI for CPU 0 between
-    /// addresses that nobody has (RFC 5737), reads it back, and gives it up.
+    /// Whether an SA may belong to one CPU. The kernel passes over the number in silence where it
+    /// may not. Linux 6.13 was the first with such SAs, and older series have taken them over: a
+    /// version does not tell.
     ///
     /// # Errors
     /// [`Error::NotPermitted`], and what else the kernel says.
-    pub fn per_cpu(&self) -> Result<PerCpu, Error> {
-        let [from, to] = [1, 2].map(|last| IpAddr::from([192, 0, 2, last]));
-        let spi = self.allocate_spi(from, to, 0, Direction::In, Some(0), FIRST_SPI..=u32::MAX)?;
-        let id = StateId {
-            destination: to,
-            spi,
-        };
-        let held = self.state(&id);
-        self.remove_state(&id)?;
-        Ok(match held?.and_then(|held| held.cpu) {
-            Some(0) => PerCpu::Supported,
-            _ => PerCpu::Ignored,
-        })
+    pub fn has_per_cpu_sas(&self) -> Result<bool, Error> {
+        Ok(self.probe()?.cpu == Some(0))
     }
 
-    /// Whether the kernel keeps which way an SA is used (Linux 6.10), looked for as by
-    /// [`Xfrm::per_cpu`]. One that does not wants a replay window of outbound SAs with extended
-    /// sequence numbers too.
+    /// Whether the kernel keeps which way an SA is used (Linux 6.10). One that does not wants a
+    /// replay window of outbound SAs with extended sequence numbers too.
     ///
     /// # Errors
     /// [`Error::NotPermitted`], and what else the kernel says.
     pub fn keeps_directions(&self) -> Result<bool, Error> {
-        let [from, to] = [1, 2].map(|last| IpAddr::from([192, 0, 2, last]));
-        let spi = self.allocate_spi(from, to, 0, Direction::In, None, FIRST_SPI..=u32::MAX)?;
-        let id = StateId {
-            destination: to,
-            spi,
-        };
-        let held = self.state(&id);
-        self.remove_state(&id)?;
-        Ok(held?.and_then(|held| held.direction) == Some(Direction::In))
+        Ok(self.probe()?.direction == Some(Direction::In))
     }
 
-    /// How many SAs there are, and how the kernel keeps them.
-    ///
-    /// # Errors
-    /// [`Error::NotPermitted`], and what else the kernel says.
-    pub fn database(&self) -> Result<Database, Error> {
-        const DOING: &str = "asking how many SAs there are";
-        let mut found = None;
-        self.exchange(DOING, encode::database(), |kind, body| {
-            if kind == uapi::XFRM_MSG_NEWSADINFO {
-                found = Some(decode::database(body)?);
+    /// What the kernel keeps of an SA for CPU 0 with a direction: reserves an SPI between
+    /// documentation addresses (RFC 5737), reads the reservation back, and removes it. It needs no
+    /// key, and carries nothing.
+    fn probe(&self) -> Result<Installed, Error> {
+        const DOING: &str = "reserving an SPI";
+        let [from, to] = [1, 2].map(|last| IpAddr::from([192, 0, 2, last]));
+        let request = encode::allocate_spi(from, to, Direction::In, 0);
+        let mut reserved = None;
+        self.exchange(DOING, request, |kind, body| {
+            if kind == uapi::XFRM_MSG_NEWSA {
+                reserved = decode::state(body)?;
             }
             Ok(())
         })?;
-        found.ok_or(Error::Answer {
-            doing: DOING,
-            what: "it does not say",
-        })
+        let what = "it names no SPI";
+        let none = || Error::Answer { doing: DOING, what };
+        let id = reserved.ok_or_else(none)?.id;
+        let held = self.state(&id);
+        self.remove_state(&id)?;
+        held?.ok_or_else(none)
     }
 
     fn list<T>(

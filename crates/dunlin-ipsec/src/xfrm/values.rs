@@ -3,6 +3,8 @@
 use std::fmt;
 use std::net::IpAddr;
 
+use dunlin_proto::ipsec::object::{Direction, Encapsulation};
+use dunlin_proto::ipsec::ports::PortBlock;
 use zeroize::Zeroizing;
 
 /// The longest replay window of the kernel, in packets (`XFRMA_REPLAY_ESN_MAX`).
@@ -13,15 +15,6 @@ pub(super) const ALGORITHM: &str = "rfc4106(gcm(aes))";
 pub(super) const KEY_BITS: u32 = 8 * KeyAndSalt::BYTES as u32;
 /// Of the tag.
 pub(super) const TAG_BITS: u32 = 128;
-
-/// Which way an SA is used (`XFRMA_SA_DIR`, Linux 6.10).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Direction {
-    /// It opens what comes.
-    In,
-    /// It seals what goes.
-    Out,
-}
 
 /// What an SA of ESP is known by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -90,16 +83,6 @@ pub struct State {
     pub selector: Option<Selector>,
 }
 
-/// The ports of ESP within UDP, as its packets bear them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Encapsulation {
-    /// The sender's.
-    pub source_port: u16,
-    /// The receiver's, at which a socket stands that
-    /// [`receive_encapsulated`](dunlin_linux::udp_encap::receive_encapsulated) has been called for.
-    pub destination_port: u16,
-}
-
 /// What the kernel has under a [`StateId`], as it says itself; without the key.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Installed {
@@ -161,11 +144,6 @@ pub struct Counters {
 }
 
 impl Installed {
-    /// Whether it holds an SPI for what `state` is to be.
-    pub(super) fn is_reservation_for(&self, state: &State) -> bool {
-        self.algorithm.is_none() && self.reqid == state.reqid && self.source == state.source
-    }
-
     /// What of it is not as `state` says; the key is not looked at.
     #[must_use]
     pub fn difference(&self, state: &State) -> Option<&'static str> {
@@ -212,9 +190,9 @@ pub struct Selector {
     /// Where they go.
     pub destination: Network,
     /// Ports at the source.
-    pub source_ports: Ports,
+    pub source_ports: PortBlock,
     /// Ports at the destination.
-    pub destination_ports: Ports,
+    pub destination_ports: PortBlock,
     /// What is above IP.
     pub protocol: Protocol,
 }
@@ -240,35 +218,6 @@ impl Network {
     }
 }
 
-/// Ports of which some bits are given.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Ports {
-    /// The given bits; the others are zero.
-    pub port: u16,
-    /// Which bits are given.
-    pub mask: u16,
-}
-
-impl Ports {
-    /// All of them.
-    pub const ANY: Self = Self { port: 0, mask: 0 };
-
-    /// One alone.
-    #[must_use]
-    pub const fn one(port: u16) -> Self {
-        Self {
-            port,
-            mask: u16::MAX,
-        }
-    }
-
-    /// Whether `port` is one of them.
-    #[must_use]
-    pub const fn holds(self, port: u16) -> bool {
-        port & self.mask == self.port
-    }
-}
-
 /// A number of the IANA's list of protocols above IP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Protocol(pub u8);
@@ -288,23 +237,12 @@ pub struct Policy {
     /// Which packets.
     pub selector: Selector,
     /// On which way.
-    pub direction: PolicyDirection,
+    pub direction: Direction,
     /// What is to become of them.
     pub action: Action,
     /// Of several policies that fit a packet the one with the smallest number holds; of equal
     /// ones the one that was there first.
     pub priority: u32,
-}
-
-/// The way of packets that a policy is for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum PolicyDirection {
-    /// To this host.
-    In,
-    /// From this host.
-    Out,
-    /// Through this host.
-    Forward,
 }
 
 /// What a policy does with packets.
@@ -324,24 +262,4 @@ pub enum Action {
     Block,
     /// Something that is not made here, read back: packets pass, or need other SAs.
     Foreign,
-}
-
-/// Whether an SA may belong to one CPU.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PerCpu {
-    /// It may.
-    Supported,
-    /// The kernel passes over the CPU in silence, and every SA is every CPU's. Linux 6.13 was the
-    /// first with them, and older series have taken them over: a version does not tell.
-    Ignored,
-}
-
-/// How the kernel keeps the SAs of a namespace.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Database {
-    /// SAs and reservations.
-    pub states: u32,
-    /// Lists among which their hashes spread them. When these grow, the order in which the SAs of
-    /// one list are found turns round.
-    pub buckets: u32,
 }

@@ -3,10 +3,11 @@
 use std::net::IpAddr;
 use std::process::ExitCode;
 
-use dunlin_ipsec::xfrm::{Direction, Error, FIRST_SPI, PerCpu, Protocol, Xfrm};
+use dunlin_ipsec::xfrm::{Direction, Error, Protocol, Xfrm};
 use dunlin_kernel_tests::ipsec::{CPUS, Family, Hosts, Sa, protect};
 use dunlin_kernel_tests::{Needs, run};
 use dunlin_linux::privileges::drop_capabilities;
+use dunlin_proto::ipsec::LEAST_SPI;
 
 const NEEDS: Needs = Needs {
     cpus: CPUS,
@@ -18,16 +19,15 @@ fn main() -> ExitCode {
     run(&NEEDS, |guest| {
         let hosts = Hosts::new(guest);
         let Hosts { a, b, .. } = &hosts;
-        let probed = a.xfrm.per_cpu().expect("it can be asked");
+        let knows = a.xfrm.has_per_cpu_sas().expect("it can be asked");
         // SAs of one CPU need one.
         assert!(a.xfrm.keeps_directions().expect("it can be asked"));
-        println!("{probed:?}");
-        let knows = probed == PerCpu::Supported;
+        println!("SAs of one CPU: {knows}");
         a.xfrm.esp().expect("it has ESP");
         // What was reserved and added for these questions is gone.
         assert_eq!(a.xfrm.states().expect("it can be asked"), []);
         // An SA that another program has where the probe would put its own stays.
-        let mut other = Sa::new(FIRST_SPI).state(a, b, Direction::In);
+        let mut other = Sa::new(LEAST_SPI).state(a, b, Direction::In);
         other.id.destination = IpAddr::from([192, 0, 2, 2]);
         a.xfrm.add_state(&other).expect("it is added");
         a.xfrm.esp().expect("it has ESP");

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use dunlin_ipsec::xfrm::Protocol;
 use dunlin_kernel_tests::ipsec::lanes::{Door, Lane, look_again, read_all, users};
-use dunlin_kernel_tests::ipsec::{CPUS, Family, Hosts, Sa, Way, needs_per_cpu, protect};
+use dunlin_kernel_tests::ipsec::{CPUS, Family, Host, Hosts, Sa, Way, needs_per_cpu, protect};
 use dunlin_kernel_tests::{Guest, Needs, Under, run};
 
 const NEEDS: Needs = Needs {
@@ -89,19 +89,19 @@ fn grown(guest: &Guest, fallback_first: bool) {
     };
     let own: Vec<_> = (0..CPUS).map(Some).collect();
     let mut seen = vec![goes_by()];
-    let mut buckets = vec![a.xfrm.database().expect("it can be asked").buckets];
+    let mut buckets = vec![counted(guest, a).1];
     let mut spi = 0x7000;
     while buckets.len() < 4 {
         let grown = Instant::now() + Duration::from_secs(30);
         let wanted = buckets[buckets.len() - 1];
         loop {
-            let now = a.xfrm.database().expect("it can be asked");
-            if now.buckets > wanted {
-                buckets.push(now.buckets);
+            let (states, lists) = counted(guest, a);
+            if lists > wanted {
+                buckets.push(lists);
                 break;
             }
             // Others', for another reqid, until the kernel has grown the table in its own time.
-            if now.states <= 2 * now.buckets {
+            if states <= 2 * lists {
                 let other = Sa {
                     reqid: 1,
                     ..Sa::new(spi)
@@ -109,7 +109,10 @@ fn grown(guest: &Guest, fallback_first: bool) {
                 other.add_out(a, b);
                 spi += 1;
             }
-            assert!(Instant::now() < grown, "{now:?} does not grow");
+            assert!(
+                Instant::now() < grown,
+                "{lists} lists of {states} SAs do not grow"
+            );
         }
         seen.push(goes_by());
     }
@@ -117,6 +120,17 @@ fn grown(guest: &Guest, fallback_first: bool) {
     if fallback_first {
         assert!(seen.iter().all(|seen| *seen == own), "{seen:?}");
     }
+}
+
+/// How many SAs a host has, and among how many lists their hashes spread them.
+fn counted(guest: &Guest, host: &Host) -> (u32, u32) {
+    let said = guest.output("ip", &["-n", &host.name, "-s", "xfrm", "state", "count"]);
+    let number = |name: &str| -> u32 {
+        let rest = said.split_once(name).expect("it is counted").1;
+        let word = rest.split_whitespace().next().expect("a number follows");
+        word.parse().expect("it is a number")
+    };
+    (number("SAD count"), number("buckets count"))
 }
 
 fn next_second() {

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dunlin_ipsec::xfrm::{Action, Network, Policy, PolicyDirection, Ports, Protocol};
+use dunlin_ipsec::xfrm::{Action, Direction, Network, Policy, PortBlock, Protocol};
 use dunlin_kernel_tests::ipsec::lanes::{Door, Ending, LIMIT, Lane, pattern, write_all};
 use dunlin_kernel_tests::ipsec::wire::{Seen, Wire};
 use dunlin_kernel_tests::ipsec::{
@@ -161,10 +161,10 @@ fn changed_under(
     // Policies for other ports, and one that is wider and comes behind: all are looked at anew.
     let beside = Policy {
         selector: dunlin_ipsec::xfrm::Selector {
-            destination_ports: Ports::one(9),
+            destination_ports: PortBlock::only(9),
             ..selector
         },
-        direction: PolicyDirection::Out,
+        direction: Direction::Out,
         action: Action::Block,
         priority: 5,
     };
@@ -174,7 +174,7 @@ fn changed_under(
                 prefix: 8,
                 ..selector.source
             },
-            destination_ports: Ports::ANY,
+            destination_ports: PortBlock::ANY,
             ..selector
         },
         priority: 9000,

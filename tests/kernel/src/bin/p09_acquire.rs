@@ -5,7 +5,8 @@ use std::net::TcpStream;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use dunlin_ipsec::xfrm::{Acquires, PolicyDirection, Protocol};
+use dunlin_ipsec::xfrm::{Direction, Protocol};
+use dunlin_kernel_tests::ipsec::acquires::{Acquires, add_policy_that_asks};
 use dunlin_kernel_tests::ipsec::lanes::{Door, Lane, users};
 use dunlin_kernel_tests::ipsec::{
     CPUS, Family, Hosts, REQID, Way, lanes_from, needs_per_cpu, policies,
@@ -32,8 +33,9 @@ fn main() -> ExitCode {
         let all = policies(&selector, a, b, REQID);
         for (host, policy) in &all {
             match policy.direction {
-                PolicyDirection::Out if host.name == a.name => {
-                    host.xfrm.add_policy_that_asks(policy).expect("it is added");
+                Direction::Out if host.name == a.name => {
+                    let added = host.run(|| add_policy_that_asks(policy));
+                    added.expect("it is added");
                 }
                 _ => host.xfrm.add_policy(policy).expect("it is added"),
             }

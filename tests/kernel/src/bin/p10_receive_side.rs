@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::net::UdpSocket;
 use std::process::ExitCode;
 
-use dunlin_ipsec::xfrm::{Encapsulation, Ports, Protocol};
+use dunlin_ipsec::xfrm::{Encapsulation, PortBlock, Protocol};
 use dunlin_kernel_tests::ipsec::lanes::{Door, Lane};
 use dunlin_kernel_tests::ipsec::{
     CPUS, ENCAPSULATED, Family, Hosts, LANES, LINK, REQID, Sa, lanes_from, policies,
@@ -110,7 +110,7 @@ fn spread(guest: &Guest, case: Case) -> BTreeSet<u32> {
             back.add(b, a);
         }
         let mut selector = lanes_from(a, b, family, Protocol::TCP);
-        selector.destination_ports = Ports::one(LANES.port + number);
+        selector.destination_ports = PortBlock::only(LANES.port + number);
         for (host, policy) in policies(&selector, a, b, reqid) {
             host.xfrm.add_policy(&policy).expect("it is added");
         }

@@ -5,10 +5,14 @@
 //! - [`Sa`], [`protect`]: what is set up between them
 //! - [`lanes`]: connections from and to given CPUs, and which SA has carried them
 //! - [`wire`]: frames as they leave
+//! - [`statistics`]: what IPsec has dropped
+//! - [`acquires`]: policies that ask for SAs, and what the kernel asks for
 //! - [`tap`]: the same, counted while sessions of `dunlin ipsec` are under load
 
+pub mod acquires;
 pub mod lanes;
 mod line;
+pub mod statistics;
 pub mod tap;
 pub mod wire;
 
@@ -20,14 +24,15 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use dunlin_ipsec::xfrm::{
-    Action, Counters, Direction, Encapsulation, KeyAndSalt, Network, PerCpu, Policy,
-    PolicyDirection, Ports, Protocol, Selector, State, StateId, Statistics, Xfrm,
+    Action, Counters, Direction, Encapsulation, KeyAndSalt, Network, Policy, PortBlock, Protocol,
+    Selector, State, StateId, Xfrm,
 };
 use dunlin_linux::affinity::pin_to;
 use dunlin_rig::linux::netns;
 use dunlin_rig::linux::tun::Tun;
 
 use self::line::Line;
+use self::statistics::Statistics;
 use crate::Guest;
 
 /// CPUs of a guest whose test is about them.
@@ -35,7 +40,7 @@ pub const CPUS: u32 = 4;
 /// What policies and SAs of a test have in common.
 pub const REQID: u32 = 4242;
 /// Ports at which lanes arrive.
-pub const LANES: Ports = Ports {
+pub const LANES: PortBlock = PortBlock {
     port: 0x1000,
     mask: 0xfff0,
 };
@@ -411,7 +416,7 @@ impl Way {
 #[must_use]
 pub fn has_per_cpu() -> bool {
     let xfrm = Xfrm::open().expect("the kernel has IPsec");
-    xfrm.per_cpu().expect("it can be asked") == PerCpu::Supported
+    xfrm.has_per_cpu_sas().expect("it can be asked")
 }
 
 /// Skips the test where it has none.
@@ -430,7 +435,7 @@ pub fn lanes_from(from: &Host, to: &Host, family: Family, protocol: Protocol) ->
     Selector {
         source: Network::one(from.address(family)),
         destination: Network::one(to.address(family)),
-        source_ports: Ports::ANY,
+        source_ports: PortBlock::ANY,
         destination_ports: LANES,
         protocol,
     }
@@ -466,9 +471,9 @@ pub fn policies<'a>(
         };
         for host in [from, to] {
             let direction = if host.number == out.number {
-                PolicyDirection::Out
+                Direction::Out
             } else {
-                PolicyDirection::In
+                Direction::In
             };
             let policy = Policy {
                 selector,

@@ -38,7 +38,7 @@ impl Seen {
             Self::Clear {
                 source,
                 destination,
-            } => LANES.holds(source) || LANES.holds(destination),
+            } => LANES.contains(source) || LANES.contains(destination),
             _ => false,
         }
     }

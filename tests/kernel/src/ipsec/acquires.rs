@@ -1,0 +1,153 @@
+//! Policies that ask a key manager for SAs (`XFRM_MSG_ACQUIRE`). Dunlin adds its SAs before they are
+//! needed and installs no such policy; a test shows why.
+
+use std::io;
+use std::net::IpAddr;
+
+use dunlin_ipsec::xfrm::{Action, Direction, Policy};
+use netlink_packet_core::{
+    NLM_F_ACK, NLM_F_REQUEST, NetlinkBuffer, NetlinkMessage, NetlinkPayload, NlasIterator,
+};
+use netlink_packet_xfrm as uapi;
+use netlink_sys::{Socket, SocketAddr, protocols::NETLINK_XFRM};
+use uapi::policy::ModifyMessage;
+use uapi::{Address, Id, LifetimeConfig, UserPolicyInfo, UserTemplate, XfrmAttrs, XfrmMessage};
+
+/// `XFRMA_SA_PCPU`, which netlink-packet-xfrm does not have: four bytes.
+const SA_CPU: u16 = 35;
+/// `XFRM_POLICY_CPU_ACQUIRE`: a CPU that has no SA asks for one (Linux 6.13).
+const CPU_ACQUIRE: u8 = 4;
+
+/// Adds an outbound policy with [`CPU_ACQUIRE`] in the calling thread's namespace.
+///
+/// # Errors
+/// What socket(2) says, and the kernel.
+///
+/// # Panics
+/// The policy is one that does not protect what leaves.
+pub fn add_policy_that_asks(policy: &Policy) -> io::Result<()> {
+    let Action::Protect { reqid, from, to } = policy.action else {
+        panic!("it protects");
+    };
+    assert_eq!(policy.direction, Direction::Out);
+    let family = match to {
+        IpAddr::V4(_) => uapi::AF_INET,
+        IpAddr::V6(_) => uapi::AF_INET6,
+    };
+    let selector = &policy.selector;
+    let info = UserPolicyInfo {
+        selector: uapi::Selector {
+            daddr: Address::from_ip(&selector.destination.address),
+            saddr: Address::from_ip(&selector.source.address),
+            dport: selector.destination_ports.port,
+            dport_mask: selector.destination_ports.mask,
+            sport: selector.source_ports.port,
+            sport_mask: selector.source_ports.mask,
+            family,
+            prefixlen_d: selector.destination.prefix,
+            prefixlen_s: selector.source.prefix,
+            proto: selector.protocol.0,
+            ..uapi::Selector::default()
+        },
+        lifetime_cfg: LifetimeConfig {
+            soft_byte_limit: uapi::XFRM_INF,
+            hard_byte_limit: uapi::XFRM_INF,
+            soft_packet_limit: uapi::XFRM_INF,
+            hard_packet_limit: uapi::XFRM_INF,
+            ..LifetimeConfig::default()
+        },
+        priority: policy.priority,
+        direction: uapi::XFRM_POLICY_OUT,
+        action: uapi::XFRM_POLICY_ALLOW,
+        flags: CPU_ACQUIRE,
+        ..UserPolicyInfo::default()
+    };
+    let template = UserTemplate {
+        id: Id {
+            daddr: Address::from_ip(&to),
+            spi: 0,
+            proto: uapi::IPPROTO_ESP,
+        },
+        family,
+        saddr: Address::from_ip(&from),
+        reqid,
+        mode: uapi::XFRM_MODE_TRANSPORT,
+        ..UserTemplate::default()
+    };
+    let mut message = NetlinkMessage::from(XfrmMessage::AddPolicy(ModifyMessage {
+        user_policy_info: info,
+        nlas: vec![XfrmAttrs::Template(vec![template])],
+    }));
+    message.header.flags = NLM_F_REQUEST | NLM_F_ACK;
+    message.finalize();
+    let mut bytes = vec![0; message.buffer_len()];
+    message.serialize(&mut bytes);
+    let mut socket = Socket::new(NETLINK_XFRM)?;
+    socket.bind_auto()?;
+    socket.connect(&SocketAddr::new(0, 0))?;
+    socket.send(&bytes, 0)?;
+    let (answer, _) = socket.recv_from_full()?;
+    let answer = NetlinkMessage::<XfrmMessage>::deserialize(&answer).map_err(io::Error::other)?;
+    match answer.payload {
+        NetlinkPayload::Error(error) if error.code.is_some() => Err(error.to_io()),
+        NetlinkPayload::Error(_) => Ok(()),
+        other => Err(io::Error::other(format!("{other:?}"))),
+    }
+}
+
+/// Hears what the kernel asks for in one network namespace. While somebody hears it, the kernel
+/// waits for an answer.
+pub struct Acquires(Socket);
+
+impl std::fmt::Debug for Acquires {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.debug_tuple("Acquires").finish()
+    }
+}
+
+impl Acquires {
+    /// Opens one in the calling thread's namespace.
+    ///
+    /// # Errors
+    /// What socket(2), bind(2) and setsockopt(2) say.
+    pub fn open() -> io::Result<Self> {
+        let mut socket = Socket::new(NETLINK_XFRM)?;
+        socket.bind(&SocketAddr::new(0, 0))?;
+        socket.add_membership(uapi::XFRMNLGRP_ACQUIRE)?;
+        socket.set_non_blocking(true)?;
+        Ok(Self(socket))
+    }
+
+    /// For which CPUs SAs were asked since the last call; `None` is an SA of every CPU.
+    ///
+    /// # Errors
+    /// What recv(2) says.
+    pub fn asked(&self) -> io::Result<Vec<Option<u32>>> {
+        let mut all = Vec::new();
+        let mut room = vec![0; 4096];
+        loop {
+            let length = match self.0.recv(&mut &mut room[..], 0) {
+                Ok(length) => length,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(all),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(error) => return Err(error),
+            };
+            let unreadable = || io::Error::from(io::ErrorKind::InvalidData);
+            let message = NetlinkBuffer::new_checked(room.get(..length).ok_or_else(unreadable)?)
+                .map_err(|_| unreadable())?;
+            if message.message_type() != uapi::XFRM_MSG_ACQUIRE {
+                continue;
+            }
+            let attributes = message
+                .payload()
+                .get(uapi::XFRM_USER_ACQUIRE_LEN..)
+                .ok_or_else(unreadable)?;
+            let cpu = NlasIterator::new(attributes)
+                .map_while(Result::ok)
+                .find(|attribute| attribute.kind() == SA_CPU)
+                .and_then(|attribute| attribute.value().first_chunk().copied())
+                .map(u32::from_ne_bytes);
+            all.push(cpu);
+        }
+    }
+}
