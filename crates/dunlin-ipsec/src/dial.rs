@@ -16,7 +16,7 @@ use dunlin_proto::negotiate::{
 };
 
 use super::error::IpsecError;
-use super::session::{Beginning, Session, clean_up_dead, random_session};
+use super::session::{Beginning, Session, clean_up_dead, ends, random};
 use super::{Observer, Options};
 use dunlin_lane::control::{self, ControlStream};
 use dunlin_lane::dial::{Connector, DialCancel, StandardConnector};
@@ -56,7 +56,7 @@ pub fn up_unless(
 ) -> Result<Session, IpsecError> {
     // Whatever cannot be taken back has been told.
     clean_up_dead(options, observer)?;
-    let session = random_session()?;
+    let session = random()?;
     let connector: Arc<dyn Connector> = Arc::new(StandardConnector);
     let to = (to, &connector);
     let control = open_beside(to, tls, session, options.patience, given_up)?;
@@ -76,20 +76,15 @@ pub(super) fn open_beside(
     let until = Instant::now() + patience + RESOLVER_GRACE;
     let (made, opened) = channel();
     let (name, tls, connector) = (to.to_owned(), tls.clone(), Arc::clone(connector));
-    let cancel = DialCancel::new().map_err(|source| IpsecError::Resources {
-        what: "a waker",
-        source,
-    })?;
+    let cancel = DialCancel::new().map_err(IpsecError::resources("a waker"))?;
     let own = cancel.clone();
     let body = move || {
         // What it has opened is closed where nobody takes it any more.
         let _ = made.send(open(&name, &*connector, &tls, session, patience, &own));
     };
     let thread = thread::Builder::new().name("dunlin-ipsec-dial".to_owned());
-    thread.spawn(body).map_err(|source| IpsecError::Resources {
-        what: "a thread",
-        source,
-    })?;
+    let started = thread.spawn(body);
+    started.map_err(IpsecError::resources("a thread"))?;
     let why = loop {
         match opened.recv_timeout(LOOK) {
             Ok(control) => return control,
@@ -120,18 +115,12 @@ pub(super) fn begin(
     observer: &Observer,
     given_up: &mut dyn FnMut() -> bool,
 ) -> Result<Session, IpsecError> {
-    let resources = |source| IpsecError::Resources {
-        what: "the address of the control connection",
-        source,
-    };
-    let socket = control.socket();
-    let own = socket.local_addr().map_err(resources)?.ip().to_canonical();
-    let other = socket.peer_addr().map_err(resources)?.ip().to_canonical();
+    let (own, other) = ends(control.socket())?;
     let terms = Terms {
         mode: options.mode,
         ports: options.ports,
-        own,
-        other,
+        own: own.ip().to_canonical(),
+        other: other.ip().to_canonical(),
         sas_max: options.sas_max,
         udp: options.udp,
     };

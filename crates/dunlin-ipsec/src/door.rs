@@ -75,9 +75,10 @@ impl Server {
         Tables::open(None)?.have_esp()?;
         // Whatever cannot be taken back has been told.
         clean_up_dead(&options, &observer)?;
-        let resources = |what| move |source| IpsecError::Resources { what, source };
-        let address = listener.local_addr().map_err(resources("the listener"))?;
-        let (stop, stopped) = waker().map_err(resources("a waker"))?;
+        let address = listener
+            .local_addr()
+            .map_err(IpsecError::resources("the listener"))?;
+        let (stop, stopped) = waker().map_err(IpsecError::resources("a waker"))?;
         let held = Arc::<Mutex<Vec<Held>>>::default();
         let over = Arc::new(Mutex::new(false));
         let site = Site {
@@ -88,13 +89,13 @@ impl Server {
         let (own, ended) = (site.clone(), Arc::clone(&over));
         let thread = |name: &str| thread::Builder::new().name(name.to_owned());
         let reaper = thread("dunlin-ipsec-ends").spawn(move || own.reap(&ended));
-        let mut threads = vec![reaper.map_err(resources("a thread"))?];
+        let mut threads = vec![reaper.map_err(IpsecError::resources("a thread"))?];
         let door = thread("dunlin-ipsec-door").spawn(move || site.take(&listener, &tls, &stopped));
         match door {
             Ok(door) => threads.push(door),
             Err(source) => {
                 *lock(&over) = true;
-                return Err(resources("a thread")(source));
+                return Err(IpsecError::resources("a thread")(source));
             }
         }
         Ok(Self {
@@ -206,12 +207,8 @@ impl Site {
         opening: &Opening,
     ) -> Result<(), IpsecError> {
         // The peer's host may vanish, and say nothing.
-        set_liveness(control.socket(), &Liveness::default()).map_err(|source| {
-            IpsecError::Resources {
-                what: "keepalive of the control connection",
-                source,
-            }
-        })?;
+        set_liveness(control.socket(), &Liveness::default())
+            .map_err(IpsecError::resources("keepalive of the control connection"))?;
         let agreed = self.answer(&control, opening);
         let mut bytes = Vec::new();
         match &agreed {

@@ -237,6 +237,11 @@ pub enum IpsecError {
 }
 
 impl IpsecError {
+    /// An error of the system about a resource.
+    pub(super) fn resources(what: &'static str) -> impl Fn(io::Error) -> Self + Copy {
+        move |source| Self::Resources { what, source }
+    }
+
     /// The code that the peer is told, and that says who is at fault.
     #[must_use]
     pub fn fault(&self) -> FaultCode {

@@ -54,5 +54,6 @@ pub use event::{Event, Observer};
 pub use options::{Hook, Options};
 pub use record::Owner;
 pub use recorded::{Recorded, recorded};
-pub use session::{AssociationStatus, Session, Status, clean_up};
+pub use session::{Session, Status, clean_up};
+pub use tables::AssociationStatus;
 pub use xfrm::Counters;

@@ -30,7 +30,7 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dunlin_proto::ipsec::object::{Action, Direction, NotAnObject, Object};
+use dunlin_proto::ipsec::object::{NotAnObject, Object, Policy};
 use dunlin_proto::negotiate::SessionId;
 
 use super::error::IpsecError;
@@ -218,17 +218,18 @@ impl Record {
     /// begun that relies on it: of this session, or of one whose policies it took over. Until
     /// the policies go, the record has those that did that.
     pub(super) fn has_protected(&self) -> bool {
-        self.is_heir
-            || self.objects.iter().any(|object| {
-                matches!(object, Object::Policy(policy)
-                    if policy.direction == Direction::Out && policy.action != Action::Block)
-            })
+        self.is_heir || self.policies().any(Policy::lets_out)
     }
 
-    /// Whether its owner has asked for the end, so that the ports are to be free when no
-    /// connection uses them.
-    pub(super) fn has_ended(&self) -> bool {
-        self.has_ended
+    /// The policies among what may be installed.
+    pub(super) fn policies(&self) -> impl Iterator<Item = &Policy> {
+        self.objects.iter().filter_map(Object::policy)
+    }
+
+    /// Whether the ports are to be free when no connection uses them: its owner has asked for the
+    /// end, or nothing relies on it.
+    pub(super) fn is_free(&self) -> bool {
+        self.has_ended || !self.has_protected()
     }
 
     /// Its policies come in the place of those of a session that has protected the ports.

@@ -4,12 +4,11 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use dunlin_proto::ipsec::object::{Action, Direction, Object};
+use dunlin_proto::ipsec::object::{Object, Policy};
 
 use super::error::IpsecError;
 use super::record::{Owner, Record, Seen, Shelf};
-use super::session::AssociationStatus;
-use super::tables::Tables;
+use super::tables::{AssociationStatus, Tables};
 
 /// How long another process may be at taking ports before it is told of.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -59,34 +58,20 @@ pub fn recorded(records: &Path) -> Result<Vec<Result<Recorded, IpsecError>>, Ips
 }
 
 fn tell(record: &Record, is_kept: bool, tables: &Tables) -> Result<Recorded, IpsecError> {
-    let associations = record.objects().iter().filter_map(|object| match object {
-        Object::Association(association) => Some(*association),
-        _ => None,
-    });
-    let associations = associations.map(|association| {
-        let counters = tables.counters(&association)?;
-        Ok(AssociationStatus {
-            association,
-            counters,
-        })
-    });
+    let associations = record.objects().iter().filter_map(Object::association);
     Ok(Recorded {
         record: record.path().to_owned(),
         is_kept,
         owner: record.owner().cloned(),
-        protects: protects(record.objects(), is_kept),
-        associations: associations.collect::<Result<_, IpsecError>>()?,
+        protects: protects(record.policies(), is_kept),
+        associations: tables.statuses(associations)?,
     })
 }
 
 /// Whether policies stand by which packets leave. What a process has left blocks them as soon as
 /// somebody has taken back its SAs, and the record names the policies until then.
-fn protects(objects: &[Object], is_kept: bool) -> bool {
-    let leaves = |object: &Object| {
-        matches!(object, Object::Policy(policy)
-            if policy.direction == Direction::Out && policy.action != Action::Block)
-    };
-    is_kept && objects.iter().any(leaves)
+fn protects<'a>(mut policies: impl Iterator<Item = &'a Policy>, is_kept: bool) -> bool {
+    is_kept && policies.any(Policy::lets_out)
 }
 
 #[cfg(test)]
@@ -97,18 +82,18 @@ mod tests {
 
     #[test]
     fn a_session_protects_when_packets_leave_by_its_sas_and_somebody_keeps_it() {
-        let policy = |words: &str| -> Object {
-            let line = format!("policy {words}");
-            line.parse().unwrap()
+        let policy = |words: &str| -> Policy {
+            let object: Object = format!("policy {words}").parse().unwrap();
+            *object.policy().unwrap()
         };
         let ports = "192.0.2.1 192.0.2.2 ports 0/0x0000 4444/0xffff priority 103";
         let block = policy(&format!("out {ports} block"));
         let out = policy(&format!("out {ports} protect 65536"));
         let inward =
             policy("in 192.0.2.2 192.0.2.1 ports 4444/0xffff 0/0x0000 priority 103 protect 65536");
-        assert!(!protects(&[block, inward], true));
-        assert!(protects(&[block, inward, out], true));
-        assert!(!protects(&[out, inward], false));
+        assert!(!protects([block, inward].iter(), true));
+        assert!(protects([block, inward, out].iter(), true));
+        assert!(!protects([out, inward].iter(), false));
     }
 
     #[test]

@@ -7,15 +7,14 @@ use std::sync::mpsc::{self, Receiver, Sender as Channel};
 use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 
-use crate::xfrm::Counters;
 use dunlin_proto::ipsec::Sender;
-use dunlin_proto::ipsec::object::{Association, Object, Policy};
-use dunlin_proto::ipsec::plan::{Layout, Step, Undo};
+use dunlin_proto::ipsec::object::Policy;
+use dunlin_proto::ipsec::plan::Layout;
 use dunlin_proto::ipsec::ports::PortBlock;
 
 use super::error::{IpsecError, in_words};
 use super::record::{Record, Shelf};
-use super::tables::{Tables, still_used};
+use super::tables::{AssociationStatus, Tables, still_used};
 use super::{Event, Observer, Options};
 
 mod begin;
@@ -27,7 +26,7 @@ mod system;
 use driver::Driver;
 pub(super) use shared::Beginning;
 use shared::{SharedStatus, Told};
-pub(super) use system::random_session;
+pub(super) use system::{ends, random};
 
 /// A session between two hosts. When it is dropped, it is ended.
 pub struct Session {
@@ -51,15 +50,6 @@ pub struct Status {
     pub associations: Vec<AssociationStatus>,
 }
 
-/// An SA, and what it has carried.
-#[derive(Clone, Debug)]
-pub struct AssociationStatus {
-    /// The SA.
-    pub association: Association,
-    /// What it has carried; none where somebody has removed it.
-    pub counters: Option<Counters>,
-}
-
 impl Session {
     /// Begins one, on threads of its own. The tables are those of the calling thread's
     /// network namespace.
@@ -73,10 +63,7 @@ impl Session {
         let thread = thread::Builder::new()
             .name("dunlin-ipsec".to_owned())
             .spawn(body)
-            .map_err(|source| IpsecError::Resources {
-                what: "a thread",
-                source,
-            })?;
+            .map_err(IpsecError::resources("a thread"))?;
         let session = Self {
             commands,
             standing,
@@ -99,24 +86,14 @@ impl Session {
         let (epoch, grants) = &standing.outbound;
         steps.extend(layout.outbound(*epoch, grants, false, &[]));
         drop(standing);
-        let tables = Tables::of(xfrm);
-        let associations = steps.into_iter().filter_map(|step| match step {
-            Step::Add(Object::Association(association)) => Some(association),
-            _ => None,
-        });
-        let associations = associations.map(|association| {
-            let counters = tables.counters(&association)?;
-            Ok(AssociationStatus {
-                association,
-                counters,
-            })
-        });
+        let associations = steps.iter().filter_map(|step| step.added()?.association());
+        let associations = Tables::of(xfrm).statuses(associations)?;
         Ok(Some(Status {
             local: layout.local,
             peer: layout.peer,
             layout,
             up,
-            associations: associations.collect::<Result<_, IpsecError>>()?,
+            associations,
         }))
     }
 
@@ -205,8 +182,7 @@ pub(super) fn clean_up_dead(
     options: &Options,
     observer: &Observer,
 ) -> Result<Option<IpsecError>, IpsecError> {
-    let frees = |record: &Record| record.has_ended() || !record.has_protected();
-    take_back(options, observer, &frees)
+    take_back(options, observer, &Record::is_free)
 }
 
 /// As [`clean_up_dead`], and frees the ports in `options` too, which are for Dunlin's own lanes: nothing
@@ -222,28 +198,11 @@ pub(super) fn clean_up_lanes(
         let last = block.port | !block.mask;
         block.mask > 0 && options.ports.contains(block.port) && options.ports.contains(last)
     };
-    let of_lanes = |object: &Object| match object {
-        Object::Policy(Policy { selector, .. }) => {
-            is_lanes(selector.source_ports) || is_lanes(selector.destination_ports)
-        }
-        _ => true,
+    let of_lanes = |policy: &Policy| {
+        is_lanes(policy.selector.source_ports) || is_lanes(policy.selector.destination_ports)
     };
-    let frees = |record: &Record| {
-        let ends = record.has_ended() || !record.has_protected();
-        ends || record.objects().iter().all(of_lanes)
-    };
+    let frees = |record: &Record| record.is_free() || record.policies().all(of_lanes);
     take_back(options, observer, &frees)
-}
-
-/// Takes back all that processes that have died left in this network namespace.
-///
-/// # Errors
-/// As [`clean_up_dead`].
-pub(super) fn free_all(
-    options: &Options,
-    observer: &Observer,
-) -> Result<Option<IpsecError>, IpsecError> {
-    take_back(options, observer, &|_| true)
 }
 
 /// Of each record `frees` says whether its ports are to be free when it is quiet.
@@ -284,11 +243,11 @@ fn clean(
     observer: &Observer,
 ) -> Result<(), IpsecError> {
     let objects = record.objects().len();
-    let undo: Undo = tables.take_back(&mut record)?;
+    let undo = tables.take_back(&mut record)?;
     let path = record.path().to_owned();
     if !frees {
         observer(&Event::StaysBlocked { record: path });
-    } else if tables.finish(&undo, &mut record)? {
+    } else if tables.finish(&undo.when_quiet, &mut record)? {
         record.forget()?;
         observer(&Event::Cleaned {
             record: path,
@@ -309,5 +268,5 @@ fn clean(
 /// # Errors
 /// The kernel does not answer, or a record cannot be read; the others are done first.
 pub fn clean_up(options: &Options, observer: &Observer) -> Result<(), IpsecError> {
-    free_all(options, observer)?.map_or(Ok(()), Err)
+    take_back(options, observer, &|_| true)?.map_or(Ok(()), Err)
 }

@@ -12,7 +12,6 @@ use dunlin_proto::ipsec::object::{
     Action, Association, Direction, Listener, Object, Policy, Selector,
 };
 use dunlin_proto::ipsec::plan::{Step, Undo, undo};
-use dunlin_proto::ipsec::ports::PortBlock;
 
 use super::Hook;
 use super::error::IpsecError;
@@ -30,6 +29,15 @@ use values::{
 /// them in pieces, and one may be in none of them while it changes its state.
 const LOOKS: u32 = 3;
 const BETWEEN_LOOKS: Duration = Duration::from_millis(50);
+
+/// An SA, and what it has carried.
+#[derive(Clone, Debug)]
+pub struct AssociationStatus {
+    /// The SA.
+    pub association: Association,
+    /// What it has carried; none if another program has removed it.
+    pub counters: Option<Counters>,
+}
 
 /// The kernel's tables in the namespace of the thread that opened them.
 pub(super) struct Tables {
@@ -82,10 +90,7 @@ impl Tables {
         let mut standing = standing.map_err(kernel("policies are listed"))?;
         let inherited: Vec<xfrm::Policy> = inherited.iter().map(policy_of).collect();
         standing.retain(|policy| !inherited.contains(policy));
-        for step in steps {
-            let Step::Add(Object::Policy(own)) = step else {
-                continue;
-            };
+        for own in steps.iter().filter_map(|step| step.added()?.policy()) {
             let own = policy_of(own);
             let met = standing
                 .iter()
@@ -236,16 +241,8 @@ impl Tables {
     /// One is not there; it is named.
     pub(super) fn still_stand(&self, record: &Record) -> Result<(), IpsecError> {
         let mut missing = None;
-        for object in record.objects() {
-            let Object::Policy(policy) = object else {
-                continue;
-            };
-            // A connection's own one is ahead of these, and without it they serve.
-            let any = PortBlock::ANY;
-            let selector = &policy.selector;
-            if selector.source_ports != any && selector.destination_ports != any {
-                continue;
-            }
+        // A connection's own one is ahead of these, and without it they serve.
+        for policy in record.policies().filter(|one| !one.is_for_connection()) {
             let expected = policy_of(policy);
             let standing = self.xfrm.policy(&expected.selector, expected.direction);
             let standing = standing.map_err(kernel(policy))?;
@@ -274,13 +271,10 @@ impl Tables {
         };
         let states: BTreeMap<StateId, Installed> =
             states.into_iter().map(|one| (one.id, one)).collect();
-        let lost = record.objects().iter().find_map(|object| match object {
-            Object::Association(one) => {
-                let standing = states.get(&id_of(one));
-                let stands = standing.is_some_and(|standing| is_the_same(standing, one));
-                (!stands).then_some(one)
-            }
-            _ => None,
+        let mut associations = record.objects().iter().filter_map(Object::association);
+        let lost = associations.find(|one| {
+            let standing = states.get(&id_of(one));
+            !standing.is_some_and(|standing| is_the_same(standing, one))
         });
         lost.map_or(Ok(()), |one| Err(IpsecError::RemovedSa(one.to_string())))
     }
@@ -291,7 +285,7 @@ impl Tables {
     /// what is gone already is not looked for in vain.
     pub(super) fn take_back(&mut self, record: &mut Record) -> Result<Undo, IpsecError> {
         let mut undo = undo(record.objects());
-        let recorded = record.objects().to_vec();
+        let recorded: Vec<Policy> = record.policies().copied().collect();
         for step in std::mem::take(&mut undo.now) {
             self.tell(&step);
             match step {
@@ -300,9 +294,7 @@ impl Tables {
                     let standing = self.xfrm.policy(&own.selector, own.direction);
                     let standing = standing.map_err(kernel(&policy))?;
                     let is_ours = standing.is_some_and(|standing| {
-                        let same = |object: &Object| {
-                            matches!(object, Object::Policy(one) if policy_of(one) == standing)
-                        };
+                        let same = |one: &Policy| policy_of(one) == standing;
                         // It may have been put there by one that died in the midst of this.
                         standing == own || recorded.iter().any(same)
                     });
@@ -326,33 +318,35 @@ impl Tables {
     /// Removes what has blocked the ports since [`Tables::take_back`]; false while
     /// connections of theirs are left, which would go on in the clear. Where nothing was
     /// ever protected, those that are there were in the clear before, and go on.
-    pub(super) fn finish(&mut self, undo: &Undo, record: &mut Record) -> Result<bool, IpsecError> {
+    pub(super) fn finish(
+        &mut self,
+        when_quiet: &[Policy],
+        record: &mut Record,
+    ) -> Result<bool, IpsecError> {
         if record.has_protected() {
             for look in 0..LOOKS {
                 if look > 0 {
                     thread::sleep(BETWEEN_LOOKS);
                 }
-                if still_used(&undo.when_quiet)? > 0 {
+                if still_used(when_quiet)? > 0 {
                     return Ok(false);
                 }
             }
         }
-        self.remove_all(&undo.when_quiet, record)?;
+        self.remove_all(when_quiet, record)?;
         Ok(true)
     }
 
     /// Removes these.
     pub(super) fn remove_all(
         &mut self,
-        steps: &[Step],
+        policies: &[Policy],
         record: &mut Record,
     ) -> Result<(), IpsecError> {
-        for step in steps {
-            self.tell(step);
-            if let Step::Remove(object) = step {
-                self.remove(object)?;
-                let _ = record.gone(object);
-            }
+        for object in policies.iter().copied().map(Object::Policy) {
+            self.tell(&Step::Remove(object));
+            self.remove(&object)?;
+            let _ = record.gone(&object);
         }
         Ok(())
     }
@@ -368,10 +362,24 @@ impl Tables {
     }
 
     /// What an SA has carried; none where it is gone.
-    pub(super) fn counters(&self, one: &Association) -> Result<Option<Counters>, IpsecError> {
+    fn counters(&self, one: &Association) -> Result<Option<Counters>, IpsecError> {
         let state = self.xfrm.state(&id_of(one)).map_err(kernel(one))?;
         let own = state.filter(|state| is_the_same(state, one));
         Ok(own.map(|state| state.counters))
+    }
+
+    /// These SAs, with what they have carried.
+    pub(super) fn statuses<'a>(
+        &self,
+        associations: impl Iterator<Item = &'a Association>,
+    ) -> Result<Vec<AssociationStatus>, IpsecError> {
+        let statuses = associations.map(|one| {
+            Ok(AssociationStatus {
+                association: *one,
+                counters: self.counters(one)?,
+            })
+        });
+        statuses.collect()
     }
 
     fn tell(&self, step: &Step) {
@@ -414,20 +422,15 @@ impl Tables {
 }
 
 /// Connections of this host whose packets these policies are for.
-pub(super) fn still_used(when_quiet: &[Step]) -> Result<usize, IpsecError> {
-    let selectors: Vec<Selector> = when_quiet
+pub(super) fn still_used(policies: &[Policy]) -> Result<usize, IpsecError> {
+    let leaving = policies
         .iter()
-        .filter_map(|step| match step {
-            Step::Remove(Object::Policy(policy)) if policy.direction == Direction::Out => {
-                Some(policy.selector)
-            }
-            _ => None,
-        })
-        .collect();
+        .filter(|one| one.direction == Direction::Out);
+    let selectors: Vec<Selector> = leaving.map(|policy| policy.selector).collect();
     if selectors.is_empty() {
         return Ok(0);
     }
-    let covered = |selector: &Selector, from: std::net::SocketAddr, to: std::net::SocketAddr| {
+    let covered = |selector: &Selector, from: SocketAddr, to: SocketAddr| {
         selector.source == from.ip()
             && selector.destination == to.ip()
             && selector.source_ports.contains(from.port())
@@ -444,9 +447,10 @@ pub(super) fn still_used(when_quiet: &[Step]) -> Result<usize, IpsecError> {
 
 /// The record has the policy, and no other of its place.
 fn forget_replaced(policy: &Policy, record: &mut Record) -> Result<(), IpsecError> {
-    let replaced = |object: &&Object| matches!(object, Object::Policy(other) if other.is_in_place_of(policy) && other != policy);
-    let before: Vec<Object> = record.objects().iter().filter(replaced).copied().collect();
-    before.iter().try_for_each(|object| record.gone(object))
+    let replaced = |other: &&Policy| other.is_in_place_of(policy) && *other != policy;
+    let before: Vec<Policy> = record.policies().filter(replaced).copied().collect();
+    let mut before = before.into_iter().map(Object::Policy);
+    before.try_for_each(|object| record.gone(&object))
 }
 
 /// Whether the kernel has surely not done what it was told. Where its answer was lost it
@@ -468,8 +472,5 @@ fn kernel(doing: impl ToString) -> impl FnOnce(xfrm::Error) -> IpsecError {
 
 fn listen(listener: &Listener) -> Result<Arc<UdpSocket>, IpsecError> {
     let socket = udp::listen((listener.address, listener.port).into());
-    socket.map_err(|source| IpsecError::Resources {
-        what: "the UDP port for ESP (--udp names another, if another process has it)",
-        source,
-    })
+    socket.map_err(IpsecError::resources("the UDP port for ESP"))
 }

@@ -15,6 +15,7 @@ use dunlin_linux::socket::{Liveness, set_liveness};
 use dunlin_linux::tcp::sent_bytes;
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::ipsec::{Mode, Sender};
+use dunlin_proto::negotiate::SessionId;
 use thiserror::Error;
 
 use super::watch::{Look, strays};
@@ -23,7 +24,7 @@ use crate::dial;
 use crate::error::IpsecError;
 use crate::event::{Event, Observer};
 use crate::options::Options;
-use crate::session::{Session, random_session};
+use crate::session::{Session, ends, random};
 use crate::sockets::{Connection, connections};
 use crate::{AssociationStatus, Direction, PortRange};
 use dunlin_lane::data::LaneGuard;
@@ -336,7 +337,7 @@ impl IpsecDialer {
         };
         for _ in 0..BLOCKS_TRIED {
             go_on(request)?;
-            let session = random_session()?;
+            let session: SessionId = random()?;
             if blocks.is_empty() {
                 mem::swap(&mut blocks, &mut later);
             }
@@ -368,14 +369,7 @@ impl IpsecDialer {
                 let to = to.to_owned();
                 return Err(LaneError::OtherPeer { to });
             }
-            let address = |end: io::Result<SocketAddr>| {
-                end.map_err(|source| IpsecError::Resources {
-                    what: "the address of the control connection",
-                    source,
-                })
-            };
-            let local = address(control.socket().local_addr())?;
-            let peer = address(control.socket().peer_addr())?;
+            let (local, peer) = ends(control.socket())?;
             let observer = &shared.site.observer;
             match dial::begin(control, session, &options, observer, &mut given_up) {
                 Ok(session) => {

@@ -156,10 +156,7 @@ impl IpsecLanes {
         let keeper = thread::Builder::new()
             .name("dunlin-ipsec-lanes".to_owned())
             .spawn(move || own.keep(&offered))
-            .map_err(|source| IpsecError::Resources {
-                what: "a thread",
-                source,
-            })?;
+            .map_err(IpsecError::resources("a thread"))?;
         Ok(Self(Arc::new(Inner {
             shared,
             offers: Some(offers),

@@ -158,15 +158,15 @@ fn a_record_that_is_an_heir_s_or_was_asked_to_end_says_so_after_its_process_has_
     let [blocks, ..] = objects();
     let mut record = place.shelf().create(&[7; 16]).unwrap();
     record.add(&[blocks]).unwrap();
-    assert!(!record.has_protected() && !record.has_ended());
+    assert!(!record.has_protected() && !record.has_ended);
     record.inherit().unwrap();
     drop(record);
     let mut record = left(&place).remove(0);
-    assert!(record.has_protected() && !record.has_ended());
+    assert!(record.has_protected() && !record.has_ended);
     record.end().unwrap();
     drop(record);
     let record = left(&place).remove(0);
-    assert!(record.has_protected() && record.has_ended());
+    assert!(record.has_protected() && record.has_ended);
     assert_eq!(record.objects(), [blocks]);
 }
 

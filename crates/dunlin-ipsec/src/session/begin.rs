@@ -1,16 +1,15 @@
 //! How a session blocks its ports, and takes over those that an earlier one has left blocked.
 
 use dunlin_proto::text::harmless;
-use std::io;
 use std::net::SocketAddr;
 
 use dunlin_proto::ipsec::Mode;
 use dunlin_proto::ipsec::message::Terms;
-use dunlin_proto::ipsec::object::{Object, Policy};
+use dunlin_proto::ipsec::object::Policy;
 use dunlin_proto::ipsec::plan::{Adoption, Layout, REQID_BLOCKS, REQIDS, Step, adopt};
 
 use super::driver::Driver;
-use super::system::{guarded, is_of_this_host, random};
+use super::system::{ends, guarded, is_of_this_host, random};
 use crate::error::{IpsecError, in_words};
 use crate::event::Event;
 use crate::record::{Owner, Record};
@@ -21,13 +20,7 @@ impl Driver {
     pub(super) fn begin(&mut self, terms: &Terms) -> Result<(), IpsecError> {
         (self.admits)(&self.options, terms)?;
         let socket = self.control.socket();
-        let address = |end: io::Result<SocketAddr>| {
-            end.map_err(|source| IpsecError::Resources {
-                what: "the address of the control connection",
-                source,
-            })
-        };
-        let (local, peer) = (address(socket.local_addr())?, address(socket.peer_addr())?);
+        let (local, peer) = ends(socket)?;
         let (own, other) = (local.ip().to_canonical(), peer.ip().to_canonical());
         if (own, other) != (terms.other, terms.own) {
             return Err(IpsecError::Breach(format!(
@@ -147,9 +140,9 @@ impl Driver {
         for mut record in inheritance.records {
             let objects = record.objects().len();
             let own = blocking(&record);
-            let of_record = |steps: &[Step]| -> Vec<Step> {
-                let is_own = |step: &&Step| matches!(step, Step::Remove(Object::Policy(policy)) if own.contains(policy));
-                steps.iter().filter(is_own).copied().collect()
+            let of_record = |policies: &[Policy]| -> Vec<Policy> {
+                let is_own = |policy: &&Policy| own.contains(policy);
+                policies.iter().filter(is_own).copied().collect()
             };
             let mut gone = of_record(&adoption.then);
             gone.extend(of_record(&adoption.in_the_way));
@@ -165,8 +158,10 @@ impl Driver {
             self.tables.remove_all(&gone, &mut record)?;
             // What was replaced is the heir's, and not waited for when this one's is.
             for object in record.objects().to_vec() {
-                let over = |step: &Step| matches!((step, &object), (Step::Replace(own), Object::Policy(other)) if own.is_in_place_of(other));
-                if adoption.begin.iter().any(over) {
+                if object
+                    .policy()
+                    .is_some_and(|policy| replaces(&adoption.begin, policy))
+                {
                     record.gone(&object)?;
                 }
             }
@@ -198,12 +193,8 @@ struct Inheritance {
 impl Inheritance {
     /// Whether a connection may have begun that relies on policies that are taken over.
     fn protected(&self, adoption: &Adoption) -> bool {
-        let replaced = |policy: &Policy| {
-            let over =
-                |step: &Step| matches!(step, Step::Replace(own) if own.is_in_place_of(policy));
-            let in_shadow = Step::Remove(Object::Policy(*policy));
-            adoption.begin.iter().any(over) || adoption.then.contains(&in_shadow)
-        };
+        let replaced =
+            |policy: &Policy| replaces(&adoption.begin, policy) || adoption.then.contains(policy);
         self.records
             .iter()
             .any(|record| record.has_protected() && blocking(record).iter().any(replaced))
@@ -213,20 +204,20 @@ impl Inheritance {
 /// Whether a record has policies for packets that these are to be for.
 fn concerns(record: &Record, begin: &[Step]) -> bool {
     let left = blocking(record);
-    begin.iter().any(|step| match step {
-        Step::Add(Object::Policy(own)) => left
-            .iter()
-            .any(|other| other.direction == own.direction && other.selector.meets(&own.selector)),
-        _ => false,
-    })
+    let mut own = begin.iter().filter_map(|step| step.added()?.policy());
+    let meets = |own: &Policy, other: &Policy| {
+        other.direction == own.direction && other.selector.meets(&own.selector)
+    };
+    own.any(|own| left.iter().any(|other| meets(own, other)))
+}
+
+/// Whether one of these steps puts a policy in the place of this one.
+fn replaces(steps: &[Step], policy: &Policy) -> bool {
+    let over = |step: &Step| matches!(step, Step::Replace(own) if own.is_in_place_of(policy));
+    steps.iter().any(over)
 }
 
 /// What blocks a session's ports once everything else has been taken back.
 fn blocking(record: &Record) -> Vec<Policy> {
-    let undo = dunlin_proto::ipsec::plan::undo(record.objects());
-    let policy = |step: &Step| match step {
-        Step::Remove(Object::Policy(policy)) => Some(*policy),
-        _ => None,
-    };
-    undo.when_quiet.iter().filter_map(policy).collect()
+    dunlin_proto::ipsec::plan::undo(record.objects()).when_quiet
 }

@@ -125,10 +125,7 @@ impl Driver {
             .spawn(move || read(&control, &heard, &next));
         if let Err(source) = &reader {
             let source = io::Error::from(source.kind());
-            self.give_up(IpsecError::Resources {
-                what: "a thread",
-                source,
-            });
+            self.give_up(IpsecError::resources("a thread")(source));
         }
         self.settle();
         while !self.over {
@@ -276,10 +273,7 @@ impl Driver {
         let mut grants = grants.collect::<Result<Vec<_>, IpsecError>>()?;
         // At once: each time the disk is waited for.
         let coming = layout.inbound(epoch, &grants);
-        let coming = coming.iter().filter_map(|step| match step {
-            Step::Add(object) => Some(*object),
-            _ => None,
-        });
+        let coming = coming.iter().filter_map(Step::added).copied();
         let record = self.record.as_mut().ok_or(IpsecError::Ended)?;
         record.add(&coming.collect::<Vec<_>>())?;
         for grant in &mut grants {
@@ -448,24 +442,16 @@ impl Driver {
             let _ = record.end();
         }
         let undo = self.tables.take_back(&mut record)?;
-        if !asked && record.has_protected() {
-            let connections = still_used(&undo.when_quiet)?;
-            let record = record.path().to_owned();
-            self.tell(Event::Left {
-                record,
-                connections,
-            });
-            return Ok(());
-        }
+        let is_left = !asked && record.has_protected();
         let began = Instant::now();
         let mut said = false;
-        while !self.tables.finish(&undo, &mut record)? {
+        while is_left || !self.tables.finish(&undo.when_quiet, &mut record)? {
             let connections = still_used(&undo.when_quiet)?;
-            if !said {
+            if !said && !is_left {
                 self.tell(Event::StillUsed { connections });
                 said = true;
             }
-            if began.elapsed() >= self.options.quiet_wait {
+            if is_left || began.elapsed() >= self.options.quiet_wait {
                 let record = record.path().to_owned();
                 self.tell(Event::Left {
                     record,

@@ -2,11 +2,10 @@
 
 use std::fs::{self, File};
 use std::io::Read;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, TcpStream, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpStream, UdpSocket};
 use std::path::Path;
 
 use crate::netdev;
-use dunlin_proto::negotiate::SessionId;
 
 use crate::error::IpsecError;
 
@@ -24,25 +23,22 @@ pub(super) fn is_of_this_host(address: IpAddr) -> Result<bool, IpsecError> {
         let source = socket.local_addr()?.ip();
         Ok(source == address || source.is_loopback())
     });
-    routed.map_err(|source| IpsecError::Resources {
-        what: "the route to the peer",
-        source,
-    })
+    routed.map_err(IpsecError::resources("the route to the peer"))
+}
+
+/// The addresses of a control connection's ends: this side's, and the peer's.
+pub(crate) fn ends(connection: &TcpStream) -> Result<(SocketAddr, SocketAddr), IpsecError> {
+    let failed = IpsecError::resources("the address of the control connection");
+    let local = connection.local_addr().map_err(failed)?;
+    Ok((local, connection.peer_addr().map_err(failed)?))
 }
 
 /// Whether IPsec's policies hold for packets to and from the peer of a connection: a device, or
 /// all of them, may be set to take no notice of them.
 pub(super) fn guarded(connection: &TcpStream) -> Result<(), IpsecError> {
-    let device = netdev::name_of(connection).map_err(|source| IpsecError::Resources {
-        what: "the device by which the peer is reached",
-        source,
-    })?;
-    let peer = connection
-        .peer_addr()
-        .map_err(|source| IpsecError::Resources {
-            what: "the address of the control connection",
-            source,
-        })?;
+    let failed = IpsecError::resources("the device by which the peer is reached");
+    let device = netdev::name_of(connection).map_err(failed)?;
+    let (_, peer) = ends(connection)?;
     let family = match peer.ip().to_canonical() {
         IpAddr::V4(_) => "ipv4",
         IpAddr::V6(_) => "ipv6",
@@ -72,18 +68,11 @@ fn unguarded(settings: &Path, family: &str, device: &str) -> Option<String> {
         .map(|(of, name)| format!("net/{family}/conf/{of}/{name}"))
 }
 
-pub(super) fn random<const N: usize>() -> Result<[u8; N], IpsecError> {
+pub(crate) fn random<const N: usize>() -> Result<[u8; N], IpsecError> {
     let mut bytes = [0; N];
     let filled = File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes));
-    filled.map_err(|source| IpsecError::Resources {
-        what: "random numbers",
-        source,
-    })?;
+    filled.map_err(IpsecError::resources("random numbers"))?;
     Ok(bytes)
-}
-
-pub(crate) fn random_session() -> Result<SessionId, IpsecError> {
-    random()
 }
 
 #[cfg(test)]

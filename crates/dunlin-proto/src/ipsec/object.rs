@@ -125,6 +125,19 @@ impl Policy {
             && self.selector.meets(&other.selector)
     }
 
+    /// Whether it lets packets leave this host, through an SA.
+    #[must_use]
+    pub fn lets_out(&self) -> bool {
+        self.direction == Direction::Out && self.action != Action::Block
+    }
+
+    /// Whether it selects one connection, by both its ports.
+    #[must_use]
+    pub fn is_for_connection(&self) -> bool {
+        let selector = &self.selector;
+        selector.source_ports != PortBlock::ANY && selector.destination_ports != PortBlock::ANY
+    }
+
     /// Whether the kernel takes the other for this one.
     #[must_use]
     pub fn is_in_place_of(&self, other: &Self) -> bool {
@@ -181,6 +194,26 @@ pub enum Object {
     Association(Association),
     /// See [`Listener`].
     Listener(Listener),
+}
+
+impl Object {
+    /// The policy that it is.
+    #[must_use]
+    pub fn policy(&self) -> Option<&Policy> {
+        match self {
+            Self::Policy(policy) => Some(policy),
+            _ => None,
+        }
+    }
+
+    /// The SA that it is.
+    #[must_use]
+    pub fn association(&self) -> Option<&Association> {
+        match self {
+            Self::Association(association) => Some(association),
+            _ => None,
+        }
+    }
 }
 
 impl fmt::Display for Object {

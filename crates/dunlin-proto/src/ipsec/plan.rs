@@ -104,8 +104,19 @@ pub enum Step {
 pub struct Undo {
     /// At once, in this order.
     pub now: Vec<Step>,
-    /// When no connection of the ports is left on this host.
-    pub when_quiet: Vec<Step>,
+    /// Policies to remove when no connection of the ports is left on this host.
+    pub when_quiet: Vec<Policy>,
+}
+
+impl Step {
+    /// What it adds.
+    #[must_use]
+    pub fn added(&self) -> Option<&Object> {
+        match self {
+            Self::Add(object) => Some(object),
+            _ => None,
+        }
+    }
 }
 
 impl Layout {
@@ -329,30 +340,23 @@ fn association(epoch: u32, grant: &Grant, ports: Option<(Udp, u16)>) -> Associat
 /// other.
 #[must_use]
 pub fn undo(installed: &[Object]) -> Undo {
-    let policies = || {
-        installed.iter().filter_map(|object| match object {
-            Object::Policy(policy) => Some(*policy),
-            _ => None,
-        })
-    };
+    let policies = || installed.iter().filter_map(Object::policy).copied();
     let associations = |direction| {
-        let of = move |object: &&Object| matches!(object, Object::Association(one) if one.direction == direction);
+        let of = move |object: &&Object| {
+            let association = object.association();
+            association.is_some_and(|one| one.direction == direction)
+        };
         installed.iter().rev().filter(of).copied()
     };
     let mut undo = Undo::default();
-    // One for a connection names both its ports.
-    let any = |block: PortBlock| block == PortBlock::ANY;
-    let for_ports = |policy: &Policy| {
-        any(policy.selector.source_ports) || any(policy.selector.destination_ports)
-    };
+    let for_ports = |policy: &Policy| !policy.is_for_connection();
     for policy in policies().filter(for_ports) {
         let blocking = Policy {
             action: Action::Block,
             ..policy
         };
         let step = Step::Replace(blocking);
-        let is_protecting = policy.direction == Direction::Out && policy != blocking;
-        let blocks = is_protecting && !planted(Mistake::TakenBackUnblocked);
+        let blocks = policy.lets_out() && !planted(Mistake::TakenBackUnblocked);
         if blocks && !undo.now.contains(&step) {
             undo.now.push(step);
         }
@@ -373,9 +377,9 @@ pub fn undo(installed: &[Object]) -> Undo {
                 Direction::Out => Action::Block,
                 Direction::In => policy.action,
             };
-            let step = remove(Object::Policy(Policy { action, ..policy }));
-            if policy.direction == direction && !undo.when_quiet.contains(&step) {
-                undo.when_quiet.push(step);
+            let left = Policy { action, ..policy };
+            if policy.direction == direction && !undo.when_quiet.contains(&left) {
+                undo.when_quiet.push(left);
             }
         }
     }

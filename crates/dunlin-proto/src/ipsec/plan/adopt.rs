@@ -10,23 +10,20 @@ use crate::mistake::{Mistake, planted};
 pub struct Adoption {
     /// In the place of the steps that begin it.
     pub begin: Vec<Step>,
-    /// Then at once: policies all of whose packets the heir's own are for by now.
-    pub then: Vec<Step>,
+    /// Policies to remove then at once: all of their packets the heir's own are for by now.
+    pub then: Vec<Policy>,
     /// What still shuts ports of the heir's and others beside them: as
     /// [`Adoption::when_quiet`], and the heir can begin in no other case.
-    pub in_the_way: Vec<Step>,
-    /// When no connection is left on those ports, which are not the heir's.
-    pub when_quiet: Vec<Step>,
+    pub in_the_way: Vec<Policy>,
+    /// Policies to remove when no connection is left on their ports, which are not the heir's.
+    pub when_quiet: Vec<Policy>,
 }
 
 /// A session that begins by these steps, where these policies stand that an earlier one has left,
 /// after the steps of [`undo`](super::undo) that come at once.
 #[must_use]
 pub fn adopt(begin: &[Step], left: &[Policy]) -> Adoption {
-    let own = |step: &Step| match step {
-        Step::Add(Object::Policy(policy)) => Some(*policy),
-        _ => None,
-    };
+    let own = |step: &Step| step.added().and_then(Object::policy).copied();
     let mut adoption = Adoption::default();
     for step in begin {
         let before = |own: &Policy| left.iter().find(|other| other.is_in_place_of(own));
@@ -46,16 +43,15 @@ pub fn adopt(begin: &[Step], left: &[Policy]) -> Adoption {
         all.filter(move |own| own.is_rival_of(&other))
     };
     for other in left {
-        let remove = Step::Remove(Object::Policy(*other));
         if rivals(other).any(|own| other.is_in_place_of(&own)) {
             continue;
         }
         if rivals(other).any(|own| own.selector.covers(&other.selector)) {
-            adoption.then.push(remove);
+            adoption.then.push(*other);
         } else if rivals(other).next().is_some() {
-            adoption.in_the_way.push(remove);
+            adoption.in_the_way.push(*other);
         } else {
-            adoption.when_quiet.push(remove);
+            adoption.when_quiet.push(*other);
         }
     }
     adoption
@@ -70,7 +66,7 @@ pub(in crate::ipsec) mod tests {
     use super::*;
     use crate::ipsec::Mode;
     use crate::ipsec::model::{Kernel, Sent};
-    use crate::ipsec::plan::tests::{ends, layout, life, senders, standing};
+    use crate::ipsec::plan::tests::{ends, layout, life, removed, senders, standing};
     use crate::ipsec::plan::{REQIDS, undo};
 
     /// A mistake that is planted, and what finds it.
@@ -109,12 +105,13 @@ pub(in crate::ipsec) mod tests {
             }
             let left: Vec<Policy> = kernel.policies.values().copied().collect();
             let adoption = adopt(&after.begin(), &left);
-            for step in adoption.begin.iter().chain(&adoption.then) {
-                kernel.apply(step);
+            let then = removed(&adoption.then);
+            for step in adoption.begin.iter().copied().chain(then) {
+                kernel.apply(&step);
                 prop_assert!((4444..=4446).all(|port| shut(&kernel, port)), "after {step:?}");
             }
-            for step in &adoption.in_the_way {
-                kernel.apply(step);
+            for step in removed(&adoption.in_the_way) {
+                kernel.apply(&step);
                 prop_assert!((heir..=heir + more).all(|port| shut(&kernel, port)));
             }
             // Nothing of the dead one's is ahead of the heir's own from here on.
@@ -127,7 +124,7 @@ pub(in crate::ipsec) mod tests {
                 let stands = kernel.policies.values().any(|policy| *policy == other);
                 prop_assert!(!(stands && own.is_rival_of(&other)), "{other} stands before {own}");
             }
-            adoption.when_quiet.iter().for_each(|step| kernel.apply(step));
+            removed(&adoption.when_quiet).for_each(|step| kernel.apply(&step));
             let begun: Vec<Policy> = kernel.policies.into_values().collect();
             prop_assert_eq!(begun.len(), after.begin().len(), "the heir's alone are left");
         }

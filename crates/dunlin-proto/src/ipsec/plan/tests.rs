@@ -105,8 +105,14 @@ pub(super) fn life(
     let over = steps.len();
     steps.extend(undo.now);
     let quiet = steps.len();
-    steps.extend(undo.when_quiet);
+    steps.extend(removed(&undo.when_quiet));
     (steps, [begun, over, quiet])
+}
+
+/// The steps that remove these policies.
+pub(in crate::ipsec) fn removed(policies: &[Policy]) -> impl Iterator<Item = Step> {
+    let remove = |policy: &Policy| Step::Remove(Object::Policy(*policy));
+    policies.iter().map(remove)
 }
 
 /// What a record of these steps holds.
@@ -209,7 +215,7 @@ proptest! {
             prop_assert_ne!(kernel.send(ends(9, 4444)[0], 0), Sent::Clear);
             prop_assert!(!kernel.receives(ends(9, 4444)[1], None));
         }
-        second.when_quiet.iter().for_each(|step| kernel.apply(step));
+        removed(&second.when_quiet).for_each(|step| kernel.apply(&step));
         prop_assert!(kernel.policies.is_empty() && kernel.associations.is_empty());
     }
 }
