@@ -4,14 +4,14 @@ use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use dunlin_proto::ipsec::plan::Layout;
+use dunlin_proto::ipsec::plan::SessionParameters;
 
 /// Something that happened. Prints as one line for a log.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Event {
     /// The traffic of both sides is protected.
-    Up(Layout),
+    Up(SessionParameters),
     /// A session is over.
     Over {
         /// Who the peer was.
@@ -77,10 +77,10 @@ pub enum Event {
 impl fmt::Display for Event {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Up(layout) => write!(
+            Self::Up(parameters) => write!(
                 formatter,
                 "ports {} between {} and {} are protected, by {}",
-                layout.ports, layout.local, layout.peer, layout.mode
+                parameters.ports, parameters.local, parameters.peer, parameters.mode
             ),
             Self::Over { peer, why: None } => write!(formatter, "the session with {peer} is over"),
             Self::Over {

@@ -42,7 +42,7 @@ pub mod xfrm;
 pub use dunlin_proto::ipsec::object::{
     Action, Association, Direction, Encapsulation, Listener, Object, Policy, Selector,
 };
-pub use dunlin_proto::ipsec::plan::{Layout, Step, Udp};
+pub use dunlin_proto::ipsec::plan::{SessionParameters, Step, Udp};
 pub use dunlin_proto::ipsec::ports::{NotPorts, PortBlock, PortRange};
 pub use dunlin_proto::ipsec::{Grant, Mode, Sender, Slot};
 

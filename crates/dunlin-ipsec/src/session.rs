@@ -9,7 +9,7 @@ use std::thread::{self, JoinHandle};
 
 use dunlin_proto::ipsec::Sender;
 use dunlin_proto::ipsec::object::Policy;
-use dunlin_proto::ipsec::plan::Layout;
+use dunlin_proto::ipsec::plan::SessionParameters;
 use dunlin_proto::ipsec::ports::PortBlock;
 
 use super::error::{IpsecError, in_words};
@@ -43,7 +43,7 @@ pub struct Status {
     /// The peer's address.
     pub peer: IpAddr,
     /// The ports, and how traffic is spread.
-    pub layout: Layout,
+    pub parameters: SessionParameters,
     /// Whether both sides' traffic is protected.
     pub up: bool,
     /// Its SAs.
@@ -78,20 +78,20 @@ impl Session {
     /// The kernel does not answer.
     pub fn status(&self) -> Result<Option<Status>, IpsecError> {
         let standing = lock(&self.standing);
-        let (Some(layout), Some(xfrm)) = (standing.layout, standing.xfrm.clone()) else {
+        let (Some(parameters), Some(xfrm)) = (standing.parameters, standing.xfrm.clone()) else {
             return Ok(None);
         };
         let up = standing.up;
-        let mut steps = layout.inbound(standing.inbound.0, &standing.inbound.1);
+        let mut steps = parameters.inbound(standing.inbound.0, &standing.inbound.1);
         let (epoch, grants) = &standing.outbound;
-        steps.extend(layout.outbound(*epoch, grants, false, &[]));
+        steps.extend(parameters.outbound(*epoch, grants, false, &[]));
         drop(standing);
         let associations = steps.iter().filter_map(|step| step.added()?.association());
         let associations = Tables::of(xfrm).statuses(associations)?;
         Ok(Some(Status {
-            local: layout.local,
-            peer: layout.peer,
-            layout,
+            local: parameters.local,
+            peer: parameters.peer,
+            parameters,
             up,
             associations,
         }))
@@ -113,10 +113,10 @@ impl Session {
     /// none where that is not agreed on yet.
     pub(super) fn covers(&self, local: SocketAddr, peer: SocketAddr) -> Option<bool> {
         let standing = lock(&self.standing);
-        let layout = standing.layout?;
-        let covered = layout.local == local.ip().to_canonical()
-            && layout.peer == peer.ip().to_canonical()
-            && layout.covers(local.port(), peer.port());
+        let parameters = standing.parameters?;
+        let covered = parameters.local == local.ip().to_canonical()
+            && parameters.peer == peer.ip().to_canonical()
+            && parameters.covers(local.port(), peer.port());
         // Both hosts let nothing of it pass but by an SA then.
         (!covered || standing.up).then_some(covered)
     }

@@ -78,14 +78,14 @@ pub(super) struct Answer {
 
 impl SessionLine {
     pub(super) fn new(peer: String, status: Option<&ipsec::Status>) -> Self {
-        let layout = status.map(|status| status.layout);
+        let parameters = status.map(|status| status.parameters);
         let associations = status.into_iter().flat_map(|status| &status.associations);
         Self {
             peer,
-            local_address: layout.map(|layout| layout.local.to_string()),
-            peer_address: layout.map(|layout| layout.peer.to_string()),
-            ports: layout.map(|layout| layout.ports.to_string()),
-            mode: layout.map(|layout| layout.mode.to_string()),
+            local_address: parameters.map(|parameters| parameters.local.to_string()),
+            peer_address: parameters.map(|parameters| parameters.peer.to_string()),
+            ports: parameters.map(|parameters| parameters.ports.to_string()),
+            mode: parameters.map(|parameters| parameters.mode.to_string()),
             up: status.is_some_and(|status| status.up),
             process: Some(std::process::id()),
             kept: true,

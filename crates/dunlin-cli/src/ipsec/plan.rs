@@ -4,7 +4,9 @@ use std::net::IpAddr;
 
 use anyhow::{Result, bail};
 use clap::Args;
-use dunlin_ipsec::{Action, Direction, Grant, Layout, Object, PortRange, Sender, Slot, Step, Udp};
+use dunlin_ipsec::{
+    Action, Direction, Grant, Object, PortRange, Sender, SessionParameters, Slot, Step, Udp,
+};
 use serde::Serialize;
 
 use super::mode::ModeName;
@@ -104,7 +106,7 @@ impl Plan {
             listener,
             first_source: FIRST_SOURCE_PORT,
         };
-        let layout = Layout {
+        let parameters = SessionParameters {
             local: self.local,
             peer: self.peer,
             ports: self.ports,
@@ -119,9 +121,9 @@ impl Plan {
         let inbound = grants(&inbound, FIRST_SPI);
         let beyond = FIRST_SPI + u32::try_from(inbound.len()).unwrap_or(u32::MAX - FIRST_SPI);
         let outbound = grants(&outbound, beyond);
-        let steps = layout.begin().into_iter();
-        let steps = steps.chain(layout.inbound(1, &inbound));
-        let steps = steps.chain(layout.outbound(1, &outbound, true, &[]));
+        let steps = parameters.begin().into_iter();
+        let steps = steps.chain(parameters.inbound(1, &inbound));
+        let steps = steps.chain(parameters.outbound(1, &outbound, true, &[]));
         Ok(steps.map(|step| ObjectLine::new(&step)).collect())
     }
 

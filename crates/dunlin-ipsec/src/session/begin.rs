@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 use dunlin_proto::ipsec::Mode;
 use dunlin_proto::ipsec::message::Terms;
 use dunlin_proto::ipsec::object::Policy;
-use dunlin_proto::ipsec::plan::{Adoption, Layout, REQID_BLOCKS, REQIDS, Step, adopt};
+use dunlin_proto::ipsec::plan::{Adoption, REQID_BLOCKS, REQIDS, SessionParameters, Step, adopt};
 
 use super::driver::Driver;
 use super::system::{ends, guarded, is_of_this_host, random};
@@ -47,7 +47,7 @@ impl Driver {
             .map(|(theirs, own)| (own, theirs));
         // Held until the ports are this session's.
         let _lock = self.shelf.lock(self.options.patience)?;
-        let mut layout = Layout {
+        let mut parameters = SessionParameters {
             local: own,
             peer: other,
             ports: terms.ports,
@@ -55,14 +55,14 @@ impl Driver {
             first_reqid: REQIDS,
             udp,
         };
-        self.spares_control_connections(&layout)?;
-        let inheritance = self.inheritance(&layout.begin())?;
+        self.spares_control_connections(&parameters)?;
+        let inheritance = self.inheritance(&parameters.begin())?;
         self.tables.leave_alone(local, peer)?;
         self.tables
-            .are_free(&layout.begin(), &inheritance.standing)?;
+            .are_free(&parameters.begin(), &inheritance.standing)?;
         let random = || random().map(u32::from_le_bytes);
-        layout.first_reqid = self.tables.free_reqids(REQID_BLOCKS, REQIDS, random)?;
-        let adoption = adopt(&layout.begin(), &inheritance.standing);
+        parameters.first_reqid = self.tables.free_reqids(REQID_BLOCKS, REQIDS, random)?;
+        let adoption = adopt(&parameters.begin(), &inheritance.standing);
         let connections = still_used(&adoption.in_the_way)?;
         if connections > 0 {
             return Err(IpsecError::LeftInTheWay { connections });
@@ -80,20 +80,22 @@ impl Driver {
             record.inherit()?;
         }
         self.record = Some(record);
-        self.layout = Some(layout);
+        self.parameters = Some(parameters);
         self.apply(&adoption.begin)?;
         self.settle_inheritance(inheritance, &adoption)
     }
 
     /// Whether no other session's control connection has one of the ports: what it says would be
     /// held back, and it would be lost with its session. The shelf is locked.
-    fn spares_control_connections(&self, layout: &Layout) -> Result<(), IpsecError> {
+    fn spares_control_connections(&self, parameters: &SessionParameters) -> Result<(), IpsecError> {
         let others = self.shelf.all()?;
         // Those whose processes have died have no connection, and one that cannot be read says
         // nothing of it.
         let kept = others.iter().flatten().filter(|(_, is_kept)| *is_kept);
         for owner in kept.filter_map(|(record, _)| record.owner()) {
-            if let Some(port) = owner.port_among(layout.ports, layout.local, layout.peer) {
+            if let Some(port) =
+                owner.port_among(parameters.ports, parameters.local, parameters.peer)
+            {
                 return Err(IpsecError::CoversOther {
                     port,
                     ports: owner.ports.to_string(),

@@ -14,7 +14,7 @@ use dunlin_proto::ipsec::exchange::{Action, Awaited, Exchange};
 use dunlin_proto::ipsec::key::{EXPORTER_LABEL, Role, context};
 use dunlin_proto::ipsec::message::{Message, Terms};
 use dunlin_proto::ipsec::object::{Association, Direction, Object};
-use dunlin_proto::ipsec::plan::{Layout, Step};
+use dunlin_proto::ipsec::plan::{SessionParameters, Step};
 use dunlin_proto::ipsec::{Grant, LEAST_SPI, Mode, Sender, Slot};
 use dunlin_proto::limits::MAX_SAS;
 use dunlin_proto::negotiate::SessionId;
@@ -63,7 +63,7 @@ pub(super) struct Driver {
     pub(super) record: Option<Record>,
     standing: Arc<Mutex<SharedStatus>>,
     tell_up: Channel<()>,
-    pub(super) layout: Option<Layout>,
+    pub(super) parameters: Option<SessionParameters>,
     /// SAs that are to go, and when, the first first.
     late: Late,
     /// Connections that have an SA, or were given one.
@@ -101,7 +101,7 @@ impl Driver {
             record: None,
             standing,
             tell_up,
-            layout: None,
+            parameters: None,
             late: Vec::new(),
             known: BTreeSet::new(),
             waits_since: None,
@@ -180,7 +180,7 @@ impl Driver {
         let mut standing = lock(&self.standing);
         standing.outbound = (outbound.0, outbound.1.to_vec());
         standing.inbound = (inbound.0, inbound.1.to_vec());
-        standing.layout = self.layout;
+        standing.parameters = self.parameters;
     }
 
     fn act(&mut self, action: Action) -> Result<(), IpsecError> {
@@ -208,7 +208,7 @@ impl Driver {
                     let lingering = lingering(&mut self.late);
                     self.apply(&lingering)?;
                 }
-                let steps = self.layout()?.outbound(epoch, &grants, first, &known);
+                let steps = self.parameters()?.outbound(epoch, &grants, first, &known);
                 self.apply(&steps)?;
                 self.exchange.outbound_stands();
                 Ok(())
@@ -218,7 +218,7 @@ impl Driver {
                 grants,
                 over,
             } => {
-                let steps = self.layout()?.retire(epoch, &grants, over);
+                let steps = self.parameters()?.retire(epoch, &grants, over);
                 if over {
                     return self.apply(&steps);
                 }
@@ -226,13 +226,13 @@ impl Driver {
                 Ok(())
             }
             Action::RetireInbound { epoch, grants } => {
-                let steps = self.layout()?.retire_inbound(epoch, &grants);
+                let steps = self.parameters()?.retire_inbound(epoch, &grants);
                 self.wait_with(GRACE, steps);
                 Ok(())
             }
             Action::Up => {
                 lock(&self.standing).up = true;
-                self.tell(Event::Up(self.layout()?));
+                self.tell(Event::Up(self.parameters()?));
                 let _ = self.tell_up.send(());
                 Ok(())
             }
@@ -262,7 +262,7 @@ impl Driver {
 
     /// Installs SAs of what the peer sends, each under an SPI that is free.
     fn install_inbound(&mut self, epoch: u32, slots: &[Slot]) -> Result<Vec<u32>, IpsecError> {
-        let layout = self.layout()?;
+        let parameters = self.parameters()?;
         let spi = || Ok::<_, IpsecError>(u32::from_le_bytes(random()?).max(LEAST_SPI));
         let grants = slots.iter().map(|slot| {
             Ok(Grant {
@@ -272,14 +272,14 @@ impl Driver {
         });
         let mut grants = grants.collect::<Result<Vec<_>, IpsecError>>()?;
         // At once: each time the disk is waited for.
-        let coming = layout.inbound(epoch, &grants);
+        let coming = parameters.inbound(epoch, &grants);
         let coming = coming.iter().filter_map(Step::added).copied();
         let record = self.record.as_mut().ok_or(IpsecError::Ended)?;
         record.add(&coming.collect::<Vec<_>>())?;
         for grant in &mut grants {
             // One in four thousand million is taken, for each that there is.
             for attempt in 0.. {
-                match self.apply(&layout.inbound(epoch, &[*grant])) {
+                match self.apply(&parameters.inbound(epoch, &[*grant])) {
                     Ok(()) => break,
                     Err(IpsecError::Kernel {
                         source: xfrm::Error::Taken { .. },
@@ -350,7 +350,7 @@ impl Driver {
         {
             self.rekey();
         }
-        if lock(&self.standing).up && self.layout()?.mode == Mode::Connection {
+        if lock(&self.standing).up && self.parameters()?.mode == Mode::Connection {
             self.follow_connections()?;
         }
         self.settle();
@@ -359,11 +359,11 @@ impl Driver {
 
     /// Has an SA for each connection of the ports, and none for one that is over.
     fn follow_connections(&mut self) -> Result<(), IpsecError> {
-        let layout = self.layout()?;
+        let parameters = self.parameters()?;
         let ours = |one: &Connection| {
-            one.local.ip() == layout.local
-                && one.peer.ip() == layout.peer
-                && layout.covers(one.local.port(), one.peer.port())
+            one.local.ip() == parameters.local
+                && one.peer.ip() == parameters.peer
+                && parameters.covers(one.local.port(), one.peer.port())
         };
         let all = connections()?;
         let sender = |one: &Connection| Sender::Connection {
@@ -395,8 +395,8 @@ impl Driver {
         self.exchange.rekey();
     }
 
-    fn layout(&self) -> Result<Layout, IpsecError> {
-        self.layout.ok_or(IpsecError::Ended)
+    fn parameters(&self) -> Result<SessionParameters, IpsecError> {
+        self.parameters.ok_or(IpsecError::Ended)
     }
 
     /// A peer that has ended the session takes nothing any more, while its own word on that may

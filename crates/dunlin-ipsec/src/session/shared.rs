@@ -8,7 +8,7 @@ use dunlin_proto::ipsec::Sender;
 use dunlin_proto::ipsec::exchange::Exchange;
 use dunlin_proto::ipsec::key::Role;
 use dunlin_proto::ipsec::message::{Message, Terms};
-use dunlin_proto::ipsec::plan::Layout;
+use dunlin_proto::ipsec::plan::SessionParameters;
 use dunlin_proto::negotiate::SessionId;
 
 use crate::error::IpsecError;
@@ -28,7 +28,7 @@ pub(super) enum Told {
 /// What others may see of a session.
 #[derive(Default)]
 pub(super) struct SharedStatus {
-    pub(super) layout: Option<Layout>,
+    pub(super) parameters: Option<SessionParameters>,
     pub(super) outbound: (u32, Vec<Grant>),
     pub(super) inbound: (u32, Vec<Grant>),
     pub(super) up: bool,

@@ -2,22 +2,22 @@
 //!
 //! # In
 //!
-//! 1. [`Layout::begin`]: a policy for every selector and direction. Outgoing packets
+//! 1. [`SessionParameters::begin`]: a policy for every selector and direction. Outgoing packets
 //!    of the ports are *blocked*; incoming ones are *protect*: taken only from an SA,
 //!    of which there is none yet. From here on nothing of the ports leaves this host
 //!    in the clear, and nothing in the clear is taken in. (The listener for ESP in
 //!    UDP stands here too.)
-//! 2. [`Layout::inbound`]: the SAs of what the peer sends. Only when they stand is the
+//! 2. [`SessionParameters::inbound`]: the SAs of what the peer sends. Only when they stand is the
 //!    peer told their SPIs.
-//! 3. [`Layout::outbound`]: the SAs of what this side sends, the fallback first, since
+//! 3. [`SessionParameters::outbound`]: the SAs of what this side sends, the fallback first, since
 //!    the kernel may take a younger fallback for the better one; then the outgoing
 //!    policies are *replaced* by ones that protect. A host holds one policy for a
 //!    direction and selector, and replaces it in one step: a packet meets either.
 //!
 //! Later SAs of an epoch are found by the policies that are there; one for a single
-//! connection brings its own policy, ahead of those. New keys are [`Layout::outbound`]
+//! connection brings its own policy, ahead of those. New keys are [`SessionParameters::outbound`]
 //! once more, under a request id of their own, so that one replacement moves everything
-//! to them and neither set is ever mixed with the other; [`Layout::retire`] takes the
+//! to them and neither set is ever mixed with the other; [`SessionParameters::retire`] takes the
 //! old SAs back.
 //!
 //! # Back
@@ -73,7 +73,7 @@ pub struct Udp {
 
 /// Everything that the objects of a session follow from, beside SPIs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Layout {
+pub struct SessionParameters {
     /// This host.
     pub local: IpAddr,
     /// The other one.
@@ -119,7 +119,7 @@ impl Step {
     }
 }
 
-impl Layout {
+impl SessionParameters {
     /// What stands before everything else.
     #[must_use]
     pub fn begin(&self) -> Vec<Step> {

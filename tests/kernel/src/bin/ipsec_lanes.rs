@@ -249,7 +249,7 @@ fn i6_ports_of_a_lost_session_stay_blocked_and_the_next_lane_has_others(guest: &
     let ports = || {
         let sessions = near.shelter.sessions().expect("the kernel answers");
         let up = sessions.iter().find(|one| one.up).expect("one is up");
-        up.layout.ports
+        up.parameters.ports
     };
     let mut lanes = vec![near.lane()];
     let mut used = vec![ports()];

@@ -8,7 +8,7 @@ use super::*;
 use crate::ipsec::LEAST_SPI;
 use crate::ipsec::model::{Kernel, Packet, Sent};
 use crate::ipsec::object::{Direction, Object};
-use crate::ipsec::plan::{Layout, REQIDS, Step};
+use crate::ipsec::plan::{REQIDS, SessionParameters, Step};
 use crate::ipsec::ports::PortRange;
 
 /// Mistakes that are planted, and what finds each.
@@ -38,7 +38,7 @@ fn terms(mode: Mode, sas_max: u16) -> Terms {
 /// A side with its kernel.
 struct Side {
     exchange: Exchange,
-    layout: Layout,
+    parameters: SessionParameters,
     kernel: Kernel,
     next_spi: u32,
     up: bool,
@@ -51,7 +51,7 @@ struct Side {
 
 impl Side {
     fn new(exchange: Exchange, terms: &Terms, first_spi: u32) -> Self {
-        let layout = Layout {
+        let parameters = SessionParameters {
             local: terms.own,
             peer: terms.other,
             ports: terms.ports,
@@ -61,7 +61,7 @@ impl Side {
         };
         Self {
             exchange,
-            layout,
+            parameters,
             kernel: Kernel::default(),
             next_spi: first_spi,
             up: false,
@@ -82,7 +82,7 @@ impl Side {
                 sent.push_back(message);
             }
             Action::Begin(_) => {
-                self.apply(&self.layout.begin());
+                self.apply(&self.parameters.begin());
                 self.exchange.begun();
             }
             Action::InstallInbound { epoch, slots } => {
@@ -94,7 +94,7 @@ impl Side {
                         Grant { slot: *slot, spi }
                     })
                     .collect();
-                self.apply(&self.layout.inbound(epoch, &grants));
+                self.apply(&self.parameters.inbound(epoch, &grants));
                 let spis: Vec<u32> = grants.iter().map(|grant| grant.spi).collect();
                 self.exchange.inbound_stands(&spis);
             }
@@ -104,16 +104,16 @@ impl Side {
                 first,
                 known,
             } => {
-                self.apply(&self.layout.outbound(epoch, &grants, first, &known));
+                self.apply(&self.parameters.outbound(epoch, &grants, first, &known));
                 self.exchange.outbound_stands();
             }
             Action::RetireOutbound {
                 epoch,
                 grants,
                 over,
-            } => self.apply(&self.layout.retire(epoch, &grants, over)),
+            } => self.apply(&self.parameters.retire(epoch, &grants, over)),
             Action::RetireInbound { epoch, grants } => {
-                let steps = self.layout.retire_inbound(epoch, &grants);
+                let steps = self.parameters.retire_inbound(epoch, &grants);
                 self.late.extend(steps);
             }
             Action::Up => self.up = true,
@@ -192,8 +192,8 @@ impl Pair {
             for (source, destination) in [(50_000, 4444), (4445, 50_002), (50_004, 4446)] {
                 for cpu in 0..5 {
                     let packet = Packet {
-                        source: (from.layout.local, source),
-                        destination: (from.layout.peer, destination),
+                        source: (from.parameters.local, source),
+                        destination: (from.parameters.peer, destination),
                     };
                     match from.kernel.send(packet, cpu) {
                         Sent::Clear => assert!(from.kernel.policies.is_empty()),

@@ -66,7 +66,7 @@ pub(in crate::ipsec) mod tests {
     use super::*;
     use crate::ipsec::Mode;
     use crate::ipsec::model::{Kernel, Sent};
-    use crate::ipsec::plan::tests::{ends, layout, life, removed, senders, standing};
+    use crate::ipsec::plan::tests::{ends, life, parameters, removed, senders, standing};
     use crate::ipsec::plan::{REQIDS, undo};
 
     /// A mistake that is planted, and what finds it.
@@ -85,7 +85,7 @@ pub(in crate::ipsec) mod tests {
             more in 0..10_u16,
         ) {
             let mode = Mode::Connection;
-            let dead = layout(4444, 4446, mode);
+            let dead = parameters(4444, 4446, mode);
             let own = senders(mode, &[4444, 2]);
             let more_sas = senders(mode, &[9])[1];
             let (steps, [begun, _, quiet]) = life(&dead, &own, &senders(mode, &[1]), more_sas);
@@ -93,7 +93,7 @@ pub(in crate::ipsec) mod tests {
             let mut kernel = Kernel::default();
             steps[..killed].iter().for_each(|step| kernel.apply(step));
             let back = undo(&standing(&steps[..killed]));
-            let mut after = layout(heir, heir + more, mode);
+            let mut after = parameters(heir, heir + more, mode);
             after.first_reqid = 9 * REQIDS;
             let shut = |kernel: &Kernel, port: u16| {
                 let [out, inward] = ends(9, port);
@@ -133,7 +133,7 @@ pub(in crate::ipsec) mod tests {
     /// The same ports again are replaced one by one, and nothing is left over.
     #[test]
     fn the_same_ports_are_taken_over_in_place() {
-        let dead = layout(4444, 4446, Mode::Cpu);
+        let dead = parameters(4444, 4446, Mode::Cpu);
         let left: Vec<Policy> = dead
             .begin()
             .iter()

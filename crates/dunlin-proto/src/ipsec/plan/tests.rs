@@ -26,8 +26,8 @@ pub(in crate::ipsec) const FOUND_BY: [(Mistake, fn()); 2] = [
 const LOCAL: [u8; 4] = [192, 0, 2, 1];
 const PEER: [u8; 4] = [192, 0, 2, 2];
 
-pub(super) fn layout(first: u16, last: u16, mode: Mode) -> Layout {
-    Layout {
+pub(super) fn parameters(first: u16, last: u16, mode: Mode) -> SessionParameters {
+    SessionParameters {
         local: LOCAL.into(),
         peer: PEER.into(),
         ports: PortRange::new(first, last).unwrap(),
@@ -82,24 +82,24 @@ pub(super) fn ends(one: u16, other: u16) -> [Packet; 2] {
 /// keys, taken back. The first number is how many steps begin it, the second after
 /// how many it is taken back, the third from which on it must be quiet.
 pub(super) fn life(
-    layout: &Layout,
+    parameters: &SessionParameters,
     own: &[Sender],
     peers: &[Sender],
     more: Sender,
 ) -> (Vec<Step>, [usize; 3]) {
-    let mut steps = layout.begin();
+    let mut steps = parameters.begin();
     let begun = steps.len();
-    steps.extend(layout.inbound(1, &grants(peers, 0, 0x1000)));
+    steps.extend(parameters.inbound(1, &grants(peers, 0, 0x1000)));
     let mut held = grants(own, 0, 0x2000);
-    steps.extend(layout.outbound(1, &held, true, &[]));
+    steps.extend(parameters.outbound(1, &held, true, &[]));
     let late = grants(&[more], 1000, 0x3000);
-    steps.extend(layout.outbound(1, &late, false, &[]));
+    steps.extend(parameters.outbound(1, &late, false, &[]));
     held.extend(late);
     let known: Vec<Sender> = held.iter().map(|grant| grant.slot.sender).collect();
-    steps.extend(layout.inbound(2, &grants(peers, 2000, 0x4000)));
-    steps.extend(layout.outbound(2, &grants(&known, 3000, 0x5000), true, &known));
-    steps.extend(layout.retire(1, &held, false));
-    steps.extend(layout.retire_inbound(1, &grants(peers, 0, 0x1000)));
+    steps.extend(parameters.inbound(2, &grants(peers, 2000, 0x4000)));
+    steps.extend(parameters.outbound(2, &grants(&known, 3000, 0x5000), true, &known));
+    steps.extend(parameters.retire(1, &held, false));
+    steps.extend(parameters.retire_inbound(1, &grants(peers, 0, 0x1000)));
     let installed = standing(&steps);
     let undo = undo(&installed);
     let over = steps.len();
@@ -151,12 +151,12 @@ proptest! {
         ports in vec((any::<u16>(), any::<u16>()), 1..20),
     ) {
         let (first, last) = (one.min(other).max(1), one.max(other).max(1));
-        let layout = layout(first, last, mode);
+        let parameters = parameters(first, last, mode);
         let own: Vec<u16> = own.into_iter().collect();
         let peers: Vec<u16> = peers.into_iter().collect();
         let more = senders(mode, &[60])[1];
         let (steps, [begun, _, quiet]) =
-            life(&layout, &senders(mode, &own), &senders(mode, &peers), more);
+            life(&parameters, &senders(mode, &own), &senders(mode, &peers), more);
         let pairs: Vec<(u16, u16)> = ports
             .iter()
             .flat_map(|(local, peer)| [(*local, *peer), (*local, first), (last, *peer)])
@@ -170,7 +170,7 @@ proptest! {
             }
             for (local, peer) in &pairs {
                 let [out, inward] = ends(*local, *peer);
-                let covered = layout.covers(*local, *peer);
+                let covered = parameters.covers(*local, *peer);
                 for cpu in own.iter().take(2) {
                     let sent = kernel.send(out, u32::from(*cpu));
                     let own_connection = own.contains(local) && *peer == 4444;
@@ -193,9 +193,9 @@ proptest! {
         killed in any::<prop::sample::Index>(),
         again in any::<prop::sample::Index>(),
     ) {
-        let layout = layout(4444, 4446, mode);
+        let parameters = parameters(4444, 4446, mode);
         let own = senders(mode, &[4444, 2]);
-        let (steps, [begun, _, quiet]) = life(&layout, &own, &senders(mode, &[1]), senders(mode, &[9])[1]);
+        let (steps, [begun, _, quiet]) = life(&parameters, &own, &senders(mode, &[1]), senders(mode, &[9])[1]);
         let killed = begun + killed.index(quiet - begun);
         let mut kernel = Kernel::default();
         steps[..killed].iter().for_each(|step| kernel.apply(step));
@@ -222,11 +222,11 @@ proptest! {
 
 #[test]
 fn every_cpu_that_has_an_sa_uses_it_and_the_others_the_fallback() {
-    let layout = layout(4444, 4444, Mode::Cpu);
+    let parameters = parameters(4444, 4444, Mode::Cpu);
     let own = senders(Mode::Cpu, &[0, 2]);
     let mut kernel = Kernel::default();
-    let steps = layout.begin().into_iter();
-    let outbound = layout.outbound(1, &grants(&own, 0, 0x2000), true, &[]);
+    let steps = parameters.begin().into_iter();
+    let outbound = parameters.outbound(1, &grants(&own, 0, 0x2000), true, &[]);
     for step in steps.chain(outbound) {
         kernel.apply(&step);
     }
@@ -242,11 +242,11 @@ fn every_cpu_that_has_an_sa_uses_it_and_the_others_the_fallback() {
 
 #[test]
 fn every_connection_that_has_an_sa_uses_it_and_the_others_the_fallback() {
-    let layout = layout(4444, 4444, Mode::Connection);
+    let parameters = parameters(4444, 4444, Mode::Connection);
     let own = senders(Mode::Connection, &[50_000, 50_002]);
     let mut kernel = Kernel::default();
-    let steps = layout.begin().into_iter();
-    let outbound = layout.outbound(1, &grants(&own, 0, 0x2000), true, &[]);
+    let steps = parameters.begin().into_iter();
+    let outbound = parameters.outbound(1, &grants(&own, 0, 0x2000), true, &[]);
     for step in steps.chain(outbound) {
         kernel.apply(&step);
     }
@@ -262,8 +262,8 @@ fn every_connection_that_has_an_sa_uses_it_and_the_others_the_fallback() {
 /// What one side seals the other opens, where their numbers of CPUs differ.
 #[test]
 fn p14_two_cpus_and_four_open_what_the_other_seals() {
-    let here = layout(4444, 4444, Mode::Cpu);
-    let there = Layout {
+    let here = parameters(4444, 4444, Mode::Cpu);
+    let there = SessionParameters {
         local: here.peer,
         peer: here.local,
         first_reqid: 9 * REQIDS,
@@ -274,10 +274,13 @@ fn p14_two_cpus_and_four_open_what_the_other_seals() {
         senders(Mode::Cpu, &[0, 1, 2, 3]),
     );
     let (from_here, from_there) = (grants(&two, 0, 0x1000), grants(&four, 0, 0x1000));
-    let side = |layout: &Layout, own: &[Grant], peers: &[Grant]| {
+    let side = |parameters: &SessionParameters, own: &[Grant], peers: &[Grant]| {
         let mut kernel = Kernel::default();
-        let steps = layout.begin().into_iter().chain(layout.inbound(1, peers));
-        for step in steps.chain(layout.outbound(1, own, true, &[])) {
+        let steps = parameters
+            .begin()
+            .into_iter()
+            .chain(parameters.inbound(1, peers));
+        for step in steps.chain(parameters.outbound(1, own, true, &[])) {
             kernel.apply(&step);
         }
         kernel
@@ -299,9 +302,9 @@ fn p14_two_cpus_and_four_open_what_the_other_seals() {
 
 #[test]
 fn an_outgoing_policy_blocks_before_any_sa_and_is_replaced_after_the_last() {
-    let layout = layout(4444, 4445, Mode::Cpu);
+    let parameters = parameters(4444, 4445, Mode::Cpu);
     let own = grants(&senders(Mode::Cpu, &[0, 1]), 0, 0x2000);
-    let begun = layout.begin();
+    let begun = parameters.begin();
     assert!(
         begun
             .iter()
@@ -312,7 +315,7 @@ fn an_outgoing_policy_blocks_before_any_sa_and_is_replaced_after_the_last() {
         _ => None,
     });
     assert!(out.clone().count() > 0 && out.clone().all(|one| one.action == Action::Block));
-    let steps = layout.outbound(1, &own, true, &[]);
+    let steps = parameters.outbound(1, &own, true, &[]);
     let of_sa = |step: &Step| matches!(step, Step::Add(Object::Association(_)));
     assert_eq!(steps.iter().take_while(|step| of_sa(step)).count(), 3);
     assert!(
@@ -332,15 +335,15 @@ fn sas_in_udp_differ_in_their_source_ports() {
         listener: 4500,
         first_source,
     };
-    let layout = Layout {
+    let parameters = SessionParameters {
         udp: Some((udp(50_000), udp(60_000))),
-        ..layout(4444, 4444, Mode::Cpu)
+        ..parameters(4444, 4444, Mode::Cpu)
     };
     assert!(
-        layout
+        parameters
             .begin()
             .contains(&Step::Add(Object::Listener(Listener {
-                address: layout.local,
+                address: parameters.local,
                 port: 4500
             })))
     );
@@ -354,12 +357,12 @@ fn sas_in_udp_differ_in_their_source_ports() {
         };
         steps.into_iter().filter_map(of).collect()
     };
-    let out = ports(layout.outbound(1, &own, false, &[]));
+    let out = ports(parameters.outbound(1, &own, false, &[]));
     assert_eq!(
         out,
         [50_000, 50_001, 50_002, 50_003].map(|port| (port, 4500))
     );
-    let inward = ports(layout.inbound(1, &own[..1]));
+    let inward = ports(parameters.inbound(1, &own[..1]));
     assert_eq!(inward, [(60_000, 4500)]);
 }
 
@@ -368,7 +371,7 @@ fn sas_in_udp_differ_in_their_source_ports() {
 #[test]
 fn new_keys_carry_nothing_before_a_policy_leads_to_them() {
     for mode in [Mode::Cpu, Mode::Connection] {
-        let layout = layout(4444, 4444, mode);
+        let parameters = parameters(4444, 4444, mode);
         let own = senders(mode, &[2, 3]);
         let of_epoch = |epoch: u32| grants(&own, 10 * epoch, 0x1000 * epoch);
         let mut kernel = Kernel::default();
@@ -381,14 +384,17 @@ fn new_keys_carry_nothing_before_a_policy_leads_to_them() {
                 },
             )
         };
-        layout.begin().iter().for_each(|step| _ = spis_after(step));
+        parameters
+            .begin()
+            .iter()
+            .for_each(|step| _ = spis_after(step));
         let mut before = [0; 3];
-        for step in layout.outbound(1, &of_epoch(1), true, &[]) {
+        for step in parameters.outbound(1, &of_epoch(1), true, &[]) {
             before = spis_after(&step);
         }
         for epoch in 2..5 {
-            let renewed = layout.outbound(epoch, &of_epoch(epoch), true, &own);
-            let retired = layout.retire(epoch - 1, &of_epoch(epoch - 1), false);
+            let renewed = parameters.outbound(epoch, &of_epoch(epoch), true, &own);
+            let retired = parameters.retire(epoch - 1, &of_epoch(epoch - 1), false);
             for step in renewed.iter().chain(&retired) {
                 let spis = spis_after(step);
                 if !matches!(step, Step::Replace(_)) {
@@ -409,7 +415,12 @@ fn new_keys_carry_nothing_before_a_policy_leads_to_them() {
 fn no_two_sas_of_a_life_have_one_key() {
     let mut seen = HashSet::new();
     let own = senders(Mode::Cpu, &[0, 1, 2]);
-    let (steps, _) = life(&layout(4444, 4444, Mode::Cpu), &own, &own, Sender::Cpu(9));
+    let (steps, _) = life(
+        &parameters(4444, 4444, Mode::Cpu),
+        &own,
+        &own,
+        Sender::Cpu(9),
+    );
     for step in steps {
         if let Step::Add(Object::Association(one)) = step {
             let sender = match one.direction {
