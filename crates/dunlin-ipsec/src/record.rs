@@ -57,11 +57,11 @@ const ENDED: &str = "ended";
 
 /// The directory of records.
 #[derive(Clone, Debug)]
-pub(super) struct Shelf {
+pub(super) struct RecordDirectory {
     directory: PathBuf,
 }
 
-impl Shelf {
+impl RecordDirectory {
     /// Opens the directory, made (mode 0700) if it is not there.
     pub(super) fn open(directory: &Path) -> Result<Self, IpsecError> {
         let failed = |what| io_error(what, directory);
@@ -96,14 +96,13 @@ impl Shelf {
             .map_err(io_error("opened", &path))?;
         let until = Instant::now() + patience;
         loop {
-            match file.try_lock() {
-                Ok(()) => return Ok(file),
-                Err(TryLockError::WouldBlock) if Instant::now() < until => {
-                    thread::sleep(BETWEEN_TRIES);
-                }
-                Err(TryLockError::WouldBlock) => return Err(IpsecError::Locked { path }),
-                Err(TryLockError::Error(error)) => return Err(io_error("locked", &path)(error)),
+            if is_locked(file.try_lock(), &path)? {
+                return Ok(file);
             }
+            if Instant::now() >= until {
+                return Err(IpsecError::Locked { path });
+            }
+            thread::sleep(BETWEEN_TRIES);
         }
     }
 
@@ -124,7 +123,7 @@ impl Shelf {
         let mut record = Record::new(file, path);
         record.write(&format!("{}\n", header()?))?;
         record.sync()?;
-        self.sync()?;
+        sync_directory(&self.directory)?;
         Ok(record)
     }
 
@@ -133,31 +132,21 @@ impl Shelf {
     /// own, and the others are there all the same.
     pub(super) fn left(&self) -> Result<Vec<Result<Record, IpsecError>>, IpsecError> {
         let header = header()?;
-        let boot = |header: &str| header.split(" namespace ").next().map(str::to_owned);
         let mut left = Vec::new();
-        let entries = fs::read_dir(&self.directory).map_err(io_error("read", &self.directory))?;
-        for entry in entries {
-            let path = entry.map_err(io_error("read", &self.directory))?.path();
-            if path
-                .extension()
-                .is_none_or(|extension| extension != EXTENSION)
-            {
-                continue;
-            }
+        for path in self.paths()? {
             let one = || {
                 let Some(mut record) = Record::take(&path)? else {
                     return Ok(None);
                 };
-                match record.header()? {
-                    Some(found) if found == header => record.read().map(|()| Some(record)),
-                    Some(found) if boot(&found) == boot(&header) => Ok(None),
-                    Some(found) if !found.starts_with(FORMAT) => Err(IpsecError::Unreadable {
-                        path: path.clone(),
-                        line: 1,
-                        source: NotAnObject,
-                    }),
-                    // Without one its process died before it had installed anything.
-                    _ => record.forget().map(|()| None),
+                match record.read(&header)? {
+                    (Scope::Here, synced) => {
+                        // The next line must not begin behind what was never synced.
+                        let cut = record.file.set_len(synced);
+                        cut.map_err(io_error("written", &path))?;
+                        Ok(Some(record))
+                    }
+                    (Scope::Elsewhere, _) => Ok(None),
+                    (Scope::Nowhere, _) => record.forget().map(|()| None),
                 }
             };
             left.extend(one().transpose());
@@ -165,10 +154,27 @@ impl Shelf {
         Ok(left)
     }
 
-    fn sync(&self) -> Result<(), IpsecError> {
-        let synced = File::open(&self.directory).and_then(|directory| directory.sync_all());
-        synced.map_err(io_error("synced", &self.directory))
+    fn paths(&self) -> Result<Vec<PathBuf>, IpsecError> {
+        let failed = io_error("read", &self.directory);
+        let mut paths = Vec::new();
+        for entry in fs::read_dir(&self.directory).map_err(&failed)? {
+            let path = entry.map_err(&failed)?.path();
+            if path.extension().is_some_and(|kind| kind == EXTENSION) {
+                paths.push(path);
+            }
+        }
+        Ok(paths)
     }
+}
+
+/// Which tables a record is about.
+enum Scope {
+    /// Those of this thread's network namespace.
+    Here,
+    /// Those of another namespace.
+    Elsewhere,
+    /// None: of an earlier boot, or without a whole header.
+    Nowhere,
 }
 
 /// One session's record, held by this process.
@@ -298,8 +304,7 @@ impl Record {
         self.file = file;
         self.lines = lines.len();
         let directory = self.path.parent().unwrap_or(&self.path);
-        let synced = File::open(directory).and_then(|directory| directory.sync_all());
-        synced.map_err(io_error("synced", directory))
+        sync_directory(directory)
     }
 
     /// This is gone, or was never there.
@@ -320,70 +325,62 @@ impl Record {
     /// Takes a record whose process has died; none where it lives, or the file has gone.
     fn take(path: &Path) -> Result<Option<Self>, IpsecError> {
         let opened = OpenOptions::new().read(true).append(true).open(path);
-        let file = match opened {
-            Ok(file) => file,
-            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-            Err(error) => return Err(io_error("opened", path)(error)),
+        let Some(file) = unless_gone(opened, path)? else {
+            return Ok(None);
         };
-        match file.try_lock() {
-            Ok(()) => {}
-            Err(TryLockError::WouldBlock) => return Ok(None),
-            Err(TryLockError::Error(error)) => return Err(io_error("locked", path)(error)),
+        if !is_locked(file.try_lock(), path)? {
+            return Ok(None);
         }
         // Its process may have removed it just now.
         let links = file.metadata().map_err(io_error("read", path))?.nlink();
         Ok((links > 0).then(|| Self::new(file, path.to_owned())))
     }
 
-    /// The first line; none where it was never synced.
-    fn header(&mut self) -> Result<Option<String>, IpsecError> {
-        const MOST: u64 = 256;
-        let mut bytes = Vec::new();
+    /// Reads the file, and takes in what it says if it has this header. Returns how many bytes whole
+    /// lines have: what follows them was never synced, or is being written.
+    fn read(&mut self, header: &str) -> Result<(Scope, u64), IpsecError> {
+        /// A header is shorter.
+        const LONG: usize = 256;
+        let mut text = Vec::new();
         let read = self.file.seek(SeekFrom::Start(0));
-        let read = read.and_then(|_| (&self.file).take(MOST).read_to_end(&mut bytes));
+        let read = read.and_then(|_| (&self.file).take(MOST_BYTES + 1).read_to_end(&mut text));
         read.map_err(io_error("read", &self.path))?;
-        let end = bytes.iter().position(|byte| *byte == b'\n');
-        // Without an end it may be a header that was cut short, and is nothing else.
-        if end.is_none() && bytes.len() < MOST as usize {
-            return Ok(None);
+        let last = text.iter().rposition(|byte| *byte == b'\n');
+        if last.is_none() && text.len() < LONG {
+            return Ok((Scope::Nowhere, 0));
         }
-        let line = String::from_utf8_lossy(&bytes[..end.unwrap_or(bytes.len())]);
-        Ok(Some(line.into_owned()))
-    }
-
-    /// Reads what follows its header, and cuts off what was never synced.
-    fn read(&mut self) -> Result<(), IpsecError> {
-        let failed = io_error("read", &self.path);
-        let bytes = self.file.metadata().map_err(&failed)?.len();
-        if bytes > MOST_BYTES {
+        let synced = last.map_or(0, |at| at + 1);
+        let whole = String::from_utf8_lossy(&text[..synced]);
+        let mut lines = (1..).zip(whole.lines());
+        let found = lines.next().map_or("", |(_, found)| found);
+        let boot = |header: &str| header.split(" namespace ").next().map(str::to_owned);
+        if !found.starts_with(FORMAT) {
+            return Err(self.unreadable(1));
+        }
+        if found != header {
+            let scope = match boot(found) == boot(header) {
+                true => Scope::Elsewhere,
+                false => Scope::Nowhere,
+            };
+            return Ok((scope, synced as u64));
+        }
+        if text.len() as u64 > MOST_BYTES {
             let path = self.path.clone();
             return Err(IpsecError::TooLarge { path });
         }
-        let mut text = Vec::new();
-        let read = self.file.seek(SeekFrom::Start(0));
-        read.and_then(|_| self.file.read_to_end(&mut text))
-            .map_err(&failed)?;
-        // What follows the last line's end was never synced. The next line must not
-        // begin behind it.
-        let last = text.iter().rposition(|byte| *byte == b'\n');
-        let end = last.map_or(0, |at| at + 1);
-        if end < text.len() {
-            let cut = self.file.set_len(end as u64);
-            cut.map_err(io_error("written", &self.path))?;
-        }
-        let lines = text[..end].split(|byte| *byte == b'\n');
-        let lines = (1..).zip(lines).skip(1);
         for (line, text) in lines.filter(|(_, text)| !text.is_empty()) {
-            let text = String::from_utf8_lossy(text);
-            let is_known = self.take_in(&text);
-            is_known.map_err(|source| IpsecError::Unreadable {
-                path: self.path.clone(),
-                line,
-                source,
-            })?;
+            self.take_in(text).map_err(|_| self.unreadable(line))?;
             self.lines += 1;
         }
-        Ok(())
+        Ok((Scope::Here, synced as u64))
+    }
+
+    fn unreadable(&self, line: usize) -> IpsecError {
+        IpsecError::Unreadable {
+            path: self.path.clone(),
+            line,
+            source: NotAnObject,
+        }
     }
 
     /// What a line says.
@@ -455,6 +452,29 @@ fn io_error(what: &'static str, path: &Path) -> impl Fn(io::Error) -> IpsecError
         what,
         path: path.clone(),
         source,
+    }
+}
+
+fn sync_directory(directory: &Path) -> Result<(), IpsecError> {
+    let synced = File::open(directory).and_then(|directory| directory.sync_all());
+    synced.map_err(io_error("synced", directory))
+}
+
+/// The file; none if it has gone.
+fn unless_gone(opened: io::Result<File>, path: &Path) -> Result<Option<File>, IpsecError> {
+    match opened {
+        Ok(file) => Ok(Some(file)),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(io_error("opened", path)(error)),
+    }
+}
+
+/// Whether the lock was free.
+fn is_locked(tried: Result<(), TryLockError>, path: &Path) -> Result<bool, IpsecError> {
+    match tried {
+        Ok(()) => Ok(true),
+        Err(TryLockError::WouldBlock) => Ok(false),
+        Err(TryLockError::Error(error)) => Err(io_error("locked", path)(error)),
     }
 }
 

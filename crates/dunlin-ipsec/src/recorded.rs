@@ -7,7 +7,7 @@ use std::time::Duration;
 use dunlin_proto::ipsec::object::{Object, Policy};
 
 use super::error::IpsecError;
-use super::record::{Owner, Record, Seen, Shelf};
+use super::record::{Owner, Record, RecordDirectory, Seen};
 use super::tables::{AssociationStatus, Tables};
 
 /// How long another process may be at taking ports before it is told of.
@@ -35,12 +35,12 @@ pub struct Recorded {
 /// # Errors
 /// The records cannot be looked for.
 pub fn recorded(records: &Path) -> Result<Vec<Result<Recorded, IpsecError>>, IpsecError> {
-    let Some(shelf) = Shelf::standing(records) else {
+    let Some(records) = RecordDirectory::standing(records) else {
         return Ok(Vec::new());
     };
     let found = {
-        let _lock = shelf.lock(PATIENCE)?;
-        shelf.all()?
+        let _lock = records.lock(PATIENCE)?;
+        records.all()?
     };
     // Of one that has installed nothing yet there is nothing to tell.
     let has_objects =

@@ -2,7 +2,7 @@
 
 use dunlin_lane::sync::lock;
 use std::fmt;
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 use std::sync::mpsc::{self, Receiver, Sender as Channel};
 use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
@@ -13,7 +13,7 @@ use dunlin_proto::ipsec::plan::SessionParameters;
 use dunlin_proto::ipsec::ports::PortBlock;
 
 use super::error::{IpsecError, in_words};
-use super::record::{Record, Shelf};
+use super::record::{Record, RecordDirectory};
 use super::tables::{AssociationStatus, Tables, still_used};
 use super::{Event, Observer, Options};
 
@@ -38,11 +38,7 @@ pub struct Session {
 /// How a session stands.
 #[derive(Clone, Debug)]
 pub struct Status {
-    /// This host's address.
-    pub local: IpAddr,
-    /// The peer's address.
-    pub peer: IpAddr,
-    /// The ports, and how traffic is spread.
+    /// Both addresses, the ports, and how traffic is spread.
     pub parameters: SessionParameters,
     /// Whether both sides' traffic is protected.
     pub up: bool,
@@ -89,8 +85,6 @@ impl Session {
         let associations = steps.iter().filter_map(|step| step.added()?.association());
         let associations = Tables::of(xfrm).statuses(associations)?;
         Ok(Some(Status {
-            local: parameters.local,
-            peer: parameters.peer,
             parameters,
             up,
             associations,
@@ -211,11 +205,11 @@ fn take_back(
     observer: &Observer,
     frees: &dyn Fn(&Record) -> bool,
 ) -> Result<Option<IpsecError>, IpsecError> {
-    let shelf = Shelf::open(&options.records)?;
+    let records = RecordDirectory::open(&options.records)?;
     let left = {
         // Nobody has made a record and not locked it yet.
-        let _lock = shelf.lock(options.patience)?;
-        shelf.left()?
+        let _lock = records.lock(options.patience)?;
+        records.left()?
     };
     let mut first = None;
     if left.is_empty() {

@@ -17,8 +17,8 @@ impl Place {
         Self(path.join("records"))
     }
 
-    fn shelf(&self) -> Shelf {
-        Shelf::open(&self.0).unwrap()
+    fn records(&self) -> RecordDirectory {
+        RecordDirectory::open(&self.0).unwrap()
     }
 }
 
@@ -29,7 +29,7 @@ impl Drop for Place {
 }
 
 fn left(place: &Place) -> Vec<Record> {
-    let left = place.shelf().left().unwrap();
+    let left = place.records().left().unwrap();
     left.into_iter().map(Result::unwrap).collect()
 }
 
@@ -46,7 +46,7 @@ fn objects() -> [Object; 3] {
 fn a_dead_processs_record_says_what_it_has_left() {
     let place = Place::new();
     let [policy, inbound, outbound] = objects();
-    let mut record = place.shelf().create(&[7; 16]).unwrap();
+    let mut record = place.records().create(&[7; 16]).unwrap();
     record.add(&[policy, inbound]).unwrap();
     record.add(&[inbound, outbound]).unwrap();
     record.gone(&inbound).unwrap();
@@ -65,7 +65,7 @@ fn a_dead_processs_record_says_what_it_has_left() {
 fn a_line_that_was_cut_short_was_never_installed() {
     let place = Place::new();
     let [policy, inbound, _] = objects();
-    let mut record = place.shelf().create(&[7; 16]).unwrap();
+    let mut record = place.records().create(&[7; 16]).unwrap();
     record.add(&[policy]).unwrap();
     let path = record.path().to_owned();
     drop(record);
@@ -85,15 +85,15 @@ fn a_line_that_was_cut_short_was_never_installed() {
 #[test]
 fn a_line_that_means_nothing_is_named_and_nothing_removed() {
     let place = Place::new();
-    place.shelf().create(&[8; 16]).unwrap();
-    let record = place.shelf().create(&[7; 16]).unwrap();
+    place.records().create(&[8; 16]).unwrap();
+    let record = place.records().create(&[7; 16]).unwrap();
     let path = record.path().to_owned();
     drop(record);
     let mut text = fs::read_to_string(&path).unwrap();
     text.push_str("+ everything\n");
     fs::write(&path, text).unwrap();
     let (good, bad): (Vec<_>, Vec<_>) = place
-        .shelf()
+        .records()
         .left()
         .unwrap()
         .into_iter()
@@ -114,7 +114,7 @@ fn a_line_that_means_nothing_is_named_and_nothing_removed() {
 #[test]
 fn a_record_of_another_boot_goes_and_one_of_another_namespace_stays() {
     let place = Place::new();
-    let record = place.shelf().create(&[7; 16]).unwrap();
+    let record = place.records().create(&[7; 16]).unwrap();
     let path = record.path().to_owned();
     drop(record);
     let text = fs::read_to_string(&path).unwrap();
@@ -131,9 +131,9 @@ fn a_record_of_another_boot_goes_and_one_of_another_namespace_stays() {
 fn a_directory_that_others_may_write_is_refused() {
     use std::os::unix::fs::PermissionsExt;
     let place = Place::new();
-    place.shelf();
+    place.records();
     fs::set_permissions(&place.0, fs::Permissions::from_mode(0o770)).unwrap();
-    let error = Shelf::open(&place.0).unwrap_err();
+    let error = RecordDirectory::open(&place.0).unwrap_err();
     assert!(
         matches!(error, IpsecError::Exposed { mode: 0o770, .. }),
         "{error}"
@@ -144,7 +144,7 @@ fn a_directory_that_others_may_write_is_refused() {
 fn a_record_says_whether_traffic_was_protected() {
     let place = Place::new();
     let [blocks, inbound, outbound] = objects();
-    let mut record = place.shelf().create(&[7; 16]).unwrap();
+    let mut record = place.records().create(&[7; 16]).unwrap();
     record.add(&[blocks, inbound, outbound]).unwrap();
     assert!(!record.has_protected());
     let line = blocks.to_string().replace("block", "protect 65537");
@@ -156,7 +156,7 @@ fn a_record_says_whether_traffic_was_protected() {
 fn a_record_that_is_an_heir_s_or_was_asked_to_end_says_so_after_its_process_has_died() {
     let place = Place::new();
     let [blocks, ..] = objects();
-    let mut record = place.shelf().create(&[7; 16]).unwrap();
+    let mut record = place.records().create(&[7; 16]).unwrap();
     record.add(&[blocks]).unwrap();
     assert!(!record.has_protected() && !record.has_ended);
     record.inherit().unwrap();
@@ -180,7 +180,7 @@ fn association(spi: u32) -> Object {
 fn a_record_does_not_grow_with_what_has_gone() {
     let place = Place::new();
     let [policy, ..] = objects();
-    let mut record = place.shelf().create(&[7; 16]).unwrap();
+    let mut record = place.records().create(&[7; 16]).unwrap();
     let path = record.path().to_owned();
     record.add(&[policy]).unwrap();
     record.inherit().unwrap();
@@ -216,7 +216,7 @@ fn a_record_does_not_grow_with_what_has_gone() {
 fn half_a_record_that_was_being_written_anew_means_nothing() {
     let place = Place::new();
     let [policy, ..] = objects();
-    let mut record = place.shelf().create(&[7; 16]).unwrap();
+    let mut record = place.records().create(&[7; 16]).unwrap();
     record.add(&[policy]).unwrap();
     let half = record.path().with_extension("new");
     fs::write(&half, "dunlin ipsec 1 boot").unwrap();
@@ -234,7 +234,7 @@ fn half_a_record_that_was_being_written_anew_means_nothing() {
 fn a_record_that_is_torn_is_named_and_kept() {
     let place = Place::new();
     let [policy, inbound, _] = objects();
-    let mut record = place.shelf().create(&[7; 16]).unwrap();
+    let mut record = place.records().create(&[7; 16]).unwrap();
     record.add(&[policy, inbound]).unwrap();
     let path = record.path().to_owned();
     drop(record);
@@ -244,7 +244,7 @@ fn a_record_that_is_torn_is_named_and_kept() {
         let mut torn = whole.clone();
         torn[from..to].fill(0);
         fs::write(&path, torn).unwrap();
-        let error = place.shelf().left().unwrap().remove(0).unwrap_err();
+        let error = place.records().left().unwrap().remove(0).unwrap_err();
         assert!(path.exists(), "{error}");
         match error {
             IpsecError::Unreadable { line, .. } => line,
@@ -260,7 +260,7 @@ fn a_record_that_is_torn_is_named_and_kept() {
         String::from_utf8_lossy(&whole).replace("+ sa", "! sa"),
     )
     .unwrap();
-    let error = place.shelf().left().unwrap().remove(0).unwrap_err();
+    let error = place.records().left().unwrap().remove(0).unwrap_err();
     assert!(
         matches!(error, IpsecError::Unreadable { line: 3, .. }),
         "{error}"
@@ -271,7 +271,7 @@ fn a_record_that_is_torn_is_named_and_kept() {
 fn a_record_that_is_too_large_is_refused_and_none_made_so_large() {
     let place = Place::new();
     let [policy, inbound, _] = objects();
-    let mut record = place.shelf().create(&[7; 16]).unwrap();
+    let mut record = place.records().create(&[7; 16]).unwrap();
     record.add(&[policy]).unwrap();
     let path = record.path().to_owned();
     let file = OpenOptions::new().write(true).open(&path).unwrap();
@@ -280,7 +280,7 @@ fn a_record_that_is_too_large_is_refused_and_none_made_so_large() {
     assert!(matches!(error, IpsecError::TooLarge { .. }), "{error}");
     drop(record);
     file.set_len(MOST_BYTES + 1).unwrap();
-    let error = place.shelf().left().unwrap().remove(0).unwrap_err();
+    let error = place.records().left().unwrap().remove(0).unwrap_err();
     assert!(matches!(error, IpsecError::TooLarge { .. }), "{error}");
     assert!(path.exists());
 }
@@ -289,13 +289,13 @@ fn a_record_that_is_too_large_is_refused_and_none_made_so_large() {
 fn whoever_holds_the_lock_for_too_long_is_looked_for_and_not_waited_for() {
     let place = Place::new();
     let patience = Duration::from_millis(60);
-    let held = place.shelf().lock(patience).unwrap();
+    let held = place.records().lock(patience).unwrap();
     let began = Instant::now();
-    let error = place.shelf().lock(patience).unwrap_err();
+    let error = place.records().lock(patience).unwrap_err();
     assert!(matches!(error, IpsecError::Locked { .. }), "{error}");
     assert!(began.elapsed() >= patience);
     drop(held);
-    place.shelf().lock(patience).unwrap();
+    place.records().lock(patience).unwrap();
 }
 
 fn owner() -> Owner {
@@ -303,11 +303,11 @@ fn owner() -> Owner {
     line.parse().unwrap()
 }
 
-/// Of the one record on the shelf.
+/// Of the one record in the directory.
 fn seen(place: &Place) -> (Vec<Object>, Option<Owner>, bool) {
-    let shelf = place.shelf();
-    let _lock = shelf.lock(Duration::from_secs(5)).unwrap();
-    let (record, is_kept) = shelf.all().unwrap().remove(0).unwrap();
+    let records = place.records();
+    let _lock = records.lock(Duration::from_secs(5)).unwrap();
+    let (record, is_kept) = records.all().unwrap().remove(0).unwrap();
     (record.objects().to_vec(), record.owner().cloned(), is_kept)
 }
 
@@ -315,7 +315,7 @@ fn seen(place: &Place) -> (Vec<Object>, Option<Owner>, bool) {
 fn a_record_is_looked_at_while_its_process_lives_and_when_it_has_died() {
     let place = Place::new();
     let [policy, inbound, outbound] = objects();
-    let mut record = place.shelf().create(&[7; 16]).unwrap();
+    let mut record = place.records().create(&[7; 16]).unwrap();
     record.is_of(owner()).unwrap();
     record.add(&[policy, inbound]).unwrap();
     assert_eq!(
@@ -341,7 +341,7 @@ fn a_record_is_looked_at_while_its_process_lives_and_when_it_has_died() {
 fn a_record_that_is_written_anew_still_says_whose_it_is() {
     let place = Place::new();
     let [policy, ..] = objects();
-    let mut record = place.shelf().create(&[7; 16]).unwrap();
+    let mut record = place.records().create(&[7; 16]).unwrap();
     record.is_of(owner()).unwrap();
     for _ in 0..=2 * DEAD_LINES {
         record.add(&[policy]).unwrap();

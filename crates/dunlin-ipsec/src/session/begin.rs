@@ -46,7 +46,7 @@ impl Driver {
             .zip(self.options.udp)
             .map(|(theirs, own)| (own, theirs));
         // Held until the ports are this session's.
-        let _lock = self.shelf.lock(self.options.patience)?;
+        let _lock = self.records.lock(self.options.patience)?;
         let mut parameters = SessionParameters {
             local: own,
             peer: other,
@@ -67,7 +67,7 @@ impl Driver {
         if connections > 0 {
             return Err(IpsecError::LeftInTheWay { connections });
         }
-        let mut record = self.shelf.create(&self.session)?;
+        let mut record = self.records.create(&self.session)?;
         record.is_of(Owner {
             pid: std::process::id(),
             mode: terms.mode,
@@ -86,9 +86,9 @@ impl Driver {
     }
 
     /// Whether no other session's control connection has one of the ports: what it says would be
-    /// held back, and it would be lost with its session. The shelf is locked.
+    /// held back, and it would be lost with its session. The directory of records is locked.
     fn spares_control_connections(&self, parameters: &SessionParameters) -> Result<(), IpsecError> {
-        let others = self.shelf.all()?;
+        let others = self.records.all()?;
         // Those whose processes have died have no connection, and one that cannot be read says
         // nothing of it.
         let kept = others.iter().flatten().filter(|(_, is_kept)| *is_kept);
@@ -111,7 +111,7 @@ impl Driver {
     /// ports have heirs of their own.
     fn inheritance(&mut self, begin: &[Step]) -> Result<Inheritance, IpsecError> {
         let mut records = Vec::new();
-        for record in self.shelf.left()? {
+        for record in self.records.left()? {
             let mut record = match record {
                 Ok(record) => record,
                 Err(error) => {

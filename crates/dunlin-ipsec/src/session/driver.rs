@@ -26,7 +26,7 @@ use super::system::{guarded, random};
 use crate::error::{IpsecError, in_words};
 use crate::event::{Event, Observer};
 use crate::options::Options;
-use crate::record::{Record, Shelf};
+use crate::record::{Record, RecordDirectory};
 use crate::sockets::{Connection, connections};
 use crate::tables::{Tables, still_used};
 use dunlin_lane::control::ControlStream;
@@ -59,7 +59,7 @@ pub(super) struct Driver {
     observer: Observer,
     pub(super) admits: fn(&Options, &Terms) -> Result<(), IpsecError>,
     pub(super) tables: Tables,
-    pub(super) shelf: Shelf,
+    pub(super) records: RecordDirectory,
     pub(super) record: Option<Record>,
     standing: Arc<Mutex<SharedStatus>>,
     tell_up: Channel<()>,
@@ -95,7 +95,7 @@ impl Driver {
             exchange: beginning.exchange,
             observer: beginning.observer,
             admits: beginning.admits,
-            shelf: Shelf::open(&options.records)?,
+            records: RecordDirectory::open(&options.records)?,
             tables,
             options,
             record: None,
