@@ -7,7 +7,7 @@ use dunlin_linux::mapping::{HUGE_PAGE_BYTES, PAGE_BYTES, TrackedMemory, layout a
 use kvm_bindings::{kvm_mp_state, kvm_segment, kvm_xcr};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryError};
 
-use crate::config::{Config, Fill};
+use crate::config::Config;
 use crate::layout::{self, CODE, TABLES, block, block_start};
 
 static PROGRAM: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/workload.bin"));
@@ -49,13 +49,7 @@ pub(crate) fn write_memory(
             start + block::FILL_END,
             layout::frame(layout::fill_end(config)),
         )?;
-        let fill = match config.fill {
-            Fill::Zero => 0,
-            Fill::Random => 1,
-            Fill::Mixed => 2,
-            Fill::Sparse => 3,
-        };
-        word(start + block::FILL, fill)?;
+        word(start + block::FILL, config.fill as u64)?;
         word(start + block::SHARE, share)?;
         for (set, at) in sets.iter().zip([block::SET_0, block::SET_1]) {
             for (index, value) in (0..).zip(set.words()) {

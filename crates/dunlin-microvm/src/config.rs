@@ -102,18 +102,18 @@ pub enum GuestKind {
     Process,
 }
 
-/// What a page holds before its first visit.
+/// What a page holds before its first visit. The guest and descriptions have it by its number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fill {
     /// Nothing but zeros, and never populated.
-    Zero,
+    Zero = 0,
     /// Words that do not compress.
-    Random,
+    Random = 1,
     /// About half the pages like `Random`, the others like `Zero`, in irregular runs.
-    Mixed,
+    Mixed = 2,
     /// One page like `Random` in the middle of each 2 MiB, the others like `Zero`: what costs most
     /// on huge pages.
-    Sparse,
+    Sparse = 3,
 }
 
 /// How each vCPU goes about its pages.

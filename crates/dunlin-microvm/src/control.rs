@@ -42,6 +42,15 @@ impl fmt::Display for VmState {
 }
 
 impl VmState {
+    /// Whether the machine was built and never started.
+    pub(crate) fn must_be_created(&self) -> Result<(), ControlError> {
+        match self {
+            Self::Created => Ok(()),
+            ended if ended.has_ended() => Err(ControlError::Ended(ended.clone())),
+            _ => Err(ControlError::Started),
+        }
+    }
+
     /// Whether the machine will never run again.
     pub fn has_ended(&self) -> bool {
         match self {
@@ -197,6 +206,19 @@ impl Control {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Waits while `waits` holds, or until `deadline`.
+    fn wait_while(
+        &self,
+        deadline: Instant,
+        waits: impl Fn(&Inner) -> bool,
+    ) -> MutexGuard<'_, Inner> {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let waited = self
+            .changed
+            .wait_timeout_while(self.lock(), left, |inner| waits(inner));
+        waited.unwrap_or_else(PoisonError::into_inner).0
+    }
+
     pub(crate) fn state(&self) -> VmState {
         self.lock().state.clone()
     }
@@ -246,11 +268,7 @@ impl Control {
         load: impl FnOnce() -> Result<T, E>,
     ) -> Result<Result<T, E>, ControlError> {
         let mut inner = self.lock();
-        match &inner.state {
-            VmState::Created => {}
-            state if state.has_ended() => return Err(ControlError::Ended(state.clone())),
-            _ => return Err(ControlError::Started),
-        }
+        inner.state.must_be_created()?;
         let result = load();
         inner.state = match &result {
             Ok(_) => VmState::Paused,
@@ -276,33 +294,13 @@ impl Control {
 
     /// Waits until the machine is not running any more, or until `deadline`.
     pub(crate) fn wait_while_running(&self, deadline: Instant) -> VmState {
-        let mut inner = self.lock();
-        while inner.state == VmState::Running {
-            let Some(left) = deadline.checked_duration_since(Instant::now()) else {
-                break;
-            };
-            inner = self
-                .changed
-                .wait_timeout(inner, left)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
-        }
+        let inner = self.wait_while(deadline, |inner| inner.state == VmState::Running);
         inner.state.clone()
     }
 
     /// Waits until the machine has ended for good, or until `deadline`.
     pub(crate) fn wait_until_ended(&self, deadline: Instant) -> VmState {
-        let mut inner = self.lock();
-        while !inner.state.has_ended() {
-            let Some(left) = deadline.checked_duration_since(Instant::now()) else {
-                break;
-            };
-            inner = self
-                .changed
-                .wait_timeout(inner, left)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
-        }
+        let inner = self.wait_while(deadline, |inner| !inner.state.has_ended());
         inner.state.clone()
     }
 
@@ -350,20 +348,7 @@ impl Control {
 
     /// Waits until `due`; false if the vCPU is to leave the guest before that.
     pub(crate) fn wait_until(&self, due: Instant) -> bool {
-        let mut inner = self.lock();
-        while inner.want == Want::Run {
-            match due.checked_duration_since(Instant::now()) {
-                None => return true,
-                Some(left) if left.is_zero() => return true,
-                Some(left) => {
-                    inner = self
-                        .changed
-                        .wait_timeout(inner, left)
-                        .unwrap_or_else(PoisonError::into_inner)
-                        .0;
-                }
-            }
-        }
-        false
+        let inner = self.wait_while(due, |inner| inner.want == Want::Run);
+        inner.want == Want::Run
     }
 }

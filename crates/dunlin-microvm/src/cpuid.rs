@@ -7,6 +7,9 @@ use kvm_ioctls::{Kvm, VcpuFd};
 
 use crate::wire::{DecodeError, Reader, Writer};
 
+/// Bytes of an entry in a description.
+const ENTRY_BYTES: usize = 28;
+
 /// One line of the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Entry {
@@ -163,10 +166,8 @@ impl Table {
     }
 
     pub(crate) fn decode(reader: &mut Reader<'_>) -> Result<Self, DecodeError> {
-        let entries = usize::from(reader.u16("number of CPUID entries")?);
-        if entries > KVM_MAX_CPUID_ENTRIES {
-            return Err(DecodeError::Value("number of CPUID entries"));
-        }
+        let what = "number of CPUID entries";
+        let entries = reader.count(what, KVM_MAX_CPUID_ENTRIES, ENTRY_BYTES)?;
         let mut table = Vec::with_capacity(entries);
         for _ in 0..entries {
             let mut field = || reader.u32("CPUID entry");
@@ -185,6 +186,7 @@ impl Table {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use crate::wire::DecodeReason;
 
     fn table(vendor: u32, features: u32) -> Table {
         let entry = |function, registers| Entry {
@@ -215,9 +217,8 @@ mod tests {
     fn i7_a_table_is_bounded() {
         let mut writer = Writer::default();
         let bytes = writer.u16(257).raw(&[0; 257 * 28]).finish();
-        assert_eq!(
-            Table::decode(&mut Reader::new(&bytes)),
-            Err(DecodeError::Value("number of CPUID entries"))
-        );
+        let error = Table::decode(&mut Reader::new(&bytes)).unwrap_err();
+        assert_eq!(error.what, "number of CPUID entries");
+        assert!(matches!(error.why, DecodeReason::OverLimit { .. }));
     }
 }

@@ -13,7 +13,7 @@ use thiserror::Error;
 
 use crate::config::{Config, ConfigError, Fill, GuestKind, NAME_LIMIT_BYTES, Workload};
 use crate::cpuid::Table;
-use crate::wire::{DecodeError, Reader, Writer};
+use crate::wire::{DecodeError, Reader, Writer, bad_value, optional_u64};
 
 /// The first field of every description: what kind of guest it is of, and the layout of the rest. A
 /// reader that does not know it stops there.
@@ -164,12 +164,7 @@ impl VmDescription {
                 Backing::Memfd => 1,
                 Backing::Huge => 2,
             })
-            .u8(match config.fill {
-                Fill::Zero => 0,
-                Fill::Random => 1,
-                Fill::Mixed => 2,
-                Fill::Sparse => 3,
-            })
+            .u8(config.fill as u8)
             .optional_u64(config.fill_bytes);
         let (workload, share) = match config.workload {
             Workload::Idle => (0, 0),
@@ -211,27 +206,27 @@ impl VmDescription {
                 0 => Backing::Private,
                 1 => Backing::Memfd,
                 2 => Backing::Huge,
-                _ => return Err(DecodeError::Value("backing").into()),
+                value => return Err(bad_value(&reader, "backing", value.into()).into()),
             },
             fill: match reader.u8("fill")? {
                 0 => Fill::Zero,
                 1 => Fill::Random,
                 2 => Fill::Mixed,
                 3 => Fill::Sparse,
-                _ => return Err(DecodeError::Value("fill").into()),
+                value => return Err(bad_value(&reader, "fill", value.into()).into()),
             },
-            fill_bytes: reader.optional_u64("fill limit")?,
+            fill_bytes: optional_u64(&mut reader, "fill limit")?,
             workload: match (reader.u8("workload")?, reader.u8("hot share")?) {
                 (0, 0) => Workload::Idle,
                 (1, 0) => Workload::Sequential,
                 (2, 0) => Workload::Random,
                 (3, share_percent) => Workload::HotSet { share_percent },
-                _ => return Err(DecodeError::Value("workload").into()),
+                (value, _) => return Err(bad_value(&reader, "workload", value.into()).into()),
             },
-            working_set_bytes: reader.optional_u64("working set")?,
+            working_set_bytes: optional_u64(&mut reader, "working set")?,
             dirty_rate: reader.u64("dirty rate")?,
             seed: reader.u64("seed")?,
-            power_off_after: reader.optional_u64("visits before the power is off")?,
+            power_off_after: optional_u64(&mut reader, "visits before the power is off")?,
         };
         let description = match guest {
             GuestKind::Process => Self::of_process(config),
@@ -241,7 +236,7 @@ impl VmDescription {
                 cpuid: Table::decode(&mut reader)?,
             },
         };
-        reader.end()?;
+        reader.finish("description")?;
         description.config.validate()?;
         Ok(description)
     }

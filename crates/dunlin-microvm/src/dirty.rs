@@ -20,14 +20,6 @@ pub enum DirtyError {
     /// It was not started.
     #[error("the dirty log is off; start it first")]
     Off,
-    /// A page beyond the end of a region.
-    #[error("there is no page {page} in region {region}")]
-    NoSuchPage {
-        /// The region's position.
-        region: usize,
-        /// The page in it.
-        page: u64,
-    },
     /// KVM refused to switch its log on or off.
     #[error("KVM's dirty log cannot be switched")]
     Switch(#[source] io::Error),
@@ -123,19 +115,6 @@ impl DirtyLog {
                 .for_each(|(word, own)| *word |= own);
         }
         Ok(maps)
-    }
-
-    /// Marks one page as written, as if the VMM had written to it.
-    pub(crate) fn mark(&self, region: usize, page: u64) -> Result<(), DirtyError> {
-        let missing = DirtyError::NoSuchPage { region, page };
-        let Some(mapped) = self.memory.iter().nth(region) else {
-            return Err(missing);
-        };
-        if page >= mapped.size() as u64 / PAGE_BYTES {
-            return Err(missing);
-        }
-        mapped.get_mmap().bitmap().set_bit(page as usize);
-        Ok(())
     }
 
     pub(crate) fn stop(&self) -> Result<(), DirtyError> {

@@ -208,15 +208,14 @@ impl Heart {
     pub(crate) fn load(&self, bytes: &[u8]) -> Result<(), DecodeError> {
         let mut reader = Reader::new(bytes);
         let largest_gap = Duration::from_nanos(reader.u64("largest gap")?);
-        let source = match reader.u8("whether there was a beat")? {
-            0 => None,
-            1 => Some(Beat {
+        let source = match reader.flag("whether there was a beat")? {
+            false => None,
+            true => Some(Beat {
                 at: Moment::decode(&mut reader)?,
                 guest_tsc: reader.u64("guest TSC of the last beat")?,
             }),
-            _ => return Err(DecodeError::Value("whether there was a beat")),
         };
-        reader.end()?;
+        reader.finish("heart")?;
         let mut beats = self.lock();
         beats.largest_gap = largest_gap;
         beats.source = source;
@@ -240,6 +239,7 @@ pub(crate) fn time_to_ticks(time: Duration, khz: u32) -> u64 {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use crate::wire::DecodeReason;
 
     #[test]
     fn downtime_is_the_silence_between_the_last_beat_there_and_the_first_here() {
@@ -293,6 +293,7 @@ mod tests {
             assert!(Heart::new(1, 1).load(&bytes[..length]).is_err());
         }
         let long = [&bytes[..], &[0]].concat();
-        assert_eq!(Heart::new(1, 1).load(&long), Err(DecodeError::Excess(1)));
+        let error = Heart::new(1, 1).load(&long).unwrap_err();
+        assert_eq!(error.why, DecodeReason::Trailing { bytes: 1 });
     }
 }

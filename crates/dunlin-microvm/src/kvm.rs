@@ -18,7 +18,9 @@ use dunlin_linux::mapping::TrackedMemory;
 pub(crate) mod kick;
 mod state;
 
-use state::{Buffer, KVM_GET_XSAVE2, WRITE, XSAVE_BYTES, check_length, invalid, number};
+use state::{
+    Interface, KVM_GET_XSAVE2, WRITE, XSAVE_BYTES, check_length, exchange, invalid, number,
+};
 pub(crate) use state::{MachineState, VcpuState};
 
 /// A virtual machine, with an interrupt controller and a timer in the kernel.
@@ -122,13 +124,9 @@ impl Machine {
     /// # Errors
     /// What the kernel answered.
     pub(crate) fn read_state(&self, state: MachineState) -> io::Result<Vec<u8>> {
-        let (get, _, bytes) = state.interface();
-        let mut buffer = Buffer::zeroed(bytes);
-        if let Some(chip) = state.chip() {
-            buffer.fill(&chip.to_ne_bytes());
-        }
-        buffer.exchange(self.vm.as_raw_fd(), get, bytes)?;
-        Ok(buffer.bytes(bytes))
+        let Interface { get, bytes, .. } = state.interface;
+        let chip = state.chip.map(u32::to_ne_bytes).unwrap_or_default();
+        exchange(self.vm.as_raw_fd(), get, &chip, bytes)
     }
 
     /// Sets one piece of the machine's state.
@@ -136,18 +134,18 @@ impl Machine {
     /// # Errors
     /// InvalidData for a wrong length or chip, else what the kernel answered.
     pub(crate) fn write_state(&self, state: MachineState, bytes: &[u8]) -> io::Result<()> {
-        let (_, set, length) = state.interface();
+        let Interface {
+            set, bytes: length, ..
+        } = state.interface;
         check_length(bytes, length)?;
-        if let Some(chip) = state.chip()
+        if let Some(chip) = state.chip
             && bytes[..4] != chip.to_ne_bytes()
         {
             return Err(invalid(
                 "the state is that of another interrupt chip".into(),
             ));
         }
-        let mut buffer = Buffer::zeroed(length);
-        buffer.fill(bytes);
-        buffer.exchange(self.vm.as_raw_fd(), set, length)
+        exchange(self.vm.as_raw_fd(), set, bytes, length).map(drop)
     }
 }
 
@@ -207,14 +205,14 @@ impl Vcpu {
     /// # Errors
     /// What the kernel answered.
     pub(crate) fn read_state(&self, state: VcpuState) -> io::Result<Vec<u8>> {
-        let (mut get, _, mut bytes) = state.interface();
-        if state == VcpuState::Xsave && self.machine.xsave_bytes > XSAVE_BYTES {
+        let Interface {
+            mut get, mut bytes, ..
+        } = state.0;
+        if state == VcpuState::XSAVE && self.machine.xsave_bytes > XSAVE_BYTES {
             get = KVM_GET_XSAVE2;
             bytes = self.machine.xsave_bytes;
         }
-        let mut buffer = Buffer::zeroed(bytes);
-        buffer.exchange(self.fd.as_raw_fd(), get, bytes)?;
-        Ok(buffer.bytes(bytes))
+        exchange(self.fd.as_raw_fd(), get, &[], bytes)
     }
 
     /// Sets one piece of the vCPU's state.
@@ -225,8 +223,12 @@ impl Vcpu {
     /// # Errors
     /// InvalidData for a wrong length, else what the kernel answered.
     pub(crate) fn write_state(&self, state: VcpuState, bytes: &[u8]) -> io::Result<()> {
-        let (_, set, mut length) = state.interface();
-        if state == VcpuState::Xsave {
+        let Interface {
+            set,
+            bytes: mut length,
+            ..
+        } = state.0;
+        if state == VcpuState::XSAVE {
             length = self.machine.xsave_bytes;
             if bytes.len() < XSAVE_BYTES || bytes.len() > length {
                 return Err(invalid(format!(
@@ -237,9 +239,7 @@ impl Vcpu {
         } else {
             check_length(bytes, length)?;
         }
-        let mut buffer = Buffer::zeroed(length);
-        buffer.fill(bytes);
-        buffer.exchange(self.fd.as_raw_fd(), set, length)
+        exchange(self.fd.as_raw_fd(), set, bytes, length).map(drop)
     }
 
     /// What the guest's TSC is ahead of the host's, modulo 2^64; none where the kernel has no such
@@ -339,19 +339,19 @@ mod tests {
         let Some(machine) = machine() else { return };
         let vcpu = machine.create_vcpu(0).unwrap();
         for state in [
-            VcpuState::Registers,
-            VcpuState::SpecialRegisters,
-            VcpuState::Xsave,
-            VcpuState::Xcrs,
-            VcpuState::Lapic,
-            VcpuState::DebugRegisters,
-            VcpuState::Events,
-            VcpuState::MpState,
+            VcpuState::REGISTERS,
+            VcpuState::SPECIAL_REGISTERS,
+            VcpuState::XSAVE,
+            VcpuState::XCRS,
+            VcpuState::LAPIC,
+            VcpuState::DEBUG_REGISTERS,
+            VcpuState::EVENTS,
+            VcpuState::MP_STATE,
         ] {
             let bytes = match vcpu.read_state(state) {
                 Ok(bytes) => bytes,
                 // A guest without XSAVE has no XCR0.
-                Err(error) if state == VcpuState::Xcrs => {
+                Err(error) if state == VcpuState::XCRS => {
                     println!("no XCRs: {error}");
                     continue;
                 }
@@ -360,15 +360,15 @@ mod tests {
             vcpu.write_state(state, &bytes).unwrap();
         }
         for state in [
-            MachineState::PicMaster,
-            MachineState::PicSlave,
-            MachineState::Ioapic,
-            MachineState::Pit,
+            MachineState::PIC_MASTER,
+            MachineState::PIC_SLAVE,
+            MachineState::IOAPIC,
+            MachineState::PIT,
         ] {
             let bytes = machine.read_state(state).unwrap();
             machine.write_state(state, &bytes).unwrap();
         }
-        assert!(!machine.read_state(MachineState::Clock).unwrap().is_empty());
+        assert!(!machine.read_state(MachineState::CLOCK).unwrap().is_empty());
     }
 
     #[test]
@@ -378,7 +378,7 @@ mod tests {
         let mut registers = vcpu.get_regs().unwrap();
         registers.rax = 0x1122_3344_5566_7788;
         vcpu.set_regs(&registers).unwrap();
-        let bytes = vcpu.read_state(VcpuState::Registers).unwrap();
+        let bytes = vcpu.read_state(VcpuState::REGISTERS).unwrap();
         assert_eq!(bytes.len(), 144);
         assert_eq!(bytes[..8], registers.rax.to_le_bytes());
     }
@@ -389,21 +389,21 @@ mod tests {
         let vcpu = machine.create_vcpu(0).unwrap();
         for length in [0, 143, 145, 1 << 20] {
             let error = vcpu
-                .write_state(VcpuState::Registers, &vec![0; length])
+                .write_state(VcpuState::REGISTERS, &vec![0; length])
                 .unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::InvalidData);
             let error = vcpu
-                .write_state(VcpuState::Xsave, &vec![0; length])
+                .write_state(VcpuState::XSAVE, &vec![0; length])
                 .unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::InvalidData);
             let error = machine
-                .write_state(MachineState::Pit, &vec![0; length])
+                .write_state(MachineState::PIT, &vec![0; length])
                 .unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::InvalidData);
         }
-        let other = machine.read_state(MachineState::PicSlave).unwrap();
+        let other = machine.read_state(MachineState::PIC_SLAVE).unwrap();
         let error = machine
-            .write_state(MachineState::PicMaster, &other)
+            .write_state(MachineState::PIC_MASTER, &other)
             .unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::InvalidData);
     }

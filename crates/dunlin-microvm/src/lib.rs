@@ -55,4 +55,4 @@ pub use layout::{DEVICE_BYTES, DEVICE_START};
 pub use migrate::{MachineBuilder, Movable};
 pub use state::{LoadError, SaveError, Section};
 pub use vm::{AccessError, CreateError, Stats, Vm};
-pub use wire::DecodeError;
+pub use wire::{DecodeError, DecodeReason};

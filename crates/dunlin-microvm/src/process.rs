@@ -20,7 +20,7 @@ use crate::control::{Stop, StopCode, VmState};
 use crate::layout::{self, PageSet};
 use crate::pace::Pacer;
 use crate::state::{self, HEART, LoadError, Own, Section, VMM};
-use crate::wire::{DecodeError, Reader, Writer};
+use crate::wire::{DecodeError, Reader, Writer, bad_value};
 
 /// The section of one thread.
 const VISITOR: &str = "visitor";
@@ -175,20 +175,20 @@ impl Visitor {
         let mut progress = self.progress();
         progress.share_sum = reader.u64("share")?;
         if progress.share_sum >= 100 {
-            return Err(DecodeError::Value("share"));
+            return Err(bad_value(&reader, "share", progress.share_sum));
         }
         for walk in &mut progress.sets {
             walk.cursor = reader.u64("cursor")?;
             walk.left = reader.u64("visits left")?;
             walk.pass = reader.u64("passes")?;
             if walk.cursor >= walk.set.count() {
-                return Err(DecodeError::Value("cursor"));
+                return Err(bad_value(&reader, "cursor", walk.cursor));
             }
             if !(1..=walk.set.count()).contains(&walk.left) {
-                return Err(DecodeError::Value("visits left"));
+                return Err(bad_value(&reader, "visits left", walk.left));
             }
         }
-        reader.end()?;
+        reader.finish("visitor")?;
         self.visits.store(visits, Ordering::Relaxed);
         self.beats.store(beats, Ordering::Relaxed);
         Ok(())

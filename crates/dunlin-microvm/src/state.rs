@@ -19,7 +19,7 @@ use thiserror::Error;
 
 use crate::control::VmState;
 use crate::heart::{Heart, Moment};
-use crate::wire::{DecodeError, Reader, Writer};
+use crate::wire::{DecodeError, Reader, Writer, bad_value};
 
 mod error;
 #[cfg(any(test, feature = "fuzzing"))]
@@ -59,10 +59,10 @@ const CLOCK: &str = "clock";
 const XCRS: &str = "vcpu.xcrs";
 
 const MACHINE_SECTIONS: [(&str, MachineState); 4] = [
-    ("pic.master", MachineState::PicMaster),
-    ("pic.slave", MachineState::PicSlave),
-    ("ioapic", MachineState::Ioapic),
-    ("pit", MachineState::Pit),
+    ("pic.master", MachineState::PIC_MASTER),
+    ("pic.slave", MachineState::PIC_SLAVE),
+    ("ioapic", MachineState::IOAPIC),
+    ("pit", MachineState::PIT),
 ];
 
 /// One step of loading a vCPU.
@@ -77,20 +77,20 @@ enum Step {
 const VCPU_SECTIONS: [(&str, Step); 10] = [
     (
         "vcpu.special-registers",
-        Step::Plain(VcpuState::SpecialRegisters),
+        Step::Plain(VcpuState::SPECIAL_REGISTERS),
     ),
-    (XCRS, Step::Plain(VcpuState::Xcrs)),
-    ("vcpu.xsave", Step::Plain(VcpuState::Xsave)),
-    ("vcpu.lapic", Step::Plain(VcpuState::Lapic)),
+    (XCRS, Step::Plain(VcpuState::XCRS)),
+    ("vcpu.xsave", Step::Plain(VcpuState::XSAVE)),
+    ("vcpu.lapic", Step::Plain(VcpuState::LAPIC)),
     (TSC, Step::Tsc),
     (MSRS, Step::Msrs),
-    ("vcpu.registers", Step::Plain(VcpuState::Registers)),
+    ("vcpu.registers", Step::Plain(VcpuState::REGISTERS)),
     (
         "vcpu.debug-registers",
-        Step::Plain(VcpuState::DebugRegisters),
+        Step::Plain(VcpuState::DEBUG_REGISTERS),
     ),
-    ("vcpu.events", Step::Plain(VcpuState::Events)),
-    ("vcpu.run-state", Step::Plain(VcpuState::MpState)),
+    ("vcpu.events", Step::Plain(VcpuState::EVENTS)),
+    ("vcpu.run-state", Step::Plain(VcpuState::MP_STATE)),
 ];
 
 /// The VMM's own state, beside KVM's.
@@ -125,7 +125,7 @@ impl Parts<'_> {
             }
         };
         let clock = machine
-            .read_state(MachineState::Clock)
+            .read_state(MachineState::CLOCK)
             .map_err(kvm(CLOCK, 0))?;
         let mut writer = Writer::default();
         Moment::now().encode(&mut writer);
@@ -202,14 +202,14 @@ impl Parts<'_> {
         let at = decoded(CLOCK, 0, Moment::decode(&mut reader))?;
         let nanoseconds = decoded(CLOCK, 0, reader.u64("clock"))?;
         // The rest of `struct kvm_clock_data` is about the source's host.
-        decoded(CLOCK, 0, reader.raw("clock data", 40))?;
-        decoded(CLOCK, 0, reader.end())?;
+        decoded(CLOCK, 0, reader.bytes("clock data", 40))?;
+        decoded(CLOCK, 0, reader.finish("clock data"))?;
         let passed = Moment::now().since(&at).as_nanos() as u64;
         let mut clock = nanoseconds.saturating_add(passed).to_le_bytes().to_vec();
         clock.resize(48, 0);
         self.vcpus[0]
             .machine()
-            .write_state(MachineState::Clock, &clock)
+            .write_state(MachineState::CLOCK, &clock)
             .map_err(kvm_refused(CLOCK, 0))
     }
 }
@@ -228,10 +228,10 @@ impl Own {
             throttle_percent: reader.u8("throttle")?,
             power_off_at: reader.u64("visits before the power is off")?,
         };
-        reader.end()?;
         if own.throttle_percent > 99 {
-            return Err(DecodeError::Value("throttle"));
+            return Err(bad_value(&reader, "throttle", own.throttle_percent.into()));
         }
+        reader.finish("the VMM's own state")?;
         Ok(own)
     }
 }

@@ -285,11 +285,7 @@ impl Vm {
     /// # Errors
     /// Started, if the machine is not a new one.
     pub fn fill(&self) -> Result<(), ControlError> {
-        match self.state() {
-            VmState::Created => {}
-            state if state.has_ended() => return Err(ControlError::Ended(state)),
-            _ => return Err(ControlError::Started),
-        }
+        self.state().must_be_created()?;
         fill::fill(self.memory(), self.config())
             .expect("the pages to fill lie within the configured memory");
         Ok(())
@@ -458,14 +454,6 @@ impl Vm {
     /// failed.
     pub fn fetch_dirty_log(&self) -> Result<Vec<Vec<u64>>, DirtyError> {
         self.dirty.fetch()
-    }
-
-    /// Puts a page back into the log, such as one that was fetched and then not sent.
-    ///
-    /// # Errors
-    /// NoSuchPage.
-    pub fn mark_dirty(&self, region: usize, page: u64) -> Result<(), DirtyError> {
-        self.dirty.mark(region, page)
     }
 
     /// Stops logging.

@@ -1,19 +1,28 @@
-//! Bytes that come from another host: every length is checked before it is used (I7).
+//! How descriptions and sections are written and read. What comes from another host goes through
+//! [`Reader`], which checks every length before it is used (I7).
 
-use thiserror::Error;
+pub(crate) use dunlin_proto::wire::Reader;
+pub use dunlin_proto::wire::{DecodeError, DecodeReason};
 
-/// Why bytes could not be decoded. The peer that wrote them is at fault, or whoever changed them.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
-pub enum DecodeError {
-    /// The bytes end inside a field.
-    #[error("the bytes end inside `{0}`")]
-    Short(&'static str),
-    /// More bytes than the fields account for.
-    #[error("{0} bytes are left over behind the last field")]
-    Excess(usize),
-    /// A field holds what it cannot.
-    #[error("`{0}` holds a value that is out of bounds")]
-    Value(&'static str),
+/// The error for a field that has a value that it cannot have, after the field was read.
+pub(crate) fn bad_value(reader: &Reader<'_>, what: &'static str, value: u64) -> DecodeError {
+    DecodeError {
+        what,
+        why: DecodeReason::BadValue { value },
+        offset: reader.offset(),
+    }
+}
+
+/// Reads what [`Writer::optional_u64`] wrote.
+pub(crate) fn optional_u64(
+    reader: &mut Reader<'_>,
+    what: &'static str,
+) -> Result<Option<u64>, DecodeError> {
+    match (reader.flag(what)?, reader.u64(what)?) {
+        (false, 0) => Ok(None),
+        (true, value) => Ok(Some(value)),
+        (false, value) => Err(bad_value(reader, what, value)),
+    }
 }
 
 /// Little-endian fields, one behind the other.
@@ -63,86 +72,6 @@ impl Writer {
     }
 }
 
-/// Reads what [`Writer`] wrote. Each call names its field for the error.
-#[derive(Debug)]
-pub(crate) struct Reader<'a>(&'a [u8]);
-
-impl<'a> Reader<'a> {
-    pub(crate) fn new(bytes: &'a [u8]) -> Self {
-        Self(bytes)
-    }
-
-    pub(crate) fn raw(
-        &mut self,
-        field: &'static str,
-        bytes: usize,
-    ) -> Result<&'a [u8], DecodeError> {
-        let (taken, rest) = self
-            .0
-            .split_at_checked(bytes)
-            .ok_or(DecodeError::Short(field))?;
-        self.0 = rest;
-        Ok(taken)
-    }
-
-    pub(crate) fn array<const N: usize>(
-        &mut self,
-        field: &'static str,
-    ) -> Result<[u8; N], DecodeError> {
-        let (taken, rest) = self
-            .0
-            .split_first_chunk()
-            .ok_or(DecodeError::Short(field))?;
-        self.0 = rest;
-        Ok(*taken)
-    }
-
-    pub(crate) fn u8(&mut self, field: &'static str) -> Result<u8, DecodeError> {
-        self.array(field).map(u8::from_le_bytes)
-    }
-
-    pub(crate) fn u16(&mut self, field: &'static str) -> Result<u16, DecodeError> {
-        self.array(field).map(u16::from_le_bytes)
-    }
-
-    pub(crate) fn u32(&mut self, field: &'static str) -> Result<u32, DecodeError> {
-        self.array(field).map(u32::from_le_bytes)
-    }
-
-    pub(crate) fn u64(&mut self, field: &'static str) -> Result<u64, DecodeError> {
-        self.array(field).map(u64::from_le_bytes)
-    }
-
-    pub(crate) fn optional_u64(&mut self, field: &'static str) -> Result<Option<u64>, DecodeError> {
-        match (self.u8(field)?, self.u64(field)?) {
-            (0, 0) => Ok(None),
-            (1, value) => Ok(Some(value)),
-            _ => Err(DecodeError::Value(field)),
-        }
-    }
-
-    pub(crate) fn text(
-        &mut self,
-        field: &'static str,
-        limit_bytes: usize,
-    ) -> Result<&'a str, DecodeError> {
-        let length = usize::from(self.u16(field)?);
-        if length > limit_bytes {
-            return Err(DecodeError::Value(field));
-        }
-        let bytes = self.raw(field, length)?;
-        std::str::from_utf8(bytes).map_err(|_| DecodeError::Value(field))
-    }
-
-    /// All must have been read.
-    pub(crate) fn end(self) -> Result<(), DecodeError> {
-        match self.0.len() {
-            0 => Ok(()),
-            left => Err(DecodeError::Excess(left)),
-        }
-    }
-}
-
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
@@ -157,10 +86,14 @@ mod tests {
                 .u32("number")
                 .and_then(|_| reader.text("name", 10).map(str::len));
             let field = if length < 4 { "number" } else { "name" };
-            assert_eq!(result, Err(DecodeError::Short(field)));
+            let error = result.unwrap_err();
+            assert_eq!(error.what, field);
+            assert!(matches!(error.why, DecodeReason::Truncated { .. }));
         }
         let mut reader = Reader::new(&bytes);
         reader.u32("number").unwrap();
-        assert_eq!(reader.text("name", 3), Err(DecodeError::Value("name")));
+        let error = reader.text("name", 3).unwrap_err();
+        assert_eq!(error.what, "name");
+        assert!(matches!(error.why, DecodeReason::OverLimit { .. }));
     }
 }

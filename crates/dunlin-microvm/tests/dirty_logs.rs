@@ -121,17 +121,13 @@ fn logs_what_lies_above_the_hole(guest: GuestKind) {
     for page in (0..PAGES).filter(|&page| visits(page) > 0) {
         assert!(is_set(&maps[1], page), "{guest:?}: {page}");
     }
-    // What the VMM writes there, and what it puts back.
+    // What the VMM writes there.
     vm.memory()
         .write_obj(7_u64, GuestAddress(ABOVE + 9 * 4096))
         .unwrap();
-    vm.mark_dirty(1, PAGES - 1).unwrap();
     let maps = vm.fetch_dirty_log().unwrap();
     assert!(maps[0].iter().all(|word| *word == 0), "{guest:?}");
-    assert!(
-        is_set(&maps[1], 9) && is_set(&maps[1], PAGES - 1),
-        "{guest:?}"
-    );
+    assert!(is_set(&maps[1], 9), "{guest:?}");
     vm.stop_dirty_log().unwrap();
 }
 

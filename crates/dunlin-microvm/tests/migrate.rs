@@ -190,24 +190,6 @@ fn the_log_holds_exactly_what_was_written() {
 }
 
 #[test]
-fn i5_a_page_that_was_read_and_not_sent_can_be_put_back() {
-    let Some(_turn) = kvm() else { return };
-    let vm = Vm::new(Config::default()).unwrap();
-    vm.start_dirty_log().unwrap();
-    vm.mark_dirty(0, 700).unwrap();
-    assert_eq!(vm.fetch_dirty_log().unwrap()[0][10], 1 << 60);
-    assert_eq!(dirty_pages(&vm.fetch_dirty_log().unwrap()), 0);
-    let pages = (64 << 20) / 4096;
-    vm.mark_dirty(0, pages - 1).unwrap();
-    for (region, page) in [(0, pages), (1, 0)] {
-        assert!(matches!(
-            vm.mark_dirty(region, page),
-            Err(DirtyError::NoSuchPage { .. })
-        ));
-    }
-}
-
-#[test]
 fn measures() {
     let Some(_turn) = kvm() else { return };
     let vm = Vm::new(Config {

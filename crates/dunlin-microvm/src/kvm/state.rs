@@ -5,86 +5,63 @@ use std::os::fd::RawFd;
 
 use kvm_bindings as kb;
 
-/// A piece of a vCPU's state, as the structure that KVM reads and writes.
+/// The ioctl that reads a piece of state, the one that sets it, and the bytes both move.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum VcpuState {
-    /// `struct kvm_regs`.
-    Registers,
-    /// `struct kvm_sregs`.
-    SpecialRegisters,
-    /// `struct kvm_xsave`: x87, SSE, AVX and what else the host has.
-    Xsave,
-    /// `struct kvm_xcrs`.
-    Xcrs,
-    /// `struct kvm_lapic_state`.
-    Lapic,
-    /// `struct kvm_debugregs`.
-    DebugRegisters,
-    /// `struct kvm_vcpu_events`.
-    Events,
-    /// `struct kvm_mp_state`.
-    MpState,
+pub(super) struct Interface {
+    pub(super) get: libc::c_ulong,
+    pub(super) set: libc::c_ulong,
+    pub(super) bytes: usize,
 }
 
+/// A piece of a vCPU's state, as the structure that KVM reads and writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct VcpuState(pub(super) Interface);
+
 impl VcpuState {
-    /// The ioctl that reads, the one that sets, and the bytes both move.
-    pub(super) fn interface(self) -> (libc::c_ulong, libc::c_ulong, usize) {
-        match self {
-            Self::Registers => both::<kb::kvm_regs>(0x81, 0x82),
-            Self::SpecialRegisters => both::<kb::kvm_sregs>(0x83, 0x84),
-            Self::Xsave => (
-                number(READ, 0xa4, XSAVE_BYTES),
-                number(WRITE, 0xa5, XSAVE_BYTES),
-                XSAVE_BYTES,
-            ),
-            Self::Xcrs => both::<kb::kvm_xcrs>(0xa6, 0xa7),
-            Self::Lapic => both::<kb::kvm_lapic_state>(0x8e, 0x8f),
-            Self::DebugRegisters => both::<kb::kvm_debugregs>(0xa1, 0xa2),
-            Self::Events => both::<kb::kvm_vcpu_events>(0x9f, 0xa0),
-            Self::MpState => both::<kb::kvm_mp_state>(0x98, 0x99),
-        }
-    }
+    pub(crate) const REGISTERS: Self = Self(both::<kb::kvm_regs>(0x81, 0x82));
+    pub(crate) const SPECIAL_REGISTERS: Self = Self(both::<kb::kvm_sregs>(0x83, 0x84));
+    /// `struct kvm_xsave`: x87, SSE, AVX and what else the host has.
+    pub(crate) const XSAVE: Self = Self(of_bytes(XSAVE_BYTES, 0xa4, 0xa5));
+    pub(crate) const XCRS: Self = Self(both::<kb::kvm_xcrs>(0xa6, 0xa7));
+    pub(crate) const LAPIC: Self = Self(both::<kb::kvm_lapic_state>(0x8e, 0x8f));
+    pub(crate) const DEBUG_REGISTERS: Self = Self(both::<kb::kvm_debugregs>(0xa1, 0xa2));
+    pub(crate) const EVENTS: Self = Self(both::<kb::kvm_vcpu_events>(0x9f, 0xa0));
+    pub(crate) const MP_STATE: Self = Self(both::<kb::kvm_mp_state>(0x98, 0x99));
 }
 
 /// A piece of the machine's state, as the structure that KVM reads and writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum MachineState {
-    /// `struct kvm_irqchip` of the first 8259.
-    PicMaster,
-    /// `struct kvm_irqchip` of the second 8259.
-    PicSlave,
-    /// `struct kvm_irqchip` of the IOAPIC.
-    Ioapic,
-    /// `struct kvm_pit_state2`.
-    Pit,
-    /// `struct kvm_clock_data`.
-    Clock,
+pub(crate) struct MachineState {
+    pub(super) interface: Interface,
+    /// The interrupt chip, which the structure begins with.
+    pub(super) chip: Option<u32>,
 }
 
 impl MachineState {
-    pub(super) fn interface(self) -> (libc::c_ulong, libc::c_ulong, usize) {
-        let chip_bytes = size_of::<kb::kvm_irqchip>();
-        match self {
-            Self::PicMaster | Self::PicSlave | Self::Ioapic => (
-                number(READ | WRITE, 0x62, chip_bytes),
+    pub(crate) const PIC_MASTER: Self = Self::chip(kb::KVM_IRQCHIP_PIC_MASTER);
+    pub(crate) const PIC_SLAVE: Self = Self::chip(kb::KVM_IRQCHIP_PIC_SLAVE);
+    pub(crate) const IOAPIC: Self = Self::chip(kb::KVM_IRQCHIP_IOAPIC);
+    pub(crate) const PIT: Self = Self::single(both::<kb::kvm_pit_state2>(0x9f, 0xa0));
+    pub(crate) const CLOCK: Self = Self::single(both::<kb::kvm_clock_data>(0x7c, 0x7b));
+
+    /// `struct kvm_irqchip` of one of the interrupt chips.
+    const fn chip(chip: u32) -> Self {
+        let bytes = size_of::<kb::kvm_irqchip>();
+        Self {
+            interface: Interface {
+                get: number(READ | WRITE, 0x62, bytes),
                 // Declared with _IOR in the kernel, though it writes.
-                number(READ, 0x63, chip_bytes),
-                chip_bytes,
-            ),
-            Self::Pit => both::<kb::kvm_pit_state2>(0x9f, 0xa0),
-            Self::Clock => {
-                let bytes = size_of::<kb::kvm_clock_data>();
-                (number(READ, 0x7c, bytes), number(WRITE, 0x7b, bytes), bytes)
-            }
+                set: number(READ, 0x63, bytes),
+                bytes,
+            },
+            chip: Some(chip),
         }
     }
 
-    pub(super) fn chip(self) -> Option<u32> {
-        match self {
-            Self::PicMaster => Some(kb::KVM_IRQCHIP_PIC_MASTER),
-            Self::PicSlave => Some(kb::KVM_IRQCHIP_PIC_SLAVE),
-            Self::Ioapic => Some(kb::KVM_IRQCHIP_IOAPIC),
-            Self::Pit | Self::Clock => None,
+    const fn single(interface: Interface) -> Self {
+        Self {
+            interface,
+            chip: None,
         }
     }
 }
@@ -101,51 +78,43 @@ pub(super) const fn number(direction: u32, ioctl: u32, bytes: usize) -> libc::c_
     ((direction << 30) | ((bytes as u32) << 16) | (kb::KVMIO << 8) | ioctl) as libc::c_ulong
 }
 
-const fn both<T>(get: u32, set: u32) -> (libc::c_ulong, libc::c_ulong, usize) {
-    let bytes = size_of::<T>();
-    (number(READ, get, bytes), number(WRITE, set, bytes), bytes)
+const fn both<T>(get: u32, set: u32) -> Interface {
+    of_bytes(size_of::<T>(), get, set)
 }
 
-/// Room for one of KVM's structures, aligned as the strictest of them.
-pub(super) struct Buffer(Vec<u64>);
-
-impl Buffer {
-    pub(super) fn zeroed(bytes: usize) -> Self {
-        Self(vec![0; bytes.div_ceil(8)])
+const fn of_bytes(bytes: usize, get: u32, set: u32) -> Interface {
+    Interface {
+        get: number(READ, get, bytes),
+        set: number(WRITE, set, bytes),
+        bytes,
     }
+}
 
-    pub(super) fn fill(&mut self, bytes: &[u8]) {
-        for (word, chunk) in self.0.iter_mut().zip(bytes.chunks(8)) {
-            let mut whole = word.to_ne_bytes();
-            whole[..chunk.len()].copy_from_slice(chunk);
-            *word = u64::from_ne_bytes(whole);
-        }
+/// Hands a buffer that begins with `given` to an ioctl that moves at most `bytes`, and returns what
+/// the buffer has then. It is aligned as the strictest of KVM's structures.
+pub(super) fn exchange(
+    fd: RawFd,
+    ioctl: libc::c_ulong,
+    given: &[u8],
+    bytes: usize,
+) -> io::Result<Vec<u8>> {
+    let mut words = vec![0_u64; bytes.div_ceil(8)];
+    for (word, chunk) in words.iter_mut().zip(given.chunks(8)) {
+        let mut whole = [0; 8];
+        whole[..chunk.len()].copy_from_slice(chunk);
+        *word = u64::from_ne_bytes(whole);
     }
-
-    pub(super) fn bytes(&self, length: usize) -> Vec<u8> {
-        let mut bytes: Vec<u8> = self.0.iter().flat_map(|word| word.to_ne_bytes()).collect();
-        bytes.truncate(length);
-        bytes
+    // SAFETY: the descriptor is a live KVM descriptor of the kind the number is for. The kernel
+    // moves no more than the structure's size, which all callers give as `bytes` and which lies
+    // inside the buffer (for XSAVE the size that KVM_CAP_XSAVE2 gave for this VM); every bit pattern
+    // is valid in the words it writes.
+    let code = unsafe { libc::ioctl(fd, ioctl, words.as_mut_ptr()) };
+    if code < 0 {
+        return Err(io::Error::last_os_error());
     }
-
-    /// Hands the buffer to an ioctl that moves at most `bytes`.
-    pub(super) fn exchange(
-        &mut self,
-        fd: RawFd,
-        ioctl: libc::c_ulong,
-        bytes: usize,
-    ) -> io::Result<()> {
-        assert!(self.0.len() * 8 >= bytes, "the buffer holds the structure");
-        // SAFETY: the descriptor is a live KVM descriptor of the kind the number is for. The kernel
-        // moves no more than the structure's size, which both callers give as `bytes` and which
-        // lies inside the buffer (for XSAVE the size that KVM_CAP_XSAVE2 gave for this VM); every
-        // bit pattern is valid in the words it writes.
-        let code = unsafe { libc::ioctl(fd, ioctl, self.0.as_mut_ptr()) };
-        if code < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        Ok(())
-    }
+    let mut moved: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
+    moved.truncate(bytes);
+    Ok(moved)
 }
 
 pub(super) fn check_length(bytes: &[u8], length: usize) -> io::Result<()> {

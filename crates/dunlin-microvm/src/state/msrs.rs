@@ -6,10 +6,13 @@ use crate::kvm::Vcpu;
 use kvm_bindings::{MsrList, Msrs, kvm_msr_entry};
 
 use super::error::{LoadError, MSRS, decoded, kvm_refused};
-use crate::wire::{DecodeError, Reader, Writer};
+use crate::wire::{DecodeError, Reader, Writer, bad_value};
 
 /// It goes on while the machine moves, and so has a section of its own.
 pub(super) const MSR_IA32_TSC: u32 = 0x10;
+
+/// Bytes of an MSR's index and value.
+const MSR_BYTES: usize = 12;
 
 /// Every MSR of `known` that can be read, as index and value; not the TSC.
 pub(super) fn read_msrs(vcpu: &Vcpu, known: &MsrList) -> io::Result<Vec<u8>> {
@@ -29,24 +32,24 @@ pub(super) fn read_msrs(vcpu: &Vcpu, known: &MsrList) -> io::Result<Vec<u8>> {
     Ok(writer.finish())
 }
 
+/// What [`read_msrs`] wrote; not the TSC.
+fn decode(bytes: &[u8]) -> Result<Vec<(u32, u64)>, DecodeError> {
+    let mut reader = Reader::new(bytes);
+    let count = bytes.len() / MSR_BYTES;
+    if count > kvm_bindings::KVM_MAX_MSR_ENTRIES {
+        return Err(bad_value(&reader, "number of MSRs", count as u64));
+    }
+    let mut values = Vec::with_capacity(count);
+    while reader.left() > 0 {
+        values.push((reader.u32("MSR index")?, reader.u64("MSR value")?));
+    }
+    values.retain(|(index, _)| *index != MSR_IA32_TSC);
+    Ok(values)
+}
+
 /// Sets every MSR that [`read_msrs`] wrote.
 pub(super) fn write_msrs(vcpu: &Vcpu, instance: u32, bytes: &[u8]) -> Result<(), LoadError> {
-    let (entries, rest) = bytes.as_chunks::<12>();
-    if !rest.is_empty() {
-        return decoded(MSRS, instance, Err(DecodeError::Excess(rest.len())));
-    }
-    if entries.len() > kvm_bindings::KVM_MAX_MSR_ENTRIES {
-        return decoded(MSRS, instance, Err(DecodeError::Value("number of MSRs")));
-    }
-    let mut values = Vec::with_capacity(entries.len());
-    for entry in entries {
-        let mut reader = Reader::new(entry);
-        let index = decoded(MSRS, instance, reader.u32("MSR index"))?;
-        let value = decoded(MSRS, instance, reader.u64("MSR value"))?;
-        if index != MSR_IA32_TSC {
-            values.push((index, value));
-        }
-    }
+    let values = decoded(MSRS, instance, decode(bytes))?;
     let refused = kvm_refused(MSRS, instance);
     let mut left = &values[..];
     while !left.is_empty() {

@@ -26,7 +26,7 @@ impl Tsc {
         };
         // The rate is agreed on by the description; here it is for people.
         reader.u32("TSC rate")?;
-        reader.end()?;
+        reader.finish("TSC")?;
         Ok(tsc)
     }
 }
