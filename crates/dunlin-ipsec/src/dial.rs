@@ -59,7 +59,7 @@ pub fn up_unless(
     let session = random()?;
     let connector: Arc<dyn Connector> = Arc::new(StandardConnector);
     let to = (to, &connector);
-    let control = open_beside(to, tls, session, options.patience, given_up)?;
+    let control = open_beside(to, tls, session, options.timeout, given_up)?;
     begin(control, session, options, observer, given_up)
 }
 
@@ -70,17 +70,17 @@ pub(super) fn open_beside(
     (to, connector): (&str, &Arc<dyn Connector>),
     tls: &ClientTls,
     session: SessionId,
-    patience: Duration,
+    timeout: Duration,
     given_up: &mut dyn FnMut() -> bool,
 ) -> Result<ControlStream, IpsecError> {
-    let until = Instant::now() + patience + RESOLVER_GRACE;
+    let until = Instant::now() + timeout + RESOLVER_GRACE;
     let (made, opened) = channel();
     let (name, tls, connector) = (to.to_owned(), tls.clone(), Arc::clone(connector));
     let cancel = DialCancel::new().map_err(IpsecError::resources("a waker"))?;
     let own = cancel.clone();
     let body = move || {
         // What it has opened is closed where nobody takes it any more.
-        let _ = made.send(open(&name, &*connector, &tls, session, patience, &own));
+        let _ = made.send(open(&name, &*connector, &tls, session, timeout, &own));
     };
     let thread = thread::Builder::new().name("dunlin-ipsec-dial".to_owned());
     let started = thread.spawn(body);
@@ -156,10 +156,10 @@ fn open(
     connector: &dyn Connector,
     tls: &ClientTls,
     session: SessionId,
-    patience: Duration,
+    timeout: Duration,
     cancel: &DialCancel,
 ) -> Result<ControlStream, IpsecError> {
-    let deadline = Instant::now() + patience;
+    let deadline = Instant::now() + timeout;
     let unreachable = |source| IpsecError::Unreachable {
         to: to.to_owned(),
         source,

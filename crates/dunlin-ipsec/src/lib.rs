@@ -20,9 +20,9 @@
 //! kernel's tables; [`inspect`] asks the kernel about a connection whose TLS it does.
 #![forbid(unsafe_code)]
 
+mod acceptor;
 mod bound;
 mod dial;
-mod door;
 mod error;
 mod event;
 pub mod inspect;
@@ -46,9 +46,9 @@ pub use dunlin_proto::ipsec::plan::{SessionParameters, Step, Udp};
 pub use dunlin_proto::ipsec::ports::{NotPorts, PortBlock, PortRange};
 pub use dunlin_proto::ipsec::{Grant, Mode, Sender, Slot};
 
+pub use acceptor::{Peer, Server};
 pub use bound::{AddressBlock, NotAddresses};
 pub use dial::{up, up_unless};
-pub use door::{Peer, Server};
 pub use error::IpsecError;
 pub use event::{Event, Observer};
 pub use options::{Hook, Options};

@@ -26,7 +26,7 @@ pub struct Options {
     /// SAs that the peer may have for what it sends, in one epoch.
     pub sas_max: u16,
     /// How long a peer may take to answer.
-    pub patience: Duration,
+    pub timeout: Duration,
     /// After how long the keys of what this side sends are renewed.
     pub rekey_after: Option<Duration>,
     /// Directory of the records of what is installed.
@@ -50,7 +50,7 @@ impl Options {
             cpus: Vec::new(),
             udp: None,
             sas_max: dunlin_proto::limits::MAX_SAS,
-            patience: Duration::from_secs(10),
+            timeout: Duration::from_secs(10),
             rekey_after: Some(Duration::from_secs(60 * 60)),
             records,
             quiet_wait: Duration::from_secs(30),

@@ -84,8 +84,8 @@ impl RecordDirectory {
     /// dropped.
     ///
     /// # Errors
-    /// Somebody else has it for longer than `patience`, or the file cannot be had.
-    pub(super) fn lock(&self, patience: Duration) -> Result<File, IpsecError> {
+    /// Somebody else has it for longer than `timeout`, or the file cannot be had.
+    pub(super) fn lock(&self, timeout: Duration) -> Result<File, IpsecError> {
         let path = self.directory.join("lock");
         let file = OpenOptions::new()
             .create(true)
@@ -94,7 +94,7 @@ impl RecordDirectory {
             .mode(0o600)
             .open(&path)
             .map_err(io_error("opened", &path))?;
-        let until = Instant::now() + patience;
+        let until = Instant::now() + timeout;
         loop {
             if is_locked(file.try_lock(), &path)? {
                 return Ok(file);

@@ -11,7 +11,7 @@ use super::record::{Owner, Record, RecordDirectory, Seen};
 use super::tables::{AssociationStatus, Tables};
 
 /// How long another process may be at taking ports before it is told of.
-const PATIENCE: Duration = Duration::from_secs(5);
+const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A session that somebody has, or has left.
 #[derive(Clone, Debug)]
@@ -39,7 +39,7 @@ pub fn recorded(records: &Path) -> Result<Vec<Result<Recorded, IpsecError>>, Ips
         return Ok(Vec::new());
     };
     let found = {
-        let _lock = records.lock(PATIENCE)?;
+        let _lock = records.lock(LOCK_TIMEOUT)?;
         records.all()?
     };
     // Of one that has installed nothing yet there is nothing to tell.

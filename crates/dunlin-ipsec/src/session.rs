@@ -208,7 +208,7 @@ fn take_back(
     let records = RecordDirectory::open(&options.records)?;
     let left = {
         // Nobody has made a record and not locked it yet.
-        let _lock = records.lock(options.patience)?;
+        let _lock = records.lock(options.timeout)?;
         records.left()?
     };
     let mut first = None;

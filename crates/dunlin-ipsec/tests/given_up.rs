@@ -55,7 +55,7 @@ fn is_given_up(peer: Silent) {
     let at = listener.local_addr().unwrap().to_string();
     let scratch = Scratch::new();
     let mut options = Options::new(Mode::Cpu, "49152-49215".parse().unwrap(), scratch.0.clone());
-    options.patience = Duration::from_secs(60);
+    options.timeout = Duration::from_secs(60);
     let since = Arc::<Mutex<Option<Instant>>>::default();
     let (heard, end) = channel();
     let is_silent = Arc::clone(&since);

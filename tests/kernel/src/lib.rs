@@ -26,8 +26,8 @@ pub mod counting;
 pub mod handoff;
 pub mod ipsec;
 pub mod refusing;
+pub mod sealed_lanes;
 pub mod sessions;
-pub mod shelters;
 pub mod tls;
 pub mod vm;
 

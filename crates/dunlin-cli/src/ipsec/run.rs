@@ -75,7 +75,7 @@ impl Own {
         let mut options = Options::new(mode, ports, records(&self.state)?);
         options.cpus = cpus.collect::<Result<_, _>>()?;
         options.sas_max = self.sas;
-        options.patience = self.patience;
+        options.timeout = self.patience;
         options.rekey_after = Some(self.rekey_after);
         options.quiet_wait = self.quiet_wait;
         options.udp = udp.map(|listener| Udp {

@@ -117,7 +117,7 @@ impl LaneError {
 /// Opens lanes over IPsec. When it is dropped, its sessions end; that waits until their
 /// connections are over, or for the options' `quiet_wait`.
 pub struct IpsecDialer {
-    shelter: IpsecLanes,
+    lanes: IpsecLanes,
     /// By where they lead, and who has to be there: a session is between two addresses.
     toward: Mutex<HashMap<Destination, Toward>>,
     changed: Condvar,
@@ -131,7 +131,7 @@ struct Toward {
     /// Whether a thread is making a session.
     is_making: bool,
     /// The newest is the last; those before have no port left, or are over.
-    dialer: Vec<Arc<LaneSession>>,
+    sessions: Vec<Arc<LaneSession>>,
     /// Ports of sessions that are over. Their connections may still exist, so they are used again
     /// only when all others are in use.
     over: Vec<PortRange>,
@@ -140,10 +140,10 @@ struct Toward {
 impl Toward {
     /// Shuts the lanes of sessions that are over.
     fn retire(&mut self) {
-        let over = self.dialer.extract_if(.., |way| way.cut_if_over());
-        for way in over {
-            if !self.over.contains(&way.ports) {
-                self.over.push(way.ports);
+        let over = self.sessions.extract_if(.., |one| one.cut_if_over());
+        for session in over {
+            if !self.over.contains(&session.ports) {
+                self.over.push(session.ports);
             }
         }
     }
@@ -158,7 +158,7 @@ pub(super) struct LaneSession {
     mode: Mode,
     quiet_wait: Duration,
     is_full: AtomicBool,
-    seats: Mutex<Vec<Weak<LaneEntry>>>,
+    entries: Mutex<Vec<Weak<LaneEntry>>>,
     /// CPUs that have waited in vain for an SA of their own.
     unserved: Mutex<BTreeSet<u32>>,
     last: Mutex<Look>,
@@ -180,8 +180,8 @@ struct LaneEntry {
 pub struct ProtectedLane {
     /// The connection. The calling thread is kept on the CPU whose SA it has.
     pub stream: TcpStream,
-    /// Its place, which the lane's thread keeps as long as the lane.
-    pub seat: LaneHold,
+    /// Its entry in the session, which the lane's thread keeps as long as the lane.
+    pub hold: LaneHold,
 }
 
 /// A lane's place among the others of its session; dropped with the lane.
@@ -194,10 +194,10 @@ impl LaneDialer for IpsecDialer {
             permanent: error.permanent(),
             source: Box::new(error),
         });
-        let ProtectedLane { stream, seat } = connected?;
+        let ProtectedLane { stream, hold } = connected?;
         set_liveness(&stream, &Liveness::default())?;
         let consent = PlainConsent::sealed_below();
-        Ok(DataSender::plain(stream, consent, STALL_LIMIT)?.guarded_by(Box::new(seat)))
+        Ok(DataSender::plain(stream, consent, STALL_LIMIT)?.guarded_by(Box::new(hold)))
     }
 }
 
@@ -243,9 +243,9 @@ impl fmt::Debug for IpsecDialer {
 impl IpsecDialer {
     /// A dialer without a session; the first lane starts one.
     #[must_use]
-    pub fn new(shelter: IpsecLanes) -> Self {
+    pub fn new(lanes: IpsecLanes) -> Self {
         Self {
-            shelter,
+            lanes,
             toward: Mutex::default(),
             changed: Condvar::new(),
         }
@@ -260,11 +260,11 @@ impl IpsecDialer {
     pub fn connect(&self, request: &LaneRequest<'_>) -> Result<ProtectedLane, LaneError> {
         let mut tried = 0;
         loop {
-            let way = self.way(request)?;
+            let session = self.session(request)?;
             tried += 1;
-            match way.connect(&self.shared().cpus, &self.shared().site.observer, request) {
+            match session.connect(&self.shared().cpus, &self.shared().site.observer, request) {
                 Err(LaneError::NoPort { .. }) if tried < SESSIONS_TRIED => {
-                    way.is_full.store(true, Ordering::Relaxed);
+                    session.is_full.store(true, Ordering::Relaxed);
                 }
                 other => return other,
             }
@@ -274,25 +274,25 @@ impl IpsecDialer {
     /// Renews the keys of what this side sends.
     pub fn rekey(&self) {
         let toward = lock(&self.toward);
-        let dialer = toward.values().flat_map(|one| &one.dialer);
-        dialer.for_each(|way| way.session.rekey());
+        let all = toward.values().flat_map(|one| &one.sessions);
+        all.for_each(|one| one.session.rekey());
     }
 
     fn shared(&self) -> &Shared {
-        &self.shelter.0.shared
+        &self.lanes.0.shared
     }
 
     /// One that can be used, made if there is none. Others wait meanwhile.
-    fn way(&self, request: &LaneRequest<'_>) -> Result<Arc<LaneSession>, LaneError> {
+    fn session(&self, request: &LaneRequest<'_>) -> Result<Arc<LaneSession>, LaneError> {
         let to = || (request.endpoint.to_owned(), request.peer.clone());
         let mut toward = lock(&self.toward);
         let over = loop {
             let one = toward.entry(to()).or_default();
             one.retire();
-            if let Some(way) = one.dialer.last()
-                && !way.is_full.load(Ordering::Relaxed)
+            if let Some(newest) = one.sessions.last()
+                && !newest.is_full.load(Ordering::Relaxed)
             {
-                return Ok(Arc::clone(way));
+                return Ok(Arc::clone(newest));
             }
             if !one.is_making {
                 one.is_making = true;
@@ -307,9 +307,9 @@ impl IpsecDialer {
         let mut toward = lock(&self.toward);
         let one = toward.entry(to()).or_default();
         one.is_making = false;
-        if let Ok(way) = &made {
-            one.dialer.push(Arc::clone(way));
-            lock(&self.shared().dialer).push(Arc::downgrade(way));
+        if let Ok(begun) = &made {
+            one.sessions.push(Arc::clone(begun));
+            lock(&self.shared().begun).push(Arc::downgrade(begun));
         }
         drop(toward);
         self.changed.notify_all();
@@ -348,15 +348,15 @@ impl IpsecDialer {
             let ports = blocks.swap_remove((chosen % blocks.len() as u64) as usize);
             let options = Options {
                 ports,
-                patience: shared
+                timeout: shared
                     .site
                     .options
-                    .patience
+                    .timeout
                     .min(deadline.saturating_duration_since(Instant::now())),
                 ..shared.site.options.clone()
             };
             let mut given_up = || go_on(request).is_err();
-            let limit = options.patience;
+            let limit = options.timeout;
             let opened = dial::open_beside(
                 (to, request.connector),
                 request.tls,
@@ -381,7 +381,7 @@ impl IpsecDialer {
                         mode: options.mode,
                         quiet_wait: options.quiet_wait,
                         is_full: AtomicBool::new(false),
-                        seats: Mutex::default(),
+                        entries: Mutex::default(),
                         unserved: Mutex::default(),
                         last: Mutex::default(),
                         strayed: AtomicU64::new(0),
@@ -404,8 +404,8 @@ impl LaneSession {
         observer: &Observer,
         request: &LaneRequest<'_>,
     ) -> Result<ProtectedLane, LaneError> {
-        let place = self.place(cpus);
-        if let Some(cpu) = place.cpu {
+        let entry = self.enter(cpus);
+        if let Some(cpu) = entry.cpu {
             // The SA is that of the CPU on which connect(2) looks up the route.
             pin_to(cpu as usize).map_err(|source| LaneError::Cpu { cpu, source })?;
             self.session.want_cpu(cpu);
@@ -416,7 +416,7 @@ impl LaneSession {
         }
         let count = u32::from(self.ports.last() - self.ports.first()) + 1;
         // Not one after the other: a port that was used lately waits for a minute.
-        let start = place.number as u32 % count;
+        let start = entry.number as u32 % count;
         for at in 0..count {
             let port = self.ports.first() + ((start + at) % count) as u16;
             let mut local = self.local;
@@ -440,9 +440,9 @@ impl LaneSession {
                         to: self.peer,
                         source,
                     })?;
-                    let _ = place.stream.set(same);
-                    let seat = LaneHold(place);
-                    return Ok(ProtectedLane { stream, seat });
+                    let _ = entry.stream.set(same);
+                    let hold = LaneHold(entry);
+                    return Ok(ProtectedLane { stream, hold });
                 }
                 Err(error)
                     if matches!(
@@ -465,22 +465,22 @@ impl LaneSession {
         Err(LaneError::NoPort { ports })
     }
 
-    /// A place on the CPU that has the fewest lanes.
-    fn place(&self, cpus: &[u32]) -> Arc<LaneEntry> {
+    /// Enters a lane on the CPU that has the fewest lanes.
+    fn enter(&self, cpus: &[u32]) -> Arc<LaneEntry> {
         static NUMBERS: AtomicU64 = AtomicU64::new(0);
-        let mut seats = lock(&self.seats);
-        seats.retain(|seat| seat.strong_count() > 0);
-        let taken: Vec<Arc<LaneEntry>> = seats.iter().filter_map(Weak::upgrade).collect();
+        let mut entries = lock(&self.entries);
+        entries.retain(|entry| entry.strong_count() > 0);
+        let taken: Vec<Arc<LaneEntry>> = entries.iter().filter_map(Weak::upgrade).collect();
         let lanes = |cpu: &&u32| taken.iter().filter(|one| one.cpu == Some(**cpu)).count();
         let cpu = cpus.iter().min_by_key(lanes).copied();
-        let place = Arc::new(LaneEntry {
+        let entry = Arc::new(LaneEntry {
             number: NUMBERS.fetch_add(1, Ordering::Relaxed),
             cpu: cpu.filter(|_| self.mode == Mode::Cpu),
             stream: OnceLock::new(),
             has_strayed: AtomicBool::new(false),
         });
-        seats.push(Arc::downgrade(&place));
-        place
+        entries.push(Arc::downgrade(&entry));
+        entry
     }
 
     /// Whether what is sent for this has an SA of its own, which may take a moment.
@@ -509,9 +509,9 @@ impl LaneSession {
             && self.ports.contains(connection.local.port())
     }
 
-    fn places(&self) -> Vec<Arc<LaneEntry>> {
-        let seats = lock(&self.seats);
-        seats.iter().filter_map(Weak::upgrade).collect()
+    fn entries(&self) -> Vec<Arc<LaneEntry>> {
+        let entries = lock(&self.entries);
+        entries.iter().filter_map(Weak::upgrade).collect()
     }
 
     /// The lanes of a session that is over are so, too: nothing leaves from their ports. Whether
@@ -520,8 +520,8 @@ impl LaneSession {
         if !self.session.is_over() {
             return false;
         }
-        for place in self.places() {
-            if let Some(stream) = place.stream.get() {
+        for entry in self.entries() {
+            if let Some(stream) = entry.stream.get() {
                 // It may be over already.
                 let _ = stream.shutdown(Shutdown::Both);
             }
@@ -543,9 +543,9 @@ impl LaneSession {
         if strays.is_empty() {
             return;
         }
-        for place in self.places() {
-            if strays.iter().any(|stray| Some(stray.cpu) == place.cpu) {
-                place.has_strayed.store(true, Ordering::Relaxed);
+        for entry in self.entries() {
+            if strays.iter().any(|stray| Some(stray.cpu) == entry.cpu) {
+                entry.has_strayed.store(true, Ordering::Relaxed);
             }
         }
         // One that cannot be helped is not told every second.
@@ -571,9 +571,9 @@ impl LaneSession {
             Some(status.associations.iter().filter_map(of).collect())
         };
         let before = carried()?;
-        let lanes = self.places().into_iter().filter_map(|place| {
-            let bytes = sent_bytes(place.stream.get()?).ok()?;
-            Some((place.number, (place.cpu?, bytes)))
+        let lanes = self.entries().into_iter().filter_map(|entry| {
+            let bytes = sent_bytes(entry.stream.get()?).ok()?;
+            Some((entry.number, (entry.cpu?, bytes)))
         });
         let lanes = lanes.collect();
         Some(Look {

@@ -20,8 +20,8 @@
 //! the control lane: new keys and the end of either do not meet.
 //!
 //! With an SA for each CPU, the thread of a lane is kept on one CPU before it connects, and the
-//! SA of that CPU is asked for when its first lane comes. An SA that the peer has no room for
-//! is done without, by the fallback.
+//! SA of that CPU is asked for when its first lane comes. If the peer has no room
+//! for another SA, the lane uses the fallback.
 
 mod dialer;
 mod watch;
@@ -44,7 +44,7 @@ use thiserror::Error;
 
 pub use dialer::{IpsecDialer, LaneError, LaneHold, ProtectedLane};
 
-use super::door::{Held, Site};
+use super::acceptor::{Held, Site};
 use super::error::{IpsecError, in_words};
 use super::session::clean_up_lanes;
 use super::tables::Tables;
@@ -92,7 +92,8 @@ struct Shared {
     site: Site,
     /// CPUs on which this side's lanes are.
     cpus: Vec<u32>,
-    dialer: Mutex<Vec<Weak<LaneSession>>>,
+    /// Sessions that this side has begun.
+    begun: Mutex<Vec<Weak<LaneSession>>>,
     answering: Mutex<Vec<Answering>>,
 }
 
@@ -119,7 +120,7 @@ pub enum NotProtected {
     /// It did not come by an SA of this peer's.
     #[error("it comes from {from}, which is no port of an IPsec session with this peer")]
     NoSession {
-        /// Whence.
+        /// Its source address.
         from: SocketAddr,
     },
 }
@@ -148,7 +149,7 @@ impl IpsecLanes {
                 observer,
             },
             cpus,
-            dialer: Mutex::default(),
+            begun: Mutex::default(),
             answering: Mutex::default(),
         });
         let (offers, offered) = sync_channel(OFFERS);
@@ -229,10 +230,10 @@ impl IpsecLanes {
     /// # Errors
     /// The kernel does not answer.
     pub fn sessions(&self) -> Result<Vec<Status>, IpsecError> {
-        let dialer = self.0.shared.own_ways();
-        dialer
+        let begun = self.0.shared.begun();
+        begun
             .iter()
-            .filter_map(|way| way.session.status().transpose())
+            .filter_map(|one| one.session.status().transpose())
             .collect()
     }
 
@@ -250,8 +251,8 @@ impl IpsecLanes {
         lock(&shared.site.held)
             .iter()
             .for_each(|one| one.session.rekey());
-        for way in shared.own_ways() {
-            way.session.rekey();
+        for begun in shared.begun() {
+            begun.session.rekey();
         }
     }
 }
@@ -322,13 +323,13 @@ impl Shared {
             }
             self.site.bury();
             self.move_answers();
-            let dialer = self.own_ways();
-            for way in &dialer {
-                way.cut_if_over();
+            let begun = self.begun();
+            for one in &begun {
+                one.cut_if_over();
             }
             if watched.elapsed() >= WATCH {
                 watched = Instant::now();
-                dialer.iter().for_each(|way| way.watch(&self.site.observer));
+                begun.iter().for_each(|one| one.watch(&self.site.observer));
             }
         }
         lock(&self.site.held)
@@ -344,10 +345,10 @@ impl Shared {
         (self.site.observer)(event);
     }
 
-    fn own_ways(&self) -> Vec<Arc<LaneSession>> {
-        let mut dialer = lock(&self.dialer);
-        dialer.retain(|way| way.strong_count() > 0);
-        dialer.iter().filter_map(Weak::upgrade).collect()
+    fn begun(&self) -> Vec<Arc<LaneSession>> {
+        let mut begun = lock(&self.begun);
+        begun.retain(|session| session.strong_count() > 0);
+        begun.iter().filter_map(Weak::upgrade).collect()
     }
 
     /// None where a session is being agreed on that may.
@@ -395,7 +396,7 @@ impl Shared {
 
     /// Blocks of ports that no session of this process's has.
     fn free_blocks(&self) -> Vec<PortRange> {
-        let used: Vec<PortRange> = self.own_ways().iter().map(|way| way.ports).collect();
+        let used: Vec<PortRange> = self.begun().iter().map(|one| one.ports).collect();
         let pool = self.site.options.ports;
         pool.parts(BLOCK_PORTS)
             .filter(|part| !used.contains(part))

@@ -5,9 +5,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use super::*;
 
 /// A directory that goes with the test.
-struct Place(PathBuf);
+struct Directory(PathBuf);
 
-impl Place {
+impl Directory {
     fn new() -> Self {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
@@ -22,14 +22,14 @@ impl Place {
     }
 }
 
-impl Drop for Place {
+impl Drop for Directory {
     fn drop(&mut self) {
         let _ = fs::remove_dir_all(self.0.parent().unwrap());
     }
 }
 
-fn left(place: &Place) -> Vec<Record> {
-    let left = place.records().left().unwrap();
+fn left(directory: &Directory) -> Vec<Record> {
+    let left = directory.records().left().unwrap();
     left.into_iter().map(Result::unwrap).collect()
 }
 
@@ -44,28 +44,28 @@ fn objects() -> [Object; 3] {
 
 #[test]
 fn a_dead_processs_record_says_what_it_has_left() {
-    let place = Place::new();
+    let directory = Directory::new();
     let [policy, inbound, outbound] = objects();
-    let mut record = place.records().create(&[7; 16]).unwrap();
+    let mut record = directory.records().create(&[7; 16]).unwrap();
     record.add(&[policy, inbound]).unwrap();
     record.add(&[inbound, outbound]).unwrap();
     record.gone(&inbound).unwrap();
     record.gone(&inbound).unwrap();
-    assert!(left(&place).is_empty(), "its process lives");
+    assert!(left(&directory).is_empty(), "its process lives");
     drop(record);
-    let taken = left(&place);
+    let taken = left(&directory);
     assert_eq!(taken.len(), 1);
     assert_eq!(taken[0].objects(), [policy, outbound]);
-    assert!(left(&place).is_empty(), "it is taken over");
+    assert!(left(&directory).is_empty(), "it is taken over");
     taken.into_iter().for_each(|one| one.forget().unwrap());
-    assert!(left(&place).is_empty());
+    assert!(left(&directory).is_empty());
 }
 
 #[test]
 fn a_line_that_was_cut_short_was_never_installed() {
-    let place = Place::new();
+    let directory = Directory::new();
     let [policy, inbound, _] = objects();
-    let mut record = place.records().create(&[7; 16]).unwrap();
+    let mut record = directory.records().create(&[7; 16]).unwrap();
     record.add(&[policy]).unwrap();
     let path = record.path().to_owned();
     drop(record);
@@ -73,26 +73,26 @@ fn a_line_that_was_cut_short_was_never_installed() {
     let line = format!("+ {inbound}");
     for cut in 0..line.len() {
         fs::write(&path, [&whole, &line.as_bytes()[..cut]].concat()).unwrap();
-        let mut record = left(&place).remove(0);
+        let mut record = left(&directory).remove(0);
         assert_eq!(record.objects(), [policy]);
         // What is written next is a line of its own.
         record.add(&[inbound]).unwrap();
         drop(record);
-        assert_eq!(left(&place)[0].objects(), [policy, inbound]);
+        assert_eq!(left(&directory)[0].objects(), [policy, inbound]);
     }
 }
 
 #[test]
 fn a_line_that_means_nothing_is_named_and_nothing_removed() {
-    let place = Place::new();
-    place.records().create(&[8; 16]).unwrap();
-    let record = place.records().create(&[7; 16]).unwrap();
+    let directory = Directory::new();
+    directory.records().create(&[8; 16]).unwrap();
+    let record = directory.records().create(&[7; 16]).unwrap();
     let path = record.path().to_owned();
     drop(record);
     let mut text = fs::read_to_string(&path).unwrap();
     text.push_str("+ everything\n");
     fs::write(&path, text).unwrap();
-    let (good, bad): (Vec<_>, Vec<_>) = place
+    let (good, bad): (Vec<_>, Vec<_>) = directory
         .records()
         .left()
         .unwrap()
@@ -113,27 +113,27 @@ fn a_line_that_means_nothing_is_named_and_nothing_removed() {
 
 #[test]
 fn a_record_of_another_boot_goes_and_one_of_another_namespace_stays() {
-    let place = Place::new();
-    let record = place.records().create(&[7; 16]).unwrap();
+    let directory = Directory::new();
+    let record = directory.records().create(&[7; 16]).unwrap();
     let path = record.path().to_owned();
     drop(record);
     let text = fs::read_to_string(&path).unwrap();
     let (before, _) = text.split_once(" namespace ").unwrap();
     fs::write(&path, format!("{before} namespace 4:1\n")).unwrap();
-    assert!(left(&place).is_empty());
+    assert!(left(&directory).is_empty());
     assert!(path.exists(), "it is another namespace's");
     fs::write(&path, text.replace(" boot ", " boot 0")).unwrap();
-    assert!(left(&place).is_empty());
+    assert!(left(&directory).is_empty());
     assert!(!path.exists(), "the kernel's tables went with that boot");
 }
 
 #[test]
 fn a_directory_that_others_may_write_is_refused() {
     use std::os::unix::fs::PermissionsExt;
-    let place = Place::new();
-    place.records();
-    fs::set_permissions(&place.0, fs::Permissions::from_mode(0o770)).unwrap();
-    let error = RecordDirectory::open(&place.0).unwrap_err();
+    let directory = Directory::new();
+    directory.records();
+    fs::set_permissions(&directory.0, fs::Permissions::from_mode(0o770)).unwrap();
+    let error = RecordDirectory::open(&directory.0).unwrap_err();
     assert!(
         matches!(error, IpsecError::Exposed { mode: 0o770, .. }),
         "{error}"
@@ -142,9 +142,9 @@ fn a_directory_that_others_may_write_is_refused() {
 
 #[test]
 fn a_record_says_whether_traffic_was_protected() {
-    let place = Place::new();
+    let directory = Directory::new();
     let [blocks, inbound, outbound] = objects();
-    let mut record = place.records().create(&[7; 16]).unwrap();
+    let mut record = directory.records().create(&[7; 16]).unwrap();
     record.add(&[blocks, inbound, outbound]).unwrap();
     assert!(!record.has_protected());
     let line = blocks.to_string().replace("block", "protect 65537");
@@ -154,18 +154,18 @@ fn a_record_says_whether_traffic_was_protected() {
 
 #[test]
 fn a_record_that_is_an_heir_s_or_was_asked_to_end_says_so_after_its_process_has_died() {
-    let place = Place::new();
+    let directory = Directory::new();
     let [blocks, ..] = objects();
-    let mut record = place.records().create(&[7; 16]).unwrap();
+    let mut record = directory.records().create(&[7; 16]).unwrap();
     record.add(&[blocks]).unwrap();
     assert!(!record.has_protected() && !record.has_ended);
     record.inherit().unwrap();
     drop(record);
-    let mut record = left(&place).remove(0);
+    let mut record = left(&directory).remove(0);
     assert!(record.has_protected() && !record.has_ended);
     record.end().unwrap();
     drop(record);
-    let record = left(&place).remove(0);
+    let record = left(&directory).remove(0);
     assert!(record.has_protected() && record.has_ended);
     assert_eq!(record.objects(), [blocks]);
 }
@@ -178,9 +178,9 @@ fn association(spi: u32) -> Object {
 
 #[test]
 fn a_record_does_not_grow_with_what_has_gone() {
-    let place = Place::new();
+    let directory = Directory::new();
     let [policy, ..] = objects();
-    let mut record = place.records().create(&[7; 16]).unwrap();
+    let mut record = directory.records().create(&[7; 16]).unwrap();
     let path = record.path().to_owned();
     record.add(&[policy]).unwrap();
     record.inherit().unwrap();
@@ -191,17 +191,17 @@ fn a_record_does_not_grow_with_what_has_gone() {
             record.gone(&association(spi - 1)).unwrap();
         }
         assert!(
-            left(&place).is_empty(),
+            left(&directory).is_empty(),
             "it is held while it is written anew"
         );
         let bytes = fs::metadata(&path).unwrap().len();
         assert!(bytes < 100 * (line as u64 + 3), "{bytes} bytes");
     }
     drop(record);
-    let record = left(&place).remove(0);
+    let record = left(&directory).remove(0);
     assert_eq!(record.objects(), [policy, association(0x1000 + 999)]);
     assert!(record.has_protected(), "it is an heir still");
-    let names = fs::read_dir(&place.0).unwrap();
+    let names = fs::read_dir(&directory.0).unwrap();
     let names: Vec<_> = names.map(|entry| entry.unwrap().path()).collect();
     assert!(
         !names
@@ -211,17 +211,17 @@ fn a_record_does_not_grow_with_what_has_gone() {
     );
 }
 
-/// Its process died, or the disk was full, before it was put in the other's place.
+/// Its process died, or the disk was full, before it replaced the other.
 #[test]
 fn half_a_record_that_was_being_written_anew_means_nothing() {
-    let place = Place::new();
+    let directory = Directory::new();
     let [policy, ..] = objects();
-    let mut record = place.records().create(&[7; 16]).unwrap();
+    let mut record = directory.records().create(&[7; 16]).unwrap();
     record.add(&[policy]).unwrap();
     let half = record.path().with_extension("new");
     fs::write(&half, "dunlin ipsec 1 boot").unwrap();
     drop(record);
-    let mut record = left(&place).remove(0);
+    let mut record = left(&directory).remove(0);
     assert_eq!(record.objects(), [policy]);
     for spi in 0x1000..0x1100 {
         record.add(&[association(spi)]).unwrap();
@@ -232,9 +232,9 @@ fn half_a_record_that_was_being_written_anew_means_nothing() {
 
 #[test]
 fn a_record_that_is_torn_is_named_and_kept() {
-    let place = Place::new();
+    let directory = Directory::new();
     let [policy, inbound, _] = objects();
-    let mut record = place.records().create(&[7; 16]).unwrap();
+    let mut record = directory.records().create(&[7; 16]).unwrap();
     record.add(&[policy, inbound]).unwrap();
     let path = record.path().to_owned();
     drop(record);
@@ -244,7 +244,7 @@ fn a_record_that_is_torn_is_named_and_kept() {
         let mut torn = whole.clone();
         torn[from..to].fill(0);
         fs::write(&path, torn).unwrap();
-        let error = place.records().left().unwrap().remove(0).unwrap_err();
+        let error = directory.records().left().unwrap().remove(0).unwrap_err();
         assert!(path.exists(), "{error}");
         match error {
             IpsecError::Unreadable { line, .. } => line,
@@ -260,7 +260,7 @@ fn a_record_that_is_torn_is_named_and_kept() {
         String::from_utf8_lossy(&whole).replace("+ sa", "! sa"),
     )
     .unwrap();
-    let error = place.records().left().unwrap().remove(0).unwrap_err();
+    let error = directory.records().left().unwrap().remove(0).unwrap_err();
     assert!(
         matches!(error, IpsecError::Unreadable { line: 3, .. }),
         "{error}"
@@ -269,9 +269,9 @@ fn a_record_that_is_torn_is_named_and_kept() {
 
 #[test]
 fn a_record_that_is_too_large_is_refused_and_none_made_so_large() {
-    let place = Place::new();
+    let directory = Directory::new();
     let [policy, inbound, _] = objects();
-    let mut record = place.records().create(&[7; 16]).unwrap();
+    let mut record = directory.records().create(&[7; 16]).unwrap();
     record.add(&[policy]).unwrap();
     let path = record.path().to_owned();
     let file = OpenOptions::new().write(true).open(&path).unwrap();
@@ -280,22 +280,22 @@ fn a_record_that_is_too_large_is_refused_and_none_made_so_large() {
     assert!(matches!(error, IpsecError::TooLarge { .. }), "{error}");
     drop(record);
     file.set_len(MOST_BYTES + 1).unwrap();
-    let error = place.records().left().unwrap().remove(0).unwrap_err();
+    let error = directory.records().left().unwrap().remove(0).unwrap_err();
     assert!(matches!(error, IpsecError::TooLarge { .. }), "{error}");
     assert!(path.exists());
 }
 
 #[test]
 fn whoever_holds_the_lock_for_too_long_is_looked_for_and_not_waited_for() {
-    let place = Place::new();
-    let patience = Duration::from_millis(60);
-    let held = place.records().lock(patience).unwrap();
+    let directory = Directory::new();
+    let timeout = Duration::from_millis(60);
+    let held = directory.records().lock(timeout).unwrap();
     let began = Instant::now();
-    let error = place.records().lock(patience).unwrap_err();
+    let error = directory.records().lock(timeout).unwrap_err();
     assert!(matches!(error, IpsecError::Locked { .. }), "{error}");
-    assert!(began.elapsed() >= patience);
+    assert!(began.elapsed() >= timeout);
     drop(held);
-    place.records().lock(patience).unwrap();
+    directory.records().lock(timeout).unwrap();
 }
 
 fn owner() -> Owner {
@@ -304,8 +304,8 @@ fn owner() -> Owner {
 }
 
 /// Of the one record in the directory.
-fn seen(place: &Place) -> (Vec<Object>, Option<Owner>, bool) {
-    let records = place.records();
+fn seen(directory: &Directory) -> (Vec<Object>, Option<Owner>, bool) {
+    let records = directory.records();
     let _lock = records.lock(Duration::from_secs(5)).unwrap();
     let (record, is_kept) = records.all().unwrap().remove(0).unwrap();
     (record.objects().to_vec(), record.owner().cloned(), is_kept)
@@ -313,13 +313,13 @@ fn seen(place: &Place) -> (Vec<Object>, Option<Owner>, bool) {
 
 #[test]
 fn a_record_is_looked_at_while_its_process_lives_and_when_it_has_died() {
-    let place = Place::new();
+    let directory = Directory::new();
     let [policy, inbound, outbound] = objects();
-    let mut record = place.records().create(&[7; 16]).unwrap();
+    let mut record = directory.records().create(&[7; 16]).unwrap();
     record.is_of(owner()).unwrap();
     record.add(&[policy, inbound]).unwrap();
     assert_eq!(
-        seen(&place),
+        seen(&directory),
         (vec![policy, inbound], Some(owner()), true),
         "it is not taken over by that"
     );
@@ -328,20 +328,20 @@ fn a_record_is_looked_at_while_its_process_lives_and_when_it_has_died() {
     let path = record.path().to_owned();
     let mut file = OpenOptions::new().append(true).open(&path).unwrap();
     file.write_all(format!("+ {outbound}").as_bytes()).unwrap();
-    assert_eq!(seen(&place).0, [policy]);
+    assert_eq!(seen(&directory).0, [policy]);
     drop(record);
-    assert_eq!(seen(&place), (vec![policy], Some(owner()), false));
+    assert_eq!(seen(&directory), (vec![policy], Some(owner()), false));
     let before = fs::read(&path).unwrap();
-    assert_eq!(seen(&place).0, [policy]);
+    assert_eq!(seen(&directory).0, [policy]);
     assert_eq!(fs::read(&path).unwrap(), before, "nothing is cut off");
-    assert_eq!(left(&place)[0].owner(), Some(&owner()));
+    assert_eq!(left(&directory)[0].owner(), Some(&owner()));
 }
 
 #[test]
 fn a_record_that_is_written_anew_still_says_whose_it_is() {
-    let place = Place::new();
+    let directory = Directory::new();
     let [policy, ..] = objects();
-    let mut record = place.records().create(&[7; 16]).unwrap();
+    let mut record = directory.records().create(&[7; 16]).unwrap();
     record.is_of(owner()).unwrap();
     for _ in 0..=2 * DEAD_LINES {
         record.add(&[policy]).unwrap();
@@ -350,5 +350,5 @@ fn a_record_that_is_written_anew_still_says_whose_it_is() {
     record.add(&[policy]).unwrap();
     let text = fs::read_to_string(record.path()).unwrap();
     assert!(text.lines().count() < 2 * DEAD_LINES, "it was written anew");
-    assert_eq!(seen(&place), (vec![policy], Some(owner()), true));
+    assert_eq!(seen(&directory), (vec![policy], Some(owner()), true));
 }

@@ -46,7 +46,7 @@ impl Driver {
             .zip(self.options.udp)
             .map(|(theirs, own)| (own, theirs));
         // Held until the ports are this session's.
-        let _lock = self.records.lock(self.options.patience)?;
+        let _lock = self.records.lock(self.options.timeout)?;
         let mut parameters = SessionParameters {
             local: own,
             peer: other,

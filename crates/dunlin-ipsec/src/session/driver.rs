@@ -325,7 +325,7 @@ impl Driver {
             (Some(what), _) => Some((what, now)),
         };
         if let Some((what, since)) = self.waits_since
-            && now.duration_since(since) >= self.options.patience
+            && now.duration_since(since) >= self.options.timeout
         {
             return Err(IpsecError::Silent(what.word));
         }

@@ -327,7 +327,7 @@ fn party(role: &str, deed: &str, step: usize, patience: Duration) -> ExitCode {
     let ports: PortRange = "4444".parse().expect("a port");
     let folder = format!("left-{host}");
     let mut options = Options::new(Mode::Connection, ports, Path::new(&folder).join("ipsec"));
-    options.patience = patience;
+    options.timeout = patience;
     let is_up = Arc::new(AtomicBool::new(false));
     options.before_change = Some(hook(deed, step, host, &is_up));
     let dies_up = deed == DIES_UP;

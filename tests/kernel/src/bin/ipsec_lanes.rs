@@ -19,11 +19,11 @@ use dunlin::lane::provider::Crypto;
 use dunlin::lane::security::SealedLanes;
 use dunlin_ipsec::lanes::{IpsecDialer, IpsecLanes, LaneError, ProtectedLane};
 use dunlin_ipsec::{Mode, Sender};
+use dunlin_kernel_tests::sealed_lanes::{
+    POOL, Said, carried, cut, ipsec_lanes, ipsec_lanes_with, no_records, refused,
+};
 use dunlin_kernel_tests::sessions::{
     Capture, LIMIT, captured, connect, inside, nothing_left, until,
-};
-use dunlin_kernel_tests::shelters::{
-    POOL, Said, carried, cut, no_records, refused, shelter, shelter_with,
 };
 use dunlin_kernel_tests::{Guest, Needs, Under, run};
 use dunlin_linux::affinity::pin_to;
@@ -90,7 +90,7 @@ fn lanes_go_by_the_sas_of_their_cpus(guest: &Guest, tls: &Tls, cpus: &[u32], cou
             .all(|sum| *sum == (BYTES * count / cpus.len()) as u64)
     );
     let answers = || {
-        let sessions = near.far.shelter.peers().expect("the kernel answers");
+        let sessions = near.far.sealed.peers().expect("the kernel answers");
         let status = sessions[0].status.as_ref().expect("it stands");
         carried(status)
     };
@@ -230,7 +230,7 @@ fn i6_a_lane_from_another_port_or_peer_is_not_taken(guest: &Guest, tls: &Tls) {
     until("it is judged", || near.far.verdicts().len() == 3);
     assert_eq!(near.far.verdicts(), [true, false, false]);
     // Nor is a session begun with another peer than the control lane's.
-    let dialer = IpsecDialer::new(near.shelter.clone());
+    let dialer = IpsecDialer::new(near.sealed.clone());
     let other = Principal::Certificate([0; 32]);
     let refused = inside("a", || dial(&dialer, &tls.client, &other));
     assert!(
@@ -247,7 +247,7 @@ fn i6_ports_of_a_lost_session_stay_blocked_and_the_next_lane_has_others(guest: &
     // As many blocks of 64 as sessions.
     let near = Near::with_ports(tls, Mode::Cpu, &[0], "28416-28671");
     let ports = || {
-        let sessions = near.shelter.sessions().expect("the kernel answers");
+        let sessions = near.sealed.sessions().expect("the kernel answers");
         let up = sessions.iter().find(|one| one.up).expect("one is up");
         up.parameters.ports
     };
@@ -257,7 +257,7 @@ fn i6_ports_of_a_lost_session_stay_blocked_and_the_next_lane_has_others(guest: &
     for _ in 1..BLOCKS {
         cut(guest, "a", "dport = :7400 and sport >= :32768");
         until("the session is over", || {
-            let sessions = near.shelter.sessions().expect("the kernel answers");
+            let sessions = near.sealed.sessions().expect("the kernel answers");
             near.said.has("the ports stay blocked") && sessions.iter().all(|one| !one.up)
         });
         let policies = guest.output("ip", &["-n", "a", "xfrm", "policy"]);
@@ -284,7 +284,7 @@ fn i6_ports_of_a_lost_session_stay_blocked_and_the_next_lane_has_others(guest: &
 
 /// The side that opens lanes, host a, and the other one, host b.
 struct Near {
-    shelter: IpsecLanes,
+    sealed: IpsecLanes,
     said: Said,
     dialer: Arc<IpsecDialer>,
     tls: ClientTls,
@@ -299,7 +299,7 @@ impl Near {
     }
 
     fn with_ports(tls: &Tls, mode: Mode, cpus: &[u32], ports: &str) -> Self {
-        let (shelter, said) = shelter_with("a", mode, cpus, ports);
+        let (sealed, said) = ipsec_lanes_with("a", mode, cpus, ports);
         let far = Far::start(tls, mode);
         let control = inside("a", || {
             let stream = TcpStream::connect(AT).expect("b listens");
@@ -311,10 +311,10 @@ impl Near {
         until("b knows its peer", || {
             far.expected.lock().expect("nobody panics").is_some()
         });
-        let dialer = IpsecDialer::new(shelter.clone());
+        let dialer = IpsecDialer::new(sealed.clone());
         let peer = control.peer().principal();
         Self {
-            shelter,
+            sealed,
             said,
             dialer: Arc::new(dialer),
             tls: tls.client.clone(),
@@ -334,7 +334,7 @@ impl Near {
 
     /// What the SAs of its one session have carried.
     fn carried(&self) -> BTreeMap<Sender, u64> {
-        let sessions = self.shelter.sessions().expect("the kernel answers");
+        let sessions = self.sealed.sessions().expect("the kernel answers");
         let [session] = &sessions[..] else {
             panic!("{} sessions", sessions.len());
         };
@@ -347,12 +347,12 @@ impl Near {
         self.far.lanes.lock().expect("nobody panics").clear();
         let dialer = self.dialer;
         inside("a", || drop(dialer));
-        drop(self.shelter);
+        drop(self.sealed);
         drop(self.far);
         // What a session that was lost had left is freed once its connections are over.
         for host in ["a", "b"] {
             until("what was left is free", || {
-                drop(shelter(host, Mode::Connection, &[]));
+                drop(ipsec_lanes(host, Mode::Connection, &[]));
                 no_records(host)
             });
         }
@@ -393,18 +393,18 @@ impl Lane {
         let (tell_stream, opened) = channel();
         let body = move || {
             let lane = dial(&dialer, &tls, &peer).expect("there is a way");
-            let (mut stream, seat) = (lane.stream, lane.seat);
+            let (mut stream, hold) = (lane.stream, lane.hold);
             stream.set_nodelay(true).expect("a socket");
             stream.write_all(&first_words()).expect("it is read");
             let same = stream.try_clone().expect("a descriptor");
             tell_stream
-                .send((same, seat.cpu()))
+                .send((same, hold.cpu()))
                 .expect("it is waited for");
             // In pieces, as lanes send frames.
             let mut send = || {
                 let mut pieces = vec![7; BYTES];
                 pieces.chunks_mut(64 << 10).try_for_each(|piece| {
-                    seat.before_send();
+                    hold.before_send();
                     stream.write_all(piece)
                 })?;
                 // What stands in the socket has gone by no SA yet.
@@ -457,7 +457,7 @@ impl Drop for Lane {
 
 /// Host b: takes lanes in, and reads what they bring.
 struct Far {
-    shelter: IpsecLanes,
+    sealed: IpsecLanes,
     /// With whom its session is.
     expected: Arc<Mutex<Option<PeerIdentity>>>,
     verdicts: Arc<Mutex<Vec<bool>>>,
@@ -469,16 +469,12 @@ struct Far {
 
 impl Far {
     fn start(tls: &Tls, mode: Mode) -> Self {
-        let (shelter, _) = shelter("b", mode, &[0, 1, 2, 3]);
+        let (sealed, _) = ipsec_lanes("b", mode, &[0, 1, 2, 3]);
         let listener = inside("b", || TcpListener::bind(AT)).expect("the port is free");
         let expected = Arc::<Mutex<Option<PeerIdentity>>>::default();
         let verdicts = Arc::<Mutex<Vec<bool>>>::default();
         let (stop, stopped) = waker().expect("a descriptor");
-        let (own, known, judged) = (
-            shelter.clone(),
-            Arc::clone(&expected),
-            Arc::clone(&verdicts),
-        );
+        let (own, known, judged) = (sealed.clone(), Arc::clone(&expected), Arc::clone(&verdicts));
         let lanes = Arc::<Mutex<Vec<TcpStream>>>::default();
         let read = Arc::clone(&lanes);
         let server = tls.server.clone();
@@ -515,7 +511,7 @@ impl Far {
         };
         let thread = inside("b", || thread::spawn(body));
         Self {
-            shelter,
+            sealed,
             expected,
             verdicts,
             lanes,

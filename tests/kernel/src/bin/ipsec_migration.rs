@@ -20,10 +20,10 @@ use dunlin::lane::policy::{ClientTls, ServerTls};
 use dunlin::lane::provider::Crypto;
 use dunlin_ipsec::lanes::IpsecLanes;
 use dunlin_ipsec::{Direction, Mode, Sender};
+use dunlin_kernel_tests::sealed_lanes::{POOL, carried, cut, ipsec_lanes, no_records, refused};
 use dunlin_kernel_tests::sessions::{
     Capture, LIMIT, captured, connect, inside, netns, nothing_left, until,
 };
-use dunlin_kernel_tests::shelters::{POOL, carried, cut, no_records, refused, shelter};
 use dunlin_kernel_tests::vm::{slowly, unhurried};
 use dunlin_kernel_tests::{Guest, Needs, Under, run};
 use dunlin_proto::control::{Accept, Message};
@@ -87,10 +87,10 @@ fn i3_sas_carry_what_their_lanes_do(guest: &Guest, tls: &Tls, cpus: &[u32], lane
         cpus,
         strikes: false,
     };
-    let (report, shelter) = moves(guest, tls, &vm, how, {
+    let (report, sealed) = moves(guest, tls, &vm, how, {
         let counted = Arc::clone(&counted);
-        move |shelter: &IpsecLanes| {
-            let sessions = shelter.sessions().expect("the kernel answers");
+        move |sealed: &IpsecLanes| {
+            let sessions = sealed.sessions().expect("the kernel answers");
             let [session] = &sessions[..] else {
                 panic!("{} sessions", sessions.len());
             };
@@ -98,7 +98,7 @@ fn i3_sas_carry_what_their_lanes_do(guest: &Guest, tls: &Tls, cpus: &[u32], lane
             is_shown(guest, &carried(session));
         }
     });
-    drop(shelter);
+    drop(sealed);
     let counted = counted.lock().expect("nobody panics");
     println!("{cpus:?}: {counted:?}, lanes {:?}", report.lanes);
     assert_eq!(counted[0], (Sender::Fallback, 0));
@@ -169,9 +169,9 @@ fn i3_i4_a_guest_moves_while_a_lane_dies_and_keys_are_renewed(guest: &Guest, tls
             cpus: &[0, 1, 2, 3],
             strikes: true,
         };
-        let (report, shelter) = moves(guest, tls, &vm, how, |_| {});
+        let (report, sealed) = moves(guest, tls, &vm, how, |_| {});
         assert_eq!(report.lanes_lost, 1, "{mode}");
-        drop(shelter);
+        drop(sealed);
         for host in ["a", "b"] {
             assert_eq!(refused(guest, host), [], "{host}");
             assert!(no_records(host), "{host}");
@@ -219,7 +219,7 @@ fn i6_a_destination_that_is_not_prepared_refuses(tls: &Tls) {
     let receiving = inside("b", || {
         Receiving::on(listener, &tls.1, &patient(), TestBuilder::default())
     });
-    let (near, _) = shelter("a", Mode::Cpu, &[0]);
+    let (near, _) = ipsec_lanes("a", Mode::Cpu, &[0]);
     let vm = guest_of(1 << 20);
     let options = slowly(
         quick(1, 64)
@@ -238,7 +238,7 @@ fn i6_a_destination_that_is_not_prepared_refuses(tls: &Tls) {
 /// more.
 fn i2_a_cancelled_migration_waits_for_no_session(guest: &Guest, tls: &Tls, answers: bool) {
     let listener = inside("b", || TcpListener::bind(AT)).expect("the port is free");
-    let (near, _) = shelter("a", Mode::Cpu, &[0]);
+    let (near, _) = ipsec_lanes("a", Mode::Cpu, &[0]);
     let vm = guest_of(1 << 20);
     let options = slowly(
         quick(2, 64)
@@ -349,7 +349,7 @@ fn moves(
         strikes,
     } = how;
     let (receiving, far) = receive(tls);
-    let (near, _said) = shelter("a", mode, cpus);
+    let (near, _said) = ipsec_lanes("a", mode, cpus);
     let options = options
         .to_builder()
         .security(LaneSecurity::Ipsec)
@@ -433,8 +433,8 @@ fn lane_ports(guest: &Guest) -> Vec<u16> {
 }
 
 /// The epoch of what this side sends.
-fn epochs(shelter: &IpsecLanes) -> u32 {
-    let sessions = shelter.sessions().expect("the kernel answers");
+fn epochs(sealed: &IpsecLanes) -> u32 {
+    let sessions = sealed.sessions().expect("the kernel answers");
     let associations = sessions.iter().flat_map(|one| &one.associations);
     let outbound = associations.filter(|one| one.association.direction == Direction::Out);
     outbound.map(|one| one.association.epoch).max().unwrap_or(0)
@@ -442,7 +442,7 @@ fn epochs(shelter: &IpsecLanes) -> u32 {
 
 /// A destination at host b.
 fn receive(tls: &Tls) -> (Receiving, IpsecLanes) {
-    let (far, _) = shelter("b", Mode::Connection, &[]);
+    let (far, _) = ipsec_lanes("b", Mode::Connection, &[]);
     let options = unhurried().to_builder().ipsec(Some(Arc::new(far.clone())));
     let options: destination::Options = options.build().expect("they fit together");
     let listener = inside("b", || TcpListener::bind(AT)).expect("the port is free");

@@ -264,7 +264,7 @@ fn slowly(mode: &str) -> ExitCode {
     };
     let mut options = Options::new(mode, ports, Path::new("state-a").join("ipsec"));
     options.cpus = (0..4).collect();
-    options.patience = LIMIT;
+    options.timeout = LIMIT;
     options.quiet_wait = Duration::from_secs(1);
     options.before_change = Some(Arc::new(|change| {
         println!("{change:?}");

@@ -5,10 +5,10 @@ use std::io::{BufRead, BufReader};
 use std::process::{Command, ExitCode, Stdio};
 
 use dunlin_kernel_tests::handoff::Background;
+use dunlin_kernel_tests::sealed_lanes::POOL;
 use dunlin_kernel_tests::sessions::{
     Capture, HOSTS, captured, connect, credentials, netns, nothing_left,
 };
-use dunlin_kernel_tests::shelters::POOL;
 use dunlin_kernel_tests::vm::Vm;
 use dunlin_kernel_tests::{Guest, Needs, Under, run};
 use serde_json::Value;
@@ -51,7 +51,10 @@ fn main() -> ExitCode {
         assert_eq!(seen(&format!("tcp portrange {POOL}")), 0, "in the clear");
         assert!(seen("esp") > 100);
         for (host, _) in HOSTS {
-            assert!(dunlin_kernel_tests::shelters::no_records(host), "{host}");
+            assert!(
+                dunlin_kernel_tests::sealed_lanes::no_records(host),
+                "{host}"
+            );
         }
         drop((source, destination));
         if guest.is_soak() {

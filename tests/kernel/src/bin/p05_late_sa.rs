@@ -5,8 +5,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use dunlin_ipsec::xfrm::Protocol;
-use dunlin_kernel_tests::ipsec::lanes::{Door, Lane, look_again, read_all, users};
-use dunlin_kernel_tests::ipsec::{CPUS, Family, Host, Hosts, Sa, Way, needs_per_cpu, protect};
+use dunlin_kernel_tests::ipsec::lanes::{Acceptor, Lane, look_again, read_all, users};
+use dunlin_kernel_tests::ipsec::{CPUS, Family, Host, Hosts, Sa, SaSet, needs_per_cpu, protect};
 use dunlin_kernel_tests::{Guest, Needs, Under, run};
 
 const NEEDS: Needs = Needs {
@@ -32,11 +32,11 @@ fn main() -> ExitCode {
 fn late(guest: &Guest) {
     let hosts = Hosts::new(guest);
     let (a, b) = (&hosts.a, &hosts.b);
-    let there = Way::new(0x1000, CPUS, Family::V4);
+    let there = SaSet::new(0x1000, CPUS, Family::V4);
     there.fallback.add(a, b);
-    Way::new(0x2000, 0, Family::V4).add(b, a);
+    SaSet::new(0x2000, 0, Family::V4).add(b, a);
     let _ = protect(&hosts, Family::V4, Protocol::TCP);
-    let listener = Door::open(b, Family::V4, 0);
+    let listener = Acceptor::open(b, Family::V4, 0);
     let lane = Lane::connect(a, 1, &listener);
     assert_eq!(users(&there, a, b, || lane.send(1, BYTES)), [None]);
     there.own[1].add(a, b);
@@ -60,7 +60,7 @@ fn late(guest: &Guest) {
 fn grown(guest: &Guest, fallback_first: bool) {
     let hosts = Hosts::new(guest);
     let (a, b) = (&hosts.a, &hosts.b);
-    let there = Way::new(0x1000, CPUS, Family::V4);
+    let there = SaSet::new(0x1000, CPUS, Family::V4);
     // The kernel compares the seconds in which they were added.
     if fallback_first {
         there.fallback.add(a, b);
@@ -73,9 +73,9 @@ fn grown(guest: &Guest, fallback_first: bool) {
         next_second();
         there.fallback.add(a, b);
     }
-    Way::new(0x2000, 0, Family::V4).add(b, a);
+    SaSet::new(0x2000, 0, Family::V4).add(b, a);
     let _ = protect(&hosts, Family::V4, Protocol::TCP);
-    let listener = Door::open(b, Family::V4, 0);
+    let listener = Acceptor::open(b, Family::V4, 0);
     // One that is closed would be heard of while the next is looked at.
     let mut lanes = Vec::new();
     let mut goes_by = || {

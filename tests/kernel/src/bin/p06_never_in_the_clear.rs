@@ -6,7 +6,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use dunlin_ipsec::xfrm::{Action, Direction, Network, Policy, PortBlock, Protocol};
-use dunlin_kernel_tests::ipsec::lanes::{Door, Ending, LIMIT, Lane, pattern, write_all};
+use dunlin_kernel_tests::ipsec::lanes::{Acceptor, Ending, LIMIT, Lane, pattern, write_all};
 use dunlin_kernel_tests::ipsec::wire::{Seen, Wire};
 use dunlin_kernel_tests::ipsec::{
     Family, Host, Hosts, REQID, Sa, has_per_cpu, lanes_from, on_cpu, policies, protect,
@@ -83,7 +83,7 @@ fn under_a_stream(guest: &Guest, family: Family) {
         sa.add(from, to);
     }
     let all = protect(&hosts, family, Protocol::TCP);
-    let listener = Door::open(b, family, 0);
+    let listener = Acceptor::open(b, family, 0);
     let lane = Lane::connect(a, 1, &listener);
     let (came, done) = (AtomicU64::new(0), AtomicBool::new(false));
     let stream = Stream {
@@ -212,7 +212,7 @@ fn undone(hosts: &Hosts, wire: &Wire, all: &[(&Host, Policy)], sas: [Sa; 3], fam
             host.xfrm.remove_state(&state.id).expect("it can be");
         }
     }
-    let listener = Door::open(b, family, 1);
+    let listener = Acceptor::open(b, family, 1);
     let connect = || {
         let address = listener.address;
         a.run(move || std::net::TcpStream::connect_timeout(&address, Duration::from_secs(2)))

@@ -6,9 +6,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use dunlin_ipsec::xfrm::{Counters, Protocol};
-use dunlin_kernel_tests::ipsec::lanes::{Door, LIMIT, Lane, used};
+use dunlin_kernel_tests::ipsec::lanes::{Acceptor, LIMIT, Lane, used};
 use dunlin_kernel_tests::ipsec::wire::{Seen, left, seen, tap};
-use dunlin_kernel_tests::ipsec::{CPUS, Family, Host, Hosts, LANES, Sa, Way, protect};
+use dunlin_kernel_tests::ipsec::{CPUS, Family, Host, Hosts, LANES, Sa, SaSet, protect};
 use dunlin_kernel_tests::{Guest, Needs, run};
 
 const NEEDS: Needs = Needs {
@@ -155,11 +155,11 @@ fn receive(socket: &UdpSocket) -> u8 {
 fn four_cpus(guest: &Guest) {
     let hosts = Hosts::new(guest);
     let (a, b) = (&hosts.a, &hosts.b);
-    let there = Way::new(0x1000, 0, Family::V4);
+    let there = SaSet::new(0x1000, 0, Family::V4);
     there.add(a, b);
-    Way::new(0x2000, 0, Family::V4).add(b, a);
+    SaSet::new(0x2000, 0, Family::V4).add(b, a);
     let _ = protect(&hosts, Family::V4, Protocol::TCP);
-    let listener = Door::open(b, Family::V4, 0);
+    let listener = Acceptor::open(b, Family::V4, 0);
     let lanes: Vec<Lane> = (0..CPUS)
         .map(|cpu| Lane::connect(a, cpu, &listener))
         .collect();

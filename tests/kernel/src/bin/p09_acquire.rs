@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use dunlin_ipsec::xfrm::{Direction, Protocol};
 use dunlin_kernel_tests::ipsec::acquires::{Acquires, add_policy_that_asks};
-use dunlin_kernel_tests::ipsec::lanes::{Door, Lane, users};
+use dunlin_kernel_tests::ipsec::lanes::{Acceptor, Lane, users};
 use dunlin_kernel_tests::ipsec::{
-    CPUS, Family, Hosts, REQID, Way, lanes_from, needs_per_cpu, policies,
+    CPUS, Family, Hosts, REQID, SaSet, lanes_from, needs_per_cpu, policies,
 };
 use dunlin_kernel_tests::{Needs, run};
 
@@ -25,10 +25,10 @@ fn main() -> ExitCode {
         needs_per_cpu(guest);
         let hosts = Hosts::new(guest);
         let (a, b) = (&hosts.a, &hosts.b);
-        let there = Way::new(0x1000, CPUS, Family::V4);
+        let there = SaSet::new(0x1000, CPUS, Family::V4);
         there.fallback.add(a, b);
         there.own[0].add(a, b);
-        Way::new(0x2000, 0, Family::V4).add(b, a);
+        SaSet::new(0x2000, 0, Family::V4).add(b, a);
         let selector = lanes_from(a, b, Family::V4, Protocol::TCP);
         let all = policies(&selector, a, b, REQID);
         for (host, policy) in &all {
@@ -40,7 +40,7 @@ fn main() -> ExitCode {
                 _ => host.xfrm.add_policy(policy).expect("it is added"),
             }
         }
-        let listener = Door::open(b, Family::V4, 0);
+        let listener = Acceptor::open(b, Family::V4, 0);
         let connect = |cpu| -> io::Result<TcpStream> {
             let wait = Duration::from_secs(2);
             a.on_cpu(cpu, || TcpStream::connect_timeout(&listener.address, wait))

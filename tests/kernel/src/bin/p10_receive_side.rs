@@ -5,7 +5,7 @@ use std::net::UdpSocket;
 use std::process::ExitCode;
 
 use dunlin_ipsec::xfrm::{Encapsulation, PortBlock, Protocol};
-use dunlin_kernel_tests::ipsec::lanes::{Door, Lane};
+use dunlin_kernel_tests::ipsec::lanes::{Acceptor, Lane};
 use dunlin_kernel_tests::ipsec::{
     CPUS, ENCAPSULATED, Family, Hosts, LANES, LINK, REQID, Sa, lanes_from, policies,
 };
@@ -114,7 +114,7 @@ fn spread(guest: &Guest, case: Case) -> BTreeSet<u32> {
         for (host, policy) in policies(&selector, a, b, reqid) {
             host.xfrm.add_policy(&policy).expect("it is added");
         }
-        let lane = Lane::connect(a, 1, &Door::open(b, family, number));
+        let lane = Lane::connect(a, 1, &Acceptor::open(b, family, number));
         lane.send(1, BYTES);
         assert!(a.carried(&there.id(b)).packets > 0);
         seen.insert(incoming_cpu(&lane.far).expect("it is a connection"));

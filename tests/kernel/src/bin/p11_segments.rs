@@ -4,7 +4,7 @@ use std::net::UdpSocket;
 use std::process::ExitCode;
 
 use dunlin_ipsec::xfrm::{Encapsulation, Protocol, esp_offload};
-use dunlin_kernel_tests::ipsec::lanes::{Door, Lane};
+use dunlin_kernel_tests::ipsec::lanes::{Acceptor, Lane};
 use dunlin_kernel_tests::ipsec::{CPUS, ENCAPSULATED, Family, Hosts, Sa, protect};
 use dunlin_kernel_tests::{Guest, Needs, Under, run};
 use dunlin_linux::tcp::segment_bytes;
@@ -43,7 +43,7 @@ fn before_and_after(guest: &Guest) {
     Sa::new(0x2000).add(b, a);
     let old = Sa::new(0x1000);
     old.add(a, b);
-    let listener = Door::open(b, Family::V4, 0);
+    let listener = Acceptor::open(b, Family::V4, 0);
     let bytes_of_a_packet = |sa: &Sa| {
         let lane = Lane::connect(a, 0, &listener);
         let before = a.carried(&sa.id(b));
@@ -94,7 +94,7 @@ fn shorter(guest: &Guest, family: Family) {
             there.add(a, b);
             Sa::new(0x2000).of(family).add(b, a);
         }
-        let lane = Lane::connect(a, 0, &Door::open(b, family, 0));
+        let lane = Lane::connect(a, 0, &Acceptor::open(b, family, 0));
         lane.send(0, BYTES);
         let held = a.carried(&there.id(b));
         if protected {

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use dunlin_ipsec::xfrm::{Action, Protocol};
-use dunlin_kernel_tests::ipsec::lanes::{Door, Lane};
+use dunlin_kernel_tests::ipsec::lanes::{Acceptor, Lane};
 use dunlin_kernel_tests::ipsec::wire::Wire;
 use dunlin_kernel_tests::ipsec::{Family, Host, Hosts, Sa, protect};
 use dunlin_kernel_tests::{Guest, Needs, run};
@@ -84,7 +84,7 @@ fn beside_another(guest: &Guest, family: Family) {
 fn left_behind(guest: &Guest, family: Family) {
     let hosts = Hosts::new(guest);
     let (a, b) = (&hosts.a, &hosts.b);
-    let listener = Door::open(b, family, 0);
+    let listener = Acceptor::open(b, family, 0);
     let first = Lane::connect(a, 0, &listener);
     let all = protect(&hosts, family, Protocol::TCP);
     for (host, policy) in &all {

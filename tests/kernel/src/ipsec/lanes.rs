@@ -9,20 +9,20 @@ use std::time::{Duration, Instant};
 use dunlin_linux::socket::{set_reset_on_close, wait_readable};
 use dunlin_linux::tcp::set_traffic_class;
 
-use super::{Family, Host, Hosts, LANES, Way, on_cpu};
+use super::{Family, Host, Hosts, LANES, SaSet, on_cpu};
 
 /// How long anything is waited for that has to come.
 pub const LIMIT: Duration = Duration::from_secs(60);
 
 /// Where lanes arrive at a host.
 #[derive(Debug)]
-pub struct Door {
+pub struct Acceptor {
     listener: TcpListener,
     /// Its address.
     pub address: SocketAddr,
 }
 
-impl Door {
+impl Acceptor {
     /// Opens one at the first port of lanes and so many further on.
     ///
     /// # Panics
@@ -64,7 +64,7 @@ impl Lane {
     /// # Panics
     /// It does not connect.
     #[must_use]
-    pub fn connect(host: &Host, cpu: u32, listener: &Door) -> Self {
+    pub fn connect(host: &Host, cpu: u32, listener: &Acceptor) -> Self {
         let near = host.on_cpu(cpu, || TcpStream::connect_timeout(&listener.address, LIMIT));
         let near = near.unwrap_or_else(|error| panic!("from CPU {cpu}: {error}"));
         let far = listener.accept();
@@ -167,7 +167,7 @@ pub fn write_all(mut to: &TcpStream, data: &[u8]) {
 
 /// Which SAs of a way have carried packets while `task` ran, at the sender: `None` is the
 /// fallback; with the number of packets.
-pub fn used(way: &Way, from: &Host, to: &Host, task: impl FnOnce()) -> Vec<(Option<u32>, u64)> {
+pub fn used(way: &SaSet, from: &Host, to: &Host, task: impl FnOnce()) -> Vec<(Option<u32>, u64)> {
     let before = way.packets(from, to);
     task();
     let after = way.packets(from, to);
@@ -184,7 +184,7 @@ pub fn used(way: &Way, from: &Host, to: &Host, task: impl FnOnce()) -> Vec<(Opti
 
 /// The CPUs of [`used`] alone, without SAs that have carried a single packet: another lane's timer
 /// may send something a second time at any moment.
-pub fn users(way: &Way, from: &Host, to: &Host, task: impl FnOnce()) -> Vec<Option<u32>> {
+pub fn users(way: &SaSet, from: &Host, to: &Host, task: impl FnOnce()) -> Vec<Option<u32>> {
     let used = used(way, from, to, task);
     if used.len() != 1 {
         println!("packets by CPU: {used:?}");
@@ -217,11 +217,11 @@ pub struct Scene {
     /// The hosts.
     pub hosts: Hosts,
     /// The SAs from the first to the second.
-    pub there: Way,
+    pub there: SaSet,
     /// The SAs back.
-    pub back: Way,
+    pub back: SaSet,
     /// Where lanes arrive.
-    pub listener: Door,
+    pub listener: Acceptor,
 }
 
 impl Scene {
@@ -232,12 +232,12 @@ impl Scene {
     #[must_use]
     pub fn new(guest: &crate::Guest, family: Family, cpus: [u32; 2]) -> Self {
         let hosts = Hosts::new(guest);
-        let there = Way::new(0x1000, cpus[0], family);
-        let back = Way::new(0x2000, cpus[1], family);
+        let there = SaSet::new(0x1000, cpus[0], family);
+        let back = SaSet::new(0x2000, cpus[1], family);
         there.add(&hosts.a, &hosts.b);
         back.add(&hosts.b, &hosts.a);
         let _ = super::protect(&hosts, family, dunlin_ipsec::xfrm::Protocol::TCP);
-        let listener = Door::open(&hosts.b, family, 0);
+        let listener = Acceptor::open(&hosts.b, family, 0);
         Self {
             hosts,
             there,

@@ -365,14 +365,14 @@ impl Sa {
 
 /// The SAs of one way: a fallback and one for each of some CPUs.
 #[derive(Clone, Debug)]
-pub struct Way {
+pub struct SaSet {
     /// Of every CPU; added first.
     pub fallback: Sa,
     /// Of one CPU each.
     pub own: Vec<Sa>,
 }
 
-impl Way {
+impl SaSet {
     /// SPIs from `first` on, the fallback's first, for so many CPUs from 0 on.
     #[must_use]
     pub fn new(first: u32, cpus: u32, family: Family) -> Self {

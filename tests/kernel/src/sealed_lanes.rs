@@ -37,20 +37,20 @@ impl Said {
 /// # Panics
 /// The kernel has no IPsec.
 #[must_use]
-pub fn shelter(host: &str, mode: Mode, cpus: &[u32]) -> (IpsecLanes, Said) {
-    shelter_with(host, mode, cpus, POOL)
+pub fn ipsec_lanes(host: &str, mode: Mode, cpus: &[u32]) -> (IpsecLanes, Said) {
+    ipsec_lanes_with(host, mode, cpus, POOL)
 }
 
-/// A [`shelter`] whose sessions use these ports.
+/// A [`ipsec_lanes`] whose sessions use these ports.
 ///
 /// # Panics
 /// The kernel has no IPsec.
 #[must_use]
-pub fn shelter_with(host: &str, mode: Mode, cpus: &[u32], ports: &str) -> (IpsecLanes, Said) {
+pub fn ipsec_lanes_with(host: &str, mode: Mode, cpus: &[u32], ports: &str) -> (IpsecLanes, Said) {
     let records = Path::new(&format!("state-{host}")).join("ipsec");
     let mut options = Options::new(mode, ports.parse().expect("ports"), records);
     options.cpus = cpus.to_vec();
-    options.patience = Duration::from_secs(30);
+    options.timeout = Duration::from_secs(30);
     let said = Said::default();
     let (heard, at) = (said.clone(), host.to_owned());
     let observer: Observer = Arc::new(move |event| {
@@ -58,8 +58,8 @@ pub fn shelter_with(host: &str, mode: Mode, cpus: &[u32], ports: &str) -> (Ipsec
         let mut said = heard.0.lock().expect("nobody panics");
         said.push(event.to_string());
     });
-    let shelter = inside(host, || IpsecLanes::new(options, observer)).expect("IPsec is there");
-    (shelter, said)
+    let sealed = inside(host, || IpsecLanes::new(options, observer)).expect("IPsec is there");
+    (sealed, said)
 }
 
 /// What the SAs of what a host sends in a session have carried.

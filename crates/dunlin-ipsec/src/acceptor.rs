@@ -90,9 +90,10 @@ impl Server {
         let thread = |name: &str| thread::Builder::new().name(name.to_owned());
         let reaper = thread("dunlin-ipsec-ends").spawn(move || own.reap(&ended));
         let mut threads = vec![reaper.map_err(IpsecError::resources("a thread"))?];
-        let door = thread("dunlin-ipsec-door").spawn(move || site.take(&listener, &tls, &stopped));
-        match door {
-            Ok(door) => threads.push(door),
+        let acceptor =
+            thread("dunlin-ipsec-accept").spawn(move || site.take(&listener, &tls, &stopped));
+        match acceptor {
+            Ok(acceptor) => threads.push(acceptor),
             Err(source) => {
                 *lock(&over) = true;
                 return Err(IpsecError::resources("a thread")(source));
@@ -135,9 +136,9 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         self.stop.wake();
-        // The door first: it makes no session any more then.
-        if let Some(door) = self.threads.pop() {
-            let _ = door.join();
+        // The acceptor first: it makes no session any more then.
+        if let Some(acceptor) = self.threads.pop() {
+            let _ = acceptor.join();
         }
         lock(&self.held).iter().for_each(|one| one.session.end());
         *lock(&self.reaper) = true;
