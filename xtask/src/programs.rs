@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use clap::{Args, ValueEnum};
-use dunlin_rig::scratch::Scratch;
+use dunlin_scratch::Scratch;
 use serde::Deserialize;
 
 /// How many run at a time, on a machine of two cores.
@@ -214,7 +214,7 @@ fn run(programs: Vec<Program>, at_a_time: usize) -> Result<Vec<Ran>> {
 
 fn run_one(program: &Program) -> Result<Ran> {
     // A file, and no pipe: what a test has left running would hold that open.
-    let scratch = Scratch::new()?;
+    let scratch = Scratch::try_new()?;
     let output = scratch.join("output");
     let file = File::create(&output)?;
     let began = Instant::now();

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use dunlin_rig::debian::{self, Which};
 use dunlin_rig::need;
-use dunlin_rig::scratch::Scratch;
+use dunlin_scratch::Scratch;
 use xtask::kernel::machine::Machine;
 use xtask::kernel::program::{Needs, Program, Under};
 use xtask::kernel::verdict::{Failure, Outcome, Verdict};
@@ -20,7 +20,7 @@ use xtask::kernel::{Boot, Rig};
 fn boot(scripts: &[(&str, &str)], adjust: impl FnOnce(&mut Machine<'_>)) -> Option<Boot> {
     let qemu = need::qemu()?;
     let kernel = need::fetched(debian::kernel(&Which::Newest))?;
-    let folder = Scratch::new().unwrap();
+    let folder = Scratch::new();
     let programs: Vec<Program> = scripts
         .iter()
         .map(|(name, text)| {

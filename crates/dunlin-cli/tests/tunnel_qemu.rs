@@ -94,7 +94,7 @@ impl Scene {
     }
 
     fn start(&self, name: &str, host: &Host, config: &str) -> Tunnel {
-        let file = self.files.scratch.join(&format!("{name}.toml"));
+        let file = self.files.scratch.join(format!("{name}.toml"));
         fs::write(&file, config).unwrap();
         let mut command = words("tunnel run --config");
         command

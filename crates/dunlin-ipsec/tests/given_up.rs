@@ -13,7 +13,8 @@ use dunlin_ipsec::{IpsecError, Mode, Options, up_unless};
 use dunlin_lane::control;
 use dunlin_lane::policy::ServerTls;
 use dunlin_lane::provider::Crypto;
-use dunlin_test_support::lane::{Authority, DESTINATION, SOURCE, Scratch, names};
+use dunlin_scratch::Scratch;
+use dunlin_test_support::lane::{Authority, DESTINATION, SOURCE, names};
 
 /// Well below what anybody waits for, and more than a machine under load takes.
 const AT_ONCE: Duration = Duration::from_secs(2);
@@ -54,7 +55,11 @@ fn is_given_up(peer: Silent) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let at = listener.local_addr().unwrap().to_string();
     let scratch = Scratch::new();
-    let mut options = Options::new(Mode::Cpu, "49152-49215".parse().unwrap(), scratch.0.clone());
+    let mut options = Options::new(
+        Mode::Cpu,
+        "49152-49215".parse().unwrap(),
+        scratch.path().to_owned(),
+    );
     options.timeout = Duration::from_secs(60);
     let since = Arc::<Mutex<Option<Instant>>>::default();
     let (heard, end) = channel();

@@ -551,6 +551,8 @@ mod tests {
     use std::io::Write;
     use std::net::{Shutdown, TcpListener};
 
+    use dunlin_scratch::Scratch;
+
     use super::*;
 
     fn pair() -> (TcpStream, TcpStream) {
@@ -561,24 +563,6 @@ mod tests {
         )
         .unwrap();
         (near, listener.accept().unwrap().0)
-    }
-
-    /// A directory for a unix socket that goes with its owner.
-    struct Scratch(std::path::PathBuf);
-
-    impl Scratch {
-        fn new(name: &str) -> Self {
-            let name = format!("dunlin-socket-{}-{name}", std::process::id());
-            let path = std::env::temp_dir().join(name);
-            std::fs::create_dir_all(&path).unwrap();
-            Self(path)
-        }
-    }
-
-    impl Drop for Scratch {
-        fn drop(&mut self) {
-            let _ = std::fs::remove_dir_all(&self.0);
-        }
     }
 
     #[test]
@@ -592,8 +576,8 @@ mod tests {
 
     #[test]
     fn who_has_a_unix_socket_is_found_out_unseen() {
-        let folder = Scratch::new("held");
-        let path = folder.0.join("socket");
+        let folder = Scratch::new();
+        let path = folder.join("socket");
         assert_eq!(is_held(&path).unwrap_err().kind(), io::ErrorKind::NotFound);
         let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
         assert!(is_held(&path).unwrap());
@@ -607,8 +591,8 @@ mod tests {
 
     #[test]
     fn a_unix_listener_with_a_full_backlog_is_waited_for_until_the_deadline() {
-        let scratch = Scratch::new("backlog");
-        let path = scratch.0.join("socket");
+        let scratch = Scratch::new();
+        let path = scratch.join("socket");
         let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
         let brief = || Instant::now() + Duration::from_millis(50);
         let mut waiting = Vec::new();
@@ -630,11 +614,11 @@ mod tests {
 
     #[test]
     fn a_path_that_is_no_socket_s_is_refused_at_once() {
-        let scratch = Scratch::new("path");
+        let scratch = Scratch::new();
         let soon = || Instant::now() + Duration::from_secs(5);
         let kind = |path: &Path| connect_unix(path, soon()).unwrap_err().kind();
-        assert_eq!(kind(&scratch.0.join("none")), io::ErrorKind::NotFound);
-        let long = scratch.0.join("x".repeat(108));
+        assert_eq!(kind(&scratch.join("none")), io::ErrorKind::NotFound);
+        let long = scratch.join("x".repeat(108));
         assert_eq!(kind(&long), io::ErrorKind::InvalidInput);
     }
 

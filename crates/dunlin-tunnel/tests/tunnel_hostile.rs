@@ -19,7 +19,8 @@ use dunlin_proto::negotiate::{
 };
 use dunlin_proto::stripe::frame::{Data, Frame};
 use dunlin_proto::stripe::message::{Header, MESSAGE_HEADER_BYTES, Message, Open};
-use dunlin_test_support::lane::{Authority, Scratch, load, names, soon};
+use dunlin_scratch::Scratch;
+use dunlin_test_support::lane::{Authority, load, names, soon};
 use dunlin_test_support::tunnel::{
     FAR, NEAR, OTHER, PATIENCE, Pair, Setup, Told, fill_backlog, identities,
 };
@@ -237,7 +238,7 @@ impl Far {
         let (listener, scratch, told) = (any(), Scratch::new(), Told::default());
         let entrance = Entrance {
             route: "ram".to_owned(),
-            listen: Listen::Unix(scratch.0.join("in")),
+            listen: Listen::Unix(scratch.join("in")),
             to: listener.local_addr().unwrap().to_string(),
             peers: names(&[FAR]),
             lanes: 1,
@@ -312,7 +313,7 @@ fn far_hosts() -> ([ServerTls; 3], Identity) {
 fn i6_a_lane_goes_to_no_other_host_than_the_control_lane() {
     let ([itself, renewed, twin], near) = far_hosts();
     let far = Far::of(near);
-    let _channel = UnixStream::connect(far.scratch.0.join("in")).unwrap();
+    let _channel = UnixStream::connect(far.scratch.join("in")).unwrap();
     let _control = far.control(&itself);
     assert!(!far.lane(&twin), "a lane is opened to another host");
     far.told
@@ -326,7 +327,7 @@ fn i6_a_control_lane_is_made_anew_with_no_other_host() {
     let cut = || {
         let (hosts, near) = far_hosts();
         let far = Far::of(near);
-        let channel = UnixStream::connect(far.scratch.0.join("in")).unwrap();
+        let channel = UnixStream::connect(far.scratch.join("in")).unwrap();
         let control = far.control(&hosts[0]);
         far.told
             .wait("trunk", |event| matches!(event, Event::TrunkUp { .. }));
@@ -502,7 +503,7 @@ fn i8_one_peer_has_so_many_control_lanes_agreed_on_and_keeps_no_other_out() {
 #[test]
 fn i7_a_parameter_from_the_wire_leads_nowhere_but_to_its_place() {
     let pair = Pair::start(&Setup::default());
-    let directory = pair.scratch.0.clone();
+    let directory = pair.scratch.path().to_owned();
     std::fs::create_dir(directory.join("vm")).unwrap();
     // Somebody listens where "vm=../target" would lead: the pair's own target.
     let routes = Routes::new(

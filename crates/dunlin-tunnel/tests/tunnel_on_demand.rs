@@ -11,8 +11,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use dunlin_proto::fault::FaultCode;
+use dunlin_scratch::Scratch;
 use dunlin_test_support::lane::ReadOnce as _;
-use dunlin_test_support::lane::{Authority, Scratch, names};
+use dunlin_test_support::lane::{Authority, names};
 use dunlin_test_support::tunnel::{FAR, NEAR, PATIENCE, Told, identities};
 use dunlin_tunnel::{
     Demand, DemandError, Entrance, Event, Exit, Limits, Listen, ListenerStatus,
@@ -61,8 +62,8 @@ impl Scene {
             "disk-{vm}",
         ];
         let exits = vec![
-            exit("ram", Target::Unix(scratch.0.join("{vm}.sock"))),
-            exit("plain", Target::Unix(scratch.0.join("plain.sock"))),
+            exit("ram", Target::Unix(scratch.join("{vm}.sock"))),
+            exit("plain", Target::Unix(scratch.join("plain.sock"))),
             exit("echo", Target::Exec(words.map(str::to_owned).to_vec())),
         ];
         let limits = Limits::default();
@@ -85,7 +86,7 @@ impl Scene {
     }
 
     fn path(&self, name: &str) -> PathBuf {
-        self.scratch.0.join(name)
+        self.scratch.join(name)
     }
 
     fn target(&self, name: &str) -> UnixListener {

@@ -13,8 +13,9 @@ use dunlin_lane::peers::Peers;
 use dunlin_lane::policy::OldestTls;
 use dunlin_linux::socket::set_reset_on_close;
 use dunlin_proto::fault::FaultCode;
+use dunlin_scratch::Scratch;
 use dunlin_test_support::lane::ReadOnce as _;
-use dunlin_test_support::lane::{Authority, Scratch, names};
+use dunlin_test_support::lane::{Authority, names};
 use dunlin_test_support::tunnel::relay::Relay;
 use dunlin_test_support::tunnel::{FAR, NEAR, PATIENCE, Told, expect, identities, join, send};
 use dunlin_tunnel::{
@@ -92,7 +93,7 @@ impl Scene {
             mode: Mode::Relay(setup.near_tls),
         };
         let entrances = vec![
-            entrance("ram", Listen::Unix(scratch.0.join("in"))),
+            entrance("ram", Listen::Unix(scratch.join("in"))),
             entrance("tcp", Listen::Tcp("127.0.0.1:0".parse().unwrap())),
         ];
         let routes = Routes::new(entrances, Vec::new()).unwrap();
@@ -111,7 +112,7 @@ impl Scene {
     }
 
     fn unix(&self) -> UnixStream {
-        let stream = UnixStream::connect(self.scratch.0.join("in")).unwrap();
+        let stream = UnixStream::connect(self.scratch.join("in")).unwrap();
         stream.set_read_timeout(Some(PATIENCE)).unwrap();
         stream.set_write_timeout(Some(PATIENCE)).unwrap();
         stream
@@ -574,7 +575,7 @@ fn a_target_that_is_not_there_ends_the_connection_with_an_error() {
         ..
     } = scene;
     drop(listener);
-    let mut stream = UnixStream::connect(scratch.0.join("in")).unwrap();
+    let mut stream = UnixStream::connect(scratch.join("in")).unwrap();
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
     assert!(!matches!(stream.read_once(&mut [0]), Ok(1..)));
     let refused = |event: &Event| matches!(event, Event::Refused { .. });

@@ -14,8 +14,9 @@ use dunlin_proto::fault::FaultCode;
 use dunlin_proto::negotiate::{
     Features, LaneSecurity, Offer, Opening, PRELUDE_BYTES, Prelude, VERSIONS,
 };
+use dunlin_scratch::Scratch;
 use dunlin_test_support::lane::ReadOnce as _;
-use dunlin_test_support::lane::{Authority, Scratch, names, soon};
+use dunlin_test_support::lane::{Authority, names, soon};
 use dunlin_test_support::tunnel::{
     FAR, NEAR, PATIENCE, Pair, Setup, Told, fill_backlog, identities,
 };
@@ -318,11 +319,11 @@ fn a_consumer_that_resets_while_the_source_is_idle_has_aborted_the_channel() {
 #[test]
 fn what_cannot_be_served_is_refused_with_a_reason_and_others_go_on() {
     let scratch = Scratch::new();
-    let full = scratch.0.join("full");
+    let full = scratch.join("full");
     // A backlog that one connection fills, of somebody who never accepts.
     let silent = UnixListener::bind(&full).unwrap();
     let _waiting = fill_backlog(&full);
-    let nobody = Target::Unix(scratch.0.join("none"));
+    let nobody = Target::Unix(scratch.join("none"));
     let refusing = {
         let (listener, target) = listener();
         drop(listener);

@@ -95,8 +95,8 @@ fn a_byte_waits_for_no_other() {
 #[test]
 fn a_target_that_is_not_there_refuses_and_the_route_goes_on() {
     let pair = Pair::start(&Setup::default());
-    let target = pair.scratch.0.join("target");
-    let aside = pair.scratch.0.join("aside");
+    let target = pair.scratch.join("target");
+    let aside = pair.scratch.join("aside");
     std::fs::rename(&target, &aside).unwrap();
     let mut near = pair.connect();
     assert_eq!(near.read_once(&mut [0]).unwrap(), 0);

@@ -21,8 +21,8 @@ use dunlin::lane::peers::Principal;
 use dunlin_proto::control::Verdict;
 use dunlin_proto::journal::SlotError;
 use dunlin_test_support::engine::doubt::{
-    Destination, FailingDisk, PeerlessDisk, Relay, Scratch, TO_DESTINATION, TO_SOURCE, ask,
-    principal_of, running, runs, send, send_with,
+    Destination, FailingDisk, JournalDirectory, PeerlessDisk, Relay, TO_DESTINATION, TO_SOURCE,
+    ask, principal_of, running, runs, send, send_with,
 };
 use dunlin_test_support::engine::{TestBuilder, tls, verified};
 
@@ -32,7 +32,7 @@ fn i1_a_commit_that_never_arrived_is_asked_about_and_the_vm_goes_on_at_the_sourc
     // Whether the destination sees the end of the control lane before it is
     // asked, or believes until then that it stands.
     for noticed in [true, false] {
-        let (here, there) = (Scratch::new("lost-s"), Scratch::new("lost-d"));
+        let (here, there) = (JournalDirectory::new(), JournalDirectory::new());
         let destination = Destination::start(&server, there.journal(), TestBuilder::default());
         let relay = Relay::start(destination.address);
         let vm = running();
@@ -72,7 +72,7 @@ fn i1_a_commit_that_never_arrived_is_asked_about_and_the_vm_goes_on_at_the_sourc
 fn i1_a_running_that_never_came_back_is_asked_about_and_the_vm_is_the_destinations() {
     let (client, server) = tls();
     for noticed in [true, false] {
-        let (here, there) = (Scratch::new("ran-s"), Scratch::new("ran-d"));
+        let (here, there) = (JournalDirectory::new(), JournalDirectory::new());
         let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
         let relay = Arc::new(Relay::start(listener.local_addr().unwrap()));
         let same = Arc::clone(&relay);
@@ -127,7 +127,7 @@ fn i2_without_a_journal_a_lost_commit_is_answered_as_long_as_both_processes_live
 #[test]
 fn i2_a_vm_that_nobody_answers_for_is_held_until_an_operator_decides() {
     let (client, server) = tls();
-    let here = Scratch::new("held");
+    let here = JournalDirectory::new();
     for resolution in [Resolution::RunHere, Resolution::Destroy] {
         let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
         let relay = Arc::new(Relay::start(listener.local_addr().unwrap()));
@@ -162,14 +162,14 @@ fn i2_a_vm_that_nobody_answers_for_is_held_until_an_operator_decides() {
         assert_eq!(vm.calls().last(), Some(&last));
         assert_eq!(here.states(), [State::Source(record)]);
         drop(doubt);
-        std::fs::remove_dir_all(&here.0).unwrap();
+        std::fs::remove_dir_all(here.path()).unwrap();
     }
 }
 
 #[test]
 fn i2_a_destination_that_cannot_be_reached_leaves_the_vm_in_doubt_at_the_limit() {
     let (client, server) = tls();
-    let here = Scratch::new("limit");
+    let here = JournalDirectory::new();
     let destination = Destination::start(&server, Journal::none(), TestBuilder::default());
     let relay = Relay::start(destination.address);
     let vm = running();
@@ -200,8 +200,8 @@ fn i2_a_destination_that_cannot_be_reached_leaves_the_vm_in_doubt_at_the_limit()
 #[test]
 fn a_full_disk_on_either_side_is_found_while_the_guest_runs() {
     let (client, server) = tls();
-    let (here, there) = (Scratch::new("full-s"), Scratch::new("full-d"));
-    type Disk = fn(&Scratch) -> Journal;
+    let (here, there) = (JournalDirectory::new(), JournalDirectory::new());
+    type Disk = fn(&JournalDirectory) -> Journal;
     const PREPARED: State = State::Destination(DestinationRecord::Prepared);
     const COMMITTING: State = State::Source(SourceRecord::Committing);
     let full: Disk = |scratch| scratch.on(FailingDisk(None));
@@ -210,12 +210,12 @@ fn a_full_disk_on_either_side_is_found_while_the_guest_runs() {
     // The later processes of either side know the other one by it.
     let peerless: Disk = |scratch| scratch.on(PeerlessDisk);
     for (source, destination) in [
-        (full, Scratch::journal as Disk),
-        (Scratch::journal, full),
-        (Scratch::journal, unprepared),
-        (uncommitting, Scratch::journal),
-        (peerless, Scratch::journal),
-        (Scratch::journal, peerless),
+        (full, JournalDirectory::journal as Disk),
+        (JournalDirectory::journal, full),
+        (JournalDirectory::journal, unprepared),
+        (uncommitting, JournalDirectory::journal),
+        (peerless, JournalDirectory::journal),
+        (JournalDirectory::journal, peerless),
     ] {
         let journal = destination(&there);
         let receiving = Destination::start(&server, journal, TestBuilder::default());
@@ -240,7 +240,7 @@ fn a_full_disk_on_either_side_is_found_while_the_guest_runs() {
 #[test]
 fn i2_running_that_cannot_be_recorded_gives_the_vm_back() {
     let (client, server) = tls();
-    let (here, there) = (Scratch::new("unrun-s"), Scratch::new("unrun-d"));
+    let (here, there) = (JournalDirectory::new(), JournalDirectory::new());
     let disk = FailingDisk(Some(State::Destination(DestinationRecord::Running)));
     let destination = Destination::start(&server, there.on(disk), TestBuilder::default());
     let vm = running();
@@ -264,7 +264,7 @@ fn i2_running_that_cannot_be_recorded_gives_the_vm_back() {
 #[test]
 fn i2_released_that_cannot_be_recorded_keeps_the_destinations_answer() {
     let (client, server) = tls();
-    let (here, there) = (Scratch::new("unrel-s"), Scratch::new("unrel-d"));
+    let (here, there) = (JournalDirectory::new(), JournalDirectory::new());
     let disk = FailingDisk(Some(State::Source(SourceRecord::Released)));
     let destination = Destination::start(&server, there.journal(), TestBuilder::default());
     let vm = running();
@@ -285,7 +285,7 @@ fn i2_released_that_cannot_be_recorded_keeps_the_destinations_answer() {
 #[test]
 fn i1_a_vm_that_has_moved_on_is_not_taken_for_dead() {
     let (client, server) = tls();
-    let (here, there) = (Scratch::new("on-s"), Scratch::new("on-d"));
+    let (here, there) = (JournalDirectory::new(), JournalDirectory::new());
     let disk = FailingDisk(Some(State::Source(SourceRecord::Released)));
     let destination = Destination::start(&server, there.journal(), TestBuilder::default());
     send(
@@ -312,7 +312,7 @@ fn i1_a_vm_that_has_moved_on_is_not_taken_for_dead() {
 #[test]
 fn i5_the_attempt_after_one_that_failed_moves_the_vm() {
     let (client, server) = tls();
-    let (here, there) = (Scratch::new("again-s"), Scratch::new("again-d"));
+    let (here, there) = (JournalDirectory::new(), JournalDirectory::new());
     let destination = Destination::start(&server, there.journal(), TestBuilder::default());
     let relay = Relay::start(destination.address);
     let vm = running();
@@ -355,9 +355,9 @@ impl Disk for NotingDisk {
 fn one_record_is_written_while_the_guest_stands_still() {
     let (client, server) = tls();
     for remembered in [false, true] {
-        let (here, there) = (Scratch::new("order-s"), Scratch::new("order-d"));
+        let (here, there) = (JournalDirectory::new(), JournalDirectory::new());
         let order = Arc::<Mutex<Vec<String>>>::default();
-        let journal = |scratch: &Scratch| {
+        let journal = |scratch: &JournalDirectory| {
             if remembered {
                 scratch.on(NotingDisk(Arc::clone(&order)))
             } else {
@@ -400,7 +400,7 @@ fn one_record_is_written_while_the_guest_stands_still() {
 #[test]
 fn i1_a_destination_that_was_started_again_answers_what_its_journal_says() {
     let (client, server) = tls();
-    let there = Scratch::new("again");
+    let there = JournalDirectory::new();
     let journal = there.journal();
     let record = |number: u8, peer: &Principal, state| {
         let state = State::Destination(state);

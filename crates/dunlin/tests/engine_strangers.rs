@@ -23,8 +23,8 @@ use dunlin::lane::provider::{Crypto, Provider};
 use dunlin_proto::control::{Message, Verdict};
 use dunlin_proto::negotiate::{LaneSecurity, Opening};
 use dunlin_test_support::engine::doubt::{
-    Destination, Relay, Scratch, TO_SOURCE, ask, inquirer, inquirer_of, principal_of, running,
-    runs, send_with,
+    Destination, JournalDirectory, Relay, TO_SOURCE, ask, inquirer, inquirer_of, principal_of,
+    running, runs, send_with,
 };
 use dunlin_test_support::engine::peer::{Peer, SESSION};
 use dunlin_test_support::engine::{Receiving, TestBuilder, verified};
@@ -69,7 +69,7 @@ impl Site {
 }
 
 /// The session that a journal has.
-fn session_of(scratch: &Scratch) -> SessionId {
+fn session_of(scratch: &JournalDirectory) -> SessionId {
     let entries = scratch.journal().list().unwrap();
     assert_eq!(entries.len(), 1);
     entries[0].session
@@ -134,7 +134,7 @@ fn leave(journal: &Journal, session: SessionId, state: DestinationRecord, peer: 
 fn i1_another_authorised_host_neither_asks_about_nor_releases_a_vm_that_has_arrived() {
     let site = Site::new();
     let tls = server(&site.host(DESTINATION), names(&[SOURCE, OTHER]));
-    let (here, there) = (Scratch::new("held-s"), Scratch::new("held-d"));
+    let (here, there) = (JournalDirectory::new(), JournalDirectory::new());
     let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
     let relay = Arc::new(Relay::start(listener.local_addr().unwrap()));
     let same = Arc::clone(&relay);
@@ -255,7 +255,7 @@ fn i1_a_journal_answers_the_peer_of_its_session_alone() {
         .chain(pins.map(|pin| pin.to_string()))
         .map(|peer| peer.parse().unwrap());
     let tls = server(&site.host(DESTINATION), allowed.collect());
-    let there = Scratch::new("answers");
+    let there = JournalDirectory::new();
     let journal = there.journal();
     let answerer = Answerer::start(&tls, there.journal());
     let ask = |identity: &Identity, session: u8| {
@@ -270,7 +270,9 @@ fn i1_a_journal_answers_the_peer_of_its_session_alone() {
     leave(&journal, [3; 16], running, &by_pin(1));
     // As ca8670a left it: no peer block.
     leave(&journal, [4; 16], running, &principal);
-    let legacy = there.0.join(format!("{}.destination", "04".repeat(16)));
+    let legacy = there
+        .path()
+        .join(format!("{}.destination", "04".repeat(16)));
     let file = File::options().write(true).open(legacy).unwrap();
     file.set_len(8192).unwrap();
     let died = Some(Verdict::RanThenDied);
@@ -314,8 +316,8 @@ fn i1_a_source_in_doubt_believes_its_destination_alone_in_the_process_and_after_
     ] {
         let is_stranger = stranger.is_some();
         let impostor = tls(&stranger.unwrap_or_else(|| site.host(DESTINATION)));
-        let (here, there) = (Scratch::new("believes-s"), Scratch::new("believes-d"));
-        let elsewhere = Scratch::new("believes-e");
+        let (here, there) = (JournalDirectory::new(), JournalDirectory::new());
+        let elsewhere = JournalDirectory::new();
         let source = client(&site.host(SOURCE), names(&[DESTINATION, OTHER]));
         let destination = Destination::start(
             &tls(&site.host(DESTINATION)),

@@ -6,7 +6,6 @@
 //!   lossy.
 //! - [`guest`]: two guests that write to their memory and check it.
 //! - [`machine`]: a guest in a QEMU: started, listened to, migrated, compared with another.
-//! - [`scratch`]: folders for a test's files.
 //! - [`linux`]: kernel interfaces that only tests use.
 //! - [`need`]: what a test does when the machine lacks something.
 #![deny(unsafe_code)]
@@ -19,6 +18,4 @@ pub mod hosts;
 #[allow(unsafe_code)]
 pub mod linux;
 pub mod machine;
-mod maker;
 pub mod need;
-pub mod scratch;

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use dunlin_rig::hosts::{self, Direction, Family, Host, Link, LinkOptions};
 use dunlin_rig::need;
-use dunlin_rig::scratch::Scratch;
+use dunlin_scratch::Scratch;
 
 const PORT: u16 = 4444;
 
@@ -223,7 +223,7 @@ fn a_capture_holds_what_was_sent() {
     let Some((near, far, link)) = pair(&LinkOptions::default()) else {
         return;
     };
-    let scratch = Scratch::new().unwrap();
+    let scratch = Scratch::new();
     let file = scratch.join("packets.pcap");
     let capture = link.capture(&far, &file).unwrap();
     let address = link.address(&far, Family::V6);

@@ -14,7 +14,8 @@ use dunlin_lane::provider::Crypto;
 use dunlin_rig::guest::{Content, Workload};
 use dunlin_rig::machine::{self, Credentials, Machine, MachineError, Migration, Setup, migrate};
 use dunlin_rig::need;
-use dunlin_test_support::lane::{Scratch, names};
+use dunlin_scratch::Scratch;
+use dunlin_test_support::lane::names;
 use dunlin_test_support::tunnel::{Pair, Setup as Tunnels, Told};
 use dunlin_tunnel::{
     Entrance, Event, Identities, Limits, Listen, Mode, Routes, Tunnel, WINDOW_BYTES,
@@ -227,7 +228,7 @@ fn a_relay_speaks_with_qemus_own_tls() {
     let scratch = Scratch::new();
     let entrance = Entrance {
         route: "ram".to_owned(),
-        listen: Listen::Unix(scratch.0.join("in")),
+        listen: Listen::Unix(scratch.join("in")),
         to: qemu.to_string(),
         peers: names(&["destination.example"]),
         lanes: 1,
@@ -251,7 +252,7 @@ fn a_relay_speaks_with_qemus_own_tls() {
     qmp.execute("migrate-set-parameters", parameters).unwrap();
     source.wait_ready().unwrap();
     let mut migration = Migration::through(
-        &format!("unix:{}", scratch.0.join("in").display()),
+        &format!("unix:{}", scratch.join("in").display()),
         &format!("tcp:{qemu}"),
     );
     migration.multifd = Some(2);

@@ -9,7 +9,8 @@ use std::time::Instant;
 use dunlin_rig::guest::{Content, Workload};
 use dunlin_rig::machine::{Credentials, Machine, Migration, migrate};
 use dunlin_rig::need;
-use dunlin_test_support::lane::{Authority, Scratch, names};
+use dunlin_scratch::Scratch;
+use dunlin_test_support::lane::{Authority, names};
 use dunlin_test_support::tunnel::{FAR, NEAR, PATIENCE, identities};
 use dunlin_tunnel::{
     Demand, Entrance, Exit, Limits, Listen, Mode, Routes, Target, Tunnel, WINDOW_BYTES,
@@ -40,7 +41,7 @@ fn a_listener_for_one_migration_carries_it_in_order_and_goes() {
     let exit = Exit {
         route: "ram".to_owned(),
         allow: names(&[NEAR]),
-        target: Target::Unix(scratch.0.join("{vm}.sock")),
+        target: Target::Unix(scratch.join("{vm}.sock")),
         window_bytes: WINDOW_BYTES,
     };
     let routes = Routes::new(Vec::new(), vec![exit]).unwrap();
@@ -58,7 +59,7 @@ fn a_listener_for_one_migration_carries_it_in_order_and_goes() {
     let routes = Routes::new(vec![entrance], Vec::new()).unwrap();
     let near = identities(authority.identity(&[NEAR]));
     let near = Tunnel::start(any(), near, &routes, Limits::default(), |_| {}).unwrap();
-    let place = scratch.0.join("web.listener");
+    let place = scratch.join("web.listener");
     let demand = Demand {
         route: "ram".to_owned(),
         parameter: Some("vm=web".parse().unwrap()),
@@ -69,7 +70,7 @@ fn a_listener_for_one_migration_carries_it_in_order_and_goes() {
     let listener = near.open(&demand).unwrap();
 
     let credentials = Credentials::new("destination.example", "source.example").unwrap();
-    let target = scratch.0.join("web.sock");
+    let target = scratch.join("web.sock");
     let mut migration = Migration::through(
         &format!("unix:{}", place.display()),
         &format!("unix:{}", target.display()),

@@ -12,7 +12,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use dunlin_rig::scratch::Scratch;
+use dunlin_scratch::Scratch;
 
 use super::program;
 
@@ -153,7 +153,7 @@ pub(super) struct Site {
 
 impl Site {
     pub(super) fn new(dunlin: PathBuf) -> Result<Self> {
-        let scratch = Scratch::new()?;
+        let scratch = Scratch::try_new()?;
         let pki = |words: &[&str]| -> Result<()> {
             let mut command = Command::new(&dunlin);
             command.arg("pki").args(words).current_dir(scratch.path());

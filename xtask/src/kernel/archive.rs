@@ -132,14 +132,14 @@ mod tests {
     use std::io::Write;
     use std::process::{Command, Stdio};
 
-    use dunlin_rig::scratch::Scratch;
     use dunlin_rig::{debian, need};
+    use dunlin_scratch::Scratch;
 
     use super::*;
 
     #[test]
     fn another_cpio_unpacks_what_was_put_in() {
-        let folder = Scratch::new().unwrap();
+        let folder = Scratch::new();
         let mut archive = Archive::default();
         archive.link("bin", "usr/bin");
         archive.folder("bin");
@@ -173,7 +173,7 @@ mod tests {
         let hello = fs::metadata(folder.join("usr/bin/hello")).unwrap();
         assert_eq!(hello.permissions().mode() & 0o777, 0o755);
         for length in 0..9 {
-            let file = folder.join(&format!("sizes/{}", "x".repeat(length + 1)));
+            let file = folder.join(format!("sizes/{}", "x".repeat(length + 1)));
             assert_eq!(fs::read(file).unwrap(), vec![7; length]);
         }
     }

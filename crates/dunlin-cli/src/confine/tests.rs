@@ -13,6 +13,7 @@ use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::path::Path;
 use std::process::Command;
 
+use dunlin_scratch::Scratch;
 use nix::errno::Errno;
 use nix::mount::{MsFlags, mount};
 use nix::sched::{CloneFlags, unshare};
@@ -33,32 +34,21 @@ const DIRECTORY: &str = "DUNLIN_TEST_CONFINED_IN";
 /// What became of everything that a child has tried, by name: `done`, or the error's name.
 type Outcomes = BTreeMap<String, String>;
 
-/// A directory as a VM's process has it, that goes with its owner.
-struct Scratch(PathBuf);
-
-impl Scratch {
-    fn new(parts: &str) -> Self {
-        let name = format!("dunlin-confined-{parts}-{}", std::process::id());
-        let path = std::env::temp_dir().join(name);
-        for directory in ["control", "journal", "identity", "elsewhere"] {
-            fs::create_dir_all(path.join(directory)).unwrap();
-        }
-        for file in ["identity/key.pem", "elsewhere/secret", "journal/old"] {
-            fs::write(path.join(file), "what is in it").unwrap();
-        }
-        Self(path)
+/// A directory with what a VM's process has.
+fn directory() -> Scratch {
+    let scratch = Scratch::new();
+    for directory in ["control", "journal", "identity", "elsewhere"] {
+        fs::create_dir_all(scratch.join(directory)).unwrap();
     }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
+    for file in ["identity/key.pem", "elsewhere/secret", "journal/old"] {
+        fs::write(scratch.join(file), "what is in it").unwrap();
     }
+    scratch
 }
 
 /// Runs a child that takes `parts`.
 fn confined(parts: &str) -> Outcomes {
-    let scratch = Scratch::new(parts);
+    let scratch = directory();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let name = format!("dunlin-confined-{}-{parts}", std::process::id());
     let abstract_socket = SocketAddr::from_abstract_name(&name).unwrap();
@@ -66,7 +56,7 @@ fn confined(parts: &str) -> Outcomes {
     let child = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "confine::tests::inside", "--nocapture"])
         .env(PARTS, parts)
-        .env(DIRECTORY, &scratch.0)
+        .env(DIRECTORY, scratch.path())
         .env(
             "DUNLIN_TEST_PORT",
             listener.local_addr().unwrap().to_string(),

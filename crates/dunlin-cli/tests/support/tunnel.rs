@@ -25,7 +25,7 @@ pub struct Tunnel {
 
 impl Tunnel {
     pub fn start(hosts: &Hosts, name: &str, config: &str) -> Self {
-        let file = hosts.scratch.join(&format!("{name}.toml"));
+        let file = hosts.scratch.join(format!("{name}.toml"));
         fs::write(&file, config).unwrap();
         let mut command = words("tunnel run --config");
         command.arg(&file).arg("--control").arg(control(hosts));

@@ -5,5 +5,5 @@ mod credentials;
 mod party;
 mod run;
 
-pub use credentials::{Credentials, Scratch};
+pub use credentials::Credentials;
 pub use run::{Case, Ending, Signal, Victim, run};

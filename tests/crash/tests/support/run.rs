@@ -8,9 +8,10 @@ use std::time::Duration;
 use dunlin::engine::journal::Journal;
 use dunlin_crash_tests::place::Place;
 use dunlin_crash_tests::step;
+use dunlin_scratch::Scratch;
 
+use super::Credentials;
 use super::party::Party;
-use super::{Credentials, Scratch};
 
 /// Longer than both sides' limits for a peer that is silent: where both are
 /// stopped, nobody is left who could tell that they have passed.
@@ -100,8 +101,8 @@ struct Cast {
 
 /// Plays a case; an error says what is not as it must be.
 pub fn run(case: &Case, credentials: &Credentials) -> Result<Ending, String> {
-    let scratch = Scratch::new();
-    let place = Place::new(&scratch.0);
+    let scratch = Scratch::in_memory();
+    let place = Place::new(scratch.path());
     credentials.lend(place.directory());
     let directory = place.directory().to_str().unwrap().to_owned();
     let address = case.address();

@@ -11,7 +11,7 @@ use rcgen::{
 };
 
 use super::{MachineError, at};
-use crate::scratch::Scratch;
+use dunlin_scratch::Scratch;
 
 /// A folder with `ca-cert.pem`, and certificate and key of a server and of a client. It goes with
 /// its owner.
@@ -27,7 +27,7 @@ impl Credentials {
     /// # Panics
     /// A name is no DNS name.
     pub fn new(server: &str, client: &str) -> Result<Self, MachineError> {
-        let folder = Scratch::new().map_err(at("a scratch folder"))?;
+        let folder = Scratch::try_new().map_err(at("a scratch folder"))?;
         let mut authority = parameters("Rig authority");
         authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         authority.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
@@ -55,12 +55,9 @@ impl Credentials {
             let certificate = bearer
                 .signed_by(&key, &issuer)
                 .expect("the parameters are complete");
+            write(&folder.join(format!("{role}-cert.pem")), &certificate.pem())?;
             write(
-                &folder.join(&format!("{role}-cert.pem")),
-                &certificate.pem(),
-            )?;
-            write(
-                &folder.join(&format!("{role}-key.pem")),
+                &folder.join(format!("{role}-key.pem")),
                 &key.serialize_pem(),
             )?;
         }

@@ -45,7 +45,7 @@ pub use qmp::{Qmp, QmpError};
 use crate::debian::Qemu;
 use crate::guest::{Guest, Line, Workload};
 use crate::hosts::Host;
-use crate::scratch::Scratch;
+use dunlin_scratch::Scratch;
 
 /// Whatever is waited for takes no longer than this, on a busy machine and emulated too.
 pub const PATIENCE: Duration = Duration::from_secs(120);
@@ -159,7 +159,7 @@ impl Machine {
     }
 
     fn spawn(setup: &Setup, host: Option<&Host>, more: &[&str]) -> Result<Self, MachineError> {
-        let scratch = Scratch::new().map_err(at("a scratch folder"))?;
+        let scratch = Scratch::try_new().map_err(at("a scratch folder"))?;
         let boot = setup.guest.boot(&setup.workload, scratch.path());
         for (path, content) in &boot.files {
             fs::write(path, content).map_err(at(path))?;

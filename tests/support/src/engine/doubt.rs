@@ -23,19 +23,22 @@ use dunlin_proto::control::{Envelope, Message, Verdict};
 use dunlin_proto::negotiate::{
     Features, LaneSecurity, Offer, Opening, PRELUDE_BYTES, Prelude, VERSIONS,
 };
+use dunlin_scratch::Scratch;
 
 use super::peer::Peer;
 use super::{TestBuilder, TestVm, verified};
 use crate::lane::{pair, soon};
 
-/// A journal in a directory of the test's own, removed at its end.
-pub struct Scratch(pub PathBuf);
+/// A directory with the journal of one host.
+pub struct JournalDirectory(Scratch);
 
-impl Scratch {
-    pub fn new(name: &str) -> Self {
-        let path = std::env::temp_dir().join(format!("dunlin-doubt-{name}-{}", std::process::id()));
-        let _ = std::fs::remove_dir_all(&path);
-        Self(path)
+impl JournalDirectory {
+    pub fn new() -> Self {
+        Self(Scratch::new())
+    }
+
+    pub fn path(&self) -> PathBuf {
+        self.0.join("journal")
     }
 
     pub fn journal(&self) -> Journal {
@@ -43,7 +46,7 @@ impl Scratch {
     }
 
     pub fn on(&self, disk: impl Disk + 'static) -> Journal {
-        Journal::open_on(&self.0, Arc::new(disk)).unwrap()
+        Journal::open_on(&self.path(), Arc::new(disk)).unwrap()
     }
 
     /// What the records of this host say.
@@ -52,12 +55,6 @@ impl Scratch {
         entries
             .filter_map(|entry| entry.record.unwrap().map(|record| record.state))
             .collect()
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
     }
 }
 

@@ -23,7 +23,8 @@ use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use rustls::{DigitallySignedStruct, SignatureScheme};
 
-use crate::lane::{Scratch, set_mode};
+use crate::lane::set_mode;
+use dunlin_scratch::Scratch;
 
 /// An authority: a root, or one under another.
 pub struct Ca {
@@ -198,11 +199,11 @@ impl Host {
     }
 
     pub fn path(&self, name: &str) -> PathBuf {
-        self.0.0.join(name)
+        self.0.join(name)
     }
 
     pub fn directory(&self) -> &Path {
-        &self.0.0
+        self.0.path()
     }
 
     pub fn load(&self) -> Identity {

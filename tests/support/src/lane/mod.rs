@@ -14,6 +14,7 @@ use dunlin_lane::identity::{Identity, LoadOptions};
 use dunlin_lane::offload::Offload;
 use dunlin_lane::peers::Peers;
 use dunlin_lane::provider::{CipherSuite, Crypto, Provider};
+use dunlin_scratch::Scratch;
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair, SanType, date_time_ymd,
 };
@@ -39,26 +40,6 @@ impl<R: Read> ReadOnce for R {
                 done => return done,
             }
         }
-    }
-}
-
-/// A directory that goes with its owner.
-pub struct Scratch(pub PathBuf);
-
-impl Scratch {
-    pub fn new() -> Self {
-        static NEXT: AtomicU32 = AtomicU32::new(0);
-        let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let path =
-            std::env::temp_dir().join(format!("dunlin-lane-{}-{number}", std::process::id()));
-        fs::create_dir_all(&path).unwrap();
-        Self(path)
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
     }
 }
 
@@ -120,7 +101,7 @@ impl Authority {
         let key = KeyPair::generate().unwrap();
         let certificate = params.signed_by(&key, &self.issuer).unwrap();
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let directory = self.scratch.0.join(number.to_string());
+        let directory = self.scratch.join(number.to_string());
         fs::create_dir(&directory).unwrap();
         fs::write(directory.join("ca-cert.pem"), &self.pem).unwrap();
         fs::write(directory.join("cert.pem"), certificate.pem()).unwrap();

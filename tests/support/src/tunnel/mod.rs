@@ -20,7 +20,8 @@ use dunlin_tunnel::{
     Entrance, Event, Exit, Identities, Limits, Listen, Mode, Routes, Target, Tunnel, WINDOW_BYTES,
 };
 
-use crate::lane::{Authority, Scratch, load, names};
+use crate::lane::{Authority, load, names};
+use dunlin_scratch::Scratch;
 use relay::Relay;
 
 pub const NEAR: &str = "near.test";
@@ -134,7 +135,7 @@ impl Pair {
         let (authority, other) = (Authority::new(), Authority::named("another authority"));
         let host = |name| load(&authority.host_trusting(&[name], &[&other]));
         let scratch = Scratch::new();
-        let path = |name: &str| scratch.0.join(name);
+        let path = |name: &str| scratch.join(name);
         let bind = || UnixListener::bind(path("target")).unwrap();
         let listener = setup.is_target.then(bind);
         let far_routes = Routes::new(
@@ -199,12 +200,12 @@ impl Pair {
     }
 
     pub fn entrance(&self) -> PathBuf {
-        self.scratch.0.join("entrance")
+        self.scratch.join("entrance")
     }
 
     /// Where the hypervisor of the far side listens.
     pub fn target(&self) -> PathBuf {
-        self.scratch.0.join("target")
+        self.scratch.join("target")
     }
 
     pub fn connect(&self) -> UnixStream {

@@ -5,6 +5,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use dunlin_proto::journal::JOURNAL_BYTES;
+use dunlin_scratch::Scratch;
 
 use super::*;
 use crate::lane::peers::AuthorisedBy;
@@ -12,24 +13,6 @@ use crate::lane::peers::AuthorisedBy;
 const PREPARED: State = State::Destination(DestinationRecord::Prepared);
 const RUNNING: State = State::Destination(DestinationRecord::Running);
 const ABORTED: State = State::Destination(DestinationRecord::Aborted);
-
-/// A directory of the test's own, removed at its end.
-struct Scratch(PathBuf);
-
-impl Scratch {
-    fn new(name: &str) -> Self {
-        let path =
-            std::env::temp_dir().join(format!("dunlin-journal-{name}-{}", std::process::id()));
-        let _ = std::fs::remove_dir_all(&path);
-        Self(path)
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
 
 /// Fails the operations whose numbers it is given, counted from 0; a failed
 /// sync comes after the write.
@@ -92,8 +75,9 @@ fn state_of(journal: &Journal) -> State {
 
 #[test]
 fn i2_a_record_outlives_the_process_that_wrote_it() {
-    let scratch = Scratch::new("outlives");
-    let journal = Journal::open(&scratch.0).unwrap();
+    let scratch = Scratch::new();
+    let directory = scratch.join("journal");
+    let journal = Journal::open(&directory).unwrap();
     let mut session = journal.create(record(PREPARED)).unwrap();
     for state in [PREPARED, RUNNING] {
         session.write(state).unwrap();
@@ -110,8 +94,9 @@ fn i2_a_record_outlives_the_process_that_wrote_it() {
 
 #[test]
 fn i1_a_session_whose_process_lives_can_be_seen_and_not_taken() {
-    let scratch = Scratch::new("lives");
-    let journal = Journal::open(&scratch.0).unwrap();
+    let scratch = Scratch::new();
+    let directory = scratch.join("journal");
+    let journal = Journal::open(&directory).unwrap();
     let mut session = journal.create(record(PREPARED)).unwrap();
     session.write(PREPARED).unwrap();
     let listed = journal.list().unwrap();
@@ -129,13 +114,14 @@ fn i1_a_session_whose_process_lives_can_be_seen_and_not_taken() {
 
 #[test]
 fn i1_a_record_that_was_not_written_leaves_the_one_from_before() {
-    let scratch = Scratch::new("write");
+    let scratch = Scratch::new();
+    let directory = scratch.join("journal");
     // Write 0 allocates, 1 is *prepared*.
     let disk = FailingDisk {
         fail_writes: vec![2, 3],
         ..FailingDisk::default()
     };
-    let journal = Journal::open_on(&scratch.0, Arc::new(disk)).unwrap();
+    let journal = Journal::open_on(&directory, Arc::new(disk)).unwrap();
     let mut session = journal.create(record(PREPARED)).unwrap();
     session.write(PREPARED).unwrap();
     for _ in 0..2 {
@@ -154,13 +140,14 @@ fn i1_a_record_that_was_not_written_leaves_the_one_from_before() {
 /// A failed sync may have written; the retry must not touch the other slot.
 #[test]
 fn i1_after_a_failed_sync_the_next_record_goes_to_the_same_slot() {
-    let scratch = Scratch::new("sync");
+    let scratch = Scratch::new();
+    let directory = scratch.join("journal");
     let disk = FailingDisk {
         fail_syncs: vec![2],
         fail_writes: vec![3],
         ..FailingDisk::default()
     };
-    let journal = Journal::open_on(&scratch.0, Arc::new(disk)).unwrap();
+    let journal = Journal::open_on(&directory, Arc::new(disk)).unwrap();
     let mut session = journal.create(record(PREPARED)).unwrap();
     session.write(PREPARED).unwrap();
     assert!(session.write(RUNNING).is_err());
@@ -171,12 +158,13 @@ fn i1_after_a_failed_sync_the_next_record_goes_to_the_same_slot() {
 
 #[test]
 fn a_full_disk_is_found_when_the_session_starts_and_leaves_nothing() {
-    let scratch = Scratch::new("full");
+    let scratch = Scratch::new();
+    let directory = scratch.join("journal");
     let disk = FailingDisk {
         fail_writes: vec![0],
         ..FailingDisk::default()
     };
-    let journal = Journal::open_on(&scratch.0, Arc::new(disk)).unwrap();
+    let journal = Journal::open_on(&directory, Arc::new(disk)).unwrap();
     let error = journal.create(record(PREPARED)).err().unwrap();
     assert!(matches!(
         error,
@@ -191,8 +179,9 @@ fn a_full_disk_is_found_when_the_session_starts_and_leaves_nothing() {
 
 #[test]
 fn no_record_needs_new_room() {
-    let scratch = Scratch::new("room");
-    let journal = Journal::open(&scratch.0).unwrap();
+    let scratch = Scratch::new();
+    let directory = scratch.join("journal");
+    let journal = Journal::open(&directory).unwrap();
     let mut session = journal.create(record(PREPARED)).unwrap();
     let path = session.held.as_ref().unwrap().path();
     let size = |path: &Path| {
@@ -209,8 +198,9 @@ fn no_record_needs_new_room() {
 
 #[test]
 fn i2_a_session_begins_again_only_when_its_last_attempt_is_over() {
-    let scratch = Scratch::new("again");
-    let journal = Journal::open(&scratch.0).unwrap();
+    let scratch = Scratch::new();
+    let directory = scratch.join("journal");
+    let journal = Journal::open(&directory).unwrap();
     let begin = |attempt| {
         journal.create(Record {
             attempt,
@@ -244,20 +234,21 @@ fn i2_a_session_begins_again_only_when_its_last_attempt_is_over() {
 
 #[test]
 fn i7_whatever_lies_in_the_directory_is_bounded_and_named() {
-    let scratch = Scratch::new("garbage");
-    let journal = Journal::open(&scratch.0).unwrap();
+    let scratch = Scratch::new();
+    let directory = scratch.join("journal");
+    let journal = Journal::open(&directory).unwrap();
     let name = file_name([0xa5; 16], Role::Destination);
     for other in ["notes", "A5.source", &name.to_uppercase(), &name[1..]] {
-        std::fs::write(scratch.0.join(other), b"x").unwrap();
+        std::fs::write(directory.join(other), b"x").unwrap();
     }
     assert!(journal.list().unwrap().is_empty());
     // Shorter than a journal: the crash came first.
-    std::fs::write(scratch.0.join(&name), []).unwrap();
+    std::fs::write(directory.join(&name), []).unwrap();
     assert_eq!(journal.list().unwrap()[0].record, Ok(None));
     let missing = journal.take([0xa5; 16], Role::Destination);
     assert!(matches!(missing, Err(JournalError::Missing { .. })));
     // Larger, and of something else.
-    std::fs::write(scratch.0.join(&name), vec![0x5a; 1 << 20]).unwrap();
+    std::fs::write(directory.join(&name), vec![0x5a; 1 << 20]).unwrap();
     assert_eq!(journal.list().unwrap()[0].record, Err(Unreadable::BothTorn));
     let error = journal.take([0xa5; 16], Role::Destination).err().unwrap();
     assert!(matches!(error, JournalError::Unreadable { .. }));
@@ -265,9 +256,10 @@ fn i7_whatever_lies_in_the_directory_is_bounded_and_named() {
 
 #[test]
 fn a_directory_that_others_can_read_is_refused() {
-    let scratch = Scratch::new("exposed");
-    DirBuilder::new().mode(0o755).create(&scratch.0).unwrap();
-    let error = Journal::open(&scratch.0).err().unwrap();
+    let scratch = Scratch::new();
+    let directory = scratch.join("journal");
+    DirBuilder::new().mode(0o755).create(&directory).unwrap();
+    let error = Journal::open(&directory).err().unwrap();
     assert!(error.to_string().contains("755"), "{error}");
 }
 
@@ -316,8 +308,9 @@ fn left(journal: &Journal) -> Vec<u8> {
 
 #[test]
 fn what_nobody_asks_about_goes_when_the_vm_is_moved_again() {
-    let scratch = Scratch::new("pruned");
-    for journal in [Journal::open(&scratch.0).unwrap(), Journal::none()] {
+    let scratch = Scratch::new();
+    let directory = scratch.join("journal");
+    for journal in [Journal::open(&directory).unwrap(), Journal::none()] {
         let ours = peer("host-a.example");
         leave(&journal, 1, PREPARED, &ours);
         leave(&journal, 2, ABORTED, &ours);
@@ -351,8 +344,9 @@ fn what_nobody_asks_about_goes_when_the_vm_is_moved_again() {
 
 #[test]
 fn i7_a_peer_that_offers_vm_after_vm_leaves_a_bounded_number_of_records() {
-    let scratch = Scratch::new("flood");
-    for journal in [Journal::open(&scratch.0).unwrap(), Journal::none()] {
+    let scratch = Scratch::new();
+    let directory = scratch.join("journal");
+    for journal in [Journal::open(&directory).unwrap(), Journal::none()] {
         let before = journal.list().unwrap().len();
         let begin = |number: usize, name: &str, state| {
             let mut id = [0; 16];
@@ -384,8 +378,9 @@ fn i7_a_peer_that_offers_vm_after_vm_leaves_a_bounded_number_of_records() {
 
 #[test]
 fn i1_a_vm_of_which_a_session_is_undecided_begins_no_other() {
-    let scratch = Scratch::new("undecided");
-    for journal in [Journal::open(&scratch.0).unwrap(), Journal::none()] {
+    let scratch = Scratch::new();
+    let directory = scratch.join("journal");
+    for journal in [Journal::open(&directory).unwrap(), Journal::none()] {
         let over = [
             SourceRecord::Migrating,
             SourceRecord::Kept,
@@ -444,9 +439,10 @@ impl Disk for WatchedDisk {
 
 #[test]
 fn i1_a_record_is_there_after_a_power_loss_once_it_was_made_and_gone_once_it_was_forgotten() {
-    let scratch = Scratch::new("power");
-    let disk = WatchedDisk(Arc::default(), scratch.0.clone());
-    let journal = Journal::open_on(&scratch.0, Arc::new(disk.clone())).unwrap();
+    let scratch = Scratch::new();
+    let directory = scratch.join("journal");
+    let disk = WatchedDisk(Arc::default(), directory.clone());
+    let journal = Journal::open_on(&directory, Arc::new(disk.clone())).unwrap();
     let take = || std::mem::take(&mut *disk.0.lock().unwrap());
     let mut session = journal.create(record(PREPARED)).unwrap();
     assert_eq!(take(), ["write", "sync", "entry synced"]);
@@ -460,9 +456,10 @@ fn i1_a_record_is_there_after_a_power_loss_once_it_was_made_and_gone_once_it_was
 
 #[test]
 fn i1_the_peer_of_a_session_outlives_its_process_and_a_bad_write_names_none() {
-    let scratch = Scratch::new("peer");
+    let scratch = Scratch::new();
+    let directory = scratch.join("journal");
     let (ours, other) = (peer("host-a.example"), peer("host-c.example"));
-    for journal in [Journal::open(&scratch.0).unwrap(), Journal::none()] {
+    for journal in [Journal::open(&directory).unwrap(), Journal::none()] {
         leave(&journal, 1, RUNNING, &ours);
         let session = journal.take([1; 16], Role::Destination).unwrap();
         assert_eq!(*session.peer(), RecordedPeer::Known(ours.principal()));
@@ -485,8 +482,9 @@ fn i1_the_peer_of_a_session_outlives_its_process_and_a_bad_write_names_none() {
 /// A file as ca8670a wrote it: two slots and nothing behind them.
 #[test]
 fn i1_a_record_from_before_the_peer_block_is_known_by_names_that_an_authority_vouches_for() {
-    let scratch = Scratch::new("former");
-    let journal = Journal::open(&scratch.0).unwrap();
+    let scratch = Scratch::new();
+    let directory = scratch.join("journal");
+    let journal = Journal::open(&directory).unwrap();
     let long = "n".repeat(MAX_ENDPOINT_BYTES);
     for (number, text, state) in [
         (1, "DNS host-a.example", RUNNING),
@@ -532,7 +530,7 @@ fn i1_a_record_from_before_the_peer_block_is_known_by_names_that_an_authority_vo
     assert!(is_with(4, &ours));
     // A file that ends within the block is no file from before it.
     for length in [8193, 9215] {
-        let path = scratch.0.join(file_name([4; 16], Role::Source));
+        let path = directory.join(file_name([4; 16], Role::Source));
         let file = File::options().write(true).open(path).unwrap();
         file.set_len(length).unwrap();
         let session = journal.take([4; 16], Role::Source).unwrap();

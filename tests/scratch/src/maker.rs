@@ -1,36 +1,45 @@
-//! Whose a thing is that outlasts its process: the name of everything such holds its maker.
+//! Names of things that outlast the process that made them. Each name holds the process, so that a
+//! later process can tell whether the maker still runs.
 
 use std::fs;
 use std::process::Command;
 
-/// A process, told from a later one with the same number by the time of its start.
+/// A process. Its start time tells it from a later process with the same id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Maker {
+pub struct Maker {
     id: u32,
     /// In clock ticks since the machine started (proc_pid_stat(5), field 22).
     started: u64,
 }
 
 impl Maker {
-    pub(crate) fn this_process() -> Self {
+    /// This process.
+    ///
+    /// # Panics
+    /// There is no /proc.
+    #[must_use]
+    pub fn this_process() -> Self {
         Self::process(std::process::id()).expect("a process sees itself in /proc")
     }
 
-    /// A living process.
-    pub(crate) fn process(id: u32) -> Option<Self> {
+    /// The process `id`, or `None` if there is none.
+    #[must_use]
+    pub fn process(id: u32) -> Option<Self> {
         let started = started(id)?;
         Some(Self { id, started })
     }
 
-    /// With this the names of what it made begin; a dash, a number and what else there is to say
-    /// come after it.
-    pub(crate) fn prefix(self) -> String {
-        format!("dunlin-rig-{}-{}", self.id, self.started)
+    /// The beginning of the names of all that the process makes. A dash, a number and anything
+    /// else follow.
+    #[must_use]
+    pub fn prefix(self) -> String {
+        format!("dunlin-test-{}-{}", self.id, self.started)
     }
 
-    /// The reverse, for a whole name; none for names that are not ours.
-    pub(crate) fn of(name: &str) -> Option<Self> {
-        let mut parts = name.strip_prefix("dunlin-rig-")?.split('-');
+    /// The process in a whole name; `None` if this crate did not make the name.
+    #[must_use]
+    pub fn of(name: &str) -> Option<Self> {
+        let mut parts = name.strip_prefix("dunlin-test-")?.split('-');
         let maker = Self {
             id: parts.next()?.parse().ok()?,
             started: parts.next()?.parse().ok()?,
@@ -38,20 +47,22 @@ impl Maker {
         parts.next()?.parse::<u32>().ok().map(|_| maker)
     }
 
-    pub(crate) fn lives(self) -> bool {
+    /// Whether the process still runs.
+    #[must_use]
+    pub fn lives(self) -> bool {
         started(self.id) == Some(self.started)
     }
 
-    /// Ends it, unless it has ended.
-    pub(crate) fn kill(self) {
+    /// Kills the process if it still runs.
+    pub fn kill(self) {
         if self.lives() {
             kill([self.id.to_string().as_str()]);
         }
     }
 }
 
-/// Ends processes; those that have ended meanwhile are passed over.
-pub(crate) fn kill<'a>(ids: impl IntoIterator<Item = &'a str>) {
+/// Kills processes, and ignores those that have ended.
+pub fn kill<'a>(ids: impl IntoIterator<Item = &'a str>) {
     for id in ids {
         let _ = Command::new("sh")
             .args(["-c", "kill -KILL \"$1\"", "sh", id])
@@ -83,10 +94,10 @@ mod tests {
         };
         assert!(!later.lives());
         for foreign in [
-            "dunlin-rig",
-            "dunlin-rig-1-2",
-            "dunlin-rig-1-x-3-source",
-            "dunlin-rig-1-2-source",
+            "dunlin-test",
+            "dunlin-test-1-2",
+            "dunlin-test-1-x-3-source",
+            "dunlin-test-1-2-source",
             "other-1-2-3-source",
         ] {
             assert_eq!(Maker::of(foreign), None, "{foreign}");

@@ -1,0 +1,174 @@
+//! Temporary directories for tests.
+//!
+//! A [`Scratch`] removes its directory when it is dropped. A killed process leaves its directories
+//! behind; the next process that makes one removes them. [`maker`] has the names by which a
+//! process recognises what a dead one has left.
+#![forbid(unsafe_code)]
+
+pub mod maker;
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Once;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use crate::maker::Maker;
+
+/// The file in a directory that names the child process to be killed with it.
+const PROCESS: &str = "process";
+/// A tmpfs on most machines.
+const MEMORY: &str = "/dev/shm";
+
+/// An empty directory, removed on drop.
+#[derive(Debug)]
+pub struct Scratch(PathBuf);
+
+impl Scratch {
+    /// Makes a directory among the temporary files.
+    ///
+    /// # Panics
+    /// The directory for temporary files is not writable. [`Self::try_new`] returns an error.
+    #[allow(clippy::new_without_default)]
+    #[must_use]
+    pub fn new() -> Self {
+        match Self::try_new() {
+            Ok(scratch) => scratch,
+            Err(error) => panic!(
+                "cannot create a directory in {}: {error}",
+                std::env::temp_dir().display()
+            ),
+        }
+    }
+
+    /// Makes a directory among the temporary files.
+    ///
+    /// # Errors
+    /// The directory for temporary files is not writable.
+    pub fn try_new() -> io::Result<Self> {
+        Self::within(&std::env::temp_dir())
+    }
+
+    /// Makes a directory in memory where there is a tmpfs, and else among the temporary files. For
+    /// tests whose processes sync often: a killed process loses nothing that it has written, so
+    /// that a disk would only slow them down.
+    ///
+    /// # Panics
+    /// Neither directory is writable.
+    #[must_use]
+    pub fn in_memory() -> Self {
+        Self::within(Path::new(MEMORY)).unwrap_or_else(|_| Self::new())
+    }
+
+    fn within(parent: &Path) -> io::Result<Self> {
+        static SWEPT: Once = Once::new();
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        SWEPT.call_once(|| {
+            sweep(&std::env::temp_dir());
+            sweep(Path::new(MEMORY));
+        });
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let path = parent.join(format!("{}-{number}", Maker::this_process().prefix()));
+        fs::create_dir(&path)?;
+        Ok(Self(path))
+    }
+
+    /// The directory.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+
+    /// A path in the directory.
+    #[must_use]
+    pub fn join(&self, name: impl AsRef<Path>) -> PathBuf {
+        self.0.join(name)
+    }
+
+    /// Records the child process `id`. If this process is killed, the next one kills the child when
+    /// it removes the directory.
+    ///
+    /// # Errors
+    /// The directory is not writable.
+    pub fn record(&self, id: u32) -> io::Result<()> {
+        // The name of a directory ends with a number; a process has none.
+        let name = Maker::process(id).map(|child| child.prefix() + "-0");
+        fs::write(self.join(PROCESS), name.unwrap_or_default())
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// Removes the directories of dead processes from `parent`, and kills the processes recorded in
+/// them.
+fn sweep(parent: &Path) {
+    for entry in fs::read_dir(parent).into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let stale = |name: &str| Maker::of(name).is_some_and(|maker| !maker.lives());
+        if !name.to_str().is_some_and(stale) {
+            continue;
+        }
+        let recorded = fs::read_to_string(entry.path().join(PROCESS)).unwrap_or_default();
+        if let Some(process) = Maker::of(&recorded) {
+            process.kill();
+        }
+        let _ = fs::remove_dir_all(entry.path());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::process::{Command, Stdio};
+
+    use super::*;
+
+    #[test]
+    fn directories_differ_are_empty_and_are_removed() {
+        let (one, other) = (Scratch::new(), Scratch::in_memory());
+        assert_ne!(one.path().file_name(), other.path().file_name());
+        let paths = [&one, &other].map(|scratch| {
+            assert_eq!(fs::read_dir(scratch.path()).unwrap().count(), 0);
+            fs::write(scratch.join("file"), "x").unwrap();
+            scratch.path().to_owned()
+        });
+        drop((one, other));
+        for path in paths {
+            assert!(!path.exists(), "{}", path.display());
+        }
+    }
+
+    #[test]
+    fn a_dead_processs_directories_and_children_are_removed_and_a_living_ones_stay() {
+        let parent = Scratch::new();
+        let sleeper = || {
+            let mut command = Command::new("sleep");
+            command.arg("600").stdout(Stdio::null()).spawn().unwrap()
+        };
+        // A process that has ended made `left`, in which `child` is recorded.
+        let (mut child, mut dead, mut living) = (sleeper(), sleeper(), sleeper());
+        let name = |id| Maker::process(id).unwrap().prefix() + "-0";
+        let left = Scratch(parent.join(name(dead.id())));
+        let held = Scratch(parent.join(name(living.id())));
+        for scratch in [&left, &held] {
+            fs::create_dir(scratch.path()).unwrap();
+        }
+        left.record(child.id()).unwrap();
+        held.record(living.id()).unwrap();
+        dead.kill().unwrap();
+        dead.wait().unwrap();
+        sweep(parent.path());
+        assert!(!left.path().exists());
+        assert!(held.path().exists());
+        // Killed by the sweep: waiting for it returns.
+        assert!(!child.wait().unwrap().success());
+        assert!(living.try_wait().unwrap().is_none());
+        living.kill().unwrap();
+        living.wait().unwrap();
+    }
+}
