@@ -1,23 +1,27 @@
 //! Control sockets: how the commands of an operator speak to a process that runs.
 //!
-//! A request is one JSON line, the answer any number of [`Line`]s, after which the
-//! connection is closed. The socket is for its owner alone.
+//! A request is one JSON line, the answer any number of JSON lines, mostly [`Line`]s, after
+//! which the connection is closed. The process implements [`Service`]; a command is a
+//! [`Client`]. The socket is for its owner alone.
 
 use std::fs;
 use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
+use std::net::Shutdown;
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Error, Result, bail};
+use dunlin_lane::sync::lock;
 use dunlin_linux::socket::{is_held, own_user, peer_user};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::line::Line;
+use crate::code::DONE;
+use crate::line::{FailedLine, Line};
 
 /// A request line is at most this long.
 const REQUEST_LIMIT_BYTES: u64 = 64 * 1024;
@@ -56,19 +60,14 @@ impl Socket {
         })
     }
 
-    /// Has `answer` called with each connection, on a thread of its own, and `warn`
-    /// with what an operator should know, until this is dropped.
-    pub(crate) fn serve(
-        &self,
-        answer: impl Fn(&UnixStream) + Send + Sync + 'static,
-        warn: impl Fn(&str) + Send + Sync + 'static,
-    ) -> Result<()> {
+    /// Answers at this socket, each request on a thread of its own, until this is dropped.
+    pub(crate) fn serve<S: Service>(&self, service: &Arc<S>) -> Result<()> {
         let listener = self.listener.try_clone()?;
         let closed = Arc::clone(&self.closed);
-        let answer = Arc::new(answer);
+        let service = Arc::clone(service);
         std::thread::Builder::new()
             .name("control-socket".into())
-            .spawn(move || accept(&listener, &answer, &warn, &closed))?;
+            .spawn(move || accept(&listener, &service, &closed))?;
         Ok(())
     }
 
@@ -99,10 +98,7 @@ pub(crate) fn make_directory(directory: &Path) -> Result<()> {
 /// How long nobody is accepted after descriptors or memory ran out.
 const SHORTAGE_REST: Duration = Duration::from_millis(100);
 
-fn accept<A>(listener: &UnixListener, answer: &Arc<A>, warn: &impl Fn(&str), closed: &AtomicBool)
-where
-    A: Fn(&UnixStream) + Send + Sync + 'static,
-{
+fn accept<S: Service>(listener: &UnixListener, service: &Arc<S>, closed: &AtomicBool) {
     let mut short = false;
     for connection in listener.incoming() {
         if closed.load(Ordering::SeqCst) {
@@ -112,7 +108,7 @@ where
             Ok(connection) => connection,
             Err(error) => {
                 if !std::mem::replace(&mut short, true) {
-                    warn(&format!(
+                    service.warn(&format!(
                         "no request can be taken: {error}; if it is for want of descriptors, raise \
                          this process's limit of open files (`ulimit -n`)"
                     ));
@@ -127,17 +123,94 @@ where
         if !user.is_ok_and(|user| user == own_user() || user == 0) {
             continue;
         }
-        let answer = Arc::clone(answer);
+        let service = Arc::clone(service);
         let spawned = std::thread::Builder::new()
             .name("control-request".into())
-            .spawn(move || answer(&connection));
+            .spawn(move || answer(&connection, &service));
         if let Err(error) = spawned {
             eprintln!("warning: a request cannot be served: {error}");
         }
     }
 }
 
-/// The next request; none when whoever asks has hung up.
+/// What a process does with the requests at its control socket.
+pub(crate) trait Service: Send + Sync + 'static {
+    /// What can be asked of it.
+    type Request: DeserializeOwned;
+
+    /// Carries one request out and sends the answer; `requests` has what follows it on the
+    /// connection.
+    fn obey(
+        self: &Arc<Self>,
+        request: Self::Request,
+        requests: BufReader<UnixStream>,
+        connection: &UnixStream,
+    ) -> Result<()>;
+
+    /// The last line of the answer to a request that failed.
+    fn refused(&self, error: &Error) -> FailedLine;
+
+    /// Logs what the operator should know.
+    fn warn(&self, text: &str);
+
+    /// The requests whose answers are incomplete.
+    fn pending(&self) -> &Pending;
+}
+
+fn answer<S: Service>(connection: &UnixStream, service: &Arc<S>) {
+    service.pending().add();
+    let obeyed = match connection.try_clone().map(BufReader::new) {
+        Ok(mut requests) => match read_request(&mut requests) {
+            Ok(Some(request)) => service.obey(request, requests, connection),
+            // A client that only tests whether a process is here.
+            Ok(None) => Ok(()),
+            Err(error) => Err(error),
+        },
+        Err(error) => {
+            // The client must have sent the whole request before it reads an answer.
+            let _ = read_request::<S::Request>(&mut BufReader::new(connection));
+            Err(error).context("the request cannot be carried out")
+        }
+    };
+    if let Err(error) = obeyed {
+        // The client may have gone.
+        let _ = send(connection, &Line::Failed(service.refused(&error)));
+    }
+    // A thread that reads may hold the other half.
+    let _ = connection.shutdown(Shutdown::Both);
+    service.pending().remove();
+}
+
+/// How long a process that could end waits for clients that do not read.
+const FAREWELL_LIMIT: Duration = Duration::from_secs(5);
+
+/// Counts requests whose answers are incomplete.
+#[derive(Default)]
+pub(crate) struct Pending {
+    count: Mutex<usize>,
+    changed: Condvar,
+}
+
+impl Pending {
+    fn add(&self) {
+        *lock(&self.count) += 1;
+    }
+
+    fn remove(&self) {
+        *lock(&self.count) -= 1;
+        self.changed.notify_all();
+    }
+
+    /// Waits until every request is answered; a client may be stopped.
+    pub(crate) fn farewell(&self) {
+        let count = lock(&self.count);
+        let _ = self
+            .changed
+            .wait_timeout_while(count, FAREWELL_LIMIT, |count| *count > 0);
+    }
+}
+
+/// The next request; none after the client has hung up.
 pub(crate) fn read_request<R: DeserializeOwned>(from: &mut impl BufRead) -> Result<Option<R>> {
     let mut request = String::new();
     if from.take(REQUEST_LIMIT_BYTES).read_line(&mut request)? == 0 {
@@ -152,6 +225,9 @@ pub(crate) fn read_request<R: DeserializeOwned>(from: &mut impl BufRead) -> Resu
 pub(crate) fn send(mut connection: &UnixStream, line: &Line) -> Result<()> {
     Ok(writeln!(connection, "{}", line.to_json())?)
 }
+
+/// What an answer did that is not one to the request.
+const ODD: &str = "answered something else: is it of another release?";
 
 /// One request and the lines that answer it.
 pub(crate) struct Client {
@@ -192,7 +268,7 @@ impl Client {
     }
 
     /// The next line; none when the answer is complete.
-    pub(crate) fn next(&mut self) -> Result<Option<Line>> {
+    pub(crate) fn next<T: DeserializeOwned>(&mut self) -> Result<Option<T>> {
         let mut text = String::new();
         let whom = self.whom;
         let read = self
@@ -202,9 +278,28 @@ impl Client {
         if read == 0 {
             return Ok(None);
         }
-        let line = serde_json::from_str(&text).with_context(|| {
-            format!("the {whom}'s process answered something else: is it of another release?")
-        })?;
+        let line =
+            serde_json::from_str(&text).with_context(|| format!("the {whom}'s process {ODD}"))?;
         Ok(Some(line))
+    }
+
+    /// The next line, of which `wanted` takes what was asked for.
+    pub(crate) fn expect<T>(&mut self, wanted: impl FnOnce(Line) -> Option<T>) -> Result<T> {
+        let whom = self.whom;
+        match self.next()? {
+            Some(Line::Failed(failed)) => Err(failed.into()),
+            Some(line) => wanted(line).with_context(|| format!("the {whom}'s process {ODD}")),
+            None => bail!("the {whom}'s process has ended"),
+        }
+    }
+
+    /// The last line of a request that was carried out, printed with `json`; returns the exit
+    /// code.
+    pub(crate) fn done(&mut self, json: bool) -> Result<i32> {
+        self.expect(|line| matches!(line, Line::Done).then_some(()))?;
+        if json {
+            Line::Done.print();
+        }
+        Ok(DONE)
     }
 }

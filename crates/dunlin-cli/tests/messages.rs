@@ -67,7 +67,7 @@ fn what_has_failed_is_an_object_where_json_was_asked_for() {
         ),
         ("cancel --vm no", "no VM answers"),
         ("tunnel open ram", "no tunnel runs here"),
-        ("ipsec status no", "nobody answers"),
+        ("ipsec status no", "no IPsec session answers"),
     ] {
         let mut command = words(&format!("{command} --json --control"));
         command.arg(hosts.scratch.join("control"));

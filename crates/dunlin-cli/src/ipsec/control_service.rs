@@ -1,19 +1,17 @@
 //! The control socket of `ipsec serve` and `up`: how they stand, and that they end.
 
-use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use dunlin_ipsec as ipsec;
-use dunlin_ipsec::{Association, Direction, Recorded, Sender};
+use dunlin_ipsec::{Association, Recorded, Sender};
 use serde::{Deserialize, Serialize};
 
 use crate::code::{DONE, FAILED};
-use crate::control::{Socket, read_request};
+use crate::control::Client;
 use crate::log::say;
 use crate::options::ControlPath;
 use crate::state::{IPSEC_RECORDS, StatePath};
@@ -65,15 +63,32 @@ pub(super) struct AssociationLine {
     not_authentic: Option<u32>,
 }
 
+/// The CPU and the connection's ports of a sender, as JSON has them.
+pub(super) fn parts(sender: Sender) -> (Option<u32>, Option<(u16, u16)>) {
+    match sender {
+        Sender::Fallback => (None, None),
+        Sender::Cpu(cpu) => (Some(cpu), None),
+        Sender::Connection { from, to } => (None, Some((from, to))),
+    }
+}
+
+pub(super) fn sender(cpu: Option<u32>, connection: Option<(u16, u16)>) -> Sender {
+    match (cpu, connection) {
+        (Some(cpu), _) => Sender::Cpu(cpu),
+        (None, Some((from, to))) => Sender::Connection { from, to },
+        (None, None) => Sender::Fallback,
+    }
+}
+
 /// What a process answers.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Answer {
-    name: String,
-    pid: u32,
-    sessions: Vec<SessionLine>,
+    pub(super) name: String,
+    pub(super) pid: u32,
+    pub(super) sessions: Vec<SessionLine>,
     /// Records of sessions that are over whose ports stay blocked.
-    blocked: Vec<String>,
-    failed: Option<String>,
+    pub(super) blocked: Vec<String>,
+    pub(super) failed: Option<String>,
 }
 
 impl SessionLine {
@@ -152,20 +167,11 @@ impl AssociationLine {
             ..
         } = status.association;
         let counters = status.counters;
+        let (cpu, connection) = parts(slot.sender);
         Self {
-            direction: match direction {
-                Direction::In => "in",
-                Direction::Out => "out",
-            }
-            .to_owned(),
-            cpu: match slot.sender {
-                Sender::Cpu(cpu) => Some(cpu),
-                _ => None,
-            },
-            connection: match slot.sender {
-                Sender::Connection { from, to } => Some((from, to)),
-                _ => None,
-            },
+            direction: direction.to_string(),
+            cpu,
+            connection,
             spi,
             epoch,
             bytes: counters.map(|one| one.bytes),
@@ -177,11 +183,7 @@ impl AssociationLine {
     }
 
     fn print(&self) {
-        let whom = match (self.cpu, self.connection) {
-            (Some(cpu), _) => format!("CPU {cpu}"),
-            (None, Some((from, to))) => format!("connection {from} to {to}"),
-            (None, None) => "fallback".to_owned(),
-        };
+        let whom = sender(self.cpu, self.connection);
         let carried = match (self.bytes, self.packets) {
             (Some(bytes), Some(packets)) => format!("{bytes} bytes, {packets} packets"),
             _ => "removed by somebody".to_owned(),
@@ -201,51 +203,6 @@ impl AssociationLine {
             self.direction, self.spi, self.epoch
         );
     }
-}
-
-/// What a process does when it is asked.
-pub(super) trait Asked: Send + Sync {
-    fn sessions(&self) -> Result<Vec<SessionLine>>;
-    fn rekey(&self);
-    /// Returns when it is over.
-    fn down(&self);
-    /// Records of sessions that are over whose ports stay blocked.
-    fn blocked(&self) -> Vec<String>;
-}
-
-/// Answers at a socket for as long as that is there.
-pub(super) fn serve(socket: &Socket, name: String, asked: Arc<dyn Asked>) -> Result<()> {
-    socket.serve(
-        move |connection| {
-            if let Err(error) = answer(connection, &name, &*asked) {
-                say(&format!("a request was not answered: {}", chained(&error)));
-            }
-        },
-        say,
-    )
-}
-
-fn answer(mut connection: &UnixStream, name: &str, asked: &dyn Asked) -> Result<()> {
-    let mut requests = BufReader::new(connection.try_clone()?);
-    let Some(request) = read_request(&mut requests)? else {
-        return Ok(());
-    };
-    match request {
-        Request::Status => {}
-        Request::Rekey => asked.rekey(),
-        Request::Down => asked.down(),
-    }
-    let sessions = asked.sessions();
-    let failed = sessions.as_ref().err().map(chained);
-    let answer = Answer {
-        name: name.to_owned(),
-        pid: std::process::id(),
-        sessions: sessions.unwrap_or_default(),
-        blocked: asked.blocked(),
-        failed,
-    };
-    writeln!(connection, "{}", serde_json::to_string(&answer)?)?;
-    Ok(())
 }
 
 /// Which processes are asked.
@@ -287,21 +244,12 @@ impl Which {
 }
 
 fn ask(socket: &Path, request: Request) -> Result<Answer> {
-    let mut stream = UnixStream::connect(socket).with_context(|| {
-        format!(
-            "nobody answers at {}: does `dunlin ipsec serve` or `up` run, and is --control the same?",
-            socket.display()
-        )
-    })?;
-    stream.set_read_timeout(Some(match request {
+    let limit = match request {
         Request::Status => STATUS_LIMIT,
         Request::Rekey | Request::Down => ANSWER_LIMIT,
-    }))?;
-    writeln!(stream, "{}", serde_json::to_string(&request)?)?;
-    let mut text = String::new();
-    BufReader::new(stream).read_line(&mut text)?;
-    let answer: Answer = serde_json::from_str(&text)
-        .context("that process answered something else: is it of another release?")?;
+    };
+    let mut client = Client::ask(socket, "IPsec session", &request, Some(limit))?;
+    let answer: Answer = client.next()?.context("the process has ended")?;
     match &answer.failed {
         Some(why) => bail!("{}: {}", clean(&answer.name), clean(why)),
         None => Ok(answer),

@@ -9,6 +9,7 @@ use dunlin_ipsec::{
 };
 use serde::Serialize;
 
+use super::control_service::{parts, sender};
 use super::mode::ModeName;
 use super::run::FIRST_SOURCE_PORT;
 use crate::code::DONE;
@@ -59,7 +60,7 @@ struct ObjectLine {
     /// "policy", "sa" or "listener".
     kind: &'static str,
     /// "in" or "out".
-    direction: &'static str,
+    direction: String,
     /// The sealing host's; null for a fallback, for an SA of a connection, and for what
     /// is no SA.
     cpu: Option<u32>,
@@ -172,61 +173,50 @@ impl ObjectLine {
             Step::Add(object) | Step::Remove(object) => *object,
             Step::Replace(policy) => Object::Policy(*policy),
         };
-        let direction = |direction| match direction {
-            Direction::In => "in",
-            Direction::Out => "out",
+        let other = |kind, direction: Direction, selector, action| Self {
+            kind,
+            direction: direction.to_string(),
+            cpu: None,
+            connection: None,
+            spi: None,
+            selector,
+            action,
+            reqid: None,
         };
         match object {
-            Object::Policy(policy) => Self {
-                kind: "policy",
-                direction: direction(policy.direction),
-                cpu: None,
-                connection: None,
-                spi: None,
-                selector: format!("tcp {}", policy.selector),
-                action: match policy.action {
-                    Action::Block => "block",
-                    Action::Protect { .. } => "protect",
-                },
-                reqid: match policy.action {
-                    Action::Block => None,
-                    Action::Protect { reqid } => Some(reqid),
-                },
-            },
+            Object::Policy(policy) => {
+                let (action, reqid) = match policy.action {
+                    Action::Block => ("block", None),
+                    Action::Protect { reqid } => ("protect", Some(reqid)),
+                };
+                let selector = format!("tcp {}", policy.selector);
+                Self {
+                    reqid,
+                    ..other("policy", policy.direction, selector, action)
+                }
+            }
             Object::Association(one) => {
                 let udp = one.encapsulation.map_or(String::new(), |ports| {
                     format!(" udp {} {}", ports.source_port, ports.destination_port)
                 });
+                let selector = format!("esp {} {}{udp}", one.source, one.destination);
+                let action = match one.direction {
+                    Direction::In => "open",
+                    Direction::Out => "seal",
+                };
+                let (cpu, connection) = parts(one.slot.sender);
                 Self {
-                    kind: "sa",
-                    direction: direction(one.direction),
-                    cpu: match one.slot.sender {
-                        Sender::Cpu(cpu) => Some(cpu),
-                        _ => None,
-                    },
-                    connection: match one.slot.sender {
-                        Sender::Connection { from, to } => Some((from, to)),
-                        _ => None,
-                    },
+                    cpu,
+                    connection,
                     spi: Some(one.spi),
-                    selector: format!("esp {} {}{udp}", one.source, one.destination),
-                    action: match one.direction {
-                        Direction::In => "open",
-                        Direction::Out => "seal",
-                    },
                     reqid: Some(one.reqid),
+                    ..other("sa", one.direction, selector, action)
                 }
             }
-            Object::Listener(one) => Self {
-                kind: "listener",
-                direction: "in",
-                cpu: None,
-                connection: None,
-                spi: None,
-                selector: format!("udp {} port {}", one.address, one.port),
-                action: "listen",
-                reqid: None,
-            },
+            Object::Listener(one) => {
+                let selector = format!("udp {} port {}", one.address, one.port);
+                other("listener", Direction::In, selector, "listen")
+            }
         }
     }
 
@@ -239,16 +229,9 @@ impl ObjectLine {
             ..
         } = self;
         let mut words = format!("{kind} {direction} {selector}: {action}");
-        let whom = match (self.cpu, self.connection) {
-            (Some(cpu), _) => Some(format!("CPU {cpu}")),
-            (None, Some((from, to))) => Some(format!("connection {from} to {to}")),
-            (None, None) => self.spi.map(|_| "fallback".to_owned()),
-        };
-        if let Some(whom) = whom {
-            words.push_str(&format!(" for {whom}"));
-        }
         if let Some(spi) = self.spi {
-            words.push_str(&format!(", spi {spi:#x}"));
+            let whom = sender(self.cpu, self.connection);
+            words.push_str(&format!(" for {whom}, spi {spi:#x}"));
         }
         if let Some(reqid) = self.reqid {
             words.push_str(&format!(", reqid {reqid}"));

@@ -2,7 +2,9 @@
 
 use dunlin_lane::sync::lock;
 use std::collections::BTreeSet;
+use std::io::{BufReader, Write};
 use std::net::{IpAddr, TcpListener, ToSocketAddrs};
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::mpsc::channel;
@@ -21,11 +23,12 @@ use dunlin_ipsec::{
 use dunlin_linux::affinity::allowed;
 use dunlin_linux::signals::{EndSignals, HangUps};
 
-use super::control_service::{self, Asked, SessionLine};
+use super::control_service::{Answer, Request, SessionLine, stay_blocked};
 use super::mode::ModeName;
 use crate::code::{CANCELLED, DONE, FAILED};
-use crate::control::Socket;
+use crate::control::{Pending, Service, Socket};
 use crate::identity::{Accepting, Common, Reading, Records, client_tls};
+use crate::line::FailedLine;
 use crate::log::say;
 use crate::options::{ControlPath, Cpus, parse_limit};
 use crate::service::{Manager, Told, cannot_listen, wait_for};
@@ -124,7 +127,7 @@ impl Blocked {
         if records.is_empty() {
             return DONE;
         }
-        say(&control_service::stay_blocked(&records));
+        say(&stay_blocked(&records));
         FAILED
     }
 }
@@ -223,12 +226,7 @@ impl Serve {
         manager.ready(&format!("peers connect to {}", server.address()));
         let (told, events) = channel::<Told>();
         wait_for(told.clone(), ends, hang_ups)?;
-        let held = Arc::new(Held::<Server>::new(server, blocked.clone()));
-        control_service::serve(
-            &socket,
-            "serve".to_owned(),
-            Arc::clone(&held) as Arc<dyn Asked>,
-        )?;
+        let held = Held::serve(&socket, "serve", server, blocked.clone())?;
         loop {
             match events.recv_timeout(TICK) {
                 Ok(Told::Again) => match accepting.reload() {
@@ -247,12 +245,13 @@ impl Serve {
                     say(&format!("{}: all sessions end", signal.name()));
                     break;
                 }
-                Err(_) if lock(&held.one).is_none() => break,
+                Err(_) if held.is_empty() => break,
                 Err(_) => {}
             }
         }
         drop(told);
-        held.down();
+        held.end(Server::stop);
+        held.pending.farewell();
         Ok(blocked.code())
     }
 }
@@ -336,12 +335,7 @@ impl Up {
             peer: self.peer.clone(),
             session,
         };
-        let held = Arc::new(Held::<Named>::new(named, blocked.clone()));
-        control_service::serve(
-            &socket,
-            self.peer.clone(),
-            Arc::clone(&held) as Arc<dyn Asked>,
-        )?;
+        let held = Held::serve(&socket, &self.peer, named, blocked.clone())?;
         loop {
             match events.recv_timeout(TICK) {
                 Ok(Told::Again) => {}
@@ -350,7 +344,7 @@ impl Up {
                     say(&format!("{}: the session ends", signal.name()));
                     break;
                 }
-                Err(_) if lock(&held.one).is_none() => break,
+                Err(_) if held.is_empty() => break,
                 Err(_) => {
                     let over = lock(&held.one)
                         .as_ref()
@@ -368,7 +362,9 @@ impl Up {
             }
         }
         drop(told);
-        match held.end(end) {
+        let ended = held.end(Named::end);
+        held.pending.farewell();
+        match ended {
             Some(Err(error)) => {
                 say(&chained(&anyhow!(error)));
                 Ok(FAILED)
@@ -437,29 +433,28 @@ fn with_port(peer: &str) -> String {
     }
 }
 
-/// What a process has until it is told to end it.
-struct Held<T> {
-    one: Mutex<Option<T>>,
-    /// Held while it is being ended, which takes as long as connections do; it can be
-    /// asked how it stands meanwhile.
-    ending: Mutex<()>,
-    blocked: Blocked,
+/// What a process has until it ends it: a server, or one session.
+trait Sessions: Send + 'static {
+    fn lines(&self) -> Result<Vec<SessionLine>>;
+    fn rekey(&self);
+    /// Returns after connections have ended, or the wait for them.
+    fn end(self) -> Result<(), ipsec::IpsecError>;
 }
 
-impl<T> Held<T> {
-    fn new(held: T, blocked: Blocked) -> Self {
-        Self {
-            blocked,
-            one: Mutex::new(Some(held)),
-            ending: Mutex::new(()),
-        }
+impl Sessions for Server {
+    fn lines(&self) -> Result<Vec<SessionLine>> {
+        let peers = self.peers()?;
+        let line = |peer: ipsec::Peer| SessionLine::new(peer.name, peer.status.as_ref());
+        Ok(peers.into_iter().map(line).collect())
     }
 
-    /// Takes it and ends it; returns when it has been ended, here or by another thread.
-    fn end<R>(&self, end: impl FnOnce(T) -> R) -> Option<R> {
-        let _ending = lock(&self.ending);
-        let taken = lock(&self.one).take();
-        taken.map(end)
+    fn rekey(&self) {
+        self.rekey();
+    }
+
+    fn end(self) -> Result<(), ipsec::IpsecError> {
+        self.stop();
+        Ok(())
     }
 }
 
@@ -468,61 +463,105 @@ struct Named {
     session: Session,
 }
 
-fn end(named: Named) -> Result<(), ipsec::IpsecError> {
-    named.session.end();
-    named.session.wait()
-}
-
-impl Asked for Held<Server> {
-    fn sessions(&self) -> Result<Vec<SessionLine>> {
-        let held = lock(&self.one);
-        let Some(server) = &*held else {
-            return Ok(Vec::new());
-        };
-        let peers = server.peers()?;
-        let line = |peer: ipsec::Peer| SessionLine::new(peer.name, peer.status.as_ref());
-        Ok(peers.into_iter().map(line).collect())
+impl Sessions for Named {
+    fn lines(&self) -> Result<Vec<SessionLine>> {
+        let status = self.session.status()?;
+        Ok(vec![SessionLine::new(self.peer.clone(), status.as_ref())])
     }
 
     fn rekey(&self) {
-        if let Some(server) = &*lock(&self.one) {
-            server.rekey();
-        }
+        self.session.rekey();
     }
 
-    fn down(&self) {
-        self.end(Server::stop);
-    }
-
-    fn blocked(&self) -> Vec<String> {
-        self.blocked.records()
+    fn end(self) -> Result<(), ipsec::IpsecError> {
+        self.session.end();
+        self.session.wait()
     }
 }
 
-impl Asked for Held<Named> {
-    fn sessions(&self) -> Result<Vec<SessionLine>> {
-        let held = lock(&self.one);
-        let Some(named) = &*held else {
-            return Ok(Vec::new());
+/// What answers for [`Sessions`] until they have ended.
+struct Held<T> {
+    name: String,
+    one: Mutex<Option<T>>,
+    /// Held while they end, which takes as long as connections do; status requests are
+    /// answered meanwhile.
+    ending: Mutex<()>,
+    blocked: Blocked,
+    pending: Pending,
+}
+
+impl<T: Sessions> Held<T> {
+    fn serve(socket: &Socket, name: &str, held: T, blocked: Blocked) -> Result<Arc<Self>> {
+        let held = Arc::new(Self {
+            name: name.to_owned(),
+            one: Mutex::new(Some(held)),
+            ending: Mutex::new(()),
+            blocked,
+            pending: Pending::default(),
+        });
+        socket.serve(&held)?;
+        Ok(held)
+    }
+
+    /// Takes it and ends it; returns when it has ended, here or on another thread.
+    fn end<R>(&self, end: impl FnOnce(T) -> R) -> Option<R> {
+        let _ending = lock(&self.ending);
+        let taken = lock(&self.one).take();
+        taken.map(end)
+    }
+
+    /// Whether the sessions have ended or another thread ends them.
+    fn is_empty(&self) -> bool {
+        lock(&self.one).is_none()
+    }
+}
+
+impl<T: Sessions> Service for Held<T> {
+    type Request = Request;
+
+    fn obey(
+        self: &Arc<Self>,
+        request: Request,
+        _: BufReader<UnixStream>,
+        mut connection: &UnixStream,
+    ) -> Result<()> {
+        match request {
+            Request::Status => {}
+            Request::Rekey => {
+                lock(&self.one).as_ref().inspect(|one| one.rekey());
+            }
+            Request::Down => {
+                if let Some(Err(error)) = self.end(T::end) {
+                    self.warn(&chained(&anyhow!(error)));
+                }
+            }
+        }
+        let sessions = match &*lock(&self.one) {
+            Some(one) => one.lines(),
+            None => Ok(Vec::new()),
         };
-        let status = named.session.status()?;
-        Ok(vec![SessionLine::new(named.peer.clone(), status.as_ref())])
+        let answer = Answer {
+            name: self.name.clone(),
+            pid: std::process::id(),
+            failed: sessions.as_ref().err().map(chained),
+            sessions: sessions.unwrap_or_default(),
+            blocked: self.blocked.records(),
+        };
+        writeln!(connection, "{}", serde_json::to_string(&answer)?)?;
+        Ok(())
     }
 
-    fn rekey(&self) {
-        if let Some(named) = &*lock(&self.one) {
-            named.session.rekey();
-        }
+    fn refused(&self, error: &anyhow::Error) -> FailedLine {
+        self.warn(&format!("a request was not answered: {}", chained(error)));
+        error.into()
     }
 
-    fn down(&self) {
-        if let Some(Err(error)) = self.end(end) {
-            say(&chained(&anyhow!(error)));
-        }
+    fn warn(&self, text: &str) {
+        say(text);
     }
 
-    fn blocked(&self) -> Vec<String> {
-        self.blocked.records()
+    fn pending(&self) -> &Pending {
+        &self.pending
     }
 }
 

@@ -7,7 +7,6 @@ use clap::Args;
 
 use crate::options::ControlPath;
 use crate::state::{StatePath, about, parse_session};
-use crate::vm::obeyed;
 use crate::vm::request::Request;
 
 #[derive(Debug, Args)]
@@ -29,7 +28,7 @@ pub(crate) struct Cancel {
 
 impl Cancel {
     pub(crate) fn run(&self) -> Result<i32> {
-        let code = obeyed(&self.socket()?, &Request::Cancel, self.json)?;
+        let code = Request::Cancel.ask(&self.socket()?)?.done(self.json)?;
         if !self.json {
             println!("cancelled; the VM goes on at the source");
         }

@@ -26,7 +26,6 @@ use crate::options::parse_limit;
 use crate::state::{StatePath, hex, parse_session};
 use crate::text::clean;
 use crate::vm::request::{Decision, Request, inquiry_options};
-use crate::vm::{obeyed, one_line};
 
 /// How long the VM's process may take beyond that.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
@@ -117,11 +116,9 @@ impl Resolve {
                 common,
                 doubt_limit: self.doubt_limit,
             };
-            return one_line(
-                Path::new(&record.owner),
-                &request,
-                self.doubt_limit + ANSWER_LIMIT,
-            );
+            let limit = self.doubt_limit + ANSWER_LIMIT;
+            let mut client = request.ask_within(Path::new(&record.owner), Some(limit))?;
+            return client.next()?.context("the VM's process hung up");
         }
         let (tls, _) = client_tls(&common, &record.peer)?;
         let mut doubt = source::Doubt::taken_over(&self.state.open()?, entry.session, false)?;
@@ -175,7 +172,7 @@ impl Resolve {
             session: entry.session,
             decision,
         };
-        let code = obeyed(Path::new(&record.owner), &request, self.json)?;
+        let code = request.ask(Path::new(&record.owner))?.done(self.json)?;
         if !self.json {
             println!(
                 "{}",

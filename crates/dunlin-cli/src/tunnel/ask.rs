@@ -1,20 +1,16 @@
 //! `dunlin tunnel open` and `close`: listeners of a tunnel that runs.
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 use clap::Args;
 use dunlin_tunnel::Parameter;
 
 use super::control_service::Request;
 use super::line::ListenerLine;
 use super::which::Which;
-use crate::code::DONE;
 use crate::control::Client;
 use crate::line::Line;
 use crate::options::parse_lanes;
 use crate::text::clean;
-
-/// Who is asked.
-pub(super) const WHOM: &str = "tunnel";
 
 #[derive(Debug, Args)]
 pub(crate) struct Open {
@@ -62,7 +58,7 @@ impl Open {
             once: false,
             wait: self.wait,
         };
-        let mut client = Client::ask(&self.which.socket()?, WHOM, &request, None)?;
+        let mut client = self.which.ask(&request)?;
         let opened = listener(&mut client)?;
         if self.json {
             Line::Listener(opened).print();
@@ -73,7 +69,7 @@ impl Open {
             let _ = writeln!(out, "{}", clean(&opened.listen));
             let _ = out.flush();
         }
-        end(&mut client, self.json && self.wait)
+        client.done(self.json && self.wait)
     }
 }
 
@@ -82,34 +78,14 @@ impl Close {
         let request = Request::Close {
             listener: self.listener.clone(),
         };
-        let mut client = Client::ask(&self.which.socket()?, WHOM, &request, None)?;
-        end(&mut client, self.json)
+        self.which.ask(&request)?.done(self.json)
     }
 }
 
-/// The listener that the tunnel has opened.
+/// What the tunnel has opened.
 pub(super) fn listener(client: &mut Client) -> Result<ListenerLine> {
-    match client.next()? {
-        Some(Line::Listener(listener)) => Ok(listener),
-        Some(Line::Failed(failed)) => Err(failed.into()),
-        Some(other) => bail!("the tunnel answered {other:?}"),
-        None => bail!("the tunnel has ended"),
-    }
-}
-
-/// The last line of an answer; returns the exit code.
-pub(super) fn end(client: &mut Client, json: bool) -> Result<i32> {
-    let last = client.next()?;
-    if json && let Some(line) = &last {
-        line.print();
-    }
-    match last {
-        Some(Line::Done) => Ok(DONE),
-        Some(Line::Failed(failed)) => {
-            eprintln!("dunlin: {}", clean(&failed.text));
-            Ok(failed.code)
-        }
-        Some(other) => bail!("the tunnel answered {other:?}"),
-        None => bail!("the tunnel has ended"),
-    }
+    client.expect(|line| match line {
+        Line::Listener(listener) => Some(listener),
+        _ => None,
+    })
 }

@@ -1,13 +1,11 @@
 //! The control socket of a tunnel: what is asked of it while it runs.
 
-use dunlin_lane::sync::lock;
 use std::fs;
 use std::io::{BufRead, BufReader};
-use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -18,10 +16,9 @@ use serde::{Deserialize, Serialize};
 use super::config::table::parse_listen;
 use super::line::{ListenerLine, RouteLine, TunnelLine};
 use crate::code::{CANCELLED, FAILED};
-use crate::control::{Socket, make_directory, read_request, send};
+use crate::control::{Client, Pending, Service, Socket, make_directory, send};
 use crate::line::{FailedLine, Line};
 use crate::log::say;
-use crate::text::chained;
 
 /// What can be asked of a tunnel.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -47,6 +44,13 @@ pub(crate) enum Request {
     Close { listener: String },
 }
 
+impl Request {
+    /// Asks the tunnel behind a control socket, whose lines each come within `limit`.
+    pub(super) fn ask(&self, socket: &Path, limit: Option<Duration>) -> Result<Client> {
+        Client::ask(socket, "tunnel", self, limit)
+    }
+}
+
 /// Over how long rates are measured: a look waits for so long.
 ///
 /// Formula: long enough that a rate of 10 MiB/s is told from its pauses, and well
@@ -57,9 +61,6 @@ pub(crate) enum Request {
 /// without anybody asking. Whoever wants other spans has the totals.
 pub(crate) const RATES_OVER: Duration = Duration::from_millis(250);
 
-/// How long a tunnel that ends waits for those whose answer is not complete.
-const FAREWELL_LIMIT: Duration = Duration::from_secs(5);
-
 /// Answers for a tunnel, as long as that runs.
 pub(super) struct ControlService {
     tunnel: Weak<Tunnel>,
@@ -68,9 +69,7 @@ pub(super) struct ControlService {
     began: Instant,
     /// Names the sockets of listeners that were given no place.
     next: AtomicU64,
-    /// Requests whose answer is not complete.
-    answering: Mutex<usize>,
-    answered: Condvar,
+    pending: Pending,
 }
 
 impl ControlService {
@@ -82,108 +81,17 @@ impl ControlService {
             control: socket.path().to_owned(),
             began: Instant::now(),
             next: AtomicU64::new(1),
-            answering: Mutex::new(0),
-            answered: Condvar::new(),
+            pending: Pending::default(),
         });
-        let own = Arc::clone(&service);
-        socket.serve(move |connection| own.answer(connection), say)?;
+        socket.serve(&service)?;
         Ok(service)
     }
 
-    /// Waits until everybody has his answer, within reason, and leaves nothing.
+    /// Waits until every request is answered, and leaves no socket.
     pub(super) fn farewell(&self) {
-        let until = Instant::now() + FAREWELL_LIMIT;
-        let mut answering = self.count();
-        while *answering > 0 {
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                break;
-            }
-            let waited = self.answered.wait_timeout(answering, left);
-            answering = waited.unwrap_or_else(PoisonError::into_inner).0;
-        }
-        // There is none where nobody has asked for a listener.
+        self.pending.farewell();
+        // Without a request for a listener there is no directory.
         let _ = fs::remove_dir(self.directory());
-    }
-
-    fn count(&self) -> std::sync::MutexGuard<'_, usize> {
-        lock(&self.answering)
-    }
-
-    fn answer(self: &Arc<Self>, connection: &UnixStream) {
-        *self.count() += 1;
-        if let Err(error) = self.obey(connection) {
-            let failed = FailedLine {
-                fault: "usage".into(),
-                at_fault: "configuration".into(),
-                vm: String::new(),
-                text: chained(&error),
-                code: FAILED,
-            };
-            // Whoever asked may have gone.
-            let _ = send(connection, &Line::Failed(failed));
-        }
-        // The other half may be held by a thread that reads.
-        let _ = connection.shutdown(Shutdown::Both);
-        *self.count() -= 1;
-        self.answered.notify_all();
-    }
-
-    fn obey(self: &Arc<Self>, connection: &UnixStream) -> Result<()> {
-        let mut requests = BufReader::new(connection.try_clone()?);
-        match read_request(&mut requests)? {
-            // A look whether somebody is here.
-            None => Ok(()),
-            Some(Request::Status) => {
-                let line = Line::Tunnel(Box::new(self.status()?));
-                send(connection, &line)
-            }
-            Some(Request::Close { listener }) => {
-                self.close(&listener)?;
-                send(connection, &Line::Done)
-            }
-            Some(Request::Open {
-                route,
-                parameter,
-                listen,
-                lanes,
-                once,
-                wait,
-            }) => {
-                let parameter = parameter.map(|text| text.parse()).transpose()?;
-                let listen = match listen {
-                    Some(text) => match parse_listen(&text).map_err(|text| anyhow!(text))? {
-                        Listen::Passed(name) => bail!(
-                            "the socket {name} was passed for a route: a listener of its own \
-                             is at unix:PATH or tcp:ADDRESS:PORT"
-                        ),
-                        listen => listen,
-                    },
-                    None => self.place()?,
-                };
-                let demand = Demand {
-                    route,
-                    parameter,
-                    listen,
-                    lanes,
-                    once,
-                };
-                let listener = self.tunnel()?.open(&demand)?;
-                let line = ListenerLine::from(&listener);
-                say(&described(&line));
-                let told = send(connection, &Line::Listener(line));
-                // Nobody knows of it.
-                if told.is_err() {
-                    listener.close();
-                }
-                if wait {
-                    told?;
-                    return self.wait(listener, once, requests, connection);
-                }
-                told?;
-                send(connection, &Line::Done)
-            }
-        }
     }
 
     fn tunnel(&self) -> Result<Arc<Tunnel>> {
@@ -269,6 +177,81 @@ impl ControlService {
         }
         let standing = listener.wait(None);
         send(connection, &ended(&standing))
+    }
+}
+
+impl Service for ControlService {
+    type Request = Request;
+
+    fn obey(
+        self: &Arc<Self>,
+        request: Request,
+        requests: BufReader<UnixStream>,
+        connection: &UnixStream,
+    ) -> Result<()> {
+        match request {
+            Request::Status => {
+                let line = Line::Tunnel(Box::new(self.status()?));
+                send(connection, &line)
+            }
+            Request::Close { listener } => {
+                self.close(&listener)?;
+                send(connection, &Line::Done)
+            }
+            Request::Open {
+                route,
+                parameter,
+                listen,
+                lanes,
+                once,
+                wait,
+            } => {
+                let parameter = parameter.map(|text| text.parse()).transpose()?;
+                let listen = match listen {
+                    Some(text) => match parse_listen(&text).map_err(|text| anyhow!(text))? {
+                        Listen::Passed(name) => bail!(
+                            "the socket {name} was passed for a route: a listener of its own \
+                             is at unix:PATH or tcp:ADDRESS:PORT"
+                        ),
+                        listen => listen,
+                    },
+                    None => self.place()?,
+                };
+                let demand = Demand {
+                    route,
+                    parameter,
+                    listen,
+                    lanes,
+                    once,
+                };
+                let listener = self.tunnel()?.open(&demand)?;
+                let line = ListenerLine::from(&listener);
+                say(&described(&line));
+                let told = send(connection, &Line::Listener(line));
+                // Nobody knows of it.
+                if told.is_err() {
+                    listener.close();
+                }
+                if wait {
+                    told?;
+                    return self.wait(listener, once, requests, connection);
+                }
+                told?;
+                send(connection, &Line::Done)
+            }
+        }
+    }
+
+    fn refused(&self, error: &anyhow::Error) -> FailedLine {
+        error.into()
+    }
+
+    fn warn(&self, text: &str) {
+        say(text);
+    }
+
+    fn pending(&self) -> &Pending {
+        &self.pending
     }
 }
 

@@ -3,12 +3,10 @@
 use std::path::Path;
 use std::time::Duration;
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 
-use super::ask::WHOM;
 use super::control_service::{Request, described};
 use super::line::{RouteLine, TunnelLine};
-use crate::control::Client;
 use crate::line::Line;
 use crate::text::clean;
 
@@ -16,12 +14,11 @@ const MIB: f64 = (1_u64 << 20) as f64;
 
 /// How the tunnel behind a control socket is.
 pub(crate) fn status_within(socket: &Path, limit: Duration) -> Result<TunnelLine> {
-    let mut client = Client::ask(socket, WHOM, &Request::Status, Some(limit))?;
-    match client.next()? {
-        Some(Line::Tunnel(line)) => Ok(*line),
-        Some(Line::Failed(failed)) => Err(failed.into()),
-        other => bail!("the tunnel answered {other:?}"),
-    }
+    let mut client = Request::Status.ask(socket, Some(limit))?;
+    client.expect(|line| match line {
+        Line::Tunnel(line) => Some(*line),
+        _ => None,
+    })
 }
 
 /// Prints it for a person.

@@ -27,11 +27,10 @@ use clap::Args;
 use dunlin_linux::poll::{Interest, poll};
 use dunlin_tunnel::Parameter;
 
-use super::ask::{WHOM, end, listener};
+use super::ask::listener;
 use super::control_service::Request;
 use super::which::Which;
 use crate::code::FAILED;
-use crate::control::Client;
 use crate::options::parse_lanes;
 
 #[derive(Debug, Args)]
@@ -58,7 +57,7 @@ impl Stdio {
             once: true,
             wait: true,
         };
-        let mut client = Client::ask(&self.which.socket()?, WHOM, &request, None)?;
+        let mut client = self.which.ask(&request)?;
         let opened = listener(&mut client)?;
         let Some(path) = opened.listen.strip_prefix("unix:") else {
             bail!("the tunnel listens on {}", opened.listen);
@@ -90,7 +89,7 @@ impl Stdio {
             eprintln!("dunlin: the output cannot be written: {error}");
             return Ok(FAILED);
         }
-        let code = end(&mut client, false)?;
+        let code = client.done(false)?;
         // The target took what was read for all there is; whoever runs this hears otherwise.
         Ok(if is_cut.load(Ordering::SeqCst) {
             FAILED

@@ -6,7 +6,8 @@ use std::path::PathBuf;
 use anyhow::{Result, bail};
 use clap::Args;
 
-use super::control_service::name_of;
+use super::control_service::{Request, name_of};
+use crate::control::Client;
 use crate::options::ControlPath;
 
 #[derive(Clone, Debug, Args)]
@@ -19,8 +20,13 @@ pub(crate) struct Which {
 }
 
 impl Which {
+    /// Asks the tunnel that is meant.
+    pub(super) fn ask(&self, request: &Request) -> Result<Client> {
+        request.ask(&self.socket()?, None)
+    }
+
     /// The control socket of the tunnel that is meant.
-    pub(super) fn socket(&self) -> Result<PathBuf> {
+    fn socket(&self) -> Result<PathBuf> {
         if let Some(config) = &self.config {
             return Ok(self.control.tunnel(&name_of(config)?));
         }

@@ -10,11 +10,12 @@
 //! lock.
 
 use dunlin_lane::sync::lock;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
+use clap::ValueEnum;
 use dunlin::engine::Cancel;
 use dunlin::engine::destination::DestinationEvent;
 use dunlin::engine::journal::{Journal, Role, SourceRecord, State};
@@ -25,14 +26,12 @@ use dunlin_microvm::{Movable, Vm, VmState};
 
 use super::moving::Moving;
 use crate::code::{DONE, FAILED, SIGNAL};
+use crate::control::{Pending, Socket};
 use crate::identity::{Common, client_tls};
 use crate::line::{FailedLine, Line, MigrationLine, StatusLine, millis};
 use crate::state::hex;
 use crate::text::clean;
 use crate::vm::request::Decision;
-
-/// How long a process that could end waits for clients who do not read.
-const FAREWELL_LIMIT: Duration = Duration::from_secs(5);
 
 pub(crate) struct ControlService {
     json: bool,
@@ -43,6 +42,7 @@ pub(crate) struct ControlService {
     changed: Condvar,
     /// The control socket at which this process can be asked.
     owner: Mutex<String>,
+    pub(super) pending: Pending,
 }
 
 struct Now {
@@ -58,18 +58,6 @@ struct Now {
     /// Counts the attempts of sources to move a VM here.
     attempt: u64,
     cancel: Cancel,
-    /// Requests whose answer is not complete.
-    answering: usize,
-}
-
-/// A request is being answered.
-pub(crate) struct Answering(Arc<ControlService>);
-
-impl Drop for Answering {
-    fn drop(&mut self) {
-        self.0.lock().answering -= 1;
-        self.0.changed.notify_all();
-    }
 }
 
 /// The destination was told to run the VM and has not answered; the copy here
@@ -100,8 +88,8 @@ struct Arriving {
 /// In [`Arriving::phase`]: it cannot be called off any more.
 const COMMITTED: &str = "committed";
 
-/// What a pause, a resumption or a power-off needs.
-#[derive(Clone, Copy)]
+/// What a VM can be told to do.
+#[derive(Clone, Copy, Debug, ValueEnum)]
 pub(crate) enum Command {
     Pause,
     Resume,
@@ -122,10 +110,10 @@ impl ControlService {
                 ending: None,
                 attempt: 0,
                 cancel: Cancel::new(),
-                answering: 0,
             }),
             changed: Condvar::new(),
             owner: Mutex::default(),
+            pending: Pending::default(),
         })
     }
 
@@ -145,9 +133,10 @@ impl ControlService {
         owner.clone()
     }
 
-    pub(crate) fn is_served_at(&self, socket: &Path) {
-        let mut owner = lock(&self.owner);
-        *owner = socket.display().to_string();
+    /// Answers at the control socket until that is dropped.
+    pub(crate) fn serve(self: &Arc<Self>, socket: &Socket) -> Result<()> {
+        *lock(&self.owner) = socket.path().display().to_string();
+        socket.serve(self)
     }
 
     fn lock(&self) -> MutexGuard<'_, Now> {
@@ -211,29 +200,6 @@ impl ControlService {
             Line::Warning { text: text.into() }.print();
         } else {
             println!("warning: {}", clean(text));
-        }
-    }
-
-    /// The process does not end before the request is answered, within reason.
-    pub(crate) fn answering(self: &Arc<Self>) -> Answering {
-        self.lock().answering += 1;
-        Answering(Arc::clone(self))
-    }
-
-    /// Waits until every request has been answered; a client may be stopped.
-    pub(crate) fn farewell(&self) {
-        let until = Instant::now() + FAREWELL_LIMIT;
-        let mut state = self.lock();
-        while state.answering > 0 {
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return;
-            }
-            state = self
-                .changed
-                .wait_timeout(state, left)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
         }
     }
 
@@ -327,7 +293,7 @@ impl ControlService {
             state = self.wait(state);
         };
         drop(state);
-        self.farewell();
+        self.pending.farewell();
         if self.json {
             Line::Ended { state: how, code }.print();
         } else {

@@ -6,12 +6,12 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
-use clap::{Args, ValueEnum};
+use anyhow::{Context, Result};
+use clap::Args;
 
 use dunlin_linux::signals::EndSignals;
 
-use super::client::{ask, ask_within};
+use super::control_service::Command;
 use super::request::Request;
 use crate::code::{DONE, FAILED, IN_DOUBT, SIGNAL};
 use crate::control::Client;
@@ -97,19 +97,12 @@ pub(crate) struct Ask {
     name: String,
     /// What it shall do.
     #[arg(value_enum)]
-    what: What,
+    what: Command,
     #[command(flatten)]
     control: ControlPath,
     /// One JSON object.
     #[arg(long)]
     json: bool,
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum What {
-    Pause,
-    Resume,
-    PowerOff,
 }
 
 /// How a migration ended.
@@ -138,7 +131,7 @@ pub(crate) fn follow(
         },
         flags: flags.clone(),
     };
-    let client = ask(socket, &request)?;
+    let client = request.ask(socket)?;
     if let Some(signals) = signals {
         let more = client.more()?;
         std::thread::Builder::new()
@@ -224,7 +217,7 @@ impl Migrate {
 
 impl Watch {
     pub(crate) fn run(self) -> Result<i32> {
-        let client = ask(&self.control.socket(&self.name)?, &Request::Watch)?;
+        let client = Request::Watch.ask(&self.control.socket(&self.name)?)?;
         Ok(show(client, &mut Display::new(self.json))?.code())
     }
 }
@@ -232,22 +225,9 @@ impl Watch {
 impl Set {
     pub(crate) fn run(self) -> Result<i32> {
         let request = Request::Set { rate: self.rate.0 };
-        obeyed(&self.control.socket(&self.name)?, &request, self.json)
-    }
-}
-
-/// Asks for what is done or not; returns the exit code.
-pub(crate) fn obeyed(socket: &Path, request: &Request, json: bool) -> Result<i32> {
-    match ask(socket, request)?.next()? {
-        Some(Line::Done) => {
-            if json {
-                Line::Done.print();
-            }
-            Ok(DONE)
-        }
-        Some(Line::Failed(failed)) => Err(failed.into()),
-        Some(other) => bail!("the VM's process answered {other:?}"),
-        None => bail!("the VM's process has ended"),
+        request
+            .ask(&self.control.socket(&self.name)?)?
+            .done(self.json)
     }
 }
 
@@ -312,29 +292,30 @@ pub(crate) fn describe(migration: &MigrationLine) -> String {
 
 /// How the VM behind a control socket is.
 pub(crate) fn status(socket: &Path) -> Result<StatusLine> {
-    status_of(ask(socket, &Request::Status)?)
+    status_of(Request::Status.ask(socket)?)
 }
 
 /// The same, of a process that may be stopped.
 pub(crate) fn status_within(socket: &Path, limit: Duration) -> Result<StatusLine> {
-    status_of(ask_within(socket, &Request::Status, limit)?)
+    status_of(Request::Status.ask_within(socket, Some(limit))?)
 }
 
 fn status_of(mut answer: Client) -> Result<StatusLine> {
-    match answer.next()? {
-        Some(Line::Status(status)) => Ok(status),
-        Some(Line::Failed(failed)) => Err(failed.into()),
-        other => bail!("the VM's process answered {other:?}"),
-    }
+    answer.expect(|line| match line {
+        Line::Status(status) => Some(status),
+        _ => None,
+    })
 }
 
 impl Ask {
     pub(crate) fn run(self) -> Result<i32> {
         let request = match self.what {
-            What::Pause => Request::Pause,
-            What::Resume => Request::Resume,
-            What::PowerOff => Request::PowerOff,
+            Command::Pause => Request::Pause,
+            Command::Resume => Request::Resume,
+            Command::PowerOff => Request::PowerOff,
         };
-        obeyed(&self.control.socket(&self.name)?, &request, self.json)
+        request
+            .ask(&self.control.socket(&self.name)?)?
+            .done(self.json)
     }
 }

@@ -3,7 +3,6 @@
 //! `run` owns a new VM, `receive` one that arrives; either process then keeps
 //! a control socket over which the other commands speak to it ([`owner`]).
 
-mod client;
 mod control_service;
 mod migrate;
 mod moving;
@@ -15,8 +14,7 @@ mod run;
 use anyhow::Result;
 use clap::Subcommand;
 
-pub(crate) use client::one_line;
-pub(crate) use migrate::{Ended, describe, follow, obeyed, status, status_within};
+pub(crate) use migrate::{Ended, describe, follow, status, status_within};
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {

@@ -7,12 +7,11 @@
 
 use std::fs;
 use std::io::{BufRead, BufReader};
-use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use clap::Args;
 use dunlin::engine::source::{Options, migrate};
 use dunlin::engine::vmm::SourceVm;
@@ -23,13 +22,11 @@ use dunlin::lane::security::SealedLanes;
 use super::control_service::{Command, ControlService};
 use super::moving::Moving;
 use super::request::{Request, inquiry_options};
-use crate::code::FAILED;
 use crate::confine;
-use crate::control::{Socket, read_request, send};
+use crate::control::{Pending, Service, read_request, send};
 use crate::identity::client_tls;
 use crate::line::{FailedLine, Line};
 use crate::options::{MigrateFlags, SecurityName, shelter};
-use crate::text::chained;
 
 /// For a parent that must not leave a VM or its scratch directory behind.
 #[derive(Clone, Debug, Args)]
@@ -64,111 +61,79 @@ impl Parent {
     }
 }
 
-/// Answers whoever connects to the control socket, until that is dropped.
-pub(crate) fn serve(socket: &Socket, service: &Arc<ControlService>) -> Result<()> {
-    service.is_served_at(socket.path());
-    let (answers, warns) = (Arc::clone(service), Arc::clone(service));
-    socket.serve(
-        move |connection| answer(connection, &answers),
-        move |text| warns.warn(text),
-    )
-}
+impl Service for ControlService {
+    type Request = Request;
 
-fn answer(connection: &UnixStream, service: &Arc<ControlService>) {
-    let answering = service.answering();
-    let obeyed = match connection.try_clone().map(BufReader::new) {
-        Ok(mut requests) => match read_request(&mut requests) {
-            Ok(Some(request)) => obey(request, requests, connection, service),
-            // A look whether somebody is here.
-            Ok(None) => Ok(()),
-            Err(error) => Err(error),
-        },
-        Err(error) => {
-            // Whoever asks has to have said it all before there is an answer.
-            let _ = read_request::<Request>(&mut BufReader::new(connection));
-            Err(error).context("the request cannot be carried out")
+    fn obey(
+        self: &Arc<Self>,
+        request: Request,
+        requests: BufReader<UnixStream>,
+        connection: &UnixStream,
+    ) -> Result<()> {
+        match request {
+            Request::Status => return send(connection, &Line::Status(self.status()?)),
+            Request::Pause => self.command(Command::Pause)?,
+            Request::Resume => self.command(Command::Resume)?,
+            Request::PowerOff => self.command(Command::PowerOff)?,
+            Request::Set { rate } => self.moving()?.set_rate(rate)?,
+            Request::Cancel => self.cancel()?,
+            Request::Resolve { session, decision } => self.resolve(session, decision)?,
+            Request::AskDestination {
+                session,
+                common,
+                doubt_limit,
+            } => {
+                let asking = inquiry_options(doubt_limit);
+                let standing = self.ask_destination(session, &common, &asking)?;
+                return send(connection, &(&standing).into());
+            }
+            Request::Watch => {
+                let moving = self.moving()?;
+                return moving.follow().show(|line| send(connection, line));
+            }
+            Request::Migrate { common, flags } => {
+                let (tls, warnings) = client_tls(&common, &flags.to)?;
+                let records = Line::from(&common.records.choice()?);
+                let moving = move_away(self, tls, &flags)?;
+                let follower = moving.follow();
+                for text in warnings {
+                    // Whoever asked may go; the migration goes on.
+                    let _ = send(connection, &Line::Warning { text });
+                }
+                let _ = send(connection, &records);
+                let heeded = (Arc::clone(self), Arc::clone(&moving));
+                std::thread::Builder::new()
+                    .name("control-heed".into())
+                    .spawn(move || heed(requests, &heeded.0, &heeded.1))?;
+                // Whoever asked may go; the migration goes on.
+                let _ = follower.show(|line| send(connection, line));
+                return Ok(());
+            }
         }
-    };
-    if let Err(error) = obeyed {
-        // Whoever asked may have gone.
-        let _ = send(connection, &Line::Failed(refused(&error)));
+        send(connection, &Line::Done)
     }
-    // The other half may be held by a thread that reads.
-    let _ = connection.shutdown(Shutdown::Both);
-    drop(answering);
-}
 
-/// Why a request was not carried out; the VM is where it was.
-fn refused(error: &anyhow::Error) -> FailedLine {
-    let (fault, at_fault, text) = match fault_behind(error.as_ref()) {
-        Some(fault) => (
-            fault.name(),
-            fault.at_fault().name(),
-            format!(
-                "{} ({fault}, at fault: {}); the VM goes on at the source. {}",
-                chained(error),
+    /// The VM is where it was.
+    fn refused(&self, error: &anyhow::Error) -> FailedLine {
+        let mut failed = FailedLine::from(error);
+        failed.vm = "at-source".into();
+        if let Some(fault) = fault_behind(error.as_ref()) {
+            failed.text.push_str(&format!(
+                " ({fault}, at fault: {}); the VM goes on at the source. {}",
                 fault.at_fault(),
                 fault.advice()
-            ),
-        ),
-        None => ("usage", "configuration", chained(error)),
-    };
-    FailedLine {
-        fault: fault.into(),
-        at_fault: at_fault.into(),
-        vm: "at-source".into(),
-        text,
-        code: FAILED,
+            ));
+        }
+        failed
     }
-}
 
-fn obey(
-    request: Request,
-    requests: BufReader<UnixStream>,
-    connection: &UnixStream,
-    service: &Arc<ControlService>,
-) -> Result<()> {
-    match request {
-        Request::Status => return send(connection, &Line::Status(service.status()?)),
-        Request::Pause => service.command(Command::Pause)?,
-        Request::Resume => service.command(Command::Resume)?,
-        Request::PowerOff => service.command(Command::PowerOff)?,
-        Request::Set { rate } => service.moving()?.set_rate(rate)?,
-        Request::Cancel => service.cancel()?,
-        Request::Resolve { session, decision } => service.resolve(session, decision)?,
-        Request::AskDestination {
-            session,
-            common,
-            doubt_limit,
-        } => {
-            let asking = inquiry_options(doubt_limit);
-            let standing = service.ask_destination(session, &common, &asking)?;
-            return send(connection, &(&standing).into());
-        }
-        Request::Watch => {
-            let moving = service.moving()?;
-            return moving.follow().show(|line| send(connection, line));
-        }
-        Request::Migrate { common, flags } => {
-            let (tls, warnings) = client_tls(&common, &flags.to)?;
-            let records = Line::from(&common.records.choice()?);
-            let moving = move_away(service, tls, &flags)?;
-            let follower = moving.follow();
-            for text in warnings {
-                // Whoever asked may go; the migration goes on.
-                let _ = send(connection, &Line::Warning { text });
-            }
-            let _ = send(connection, &records);
-            let heeded = (Arc::clone(service), Arc::clone(&moving));
-            std::thread::Builder::new()
-                .name("control-heed".into())
-                .spawn(move || heed(requests, &heeded.0, &heeded.1))?;
-            // Whoever asked may go; the migration goes on.
-            let _ = follower.show(|line| send(connection, line));
-            return Ok(());
-        }
+    fn warn(&self, text: &str) {
+        self.warn(text);
     }
-    send(connection, &Line::Done)
+
+    fn pending(&self) -> &Pending {
+        &self.pending
+    }
 }
 
 /// Listens to whoever asked for a migration while it is under way.

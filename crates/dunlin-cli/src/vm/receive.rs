@@ -15,7 +15,7 @@ use dunlin_linux::signals::{EndSignal, EndSignals, HangUps};
 use dunlin_microvm::{MachineBuilder, Movable, VmState};
 
 use super::control_service::ControlService;
-use super::owner::{self, Parent};
+use super::owner::Parent;
 use crate::code::CANCELLED;
 use crate::confine::{self, Confining, KeepingIpsec, Needs};
 use crate::control::Socket;
@@ -109,7 +109,7 @@ impl Receive {
         let mut called_off = None;
         let received = loop {
             let Some(cancel) = service.next_attempt() else {
-                service.farewell();
+                service.pending.farewell();
                 return Ok(self.cancelled(&service, called_off));
             };
             for text in accepting.expiring() {
@@ -356,7 +356,7 @@ impl Builder for Takes<'_> {
             .control
             .socket(&offered.vm.name)
             .and_then(|path| Socket::bind(&path, "a VM"))
-            .and_then(|socket| owner::serve(&socket, self.service).map(|()| socket))
+            .and_then(|socket| self.service.serve(&socket).map(|()| socket))
             .map_err(|error| Refusal {
                 fault: fault_behind(error.as_ref()).unwrap_or(FaultCode::DescriptionRefused),
                 text: chained(&error),

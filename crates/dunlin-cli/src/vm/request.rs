@@ -1,12 +1,18 @@
 //! What can be asked of a VM's process.
 
+use std::path::Path;
 use std::time::Duration;
 
+use anyhow::Result;
 use dunlin::engine::source;
 use serde::{Deserialize, Serialize};
 
+use crate::control::Client;
 use crate::identity::Common;
 use crate::options::MigrateFlags;
+
+/// How long an answer may take that needs no migration.
+const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 
 /// What can be asked of a VM's process.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -45,9 +51,15 @@ pub(crate) enum Request {
 }
 
 impl Request {
-    /// Whether the answer may take as long as a migration does.
-    pub(crate) fn takes_long(&self) -> bool {
-        matches!(self, Self::Migrate { .. } | Self::Watch | Self::Cancel)
+    /// Asks the process behind a control socket.
+    pub(crate) fn ask(&self, socket: &Path) -> Result<Client> {
+        let takes_long = matches!(self, Self::Migrate { .. } | Self::Watch | Self::Cancel);
+        self.ask_within(socket, (!takes_long).then_some(ANSWER_LIMIT))
+    }
+
+    /// Asks the process behind a control socket, whose lines each come within `limit`.
+    pub(crate) fn ask_within(&self, socket: &Path, limit: Option<Duration>) -> Result<Client> {
+        Client::ask(socket, "VM", self, limit)
     }
 }
 

@@ -8,7 +8,7 @@ use dunlin_linux::signals::EndSignals;
 use dunlin_microvm::{Config, CreateError, Movable, Vm, Workload};
 
 use super::control_service::ControlService;
-use super::owner::{self, Parent};
+use super::owner::Parent;
 use crate::code::USAGE;
 use crate::confine::{self, Confining, KeepingIpsec, Needs};
 use crate::control::Socket;
@@ -126,7 +126,7 @@ impl Run {
         } else {
             println!("{} runs; control socket {control}", self.name);
         }
-        owner::serve(&socket, &service)?;
+        service.serve(&socket)?;
         service.keep(&Movable::new(Arc::new(vm)))
     }
     fn confine(&self, socket: &Socket) -> Result<()> {
