@@ -22,6 +22,7 @@ use serde::de::DeserializeOwned;
 
 use crate::code::DONE;
 use crate::line::{FailedLine, Line};
+use crate::service::start;
 
 /// A request line is at most this long.
 const REQUEST_LIMIT_BYTES: u64 = 64 * 1024;
@@ -65,9 +66,9 @@ impl Socket {
         let listener = self.listener.try_clone()?;
         let closed = Arc::clone(&self.closed);
         let service = Arc::clone(service);
-        std::thread::Builder::new()
-            .name("control-socket".into())
-            .spawn(move || accept(&listener, &service, &closed))?;
+        start("control-socket", move || {
+            accept(&listener, &service, &closed)
+        })?;
         Ok(())
     }
 
@@ -124,9 +125,7 @@ fn accept<S: Service>(listener: &UnixListener, service: &Arc<S>, closed: &Atomic
             continue;
         }
         let service = Arc::clone(service);
-        let spawned = std::thread::Builder::new()
-            .name("control-request".into())
-            .spawn(move || answer(&connection, &service));
+        let spawned = start("control-request", move || answer(&connection, &service));
         if let Err(error) = spawned {
             eprintln!("warning: a request cannot be served: {error}");
         }

@@ -55,23 +55,23 @@ pub(crate) fn wait_for<T: From<Told> + Send + 'static>(
     hang_ups: HangUps,
 ) -> Result<()> {
     let again = told.clone();
-    thread::Builder::new()
-        .name("dunlin-hang-ups".to_owned())
-        .spawn(
-            move || {
-                while hang_ups.wait().is_ok() && again.send(Told::Again.into()).is_ok() {}
-            },
-        )?;
-    thread::Builder::new()
-        .name("dunlin-signals".to_owned())
-        .spawn(move || {
-            if let Ok(signal) = ends.wait() {
-                // The main thread is there until the process ends.
-                let _ = told.send(Told::End(signal).into());
-            }
-            if let Ok(signal) = ends.wait() {
-                exit(SIGNAL + signal.number());
-            }
-        })?;
+    start("dunlin-hang-ups", move || {
+        while hang_ups.wait().is_ok() && again.send(Told::Again.into()).is_ok() {}
+    })?;
+    start("dunlin-signals", move || {
+        if let Ok(signal) = ends.wait() {
+            // The main thread is there until the process ends.
+            let _ = told.send(Told::End(signal).into());
+        }
+        if let Ok(signal) = ends.wait() {
+            exit(SIGNAL + signal.number());
+        }
+    })?;
     Ok(())
+}
+
+/// Starts a thread that ends by itself, or with the process.
+pub(crate) fn start(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    let named = thread::Builder::new().name(name.to_owned());
+    named.spawn(work).map(drop)
 }

@@ -9,7 +9,6 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
-use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
@@ -31,7 +30,7 @@ use crate::identity::{Accepting, Common, Reading, Records, client_tls};
 use crate::line::FailedLine;
 use crate::log::say;
 use crate::options::{ControlPath, Cpus, parse_limit};
-use crate::service::{Manager, Told, cannot_listen, wait_for};
+use crate::service::{Manager, Told, cannot_listen, start, wait_for};
 use crate::state::{IPSEC_RECORDS, StatePath};
 use crate::text::chained;
 
@@ -404,9 +403,7 @@ fn warn_of_addresses(peer: &str, to: &str) -> Result<()> {
             ));
         }
     };
-    thread::Builder::new()
-        .name("dunlin-addresses".to_owned())
-        .spawn(warn)?;
+    start("dunlin-addresses", warn)?;
     Ok(())
 }
 

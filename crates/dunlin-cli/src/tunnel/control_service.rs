@@ -19,6 +19,7 @@ use crate::code::{CANCELLED, FAILED};
 use crate::control::{Client, Pending, Service, Socket, make_directory, send};
 use crate::line::{FailedLine, Line};
 use crate::log::say;
+use crate::service::start;
 
 /// What can be asked of a tunnel.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -164,16 +165,14 @@ impl ControlService {
     ) -> Result<()> {
         if once {
             let heeded = listener.clone();
-            thread::Builder::new()
-                .name("control-heed".into())
-                .spawn(move || {
-                    // Nothing more is asked: this is how a hang-up is noticed.
-                    let _ = requests.read_line(&mut String::new());
-                    let standing = heeded.standing();
-                    if standing.open + standing.ended() == 0 {
-                        heeded.close();
-                    }
-                })?;
+            start("control-heed", move || {
+                // Nothing more is asked: this is how a hang-up is noticed.
+                let _ = requests.read_line(&mut String::new());
+                let standing = heeded.standing();
+                if standing.open + standing.ended() == 0 {
+                    heeded.close();
+                }
+            })?;
         }
         let standing = listener.wait(None);
         send(connection, &ended(&standing))

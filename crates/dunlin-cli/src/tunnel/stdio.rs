@@ -19,7 +19,6 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
@@ -32,6 +31,7 @@ use super::control_service::Request;
 use super::which::Which;
 use crate::code::FAILED;
 use crate::options::parse_lanes;
+use crate::service::start;
 
 #[derive(Debug, Args)]
 pub(crate) struct Stdio {
@@ -68,9 +68,7 @@ impl Stdio {
         let is_cut = Arc::new(AtomicBool::new(false));
         let cut = Arc::clone(&is_cut);
         // It is left behind where the channel ends before the input does.
-        thread::Builder::new()
-            .name("stdin".into())
-            .spawn(move || send(&input, &cut))?;
+        start("stdin", move || send(&input, &cut))?;
         let mut from = &channel;
         // Not through std's stdout, which keeps back what ends no line.
         let mut output = File::from(io::stdout().as_fd().try_clone_to_owned()?);

@@ -29,6 +29,7 @@ use crate::code::{DONE, FAILED, SIGNAL};
 use crate::control::{Pending, Socket};
 use crate::identity::{Common, client_tls};
 use crate::line::{FailedLine, Line, MigrationLine, StatusLine, millis};
+use crate::service::start;
 use crate::state::hex;
 use crate::text::clean;
 use crate::vm::request::Decision;
@@ -153,13 +154,11 @@ impl ControlService {
     /// second.
     pub(crate) fn watch(self: &Arc<Self>, signals: EndSignals) -> Result<()> {
         let service = Arc::clone(self);
-        std::thread::Builder::new()
-            .name("signals".into())
-            .spawn(move || {
-                while let Ok(signal) = signals.wait() {
-                    service.end(signal);
-                }
-            })?;
+        start("signals", move || {
+            while let Ok(signal) = signals.wait() {
+                service.end(signal);
+            }
+        })?;
         Ok(())
     }
 
@@ -273,9 +272,7 @@ impl ControlService {
             self.changed.notify_all();
         }
         let (service, watched) = (Arc::clone(self), Arc::clone(vm));
-        std::thread::Builder::new()
-            .name("vm-watch".into())
-            .spawn(move || service.await_end_of(watched.vm()))?;
+        start("vm-watch", move || service.await_end_of(watched.vm()))?;
         let mut state = self.lock();
         let (how, code) = loop {
             if state.under_way().is_none() {

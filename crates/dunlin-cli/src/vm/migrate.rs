@@ -19,6 +19,7 @@ use crate::display::Display;
 use crate::identity::Common;
 use crate::line::{FailedLine, Line, MigrationLine, MovedLine, StatusLine};
 use crate::options::{ControlPath, MigrateFlags, parse_rate};
+use crate::service::start;
 use crate::text::clean;
 
 #[derive(Debug, Args)]
@@ -134,9 +135,7 @@ pub(crate) fn follow(
     let client = request.ask(socket)?;
     if let Some(signals) = signals {
         let more = client.more()?;
-        std::thread::Builder::new()
-            .name("signals".into())
-            .spawn(move || cancel_at_signal(&signals, more))?;
+        start("signals", move || cancel_at_signal(&signals, more))?;
     }
     show(client, display)
 }

@@ -27,6 +27,7 @@ use crate::control::{Pending, Service, read_request, send};
 use crate::identity::client_tls;
 use crate::line::{FailedLine, Line};
 use crate::options::{MigrateFlags, SecurityName, shelter};
+use crate::service::start;
 
 /// For a parent that must not leave a VM or its scratch directory behind.
 #[derive(Clone, Debug, Args)]
@@ -48,15 +49,13 @@ impl Parent {
         let Some(directory) = self.until_stdin_closes.clone() else {
             return Ok(());
         };
-        std::thread::Builder::new()
-            .name("stdin-watch".into())
-            .spawn(move || {
-                // Whether it ends or fails, nobody is at its other end.
-                let _ = std::io::copy(&mut std::io::stdin(), &mut std::io::sink());
-                // A sibling may have removed it.
-                let _ = fs::remove_dir_all(directory);
-                std::process::exit(1);
-            })?;
+        start("stdin-watch", move || {
+            // Whether it ends or fails, nobody is at its other end.
+            let _ = std::io::copy(&mut std::io::stdin(), &mut std::io::sink());
+            // A sibling may have removed it.
+            let _ = fs::remove_dir_all(directory);
+            std::process::exit(1);
+        })?;
         Ok(())
     }
 }
@@ -102,9 +101,7 @@ impl Service for ControlService {
                 }
                 let _ = send(connection, &records);
                 let heeded = (Arc::clone(self), Arc::clone(&moving));
-                std::thread::Builder::new()
-                    .name("control-heed".into())
-                    .spawn(move || heed(requests, &heeded.0, &heeded.1))?;
+                start("control-heed", move || heed(requests, &heeded.0, &heeded.1))?;
                 // Whoever asked may go; the migration goes on.
                 let _ = follower.show(|line| send(connection, line));
                 return Ok(());
@@ -183,12 +180,10 @@ fn move_away(
     let vm: Arc<dyn SourceVm> = service.begin(&moving)?;
     let to = flags.to.clone();
     let (for_thread, its_desk) = (Arc::clone(&moving), Arc::clone(service));
-    let spawned = std::thread::Builder::new()
-        .name("migration".into())
-        .spawn(move || {
-            let line = carry_out(&vm, &to, &tls, &options, &for_thread);
-            its_desk.finish(&for_thread, line);
-        });
+    let spawned = start("migration", move || {
+        let line = carry_out(&vm, &to, &tls, &options, &for_thread);
+        its_desk.finish(&for_thread, line);
+    });
     if let Err(error) = spawned {
         let text = format!("cannot start a thread: {error}");
         service.finish(&moving, Line::Warning { text: text.clone() });

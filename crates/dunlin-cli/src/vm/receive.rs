@@ -22,7 +22,7 @@ use crate::control::Socket;
 use crate::identity::{Accepting, Common};
 use crate::line::{FailedLine, Line, millis};
 use crate::options::{ControlPath, LANES_QUIET, MemoryFlags, parse_limit, shelter};
-use crate::service::cannot_listen;
+use crate::service::{cannot_listen, start};
 use crate::state::StatePath;
 use crate::text::{chained, clean, clean_lines};
 
@@ -248,24 +248,22 @@ impl Receive {
 /// began with.
 fn reload_at(hang_ups: HangUps, json: bool, accepting: &Arc<Accepting>) -> Result<()> {
     let accepting = Arc::clone(accepting);
-    std::thread::Builder::new()
-        .name("reload".into())
-        .spawn(move || {
-            while hang_ups.wait().is_ok() {
-                let warnings = match accepting.reload() {
-                    Ok((valid_until, warnings)) => {
-                        say(json, &Line::IdentityRead { valid_until });
-                        warnings
-                    }
-                    Err(error) => {
-                        vec![format!("the identity stays as it was: {}", chained(&error))]
-                    }
-                };
-                for text in warnings {
-                    say(json, &Line::Warning { text });
+    start("reload", move || {
+        while hang_ups.wait().is_ok() {
+            let warnings = match accepting.reload() {
+                Ok((valid_until, warnings)) => {
+                    say(json, &Line::IdentityRead { valid_until });
+                    warnings
                 }
+                Err(error) => {
+                    vec![format!("the identity stays as it was: {}", chained(&error))]
+                }
+            };
+            for text in warnings {
+                say(json, &Line::Warning { text });
             }
-        })?;
+        }
+    })?;
     Ok(())
 }
 
