@@ -18,6 +18,7 @@ pub mod pagemap;
 pub mod passed;
 pub mod poll;
 pub mod privileges;
+pub mod random;
 pub mod session;
 pub mod signals;
 pub mod socket;

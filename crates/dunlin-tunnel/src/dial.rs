@@ -16,6 +16,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Instant;
 
+use dunlin_linux::random;
 use dunlin_linux::socket::{Liveness, set_liveness};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::negotiate::{
@@ -40,10 +41,10 @@ use dunlin_lane::control::{self, ControlStream};
 /// Why there is none.
 pub(super) fn dial(site: &Arc<Site>, to: Destination, lanes: u16) -> Result<Arc<Hub>, Failure> {
     let deadline = Instant::now() + site.limits.vanished;
-    let session: SessionId = random(site)?;
+    let session: SessionId = random()?;
     let dialling = site.dialling()?;
     let (control, selection) = open(site, &dialling, &to, session, 1, deadline)?;
-    let own_secret = SessionSecret(random(site)?);
+    let own_secret = SessionSecret(random()?);
     say_accept(site, &control, &own_secret, site.port)?;
     let (peer_secret, peer_lanes, _) = hear_accept(&control, deadline)?;
     drop(dialling);
@@ -112,7 +113,7 @@ pub(super) fn take(
         let text = "the peer's tunnel says no port for lanes";
         return Err(Failure::new(FaultCode::Malformed, text));
     }
-    let own_secret = SessionSecret(random(site)?);
+    let own_secret = SessionSecret(random()?);
     // With its scope, where that is an IPv6 address of one link.
     let mut lanes_at = peer_address(&control)?;
     lanes_at.set_port(port);
@@ -364,8 +365,10 @@ fn peer_address(control: &ControlStream) -> Result<SocketAddr, Failure> {
     })
 }
 
-fn random<const N: usize>(site: &Site) -> Result<[u8; N], Failure> {
+fn random<const N: usize>() -> Result<[u8; N], Failure> {
     let mut bytes = [0; N];
-    site.fill_random(&mut bytes)?;
+    random::fill(&mut bytes).map_err(|error| {
+        Failure::new(FaultCode::Internal, "the random number source failed").because(&error)
+    })?;
     Ok(bytes)
 }

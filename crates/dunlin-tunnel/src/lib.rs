@@ -64,6 +64,7 @@ use dunlin_linux::poll::{Waker, waker};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::limits::MAX_LANES;
 
+use dunlin_lane::peers::Peers;
 use dunlin_lane::policy::ServerTls;
 use dunlin_lane::security::SealedLanes;
 
@@ -147,6 +148,8 @@ impl Tunnel {
         check_sealed(sealed.is_some(), routes)?;
         let address = listener.local_addr()?;
         let tls = identities.server(routes)?;
+        // An identity that cannot connect is an error of the start, not of the first connection.
+        identities.client(Peers::OneOf(Vec::new()))?;
         let (events, heard) = sync_channel(EVENTS);
         let site = Site::new(
             limits,
@@ -155,7 +158,7 @@ impl Tunnel {
             identities.clone(),
             routes,
             events,
-        )?;
+        );
         let site = Arc::new(site);
         let (stop, stopped) = waker()?;
         let mut threads = Vec::new();

@@ -26,7 +26,6 @@ use super::socket::Socket;
 use super::status::{RouteStatus, Status};
 use dunlin_lane::control::ControlStream;
 use dunlin_lane::dial::{Connector, DialCancel, StandardConnector};
-use dunlin_lane::identity::SettingsError;
 use dunlin_lane::peers::{PeerIdentity, PeerRefused, Peers};
 use dunlin_lane::policy::ClientTls;
 use dunlin_lane::security::SealedLanes;
@@ -47,8 +46,6 @@ pub(super) struct Site {
     pub(super) sealed: Option<Arc<dyn SealedLanes>>,
     pub(super) connector: Arc<dyn Connector>,
     identities: Mutex<Identities>,
-    /// For random numbers alone.
-    any_tls: ClientTls,
     exits: Mutex<BTreeMap<String, Exit>>,
     entrances: Mutex<Vec<Entrance>>,
     relay_exits: Mutex<Vec<RelayExit>>,
@@ -108,15 +105,13 @@ impl Site {
         identities: Identities,
         routes: &Routes,
         events: SyncSender<Event>,
-    ) -> Result<Self, SettingsError> {
-        let any_tls = identities.client(Peers::OneOf(Vec::new()))?;
-        Ok(Self {
+    ) -> Self {
+        Self {
             limits: limits.bounded(),
             port,
             sealed,
             connector: Arc::new(StandardConnector),
             identities: Mutex::new(identities),
-            any_tls,
             exits: Mutex::new(exits(routes)),
             entrances: Mutex::new(routes.entrances.clone()),
             relay_exits: Mutex::new(routes.relays.clone()),
@@ -130,7 +125,7 @@ impl Site {
             untold: AtomicUsize::new(0),
             threads: Mutex::default(),
             dials: Mutex::default(),
-        })
+        }
     }
 
     /// Other routes and identities, for what comes from now on.
@@ -236,13 +231,6 @@ impl Site {
 
     pub(super) fn with_identities<R>(&self, use_them: impl FnOnce(&Identities) -> R) -> R {
         use_them(&lock(&self.identities))
-    }
-
-    pub(super) fn fill_random(&self, bytes: &mut [u8]) -> Result<(), Failure> {
-        let random = self.any_tls.config().crypto_provider().secure_random;
-        random
-            .fill(bytes)
-            .map_err(|_| Failure::new(FaultCode::Internal, "the random number source failed"))
     }
 
     /// Lanes of a peer that are taken at the same time.

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use dunlin_linux::random;
 use dunlin_proto::control::{Describe, Message};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::limits::PAGE_BYTES;
@@ -117,13 +118,9 @@ impl<'a> Waiting<'a> {
             peer: peer_of(&stream),
         });
         let mut secret = SessionSecret([0; 32]);
-        session
-            .tls
-            .config()
-            .crypto_provider()
-            .secure_random
-            .fill(&mut secret.0)
-            .map_err(|_| Fault::new(FaultCode::Internal, "the random number source failed"))?;
+        random::fill(&mut secret.0).map_err(|error| {
+            Fault::new(FaultCode::Internal, "the random number source failed").because(error)
+        })?;
         let control = session.open_control(stream, Arc::default(), offer.clone(), selection)?;
         Ok(Some((control, secret)))
     }

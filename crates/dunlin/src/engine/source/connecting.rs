@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
+use dunlin_linux::random;
 use dunlin_proto::control::{Accept, Describe, Message, RegionTable};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::lanes::{Sending, Timeouts};
@@ -83,11 +84,9 @@ impl<'a> Connecting<'a> {
             .describe()
             .or_fault(FaultCode::Internal, "the VM cannot be described")?;
         let mut session: SessionId = [0; 16];
-        tls.config()
-            .crypto_provider()
-            .secure_random
-            .fill(&mut session)
-            .map_err(|_| Fault::new(FaultCode::Internal, "the random number source failed"))?;
+        random::fill(&mut session).map_err(|error| {
+            Fault::new(FaultCode::Internal, "the random number source failed").because(error)
+        })?;
         let offer = Offer {
             versions: VERSIONS,
             optional: Features::NONE,

@@ -1,0 +1,48 @@
+//! Random numbers from the kernel (getrandom(2)): session identifiers and secrets.
+
+use std::io;
+
+/// Fills `bytes` from the kernel's random number source. Waits while the source is not yet
+/// seeded, which is the case only early at boot.
+///
+/// # Errors
+/// What getrandom(2) returns: `ENOSYS` before Linux 3.17, or a seccomp filter's error.
+pub fn fill(bytes: &mut [u8]) -> io::Result<()> {
+    let mut filled = 0;
+    while let Some(rest) = bytes.get_mut(filled..).filter(|rest| !rest.is_empty()) {
+        // SAFETY: `rest` is writable for as many bytes as its length says.
+        let count = unsafe { libc::getrandom(rest.as_mut_ptr().cast(), rest.len(), 0) };
+        match usize::try_from(count) {
+            Ok(count) => filled += count,
+            Err(_) => {
+                let error = io::Error::last_os_error();
+                if error.kind() != io::ErrorKind::Interrupted {
+                    return Err(error);
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn the_whole_buffer_is_filled_and_differs_each_time() {
+        // More than the kernel returns at once when a signal arrives.
+        let (mut one, mut other) = (vec![0; 4096], vec![0; 4096]);
+        fill(&mut one).unwrap();
+        fill(&mut other).unwrap();
+        assert_ne!(one, other);
+        // 64 zero bytes in a row at a given position have the probability 2^-512.
+        assert!(
+            one.chunks(64)
+                .all(|part| part.iter().any(|&byte| byte != 0))
+        );
+        fill(&mut []).unwrap();
+    }
+}
