@@ -13,6 +13,7 @@ use std::time::Duration;
 use dunlin_linux::poll::{Interest, Waker, Wakeup, poll, waker};
 use dunlin_proto::negotiate::{LaneSecurity, Opening};
 
+use super::carriers::Carriers;
 use super::dial;
 use super::event::Event;
 use super::listener::{Listener, SocketFile, Sockets, next_number};
@@ -50,15 +51,19 @@ impl EntranceListener {
     ///
     /// # Errors
     /// It cannot listen there.
-    pub(super) fn open(site: &Arc<Site>, entrance: Entrance, passed: &Sockets) -> io::Result<Self> {
+    pub(super) fn open(
+        carriers: &Carriers,
+        entrance: Entrance,
+        passed: &Sockets,
+    ) -> io::Result<Self> {
         let mut listens_on = entrance.listen.clone();
         let (listener, place) = Listener::open(&mut listens_on, passed)?;
         let (stop, stopped) = waker()?;
         let number = next_number();
         let entrance = Arc::new(Mutex::new(entrance));
-        let (site, own) = (Arc::clone(site), Arc::clone(&entrance));
+        let (carriers, own) = (carriers.clone(), Arc::clone(&entrance));
         let name = format!("dunlin-entrance-{number}");
-        let body = move || listen(&site, &own, number, &listener, &stopped);
+        let body = move || listen(&carriers, &own, number, &listener, &stopped);
         let thread = Some(thread::Builder::new().name(name).spawn(body)?);
         Ok(Self {
             entrance,
@@ -103,12 +108,13 @@ impl Drop for EntranceListener {
 
 /// The body of an entrance's thread.
 fn listen(
-    site: &Arc<Site>,
+    carriers: &Carriers,
     entrance: &Mutex<Entrance>,
     number: u64,
     listener: &Listener,
     stopped: &Wakeup,
 ) {
+    let site = &carriers.site;
     let mut short = false;
     loop {
         let stop = Interest {
@@ -133,7 +139,7 @@ fn listen(
                 short = false;
                 let entrance = lock(entrance).clone();
                 let count = Count::new(site.meter(&entrance.route), None);
-                site.carry(&entrance, number, String::new(), socket.counted(count));
+                carriers.carry(&entrance, number, String::new(), socket.counted(count));
             }
             Err(error) => match error.kind() {
                 io::ErrorKind::WouldBlock

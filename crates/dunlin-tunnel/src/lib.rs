@@ -30,6 +30,8 @@
 #![forbid(unsafe_code)]
 
 mod act;
+mod carriers;
+mod counted;
 mod dial;
 mod entrance;
 mod error;
@@ -85,7 +87,9 @@ pub use status::{RouteStatus, Status};
 
 pub use parameter::{BadParameter, BadParameterTarget, Parameter};
 
+use carriers::Carriers;
 use entrance::EntranceListener;
+use relay::Relays;
 use site::Site;
 
 /// Events that wait for whoever runs the tunnel.
@@ -106,6 +110,7 @@ pub struct Given {
 /// A tunnel that runs. Dropped, it ends at once, and its channels with it.
 pub struct Tunnel {
     site: Arc<Site>,
+    carriers: Carriers,
     tls: ServerTls,
     entrances: Mutex<Vec<EntranceListener>>,
     on_demand: Mutex<Vec<OnDemandListener>>,
@@ -170,8 +175,14 @@ impl Tunnel {
         let body = move || entrance::take_peers(&own, &listener, &own_tls, &stopped);
         let port = thread::Builder::new().name("dunlin-port".to_owned());
         threads.push(port.spawn(body)?);
+        let relays = Arc::new(Relays::new(&site));
+        let carriers = Carriers {
+            site: Arc::clone(&site),
+            relays,
+        };
         let tunnel = Self {
             site,
+            carriers,
             tls,
             entrances: Mutex::default(),
             on_demand: Mutex::default(),
@@ -200,7 +211,7 @@ impl Tunnel {
 
     /// Where its relays take TLS clients, by their routes' names.
     pub fn relay_ports(&self) -> Vec<(String, SocketAddr)> {
-        self.site.relays.ports()
+        self.carriers.relays.ports()
     }
 
     /// Uses other routes and identities for all that comes from now on; channels
@@ -252,7 +263,7 @@ impl Tunnel {
         let (to, listen) = (entrance.to.clone(), demand.listen.clone());
         let lanes = demand.lanes.unwrap_or(entrance.lanes);
         let entrance = Entrance { listen, ..entrance };
-        let opened = OnDemandListener::open(&self.site, entrance, demand, &self.sockets);
+        let opened = OnDemandListener::open(&self.carriers, entrance, demand, &self.sockets);
         let listener = opened.map_err(|error| DemandError::Listen {
             route: route.clone(),
             listen: demand.listen.clone(),
@@ -286,7 +297,9 @@ impl Tunnel {
 
     /// What is carried now.
     pub fn status(&self) -> Vec<Status> {
-        self.site.status()
+        let mut all = self.site.status();
+        all.extend(self.carriers.relays.status());
+        all
     }
 
     /// Takes no more connections and waits until all channels have ended, at most
@@ -301,10 +314,13 @@ impl Tunnel {
         }
         self.close_all();
         self.site.drain();
-        while self.site.channels() > 0 && Instant::now() < until {
+        loop {
+            let channels = self.site.channels() + self.carriers.relays.channels();
+            if channels == 0 || Instant::now() >= until {
+                return channels;
+            }
             thread::sleep(DRAIN_STEP);
         }
-        self.site.channels()
     }
 
     /// Opens what is new and closes what is no more. A place that stays is
@@ -321,7 +337,8 @@ impl Tunnel {
                 .iter()
                 .position(|listener| listener.is_at(entrance))
             else {
-                let listener = EntranceListener::open(&self.site, entrance.clone(), &self.sockets);
+                let listener =
+                    EntranceListener::open(&self.carriers, entrance.clone(), &self.sockets);
                 fresh.push(listener.map_err(|error| TunnelError::Listen {
                     route: entrance.route.clone(),
                     listen: entrance.listen.clone(),
@@ -331,8 +348,8 @@ impl Tunnel {
             };
             stay.push((at, entrance));
         }
-        let relays = &self.site.relays;
-        let ports = relays.prepare(&self.site, identities, routes)?;
+        let relays = &self.carriers.relays;
+        let ports = relays.prepare(identities, routes)?;
         relays.open(ports);
         for (at, entrance) in &stay {
             entrances[*at].lead(entrance);
@@ -349,7 +366,7 @@ impl Tunnel {
     /// Nothing listens any more.
     fn close_all(&self) {
         self.lock_entrances().clear();
-        self.site.relays.close_ports();
+        self.carriers.relays.close_ports();
         for listener in self.lock_on_demand().iter() {
             listener.close();
         }
@@ -389,7 +406,7 @@ impl Drop for Tunnel {
         for hub in self.site.all() {
             hub.end(FaultCode::Ended);
         }
-        relay::Relays::end(&self.site);
+        self.carriers.relays.end();
         self.site.join();
     }
 }

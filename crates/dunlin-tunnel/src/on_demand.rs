@@ -20,6 +20,7 @@ use dunlin_linux::poll::{Interest, Waker, Wakeup, poll, waker};
 use dunlin_proto::limits::MAX_LANES;
 use thiserror::Error;
 
+use super::carriers::Carriers;
 use super::event::Event;
 use super::failure::Failure;
 use super::listener::{Listener, SocketFile, Sockets, next_number};
@@ -27,7 +28,6 @@ use super::meter::{Count, Ending, Tally};
 use super::options::Entrance;
 use super::parameter::Parameter;
 use super::route::Listen;
-use super::site::Site;
 
 /// Listeners that may be open at the same time by [`super::Tunnel::open`]: more
 /// than a host migrates VMs at once, and each costs a thread and a descriptor.
@@ -147,7 +147,7 @@ impl OnDemandListener {
     /// # Errors
     /// It cannot listen there.
     pub(super) fn open(
-        site: &Arc<Site>,
+        carriers: &Carriers,
         mut entrance: Entrance,
         demand: &Demand,
         passed: &Sockets,
@@ -173,9 +173,12 @@ impl OnDemandListener {
             changed: Condvar::new(),
             waker,
         });
-        let (own, its_site) = (Arc::clone(&tally), Arc::clone(site));
-        let body = move || own.serve(&its_site, listener, place, &wakeup);
-        if !site.spawn(format!("dunlin-listener-{}", tally.number), body) {
+        let (own, its_carriers) = (Arc::clone(&tally), carriers.clone());
+        let body = move || own.serve(&its_carriers, listener, place, &wakeup);
+        if !carriers
+            .site
+            .spawn(format!("dunlin-listener-{}", tally.number), body)
+        {
             return Err(io::ErrorKind::WouldBlock.into());
         }
         Ok(Self(tally))
@@ -289,15 +292,15 @@ impl ListenerTally {
     /// The body of the listener's thread.
     fn serve(
         self: Arc<Self>,
-        site: &Arc<Site>,
+        carriers: &Carriers,
         listener: Listener,
         place: Option<SocketFile>,
         wakeup: &Wakeup,
     ) {
-        if let Err(error) = self.take(site, &listener, wakeup) {
+        if let Err(error) = self.take(carriers, &listener, wakeup) {
             let (route, number) = (&self.entrance.route, self.number);
             let text = format!("route {route}: listener {number} takes no more: {error}");
-            site.tell(Event::Warning(text));
+            carriers.site.tell(Event::Warning(text));
         }
         // Nobody finds the name when nobody listens any more.
         drop(place);
@@ -308,7 +311,7 @@ impl ListenerTally {
 
     fn take(
         self: &Arc<Self>,
-        site: &Arc<Site>,
+        carriers: &Carriers,
         listener: &Listener,
         wakeup: &Wakeup,
     ) -> io::Result<()> {
@@ -331,11 +334,11 @@ impl ListenerTally {
                 }
                 match listener.accept() {
                     Ok(socket) => {
-                        let meter = site.meter(&self.entrance.route);
+                        let meter = carriers.site.meter(&self.entrance.route);
                         let socket = socket
                             .counted(Count::new(meter, Some(Arc::clone(self) as Arc<dyn Tally>)));
                         let parameter = self.parameter.clone();
-                        site.carry(&self.entrance, self.number, parameter, socket);
+                        carriers.carry(&self.entrance, self.number, parameter, socket);
                     }
                     Err(error) => match error.kind() {
                         io::ErrorKind::WouldBlock => break false,

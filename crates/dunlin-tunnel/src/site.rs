@@ -10,7 +10,7 @@ use std::thread::JoinHandle;
 
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::limits::MAX_LANES;
-use dunlin_proto::negotiate::SessionId;
+use dunlin_proto::negotiate::{LaneSecurity, SessionId};
 use dunlin_proto::stripe::{OpenError, Opening};
 
 use super::dial;
@@ -20,7 +20,6 @@ use super::hub::{Hub, Terms};
 use super::identities::Identities;
 use super::meter::Meter;
 use super::options::{Entrance, Exit, Limits, Routes};
-use super::relay::Relays;
 use super::route::{Destination, RelayExit};
 use super::socket::Socket;
 use super::status::{RouteStatus, Status};
@@ -56,7 +55,6 @@ pub(super) struct Site {
     trunks: Mutex<BTreeMap<SessionId, Arc<Hub>>>,
     peerings: Mutex<Vec<Peering>>,
     draining: AtomicBool,
-    pub(super) relays: Relays,
     events: SyncSender<Event>,
     untold: AtomicUsize,
     threads: Mutex<Vec<JoinHandle<()>>>,
@@ -120,7 +118,6 @@ impl Site {
             trunks: Mutex::default(),
             peerings: Mutex::default(),
             draining: AtomicBool::new(false),
-            relays: Relays::default(),
             events,
             untold: AtomicUsize::new(0),
             threads: Mutex::default(),
@@ -341,13 +338,11 @@ impl Site {
     pub(super) fn carry(
         self: &Arc<Self>,
         entrance: &Entrance,
+        security: LaneSecurity,
         listener: u64,
         parameter: String,
         socket: Socket,
     ) {
-        let Some(security) = entrance.mode.security() else {
-            return Relays::carry(self, entrance, listener, &parameter, socket);
-        };
         let destination = Destination {
             to: entrance.to.clone(),
             peers: entrance.peers.clone(),
@@ -537,7 +532,7 @@ impl Site {
         let waiting: usize = lock(&self.peerings).iter().map(waiting).sum();
         let all = self.all();
         let carried = all.iter().map(|hub| hub.lock().trunk.channels());
-        waiting + carried.sum::<usize>() + self.relays.channels()
+        waiting + carried.sum::<usize>()
     }
 
     pub(super) fn all(&self) -> Vec<Arc<Hub>> {
@@ -545,9 +540,7 @@ impl Site {
     }
 
     pub(super) fn status(&self) -> Vec<Status> {
-        let mut all: Vec<_> = self.all().iter().map(|hub| hub.status()).collect();
-        all.extend(self.relays.status());
-        all
+        self.all().iter().map(|hub| hub.status()).collect()
     }
 
     /// Waits for all threads; they have been told to end.

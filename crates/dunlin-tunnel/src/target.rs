@@ -7,7 +7,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::AtomicUsize;
 use std::sync::mpsc::channel;
 use std::thread;
 use std::time::Instant;
@@ -16,6 +16,7 @@ use dunlin_linux::signals::unblock_in;
 use dunlin_linux::socket::{connect as connect_tcp, connect_unix};
 use dunlin_proto::fault::FaultCode;
 
+use super::counted::Counted;
 use super::event::Event;
 use super::failure::Failure;
 use super::hub::{Channel, Hub};
@@ -95,28 +96,6 @@ pub(super) fn open(
     }
 }
 
-/// Programs that a peer has had started and that have not ended: one need not
-/// end because its channel has.
-struct Programs(Arc<AtomicUsize>);
-
-impl Programs {
-    fn one_more(site: &Site, programs: &Arc<AtomicUsize>) -> io::Result<Self> {
-        let most = site.limits.channels;
-        let one = Self(Arc::clone(programs));
-        if one.0.fetch_add(1, Ordering::SeqCst) >= most {
-            let text = format!("{most} programs of this peer have not ended");
-            return Err(io::Error::new(io::ErrorKind::QuotaExceeded, text));
-        }
-        Ok(one)
-    }
-}
-
-impl Drop for Programs {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::SeqCst);
-    }
-}
-
 /// Starts a program whose standard input and output are one end of a pair.
 fn execute(site: &Arc<Site>, programs: &Arc<AtomicUsize>, words: &[String]) -> io::Result<Socket> {
     let (program, arguments) = words
@@ -125,7 +104,12 @@ fn execute(site: &Arc<Site>, programs: &Arc<AtomicUsize>, words: &[String]) -> i
     let (near, far) = UnixStream::pair()?;
     let near = Socket::unix(near)?;
     let input = OwnedFd::from(far.try_clone()?);
-    let running = Programs::one_more(site, programs)?;
+    // A program need not end because its channel has.
+    let most = site.limits.channels;
+    let running = Counted::one_more(programs, most).ok_or_else(|| {
+        let text = format!("{most} programs of this peer have not ended");
+        io::Error::new(io::ErrorKind::QuotaExceeded, text)
+    })?;
     // The thread first: a program for which nobody waits stays as a zombie.
     let (started, child) = channel::<Child>();
     let (site, name) = (Arc::clone(site), program.clone());

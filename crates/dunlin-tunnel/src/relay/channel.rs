@@ -16,11 +16,11 @@ use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 use std::time::Duration;
 
 use dunlin_linux::poll::{Interest, poll};
-use dunlin_linux::socket::set_reset_on_close;
+use dunlin_linux::socket::{Liveness, set_liveness, set_reset_on_close};
 use dunlin_linux::tcp::{silence, unacknowledged_bytes};
 use dunlin_proto::fault::FaultCode;
 
-use super::{ChannelCount, keep_alive};
+use crate::counted::Counted;
 use crate::event::Event;
 use crate::failure::Failure;
 use crate::site::Site;
@@ -57,7 +57,7 @@ pub(super) struct Parts {
     pub(super) route: String,
     pub(super) socket: Socket,
     pub(super) relayed: Relayed,
-    pub(super) place: ChannelCount,
+    pub(super) counted: Counted,
 }
 
 impl Parts {
@@ -112,7 +112,7 @@ pub(super) struct Channel {
     pub(super) stops: Option<[Stop; 2]>,
     site: Arc<Site>,
     /// Until its threads have ended.
-    place: Mutex<Option<ChannelCount>>,
+    counted: Mutex<Option<Counted>>,
 }
 
 impl Channel {
@@ -148,7 +148,7 @@ impl Channel {
             threads: AtomicU8::new(2),
             stops,
             site: Arc::clone(site),
-            place: Mutex::new(Some(parts.place)),
+            counted: Mutex::new(Some(parts.counted)),
         };
         (Arc::new(channel), opening)
     }
@@ -183,9 +183,8 @@ impl Channel {
         if self.threads.fetch_sub(1, Ordering::SeqCst) > 1 {
             return;
         }
-        self.site.relays.forget(self.number);
         // Before the end is reported: the next connection may follow at once.
-        drop(self.place.lock().map(|mut place| place.take()));
+        drop(lock(&self.counted).take());
         let (route, channel) = (self.route.clone(), self.number);
         self.site.tell(match self.lock_broken().take() {
             Some(failure) => Event::Aborted {
@@ -216,6 +215,11 @@ impl Channel {
         for stop in self.stops.iter().flatten() {
             stop.tell();
         }
+    }
+
+    /// Whether its threads have ended.
+    pub(super) fn has_ended(&self) -> bool {
+        self.threads.load(Ordering::SeqCst) == 0
     }
 
     fn lock_broken(&self) -> MutexGuard<'_, Option<Failure>> {
@@ -523,4 +527,17 @@ pub(super) fn of_hypervisor(error: &io::Error) -> Failure {
 /// Whether a socket's time-out has passed; what has failed for want of answers says something else.
 fn is_early(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::WouldBlock
+}
+
+/// Keep-alive that notices within `vanished`. How long sent data may stay unacknowledged is for
+/// `watch` to see: the kernel's own limit would also end the connection of a peer that is there
+/// and does not read.
+fn keep_alive(stream: &TcpStream, vanished: Duration) -> io::Result<()> {
+    let liveness = Liveness {
+        keepalive_idle: vanished / 2,
+        keepalive_interval: vanished / 8,
+        keepalive_probes: 3,
+        user_timeout: Duration::ZERO,
+    };
+    set_liveness(stream, &liveness)
 }

@@ -2,15 +2,16 @@
 //! any framing, so that the other end may be any program that speaks TLS.
 //!
 //! ```text
-//!  hypervisor ─▶ entrance ─▶ line ─▶ channel ══ TLS ══▶ any server
-//!  hypervisor ◀── target ◀── line ◀─ channel ◀═ TLS ═══ port ◀── any client
+//!  hypervisor ─▶ entrance ─▶ queue ─▶ channel ══ TLS ══▶ any server
+//!  hypervisor ◀── target ◀── queue ◀─ channel ◀═ TLS ═══ port ◀── any client
 //! ```
 //!
 //! - `port`: where TLS clients come in, one for each route.
-//! - here: what waits in line for its other half. A line is an entrance's or a port's; its
-//!   connections are made one after the other, so that they arrive in the order of acceptance.
+//! - here: the queues of connections that wait for their other half. Each entrance and each port
+//!   has one; its connections are made one after the other, so that they arrive in the order of
+//!   acceptance.
 //! - `channel`: the two threads that carry bytes, one each way.
-//! - `watch`: one thread for all channels, which finds resets and peers that have vanished.
+//! - `watch`: the channels, and one thread that finds resets and peers that have vanished.
 //!
 //! An end is passed on as an end: of a hypervisor as *close_notify*, of a peer as what a shutdown
 //! is. All else is an abort and passed on as one, a connection that ends without *close_notify*
@@ -24,14 +25,15 @@ mod watch;
 use dunlin_lane::sync::lock;
 use dunlin_proto::text::harmless;
 use std::collections::{BTreeMap, VecDeque};
-use std::net::{SocketAddr, TcpStream};
+use std::net::SocketAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use dunlin_linux::socket::{Liveness, connect, set_liveness, set_reset_on_close};
+use dunlin_linux::socket::{connect, set_reset_on_close};
 use dunlin_proto::fault::FaultCode;
 
+use super::counted::Counted;
 use super::error::TunnelError;
 use super::event::Event;
 use super::failure::Failure;
@@ -60,7 +62,7 @@ use watch::Watch;
 /// What a channel holds while it carries bytes, both ways: a share of
 /// [`Limits::peer_bytes`](super::Limits::peer_bytes).
 const CHANNEL_BYTES: u64 = 2 * (560 << 10);
-/// Connections that wait in one line.
+/// Connections that wait in one queue.
 const WAITING: usize = 512;
 
 impl Routes {
@@ -121,9 +123,9 @@ impl Identities {
     }
 }
 
-/// A listener whose connections are made in order.
+/// The queue of one listener, by the listener's number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Line {
+enum Queue {
     Entrance(u64),
     Port(u64),
 }
@@ -134,18 +136,9 @@ enum Half {
     Authenticated(Box<RelayExit>, Box<Relayed>),
 }
 
-/// A peer's count of channels; given back when this is dropped.
-struct ChannelCount(Arc<AtomicUsize>);
-
-impl Drop for ChannelCount {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::SeqCst);
-    }
-}
-
 /// All relays of a tunnel.
-#[derive(Default)]
 pub(super) struct Relays {
+    site: Arc<Site>,
     state: Mutex<State>,
     ports: Mutex<Vec<Port>>,
     /// Programs of all peers that have been started and not ended.
@@ -161,9 +154,8 @@ pub(super) struct Ports {
 #[derive(Default)]
 struct State {
     next: u32,
-    channels: BTreeMap<u32, Arc<Channel>>,
-    /// A line that is here has a thread that makes its connections.
-    lines: BTreeMap<Line, VecDeque<(Half, ChannelCount)>>,
+    /// One that is here has a thread that makes its connections.
+    queues: BTreeMap<Queue, VecDeque<(Half, Counted)>>,
     /// Channels of each peer, made or being made.
     peers: BTreeMap<String, Arc<AtomicUsize>>,
     watch: Option<Arc<Watch>>,
@@ -171,6 +163,15 @@ struct State {
 }
 
 impl Relays {
+    pub(super) fn new(site: &Arc<Site>) -> Self {
+        Self {
+            site: Arc::clone(site),
+            state: Mutex::default(),
+            ports: Mutex::default(),
+            programs: Arc::default(),
+        }
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         lock(&self.state)
     }
@@ -184,8 +185,7 @@ impl Relays {
     /// # Errors
     /// [`TunnelError`]; all are as before then.
     pub(super) fn prepare(
-        &self,
-        site: &Arc<Site>,
+        self: &Arc<Self>,
         identities: &Identities,
         routes: &Routes,
     ) -> Result<Ports, TunnelError> {
@@ -197,13 +197,14 @@ impl Relays {
                 stay.push((exit.clone(), tls));
                 continue;
             }
-            let port =
-                Port::open(site, exit.clone(), tls).map_err(|error| TunnelError::Listen {
-                    route: exit.route.clone(),
-                    listen: Listen::Tcp(exit.listen),
-                    error,
-                })?;
-            fresh.push(port);
+            let relays = Arc::clone(self);
+            let secured = move |port, exit, relayed| relays.take(port, exit, relayed);
+            let opened = Port::open(&self.site, exit.clone(), tls, secured);
+            fresh.push(opened.map_err(|error| TunnelError::Listen {
+                route: exit.route.clone(),
+                listen: Listen::Tcp(exit.listen),
+                error,
+            })?);
         }
         Ok(Ports { fresh, stay })
     }
@@ -234,7 +235,7 @@ impl Relays {
     /// A connection was accepted at an entrance. Connections of one entrance come here in the
     /// order in which they were accepted.
     pub(super) fn carry(
-        site: &Arc<Site>,
+        self: &Arc<Self>,
         entrance: &Entrance,
         listener: u64,
         parameter: &str,
@@ -246,26 +247,27 @@ impl Relays {
                 entrance.route
             );
             let failure = Failure::new(FaultCode::ParameterRefused, text);
-            return Half::Accepted(Box::new(entrance.clone()), socket).refuse(site, failure);
+            return Half::Accepted(Box::new(entrance.clone()), socket).refuse(&self.site, failure);
         }
-        let (peer, line) = (entrance.to.clone(), Line::Entrance(listener));
+        let (peer, queue) = (entrance.to.clone(), Queue::Entrance(listener));
         let half = Half::Accepted(Box::new(entrance.clone()), socket);
-        Self::wait(site, line, &peer, half);
+        self.wait(queue, &peer, half);
     }
 
-    /// A TLS client has been let in at a port.
-    fn take(site: &Arc<Site>, port: u64, exit: RelayExit, relayed: Box<Relayed>) {
+    /// A TLS client is authenticated at a port.
+    fn take(self: &Arc<Self>, port: u64, exit: RelayExit, relayed: Box<Relayed>) {
         let peer = relayed.peer.to_string();
         let half = Half::Authenticated(Box::new(exit), relayed);
-        Self::wait(site, Line::Port(port), &peer, half);
+        self.wait(Queue::Port(port), &peer, half);
     }
 
-    /// Puts a half in line, or refuses it.
-    fn wait(site: &Arc<Site>, line: Line, peer: &str, half: Half) {
+    /// Puts a half into a queue, or refuses it.
+    fn wait(self: &Arc<Self>, queue: Queue, peer: &str, half: Half) {
+        let site = &self.site;
         let limits = &site.limits;
         let most = usize::try_from(limits.peer_bytes / CHANNEL_BYTES).unwrap_or(usize::MAX);
         let most = most.clamp(1, limits.channels);
-        let mut state = site.relays.lock();
+        let mut state = self.lock();
         if state.over || site.is_draining() {
             drop(state);
             let failure = Failure::new(FaultCode::Ended, "this tunnel is about to end");
@@ -274,37 +276,35 @@ impl Relays {
         state
             .peers
             .retain(|_, count| count.load(Ordering::SeqCst) > 0);
-        let count = Arc::clone(state.peers.entry(peer.to_owned()).or_default());
-        if count.fetch_add(1, Ordering::SeqCst) >= most {
+        let counted = Counted::one_more(state.peers.entry(peer.to_owned()).or_default(), most);
+        let Some(counted) = counted else {
             drop(state);
-            drop(ChannelCount(count));
             let text = format!(
                 "{most} channels of {} are open already: raise the limit of channels or of memory",
                 harmless(peer)
             );
             return half.refuse(site, Failure::new(FaultCode::Busy, text));
-        }
-        let place = ChannelCount(count);
-        if let Some(waiting) = state.lines.get_mut(&line) {
+        };
+        if let Some(waiting) = state.queues.get_mut(&queue) {
             if waiting.len() < WAITING {
-                waiting.push_back((half, place));
+                waiting.push_back((half, counted));
                 return;
             }
             drop(state);
             let text = format!("{WAITING} connections wait for {} already", harmless(peer));
             return half.refuse(site, Failure::new(FaultCode::Busy, text));
         }
-        let waiting = VecDeque::from([(half, place)]);
-        state.lines.insert(line, waiting);
+        let waiting = VecDeque::from([(half, counted)]);
+        state.queues.insert(queue, waiting);
         drop(state);
-        let own = Arc::clone(site);
-        let serving = site.spawn("dunlin-relay-line".to_owned(), move || {
-            while let Some((half, place)) = own.relays.next(line) {
-                make(&own, half, place);
+        let own = Arc::clone(self);
+        let serving = site.spawn("dunlin-relay-queue".to_owned(), move || {
+            while let Some((half, counted)) = own.next(queue) {
+                own.connect(half, counted);
             }
         });
         if !serving {
-            while let Some((half, _)) = site.relays.next(line) {
+            while let Some((half, _)) = self.next(queue) {
                 half.refuse(
                     site,
                     Failure::new(FaultCode::Kernel, "cannot start a thread"),
@@ -313,19 +313,47 @@ impl Relays {
         }
     }
 
-    /// The next in a line; `None` ends it.
-    fn next(&self, line: Line) -> Option<(Half, ChannelCount)> {
+    /// Makes a half's other half.
+    fn connect(&self, half: Half, counted: Counted) {
+        let site = &self.site;
+        let deadline = Instant::now() + site.limits.connect;
+        match half {
+            Half::Accepted(entrance, socket) => match reach(site, &entrance, deadline) {
+                Ok(relayed) => self.start(&entrance.route, socket, relayed, counted),
+                Err(failure) => Half::Accepted(entrance, socket).refuse(site, failure),
+            },
+            Half::Authenticated(exit, relayed) => {
+                match target::open(site, &self.programs, &exit.target, deadline) {
+                    Ok(socket) => {
+                        let socket = socket.counted(Count::new(site.meter(&exit.route), None));
+                        self.start(&exit.route, socket, *relayed, counted);
+                    }
+                    Err(error) => {
+                        let (route, target) = (&exit.route, &exit.target);
+                        let text = format!("route {route:?}: {target} cannot be reached");
+                        let failure = Failure::new(FaultCode::TargetUnreachable, text);
+                        let half = Half::Authenticated(exit, relayed);
+                        half.refuse(site, failure.because(&error));
+                    }
+                }
+            }
+        }
+    }
+
+    /// The next in a queue; `None` ends it.
+    fn next(&self, queue: Queue) -> Option<(Half, Counted)> {
         let mut state = self.lock();
-        let next = state.lines.get_mut(&line).and_then(VecDeque::pop_front);
+        let next = state.queues.get_mut(&queue).and_then(VecDeque::pop_front);
         if next.is_none() {
-            state.lines.remove(&line);
+            state.queues.remove(&queue);
         }
         next
     }
 
     /// A channel with both halves; its threads start.
-    fn start(site: &Arc<Site>, route: &str, socket: Socket, relayed: Relayed, place: ChannelCount) {
-        let mut state = site.relays.lock();
+    fn start(&self, route: &str, socket: Socket, relayed: Relayed, counted: Counted) {
+        let site = &self.site;
+        let mut state = self.lock();
         let number = state.next;
         state.next = state.next.wrapping_add(1);
         let parts = Parts {
@@ -333,7 +361,7 @@ impl Relays {
             route: route.to_owned(),
             socket,
             relayed,
-            place,
+            counted,
         };
         let refuse = |parts: Parts, failure: Failure| {
             parts.refuse(&failure);
@@ -356,19 +384,13 @@ impl Relays {
             }
         };
         let (channel, opening) = Channel::new(site, parts, stops);
-        state.channels.insert(number, Arc::clone(&channel));
+        watch.add(&channel);
         drop(state);
         site.tell(Event::Opened {
             route: route.to_owned(),
             channel: number,
         });
-        watch.add(&channel);
         channel.start(opening);
-    }
-
-    /// A channel is over.
-    fn forget(&self, number: u32) {
-        self.lock().channels.remove(&number);
     }
 
     /// Channels that are carried, or are about to be.
@@ -379,25 +401,25 @@ impl Relays {
     }
 
     pub(super) fn status(&self) -> Vec<Status> {
-        let state = self.lock();
-        state.channels.values().map(|one| one.status()).collect()
+        let watch = self.lock().watch.clone();
+        let channels = watch.iter().flat_map(|watch| watch.channels());
+        channels.map(|one| one.status()).collect()
     }
 
     /// Ends everything at once.
-    pub(super) fn end(site: &Site) {
-        let mut state = site.relays.lock();
+    pub(super) fn end(&self) {
+        let mut state = self.lock();
         state.over = true;
-        let channels: Vec<_> = state.channels.values().cloned().collect();
-        let waiting: Vec<_> = state.lines.values_mut().map(std::mem::take).collect();
+        let waiting: Vec<_> = state.queues.values_mut().map(std::mem::take).collect();
         let watch = state.watch.take();
         drop(state);
         for (half, _) in waiting.into_iter().flatten() {
-            half.refuse(site, ended());
-        }
-        for channel in channels {
-            channel.abort(ended());
+            half.refuse(&self.site, ended());
         }
         if let Some(watch) = watch {
+            for channel in watch.channels() {
+                channel.abort(ended());
+            }
             watch.stop();
         }
     }
@@ -423,30 +445,6 @@ impl Half {
 fn ended() -> Failure {
     let text = "this tunnel has ended before the channel did";
     Failure::new(FaultCode::Ended, text)
-}
-
-/// Finds a half its other half.
-fn make(site: &Arc<Site>, half: Half, place: ChannelCount) {
-    let deadline = Instant::now() + site.limits.connect;
-    match half {
-        Half::Accepted(entrance, socket) => match reach(site, &entrance, deadline) {
-            Ok(relayed) => Relays::start(site, &entrance.route, socket, relayed, place),
-            Err(failure) => Half::Accepted(entrance, socket).refuse(site, failure),
-        },
-        Half::Authenticated(exit, relayed) => {
-            match target::open(site, &site.relays.programs, &exit.target, deadline) {
-                Ok(socket) => {
-                    let socket = socket.counted(Count::new(site.meter(&exit.route), None));
-                    Relays::start(site, &exit.route, socket, *relayed, place);
-                }
-                Err(error) => {
-                    let text = format!("route {:?}: {} cannot be reached", exit.route, exit.target);
-                    let failure = Failure::new(FaultCode::TargetUnreachable, text).because(&error);
-                    Half::Authenticated(exit, relayed).refuse(site, failure);
-                }
-            }
-        }
-    }
 }
 
 /// Connects to a relay's peer.
@@ -483,17 +481,4 @@ fn reach(site: &Site, entrance: &Entrance, deadline: Instant) -> Result<Relayed,
             code => Failure::new(code, text),
         }
     })
-}
-
-/// Keep-alive that notices within `vanished`. How long sent data may stay unacknowledged is for
-/// `watch` to see: the kernel's own limit would also end the connection of a peer that is there
-/// and does not read.
-fn keep_alive(stream: &TcpStream, vanished: Duration) -> std::io::Result<()> {
-    let liveness = Liveness {
-        keepalive_idle: vanished / 2,
-        keepalive_interval: vanished / 8,
-        keepalive_probes: 3,
-        user_timeout: Duration::ZERO,
-    };
-    set_liveness(stream, &liveness)
 }

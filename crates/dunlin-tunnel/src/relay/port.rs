@@ -11,11 +11,11 @@ use std::thread::{self, JoinHandle};
 use dunlin_linux::poll::{Waker, waker};
 use dunlin_linux::socket::set_reset_on_close;
 
-use super::Relays;
 use crate::event::Event;
 use crate::route::RelayExit;
 use crate::site::Site;
 use dunlin_lane::accept::{RelayArrival, accept_relayed};
+use dunlin_lane::handshake::relay::Relayed;
 use dunlin_lane::policy::ServerTls;
 
 /// A port that is open. It is closed when this is dropped; channels stay.
@@ -28,11 +28,16 @@ pub(super) struct Port {
 }
 
 impl Port {
-    /// Opens a port.
+    /// Opens a port. `secured` takes each client that the route allows, with the port's number.
     ///
     /// # Errors
     /// It cannot listen there.
-    pub(super) fn open(site: &Arc<Site>, exit: RelayExit, tls: ServerTls) -> io::Result<Self> {
+    pub(super) fn open(
+        site: &Arc<Site>,
+        exit: RelayExit,
+        tls: ServerTls,
+        secured: impl Fn(u64, RelayExit, Box<Relayed>) + Send + 'static,
+    ) -> io::Result<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let listener = TcpListener::bind(exit.listen)?;
         let address = listener.local_addr()?;
@@ -42,7 +47,10 @@ impl Port {
         let (site, own, own_tls) = (Arc::clone(site), Arc::clone(&exit), tls.clone());
         let body = move || {
             let result = accept_relayed(&listener, &own_tls, &stopped, |arrival| {
-                arrived(&site, number, &own, arrival);
+                let exit = of(&own);
+                if let Some(relayed) = allowed(&site, &exit, arrival) {
+                    secured(number, exit, relayed);
+                }
             });
             if let Err(error) = result {
                 let route = of(&own).route;
@@ -93,31 +101,28 @@ fn of(exit: &Mutex<RelayExit>) -> RelayExit {
     lock(exit).clone()
 }
 
-fn arrived(site: &Arc<Site>, number: u64, exit: &Mutex<RelayExit>, arrival: RelayArrival) {
-    match arrival {
-        RelayArrival::Secured(relayed) => {
-            let exit = of(exit);
-            // It was let in by what was configured when it said its first word.
-            match exit.allow.authorise_further(&relayed.peer) {
-                Ok(_) => Relays::take(site, number, exit, relayed),
-                Err(refused) => {
-                    // Fails only where it has gone.
-                    let _ = set_reset_on_close(&relayed.stream);
-                    site.tell(Event::Rejected {
-                        from: relayed.at.to_string(),
-                        why: harmless(&refused.to_string()),
-                    });
-                }
+/// The client, if the route allows it by now: the configuration that admitted it may be older.
+fn allowed(site: &Site, exit: &RelayExit, arrival: RelayArrival) -> Option<Box<Relayed>> {
+    let (from, why) = match arrival {
+        RelayArrival::Secured(relayed) => match exit.allow.authorise_further(&relayed.peer) {
+            Ok(_) => return Some(relayed),
+            Err(refused) => {
+                // Fails only where the client has gone.
+                let _ = set_reset_on_close(&relayed.stream);
+                (relayed.at, refused.to_string())
             }
-        }
-        RelayArrival::Rejected { from, reason } => site.tell(Event::Rejected {
-            from: from.to_string(),
-            why: harmless(&reason.to_string()),
-        }),
+        },
+        RelayArrival::Rejected { from, reason } => (from, reason.to_string()),
         RelayArrival::Starved(error) => {
-            let route = of(exit).route;
-            let text = format!("route {route} takes nobody for want of descriptors: {error}");
+            let route = &exit.route;
+            let text = format!("route {route} accepts no client for want of descriptors: {error}");
             site.tell(Event::Warning(text));
+            return None;
         }
-    }
+    };
+    site.tell(Event::Rejected {
+        from: from.to_string(),
+        why: harmless(&why),
+    });
+    None
 }

@@ -1,9 +1,10 @@
-//! One thread that looks after all relays: it finds resets while nobody reads or writes, and
-//! peers that have vanished without a word.
+//! The channels of all relays, and one thread that watches them: it finds resets while no thread
+//! reads or writes, and peers that have vanished without a word.
 
+use dunlin_lane::sync::lock;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use dunlin_linux::epoll::{Epoll, Readiness};
@@ -20,6 +21,8 @@ pub(super) struct Watch {
     sockets: Epoll,
     waker: Waker,
     wakeup: Wakeup,
+    /// Their threads keep them.
+    channels: Mutex<Vec<Weak<Channel>>>,
     over: AtomicBool,
 }
 
@@ -28,7 +31,7 @@ impl Watch {
     ///
     /// # Errors
     /// No descriptors or threads are left.
-    pub(super) fn of(site: &Arc<Site>, watch: &mut Option<Arc<Self>>) -> io::Result<Arc<Self>> {
+    pub(super) fn of(site: &Site, watch: &mut Option<Arc<Self>>) -> io::Result<Arc<Self>> {
         if let Some(watch) = watch {
             return Ok(Arc::clone(watch));
         }
@@ -37,14 +40,15 @@ impl Watch {
             sockets: Epoll::new()?,
             waker,
             wakeup,
+            channels: Mutex::default(),
             over: AtomicBool::new(false),
         });
         made.sockets.add_always(&made.wakeup, WAKE)?;
-        let (own, all) = (Arc::clone(&made), Arc::downgrade(site));
+        let own = Arc::clone(&made);
         let step = site.limits.vanished / LOOKS;
         // It is found by two looks.
         let vanished = site.limits.vanished - 2 * step;
-        let body = move || own.run(&all, step, vanished);
+        let body = move || own.run(step, vanished);
         if !site.spawn("dunlin-relay-watch".to_owned(), body) {
             return Err(io::ErrorKind::OutOfMemory.into());
         }
@@ -53,7 +57,11 @@ impl Watch {
     }
 
     /// Looks after a channel from now on.
-    pub(super) fn add(&self, channel: &Channel) {
+    pub(super) fn add(&self, channel: &Arc<Channel>) {
+        let mut channels = lock(&self.channels);
+        channels.retain(|one| one.strong_count() > 0);
+        channels.push(Arc::downgrade(channel));
+        drop(channels);
         let token = u64::from(channel.number) << 1;
         // A failure costs a reset that is found later, by whoever reads or writes.
         if channel.plain.tells_resets() {
@@ -65,13 +73,20 @@ impl Watch {
         self.waker.wake();
     }
 
+    /// The channels that have not ended.
+    pub(super) fn channels(&self) -> Vec<Arc<Channel>> {
+        let channels = lock(&self.channels);
+        let upgraded = channels.iter().filter_map(Weak::upgrade);
+        upgraded.filter(|one| !one.has_ended()).collect()
+    }
+
     pub(super) fn stop(&self) {
         self.over.store(true, Ordering::SeqCst);
         self.waker.wake();
     }
 
     /// The body of the thread.
-    fn run(&self, site: &Weak<Site>, step: Duration, vanished: Duration) {
+    fn run(&self, step: Duration, vanished: Duration) {
         let mut ready = Vec::new();
         let mut look = Instant::now() + step;
         let mut any = false;
@@ -81,10 +96,7 @@ impl Watch {
             // Fails only for a descriptor that is no set.
             let _ = self.sockets.wait(&mut ready, timeout);
             self.wakeup.clear();
-            let Some(site) = site.upgrade() else { return };
-            let state = site.relays.lock();
-            let channels: Vec<_> = state.channels.values().cloned().collect();
-            drop(state);
+            let channels = self.channels();
             any = !channels.is_empty();
             for one in ready.iter().filter(|one| one.failed && one.token != WAKE) {
                 let number = one.token >> 1;

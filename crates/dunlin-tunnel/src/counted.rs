@@ -1,0 +1,38 @@
+//! One of a bounded number of things, such as a peer's channels or programs.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Counts as one until it is dropped.
+#[derive(Debug)]
+pub(super) struct Counted(Arc<AtomicUsize>);
+
+impl Counted {
+    /// One more, or `None` where there are `most` already.
+    pub(super) fn one_more(count: &Arc<AtomicUsize>, most: usize) -> Option<Self> {
+        let one = Self(Arc::clone(count));
+        (one.0.fetch_add(1, Ordering::SeqCst) < most).then_some(one)
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn i8_no_more_than_the_limit_are_counted_and_each_is_given_back() {
+        let count = Arc::default();
+        let one = Counted::one_more(&count, 1);
+        assert!(one.is_some());
+        assert!(Counted::one_more(&count, 1).is_none());
+        drop(one);
+        assert_eq!(count.load(Ordering::SeqCst), 0);
+        assert!(Counted::one_more(&count, 1).is_some());
+    }
+}
