@@ -6,11 +6,13 @@ use super::options::Entrance;
 use super::relay::Relays;
 use super::site::Site;
 use super::socket::Socket;
+use super::trunks::Trunks;
 
 /// Clones are the same ones.
 #[derive(Clone)]
 pub(super) struct Carriers {
     pub(super) site: Arc<Site>,
+    pub(super) trunks: Arc<Trunks>,
     pub(super) relays: Arc<Relays>,
 }
 
@@ -26,10 +28,15 @@ impl Carriers {
     ) {
         match entrance.mode.security() {
             Some(security) => {
-                self.site
+                self.trunks
                     .carry(entrance, security, listener, parameter, socket);
             }
             None => self.relays.carry(entrance, listener, &parameter, socket),
         }
+    }
+
+    /// Connections that are carried, or are about to be.
+    pub(super) fn channels(&self) -> usize {
+        self.trunks.channels() + self.relays.channels()
     }
 }

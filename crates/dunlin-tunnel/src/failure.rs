@@ -16,7 +16,8 @@ use dunlin_lane::handshake::HandshakeError;
 pub struct Failure {
     code: FaultCode,
     text: String,
-    told: bool,
+    /// Whether the peer reported it.
+    of_peer: bool,
 }
 
 impl Failure {
@@ -24,16 +25,16 @@ impl Failure {
         Self {
             code,
             text: text.into(),
-            told: false,
+            of_peer: false,
         }
     }
 
-    /// What the peer said of itself; its words are made harmless.
-    pub(super) fn told(code: FaultCode, text: &str) -> Self {
+    /// A failure that the peer reported; its text is made harmless.
+    pub(super) fn of_peer(code: FaultCode, text: &str) -> Self {
         Self {
             code,
             text: harmless(text),
-            told: true,
+            of_peer: true,
         }
     }
 
@@ -59,7 +60,7 @@ impl Failure {
     /// Who has to change something, seen from here.
     pub fn at_fault(&self) -> AtFault {
         let at_fault = self.code.at_fault();
-        if self.told {
+        if self.of_peer {
             at_fault.seen_by_peer()
         } else {
             at_fault
@@ -113,9 +114,9 @@ mod tests {
 
     #[test]
     fn i7_a_peers_words_are_harmless_and_its_fault_is_seen_from_here() {
-        let told = Failure::told(FaultCode::TargetUnreachable, "no\x1b[2Jsocket\n");
-        assert_eq!(told.text(), "no\\u{1b}[2Jsocket\\n");
-        assert_eq!(told.at_fault(), AtFault::Peer);
+        let theirs = Failure::of_peer(FaultCode::TargetUnreachable, "no\x1b[2Jsocket\n");
+        assert_eq!(theirs.text(), "no\\u{1b}[2Jsocket\\n");
+        assert_eq!(theirs.at_fault(), AtFault::Peer);
         let own = Failure::new(FaultCode::TargetUnreachable, "no socket");
         assert_eq!(own.at_fault(), AtFault::Local);
         assert!(own.to_string().contains("at fault: this side"), "{own}");

@@ -1,80 +1,45 @@
-//! What the threads of a trunk share: the core that decides, behind one
-//! lock, and what carries its decisions out.
+//! What the threads of a trunk share: the core that decides, behind one lock, and what its
+//! decisions do at once.
 //!
 //! ```text
 //!   lane threads ──┐                       ┌──▶ sockets of channels, lanes' ends
-//!   control lane ──┼─▶ core (one lock) ─▶ act ─▶ threads that connect
-//!   poller, talker ┘        │
-//!                           └─ has something to say ─▶ talker ─▶ control lane
+//!   control lane ──┼─▶ core (one lock) ─▶ settle
+//!   poller, talker ┘        │              └──▶ starts ─▶ talker ─▶ threads
+//!                           └─ messages ─▶ talker ─▶ control lane
 //! ```
 //!
-//! Whoever has told the core something calls [`Hub::settle`] under the same lock;
-//! what the core then wants done is done there, since none of it waits. What may
-//! wait has a thread: a connection to be made, a message to be sent.
+//! A thread that has reported something to the core calls [`Hub::settle`] under the same lock.
+//! It carries out the decisions that do not wait. A thread that is to be started and a message
+//! that is to be sent are left to the talker, which is the only caller of the layers above.
 
 use dunlin_lane::sync::lock;
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::SocketAddr;
+use std::io;
 use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
-use std::thread::JoinHandle;
 use std::time::Instant;
 
 use dunlin_linux::epoll::{Epoll, Readiness};
 use dunlin_linux::poll::{Waker, Wakeup, waker};
+use dunlin_linux::socket::unread_bytes;
 use dunlin_proto::fault::FaultCode;
-use dunlin_proto::negotiate::{LaneSecurity, SessionId, SessionSecret};
-use dunlin_proto::stripe::{self, Config, Left, OpenError, Opening, Side};
+use dunlin_proto::limits::MAX_LANES;
+use dunlin_proto::stripe::{self, Action, Config, Left, OpenError, Opening};
 
+use super::channels::Channels;
 use super::event::Event;
 use super::failure::Failure;
 use super::piece::{Piece, Pool};
-use super::route::Destination;
 use super::site::Site;
 use super::socket::Socket;
 use super::status::Status;
+use super::terms::Terms;
+use super::threads::Threads;
 use dunlin_lane::control::ControlStream;
-use dunlin_lane::dial::{DialCancel, LaneDialer};
-use dunlin_lane::peers::{PeerIdentity, Peers, Principal};
-use dunlin_lane::security::dialer;
+use dunlin_lane::dial::DialCancel;
 
 /// The token of a set's own wake-up; channels have 32 bits.
 pub(super) const WAKE: u64 = u64::MAX;
-
-/// What both sides have agreed on.
-pub(super) struct Terms {
-    pub(super) side: Side,
-    pub(super) session: SessionId,
-    pub(super) version: u16,
-    /// What protects the lanes.
-    pub(super) security: LaneSecurity,
-    pub(super) peer: PeerIdentity,
-    /// The peers that a lane's handshake may admit. The peer's certificate may be
-    /// renewed, and so may ours: either is looked for when a lane is made, and
-    /// [`Terms::is_the_peer`] decides.
-    pub(super) peers: Peers,
-    /// The only peer that may be at the other end of a lane.
-    pub(super) principal: Principal,
-    /// Where our lanes go.
-    pub(super) lanes_at: SocketAddr,
-    /// Under which the peer's lanes prove themselves.
-    pub(super) own_secret: SessionSecret,
-    /// Under which ours do.
-    pub(super) peer_secret: SessionSecret,
-    /// Lanes that this side opens.
-    pub(super) lanes: u16,
-    /// The most that the peer takes.
-    pub(super) peer_lanes: u16,
-    /// Where a control lane is made anew; `None` waits for the peer's.
-    pub(super) redial: Option<Destination>,
-}
-
-impl Terms {
-    /// Whether that is who the trunk is with.
-    pub(super) fn is_the_peer(&self, other: &PeerIdentity) -> bool {
-        other.is(&self.principal)
-    }
-}
 
 pub(super) struct Hub {
     pub(super) site: Arc<Site>,
@@ -86,7 +51,7 @@ pub(super) struct Hub {
     pub(super) writes: Epoll,
     read_waker: Waker,
     pub(super) read_wakeup: Wakeup,
-    pub(super) write_waker: Waker,
+    write_waker: Waker,
     pub(super) write_wakeup: Wakeup,
     core: Mutex<Core>,
     /// The talker waits here.
@@ -95,26 +60,32 @@ pub(super) struct Hub {
     pub(super) idle: Condvar,
     /// Programs that run for this peer.
     pub(super) programs: Arc<AtomicUsize>,
-    /// By which our lanes are opened, once one has been wanted.
-    dialer: Mutex<Option<Arc<dyn LaneDialer>>>,
-    threads: Mutex<Vec<JoinHandle<()>>>,
+    pub(super) threads: Threads,
     began: Instant,
 }
 
 pub(super) struct Core {
     pub(super) trunk: stripe::Trunk<Piece>,
-    pub(super) channels: BTreeMap<u32, Channel>,
-    pub(super) control: Option<Arc<ControlStream>>,
-    pub(super) epoch: u32,
-    /// Ends the lanes that are open, from another thread; ours and the peer's.
-    pub(super) cutters: BTreeMap<(Way, u16), Box<dyn Fn() + Send>>,
-    /// Ends those of ours that are being opened.
+    pub(super) channels: Channels,
+    pub(super) control: Control,
+    /// End the lanes that are open, from another thread; ours and the peer's.
+    pub(super) cutters: BTreeMap<(Direction, u16), Box<dyn Fn() + Send>>,
+    /// Cancel those of ours that are being opened.
     pub(super) dials: BTreeMap<u16, DialCancel>,
-    /// Threads of our lanes that send, or wait for something to send.
-    pub(super) senders: usize,
+    pub(super) senders: Senders,
     /// Threads that connect to targets. One goes on for a while behind a channel
     /// that the peer has given up.
     pub(super) connecting: usize,
+    /// Threads that the talker is to start.
+    pub(super) starts: Vec<Start>,
+    pub(super) talker: Talker,
+}
+
+/// The threads of our lanes: one watches all sockets, and the others wait.
+#[derive(Default)]
+pub(super) struct Senders {
+    /// All of them.
+    pub(super) count: usize,
     /// Whether one of them watches the sockets.
     pub(super) watched: bool,
     /// How many of them wait for another to do so.
@@ -122,57 +93,155 @@ pub(super) struct Core {
     /// Whether one has been woken and not come yet.
     pub(super) woken: bool,
     /// Lanes that have been woken because they are to end.
-    told: BTreeSet<u16>,
-    pub(super) talker_waits: bool,
-    /// When it wakes by itself, if it waits.
-    pub(super) talk_by_ns: Option<u64>,
-    pub(super) over: Option<FaultCode>,
+    ending: BTreeSet<u16>,
+}
+
+/// What the talker does.
+pub(super) enum Talker {
+    /// It looks at the core before it waits.
+    Runs,
+    /// It waits for something to say or to start, at most until then.
+    Waits { until_ns: Option<u64> },
+}
+
+/// A thread to start.
+pub(super) enum Start {
+    /// Opens a lane and sends on it.
+    Lane(u16),
+    /// Connects a channel of the peer to its target.
+    Target {
+        channel: u32,
+        route: String,
+        parameter: String,
+    },
 }
 
 /// Which way a lane carries bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Way {
+pub(super) enum Direction {
     Out,
     In,
 }
 
-pub(super) struct Channel {
-    pub(super) socket: Arc<Socket>,
-    pub(super) route: String,
-    /// Why it is aborted if the end does not come behind its consumer, which is gone.
-    pub(super) left: Option<Failure>,
+/// The control lane of a trunk. Each one that is made has a higher epoch than the one before.
+///
+/// ```text
+///         lost                  resumed
+///   Up ─────────▶ Lost ─────────────────▶ Up
+///   │               │
+///   │ give up       │ give up
+///   ▼    close      ▼
+///   Closing ──────▶ Over
+/// ```
+///
+/// A trunk is over from `Closing` on: nothing leads back. The unwind of `Up` and of `Closing` is
+/// the stream's: the talker closes it, so that the peer hears that nothing more comes.
+pub(super) enum Control {
+    Up {
+        epoch: u32,
+        stream: Arc<ControlStream>,
+    },
+    Lost {
+        epoch: u32,
+    },
+    Closing {
+        fault: FaultCode,
+        stream: Arc<ControlStream>,
+    },
+    Over {
+        fault: FaultCode,
+    },
 }
 
-impl Channel {
-    pub(super) fn new(socket: Arc<Socket>, route: String) -> Self {
-        Self {
-            socket,
-            route,
-            left: None,
+impl Control {
+    /// Why the trunk is over, if it is.
+    pub(super) fn fault(&self) -> Option<FaultCode> {
+        match self {
+            Self::Up { .. } | Self::Lost { .. } => None,
+            Self::Closing { fault, .. } | Self::Over { fault } => Some(*fault),
+        }
+    }
+
+    pub(super) fn is_over(&self) -> bool {
+        self.fault().is_some()
+    }
+
+    /// Whether a control lane of this epoch would come after the present one.
+    pub(super) fn is_before(&self, next: u32) -> bool {
+        match self {
+            Self::Up { epoch, .. } | Self::Lost { epoch } => *epoch < next,
+            Self::Closing { .. } | Self::Over { .. } => false,
+        }
+    }
+
+    /// Whether the control lane of this epoch is up.
+    pub(super) fn is_up(&self, at: u32) -> bool {
+        matches!(self, Self::Up { epoch, .. } if *epoch == at)
+    }
+
+    /// Up → Lost. `None` where the control lane of this epoch is not up.
+    pub(super) fn lose(&mut self, epoch: u32) -> Option<Arc<ControlStream>> {
+        if !self.is_up(epoch) {
+            return None;
+        }
+        match std::mem::replace(self, Self::Lost { epoch }) {
+            Self::Up { stream, .. } => Some(stream),
+            _ => None,
+        }
+    }
+
+    /// Up or Lost → Up, with a later control lane. Returns whether it replaces the present one,
+    /// which is shut down.
+    pub(super) fn resume(&mut self, epoch: u32, stream: &Arc<ControlStream>) -> bool {
+        if !self.is_before(epoch) {
+            return false;
+        }
+        if let Self::Up { stream, .. } = self {
+            stream.shutdown();
+        }
+        let stream = Arc::clone(stream);
+        *self = Self::Up { epoch, stream };
+        true
+    }
+
+    /// Up → Closing, Lost → Over. The first reason counts.
+    fn give_up(&mut self, fault: FaultCode) {
+        *self = match std::mem::replace(self, Self::Over { fault }) {
+            Self::Up { stream, .. } => Self::Closing { fault, stream },
+            Self::Lost { .. } => Self::Over { fault },
+            over => over,
+        };
+    }
+
+    /// Closing → Over, with the stream that is to be closed.
+    pub(super) fn close(&mut self) -> Option<Arc<ControlStream>> {
+        let fault = self.fault()?;
+        match std::mem::replace(self, Self::Over { fault }) {
+            Self::Closing { stream, .. } => Some(stream),
+            _ => None,
         }
     }
 }
 
 impl Hub {
-    /// A trunk whose first control lane stands.
+    /// A trunk whose first control lane is up.
     ///
     /// # Errors
     /// No descriptors are left.
     pub(super) fn new(
         site: &Arc<Site>,
         terms: Terms,
-        lanes_max: u16,
-        control: ControlStream,
-    ) -> std::io::Result<Arc<Self>> {
+        control: &Arc<ControlStream>,
+    ) -> io::Result<Arc<Self>> {
         let limits = site.limits;
         let config = Config {
             channels: limits.channels,
             bytes: limits.peer_bytes,
             lanes: terms.lanes,
-            lanes_max,
-            patience: limits.patience(),
+            lanes_max: MAX_LANES,
+            patience: limits.timeouts(),
         };
-        let mut trunk = stripe::Trunk::new(terms.side, config, 0);
+        let mut trunk = stripe::Trunk::new(terms.side(), config, 0);
         trunk.control_up(0);
         let (read_waker, read_wakeup) = waker()?;
         let (write_waker, write_wakeup) = waker()?;
@@ -191,26 +260,22 @@ impl Hub {
             write_wakeup,
             core: Mutex::new(Core {
                 trunk,
-                channels: BTreeMap::new(),
-                control: Some(Arc::new(control)),
-                epoch: 1,
+                channels: Channels::new(site),
+                control: Control::Up {
+                    epoch: 1,
+                    stream: Arc::clone(control),
+                },
                 cutters: BTreeMap::new(),
                 dials: BTreeMap::new(),
-                senders: 0,
+                senders: Senders::default(),
                 connecting: 0,
-                watched: false,
-                followers: 0,
-                woken: false,
-                told: BTreeSet::new(),
-                talker_waits: false,
-                talk_by_ns: None,
-                over: None,
+                starts: Vec::new(),
+                talker: Talker::Runs,
             }),
             talk: Condvar::new(),
             idle: Condvar::new(),
             programs: Arc::default(),
-            dialer: Mutex::default(),
-            threads: Mutex::default(),
+            threads: Threads::default(),
             began: Instant::now(),
         }))
     }
@@ -227,139 +292,160 @@ impl Hub {
 
     /// Starts a thread that is joined before the trunk is forgotten.
     pub(super) fn spawn(&self, name: String, body: impl FnOnce() + Send + 'static) -> bool {
-        match std::thread::Builder::new().name(name).spawn(body) {
-            Ok(thread) => {
-                let mut threads = lock(&self.threads);
-                threads.retain(|one| !one.is_finished());
-                threads.push(thread);
-                true
-            }
-            Err(error) => {
-                self.site
-                    .tell(Event::Warning(format!("cannot start a thread: {error}")));
-                false
-            }
-        }
-    }
-
-    /// Waits for all threads but the calling one's; they have been told to end.
-    pub(super) fn join(&self) {
-        loop {
-            let threads = std::mem::take(&mut *lock(&self.threads));
-            if threads.is_empty() {
-                return;
-            }
-            for thread in threads {
-                // A panic has been printed by its hook.
-                let _ = thread.join();
-            }
-        }
-    }
-
-    /// By what our lanes are opened.
-    ///
-    /// # Errors
-    /// IPsec was agreed on, and this tunnel is not prepared for it.
-    pub(super) fn dialer(&self) -> Result<Arc<dyn LaneDialer>, Failure> {
-        let mut own = lock(&self.dialer);
-        if let Some(dialer) = &*own {
-            return Ok(Arc::clone(dialer));
-        }
-        let Some(made) = dialer(self.terms.security, self.site.sealed.as_ref()) else {
-            let text = "this tunnel is not prepared for IPsec";
-            return Err(Failure::new(FaultCode::SecurityNotAgreed, text));
-        };
-        *own = Some(Arc::clone(&made));
-        Ok(made)
-    }
-
-    /// Takes down what our lanes were opened by; they are over.
-    pub(super) fn leave_dialer(&self) {
-        let own = lock(&self.dialer).take();
-        drop(own);
+        self.site.spawn_in(&self.threads, name, body)
     }
 
     /// A connection was accepted.
     ///
     /// # Errors
     /// Why it finds no other half; the caller closes it.
-    pub(super) fn open(
-        self: &Arc<Self>,
-        socket: &Arc<Socket>,
-        opening: Opening,
-    ) -> Result<(), OpenError> {
+    pub(super) fn open(&self, socket: &Arc<Socket>, opening: Opening) -> Result<(), OpenError> {
         let mut core = self.lock();
         let route = opening.route.clone();
         let channel = core.trunk.open(opening)?;
-        let socket = Arc::clone(socket);
-        core.channels.insert(channel, Channel::new(socket, route));
+        core.channels.insert(channel, Arc::clone(socket), route);
         self.settle(&mut core);
         Ok(())
     }
 
-    /// Does what the core wants done since it was last told something.
-    pub(super) fn settle(self: &Arc<Self>, core: &mut Core) {
+    /// Carries out what the core has decided since the last call, and wakes the threads that have
+    /// something to do.
+    pub(super) fn settle(&self, core: &mut Core) {
         let now_ns = self.now_ns();
         while let Some(action) = core.trunk.poll(now_ns) {
             self.act(core, action, now_ns);
         }
-        if core.talker_waits {
+        if let Talker::Waits { until_ns } = core.talker {
             let due_ns = core.trunk.due_ns();
-            let sooner = due_ns.is_some_and(|due| core.talk_by_ns.is_none_or(|by| due < by));
-            if sooner || core.trunk.has_message(now_ns) || core.over.is_some() {
-                core.talker_waits = false;
+            let sooner = due_ns.is_some_and(|due| until_ns.is_none_or(|until| due < until));
+            if sooner
+                || core.trunk.has_message(now_ns)
+                || !core.starts.is_empty()
+                || core.control.is_over()
+            {
+                core.talker = Talker::Runs;
                 self.talk.notify_one();
             }
         }
-        self.wake_lanes(core);
+        self.wake_senders(core);
     }
 
-    /// Wakes a lane's thread if there is something to send, and those that are
-    /// to end.
-    pub(super) fn wake_lanes(&self, core: &mut Core) {
-        if core.trunk.has_work() && !core.woken {
-            if core.followers > 0 {
-                core.woken = true;
+    fn act(&self, core: &mut Core, action: Action, now_ns: u64) {
+        match action {
+            Action::Connect {
+                channel,
+                route,
+                parameter,
+            } => {
+                if core.connecting >= self.site.limits.channels {
+                    let text = "too many connections to targets are being made".to_owned();
+                    core.trunk.refuse(channel, FaultCode::Busy, text, now_ns);
+                    return;
+                }
+                core.connecting += 1;
+                core.starts.push(Start::Target {
+                    channel,
+                    route,
+                    parameter,
+                });
+            }
+            Action::Count(channel) => {
+                if let Some(socket) = core.channels.socket(channel) {
+                    // A socket that has failed holds nothing.
+                    let unread = unread_bytes(&*socket).unwrap_or(0);
+                    core.trunk.counted(channel, unread);
+                }
+            }
+            Action::Opened(channel) => self.watch(core, channel, now_ns),
+            Action::Refused {
+                channel,
+                fault,
+                text,
+            } => core
+                .channels
+                .refused(channel, Failure::of_peer(fault, &text)),
+            Action::ShutWrite(channel) => {
+                if let Some(socket) = core.channels.socket(channel) {
+                    socket.end();
+                }
+            }
+            Action::Close(channel) => core.channels.closed(channel),
+            Action::Abort {
+                channel,
+                fault,
+                by_peer,
+            } => core.channels.given_up(channel, fault, by_peer),
+            Action::OpenLane(lane) => core.starts.push(Start::Lane(lane)),
+            Action::CutLane(lane) => {
+                if let Some(dial) = core.dials.remove(&lane) {
+                    dial.cancel();
+                }
+                if let Some(cut) = core.cutters.remove(&(Direction::Out, lane)) {
+                    cut();
+                }
+                self.wake_all_senders();
+            }
+            Action::LaneRefused { lane, fault, text } => {
+                let why = Failure::of_peer(fault, &text).to_string();
+                self.site.tell(Event::LaneLost { lane, why });
+            }
+            Action::GiveUp(fault) => {
+                core.control.give_up(fault);
+                for dial in std::mem::take(&mut core.dials).into_values() {
+                    dial.cancel();
+                }
+                for cut in std::mem::take(&mut core.cutters).into_values() {
+                    cut();
+                }
+                self.wake_all_senders();
+                self.write_waker.wake();
+            }
+        }
+    }
+
+    /// Wakes a lane's thread if there is something to send, and those that are to end.
+    fn wake_senders(&self, core: &mut Core) {
+        let senders = &mut core.senders;
+        if core.trunk.has_work() && !senders.woken {
+            if senders.followers > 0 {
+                senders.woken = true;
                 self.idle.notify_one();
-            } else if core.watched {
-                core.woken = true;
+            } else if senders.watched {
+                senders.woken = true;
                 self.read_waker.wake();
             }
         }
-        let mut untold = false;
+        let mut any_ends = false;
         for lane in core.trunk.leaving() {
-            untold |= core.told.insert(lane);
+            any_ends |= senders.ending.insert(lane);
         }
-        if untold {
-            self.wake_all_lanes();
+        if any_ends {
+            self.wake_all_senders();
         }
     }
 
-    pub(super) fn wake_all_lanes(&self) {
+    fn wake_all_senders(&self) {
         self.idle.notify_all();
         self.read_waker.wake();
     }
 
     /// A channel's other half is connected: its socket counts from now.
-    pub(super) fn watch(self: &Arc<Self>, core: &mut Core, channel: u32, now_ns: u64) {
-        let Some(one) = core.channels.get(&channel) else {
+    pub(super) fn watch(&self, core: &mut Core, channel: u32, now_ns: u64) {
+        let Some(socket) = core.channels.socket(channel) else {
             return;
         };
         let token = u64::from(channel);
         let watched = self
             .reads
-            .add(&*one.socket, token, Readiness::Read)
-            .and_then(|()| self.writes.add(&*one.socket, token, Readiness::Failure));
+            .add(&*socket, token, Readiness::Read)
+            .and_then(|()| self.writes.add(&*socket, token, Readiness::Failure));
         match watched {
-            Ok(()) => {
-                let route = one.route.clone();
-                self.site.tell(Event::Opened { route, channel });
-            }
+            Ok(()) => core.channels.opened(channel),
             Err(error) => {
                 core.trunk.fail(channel, FaultCode::ChannelBroken, now_ns);
                 let what = "the hypervisor's connection cannot be watched";
                 let failure = Failure::new(FaultCode::ChannelBroken, what).because(&error);
-                self.close_badly(core, channel, failure);
+                core.channels.aborted(channel, failure);
             }
         }
     }
@@ -367,10 +453,10 @@ impl Hub {
     /// A channel's connection on this side failed. True where the channel stays for a moment, in
     /// which its end may come.
     pub(super) fn fail(
-        self: &Arc<Self>,
+        &self,
         core: &mut Core,
         channel: u32,
-        error: &std::io::Error,
+        error: &io::Error,
         now_ns: u64,
     ) -> bool {
         let code = FaultCode::ChannelBroken;
@@ -378,76 +464,52 @@ impl Hub {
         let failure = Failure::new(code, what).because(error);
         let is_gone = matches!(
             error.kind(),
-            std::io::ErrorKind::ConnectionReset | std::io::ErrorKind::BrokenPipe
+            io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe
         );
         if !is_gone {
             core.trunk.fail(channel, code, now_ns);
-            self.close_badly(core, channel, failure);
+            core.channels.aborted(channel, failure);
             return false;
         }
         match core.trunk.left(channel, now_ns) {
             Left::Waits => {
-                if let Some(one) = core.channels.get_mut(&channel) {
-                    // A second one is a consequence of the first.
-                    one.left.get_or_insert(failure);
-                }
+                core.channels.consumer_gone(channel, failure);
                 return true;
             }
-            Left::Unread => self.close_unread(core, channel, false),
-            Left::Broken => self.close_badly(core, channel, failure),
+            Left::Unread => core.channels.left_unread(channel, false),
+            Left::Broken => core.channels.aborted(channel, failure),
         }
         false
     }
 
-    /// The channel has ended, but for a few bytes before the end that its consumer did not want.
-    pub(super) fn close_unread(&self, core: &mut Core, channel: u32, by_peer: bool) {
-        if let Some(one) = core.channels.remove(&channel) {
-            one.socket.left_unread();
-            let route = one.route;
-            self.site.tell(Event::LeftUnread {
-                route,
-                channel,
-                by_peer,
-            });
-        }
-    }
-
-    pub(super) fn close_badly(&self, core: &mut Core, channel: u32, failure: Failure) {
-        if let Some(one) = core.channels.remove(&channel) {
-            one.socket.fail(&failure);
-            self.site.tell(Event::Aborted {
-                route: one.route,
-                channel,
-                failure,
-            });
-        }
-    }
-
     /// The peer broke the protocol.
-    pub(super) fn broken(self: &Arc<Self>, core: &mut Core, why: &dyn std::error::Error) {
-        let failure = Failure::new(
-            FaultCode::Malformed,
-            "the peer's tunnel breaks the protocol",
-        );
-        let peer = self.peer_name();
-        let failure = failure.because(why);
+    pub(super) fn broken(&self, core: &mut Core, why: &dyn std::error::Error) {
+        let what = "the peer's tunnel breaks the protocol";
+        let failure = Failure::new(FaultCode::Malformed, what).because(why);
+        let peer = self.terms.peer_name();
         self.site.tell(Event::ControlLost { peer, failure });
         core.trunk.end(FaultCode::Malformed);
         self.settle(core);
     }
 
     /// Ends everything.
-    pub(super) fn end(self: &Arc<Self>, fault: FaultCode) {
+    pub(super) fn end(&self, fault: FaultCode) {
         let mut core = self.lock();
         core.trunk.end(fault);
         self.settle(&mut core);
     }
 
-    /// At least so many lanes from now on, or as many as the peer takes.
-    pub(super) fn raise_lanes(self: &Arc<Self>, lanes: u16) {
+    /// At least so many lanes from now on, or as many as the peer accepts.
+    pub(super) fn raise_lanes(&self, lanes: u16) {
         let mut core = self.lock();
-        let lanes = lanes.min(self.terms.peer_lanes);
-        core.trunk.raise_lanes(lanes);
+        core.trunk.raise_lanes(lanes.min(self.terms.peer_lanes));
+        self.settle(&mut core);
+    }
+
+    /// No channel is opened any more.
+    pub(super) fn drain(&self) {
+        let mut core = self.lock();
+        core.trunk.drain();
         self.settle(&mut core);
     }
 
@@ -455,21 +517,12 @@ impl Hub {
         let core = self.lock();
         let usage = core.trunk.usage();
         Status {
-            peer: self.peer_name(),
+            peer: self.terms.peer_name(),
             at: self.terms.lanes_at,
-            channels: core
-                .channels
-                .values()
-                .map(|one| one.route.clone())
-                .collect(),
+            channels: core.channels.routes(),
             lanes: core.cutters.len(),
             held_bytes: usage.held,
             unacknowledged_bytes: usage.unacknowledged,
         }
-    }
-
-    /// The peer's name for a log.
-    pub(super) fn peer_name(&self) -> String {
-        dunlin_proto::text::harmless(&self.terms.peer.to_string())
     }
 }

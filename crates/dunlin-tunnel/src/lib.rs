@@ -29,14 +29,16 @@
 //! consumers, and one for each lane and direction.
 #![forbid(unsafe_code)]
 
-mod act;
 mod carriers;
+mod channels;
 mod counted;
-mod dial;
+mod dials;
 mod entrance;
 mod error;
 mod event;
+mod exit;
 mod failure;
+mod handshake;
 mod hub;
 mod identities;
 mod listener;
@@ -45,6 +47,7 @@ mod on_demand;
 mod options;
 mod parameter;
 mod piece;
+mod port;
 mod receive;
 mod relay;
 mod route;
@@ -54,16 +57,17 @@ mod socket;
 mod status;
 mod talk;
 mod target;
+mod terms;
+mod threads;
+mod trunks;
 
 use dunlin_lane::sync::lock;
 use std::net::{SocketAddr, TcpListener};
 use std::sync::mpsc::sync_channel;
 use std::sync::{Arc, Mutex};
-use std::thread::{self, JoinHandle};
+use std::thread;
 use std::time::{Duration, Instant};
 
-use dunlin_linux::poll::{Waker, waker};
-use dunlin_proto::fault::FaultCode;
 use dunlin_proto::limits::MAX_LANES;
 
 use dunlin_lane::peers::Peers;
@@ -91,6 +95,8 @@ use carriers::Carriers;
 use entrance::EntranceListener;
 use relay::Relays;
 use site::Site;
+use threads::Worker;
+use trunks::Trunks;
 
 /// Events that wait for whoever runs the tunnel.
 const EVENTS: usize = 1024;
@@ -116,8 +122,8 @@ pub struct Tunnel {
     on_demand: Mutex<Vec<OnDemandListener>>,
     sockets: Sockets,
     address: SocketAddr,
-    stop: Waker,
-    threads: Vec<JoinHandle<()>>,
+    /// Accepts the peers until the tunnel ends.
+    port: Option<Worker>,
 }
 
 impl Tunnel {
@@ -165,21 +171,19 @@ impl Tunnel {
             events,
         );
         let site = Arc::new(site);
-        let (stop, stopped) = waker()?;
-        let mut threads = Vec::new();
-        // It ends with the last thread that could tell something.
+        // It ends with the last thread that could report an event.
         let body = move || heard.iter().for_each(&mut observer);
         let observing = thread::Builder::new().name("dunlin-events".to_owned());
         drop(observing.spawn(body)?);
-        let (own, own_tls) = (Arc::clone(&site), tls.clone());
-        let body = move || entrance::take_peers(&own, &listener, &own_tls, &stopped);
-        let port = thread::Builder::new().name("dunlin-port".to_owned());
-        threads.push(port.spawn(body)?);
-        let relays = Arc::new(Relays::new(&site));
         let carriers = Carriers {
             site: Arc::clone(&site),
-            relays,
+            trunks: Arc::new(Trunks::new(&site)),
+            relays: Arc::new(Relays::new(&site)),
         };
+        let (trunks, own, own_tls) = (Arc::clone(&carriers.trunks), Arc::clone(&site), tls.clone());
+        let port = Worker::start("dunlin-port".to_owned(), move |stopped| {
+            port::listen(&trunks, &own, &listener, &own_tls, stopped);
+        })?;
         let tunnel = Self {
             site,
             carriers,
@@ -188,8 +192,7 @@ impl Tunnel {
             on_demand: Mutex::default(),
             sockets,
             address,
-            stop,
-            threads,
+            port: Some(port),
         };
         tunnel.listen(&identities, routes)?;
         Ok(tunnel)
@@ -272,6 +275,7 @@ impl Tunnel {
         on_demand.push(listener.clone());
         drop(on_demand);
         self.site.raise_lanes(&to, lanes);
+        self.carriers.trunks.raise_lanes(&to, lanes);
         Ok(listener)
     }
 
@@ -297,7 +301,7 @@ impl Tunnel {
 
     /// What is carried now.
     pub fn status(&self) -> Vec<Status> {
-        let mut all = self.site.status();
+        let mut all = self.carriers.trunks.status();
         all.extend(self.carriers.relays.status());
         all
     }
@@ -310,12 +314,12 @@ impl Tunnel {
         {
             // Those that are there are closed below, and no other is opened.
             let _held = self.lock_on_demand();
-            self.site.is_to_drain();
+            self.site.drain();
         }
         self.close_all();
-        self.site.drain();
+        self.carriers.trunks.drain();
         loop {
-            let channels = self.site.channels() + self.carriers.relays.channels();
+            let channels = self.carriers.channels();
             if channels == 0 || Instant::now() >= until {
                 return channels;
             }
@@ -396,17 +400,13 @@ fn check_sealed(is_there: bool, routes: &Routes) -> Result<(), TunnelError> {
 impl Drop for Tunnel {
     fn drop(&mut self) {
         self.close_all();
-        self.stop.wake();
-        for thread in self.threads.drain(..) {
-            // A panic has been printed by its hook.
-            let _ = thread.join();
-        }
+        self.port = None;
         self.site.drain();
-        self.site.end_dials();
-        for hub in self.site.all() {
-            hub.end(FaultCode::Ended);
-        }
-        self.carriers.relays.end();
+        self.site.dials.end();
+        let Carriers { trunks, relays, .. } = &self.carriers;
+        trunks.drain();
+        trunks.end();
+        relays.end();
         self.site.join();
     }
 }

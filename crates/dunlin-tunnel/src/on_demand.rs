@@ -10,10 +10,10 @@
 //! Each has a number among all listeners, so that its channels, and no others, are
 //! connected in the order in which it has accepted them.
 
-use dunlin_lane::sync::lock;
+use dunlin_lane::sync::{self, lock};
 use std::io;
 use std::os::fd::AsFd;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use dunlin_linux::poll::{Interest, Waker, Wakeup, poll, waker};
@@ -221,14 +221,11 @@ impl OnDemandListener {
         let changed = &self.0.changed;
         let mut now = self.0.lock();
         while !now.standing.is_over() {
-            now = match deadline.map(|at| at.saturating_duration_since(Instant::now())) {
-                Some(Duration::ZERO) => break,
-                Some(left) => {
-                    let waited = changed.wait_timeout(now, left);
-                    waited.unwrap_or_else(PoisonError::into_inner).0
-                }
-                None => changed.wait(now).unwrap_or_else(PoisonError::into_inner),
-            };
+            let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
+            if left == Some(Duration::ZERO) {
+                break;
+            }
+            now = sync::wait(changed, now, left);
         }
         now.standing.clone()
     }

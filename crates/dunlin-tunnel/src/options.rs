@@ -395,7 +395,7 @@ impl Limits {
         self.vanished / 2
     }
 
-    pub(super) fn patience(&self) -> Timeouts {
+    pub(super) fn timeouts(&self) -> Timeouts {
         let half_ns = u64::try_from(self.silence().as_nanos()).unwrap_or(u64::MAX);
         let usual = Timeouts::default();
         Timeouts {

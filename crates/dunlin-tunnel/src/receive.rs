@@ -17,7 +17,7 @@ use dunlin_proto::stripe::{Arrival, Delivery};
 use vm_memory::VolatileSlice;
 
 use super::event::Event;
-use super::hub::{Core, Hub, WAKE, Way};
+use super::hub::{Core, Direction, Hub, WAKE};
 use super::piece::Piece;
 use super::socket::Socket;
 use dunlin_lane::accept::LaneSocket;
@@ -33,16 +33,28 @@ use dunlin_lane::security::admit;
 /// slice of a few milliseconds.
 /// Drawback: a channel that stalls holds up a lane for so long, once.
 /// Alternative: none at all; then bulk costs two more wake-ups for each piece.
-const PATIENCE: Duration = Duration::from_millis(2);
+const CONSUMER_WAIT: Duration = Duration::from_millis(2);
 
-/// The body of a lane's thread. The core has admitted the lane.
-pub(super) fn run(hub: &Arc<Hub>, lane: u16, socket: LaneSocket) {
+/// Starts the thread of a lane that the core has admitted.
+pub(super) fn start(hub: &Arc<Hub>, lane: u16, socket: LaneSocket) {
+    let own = Arc::clone(hub);
+    if !hub.spawn(format!("dunlin-lane-in-{lane}"), move || {
+        run(&own, lane, socket);
+    }) {
+        let mut core = hub.lock();
+        core.trunk.admitted_over(lane);
+        hub.settle(&mut core);
+    }
+}
+
+/// The body of a lane's thread.
+fn run(hub: &Hub, lane: u16, socket: LaneSocket) {
     let result = receiver(hub, socket).and_then(|receiver| receive_all(hub, lane, receiver));
     let mut core = hub.lock();
-    core.cutters.remove(&(Way::In, lane));
+    core.cutters.remove(&(Direction::In, lane));
     core.trunk.admitted_over(lane);
     hub.settle(&mut core);
-    let is_over = core.over.is_some();
+    let is_over = core.control.is_over();
     drop(core);
     if let Err(error) = result
         && !is_over
@@ -60,15 +72,17 @@ fn receiver(hub: &Hub, socket: LaneSocket) -> Result<DataReceiver, AdmitError> {
     admit(hub.terms.security, false, sealed, socket, &is_peer)
 }
 
-fn receive_all(hub: &Arc<Hub>, lane: u16, mut receiver: DataReceiver) -> Result<(), AdmitError> {
+fn receive_all(hub: &Hub, lane: u16, mut receiver: DataReceiver) -> Result<(), AdmitError> {
     let canceller = receiver.canceller();
     {
         let mut core = hub.lock();
-        if core.over.is_some() {
+        if core.control.is_over() {
             return Ok(());
         }
-        core.cutters
-            .insert((Way::In, lane), Box::new(move || canceller.shutdown()));
+        core.cutters.insert(
+            (Direction::In, lane),
+            Box::new(move || canceller.shutdown()),
+        );
     }
     let mut header = [0; FRAME_HEADER_BYTES];
     loop {
@@ -105,7 +119,7 @@ fn receive_all(hub: &Arc<Hub>, lane: u16, mut receiver: DataReceiver) -> Result<
 }
 
 /// A whole piece has come. False where the trunk is over.
-fn arrived(hub: &Arc<Hub>, lane: u16, data: &Data, piece: Piece) -> bool {
+fn arrived(hub: &Hub, lane: u16, data: &Data, piece: Piece) -> bool {
     let mut core = hub.lock();
     let channel = data.channel();
     let now_ns = hub.now_ns();
@@ -125,14 +139,11 @@ fn arrived(hub: &Arc<Hub>, lane: u16, data: &Data, piece: Piece) -> bool {
         Err(fault) => hub.broken(&mut core, &fault),
         Ok(turn) => {
             hub.settle(&mut core);
-            let socket = core
-                .channels
-                .get(&channel)
-                .map(|one| Arc::clone(&one.socket));
-            let over = core.over.is_some();
+            let socket = core.channels.socket(channel);
+            let over = core.control.is_over();
             drop(core);
             if let (Some(turn), Some(socket)) = (turn, socket) {
-                deliver(hub, &socket, turn, Some(Instant::now() + PATIENCE));
+                deliver(hub, &socket, turn, Some(Instant::now() + CONSUMER_WAIT));
             }
             return !over;
         }
@@ -142,7 +153,7 @@ fn arrived(hub: &Arc<Hub>, lane: u16, data: &Data, piece: Piece) -> bool {
 
 /// Writes a piece and all that follow it. Without a deadline, or when it has
 /// passed, what a full socket does not take is left to the poller.
-fn deliver(hub: &Arc<Hub>, socket: &Socket, turn: Delivery<Piece>, until: Option<Instant>) {
+fn deliver(hub: &Hub, socket: &Socket, turn: Delivery<Piece>, until: Option<Instant>) {
     let channel = turn.channel;
     let mut piece = turn.token;
     loop {
@@ -203,7 +214,7 @@ fn write(
 
 /// The body of the poller: goes on with sockets that were full, and finds those
 /// that have failed while nobody reads or writes them.
-pub(super) fn poll(hub: &Arc<Hub>) {
+pub(super) fn poll(hub: &Hub) {
     let mut ready = Vec::new();
     loop {
         ready.clear();
@@ -211,7 +222,7 @@ pub(super) fn poll(hub: &Arc<Hub>) {
         let _ = hub.writes.wait(&mut ready, None);
         for one in &ready {
             let mut core = hub.lock();
-            if core.over.is_some() {
+            if core.control.is_over() {
                 return;
             }
             let Ok(channel) = u32::try_from(one.token) else {
@@ -222,10 +233,7 @@ pub(super) fn poll(hub: &Arc<Hub>) {
             if one.failed && fails(hub, &mut core, channel) {
                 continue;
             }
-            let socket = core
-                .channels
-                .get(&channel)
-                .map(|one| Arc::clone(&one.socket));
+            let socket = core.channels.socket(channel);
             let turn = core.trunk.writable(channel);
             drop(core);
             if let (Some(socket), Some(turn)) = (socket, turn) {
@@ -237,14 +245,14 @@ pub(super) fn poll(hub: &Arc<Hub>) {
 
 /// Fails a channel whose socket tells that it was reset. What a unix socket has
 /// received is read first, and its error then.
-fn fails(hub: &Arc<Hub>, core: &mut Core, channel: u32) -> bool {
-    let Some(one) = core.channels.get(&channel) else {
+fn fails(hub: &Hub, core: &mut Core, channel: u32) -> bool {
+    let Some(socket) = core.channels.socket(channel) else {
         return true;
     };
-    if !one.socket.tells_resets() {
+    if !socket.tells_resets() {
         return false;
     }
-    let error = one.socket.error();
+    let error = socket.error();
     hub.fail(core, channel, &error, hub.now_ns());
     hub.settle(core);
     true

@@ -6,7 +6,7 @@
 //! others wait until there is more than that one can do.
 
 use std::io;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::Instant;
 
 use dunlin_linux::epoll::{Readiness, Ready};
@@ -18,26 +18,27 @@ use vm_memory::VolatileSlice;
 
 use super::event::Event;
 use super::failure::Failure;
-use super::hub::{Core, Hub, WAKE, Way};
+use super::hub::{Core, Direction, Hub, WAKE};
 use super::piece::{PIECE_BYTES, Piece};
 use super::socket::Socket;
 use dunlin_lane::data::{DataSender, SendError};
-use dunlin_lane::dial::{DialCancel, LaneRequest, LaneTicket};
+use dunlin_lane::dial::{DialCancel, LaneDialer, LaneRequest, LaneTicket};
+use dunlin_lane::sync;
 
 /// From this much on a read is worth another one at once, and its sending long
 /// enough that somebody else should watch the sockets meanwhile.
 const MUCH_BYTES: usize = 16 * 1024;
 
 /// The body of a lane's thread, from connecting to the end.
-pub(super) fn run(hub: &Arc<Hub>, lane: u16) {
-    let result = open(hub, lane).and_then(|sender| send_all(hub, lane, sender));
+pub(super) fn run(hub: &Hub, lane: u16, dialer: &dyn LaneDialer) {
+    let result = open(hub, lane, dialer).and_then(|sender| send_all(hub, lane, sender));
     let mut core = hub.lock();
     core.dials.remove(&lane);
-    core.cutters.remove(&(Way::Out, lane));
+    core.cutters.remove(&(Direction::Out, lane));
     core.trunk.lane_over(lane, hub.now_ns());
     hub.settle(&mut core);
     promote(hub, &core);
-    let is_over = core.over.is_some();
+    let is_over = core.control.is_over();
     drop(core);
     if let Err(failure) = result
         && !is_over
@@ -48,14 +49,14 @@ pub(super) fn run(hub: &Arc<Hub>, lane: u16) {
 }
 
 /// A lane that has said whose it is. Whatever part of it takes long ends with the trunk.
-fn open(hub: &Arc<Hub>, lane: u16) -> Result<DataSender, Failure> {
+fn open(hub: &Hub, lane: u16, dialer: &dyn LaneDialer) -> Result<DataSender, Failure> {
     let terms = &hub.terms;
     let at = terms.lanes_at.to_string();
     let cancel = DialCancel::new()
         .map_err(|error| lost("cannot create an eventfd for a lane".to_owned()).because(&error))?;
     {
         let mut core = hub.lock();
-        if core.over.is_some() {
+        if core.control.is_over() {
             return Err(lost(format!("lane {lane} is not wanted any more")));
         }
         core.dials.insert(lane, cancel.clone());
@@ -69,7 +70,7 @@ fn open(hub: &Arc<Hub>, lane: u16) -> Result<DataSender, Failure> {
         cancel: &cancel,
         connector: &hub.site.connector,
     };
-    let dialled = hub.dialer()?.dial(&request);
+    let dialled = dialer.dial(&request);
     let mut sender = dialled.map_err(|error| {
         let code = error.permanent().unwrap_or(FaultCode::LaneLost);
         Failure::new(code, format!("lane {lane} to {at} cannot be opened")).because(&error)
@@ -88,8 +89,10 @@ fn open(hub: &Arc<Hub>, lane: u16) -> Result<DataSender, Failure> {
     if !core.trunk.lane_stands(lane, hub.now_ns()) {
         return Err(lost(format!("lane {lane} stood too late")));
     }
-    core.cutters
-        .insert((Way::Out, lane), Box::new(move || canceller.shutdown()));
+    core.cutters.insert(
+        (Direction::Out, lane),
+        Box::new(move || canceller.shutdown()),
+    );
     hub.settle(&mut core);
     Ok(sender)
 }
@@ -102,12 +105,12 @@ fn failed(lane: u16, error: &SendError) -> Failure {
     Failure::new(FaultCode::LaneLost, format!("lane {lane} was lost")).because(error)
 }
 
-fn send_all(hub: &Arc<Hub>, lane: u16, mut sender: DataSender) -> Result<(), Failure> {
+fn send_all(hub: &Hub, lane: u16, mut sender: DataSender) -> Result<(), Failure> {
     let fresh = || hub.pool.take(PIECE_BYTES);
     let mut scratch = fresh();
     let mut ready = Vec::new();
     let records = hub.site.limits.lane_records;
-    hub.lock().senders += 1;
+    hub.lock().senders.count += 1;
     let result = loop {
         let (work, socket) = next(hub, lane, sender.key_usage(records), &mut ready);
         let sent = match work {
@@ -150,43 +153,42 @@ fn send_all(hub: &Arc<Hub>, lane: u16, mut sender: DataSender) -> Result<(), Fai
             break Err(failed(lane, &error));
         }
     };
-    hub.lock().senders -= 1;
+    hub.lock().senders.count -= 1;
     result
 }
 
 /// What the lane does next; waits until there is something.
 fn next(
-    hub: &Arc<Hub>,
+    hub: &Hub,
     lane: u16,
-    wear: KeyUsage,
+    usage: KeyUsage,
     ready: &mut Vec<Ready>,
 ) -> (Work<Piece>, Option<Arc<Socket>>) {
     let mut core = hub.lock();
     loop {
-        let work = core.trunk.next(lane, wear, hub.now_ns());
+        let work = core.trunk.next(lane, usage, hub.now_ns());
         hub.settle(&mut core);
         match work {
-            Work::Wait if core.watched => {
-                core.followers += 1;
-                core = hub.idle.wait(core).unwrap_or_else(PoisonError::into_inner);
-                core.followers -= 1;
-                core.woken = false;
+            Work::Wait if core.senders.watched => {
+                core.senders.followers += 1;
+                core = sync::wait(&hub.idle, core, None);
+                core.senders.followers -= 1;
+                core.senders.woken = false;
             }
             Work::Wait => {
-                core.watched = true;
+                core.senders.watched = true;
                 drop(core);
                 ready.clear();
                 // A signal and a failure both leave nothing ready; the latter, of
                 // a set that is ours, cannot be.
                 let _ = hub.reads.wait(ready, None);
                 core = hub.lock();
-                core.watched = false;
-                core.woken = false;
+                core.senders.watched = false;
+                core.senders.woken = false;
                 take_ready(hub, &mut core, ready);
             }
             Work::Read { channel, .. } => {
-                let socket = core.channels.get(&channel);
-                return (work, socket.map(|one| Arc::clone(&one.socket)));
+                return (work, core.channels.socket(channel));
             }
             _ => {
                 promote(hub, &core);
@@ -209,7 +211,7 @@ pub(super) fn take_ready(hub: &Hub, core: &mut Core, ready: &[Ready]) {
 
 /// Lets another thread watch the sockets, if nobody does.
 fn promote(hub: &Hub, core: &Core) {
-    if !core.watched && core.followers > 0 {
+    if !core.senders.watched && core.senders.followers > 0 {
         hub.idle.notify_one();
     }
 }
@@ -232,7 +234,7 @@ fn watch_again(hub: &Hub, channel: u32, socket: Option<Arc<Socket>>) {
 /// Reads a channel's socket once, and tells the core what came of it. Returns
 /// what is to be sent, and the socket if it has no more for now.
 fn read(
-    hub: &Arc<Hub>,
+    hub: &Hub,
     lane: u16,
     channel: u32,
     most: usize,

@@ -1,19 +1,22 @@
-//! The control lane of a trunk: one thread says what there is to say and
-//! keeps the time, one reads; and a lane that is lost is made anew.
+//! The talker of a trunk, which sends its messages, keeps its time and starts its threads; the
+//! reader of its control lane; and how a lost control lane is resumed.
 
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::stripe::message::{Header, MESSAGE_HEADER_BYTES, Message};
 use zeroize::Zeroize;
 
-use super::dial;
 use super::event::Event;
 use super::failure::Failure;
-use super::hub::{Core, Hub};
-use super::{receive, send};
+use super::handshake::Offered;
+use super::hub::{Control, Core, Hub, Start, Talker};
+use super::terms::Origin;
+use super::{exit, receive, send};
 use dunlin_lane::control::{ControlError, ControlStream};
+use dunlin_lane::dial::LaneDialer;
+use dunlin_lane::sync;
 
 /// Messages are gathered up to this for one write.
 const BATCH_BYTES: usize = 32 * 1024;
@@ -25,46 +28,42 @@ const IDLE: Duration = Duration::from_secs(60);
 /// Between attempts to make a control lane anew.
 const REDIAL: Duration = Duration::from_millis(200);
 
-/// The trunk's own thread: starts the others, and joins them when it is over.
-pub(super) fn run(hub: &Arc<Hub>) {
-    let (poller, reader) = (Arc::clone(hub), Arc::clone(hub));
-    let control = hub.lock().control.clone();
-    let started = hub.spawn("dunlin-poller".to_owned(), move || receive::poll(&poller))
-        && control.is_some_and(|control| {
-            hub.spawn("dunlin-control".to_owned(), move || {
-                read(&reader, &control, 1);
-            })
-        });
+/// Runs a trunk until it is over and its threads are joined; returns why it is over.
+pub(super) fn run(hub: &Arc<Hub>, dialer: &Arc<dyn LaneDialer>) -> FaultCode {
+    let poller = Arc::clone(hub);
+    let mut started = hub.spawn("dunlin-poller".to_owned(), move || receive::poll(&poller));
+    if let Control::Up { epoch, stream } = &hub.lock().control {
+        started &= spawn_reader(hub, stream, *epoch);
+    }
     if !started {
         hub.end(FaultCode::Kernel);
     }
-    let fault = talk(hub);
-    let control = hub.lock().control.take();
+    let fault = talk(hub, dialer);
+    let control = hub.lock().control.close();
     if let Some(control) = control {
-        // The peer hears that nothing more comes; it may be gone.
+        // The peer reads that nothing more comes; it may be gone.
         let _ = control.close();
         control.shutdown();
     }
-    hub.join();
-    hub.leave_dialer();
-    hub.site.forget(hub, fault);
+    hub.threads.join();
+    fault
 }
 
-/// Says what there is to say until the trunk is over.
-fn talk(hub: &Arc<Hub>) -> FaultCode {
+/// Sends messages and starts threads until the trunk is over.
+fn talk(hub: &Arc<Hub>, dialer: &Arc<dyn LaneDialer>) -> FaultCode {
     let mut batch = Vec::new();
     let mut ready = Vec::new();
     let mut idle_since = Instant::now();
     loop {
         let mut core = hub.lock();
-        core.talker_waits = false;
-        if core.senders == 0 {
-            // Nobody else looks, and what waits for a lane must be known.
+        core.talker = Talker::Runs;
+        if core.senders.count == 0 {
+            // No lane's thread watches the sockets: find out here whether a lane is needed.
             ready.clear();
             let _ = hub.reads.wait(&mut ready, Some(Duration::ZERO));
             send::take_ready(hub, &mut core, &ready);
         }
-        let mine = hub.terms.redial.is_some();
+        let mine = hub.terms.is_dialled();
         if core.trunk.channels() > 0 {
             idle_since = Instant::now();
         } else if mine && idle_since.elapsed() >= IDLE {
@@ -77,32 +76,61 @@ fn talk(hub: &Arc<Hub>) -> FaultCode {
         if !take_messages(hub, &mut core, &mut batch) {
             return FaultCode::Internal;
         }
-        // Behind all that may have ended it: nothing wakes this thread again.
-        if let Some(fault) = core.over {
+        for one in std::mem::take(&mut core.starts) {
+            start(hub, &mut core, dialer, one);
+            hub.settle(&mut core);
+        }
+        // Behind everything that may have ended it: nothing wakes this thread again.
+        if let Some(fault) = core.control.fault() {
             return fault;
         }
         if !batch.is_empty() {
-            let (control, epoch) = (core.control.clone(), core.epoch);
+            let Control::Up { epoch, stream } = &core.control else {
+                continue;
+            };
+            let (epoch, stream) = (*epoch, Arc::clone(stream));
             drop(core);
-            let sent = control.map_or(Ok(()), |control| control.send(&batch));
-            if let Err(error) = sent {
+            if let Err(error) = stream.send(&batch) {
                 lost(hub, epoch, &error);
             }
             continue;
         }
-        let due_ns = core.trunk.due_ns();
-        let due = due_ns.map(|due_ns| Duration::from_nanos(due_ns.saturating_sub(hub.now_ns())));
+        if !core.starts.is_empty() {
+            continue;
+        }
+        let until_ns = core.trunk.due_ns();
+        let due = until_ns.map(|due_ns| Duration::from_nanos(due_ns.saturating_sub(hub.now_ns())));
         let cold =
             (mine && core.trunk.channels() == 0).then(|| IDLE.saturating_sub(idle_since.elapsed()));
         let wait = due.into_iter().chain(cold).min();
-        core.talker_waits = true;
-        core.talk_by_ns = due_ns;
-        match wait {
-            Some(wait) => {
-                let waited = hub.talk.wait_timeout(core, wait);
-                drop(waited.unwrap_or_else(PoisonError::into_inner));
+        core.talker = Talker::Waits { until_ns };
+        drop(sync::wait(&hub.talk, core, wait));
+    }
+}
+
+/// Starts a thread that the core wants.
+fn start(hub: &Arc<Hub>, core: &mut Core, dialer: &Arc<dyn LaneDialer>, one: Start) {
+    let own = Arc::clone(hub);
+    match one {
+        Start::Lane(lane) => {
+            let dialer = Arc::clone(dialer);
+            let body = move || send::run(&own, lane, &*dialer);
+            if !hub.spawn(format!("dunlin-lane-{lane}"), body) {
+                core.trunk.lane_over(lane, hub.now_ns());
             }
-            None => drop(hub.talk.wait(core).unwrap_or_else(PoisonError::into_inner)),
+        }
+        Start::Target {
+            channel,
+            route,
+            parameter,
+        } => {
+            let body = move || exit::connect(&own, channel, &route, &parameter);
+            if !hub.spawn(format!("dunlin-target-{channel}"), body) {
+                core.connecting -= 1;
+                let (code, text) = (FaultCode::TargetUnreachable, "cannot start a thread");
+                core.trunk
+                    .refuse(channel, code, text.to_owned(), hub.now_ns());
+            }
         }
     }
 }
@@ -110,11 +138,14 @@ fn talk(hub: &Arc<Hub>) -> FaultCode {
 /// Encodes what there is to say. False where it cannot be.
 fn take_messages(hub: &Arc<Hub>, core: &mut Core, batch: &mut Vec<u8>) -> bool {
     batch.clear();
+    let Control::Up { epoch, .. } = core.control else {
+        return true;
+    };
     while batch.len() < BATCH_BYTES {
         let Some(message) = core.trunk.next_message(hub.now_ns()) else {
             break;
         };
-        if let Err(error) = message.encode(core.epoch, batch) {
+        if let Err(error) = message.encode(epoch, batch) {
             let text = format!("{} cannot be sent: {error}", message.kind());
             hub.site.tell(Event::Warning(text));
             core.trunk.end(FaultCode::Internal);
@@ -134,7 +165,7 @@ fn read(hub: &Arc<Hub>, control: &ControlStream, epoch: u32) {
         match read_one(hub, control, epoch, &mut body) {
             Ok(Some(message)) => {
                 let mut core = hub.lock();
-                if core.epoch != epoch {
+                if !core.control.is_up(epoch) {
                     return;
                 }
                 match core.trunk.handle(message, hub.now_ns()) {
@@ -205,43 +236,41 @@ fn read_one(
 /// The control lane of this epoch is over.
 fn lost(hub: &Arc<Hub>, epoch: u32, error: &ControlError) {
     let mut core = hub.lock();
-    if core.epoch != epoch || core.over.is_some() {
-        return;
-    }
-    let Some(control) = core.control.take() else {
+    let Some(stream) = core.control.lose(epoch) else {
         return;
     };
-    control.shutdown();
+    stream.shutdown();
     if matches!(error, ControlError::Closed) {
-        // It says that it has ended.
+        // The peer has ended the trunk.
         core.trunk.end(FaultCode::Ended);
         return hub.settle(&mut core);
     }
     core.trunk.control_down(hub.now_ns());
     hub.settle(&mut core);
     drop(core);
-    let peer = hub.peer_name();
+    let peer = hub.terms.peer_name();
     let failure = Failure::of_control(error);
     hub.site.tell(Event::ControlLost { peer, failure });
-    if hub.terms.redial.is_some() {
+    if hub.terms.is_dialled() {
         let again = Arc::clone(hub);
         hub.spawn("dunlin-redial".to_owned(), move || redial(&again, epoch));
     }
 }
 
-/// Makes the control lane anew until it stands or nothing is left to make it for.
+/// Dials the control lane again until it is up or the trunk is over.
 fn redial(hub: &Arc<Hub>, epoch: u32) {
+    let Origin::Dialled(to) = &hub.terms.origin else {
+        return;
+    };
     let mut next = epoch;
-    loop {
-        if hub.lock().over.is_some() {
-            return;
-        }
+    while !hub.lock().control.is_over() {
         next = next.saturating_add(1);
-        match dial::resume(hub, next) {
-            Ok(control) => {
-                up(hub, control, next);
-                return;
-            }
+        let deadline = Instant::now() + hub.site.limits.silence();
+        let dialled = Offered::dial(&hub.site, to, hub.terms.session, next, deadline)
+            .and_then(Offered::selected)
+            .and_then(|selected| selected.resumed(&hub.terms));
+        match dialled {
+            Ok(control) => return resume(hub, control, next),
             Err(failure) if failure.code() == FaultCode::UnknownSession => {
                 // Another process than before answers.
                 return hub.end(FaultCode::UnknownSession);
@@ -252,28 +281,27 @@ fn redial(hub: &Arc<Hub>, epoch: u32) {
     }
 }
 
-/// A control lane of a higher epoch stands. False where it comes too late.
-pub(super) fn up(hub: &Arc<Hub>, control: ControlStream, epoch: u32) -> bool {
+/// A control lane of a higher epoch takes the place of the one before. One that comes too late is
+/// dropped.
+pub(super) fn resume(hub: &Arc<Hub>, control: ControlStream, epoch: u32) {
+    let stream = Arc::new(control);
     let mut core = hub.lock();
-    if core.over.is_some() || epoch <= core.epoch {
-        return false;
+    if !core.control.resume(epoch, &stream) {
+        return;
     }
-    let control = Arc::new(control);
-    if let Some(old) = core.control.replace(Arc::clone(&control)) {
-        old.shutdown();
-    }
-    core.epoch = epoch;
     core.trunk.control_up(hub.now_ns());
-    let reader = Arc::clone(hub);
-    let started = hub.spawn("dunlin-control".to_owned(), move || {
-        read(&reader, &control, epoch);
-    });
-    if !started {
+    if !spawn_reader(hub, &stream, epoch) {
         core.trunk.end(FaultCode::Kernel);
     }
     hub.settle(&mut core);
     drop(core);
-    let peer = hub.peer_name();
+    let peer = hub.terms.peer_name();
     hub.site.tell(Event::ControlResumed { peer });
-    true
+}
+
+fn spawn_reader(hub: &Arc<Hub>, stream: &Arc<ControlStream>, epoch: u32) -> bool {
+    let (own, stream) = (Arc::clone(hub), Arc::clone(stream));
+    hub.spawn("dunlin-control".to_owned(), move || {
+        read(&own, &stream, epoch);
+    })
 }

@@ -1,7 +1,5 @@
-//! The far half of a channel: whether the peer may have it, and the connection
-//! to the hypervisor.
+//! Connections to what a route's channels are connected to.
 
-use dunlin_proto::text::harmless;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -14,69 +12,13 @@ use std::time::Instant;
 
 use dunlin_linux::signals::unblock_in;
 use dunlin_linux::socket::{connect as connect_tcp, connect_unix};
-use dunlin_proto::fault::FaultCode;
 
 use super::counted::Counted;
 use super::event::Event;
-use super::failure::Failure;
-use super::hub::{Channel, Hub};
-use super::meter::Count;
-use super::parameter;
 use super::route::Target;
 use super::site::Site;
 use super::socket::Socket;
 use dunlin_lane::reach::first_of;
-
-/// Makes a channel's connection and tells the core; the body of a thread.
-pub(super) fn connect(hub: &Arc<Hub>, channel: u32, route: &str, parameter: &str) {
-    let reached = reach(hub, route, parameter);
-    let mut core = hub.lock();
-    core.connecting -= 1;
-    match reached {
-        Ok((socket, window_bytes)) => {
-            if core.trunk.connected(channel, window_bytes) {
-                let route = route.to_owned();
-                let socket = Arc::new(socket);
-                core.channels.insert(channel, Channel::new(socket, route));
-                hub.watch(&mut core, channel, hub.now_ns());
-            } else {
-                socket.abort();
-            }
-        }
-        Err(failure) => {
-            let (code, text) = (failure.code(), failure.for_peer());
-            core.trunk.refuse(channel, code, text, hub.now_ns());
-            // The name is the peer's.
-            let route = harmless(route);
-            hub.site.tell(Event::Refused { route, failure });
-        }
-    }
-    hub.settle(&mut core);
-}
-
-/// The connection that a route stands for, and its window.
-fn reach(hub: &Hub, route: &str, parameter: &str) -> Result<(Socket, u64), Failure> {
-    let Some(exit) = hub.site.exit(route) else {
-        let text = format!("no route {:?} has a target here", harmless(route));
-        return Err(Failure::new(FaultCode::UnknownRoute, text));
-    };
-    let peer = &hub.terms.peer;
-    hub.site
-        .check_admitted(peer)
-        .and_then(|()| exit.allow.authorise_further(peer))
-        .map_err(|refused| {
-            let text = format!("route {route:?} is not for this peer");
-            Failure::new(FaultCode::Unauthorised, text).because(&refused)
-        })?;
-    let target = parameter::fill(route, &exit.target, parameter)?;
-    let deadline = Instant::now() + hub.site.limits.connect;
-    let socket = open(&hub.site, &hub.programs, &target, deadline).map_err(|error| {
-        let text = format!("route {route:?}: {target} cannot be reached");
-        Failure::new(FaultCode::TargetUnreachable, text).because(&error)
-    })?;
-    let count = Count::new(hub.site.meter(route), None);
-    Ok((socket.counted(count), exit.window_bytes))
-}
 
 /// Connects to a target; `programs` counts those that the same peers have had
 /// started and that have not ended.

@@ -462,7 +462,7 @@ fn reach(site: &Site, entrance: &Entrance, deadline: Instant) -> Result<Relayed,
         })
     })?;
     let stream = first_of(to, |address| connect(address, deadline)).map_err(|error| {
-        Failure::told(
+        Failure::of_peer(
             FaultCode::TargetUnreachable,
             &format!("{to} cannot be reached: {error}"),
         )
@@ -477,7 +477,7 @@ fn reach(site: &Site, entrance: &Entrance, deadline: Instant) -> Result<Relayed,
         };
         let text = format!("no TLS connection to {to}: {error}{hint}");
         match error.of_control_lane() {
-            FaultCode::ControlLost => Failure::told(FaultCode::TargetUnreachable, &text),
+            FaultCode::ControlLost => Failure::of_peer(FaultCode::TargetUnreachable, &text),
             code => Failure::new(code, text),
         }
     })

@@ -6,14 +6,14 @@ use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
-use std::thread::{self, JoinHandle};
 
-use dunlin_linux::poll::{Waker, waker};
+use dunlin_linux::poll::Wakeup;
 use dunlin_linux::socket::set_reset_on_close;
 
 use crate::event::Event;
 use crate::route::RelayExit;
 use crate::site::Site;
+use crate::threads::Worker;
 use dunlin_lane::accept::{RelayArrival, accept_relayed};
 use dunlin_lane::handshake::relay::Relayed;
 use dunlin_lane::policy::ServerTls;
@@ -23,8 +23,7 @@ pub(super) struct Port {
     pub(super) address: SocketAddr,
     exit: Arc<Mutex<RelayExit>>,
     tls: ServerTls,
-    stop: Waker,
-    thread: Option<JoinHandle<()>>,
+    _thread: Worker,
 }
 
 impl Port {
@@ -41,12 +40,11 @@ impl Port {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let listener = TcpListener::bind(exit.listen)?;
         let address = listener.local_addr()?;
-        let (stop, stopped) = waker()?;
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let exit = Arc::new(Mutex::new(exit));
         let (site, own, own_tls) = (Arc::clone(site), Arc::clone(&exit), tls.clone());
-        let body = move || {
-            let result = accept_relayed(&listener, &own_tls, &stopped, |arrival| {
+        let body = move |stopped: &Wakeup| {
+            let result = accept_relayed(&listener, &own_tls, stopped, |arrival| {
                 let exit = of(&own);
                 if let Some(relayed) = allowed(&site, &exit, arrival) {
                     secured(number, exit, relayed);
@@ -54,18 +52,17 @@ impl Port {
             });
             if let Err(error) = result {
                 let route = of(&own).route;
-                let text = format!("route {route} takes no TLS clients any more: {error}");
+                let text = format!("route {route} accepts no TLS clients any more: {error}");
                 site.tell(Event::Warning(text));
             }
         };
         let name = format!("dunlin-relay-port-{number}");
-        let thread = Some(thread::Builder::new().name(name).spawn(body)?);
+        let thread = Worker::start(name, body)?;
         Ok(Self {
             address,
             exit,
             tls,
-            stop,
-            thread,
+            _thread: thread,
         })
     }
 
@@ -84,16 +81,6 @@ impl Port {
     pub(super) fn renew(&self, exit: RelayExit, tls: &ServerTls) {
         *lock(&self.exit) = exit;
         self.tls.replace(tls);
-    }
-}
-
-impl Drop for Port {
-    fn drop(&mut self) {
-        self.stop.wake();
-        if let Some(thread) = self.thread.take() {
-            // A panic has been printed by its hook.
-            let _ = thread.join();
-        }
     }
 }
 

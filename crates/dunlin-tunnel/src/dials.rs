@@ -1,0 +1,66 @@
+//! Control lanes whose handshake is under way, on either side: they end with the tunnel.
+
+use dunlin_lane::dial::DialCancel;
+use dunlin_lane::sync::lock;
+use std::collections::BTreeMap;
+use std::sync::Mutex;
+
+use dunlin_proto::fault::FaultCode;
+
+use super::failure::Failure;
+
+/// All of a tunnel.
+#[derive(Default)]
+pub(super) struct Dials(Mutex<State>);
+
+#[derive(Default)]
+struct State {
+    /// The tunnel ends: none begins any more.
+    is_over: bool,
+    last: u64,
+    under_way: BTreeMap<u64, DialCancel>,
+}
+
+/// One of them, until this is dropped.
+pub(super) struct Dialling<'a> {
+    all: &'a Dials,
+    number: u64,
+    pub(super) cancel: DialCancel,
+}
+
+impl Dials {
+    /// One more.
+    ///
+    /// # Errors
+    /// The tunnel ends already, or no descriptors are left.
+    pub(super) fn begin(&self) -> Result<Dialling<'_>, Failure> {
+        let cancel = DialCancel::new().map_err(|error| {
+            Failure::new(FaultCode::Kernel, "cannot create an eventfd").because(&error)
+        })?;
+        let mut state = lock(&self.0);
+        if state.is_over {
+            return Err(Failure::new(FaultCode::Ended, "this tunnel ends"));
+        }
+        state.last += 1;
+        let number = state.last;
+        state.under_way.insert(number, cancel.clone());
+        Ok(Dialling {
+            all: self,
+            number,
+            cancel,
+        })
+    }
+
+    /// Cancels those that are under way. None begins any more.
+    pub(super) fn end(&self) {
+        let mut state = lock(&self.0);
+        state.is_over = true;
+        state.under_way.values().for_each(DialCancel::cancel);
+    }
+}
+
+impl Drop for Dialling<'_> {
+    fn drop(&mut self) {
+        lock(&self.all.0).under_way.remove(&self.number);
+    }
+}

@@ -1,0 +1,81 @@
+//! Threads that are joined: all of a trunk or of a tunnel together, or one with its owner.
+
+use dunlin_lane::sync::lock;
+use std::io;
+use std::sync::Mutex;
+use std::thread::{self, JoinHandle};
+
+use dunlin_linux::poll::{Waker, Wakeup, waker};
+
+/// Threads that are joined together.
+#[derive(Debug, Default)]
+pub(super) struct Threads(Mutex<Vec<JoinHandle<()>>>);
+
+impl Threads {
+    /// Starts one more.
+    ///
+    /// # Errors
+    /// What clone(2) returns.
+    pub(super) fn spawn(
+        &self,
+        name: String,
+        body: impl FnOnce() + Send + 'static,
+    ) -> io::Result<()> {
+        let thread = thread::Builder::new().name(name).spawn(body)?;
+        let mut threads = lock(&self.0);
+        threads.retain(|one| !one.is_finished());
+        threads.push(thread);
+        Ok(())
+    }
+
+    /// Waits for all of them, also for those that they start meanwhile. The caller has made them
+    /// end and is none of them.
+    pub(super) fn join(&self) {
+        loop {
+            let threads = std::mem::take(&mut *lock(&self.0));
+            if threads.is_empty() {
+                return;
+            }
+            for thread in threads {
+                // A panic has been printed by its hook.
+                let _ = thread.join();
+            }
+        }
+    }
+}
+
+/// A thread that ends when this is dropped, which waits for it.
+pub(super) struct Worker {
+    stop: Waker,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Worker {
+    /// Starts a thread, which ends when its argument becomes readable.
+    ///
+    /// # Errors
+    /// No descriptors or threads are left.
+    pub(super) fn start(
+        name: String,
+        body: impl FnOnce(&Wakeup) + Send + 'static,
+    ) -> io::Result<Self> {
+        let (stop, stopped) = waker()?;
+        let thread = thread::Builder::new()
+            .name(name)
+            .spawn(move || body(&stopped))?;
+        Ok(Self {
+            stop,
+            thread: Some(thread),
+        })
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.stop.wake();
+        if let Some(thread) = self.thread.take() {
+            // A panic has been printed by its hook.
+            let _ = thread.join();
+        }
+    }
+}
