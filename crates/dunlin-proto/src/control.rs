@@ -337,34 +337,6 @@ pub enum Message {
     },
 }
 
-impl Message {
-    /// Which message it is.
-    #[must_use]
-    pub fn kind(&self) -> Kind {
-        match self {
-            Self::Describe(_) => Kind::Describe,
-            Self::Accept(_) => Kind::Accept,
-            Self::Refuse { .. } => Kind::Refuse,
-            Self::LaneUp { .. } => Kind::LaneUp,
-            Self::LaneRefused { .. } => Kind::LaneRefused,
-            Self::Ack { .. } => Kind::Ack,
-            Self::Section(_) => Kind::Section,
-            Self::Final(_) => Kind::Final,
-            Self::Ready { .. } => Kind::Ready,
-            Self::Commit { .. } => Kind::Commit,
-            Self::Running { .. } => Kind::Running,
-            Self::Release => Kind::Release,
-            Self::Cancel { .. } => Kind::Cancel,
-            Self::Ping { .. } => Kind::Ping,
-            Self::Pong { .. } => Kind::Pong,
-            Self::Fence { .. } => Kind::Fence,
-            Self::Fenced { .. } => Kind::Fenced,
-            Self::Inquire { .. } => Kind::Inquire,
-            Self::Answer { .. } => Kind::Answer,
-        }
-    }
-}
-
 /// Which side sends a kind of message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Sender {

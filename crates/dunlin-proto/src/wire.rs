@@ -17,6 +17,7 @@
 //! An unknown optional field is skipped, an unknown required one refuses the
 //! message.
 
+pub(crate) mod codec;
 mod error;
 pub(crate) mod message;
 mod start;
@@ -269,6 +270,15 @@ impl<'a> Reader<'a> {
         Err(self.refuse(what, DecodeReason::Trailing { bytes }))
     }
 
+    /// Takes everything that is left.
+    pub(crate) fn rest(&mut self) -> Self {
+        let left = Self {
+            rest: &[],
+            offset: self.offset + self.rest.len(),
+        };
+        std::mem::replace(self, left)
+    }
+
     fn refuse(&self, what: &'static str, why: DecodeReason) -> DecodeError {
         DecodeError {
             what,
@@ -436,19 +446,25 @@ impl<'a> Writer<'a> {
     }
 }
 
+/// The error for a value that a peer would refuse.
+pub(crate) fn invalid(what: &'static str, why: &'static str) -> EncodeError {
+    EncodeError::Invalid { what, why }
+}
+
+/// The error for a number over its limit.
+pub(crate) fn over(what: &'static str, value: u64, limit: u64) -> EncodeError {
+    EncodeError::OverLimit { what, value, limit }
+}
+
 /// A length as the integer that its field has, if it keeps its limit.
 pub(crate) fn bounded<T: TryFrom<usize>>(
     what: &'static str,
     value: usize,
     limit: usize,
 ) -> Result<T, EncodeError> {
-    let over = EncodeError::OverLimit {
-        what,
-        value: wide(value),
-        limit: wide(limit),
-    };
+    let error = over(what, wide(value), wide(limit));
     if value > limit {
-        return Err(over);
+        return Err(error);
     }
-    T::try_from(value).map_err(|_| over)
+    T::try_from(value).map_err(|_| error)
 }

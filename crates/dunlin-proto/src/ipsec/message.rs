@@ -105,22 +105,6 @@ pub enum Message {
     },
 }
 
-impl Message {
-    /// Which message it is.
-    #[must_use]
-    pub fn kind(&self) -> Kind {
-        match self {
-            Self::Terms(_) => Kind::Terms,
-            Self::Want { .. } => Kind::Want,
-            Self::Granted { .. } => Kind::Granted,
-            Self::Ready => Kind::Ready,
-            Self::Retire { .. } => Kind::Retire,
-            Self::Release { .. } => Kind::Release,
-            Self::End { .. } => Kind::End,
-        }
-    }
-}
-
 kinds! {
     Terms = 129, "terms";
     Want = 130, "want";

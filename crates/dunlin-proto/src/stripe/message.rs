@@ -190,30 +190,6 @@ pub enum Message {
     Drain,
 }
 
-impl Message {
-    /// Which message it is.
-    #[must_use]
-    pub fn kind(&self) -> Kind {
-        match self {
-            Self::Accept { .. } => Kind::Accept,
-            Self::Open(_) => Kind::Open,
-            Self::Opened { .. } => Kind::Opened,
-            Self::Refused { .. } => Kind::Refused,
-            Self::Credit(_) => Kind::Credit,
-            Self::Ack(_) => Kind::Ack,
-            Self::LaneRefused { .. } => Kind::LaneRefused,
-            Self::LaneLost(_) => Kind::LaneLost,
-            Self::Eof(_) => Kind::Eof,
-            Self::Closed { .. } => Kind::Closed,
-            Self::Reset { .. } => Kind::Reset,
-            Self::Gone { .. } => Kind::Gone,
-            Self::Ping { .. } => Kind::Ping,
-            Self::Pong { .. } => Kind::Pong,
-            Self::Drain => Kind::Drain,
-        }
-    }
-}
-
 kinds! {
     Accept = 65, "accept";
     Open = 66, "open";

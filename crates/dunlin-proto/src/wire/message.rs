@@ -1,8 +1,5 @@
-//! What the control messages of all protocols have in common.
-
-use super::{DecodeError, EncodeError, Reader, Writer, bad_value};
-use crate::fault::FaultCode;
-use crate::limits::MAX_TEXT_BYTES;
+//! What the control messages of all protocols have in common: one table of their kinds, and one of
+//! their fields.
 
 /// Defines the kinds of messages of one protocol, with a row for each: a number that never changes,
 /// the name by which docs/wire.md and logs call it, and whatever else the protocol says of it.
@@ -44,6 +41,16 @@ macro_rules! kinds {
             }
         }
 
+        impl Message {
+            /// Which message it is.
+            #[must_use]
+            pub fn kind(&self) -> Kind {
+                match self {
+                    $( Self::$variant { .. } => Kind::$variant, )*
+                }
+            }
+        }
+
         impl std::fmt::Display for Kind {
             fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
                 formatter.write_str(self.name())
@@ -63,44 +70,43 @@ macro_rules! kinds {
 }
 pub(crate) use kinds;
 
-pub(crate) fn encode_fault(
-    fault: FaultCode,
-    text: &str,
-    writer: &mut Writer<'_>,
-) -> Result<(), EncodeError> {
-    writer.u16(fault.to_wire());
-    writer.text("text", text, MAX_TEXT_BYTES)
-}
+/// Defines `encode_body` and `decode_body`: the fields of every message in their order on the wire, each
+/// with its name in errors and its [`Codec`](super::codec::Codec). A message that is a struct names that
+/// alone.
+macro_rules! bodies {
+    ($(
+        $variant:ident
+        $( { $( $field:ident: $what:literal as $codec:expr ),* $(,)? } )?
+        $( ( $whole:ident: $whole_what:literal as $whole_codec:expr ) )?;
+    )*) => {
+        /// Appends a message's body.
+        fn encode_body(
+            message: &Message,
+            writer: &mut $crate::wire::Writer<'_>,
+        ) -> Result<(), $crate::wire::EncodeError> {
+            match message {
+                $( Message::$variant $( { $( $field ),* } )? $( ($whole) )? => {
+                    $( $( $crate::wire::codec::Codec::encode(&$codec, $what, $field, writer)?; )* )?
+                    $( $crate::wire::codec::Codec::encode(&$whole_codec, $whole_what, $whole, writer)?; )?
+                } )*
+            }
+            Ok(())
+        }
 
-pub(crate) fn decode_fault(reader: &mut Reader<'_>) -> Result<(FaultCode, String), DecodeError> {
-    let fault = FaultCode::from_wire(reader.u16("fault")?);
-    let text = reader.text("text", MAX_TEXT_BYTES)?;
-    Ok((fault, text.to_owned()))
+        /// Reads the body of a message of this kind to its end.
+        fn decode_body(
+            kind: Kind,
+            mut body: $crate::wire::Reader<'_>,
+        ) -> Result<Message, $crate::wire::DecodeError> {
+            let reader = &mut body;
+            let message = match kind {
+                $( Kind::$variant => Message::$variant
+                    $( { $( $field: $crate::wire::codec::Codec::decode(&$codec, $what, reader)?, )* } )?
+                    $( ($crate::wire::codec::Codec::decode(&$whole_codec, $whole_what, reader)?) )?, )*
+            };
+            body.fields(|_, _| Ok(false))?;
+            Ok(message)
+        }
+    };
 }
-
-pub(crate) fn encode_lane(lane: u16, writer: &mut Writer<'_>) -> Result<(), EncodeError> {
-    if lane == 0 {
-        return Err(invalid("lane", "lane 0 is the control lane"));
-    }
-    writer.u16(lane);
-    Ok(())
-}
-
-pub(crate) fn decode_lane(reader: &mut Reader<'_>) -> Result<u16, DecodeError> {
-    let offset = reader.offset();
-    match reader.u16("lane")? {
-        0 => Err(bad_value("lane", 0, offset)),
-        lane => Ok(lane),
-    }
-}
-
-pub(crate) fn bounded(what: &'static str, value: u64, limit: u64) -> Result<(), EncodeError> {
-    if value <= limit {
-        return Ok(());
-    }
-    Err(EncodeError::OverLimit { what, value, limit })
-}
-
-pub(crate) fn invalid(what: &'static str, why: &'static str) -> EncodeError {
-    EncodeError::Invalid { what, why }
-}
+pub(crate) use bodies;

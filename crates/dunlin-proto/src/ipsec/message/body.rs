@@ -4,19 +4,50 @@
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use super::{Header, Kind, Message, Terms};
-use crate::fault::FaultCode;
 use crate::ipsec::plan::{UDP_SOURCE_PORTS, Udp};
 use crate::ipsec::ports::PortRange;
 use crate::ipsec::{LEAST_SPI, Mode, Sender, Slot};
 use crate::limits::{MAX_IPSEC_BODY_BYTES, MAX_SAS, MAX_SLOTS, MAX_TEXT_BYTES};
-use crate::wire::message::{encode_fault, invalid};
+use crate::wire::codec::{Codec, Fields, Layout, List, NOT_ZERO, Plain, Text, Within};
+use crate::wire::message::bodies;
 use crate::wire::{
-    DecodeError, DecodeReason, EncodeError, Reader, Start, Writer, bad_value, within,
+    DecodeError, DecodeReason, EncodeError, Reader, Start, Writer, bad_value, invalid, within,
 };
 
-const SLOT_BYTES: usize = 9;
-const SPI_BYTES: usize = 8;
-const INDEX_BYTES: usize = 4;
+const NOT_ASCENDING: &str = "there are some, and they ascend";
+
+const SLOTS: Ascending<Slot, Fields> = Ascending {
+    list: List {
+        most: MAX_SLOTS,
+        item_bytes: 9,
+        each: "SA",
+        item: Fields,
+    },
+    index: |slot| slot.index,
+};
+const SPIS: Ascending<(u32, u32), Spi> = Ascending {
+    list: List {
+        most: MAX_SLOTS,
+        item_bytes: 8,
+        each: "SPI",
+        item: Spi,
+    },
+    index: |(index, _)| *index,
+};
+const INDICES: Ascending<u32, Plain> = Ascending {
+    list: List {
+        most: MAX_SLOTS,
+        item_bytes: 4,
+        each: "index",
+        item: Plain,
+    },
+    index: |index| *index,
+};
+/// Those below are set aside by the kernel.
+const SPI: Within = Within {
+    least: LEAST_SPI as u64,
+    most: u32::MAX as u64,
+};
 
 impl Message {
     /// Appends header and body. Every message of version 1 must be understood, and
@@ -45,199 +76,183 @@ impl Message {
     }
 }
 
-/// Appends a message's body.
-fn encode_body(message: &Message, writer: &mut Writer<'_>) -> Result<(), EncodeError> {
-    match message {
-        Message::Terms(terms) => encode_terms(terms, writer)?,
-        Message::Want { epoch, slots } => {
-            encode_epoch(*epoch, writer)?;
-            ascending(slots.iter().map(|slot| slot.index))?;
-            writer.count("SA count", slots.len(), MAX_SLOTS)?;
-            slots
-                .iter()
-                .try_for_each(|slot| encode_slot(slot, writer))?;
-        }
-        Message::Granted { epoch, spis } => {
-            encode_epoch(*epoch, writer)?;
-            ascending(spis.iter().map(|(index, _)| *index))?;
-            writer.count("SA count", spis.len(), MAX_SLOTS)?;
-            for (index, spi) in spis {
-                if *spi < LEAST_SPI {
-                    return Err(invalid("SPI", "those below 256 are set aside"));
-                }
-                writer.u32(*index);
-                writer.u32(*spi);
-            }
-        }
-        Message::Ready => {}
-        Message::Retire { epoch } => encode_epoch(*epoch, writer)?,
-        Message::Release { indices } => {
-            ascending(indices.iter().copied())?;
-            writer.count("SA count", indices.len(), MAX_SLOTS)?;
-            for index in indices {
-                writer.u32(*index);
-            }
-        }
-        Message::End { fault, text } => {
-            encode_fault(*fault, text, writer)?;
-        }
-    }
-    Ok(())
+bodies! {
+    Terms(terms: "terms" as Fields);
+    Want { epoch: "epoch" as NOT_ZERO, slots: "SA count" as SLOTS };
+    Granted { epoch: "epoch" as NOT_ZERO, spis: "SA count" as SPIS };
+    Ready;
+    Retire { epoch: "epoch" as NOT_ZERO };
+    Release { indices: "SA count" as INDICES };
+    End { fault: "fault" as Plain, text: "text" as Text(MAX_TEXT_BYTES) };
 }
 
-/// Reads the body of a message of this kind to its end.
-fn decode_body(kind: Kind, mut body: Reader<'_>) -> Result<Message, DecodeError> {
-    let reader = &mut body;
-    let message = match kind {
-        Kind::Terms => Message::Terms(decode_terms(reader)?),
-        Kind::Want => {
-            let epoch = decode_epoch(reader)?;
-            let offset = reader.offset();
-            let count = reader.count("SA count", MAX_SLOTS, SLOT_BYTES)?;
-            let slots = (0..count).map(|_| decode_slot(reader));
-            let slots = slots.collect::<Result<Vec<_>, _>>()?;
-            in_order(slots.iter().map(|slot| slot.index), offset)?;
-            Message::Want { epoch, slots }
-        }
-        Kind::Granted => {
-            let epoch = decode_epoch(reader)?;
-            let offset = reader.offset();
-            let count = reader.count("SA count", MAX_SLOTS, SPI_BYTES)?;
-            let spis = (0..count).map(|_| {
-                let index = reader.u32("index")?;
-                let offset = reader.offset();
-                match reader.u32("SPI")? {
-                    spi @ LEAST_SPI.. => Ok((index, spi)),
-                    spi => Err(bad_value("SPI", u64::from(spi), offset)),
-                }
-            });
-            let spis = spis.collect::<Result<Vec<_>, _>>()?;
-            in_order(spis.iter().map(|(index, _)| *index), offset)?;
-            Message::Granted { epoch, spis }
-        }
-        Kind::Ready => Message::Ready,
-        Kind::Retire => Message::Retire {
-            epoch: decode_epoch(reader)?,
-        },
-        Kind::Release => {
-            let offset = reader.offset();
-            let count = reader.count("SA count", MAX_SLOTS, INDEX_BYTES)?;
-            let indices = (0..count).map(|_| reader.u32("index"));
-            let indices = indices.collect::<Result<Vec<_>, _>>()?;
-            in_order(indices.iter().copied(), offset)?;
-            Message::Release { indices }
-        }
-        Kind::End => Message::End {
-            fault: FaultCode::from_wire(reader.u16("fault")?),
-            text: reader.text("text", MAX_TEXT_BYTES)?.to_owned(),
-        },
-    };
-    body.fields(|_, _| Ok(false))?;
-    Ok(message)
+/// A list of SAs: at least one, their indices ascending.
+struct Ascending<T, C> {
+    list: List<C>,
+    index: fn(&T) -> u32,
 }
 
-fn encode_terms(terms: &Terms, writer: &mut Writer<'_>) -> Result<(), EncodeError> {
-    if terms.sas_max == 0 || terms.sas_max > MAX_SAS {
-        return Err(invalid(
-            "number of SAs",
-            "there is at least one, and a limit",
-        ));
+impl<T, C: Codec<T>> Codec<Vec<T>> for Ascending<T, C> {
+    fn encode(
+        &self,
+        what: &'static str,
+        value: &Vec<T>,
+        writer: &mut Writer<'_>,
+    ) -> Result<(), EncodeError> {
+        if !self.is_in_order(value) {
+            return Err(invalid("indices", NOT_ASCENDING));
+        }
+        self.list.encode(what, value, writer)
     }
-    if terms.own.is_ipv4() != terms.other.is_ipv4() {
-        return Err(invalid("address", "both are of one family"));
+
+    fn decode(&self, what: &'static str, reader: &mut Reader<'_>) -> Result<Vec<T>, DecodeError> {
+        let offset = reader.offset();
+        let items = self.list.decode(what, reader)?;
+        if self.is_in_order(&items) {
+            return Ok(items);
+        }
+        Err(DecodeError {
+            what: "indices",
+            why: DecodeReason::Inconsistent(NOT_ASCENDING),
+            offset,
+        })
     }
-    writer.u8(match terms.mode {
-        Mode::Cpu => 1,
-        Mode::Connection => 2,
-    });
-    writer.u8(if terms.own.is_ipv4() { 4 } else { 6 });
-    writer.u16(terms.sas_max);
-    writer.u16(terms.ports.first());
-    writer.u16(terms.ports.last());
-    if terms.udp.is_some_and(|udp| !is_udp(udp)) {
-        return Err(invalid(
-            "UDP ports",
-            "neither is zero, and 1024 follow the source port",
-        ));
+}
+
+impl<T, C> Ascending<T, C> {
+    fn is_in_order(&self, items: &[T]) -> bool {
+        !items.is_empty() && items.is_sorted_by(|one, next| (self.index)(one) < (self.index)(next))
     }
-    writer.u16(terms.udp.map_or(0, |udp| udp.listener));
-    writer.u16(terms.udp.map_or(0, |udp| udp.first_source));
-    for address in [terms.own, terms.other] {
-        let bytes = match address {
-            IpAddr::V4(address) => {
-                let mut bytes = [0; 16];
-                bytes[..4].copy_from_slice(&address.octets());
-                bytes
+}
+
+/// An SA's index and its SPI.
+struct Spi;
+
+impl Codec<(u32, u32)> for Spi {
+    fn encode(
+        &self,
+        what: &'static str,
+        (index, spi): &(u32, u32),
+        writer: &mut Writer<'_>,
+    ) -> Result<(), EncodeError> {
+        writer.u32(*index);
+        SPI.encode(what, spi, writer)
+    }
+
+    fn decode(
+        &self,
+        what: &'static str,
+        reader: &mut Reader<'_>,
+    ) -> Result<(u32, u32), DecodeError> {
+        Ok((reader.u32("index")?, SPI.decode(what, reader)?))
+    }
+}
+
+impl Layout for Terms {
+    fn encode_fields(&self, writer: &mut Writer<'_>) -> Result<(), EncodeError> {
+        let terms = self;
+        if terms.sas_max == 0 || terms.sas_max > MAX_SAS {
+            return Err(invalid(
+                "number of SAs",
+                "there is at least one, and a limit",
+            ));
+        }
+        if terms.own.is_ipv4() != terms.other.is_ipv4() {
+            return Err(invalid("address", "both are of one family"));
+        }
+        writer.u8(match terms.mode {
+            Mode::Cpu => 1,
+            Mode::Connection => 2,
+        });
+        writer.u8(if terms.own.is_ipv4() { 4 } else { 6 });
+        writer.u16(terms.sas_max);
+        writer.u16(terms.ports.first());
+        writer.u16(terms.ports.last());
+        if terms.udp.is_some_and(|udp| !is_udp(udp)) {
+            return Err(invalid(
+                "UDP ports",
+                "neither is zero, and 1024 follow the source port",
+            ));
+        }
+        writer.u16(terms.udp.map_or(0, |udp| udp.listener));
+        writer.u16(terms.udp.map_or(0, |udp| udp.first_source));
+        for address in [terms.own, terms.other] {
+            let bytes = match address {
+                IpAddr::V4(address) => {
+                    let mut bytes = [0; 16];
+                    bytes[..4].copy_from_slice(&address.octets());
+                    bytes
+                }
+                IpAddr::V6(address) if address.to_ipv4_mapped().is_some() => {
+                    return Err(invalid("address", "an IPv4 address is written as one"));
+                }
+                IpAddr::V6(address) => address.octets(),
+            };
+            writer.bytes(&bytes);
+        }
+        Ok(())
+    }
+
+    fn decode_fields(reader: &mut Reader<'_>) -> Result<Self, DecodeError> {
+        let offset = reader.offset();
+        let mode = match reader.u8("mode")? {
+            1 => Mode::Cpu,
+            2 => Mode::Connection,
+            0 => return Err(bad_value("mode", 0, offset)),
+            value => {
+                let value = u64::from(value);
+                return Err(DecodeError {
+                    what: "mode",
+                    why: DecodeReason::Unsupported { value },
+                    offset,
+                });
             }
-            IpAddr::V6(address) if address.to_ipv4_mapped().is_some() => {
-                return Err(invalid("address", "an IPv4 address is written as one"));
-            }
-            IpAddr::V6(address) => address.octets(),
         };
-        writer.bytes(&bytes);
-    }
-    Ok(())
-}
-
-fn decode_terms(reader: &mut Reader<'_>) -> Result<Terms, DecodeError> {
-    let offset = reader.offset();
-    let mode = match reader.u8("mode")? {
-        1 => Mode::Cpu,
-        2 => Mode::Connection,
-        0 => return Err(bad_value("mode", 0, offset)),
-        value => {
-            let value = u64::from(value);
+        let offset = reader.offset();
+        let family = reader.u8("address family")?;
+        if !matches!(family, 4 | 6) {
+            return Err(bad_value("address family", u64::from(family), offset));
+        }
+        let offset = reader.offset();
+        let sas_max = reader.u16("number of SAs")?;
+        if sas_max == 0 {
+            return Err(bad_value("number of SAs", 0, offset));
+        }
+        within(
+            "number of SAs",
+            u64::from(sas_max),
+            u64::from(MAX_SAS),
+            offset,
+        )?;
+        let offset = reader.offset();
+        let (first, last) = (reader.u16("first port")?, reader.u16("last port")?);
+        let ports = PortRange::new(first, last).ok_or(DecodeError {
+            what: "ports",
+            why: DecodeReason::Inconsistent("this is no range of ports"),
+            offset,
+        })?;
+        let offset = reader.offset();
+        let udp = Udp {
+            listener: reader.u16("UDP port")?,
+            first_source: reader.u16("first UDP source port")?,
+        };
+        let none = udp.listener == 0 && udp.first_source == 0;
+        if !none && !is_udp(udp) {
             return Err(DecodeError {
-                what: "mode",
-                why: DecodeReason::Unsupported { value },
+                what: "UDP ports",
+                why: DecodeReason::Inconsistent("these are no ports for ESP in UDP"),
                 offset,
             });
         }
-    };
-    let offset = reader.offset();
-    let family = reader.u8("address family")?;
-    if !matches!(family, 4 | 6) {
-        return Err(bad_value("address family", u64::from(family), offset));
+        Ok(Terms {
+            mode,
+            ports,
+            own: decode_address(family, reader)?,
+            other: decode_address(family, reader)?,
+            sas_max,
+            udp: (!none).then_some(udp),
+        })
     }
-    let offset = reader.offset();
-    let sas_max = reader.u16("number of SAs")?;
-    if sas_max == 0 {
-        return Err(bad_value("number of SAs", 0, offset));
-    }
-    within(
-        "number of SAs",
-        u64::from(sas_max),
-        u64::from(MAX_SAS),
-        offset,
-    )?;
-    let offset = reader.offset();
-    let (first, last) = (reader.u16("first port")?, reader.u16("last port")?);
-    let ports = PortRange::new(first, last).ok_or(DecodeError {
-        what: "ports",
-        why: DecodeReason::Inconsistent("this is no range of ports"),
-        offset,
-    })?;
-    let offset = reader.offset();
-    let udp = Udp {
-        listener: reader.u16("UDP port")?,
-        first_source: reader.u16("first UDP source port")?,
-    };
-    let none = udp.listener == 0 && udp.first_source == 0;
-    if !none && !is_udp(udp) {
-        return Err(DecodeError {
-            what: "UDP ports",
-            why: DecodeReason::Inconsistent("these are no ports for ESP in UDP"),
-            offset,
-        });
-    }
-    Ok(Terms {
-        mode,
-        ports,
-        own: decode_address(family, reader)?,
-        other: decode_address(family, reader)?,
-        sas_max,
-        udp: (!none).then_some(udp),
-    })
 }
 
 fn is_udp(udp: Udp) -> bool {
@@ -264,70 +279,41 @@ fn decode_address(family: u8, reader: &mut Reader<'_>) -> Result<IpAddr, DecodeE
     Ok(address.into())
 }
 
-fn encode_slot(slot: &Slot, writer: &mut Writer<'_>) -> Result<(), EncodeError> {
-    writer.u32(slot.index);
-    let (kind, value) = match slot.sender {
-        Sender::Fallback => (1, 0),
-        Sender::Cpu(cpu) => (2, cpu),
-        Sender::Connection { from, to } => {
-            if from == 0 || to == 0 {
-                return Err(invalid("port", "a connection has two"));
+impl Layout for Slot {
+    fn encode_fields(&self, writer: &mut Writer<'_>) -> Result<(), EncodeError> {
+        let slot = self;
+        writer.u32(slot.index);
+        let (kind, value) = match slot.sender {
+            Sender::Fallback => (1, 0),
+            Sender::Cpu(cpu) => (2, cpu),
+            Sender::Connection { from, to } => {
+                if from == 0 || to == 0 {
+                    return Err(invalid("port", "a connection has two"));
+                }
+                (3, u32::from(from) | u32::from(to) << 16)
             }
-            (3, u32::from(from) | u32::from(to) << 16)
+        };
+        writer.u8(kind);
+        writer.u32(value);
+        Ok(())
+    }
+
+    fn decode_fields(reader: &mut Reader<'_>) -> Result<Self, DecodeError> {
+        let index = reader.u32("index")?;
+        let offset = reader.offset();
+        let (kind, value) = (reader.u8("kind of SA")?, reader.u32("CPU or ports")?);
+        let sender = match kind {
+            1 if value == 0 => Sender::Fallback,
+            2 => Sender::Cpu(value),
+            3 => Sender::Connection {
+                from: value as u16,
+                to: (value >> 16) as u16,
+            },
+            _ => return Err(bad_value("kind of SA", u64::from(kind), offset)),
+        };
+        if let Sender::Connection { from: 0, .. } | Sender::Connection { to: 0, .. } = sender {
+            return Err(bad_value("ports", u64::from(value), offset));
         }
-    };
-    writer.u8(kind);
-    writer.u32(value);
-    Ok(())
-}
-
-fn decode_slot(reader: &mut Reader<'_>) -> Result<Slot, DecodeError> {
-    let index = reader.u32("index")?;
-    let offset = reader.offset();
-    let (kind, value) = (reader.u8("kind of SA")?, reader.u32("CPU or ports")?);
-    let sender = match kind {
-        1 if value == 0 => Sender::Fallback,
-        2 => Sender::Cpu(value),
-        3 => Sender::Connection {
-            from: value as u16,
-            to: (value >> 16) as u16,
-        },
-        _ => return Err(bad_value("kind of SA", u64::from(kind), offset)),
-    };
-    if let Sender::Connection { from: 0, .. } | Sender::Connection { to: 0, .. } = sender {
-        return Err(bad_value("ports", u64::from(value), offset));
+        Ok(Slot { index, sender })
     }
-    Ok(Slot { index, sender })
-}
-
-fn encode_epoch(epoch: u32, writer: &mut Writer<'_>) -> Result<(), EncodeError> {
-    if epoch == 0 {
-        return Err(invalid("epoch", "they are counted from 1"));
-    }
-    writer.u32(epoch);
-    Ok(())
-}
-
-fn decode_epoch(reader: &mut Reader<'_>) -> Result<u32, DecodeError> {
-    let offset = reader.offset();
-    match reader.u32("epoch")? {
-        0 => Err(bad_value("epoch", 0, offset)),
-        epoch => Ok(epoch),
-    }
-}
-
-fn ascending(mut indices: impl Iterator<Item = u32>) -> Result<(), EncodeError> {
-    let mut last = None;
-    if indices.all(|index| last.replace(index).is_none_or(|last| last < index)) && last.is_some() {
-        return Ok(());
-    }
-    Err(invalid("indices", "there are some, and they ascend"))
-}
-
-fn in_order(indices: impl Iterator<Item = u32>, offset: usize) -> Result<(), DecodeError> {
-    ascending(indices).map_err(|_| DecodeError {
-        what: "indices",
-        why: DecodeReason::Inconsistent("there are some, and they ascend"),
-        offset,
-    })
 }

@@ -1,0 +1,320 @@
+//! How a field of a message is written and read. A message lists its fields once
+//! ([`layout!`] for a struct, [`bodies!`](super::message::bodies) for the messages of a protocol), and
+//! the list serves both directions.
+
+use super::{DecodeError, EncodeError, Reader, Writer, bad_value, invalid, over, within};
+use crate::fault::FaultCode;
+use crate::limits::MAX_LANES;
+use crate::negotiate::SessionSecret;
+
+/// Writes and reads a field of type `T`. `what` names the field in errors.
+pub(crate) trait Codec<T> {
+    /// Appends the field.
+    ///
+    /// # Errors
+    /// A value that a peer would refuse.
+    fn encode(
+        &self,
+        what: &'static str,
+        value: &T,
+        writer: &mut Writer<'_>,
+    ) -> Result<(), EncodeError>;
+
+    /// Takes the field.
+    ///
+    /// # Errors
+    /// [`DecodeError`].
+    fn decode(&self, what: &'static str, reader: &mut Reader<'_>) -> Result<T, DecodeError>;
+}
+
+/// A struct whose fields follow one another.
+pub(crate) trait Layout: Sized {
+    /// Appends the fields.
+    ///
+    /// # Errors
+    /// A value that a peer would refuse.
+    fn encode_fields(&self, writer: &mut Writer<'_>) -> Result<(), EncodeError>;
+
+    /// Takes the fields.
+    ///
+    /// # Errors
+    /// [`DecodeError`].
+    fn decode_fields(reader: &mut Reader<'_>) -> Result<Self, DecodeError>;
+}
+
+/// Implements [`Layout`]: the fields of a struct in their order on the wire, each with its name in
+/// errors and its [`Codec`].
+macro_rules! layout {
+    ($type:ident { $( $field:ident: $what:literal as $codec:expr ),* $(,)? }) => {
+        impl $crate::wire::codec::Layout for $type {
+            fn encode_fields(
+                &self,
+                writer: &mut $crate::wire::Writer<'_>,
+            ) -> Result<(), $crate::wire::EncodeError> {
+                $( $crate::wire::codec::Codec::encode(&$codec, $what, &self.$field, writer)?; )*
+                Ok(())
+            }
+
+            fn decode_fields(
+                reader: &mut $crate::wire::Reader<'_>,
+            ) -> Result<Self, $crate::wire::DecodeError> {
+                Ok(Self {
+                    $( $field: $crate::wire::codec::Codec::decode(&$codec, $what, reader)?, )*
+                })
+            }
+        }
+    };
+}
+pub(crate) use layout;
+
+/// The fields of a struct.
+pub(crate) struct Fields;
+
+impl<T: Layout> Codec<T> for Fields {
+    fn encode(
+        &self,
+        _: &'static str,
+        value: &T,
+        writer: &mut Writer<'_>,
+    ) -> Result<(), EncodeError> {
+        value.encode_fields(writer)
+    }
+
+    fn decode(&self, _: &'static str, reader: &mut Reader<'_>) -> Result<T, DecodeError> {
+        T::decode_fields(reader)
+    }
+}
+
+/// A number, a flag, or an array of bytes: any value is allowed.
+pub(crate) struct Plain;
+
+macro_rules! plain {
+    ($( $type:ty, $method:ident; )*) => { $(
+        impl Codec<$type> for Plain {
+            fn encode(
+                &self,
+                _: &'static str,
+                value: &$type,
+                writer: &mut Writer<'_>,
+            ) -> Result<(), EncodeError> {
+                writer.$method(*value);
+                Ok(())
+            }
+
+            fn decode(
+                &self,
+                what: &'static str,
+                reader: &mut Reader<'_>,
+            ) -> Result<$type, DecodeError> {
+                reader.$method(what)
+            }
+        }
+    )* };
+}
+plain! {
+    bool, flag;
+    u16, u16;
+    u32, u32;
+    u64, u64;
+}
+
+impl<const N: usize> Codec<[u8; N]> for Plain {
+    fn encode(
+        &self,
+        _: &'static str,
+        value: &[u8; N],
+        writer: &mut Writer<'_>,
+    ) -> Result<(), EncodeError> {
+        writer.bytes(value);
+        Ok(())
+    }
+
+    fn decode(&self, what: &'static str, reader: &mut Reader<'_>) -> Result<[u8; N], DecodeError> {
+        reader.array(what)
+    }
+}
+
+impl Codec<SessionSecret> for Plain {
+    fn encode(
+        &self,
+        _: &'static str,
+        value: &SessionSecret,
+        writer: &mut Writer<'_>,
+    ) -> Result<(), EncodeError> {
+        writer.bytes(&value.0);
+        Ok(())
+    }
+
+    fn decode(
+        &self,
+        what: &'static str,
+        reader: &mut Reader<'_>,
+    ) -> Result<SessionSecret, DecodeError> {
+        reader.array(what).map(SessionSecret)
+    }
+}
+
+impl Codec<FaultCode> for Plain {
+    fn encode(
+        &self,
+        _: &'static str,
+        value: &FaultCode,
+        writer: &mut Writer<'_>,
+    ) -> Result<(), EncodeError> {
+        writer.u16(value.to_wire());
+        Ok(())
+    }
+
+    fn decode(
+        &self,
+        what: &'static str,
+        reader: &mut Reader<'_>,
+    ) -> Result<FaultCode, DecodeError> {
+        reader.u16(what).map(FaultCode::from_wire)
+    }
+}
+
+/// A number from `least` to `most`.
+pub(crate) struct Within {
+    pub(crate) least: u64,
+    pub(crate) most: u64,
+}
+
+/// A number that is not zero, such as the number of a data lane.
+pub(crate) const NOT_ZERO: Within = Within {
+    least: 1,
+    most: u64::MAX,
+};
+
+/// The number of data lanes that a peer may open.
+pub(crate) const LANES: Within = Within {
+    least: 1,
+    most: MAX_LANES as u64,
+};
+
+impl<T: Copy + Into<u64>> Codec<T> for Within
+where
+    Plain: Codec<T>,
+{
+    fn encode(
+        &self,
+        what: &'static str,
+        value: &T,
+        writer: &mut Writer<'_>,
+    ) -> Result<(), EncodeError> {
+        let number = (*value).into();
+        if number < self.least {
+            return Err(invalid(what, "it is below the least that is allowed"));
+        }
+        if number > self.most {
+            return Err(over(what, number, self.most));
+        }
+        Plain.encode(what, value, writer)
+    }
+
+    fn decode(&self, what: &'static str, reader: &mut Reader<'_>) -> Result<T, DecodeError> {
+        let offset = reader.offset();
+        let value: T = Plain.decode(what, reader)?;
+        let number = value.into();
+        if number < self.least {
+            return Err(bad_value(what, number, offset));
+        }
+        within(what, number, self.most, offset)?;
+        Ok(value)
+    }
+}
+
+/// UTF-8 of at most so many bytes, behind its 16-bit length.
+pub(crate) struct Text(pub(crate) usize);
+
+impl Codec<String> for Text {
+    fn encode(
+        &self,
+        what: &'static str,
+        value: &String,
+        writer: &mut Writer<'_>,
+    ) -> Result<(), EncodeError> {
+        writer.text(what, value, self.0)
+    }
+
+    fn decode(&self, what: &'static str, reader: &mut Reader<'_>) -> Result<String, DecodeError> {
+        reader.text(what, self.0).map(str::to_owned)
+    }
+}
+
+/// At most so many bytes, behind their 32-bit length.
+pub(crate) struct Blob(pub(crate) usize);
+
+impl Codec<Vec<u8>> for Blob {
+    fn encode(
+        &self,
+        what: &'static str,
+        value: &Vec<u8>,
+        writer: &mut Writer<'_>,
+    ) -> Result<(), EncodeError> {
+        writer.blob(what, value, self.0)
+    }
+
+    fn decode(&self, what: &'static str, reader: &mut Reader<'_>) -> Result<Vec<u8>, DecodeError> {
+        reader.blob(what, self.0).map(<[u8]>::to_vec)
+    }
+}
+
+/// A list behind its 16-bit count.
+pub(crate) struct List<C> {
+    /// The most items.
+    pub(crate) most: usize,
+    /// The least bytes of an item.
+    pub(crate) item_bytes: usize,
+    /// An item's name in errors.
+    pub(crate) each: &'static str,
+    pub(crate) item: C,
+}
+
+impl<T, C: Codec<T>> Codec<Vec<T>> for List<C> {
+    fn encode(
+        &self,
+        what: &'static str,
+        value: &Vec<T>,
+        writer: &mut Writer<'_>,
+    ) -> Result<(), EncodeError> {
+        writer.count(what, value.len(), self.most)?;
+        value
+            .iter()
+            .try_for_each(|item| self.item.encode(self.each, item, writer))
+    }
+
+    fn decode(&self, what: &'static str, reader: &mut Reader<'_>) -> Result<Vec<T>, DecodeError> {
+        let count = reader.count(what, self.most, self.item_bytes)?;
+        let mut items = Vec::with_capacity(count);
+        for _ in 0..count {
+            items.push(self.item.decode(self.each, reader)?);
+        }
+        Ok(items)
+    }
+}
+
+/// One of a few values, each with its number, in one byte.
+pub(crate) struct OneOf<T: 'static>(pub(crate) &'static [(u8, T)]);
+
+impl<T: Copy + PartialEq> Codec<T> for OneOf<T> {
+    fn encode(
+        &self,
+        what: &'static str,
+        value: &T,
+        writer: &mut Writer<'_>,
+    ) -> Result<(), EncodeError> {
+        let row = self.0.iter().find(|(_, one)| one == value);
+        let (number, _) = row.ok_or(invalid(what, "it has no number"))?;
+        writer.u8(*number);
+        Ok(())
+    }
+
+    fn decode(&self, what: &'static str, reader: &mut Reader<'_>) -> Result<T, DecodeError> {
+        let offset = reader.offset();
+        let number = reader.u8(what)?;
+        let row = self.0.iter().find(|(one, _)| *one == number);
+        row.map(|(_, value)| *value)
+            .ok_or(bad_value(what, u64::from(number), offset))
+    }
+}
