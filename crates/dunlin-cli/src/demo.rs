@@ -6,19 +6,19 @@
 //! threads of a process, and the demo says so.
 
 use std::io;
-use std::path::Path;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
+use dunlin::engine::source::LaneSecurity;
+use dunlin_microvm::GuestKind;
 
 use crate::display::Display;
-use crate::identity::{Common, Reading, Records};
 use crate::line::{Line, MovedLine, StatusLine};
-use crate::options::{GuestName, MigrateFlags, SecurityName, parse_bytes, parse_lanes};
-use crate::pki;
-use crate::process::{Process, Scratch};
-use crate::vm::{Ended, follow, status};
+use crate::options::{GUESTS, MigrateFlags, SecurityName, named, parse_bytes, parse_lanes};
+use crate::process::{Pair, Scratch};
+use crate::vm::{Ended, status};
 
 /// How long the guest runs at the source before it moves, and at the
 /// destination before the demo ends.
@@ -27,8 +27,8 @@ const RUNS_FOR: Duration = Duration::from_millis(1500);
 #[derive(Debug, Args)]
 pub(crate) struct Demo {
     /// What moves [default: kvm, or process where there is no /dev/kvm].
-    #[arg(long, value_enum)]
-    guest: Option<GuestName>,
+    #[arg(long, value_parser = named(GUESTS))]
+    guest: Option<GuestKind>,
     /// The guest's memory.
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes, default_value = "1G")]
     memory: u64,
@@ -59,16 +59,11 @@ impl Demo {
         if let Some(text) = notice {
             display.show(&Line::Warning { text });
         }
-        let scratch = Scratch::new("demo")?;
-        let (ca, here, there) = (scratch.join("ca"), scratch.join("a"), scratch.join("b"));
-        pki::init(&ca, 1)?;
-        pki::issue(&ca, &["source.demo".into()], 1, &here)?;
-        pki::issue(&ca, &["destination.demo".into()], 1, &there)?;
-
+        let scratch = Scratch::with_identities("demo")?;
         if !self.json {
             let what = match guest {
-                GuestName::Kvm => "on KVM",
-                GuestName::Process => "(threads of a process)",
+                GuestKind::Kvm => "on KVM",
+                GuestKind::Process => "(threads of a process)",
             };
             display.say(&format!(
                 "a guest of {} MiB {what} goes over a hot set of its pages, {} a second; it moves \
@@ -76,62 +71,38 @@ impl Demo {
                 self.memory >> 20,
                 self.dirty_rate,
                 self.lanes,
-                self.security_name(),
+                LaneSecurity::from(self.security),
             ));
         }
-        let mut destination = self.start_destination(&scratch, &there)?;
-        let address = destination.wait_for(|line| match line {
-            Line::Listening { address } => Some(address),
-            _ => None,
-        })?;
-        let source_control = scratch.join("a-control");
-        let mut source = self.start_source(guest, &scratch)?;
-        source.wait_for(|line| matches!(line, Line::Started { .. }).then_some(()))?;
+        let mut pair = self.start(guest, &scratch)?;
         std::thread::sleep(RUNS_FOR);
-
         let flags = MigrateFlags {
             lanes: self.lanes,
             security: self.security,
             verify: true,
-            ..MigrateFlags::new(address)
+            ..pair.flags()
         };
-        let ended = follow(
-            &source_control.join("demo.sock"),
-            &Common {
-                identity: here,
-                peers: vec!["destination.demo".into()],
-                reading: Reading::default(),
-                records: Records::default(),
-            },
-            &flags,
-            None,
-            &mut display,
-        )?;
-        let moved = match ended {
+        let moved = match pair.migrate(&flags, &mut |line| display.show(line))? {
             Ended::Moved(moved) => moved,
             Ended::Failed(failed) => return Ok(failed.code),
         };
-        destination.wait_for(|line| matches!(line, Line::Received { .. }).then_some(()))?;
-        let arrived = status(&scratch.join("b-control").join("demo.sock"))?;
+        let control = pair.destination.wait_for(|line| match line {
+            Line::Received { control, .. } => Some(PathBuf::from(control)),
+            _ => None,
+        })?;
+        let arrived = status(&control)?;
         std::thread::sleep(RUNS_FOR);
-        let later = status(&scratch.join("b-control").join("demo.sock"))?;
-        self.conclude(
-            &mut display,
-            guest,
-            &moved,
-            [&source, &destination],
-            &arrived,
-            &later,
-        )
+        let later = status(&control)?;
+        self.conclude(&mut display, guest, &moved, &pair, &arrived, &later)
     }
 
     /// Shows that the guest runs on, or fails.
     fn conclude(
         &self,
         display: &mut Display,
-        guest: GuestName,
+        guest: GuestKind,
         moved: &MovedLine,
-        [source, destination]: [&Process; 2],
+        pair: &Pair,
         arrived: &StatusLine,
         later: &StatusLine,
     ) -> Result<i32> {
@@ -155,13 +126,13 @@ impl Demo {
             println!(
                 "{}",
                 serde_json::json!({
-                    "guest": guest.name(),
+                    "guest": name_of(guest),
                     "memory_bytes": later.memory_bytes,
                     "lanes": self.lanes,
-                    "security": self.security_name(),
+                    "security": LaneSecurity::from(self.security).to_string(),
                     "iterations": moved.iterations.len(),
-                    "source_pid": source.id(),
-                    "destination_pid": destination.id(),
+                    "source_pid": pair.source.id(),
+                    "destination_pid": pair.destination.id(),
                     "downtime_ms": downtime_ms,
                     "pages_checked_by_guest": later.pages_checked,
                     "digests_equal": true,
@@ -178,46 +149,22 @@ impl Demo {
         Ok(0)
     }
 
-    fn start_source(&self, guest: GuestName, scratch: &Scratch) -> Result<Process> {
-        let mut command = Process::command()?;
-        command
-            .args([
-                "vm",
-                "run",
-                "--name",
-                "demo",
-                "--json",
-                "--workload",
-                "hot-set",
-            ])
-            .args(["--guest", guest.name()])
-            .args(["--memory", &self.memory.to_string()])
-            .args(["--dirty-rate", &self.dirty_rate.to_string()])
-            .arg("--control")
-            .arg(scratch.join("a-control"));
-        Process::start_owner(command, scratch)
+    fn start(&self, guest: GuestKind, scratch: &Scratch) -> Result<Pair> {
+        let (memory, rate) = (self.memory.to_string(), self.dirty_rate.to_string());
+        let run = ["--workload", "hot-set", "--guest", name_of(guest)];
+        let sizes = ["--memory", &memory, "--dirty-rate", &rate];
+        let receive: &[&str] = match self.security {
+            SecurityName::Plain => &["--allow-plain"],
+            _ => &[],
+        };
+        Pair::start(scratch, &[run, sizes].concat(), receive)
     }
+}
 
-    fn start_destination(&self, scratch: &Scratch, identity: &Path) -> Result<Process> {
-        let mut command = Process::command()?;
-        command
-            .args(["vm", "receive", "--listen", "127.0.0.1:0", "--json"])
-            .args(["--peer", "source.demo", "--identity"])
-            .arg(identity)
-            .arg("--control")
-            .arg(scratch.join("b-control"));
-        if matches!(self.security, SecurityName::Plain) {
-            command.arg("--allow-plain");
-        }
-        Process::start_owner(command, scratch)
-    }
-
-    fn security_name(&self) -> &'static str {
-        match self.security {
-            SecurityName::Tls => "tls",
-            SecurityName::Plain => "plain",
-            SecurityName::Ipsec => "ipsec",
-        }
+fn name_of(guest: GuestKind) -> &'static str {
+    match guest {
+        GuestKind::Kvm => "kvm",
+        GuestKind::Process => "process",
     }
 }
 
@@ -232,11 +179,11 @@ fn kvm() -> io::Result<()> {
 
 /// The guest to show, and what to say where it is not the one that was to be
 /// expected.
-fn choose(asked: Option<GuestName>, kvm: io::Result<()>) -> Result<(GuestName, Option<String>)> {
+fn choose(asked: Option<GuestKind>, kvm: io::Result<()>) -> Result<(GuestKind, Option<String>)> {
     match (asked, kvm) {
-        (Some(GuestName::Process), _) => Ok((GuestName::Process, None)),
-        (_, Ok(())) => Ok((GuestName::Kvm, None)),
-        (Some(GuestName::Kvm), Err(error)) => Err(error).context(
+        (Some(GuestKind::Process), _) => Ok((GuestKind::Process, None)),
+        (_, Ok(())) => Ok((GuestKind::Kvm, None)),
+        (Some(GuestKind::Kvm), Err(error)) => Err(error).context(
             "a KVM guest needs /dev/kvm: load the kvm module, and run as root or in the group kvm; \
              or leave --guest out",
         ),
@@ -245,7 +192,7 @@ fn choose(asked: Option<GuestName>, kvm: io::Result<()>) -> Result<(GuestName, O
                 "/dev/kvm cannot be opened ({error}), so the guest is no VM but threads that write \
                  to the memory of a process"
             );
-            Ok((GuestName::Process, Some(text)))
+            Ok((GuestKind::Process, Some(text)))
         }
     }
 }
@@ -258,17 +205,17 @@ mod tests {
     #[test]
     fn the_demo_shows_kvm_where_it_can_and_says_where_it_cannot() {
         let no = || Err(io::Error::from(io::ErrorKind::NotFound));
-        let kvm = (GuestName::Kvm, None);
+        let kvm = (GuestKind::Kvm, None);
         assert_eq!(choose(None, Ok(())).unwrap(), kvm);
-        assert_eq!(choose(Some(GuestName::Kvm), Ok(())).unwrap(), kvm);
+        assert_eq!(choose(Some(GuestKind::Kvm), Ok(())).unwrap(), kvm);
         for found in [Ok(()), no()] {
-            let chosen = choose(Some(GuestName::Process), found).unwrap();
-            assert_eq!(chosen, (GuestName::Process, None));
+            let chosen = choose(Some(GuestKind::Process), found).unwrap();
+            assert_eq!(chosen, (GuestKind::Process, None));
         }
         let (guest, said) = choose(None, no()).unwrap();
-        assert_eq!(guest, GuestName::Process);
+        assert_eq!(guest, GuestKind::Process);
         assert!(said.unwrap().contains("/dev/kvm cannot be opened"));
-        let refused = choose(Some(GuestName::Kvm), no()).unwrap_err();
+        let refused = choose(Some(GuestKind::Kvm), no()).unwrap_err();
         assert!(refused.to_string().contains("load the kvm module"));
     }
 }

@@ -4,7 +4,7 @@
 use std::io::{IsTerminal, Write};
 
 use crate::line::{IterationLine, Line, MovedLine, ProgressLine};
-use crate::text::{clean, clean_lines};
+use crate::text::clean;
 
 const MIB: f64 = (1_u64 << 20) as f64;
 
@@ -41,23 +41,17 @@ impl Display {
                     "the guest outruns the link: slowed down by {percent} %"
                 ));
             }
-            Line::LaneLost { lane, text } => {
-                self.say(&format!("lane {lane} is lost: {}", clean(text)));
-            }
-            Line::ControlLost { text } => {
-                self.say(&format!("the control lane is lost: {}", clean(text)));
-            }
-            Line::ControlResumed => self.say("a new control lane stands"),
             Line::Paused => self.say("guest paused"),
             Line::InDoubt { text } => self.say(&format!(
                 "in doubt: the guest stays paused here, and the destination is asked: {}",
                 clean(text)
             )),
-            Line::Warning { text } => self.say(&format!("warning: {}", clean(text))),
-            Line::Records { text, .. } => self.say(&clean(text)),
             Line::Moved(moved) => self.say(&table(moved)),
-            Line::Failed(failed) => self.say(&clean_lines(&failed.text)),
-            _ => {}
+            line => {
+                if let Some(text) = line.text() {
+                    self.say(&text);
+                }
+            }
         }
     }
 

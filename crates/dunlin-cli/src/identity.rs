@@ -38,6 +38,18 @@ pub(crate) struct Common {
     pub(crate) records: Records,
 }
 
+impl Common {
+    /// This host's identity and its peers, with records left to the faster of kernel and process.
+    pub(crate) fn new(identity: &Path, peers: Vec<String>, reading: &Reading) -> Self {
+        Self {
+            identity: identity.to_owned(),
+            peers,
+            reading: reading.clone(),
+            records: Records::default(),
+        }
+    }
+}
+
 /// Who seals and opens TLS records.
 #[derive(Clone, Debug, Args, Serialize, Deserialize)]
 #[serde(default)]

@@ -14,7 +14,7 @@ use dunlin::lane::kernel::{Choice, Driver};
 use serde::{Deserialize, Serialize};
 
 use crate::code::{CANCELLED, FAILED, IN_DOUBT};
-use crate::text::chained;
+use crate::text::{chained, clean, clean_lines};
 use crate::tunnel::line::{ListenerLine, TunnelLine};
 
 impl From<&Choice> for Line {
@@ -223,6 +223,19 @@ pub(crate) struct FailedLine {
     pub(crate) code: i32,
 }
 
+impl FailedLine {
+    /// A failure by a cause, with where the VM is.
+    pub(crate) fn new(fault: FaultCode, vm: &str, text: impl Into<String>, code: i32) -> Self {
+        Self {
+            fault: fault.to_string(),
+            at_fault: fault.at_fault().to_string(),
+            vm: vm.into(),
+            text: text.into(),
+            code,
+        }
+    }
+}
+
 /// What was asked of another process, which did not do it and said why.
 impl std::error::Error for FailedLine {}
 
@@ -307,6 +320,55 @@ impl Line {
         let mut out = std::io::stdout().lock();
         let _ = writeln!(out, "{}", self.to_json());
         let _ = out.flush();
+    }
+
+    /// Prints the line, or what a person reads of it.
+    pub(crate) fn say(&self, json: bool) {
+        if json {
+            self.print();
+        } else if let Some(text) = self.text() {
+            println!("{text}");
+        }
+    }
+
+    /// What a person reads of it, where that is a line or a few.
+    pub(crate) fn text(&self) -> Option<String> {
+        Some(match self {
+            Self::Listening { address } => format!("waiting for a VM on {address}"),
+            Self::Accepted { peer } => format!("{} has connected", clean(peer)),
+            Self::Rejected { text } => format!("turned away: {}", clean_lines(text)),
+            Self::Warning { text } => format!("warning: {}", clean(text)),
+            Self::Records { text, .. } => clean(text),
+            Self::IdentityRead { valid_until } => {
+                format!("the identity was read again; its certificate is valid until {valid_until}")
+            }
+            Self::LaneLost { lane, text } => format!("lane {lane} is lost: {}", clean(text)),
+            Self::ControlLost { text } => format!("the control lane is lost: {}", clean(text)),
+            Self::ControlResumed => "a new control lane stands".into(),
+            Self::Failed(failed) => clean_lines(&failed.text),
+            Self::Received {
+                name,
+                control,
+                runs,
+                downtime_ms,
+                ..
+            } => {
+                let how = if *runs {
+                    "runs here"
+                } else {
+                    "is here, paused"
+                };
+                let downtime = downtime_ms.map_or(String::new(), |ms| {
+                    format!(", downtime {ms:.1} ms as the guest saw it")
+                });
+                format!(
+                    "{} {how}{downtime}; control socket {}",
+                    clean(name),
+                    clean(control)
+                )
+            }
+            _ => return None,
+        })
     }
 
     pub(crate) fn to_json(&self) -> String {

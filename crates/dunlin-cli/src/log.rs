@@ -4,6 +4,13 @@ use std::io::Write;
 
 use crate::text::clean;
 
+/// Writes each warning as a line.
+pub(crate) fn warn(warnings: impl IntoIterator<Item = String>) {
+    for warning in warnings {
+        say(&format!("warning: {warning}"));
+    }
+}
+
 /// Writes one line. That nothing reads it is no failure.
 pub(crate) fn say(text: &str) {
     let _ = writeln!(std::io::stderr(), "dunlin: {}", clean(text));

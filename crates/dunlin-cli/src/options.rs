@@ -5,14 +5,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Result, bail};
-use clap::{Args, ValueEnum};
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::{Args, FromArgMatches, ValueEnum};
 use dunlin::engine::source::{AtTimeLimit, LaneSecurity, Options, OptionsBuilder};
 use dunlin_ipsec as ipsec;
 use dunlin_ipsec::lanes::IpsecLanes;
 use dunlin_ipsec::xfrm::esp_offload;
 use dunlin_ipsec::{Event, Observer, PortRange};
 use dunlin_linux::affinity::allowed;
-use dunlin_microvm::{Backing, Fill, GuestKind, HostOptions, Workload};
+use dunlin_microvm::{GuestKind, HostOptions};
 use serde::{Deserialize, Serialize};
 
 use crate::confine::LANE_PORTS;
@@ -30,34 +31,27 @@ pub(crate) struct ControlPath {
 impl ControlPath {
     /// The control socket of the tunnel with this name.
     pub(crate) fn tunnel(&self, name: &str) -> PathBuf {
-        let path = self.path();
-        if is_socket(&path) {
-            path
-        } else {
-            path.join("tunnels").join(format!("{name}.sock"))
-        }
+        self.socket_in("tunnels", name)
     }
 
     /// The control socket of the IPsec session with this peer, or of the server.
     pub(crate) fn ipsec(&self, name: &str) -> Result<PathBuf> {
-        let path = self.path();
-        if is_socket(&path) {
-            return Ok(path);
-        }
-        let file: String = name
-            .chars()
-            .map(|c| match c {
-                '/' | '\0' | ':' | '[' | ']' => '_',
-                other => other,
-            })
-            .collect();
+        let file = name.replace(['/', '\0', ':', '[', ']'], "_");
         if file.is_empty() || file.starts_with('.') {
             bail!("{name:?} is no name for a session");
         }
-        Ok(path.join("ipsec").join(format!("{file}.sock")))
+        Ok(self.socket_in("ipsec", &file))
     }
 
-    /// Those of all IPsec sessions and servers, also of those that have died.
+    fn socket_in(&self, directory: &str, name: &str) -> PathBuf {
+        let path = self.path();
+        if is_socket(&path) {
+            return path;
+        }
+        path.join(directory).join(format!("{name}.sock"))
+    }
+
+    /// The control sockets of all IPsec sessions and servers, also of those that have died.
     pub(crate) fn all_ipsec(&self) -> Vec<PathBuf> {
         self.sockets_in("ipsec")
     }
@@ -102,12 +96,7 @@ impl ControlPath {
         if name.is_empty() || name.starts_with('.') || name.contains(['/', '\0']) {
             bail!("a VM cannot have the name {name:?}: it is part of its control socket's path");
         }
-        let path = self.path();
-        if is_socket(&path) {
-            Ok(path)
-        } else {
-            Ok(path.join(format!("{name}.sock")))
-        }
+        Ok(self.socket_in("", name))
     }
 }
 
@@ -136,49 +125,19 @@ impl From<SecurityName> for LaneSecurity {
     }
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum GuestName {
-    /// A guest on KVM.
-    Kvm,
-    /// Threads of this process that go over ordinary memory; runs anywhere.
-    Process,
+/// A flag whose values are the names in a table.
+pub(crate) fn named<T: Copy + Send + Sync + 'static>(
+    table: &'static [(&'static str, T)],
+) -> impl TypedValueParser<Value = T> {
+    PossibleValuesParser::new(table.iter().map(|(name, _)| *name)).map(|name| {
+        let found = table.iter().find(|(known, _)| *known == name);
+        found.expect("clap takes the names of the table alone").1
+    })
 }
 
-impl GuestName {
-    /// As it is written.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::Kvm => "kvm",
-            Self::Process => "process",
-        }
-    }
-}
-
-impl From<GuestName> for GuestKind {
-    fn from(name: GuestName) -> Self {
-        match name {
-            GuestName::Kvm => Self::Kvm,
-            GuestName::Process => Self::Process,
-        }
-    }
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-pub(crate) enum BackingName {
-    Private,
-    Memfd,
-    Huge,
-}
-
-impl From<BackingName> for Backing {
-    fn from(name: BackingName) -> Self {
-        match name {
-            BackingName::Private => Self::Private,
-            BackingName::Memfd => Self::Memfd,
-            BackingName::Huge => Self::Huge,
-        }
-    }
-}
+/// What runs in a VM.
+pub(crate) const GUESTS: &[(&str, GuestKind)] =
+    &[("kvm", GuestKind::Kvm), ("process", GuestKind::Process)];
 
 /// What this host decides about a guest's memory.
 #[derive(Clone, Copy, Debug, Args)]
@@ -191,45 +150,6 @@ pub(crate) struct MemoryFlags {
 impl MemoryFlags {
     pub(crate) fn options(self) -> HostOptions {
         HostOptions::default().huge_pages(!self.no_huge_pages)
-    }
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-pub(crate) enum FillName {
-    Random,
-    Zero,
-    Mixed,
-    /// One page that is not zero in each 2 MiB.
-    Sparse,
-}
-
-impl From<FillName> for Fill {
-    fn from(name: FillName) -> Self {
-        match name {
-            FillName::Random => Self::Random,
-            FillName::Zero => Self::Zero,
-            FillName::Mixed => Self::Mixed,
-            FillName::Sparse => Self::Sparse,
-        }
-    }
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-pub(crate) enum WorkloadName {
-    Idle,
-    Sequential,
-    Random,
-    HotSet,
-}
-
-impl From<WorkloadName> for Workload {
-    fn from(name: WorkloadName) -> Self {
-        match name {
-            WorkloadName::Idle => Self::Idle,
-            WorkloadName::Sequential => Self::Sequential,
-            WorkloadName::Random => Self::Random,
-            WorkloadName::HotSet => Self::HOT_SET,
-        }
     }
 }
 
@@ -287,22 +207,9 @@ pub(crate) struct MigrateFlags {
 impl MigrateFlags {
     /// A migration to `to` as one without flags would be.
     pub(crate) fn new(to: String) -> Self {
-        let options = Options::default();
-        Self {
-            to,
-            lanes: options.lanes(),
-            security: SecurityName::default(),
-            ipsec: IpsecFlags::default(),
-            downtime_limit: options.downtime_limit(),
-            time_limit: None,
-            at_time_limit: None,
-            doubt_limit: options.doubt_limit(),
-            verify: false,
-            throttle: ThrottleName::default(),
-            rate: None,
-            last_pass_rate: None,
-            lane_rate: None,
-        }
+        let command = Self::augment_args(clap::Command::new("migrate").no_binary_name(true));
+        let flags = Self::from_arg_matches(&command.get_matches_from(["--to", &to]));
+        flags.expect("every flag but --to has a default or is optional")
     }
 
     pub(crate) fn options(&self) -> OptionsBuilder {
@@ -350,14 +257,10 @@ impl Default for IpsecFlags {
 impl IpsecFlags {
     /// What lanes of this process are to be like.
     pub(crate) fn options(&self, records: PathBuf) -> Result<ipsec::Options> {
-        let cpus = match &self.cpus {
-            Some(text) => text.parse::<Cpus>().map_err(anyhow::Error::msg)?.0,
-            None => allowed()?,
-        };
-        let cpus = cpus.into_iter().map(u32::try_from);
+        let cpus = self.cpus.as_deref().map(str::parse).transpose();
         let ports = self.ipsec_ports.parse()?;
         let mut options = ipsec::Options::new(self.ipsec_mode.into(), ports, records);
-        options.cpus = cpus.collect::<Result<_, _>>()?;
+        options.cpus = ipsec_cpus(cpus.map_err(anyhow::Error::msg)?.as_ref())?;
         options.quiet_wait = LANES_QUIET;
         Ok(options)
     }
@@ -386,17 +289,33 @@ pub(crate) fn shelter(
     options: ipsec::Options,
     warn: impl Fn(String) + Send + Sync + 'static,
 ) -> Result<IpsecLanes> {
-    if let Some(command) = esp_offload().how_to_load() {
-        warn(format!(
-            "TCP hands IPsec one packet for each segment on this kernel; `{command}` before makes \
-             it faster"
-        ));
+    if let Some(text) = offload_advice() {
+        warn(text);
     }
     let observer: Observer = Arc::new(move |event| match event {
         Event::Up(_) | Event::Over { why: None, .. } | Event::Cleaned { .. } => {}
         event => warn(event.to_string()),
     });
     Ok(IpsecLanes::new(options, observer)?)
+}
+
+/// What makes IPsec faster on this kernel, if it is done before there is an SA.
+pub(crate) fn offload_advice() -> Option<String> {
+    let command = esp_offload().how_to_load()?;
+    Some(format!(
+        "TCP hands IPsec one packet for each segment on this kernel; `{command}` before this \
+         process starts makes it faster"
+    ))
+}
+
+/// The CPUs of a flag or, without one, those on which this process may run.
+pub(crate) fn ipsec_cpus(given: Option<&Cpus>) -> Result<Vec<u32>> {
+    let cpus = match given {
+        Some(Cpus(cpus)) => cpus.clone(),
+        None => allowed()?,
+    };
+    let cpus = cpus.into_iter().map(u32::try_from);
+    Ok(cpus.collect::<Result<_, _>>()?)
 }
 
 #[derive(Clone, Copy, Debug, Default, ValueEnum, Serialize, Deserialize)]

@@ -1,34 +1,44 @@
-//! Other `dunlin` processes of this host, read line by line: the demo and the
-//! benches move VMs between the same processes as two hosts would.
+//! Other `dunlin` processes of this host, read line by line: the demo and a bench move VMs
+//! between the same processes as two hosts would.
 
 use std::fs::DirBuilder;
 use std::io::{BufRead, BufReader};
 use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::process::CommandExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
 
 use anyhow::{Context, Result, bail};
 
+use crate::identity::{Common, Reading};
 use crate::line::Line;
+use crate::options::MigrateFlags;
+use crate::pki;
 use crate::text::clean_lines;
+use crate::vm::{Ended, follow};
 
-/// One process; killed with its owner. One that neither speaks nor ends holds
-/// its owner up: every one that is started has deadlines of its own.
+/// One process that owns a VM or waits for one. It is killed with its owner; if the owner dies
+/// first, it ends and removes the scratch directory. One that neither speaks nor ends holds its
+/// owner up: each has deadlines of its own.
 pub(crate) struct Process {
     child: Child,
     out: BufReader<ChildStdout>,
 }
 
 impl Process {
-    /// A `dunlin` command without arguments.
-    pub(crate) fn command() -> Result<Command> {
-        Ok(Command::new(std::env::current_exe()?))
-    }
-
-    /// Starts a process.
-    pub(crate) fn start(mut command: Command) -> Result<Self> {
-        let mut child = command
+    fn start(scratch: &Scratch, control: &Path, arguments: &[&str]) -> Result<Self> {
+        let mut child = Command::new(std::env::current_exe()?)
+            .arg("vm")
+            .args(arguments)
+            .args(["--json", "--control"])
+            .arg(control)
+            .arg("--until-stdin-closes")
+            .arg(&scratch.0)
+            .arg("--state-dir")
+            .arg(scratch.join("state"))
+            // The terminal's Ctrl-C, which ends the owner, does not reach it, so that it can
+            // remove the scratch directory.
+            .process_group(0)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -38,20 +48,6 @@ impl Process {
             child,
             out: BufReader::new(out),
         })
-    }
-
-    /// Starts a process that owns a VM. When its owner is gone it ends, and
-    /// removes `scratch`.
-    pub(crate) fn start_owner(mut command: Command, scratch: &Scratch) -> Result<Self> {
-        command
-            .arg("--until-stdin-closes")
-            .arg(&scratch.0)
-            .arg("--state-dir")
-            .arg(scratch.join("state"))
-            // Out of reach of the terminal's Ctrl-C, which ends its owner: so
-            // that somebody is left to remove the scratch directory.
-            .process_group(0);
-        Self::start(command)
     }
 
     /// Its process identifier.
@@ -88,19 +84,90 @@ impl Drop for Process {
     }
 }
 
-/// A directory that goes with its owner.
-pub(crate) struct Scratch(pub(crate) PathBuf);
+/// A process with a guest and one that waits for it, as on two hosts.
+pub(crate) struct Pair {
+    pub(crate) source: Process,
+    pub(crate) destination: Process,
+    purpose: &'static str,
+    address: String,
+    identity: PathBuf,
+    control: PathBuf,
+}
+
+impl Pair {
+    /// Starts both, with further flags of `vm run` and of `vm receive`; `scratch` has the
+    /// certificates of [`Scratch::with_identities`].
+    pub(crate) fn start(scratch: &Scratch, run: &[&str], receive: &[&str]) -> Result<Self> {
+        let purpose = scratch.1;
+        let identity = scratch.join("destination").display().to_string();
+        let peer = format!("source.{purpose}");
+        let flags = ["--identity", &identity, "--peer", &peer];
+        let listen = ["receive", "--listen", "127.0.0.1:0"];
+        let mut destination = Process::start(
+            scratch,
+            &scratch.join("b.sock"),
+            &[&listen[..], &flags, receive].concat(),
+        )?;
+        let address = destination.wait_for(|line| match line {
+            Line::Listening { address } => Some(address),
+            _ => None,
+        })?;
+        let control = scratch.join("a.sock");
+        let name = ["run", "--name", purpose];
+        let mut source = Process::start(scratch, &control, &[&name[..], run].concat())?;
+        source.wait_for(|line| matches!(line, Line::Started { .. }).then_some(()))?;
+        Ok(Self {
+            source,
+            destination,
+            purpose,
+            address,
+            identity: scratch.join("source"),
+            control,
+        })
+    }
+
+    /// A migration of the guest as one without flags would be.
+    pub(crate) fn flags(&self) -> MigrateFlags {
+        MigrateFlags::new(self.address.clone())
+    }
+
+    /// Moves the guest, and has `show` called with each line of the migration.
+    pub(crate) fn migrate(
+        &self,
+        flags: &MigrateFlags,
+        show: &mut dyn FnMut(&Line),
+    ) -> Result<Ended> {
+        let peers = vec![format!("destination.{}", self.purpose)];
+        let common = Common::new(&self.identity, peers, &Reading::default());
+        follow(&self.control, &common, flags, None, show)
+    }
+}
+
+/// A directory that goes with its owner, and what it is for.
+pub(crate) struct Scratch(PathBuf, &'static str);
 
 impl Scratch {
     /// A new directory, readable by nobody else.
-    pub(crate) fn new(purpose: &str) -> Result<Self> {
+    pub(crate) fn new(purpose: &'static str) -> Result<Self> {
         let name = format!("dunlin-{purpose}-{}", std::process::id());
         let path = std::env::temp_dir().join(name);
         DirBuilder::new()
             .mode(0o700)
             .create(&path)
             .with_context(|| format!("cannot make {}", path.display()))?;
-        Ok(Self(path))
+        Ok(Self(path, purpose))
+    }
+
+    /// A new directory with an authority and the certificates of two hosts, `source` and
+    /// `destination`, whose names end in the purpose.
+    pub(crate) fn with_identities(purpose: &'static str) -> Result<Self> {
+        let scratch = Self::new(purpose)?;
+        let ca = scratch.join("ca");
+        pki::init(&ca, 1)?;
+        for host in ["source", "destination"] {
+            pki::issue(&ca, &[format!("{host}.{purpose}")], 1, &scratch.join(host))?;
+        }
+        Ok(scratch)
     }
 
     /// A name within it.

@@ -37,7 +37,7 @@ use dunlin_proto::negotiate::{Features, LaneOpen, LaneSecurity, Offer, Opening, 
 
 use super::figures::{Figure, Record};
 use super::rig::{memory, receive, send};
-use crate::identity::{Accepting, Common, client_tls};
+use crate::identity::{Accepting, Common, Reading, client_tls};
 use crate::ipsec::mode::ModeName;
 use crate::options::{IpsecFlags, shelter};
 use crate::state::StatePath;
@@ -99,14 +99,10 @@ impl BetweenHosts {
     /// # Errors
     /// What the other host, or the kernel, does not do.
     pub(super) fn run(&self, counts: &[usize], rounds: usize, bytes: u64) -> Result<()> {
-        let common = Common {
-            identity: self.identity.clone().context(
-                "IPsec is measured between two hosts: --listen on one, --to on the other, with --identity",
-            )?,
-            peers: self.peer.clone(),
-            reading: Default::default(),
-            records: Default::default(),
-        };
+        let identity = self.identity.as_deref().context(
+            "IPsec is measured between two hosts: --listen on one, --to on the other, with --identity",
+        )?;
+        let common = Common::new(identity, self.peer.clone(), &Reading::default());
         match (&self.listen, &self.to) {
             (Some(listen), None) => self.take(listen, &common, bytes),
             (None, Some(to)) => self.measure(to, &common, counts, rounds, bytes),

@@ -21,7 +21,6 @@ use dunlin_linux::affinity::thread_cpu_time;
 use dunlin_linux::mapping::{Backing, allocate};
 
 use crate::identity::allowed_peers;
-use crate::pki;
 use crate::process::Scratch;
 
 /// Where a chunk belongs and how long it is.
@@ -54,16 +53,7 @@ pub(super) struct Rig {
 
 impl Rig {
     pub(super) fn new(bytes: u64) -> Result<Self> {
-        let scratch = Scratch::new("bench")?;
-        let ca = scratch.0.join("ca");
-        pki::init(&ca, 1)?;
-        pki::issue(&ca, &["source.bench".into()], 1, &scratch.0.join("source"))?;
-        pki::issue(
-            &ca,
-            &["destination.bench".into()],
-            1,
-            &scratch.0.join("destination"),
-        )?;
+        let scratch = Scratch::with_identities("bench")?;
         Ok(Self {
             source: memory(bytes, 1)?,
             target: memory(bytes, 2)?,
@@ -115,7 +105,7 @@ impl Rig {
     }
 
     fn tls(&self, provider: Provider) -> Result<(ClientTls, ServerTls)> {
-        let load = |name| Identity::load(&self.scratch.0.join(name), LoadOptions::default());
+        let load = |name| Identity::load(&self.scratch.join(name), LoadOptions::default());
         let crypto = Crypto::with(provider);
         let client = load("source")?
             .0

@@ -1,23 +1,22 @@
 //! `dunlin bench thrash`: a guest that dirties its memory faster than one lane
 //! carries it, over one lane and over two.
 //!
-//! The guest runs on KVM in one process and moves to another: `vm run`,
-//! `vm receive` and `vm migrate`, as two hosts would use them. Lanes are held
+//! The guest runs on KVM in one process and moves to another: `vm run` and
+//! `vm receive`, as two hosts would use them. Lanes are held
 //! to 300 MiB/s each by the kernel and the session to 500 MiB/s by its own
 //! cap, so that the network and not this host's processors set the pace.
 
-use std::process::Command;
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 use serde_json::{Value, json};
 
 use super::figures::{Figure, Record, rounded};
 use crate::line::{IterationLine, Line, MovedLine};
-use crate::options::parse_bytes;
-use crate::pki;
-use crate::process::{Process, Scratch};
+use crate::options::{MigrateFlags, parse_bytes};
+use crate::process::{Pair, Scratch};
+use crate::vm::Ended;
 
 /// How long the guest dirties its memory before it moves.
 const RUNS_FOR: Duration = Duration::from_secs(1);
@@ -69,12 +68,7 @@ impl Thrash {
             [] => &[350 << 20, 450 << 20],
             some => some,
         };
-        let scratch = Scratch::new("bench")?;
-        let ca = scratch.0.join("ca");
-        pki::init(&ca, 1)?;
-        for name in ["source", "destination"] {
-            pki::issue(&ca, &[format!("{name}.bench")], 1, &scratch.0.join(name))?;
-        }
+        let scratch = Scratch::with_identities("bench")?;
         for &rate in rates {
             let pages_per_s = rate / PAGE_BYTES;
             let mut figures = LANES.map(|_| Figures::default());
@@ -97,75 +91,22 @@ impl Thrash {
 
     /// Starts a guest and moves it once.
     fn migrate(&self, scratch: &Scratch, lanes: u16, pages_per_s: u64) -> Result<MovedLine> {
-        let path = |name: &str| scratch.0.join(name).display().to_string();
-        let (source, destination) = (path("source"), path("destination"));
-        let (here, there) = (path("a.sock"), path("b.sock"));
-        let text = |number: u64| number.to_string();
-        let mut receiving = Process::start_owner(
-            command(&[
-                "vm",
-                "receive",
-                "--listen",
-                "127.0.0.1:0",
-                "--identity",
-                &destination,
-                "--peer",
-                "source.bench",
-                "--control",
-                &there,
-            ])?,
-            scratch,
-        )?;
-        let address = receiving.wait_for(|line| match line {
-            Line::Listening { address } => Some(address),
-            _ => None,
-        })?;
-        let mut running = Process::start_owner(
-            command(&[
-                "vm",
-                "run",
-                "--name",
-                "bench",
-                "--memory",
-                &text(self.size),
-                "--fill",
-                "random",
-                "--workload",
-                "sequential",
-                "--dirty-rate",
-                &text(pages_per_s),
-                "--control",
-                &here,
-            ])?,
-            scratch,
-        )?;
-        running.wait_for(|line| matches!(line, Line::Started { .. }).then_some(()))?;
+        let (memory, rate) = (self.size.to_string(), pages_per_s.to_string());
+        let run = ["--fill", "random", "--workload", "sequential"];
+        let sizes = ["--memory", &memory, "--dirty-rate", &rate];
+        let mut pair = Pair::start(scratch, &[run, sizes].concat(), &[])?;
         std::thread::sleep(RUNS_FOR);
-        let mut migrating = Process::start(command(&[
-            "vm",
-            "migrate",
-            "--name",
-            "bench",
-            "--to",
-            &address,
-            "--lanes",
-            &lanes.to_string(),
-            "--lane-rate",
-            &text(self.lane_rate),
-            "--rate",
-            &text(self.rate),
-            "--identity",
-            &source,
-            "--peer",
-            "destination.bench",
-            "--control",
-            &here,
-        ])?)?;
-        let moved = migrating.wait_for(|line| match line {
-            Line::Moved(moved) => Some(*moved),
-            _ => None,
-        })?;
-        let runs = receiving.wait_for(|line| match line {
+        let flags = MigrateFlags {
+            lanes,
+            lane_rate: Some(self.lane_rate),
+            rate: Some(self.rate),
+            ..pair.flags()
+        };
+        let moved = match pair.migrate(&flags, &mut |_| ())? {
+            Ended::Moved(moved) => *moved,
+            Ended::Failed(failed) => bail!("{}", failed.text),
+        };
+        let runs = pair.destination.wait_for(|line| match line {
             Line::Received { runs, .. } => Some(runs),
             _ => None,
         })?;
@@ -239,11 +180,4 @@ impl Figures {
         self.throttle.add(f64::from(throttle.unwrap_or(0)));
         self.iterations = moved.iterations;
     }
-}
-
-/// A `dunlin` command that speaks JSON.
-fn command(arguments: &[&str]) -> Result<Command> {
-    let mut command = Process::command()?;
-    command.args(arguments).arg("--json");
-    Ok(command)
 }

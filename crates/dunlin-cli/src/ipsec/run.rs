@@ -15,21 +15,19 @@ use anyhow::{Context, Result, anyhow};
 use clap::Args;
 use dunlin::lane::peers::Peer as Allowed;
 use dunlin_ipsec as ipsec;
-use dunlin_ipsec::xfrm::esp_offload;
 use dunlin_ipsec::{
     self, AddressBlock, Event, Mode, Observer, Options, PortRange, Server, Session, Udp,
 };
-use dunlin_linux::affinity::allowed;
 use dunlin_linux::signals::{EndSignals, HangUps};
 
 use super::control_service::{Answer, Request, SessionLine, stay_blocked};
 use super::mode::ModeName;
 use crate::code::{CANCELLED, DONE, FAILED};
 use crate::control::{Pending, Service, Socket};
-use crate::identity::{Accepting, Common, Reading, Records, client_tls};
+use crate::identity::{Accepting, Common, Reading, client_tls};
 use crate::line::FailedLine;
-use crate::log::say;
-use crate::options::{ControlPath, Cpus, parse_limit};
+use crate::log::{say, warn};
+use crate::options::{ControlPath, Cpus, ipsec_cpus, offload_advice, parse_limit};
 use crate::service::{Manager, Told, cannot_listen, start, wait_for};
 use crate::state::{IPSEC_RECORDS, StatePath};
 use crate::text::chained;
@@ -69,13 +67,8 @@ struct Own {
 
 impl Own {
     fn options(&self, mode: Mode, ports: PortRange, udp: Option<u16>) -> Result<Options> {
-        let cpus = match &self.cpus {
-            Some(Cpus(cpus)) => cpus.clone(),
-            None => allowed()?,
-        };
-        let cpus = cpus.into_iter().map(u32::try_from);
         let mut options = Options::new(mode, ports, records(&self.state)?);
-        options.cpus = cpus.collect::<Result<_, _>>()?;
+        options.cpus = ipsec_cpus(self.cpus.as_ref())?;
         options.sas_max = self.sas;
         options.timeout = self.patience;
         options.rekey_after = Some(self.rekey_after);
@@ -128,16 +121,6 @@ impl Blocked {
         }
         say(&stay_blocked(&records));
         FAILED
-    }
-}
-
-/// What cannot be made good once there are SAs.
-fn warn_of_offload() {
-    if let Some(command) = esp_offload().how_to_load() {
-        say(&format!(
-            "warning: TCP hands IPsec one packet for each segment on this kernel; `{command}` \
-             before a session begins makes it faster"
-        ));
     }
 }
 
@@ -200,17 +183,10 @@ impl FromStr for BoundPeer {
 impl Serve {
     pub(crate) fn run(&self) -> Result<i32> {
         let (ends, hang_ups) = (EndSignals::block()?, HangUps::block()?);
-        let common = Common {
-            identity: self.identity.clone(),
-            peers: self.peers.iter().map(|one| one.name.clone()).collect(),
-            reading: self.reading.clone(),
-            records: Records::default(),
-        };
+        let names = self.peers.iter().map(|one| one.name.clone()).collect();
+        let common = Common::new(&self.identity, names, &self.reading);
         let (accepting, warnings) = Accepting::load(&common)?;
-        for warning in warnings {
-            say(&format!("warning: {warning}"));
-        }
-        warn_of_offload();
+        warn(warnings.into_iter().chain(offload_advice()));
         let mut options = self.own.options(Mode::Cpu, self.ports, self.udp)?;
         let bound = self.peers.iter().filter(|one| !one.addresses.is_empty());
         let bound = bound.map(|one| (one.peer.clone(), one.addresses.clone()));
@@ -233,9 +209,7 @@ impl Serve {
                         say(&format!(
                             "the certificate was read anew, valid until {until}"
                         ));
-                        warnings
-                            .iter()
-                            .for_each(|text| say(&format!("warning: {text}")));
+                        warn(warnings);
                     }
                     Err(error) => say(&format!("everything stays as it was: {}", chained(&error))),
                 },
@@ -287,17 +261,9 @@ impl Up {
     pub(crate) fn run(&self) -> Result<i32> {
         let (ends, hang_ups) = (EndSignals::block()?, HangUps::block()?);
         let to = with_port(&self.peer);
-        let common = Common {
-            identity: self.identity.clone(),
-            peers: self.names.clone(),
-            reading: self.reading.clone(),
-            records: Records::default(),
-        };
+        let common = Common::new(&self.identity, self.names.clone(), &self.reading);
         let (tls, warnings) = client_tls(&common, &to)?;
-        for warning in warnings {
-            say(&format!("warning: {warning}"));
-        }
-        warn_of_offload();
+        warn(warnings.into_iter().chain(offload_advice()));
         warn_of_addresses(&self.peer, &to)?;
         let options = self.own.options(self.mode.into(), self.ports, self.udp)?;
         let socket = Socket::bind(&self.own.control.ipsec(&self.peer)?, "an IPsec session")?;
@@ -392,18 +358,18 @@ impl Clean {
 /// Warns of a peer of several addresses, whenever it is known how many it has.
 fn warn_of_addresses(peer: &str, to: &str) -> Result<()> {
     let (peer, to) = (peer.to_owned(), to.to_owned());
-    let warn = move || {
+    let look_up = move || {
         let addresses = addresses_of(&to);
         if addresses.len() > 1 {
             let all: Vec<String> = addresses.iter().map(ToString::to_string).collect();
-            say(&format!(
-                "warning: {peer} has several addresses ({}) and one of them will be protected: \
-                 give --peer and the programs an address, and --name the name",
+            warn([format!(
+                "{peer} has several addresses ({}) and one of them will be protected: give --peer \
+                 and the programs an address, and --name the name",
                 all.join(", ")
-            ));
+            )]);
         }
     };
-    start("dunlin-addresses", warn)?;
+    start("dunlin-addresses", look_up)?;
     Ok(())
 }
 

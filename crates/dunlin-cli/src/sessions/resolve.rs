@@ -20,7 +20,7 @@ use dunlin::engine::{Host, StandardHost};
 
 use super::status::ago;
 use crate::code::{DONE, FAILED, USAGE};
-use crate::identity::{Common, Reading, Records, client_tls};
+use crate::identity::{Common, Reading, client_tls};
 use crate::line::Line;
 use crate::options::parse_limit;
 use crate::state::{StatePath, hex, parse_session};
@@ -101,12 +101,8 @@ impl Resolve {
 
     /// What the destination says, and done what follows from it.
     fn ask_destination(&self, entry: &Entry, record: &Record, identity: &Path) -> Result<Line> {
-        let common = Common {
-            identity: std::path::absolute(identity)?,
-            peers: self.peers.clone(),
-            reading: self.reading.clone(),
-            records: Records::default(),
-        };
+        let identity = std::path::absolute(identity)?;
+        let common = Common::new(&identity, self.peers.clone(), &self.reading);
         if entry.lives {
             if record.owner.is_empty() {
                 bail!("the process that has the VM has no control socket: it asks by itself");

@@ -66,13 +66,7 @@ impl Status {
                         entry.role.name()
                     );
                     eprintln!("warning: {text}");
-                    failures.push(FailedLine {
-                        fault: FaultCode::Journal.name().into(),
-                        at_fault: FaultCode::Journal.at_fault().name().into(),
-                        vm: String::new(),
-                        text,
-                        code,
-                    });
+                    failures.push(FailedLine::new(FaultCode::Journal, "", text, code));
                 }
             }
         }

@@ -12,9 +12,8 @@ use clap::Args;
 use dunlin::lane::identity::Role;
 use dunlin::lane::security::SealedLanes;
 use dunlin_ipsec::lanes::IpsecLanes;
-use dunlin_ipsec::xfrm::esp_offload;
 use dunlin_ipsec::{Observer, Options};
-use dunlin_linux::affinity::{allowed, keep_to};
+use dunlin_linux::affinity::keep_to;
 use dunlin_linux::signals::{EndSignal, EndSignals, HangUps};
 use dunlin_tunnel::{Given, Identities, Tunnel};
 
@@ -26,8 +25,8 @@ use crate::confine::{self, ConfiningTunnel, Needs};
 use crate::control::Socket;
 use crate::identity::{chosen, crypto, load_identity};
 use crate::line::Line;
-use crate::log::say;
-use crate::options::{ControlPath, Cpus};
+use crate::log::{say, warn};
+use crate::options::{ControlPath, Cpus, ipsec_cpus, offload_advice};
 use crate::service::{Manager, Told, cannot_listen, passed, wait_for};
 use crate::state::IPSEC_RECORDS;
 use crate::state::StatePath;
@@ -171,10 +170,10 @@ impl Run {
             Ok(socket) => Ok(Some(socket)),
             Err(error) if self.control.control.is_some() => Err(error),
             Err(error) => {
-                say(&format!(
-                    "warning: {}; `dunlin status` and `tunnel open` do not find this tunnel",
-                    chained(&error)
-                ));
+                let why = chained(&error);
+                warn([format!(
+                    "{why}; `dunlin status` and `tunnel open` do not find this tunnel"
+                )]);
                 Ok(None)
             }
         }
@@ -184,21 +183,11 @@ impl Run {
 impl Run {
     /// What lanes go over IPsec by.
     fn shelter(&self, ipsec: &Ipsec) -> Result<IpsecLanes> {
-        if let Some(command) = esp_offload().how_to_load() {
-            say(&format!(
-                "warning: TCP hands IPsec one packet for each segment on this kernel; `{command}` \
-                 before the tunnel starts makes it faster"
-            ));
-        }
+        warn(offload_advice());
         let records = self.state.directory()?.join(IPSEC_RECORDS);
         let mut options = Options::new(ipsec.mode, ipsec.ports, records);
         options.rekey_after = Some(ipsec.rekey_after);
-        let cpus = match &ipsec.cpus {
-            Some(Cpus(cpus)) => cpus.clone(),
-            None => allowed()?,
-        };
-        let cpus = cpus.into_iter().map(u32::try_from);
-        options.cpus = cpus.collect::<Result<_, _>>()?;
+        options.cpus = ipsec_cpus(ipsec.cpus.as_ref())?;
         let observer: Observer = Arc::new(|event| say(&event.to_string()));
         IpsecLanes::new(options, observer).context("lanes cannot go over IPsec")
     }
@@ -273,9 +262,7 @@ fn read(file: &Path) -> Result<(Config, Identities)> {
     let (connecting, warnings) = load(Role::Source)?;
     let (accepting, more) = load(Role::Destination)?;
     let fresh = more.into_iter().filter(|one| !warnings.contains(one));
-    for warning in warnings.iter().cloned().chain(fresh) {
-        say(&format!("warning: {warning}"));
-    }
+    warn(warnings.iter().cloned().chain(fresh));
     let identities = Identities {
         connecting,
         accepting,

@@ -195,11 +195,7 @@ impl ControlService {
 
     /// Something that whoever watches this process should know.
     pub(crate) fn warn(&self, text: &str) {
-        if self.json {
-            Line::Warning { text: text.into() }.print();
-        } else {
-            println!("warning: {}", clean(text));
-        }
+        Line::Warning { text: text.into() }.say(self.json);
     }
 
     // The arrival.

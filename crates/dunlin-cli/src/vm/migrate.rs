@@ -3,12 +3,12 @@
 
 use std::io::Write;
 use std::os::unix::net::UnixStream;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
 use clap::Args;
-
+use dunlin::engine::vmm::FaultCode;
 use dunlin_linux::signals::EndSignals;
 
 use super::control_service::Command;
@@ -22,48 +22,54 @@ use crate::options::{ControlPath, MigrateFlags, parse_rate};
 use crate::service::start;
 use crate::text::clean;
 
+/// Which VM of this host is meant, and how the answer is printed.
 #[derive(Debug, Args)]
-pub(crate) struct Migrate {
+struct Target {
     /// The VM's name.
     #[arg(long)]
     name: String,
+    #[command(flatten)]
+    control: ControlPath,
+    /// One JSON object a line.
+    #[arg(long)]
+    json: bool,
+}
+
+impl Target {
+    fn socket(&self) -> Result<PathBuf> {
+        self.control.socket(&self.name)
+    }
+
+    /// Asks for what is done or not; returns the exit code.
+    fn order(&self, request: &Request) -> Result<i32> {
+        request.ask(&self.socket()?)?.done(self.json)
+    }
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct Migrate {
+    #[command(flatten)]
+    target: Target,
     #[command(flatten)]
     flags: MigrateFlags,
     #[command(flatten)]
     common: Common,
-    #[command(flatten)]
-    control: ControlPath,
-    /// One JSON object a line.
-    #[arg(long)]
-    json: bool,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct Watch {
-    /// The VM's name.
-    #[arg(long)]
-    name: String,
     #[command(flatten)]
-    control: ControlPath,
-    /// One JSON object a line.
-    #[arg(long)]
-    json: bool,
+    target: Target,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct Set {
-    /// The VM's name.
-    #[arg(long)]
-    name: String,
+    #[command(flatten)]
+    target: Target,
     /// Cap for all data lanes together, such as 500M (bytes per second), or
     /// `none`. The last pass keeps its own.
     #[arg(long, value_name = "BYTES_PER_S", value_parser = parse_cap)]
     rate: Cap,
-    #[command(flatten)]
-    control: ControlPath,
-    /// One JSON object.
-    #[arg(long)]
-    json: bool,
 }
 
 /// A cap, or none.
@@ -81,29 +87,17 @@ fn parse_cap(text: &str) -> Result<Cap, String> {
 
 #[derive(Debug, Args)]
 pub(crate) struct Status {
-    /// The VM's name.
-    #[arg(long)]
-    name: String,
     #[command(flatten)]
-    control: ControlPath,
-    /// One JSON object.
-    #[arg(long)]
-    json: bool,
+    target: Target,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct Ask {
-    /// The VM's name.
-    #[arg(long)]
-    name: String,
+    #[command(flatten)]
+    target: Target,
     /// What it shall do.
     #[arg(value_enum)]
     what: Command,
-    #[command(flatten)]
-    control: ControlPath,
-    /// One JSON object.
-    #[arg(long)]
-    json: bool,
 }
 
 /// How a migration ended.
@@ -119,7 +113,7 @@ pub(crate) fn follow(
     common: &Common,
     flags: &MigrateFlags,
     signals: Option<EndSignals>,
-    display: &mut Display,
+    show: &mut dyn FnMut(&Line),
 ) -> Result<Ended> {
     let directory = &common.identity;
     let identity = directory
@@ -137,7 +131,7 @@ pub(crate) fn follow(
         let more = client.more()?;
         start("signals", move || cancel_at_signal(&signals, more))?;
     }
-    show(client, display)
+    until_end(client, show)
 }
 
 fn cancel_at_signal(signals: &EndSignals, mut migration: UnixStream) {
@@ -157,10 +151,10 @@ fn cancel_at_signal(signals: &EndSignals, mut migration: UnixStream) {
 }
 
 /// Shows a migration until it ends.
-fn show(mut client: Client, display: &mut Display) -> Result<Ended> {
+fn until_end(mut client: Client, show: &mut dyn FnMut(&Line)) -> Result<Ended> {
     let mut committing = false;
     while let Some(line) = client.next()? {
-        display.show(&line);
+        show(&line);
         match line {
             Line::Committing => committing = true,
             Line::Moved(moved) => return Ok(Ended::Moved(moved)),
@@ -170,24 +164,13 @@ fn show(mut client: Client, display: &mut Display) -> Result<Ended> {
     }
     // It died, or the guest with it. Nobody here can tell how far it had come.
     let failed = if committing {
-        FailedLine {
-            fault: "internal".into(),
-            at_fault: "this side".into(),
-            vm: "in-doubt".into(),
-            text: "the VM's process has gone after it let the destination run the VM: ask there"
-                .into(),
-            code: IN_DOUBT,
-        }
+        let text = "the VM's process has gone after it let the destination run the VM: ask there";
+        FailedLine::new(FaultCode::Internal, "in-doubt", text, IN_DOUBT)
     } else {
-        FailedLine {
-            fault: "internal".into(),
-            at_fault: "this side".into(),
-            vm: "gone".into(),
-            text: "the VM's process has gone, and the VM with it".into(),
-            code: FAILED,
-        }
+        let text = "the VM's process has gone, and the VM with it";
+        FailedLine::new(FaultCode::Internal, "gone", text, FAILED)
     };
-    display.show(&Line::Failed(failed.clone()));
+    show(&Line::Failed(failed.clone()));
     Ok(Ended::Failed(failed))
 }
 
@@ -203,12 +186,13 @@ impl Ended {
 impl Migrate {
     pub(crate) fn run(self) -> Result<i32> {
         let signals = EndSignals::block()?;
+        let mut display = Display::new(self.target.json);
         let ended = follow(
-            &self.control.socket(&self.name)?,
+            &self.target.socket()?,
             &self.common,
             &self.flags,
             Some(signals),
-            &mut Display::new(self.json),
+            &mut |line| display.show(line),
         )?;
         Ok(ended.code())
     }
@@ -216,24 +200,22 @@ impl Migrate {
 
 impl Watch {
     pub(crate) fn run(self) -> Result<i32> {
-        let client = Request::Watch.ask(&self.control.socket(&self.name)?)?;
-        Ok(show(client, &mut Display::new(self.json))?.code())
+        let client = Request::Watch.ask(&self.target.socket()?)?;
+        let mut display = Display::new(self.target.json);
+        Ok(until_end(client, &mut |line| display.show(line))?.code())
     }
 }
 
 impl Set {
     pub(crate) fn run(self) -> Result<i32> {
-        let request = Request::Set { rate: self.rate.0 };
-        request
-            .ask(&self.control.socket(&self.name)?)?
-            .done(self.json)
+        self.target.order(&Request::Set { rate: self.rate.0 })
     }
 }
 
 impl Status {
     pub(crate) fn run(self) -> Result<i32> {
-        let status = status(&self.control.socket(&self.name)?)?;
-        if self.json {
+        let status = status(&self.target.socket()?)?;
+        if self.target.json {
             Line::Status(status).print();
             return Ok(DONE);
         }
@@ -308,13 +290,10 @@ fn status_of(mut answer: Client) -> Result<StatusLine> {
 
 impl Ask {
     pub(crate) fn run(self) -> Result<i32> {
-        let request = match self.what {
+        self.target.order(&match self.what {
             Command::Pause => Request::Pause,
             Command::Resume => Request::Resume,
             Command::PowerOff => Request::PowerOff,
-        };
-        request
-            .ask(&self.control.socket(&self.name)?)?
-            .done(self.json)
+        })
     }
 }

@@ -8,7 +8,7 @@
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Result, bail};
@@ -22,12 +22,65 @@ use dunlin::lane::security::SealedLanes;
 use super::control_service::{Command, ControlService};
 use super::moving::Moving;
 use super::request::{Request, inquiry_options};
-use crate::confine;
+use crate::confine::{self, Confining, KeepingIpsec, Needs};
 use crate::control::{Pending, Service, read_request, send};
 use crate::identity::client_tls;
 use crate::line::{FailedLine, Line};
-use crate::options::{MigrateFlags, SecurityName, shelter};
+use crate::options::{ControlPath, MemoryFlags, MigrateFlags, SecurityName, shelter};
 use crate::service::start;
+use crate::sessions::left_behind;
+use crate::state::StatePath;
+
+/// What both kinds of process that own a VM have.
+#[derive(Debug, Args)]
+pub(crate) struct Own {
+    #[command(flatten)]
+    pub(super) memory_flags: MemoryFlags,
+    #[command(flatten)]
+    pub(super) control: ControlPath,
+    #[command(flatten)]
+    state: StatePath,
+    #[command(flatten)]
+    confining: Confining,
+    #[command(flatten)]
+    pub(super) keeping: KeepingIpsec,
+    /// One JSON object a line.
+    #[arg(long)]
+    pub(super) json: bool,
+    #[command(flatten)]
+    pub(super) parent: Parent,
+}
+
+impl Own {
+    pub(super) fn service(&self) -> Result<Arc<ControlService>> {
+        let directory = self.state.directory()?;
+        Ok(ControlService::new(
+            self.json,
+            self.state.open()?,
+            directory,
+        ))
+    }
+
+    /// Sessions that moved a VM of this name, and whose outcome is in doubt.
+    pub(super) fn left_behind(&self, name: &str) -> Result<Vec<String>> {
+        left_behind(&self.state, name)
+    }
+
+    /// Confines this process, whose control sockets are beside `socket`; with the identity that
+    /// it reads again if it has yet to make one.
+    pub(super) fn confine(&self, socket: &Path, identity: Option<&Path>) -> Result<Line> {
+        let confined = self.confining.apply(&Needs {
+            control: Needs::directory_of(socket),
+            journal: self.state.directory()?,
+            scratch: self.parent.until_stdin_closes.clone(),
+            identity: identity.map(Path::to_owned),
+            makes_sockets: identity.is_some(),
+            ipsec: self.keeping.ports(),
+        })?;
+        confine::say(&confined, self.json);
+        Ok(confined)
+    }
+}
 
 /// For a parent that must not leave a VM or its scratch directory behind.
 #[derive(Clone, Debug, Args)]
@@ -38,11 +91,6 @@ pub(crate) struct Parent {
 }
 
 impl Parent {
-    /// The directory that goes with this process.
-    pub(crate) fn scratch(&self) -> Option<PathBuf> {
-        self.until_stdin_closes.clone()
-    }
-
     /// Ends this process once its standard input has ended, if that is wanted: a
     /// parent that dies, however it dies, closes its end of the pipe.
     pub(crate) fn watch(&self) -> Result<()> {

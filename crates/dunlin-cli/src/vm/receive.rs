@@ -15,16 +15,15 @@ use dunlin_linux::signals::{EndSignal, EndSignals, HangUps};
 use dunlin_microvm::{MachineBuilder, Movable, VmState};
 
 use super::control_service::ControlService;
-use super::owner::Parent;
+use super::owner::Own;
 use crate::code::CANCELLED;
-use crate::confine::{self, Confining, KeepingIpsec, Needs};
+use crate::confine;
 use crate::control::Socket;
 use crate::identity::{Accepting, Common};
 use crate::line::{FailedLine, Line, millis};
-use crate::options::{ControlPath, LANES_QUIET, MemoryFlags, parse_limit, shelter};
+use crate::options::{ControlPath, LANES_QUIET, parse_limit, shelter};
 use crate::service::{cannot_listen, start};
-use crate::state::StatePath;
-use crate::text::{chained, clean, clean_lines};
+use crate::text::{chained, clean};
 
 #[derive(Debug, Args)]
 pub(crate) struct Receive {
@@ -39,27 +38,14 @@ pub(crate) struct Receive {
     #[arg(long, value_name = "DURATION", default_value = "5m", value_parser = parse_limit)]
     idle_limit: Duration,
     #[command(flatten)]
-    memory_flags: MemoryFlags,
-    #[command(flatten)]
     common: Common,
     #[command(flatten)]
-    control: ControlPath,
-    #[command(flatten)]
-    state: StatePath,
-    #[command(flatten)]
-    confining: Confining,
-    #[command(flatten)]
-    keeping: KeepingIpsec,
-    /// One JSON object a line.
-    #[arg(long)]
-    json: bool,
-    #[command(flatten)]
-    parent: Parent,
+    own: Own,
 }
 
 impl Receive {
     pub(crate) fn run(self) -> Result<i32> {
-        let service = ControlService::new(self.json, self.state.open()?, self.state.directory()?);
+        let service = self.own.service()?;
         let hang_ups = HangUps::block()?;
         let signals = EndSignals::block()?;
         let (accepting, warnings) = Accepting::load(&self.common)?;
@@ -72,14 +58,15 @@ impl Receive {
             .map_err(|error| cannot_listen(&self.listen, "--listen", &error))?;
         let address = listener.local_addr()?.to_string();
         // Before there are other threads, which would stay as they are.
-        let confined = self.confine()?;
+        let beside = self.own.control.socket("vm")?;
+        let confined = self.own.confine(&beside, Some(&self.common.identity))?;
         service.watch(signals)?;
-        reload_at(hang_ups, self.json, &accepting)?;
+        reload_at(hang_ups, self.own.json, &accepting)?;
         self.say(&Line::Listening {
             address: address.clone(),
         });
         let host: Arc<dyn Host> = Arc::new(StandardHost);
-        let shelter = match self.keeping.ports() {
+        let shelter = match self.own.keeping.ports() {
             Some(ports) => {
                 let mut options =
                     ipsec::Options::new(ipsec::Mode::Connection, ports, service.ipsec_records());
@@ -95,10 +82,10 @@ impl Receive {
             .idle_limit(self.idle_limit)
             .journal(service.journal())
             .build()?;
-        self.parent.watch()?;
+        self.own.parent.watch()?;
         let mut builder = Takes {
-            machines: MachineBuilder::new(self.memory_flags.options()),
-            control: &self.control,
+            machines: MachineBuilder::new(self.own.memory_flags.options()),
+            control: &self.own.control,
             service: &service,
             socket: None,
         };
@@ -190,19 +177,6 @@ impl Receive {
         code
     }
 
-    fn confine(&self) -> Result<Line> {
-        let confined = self.confining.apply(&Needs {
-            control: Needs::directory_of(&self.control.socket("vm")?),
-            journal: self.state.directory()?,
-            scratch: self.parent.scratch(),
-            identity: Some(self.common.identity.clone()),
-            makes_sockets: true,
-            ipsec: self.keeping.ports(),
-        })?;
-        confine::say(&confined, self.json);
-        Ok(confined)
-    }
-
     /// Says that it was told to end, and what became of a VM on its way.
     fn cancelled(&self, service: &ControlService, called_off: Option<String>) -> i32 {
         let signal = service.ending().map_or("a signal", EndSignal::name);
@@ -211,13 +185,9 @@ impl Receive {
         } else {
             "none"
         };
-        self.say(&Line::Failed(FailedLine {
-            fault: FaultCode::Cancelled.to_string(),
-            at_fault: "this side".into(),
-            vm: vm.into(),
-            text: called_off.unwrap_or_else(|| format!("{signal} before a VM had come")),
-            code: CANCELLED,
-        }));
+        let text = called_off.unwrap_or_else(|| format!("{signal} before a VM had come"));
+        let failed = FailedLine::new(FaultCode::Cancelled, vm, text, CANCELLED);
+        self.say(&Line::Failed(failed));
         CANCELLED
     }
 
@@ -240,7 +210,7 @@ impl Receive {
     }
 
     fn say(&self, line: &Line) {
-        say(self.json, line);
+        line.say(self.own.json);
     }
 }
 
@@ -252,7 +222,7 @@ fn reload_at(hang_ups: HangUps, json: bool, accepting: &Arc<Accepting>) -> Resul
         while hang_ups.wait().is_ok() {
             let warnings = match accepting.reload() {
                 Ok((valid_until, warnings)) => {
-                    say(json, &Line::IdentityRead { valid_until });
+                    Line::IdentityRead { valid_until }.say(json);
                     warnings
                 }
                 Err(error) => {
@@ -260,54 +230,11 @@ fn reload_at(hang_ups: HangUps, json: bool, accepting: &Arc<Accepting>) -> Resul
                 }
             };
             for text in warnings {
-                say(json, &Line::Warning { text });
+                Line::Warning { text }.say(json);
             }
         }
     })?;
     Ok(())
-}
-
-fn say(json: bool, line: &Line) {
-    if json {
-        line.print();
-        return;
-    }
-    match line {
-        Line::Listening { address } => println!("waiting for a VM on {address}"),
-        Line::Accepted { peer } => println!("{} has connected", clean(peer)),
-        Line::Rejected { text } => println!("turned away: {}", clean_lines(text)),
-        Line::Warning { text } => println!("warning: {}", clean(text)),
-        Line::Records { text, .. } => println!("{}", clean(text)),
-        Line::IdentityRead { valid_until } => {
-            println!("the identity was read again; its certificate is valid until {valid_until}");
-        }
-        Line::LaneLost { lane, text } => println!("lane {lane} is lost: {}", clean(text)),
-        Line::ControlLost { text } => println!("the control lane is lost: {}", clean(text)),
-        Line::ControlResumed => println!("a new control lane stands"),
-        Line::Failed(failed) => println!("{}", clean_lines(&failed.text)),
-        Line::Received {
-            name,
-            control,
-            runs,
-            downtime_ms,
-            ..
-        } => {
-            let how = if *runs {
-                "runs here"
-            } else {
-                "is here, paused"
-            };
-            let downtime = downtime_ms.map_or(String::new(), |ms| {
-                format!(", downtime {ms:.1} ms as the guest saw it")
-            });
-            println!(
-                "{} {how}{downtime}; control socket {}",
-                clean(name),
-                clean(control)
-            );
-        }
-        _ => {}
-    }
 }
 
 /// Whether no source has come yet, and none is waited for any more.
