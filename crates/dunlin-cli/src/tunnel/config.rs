@@ -18,7 +18,7 @@ use toml::Spanned;
 
 pub(crate) use ipsec::Ipsec;
 use ipsec::IpsecTable;
-use table::{Found, Port, RouteTable, between, parse_port};
+use table::{Found, Port, RouteTable, parse_port};
 
 use crate::identity::Reading;
 use crate::options::{parse_bytes, parse_limit};
@@ -131,31 +131,19 @@ fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
     let usual = Limits::default();
     let table = &file.limits;
     let limits = Limits {
-        channels: found.or(table.channels.as_ref(), usual.channels, |count| {
-            between("channels", *count, 1, 4096)
-        }),
-        peer_bytes: found.or(table.peer_memory.as_ref(), usual.peer_bytes, |text| {
-            parse_bytes(text)
-        }),
-        trunks: found.or(table.trunks.as_ref(), usual.trunks, |count| {
-            between("trunks", *count, 1, 4096)
-        }),
-        lanes: found.or(table.lanes.as_ref(), usual.lanes, |count| {
-            between("lanes", *count, 1, 128)
-        }),
-        vanished: found.or(
-            table.vanished.as_ref(),
-            usual.vanished,
-            |text| match parse_limit(text)? {
+        channels: found.count("channels", &table.channels, usual.channels, 4096),
+        peer_bytes: found.or(&table.peer_memory, usual.peer_bytes, parse_bytes),
+        trunks: found.count("trunks", &table.trunks, usual.trunks, 4096),
+        lanes: found.count("lanes", &table.lanes, usual.lanes, 128),
+        vanished: found.or(&table.vanished, usual.vanished, |text| {
+            match parse_limit(text)? {
                 limit if limit < Duration::from_secs(1) => {
                     Err("a peer cannot be missed in less than 1s".to_owned())
                 }
                 limit => Ok(limit),
-            },
-        ),
-        connect: found.or(table.connect.as_ref(), usual.connect, |text| {
-            parse_limit(text)
+            }
         }),
+        connect: found.or(&table.connect, usual.connect, parse_limit),
         lane_records: usual.lane_records,
     };
     if let Some(memory) = &table.peer_memory {
@@ -169,10 +157,8 @@ fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
             found.add(&memory.span(), text);
         }
     }
-    let offload = found.or(file.tls_offload.as_ref(), Offload::Auto, |text| {
-        text.parse()
-    });
-    let drain = found.or(file.drain.as_ref(), DRAIN, |text| parse_limit(text));
+    let offload = found.or(&file.tls_offload, Offload::Auto, str::parse);
+    let drain = found.or(&file.drain, DRAIN, parse_limit);
     let is_prepared = file.ipsec.is_some();
     let ipsec = file.ipsec.as_ref();
     let ipsec = ipsec.and_then(|table| ipsec::check(table, found));
@@ -184,25 +170,14 @@ fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
         let is_relay = relay::is_one(name, table.get_ref(), found);
         let over_ipsec = ipsec::is_asked_for(name, table.get_ref(), is_relay, is_prepared, found);
         if is_relay {
-            relay::check(
-                name,
-                &at,
-                table.get_ref(),
-                found,
-                &mut entrances,
-                &mut relays,
-            );
-            continue;
+            let (entrance, exit) = relay::check(name, &at, table.get_ref(), found);
+            entrances.extend(entrance);
+            relays.extend(exit);
+        } else {
+            let (entrance, exit) = stripe::check(name, &at, table.get_ref(), over_ipsec, found);
+            entrances.extend(entrance);
+            exits.extend(exit);
         }
-        stripe::check(
-            name,
-            &at,
-            table.get_ref(),
-            over_ipsec,
-            found,
-            &mut entrances,
-            &mut exits,
-        );
     }
     if file.route.is_empty() {
         let text = "there is no route: add [route.NAME] with listen and to on the host where \

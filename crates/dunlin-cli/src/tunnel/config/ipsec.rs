@@ -50,7 +50,7 @@ pub(super) fn check(table: &IpsecTable, found: &mut Found<'_>) -> Option<Ipsec> 
         }),
         None => range(LANE_PORTS).ok(),
     };
-    let mode = found.or(table.mode.as_ref(), Mode::Cpu, |text| match text.as_str() {
+    let mode = found.or(&table.mode, Mode::Cpu, |text| match text {
         "cpu" => Ok(Mode::Cpu),
         "connection" => Ok(Mode::Connection),
         other => Err(format!(
@@ -58,12 +58,8 @@ pub(super) fn check(table: &IpsecTable, found: &mut Found<'_>) -> Option<Ipsec> 
              without SAs for CPUs"
         )),
     });
-    let cpus = found.or(table.cpus.as_ref(), None, |text| {
-        text.parse::<Cpus>().map(Some)
-    });
-    let rekey_after = found.or(table.rekey_after.as_ref(), REKEY_AFTER, |text| {
-        parse_limit(text)
-    });
+    let cpus = found.or(&table.cpus, None, |text| text.parse::<Cpus>().map(Some));
+    let rekey_after = found.or(&table.rekey_after, REKEY_AFTER, parse_limit);
     Some(Ipsec {
         ports: ports?,
         mode,

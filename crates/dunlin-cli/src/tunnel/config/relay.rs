@@ -4,17 +4,17 @@ use std::net::SocketAddr;
 use std::ops::Range;
 
 use dunlin::lane::policy::OldestTls;
-use dunlin_tunnel::{Entrance, Mode, RelayExit, WINDOW_BYTES};
+use dunlin_tunnel::{Entrance, Mode, RelayExit};
 use toml::Spanned;
 
 use super::table::{
-    Found, RouteTable, check_answering, check_peers, check_target, host_of, parse_listen,
+    Found, RouteTable, at, check_entrance, check_exit, leads_nowhere, parse_listen,
 };
 
 /// Whether a route is a relay. One that is not may not have what belongs to relays.
 pub(super) fn is_one(name: &str, table: &RouteTable, found: &mut Found<'_>) -> bool {
-    let mode = table.mode.as_ref();
-    let is_relay = found.or(mode, false, |mode| match mode.as_str() {
+    let before = found.all.len();
+    let is_relay = found.or(&table.mode, false, |mode| match mode {
         "stripe" => Ok(false),
         "relay" => Ok(true),
         other => Err(format!(
@@ -22,79 +22,58 @@ pub(super) fn is_one(name: &str, table: &RouteTable, found: &mut Found<'_>) -> b
              Dunlin"
         )),
     });
-    // A mode that there is not was a mistake enough.
-    let is_known = mode.is_none_or(|mode| matches!(mode.get_ref().as_str(), "stripe" | "relay"));
-    if !is_relay && is_known {
-        for (key, value) in [("tls_listen", &table.tls_listen), ("tls", &table.tls)] {
-            if let Some(value) = value {
-                let text = format!("route {name}: {key} goes with mode = \"relay\"");
-                found.add(&value.span(), text);
-            }
-        }
+    // An unknown mode is one mistake, whatever else the route has.
+    if !is_relay && found.all.len() == before {
+        let keys = [
+            ("tls_listen", at(&table.tls_listen)),
+            ("tls", at(&table.tls)),
+        ];
+        found.misplaced(name, "mode = \"relay\"", &keys);
     }
     is_relay
 }
 
 pub(super) fn check(
     name: &str,
-    at: &Range<usize>,
+    place: &Range<usize>,
     table: &RouteTable,
     found: &mut Found<'_>,
-    entrances: &mut Vec<Entrance>,
-    exits: &mut Vec<RelayExit>,
-) {
-    for (key, value) in [
-        ("lanes", table.lanes.as_ref().map(Spanned::span)),
-        ("window", table.window.as_ref().map(Spanned::span)),
-    ] {
-        if let Some(at) = value {
-            let text = format!("route {name}: {key} goes with mode = \"stripe\"");
-            found.add(&at, text);
-        }
-    }
-    let oldest_tls = found.or(
-        table.tls.as_ref(),
-        OldestTls::default(),
-        |text| match text.as_str() {
-            "1.2" => Ok(OldestTls::V1_2),
-            "1.3" => Ok(OldestTls::V1_3),
-            other => Err(format!(
-                "{other:?} is no TLS that a relay speaks: write \"1.3\", or \"1.2\" to allow both"
-            )),
-        },
-    );
+) -> (Option<Entrance>, Option<RelayExit>) {
+    let keys = [("lanes", at(&table.lanes)), ("window", at(&table.window))];
+    found.misplaced(name, "mode = \"stripe\"", &keys);
+    let oldest_tls = found.or(&table.tls, OldestTls::default(), |text| match text {
+        "1.2" => Ok(OldestTls::V1_2),
+        "1.3" => Ok(OldestTls::V1_3),
+        other => Err(format!(
+            "{other:?} is no TLS that a relay speaks: write \"1.3\", or \"1.2\" to allow both"
+        )),
+    });
     let is_near = table.listen.is_some() || table.to.is_some();
-    let is_far = table.tls_listen.is_some();
+    let mut near = None;
     if is_near {
-        entrance(name, table, oldest_tls, found, entrances);
-    } else if let Some(peers) = &table.peers {
-        let text = format!("route {name}: peers goes with listen and to");
-        found.add(&peers.span(), text);
+        near = entrance(name, table, oldest_tls, found);
+    } else {
+        found.misplaced(name, "listen and to", &[("peers", at(&table.peers))]);
     }
-    if is_far {
-        exit(name, at, table, oldest_tls, found, exits);
-        return;
+    if let Some(listen) = &table.tls_listen {
+        return (near, exit(name, place, listen, table, oldest_tls, found));
     }
-    for (key, value) in [
-        ("target", table.target.as_ref().map(Spanned::span)),
-        ("exec", table.exec.as_ref().map(Spanned::span)),
-        ("allow", table.allow.as_ref().map(Spanned::span)),
-    ] {
-        if let Some(at) = value {
-            let text = format!(
-                "route {name}: {key} of a relay goes with tls_listen = \"ADDRESS:PORT\", where TLS \
-                 clients come in"
-            );
-            found.add(&at, text);
-            return;
-        }
-    }
-    if !is_near {
+    let far = [
+        ("target", at(&table.target)),
+        ("exec", at(&table.exec)),
+        ("allow", at(&table.allow)),
+    ];
+    if let Some(first) = far.iter().find(|(_, at)| at.is_some()) {
+        let key = format!("{} of a relay", first.0);
+        let with = "tls_listen = \"ADDRESS:PORT\", where TLS clients come in";
+        found.misplaced(name, with, &[(&key, first.1.clone())]);
+    } else if !is_near {
         let text = format!(
             "route {name} has no end here: add listen and to, or tls_listen, target and allow"
         );
-        found.add(at, text);
+        found.add(place, text);
     }
+    (near, None)
 }
 
 /// The end that TLS leaves.
@@ -103,78 +82,55 @@ fn entrance(
     table: &RouteTable,
     oldest_tls: OldestTls,
     found: &mut Found<'_>,
-    entrances: &mut Vec<Entrance>,
-) {
+) -> Option<Entrance> {
     let (listen, to) = match (&table.listen, &table.to) {
         (Some(listen), Some(to)) => (listen, to),
         (Some(listen), None) => {
-            let text = format!("route {name} listens and leads nowhere: add to = \"HOST:PORT\"");
-            return found.add(&listen.span(), text);
+            leads_nowhere(name, listen, found);
+            return None;
         }
         (None, to) => {
             let text = format!(
                 "route {name} leads to a peer and takes no connections: add listen = \
                  \"unix:PATH\" or \"tcp:ADDRESS:PORT\""
             );
-            return found.add(&to.as_ref().map(Spanned::span).unwrap_or_default(), text);
+            found.add(&at(to).unwrap_or_default(), text);
+            return None;
         }
     };
     let listen = found.parsed(listen, |text| parse_listen(text));
-    let host = found.parsed(to, |text| host_of(text));
-    let peers = check_answering(table.peers.as_ref(), to, host.as_deref(), found);
-    if let (Some(listen), Some(peers)) = (listen, peers) {
-        entrances.push(Entrance {
-            route: name.to_owned(),
-            listen,
-            to: to.get_ref().clone(),
-            peers,
-            lanes: 1,
-            window_bytes: WINDOW_BYTES,
-            mode: Mode::Relay(oldest_tls),
-        });
-    }
+    check_entrance(name, table, listen, to, Mode::Relay(oldest_tls), found)
 }
 
 /// The end that TLS enters.
 fn exit(
     name: &str,
     at: &Range<usize>,
+    listen: &Spanned<String>,
     table: &RouteTable,
     oldest_tls: OldestTls,
     found: &mut Found<'_>,
-    exits: &mut Vec<RelayExit>,
-) {
-    let listen = table.tls_listen.as_ref().and_then(|listen| {
-        found.parsed(listen, |text| {
-            text.parse::<SocketAddr>()
-                .map_err(|_| format!("{text:?} is no address: write 0.0.0.0:16514 or [::]:16514"))
-        })
+) -> Option<RelayExit> {
+    let listen = found.parsed(listen, |text| {
+        text.parse::<SocketAddr>()
+            .map_err(|_| format!("{text:?} is no address: write 0.0.0.0:16514 or [::]:16514"))
     });
     if table.target.is_none() && table.exec.is_none() {
         let text = format!(
             "route {name} takes TLS clients and leads nowhere: add target = \"unix:PATH\" or \
              \"tcp:HOST:PORT\""
         );
-        return found.add(at, text);
+        found.add(at, text);
+        return None;
     }
-    let target = check_target(name, table, found);
-    let Some(allow) = &table.allow else {
-        let text = format!(
-            "route {name} has a target that nobody may reach: add allow = [\"NAME\"] with the \
-             names in the peers' certificates"
-        );
-        return found.add(at, text);
-    };
-    let allow = check_peers(allow, found);
-    if let (Some(listen), Some(target), Some(allow)) = (listen, target, allow) {
-        exits.push(RelayExit {
-            route: name.to_owned(),
-            listen,
-            allow,
-            target,
-            oldest_tls,
-        });
-    }
+    let (target, allow) = check_exit(name, at, table, found)?;
+    Some(RelayExit {
+        route: name.to_owned(),
+        listen: listen?,
+        allow,
+        target,
+        oldest_tls,
+    })
 }
 
 #[cfg(test)]

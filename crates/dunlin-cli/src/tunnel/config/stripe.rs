@@ -3,10 +3,9 @@
 use std::ops::Range;
 
 use dunlin_tunnel::{DEFAULT_LANES, Entrance, Exit, Listen, MAX_WINDOW_BYTES, Mode, WINDOW_BYTES};
-use toml::Spanned;
 
 use super::table::{
-    Found, RouteTable, between, check_answering, check_peers, check_target, host_of, parse_listen,
+    Found, RouteTable, at, check_entrance, check_exit, leads_nowhere, parse_listen,
 };
 use crate::options::parse_bytes;
 
@@ -16,91 +15,76 @@ pub(super) fn check(
     table: &RouteTable,
     over_ipsec: bool,
     found: &mut Found<'_>,
-    entrances: &mut Vec<Entrance>,
-    exits: &mut Vec<Exit>,
-) {
-    let window_bytes = found.or(
-        table.window.as_ref(),
-        WINDOW_BYTES,
-        |text| match parse_bytes(text)? {
+) -> (Option<Entrance>, Option<Exit>) {
+    let window_bytes = found.or(&table.window, WINDOW_BYTES, |text| {
+        match parse_bytes(text)? {
             bytes if (256 << 10..=MAX_WINDOW_BYTES).contains(&bytes) => Ok(bytes),
             _ => Err(format!("a window of {text} cannot be: 256K to 1G can")),
-        },
-    );
-    let route = name.to_owned();
-    match (&table.listen, &table.to) {
-        (listen, Some(to)) => {
-            let listen = match listen {
-                Some(listen) => found.parsed(listen, |text| parse_listen(text)),
-                None => Some(Listen::OnDemand),
-            };
-            let host = found.parsed(to, |text| host_of(text));
-            let peers = check_answering(table.peers.as_ref(), to, host.as_deref(), found);
-            let lanes = found.or(table.lanes.as_ref(), DEFAULT_LANES, |count| {
-                between("lanes", *count, 1, 128)
-            });
-            if let (Some(listen), Some(peers)) = (listen, peers) {
-                entrances.push(Entrance {
-                    route: route.clone(),
-                    listen,
-                    to: to.get_ref().clone(),
-                    peers,
-                    lanes,
-                    window_bytes,
-                    mode: match over_ipsec {
-                        true => Mode::StripeOverIpsec,
-                        false => Mode::Stripe,
-                    },
-                });
-            }
         }
-        (Some(listen), None) => {
-            let text = format!("route {name} listens and leads nowhere: add to = \"HOST:PORT\"");
-            found.add(&listen.span(), text);
+    });
+    let entrance = entrance(name, table, window_bytes, over_ipsec, found);
+    let exit = exit(name, at, table, window_bytes, found);
+    (entrance, exit)
+}
+
+fn entrance(
+    name: &str,
+    table: &RouteTable,
+    window_bytes: u64,
+    over_ipsec: bool,
+    found: &mut Found<'_>,
+) -> Option<Entrance> {
+    let Some(to) = &table.to else {
+        if let Some(listen) = &table.listen {
+            leads_nowhere(name, listen, found);
+        } else {
+            let keys = [("peers", at(&table.peers)), ("lanes", at(&table.lanes))];
+            found.misplaced(name, "to", &keys);
         }
-        (None, None) => {
-            for (key, value) in [
-                ("peers", table.peers.as_ref().map(Spanned::span)),
-                ("lanes", table.lanes.as_ref().map(Spanned::span)),
-            ] {
-                if let Some(at) = value {
-                    let text = format!("route {name}: {key} goes with to");
-                    found.add(&at, text);
-                }
-            }
-        }
-    }
-    let target = match (&table.target, &table.exec) {
-        (Some(_), _) | (_, Some(_)) => check_target(name, table, found),
-        (None, None) => {
-            if let Some(allow) = &table.allow {
-                let text = format!(
-                    "route {name} allows peers what there is not: add target = \"unix:PATH\" or \
-                     \"tcp:HOST:PORT\""
-                );
-                found.add(&allow.span(), text);
-            } else if table.listen.is_none() && table.to.is_none() {
-                let text = format!("route {name} has no end here: add to, or target and allow");
-                found.add(at, text);
-            }
-            return;
-        }
+        return None;
     };
-    let Some(allow) = &table.allow else {
-        let text = format!(
-            "route {name} has a target that nobody may reach: add allow = [\"NAME\"] with the \
-             names in the peers' certificates"
-        );
-        found.add(at, text);
-        return;
+    let listen = match &table.listen {
+        Some(listen) => found.parsed(listen, |text| parse_listen(text)),
+        None => Some(Listen::OnDemand),
     };
-    let allow = check_peers(allow, found);
-    if let (Some(target), Some(allow)) = (target, allow) {
-        exits.push(Exit {
-            route,
+    let mode = match over_ipsec {
+        true => Mode::StripeOverIpsec,
+        false => Mode::Stripe,
+    };
+    let entrance = check_entrance(name, table, listen, to, mode, found);
+    let lanes = found.count("lanes", &table.lanes, DEFAULT_LANES, 128);
+    Some(Entrance {
+        lanes,
+        window_bytes,
+        ..entrance?
+    })
+}
+
+fn exit(
+    name: &str,
+    at: &Range<usize>,
+    table: &RouteTable,
+    window_bytes: u64,
+    found: &mut Found<'_>,
+) -> Option<Exit> {
+    if table.target.is_some() || table.exec.is_some() {
+        let (target, allow) = check_exit(name, at, table, found)?;
+        return Some(Exit {
+            route: name.to_owned(),
             allow,
             target,
             window_bytes,
         });
     }
+    if let Some(allow) = &table.allow {
+        let text = format!(
+            "route {name} allows peers what there is not: add target = \"unix:PATH\" or \
+             \"tcp:HOST:PORT\""
+        );
+        found.add(&allow.span(), text);
+    } else if table.listen.is_none() && table.to.is_none() {
+        let text = format!("route {name} has no end here: add to, or target and allow");
+        found.add(at, text);
+    }
+    None
 }

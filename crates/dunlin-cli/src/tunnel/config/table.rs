@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::path::PathBuf;
 
 use dunlin::lane::peers::{Peer, Peers};
-use dunlin_tunnel::{Listen, Target};
+use dunlin_tunnel::{Entrance, Listen, Mode, Target, WINDOW_BYTES};
 use serde::Deserialize;
 use toml::Spanned;
 
@@ -64,22 +64,49 @@ impl Found<'_> {
         }
     }
 
-    /// The same for a value that may be left out.
-    pub(super) fn or<T, V, E: fmt::Display>(
+    /// What `parse` makes of a text that may be left out.
+    pub(super) fn or<T, E: fmt::Display>(
         &mut self,
-        value: Option<&Spanned<V>>,
+        value: &Option<Spanned<String>>,
         usual: T,
-        parse: impl FnOnce(&V) -> Result<T, E>,
+        parse: impl FnOnce(&str) -> Result<T, E>,
     ) -> T {
-        match value {
-            Some(value) => self.parsed(value, parse).unwrap_or(usual),
-            None => usual,
+        let value = value.as_ref();
+        let parsed = value.and_then(|value| self.parsed(value, |text| parse(text)));
+        parsed.unwrap_or(usual)
+    }
+
+    /// A count of at least 1 that may be left out.
+    pub(super) fn count<T: TryFrom<u64>>(
+        &mut self,
+        what: &str,
+        value: &Option<Spanned<u64>>,
+        usual: T,
+        most: u64,
+    ) -> T {
+        let value = value.as_ref();
+        let parsed =
+            value.and_then(|value| self.parsed(value, |count| between(what, *count, most)));
+        parsed.unwrap_or(usual)
+    }
+
+    /// Adds a mistake for each key that a route has and that goes with another.
+    pub(super) fn misplaced(
+        &mut self,
+        route: &str,
+        with: &str,
+        keys: &[(&str, Option<Range<usize>>)],
+    ) {
+        for (key, at) in keys {
+            if let Some(at) = at {
+                self.add(at, format!("route {route}: {key} goes with {with}"));
+            }
         }
     }
 }
 
 /// Who may answer at `to`: whom the route names, or the host there.
-pub(super) fn check_answering(
+fn check_answering(
     peers: Option<&Spanned<Vec<Spanned<String>>>>,
     to: &Spanned<String>,
     host: Option<&str>,
@@ -98,11 +125,7 @@ pub(super) fn check_answering(
 }
 
 /// What a route leads to that has a target or a program.
-pub(super) fn check_target(
-    name: &str,
-    table: &RouteTable,
-    found: &mut Found<'_>,
-) -> Option<Target> {
+fn check_target(name: &str, table: &RouteTable, found: &mut Found<'_>) -> Option<Target> {
     match (&table.target, &table.exec) {
         (Some(target), None) => found.parsed(target, |text| has_places(parse_target(text)?)),
         (None, Some(words)) => found.parsed(words, |words| match words.first() {
@@ -121,10 +144,7 @@ pub(super) fn check_target(
     }
 }
 
-pub(super) fn check_peers(
-    list: &Spanned<Vec<Spanned<String>>>,
-    found: &mut Found<'_>,
-) -> Option<Peers> {
+fn check_peers(list: &Spanned<Vec<Spanned<String>>>, found: &mut Found<'_>) -> Option<Peers> {
     if list.get_ref().is_empty() {
         let text = "an empty list allows nobody: name the peers";
         found.add(&list.span(), text.to_owned());
@@ -137,17 +157,63 @@ pub(super) fn check_peers(
     (found.all.len() == before).then_some(peers)
 }
 
-pub(super) fn between<T: TryFrom<u64>>(
-    what: &str,
-    count: u64,
-    least: u64,
-    most: u64,
-) -> Result<T, String> {
-    let out = || format!("{count} {what} cannot be: {least} to {most} can");
-    if !(least..=most).contains(&count) {
-        return Err(out());
-    }
-    T::try_from(count).map_err(|_| out())
+fn between<T: TryFrom<u64>>(what: &str, count: u64, most: u64) -> Result<T, String> {
+    let fits = (1..=most).contains(&count);
+    let count_of = fits.then(|| T::try_from(count).ok()).flatten();
+    count_of.ok_or_else(|| format!("{count} {what} cannot be: 1 to {most} can"))
+}
+
+/// Where a value is, if a route has it.
+pub(super) fn at<V>(value: &Option<Spanned<V>>) -> Option<Range<usize>> {
+    value.as_ref().map(Spanned::span)
+}
+
+/// The end of a route where connections come in at `listen`, with a peer at `to`.
+pub(super) fn check_entrance(
+    name: &str,
+    table: &RouteTable,
+    listen: Option<Listen>,
+    to: &Spanned<String>,
+    mode: Mode,
+    found: &mut Found<'_>,
+) -> Option<Entrance> {
+    let host = found.parsed(to, |text| host_of(text));
+    let peers = check_answering(table.peers.as_ref(), to, host.as_deref(), found);
+    Some(Entrance {
+        route: name.to_owned(),
+        listen: listen?,
+        to: to.get_ref().clone(),
+        peers: peers?,
+        lanes: 1,
+        window_bytes: WINDOW_BYTES,
+        mode,
+    })
+}
+
+/// The target of a route, and who may reach it.
+pub(super) fn check_exit(
+    name: &str,
+    at: &Range<usize>,
+    table: &RouteTable,
+    found: &mut Found<'_>,
+) -> Option<(Target, Peers)> {
+    let target = check_target(name, table, found);
+    let Some(allow) = &table.allow else {
+        let text = format!(
+            "route {name} has a target that nobody may reach: add allow = [\"NAME\"] with the \
+             names in the peers' certificates"
+        );
+        found.add(at, text);
+        return None;
+    };
+    let allow = check_peers(allow, found);
+    target.zip(allow)
+}
+
+/// Adds the mistake of a route that listens without a peer to connect to.
+pub(super) fn leads_nowhere(name: &str, listen: &Spanned<String>, found: &mut Found<'_>) {
+    let text = format!("route {name} listens and leads nowhere: add to = \"HOST:PORT\"");
+    found.add(&listen.span(), text);
 }
 
 pub(crate) fn parse_port(text: &str) -> Result<Port, String> {
