@@ -16,7 +16,6 @@
 
 mod calls;
 mod files;
-mod needs;
 #[cfg(test)]
 mod tests;
 
@@ -30,8 +29,34 @@ use dunlin::lane::provider::CipherSuite;
 use dunlin_ipsec::PortRange;
 use dunlin_linux::privileges::{self, Capability};
 
-pub(crate) use self::needs::Needs;
 use crate::line::Line;
+
+/// What a process goes on needing.
+#[derive(Debug, Default)]
+pub(crate) struct Needs {
+    /// The directory of its control socket.
+    pub(crate) control: PathBuf,
+    /// The directory of its journal.
+    pub(crate) journal: PathBuf,
+    /// A directory that goes with it.
+    pub(crate) scratch: Option<PathBuf>,
+    /// An identity that it reads again.
+    pub(crate) identity: Option<PathBuf>,
+    /// Whether it still has a control socket to make.
+    pub(crate) makes_sockets: bool,
+    /// The ports from which its lanes may go over IPsec.
+    pub(crate) ipsec: Option<PortRange>,
+}
+
+impl Needs {
+    /// The directory in which a socket is made.
+    pub(crate) fn directory_of(socket: &Path) -> PathBuf {
+        match socket.parent() {
+            Some(directory) if directory != "" => directory.into(),
+            _ => ".".into(),
+        }
+    }
+}
 
 /// How far a process is confined.
 #[derive(Clone, Debug, Args)]
@@ -115,8 +140,9 @@ impl Confining {
         let rules = files::Rules::new(needs, &identities)?;
         let mut taking = Taking::new(self.confine);
         let privileges = match needs.ipsec {
-            Some(_) => keep_network(),
-            None => drop_privileges(),
+            // What lanes over IPsec take.
+            Some(_) => keep_privileges(&[Capability::Network], "no privileges but for the network"),
+            None => keep_privileges(&[], "no privileges"),
         };
         if taking.take("privileges", privileges)? && needs.ipsec.is_none() {
             let _ = GAVE_UP_NETWORK.set(());
@@ -168,7 +194,12 @@ impl ConfiningTunnel {
             taking.lacks.push(text.to_owned());
             return Ok(taking.line());
         }
-        taking.take("privileges", keep_privileges())?;
+        // Those that routes may need.
+        let privileges = keep_privileges(
+            &[Capability::OthersFiles, Capability::LowPorts],
+            "no privileges but for others' sockets and low ports",
+        );
+        taking.take("privileges", privileges)?;
         let rules = files::Rules::changing_none(control).and_then(files::Rules::apply);
         taking.take("files", rules)?;
         taking.take("system calls", calls::apply(calls::Work::Channels))?;
@@ -227,26 +258,11 @@ impl Taking {
     }
 }
 
-/// Those that a tunnel's routes may need.
-fn keep_privileges() -> Result<files::Taken> {
+/// Gives up all capabilities but some, and gaining any; `left` says what is left.
+fn keep_privileges(kept: &[Capability], left: &str) -> Result<files::Taken> {
     privileges::gain_none()?;
-    privileges::keep_capabilities(&[Capability::OthersFiles, Capability::LowPorts])?;
-    Ok(files::Taken::wholly(
-        "no privileges but for others' sockets and low ports",
-    ))
-}
-
-/// What lanes over IPsec take.
-fn keep_network() -> Result<files::Taken> {
-    privileges::gain_none()?;
-    privileges::keep_capabilities(&[Capability::Network])?;
-    Ok(files::Taken::wholly("no privileges but for the network"))
-}
-
-fn drop_privileges() -> Result<files::Taken> {
-    privileges::gain_none()?;
-    privileges::drop_capabilities()?;
-    Ok(files::Taken::wholly("no privileges"))
+    privileges::keep_capabilities(kept)?;
+    Ok(files::Taken::wholly(left))
 }
 
 /// No local socket can be made any more: other local services, some of which would do anything
@@ -294,33 +310,4 @@ pub(crate) fn allows_identity(directory: &Path) -> Result<()> {
 /// Whether anything is in force.
 pub(crate) fn is_confined(confined: &Line) -> bool {
     matches!(confined, Line::Confined { by, .. } if !by.is_empty())
-}
-
-/// Says what is in force.
-pub(crate) fn say(confined: &Line, json: bool) {
-    if json {
-        return confined.print();
-    }
-    for line in text(confined) {
-        println!("{line}");
-    }
-}
-
-/// The same in lines, the second of them a warning.
-pub(crate) fn text(confined: &Line) -> Vec<String> {
-    match confined {
-        Line::Confined { by, lacks } => {
-            let lacks = lacks.join(", ");
-            match (by.is_empty(), lacks.is_empty()) {
-                (true, true) => vec!["not confined".to_owned()],
-                (true, false) => vec![format!("not confined: {lacks}")],
-                (false, true) => vec![format!("confined: {}", by.join(", "))],
-                (false, false) => vec![
-                    format!("confined: {}", by.join(", ")),
-                    format!("warning: this host lacks {lacks}"),
-                ],
-            }
-        }
-        _ => Vec::new(),
-    }
 }

@@ -39,7 +39,8 @@ impl Socket {
     /// that would have it, such as "a VM".
     pub(crate) fn bind(path: &Path, whose: &str) -> Result<Self> {
         if let Some(directory) = path.parent() {
-            make_directory(directory)?;
+            // No other user may put anything into it, whatever the umask allows.
+            make_directory(directory, 0o755)?;
         }
         if fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket()) {
             if is_held(path).with_context(|| format!("cannot look at {}", path.display()))? {
@@ -88,10 +89,10 @@ impl Drop for Socket {
     }
 }
 
-/// Makes a directory in which nobody else may put anything, whatever the umask allows.
-pub(crate) fn make_directory(directory: &Path) -> Result<()> {
+/// Makes a directory, and those above it, with at most this mode; one that exists stays as it is.
+pub(crate) fn make_directory(directory: &Path, mode: u32) -> Result<()> {
     let mut made = fs::DirBuilder::new();
-    made.recursive(true).mode(0o755);
+    made.recursive(true).mode(mode);
     made.create(directory)
         .with_context(|| format!("cannot make {}", directory.display()))
 }

@@ -15,9 +15,10 @@ use dunlin::engine::source::LaneSecurity;
 use dunlin_microvm::GuestKind;
 
 use crate::display::Display;
-use crate::line::{Line, MovedLine, StatusLine};
+use crate::line::Line;
 use crate::options::{GUESTS, MigrateFlags, SecurityName, named, parse_bytes, parse_lanes};
 use crate::process::{Pair, Scratch};
+use crate::vm::request::ANSWER_LIMIT;
 use crate::vm::{Ended, status};
 
 /// How long the guest runs at the source before it moves, and at the
@@ -90,22 +91,9 @@ impl Demo {
             Line::Received { control, .. } => Some(PathBuf::from(control)),
             _ => None,
         })?;
-        let arrived = status(&control)?;
+        let arrived = status(&control, ANSWER_LIMIT)?;
         std::thread::sleep(RUNS_FOR);
-        let later = status(&control)?;
-        self.conclude(&mut display, guest, &moved, &pair, &arrived, &later)
-    }
-
-    /// Shows that the guest runs on, or fails.
-    fn conclude(
-        &self,
-        display: &mut Display,
-        guest: GuestKind,
-        moved: &MovedLine,
-        pair: &Pair,
-        arrived: &StatusLine,
-        later: &StatusLine,
-    ) -> Result<i32> {
+        let later = status(&control, ANSWER_LIMIT)?;
         if later.state != "running" || later.pages_checked <= arrived.pages_checked {
             bail!(
                 "the guest does not run at the destination: it is {}, and has checked {} pages, {} \

@@ -154,19 +154,19 @@ fn table(moved: &MovedLine) -> String {
         "downtime, seen by source",
         format!("{:.1} ms", downtime.total_ms),
     );
-    row("  pause", format!("{:.1} ms", downtime.pause_ms));
-    row("  last pages", format!("{:.1} ms", downtime.last_pages_ms));
-    row(
-        "  state (meanwhile)",
-        format!("{:.1} ms", downtime.state_ms),
-    );
-    let checks = if moved.digests_equal.is_some() {
-        "  load, compare digests"
-    } else {
-        "  load"
+    let checks = match moved.digests_equal {
+        Some(_) => "  load, compare digests",
+        None => "  load",
     };
-    row(checks, format!("{:.1} ms", downtime.ready_ms));
-    row("  resume", format!("{:.1} ms", downtime.resume_ms));
+    for (stage, ms) in [
+        ("  pause", downtime.pause_ms),
+        ("  last pages", downtime.last_pages_ms),
+        ("  state (meanwhile)", downtime.state_ms),
+        (checks, downtime.ready_ms),
+        ("  resume", downtime.resume_ms),
+    ] {
+        row(stage, format!("{ms:.1} ms"));
+    }
     match moved.digests_equal {
         Some(true) => row("memory digests", "equal".into()),
         Some(false) => row("memory digests", "DIFFERENT".into()),

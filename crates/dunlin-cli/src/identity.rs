@@ -17,6 +17,7 @@ use dunlin::lane::provider::{CipherSuite, Crypto};
 use serde::{Deserialize, Serialize};
 
 use crate::confine;
+use crate::options::text_of;
 
 /// Who this host is, and whom it talks to.
 #[derive(Clone, Debug, Args, Serialize, Deserialize)]
@@ -28,7 +29,7 @@ pub(crate) struct Common {
     /// A name that the peer's certificate must bear, or the pin of its
     /// certificate (sha256:HEX) or key (spki-sha256:HEX); repeatable [default:
     /// to migrate, the host of --to; to receive, anybody of the authority].
-    #[arg(long = "peer", value_name = "NAME|PIN", value_parser = parse_peer)]
+    #[arg(long = "peer", value_name = "NAME|PIN", value_parser = text_of::<Peer>)]
     pub(crate) peers: Vec<String>,
     #[command(flatten)]
     #[serde(default)]
@@ -56,7 +57,7 @@ impl Common {
 pub(crate) struct Records {
     /// Who seals and opens the data lanes' TLS records: kernel, process, or
     /// auto, the kernel where it has TLS and a fast cipher.
-    #[arg(long = "tls-offload", value_name = "WHO", value_parser = parse_offload,
+    #[arg(long = "tls-offload", value_name = "WHO", value_parser = text_of::<Offload>,
           default_value_t = Records::default().offload)]
     offload: String,
 }
@@ -97,19 +98,13 @@ pub(crate) fn chosen(crypto: &Crypto) -> Result<Choice> {
     )?)
 }
 
-fn parse_offload(text: &str) -> Result<String, String> {
-    text.parse::<Offload>()
-        .map(|offload| offload.to_string())
-        .map_err(|error| error.to_string())
-}
-
 /// How an identity's files are read.
 #[derive(Clone, Debug, Args, Serialize, Deserialize)]
 #[serde(default)]
 pub(crate) struct Reading {
     /// Whose files these are: dunlin, qemu, cloud-hypervisor or libvirt
     /// [default: told by which there are].
-    #[arg(long, value_name = "LAYOUT", value_parser = parse_layout)]
+    #[arg(long, value_name = "LAYOUT", value_parser = text_of::<Layout>)]
     identity_layout: Option<String>,
     /// Use a key that every user of this host can read.
     #[arg(long)]
@@ -148,26 +143,10 @@ impl Reading {
     }
 }
 
-/// A name as it is given, if a peer can be known by it.
-fn parse_peer(text: &str) -> Result<String, String> {
-    text.parse::<Peer>()
-        .map(|_| text.to_owned())
-        .map_err(|error| error.to_string())
-}
-
-fn parse_layout(text: &str) -> Result<String, String> {
-    text.parse::<Layout>()
-        .map(|_| text.to_owned())
-        .map_err(|error| error.to_string())
-}
-
 /// Peers as given; none means anybody from our authority.
 pub(crate) fn allowed_peers(peers: &[String]) -> Result<Peers> {
-    let peers: Vec<Peer> = peers
-        .iter()
-        .map(|peer| peer.parse())
-        .collect::<Result<_, _>>()?;
-    Ok(peers.into_iter().collect())
+    let peers: Result<Vec<Peer>, _> = peers.iter().map(|peer| peer.parse()).collect();
+    Ok(peers?.into_iter().collect())
 }
 
 /// Loads an identity for one side of a migration, with what should be said

@@ -263,7 +263,7 @@ impl From<&anyhow::Error> for FailedLine {
     }
 }
 
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct StatusLine {
     pub(crate) name: String,
     pub(crate) uuid: String,
@@ -301,7 +301,7 @@ pub(crate) struct SessionLine {
 }
 
 /// A migration under way, as either side's process sees it.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct MigrationLine {
     pub(crate) role: String,
     pub(crate) peer: String,
@@ -341,6 +341,17 @@ impl Line {
             Self::Records { text, .. } => clean(text),
             Self::IdentityRead { valid_until } => {
                 format!("the identity was read again; its certificate is valid until {valid_until}")
+            }
+            Self::Confined { by, lacks } => {
+                let (by, lacks) = (by.join(", "), lacks.join(", "));
+                match (by.is_empty(), lacks.is_empty()) {
+                    (true, true) => "not confined".into(),
+                    (true, false) => format!("not confined: {lacks}"),
+                    (false, true) => format!("confined: {by}"),
+                    (false, false) => {
+                        format!("confined: {by}\nwarning: this host lacks {lacks}")
+                    }
+                }
             }
             Self::LaneLost { lane, text } => format!("lane {lane} is lost: {}", clean(text)),
             Self::ControlLost { text } => format!("the control lane is lost: {}", clean(text)),
@@ -517,11 +528,8 @@ impl From<&MigrateError> for FailedLine {
             next = cause.source();
         }
         Self {
-            fault: error.fault.to_string(),
             at_fault: error.at_fault.to_string(),
-            vm: vm.into(),
-            text,
-            code,
+            ..Self::new(error.fault, vm, text, code)
         }
     }
 }

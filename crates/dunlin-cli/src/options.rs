@@ -1,6 +1,8 @@
 //! Arguments that several commands share, and how their values are written.
 
+use std::fmt::Display;
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,11 +15,11 @@ use dunlin_ipsec::lanes::IpsecLanes;
 use dunlin_ipsec::xfrm::esp_offload;
 use dunlin_ipsec::{Event, Observer, PortRange};
 use dunlin_linux::affinity::allowed;
-use dunlin_microvm::{GuestKind, HostOptions};
+use dunlin_microvm::GuestKind;
 use serde::{Deserialize, Serialize};
 
 use crate::confine::LANE_PORTS;
-use crate::ipsec::mode::ModeName;
+use crate::ipsec::ModeName;
 
 /// Where the control sockets of VMs and tunnels are.
 #[derive(Clone, Debug, Args)]
@@ -139,20 +141,6 @@ pub(crate) fn named<T: Copy + Send + Sync + 'static>(
 pub(crate) const GUESTS: &[(&str, GuestKind)] =
     &[("kvm", GuestKind::Kvm), ("process", GuestKind::Process)];
 
-/// What this host decides about a guest's memory.
-#[derive(Clone, Copy, Debug, Args)]
-pub(crate) struct MemoryFlags {
-    /// Do not advise transparent huge pages for private guest memory.
-    #[arg(long)]
-    no_huge_pages: bool,
-}
-
-impl MemoryFlags {
-    pub(crate) fn options(self) -> HostOptions {
-        HostOptions::default().huge_pages(!self.no_huge_pages)
-    }
-}
-
 /// What a migration is asked for: the flags of `dunlin vm migrate`, and the
 /// same over the control socket.
 #[derive(Clone, Debug, Args, Serialize, Deserialize)]
@@ -236,11 +224,11 @@ pub(crate) struct IpsecFlags {
     #[arg(long, value_enum, default_value_t)]
     ipsec_mode: ModeName,
     /// Over IPsec, the source ports of lanes; the destination's `--ipsec-ports` hold them.
-    #[arg(long, value_name = "A-B", value_parser = parse_ports, default_value = LANE_PORTS)]
+    #[arg(long, value_name = "A-B", value_parser = text_of::<PortRange>, default_value = LANE_PORTS)]
     ipsec_ports: String,
     /// Over IPsec with an SA for each CPU, those on which lanes are, such as 0,2-3 [default: those
     /// on which the VM's process may run].
-    #[arg(long, value_name = "LIST", value_parser = parse_cpus)]
+    #[arg(long, value_name = "LIST", value_parser = text_of::<Cpus>)]
     cpus: Option<String>,
 }
 
@@ -269,15 +257,12 @@ impl IpsecFlags {
 /// How long the ends of lanes are waited for: both sides close them.
 pub(crate) const LANES_QUIET: Duration = Duration::from_secs(5);
 
-fn parse_ports(text: &str) -> Result<String, String> {
-    let ports = text.parse::<PortRange>();
-    ports
-        .map(|ports| ports.to_string())
-        .map_err(|error| error.to_string())
-}
-
-fn parse_cpus(text: &str) -> Result<String, String> {
-    text.parse::<Cpus>().map(|_| text.to_owned())
+/// A text as it is given, if it is one of a `T`: requests carry it so.
+pub(crate) fn text_of<T: FromStr<Err: Display>>(text: &str) -> Result<String, String> {
+    match text.parse::<T>() {
+        Ok(_) => Ok(text.to_owned()),
+        Err(error) => Err(error.to_string()),
+    }
 }
 
 /// Lanes over IPsec by these options; of what happens to them `warn` is told what somebody should
@@ -346,7 +331,7 @@ impl From<AtTimeLimitName> for AtTimeLimit {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Cpus(pub(crate) Vec<usize>);
 
-impl std::str::FromStr for Cpus {
+impl FromStr for Cpus {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -394,35 +379,34 @@ pub(crate) fn parse_limit(text: &str) -> Result<Duration, String> {
 fn parse_duration(text: &str) -> Result<Duration, String> {
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let unit_ms = match &text[digits.len()..] {
-        "ms" => 1,
-        "s" => 1000,
-        "m" => 60 * 1000,
-        "h" => 60 * 60 * 1000,
-        _ => 0,
+        "ms" => Some(1),
+        "s" => Some(1000),
+        "m" => Some(60 * 1000),
+        "h" => Some(60 * 60 * 1000),
+        _ => None,
     };
-    digits
-        .parse::<u64>()
-        .ok()
-        .and_then(|number| number.checked_mul(unit_ms))
-        .filter(|_| unit_ms != 0)
+    product(digits, unit_ms)
         .map(Duration::from_millis)
         .ok_or_else(|| format!("{text:?} is no duration: write 300ms, 10s, 2m or 1h"))
+}
+
+fn product(digits: &str, unit: Option<u64>) -> Option<u64> {
+    digits.parse::<u64>().ok()?.checked_mul(unit?)
 }
 
 /// Bytes with an optional suffix K, M, G or T (powers of 1024).
 pub(crate) fn parse_bytes(text: &str) -> Result<u64, String> {
     let trimmed = text.trim_end_matches("iB").trim_end_matches('B');
-    let (digits, shift) = match trimmed.char_indices().last() {
-        Some((at, 'K' | 'k')) => (&trimmed[..at], 10),
-        Some((at, 'M' | 'm')) => (&trimmed[..at], 20),
-        Some((at, 'G' | 'g')) => (&trimmed[..at], 30),
-        Some((at, 'T' | 't')) => (&trimmed[..at], 40),
-        _ => (trimmed, 0),
+    let digits = trimmed.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let unit = match &trimmed[digits.len()..] {
+        "" => Some(1),
+        "K" | "k" => Some(1 << 10),
+        "M" | "m" => Some(1 << 20),
+        "G" | "g" => Some(1 << 30),
+        "T" | "t" => Some(1 << 40),
+        _ => None,
     };
-    digits
-        .parse::<u64>()
-        .ok()
-        .and_then(|number| number.checked_mul(1 << shift))
+    product(digits, unit)
         .ok_or_else(|| format!("{text:?} is no size: write 512M, 2G or a number of bytes"))
 }
 

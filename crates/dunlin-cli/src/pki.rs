@@ -19,6 +19,7 @@ use rcgen::{
 use time::{Duration, OffsetDateTime};
 
 use crate::identity::{Reading, load_identity};
+use crate::state::hex;
 
 /// The authority's own key, beside its certificate. It stays where it is.
 const AUTHORITY_KEY_FILE: &str = "ca-key.pem";
@@ -69,32 +70,36 @@ pub(crate) enum Command {
 }
 
 pub(crate) fn run(command: &Command) -> Result<()> {
-    match command {
+    let (directory, json) = match command {
         Command::Init {
             directory,
             days,
             json,
-        } => init(directory, *days).map(|()| made(directory, *json)),
+        } => {
+            init(directory, *days)?;
+            (directory, json)
+        }
         Command::Issue {
             ca,
             names,
             days,
             directory,
             json,
-        } => issue(ca, names, *days, directory).map(|()| made(directory, *json)),
+        } => {
+            issue(ca, names, *days, directory)?;
+            (directory, json)
+        }
         Command::Show {
             directory,
             reading,
             json,
-        } => show(directory, reading, *json),
-    }
-}
-
-/// Says on `--json` what was made; a person sees no error, and that is enough.
-fn made(directory: &Path, json: bool) {
-    if json {
+        } => return show(directory, reading, *json),
+    };
+    // For a person, no error is enough.
+    if *json {
         println!("{}", serde_json::json!({ "directory": directory }));
     }
+    Ok(())
 }
 
 /// A name by which peers can know a host.
@@ -119,11 +124,8 @@ pub(crate) fn init(directory: &Path, days: u32) -> Result<()> {
     let certificate = params.self_signed(&key)?;
     make_directory(directory)?;
     write(&directory.join(AUTHORITIES_FILE), &certificate.pem(), 0o644)?;
-    write(
-        &directory.join(AUTHORITY_KEY_FILE),
-        &key.serialize_pem(),
-        0o600,
-    )
+    let key_file = directory.join(AUTHORITY_KEY_FILE);
+    write(&key_file, &key.serialize_pem(), 0o600)
 }
 
 /// Gives a host an identity in a new directory.
@@ -201,11 +203,7 @@ fn show_one(
 ) -> Result<()> {
     let summary = identity.summary()?;
     let names: Vec<String> = summary.names.iter().map(ToString::to_string).collect();
-    let fingerprint: String = summary
-        .fingerprint
-        .iter()
-        .map(|b| format!("{b:02x}"))
-        .collect();
+    let fingerprint = hex(&summary.fingerprint);
     let key_pin = summary.key_pin.map(|pin| pin.to_string());
     if json {
         let dates: Vec<_> = identity.dates().iter().map(date).collect();

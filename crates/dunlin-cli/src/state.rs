@@ -39,6 +39,11 @@ impl StatePath {
             .context("neither $XDG_STATE_HOME nor $HOME is set: give --state-dir")
     }
 
+    /// The directory of what IPsec has installed.
+    pub(crate) fn ipsec_records(&self) -> Result<PathBuf> {
+        Ok(self.directory()?.join(IPSEC_RECORDS))
+    }
+
     /// The journal, made if it is not there.
     pub(crate) fn open(&self) -> Result<Journal> {
         Ok(Journal::open(&self.directory()?)?)

@@ -1,6 +1,7 @@
 //! Text for terminals and logs.
 
-use dunlin::engine::harmless;
+/// Text that may be a peer's, fit for a line on a terminal.
+pub(crate) use dunlin::engine::harmless as clean;
 
 /// An error with its causes, each of which is said once: some name theirs themselves.
 pub(crate) fn chained(error: &anyhow::Error) -> String {
@@ -15,18 +16,11 @@ pub(crate) fn chained(error: &anyhow::Error) -> String {
     text
 }
 
-/// Text that may be a peer's, fit for a line on a terminal.
-pub(crate) fn clean(text: &str) -> String {
-    harmless(text)
-}
-
 /// The same for a text of ours that has several lines, each with something of a
 /// peer's in it: how a migration has failed.
 pub(crate) fn clean_lines(text: &str) -> String {
-    text.split('\n')
-        .map(harmless)
-        .collect::<Vec<_>>()
-        .join("\n")
+    let lines: Vec<String> = text.split('\n').map(clean).collect();
+    lines.join("\n")
 }
 
 #[cfg(test)]

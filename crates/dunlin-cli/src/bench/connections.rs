@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, ensure};
 use clap::Args;
 
-use super::common::Common;
-use super::figures::{Figure, Record, rounded};
-use super::rig::{Rig, Security, connection};
+use super::Common;
+use super::figures::{Figure, Figures, Record, rounded};
+use super::rig::{Rig, connection};
 use crate::options::parse_bytes;
 
 const LANES: [usize; 5] = [1, 2, 4, 8, 16];
@@ -49,16 +49,19 @@ impl Connections {
         for lanes in LANES {
             let bytes = rig.bytes.min(self.rate * SECONDS * lanes as u64) >> 21 << 21;
             let gibibytes = bytes as f64 / f64::from(1 << 30);
-            let [mut gib_per_s, mut cpu_s_per_gib, mut busy] = [(); 3].map(|()| Figure::default());
+            let mut figures = Figures::default();
             for _ in 0..self.common.rounds {
-                let security = Security::Tls(provider);
-                let spent = rig.transfer(security, lanes, bytes, Some(self.rate))?;
-                gib_per_s.add(gibibytes / spent.wall_s);
-                cpu_s_per_gib.add(spent.cpu_s / gibibytes);
-                busy.add(spent.cpu_s / (spent.wall_s * cpus as f64));
+                let spent = rig.transfer(Some(provider), lanes, bytes, Some(self.rate))?;
+                figures.add([
+                    ("gib_per_s", gibibytes / spent.wall_s),
+                    ("cpu_s_per_gib", spent.cpu_s / gibibytes),
+                    // Near 1 the processors are full, and lanes bring no more.
+                    ("cpu_busy", spent.cpu_s / (spent.wall_s * cpus as f64)),
+                ]);
             }
+            let gib_per_s = figures.median("gib_per_s");
             if lanes == 1 {
-                one_lane = gib_per_s.median();
+                one_lane = gib_per_s;
             }
             let chunk_s = STOP_AND_WAIT_BYTES / self.rate as f64 + rtt_s;
             let stop_and_wait = lanes as f64 * STOP_AND_WAIT_BYTES / chunk_s / f64::from(1 << 30);
@@ -66,15 +69,11 @@ impl Connections {
                 .with("provider", provider.to_string())
                 .with("lanes", lanes)
                 .with("lane_bytes_per_s", self.rate)
-                .figure("gib_per_s", &gib_per_s)
-                .figure("cpu_s_per_gib", &cpu_s_per_gib)
-                .with("one_lane_ratio", rounded(gib_per_s.median() / one_lane))
+                .figures(&figures)
+                .with("one_lane_ratio", rounded(gib_per_s / one_lane))
                 .with("stop_and_wait_gib_per_s", rounded(stop_and_wait))
                 .with("rtt_ms", rounded(rtt_s * 1000.0))
-                // Near 1 the processors are full, and lanes bring no more.
-                .figure("cpu_busy", &busy)
                 .with("cpus", cpus)
-                .with("rounds", gib_per_s.rounds())
                 .with("guest_bytes", bytes)
                 .with("content", "random")
                 .with("dirty_rate", 0)

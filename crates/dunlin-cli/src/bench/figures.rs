@@ -1,5 +1,7 @@
 //! Figures of several rounds, and the lines that carry them.
 
+use std::collections::BTreeMap;
+
 use serde_json::{Map, Value, json};
 
 /// One figure over the rounds.
@@ -24,6 +26,10 @@ impl Figure {
         }
     }
 
+    fn rounds(&self) -> usize {
+        self.0.len()
+    }
+
     fn smallest(&self) -> f64 {
         self.0.iter().copied().fold(f64::INFINITY, f64::min)
     }
@@ -31,9 +37,23 @@ impl Figure {
     fn largest(&self) -> f64 {
         self.0.iter().copied().fold(f64::NEG_INFINITY, f64::max)
     }
+}
 
-    pub(super) fn rounds(&self) -> usize {
-        self.0.len()
+/// The figures of one variant, by their names in its line.
+#[derive(Default)]
+pub(super) struct Figures(BTreeMap<&'static str, Figure>);
+
+impl Figures {
+    /// Adds what a round has measured.
+    pub(super) fn add<const N: usize>(&mut self, measured: [(&'static str, f64); N]) {
+        for (name, value) in measured {
+            self.0.entry(name).or_default().add(value);
+        }
+    }
+
+    /// The median of one; 0 without rounds.
+    pub(super) fn median(&self, name: &str) -> f64 {
+        self.0.get(name).map_or(0.0, Figure::median)
     }
 }
 
@@ -53,8 +73,16 @@ impl Record {
         self
     }
 
+    /// Each figure, and how many rounds there were.
+    pub(super) fn figures(self, figures: &Figures) -> Self {
+        let rounds = figures.0.values().map(Figure::rounds).max();
+        let all = figures.0.iter();
+        let record = all.fold(self, |record, (name, figure)| record.figure(name, figure));
+        record.with("rounds", rounds)
+    }
+
     /// A figure as `name`, `name_min` and `name_max`.
-    pub(super) fn figure(self, name: &str, figure: &Figure) -> Self {
+    fn figure(self, name: &str, figure: &Figure) -> Self {
         self.with(name, rounded(figure.median()))
             .with(&format!("{name}_min"), rounded(figure.smallest()))
             .with(&format!("{name}_max"), rounded(figure.largest()))

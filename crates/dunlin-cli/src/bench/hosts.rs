@@ -35,10 +35,10 @@ use dunlin_ipsec::lanes::IpsecLanes;
 use dunlin_linux::poll::waker;
 use dunlin_proto::negotiate::{Features, LaneOpen, LaneSecurity, Offer, Opening, VERSIONS};
 
-use super::figures::{Figure, Record};
+use super::figures::{Figures, Record};
 use super::rig::{memory, receive, send};
 use crate::identity::{Accepting, Common, Reading, client_tls};
-use crate::ipsec::mode::ModeName;
+use crate::ipsec::ModeName;
 use crate::options::{IpsecFlags, shelter};
 use crate::state::StatePath;
 
@@ -73,27 +73,13 @@ pub(super) struct BetweenHosts {
     state: StatePath,
 }
 
-/// How lanes are secured.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Variant {
-    Tls,
-    OneSa,
-    PerCpu,
-    PerLane,
-}
-
-impl Variant {
-    const ALL: [Self; 4] = [Self::Tls, Self::OneSa, Self::PerCpu, Self::PerLane];
-
-    fn name(self) -> &'static str {
-        match self {
-            Self::Tls => "tls",
-            Self::OneSa => "ipsec-one-sa",
-            Self::PerCpu => "ipsec-per-cpu",
-            Self::PerLane => "ipsec-per-lane",
-        }
-    }
-}
+/// What is measured: TLS, and IPsec by its mode and whether there is an SA for each of the CPUs.
+const VARIANTS: [(&str, Option<(ModeName, bool)>); 4] = [
+    ("tls", None),
+    ("ipsec-one-sa", Some((ModeName::Cpu, false))),
+    ("ipsec-per-cpu", Some((ModeName::Cpu, true))),
+    ("ipsec-per-lane", Some((ModeName::Connection, true))),
+];
 
 impl BetweenHosts {
     /// # Errors
@@ -110,16 +96,10 @@ impl BetweenHosts {
         }
     }
 
-    fn shelter(&self, variant: Variant) -> Result<IpsecLanes> {
-        let mut options = self
-            .ipsec
-            .options(self.state.directory()?.join(crate::state::IPSEC_RECORDS))?;
-        options.mode = match variant {
-            Variant::PerLane => ModeName::Connection,
-            _ => ModeName::Cpu,
-        }
-        .into();
-        if variant == Variant::OneSa {
+    fn shelter(&self, mode: ModeName, per_cpu: bool) -> Result<IpsecLanes> {
+        let mut options = self.ipsec.options(self.state.ipsec_records()?)?;
+        options.mode = mode.into();
+        if !per_cpu {
             options.cpus.clear();
         }
         shelter(options, |text| eprintln!("warning: {text}"))
@@ -154,14 +134,11 @@ impl BetweenHosts {
         .encode(&mut offer)?;
         control.send(&offer)?;
         for &lanes in counts {
-            let mut figures: Vec<(Figure, Figure)> = Vec::new();
-            figures.resize_with(Variant::ALL.len(), Default::default);
+            let mut all = VARIANTS.map(|_| Figures::default());
             for round in 0..=rounds {
-                for (variant, (speed, cost)) in Variant::ALL.into_iter().zip(&mut figures) {
-                    let shelter = match variant {
-                        Variant::Tls => None,
-                        other => Some(self.shelter(other)?),
-                    };
+                for ((_, ipsec), figures) in VARIANTS.into_iter().zip(&mut all) {
+                    let shelter = ipsec.map(|(mode, per_cpu)| self.shelter(mode, per_cpu));
+                    let shelter = shelter.transpose()?;
                     let dialer: Arc<dyn LaneDialer> = match &shelter {
                         None => Arc::new(TlsDialer),
                         Some(lanes) => lanes.dialer(),
@@ -174,17 +151,17 @@ impl BetweenHosts {
                     };
                     let (wall_s, busy_s) = run.once(&source, bytes, lanes)?;
                     if round > 0 {
-                        speed.add(gibibytes / wall_s);
-                        cost.add(busy_s / gibibytes);
+                        figures.add([
+                            ("gib_per_s", gibibytes / wall_s),
+                            ("busy_cpu_s_per_gib", busy_s / gibibytes),
+                        ]);
                     }
                 }
             }
-            for (variant, (speed, cost)) in Variant::ALL.into_iter().zip(&figures) {
-                Record::new("lanes", variant.name())
+            for ((variant, _), figures) in VARIANTS.into_iter().zip(&all) {
+                Record::new("lanes", variant)
                     .with("lanes", lanes)
-                    .figure("gib_per_s", speed)
-                    .figure("busy_cpu_s_per_gib", cost)
-                    .with("rounds", speed.rounds())
+                    .figures(figures)
                     .with("guest_bytes", bytes)
                     .with("content", "random")
                     .print();
@@ -198,7 +175,7 @@ impl BetweenHosts {
         for text in warnings {
             eprintln!("warning: {text}");
         }
-        let own = self.shelter(Variant::PerLane)?;
+        let own = self.shelter(ModeName::Connection, true)?;
         let target = Arc::new(memory(bytes, 2)?);
         let listener =
             TcpListener::bind(listen).with_context(|| format!("cannot listen on {listen}"))?;

@@ -7,10 +7,10 @@ use clap::Args;
 use dunlin::lane::provider::{CipherSuite, Provider};
 use dunlin::lane::record::{CONTENT_BYTES, OpenHalf, RECORD_BYTES, SealHalf};
 
-use super::common::Common;
-use super::figures::{Figure, Record};
+use super::Common;
+use super::figures::{Figures, Record};
 use super::hosts::BetweenHosts;
-use super::rig::{Rig, Security, Spent, Work, connection, in_step};
+use super::rig::{Rig, Spent, Work, connection, in_step};
 use crate::options::SecurityName;
 
 const LANES: [usize; 3] = [1, 2, 4];
@@ -34,22 +34,12 @@ pub(crate) struct Lanes {
     between: BetweenHosts,
 }
 
-/// The figures of one variant.
-#[derive(Default)]
-struct Figures {
-    gib_per_s: Figure,
-    cpu_s_per_gib: Figure,
-    floor_ratio: Figure,
-}
-
-impl Figures {
-    fn add(&mut self, spent: Spent, gibibytes: f64, floor: Option<Spent>) {
-        self.gib_per_s.add(gibibytes / spent.wall_s);
-        self.cpu_s_per_gib.add(spent.cpu_s / gibibytes);
-        if let Some(floor) = floor {
-            self.floor_ratio.add(spent.cpu_s / floor.cpu_s);
-        }
-    }
+/// What one round of a variant has measured.
+fn measured(spent: Spent, gibibytes: f64) -> [(&'static str, f64); 2] {
+    [
+        ("gib_per_s", gibibytes / spent.wall_s),
+        ("cpu_s_per_gib", spent.cpu_s / gibibytes),
+    ]
 }
 
 impl Lanes {
@@ -68,60 +58,47 @@ impl Lanes {
         let source = vec![5; usize::try_from(rig.bytes)?];
         let mut target = vec![6; source.len()];
         for lanes in counts {
-            let mut plain: Vec<Figures> = providers.iter().map(|_| Figures::default()).collect();
-            let mut floors: Vec<Figures> = providers.iter().map(|_| Figures::default()).collect();
-            let mut tls: Vec<Figures> = providers.iter().map(|_| Figures::default()).collect();
+            let mut all: Vec<[Figures; 3]> = Vec::new();
+            all.resize_with(providers.len(), Default::default);
             for round in 0..=self.common.rounds {
                 let copy = tcp_copy(&source, &mut target, lanes)?;
-                let in_clear = rig.transfer(Security::Plain, lanes, rig.bytes, None)?;
+                let in_clear = rig.transfer(None, lanes, rig.bytes, None)?;
                 if round == 0 {
                     rig.verify()?;
                 }
-                for (index, &provider) in providers.iter().enumerate() {
+                for (&provider, [floors, plain, tls]) in providers.iter().zip(&mut all) {
                     let crypt = seal_and_open(rig.bytes, provider, lanes)?;
                     let floor = Spent {
                         wall_s: copy.wall_s + crypt.wall_s,
                         cpu_s: copy.cpu_s + crypt.cpu_s,
                     };
-                    let secured = rig.transfer(Security::Tls(provider), lanes, rig.bytes, None)?;
+                    let secured = rig.transfer(Some(provider), lanes, rig.bytes, None)?;
                     if round == 0 {
                         rig.verify()?;
                         continue;
                     }
-                    floors[index].add(floor, rig.gibibytes(), None);
-                    plain[index].add(in_clear, rig.gibibytes(), Some(floor));
-                    tls[index].add(secured, rig.gibibytes(), Some(floor));
+                    floors.add(measured(floor, rig.gibibytes()));
+                    for (figures, spent) in [(plain, in_clear), (tls, secured)] {
+                        figures.add(measured(spent, rig.gibibytes()));
+                        figures.add([("floor_ratio", spent.cpu_s / floor.cpu_s)]);
+                    }
                 }
             }
-            for (index, provider) in providers.iter().enumerate() {
-                for (variant, figures) in [
-                    ("floor", &floors[index]),
-                    ("plain", &plain[index]),
-                    ("tls", &tls[index]),
-                ] {
-                    print(variant, *provider, lanes, &rig, figures);
+            for (provider, figures) in providers.iter().zip(&all) {
+                for (variant, figures) in ["floor", "plain", "tls"].into_iter().zip(figures) {
+                    Record::new("lanes", variant)
+                        .with("provider", provider.to_string())
+                        .with("lanes", lanes)
+                        .figures(figures)
+                        .with("guest_bytes", rig.bytes)
+                        .with("content", "random")
+                        .with("dirty_rate", 0)
+                        .print();
                 }
             }
         }
         Ok(())
     }
-}
-
-fn print(variant: &str, provider: Provider, lanes: usize, rig: &Rig, figures: &Figures) {
-    let mut record = Record::new("lanes", variant)
-        .with("provider", provider.to_string())
-        .with("lanes", lanes)
-        .figure("gib_per_s", &figures.gib_per_s)
-        .figure("cpu_s_per_gib", &figures.cpu_s_per_gib);
-    if figures.floor_ratio.rounds() > 0 {
-        record = record.figure("floor_ratio", &figures.floor_ratio);
-    }
-    record
-        .with("rounds", figures.gib_per_s.rounds())
-        .with("guest_bytes", rig.bytes)
-        .with("content", "random")
-        .with("dirty_rate", 0)
-        .print();
 }
 
 /// As many bytes as the guest has, over plain TCP, by as many connections as

@@ -27,13 +27,6 @@ use crate::process::Scratch;
 const HEADER_BYTES: usize = 16;
 const HANDSHAKE_LIMIT: Duration = Duration::from_secs(10);
 
-/// How lanes are secured.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Security {
-    Plain,
-    Tls(Provider),
-}
-
 /// What a transfer took.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Spent {
@@ -75,19 +68,16 @@ impl Rig {
         Ok(())
     }
 
-    /// Sends the first `bytes` over `lanes` lanes, each held to `rate` bytes a
-    /// second. Lanes stand before the clock starts.
+    /// Sends the first `bytes` over `lanes` lanes, plain or with the TLS of a provider, each held
+    /// to `rate` bytes a second. Lanes are open before the clock starts.
     pub(super) fn transfer(
         &self,
-        security: Security,
+        provider: Option<Provider>,
         lanes: usize,
         bytes: u64,
         rate: Option<u64>,
     ) -> Result<Spent> {
-        let tls = match security {
-            Security::Plain => None,
-            Security::Tls(provider) => Some(self.tls(provider)?),
-        };
+        let tls = provider.map(|provider| self.tls(provider)).transpose()?;
         let mut ends = Vec::with_capacity(lanes);
         for _ in 0..lanes {
             let (sender, receiver) = lane(tls.as_ref())?;

@@ -10,9 +10,9 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
-use serde_json::{Value, json};
+use serde_json::json;
 
-use super::figures::{Figure, Record, rounded};
+use super::figures::{Figures, Record, rounded};
 use crate::line::{IterationLine, Line, MovedLine};
 use crate::options::{MigrateFlags, parse_bytes};
 use crate::process::{Pair, Scratch};
@@ -45,22 +45,6 @@ pub(crate) struct Thrash {
     dirty: Vec<u64>,
 }
 
-#[derive(Default)]
-struct Figures {
-    total_s: Figure,
-    downtime_ms: Figure,
-    gib_per_s: Figure,
-    cpu_s_per_gib: Figure,
-    one_lane_ratio: Figure,
-    /// Pages a second that the dirty log showed while the guest was not
-    /// slowed down: what it really wrote.
-    dirtied: Figure,
-    passes: Figure,
-    throttle: Figure,
-    /// The iterations of the last round.
-    iterations: Vec<IterationLine>,
-}
-
 impl Thrash {
     pub(super) fn run(&self) -> Result<()> {
         ensure!(self.rounds > 0, "no rounds, no figures: --rounds 1 or more");
@@ -71,19 +55,23 @@ impl Thrash {
         let scratch = Scratch::with_identities("bench")?;
         for &rate in rates {
             let pages_per_s = rate / PAGE_BYTES;
-            let mut figures = LANES.map(|_| Figures::default());
+            let mut all = LANES.map(|_| (Figures::default(), Vec::new()));
             for _ in 0..self.rounds {
                 let mut one_lane_s = 0.0;
-                for (lanes, figures) in LANES.into_iter().zip(&mut figures) {
+                for (lanes, (figures, last)) in LANES.into_iter().zip(&mut all) {
                     let moved = self.migrate(&scratch, lanes, pages_per_s)?;
                     if lanes == 1 {
                         one_lane_s = moved.total_s;
                     }
-                    figures.add(moved, one_lane_s);
+                    figures.add(measured(&moved));
+                    if lanes > 1 {
+                        figures.add([("one_lane_ratio", moved.total_s / one_lane_s)]);
+                    }
+                    *last = moved.iterations;
                 }
             }
-            for (lanes, figures) in LANES.into_iter().zip(&figures) {
-                self.print(lanes, pages_per_s, figures);
+            for (lanes, (figures, last)) in LANES.into_iter().zip(&all) {
+                self.print(lanes, pages_per_s, figures, last);
             }
         }
         Ok(())
@@ -118,66 +106,50 @@ impl Thrash {
         Ok(moved)
     }
 
-    fn print(&self, lanes: u16, pages_per_s: u64, figures: &Figures) {
-        let iterations: Vec<Value> = figures
-            .iterations
-            .iter()
-            .map(|iteration| {
-                json!({
-                    "duration_ms": rounded(iteration.duration_ms),
-                    "pages": iteration.pages,
-                    "dirtied_pages": iteration.dirtied_pages,
-                    "throttle": iteration.throttle,
-                })
+    fn print(&self, lanes: u16, pages_per_s: u64, figures: &Figures, last: &[IterationLine]) {
+        let iterations = last.iter().map(|iteration| {
+            json!({
+                "duration_ms": rounded(iteration.duration_ms),
+                "pages": iteration.pages,
+                "dirtied_pages": iteration.dirtied_pages,
+                "throttle": iteration.throttle,
             })
-            .collect();
-        let mut record = Record::new("thrash", "tls")
-            .with(
-                "provider",
-                dunlin::lane::provider::auto().provider.to_string(),
-            )
+        });
+        let provider = dunlin::lane::provider::auto().provider;
+        Record::new("thrash", "tls")
+            .with("provider", provider.to_string())
             .with("lanes", lanes)
             .with("lane_bytes_per_s", self.lane_rate)
             .with("session_bytes_per_s", self.rate)
-            .figure("total_s", &figures.total_s)
-            .figure("downtime_ms", &figures.downtime_ms)
-            .figure("gib_per_s", &figures.gib_per_s)
-            .figure("cpu_s_per_gib", &figures.cpu_s_per_gib)
-            .figure("iterations", &figures.passes)
-            .figure("throttle_percent", &figures.throttle);
-        if lanes > 1 {
-            record = record.figure("one_lane_ratio", &figures.one_lane_ratio);
-        }
-        record
-            .with("rounds", figures.total_s.rounds())
+            .figures(figures)
             .with("guest_bytes", self.size)
             .with("content", "random")
             // Pages a second; times 4096 it lies between the two caps.
             .with("dirty_rate", pages_per_s)
-            .figure("dirty_rate_seen", &figures.dirtied)
-            .with("last_round", iterations)
+            .with("last_round", iterations.collect::<Vec<_>>())
             .print();
     }
 }
 
-impl Figures {
-    fn add(&mut self, moved: MovedLine, one_lane_s: f64) {
-        self.total_s.add(moved.total_s);
-        self.downtime_ms.add(moved.downtime.guest_ms.unwrap_or(0.0));
-        self.gib_per_s.add(moved.gib_per_s);
-        self.cpu_s_per_gib
-            .add(moved.source_cpu_s_per_gib + moved.destination_cpu_s_per_gib);
-        self.one_lane_ratio.add(moved.total_s / one_lane_s);
-        let seen = moved
-            .iterations
-            .iter()
-            .filter(|pass| pass.throttle == 0 && pass.duration_ms >= MEASURABLE_MS)
-            .map(|pass| pass.dirtied_pages as f64 / (pass.duration_ms / 1000.0))
-            .fold(0.0, f64::max);
-        self.dirtied.add(seen);
-        self.passes.add(moved.iterations.len() as f64);
-        let throttle = moved.iterations.iter().map(|i| i.throttle).max();
-        self.throttle.add(f64::from(throttle.unwrap_or(0)));
-        self.iterations = moved.iterations;
-    }
+/// What one migration has measured.
+fn measured(moved: &MovedLine) -> [(&'static str, f64); 7] {
+    let passes = &moved.iterations;
+    let seen = passes
+        .iter()
+        .filter(|pass| pass.throttle == 0 && pass.duration_ms >= MEASURABLE_MS)
+        .map(|pass| pass.dirtied_pages as f64 / (pass.duration_ms / 1000.0))
+        .fold(0.0, f64::max);
+    let throttle = passes.iter().map(|pass| pass.throttle).max();
+    let cpu = moved.source_cpu_s_per_gib + moved.destination_cpu_s_per_gib;
+    [
+        ("total_s", moved.total_s),
+        ("downtime_ms", moved.downtime.guest_ms.unwrap_or(0.0)),
+        ("gib_per_s", moved.gib_per_s),
+        ("cpu_s_per_gib", cpu),
+        ("iterations", passes.len() as f64),
+        ("throttle_percent", f64::from(throttle.unwrap_or(0))),
+        // Pages a second that the dirty log showed while the guest was not slowed down: what it
+        // really wrote.
+        ("dirty_rate_seen", seen),
+    ]
 }

@@ -13,7 +13,8 @@ use landlock::{
     path_beneath_rules,
 };
 
-use super::needs::Needs;
+use super::Needs;
+use crate::control::make_directory;
 use crate::state::IPSEC_RECORDS;
 
 /// The newest version of Landlock that all of this takes: Linux 6.12.
@@ -81,19 +82,11 @@ impl Rules {
     /// Opens the directories, for which this process may still need its privileges, and makes
     /// those that are not there. Without any `identities` everything may be read.
     pub(super) fn new(needs: &Needs, identities: &[PathBuf]) -> Result<Self> {
-        for directory in [&needs.control, &needs.journal] {
-            std::fs::create_dir_all(directory)
-                .with_context(|| format!("cannot make {}", directory.display()))?;
-        }
+        make_directory(&needs.control, 0o777)?;
+        make_directory(&needs.journal, 0o777)?;
         if needs.ipsec.is_some() {
-            use std::os::unix::fs::DirBuilderExt;
             // Later no directory can be made.
-            let directory = needs.journal.join(IPSEC_RECORDS);
-            std::fs::DirBuilder::new()
-                .recursive(true)
-                .mode(0o700)
-                .create(&directory)
-                .with_context(|| format!("cannot make {}", directory.display()))?;
+            make_directory(&needs.journal.join(IPSEC_RECORDS), 0o700)?;
         }
         Ok(Self {
             ruleset: ruleset(needs, identities).context("the rules for files cannot be made")?,

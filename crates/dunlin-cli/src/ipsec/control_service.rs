@@ -14,7 +14,7 @@ use crate::code::{DONE, FAILED};
 use crate::control::Client;
 use crate::log::say;
 use crate::options::ControlPath;
-use crate::state::{IPSEC_RECORDS, StatePath};
+use crate::state::StatePath;
 use crate::text::{chained, clean};
 
 /// How long an answer may take: `down` waits for connections to end.
@@ -224,18 +224,13 @@ impl Which {
         for socket in sockets {
             match ask(&socket, request) {
                 Ok(answer) => answers.push(answer),
-                // What it has is on record all the same.
-                Err(error) if self.name.is_none() && matches!(request, Request::Status) => {
-                    if UnixStream::connect(&socket).is_ok() {
-                        let at = socket.display();
-                        say(&format!(
-                            "{at} does not say how it stands: {}",
-                            chained(&error)
-                        ));
-                    }
-                }
-                // Of one that has died, where nobody has asked for just that one.
+                // It has died, and was not asked for by name.
                 Err(_) if self.name.is_none() && UnixStream::connect(&socket).is_err() => {}
+                // What it has is on record.
+                Err(error) if self.name.is_none() && matches!(request, Request::Status) => {
+                    let (at, why) = (socket.display(), chained(&error));
+                    say(&format!("{at} does not say how it stands: {why}"));
+                }
                 Err(error) => return Err(error),
             }
         }
@@ -301,7 +296,7 @@ impl Status {
     /// Sessions on record that none of those who answered has: of lanes, of processes that do
     /// not answer, and what was left.
     fn of_others(&self, answered: &[u32]) -> Result<Vec<SessionLine>> {
-        let records = self.state.directory()?.join(IPSEC_RECORDS);
+        let records = self.state.ipsec_records()?;
         let found = match ipsec::recorded(&records) {
             Ok(found) => found,
             Err(error) => {

@@ -5,12 +5,33 @@
 //! over which `status` and `down` speak to them. `plan` shows what would be installed.
 
 mod control_service;
-pub(crate) mod mode;
 mod plan;
 mod run;
 
 use anyhow::Result;
-use clap::Subcommand;
+use clap::{Subcommand, ValueEnum};
+use dunlin_ipsec::Mode;
+use serde::{Deserialize, Serialize};
+
+/// How traffic is spread over SAs.
+#[derive(Clone, Copy, Debug, Default, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum ModeName {
+    /// One SA for each CPU that sends (Linux 6.13).
+    #[default]
+    Cpu,
+    /// One SA for each connection.
+    Connection,
+}
+
+impl From<ModeName> for Mode {
+    fn from(name: ModeName) -> Self {
+        match name {
+            ModeName::Cpu => Self::Cpu,
+            ModeName::Connection => Self::Connection,
+        }
+    }
+}
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {

@@ -9,8 +9,8 @@ use dunlin_ipsec::{
 };
 use serde::Serialize;
 
+use super::ModeName;
 use super::control_service::{parts, sender};
-use super::mode::ModeName;
 use super::run::FIRST_SOURCE_PORT;
 use crate::code::DONE;
 use crate::options::{Cpus, parse_lanes};

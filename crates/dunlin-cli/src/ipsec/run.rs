@@ -7,7 +7,7 @@ use std::net::{IpAddr, TcpListener, ToSocketAddrs};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::str::FromStr;
-use std::sync::mpsc::channel;
+use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -18,10 +18,10 @@ use dunlin_ipsec as ipsec;
 use dunlin_ipsec::{
     self, AddressBlock, Event, Mode, Observer, Options, PortRange, Server, Session, Udp,
 };
-use dunlin_linux::signals::{EndSignals, HangUps};
+use dunlin_linux::signals::{EndSignal, EndSignals, HangUps};
 
+use super::ModeName;
 use super::control_service::{Answer, Request, SessionLine, stay_blocked};
-use super::mode::ModeName;
 use crate::code::{CANCELLED, DONE, FAILED};
 use crate::control::{Pending, Service, Socket};
 use crate::identity::{Accepting, Common, Reading, client_tls};
@@ -29,7 +29,7 @@ use crate::line::FailedLine;
 use crate::log::{say, warn};
 use crate::options::{ControlPath, Cpus, ipsec_cpus, offload_advice, parse_limit};
 use crate::service::{Manager, Told, cannot_listen, start, wait_for};
-use crate::state::{IPSEC_RECORDS, StatePath};
+use crate::state::StatePath;
 use crate::text::chained;
 
 /// Where `serve` listens unless it is told otherwise.
@@ -42,6 +42,11 @@ const TICK: Duration = Duration::from_millis(200);
 /// What both have.
 #[derive(Debug, Args)]
 struct Own {
+    /// Directory of this host's certificate and key, as for `dunlin vm receive` and `migrate`.
+    #[arg(long, value_name = "DIR")]
+    identity: PathBuf,
+    #[command(flatten)]
+    reading: Reading,
     /// CPUs of this host that send, such as 0,2-3 [default: those that this process may
     /// run on].
     #[arg(long, value_name = "LIST")]
@@ -66,8 +71,12 @@ struct Own {
 }
 
 impl Own {
+    fn common(&self, peers: Vec<String>) -> Common {
+        Common::new(&self.identity, peers, &self.reading)
+    }
+
     fn options(&self, mode: Mode, ports: PortRange, udp: Option<u16>) -> Result<Options> {
-        let mut options = Options::new(mode, ports, records(&self.state)?);
+        let mut options = Options::new(mode, ports, self.state.ipsec_records()?);
         options.cpus = ipsec_cpus(self.cpus.as_ref())?;
         options.sas_max = self.sas;
         options.timeout = self.patience;
@@ -79,10 +88,6 @@ impl Own {
         });
         Ok(options)
     }
-}
-
-fn records(state: &StatePath) -> Result<PathBuf> {
-    Ok(state.directory()?.join(IPSEC_RECORDS))
 }
 
 fn observer() -> Observer {
@@ -136,16 +141,11 @@ pub(crate) struct Serve {
     /// Take ESP in UDP at this port from peers that ask for it.
     #[arg(long, value_name = "PORT")]
     udp: Option<u16>,
-    /// Directory of this host's certificate and key, as for `dunlin vm receive`.
-    #[arg(long, value_name = "DIR")]
-    identity: PathBuf,
     /// A name that a peer's certificate must bear, or its pin, and the addresses that this
     /// peer may come from, if not all: host-a.example=192.0.2.1,2001:db8::/64; repeatable
     /// [default: anybody of the authority].
     #[arg(long = "peer", value_name = "NAME|PIN[=ADDR,…]")]
     peers: Vec<BoundPeer>,
-    #[command(flatten)]
-    reading: Reading,
     #[command(flatten)]
     own: Own,
 }
@@ -184,7 +184,7 @@ impl Serve {
     pub(crate) fn run(&self) -> Result<i32> {
         let (ends, hang_ups) = (EndSignals::block()?, HangUps::block()?);
         let names = self.peers.iter().map(|one| one.name.clone()).collect();
-        let common = Common::new(&self.identity, names, &self.reading);
+        let common = self.own.common(names);
         let (accepting, warnings) = Accepting::load(&common)?;
         warn(warnings.into_iter().chain(offload_advice()));
         let mut options = self.own.options(Mode::Cpu, self.ports, self.udp)?;
@@ -202,25 +202,18 @@ impl Serve {
         let (told, events) = channel::<Told>();
         wait_for(told.clone(), ends, hang_ups)?;
         let held = Held::serve(&socket, "serve", server, blocked.clone())?;
-        loop {
-            match events.recv_timeout(TICK) {
-                Ok(Told::Again) => match accepting.reload() {
-                    Ok((until, warnings)) => {
-                        say(&format!(
-                            "the certificate was read anew, valid until {until}"
-                        ));
-                        warn(warnings);
-                    }
-                    Err(error) => say(&format!("everything stays as it was: {}", chained(&error))),
-                },
-                Ok(Told::End(signal)) => {
-                    manager.stopping();
-                    say(&format!("{}: all sessions end", signal.name()));
-                    break;
-                }
-                Err(_) if held.is_empty() => break,
-                Err(_) => {}
+        let reload = || match accepting.reload() {
+            Ok((until, warnings)) => {
+                say(&format!(
+                    "the certificate was read anew, valid until {until}"
+                ));
+                warn(warnings);
             }
+            Err(error) => say(&format!("everything stays as it was: {}", chained(&error))),
+        };
+        if let Some(signal) = attend(&events, reload, || held.is_empty()) {
+            manager.stopping();
+            say(&format!("{}: all sessions end", signal.name()));
         }
         drop(told);
         held.end(Server::stop);
@@ -245,14 +238,9 @@ pub(crate) struct Up {
     /// Have ESP in UDP, taken at this port here.
     #[arg(long, value_name = "PORT")]
     udp: Option<u16>,
-    /// Directory of this host's certificate and key, as for `dunlin vm migrate`.
-    #[arg(long, value_name = "DIR")]
-    identity: PathBuf,
     /// A name that the peer's certificate must bear, or its pin; repeatable.
     #[arg(long = "name", value_name = "NAME|PIN")]
     names: Vec<String>,
-    #[command(flatten)]
-    reading: Reading,
     #[command(flatten)]
     own: Own,
 }
@@ -261,7 +249,7 @@ impl Up {
     pub(crate) fn run(&self) -> Result<i32> {
         let (ends, hang_ups) = (EndSignals::block()?, HangUps::block()?);
         let to = with_port(&self.peer);
-        let common = Common::new(&self.identity, self.names.clone(), &self.reading);
+        let common = self.own.common(self.names.clone());
         let (tls, warnings) = client_tls(&common, &to)?;
         warn(warnings.into_iter().chain(offload_advice()));
         warn_of_addresses(&self.peer, &to)?;
@@ -301,40 +289,46 @@ impl Up {
             session,
         };
         let held = Held::serve(&socket, &self.peer, named, blocked.clone())?;
-        loop {
-            match events.recv_timeout(TICK) {
-                Ok(Told::Again) => {}
-                Ok(Told::End(signal)) => {
-                    manager.stopping();
-                    say(&format!("{}: the session ends", signal.name()));
-                    break;
-                }
-                Err(_) if held.is_empty() => break,
-                Err(_) => {
-                    let over = lock(&held.one)
-                        .as_ref()
-                        .is_none_or(|one| one.session.is_over());
-                    if !over {
-                        continue;
-                    }
-                    if let Some(ended) = held.end(|named| named.session.wait()) {
-                        return match ended {
-                            Ok(()) => Ok(blocked.code()),
-                            Err(error) => Err(anyhow!(error).context("the session is over")),
-                        };
-                    }
-                }
+        let is_over = || {
+            let one = lock(&held.one);
+            one.as_ref().is_none_or(|one| one.session.is_over())
+        };
+        let signal = attend(&events, || (), is_over);
+        let ended = match signal {
+            Some(signal) => {
+                manager.stopping();
+                say(&format!("{}: the session ends", signal.name()));
+                held.end(Named::end)
             }
-        }
+            None => held.end(|named| named.session.wait()),
+        };
         drop(told);
-        let ended = held.end(Named::end);
         held.pending.farewell();
         match ended {
+            Some(Err(error)) if signal.is_none() => {
+                Err(anyhow!(error).context("the session is over"))
+            }
             Some(Err(error)) => {
                 say(&chained(&anyhow!(error)));
                 Ok(FAILED)
             }
             _ => Ok(blocked.code()),
+        }
+    }
+}
+
+/// Reloads at SIGHUP until a signal to end comes, which it returns, or nothing is left.
+fn attend(
+    events: &Receiver<Told>,
+    reload: impl Fn(),
+    is_over: impl Fn() -> bool,
+) -> Option<EndSignal> {
+    loop {
+        match events.recv_timeout(TICK) {
+            Ok(Told::Again) => reload(),
+            Ok(Told::End(signal)) => return Some(signal),
+            Err(_) if is_over() => return None,
+            Err(_) => {}
         }
     }
 }
@@ -349,7 +343,7 @@ pub(crate) struct Clean {
 impl Clean {
     pub(crate) fn run(&self) -> Result<i32> {
         let any = PortRange::new(1, u16::MAX).context("there are ports")?;
-        let options = Options::new(Mode::Cpu, any, records(&self.state)?);
+        let options = Options::new(Mode::Cpu, any, self.state.ipsec_records()?);
         ipsec::clean_up(&options, &observer())?;
         Ok(DONE)
     }

@@ -25,10 +25,7 @@ use crate::line::Line;
 use crate::options::parse_limit;
 use crate::state::{StatePath, hex, parse_session};
 use crate::text::clean;
-use crate::vm::request::{Decision, Request, inquiry_options};
-
-/// How long the VM's process may take beyond that.
-const ANSWER_LIMIT: Duration = Duration::from_secs(10);
+use crate::vm::request::{ANSWER_LIMIT, Decision, Request, inquiry_options};
 
 #[derive(Debug, Args)]
 pub(crate) struct Resolve {

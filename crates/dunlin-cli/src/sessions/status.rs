@@ -15,7 +15,7 @@ use crate::options::ControlPath;
 use crate::state::{StatePath, about, hex};
 use crate::text::{chained, clean};
 use crate::tunnel;
-use crate::vm::{describe, status_within};
+use crate::vm::{describe, status};
 
 /// How long a process may take to say how it is; one may be stopped.
 const LIVE_LIMIT: Duration = Duration::from_secs(2);
@@ -87,7 +87,7 @@ impl Status {
 
     fn show(&self, entry: &Entry, record: &Record) {
         let live = (entry.lives && !record.owner.is_empty())
-            .then(|| status_within(Path::new(&record.owner), LIVE_LIMIT))
+            .then(|| status(Path::new(&record.owner), LIVE_LIMIT))
             .and_then(Result::ok);
         if self.json {
             Line::Session(Box::new(line(entry, record, live))).print();

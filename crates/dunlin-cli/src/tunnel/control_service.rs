@@ -10,6 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
+use dunlin::engine::vmm::FaultCode;
 use dunlin_tunnel::{Demand, Listen, ListenerStatus, OnDemandListener, Tunnel};
 use serde::{Deserialize, Serialize};
 
@@ -135,7 +136,7 @@ impl ControlService {
 
     fn place(&self) -> Result<Listen> {
         let directory = self.directory();
-        make_directory(&directory)?;
+        make_directory(&directory, 0o755)?;
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         Ok(Listen::Unix(directory.join(format!("{number}.sock"))))
     }
@@ -256,33 +257,27 @@ impl Service for ControlService {
 
 /// How a listener and its channels have ended.
 fn ended(standing: &ListenerStatus) -> Line {
-    let failed = |fault: &str, at_fault: &str, text: String, code| {
-        Line::Failed(FailedLine {
-            fault: fault.into(),
-            at_fault: at_fault.into(),
-            vm: String::new(),
-            text,
-            code,
-        })
-    };
-    let all = standing.ended();
-    match (all, standing.failed, &standing.why) {
-        (0, 0, _) => {
-            let text = "closed before anybody had connected";
-            failed("cancelled", "this side", text.to_owned(), CANCELLED)
-        }
-        (_, 0, _) => Line::Done,
-        (_, bad, Some(why)) => failed(
-            &why.code().to_string(),
-            why.at_fault().name(),
-            format!("{bad} of {all} connections did not end well: {why}"),
-            FAILED,
-        ),
-        (_, bad, None) => {
-            let text = format!("{bad} of {all} connections did not end well");
-            failed("channel-broken", "this side", text, FAILED)
-        }
+    let (all, bad) = (standing.ended(), standing.failed);
+    if all == 0 && bad == 0 {
+        let text = "closed before anybody had connected";
+        return Line::Failed(FailedLine::new(FaultCode::Cancelled, "", text, CANCELLED));
     }
+    if bad == 0 {
+        return Line::Done;
+    }
+    let mut failed = FailedLine {
+        fault: "channel-broken".into(),
+        at_fault: "this side".into(),
+        vm: String::new(),
+        text: format!("{bad} of {all} connections did not end well"),
+        code: FAILED,
+    };
+    if let Some(why) = &standing.why {
+        failed.fault = why.code().to_string();
+        failed.at_fault = why.at_fault().to_string();
+        failed.text.push_str(&format!(": {why}"));
+    }
+    Line::Failed(failed)
 }
 
 /// A listener, in one line.

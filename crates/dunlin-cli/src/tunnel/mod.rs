@@ -11,7 +11,6 @@ pub(crate) mod line;
 mod run;
 mod show;
 mod stdio;
-mod which;
 
 use anyhow::Result;
 use clap::Subcommand;

@@ -28,7 +28,6 @@ use crate::line::Line;
 use crate::log::{say, warn};
 use crate::options::{ControlPath, Cpus, ipsec_cpus, offload_advice};
 use crate::service::{Manager, Told, cannot_listen, passed, wait_for};
-use crate::state::IPSEC_RECORDS;
 use crate::state::StatePath;
 use crate::text::{chained, clean};
 
@@ -124,9 +123,8 @@ impl Run {
         for (route, address) in tunnel.relay_ports() {
             println!("route {} takes TLS clients on {address}", clean(&route));
         }
-        for line in confine::text(&confined) {
-            say(&line);
-        }
+        let text = confined.text().unwrap_or_default();
+        text.lines().for_each(say);
         manager.ready(&format!("peers connect to {}", tunnel.address()));
         let drain = Arc::new(Mutex::new(config.drain));
         wait_for(told, ends, hang_ups)?;
@@ -158,9 +156,7 @@ impl Run {
         }
         Ok(FAILED)
     }
-}
 
-impl Run {
     /// Where the other commands find this tunnel. Connections are carried without
     /// one too, unless it was asked for.
     fn control_socket(&self) -> Result<Option<Socket>> {
@@ -178,13 +174,11 @@ impl Run {
             }
         }
     }
-}
 
-impl Run {
     /// What lanes go over IPsec by.
     fn shelter(&self, ipsec: &Ipsec) -> Result<IpsecLanes> {
         warn(offload_advice());
-        let records = self.state.directory()?.join(IPSEC_RECORDS);
+        let records = self.state.ipsec_records()?;
         let mut options = Options::new(ipsec.mode, ipsec.ports, records);
         options.rekey_after = Some(ipsec.rekey_after);
         options.cpus = ipsec_cpus(ipsec.cpus.as_ref())?;

@@ -24,41 +24,20 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use dunlin_linux::poll::{Interest, poll};
-use dunlin_tunnel::Parameter;
 
-use super::ask::listener;
-use super::control_service::Request;
-use super::which::Which;
+use super::ask::Wanted;
 use crate::code::FAILED;
-use crate::options::parse_lanes;
 use crate::service::start;
 
 #[derive(Debug, Args)]
 pub(crate) struct Stdio {
-    /// The route, by its name in the configuration.
-    route: String,
-    /// What the target at the peer has a place for, such as vm=web.
-    #[arg(long, value_name = "NAME=VALUE")]
-    param: Option<Parameter>,
-    /// At least so many lanes to the peer, 1 to 128, from now on.
-    #[arg(long, value_name = "N", value_parser = parse_lanes())]
-    lanes: Option<u16>,
     #[command(flatten)]
-    which: Which,
+    wanted: Wanted,
 }
 
 impl Stdio {
     pub(crate) fn run(&self) -> Result<i32> {
-        let request = Request::Open {
-            route: self.route.clone(),
-            parameter: self.param.as_ref().map(ToString::to_string),
-            listen: None,
-            lanes: self.lanes,
-            once: true,
-            wait: true,
-        };
-        let mut client = self.which.ask(&request)?;
-        let opened = listener(&mut client)?;
+        let (mut client, opened) = self.wanted.open(None, true, true)?;
         let Some(path) = opened.listen.strip_prefix("unix:") else {
             bail!("the tunnel listens on {}", opened.listen);
         };

@@ -36,9 +36,10 @@ use crate::vm::request::Decision;
 
 pub(crate) struct ControlService {
     json: bool,
-    journal: Journal,
-    /// Where that is.
-    directory: PathBuf,
+    /// Where this process remembers its sessions.
+    pub(super) journal: Journal,
+    /// Where it remembers what it has installed for lanes over IPsec.
+    pub(super) ipsec_records: PathBuf,
     state: Mutex<Now>,
     changed: Condvar,
     /// The control socket at which this process can be asked.
@@ -73,20 +74,17 @@ struct Doubt {
 
 enum Holds {
     Waiting,
-    Arriving(Arriving),
+    Arriving(Box<Arriving>),
     Vm(Arc<Movable>),
 }
 
 struct Arriving {
-    peer: String,
-    name: String,
-    uuid: [u8; 16],
-    memory_bytes: u64,
-    phase: &'static str,
+    line: StatusLine,
+    migration: MigrationLine,
     since: Instant,
 }
 
-/// In [`Arriving::phase`]: it cannot be called off any more.
+/// The phase of an arrival after which it cannot be called off any more.
 const COMMITTED: &str = "committed";
 
 /// What a VM can be told to do.
@@ -98,11 +96,11 @@ pub(crate) enum Command {
 }
 
 impl ControlService {
-    pub(crate) fn new(json: bool, journal: Journal, directory: PathBuf) -> Arc<Self> {
+    pub(crate) fn new(json: bool, journal: Journal, ipsec_records: PathBuf) -> Arc<Self> {
         Arc::new(Self {
             json,
             journal,
-            directory,
+            ipsec_records,
             state: Mutex::new(Now {
                 holds: Holds::Waiting,
                 moving: None,
@@ -116,16 +114,6 @@ impl ControlService {
             owner: Mutex::default(),
             pending: Pending::default(),
         })
-    }
-
-    /// Where this process remembers its sessions.
-    pub(crate) fn journal(&self) -> Journal {
-        self.journal.clone()
-    }
-
-    /// Where this process remembers what it has installed for lanes over IPsec.
-    pub(crate) fn ipsec_records(&self) -> PathBuf {
-        self.directory.join(crate::state::IPSEC_RECORDS)
     }
 
     /// The control socket at which this process can be asked, once it has one.
@@ -226,24 +214,34 @@ impl ControlService {
         let mut state = self.lock();
         match (event, &mut state.holds) {
             (DestinationEvent::Connected { peer }, holds) => {
-                *holds = Holds::Arriving(Arriving {
-                    peer: peer.clone(),
-                    name: String::new(),
-                    uuid: [0; 16],
-                    memory_bytes: 0,
-                    phase: "connecting",
+                *holds = Holds::Arriving(Box::new(Arriving {
+                    line: StatusLine {
+                        uuid: hex(&[0; 16]),
+                        pid: std::process::id(),
+                        state: "arriving".into(),
+                        ..StatusLine::default()
+                    },
+                    migration: MigrationLine {
+                        role: "destination".into(),
+                        peer: peer.clone(),
+                        phase: "connecting".into(),
+                        ..MigrationLine::default()
+                    },
                     since: Instant::now(),
-                });
+                }));
             }
             (DestinationEvent::Offered(offered), Holds::Arriving(arriving)) => {
-                arriving.name.clone_from(&offered.vm.name);
-                arriving.uuid = offered.vm.uuid;
-                arriving.memory_bytes = offered.regions.iter().map(|region| region.length).sum();
-                arriving.phase = "pre-copy";
+                let line = &mut arriving.line;
+                line.name.clone_from(&offered.vm.name);
+                line.uuid = hex(&offered.vm.uuid);
+                line.memory_bytes = offered.regions.iter().map(|region| region.length).sum();
+                arriving.migration.phase = "pre-copy".into();
             }
-            (DestinationEvent::Ready, Holds::Arriving(arriving)) => arriving.phase = "switchover",
+            (DestinationEvent::Ready, Holds::Arriving(arriving)) => {
+                arriving.migration.phase = "switchover".into();
+            }
             (DestinationEvent::Running { .. }, Holds::Arriving(arriving)) => {
-                arriving.phase = COMMITTED;
+                arriving.migration.phase = COMMITTED.into();
             }
             _ => {}
         }
@@ -499,7 +497,9 @@ impl ControlService {
             };
         }
         match &state.holds {
-            Holds::Arriving(arriving) if arriving.phase != COMMITTED => state.cancel.cancel(),
+            Holds::Arriving(arriving) if arriving.migration.phase != COMMITTED => {
+                state.cancel.cancel()
+            }
             Holds::Arriving(_) => bail!("too late to cancel: the VM is here"),
             _ => bail!("no migration is under way"),
         }
@@ -543,27 +543,12 @@ impl Now {
 
 impl Arriving {
     fn status(&self) -> StatusLine {
-        StatusLine {
-            name: self.name.clone(),
-            uuid: hex(&self.uuid),
-            pid: std::process::id(),
-            state: "arriving".into(),
-            memory_bytes: self.memory_bytes,
-            pages_checked: 0,
-            beats: 0,
-            full_passes: 0,
-            downtime_ms: None,
-            largest_gap_ms: 0.0,
-            migration: Some(MigrationLine {
-                role: "destination".into(),
-                peer: self.peer.clone(),
-                phase: self.phase.into(),
-                seconds: self.since.elapsed().as_secs_f64(),
-                rate: None,
-                throttle: 0,
-                progress: None,
-            }),
-        }
+        let mut line = self.line.clone();
+        line.migration = Some(MigrationLine {
+            seconds: self.since.elapsed().as_secs_f64(),
+            ..self.migration.clone()
+        });
+        line
     }
 }
 

@@ -12,7 +12,7 @@ use dunlin::engine::vmm::FaultCode;
 use dunlin_linux::signals::EndSignals;
 
 use super::control_service::Command;
-use super::request::Request;
+use super::request::{ANSWER_LIMIT, Request};
 use crate::code::{DONE, FAILED, IN_DOUBT, SIGNAL};
 use crate::control::Client;
 use crate::display::Display;
@@ -214,7 +214,7 @@ impl Set {
 
 impl Status {
     pub(crate) fn run(self) -> Result<i32> {
-        let status = status(&self.target.socket()?)?;
+        let status = status(&self.target.socket()?, ANSWER_LIMIT)?;
         if self.target.json {
             Line::Status(status).print();
             return Ok(DONE);
@@ -271,18 +271,10 @@ pub(crate) fn describe(migration: &MigrationLine) -> String {
     text
 }
 
-/// How the VM behind a control socket is.
-pub(crate) fn status(socket: &Path) -> Result<StatusLine> {
-    status_of(Request::Status.ask(socket)?)
-}
-
-/// The same, of a process that may be stopped.
-pub(crate) fn status_within(socket: &Path, limit: Duration) -> Result<StatusLine> {
-    status_of(Request::Status.ask_within(socket, Some(limit))?)
-}
-
-fn status_of(mut answer: Client) -> Result<StatusLine> {
-    answer.expect(|line| match line {
+/// How the VM behind a control socket is, by an answer within `limit`.
+pub(crate) fn status(socket: &Path, limit: Duration) -> Result<StatusLine> {
+    let mut client = Request::Status.ask_within(socket, Some(limit))?;
+    client.expect(|line| match line {
         Line::Status(status) => Some(status),
         _ => None,
     })

@@ -14,7 +14,7 @@ mod run;
 use anyhow::Result;
 use clap::Subcommand;
 
-pub(crate) use migrate::{Ended, describe, follow, status, status_within};
+pub(crate) use migrate::{Ended, describe, follow, status};
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {

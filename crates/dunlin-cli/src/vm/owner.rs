@@ -13,11 +13,12 @@ use std::sync::Arc;
 
 use anyhow::{Result, bail};
 use clap::Args;
-use dunlin::engine::source::{Options, migrate};
+use dunlin::engine::source::migrate;
 use dunlin::engine::vmm::SourceVm;
 use dunlin::engine::{Event, Host, StandardHost, fault_behind};
 use dunlin::lane::policy::ClientTls;
 use dunlin::lane::security::SealedLanes;
+use dunlin_microvm::HostOptions;
 
 use super::control_service::{Command, ControlService};
 use super::moving::Moving;
@@ -26,7 +27,7 @@ use crate::confine::{self, Confining, KeepingIpsec, Needs};
 use crate::control::{Pending, Service, read_request, send};
 use crate::identity::client_tls;
 use crate::line::{FailedLine, Line};
-use crate::options::{ControlPath, MemoryFlags, MigrateFlags, SecurityName, shelter};
+use crate::options::{ControlPath, MigrateFlags, SecurityName, shelter};
 use crate::service::start;
 use crate::sessions::left_behind;
 use crate::state::StatePath;
@@ -34,8 +35,9 @@ use crate::state::StatePath;
 /// What both kinds of process that own a VM have.
 #[derive(Debug, Args)]
 pub(crate) struct Own {
-    #[command(flatten)]
-    pub(super) memory_flags: MemoryFlags,
+    /// Do not advise transparent huge pages for private guest memory.
+    #[arg(long)]
+    no_huge_pages: bool,
     #[command(flatten)]
     pub(super) control: ControlPath,
     #[command(flatten)]
@@ -47,18 +49,36 @@ pub(crate) struct Own {
     /// One JSON object a line.
     #[arg(long)]
     pub(super) json: bool,
-    #[command(flatten)]
-    pub(super) parent: Parent,
+    /// End when standard input ends, and remove this directory: for a parent that must leave
+    /// neither a VM nor a directory behind.
+    #[arg(long, value_name = "DIR", hide = true)]
+    until_stdin_closes: Option<PathBuf>,
 }
 
 impl Own {
     pub(super) fn service(&self) -> Result<Arc<ControlService>> {
-        let directory = self.state.directory()?;
-        Ok(ControlService::new(
-            self.json,
-            self.state.open()?,
-            directory,
-        ))
+        let records = self.state.ipsec_records()?;
+        Ok(ControlService::new(self.json, self.state.open()?, records))
+    }
+
+    pub(super) fn memory(&self) -> HostOptions {
+        HostOptions::default().huge_pages(!self.no_huge_pages)
+    }
+
+    /// Ends this process after its standard input has ended, if the flag says so: a parent that
+    /// dies, however it dies, closes its end of the pipe.
+    pub(super) fn watch_parent(&self) -> Result<()> {
+        let Some(directory) = self.until_stdin_closes.clone() else {
+            return Ok(());
+        };
+        start("stdin-watch", move || {
+            // An error, too, means that the parent has gone.
+            let _ = std::io::copy(&mut std::io::stdin(), &mut std::io::sink());
+            // A sibling may have removed it.
+            let _ = fs::remove_dir_all(directory);
+            std::process::exit(1);
+        })?;
+        Ok(())
     }
 
     /// Sessions that moved a VM of this name, and whose outcome is in doubt.
@@ -72,39 +92,13 @@ impl Own {
         let confined = self.confining.apply(&Needs {
             control: Needs::directory_of(socket),
             journal: self.state.directory()?,
-            scratch: self.parent.until_stdin_closes.clone(),
+            scratch: self.until_stdin_closes.clone(),
             identity: identity.map(Path::to_owned),
             makes_sockets: identity.is_some(),
             ipsec: self.keeping.ports(),
         })?;
-        confine::say(&confined, self.json);
+        confined.say(self.json);
         Ok(confined)
-    }
-}
-
-/// For a parent that must not leave a VM or its scratch directory behind.
-#[derive(Clone, Debug, Args)]
-pub(crate) struct Parent {
-    /// End when standard input ends, and remove this directory.
-    #[arg(long, value_name = "DIR", hide = true)]
-    until_stdin_closes: Option<PathBuf>,
-}
-
-impl Parent {
-    /// Ends this process once its standard input has ended, if that is wanted: a
-    /// parent that dies, however it dies, closes its end of the pipe.
-    pub(crate) fn watch(&self) -> Result<()> {
-        let Some(directory) = self.until_stdin_closes.clone() else {
-            return Ok(());
-        };
-        start("stdin-watch", move || {
-            // Whether it ends or fails, nobody is at its other end.
-            let _ = std::io::copy(&mut std::io::stdin(), &mut std::io::sink());
-            // A sibling may have removed it.
-            let _ = fs::remove_dir_all(directory);
-            std::process::exit(1);
-        })?;
-        Ok(())
     }
 }
 
@@ -213,7 +207,7 @@ fn move_away(
         SecurityName::Ipsec => {
             confine::allows_ipsec()?;
             let told = Arc::clone(&moving);
-            let options = flags.ipsec.options(service.ipsec_records())?;
+            let options = flags.ipsec.options(service.ipsec_records.clone())?;
             Some(shelter(options, move |text| told.warn(text))?)
         }
         _ => None,
@@ -222,14 +216,20 @@ fn move_away(
         .options()
         .ipsec(shelter.map(|lanes| Arc::new(lanes) as Arc<dyn SealedLanes>))
         .tune(moving.tune.clone())
-        .journal(service.journal())
+        .journal(service.journal.clone())
         .owner(service.owner())
         .build()?;
     let vm: Arc<dyn SourceVm> = service.begin(&moving)?;
     let to = flags.to.clone();
     let (for_thread, its_desk) = (Arc::clone(&moving), Arc::clone(service));
     let spawned = start("migration", move || {
-        let line = carry_out(&vm, &to, &tls, &options, &for_thread);
+        let host: Arc<dyn Host> = Arc::new(StandardHost);
+        let observe = |event: &Event| for_thread.observe(event);
+        let cancel = &for_thread.cancel;
+        let line = match migrate(&vm, &to, &tls, &options, &host, &observe, cancel) {
+            Ok(report) => Line::Moved(Box::new((&report).into())),
+            Err(error) => Line::Failed((&error).into()),
+        };
         its_desk.finish(&for_thread, line);
     });
     if let Err(error) = spawned {
@@ -238,19 +238,4 @@ fn move_away(
         bail!(text);
     }
     Ok(moving)
-}
-
-fn carry_out(
-    vm: &Arc<dyn SourceVm>,
-    to: &str,
-    tls: &ClientTls,
-    options: &Options,
-    moving: &Moving,
-) -> Line {
-    let host: Arc<dyn Host> = Arc::new(StandardHost);
-    let observe = |event: &Event| moving.observe(event);
-    match migrate(vm, to, tls, options, &host, &observe, &moving.cancel) {
-        Ok(report) => Line::Moved(Box::new((&report).into())),
-        Err(error) => Line::Failed((&error).into()),
-    }
 }

@@ -68,8 +68,11 @@ impl Receive {
         let host: Arc<dyn Host> = Arc::new(StandardHost);
         let shelter = match self.own.keeping.ports() {
             Some(ports) => {
-                let mut options =
-                    ipsec::Options::new(ipsec::Mode::Connection, ports, service.ipsec_records());
+                let mut options = ipsec::Options::new(
+                    ipsec::Mode::Connection,
+                    ports,
+                    service.ipsec_records.clone(),
+                );
                 options.quiet_wait = LANES_QUIET;
                 let told = Arc::clone(&service);
                 Some(shelter(options, move |text| told.warn(&text))?)
@@ -80,11 +83,11 @@ impl Receive {
             .ipsec(shelter.map(|lanes| Arc::new(lanes) as Arc<dyn SealedLanes>))
             .allow_plain(self.allow_plain)
             .idle_limit(self.idle_limit)
-            .journal(service.journal())
+            .journal(service.journal.clone())
             .build()?;
-        self.own.parent.watch()?;
+        self.own.watch_parent()?;
         let mut builder = Takes {
-            machines: MachineBuilder::new(self.own.memory_flags.options()),
+            machines: MachineBuilder::new(self.own.memory()),
             control: &self.own.control,
             service: &service,
             socket: None,

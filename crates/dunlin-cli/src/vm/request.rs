@@ -12,7 +12,7 @@ use crate::identity::Common;
 use crate::options::MigrateFlags;
 
 /// How long an answer may take that needs no migration.
-const ANSWER_LIMIT: Duration = Duration::from_secs(10);
+pub(crate) const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 
 /// What can be asked of a VM's process.
 #[derive(Clone, Debug, Serialize, Deserialize)]

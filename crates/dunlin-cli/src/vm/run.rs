@@ -104,8 +104,8 @@ impl Run {
         // Before there are other threads, which would stay as they are.
         self.own.confine(socket.path(), None)?;
         service.watch(signals)?;
-        self.own.parent.watch()?;
-        let vm = Vm::with_options(config, self.own.memory_flags.options()).map_err(|error| {
+        self.own.watch_parent()?;
+        let vm = Vm::with_options(config, self.own.memory()).map_err(|error| {
             let what = match error {
                 CreateError::NoKvm(_) => "the VM cannot be made (`--guest process` needs no KVM)",
                 _ => "the VM cannot be made",
