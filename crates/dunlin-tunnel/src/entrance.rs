@@ -2,22 +2,18 @@
 
 use dunlin_lane::sync::lock;
 use std::io;
-use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
-use dunlin_linux::poll::{Interest, Wakeup, poll};
+use dunlin_linux::poll::Wakeup;
 
 use super::carriers::Carriers;
 use super::event::Event;
-use super::listener::{Listener, SocketFile, Sockets, next_number};
+use super::listener::{Accepted, Listener, SocketFile, Sockets, next_number};
 use super::meter::Count;
 use super::options::Entrance;
 use super::route::Listen;
 use super::threads::Worker;
 
-/// How long nobody is accepted when descriptors or memory ran out.
-const SHORTAGE_REST: Duration = Duration::from_millis(100);
 /// An entrance that is open. It is closed when this is dropped; channels stay.
 pub(super) struct EntranceListener {
     /// Where its connections go; a reload may change it.
@@ -88,44 +84,31 @@ fn listen(
     let site = &carriers.site;
     let mut short = false;
     loop {
-        let stop = Interest {
-            fd: stopped.as_fd(),
-            read: true,
-            write: false,
-        };
-        let timeout = short.then_some(SHORTAGE_REST);
-        let interests = [stop, listener.interest()];
-        let watched = if short { 1 } else { 2 };
-        match poll(&interests[..watched], timeout) {
-            Ok(ready) if ready[0] => return,
-            Ok(_) => {}
+        match listener.wait(stopped, short) {
+            Ok(true) => return,
+            Ok(false) => {}
             Err(error) => {
                 let route = &lock(entrance).route;
                 let text = format!("route {route} accepts no connections any more: {error}");
                 return site.tell(Event::Warning(text));
             }
         }
+        let was_short = std::mem::take(&mut short);
         match listener.accept() {
-            Ok(socket) => {
-                short = false;
+            Accepted::Connection(stream) => {
                 let entrance = lock(entrance).clone();
                 let count = Count::new(site.meter(&entrance.route), None);
-                carriers.carry(&entrance, number, String::new(), socket.counted(count));
+                carriers.carry(&entrance, number, String::new(), stream.counted(count));
             }
-            Err(error) => match error.kind() {
-                io::ErrorKind::WouldBlock
-                | io::ErrorKind::Interrupted
-                | io::ErrorKind::ConnectionAborted => short = false,
-                // For want of descriptors, which others may give back.
-                _ => {
-                    if !short {
-                        let route = &lock(entrance).route;
-                        let text = format!("route {route} cannot accept a connection: {error}");
-                        site.tell(Event::Warning(text));
-                    }
-                    short = true;
+            Accepted::Nothing => {}
+            Accepted::Short(error) => {
+                if !was_short {
+                    let route = &lock(entrance).route;
+                    let text = format!("route {route} cannot accept a connection: {error}");
+                    site.tell(Event::Warning(text));
                 }
-            },
+                short = true;
+            }
         }
     }
 }

@@ -1,4 +1,4 @@
-//! What the tunnel tells whoever runs it.
+//! What the tunnel reports to the program that runs it.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -11,7 +11,7 @@ use super::failure::Failure;
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Event {
-    /// A trunk stands.
+    /// A trunk is up.
     TrunkUp {
         /// Who the peer is.
         peer: String,
@@ -72,7 +72,7 @@ pub enum Event {
         /// Why, and whose fault it is.
         failure: Failure,
     },
-    /// A lane could not be had or was lost; the others carry on.
+    /// A lane could not be opened or was lost; the others carry on.
     LaneLost {
         /// The lane's number.
         lane: u16,
@@ -91,7 +91,7 @@ pub enum Event {
         /// Who the peer is.
         peer: String,
     },
-    /// Somebody connected to the tunnel's port and came to nothing.
+    /// A connection to the tunnel's port was rejected.
     Rejected {
         /// Where from.
         from: String,

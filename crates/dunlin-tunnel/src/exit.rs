@@ -40,7 +40,7 @@ pub(super) fn connect(hub: &Hub, channel: u32, route: &str, parameter: &str) {
     hub.settle(&mut core);
 }
 
-/// The connection that a route stands for, and its window.
+/// A connection to a route's target, and the route's window.
 fn reach(hub: &Hub, route: &str, parameter: &str) -> Result<(Socket, u64), Failure> {
     let Some(exit) = hub.site.exit(route) else {
         let text = format!("no route {:?} has a target here", harmless(route));
@@ -56,10 +56,10 @@ fn reach(hub: &Hub, route: &str, parameter: &str) -> Result<(Socket, u64), Failu
         })?;
     let target = parameter::fill(route, &exit.target, parameter)?;
     let deadline = Instant::now() + hub.site.limits.connect;
-    let socket = target::open(&hub.site, &hub.programs, &target, deadline).map_err(|error| {
+    let stream = target::open(&hub.site, &hub.programs, &target, deadline).map_err(|error| {
         let text = format!("route {route:?}: {target} cannot be reached");
         Failure::new(FaultCode::TargetUnreachable, text).because(&error)
     })?;
     let count = Count::new(hub.site.meter(route), None);
-    Ok((socket.counted(count), exit.window_bytes))
+    Ok((stream.counted(count), exit.window_bytes))
 }

@@ -166,21 +166,20 @@ impl Selected<'_> {
         let accepted = read_accept(&self.control, self.deadline)?;
         drop(self.dialling);
         let lanes_at = peer_address(&self.control)?;
-        let control = self.control;
         let terms = Terms {
             origin: Origin::Dialled(to),
             session: self.session,
             version: self.selection.version,
             security: self.selection.security,
-            peers: control.peer().alone(),
-            principal: control.peer().principal(),
-            peer: control.peer().clone(),
+            peer: self.control.peer().clone(),
+            principal: self.control.peer().principal(),
             lanes_at,
             own_secret,
             peer_secret: accepted.secret,
             lanes: lanes.min(accepted.lanes_max),
             peer_lanes: accepted.lanes_max,
         };
+        let control = self.control;
         Ok(Agreed { terms, control })
     }
 
@@ -291,9 +290,8 @@ impl Answered {
             session: self.offer.session,
             version: self.selection.version,
             security: self.selection.security,
-            peers: control.peer().alone(),
-            principal: control.peer().principal(),
             peer: control.peer().clone(),
+            principal: control.peer().principal(),
             lanes_at,
             own_secret: SessionSecret(random()?),
             peer_secret: accepted.secret,

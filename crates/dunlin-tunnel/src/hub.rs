@@ -19,8 +19,7 @@ use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Instant;
 
-use dunlin_linux::epoll::{Epoll, Readiness};
-use dunlin_linux::poll::{Waker, Wakeup, waker};
+use dunlin_linux::epoll::Readiness;
 use dunlin_linux::socket::unread_bytes;
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::limits::MAX_LANES;
@@ -35,24 +34,18 @@ use super::socket::Socket;
 use super::status::Status;
 use super::terms::Terms;
 use super::threads::Threads;
+use super::watched::WatchedSockets;
 use dunlin_lane::control::ControlStream;
 use dunlin_lane::dial::DialCancel;
-
-/// The token of a set's own wake-up; channels have 32 bits.
-pub(super) const WAKE: u64 = u64::MAX;
 
 pub(super) struct Hub {
     pub(super) site: Arc<Site>,
     pub(super) terms: Terms,
     pub(super) pool: Arc<Pool>,
     /// Sockets that can be read, for the lanes' threads.
-    pub(super) reads: Epoll,
+    pub(super) reads: WatchedSockets,
     /// Sockets that take bytes again or have failed, for the poller.
-    pub(super) writes: Epoll,
-    read_waker: Waker,
-    pub(super) read_wakeup: Wakeup,
-    write_waker: Waker,
-    pub(super) write_wakeup: Wakeup,
+    pub(super) writes: WatchedSockets,
     core: Mutex<Core>,
     /// The talker waits here.
     pub(super) talk: Condvar,
@@ -243,21 +236,12 @@ impl Hub {
         };
         let mut trunk = stripe::Trunk::new(terms.side(), config, 0);
         trunk.control_up(0);
-        let (read_waker, read_wakeup) = waker()?;
-        let (write_waker, write_wakeup) = waker()?;
-        let (reads, writes) = (Epoll::new()?, Epoll::new()?);
-        reads.add_always(&read_wakeup, WAKE)?;
-        writes.add_always(&write_wakeup, WAKE)?;
         Ok(Arc::new(Self {
             site: Arc::clone(site),
             terms,
             pool: Pool::new(),
-            reads,
-            writes,
-            read_waker,
-            read_wakeup,
-            write_waker,
-            write_wakeup,
+            reads: WatchedSockets::new()?,
+            writes: WatchedSockets::new()?,
             core: Mutex::new(Core {
                 trunk,
                 channels: Channels::new(site),
@@ -398,7 +382,7 @@ impl Hub {
                     cut();
                 }
                 self.wake_all_senders();
-                self.write_waker.wake();
+                self.writes.wake();
             }
         }
     }
@@ -412,7 +396,7 @@ impl Hub {
                 self.idle.notify_one();
             } else if senders.watched {
                 senders.woken = true;
-                self.read_waker.wake();
+                self.reads.wake();
             }
         }
         let mut any_ends = false;
@@ -426,7 +410,7 @@ impl Hub {
 
     fn wake_all_senders(&self) {
         self.idle.notify_all();
-        self.read_waker.wake();
+        self.reads.wake();
     }
 
     /// A channel's other half is connected: its socket counts from now.

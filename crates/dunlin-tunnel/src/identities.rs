@@ -26,7 +26,7 @@ impl Identities {
         self.connecting.client(&self.crypto, peers)
     }
 
-    /// Lets in whoever any route knows; which route is whose is seen later.
+    /// Accepts the peers of all routes; each channel's route is checked when it is opened.
     pub(crate) fn server(&self, routes: &Routes) -> Result<ServerTls, SettingsError> {
         let is_stripe = |one: &&Entrance| one.mode.security().is_some();
         let entrances = routes.entrances.iter().filter(is_stripe);

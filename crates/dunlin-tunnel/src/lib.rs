@@ -7,26 +7,35 @@
 //!                          └── control lane: who, how far ──┘
 //! ```
 //!
-//! A [`Tunnel`] takes connections at its *entrances* and, for its peers, makes
-//! connections at its *exits*. All that goes to one peer goes over one
-//! *trunk*: a control lane, and lanes that are opened when there is
-//! something to carry. What is decided is decided by [`dunlin_proto::stripe`],
-//! which knows no socket; here is what drives it:
+//! A [`Tunnel`] accepts connections at its *entrances* and, for its peers, connects to the targets
+//! of its *exits*. All channels to one peer share one *trunk*: a control lane, and lanes that are
+//! opened when there is something to carry. [`dunlin_proto::stripe`] makes the decisions without
+//! sockets, threads or a clock; this crate carries them out.
 //!
-//! - `options`: routes and limits, checked before anything is opened.
-//! - `site`: what all trunks share; which connection goes to which.
-//! - `entrance`: entrances; `on_demand`: those that are opened for one purpose while the
-//!   tunnel runs; `listener`: what both listen on. `dial`: how a trunk begins.
-//!   `target`: the hypervisor's socket at the far side; `parameter`: what a channel
-//!   may choose of it.
-//! - `hub`: the core of a trunk under its lock, and what is done about its
-//!   decisions. `talk`: the control lane. `send` and `receive`: the lanes.
-//! - `piece` and `socket`: the bytes, and where they come from and go; `meter`: how
-//!   many.
+//! ```text
+//!   Tunnel ─▶ entrance, on_demand ─▶ carriers ─▶ trunks, relay
+//!                                       trunks ─▶ talk ─▶ send, receive, exit ─▶ hub ─▶ site
+//!                                          └─▶ handshake ────────────────────────────────▲
+//! ```
+//!
+//! Each file imports only files that are below it:
+//!
+//! - `options`: routes and limits, checked before anything is opened. `route`: their ends.
+//! - `entrance`: listeners of the configuration; `on_demand`: those that are opened for one purpose
+//!   while the tunnel runs; `listener`: what both listen on. `port`: where the peers connect.
+//! - `carriers`: gives an accepted connection to a trunk or to a relay.
+//! - `trunks`: dials, accepts, keeps and forgets trunks. `handshake`: how one begins; `terms`: what
+//!   both sides have agreed on; `dials`: handshakes that end with the tunnel.
+//! - `talk`: the talker and the control lane. `send` and `receive`: the lanes. `exit`: connects a
+//!   peer's channel; `target`: to a socket or a program; `parameter`: what a channel may choose.
+//! - `hub`: the core of a trunk under its lock, and its decisions that do not wait. `channels`: the
+//!   connections of a trunk, and how each ends.
 //! - `relay`: channels that are not striped, but carried on a TLS connection each, by any program.
+//! - `site`: what trunks and relays share. `piece`, `socket` and `watched`: the bytes and their
+//!   sockets; `meter` and `counted`: how many; `threads`: threads that are joined.
 //!
-//! Threads of a trunk: one that talks, one that hears, one that waits for
-//! consumers, and one for each lane and direction.
+//! Threads of a trunk: the talker, the reader of the control lane, the poller of slow consumers, and
+//! one for each lane and direction.
 #![forbid(unsafe_code)]
 
 mod carriers;
@@ -60,6 +69,7 @@ mod target;
 mod terms;
 mod threads;
 mod trunks;
+mod watched;
 
 use dunlin_lane::sync::lock;
 use std::net::{SocketAddr, TcpListener};
@@ -256,7 +266,7 @@ impl Tunnel {
         {
             return Err(DemandError::Lanes { lanes });
         }
-        on_demand.retain(|listener| !listener.standing().is_over());
+        on_demand.retain(|listener| !listener.status().is_over());
         if self.site.is_draining() {
             return Err(DemandError::Ending);
         }
@@ -282,7 +292,7 @@ impl Tunnel {
     /// The listeners that [`Tunnel::open`] has opened and that are not over.
     pub fn on_demand_listeners(&self) -> Vec<OnDemandListener> {
         let mut on_demand = self.lock_on_demand();
-        on_demand.retain(|listener| !listener.standing().is_over());
+        on_demand.retain(|listener| !listener.status().is_over());
         on_demand.clone()
     }
 

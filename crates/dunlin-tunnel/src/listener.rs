@@ -1,5 +1,4 @@
-//! Sockets at which connections are taken: made here, or passed to the process by
-//! whoever has started it.
+//! Sockets that accept connections: made here, or passed to the process by its parent.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -9,12 +8,16 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
-use dunlin_linux::poll::Interest;
+use dunlin_linux::poll::{Interest, Wakeup, poll};
 use dunlin_linux::socket::{is_held, is_listening};
 
 use super::route::Listen;
-use super::socket::Socket;
+use super::socket::Stream;
+
+/// How long nothing is accepted when descriptors or memory are short.
+const SHORTAGE_REST: Duration = Duration::from_millis(100);
 
 /// Sockets that listen already and were passed to the process, by name: a tunnel
 /// uses them where a route says [`Listen::Passed`]. They stay open as long as this,
@@ -107,7 +110,7 @@ impl Listener {
         listen: &mut Listen,
         passed: &Sockets,
     ) -> io::Result<(Self, Option<SocketFile>)> {
-        let (listener, place) = match listen {
+        let (listener, file) = match listen {
             Listen::Unix(path) => {
                 let listener = bind(path)?;
                 let id = file_id(path)?;
@@ -126,7 +129,7 @@ impl Listener {
             Self::Unix(listener) => listener.set_nonblocking(true)?,
             Self::Tcp(listener) => listener.set_nonblocking(true)?,
         }
-        Ok((listener, place))
+        Ok((listener, file))
     }
 
     fn try_clone(&self) -> io::Result<Self> {
@@ -136,29 +139,58 @@ impl Listener {
         })
     }
 
-    pub(super) fn interest(&self) -> Interest<'_> {
-        Interest {
-            fd: match self {
-                Self::Unix(listener) => listener.as_fd(),
-                Self::Tcp(listener) => listener.as_fd(),
-            },
+    /// Waits until there is a connection to accept or `wakeup` is used, and returns whether it is.
+    /// When descriptors or memory are `short`, connections wait for a moment.
+    ///
+    /// # Errors
+    /// What poll(2) returns.
+    pub(super) fn wait(&self, wakeup: &Wakeup, short: bool) -> io::Result<bool> {
+        let readable = |fd| Interest {
+            fd,
             read: true,
             write: false,
-        }
+        };
+        let own = match self {
+            Self::Unix(listener) => listener.as_fd(),
+            Self::Tcp(listener) => listener.as_fd(),
+        };
+        let interests = [readable(wakeup.as_fd()), readable(own)];
+        let (watched, timeout) = match short {
+            true => (1, Some(SHORTAGE_REST)),
+            false => (2, None),
+        };
+        Ok(poll(&interests[..watched], timeout)?[0])
     }
 
-    pub(super) fn accept(&self) -> io::Result<Socket> {
-        match self {
-            Self::Unix(listener) => Socket::unix(listener.accept()?.0),
-            Self::Tcp(listener) => Socket::tcp(listener.accept()?.0),
+    pub(super) fn accept(&self) -> Accepted {
+        let accepted = match self {
+            Self::Unix(listener) => listener.accept().and_then(|(one, _)| Stream::unix(one)),
+            Self::Tcp(listener) => listener.accept().and_then(|(one, _)| Stream::tcp(one)),
+        };
+        match accepted {
+            Ok(stream) => Accepted::Connection(stream),
+            Err(error) => match error.kind() {
+                io::ErrorKind::WouldBlock
+                | io::ErrorKind::Interrupted
+                | io::ErrorKind::ConnectionAborted => Accepted::Nothing,
+                _ => Accepted::Short(error),
+            },
         }
     }
+}
+
+/// What accepting has returned.
+pub(super) enum Accepted {
+    Connection(Stream),
+    Nothing,
+    /// Descriptors or memory are short; others may free some.
+    Short(io::Error),
 }
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
         if file_id(&self.path).is_ok_and(|id| id == self.id) {
-            // Somebody else may have removed it.
+            // Another process may have removed it.
             let _ = std::fs::remove_file(&self.path);
         }
     }

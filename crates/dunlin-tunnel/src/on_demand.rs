@@ -12,18 +12,17 @@
 
 use dunlin_lane::sync::{self, lock};
 use std::io;
-use std::os::fd::AsFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use dunlin_linux::poll::{Interest, Waker, Wakeup, poll, waker};
+use dunlin_linux::poll::{Waker, Wakeup, waker};
 use dunlin_proto::limits::MAX_LANES;
 use thiserror::Error;
 
 use super::carriers::Carriers;
 use super::event::Event;
 use super::failure::Failure;
-use super::listener::{Listener, SocketFile, Sockets, next_number};
+use super::listener::{Accepted, Listener, SocketFile, Sockets, next_number};
 use super::meter::{Count, Ending, Tally};
 use super::options::Entrance;
 use super::parameter::Parameter;
@@ -32,9 +31,6 @@ use super::route::Listen;
 /// Listeners that may be open at the same time by [`super::Tunnel::open`]: more
 /// than a host migrates VMs at once, and each costs a thread and a descriptor.
 pub const MAX_ON_DEMAND_LISTENERS: usize = 256;
-
-/// How long nobody is accepted when descriptors or memory ran out.
-const SHORTAGE_REST: Duration = Duration::from_millis(100);
 
 /// What is asked of [`super::Tunnel::open`].
 #[derive(Clone, Debug)]
@@ -61,8 +57,8 @@ pub enum DemandError {
         /// The route's name.
         route: String,
     },
-    /// A number of lanes that no tunnel can have.
-    #[error("{lanes} lanes cannot be: 1 to {MAX_LANES} can")]
+    /// The number of lanes is out of range.
+    #[error("lane count {lanes} out of range (1–{MAX_LANES})")]
     Lanes {
         /// The number.
         lanes: u16,
@@ -92,7 +88,7 @@ pub enum DemandError {
 #[derive(Clone, Debug)]
 pub struct OnDemandListener(Arc<ListenerTally>);
 
-/// How it is with a listener and its channels.
+/// The status of a listener and its channels.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ListenerStatus {
     /// Whether it takes connections.
@@ -122,7 +118,7 @@ impl ListenerStatus {
     }
 }
 
-/// What a listener and its channels tell each other.
+/// What a listener and its channels share.
 #[derive(Debug)]
 pub(super) struct ListenerTally {
     number: u64,
@@ -136,13 +132,13 @@ pub(super) struct ListenerTally {
 
 #[derive(Debug)]
 struct Now {
-    standing: ListenerStatus,
-    /// Somebody wants it to take no more.
+    status: ListenerStatus,
+    /// It accepts no more connections.
     closing: bool,
 }
 
 impl OnDemandListener {
-    /// Opens a listener; the caller has looked up the entrance that it stands for.
+    /// Opens a listener; the caller has looked up its entrance.
     ///
     /// # Errors
     /// It cannot listen there.
@@ -152,7 +148,7 @@ impl OnDemandListener {
         demand: &Demand,
         passed: &Sockets,
     ) -> io::Result<Self> {
-        let (listener, place) = Listener::open(&mut entrance.listen, passed)?;
+        let (listener, file) = Listener::open(&mut entrance.listen, passed)?;
         let (waker, wakeup) = waker()?;
         let tally = Arc::new(ListenerTally {
             number: next_number(),
@@ -164,7 +160,7 @@ impl OnDemandListener {
                 .unwrap_or_default(),
             once: demand.once,
             now: Mutex::new(Now {
-                standing: ListenerStatus {
+                status: ListenerStatus {
                     listens: true,
                     ..ListenerStatus::default()
                 },
@@ -174,7 +170,7 @@ impl OnDemandListener {
             waker,
         });
         let (own, its_carriers) = (Arc::clone(&tally), carriers.clone());
-        let body = move || own.serve(&its_carriers, listener, place, &wakeup);
+        let body = move || own.serve(&its_carriers, listener, file, &wakeup);
         if !carriers
             .site
             .spawn(format!("dunlin-listener-{}", tally.number), body)
@@ -205,9 +201,9 @@ impl OnDemandListener {
         &self.0.entrance.listen
     }
 
-    /// How it is now.
-    pub fn standing(&self) -> ListenerStatus {
-        self.0.lock().standing.clone()
+    /// Its status now.
+    pub fn status(&self) -> ListenerStatus {
+        self.0.lock().status.clone()
     }
 
     /// Takes no more connections; its channels go on.
@@ -220,17 +216,17 @@ impl OnDemandListener {
     pub fn wait(&self, deadline: Option<Instant>) -> ListenerStatus {
         let changed = &self.0.changed;
         let mut now = self.0.lock();
-        while !now.standing.is_over() {
+        while !now.status.is_over() {
             let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
             if left == Some(Duration::ZERO) {
                 break;
             }
             now = sync::wait(changed, now, left);
         }
-        now.standing.clone()
+        now.status.clone()
     }
 
-    /// Whether it stands for this entrance still.
+    /// Whether this is still its entrance.
     pub(super) fn is_of(&self, entrance: &Entrance) -> bool {
         let own = &self.0.entrance;
         (&own.route, &own.to, &own.peers) == (&entrance.route, &entrance.to, &entrance.peers)
@@ -239,21 +235,21 @@ impl OnDemandListener {
 
 impl Tally for ListenerTally {
     fn begins(&self) {
-        self.lock().standing.open += 1;
+        self.lock().status.open += 1;
     }
 
     /// Its caller may hold any lock but this one.
     fn ends(&self, ending: Ending) {
         let mut now = self.lock();
-        let standing = &mut now.standing;
-        standing.open -= 1;
+        let status = &mut now.status;
+        status.open -= 1;
         match ending {
-            Ending::Well => standing.closed += 1,
-            Ending::LeftUnread => standing.left_unread += 1,
+            Ending::Well => status.closed += 1,
+            Ending::LeftUnread => status.left_unread += 1,
             Ending::Badly(why) => {
-                standing.failed += 1;
-                if standing.why.is_none() {
-                    standing.why = why;
+                status.failed += 1;
+                if status.why.is_none() {
+                    status.why = why;
                 }
             }
         }
@@ -276,12 +272,12 @@ impl ListenerTally {
     /// Whether no more connections are taken.
     fn is_done(&self) -> bool {
         let now = self.lock();
-        let standing = &now.standing;
-        let ended = standing.ended();
+        let status = &now.status;
+        let ended = status.ended();
         let had_all = if self.once {
-            standing.open + ended > 0
+            status.open + ended > 0
         } else {
-            standing.open == 0 && ended > 0
+            status.open == 0 && ended > 0
         };
         now.closing || had_all
     }
@@ -291,7 +287,7 @@ impl ListenerTally {
         self: Arc<Self>,
         carriers: &Carriers,
         listener: Listener,
-        place: Option<SocketFile>,
+        file: Option<SocketFile>,
         wakeup: &Wakeup,
     ) {
         if let Err(error) = self.take(carriers, &listener, wakeup) {
@@ -299,10 +295,10 @@ impl ListenerTally {
             let text = format!("route {route}: listener {number} takes no more: {error}");
             carriers.site.tell(Event::Warning(text));
         }
-        // Nobody finds the name when nobody listens any more.
-        drop(place);
+        // The file goes before the socket stops listening.
+        drop(file);
         drop(listener);
-        self.lock().standing.listens = false;
+        self.lock().status.listens = false;
         self.changed.notify_all();
     }
 
@@ -314,15 +310,7 @@ impl ListenerTally {
     ) -> io::Result<()> {
         let mut short = false;
         loop {
-            let woken = Interest {
-                fd: wakeup.as_fd(),
-                read: true,
-                write: false,
-            };
-            let interests = [woken, listener.interest()];
-            let watched = if short { 1 } else { 2 };
-            let timeout = short.then_some(SHORTAGE_REST);
-            poll(&interests[..watched], timeout)?;
+            listener.wait(wakeup, short)?;
             wakeup.clear();
             // Those that are in the backlog came before the last one ended.
             short = loop {
@@ -330,19 +318,15 @@ impl ListenerTally {
                     return Ok(());
                 }
                 match listener.accept() {
-                    Ok(socket) => {
+                    Accepted::Connection(stream) => {
                         let meter = carriers.site.meter(&self.entrance.route);
-                        let socket = socket
-                            .counted(Count::new(meter, Some(Arc::clone(self) as Arc<dyn Tally>)));
+                        let tally = Arc::clone(self) as Arc<dyn Tally>;
+                        let socket = stream.counted(Count::new(meter, Some(tally)));
                         let parameter = self.parameter.clone();
                         carriers.carry(&self.entrance, self.number, parameter, socket);
                     }
-                    Err(error) => match error.kind() {
-                        io::ErrorKind::WouldBlock => break false,
-                        io::ErrorKind::Interrupted | io::ErrorKind::ConnectionAborted => {}
-                        // For want of descriptors, which others may give back.
-                        _ => break true,
-                    },
+                    Accepted::Nothing => break false,
+                    Accepted::Short(_) => break true,
                 }
             };
             if self.is_done() {

@@ -171,7 +171,7 @@ pub enum BadRoute {
     },
     /// The target has places for parameters that cannot be.
     #[error("the target of route {name:?} cannot be: {why}")]
-    Place {
+    Parameter {
         /// The route's name.
         name: String,
         /// Why.
@@ -192,7 +192,7 @@ impl BadRoute {
             | Self::Exec { name }
             | Self::OwnTarget { name, .. }
             | Self::Circle { name, .. }
-            | Self::Place { name, .. } => name,
+            | Self::Parameter { name, .. } => name,
         }
     }
 }
@@ -253,7 +253,7 @@ pub(super) fn check_target(name: &str, target: &Target) -> Result<(), BadRoute> 
     }
     if let Err(why) = target.parameter() {
         let name = name.to_owned();
-        return Err(BadRoute::Place { name, why });
+        return Err(BadRoute::Parameter { name, why });
     }
     Ok(())
 }
@@ -599,7 +599,7 @@ mod tests {
             ..exit()
         };
         let any_host = Routes::new(Vec::new(), vec![any_host]);
-        assert!(matches!(any_host, Err(BadRoute::Place { .. })));
+        assert!(matches!(any_host, Err(BadRoute::Parameter { .. })));
         // Any number of routes may wait to be asked for a listener.
         let asked = |route: &str| Entrance {
             route: route.to_owned(),

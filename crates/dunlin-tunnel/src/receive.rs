@@ -17,7 +17,7 @@ use dunlin_proto::stripe::{Arrival, Delivery};
 use vm_memory::VolatileSlice;
 
 use super::event::Event;
-use super::hub::{Core, Direction, Hub, WAKE};
+use super::hub::{Core, Direction, Hub};
 use super::piece::Piece;
 use super::socket::Socket;
 use dunlin_lane::accept::LaneSocket;
@@ -185,9 +185,7 @@ fn deliver(hub: &Hub, socket: &Socket, turn: Delivery<Piece>, until: Option<Inst
             None if until.is_none() => Readiness::Failure,
             None => return,
         };
-        // Fails only where the channel has gone.
-        let _ = hub.writes.again(socket, u64::from(channel), wait_for);
-        return;
+        return hub.writes.again(socket, u64::from(channel), wait_for);
     }
 }
 
@@ -217,19 +215,15 @@ fn write(
 pub(super) fn poll(hub: &Hub) {
     let mut ready = Vec::new();
     loop {
-        ready.clear();
-        // As in the lanes' threads.
-        let _ = hub.writes.wait(&mut ready, None);
+        hub.writes.wait(&mut ready, None);
+        if hub.lock().control.is_over() {
+            return;
+        }
         for one in &ready {
-            let mut core = hub.lock();
-            if core.control.is_over() {
-                return;
-            }
             let Ok(channel) = u32::try_from(one.token) else {
-                debug_assert_eq!(one.token, WAKE);
-                hub.write_wakeup.clear();
                 continue;
             };
+            let mut core = hub.lock();
             if one.failed && fails(hub, &mut core, channel) {
                 continue;
             }

@@ -18,7 +18,7 @@ use vm_memory::VolatileSlice;
 
 use super::event::Event;
 use super::failure::Failure;
-use super::hub::{Core, Direction, Hub, WAKE};
+use super::hub::{Core, Direction, Hub};
 use super::piece::{PIECE_BYTES, Piece};
 use super::socket::Socket;
 use dunlin_lane::data::{DataSender, SendError};
@@ -61,7 +61,7 @@ fn open(hub: &Hub, lane: u16, dialer: &dyn LaneDialer) -> Result<DataSender, Fai
         }
         core.dials.insert(lane, cancel.clone());
     }
-    let tls = hub.site.client_tls(terms.peers.clone())?;
+    let tls = hub.site.client_tls(terms.peer.alone())?;
     let request = LaneRequest {
         endpoint: &at,
         peer: &terms.principal,
@@ -178,14 +178,11 @@ fn next(
             Work::Wait => {
                 core.senders.watched = true;
                 drop(core);
-                ready.clear();
-                // A signal and a failure both leave nothing ready; the latter, of
-                // a set that is ours, cannot be.
-                let _ = hub.reads.wait(ready, None);
+                hub.reads.wait(ready, None);
                 core = hub.lock();
                 core.senders.watched = false;
                 core.senders.woken = false;
-                take_ready(hub, &mut core, ready);
+                take_ready(&mut core, ready);
             }
             Work::Read { channel, .. } => {
                 return (work, core.channels.socket(channel));
@@ -198,15 +195,13 @@ fn next(
     }
 }
 
-/// Tells the core which sockets can be read.
-pub(super) fn take_ready(hub: &Hub, core: &mut Core, ready: &[Ready]) {
+/// Reports the sockets that can be read to the core.
+pub(super) fn take_ready(core: &mut Core, ready: &[Ready]) {
     for one in ready {
-        match u32::try_from(one.token) {
-            Ok(channel) => core.trunk.readable(channel),
-            Err(_) => hub.read_wakeup.clear(),
+        if let Ok(channel) = u32::try_from(one.token) {
+            core.trunk.readable(channel);
         }
     }
-    debug_assert!(WAKE > u64::from(u32::MAX));
 }
 
 /// Lets another thread watch the sockets, if nobody does.
@@ -224,10 +219,8 @@ fn is_full(sender: &DataSender) -> bool {
 /// next would come while it is our turn and be lost.
 fn watch_again(hub: &Hub, channel: u32, socket: Option<Arc<Socket>>) {
     if let Some(socket) = socket {
-        // Fails only where the channel has gone.
-        let _ = hub
-            .reads
-            .again(&*socket, u64::from(channel), Readiness::Read);
+        let token = u64::from(channel);
+        hub.reads.again(&*socket, token, Readiness::Read);
     }
 }
 

@@ -19,7 +19,14 @@ use super::meter::Count;
 /// the kernel's own. The kernel cuts it to its limit, and says nothing.
 const SEND_BUFFER_BYTES: u32 = 512 * 1024;
 
-/// A connection in non-blocking mode, unless it is told to block.
+/// A connection in non-blocking mode that no channel has yet.
+#[derive(Debug)]
+pub(super) enum Stream {
+    Unix(UnixStream),
+    Tcp(TcpStream),
+}
+
+/// A channel's connection, in non-blocking mode until [`Socket::block`].
 #[derive(Debug)]
 pub(super) struct Socket {
     stream: Stream,
@@ -28,27 +35,15 @@ pub(super) struct Socket {
     is_reset: Mutex<bool>,
     /// Whether a thread for each direction waits in the kernel.
     blocks: AtomicBool,
-    /// Behind the stream: when somebody hears that the connection has ended, it
-    /// is closed.
-    count: Option<Count>,
+    /// Behind the stream: the connection is closed when its end is reported.
+    count: Count,
 }
 
-#[derive(Debug)]
-enum Stream {
-    Unix(UnixStream),
-    Tcp(TcpStream),
-}
-
-impl Socket {
+impl Stream {
     pub(super) fn unix(stream: UnixStream) -> io::Result<Self> {
         stream.set_nonblocking(true)?;
         set_buffers(&stream, Some(SEND_BUFFER_BYTES), None)?;
-        Ok(Self {
-            stream: Stream::Unix(stream),
-            is_reset: Mutex::default(),
-            blocks: AtomicBool::new(false),
-            count: None,
-        })
+        Ok(Self::Unix(stream))
     }
 
     pub(super) fn tcp(stream: TcpStream) -> io::Result<Self> {
@@ -62,100 +57,74 @@ impl Socket {
             ..Liveness::default()
         };
         set_liveness(&stream, &liveness)?;
-        Ok(Self {
-            stream: Stream::Tcp(stream),
+        Ok(Self::Tcp(stream))
+    }
+
+    /// The connection of a channel.
+    pub(super) fn counted(self, count: Count) -> Socket {
+        Socket {
+            stream: self,
             is_reset: Mutex::default(),
             blocks: AtomicBool::new(false),
-            count: None,
-        })
-    }
-
-    /// The same, as one that counts.
-    pub(super) fn counted(self, count: Count) -> Self {
-        Self {
-            count: Some(count),
-            ..self
+            count,
         }
     }
 
+    fn shutdown(&self, how: Shutdown) -> io::Result<()> {
+        match self {
+            Self::Unix(stream) => stream.shutdown(how),
+            Self::Tcp(stream) => stream.shutdown(how),
+        }
+    }
+}
+
+/// Repeats a call that a signal has interrupted.
+fn repeated(mut call: impl FnMut() -> io::Result<usize>) -> io::Result<usize> {
+    loop {
+        match call() {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            other => return other,
+        }
+    }
+}
+
+impl Socket {
     pub(super) fn read(&self, bytes: &mut [u8]) -> io::Result<usize> {
-        loop {
-            let read = match &self.stream {
-                Stream::Unix(stream) => (&*stream).read(bytes),
-                Stream::Tcp(stream) => (&*stream).read(bytes),
-            };
-            match read {
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Ok(0) if self.was_reset() => return Err(io::ErrorKind::ConnectionReset.into()),
-                Ok(bytes) => {
-                    if let Some(count) = &self.count {
-                        count.read(bytes);
-                    }
-                    return Ok(bytes);
-                }
-                other => return other,
-            }
-        }
-    }
-
-    pub(super) fn write(&self, bytes: &[u8]) -> io::Result<usize> {
-        loop {
-            let written = self.noting_resets(|| match &self.stream {
-                Stream::Unix(stream) => (&*stream).write(bytes),
-                Stream::Tcp(stream) => (&*stream).write(bytes),
-            });
-            match written {
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Ok(bytes) => {
-                    if let Some(count) = &self.count {
-                        count.wrote(bytes);
-                    }
-                    return Ok(bytes);
-                }
-                other => return other,
-            }
-        }
+        self.read_vectored(&mut [IoSliceMut::new(bytes)])
     }
 
     /// Reads into several places, in their order.
     pub(super) fn read_vectored(&self, slices: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
-        loop {
-            let read = match &self.stream {
-                Stream::Unix(stream) => (&*stream).read_vectored(slices),
-                Stream::Tcp(stream) => (&*stream).read_vectored(slices),
-            };
-            match read {
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Ok(0) if self.was_reset() => return Err(io::ErrorKind::ConnectionReset.into()),
-                Ok(bytes) => {
-                    if let Some(count) = &self.count {
-                        count.read(bytes);
-                    }
-                    return Ok(bytes);
-                }
-                other => return other,
-            }
+        let bytes = repeated(|| match &self.stream {
+            Stream::Unix(stream) => (&*stream).read_vectored(slices),
+            Stream::Tcp(stream) => (&*stream).read_vectored(slices),
+        })?;
+        if bytes == 0 && *self.lock_reset() {
+            return Err(io::ErrorKind::ConnectionReset.into());
         }
+        self.count.read(bytes);
+        Ok(bytes)
+    }
+
+    pub(super) fn write(&self, bytes: &[u8]) -> io::Result<usize> {
+        self.written(|| match &self.stream {
+            Stream::Unix(stream) => (&*stream).write(bytes),
+            Stream::Tcp(stream) => (&*stream).write(bytes),
+        })
     }
 
     /// Writes from several places, in their order.
     pub(super) fn write_vectored(&self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
-        loop {
-            let written = self.noting_resets(|| match &self.stream {
-                Stream::Unix(stream) => (&*stream).write_vectored(slices),
-                Stream::Tcp(stream) => (&*stream).write_vectored(slices),
-            });
-            match written {
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Ok(bytes) => {
-                    if let Some(count) = &self.count {
-                        count.wrote(bytes);
-                    }
-                    return Ok(bytes);
-                }
-                other => return other,
-            }
-        }
+        self.written(|| match &self.stream {
+            Stream::Unix(stream) => (&*stream).write_vectored(slices),
+            Stream::Tcp(stream) => (&*stream).write_vectored(slices),
+        })
+    }
+
+    fn written(&self, call: impl Fn() -> io::Result<usize>) -> io::Result<usize> {
+        let bytes = repeated(|| self.noting_resets(&call))?;
+        self.count.wrote(bytes);
+        Ok(bytes)
     }
 
     /// Calls what may take the connection's error from the kernel. The lock is held meanwhile, so
@@ -171,26 +140,18 @@ impl Socket {
         result
     }
 
-    fn was_reset(&self) -> bool {
-        *self.lock_reset()
-    }
-
     fn lock_reset(&self) -> MutexGuard<'_, bool> {
         lock(&self.is_reset)
     }
 
-    /// So many bytes were read by the kernel's hand.
+    /// The kernel has read so many bytes for this process.
     pub(super) fn has_read(&self, bytes: usize) {
-        if let Some(count) = &self.count {
-            count.read(bytes);
-        }
+        self.count.read(bytes);
     }
 
-    /// The same of what was written.
+    /// The kernel has written so many bytes for this process.
     pub(super) fn has_written(&self, bytes: usize) {
-        if let Some(count) = &self.count {
-            count.wrote(bytes);
-        }
+        self.count.wrote(bytes);
     }
 
     /// Lets it block, for whoever has a thread for each direction.
@@ -213,34 +174,27 @@ impl Socket {
     /// Wakes who reads, behind [`Socket::abort`], and says nothing to the
     /// hypervisor, where an end would be a lie.
     pub(super) fn stop_reading(&self) {
-        if let Stream::Tcp(stream) = &self.stream {
+        if matches!(self.stream, Stream::Tcp(_)) {
             // Fails only where it has gone.
-            let _ = stream.shutdown(Shutdown::Read);
+            let _ = self.stream.shutdown(Shutdown::Read);
         }
     }
 
     /// Tells the hypervisor that nothing more comes.
     pub(super) fn end(&self) {
         // Fails only where it has gone, which reading tells.
-        let _ = match &self.stream {
-            Stream::Unix(stream) => stream.shutdown(Shutdown::Write),
-            Stream::Tcp(stream) => stream.shutdown(Shutdown::Write),
-        };
+        let _ = self.stream.shutdown(Shutdown::Write);
     }
 
     /// Both directions have ended in order.
     pub(super) fn ended_well(&self) {
-        if let Some(count) = &self.count {
-            count.ends_well();
-        }
+        self.count.ends_well();
     }
 
     /// Both directions are over, and the consumer left a few bytes before the end unread. The rest
     /// of the connection is aborted.
     pub(super) fn left_unread(&self) {
-        if let Some(count) = &self.count {
-            count.left_unread();
-        }
+        self.count.left_unread();
         self.close_at_once();
     }
 
@@ -263,9 +217,7 @@ impl Socket {
 
     /// Aborts it, and says why to whoever waits for its end.
     pub(super) fn fail(&self, why: &Failure) {
-        if let Some(count) = &self.count {
-            count.fails(Some(why));
-        }
+        self.count.fails(Some(why));
         self.abort();
     }
 
@@ -273,9 +225,7 @@ impl Socket {
     /// socket knows no such thing: its peer sees an end, in the middle of
     /// whatever it was reading, and an error when it writes.
     pub(super) fn abort(&self) {
-        if let Some(count) = &self.count {
-            count.fails(None);
-        }
+        self.count.fails(None);
         self.close_at_once();
     }
 
@@ -326,6 +276,11 @@ mod tests {
 
     use super::*;
 
+    fn accepted(listener: &TcpListener) -> Socket {
+        let stream = Stream::tcp(listener.accept().unwrap().0).unwrap();
+        stream.counted(Count::new(std::sync::Arc::default(), None))
+    }
+
     /// The kernel returns the error once, to either of the two threads that find it.
     #[test]
     fn a_reset_that_another_call_has_found_is_no_end() {
@@ -346,7 +301,7 @@ mod tests {
         for (what, find) in found {
             let listener = TcpListener::bind("127.0.0.1:0").unwrap();
             let peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-            let socket = Socket::tcp(listener.accept().unwrap().0).unwrap();
+            let socket = accepted(&listener);
             set_reset_on_close(&peer).unwrap();
             drop(peer);
             let readable = Interest {
@@ -365,7 +320,7 @@ mod tests {
     fn an_end_is_one_after_a_full_socket() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        let socket = Socket::tcp(listener.accept().unwrap().0).unwrap();
+        let socket = accepted(&listener);
         let full = loop {
             if let Err(error) = socket.write(&[0; 1 << 16]) {
                 break error.kind();

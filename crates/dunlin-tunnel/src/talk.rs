@@ -59,9 +59,8 @@ fn talk(hub: &Arc<Hub>, dialer: &Arc<dyn LaneDialer>) -> FaultCode {
         core.talker = Talker::Runs;
         if core.senders.count == 0 {
             // No lane's thread watches the sockets: find out here whether a lane is needed.
-            ready.clear();
-            let _ = hub.reads.wait(&mut ready, Some(Duration::ZERO));
-            send::take_ready(hub, &mut core, &ready);
+            hub.reads.wait(&mut ready, Some(Duration::ZERO));
+            send::take_ready(&mut core, &ready);
         }
         let mine = hub.terms.is_dialled();
         if core.trunk.channels() > 0 {

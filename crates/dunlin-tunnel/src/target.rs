@@ -17,7 +17,7 @@ use super::counted::Counted;
 use super::event::Event;
 use super::route::Target;
 use super::site::Site;
-use super::socket::Socket;
+use super::socket::Stream;
 use dunlin_lane::reach::first_of;
 
 /// Connects to a target; `programs` counts those that the same peers have had
@@ -30,21 +30,21 @@ pub(super) fn open(
     programs: &Arc<AtomicUsize>,
     target: &Target,
     deadline: Instant,
-) -> io::Result<Socket> {
+) -> io::Result<Stream> {
     match target {
-        Target::Unix(path) => Socket::unix(connect_unix(path, deadline)?),
-        Target::Tcp(to) => Socket::tcp(first_of(to, |address| connect_tcp(address, deadline))?),
+        Target::Unix(path) => Stream::unix(connect_unix(path, deadline)?),
+        Target::Tcp(to) => Stream::tcp(first_of(to, |address| connect_tcp(address, deadline))?),
         Target::Exec(words) => execute(site, programs, words),
     }
 }
 
 /// Starts a program whose standard input and output are one end of a pair.
-fn execute(site: &Arc<Site>, programs: &Arc<AtomicUsize>, words: &[String]) -> io::Result<Socket> {
+fn execute(site: &Arc<Site>, programs: &Arc<AtomicUsize>, words: &[String]) -> io::Result<Stream> {
     let (program, arguments) = words
         .split_first()
         .ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?;
     let (near, far) = UnixStream::pair()?;
-    let near = Socket::unix(near)?;
+    let near = Stream::unix(near)?;
     let input = OwnedFd::from(far.try_clone()?);
     // A program need not end because its channel has.
     let most = site.limits.channels;

@@ -2,7 +2,7 @@
 
 use std::net::SocketAddr;
 
-use dunlin_lane::peers::{PeerIdentity, Peers, Principal};
+use dunlin_lane::peers::{PeerIdentity, Principal};
 use dunlin_proto::negotiate::{LaneSecurity, SessionId, SessionSecret};
 use dunlin_proto::stripe::Side;
 
@@ -14,10 +14,9 @@ pub(super) struct Terms {
     pub(super) version: u16,
     /// What protects the lanes.
     pub(super) security: LaneSecurity,
+    /// A lane's handshake may admit any peer of this name: both certificates may be renewed, so
+    /// both are looked up when a lane is made, and [`Terms::is_the_peer`] decides.
     pub(super) peer: PeerIdentity,
-    /// The peers that a lane's handshake may admit. Both certificates may be renewed, so both are
-    /// looked up when a lane is made, and [`Terms::is_the_peer`] decides.
-    pub(super) peers: Peers,
     /// The only peer that may be at the other end of a lane.
     pub(super) principal: Principal,
     /// Where this side's lanes go.

@@ -258,7 +258,7 @@ impl Trunks {
         opening: &negotiate::Opening,
     ) -> Result<(), Failure> {
         let received = Received::new(&self.site, control, opening)?;
-        let known = match self.place(&received) {
+        let known = match self.trunk_of(&received) {
             Ok(known) => known,
             Err(refusal) => return Err(received.refuse(refusal)),
         };
@@ -282,7 +282,7 @@ impl Trunks {
 
     /// The trunk that an offer belongs to, or `None` if it asks for a new one. What cannot be
     /// met is found out here, as long as the peer can be told.
-    fn place(&self, received: &Received) -> Result<Option<Arc<Hub>>, Refusal> {
+    fn trunk_of(&self, received: &Received) -> Result<Option<Arc<Hub>>, Refusal> {
         let refuse = |fault, text: &str| {
             let text = text.to_owned();
             Err(Refusal { fault, text })

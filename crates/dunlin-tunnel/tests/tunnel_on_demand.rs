@@ -158,11 +158,11 @@ fn each_migration_has_its_own_listener_which_goes_with_its_last_channel() {
     let far_more = accept(&web);
     drop((near_web, far_web));
     let until = Instant::now() + PATIENCE;
-    while first.standing().closed == 0 {
-        assert!(Instant::now() < until, "{:?}", first.standing());
+    while first.status().closed == 0 {
+        assert!(Instant::now() < until, "{:?}", first.status());
         thread::sleep(Duration::from_millis(5));
     }
-    assert!(first.standing().listens);
+    assert!(first.status().listens);
     drop((near_more, far_more));
     let standing = over(&first);
     assert_eq!((standing.closed, standing.failed), (2, 0), "{standing:?}");
@@ -208,7 +208,7 @@ fn a_closed_listener_takes_no_more_and_its_channels_go_on() {
     }
     near.write_all(b"x").unwrap();
     far.read_exact(&mut [0]).unwrap();
-    assert_eq!(listener.standing().open, 1);
+    assert_eq!(listener.status().open, 1);
     drop((near, far));
     assert_eq!(over(&listener).closed, 1);
 
@@ -229,7 +229,7 @@ fn a_listener_for_one_connection_takes_a_single_one() {
     let near = connect(&listener);
     let far = accept(&plain);
     let until = Instant::now() + PATIENCE;
-    while listener.standing().listens {
+    while listener.status().listens {
         assert!(Instant::now() < until, "it goes on listening");
         thread::sleep(Duration::from_millis(5));
     }
@@ -332,11 +332,11 @@ fn a_route_that_is_taken_away_takes_its_listeners_along_and_no_channel() {
     let identity = identities(scene.authority.identity(&[NEAR]));
     scene.near.replace(identity, &left).unwrap();
     let until = Instant::now() + PATIENCE;
-    while listener.standing().listens {
+    while listener.status().listens {
         assert!(Instant::now() < until, "it goes on listening");
         thread::sleep(Duration::from_millis(5));
     }
-    assert!(stays.standing().listens);
+    assert!(stays.status().listens);
     near.write_all(b"x").unwrap();
     far.read_exact(&mut [0]).unwrap();
     // One that drains keeps none of them.

@@ -169,7 +169,7 @@ impl ControlService {
             start("control-heed", move || {
                 // Nothing more is asked: this is how a hang-up is noticed.
                 let _ = requests.read_line(&mut String::new());
-                let standing = heeded.standing();
+                let standing = heeded.status();
                 if standing.open + standing.ended() == 0 {
                     heeded.close();
                 }

@@ -101,7 +101,7 @@ impl RouteLine {
 
 impl From<&OnDemandListener> for ListenerLine {
     fn from(listener: &OnDemandListener) -> Self {
-        let standing = listener.standing();
+        let standing = listener.status();
         Self {
             number: listener.number(),
             route: listener.route().to_owned(),

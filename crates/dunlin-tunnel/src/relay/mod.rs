@@ -78,7 +78,7 @@ impl Routes {
             super::options::check_circle(&exit.route, &exit.target, &exit.allow, &self.entrances)?;
             if let Ok(Some(_)) = exit.target.parameter() {
                 let why = BadParameterTarget::Relay;
-                return Err(BadRoute::Place { name, why });
+                return Err(BadRoute::Parameter { name, why });
             }
             let earlier = &exits[..position];
             let names = self.exits.iter().map(|one| &one.route);
@@ -324,8 +324,8 @@ impl Relays {
             },
             Half::Authenticated(exit, relayed) => {
                 match target::open(site, &self.programs, &exit.target, deadline) {
-                    Ok(socket) => {
-                        let socket = socket.counted(Count::new(site.meter(&exit.route), None));
+                    Ok(stream) => {
+                        let socket = stream.counted(Count::new(site.meter(&exit.route), None));
                         self.start(&exit.route, socket, *relayed, counted);
                     }
                     Err(error) => {

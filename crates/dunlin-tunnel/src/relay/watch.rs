@@ -7,20 +7,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
-use dunlin_linux::epoll::{Epoll, Readiness};
-use dunlin_linux::poll::{Waker, Wakeup, waker};
+use dunlin_linux::epoll::Readiness;
 
 use super::channel::Channel;
 use crate::site::Site;
+use crate::watched::WatchedSockets;
 
-const WAKE: u64 = u64::MAX;
 /// Looks in the time within which a peer that has vanished is to be noticed.
 const LOOKS: u32 = 8;
 
 pub(super) struct Watch {
-    sockets: Epoll,
-    waker: Waker,
-    wakeup: Wakeup,
+    sockets: WatchedSockets,
     /// Their threads keep them.
     channels: Mutex<Vec<Weak<Channel>>>,
     over: AtomicBool,
@@ -35,15 +32,11 @@ impl Watch {
         if let Some(watch) = watch {
             return Ok(Arc::clone(watch));
         }
-        let (waker, wakeup) = waker()?;
         let made = Arc::new(Self {
-            sockets: Epoll::new()?,
-            waker,
-            wakeup,
+            sockets: WatchedSockets::new()?,
             channels: Mutex::default(),
             over: AtomicBool::new(false),
         });
-        made.sockets.add_always(&made.wakeup, WAKE)?;
         let own = Arc::clone(&made);
         let step = site.limits.vanished / LOOKS;
         // It is found by two looks.
@@ -70,7 +63,7 @@ impl Watch {
         let _ = self
             .sockets
             .add(&channel.tls, token | 1, Readiness::Failure);
-        self.waker.wake();
+        self.sockets.wake();
     }
 
     /// The channels that have not ended.
@@ -82,7 +75,7 @@ impl Watch {
 
     pub(super) fn stop(&self) {
         self.over.store(true, Ordering::SeqCst);
-        self.waker.wake();
+        self.sockets.wake();
     }
 
     /// The body of the thread.
@@ -91,14 +84,11 @@ impl Watch {
         let mut look = Instant::now() + step;
         let mut any = false;
         while !self.over.load(Ordering::SeqCst) {
-            ready.clear();
             let timeout = any.then(|| look.saturating_duration_since(Instant::now()));
-            // Fails only for a descriptor that is no set.
-            let _ = self.sockets.wait(&mut ready, timeout);
-            self.wakeup.clear();
+            self.sockets.wait(&mut ready, timeout);
             let channels = self.channels();
             any = !channels.is_empty();
-            for one in ready.iter().filter(|one| one.failed && one.token != WAKE) {
+            for one in ready.iter().filter(|one| one.failed) {
                 let number = one.token >> 1;
                 let channel = channels
                     .iter()

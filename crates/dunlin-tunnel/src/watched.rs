@@ -1,0 +1,64 @@
+//! Sockets that threads wait for together, and what wakes those threads.
+
+use std::io;
+use std::os::fd::AsFd;
+use std::time::Duration;
+
+use dunlin_linux::epoll::{Epoll, Readiness, Ready};
+use dunlin_linux::poll::{Waker, Wakeup, waker};
+
+/// The token of the wake-up; sockets have smaller ones.
+const WAKE: u64 = u64::MAX;
+
+pub(super) struct WatchedSockets {
+    sockets: Epoll,
+    waker: Waker,
+    wakeup: Wakeup,
+}
+
+impl WatchedSockets {
+    /// # Errors
+    /// No descriptors are left.
+    pub(super) fn new() -> io::Result<Self> {
+        let sockets = Epoll::new()?;
+        let (waker, wakeup) = waker()?;
+        sockets.add_always(&wakeup, WAKE)?;
+        Ok(Self {
+            sockets,
+            waker,
+            wakeup,
+        })
+    }
+
+    /// Watches a socket until it is closed, and reports it once.
+    ///
+    /// # Errors
+    /// What epoll_ctl(2) returns.
+    pub(super) fn add(&self, socket: impl AsFd, token: u64, wanted: Readiness) -> io::Result<()> {
+        self.sockets.add(socket, token, wanted)
+    }
+
+    /// Reports a socket once more.
+    pub(super) fn again(&self, socket: impl AsFd, token: u64, wanted: Readiness) {
+        // Fails only where the socket has gone.
+        let _ = self.sockets.again(socket, token, wanted);
+    }
+
+    /// Waits until sockets are ready, [`WatchedSockets::wake`] was called, a signal arrives or
+    /// `timeout` has passed. `ready` then has the sockets alone.
+    pub(super) fn wait(&self, ready: &mut Vec<Ready>, timeout: Option<Duration>) {
+        ready.clear();
+        // Fails only for a descriptor that is no epoll instance.
+        let _ = self.sockets.wait(ready, timeout);
+        let sockets = ready.len();
+        ready.retain(|one| one.token != WAKE);
+        if ready.len() < sockets {
+            self.wakeup.clear();
+        }
+    }
+
+    /// Ends the wait of one thread, now or when it next waits.
+    pub(super) fn wake(&self) {
+        self.waker.wake();
+    }
+}
