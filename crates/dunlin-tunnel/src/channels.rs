@@ -68,11 +68,10 @@ impl Channels {
 
     /// The channel found no other half.
     pub(super) fn refused(&mut self, channel: u32, failure: Failure) {
-        if let Some(one) = self.open.remove(&channel) {
-            one.socket.fail(&failure);
-            let route = one.route;
-            self.site.tell(Event::Refused { route, failure });
-        }
+        self.end(channel, |socket, route| {
+            socket.fail(&failure);
+            Event::Refused { route, failure }
+        });
     }
 
     /// The consumer has closed the connection; the channel's end may follow.
@@ -86,37 +85,41 @@ impl Channels {
 
     /// Both directions have ended in order.
     pub(super) fn closed(&mut self, channel: u32) {
-        if let Some(one) = self.open.remove(&channel) {
-            one.socket.ended_well();
-            let route = one.route;
-            self.site.tell(Event::Closed { route, channel });
-        }
+        self.end(channel, |socket, route| {
+            socket.ended_well();
+            Event::Closed { route, channel }
+        });
     }
 
     /// The channel has ended, except for a few bytes before the end that its consumer did not
     /// read.
     pub(super) fn left_unread(&mut self, channel: u32, by_peer: bool) {
-        if let Some(one) = self.open.remove(&channel) {
-            one.socket.left_unread();
-            let route = one.route;
-            self.site.tell(Event::LeftUnread {
+        self.end(channel, |socket, route| {
+            socket.left_unread();
+            Event::LeftUnread {
                 route,
                 channel,
                 by_peer,
-            });
-        }
+            }
+        });
     }
 
     /// The channel is aborted on this side.
     pub(super) fn aborted(&mut self, channel: u32, failure: Failure) {
-        if let Some(one) = self.open.remove(&channel) {
-            one.socket.fail(&failure);
-            let route = one.route;
-            self.site.tell(Event::Aborted {
+        self.end(channel, |socket, route| {
+            socket.fail(&failure);
+            Event::Aborted {
                 route,
                 channel,
                 failure,
-            });
+            }
+        });
+    }
+
+    /// Removes a channel and reports how `close` has ended its connection.
+    fn end(&mut self, channel: u32, close: impl FnOnce(&Socket, String) -> Event) {
+        if let Some(one) = self.open.remove(&channel) {
+            self.site.tell(close(&one.socket, one.route));
         }
     }
 

@@ -48,28 +48,20 @@ pub(super) struct Offered<'a> {
 
 /// The peer has selected from this side's offer.
 pub(super) struct Selected<'a> {
-    dialling: Dialling<'a>,
-    control: ControlStream,
+    offered: Offered<'a>,
     selection: Selection,
-    session: SessionId,
-    deadline: Instant,
 }
 
 /// The peer's offer can be met.
 pub(super) struct Received {
-    control: ControlStream,
+    pub(super) control: ControlStream,
     pub(super) offer: Offer,
     pub(super) selection: Selection,
     deadline: Instant,
 }
 
 /// This side has selected from the peer's offer.
-pub(super) struct Answered {
-    control: ControlStream,
-    offer: Offer,
-    selection: Selection,
-    deadline: Instant,
-}
+pub(super) struct Answered(Received);
 
 /// The terms are complete. The accepting side has yet to send *accept*.
 pub(super) struct Agreed {
@@ -146,11 +138,8 @@ impl<'a> Offered<'a> {
             Failure::new(FaultCode::SecurityNotAgreed, text).because(&error)
         })?;
         Ok(Selected {
-            dialling: self.dialling,
-            control: self.control,
+            offered: self,
             selection,
-            session: self.offer.session,
-            deadline: self.deadline,
         })
     }
 }
@@ -161,25 +150,30 @@ impl Selected<'_> {
     /// # Errors
     /// The control lane is lost, or the peer sends something else.
     pub(super) fn agree(self, site: &Site, to: Destination, lanes: u16) -> Result<Agreed, Failure> {
+        let Offered {
+            dialling,
+            control,
+            offer,
+            deadline,
+        } = self.offered;
         let own_secret = SessionSecret(random()?);
-        send_accept(&self.control, &own_secret, site.port)?;
-        let accepted = read_accept(&self.control, self.deadline)?;
-        drop(self.dialling);
-        let lanes_at = peer_address(&self.control)?;
+        send_accept(&control, &own_secret, site.port)?;
+        let accepted = read_accept(&control, deadline)?;
+        drop(dialling);
+        let lanes_at = peer_address(&control)?;
         let terms = Terms {
             origin: Origin::Dialled(to),
-            session: self.session,
+            session: offer.session,
             version: self.selection.version,
             security: self.selection.security,
-            peer: self.control.peer().clone(),
-            principal: self.control.peer().principal(),
+            peer: control.peer().clone(),
+            principal: control.peer().principal(),
             lanes_at,
             own_secret,
             peer_secret: accepted.secret,
             lanes: lanes.min(accepted.lanes_max),
             peer_lanes: accepted.lanes_max,
         };
-        let control = self.control;
         Ok(Agreed { terms, control })
     }
 
@@ -188,11 +182,12 @@ impl Selected<'_> {
     /// # Errors
     /// Another peer answers than before.
     pub(super) fn resumed(self, terms: &Terms) -> Result<ControlStream, Failure> {
-        if !terms.is_the_peer(self.control.peer()) {
+        let control = self.offered.control;
+        if !terms.is_the_peer(control.peer()) {
             let text = "another peer answers than before";
             return Err(Failure::new(FaultCode::UnknownSession, text));
         }
-        Ok(self.control)
+        Ok(control)
     }
 }
 
@@ -232,10 +227,6 @@ impl Received {
         }
     }
 
-    pub(super) fn control(&self) -> &ControlStream {
-        &self.control
-    }
-
     /// Refuses the offer, and returns why.
     pub(super) fn refuse(self, refusal: Refusal) -> Failure {
         refuse(&self.control, refusal)
@@ -251,19 +242,14 @@ impl Received {
         encoded
             .map_err(|error| Failure::new(FaultCode::Internal, "no selection").because(&error))?;
         send(&self.control, &bytes)?;
-        Ok(Answered {
-            control: self.control,
-            offer: self.offer,
-            selection: self.selection,
-            deadline: self.deadline,
-        })
+        Ok(Answered(self))
     }
 }
 
 impl Answered {
     /// The control lane of a trunk that exists, and its epoch.
     pub(super) fn resumed(self) -> (ControlStream, u32) {
-        (self.control, self.offer.epoch)
+        (self.0.control, self.0.offer.epoch)
     }
 
     /// Reads the peer's *accept* for a new trunk.
@@ -271,12 +257,17 @@ impl Answered {
     /// # Errors
     /// The control lane is lost, the peer sends something else, or the tunnel ends.
     pub(super) fn agree(self, site: &Site) -> Result<Agreed, Failure> {
-        let control = self.control;
+        let Received {
+            control,
+            offer,
+            selection,
+            deadline,
+        } = self.0;
         let dialling = site.dials.begin()?;
         dialling.cancel.covers(control.socket()).map_err(|error| {
             Failure::new(FaultCode::Kernel, "no descriptor is left").because(&error)
         })?;
-        let accepted = read_accept(&control, self.deadline)?;
+        let accepted = read_accept(&control, deadline)?;
         drop(dialling);
         if accepted.port == 0 {
             let text = "the peer's tunnel names no port for lanes";
@@ -287,9 +278,9 @@ impl Answered {
         lanes_at.set_port(accepted.port);
         let terms = Terms {
             origin: Origin::Accepted,
-            session: self.offer.session,
-            version: self.selection.version,
-            security: self.selection.security,
+            session: offer.session,
+            version: selection.version,
+            security: selection.security,
             peer: control.peer().clone(),
             principal: control.peer().principal(),
             lanes_at,

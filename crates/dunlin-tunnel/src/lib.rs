@@ -219,7 +219,7 @@ impl Tunnel {
         let of = |listener: &EntranceListener| {
             (listener.entrance().route, listener.listens_on().clone())
         };
-        self.lock_entrances().iter().map(of).collect()
+        lock(&self.entrances).iter().map(of).collect()
     }
 
     /// Where its relays take TLS clients, by their routes' names.
@@ -238,7 +238,7 @@ impl Tunnel {
         self.listen(&identities, routes)?;
         self.tls.replace(&tls);
         // None is opened by what was configured before.
-        let on_demand = self.lock_on_demand();
+        let on_demand = lock(&self.on_demand);
         self.site.replace(identities, routes);
         for listener in on_demand.iter() {
             if !routes.entrances.iter().any(|one| listener.is_of(one)) {
@@ -255,7 +255,7 @@ impl Tunnel {
     /// [`DemandError`]; nothing listens then.
     pub fn open(&self, demand: &Demand) -> Result<OnDemandListener, DemandError> {
         let route = &demand.route;
-        let mut on_demand = self.lock_on_demand();
+        let mut on_demand = lock(&self.on_demand);
         let Some(entrance) = self.site.entrance(route) else {
             let route = route.clone();
             return Err(DemandError::Route { route });
@@ -291,7 +291,7 @@ impl Tunnel {
 
     /// The listeners that [`Tunnel::open`] has opened and that are not over.
     pub fn on_demand_listeners(&self) -> Vec<OnDemandListener> {
-        let mut on_demand = self.lock_on_demand();
+        let mut on_demand = lock(&self.on_demand);
         on_demand.retain(|listener| !listener.status().is_over());
         on_demand.clone()
     }
@@ -299,7 +299,7 @@ impl Tunnel {
     /// The routes of this side, and what went over them.
     pub fn routes(&self) -> Vec<RouteStatus> {
         let mut routes = self.site.routes();
-        for listener in self.lock_entrances().iter() {
+        for listener in lock(&self.entrances).iter() {
             let entrance = listener.entrance();
             let of = |one: &&mut RouteStatus| one.route == entrance.route;
             if let Some(status) = routes.iter_mut().find(of) {
@@ -323,7 +323,7 @@ impl Tunnel {
         let until = Instant::now() + limit;
         {
             // Those that are there are closed below, and no other is opened.
-            let _held = self.lock_on_demand();
+            let _held = lock(&self.on_demand);
             self.site.drain();
         }
         self.close_all();
@@ -340,7 +340,7 @@ impl Tunnel {
     /// Opens what is new and closes what is no more. A place that stays is
     /// listened at all the time, whoever's it becomes.
     fn listen(&self, identities: &Identities, routes: &Routes) -> Result<(), TunnelError> {
-        let mut entrances = self.lock_entrances();
+        let mut entrances = lock(&self.entrances);
         let mut fresh = Vec::new();
         let mut stay = Vec::new();
         for entrance in &routes.entrances {
@@ -379,19 +379,11 @@ impl Tunnel {
 
     /// Nothing listens any more.
     fn close_all(&self) {
-        self.lock_entrances().clear();
+        lock(&self.entrances).clear();
         self.carriers.relays.close_ports();
-        for listener in self.lock_on_demand().iter() {
+        for listener in lock(&self.on_demand).iter() {
             listener.close();
         }
-    }
-
-    fn lock_on_demand(&self) -> std::sync::MutexGuard<'_, Vec<OnDemandListener>> {
-        lock(&self.on_demand)
-    }
-
-    fn lock_entrances(&self) -> std::sync::MutexGuard<'_, Vec<EntranceListener>> {
-        lock(&self.entrances)
     }
 }
 

@@ -6,6 +6,8 @@ use std::time::{Duration, Instant};
 
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::stripe::message::{Header, MESSAGE_HEADER_BYTES, Message};
+use dunlin_proto::wire::DecodeError;
+use thiserror::Error;
 use zeroize::Zeroize;
 
 use super::event::Event;
@@ -174,7 +176,7 @@ fn read(hub: &Arc<Hub>, control: &ControlStream, epoch: u32) {
             }
             Ok(None) => {}
             Err(Broken::Lane(error)) => return lost(hub, epoch, &error),
-            Err(Broken::Words(error)) => {
+            Err(Broken::Message(error)) => {
                 let mut core = hub.lock();
                 return hub.broken(&mut core, &error);
             }
@@ -182,21 +184,13 @@ fn read(hub: &Arc<Hub>, control: &ControlStream, epoch: u32) {
     }
 }
 
+/// Why no message can be read.
+#[derive(Debug, Error)]
 enum Broken {
-    Lane(ControlError),
-    Words(dunlin_proto::wire::DecodeError),
-}
-
-impl From<ControlError> for Broken {
-    fn from(error: ControlError) -> Self {
-        Self::Lane(error)
-    }
-}
-
-impl From<dunlin_proto::wire::DecodeError> for Broken {
-    fn from(error: dunlin_proto::wire::DecodeError) -> Self {
-        Self::Words(error)
-    }
+    #[error(transparent)]
+    Lane(#[from] ControlError),
+    #[error(transparent)]
+    Message(#[from] DecodeError),
 }
 
 /// The next message; `None` for one that may be skipped.

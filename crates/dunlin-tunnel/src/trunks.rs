@@ -287,7 +287,7 @@ impl Trunks {
             let text = text.to_owned();
             Err(Refusal { fault, text })
         };
-        let (offer, peer) = (&received.offer, received.control().peer());
+        let (offer, peer) = (&received.offer, received.control.peer());
         let Some(hub) = self.find(&offer.session) else {
             if offer.epoch != 1 {
                 let text = "no such trunk is known here";

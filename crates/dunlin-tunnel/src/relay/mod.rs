@@ -176,10 +176,6 @@ impl Relays {
         lock(&self.state)
     }
 
-    fn lock_ports(&self) -> MutexGuard<'_, Vec<Port>> {
-        lock(&self.ports)
-    }
-
     /// Opens the ports that are new; the others are as before until [`Self::open`].
     ///
     /// # Errors
@@ -189,7 +185,7 @@ impl Relays {
         identities: &Identities,
         routes: &Routes,
     ) -> Result<Ports, TunnelError> {
-        let ports = self.lock_ports();
+        let ports = lock(&self.ports);
         let (mut fresh, mut stay) = (Vec::new(), Vec::new());
         for exit in &routes.relays {
             let tls = identities.relay_server(exit)?;
@@ -211,7 +207,7 @@ impl Relays {
 
     /// Renews the ports that stay, closes those that are no more, and keeps the new ones.
     pub(super) fn open(&self, Ports { fresh, stay }: Ports) {
-        let mut ports = self.lock_ports();
+        let mut ports = lock(&self.ports);
         ports.retain(|port| {
             let own = stay.iter().find(|(exit, _)| port.is_at(exit));
             if let Some((exit, tls)) = own {
@@ -223,13 +219,13 @@ impl Relays {
     }
 
     pub(super) fn close_ports(&self) {
-        self.lock_ports().clear();
+        lock(&self.ports).clear();
     }
 
     /// Where its ports are, by their routes' names.
     pub(super) fn ports(&self) -> Vec<(String, SocketAddr)> {
         let of = |port: &Port| (port.route(), port.address);
-        self.lock_ports().iter().map(of).collect()
+        lock(&self.ports).iter().map(of).collect()
     }
 
     /// A connection was accepted at an entrance. Connections of one entrance come here in the
