@@ -3,19 +3,13 @@
 
 use std::time::Duration;
 
+use rustix::time::{ClockId, clock_gettime};
+
 /// Time since the host's start, without the time that it slept (`CLOCK_MONOTONIC`).
 #[must_use]
 pub fn monotonic() -> Duration {
-    let mut time = libc::timespec {
-        tv_sec: 0,
-        tv_nsec: 0,
-    };
-    // SAFETY: `time` is writable, and this clock always exists, so that the call
-    // cannot fail.
-    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut time) };
-    let seconds = u64::try_from(time.tv_sec).unwrap_or(0);
-    let nanoseconds = u64::try_from(time.tv_nsec).unwrap_or(0);
-    Duration::from_secs(seconds) + Duration::from_nanos(nanoseconds)
+    let time = clock_gettime(ClockId::Monotonic);
+    Duration::try_from(time).expect("the clock does not go below zero")
 }
 
 #[cfg(test)]

@@ -5,13 +5,22 @@
 //! them. A socket leaves the set by being closed, by all who have it.
 
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
+
+use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
+use rustix::io::Errno;
+
+use crate::poll::timespec;
 
 /// Reports that one call takes at most.
 const REPORTS: usize = 64;
 
-const ENDED: i32 = libc::EPOLLRDHUP | libc::EPOLLHUP;
+/// The longest time-out of epoll_pwait(2), in milliseconds.
+const LONGEST: Duration = Duration::from_millis(i32::MAX as u64);
+
+const ENDED: EventFlags = EventFlags::RDHUP.union(EventFlags::HUP);
 
 /// A set of sockets.
 #[derive(Debug)]
@@ -45,128 +54,97 @@ impl Epoll {
     /// # Errors
     /// No descriptors are left.
     pub fn new() -> io::Result<Self> {
-        // SAFETY: epoll_create1(2) takes no pointers.
-        let descriptor = unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) };
-        if descriptor < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        // SAFETY: the kernel has just handed out `descriptor`, and nobody else has it.
-        Ok(Self(unsafe { OwnedFd::from_raw_fd(descriptor) }))
+        Ok(Self(epoll::create(CreateFlags::CLOEXEC)?))
     }
 
     /// Adds a socket, which is reported once.
     ///
     /// # Errors
-    /// What epoll_ctl(2) says.
+    /// The error of epoll_ctl(2).
     pub fn add(&self, socket: impl AsFd, token: u64, readiness: Readiness) -> io::Result<()> {
-        let events = events(readiness) | libc::EPOLLONESHOT;
-        self.control(libc::EPOLL_CTL_ADD, &socket, token, events)
+        self.add_for(socket, token, events(readiness) | EventFlags::ONESHOT)
     }
 
-    /// Adds a descriptor that is reported whenever it can be read, as often as
-    /// somebody asks.
+    /// Adds a descriptor that is reported by every [`Epoll::wait`] for as long as it is readable.
     ///
     /// # Errors
-    /// What epoll_ctl(2) says.
+    /// The error of epoll_ctl(2).
     pub fn add_always(&self, descriptor: impl AsFd, token: u64) -> io::Result<()> {
-        self.control(libc::EPOLL_CTL_ADD, &descriptor, token, libc::EPOLLIN)
+        self.add_for(descriptor, token, EventFlags::IN)
     }
 
-    /// Adds a socket that is reported whenever something new has come or there is room again, and
-    /// not for what was there before (`EPOLLET`); with nothing `wanted` for errors and ends alone.
-    /// Whoever is told goes on until the socket would block.
+    /// Adds a socket that is reported whenever new bytes arrive or it has room again, and not for
+    /// what was there before (`EPOLLET`); with nothing `wanted` for errors and ends alone. After a
+    /// report the caller reads and writes until the socket would block.
     ///
     /// # Errors
-    /// What epoll_ctl(2) says.
+    /// The error of epoll_ctl(2).
     pub fn add_news(&self, socket: impl AsFd, token: u64, wanted: bool) -> io::Result<()> {
         let wanted = match wanted {
-            true => libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLRDHUP,
-            false => 0,
+            true => EventFlags::IN | EventFlags::OUT | EventFlags::RDHUP,
+            false => EventFlags::empty(),
         };
-        self.control(libc::EPOLL_CTL_ADD, &socket, token, wanted | libc::EPOLLET)
+        self.add_for(socket, token, wanted | EventFlags::ET)
     }
 
-    /// Takes a socket out that somebody else will have: it stays in the set as long as anybody has it
-    /// open.
+    /// Removes a socket that stays open elsewhere: the kernel keeps it in the set until its last
+    /// descriptor is closed.
     ///
     /// # Errors
-    /// What epoll_ctl(2) says.
+    /// The error of epoll_ctl(2).
     pub fn remove(&self, socket: impl AsFd) -> io::Result<()> {
-        self.control(libc::EPOLL_CTL_DEL, &socket, 0, 0)
+        Ok(epoll::delete(&self.0, socket)?)
     }
 
     /// Has a socket that was added reported once more.
     ///
     /// # Errors
-    /// What epoll_ctl(2) says.
+    /// The error of epoll_ctl(2).
     pub fn again(&self, socket: impl AsFd, token: u64, readiness: Readiness) -> io::Result<()> {
-        let events = events(readiness) | libc::EPOLLONESHOT;
-        self.control(libc::EPOLL_CTL_MOD, &socket, token, events)
+        let events = events(readiness) | EventFlags::ONESHOT;
+        Ok(epoll::modify(
+            &self.0,
+            socket,
+            EventData::new_u64(token),
+            events,
+        )?)
     }
 
-    fn control(
-        &self,
-        operation: i32,
-        socket: &impl AsFd,
-        token: u64,
-        events: i32,
-    ) -> io::Result<()> {
-        let mut event = libc::epoll_event {
-            events: events as u32,
-            u64: token,
-        };
-        let descriptor = socket.as_fd().as_raw_fd();
-        // SAFETY: `event` is initialised and lives through the call, which only reads it; both
-        // descriptors are open, one owned and one borrowed.
-        let status =
-            unsafe { libc::epoll_ctl(self.0.as_raw_fd(), operation, descriptor, &raw mut event) };
-        if status < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        Ok(())
+    fn add_for(&self, socket: impl AsFd, token: u64, events: EventFlags) -> io::Result<()> {
+        Ok(epoll::add(
+            &self.0,
+            socket,
+            EventData::new_u64(token),
+            events,
+        )?)
     }
 
     /// Waits until something is ready, or `timeout` has passed, and appends what
     /// is ready to `ready`. A signal counts as nothing ready.
     ///
     /// # Errors
-    /// What epoll_wait(2) says.
+    /// The error of epoll_pwait(2).
     pub fn wait(&self, ready: &mut Vec<Ready>, timeout: Option<Duration>) -> io::Result<()> {
-        let mut events = [libc::epoll_event { events: 0, u64: 0 }; REPORTS];
-        let milliseconds = timeout.map_or(-1, |left| {
-            i32::try_from(left.as_nanos().div_ceil(1_000_000)).unwrap_or(i32::MAX)
-        });
-        // SAFETY: `events` has room for as many reports as are asked for, and lives through the
-        // call; the descriptor is owned.
-        let count = unsafe {
-            libc::epoll_wait(
-                self.0.as_raw_fd(),
-                events.as_mut_ptr(),
-                REPORTS as i32,
-                milliseconds,
-            )
+        let mut reports = [const { MaybeUninit::<Event>::uninit() }; REPORTS];
+        let timeout = timeout.map(|left| timespec(left.min(LONGEST)));
+        let reported = match epoll::wait(&self.0, &mut reports, timeout.as_ref()) {
+            Err(Errno::INTR) => return Ok(()),
+            reported => reported?.0,
         };
-        let Ok(count) = usize::try_from(count) else {
-            let error = io::Error::last_os_error();
-            if error.kind() == io::ErrorKind::Interrupted {
-                return Ok(());
-            }
-            return Err(error);
-        };
-        ready.extend(events[..count].iter().map(|event| Ready {
-            token: event.u64,
-            failed: event.events & libc::EPOLLERR as u32 != 0,
-            ended: event.events & ENDED as u32 != 0,
+        ready.extend(reported.iter().map(|&Event { flags, data, .. }| Ready {
+            token: data.u64(),
+            failed: flags.contains(EventFlags::ERR),
+            ended: flags.intersects(ENDED),
         }));
         Ok(())
     }
 }
 
-fn events(readiness: Readiness) -> i32 {
+fn events(readiness: Readiness) -> EventFlags {
     match readiness {
-        Readiness::Read => libc::EPOLLIN,
-        Readiness::Write => libc::EPOLLOUT,
-        Readiness::Failure => 0,
+        Readiness::Read => EventFlags::IN,
+        Readiness::Write => EventFlags::OUT,
+        Readiness::Failure => EventFlags::empty(),
     }
 }
 

@@ -1,13 +1,20 @@
 //! Descriptors passed between processes over a unix socket (unix(7), SCM_RIGHTS; cmsg(3)), and
 //! those that a parent has left open for this one.
 
-use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd, RawFd};
+
+use rustix::io::retry_on_intr;
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
+    SendAncillaryBuffer, SendAncillaryMessage, SendFlags, recvmsg, sendmsg, sockopt,
+};
 
 /// The most that the kernel takes in one message (SCM_MAX_FD).
 pub const MOST: usize = 253;
-/// The first descriptor behind standard error.
-const FIRST: RawFd = 3;
+/// Room for the control message with that many.
+const CONTROL_ROOM: usize = rustix::cmsg_space!(ScmRights(MOST));
 
 /// One message.
 #[derive(Debug)]
@@ -33,42 +40,16 @@ pub fn send(
     if payload.is_empty() || descriptors.len() > MOST {
         return Err(io::ErrorKind::InvalidInput.into());
     }
-    let mut part = libc::iovec {
-        iov_base: payload.as_ptr().cast_mut().cast(),
-        iov_len: payload.len(),
-    };
-    let mut control = Control::new(descriptors.len());
-    let mut message = empty_message();
-    message.msg_iov = &raw mut part;
-    message.msg_iovlen = 1;
+    let mut room = [MaybeUninit::uninit(); CONTROL_ROOM];
+    let mut control = SendAncillaryBuffer::new(&mut room);
     if !descriptors.is_empty() {
-        control.attach(&mut message);
-        // SAFETY: `message` points at a control buffer with room for one header, aligned for it.
-        let header = unsafe { &mut *libc::CMSG_FIRSTHDR(&raw const message) };
-        header.cmsg_level = libc::SOL_SOCKET;
-        header.cmsg_type = libc::SCM_RIGHTS;
-        let bytes = size_of_val(descriptors) as libc::c_uint;
-        // SAFETY: CMSG_LEN does arithmetic only.
-        header.cmsg_len = unsafe { libc::CMSG_LEN(bytes) } as usize;
-        // SAFETY: the buffer was made for this many descriptors behind its header.
-        let mut at = unsafe { libc::CMSG_DATA(header) }.cast::<RawFd>();
-        for descriptor in descriptors {
-            // SAFETY: as above; the place need not be aligned.
-            unsafe { at.write_unaligned(descriptor.as_raw_fd()) };
-            // SAFETY: at most one past the last.
-            at = unsafe { at.add(1) };
-        }
+        let fits = control.push(SendAncillaryMessage::ScmRights(descriptors));
+        debug_assert!(fits, "there is room for the most that were let through");
     }
-    loop {
-        let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
-        // SAFETY: `message` refers to `part`, to the payload behind it and to `control`, which
-        // all live through the call; it only reads them.
-        let count = unsafe { libc::sendmsg(socket.as_fd().as_raw_fd(), &raw const message, flags) };
-        match usize::try_from(count) {
-            Ok(count) => return Ok(count),
-            Err(_) => interrupted()?,
-        }
-    }
+    let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+    let payload = [IoSlice::new(payload)];
+    let count = retry_on_intr(|| sendmsg(&socket, &payload, &mut control, flags))?;
+    Ok(count)
 }
 
 /// Waits for one message and takes its bytes, as far as `payload` has room, and its descriptors.
@@ -77,33 +58,25 @@ pub fn send(
 /// `InvalidData` when descriptors were lost, since there were more than [`MOST`] or this process
 /// may have no more; those that came are closed. Otherwise what recvmsg(2) says.
 pub fn receive(socket: impl AsFd, payload: &mut [u8]) -> io::Result<Received> {
-    let mut part = libc::iovec {
-        iov_base: payload.as_mut_ptr().cast(),
-        iov_len: payload.len(),
-    };
-    let mut control = Control::new(MOST);
-    let mut message = empty_message();
-    message.msg_iov = &raw mut part;
-    message.msg_iovlen = 1;
-    let bytes = loop {
-        control.attach(&mut message);
-        let flags = libc::MSG_CMSG_CLOEXEC;
-        // SAFETY: `message` refers to `part`, to the payload behind it and to `control`, which
-        // all live through the call and are borrowed by nobody else.
-        let count = unsafe { libc::recvmsg(socket.as_fd().as_raw_fd(), &raw mut message, flags) };
-        match usize::try_from(count) {
-            Ok(count) => break count,
-            Err(_) => interrupted()?,
+    let mut room = [MaybeUninit::uninit(); CONTROL_ROOM];
+    let mut control = RecvAncillaryBuffer::new(&mut room);
+    let mut payload = [IoSliceMut::new(payload)];
+    let message =
+        retry_on_intr(|| recvmsg(&socket, &mut payload, &mut control, RecvFlags::CMSG_CLOEXEC))?;
+    let mut descriptors = Vec::new();
+    for part in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(passed) = part {
+            descriptors.extend(passed);
         }
-    };
-    let descriptors = attached(&message);
-    if message.msg_flags & libc::MSG_CTRUNC != 0 {
+    }
+    if message.flags.contains(ReturnFlags::CTRUNC) {
         return Err(io::Error::new(
             io::ErrorKind::InvalidData,
             "descriptors were lost on their way: too many in one message, or this process may \
              have no more (ulimit -n)",
         ));
     }
+    let bytes = message.bytes;
     Ok(Received { bytes, descriptors })
 }
 
@@ -111,102 +84,34 @@ pub fn receive(socket: impl AsFd, payload: &mut [u8]) -> io::Result<Received> {
 /// The number itself is kept from programs that this process starts.
 ///
 /// # Errors
-/// What fcntl(2) says: EBADF when nothing is open there.
+/// The error of fcntl(2): EBADF when nothing is open there.
 pub fn inherited(number: RawFd) -> io::Result<OwnedFd> {
-    // SAFETY: fcntl(2) with F_DUPFD_CLOEXEC takes no pointers; it fails if nothing is open.
-    let own = unsafe { libc::fcntl(number, libc::F_DUPFD_CLOEXEC, FIRST) };
-    if own < 0 {
-        return Err(io::Error::last_os_error());
+    keep_from_programs(number)?;
+    // SAFETY: the number is open, as the call above has shown. The parent has left it open for this
+    // process, so nothing here owns it and closes it meanwhile.
+    unsafe { BorrowedFd::borrow_raw(number) }.try_clone_to_owned()
+}
+
+/// Sets the close-on-exec flag of an open descriptor.
+///
+/// # Errors
+/// The error of fcntl(2): EBADF when nothing is open there.
+pub(crate) fn keep_from_programs(number: RawFd) -> io::Result<()> {
+    // Not by `rustix`, which takes only descriptors that are known to be open.
+    // SAFETY: fcntl(2) with F_SETFD takes no pointers, and fails if nothing is open. An owner of
+    // the number loses nothing by the flag.
+    match unsafe { libc::fcntl(number, libc::F_SETFD, libc::FD_CLOEXEC) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
     }
-    // SAFETY: the kernel has just handed out `own`, and nobody else has it.
-    let own = unsafe { OwnedFd::from_raw_fd(own) };
-    // SAFETY: as above; whoever else uses the number loses nothing by the flag.
-    if unsafe { libc::fcntl(number, libc::F_SETFD, libc::FD_CLOEXEC) } < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    Ok(own)
 }
 
 /// Whether it is a unix socket, as descriptors can be passed over.
 ///
 /// # Errors
-/// What getsockopt(2) says: ENOTSOCK for a file or a pipe.
+/// The error of getsockopt(2): ENOTSOCK for a file or a pipe.
 pub fn is_unix_socket(socket: impl AsFd) -> io::Result<bool> {
-    let mut domain: libc::c_int = 0;
-    let mut length = size_of_val(&domain) as libc::socklen_t;
-    // SAFETY: the kernel writes at most `length` bytes into `domain` and the new length into
-    // `length`; both live through the call.
-    let status = unsafe {
-        libc::getsockopt(
-            socket.as_fd().as_raw_fd(),
-            libc::SOL_SOCKET,
-            libc::SO_DOMAIN,
-            (&raw mut domain).cast(),
-            &raw mut length,
-        )
-    };
-    if status < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    Ok(domain == libc::AF_UNIX)
-}
-
-/// Room for control messages, in words because their headers want that alignment.
-struct Control(Vec<u64>);
-
-impl Control {
-    fn new(descriptors: usize) -> Self {
-        let bytes = (descriptors * size_of::<RawFd>()) as libc::c_uint;
-        // SAFETY: CMSG_SPACE does arithmetic only.
-        let space = unsafe { libc::CMSG_SPACE(bytes) } as usize;
-        Self(vec![0; space.div_ceil(size_of::<u64>())])
-    }
-
-    fn attach(&mut self, message: &mut libc::msghdr) {
-        message.msg_control = self.0.as_mut_ptr().cast();
-        message.msg_controllen = size_of_val(&self.0[..]);
-    }
-}
-
-fn empty_message() -> libc::msghdr {
-    // SAFETY: a msghdr is integers and pointers, for which zero is a value.
-    unsafe { std::mem::zeroed() }
-}
-
-/// Every descriptor in a message that the kernel has filled in, each of them ours from now on.
-fn attached(message: &libc::msghdr) -> Vec<OwnedFd> {
-    let mut descriptors = Vec::new();
-    // SAFETY: the kernel has left whole control messages in the buffer and their length in
-    // `msg_controllen`.
-    let mut next = unsafe { libc::CMSG_FIRSTHDR(message) };
-    // SAFETY: null or one of those messages.
-    while let Some(header) = unsafe { next.as_ref() } {
-        if header.cmsg_level == libc::SOL_SOCKET && header.cmsg_type == libc::SCM_RIGHTS {
-            // SAFETY: CMSG_LEN does arithmetic only.
-            let lead = unsafe { libc::CMSG_LEN(0) } as usize;
-            let count = header.cmsg_len.saturating_sub(lead) / size_of::<RawFd>();
-            // SAFETY: the data stands behind its header.
-            let data = unsafe { libc::CMSG_DATA(header) }.cast::<RawFd>();
-            for index in 0..count {
-                // SAFETY: the message holds `count` descriptors; they need not be aligned.
-                let number = unsafe { data.add(index).read_unaligned() };
-                // SAFETY: the kernel has just installed it in this process, for us alone.
-                descriptors.push(unsafe { OwnedFd::from_raw_fd(number) });
-            }
-        }
-        // SAFETY: `header` is one of the message's own.
-        next = unsafe { libc::CMSG_NXTHDR(message, header) };
-    }
-    descriptors
-}
-
-/// Nothing if a signal came in between, else the error of the last call.
-fn interrupted() -> io::Result<()> {
-    let error = io::Error::last_os_error();
-    match error.kind() {
-        io::ErrorKind::Interrupted => Ok(()),
-        _ => Err(error),
-    }
+    Ok(sockopt::socket_domain(socket)? == AddressFamily::UNIX)
 }
 
 #[cfg(test)]
@@ -215,14 +120,16 @@ mod tests {
 
     use std::fs::File;
     use std::io::{Read, Write, pipe};
+    use std::os::fd::AsRawFd;
     use std::os::unix::net::UnixStream;
+
+    use rustix::io::FdFlags;
 
     use super::*;
 
     fn is_kept_from_programs(descriptor: &OwnedFd) -> bool {
-        // SAFETY: fcntl(2) with F_GETFD takes no pointers.
-        let flags = unsafe { libc::fcntl(descriptor.as_raw_fd(), libc::F_GETFD) };
-        flags & libc::FD_CLOEXEC != 0
+        let flags = rustix::io::fcntl_getfd(descriptor).unwrap();
+        flags.contains(FdFlags::CLOEXEC)
     }
 
     #[test]

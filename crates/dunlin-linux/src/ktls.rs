@@ -13,10 +13,12 @@ use std::os::fd::{AsFd, AsRawFd};
 use vm_memory::VolatileSlice;
 use zeroize::Zeroizing;
 
+use crate::option;
+
 /// The content type of a record with data (RFC 8446, section 5.1).
 const APPLICATION_DATA: u8 = 23;
 /// Pieces of memory that a call uses, at most. A frame of a lane has half as many.
-pub const PIECES_LIMIT: usize = 128;
+const PIECES_LIMIT: usize = 128;
 /// What reading says of a record that does not open (errno(3)).
 pub const EBADMSG: i32 = libc::EBADMSG;
 /// What it says of bytes that are no record of TLS, or one that is too long (`tls_rx_msg_size`,
@@ -176,7 +178,7 @@ impl Key<'_> {
 /// `NotFound` where the kernel has no module for it, `NotConnected` where the socket is not
 /// connected any more or yet, and what else setsockopt(2) says.
 pub fn attach(socket: impl AsFd) -> io::Result<()> {
-    set(&socket, libc::IPPROTO_TCP, libc::TCP_ULP, b"tls")
+    option::set(socket, libc::IPPROTO_TCP, libc::TCP_ULP, b"tls")
 }
 
 /// Gives the kernel the key of one direction, or the next where it has one and can change it
@@ -186,7 +188,7 @@ pub fn attach(socket: impl AsFd) -> io::Result<()> {
 /// `InvalidInput` for a key that has not its cipher's length; what else setsockopt(2) says, `EBUSY`
 /// where there is a key that cannot be changed.
 pub fn install(socket: impl AsFd, direction: Direction, key: &Key<'_>) -> io::Result<()> {
-    set(&socket, libc::SOL_TLS, direction.option(), &key.to_bytes()?)
+    option::set(socket, libc::SOL_TLS, direction.option(), &key.to_bytes()?)
 }
 
 /// What key the kernel has for a direction, by its own word; `None` if it has none.
@@ -195,28 +197,17 @@ pub fn install(socket: impl AsFd, direction: Direction, key: &Key<'_>) -> io::Re
 /// What getsockopt(2) says.
 pub fn installed(socket: impl AsFd, direction: Direction) -> io::Result<Option<Installed>> {
     // Asked for no more than its head, the kernel keeps the key to itself.
-    let mut head = [0_u16; 2];
-    let mut length = size_of_val(&head) as libc::socklen_t;
-    // SAFETY: `head` and `length` are initialised, live through the call and are borrowed
-    // exclusively; `length` states the room at `head`, beyond which the kernel does not write.
-    let status = unsafe {
-        libc::getsockopt(
-            socket.as_fd().as_raw_fd(),
-            libc::SOL_TLS,
-            direction.option(),
-            head.as_mut_ptr().cast(),
-            &raw mut length,
-        )
-    };
-    if status == 0 {
-        let [version, cipher] = head;
-        return Ok(Some(Installed { version, cipher }));
-    }
-    let error = io::Error::last_os_error();
-    match error.raw_os_error() {
-        // Attached and without a key; not attached.
-        Some(libc::EBUSY | libc::ENOPROTOOPT | libc::EOPNOTSUPP) => Ok(None),
-        _ => Err(error),
+    match option::get(socket, libc::SOL_TLS, direction.option()) {
+        Ok((head, _)) => {
+            let [a, b, c, d] = head;
+            let [version, cipher] = [[a, b], [c, d]].map(u16::from_ne_bytes);
+            Ok(Some(Installed { version, cipher }))
+        }
+        Err(error) => match error.raw_os_error() {
+            // Attached and without a key; not attached.
+            Some(libc::EBUSY | libc::ENOPROTOOPT | libc::EOPNOTSUPP) => Ok(None),
+            _ => Err(error),
+        },
     }
 }
 
@@ -227,12 +218,7 @@ pub fn installed(socket: impl AsFd, direction: Direction) -> io::Result<Option<I
 /// # Errors
 /// What setsockopt(2) says.
 pub fn expect_no_padding(socket: impl AsFd) -> io::Result<()> {
-    set(
-        &socket,
-        libc::SOL_TLS,
-        libc::TLS_RX_EXPECT_NO_PAD,
-        &1_i32.to_ne_bytes(),
-    )
+    option::set_int(socket, libc::SOL_TLS, libc::TLS_RX_EXPECT_NO_PAD, 1)
 }
 
 /// Reads what has been opened, of one or more records of one type, and tells the type.
@@ -244,7 +230,7 @@ pub fn receive(socket: impl AsFd, into: &mut [u8]) -> io::Result<Received> {
     receive_into(socket, &[VolatileSlice::from(into)])
 }
 
-/// The same, into several pieces of memory one after the other, of which at most [`PIECES_LIMIT`]
+/// The same, into several pieces of memory one after the other, of which at most 128
 /// are used.
 ///
 /// # Errors
@@ -253,9 +239,7 @@ pub fn receive_into(socket: impl AsFd, into: &[VolatileSlice<'_>]) -> io::Result
     let mut pieces = [EMPTY; PIECES_LIMIT];
     let count = fill(&mut pieces, into);
     let mut control = Control::new();
-    let mut message = message(&mut pieces[..count]);
-    message.msg_control = control.0.as_mut_ptr().cast();
-    message.msg_controllen = size_of_val(&control.0) as _;
+    let mut message = message(&mut pieces[..count], Some(&mut control));
     // SAFETY: `message` names `count` pieces, each of which is mapped and writable for as long as
     // its `VolatileSlice` in `into` lives, so through the call, and a control buffer with its true
     // length. The kernel writes to nothing else. Bytes of a guest may be written to by others
@@ -269,18 +253,41 @@ pub fn receive_into(socket: impl AsFd, into: &[VolatileSlice<'_>]) -> io::Result
     })
 }
 
-/// Writes what lies in several pieces of memory, at most [`PIECES_LIMIT`] of them; returns how many
+/// Writes what lies in several pieces of memory, at most 128 of them; returns how many
 /// bytes were taken. The last of them end a record.
 ///
 /// # Errors
-/// What sendmsg(2) says.
+/// The error of sendmsg(2).
 pub fn send_from(socket: impl AsFd, from: &[VolatileSlice<'_>]) -> io::Result<usize> {
+    send(socket, from, None)
+}
+
+/// Sends a record of its own that is not data: an alert, a handshake message.
+///
+/// # Errors
+/// The error of sendmsg(2).
+pub fn send_record(socket: impl AsFd, content_type: u8, content: &[u8]) -> io::Result<()> {
+    let mut content = content.to_vec();
+    let piece = VolatileSlice::from(&mut content[..]);
+    let sent = send(socket, &[piece], Some(&mut Control::of(content_type)))?;
+    match sent == piece.len() {
+        true => Ok(()),
+        false => Err(io::ErrorKind::WriteZero.into()),
+    }
+}
+
+fn send(
+    socket: impl AsFd,
+    from: &[VolatileSlice<'_>],
+    control: Option<&mut Control>,
+) -> io::Result<usize> {
     let mut pieces = [EMPTY; PIECES_LIMIT];
     let count = fill(&mut pieces, from);
-    let message = message(&mut pieces[..count]);
+    let message = message(&mut pieces[..count], control);
     // SAFETY: `message` names `count` pieces, each of which is mapped and readable for as long as
-    // its `VolatileSlice` in `from` lives, so through the call, which only reads them. They may
-    // change meanwhile: the kernel seals what it reads once.
+    // its `VolatileSlice` in `from` lives, so through the call, which only reads them, and a control
+    // buffer, if any, with its true length. The pieces may change meanwhile: the kernel seals what
+    // it reads once.
     let status = unsafe {
         libc::sendmsg(
             socket.as_fd().as_raw_fd(),
@@ -289,35 +296,6 @@ pub fn send_from(socket: impl AsFd, from: &[VolatileSlice<'_>]) -> io::Result<us
         )
     };
     usize::try_from(status).map_err(|_| io::Error::last_os_error())
-}
-
-/// Sends a record of its own that is no data: an alert, a handshake message.
-///
-/// # Errors
-/// What sendmsg(2) says.
-pub fn send_record(socket: impl AsFd, content_type: u8, content: &[u8]) -> io::Result<()> {
-    let mut piece = [libc::iovec {
-        iov_base: content.as_ptr().cast_mut().cast(),
-        iov_len: content.len(),
-    }];
-    let mut control = Control::of(content_type);
-    let mut message = message(&mut piece);
-    message.msg_control = control.0.as_mut_ptr().cast();
-    message.msg_controllen = size_of_val(&control.0) as _;
-    // SAFETY: `message` names `content`, which the call only reads, and a control buffer with its
-    // true length that holds one whole control message; all of it lives through the call.
-    let status = unsafe {
-        libc::sendmsg(
-            socket.as_fd().as_raw_fd(),
-            &raw const message,
-            libc::MSG_NOSIGNAL,
-        )
-    };
-    match usize::try_from(status) {
-        Ok(count) if count == content.len() => Ok(()),
-        Ok(_) => Err(io::ErrorKind::WriteZero.into()),
-        Err(_) => Err(io::Error::last_os_error()),
-    }
 }
 
 const EMPTY: libc::iovec = libc::iovec {
@@ -337,11 +315,15 @@ fn fill(pieces: &mut [libc::iovec; PIECES_LIMIT], slices: &[VolatileSlice<'_>]) 
     slices.len().min(PIECES_LIMIT)
 }
 
-fn message(pieces: &mut [libc::iovec]) -> libc::msghdr {
+fn message(pieces: &mut [libc::iovec], control: Option<&mut Control>) -> libc::msghdr {
     // SAFETY: `msghdr` consists of integers and pointers, for all of which zero is valid.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     message.msg_iov = pieces.as_mut_ptr();
     message.msg_iovlen = pieces.len() as _;
+    if let Some(Control(room)) = control {
+        message.msg_control = room.as_mut_ptr().cast();
+        message.msg_controllen = room.len() as _;
+    }
     message
 }
 
@@ -391,23 +373,6 @@ impl Control {
             && number(offset_of!(libc::cmsghdr, cmsg_level)) == Some(libc::SOL_TLS)
             && number(offset_of!(libc::cmsghdr, cmsg_type)) == Some(libc::TLS_GET_RECORD_TYPE);
         is_type.then(|| self.0[CONTENT_TYPE_AT])
-    }
-}
-
-fn set(socket: &impl AsFd, level: libc::c_int, name: libc::c_int, value: &[u8]) -> io::Result<()> {
-    // SAFETY: `value` is initialised, lives through the call, and its length is passed with it.
-    let status = unsafe {
-        libc::setsockopt(
-            socket.as_fd().as_raw_fd(),
-            level,
-            name,
-            value.as_ptr().cast(),
-            value.len() as libc::socklen_t,
-        )
-    };
-    match status {
-        0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
     }
 }
 

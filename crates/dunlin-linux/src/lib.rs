@@ -14,6 +14,7 @@ pub mod ktls;
 pub mod mapping;
 pub mod memory;
 pub mod occupancy;
+mod option;
 pub mod pagemap;
 pub mod passed;
 pub mod poll;

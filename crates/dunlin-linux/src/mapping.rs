@@ -7,12 +7,11 @@
 //! Every region begins at a multiple of 2 MiB, in the guest and in this process, so that huge pages
 //! fit; [`advise_huge_pages`] asks for them.
 
-use std::ffi::CStr;
 use std::fs::File;
 use std::io;
 use std::num::NonZeroUsize;
-use std::os::fd::FromRawFd;
 
+use rustix::fs::{MemfdFlags, memfd_create};
 use thiserror::Error;
 use vm_memory::bitmap::AtomicBitmap;
 use vm_memory::mmap::{MmapRegionBuilder, MmapRegionError};
@@ -123,7 +122,7 @@ fn region(
     const PAGE: NonZeroUsize = NonZeroUsize::new(PAGE_BYTES as usize).expect("4096 is not zero");
     let length = bytes as usize;
     let memfd = |flags| {
-        memfd(c"dunlin-guest", bytes, flags)
+        memfd(bytes, flags)
             .map(|file| FileOffset::new(file, 0))
             .map_err(|source| MappingError::Memfd { bytes, source })
     };
@@ -132,10 +131,13 @@ fn region(
             libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
             None,
         ),
-        Backing::Memfd => (libc::MAP_SHARED | libc::MAP_NORESERVE, Some(memfd(0)?)),
+        Backing::Memfd => (
+            libc::MAP_SHARED | libc::MAP_NORESERVE,
+            Some(memfd(MemfdFlags::empty())?),
+        ),
         Backing::Huge => (
             libc::MAP_SHARED,
-            Some(memfd(libc::MFD_HUGETLB | libc::MFD_HUGE_2MB)?),
+            Some(memfd(MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB)?),
         ),
     };
     let mapped = aligned(|| {
@@ -243,14 +245,8 @@ impl Drop for Placeholder {
     }
 }
 
-fn memfd(name: &CStr, bytes: u64, flags: libc::c_uint) -> io::Result<File> {
-    // SAFETY: `name` is a C string that outlives the call; the call touches no other memory.
-    let descriptor = unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC | flags) };
-    if descriptor < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: the kernel has just returned this descriptor to us, and nobody else owns it.
-    let file = unsafe { File::from_raw_fd(descriptor) };
+fn memfd(bytes: u64, flags: MemfdFlags) -> io::Result<File> {
+    let file = File::from(memfd_create("dunlin-guest", MemfdFlags::CLOEXEC | flags)?);
     file.set_len(bytes)?;
     Ok(file)
 }

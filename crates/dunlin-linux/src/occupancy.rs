@@ -23,9 +23,10 @@
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::ops::Range;
-use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 
+use rustix::fs::{SeekFrom, seek};
+use rustix::io::Errno;
 use vm_memory::VolatileSlice;
 
 /// Bytes of an entry of /proc/self/pagemap.
@@ -197,16 +198,16 @@ const fn holds_data(entry: u64) -> bool {
 fn by_file(file: &File, within: Range<u64>, found: &mut dyn FnMut(Range<u64>)) -> io::Result<()> {
     let mut hole = within.start;
     loop {
-        let data = match position(file, hole, libc::SEEK_DATA) {
+        let data = match seek(file, SeekFrom::Data(hole)) {
             // Nothing but a hole follows.
-            Err(error) if error.raw_os_error() == Some(libc::ENXIO) => return Ok(()),
+            Err(Errno::NXIO) => return Ok(()),
             data => data?,
         };
         if data >= within.end {
             return Ok(());
         }
         // The end of the file counts as a hole.
-        let next = position(file, data, libc::SEEK_HOLE)?;
+        let next = seek(file, SeekFrom::Hole(data))?;
         if data < hole || next <= data {
             return Err(io::Error::other(
                 "the file system reports holes out of order",
@@ -218,14 +219,6 @@ fn by_file(file: &File, within: Range<u64>, found: &mut dyn FnMut(Range<u64>)) -
             return Ok(());
         }
     }
-}
-
-fn position(file: &File, from: u64, what: libc::c_int) -> io::Result<u64> {
-    let from = libc::off_t::try_from(from).map_err(io::Error::other)?;
-    // SAFETY: the descriptor is open as long as `file` is; lseek(2) reads and
-    // writes no memory of this process.
-    let at = unsafe { libc::lseek(file.as_raw_fd(), from, what) };
-    u64::try_from(at).map_err(|_| io::Error::last_os_error())
 }
 
 /// A line of /proc/self/maps (proc_pid_maps(5)).
@@ -279,7 +272,7 @@ impl<'a> Mapping<'a> {
         }
         Ok(KnownBy::Entries {
             pagemap: File::open("/proc/self/pagemap")?,
-            page_bytes: page_bytes()?,
+            page_bytes: rustix::param::page_size() as u64,
         })
     }
 
@@ -306,13 +299,6 @@ impl<'a> Mapping<'a> {
         }
         Err(io::ErrorKind::NotFound.into())
     }
-}
-
-/// Bytes for which there is one entry.
-fn page_bytes() -> io::Result<u64> {
-    // SAFETY: sysconf(3) reads and writes no memory of this process.
-    let bytes = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
-    u64::try_from(bytes).map_err(io::Error::other)
 }
 
 #[cfg(test)]

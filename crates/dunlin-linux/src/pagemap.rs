@@ -13,6 +13,8 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
 
+use rustix::fs::{SeekFrom, seek};
+use rustix::io::Errno;
 use vm_memory::VolatileSlice;
 
 /// `struct pm_scan_arg` of include/uapi/linux/fs.h.
@@ -193,18 +195,23 @@ fn scan(
 /// mapped memory.
 ///
 /// # Errors
-/// `EINVAL` where the file system does not know holes, or any failure of
-/// lseek(2).
+/// `EINVAL` where the file system does not report holes, or another error of lseek(2).
 pub fn data(file: &File, within: Range<u64>, mut found: impl FnMut(Range<u64>)) -> io::Result<()> {
     let mut at = within.start;
     while at < within.end {
-        let Some(start) = seek(file, at, libc::SEEK_DATA)? else {
-            break;
+        let start = match seek(file, SeekFrom::Data(at)) {
+            // Nothing but a hole follows.
+            Err(Errno::NXIO) => break,
+            start => start?,
         };
         if start >= within.end {
             break;
         }
-        let end = seek(file, start, libc::SEEK_HOLE)?.unwrap_or(within.end);
+        let end = match seek(file, SeekFrom::Hole(start)) {
+            // The file was cut short meanwhile.
+            Err(Errno::NXIO) => within.end,
+            end => end?,
+        };
         // A device such as devdax answers with the position that it has.
         if start < at || end <= start {
             return Err(io::Error::other(
@@ -217,26 +224,11 @@ pub fn data(file: &File, within: Range<u64>, mut found: impl FnMut(Range<u64>)) 
     Ok(())
 }
 
-/// lseek(2) to the next data or hole; `None` beyond the last data.
-fn seek(file: &File, from: u64, whence: libc::c_int) -> io::Result<Option<u64>> {
-    let offset = libc::off_t::try_from(from).map_err(io::Error::other)?;
-    // SAFETY: the descriptor is open; lseek touches no memory of ours.
-    let result = unsafe { libc::lseek(file.as_raw_fd(), offset, whence) };
-    match u64::try_from(result) {
-        Ok(position) => Ok(Some(position)),
-        Err(_) => match io::Error::last_os_error() {
-            error if error.raw_os_error() == Some(libc::ENXIO) => Ok(None),
-            error => Err(error),
-        },
-    }
-}
-
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
 
-    use std::os::fd::FromRawFd;
-
+    use rustix::fs::{MemfdFlags, memfd_create};
     use vm_memory::{GuestAddress, GuestMemoryBackend, MmapRegion, VolatileMemory};
 
     use super::*;
@@ -319,11 +311,7 @@ mod tests {
 
     #[test]
     fn seek_finds_the_data_of_a_memfd() {
-        // SAFETY: the name is a terminated string; a new descriptor or -1.
-        let fd = unsafe { libc::memfd_create(c"pagemap-test".as_ptr(), 0) };
-        assert!(fd >= 0);
-        // SAFETY: `fd` is open and owned by nobody else.
-        let file = unsafe { File::from_raw_fd(fd) };
+        let file = File::from(memfd_create("pagemap-test", MemfdFlags::CLOEXEC).unwrap());
         file.set_len(100 * PAGE).unwrap();
         std::os::unix::fs::FileExt::write_at(&file, b"x", 10 * PAGE).unwrap();
         std::os::unix::fs::FileExt::write_at(&file, b"x", 99 * PAGE).unwrap();

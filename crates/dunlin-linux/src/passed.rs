@@ -6,6 +6,8 @@ use std::io;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use crate::fdpass::keep_from_programs;
+
 /// The first descriptor behind standard error.
 const FIRST: RawFd = 3;
 /// More are not passed by anybody who means it.
@@ -89,11 +91,7 @@ fn wrong(text: String) -> io::Error {
 
 /// Makes a descriptor this process's own, and no child's.
 fn own(descriptor: RawFd) -> io::Result<OwnedFd> {
-    // SAFETY: fcntl(2) with F_SETFD takes no pointers; a descriptor that is not open
-    // is an error.
-    if unsafe { libc::fcntl(descriptor, libc::F_SETFD, libc::FD_CLOEXEC) } < 0 {
-        return Err(io::Error::last_os_error());
-    }
+    keep_from_programs(descriptor)?;
     // SAFETY: it is open, as the call above has shown. It was open when this process
     // began, so that nothing that the process has opened can have its number, and
     // whoever passed it has given it to us alone; `take` does this once.

@@ -1,10 +1,12 @@
-//! Waiting for several descriptors at once (poll(2)), and waking whoever
-//! waits.
+//! Waits for several descriptors at once (poll(2)), and wakes a thread that waits.
 
 use std::io::{self, Read, Write};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::io::Errno;
 
 /// What to wait for on one descriptor. An end or an error of the descriptor
 /// counts as ready.
@@ -22,38 +24,34 @@ pub struct Interest<'a> {
 /// for each whether it is ready.
 ///
 /// # Errors
-/// What poll(2) says; an interruption by a signal counts as nothing ready.
+/// The error of poll(2); an interruption by a signal counts as nothing ready.
 pub fn poll(interests: &[Interest<'_>], timeout: Option<Duration>) -> io::Result<Vec<bool>> {
-    let mut entries: Vec<libc::pollfd> = interests
+    let mut entries: Vec<PollFd<'_>> = interests
         .iter()
-        .map(|interest| libc::pollfd {
-            fd: interest.fd.as_raw_fd(),
-            events: if interest.read { libc::POLLIN } else { 0 }
-                | if interest.write { libc::POLLOUT } else { 0 },
-            revents: 0,
+        .map(|interest| {
+            let mut events = PollFlags::empty();
+            events.set(PollFlags::IN, interest.read);
+            events.set(PollFlags::OUT, interest.write);
+            PollFd::from_borrowed_fd(interest.fd, events)
         })
         .collect();
-    // Rounded up, so that the last fraction of a millisecond is not spun on.
-    let milliseconds = timeout.map_or(-1, |left| {
-        i32::try_from(left.as_nanos().div_ceil(1_000_000)).unwrap_or(i32::MAX)
-    });
-    // SAFETY: `entries` holds as many initialised pollfds as the count says,
-    // and lives through the call; its descriptors are borrowed, hence open.
-    let ready = unsafe {
-        libc::poll(
-            entries.as_mut_ptr(),
-            entries.len() as libc::nfds_t,
-            milliseconds,
-        )
+    match rustix::event::poll(&mut entries, timeout.map(timespec).as_ref()) {
+        // Its entries say nothing.
+        Err(Errno::INTR) => return Ok(vec![false; entries.len()]),
+        ready => ready?,
     };
-    if ready < 0 {
-        let error = io::Error::last_os_error();
-        if error.kind() != io::ErrorKind::Interrupted {
-            return Err(error);
-        }
-        return Ok(vec![false; entries.len()]);
-    }
-    Ok(entries.iter().map(|entry| entry.revents != 0).collect())
+    Ok(entries
+        .iter()
+        .map(|entry| !entry.revents().is_empty())
+        .collect())
+}
+
+/// A time-out as the kernel takes it; one beyond its range is the longest.
+pub(crate) fn timespec(timeout: Duration) -> Timespec {
+    Timespec::try_from(timeout).unwrap_or(Timespec {
+        tv_sec: i64::MAX,
+        tv_nsec: 0,
+    })
 }
 
 /// Wakes a thread that waits in [`poll`]; the other end of a [`Wakeup`].

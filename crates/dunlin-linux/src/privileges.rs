@@ -6,13 +6,13 @@
 
 use std::io;
 
-/// `_LINUX_CAPABILITY_VERSION_3` of include/uapi/linux/capability.h: sets of 64 bits in two halves.
-const VERSION: u32 = 0x2008_0522;
+use rustix::io::Errno;
+use rustix::thread::{
+    CapabilitySet, capabilities, capability_is_in_bounding_set, clear_ambient_capability_set,
+    remove_capability_from_bounding_set, set_capabilities, set_no_new_privs,
+};
 
-/// More capabilities than any kernel has: its own last one is found by asking.
-const CAPABILITIES: libc::c_ulong = 64;
-
-/// What is left to who keeps some capabilities, by their numbers in the same header.
+/// A capability that a thread can keep, by its number in include/uapi/linux/capability.h.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Capability {
@@ -24,29 +24,13 @@ pub enum Capability {
     Network = 12,
 }
 
-/// `struct __user_cap_header_struct` of the same header.
-#[repr(C)]
-struct Header {
-    version: u32,
-    thread: libc::c_int,
-}
-
-/// `struct __user_cap_data_struct` of the same header.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Sets {
-    effective: u32,
-    permitted: u32,
-    inheritable: u32,
-}
-
 /// From now on no program that this thread or its descendants execute has more privileges than
 /// they: no set-user-ID, no capabilities of files.
 ///
 /// # Errors
-/// What prctl(2) says; kernels since 3.5 have it.
+/// The error of prctl(2); kernels since 3.5 have it.
 pub fn gain_none() -> io::Result<()> {
-    prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0).map(drop)
+    Ok(set_no_new_privs(true)?)
 }
 
 /// Takes every capability from the calling thread: the ambient, bounding, permitted, effective and
@@ -54,80 +38,42 @@ pub fn gain_none() -> io::Result<()> {
 /// [`gain_none`] it gives nothing.
 ///
 /// # Errors
-/// What prctl(2) and capset(2) say; the sets that were emptied before stay so.
+/// The error of prctl(2) or capset(2); the sets that were emptied before stay so.
 pub fn drop_capabilities() -> io::Result<()> {
     keep_capabilities(&[])
 }
 
-/// The same for all but those that are named: what the thread has of them stays in the permitted
-/// and effective sets, and in the bounding set.
+/// Takes all capabilities but those that are named: what the thread has of them stays in the
+/// permitted and effective sets, and in the bounding set.
 ///
 /// # Errors
-/// What prctl(2), capget(2) and capset(2) say; what was taken before stays so.
+/// The error of prctl(2), capget(2) or capset(2); what was taken before stays so.
 pub fn keep_capabilities(kept: &[Capability]) -> io::Result<()> {
-    let kept = kept.iter().fold(0_u32, |set, one| set | 1 << *one as u32);
-    prctl(
-        libc::PR_CAP_AMBIENT,
-        libc::PR_CAP_AMBIENT_CLEAR_ALL as libc::c_ulong,
-        0,
-    )?;
-    for capability in 0..CAPABILITIES {
-        if capability < 32 && kept & 1 << capability != 0 {
+    let kept = kept.iter().map(|one| 1 << *one as u32);
+    let kept = CapabilitySet::from_bits_retain(kept.fold(0, |set, one| set | one));
+    clear_ambient_capability_set()?;
+    for number in 0..u64::BITS {
+        let capability = CapabilitySet::from_bits_retain(1 << number);
+        if kept.contains(capability) {
             continue;
         }
-        // What the kernel does not know is no error: there are no more.
-        let Ok(bounding) = prctl(libc::PR_CAPBSET_READ, capability, 0) else {
+        // What the kernel does not know is not an error: there are no more.
+        let Ok(is_bounding) = capability_is_in_bounding_set(capability) else {
             break;
         };
-        if bounding == 0 {
+        if !is_bounding {
             continue;
         }
-        match prctl(libc::PR_CAPBSET_DROP, capability, 0) {
-            Err(error) if error.raw_os_error() == Some(libc::EPERM) => break,
-            dropped => dropped.map(drop)?,
-        };
+        match remove_capability_from_bounding_set(capability) {
+            Err(Errno::PERM) => break,
+            dropped => dropped?,
+        }
     }
-    let header = Header {
-        version: VERSION,
-        thread: 0,
-    };
-    let mut sets = [Sets {
-        effective: 0,
-        permitted: 0,
-        inheritable: 0,
-    }; 2];
-    // SAFETY: capget reads one header and, by its version, writes two sets; both live through the
-    // call and have the layout of the kernel's structures. Thread 0 is the calling one.
-    let code = unsafe { libc::syscall(libc::SYS_capget, &raw const header, sets.as_mut_ptr()) };
-    if code < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // Those that are named have numbers below 32.
-    for (set, kept) in sets.iter_mut().zip([kept, 0]) {
-        set.permitted &= kept;
-        set.effective &= kept;
-        set.inheritable = 0;
-    }
-    // SAFETY: as above; capset reads both.
-    let code = unsafe { libc::syscall(libc::SYS_capset, &raw const header, sets.as_ptr()) };
-    if code < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    Ok(())
-}
-
-fn prctl(
-    what: libc::c_int,
-    first: libc::c_ulong,
-    second: libc::c_ulong,
-) -> io::Result<libc::c_int> {
-    let none: libc::c_ulong = 0;
-    // SAFETY: the operations of this file take numbers alone, no pointers.
-    let code = unsafe { libc::prctl(what, first, second, none, none) };
-    if code < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    Ok(code)
+    let mut sets = capabilities(None)?;
+    sets.permitted &= kept;
+    sets.effective &= kept;
+    sets.inheritable = CapabilitySet::empty();
+    Ok(set_capabilities(None, sets)?)
 }
 
 #[cfg(test)]

@@ -88,39 +88,39 @@ impl EndSignals {
 /// Has a program start with no signal blocked, whatever the thread blocks that starts it: one
 /// that inherits the mask cannot be asked to end.
 pub fn unblock_in(command: &mut Command) {
-    let unblock = || {
-        let mut set = MaybeUninit::uninit();
-        // SAFETY: `set` is valid for writes, and sigemptyset initialises all of it.
-        unsafe { libc::sigemptyset(set.as_mut_ptr()) };
-        // SAFETY: `set` is initialised by the call above, and the old mask is not asked for.
-        let code =
-            unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, set.as_ptr(), ptr::null_mut()) };
-        match code {
-            0 => Ok(()),
-            code => Err(io::Error::from_raw_os_error(code)),
-        }
-    };
-    // SAFETY: between fork and exec only these two functions run, which are safe there
-    // (signal-safety(7)); nothing is allocated, and no lock is taken.
+    let unblock = || mask(libc::SIG_SETMASK, &set_of(&[]));
+    // SAFETY: between fork and exec only sigemptyset(3) and pthread_sigmask(3) run, which are safe
+    // there (signal-safety(7)); nothing is allocated, and no lock is taken.
     unsafe { command.pre_exec(unblock) };
 }
 
 fn block(signals: &[i32]) -> io::Result<libc::sigset_t> {
+    let set = set_of(signals);
+    mask(libc::SIG_BLOCK, &set)?;
+    Ok(set)
+}
+
+fn set_of(signals: &[i32]) -> libc::sigset_t {
     let mut set = MaybeUninit::uninit();
     // SAFETY: `set` is valid for writes, and sigemptyset initialises all of it.
-    unsafe { libc::sigemptyset(set.as_mut_ptr()) };
-    // SAFETY: initialised by the call above.
-    let mut set = unsafe { set.assume_init() };
+    let mut set = unsafe {
+        libc::sigemptyset(set.as_mut_ptr());
+        set.assume_init()
+    };
     for &signal in signals {
         // SAFETY: `set` is a live, initialised set, and the number is a signal's.
         unsafe { libc::sigaddset(&mut set, signal) };
     }
+    set
+}
+
+/// Changes the calling thread's mask as pthread_sigmask(3) does.
+fn mask(how: libc::c_int, set: &libc::sigset_t) -> io::Result<()> {
     // SAFETY: `set` is live and initialised, and the old mask is not asked for.
-    let code = unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &set, ptr::null_mut()) };
-    if code != 0 {
-        return Err(io::Error::from_raw_os_error(code));
+    match unsafe { libc::pthread_sigmask(how, set, ptr::null_mut()) } {
+        0 => Ok(()),
+        code => Err(io::Error::from_raw_os_error(code)),
     }
-    Ok(set)
 }
 
 /// The number of the next one.

@@ -2,8 +2,10 @@
 //! (splice(2)): into a pipe and out of it.
 
 use std::io::{self, PipeReader, PipeWriter};
-use std::os::fd::{AsFd, AsRawFd};
-use std::ptr;
+use std::os::fd::AsFd;
+
+use rustix::io::retry_on_intr;
+use rustix::pipe::SpliceFlags;
 
 /// What a pipe holds, unless the user has too many of them: sixteen pieces of a page.
 ///
@@ -70,30 +72,12 @@ impl Conduit {
     }
 }
 
-fn splice(from: &impl AsFd, to: &impl AsFd, most: usize) -> io::Result<usize> {
-    loop {
-        // SAFETY: both descriptors are borrowed, hence open, and no offsets are passed: neither is
-        // a file.
-        let count = unsafe {
-            libc::splice(
-                from.as_fd().as_raw_fd(),
-                ptr::null_mut(),
-                to.as_fd().as_raw_fd(),
-                ptr::null_mut(),
-                most,
-                // A pipe that is full, or empty, waits for nobody; TLS in the kernel reads it as
-                // the socket's own mode.
-                libc::SPLICE_F_MOVE | libc::SPLICE_F_NONBLOCK,
-            )
-        };
-        if let Ok(count) = usize::try_from(count) {
-            return Ok(count);
-        }
-        let error = io::Error::last_os_error();
-        if error.kind() != io::ErrorKind::Interrupted {
-            return Err(error);
-        }
-    }
+fn splice(from: impl AsFd, to: impl AsFd, most: usize) -> io::Result<usize> {
+    // A pipe that is full, or empty, does not wait; TLS in the kernel reads the flag as the socket's
+    // own mode.
+    let flags = SpliceFlags::MOVE | SpliceFlags::NONBLOCK;
+    let count = retry_on_intr(|| rustix::pipe::splice(&from, None, &to, None, most, flags))?;
+    Ok(count)
 }
 
 #[cfg(test)]

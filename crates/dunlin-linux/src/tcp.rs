@@ -1,8 +1,13 @@
-//! What the kernel knows of a TCP connection, and has it look anew for its route (tcp(7)).
+//! The state of a TCP connection in the kernel, and a new lookup of its route (tcp(7)).
 
 use std::io;
+use std::mem::offset_of;
 use std::os::fd::{AsFd, AsRawFd};
 use std::time::Duration;
+
+use rustix::net::{AddressFamily, sockopt};
+
+use crate::option;
 
 /// How long nothing has come from the far end, and whether something is due.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,32 +24,17 @@ pub struct Silence {
 /// Asks how silent the far end of a TCP connection is (`TCP_INFO`).
 ///
 /// # Errors
-/// What getsockopt(2) says.
+/// The error of getsockopt(2).
 pub fn silence(socket: impl AsFd) -> io::Result<Silence> {
-    // SAFETY: `tcp_info` consists of integers alone, for which all zeroes are valid.
-    let mut info: libc::tcp_info = unsafe { std::mem::zeroed() };
-    let mut length = size_of::<libc::tcp_info>() as libc::socklen_t;
-    // SAFETY: `info` and `length` are initialised, live through the call and are borrowed
-    // exclusively; `length` states the room at `info`, beyond which the kernel does not write.
-    // A kernel that knows fewer fields leaves the others zero.
-    let status = unsafe {
-        libc::getsockopt(
-            socket.as_fd().as_raw_fd(),
-            libc::IPPROTO_TCP,
-            libc::TCP_INFO,
-            (&raw mut info).cast(),
-            &raw mut length,
-        )
-    };
-    if status < 0 {
-        return Err(io::Error::last_os_error());
-    }
+    // A kernel that has fewer fields leaves the others zero.
+    let (info, _) = info(socket)?;
+    let milliseconds = |at| Duration::from_millis(option::number(&info, at).into());
+    let since_ack = milliseconds(offset_of!(libc::tcp_info, tcpi_last_ack_recv));
+    let since_data = milliseconds(offset_of!(libc::tcp_info, tcpi_last_data_recv));
     Ok(Silence {
-        since_heard: Duration::from_millis(
-            info.tcpi_last_ack_recv.min(info.tcpi_last_data_recv).into(),
-        ),
-        unacknowledged: info.tcpi_unacked,
-        unanswered_probes: info.tcpi_probes,
+        since_heard: since_ack.min(since_data),
+        unacknowledged: option::number(&info, offset_of!(libc::tcp_info, tcpi_unacked)),
+        unanswered_probes: info[offset_of!(libc::tcp_info, tcpi_probes)],
     })
 }
 
@@ -63,94 +53,38 @@ pub fn unacknowledged_bytes(socket: impl AsFd) -> io::Result<u64> {
     Ok(u64::try_from(bytes).unwrap_or(0))
 }
 
-/// How many bytes of data a segment may have, in what the connection sends (`TCP_MAXSEG`, tcp(7)).
-///
-/// # Errors
-/// What getsockopt(2) says.
-pub fn segment_bytes(socket: impl AsFd) -> io::Result<u32> {
-    integer(socket, libc::IPPROTO_TCP, libc::TCP_MAXSEG)
-}
-
 /// The CPU that has taken in the connection's last packet (`SO_INCOMING_CPU`, socket(7)); what the
 /// connection then sends in answer leaves from there, by the SA that the connection has.
 ///
 /// # Errors
-/// What getsockopt(2) says.
+/// The error of getsockopt(2).
 pub fn incoming_cpu(socket: impl AsFd) -> io::Result<u32> {
-    integer(socket, libc::SOL_SOCKET, libc::SO_INCOMING_CPU)
+    // Not by `rustix`, which reads the -1 of a connection without a packet as a CPU.
+    let (cpu, _) = option::get(socket, libc::SOL_SOCKET, libc::SO_INCOMING_CPU)?;
+    Ok(u32::try_from(i32::from_ne_bytes(cpu)).unwrap_or(0))
 }
+
+/// Where `tcpi_bytes_sent` lies in `struct tcp_info` of include/uapi/linux/tcp.h, which only grows
+/// at its end.
+const BYTES_SENT_AT: usize = 200;
+const INFO_BYTES: usize = BYTES_SENT_AT + 8;
 
 /// Bytes of data that the connection has handed to the network, sent again included
 /// (`tcpi_bytes_sent` of `TCP_INFO`, Linux 4.19).
 ///
 /// # Errors
-/// What getsockopt(2) says; `Unsupported` from a kernel that does not tell.
+/// The error of getsockopt(2); `Unsupported` from a kernel that does not tell.
 pub fn sent_bytes(socket: impl AsFd) -> io::Result<u64> {
-    /// Of the field in `struct tcp_info` of include/uapi/linux/tcp.h, which only grows at its end.
-    const AT: usize = 200;
-    let mut info = [0_u8; AT + 8];
-    let mut length = info.len() as libc::socklen_t;
-    // SAFETY: `info` and `length` are initialised, live through the call and are borrowed
-    // exclusively; `length` states the room at `info`, beyond which the kernel does not write.
-    let status = unsafe {
-        libc::getsockopt(
-            socket.as_fd().as_raw_fd(),
-            libc::IPPROTO_TCP,
-            libc::TCP_INFO,
-            info.as_mut_ptr().cast(),
-            &raw mut length,
-        )
-    };
-    if status < 0 {
-        return Err(io::Error::last_os_error());
-    }
+    let (info, length) = info(socket)?;
     match info.last_chunk() {
-        Some(bytes) if length as usize == info.len() => Ok(u64::from_ne_bytes(*bytes)),
+        Some(bytes) if length == INFO_BYTES => Ok(u64::from_ne_bytes(*bytes)),
         _ => Err(io::ErrorKind::Unsupported.into()),
     }
 }
 
-fn integer(socket: impl AsFd, level: libc::c_int, name: libc::c_int) -> io::Result<u32> {
-    let mut value: libc::c_int = 0;
-    let mut length = size_of_val(&value) as libc::socklen_t;
-    // SAFETY: `value` and `length` are initialised, live through the call and are borrowed
-    // exclusively; `length` states the room at `value`, beyond which the kernel does not write.
-    let status = unsafe {
-        libc::getsockopt(
-            socket.as_fd().as_raw_fd(),
-            level,
-            name,
-            (&raw mut value).cast(),
-            &raw mut length,
-        )
-    };
-    if status < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    Ok(u32::try_from(value).unwrap_or(0))
-}
-
-fn set_integer(
-    socket: impl AsFd,
-    level: libc::c_int,
-    name: libc::c_int,
-    value: libc::c_int,
-) -> io::Result<()> {
-    // SAFETY: the pointer and the length describe `value`, an initialised integer that lives
-    // through the call and is only read; the descriptor is borrowed.
-    let status = unsafe {
-        libc::setsockopt(
-            socket.as_fd().as_raw_fd(),
-            level,
-            name,
-            (&raw const value).cast(),
-            size_of_val(&value) as libc::socklen_t,
-        )
-    };
-    match status {
-        0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
-    }
+/// The beginning of `struct tcp_info`, and how many bytes of it the kernel has.
+fn info(socket: impl AsFd) -> io::Result<([u8; INFO_BYTES], usize)> {
+    option::get(socket, libc::IPPROTO_TCP, libc::TCP_INFO)
 }
 
 /// Gives a connection's packets a traffic class: the upper six bits are the DSCP, the lower two are
@@ -161,17 +95,13 @@ fn set_integer(
 /// to take a connection to the SA of the CPU that sends next.
 ///
 /// # Errors
-/// What getsockopt(2) and setsockopt(2) say.
+/// The error of getsockopt(2) or setsockopt(2).
 pub fn set_traffic_class(socket: impl AsFd, class: u8) -> io::Result<()> {
-    let socket = socket.as_fd();
-    let domain = integer(socket, libc::SOL_SOCKET, libc::SO_DOMAIN)?;
-    let class = libc::c_int::from(class);
-    let set = |level, name| set_integer(socket, level, name, class);
     // A socket of IPv6 may carry a connection of IPv4, and takes both.
-    if domain == libc::AF_INET6.cast_unsigned() {
-        set(libc::IPPROTO_IPV6, libc::IPV6_TCLASS)?;
+    if sockopt::socket_domain(&socket)? == AddressFamily::INET6 {
+        sockopt::set_ipv6_tclass(&socket, class.into())?;
     }
-    set(libc::IPPROTO_IP, libc::IP_TOS)
+    Ok(sockopt::set_ip_tos(&socket, class)?)
 }
 
 /// Has a connection send its window to its peer at once, from the CPU of the calling thread: an
@@ -183,15 +113,13 @@ pub fn set_traffic_class(socket: impl AsFd, class: u8) -> io::Result<()> {
 /// closed sends nothing.
 ///
 /// # Errors
-/// `EPERM` without `CAP_NET_ADMIN` in the network namespace, and what getsockopt(2) and
-/// setsockopt(2) say.
+/// `EPERM` without `CAP_NET_ADMIN` in the network namespace, and the error of getsockopt(2) or
+/// setsockopt(2).
 pub fn send_window(socket: impl AsFd) -> io::Result<()> {
-    let socket = socket.as_fd();
     // The end of a repair also takes away that a listener may be bound beside the connection.
-    let beside = integer(socket, libc::SOL_SOCKET, libc::SO_REUSEADDR)?;
-    set_integer(socket, libc::IPPROTO_TCP, libc::TCP_REPAIR, 0)?;
-    let beside = beside.cast_signed();
-    set_integer(socket, libc::SOL_SOCKET, libc::SO_REUSEADDR, beside)
+    let beside = sockopt::socket_reuseaddr(&socket)?;
+    option::set_int(&socket, libc::IPPROTO_TCP, libc::TCP_REPAIR, 0)?;
+    Ok(sockopt::set_socket_reuseaddr(&socket, beside)?)
 }
 
 #[cfg(test)]
@@ -203,7 +131,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_connection_has_segments_a_cpu_and_a_traffic_class_in_both_families() {
+    fn a_connection_has_a_cpu_and_a_traffic_class_in_both_families() {
         for address in ["127.0.0.1:0", "[::1]:0"] {
             // A machine without IPv6 has nothing to listen on.
             let Ok(listener) = TcpListener::bind(address) else {
@@ -217,7 +145,6 @@ mod tests {
                 far.read_exact(&mut [0]).unwrap();
             }
             assert_eq!(sent_bytes(&near).unwrap(), 2);
-            assert!(segment_bytes(&near).unwrap() > 500);
             assert!(incoming_cpu(&far).unwrap() < 4096);
         }
     }

@@ -22,8 +22,9 @@
 use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, OwnedFd};
 
+use rustix::mm::{UserfaultfdFlags, userfaultfd};
 use vm_memory::VolatileSlice;
 
 use crate::pagemap::{self, Absent};
@@ -59,7 +60,8 @@ struct WriteProtect {
 }
 
 const UFFD_API: u64 = 0xaa;
-const UFFD_USER_MODE_ONLY: libc::c_int = 1;
+/// `UFFD_USER_MODE_ONLY`, which `rustix` does not name.
+const USER_MODE_ONLY: UserfaultfdFlags = UserfaultfdFlags::from_bits_retain(1);
 const UFFD_FEATURE_PAGEFAULT_FLAG_WP: u64 = 1 << 0;
 const UFFD_FEATURE_WP_HUGETLBFS_SHMEM: u64 = 1 << 12;
 const UFFD_FEATURE_WP_UNPOPULATED: u64 = 1 << 13;
@@ -67,16 +69,37 @@ const UFFD_FEATURE_WP_ASYNC: u64 = 1 << 15;
 const UFFDIO_REGISTER_MODE_WP: u64 = 1 << 1;
 const UFFDIO_WRITEPROTECT_MODE_WP: u64 = 1 << 0;
 
-/// A request of userfaultfd's, over an argument of type `T`; `direction` is 2
-/// to read, 3 to read and write.
+/// A request of userfaultfd over the structure that it is implemented for. Private:
+/// `WriteWatch::control` relies on each number being that of the structure's own request, and on
+/// that no request changes what memory holds or whether it is mapped.
+trait Request: Sized {
+    const NUMBER: libc::c_ulong;
+}
+
+impl Request for Api {
+    const NUMBER: libc::c_ulong = request::<Self>(3, 0x3f);
+}
+
+/// `UFFDIO_REGISTER`: a range registered for asynchronous write-protection alone is read and written
+/// as before.
+impl Request for Register {
+    const NUMBER: libc::c_ulong = request::<Self>(3, 0x00);
+}
+
+/// `UFFDIO_UNREGISTER`, which lifts this userfaultfd's own write-protection.
+impl Request for Span {
+    const NUMBER: libc::c_ulong = request::<Self>(2, 0x01);
+}
+
+/// `UFFDIO_WRITEPROTECT`: the kernel lifts the protection itself at each page's next write.
+impl Request for WriteProtect {
+    const NUMBER: libc::c_ulong = request::<Self>(3, 0x06);
+}
+
+/// The number of a request over a structure `T`; `direction` is 2 to read, 3 to read and write.
 const fn request<T>(direction: libc::c_ulong, number: libc::c_ulong) -> libc::c_ulong {
     direction << 30 | (size_of::<T>() as libc::c_ulong) << 16 | 0xaa << 8 | number
 }
-
-const UFFDIO_API: libc::c_ulong = request::<Api>(3, 0x3f);
-const UFFDIO_REGISTER: libc::c_ulong = request::<Register>(3, 0x00);
-const UFFDIO_UNREGISTER: libc::c_ulong = request::<Span>(2, 0x01);
-const UFFDIO_WRITEPROTECT: libc::c_ulong = request::<WriteProtect>(3, 0x06);
 
 /// What stands behind the memory that is watched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -109,15 +132,10 @@ impl WriteWatch {
     /// write-protection (before 6.7, or built without userfaultfd), `EPERM`
     /// where a filter of system calls forbids it.
     pub fn new() -> io::Result<Self> {
-        let flags = libc::O_CLOEXEC | libc::O_NONBLOCK | UFFD_USER_MODE_ONLY;
-        // SAFETY: the call takes flags alone, and returns a descriptor or -1.
-        let descriptor = unsafe { libc::syscall(libc::SYS_userfaultfd, flags) };
-        if descriptor < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        // SAFETY: the kernel has just returned this descriptor to us, and
-        // nobody else owns it.
-        let descriptor = unsafe { OwnedFd::from_raw_fd(descriptor as libc::c_int) };
+        let flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK | USER_MODE_ONLY;
+        // SAFETY: a userfaultfd changes nothing until memory is registered, and `control` registers
+        // it for asynchronous write-protection alone.
+        let descriptor = unsafe { userfaultfd(flags)? };
         let watch = Self {
             descriptor,
             pagemap: pagemap::open()?,
@@ -130,8 +148,7 @@ impl WriteWatch {
                 | UFFD_FEATURE_WP_ASYNC,
             ioctls: 0,
         };
-        // SAFETY: UFFDIO_API reads and writes a `struct uffdio_api`.
-        unsafe { watch.control(UFFDIO_API, &mut api)? };
+        watch.control(&mut api)?;
         Ok(watch)
     }
 
@@ -147,10 +164,7 @@ impl WriteWatch {
             mode: UFFDIO_REGISTER_MODE_WP,
             ioctls: 0,
         };
-        // SAFETY: UFFDIO_REGISTER reads and writes a `struct uffdio_register`.
-        // A range registered for asynchronous write-protection alone behaves as
-        // before to whoever reads and writes it.
-        unsafe { self.control(UFFDIO_REGISTER, &mut register)? };
+        self.control(&mut register)?;
         match behind {
             Behind::Anonymous => self.take(memory, behind, |_| ()),
             Behind::File => {
@@ -158,10 +172,7 @@ impl WriteWatch {
                     range: span(memory),
                     mode: UFFDIO_WRITEPROTECT_MODE_WP,
                 };
-                // SAFETY: UFFDIO_WRITEPROTECT reads a `struct
-                // uffdio_writeprotect`. The kernel lifts the protection itself
-                // at each page's next write.
-                unsafe { self.control(UFFDIO_WRITEPROTECT, &mut protect) }
+                self.control(&mut protect)
             }
         }
     }
@@ -186,29 +197,22 @@ impl WriteWatch {
         pagemap::take_written(&self.pagemap, memory, absent, found)
     }
 
-    /// Watches `memory` no longer.
+    /// Ends the watch of `memory`.
     ///
     /// # Errors
-    /// What the kernel says; dropping the watch ends it all the same.
+    /// The error of ioctl(2); dropping the watch ends it all the same.
     pub fn unregister(&self, memory: &VolatileSlice<'_>) -> io::Result<()> {
-        // SAFETY: UFFDIO_UNREGISTER reads a `struct uffdio_range`. What it lifts
-        // is write-protection of this userfaultfd's own.
-        unsafe { self.control(UFFDIO_UNREGISTER, &mut span(memory)) }
+        self.control(&mut span(memory))
     }
 
     /// ioctl(2) on the userfaultfd.
-    ///
-    /// # Safety
-    /// `request` must be defined over `T`, and must not change what the memory
-    /// in a range named by `argument` holds, or whether it is mapped.
-    unsafe fn control<T>(&self, request: libc::c_ulong, argument: &mut T) -> io::Result<()> {
-        // SAFETY: the descriptor is open; the argument is of the type that the
-        // request is defined over, as the caller promises, and outlives the
-        // call.
+    fn control<T: Request>(&self, argument: &mut T) -> io::Result<()> {
+        // SAFETY: the descriptor is open; the argument outlives the call and is of the type that
+        // the request is defined over, and no request changes memory: see [`Request`].
         let result = unsafe {
             libc::ioctl(
                 self.descriptor.as_raw_fd(),
-                request as _,
+                T::NUMBER as _,
                 std::ptr::from_mut(argument),
             )
         };

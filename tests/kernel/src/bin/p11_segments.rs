@@ -7,8 +7,8 @@ use dunlin_ipsec::xfrm::{Encapsulation, Protocol, esp_offload};
 use dunlin_kernel_tests::ipsec::lanes::{Acceptor, Lane};
 use dunlin_kernel_tests::ipsec::{CPUS, ENCAPSULATED, Family, Hosts, Sa, protect};
 use dunlin_kernel_tests::{Guest, Needs, Under, run};
-use dunlin_linux::tcp::segment_bytes;
 use dunlin_linux::udp_encap::receive_encapsulated;
+use nix::sys::socket::{getsockopt, sockopt::TcpMaxSeg};
 
 const NEEDS: Needs = Needs {
     cpus: CPUS,
@@ -100,7 +100,7 @@ fn shorter(guest: &Guest, family: Family) {
         if protected {
             println!("{} bytes by {} packets", held.bytes, held.packets);
         }
-        segment_bytes(&lane.near).expect("it is a connection")
+        getsockopt(&lane.near, TcpMaxSeg).expect("it is a connection")
     };
     let (plain, esp, within_udp) = (data(false, false), data(true, false), data(true, true));
     println!(
