@@ -81,7 +81,6 @@ const ALLOWED: &[libc::c_long] = &[
     libc::SYS_geteuid,
     libc::SYS_getgid,
     libc::SYS_getegid,
-    libc::SYS_getrusage,
     libc::SYS_times,
     libc::SYS_uname,
     libc::SYS_sysinfo,
@@ -150,7 +149,6 @@ const ALLOWED_HERE: &[libc::c_long] = &[
     libc::SYS_unlink,
     libc::SYS_poll,
     libc::SYS_select,
-    libc::SYS_epoll_wait,
     libc::SYS_time,
 ];
 #[cfg(not(target_arch = "x86_64"))]

@@ -8,11 +8,14 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::io::Write;
 use std::net::{TcpListener, TcpStream};
+use std::os::fd::AsFd;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::path::Path;
 use std::process::Command;
 
+use dunlin_linux::epoll::{Epoll, Readiness};
+use dunlin_linux::{affinity, clock, poll};
 use dunlin_scratch::Scratch;
 use nix::errno::Errno;
 use nix::mount::{MsFlags, mount};
@@ -97,6 +100,7 @@ const STILL_WORKS: &[&str] = &[
     "read random numbers",
     "read its own page map",
     "connect to a port",
+    "wait for sockets",
     "start a thread",
 ];
 
@@ -214,6 +218,7 @@ fn a_confined_tunnel_reads_and_connects_and_changes_nothing() {
         "make a control socket",
         "remove a control socket",
         "connect to a port",
+        "wait for sockets",
         "listen on a port",
         "start a thread",
         "make a local socket later",
@@ -420,6 +425,25 @@ fn moved_in_the_kernel() -> Result<(), Errno> {
     nix::fcntl::splice(from, None, to, None, 1, flags).map(drop)
 }
 
+/// By both interfaces, for a thread that reads its clocks.
+fn waited() -> std::io::Result<()> {
+    let limit = Some(clock::monotonic() + affinity::thread_cpu_time());
+    let (waker, wakeup) = poll::waker()?;
+    waker.wake();
+    let interest = poll::Interest {
+        fd: wakeup.as_fd(),
+        read: true,
+        write: false,
+    };
+    assert_eq!(poll::poll(&[interest], limit)?, [true]);
+    let epoll = Epoll::new()?;
+    epoll.add(&wakeup, 7, Readiness::Read)?;
+    let mut ready = Vec::new();
+    epoll.wait(&mut ready, limit)?;
+    assert_eq!(ready[0].token, 7);
+    Ok(())
+}
+
 fn local_socket() -> Result<(), Errno> {
     made(AddressFamily::Unix, SockType::Stream)
 }
@@ -489,6 +513,7 @@ fn try_everything(directory: &Path) {
     );
     let port = std::env::var("DUNLIN_TEST_PORT").unwrap();
     io("connect to a port", TcpStream::connect(port).map(drop));
+    io("wait for sockets", waited());
     let thread = std::thread::Builder::new().spawn(|| ());
     io(
         "start a thread",
