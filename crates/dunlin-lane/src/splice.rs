@@ -150,10 +150,11 @@ pub fn wait(socket: &impl AsFd, way: Way, stop: &Stop) -> io::Result<()> {
 mod tests {
     use std::io::{Read, Write};
     use std::net::{Shutdown, TcpListener, TcpStream};
+    use std::sync::mpsc;
     use std::thread;
-    use std::time::Duration;
+    use std::time::{Duration, Instant};
 
-    use dunlin_linux::socket::set_reset_on_close;
+    use dunlin_linux::socket::{set_reset_on_close, wait_writable};
 
     use super::*;
 
@@ -219,28 +220,40 @@ mod tests {
 
     #[test]
     fn it_stops_at_once_whether_it_waits_for_a_sender_or_for_a_receiver() {
+        const LIMIT: Duration = Duration::from_secs(5);
         for is_full in [false, true] {
             let (mut near, from) = pair();
-            let (_far, to) = pair();
+            let (mut far, to) = pair();
             let stop = Stop::new().unwrap();
-            near.set_nonblocking(true).unwrap();
             thread::scope(|scope| {
-                let carrier =
-                    scope.spawn(|| OneWay::new().unwrap().carry(&from, &to, &stop, |_| {}));
-                let mut taken = 0;
-                // Until both sockets are full, and the pipe between them.
-                for _ in 0..20 {
-                    while let Ok(count) = near.write(&[7; 65536]) {
-                        taken += count;
-                        if !is_full {
-                            break;
-                        }
+                let (pause, paused) = mpsc::channel();
+                let (from, to, stop) = (&from, &to, &stop);
+                scope.spawn(move || {
+                    pause.send(OneWay::new().unwrap().carry(from, to, stop, |_| {}))
+                });
+                if is_full {
+                    near.set_nonblocking(true).unwrap();
+                    // Until nothing moves: both sockets are full, and the pipe between them.
+                    let still = Duration::from_millis(100);
+                    while wait_writable(&near, Instant::now() + still).unwrap() {
+                        near.write_all(&[7]).unwrap();
+                        while near.write(&[7; 65536]).is_ok() {}
                     }
-                    thread::sleep(Duration::from_millis(5));
+                } else {
+                    near.write_all(b"x").unwrap();
+                    far.read_exact(&mut [0]).unwrap();
                 }
-                assert!(taken > 0 && !carrier.is_finished());
+                assert!(
+                    paused.try_recv().is_err(),
+                    "it carries on until it is stopped"
+                );
                 stop.tell();
-                assert!(matches!(carrier.join().unwrap(), Pause::Stopped));
+                let pause = paused.recv_timeout(LIMIT);
+                // A carrier that went on would keep the scope open.
+                for end in [from, to] {
+                    let _ = end.shutdown(Shutdown::Both);
+                }
+                assert!(matches!(pause, Ok(Pause::Stopped)), "{pause:?}");
             });
         }
     }
