@@ -225,17 +225,12 @@ int ktls_end(int sock)
         .msg_control = control.room, .msg_controllen = sizeof control.room,
     };
     struct cmsghdr *header = CMSG_FIRSTHDR(&message);
-    int domain;
-    socklen_t length = sizeof domain;
 
-    if (getsockopt(sock, SOL_SOCKET, SO_DOMAIN, &domain, &length) < 0)
-        return -1;
     header->cmsg_level = SOL_TLS;
     header->cmsg_type = TLS_SET_RECORD_TYPE;
     header->cmsg_len = CMSG_LEN(1);
     *CMSG_DATA(header) = ALERT;
-    /* The process behind a unix socket says it itself. */
-    if (domain != AF_UNIX && sendmsg(sock, &message, MSG_NOSIGNAL) < 0)
+    if (sendmsg(sock, &message, MSG_NOSIGNAL) < 0)
         return -1;
     return shutdown(sock, SHUT_WR);
 }

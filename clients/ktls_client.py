@@ -90,9 +90,7 @@ def receive(sock, size):
 
 def end(sock):
     """Says that nothing more comes from here; what the peer still says can be received."""
-    # The process behind a unix socket says it itself.
-    if sock.family != socket.AF_UNIX:
-        sock.sendmsg([CLOSE_NOTIFY], [(SOL_TLS, TLS_SET_RECORD_TYPE, bytes([ALERT]))])
+    sock.sendmsg([CLOSE_NOTIFY], [(SOL_TLS, TLS_SET_RECORD_TYPE, bytes([ALERT]))])
     sock.shutdown(socket.SHUT_WR)
 
 

@@ -3,22 +3,19 @@
 
 #[path = "support/accept.rs"]
 mod accept;
-#[path = "support/host.rs"]
-mod host;
 mod support;
 
 use std::fs;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
-use std::os::unix::net::UnixStream;
 use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use accept::{PATIENCE, Scene, accepted, cut, is_here, patient, real_hello};
+use accept::{Accept, PATIENCE, Scene, accepted, cut, is_here, kernel_has_tls, patient};
 use support::ReadOnce as _;
-use support::kill;
 use support::process::Process;
+use support::{finish, kill};
 
 /// Whether a test is not for this machine, which is then said.
 fn is_only_without_kernel_tls() -> bool {
@@ -26,13 +23,6 @@ fn is_only_without_kernel_tls() -> bool {
         println!("not tested, this kernel has TLS: see `cargo xtask kernel --suite tls`");
     }
     kernel_has_tls()
-}
-
-/// Whether sockets can have their TLS from the kernel that this runs on.
-fn kernel_has_tls() -> bool {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-    dunlin_linux::ktls::attach(&stream).is_ok()
 }
 
 /// Carries both ways between two connections until both have ended.
@@ -46,12 +36,6 @@ fn pump(one: TcpStream, other: TcpStream) {
     let back = copy(other.try_clone().unwrap(), one.try_clone().unwrap());
     thread::spawn(copy(one, other));
     thread::spawn(back);
-}
-
-fn says(stream: &mut UnixStream, text: &str) {
-    let mut bytes = vec![0; text.len()];
-    stream.read_exact(&mut bytes).unwrap();
-    assert_eq!(String::from_utf8(bytes).unwrap(), text);
 }
 
 /// A stunnel with two names, that answers with what its service `answers` says.
@@ -91,7 +75,7 @@ fn before_a_real_stunnel_the_own_name_is_handed_over_and_all_others_go_on_as_the
     let scene = Scene::new();
     let service = TcpListener::bind("127.0.0.1:0").unwrap();
     let (_stunnel, port) = stunnel(&scene, &service);
-    let accept = scene.start("--proxy-protocol v1 --fallback process");
+    let accept = scene.start("--proxy-protocol v1");
     let before = accept.held();
     thread::scope(|scope| {
         // Reads the header that is in front, and nothing else, before stunnel gets its bytes.
@@ -135,29 +119,18 @@ fn before_a_real_stunnel_the_own_name_is_handed_over_and_all_others_go_on_as_the
     });
     // Upper and lower case are one.
     let mut client = scene.client(&accept.address, "OWN.test", "-tls1_2");
-    let mut handed = scene.take();
-    assert_eq!(handed.line["sni"], "own.test");
-    assert_eq!(handed.line["version"], "TLSv1.2");
-    assert_eq!(
-        handed.line["offload"],
-        if kernel_has_tls() {
-            "kernel"
-        } else {
-            "process"
-        }
-    );
-    let cipher = handed.line["cipher"].as_str().unwrap();
-    assert!(cipher.ends_with("AES256-GCM-SHA384"), "{cipher}");
-    let peer = &handed.line["peer"];
-    assert!(peer["address"].as_str().unwrap().starts_with("127.0.0.1:"));
-    assert_eq!(peer["verified"], false);
-    assert_eq!(handed.line["record_limit"], 1 << 24);
-    client.say("to whoever knows nothing of TLS\n");
-    says(&mut handed.socket, "to whoever knows nothing of TLS\n");
-    handed.socket.write_all(b"and back\n").unwrap();
-    client.wait_for("and back");
+    if let Some(line) = scene.delivers(&accept, &mut client) {
+        assert_eq!(line["sni"], "own.test");
+        assert_eq!(line["version"], "TLSv1.2");
+        assert_eq!(line["offload"], "kernel");
+        let cipher = line["cipher"].as_str().unwrap();
+        assert!(cipher.ends_with("AES256-GCM-SHA384"), "{cipher}");
+        let peer = &line["peer"];
+        assert!(peer["address"].as_str().unwrap().starts_with("127.0.0.1:"));
+        assert_eq!(peer["verified"], false);
+        assert_eq!(line["record_limit"], 1 << 24);
+    }
     drop(client.child.stdin.take());
-    drop(handed);
     client.code();
     accept.settles(before);
 }
@@ -191,12 +164,8 @@ fn a_hello_may_come_byte_by_byte_and_in_records_of_a_byte() {
         return;
     }
     let scene = Scene::new();
-    let accept = scene.start("--fallback process");
-    let expect = |mut client: Process| {
-        let mut handed = scene.take();
-        client.say("a line\n");
-        says(&mut handed.socket, "a line\n");
-    };
+    let accept = scene.start("");
+    let expect = |mut client: Process| drop(scene.delivers(&accept, &mut client));
     expect(through(&scene, &accept.address, |to, hello| {
         for byte in hello {
             to.write_all(&[*byte]).unwrap();
@@ -217,33 +186,67 @@ fn a_hello_may_come_byte_by_byte_and_in_records_of_a_byte() {
 }
 
 #[test]
-fn k01_without_kernel_tls_and_without_a_fallback_a_client_gets_an_alert_and_the_log_a_line() {
+fn k01_without_kernel_tls_a_client_gets_an_alert_and_the_log_a_line() {
     if !is_here("openssl") || is_only_without_kernel_tls() {
         return;
     }
     let scene = Scene::new();
-    let mut accept = scene.start("");
-    let before = accept.held();
-    for _ in 0..2 {
-        let client = scene.client(&accept.address, "own.test", "-tls1_2");
-        client.wait_for("alert internal error");
-        let why = accept.process.wait_for("is refused");
-        assert!(
-            why.contains("for own.test is refused: this kernel"),
-            "{why}"
-        );
+    let chacha = "ECDHE-ECDSA-CHACHA20-POLY1305";
+    for (tls, client) in [
+        ("--tls 1.2", "-tls1_2"),
+        (&*format!("--tls 1.2 --ciphers {chacha}"), "-tls1_2"),
+        ("--tls 1.3", "-tls1_3"),
+    ] {
+        let more = format!("--else tcp:{} {tls}", scene.old.local_addr().unwrap());
+        let process = Process::start(scene.command("127.0.0.1:0", &more));
+        // On two outputs, hence in any order.
+        let lines = [process.wait_for(""), process.wait_for("")];
+        let with = |words: &str| {
+            let line = lines.iter().find(|line| line.contains(words));
+            line.unwrap_or_else(|| panic!("no {words:?} in {lines:?}"))
+        };
+        let address = with("listening on ").strip_prefix("listening on ");
+        let address = address.unwrap();
+        let warning = with("warning: clients of hand-off names are refused");
+        assert!(warning.contains("this kernel has no TLS"), "{warning}");
+        let mut accept = Accept {
+            address: address.to_owned(),
+            process,
+        };
+        let before = accept.held();
+        for _ in 0..2 {
+            let client = scene.client(address, "own.test", client);
+            client.wait_for("alert internal error");
+            let why = accept.process.wait_for("is refused");
+            assert!(
+                why.contains("for own.test is refused: this kernel"),
+                "{why}"
+            );
+        }
+        accept.settles(before);
+        // Nothing was handed over, though whoever takes it was asked for.
+        scene.taker.set_nonblocking(true).unwrap();
+        while let Ok((mut from, _)) = scene.taker.accept() {
+            let mut came = Vec::new();
+            from.read_to_end(&mut came).unwrap();
+            assert_eq!(came, b"");
+        }
+        accept.process.signal("TERM");
+        assert_eq!(accept.process.code(), Some(0));
+        let said = accept.process.said();
+        assert_eq!(said.len(), 1, "{said:?}");
     }
-    accept.settles(before);
-    // Nothing was handed over, though whoever takes it was asked for.
-    scene.taker.set_nonblocking(true).unwrap();
-    while let Ok((from, _)) = scene.taker.accept() {
-        let came = dunlin_handoff::pass::take(&from, &mut [0; 64], Instant::now() + PATIENCE);
-        assert_eq!(came.unwrap().descriptors.len(), 0);
+}
+
+#[test]
+fn k01_without_kernel_tls_and_without_a_server_behind_it_does_not_start() {
+    if is_only_without_kernel_tls() {
+        return;
     }
-    accept.process.signal("TERM");
-    assert_eq!(accept.process.code(), Some(0));
-    let said = accept.process.said();
-    assert_eq!(said.len(), 1, "{said:?}");
+    let done = finish(Scene::new().command("127.0.0.1:0", "")).expect(1);
+    assert_eq!(done.out, "");
+    assert_eq!(done.err.lines().count(), 1, "{done:?}");
+    assert!(done.err.contains("this kernel has no TLS"), "{done:?}");
 }
 
 #[test]
@@ -252,18 +255,19 @@ fn clients_are_asked_for_their_certificates_where_names_are_given() {
         return;
     }
     let scene = Scene::new();
-    let accept = scene.start("--fallback process --peer a.test");
+    let accept = scene.start("--peer a.test");
     let certificate = |name: &str| {
         let folder = scene.path(name);
         let of = |file: &str| folder.join(file).display().to_string();
         format!("-tls1_2 -cert {} -key {}", of("cert.pem"), of("key.pem"))
     };
-    let _client = scene.client(&accept.address, "own.test", &certificate("a"));
-    let handed = scene.take();
-    let peer = &handed.line["peer"];
-    assert_eq!(peer["verified"], true);
-    assert_eq!(peer["names"][0], "DNS a.test");
-    assert_eq!(peer["fingerprint"].as_str().unwrap().len(), 64);
+    let mut client = scene.client(&accept.address, "own.test", &certificate("a"));
+    if let Some(line) = scene.delivers(&accept, &mut client) {
+        let peer = &line["peer"];
+        assert_eq!(peer["verified"], true);
+        assert_eq!(peer["names"][0], "DNS a.test");
+        assert_eq!(peer["fingerprint"].as_str().unwrap().len(), 64);
+    }
     let _other = scene.client(&accept.address, "own.test", &certificate("b"));
     let why = accept.process.wait_for("is refused");
     assert!(why.contains("none of the allowed names"), "{why}");
@@ -415,25 +419,6 @@ fn a_server_that_is_not_there_is_one_line_and_a_reset() {
 }
 
 #[test]
-fn a_name_that_nobody_has_is_an_alert_where_there_is_no_server_behind() {
-    let scene = Scene::new();
-    if !is_here("openssl") {
-        return;
-    }
-    let accept = scene.start_alone("");
-    let mut client = accept.connect();
-    client
-        .write_all(&real_hello(&scene, "old.test", ""))
-        .unwrap();
-    let mut said = Vec::new();
-    client.read_to_end(&mut said).unwrap();
-    // unrecognized_name.
-    assert_eq!(said, [21, 3, 3, 0, 2, 2, 112]);
-    let why = accept.process.wait_for("for old.test is refused");
-    assert!(why.contains("nobody has the name"), "{why}");
-}
-
-#[test]
 fn a_signal_ends_it_when_its_clients_are_done_or_at_the_limit() {
     let scene = Scene::new();
     for (limit, is_cut) in [("30s", false), ("200ms", true)] {
@@ -468,20 +453,9 @@ fn certificates_are_read_anew_at_a_signal() {
         return;
     }
     let scene = Scene::new();
-    let accept = scene.start("--fallback process");
-    let handed = |name: &str| {
-        let of = |accept: &str| {
-            scene.client(
-                accept,
-                "own.test",
-                &format!("-tls1_2 -verify_hostname {name}"),
-            )
-        };
-        let client = of(&accept.address);
-        drop(scene.take());
-        client
-    };
-    drop(handed("own.test"));
+    let accept = scene.start("");
+    let mut client = scene.client(&accept.address, "own.test", "-tls1_2");
+    scene.delivers(&accept, &mut client);
     for file in ["cert.pem", "key.pem"] {
         fs::copy(scene.path("b").join(file), scene.path("own").join(file)).unwrap();
     }
@@ -524,45 +498,4 @@ fn a_socket_of_the_service_manager_is_taken() {
     far.read_exact(&mut [0]).unwrap();
     assert!(kill(child.id(), "KILL"));
     child.wait().unwrap();
-}
-
-/// The processes that a process has started or was left, those included that have ended.
-fn children(pid: u32) -> Vec<u32> {
-    let tasks = fs::read_dir(format!("/proc/{pid}/task")).unwrap();
-    let of = |task: std::io::Result<fs::DirEntry>| {
-        fs::read_to_string(task.unwrap().path().join("children")).unwrap()
-    };
-    let all: String = tasks.map(of).collect();
-    all.split_whitespace()
-        .map(|pid| pid.parse().unwrap())
-        .collect()
-}
-
-#[test]
-fn k13_the_first_process_of_a_container_keeps_no_carrier_that_has_ended() {
-    if !is_here("openssl") || is_only_without_kernel_tls() {
-        return;
-    }
-    let scene = Scene::new();
-    let inside = scene.command("127.0.0.1:0", "--fallback process");
-    let Some(command) = host::as_first_process(&inside) else {
-        return;
-    };
-    let process = Process::start(command);
-    let line = process.wait_for("listening on ");
-    let address = line.strip_prefix("listening on ").unwrap();
-    let accept = children(process.child.id())[0];
-    assert!(children(accept).is_empty());
-    let mut client = scene.client(address, "own.test", "-tls1_2");
-    let mut handed = scene.take();
-    client.say("a line\n");
-    says(&mut handed.socket, "a line\n");
-    // It was left to the first process when the one between had gone.
-    assert_eq!(children(accept).len(), 1);
-    drop((client, handed));
-    let until = Instant::now() + PATIENCE;
-    while !children(accept).is_empty() {
-        assert!(Instant::now() < until, "{:?} are left", children(accept));
-        thread::sleep(Duration::from_millis(20));
-    }
 }

@@ -36,9 +36,7 @@ fn both(scene: &Scene, accept: &Accept) -> Duration {
     far.write_all(b"y").unwrap();
     near.read_exact(&mut [0]).unwrap();
     let mut client = scene.client(&accept.address, "own.test", "-tls1_2");
-    let mut handed = scene.take();
-    client.say("a line\n");
-    handed.socket.read_exact(&mut [0; 7]).unwrap();
+    scene.delivers(accept, &mut client);
     began.elapsed()
 }
 
@@ -48,7 +46,7 @@ fn i7_a_thousand_slow_clients_disturb_neither_kind() {
         return;
     }
     let scene = Scene::new();
-    let accept = scene.start("--fallback process");
+    let accept = scene.start("");
     let before = accept.held();
     let alone = both(&scene, &accept);
     let hello = cut(&real_hello(&scene, "own.test", ""), 20);
@@ -238,10 +236,7 @@ fn i7_whoever_does_not_take_the_sockets_of_one_name_keeps_nobody_from_another() 
     while let Ok(one) = connect_unix(&path, Instant::now() + Duration::from_millis(50)) {
         queue.push(one);
     }
-    let more = format!(
-        "--fallback process --sni slow.test --to unix:{}",
-        path.display()
-    );
+    let more = format!("--sni slow.test --to unix:{}", path.display());
     let accept = scene.start(&more);
     let before = accept.held();
     let slow = || {
@@ -256,13 +251,11 @@ fn i7_whoever_does_not_take_the_sockets_of_one_name_keeps_nobody_from_another() 
     let why = accept.process.wait_for("is refused");
     assert!(why.contains("16 sockets of that name wait"), "{why}");
     let mut client = scene.client(&accept.address, "own.test", "-tls1_2");
-    let mut handed = scene.take();
-    client.say("a line\n");
-    handed.socket.read_exact(&mut [0; 7]).unwrap();
+    scene.delivers(&accept, &mut client);
     // The one too many was told, and in the end all are.
     for client in &clients {
         client.wait_for("alert internal error");
     }
-    drop((client, clients, handed));
+    drop((client, clients));
     accept.settles(before);
 }

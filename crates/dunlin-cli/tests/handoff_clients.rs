@@ -1,5 +1,5 @@
-//! The clients in `clients/`: both take the socket of `dunlin handoff connect`, use it with plain
-//! reads and writes, and say what xenopsd would when there is none.
+//! The clients in `clients/` without a socket: both log what xenopsd would. What they do with one is
+//! tested in `tests/kernel` `k15_clients`.
 #![allow(clippy::unwrap_used)]
 
 mod handoff_support;
@@ -10,7 +10,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use handoff_support::{Pool, are_here, feed, free_port, kernel_has_tls, pattern, run};
+use handoff_support::{Pool, are_here, feed, free_port, kernel_has_tls, run};
 use support::kill;
 
 /// The way to a program or a module of ours.
@@ -64,27 +64,6 @@ fn arguments(pool: &Pool, mut command: Command, port: u16, trusted: &str) -> Com
         .args(["127.0.0.1", &port.to_string()])
         .arg(pool.path(trusted));
     command
-}
-
-#[test]
-fn k15_programs_that_know_no_tls_send_to_a_stunnel() {
-    if !are_here(&["stunnel4", "openssl", "cc", "python3"]) || kernel_has_tls() {
-        return;
-    }
-    let is_soak = std::env::var_os("DUNLIN_SOAK").is_some_and(|soak| soak == "1");
-    let megabytes = if is_soak { 1024 } else { 64 };
-    let pool = Pool::new();
-    let stunnel = pool.stunnel("pool", "");
-    let bytes = pattern(megabytes << 20, 21);
-    for (name, start) in clients(&pool) {
-        let taken = stunnel.take_all();
-        let mut command = arguments(&pool, start(), stunnel.port, "pool.pem");
-        command.args(["--fallback", "process"]);
-        let done = feed(command, bytes.clone());
-        assert_eq!(done.code, 0, "{name}: {done:?}");
-        assert!(taken.join().unwrap() == bytes, "{name}");
-        assert_eq!(done.out, format!("{} bytes", bytes.len()), "{name}");
-    }
 }
 
 #[test]

@@ -1,5 +1,5 @@
 //! `dunlin handoff connect` against a real stunnel that is set up as xapi's, on a kernel that may
-//! have no TLS: what fails is one line, and where a process carries the connection it arrives.
+//! have no TLS: every failure is one line. Sockets are delivered in `tests/kernel`.
 #![allow(clippy::unwrap_used)]
 
 mod handoff_support;
@@ -10,21 +10,15 @@ mod host;
 mod namespaces;
 mod support;
 
-use std::fs::{self, File};
+use std::fs;
 use std::io::{Read, Write};
-use std::net::{Shutdown, TcpListener, TcpStream};
-use std::os::fd::OwnedFd;
+use std::net::TcpListener;
 use std::os::unix::fs::symlink;
-use std::os::unix::net::UnixStream;
 use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use handoff_support::{
-    CIPHERS, CURVES, Carrier, PATIENCE, Pool, are_here, call, carriers, free_port, kernel_has_tls,
-    pattern,
-};
-use support::ReadOnce as _;
+use handoff_support::{CIPHERS, CURVES, Pool, are_here, call, free_port, kernel_has_tls};
 use support::dunlin;
 
 /// The command failed in one line, which has these words, and passed nothing.
@@ -40,6 +34,18 @@ fn assert_refused(command: Command, words: &[&str]) {
         assert!(done.err.contains(words), "{words:?}: {done:?}");
     }
     assert!(begin.elapsed() < Duration::from_secs(20), "{done:?}");
+}
+
+/// The handshake is completed and the peer's certificate accepted: one socket comes, or the line
+/// about this kernel, which is asked behind both.
+fn assert_accepted(command: Command) {
+    match kernel_has_tls() {
+        true => {
+            let (done, sockets) = call(command);
+            assert_eq!((done.code, sockets.len()), (0, 1), "{done:?}");
+        }
+        false => assert_refused(command, &["this kernel has no TLS"]),
+    }
 }
 
 #[test]
@@ -96,30 +102,19 @@ fn k14_a_certificate_is_looked_at_before_the_kernel() {
     refused("past", "past", &["expired"]);
     refused("future", "future", &["not valid yet"]);
 
-    let accepted = |shown: &str, trusted: &str, more: &[&str]| {
+    let accepted = |shown: &str, trusted: &str| {
         let stunnel = pool.stunnel(shown, "");
-        let mut command = pool.connect(stunnel.port, trusted);
-        command.args(["--fallback", "process"]).args(more);
-        let (done, sockets) = call(command);
-        assert_eq!((done.code, sockets.len()), (0, 1), "{done:?}");
+        assert_accepted(pool.connect(stunnel.port, trusted));
     };
-    accepted("pool", "pool", &[]);
-    accepted("leaf", "leaf", &[]);
-    accepted("by-other", "other", &[]);
+    accepted("pool", "pool");
+    accepted("leaf", "leaf");
+    accepted("by-other", "other");
     let stunnel = pool.stunnel("past", "");
     let mut command = dunlin(["handoff", "connect", "--host", "localhost", "--no-verify"]);
     command
         .args(["--port", &stunnel.port.to_string(), "--sni", "pool"])
-        .args([
-            "--ciphers",
-            CIPHERS,
-            "--curves",
-            CURVES,
-            "--fallback",
-            "process",
-        ]);
-    let (done, sockets) = call(command);
-    assert_eq!((done.code, sockets.len()), (0, 1), "{done:?}");
+        .args(["--ciphers", CIPHERS, "--curves", CURVES]);
+    assert_accepted(command);
 
     // A name is demanded of whom it can be found in.
     let stunnel = pool.stunnel("pool", "");
@@ -166,22 +161,12 @@ fn what_cannot_be_is_refused_in_one_line() {
         (&["--host", "::1"], "::1"),
         (&["--sni", "not a name"], "as a server's name"),
         (&["--timeout", "0s"], "a limit of 0"),
+        (&["--fallback", "process"], "--fallback"),
     ] {
         assert_refused(with(more), &[words]);
     }
     let command = pool.connect(free_port(), "pool");
     assert_refused(command, &["cannot be reached: Connection refused"]);
-
-    // Whoever asked has died.
-    let (ours, theirs) = UnixStream::pair().unwrap();
-    drop(ours);
-    let mut command = with(&["--fallback", "process", "--send-fd", "0"]);
-    let mark = mark(&mut command, "nobody");
-    let done = command.stdin(OwnedFd::from(theirs)).output().unwrap();
-    let said = String::from_utf8(done.stderr).unwrap();
-    assert_eq!(done.status.code(), Some(1), "{said}");
-    assert!(said.contains("cannot be passed to --send-fd 0"), "{said}");
-    assert!(carriers(&mark).iter().all(Carrier::is_gone));
 
     for (number, words) in [
         ("77", "no descriptor that is open"),
@@ -284,165 +269,9 @@ fn k13_a_resolver_that_never_answers_is_waited_for_until_the_deadline() {
     );
 }
 
-/// The environment by which a test knows its own carriers.
-fn mark(command: &mut Command, name: &str) -> String {
-    let value = format!("{name}-{}", std::process::id());
-    command.env("DUNLIN_TEST_MARK", &value);
-    format!("DUNLIN_TEST_MARK={value}")
-}
-
 #[test]
-fn k13_a_carrier_holds_nothing_of_its_caller_s_and_ends_with_the_connection() {
-    if !are_here(&["stunnel4", "openssl"]) || kernel_has_tls() {
-        return;
-    }
-    let pool = Pool::new();
-    let stunnel = pool.stunnel("pool", "");
-    let taken = stunnel.take_all();
-    let mut command = pool.connect(stunnel.port, "pool");
-    command.args(["--fallback", "process"]);
-    let mark = mark(&mut command, "carrier");
-    // Both outputs are pipes that `call` reads to their end, which does not come while anybody
-    // holds them.
-    let (done, mut sockets) = call(command);
-    assert_eq!(done.code, 0, "{done:?}");
-    assert_eq!(done.err, "");
-    assert_eq!(
-        done.out,
-        "TLS in a process: TLSv1.2 ECDHE-RSA-AES256-GCM-SHA384\n"
-    );
-    let carrier = carriers(&mark).pop().unwrap();
-    let [_, _, _, session] = &carrier.stat()[..4] else {
-        panic!("{:?}", carrier.stat());
-    };
-    assert_ne!(*session, own_session());
-    let open = carrier.open();
-    let sockets_open = open.iter().filter(|name| name.starts_with("socket:"));
-    // The desk, the connection, the owner's.
-    assert_eq!(sockets_open.count(), 3, "{open:?}");
-    assert_eq!(open.len(), 5, "two of them /dev/null: {open:?}");
-
-    let mut socket = UnixStream::from(sockets.pop().unwrap());
-    socket.set_read_timeout(Some(PATIENCE)).unwrap();
-    let bytes = pattern(5_000_001, 7);
-    socket.write_all(&bytes).unwrap();
-    socket.shutdown(Shutdown::Write).unwrap();
-    let mut answer = String::new();
-    socket.read_to_string(&mut answer).unwrap();
-    assert_eq!(answer, "5000001 bytes");
-    assert!(taken.join().unwrap() == bytes);
-    drop(socket);
-    assert!(carrier.is_gone());
-}
-
-fn own_session() -> String {
-    let text = fs::read_to_string("/proc/self/stat").unwrap();
-    let fields = text.rsplit_once(')').unwrap().1;
-    fields.split_whitespace().nth(3).unwrap().to_owned()
-}
-
-#[test]
-fn a_carrier_ends_when_the_owner_has_died_or_the_peer_has() {
-    if !are_here(&["stunnel4", "openssl"]) || kernel_has_tls() {
-        return;
-    }
-    let pool = Pool::new();
-    let stunnel = pool.stunnel("pool", "");
-    for peer_dies in [false, true] {
-        let mut command = pool.connect(stunnel.port, "pool");
-        command.args(["--fallback", "process"]);
-        let mark = mark(&mut command, &format!("dies-{peer_dies}"));
-        let (done, mut sockets) = call(command);
-        assert_eq!(done.code, 0, "{done:?}");
-        let carrier = carriers(&mark).pop().unwrap();
-        let (stream, _) = stunnel.target.accept().unwrap();
-        let mut socket = UnixStream::from(sockets.pop().unwrap());
-        socket.write_all(b"a few words").unwrap();
-        if peer_dies {
-            drop(stream);
-            socket.set_read_timeout(Some(PATIENCE)).unwrap();
-            // An end, or an end that is an error: words of ours may not have been taken.
-            let _ = socket.read_to_end(&mut Vec::new());
-        } else {
-            let mut heard = [0; 11];
-            (&stream).read_exact(&mut heard).unwrap();
-        }
-        drop(socket);
-        assert!(carrier.is_gone());
-    }
-}
-
-#[test]
-fn a_record_that_was_changed_is_an_end_to_the_owner_of_a_carried_connection() {
-    if !are_here(&["stunnel4", "openssl"]) || kernel_has_tls() {
-        return;
-    }
-    let pool = Pool::new();
-    let stunnel = pool.stunnel("pool", "");
-    // Who can write into the connection.
-    let between = TcpListener::bind("127.0.0.1:0").unwrap();
-    let mut command = pool.connect(between.local_addr().unwrap().port(), "pool");
-    command.args(["--fallback", "process"]);
-    let to = stunnel.port;
-    let pump = thread::spawn(move || {
-        let near = between.accept().unwrap().0;
-        let far = TcpStream::connect(("127.0.0.1", to)).unwrap();
-        for (mut from, mut to) in [(&near, &far), (&far, &near)]
-            .map(|(from, to)| (from.try_clone().unwrap(), to.try_clone().unwrap()))
-        {
-            thread::spawn(move || std::io::copy(&mut from, &mut to));
-        }
-        near
-    });
-    let mark = mark(&mut command, "changed");
-    let (done, mut sockets) = call(command);
-    assert_eq!(done.code, 0, "{done:?}");
-    let carrier = carriers(&mark).pop().unwrap();
-    let mut socket = UnixStream::from(sockets.pop().unwrap());
-    socket.set_read_timeout(Some(PATIENCE)).unwrap();
-    let mut near = pump.join().unwrap();
-    near.write_all(&[23, 3, 3, 0, 40]).unwrap();
-    near.write_all(&[0; 40]).unwrap();
-    assert_eq!(socket.read_once(&mut [0]).unwrap(), 0);
-    let error = socket.write_all(b"more").unwrap_err();
-    assert_eq!(error.kind(), std::io::ErrorKind::BrokenPipe);
-    assert!(carrier.is_gone());
-}
-
-#[test]
-fn several_sockets_come_in_one_message_and_each_has_its_line() {
-    if !are_here(&["stunnel4", "openssl"]) || kernel_has_tls() {
-        return;
-    }
-    let pool = Pool::new();
-    let stunnel = pool.stunnel("pool", "");
-    let mut command = pool.connect(stunnel.port, "pool");
-    command.args("--fallback process --connections 3 --json".split(' '));
-    let (done, sockets) = call(command);
-    assert_eq!((done.code, sockets.len()), (0, 3), "{done:?}");
-    let lines = done.lines();
-    assert_eq!(lines.len(), 3);
-    for (line, socket) in lines.iter().zip(sockets) {
-        let address = format!("127.0.0.1:{}", stunnel.port);
-        assert_eq!(line["offload"], "process", "{line}");
-        assert_eq!(line["version"], "TLSv1.2", "{line}");
-        assert_eq!(line["cipher"], "ECDHE-RSA-AES256-GCM-SHA384", "{line}");
-        assert_eq!(line["curve"], "secp384r1", "{line}");
-        assert_eq!(line["peer"]["address"], *address, "{line}");
-        assert_eq!(line["peer"]["verified"], true, "{line}");
-        assert_eq!(line["record_limit"], 1 << 24, "{line}");
-        let (stream, _) = stunnel.target.accept().unwrap();
-        let mut file = File::from(socket);
-        file.write_all(b"plain").unwrap();
-        let mut heard = [0; 5];
-        (&stream).read_exact(&mut heard).unwrap();
-        assert_eq!(&heard, b"plain");
-    }
-}
-
-#[test]
-fn k04_tls_1_3_with_tickets_and_a_certificate_of_our_own() {
-    if !are_here(&["stunnel4", "openssl"]) || kernel_has_tls() {
+fn k04_tls_1_3_and_a_certificate_of_our_own() {
+    if !are_here(&["stunnel4", "openssl"]) {
         return;
     }
     let pool = Pool::new();
@@ -451,10 +280,8 @@ fn k04_tls_1_3_with_tickets_and_a_certificate_of_our_own() {
         pool.path("other.pem").display()
     );
     let stunnel = pool.stunnel("pool", &asks);
-    let mut command = pool.connect(stunnel.port, "pool");
-    command.args(["--fallback", "process"]);
     // What a TLS 1.2 server says of a client without a certificate.
-    assert_refused(command, &["alert"]);
+    assert_refused(pool.connect(stunnel.port, "pool"), &["alert"]);
 
     let identity = pool.path("identity");
     fs::create_dir(&identity).unwrap();
@@ -462,28 +289,13 @@ fn k04_tls_1_3_with_tickets_and_a_certificate_of_our_own() {
     fs::copy(pool.path("other.key"), identity.join("key.pem")).unwrap();
     fs::copy(pool.path("pool.pem"), identity.join("ca-cert.pem")).unwrap();
     let mut command = pool.connect(stunnel.port, "pool");
-    command
-        .args(["--fallback", "process", "--identity"])
-        .arg(&identity);
-    let (done, sockets) = call(command);
-    assert_eq!((done.code, sockets.len()), (0, 1), "{done:?}");
-    drop(sockets);
+    command.arg("--identity").arg(&identity);
+    assert_accepted(command);
 
     let stunnel = pool.stunnel("pool", "sslVersion = TLSv1.3");
-    let taken = stunnel.take_all();
     let mut command = pool.connect(stunnel.port, "pool");
-    command.args("--fallback process --tls 1.3 --ciphers TLS_AES_256_GCM_SHA384".split(' '));
-    let (done, mut sockets) = call(command);
-    assert_eq!((done.code, sockets.len()), (0, 1), "{done:?}");
-    assert_eq!(
-        done.out,
-        "TLS in a process: TLSv1.3 TLS_AES_256_GCM_SHA384\n"
-    );
-    let mut socket = UnixStream::from(sockets.pop().unwrap());
-    let bytes = pattern(1 << 20, 9);
-    socket.write_all(&bytes).unwrap();
-    socket.shutdown(Shutdown::Write).unwrap();
-    assert!(taken.join().unwrap() == bytes);
+    command.args("--tls 1.3 --ciphers TLS_AES_256_GCM_SHA384".split(' '));
+    assert_accepted(command);
 }
 
 #[test]

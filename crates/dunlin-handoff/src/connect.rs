@@ -3,8 +3,6 @@
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
-use std::os::unix::net::UnixStream;
-use std::process::Command;
 use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -12,7 +10,6 @@ use std::time::{Duration, Instant};
 use dunlin_linux::socket::{Liveness, remaining, set_liveness};
 use thiserror::Error;
 
-use super::carry::{self, CarryError};
 use dunlin_lane::handshake::HandshakeError;
 use dunlin_lane::handshake::UntrustedReason;
 use dunlin_lane::handshake::keyed::{self, Keyed};
@@ -131,16 +128,9 @@ pub fn connect(
         .map_err(|source| ConnectError::Socket { at, source })?;
     let begin = Instant::now();
     let keyed = keyed::client(stream, tls, deadline).map_err(|error| failed(at, tls, error))?;
-    let facts = Facts {
-        at: keyed.at,
-        version: keyed.version,
-        cipher: suite_name(keyed.suite),
-        curve: keyed.group.map_or("unknown", group_name),
-        peer: keyed
-            .certificates
-            .first()
-            .and_then(|leaf| tls.identity_of(leaf)),
-    };
+    let leaf = keyed.certificates.first();
+    let peer = leaf.and_then(|leaf| tls.identity_of(leaf));
+    let facts = Facts::of(&keyed, peer);
     Ok(Connected {
         facts,
         keyed,
@@ -148,19 +138,21 @@ pub fn connect(
     })
 }
 
-impl Connected {
-    /// Has a process of ours carry the connection in place of the kernel; see [`carry`]. The
-    /// socket that is returned is the end of whoever uses the connection.
-    ///
-    /// # Errors
-    /// [`CarryError`]; the connection is closed then.
-    pub fn carried(self, program: Command, deadline: Instant) -> Result<UnixStream, CarryError> {
-        carry::spawn(program, self.keyed, deadline)
+impl Facts {
+    /// What `keyed` tells of itself, and `peer` as the caller identified it.
+    pub(super) fn of(keyed: &Keyed, peer: Option<PeerIdentity>) -> Self {
+        Self {
+            at: keyed.at,
+            version: keyed.version,
+            cipher: suite_name(keyed.suite),
+            curve: keyed.group.map_or("unknown", group_name),
+            peer,
+        }
     }
 }
 
-/// Keep-alive alone, and no bound on what is unacknowledged: the socket's owner decides how long
-/// its peer may stand still.
+/// Sets keep-alive alone, and no bound on unacknowledged data: the programs at both ends decide how
+/// long a peer may stall.
 pub(super) fn keep_alive(stream: &TcpStream) -> io::Result<()> {
     let liveness = Liveness {
         user_timeout: Duration::ZERO,

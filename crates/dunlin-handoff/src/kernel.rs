@@ -1,5 +1,4 @@
-//! The kernel takes a connection over: its keys in both directions, and what the socket's new
-//! owner should know.
+//! The kernel takes over a connection's TLS: it gets the keys of both directions.
 
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
@@ -9,6 +8,7 @@ use thiserror::Error;
 
 use super::connect::Connected;
 use dunlin_lane::handshake::HandshakeError;
+use dunlin_lane::handshake::keyed::Keyed;
 use dunlin_lane::kernel::{self, Chosen, Inspector};
 use dunlin_lane::provider::TlsVersion;
 
@@ -28,7 +28,7 @@ pub struct Handed {
     pub chosen: Chosen,
 }
 
-/// Why a connection is not the kernel's.
+/// Why the kernel did not take over a connection.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum KernelError {
@@ -41,14 +41,6 @@ pub enum KernelError {
 }
 
 impl Connected {
-    /// Asks whether the kernel takes such a connection, without touching this one.
-    ///
-    /// # Errors
-    /// [`Refused`].
-    pub fn ask_kernel(&self) -> Result<(), Refused> {
-        kernel::abilities(self.keyed.cipher()?).map(|_| ())
-    }
-
     /// Gives the keys of both directions to the kernel. `inspector` finds what [`Chosen`] has of
     /// this one connection.
     ///
@@ -59,19 +51,29 @@ impl Connected {
         deadline: Instant,
         inspector: &dyn Inspector,
     ) -> Result<Handed, KernelError> {
-        let took = self.took;
         let mut keyed = self.keyed;
-        let version = match keyed.version {
-            TlsVersion::V1_2 => Version::V1_2,
-            TlsVersion::V1_3 => {
-                keyed.take_tickets(took.clamp(TICKETS.0, TICKETS.1), deadline)?;
-                Version::V1_3
-            }
-        };
-        kernel::install(&keyed.stream, &keyed.secrets, version)?;
+        if keyed.version == TlsVersion::V1_3 {
+            keyed.take_tickets(self.took.clamp(TICKETS.0, TICKETS.1), deadline)?;
+        }
+        let chosen = install(&keyed, inspector)?;
         Ok(Handed {
-            chosen: Chosen::of(&keyed.stream, keyed.cipher()?, inspector),
             stream: keyed.stream,
+            chosen,
         })
     }
+}
+
+/// Gives the keys of both directions to the kernel, and asks it what it has chosen for them.
+///
+/// # Errors
+/// [`Refused`]. The kernel may have one key of two, so the connection must be closed; after
+/// [`Refused::Gone`] the kernel has none.
+pub(crate) fn install(keyed: &Keyed, inspector: &dyn Inspector) -> Result<Chosen, Refused> {
+    let version = match keyed.version {
+        TlsVersion::V1_2 => Version::V1_2,
+        TlsVersion::V1_3 => Version::V1_3,
+    };
+    let cipher = keyed.cipher()?;
+    kernel::install(&keyed.stream, &keyed.secrets, version)?;
+    Ok(Chosen::of(&keyed.stream, cipher, inspector))
 }

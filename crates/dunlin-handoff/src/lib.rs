@@ -1,12 +1,11 @@
-//! The hand-off: sockets whose TLS is the kernel's, for programs that know nothing of TLS.
+//! The hand-off: connected sockets whose TLS the kernel does, for programs that do no TLS.
 //!
-//! [`connect`] makes the handshake with a peer that need not be Dunlin, [`kernel`] leaves the rest
-//! of TLS to the kernel, [`pass`] hands the socket over. Where the kernel has no TLS, and only if
-//! that was asked for, [`carry`] takes its place.
+//! [`connect`] performs the handshake with a peer that need not be Dunlin, [`kernel`] installs the
+//! keys of both directions in the kernel, and [`pass`] passes the socket to its owner. [`accept`]
+//! is the same for a server. Without kernel TLS there is no hand-off: nothing else seals records.
 #![forbid(unsafe_code)]
 
 pub mod accept;
-pub mod carry;
 pub mod connect;
 pub mod kernel;
 pub mod pass;

@@ -1,14 +1,12 @@
-//! Handing sockets over: one message on a unix socket, its bytes for whoever takes it to read,
-//! the sockets attached to the first of them (SCM_RIGHTS, unix(7)).
+//! Passing sockets to another program: one message on a unix socket, with the sockets attached to
+//! its first byte (SCM_RIGHTS, unix(7)).
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Instant;
 
 use dunlin_linux::fdpass;
-use dunlin_linux::socket::{wait_readable, wait_writable};
-
-pub use dunlin_linux::fdpass::{MOST, Received};
+use dunlin_linux::socket::wait_writable;
 
 /// Sends all of `payload`, and `sockets` with its first byte. This side's descriptors stay open.
 ///
@@ -43,19 +41,6 @@ pub fn give(
     }
 }
 
-/// Takes what of a message has arrived, as far as `payload` has room, and the sockets that came
-/// with it.
-///
-/// # Errors
-/// `TimedOut` when nothing comes before `deadline`, otherwise as [`fdpass::receive`] says.
-pub fn take(from: impl AsFd, payload: &mut [u8], deadline: Instant) -> io::Result<Received> {
-    let from = from.as_fd();
-    if !wait_readable(from, deadline)? {
-        return Err(io::ErrorKind::TimedOut.into());
-    }
-    fdpass::receive(from, payload)
-}
-
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
@@ -72,6 +57,9 @@ mod tests {
     #[test]
     fn a_payload_that_does_not_fit_at_once_brings_its_sockets_once() {
         let (here, there) = UnixStream::pair().unwrap();
+        there
+            .set_read_timeout(Some(Duration::from_secs(30)))
+            .unwrap();
         let (passed, _other) = UnixStream::pair().unwrap();
         let payload: Vec<u8> = (0..1_000_000_u32).map(|number| number as u8).collect();
         let expected = payload.clone();
@@ -82,8 +70,7 @@ mod tests {
         let (mut all, mut sockets) = (Vec::new(), 0);
         while all.len() < expected.len() {
             let mut part = vec![0; 65_536];
-            let deadline = Instant::now() + Duration::from_secs(30);
-            let received = take(&there, &mut part, deadline).unwrap();
+            let received = fdpass::receive(&there, &mut part).unwrap();
             assert_ne!(received.bytes, 0);
             all.extend_from_slice(&part[..received.bytes]);
             sockets += received.descriptors.len();
@@ -94,10 +81,8 @@ mod tests {
     }
 
     #[test]
-    fn whoever_does_not_take_or_give_is_waited_for_until_the_deadline() {
+    fn a_receiver_that_does_not_read_is_waited_for_until_the_deadline() {
         let (here, there) = UnixStream::pair().unwrap();
-        let error = take(&there, &mut [0], soon()).unwrap_err();
-        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
         let error = give(&here, &vec![0; 1 << 24], &[], soon()).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
         drop(there);

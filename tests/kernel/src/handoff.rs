@@ -143,6 +143,23 @@ pub fn connect(port: u16, more: &[&str]) -> Called {
 #[must_use]
 pub fn connect_as(user: u32, port: u16, more: &[&str]) -> Called {
     let (ours, theirs) = UnixStream::pair().expect("a socket pair");
+    let mut called = connect_to(theirs, user, port, more);
+    let received = fdpass::receive(&ours, &mut [0; 16]).expect("the desk stands");
+    called.sockets = received.descriptors;
+    called
+}
+
+/// The same for a caller that has gone: nothing can be passed to it.
+///
+/// # Panics
+/// It does not start.
+#[must_use]
+pub fn connect_for_nobody(port: u16, more: &[&str]) -> Called {
+    let (_, theirs) = UnixStream::pair().expect("a socket pair");
+    connect_to(theirs, 0, port, more)
+}
+
+fn connect_to(desk: UnixStream, user: u32, port: u16, more: &[&str]) -> Called {
     let mut command = Command::new("dunlin");
     command
         .args(["handoff", "connect", "--host", "127.0.0.1", "--sni", "pool"])
@@ -150,15 +167,13 @@ pub fn connect_as(user: u32, port: u16, more: &[&str]) -> Called {
         .args(["--ciphers", CIPHERS, "--curves", CURVE])
         .args(more)
         .uid(user)
-        .stdin(OwnedFd::from(theirs));
+        .stdin(OwnedFd::from(desk));
     let done = command.output().expect("dunlin is in the path");
-    drop(command);
-    let received = fdpass::receive(&ours, &mut [0; 16]).expect("the desk stands");
     Called {
         code: done.status.code(),
         out: String::from_utf8_lossy(&done.stdout).into_owned(),
         err: String::from_utf8_lossy(&done.stderr).into_owned(),
-        sockets: received.descriptors,
+        sockets: Vec::new(),
     }
 }
 
@@ -178,29 +193,34 @@ pub fn connected(stunnel: &Stunnel, more: &[&str]) -> (TcpStream, TcpStream) {
 }
 
 /// A `dunlin handoff accept` for the name "own", whose sockets go to the unix socket `taker` in the
-/// test's folder and whose others go to port 4443. Its log is `accept.log` there.
+/// test's folder. Its log is `accept.log` there.
 #[derive(Debug)]
 pub struct Accept {
     /// Where it listens.
     pub port: u16,
-    _process: Background,
+    process: Background,
 }
 
 impl Accept {
-    /// Starts it.
+    /// Starts it with the certificate `other.pem`; clients of other names go to port 4443.
     ///
     /// # Panics
     /// It does not start.
     #[must_use]
     pub fn start(guest: &Guest, tls: &str, more: &[&str]) -> Self {
-        let to = format!("unix:{}", guest.folder().join("taker").display());
+        let own = ["--else", "tcp:127.0.0.1:4443", "--tls", tls];
+        let certificate = ["--cert", "other.pem", "--key", "other.key"];
+        Self::start_alone(guest, &[&own[..], &certificate, more].concat())
+    }
+
+    /// Starts it without a certificate and a server behind it, unless `more` says otherwise.
+    ///
+    /// # Panics
+    /// It does not start.
+    #[must_use]
+    pub fn start_alone(guest: &Guest, more: &[&str]) -> Self {
         let log = File::create("accept.log").expect("the folder is ours");
-        let process = Command::new("dunlin")
-            .args(["handoff", "accept", "--listen", "127.0.0.1:0"])
-            .args(["--sni", "own", "--to", &to, "--else", "tcp:127.0.0.1:4443"])
-            .args(["--cert", "other.pem", "--key", "other.key", "--tls", tls])
-            .args(more)
-            .stdin(Stdio::null())
+        let process = Self::command(guest, more)
             .stdout(Stdio::piped())
             .stderr(log)
             .spawn();
@@ -216,7 +236,45 @@ impl Accept {
             .and_then(|port| port.parse().ok());
         Self {
             port: port.unwrap_or_else(|| panic!("no port: {line}")),
-            _process: process,
+            process,
+        }
+    }
+
+    /// What [`Accept::start_alone`] starts.
+    #[must_use]
+    pub fn command(guest: &Guest, more: &[&str]) -> Command {
+        let to = format!("unix:{}", guest.folder().join("taker").display());
+        let mut command = Command::new("dunlin");
+        command
+            .args(["handoff", "accept", "--listen", "127.0.0.1:0"])
+            .args(["--sni", "own", "--to", &to])
+            .args(more)
+            .stdin(Stdio::null());
+        command
+    }
+
+    /// How many descriptors and threads it has.
+    ///
+    /// # Panics
+    /// It has ended.
+    #[must_use]
+    pub fn held(&self) -> [usize; 2] {
+        ["fd", "task"].map(|what| {
+            let path = format!("/proc/{}/{what}", self.process.0.id());
+            fs::read_dir(path).expect("it runs").count()
+        })
+    }
+
+    /// Waits until it has as many descriptors and threads as `before`.
+    ///
+    /// # Panics
+    /// It keeps more.
+    pub fn settles(&self, before: [usize; 2]) {
+        let until = Instant::now() + PATIENCE;
+        while self.held() != before {
+            let held = self.held();
+            assert!(Instant::now() < until, "{held:?} are held, not {before:?}");
+            thread::sleep(Duration::from_millis(50));
         }
     }
 
@@ -269,10 +327,20 @@ pub fn take(taker: &UnixListener) -> (TcpStream, Value) {
 /// It does not start.
 #[must_use]
 pub fn client(port: u16, name: &str, version: &str) -> Background {
+    client_with(port, name, &[version])
+}
+
+/// The same with more arguments.
+///
+/// # Panics
+/// It does not start.
+#[must_use]
+pub fn client_with(port: u16, name: &str, more: &[&str]) -> Background {
     let to = format!("127.0.0.1:{port}");
     let child = Command::new("openssl")
         .args(["s_client", "-quiet", "-connect", &to])
-        .args(["-servername", name, version])
+        .args(["-servername", name])
+        .args(more)
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
@@ -334,7 +402,12 @@ pub enum Side {
 /// The content type behind which a side of TLS 1.2 seals (RFC 5246, section 7.1).
 const CHANGE_CIPHER_SPEC: u8 = 20;
 
-fn record(from: &mut TcpStream) -> Vec<u8> {
+/// The next record of a connection.
+///
+/// # Panics
+/// None comes.
+#[must_use]
+pub fn record(from: &mut TcpStream) -> Vec<u8> {
     let mut record = vec![0; 5];
     from.read_exact(&mut record).expect("it says more");
     let length = u16::from_be_bytes([record[3], record[4]]);

@@ -3,8 +3,7 @@
 
 use std::net::TcpListener;
 use std::path::PathBuf;
-use std::process::Command;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
@@ -12,14 +11,12 @@ use clap::{ArgGroup, Args, ValueEnum};
 use dunlin::lane::identity::{Files, Identity, LoadOptions, Role};
 use dunlin::lane::peers::Peers;
 use dunlin::lane::policy::ServerTls;
-use dunlin::lane::provider::{self, Offer, TlsVersion};
+use dunlin::lane::provider::{self, Offer};
 use dunlin_handoff::accept::{Acceptor, Event, Limits, Options, Other, Own, ProxyHeader, Target};
-use dunlin_handoff::carry::reap;
 use dunlin_ipsec::inspect::Netlink;
-use dunlin_linux::signals::{EndSignals, HangUps, unblock_in};
+use dunlin_linux::signals::{EndSignals, HangUps};
 
-use super::carry;
-use super::connect::{Fallback, Version};
+use super::connect::Version;
 use super::line::AcceptedLine;
 use crate::code::{DONE, FAILED};
 use crate::identity::{Reading, allowed_peers, load_identity};
@@ -34,8 +31,6 @@ const CIPHERS: &str = "ECDHE-ECDSA-AES256-GCM-SHA384:ECDHE-RSA-AES256-GCM-SHA384
                        ECDHE-ECDSA-AES128-GCM-SHA256:ECDHE-RSA-AES128-GCM-SHA256";
 /// The same in TLS 1.3.
 const CIPHERS_1_3: &str = "TLS_AES_256_GCM_SHA384:TLS_AES_128_GCM_SHA256";
-/// How often the first process of a container looks for carriers that have ended.
-const REAP_EVERY: Duration = Duration::from_secs(2);
 const CURVES: &str = "X25519:secp384r1:secp256r1";
 
 #[derive(Debug, Args)]
@@ -92,9 +87,6 @@ pub(crate) struct Accept {
     /// The same for the key exchange.
     #[arg(long, value_name = "LIST", default_value = CURVES)]
     curves: String,
-    /// Where the kernel has no TLS: refuse, or have a process of ours carry the connection.
-    #[arg(long, value_enum, default_value_t)]
-    fallback: Fallback,
     /// How long a client may take for its handshake.
     #[arg(long, value_name = "TIME", default_value = "10s", value_parser = parse_limit)]
     timeout: Duration,
@@ -150,7 +142,7 @@ impl Accept {
         wait_for(told, ends, hang_ups)?;
         println!("listening on {}", acceptor.address());
         manager.ready(&format!("clients connect to {}", acceptor.address()));
-        while let Some(event) = next(&events) {
+        for event in events {
             match event {
                 Heard::Failed => break,
                 Heard::Told(Told::Again) => {
@@ -203,26 +195,10 @@ impl Accept {
             Header::V1 => ProxyHeader::V1,
             Header::V2 => ProxyHeader::V2,
         });
-        let fallback = match self.fallback {
-            Fallback::None => None,
-            Fallback::Process => {
-                // Once, while this program is where it was started from.
-                let program = carry::program()?;
-                let again = move || {
-                    let mut command = Command::new(program.get_program());
-                    command.args(program.get_args());
-                    // It is to end at signals, which are blocked here.
-                    unblock_in(&mut command);
-                    command
-                };
-                Some(Box::new(again) as dunlin_handoff::accept::Fallback)
-            }
-        };
         Ok(Options {
             names: self.names.iter().zip(paths).map(of).collect(),
             other: self.other.clone().map(|to| Other { to, header }),
             forwards_plain: self.forward_plain,
-            fallback,
             line: Box::new(|arrived| AcceptedLine::of(arrived).to_json()),
             inspector: Box::new(Netlink),
             limits: Limits {
@@ -235,13 +211,13 @@ impl Accept {
 
     /// What handshakes are made with, read from the files as they are now.
     fn tls(&self) -> Result<ServerTls> {
-        let (version, ciphers) = match self.tls {
-            Version::V1_2 => (TlsVersion::V1_2, CIPHERS),
-            Version::V1_3 => (TlsVersion::V1_3, CIPHERS_1_3),
+        let ciphers = match self.tls {
+            Version::V1_2 => CIPHERS,
+            Version::V1_3 => CIPHERS_1_3,
         };
         let ciphers = self.ciphers.as_deref().unwrap_or(ciphers);
         let provider = provider::auto().provider;
-        let offer = Offer::new(version, ciphers, &self.curves, provider)?;
+        let offer = Offer::new(self.tls.into(), ciphers, &self.curves, provider)?;
         let (identity, warnings) = self.load()?;
         for warning in warnings {
             say(&format!("warning: {warning}"));
@@ -281,20 +257,6 @@ impl Accept {
         let (identity, warnings) = Identity::load_files(files, options)
             .with_context(|| format!("{} cannot be used", certificate.display()))?;
         Ok((identity, warnings.iter().map(ToString::to_string).collect()))
-    }
-}
-
-/// What is heard next. Meanwhile the first process of a container, to which carriers are left, lets
-/// those go that have ended.
-fn next(events: &Receiver<Heard>) -> Option<Heard> {
-    if std::process::id() != 1 {
-        return events.recv().ok();
-    }
-    loop {
-        match events.recv_timeout(REAP_EVERY) {
-            Err(RecvTimeoutError::Timeout) => reap(),
-            heard => return heard.ok(),
-        }
     }
 }
 

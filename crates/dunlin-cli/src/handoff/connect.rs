@@ -16,13 +16,10 @@ use clap::{ArgGroup, Args, ValueEnum};
 use dunlin::lane::identity::Role;
 use dunlin::lane::policy::{Bundle, HandoffTls, TrustPolicy};
 use dunlin::lane::provider::{self, Offer, TlsVersion};
-use dunlin_handoff::connect::{self, Connected};
-use dunlin_handoff::kernel::KernelError;
-use dunlin_handoff::pass;
+use dunlin_handoff::{connect, pass};
 use dunlin_ipsec::inspect::Netlink;
 use dunlin_linux::fdpass;
 
-use super::carry;
 use super::line::HandedLine;
 use crate::code;
 use crate::identity::{Reading, allowed_peers, load_identity};
@@ -84,9 +81,6 @@ pub(crate) struct Connect {
     /// After so long it has failed.
     #[arg(long, value_name = "TIME", default_value = "25s", value_parser = parse_limit)]
     timeout: Duration,
-    /// Where the kernel has no TLS: fail, or have a process of ours carry the connection.
-    #[arg(long, value_enum, default_value_t)]
-    fallback: Fallback,
     /// Print a JSON object for each socket instead of a line for people.
     #[arg(long)]
     json: bool,
@@ -101,11 +95,13 @@ pub(super) enum Version {
     V1_3,
 }
 
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub(super) enum Fallback {
-    #[default]
-    None,
-    Process,
+impl From<Version> for TlsVersion {
+    fn from(version: Version) -> Self {
+        match version {
+            Version::V1_2 => Self::V1_2,
+            Version::V1_3 => Self::V1_3,
+        }
+    }
 }
 
 impl Connect {
@@ -146,12 +142,8 @@ impl Connect {
     }
 
     fn tls(&self) -> Result<HandoffTls> {
-        let version = match self.tls {
-            Version::V1_2 => TlsVersion::V1_2,
-            Version::V1_3 => TlsVersion::V1_3,
-        };
         let provider = provider::auto().provider;
-        let offer = Offer::new(version, &self.ciphers, &self.curves, provider)?;
+        let offer = Offer::new(self.tls.into(), &self.ciphers, &self.curves, provider)?;
         let belief = match &self.cert_bundle_file {
             Some(path) => {
                 let bundle = Bundle::load(path).context("--cert-bundle-file cannot be used")?;
@@ -173,27 +165,10 @@ impl Connect {
 
     /// A socket that can be used without TLS, and what is said about it.
     fn one(&self, tls: &HandoffTls, deadline: Instant) -> Result<(OwnedFd, HandedLine)> {
-        let connect = || connect::connect(&self.host, self.port, tls, deadline);
-        let connected = connect()?;
-        let falls_back = self.fallback == Fallback::Process;
-        if falls_back && connected.ask_kernel().is_err() {
-            return carried(connected, deadline);
-        }
+        let connected = connect::connect(&self.host, self.port, tls, deadline)?;
         let facts = connected.facts.clone();
-        match connected.into_kernel(deadline, &Netlink) {
-            Ok(handed) => {
-                let line = HandedLine::kernel(&facts, &handed.chosen);
-                Ok((handed.stream.into(), line))
-            }
-            // It may have taken one key of two, so that connection is spent.
-            Err(KernelError::Refused(_)) if falls_back => carried(connect()?, deadline),
-            Err(error) => Err(error.into()),
-        }
+        let handed = connected.into_kernel(deadline, &Netlink)?;
+        let line = HandedLine::of(&facts, &handed.chosen);
+        Ok((handed.stream.into(), line))
     }
-}
-
-fn carried(connected: Connected, deadline: Instant) -> Result<(OwnedFd, HandedLine)> {
-    let line = HandedLine::process(&connected.facts);
-    let socket = connected.carried(carry::program()?, deadline)?;
-    Ok((socket.into(), line))
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use dunlin::lane::kernel::{Acceleration, Chosen, Device, RecordEngine};
-use dunlin_handoff::accept::{Arrived, Offload};
+use dunlin_handoff::accept::Arrived;
 use dunlin_handoff::connect::Facts;
 use dunlin_handoff::kernel::RECORD_LIMIT;
 use serde::Serialize;
@@ -14,7 +14,7 @@ use crate::line::DriverLine;
 /// One socket.
 #[derive(Debug, Serialize)]
 pub(super) struct HandedLine {
-    /// Who seals and opens its records: "kernel" or "process".
+    /// What seals and opens its records: "kernel".
     offload: &'static str,
     version: String,
     cipher: &'static str,
@@ -79,10 +79,7 @@ impl AcceptedLine {
     pub(super) fn of(arrived: &Arrived) -> Self {
         Self {
             sni: arrived.name.clone(),
-            handed: match &arrived.offload {
-                Offload::Kernel(chosen) => HandedLine::kernel(&arrived.facts, chosen),
-                Offload::Process => HandedLine::process(&arrived.facts),
-            },
+            handed: HandedLine::of(&arrived.facts, &arrived.chosen),
         }
     }
 
@@ -92,31 +89,17 @@ impl AcceptedLine {
 }
 
 impl HandedLine {
-    pub(super) fn kernel(facts: &Facts, chosen: &Chosen) -> Self {
+    pub(super) fn of(facts: &Facts, chosen: &Chosen) -> Self {
+        let peer = facts.peer.as_ref();
         Self {
+            offload: "kernel",
+            version: facts.version.to_string(),
+            cipher: facts.cipher,
+            curve: facts.curve,
             driver: chosen.driver.as_ref().map(DriverLine::from),
             acceleration: chosen.acceleration.map(AccelerationLine::from),
             device: chosen.device.as_ref().map(DeviceLine::from),
             tls_stat: chosen.counters.clone(),
-            ..Self::new("kernel", facts)
-        }
-    }
-
-    pub(super) fn process(facts: &Facts) -> Self {
-        Self::new("process", facts)
-    }
-
-    fn new(offload: &'static str, facts: &Facts) -> Self {
-        let peer = facts.peer.as_ref();
-        Self {
-            offload,
-            version: facts.version.to_string(),
-            cipher: facts.cipher,
-            curve: facts.curve,
-            driver: None,
-            acceleration: None,
-            device: None,
-            tls_stat: BTreeMap::new(),
             peer: PeerLine {
                 address: facts.at.to_string(),
                 verified: peer.is_some(),
@@ -160,10 +143,6 @@ impl From<&Device> for DeviceLine {
 
 impl fmt::Display for HandedLine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let what = match self.offload {
-            "kernel" => "kTLS active",
-            _ => "TLS in a process",
-        };
-        write!(f, "{what}: {} {}", self.version, self.cipher)
+        write!(f, "kTLS active: {} {}", self.version, self.cipher)
     }
 }

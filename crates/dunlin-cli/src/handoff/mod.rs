@@ -1,7 +1,6 @@
-//! `dunlin handoff`: sockets whose TLS is the kernel's, for programs that know nothing of TLS.
+//! `dunlin handoff`: connected sockets whose TLS the kernel does, for programs that do no TLS.
 
 mod accept;
-mod carry;
 mod connect;
 mod line;
 
@@ -26,16 +25,12 @@ pub(crate) enum Command {
     /// Take clients in: those of some names are handed over, all others connected with the server
     /// behind.
     Accept(accept::Accept),
-    /// Carry a connection where the kernel cannot; started by the other commands.
-    #[command(hide = true)]
-    Carry(carry::Carry),
 }
 
 pub(crate) fn run(command: &Command) -> Result<i32> {
     match command {
         Command::Connect(connect) => connect.run().map_err(|error| anyhow!(in_one_line(&error))),
         Command::Accept(accept) => accept.run(),
-        Command::Carry(carry) => carry.run(),
     }
 }
 

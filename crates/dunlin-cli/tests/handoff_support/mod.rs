@@ -3,19 +3,18 @@
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
 
 use std::fs;
-use std::io::Read;
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Command, Stdio};
-use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant};
+use std::thread;
+use std::time::Duration;
 
 use dunlin_linux::fdpass;
 
 use crate::support::process::Process;
-use crate::support::{Done, Scratch, dunlin, finish};
+use crate::support::{Done, Scratch, dunlin};
 
 /// Nothing that a test waits for takes longer.
 pub const PATIENCE: Duration = Duration::from_secs(60);
@@ -43,14 +42,13 @@ pub fn are_here(programs: &[&str]) -> bool {
     })
 }
 
-/// Whether this kernel has TLS, whose absence some tests are about.
+/// Whether sockets of this host can have TLS from the kernel, whose absence some tests are about.
 pub fn kernel_has_tls() -> bool {
-    let known = fs::read_to_string("/proc/sys/net/ipv4/tcp_available_ulp").unwrap_or_default();
-    // Modules load when they are asked for, so this may be asked too early; then the tests that
-    // need its absence fail and say what they got.
-    let has = known.split_whitespace().any(|ulp| ulp == "tls");
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let has = dunlin_linux::ktls::attach(&stream).is_ok();
     if has {
-        println!("not tested, this kernel has TLS: see `cargo xtask kernel --suite tls`");
+        println!("this kernel has TLS; without: see `cargo xtask kernel --suite tls`");
     }
     has
 }
@@ -176,30 +174,6 @@ pub struct Stunnel {
     pub target: TcpListener,
 }
 
-impl Stunnel {
-    /// Takes one connection behind the stunnel: reads all of it, answers with its digest, and
-    /// returns it.
-    pub fn take_all(&self) -> JoinHandle<Vec<u8>> {
-        let target = self.target.try_clone().unwrap();
-        thread::spawn(move || {
-            let (mut stream, _) = target.accept().unwrap();
-            stream.set_read_timeout(Some(PATIENCE)).unwrap();
-            let mut all = Vec::new();
-            stream.read_to_end(&mut all).unwrap();
-            answer(&mut stream, &all);
-            all
-        })
-    }
-}
-
-/// Says what came.
-pub fn answer(stream: &mut TcpStream, all: &[u8]) {
-    use std::io::Write;
-    stream
-        .write_all(format!("{} bytes", all.len()).as_bytes())
-        .unwrap();
-}
-
 /// A port that nobody uses now.
 pub fn free_port() -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -254,75 +228,4 @@ pub fn feed(mut command: Command, input: Vec<u8>) -> Done {
         out: String::from_utf8(done.stdout).unwrap(),
         err: String::from_utf8(done.stderr).unwrap(),
     }
-}
-
-pub fn pattern(bytes: usize, seed: u64) -> Vec<u8> {
-    let mut state = seed | 1;
-    (0..bytes)
-        .map(|_| {
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
-            (state >> 32) as u8
-        })
-        .collect()
-}
-
-/// Processes that carry connections and were started with this mark in their environment.
-pub fn carriers(mark: &str) -> Vec<Carrier> {
-    let mut found = Vec::new();
-    for entry in fs::read_dir("/proc").unwrap().flatten() {
-        let path = entry.path();
-        let Ok(environment) = fs::read(path.join("environ")) else {
-            continue;
-        };
-        let words = fs::read(path.join("cmdline")).unwrap_or_default();
-        let is_marked = contains(&environment, mark.as_bytes());
-        if is_marked && contains(&words, b"handoff\0carry\0") {
-            found.push(Carrier(path));
-        }
-    }
-    found
-}
-
-fn contains(all: &[u8], part: &[u8]) -> bool {
-    all.windows(part.len()).any(|window| window == part)
-}
-
-/// A process, by its directory in /proc.
-pub struct Carrier(PathBuf);
-
-impl Carrier {
-    /// The fields of stat(5) behind the name: state, parent, group, session.
-    pub fn stat(&self) -> Vec<String> {
-        let text = fs::read_to_string(self.0.join("stat")).unwrap();
-        let fields = text.rsplit_once(')').unwrap().1;
-        fields.split_whitespace().map(str::to_owned).collect()
-    }
-
-    /// What it has open.
-    pub fn open(&self) -> Vec<String> {
-        let entries = fs::read_dir(self.0.join("fd")).unwrap();
-        let target = |path: PathBuf| fs::read_link(path).unwrap().display().to_string();
-        let mut open: Vec<_> = entries.map(|entry| target(entry.unwrap().path())).collect();
-        open.sort();
-        open
-    }
-
-    /// Waits until it is gone, not even as a zombie.
-    pub fn is_gone(&self) -> bool {
-        let until = Instant::now() + PATIENCE;
-        while Path::new(&self.0).exists() {
-            if Instant::now() > until {
-                return false;
-            }
-            thread::sleep(Duration::from_millis(10));
-        }
-        true
-    }
-}
-
-/// A command of ours that fails at once.
-pub fn fails(command: Command) -> Done {
-    finish(command).expect(1)
 }

@@ -2,16 +2,16 @@
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
 
 use std::fs;
-use std::io::{ErrorKind, Read};
+use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dunlin_handoff::pass::take;
+use dunlin_linux::fdpass;
 use serde_json::Value;
 
 use super::support::process::Process;
@@ -27,10 +27,17 @@ pub struct Scene {
     pub old: TcpListener,
 }
 
-/// What was handed over.
+/// A delivered socket, and the line that came with it.
 pub struct Handed {
     pub line: Value,
-    pub socket: UnixStream,
+    pub socket: TcpStream,
+}
+
+/// Whether sockets of this host can have TLS from the kernel.
+pub fn kernel_has_tls() -> bool {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    dunlin_linux::ktls::attach(&stream).is_ok()
 }
 
 impl Scene {
@@ -79,27 +86,60 @@ impl Scene {
         accepted(&self.old)
     }
 
-    /// Everybody who is handed a socket.
+    /// The next socket that is delivered.
     pub fn take(&self) -> Handed {
+        let (line, socket) = self.taken();
+        let line = line.strip_suffix(b"\n").expect("a whole line");
+        let socket = TcpStream::from(socket.expect("a socket comes with the line"));
+        socket.set_read_timeout(Some(PATIENCE)).unwrap();
+        Handed {
+            line: serde_json::from_slice(line).unwrap(),
+            socket,
+        }
+    }
+
+    /// The bytes of the next connection to the taker, and the socket that comes with them, if any.
+    fn taken(&self) -> (Vec<u8>, Option<OwnedFd>) {
         self.taker.set_nonblocking(true).unwrap();
         let from = until(|| self.taker.accept()).0;
+        from.set_nonblocking(false).unwrap();
+        from.set_read_timeout(Some(PATIENCE)).unwrap();
         let mut line = Vec::new();
         let mut sockets: Vec<OwnedFd> = Vec::new();
         loop {
             let mut part = [0; 4096];
-            let came = take(&from, &mut part, Instant::now() + PATIENCE).unwrap();
+            let came = fdpass::receive(&from, &mut part).unwrap();
             sockets.extend(came.descriptors);
             line.extend_from_slice(&part[..came.bytes]);
             if came.bytes == 0 {
                 break;
             }
         }
-        assert_eq!(line.pop(), Some(b'\n'));
-        let socket = UnixStream::from(sockets.pop().unwrap());
-        assert!(sockets.is_empty());
-        socket.set_read_timeout(Some(PATIENCE)).unwrap();
-        let line = serde_json::from_slice(&line).unwrap();
-        Handed { line, socket }
+        assert!(sockets.len() <= 1);
+        (line, sockets.pop())
+    }
+
+    /// A client of `own.test` completes its handshake: its socket is delivered, carries a line each
+    /// way, and what was said of it is returned. Without kernel TLS the handshake is completed and
+    /// checked all the same; then the client gets an alert, the log the reason, and the taker nothing.
+    /// The delivery is tested in `tests/kernel` then.
+    pub fn delivers(&self, accept: &Accept, client: &mut Process) -> Option<Value> {
+        if !kernel_has_tls() {
+            let why = accept.process.wait_for("for own.test is refused");
+            assert!(why.contains("this kernel has no TLS"), "{why}");
+            client.wait_for("alert internal error");
+            let (line, socket) = self.taken();
+            assert!(line.is_empty() && socket.is_none(), "{line:?}");
+            return None;
+        }
+        let mut handed = self.take();
+        client.say("to a program without TLS\n");
+        let mut came = [0; 25];
+        handed.socket.read_exact(&mut came).unwrap();
+        assert_eq!(&came, b"to a program without TLS\n");
+        handed.socket.write_all(b"and back\n").unwrap();
+        client.wait_for("and back");
+        Some(handed.line)
     }
 
     /// OpenSSL's client, with a name that it wants.

@@ -47,25 +47,6 @@ pub fn in_own_mounts(script: &str, command: &Command) -> Option<Command> {
     Some(inside(command))
 }
 
-/// The command as the first process of a namespace of processes, as a container's is; none where
-/// that cannot be. Root needs no namespace of users for it, which nobody may make under chroot(2).
-pub fn as_first_process(command: &Command) -> Option<Command> {
-    for users in [&[][..], &["--user", "--map-root-user"]] {
-        let inside = |command: &Command| {
-            let mut unshare = Command::new("unshare");
-            unshare.args(users);
-            unshare.args(["--pid", "--fork", "--kill-child"]);
-            pass_on(&mut unshare, command);
-            unshare
-        };
-        if finish(inside(&Command::new("true"))).code == 0 {
-            return Some(inside(command));
-        }
-    }
-    skip("no namespace of processes, which needs root or a namespace of users");
-    None
-}
-
 /// The command with its arguments and environment, as arguments of another.
 pub fn pass_on(to: &mut Command, command: &Command) {
     to.arg(command.get_program()).args(command.get_args());

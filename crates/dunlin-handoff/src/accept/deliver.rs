@@ -7,20 +7,17 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dunlin_linux::ktls::Version;
 use dunlin_linux::socket::connect_unix;
 
-use super::{Arrived, Event, Offload, Own, Refusal, Shared};
-use crate::carry::{self, CarryError, NotRenewed};
+use super::alert::internal_error;
+use super::{Arrived, Event, Own, Refusal, Shared};
 use crate::connect::{Facts, keep_alive};
+use crate::kernel::install;
 use crate::pass::give;
 use dunlin_lane::handshake::keyed::Keyed;
 use dunlin_lane::handshake::linger;
-use dunlin_lane::kernel::{Chosen, Refused, abilities, takes};
+use dunlin_lane::kernel::{Refused, abilities};
 use dunlin_lane::peers::PeerIdentity;
-use dunlin_lane::provider::parts;
-use dunlin_lane::provider::{self, TlsVersion, group_name, suite_name};
-use dunlin_lane::relayed::halves;
 
 /// From a complete handshake until the socket is taken.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -51,10 +48,7 @@ pub(super) fn start(shared: &Arc<Shared>, own: usize, secured: Secured) {
     let (on_thread, named) = (Arc::clone(shared), name.clone());
     let body = move || {
         let delivered = match is_one_too_many {
-            true => {
-                give_up(secured.0);
-                Err(Refusal::Busy(most))
-            }
+            true => Err(give_up(&on_thread, secured.0, Refusal::Busy(most))),
             false => deliver(&on_thread, own, secured),
         };
         match delivered {
@@ -79,76 +73,51 @@ fn deliver(shared: &Shared, own: usize, (keyed, peer): Secured) -> Result<Event,
         to: to.clone(),
         source,
     };
-    // First: a client that nobody takes can still be told so.
+    // Before the keys are the kernel's: a client that nobody takes still gets an alert.
     let taker = match connect_unix(to, deadline) {
         Ok(taker) => taker,
-        Err(error) => {
-            give_up(keyed);
-            return Err(no_taker(error));
-        }
+        Err(error) => return Err(give_up(shared, keyed, no_taker(error))),
     };
     keep_alive(&keyed.stream)?;
-    let facts = Facts {
-        at: keyed.at,
-        version: keyed.version,
-        cipher: suite_name(keyed.suite),
-        curve: keyed.group.map_or("unknown", group_name),
-        peer,
-    };
-    let give = |socket: &dyn AsFd, offload: Offload| {
-        let arrived = Arrived {
-            name: name.clone(),
-            facts,
-            offload,
-        };
-        let line = (shared.options.line)(&arrived) + "\n";
-        give(&taker, line.as_bytes(), &[socket.as_fd()], deadline).map_err(no_taker)?;
-        Ok(Event::HandedOver {
-            arrived: Box::new(arrived),
-            to: to.clone(),
-        })
-    };
-    let (suite, _, _) = parts(&keyed.secrets.tx.1).map_err(CarryError::from)?;
-    let refused = match abilities(suite) {
-        Ok(_) => {
-            let version = match keyed.version {
-                TlsVersion::V1_2 => Version::V1_2,
-                TlsVersion::V1_3 => Version::V1_3,
-            };
-            if takes(&keyed.stream, &keyed.secrets, version)? {
-                let chosen = Chosen::of(&keyed.stream, suite, &*shared.options.inspector);
-                return give(&keyed.stream, Offload::Kernel(chosen));
-            }
-            // Nothing of it is the kernel's, so others may still use the keys.
-            Refused::Gone
-        }
-        Err(refused) => refused,
-    };
-    match &shared.options.fallback {
-        Some(program) => {
-            let carried = carry::spawn(program(), keyed, deadline)?;
-            give(&carried, Offload::Process)
-        }
-        None => {
-            give_up(keyed);
-            Err(refused.into())
-        }
+    if let Err(refused) = abilities(keyed.cipher()?) {
+        return Err(give_up(shared, keyed, refused.into()));
     }
+    let chosen = match install(&keyed, &*shared.options.inspector) {
+        // The kernel has none of the keys.
+        Err(refused @ Refused::Gone) => return Err(give_up(shared, keyed, refused.into())),
+        chosen => chosen?,
+    };
+    let arrived = Arrived {
+        name: name.clone(),
+        facts: Facts::of(&keyed, peer),
+        chosen,
+    };
+    let line = (shared.options.line)(&arrived) + "\n";
+    let socket = keyed.stream.as_fd();
+    give(&taker, line.as_bytes(), &[socket], deadline).map_err(no_taker)?;
+    Ok(Event::HandedOver {
+        arrived: Box::new(arrived),
+        to: to.clone(),
+    })
 }
 
-/// Ends a connection whose keys nobody else has, with the alert *internal_error*.
-fn give_up(keyed: Keyed) {
+/// Ends a connection whose keys the kernel does not have with the alert *internal_error*, and
+/// returns the reason.
+fn give_up(shared: &Shared, keyed: Keyed, refusal: Refusal) -> Refusal {
     let deadline = Instant::now() + FAREWELL;
-    let is_1_3 = keyed.version == TlsVersion::V1_3;
-    let provider = provider::auto().provider;
-    let Ok((mut sealing, _)) = halves(keyed.secrets, is_1_3, provider, Box::new(NotRenewed)) else {
-        return;
-    };
-    // All of it fails only where nobody is left to be told, or does not read.
-    let _ = keyed.stream.set_write_timeout(Some(FAREWELL));
-    if let Ok(alert) = sealing.internal_error() {
-        let _ = (&keyed.stream).write_all(&alert);
-        linger(&keyed.stream, deadline);
+    let Keyed {
+        stream,
+        suite,
+        secrets,
+        ..
+    } = keyed;
+    // All of it fails only where no client is left to read the alert, or it does not read.
+    let _ = stream.set_write_timeout(Some(FAREWELL));
+    let config = shared.tls.config();
+    if let Some(alert) = internal_error(secrets.tx, suite, config.crypto_provider()) {
+        let _ = (&stream).write_all(&alert);
+        linger(&stream, deadline);
     }
-    let _ = keyed.stream.shutdown(Shutdown::Both);
+    let _ = stream.shutdown(Shutdown::Both);
+    refusal
 }

@@ -13,12 +13,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dunlin_linux::socket::{
-    Liveness, connect_unix_unless, connect_unless, set_liveness, set_reset_on_close,
-};
+use dunlin_linux::socket::{connect_unix_unless, connect_unless, set_reset_on_close};
 
 use super::token::{Of, Side, token};
 use super::{Event, Other, Refusal, Shared, Target};
+use crate::connect::keep_alive;
 use dunlin_lane::reach::first_of;
 use dunlin_lane::splice::{OneWay, Pause, Stop};
 
@@ -313,15 +312,6 @@ fn make_room(shared: &Shared) -> bool {
         }
         None => false,
     }
-}
-
-/// Keep-alive alone: how long one of them may stand still is theirs to say.
-fn keep_alive(stream: &TcpStream) -> io::Result<()> {
-    let liveness = Liveness {
-        user_timeout: Duration::ZERO,
-        ..Liveness::default()
-    };
-    set_liveness(stream, &liveness)
 }
 
 fn reset(stream: &TcpStream) {

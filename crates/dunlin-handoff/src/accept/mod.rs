@@ -15,6 +15,7 @@
 //!
 //! Nobody costs a thread before his hello is whole; a handshake is made at the door as well.
 
+mod alert;
 mod client;
 mod deliver;
 mod door;
@@ -28,7 +29,6 @@ use std::fmt;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;
-use std::process::Command;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -39,13 +39,13 @@ use dunlin_proto::client_hello::NoHello;
 use thiserror::Error;
 
 pub use self::proxy::ProxyHeader;
-use super::carry::CarryError;
 use super::connect::Facts;
 use door::AcceptLoop;
 use dunlin_lane::accept::RejectReason;
 use dunlin_lane::handshake::HandshakeError;
-use dunlin_lane::kernel::{Chosen, Inspector, Refused};
+use dunlin_lane::kernel::{Chosen, Inspector, Refused, abilities};
 use dunlin_lane::policy::ServerTls;
+use dunlin_lane::provider::CipherSuite;
 use forward::Forwarded;
 
 /// A name that is ours.
@@ -104,9 +104,6 @@ impl Default for Limits {
     }
 }
 
-/// Makes the command that carries a connection where the kernel has no TLS: see
-/// [`carry::run`](super::carry::run).
-pub type Fallback = Box<dyn Fn() -> Command + Send + Sync>;
 /// Makes the line that goes with a socket, without its end.
 pub type Description = Box<dyn Fn(&Arrived) -> String + Send + Sync>;
 
@@ -118,8 +115,6 @@ pub struct Options {
     pub other: Option<Other>,
     /// What does not begin as TLS does goes to that server too.
     pub forwards_plain: bool,
-    /// Without one, a client is refused where the kernel has no TLS.
-    pub fallback: Option<Fallback>,
     /// What is said of a socket to whoever takes it.
     pub line: Description,
     /// What asks the kernel about a connection that was given to it.
@@ -135,17 +130,20 @@ pub struct Arrived {
     pub name: String,
     /// What its handshake has shown and agreed on.
     pub facts: Facts,
-    /// Who seals and opens.
-    pub offload: Offload,
+    /// What the kernel has chosen for it.
+    pub chosen: Chosen,
 }
 
-/// Who seals and opens a connection that is handed over.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Offload {
-    /// The kernel, and what it has chosen.
-    Kernel(Chosen),
-    /// A process of ours.
-    Process,
+/// Why no clients are accepted.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum StartError {
+    /// The kernel has no TLS, and there is no server behind that clients could be forwarded to.
+    #[error(transparent)]
+    Kernel(#[from] Refused),
+    /// No descriptors or threads are left.
+    #[error(transparent)]
+    Io(#[from] io::Error),
 }
 
 /// Why a client came to nothing.
@@ -185,9 +183,6 @@ pub enum Refusal {
     /// The kernel has no TLS for it.
     #[error(transparent)]
     Kernel(#[from] Refused),
-    /// Nor has a process of ours.
-    #[error(transparent)]
-    Carry(#[from] CarryError),
     /// Whoever should take its socket does not.
     #[error("nobody takes its socket at {}: {source}; start the program that listens there", .to.display())]
     NoTaker {
@@ -262,6 +257,9 @@ pub enum Event {
         /// Why.
         refusal: Refusal,
     },
+    /// The kernel has no TLS when the port opens: clients of hand-off names are refused, those of
+    /// other names are forwarded.
+    NoKernelTls(Refused),
     /// Nobody can be accepted for want of descriptors or memory. Told once, until somebody was.
     Starved(io::Error),
     /// Nobody is accepted any more.
@@ -310,13 +308,19 @@ impl Acceptor {
     /// [`Identity::handoff_server`](dunlin_lane::identity::Identity::handoff_server).
     ///
     /// # Errors
-    /// No descriptors or threads are left.
+    /// [`StartError`].
     pub fn start(
         listener: TcpListener,
         tls: ServerTls,
         options: Options,
         observer: impl Fn(Event) + Send + Sync + 'static,
-    ) -> io::Result<Self> {
+    ) -> Result<Self, StartError> {
+        // Every kernel that has TLS has it with this cipher.
+        match abilities(CipherSuite::Aes256Gcm) {
+            Err(refused) if options.other.is_none() => return Err(refused.into()),
+            Err(refused) => observer(Event::NoKernelTls(refused)),
+            Ok(_) => {}
+        }
         listener.set_nonblocking(true)?;
         let address = listener.local_addr()?;
         let (waker, wakeup) = waker()?;
@@ -455,7 +459,7 @@ impl fmt::Display for Event {
                     to.display(),
                     facts.version,
                     facts.cipher,
-                    arrived.offload
+                    arrived.chosen
                 )
             }
             Self::Forwarded { from, name } => {
@@ -470,20 +474,15 @@ impl fmt::Display for Event {
                 who(f, from, name)?;
                 write!(f, " is refused: {refusal}")
             }
+            Self::NoKernelTls(refused) => write!(
+                f,
+                "warning: clients of hand-off names are refused, all others are forwarded: {refused}"
+            ),
             Self::Starved(error) => write!(
                 f,
                 "nobody can be accepted for want of descriptors or memory: {error}; raise the limit of open files (`ulimit -n`)"
             ),
             Self::Failed(error) => write!(f, "nobody is accepted any more: {error}"),
-        }
-    }
-}
-
-impl fmt::Display for Offload {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Kernel(chosen) => write!(f, "{chosen}"),
-            Self::Process => f.write_str("sealed by a process"),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! A connection whose other side ends it together with the handshake takes no keys: the hand-off fails in one line, the client gets an alert, and where a process may carry it it is carried.
+//! A connection whose other side ends it together with the handshake takes no keys: the hand-off fails in one line, and a client gets an alert.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixListener;
@@ -24,13 +24,13 @@ fn main() -> ExitCode {
         certificate(guest, "pool");
         certificate(guest, "other");
         guest.command("modprobe", &["tls"]);
-        connect_fails_in_one_line_or_has_it_carried(guest);
+        connect_fails_in_one_line(guest);
         accept_says_so_to_the_client_and_to_the_log(guest);
     })
 }
 
 /// The server ends it.
-fn connect_fails_in_one_line_or_has_it_carried(guest: &Guest) {
+fn connect_fails_in_one_line(guest: &Guest) {
     let stunnel = stunnel(guest, 4443, "");
     let port = end_with_handshake(Side::Server, stunnel.port);
     let called = connect(port, &["--no-verify"]);
@@ -38,13 +38,6 @@ fn connect_fails_in_one_line_or_has_it_carried(guest: &Guest) {
     assert_eq!(called.err, format!("dunlin: {GONE}\n"));
     assert_eq!((called.out.as_str(), called.sockets.len()), ("", 0));
     assert_eq!(stat(guest, "TlsTxSw"), 0, "no keys were the kernel's");
-
-    // The kernel as such takes them, so that connection is spent and another is made.
-    let port = end_with_handshake(Side::Server, stunnel.port);
-    let called = connect(port, &["--no-verify", "--fallback", "process"]);
-    assert_eq!(called.code, Some(1), "{called:?}");
-    assert!(called.err.contains("refused"), "{called:?}");
-    assert_eq!(called.sockets.len(), 0);
 }
 
 /// The client ends its direction and goes on listening.

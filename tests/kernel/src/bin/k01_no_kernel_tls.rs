@@ -1,7 +1,9 @@
 //! A socket takes keys only while it is connected; a module that is not loaded is nowhere to be seen without CAP_NET_ADMIN.
 
 use std::env;
+use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener};
+use std::os::unix::net::UnixListener;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode};
 
@@ -9,13 +11,11 @@ use dunlin::lane::kernel::{Refused, choose};
 
 use dunlin::lane::offload::Offload;
 use dunlin::lane::provider::CipherSuite;
-use dunlin_kernel_tests::handoff::{self, certificate, exchange, pattern, stunnel};
+use dunlin_kernel_tests::handoff::{self, Accept, Stunnel, certificate, client, stunnel};
 use dunlin_kernel_tests::tls::{Keys, connected, errno, kernels, receive, set};
 use dunlin_kernel_tests::{Guest, Needs, run};
 use dunlin_linux::ktls::{Direction, attach, installed};
 use nix::errno::Errno;
-
-const BYTES: usize = 1 << 20;
 
 /// Says that this process is the one without privileges.
 const UNPRIVILEGED: &str = "RIG_UNPRIVILEGED";
@@ -110,12 +110,41 @@ fn lanes_and_the_hand_off_go_on_without(guest: &Guest) {
     assert!(called.err.contains("modprobe tls"), "{called:?}");
     // Stunnel has a connection for each handshake that was whole.
     let _ = stunnel.target.accept().expect("stunnel connects");
-    let more = ["--no-verify", "--fallback", "process", "--json"];
-    let called = handoff::connect(stunnel.port, &more);
-    assert!(called.out.contains("\"offload\":\"process\""), "{called:?}");
-    let near = called.sockets.into_iter().next().expect("one came");
-    let (far, _) = stunnel.target.accept().expect("stunnel connects");
-    exchange(&near.into(), &far, &pattern(BYTES, 1), &pattern(BYTES, 2));
+    accept_forwards_and_hands_nothing_over(guest, &stunnel);
+    let certificate = ["--cert", "other.pem", "--key", "other.key"];
+    let done = Accept::command(guest, &certificate).output();
+    let done = done.expect("dunlin is in the path");
+    let said = String::from_utf8_lossy(&done.stderr);
+    assert_eq!(done.status.code(), Some(1), "{said}");
+    assert_eq!((done.stdout.len(), said.lines().count()), (0, 1), "{said}");
+    assert!(said.contains("modprobe tls"), "{said}");
+}
+
+fn accept_forwards_and_hands_nothing_over(guest: &Guest, stunnel: &Stunnel) {
+    let taker = UnixListener::bind("taker").expect("the folder is ours");
+    let accept = Accept::start(guest, "1.2", &[]);
+    let warning = accept.says("are refused, all others are forwarded");
+    assert!(warning.contains("modprobe tls"), "{warning}");
+    let mut own = client(accept.port, "own", "-tls1_2");
+    let line = accept.says("is refused");
+    assert!(line.contains("for own is refused"), "{line}");
+    assert!(line.contains("modprobe tls"), "{line}");
+    let mut said = String::new();
+    let errors = own.0.stderr.as_mut().expect("it was asked for");
+    errors.read_to_string(&mut said).expect("it is text");
+    assert!(said.contains("alert internal error"), "{said}");
+    let mut passed = Vec::new();
+    let mut asked = taker.accept().expect("it listens").0;
+    asked.read_to_end(&mut passed).expect("it ends");
+    assert_eq!(passed, b"");
+
+    let mut other = client(accept.port, "pool", "-tls1_2");
+    let (mut served, _) = stunnel.target.accept().expect("stunnel connects");
+    served.write_all(b"hello\n").expect("it is sent");
+    let mut came = [0; 6];
+    let out = other.0.stdout.as_mut().expect("it was asked for");
+    out.read_exact(&mut came).expect("it comes");
+    assert_eq!(&came, b"hello\n");
 }
 
 /// Runs this test as nobody, who expects this of a socket.

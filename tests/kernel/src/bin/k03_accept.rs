@@ -1,7 +1,7 @@
 //! `dunlin handoff accept`: an own name's socket has the kernel's TLS, whatever has come before it had; all others reach a stunnel.
 
 use std::fs;
-use std::io::{Read, Write};
+use std::io::{self, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::AsRawFd;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -10,7 +10,9 @@ use std::process::{Child, ExitCode};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dunlin_kernel_tests::handoff::{Accept, certificate, client, pattern, stunnel_to, take};
+use dunlin_kernel_tests::handoff::{
+    Accept, Background, certificate, client, client_with, pattern, record, stunnel_to, take,
+};
 use dunlin_kernel_tests::{Guest, Needs, run};
 use dunlin_linux::ktls::{self, Cipher, Direction, Version};
 use dunlin_linux::socket::{connect_unix, unread_bytes};
@@ -40,10 +42,20 @@ fn main() -> ExitCode {
         let few = Backlog::new(1).expect("it is a number");
         listen(&taker, few).expect("it listens already");
 
-        let accept = Accept::start(guest, "1.2", &[]);
+        let slow = guest.folder().join("slow");
+        let nobody = UnixListener::bind(&slow).expect("the folder is ours");
+        listen(&nobody, few).expect("it listens already");
+        let to = format!("unix:{}", slow.display());
+        let accept = Accept::start(guest, "1.2", &["--sni", "slow", "--to", &to]);
+        let before = accept.held();
         the_other_name_reaches_the_stunnel(guest, accept.port, &service);
         both_directions_are_the_kernels(guest, accept.port, &taker);
+        accept.settles(before);
         what_came_before_the_keys_is_read(guest, accept.port, "-tls1_2", &taker);
+        a_hello_in_pieces_is_understood(accept.port, &taker);
+        slow_clients_and_slow_takers_delay_no_other(&accept, &slow, &taker);
+        accept.settles(before);
+        who_has_ended_before_the_keys_is_refused(guest, &accept, &taker);
         drop(accept);
 
         let accept = Accept::start(guest, "1.3", &[]);
@@ -51,8 +63,7 @@ fn main() -> ExitCode {
         assert_eq!(stat(guest, "TlsDecryptError"), 0);
         drop(accept);
 
-        let accept = Accept::start(guest, "1.2", &["--fallback", "process"]);
-        who_has_ended_before_the_keys_is_carried(guest, accept.port, &taker);
+        who_the_client_is_comes_with_its_socket(guest, &taker);
     })
 }
 
@@ -83,10 +94,15 @@ fn the_other_name_reaches_the_stunnel(guest: &Guest, port: u16, service: &TcpLis
 }
 
 fn both_directions_are_the_kernels(guest: &Guest, port: u16, taker: &UnixListener) {
-    let mut client = client(port, "own", "-tls1_2");
+    // Upper and lower case are one.
+    let mut client = client(port, "OWN", "-tls1_2");
     let (mut socket, line) = take(taker);
     assert_eq!(line["offload"], "kernel");
     assert_eq!(line["sni"], "own");
+    assert_eq!(line["peer"]["verified"], false, "{line}");
+    let address = line["peer"]["address"].as_str().expect("it has one");
+    assert!(address.starts_with("127.0.0.1:"), "{line}");
+    assert_eq!(line["record_limit"], 1 << 24, "{line}");
     assert_eq!(line["version"], "TLSv1.2");
     assert_eq!(line["cipher"], "ECDHE-RSA-AES256-GCM-SHA384");
     assert!(line["driver"]["priority"].as_u64() > Some(100), "{line}");
@@ -118,7 +134,7 @@ fn what_came_before_the_keys_is_read(
     taker: &UnixListener,
 ) {
     let before = stat(guest, "TlsRxSw");
-    let queue = fill_queue();
+    let queue = fill_queue(Path::new("taker"));
     let mut client = client(port, "own", version);
     let early = pattern(EARLY, 7);
     let mut input = client.0.stdin.take().expect("it was asked for");
@@ -135,12 +151,11 @@ fn what_came_before_the_keys_is_read(
     exchange(&mut client.0, &mut socket);
 }
 
-/// The kernel takes no keys of a connection whose other side has ended it: it was given nothing, and
-/// a process can still read what was said.
-fn who_has_ended_before_the_keys_is_carried(guest: &Guest, port: u16, taker: &UnixListener) {
+/// The kernel takes no keys of a connection whose other side has ended it while its taker was late.
+fn who_has_ended_before_the_keys_is_refused(guest: &Guest, accept: &Accept, taker: &UnixListener) {
     let before = stat(guest, "TlsRxSw");
-    let queue = fill_queue();
-    let mut client = client(port, "own", "-tls1_2");
+    let queue = fill_queue(Path::new("taker"));
+    let mut client = client(accept.port, "own", "-tls1_2");
     let mut input = client.0.stdin.take().expect("it was asked for");
     input.write_all(b"last words").expect("it is taken");
     // The client reads its input once its handshake is over.
@@ -153,20 +168,113 @@ fn who_has_ended_before_the_keys_is_carried(guest: &Guest, port: u16, taker: &Un
     drop((input, client));
     thread::sleep(Duration::from_millis(200));
     empty_queue(queue, taker);
-    let (mut socket, line) = take(taker);
-    assert_eq!(line["offload"], "process");
-    let mut came = Vec::new();
-    socket.read_to_end(&mut came).expect("it has come");
-    assert_eq!(came, b"last words");
-    // But for the probe's, of which one socket has both keys and the other too.
-    assert!(stat(guest, "TlsRxSw") <= before + 2);
+    let line = accept.says("the peer has ended the connection");
+    assert!(line.contains("for own is refused"), "{line}");
+    // The taker was connected to, and got nothing.
+    let mut passed = Vec::new();
+    let mut asked = taker.accept().expect("it listens").0;
+    asked.read_to_end(&mut passed).expect("it ends");
+    assert_eq!(passed, b"");
+    assert_eq!(stat(guest, "TlsRxSw"), before, "no key was the kernel's");
+}
+
+/// A hello in records of two bytes and segments of three.
+fn a_hello_in_pieces_is_understood(port: u16, taker: &UnixListener) {
+    let between = TcpListener::bind("127.0.0.1:0").expect("the loopback is up");
+    let near = between.local_addr().expect("it is bound").port();
+    let mut client = client(near, "own", "-tls1_2");
+    let (mut from, _) = between.accept().expect("it listens");
+    let hello = record(&mut from);
+    let mut to = TcpStream::connect(("127.0.0.1", port)).expect("accept listens");
+    to.set_nodelay(true).expect("it is a socket");
+    let mut pieces = Vec::new();
+    for part in hello[5..].chunks(2) {
+        pieces.extend_from_slice(&hello[..3]);
+        pieces.extend([0, part.len() as u8]);
+        pieces.extend_from_slice(part);
+    }
+    for part in pieces.chunks(3) {
+        to.write_all(part).expect("it is sent");
+        thread::sleep(Duration::from_micros(200));
+    }
+    let mut back = (
+        to.try_clone().expect("descriptors are left"),
+        from.try_clone().expect("descriptors are left"),
+    );
+    thread::spawn(move || io::copy(&mut back.0, &mut back.1));
+    thread::spawn(move || io::copy(&mut from, &mut to));
+    hears(&mut client, &take(taker).0);
+}
+
+/// 130 clients that say nothing or a part of their hello, and one whose taker does not accept.
+fn slow_clients_and_slow_takers_delay_no_other(accept: &Accept, slow: &Path, taker: &UnixListener) {
+    let queue = fill_queue(slow);
+    let waiting = client(accept.port, "slow", "-tls1_2");
+    let part = [22, 3, 1, 1, 0, 1, 0, 0, 252, 3, 3];
+    let clients: Vec<_> = (0..130)
+        .map(|number| {
+            let mut one = TcpStream::connect(("127.0.0.1", accept.port)).expect("it listens");
+            one.write_all(&part[..number % part.len()])
+                .expect("it is sent");
+            one
+        })
+        .collect();
+    let mut own = client(accept.port, "own", "-tls1_2");
+    hears(&mut own, &take(taker).0);
+    let line = accept.says("for slow is refused");
+    assert!(line.contains("nobody takes its socket"), "{line}");
+    drop((queue, waiting, clients));
+}
+
+/// A certificate is demanded where `--peer` names it; without a server behind, other names get an
+/// alert.
+fn who_the_client_is_comes_with_its_socket(guest: &Guest, taker: &UnixListener) {
+    guest.command("dunlin", &["pki", "init", "ca"]);
+    for (name, folder) in [("own.test", "own"), ("a.test", "a"), ("b.test", "b")] {
+        let issue = ["pki", "issue", "--ca", "ca", "--name", name, folder];
+        guest.command("dunlin", &issue);
+    }
+    let accept = Accept::start_alone(guest, &["--identity", "own", "--peer", "a.test"]);
+    let with = |name: &str, folder: &str| {
+        let of = |file: &str| format!("{folder}/{file}");
+        let (certificate, key) = (of("cert.pem"), of("key.pem"));
+        let more = ["-tls1_2", "-cert", &certificate, "-key", &key];
+        client_with(accept.port, name, &more)
+    };
+    let mut client = with("own", "a");
+    let (socket, line) = take(taker);
+    assert_eq!(line["peer"]["verified"], true, "{line}");
+    assert_eq!(line["peer"]["names"][0], "DNS a.test", "{line}");
+    let fingerprint = line["peer"]["fingerprint"].as_str();
+    assert_eq!(fingerprint.map(str::len), Some(64), "{line}");
+    hears(&mut client, &socket);
+    let _other = with("own", "b");
+    let line = accept.says("is refused");
+    assert!(line.contains("none of the allowed names"), "{line}");
+
+    let mut other = with("other", "a");
+    let mut said = String::new();
+    let errors = other.0.stderr.as_mut().expect("it was asked for");
+    errors.read_to_string(&mut said).expect("it is text");
+    assert!(said.contains("alert unrecognized name"), "{said}");
+    let line = accept.says("for other is refused");
+    assert!(line.contains("nobody has the name"), "{line}");
+}
+
+/// A client hears what is written to its socket.
+fn hears(client: &mut Background, mut socket: &TcpStream) {
+    socket.write_all(b"hello\n").expect("it is sent");
+    let mut came = [0; 6];
+    let out = client.0.stdout.as_mut().expect("it was asked for");
+    out.read_exact(&mut came).expect("it comes");
+    assert_eq!(&came, b"hello\n");
 }
 
 /// So many connections that a further one has to wait.
-fn fill_queue() -> Vec<UnixStream> {
+fn fill_queue(path: &Path) -> Vec<UnixStream> {
     let soon = || Instant::now() + Duration::from_millis(100);
     let mut queue = Vec::new();
-    while let Ok(one) = connect_unix(Path::new("taker"), soon()) {
+    while let Ok(one) = connect_unix(path, soon()) {
         queue.push(one);
         assert!(queue.len() < 100, "the backlog has no end");
     }

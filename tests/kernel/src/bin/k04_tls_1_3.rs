@@ -51,6 +51,7 @@ fn a_key_update_ends_it() {
     let mut server = Background(server);
     wait_for_listener(4444);
     let mut called = connect(4444, &flags);
+    assert_eq!(called.out, "kTLS active: TLSv1.3 TLS_AES_256_GCM_SHA384\n");
     let mut socket: TcpStream = called.sockets.pop().expect("it is passed").into();
     let stdin = server.0.stdin.as_mut().expect("it is a pipe");
     stdin.write_all(b"before\n").expect("it is written");

@@ -1,16 +1,13 @@
-//! QEMU migrates by getfd over a kernel-TLS socket, to a QEMU that has its own TLS.
+//! A guest that writes to its pages migrates by getfd over a kernel-TLS socket, to a QEMU that has its own TLS.
 
 use std::fs;
-use std::io::{BufRead, BufReader, Write};
-use std::os::fd::{AsFd, BorrowedFd};
-use std::os::unix::net::UnixStream;
-use std::process::{Command, ExitCode, Stdio};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::os::fd::AsFd;
+use std::process::ExitCode;
 
-use dunlin_kernel_tests::handoff::{Background, pattern};
 use dunlin_kernel_tests::{Needs, handoff, run};
-use dunlin_linux::fdpass;
+use dunlin_rig::debian::Qemu;
+use dunlin_rig::guest::{Content, Guest, Workload};
+use dunlin_rig::machine::{Accelerator, Machine, Setup, finish};
 use serde_json::{Value, json};
 
 const NEEDS: Needs = Needs {
@@ -19,25 +16,37 @@ const NEEDS: Needs = Needs {
     limit_seconds: 300,
     ..Needs::NOTHING
 };
-const PATIENCE: Duration = Duration::from_secs(120);
-/// Where the content is put in the guest's memory, above what the firmware uses.
-const AT: u64 = 16 << 20;
-const BYTES: usize = 16 << 20;
+/// What the guest does while it moves.
+const WORKLOAD: Workload = Workload {
+    memory_mib: 64,
+    pages: 4_000,
+    hot: 400,
+    rate: Some(200),
+    content: Content::Mixed,
+    seed: 0x4a11,
+};
 
 fn main() -> ExitCode {
     run(&NEEDS, |guest| {
         certificates(guest);
-        fs::write("content", pattern(BYTES, 77)).expect("the folder is ours");
-        let loader = format!("loader,file=content,addr={AT:#x},force-raw=on");
-        let mut source = Qemu::start("source", &["-device", &loader]);
-        let mut destination = Qemu::start("destination", &["-incoming", "defer"]);
+        let mut setup = Setup::new(&Qemu::installed(), Guest::Bare, WORKLOAD, Accelerator::Tcg);
+        setup.options = ["-cpu", "max"].map(str::to_owned).into();
+        let mut source = Machine::start(&setup, None).expect("QEMU starts");
+        let mut destination = Machine::start_incoming(&setup, None).expect("QEMU starts");
+        source.wait_ready().expect("the guest fills its pages");
 
-        let own = json!({"qom-type": "tls-creds-x509", "id": "own", "dir": ".",
+        let folder = guest.folder();
+        let own = json!({"qom-type": "tls-creds-x509", "id": "own", "dir": folder,
                          "endpoint": "server", "verify-peer": true});
-        destination.execute("object-add", &own);
-        destination.execute("migrate-set-parameters", &json!({"tls-creds": "own"}));
+        execute(&mut destination, "object-add", own);
+        let events = json!({"capabilities": [{"capability": "events", "state": true}]});
+        for machine in [&mut source, &mut destination] {
+            execute(machine, "migrate-set-capabilities", events.clone());
+        }
+        let credentials = json!({"tls-creds": "own"});
+        execute(&mut destination, "migrate-set-parameters", credentials);
         let uri = json!({"uri": "tcp:127.0.0.1:4450"});
-        destination.execute("migrate-incoming", &uri);
+        execute(&mut destination, "migrate-incoming", uri);
 
         let flags = "--cert-bundle-file ca-cert.pem --identity . --identity-layout qemu \
                      --curves P-256 --ciphers ECDHE-RSA-AES256-GCM-SHA384 --peer localhost";
@@ -48,21 +57,28 @@ fn main() -> ExitCode {
             (Some(0), 1),
             "{called:?}"
         );
-        source.give("handoff", called.sockets[0].as_fd());
+        let unlimited = json!({"max-bandwidth": 0});
+        execute(&mut source, "migrate-set-parameters", unlimited);
+        let given = source.qmp().give("handoff", called.sockets[0].as_fd());
+        given.expect("QEMU takes it");
         drop(called);
-        source.execute("migrate", &json!({"uri": "fd:handoff"}));
-        source.wait_completed();
-        destination.wait_completed();
+        execute(&mut source, "migrate", json!({"uri": "fd:handoff"}));
+        finish(&mut source, "source").expect("it completes");
+        finish(&mut destination, "destination").expect("it completes");
         assert_eq!(guest.counter("/proc/net/tls_stat", "TlsTxSw"), 1);
         assert_eq!(guest.counter("/proc/net/tls_stat", "TlsDecryptError"), 0);
 
-        let file = guest.folder().join("arrived");
-        let save = json!({"val": AT, "size": BYTES, "filename": file});
-        destination.execute("pmemsave", &save);
-        let arrived = fs::read(&file).expect("QEMU has written it");
-        fs::remove_file(&file).expect("nobody else has it");
-        assert!(arrived == pattern(BYTES, 77), "the memory differs");
+        let differs = source.first_difference(&mut destination);
+        assert_eq!(differs.expect("both are paused"), None);
+        destination.resume().expect("it goes on");
+        let pages = destination.check_pages().expect("every page is right");
+        assert_eq!(pages, WORKLOAD.pages);
     })
+}
+
+fn execute(machine: &mut Machine, command: &str, arguments: Value) {
+    let done = machine.qmp().execute(command, arguments);
+    done.unwrap_or_else(|error| panic!("{command}: {error}"));
 }
 
 /// An authority, and what it has issued to a server and a client, in QEMU's layout.
@@ -89,83 +105,5 @@ fn certificates(guest: &dunlin_kernel_tests::Guest) {
             "x509 -req -days 30 -in {role}.csr -CA ca-cert.pem -CAkey ca-key.pem \
              -CAcreateserial -extfile extensions -out {role}-cert.pem"
         ));
-    }
-}
-
-/// A QEMU whose guest does not run, and its control socket.
-struct Qemu {
-    stream: BufReader<UnixStream>,
-    _process: Background,
-}
-
-impl Qemu {
-    fn start(name: &str, more: &[&str]) -> Self {
-        let socket = format!("{name}.qmp");
-        let process = Command::new("qemu-system-x86_64")
-            .args("-accel tcg -machine pc -m 64 -nographic -nodefaults -S".split(' '))
-            .args(["-qmp", &format!("unix:{socket},server=on,wait=off")])
-            .args(more)
-            .stdin(Stdio::null())
-            .spawn()
-            .expect("QEMU starts");
-        let process = Background(process);
-        let until = Instant::now() + PATIENCE;
-        let stream = loop {
-            match UnixStream::connect(&socket) {
-                Ok(stream) => break stream,
-                Err(error) => assert!(Instant::now() < until, "{name}: {error}"),
-            }
-            thread::sleep(Duration::from_millis(50));
-        };
-        stream.set_read_timeout(Some(PATIENCE)).expect("a socket");
-        let mut qemu = Self {
-            stream: BufReader::new(stream),
-            _process: process,
-        };
-        qemu.read();
-        qemu.execute("qmp_capabilities", &json!({}));
-        qemu
-    }
-
-    fn read(&mut self) -> Value {
-        let mut line = String::new();
-        self.stream.read_line(&mut line).expect("it answers");
-        serde_json::from_str(&line).unwrap_or_else(|error| panic!("{error}: {line:?}"))
-    }
-
-    fn answer(&mut self) -> Value {
-        loop {
-            let mut said = self.read();
-            assert!(said.get("error").is_none(), "{said}");
-            if said.get("return").is_some() {
-                return said["return"].take();
-            }
-        }
-    }
-
-    fn execute(&mut self, command: &str, arguments: &Value) -> Value {
-        let line = json!({"execute": command, "arguments": arguments});
-        writeln!(self.stream.get_mut(), "{line}").expect("it reads");
-        self.answer()
-    }
-
-    fn give(&mut self, name: &str, descriptor: BorrowedFd<'_>) {
-        let line = json!({"execute": "getfd", "arguments": {"fdname": name}});
-        let line = format!("{line}\n");
-        fdpass::send(self.stream.get_ref(), line.as_bytes(), &[descriptor]).expect("it reads");
-        self.answer();
-    }
-
-    fn wait_completed(&mut self) {
-        let until = Instant::now() + PATIENCE;
-        loop {
-            let state = self.execute("query-migrate", &json!({}));
-            match state["status"].as_str() {
-                Some("completed") => return,
-                Some("failed" | "cancelled") => panic!("{state}"),
-                _ => assert!(Instant::now() < until, "{state}"),
-            }
-            thread::sleep(Duration::from_millis(100));
-        }
     }
 }

@@ -1,10 +1,12 @@
 //! A socket that `dunlin handoff connect` passes is the kernel's TLS to a stunnel set up as xapi's.
 
+use std::io::Read;
 use std::path::Path;
 use std::process::ExitCode;
 
 use dunlin_kernel_tests::handoff::{
-    CIPHERS, certificate, connect, connected, exchange, pattern, stunnel,
+    CIPHERS, CURVE, Stunnel, certificate, connect, connect_for_nobody, connected, exchange,
+    pattern, stunnel,
 };
 use dunlin_kernel_tests::{Guest, Needs, run};
 use dunlin_linux::ktls::{self, Cipher, Direction, Version};
@@ -63,6 +65,7 @@ fn main() -> ExitCode {
         );
 
         says_what_it_is(&stunnel);
+        a_caller_that_has_gone_gets_a_line_and_no_socket(guest, &stunnel);
         the_third_cipher_of_tls_1_2(guest);
     })
 }
@@ -84,13 +87,14 @@ fn the_third_cipher_of_tls_1_2(guest: &Guest) {
     assert_eq!(stat(guest, "TlsDecryptError"), 0);
 }
 
-fn says_what_it_is(stunnel: &dunlin_kernel_tests::handoff::Stunnel) {
+fn says_what_it_is(stunnel: &Stunnel) {
     let called = connect(stunnel.port, &["--cert-bundle-file", "pool.pem"]);
     let suite = CIPHERS.split(':').next().expect("there are two");
     assert_eq!(called.out, format!("kTLS active: TLSv1.2 {suite}\n"));
+    drop(called);
+    let _ = stunnel.target.accept().expect("stunnel connects");
 
-    // The fall-back is for kernels without.
-    let more = "--cert-bundle-file pool.pem --json --connections 3 --fallback process";
+    let more = "--cert-bundle-file pool.pem --json --connections 3";
     let words: Vec<_> = more.split(' ').collect();
     let called = connect(stunnel.port, &words);
     assert_eq!(
@@ -99,15 +103,36 @@ fn says_what_it_is(stunnel: &dunlin_kernel_tests::handoff::Stunnel) {
         "{called:?}"
     );
     assert_eq!(called.out.lines().count(), 3);
-    for line in called.out.lines() {
+    for (line, socket) in called.out.lines().zip(called.sockets) {
         let line: Value = serde_json::from_str(line).expect("a JSON object");
         assert_eq!(line["offload"], "kernel", "{line}");
+        assert_eq!(line["version"], "TLSv1.2", "{line}");
+        assert_eq!(line["curve"], CURVE, "{line}");
+        let address = format!("127.0.0.1:{}", stunnel.port);
+        assert_eq!(line["peer"]["address"], *address, "{line}");
+        assert_eq!(line["record_limit"], 1 << 24, "{line}");
         assert_eq!(line["cipher"], suite, "{line}");
         assert_eq!(line["peer"]["verified"], true, "{line}");
         let driver = line["driver"]["name"].as_str().expect("the kernel tells");
         assert!(driver.contains("gcm"), "{line}");
         println!("{line}");
+        let (far, _) = stunnel.target.accept().expect("stunnel connects");
+        exchange(&socket.into(), &far, b"plain", b"and back");
     }
+}
+
+/// A socket that cannot be passed is closed.
+fn a_caller_that_has_gone_gets_a_line_and_no_socket(guest: &Guest, stunnel: &Stunnel) {
+    let called = connect_for_nobody(stunnel.port, &["--no-verify"]);
+    assert_eq!(called.code, Some(1), "{called:?}");
+    let words = "cannot be passed to --send-fd 0";
+    assert!(called.err.contains(words), "{called:?}");
+    let (mut far, _) = stunnel.target.accept().expect("stunnel connects");
+    let mut said = Vec::new();
+    // It may end with a reset.
+    let _ = far.read_to_end(&mut said);
+    assert_eq!(said, b"");
+    assert_eq!(stat(guest, "TlsCurrTxSw"), 0, "the socket is closed");
 }
 
 fn stat(guest: &Guest, name: &str) -> u64 {
