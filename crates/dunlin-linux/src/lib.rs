@@ -20,7 +20,6 @@ pub mod passed;
 pub mod poll;
 pub mod privileges;
 pub mod random;
-pub mod session;
 pub mod signals;
 pub mod socket;
 pub mod splice;
