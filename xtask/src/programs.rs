@@ -80,6 +80,12 @@ struct Program {
 }
 
 impl Program {
+    /// For people: programs of several packages are called `it`.
+    fn label(&self) -> String {
+        let package = self.directory.file_name().unwrap_or_default();
+        format!("{} {}", package.display(), self.name)
+    }
+
     fn is_alone(&self) -> bool {
         ALONE.contains(&self.name.as_str()) || self.directory.ends_with(GUESTS)
     }
@@ -234,12 +240,12 @@ fn run_one(program: &Program) -> Result<Ran> {
     let took = began.elapsed();
     let text = fs::read(&output)?;
     let mut stdout = std::io::stdout().lock();
-    let name = &program.name;
+    let name = program.label();
     writeln!(stdout, "-- {name}, {:.1} s: {status}", took.as_secs_f64())?;
     stdout.write_all(&text)?;
     stdout.flush()?;
     Ok(Ran {
-        name: name.clone(),
+        name,
         took,
         passed: status.success(),
     })
@@ -256,12 +262,12 @@ mod tests {
         let named = |name: &str| Program {
             name: name.to_owned(),
             file: Path::new("/bin").join(name),
-            directory: PathBuf::from("/"),
+            directory: PathBuf::from("/usr"),
         };
         let mut ran = run(vec![named("false"), named("true")], AT_A_TIME).unwrap();
         ran.sort_by(|one, other| one.name.cmp(&other.name));
         let passed: Vec<_> = ran.iter().map(|one| (&*one.name, one.passed)).collect();
-        assert_eq!(passed, [("false", false), ("true", true)]);
+        assert_eq!(passed, [("usr false", false), ("usr true", true)]);
         assert!(run(vec![named("none-of-that-name")], 1).is_err());
     }
 
@@ -284,6 +290,7 @@ mod tests {
             ("/w/crates/dunlin-microvm", "moves", Suite::Spine, true),
             ("/w/tests/rig", "hosts", Suite::Rig, true),
             ("/w/tests/rig", "tunnel", Suite::Tunnel, false),
+            ("/w/crates/dunlin-lane", "it", Suite::Spine, false),
         ] {
             let found = program(&line(true, manifest, name)).unwrap().unwrap();
             assert_eq!(found.suite(), suite, "{name}");

@@ -54,7 +54,7 @@
 //!    [`Source::restarted`], [`Destination::restarted`].
 //!
 //! An event that a state cannot take is an error that changes nothing; the
-//! table of all of them is a snapshot in `tests/switchover_table.rs`. That the
+//! table of all of them is a snapshot in `tests/it/switchover_table.rs`. That the
 //! two hold I1 and I2 in every order of deliveries, crashes and failures is
 //! checked over this very code in `tests/model` of the workspace.
 

@@ -10,7 +10,7 @@ use dunlin_proto::limits::{
     MAX_ENDPOINT_BYTES, MAX_NAME_BYTES, MAX_PRINCIPAL_NAME_BYTES, MAX_SOCKET_PATH_BYTES,
 };
 
-const DOCUMENT: &str = include_str!("../../../docs/journal.md");
+const DOCUMENT: &str = include_str!("../../../../docs/journal.md");
 
 /// A vector with the zeros before its checksum put in.
 fn vector(name: &str) -> [u8; RECORD_BYTES] {

@@ -10,7 +10,7 @@ use dunlin_proto::limits::{LANE_MAC_BYTES, SESSION_ID_BYTES};
 use dunlin_proto::negotiate::{MAGIC, PRELUDE_BYTES, VERSIONS};
 use dunlin_proto::stripe;
 
-const DOCUMENT: &str = include_str!("../../../docs/wire.md");
+const DOCUMENT: &str = include_str!("../../../../docs/wire.md");
 
 /// Tables with offsets: what comes before each, and its rows.
 fn tables() -> Vec<(&'static str, Vec<Vec<&'static str>>)> {

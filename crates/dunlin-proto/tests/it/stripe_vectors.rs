@@ -17,7 +17,7 @@ use dunlin_proto::stripe::message::{
     Credit, Header, Kind, LaneAck, MESSAGE_HEADER_BYTES, Mark, Message, Open,
 };
 
-const DOCUMENT: &str = include_str!("../../../docs/wire.md");
+const DOCUMENT: &str = include_str!("../../../../docs/wire.md");
 
 /// Every vector of the tunnel by its name.
 fn vectors() -> BTreeMap<&'static str, Vec<u8>> {

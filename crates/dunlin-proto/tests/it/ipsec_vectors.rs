@@ -13,7 +13,7 @@ use dunlin_proto::ipsec::ports::PortRange;
 use dunlin_proto::ipsec::{LEAST_SPI, Mode, Sender, Slot};
 use dunlin_proto::limits::{MAX_IPSEC_BODY_BYTES, MAX_SAS, MAX_SLOTS, MAX_TEXT_BYTES};
 
-const DOCUMENT: &str = include_str!("../../../docs/wire.md");
+const DOCUMENT: &str = include_str!("../../../../docs/wire.md");
 
 /// Every vector of an IPsec session by its name.
 fn vectors() -> BTreeMap<&'static str, Vec<u8>> {

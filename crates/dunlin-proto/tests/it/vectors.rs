@@ -22,7 +22,7 @@ use dunlin_proto::negotiate::{
     Selection, SessionSecret, VersionRange,
 };
 
-const DOCUMENT: &str = include_str!("../../../docs/wire.md");
+const DOCUMENT: &str = include_str!("../../../../docs/wire.md");
 
 const SESSION: [u8; 16] = [
     0xa0, 0xa1, 0xa2, 0xa3, 0xa4, 0xa5, 0xa6, 0xa7, 0xa8, 0xa9, 0xaa, 0xab, 0xac, 0xad, 0xae, 0xaf,

@@ -1,0 +1,11 @@
+//! Identities, handshakes, records, control and data connections, between two ends on loopback.
+//! `lane_allocations` counts what the allocator returns, so it is a program of its own.
+
+mod control;
+mod data;
+mod guest;
+mod handshake;
+mod identity_lists;
+mod identity_revoked;
+mod openssl;
+mod record;

@@ -1,0 +1,9 @@
+//! Wire formats, journals and the switchover's table against the documents that specify them.
+
+mod codec_properties;
+mod ipsec_vectors;
+mod journal_vectors;
+mod stripe_vectors;
+mod switchover_table;
+mod vectors;
+mod wire_tables;
