@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use clap::{Args, ValueEnum};
-use dunlin_scratch::Scratch;
+use dunlin_test_base::Scratch;
 use serde::Deserialize;
 
 /// How many run at a time, on a machine of two cores.

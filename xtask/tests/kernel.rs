@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use dunlin_rig::debian::{self, Which};
 use dunlin_rig::need;
-use dunlin_scratch::Scratch;
+use dunlin_test_base::Scratch;
 use xtask::kernel::machine::Machine;
 use xtask::kernel::program::{Needs, Program, Under};
 use xtask::kernel::verdict::{Failure, Outcome, Verdict};

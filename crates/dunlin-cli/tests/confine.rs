@@ -10,8 +10,9 @@ use std::fs;
 use std::os::unix::fs::{MetadataExt, symlink};
 use std::path::PathBuf;
 
+use dunlin_test_base::kvm;
 use serde_json::Value;
-use support::{Hosts, Process, finish, kvm, words};
+use support::{Hosts, Process, finish, words};
 
 const GUEST: &str = "--guest process --memory 64M --fill-size 8M";
 

@@ -8,8 +8,9 @@ mod way;
 use std::net::TcpListener;
 use std::time::Duration;
 
+use dunlin_test_base::kvm;
 use serde_json::Value;
-use support::{Done, Hosts, Process, finish, kvm, words};
+use support::{Done, Hosts, Process, finish, words};
 use way::Way;
 
 const GUEST: &str = "--memory 64M --working-set 8M --dirty-rate 2000";

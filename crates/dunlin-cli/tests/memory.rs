@@ -1,8 +1,6 @@
 //! What a migration costs in memory, wire and processor, seen from outside two separate processes.
 #![allow(clippy::unwrap_used)]
 
-#[path = "../../dunlin-linux/tests/huge_pages/mod.rs"]
-mod huge_pages;
 mod support;
 
 use std::fs;
@@ -10,8 +8,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
+use dunlin_test_base::huge_pages;
+use dunlin_test_base::kvm;
 use serde_json::Value;
-use support::{Hosts, finish, kvm};
+use support::{Hosts, finish};
 
 const MIB: u64 = 1 << 20;
 

@@ -10,8 +10,9 @@ use std::io::{BufRead, BufReader};
 use std::net::TcpListener;
 use std::process::{Command, Stdio};
 
+use dunlin_test_base::kvm;
 use host::{after, assert_says, in_own_mounts, pass_on, skip};
-use support::{Hosts, Process, finish, kvm, words};
+use support::{Hosts, Process, finish, words};
 
 /// The command in a mount namespace of its own, where /dev has no `kvm` in it.
 fn without_kvm(hosts: &Hosts, command: &Command) -> Option<Command> {

@@ -8,8 +8,9 @@ mod wires;
 
 use std::time::{Duration, Instant};
 
+use dunlin_test_base::kvm;
 use serde_json::Value;
-use support::{Hosts, Process, finish, kvm, words};
+use support::{Hosts, Process, finish, words};
 use wires::{B, Wire};
 
 const MIB: f64 = (1_u64 << 20) as f64;

@@ -6,8 +6,9 @@ mod support;
 
 use std::process::{Command, Stdio};
 
+use dunlin_test_base::kvm;
 use serde_json::Value;
-use support::{Hosts, Process, Scratch, finish, kvm, words};
+use support::{Hosts, Process, Scratch, finish, words};
 
 const GUEST: &str = "--guest process --memory 64M --working-set 16M --dirty-rate 2000 --vcpus 2";
 

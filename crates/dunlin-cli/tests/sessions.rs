@@ -13,8 +13,9 @@ use std::time::Duration;
 use dunlin::engine::journal::{
     DestinationRecord, Journal, Record, SessionJournal, SourceRecord, State,
 };
+use dunlin_test_base::kvm;
 use serde_json::Value;
-use support::{Done, Hosts, Process, Scratch, finish, kvm, words};
+use support::{Done, Hosts, Process, Scratch, finish, words};
 use way::Way;
 
 const GUEST: &str = "--memory 64M --working-set 8M --dirty-rate 2000";

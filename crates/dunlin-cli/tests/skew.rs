@@ -19,8 +19,9 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
 
+use dunlin_test_base::kvm;
 use serde_json::Value;
-use support::{Done, Hosts, Process, dunlin, finish, kvm, with_binary, words};
+use support::{Done, Hosts, Process, dunlin, finish, with_binary, words};
 use tunnel::{Tunnel, connect, far_config, listen, near_config, patient};
 use way::Way;
 

@@ -6,10 +6,9 @@ mod support;
 use std::fs;
 use std::time::{Duration, Instant};
 
+use dunlin_test_base::kvm;
 use serde_json::Value;
-use support::{
-    Done, Hosts, Orphans, Process, Scratch, children, finish, kvm, lives, succeed, words,
-};
+use support::{Done, Hosts, Orphans, Process, Scratch, children, finish, lives, succeed, words};
 
 const GUEST: &str = "--memory 64M --working-set 8M --dirty-rate 2000 --vcpus 2";
 

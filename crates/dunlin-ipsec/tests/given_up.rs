@@ -13,7 +13,7 @@ use dunlin_ipsec::{IpsecError, Mode, Options, up_unless};
 use dunlin_lane::control;
 use dunlin_lane::policy::ServerTls;
 use dunlin_lane::provider::Crypto;
-use dunlin_scratch::Scratch;
+use dunlin_test_base::Scratch;
 use dunlin_test_support::lane::{Authority, DESTINATION, SOURCE, names};
 
 /// Well below what anybody waits for, and more than a machine under load takes.

@@ -7,9 +7,6 @@ pub mod clock;
 pub mod epoll;
 pub mod ethtool;
 pub mod fdpass;
-#[cfg(test)]
-#[path = "../tests/huge_pages/mod.rs"]
-mod huge_pages;
 pub mod ktls;
 pub mod mapping;
 pub mod memory;

@@ -255,7 +255,7 @@ fn memfd(bytes: u64, flags: MemfdFlags) -> io::Result<File> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::huge_pages;
+    use dunlin_test_base::huge_pages;
     use vm_memory::{Bytes, GuestMemoryRegion};
 
     #[test]

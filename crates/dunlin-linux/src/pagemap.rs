@@ -259,7 +259,7 @@ mod tests {
 
     #[test]
     fn a_huge_page_counts_as_a_whole_and_nothing_is_left_out() {
-        if crate::huge_pages::transparent().is_none() {
+        if dunlin_test_base::huge_pages::transparent().is_none() {
             return;
         }
         let memory = allocate(8 << 20, Backing::Private).unwrap();

@@ -356,7 +356,7 @@ mod tests {
     use std::io::Write;
     use std::net::{Shutdown, TcpListener};
 
-    use dunlin_scratch::Scratch;
+    use dunlin_test_base::Scratch;
 
     use super::*;
 

@@ -241,9 +241,9 @@ mod tests {
     };
 
     use super::*;
-    use crate::huge_pages::{self, HugePages};
     use crate::mapping::{Backing, HUGE_PAGE_BYTES, TrackedMemory, advise_huge_pages, allocate};
     use crate::memory::untracked;
+    use dunlin_test_base::huge_pages::{self, HugePages};
 
     const PAGE: u64 = 4096;
     const BYTES: u64 = 8 << 20;

@@ -2,14 +2,15 @@
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 
-mod common;
+mod support;
 
 use std::sync::Arc;
 
-use common::{kvm, running};
 use dunlin::engine::vmm::{Builder, DestinationVm, Offered, Refusal, SourceVm, VmmError};
 use dunlin::testing::{Effort, Vmm, check_vmm};
 use dunlin_microvm::{Backing, Config, Fill, GuestKind, MachineBuilder, Movable, Workload};
+use dunlin_test_base::kvm;
+use support::running;
 
 struct Microvm {
     config: Config,

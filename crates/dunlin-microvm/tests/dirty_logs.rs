@@ -2,19 +2,19 @@
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 
-mod common;
-mod moves_support;
+mod support;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use common::{kvm, wait_for};
 use dunlin::engine::dirty::WriteProtectLog;
 use dunlin::engine::vmm::SourceVm;
 use dunlin::testing::{Effort, Seen, Violation, check_dirty_log, check_dirty_logs};
 use dunlin_microvm::{
     Backing, Config, Fill, GuestKind, HostOptions, Movable, Vm, VmState, Workload,
 };
-use moves_support::huge_pages::{self, HugePages};
+use dunlin_test_base::huge_pages::{self, HugePages};
+use dunlin_test_base::kvm;
+use support::wait_for;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
 
 const BYTES: u64 = 32 << 20;

@@ -2,18 +2,17 @@
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 
-mod common;
-#[path = "../../dunlin-linux/tests/huge_pages/mod.rs"]
-mod huge_pages;
+mod support;
 
 use std::time::{Duration, Instant};
 
-use common::{kvm, running, wait_for};
 use dunlin_microvm::{
     Backing, Config, ControlError, CreateError, Fill, StopCode, Vm, VmState, WORKLOAD_START,
     Workload,
 };
-use huge_pages::HugePages;
+use dunlin_test_base::huge_pages::HugePages;
+use dunlin_test_base::kvm;
+use support::{running, wait_for};
 use vm_memory::{Bytes, GuestAddress};
 
 const WORKLOADS: [Workload; 4] = [

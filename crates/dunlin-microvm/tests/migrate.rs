@@ -2,14 +2,15 @@
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 
-mod common;
+mod support;
 
 use std::time::{Duration, Instant};
 
-use common::{copy_pages, different_pages, dirty_pages, kvm, running, wait_for};
 use dunlin_microvm::{
     Backing, Config, DEVICE_BYTES, DEVICE_START, DirtyError, Fill, Vm, VmState, Workload,
 };
+use dunlin_test_base::kvm;
+use support::{copy_pages, different_pages, dirty_pages, running, wait_for};
 
 fn is_dirty(maps: &[Vec<u64>], page: u64) -> bool {
     maps[0][(page / 64) as usize] >> (page % 64) & 1 == 1

@@ -3,18 +3,18 @@
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 
-mod common;
-mod moves_support;
+mod support;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use common::{kvm, wait_for};
 use dunlin::engine::vmm::FaultCode;
 use dunlin::engine::{Event, VmIs};
 use dunlin_microvm::{Backing, Config, ControlError, Fill, MachineBuilder, Vm, VmState, Workload};
-use moves_support::huge_pages::HugePages;
-use moves_support::{Tls, attempt, movable, relocate, relocate_while, verified};
+use dunlin_test_base::huge_pages::HugePages;
+use dunlin_test_base::kvm;
+use support::moves::{Tls, attempt, movable, relocate, relocate_while, verified};
+use support::wait_for;
 
 const MIB: u64 = 1 << 20;
 

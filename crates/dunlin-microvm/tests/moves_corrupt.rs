@@ -3,21 +3,21 @@
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 
-mod common;
-mod moves_support;
+mod support;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use common::{kvm, wait_for};
 use dunlin::engine::VmIs;
 use dunlin::engine::source::Options;
 use dunlin::engine::vmm::{
     Builder, DestinationVm, FaultCode, GuestMemory, Offered, Refusal, Section, VmmError,
 };
 use dunlin_microvm::{Config, MachineBuilder, Movable, StopCode, Vm, VmState, WORKLOAD_START};
-use moves_support::{Tls, attempt, movable, relocate, verified};
+use dunlin_test_base::kvm;
+use support::moves::{Tls, attempt, movable, relocate, verified};
+use support::wait_for;
 use vm_memory::{Bytes, GuestAddress};
 
 /// The page that is damaged, and the word in it: its content, or its pass.

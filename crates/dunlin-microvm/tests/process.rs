@@ -2,19 +2,18 @@
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 
-mod common;
-mod moves_support;
+mod support;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use common::{copy_pages, different_pages, dirty_pages, running, wait_for};
 use dunlin_microvm::{
     Backing, Config, ControlError, DecodeError, DecodeReason, Fill, GuestKind, LoadError, Section,
     StopCode, Vm, VmState, WORKLOAD_START, Workload,
 };
-use moves_support::huge_pages::HugePages;
-use moves_support::{Tls, movable, relocate, verified};
+use dunlin_test_base::huge_pages::HugePages;
+use support::moves::{Tls, movable, relocate, verified};
+use support::{copy_pages, different_pages, dirty_pages, running, wait_for};
 use vm_memory::{Bytes, GuestAddress};
 
 /// One test at a time: guests that compete for the CPUs say nothing about pace.

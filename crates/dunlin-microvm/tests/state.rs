@@ -2,19 +2,20 @@
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 
-mod common;
+mod support;
 
 use std::collections::BTreeMap;
 use std::error::Error;
 use std::time::Duration;
 
-use common::{copy_pages, kvm, running, wait_for};
 use dunlin_microvm::{
     Config, ControlError, DescribeError, Fill, LoadError, SaveError, Section, StopCode, Vm,
     VmDescription, VmState, Workload, check_description,
 };
+use dunlin_test_base::kvm;
 use kvm_bindings::{KVM_MAX_CPUID_ENTRIES, Msrs, kvm_msr_entry};
 use kvm_ioctls::{Kvm, VcpuFd};
+use support::{copy_pages, running, wait_for};
 
 fn source() -> (Vm, Vec<Section>) {
     let vm = running(Config {

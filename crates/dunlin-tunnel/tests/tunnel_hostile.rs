@@ -19,7 +19,7 @@ use dunlin_proto::negotiate::{
 };
 use dunlin_proto::stripe::frame::{Data, Frame};
 use dunlin_proto::stripe::message::{Header, MESSAGE_HEADER_BYTES, Message, Open};
-use dunlin_scratch::Scratch;
+use dunlin_test_base::Scratch;
 use dunlin_test_support::lane::{Authority, load, names, soon};
 use dunlin_test_support::tunnel::{
     FAR, NEAR, OTHER, PATIENCE, Pair, Setup, Told, fill_backlog, identities,

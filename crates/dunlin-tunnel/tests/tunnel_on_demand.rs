@@ -11,7 +11,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use dunlin_proto::fault::FaultCode;
-use dunlin_scratch::Scratch;
+use dunlin_test_base::Scratch;
 use dunlin_test_support::lane::ReadOnce as _;
 use dunlin_test_support::lane::{Authority, names};
 use dunlin_test_support::tunnel::{FAR, NEAR, PATIENCE, Told, identities};

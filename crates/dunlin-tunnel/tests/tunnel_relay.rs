@@ -13,7 +13,7 @@ use dunlin_lane::peers::Peers;
 use dunlin_lane::policy::OldestTls;
 use dunlin_linux::socket::set_reset_on_close;
 use dunlin_proto::fault::FaultCode;
-use dunlin_scratch::Scratch;
+use dunlin_test_base::Scratch;
 use dunlin_test_support::lane::ReadOnce as _;
 use dunlin_test_support::lane::{Authority, names};
 use dunlin_test_support::tunnel::relay::Relay;

@@ -14,7 +14,7 @@ use dunlin_proto::fault::FaultCode;
 use dunlin_proto::negotiate::{
     Features, LaneSecurity, Offer, Opening, PRELUDE_BYTES, Prelude, VERSIONS,
 };
-use dunlin_scratch::Scratch;
+use dunlin_test_base::Scratch;
 use dunlin_test_support::lane::ReadOnce as _;
 use dunlin_test_support::lane::{Authority, names, soon};
 use dunlin_test_support::tunnel::{

@@ -2,9 +2,6 @@
 //! log that breaks any one promise fails it.
 #![allow(clippy::unwrap_used)]
 
-#[path = "../../dunlin-linux/tests/huge_pages/mod.rs"]
-mod huge_pages;
-
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -16,7 +13,7 @@ use dunlin::engine::vmm::{DirtyLog, GuestMemory, VmmError};
 use dunlin::testing::{Effort, Seen, Violation, Writer, check_dirty_log};
 use dunlin_linux::mapping::{Backing, TrackedMemory, allocate};
 use dunlin_linux::memory::untracked;
-use huge_pages::HugePages;
+use dunlin_test_base::huge_pages::HugePages;
 use vm_memory::{
     Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion,
     MemoryRegionAddress,

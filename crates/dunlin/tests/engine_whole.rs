@@ -14,8 +14,8 @@ use std::time::Duration;
 
 use dunlin::engine::VmIs;
 use dunlin::engine::vmm::{FaultCode, GuestMemory, RunState};
+use dunlin_test_base::huge_pages::HugePages;
 use dunlin_test_support::engine::{tls, verified};
-use dunlin_test_support::hooks::huge_pages::HugePages;
 use dunlin_test_support::hooks::{
     Calls, HOLE, HUGE_BYTES, MIB, Machines, SECTION_BYTES, Vm, attempt,
 };

@@ -18,7 +18,7 @@ use dunlin::lane::policy::{ClientTls, ServerTls};
 use dunlin::lane::provider::Crypto;
 use dunlin_proto::control::Message;
 use dunlin_proto::negotiate::LaneSecurity;
-use dunlin_scratch::Scratch;
+use dunlin_test_base::Scratch;
 use dunlin_test_support::engine::peer::{Peer as ByHand, SESSION, lane_open, open_lane};
 use dunlin_test_support::engine::{Receiving, TestBuilder, impatient};
 use dunlin_test_support::identity::*;

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use dunlin_rig::hosts::{self, Direction, Family, Host, Link, LinkOptions};
 use dunlin_rig::need;
-use dunlin_scratch::Scratch;
+use dunlin_test_base::Scratch;
 
 const PORT: u16 = 4444;
 

@@ -14,7 +14,7 @@ use dunlin_lane::provider::Crypto;
 use dunlin_rig::guest::{Content, Workload};
 use dunlin_rig::machine::{self, Credentials, Machine, MachineError, Migration, Setup, migrate};
 use dunlin_rig::need;
-use dunlin_scratch::Scratch;
+use dunlin_test_base::Scratch;
 use dunlin_test_support::lane::names;
 use dunlin_test_support::tunnel::{Pair, Setup as Tunnels, Told};
 use dunlin_tunnel::{

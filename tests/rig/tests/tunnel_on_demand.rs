@@ -9,7 +9,7 @@ use std::time::Instant;
 use dunlin_rig::guest::{Content, Workload};
 use dunlin_rig::machine::{Credentials, Machine, Migration, migrate};
 use dunlin_rig::need;
-use dunlin_scratch::Scratch;
+use dunlin_test_base::Scratch;
 use dunlin_test_support::lane::{Authority, names};
 use dunlin_test_support::tunnel::{FAR, NEAR, PATIENCE, identities};
 use dunlin_tunnel::{

@@ -12,7 +12,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use dunlin_scratch::Scratch;
+use dunlin_test_base::Scratch;
 
 use super::program;
 

@@ -133,7 +133,7 @@ mod tests {
     use std::process::{Command, Stdio};
 
     use dunlin_rig::{debian, need};
-    use dunlin_scratch::Scratch;
+    use dunlin_test_base::Scratch;
 
     use super::*;
 

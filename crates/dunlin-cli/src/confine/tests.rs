@@ -16,7 +16,7 @@ use std::process::Command;
 
 use dunlin_linux::epoll::{Epoll, Readiness};
 use dunlin_linux::{affinity, clock, poll};
-use dunlin_scratch::Scratch;
+use dunlin_test_base::Scratch;
 use nix::errno::Errno;
 use nix::mount::{MsFlags, mount};
 use nix::sched::{CloneFlags, unshare};

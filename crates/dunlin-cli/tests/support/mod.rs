@@ -11,11 +11,10 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-pub use dunlin_scratch::Scratch;
+pub use dunlin_test_base::Scratch;
 use rcgen::{CertificateParams, Issuer, KeyPair};
 use serde_json::Value;
 use time::OffsetDateTime;
@@ -39,21 +38,6 @@ impl<R: Read> ReadOnce for R {
 
 /// Whatever a test waits for takes no longer than this.
 const LIMIT: Duration = Duration::from_secs(60);
-
-/// The turn of a test, if there is a KVM to test with; in CI there must be.
-pub fn kvm() -> Option<MutexGuard<'static, ()>> {
-    static TURN: Mutex<()> = Mutex::new(());
-    match fs::File::open("/dev/kvm") {
-        Ok(_) => Some(TURN.lock().unwrap_or_else(PoisonError::into_inner)),
-        Err(error) if std::env::var_os("CI").is_some_and(|ci| ci == "true") => {
-            panic!("CI must have /dev/kvm: {error}")
-        }
-        Err(error) => {
-            println!("skipped, no /dev/kvm: {error}");
-            None
-        }
-    }
-}
 
 thread_local! {
     /// The command that a test has instead of today's.

@@ -272,7 +272,7 @@ fn i6_a_list_of_denied_keys_that_cannot_be_read_is_no_empty_list() {
         ("server-cert.pem", "server-key.pem"),
         ("servercert.pem", "serverkey.pem"),
     ] {
-        let host = Host(dunlin_scratch::Scratch::new());
+        let host = Host(dunlin_test_base::Scratch::new());
         host.put(certificate, &own.certificate);
         host.put(key, &own.key);
         set_mode(&host.path(key), 0o600);

@@ -4,7 +4,7 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
-use dunlin_scratch::Scratch;
+use dunlin_test_base::Scratch;
 use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair};
 
 /// `source` and `destination`, each a directory with an identity.

@@ -8,7 +8,7 @@ use std::time::Duration;
 use dunlin::engine::journal::Journal;
 use dunlin_crash_tests::place::Place;
 use dunlin_crash_tests::step;
-use dunlin_scratch::Scratch;
+use dunlin_test_base::Scratch;
 
 use super::Credentials;
 use super::party::Party;

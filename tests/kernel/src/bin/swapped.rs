@@ -8,7 +8,6 @@ use std::process::{Command, ExitCode};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::different_pages;
 use dunlin_kernel_tests::{Guest, Needs, run};
 use dunlin_linux::mapping::{Backing, TrackedMemory, allocate};
 use dunlin_linux::memory::untracked;
@@ -16,13 +15,12 @@ use dunlin_linux::pagemap::{data, populated};
 use dunlin_linux::uffd::{Behind, WriteWatch};
 use dunlin_microvm::{Config, Fill, GuestKind, Movable, Vm, Workload};
 use dunlin_rig::linux::swap::page_out;
-use moves_support::{Tls, movable, relocate, verified};
+use support::different_pages;
+use support::moves::{Tls, movable, relocate, verified};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, VolatileSlice};
 
-#[path = "../../../../crates/dunlin-microvm/tests/common/mod.rs"]
-mod common;
-#[path = "../../../../crates/dunlin-microvm/tests/moves_support/mod.rs"]
-mod moves_support;
+#[path = "../../../../crates/dunlin-microvm/tests/support/mod.rs"]
+mod support;
 
 const PAGE: usize = 4096;
 const PAGES: usize = 2048;

@@ -36,7 +36,7 @@ use thiserror::Error;
 pub use capture::Capture;
 pub use link::{Direction, Family, Link, LinkOptions};
 
-use dunlin_scratch::maker::{Maker, kill};
+use dunlin_test_base::maker::{Maker, kill};
 
 /// Why hosts or links cannot be had.
 #[derive(Debug, Error)]

@@ -11,7 +11,7 @@ use rcgen::{
 };
 
 use super::{MachineError, at};
-use dunlin_scratch::Scratch;
+use dunlin_test_base::Scratch;
 
 /// A folder with `ca-cert.pem`, and certificate and key of a server and of a client. It goes with
 /// its owner.

@@ -45,7 +45,7 @@ pub use qmp::{Qmp, QmpError};
 use crate::debian::Qemu;
 use crate::guest::{Guest, Line, Workload};
 use crate::hosts::Host;
-use dunlin_scratch::Scratch;
+use dunlin_test_base::Scratch;
 
 /// Whatever is waited for takes no longer than this, on a busy machine and emulated too.
 pub const PATIENCE: Duration = Duration::from_secs(120);

@@ -23,7 +23,7 @@ use dunlin_proto::control::{Envelope, Message, Verdict};
 use dunlin_proto::negotiate::{
     Features, LaneSecurity, Offer, Opening, PRELUDE_BYTES, Prelude, VERSIONS,
 };
-use dunlin_scratch::Scratch;
+use dunlin_test_base::Scratch;
 
 use super::peer::Peer;
 use super::{TestBuilder, TestVm, verified};

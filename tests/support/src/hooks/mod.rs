@@ -2,9 +2,6 @@
 //! pages, and one for device state that is too large for sections. It writes
 //! down the order in which the engine calls it, on both sides.
 
-#[path = "../../../../crates/dunlin-linux/tests/huge_pages/mod.rs"]
-pub mod huge_pages;
-
 use std::io;
 use std::net::TcpListener;
 use std::ops::Range;

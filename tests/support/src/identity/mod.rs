@@ -24,7 +24,7 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use rustls::{DigitallySignedStruct, SignatureScheme};
 
 use crate::lane::set_mode;
-use dunlin_scratch::Scratch;
+use dunlin_test_base::Scratch;
 
 /// An authority: a root, or one under another.
 pub struct Ca {

@@ -14,7 +14,7 @@ use dunlin_lane::identity::{Identity, LoadOptions};
 use dunlin_lane::offload::Offload;
 use dunlin_lane::peers::Peers;
 use dunlin_lane::provider::{CipherSuite, Crypto, Provider};
-use dunlin_scratch::Scratch;
+use dunlin_test_base::Scratch;
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair, SanType, date_time_ymd,
 };

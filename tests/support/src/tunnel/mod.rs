@@ -21,7 +21,7 @@ use dunlin_tunnel::{
 };
 
 use crate::lane::{Authority, load, names};
-use dunlin_scratch::Scratch;
+use dunlin_test_base::Scratch;
 use relay::Relay;
 
 pub const NEAR: &str = "near.test";

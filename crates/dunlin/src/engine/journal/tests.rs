@@ -5,7 +5,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use dunlin_proto::journal::JOURNAL_BYTES;
-use dunlin_scratch::Scratch;
+use dunlin_test_base::Scratch;
 
 use super::*;
 use crate::lane::peers::AuthorisedBy;

@@ -1,11 +1,5 @@
-//! Temporary directories for tests.
-//!
-//! A [`Scratch`] removes its directory when it is dropped. A killed process leaves its directories
-//! behind; the next process that makes one removes them. [`maker`] has the names by which a
-//! process recognises what a dead one has left.
-#![forbid(unsafe_code)]
-
-pub mod maker;
+//! Temporary directories. A killed process leaves its directories behind; the next process that makes
+//! one removes them.
 
 use std::fs;
 use std::io;

@@ -1,28 +1,13 @@
 //! What the tests of the machine share.
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+pub mod moves;
+
 use std::time::{Duration, Instant};
 
 use dunlin_linux::mapping::PAGE_BYTES;
 use dunlin_microvm::{Config, Vm, VmState};
 use vm_memory::{Bytes, GuestMemoryBackend, GuestMemoryRegion, MemoryRegionAddress};
-
-/// The turn of a test, if there is a KVM to test with; in CI there must be. One test at a time, since
-/// guests that compete for the CPUs say nothing about pace or pauses.
-pub fn kvm() -> Option<MutexGuard<'static, ()>> {
-    static TURN: Mutex<()> = Mutex::new(());
-    match std::fs::File::open("/dev/kvm") {
-        Ok(_) => Some(TURN.lock().unwrap_or_else(PoisonError::into_inner)),
-        Err(error) if std::env::var_os("CI").is_some_and(|ci| ci == "true") => {
-            panic!("CI must have /dev/kvm: {error}")
-        }
-        Err(error) => {
-            println!("skipped, no /dev/kvm: {error}");
-            None
-        }
-    }
-}
 
 /// A machine that is filled and runs.
 pub fn running(config: Config) -> Vm {

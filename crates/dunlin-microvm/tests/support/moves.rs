@@ -1,15 +1,10 @@
 //! What the tests share that move a machine by the engine: certificates, huge pages, and a move
 //! between two threads of the process over loopback.
-#![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
-
-#[path = "../../../dunlin-linux/tests/huge_pages/mod.rs"]
-pub mod huge_pages;
 
 use std::fs;
 use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
 
@@ -21,9 +16,10 @@ use dunlin::lane::identity::{Identity, LoadOptions};
 use dunlin::lane::policy::{ClientTls, ServerTls};
 use dunlin::lane::provider::{Crypto, Provider};
 use dunlin_microvm::{Config, MachineBuilder, Movable};
+use dunlin_test_base::Scratch;
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 
-use super::common::running;
+use super::running;
 
 const SOURCE: &str = "source.test";
 const DESTINATION: &str = "destination.test";
@@ -36,10 +32,7 @@ pub struct Tls {
 
 impl Tls {
     pub fn new() -> Self {
-        static NEXT: AtomicU32 = AtomicU32::new(0);
-        let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let scratch =
-            std::env::temp_dir().join(format!("dunlin-moves-{}-{number}", std::process::id()));
+        let scratch = Scratch::new();
         let mut params = CertificateParams::new(Vec::new()).unwrap();
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         let key = KeyPair::generate().unwrap();
@@ -54,12 +47,10 @@ impl Tls {
         };
         let crypto = Crypto::with(Provider::built_in()[0]);
         let peer = |name: &str| [name.parse().unwrap()].into_iter().collect();
-        let tls = Self {
+        Self {
             client: host(SOURCE).client(&crypto, peer(DESTINATION)).unwrap(),
             server: host(DESTINATION).server(&crypto, peer(SOURCE)).unwrap(),
-        };
-        fs::remove_dir_all(scratch).unwrap();
-        tls
+        }
     }
 }
 

@@ -1,9 +1,10 @@
-//! Huge pages, reserved or transparent, for a test of this crate or of one above it.
-#![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
+//! Huge pages, reserved or transparent.
+#![allow(clippy::missing_panics_doc, clippy::unwrap_used)]
 
 use std::fs;
 
-/// Huge pages reserved for a test; given back with it.
+/// Huge pages reserved for a test, released on drop.
+#[derive(Debug)]
 pub struct HugePages {
     before: u64,
 }
@@ -19,8 +20,9 @@ fn reserved() -> u64 {
 }
 
 impl HugePages {
-    /// Reserves pages of 2 MiB beyond those that are; none if the host does not give them. In CI it
-    /// must.
+    /// Reserves that many pages of 2 MiB beyond those that are reserved already. Returns `None` if
+    /// the host lacks them, and panics in CI.
+    #[must_use]
     pub fn reserve(pages: u64) -> Option<Self> {
         let before = reserved();
         let guard = Self { before };
@@ -45,8 +47,9 @@ impl Drop for HugePages {
     }
 }
 
-/// The host's policy of transparent huge pages, `madvise` or `always`; none where it is `never` or
-/// the kernel has none. In CI it must have them.
+/// The host's policy of transparent huge pages, `madvise` or `always`. Returns `None` where it is
+/// `never` or the kernel has none, and panics in CI.
+#[must_use]
 pub fn transparent() -> Option<String> {
     let file = "/sys/kernel/mm/transparent_hugepage/enabled";
     let policies = fs::read_to_string(file).unwrap_or_default();
@@ -65,8 +68,8 @@ pub fn transparent() -> Option<String> {
     None
 }
 
-/// Bytes that stand on private transparent huge pages, of the mapping of this process that `address`
-/// is in.
+/// Bytes on private transparent huge pages, of this process's mapping at `address`.
+#[must_use]
 pub fn transparent_bytes(address: u64) -> u64 {
     let smaps = fs::read_to_string("/proc/self/smaps").unwrap();
     let mut within = false;
