@@ -47,11 +47,9 @@ mod trunk;
 mod turns;
 mod window;
 
+pub use crate::lanes::{KeyUsage, Timeouts};
 pub use fault::PeerFault;
 pub use inbound::{Arrival, Delivery};
-pub use lanes::Timeouts;
 pub use receiving::ACK_DELAY_NS;
-pub use trunk::{
-    Action, Config, KeyUsage, Left, OpenError, Opening, Outcome, Side, Trunk, Usage, Work,
-};
+pub use trunk::{Action, Config, Left, OpenError, Opening, Outcome, Side, Trunk, Usage, Work};
 pub use window::SLACK_NS;

@@ -232,7 +232,8 @@ impl Hub {
             bytes: limits.peer_bytes,
             lanes: terms.lanes,
             lanes_max: MAX_LANES,
-            patience: limits.timeouts(),
+            timeouts: limits.timeouts(),
+            ..Config::default()
         };
         let mut trunk = stripe::Trunk::new(terms.side(), config, 0);
         trunk.control_up(0);

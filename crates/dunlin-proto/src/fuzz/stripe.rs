@@ -94,7 +94,8 @@ pub fn fuzz_trunk(bytes: &[u8]) {
         bytes: BYTES,
         lanes: 2,
         lanes_max: 3,
-        patience: Timeouts::default(),
+        timeouts: Timeouts::default(),
+        ..Config::default()
     };
     let mut rig = Rig {
         trunk: Trunk::new(side, config, 0),

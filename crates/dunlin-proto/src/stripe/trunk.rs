@@ -9,20 +9,21 @@ mod values;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use super::inbound::Inbound;
-use super::lanes::{LaneAction, SendingLanes};
+use super::lanes::SendingLanes;
 use super::message::Mark;
 use super::outbound::{Outbound, Turn};
 use super::receiving::ReceivingLanes;
 use super::turns::Turns;
 use super::window::{Pool, RoundTrip};
 use crate::fault::FaultCode;
+use crate::lanes::Action as LaneAction;
 use crate::limits::{
     LEAST_WINDOW_BYTES, MAX_CHANNEL_OFFSET, MAX_CHANNELS, MAX_LANES, MAX_UNREAD_BYTES,
     START_WINDOW_BYTES,
 };
 use crate::mistake::{Mistake, planted};
 
-pub use sending::{KeyUsage, Outcome, Work};
+pub use sending::{Outcome, Work};
 pub use values::{Action, Config, Left, OpenError, Opening, Side, Usage};
 
 /// Bytes of all channels after which one lane is not enough: less is a
@@ -134,8 +135,6 @@ pub struct Trunk<T> {
     /// Bytes that were read since there last was no channel.
     busy_bytes: u64,
     idle_since_ns: u64,
-    /// When something about the lanes was due that the caller was told of.
-    expected_ns: Option<u64>,
     draining: bool,
     peer_drains: bool,
     over: bool,
@@ -179,7 +178,7 @@ impl<T: Clone> Trunk<T> {
             bytes: config.bytes.max(least),
             lanes: config.lanes.clamp(1, MAX_LANES),
             lanes_max: config.lanes_max.clamp(1, MAX_LANES),
-            patience: config.patience,
+            ..config
         };
         Self {
             config,
@@ -195,7 +194,7 @@ impl<T: Clone> Trunk<T> {
             leaving: BTreeMap::new(),
             turns: Turns::default(),
             reading: 0,
-            lanes: SendingLanes::new(config.patience),
+            lanes: SendingLanes::new(config.timeouts),
             arriving: ReceivingLanes::new(config.lanes_max),
             pool: Pool::new(config.bytes, channels as u64),
             round_trip: RoundTrip::default(),
@@ -203,7 +202,6 @@ impl<T: Clone> Trunk<T> {
             control: Control::Down { since_ns: now_ns },
             busy_bytes: 0,
             idle_since_ns: now_ns,
-            expected_ns: None,
             draining: false,
             peer_drains: false,
             over: false,
@@ -357,7 +355,7 @@ impl<T: Clone> Trunk<T> {
         self.waiting.clear();
         self.leaving.clear();
         self.turns = Turns::default();
-        self.lanes = SendingLanes::new(self.config.patience);
+        self.lanes = SendingLanes::new(self.config.timeouts);
         let Agenda {
             opens,
             news,
@@ -373,7 +371,7 @@ impl<T: Clone> Trunk<T> {
     /// Whether a lane that asks [`Trunk::next`] may get something.
     #[must_use]
     pub fn ready(&self) -> bool {
-        self.has_work() || (!self.over && self.lanes.has_leaving())
+        self.has_work() || (!self.over && self.lanes.leaving().next().is_some())
     }
 
     /// Whether any lane, whichever asks first, gets something to send.
@@ -394,21 +392,12 @@ impl<T: Clone> Trunk<T> {
         if !self.over && self.actions.is_empty() {
             self.decide(now_ns);
         }
-        let action = self.actions.pop_front();
-        let lanes_ns = self.lanes.due_ns(self.control == Control::Up);
-        self.expected_ns = lanes_ns.map(|due_ns| due_ns.max(now_ns));
-        action
+        self.actions.pop_front()
     }
 
     fn decide(&mut self, now_ns: u64) {
-        if let Some(expected_ns) = self.expected_ns.take()
-            && now_ns > expected_ns.saturating_add(LATE_NS)
-        {
-            // Whoever comes so late has heard nothing in the meantime.
-            self.lanes.unheard(false, now_ns);
-        }
         if let Control::Down { since_ns } = self.control
-            && now_ns.saturating_sub(since_ns) >= self.config.patience.alone_ns
+            && now_ns.saturating_sub(since_ns) >= self.config.timeouts.alone_ns
         {
             return self.end(FaultCode::ControlLost);
         }
@@ -421,13 +410,17 @@ impl<T: Clone> Trunk<T> {
         } else if now_ns >= self.cold_ns() {
             self.lanes.want(0);
         }
-        let up = self.control == Control::Up;
+        if self.control != Control::Up {
+            self.lanes.life.unheard(now_ns);
+        }
         let waits = !self.turns.is_empty() || self.lanes.has_lost();
-        match self.lanes.poll(up, waits, now_ns) {
+        match self.lanes.poll(waits, now_ns) {
             Some(LaneAction::Open(lane)) => self.actions.push_back(Action::OpenLane(lane)),
             Some(LaneAction::Cut(lane)) => self.actions.push_back(Action::CutLane(lane)),
-            Some(LaneAction::Alone) => self.abort_all(FaultCode::LaneLost, now_ns),
-            Some(LaneAction::Exhausted) => self.end(FaultCode::LaneLost),
+            Some(LaneAction::GiveUp) => self.abort_all(FaultCode::LaneLost, now_ns),
+            // Lost lanes are not fenced.
+            Some(LaneAction::Fence(_)) => {}
+            None if self.lanes.life.is_exhausted() => self.end(FaultCode::LaneLost),
             None => {}
         }
     }
@@ -439,24 +432,22 @@ impl<T: Clone> Trunk<T> {
         if self.over {
             return None;
         }
-        let up = self.control == Control::Up;
         let control = match self.control {
             Control::Up => self.arriving.due_ns(),
             Control::Down { since_ns } => {
-                Some(since_ns.saturating_add(self.config.patience.alone_ns))
+                Some(since_ns.saturating_add(self.config.timeouts.alone_ns))
             }
         };
-        let cold = self.channels.is_empty() && self.lanes.are_wanted();
+        let cold = self.channels.is_empty() && self.lanes.life.wanted() > 0;
         let cold = cold.then(|| self.cold_ns());
-        let lanes = self.lanes.due_ns(up);
+        let lanes = self.lanes.life.due_ns();
         let leaving = self.leaving.values().copied().min();
         let all = control.into_iter().chain(cold).chain(lanes);
         all.chain(leaving).min()
     }
 
     fn cold_ns(&self) -> u64 {
-        let warm_ns = self.config.patience.warm_ns;
-        self.idle_since_ns.saturating_add(warm_ns)
+        self.idle_since_ns.saturating_add(self.config.warm_ns)
     }
 
     /// Aborts what lives, here and at the other side.
@@ -585,9 +576,6 @@ const UNTOLD_CHUNKS: usize = crate::limits::MAX_CHANNEL_CHUNKS / 4;
 ///
 /// Drawback: so much later an abort is passed on of a channel on which nothing was under way.
 const END_MAY_COME_NS: u64 = 250_000_000;
-
-/// A caller that comes so late was stopped, or its host was.
-const LATE_NS: u64 = 1_000_000_000;
 
 #[cfg(test)]
 mod tests;

@@ -130,7 +130,8 @@ impl<'a> World<'a> {
             bytes: plan.peer_bytes,
             lanes: plan.lanes,
             lanes_max: plan.lanes * 4,
-            patience: Timeouts::default(),
+            timeouts: Timeouts::default(),
+            ..Config::default()
         };
         let side = |side| Trunk::new(side, config, 0);
         let channels = plan.channels.iter().map(|channel| {

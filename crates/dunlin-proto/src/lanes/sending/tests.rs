@@ -320,7 +320,7 @@ fn a_worn_lane_goes_on_until_another_takes_its_place() {
             6,
         )
         .unwrap();
-    assert!(!sending.lanes.contains_key(&1));
+    assert!(sending.lanes.get_mut(1).is_none());
     assert_eq!(sending.schedule().course(1), None);
     assert_eq!(actions(&mut sending, 7), []);
 }

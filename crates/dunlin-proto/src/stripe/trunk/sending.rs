@@ -1,10 +1,9 @@
 //! What the lanes of this side carry.
 
 use super::{Trunk, Turn};
+use crate::lanes::KeyUsage;
 use crate::limits::MAX_STRIPE_CHUNK_BYTES;
 use crate::stripe::frame::Data;
-
-pub use crate::lanes::KeyUsage;
 
 /// What a lane's thread shall do now.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -57,7 +56,7 @@ impl<T: Clone> Trunk<T> {
     /// A connection for this lane stands and *lane open* is on its way. False
     /// where the lane has been given up in the meantime: close it.
     pub fn lane_stands(&mut self, lane: u16, now_ns: u64) -> bool {
-        !self.over && self.lanes.stands(lane, now_ns)
+        !self.over && self.lanes.life.up(lane, now_ns)
     }
 
     /// There is no connection for this lane, or no more.
@@ -77,10 +76,8 @@ impl<T: Clone> Trunk<T> {
     }
 
     /// What `lane` shall do now.
-    pub fn next(&mut self, lane: u16, wear: KeyUsage, now_ns: u64) -> Work<T> {
-        if wear != KeyUsage::Fresh {
-            self.lanes.worn(lane, wear == KeyUsage::Spent);
-        }
+    pub fn next(&mut self, lane: u16, usage: KeyUsage, now_ns: u64) -> Work<T> {
+        self.lanes.life.wear(lane, usage);
         if let Some(frames) = self.lanes.end(lane, now_ns) {
             return Work::End { frames };
         }

@@ -19,7 +19,7 @@ impl<T: Clone> Trunk<T> {
         self.agenda.ping_ns = None;
         self.agenda.say_drain |= self.draining;
         self.arriving.say_again();
-        self.lanes.unheard(true, now_ns);
+        self.lanes.resumed(now_ns);
         for ended in self.ended.values_mut() {
             ended.say = true;
         }
@@ -229,18 +229,15 @@ impl<T: Clone> Trunk<T> {
                 }
             }
             Message::LaneRefused { lane, fault, text } => {
-                self.lanes.known(lane)?;
-                if self.lanes.lost(lane, now_ns) {
-                    self.actions.push_back(Action::CutLane(lane));
+                self.lanes.check(lane)?;
+                if self.lanes.lose(lane, now_ns) {
                     self.actions
                         .push_back(Action::LaneRefused { lane, fault, text });
                 }
             }
             Message::LaneLost(LaneAck { lane, frames }) => {
                 self.lanes.acknowledged(lane, frames, now_ns)?;
-                if self.lanes.lost(lane, now_ns) {
-                    self.actions.push_back(Action::CutLane(lane));
-                }
+                self.lanes.lose(lane, now_ns);
             }
             Message::Eof(mark) => self.peer_ends(&mark)?,
             Message::Closed { channel } => {

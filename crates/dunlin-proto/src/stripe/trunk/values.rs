@@ -31,7 +31,9 @@ pub struct Config {
     /// one; it needs some more than it uses while it replaces them.
     pub lanes_max: u16,
     /// How long it waits for what.
-    pub patience: Timeouts,
+    pub timeouts: Timeouts,
+    /// How long lanes are kept after the last channel, in nanoseconds.
+    pub warm_ns: u64,
 }
 
 impl Default for Config {
@@ -41,7 +43,8 @@ impl Default for Config {
             bytes: DEFAULT_PEER_BYTES,
             lanes: 4,
             lanes_max: MAX_LANES,
-            patience: Timeouts::default(),
+            timeouts: Timeouts::default(),
+            warm_ns: 30_000_000_000,
         }
     }
 }

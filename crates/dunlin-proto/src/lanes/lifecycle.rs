@@ -1,0 +1,474 @@
+//! The life of the lanes that one side sends on.
+//!
+//! ```text
+//!  poll opens      up                   worn and replaced,
+//!  ──────▶ Opening ──▶ Up ───────────── spent, or not wanted ──▶ Leaving
+//!             │        │ └───────────── end ─────┐                 │ end
+//!             │        │                         ▼                 ▼
+//!             │        │                       Ended ◀─────────────┘
+//!             │        │                         │ └── all confirmed: forget ──▶ (gone)
+//!             └────────┴──── lose ───────────────┘
+//!                              │
+//!             Loss::Fenced     │     Loss::Dropped
+//!             Fencing ◀────────┴───────────────────────────────────────────────▶ (gone)
+//!                └── fenced: remove ───────────────────────────────────────────▶ (gone)
+//! ```
+//! A lane is lost when its connection ends in any state but `Ended`, when the
+//! peer reports the loss, or at its deadline: after `open_ns` in `Opening`, and
+//! in `Up`, `Leaving` and `Ended` after `progress_ns` in which the peer confirmed
+//! nothing of what it owes. A lane that is `Fencing` for `alone_ns` without a
+//! sign of it is an [`Action::GiveUp`].
+//!
+//! **Replacement.** [`Lifecycle::poll`] opens lanes until as many as are wanted
+//! are `Opening`, or `Up` and not worn. A new lane that is `Up` moves one worn
+//! lane to `Leaving`. Numbers ascend and are never used twice (I4).
+//!
+//! **Back-off.** A loss delays the next attempt, each time twice as long, until
+//! the peer takes a lane. Losses during a delay add nothing to it, so lanes that
+//! are lost together count as one attempt.
+//!
+//! **Late callers.** A caller that polls much later than [`Lifecycle::due_ns`]
+//! asked for was stopped, and confirmations may wait for it: all clocks restart.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use crate::limits::MAX_LANES;
+
+/// How long to wait for what, in nanoseconds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Timeouts {
+    /// For the next confirmation on a lane that carries something unconfirmed.
+    pub progress_ns: u64,
+    /// For a new lane to be up.
+    pub open_ns: u64,
+    /// Before the first attempt to replace a lost lane. It doubles.
+    pub retry_first_ns: u64,
+    /// Between two attempts, at most.
+    pub retry_last_ns: u64,
+    /// Without any lane for the work that waits, for an answer to a fence, or
+    /// without a control lane, before the work is given up.
+    pub alone_ns: u64,
+}
+
+impl Default for Timeouts {
+    /// For a tunnel between hosts of one site: a hypervisor learns about a
+    /// vanished peer after ten seconds.
+    fn default() -> Self {
+        const SECOND_NS: u64 = 1_000_000_000;
+        Self {
+            progress_ns: 5 * SECOND_NS,
+            open_ns: 5 * SECOND_NS,
+            retry_first_ns: SECOND_NS / 10,
+            retry_last_ns: 2 * SECOND_NS,
+            alone_ns: 10 * SECOND_NS,
+        }
+    }
+}
+
+/// How much of its cipher's record limit a lane has used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KeyUsage {
+    /// Enough is left.
+    Fresh,
+    /// Another lane should replace it.
+    Worn,
+    /// It must carry nothing more but its end.
+    Spent,
+}
+
+/// What the caller has to do about a lane.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Action {
+    /// Open a connection for a lane of this number.
+    Open(u16),
+    /// Cut this lane's connection, so that its thread ends.
+    Cut(u16),
+    /// Send *fence* for this lane.
+    Fence(u16),
+    /// No lane was up for the work that waits, or a fence was not answered, for
+    /// too long: end the migration, or the channels.
+    GiveUp,
+}
+
+/// What happens to a lost lane.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Loss {
+    /// It stays until the peer answers a fence: a late write of it could
+    /// overwrite newer data.
+    Fenced,
+    /// It is removed at once: what it carried may arrive twice.
+    Dropped,
+}
+
+/// See the diagram of the module.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum State {
+    Opening,
+    Up,
+    Leaving,
+    Ended,
+    Fencing,
+}
+
+/// What the owner records about a lane.
+pub(crate) trait Load: Default {
+    /// Since when the peer has owed a confirmation; `None` if it owes none.
+    fn unconfirmed_since(lane: &Lane<Self>) -> Option<u64>;
+}
+
+/// One lane.
+#[derive(Debug)]
+pub(crate) struct Lane<L> {
+    state: State,
+    /// Whether its connection, or the attempt to open one, still exists.
+    connected: bool,
+    worn: bool,
+    /// When its present deadline began to run.
+    clock_ns: u64,
+    pub(crate) load: L,
+}
+
+impl<L> Lane<L> {
+    pub(crate) fn is(&self, state: State) -> bool {
+        self.state == state
+    }
+
+    /// Whether it was up and has not been lost.
+    pub(crate) fn stands(&self) -> bool {
+        matches!(self.state, State::Up | State::Leaving | State::Ended)
+    }
+
+    /// Whether it has sent its end and its connection is over.
+    pub(crate) fn has_left(&self) -> bool {
+        self.state == State::Ended && !self.connected
+    }
+
+    /// When the peer last confirmed something, or work came after a pause.
+    pub(crate) fn clock_ns(&self) -> u64 {
+        self.clock_ns
+    }
+
+    /// The peer has confirmed something, or can be blamed for nothing until now.
+    pub(crate) fn restart(&mut self, now_ns: u64) {
+        self.clock_ns = self.clock_ns.max(now_ns);
+    }
+}
+
+/// The lanes that one side sends on; see the module.
+///
+/// Events: [`Lifecycle::up`], [`Lifecycle::taken`], [`Lifecycle::wear`],
+/// [`Lifecycle::end`], [`Lifecycle::over`], [`Lifecycle::lose`],
+/// [`Lifecycle::remove`], [`Lifecycle::resumed`], [`Lifecycle::unheard`]. After
+/// each, and at [`Lifecycle::due_ns`], [`Lifecycle::poll`] until it returns
+/// `None`. After those that can lose a lane, [`Lifecycle::take_dropped`].
+#[derive(Debug)]
+pub(crate) struct Lifecycle<L> {
+    loss: Loss,
+    timeouts: Timeouts,
+    wanted: u16,
+    lanes: BTreeMap<u16, Lane<L>>,
+    dropped: Vec<L>,
+    actions: VecDeque<Action>,
+    last_number: u16,
+    retry_ns: u64,
+    retry_at_ns: u64,
+    alone_since_ns: Option<u64>,
+    /// When the caller should poll again.
+    expected_ns: Option<u64>,
+}
+
+impl<L: Load> Lifecycle<L> {
+    /// No lane, and none wanted.
+    pub(crate) fn new(loss: Loss, timeouts: Timeouts) -> Self {
+        Self {
+            loss,
+            timeouts,
+            wanted: 0,
+            lanes: BTreeMap::new(),
+            dropped: Vec::new(),
+            actions: VecDeque::new(),
+            last_number: 0,
+            retry_ns: timeouts.retry_first_ns,
+            retry_at_ns: 0,
+            alone_since_ns: None,
+            expected_ns: None,
+        }
+    }
+
+    pub(crate) fn wanted(&self) -> u16 {
+        self.wanted
+    }
+
+    /// How many lanes should carry work at the same time.
+    pub(crate) fn want(&mut self, lanes: u16) {
+        self.wanted = lanes.min(MAX_LANES);
+    }
+
+    pub(crate) fn get_mut(&mut self, number: u16) -> Option<&mut Lane<L>> {
+        self.lanes.get_mut(&number)
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (u16, &Lane<L>)> {
+        self.lanes.iter().map(|(number, lane)| (*number, lane))
+    }
+
+    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = (u16, &mut Lane<L>)> {
+        self.lanes.iter_mut().map(|(number, lane)| (*number, lane))
+    }
+
+    /// The numbers of the lanes that `which` accepts.
+    pub(crate) fn numbers(&self, which: impl Fn(&Lane<L>) -> bool) -> Vec<u16> {
+        let lanes = self.iter().filter(|(_, lane)| which(lane));
+        lanes.map(|(number, _)| number).collect()
+    }
+
+    /// Whether a lane of this number was ever opened.
+    pub(crate) fn was_opened(&self, number: u16) -> bool {
+        (1..=self.last_number).contains(&number)
+    }
+
+    /// Whether another lane is wanted and no number is left for it.
+    pub(crate) fn is_exhausted(&self) -> bool {
+        self.last_number == u16::MAX && self.lacks_one()
+    }
+
+    /// The lane can carry work, and a worn one may leave. Returns whether it was
+    /// `Opening`.
+    pub(crate) fn up(&mut self, number: u16, now_ns: u64) -> bool {
+        let lane = self.lanes.get_mut(&number);
+        let Some(lane) = lane.filter(|lane| lane.is(State::Opening)) else {
+            return false;
+        };
+        lane.state = State::Up;
+        lane.restart(now_ns);
+        self.alone_since_ns = None;
+        let mut lanes = self.lanes.values_mut();
+        if let Some(worn) = lanes.find(|lane| lane.is(State::Up) && lane.worn) {
+            worn.state = State::Leaving;
+        }
+        true
+    }
+
+    /// The peer has taken a new lane: the next delay is the first again.
+    pub(crate) fn taken(&mut self) {
+        self.retry_ns = self.timeouts.retry_first_ns;
+    }
+
+    /// How much of its key the lane has used.
+    pub(crate) fn wear(&mut self, number: u16, usage: KeyUsage) {
+        if let Some(lane) = self.lanes.get_mut(&number)
+            && lane.is(State::Up)
+        {
+            lane.worn |= usage != KeyUsage::Fresh;
+            if usage == KeyUsage::Spent {
+                lane.state = State::Leaving;
+            }
+        }
+    }
+
+    /// No lane is wanted any more.
+    pub(crate) fn leave_all(&mut self) {
+        for lane in self.lanes.values_mut().filter(|lane| lane.is(State::Up)) {
+            lane.state = State::Leaving;
+        }
+    }
+
+    /// The lane is given its end to send, and nothing after that.
+    pub(crate) fn end(&mut self, number: u16) {
+        if let Some(lane) = self.lanes.get_mut(&number)
+            && matches!(lane.state, State::Up | State::Leaving)
+        {
+            lane.state = State::Ended;
+        }
+    }
+
+    /// The peer has confirmed everything: a lane that has ended is gone.
+    pub(crate) fn forget(&mut self, number: u16) {
+        if self
+            .lanes
+            .get(&number)
+            .is_some_and(|lane| lane.is(State::Ended))
+        {
+            self.lanes.remove(&number);
+        }
+    }
+
+    /// The lane's connection is over, or could not be opened. One that sent its
+    /// end waits for the last confirmation; any other is lost.
+    pub(crate) fn over(&mut self, number: u16, in_order: bool, now_ns: u64) {
+        if let Some(lane) = self.lanes.get_mut(&number) {
+            lane.connected = false;
+            if !in_order || !lane.is(State::Ended) {
+                self.lose(number, now_ns);
+            }
+        }
+    }
+
+    /// The lane is lost. Returns whether it was not before.
+    pub(crate) fn lose(&mut self, number: u16, now_ns: u64) -> bool {
+        let lane = self.lanes.get(&number);
+        if lane.is_none_or(|lane| lane.is(State::Fencing)) {
+            return false;
+        }
+        if self.loss == Loss::Dropped {
+            let dropped = self.remove(number, now_ns);
+            self.dropped.extend(dropped);
+            return true;
+        }
+        self.cut(number, now_ns);
+        self.actions.push_back(Action::Fence(number));
+        if let Some(lane) = self.lanes.get_mut(&number) {
+            lane.state = State::Fencing;
+            lane.clock_ns = now_ns;
+        }
+        true
+    }
+
+    /// The lane is lost, and the peer can receive nothing more on it: it was
+    /// fenced, or never admitted. Returns what it carried.
+    pub(crate) fn remove(&mut self, number: u16, now_ns: u64) -> Option<L> {
+        if !self.lanes.get(&number)?.is(State::Fencing) {
+            self.cut(number, now_ns);
+        }
+        Some(self.lanes.remove(&number)?.load)
+    }
+
+    /// Cuts the connection of a lost lane, and delays the next attempt.
+    fn cut(&mut self, number: u16, now_ns: u64) {
+        if self.lanes.get(&number).is_some_and(|lane| lane.connected) {
+            self.actions.push_back(Action::Cut(number));
+        }
+        if now_ns >= self.retry_at_ns {
+            self.retry_at_ns = now_ns.saturating_add(self.retry_ns);
+            let twice_ns = self.retry_ns.saturating_mul(2);
+            self.retry_ns = twice_ns.min(self.timeouts.retry_last_ns);
+        }
+    }
+
+    /// What lanes carried that were lost under [`Loss::Dropped`].
+    pub(crate) fn take_dropped(&mut self) -> Vec<L> {
+        std::mem::take(&mut self.dropped)
+    }
+
+    /// A new control lane is up; messages on the old one may be lost. Fences are
+    /// asked for again. Lanes that have left are lost, because the peer does not
+    /// repeat their last confirmation.
+    pub(crate) fn resumed(&mut self, now_ns: u64) {
+        for number in self.numbers(|lane| lane.is(State::Fencing)) {
+            if !self.actions.contains(&Action::Fence(number)) {
+                self.actions.push_back(Action::Fence(number));
+            }
+        }
+        for number in self.numbers(Lane::has_left) {
+            self.lose(number, now_ns);
+        }
+        self.unheard(now_ns);
+    }
+
+    /// The control lane was silent until now, so nothing could be confirmed: no
+    /// lane is to blame for the time that has passed.
+    pub(crate) fn unheard(&mut self, now_ns: u64) {
+        for lane in self.lanes.values_mut() {
+            lane.restart(now_ns);
+        }
+    }
+
+    /// The next thing to do; `needed` says that work waits that takes a lane.
+    pub(crate) fn poll(&mut self, needed: bool, now_ns: u64) -> Option<Action> {
+        if self.actions.is_empty() {
+            self.decide(needed, now_ns);
+            self.expected_ns = self.due_ns().map(|due_ns| due_ns.max(now_ns));
+        }
+        self.actions.pop_front()
+    }
+
+    fn decide(&mut self, needed: bool, now_ns: u64) {
+        let late_ns = self.expected_ns.map_or(0, |at| now_ns.saturating_sub(at));
+        if late_ns > self.timeouts.progress_ns / 4 {
+            self.unheard(now_ns);
+            self.alone_since_ns = self.alone_since_ns.map(|_| now_ns);
+        }
+        let mut unanswered = false;
+        let is_late = |lane: &Lane<L>| self.deadline_ns(lane).is_some_and(|at| at <= now_ns);
+        for number in self.numbers(is_late) {
+            if !self.lose(number, now_ns)
+                && let Some(fencing) = self.lanes.get_mut(&number)
+            {
+                fencing.restart(now_ns);
+                unanswered = true;
+            }
+        }
+        while self.wants_another() && now_ns >= self.retry_at_ns {
+            self.open(now_ns);
+        }
+        if self.is_too_long_alone(needed, now_ns) || unanswered {
+            self.actions.push_back(Action::GiveUp);
+        }
+    }
+
+    /// When [`Lifecycle::poll`] may decide something without another event.
+    pub(crate) fn due_ns(&self) -> Option<u64> {
+        let lanes = self.lanes.values();
+        let lanes = lanes.filter_map(|lane| self.deadline_ns(lane));
+        let retry = self.wants_another().then_some(self.retry_at_ns);
+        let alone = self
+            .alone_since_ns
+            .map(|since_ns| since_ns.saturating_add(self.timeouts.alone_ns));
+        lanes.chain(retry).chain(alone).min()
+    }
+
+    fn deadline_ns(&self, lane: &Lane<L>) -> Option<u64> {
+        let (since_ns, limit_ns) = match lane.state {
+            State::Opening => (lane.clock_ns, self.timeouts.open_ns),
+            State::Fencing => (lane.clock_ns, self.timeouts.alone_ns),
+            State::Up | State::Leaving | State::Ended => {
+                (L::unconfirmed_since(lane)?, self.timeouts.progress_ns)
+            }
+        };
+        Some(since_ns.saturating_add(limit_ns))
+    }
+
+    /// Whether work has waited too long without a lane; the next time counts from
+    /// now.
+    fn is_too_long_alone(&mut self, needed: bool, now_ns: u64) -> bool {
+        if !needed || self.lanes.values().any(Lane::stands) {
+            self.alone_since_ns = None;
+            return false;
+        }
+        let since_ns = self.alone_since_ns.get_or_insert(now_ns);
+        let too_long = now_ns.saturating_sub(*since_ns) >= self.timeouts.alone_ns;
+        if too_long {
+            *since_ns = now_ns;
+        }
+        too_long
+    }
+
+    /// A lane that is worn, leaves or is fenced needs another beside it, and has
+    /// a place at the peer until it is gone.
+    fn lacks_one(&self) -> bool {
+        let is_fresh =
+            |lane: &&Lane<L>| lane.is(State::Opening) || (lane.is(State::Up) && !lane.worn);
+        let fresh = self.lanes.values().filter(is_fresh).count();
+        fresh < usize::from(self.wanted) && self.lanes.len() < usize::from(MAX_LANES)
+    }
+
+    fn wants_another(&self) -> bool {
+        self.last_number < u16::MAX && self.lacks_one()
+    }
+
+    fn open(&mut self, now_ns: u64) {
+        self.last_number += 1;
+        let lane = Lane {
+            state: State::Opening,
+            connected: true,
+            worn: false,
+            clock_ns: now_ns,
+            load: L::default(),
+        };
+        self.lanes.insert(self.last_number, lane);
+        self.actions.push_back(Action::Open(self.last_number));
+    }
+}
+
+#[cfg(test)]
+mod tests;
