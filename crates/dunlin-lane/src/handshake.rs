@@ -183,19 +183,7 @@ pub(super) fn parameters(
     connection: &CommonState,
     provider: Provider,
 ) -> Result<Parameters, HandshakeError> {
-    let suite = match connection
-        .negotiated_cipher_suite()
-        .map(|suite| suite.suite())
-    {
-        Some(rustls::CipherSuite::TLS13_AES_256_GCM_SHA384) => CipherSuite::Aes256Gcm,
-        Some(rustls::CipherSuite::TLS13_AES_128_GCM_SHA256) => CipherSuite::Aes128Gcm,
-        Some(rustls::CipherSuite::TLS13_CHACHA20_POLY1305_SHA256) => CipherSuite::ChaCha20Poly1305,
-        other => {
-            return Err(local(format!(
-                "suite {other:?} was negotiated and never offered"
-            )));
-        }
-    };
+    let suite = negotiated_suite(connection)?;
     let group = connection
         .negotiated_key_exchange_group()
         .map(|group| group.name())
@@ -205,6 +193,32 @@ pub(super) fn parameters(
         group,
         provider,
     })
+}
+
+/// The cipher suite of a complete handshake, by its cipher.
+fn negotiated_suite(connection: &CommonState) -> Result<CipherSuite, HandshakeError> {
+    use rustls::CipherSuite as Suite;
+    let suite = connection.negotiated_cipher_suite();
+    match suite.map(|suite| suite.suite()) {
+        Some(
+            Suite::TLS13_AES_256_GCM_SHA384
+            | Suite::TLS_ECDHE_ECDSA_WITH_AES_256_GCM_SHA384
+            | Suite::TLS_ECDHE_RSA_WITH_AES_256_GCM_SHA384,
+        ) => Ok(CipherSuite::Aes256Gcm),
+        Some(
+            Suite::TLS13_AES_128_GCM_SHA256
+            | Suite::TLS_ECDHE_ECDSA_WITH_AES_128_GCM_SHA256
+            | Suite::TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256,
+        ) => Ok(CipherSuite::Aes128Gcm),
+        Some(
+            Suite::TLS13_CHACHA20_POLY1305_SHA256
+            | Suite::TLS_ECDHE_ECDSA_WITH_CHACHA20_POLY1305_SHA256
+            | Suite::TLS_ECDHE_RSA_WITH_CHACHA20_POLY1305_SHA256,
+        ) => Ok(CipherSuite::ChaCha20Poly1305),
+        other => Err(local(format!(
+            "suite {other:?} was negotiated and never offered"
+        ))),
+    }
 }
 
 /// Reads one whole record of the handshake and appends it to `incoming`. `received` counts what
@@ -374,7 +388,7 @@ fn send_alert_into<C: Unbuffered>(
 }
 
 /// Appends one message to `outgoing`; its length is only known once it did not fit.
-fn encode<D>(
+pub(crate) fn encode<D>(
     part: &mut EncodeTlsData<'_, D>,
     outgoing: &mut Vec<u8>,
 ) -> Result<(), HandshakeError> {
@@ -426,7 +440,7 @@ pub(super) fn halves(
 }
 
 /// The two roles' connections, which rustls gives no common trait.
-trait Unbuffered: Sized {
+pub(crate) trait Unbuffered: Sized {
     type Data;
 
     fn process<'c, 'i>(

@@ -223,6 +223,39 @@ pub fn install(
     secrets: &ExtractedSecrets,
     version: Version,
 ) -> Result<(), Refused> {
+    let (suite, ..) = parts(&secrets.rx.1).map_err(|error| Refused::Failed {
+        reason: error.to_string(),
+    })?;
+    remembered(attach(stream), suite, version)?;
+    give(stream, secrets, version)
+}
+
+/// Prepares a connection for [`give`]. False if the peer has ended the connection already; the
+/// kernel has nothing then, and the peer's last words are read without it.
+///
+/// # Errors
+/// As [`install`].
+pub(crate) fn prepare(
+    stream: &TcpStream,
+    suite: CipherSuite,
+    version: Version,
+) -> Result<bool, Refused> {
+    match remembered(attach(stream), suite, version) {
+        Ok(()) => Ok(true),
+        Err(Refused::Gone) => Ok(false),
+        Err(refused) => Err(refused),
+    }
+}
+
+/// Gives both keys of a connection to the kernel that is prepared for them.
+///
+/// # Errors
+/// As [`install`].
+pub(crate) fn give(
+    stream: &TcpStream,
+    secrets: &ExtractedSecrets,
+    version: Version,
+) -> Result<(), Refused> {
     let keys = [
         (Direction::Receiving, &secrets.rx),
         (Direction::Sending, &secrets.tx),
@@ -231,23 +264,23 @@ pub fn install(
         let key = parts(secrets).map_err(|error| Refused::Failed {
             reason: error.to_string(),
         })?;
-        let given = match direction {
-            Direction::Receiving => attach(stream),
-            Direction::Sending => Ok(()),
-        };
-        let given = given.and_then(|()| {
-            try_give(stream, direction, key, *sequence, version)
-                .map_err(|error| refused(direction, &error))
-        });
-        if let Err(refused) = given {
-            // Which is what is asked about.
-            if version == Version::V1_3 {
-                remember(key.0, &refused);
-            }
-            return Err(refused);
-        }
+        let given = try_give(stream, direction, key, *sequence, version)
+            .map_err(|error| refused(direction, &error));
+        remembered(given, key.0, version)?;
     }
     Ok(())
+}
+
+/// A refusal in TLS 1.3 counts for the connections that follow: that is what the probe asks about.
+fn remembered(
+    result: Result<(), Refused>,
+    suite: CipherSuite,
+    version: Version,
+) -> Result<(), Refused> {
+    if let (Err(refused), Version::V1_3) = (&result, version) {
+        remember(suite, refused);
+    }
+    result
 }
 
 /// Asks the same for a connection to a program that is not Dunlin. Any such may renew its key in

@@ -1,7 +1,7 @@
 //! A channel's connection to a hypervisor, on either side.
 
 use dunlin_lane::sync::lock;
-use std::io::{self, IoSlice, IoSliceMut, Read, Write};
+use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
@@ -90,41 +90,26 @@ fn repeated(mut call: impl FnMut() -> io::Result<usize>) -> io::Result<usize> {
 
 impl Socket {
     pub(super) fn read(&self, bytes: &mut [u8]) -> io::Result<usize> {
-        self.read_vectored(&mut [IoSliceMut::new(bytes)])
-    }
-
-    /// Reads into several places, in their order.
-    pub(super) fn read_vectored(&self, slices: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
-        let bytes = repeated(|| match &self.stream {
-            Stream::Unix(stream) => (&*stream).read_vectored(slices),
-            Stream::Tcp(stream) => (&*stream).read_vectored(slices),
+        let read = repeated(|| match &self.stream {
+            Stream::Unix(stream) => (&*stream).read(bytes),
+            Stream::Tcp(stream) => (&*stream).read(bytes),
         })?;
-        if bytes == 0 && *self.lock_reset() {
+        if read == 0 && *self.lock_reset() {
             return Err(io::ErrorKind::ConnectionReset.into());
         }
-        self.count.read(bytes);
-        Ok(bytes)
+        self.count.read(read);
+        Ok(read)
     }
 
     pub(super) fn write(&self, bytes: &[u8]) -> io::Result<usize> {
-        self.written(|| match &self.stream {
-            Stream::Unix(stream) => (&*stream).write(bytes),
-            Stream::Tcp(stream) => (&*stream).write(bytes),
-        })
-    }
-
-    /// Writes from several places, in their order.
-    pub(super) fn write_vectored(&self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
-        self.written(|| match &self.stream {
-            Stream::Unix(stream) => (&*stream).write_vectored(slices),
-            Stream::Tcp(stream) => (&*stream).write_vectored(slices),
-        })
-    }
-
-    fn written(&self, call: impl Fn() -> io::Result<usize>) -> io::Result<usize> {
-        let bytes = repeated(|| self.noting_resets(&call))?;
-        self.count.wrote(bytes);
-        Ok(bytes)
+        let written = repeated(|| {
+            self.noting_resets(|| match &self.stream {
+                Stream::Unix(stream) => (&*stream).write(bytes),
+                Stream::Tcp(stream) => (&*stream).write(bytes),
+            })
+        })?;
+        self.count.wrote(written);
+        Ok(written)
     }
 
     /// Calls what may take the connection's error from the kernel. The lock is held meanwhile, so
@@ -285,16 +270,12 @@ mod tests {
     #[test]
     fn a_reset_that_another_call_has_found_is_no_end() {
         type Find = fn(&Socket);
-        let found: [(&str, Find); 3] = [
+        let found: [(&str, Find); 2] = [
             ("error", |socket| {
                 assert_eq!(socket.error().kind(), io::ErrorKind::ConnectionReset);
             }),
             ("write", |socket| {
                 let error = socket.write(b"x").unwrap_err();
-                assert_eq!(error.kind(), io::ErrorKind::ConnectionReset);
-            }),
-            ("write_vectored", |socket| {
-                let error = socket.write_vectored(&[IoSlice::new(b"x")]).unwrap_err();
                 assert_eq!(error.kind(), io::ErrorKind::ConnectionReset);
             }),
         ];

@@ -4,7 +4,9 @@
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
+use std::sync::Barrier;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -229,6 +231,67 @@ fn bytes_go_both_ways_and_each_end_by_itself_in_tls_1_3_and_1_2() {
         scene.near_told.wait("end", is_closed);
         scene.far_told.wait("end", is_closed);
         assert_eq!(scene.near.as_ref().unwrap().status(), []);
+    }
+}
+
+/// Writes until nothing has been taken for a while, then the rest of `sent` as it is taken.
+fn stalls_and_goes_on(stream: &UnixStream, sent: &[u8], stalled: &Barrier) {
+    stream
+        .set_write_timeout(Some(Duration::from_millis(500)))
+        .unwrap();
+    let mut left = sent;
+    while !left.is_empty() {
+        match (&*stream).write(left) {
+            Ok(count) => left = &left[count..],
+            Err(error) => {
+                assert_eq!(error.kind(), ErrorKind::WouldBlock, "{error}");
+                break;
+            }
+        }
+    }
+    stalled.wait();
+    assert!(!left.is_empty(), "all of it fits into the buffers");
+    stream.set_write_timeout(Some(PATIENCE)).unwrap();
+    (&*stream).write_all(left).unwrap();
+}
+
+/// Both peers write more than all buffers hold before either reads. Then one direction is read to
+/// its end while the other stays full: neither direction waits for the other.
+#[test]
+fn i8_each_direction_flows_while_the_other_is_full() {
+    const BYTES: usize = 48 << 20;
+    let sent = |seed| {
+        let mut bytes = vec![0; BYTES];
+        dunlin_test_support::tunnel::Random::new(seed).fill(&mut bytes);
+        bytes
+    };
+    let (there, back) = (sent(1), sent(2));
+    for near_reads_first in [false, true] {
+        let scene = Scene::start(Setup::new());
+        let near = scene.unix();
+        let far: UnixStream = OwnedFd::from(scene.accept()).into();
+        let stalled = Barrier::new(3);
+        thread::scope(|scope| {
+            for (stream, sent) in [(&near, &there), (&far, &back)] {
+                let stalled = &stalled;
+                scope.spawn(move || {
+                    stalls_and_goes_on(stream, sent, stalled);
+                    stream.shutdown(Shutdown::Write).unwrap();
+                });
+            }
+            stalled.wait();
+            let mut ends = [(&far, &there), (&near, &back)];
+            if near_reads_first {
+                ends.reverse();
+            }
+            for (mut stream, sent) in ends {
+                let mut came = Vec::new();
+                stream.read_to_end(&mut came).unwrap();
+                assert!(came == *sent, "{near_reads_first}");
+            }
+        });
+        scene.near_told.wait("end", is_closed);
+        scene.far_told.wait("end", is_closed);
     }
 }
 

@@ -14,7 +14,8 @@ use rustls::unbuffered::{ConnectionState, UnbufferedStatus};
 
 use super::keyed::{self, Keyed};
 use super::{
-    HandshakeError, Unbuffered, drive, encode, identified, linger, local, send_alert_into,
+    HandshakeError, Unbuffered, drive, encode, identified, linger, local, negotiated_suite,
+    send_alert_into,
 };
 use crate::accept::reading::{Reading, RejectReason, would_block};
 use crate::kernel;
@@ -22,9 +23,9 @@ use crate::offload::Offload;
 use crate::peers::PeerIdentity;
 use crate::policy::ServerSettings;
 use crate::policy::{ClientTls, ServerTls};
-use crate::provider::Provider;
-use crate::provider::parts;
-use crate::relayed::{Opening, Sealing, halves, halves_in_kernel};
+use crate::relayed::Records;
+use crate::relayed::in_kernel::halves;
+use crate::relayed::session::Session;
 use crate::trust::Trust;
 
 /// A connection to a peer that is authenticated and need not be Dunlin.
@@ -35,10 +36,8 @@ pub struct Relayed {
     pub at: SocketAddr,
     /// The peer.
     pub peer: PeerIdentity,
-    /// Seals what is sent.
-    pub sealing: Sealing,
-    /// Opens what is received.
-    pub opening: Opening,
+    /// What seals and opens its records.
+    pub records: Records,
 }
 
 /// Makes a relay's connection of one that this side opened.
@@ -59,37 +58,34 @@ pub fn client(
         linger(&stream, deadline);
         return Err(error);
     }
-    finish(
-        (stream, at),
-        connection,
-        &tls.trust,
-        (tls.provider, tls.offload),
-    )
+    finish((stream, at), connection, &tls.trust, tls.offload)
 }
 
-fn finish<C: Unbuffered>(
+fn finish<C: Unbuffered + Send + 'static>(
     (stream, at): (TcpStream, SocketAddr),
     connection: C,
     trust: &Trust,
-    (provider, offload): (Provider, Offload),
+    offload: Offload,
 ) -> Result<Relayed, HandshakeError> {
-    let peer = identified(connection.common(), trust)?;
-    let is_1_3 = match connection.common().protocol_version() {
-        Some(ProtocolVersion::TLSv1_3) => true,
-        Some(ProtocolVersion::TLSv1_2) => false,
+    let common = connection.common();
+    let peer = identified(common, trust)?;
+    let version = match common.protocol_version() {
+        Some(ProtocolVersion::TLSv1_3) => Version::V1_3,
+        Some(ProtocolVersion::TLSv1_2) => Version::V1_2,
         other => return Err(local(format!("TLS {other:?} was negotiated"))),
     };
-    let (secrets, next) = connection.into_secrets()?;
-    let version = if is_1_3 { Version::V1_3 } else { Version::V1_2 };
-    let (suite, ..) = parts(&secrets.tx.1).map_err(local)?;
-    let (sealing, opening) = if kernel::choose_for_relay(offload, suite, version)?.is_kernel
-        && kernel::takes(&stream, &secrets, version)?
+    let suite = negotiated_suite(common)?;
+    let records = if kernel::choose_for_relay(offload, suite, version)?.is_kernel
+        && kernel::prepare(&stream, suite, version)?
     {
+        let (secrets, next) = connection.into_secrets()?;
+        kernel::give(&stream, &secrets, version)?;
         let renews = kernel::abilities(suite).is_ok_and(|abilities| abilities.renews_keys);
         let renews = renews && version == Version::V1_3;
-        halves_in_kernel(&secrets, version, renews, provider, next)
+        let (sealing, opening) = halves(&secrets, version, renews, next);
+        Records::Kernel(sealing, opening)
     } else {
-        halves(secrets, is_1_3, provider, next).map_err(local)?
+        Records::Process(Session::new(connection))
     };
     stream.set_read_timeout(None).map_err(HandshakeError::Io)?;
     stream.set_write_timeout(None).map_err(HandshakeError::Io)?;
@@ -97,8 +93,7 @@ fn finish<C: Unbuffered>(
         stream,
         at,
         peer,
-        sealing,
-        opening,
+        records,
     })
 }
 
@@ -224,8 +219,7 @@ impl Greeting {
             connection,
             ..
         } = self;
-        let sealed_by = (settings.provider, settings.offload);
-        let relayed = finish((stream, at), connection, &settings.trust, sealed_by)?;
+        let relayed = finish((stream, at), connection, &settings.trust, settings.offload)?;
         Ok(relayed)
     }
 }

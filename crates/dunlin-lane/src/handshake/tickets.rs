@@ -146,7 +146,7 @@ mod tests {
 
     use super::*;
     use crate::provider::CipherSuite;
-    use crate::record::{SealHalf, TRAILER_BYTES};
+    use crate::record::{HANDSHAKE, SealHalf, TRAILER_BYTES};
 
     const KEY: [u8; 32] = [7; 32];
     const QUIET: Duration = Duration::from_millis(50);
@@ -167,7 +167,7 @@ mod tests {
         };
         for part in parts {
             let mut record = room(part);
-            seal.seal_late(&mut record).unwrap();
+            seal.seal_as(HANDSHAKE, &mut record).unwrap();
             near.write_all(&record).unwrap();
         }
         let mut data = room(b"data");

@@ -1,92 +1,44 @@
-//! The fuzz entry of a relay's records.
+//! The fuzz entry of what a relay's peer may say where the kernel opens records.
 
+use dunlin_linux::ktls::Version;
 use dunlin_proto::fuzz::Choices;
 use rustls::crypto::cipher::{AeadKey, Iv};
+use rustls::{ConnectionTrafficSecrets, ExtractedSecrets};
 
-use super::*;
-use crate::provider::CipherSuite;
+use super::RelayError;
+use super::in_kernel::{LATE_RUN_LIMIT, MESSAGE_LIMIT_BYTES, Opening, Sealing, Verdict, halves};
+use crate::handshake::Renewal;
+use crate::record::{ALERT, APPLICATION_DATA, EMPTY_RUN_LIMIT, HANDSHAKE};
 
-/// Keys that follow each other by a number; those with an even one are ours.
-struct Numbered {
-    sending: u8,
-    receiving: u8,
-}
+/// No kernel is asked here, so no key is needed.
+struct NoKeys;
 
-fn key(number: u8) -> ([u8; 32], [u8; 12]) {
-    ([number; 32], [number; 12])
-}
-
-fn secrets(number: u8) -> ConnectionTrafficSecrets {
-    let (key, iv) = key(number);
-    ConnectionTrafficSecrets::Aes256Gcm {
-        key: AeadKey::from(key),
-        iv: Iv::from(iv),
-    }
-}
-
-impl Renewal for Numbered {
+impl Renewal for NoKeys {
     fn sending(&mut self) -> Result<ConnectionTrafficSecrets, rustls::Error> {
-        self.sending = self.sending.wrapping_add(2);
-        Ok(secrets(self.sending))
+        Err(rustls::Error::HandshakeNotComplete)
     }
 
     fn receiving(&mut self) -> Result<ConnectionTrafficSecrets, rustls::Error> {
-        self.receiving = self.receiving.wrapping_add(2);
-        Ok(secrets(self.receiving))
+        Err(rustls::Error::HandshakeNotComplete)
     }
 }
 
-/// A peer that holds the right keys, and says anything under them.
-struct Peer {
-    provider: Provider,
-    key: u8,
-    seal: Seal,
-}
-
-impl Peer {
-    fn new(provider: Provider, is_1_3: bool) -> Self {
-        let number = 1;
-        let (bytes, iv) = key(number);
-        let seal = if is_1_3 {
-            Seal::V13(half(provider, number))
-        } else {
-            let seal = Seal12::new(provider, CipherSuite::Aes256Gcm, &bytes, iv, 0);
-            Seal::V12(seal.expect("the key is as long as it has to be"))
-        };
-        Self {
-            provider,
-            key: number,
-            seal,
-        }
-    }
-
-    fn seal(&mut self, content_type: u8, content: &[u8]) -> Vec<u8> {
-        let (lead, trail) = match &self.seal {
-            Seal::V13(_) => (HEADER_BYTES, TRAILER_BYTES),
-            Seal::V12(seal) => (seal.lead(), TAG_BYTES),
-            Seal::Kernel(_) => unreachable!("no kernel is asked"),
-        };
-        let mut record = vec![0; lead + content.len() + trail];
-        record[lead..lead + content.len()].copy_from_slice(content);
-        let sealed = match &mut self.seal {
-            Seal::V13(seal) => seal.seal_as(content_type, &mut record),
-            Seal::V12(seal) => seal.seal(content_type, RECORD_LIMIT, &mut record),
-            Seal::Kernel(_) => unreachable!("no kernel is asked"),
-        };
-        sealed.expect("it is short, and far from the limit");
-        record
-    }
-
-    fn renew(&mut self) {
-        self.key = self.key.wrapping_add(2);
-        self.seal = Seal::V13(half(self.provider, self.key));
-    }
-}
-
-fn half(provider: Provider, number: u8) -> SealHalf {
-    let (key, iv) = key(number);
-    SealHalf::new(provider, CipherSuite::Aes256Gcm, &key, iv, 0)
-        .expect("the key is as long as it has to be")
+/// Both halves of a connection whose keys the kernel has, without a kernel.
+pub(super) fn halves_without_kernel(version: Version) -> (Sealing, Opening) {
+    let secrets = || ConnectionTrafficSecrets::Aes256Gcm {
+        key: AeadKey::from([0; 32]),
+        iv: Iv::from([0; 12]),
+    };
+    let extracted = ExtractedSecrets {
+        tx: (0, secrets()),
+        rx: (0, secrets()),
+    };
+    halves(
+        &extracted,
+        version,
+        version == Version::V1_3,
+        Box::new(NoKeys),
+    )
 }
 
 /// What the messages of TLS itself in a record lead to, read plainly from RFC 8446: that the key is
@@ -118,25 +70,13 @@ fn messages(begun: &mut Vec<u8>, content: &[u8]) -> Result<Option<bool>, ()> {
     Ok(None)
 }
 
-/// Any records that an authentic peer may seal: data comes out as it was, its end is its end,
-/// keys are renewed when both sides know it, and what is neither is bounded (I7).
+/// Any records that an authentic peer may seal: its end is its end, keys are renewed when both
+/// sides know it, and what is neither is bounded (I7).
 pub fn fuzz_relayed(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
-    let choice = choices.byte();
-    let is_1_3 = choice & 1 == 0;
-    let providers = Provider::built_in();
-    let provider = providers[usize::from(choice >> 1) % providers.len()];
-    let extracted = ExtractedSecrets {
-        tx: (0, secrets(0)),
-        rx: (0, secrets(1)),
-    };
-    let next = Box::new(Numbered {
-        sending: 0,
-        receiving: 1,
-    });
-    let (_, mut opening) =
-        halves(extracted, is_1_3, provider, next).expect("the library is built in");
-    let mut peer = Peer::new(provider, is_1_3);
+    let is_1_3 = choices.byte() & 1 == 0;
+    let version = if is_1_3 { Version::V1_3 } else { Version::V1_2 };
+    let (_, mut opening) = halves_without_kernel(version);
     let mut begun = Vec::new();
     let (mut late, mut empty, mut asked) = (0, 0, false);
     while choices.more() {
@@ -147,59 +87,48 @@ pub fn fuzz_relayed(bytes: &[u8]) {
             _ => 20,
         };
         let content: Vec<u8> = (0..choices.below(40)).map(|_| choices.byte()).collect();
-        let mut record = peer.seal(content_type, &content);
-        let header = *record.first_chunk().expect("a record has a header");
-        let known = opening.record_bytes(header);
-        let held = opening.open(&mut record);
-        assert!(opening.message.len() <= MESSAGE_LIMIT_BYTES);
-        let wanted = match (content_type, &content[..]) {
-            (APPLICATION_DATA, _) if !begun.is_empty() => None,
-            (APPLICATION_DATA, content) => {
-                empty = if content.is_empty() { empty + 1 } else { 0 };
-                late = if content.is_empty() { late } else { 0 };
-                Some(content)
-            }
-            (ALERT, [_, 0]) => {
-                assert!(matches!(held, Ok(Held::Closed)));
+        if content_type == APPLICATION_DATA {
+            let came = if content.is_empty() {
+                empty += 1;
+                opening.was_empty()
+            } else {
+                (late, empty) = (0, 0);
+                opening.came(content.len())
+            };
+            let is_bad = empty > EMPTY_RUN_LIMIT || !(begun.is_empty() || content.is_empty());
+            assert_eq!(came.is_err(), is_bad, "{came:?}");
+            if is_bad {
                 return;
             }
-            (ALERT, [1, _]) if !is_1_3 => {
-                late += 1;
-                Some(&[][..])
-            }
-            (ALERT, [_, 90]) if is_1_3 => {
-                late += 1;
-                Some(&[][..])
-            }
-            (HANDSHAKE, [0, 0, 0, 0]) if !is_1_3 => {
-                late += 1;
-                Some(&[][..])
-            }
-            (HANDSHAKE, content) if is_1_3 => {
-                late += 1;
-                let renewed = messages(&mut begun, content);
-                if let Ok(Some(wish)) = renewed {
-                    peer.renew();
+            continue;
+        }
+        let is_run = late >= LATE_RUN_LIMIT;
+        late += 1;
+        let wanted = match (content_type, &content[..]) {
+            (ALERT, [_, 0]) => Some(Verdict::Closed),
+            (ALERT, [1, _]) if !is_1_3 => Some(Verdict::Nothing),
+            (ALERT, [_, 90]) if is_1_3 => Some(Verdict::Nothing),
+            (HANDSHAKE, [0, 0, 0, 0]) if !is_1_3 => Some(Verdict::Nothing),
+            (HANDSHAKE, content) if is_1_3 => match messages(&mut begun, content) {
+                Ok(Some(wish)) => {
                     // The first that is not answered is no flood; here none is ever.
                     if wish && !asked {
                         (asked, late) = (true, 0);
                     }
+                    Some(Verdict::Renewed)
                 }
-                renewed.ok().map(|_| &[][..])
-            }
+                Ok(None) => Some(Verdict::Nothing),
+                Err(()) => None,
+            },
             _ => None,
         };
-        match (held, wanted) {
-            (Ok(Held::Data(at)), Some(content)) if content_type == APPLICATION_DATA => {
-                assert_eq!(known.ok(), Some(record.len()));
-                assert_eq!(record[at], *content);
-            }
-            (Ok(Held::Nothing), Some(_)) if content_type != APPLICATION_DATA => {
-                assert!(late <= LATE_RUN_LIMIT);
-            }
-            (Err(_), None) => return,
-            (Err(_), Some(_)) if late > LATE_RUN_LIMIT || empty > EMPTY_RUN_LIMIT => return,
-            (held, wanted) => panic!("{content_type}: {held:?} instead of {wanted:?}"),
+        let verdict = opening.judge(content_type, &content);
+        assert!(opening.begun() <= MESSAGE_LIMIT_BYTES);
+        match (verdict, wanted) {
+            (Ok(Verdict::Closed), Some(Verdict::Closed)) | (Err(_), None) => return,
+            (Err(RelayError::LateRun), Some(_)) if is_run => return,
+            (Ok(verdict), Some(wanted)) => assert_eq!(verdict, wanted),
+            (verdict, wanted) => panic!("{content_type}: {verdict:?} instead of {wanted:?}"),
         }
     }
 }

@@ -1,79 +1,148 @@
 //! A relay's records in the kernel: data goes between sockets, and what is left to do are the
 //! records that are no data, and counting.
+//!
+//! In TLS 1.3 the peer may send session tickets, renew its keys and ask for ours (RFC 8446,
+//! section 4.6); and since there is nothing to put in the place of a connection whose keys are
+//! worn, this side renews them too. TLS 1.2 cannot: a connection ends at its record limit.
 
 use crate::sync::lock;
 use std::io;
 use std::net::TcpStream;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
 use dunlin_linux::ktls::{Direction, Version};
 use rustls::ExtractedSecrets;
 
-use super::{Held, KEY_UPDATE, Open, Opening, RelayError, Seal, Sealing, assemble, not_renewed};
+use super::RelayError;
 use crate::handshake::Renewal;
 use crate::kernel;
-use crate::provider::Provider;
-use crate::record::{ALERT, CONTENT_BYTES, Content, EMPTY_RUN_LIMIT, HANDSHAKE, OpenError, Opened};
+use crate::record::{
+    ALERT, Alert, CONTENT_BYTES, Content, EMPTY_RUN_LIMIT, HANDSHAKE, OpenError, Opened,
+    RECORD_LIMIT,
+};
 
 /// A record that is no data, as `ktls::send_record` takes it.
 pub type Control = (u8, Vec<u8>);
 
+/// Handshake messages that have begun and not ended, in bytes. A session ticket may be longer by
+/// its lengths' size; none that is in use comes near this.
+pub(super) const MESSAGE_LIMIT_BYTES: usize = 32 << 10;
+/// Messages of TLS itself without data in between: more are an attack or a fault.
+pub(super) const LATE_RUN_LIMIT: u32 = 32;
 /// Records that go with one call, at most: one for each piece that a pipe holds.
 const CALL_RECORDS: u64 = 16;
 
-/// One direction of which the kernel has the key.
-pub(super) struct InKernel {
+/// Makes the next keys of either direction, and remembers which side asked for some.
+struct Keys {
+    next: Mutex<Box<dyn Renewal>>,
     is_1_3: bool,
-    /// The kernel can change the key.
+    /// The kernel can change the keys.
     renews: bool,
-    /// Records that the key has sealed or opened.
-    records: u64,
+    /// The peer has asked for ours.
+    asked: AtomicBool,
+    /// We want the peer's.
+    asking: AtomicBool,
+    /// Records under one key, in either direction.
+    limit: AtomicU64,
 }
 
-impl InKernel {
-    /// One whose key has just been renewed.
-    pub(super) fn fresh() -> Self {
-        Self {
-            is_1_3: true,
-            renews: true,
-            records: 0,
-        }
-    }
+/// The sending half.
+pub struct Sealing {
+    keys: Arc<Keys>,
+    /// Records that the key has sealed.
+    records: u64,
+    is_closed: bool,
+}
 
-    /// Counts data that went in one call, which ends a record. A read is of one alone.
-    fn count(&mut self, bytes: usize) {
-        self.records += bytes.div_ceil(CONTENT_BYTES) as u64;
-    }
+/// The receiving half.
+pub struct Opening {
+    keys: Arc<Keys>,
+    /// Records that the key has opened.
+    records: u64,
+    /// The beginning of a handshake message.
+    message: Vec<u8>,
+    late_run: u32,
+    empty_run: u32,
+    asked: bool,
+}
+
+/// What a record that is no data said.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Held {
+    /// Nothing that matters to the other side of the relay.
+    Nothing,
+    /// The peer's authentic end.
+    Closed,
+}
+
+/// What [`Opening::judge`] found in a record.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Verdict {
+    Nothing,
+    Closed,
+    /// What follows is sealed with the peer's next key.
+    Renewed,
 }
 
 /// Both halves of a connection whose keys the kernel has, and can change if it `renews` them.
-pub fn halves_in_kernel(
+pub fn halves(
     secrets: &ExtractedSecrets,
     version: Version,
     renews: bool,
-    provider: Provider,
     next: Box<dyn Renewal>,
 ) -> (Sealing, Opening) {
-    let of = |records| InKernel {
+    let keys = Arc::new(Keys {
+        next: Mutex::new(next),
         is_1_3: version == Version::V1_3,
         renews,
-        records,
+        asked: AtomicBool::new(false),
+        asking: AtomicBool::new(false),
+        limit: AtomicU64::new(RECORD_LIMIT),
+    });
+    let sealing = Sealing {
+        keys: Arc::clone(&keys),
+        records: secrets.tx.0,
+        is_closed: false,
     };
-    let (seal, open) = (of(secrets.tx.0), of(secrets.rx.0));
-    assemble(Seal::Kernel(seal), Open::Kernel(open), provider, next)
+    let opening = Opening {
+        keys,
+        records: secrets.rx.0,
+        message: Vec::new(),
+        late_run: 0,
+        empty_run: 0,
+        asked: false,
+    };
+    (sealing, opening)
+}
+
+/// The records of data that went in one call, which ends a record. A read is of one alone.
+fn records_of(bytes: usize) -> u64 {
+    bytes.div_ceil(CONTENT_BYTES) as u64
+}
+
+fn not_renewed(error: impl ToString) -> RelayError {
+    RelayError::Renewal(error.to_string())
 }
 
 impl Sealing {
-    /// Whether the kernel seals: then nothing is to be sealed here.
-    pub fn is_in_kernel(&self) -> bool {
-        matches!(self.seal, Seal::Kernel(_))
+    /// Renews keys after `records` already, if that is less than they are good for.
+    pub fn renew_after(&self, records: u64) {
+        let limit = records.min(RECORD_LIMIT);
+        self.keys.limit.store(limit, Ordering::Relaxed);
+    }
+
+    /// Whether a message of TLS itself should go out although there is no data.
+    ///
+    /// Behind its end a direction says nothing more: the peer reads it no further, and would reset
+    /// the connection for it, and what is on its way here with it.
+    pub fn is_asking(&self) -> bool {
+        !self.is_closed && self.keys.asking.load(Ordering::SeqCst)
     }
 
     /// So many bytes were given to the kernel in one call.
     pub fn gave(&mut self, bytes: usize) {
-        if let Seal::Kernel(seal) = &mut self.seal {
-            seal.count(bytes);
-        }
+        self.records += records_of(bytes);
     }
 
     /// A key update that must be sent before more data, if there is one; when it was,
@@ -82,12 +151,9 @@ impl Sealing {
     /// # Errors
     /// [`RelayError::Worn`] where TLS 1.2 has no such thing.
     pub fn renews(&self) -> Result<Option<Control>, RelayError> {
-        let Seal::Kernel(seal) = &self.seal else {
-            return Ok(None);
-        };
         let keys = &self.keys;
-        let is_worn = seal.records + CALL_RECORDS > keys.limit.load(Ordering::Relaxed);
-        if !seal.is_1_3 {
+        let is_worn = self.records + CALL_RECORDS > keys.limit.load(Ordering::Relaxed);
+        if !keys.is_1_3 {
             return if is_worn {
                 Err(RelayError::Worn)
             } else {
@@ -99,12 +165,11 @@ impl Sealing {
         if !(is_worn || asked || asking) {
             return Ok(None);
         }
-        if !seal.renews {
+        if !keys.renews {
             return Err(not_renewed(kernel::CANNOT_RENEW));
         }
-        let mut update = KEY_UPDATE.to_vec();
-        update.push(u8::from(asking));
-        Ok(Some((HANDSHAKE, update)))
+        // RFC 8446, section 4.6.3.
+        Ok(Some((HANDSHAKE, vec![24, 0, 0, 1, u8::from(asking)])))
     }
 
     /// Has the kernel seal with the next key.
@@ -112,11 +177,9 @@ impl Sealing {
     /// # Errors
     /// [`RelayError::Renewal`]; nothing may be sent any more then.
     pub fn has_renewed(&mut self, stream: &TcpStream) -> Result<(), RelayError> {
-        let mut next = lock(&self.keys.next);
-        let secrets = next.sending().map_err(not_renewed)?;
-        drop(next);
+        let secrets = lock(&self.keys.next).sending().map_err(not_renewed)?;
         kernel::renew(stream, Direction::Sending, &secrets).map_err(not_renewed)?;
-        self.seal = Seal::Kernel(InKernel::fresh());
+        self.records = 0;
         Ok(())
     }
 
@@ -135,16 +198,14 @@ impl Opening {
     /// [`RelayError`]; they are not to be used then.
     pub fn came(&mut self, bytes: usize) -> Result<(), RelayError> {
         if let Some(&kind) = self.message.first() {
+            // No message may be interrupted (RFC 8446, section 5.1).
             return Err(RelayError::Late(kind));
         }
         self.late_run = 0;
         self.empty_run = 0;
-        let Open::Kernel(open) = &mut self.open else {
-            return Ok(());
-        };
-        open.count(bytes);
+        self.records += records_of(bytes);
         let limit = self.keys.limit.load(Ordering::Relaxed);
-        if open.renews && open.records >= limit / 2 && !self.asked {
+        if self.keys.renews && self.records >= limit / 2 && !self.asked {
             self.asked = true;
             self.keys.asking.store(true, Ordering::SeqCst);
         }
@@ -173,16 +234,12 @@ impl Opening {
         content: &[u8],
         stream: &TcpStream,
     ) -> Result<Held, RelayError> {
-        let is_1_3 = matches!(&self.open, Open::Kernel(open) if open.is_1_3);
-        if !is_1_3 {
-            return self.older(content_type, content, 0..content.len());
-        }
-        match Content::of_control(content_type, content)? {
-            Content::Usual(Opened::Closed) => Ok(Held::Closed),
-            Content::Usual(Opened::Data(_)) => Err(OpenError::ContentType { content_type }.into()),
-            Content::Canceled => self.count_late().map(|()| Held::Nothing),
-            Content::Late(..) => {
-                self.late(content, Some(stream))?;
+        match self.judge(content_type, content)? {
+            Verdict::Nothing => Ok(Held::Nothing),
+            Verdict::Closed => Ok(Held::Closed),
+            Verdict::Renewed => {
+                let secrets = lock(&self.keys.next).receiving().map_err(not_renewed)?;
+                kernel::renew(stream, Direction::Receiving, &secrets).map_err(not_renewed)?;
                 Ok(Held::Nothing)
             }
         }
@@ -192,4 +249,96 @@ impl Opening {
     pub fn failed(error: &io::Error) -> Option<RelayError> {
         OpenError::of_kernel(error).map(RelayError::Open)
     }
+
+    pub(super) fn judge(
+        &mut self,
+        content_type: u8,
+        content: &[u8],
+    ) -> Result<Verdict, RelayError> {
+        if !self.keys.is_1_3 {
+            return self.older(content_type, content);
+        }
+        match Content::of_control(content_type, content)? {
+            Content::Usual(Opened::Closed) => Ok(Verdict::Closed),
+            Content::Usual(Opened::Data(_)) => Err(OpenError::ContentType { content_type }.into()),
+            // An end follows, or an abort; some programs say it before each end
+            // (RFC 8446, section 6.1).
+            Content::Canceled => self.count_late().map(|()| Verdict::Nothing),
+            Content::Late(..) => self.late(content),
+        }
+    }
+
+    /// Bytes that are kept of a message that has no end yet.
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub(super) fn begun(&self) -> usize {
+        self.message.len()
+    }
+
+    fn count_late(&mut self) -> Result<(), RelayError> {
+        self.late_run += 1;
+        if self.late_run > LATE_RUN_LIMIT {
+            return Err(RelayError::LateRun);
+        }
+        Ok(())
+    }
+
+    /// Handshake messages of TLS 1.3: session tickets, which are of no use here, and key updates.
+    fn late(&mut self, content: &[u8]) -> Result<Verdict, RelayError> {
+        self.count_late()?;
+        if content.is_empty() {
+            return Err(RelayError::Late(0));
+        }
+        self.message.extend_from_slice(content);
+        loop {
+            let [kind, high, middle, low, ..] = self.message[..] else {
+                return Ok(Verdict::Nothing);
+            };
+            let whole = 4 + u32::from_be_bytes([0, high, middle, low]) as usize;
+            if whole > MESSAGE_LIMIT_BYTES {
+                return Err(RelayError::LateRun);
+            }
+            if self.message.len() < whole {
+                return Ok(Verdict::Nothing);
+            }
+            match (kind, &self.message[4..whole]) {
+                (4, _) => {}
+                // Nothing may follow in its record, which the old key has sealed.
+                (24, [wish @ (0 | 1)]) if self.message.len() == whole => {
+                    // One that comes when the last was answered is no flood: a peer that has
+                    // nothing to say asks for our next key in this way alone.
+                    if *wish == 1 && !self.keys.asked.swap(true, Ordering::SeqCst) {
+                        self.late_run = 0;
+                    }
+                    self.message.clear();
+                    self.records = 0;
+                    self.asked = false;
+                    return Ok(Verdict::Renewed);
+                }
+                _ => return Err(RelayError::Late(kind)),
+            }
+            self.message.drain(..whole);
+        }
+    }
+
+    /// A record of TLS 1.2 that is no data.
+    fn older(&mut self, content_type: u8, content: &[u8]) -> Result<Verdict, RelayError> {
+        match (content_type, content) {
+            (ALERT, [_, 0]) => Ok(Verdict::Closed),
+            // A warning, such as that of a renegotiation that is not wanted; and a request to
+            // negotiate anew, which may be ignored (RFC 5246, section 7.4.1.1).
+            (ALERT, [1, _]) | (HANDSHAKE, [0, 0, 0, 0]) => {
+                self.count_late().map(|()| Verdict::Nothing)
+            }
+            (ALERT, &[_, alert]) => Err(RelayError::PeerAlert(Alert(alert))),
+            (ALERT, _) => Err(OpenError::MalformedAlert.into()),
+            (HANDSHAKE, content) => {
+                let message = content.first().copied().unwrap_or(0);
+                Err(RelayError::Late(message))
+            }
+            (content_type, _) => Err(OpenError::ContentType { content_type }.into()),
+        }
+    }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,25 +1,26 @@
 //! A relay's channel: a hypervisor's connection, a TLS connection, and a thread for each direction
 //! between them.
 //!
-//! Bytes are read into the places in a batch of records that they are sealed in, and written out
-//! of the places that they are opened in: nothing is copied but by the kernel and the cipher.
-//! Each thread waits in its socket's own read or write. Whoever finds the channel broken tells
-//! both sockets so, which wakes the threads; the last to go closes them.
+//! Both threads share one TLS session of rustls, and its lock, only while records are sealed or
+//! opened. Each waits in its socket's own read or write. A thread that finds the channel broken
+//! shuts both sockets down, which wakes the other; the last to go closes them. Where the kernel
+//! seals and opens, `splice` has the threads' bodies.
 
 use dunlin_lane::sync::lock;
 use dunlin_proto::text::harmless;
-use std::io::{self, IoSlice, IoSliceMut, Read, Write};
+use std::io::{self, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use dunlin_linux::poll::{Interest, poll};
-use dunlin_linux::socket::{Liveness, set_liveness, set_reset_on_close};
+use dunlin_linux::socket::{Liveness, set_liveness, set_reset_on_close, wait_writable};
 use dunlin_linux::tcp::{silence, unacknowledged_bytes};
 use dunlin_proto::fault::FaultCode;
 
+use super::CHANNEL_BYTES;
 use crate::counted::Counted;
 use crate::event::Event;
 use crate::failure::Failure;
@@ -27,19 +28,17 @@ use crate::site::Site;
 use crate::socket::Socket;
 use crate::status::Status;
 use dunlin_lane::handshake::relay::Relayed;
-use dunlin_lane::record::{Alert, CONTENT_BYTES, HEADER_BYTES, RECEIVED_RECORD_BYTES};
-use dunlin_lane::relayed::{Held, Opening, RelayError, Sealing};
+use dunlin_lane::record::{Alert, RECEIVED_RECORD_BYTES};
+use dunlin_lane::relayed::session::Session;
+use dunlin_lane::relayed::{Records, RelayError};
 use dunlin_lane::splice::Stop;
 
-/// Records that are sealed and written at once. Unlike a lane, which shares its caches with
-/// others, a relay is one thread each way that is woken for each piece: between hypervisors over
-/// TCP, pieces of 512 KiB cost 0.74 CPU seconds a GiB where those of 256 KiB cost 0.86 and of
-/// 64 KiB 0.91 (two cores, medians of turns in one run); 1 MiB is no better.
-const BATCH_RECORDS: usize = 32;
-/// Bytes read from the TLS connection at once.
-const RECEIVE_BYTES: usize = 512 << 10;
-/// Records whose content is written at once.
-const WRITTEN_RECORDS: usize = 64;
+/// Bytes that are sealed and sent at once, and that are received at once. A relay is one thread
+/// each way that is woken for each piece, so larger pieces cost less: docs/benchmarking.md has
+/// the figures.
+///
+/// Drawback: a direction that is busy keeps twice as much, for the bytes and for their records.
+const PIECE_BYTES: usize = 256 << 10;
 /// After so long without a byte a direction gives its buffer back.
 const IDLE: Duration = Duration::from_secs(1);
 /// How often a direction whose consumer does not read looks whether the channel stands.
@@ -49,7 +48,9 @@ const IDLE: Duration = Duration::from_secs(1);
 /// is what an abort must not do.
 pub(super) const STALL_LOOK: Duration = Duration::from_millis(20);
 
-const _: () = assert!(RECEIVE_BYTES >= 2 * RECEIVED_RECORD_BYTES);
+const _: () = assert!(PIECE_BYTES >= 2 * RECEIVED_RECORD_BYTES);
+// A record is at most 29 bytes longer than its content, and rustls holds one more each way.
+const _: () = assert!(CHANNEL_BYTES as usize >= 4 * PIECE_BYTES + 3 * RECEIVED_RECORD_BYTES);
 
 /// What a channel is made of.
 pub(super) struct Parts {
@@ -67,7 +68,7 @@ impl Parts {
     /// What setsockopt(2) says, or no descriptors are left.
     pub(super) fn prepare(&self, vanished: Duration) -> io::Result<Option<[Stop; 2]>> {
         keep_alive(&self.relayed.stream, vanished)?;
-        if self.relayed.sealing.is_in_kernel() {
+        if let Records::Kernel(..) = self.relayed.records {
             // A hypervisor's socket never blocks unless it is told to.
             self.relayed.stream.set_nonblocking(true)?;
             return Ok(Some([Stop::new()?, Stop::new()?]));
@@ -85,6 +86,14 @@ impl Parts {
     }
 }
 
+/// The TLS connection of a channel whose records this process seals and opens.
+struct Process {
+    session: Session,
+    /// Held from when records are sealed until they are sent, since they must be sent in the order
+    /// of their numbers. The bytes are room for them.
+    sending: Mutex<Vec<u8>>,
+}
+
 pub(super) struct Channel {
     pub(super) number: u32,
     route: String,
@@ -92,7 +101,6 @@ pub(super) struct Channel {
     at: SocketAddr,
     pub(super) plain: Socket,
     pub(super) tls: TcpStream,
-    pub(super) sealing: Mutex<Sealing>,
     /// Why it is given up; the first reason counts.
     broken: Mutex<Option<Failure>>,
     pub(super) is_broken: AtomicBool,
@@ -116,20 +124,22 @@ pub(super) struct Channel {
 }
 
 impl Channel {
-    /// A channel of parts that are prepared, and what its thread needs that opens.
+    /// A channel of parts that are prepared, and the records for its threads.
     pub(super) fn new(
         site: &Arc<Site>,
         parts: Parts,
         stops: Option<[Stop; 2]>,
-    ) -> (Arc<Self>, Opening) {
+    ) -> (Arc<Self>, Records) {
         let Relayed {
             stream,
             at,
             peer,
-            sealing,
-            opening,
+            records,
         } = parts.relayed;
-        sealing.renew_after(site.limits.lane_records);
+        match &records {
+            Records::Process(session) => session.renew_after(site.limits.lane_records),
+            Records::Kernel(sealing, _) => sealing.renew_after(site.limits.lane_records),
+        }
         let channel = Self {
             number: parts.number,
             route: parts.route,
@@ -137,7 +147,6 @@ impl Channel {
             at,
             plain: parts.socket,
             tls: stream,
-            sealing: Mutex::new(sealing),
             broken: Mutex::new(None),
             is_broken: AtomicBool::new(false),
             is_reset: AtomicBool::new(false),
@@ -150,18 +159,30 @@ impl Channel {
             site: Arc::clone(site),
             counted: Mutex::new(Some(parts.counted)),
         };
-        (Arc::new(channel), opening)
+        (Arc::new(channel), records)
     }
 
     /// Starts its threads.
-    pub(super) fn start(self: &Arc<Self>, opening: Opening) {
+    pub(super) fn start(self: &Arc<Self>, records: Records) {
         let (outward, inward) = (Arc::clone(self), Arc::clone(self));
-        if self.stops.is_some() {
-            self.spawn("out", move || outward.done(outward.splice_out()));
-            self.spawn("in", move || inward.done(inward.splice_in(opening)));
-        } else {
-            self.spawn("out", move || outward.done(outward.carry_out()));
-            self.spawn("in", move || inward.done(inward.carry_in(opening)));
+        match records {
+            Records::Process(session) => {
+                let tls = Arc::new(Process {
+                    session,
+                    sending: Mutex::default(),
+                });
+                let own = Arc::clone(&tls);
+                self.spawn("out", move || outward.done(outward.carry_out(&own)));
+                self.spawn("in", move || inward.done(inward.carry_in(&tls)));
+            }
+            Records::Kernel(sealing, opening) => {
+                let sealing = Arc::new(Mutex::new(sealing));
+                let own = Arc::clone(&sealing);
+                self.spawn("out", move || outward.done(outward.splice_out(&own)));
+                self.spawn("in", move || {
+                    inward.done(inward.splice_in(&sealing, opening))
+                });
+            }
         }
     }
 
@@ -309,30 +330,17 @@ impl Channel {
         Failure::new(code, text)
     }
 
-    pub(super) fn lock_sealing(&self) -> MutexGuard<'_, Sealing> {
-        lock(&self.sealing)
-    }
-
     /// The hypervisor's bytes, to the peer.
-    fn carry_out(&self) -> Result<(), Failure> {
-        let layout = self.lock_sealing().layout();
-        let stride = layout.lead + CONTENT_BYTES + layout.trail;
-        let mut batch = vec![0; BATCH_RECORDS * stride];
+    fn carry_out(&self, tls: &Process) -> Result<(), Failure> {
+        let mut content = vec![0; PIECE_BYTES];
         loop {
-            let mut slots = batch.chunks_exact_mut(stride);
-            let mut contents: [IoSliceMut<'_>; BATCH_RECORDS] = std::array::from_fn(|_| {
-                let slot = slots.next().unwrap_or_default();
-                IoSliceMut::new(
-                    slot.get_mut(layout.lead..layout.lead + CONTENT_BYTES)
-                        .unwrap_or_default(),
-                )
-            });
-            let count = match self.plain.read_vectored(&mut contents) {
+            let count = match self.plain.read(&mut content) {
                 Ok(count) => count,
                 Err(error) if is_early(&error) => {
-                    drop(std::mem::take(&mut batch));
+                    drop(std::mem::take(&mut content));
+                    drop(std::mem::take(&mut *lock(&tls.sending)));
                     self.wait(&self.plain);
-                    batch = vec![0; BATCH_RECORDS * stride];
+                    content = vec![0; PIECE_BYTES];
                     continue;
                 }
                 Err(error) => return self.unless_broken(of_hypervisor(&error)),
@@ -341,91 +349,87 @@ impl Channel {
                 return Ok(());
             }
             if count == 0 {
-                return self.say_closed();
-            }
-            let mut sealing = self.lock_sealing();
-            self.renew(&mut sealing)?;
-            let mut end = 0;
-            for at in (0..count).step_by(CONTENT_BYTES) {
-                let start = at / CONTENT_BYTES * stride;
-                end = start + layout.lead + CONTENT_BYTES.min(count - at) + layout.trail;
-                let sealed = sealing.seal(&mut batch[start..end]);
-                sealed.map_err(|error| self.of_tls(&error))?;
+                return self.say_closed(tls);
             }
             if self.has_closed.load(Ordering::SeqCst) {
                 self.has_sent_since.store(true, Ordering::SeqCst);
             }
-            self.send(&batch[..end])?;
-            drop(sealing);
-            self.renew_unless_sending()?;
+            self.send(tls, Some(&content[..count]))?;
+            self.send_pending(tls)?;
         }
     }
 
     /// Ends the direction to the peer.
-    fn say_closed(&self) -> Result<(), Failure> {
-        let mut sealing = self.lock_sealing();
-        let close = sealing.close_notify();
-        let close = close.map_err(|error| self.of_tls(&error))?;
+    fn say_closed(&self, tls: &Process) -> Result<(), Failure> {
         self.has_said_closed.store(true, Ordering::SeqCst);
         let has_missed_something = self.has_sent_since.load(Ordering::SeqCst);
-        match self.send(&close) {
+        match self.send(tls, None) {
             // Nothing is missed by a peer that has said its last and gone.
             Err(_) if self.has_closed.load(Ordering::SeqCst) && !has_missed_something => Ok(()),
             sent => sent,
         }
     }
 
-    /// Sends a key update where one is due before the next batch.
-    fn renew(&self, sealing: &mut Sealing) -> Result<(), Failure> {
-        match sealing.renewed(BATCH_RECORDS as u64) {
-            Ok(None) => Ok(()),
-            Ok(Some(update)) => self.send(&update),
-            Err(error) => Err(self.of_tls(&error)),
-        }
+    /// Seals and sends content, or the end of this direction.
+    fn send(&self, tls: &Process, content: Option<&[u8]>) -> Result<(), Failure> {
+        let mut records = lock(&tls.sending);
+        let count = tls.session.seal(content, &mut records);
+        let count = count.map_err(|error| self.of_tls(&error))?;
+        self.write_tls(&records[..count])
     }
 
-    /// Asks for the peer's next key although there may be no data to send. Whoever is sending asks
-    /// when he is done.
-    fn renew_unless_sending(&self) -> Result<(), Failure> {
-        let mut sealing = match self.sealing.try_lock() {
-            Ok(sealing) => sealing,
+    /// Sends what TLS itself has to say, also while the hypervisor sends nothing. If the other
+    /// thread is sending, or the peer is not reading, the next piece or the next call takes it:
+    /// no thread that reads from the peer may wait until the peer reads.
+    fn send_pending(&self, tls: &Process) -> Result<(), Failure> {
+        if !tls.session.is_pending() {
+            return Ok(());
+        }
+        let _sending = match tls.sending.try_lock() {
+            Ok(sending) => sending,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
             Err(TryLockError::WouldBlock) => return Ok(()),
         };
-        if sealing.is_asking() {
-            self.renew(&mut sealing)?;
+        match wait_writable(&self.tls, Instant::now()) {
+            Ok(true) => self.write_tls(&tls.session.take_pending()),
+            // Sending tells what is wrong, if something is.
+            Ok(false) | Err(_) => Ok(()),
         }
-        Ok(())
     }
 
-    fn send(&self, bytes: &[u8]) -> Result<(), Failure> {
-        match (&self.tls).write_all(bytes) {
+    fn write_tls(&self, records: &[u8]) -> Result<(), Failure> {
+        match (&self.tls).write_all(records) {
             Ok(()) => Ok(()),
             Err(error) => self.unless_broken(self.of_io(&error)),
         }
     }
 
     /// The peer's bytes, to the hypervisor.
-    fn carry_in(&self, mut opening: Opening) -> Result<(), Failure> {
-        let mut buffer = vec![0; RECEIVE_BYTES];
+    fn carry_in(&self, tls: &Process) -> Result<(), Failure> {
+        let mut records = vec![0; PIECE_BYTES];
+        let mut content = Vec::with_capacity(PIECE_BYTES);
         let mut filled = 0;
         loop {
-            match (&self.tls).read(&mut buffer[filled..]) {
+            match (&self.tls).read(&mut records[filled..]) {
                 Ok(0) => return self.unless_broken(self.lost("it was cut, and not closed")),
                 Ok(count) => filled += count,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                 Err(error) if is_early(&error) => {
                     if filled == 0 {
-                        drop(std::mem::take(&mut buffer));
+                        drop((std::mem::take(&mut records), std::mem::take(&mut content)));
                         self.wait(&self.tls);
-                        buffer = vec![0; RECEIVE_BYTES];
+                        records = vec![0; PIECE_BYTES];
+                        content = Vec::with_capacity(PIECE_BYTES);
                     }
                     continue;
                 }
                 Err(error) => return self.unless_broken(self.of_io(&error)),
             }
-            let (taken, is_over) = self.deliver(&mut opening, &mut buffer[..filled])?;
-            if is_over {
+            content.clear();
+            let opened = tls.session.open(&mut records[..filled], &mut content);
+            let opened = opened.map_err(|error| self.of_tls(&error))?;
+            self.write(&content, opened.is_over)?;
+            if opened.is_over {
                 self.has_closed.store(true, Ordering::SeqCst);
                 if self.is_broken.load(Ordering::SeqCst) {
                     return Ok(());
@@ -433,57 +437,18 @@ impl Channel {
                 self.plain.end();
                 return Ok(());
             }
-            buffer.copy_within(taken..filled, 0);
-            filled -= taken;
-            self.renew_unless_sending()?;
+            records.copy_within(opened.taken..filled, 0);
+            filled -= opened.taken;
+            self.send_pending(tls)?;
         }
-    }
-
-    /// Opens all whole records and writes what they hold; returns how many bytes that were, and
-    /// whether the peer has ended.
-    fn deliver(&self, opening: &mut Opening, bytes: &mut [u8]) -> Result<(usize, bool), Failure> {
-        let of_tls = |error: RelayError| self.of_tls(&error);
-        let mut at = 0;
-        let mut is_over = false;
-        while !is_over {
-            let mut contents = [(0, 0); WRITTEN_RECORDS];
-            let mut count = 0;
-            while count < WRITTEN_RECORDS && !is_over {
-                let Some(header) = bytes[at..].first_chunk::<HEADER_BYTES>() else {
-                    break;
-                };
-                let whole = opening.record_bytes(*header).map_err(of_tls)?;
-                let Some(record) = bytes[at..].get_mut(..whole) else {
-                    break;
-                };
-                match opening.open(record).map_err(of_tls)? {
-                    Held::Data(held) => {
-                        contents[count] = (at + held.start, at + held.end);
-                        count += 1;
-                    }
-                    Held::Nothing => {}
-                    Held::Closed => is_over = true,
-                }
-                at += whole;
-            }
-            let mut slices: [IoSlice<'_>; WRITTEN_RECORDS] =
-                contents.map(|(start, end)| IoSlice::new(&bytes[start..end]));
-            self.write(&mut slices[..count], is_over)?;
-            if count < WRITTEN_RECORDS {
-                break;
-            }
-        }
-        Ok((at, is_over))
     }
 
     /// Writes all of it to the hypervisor, however long it takes to read it. Behind what the
     /// peer's end vouches for a reset changes nothing.
-    fn write(&self, mut slices: &mut [IoSlice<'_>], is_over: bool) -> Result<(), Failure> {
-        // Empty records leave nothing to write.
-        IoSlice::advance_slices(&mut slices, 0);
-        while !slices.is_empty() {
-            match self.plain.write_vectored(slices) {
-                Ok(count) => IoSlice::advance_slices(&mut slices, count),
+    fn write(&self, mut content: &[u8], is_over: bool) -> Result<(), Failure> {
+        while !content.is_empty() {
+            match self.plain.write(content) {
+                Ok(count) => content = &content[count..],
                 Err(error) if is_early(&error) => {
                     if self.is_broken.load(Ordering::SeqCst) {
                         return Ok(());

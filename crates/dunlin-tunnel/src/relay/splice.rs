@@ -2,8 +2,8 @@
 //! by splice(2), and never enter this process. What does are the records that are no data.
 
 use std::io;
-use std::sync::TryLockError;
 use std::sync::atomic::Ordering;
+use std::sync::{Mutex, TryLockError};
 use std::time::Instant;
 
 use dunlin_linux::ktls::{self, Received};
@@ -13,15 +13,17 @@ use dunlin_linux::splice::Conduit;
 use super::channel::{Channel, STALL_LOOK, of_hypervisor};
 use crate::failure::Failure;
 use dunlin_lane::record::{CONTENT_BYTES, OpenError};
-use dunlin_lane::relayed::{Control, Held, Opening, RelayError, Sealing};
+use dunlin_lane::relayed::RelayError;
+use dunlin_lane::relayed::in_kernel::{Control, Held, Opening, Sealing};
 use dunlin_lane::splice::{Stop, Way, wait};
+use dunlin_lane::sync::lock;
 
 /// What splice(2) says where the next record is no data (net/tls/tls_sw.c).
 const EINVAL: i32 = 22;
 
 impl Channel {
     /// The hypervisor's bytes, to the peer.
-    pub(super) fn splice_out(&self) -> Result<(), Failure> {
+    pub(super) fn splice_out(&self, sealing: &Mutex<Sealing>) -> Result<(), Failure> {
         let Some([stop, _]) = &self.stops else {
             return Ok(());
         };
@@ -32,7 +34,7 @@ impl Channel {
             }
             let taken = match conduit.take(&self.plain) {
                 Ok(0) if self.is_broken.load(Ordering::SeqCst) => return Ok(()),
-                Ok(0) => return self.say_closed_by_kernel(stop),
+                Ok(0) => return self.say_closed_by_kernel(sealing, stop),
                 Ok(count) => count,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     // Reading tells what is wrong, if something is.
@@ -41,16 +43,16 @@ impl Channel {
                 }
                 Err(error) => return self.unless_broken(of_hypervisor(&error)),
             };
-            let mut sealing = self.lock_sealing();
-            self.renew_by_kernel(&mut sealing, stop)?;
+            let mut held = lock(sealing);
+            self.renew_by_kernel(&mut held, stop)?;
             if self.has_closed.load(Ordering::SeqCst) {
                 self.has_sent_since.store(true, Ordering::SeqCst);
             }
             self.plain.has_read(taken);
             while conduit.held() > 0 {
-                let held = conduit.held();
+                let before = conduit.held();
                 match conduit.give(&self.tls) {
-                    Ok(left) => sealing.gave(held - left),
+                    Ok(left) => held.gave(before - left),
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                         if self.is_broken.load(Ordering::SeqCst) {
                             return Ok(());
@@ -60,13 +62,17 @@ impl Channel {
                     Err(error) => return self.unless_broken(self.of_io(&error)),
                 }
             }
-            drop(sealing);
-            self.renew_by_kernel_unless_sending(stop)?;
+            drop(held);
+            self.renew_by_kernel_unless_sending(sealing, stop)?;
         }
     }
 
     /// The peer's bytes, to the hypervisor.
-    pub(super) fn splice_in(&self, mut opening: Opening) -> Result<(), Failure> {
+    pub(super) fn splice_in(
+        &self,
+        sealing: &Mutex<Sealing>,
+        mut opening: Opening,
+    ) -> Result<(), Failure> {
         let Some([_, stop]) = &self.stops else {
             return Ok(());
         };
@@ -102,7 +108,7 @@ impl Channel {
                 }
                 return Ok(());
             }
-            self.renew_by_kernel_unless_sending(stop)?;
+            self.renew_by_kernel_unless_sending(sealing, stop)?;
         }
     }
 
@@ -248,8 +254,8 @@ impl Channel {
     }
 
     /// Ends the direction to the peer.
-    fn say_closed_by_kernel(&self, stop: &Stop) -> Result<(), Failure> {
-        let mut sealing = self.lock_sealing();
+    fn say_closed_by_kernel(&self, sealing: &Mutex<Sealing>, stop: &Stop) -> Result<(), Failure> {
+        let mut sealing = lock(sealing);
         let close = sealing.closes();
         self.has_said_closed.store(true, Ordering::SeqCst);
         let has_missed_something = self.has_sent_since.load(Ordering::SeqCst);
@@ -270,9 +276,14 @@ impl Channel {
         Ok(())
     }
 
-    /// The same although there may be no data to send. Whoever is sending does it when he is done.
-    fn renew_by_kernel_unless_sending(&self, stop: &Stop) -> Result<(), Failure> {
-        let mut sealing = match self.sealing.try_lock() {
+    /// The same although there may be no data to send. A thread that is sending does it when it is
+    /// done.
+    fn renew_by_kernel_unless_sending(
+        &self,
+        sealing: &Mutex<Sealing>,
+        stop: &Stop,
+    ) -> Result<(), Failure> {
+        let mut sealing = match sealing.try_lock() {
             Ok(sealing) => sealing,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
             Err(TryLockError::WouldBlock) => return Ok(()),
