@@ -37,7 +37,6 @@ pub mod proof;
 pub mod provider;
 pub mod reach;
 pub mod record;
-mod record12;
 pub mod relayed;
 pub mod security;
 pub mod splice;

@@ -400,34 +400,14 @@ impl SealHalf {
     /// # Errors
     /// [`SealError`], as for [`SealHalf::seal`], though a full lane can still be closed.
     pub fn close_notify(&mut self) -> Result<[u8; CLOSE_NOTIFY_BYTES], SealError> {
-        // Level warning, description close_notify.
-        self.alert([1, 0])
-    }
-
-    /// Seals an alert, its level and description.
-    ///
-    /// # Errors
-    /// [`SealError`], as for [`SealHalf::close_notify`].
-    pub(super) fn alert(&mut self, alert: [u8; 2]) -> Result<[u8; CLOSE_NOTIFY_BYTES], SealError> {
         if self.sequence >= RECORD_LIMIT + ALERT_ROOM {
             return Err(SealError::Limit);
         }
         let mut record = [0; CLOSE_NOTIFY_BYTES];
-        record[HEADER_BYTES..][..2].copy_from_slice(&alert);
+        // Level warning, description close_notify.
+        record[HEADER_BYTES..][..2].copy_from_slice(&[1, 0]);
         self.seal_as(ALERT, &mut record)?;
         Ok(record)
-    }
-
-    /// Seals one record of handshake messages, laid out as for [`SealHalf::seal`], also on a lane
-    /// that is full.
-    ///
-    /// # Errors
-    /// [`SealError`], as for [`SealHalf::close_notify`].
-    pub(super) fn seal_late(&mut self, record: &mut [u8]) -> Result<(), SealError> {
-        if self.sequence >= RECORD_LIMIT + ALERT_ROOM {
-            return Err(SealError::Limit);
-        }
-        self.seal_as(HANDSHAKE, record)
     }
 
     pub(super) fn seal_as(&mut self, content_type: u8, record: &mut [u8]) -> Result<(), SealError> {

@@ -4,7 +4,6 @@
 //! and what is left to do here are the messages of TLS itself. A lane speaks to Dunlin alone and
 //! needs neither: it never renews a key and takes nothing but data.
 
-mod carried;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzz;
 pub mod in_kernel;
@@ -12,7 +11,6 @@ pub mod session;
 
 use thiserror::Error;
 
-pub use self::carried::{Held, Layout, Opening, Sealing, halves};
 use self::in_kernel::{LATE_RUN_LIMIT, MESSAGE_LIMIT_BYTES};
 use self::session::Session;
 use super::record::{Alert, OpenError, RECORD_LIMIT, SealError};
