@@ -79,27 +79,8 @@ enum Whether {
     No,
 }
 
-/// Lanes over IPsec, for which the process of a VM keeps more than others.
-#[derive(Clone, Debug, Args)]
-pub(crate) struct KeepingIpsec {
-    /// Let this VM's lanes go over IPsec where the source asks for that. This process then keeps
-    /// CAP_NET_ADMIN, with which whoever took it over could change this host's network.
-    #[arg(long)]
-    ipsec: bool,
-    /// The source ports of lanes over IPsec, on either host.
-    #[arg(long, value_name = "A-B", default_value = LANE_PORTS)]
-    ipsec_ports: PortRange,
-}
-
 /// Below the ephemeral ports of Linux, and none of Kubernetes' or libvirt's.
 pub(crate) const LANE_PORTS: &str = "24576-28671";
-
-impl KeepingIpsec {
-    /// The ports, if any.
-    pub(crate) fn ports(&self) -> Option<PortRange> {
-        self.ipsec.then_some(self.ipsec_ports)
-    }
-}
 
 /// Whether this process has given up what changes the network.
 static GAVE_UP_NETWORK: OnceLock<()> = OnceLock::new();

@@ -137,28 +137,23 @@ fn table(moved: &MovedLine) -> String {
         "zero pages",
         format!("{} (sent as ranges)", moved.zero_pages),
     );
-    row("throughput", format!("{:.2} GiB/s", moved.gib_per_s));
-    row(
-        "CPU, source",
-        format!("{:.2} s/GiB", moved.source_cpu_s_per_gib),
-    );
-    row(
-        "CPU, destination",
-        format!("{:.2} s/GiB", moved.destination_cpu_s_per_gib),
-    );
+    for (name, figure, unit) in [
+        ("throughput", moved.gib_per_s, "GiB/s"),
+        ("CPU, source", moved.source_cpu_s_per_gib, "s/GiB"),
+        ("CPU, destination", moved.destination_cpu_s_per_gib, "s/GiB"),
+    ] {
+        row(name, format!("{figure:.2} {unit}"));
+    }
     let downtime = &moved.downtime;
     if let Some(guest) = downtime.guest_ms {
         row("downtime, seen by guest", format!("{guest:.1} ms"));
     }
-    row(
-        "downtime, seen by source",
-        format!("{:.1} ms", downtime.total_ms),
-    );
     let checks = match moved.digests_equal {
         Some(_) => "  load, compare digests",
         None => "  load",
     };
     for (stage, ms) in [
+        ("downtime, seen by source", downtime.total_ms),
         ("  pause", downtime.pause_ms),
         ("  last pages", downtime.last_pages_ms),
         ("  state (meanwhile)", downtime.state_ms),

@@ -21,6 +21,10 @@ use serde::{Deserialize, Serialize};
 use crate::confine::LANE_PORTS;
 use crate::ipsec::ModeName;
 
+/// The directories of control sockets of tunnels and of IPsec, beside those of VMs.
+pub(crate) const TUNNELS: &str = "tunnels";
+pub(crate) const IPSEC: &str = "ipsec";
+
 /// Where the control sockets of VMs and tunnels are.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct ControlPath {
@@ -33,7 +37,7 @@ pub(crate) struct ControlPath {
 impl ControlPath {
     /// The control socket of the tunnel with this name.
     pub(crate) fn tunnel(&self, name: &str) -> PathBuf {
-        self.socket_in("tunnels", name)
+        self.socket_in(TUNNELS, name)
     }
 
     /// The control socket of the IPsec session with this peer, or of the server.
@@ -42,7 +46,7 @@ impl ControlPath {
         if file.is_empty() || file.starts_with('.') {
             bail!("{name:?} is no name for a session");
         }
-        Ok(self.socket_in("ipsec", &file))
+        Ok(self.socket_in(IPSEC, &file))
     }
 
     fn socket_in(&self, directory: &str, name: &str) -> PathBuf {
@@ -53,17 +57,8 @@ impl ControlPath {
         path.join(directory).join(format!("{name}.sock"))
     }
 
-    /// The control sockets of all IPsec sessions and servers, also of those that have died.
-    pub(crate) fn all_ipsec(&self) -> Vec<PathBuf> {
-        self.sockets_in("ipsec")
-    }
-
-    /// The control sockets of tunnels, also of those that have died.
-    pub(crate) fn tunnels(&self) -> Vec<PathBuf> {
-        self.sockets_in("tunnels")
-    }
-
-    fn sockets_in(&self, directory: &str) -> Vec<PathBuf> {
+    /// All control sockets in one of the directories, also of processes that have died.
+    pub(crate) fn sockets_in(&self, directory: &str) -> Vec<PathBuf> {
         let path = self.path();
         if is_socket(&path) {
             return vec![path];

@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use crate::code::{DONE, FAILED};
 use crate::control::Client;
 use crate::log::say;
-use crate::options::ControlPath;
+use crate::options::{ControlPath, IPSEC};
 use crate::state::StatePath;
 use crate::text::{chained, clean};
 
@@ -207,7 +207,7 @@ impl AssociationLine {
 
 /// Which processes are asked.
 #[derive(Clone, Debug, Args)]
-pub(super) struct Which {
+pub(crate) struct Which {
     /// The one of this name: the peer of `up`, or `serve` [default: all].
     name: Option<String>,
     #[command(flatten)]
@@ -215,10 +215,26 @@ pub(super) struct Which {
 }
 
 impl Which {
+    pub(super) fn down(&self) -> Result<i32> {
+        let answers = self.ask(Request::Down)?;
+        let mut code = DONE;
+        for answer in &answers {
+            println!("{}: down", clean(&answer.name));
+            if !answer.blocked.is_empty() {
+                println!("{}", clean(&stay_blocked(&answer.blocked)));
+                code = FAILED;
+            }
+        }
+        if answers.is_empty() {
+            println!("no sessions");
+        }
+        Ok(code)
+    }
+
     fn ask(&self, request: Request) -> Result<Vec<Answer>> {
         let sockets = match &self.name {
             Some(name) => vec![self.control.ipsec(name)?],
-            None => self.control.all_ipsec(),
+            None => self.control.sockets_in(IPSEC),
         };
         let mut answers = Vec::new();
         for socket in sockets {
@@ -332,31 +348,6 @@ fn is_told(session: &Recorded, answered: &[u32]) -> bool {
 /// What spreads what a host receives over its CPUs; docs/ipsec.md has more.
 const STEERING: &str = "to spread what is received over this host's CPUs, IF being the network card: \
 `ethtool -N IF rx-flow-hash esp4` (or esp6), or with --udp `ethtool -N IF rx-flow-hash udp4 sdfn`";
-
-/// End sessions.
-#[derive(Debug, Args)]
-pub(crate) struct Down {
-    #[command(flatten)]
-    which: Which,
-}
-
-impl Down {
-    pub(crate) fn run(&self) -> Result<i32> {
-        let answers = self.which.ask(Request::Down)?;
-        let mut code = DONE;
-        for answer in &answers {
-            println!("{}: down", clean(&answer.name));
-            if !answer.blocked.is_empty() {
-                println!("{}", clean(&stay_blocked(&answer.blocked)));
-                code = FAILED;
-            }
-        }
-        if answers.is_empty() {
-            println!("no sessions");
-        }
-        Ok(code)
-    }
-}
 
 /// What is said of ports that are not free when a process ends.
 pub(super) fn stay_blocked(records: &[String]) -> String {

@@ -42,7 +42,7 @@ pub(crate) enum Command {
     /// Say how the sessions of this host stand, and what each SA has carried.
     Status(control_service::Status),
     /// End the sessions of this host's processes, and take back what they installed.
-    Down(control_service::Down),
+    Down(control_service::Which),
     /// Take back what killed processes have left, and free ports that stay blocked.
     Clean(run::Clean),
     /// Print what one side would install, an object a line; changes nothing.
@@ -54,7 +54,7 @@ pub(crate) fn run(command: &Command) -> Result<i32> {
         Command::Serve(serve) => serve.run(),
         Command::Up(up) => up.run(),
         Command::Status(status) => status.run(),
-        Command::Down(down) => down.run(),
+        Command::Down(which) => which.down(),
         Command::Clean(clean) => clean.run(),
         Command::Plan(plan) => plan.run(),
     }

@@ -81,13 +81,13 @@ impl Resolve {
                 eprintln!("{doubt}\nSay --run-here or --destroy.");
                 return Ok(USAGE);
             }
-            _ => match ask(&doubt, entry.lives)? {
-                Some(decision) => decision,
-                None => {
+            _ => {
+                let Some(decision) = ask(&doubt, entry.lives)? else {
                     println!("nothing has been decided");
                     return Ok(FAILED);
-                }
-            },
+                };
+                decision
+            }
         };
         if entry.lives {
             self.tell_owner(&entry, &record, decision)

@@ -11,7 +11,7 @@ use dunlin::engine::vmm::FaultCode;
 
 use crate::code::{DONE, FAILED};
 use crate::line::{FailedLine, Line, SessionLine, StatusLine};
-use crate::options::ControlPath;
+use crate::options::{ControlPath, TUNNELS};
 use crate::state::{StatePath, about, hex};
 use crate::text::{chained, clean};
 use crate::tunnel;
@@ -33,7 +33,7 @@ pub(crate) struct Status {
 
 impl Status {
     pub(crate) fn run(&self) -> Result<i32> {
-        let tunnels = self.control.tunnels();
+        let tunnels = self.control.sockets_in(TUNNELS);
         let mut code = DONE;
         let mut failures = Vec::new();
         let entries = match self.state.list() {

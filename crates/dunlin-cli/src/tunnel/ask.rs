@@ -11,7 +11,7 @@ use super::control_service::{Request, name_of};
 use super::line::ListenerLine;
 use crate::control::Client;
 use crate::line::Line;
-use crate::options::{ControlPath, parse_lanes};
+use crate::options::{ControlPath, TUNNELS, parse_lanes};
 use crate::text::clean;
 
 /// What a channel, or several, are opened for.
@@ -128,7 +128,7 @@ impl Which {
         if let Some(config) = &self.config {
             return Ok(self.control.tunnel(&name_of(config)?));
         }
-        let mut running = self.control.tunnels();
+        let mut running = self.control.sockets_in(TUNNELS);
         running.retain(|path| UnixStream::connect(path).is_ok());
         match &running[..] {
             [one] => Ok(one.clone()),

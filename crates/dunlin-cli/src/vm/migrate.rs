@@ -24,7 +24,7 @@ use crate::text::clean;
 
 /// Which VM of this host is meant, and how the answer is printed.
 #[derive(Debug, Args)]
-struct Target {
+pub(crate) struct Target {
     /// The VM's name.
     #[arg(long)]
     name: String,
@@ -38,6 +38,38 @@ struct Target {
 impl Target {
     fn socket(&self) -> Result<PathBuf> {
         self.control.socket(&self.name)
+    }
+
+    pub(super) fn watch(&self) -> Result<i32> {
+        let client = Request::Watch.ask(&self.socket()?)?;
+        let mut display = Display::new(self.json);
+        Ok(until_end(client, &mut |line| display.show(line))?.code())
+    }
+
+    pub(super) fn status(&self) -> Result<i32> {
+        let status = status(&self.socket()?, ANSWER_LIMIT)?;
+        if self.json {
+            Line::Status(status).print();
+            return Ok(DONE);
+        }
+        println!(
+            "{}: {} (process {})",
+            clean(&status.name),
+            clean(&status.state),
+            status.pid
+        );
+        println!(
+            "  {} pages checked by the guest, {} full passes, {} beats",
+            status.pages_checked, status.full_passes, status.beats
+        );
+        println!("  longest silence {:.1} ms", status.largest_gap_ms);
+        if let Some(downtime) = status.downtime_ms {
+            println!("  downtime of its last move {downtime:.1} ms");
+        }
+        if let Some(migration) = &status.migration {
+            println!("  {}", describe(migration));
+        }
+        Ok(DONE)
     }
 
     /// Asks for what is done or not; returns the exit code.
@@ -54,12 +86,6 @@ pub(crate) struct Migrate {
     flags: MigrateFlags,
     #[command(flatten)]
     common: Common,
-}
-
-#[derive(Debug, Args)]
-pub(crate) struct Watch {
-    #[command(flatten)]
-    target: Target,
 }
 
 #[derive(Debug, Args)]
@@ -83,12 +109,6 @@ fn parse_cap(text: &str) -> Result<Cap, String> {
     parse_rate(text)
         .map(|rate| Cap(Some(rate)))
         .map_err(|error| format!("{error}; or none for no cap"))
-}
-
-#[derive(Debug, Args)]
-pub(crate) struct Status {
-    #[command(flatten)]
-    target: Target,
 }
 
 #[derive(Debug, Args)]
@@ -198,45 +218,9 @@ impl Migrate {
     }
 }
 
-impl Watch {
-    pub(crate) fn run(self) -> Result<i32> {
-        let client = Request::Watch.ask(&self.target.socket()?)?;
-        let mut display = Display::new(self.target.json);
-        Ok(until_end(client, &mut |line| display.show(line))?.code())
-    }
-}
-
 impl Set {
     pub(crate) fn run(self) -> Result<i32> {
         self.target.order(&Request::Set { rate: self.rate.0 })
-    }
-}
-
-impl Status {
-    pub(crate) fn run(self) -> Result<i32> {
-        let status = status(&self.target.socket()?, ANSWER_LIMIT)?;
-        if self.target.json {
-            Line::Status(status).print();
-            return Ok(DONE);
-        }
-        println!(
-            "{}: {} (process {})",
-            clean(&status.name),
-            clean(&status.state),
-            status.pid
-        );
-        println!(
-            "  {} pages checked by the guest, {} full passes, {} beats",
-            status.pages_checked, status.full_passes, status.beats
-        );
-        println!("  longest silence {:.1} ms", status.largest_gap_ms);
-        if let Some(downtime) = status.downtime_ms {
-            println!("  downtime of its last move {downtime:.1} ms");
-        }
-        if let Some(migration) = &status.migration {
-            println!("  {}", describe(migration));
-        }
-        Ok(DONE)
     }
 }
 

@@ -25,11 +25,11 @@ pub(crate) enum Command {
     /// Move a VM of this host to another.
     Migrate(migrate::Migrate),
     /// Follow the migration of a VM of this host until it ends.
-    Watch(migrate::Watch),
+    Watch(migrate::Target),
     /// Change the migration of a VM of this host while it runs.
     Set(migrate::Set),
     /// Say how a VM of this host is.
-    Status(migrate::Status),
+    Status(migrate::Target),
     /// Pause a VM of this host, let it go on, or have it power itself off.
     Ask(migrate::Ask),
 }
@@ -40,9 +40,9 @@ pub(crate) fn run(command: Command) -> Result<i32> {
         Command::Run(run) => run.run(),
         Command::Receive(receive) => receive.run(),
         Command::Migrate(migrate) => migrate.run(),
-        Command::Watch(watch) => watch.run(),
+        Command::Watch(target) => target.watch(),
         Command::Set(set) => set.run(),
-        Command::Status(status) => status.run(),
+        Command::Status(target) => target.status(),
         Command::Ask(ask) => ask.run(),
     }
 }

@@ -18,18 +18,18 @@ use dunlin::engine::vmm::SourceVm;
 use dunlin::engine::{Event, Host, StandardHost, fault_behind};
 use dunlin::lane::policy::ClientTls;
 use dunlin::lane::security::SealedLanes;
+use dunlin_ipsec::PortRange;
 use dunlin_microvm::HostOptions;
 
 use super::control_service::{Command, ControlService};
 use super::moving::Moving;
 use super::request::{Request, inquiry_options};
-use crate::confine::{self, Confining, KeepingIpsec, Needs};
+use crate::confine::{self, Confining, LANE_PORTS, Needs};
 use crate::control::{Pending, Service, read_request, send};
 use crate::identity::client_tls;
 use crate::line::{FailedLine, Line};
 use crate::options::{ControlPath, MigrateFlags, SecurityName, shelter};
 use crate::service::start;
-use crate::sessions::left_behind;
 use crate::state::StatePath;
 
 /// What both kinds of process that own a VM have.
@@ -41,11 +41,16 @@ pub(crate) struct Own {
     #[command(flatten)]
     pub(super) control: ControlPath,
     #[command(flatten)]
-    state: StatePath,
+    pub(super) state: StatePath,
     #[command(flatten)]
     confining: Confining,
-    #[command(flatten)]
-    pub(super) keeping: KeepingIpsec,
+    /// Let this VM's lanes go over IPsec where the source asks for that. This process then keeps
+    /// CAP_NET_ADMIN: an attacker that takes it over could change this host's network.
+    #[arg(long)]
+    ipsec: bool,
+    /// The source ports of lanes over IPsec, on either host.
+    #[arg(long, value_name = "A-B", default_value = LANE_PORTS)]
+    ipsec_ports: PortRange,
     /// One JSON object a line.
     #[arg(long)]
     pub(super) json: bool,
@@ -81,9 +86,9 @@ impl Own {
         Ok(())
     }
 
-    /// Sessions that moved a VM of this name, and whose outcome is in doubt.
-    pub(super) fn left_behind(&self, name: &str) -> Result<Vec<String>> {
-        left_behind(&self.state, name)
+    /// The ports from which lanes may go over IPsec.
+    pub(super) fn ipsec_ports(&self) -> Option<PortRange> {
+        self.ipsec.then_some(self.ipsec_ports)
     }
 
     /// Confines this process, whose control sockets are beside `socket`; with the identity that
@@ -95,7 +100,7 @@ impl Own {
             scratch: self.until_stdin_closes.clone(),
             identity: identity.map(Path::to_owned),
             makes_sockets: identity.is_some(),
-            ipsec: self.keeping.ports(),
+            ipsec: self.ipsec_ports(),
         })?;
         confined.say(self.json);
         Ok(confined)

@@ -66,7 +66,7 @@ impl Receive {
             address: address.clone(),
         });
         let host: Arc<dyn Host> = Arc::new(StandardHost);
-        let shelter = match self.own.keeping.ports() {
+        let shelter = match self.own.ipsec_ports() {
             Some(ports) => {
                 let mut options = ipsec::Options::new(
                     ipsec::Mode::Connection,
@@ -120,13 +120,13 @@ impl Receive {
                 &observe,
                 &cancel,
             );
+            // No source has come yet, and this process still waits for one.
+            let waits = !service.is_arriving() && service.ending().is_none();
             match attempt {
                 Ok(received) => break received,
                 // The VM goes on at the source, which may try again; but what
                 // fails before one has come fails the next time, too.
-                Err(error)
-                    if error.vm == VmIs::AtSource && !(waits(&service) && is_ours(&error)) =>
-                {
+                Err(error) if error.vm == VmIs::AtSource && !(waits && is_ours(&error)) => {
                     let FailedLine { text, .. } = (&error).into();
                     if service.ending().is_none() {
                         self.say(&Line::Rejected { text });
@@ -238,11 +238,6 @@ fn reload_at(hang_ups: HangUps, json: bool, accepting: &Arc<Accepting>) -> Resul
         }
     })?;
     Ok(())
-}
-
-/// Whether no source has come yet, and none is waited for any more.
-fn waits(service: &ControlService) -> bool {
-    !service.is_arriving() && service.ending().is_none()
 }
 
 /// Whether this host lacks what it takes to listen.

@@ -12,6 +12,7 @@ use crate::code::USAGE;
 use crate::control::Socket;
 use crate::line::Line;
 use crate::options::{GUESTS, named, parse_bytes};
+use crate::sessions::left_behind;
 
 const BACKINGS: &[(&str, Backing)] = &[
     ("private", Backing::Private),
@@ -96,7 +97,7 @@ impl Run {
             return Ok(USAGE);
         }
         let service = self.own.service()?;
-        for left in self.own.left_behind(&self.name)? {
+        for left in left_behind(&self.own.state, &self.name)? {
             service.warn(&left);
         }
         let signals = EndSignals::block()?;
