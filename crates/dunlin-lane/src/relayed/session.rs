@@ -15,6 +15,10 @@ use crate::handshake::{Unbuffered, encode};
 use crate::record::{Alert, CONTENT_BYTES, RECORD_LIMIT};
 use crate::sync::lock;
 
+/// Requests for the peer's next key without data of ours in between. A peer may take more for an
+/// attack; rustls does so at 33.
+const ASKS_LIMIT: u32 = 16;
+
 /// A connection whose handshake is complete.
 pub struct Session {
     connection: Mutex<Box<dyn Connection>>,
@@ -54,6 +58,8 @@ struct Shared<C> {
     sealed: u64,
     /// Data records opened since the peer was last asked for its next key.
     opened: u64,
+    /// How often it was asked since this side last sent data.
+    asks: u32,
     is_closed: bool,
 }
 
@@ -66,6 +72,7 @@ impl Session {
             limit: RECORD_LIMIT,
             sealed: 0,
             opened: 0,
+            asks: 0,
             is_closed: false,
         };
         Self {
@@ -167,6 +174,7 @@ impl<C: Unbuffered + Send> Connection for Shared<C> {
                     };
                     self.pending.clear();
                     self.sealed += count;
+                    self.asks = 0;
                     self.is_closed = content.is_none();
                     return Ok(front + sealed);
                 }
@@ -195,9 +203,13 @@ impl<C: Unbuffered + Send> Connection for Shared<C> {
                 // The peer need not renew its keys unasked. Behind the end of this direction
                 // nothing may be sent.
                 ConnectionState::WriteTraffic(traffic)
-                    if is_1_3 && !self.is_closed && self.opened >= self.limit / 2 =>
+                    if is_1_3
+                        && !self.is_closed
+                        && self.asks < ASKS_LIMIT
+                        && self.opened >= self.limit / 2 =>
                 {
                     self.opened = 0;
+                    self.asks += 1;
                     traffic.refresh_traffic_keys()?;
                     self.sealed = 0;
                 }
@@ -235,3 +247,6 @@ impl From<rustls::Error> for RelayError {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

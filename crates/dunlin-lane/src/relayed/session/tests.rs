@@ -1,0 +1,203 @@
+#![allow(clippy::unwrap_used)]
+
+use std::sync::Arc;
+
+use rustls::client::UnbufferedClientConnection;
+use rustls::pki_types::PrivateKeyDer;
+use rustls::server::UnbufferedServerConnection;
+use rustls::unbuffered::UnbufferedStatus;
+use rustls::version::{TLS12, TLS13};
+use rustls::{ClientConfig, RootCertStore, ServerConfig, SupportedProtocolVersion};
+
+use super::*;
+use crate::provider::{Crypto, OldestTls, Provider, parts};
+use crate::record::{HANDSHAKE, HEADER_BYTES, SealHalf, TRAILER_BYTES};
+
+const VERSIONS: [&SupportedProtocolVersion; 2] = [&TLS12, &TLS13];
+
+/// Two connections whose handshake is complete.
+fn handshake(
+    version: &'static SupportedProtocolVersion,
+) -> (UnbufferedClientConnection, UnbufferedServerConnection) {
+    let provider = Crypto::with(Provider::built_in()[0]);
+    let provider = provider.rustls_for_relay(OldestTls::V1_2).unwrap();
+    let own = rcgen::generate_simple_self_signed(["far.test".to_owned()]).unwrap();
+    let mut roots = RootCertStore::empty();
+    roots.add(own.cert.der().clone()).unwrap();
+    let mut client = ClientConfig::builder_with_provider(Arc::clone(&provider))
+        .with_protocol_versions(&[version])
+        .unwrap()
+        .with_root_certificates(roots)
+        .with_no_client_auth();
+    client.enable_secret_extraction = true;
+    let key = PrivateKeyDer::Pkcs8(own.signing_key.serialize_der().into());
+    let mut server = ServerConfig::builder_with_provider(provider)
+        .with_protocol_versions(&[version])
+        .unwrap()
+        .with_no_client_auth()
+        .with_single_cert(vec![own.cert.der().clone()], key)
+        .unwrap();
+    server.enable_secret_extraction = true;
+    server.send_tls13_tickets = 0;
+    let name = "far.test".try_into().unwrap();
+    let mut client = UnbufferedClientConnection::new(Arc::new(client), name).unwrap();
+    let mut server = UnbufferedServerConnection::new(Arc::new(server)).unwrap();
+    let (mut there, mut back) = (Vec::new(), Vec::new());
+    for _ in 0..4 {
+        step(&mut client, &mut back, &mut there);
+        step(&mut server, &mut there, &mut back);
+    }
+    assert!(!client.common().is_handshaking() && !server.common().is_handshaking());
+    (client, server)
+}
+
+/// Takes all of `incoming` that can be taken, and appends the answers.
+fn step<C: Unbuffered>(connection: &mut C, incoming: &mut Vec<u8>, outgoing: &mut Vec<u8>) {
+    loop {
+        let UnbufferedStatus { discard, state } = connection.process(incoming);
+        let is_done = match state.unwrap() {
+            ConnectionState::EncodeTlsData(mut part) => {
+                encode(&mut part, outgoing).unwrap();
+                false
+            }
+            ConnectionState::TransmitTlsData(sent) => {
+                sent.done();
+                false
+            }
+            _ => true,
+        };
+        incoming.drain(..discard);
+        if is_done {
+            return;
+        }
+    }
+}
+
+fn pair(version: &'static SupportedProtocolVersion) -> (Session, Session) {
+    let (client, server) = handshake(version);
+    (Session::new(client), Session::new(server))
+}
+
+fn sealed(session: &Session, content: Option<&[u8]>) -> Vec<u8> {
+    let mut records = Vec::new();
+    let count = session.seal(content, &mut records).unwrap();
+    records.truncate(count);
+    records
+}
+
+/// What comes out of `records` when they arrive in parts of `part` bytes; and whether they end.
+fn opened(session: &Session, records: &[u8], part: usize) -> (Vec<u8>, bool) {
+    let (mut buffer, mut content) = (Vec::new(), Vec::new());
+    for part in records.chunks(part) {
+        buffer.extend_from_slice(part);
+        let opened = session.open(&mut buffer, &mut content).unwrap();
+        buffer.drain(..opened.taken);
+        if opened.is_over {
+            return (content, true);
+        }
+    }
+    assert!(buffer.is_empty(), "only whole records were given");
+    (content, false)
+}
+
+#[test]
+fn data_goes_both_ways_in_any_parts_and_each_end_by_itself() {
+    let long: Vec<u8> = (0..100_000_u32).map(|at| (at / 7) as u8).collect();
+    for version in VERSIONS {
+        let (near, far) = pair(version);
+        for content in [&b"a page"[..], &long] {
+            for part in [3, 5000, 1 << 20] {
+                let records = sealed(&near, Some(content));
+                assert!(opened(&far, &records, part) == (content.to_vec(), false));
+                let records = sealed(&far, Some(content));
+                assert!(opened(&near, &records, part) == (content.to_vec(), false));
+            }
+        }
+        let close = sealed(&near, None);
+        assert_eq!(opened(&far, &close, 4), (Vec::new(), true));
+        let records = sealed(&far, Some(&long));
+        assert!(opened(&near, &records, 5000) == (long.clone(), false));
+        let close = sealed(&far, None);
+        assert_eq!(opened(&near, &close, 1 << 20), (Vec::new(), true));
+    }
+}
+
+/// One thread seals while the other has the beginning of a record, or of a message.
+#[test]
+fn i7_a_direction_is_not_disturbed_by_what_the_other_has_begun() {
+    for version in VERSIONS {
+        let (near, far) = pair(version);
+        let records = sealed(&near, Some(b"a page"));
+        let (begun, rest) = records.split_at(9);
+        let mut buffer = begun.to_vec();
+        let mut content = Vec::new();
+        assert_eq!(far.open(&mut buffer, &mut content).unwrap().taken, 0);
+        let back = sealed(&far, Some(b"back"));
+        assert_eq!(opened(&near, &back, 1 << 20).0, b"back");
+        buffer.extend_from_slice(rest);
+        far.open(&mut buffer, &mut content).unwrap();
+        assert_eq!(content, b"a page");
+    }
+    let (client, server) = handshake(&TLS13);
+    let (near, (secrets, _)) = (Session::new(client), server.into_secrets().unwrap());
+    let (suite, key, iv) = parts(&secrets.tx.1).unwrap();
+    let provider = Provider::built_in()[0];
+    let mut seal = SealHalf::new(provider, suite, key, iv, secrets.tx.0).unwrap();
+    // A session ticket of 204 bytes in two records.
+    let mut ticket = vec![4, 0, 0, 200];
+    ticket.resize(204, 9);
+    let mut record = vec![0; HEADER_BYTES + 100 + TRAILER_BYTES];
+    record[HEADER_BYTES..][..100].copy_from_slice(&ticket[..100]);
+    seal.seal_as(HANDSHAKE, &mut record).unwrap();
+    near.open(&mut record, &mut Vec::new()).unwrap();
+    assert!(!sealed(&near, Some(b"data")).is_empty());
+}
+
+#[test]
+fn keys_of_tls_1_2_end_the_connection_when_they_are_worn_and_others_are_renewed() {
+    let (near, far) = pair(&TLS12);
+    near.renew_after(8);
+    for _ in 0..8 {
+        let records = sealed(&near, Some(b"data"));
+        assert_eq!(opened(&far, &records, 1 << 20).0, b"data");
+    }
+    let refused = near.seal(Some(b"data"), &mut Vec::new());
+    assert!(matches!(refused, Err(RelayError::Worn)), "{refused:?}");
+
+    let (near, far) = pair(&TLS13);
+    near.renew_after(8);
+    far.renew_after(8);
+    let mut asked = 0;
+    for _ in 0..400 {
+        let records = sealed(&near, Some(b"data"));
+        assert_eq!(opened(&far, &records, 1 << 20).0, b"data");
+        // The far side has nothing to send, and asks for keys.
+        if far.is_pending() {
+            asked += 1;
+            let pending = far.take_pending();
+            assert_eq!(opened(&near, &pending, 1 << 20), (Vec::new(), false));
+        }
+    }
+    // More would be an attack.
+    assert_eq!(asked, ASKS_LIMIT);
+    let back = sealed(&far, Some(b"back"));
+    assert_eq!(opened(&near, &back, 1 << 20).0, b"back");
+}
+
+#[test]
+fn i7_a_changed_bit_is_found_wherever_it_is() {
+    for version in VERSIONS {
+        let (near, _) = pair(version);
+        let whole = sealed(&near, Some(b"memory")).len();
+        for at in 0..whole {
+            let (near, far) = pair(version);
+            let mut record = sealed(&near, Some(b"memory"));
+            record[at] ^= 1;
+            let (mut content, before) = (Vec::new(), record.len());
+            let opened = far.open(&mut record, &mut content);
+            // A longer record is one that has not come yet.
+            let is_used = opened.is_ok_and(|opened| opened.taken == before);
+            assert!(content.is_empty() && !is_used, "{at}");
+        }
+    }
+}
