@@ -5,11 +5,14 @@
 #![allow(clippy::unwrap_used)]
 
 use std::net::TcpListener;
+use std::os::fd::AsFd;
+use std::sync::mpsc::channel;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use dunlin::engine::vmm::FaultCode;
 use dunlin::engine::{Cancel, VmIs, source};
+use dunlin_linux::poll::{Interest, poll};
 use dunlin_proto::control::{Accept, Message};
 use dunlin_proto::frame::{ChunkHeader, Encoding, Range};
 use dunlin_proto::negotiate::{LaneSecurity, SessionSecret};
@@ -19,6 +22,9 @@ use dunlin_test_support::hostile::{Liar, Victim, runs, words};
 
 /// The limits are ten seconds; the rest is for a machine that has much to do.
 const END_LIMIT: Duration = Duration::from_secs(16);
+
+/// What a guest has written before it is moved.
+const FILLED: usize = 16 << 20;
 
 /// A destination must end with `fault` and `text` although the source goes on
 /// with `play` until then.
@@ -139,8 +145,14 @@ fn i7_i8_a_source_that_pings_and_reads_nothing_is_given_up() {
                     break;
                 }
             }
-            // Open, and unread, for longer than the destination's writing may stall.
-            thread::sleep(Duration::from_secs(12));
+            // Open and unread until the destination gives the connection up, which resets it.
+            let reset = Interest {
+                fd: liar.peer.stream.socket().as_fd(),
+                read: false,
+                write: false,
+            };
+            let gone = poll(&[reset], Some(Duration::from_secs(60))).unwrap();
+            assert_eq!(gone, [true], "the destination has not given up");
         },
     );
     let peak = before.peak_bytes();
@@ -156,10 +168,11 @@ fn i2_a_destination_that_acknowledges_nothing_holds_nobody() {
     let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
     let to = listener.local_addr().unwrap().to_string();
     let vm = TestVm::new(32 << 20);
-    vm.fill(16 << 20);
+    vm.fill(FILLED);
     vm.start(64, Duration::from_micros(100));
     let cancel = Cancel::new();
     let options = source::Options::builder().lanes(1).build().unwrap();
+    let (all_came, all_read) = channel();
     let (result, took) = thread::scope(|scope| {
         scope.spawn(|| {
             let mut peer = Peer::destination(&listener, &server, None);
@@ -171,12 +184,23 @@ fn i2_a_destination_that_acknowledges_nothing_holds_nobody() {
             }));
             let (mut lane, _) = take_lane(&listener, &server);
             peer.send(&Message::LaneUp { lane: 1 });
-            let reader = thread::spawn(move || while lane.read_exact(&mut [0; 24]).is_ok() {});
+            let reader = thread::spawn(move || {
+                let mut bytes = [0; 4096];
+                let mut read = 0;
+                while lane.read_exact(&mut bytes).is_ok() {
+                    read += bytes.len();
+                    if read == FILLED {
+                        all_came.send(()).unwrap();
+                    }
+                }
+            });
             only_answer(&mut peer);
             reader.join().unwrap();
         });
         let migrating = scope.spawn(|| send(&vm, &to, &client, &options, &cancel).0);
-        thread::sleep(Duration::from_secs(3));
+        all_read
+            .recv_timeout(Duration::from_secs(60))
+            .expect("the first pass was sent");
         assert!(vm.goes_on());
         let began = Instant::now();
         cancel.cancel();
