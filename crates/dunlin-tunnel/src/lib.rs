@@ -94,7 +94,8 @@ pub use on_demand::{
     Demand, DemandError, ListenerStatus, MAX_ON_DEMAND_LISTENERS, OnDemandListener,
 };
 pub use options::{
-    BadRoute, DEFAULT_LANES, Entrance, Exit, Limits, MAX_WINDOW_BYTES, Mode, Routes, WINDOW_BYTES,
+    BadRoute, BadRouteReason, DEFAULT_LANES, Entrance, Exit, Limits, MAX_WINDOW_BYTES, Mode,
+    Routes, WINDOW_BYTES,
 };
 pub use route::{Listen, RelayExit, Target};
 pub use status::{RouteStatus, Status};

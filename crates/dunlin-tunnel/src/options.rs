@@ -87,114 +87,65 @@ pub struct Routes {
 
 /// Why routes cannot be used. The configuration is at fault.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum BadRoute {
-    /// The name does not fit a message, or is empty.
-    #[error("a route's name has 1 to {MAX_NAME_BYTES} bytes: rename the route {name:?}")]
-    Name {
-        /// The name.
-        name: String,
-    },
-    /// Two exits have one name.
-    #[error("two routes have the name {name:?} and a target: rename one on both hosts")]
-    Twice {
-        /// The name.
-        name: String,
-    },
-    /// Two entrances listen at the same place.
-    #[error("two routes listen on {at}: give each its own, {name:?} too")]
-    SameListener {
-        /// Where.
-        at: String,
-        /// The second one's name.
-        name: String,
-    },
-    /// A number that no tunnel can have.
-    #[error("route {name:?} has {lanes} lanes: give it 1 to {MAX_LANES}")]
-    Lanes {
-        /// The route's name.
-        name: String,
-        /// The number.
-        lanes: u16,
-    },
-    /// Less than a chunk, or more than all channels may have.
-    #[error(
-        "route {name:?} has a window of {bytes} bytes: give it at least {LEAST_WINDOW_BYTES} and \
-         at most {MAX_WINDOW_BYTES}"
-    )]
-    Window {
-        /// The route's name.
-        name: String,
-        /// The number.
-        bytes: u64,
-    },
-    /// Somebody must be named.
-    #[error(
-        "route {name:?} would serve whoever has a certificate of the authority: name the peers"
-    )]
-    Anybody {
-        /// The route's name.
-        name: String,
-    },
-    /// There is no program.
-    #[error("route {name:?} executes nothing: give the program and its arguments")]
-    Exec {
-        /// The route's name.
-        name: String,
-    },
-    /// A route listens at its own target.
-    #[error(
-        "route {name:?}: listen {at:?} is also its target {target:?}, and the hypervisor that \
-         binds the target would replace the tunnel's socket: give listen another place, or leave \
-         it out and open a listener for each VM"
-    )]
-    OwnTarget {
-        /// The route's name.
-        name: String,
-        /// Where it listens.
-        at: String,
-        /// Its target, as it is written.
-        target: String,
-    },
-    /// What a peer sends would come out at a listener that leads back to that peer.
-    #[error(
-        "route {name:?}: its target {target:?} is where route {other:?} listens, which leads back \
-         to the same peer: give the target another place, or the listen of route {other:?}"
-    )]
-    Circle {
-        /// The name of the route with the target.
-        name: String,
-        /// The name of the route that listens there.
-        other: String,
-        /// The target, as it is written.
-        target: String,
-    },
-    /// The target has places for parameters that cannot be.
-    #[error("the target of route {name:?} cannot be: {why}")]
-    Parameter {
-        /// The route's name.
-        name: String,
-        /// Why.
-        why: BadParameterTarget,
-    },
+#[error("{why} (route {route:?})")]
+pub struct BadRoute {
+    /// The name of the route to change.
+    pub route: String,
+    /// What is wrong with it.
+    pub why: BadRouteReason,
 }
 
-impl BadRoute {
-    /// The name of the route that is to be changed.
-    pub fn route(&self) -> &str {
-        match self {
-            Self::Name { name }
-            | Self::Twice { name }
-            | Self::SameListener { name, .. }
-            | Self::Lanes { name, .. }
-            | Self::Window { name, .. }
-            | Self::Anybody { name }
-            | Self::Exec { name }
-            | Self::OwnTarget { name, .. }
-            | Self::Circle { name, .. }
-            | Self::Parameter { name, .. } => name,
-        }
-    }
+/// What is wrong with a route.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum BadRouteReason {
+    /// The name is empty or does not fit into a message.
+    #[error("a route's name has 1 to {MAX_NAME_BYTES} bytes: rename the route")]
+    Name,
+    /// Another exit has this name.
+    #[error("two routes have this name and a target: rename one on both hosts")]
+    Twice,
+    /// Another route listens there.
+    #[error("two routes listen on {0}: give each its own")]
+    SameListener(Listen),
+    /// The number of lanes is out of range.
+    #[error("lane count {0} out of range: give 1 to {MAX_LANES}")]
+    Lanes(u16),
+    /// The window is smaller than a chunk or larger than a channel's maximum, in bytes.
+    #[error("window {0} out of range: give {LEAST_WINDOW_BYTES} to {MAX_WINDOW_BYTES} bytes")]
+    Window(u64),
+    /// The route names no peers.
+    #[error("any peer with a certificate of the authority could connect: name the peers")]
+    AnyPeer,
+    /// The target has no program.
+    #[error("no program to execute: give the program and its arguments")]
+    Exec,
+    /// The route listens at its own target.
+    #[error(
+        "listen \"{at}\" is also the target \"{target}\", and the hypervisor that binds the \
+         target would replace the tunnel's socket: give listen another place, or leave it out \
+         and open a listener for each VM"
+    )]
+    OwnTarget {
+        /// Where the route listens.
+        at: Listen,
+        /// Its target.
+        target: Target,
+    },
+    /// The target is the listener of a route that leads back to a peer that may use the target.
+    #[error(
+        "the target \"{target}\" is where route {other:?} listens, which leads back to the same \
+         peer: give the target another place, or the listen of route {other:?}"
+    )]
+    Circle {
+        /// The name of the route that listens there.
+        other: String,
+        /// The target.
+        target: Target,
+    },
+    /// The target's places for parameters are invalid.
+    #[error("invalid target: {0}")]
+    Parameter(#[from] BadParameterTarget),
 }
 
 /// The largest window of a channel, in bytes: 100 Gbit/s over a round trip of
@@ -209,34 +160,26 @@ impl Routes {
     pub fn new(entrances: Vec<Entrance>, exits: Vec<Exit>) -> Result<Self, BadRoute> {
         let mut listeners = BTreeSet::new();
         for entrance in &entrances {
-            let name = || entrance.route.clone();
-            check(&entrance.route, &entrance.peers, entrance.window_bytes)?;
+            let bad = |why| bad(&entrance.route, why);
+            check(&entrance.route, &entrance.peers, entrance.window_bytes).map_err(bad)?;
             if entrance.lanes == 0 || entrance.lanes > MAX_LANES {
-                let lanes = entrance.lanes;
-                return Err(BadRoute::Lanes {
-                    name: name(),
-                    lanes,
-                });
+                return Err(bad(BadRouteReason::Lanes(entrance.lanes)));
             }
             // Port 0 is another one each time.
             let any_port = matches!(entrance.listen, Listen::Tcp(at) if at.port() == 0);
             let nowhere = entrance.listen == Listen::OnDemand;
             if !listeners.insert(&entrance.listen) && !any_port && !nowhere {
-                return Err(BadRoute::SameListener {
-                    at: entrance.listen.to_string(),
-                    name: name(),
-                });
+                return Err(bad(BadRouteReason::SameListener(entrance.listen.clone())));
             }
         }
         let mut names = BTreeSet::new();
         for exit in &exits {
-            let name = || exit.route.clone();
-            check(&exit.route, &exit.allow, exit.window_bytes)?;
+            let bad = |why| bad(&exit.route, why);
+            check(&exit.route, &exit.allow, exit.window_bytes).map_err(bad)?;
             if !names.insert(&exit.route) {
-                return Err(BadRoute::Twice { name: name() });
+                return Err(bad(BadRouteReason::Twice));
             }
-            check_target(&exit.route, &exit.target)?;
-            check_circle(&exit.route, &exit.target, &exit.allow, &entrances)?;
+            check_target(&exit.route, &exit.target, &exit.allow, &entrances).map_err(bad)?;
         }
         Ok(Self {
             entrances,
@@ -244,64 +187,79 @@ impl Routes {
             relays: Vec::new(),
         })
     }
+
+    /// Adds relays' ports; a relay's other end is an [`Entrance`] of that mode.
+    ///
+    /// # Errors
+    /// [`BadRoute`] names the first that does not fit.
+    pub fn with_relays(mut self, exits: Vec<RelayExit>) -> Result<Self, BadRoute> {
+        let mut names: BTreeSet<_> = self.exits.iter().map(|one| &one.route).collect();
+        let listeners = self.entrances.iter().map(|one| one.listen.clone());
+        let mut listeners: BTreeSet<_> = listeners.collect();
+        for exit in &exits {
+            let bad = |why| bad(&exit.route, why);
+            check(&exit.route, &exit.allow, WINDOW_BYTES).map_err(bad)?;
+            check_target(&exit.route, &exit.target, &exit.allow, &self.entrances).map_err(bad)?;
+            if let Ok(Some(_)) = exit.target.parameter() {
+                return Err(bad(BadParameterTarget::Relay.into()));
+            }
+            if !names.insert(&exit.route) {
+                return Err(bad(BadRouteReason::Twice));
+            }
+            let listen = Listen::Tcp(exit.listen);
+            if exit.listen.port() != 0 && !listeners.insert(listen.clone()) {
+                return Err(bad(BadRouteReason::SameListener(listen)));
+            }
+        }
+        self.relays = exits;
+        Ok(self)
+    }
 }
 
-pub(super) fn check_target(name: &str, target: &Target) -> Result<(), BadRoute> {
-    if matches!(target, Target::Exec(words) if words.is_empty()) {
-        let name = name.to_owned();
-        return Err(BadRoute::Exec { name });
-    }
-    if let Err(why) = target.parameter() {
-        let name = name.to_owned();
-        return Err(BadRoute::Parameter { name, why });
-    }
-    Ok(())
+fn bad(route: &str, why: BadRouteReason) -> BadRoute {
+    let route = route.to_owned();
+    BadRoute { route, why }
 }
 
-/// Refuses a target at which one of this host's routes listens, where that is a mistake: the same
-/// route, or one that leads back to a peer that may use the target. A target that is the listener
-/// of a route to another host is a chain of tunnels and allowed.
-pub(super) fn check_circle(
+/// Checks a target. Refuses one at which one of this host's routes listens, where that is a
+/// mistake: the same route, or one that leads back to a peer that may use the target. A target
+/// that is the listener of a route to another host is a chain of tunnels and allowed.
+fn check_target(
     name: &str,
     target: &Target,
     allow: &Peers,
     entrances: &[Entrance],
-) -> Result<(), BadRoute> {
+) -> Result<(), BadRouteReason> {
+    if matches!(target, Target::Exec(words) if words.is_empty()) {
+        return Err(BadRouteReason::Exec);
+    }
+    target.parameter()?;
     for entrance in entrances {
         if !target.may_be(&entrance.listen) {
             continue;
         }
-        let (name, target) = (name.to_owned(), target.to_string());
+        let target = target.clone();
         if entrance.route == name {
-            let at = entrance.listen.to_string();
-            return Err(BadRoute::OwnTarget { name, at, target });
+            let at = entrance.listen.clone();
+            return Err(BadRouteReason::OwnTarget { at, target });
         }
         if allow.share_one(&entrance.peers) {
             let other = entrance.route.clone();
-            return Err(BadRoute::Circle {
-                name,
-                other,
-                target,
-            });
+            return Err(BadRouteReason::Circle { other, target });
         }
     }
     Ok(())
 }
 
-pub(super) fn check(name: &str, peers: &Peers, window_bytes: u64) -> Result<(), BadRoute> {
+fn check(name: &str, peers: &Peers, window_bytes: u64) -> Result<(), BadRouteReason> {
     if name.is_empty() || name.len() > MAX_NAME_BYTES {
-        let name = name.to_owned();
-        return Err(BadRoute::Name { name });
+        return Err(BadRouteReason::Name);
     }
     if *peers == Peers::AnyFromAuthority {
-        let name = name.to_owned();
-        return Err(BadRoute::Anybody { name });
+        return Err(BadRouteReason::AnyPeer);
     }
     if !(LEAST_WINDOW_BYTES..=MAX_WINDOW_BYTES).contains(&window_bytes) {
-        return Err(BadRoute::Window {
-            name: name.to_owned(),
-            bytes: window_bytes,
-        });
+        return Err(BadRouteReason::Window(window_bytes));
     }
     Ok(())
 }
@@ -449,6 +407,10 @@ mod tests {
         }
     }
 
+    fn is_own(bad: &BadRoute) -> bool {
+        matches!(bad.why, BadRouteReason::OwnTarget { .. })
+    }
+
     #[test]
     fn a_route_that_listens_at_its_own_target_is_refused() {
         let both = |listen: &str, target: &str| {
@@ -489,7 +451,7 @@ mod tests {
             ("tcp:192.0.2.1:4444", "tcp:[::ffff:192.0.2.1]:4444"),
         ] {
             let refused = both(listen, target);
-            let is_it = matches!(&refused, Err(BadRoute::OwnTarget { name, .. }) if name == "ram");
+            let is_it = matches!(&refused, Err(bad) if is_own(bad) && bad.route == "ram");
             assert!(is_it, "{listen} {target}: {refused:?}");
         }
         for (listen, target) in [
@@ -534,9 +496,9 @@ mod tests {
         };
         assert!(chained("third.test").is_ok());
         let back = chained("host.test").unwrap_err();
-        assert_eq!(back.route(), "ram");
+        assert_eq!(back.route, "ram");
         assert!(
-            matches!(&back, BadRoute::Circle { other, .. } if other == "out"),
+            matches!(&back.why, BadRouteReason::Circle { other, .. } if other == "out"),
             "{back}"
         );
         // The same name is the same route, whomever it leads to.
@@ -546,7 +508,7 @@ mod tests {
             ..entrance()
         };
         let same = Routes::new(vec![same], vec![exit()]);
-        assert!(matches!(same, Err(BadRoute::OwnTarget { .. })), "{same:?}");
+        assert!(same.as_ref().is_err_and(is_own), "{same:?}");
         // A relay's target is one too.
         let relay = RelayExit {
             route: "ram".to_owned(),
@@ -557,10 +519,7 @@ mod tests {
         };
         let relayed = Routes::new(vec![entrance()], Vec::new()).unwrap();
         let relayed = relayed.with_relays(vec![relay]);
-        assert!(
-            matches!(relayed, Err(BadRoute::OwnTarget { .. })),
-            "{relayed:?}"
-        );
+        assert!(relayed.as_ref().is_err_and(is_own), "{relayed:?}");
     }
 
     #[test]
@@ -585,21 +544,27 @@ mod tests {
             assert!(error.contains(word), "{error}");
         }
         let twice = Routes::new(vec![entrance(), entrance()], Vec::new());
-        assert!(matches!(twice, Err(BadRoute::SameListener { .. })));
+        assert!(matches!(
+            twice.unwrap_err().why,
+            BadRouteReason::SameListener(_)
+        ));
         let twice = Routes::new(Vec::new(), vec![exit(), exit()]);
-        assert!(matches!(twice, Err(BadRoute::Twice { .. })));
+        assert!(matches!(twice.unwrap_err().why, BadRouteReason::Twice));
         let nothing = Exit {
             target: Target::Exec(Vec::new()),
             ..exit()
         };
         let nothing = Routes::new(Vec::new(), vec![nothing]);
-        assert!(matches!(nothing, Err(BadRoute::Exec { .. })));
+        assert!(matches!(nothing.unwrap_err().why, BadRouteReason::Exec));
         let any_host = Exit {
             target: Target::Tcp("{host}:1".to_owned()),
             ..exit()
         };
         let any_host = Routes::new(Vec::new(), vec![any_host]);
-        assert!(matches!(any_host, Err(BadRoute::Parameter { .. })));
+        assert!(matches!(
+            any_host.unwrap_err().why,
+            BadRouteReason::Parameter(_)
+        ));
         // Any number of routes may wait to be asked for a listener.
         let asked = |route: &str| Entrance {
             route: route.to_owned(),

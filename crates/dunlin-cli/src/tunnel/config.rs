@@ -191,7 +191,7 @@ fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
     let routes = match routes {
         Ok(routes) => routes,
         Err(error) => {
-            let table = file.route.get(error.route());
+            let table = file.route.get(&error.route);
             let at = table.map_or(0..0, Spanned::span);
             found.add(&at, error.to_string());
             return None;

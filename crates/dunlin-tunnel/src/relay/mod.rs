@@ -39,8 +39,7 @@ use super::event::Event;
 use super::failure::Failure;
 use super::identities::Identities;
 use super::meter::Count;
-use super::options::{BadRoute, Entrance, Mode, Routes};
-use super::parameter::BadParameterTarget;
+use super::options::{Entrance, Mode, Routes};
 use super::route::{Listen, RelayExit};
 use super::site::Site;
 use super::socket::Socket;
@@ -64,45 +63,6 @@ use watch::Watch;
 const CHANNEL_BYTES: u64 = 2 * (560 << 10);
 /// Connections that wait in one queue.
 const WAITING: usize = 512;
-
-impl Routes {
-    /// The same with relays' ports; a relay's other end is an [`Entrance`] of that mode.
-    ///
-    /// # Errors
-    /// [`BadRoute`] names the first that does not fit.
-    pub fn with_relays(mut self, exits: Vec<RelayExit>) -> Result<Self, BadRoute> {
-        for (position, exit) in exits.iter().enumerate() {
-            let name = exit.route.clone();
-            super::options::check(&exit.route, &exit.allow, super::options::WINDOW_BYTES)?;
-            super::options::check_target(&exit.route, &exit.target)?;
-            super::options::check_circle(&exit.route, &exit.target, &exit.allow, &self.entrances)?;
-            if let Ok(Some(_)) = exit.target.parameter() {
-                let why = BadParameterTarget::Relay;
-                return Err(BadRoute::Parameter { name, why });
-            }
-            let earlier = &exits[..position];
-            let names = self.exits.iter().map(|one| &one.route);
-            if names
-                .chain(earlier.iter().map(|one| &one.route))
-                .any(|one| *one == name)
-            {
-                return Err(BadRoute::Twice { name });
-            }
-            let entrances = self.entrances.iter().map(|one| &one.listen);
-            let mut listeners = earlier.iter().map(|one| Listen::Tcp(one.listen));
-            let listen = Listen::Tcp(exit.listen);
-            if exit.listen.port() != 0
-                && (listeners.any(|one| one == listen)
-                    || entrances.into_iter().any(|one| *one == listen))
-            {
-                let at = listen.to_string();
-                return Err(BadRoute::SameListener { at, name });
-            }
-        }
-        self.relays = exits;
-        Ok(self)
-    }
-}
 
 impl Identities {
     fn relay_client(
