@@ -7,7 +7,7 @@ use std::sync::Mutex;
 
 use dunlin_proto::fault::FaultCode;
 
-use super::failure::Failure;
+use super::failure::{Failure, OrFailure};
 
 /// All of a tunnel.
 #[derive(Default)]
@@ -34,9 +34,7 @@ impl Dials {
     /// # Errors
     /// The tunnel ends already, or no descriptors are left.
     pub(super) fn begin(&self) -> Result<Dialling<'_>, Failure> {
-        let cancel = DialCancel::new().map_err(|error| {
-            Failure::new(FaultCode::Kernel, "cannot create an eventfd").because(&error)
-        })?;
+        let cancel = DialCancel::new().or_failure(FaultCode::Kernel, "cannot create an eventfd")?;
         let mut state = lock(&self.0);
         if state.is_over {
             return Err(Failure::new(FaultCode::Ended, "this tunnel ends"));

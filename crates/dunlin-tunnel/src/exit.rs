@@ -7,7 +7,7 @@ use std::time::Instant;
 use dunlin_proto::fault::FaultCode;
 
 use super::event::Event;
-use super::failure::Failure;
+use super::failure::{Failure, OrFailure};
 use super::hub::Hub;
 use super::meter::Count;
 use super::socket::Socket;
@@ -50,16 +50,16 @@ fn reach(hub: &Hub, route: &str, parameter: &str) -> Result<(Socket, u64), Failu
     hub.site
         .check_admitted(peer)
         .and_then(|()| exit.allow.authorise_further(peer))
-        .map_err(|refused| {
-            let text = format!("route {route:?} is not for this peer");
-            Failure::new(FaultCode::Unauthorised, text).because(&refused)
-        })?;
+        .or_failure(
+            FaultCode::Unauthorised,
+            format!("route {route:?} is not for this peer"),
+        )?;
     let target = parameter::fill(route, &exit.target, parameter)?;
     let deadline = Instant::now() + hub.site.limits.connect;
-    let stream = target::open(&hub.site, &hub.programs, &target, deadline).map_err(|error| {
-        let text = format!("route {route:?}: {target} cannot be reached");
-        Failure::new(FaultCode::TargetUnreachable, text).because(&error)
-    })?;
+    let stream = target::open(&hub.site, &hub.programs, &target, deadline).or_failure(
+        FaultCode::TargetUnreachable,
+        format!("route {route:?}: {target} cannot be reached"),
+    )?;
     let count = Count::new(hub.site.meter(route), None);
     Ok((stream.counted(count), exit.window_bytes))
 }

@@ -6,6 +6,7 @@ use std::fmt;
 
 use dunlin_proto::fault::{AtFault, FaultCode};
 use dunlin_proto::limits::MAX_TEXT_BYTES;
+use dunlin_proto::wire::DecodeError;
 
 use dunlin_lane::control::ControlError;
 use dunlin_lane::handshake::HandshakeError;
@@ -81,16 +82,36 @@ impl Failure {
         text
     }
 
-    pub(super) fn of_control(error: &ControlError) -> Self {
+    pub(super) fn of_handshake(what: String, error: &HandshakeError) -> Self {
+        Self::new(error.of_control_lane(), what).because(error)
+    }
+}
+
+impl From<ControlError> for Failure {
+    fn from(error: ControlError) -> Self {
         let code = match error {
             ControlError::PeerAlert(_) => FaultCode::Unauthorised,
             _ => FaultCode::ControlLost,
         };
-        Self::new(code, "the control lane was lost").because(error)
+        Self::new(code, "the control lane was lost").because(&error)
     }
+}
 
-    pub(super) fn of_handshake(what: String, error: &HandshakeError) -> Self {
-        Self::new(error.of_control_lane(), what).because(error)
+impl From<DecodeError> for Failure {
+    fn from(error: DecodeError) -> Self {
+        Self::new(error.fault(), "malformed message from peer").because(&error)
+    }
+}
+
+/// Turns an error into a [`Failure`] that has it as its cause.
+pub(super) trait OrFailure<T> {
+    /// The value, or a failure with this code and text.
+    fn or_failure(self, code: FaultCode, text: impl Into<String>) -> Result<T, Failure>;
+}
+
+impl<T, E: Error> OrFailure<T> for Result<T, E> {
+    fn or_failure(self, code: FaultCode, text: impl Into<String>) -> Result<T, Failure> {
+        self.map_err(|error| Failure::new(code, text).because(&error))
     }
 }
 

@@ -17,6 +17,7 @@
 //! Dropping a step closes its connection, which is all that it has to undo; the peer then finds
 //! the control lane lost. Only [`Received`] owes the peer an answer: [`Received::refuse`].
 
+use std::io;
 use std::net::SocketAddr;
 use std::time::Instant;
 
@@ -32,7 +33,7 @@ use dunlin_proto::stripe::message::{Header, MESSAGE_HEADER_BYTES, Message};
 use zeroize::Zeroize;
 
 use super::dials::Dialling;
-use super::failure::Failure;
+use super::failure::{Failure, OrFailure};
 use super::route::Destination;
 use super::site::Site;
 use super::terms::{Origin, Terms};
@@ -82,18 +83,17 @@ impl<'a> Offered<'a> {
         deadline: Instant,
     ) -> Result<Self, Failure> {
         let at = &to.to;
-        let unreachable = |error: &std::io::Error| {
-            Failure::new(FaultCode::ControlLost, format!("{at} cannot be reached")).because(error)
-        };
         let dialling = site.dials.begin()?;
         let tls = site.client_tls(to.peers.clone())?;
         let cancel = &dialling.cancel;
-        let connected = site
-            .connector
-            .connect(at, deadline, cancel.wakeup())
-            .and_then(|stream| cancel.covers(&stream).map(|()| stream));
-        let stream = connected.map_err(|error| unreachable(&error))?;
-        set_liveness(&stream, &Liveness::default()).map_err(|error| unreachable(&error))?;
+        let connect = || {
+            let stream = site.connector.connect(at, deadline, cancel.wakeup())?;
+            cancel.covers(&stream)?;
+            set_liveness(&stream, &Liveness::default())?;
+            Ok::<_, io::Error>(stream)
+        };
+        let unreachable = format!("{at} cannot be reached");
+        let stream = connect().or_failure(FaultCode::ControlLost, unreachable)?;
         let control = control::client(stream, &tls, deadline).map_err(|error| {
             Failure::of_handshake(format!("no secure control lane to {at}"), &error)
         })?;
@@ -107,9 +107,10 @@ impl<'a> Offered<'a> {
             epoch,
         };
         let mut bytes = Vec::new();
-        let encoded = offer.encode(&mut bytes);
-        encoded.map_err(|error| Failure::new(FaultCode::Internal, "no offer").because(&error))?;
-        send(&control, &bytes)?;
+        offer
+            .encode(&mut bytes)
+            .or_failure(FaultCode::Internal, "no offer")?;
+        control.send(&bytes)?;
         Ok(Self {
             dialling,
             control,
@@ -133,10 +134,10 @@ impl<'a> Offered<'a> {
                 return Err(Failure::new(FaultCode::Malformed, text));
             }
         };
-        selection.confirm(&self.offer).map_err(|error| {
-            let text = "the peer selected something that was not offered";
-            Failure::new(FaultCode::SecurityNotAgreed, text).because(&error)
-        })?;
+        selection.confirm(&self.offer).or_failure(
+            FaultCode::SecurityNotAgreed,
+            "the peer selected something that was not offered",
+        )?;
         Ok(Selected {
             offered: self,
             selection,
@@ -239,9 +240,8 @@ impl Received {
     pub(super) fn select(self) -> Result<Answered, Failure> {
         let mut bytes = Vec::new();
         let encoded = self.selection.encode(&mut bytes);
-        encoded
-            .map_err(|error| Failure::new(FaultCode::Internal, "no selection").because(&error))?;
-        send(&self.control, &bytes)?;
+        encoded.or_failure(FaultCode::Internal, "no selection")?;
+        self.control.send(&bytes)?;
         Ok(Answered(self))
     }
 }
@@ -264,9 +264,8 @@ impl Answered {
             deadline,
         } = self.0;
         let dialling = site.dials.begin()?;
-        dialling.cancel.covers(control.socket()).map_err(|error| {
-            Failure::new(FaultCode::Kernel, "no descriptor is left").because(&error)
-        })?;
+        let covered = dialling.cancel.covers(control.socket());
+        covered.or_failure(FaultCode::Kernel, "no descriptor is left")?;
         let accepted = read_accept(&control, deadline)?;
         drop(dialling);
         if accepted.port == 0 {
@@ -315,22 +314,23 @@ pub(super) fn send_accept(
         port,
     };
     let mut bytes = Vec::new();
-    let encoded = accept.encode(1, &mut bytes);
-    encoded.map_err(|error| Failure::new(FaultCode::Internal, "no accept").because(&error))?;
-    let sent = send(control, &bytes);
+    accept
+        .encode(1, &mut bytes)
+        .or_failure(FaultCode::Internal, "no accept")?;
+    let sent = control.send(&bytes);
     bytes.zeroize();
-    sent
+    Ok(sent?)
 }
 
 fn read_accept(control: &ControlStream, deadline: Instant) -> Result<Accepted, Failure> {
     let mut bytes = [0; MESSAGE_HEADER_BYTES];
-    receive(control, &mut bytes, deadline)?;
-    let header = Header::decode(&bytes).map_err(|error| malformed(&error))?;
+    control.receive_exact(&mut bytes, deadline)?;
+    let header = Header::decode(&bytes)?;
     let mut body = vec![0; header.body_bytes()];
-    receive(control, &mut body, deadline)?;
+    control.receive_exact(&mut body, deadline)?;
     let message = Message::decode(&header, &body);
     body.zeroize();
-    match message.map_err(|error| malformed(&error))? {
+    match message? {
         Some(Message::Accept {
             secret,
             lanes_max,
@@ -349,11 +349,11 @@ fn read_accept(control: &ControlStream, deadline: Instant) -> Result<Accepted, F
 
 fn read_opening(control: &ControlStream, deadline: Instant) -> Result<Opening, Failure> {
     let mut bytes = [0; PRELUDE_BYTES];
-    receive(control, &mut bytes, deadline)?;
-    let prelude = Prelude::decode(&bytes).map_err(|error| malformed(&error))?;
+    control.receive_exact(&mut bytes, deadline)?;
+    let prelude = Prelude::decode(&bytes)?;
     let mut body = vec![0; prelude.body_bytes];
-    receive(control, &mut body, deadline)?;
-    Opening::decode(&prelude, &body).map_err(|error| malformed(&error))
+    control.receive_exact(&mut body, deadline)?;
+    Ok(Opening::decode(&prelude, &body)?)
 }
 
 /// Tells the peer why its control lane is refused.
@@ -366,32 +366,15 @@ fn refuse(control: &ControlStream, refusal: Refusal) -> Failure {
     Failure::new(refusal.fault, refusal.text)
 }
 
-fn send(control: &ControlStream, bytes: &[u8]) -> Result<(), Failure> {
-    let sent = control.send(bytes);
-    sent.map_err(|error| Failure::of_control(&error))
-}
-
-fn receive(control: &ControlStream, bytes: &mut [u8], deadline: Instant) -> Result<(), Failure> {
-    let received = control.receive_exact(bytes, deadline);
-    received.map_err(|error| Failure::of_control(&error))
-}
-
-fn malformed(error: &dunlin_proto::wire::DecodeError) -> Failure {
-    Failure::new(error.fault(), "malformed message from peer").because(error)
-}
-
 fn peer_address(control: &ControlStream) -> Result<SocketAddr, Failure> {
-    control.socket().peer_addr().map_err(|error| {
-        Failure::new(FaultCode::ControlLost, "the control lane is gone").because(&error)
-    })
+    let address = control.socket().peer_addr();
+    address.or_failure(FaultCode::ControlLost, "the control lane is gone")
 }
 
 /// # Errors
 /// What getrandom(2) returns.
 pub(super) fn random<const N: usize>() -> Result<[u8; N], Failure> {
     let mut bytes = [0; N];
-    random::fill(&mut bytes).map_err(|error| {
-        Failure::new(FaultCode::Internal, "the random number source failed").because(&error)
-    })?;
+    random::fill(&mut bytes).or_failure(FaultCode::Internal, "the random number source failed")?;
     Ok(bytes)
 }

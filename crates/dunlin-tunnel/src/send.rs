@@ -17,7 +17,7 @@ use dunlin_proto::stripe::{KeyUsage, Outcome, Work};
 use vm_memory::VolatileSlice;
 
 use super::event::Event;
-use super::failure::Failure;
+use super::failure::{Failure, OrFailure};
 use super::hub::{Core, Direction, Hub};
 use super::piece::{PIECE_BYTES, Piece};
 use super::socket::Socket;
@@ -52,8 +52,8 @@ pub(super) fn run(hub: &Hub, lane: u16, dialer: &dyn LaneDialer) {
 fn open(hub: &Hub, lane: u16, dialer: &dyn LaneDialer) -> Result<DataSender, Failure> {
     let terms = &hub.terms;
     let at = terms.lanes_at.to_string();
-    let cancel = DialCancel::new()
-        .map_err(|error| lost("cannot create an eventfd for a lane".to_owned()).because(&error))?;
+    let what = "cannot create an eventfd for a lane";
+    let cancel = DialCancel::new().or_failure(FaultCode::LaneLost, what)?;
     {
         let mut core = hub.lock();
         if core.control.is_over() {

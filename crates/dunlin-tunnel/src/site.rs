@@ -11,7 +11,7 @@ use dunlin_proto::fault::FaultCode;
 
 use super::dials::Dials;
 use super::event::Event;
-use super::failure::Failure;
+use super::failure::{Failure, OrFailure};
 use super::identities::Identities;
 use super::meter::Meter;
 use super::options::{Entrance, Exit, Limits, Routes};
@@ -159,10 +159,10 @@ impl Site {
     }
 
     pub(super) fn client_tls(&self, peers: Peers) -> Result<ClientTls, Failure> {
-        lock(&self.identities).client(peers).map_err(|error| {
-            let text = "our identity cannot be used to connect";
-            Failure::new(FaultCode::Unauthorised, text).because(&error)
-        })
+        lock(&self.identities).client(peers).or_failure(
+            FaultCode::Unauthorised,
+            "our identity cannot be used to connect",
+        )
     }
 
     /// Looks a peer up whose trunk exists already: its key may have been denied, or its certificate

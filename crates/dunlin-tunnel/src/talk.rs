@@ -92,7 +92,7 @@ fn talk(hub: &Arc<Hub>, dialer: &Arc<dyn LaneDialer>) -> FaultCode {
             let (epoch, stream) = (*epoch, Arc::clone(stream));
             drop(core);
             if let Err(error) = stream.send(&batch) {
-                lost(hub, epoch, &error);
+                lost(hub, epoch, error);
             }
             continue;
         }
@@ -175,7 +175,7 @@ fn read(hub: &Arc<Hub>, control: &ControlStream, epoch: u32) {
                 }
             }
             Ok(None) => {}
-            Err(Broken::Lane(error)) => return lost(hub, epoch, &error),
+            Err(Broken::Lane(error)) => return lost(hub, epoch, error),
             Err(Broken::Message(error)) => {
                 let mut core = hub.lock();
                 return hub.broken(&mut core, &error);
@@ -227,7 +227,7 @@ fn read_one(
 }
 
 /// The control lane of this epoch is over.
-fn lost(hub: &Arc<Hub>, epoch: u32, error: &ControlError) {
+fn lost(hub: &Arc<Hub>, epoch: u32, error: ControlError) {
     let mut core = hub.lock();
     let Some(stream) = core.control.lose(epoch) else {
         return;
@@ -242,7 +242,7 @@ fn lost(hub: &Arc<Hub>, epoch: u32, error: &ControlError) {
     hub.settle(&mut core);
     drop(core);
     let peer = hub.terms.peer_name();
-    let failure = Failure::of_control(error);
+    let failure = Failure::from(error);
     hub.site.tell(Event::ControlLost { peer, failure });
     if hub.terms.is_dialled() {
         let again = Arc::clone(hub);

@@ -19,7 +19,7 @@ use dunlin_proto::negotiate::{self, LaneSecurity, Refusal, SessionId};
 use dunlin_proto::stripe::{OpenError, Opening};
 
 use super::event::Event;
-use super::failure::Failure;
+use super::failure::{Failure, OrFailure};
 use super::handshake::{Agreed, Offered, Received, random, send_accept};
 use super::hub::Hub;
 use super::options::Entrance;
@@ -407,10 +407,10 @@ impl Trunks {
             return Err(Failure::new(FaultCode::UnknownSession, text));
         }
         let control = Arc::new(control);
-        let hub = Hub::new(&self.site, terms, &control).map_err(|error| {
-            let text = "no descriptors are left for a trunk";
-            Failure::new(FaultCode::DescriptorLimit, text).because(&error)
-        })?;
+        let hub = Hub::new(&self.site, terms, &control).or_failure(
+            FaultCode::DescriptorLimit,
+            "no descriptors are left for a trunk",
+        )?;
         trunks.insert(session, Arc::clone(&hub));
         Ok(Kept {
             hub,

@@ -36,7 +36,7 @@ use dunlin_proto::fault::FaultCode;
 use super::counted::Counted;
 use super::error::TunnelError;
 use super::event::Event;
-use super::failure::Failure;
+use super::failure::{Failure, OrFailure};
 use super::identities::Identities;
 use super::meter::Count;
 use super::options::{Entrance, Mode, Routes};
@@ -412,10 +412,10 @@ fn reach(site: &Site, entrance: &Entrance, deadline: Instant) -> Result<Relayed,
     };
     let tls = site.with_identities(|identities| {
         let made = identities.relay_client(entrance.peers.clone(), oldest, to);
-        made.map_err(|error| {
-            let text = "our identity cannot be used to connect";
-            Failure::new(FaultCode::Unauthorised, text).because(&error)
-        })
+        made.or_failure(
+            FaultCode::Unauthorised,
+            "our identity cannot be used to connect",
+        )
     })?;
     let stream = first_of(to, |address| connect(address, deadline)).map_err(|error| {
         Failure::of_peer(

@@ -9,9 +9,10 @@ use std::time::Instant;
 use dunlin_linux::ktls::{self, Received};
 use dunlin_linux::socket::wait_writable;
 use dunlin_linux::splice::Conduit;
+use dunlin_proto::fault::FaultCode;
 
 use super::channel::{Channel, STALL_LOOK, of_hypervisor};
-use crate::failure::Failure;
+use crate::failure::{Failure, OrFailure};
 use dunlin_lane::record::{CONTENT_BYTES, OpenError};
 use dunlin_lane::relayed::RelayError;
 use dunlin_lane::relayed::in_kernel::{Control, Held, Opening, Sealing};
@@ -27,7 +28,7 @@ impl Channel {
         let Some([stop, _]) = &self.stops else {
             return Ok(());
         };
-        let mut conduit = Conduit::new().map_err(|error| no_pipe(&error))?;
+        let mut conduit = conduit()?;
         loop {
             if self.is_broken.load(Ordering::SeqCst) {
                 return Ok(());
@@ -76,7 +77,7 @@ impl Channel {
         let Some([_, stop]) = &self.stops else {
             return Ok(());
         };
-        let mut conduit = Conduit::new().map_err(|error| no_pipe(&error))?;
+        let mut conduit = conduit()?;
         loop {
             if self.is_broken.load(Ordering::SeqCst) {
                 return Ok(());
@@ -310,7 +311,6 @@ impl Channel {
     }
 }
 
-fn no_pipe(error: &io::Error) -> Failure {
-    use dunlin_proto::fault::FaultCode;
-    Failure::new(FaultCode::Kernel, "cannot create a pipe for a relay").because(error)
+fn conduit() -> Result<Conduit, Failure> {
+    Conduit::new().or_failure(FaultCode::Kernel, "cannot create a pipe for a relay")
 }
