@@ -2,8 +2,8 @@
 //!
 //! ```text
 //!  dialling side                            accepting side
-//!    Offered   ── offer (requires *tunnel*) ─▶ Received
-//!       │ selected          ◀─ select, refuse ─   │ select | refuse
+//!    dial      ── offer (requires *tunnel*) ─▶ Received
+//!       │                   ◀─ select, refuse ─   │ select | refuse
 //!       ▼                                         ▼
 //!    Selected  ── accept: secret, lanes, port ▶ Answered
 //!       │ agree                                   │ agree
@@ -39,18 +39,13 @@ use super::site::Site;
 use super::terms::{Origin, Terms};
 use dunlin_lane::control::{self, ControlStream};
 
-/// This side has sent an offer on a control lane that it dialled.
-pub(super) struct Offered<'a> {
+/// The peer has selected from this side's offer on a control lane that this side dialled.
+pub(super) struct Selected<'a> {
     dialling: Dialling<'a>,
     control: ControlStream,
-    offer: Offer,
-    deadline: Instant,
-}
-
-/// The peer has selected from this side's offer.
-pub(super) struct Selected<'a> {
-    offered: Offered<'a>,
+    session: SessionId,
     selection: Selection,
+    deadline: Instant,
 }
 
 /// The peer's offer can be met.
@@ -70,11 +65,12 @@ pub(super) struct Agreed {
     pub(super) control: ControlStream,
 }
 
-impl<'a> Offered<'a> {
-    /// Connects a control lane and sends the offer.
+impl<'a> Selected<'a> {
+    /// Connects a control lane, sends the offer and reads what the peer has selected.
     ///
     /// # Errors
-    /// There is no authenticated connection by `deadline`, or the tunnel ends.
+    /// There is no authenticated connection by `deadline`, the tunnel ends, or the peer refuses or
+    /// selects what was not offered.
     pub(super) fn dial(
         site: &'a Site,
         to: &Destination,
@@ -111,20 +107,7 @@ impl<'a> Offered<'a> {
             .encode(&mut bytes)
             .or_failure(FaultCode::Internal, "no offer")?;
         control.send(&bytes)?;
-        Ok(Self {
-            dialling,
-            control,
-            offer,
-            deadline,
-        })
-    }
-
-    /// Reads what the peer has selected.
-    ///
-    /// # Errors
-    /// The peer refuses, or selects what was not offered.
-    pub(super) fn selected(self) -> Result<Selected<'a>, Failure> {
-        let selection = match read_opening(&self.control, self.deadline)? {
+        let selection = match read_opening(&control, deadline)? {
             Opening::Select(selection) => selection,
             Opening::Refuse(_, refusal) => {
                 return Err(Failure::of_peer(refusal.fault, &refusal.text));
@@ -134,37 +117,33 @@ impl<'a> Offered<'a> {
                 return Err(Failure::new(FaultCode::Malformed, text));
             }
         };
-        selection.confirm(&self.offer).or_failure(
+        selection.confirm(&offer).or_failure(
             FaultCode::SecurityNotAgreed,
             "the peer selected something that was not offered",
         )?;
-        Ok(Selected {
-            offered: self,
+        Ok(Self {
+            dialling,
+            control,
+            session,
             selection,
+            deadline,
         })
     }
-}
 
-impl Selected<'_> {
     /// Exchanges *accept* for a new trunk.
     ///
     /// # Errors
     /// The control lane is lost, or the peer sends something else.
     pub(super) fn agree(self, site: &Site, to: Destination, lanes: u16) -> Result<Agreed, Failure> {
-        let Offered {
-            dialling,
-            control,
-            offer,
-            deadline,
-        } = self.offered;
         let own_secret = SessionSecret(random()?);
-        send_accept(&control, &own_secret, site.port)?;
-        let accepted = read_accept(&control, deadline)?;
-        drop(dialling);
+        send_accept(&self.control, &own_secret, site.port)?;
+        let accepted = read_accept(&self.control, self.deadline)?;
+        drop(self.dialling);
+        let control = self.control;
         let lanes_at = peer_address(&control)?;
         let terms = Terms {
             origin: Origin::Dialled(to),
-            session: offer.session,
+            session: self.session,
             version: self.selection.version,
             security: self.selection.security,
             peer: control.peer().clone(),
@@ -183,12 +162,11 @@ impl Selected<'_> {
     /// # Errors
     /// Another peer answers than before.
     pub(super) fn resumed(self, terms: &Terms) -> Result<ControlStream, Failure> {
-        let control = self.offered.control;
-        if !terms.is_the_peer(control.peer()) {
+        if !terms.is_the_peer(self.control.peer()) {
             let text = "another peer answers than before";
             return Err(Failure::new(FaultCode::UnknownSession, text));
         }
-        Ok(control)
+        Ok(self.control)
     }
 }
 

@@ -12,7 +12,7 @@ use zeroize::Zeroize;
 
 use super::event::Event;
 use super::failure::Failure;
-use super::handshake::Offered;
+use super::handshake::Selected;
 use super::hub::{Control, Core, Hub, Start, Talker};
 use super::terms::Origin;
 use super::{exit, receive, send};
@@ -259,8 +259,7 @@ fn redial(hub: &Arc<Hub>, epoch: u32) {
     while !hub.lock().control.is_over() {
         next = next.saturating_add(1);
         let deadline = Instant::now() + hub.site.limits.silence();
-        let dialled = Offered::dial(&hub.site, to, hub.terms.session, next, deadline)
-            .and_then(Offered::selected)
+        let dialled = Selected::dial(&hub.site, to, hub.terms.session, next, deadline)
             .and_then(|selected| selected.resumed(&hub.terms));
         match dialled {
             Ok(control) => return resume(hub, control, next),

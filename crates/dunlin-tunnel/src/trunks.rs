@@ -20,7 +20,7 @@ use dunlin_proto::stripe::{OpenError, Opening};
 
 use super::event::Event;
 use super::failure::{Failure, OrFailure};
-use super::handshake::{Agreed, Offered, Received, random, send_accept};
+use super::handshake::{Agreed, Received, Selected, random, send_accept};
 use super::hub::Hub;
 use super::options::Entrance;
 use super::route::Destination;
@@ -65,44 +65,16 @@ struct Peering {
 }
 
 enum State {
-    Dialling(Dialling),
+    /// A trunk is being made. These connections wait for it, in the order in which they were
+    /// accepted.
+    Dialling(Vec<Connection>),
     Up(Arc<Hub>),
 }
-
-/// A trunk is being made. These connections wait for it, in the order in which they were
-/// accepted.
-struct Dialling(Vec<Connection>);
 
 #[derive(Clone)]
 struct Connection {
     socket: Arc<Socket>,
     opening: Opening,
-}
-
-impl Dialling {
-    fn push(&mut self, connection: Connection, to: &str) -> Result<(), Failure> {
-        if self.0.len() >= WAITING {
-            let text = format!("{WAITING} connections wait for {to} already");
-            return Err(Failure::new(FaultCode::Busy, text));
-        }
-        self.0.push(connection);
-        Ok(())
-    }
-
-    /// The trunk is up: opens a channel for each connection. Returns those that are refused.
-    fn up(self, hub: &Hub) -> Vec<(Connection, Failure)> {
-        let open = |one: Connection| match hub.open(&one.socket, one.opening.clone()) {
-            Ok(()) => None,
-            Err(error) => Some((one, of_open(&error))),
-        };
-        self.0.into_iter().filter_map(open).collect()
-    }
-
-    /// There is no trunk: all connections are refused.
-    fn failed(self, failure: &Failure) -> Vec<(Connection, Failure)> {
-        let refused = |one| (one, failure.clone());
-        self.0.into_iter().map(refused).collect()
-    }
 }
 
 impl Trunks {
@@ -138,39 +110,39 @@ impl Trunks {
                 window_bytes: entrance.window_bytes,
             },
         };
-        let refused = {
-            let mut peerings = lock(&self.peerings);
-            let same = |one: &&mut Peering| one.destination == destination;
-            match peerings.iter_mut().find(same) {
-                Some(peering) => match &mut peering.state {
-                    State::Dialling(waiting) => {
-                        let pushed = waiting.push(connection.clone(), &entrance.to);
-                        pushed.err()
-                    }
-                    State::Up(hub) => match self.open(hub, &connection) {
-                        Ok(()) => None,
-                        Err(OpenError::Over) => {
-                            // If the peer is still refused, the next handshake returns why.
-                            peering.state = State::Dialling(Dialling(vec![connection]));
-                            drop(peerings);
-                            return self.dial(destination);
-                        }
-                        Err(error) => Some(of_open(&error)),
-                    },
-                },
-                None => {
-                    peerings.push(Peering {
-                        destination: destination.clone(),
-                        state: State::Dialling(Dialling(vec![connection])),
-                    });
-                    drop(peerings);
-                    return self.dial(destination);
+        let mut peerings = lock(&self.peerings);
+        let same = |one: &&mut Peering| one.destination == destination;
+        let failure = match peerings.iter_mut().find(same) {
+            Some(peering) => match &mut peering.state {
+                State::Dialling(waiting) if waiting.len() < WAITING => {
+                    return waiting.push(connection);
                 }
+                State::Dialling(_) => {
+                    let text = format!("{WAITING} connections wait for {} already", entrance.to);
+                    Failure::new(FaultCode::Busy, text)
+                }
+                State::Up(hub) => match self.open(hub, &connection) {
+                    Ok(()) => return,
+                    Err(OpenError::Over) => {
+                        // If the peer is still refused, the next handshake returns why.
+                        peering.state = State::Dialling(vec![connection]);
+                        drop(peerings);
+                        return self.dial(destination);
+                    }
+                    Err(error) => of_open(&error),
+                },
+            },
+            None => {
+                peerings.push(Peering {
+                    destination: destination.clone(),
+                    state: State::Dialling(vec![connection]),
+                });
+                drop(peerings);
+                return self.dial(destination);
             }
         };
-        if let Some(failure) = refused {
-            self.refuse(&connection, failure);
-        }
+        drop(peerings);
+        self.refuse(&connection, failure);
     }
 
     /// Opens a channel on a trunk, unless its peer is refused by now.
@@ -203,8 +175,8 @@ impl Trunks {
     fn make(self: &Arc<Self>, to: &Destination, lanes: u16) -> Result<Arc<Hub>, Failure> {
         let site = &self.site;
         let deadline = Instant::now() + site.limits.vanished;
-        let offered = Offered::dial(site, to, random()?, 1, deadline)?;
-        let agreed = offered.selected()?.agree(site, to.clone(), lanes)?;
+        let selected = Selected::dial(site, to, random()?, 1, deadline)?;
+        let agreed = selected.agree(site, to.clone(), lanes)?;
         let kept = self.keep(agreed)?;
         let hub = Arc::clone(&kept.hub);
         self.start(kept);
@@ -223,15 +195,20 @@ impl Trunks {
         let State::Dialling(dialling) = state else {
             return;
         };
-        let refused = match made {
+        let refused: Vec<_> = match made {
             Ok(hub) => {
                 let state = State::Up(Arc::clone(&hub));
                 peerings.push(Peering { destination, state });
-                dialling.up(&hub)
+                let open = |one: Connection| {
+                    let opened = hub.open(&one.socket, one.opening.clone());
+                    opened.err().map(|error| (one, of_open(&error)))
+                };
+                dialling.into_iter().filter_map(open).collect()
             }
             Err(failure) => {
+                let refused = dialling.into_iter().map(|one| (one, failure.clone()));
+                let refused = refused.collect();
                 let to = to.to.clone();
-                let refused = dialling.failed(&failure);
                 self.site.tell(Event::TrunkFailed { to, failure });
                 refused
             }
@@ -468,7 +445,7 @@ impl Trunks {
     /// Connections that are carried, or wait for their trunk.
     pub(super) fn channels(&self) -> usize {
         let waiting = |one: &Peering| match &one.state {
-            State::Dialling(waiting) => waiting.0.len(),
+            State::Dialling(waiting) => waiting.len(),
             State::Up(_) => 0,
         };
         let waiting: usize = lock(&self.peerings).iter().map(waiting).sum();
