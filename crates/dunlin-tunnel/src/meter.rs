@@ -1,8 +1,9 @@
 //! What went over each route, counted where its bytes pass: at the sockets of its
 //! channels on this side.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use dunlin_lane::sync::lock;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
 use super::failure::Failure;
 
@@ -66,10 +67,8 @@ pub(super) trait Tally: std::fmt::Debug + Send + Sync {
 pub(super) struct Count {
     meter: Arc<Meter>,
     tally: Option<Arc<dyn Tally>>,
-    is_good: AtomicBool,
-    is_left: AtomicBool,
-    is_bad: AtomicBool,
-    why: OnceLock<Failure>,
+    /// What was reported, if anything was.
+    ending: Mutex<Option<Ending>>,
 }
 
 impl Count {
@@ -81,10 +80,7 @@ impl Count {
         Self {
             meter,
             tally,
-            is_good: AtomicBool::new(false),
-            is_left: AtomicBool::new(false),
-            is_bad: AtomicBool::new(false),
-            why: OnceLock::new(),
+            ending: Mutex::default(),
         }
     }
 
@@ -96,22 +92,15 @@ impl Count {
         add(&self.meter.written_bytes, bytes);
     }
 
-    /// Both directions have ended in order.
-    pub(super) fn ends_well(&self) {
-        self.is_good.store(true, Ordering::Relaxed);
-    }
-
-    /// The connection has ended in order, except for a few bytes that its consumer left unread.
-    pub(super) fn left_unread(&self) {
-        self.is_left.store(true, Ordering::Relaxed);
-    }
-
-    /// It does not end well. The first reason counts.
-    pub(super) fn fails(&self, why: Option<&Failure>) {
-        self.is_bad.store(true, Ordering::Relaxed);
-        if let Some(why) = why {
-            // A second one is a consequence of the first.
-            let _ = self.why.set(why.clone());
+    /// The connection ends like this. What is worse than what was reported before replaces it, and
+    /// of the reasons the first counts: a second one is a consequence of it.
+    pub(super) fn ends(&self, ending: Ending) {
+        let mut reported = lock(&self.ending);
+        match (&*reported, &ending) {
+            (Some(Ending::Badly(Some(_))), _)
+            | (Some(Ending::Badly(None)), Ending::Well | Ending::LeftUnread)
+            | (Some(Ending::LeftUnread), Ending::Well) => {}
+            _ => *reported = Some(ending),
         }
     }
 }
@@ -129,12 +118,7 @@ pub(super) enum Ending {
 
 impl Drop for Count {
     fn drop(&mut self) {
-        let is = |flag: &AtomicBool| flag.load(Ordering::Relaxed);
-        let ending = match (is(&self.is_bad), is(&self.is_left), is(&self.is_good)) {
-            (false, true, _) => Ending::LeftUnread,
-            (false, false, true) => Ending::Well,
-            _ => Ending::Badly(self.why.take()),
-        };
+        let ending = lock(&self.ending).take().unwrap_or(Ending::Badly(None));
         self.meter.open.fetch_sub(1, Ordering::Relaxed);
         let ended = match ending {
             Ending::Well => &self.meter.closed,

@@ -13,7 +13,7 @@ use dunlin_linux::poll::{Interest, poll};
 use dunlin_linux::socket::{Liveness, set_buffers, set_liveness, set_reset_on_close};
 
 use super::failure::Failure;
-use super::meter::Count;
+use super::meter::{Count, Ending};
 
 /// What is asked for as a unix socket's buffer towards the consumer: a piece and
 /// the kernel's own. The kernel cuts it to its limit, and says nothing.
@@ -173,13 +173,13 @@ impl Socket {
 
     /// Both directions have ended in order.
     pub(super) fn ended_well(&self) {
-        self.count.ends_well();
+        self.count.ends(Ending::Well);
     }
 
     /// Both directions are over, and the consumer left a few bytes before the end unread. The rest
     /// of the connection is aborted.
     pub(super) fn left_unread(&self) {
-        self.count.left_unread();
+        self.count.ends(Ending::LeftUnread);
         self.close_at_once();
     }
 
@@ -202,7 +202,7 @@ impl Socket {
 
     /// Aborts it, and says why to whoever waits for its end.
     pub(super) fn fail(&self, why: &Failure) {
-        self.count.fails(Some(why));
+        self.count.ends(Ending::Badly(Some(why.clone())));
         self.abort();
     }
 
@@ -210,7 +210,7 @@ impl Socket {
     /// socket knows no such thing: its peer sees an end, in the middle of
     /// whatever it was reading, and an error when it writes.
     pub(super) fn abort(&self) {
-        self.count.fails(None);
+        self.count.ends(Ending::Badly(None));
         self.close_at_once();
     }
 
