@@ -19,15 +19,9 @@ pub(super) struct Channels {
 struct Channel {
     socket: Arc<Socket>,
     route: String,
-    consumer: Consumer,
-}
-
-/// The hypervisor that reads a channel's connection.
-enum Consumer {
-    Reads,
-    /// It has closed the connection. The channel is aborted for this reason if its end does not
-    /// follow.
-    Gone(Failure),
+    /// The hypervisor that reads the connection has closed it. The channel is aborted for this
+    /// reason if its end does not follow.
+    gone: Option<Failure>,
 }
 
 impl Channels {
@@ -39,11 +33,10 @@ impl Channels {
     }
 
     pub(super) fn insert(&mut self, channel: u32, socket: Arc<Socket>, route: String) {
-        let consumer = Consumer::Reads;
         let one = Channel {
             socket,
             route,
-            consumer,
+            gone: None,
         };
         self.open.insert(channel, one);
     }
@@ -76,10 +69,8 @@ impl Channels {
 
     /// The consumer has closed the connection; the channel's end may follow.
     pub(super) fn consumer_gone(&mut self, channel: u32, failure: Failure) {
-        if let Some(one) = self.open.get_mut(&channel)
-            && matches!(one.consumer, Consumer::Reads)
-        {
-            one.consumer = Consumer::Gone(failure);
+        if let Some(one) = self.open.get_mut(&channel) {
+            one.gone.get_or_insert(failure);
         }
     }
 
@@ -136,10 +127,9 @@ impl Channels {
             }
             fault = FaultCode::ChannelBroken;
         }
-        let consumer = std::mem::replace(&mut one.consumer, Consumer::Reads);
-        let failure = match consumer {
+        let failure = match one.gone.take() {
             _ if by_peer => Failure::of_peer(fault, "the peer's tunnel gave the channel up"),
-            Consumer::Gone(failure) if fault == failure.code() => failure,
+            Some(failure) if fault == failure.code() => failure,
             _ => Failure::new(fault, "this tunnel gave the channel up"),
         };
         self.aborted(channel, failure);

@@ -348,20 +348,16 @@ impl Tunnel {
             if entrance.listen == Listen::OnDemand {
                 continue;
             }
-            let Some(at) = entrances
-                .iter()
-                .position(|listener| listener.is_at(entrance))
-            else {
-                let listener =
-                    EntranceListener::open(&self.carriers, entrance.clone(), &self.sockets);
-                fresh.push(listener.map_err(|error| TunnelError::Listen {
-                    route: entrance.route.clone(),
-                    listen: entrance.listen.clone(),
-                    error,
-                })?);
+            if let Some(at) = entrances.iter().position(|one| one.is_at(entrance)) {
+                stay.push((at, entrance));
                 continue;
-            };
-            stay.push((at, entrance));
+            }
+            let listener = EntranceListener::open(&self.carriers, entrance.clone(), &self.sockets);
+            fresh.push(listener.map_err(|error| TunnelError::Listen {
+                route: entrance.route.clone(),
+                listen: entrance.listen.clone(),
+                error,
+            })?);
         }
         let relays = &self.carriers.relays;
         let ports = relays.prepare(identities, routes)?;

@@ -128,26 +128,6 @@ pub enum BadParameterTarget {
     Relay,
 }
 
-/// The name of the parameter that a target has a place for, if it has one.
-fn place(target: &Target) -> Result<Option<String>, BadParameterTarget> {
-    match target {
-        Target::Unix(path) => one_place(path_text(path).into_iter()),
-        Target::Tcp(to) => none_in(to),
-        Target::Exec(words) => match words.split_first() {
-            Some((program, arguments)) => {
-                none_in(program)?;
-                one_place(arguments.iter().map(String::as_str))
-            }
-            None => Ok(None),
-        },
-    }
-}
-
-/// A path that is no text has no place.
-fn path_text(path: &Path) -> Option<&str> {
-    path.to_str()
-}
-
 fn none_in(text: &str) -> Result<Option<String>, BadParameterTarget> {
     if text.contains(['{', '}']) {
         return Err(BadParameterTarget::Chooses);
@@ -192,7 +172,7 @@ pub(super) fn may_be_path(target: &Path, path: &Path) -> bool {
     if target == path {
         return true;
     }
-    let (Some(template), Some(path)) = (path_text(&target), path_text(&path)) else {
+    let (Some(template), Some(path)) = (target.to_str(), path.to_str()) else {
         return false;
     };
     let Ok(Some(key)) = one_place([template].into_iter()) else {
@@ -236,7 +216,7 @@ pub(super) fn fill(route: &str, target: &Target, given: &str) -> Result<Target, 
         Err(Failure::new(FaultCode::ParameterRefused, text))
     };
     // Routes were checked when they were made.
-    let key = place(target).ok().flatten();
+    let key = target.parameter().ok().flatten();
     let (key, parameter) = match (key, given) {
         (None, "") => return Ok(target.clone()),
         (None, _) => return refuse("its target takes no parameter".to_owned()),
@@ -256,7 +236,7 @@ pub(super) fn fill(route: &str, target: &Target, given: &str) -> Result<Target, 
     let filled = |text: &str| text.replace(&place, &parameter.value);
     Ok(match target {
         Target::Unix(path) => {
-            let path = filled(path_text(path).unwrap_or_default());
+            let path = filled(path.to_str().unwrap_or_default());
             if path.len() > MAX_PATH_BYTES {
                 let text = format!(
                     "with {parameter} its target's path is longer than {MAX_PATH_BYTES} bytes"
@@ -283,7 +263,18 @@ impl Target {
     /// # Errors
     /// [`BadParameterTarget`]: its places cannot be.
     pub fn parameter(&self) -> Result<Option<String>, BadParameterTarget> {
-        place(self)
+        match self {
+            // A path that is no text has no place.
+            Self::Unix(path) => one_place(path.to_str().into_iter()),
+            Self::Tcp(to) => none_in(to),
+            Self::Exec(words) => match words.split_first() {
+                Some((program, arguments)) => {
+                    none_in(program)?;
+                    one_place(arguments.iter().map(String::as_str))
+                }
+                None => Ok(None),
+            },
+        }
     }
 }
 
@@ -368,8 +359,8 @@ mod tests {
 
     #[test]
     fn i7_a_place_is_one_parameter_in_a_path_or_an_argument() {
-        assert_eq!(place(&unix()), Ok(Some("vm".to_owned())));
-        assert_eq!(place(&exec()), Ok(Some("vm".to_owned())));
+        assert_eq!(unix().parameter(), Ok(Some("vm".to_owned())));
+        assert_eq!(exec().parameter(), Ok(Some("vm".to_owned())));
         for path in [
             "/run/{",
             "/run/}",
@@ -378,20 +369,20 @@ mod tests {
             "/run/{a/b}",
             "/{vm",
         ] {
-            let bad = place(&Target::Unix(path.into()));
+            let bad = Target::Unix(path.into()).parameter();
             assert!(
                 matches!(bad, Err(BadParameterTarget::Brace { .. })),
                 "{path}: {bad:?}"
             );
         }
-        let two = place(&Target::Unix("/run/{vm}/{disk}".into()));
+        let two = Target::Unix("/run/{vm}/{disk}".into()).parameter();
         assert!(
             matches!(two, Err(BadParameterTarget::Two { .. })),
             "{two:?}"
         );
-        let host = place(&Target::Tcp("{vm}.example:1".to_owned()));
+        let host = Target::Tcp("{vm}.example:1".to_owned()).parameter();
         assert_eq!(host, Err(BadParameterTarget::Chooses));
-        let program = place(&Target::Exec(vec!["/bin/{vm}".to_owned()]));
+        let program = Target::Exec(vec!["/bin/{vm}".to_owned()]).parameter();
         assert_eq!(program, Err(BadParameterTarget::Chooses));
     }
 }

@@ -55,15 +55,11 @@ fn take(
     match arrival {
         Arrival::Control { stream, opening } => {
             let from = harmless(&stream.peer().to_string());
-            let reject = |why: String| {
-                let from = from.clone();
-                site.tell(Event::Rejected { from, why });
-            };
             let Some(handshake) = Handshake::begin(handshakes, stream.peer()) else {
-                return reject("too many control lanes are in their handshakes".to_owned());
+                let why = "too many control lanes are in their handshakes".to_owned();
+                return site.tell(Event::Rejected { from, why });
             };
-            let (own, from) = (Arc::clone(site), from.clone());
-            let trunks = Arc::clone(trunks);
+            let (own, trunks) = (Arc::clone(site), Arc::clone(trunks));
             site.spawn("dunlin-handshake".to_owned(), move || {
                 let _handshake = handshake;
                 if let Err(failure) = trunks.accept(stream, &opening) {
