@@ -5,7 +5,7 @@ use dunlin_lane::sync::lock;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{SyncSender, TrySendError};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use dunlin_proto::fault::FaultCode;
 
@@ -97,47 +97,35 @@ impl Site {
     /// The figures of a route of this side's configuration.
     pub(super) fn meter(&self, route: &str) -> Arc<Meter> {
         let mut meters = lock(&self.meters);
-        if let Some(meter) = meters.get(route) {
-            return Arc::clone(meter);
-        }
-        let meter = Arc::<Meter>::default();
-        meters.insert(route.to_owned(), Arc::clone(&meter));
-        meter
+        Arc::clone(meters.entry(route.to_owned()).or_default())
     }
 
     /// The routes that are configured, with those that carry something still.
     pub(super) fn routes(&self) -> Vec<RouteStatus> {
         let mut routes = BTreeMap::<String, RouteStatus>::new();
-        let mut of = |route: &str, change: &dyn Fn(&mut RouteStatus)| {
-            let named = routes.entry(route.to_owned());
-            change(named.or_insert_with(|| RouteStatus::named(route)));
-        };
         for one in lock(&self.entrances).iter() {
-            of(&one.route, &|status| status.to = Some(one.to.clone()));
+            routes.entry(one.route.clone()).or_default().to = Some(one.to.clone());
         }
         for exit in lock(&self.exits).values() {
-            of(&exit.route, &|status| {
-                status.target = Some(exit.target.clone());
-            });
+            routes.entry(exit.route.clone()).or_default().target = Some(exit.target.clone());
         }
         for exit in lock(&self.relay_exits).iter() {
-            of(&exit.route, &|status| {
-                status.target = Some(exit.target.clone());
-            });
+            routes.entry(exit.route.clone()).or_default().target = Some(exit.target.clone());
         }
         let mut meters = lock(&self.meters);
         for (route, meter) in meters.iter() {
-            let traffic = meter.traffic();
-            if traffic.open > 0 {
-                of(route, &|_| {});
+            if meter.traffic().open > 0 {
+                routes.entry(route.clone()).or_default();
             }
         }
         // One that was taken out and carries nothing begins anew if it comes back.
         meters.retain(|route, _| routes.contains_key(route));
-        for (route, meter) in meters.iter() {
-            if let Some(status) = routes.get_mut(route) {
-                status.traffic = meter.traffic();
-            }
+        for (route, status) in &mut routes {
+            status.route.clone_from(route);
+            status.traffic = meters
+                .get(route)
+                .map(|meter| meter.traffic())
+                .unwrap_or_default();
         }
         routes.into_values().collect()
     }
@@ -159,7 +147,7 @@ impl Site {
     }
 
     pub(super) fn client_tls(&self, peers: Peers) -> Result<ClientTls, Failure> {
-        lock(&self.identities).client(peers).or_failure(
+        self.identities().client(peers).or_failure(
             FaultCode::Unauthorised,
             "our identity cannot be used to connect",
         )
@@ -171,13 +159,13 @@ impl Site {
     /// # Errors
     /// It gets no new channel.
     pub(super) fn check_admitted(&self, peer: &PeerIdentity) -> Result<(), PeerRefused> {
-        let identities = lock(&self.identities);
+        let identities = self.identities();
         identities.connecting.check_admitted(peer)?;
         identities.accepting.check_admitted(peer)
     }
 
-    pub(super) fn with_identities<R>(&self, use_them: impl FnOnce(&Identities) -> R) -> R {
-        use_them(&lock(&self.identities))
+    pub(super) fn identities(&self) -> MutexGuard<'_, Identities> {
+        lock(&self.identities)
     }
 
     /// Reports an event. One that finds the observer's queue full is dropped and counted: no

@@ -23,7 +23,7 @@ pub struct Status {
 }
 
 /// A route on this side.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RouteStatus {
     /// Its name.
     pub route: String,
@@ -36,16 +36,4 @@ pub struct RouteStatus {
     pub target: Option<Target>,
     /// What it has carried since the tunnel began.
     pub traffic: Traffic,
-}
-
-impl RouteStatus {
-    pub(crate) fn named(route: &str) -> Self {
-        Self {
-            route: route.to_owned(),
-            listens: None,
-            to: None,
-            target: None,
-            traffic: Traffic::default(),
-        }
-    }
 }

@@ -349,7 +349,7 @@ impl Channel {
                 return Ok(());
             }
             if count == 0 {
-                return self.say_closed(tls);
+                return self.say_closed(|| self.send(tls, None));
             }
             if self.has_closed.load(Ordering::SeqCst) {
                 self.has_sent_since.store(true, Ordering::SeqCst);
@@ -359,11 +359,14 @@ impl Channel {
         }
     }
 
-    /// Ends the direction to the peer.
-    fn say_closed(&self, tls: &Process) -> Result<(), Failure> {
+    /// Ends the direction to the peer, for which `send` sends the end.
+    pub(super) fn say_closed(
+        &self,
+        send: impl FnOnce() -> Result<(), Failure>,
+    ) -> Result<(), Failure> {
         self.has_said_closed.store(true, Ordering::SeqCst);
         let has_missed_something = self.has_sent_since.load(Ordering::SeqCst);
-        match self.send(tls, None) {
+        match send() {
             // Nothing is missed by a peer that has said its last and gone.
             Err(_) if self.has_closed.load(Ordering::SeqCst) && !has_missed_something => Ok(()),
             sent => sent,
@@ -385,10 +388,8 @@ impl Channel {
         if !tls.session.is_pending() {
             return Ok(());
         }
-        let _sending = match tls.sending.try_lock() {
-            Ok(sending) => sending,
-            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => return Ok(()),
+        let Some(_sending) = try_lock(&tls.sending) else {
+            return Ok(());
         };
         match wait_writable(&self.tls, Instant::now()) {
             Ok(true) => self.write_tls(&tls.session.take_pending()),
@@ -475,12 +476,21 @@ impl Channel {
     }
 
     /// What was found by a thread that has been woken to end is no news.
-    pub(super) fn unless_broken(&self, failure: Failure) -> Result<(), Failure> {
+    pub(super) fn unless_broken<T: Default>(&self, failure: Failure) -> Result<T, Failure> {
         if self.is_broken.load(Ordering::SeqCst) {
-            Ok(())
+            Ok(T::default())
         } else {
             Err(failure)
         }
+    }
+}
+
+/// The lock, unless another thread has it.
+pub(super) fn try_lock<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
+    match mutex.try_lock() {
+        Ok(guard) => Some(guard),
+        Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+        Err(TryLockError::WouldBlock) => None,
     }
 }
 

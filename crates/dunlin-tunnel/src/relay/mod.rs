@@ -279,18 +279,15 @@ impl Relays {
                 Err(failure) => Half::Accepted(entrance, socket).refuse(site, failure),
             },
             Half::Authenticated(exit, relayed) => {
-                match target::open(site, &self.programs, &exit.target, deadline) {
+                let reached = target::open(site, &self.programs, &exit.target, deadline);
+                let (route, target) = (&exit.route, &exit.target);
+                let text = format!("route {route:?}: {target} cannot be reached");
+                match reached.or_failure(FaultCode::TargetUnreachable, text) {
                     Ok(stream) => {
-                        let socket = stream.counted(Count::new(site.meter(&exit.route), None));
-                        self.start(&exit.route, socket, *relayed, counted);
+                        let socket = stream.counted(Count::new(site.meter(route), None));
+                        self.start(route, socket, *relayed, counted);
                     }
-                    Err(error) => {
-                        let (route, target) = (&exit.route, &exit.target);
-                        let text = format!("route {route:?}: {target} cannot be reached");
-                        let failure = Failure::new(FaultCode::TargetUnreachable, text);
-                        let half = Half::Authenticated(exit, relayed);
-                        half.refuse(site, failure.because(&error));
-                    }
+                    Err(failure) => Half::Authenticated(exit, relayed).refuse(site, failure),
                 }
             }
         }
@@ -410,13 +407,12 @@ fn reach(site: &Site, entrance: &Entrance, deadline: Instant) -> Result<Relayed,
         Mode::Relay(oldest) => oldest,
         Mode::Stripe | Mode::StripeOverIpsec => OldestTls::default(),
     };
-    let tls = site.with_identities(|identities| {
-        let made = identities.relay_client(entrance.peers.clone(), oldest, to);
-        made.or_failure(
-            FaultCode::Unauthorised,
-            "our identity cannot be used to connect",
-        )
-    })?;
+    let peers = entrance.peers.clone();
+    let tls = site.identities().relay_client(peers, oldest, to);
+    let tls = tls.or_failure(
+        FaultCode::Unauthorised,
+        "our identity cannot be used to connect",
+    )?;
     let stream = first_of(to, |address| connect(address, deadline)).map_err(|error| {
         Failure::of_peer(
             FaultCode::TargetUnreachable,

@@ -2,8 +2,8 @@
 //! by splice(2), and never enter this process. What does are the records that are no data.
 
 use std::io;
+use std::sync::Mutex;
 use std::sync::atomic::Ordering;
-use std::sync::{Mutex, TryLockError};
 use std::time::Instant;
 
 use dunlin_linux::ktls::{self, Received};
@@ -11,7 +11,7 @@ use dunlin_linux::socket::wait_writable;
 use dunlin_linux::splice::Conduit;
 use dunlin_proto::fault::FaultCode;
 
-use super::channel::{Channel, STALL_LOOK, of_hypervisor};
+use super::channel::{Channel, STALL_LOOK, of_hypervisor, try_lock};
 use crate::failure::{Failure, OrFailure};
 use dunlin_lane::record::{CONTENT_BYTES, OpenError};
 use dunlin_lane::relayed::RelayError;
@@ -84,7 +84,7 @@ impl Channel {
             }
             let is_over = match conduit.take(&self.tls) {
                 // An end, or a record without content, which is none.
-                Ok(0) => self.take_record(&mut opening, stop, true)?,
+                Ok(0) => self.take_record(&mut opening, true)?,
                 Ok(count) => {
                     opening.came(count).map_err(|error| self.of_tls(&error))?;
                     self.deliver_by_kernel(&mut conduit, &mut opening, stop)?
@@ -98,7 +98,7 @@ impl Channel {
                     continue;
                 }
                 Err(error) if error.raw_os_error() == Some(EINVAL) => {
-                    self.take_record(&mut opening, stop, false)?
+                    self.take_record(&mut opening, false)?
                 }
                 Err(error) => return self.unless_broken(self.of_read(&error)),
             };
@@ -145,7 +145,7 @@ impl Channel {
                         let _ = wait(&self.plain, Way::Out, stop);
                     }
                 }
-                Err(error) => return self.unless_broken(of_hypervisor(&error)).map(|()| false),
+                Err(error) => return self.unless_broken(of_hypervisor(&error)),
             }
         }
         let Some(behind) = behind else {
@@ -189,7 +189,7 @@ impl Channel {
         Ok(())
     }
 
-    /// Waits a moment for the hypervisor, where nothing else wakes this thread any more.
+    /// Waits up to [`STALL_LOOK`] for the hypervisor to take bytes.
     fn wait_for_consumer(&self) {
         // Writing tells what is wrong, if something is.
         let _ = wait_writable(&self.plain, Instant::now() + STALL_LOOK);
@@ -197,12 +197,7 @@ impl Channel {
 
     /// Takes the record that splice(2) has left; whether it was the peer's end. Where splice(2)
     /// said that there was nothing, the record may have been empty.
-    fn take_record(
-        &self,
-        opening: &mut Opening,
-        stop: &Stop,
-        may_be_empty: bool,
-    ) -> Result<bool, Failure> {
+    fn take_record(&self, opening: &mut Opening, may_be_empty: bool) -> Result<bool, Failure> {
         let mut record = vec![0; CONTENT_BYTES];
         let received = match ktls::receive(&self.tls, &mut record) {
             Ok(received) => received,
@@ -214,7 +209,7 @@ impl Channel {
                 };
                 return read.map(|()| false).map_err(|error| self.of_tls(&error));
             }
-            Err(error) => return self.unless_broken(self.of_read(&error)).map(|()| false),
+            Err(error) => return self.unless_broken(self.of_read(&error)),
         };
         match received {
             Received {
@@ -227,28 +222,11 @@ impl Channel {
             Received {
                 bytes: 0,
                 control: None,
-            } => {
-                let failure = self.lost("it was cut, and not closed");
-                self.unless_broken(failure).map(|()| false)
-            }
+            } => self.unless_broken(self.lost("it was cut, and not closed")),
             // It was data after all.
             Received { bytes, .. } => {
                 opening.came(bytes).map_err(|error| self.of_tls(&error))?;
-                let mut rest = &record[..bytes];
-                while !rest.is_empty() {
-                    match self.plain.write(rest) {
-                        Ok(count) => rest = &rest[count..],
-                        Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                            if self.is_broken.load(Ordering::SeqCst) {
-                                return Ok(false);
-                            }
-                            let _ = wait(&self.plain, Way::Out, stop);
-                        }
-                        Err(error) => {
-                            return self.unless_broken(of_hypervisor(&error)).map(|()| false);
-                        }
-                    }
-                }
+                self.write_patiently(&record[..bytes])?;
                 Ok(false)
             }
         }
@@ -258,13 +236,7 @@ impl Channel {
     fn say_closed_by_kernel(&self, sealing: &Mutex<Sealing>, stop: &Stop) -> Result<(), Failure> {
         let mut sealing = lock(sealing);
         let close = sealing.closes();
-        self.has_said_closed.store(true, Ordering::SeqCst);
-        let has_missed_something = self.has_sent_since.load(Ordering::SeqCst);
-        match self.send_control(&close, stop) {
-            // Nothing is missed by a peer that has said its last and gone.
-            Err(_) if self.has_closed.load(Ordering::SeqCst) && !has_missed_something => Ok(()),
-            sent => sent,
-        }
+        self.say_closed(|| self.send_control(&close, stop))
     }
 
     /// Sends a key update where one is due before more data.
@@ -284,10 +256,8 @@ impl Channel {
         sealing: &Mutex<Sealing>,
         stop: &Stop,
     ) -> Result<(), Failure> {
-        let mut sealing = match sealing.try_lock() {
-            Ok(sealing) => sealing,
-            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => return Ok(()),
+        let Some(mut sealing) = try_lock(sealing) else {
+            return Ok(());
         };
         if sealing.is_asking() {
             self.renew_by_kernel(&mut sealing, stop)?;
