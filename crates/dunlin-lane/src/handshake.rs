@@ -197,28 +197,11 @@ pub(super) fn parameters(
 
 /// The cipher suite of a complete handshake, by its cipher.
 fn negotiated_suite(connection: &CommonState) -> Result<CipherSuite, HandshakeError> {
-    use rustls::CipherSuite as Suite;
     let suite = connection.negotiated_cipher_suite();
-    match suite.map(|suite| suite.suite()) {
-        Some(
-            Suite::TLS13_AES_256_GCM_SHA384
-            | Suite::TLS_ECDHE_ECDSA_WITH_AES_256_GCM_SHA384
-            | Suite::TLS_ECDHE_RSA_WITH_AES_256_GCM_SHA384,
-        ) => Ok(CipherSuite::Aes256Gcm),
-        Some(
-            Suite::TLS13_AES_128_GCM_SHA256
-            | Suite::TLS_ECDHE_ECDSA_WITH_AES_128_GCM_SHA256
-            | Suite::TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256,
-        ) => Ok(CipherSuite::Aes128Gcm),
-        Some(
-            Suite::TLS13_CHACHA20_POLY1305_SHA256
-            | Suite::TLS_ECDHE_ECDSA_WITH_CHACHA20_POLY1305_SHA256
-            | Suite::TLS_ECDHE_RSA_WITH_CHACHA20_POLY1305_SHA256,
-        ) => Ok(CipherSuite::ChaCha20Poly1305),
-        other => Err(local(format!(
-            "suite {other:?} was negotiated and never offered"
-        ))),
-    }
+    let suite = suite.map(|suite| suite.suite());
+    suite
+        .and_then(CipherSuite::of)
+        .ok_or_else(|| local(format!("suite {suite:?} was negotiated and never offered")))
 }
 
 /// Reads one whole record of the handshake and appends it to `incoming`. `received` counts what
@@ -473,46 +456,30 @@ impl<D: Send> Renewal for KernelConnection<D> {
     }
 }
 
-impl Unbuffered for UnbufferedClientConnection {
-    type Data = ClientConnectionData;
+/// The two roles' connections have the same methods.
+macro_rules! unbuffered {
+    ($connection:ty, $data:ty) => {
+        impl Unbuffered for $connection {
+            type Data = $data;
 
-    fn process<'c, 'i>(
-        &'c mut self,
-        incoming: &'i mut [u8],
-    ) -> UnbufferedStatus<'c, 'i, Self::Data> {
-        self.process_tls_records(incoming)
-    }
+            fn process<'c, 'i>(
+                &'c mut self,
+                incoming: &'i mut [u8],
+            ) -> UnbufferedStatus<'c, 'i, Self::Data> {
+                self.process_tls_records(incoming)
+            }
 
-    fn common(&self) -> &CommonState {
-        self
-    }
+            fn common(&self) -> &CommonState {
+                self
+            }
 
-    fn into_secrets(self) -> Result<(ExtractedSecrets, Box<dyn Renewal>), rustls::Error> {
-        self.dangerous_into_kernel_connection().map(renewable)
-    }
+            fn into_secrets(self) -> Result<(ExtractedSecrets, Box<dyn Renewal>), rustls::Error> {
+                let (secrets, next) = self.dangerous_into_kernel_connection()?;
+                Ok((secrets, Box::new(next)))
+            }
+        }
+    };
 }
 
-impl Unbuffered for UnbufferedServerConnection {
-    type Data = ServerConnectionData;
-
-    fn process<'c, 'i>(
-        &'c mut self,
-        incoming: &'i mut [u8],
-    ) -> UnbufferedStatus<'c, 'i, Self::Data> {
-        self.process_tls_records(incoming)
-    }
-
-    fn common(&self) -> &CommonState {
-        self
-    }
-
-    fn into_secrets(self) -> Result<(ExtractedSecrets, Box<dyn Renewal>), rustls::Error> {
-        self.dangerous_into_kernel_connection().map(renewable)
-    }
-}
-
-fn renewable<D: Send + 'static>(
-    (secrets, next): (ExtractedSecrets, KernelConnection<D>),
-) -> (ExtractedSecrets, Box<dyn Renewal>) {
-    (secrets, Box::new(next))
-}
+unbuffered!(UnbufferedClientConnection, ClientConnectionData);
+unbuffered!(UnbufferedServerConnection, ServerConnectionData);

@@ -21,7 +21,7 @@ mod driver;
 use std::fmt;
 use std::io::{self, Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use dunlin_linux::ktls::{self, Cipher, Direction, Key, Version};
@@ -30,6 +30,7 @@ use thiserror::Error;
 
 use super::offload::Offload;
 use super::provider::{CipherSuite, parts};
+use super::sync::lock;
 
 pub use chosen::{Acceleration, Chosen, Device, Inspector, RecordEngine, RecordEngines};
 pub use driver::Driver;
@@ -209,9 +210,9 @@ impl Found {
 
 type Known = [Option<Found>; CipherSuite::ALL.len()];
 
-fn known() -> std::sync::MutexGuard<'static, Known> {
+fn known() -> MutexGuard<'static, Known> {
     static KNOWN: Mutex<Known> = Mutex::new([const { None }; CipherSuite::ALL.len()]);
-    KNOWN.lock().unwrap_or_else(PoisonError::into_inner)
+    lock(&KNOWN)
 }
 
 /// Gives both keys of a connection to the kernel, before anything is sent with them.
@@ -223,11 +224,28 @@ pub fn install(
     secrets: &ExtractedSecrets,
     version: Version,
 ) -> Result<(), Refused> {
-    let (suite, ..) = parts(&secrets.rx.1).map_err(|error| Refused::Failed {
-        reason: error.to_string(),
-    })?;
-    remembered(attach(stream), suite, version)?;
-    give(stream, secrets, version)
+    match takes(stream, secrets, version)? {
+        true => Ok(()),
+        false => Err(Refused::Gone),
+    }
+}
+
+/// As [`install`]. False if the peer has ended the connection already; the kernel has nothing then,
+/// and the peer's last words, most likely why it refuses us, are read without it.
+///
+/// # Errors
+/// As [`install`].
+pub(crate) fn takes(
+    stream: &TcpStream,
+    secrets: &ExtractedSecrets,
+    version: Version,
+) -> Result<bool, Refused> {
+    let (suite, ..) = parts(&secrets.rx.1).map_err(failed)?;
+    let is_prepared = prepare(stream, suite, version)?;
+    if is_prepared {
+        give(stream, secrets, version)?;
+    }
+    Ok(is_prepared)
 }
 
 /// Prepares a connection for [`give`]. False if the peer has ended the connection already; the
@@ -261,9 +279,7 @@ pub(crate) fn give(
         (Direction::Sending, &secrets.tx),
     ];
     for (direction, (sequence, secrets)) in keys {
-        let key = parts(secrets).map_err(|error| Refused::Failed {
-            reason: error.to_string(),
-        })?;
+        let key = parts(secrets).map_err(failed)?;
         let given = try_give(stream, direction, key, *sequence, version)
             .map_err(|error| refused(direction, &error));
         remembered(given, key.0, version)?;
@@ -338,27 +354,13 @@ fn attach(stream: &TcpStream) -> Result<(), Refused> {
         io::ErrorKind::NotFound => Refused::Absent,
         // An end that has come is enough (tls_init, net/tls/tls_main.c).
         io::ErrorKind::NotConnected => Refused::Gone,
-        _ => Refused::Failed {
-            reason: error.to_string(),
-        },
+        _ => failed(error),
     })
 }
 
-/// The same, for whoever goes on with the keys if the peer has ended the connection already: its
-/// last words, most likely why it refuses us, are then to be read without the kernel. False says
-/// that it is so, and that the kernel was given nothing.
-///
-/// # Errors
-/// As [`install`].
-pub fn takes(
-    stream: &TcpStream,
-    secrets: &ExtractedSecrets,
-    version: Version,
-) -> Result<bool, Refused> {
-    match install(stream, secrets, version) {
-        Ok(()) => Ok(true),
-        Err(Refused::Gone) => Ok(false),
-        Err(refused) => Err(refused),
+fn failed(error: impl fmt::Display) -> Refused {
+    Refused::Failed {
+        reason: error.to_string(),
     }
 }
 
@@ -442,11 +444,10 @@ fn probe(suite: CipherSuite) -> Result<Abilities, Refused> {
     for (stream, direction) in [(&near, Direction::Receiving), (&far, Direction::Sending)] {
         give(stream, direction, 1).map_err(|error| refused(direction, &error))?;
     }
-    let failed = |error: io::Error| Refused::Failed {
+    let exchanged = exchange(&near, &far).and_then(|()| exchange(&far, &near));
+    exchanged.map_err(|error| Refused::Failed {
         reason: format!("a record that it sealed did not arrive: {error}"),
-    };
-    exchange(&near, &far).map_err(failed)?;
-    exchange(&far, &near).map_err(failed)?;
+    })?;
     Ok(Abilities {
         driver: Driver::of(suite),
         opens_in_place: ktls::expect_no_padding(&far).is_ok(),

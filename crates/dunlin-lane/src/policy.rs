@@ -116,7 +116,8 @@ impl Identity {
     /// [`SettingsError`].
     pub fn client(&self, crypto: &Crypto, peers: Peers) -> Result<ClientTls, SettingsError> {
         self.check_purpose(Role::Source)?;
-        client(self, crypto, peers)
+        let server_name = peers.server_name();
+        connecting(self, crypto, peers, Terms::of_lane(crypto)?, server_name)
     }
 
     /// Settings for a destination that lets in only `peers`.
@@ -125,10 +126,11 @@ impl Identity {
     /// [`SettingsError`].
     pub fn server(&self, crypto: &Crypto, peers: Peers) -> Result<ServerTls, SettingsError> {
         self.check_purpose(Role::Destination)?;
-        server(self, crypto, peers)
+        accepting(self, crypto, peers, Terms::of_lane(crypto)?)
     }
 
-    /// Settings for a relay that connects to `peers` at `host`, which need not be Dunlin.
+    /// Settings for a relay that connects to `peers` at `host`, which need not be Dunlin. `host`
+    /// is named to the peer if no name in `peers` can be.
     pub fn relay_client(
         &self,
         crypto: &Crypto,
@@ -137,7 +139,10 @@ impl Identity {
         host: &str,
     ) -> Result<ClientTls, SettingsError> {
         self.check_purpose(Role::Source)?;
-        relay_client(self, crypto, peers, oldest, host)
+        let named = || ServerName::try_from(host.to_owned()).ok();
+        let server_name = peers.server_name().or_else(named);
+        let terms = Terms::of_relay(crypto, oldest)?;
+        connecting(self, crypto, peers, terms, server_name)
     }
 
     /// Settings for a relay that lets in `peers`, which need not be Dunlin.
@@ -148,28 +153,8 @@ impl Identity {
         oldest: OldestTls,
     ) -> Result<ServerTls, SettingsError> {
         self.check_purpose(Role::Destination)?;
-        relay_server(self, crypto, peers, oldest)
+        accepting(self, crypto, peers, Terms::of_relay(crypto, oldest)?)
     }
-}
-
-fn client(identity: &Identity, crypto: &Crypto, peers: Peers) -> Result<ClientTls, SettingsError> {
-    let server_name = peers.server_name();
-    let terms = Terms::of_lane(crypto)?;
-    connecting(identity, crypto, peers, terms, server_name)
-}
-
-/// The same for a relay to `host`, which is named to the peer if no name in `peers` can be.
-fn relay_client(
-    identity: &Identity,
-    crypto: &Crypto,
-    peers: Peers,
-    oldest: OldestTls,
-    host: &str,
-) -> Result<ClientTls, SettingsError> {
-    let named = || ServerName::try_from(host.to_owned()).ok();
-    let server_name = peers.server_name().or_else(named);
-    let terms = Terms::of_relay(crypto, oldest)?;
-    connecting(identity, crypto, peers, terms, server_name)
 }
 
 fn connecting(
@@ -200,20 +185,6 @@ fn connecting(
         provider: crypto.provider,
         offload: offload(crypto)?,
     })
-}
-
-fn server(identity: &Identity, crypto: &Crypto, peers: Peers) -> Result<ServerTls, SettingsError> {
-    accepting(identity, crypto, peers, Terms::of_lane(crypto)?)
-}
-
-/// The same for a relay.
-fn relay_server(
-    identity: &Identity,
-    crypto: &Crypto,
-    peers: Peers,
-    oldest: OldestTls,
-) -> Result<ServerTls, SettingsError> {
-    accepting(identity, crypto, peers, Terms::of_relay(crypto, oldest)?)
 }
 
 fn accepting(

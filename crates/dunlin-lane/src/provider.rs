@@ -22,6 +22,7 @@ pub use self::named::{Offer, OfferError, TlsVersion};
 pub use self::named::{group_name, suite_name};
 pub use self::older::OldestTls;
 use super::offload::Offload;
+use super::record::HEADER_BYTES;
 
 #[cfg(not(any(feature = "ring", feature = "aws-lc-rs")))]
 compile_error!("dunlin needs a crypto library: switch on the feature `ring`, `aws-lc-rs` or both");
@@ -103,7 +104,7 @@ impl Crypto {
         if self.suites.is_empty() {
             return Err(ProviderError::NoSuite);
         }
-        let suites = self.suites.iter().map(|suite| suite.rustls(self.provider));
+        let suites = self.suites.iter().map(|suite| suite.tls13(self.provider));
         let mut base = handshake_provider();
         base.cipher_suites = suites.collect::<Result<_, _>>()?;
         Ok(Arc::new(base))
@@ -122,6 +123,30 @@ impl Provider {
     }
 }
 
+/// The two libraries' suites have the same names.
+macro_rules! suites {
+    ($library:ident, $suite:expr) => {{
+        use rustls::crypto::$library::cipher_suite as suites;
+        match $suite {
+            CipherSuite::Aes256Gcm => [
+                suites::TLS13_AES_256_GCM_SHA384,
+                suites::TLS_ECDHE_ECDSA_WITH_AES_256_GCM_SHA384,
+                suites::TLS_ECDHE_RSA_WITH_AES_256_GCM_SHA384,
+            ],
+            CipherSuite::Aes128Gcm => [
+                suites::TLS13_AES_128_GCM_SHA256,
+                suites::TLS_ECDHE_ECDSA_WITH_AES_128_GCM_SHA256,
+                suites::TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256,
+            ],
+            CipherSuite::ChaCha20Poly1305 => [
+                suites::TLS13_CHACHA20_POLY1305_SHA256,
+                suites::TLS_ECDHE_ECDSA_WITH_CHACHA20_POLY1305_SHA256,
+                suites::TLS_ECDHE_RSA_WITH_CHACHA20_POLY1305_SHA256,
+            ],
+        }
+    }};
+}
+
 impl CipherSuite {
     /// Every suite, best first.
     pub const ALL: [Self; 3] = [Self::Aes256Gcm, Self::Aes128Gcm, Self::ChaCha20Poly1305];
@@ -134,26 +159,28 @@ impl CipherSuite {
         }
     }
 
-    fn rustls(self, provider: Provider) -> Result<SupportedCipherSuite, ProviderError> {
+    /// The cipher of a suite that was negotiated, in any version of TLS.
+    pub(super) fn of(negotiated: rustls::CipherSuite) -> Option<Self> {
+        // A suite has the same number in every library.
+        let provider = Provider::built_in()[0];
+        Self::ALL.into_iter().find(|cipher| {
+            let suites = cipher.rustls(provider);
+            suites.is_ok_and(|suites| suites.iter().any(|suite| suite.suite() == negotiated))
+        })
+    }
+
+    fn tls13(self, provider: Provider) -> Result<SupportedCipherSuite, ProviderError> {
+        self.rustls(provider).map(|[suite, ..]| suite)
+    }
+
+    /// The suites with this cipher: that of TLS 1.3, and those of TLS 1.2 for each kind of
+    /// certificate.
+    fn rustls(self, provider: Provider) -> Result<[SupportedCipherSuite; 3], ProviderError> {
         match provider {
             #[cfg(feature = "ring")]
-            Provider::Ring => {
-                use rustls::crypto::ring::cipher_suite as suites;
-                Ok(match self {
-                    Self::Aes256Gcm => suites::TLS13_AES_256_GCM_SHA384,
-                    Self::Aes128Gcm => suites::TLS13_AES_128_GCM_SHA256,
-                    Self::ChaCha20Poly1305 => suites::TLS13_CHACHA20_POLY1305_SHA256,
-                })
-            }
+            Provider::Ring => Ok(suites!(ring, self)),
             #[cfg(feature = "aws-lc-rs")]
-            Provider::AwsLcRs => {
-                use rustls::crypto::aws_lc_rs::cipher_suite as suites;
-                Ok(match self {
-                    Self::Aes256Gcm => suites::TLS13_AES_256_GCM_SHA384,
-                    Self::Aes128Gcm => suites::TLS13_AES_128_GCM_SHA256,
-                    Self::ChaCha20Poly1305 => suites::TLS13_CHACHA20_POLY1305_SHA256,
-                })
-            }
+            Provider::AwsLcRs => Ok(suites!(aws_lc_rs, self)),
             #[allow(unreachable_patterns)]
             other => Err(ProviderError::NotBuiltIn(other)),
         }
@@ -260,10 +287,10 @@ impl AeadKey {
     /// Encrypts `inner` in place and returns the tag over it and `header`; `None` when the
     /// library fails.
     #[inline]
-    pub(super) fn seal<const N: usize>(
+    pub(super) fn seal(
         &self,
         nonce: [u8; 12],
-        header: [u8; N],
+        header: [u8; HEADER_BYTES],
         inner: &mut [u8],
     ) -> Option<[u8; 16]> {
         match self {
@@ -277,10 +304,10 @@ impl AeadKey {
     /// Checks the tag at the end of `body` and decrypts what stands before it in place; `None`
     /// when the tag does not fit.
     #[inline]
-    pub(super) fn open<'a, const N: usize>(
+    pub(super) fn open<'a>(
         &self,
         nonce: [u8; 12],
-        header: [u8; N],
+        header: [u8; HEADER_BYTES],
         body: &'a mut [u8],
     ) -> Option<&'a [u8]> {
         match self {
@@ -300,10 +327,13 @@ pub(super) use dunlin_linux::aead::{GuestOpener, GuestSealer};
 mod without {
     use vm_memory::VolatileSlice;
 
-    pub(in super::super) enum GuestSealer {}
-    pub(in super::super) enum GuestOpener {}
+    pub(in super::super) enum Guest {}
 
-    impl GuestSealer {
+    impl Guest {
+        pub(in super::super) fn new(_: &[u8]) -> Option<Self> {
+            None
+        }
+
         pub(in super::super) fn seal(
             &mut self,
             _: &[u8; 12],
@@ -314,9 +344,7 @@ mod without {
         ) -> Option<()> {
             match *self {}
         }
-    }
 
-    impl GuestOpener {
         pub(in super::super) fn open(
             &mut self,
             _: &[u8; 12],
@@ -329,42 +357,11 @@ mod without {
     }
 }
 #[cfg(not(feature = "aws-lc-rs"))]
-pub(super) use without::{GuestOpener, GuestSealer};
+pub(super) use without::{Guest as GuestOpener, Guest as GuestSealer};
 
-/// Seals straight out of guest memory, where library and suite can.
-pub(super) fn guest_sealer(
-    provider: Provider,
-    suite: CipherSuite,
-    key: &[u8],
-) -> Option<GuestSealer> {
-    match (provider, suite) {
-        #[cfg(feature = "aws-lc-rs")]
-        (Provider::AwsLcRs, CipherSuite::Aes256Gcm | CipherSuite::Aes128Gcm) => {
-            GuestSealer::new(key)
-        }
-        _ => {
-            let _ = key;
-            None
-        }
-    }
-}
-
-/// Opens straight into guest memory, where library and suite can.
-pub(super) fn guest_opener(
-    provider: Provider,
-    suite: CipherSuite,
-    key: &[u8],
-) -> Option<GuestOpener> {
-    match (provider, suite) {
-        #[cfg(feature = "aws-lc-rs")]
-        (Provider::AwsLcRs, CipherSuite::Aes256Gcm | CipherSuite::Aes128Gcm) => {
-            GuestOpener::new(key)
-        }
-        _ => {
-            let _ = key;
-            None
-        }
-    }
+/// Whether records can be sealed straight out of guest memory, and opened into it.
+pub(super) fn reaches_guest(provider: Provider, suite: CipherSuite) -> bool {
+    provider == Provider::AwsLcRs && suite != CipherSuite::ChaCha20Poly1305
 }
 
 impl fmt::Display for Provider {

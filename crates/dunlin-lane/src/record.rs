@@ -18,8 +18,7 @@ use thiserror::Error;
 use vm_memory::VolatileSlice;
 
 use super::provider::{
-    AeadKey, CipherSuite, GuestOpener, GuestSealer, Provider, ProviderError, guest_opener,
-    guest_sealer,
+    AeadKey, CipherSuite, GuestOpener, GuestSealer, Provider, ProviderError, reaches_guest,
 };
 
 /// The header of a record: type, version, length.
@@ -51,8 +50,6 @@ pub(super) const LEGACY_VERSION: [u8; 2] = [3, 3];
 /// Records without content cost the peer 22 bytes and us an AEAD call: a run of them is an attack
 /// or a fault, never traffic.
 pub(super) const EMPTY_RUN_LIMIT: u32 = 32;
-/// The alert of that name.
-const USER_CANCELED: u8 = 90;
 /// Alerts may follow the last data record: closing must be possible on a lane that is full.
 pub(super) const ALERT_ROOM: u64 = 16;
 
@@ -232,8 +229,6 @@ pub(super) enum Content {
     /// So many bytes of handshake messages, in place behind the record's header. A lane ends with
     /// one, for the reason given.
     Late(usize, LateMessage),
-    /// The alert *user_canceled*, which is a warning. A lane ends with it as with any other.
-    Canceled,
 }
 
 impl OpenError {
@@ -254,7 +249,6 @@ impl Content {
             ALERT => match *content {
                 // The level says nothing in TLS 1.3 (section 6).
                 [_, 0] => Ok(Self::Usual(Opened::Closed)),
-                [_, USER_CANCELED] => Ok(Self::Canceled),
                 [_, alert] => Err(OpenError::Alert {
                     alert: Alert(alert),
                 }),
@@ -272,9 +266,6 @@ impl Content {
         match self {
             Self::Usual(opened) => Ok(opened),
             Self::Late(_, message) => Err(OpenError::Handshake { message }),
-            Self::Canceled => Err(OpenError::Alert {
-                alert: Alert(USER_CANCELED),
-            }),
         }
     }
 }
@@ -319,9 +310,10 @@ impl SealHalf {
         iv: [u8; 12],
         sequence: u64,
     ) -> Result<Self, ProviderError> {
+        let guest = reaches_guest(provider, suite).then(|| GuestSealer::new(key));
         Ok(Self {
             key: AeadKey::new(provider, suite, key)?,
-            guest: guest_sealer(provider, suite, key),
+            guest: guest.flatten(),
             iv,
             sequence,
         })
@@ -444,9 +436,10 @@ impl OpenHalf {
         iv: [u8; 12],
         sequence: u64,
     ) -> Result<Self, ProviderError> {
+        let guest = reaches_guest(provider, suite).then(|| GuestOpener::new(key));
         Ok(Self {
             key: AeadKey::new(provider, suite, key)?,
-            guest: guest_opener(provider, suite, key),
+            guest: guest.flatten(),
             iv,
             sequence,
             empty_run: 0,
@@ -496,19 +489,6 @@ impl OpenHalf {
         }
         let opened = self.open_next(record).and_then(Content::of_lane);
         self.spent = !matches!(opened, Ok(Opened::Data(_)));
-        opened
-    }
-
-    /// The same for a peer that may say something after the handshake.
-    ///
-    /// # Errors
-    /// [`OpenError`], as for [`OpenHalf::open`].
-    pub(super) fn open_any(&mut self, record: &mut [u8]) -> Result<Content, OpenError> {
-        if self.spent {
-            return Err(OpenError::Spent);
-        }
-        let opened = self.open_next(record);
-        self.spent = matches!(opened, Err(_) | Ok(Content::Usual(Opened::Closed)));
         opened
     }
 
@@ -595,7 +575,9 @@ impl OpenHalf {
         Ok((*header, body))
     }
 
-    fn open_next(&mut self, record: &mut [u8]) -> Result<Content, OpenError> {
+    /// As [`OpenHalf::open`], for a peer that may send messages after the handshake. The caller
+    /// opens no more records after an error or the end.
+    pub(super) fn open_next(&mut self, record: &mut [u8]) -> Result<Content, OpenError> {
         let (header, body) = self.checked(record)?;
         let inner_bytes = self
             .key

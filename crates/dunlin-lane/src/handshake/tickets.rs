@@ -50,7 +50,7 @@ pub(super) fn take(
         };
         let whole = record.len();
         // Data, an end: the owner's to find, and what is wrong as well.
-        let Ok(Content::Late(bytes, message)) = open.open_any(&mut record) else {
+        let Ok(Content::Late(bytes, message)) = open.open_next(&mut record) else {
             return done(taken, &begun);
         };
         if bytes == 0 || taken == RECORD_LIMIT {

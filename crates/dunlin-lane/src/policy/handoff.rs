@@ -99,37 +99,27 @@ impl Identity {
         clients: Option<Peers>,
     ) -> Result<ServerTls, SettingsError> {
         self.check_purpose(Role::Destination)?;
-        handoff_server(self, offer, clients)
+        let asked = clients.is_some();
+        // A client that was not asked shows no certificate.
+        let clients = clients.unwrap_or(Peers::OneOf(Vec::new()));
+        let trust = trust(self, &offer.rustls, clients, KeyUsage::client_auth())?;
+        let verifier: Arc<dyn ClientCertVerifier> = match asked {
+            true => trust.clone(),
+            false => Arc::new(NoClientAuth),
+        };
+        let terms = Terms {
+            versions: versions(offer.version),
+            rustls: offer.rustls,
+            protocols: Vec::new(),
+        };
+        Ok(ServerTls::new(ServerSettings {
+            config: server_config(self, verifier, terms)?,
+            trust,
+            provider: provider::auto().provider,
+            // It is chosen when the handshake is over, and what then is not the caller's to say here.
+            offload: Offload::Auto,
+        }))
     }
-}
-
-/// The settings of a hand-off that accepts. Its clients are asked for a certificate if `clients`
-/// says whose.
-fn handoff_server(
-    identity: &Identity,
-    offer: Offer,
-    clients: Option<Peers>,
-) -> Result<ServerTls, SettingsError> {
-    let asked = clients.is_some();
-    // A client that was not asked shows no certificate.
-    let clients = clients.unwrap_or(Peers::OneOf(Vec::new()));
-    let trust = trust(identity, &offer.rustls, clients, KeyUsage::client_auth())?;
-    let verifier: Arc<dyn ClientCertVerifier> = match asked {
-        true => trust.clone(),
-        false => Arc::new(NoClientAuth),
-    };
-    let terms = Terms {
-        versions: versions(offer.version),
-        rustls: offer.rustls,
-        protocols: Vec::new(),
-    };
-    Ok(ServerTls::new(ServerSettings {
-        config: server_config(identity, verifier, terms)?,
-        trust,
-        provider: provider::auto().provider,
-        // It is chosen when the handshake is over, and what then is not the caller's to say here.
-        offload: Offload::Auto,
-    }))
 }
 
 fn versions(version: TlsVersion) -> &'static [&'static SupportedProtocolVersion] {

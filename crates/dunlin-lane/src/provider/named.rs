@@ -116,9 +116,10 @@ impl Offer {
         let mut rustls = handshake_provider();
         let mut suites = Vec::new();
         for suite in CipherSuite::ALL {
+            let [newer, older @ ..] = suite.rustls(provider)?;
             match version {
-                TlsVersion::V1_2 => suites.extend(older::older(provider, suite)?),
-                TlsVersion::V1_3 => suites.push(suite.rustls(provider)?),
+                TlsVersion::V1_2 => suites.extend(older),
+                TlsVersion::V1_3 => suites.push(newer),
             }
         }
         let known: Vec<_> = SUITES

@@ -2,10 +2,9 @@
 
 use std::sync::Arc;
 
-use rustls::SupportedCipherSuite;
 use rustls::crypto::CryptoProvider;
 
-use super::{CipherSuite, Crypto, Provider, ProviderError};
+use super::{Crypto, ProviderError};
 
 /// The oldest TLS that a relay speaks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -16,27 +15,6 @@ pub enum OldestTls {
     /// TLS 1.3 alone.
     #[default]
     V1_3,
-}
-
-/// The two libraries' suites have the same names.
-macro_rules! suites {
-    ($library:ident, $suite:expr) => {{
-        use rustls::crypto::$library::cipher_suite as suites;
-        match $suite {
-            CipherSuite::Aes256Gcm => [
-                suites::TLS_ECDHE_ECDSA_WITH_AES_256_GCM_SHA384,
-                suites::TLS_ECDHE_RSA_WITH_AES_256_GCM_SHA384,
-            ],
-            CipherSuite::Aes128Gcm => [
-                suites::TLS_ECDHE_ECDSA_WITH_AES_128_GCM_SHA256,
-                suites::TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256,
-            ],
-            CipherSuite::ChaCha20Poly1305 => [
-                suites::TLS_ECDHE_ECDSA_WITH_CHACHA20_POLY1305_SHA256,
-                suites::TLS_ECDHE_RSA_WITH_CHACHA20_POLY1305_SHA256,
-            ],
-        }
-    }};
 }
 
 impl Crypto {
@@ -53,7 +31,8 @@ impl Crypto {
         add_groups(&mut provider);
         if oldest == OldestTls::V1_2 {
             for &suite in &self.suites {
-                provider.cipher_suites.extend(older(self.provider, suite)?);
+                let [_, older @ ..] = suite.rustls(self.provider)?;
+                provider.cipher_suites.extend(older);
             }
         }
         Ok(Arc::new(provider))
@@ -69,19 +48,4 @@ pub(super) fn add_groups(provider: &mut CryptoProvider) {
     provider
         .kx_groups
         .extend([kx_group::SECP256R1, kx_group::SECP384R1]);
-}
-
-/// A suite's twins in TLS 1.2, one for each kind of certificate.
-pub(super) fn older(
-    provider: Provider,
-    suite: CipherSuite,
-) -> Result<[SupportedCipherSuite; 2], ProviderError> {
-    match provider {
-        #[cfg(feature = "ring")]
-        Provider::Ring => Ok(suites!(ring, suite)),
-        #[cfg(feature = "aws-lc-rs")]
-        Provider::AwsLcRs => Ok(suites!(aws_lc_rs, suite)),
-        #[allow(unreachable_patterns)]
-        other => Err(ProviderError::NotBuiltIn(other)),
-    }
 }

@@ -18,8 +18,7 @@ use super::RelayError;
 use crate::handshake::Renewal;
 use crate::kernel;
 use crate::record::{
-    ALERT, Alert, CONTENT_BYTES, Content, EMPTY_RUN_LIMIT, HANDSHAKE, OpenError, Opened,
-    RECORD_LIMIT,
+    ALERT, Alert, CONTENT_BYTES, Content, EMPTY_RUN_LIMIT, HANDSHAKE, OpenError, RECORD_LIMIT,
 };
 
 /// A record that is no data, as `ktls::send_record` takes it.
@@ -30,6 +29,8 @@ pub type Control = (u8, Vec<u8>);
 pub(super) const MESSAGE_LIMIT_BYTES: usize = 32 << 10;
 /// Messages of TLS itself without data in between: more are an attack or a fault.
 pub(super) const LATE_RUN_LIMIT: u32 = 32;
+/// The alert of that name, which is a warning.
+const USER_CANCELED: Alert = Alert(90);
 /// Records that go with one call, at most: one for each piece that a pipe holds.
 const CALL_RECORDS: u64 = 16;
 
@@ -258,13 +259,15 @@ impl Opening {
         if !self.keys.is_1_3 {
             return self.older(content_type, content);
         }
-        match Content::of_control(content_type, content)? {
-            Content::Usual(Opened::Closed) => Ok(Verdict::Closed),
-            Content::Usual(Opened::Data(_)) => Err(OpenError::ContentType { content_type }.into()),
-            // An end follows, or an abort; some programs say it before each end
+        match Content::of_control(content_type, content) {
+            Ok(Content::Late(..)) => self.late(content),
+            Ok(Content::Usual(_)) => Ok(Verdict::Closed),
+            // An end follows, or an abort; some programs send it before each end
             // (RFC 8446, section 6.1).
-            Content::Canceled => self.count_late().map(|()| Verdict::Nothing),
-            Content::Late(..) => self.late(content),
+            Err(OpenError::Alert {
+                alert: USER_CANCELED,
+            }) => self.count_late().map(|()| Verdict::Nothing),
+            Err(error) => Err(error.into()),
         }
     }
 
