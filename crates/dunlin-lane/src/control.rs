@@ -127,11 +127,7 @@ impl ControlStream {
         deadline: Instant,
     ) -> Result<Self, HandshakeError> {
         stream.set_nodelay(true).map_err(HandshakeError::Io)?;
-        let driven = drive(&mut connection, &stream, deadline);
-        if driven.is_err() {
-            linger(&stream, deadline);
-        }
-        driven?;
+        drive(&mut connection, &stream, deadline).inspect_err(|_| linger(&stream, deadline))?;
         Self::established(stream, connection, trust, provider)
     }
 
@@ -166,10 +162,6 @@ impl ControlStream {
     pub(super) fn made_with(mut self, settings: Arc<ServerSettings>) -> Self {
         self.settings = Some(settings);
         self
-    }
-
-    pub(super) fn accepted_with(&self) -> Option<&Arc<ServerSettings>> {
-        self.settings.as_ref()
     }
 
     /// Who the peer is.
@@ -224,7 +216,8 @@ impl ControlStream {
                     .fill(&self.stream)
                     .map_err(|error| self.broken(error))?;
                 if count == 0 {
-                    return Err(self.ended());
+                    // No close_notify came before the end.
+                    return Err(self.broken(io::ErrorKind::UnexpectedEof.into()));
                 }
             }
             self.decrypt(&mut incoming)?;
@@ -372,15 +365,6 @@ impl ControlStream {
             _ => ControlError::Io(error),
         }
     }
-
-    /// What the socket's end means when no close_notify was seen before it.
-    fn ended(&self) -> ControlError {
-        if self.cancelled.load(Ordering::SeqCst) {
-            ControlError::Cancelled
-        } else {
-            ControlError::Truncated
-        }
-    }
 }
 
 impl std::fmt::Debug for ControlStream {
@@ -482,7 +466,7 @@ impl ServerTls {
     /// Keeps the settings that the session's control lane was made with for all that belongs to
     /// the session.
     pub fn keep(&self, control: &ControlStream) {
-        if let Some(settings) = control.accepted_with() {
+        if let Some(settings) = &control.settings {
             self.keep_settings(settings);
         }
     }

@@ -9,11 +9,10 @@
 use crate::sync::lock;
 use std::io;
 use std::net::{Shutdown, SocketAddr, TcpStream};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use dunlin_linux::poll::{Waker, Wakeup, waker};
+use dunlin_linux::poll::Wakeup;
 use dunlin_linux::socket::{self, Liveness, set_liveness};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::negotiate::{LaneOpen, SessionId, SessionSecret};
@@ -25,6 +24,7 @@ use super::peers::Principal;
 use super::policy::ClientTls;
 use super::proof::prove;
 use super::reach::first_of;
+use super::splice::Stop;
 
 /// Opens TCP connections for lanes.
 pub trait Connector: Send + Sync {
@@ -158,9 +158,7 @@ pub struct DialCancel(Arc<State>);
 
 #[derive(Debug)]
 struct State {
-    is_cancelled: AtomicBool,
-    waker: Waker,
-    wakeup: Wakeup,
+    stop: Stop,
     stream: Mutex<Option<TcpStream>>,
 }
 
@@ -170,11 +168,8 @@ impl DialCancel {
     /// # Errors
     /// No descriptors are left.
     pub fn new() -> io::Result<Self> {
-        let (waker, wakeup) = waker()?;
         Ok(Self(Arc::new(State {
-            is_cancelled: AtomicBool::new(false),
-            waker,
-            wakeup,
+            stop: Stop::new()?,
             stream: Mutex::default(),
         })))
     }
@@ -183,8 +178,7 @@ impl DialCancel {
     /// where it waits for the peer.
     pub fn cancel(&self) {
         let stream = lock(&self.0.stream);
-        self.0.is_cancelled.store(true, Ordering::SeqCst);
-        self.0.waker.wake();
+        self.0.stop.tell();
         if let Some(stream) = &*stream {
             // Fails only where the connection is gone already.
             let _ = stream.shutdown(Shutdown::Both);
@@ -194,13 +188,13 @@ impl DialCancel {
     /// Whether [`DialCancel::cancel`] has been called.
     #[must_use]
     pub fn is_cancelled(&self) -> bool {
-        self.0.is_cancelled.load(Ordering::SeqCst)
+        self.0.stop.is_told()
     }
 
     /// Becomes readable when the dial is cancelled, and stays so.
     #[must_use]
     pub fn wakeup(&self) -> &Wakeup {
-        &self.0.wakeup
+        self.0.stop.wakeup()
     }
 
     /// Has `stream` shut down at the cancellation, at once if that was before. It replaces the

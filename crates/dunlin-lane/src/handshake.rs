@@ -19,7 +19,7 @@ use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::time::{Duration, Instant};
 
-use dunlin_linux::ktls::Version;
+use dunlin_linux::ktls::{self, Version};
 use dunlin_linux::socket::remaining;
 use rustls::client::{ClientConnectionData, UnbufferedClientConnection};
 use rustls::kernel::KernelConnection;
@@ -136,11 +136,7 @@ fn secure<C: Unbuffered>(
     deadline: Instant,
 ) -> Result<Secured, HandshakeError> {
     stream.set_nodelay(true).map_err(HandshakeError::Io)?;
-    let driven = drive(&mut connection, &stream, deadline);
-    if driven.is_err() {
-        linger(&stream, deadline);
-    }
-    driven?;
+    drive(&mut connection, &stream, deadline).inspect_err(|_| linger(&stream, deadline))?;
     let peer = peer_identity(connection.common(), trust)?;
     let parameters = parameters(connection.common(), provider)?;
     // No key is ever renewed: lanes are replaced instead.
@@ -309,55 +305,72 @@ fn drive<C: Unbuffered>(
     let mut outgoing = Vec::new();
     let mut received = 0;
     loop {
-        let UnbufferedStatus { discard, state } = connection.process(&mut incoming);
-        let mut blocked = false;
-        let mut ready = false;
-        match state {
-            Ok(ConnectionState::EncodeTlsData(mut part)) => encode(&mut part, &mut outgoing)?,
-            Ok(ConnectionState::TransmitTlsData(sent)) => {
+        match step(connection, &mut incoming, &mut outgoing) {
+            Ok(Next::Go) => {}
+            Ok(Next::Write) => {
                 write_all(stream, deadline, &outgoing)?;
                 outgoing.clear();
-                sent.done();
             }
-            Ok(ConnectionState::BlockedHandshake) => blocked = true,
-            Ok(ConnectionState::WriteTraffic(_)) => ready = true,
-            Ok(ConnectionState::PeerClosed | ConnectionState::Closed) => {
-                return Err(HandshakeError::PeerClosed);
-            }
-            Ok(_) => return Err(local("data appeared during a handshake without early data")),
+            Ok(Next::Read) => read_record(stream, deadline, &mut incoming, &mut received)?,
+            Ok(Next::Done) => return Ok(()),
             Err(error) => {
                 // Best effort: the peer may be gone, and the first error is the one to report.
-                let _ = send_alert(connection, stream, deadline);
-                return Err(error.into());
+                let _ = write_all(stream, deadline, &outgoing);
+                return Err(error);
             }
-        }
-        incoming.drain(..discard);
-        if ready && !connection.common().is_handshaking() {
-            return if incoming.is_empty() {
-                Ok(())
-            } else {
-                Err(local("bytes were left over after the handshake"))
-            };
-        }
-        if blocked || ready {
-            read_record(stream, deadline, &mut incoming, &mut received)?;
         }
     }
 }
 
-/// Sends what rustls queued when it failed. While something is queued, rustls hands it out and
-/// looks at no input; asked once more, it would go on with input that is spoilt.
-fn send_alert<C: Unbuffered>(
-    connection: &mut C,
-    stream: &TcpStream,
-    deadline: Instant,
-) -> Result<(), HandshakeError> {
-    let mut outgoing = Vec::new();
-    send_alert_into(connection, &mut outgoing)?;
-    write_all(stream, deadline, &outgoing)
+/// What a handshake needs next.
+enum Next {
+    Go,
+    /// The outgoing bytes are a whole flight.
+    Write,
+    /// One more record.
+    Read,
+    Done,
 }
 
-fn send_alert_into<C: Unbuffered>(
+/// Takes a handshake one step on. Its alert is among the outgoing bytes if it fails.
+fn step<C: Unbuffered>(
+    connection: &mut C,
+    incoming: &mut Vec<u8>,
+    outgoing: &mut Vec<u8>,
+) -> Result<Next, HandshakeError> {
+    let UnbufferedStatus { discard, state } = connection.process(incoming);
+    let mut next = Next::Go;
+    match state {
+        Ok(ConnectionState::EncodeTlsData(mut part)) => encode(&mut part, outgoing)?,
+        Ok(ConnectionState::TransmitTlsData(sent)) => {
+            sent.done();
+            next = Next::Write;
+        }
+        Ok(ConnectionState::BlockedHandshake) => next = Next::Read,
+        Ok(ConnectionState::WriteTraffic(_)) => next = Next::Done,
+        Ok(ConnectionState::PeerClosed | ConnectionState::Closed) => {
+            return Err(HandshakeError::PeerClosed);
+        }
+        Ok(_) => return Err(local("data appeared during a handshake without early data")),
+        Err(error) => {
+            // Best effort: the first error is the one to report.
+            let _ = add_alert(connection, outgoing);
+            return Err(error.into());
+        }
+    }
+    incoming.drain(..discard);
+    match next {
+        Next::Done if connection.common().is_handshaking() => Ok(Next::Read),
+        Next::Done if !incoming.is_empty() => {
+            Err(local("bytes were left over after the handshake"))
+        }
+        next => Ok(next),
+    }
+}
+
+/// Adds what rustls queued when it failed. While something is queued, rustls returns it and reads
+/// no input; after that it would go on with the rest of the spoilt input.
+fn add_alert<C: Unbuffered>(
     connection: &mut C,
     outgoing: &mut Vec<u8>,
 ) -> Result<(), HandshakeError> {
@@ -400,7 +413,8 @@ pub(super) fn records(
     if kernel::choose(offload, parameters.suite)?.is_kernel
         && kernel::takes(stream, &secrets, Version::V1_3)?
     {
-        kernel::expect_dunlin(stream);
+        // Dunlin pads nothing. A kernel without this option copies each record once more.
+        let _ = ktls::expect_no_padding(stream);
         let (sent, _) = secrets.tx;
         return Ok(Records::Kernel(InKernel { sent }));
     }

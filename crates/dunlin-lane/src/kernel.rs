@@ -343,12 +343,6 @@ pub fn renew(
     })
 }
 
-/// Tells the kernel that the peer is Dunlin, which pads nothing. One that does not understand copies
-/// each record to where it is wanted, and is no less right.
-pub fn expect_dunlin(stream: &TcpStream) {
-    let _ = ktls::expect_no_padding(stream);
-}
-
 fn attach(stream: &TcpStream) -> Result<(), Refused> {
     ktls::attach(stream).map_err(|error| match error.kind() {
         io::ErrorKind::NotFound => Refused::Absent,

@@ -104,9 +104,12 @@ impl Crypto {
         if self.suites.is_empty() {
             return Err(ProviderError::NoSuite);
         }
-        let suites = self.suites.iter().map(|suite| suite.tls13(self.provider));
         let mut base = handshake_provider();
-        base.cipher_suites = suites.collect::<Result<_, _>>()?;
+        base.cipher_suites.clear();
+        for suite in &self.suites {
+            let [newest, ..] = suite.rustls(self.provider)?;
+            base.cipher_suites.push(newest);
+        }
         Ok(Arc::new(base))
     }
 }
@@ -167,10 +170,6 @@ impl CipherSuite {
             let suites = cipher.rustls(provider);
             suites.is_ok_and(|suites| suites.iter().any(|suite| suite.suite() == negotiated))
         })
-    }
-
-    fn tls13(self, provider: Provider) -> Result<SupportedCipherSuite, ProviderError> {
-        self.rustls(provider).map(|[suite, ..]| suite)
     }
 
     /// The suites with this cipher: that of TLS 1.3, and those of TLS 1.2 for each kind of

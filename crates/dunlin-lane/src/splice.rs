@@ -1,6 +1,6 @@
 //! One connection's bytes moved into another by the kernel, without a byte in this process.
 //!
-//! A direction is a thread's: it waits in [`OneWay::carry`] until the sender has said its last,
+//! A direction is a thread's: it waits in [`carry`] until the sender has said its last,
 //! something has failed, or it is told to stop. What an end or a failure means to the other
 //! direction is the caller's to know: in TLS an end that is not authenticated is none.
 
@@ -67,55 +67,41 @@ impl Stop {
     }
 }
 
-/// One direction between two sockets in non-blocking mode.
-#[derive(Debug)]
-pub struct OneWay(Conduit);
-
-impl OneWay {
-    /// One that has carried nothing.
-    ///
-    /// # Errors
-    /// No descriptors are left.
-    pub fn new() -> io::Result<Self> {
-        Conduit::new().map(Self)
-    }
-
-    /// Carries on, telling `carried` how many bytes have gone each time.
-    pub fn carry(
-        &mut self,
-        from: &impl AsFd,
-        to: &impl AsFd,
-        stop: &Stop,
-        mut carried: impl FnMut(u64),
-    ) -> Pause {
-        let Self(conduit) = self;
-        while !stop.is_told() {
-            if conduit.held() == 0 {
-                match conduit.take(from) {
-                    Ok(0) => return Pause::Ended,
-                    Ok(_) => {}
-                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                        if let Err(error) = wait(from, Way::In, stop) {
-                            return Pause::From(error);
-                        }
-                        continue;
-                    }
-                    Err(error) => return Pause::From(error),
-                }
-            }
-            let held = conduit.held();
-            match conduit.give(to) {
-                Ok(left) => carried(held.abs_diff(left) as u64),
+/// Carries one direction between two sockets in non-blocking mode, telling `carried` how many bytes
+/// have gone each time. `conduit` holds what `to` has not taken when it pauses.
+pub fn carry(
+    conduit: &mut Conduit,
+    from: &impl AsFd,
+    to: &impl AsFd,
+    stop: &Stop,
+    mut carried: impl FnMut(u64),
+) -> Pause {
+    while !stop.is_told() {
+        if conduit.held() == 0 {
+            match conduit.take(from) {
+                Ok(0) => return Pause::Ended,
+                Ok(_) => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    if let Err(error) = wait(to, Way::Out, stop) {
-                        return Pause::To(error);
+                    if let Err(error) = wait(from, Way::In, stop) {
+                        return Pause::From(error);
                     }
+                    continue;
                 }
-                Err(error) => return Pause::To(error),
+                Err(error) => return Pause::From(error),
             }
         }
-        Pause::Stopped
+        let held = conduit.held();
+        match conduit.give(to) {
+            Ok(left) => carried(held.abs_diff(left) as u64),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                if let Err(error) = wait(to, Way::Out, stop) {
+                    return Pause::To(error);
+                }
+            }
+            Err(error) => return Pause::To(error),
+        }
     }
+    Pause::Stopped
 }
 
 /// What is waited for.
@@ -181,9 +167,8 @@ mod tests {
                 near.shutdown(Shutdown::Write).unwrap();
             });
             let carrier = scope.spawn(|| {
-                let pause = OneWay::new()
-                    .unwrap()
-                    .carry(&from, &to, &stop, |count| carried += count);
+                let mut conduit = Conduit::new().unwrap();
+                let pause = carry(&mut conduit, &from, &to, &stop, |count| carried += count);
                 to.shutdown(Shutdown::Write).unwrap();
                 pause
             });
@@ -202,10 +187,10 @@ mod tests {
         let (mut near, from) = pair();
         let (mut far, to) = pair();
         let stop = Stop::new().unwrap();
-        let mut way = OneWay::new().unwrap();
+        let mut conduit = Conduit::new().unwrap();
         near.write_all(b"last words").unwrap();
         thread::scope(|scope| {
-            let carrier = scope.spawn(|| way.carry(&from, &to, &stop, |_| {}));
+            let carrier = scope.spawn(|| carry(&mut conduit, &from, &to, &stop, |_| {}));
             let mut come = [0; 10];
             far.read_exact(&mut come).unwrap();
             assert_eq!(&come, b"last words");
@@ -229,7 +214,8 @@ mod tests {
                 let (pause, paused) = mpsc::channel();
                 let (from, to, stop) = (&from, &to, &stop);
                 scope.spawn(move || {
-                    pause.send(OneWay::new().unwrap().carry(from, to, stop, |_| {}))
+                    let mut conduit = Conduit::new().unwrap();
+                    pause.send(carry(&mut conduit, from, to, stop, |_| {}))
                 });
                 if is_full {
                     near.set_nonblocking(true).unwrap();

@@ -19,7 +19,8 @@ use super::token::{Of, Side, token};
 use super::{Event, Other, Refusal, Shared, Target};
 use crate::connect::keep_alive;
 use dunlin_lane::reach::first_of;
-use dunlin_lane::splice::{OneWay, Pause, Stop};
+use dunlin_lane::splice::{Pause, Stop, carry};
+use dunlin_linux::splice::Conduit;
 
 /// How long a client that has said its hello and nothing more keeps its place when there is no
 /// room: by then an honest one has answered the server.
@@ -213,7 +214,7 @@ impl Forwarded {
     }
 
     fn carry(&self, shared: &Arc<Shared>, server: &Server) -> Result<(), Refusal> {
-        let (mut out, mut back) = (OneWay::new()?, OneWay::new()?);
+        let (mut out, mut back) = (Conduit::new()?, Conduit::new()?);
         // A reset is found by whoever reads or writes next, if not here.
         let watched = |side| token(self.number, Of::Forwarded(side));
         let _ = shared
@@ -224,7 +225,9 @@ impl Forwarded {
             let returning = thread::Builder::new()
                 .name(format!("dunlin-return-{}", self.number))
                 .spawn_scoped(scope, || {
-                    let pause = back.carry(server, &self.client, &self.stop, |_| self.heard());
+                    let pause = carry(&mut back, server, &self.client, &self.stop, |_| {
+                        self.heard()
+                    });
                     self.paused(pause, Side::Server, || {
                         self.client.shutdown(Shutdown::Write)
                     })
@@ -235,7 +238,7 @@ impl Forwarded {
                         self.said_bytes.fetch_add(count, Ordering::SeqCst);
                         self.heard();
                     };
-                    let pause = out.carry(&self.client, server, &self.stop, said);
+                    let pause = carry(&mut out, &self.client, server, &self.stop, said);
                     self.paused(pause, Side::Client, || server.end())
                 }
                 Err(_) => Ok(()),

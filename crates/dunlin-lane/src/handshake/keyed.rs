@@ -45,10 +45,7 @@ pub fn client(
     let at = stream.peer_addr().map_err(HandshakeError::Io)?;
     let mut connection =
         UnbufferedClientConnection::new(tls.config.clone(), tls.server_name.clone())?;
-    if let Err(error) = drive(&mut connection, &stream, deadline) {
-        linger(&stream, deadline);
-        return Err(error);
-    }
+    drive(&mut connection, &stream, deadline).inspect_err(|_| linger(&stream, deadline))?;
     finish(stream, at, connection)
 }
 

@@ -10,12 +10,10 @@ use dunlin_linux::ktls::Version;
 use rustls::ProtocolVersion;
 use rustls::client::UnbufferedClientConnection;
 use rustls::server::UnbufferedServerConnection;
-use rustls::unbuffered::{ConnectionState, UnbufferedStatus};
 
 use super::keyed::{self, Keyed};
 use super::{
-    HandshakeError, Unbuffered, drive, encode, identified, linger, local, negotiated_suite,
-    send_alert_into,
+    HandshakeError, Next, Unbuffered, drive, identified, linger, local, negotiated_suite, step,
 };
 use crate::accept::reading::{Reading, RejectReason, would_block};
 use crate::kernel;
@@ -54,10 +52,7 @@ pub fn client(
     stream.set_nodelay(true).map_err(HandshakeError::Io)?;
     let mut connection =
         UnbufferedClientConnection::new(tls.config.clone(), tls.server_name.clone())?;
-    if let Err(error) = drive(&mut connection, &stream, deadline) {
-        linger(&stream, deadline);
-        return Err(error);
-    }
+    drive(&mut connection, &stream, deadline).inspect_err(|_| linger(&stream, deadline))?;
     finish((stream, at), connection, &tls.trust, tls.offload)
 }
 
@@ -107,12 +102,6 @@ pub struct Greeting {
     outgoing: Vec<u8>,
 }
 
-enum Next {
-    Go,
-    Read,
-    Done,
-}
-
 impl Greeting {
     /// A handshake that has not begun.
     ///
@@ -144,8 +133,8 @@ impl Greeting {
             if let Err(error) = self.flush(stream) {
                 return would_block(error);
             }
-            match self.step() {
-                Ok(Next::Go) => {}
+            match step(&mut self.connection, &mut self.incoming, &mut self.outgoing) {
+                Ok(Next::Go | Next::Write) => {}
                 Ok(Next::Done) => return Ok(true),
                 Ok(Next::Read) => {
                     if !self.reading.next(stream)? {
@@ -155,36 +144,10 @@ impl Greeting {
                 }
                 Err(error) => {
                     // Best effort: the first error is the one to report.
-                    let _ = send_alert_into(&mut self.connection, &mut self.outgoing);
                     let _ = self.flush(stream);
                     return Err(error.into());
                 }
             }
-        }
-    }
-
-    fn step(&mut self) -> Result<Next, HandshakeError> {
-        let UnbufferedStatus { discard, state } = self.connection.process(&mut self.incoming);
-        let mut next = Next::Go;
-        match state? {
-            ConnectionState::EncodeTlsData(mut part) => encode(&mut part, &mut self.outgoing)?,
-            // It is written before anything else is done.
-            ConnectionState::TransmitTlsData(sent) => sent.done(),
-            ConnectionState::BlockedHandshake => next = Next::Read,
-            ConnectionState::WriteTraffic(_) => next = Next::Done,
-            ConnectionState::PeerClosed | ConnectionState::Closed => {
-                return Err(HandshakeError::PeerClosed);
-            }
-            _ => return Err(local("data appeared during a handshake without early data")),
-        }
-        self.incoming.drain(..discard);
-        if !matches!(next, Next::Done) {
-            return Ok(next);
-        }
-        match self.connection.common().is_handshaking() {
-            true => Ok(Next::Read),
-            false if self.incoming.is_empty() => Ok(Next::Done),
-            false => Err(local("bytes were left over after the handshake")),
         }
     }
 
