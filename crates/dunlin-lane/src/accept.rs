@@ -100,7 +100,7 @@ fn accept_for(
     loop {
         let now = Instant::now();
         resting = resting.filter(|&until| until > now);
-        let mut interests = vec![read_interest(stop), read_interest(listener)];
+        let mut interests = vec![Interest::read(stop), Interest::read(listener)];
         interests[1].read = resting.is_none();
         interests.extend(pending.iter().map(|one| Interest {
             fd: one.stream.as_fd(),
@@ -157,14 +157,6 @@ fn accept_for(
                 }
             }
         }
-    }
-}
-
-fn read_interest(descriptor: &impl AsFd) -> Interest<'_> {
-    Interest {
-        fd: descriptor.as_fd(),
-        read: true,
-        write: false,
     }
 }
 

@@ -12,6 +12,20 @@ use super::accept::LaneSocket;
 use super::data::{DataReceiver, PlainConsent, ReceiveError, STALL_LIMIT};
 use super::peers::PeerIdentity;
 
+/// Admits lanes of one kind: TLS, plain, or sealed below TCP.
+pub trait LaneAcceptor: Send + Sync {
+    /// Makes a lane of a connection whose first message has been read and has proved that it
+    /// belongs to the session. `is_peer` recognises the session's peer.
+    ///
+    /// # Errors
+    /// The lane is not protected as agreed, or not by this peer; the connection is closed then.
+    fn admit(
+        &self,
+        socket: LaneSocket,
+        is_peer: &dyn Fn(&PeerIdentity) -> bool,
+    ) -> Result<DataReceiver, AdmitError>;
+}
+
 /// Why a lane was not admitted.
 #[derive(Debug, Error)]
 #[non_exhaustive]
@@ -48,38 +62,51 @@ impl AdmitError {
     }
 }
 
-/// Admits a TLS lane: a connection whose first message has been read and has proved that it
-/// belongs to the session. `is_peer` recognises the session's peer.
-///
-/// # Errors
-/// The lane is not protected as agreed, or not by this peer; the connection is closed then.
-pub fn admit_tls(
-    socket: LaneSocket,
-    is_peer: &dyn Fn(&PeerIdentity) -> bool,
-) -> Result<DataReceiver, AdmitError> {
-    let LaneSocket::Tls(secured) = socket else {
-        let agreed = LaneSecurity::Tls;
-        return Err(AdmitError::OtherSecurity { agreed });
-    };
-    if !is_peer(&secured.peer) {
-        return Err(AdmitError::OtherPeer);
+/// Admits TLS lanes.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct TlsAcceptor;
+
+impl LaneAcceptor for TlsAcceptor {
+    fn admit(
+        &self,
+        socket: LaneSocket,
+        is_peer: &dyn Fn(&PeerIdentity) -> bool,
+    ) -> Result<DataReceiver, AdmitError> {
+        let LaneSocket::Tls(secured) = socket else {
+            let agreed = LaneSecurity::Tls;
+            return Err(AdmitError::OtherSecurity { agreed });
+        };
+        if !is_peer(&secured.peer) {
+            return Err(AdmitError::OtherPeer);
+        }
+        set_liveness(&secured.stream, &Liveness::default())?;
+        Ok(DataReceiver::tls(*secured, STALL_LIMIT)?)
     }
-    set_liveness(&secured.stream, &Liveness::default())?;
-    Ok(DataReceiver::tls(*secured, STALL_LIMIT)?)
 }
 
-/// Admits a lane in the clear, to which both sides have consented.
-///
-/// # Errors
-/// As [`admit_tls`].
-pub(super) fn admit_plain(
-    socket: LaneSocket,
-    consent: PlainConsent,
-) -> Result<DataReceiver, AdmitError> {
-    let LaneSocket::Plain(stream) = socket else {
-        let agreed = LaneSecurity::Plain;
-        return Err(AdmitError::OtherSecurity { agreed });
-    };
-    set_liveness(&stream, &Liveness::default())?;
-    Ok(DataReceiver::plain(stream, consent, STALL_LIMIT)?)
+/// Admits lanes in the clear, to which both sides have consented.
+#[derive(Clone, Copy, Debug)]
+pub struct PlainAcceptor(PlainConsent);
+
+impl PlainAcceptor {
+    /// An acceptor under this consent.
+    #[must_use]
+    pub fn new(consent: PlainConsent) -> Self {
+        Self(consent)
+    }
+}
+
+impl LaneAcceptor for PlainAcceptor {
+    fn admit(
+        &self,
+        socket: LaneSocket,
+        _: &dyn Fn(&PeerIdentity) -> bool,
+    ) -> Result<DataReceiver, AdmitError> {
+        let LaneSocket::Plain(stream) = socket else {
+            let agreed = LaneSecurity::Plain;
+            return Err(AdmitError::OtherSecurity { agreed });
+        };
+        set_liveness(&stream, &Liveness::default())?;
+        Ok(DataReceiver::plain(stream, self.0, STALL_LIMIT)?)
+    }
 }

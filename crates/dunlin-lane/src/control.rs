@@ -68,7 +68,7 @@ pub struct ControlStream {
     /// Guards rustls's state; held for computation, never across a wait.
     connection: Mutex<Connection>,
     /// Sealed bytes on their way out. Its holder seals and writes, so records leave in order.
-    outgoing: Mutex<Vec<u8>>,
+    outgoing: Mutex<Outgoing>,
     /// Bytes of the socket that rustls has not taken yet.
     incoming: Mutex<Incoming>,
     cancelled: AtomicBool,
@@ -76,6 +76,14 @@ pub struct ControlStream {
     parameters: Parameters,
     /// What it was made with, on the side that accepted.
     settings: Option<Arc<ServerSettings>>,
+}
+
+/// Sealed bytes on their way to the socket.
+#[derive(Default)]
+struct Outgoing {
+    bytes: Vec<u8>,
+    /// A write failed, perhaps in the middle of a record: nothing can be sent after it.
+    has_failed: bool,
 }
 
 /// Makes the control lane of a connection that this side opened.
@@ -307,13 +315,13 @@ impl ControlStream {
         // A reply, of a key update, or the alert that goes with an error. Whoever sends right now
         // takes it along.
         match self.outgoing.try_lock() {
-            Ok(mut outgoing) => {
+            Ok(mut outgoing) if !outgoing.has_failed => {
                 let flushed = self.flush(&mut outgoing);
                 if processed.is_ok() {
                     flushed?;
                 }
             }
-            Err(TryLockError::WouldBlock | TryLockError::Poisoned(_)) => {}
+            Ok(_) | Err(TryLockError::WouldBlock | TryLockError::Poisoned(_)) => {}
         }
         match processed {
             Ok(_) => Ok(()),
@@ -325,19 +333,24 @@ impl ControlStream {
     }
 
     /// Writes everything that rustls has sealed.
-    fn flush(&self, outgoing: &mut Vec<u8>) -> Result<(), ControlError> {
+    fn flush(&self, outgoing: &mut Outgoing) -> Result<(), ControlError> {
+        if outgoing.has_failed {
+            return Err(ControlError::Stalled);
+        }
+        let bytes = &mut outgoing.bytes;
         loop {
             {
                 let mut connection = lock(&self.connection);
                 while connection.wants_write() {
-                    connection.write_tls(outgoing).map_err(ControlError::Io)?;
+                    connection.write_tls(bytes).map_err(ControlError::Io)?;
                 }
             }
-            if outgoing.is_empty() {
+            if bytes.is_empty() {
                 return Ok(());
             }
-            let written = self.write_all(outgoing);
-            outgoing.clear();
+            let written = self.write_all(bytes);
+            bytes.clear();
+            outgoing.has_failed = written.is_err();
             written?;
         }
     }

@@ -308,7 +308,6 @@ mod tests {
     #![allow(clippy::unwrap_used)]
 
     use std::net::TcpListener;
-    use std::os::fd::AsFd;
     use std::time::Duration;
 
     use dunlin_linux::poll::{Interest, poll};
@@ -316,11 +315,7 @@ mod tests {
     use super::*;
 
     fn is_readable(wakeup: &Wakeup) -> bool {
-        let interest = Interest {
-            fd: wakeup.as_fd(),
-            read: true,
-            write: false,
-        };
+        let interest = Interest::read(&wakeup);
         poll(&[interest], Some(Duration::ZERO)).unwrap()[0]
     }
 

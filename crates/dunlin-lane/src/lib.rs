@@ -4,9 +4,9 @@
 //! spoken; [`provider`] picks the crypto library that is fastest on this CPU. [`handshake`] turns a connection into a data
 //! lane, whose bytes [`record`] seals and opens and [`data`] sends and receives; [`control`] turns
 //! one into the control lane; [`accept`] does both for connections that come in, many at a time on
-//! one thread; [`dial`] and [`admit`] open and admit data
-//! lanes for engine and tunnel, whatever protects them; `reach` finds the first of a name's addresses that answers. What the bytes mean is
-//! decided above.
+//! one thread; [`dial`] and [`admit`] have the traits by which engine and tunnel open and admit data
+//! lanes, whatever protects them; `reach` finds the first of a name's addresses that answers. The
+//! layers above decide what the bytes mean.
 //!
 //! ```text
 //!   identity ── peers ── names

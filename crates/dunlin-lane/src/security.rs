@@ -1,4 +1,4 @@
-//! Dialing and admitting lanes of the security that both sides of a session have selected.
+//! Dialers and acceptors for the security that both sides of a session have selected.
 
 use std::fmt;
 use std::sync::Arc;
@@ -6,27 +6,16 @@ use std::sync::Arc;
 use dunlin_proto::negotiate::LaneSecurity;
 
 use super::accept::{Arrival, LaneSocket};
-use super::admit::{AdmitError, admit_plain, admit_tls};
+use super::admit::{AdmitError, LaneAcceptor, PlainAcceptor, TlsAcceptor};
 use super::data::{DataReceiver, PlainConsent};
 use super::dial::{LaneDialer, PlainDialer, TlsDialer};
 use super::peers::PeerIdentity;
 
 /// Lanes that something below TCP seals (IPsec), as this process opens and accepts them.
-pub trait SealedLanes: Send + Sync + fmt::Debug {
+pub trait SealedLanes: LaneAcceptor + fmt::Debug {
     /// A dialer for the lanes of one session. When it is dropped, what it has set up is taken
     /// down; that may wait until its lanes' connections have ended.
     fn dialer(&self) -> Arc<dyn LaneDialer>;
-
-    /// Makes a lane of a connection whose first message has been read and has proved that it
-    /// belongs to the session. `is_peer` recognises the session's peer.
-    ///
-    /// # Errors
-    /// The lane is not protected as agreed, or not by this peer; the connection is closed then.
-    fn admit(
-        &self,
-        socket: LaneSocket,
-        is_peer: &dyn Fn(&PeerIdentity) -> bool,
-    ) -> Result<DataReceiver, AdmitError>;
 
     /// Takes a connection that sets up such lanes out of what arrives at the lanes' listener, and
     /// gives back everything else.
@@ -61,9 +50,9 @@ pub fn admit(
 ) -> Result<DataReceiver, AdmitError> {
     let agreed = selected;
     match selected {
-        LaneSecurity::Tls => admit_tls(socket, is_peer),
+        LaneSecurity::Tls => TlsAcceptor.admit(socket, is_peer),
         LaneSecurity::Plain => match PlainConsent::both(allow_plain, true) {
-            Some(consent) => admit_plain(socket, consent),
+            Some(consent) => PlainAcceptor::new(consent).admit(socket, is_peer),
             None => Err(AdmitError::OtherSecurity { agreed }),
         },
         LaneSecurity::Ipsec => match sealed {

@@ -123,11 +123,7 @@ pub fn wait(socket: &impl AsFd, way: Way, stop: &Stop) -> io::Result<()> {
         read: way == Way::In,
         write: way == Way::Out,
     };
-    let stopped = Interest {
-        fd: stop.wakeup.as_fd(),
-        read: true,
-        write: false,
-    };
+    let stopped = Interest::read(&stop.wakeup);
     poll(&[socket, stopped], None).map(|_| ())
 }
 

@@ -20,6 +20,25 @@ pub struct Interest<'a> {
     pub write: bool,
 }
 
+impl<'a> Interest<'a> {
+    /// Waits until `descriptor` can be read.
+    pub fn read(descriptor: &'a impl AsFd) -> Self {
+        Self {
+            fd: descriptor.as_fd(),
+            read: true,
+            write: false,
+        }
+    }
+
+    /// Waits for an end or an error alone.
+    pub fn failure(descriptor: &'a impl AsFd) -> Self {
+        Self {
+            read: false,
+            ..Self::read(descriptor)
+        }
+    }
+}
+
 /// Waits until one of `interests` is ready or `timeout` has passed; returns
 /// for each whether it is ready.
 ///

@@ -33,16 +33,6 @@ pub fn gain_none() -> io::Result<()> {
     Ok(set_no_new_privs(true)?)
 }
 
-/// Takes every capability from the calling thread: the ambient, bounding, permitted, effective and
-/// inheritable sets are empty. The bounding set stays for a thread that may not change it; with
-/// [`gain_none`] it gives nothing.
-///
-/// # Errors
-/// The error of prctl(2) or capset(2); the sets that were emptied before stay so.
-pub fn drop_capabilities() -> io::Result<()> {
-    keep_capabilities(&[])
-}
-
 /// Takes all capabilities but those that are named: what the thread has of them stays in the
 /// permitted and effective sets, and in the bounding set.
 ///
@@ -94,7 +84,7 @@ mod tests {
             let effective = u64::from_str_radix(&field("CapEff:"), 16).unwrap();
             let privileged = effective & 1 << 8 != 0;
             gain_none().unwrap();
-            drop_capabilities().unwrap();
+            keep_capabilities(&[]).unwrap();
             assert_eq!(field("NoNewPrivs:"), "1");
             for set in ["CapInh:", "CapPrm:", "CapEff:", "CapAmb:"] {
                 assert_eq!(field(set), "0000000000000000", "{set}");
@@ -103,7 +93,7 @@ mod tests {
                 assert_eq!(field("CapBnd:"), "0000000000000000");
             }
             // A second time nothing is left to do.
-            drop_capabilities().unwrap();
+            keep_capabilities(&[]).unwrap();
         })
         .join()
         .unwrap();

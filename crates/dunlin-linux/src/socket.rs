@@ -93,11 +93,7 @@ fn finish_connect(stream: TcpStream, deadline: Instant, stop: &Wakeup) -> io::Re
             read: false,
             write: true,
         };
-        let stopped = Interest {
-            fd: stop.as_fd(),
-            read: true,
-            write: false,
-        };
+        let stopped = Interest::read(&stop);
         let ready = poll(&[connected, stopped], Some(left))?;
         if ready[1] {
             return Err(io::ErrorKind::ConnectionAborted.into());
@@ -161,11 +157,7 @@ pub fn connect_unix_unless(
     stop: &Wakeup,
 ) -> io::Result<UnixStream> {
     connect_unix_or(path, || {
-        let stopped = Interest {
-            fd: stop.as_fd(),
-            read: true,
-            write: false,
-        };
+        let stopped = Interest::read(&stop);
         match poll(&[stopped], Some(BACKLOG_STEP.min(remaining(deadline)?)))?[0] {
             true => Err(io::ErrorKind::ConnectionAborted.into()),
             false => Ok(()),

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::net::TcpListener;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
@@ -145,16 +145,11 @@ impl Listener {
     /// # Errors
     /// What poll(2) returns.
     pub(super) fn wait(&self, wakeup: &Wakeup, short: bool) -> io::Result<bool> {
-        let readable = |fd| Interest {
-            fd,
-            read: true,
-            write: false,
-        };
         let own = match self {
-            Self::Unix(listener) => listener.as_fd(),
-            Self::Tcp(listener) => listener.as_fd(),
+            Self::Unix(listener) => Interest::read(listener),
+            Self::Tcp(listener) => Interest::read(listener),
         };
-        let interests = [readable(wakeup.as_fd()), readable(own)];
+        let interests = [Interest::read(wakeup), own];
         let (watched, timeout) = match short {
             true => (1, Some(SHORTAGE_REST)),
             false => (2, None),

@@ -189,11 +189,7 @@ impl Socket {
         match &self.stream {
             Stream::Tcp(_) => true,
             Stream::Unix(stream) => {
-                let nothing = Interest {
-                    fd: stream.as_fd(),
-                    read: false,
-                    write: false,
-                };
+                let nothing = Interest::failure(&stream);
                 // An error or a hang-up is reported without being requested (poll(2)).
                 poll(&[nothing], Some(Duration::ZERO)).is_ok_and(|ready| ready == [true])
             }
@@ -285,11 +281,7 @@ mod tests {
             let socket = accepted(&listener);
             set_reset_on_close(&peer).unwrap();
             drop(peer);
-            let readable = Interest {
-                fd: socket.as_fd(),
-                read: true,
-                write: false,
-            };
+            let readable = Interest::read(&socket);
             assert_eq!(poll(&[readable], None).unwrap(), [true]);
             find(&socket);
             let read = socket.read(&mut [0]).unwrap_err();
@@ -309,11 +301,7 @@ mod tests {
         };
         assert_eq!(full, io::ErrorKind::WouldBlock);
         peer.shutdown(Shutdown::Write).unwrap();
-        let readable = Interest {
-            fd: socket.as_fd(),
-            read: true,
-            write: false,
-        };
+        let readable = Interest::read(&socket);
         assert_eq!(poll(&[readable], None).unwrap(), [true]);
         assert_eq!(socket.read(&mut [0]).unwrap(), 0);
     }

@@ -22,7 +22,7 @@ use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
 use dunlin::engine::memory::MappedMemory;
 use dunlin::lane::accept::{Arrival, LaneSocket, accept};
-use dunlin::lane::admit::admit_tls;
+use dunlin::lane::admit::{LaneAcceptor, TlsAcceptor};
 use dunlin::lane::control::{self, ControlStream};
 use dunlin::lane::data::DataSender;
 use dunlin::lane::dial::{
@@ -231,7 +231,7 @@ fn admit(
             let peer = known.control.peer();
             let is_peer = |other: &PeerIdentity| other.is(&peer.principal());
             let receiver = match socket {
-                LaneSocket::Tls(_) => admit_tls(socket, &is_peer)?,
+                LaneSocket::Tls(_) => TlsAcceptor.admit(socket, &is_peer)?,
                 LaneSocket::Plain(_) => shelter.admit(socket, &is_peer)?,
             };
             let (target, ended) = (Arc::clone(target), known.ended.clone());

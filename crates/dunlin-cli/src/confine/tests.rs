@@ -8,7 +8,6 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::io::Write;
 use std::net::{TcpListener, TcpStream};
-use std::os::fd::AsFd;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::path::Path;
@@ -430,11 +429,7 @@ fn waited() -> std::io::Result<()> {
     let limit = Some(clock::monotonic() + affinity::thread_cpu_time());
     let (waker, wakeup) = poll::waker()?;
     waker.wake();
-    let interest = poll::Interest {
-        fd: wakeup.as_fd(),
-        read: true,
-        write: false,
-    };
+    let interest = poll::Interest::read(&wakeup);
     assert_eq!(poll::poll(&[interest], limit)?, [true]);
     let epoll = Epoll::new()?;
     epoll.add(&wakeup, 7, Readiness::Read)?;

@@ -81,11 +81,7 @@ impl Stdio {
 /// copy may be a socket that was reset itself.
 fn is_channels(error: &io::Error, channel: &UnixStream) -> bool {
     // Hung up counts as ready, whatever is waited for.
-    let hung_up = Interest {
-        fd: channel.as_fd(),
-        read: false,
-        write: false,
-    };
+    let hung_up = Interest::failure(&channel);
     error.kind() == io::ErrorKind::ConnectionReset
         && poll(&[hung_up], Some(Duration::ZERO)).is_ok_and(|ready| ready == [true])
 }

@@ -3,7 +3,7 @@
 //! A [`IpsecLanes`] is what a process has for it, for lanes in both directions. Whoever opens
 //! lanes has [`IpsecDialer`] to one peer, which make a session when the first lane is wanted; whoever
 //! accepts hands the session's offer to [`SealedLanes::take`], and a lane that came in plain to
-//! [`SealedLanes::admit`], which asks [`IpsecLanes::covers`] whether it is one of that session.
+//! [`LaneAcceptor::admit`], which asks [`IpsecLanes::covers`] whether it is one of that session.
 //!
 //! ```text
 //!  opens lanes                                                       accepts
@@ -51,7 +51,7 @@ use super::tables::Tables;
 use super::{Event, Observer, Options, PortRange, Status};
 use dialer::LaneSession;
 use dunlin_lane::accept::{Arrival, LaneSocket};
-use dunlin_lane::admit::AdmitError;
+use dunlin_lane::admit::{AdmitError, LaneAcceptor};
 use dunlin_lane::control::ControlStream;
 use dunlin_lane::data::{DataReceiver, PlainConsent, STALL_LIMIT};
 use dunlin_lane::dial::LaneDialer;
@@ -257,11 +257,7 @@ impl IpsecLanes {
     }
 }
 
-impl SealedLanes for IpsecLanes {
-    fn dialer(&self) -> Arc<dyn LaneDialer> {
-        Arc::new(IpsecDialer::new(self.clone()))
-    }
-
+impl LaneAcceptor for IpsecLanes {
     fn admit(
         &self,
         socket: LaneSocket,
@@ -276,6 +272,12 @@ impl SealedLanes for IpsecLanes {
         set_liveness(&stream, &Liveness::default())?;
         let consent = PlainConsent::sealed_below();
         Ok(DataReceiver::plain(stream, consent, STALL_LIMIT)?)
+    }
+}
+
+impl SealedLanes for IpsecLanes {
+    fn dialer(&self) -> Arc<dyn LaneDialer> {
+        Arc::new(IpsecDialer::new(self.clone()))
     }
 
     fn take(&self, arrival: Arrival) -> Option<Arrival> {

@@ -1,6 +1,6 @@
 //! The sending end of a data lane.
 
-use std::io::{self, IoSliceMut, Read, Write};
+use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::time::Duration;
 
@@ -561,38 +561,6 @@ impl<'a> Frame<'a> {
             rest = &rest[count..];
         }
         bytes.len() - rest.len()
-    }
-
-    /// Reads once from `source` into all the room that is left, in place, and returns how much
-    /// came; zero when the frame is full or the source at its end.
-    ///
-    /// # Errors
-    /// What `source` says.
-    pub fn read_from(&mut self, source: &mut impl Read) -> io::Result<usize> {
-        let Layout {
-            front,
-            lead,
-            stride,
-            ..
-        } = self.sender.layout;
-        let first = self.filled / CONTENT_BYTES;
-        let mut skip = self.filled % CONTENT_BYTES;
-        let mut spaces: [_; RECORDS_PER_FRAME] = std::array::from_fn(|_| IoSliceMut::new(&mut []));
-        let records = self.sender.buffer[front..]
-            .chunks_exact_mut(stride)
-            .skip(first);
-        let mut count = 0;
-        for (space, record) in spaces.iter_mut().zip(records) {
-            *space = IoSliceMut::new(&mut record[lead + skip..lead + CONTENT_BYTES]);
-            skip = 0;
-            count += 1;
-        }
-        if count == 0 {
-            return Ok(0);
-        }
-        let read = source.read_vectored(&mut spaces[..count])?;
-        self.filled += read;
-        Ok(read)
     }
 
     /// Seals the frame and sends it, header first, in as few writes as the socket allows.

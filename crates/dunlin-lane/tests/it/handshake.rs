@@ -5,7 +5,6 @@
 use std::fs;
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
-use std::os::fd::AsFd as _;
 use std::path::Path;
 use std::sync::Arc;
 use std::thread;
@@ -665,11 +664,7 @@ struct NeverConnects;
 
 impl Connector for NeverConnects {
     fn connect(&self, _: &str, deadline: Instant, stop: &Wakeup) -> std::io::Result<TcpStream> {
-        let stopped = Interest {
-            fd: stop.as_fd(),
-            read: true,
-            write: false,
-        };
+        let stopped = Interest::read(&stop);
         let left = deadline.saturating_duration_since(Instant::now());
         let kind = if poll(&[stopped], Some(left))?[0] {
             std::io::ErrorKind::ConnectionAborted

@@ -466,11 +466,7 @@ impl Channel {
 
     /// Waits until there is something to read, without end.
     fn wait(&self, socket: &impl AsFd) {
-        let interest = Interest {
-            fd: socket.as_fd(),
-            read: true,
-            write: false,
-        };
+        let interest = Interest::read(&socket);
         // Reading tells what is wrong, if something is.
         let _ = poll(&[interest], None);
     }

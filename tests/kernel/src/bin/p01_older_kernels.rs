@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use dunlin_ipsec::xfrm::{Direction, Error, Protocol, Xfrm};
 use dunlin_kernel_tests::ipsec::{CPUS, Family, Hosts, Sa, protect};
 use dunlin_kernel_tests::{Needs, run};
-use dunlin_linux::privileges::drop_capabilities;
+use dunlin_linux::privileges::keep_capabilities;
 use dunlin_proto::ipsec::LEAST_SPI;
 
 const NEEDS: Needs = Needs {
@@ -52,7 +52,7 @@ fn main() -> ExitCode {
 
         // The right to change anything is asked for when it is opened.
         let refused = a.run(|| {
-            drop_capabilities().expect("they are its own");
+            keep_capabilities(&[]).expect("they are its own");
             Xfrm::open().map(drop)
         });
         let refused = refused.expect_err("it has no capabilities");
