@@ -22,7 +22,6 @@ pub use self::named::{Offer, OfferError, TlsVersion};
 pub use self::named::{group_name, suite_name};
 pub use self::older::OldestTls;
 use super::offload::Offload;
-use super::record::HEADER_BYTES;
 
 #[cfg(not(any(feature = "ring", feature = "aws-lc-rs")))]
 compile_error!("dunlin needs a crypto library: switch on the feature `ring`, `aws-lc-rs` or both");
@@ -267,6 +266,9 @@ macro_rules! open {
     }};
 }
 
+/// The header of a TLS record, which the tag covers.
+type RecordHeader = [u8; 5];
+
 impl AeadKey {
     pub(super) fn new(
         provider: Provider,
@@ -289,7 +291,7 @@ impl AeadKey {
     pub(super) fn seal(
         &self,
         nonce: [u8; 12],
-        header: [u8; HEADER_BYTES],
+        header: RecordHeader,
         inner: &mut [u8],
     ) -> Option<[u8; 16]> {
         match self {
@@ -306,7 +308,7 @@ impl AeadKey {
     pub(super) fn open<'a>(
         &self,
         nonce: [u8; 12],
-        header: [u8; HEADER_BYTES],
+        header: RecordHeader,
         body: &'a mut [u8],
     ) -> Option<&'a [u8]> {
         match self {

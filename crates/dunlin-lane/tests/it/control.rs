@@ -188,3 +188,26 @@ fn a_refused_certificate_reaches_the_source_at_its_first_receive() {
     );
     accept.join().unwrap();
 }
+
+/// Nothing may follow a record that was cut, and closing does not wait once more for a peer that takes nothing.
+#[test]
+fn after_a_write_that_stalled_nothing_is_sent_and_what_comes_is_read() {
+    const STALL: Duration = Duration::from_millis(300);
+    let (near, far) = lane();
+    near.socket().set_write_timeout(Some(STALL)).unwrap();
+    let stalled = |result| matches!(result, Err(ControlError::Stalled));
+    loop {
+        if let Err(error) = near.send(&[7; 100_000]) {
+            assert!(matches!(error, ControlError::Stalled), "{error}");
+            break;
+        }
+    }
+    let began = Instant::now();
+    assert!(stalled(near.send(b"more")));
+    assert!(stalled(near.close()));
+    assert!(began.elapsed() < STALL, "{:?}", began.elapsed());
+    far.send(b"read").unwrap();
+    let mut got = [0; 4];
+    near.receive_exact(&mut got, soon()).unwrap();
+    assert_eq!(&got, b"read");
+}
