@@ -18,7 +18,7 @@ const SA_CPU: u16 = 35;
 /// `XFRM_POLICY_CPU_ACQUIRE`: a CPU that has no SA asks for one (Linux 6.13).
 const CPU_ACQUIRE: u8 = 4;
 
-/// Adds an outbound policy with [`CPU_ACQUIRE`] in the calling thread's namespace.
+/// Adds an outbound policy with `CPU_ACQUIRE` in the calling thread's namespace.
 ///
 /// # Errors
 /// What socket(2) says, and the kernel.
