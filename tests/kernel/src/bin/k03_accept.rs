@@ -259,7 +259,8 @@ fn who_the_client_is_comes_with_its_socket(guest: &Guest, taker: &UnixListener) 
     let mut said = String::new();
     let errors = other.0.stderr.as_mut().expect("it was asked for");
     errors.read_to_string(&mut said).expect("it is text");
-    assert!(said.contains("alert unrecognized name"), "{said}");
+    // unrecognized_name.
+    assert!(said.contains("alert number 112"), "{said}");
     let line = accept.says("for other is refused");
     assert!(line.contains("nobody has the name"), "{line}");
 }
