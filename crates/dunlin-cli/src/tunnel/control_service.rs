@@ -228,7 +228,7 @@ impl Service for ControlService {
                 let line = ListenerLine::from(&listener);
                 say(&described(&line));
                 let told = send(connection, &Line::Listener(line));
-                // Nobody knows of it.
+                // The caller has gone, and no other process has the listener's name.
                 if told.is_err() {
                     listener.close();
                 }
