@@ -15,10 +15,30 @@ pub struct Silence {
     /// Since the last acknowledgement of anything, probes included, or the last data: a kernel
     /// that receives bulk may look at nothing else.
     pub since_heard: Duration,
+    /// Since the last segment with data was sent, or sent again.
+    pub since_sent: Duration,
     /// Segments that were sent and not acknowledged.
     pub unacknowledged: u32,
     /// Probes of a closed window that were not answered.
     pub unanswered_probes: u8,
+}
+
+impl Silence {
+    /// Whether the far end owes an answer and has sent nothing for `limit`.
+    ///
+    /// Unacknowledged data alone proves nothing: a far end with a full buffer may drop data and
+    /// acknowledge that, and the kernel doubles the time until it sends the data again. The far end
+    /// owes an answer only to what was sent since it was last heard.
+    ///
+    /// Drawback: a far end that vanishes while its window is closed is noticed after the next
+    /// retransmission or the third probe, which may be two minutes apart (RFC 9293, 3.8.6.1).
+    #[must_use]
+    pub fn is_overdue(&self, limit: Duration) -> bool {
+        let owes_acknowledgement = self.unacknowledged > 0 && self.since_sent < self.since_heard;
+        // A far end limits how often it answers probes (net.ipv4.tcp_invalid_ratelimit).
+        let owes_window = self.unanswered_probes > 2;
+        (owes_acknowledgement || owes_window) && self.since_heard >= limit
+    }
 }
 
 /// Asks how silent the far end of a TCP connection is (`TCP_INFO`).
@@ -33,6 +53,7 @@ pub fn silence(socket: impl AsFd) -> io::Result<Silence> {
     let since_data = milliseconds(offset_of!(libc::tcp_info, tcpi_last_data_recv));
     Ok(Silence {
         since_heard: since_ack.min(since_data),
+        since_sent: milliseconds(offset_of!(libc::tcp_info, tcpi_last_data_sent)),
         unacknowledged: option::number(&info, offset_of!(libc::tcp_info, tcpi_unacked)),
         unanswered_probes: info[offset_of!(libc::tcp_info, tcpi_probes)],
     })
@@ -170,6 +191,30 @@ mod tests {
         let at = listener.local_addr().unwrap();
         drop(listener);
         TcpListener::bind(at).unwrap();
+    }
+
+    #[test]
+    fn a_far_end_is_overdue_only_where_something_was_sent_since_it_was_heard() {
+        let limit = Duration::from_secs(30);
+        let silence = |heard, sent, unacknowledged, unanswered_probes| Silence {
+            since_heard: Duration::from_secs(heard),
+            since_sent: Duration::from_secs(sent),
+            unacknowledged,
+            unanswered_probes,
+        };
+        // (since heard, since sent, unacknowledged segments, unanswered probes), overdue
+        for (silence, overdue) in [
+            (silence(30, 12, 1, 0), true),
+            (silence(29, 12, 1, 0), false),
+            (silence(90, 12, 0, 0), false),
+            // The last retransmission was answered; the next one is not due yet.
+            (silence(45, 45, 2, 0), false),
+            (silence(45, 46, 2, 0), false),
+            (silence(45, 400, 0, 3), true),
+            (silence(45, 400, 0, 2), false),
+        ] {
+            assert_eq!(silence.is_overdue(limit), overdue, "{silence:?}");
+        }
     }
 
     #[test]

@@ -162,6 +162,15 @@ impl Scene {
     }
 }
 
+impl Drop for Scene {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            eprintln!("near: {:#?}", self.near_told.all());
+            eprintln!("far: {:#?}", self.far_told.all());
+        }
+    }
+}
+
 fn patient(stream: TcpStream) -> TcpStream {
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
     stream.set_write_timeout(Some(PATIENCE)).unwrap();
@@ -626,25 +635,15 @@ fn i6_a_reload_in_the_middle_of_a_handshake_lets_in_nobody_who_is_no_more_allowe
 
 #[test]
 fn a_target_that_is_not_there_ends_the_connection_with_an_error() {
-    let scene = Scene::start(Setup::new());
+    let mut scene = Scene::start(Setup::new());
     let target = scene.target.local_addr().unwrap();
-    let Scene {
-        near,
-        far,
-        near_told,
-        far_told,
-        scratch,
-        target: listener,
-        ..
-    } = scene;
-    drop(listener);
-    let mut stream = UnixStream::connect(scratch.join("in")).unwrap();
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    drop(std::mem::replace(&mut scene.target, any()));
+    let mut stream = scene.unix();
     assert!(!matches!(stream.read_once(&mut [0]), Ok(1..)));
     let refused = |event: &Event| matches!(event, Event::Refused { .. });
-    let why = far_told.wait("refusal", refused).to_string();
+    let why = scene.far_told.wait("refusal", refused).to_string();
     assert!(why.contains(&target.to_string()), "{why}");
     // At once, or within the handshake still.
-    near_told.wait("abort", |event| is_aborted(event) || refused(event));
-    drop((near, far));
+    let ended = |event: &Event| is_aborted(event) || refused(event);
+    scene.near_told.wait("abort", ended);
 }

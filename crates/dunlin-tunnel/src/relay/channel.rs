@@ -278,9 +278,7 @@ impl Channel {
         let Ok(silent) = silence(&self.tls) else {
             return;
         };
-        // A peer that takes nothing has nothing to acknowledge, and answers probes.
-        let is_due = silent.unacknowledged > 0 || silent.unanswered_probes > 2;
-        let is_silent = is_due && silent.since_heard >= vanished;
+        let is_silent = silent.is_overdue(vanished);
         let was_silent = self.was_silent.swap(is_silent, Ordering::SeqCst);
         if is_silent && was_silent {
             self.abort(self.lost("it vanished: nothing that was sent is acknowledged"));
