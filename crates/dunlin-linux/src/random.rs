@@ -2,6 +2,9 @@
 
 use std::io;
 
+use rustix::io::retry_on_intr;
+use rustix::rand::{GetRandomFlags, getrandom};
+
 /// Fills `bytes` from the kernel's random number source. Waits while the source is not yet
 /// seeded, which is the case only early at boot.
 ///
@@ -10,17 +13,7 @@ use std::io;
 pub fn fill(bytes: &mut [u8]) -> io::Result<()> {
     let mut filled = 0;
     while let Some(rest) = bytes.get_mut(filled..).filter(|rest| !rest.is_empty()) {
-        // SAFETY: `rest` is writable for as many bytes as its length says.
-        let count = unsafe { libc::getrandom(rest.as_mut_ptr().cast(), rest.len(), 0) };
-        match usize::try_from(count) {
-            Ok(count) => filled += count,
-            Err(_) => {
-                let error = io::Error::last_os_error();
-                if error.kind() != io::ErrorKind::Interrupted {
-                    return Err(error);
-                }
-            }
-        }
+        filled += retry_on_intr(|| getrandom(&mut *rest, GetRandomFlags::empty()))?;
     }
     Ok(())
 }

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result};
 use clap::Args;
+use dunlin_linux::random;
 use dunlin_linux::signals::EndSignals;
 use dunlin_microvm::{Backing, Config, CreateError, Fill, GuestKind, Movable, Vm, Workload};
 
@@ -72,8 +73,7 @@ pub(crate) struct Run {
 impl Run {
     pub(crate) fn run(self) -> Result<i32> {
         let mut uuid = [0; 16];
-        std::io::Read::read_exact(&mut std::fs::File::open("/dev/urandom")?, &mut uuid)
-            .context("the random number source failed")?;
+        random::fill(&mut uuid).context("the random number source failed")?;
         // RFC 9562, section 5.4: version 4, variant 10.
         uuid[6] = uuid[6] & 0x0f | 0x40;
         uuid[8] = uuid[8] & 0x3f | 0x80;

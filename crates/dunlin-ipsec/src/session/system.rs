@@ -1,7 +1,6 @@
 //! What a session asks of the system beside its IPsec.
 
-use std::fs::{self, File};
-use std::io::Read;
+use std::fs;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpStream, UdpSocket};
 use std::path::Path;
 
@@ -70,8 +69,7 @@ fn unguarded(settings: &Path, family: &str, device: &str) -> Option<String> {
 
 pub(crate) fn random<const N: usize>() -> Result<[u8; N], IpsecError> {
     let mut bytes = [0; N];
-    let filled = File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes));
-    filled.map_err(IpsecError::resources("random numbers"))?;
+    dunlin_linux::random::fill(&mut bytes).map_err(IpsecError::resources("random numbers"))?;
     Ok(bytes)
 }
 
