@@ -263,7 +263,7 @@ impl Paths {
     }
 }
 
-/// A module and the modules below it are one unit: only other imports can form a circle.
+/// Imports between a module and the modules below it do not count.
 fn is_one_unit(one: &[String], other: &[String]) -> bool {
     one.starts_with(other) || other.starts_with(one)
 }

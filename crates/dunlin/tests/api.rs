@@ -1,6 +1,6 @@
 //! The public API as text: what a new release may add to and not break.
 //!
-//! docs/api/ has a file for each library crate, made from the sources, so that it needs no nightly
+//! docs/api/ has a file for each of five library crates, made from the sources, so that it needs no nightly
 //! compiler: every item that is `pub`, since rustc's lint `unreachable_pub`,
 //! which is an error in CI, keeps it from standing where nobody outside reaches
 //! it. An item is listed under the nearest public module above it.
