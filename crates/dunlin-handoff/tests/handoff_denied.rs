@@ -28,11 +28,11 @@ fn i6_a_denied_key_is_refused_at_a_hand_off_whoever_vouches_for_it() {
         TrustPolicy::Bundle(bundle, names(&[DESTINATION]))
     };
     let served = far.load().server(&Crypto::auto(), names(&[])).unwrap();
-    let met = |belief: TrustPolicy| {
+    let met = |trust: TrustPolicy| {
         let provider = Provider::built_in()[0];
         let ciphers = "TLS_AES_256_GCM_SHA384";
         let offer = Offer::new(TlsVersion::V1_3, ciphers, "X25519", provider).unwrap();
-        let tls = HandoffTls::new(offer, belief, None, Some(&near.load())).unwrap();
+        let tls = HandoffTls::new(offer, trust, None, Some(&near.load())).unwrap();
         let door = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = door.local_addr().unwrap().port();
         thread::scope(|scope| {
@@ -57,9 +57,9 @@ fn i6_a_denied_key_is_refused_at_a_hand_off_whoever_vouches_for_it() {
         (Some(root), [true, false, false]),
     ] {
         denies(&near, denied.as_slice());
-        for (belief, refused) in beliefs().into_iter().zip(refused) {
-            let what = format!("{belief:?}, denied {denied:?}");
-            match met(belief) {
+        for (trust, refused) in beliefs().into_iter().zip(refused) {
+            let what = format!("{trust:?}, denied {denied:?}");
+            match met(trust) {
                 Ok(()) => assert!(!refused, "{what}"),
                 Err(ConnectError::Handshake { source, .. }) => {
                     let is_denied = matches!(

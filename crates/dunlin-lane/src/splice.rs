@@ -82,7 +82,7 @@ pub fn carry(
                 Ok(0) => return Pause::Ended,
                 Ok(_) => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    if let Err(error) = wait(from, Way::In, stop) {
+                    if let Err(error) = wait(from, Readiness::Readable, stop) {
                         return Pause::From(error);
                     }
                     continue;
@@ -94,7 +94,7 @@ pub fn carry(
         match conduit.give(to) {
             Ok(left) => carried(held.abs_diff(left) as u64),
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                if let Err(error) = wait(to, Way::Out, stop) {
+                if let Err(error) = wait(to, Readiness::Writable, stop) {
                     return Pause::To(error);
                 }
             }
@@ -106,22 +106,22 @@ pub fn carry(
 
 /// What is waited for.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Way {
+pub enum Readiness {
     /// That there is something to read.
-    In,
+    Readable,
     /// That there is room to write.
-    Out,
+    Writable,
 }
 
 /// Waits for one or the other, without end.
 ///
 /// # Errors
 /// What poll(2) says.
-pub fn wait(socket: &impl AsFd, way: Way, stop: &Stop) -> io::Result<()> {
+pub fn wait(socket: &impl AsFd, readiness: Readiness, stop: &Stop) -> io::Result<()> {
     let socket = Interest {
         fd: socket.as_fd(),
-        read: way == Way::In,
-        write: way == Way::Out,
+        read: readiness == Readiness::Readable,
+        write: readiness == Readiness::Writable,
     };
     let stopped = Interest::read(&stop.wakeup);
     poll(&[socket, stopped], None).map(|_| ())

@@ -117,12 +117,12 @@ pub struct Reached {
     /// The lane's number.
     pub lane: u16,
     /// How far.
-    pub place: Place,
+    pub position: Position,
 }
 
-/// A place in a lane's course.
+/// A position in the stream of a lane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Place {
+pub enum Position {
     /// The mark that ends this iteration; 0 before the first.
     Mark(u32),
     /// The lane's end: nothing of it is under way.

@@ -199,7 +199,7 @@ impl Accept {
             names: self.names.iter().zip(paths).map(of).collect(),
             other: self.other.clone().map(|to| Other { to, header }),
             forwards_plain: self.forward_plain,
-            line: Box::new(|arrived| AcceptedLine::of(arrived).to_json()),
+            describe: Box::new(|arrived| AcceptedLine::of(arrived).to_json()),
             inspector: Box::new(Netlink),
             limits: Limits {
                 opening: self.timeout,

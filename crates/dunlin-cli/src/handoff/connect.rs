@@ -144,7 +144,7 @@ impl Connect {
     fn tls(&self) -> Result<HandoffTls> {
         let provider = provider::auto().provider;
         let offer = Offer::new(self.tls.into(), &self.ciphers, &self.curves, provider)?;
-        let belief = match &self.cert_bundle_file {
+        let trust = match &self.cert_bundle_file {
             Some(path) => {
                 let bundle = Bundle::load(path).context("--cert-bundle-file cannot be used")?;
                 TrustPolicy::Bundle(Arc::new(bundle), allowed_peers(&self.peers)?)
@@ -157,7 +157,7 @@ impl Connect {
         };
         Ok(HandoffTls::new(
             offer,
-            belief,
+            trust,
             self.sni.as_deref(),
             identity.as_ref(),
         )?)

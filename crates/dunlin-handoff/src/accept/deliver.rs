@@ -92,7 +92,7 @@ fn deliver(shared: &Shared, own: usize, (keyed, peer): Secured) -> Result<Event,
         facts: Facts::of(&keyed, peer),
         chosen,
     };
-    let line = (shared.options.line)(&arrived) + "\n";
+    let line = (shared.options.describe)(&arrived) + "\n";
     let socket = keyed.stream.as_fd();
     give(&taker, line.as_bytes(), &[socket], deadline).map_err(no_taker)?;
     Ok(Event::HandedOver {

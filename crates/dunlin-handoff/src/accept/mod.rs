@@ -116,7 +116,7 @@ pub struct Options {
     /// What does not begin as TLS does goes to that server too.
     pub forwards_plain: bool,
     /// What is said of a socket to whoever takes it.
-    pub line: Description,
+    pub describe: Description,
     /// What asks the kernel about a connection that was given to it.
     pub inspector: Box<dyn Inspector>,
     /// Bounds.

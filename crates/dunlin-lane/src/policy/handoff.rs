@@ -24,18 +24,18 @@ pub struct HandoffTls {
     pub(crate) config: Arc<ClientConfig>,
     pub(crate) server_name: ServerName<'static>,
     version: TlsVersion,
-    belief: TrustPolicy,
+    trust: TrustPolicy,
 }
 
 impl HandoffTls {
-    /// Offers `offer` to a peer that `belief` vouches for, names `server` to it, and shows it the
+    /// Offers `offer` to a peer that `trust` vouches for, names `server` to it, and shows it the
     /// certificate of `identity`.
     ///
     /// # Errors
     /// [`SettingsError`].
     pub fn new(
         offer: Offer,
-        belief: TrustPolicy,
+        trust: TrustPolicy,
         server: Option<&str>,
         identity: Option<&Identity>,
     ) -> Result<Self, SettingsError> {
@@ -44,7 +44,7 @@ impl HandoffTls {
             .transpose()
             .map_err(|error| SettingsError::Refused(format!("as a server's name: {error}")))?;
         let believing = Believing {
-            belief: belief.clone(),
+            trust: trust.clone(),
             denied: identity.map_or_else(Denied::default, |own| own.authorities.denied.clone()),
             algorithms: offer.rustls.signature_verification_algorithms,
         };
@@ -72,7 +72,7 @@ impl HandoffTls {
             config: Arc::new(config),
             server_name: server_name.unwrap_or_else(no_name),
             version: offer.version,
-            belief,
+            trust,
         })
     }
 
@@ -83,7 +83,7 @@ impl HandoffTls {
 
     /// Who the bearer of a certificate is that a handshake has believed.
     pub fn identity_of(&self, leaf: &CertificateDer<'_>) -> Option<PeerIdentity> {
-        self.belief.identity(leaf)
+        self.trust.identity(leaf)
     }
 }
 

@@ -97,7 +97,7 @@ impl Bundle {
 /// The check of the server's certificate.
 #[derive(Debug)]
 pub(crate) struct Believing {
-    pub(crate) belief: TrustPolicy,
+    pub(crate) trust: TrustPolicy,
     /// The keys that our identity denies.
     pub(crate) denied: Denied,
     pub(crate) algorithms: WebPkiSupportedAlgorithms,
@@ -117,7 +117,7 @@ impl ServerCertVerifier for Believing {
         self.denied
             .check(end_entity, intermediates)
             .map_err(refused)?;
-        let TrustPolicy::Bundle(bundle, peers) = &self.belief else {
+        let TrustPolicy::Bundle(bundle, peers) = &self.trust else {
             return Ok(ServerCertVerified::assertion());
         };
         if bundle.has(end_entity) {

@@ -2,7 +2,7 @@
 //! tables of docs/wire.md say the same in the same order.
 
 use super::{
-    Accept, ChunkSet, Describe, Digest, Envelope, Final, Header, Kind, Message, Place, Reached,
+    Accept, ChunkSet, Describe, Digest, Envelope, Final, Header, Kind, Message, Position, Reached,
     RegionTable, Section, Verdict,
 };
 use crate::limits::{
@@ -130,7 +130,7 @@ layout! { Accept {
 
 layout! { Reached {
     lane: "lane" as NOT_ZERO,
-    place: "iteration" as PlaceCodec,
+    position: "iteration" as PositionCodec,
 } }
 
 layout! { Section {
@@ -232,27 +232,27 @@ impl Codec<RegionTable> for Regions {
 }
 
 /// How far a lane has come.
-struct PlaceCodec;
+struct PositionCodec;
 
-impl Codec<Place> for PlaceCodec {
+impl Codec<Position> for PositionCodec {
     fn encode(
         &self,
         what: &'static str,
-        value: &Place,
+        value: &Position,
         writer: &mut Writer<'_>,
     ) -> Result<(), EncodeError> {
         writer.u32(match value {
-            Place::Mark(REACHED_END) => return Err(invalid(what, "it stands for a lane's end")),
-            Place::Mark(iteration) => *iteration,
-            Place::End => REACHED_END,
+            Position::Mark(REACHED_END) => return Err(invalid(what, "it stands for a lane's end")),
+            Position::Mark(iteration) => *iteration,
+            Position::End => REACHED_END,
         });
         Ok(())
     }
 
-    fn decode(&self, what: &'static str, reader: &mut Reader<'_>) -> Result<Place, DecodeError> {
+    fn decode(&self, what: &'static str, reader: &mut Reader<'_>) -> Result<Position, DecodeError> {
         Ok(match reader.u32(what)? {
-            REACHED_END => Place::End,
-            iteration => Place::Mark(iteration),
+            REACHED_END => Position::End,
+            iteration => Position::Mark(iteration),
         })
     }
 }

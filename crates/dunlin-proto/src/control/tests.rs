@@ -67,7 +67,7 @@ fn reached(count: usize) -> Vec<Reached> {
     (1..=count)
         .map(|lane| Reached {
             lane: lane as u16,
-            place: Place::Mark(1),
+            position: Position::Mark(1),
         })
         .collect()
 }
@@ -142,7 +142,7 @@ fn what_a_peer_would_refuse_is_not_written() {
             sets: sets(1),
             reached: vec![Reached {
                 lane: 1,
-                place: Place::Mark(u32::MAX),
+                position: Position::Mark(u32::MAX),
             }],
         },
         Message::Fenced {

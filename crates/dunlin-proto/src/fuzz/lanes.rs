@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::Choices;
 use crate::bitmap::Run;
-use crate::control::{ChunkSet, Final, Place, Reached};
+use crate::control::{ChunkSet, Final, Position, Reached};
 use crate::lanes::{Action, Fence, KeyUsage, Receiving, Sending, Timeouts};
 use crate::schedule::{ChunkPlan, Schedule, Work};
 
@@ -93,17 +93,17 @@ pub fn fuzz_sending(bytes: &[u8]) {
                 assert_eq!(taken.ok(), honest.then_some(pages));
             }
             10 => {
-                let place = match choices.byte() % 4 {
-                    0 => Place::End,
-                    mark => Place::Mark(u32::from(mark) - 1),
+                let position = match choices.byte() % 4 {
+                    0 => Position::End,
+                    mark => Position::Mark(u32::from(mark) - 1),
                 };
                 let course = sending.schedule().course(lane);
                 let known = (1..=opened).contains(&lane);
-                let sent = course.is_none_or(|course| match place {
-                    Place::Mark(mark) => mark <= course.mark,
-                    Place::End => course.ended,
+                let sent = course.is_none_or(|course| match position {
+                    Position::Mark(mark) => mark <= course.mark,
+                    Position::End => course.ended,
                 });
-                let taken = sending.acknowledge(&[], &[Reached { lane, place }], now_ns);
+                let taken = sending.acknowledge(&[], &[Reached { lane, position }], now_ns);
                 assert_eq!(taken.is_ok(), known && sent);
             }
             11 => {
@@ -215,9 +215,11 @@ pub fn fuzz_receiving(bytes: &[u8]) {
             6 if choices.byte() < 64 => {
                 let (sets, reached) = receiving.repeat();
                 assert_eq!(numbers(&sets), written, "all of it is told again");
-                for Reached { lane, place } in reached {
+                for Reached { lane, position } in reached {
                     assert!(
-                        place == Place::End || open.contains_key(&lane) || used.contains(&lane)
+                        position == Position::End
+                            || open.contains_key(&lane)
+                            || used.contains(&lane)
                     );
                 }
                 untold.clear();

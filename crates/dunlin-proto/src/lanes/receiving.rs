@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use thiserror::Error;
 
-use crate::control::{ChunkSet, Final, Place, Reached};
+use crate::control::{ChunkSet, Final, Position, Reached};
 use crate::marks::{MarkError, Marks};
 use crate::mistake::{Mistake, planted};
 use crate::received::{ChunkError, Received};
@@ -114,7 +114,7 @@ pub struct Receiving {
     received: Received,
     pages: u64,
     acks: Vec<u64>,
-    reached: BTreeMap<u16, Place>,
+    reached: BTreeMap<u16, Position>,
     last: Option<Final>,
     complete: bool,
 }
@@ -205,7 +205,7 @@ impl Receiving {
     /// See [`MarkError`].
     pub fn mark(&mut self, lane: u16, iteration: u32) -> Result<(), CourseError> {
         self.marks.reach(lane, iteration)?;
-        self.reached.insert(lane, Place::Mark(iteration));
+        self.reached.insert(lane, Position::Mark(iteration));
         Ok(())
     }
 
@@ -236,7 +236,7 @@ impl Receiving {
         }
         self.lanes.remove(&lane);
         self.marks.end(lane);
-        self.reached.insert(lane, Place::End);
+        self.reached.insert(lane, Position::End);
         Ok(())
     }
 
@@ -334,7 +334,7 @@ impl Receiving {
         }
         let reached = std::mem::take(&mut self.reached)
             .into_iter()
-            .map(|(lane, place)| Reached { lane, place })
+            .map(|(lane, position)| Reached { lane, position })
             .collect();
         (sets, reached)
     }
@@ -347,12 +347,12 @@ impl Receiving {
         let mut reached = std::mem::take(&mut self.reached);
         for &lane in self.lanes.keys() {
             if let Some(mark) = self.marks.marked(lane) {
-                reached.insert(lane, Place::Mark(mark));
+                reached.insert(lane, Position::Mark(mark));
             }
         }
         let reached = reached
             .into_iter()
-            .map(|(lane, place)| Reached { lane, place })
+            .map(|(lane, position)| Reached { lane, position })
             .collect();
         (self.received.sets().collect(), reached)
     }

@@ -3,7 +3,7 @@
 use thiserror::Error;
 
 use super::lifecycle::{Action, KeyUsage, Lane, Lifecycle, Load, Loss, State, Timeouts};
-use crate::control::{ChunkSet, Place, Reached};
+use crate::control::{ChunkSet, Position, Reached};
 use crate::mistake::{Mistake, planted};
 use crate::schedule::{ChunkPlan, LaneCourse, Schedule, UnknownChunk, Work};
 
@@ -23,13 +23,13 @@ pub enum ReportError {
     },
     /// A mark or an end that was never sent on this lane.
     #[error(
-        "the destination has read {place:?} on lane {lane}, which was not sent: the destination does not keep the protocol"
+        "the destination has read {position:?} on lane {lane}, which was not sent: the destination does not keep the protocol"
     )]
-    Place {
+    Position {
         /// The lane.
         lane: u16,
         /// How far it claims to have read.
-        place: Place,
+        position: Position,
     },
 }
 
@@ -38,7 +38,7 @@ pub enum ReportError {
 struct Progress {
     /// As the schedule has it.
     course: LaneCourse,
-    confirmed: Place,
+    confirmed: Position,
     /// Until when the rate cap holds back the chunk that it was given last.
     paced_ns: u64,
     /// Given up because no iteration is left for which it was opened.
@@ -50,9 +50,9 @@ impl Progress {
         self.course.chunks > self.course.acknowledged
     }
 
-    fn owes_place(&self) -> bool {
-        Place::Mark(self.course.mark) > self.confirmed
-            || (self.course.ended && self.confirmed != Place::End)
+    fn owes_position(&self) -> bool {
+        Position::Mark(self.course.mark) > self.confirmed
+            || (self.course.ended && self.confirmed != Position::End)
     }
 }
 
@@ -60,7 +60,7 @@ impl Default for Progress {
     fn default() -> Self {
         Self {
             course: LaneCourse::default(),
-            confirmed: Place::Mark(0),
+            confirmed: Position::Mark(0),
             paced_ns: 0,
             unwanted: false,
         }
@@ -72,10 +72,10 @@ impl Load for Progress {
     fn unconfirmed_since(lane: &Lane<Self>) -> Option<u64> {
         let progress = &lane.load;
         let course = &progress.course;
-        if course.chunks == course.acknowledged + 1 && !progress.owes_place() {
+        if course.chunks == course.acknowledged + 1 && !progress.owes_position() {
             return Some(lane.clock_ns().max(progress.paced_ns));
         }
-        (progress.owes_chunks() || progress.owes_place()).then_some(lane.clock_ns())
+        (progress.owes_chunks() || progress.owes_position()).then_some(lane.clock_ns())
     }
 }
 
@@ -276,27 +276,27 @@ impl Sending {
         }
         for &Reached {
             lane: number,
-            place,
+            position,
         } in reached
         {
             self.check(number)?;
             let Some(course) = self.schedule.course(number) else {
                 continue;
             };
-            let sent = match place {
-                Place::Mark(iteration) => iteration <= course.mark,
-                Place::End => course.ended,
+            let sent = match position {
+                Position::Mark(iteration) => iteration <= course.mark,
+                Position::End => course.ended,
             };
             if !sent {
-                return Err(ReportError::Place {
+                return Err(ReportError::Position {
                     lane: number,
-                    place,
+                    position,
                 });
             }
             if let Some(lane) = self.lanes.get_mut(number)
-                && lane.load.confirmed < place
+                && lane.load.confirmed < position
             {
-                lane.load.confirmed = place;
+                lane.load.confirmed = position;
                 lane.restart(now_ns);
             }
         }
@@ -394,8 +394,9 @@ impl Sending {
     /// when that one passes it. A lane that is being fenced holds the others up
     /// until it is fenced.
     fn excuse_waiting(&mut self, now_ns: u64) {
-        let at_destination =
-            |lane: &Lane<Progress>| !lane.is(State::Opening) && lane.load.confirmed != Place::End;
+        let at_destination = |lane: &Lane<Progress>| {
+            !lane.is(State::Opening) && lane.load.confirmed != Position::End
+        };
         let lanes = self.lanes.iter().filter(|(_, lane)| at_destination(lane));
         let Some(last) = lanes.map(|(_, lane)| lane.load.confirmed).min() else {
             return;

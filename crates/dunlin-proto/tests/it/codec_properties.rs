@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 
 use dunlin_proto::control::{
     Accept, CONTROL_HEADER_BYTES, ChunkSet, Describe, Envelope, Final, Header, Kind, Message,
-    Place, Reached, Region, RegionKind, RegionTable, Section, Verdict,
+    Position, Reached, Region, RegionKind, RegionTable, Section, Verdict,
 };
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::frame::{ChunkHeader, Encoding, FRAME_HEADER_BYTES, Frame, RANGE_BYTES, Range};
@@ -128,8 +128,8 @@ prop_compose! {
 }
 
 fn reached() -> impl Strategy<Value = Reached> {
-    let place = prop_oneof![(0..u32::MAX).prop_map(Place::Mark), Just(Place::End),];
-    (1..=u16::MAX, place).prop_map(|(lane, place)| Reached { lane, place })
+    let position = prop_oneof![(0..u32::MAX).prop_map(Position::Mark), Just(Position::End),];
+    (1..=u16::MAX, position).prop_map(|(lane, position)| Reached { lane, position })
 }
 
 fn verdict() -> impl Strategy<Value = Verdict> {

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 
 use dunlin_proto::control::{
     Accept, CONTROL_HEADER_BYTES, ChunkSet, Describe, Envelope, Final, Header, Kind, Message,
-    Place, Reached, Region, RegionKind, RegionTable, Section, Verdict,
+    Position, Reached, Region, RegionKind, RegionTable, Section, Verdict,
 };
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::frame::{ChunkHeader, Encoding, FRAME_HEADER_BYTES, Frame, Range};
@@ -197,11 +197,11 @@ fn expected_message(kind: Kind) -> Message {
             reached: vec![
                 Reached {
                     lane: 5,
-                    place: Place::Mark(3),
+                    position: Position::Mark(3),
                 },
                 Reached {
                     lane: 6,
-                    place: Place::End,
+                    position: Position::End,
                 },
             ],
         },

@@ -16,7 +16,7 @@ use crate::failure::{Failure, OrFailure};
 use dunlin_lane::record::{CONTENT_BYTES, OpenError};
 use dunlin_lane::relayed::RelayError;
 use dunlin_lane::relayed::in_kernel::{Control, Held, Opening, Sealing};
-use dunlin_lane::splice::{Stop, Way, wait};
+use dunlin_lane::splice::{Readiness, Stop, wait};
 use dunlin_lane::sync::lock;
 
 /// What splice(2) says where the next record is no data (net/tls/tls_sw.c).
@@ -39,7 +39,7 @@ impl Channel {
                 Ok(count) => count,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     // Reading tells what is wrong, if something is.
-                    let _ = wait(&self.plain, Way::In, stop);
+                    let _ = wait(&self.plain, Readiness::Readable, stop);
                     continue;
                 }
                 Err(error) => return self.unless_broken(of_hypervisor(&error)),
@@ -58,7 +58,7 @@ impl Channel {
                         if self.is_broken.load(Ordering::SeqCst) {
                             return Ok(());
                         }
-                        let _ = wait(&self.tls, Way::Out, stop);
+                        let _ = wait(&self.tls, Readiness::Writable, stop);
                     }
                     Err(error) => return self.unless_broken(self.of_io(&error)),
                 }
@@ -94,7 +94,7 @@ impl Channel {
                         return self.unless_broken(self.lost("it was reset"));
                     }
                     // As above.
-                    let _ = wait(&self.tls, Way::In, stop);
+                    let _ = wait(&self.tls, Readiness::Readable, stop);
                     continue;
                 }
                 Err(error) if error.raw_os_error() == Some(EINVAL) => {
@@ -142,7 +142,7 @@ impl Channel {
                     } else if self.is_reset.load(Ordering::SeqCst) {
                         behind = Some(self.take_rest(opening)?);
                     } else {
-                        let _ = wait(&self.plain, Way::Out, stop);
+                        let _ = wait(&self.plain, Readiness::Writable, stop);
                     }
                 }
                 Err(error) => return self.unless_broken(of_hypervisor(&error)),
@@ -273,7 +273,7 @@ impl Channel {
                     if self.is_broken.load(Ordering::SeqCst) {
                         return Ok(());
                     }
-                    let _ = wait(&self.tls, Way::Out, stop);
+                    let _ = wait(&self.tls, Readiness::Writable, stop);
                 }
                 Err(error) => return self.unless_broken(self.of_io(&error)),
             }

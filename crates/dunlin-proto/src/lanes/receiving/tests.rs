@@ -106,14 +106,14 @@ fn reports_are_given_once_and_repeated_whole() {
     receiving.mark(1, 1).unwrap();
     let (sets, reached) = receiving.take_reports();
     assert_eq!(sets, [ChunkSet { first: 0, count: 2 }]);
-    let at = |lane, place| Reached { lane, place };
-    assert_eq!(reached, [at(1, Place::Mark(1))]);
+    let at = |lane, position| Reached { lane, position };
+    assert_eq!(reached, [at(1, Position::Mark(1))]);
     assert!(!receiving.has_reports());
     receiving.written(2, 3, 1).unwrap();
     receiving.ended(2, 1).unwrap();
     let (sets, reached) = receiving.repeat();
     assert_eq!(sets.len(), 2);
-    assert_eq!(reached, [at(1, Place::Mark(1)), at(2, Place::End)]);
+    assert_eq!(reached, [at(1, Position::Mark(1)), at(2, Position::End)]);
 }
 
 #[test]

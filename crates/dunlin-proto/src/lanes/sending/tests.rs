@@ -38,8 +38,8 @@ fn next(sending: &mut Sending, lane: u16, now_ns: u64) -> Work {
     sending.next(lane, KeyUsage::Fresh, now_ns, &mut ChunkPlan::default())
 }
 
-fn reached(lane: u16, place: Place) -> [Reached; 1] {
-    [Reached { lane, place }]
+fn reached(lane: u16, position: Position) -> [Reached; 1] {
+    [Reached { lane, position }]
 }
 
 fn ack(first: u64) -> [ChunkSet; 1] {
@@ -105,7 +105,7 @@ fn a_lane_that_waits_at_a_mark_is_not_the_culprit() {
     assert_eq!(next(&mut sending, 1, 0), Work::Chunk);
     assert_eq!(next(&mut sending, 2, 0), Work::Mark(1));
     // Lane 1 has come to its mark; the mark of lane 2 has been swallowed.
-    let at_mark = reached(1, Place::Mark(1));
+    let at_mark = reached(1, Position::Mark(1));
     sending.acknowledge(&ack(0), &at_mark, 50).unwrap();
     assert_eq!(
         actions(&mut sending, 100),
@@ -316,7 +316,7 @@ fn a_worn_lane_goes_on_until_another_takes_its_place() {
     sending
         .acknowledge(
             &[ChunkSet { first: 0, count: 2 }],
-            &reached(1, Place::End),
+            &reached(1, Position::End),
             6,
         )
         .unwrap();
@@ -409,13 +409,13 @@ fn i7_reports_of_what_was_never_sent_are_refused() {
     let lies = [
         sending.acknowledge(&ack(1), &[], 1).unwrap_err(),
         sending
-            .acknowledge(&[], &reached(1, Place::Mark(1)), 1)
+            .acknowledge(&[], &reached(1, Position::Mark(1)), 1)
             .unwrap_err(),
         sending
-            .acknowledge(&[], &reached(1, Place::End), 1)
+            .acknowledge(&[], &reached(1, Position::End), 1)
             .unwrap_err(),
         sending
-            .acknowledge(&[], &reached(2, Place::End), 1)
+            .acknowledge(&[], &reached(2, Position::End), 1)
             .unwrap_err(),
         sending.lane_up(2, 1).unwrap_err(),
         sending.lane_up(0, 1).unwrap_err(),
@@ -426,7 +426,7 @@ fn i7_reports_of_what_was_never_sent_are_refused() {
     assert!(
         lies[1..3]
             .iter()
-            .all(|lie| matches!(lie, ReportError::Place { .. }))
+            .all(|lie| matches!(lie, ReportError::Position { .. }))
     );
     assert!(
         lies[3..]
