@@ -70,8 +70,7 @@ enum Shelf {
 pub struct SessionJournal {
     record: Record,
     peer: RecordedPeer,
-    /// None once it is forgotten.
-    held: Option<Held>,
+    held: Held,
 }
 
 enum Held {
@@ -200,7 +199,7 @@ impl Journal {
         Ok(SessionJournal {
             record,
             peer: RecordedPeer::Unknown,
-            held: Some(Held::File(held)),
+            held: Held::File(held),
         })
     }
 
@@ -291,7 +290,7 @@ impl Journal {
             (held, Some(record)) => Ok(SessionJournal {
                 peer: held.read_peer(record.session)?,
                 record,
-                held: Some(Held::File(held)),
+                held: Held::File(held),
             }),
             (held, None) => Err(JournalError::Missing { path: held.path }),
         }
@@ -332,7 +331,7 @@ impl fmt::Debug for SessionJournal {
         formatter
             .debug_struct("SessionJournal")
             .field("record", &self.record)
-            .field("path", &self.held.as_ref().map(Held::path))
+            .field("path", &self.held.path())
             .finish()
     }
 }
@@ -351,9 +350,8 @@ impl SessionJournal {
     /// [`JournalError::Io`].
     pub fn write_peer(&mut self, peer: &Principal) -> Result<(), JournalError> {
         match &mut self.held {
-            Some(Held::File(held)) => held.write_peer(peer, self.record.session)?,
-            Some(Held::Memory(held)) => held.write_peer(peer),
-            None => {}
+            Held::File(held) => held.write_peer(peer, self.record.session)?,
+            Held::Memory(held) => held.write_peer(peer),
         }
         self.peer = RecordedPeer::Known(peer.clone());
         Ok(())
@@ -402,9 +400,8 @@ impl SessionJournal {
         let began = Instant::now();
         record.written_ms = now_ms();
         match &mut self.held {
-            Some(Held::File(held)) => held.write(&record)?,
-            Some(Held::Memory(held)) => held.write(&record),
-            None => {}
+            Held::File(held) => held.write(&record)?,
+            Held::Memory(held) => held.write(&record),
         }
         self.record = record;
         Ok(began.elapsed())
@@ -416,33 +413,30 @@ impl SessionJournal {
     /// [`JournalError::Io`]: the record is still there, or comes back if the
     /// host crashes now.
     pub fn forget(self) -> Result<(), JournalError> {
-        let held = match self.held {
-            Some(Held::File(held)) => held,
-            Some(Held::Memory(held)) => {
-                held.forget();
-                return Ok(());
+        match self.held {
+            Held::File(held) => {
+                std::fs::remove_file(&held.path).map_err(io_error("removed", &held.path))?;
+                held.place.sync_directory()
             }
-            None => return Ok(()),
-        };
-        std::fs::remove_file(&held.path).map_err(io_error("removed", &held.path))?;
-        held.place.sync_directory()
+            Held::Memory(held) => {
+                held.forget();
+                Ok(())
+            }
+        }
     }
 
     /// The same, unless the record says that something is still to be decided
     /// or done.
     pub(crate) fn forget_if_over(self) -> Result<(), JournalError> {
         let Record { state, attempt, .. } = self.record;
-        match (state, &self.held) {
-            (
-                State::Source(
-                    SourceRecord::Migrating
-                    | SourceRecord::Committing
-                    | SourceRecord::RanThenDied
-                    | SourceRecord::RunHere,
-                ),
-                Some(held),
+        match state {
+            State::Source(
+                SourceRecord::Migrating
+                | SourceRecord::Committing
+                | SourceRecord::RanThenDied
+                | SourceRecord::RunHere,
             ) => Err(JournalError::Undecided {
-                path: held.path(),
+                path: self.held.path(),
                 state,
                 attempt,
             }),

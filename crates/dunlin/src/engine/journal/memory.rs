@@ -112,7 +112,7 @@ impl Memory {
         SessionJournal {
             record,
             peer: recorded(peer),
-            held: Some(Held::Memory(HeldInMemory { name, memory })),
+            held: Held::Memory(HeldInMemory { name, memory }),
         }
     }
 }

@@ -183,7 +183,7 @@ fn no_record_needs_new_room() {
     let directory = scratch.join("journal");
     let journal = Journal::open(&directory).unwrap();
     let mut session = journal.create(record(PREPARED)).unwrap();
-    let path = session.held.as_ref().unwrap().path();
+    let path = session.held.path();
     let size = |path: &Path| {
         let metadata = path.metadata().unwrap();
         (metadata.len(), metadata.blocks(), metadata.mode() & 0o777)
@@ -499,7 +499,7 @@ fn i1_a_record_from_before_the_peer_block_is_known_by_names_that_an_authority_vo
         };
         let mut session = journal.create(made).unwrap();
         session.write(state).unwrap();
-        let path = session.held.as_ref().unwrap().path();
+        let path = session.held.path();
         File::options()
             .write(true)
             .open(path)
