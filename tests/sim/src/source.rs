@@ -70,11 +70,7 @@ pub(crate) struct Attempt {
     pub(crate) said: Vec<Message>,
     sending: Sending,
     lanes: BTreeMap<u16, Lane>,
-    precopy: Precopy,
-    began_ns: u64,
-    pass_ns: Option<u64>,
-    acked_pages: u64,
-    throttle: u8,
+    passes: Passes,
     closing: Option<u64>,
     last: Option<Final>,
     answer_ns: Option<u64>,
@@ -84,10 +80,21 @@ pub(crate) struct Attempt {
     /// Whether no fault had struck since it began.
     clean: bool,
     refused: bool,
-    /// The next iteration is decided on and has not begun.
-    begins: bool,
     /// The lanes are given up.
     gives_up: bool,
+}
+
+/// The iterations of an attempt.
+#[derive(Debug)]
+struct Passes {
+    precopy: Precopy,
+    began_ns: u64,
+    /// When the newest one began, once memory moves.
+    pass_ns: Option<u64>,
+    acked_pages: u64,
+    throttle: u8,
+    /// The next one is decided on and has not begun.
+    begins: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -115,7 +122,7 @@ impl SourceHost {
     pub(crate) fn throttle(&self) -> u64 {
         self.attempt
             .as_ref()
-            .map_or(0, |attempt| u64::from(attempt.throttle))
+            .map_or(0, |attempt| u64::from(attempt.passes.throttle))
     }
 }
 
@@ -186,11 +193,14 @@ impl World<'_> {
             said: Vec::new(),
             sending,
             lanes: BTreeMap::new(),
-            precopy: Precopy::new(goals, dunlin_proto::limits::PAGE_BYTES),
-            began_ns: self.now_ns,
-            pass_ns: None,
-            acked_pages: 0,
-            throttle: 0,
+            passes: Passes {
+                precopy: Precopy::new(goals, dunlin_proto::limits::PAGE_BYTES),
+                began_ns: self.now_ns,
+                pass_ns: None,
+                acked_pages: 0,
+                throttle: 0,
+                begins: false,
+            },
             closing: None,
             last: None,
             answer_ns: None,
@@ -199,7 +209,6 @@ impl World<'_> {
             end: End::Failed,
             clean: false,
             refused: false,
-            begins: false,
             gives_up: false,
         }
     }
@@ -247,7 +256,7 @@ impl World<'_> {
             self.source_has_done(doing);
         } else if let Some(action) = attempt.todo.pop_front() {
             self.source_does(action);
-        } else if std::mem::take(&mut attempt.begins) {
+        } else if std::mem::take(&mut attempt.passes.begins) {
             self.begin_iteration();
         } else if std::mem::take(&mut self.attempt().gives_up) && self.copies() {
             self.source_feeds(SourceEvent::Failed);
@@ -280,7 +289,7 @@ impl World<'_> {
         }
         let after_ns = match attempt.doing {
             Some((until_ns, _)) => until_ns.saturating_sub(self.now_ns),
-            None if attempt.begins
+            None if attempt.passes.begins
                 || attempt.gives_up
                 || !attempt.todo.is_empty()
                 || !attempt.inbox.is_empty() =>
@@ -320,7 +329,7 @@ impl World<'_> {
     /// Whether lanes matter: from *accept* until *commit* or the end.
     fn copies(&self) -> bool {
         self.source.attempt.as_ref().is_some_and(|attempt| {
-            attempt.pass_ns.is_some()
+            attempt.passes.pass_ns.is_some()
                 && matches!(
                     attempt.machine,
                     Source::Live | Source::Recording | Source::Paused | Source::AwaitingReady

@@ -130,7 +130,7 @@ impl World<'_> {
             };
             return;
         }
-        if self.attempt().machine == Source::Live && self.attempt().pass_ns.is_some() {
+        if self.attempt().machine == Source::Live && self.attempt().passes.pass_ns.is_some() {
             self.source.epoch += 1;
             let at_ns = now_ns + self.random.below(30 * MS);
             self.attempt().link = Link::connecting(at_ns, RESUME_LIMIT_NS);
@@ -179,7 +179,7 @@ impl World<'_> {
             return;
         };
         self.attempt().link = Link::Up(connection);
-        let copying = self.attempt().pass_ns.is_some();
+        let copying = self.attempt().passes.pass_ns.is_some();
         match self.attempt().machine {
             Source::Live if !copying => {
                 self.send(connection, Side::Destination, Packet::Describe);
@@ -228,7 +228,8 @@ impl World<'_> {
                 self.wake_lanes();
             }
             Message::Ack { sets, reached } if copies => {
-                attempt.acked_pages += attempt.sending.acknowledge(&sets, &reached, now_ns)?;
+                attempt.passes.acked_pages +=
+                    attempt.sending.acknowledge(&sets, &reached, now_ns)?;
                 self.wake_lanes();
             }
             Message::Fenced { lane, acks } if copies => {

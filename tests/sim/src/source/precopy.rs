@@ -31,8 +31,8 @@ impl World<'_> {
         let lanes = self.plan.lanes;
         let attempt = self.attempt();
         attempt.sending.want(lanes);
-        attempt.pass_ns = Some(now_ns);
-        attempt.began_ns = now_ns;
+        attempt.passes.pass_ns = Some(now_ns);
+        attempt.passes.began_ns = now_ns;
     }
 
     /// When the main thread has to wake if nothing happens.
@@ -40,7 +40,7 @@ impl World<'_> {
         let attempt = self.source.attempt.as_ref()?;
         let lanes = self.copies().then(|| attempt.sending.due_ns()).flatten();
         let pass = (attempt.machine == Source::Live && attempt.link.is_up())
-            .then_some(attempt.pass_ns)
+            .then_some(attempt.passes.pass_ns)
             .flatten()
             .map(|began_ns| {
                 // When pages still wait, a lane's thread wakes us.
@@ -48,7 +48,7 @@ impl World<'_> {
                 if attempt.sending.schedule().pending_pages() == 0 {
                     shortest_ns
                 } else {
-                    shortest_ns.max(attempt.began_ns + self.plan.time_limit_ns)
+                    shortest_ns.max(attempt.passes.began_ns + self.plan.time_limit_ns)
                 }
             });
         [
@@ -101,12 +101,12 @@ impl World<'_> {
             log.map_or(0, |log| schedule.mark_dirty(0, &log))
         };
         let attempt = self.attempt();
-        let Some(pass_ns) = attempt.pass_ns else {
+        let Some(pass_ns) = attempt.passes.pass_ns else {
             return;
         };
-        let since_start_ns = now_ns - attempt.began_ns;
+        let since_start_ns = now_ns - attempt.passes.began_ns;
         let cut = attempt.sending.schedule().pending_pages() == 0;
-        let began_ns = attempt.began_ns.max(self.disturbed_until_ns);
+        let began_ns = attempt.passes.began_ns.max(self.disturbed_until_ns);
         if now_ns > began_ns + time_limit_ns + UNDISTURBED_NS {
             self.violate("liveness", "pre-copy does not end".into());
             return;
@@ -123,7 +123,7 @@ impl World<'_> {
         let schedule = attempt.sending.schedule();
         let remaining = schedule.remaining_pages();
         let bytes = |pages: u64| pages * PAGES_EACH * PAGE_BYTES;
-        let per_s = u128::from(bytes(attempt.acked_pages)) * 1_000_000_000;
+        let per_s = u128::from(bytes(attempt.passes.acked_pages)) * 1_000_000_000;
         let pass = Pass {
             since_start_ns,
             bytes_per_s: (per_s / u128::from(since_start_ns.max(1))) as u64,
@@ -131,14 +131,14 @@ impl World<'_> {
             dirtied_pages: dirtied_pages * PAGES_EACH,
             fixed_ns: FIXED_NS,
         };
-        let decision = attempt.precopy.after_iteration(&pass);
+        let decision = attempt.passes.precopy.after_iteration(&pass);
         self.say(|| format!("source: {remaining} pages remain: {decision:?}"));
         match decision {
             Decision::Iterate { throttle } => {
                 let attempt = self.attempt();
-                attempt.throttle = throttle;
-                attempt.pass_ns = Some(now_ns);
-                attempt.begins = true;
+                attempt.passes.throttle = throttle;
+                attempt.passes.pass_ns = Some(now_ns);
+                attempt.passes.begins = true;
                 // Lanes may ask before the next iteration has begun.
                 self.wake_lanes();
                 self.source_wakes(0);
