@@ -116,7 +116,8 @@ pub struct Trunk<T> {
     side: Side,
     channels: BTreeMap<u32, Channel<T>>,
     ended: BTreeMap<u32, Ended>,
-    next_own: Option<u32>,
+    /// The number of the next own channel; none is left once it no longer fits a `u32`.
+    next_own: u64,
     /// Theirs up to this have been opened.
     highest_theirs: Option<u32>,
     /// Theirs that wait for earlier ones.
@@ -137,7 +138,6 @@ pub struct Trunk<T> {
     idle_since_ns: u64,
     draining: bool,
     peer_drains: bool,
-    over: bool,
     actions: VecDeque<Action>,
 }
 
@@ -160,10 +160,13 @@ struct Agenda {
     say_drain: bool,
 }
 
+/// The newest control lane. `Over`: the trunk has ended, every channel is aborted, and nothing
+/// leads back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Control {
     Up,
     Down { since_ns: u64 },
+    Over,
 }
 
 impl<T: Clone> Trunk<T> {
@@ -185,10 +188,10 @@ impl<T: Clone> Trunk<T> {
             side,
             channels: BTreeMap::new(),
             ended: BTreeMap::new(),
-            next_own: Some(match side {
+            next_own: match side {
                 Side::Connecting => 0,
                 Side::Accepting => 1,
-            }),
+            },
             highest_theirs: None,
             waiting: BTreeSet::new(),
             leaving: BTreeMap::new(),
@@ -204,7 +207,6 @@ impl<T: Clone> Trunk<T> {
             idle_since_ns: now_ns,
             draining: false,
             peer_drains: false,
-            over: false,
             actions: VecDeque::new(),
         }
     }
@@ -338,10 +340,10 @@ impl<T: Clone> Trunk<T> {
 
     /// Ends the trunk: every channel is aborted.
     pub fn end(&mut self, fault: FaultCode) {
-        if self.over {
+        if self.is_over() {
             return;
         }
-        self.over = true;
+        self.control = Control::Over;
         for &channel in self.channels.keys() {
             self.actions.push_back(Action::Abort {
                 channel,
@@ -371,14 +373,14 @@ impl<T: Clone> Trunk<T> {
     /// Whether a lane that asks [`Trunk::next`] may get something.
     #[must_use]
     pub fn ready(&self) -> bool {
-        self.has_work() || (!self.over && self.lanes.leaving().next().is_some())
+        self.has_work() || (!self.is_over() && self.lanes.leaving().next().is_some())
     }
 
     /// Whether any lane, whichever asks first, gets something to send.
     #[must_use]
     pub fn has_work(&self) -> bool {
         let reads = !self.turns.is_empty() && self.may_read();
-        !self.over && (reads || self.lanes.has_lost())
+        !self.is_over() && (reads || self.lanes.has_lost())
     }
 
     /// The lanes that are to end and have not asked since: nobody else can do
@@ -389,7 +391,7 @@ impl<T: Clone> Trunk<T> {
 
     /// The next thing to do.
     pub fn poll(&mut self, now_ns: u64) -> Option<Action> {
-        if !self.over && self.actions.is_empty() {
+        if !self.is_over() && self.actions.is_empty() {
             self.decide(now_ns);
         }
         self.actions.pop_front()
@@ -429,10 +431,8 @@ impl<T: Clone> Trunk<T> {
     /// something to say without anything else happening.
     #[must_use]
     pub fn due_ns(&self) -> Option<u64> {
-        if self.over {
-            return None;
-        }
         let control = match self.control {
+            Control::Over => return None,
             Control::Up => self.arriving.due_ns(),
             Control::Down { since_ns } => {
                 Some(since_ns.saturating_add(self.config.timeouts.alone_ns))
@@ -559,6 +559,10 @@ impl<T: Clone> Trunk<T> {
             one.out.turn = Turn::Waits;
             self.turns.add(channel, one.out.bulk);
         }
+    }
+
+    fn is_over(&self) -> bool {
+        self.control == Control::Over
     }
 
     fn is_ours(&self, channel: u32) -> bool {

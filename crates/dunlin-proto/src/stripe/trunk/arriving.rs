@@ -13,7 +13,7 @@ impl<T: Clone> Trunk<T> {
     /// # Errors
     /// Why it is not let in; the other side is told, and the caller closes it.
     pub fn admit(&mut self, lane: u16) -> Result<(), FaultCode> {
-        let admitted = match self.over {
+        let admitted = match self.is_over() {
             true => Err(FaultCode::ControlLost),
             false => self.arriving.admit(lane),
         };
@@ -126,7 +126,7 @@ impl<T: Clone> Trunk<T> {
     /// A channel that is no more is one that has been.
     pub(super) fn was_opened(&self, channel: u32) -> Result<(), PeerFault> {
         let ever = if self.is_ours(channel) {
-            self.next_own.is_none_or(|next| channel < next)
+            u64::from(channel) < self.next_own
         } else {
             self.highest_theirs
                 .is_some_and(|highest| channel <= highest)

@@ -29,7 +29,7 @@ impl<T: Clone> Trunk<T> {
     /// # Errors
     /// [`OpenError`]; nothing has changed then.
     pub fn open(&mut self, opening: Opening) -> Result<u32, OpenError> {
-        if self.over {
+        if self.is_over() {
             return Err(OpenError::Over);
         }
         if self.draining || self.peer_drains {
@@ -43,8 +43,8 @@ impl<T: Clone> Trunk<T> {
         if longest > MAX_NAME_BYTES {
             return Err(OpenError::Name);
         }
-        let number = self.next_own.ok_or(OpenError::Over)?;
-        self.next_own = number.checked_add(2);
+        let number = u32::try_from(self.next_own).map_err(|_| OpenError::Over)?;
+        self.next_own += 2;
 
         let mut counting = BTreeSet::new();
         let mut barrier = Vec::new();

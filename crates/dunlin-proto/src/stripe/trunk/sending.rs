@@ -56,7 +56,7 @@ impl<T: Clone> Trunk<T> {
     /// A connection for this lane stands and *lane open* is on its way. False
     /// where the lane has been given up in the meantime: close it.
     pub fn lane_stands(&mut self, lane: u16, now_ns: u64) -> bool {
-        !self.over && self.lanes.life.up(lane, now_ns)
+        !self.is_over() && self.lanes.life.up(lane, now_ns)
     }
 
     /// There is no connection for this lane, or no more.
@@ -81,7 +81,7 @@ impl<T: Clone> Trunk<T> {
         if let Some(frames) = self.lanes.end(lane, now_ns) {
             return Work::End { frames };
         }
-        if self.over || !self.lanes.carries(lane) {
+        if self.is_over() || !self.lanes.carries(lane) {
             return Work::Stop;
         }
         if let Some((data, token)) = self.lanes.carry_again(lane, now_ns) {

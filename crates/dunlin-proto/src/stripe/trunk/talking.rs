@@ -14,6 +14,9 @@ const PING_NS: u64 = 1_000_000_000;
 impl<T: Clone> Trunk<T> {
     /// A control lane stands, the first or another: everything is said again.
     pub fn control_up(&mut self, now_ns: u64) {
+        if self.is_over() {
+            return;
+        }
         self.control = Control::Up;
         self.agenda.ping_wanted = true;
         self.agenda.ping_ns = None;
@@ -56,8 +59,7 @@ impl<T: Clone> Trunk<T> {
     #[must_use]
     pub fn has_message(&self, now_ns: u64) -> bool {
         let acks = self.arriving.due_ns();
-        !self.over
-            && self.control == Control::Up
+        self.control == Control::Up
             && (self.agenda.pong.is_some()
                 || self.agenda.ping_wanted
                 || self.agenda.say_drain
@@ -72,7 +74,7 @@ impl<T: Clone> Trunk<T> {
 
     /// The next thing to say on the control lane.
     pub fn next_message(&mut self, now_ns: u64) -> Option<Message> {
-        if self.over || self.control != Control::Up {
+        if self.control != Control::Up {
             return None;
         }
         if let Some(token) = self.agenda.pong.take() {
@@ -192,7 +194,7 @@ impl<T: Clone> Trunk<T> {
     /// # Errors
     /// The peer breaks the protocol: [`Trunk::end`].
     pub fn handle(&mut self, message: Message, now_ns: u64) -> Result<(), PeerFault> {
-        if self.over {
+        if self.is_over() {
             return Ok(());
         }
         match message {

@@ -849,6 +849,29 @@ fn without_a_control_lane_for_too_long_the_trunk_is_over() {
 }
 
 #[test]
+fn a_control_lane_does_not_bring_back_a_trunk_that_is_over() {
+    let mut pair = Pair::new();
+    pair.channel();
+    pair.sides[0].end(FaultCode::Ended);
+    let side = &mut pair.sides[0];
+    side.control_up(pair.now_ns);
+    assert!(!side.has_message(pair.now_ns));
+    assert_eq!(side.next_message(pair.now_ns), None);
+    assert_eq!(side.open(opening(1)), Err(OpenError::Over));
+}
+
+#[test]
+fn a_trunk_that_has_given_all_its_numbers_opens_no_channel() {
+    let mut pair = Pair::new();
+    let (side, last) = (&mut pair.sides[0], u32::MAX - 1);
+    side.next_own = u64::from(last);
+    assert!(side.was_opened(last).is_err());
+    assert_eq!(side.open(opening(1)), Ok(last));
+    assert_eq!(side.open(opening(2)), Err(OpenError::Over));
+    assert_eq!(side.was_opened(last), Ok(()));
+}
+
+#[test]
 fn i8_there_are_only_so_many_channels() {
     let config = Config {
         channels: 3,
