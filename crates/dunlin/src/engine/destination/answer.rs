@@ -49,15 +49,15 @@ pub(super) const INQUIRIES: Supported = Supported {
 /// A VM that lives in this process, of whose session the source has not let
 /// go.
 pub(super) struct Held {
-    pub(super) session: SessionId,
+    session: SessionId,
     /// The only peer that may ask.
-    pub(super) peer: RecordedPeer,
-    pub(super) state: Destination,
+    peer: RecordedPeer,
+    state: Destination,
     /// Locked as long as this process lives, so that no other takes the VM for
     /// dead; none once it is forgotten.
-    pub(super) journal: Option<SessionJournal>,
+    journal: Option<SessionJournal>,
     /// Woken when there is nothing left to answer.
-    pub(super) done: Option<Arc<Waker>>,
+    done: Option<Arc<Waker>>,
 }
 
 /// Answers to inquiries, each on a thread of its own.
@@ -321,17 +321,23 @@ impl fmt::Debug for Answering {
 }
 
 impl Answering {
+    /// Answers about the running VM that `record` is about; `journal` has the other sessions.
     pub(super) fn start(
         listener: Arc<TcpListener>,
         tls: ServerTls,
         host: &Arc<dyn Host>,
         journal: Journal,
-        mut held: Held,
+        record: SessionJournal,
     ) -> io::Result<Self> {
         let (stop, stopped) = waker()?;
         let stop = Arc::new(stop);
-        held.done = Some(Arc::clone(&stop));
-        let held = Arc::new(Mutex::new(held));
+        let held = Arc::new(Mutex::new(Held {
+            session: record.record().session,
+            peer: record.peer().clone(),
+            state: Destination::Running,
+            journal: Some(record),
+            done: Some(Arc::clone(&stop)),
+        }));
         let (same, host_there) = (Arc::clone(&held), Arc::clone(host));
         let body = move || {
             let mut answers = Answers::default();

@@ -44,8 +44,7 @@ pub(super) enum Link {
 /// The VM and what has been decided about it.
 pub(super) struct Attempt {
     pub(super) state: Destination,
-    /// None once the record has been removed.
-    pub(super) journal: Option<SessionJournal>,
+    pub(super) journal: SessionJournal,
     pub(super) vm: Arc<dyn DestinationVm>,
     pub(super) offered: Offered,
     /// Whether the VM has been dropped.
@@ -71,7 +70,7 @@ impl Attempt {
     ) -> Self {
         Self {
             state: Destination::Accepting,
-            journal: Some(journal),
+            journal,
             vm,
             offered,
             discarded: false,
@@ -138,24 +137,25 @@ impl<'a> Arriving<'a> {
             Do::Tell(verdict) => self.tell_verdict(verdict),
             Do::Close => self.control.lane.shutdown(),
             Do::Discard => self.discard(),
-            Do::Forget => self.forget(),
             Do::RefuseTooLate => {
                 self.session
                     .warn("too late to cancel: the VM lives here".into());
             }
-            // Old control lanes are closed when the newest is adopted (`resume_control`); the
-            // others belong to a phase.
-            Do::CloseOld | Do::Drain | Do::LoadState | Do::SendReady | Do::Acquire | Do::Resume => {
-            }
+            // Old control lanes are closed when the newest is adopted (`resume_control`), `Settled`
+            // forgets a session that is *released*, and the others belong to a phase.
+            Do::CloseOld
+            | Do::Forget
+            | Do::Drain
+            | Do::LoadState
+            | Do::SendReady
+            | Do::Acquire
+            | Do::Resume => {}
         }
         None
     }
 
     fn record(&mut self, record: DestinationRecord) -> On {
-        let Some(journal) = &mut self.attempt.journal else {
-            return On::RecordFailed;
-        };
-        match journal.write(State::Destination(record)) {
+        match self.attempt.journal.write(State::Destination(record)) {
             Ok(_) => {
                 (self.session.observer)(&DestinationEvent::Recorded(record));
                 On::Recorded
@@ -196,19 +196,9 @@ impl<'a> Arriving<'a> {
         }
     }
 
-    /// Removes the record, when the source will never ask.
-    pub(super) fn forget(&mut self) {
-        if let Some(journal) = self.attempt.journal.take()
-            && let Err(error) = journal.forget()
-        {
-            self.session.warn(error.to_string());
-        }
-    }
-
     /// Whether `peer` is the one that the session began with.
     pub(super) fn is_with(&self, peer: &PeerIdentity) -> bool {
-        let journal = self.attempt.journal.as_ref();
-        journal.is_some_and(|journal| journal.is_with(peer))
+        self.attempt.journal.is_with(peer)
     }
 
     /// Whether a lost control lane is waited for: everything else is still under way, and nothing

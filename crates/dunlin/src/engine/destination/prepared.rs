@@ -85,7 +85,7 @@ impl<'a> Prepared<'a> {
     }
 
     /// Loads the state, answers *ready*, and waits until it is decided where the VM lives.
-    pub(super) fn decide(mut self) -> Result<Running<'a>, Settled<'a>> {
+    pub(super) fn decide(mut self) -> Result<Running<'a>, Settled> {
         if let Err(fault) = self.await_decision() {
             failed(&mut self, fault);
         }
@@ -151,7 +151,7 @@ impl<'a> Phase<'a> for Running<'a> {
 
 impl<'a> Running<'a> {
     /// Waits for *release*. Without it the VM lives here all the same.
-    pub(super) fn await_release(mut self) -> Settled<'a> {
+    pub(super) fn await_release(mut self) -> Settled {
         let attempt = &self.arriving.attempt;
         let runs = attempt.runs;
         // From here on the source changes nothing any more: it may have died.

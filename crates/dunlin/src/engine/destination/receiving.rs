@@ -41,7 +41,7 @@ impl<'a> Phase<'a> for Receiving<'a> {
 
 impl<'a> Receiving<'a> {
     /// Records *prepared* and accepts the VM.
-    pub(super) fn begin(arriving: Arriving<'a>) -> Result<Self, Settled<'a>> {
+    pub(super) fn begin(arriving: Arriving<'a>) -> Result<Self, Settled> {
         let mut receiving = Self {
             arriving,
             sections: Vec::new(),
@@ -57,7 +57,7 @@ impl<'a> Receiving<'a> {
     }
 
     /// Takes in lanes, memory and state until everything that *final* counts has come.
-    pub(super) fn await_everything(mut self) -> Result<Prepared<'a>, Settled<'a>> {
+    pub(super) fn await_everything(mut self) -> Result<Prepared<'a>, Settled> {
         match self.receive_all() {
             Ok(()) => Ok(Prepared::new(self.arriving, self.sections)),
             Err(fault) => {

@@ -45,8 +45,7 @@ pub(super) struct Session<'a> {
     events: Receiver<SessionEvent>,
     pub(super) sender: Sender<SessionEvent>,
     acceptor: Waker,
-    /// None once it has been joined.
-    acceptor_thread: Option<JoinHandle<()>>,
+    acceptor_thread: JoinHandle<()>,
     /// Connections that wait for the session's thread.
     arrivals: Arc<AtomicUsize>,
     answers: Answers,
@@ -109,7 +108,7 @@ impl<'a> Session<'a> {
             events,
             sender,
             acceptor,
-            acceptor_thread: Some(acceptor_thread),
+            acceptor_thread,
             arrivals,
             answers: Answers::default(),
             passed_over: VecDeque::new(),
@@ -218,26 +217,29 @@ impl<'a> Session<'a> {
     }
 
     /// Ends the listener, the control lane and every thread: `lanes`, the reader and the acceptor.
+    /// Returns the CPU time of the session.
     pub(super) fn close(
-        &mut self,
-        control: Option<&mut ControlLink>,
+        mut self,
+        control: Option<ControlLink>,
         lanes: impl Iterator<Item = JoinHandle<()>>,
-    ) {
+    ) -> Duration {
         self.acceptor.wake();
         self.answers.end();
         let mut reader = None;
         if let Some(control) = control {
             // Best effort: the peer may be gone.
             let _ = control.lane.stream().close();
-            self.await_end_of_control(control);
+            self.await_end_of_control(&control);
             control.lane.shutdown();
-            reader = control.reader.take();
+            reader = control.reader;
         }
-        for thread in lanes.chain(reader).chain(self.acceptor_thread.take()) {
+        for thread in lanes.chain(reader).chain([self.acceptor_thread]) {
             if thread.join().is_err() {
-                self.warn("a thread of the session panicked".into());
+                let text = "a thread of the session panicked".into();
+                (self.observer)(&DestinationEvent::Warning(text));
             }
         }
+        used(&self.cpu, self.cpu_before)
     }
 
     /// Waits for the peer's close, within a bound.
@@ -278,7 +280,10 @@ impl<'a> Session<'a> {
 
     /// CPU time of the session so far.
     pub(super) fn cpu_used(&self) -> Duration {
-        let own = thread_cpu_time().saturating_sub(self.cpu_before);
-        own + self.cpu.used()
+        used(&self.cpu, self.cpu_before)
     }
+}
+
+fn used(cpu: &CpuTime, before: Duration) -> Duration {
+    thread_cpu_time().saturating_sub(before) + cpu.used()
 }

@@ -42,7 +42,7 @@ impl<'a> Waiting<'a> {
     }
 
     /// Waits for a control lane whose offer can be met.
-    pub(super) fn await_source(mut self) -> Result<Describing<'a>, Settled<'a>> {
+    pub(super) fn await_source(mut self) -> Result<Describing<'a>, Settled> {
         match self.next_source() {
             Ok((control, secret)) => Ok(Describing {
                 session: self.session,
@@ -51,7 +51,7 @@ impl<'a> Waiting<'a> {
             }),
             Err(fault) => {
                 self.session.close(None, std::iter::empty());
-                Err(Settled::failed(fault, VmIs::AtSource))
+                Err(Settled::Failed(fault, VmIs::AtSource))
             }
         }
     }
@@ -143,7 +143,7 @@ struct Built {
 
 impl<'a> Describing<'a> {
     /// Builds the VM that the source describes, and accepts it.
-    pub(super) fn build(mut self, builder: &mut dyn Builder) -> Result<Receiving<'a>, Settled<'a>> {
+    pub(super) fn build(mut self, builder: &mut dyn Builder) -> Result<Receiving<'a>, Settled> {
         let Built {
             offered,
             journal,
@@ -273,7 +273,7 @@ impl<'a> Describing<'a> {
         }
     }
 
-    fn fail(mut self, fault: Fault) -> Settled<'a> {
+    fn fail(self, fault: Fault) -> Settled {
         if fault.code != FaultCode::ControlLost {
             // Best effort: the peer may be gone.
             let _ = self.control.lane.send(&Message::Cancel {
@@ -281,9 +281,8 @@ impl<'a> Describing<'a> {
                 text: fault.for_peer(),
             });
         }
-        let control = Some(&mut self.control);
-        self.session.close(control, std::iter::empty());
-        Settled::failed(fault, VmIs::AtSource)
+        self.session.close(Some(self.control), std::iter::empty());
+        Settled::Failed(fault, VmIs::AtSource)
     }
 }
 
