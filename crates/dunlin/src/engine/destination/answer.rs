@@ -52,12 +52,17 @@ pub(super) struct Held {
     session: SessionId,
     /// The only peer that may ask.
     peer: RecordedPeer,
-    state: Destination,
-    /// Locked as long as this process lives, so that no other takes the VM for
-    /// dead; none once it is forgotten.
-    journal: Option<SessionJournal>,
+    known: Known,
     /// Woken when there is nothing left to answer.
-    done: Option<Arc<Waker>>,
+    done: Arc<Waker>,
+}
+
+/// What is known of a session that is not under way.
+struct Known {
+    state: Destination,
+    /// Locked as long as the VM's process lives, so that no other takes the VM for dead. None: no
+    /// record of the session exists, or it was released or moved on since.
+    journal: Option<SessionJournal>,
 }
 
 /// Answers to inquiries, each on a thread of its own.
@@ -182,10 +187,12 @@ fn answer_on(
         |message| {
             let result = match (held, message) {
                 (Some(held), Message::Inquire { attempt }) => {
-                    answer_of(&mut lock(held), *attempt, lane)
+                    answer_of(&mut lock(held).known, *attempt, lane)
                 }
                 (Some(held), Message::Release) => {
-                    on(&mut lock(held), On::Release);
+                    let mut held = lock(held);
+                    on(&mut held.known, On::Release);
+                    held.done.wake();
                     Ok(())
                 }
                 (None, Message::Inquire { attempt }) => {
@@ -228,7 +235,7 @@ fn answer_on(
 }
 
 /// The session as a restarted destination knows it.
-fn look_up(journal: &Journal, session: SessionId, peer: &PeerIdentity) -> Result<Held, Fault> {
+fn look_up(journal: &Journal, session: SessionId, peer: &PeerIdentity) -> Result<Known, Fault> {
     let (record, journal) = match journal.take(session, Role::Destination) {
         Ok(journal) => match journal.record().state {
             State::Destination(record) if journal.is_with(peer) => (Some(record), Some(journal)),
@@ -242,23 +249,17 @@ fn look_up(journal: &Journal, session: SessionId, peer: &PeerIdentity) -> Result
         }
     };
     let (state, actions) = Destination::restarted(record);
-    let mut found = Held {
-        session,
-        peer: RecordedPeer::Known(peer.principal()),
-        state,
-        journal,
-        done: None,
-    };
+    let mut found = Known { state, journal };
     act(&mut found, actions);
     Ok(found)
 }
 
-fn answer_of(held: &mut Held, attempt: u32, lane: &ControlLane) -> Result<(), Fault> {
-    let ours = held
+fn answer_of(known: &mut Known, attempt: u32, lane: &ControlLane) -> Result<(), Fault> {
+    let ours = known
         .journal
         .as_ref()
         .map_or(attempt, |journal| journal.record().attempt);
-    match on(held, On::Inquired) {
+    match on(known, On::Inquired) {
         Some(verdict) if ours == attempt => lane.send(&Message::Answer { attempt, verdict }),
         // *aborted* could not be recorded, and is told to nobody.
         _ => Err(Fault::new(FaultCode::Journal, "there is no answer")),
@@ -266,18 +267,18 @@ fn answer_of(held: &mut Held, attempt: u32, lane: &ControlLane) -> Result<(), Fa
 }
 
 /// Takes an event; returns what is to be told.
-fn on(held: &mut Held, event: On) -> Option<Verdict> {
-    let (state, actions) = held.state.on(event).ok()?;
-    held.state = state;
-    act(held, actions)
+fn on(known: &mut Known, event: On) -> Option<Verdict> {
+    let (state, actions) = known.state.on(event).ok()?;
+    known.state = state;
+    act(known, actions)
 }
 
-fn act(held: &mut Held, actions: &[Do]) -> Option<Verdict> {
+fn act(known: &mut Known, actions: &[Do]) -> Option<Verdict> {
     let mut told = None;
     for action in actions {
         match action {
             Do::Record(record) => {
-                let written = held
+                let written = known
                     .journal
                     .as_mut()
                     .map(|journal| journal.write(State::Destination(*record)));
@@ -285,16 +286,13 @@ fn act(held: &mut Held, actions: &[Do]) -> Option<Verdict> {
                     Some(Ok(_)) => On::Recorded,
                     _ => On::RecordFailed,
                 };
-                told = on(held, event).or(told);
+                told = on(known, event).or(told);
             }
             Do::Tell(verdict) => told = Some(*verdict),
             Do::Forget => {
-                if let Some(journal) = held.journal.take() {
+                if let Some(journal) = known.journal.take() {
                     // Left behind it says *running*, which is true.
                     let _ = journal.forget();
-                }
-                if let Some(done) = &held.done {
-                    done.wake();
                 }
             }
             _ => {}
@@ -334,9 +332,11 @@ impl Answering {
         let held = Arc::new(Mutex::new(Held {
             session: record.record().session,
             peer: record.peer().clone(),
-            state: Destination::Running,
-            journal: Some(record),
-            done: Some(Arc::clone(&stop)),
+            known: Known {
+                state: Destination::Running,
+                journal: Some(record),
+            },
+            done: Arc::clone(&stop),
         }));
         let (same, host_there) = (Arc::clone(&held), Arc::clone(host));
         let body = move || {
@@ -350,7 +350,7 @@ impl Answering {
             drop(ended);
             answers.end();
             // Its lock says that the VM's process lives.
-            if let Some(journal) = lock(&same).journal.take() {
+            if let Some(journal) = lock(&same).known.journal.take() {
                 std::mem::forget(journal);
             }
         };
@@ -372,7 +372,7 @@ impl Answering {
     /// # Errors
     /// The record cannot be written: *running* stays.
     pub fn moved_on(self) -> Result<(), JournalError> {
-        let journal = lock(&self.held).journal.take();
+        let journal = lock(&self.held).known.journal.take();
         let written = journal.map(|mut journal| {
             journal.write(State::Destination(DestinationRecord::MovedOn))?;
             Ok(())
