@@ -8,8 +8,6 @@ use dunlin_proto::switchover::{Destination, DestinationAction as Do, Destination
 
 use super::super::control::FromPeer;
 use super::super::fault::{Fault, OrFault};
-use super::super::memory::digest;
-use super::super::vmm::Section;
 use super::arriving::Arriving;
 use super::event::SessionEvent;
 use super::phase::{Phase, failed, next_event, take};
@@ -20,11 +18,9 @@ use super::settled::Settled;
 /// How long after *running* the source may take to destroy its copy, while its control lane is up.
 const RELEASE_LIMIT: Duration = Duration::from_secs(60);
 
-/// Everything has come. The state is loaded, and *commit* decides.
+/// Everything has come, and the state is loaded: *ready* is sent, and *commit* decides.
 pub(super) struct Prepared<'a> {
     arriving: Arriving<'a>,
-    /// The state; empty once it is loaded.
-    sections: Vec<Section>,
     /// The digest of the memory, where verification was agreed.
     digest: Option<Digest>,
 }
@@ -37,7 +33,6 @@ impl<'a> Phase<'a> for Prepared<'a> {
     fn act(&mut self, action: Do) -> Option<On> {
         let attempt = &mut self.arriving.attempt;
         let (done, result) = match action {
-            Do::LoadState => (On::Loaded, self.load()),
             Do::Acquire => {
                 (self.arriving.session.observer)(&DestinationEvent::Committed);
                 let acquired = attempt
@@ -76,15 +71,11 @@ impl<'a> Phase<'a> for Prepared<'a> {
 }
 
 impl<'a> Prepared<'a> {
-    pub(super) fn new(arriving: Arriving<'a>, sections: Vec<Section>) -> Self {
-        Self {
-            arriving,
-            sections,
-            digest: None,
-        }
+    pub(super) fn new(arriving: Arriving<'a>, digest: Option<Digest>) -> Self {
+        Self { arriving, digest }
     }
 
-    /// Loads the state, answers *ready*, and waits until it is decided where the VM lives.
+    /// Answers *ready*, and waits until it is decided where the VM lives.
     pub(super) fn decide(mut self) -> Result<Running<'a>, Settled> {
         if let Err(fault) = self.await_decision() {
             failed(&mut self, fault);
@@ -97,7 +88,7 @@ impl<'a> Prepared<'a> {
     }
 
     fn await_decision(&mut self) -> Result<(), Fault> {
-        take(self, On::Complete)?;
+        take(self, On::Loaded)?;
         self.arriving.progressed = Instant::now();
         while self.arriving.attempt.state == Destination::Prepared {
             let idle = self.arriving.idle_until();
@@ -118,19 +109,6 @@ impl<'a> Prepared<'a> {
             }
         }
         Ok(())
-    }
-
-    fn load(&mut self) -> Result<(), Fault> {
-        let vm = &self.arriving.attempt.vm;
-        if self.arriving.control.verifies() {
-            let memory = vm.memory();
-            self.digest = Some(
-                digest(&*memory, 1)
-                    .or_fault(FaultCode::VerificationFailed, "guest memory cannot be read")?,
-            );
-        }
-        vm.load(&std::mem::take(&mut self.sections))
-            .or_fault(FaultCode::StateLoadFailed, "the state cannot be loaded")
     }
 }
 

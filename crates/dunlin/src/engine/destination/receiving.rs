@@ -2,17 +2,18 @@
 
 use std::time::{Duration, Instant};
 
-use dunlin_proto::control::{self, Final, Message};
+use dunlin_proto::control::{self, Digest, Final, Message};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::limits::{MAX_SECTIONS, MAX_STATE_BYTES};
 use dunlin_proto::switchover::{Destination, DestinationAction as Do, DestinationEvent as On};
 
 use super::super::control::FromPeer;
-use super::super::fault::Fault;
+use super::super::fault::{Fault, OrFault};
+use super::super::memory::digest;
 use super::super::vmm::Section;
 use super::arriving::Arriving;
 use super::event::SessionEvent;
-use super::phase::{Phase, begin, failed, next_event};
+use super::phase::{Phase, begin, failed, next_event, take};
 use super::prepared::Prepared;
 use super::refusal::{starved, unexpected};
 use super::settled::Settled;
@@ -56,15 +57,18 @@ impl<'a> Receiving<'a> {
         Err(Settled::arriving(receiving.arriving))
     }
 
-    /// Takes in lanes, memory and state until everything that *final* counts has come.
+    /// Takes in lanes, memory and state until everything that *final* counts has come, and loads
+    /// the state.
     pub(super) fn await_everything(mut self) -> Result<Prepared<'a>, Settled> {
-        match self.receive_all() {
-            Ok(()) => Ok(Prepared::new(self.arriving, self.sections)),
-            Err(fault) => {
-                failed(&mut self, fault);
-                Err(Settled::arriving(self.arriving))
-            }
+        let loaded = self.receive_all().and_then(|()| self.load());
+        let digest = loaded.unwrap_or_else(|fault| {
+            failed(&mut self, fault);
+            None
+        });
+        if self.arriving.attempt.state == Destination::Loading {
+            return Ok(Prepared::new(self.arriving, digest));
         }
+        Err(Settled::arriving(self.arriving))
     }
 
     fn receive_all(&mut self) -> Result<(), Fault> {
@@ -108,6 +112,29 @@ impl<'a> Receiving<'a> {
             }
         }
         self.arriving.acknowledge()
+    }
+
+    /// Loads the state. Returns the digest that the memory had before, where verification was
+    /// agreed.
+    fn load(&mut self) -> Result<Option<Digest>, Fault> {
+        take(self, On::Complete)?;
+        let Arriving {
+            control, attempt, ..
+        } = &self.arriving;
+        if attempt.state != Destination::Loading {
+            // The source has asked meanwhile, and was told *aborted*.
+            return Ok(None);
+        }
+        let digest = control
+            .verifies()
+            .then(|| digest(&*attempt.vm.memory(), 1))
+            .transpose()
+            .or_fault(FaultCode::VerificationFailed, "guest memory cannot be read")?;
+        attempt
+            .vm
+            .load(&self.sections)
+            .or_fault(FaultCode::StateLoadFailed, "the state cannot be loaded")?;
+        Ok(digest)
     }
 
     fn keep(&mut self, section: control::Section) -> Result<(), Fault> {
