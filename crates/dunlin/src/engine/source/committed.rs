@@ -30,8 +30,10 @@ pub(super) struct Committed<'a> {
     transfer: Transfer<'a>,
     guest: PausedGuest,
     figures: Figures,
-    /// When *commit* was sent.
-    committed: Instant,
+    /// When the guest was paused.
+    paused: Instant,
+    /// When everything was there for *commit*, which follows at once.
+    agreed: Instant,
     /// What the switchover has left to do.
     rest: Rest,
 }
@@ -58,13 +60,15 @@ impl<'a> Committed<'a> {
         transfer: Transfer<'a>,
         guest: PausedGuest,
         figures: Figures,
+        paused: Instant,
         rest: Rest,
     ) -> Self {
         Self {
             transfer,
             guest,
             figures,
-            committed: Instant::now(),
+            paused,
+            agreed: Instant::now(),
             rest,
         }
     }
@@ -90,10 +94,9 @@ impl<'a> Committed<'a> {
         Settled::committed(self.transfer, self.guest.logged, self.figures)
     }
 
-    fn send_commit(&mut self) {
+    fn send_commit(&self) {
         let session = &self.transfer.session;
         session.observer.event(&Event::Committing);
-        self.committed = Instant::now();
         let commit = Message::Commit {
             run: !session.paused_by_owner,
         };
@@ -135,8 +138,8 @@ impl<'a> Committed<'a> {
             }
             other => return Err(unexpected(&other)),
         };
-        self.figures.downtime.resume = self.committed.elapsed();
-        self.figures.downtime.total = self.guest.paused.elapsed();
+        self.figures.downtime.resume = self.agreed.elapsed();
+        self.figures.downtime.total = self.paused.elapsed();
         self.figures.total = session.started.elapsed();
         Ok(event)
     }

@@ -1,7 +1,5 @@
 //! The guest at the source: its dirty logs and its throttle, and later its pause.
 
-use std::time::Instant;
-
 use dunlin_proto::fault::FaultCode;
 
 use super::super::fault::{Fault, OrFault, VmIs};
@@ -74,7 +72,6 @@ impl LoggedGuest {
 /// A guest from its pause for the switchover on.
 pub(super) struct PausedGuest {
     pub(super) logged: LoggedGuest,
-    pub(super) paused: Instant,
     /// Whether [`SourceVm::deactivate`](super::super::vmm::SourceVm::deactivate) has been called.
     pub(super) deactivated: bool,
 }

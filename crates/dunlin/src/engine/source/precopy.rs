@@ -88,13 +88,14 @@ impl<'a> PreCopy<'a> {
         if self.transfer.session.state != Source::Paused {
             return Err(Settled::kept(self.transfer, self.guest));
         }
+        debug_assert_eq!(rest, [SourceAction::PauseGuest]);
         let Self {
             transfer,
             guest,
             iterations,
             ..
         } = self;
-        Ok(Switchover::new(transfer, guest, iterations, rest))
+        Ok(Switchover::new(transfer, guest, iterations))
     }
 
     /// Opens the lanes side by side and waits until all are up. One that cannot be opened now is

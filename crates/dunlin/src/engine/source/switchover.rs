@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use dunlin_proto::control::{Digest, Final, Message, Section};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::limits::{MAX_SECTIONS, MAX_STATE_BYTES};
-use dunlin_proto::switchover::{Source, SourceAction as Do, SourceEvent};
+use dunlin_proto::switchover::{SourceAction as Do, SourceEvent};
 
 use super::super::control::FromPeer;
 use super::super::fault::{Fault, OrFault};
@@ -20,7 +20,7 @@ use super::committed::{ANSWER_LIMIT, Committed, not_answered};
 use super::event::SessionEvent;
 use super::guest::{LoggedGuest, PausedGuest};
 use super::lanes::Transfer;
-use super::phase::{Done, Phase, Rest, failed, perform, take};
+use super::phase::{Done, Phase, failed, take};
 use super::session::{Session, unexpected};
 use super::settled::{Figures, Settled};
 
@@ -29,12 +29,16 @@ pub(super) struct Switchover<'a> {
     transfer: Transfer<'a>,
     guest: PausedGuest,
     figures: Figures,
+}
+
+/// What has been sent of the paused guest.
+struct Sent {
+    /// When the guest was paused.
+    paused: Instant,
     /// Our digest, where verification was agreed.
     digest: Option<Receiver<std::io::Result<Digest>>>,
     /// The *final* that was sent last.
     last: Final,
-    /// What pre-copy has left to do.
-    rest: Rest,
 }
 
 impl<'a> Phase<'a> for Switchover<'a> {
@@ -45,15 +49,6 @@ impl<'a> Phase<'a> for Switchover<'a> {
     fn act(&mut self, action: Do) -> Done {
         let session = &mut self.transfer.session;
         match action {
-            Do::PauseGuest => Done::With(match self.pause_and_finish() {
-                Ok(()) => SourceEvent::FinalSent,
-                Err(fault) => {
-                    let session = &mut self.transfer.session;
-                    let event = session.event_of(&fault);
-                    session.fault = Some(fault);
-                    event
-                }
-            }),
             Do::ResumeGuest => {
                 session.vm_is = self.guest.resume(session);
                 Done::Yes
@@ -68,75 +63,63 @@ impl<'a> Switchover<'a> {
         transfer: Transfer<'a>,
         logged: LoggedGuest,
         iterations: Vec<Iteration>,
-        rest: Rest,
     ) -> Self {
         Self {
             transfer,
             guest: PausedGuest {
                 logged,
-                paused: Instant::now(),
                 deactivated: false,
             },
             figures: Figures {
                 iterations,
                 ..Figures::default()
             },
-            digest: None,
-            last: Final::default(),
-            rest,
         }
     }
 
     /// Pauses the guest, and sends all that *commit* needs.
     pub(super) fn prepare(mut self) -> Result<Committed<'a>, Settled<'a>> {
-        let rest = self.rest;
-        let prepared = perform(&mut self, rest).and_then(|rest| {
-            if self.transfer.session.state != Source::AwaitingReady {
-                return Ok(rest);
-            }
-            self.await_ready()?;
+        let agreed = self.pause_and_finish().and_then(|sent| {
+            take(&mut self, SourceEvent::FinalSent)?;
+            let paused = sent.paused;
+            self.await_ready(sent)?;
             // From here on the VM is the destination's.
-            take(&mut self, SourceEvent::Ready { same_memory: true })
+            let rest = take(&mut self, SourceEvent::Ready { same_memory: true })?;
+            Ok((paused, rest))
         });
-        let rest = prepared.unwrap_or_else(|fault| failed(&mut self, fault));
-        if self.transfer.session.state != Source::Committed {
-            return Err(Settled::kept(self.transfer, self.guest.logged));
+        match agreed {
+            Ok((paused, rest)) => {
+                let (transfer, guest, figures) = (self.transfer, self.guest, self.figures);
+                Ok(Committed::new(transfer, guest, figures, paused, rest))
+            }
+            Err(fault) => {
+                failed(&mut self, fault);
+                Err(Settled::kept(self.transfer, self.guest.logged))
+            }
         }
-        let Self {
-            transfer,
-            guest,
-            figures,
-            ..
-        } = self;
-        Ok(Committed::new(transfer, guest, figures, rest))
     }
 
     /// Pauses the guest and sends the rest, up to *final*.
-    fn pause_and_finish(&mut self) -> Result<(), Fault> {
+    fn pause_and_finish(&mut self) -> Result<Sent, Fault> {
         let session = &mut self.transfer.session;
         // The owner may have paused or resumed it since it was described.
         session.paused_by_owner = session.vm.run_state() == RunState::Paused;
-        let began = Instant::now();
-        self.guest.paused = began;
+        let paused = Instant::now();
         session
             .vm
             .pause()
             .or_fault(FaultCode::Internal, "the guest cannot be paused")?;
-        self.figures.downtime.pause = began.elapsed();
+        self.figures.downtime.pause = paused.elapsed();
         session.observer.event(&Event::Paused);
         session.check_guest()?;
-        let last = self.last_pages()?;
-        self.last = last.clone();
-        self.transfer
-            .session
-            .control
-            .lane
-            .send(&Message::Final(last))
+        let sent = self.last_pages(paused)?;
+        let lane = &self.transfer.session.control.lane;
+        lane.send(&Message::Final(sent.last.clone()))?;
+        Ok(sent)
     }
 
-    /// Sends what is dirty and the state at the same time, and waits for the lanes' ends; returns
-    /// what *final* says.
-    fn last_pages(&mut self) -> Result<Final, Fault> {
+    /// Sends what is dirty and the state at the same time, and waits for the lanes' ends.
+    fn last_pages(&mut self, paused: Instant) -> Result<Sent, Fault> {
         let session = &self.transfer.session;
         session.options.tune.detach();
         let work_queue = Arc::clone(&session.work_queue);
@@ -144,9 +127,8 @@ impl<'a> Switchover<'a> {
         self.guest.logged.fetch(session)?;
         let bytes_before = lock(&work_queue.state).traffic().wire_bytes;
         let (iteration, pages) = work_queue.begin_iteration(true);
-        if session.options.verify {
-            self.digest = Some(self.start_digest()?);
-        }
+        let verify = session.options.verify;
+        let digest = verify.then(|| self.start_digest()).transpose()?;
 
         let state_began = Instant::now();
         self.guest.deactivated = true;
@@ -163,7 +145,7 @@ impl<'a> Switchover<'a> {
                 return Err(Fault::new(FaultCode::LaneLost, "the lanes do not end"));
             }
         }
-        let duration = self.guest.paused.elapsed();
+        let duration = paused.elapsed();
         let downtime = &mut self.figures.downtime;
         downtime.last_pages = duration.saturating_sub(downtime.pause);
         let traffic = lock(&work_queue.state).traffic();
@@ -179,7 +161,11 @@ impl<'a> Switchover<'a> {
                 .map_or(Duration::ZERO, |last| last.predicted_downtime),
             throttle: 0,
         });
-        Ok(self.count(iteration, sections))
+        Ok(Sent {
+            paused,
+            digest,
+            last: self.count(iteration, sections),
+        })
     }
 
     /// What the destination must have received.
@@ -211,7 +197,7 @@ impl<'a> Switchover<'a> {
     }
 
     /// Waits for *ready*, and for everything else that must be so before *commit*.
-    fn await_ready(&mut self) -> Result<(), Fault> {
+    fn await_ready(&mut self, mut sent: Sent) -> Result<(), Fault> {
         let finalised = Instant::now();
         let until = finalised + ANSWER_LIMIT;
         let theirs = loop {
@@ -223,12 +209,12 @@ impl<'a> Switchover<'a> {
                 Some(SessionEvent::Control(_, FromPeer::Message(other))) => {
                     return Err(unexpected(&other));
                 }
-                Some(_) => self.repeat_final()?,
+                Some(_) => self.repeat_final(&mut sent.last)?,
                 None => return Err(not_answered("ready", ANSWER_LIMIT)),
             }
         };
         self.figures.downtime.ready = finalised.elapsed();
-        self.figures.digests_equal = self.compare(theirs)?;
+        self.figures.digests_equal = compare(sent.digest, theirs)?;
         let session = &self.transfer.session;
         session.vm.hold().or_fault(
             FaultCode::Cancelled,
@@ -241,16 +227,16 @@ impl<'a> Switchover<'a> {
 
     /// Counts anew if a lane was lost after *final* had counted its chunks: they have gone out
     /// again.
-    fn repeat_final(&mut self) -> Result<(), Fault> {
+    fn repeat_final(&self, last: &mut Final) -> Result<(), Fault> {
         let state = lock(&self.transfer.session.work_queue.state);
-        let overtaken = state.lanes.fenced_count() != self.last.fenced && state.lanes.complete();
+        let overtaken = state.lanes.fenced_count() != last.fenced && state.lanes.complete();
         drop(state);
         if !overtaken {
             return Ok(());
         }
-        self.last = self.count(self.last.iteration, self.last.sections);
+        *last = self.count(last.iteration, last.sections);
         let lane = &self.transfer.session.control.lane;
-        lane.send(&Message::Final(self.last.clone()))
+        lane.send(&Message::Final(last.clone()))
     }
 
     fn send_state(&self) -> Result<u32, Fault> {
@@ -286,29 +272,31 @@ impl<'a> Switchover<'a> {
         }
         Ok(count)
     }
+}
 
-    /// Compares the digests (I3); a difference ends the migration before
-    /// *commit*.
-    fn compare(&mut self, theirs: Option<Digest>) -> Result<Option<bool>, Fault> {
-        let Some(ours) = self.digest.take() else {
-            return Ok(None);
-        };
-        let ours = ours
-            .recv()
-            .map_err(|_| Fault::new(FaultCode::Internal, "the digest's thread panicked"))?
-            .or_fault(FaultCode::VerificationFailed, "guest memory cannot be read")?;
-        let theirs = theirs.ok_or_else(|| {
-            Fault::new(
-                FaultCode::Malformed,
-                "the destination sent no digest although verification was agreed",
-            )
-        })?;
-        if ours != theirs {
-            return Err(Fault::new(
-                FaultCode::VerificationFailed,
-                "the memories differ at switchover",
-            ));
-        }
-        Ok(Some(true))
+/// Compares the digests (I3); a difference ends the migration before *commit*.
+fn compare(
+    ours: Option<Receiver<std::io::Result<Digest>>>,
+    theirs: Option<Digest>,
+) -> Result<Option<bool>, Fault> {
+    let Some(ours) = ours else {
+        return Ok(None);
+    };
+    let ours = ours
+        .recv()
+        .map_err(|_| Fault::new(FaultCode::Internal, "the digest's thread panicked"))?
+        .or_fault(FaultCode::VerificationFailed, "guest memory cannot be read")?;
+    let theirs = theirs.ok_or_else(|| {
+        Fault::new(
+            FaultCode::Malformed,
+            "the destination sent no digest although verification was agreed",
+        )
+    })?;
+    if ours != theirs {
+        return Err(Fault::new(
+            FaultCode::VerificationFailed,
+            "the memories differ at switchover",
+        ));
     }
+    Ok(Some(true))
 }
