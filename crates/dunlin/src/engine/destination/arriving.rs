@@ -51,15 +51,25 @@ pub(super) struct Attempt {
     discarded: bool,
     /// Why the session fails, as far as it is known.
     pub(super) fault: Option<Fault>,
-    /// Whether *accept* has been sent.
-    accepted: bool,
-    /// Whether *ready* has been sent.
-    pub(super) ready_sent: bool,
+    pub(super) reached: Reached,
     /// Whether the source has cancelled, and thus goes on by itself.
     pub(super) source_keeps: bool,
-    /// Whether the guest runs here, or stays paused as its owner left it.
-    pub(super) runs: bool,
     pub(super) guest_downtime: Option<Duration>,
+}
+
+/// How far the source and this side have agreed.
+#[derive(Clone, Copy, PartialEq, PartialOrd)]
+pub(super) enum Reached {
+    Described,
+    /// *accept* is sent.
+    Accepted,
+    /// *ready* is sent.
+    Ready,
+    /// *commit* is taken.
+    Committed {
+        /// Whether the guest runs here, or stays paused as its owner left it.
+        run: bool,
+    },
 }
 
 impl Attempt {
@@ -75,10 +85,8 @@ impl Attempt {
             offered,
             discarded: false,
             fault: None,
-            accepted: false,
-            ready_sent: false,
+            reached: Reached::Described,
             source_keeps: false,
-            runs: false,
             guest_downtime: None,
         }
     }
@@ -87,7 +95,12 @@ impl Attempt {
     /// and has begun nothing. Any other may ask, even if it was never told *ready*: its process
     /// may have died just before, with the VM paused elsewhere.
     pub(super) fn is_never_asked_about(&self) -> bool {
-        !self.accepted || self.source_keeps
+        self.reached < Reached::Accepted || self.source_keeps
+    }
+
+    /// Whether the guest runs here, once the VM lives here.
+    pub(super) fn runs(&self) -> bool {
+        self.reached == Reached::Committed { run: true }
     }
 
     fn reason(&self) -> (FaultCode, String) {
@@ -123,7 +136,7 @@ impl<'a> Arriving<'a> {
         match action {
             Do::Record(record) => return Some(self.record(record)),
             Do::SendAccept => {
-                self.attempt.accepted = true;
+                self.attempt.reached = Reached::Accepted;
                 self.control.tell(&Message::Accept(Accept {
                     secret: self.lanes.secret.clone(),
                     lanes_max: self.session.options.lanes_max,

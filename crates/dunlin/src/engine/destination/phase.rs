@@ -13,7 +13,7 @@ use dunlin_proto::switchover::{Destination, DestinationAction as Do, Destination
 
 use super::super::control::FromPeer;
 use super::super::fault::{Fault, OrFault};
-use super::arriving::{Arriving, Link};
+use super::arriving::{Arriving, Link, Reached};
 use super::event::SessionEvent;
 use super::received::DestinationEvent;
 use crate::lane::accept::Arrival;
@@ -37,8 +37,8 @@ pub(super) fn take<'a>(phase: &mut impl Phase<'a>, event: On) -> Result<(), Faul
         "the peer broke the order of the switchover",
     )?;
     attempt.state = state;
-    if let On::Commit { run } = event {
-        attempt.runs = run;
+    if let Destination::Acquiring { run } = state {
+        attempt.reached = Reached::Committed { run };
     }
     perform(phase, actions)
 }

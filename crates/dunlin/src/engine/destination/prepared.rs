@@ -8,7 +8,7 @@ use dunlin_proto::switchover::{Destination, DestinationAction as Do, Destination
 
 use super::super::control::FromPeer;
 use super::super::fault::{Fault, OrFault};
-use super::arriving::Arriving;
+use super::arriving::{Arriving, Reached};
 use super::event::SessionEvent;
 use super::phase::{Phase, failed, next_event, take};
 use super::received::DestinationEvent;
@@ -53,7 +53,7 @@ impl<'a> Phase<'a> for Prepared<'a> {
             }
             Do::SendReady => {
                 (self.arriving.session.observer)(&DestinationEvent::Ready);
-                attempt.ready_sent = true;
+                attempt.reached = Reached::Ready;
                 let digest = self.digest;
                 self.arriving.control.tell(&Message::Ready { digest });
                 return None;
@@ -131,7 +131,7 @@ impl<'a> Running<'a> {
     /// Waits for *release*. Without it the VM lives here all the same.
     pub(super) fn await_release(mut self) -> Settled {
         let attempt = &self.arriving.attempt;
-        let runs = attempt.runs;
+        let runs = attempt.runs();
         // From here on the source changes nothing any more: it may have died.
         if runs {
             attempt.vm.announce();

@@ -9,7 +9,7 @@ use super::super::error::MigrateError;
 use super::super::fault::{Fault, VmIs};
 use super::super::journal::SessionJournal;
 use super::answer::Answering;
-use super::arriving::Arriving;
+use super::arriving::{Arriving, Reached};
 use super::received::{DestinationEvent, Received};
 
 /// A session that has ended: no thread or lane of it is left.
@@ -31,7 +31,7 @@ impl Settled {
             lanes,
             ..
         } = arriving;
-        let is_never_asked_about = attempt.is_never_asked_about();
+        let (runs, is_never_asked_about) = (attempt.runs(), attempt.is_never_asked_about());
         let (host, observer) = (session.host, session.observer);
         let warn = |text| observer(&DestinationEvent::Warning(text));
         let forget = |journal: SessionJournal| {
@@ -66,7 +66,7 @@ impl Settled {
                 return Self::Arrived(Box::new(Received {
                     vm: attempt.vm,
                     offered: attempt.offered,
-                    runs: attempt.runs,
+                    runs,
                     guest_downtime: attempt.guest_downtime,
                     wire_bytes: lanes.wire_bytes,
                     pages,
@@ -76,7 +76,7 @@ impl Settled {
             }
             Destination::Died => VmIs::RanThenDied,
             // The source was told nothing, and may be waiting.
-            Destination::Unrecorded if attempt.ready_sent => VmIs::InDoubt,
+            Destination::Unrecorded if attempt.reached >= Reached::Ready => VmIs::InDoubt,
             _ => VmIs::AtSource,
         };
         let fault = attempt.fault.unwrap_or_else(|| {
