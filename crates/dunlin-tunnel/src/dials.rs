@@ -1,4 +1,5 @@
-//! Control lanes whose handshake is under way, on either side: they end with the tunnel.
+//! Connections that are being made, and handshakes that are under way on either side: those of
+//! control lanes and of relays. The end of the tunnel cancels them.
 
 use dunlin_lane::dial::DialCancel;
 use dunlin_lane::sync::lock;

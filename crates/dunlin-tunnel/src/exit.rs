@@ -56,7 +56,8 @@ fn reach(hub: &Hub, route: &str, parameter: &str) -> Result<(Socket, u64), Failu
         )?;
     let target = parameter::fill(route, &exit.target, parameter)?;
     let deadline = Instant::now() + hub.site.limits.connect;
-    let stream = target::open(&hub.site, &hub.programs, &target, deadline).or_failure(
+    let stop = hub.stop.wakeup();
+    let stream = target::open(&hub.site, &hub.programs, &target, deadline, stop).or_failure(
         FaultCode::TargetUnreachable,
         format!("route {route:?}: {target} cannot be reached"),
     )?;

@@ -37,6 +37,7 @@ use super::threads::Threads;
 use super::watched::WatchedSockets;
 use dunlin_lane::control::ControlStream;
 use dunlin_lane::dial::DialCancel;
+use dunlin_lane::splice::Stop;
 
 pub(super) struct Hub {
     pub(super) site: Arc<Site>,
@@ -53,6 +54,8 @@ pub(super) struct Hub {
     pub(super) idle: Condvar,
     /// Programs that run for this peer.
     pub(super) programs: Arc<AtomicUsize>,
+    /// Ends the connecting to targets when the trunk is over.
+    pub(super) stop: Stop,
     pub(super) threads: Threads,
     began: Instant,
 }
@@ -260,6 +263,7 @@ impl Hub {
             talk: Condvar::new(),
             idle: Condvar::new(),
             programs: Arc::default(),
+            stop: Stop::new()?,
             threads: Threads::default(),
             began: Instant::now(),
         }))
@@ -376,6 +380,7 @@ impl Hub {
             }
             Action::GiveUp(fault) => {
                 core.control.give_up(fault);
+                self.stop.tell();
                 for dial in std::mem::take(&mut core.dials).into_values() {
                     dial.cancel();
                 }

@@ -43,7 +43,7 @@ pub(super) struct Site {
     /// Events that found no room.
     dropped: AtomicUsize,
     threads: Threads,
-    /// Control lanes whose handshake is under way.
+    /// Control lanes and relays that are being connected.
     pub(super) dials: Dials,
 }
 

@@ -10,30 +10,31 @@ use std::sync::mpsc::channel;
 use std::thread;
 use std::time::Instant;
 
+use dunlin_linux::poll::Wakeup;
 use dunlin_linux::signals::unblock_in;
-use dunlin_linux::socket::{connect as connect_tcp, connect_unix};
+use dunlin_linux::socket::connect_unix_unless;
 
 use super::counted::Counted;
 use super::event::Event;
 use super::route::Target;
 use super::site::Site;
 use super::socket::Stream;
-use dunlin_lane::reach::first_of;
 
 /// Connects to a target; `programs` counts those that the same peers have had
 /// started and that have not ended.
 ///
 /// # Errors
-/// It cannot be reached before `deadline`.
+/// It cannot be reached before `deadline`, or `stop` becomes readable before that.
 pub(super) fn open(
     site: &Arc<Site>,
     programs: &Arc<AtomicUsize>,
     target: &Target,
     deadline: Instant,
+    stop: &Wakeup,
 ) -> io::Result<Stream> {
     match target {
-        Target::Unix(path) => Stream::unix(connect_unix(path, deadline)?),
-        Target::Tcp(to) => Stream::tcp(first_of(to, |address| connect_tcp(address, deadline))?),
+        Target::Unix(path) => Stream::unix(connect_unix_unless(path, deadline, stop)?),
+        Target::Tcp(to) => Stream::tcp(site.connector.connect(to, deadline, stop)?),
         Target::Exec(words) => execute(site, programs, words),
     }
 }

@@ -5,6 +5,7 @@
 use std::fs;
 use std::io::{ErrorKind, Read, Write};
 use std::net::Shutdown;
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -13,7 +14,9 @@ use dunlin_lane::identity::DENIED_FILE;
 use dunlin_lane::peers::Pin;
 use dunlin_proto::fault::FaultCode;
 use dunlin_test_support::lane::{Authority, ReadOnce as _, load};
-use dunlin_test_support::tunnel::{FAR, NEAR, Pair, Random, Setup, expect, identities, join, send};
+use dunlin_test_support::tunnel::{
+    FAR, NEAR, PATIENCE, Pair, Random, Setup, expect, fill_backlog, identities, join, send,
+};
 use dunlin_tunnel::{Event, Limits};
 use rcgen::{
     CertificateRevocationListParams, KeyIdMethod, RevokedCertParams, SerialNumber, date_time_ymd,
@@ -369,4 +372,48 @@ fn a_peer_that_vanishes_is_missed_in_the_time_that_was_set() {
     );
     pair.near_told
         .wait("end", |event| matches!(event, Event::TrunkEnded { .. }));
+}
+
+/// A channel whose target's backlog is full, and which is given a minute to be reached.
+fn unreached() -> (Pair, Vec<OwnedFd>, UnixStream) {
+    let pair = Pair::start(&Setup {
+        limits: Limits {
+            connect: Duration::from_secs(60),
+            ..Limits::default()
+        },
+        ..Setup::default()
+    });
+    let waiting = fill_backlog(&pair.target());
+    let channel = pair.connect();
+    let is_connecting = |entry: std::io::Result<fs::DirEntry>| {
+        let name = fs::read_to_string(entry.unwrap().path().join("comm"));
+        // One that has just ended has no name.
+        name.is_ok_and(|name| name.starts_with("dunlin-target"))
+    };
+    let until = Instant::now() + PATIENCE;
+    while !fs::read_dir("/proc/self/task").unwrap().any(is_connecting) {
+        assert!(Instant::now() < until, "no target is connected to");
+        thread::sleep(Duration::from_millis(2));
+    }
+    (pair, waiting, channel)
+}
+
+#[test]
+fn a_channel_whose_target_does_not_answer_ends_with_the_tunnel() {
+    let (mut pair, _waiting, _channel) = unreached();
+    let begun = Instant::now();
+    drop(pair.far.take());
+    let took = begun.elapsed();
+    assert!(took < Duration::from_secs(20), "{took:?}");
+}
+
+#[test]
+fn a_channel_whose_target_does_not_answer_ends_with_its_trunk() {
+    let (mut pair, _waiting, _channel) = unreached();
+    let begun = Instant::now();
+    drop(pair.near.take());
+    let ended = |event: &Event| matches!(event, Event::TrunkEnded { .. });
+    pair.far_told.wait("end of the trunk", ended);
+    let took = begun.elapsed();
+    assert!(took < Duration::from_secs(20), "{took:?}");
 }

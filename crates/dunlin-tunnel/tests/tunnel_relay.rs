@@ -34,6 +34,8 @@ struct Setup {
     far_tls: OldestTls,
     limits: Limits,
     relayed: bool,
+    /// Where the near side connects to, if not to the far one.
+    to: Option<SocketAddr>,
 }
 
 impl Setup {
@@ -48,6 +50,7 @@ impl Setup {
             far_tls: OldestTls::V1_3,
             limits: Limits::default(),
             relayed: false,
+            to: None,
         }
     }
 }
@@ -85,10 +88,12 @@ impl Scene {
         let port = far.relay_ports()[0].1;
         let network = setup.relayed.then(|| Relay::start(port));
         let scratch = Scratch::new();
+        let to = network.as_ref().map_or(port, |one| one.address);
+        let to = setup.to.unwrap_or(to).to_string();
         let entrance = |route: &str, listen| Entrance {
             route: route.to_owned(),
             listen,
-            to: network.as_ref().map_or(port, |one| one.address).to_string(),
+            to: to.clone(),
             peers: setup.peers.clone(),
             lanes: 1,
             window_bytes: WINDOW_BYTES,
@@ -631,6 +636,96 @@ fn i6_a_reload_in_the_middle_of_a_handshake_lets_in_nobody_who_is_no_more_allowe
     scene.far_told.wait("rejection", rejected);
     scene.target.set_nonblocking(true).unwrap();
     assert!(scene.target.accept().is_err());
+}
+
+/// Longer than a test may take: what ends before it was cancelled.
+const NEVER: Duration = Duration::from_secs(60);
+const AT_ONCE: Duration = Duration::from_secs(20);
+
+fn patient_limits() -> Limits {
+    Limits {
+        connect: NEVER,
+        ..Limits::default()
+    }
+}
+
+/// Drops a tunnel, which takes far less than [`NEVER`].
+fn assert_ends_at_once(tunnel: Option<Tunnel>) {
+    let begun = Instant::now();
+    drop(tunnel.unwrap());
+    let took = begun.elapsed();
+    assert!(took < AT_ONCE, "{took:?}");
+}
+
+/// Connects to a listener that never accepts, until the kernel answers no SYN any more.
+fn fill_backlog(listener: &TcpListener) -> Vec<TcpStream> {
+    let to = listener.local_addr().unwrap();
+    let connect = || TcpStream::connect_timeout(&to, Duration::from_millis(100)).ok();
+    let waiting: Vec<_> = std::iter::from_fn(connect).take(10_000).collect();
+    assert!(waiting.len() < 10_000, "the backlog has no end");
+    waiting
+}
+
+/// Waits until a connection to an IPv4 address has sent a SYN that is not answered (proc(5)).
+fn wait_for_unanswered_syn(to: SocketAddr) {
+    let remote = format!(":{:04X} 02 ", to.port());
+    let until = Instant::now() + PATIENCE;
+    let sent = || {
+        let sockets = std::fs::read_to_string("/proc/self/net/tcp").unwrap();
+        sockets.contains(&remote)
+    };
+    while !sent() {
+        assert!(Instant::now() < until, "no connection to {to} is begun");
+        thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// A peer that takes the connection of a relay and says nothing holds up no end of the tunnel.
+#[test]
+fn a_relay_whose_handshake_is_under_way_ends_with_the_tunnel() {
+    let mut scene = Scene::start(Setup {
+        limits: patient_limits(),
+        relayed: true,
+        ..Setup::new()
+    });
+    let near = scene.near.take();
+    let (network, mut stream) = (scene.network.clone().unwrap(), None);
+    let entrance = scene.scratch.join("in");
+    network.hold(
+        || stream = Some(UnixStream::connect(entrance).unwrap()),
+        || assert_ends_at_once(near),
+    );
+    let refused = |event: &Event| matches!(event, Event::Refused { .. });
+    scene.near_told.wait("refusal", refused);
+}
+
+/// Nor does one whose host answers no SYN.
+#[test]
+fn a_relay_whose_peer_does_not_answer_ends_with_the_tunnel() {
+    let silent = any();
+    let address = silent.local_addr().unwrap();
+    let mut scene = Scene::start(Setup {
+        limits: patient_limits(),
+        to: Some(address),
+        ..Setup::new()
+    });
+    let _waiting = fill_backlog(&silent);
+    let _stream = scene.unix();
+    wait_for_unanswered_syn(address);
+    assert_ends_at_once(scene.near.take());
+}
+
+/// Nor does a hypervisor to which a relay leads.
+#[test]
+fn a_relay_whose_target_does_not_answer_ends_with_the_tunnel() {
+    let mut scene = Scene::start(Setup {
+        limits: patient_limits(),
+        ..Setup::new()
+    });
+    let _waiting = fill_backlog(&scene.target);
+    let _stream = scene.unix();
+    wait_for_unanswered_syn(scene.target.local_addr().unwrap());
+    assert_ends_at_once(scene.far.take());
 }
 
 #[test]

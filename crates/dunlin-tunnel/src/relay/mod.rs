@@ -30,7 +30,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 
-use dunlin_linux::socket::{connect, set_reset_on_close};
+use dunlin_linux::socket::set_reset_on_close;
 use dunlin_proto::fault::FaultCode;
 
 use super::counted::Counted;
@@ -51,7 +51,6 @@ use dunlin_lane::identity::SettingsError;
 use dunlin_lane::peers::Peers;
 use dunlin_lane::policy::OldestTls;
 use dunlin_lane::policy::{ClientTls, ServerTls};
-use dunlin_lane::reach::first_of;
 use dunlin_lane::record::Alert;
 
 use channel::{Channel, Parts};
@@ -279,10 +278,14 @@ impl Relays {
                 Err(failure) => Half::Accepted(entrance, socket).refuse(site, failure),
             },
             Half::Authenticated(exit, relayed) => {
-                let reached = target::open(site, &self.programs, &exit.target, deadline);
                 let (route, target) = (&exit.route, &exit.target);
-                let text = format!("route {route:?}: {target} cannot be reached");
-                match reached.or_failure(FaultCode::TargetUnreachable, text) {
+                let reached = site.dials.begin().and_then(|dialling| {
+                    let stop = dialling.cancel.wakeup();
+                    let opened = target::open(site, &self.programs, target, deadline, stop);
+                    let text = format!("route {route:?}: {target} cannot be reached");
+                    opened.or_failure(FaultCode::TargetUnreachable, text)
+                });
+                match reached {
                     Ok(stream) => {
                         let socket = stream.counted(Count::new(site.meter(route), None));
                         self.start(route, socket, *relayed, counted);
@@ -400,9 +403,10 @@ fn ended() -> Failure {
     Failure::new(FaultCode::Ended, text)
 }
 
-/// Connects to a relay's peer.
+/// Connects to a relay's peer and performs the handshake. The end of the tunnel cancels both.
 fn reach(site: &Site, entrance: &Entrance, deadline: Instant) -> Result<Relayed, Failure> {
-    let to = &entrance.to;
+    let dialling = site.dials.begin()?;
+    let (to, cancel) = (&entrance.to, &dialling.cancel);
     let oldest = match entrance.mode {
         Mode::Relay(oldest) => oldest,
         Mode::Stripe | Mode::StripeOverIpsec => OldestTls::default(),
@@ -413,7 +417,9 @@ fn reach(site: &Site, entrance: &Entrance, deadline: Instant) -> Result<Relayed,
         FaultCode::Unauthorised,
         "our identity cannot be used to connect",
     )?;
-    let stream = first_of(to, |address| connect(address, deadline)).map_err(|error| {
+    let connected = site.connector.connect(to, deadline, cancel.wakeup());
+    let covered = connected.and_then(|stream| cancel.covers(&stream).map(|()| stream));
+    let stream = covered.map_err(|error| {
         Failure::of_peer(
             FaultCode::TargetUnreachable,
             &format!("{to} cannot be reached: {error}"),
