@@ -8,7 +8,7 @@
 
 use crate::sync::lock;
 use std::io;
-use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::net::{Shutdown, SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
@@ -23,7 +23,6 @@ use super::handshake::{self, HandshakeError};
 use super::peers::Principal;
 use super::policy::ClientTls;
 use super::proof::prove;
-use super::reach::first_of;
 use super::splice::Stop;
 
 /// Opens TCP connections for lanes.
@@ -47,15 +46,39 @@ pub trait Connector: Send + Sync {
     ) -> io::Result<TcpStream>;
 }
 
-/// Sockets of this process.
+/// Sockets of this process, to the first reachable address of a name.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct StandardConnector;
 
 impl Connector for StandardConnector {
     fn connect(&self, endpoint: &str, deadline: Instant, stop: &Wakeup) -> io::Result<TcpStream> {
-        first_of(endpoint, |address| {
-            socket::connect_unless(address, deadline, stop)
-        })
+        let mut last = io::Error::new(
+            io::ErrorKind::NotFound,
+            format!("{endpoint} has no address"),
+        );
+        // An IPv6 address without brackets would be a host and, by its last group, a port.
+        let is_bare = endpoint.matches(':').count() > 1 && !endpoint.starts_with('[');
+        let addresses = if is_bare {
+            Err(io::Error::new(io::ErrorKind::InvalidInput, "no brackets"))
+        } else {
+            endpoint.to_socket_addrs()
+        };
+        let addresses = addresses.map_err(|error| {
+            // The standard library's own words do not say what is missing.
+            if error.kind() == io::ErrorKind::InvalidInput {
+                let wanted =
+                    "give a host and a port, as in host-b.example:4444 or [2001:db8::7]:4444";
+                return io::Error::new(error.kind(), format!("{error}: {wanted}"));
+            }
+            error
+        })?;
+        for address in addresses {
+            match socket::connect_unless(address, deadline, stop) {
+                Ok(stream) => return Ok(stream),
+                Err(error) => last = error,
+            }
+        }
+        Err(last)
     }
 
     fn connect_from(
@@ -313,6 +336,24 @@ mod tests {
     use dunlin_linux::poll::{Interest, poll};
 
     use super::*;
+
+    #[test]
+    fn what_is_no_address_is_told_with_what_is_wanted() {
+        let (_waker, stop) = dunlin_linux::poll::waker().unwrap();
+        for endpoint in [
+            "127.0.0.1",
+            "host-b.example:",
+            "host-b.example:65536",
+            "::1:4444",
+            "2001:db8::2",
+            "[::1]",
+        ] {
+            let connected = StandardConnector.connect(endpoint, Instant::now(), &stop);
+            let error = connected.unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::InvalidInput);
+            assert!(error.to_string().contains("a host and a port"), "{error}");
+        }
+    }
 
     fn is_readable(wakeup: &Wakeup) -> bool {
         let interest = Interest::read(&wakeup);

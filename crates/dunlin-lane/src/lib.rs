@@ -35,7 +35,6 @@ pub mod peers;
 pub mod policy;
 pub mod proof;
 pub mod provider;
-pub mod reach;
 pub mod record;
 pub mod relayed;
 pub mod security;

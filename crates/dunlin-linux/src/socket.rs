@@ -50,15 +50,7 @@ impl Default for Liveness {
     }
 }
 
-/// Connects to `address` before `deadline`.
-///
-/// # Errors
-/// `TimedOut` when the deadline passes, otherwise what connect(2) says.
-pub fn connect(address: SocketAddr, deadline: Instant) -> io::Result<TcpStream> {
-    TcpStream::connect_timeout(&address, remaining(deadline)?)
-}
-
-/// The same, unless `stop` is woken before.
+/// Connects to `address` before `deadline`, unless `stop` is woken before.
 ///
 /// # Errors
 /// `TimedOut` when the deadline passes, `ConnectionAborted` when `stop` was woken, otherwise what
@@ -354,11 +346,7 @@ mod tests {
 
     fn pair() -> (TcpStream, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let near = connect(
-            listener.local_addr().unwrap(),
-            Instant::now() + Duration::from_secs(5),
-        )
-        .unwrap();
+        let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         (near, listener.accept().unwrap().0)
     }
 

@@ -13,12 +13,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dunlin_linux::socket::{connect_unix_unless, connect_unless, set_reset_on_close};
+use dunlin_linux::socket::{connect_unix_unless, set_reset_on_close};
 
 use super::token::{Of, Side, token};
 use super::{Event, Other, Refusal, Shared, Target};
 use crate::connect::keep_alive;
-use dunlin_lane::reach::first_of;
+use dunlin_lane::dial::{Connector, StandardConnector};
 use dunlin_lane::splice::{Pause, Stop, carry};
 use dunlin_linux::splice::Conduit;
 
@@ -191,18 +191,15 @@ impl Forwarded {
             return Err(io::ErrorKind::NotFound.into());
         };
         let deadline = Instant::now() + shared.options.limits.connect;
+        let stop = self.stop.wakeup();
         let server = match to {
             Target::Tcp(to) => {
-                let stream = first_of(to, |address| {
-                    connect_unless(address, deadline, self.stop.wakeup())
-                })?;
+                let stream = StandardConnector.connect(to, deadline, stop)?;
                 stream.set_nodelay(true)?;
                 keep_alive(&stream)?;
                 Server::Tcp(stream)
             }
-            Target::Unix(path) => {
-                Server::Unix(connect_unix_unless(path, deadline, self.stop.wakeup())?)
-            }
+            Target::Unix(path) => Server::Unix(connect_unix_unless(path, deadline, stop)?),
         };
         keep_alive(&self.client)?;
         if let Some(header) = header {
