@@ -5,11 +5,10 @@ use std::sync::Arc;
 
 use dunlin_proto::negotiate::LaneSecurity;
 
-use super::accept::{Arrival, LaneSocket};
-use super::admit::{AdmitError, LaneAcceptor, PlainAcceptor, TlsAcceptor};
-use super::data::{DataReceiver, PlainConsent};
+use super::accept::Arrival;
+use super::admit::{LaneAcceptor, PlainAcceptor, TlsAcceptor};
+use super::data::PlainConsent;
 use super::dial::{LaneDialer, PlainDialer, TlsDialer};
-use super::peers::PeerIdentity;
 
 /// Lanes that something below TCP seals (IPsec), as this process opens and accepts them.
 pub trait SealedLanes: LaneAcceptor + fmt::Debug {
@@ -39,28 +38,20 @@ pub fn dialer(
     }
 }
 
-/// Admits a lane of the security that both sides have selected. `allow_plain` is this side's
-/// consent to lanes in the clear.
-pub fn admit(
+/// An acceptor for lanes of the security that both sides have selected, or `None` where it is IPsec
+/// and this process has no [`SealedLanes`], or plain and this side does not `allow_plain`.
+pub fn acceptor(
     selected: LaneSecurity,
     allow_plain: bool,
     sealed: Option<&Arc<dyn SealedLanes>>,
-    socket: LaneSocket,
-    is_peer: &dyn Fn(&PeerIdentity) -> bool,
-) -> Result<DataReceiver, AdmitError> {
-    let agreed = selected;
+) -> Option<Arc<dyn LaneAcceptor>> {
     match selected {
-        LaneSecurity::Tls => TlsAcceptor.admit(socket, is_peer),
-        LaneSecurity::Plain => match PlainConsent::both(allow_plain, true) {
-            Some(consent) => PlainAcceptor::new(consent).admit(socket, is_peer),
-            None => Err(AdmitError::OtherSecurity { agreed }),
-        },
-        LaneSecurity::Ipsec => match sealed {
-            Some(lanes) => lanes.admit(socket, is_peer),
-            None => Err(AdmitError::NotSealed(
-                "this side is not prepared for lanes over IPsec".into(),
-            )),
-        },
+        LaneSecurity::Tls => Some(Arc::new(TlsAcceptor)),
+        LaneSecurity::Plain => {
+            let consent = PlainConsent::both(allow_plain, true)?;
+            Some(Arc::new(PlainAcceptor::new(consent)))
+        }
+        LaneSecurity::Ipsec => Some(Arc::clone(sealed?) as Arc<dyn LaneAcceptor>),
     }
 }
 
@@ -72,5 +63,13 @@ mod tests {
     fn ipsec_lanes_have_no_dialer_where_nothing_seals_them() {
         assert!(dialer(LaneSecurity::Ipsec, None).is_none());
         assert!(dialer(LaneSecurity::Tls, None).is_some());
+    }
+
+    #[test]
+    fn i6_ipsec_and_plain_lanes_have_no_acceptor_without_what_they_need() {
+        assert!(acceptor(LaneSecurity::Ipsec, true, None).is_none());
+        assert!(acceptor(LaneSecurity::Plain, false, None).is_none());
+        assert!(acceptor(LaneSecurity::Plain, true, None).is_some());
+        assert!(acceptor(LaneSecurity::Tls, false, None).is_some());
     }
 }

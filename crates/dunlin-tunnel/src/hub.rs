@@ -35,6 +35,7 @@ use super::status::Status;
 use super::terms::Terms;
 use super::threads::Threads;
 use super::watched::WatchedSockets;
+use dunlin_lane::admit::LaneAcceptor;
 use dunlin_lane::control::ControlStream;
 use dunlin_lane::dial::DialCancel;
 use dunlin_lane::splice::Stop;
@@ -42,6 +43,10 @@ use dunlin_lane::splice::Stop;
 pub(super) struct Hub {
     pub(super) site: Arc<Site>,
     pub(super) terms: Terms,
+    /// Admits the peer's lanes.
+    pub(super) acceptor: Arc<dyn LaneAcceptor>,
+    /// Lanes of the peer that are being admitted.
+    pub(super) admitting: Arc<AtomicUsize>,
     pub(super) pool: Arc<Pool>,
     /// Sockets that can be read, for the lanes' threads.
     pub(super) reads: WatchedSockets,
@@ -227,6 +232,7 @@ impl Hub {
     pub(super) fn new(
         site: &Arc<Site>,
         terms: Terms,
+        acceptor: Arc<dyn LaneAcceptor>,
         control: &Arc<ControlStream>,
     ) -> io::Result<Arc<Self>> {
         let limits = site.limits;
@@ -243,6 +249,8 @@ impl Hub {
         Ok(Arc::new(Self {
             site: Arc::clone(site),
             terms,
+            acceptor,
+            admitting: Arc::default(),
             pool: Pool::new(),
             reads: WatchedSockets::new()?,
             writes: WatchedSockets::new()?,

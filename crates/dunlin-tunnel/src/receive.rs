@@ -12,11 +12,14 @@ use std::time::{Duration, Instant};
 
 use dunlin_linux::epoll::Readiness;
 use dunlin_linux::socket::wait_writable;
+use dunlin_proto::limits::MAX_LANES;
 use dunlin_proto::stripe::frame::{Data, FRAME_HEADER_BYTES, Frame};
 use dunlin_proto::stripe::{Arrival, Delivery};
 use vm_memory::VolatileSlice;
 
+use super::counted::Counted;
 use super::event::Event;
+use super::failure::Failure;
 use super::hub::{Core, Direction, Hub};
 use super::piece::Piece;
 use super::socket::Socket;
@@ -24,7 +27,6 @@ use dunlin_lane::accept::LaneSocket;
 use dunlin_lane::admit::AdmitError;
 use dunlin_lane::data::{DataReceiver, ReceiveError};
 use dunlin_lane::peers::PeerIdentity;
-use dunlin_lane::security::admit;
 
 /// How long a lane waits for a consumer, for all of what it has to write at a time.
 ///
@@ -35,21 +37,59 @@ use dunlin_lane::security::admit;
 /// Alternative: none at all; then bulk costs two more wake-ups for each piece.
 const CONSUMER_WAIT: Duration = Duration::from_millis(2);
 
-/// Starts the thread of a lane that the core has admitted.
-pub(super) fn start(hub: &Arc<Hub>, lane: u16, socket: LaneSocket) {
+/// Starts the thread of a connection that has proved to be a lane of this trunk.
+///
+/// # Errors
+/// Too many lanes are being admitted.
+pub(super) fn start(hub: &Arc<Hub>, lane: u16, socket: LaneSocket) -> Result<(), &'static str> {
+    let admitting = Counted::one_more(&hub.admitting, usize::from(MAX_LANES));
+    let admitting = admitting.ok_or("too many lanes of its trunk are being admitted")?;
     let own = Arc::clone(hub);
-    if !hub.spawn(format!("dunlin-lane-in-{lane}"), move || {
-        run(&own, lane, socket);
-    }) {
-        let mut core = hub.lock();
-        core.trunk.admitted_over(lane);
-        hub.settle(&mut core);
+    hub.spawn(format!("dunlin-lane-in-{lane}"), move || {
+        let receiver = admit(&own, lane, socket);
+        drop(admitting);
+        if let Some(receiver) = receiver {
+            run(&own, lane, receiver);
+        }
+    });
+    Ok(())
+}
+
+/// Admits a lane. One that is not the peer's or not protected as agreed is refused (I6) before it
+/// takes its number (I7). Nothing of it has been read but the proof that it is the trunk's.
+fn admit(hub: &Hub, lane: u16, socket: LaneSocket) -> Option<DataReceiver> {
+    let is_peer = |peer: &PeerIdentity| hub.terms.is_the_peer(peer);
+    match hub.acceptor.admit(socket, &is_peer) {
+        Ok(receiver) => {
+            let mut core = hub.lock();
+            // The core sends the peer the reason of a refusal.
+            let admitted = core.trunk.admit(lane);
+            hub.settle(&mut core);
+            admitted.is_ok().then_some(receiver)
+        }
+        Err(error) => {
+            let failure = Failure::new(error.fault(), format!("lane {lane}")).because(&error);
+            let is_strange = matches!(
+                error,
+                AdmitError::OtherPeer | AdmitError::OtherSecurity { .. }
+            );
+            // The trunk's peer has not opened a strange one, and may have another of this number.
+            if !is_strange {
+                let mut core = hub.lock();
+                core.trunk
+                    .refuse_lane(lane, failure.code(), failure.for_peer());
+                hub.settle(&mut core);
+            }
+            let (from, why) = ("a lane".to_owned(), failure.to_string());
+            hub.site.tell(Event::Rejected { from, why });
+            None
+        }
     }
 }
 
-/// The body of a lane's thread.
-fn run(hub: &Hub, lane: u16, socket: LaneSocket) {
-    let result = receiver(hub, socket).and_then(|receiver| receive_all(hub, lane, receiver));
+/// The body of an admitted lane's thread.
+fn run(hub: &Hub, lane: u16, receiver: DataReceiver) {
+    let result = receive_all(hub, lane, receiver);
     let mut core = hub.lock();
     core.cutters.remove(&(Direction::In, lane));
     core.trunk.admitted_over(lane);
@@ -64,15 +104,7 @@ fn run(hub: &Hub, lane: u16, socket: LaneSocket) {
     }
 }
 
-/// What opens the lane's bytes. One that is not protected as agreed is refused here (I6); nothing
-/// of it has been read but the proof that it is the trunk's.
-fn receiver(hub: &Hub, socket: LaneSocket) -> Result<DataReceiver, AdmitError> {
-    let sealed = hub.site.sealed.as_ref();
-    let is_peer = |peer: &PeerIdentity| hub.terms.is_the_peer(peer);
-    admit(hub.terms.security, false, sealed, socket, &is_peer)
-}
-
-fn receive_all(hub: &Hub, lane: u16, mut receiver: DataReceiver) -> Result<(), AdmitError> {
+fn receive_all(hub: &Hub, lane: u16, mut receiver: DataReceiver) -> Result<(), ReceiveError> {
     let canceller = receiver.canceller();
     {
         let mut core = hub.lock();
@@ -87,7 +119,7 @@ fn receive_all(hub: &Hub, lane: u16, mut receiver: DataReceiver) -> Result<(), A
     let mut header = [0; FRAME_HEADER_BYTES];
     loop {
         if !receiver.next(&mut header, None)? {
-            return Err(ReceiveError::ClosedInside.into());
+            return Err(ReceiveError::ClosedInside);
         }
         match Frame::decode(&header) {
             Ok(Frame::Data(data)) => {

@@ -33,7 +33,7 @@ use dunlin_lane::control::ControlStream;
 use dunlin_lane::dial::LaneDialer;
 use dunlin_lane::peers::PeerIdentity;
 use dunlin_lane::proof::is_proved;
-use dunlin_lane::security::dialer;
+use dunlin_lane::security::{acceptor, dialer};
 
 /// Connections that wait while their peer is being connected to; a hypervisor
 /// with the most channels that it can have.
@@ -290,7 +290,7 @@ impl Trunks {
         Ok(Some(hub))
     }
 
-    /// Accepts a lane, if it proves that it belongs to a trunk.
+    /// Accepts a lane that proves that it belongs to a trunk; its own thread admits it.
     ///
     /// # Errors
     /// Why not.
@@ -309,33 +309,10 @@ impl Trunks {
         if !is_proved(&terms.own_secret, open) {
             return Err("it does not prove its trunk's secret");
         }
-        match (&socket, terms.security) {
-            (LaneSocket::Tls(secured), LaneSecurity::Tls) => {
-                if !terms.is_the_peer(&secured.peer) {
-                    return Err("its peer is another than the control lane's");
-                }
-            }
-            // Its own thread checks whether that is true.
-            (LaneSocket::Plain(_), LaneSecurity::Ipsec) => {}
-            (LaneSocket::Plain(_), _) => {
-                return Err("it is not encrypted, and the tunnel accepts no plain lanes");
-            }
-            (LaneSocket::Tls(_), _) => {
-                return Err("it uses TLS, and lanes over IPsec were agreed on");
-            }
-        }
         if open.version != terms.version {
             return Err("it has another version than the control lane");
         }
-        let mut core = hub.lock();
-        let admitted = core.trunk.admit(open.lane);
-        hub.settle(&mut core);
-        drop(core);
-        // The core sends the peer the reason of a refusal.
-        if admitted.is_ok() {
-            receive::start(&hub, open.lane, socket);
-        }
-        Ok(())
+        receive::start(&hub, open.lane, socket)
     }
 
     fn find(&self, session: &SessionId) -> Option<Arc<Hub>> {
@@ -372,7 +349,10 @@ impl Trunks {
     /// Makes an agreed trunk one of the tunnel's. Its lanes are accepted from now on.
     fn keep(&self, agreed: Agreed) -> Result<Kept, Failure> {
         let Agreed { terms, control } = agreed;
-        let Some(dialer) = dialer(terms.security, self.site.sealed.as_ref()) else {
+        let (security, sealed) = (terms.security, self.site.sealed.as_ref());
+        let (Some(dialer), Some(acceptor)) =
+            (dialer(security, sealed), acceptor(security, false, sealed))
+        else {
             let text = "this tunnel is not prepared for IPsec";
             return Err(Failure::new(FaultCode::SecurityNotAgreed, text));
         };
@@ -384,7 +364,7 @@ impl Trunks {
             return Err(Failure::new(FaultCode::UnknownSession, text));
         }
         let control = Arc::new(control);
-        let hub = Hub::new(&self.site, terms, &control).or_failure(
+        let hub = Hub::new(&self.site, terms, acceptor, &control).or_failure(
             FaultCode::DescriptorLimit,
             "no descriptors are left for a trunk",
         )?;

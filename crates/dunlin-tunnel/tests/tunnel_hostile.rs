@@ -4,15 +4,23 @@
 
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use dunlin_lane::accept::{Arrival, LaneSocket};
+use dunlin_lane::admit::{AdmitError, LaneAcceptor};
 use dunlin_lane::control::{self, ControlStream};
-use dunlin_lane::data::{DataReceiver, DataSender, STALL_LIMIT};
+use dunlin_lane::data::{DataReceiver, DataSender, PlainConsent, STALL_LIMIT};
+use dunlin_lane::dial::{LaneDialer, PlainDialer};
 use dunlin_lane::handshake;
 use dunlin_lane::identity::Identity;
+use dunlin_lane::peers::PeerIdentity;
 use dunlin_lane::policy::{ClientTls, ServerTls};
 use dunlin_lane::provider::Crypto;
+use dunlin_lane::security::SealedLanes;
 use dunlin_proto::fault::FaultCode;
+use dunlin_proto::limits::MAX_LANES;
 use dunlin_proto::negotiate::{
     Features, LaneOpen, LaneSecurity, Offer, Opening, PRELUDE_BYTES, Prelude, Refusal, Selection,
     SessionId, SessionSecret, VERSIONS, lane_mac_input,
@@ -25,7 +33,7 @@ use dunlin_test_support::tunnel::{
     FAR, NEAR, OTHER, PATIENCE, Pair, Setup, Told, fill_backlog, identities,
 };
 use dunlin_tunnel::{
-    Entrance, Event, Exit, Limits, Listen, Mode, Routes, Target, Tunnel, WINDOW_BYTES,
+    Entrance, Event, Exit, Given, Limits, Listen, Mode, Routes, Target, Tunnel, WINDOW_BYTES,
 };
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
@@ -90,11 +98,37 @@ impl Peer {
             control,
             secret: SessionSecret([0; 32]),
         };
-        let Some(Message::Accept { secret, .. }) = peer.hear() else {
+        peer.hear_secret();
+        Ok(peer)
+    }
+
+    /// Makes a trunk whose lanes are to go over IPsec.
+    fn trunk_over_ipsec(far: SocketAddr, tls: ClientTls) -> Self {
+        let control = control::client(TcpStream::connect(far).unwrap(), &tls, soon()).unwrap();
+        let offer = Offer {
+            security: LaneSecurity::Ipsec,
+            ..offer(SESSION, 1)
+        };
+        let mut bytes = Vec::new();
+        offer.encode(&mut bytes).unwrap();
+        accept(9).encode(1, &mut bytes).unwrap();
+        control.send(&bytes).unwrap();
+        assert!(matches!(read_opening(&control), Opening::Select(_)));
+        let mut peer = Self {
+            far,
+            tls,
+            control,
+            secret: SessionSecret([0; 32]),
+        };
+        peer.hear_secret();
+        peer
+    }
+
+    fn hear_secret(&mut self) {
+        let Some(Message::Accept { secret, .. }) = self.hear() else {
             panic!("no accept")
         };
-        peer.secret = secret;
-        Ok(peer)
+        self.secret = secret;
     }
 
     /// A control lane for a trunk, or why it was refused; with the first one comes what
@@ -150,6 +184,20 @@ impl Peer {
         let stream = TcpStream::connect(self.far).unwrap();
         let secured = handshake::client(stream, tls, soon()).unwrap();
         let mut sender = DataSender::tls(secured, STALL_LIMIT).unwrap();
+        Self::prove(&mut sender, lane, session, secret);
+        sender
+    }
+
+    /// Opens a lane that this process does not encrypt.
+    fn plain_lane(&self, lane: u16) -> DataSender {
+        let stream = TcpStream::connect(self.far).unwrap();
+        let consent = PlainConsent::sealed_below();
+        let mut sender = DataSender::plain(stream, consent, STALL_LIMIT).unwrap();
+        Self::prove(&mut sender, lane, SESSION, &self.secret.0);
+        sender
+    }
+
+    fn prove(sender: &mut DataSender, lane: u16, session: SessionId, secret: &[u8]) {
         let mut mac = <Hmac<Sha256> as KeyInit>::new_from_slice(secret).unwrap();
         mac.update(&lane_mac_input(&session, lane));
         let open = LaneOpen {
@@ -161,7 +209,6 @@ impl Peer {
         let mut bytes = Vec::new();
         open.encode(&mut bytes).unwrap();
         sender.send(&bytes).unwrap();
-        sender
     }
 }
 
@@ -193,7 +240,7 @@ fn i7_a_lane_needs_the_session_the_secret_and_the_same_peer() {
     let strangers = [pair.authority.identity(&[OTHER]), pair.twin(NEAR)];
     for (before, stranger) in strangers.iter().enumerate() {
         let _lane = peer.lane(&tls(stranger), 1, SESSION, &secret);
-        let another = |event: &Event| matches!(event, Event::Rejected { why, .. } if why.contains("another than the control lane's"));
+        let another = |event: &Event| matches!(event, Event::Rejected { why, .. } if why.contains("not from the peer of this session"));
         wait_until("a rejection", || pair.far_told.count(another) > before);
     }
     // Of the same name: its certificate was renewed.
@@ -202,6 +249,101 @@ fn i7_a_lane_needs_the_session_the_secret_and_the_same_peer() {
     wait_until("the good lane", || {
         pair.far.as_ref().unwrap().status()[0].lanes == 1
     });
+}
+
+/// IPsec as far as a test wants it.
+#[derive(Debug, Default)]
+struct Ipsec {
+    seals: AtomicBool,
+    /// No lane is admitted while this is locked.
+    admits: Mutex<()>,
+}
+
+impl LaneAcceptor for Ipsec {
+    fn admit(
+        &self,
+        socket: LaneSocket,
+        _: &dyn Fn(&PeerIdentity) -> bool,
+    ) -> Result<DataReceiver, AdmitError> {
+        let _admits = self.admits.lock().unwrap();
+        let LaneSocket::Plain(stream) = socket else {
+            panic!("a lane over TLS")
+        };
+        if !self.seals.load(Ordering::SeqCst) {
+            return Err(AdmitError::NotSealed("nothing seals it".into()));
+        }
+        let consent = PlainConsent::sealed_below();
+        Ok(DataReceiver::plain(stream, consent, STALL_LIMIT)?)
+    }
+}
+
+impl SealedLanes for Ipsec {
+    fn dialer(&self) -> Arc<dyn LaneDialer> {
+        Arc::new(PlainDialer::new(PlainConsent::sealed_below()))
+    }
+
+    fn take(&self, arrival: Arrival) -> Option<Arrival> {
+        Some(arrival)
+    }
+}
+
+/// A tunnel whose lanes go over IPsec, and a trunk with it.
+fn over_ipsec(ipsec: &Arc<Ipsec>) -> (Tunnel, Told, Peer) {
+    let authority = Authority::new();
+    let exit = Exit {
+        route: "ram".to_owned(),
+        allow: names(&[NEAR]),
+        target: Target::Unix("/nowhere".into()),
+        window_bytes: WINDOW_BYTES,
+    };
+    let routes = Routes::new(Vec::new(), vec![exit]).unwrap();
+    let sealed: Arc<dyn SealedLanes> = ipsec.clone();
+    let given = Given {
+        sealed: Some(sealed),
+        ..Given::default()
+    };
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let (own, told) = (identities(authority.identity(&[FAR])), Told::default());
+    let limits = Limits::default();
+    let far = Tunnel::start_with(listener, given, own, &routes, limits, told.observer()).unwrap();
+    let peer = Peer::trunk_over_ipsec(far.address(), tls(&authority.identity(&[NEAR])));
+    (far, told, peer)
+}
+
+#[test]
+fn i7_a_lane_that_is_not_protected_as_agreed_takes_no_number() {
+    let ipsec = Arc::new(Ipsec::default());
+    let (far, told, mut peer) = over_ipsec(&ipsec);
+    let _bare = peer.plain_lane(1);
+    let refused = loop {
+        match peer.hear() {
+            Some(Message::LaneRefused { lane, fault, .. }) => break (lane, fault),
+            Some(Message::LaneLost(lost)) => panic!("it was admitted: {lost:?}"),
+            _ => {}
+        }
+    };
+    assert_eq!(refused, (1, FaultCode::SecurityNotAgreed));
+    let rejected = |event: &Event| matches!(event, Event::Rejected { why, .. } if why.contains("nothing seals it"));
+    told.wait("rejection", rejected);
+    ipsec.seals.store(true, Ordering::SeqCst);
+    let _sealed = peer.plain_lane(1);
+    wait_until("the sealed lane", || far.status()[0].lanes == 1);
+}
+
+#[test]
+fn i8_one_trunk_has_so_many_lanes_being_admitted() {
+    let ipsec = Arc::new(Ipsec::default());
+    ipsec.seals.store(true, Ordering::SeqCst);
+    let (far, told, peer) = over_ipsec(&ipsec);
+    let held = ipsec.admits.lock().unwrap();
+    let _lanes: Vec<_> = (0..=MAX_LANES)
+        .map(|lane| peer.plain_lane(lane + 1))
+        .collect();
+    let rejected = |event: &Event| matches!(event, Event::Rejected { why, .. } if why.contains("being admitted"));
+    told.wait("rejection", rejected);
+    drop(held);
+    let lanes = usize::from(MAX_LANES);
+    wait_until("the others", || far.status()[0].lanes == lanes);
 }
 
 /// Another host that the tunnel lets in may know the session, and takes no part in it.

@@ -17,16 +17,19 @@ impl<T: Clone> Trunk<T> {
             true => Err(FaultCode::ControlLost),
             false => self.arriving.admit(lane),
         };
-        if let Err(fault) = admitted
-            && lane != 0
-            && self.agenda.refusals.len() < usize::from(self.config.lanes_max)
-        {
+        if let Err(fault) = admitted {
             let text = "the number was used before, or there are too many lanes";
-            self.agenda
-                .refusals
-                .push_back((lane, fault, text.to_owned()));
+            self.refuse_lane(lane, fault, text.to_owned());
         }
         admitted
+    }
+
+    /// The caller closes this lane of the other side, which is told why. It has not been admitted.
+    pub fn refuse_lane(&mut self, lane: u16, fault: FaultCode, text: String) {
+        let refusals = &mut self.agenda.refusals;
+        if lane != 0 && refusals.len() < usize::from(self.config.lanes_max) {
+            refusals.push_back((lane, fault, text));
+        }
     }
 
     /// The payload of a piece is here, whole, on a lane that was admitted. What

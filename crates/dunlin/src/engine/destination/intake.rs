@@ -16,7 +16,6 @@ use crate::lane::accept::LaneSocket;
 use crate::lane::data::DataReceiver;
 use crate::lane::peers::PeerIdentity;
 use crate::lane::proof::is_proved;
-use crate::lane::security::admit;
 
 impl Arriving<'_> {
     /// Whether every lane is joined and everything has come (I4).
@@ -131,16 +130,9 @@ impl Arriving<'_> {
             let text = "it does not know the session's secret".to_owned();
             return Err((FaultCode::WrongSecret, text));
         }
-        let options = self.session.options;
         let is_peer = |peer: &PeerIdentity| self.is_with(peer);
-        let receiver = admit(
-            selection.security,
-            options.allow_plain,
-            options.ipsec.as_ref(),
-            socket,
-            &is_peer,
-        )
-        .map_err(|error| (error.fault(), error.to_string()))?;
+        let admitted = self.lanes.acceptor.admit(socket, &is_peer);
+        let receiver = admitted.map_err(|error| (error.fault(), error.to_string()))?;
         if open.version != selection.version {
             let text = format!("it speaks version {}", open.version);
             return Err((FaultCode::VersionMismatch, text));

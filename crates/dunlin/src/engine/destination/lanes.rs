@@ -9,10 +9,13 @@ use dunlin_proto::negotiate::SessionSecret;
 
 use super::barrier::IterationBarrier;
 use super::lane::DestinationMemory;
+use crate::lane::admit::LaneAcceptor;
 
 pub(super) struct Lanes {
     /// A lane proves with it that it belongs to the session.
     pub(super) secret: SessionSecret,
+    /// For lanes of the security that was selected.
+    pub(super) acceptor: Arc<dyn LaneAcceptor>,
     pub(super) memory: Arc<DestinationMemory>,
     pub(super) barrier: Arc<IterationBarrier>,
     pub(super) threads: BTreeMap<u16, JoinHandle<()>>,
@@ -22,9 +25,15 @@ pub(super) struct Lanes {
 }
 
 impl Lanes {
-    pub(super) fn new(secret: SessionSecret, memory: DestinationMemory, lanes_max: u16) -> Self {
+    pub(super) fn new(
+        secret: SessionSecret,
+        acceptor: Arc<dyn LaneAcceptor>,
+        memory: DestinationMemory,
+        lanes_max: u16,
+    ) -> Self {
         Self {
             secret,
+            acceptor,
             memory: Arc::new(memory),
             barrier: Arc::new(IterationBarrier::new(lanes_max)),
             threads: BTreeMap::new(),

@@ -15,7 +15,7 @@ use super::super::control::FromPeer;
 use super::super::control_link::ControlLink;
 use super::super::fault::{Fault, OrFault, VmIs};
 use super::super::journal::{DestinationRecord, Journal, SessionJournal, State};
-use super::super::vmm::{Builder, DestinationVm, Offered, VmDescription};
+use super::super::vmm::{Builder, Offered, VmDescription};
 use super::arriving::{Arriving, Attempt};
 use super::event::SessionEvent;
 use super::lane::DestinationMemory;
@@ -27,6 +27,7 @@ use super::session::Session;
 use super::settled::Settled;
 use crate::lane::accept::Arrival;
 use crate::lane::control::ControlStream;
+use crate::lane::security::acceptor;
 
 /// How long the source may take to describe its VM.
 const DESCRIBE_LIMIT: Duration = Duration::from_secs(10);
@@ -133,32 +134,17 @@ pub(super) struct Describing<'a> {
     secret: SessionSecret,
 }
 
-/// What is built for a VM that is described.
-struct Built {
-    offered: Offered,
-    journal: SessionJournal,
-    vm: Arc<dyn DestinationVm>,
-    memory: DestinationMemory,
-}
-
 impl<'a> Describing<'a> {
     /// Builds the VM that the source describes, and accepts it.
     pub(super) fn build(mut self, builder: &mut dyn Builder) -> Result<Receiving<'a>, Settled> {
-        let Built {
-            offered,
-            journal,
-            vm,
-            memory,
-        } = match self.try_build(builder) {
+        let (attempt, lanes) = match self.try_build(builder) {
             Ok(built) => built,
             Err(fault) => return Err(self.fail(fault)),
         };
-        let lanes = Lanes::new(self.secret, memory, self.session.options.lanes_max);
-        let attempt = Attempt::new(journal, vm, offered);
         Receiving::begin(Arriving::new(self.session, self.control, attempt, lanes))
     }
 
-    fn try_build(&mut self, builder: &mut dyn Builder) -> Result<Built, Fault> {
+    fn try_build(&mut self, builder: &mut dyn Builder) -> Result<(Attempt, Lanes), Fault> {
         let Describe {
             vm_uuid,
             vm_name,
@@ -173,6 +159,14 @@ impl<'a> Describing<'a> {
                 format!("pages of {page_bytes} bytes are not supported: only {PAGE_BYTES}"),
             ));
         }
+        let (security, options) = (self.control.selection.security, self.session.options);
+        let acceptor = acceptor(security, options.allow_plain, options.ipsec.as_ref());
+        let acceptor = acceptor.ok_or_else(|| {
+            Fault::new(
+                FaultCode::Internal,
+                "lanes were selected that cannot be admitted",
+            )
+        })?;
         let offered = Offered {
             vm: VmDescription {
                 uuid: vm_uuid,
@@ -205,12 +199,10 @@ impl<'a> Describing<'a> {
                 "the VM that was built here has other memory regions than the source's",
             ));
         }
-        Ok(Built {
-            memory: DestinationMemory::new(memory, regions),
-            offered,
-            journal,
-            vm,
-        })
+        let memory = DestinationMemory::new(memory, regions);
+        let secret = self.secret.clone();
+        let lanes = Lanes::new(secret, acceptor, memory, options.lanes_max);
+        Ok((Attempt::new(journal, vm, offered), lanes))
     }
 
     fn await_description(&mut self) -> Result<Describe, Fault> {
