@@ -105,7 +105,8 @@ pub struct Facts {
     pub peer: Option<PeerIdentity>,
 }
 
-/// Connects to `host` and makes the handshake, before `deadline`.
+/// Connects to `host` and performs the handshake, before `deadline`. Nothing cancels it before: while
+/// the resolver or the peer does not answer, it blocks until then.
 ///
 /// # Errors
 /// [`ConnectError`]; the connection is closed then.

@@ -295,8 +295,9 @@ struct State {
     is_closed: bool,
 }
 
-/// A port that is open. Dropped, it ends at once, and with it all that it forwards; sockets that
-/// were handed over stay.
+/// A port that is open. Dropped, it ends at once, and with it all that it forwards, except for clients
+/// that are being handed over: it waits for them, and their sockets have five seconds to be taken.
+/// Sockets that were handed over stay.
 pub struct Acceptor {
     address: SocketAddr,
     shared: Arc<Shared>,

@@ -86,7 +86,9 @@ impl Doubt {
     /// Does what the record asks for. Where that is a question, the
     /// destination is asked on control lanes of their own until it answers,
     /// or `options.doubt_limit` is up; of the other options, those for
-    /// connections count. `vm` is the VM where it lives outside the process
+    /// connections count. Nothing cancels it before: this blocks for at most
+    /// `options.doubt_limit`, the resolution of names and a second for the
+    /// destination to close the lane. `vm` is the VM where it lives outside the process
     /// that has died; none if it died with that process.
     ///
     /// # Errors

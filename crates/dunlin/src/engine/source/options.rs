@@ -272,7 +272,10 @@ impl OptionsBuilder {
     }
 
     /// For how long the destination is asked what became of a *commit* that it
-    /// has not answered, before the VM is left in doubt.
+    /// has not answered, before the VM is left in doubt. A cancellation does not
+    /// end the inquiries, since only an answer ends the doubt: each attempt to
+    /// connect ends at [`OptionsBuilder::connect_limit`], and the last at this
+    /// limit. Only the resolution of a name has none.
     pub fn doubt_limit(mut self, doubt_limit: Duration) -> Self {
         self.0.doubt_limit = doubt_limit;
         self
