@@ -421,6 +421,11 @@ fn hook(deed: &str, step: usize, host: &str, is_up: &Arc<AtomicBool>) -> Hook {
             println!("stops before {change:?}");
             let own = std::process::id().to_string();
             let _ = Command::new("kill").args(["-STOP", &own]).status();
+            // The signal may reach another thread first: this one must not go on meanwhile, and is
+            // killed here.
+            loop {
+                thread::park();
+            }
         }
         if deed == COLLIDES
             && let Step::Add(Object::Association(one)) = change
