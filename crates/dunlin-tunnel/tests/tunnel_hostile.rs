@@ -92,14 +92,7 @@ impl Peer {
         let far = pair.far.as_ref().unwrap().address();
         let tls = tls(&pair.authority.identity(&[NEAR]));
         let control = Self::offer(far, &tls, session, 1)?;
-        let mut peer = Self {
-            far,
-            tls,
-            control,
-            secret: SessionSecret([0; 32]),
-        };
-        peer.hear_secret();
-        Ok(peer)
+        Ok(Self::on(far, tls, control))
     }
 
     /// Makes a trunk whose lanes are to go over IPsec.
@@ -114,6 +107,11 @@ impl Peer {
         accept(9).encode(1, &mut bytes).unwrap();
         control.send(&bytes).unwrap();
         assert!(matches!(read_opening(&control), Opening::Select(_)));
+        Self::on(far, tls, control)
+    }
+
+    /// The peer of a trunk that has been agreed on `control`.
+    fn on(far: SocketAddr, tls: ClientTls, control: ControlStream) -> Self {
         let mut peer = Self {
             far,
             tls,
@@ -251,7 +249,7 @@ fn i7_a_lane_needs_the_session_the_secret_and_the_same_peer() {
     });
 }
 
-/// IPsec as far as a test wants it.
+/// Lanes over IPsec without a kernel's ESP.
 #[derive(Debug, Default)]
 struct Ipsec {
     seals: AtomicBool,
@@ -331,7 +329,7 @@ fn i7_a_lane_that_is_not_protected_as_agreed_takes_no_number() {
 }
 
 #[test]
-fn i8_one_trunk_has_so_many_lanes_being_admitted() {
+fn i8_a_trunk_admits_a_limited_number_of_lanes_at_a_time() {
     let ipsec = Arc::new(Ipsec::default());
     ipsec.seals.store(true, Ordering::SeqCst);
     let (far, told, peer) = over_ipsec(&ipsec);

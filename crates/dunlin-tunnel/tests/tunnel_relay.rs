@@ -680,7 +680,7 @@ fn wait_for_unanswered_syn(to: SocketAddr) {
     }
 }
 
-/// A peer that takes the connection of a relay and says nothing holds up no end of the tunnel.
+/// A relay's peer that accepts the connection and sends nothing does not delay the tunnel's end.
 #[test]
 fn a_relay_whose_handshake_is_under_way_ends_with_the_tunnel() {
     let mut scene = Scene::start(Setup {
@@ -699,7 +699,7 @@ fn a_relay_whose_handshake_is_under_way_ends_with_the_tunnel() {
     scene.near_told.wait("refusal", refused);
 }
 
-/// Nor does one whose host answers no SYN.
+/// A relay's peer whose host answers no SYN does not delay it.
 #[test]
 fn a_relay_whose_peer_does_not_answer_ends_with_the_tunnel() {
     let silent = any();
@@ -715,7 +715,7 @@ fn a_relay_whose_peer_does_not_answer_ends_with_the_tunnel() {
     assert_ends_at_once(scene.near.take());
 }
 
-/// Nor does a hypervisor to which a relay leads.
+/// A relay's target whose host answers no SYN does not delay it.
 #[test]
 fn a_relay_whose_target_does_not_answer_ends_with_the_tunnel() {
     let mut scene = Scene::start(Setup {

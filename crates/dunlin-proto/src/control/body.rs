@@ -242,7 +242,9 @@ impl Codec<Position> for PositionCodec {
         writer: &mut Writer<'_>,
     ) -> Result<(), EncodeError> {
         writer.u32(match value {
-            Position::Mark(REACHED_END) => return Err(invalid(what, "it stands for a lane's end")),
+            Position::Mark(REACHED_END) => {
+                return Err(invalid(what, "it is reserved for a lane's end"));
+            }
             Position::Mark(iteration) => *iteration,
             Position::End => REACHED_END,
         });

@@ -24,7 +24,7 @@ impl<T: Clone> Trunk<T> {
         admitted
     }
 
-    /// The caller closes this lane of the other side, which is told why. It has not been admitted.
+    /// Tells the peer why its lane is refused. The lane has not been admitted, and the caller closes it.
     pub fn refuse_lane(&mut self, lane: u16, fault: FaultCode, text: String) {
         let refusals = &mut self.agenda.refusals;
         if lane != 0 && refusals.len() < usize::from(self.config.lanes_max) {

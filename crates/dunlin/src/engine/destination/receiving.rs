@@ -122,7 +122,7 @@ impl<'a> Receiving<'a> {
             control, attempt, ..
         } = &self.arriving;
         if attempt.state != Destination::Loading {
-            // The source has asked meanwhile, and was told *aborted*.
+            // The source has inquired in the meantime and was answered *aborted*.
             return Ok(None);
         }
         let digest = control

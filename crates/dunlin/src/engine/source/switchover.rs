@@ -31,7 +31,7 @@ pub(super) struct Switchover<'a> {
     figures: Figures,
 }
 
-/// What has been sent of the paused guest.
+/// What the source has sent since the pause.
 struct Sent {
     /// When the guest was paused.
     paused: Instant,
