@@ -5,7 +5,8 @@
 
 use std::fs::File;
 use std::io;
-use std::net::TcpListener;
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -307,6 +308,42 @@ fn i1_a_vm_that_has_moved_on_is_not_taken_for_dead() {
     let answer = ask(again.address, &client, left[0].session);
     assert_eq!(answer, Some(Verdict::Running));
     assert!(again.finish().0.is_empty());
+}
+
+/// The record keeps its lock when the listener fails, and `moved_on` still writes it.
+#[test]
+fn i1_a_vm_moves_on_after_its_listener_has_failed() {
+    let (client, server) = tls();
+    let (here, there) = (JournalDirectory::new(), JournalDirectory::new());
+    let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let address = listener.local_addr().unwrap();
+    let same = TcpStream::from(OwnedFd::from(listener.try_clone().unwrap()));
+    let journal = there.journal();
+    let destination = Destination::on(
+        listener,
+        &server,
+        Box::new(move || journal.clone()),
+        TestBuilder::default(),
+        Box::new(|_| ()),
+    );
+    let disk = FailingDisk(Some(State::Source(SourceRecord::Released)));
+    send(&running(), address, &client, here.on(disk), &|_| ()).unwrap();
+    let received = destination.finish().0.pop().unwrap().unwrap();
+    let answering = received.answering.unwrap();
+    same.shutdown(Shutdown::Both).unwrap();
+    let until = Instant::now() + Duration::from_secs(5);
+    while !answering.is_over() {
+        assert!(Instant::now() < until);
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    assert!(there.journal().list().unwrap()[0].lives);
+    answering.moved_on().unwrap();
+    let left = there.journal().list().unwrap();
+    assert_eq!(
+        there.states(),
+        [State::Destination(DestinationRecord::MovedOn)]
+    );
+    assert!(!left[0].lives);
 }
 
 #[test]

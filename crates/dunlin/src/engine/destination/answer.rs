@@ -349,9 +349,11 @@ impl Answering {
             // A listener that fails answers nobody; the source stays in doubt.
             drop(ended);
             answers.end();
-            // Its lock says that the VM's process lives.
-            if let Some(journal) = lock(&same).known.journal.take() {
-                std::mem::forget(journal);
+            // The record's lock says that the VM's process lives, so that it stays locked until the
+            // process ends, unless `moved_on` takes it first.
+            let is_recorded = lock(&same).known.journal.is_some();
+            if is_recorded {
+                std::mem::forget(same);
             }
         };
         let thread = host.spawn("dunlin-inquiries".into(), Box::new(body))?;
