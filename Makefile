@@ -34,6 +34,7 @@ audit:
 check:
 	@tools/packages build check
 	cargo fmt --all --check
+	cargo xtask words
 	cargo clippy --locked --workspace --all-targets -- -D warnings
 	cargo clippy --locked --package dunlin --lib --tests --features shuttle -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --no-deps

@@ -3,12 +3,14 @@
 //! - [`mod@bench`]: Dunlin beside other programs.
 //! - [`kernel`]: tests under a real kernel.
 //! - [`programs`]: test programs side by side.
+//! - [`words`]: retired words in code and pages.
 #![forbid(unsafe_code)]
 #![cfg(target_arch = "x86_64")]
 
 pub mod bench;
 pub mod kernel;
 pub mod programs;
+pub mod words;
 
 use std::env;
 use std::process::{Command, ExitCode};
@@ -19,6 +21,7 @@ use dunlin_rig::debian::DebianError;
 use self::bench::Bench;
 use self::kernel::KernelOptions;
 use self::programs::TestOptions;
+use self::words::WordOptions;
 
 /// The exit code when something cannot be had from Debian: no network, or no Debian.
 const NOT_FETCHED: u8 = 3;
@@ -34,6 +37,8 @@ enum Chore {
     Bench(Bench),
     /// Runs test programs side by side, each by itself when it is about time.
     Test(TestOptions),
+    /// Lists retired words in code and pages; fails if there are any.
+    Words(WordOptions),
 }
 
 /// Cargo, as whoever has called this program would call it. `cargo run` tells a program about its own
@@ -60,6 +65,7 @@ pub fn main() -> ExitCode {
         Chore::Kernel(options) => kernel::command(&options),
         Chore::Bench(bench) => bench::command(&bench),
         Chore::Test(options) => programs::command(&options),
+        Chore::Words(options) => words::command(&options),
     };
     match done {
         Ok(code) => code,
