@@ -193,7 +193,7 @@ impl Driver {
             }
             Action::InstallInbound { epoch, slots } => {
                 let spis = self.install_inbound(epoch, &slots)?;
-                self.exchange.inbound_stands(&spis);
+                self.exchange.inbound_installed(&spis);
                 Ok(())
             }
             Action::InstallOutbound {
@@ -210,7 +210,7 @@ impl Driver {
                 }
                 let steps = self.parameters()?.outbound(epoch, &grants, first, &known);
                 self.apply(&steps)?;
-                self.exchange.outbound_stands();
+                self.exchange.outbound_installed();
                 Ok(())
             }
             Action::RetireOutbound {

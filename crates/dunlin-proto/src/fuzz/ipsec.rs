@@ -201,7 +201,7 @@ impl Rig {
                         self.spi += 1;
                         spis.push(self.spi);
                     }
-                    self.exchange.inbound_stands(&spis);
+                    self.exchange.inbound_installed(&spis);
                 }
                 Action::InstallOutbound { epoch, grants, .. } => {
                     for grant in grants {
@@ -212,7 +212,7 @@ impl Rig {
                         );
                         self.outbound.push(key);
                     }
-                    self.exchange.outbound_stands();
+                    self.exchange.outbound_installed();
                 }
                 Action::RetireOutbound { epoch, grants, .. } => {
                     for grant in grants {

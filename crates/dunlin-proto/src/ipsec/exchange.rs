@@ -6,7 +6,7 @@
 //! * Commands: [`Exchange::want`], [`Exchange::release`], [`Exchange::rekey`],
 //!   [`Exchange::end`].
 //! * What happened: [`Exchange::handle_message`], [`Exchange::begun`],
-//!   [`Exchange::inbound_stands`], [`Exchange::outbound_stands`].
+//!   [`Exchange::inbound_installed`], [`Exchange::outbound_installed`].
 //! * What is to be done: [`Exchange::poll_action`], until there is nothing. Every
 //!   action is carried out, and the call made that it names, before the next message
 //!   is handed over. One that fails is [`Exchange::end`].
@@ -204,7 +204,7 @@ impl Exchange {
     }
 
     /// The SAs of an [`Action::InstallInbound`] are installed, each under its SPI.
-    pub fn inbound_stands(&mut self, spis: &[u32]) {
+    pub fn inbound_installed(&mut self, spis: &[u32]) {
         if self.phase != Phase::Running {
             return;
         }
@@ -218,7 +218,7 @@ impl Exchange {
     }
 
     /// The SAs and policies of an [`Action::InstallOutbound`] are installed.
-    pub fn outbound_stands(&mut self) {
+    pub fn outbound_installed(&mut self) {
         if self.phase != Phase::Running {
             return;
         }

@@ -14,7 +14,7 @@ pub enum Action {
     /// Check the peer's terms; install what stands before everything else, and call
     /// [`Exchange::begun`](super::Exchange::begun).
     Begin(Terms),
-    /// Install the SAs of what the peer sends; call [`Exchange::inbound_stands`](super::Exchange::inbound_stands).
+    /// Install the SAs of what the peer sends; call [`Exchange::inbound_installed`](super::Exchange::inbound_installed).
     InstallInbound {
         /// Their epoch.
         epoch: u32,
@@ -22,7 +22,7 @@ pub enum Action {
         slots: Vec<Slot>,
     },
     /// Install the SAs of what this side sends, and its policies; call
-    /// [`Exchange::outbound_stands`](super::Exchange::outbound_stands).
+    /// [`Exchange::outbound_installed`](super::Exchange::outbound_installed).
     InstallOutbound {
         /// Their epoch.
         epoch: u32,

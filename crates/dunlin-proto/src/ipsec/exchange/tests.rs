@@ -96,7 +96,7 @@ impl Side {
                     .collect();
                 self.apply(&self.parameters.inbound(epoch, &grants));
                 let spis: Vec<u32> = grants.iter().map(|grant| grant.spi).collect();
-                self.exchange.inbound_stands(&spis);
+                self.exchange.inbound_installed(&spis);
             }
             Action::InstallOutbound {
                 epoch,
@@ -105,7 +105,7 @@ impl Side {
                 known,
             } => {
                 self.apply(&self.parameters.outbound(epoch, &grants, first, &known));
-                self.exchange.outbound_stands();
+                self.exchange.outbound_installed();
             }
             Action::RetireOutbound {
                 epoch,
@@ -519,7 +519,7 @@ fn i7_a_second_epoch_waits_for_the_end_of_the_one_before() {
             matches!(action, Some(Action::InstallInbound { .. })),
             "{action:?}"
         );
-        exchange.inbound_stands(&[LEAST_SPI + index]);
+        exchange.inbound_installed(&[LEAST_SPI + index]);
         let action = exchange.poll_action();
         assert!(matches!(
             action,
@@ -545,7 +545,7 @@ fn i7_two_sas_of_one_spi_are_not_taken() {
         exchange.poll_action(),
         Some(Action::InstallOutbound { .. })
     ));
-    exchange.outbound_stands();
+    exchange.outbound_installed();
     assert_eq!(exchange.poll_action(), Some(Action::Send(Message::Ready)));
     exchange.want(Sender::Cpu(1));
     assert!(matches!(
