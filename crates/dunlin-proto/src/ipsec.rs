@@ -1,31 +1,31 @@
-//! IPsec between two hosts for the ports of lanes: which objects the kernel is
-//! given, in which order, and how two sides agree on them.
+//! IPsec between two hosts for the ports of lanes: which objects the kernel gets, in which order,
+//! and how two sides agree on them.
 //!
-//! [`plan`] says what each side installs and takes back, [`message`] what the two
-//! say to each other over a control lane, [`exchange`] when. [`ports`] turns ranges
-//! of ports into what a selector can say, [`object`] has the kernel's objects as
-//! values, which is also how they stand in a record on disk, and [`key`] what a
-//! key is derived from. Nothing here has key material.
+//! [`plan`] lists what each side installs and removes, [`message`] the messages that the two sides
+//! exchange over a control lane, [`exchange`] when they do so. [`ports`] splits ranges of ports
+//! into blocks that a selector can express, [`object`] has the kernel's objects as values, in the
+//! form that records on disk use too, and [`key`] the context from which a key is derived. This
+//! module never holds key material.
 //!
 //! ```text
 //!  initiator                                                    responder
 //!   │ terms: addresses, ports, mode, encapsulation ───────────────▶ │ blocks its ports
 //!   │ ◀──────────────────────────────────────────────────── terms   │
 //!   │ blocks its ports                                              │
-//!   │ want: the fallback, and one for each CPU that carries a lane ▶│ inbound SAs stand
+//!   │ want: the fallback, and one for each CPU that carries a lane ▶│ installs inbound SAs
 //!   │ ◀───────────────────────────── granted: an SPI for each       │
 //!   │ ◀──────────────────────────────────────────────────── want    │
-//!   │ inbound SAs stand; granted ─────────────────────────────────▶ │
-//!   │ outbound SAs and policies stand; ready ─────────────────────▶ │ (and the same back)
+//!   │ inbound SAs installed; granted ─────────────────────────────▶ │
+//!   │ outbound SAs and policies installed; ready ─────────────────▶ │ (and the same back)
 //!   │                      … want, granted: an SA for another CPU … │
 //!   │                      … want of the next epoch, retire: keys … │
 //! ```
 //!
-//! The two directions know nothing of each other: whoever sends asks for SAs, and
-//! whoever receives installs the inbound one before it names its SPI. So the
-//! sender's outbound SA never leads to a host that cannot open what it seals. New
-//! keys are a new *epoch*: all of a direction's SAs once more beside the old ones,
-//! one switch of the sender's policies, and then the old ones go.
+//! The two directions are independent: the sending side requests SAs, and the receiving side
+//! installs each inbound SA before it sends its SPI. So the sender's outbound SA never leads to a
+//! host that cannot open its packets. New keys are a new *epoch*: all SAs of a direction are
+//! installed again beside the old ones, the sender switches its policies once, and then the old SAs
+//! are removed.
 
 pub mod exchange;
 pub mod key;
@@ -46,8 +46,8 @@ pub enum Mode {
     /// One SA for each CPU that sends, chosen by the kernel (Linux 6.13,
     /// `XFRMA_SA_PCPU`).
     Cpu,
-    /// One SA for each connection, chosen by its two ports: for threads that are
-    /// not ours to pin, and for older kernels.
+    /// One SA for each connection, selected by its two ports: for threads that this process cannot
+    /// pin, and for older kernels.
     Connection,
 }
 
@@ -60,18 +60,18 @@ impl fmt::Display for Mode {
     }
 }
 
-/// For whom an SA is: what its sender seals with it.
+/// The packets that the sending host seals with an SA.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Sender {
-    /// Whatever no other SA is for.
+    /// All packets without another SA.
     Fallback,
-    /// What leaves from one CPU of the sending host.
+    /// Packets that leave from one CPU of the sending host.
     Cpu(u32),
     /// One TCP connection.
     Connection {
-        /// Its port at the sending host.
+        /// The port on the sending host.
         from: u16,
-        /// Its port at the receiving host.
+        /// The port on the receiving host.
         to: u16,
     },
 }
@@ -86,24 +86,24 @@ impl fmt::Display for Sender {
     }
 }
 
-/// An SA that a sender asks for.
+/// An SA that a sender requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Slot {
-    /// Its number in this direction: ascending, and never used twice in a session,
-    /// so that no two SAs have one key.
+    /// Its number in this direction: ascending, and never reused in a session, so that no two SAs
+    /// share a key.
     pub index: u32,
-    /// Whom it is for.
+    /// The packets that it seals.
     pub sender: Sender,
 }
 
-/// A slot with the SPI under which its receiver has installed it.
+/// A slot with the SPI under which the receiver installed it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Grant {
     /// The slot.
     pub slot: Slot,
-    /// The SPI: at least [`LEAST_SPI`], in no other use at its receiver.
+    /// The SPI: at least [`LEAST_SPI`], and unique on the receiver.
     pub spi: u32,
 }
 
-/// The SPIs below are set aside (RFC 4303, section 2.1).
+/// Smaller SPIs are reserved (RFC 4303, section 2.1).
 pub const LEAST_SPI: u32 = 256;

@@ -1,4 +1,4 @@
-//! IPsec: its decoder, and one side of a session against a peer that says anything.
+//! IPsec: the decoder, and one side of a session with a peer that sends anything.
 
 use super::{Choices, as_is_and_with_its_length};
 use crate::fault::FaultCode;
@@ -8,7 +8,7 @@ use crate::ipsec::ports::PortRange;
 use crate::ipsec::{LEAST_SPI, Mode, Sender, Slot};
 use crate::limits::{MAX_IPSEC_BODY_BYTES, MAX_SAS, MAX_SLOTS, MAX_TEXT_BYTES};
 
-/// A message of an IPsec session, as it is and with the length that it has.
+/// Decodes a message of an IPsec session, as given and with its header's length corrected.
 pub fn fuzz_ipsec_message(bytes: &[u8]) {
     as_is_and_with_its_length(bytes, MESSAGE_HEADER_BYTES, message);
 }
@@ -46,15 +46,15 @@ fn message(bytes: &[u8]) {
     let (again, body) = encoded
         .split_first_chunk::<MESSAGE_HEADER_BYTES>()
         .expect("a message starts with its header");
-    let again = Header::decode(again).expect("it was written here");
+    let again = Header::decode(again).expect("the header was encoded here");
     assert_eq!(Message::decode(&again, body), Ok(Some(message)));
 }
 
 const SAS: u16 = 4;
 
-/// One side against a peer that says anything, and a caller that wants anything at
-/// any time: nothing panics, what is kept stays within its bounds, no SA is installed
-/// twice or removed that was not, and after the end there is silence (I7, I8).
+/// One side with a peer that sends anything and a caller that requests anything at any time:
+/// nothing panics, the state stays within its bounds, no SA is installed twice or removed without
+/// being installed, and nothing is sent after the end (I7, I8).
 pub fn fuzz_ipsec_session(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let mode = match choices.byte() % 2 {
@@ -77,7 +77,7 @@ pub fn fuzz_ipsec_session(bytes: &[u8]) {
     while choices.more() {
         rig.step(mode, &mut choices);
         rig.settle();
-        // Two epochs of each direction; the caller may yet remove what is retired.
+        // Two epochs of each direction; the caller may still have to remove retired SAs.
         assert!(rig.inbound.len() <= 2 * usize::from(SAS));
         assert!(rig.outbound.len() <= usize::from(MAX_SAS));
         if rig.over {
@@ -91,7 +91,7 @@ fn terms(mode: Mode, choices: &mut Choices<'_>) -> Terms {
     Terms {
         mode,
         ports: PortRange::new(4444, 4444 + u16::from(choices.byte() % 2))
-            .expect("these are ports in order"),
+            .expect("the ports are in order"),
         own: near(1 + choices.byte() % 2),
         other: near(1 + choices.byte() % 2),
         sas_max: SAS,
@@ -117,7 +117,7 @@ fn sender(choices: &mut Choices<'_>, mode: Mode) -> Sender {
 
 struct Rig {
     exchange: Exchange,
-    /// Index and epoch of what is installed.
+    /// Index and epoch of the installed SAs.
     inbound: Vec<(u32, u32)>,
     outbound: Vec<(u32, u32)>,
     spi: u32,
@@ -138,7 +138,7 @@ impl Rig {
         }
     }
 
-    /// Mostly what would be right.
+    /// A message that is mostly valid.
     fn message(&self, mode: Mode, choices: &mut Choices<'_>) -> Message {
         let (epoch, _) = self.exchange.inbound();
         let near = u32::from(choices.byte() % 4);
@@ -182,14 +182,14 @@ impl Rig {
         }
     }
 
-    /// Does what is to be done, as a caller does.
+    /// Performs all actions, as a caller does.
     fn settle(&mut self) {
         while let Some(action) = self.exchange.poll_action() {
             assert!(!self.over, "{action:?} after the end");
             match action {
                 Action::Send(message) => {
                     let mut bytes = Vec::new();
-                    message.encode(&mut bytes).expect("what is said is valid");
+                    message.encode(&mut bytes).expect("a sent message is valid");
                 }
                 Action::Begin(_) => self.exchange.begun(),
                 Action::InstallInbound { epoch, slots } => {

@@ -1,15 +1,15 @@
-//! How two sides agree on SAs, add some, renew their keys and take them back.
+//! How two sides agree on SAs, add SAs, renew their keys and remove them.
 //!
-//! [`Exchange`] is one side. It has no clock and touches nothing: it says what is to
-//! be done, and is told when that is.
+//! [`Exchange`] is one side. It has no clock and does no I/O: it returns actions, and the caller
+//! reports when they are done.
 //!
 //! * Commands: [`Exchange::want`], [`Exchange::release`], [`Exchange::rekey`],
 //!   [`Exchange::end`].
-//! * What happened: [`Exchange::handle_message`], [`Exchange::begun`],
+//! * Events: [`Exchange::handle_message`], [`Exchange::begun`],
 //!   [`Exchange::inbound_installed`], [`Exchange::outbound_installed`].
-//! * What is to be done: [`Exchange::poll_action`], until there is nothing. Every
-//!   action is carried out, and the call made that it names, before the next message
-//!   is handed over. One that fails is [`Exchange::end`].
+//! * Actions: [`Exchange::poll_action`], until it returns `None`. The caller performs each action,
+//!   and makes the call that the action names, before it passes on the next message. If an action
+//!   fails, the caller calls [`Exchange::end`].
 //!
 //! ```text
 //!             Terms                 begun()
@@ -17,9 +17,9 @@
 //!      └───────────────────┴── End, a breach, end() ───────▲
 //! ```
 //!
-//! What is kept is bounded by [`MAX_SAS`] for each direction and epoch, of which there
-//! are two at most. A peer that breaks the order, counts backwards, wants one SA twice
-//! or more than it was allowed is told so, and the session is over.
+//! The state is bounded by [`MAX_SAS`] for each direction and epoch, of which there are at most
+//! two. If a peer sends a message out of order, reuses a number, requests an SA twice or more SAs
+//! than allowed, the session ends with a fault code.
 
 use std::collections::{BTreeSet, VecDeque};
 
@@ -41,26 +41,25 @@ use action::{Breach, malformed};
 use receiving::Receiving;
 use sending::Sending;
 
-/// What a side waits for the peer to say. Of two that differ, the later one has not been
-/// waited for as long.
+/// The message for which a side waits. If two differ, the timeout of the later one starts anew.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Awaited {
-    /// The message's name.
+    /// The name of the message.
     pub word: &'static str,
-    /// Of SAs that are to be granted, the first one's number; otherwise 0.
+    /// For SAs that are to be granted, the number of the first; otherwise 0.
     pub index: u32,
 }
 
-/// How a session stands.
+/// The phase of a session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
-    /// The peer's terms have not come.
+    /// The peer's terms have not arrived.
     Greeting,
-    /// They have, and what stands before everything else is being installed.
+    /// The terms have arrived, and the initial policies are being installed.
     Beginning,
-    /// SAs come and go.
+    /// SAs are added and removed.
     Running,
-    /// Nothing is said or heard any more.
+    /// Nothing more is sent or handled.
     Over,
 }
 
@@ -69,7 +68,7 @@ enum Phase {
 pub struct Exchange {
     phase: Phase,
     own: Own,
-    /// Terms that both have.
+    /// The agreed terms.
     agreed: Option<Terms>,
     sending: Sending,
     receiving: Receiving,
@@ -78,7 +77,7 @@ pub struct Exchange {
     actions: VecDeque<Action>,
 }
 
-/// What this side brings along.
+/// The role of this side, with its own terms.
 #[derive(Debug)]
 enum Own {
     Initiator(Terms),
@@ -86,8 +85,8 @@ enum Own {
 }
 
 impl Exchange {
-    /// The side that asks, with its terms, and for whom it wants an SA beside the
-    /// fallback.
+    /// The side that requests the session, with its terms and the senders for which it requests an
+    /// SA besides the fallback.
     #[must_use]
     pub fn initiator(terms: Terms, senders: Vec<Sender>) -> Self {
         let mut exchange = Self::new(Own::Initiator(terms), senders);
@@ -97,9 +96,9 @@ impl Exchange {
         exchange
     }
 
-    /// The side that is asked. It installs up to `sas_max` SAs in an epoch, and has
-    /// ports for ESP in UDP if it is able to do that. Of `senders` those count that the
-    /// mode has which it is asked for.
+    /// The side that accepts the session. It installs up to `sas_max` SAs in an epoch, and has
+    /// ports for ESP in UDP if it supports that. Of `senders` only those that the requested mode
+    /// supports are used.
     #[must_use]
     pub fn responder(sas_max: u16, udp: Option<Udp>, senders: Vec<Sender>) -> Self {
         let sas_max = sas_max.clamp(1, MAX_SAS);
@@ -120,9 +119,9 @@ impl Exchange {
         }
     }
 
-    // What is known.
+    // State.
 
-    /// What this side waits for the peer to say, so that the caller can bound the wait.
+    /// Returns the message for which this side waits, so that the caller can time out.
     #[must_use]
     pub fn waits_for(&self) -> Option<Awaited> {
         let first = |kind: Kind| Awaited {
@@ -144,13 +143,13 @@ impl Exchange {
         }
     }
 
-    /// The SAs of what this side sends, and their epoch.
+    /// Returns the outbound SAs and their epoch.
     #[must_use]
     pub fn outbound(&self) -> (u32, &[Grant]) {
         self.sending.live()
     }
 
-    /// The SAs of what the peer sends, and their epoch.
+    /// Returns the inbound SAs and their epoch.
     #[must_use]
     pub fn inbound(&self) -> (u32, &[Grant]) {
         self.receiving.live()
@@ -158,21 +157,21 @@ impl Exchange {
 
     // Commands.
 
-    /// Wants an SA for `sender`, unless it has one. Where the agreed mode has none
-    /// such, the fallback serves; so it does while the peer has no room for it, and the SA is
-    /// asked for when another is released.
+    /// Requests an SA for `sender`, unless it has one. If the agreed mode has no SA for it, it uses
+    /// the fallback; likewise while the peer's SA table is full, and the SA is requested again when
+    /// another is released.
     pub fn want(&mut self, sender: Sender) {
         if self.phase != Phase::Over && self.agreed.is_none_or(|terms| fits(&terms, sender)) {
-            self.sending.wish(sender);
-            self.go_on();
+            self.sending.request(sender);
+            self.proceed();
         }
     }
 
-    /// Gives the SA of `sender` back: it sends no more.
+    /// Releases the SA of `sender`, which sends no more.
     pub fn release(&mut self, sender: Sender) {
         if self.phase != Phase::Over {
             self.sending.release(sender);
-            self.go_on();
+            self.proceed();
         }
     }
 
@@ -180,18 +179,18 @@ impl Exchange {
     pub fn rekey(&mut self) {
         if self.phase != Phase::Over {
             self.sending.rekey();
-            self.go_on();
+            self.proceed();
         }
     }
 
-    /// Ends the session for a reason that the peer is told.
+    /// Ends the session and sends the reason to the peer.
     pub fn end(&mut self, fault: FaultCode, text: &str) {
         self.give_up(fault, text);
     }
 
-    // What happened.
+    // Events.
 
-    /// What stands before everything else is installed.
+    /// The initial policies are installed.
     pub fn begun(&mut self) {
         if self.phase != Phase::Beginning {
             return;
@@ -200,10 +199,10 @@ impl Exchange {
         if let (Own::Responder { .. }, Some(terms)) = (&self.own, self.agreed) {
             self.actions.push_back(Action::Send(Message::Terms(terms)));
         }
-        self.go_on();
+        self.proceed();
     }
 
-    /// The SAs of an [`Action::InstallInbound`] are installed, each under its SPI.
+    /// The SAs of an [`Action::InstallInbound`] are installed, each with its SPI.
     pub fn inbound_installed(&mut self, spis: &[u32]) {
         if self.phase != Phase::Running {
             return;
@@ -213,7 +212,7 @@ impl Exchange {
                 let granted = Message::Granted { epoch, spis };
                 self.actions.push_back(Action::Send(granted));
             }
-            None => self.give_up(FaultCode::Internal, "SAs were installed that nobody wanted"),
+            None => self.give_up(FaultCode::Internal, "unrequested SAs were installed"),
         }
     }
 
@@ -224,10 +223,10 @@ impl Exchange {
         }
         self.sending.installed(&mut self.actions);
         self.come_up();
-        self.go_on();
+        self.proceed();
     }
 
-    /// The peer says something.
+    /// Handles a message of the peer.
     pub fn handle_message(&mut self, message: Message) {
         let result = match (self.phase, message) {
             (Phase::Over, _) => Ok(()),
@@ -251,7 +250,7 @@ impl Exchange {
                     .granted(epoch, &spis)
                     .map(|action| self.actions.push_back(action))
             }
-            (Phase::Running, Message::Ready) => self.heard_ready(),
+            (Phase::Running, Message::Ready) => self.ready(),
             (Phase::Running, Message::Retire { epoch }) => self
                 .receiving
                 .retire(epoch)
@@ -262,7 +261,7 @@ impl Exchange {
                 .map(|action| self.actions.push_back(action)),
             (_, message) => Err(Breach(
                 FaultCode::Malformed,
-                format!("*{}* comes where it means nothing", message.kind()),
+                format!("unexpected message *{}*", message.kind()),
             )),
         };
         if let Err(Breach(fault, text)) = result {
@@ -270,9 +269,9 @@ impl Exchange {
         }
     }
 
-    // What is to be done.
+    // Actions.
 
-    /// The next action; none when there is nothing to do.
+    /// Returns the next action; `None` if there is nothing to do.
     pub fn poll_action(&mut self) -> Option<Action> {
         self.actions.pop_front()
     }
@@ -284,12 +283,12 @@ impl Exchange {
                     && own.ports == peers.ports
                     && own.udp.is_some() == peers.udp.is_some();
                 if !same {
-                    let text = "the answer's terms are others than were asked for";
+                    let text = "the answer has terms other than those requested";
                     return Err(Breach(FaultCode::Malformed, text.to_owned()));
                 }
                 if (own.own, own.other) != (peers.other, peers.own) {
                     let text = format!(
-                        "this side is {} to itself and {} to the peer, which is {} to itself and {} to this side",
+                        "this side has address {} and the peer sees {}; the peer has address {} and this side sees {}",
                         own.own, peers.other, peers.own, own.other
                     );
                     return Err(Breach(FaultCode::AddressTranslated, text));
@@ -298,7 +297,7 @@ impl Exchange {
             }
             Own::Responder { sas_max, udp } => {
                 if peers.udp.is_some() && udp.is_none() {
-                    let text = "ESP in UDP is asked for, and this side has no port for it";
+                    let text = "ESP in UDP requested, but this side has no port for it";
                     return Err(Breach(FaultCode::FeatureMissing, text.to_owned()));
                 }
                 Terms {
@@ -311,9 +310,9 @@ impl Exchange {
             }
         };
         self.agreed = Some(agreed);
-        self.sending.most(peers.sas_max);
+        self.sending.set_limit(peers.sas_max);
         self.sending.keep(|sender| fits(&agreed, sender));
-        self.receiving.most(agreed.sas_max);
+        self.receiving.set_limit(agreed.sas_max);
         self.phase = Phase::Beginning;
         self.actions.push_back(Action::Begin(*peers));
         Ok(())
@@ -321,11 +320,11 @@ impl Exchange {
 
     fn wanted(&mut self, epoch: u32, slots: Vec<Slot>) -> Result<(), Breach> {
         let Some(terms) = self.agreed else {
-            return Err(malformed("SAs are wanted before terms are agreed on"));
+            return Err(malformed("SAs requested before the terms"));
         };
         if let Some(other) = slots.iter().find(|slot| !fits(&terms, slot.sender)) {
             let text = format!(
-                "an SA for {} is wanted in a session by {} for ports {}",
+                "SA for {} requested in a session in mode {} for ports {}",
                 other.sender, terms.mode, terms.ports
             );
             return Err(Breach(FaultCode::Malformed, text));
@@ -335,9 +334,9 @@ impl Exchange {
         Ok(())
     }
 
-    fn heard_ready(&mut self) -> Result<(), Breach> {
+    fn ready(&mut self) -> Result<(), Breach> {
         if self.peer_ready || self.receiving.live().0 == 0 {
-            return Err(malformed("*ready* comes twice, or before any SA"));
+            return Err(malformed("*ready* repeated, or sent before any SA"));
         }
         self.peer_ready = true;
         self.come_up();
@@ -351,10 +350,10 @@ impl Exchange {
         }
     }
 
-    /// Wants what there is to want, where nothing is under way.
-    fn go_on(&mut self) {
+    /// Sends the next request, if none is pending.
+    fn proceed(&mut self) {
         if self.phase == Phase::Running
-            && let Err(Breach(fault, text)) = self.sending.go_on(&mut self.actions)
+            && let Err(Breach(fault, text)) = self.sending.proceed(&mut self.actions)
         {
             self.give_up(fault, &text);
         }
@@ -369,7 +368,7 @@ impl Exchange {
             end -= 1;
         }
         let text = text[..end].to_owned();
-        // What was still to be done is not done any more.
+        // Drops all pending actions.
         self.actions.clear();
         self.actions.push_back(Action::Send(Message::End {
             fault,
@@ -390,7 +389,7 @@ impl Exchange {
     }
 }
 
-/// Whether a session on these terms has an SA for `sender`.
+/// Whether a session on these terms supports an SA for `sender`.
 fn fits(terms: &Terms, sender: Sender) -> bool {
     match (sender, terms.mode) {
         (Sender::Fallback, _) | (Sender::Cpu(_), Mode::Cpu) => true,

@@ -1,8 +1,8 @@
-//! What the key of an SA is derived from.
+//! The derivation of an SA's key.
 //!
-//! Both ends derive 36 bytes, an AES-256 key and the 4-byte salt of RFC 4106, from
-//! the TLS exporter (RFC 8446, section 7.5) of their control lane, under
-//! [`EXPORTER_LABEL`] and a context of [`CONTEXT_BYTES`]:
+//! Both ends derive 36 bytes, an AES-256 key and the 4-byte salt of RFC 4106, from the TLS exporter
+//! (RFC 8446, section 7.5) of their control lane, with [`EXPORTER_LABEL`] and a context of
+//! [`CONTEXT_BYTES`]:
 //!
 //! | offset | bytes | field |
 //! | --- | --- | --- |
@@ -11,35 +11,34 @@
 //! | 17 | 4 | index of the SA in its direction |
 //! | 21 | 4 | epoch |
 //!
-//! An SA's nonces are its packets' numbers, which begin at zero whenever it is
-//! installed: so no context may come twice. Indices are never used again in a
-//! session, and an SA is installed once; another session has another connection,
-//! and with it another exporter.
+//! The nonces of an SA are its packet numbers, which start at zero whenever it is installed, so no
+//! context may repeat. An index is never reused in a session, and an SA is installed once; another
+//! session has another connection, and so another exporter.
 
 use crate::limits::SESSION_ID_BYTES;
 use crate::negotiate::SessionId;
 
-/// Bytes of an AES-256 key with its salt (RFC 4106, section 8.1).
+/// The length of an AES-256 key with its salt (RFC 4106, section 8.1).
 pub const KEY_BYTES: usize = 36;
 
-/// Bytes of the context.
+/// The length of the context.
 pub const CONTEXT_BYTES: usize = SESSION_ID_BYTES + 9;
 
-/// The label; none of the IANA's, so it begins as RFC 5705, section 4, has it for
-/// private use.
+/// The exporter label. It is not registered with IANA, so it starts as RFC 5705, section 4,
+/// requires for private use.
 pub const EXPORTER_LABEL: &[u8] = b"EXPERIMENTAL dunlin ipsec";
 
-/// Which end of the control lane a side is.
+/// The role of a side on the control lane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Role {
-    /// It has connected.
+    /// It connected.
     Initiator,
-    /// It has accepted.
+    /// It accepted.
     Responder,
 }
 
 impl Role {
-    /// The other one.
+    /// Returns the other role.
     #[must_use]
     pub fn peer(self) -> Self {
         match self {
@@ -49,7 +48,7 @@ impl Role {
     }
 }
 
-/// The context of the key of what `sender` seals with one SA.
+/// Returns the context for the key of an SA with which `sender` seals.
 #[must_use]
 pub fn context(session: &SessionId, sender: Role, index: u32, epoch: u32) -> [u8; CONTEXT_BYTES] {
     let mut context = [0; CONTEXT_BYTES];
@@ -69,7 +68,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_context_tells_session_direction_index_and_epoch_apart() {
+    fn contexts_differ_by_session_direction_index_and_epoch() {
         let session: SessionId = std::array::from_fn(|at| at as u8);
         let context = |session, sender, index, epoch| context(session, sender, index, epoch);
         let one = context(&session, Role::Initiator, 0x0102, 3);

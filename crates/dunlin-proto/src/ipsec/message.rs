@@ -1,9 +1,8 @@
-//! What the two sides of an IPsec session say to each other once a version is
-//! selected. The module above has the order.
+//! The messages between the two sides of an IPsec session after a version is selected. The parent
+//! module shows their order.
 //!
-//! A message is a header of 8 bytes, the kind's fixed part, and extension fields
-//! ([`crate::wire`]). Whatever breaks the order is the peer's fault and ends the
-//! session ([`super::exchange`]).
+//! A message is a header of 8 bytes, the kind's fixed part, and extension fields ([`crate::wire`]).
+//! A message out of order is the peer's fault and ends the session ([`super::exchange`]).
 
 mod body;
 
@@ -17,90 +16,90 @@ use crate::limits::MAX_IPSEC_BODY_BYTES;
 use crate::wire::message::kinds;
 use crate::wire::{DecodeError, Reader, Start};
 
-/// Bytes of a message's header.
+/// The length of a message's header.
 pub const MESSAGE_HEADER_BYTES: usize = 8;
 
-/// The header of a message: within its limits, the kind perhaps unknown.
+/// The header of a message. Its length is within the limits; its kind may be unknown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
     start: Start,
 }
 
 impl Header {
-    /// Reads a header.
+    /// Decodes a header.
     ///
     /// # Errors
-    /// A body over [`MAX_IPSEC_BODY_BYTES`], or a reserved bit that is set.
+    /// The body exceeds [`MAX_IPSEC_BODY_BYTES`], or a reserved bit is set.
     pub fn decode(bytes: &[u8; MESSAGE_HEADER_BYTES]) -> Result<Self, DecodeError> {
         let mut reader = Reader::new(bytes);
         let start = Start::read(&mut reader, MAX_IPSEC_BODY_BYTES)?;
         Ok(Self { start })
     }
 
-    /// Bytes that follow, at most [`MAX_IPSEC_BODY_BYTES`].
+    /// Returns the length of the body, at most [`MAX_IPSEC_BODY_BYTES`].
     #[must_use]
     pub fn body_bytes(&self) -> usize {
         self.start.body_bytes()
     }
 }
 
-/// What a side wants of the session, or consents to.
+/// The terms that a side requests or accepts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Terms {
-    /// How traffic is spread. The responder repeats it.
+    /// How traffic is spread over SAs. The responder repeats the value.
     pub mode: Mode,
-    /// The ports. The responder repeats them.
+    /// The ports. The responder repeats the value.
     pub ports: PortRange,
-    /// The address that this side's packets bear, as it sees it: where the other side
-    /// sees another, something on the path translates addresses.
+    /// The source address of this side's packets, as this side sees it. If the other side sees
+    /// another address, the path translates addresses.
     pub own: IpAddr,
-    /// The other side's address, as this side sees it.
+    /// The address of the other side, as this side sees it.
     pub other: IpAddr,
-    /// SAs that this side installs for what the other side sends, in one epoch: at
-    /// least 1, at most [`crate::limits::MAX_SAS`].
+    /// The maximum number of SAs in one epoch that this side installs for what the other side
+    /// sends: at least 1, at most [`crate::limits::MAX_SAS`].
     pub sas_max: u16,
-    /// Whether ESP goes in UDP, and this side's ports for it. The responder has some
-    /// exactly where the initiator has.
+    /// This side's ports for ESP in UDP, if it is used. The responder sets this exactly if the
+    /// initiator does.
     pub udp: Option<Udp>,
 }
 
 /// A message between the two sides.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Message {
-    /// First, from either side.
+    /// The first message, from either side.
     Terms(Terms),
-    /// The sender wants to send by these SAs: at most [`crate::limits::MAX_SLOTS`].
+    /// Requests SAs for what the sender sends: at most [`crate::limits::MAX_SLOTS`].
     Want {
-        /// Their epoch: the current one, or the next one.
+        /// Their epoch: the current or the next one.
         epoch: u32,
         /// The SAs, their indices ascending.
         slots: Vec<Slot>,
     },
-    /// They stand at the side that answers, each under an SPI, in the order in which
-    /// they were wanted.
+    /// The requested SAs are installed on the answering side, each with an SPI, in the requested
+    /// order.
     Granted {
-        /// The epoch that was wanted.
+        /// The requested epoch.
         epoch: u32,
         /// Index and SPI.
         spis: Vec<(u32, u32)>,
     },
-    /// What the side sends is protected from here on. Once.
+    /// What the sender sends is protected from here on. Sent once.
     Ready,
-    /// Nothing is sent any more by the SAs of an epoch.
+    /// The sender no longer sends with the SAs of an epoch.
     Retire {
-        /// The epoch before the current one.
+        /// The previous epoch.
         epoch: u32,
     },
-    /// Nothing is sent any more by these SAs of the current epoch.
+    /// The sender no longer sends with these SAs of the current epoch.
     Release {
         /// Their indices, ascending: at most [`crate::limits::MAX_SLOTS`].
         indices: Vec<u32>,
     },
-    /// The session is over, or does not begin.
+    /// The session has ended, or is refused.
     End {
-        /// The reason as a code.
+        /// The fault code.
         fault: FaultCode,
-        /// The reason in words, at most [`crate::limits::MAX_TEXT_BYTES`].
+        /// The reason as text, at most [`crate::limits::MAX_TEXT_BYTES`].
         text: String,
     },
 }

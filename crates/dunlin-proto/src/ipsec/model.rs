@@ -1,5 +1,4 @@
-//! The kernel's lookups as a model: what becomes of a packet, given the policies and
-//! SAs that stand.
+//! A model of the kernel's lookups: the fate of a packet, given the installed policies and SAs.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -15,7 +14,7 @@ pub(crate) struct Packet {
     pub(crate) destination: (IpAddr, u16),
 }
 
-/// What becomes of an outgoing packet.
+/// The fate of an outgoing packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Sent {
     Clear,
@@ -26,12 +25,12 @@ pub(crate) enum Sent {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Kernel {
     pub(crate) policies: BTreeMap<(Direction, Selector), Policy>,
-    /// The newest first, as in a chain of the kernel's hash table.
+    /// Newest first, as in a chain of the kernel's hash table.
     pub(crate) associations: Vec<Association>,
 }
 
 impl Kernel {
-    /// Does a step as the kernel would, with its errors as panics.
+    /// Applies a step as the kernel would; panics where the kernel returns an error.
     pub(crate) fn apply(&mut self, step: &Step) {
         match *step {
             Step::Add(Object::Policy(policy)) => {
@@ -76,7 +75,7 @@ impl Kernel {
         found.min_by_key(|policy| policy.priority)
     }
 
-    /// What becomes of a packet that leaves from a CPU.
+    /// Returns the fate of a packet that leaves from a CPU.
     pub(crate) fn send(&self, packet: Packet, cpu: u32) -> Sent {
         let reqid = match self.policy(Direction::Out, packet).map(|one| one.action) {
             None => return Sent::Clear,
@@ -97,7 +96,7 @@ impl Kernel {
         })
     }
 
-    /// Whether a packet is taken that comes in the clear, or under an SPI.
+    /// Whether a packet is accepted that arrives in the clear, or with an SPI.
     pub(crate) fn receives(&self, packet: Packet, spi: Option<u32>) -> bool {
         let opened = |spi| {
             let found = self.associations.iter().find(|one| {

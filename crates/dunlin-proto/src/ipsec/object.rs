@@ -1,8 +1,8 @@
-//! The kernel's objects of IPsec as values, and as lines of text.
+//! The kernel's IPsec objects as values and as lines of text.
 //!
-//! A line says everything by which an object is told from others and compared with
-//! what the kernel has, and nothing secret. Such lines stand in a record on disk
-//! before the object is installed, so that a later process removes exactly it:
+//! A line has everything that identifies an object and is compared with the kernel's, and nothing
+//! secret. A record on disk gets the line before the object is installed, so that a later process
+//! removes exactly that object:
 //!
 //! ```text
 //! sa out 192.0.2.1 192.0.2.2 spi 0x00001001 reqid 65537 epoch 1 index 2 cpu 3
@@ -21,7 +21,7 @@ use thiserror::Error;
 use super::ports::PortBlock;
 use super::{LEAST_SPI, Sender, Slot};
 
-/// Which way packets go, seen from the host that has the object.
+/// The direction of packets, seen from the host that has the object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Direction {
     /// To this host.
@@ -39,21 +39,21 @@ impl fmt::Display for Direction {
     }
 }
 
-/// Which TCP packets a policy is about.
+/// The TCP packets that a policy applies to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Selector {
-    /// Their source, one address.
+    /// The source address.
     pub source: IpAddr,
-    /// Their destination, one address.
+    /// The destination address.
     pub destination: IpAddr,
-    /// Their source ports.
+    /// The source ports.
     pub source_ports: PortBlock,
-    /// Their destination ports.
+    /// The destination ports.
     pub destination_ports: PortBlock,
 }
 
 impl Selector {
-    /// Whether some packet is in both.
+    /// Whether some packet matches both.
     #[must_use]
     pub fn meets(&self, other: &Self) -> bool {
         self.source == other.source
@@ -62,7 +62,7 @@ impl Selector {
             && self.destination_ports.meets(other.destination_ports)
     }
 
-    /// Whether every packet of the other is in this one.
+    /// Whether every packet that matches `other` matches this one.
     #[must_use]
     pub fn covers(&self, other: &Self) -> bool {
         self.source == other.source
@@ -87,36 +87,36 @@ impl fmt::Display for Selector {
     }
 }
 
-/// What becomes of a policy's packets.
+/// What a policy does with its packets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Action {
-    /// They are dropped.
+    /// Drop them.
     Block,
-    /// Going out they are sealed by an SA with this request id, or dropped; coming in
-    /// they have been opened by one, or are dropped.
+    /// Outgoing packets are sealed by an SA with this request id or dropped; incoming packets were
+    /// opened by one or are dropped.
     Protect {
         /// The request id.
         reqid: u32,
     },
 }
 
-/// A policy. A host has one for each direction and selector.
+/// A policy. A host has at most one for each direction and selector.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Policy {
-    /// Which way its packets go.
+    /// The direction of its packets.
     pub direction: Direction,
-    /// Its packets.
+    /// The packets it applies to.
     pub selector: Selector,
-    /// What becomes of them.
+    /// What it does with them.
     pub action: Action,
-    /// Of two that match, the lower number decides.
+    /// Of two policies that match, the one with the lower number applies.
     pub priority: u32,
 }
 
 impl Policy {
-    /// Whether two sessions' policies for ports are for some of the same ports. Packets from the
-    /// ports of the one to those of the other are in both whatever ports these are, and either
-    /// session seals or blocks them: that does not count.
+    /// Whether the policies of two sessions protect some of the same ports. Packets from ports of
+    /// one session to ports of the other always match both, and either session seals or blocks
+    /// them: this does not count.
     #[must_use]
     pub fn is_rival_of(&self, other: &Self) -> bool {
         let for_sources = |policy: &Self| policy.selector.source_ports != PortBlock::ANY;
@@ -125,7 +125,7 @@ impl Policy {
             && self.selector.meets(&other.selector)
     }
 
-    /// Whether it lets packets leave this host, through an SA.
+    /// Whether it lets packets leave this host through an SA.
     #[must_use]
     pub fn lets_out(&self) -> bool {
         self.direction == Direction::Out && self.action != Action::Block
@@ -138,54 +138,53 @@ impl Policy {
         selector.source_ports != PortBlock::ANY && selector.destination_ports != PortBlock::ANY
     }
 
-    /// Whether the kernel takes the other for this one.
+    /// Whether the kernel considers both the same entry.
     #[must_use]
     pub fn is_in_place_of(&self, other: &Self) -> bool {
         self.direction == other.direction && self.selector == other.selector
     }
 }
 
-/// The ports of ESP in UDP (RFC 3948).
+/// The UDP ports of ESP in UDP (RFC 3948).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Encapsulation {
-    /// Of the sealing host.
+    /// The port of the sealing host.
     pub source_port: u16,
-    /// Of the opening host: where it listens.
+    /// The port on which the opening host listens.
     pub destination_port: u16,
 }
 
 /// A security association: ESP in transport mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Association {
-    /// Whether this host opens or seals with it.
+    /// Whether this host opens (in) or seals (out) with it.
     pub direction: Direction,
     /// The sealing host.
     pub source: IpAddr,
-    /// The opening host; with the SPI it is the SA's identity.
+    /// The opening host. Address and SPI identify the SA.
     pub destination: IpAddr,
     /// The SPI, chosen by the opening host.
     pub spi: u32,
-    /// By which policies find it.
+    /// The request id by which policies find it.
     pub reqid: u32,
     /// The epoch of its key.
     pub epoch: u32,
-    /// Its number in its direction, and whom it is for; the CPU is the sealing
-    /// host's.
+    /// Its number in its direction, and the packets it seals; the CPU is the sealing host's.
     pub slot: Slot,
     /// Its UDP ports, if it has any.
     pub encapsulation: Option<Encapsulation>,
 }
 
-/// A UDP socket that opens ESP in UDP. It goes with the process that has it.
+/// A UDP socket that receives ESP in UDP. It is closed when its process ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Listener {
-    /// Where it listens.
+    /// The address on which it listens.
     pub address: IpAddr,
     /// Its port.
     pub port: u16,
 }
 
-/// What is installed, and taken back.
+/// An object that is installed and removed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Object {
     /// See [`Policy`].
@@ -197,7 +196,7 @@ pub enum Object {
 }
 
 impl Object {
-    /// The policy that it is.
+    /// Returns the policy, if the object is one.
     #[must_use]
     pub fn policy(&self) -> Option<&Policy> {
         match self {
@@ -206,7 +205,7 @@ impl Object {
         }
     }
 
-    /// The SA that it is.
+    /// Returns the SA, if the object is one.
     #[must_use]
     pub fn association(&self) -> Option<&Association> {
         match self {
@@ -276,9 +275,9 @@ impl fmt::Display for Association {
     }
 }
 
-/// A line that is none of an object.
+/// The line does not describe an object.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
-#[error("this line describes no policy, SA or listener")]
+#[error("the line does not describe a policy, SA or listener")]
 pub struct NotAnObject;
 
 impl FromStr for Object {
@@ -471,18 +470,18 @@ mod tests {
 
     proptest! {
         #[test]
-        fn an_object_is_the_one_that_its_line_describes(object in object()) {
+        fn an_object_survives_a_round_trip_through_its_line(object in object()) {
             prop_assert_eq!(object.to_string().parse(), Ok(object));
         }
 
-        /// A record whose last line was not written to its end.
+        /// As in a record with an incomplete last line.
         #[test]
-        fn a_line_that_was_cut_within_a_word_list_is_none(object in object(), cut in 1..8_usize) {
+        fn a_line_without_its_last_words_is_rejected(object in object(), cut in 1..8_usize) {
             let line = object.to_string();
             let words: Vec<&str> = line.split(' ').collect();
             let kept = words.len().saturating_sub(cut);
             let cut = words[..kept].join(" ");
-            // An SA without its UDP ports is one of its own.
+            // An SA without UDP ports is a valid line of its own.
             if let Ok(other) = cut.parse::<Object>() {
                 prop_assert!(matches!(other, Object::Association(one) if one.encapsulation.is_none()));
             }

@@ -1,41 +1,39 @@
-//! What one side installs, in which order, and in which order it takes it back.
+//! What one side installs, and the order in which it installs and removes it.
 //!
-//! # In
+//! # Installing
 //!
-//! 1. [`SessionParameters::begin`]: a policy for every selector and direction. Outgoing packets
-//!    of the ports are *blocked*; incoming ones are *protect*: taken only from an SA,
-//!    of which there is none yet. From here on nothing of the ports leaves this host
-//!    in the clear, and nothing in the clear is taken in. (The listener for ESP in
-//!    UDP stands here too.)
-//! 2. [`SessionParameters::inbound`]: the SAs of what the peer sends. Only when they stand is the
-//!    peer told their SPIs.
-//! 3. [`SessionParameters::outbound`]: the SAs of what this side sends, the fallback first, since
-//!    the kernel may take a younger fallback for the better one; then the outgoing
-//!    policies are *replaced* by ones that protect. A host holds one policy for a
-//!    direction and selector, and replaces it in one step: a packet meets either.
+//! 1. [`SessionParameters::begin`]: a policy for every selector and direction. Outgoing packets of
+//!    the ports are *blocked*; incoming ones are *protected*: accepted only from an SA, of which
+//!    there is none yet. From here on no packet of the ports leaves this host in the clear, and
+//!    none is accepted in the clear. (The listener for ESP in UDP is opened here too.)
+//! 2. [`SessionParameters::inbound`]: the inbound SAs. Their SPIs are sent to the peer only after
+//!    they are installed.
+//! 3. [`SessionParameters::outbound`]: the outbound SAs, the fallback first, because the kernel may
+//!    prefer a younger fallback; then the outgoing policies are *replaced* by ones that protect.
+//!    The kernel has one policy for a direction and selector and replaces it atomically: a packet
+//!    matches either the old or the new one.
 //!
-//! Later SAs of an epoch are found by the policies that are there; one for a single
-//! connection brings its own policy, ahead of those. New keys are [`SessionParameters::outbound`]
-//! once more, under a request id of their own, so that one replacement moves everything
-//! to them and neither set is ever mixed with the other; [`SessionParameters::retire`] takes the
-//! old SAs back.
+//! The existing policies find later SAs of the epoch; an SA for a single connection gets its own
+//! policy with precedence over those. New keys are another [`SessionParameters::outbound`] with
+//! another request id, so that one replacement moves all traffic to them and the two sets never
+//! mix; [`SessionParameters::retire`] removes the old SAs.
 //!
-//! # Back
+//! # Removing
 //!
-//! [`undo`] goes the other way: outgoing policies block again, then the connections'
-//! own policies go, the outbound SAs, the inbound ones. What is left blocks the ports.
-//! These policies go last, and only while *no connection of the ports is left on this
-//! host*: one that still has unacknowledged bytes would send them again, in the clear.
-//! Whoever ends such a connection (its owner, or TCP's own time-outs) lets them go.
+//! [`undo`] reverses the order: outgoing policies block again, then the connections' own policies
+//! are removed, then the outbound SAs, then the inbound ones. The remaining policies block the
+//! ports. They are removed last, and only when *no connection of the ports is left on this host*: a
+//! connection with unacknowledged bytes would retransmit them in the clear. They are removed after
+//! such a connection has been closed by its owner or timed out by TCP.
 //!
-//! Either side may be killed between any two of these steps. What it leaves blocks or
-//! protects; the next process takes it back by the same order.
+//! Either side may be killed between any two of these steps. What it leaves blocks or protects; the
+//! next process removes it in the same order.
 //!
 //! # Request ids
 //!
-//! A session has a block of [`REQIDS`] of them. All its inbound SAs bear the first, so
-//! that an incoming policy need not change with epochs. Outbound SAs bear one for each
-//! epoch, or for each connection and epoch.
+//! A session has a block of [`REQIDS`] request ids. All its inbound SAs use the first, so that an
+//! incoming policy need not change between epochs. Outbound SAs use one for each epoch, or for each
+//! connection and epoch.
 
 pub(super) mod adopt;
 
@@ -49,67 +47,67 @@ use super::ports::{PortBlock, PortRange};
 use super::{Grant, Mode, Sender};
 use crate::mistake::{Mistake, planted};
 
-/// The least priority of policies. Each session has two of its own behind it, so that
-/// none takes another's policy for its own: at most 65,634, where strongSwan's begin
-/// in the hundreds of thousands and `ip xfrm` has 0 unless told otherwise.
+/// The smallest priority of policies. Each session has two priorities of its own above it, so that
+/// no session mistakes another's policy for its own: at most 65,634. strongSwan's priorities start
+/// in the hundreds of thousands, and the default of `ip xfrm` is 0.
 pub const FIRST_PRIORITY: u32 = 100;
-/// Request ids of one session, beginning at a multiple of this.
+/// The number of request ids of a session, which start at a multiple of this.
 pub const REQIDS: u32 = 1 << 16;
-/// Blocks of request ids that there are, counted from 1; the first numbers are for
-/// people.
+/// The number of blocks of request ids, counted from 1; the numbers below are left to
+/// administrators.
 pub const REQID_BLOCKS: u32 = 1 << 15;
-/// Source ports that SAs in UDP are spread over.
+/// The number of source ports over which SAs in UDP are spread.
 pub const UDP_SOURCE_PORTS: u16 = 1024;
 
-/// The UDP ports of ESP in UDP, where that is agreed.
+/// The ports of one side for ESP in UDP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Udp {
-    /// Where a side opens what the other seals.
+    /// The port on which the side receives what the other side seals.
     pub listener: u16,
-    /// The first of [`UDP_SOURCE_PORTS`] that its own SAs seal from: each SA has
-    /// its own, by which the other side's network card tells them apart.
+    /// The first of [`UDP_SOURCE_PORTS`] source ports of the side's own SAs: each SA has its own,
+    /// by which the other side's network card distinguishes them.
     pub first_source: u16,
 }
 
-/// Everything that the objects of a session follow from, beside SPIs.
+/// The parameters from which the objects of a session follow, besides SPIs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SessionParameters {
-    /// This host.
+    /// The address of this host.
     pub local: IpAddr,
-    /// The other one.
+    /// The address of the other host.
     pub peer: IpAddr,
-    /// The ports: a connection is the session's if either of its ports is one of them.
+    /// The ports: a connection belongs to the session if either of its ports is one of them.
     pub ports: PortRange,
-    /// How traffic is spread.
+    /// How traffic is spread over SAs.
     pub mode: Mode,
     /// The first of the session's request ids.
     pub first_reqid: u32,
-    /// This side's and the peer's UDP ports.
+    /// The UDP ports of this side and of the peer.
     pub udp: Option<(Udp, Udp)>,
 }
 
 /// One change of the kernel's tables.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
-    /// Install something that must not be there.
+    /// Install an object that must not exist yet.
     Add(Object),
-    /// Put a policy in the place of ours with its direction and selector.
+    /// Replace this session's policy with the same direction and selector.
     Replace(Policy),
-    /// Remove this and nothing else.
+    /// Remove this object and nothing else.
     Remove(Object),
 }
 
-/// How everything is taken back.
+/// How everything is removed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Undo {
-    /// At once, in this order.
+    /// Steps to apply at once, in this order.
     pub now: Vec<Step>,
-    /// Policies to remove when no connection of the ports is left on this host.
+    /// Policies to remove when no connection on the ports is left on this host.
     pub when_quiet: Vec<Policy>,
 }
 
 impl Step {
-    /// What it adds.
+    /// Returns the object that the step adds.
     #[must_use]
     pub fn added(&self) -> Option<&Object> {
         match self {
@@ -120,7 +118,7 @@ impl Step {
 }
 
 impl SessionParameters {
-    /// What stands before everything else.
+    /// Returns the steps that install the initial policies.
     #[must_use]
     pub fn begin(&self) -> Vec<Step> {
         let priority = self.priority();
@@ -150,17 +148,16 @@ impl SessionParameters {
         out.chain(inward).chain(listener).collect()
     }
 
-    /// The SAs of what the peer sends.
+    /// Returns the steps that install inbound SAs.
     #[must_use]
     pub fn inbound(&self, epoch: u32, grants: &[Grant]) -> Vec<Step> {
         let add = |grant: &Grant| Step::Add(Object::Association(self.incoming(epoch, grant)));
         grants.iter().map(add).collect()
     }
 
-    /// The SAs of what this side sends, and the policies that lead to them. `first`
-    /// says that they are an epoch's first, fallback included: then the policies for
-    /// ports are replaced. A connection that had an SA in the epoch before is in
-    /// `known`.
+    /// Returns the steps that install outbound SAs and the policies that use them. `first` means
+    /// that the SAs are the first of an epoch, including the fallback: then the policies for ports
+    /// are replaced. `known` lists the connections that had an SA in the previous epoch.
     #[must_use]
     pub fn outbound(
         &self,
@@ -174,7 +171,7 @@ impl SessionParameters {
         let mut steps: Vec<Step> = grants.iter().filter(fallback).map(add).collect();
         let others = grants.iter().filter(|grant| !fallback(grant));
         steps.extend(others.map(add));
-        // A connection's own ones first: none goes over to the fallback in between.
+        // Policies of connections first: no connection switches to the fallback in between.
         for grant in grants {
             if let Some(policy) = self.own_policy(epoch, grant) {
                 steps.push(if known.contains(&grant.slot.sender) {
@@ -201,8 +198,8 @@ impl SessionParameters {
         steps
     }
 
-    /// Takes outbound SAs back that nothing is to be sent by any more. With `over`,
-    /// their connections are over too, and so are the policies for these.
+    /// Returns the steps that remove unused outbound SAs. With `over`, their
+    /// connections have ended too, and the policies of these connections are also removed.
     #[must_use]
     pub fn retire(&self, epoch: u32, grants: &[Grant], over: bool) -> Vec<Step> {
         let policies = grants
@@ -215,7 +212,7 @@ impl SessionParameters {
         policies.chain(grants.iter().rev().map(outgoing)).collect()
     }
 
-    /// Takes inbound SAs back that the peer sends nothing by any more.
+    /// Returns the steps that remove inbound SAs that the peer no longer uses.
     #[must_use]
     pub fn retire_inbound(&self, epoch: u32, grants: &[Grant]) -> Vec<Step> {
         let incoming =
@@ -223,13 +220,13 @@ impl SessionParameters {
         grants.iter().rev().map(incoming).collect()
     }
 
-    /// Whether a connection with these ports, of whichever side, is the session's.
+    /// Whether a connection with these ports, of either side, belongs to the session.
     #[must_use]
     pub fn covers(&self, one: u16, other: u16) -> bool {
         self.ports.contains(one) || self.ports.contains(other)
     }
 
-    /// All selectors of packets from one host to the other.
+    /// Returns all selectors of packets from one host to the other.
     fn selectors(&self, source: IpAddr, destination: IpAddr) -> Vec<Selector> {
         let selector = |source_ports, destination_ports| Selector {
             source,
@@ -287,13 +284,13 @@ impl SessionParameters {
         }
     }
 
-    /// Of the policies for ports; one less is that of policies for a connection, which
-    /// is ahead of them.
+    /// The priority of policies for ports. Policies for a connection have one less, and so
+    /// precedence.
     fn priority(&self) -> u32 {
         FIRST_PRIORITY + 2 * (self.first_reqid / REQIDS) + 1
     }
 
-    /// Two epochs stand at the same time, and never more.
+    /// At most two epochs exist at the same time.
     fn reqid_of_epoch(&self, epoch: u32) -> u32 {
         if planted(Mistake::RequestIdKept) {
             return self.first_reqid + 1;
@@ -301,8 +298,8 @@ impl SessionParameters {
         self.first_reqid + 1 + epoch % 2
     }
 
-    /// Connections of one session that have one number differ by more than 65,000
-    /// in age; should both live, the younger one's SA carries them both.
+    /// Connections of a session with the same request id are more than 65,000 connections apart; if
+    /// both exist, the younger one's SA carries both.
     fn reqid_of(&self, epoch: u32, grant: &Grant) -> u32 {
         const FIRST: u32 = 4;
         match grant.slot.sender {
@@ -314,20 +311,20 @@ impl SessionParameters {
     }
 }
 
-/// What both ends know of an SA.
+/// The fields of an SA that are the same on both ends.
 fn association(epoch: u32, grant: &Grant, ports: Option<(Udp, u16)>) -> Association {
-    // Both are set by the callers, which know them.
-    let nowhere = IpAddr::from([0, 0, 0, 0]);
+    // The callers set both addresses.
+    let unset = IpAddr::from([0, 0, 0, 0]);
     Association {
         direction: Direction::In,
-        source: nowhere,
-        destination: nowhere,
+        source: unset,
+        destination: unset,
         spi: grant.spi,
         reqid: 0,
         epoch,
         slot: grant.slot,
         encapsulation: ports.map(|(sealing, destination_port)| Encapsulation {
-            // Below 65536: `first_source` leaves room for all of them.
+            // Below 65536: `first_source` is small enough for all ports.
             source_port: sealing.first_source
                 + (grant.slot.index % u32::from(UDP_SOURCE_PORTS)) as u16,
             destination_port,
@@ -335,8 +332,8 @@ fn association(epoch: u32, grant: &Grant, ports: Option<(Udp, u16)>) -> Associat
     }
 }
 
-/// How to take back what a process has recorded as installed, itself or one that has
-/// died: in any order, and with both of two policies of which one was to replace the
+/// Returns the steps that remove what this process or a dead one has recorded as installed. The
+/// objects may be in any order, and include both of two policies if one was about to replace the
 /// other.
 #[must_use]
 pub fn undo(installed: &[Object]) -> Undo {
@@ -372,7 +369,7 @@ pub fn undo(installed: &[Object]) -> Undo {
     undo.now.extend(listeners.copied().map(remove));
     for direction in [Direction::In, Direction::Out] {
         for policy in policies().filter(for_ports) {
-            // The outgoing ones block by now.
+            // The outgoing policies block by now.
             let action = match direction {
                 Direction::Out => Action::Block,
                 Direction::In => policy.action,

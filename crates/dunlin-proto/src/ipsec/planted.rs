@@ -1,4 +1,4 @@
-//! Mistakes that are planted in the decisions of IPsec sessions are found by the tests beside these.
+//! Checks that the tests of IPsec sessions find mistakes that are planted in the decisions.
 
 use std::panic::catch_unwind;
 
@@ -15,7 +15,10 @@ fn i6_planted_mistakes_of_ipsec_are_found() {
     };
     let all = [&exchange::FOUND_BY[..], &plan::FOUND_BY, &adopt::FOUND_BY].concat();
     for (mistake, test) in &all {
-        assert!(!finds(*test, None), "nothing is amiss but {mistake:?}");
+        assert!(
+            !finds(*test, None),
+            "the test for {mistake:?} fails without it"
+        );
         assert!(finds(*test, Some(*mistake)), "{mistake:?} was not found");
     }
     for mistake in Mistake::IPSEC {

@@ -1,49 +1,49 @@
-//! Ranges of ports as blocks, which are all that a policy's selector can say.
+//! Ranges of ports and their split into blocks, the only form that a policy's selector can express.
 
 use std::fmt;
 use std::str::FromStr;
 
 use thiserror::Error;
 
-/// Ports from `first` to `last`, both included.
+/// Ports from `first` to `last`, inclusive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct PortRange {
     first: u16,
     last: u16,
 }
 
-/// Why something is no range of ports.
+/// The text is not a range of ports.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
-#[error("`{0}` is no port or range of ports, such as 49152-49215, from 1 to 65535")]
+#[error("invalid port range `{0}`: expected a form such as 49152-49215, from 1 to 65535")]
 pub struct NotPorts(String);
 
 impl PortRange {
-    /// A range; none where it is empty or has port 0.
+    /// Creates a range; `None` if it is empty or includes port 0.
     #[must_use]
     pub fn new(first: u16, last: u16) -> Option<Self> {
         (0 < first && first <= last).then_some(Self { first, last })
     }
 
-    /// Its first port.
+    /// Returns the first port.
     #[must_use]
     pub fn first(self) -> u16 {
         self.first
     }
 
-    /// Its last port.
+    /// Returns the last port.
     #[must_use]
     pub fn last(self) -> u16 {
         self.last
     }
 
-    /// Whether a port lies in it.
+    /// Returns whether the range contains `port`.
     #[must_use]
     pub fn contains(self, port: u16) -> bool {
         (self.first..=self.last).contains(&port)
     }
 
-    /// Its parts of `count` ports each, a power of two, that are one block and all of it: those at
-    /// the edges that are not whole are left out.
+    /// Returns the aligned blocks of `count` ports, a power of two, in the range. Incomplete blocks
+    /// at the edges are left out.
     pub fn parts(self, count: u16) -> impl Iterator<Item = Self> {
         let count = u32::from(count.max(1));
         let first = u32::from(self.first).next_multiple_of(count);
@@ -54,18 +54,18 @@ impl PortRange {
             .filter_map(move |first| Self::new(first as u16, (first + count - 1) as u16))
     }
 
-    /// The fewest blocks that hold these ports and no other, in ascending order:
-    /// at most 30, one for a power of two at a multiple of itself.
+    /// Returns the smallest set of blocks that contain exactly these ports, in ascending order: at
+    /// most 30. A block is a power of two in size and aligned to it.
     #[must_use]
     pub fn blocks(self) -> Vec<PortBlock> {
         let mut blocks = Vec::new();
         let (mut at, last) = (u32::from(self.first), u32::from(self.last));
         while at <= last {
-            // The largest that begins here and does not go beyond the last.
+            // The largest block that starts here and does not exceed the last port.
             let aligned = if at == 0 { 16 } else { at.trailing_zeros() };
             let fitting = (last - at + 1).ilog2();
             let size = 1_u32 << aligned.min(fitting);
-            // Ports are 16 bits, and a block's size at most 65536.
+            // Ports have 16 bits, and a block has at most 65536 ports.
             let (port, mask) = (at as u16, !(size - 1) as u16);
             blocks.push(PortBlock { port, mask });
             at += size;
@@ -95,12 +95,12 @@ impl fmt::Display for PortRange {
     }
 }
 
-/// Ports whose bits under `mask` are those of `port`.
+/// The ports that equal `port` in the bits of `mask`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct PortBlock {
-    /// Zero wherever the mask is.
+    /// The value of the masked bits; the other bits are zero.
     pub port: u16,
-    /// The bits that count; none for any port.
+    /// The bits that are compared; zero means any port.
     pub mask: u16,
 }
 
@@ -117,20 +117,20 @@ impl PortBlock {
         }
     }
 
-    /// Whether a port lies in it.
+    /// Returns whether the block contains `port`.
     #[must_use]
     pub fn contains(self, port: u16) -> bool {
         port & self.mask == self.port
     }
 
-    /// Whether some port lies in both.
+    /// Returns whether the blocks have a port in common.
     #[must_use]
     pub fn meets(self, other: Self) -> bool {
         let both = self.mask & other.mask;
         self.port & both == other.port & both
     }
 
-    /// Whether every port of the other lies in this one.
+    /// Returns whether the block contains every port of `other`.
     #[must_use]
     pub fn covers(self, other: Self) -> bool {
         self.mask & other.mask == self.mask && other.port & self.mask == self.port
@@ -165,13 +165,13 @@ mod tests {
 
     use super::*;
 
-    fn holds_exactly(range: PortRange) {
+    fn has_exact_blocks(range: PortRange) {
         let blocks = range.blocks();
         assert!(blocks.len() <= 30, "{range}: {}", blocks.len());
         for port in 0..=u16::MAX {
-            let holding = blocks.iter().filter(|block| block.contains(port)).count();
+            let containing = blocks.iter().filter(|block| block.contains(port)).count();
             assert_eq!(
-                holding,
+                containing,
                 usize::from(range.contains(port)),
                 "{range}: port {port}"
             );
@@ -179,9 +179,9 @@ mod tests {
     }
 
     #[test]
-    fn ranges_at_the_edges_are_held_by_their_blocks() {
+    fn ranges_at_the_edges_have_exact_blocks() {
         for (first, last) in [(1, 65_535), (1, 1), (65_535, 65_535), (1, 65_534), (2, 3)] {
-            holds_exactly(PortRange::new(first, last).unwrap());
+            has_exact_blocks(PortRange::new(first, last).unwrap());
         }
         let aligned = PortRange::new(49_152, 49_215).unwrap().blocks();
         assert_eq!(
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_are_whole_blocks_beside_each_other() {
+    fn parts_are_complete_adjacent_blocks() {
         let range = PortRange::new(24_570, 24_704).unwrap();
         let parts: Vec<String> = range.parts(64).map(|part| part.to_string()).collect();
         assert_eq!(parts, ["24576-24639", "24640-24703"]);
@@ -208,8 +208,8 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
         #[test]
-        fn blocks_hold_a_ranges_ports_and_no_other(one in 1..=u16::MAX, other in 1..=u16::MAX) {
-            holds_exactly(PortRange::new(one.min(other), one.max(other)).unwrap());
+        fn blocks_contain_exactly_the_ports_of_a_range(one in 1..=u16::MAX, other in 1..=u16::MAX) {
+            has_exact_blocks(PortRange::new(one.min(other), one.max(other)).unwrap());
         }
 
         #[test]
@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_range_of_ports_is_refused() {
+    fn text_that_is_not_a_range_of_ports_is_rejected() {
         for text in ["0", "5-4", "0-9", "70000", "-3", "4-", "a", ""] {
             assert!(text.parse::<PortRange>().is_err(), "{text}");
         }

@@ -1,4 +1,4 @@
-//! What an exchange decides, and how a peer breaks it.
+//! The actions of an exchange, and violations by the peer.
 
 use std::collections::HashSet;
 
@@ -6,59 +6,60 @@ use crate::fault::FaultCode;
 use crate::ipsec::message::{Message, Terms};
 use crate::ipsec::{Grant, Sender, Slot};
 
-/// Something to be done, in this order.
+/// An action for the caller, to be performed in order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Send this to the peer.
     Send(Message),
-    /// Check the peer's terms; install what stands before everything else, and call
+    /// Check the peer's terms, install the initial policies, and call
     /// [`Exchange::begun`](super::Exchange::begun).
     Begin(Terms),
-    /// Install the SAs of what the peer sends; call [`Exchange::inbound_installed`](super::Exchange::inbound_installed).
+    /// Install inbound SAs, and call
+    /// [`Exchange::inbound_installed`](super::Exchange::inbound_installed).
     InstallInbound {
         /// Their epoch.
         epoch: u32,
         /// The SAs.
         slots: Vec<Slot>,
     },
-    /// Install the SAs of what this side sends, and its policies; call
+    /// Install outbound SAs and their policies, and call
     /// [`Exchange::outbound_installed`](super::Exchange::outbound_installed).
     InstallOutbound {
         /// Their epoch.
         epoch: u32,
         /// The SAs.
         grants: Vec<Grant>,
-        /// Whether they are the first of their epoch, so that traffic goes over to it.
+        /// Whether they are the first of their epoch, so that traffic switches to it.
         first: bool,
-        /// Who had an SA in the epoch before.
+        /// The senders that had an SA in the previous epoch.
         known: Vec<Sender>,
     },
-    /// Remove these; nothing is sent by them any more.
+    /// Remove these SAs; this side no longer sends with them.
     RetireOutbound {
         /// Their epoch.
         epoch: u32,
         /// The SAs.
         grants: Vec<Grant>,
-        /// Whether what they were for is over, and not merely goes by another SA.
+        /// Whether their senders have ended, instead of switching to another SA.
         over: bool,
     },
-    /// Remove these soon: packets that the peer sent by them may still be under way.
+    /// Remove these SAs soon: packets of the peer may still be in flight.
     RetireInbound {
         /// Their epoch.
         epoch: u32,
         /// The SAs.
         grants: Vec<Grant>,
     },
-    /// Both sides' traffic is protected. Once.
+    /// The traffic in both directions is protected. Returned once.
     Up,
-    /// Take everything back. The last action.
+    /// Remove everything. The last action.
     Over(Ending),
 }
 
-/// What the peer did wrong.
+/// A protocol violation by the peer.
 pub(super) struct Breach(pub(super) FaultCode, pub(super) String);
 
-/// Whether no two are the same.
+/// Whether all items differ.
 pub(super) fn distinct<T: std::hash::Hash + Eq>(mut items: impl Iterator<Item = T>) -> bool {
     let mut seen = HashSet::new();
     items.all(|item| seen.insert(item))
@@ -68,13 +69,13 @@ pub(super) fn malformed(text: &str) -> Breach {
     Breach(FaultCode::Malformed, text.to_owned())
 }
 
-/// Why a session is over.
+/// Why a session ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ending {
-    /// Whether the peer ended it, and said what follows.
+    /// Whether the peer ended it and sent what follows.
     pub by_peer: bool,
-    /// The reason as a code.
+    /// The fault code.
     pub fault: FaultCode,
-    /// The reason in words. A peer's are to be escaped before they reach a terminal.
+    /// The reason as text. The peer's text must be escaped before it is written to a terminal.
     pub text: String,
 }

@@ -1,4 +1,4 @@
-//! The direction in which the peer sends.
+//! The inbound direction.
 
 use super::action::{Action, Breach, distinct, malformed};
 use crate::fault::FaultCode;
@@ -6,20 +6,20 @@ use crate::ipsec::{Grant, LEAST_SPI, Sender, Slot};
 
 #[derive(Debug, Default)]
 pub(super) struct Receiving {
-    /// 0 before the first is installed.
+    /// 0 until the first epoch is installed.
     epoch: u32,
     live: Vec<Grant>,
-    /// The least index that is new.
+    /// The smallest unused index.
     next_index: u64,
-    /// The epoch before, until the peer retires it.
+    /// The previous epoch, until the peer retires it.
     previous: Option<(u32, Vec<Grant>)>,
     installing: Option<(u32, Vec<Slot>)>,
-    most: usize,
+    limit: usize,
 }
 
 impl Receiving {
-    pub(super) fn most(&mut self, most: u16) {
-        self.most = usize::from(most);
+    pub(super) fn set_limit(&mut self, limit: u16) {
+        self.limit = usize::from(limit);
     }
 
     pub(super) fn live(&self) -> (u32, &[Grant]) {
@@ -29,19 +29,23 @@ impl Receiving {
     pub(super) fn wanted(&mut self, epoch: u32, slots: Vec<Slot>) -> Result<Action, Breach> {
         let next = Some(epoch) == self.epoch.checked_add(1);
         if self.installing.is_some() || !(next || epoch == self.epoch && epoch > 0) {
-            return Err(malformed("SAs are wanted of an epoch that is not next"));
+            return Err(malformed(
+                "SAs requested for an epoch that is not the current or next one",
+            ));
         }
         if next && self.previous.is_some() {
-            return Err(malformed("an epoch is begun while the last but one stands"));
+            return Err(malformed(
+                "new epoch requested before the previous one was retired",
+            ));
         }
         let kept: &[Grant] = if next { &[] } else { &self.live };
-        if kept.len() + slots.len() > self.most {
-            let text = format!("more than {} SAs are wanted", self.most);
+        if kept.len() + slots.len() > self.limit {
+            let text = format!("more than {} SAs requested", self.limit);
             return Err(Breach(FaultCode::LaneLimit, text));
         }
         let senders = slots.iter().map(|slot| slot.sender);
         if !distinct(senders.chain(kept.iter().map(|grant| grant.slot.sender))) {
-            return Err(malformed("an SA is wanted twice"));
+            return Err(malformed("SA requested twice"));
         }
         let fallbacks = slots.iter().filter(|slot| slot.sender == Sender::Fallback);
         let begins = slots
@@ -49,12 +53,12 @@ impl Receiving {
             .is_some_and(|slot| slot.sender == Sender::Fallback);
         if begins != next || fallbacks.count() != usize::from(next) {
             return Err(malformed(
-                "an epoch begins with its fallback, which it has once",
+                "the first SA of an epoch, and no other, must be the fallback",
             ));
         }
         for slot in &slots {
             if u64::from(slot.index) < self.next_index {
-                return Err(malformed("the number of an SA is used again"));
+                return Err(malformed("number of an SA reused"));
             }
             self.next_index = u64::from(slot.index) + 1;
         }
@@ -62,7 +66,7 @@ impl Receiving {
         Ok(Action::InstallInbound { epoch, slots })
     }
 
-    /// What was wanted is installed under these SPIs. None where nothing was, or
+    /// The requested SAs are installed with these SPIs. Returns `None` if nothing was requested, or
     /// something else.
     pub(super) fn installed(&mut self, spis: &[u32]) -> Option<(u32, Vec<(u32, u32)>)> {
         let (epoch, slots) = self.installing.take()?;
@@ -87,7 +91,7 @@ impl Receiving {
     pub(super) fn retire(&mut self, epoch: u32) -> Result<Action, Breach> {
         match self.previous.take() {
             Some((old, grants)) if old == epoch => Ok(Action::RetireInbound { epoch, grants }),
-            _ => Err(malformed("an epoch is retired that is not the one before")),
+            _ => Err(malformed("retired epoch is not the previous one")),
         }
     }
 
@@ -100,7 +104,7 @@ impl Receiving {
             .iter()
             .partition::<Vec<_>, _>(|grant| released(grant));
         if grants.len() != indices.len() {
-            return Err(malformed("an SA is released that is not there"));
+            return Err(malformed("released SA does not exist"));
         }
         self.live = kept;
         let epoch = self.epoch;

@@ -1,4 +1,4 @@
-//! The direction in which this side sends.
+//! The outbound direction.
 
 use std::collections::{BTreeSet, VecDeque};
 
@@ -10,75 +10,75 @@ use crate::mistake::{Mistake, planted};
 
 #[derive(Debug)]
 pub(super) struct Sending {
-    /// 0 before the first grant is installed.
+    /// 0 until the first grant is installed.
     epoch: u32,
     live: Vec<Grant>,
     next_index: u32,
-    under_way: Option<UnderWay>,
-    wishes: BTreeSet<Sender>,
+    pending: Option<Pending>,
+    requests: BTreeSet<Sender>,
     releases: BTreeSet<Sender>,
     rekey: bool,
-    most: usize,
+    limit: usize,
 }
 
-/// SAs that are being made.
+/// SAs that are being requested or installed.
 #[derive(Debug)]
-struct UnderWay {
+struct Pending {
     epoch: u32,
     slots: Vec<Slot>,
-    /// Once they are granted.
+    /// Set when the peer has granted them.
     grants: Option<Vec<Grant>>,
 }
 
 impl Sending {
-    pub(super) fn new(wishes: BTreeSet<Sender>) -> Self {
+    pub(super) fn new(requests: BTreeSet<Sender>) -> Self {
         Self {
             epoch: 0,
             live: Vec::new(),
             next_index: 0,
-            under_way: None,
-            wishes,
+            pending: None,
+            requests,
             releases: BTreeSet::new(),
             rekey: false,
-            most: 1,
+            limit: 1,
         }
     }
 
-    /// What the peer has room for.
-    pub(super) fn most(&mut self, most: u16) {
-        self.most = usize::from(most);
+    /// Sets the maximum number of SAs that the peer accepts.
+    pub(super) fn set_limit(&mut self, limit: u16) {
+        self.limit = usize::from(limit);
     }
 
-    /// Forgets wishes that the agreed terms have no SA for.
+    /// Drops requests that the agreed terms do not support.
     pub(super) fn keep(&mut self, fits: impl Fn(Sender) -> bool) {
-        self.wishes.retain(|sender| fits(*sender));
+        self.requests.retain(|sender| fits(*sender));
     }
 
     pub(super) fn live(&self) -> (u32, &[Grant]) {
         (self.epoch, &self.live)
     }
 
-    /// The first index that the peer has yet to grant; none where it owes nothing.
+    /// Returns the first index that the peer has yet to grant; `None` if no request is pending.
     pub(super) fn awaits_grant(&self) -> Option<u32> {
-        let under_way = self.under_way.as_ref()?;
-        match under_way.grants {
+        let pending = self.pending.as_ref()?;
+        match pending.grants {
             Some(_) => None,
-            None => under_way.slots.first().map(|slot| slot.index),
+            None => pending.slots.first().map(|slot| slot.index),
         }
     }
 
-    pub(super) fn wish(&mut self, sender: Sender) {
+    pub(super) fn request(&mut self, sender: Sender) {
         self.releases.remove(&sender);
-        // More could never be had; the peer's own bound comes on top.
-        if self.wishes.len() < usize::from(crate::limits::MAX_SAS) {
-            self.wishes.insert(sender);
+        // The peer never accepts more than this; its own limit also applies.
+        if self.requests.len() < usize::from(crate::limits::MAX_SAS) {
+            self.requests.insert(sender);
         }
     }
 
     pub(super) fn release(&mut self, sender: Sender) {
-        self.wishes.remove(&sender);
-        let pending = self.under_way.iter().flat_map(|one| &one.slots);
-        let mut known = pending.chain(self.live.iter().map(|grant| &grant.slot));
+        self.requests.remove(&sender);
+        let requested = self.pending.iter().flat_map(|one| &one.slots);
+        let mut known = requested.chain(self.live.iter().map(|grant| &grant.slot));
         if sender != Sender::Fallback && known.any(|slot| slot.sender == sender) {
             self.releases.insert(sender);
         }
@@ -88,12 +88,12 @@ impl Sending {
         self.rekey = true;
     }
 
-    /// Begins the next thing that is to be done, if nothing is under way.
-    pub(super) fn go_on(&mut self, actions: &mut VecDeque<Action>) -> Result<(), Breach> {
-        if self.under_way.is_some() {
+    /// Starts the next operation, if none is pending.
+    pub(super) fn proceed(&mut self, actions: &mut VecDeque<Action>) -> Result<(), Breach> {
+        if self.pending.is_some() {
             return Ok(());
         }
-        self.let_go(actions);
+        self.drop_released(actions);
         let senders = if self.epoch == 0 {
             let first = std::iter::once(Sender::Fallback);
             first.chain(self.chosen(1)).collect()
@@ -117,14 +117,14 @@ impl Sending {
             Some(Slot { index, sender })
         });
         let (Some(epoch), Some(slots)) = (epoch, slots.collect::<Option<Vec<_>>>()) else {
-            let text = "this session has had every number that an SA can have; begin another";
+            let text = "SA numbers of this session exhausted; start a new session";
             return Err(Breach(FaultCode::Internal, text.to_owned()));
         };
         actions.push_back(Action::Send(Message::Want {
             epoch,
             slots: slots.clone(),
         }));
-        self.under_way = Some(UnderWay {
+        self.pending = Some(Pending {
             epoch,
             slots,
             grants: None,
@@ -133,26 +133,26 @@ impl Sending {
     }
 
     pub(super) fn granted(&mut self, epoch: u32, spis: &[(u32, u32)]) -> Result<Action, Breach> {
-        let Some(under_way) = &mut self.under_way else {
-            return Err(malformed("SAs are granted that were not wanted"));
+        let Some(pending) = &mut self.pending else {
+            return Err(malformed("unrequested SAs granted"));
         };
-        let wanted = under_way.slots.iter().map(|slot| slot.index);
-        let same = under_way.epoch == epoch && wanted.eq(spis.iter().map(|(index, _)| *index));
-        if !same || under_way.grants.is_some() {
-            return Err(malformed("other SAs are granted than were wanted"));
+        let wanted = pending.slots.iter().map(|slot| slot.index);
+        let same = pending.epoch == epoch && wanted.eq(spis.iter().map(|(index, _)| *index));
+        if !same || pending.grants.is_some() {
+            return Err(malformed("granted SAs differ from the requested ones"));
         }
         let granted = spis.iter().map(|(_, spi)| *spi);
         if !distinct(granted.chain(self.live.iter().map(|grant| grant.spi))) {
-            return Err(malformed("two SAs are granted under one SPI"));
+            return Err(malformed("SPI granted twice"));
         }
-        let grants = under_way.slots.iter().zip(spis);
+        let grants = pending.slots.iter().zip(spis);
         let grants: Vec<Grant> = grants
             .map(|(slot, (_, spi))| Grant {
                 slot: *slot,
                 spi: *spi,
             })
             .collect();
-        under_way.grants = Some(grants.clone());
+        pending.grants = Some(grants.clone());
         let first = epoch != self.epoch;
         let known = self.live.iter().filter(|_| first);
         Ok(Action::InstallOutbound {
@@ -163,13 +163,13 @@ impl Sending {
         })
     }
 
-    /// What was granted is installed.
+    /// The granted SAs are installed.
     pub(super) fn installed(&mut self, actions: &mut VecDeque<Action>) {
-        let Some(UnderWay {
+        let Some(Pending {
             epoch,
             grants: Some(grants),
             ..
-        }) = self.under_way.take()
+        }) = self.pending.take()
         else {
             return;
         };
@@ -193,19 +193,20 @@ impl Sending {
         }
     }
 
-    /// Wishes that the peer has room for beside `held` SAs. The others wait for room.
+    /// Returns the requests for which the peer has room besides `held` SAs. The others stay
+    /// pending.
     fn chosen(&mut self, held: usize) -> Vec<Sender> {
-        let room = self.most.saturating_sub(held);
+        let room = self.limit.saturating_sub(held);
         let live: BTreeSet<Sender> = self.live.iter().map(|grant| grant.slot.sender).collect();
-        let wishes = std::mem::take(&mut self.wishes);
+        let requests = std::mem::take(&mut self.requests);
         let new = |sender: &Sender| *sender != Sender::Fallback && !live.contains(sender);
-        let mut chosen: Vec<Sender> = wishes.into_iter().filter(new).collect();
-        self.wishes = chosen.drain(room.min(chosen.len())..).collect();
+        let mut chosen: Vec<Sender> = requests.into_iter().filter(new).collect();
+        self.requests = chosen.drain(room.min(chosen.len())..).collect();
         chosen
     }
 
-    /// Gives up what has been released.
-    fn let_go(&mut self, actions: &mut VecDeque<Action>) {
+    /// Removes released SAs.
+    fn drop_released(&mut self, actions: &mut VecDeque<Action>) {
         let releases = std::mem::take(&mut self.releases);
         let (gone, kept) = std::mem::take(&mut self.live)
             .into_iter()

@@ -11,7 +11,7 @@ use crate::ipsec::object::{Direction, Object};
 use crate::ipsec::plan::{REQIDS, SessionParameters, Step};
 use crate::ipsec::ports::PortRange;
 
-/// Mistakes that are planted, and what finds each.
+/// Planted mistakes and the tests that find them.
 #[cfg(feature = "mistakes")]
 pub(in crate::ipsec) const FOUND_BY: [(Mistake, fn()); 2] = [
     (
@@ -20,7 +20,7 @@ pub(in crate::ipsec) const FOUND_BY: [(Mistake, fn()); 2] = [
     ),
     (
         Mistake::RetiredBeforeSwitch,
-        nothing_is_sent_any_more_by_what_the_peer_is_told_to_retire,
+        nothing_is_sent_with_sas_that_the_peer_may_retire,
     ),
 ];
 
@@ -35,7 +35,7 @@ fn terms(mode: Mode, sas_max: u16) -> Terms {
     }
 }
 
-/// A side with its kernel.
+/// One side and its kernel.
 struct Side {
     exchange: Exchange,
     parameters: SessionParameters,
@@ -43,9 +43,9 @@ struct Side {
     next_spi: u32,
     up: bool,
     over: Option<Ending>,
-    /// Every key that was ever installed: direction, index, epoch.
+    /// All keys ever installed: direction, index, epoch.
     keys: HashSet<(Direction, u32, u32)>,
-    /// Inbound SAs whose removal is left until later.
+    /// Delayed removals of inbound SAs.
     late: Vec<Step>,
 }
 
@@ -71,7 +71,7 @@ impl Side {
         }
     }
 
-    /// Does one thing that is to be done; what it sends goes to `sent`.
+    /// Performs one action; messages are appended to `sent`.
     fn act(&mut self, sent: &mut VecDeque<Message>) -> bool {
         let Some(action) = self.exchange.poll_action() else {
             return false;
@@ -135,7 +135,7 @@ impl Side {
 
 struct Pair {
     sides: [Side; 2],
-    /// What each side has sent and the other not heard.
+    /// Messages that each side has sent and the other has not received.
     sent: [VecDeque<Message>; 2],
 }
 
@@ -159,17 +159,17 @@ impl Pair {
         }
     }
 
-    /// One thing that can happen; false when nothing can.
+    /// Performs one possible event; returns false if there is none.
     fn step(&mut self, which: usize) -> bool {
         for offset in 0..4 {
             let which = (which + offset) % 4;
-            let (side, deed) = (which % 2, which / 2);
+            let (side, kind) = (which % 2, which / 2);
             let other = 1 - side;
-            if deed == 0 && self.sides[side].act(&mut self.sent[side]) {
+            if kind == 0 && self.sides[side].act(&mut self.sent[side]) {
                 return true;
             }
-            // A message is taken when everything before it is done.
-            if deed == 1
+            // A message is handled after all pending actions.
+            if kind == 1
                 && self.sides[side].exchange.actions.is_empty()
                 && let Some(message) = self.sent[other].pop_front()
             {
@@ -184,7 +184,8 @@ impl Pair {
         while self.step(0) {}
     }
 
-    /// Packets of the ports are sealed for whoever opens them, or dropped.
+    /// Checks that packets of the ports are dropped, or sealed with an SA that the other side
+    /// opens.
     fn check(&self) {
         let everything_up = self.sides.iter().all(|side| side.up);
         for side in 0..2 {
@@ -197,7 +198,7 @@ impl Pair {
                     };
                     match from.kernel.send(packet, cpu) {
                         Sent::Clear => assert!(from.kernel.policies.is_empty()),
-                        Sent::Dropped => assert!(!everything_up, "CPU {cpu} can send nothing"),
+                        Sent::Dropped => assert!(!everything_up, "CPU {cpu} cannot send"),
                         Sent::Sealed { spi, .. } => {
                             assert!(to.kernel.receives(packet, Some(spi)), "{packet:?}");
                         }
@@ -232,7 +233,7 @@ fn p14_both_sides_come_up_with_an_sa_for_each_of_their_cpus() {
 }
 
 #[test]
-fn a_side_that_asks_again_and_again_does_not_wait_for_one_answer() {
+fn each_request_of_a_side_has_its_own_timeout() {
     let mut pair = Pair::new(Mode::Connection, [vec![], vec![]], MAX_SAS);
     pair.settle();
     let mut waits = |from| {
@@ -248,7 +249,7 @@ fn a_side_that_asks_again_and_again_does_not_wait_for_one_answer() {
 }
 
 #[test]
-fn a_responder_has_cpus_only_where_it_is_asked_by_cpu() {
+fn a_responder_uses_cpus_only_in_mode_cpu() {
     let mut pair = Pair::new(Mode::Connection, [vec![], cpus(&[0, 1])], MAX_SAS);
     pair.settle();
     assert!(pair.sides.iter().all(|side| side.up));
@@ -256,7 +257,7 @@ fn a_responder_has_cpus_only_where_it_is_asked_by_cpu() {
 }
 
 #[test]
-fn a_peer_that_takes_one_sa_gets_the_fallback() {
+fn a_peer_that_accepts_one_sa_gets_the_fallback() {
     let mut pair = Pair::new(Mode::Cpu, [cpus(&[0, 1]), cpus(&[3])], 1);
     pair.settle();
     pair.check();
@@ -268,7 +269,7 @@ fn a_peer_that_takes_one_sa_gets_the_fallback() {
 }
 
 #[test]
-fn a_wish_waits_until_the_peer_has_room_and_is_forgotten_when_it_is_released() {
+fn a_request_waits_for_room_and_is_dropped_on_release() {
     let mut pair = Pair::new(Mode::Cpu, [cpus(&[0, 1, 2, 3]), vec![]], 2);
     pair.settle();
     assert_eq!(
@@ -300,7 +301,7 @@ fn a_wish_waits_until_the_peer_has_room_and_is_forgotten_when_it_is_released() {
 }
 
 #[test]
-fn an_sa_comes_on_demand_and_goes_when_it_is_released() {
+fn an_sa_is_added_on_demand_and_removed_on_release() {
     let connection = Sender::Connection {
         from: 50_000,
         to: 4444,
@@ -339,13 +340,13 @@ fn new_keys_replace_the_old_ones_in_both_directions() {
     assert_eq!(pair.sides[0].exchange.outbound().0, 4);
     assert_eq!(pair.sides[1].exchange.inbound().0, 4);
     assert_eq!(senders_of(&pair.sides[0]).len(), 3);
-    // Two and a fallback one way, one and a fallback the other: nothing is left over.
+    // Two SAs and a fallback in one direction, one and a fallback in the other: none is left over.
     assert_eq!(pair.sides[0].kernel.associations.len(), 5);
 }
 
-/// So that the peer may remove it at once, whichever of both is the faster.
+/// So the peer may remove the SAs at once, whichever side is faster.
 #[test]
-fn nothing_is_sent_any_more_by_what_the_peer_is_told_to_retire() {
+fn nothing_is_sent_with_sas_that_the_peer_may_retire() {
     for first in 0..4 {
         let mut pair = Pair::new(Mode::Cpu, [cpus(&[0, 1]), cpus(&[2])], MAX_SAS);
         pair.settle();
@@ -364,13 +365,13 @@ fn nothing_is_sent_any_more_by_what_the_peer_is_told_to_retire() {
                 (side.exchange.outbound().0, side.exchange.inbound().0),
                 (2, 2)
             );
-            assert_eq!(side.kernel.associations.len(), 5, "the old ones have gone");
+            assert_eq!(side.kernel.associations.len(), 5, "the old SAs are removed");
         }
     }
 }
 
 #[derive(Clone, Debug)]
-enum Deed {
+enum Event {
     Happen(usize),
     Want(usize, u32),
     Release(usize, u32),
@@ -378,26 +379,25 @@ enum Deed {
     RemoveLate(usize),
 }
 
-fn deed() -> impl Strategy<Value = Deed> {
+fn event() -> impl Strategy<Value = Event> {
     prop_oneof![
-        20 => (0..4_usize).prop_map(Deed::Happen),
-        2 => (0..2_usize, 0..5_u32).prop_map(|(side, cpu)| Deed::Want(side, cpu)),
-        1 => (0..2_usize, 0..5_u32).prop_map(|(side, cpu)| Deed::Release(side, cpu)),
-        1 => (0..2_usize).prop_map(Deed::Rekey),
-        1 => (0..2_usize).prop_map(Deed::RemoveLate),
+        20 => (0..4_usize).prop_map(Event::Happen),
+        2 => (0..2_usize, 0..5_u32).prop_map(|(side, cpu)| Event::Want(side, cpu)),
+        1 => (0..2_usize, 0..5_u32).prop_map(|(side, cpu)| Event::Release(side, cpu)),
+        1 => (0..2_usize).prop_map(Event::Rekey),
+        1 => (0..2_usize).prop_map(Event::RemoveLate),
     ]
 }
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 128, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Whatever is wanted, released and renewed, in whatever order both sides do it:
-    /// what one seals the other opens, nothing is in the clear, and no key is
-    /// installed twice.
+    /// With any requests, releases and renewals in any order, each side opens what the other seals,
+    /// nothing is in the clear, and no key is installed twice.
     #[test]
-    fn i6_what_one_side_seals_the_other_opens_at_every_moment(
+    fn i6_each_side_always_opens_what_the_other_seals(
         by_connection in any::<bool>(),
-        deeds in vec(deed(), 0..400),
+        events in vec(event(), 0..400),
     ) {
         let mode = if by_connection { Mode::Connection } else { Mode::Cpu };
         let sender = |side: usize, number: u32| match mode {
@@ -410,22 +410,22 @@ proptest! {
         };
         let first = |side| vec![sender(side, 0)];
         let mut pair = Pair::new(mode, [first(0), first(1)], 4);
-        for deed in deeds {
-            match deed {
-                Deed::Happen(which) => {
+        for event in events {
+            match event {
+                Event::Happen(which) => {
                     pair.step(which);
                 }
-                Deed::Want(side, number) => pair.sides[side].exchange.want(sender(side, number)),
-                Deed::Release(side, number) => {
+                Event::Want(side, number) => pair.sides[side].exchange.want(sender(side, number)),
+                Event::Release(side, number) => {
                     pair.sides[side].exchange.release(sender(side, number));
                 }
-                Deed::Rekey(side) => pair.sides[side].exchange.rekey(),
-                // Packets that are under way: none is, where every message is heard.
-                Deed::RemoveLate(side) if pair.sent.iter().all(VecDeque::is_empty) => {
+                Event::Rekey(side) => pair.sides[side].exchange.rekey(),
+                // No packet is in flight when every message has been received.
+                Event::RemoveLate(side) if pair.sent.iter().all(VecDeque::is_empty) => {
                     let late = std::mem::take(&mut pair.sides[side].late);
                     pair.sides[side].apply(&late);
                 }
-                Deed::RemoveLate(_) => {}
+                Event::RemoveLate(_) => {}
             }
             pair.check();
         }
@@ -434,11 +434,11 @@ proptest! {
         for side in &pair.sides {
             prop_assert!(side.up && side.over.is_none(), "{:?}", side.over);
         }
-        prop_assert!(senders_of(&pair.sides[0]).len() <= 4, "the responder takes four");
+        prop_assert!(senders_of(&pair.sides[0]).len() <= 4, "the responder accepts four");
     }
 }
 
-/// A responder that has come as far as its first grant.
+/// A responder that is ready for its first grant.
 fn granting() -> Exchange {
     let mut exchange = Exchange::responder(4, None, Vec::new());
     exchange.handle_message(Message::Terms(terms(Mode::Cpu, 4)));
@@ -459,17 +459,20 @@ fn want(epoch: u32, slots: &[Slot]) -> Message {
     }
 }
 
-/// The peer is told of a fault, and the session is over.
+/// Checks that the message ends the session with this fault, which is sent to the peer.
 fn refused(mut exchange: Exchange, message: Message, fault: FaultCode) {
     exchange.handle_message(message.clone());
-    let said = exchange.poll_action();
-    let Some(Action::Send(Message::End { fault: told, .. })) = said else {
-        panic!("{message:?} is taken: {said:?}");
+    let sent = exchange.poll_action();
+    let Some(Action::Send(Message::End {
+        fault: reported, ..
+    })) = sent
+    else {
+        panic!("{message:?} is accepted: {sent:?}");
     };
-    assert_eq!(told, fault, "{message:?}");
+    assert_eq!(reported, fault, "{message:?}");
     assert!(matches!(exchange.poll_action(), Some(Action::Over(ending)) if !ending.by_peer));
     assert_eq!(exchange.poll_action(), None);
-    // Nothing more is said or heard.
+    // Nothing more is sent or handled.
     exchange.handle_message(Message::Ready);
     exchange.want(Sender::Cpu(1));
     exchange.rekey();
@@ -478,7 +481,7 @@ fn refused(mut exchange: Exchange, message: Message, fault: FaultCode) {
 }
 
 #[test]
-fn i7_a_peer_that_breaks_the_order_is_told_so_and_left() {
+fn i7_a_message_out_of_order_ends_the_session_with_a_fault() {
     use FaultCode::{LaneLimit, Malformed};
     let fallback = slot(0, Sender::Fallback);
     let fresh = || Exchange::responder(4, None, Vec::new());
@@ -510,7 +513,7 @@ fn i7_a_peer_that_breaks_the_order_is_told_so_and_left() {
 }
 
 #[test]
-fn i7_a_second_epoch_waits_for_the_end_of_the_one_before() {
+fn i7_a_third_epoch_is_rejected_until_the_first_is_retired() {
     let mut exchange = granting();
     let install = |exchange: &mut Exchange, epoch, index| {
         exchange.handle_message(want(epoch, &[slot(index, Sender::Fallback)]));
@@ -536,9 +539,9 @@ fn i7_a_second_epoch_waits_for_the_end_of_the_one_before() {
 }
 
 #[test]
-fn i7_two_sas_of_one_spi_are_not_taken() {
+fn i7_an_spi_that_is_granted_twice_is_rejected() {
     let mut exchange = granting();
-    // Its own want, of the fallback, has gone out.
+    // Its own request for the fallback has been sent.
     let spis = vec![(0, 0x1000)];
     exchange.handle_message(Message::Granted { epoch: 1, spis });
     assert!(matches!(
@@ -561,7 +564,7 @@ fn i7_two_sas_of_one_spi_are_not_taken() {
 }
 
 #[test]
-fn an_address_that_was_translated_on_the_way_is_named() {
+fn a_translated_address_is_reported() {
     let mut exchange = Exchange::initiator(terms(Mode::Cpu, 4), Vec::new());
     let _ = exchange.poll_action();
     let answer = Terms {
@@ -577,7 +580,7 @@ fn an_address_that_was_translated_on_the_way_is_named() {
 }
 
 #[test]
-fn a_peer_that_ends_it_is_not_answered() {
+fn the_end_of_a_peer_is_not_answered() {
     let mut exchange = granting();
     let (fault, text) = (FaultCode::Cancelled, "the operator says so".to_owned());
     exchange.handle_message(Message::End { fault, text });

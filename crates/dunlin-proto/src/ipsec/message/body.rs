@@ -1,5 +1,4 @@
-//! The fixed part of every message. The tables of docs/wire.md say the same in the
-//! same order.
+//! The fixed part of every message, in the order of the tables in docs/wire.md.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -14,7 +13,7 @@ use crate::wire::{
     DecodeError, DecodeReason, EncodeError, Reader, Start, Writer, bad_value, invalid, within,
 };
 
-const NOT_ASCENDING: &str = "there are some, and they ascend";
+const NOT_ASCENDING: &str = "must be ascending and not empty";
 
 const SLOTS: Ascending<Slot, Fields> = Ascending {
     list: List {
@@ -43,18 +42,17 @@ const INDICES: Ascending<u32, Plain> = Ascending {
     },
     index: |index| *index,
 };
-/// Those below are set aside by the kernel.
+/// Smaller SPIs are reserved.
 const SPI: Within = Within {
     least: LEAST_SPI as u64,
     most: u32::MAX as u64,
 };
 
 impl Message {
-    /// Appends header and body. Every message of version 1 must be understood, and
-    /// says so in its header.
+    /// Appends header and body. The header marks every message of version 1 as required.
     ///
     /// # Errors
-    /// Something that a peer would refuse; `out` is then unchanged.
+    /// The message has a value that a peer would reject; `out` is then unchanged.
     pub fn encode(&self, out: &mut Vec<u8>) -> Result<(), EncodeError> {
         let kind = self.kind().to_wire();
         Start::write(
@@ -66,11 +64,10 @@ impl Message {
         )
     }
 
-    /// Reads the body that follows `header`; `None` is a message that this release
-    /// does not know and may skip.
+    /// Decodes the body that follows `header`; `None` for an unknown message that may be skipped.
     ///
     /// # Errors
-    /// [`DecodeError`]; a body that is not exactly as long as announced is one.
+    /// [`DecodeError`], also if the body does not have the announced length.
     pub fn decode(header: &Header, bytes: &[u8]) -> Result<Option<Self>, DecodeError> {
         header.start.decode(bytes, Kind::from_wire, decode_body)
     }
@@ -86,7 +83,7 @@ bodies! {
     End { fault: "fault" as Plain, text: "text" as Text(MAX_TEXT_BYTES) };
 }
 
-/// A list of SAs: at least one, their indices ascending.
+/// A non-empty list of SAs with ascending indices.
 struct Ascending<T, C> {
     list: List<C>,
     index: fn(&T) -> u32,
@@ -125,7 +122,7 @@ impl<T, C> Ascending<T, C> {
     }
 }
 
-/// An SA's index and its SPI.
+/// The index and SPI of an SA.
 struct Spi;
 
 impl Codec<(u32, u32)> for Spi {
@@ -152,13 +149,10 @@ impl Layout for Terms {
     fn encode_fields(&self, writer: &mut Writer<'_>) -> Result<(), EncodeError> {
         let terms = self;
         if terms.sas_max == 0 || terms.sas_max > MAX_SAS {
-            return Err(invalid(
-                "number of SAs",
-                "there is at least one, and a limit",
-            ));
+            return Err(invalid("number of SAs", "must be from 1 to the limit"));
         }
         if terms.own.is_ipv4() != terms.other.is_ipv4() {
-            return Err(invalid("address", "both are of one family"));
+            return Err(invalid("address", "both must have the same family"));
         }
         writer.u8(match terms.mode {
             Mode::Cpu => 1,
@@ -171,7 +165,7 @@ impl Layout for Terms {
         if terms.udp.is_some_and(|udp| !is_udp(udp)) {
             return Err(invalid(
                 "UDP ports",
-                "neither is zero, and 1024 follow the source port",
+                "must not be zero, and the first of 1024 source ports must be at most 64512",
             ));
         }
         writer.u16(terms.udp.map_or(0, |udp| udp.listener));
@@ -184,7 +178,10 @@ impl Layout for Terms {
                     bytes
                 }
                 IpAddr::V6(address) if address.to_ipv4_mapped().is_some() => {
-                    return Err(invalid("address", "an IPv4 address is written as one"));
+                    return Err(invalid(
+                        "address",
+                        "IPv4-mapped address, must use the IPv4 form",
+                    ));
                 }
                 IpAddr::V6(address) => address.octets(),
             };
@@ -228,7 +225,7 @@ impl Layout for Terms {
         let (first, last) = (reader.u16("first port")?, reader.u16("last port")?);
         let ports = PortRange::new(first, last).ok_or(DecodeError {
             what: "ports",
-            why: DecodeReason::Inconsistent("this is no range of ports"),
+            why: DecodeReason::Inconsistent("not a range of ports"),
             offset,
         })?;
         let offset = reader.offset();
@@ -240,7 +237,7 @@ impl Layout for Terms {
         if !none && !is_udp(udp) {
             return Err(DecodeError {
                 what: "UDP ports",
-                why: DecodeReason::Inconsistent("these are no ports for ESP in UDP"),
+                why: DecodeReason::Inconsistent("invalid ports for ESP in UDP"),
                 offset,
             });
         }
@@ -272,7 +269,7 @@ fn decode_address(family: u8, reader: &mut Reader<'_>) -> Result<IpAddr, DecodeE
     if address.to_ipv4_mapped().is_some() {
         return Err(DecodeError {
             what: WHAT,
-            why: DecodeReason::Inconsistent("an IPv4 address is written as one"),
+            why: DecodeReason::Inconsistent("IPv4-mapped address, must use the IPv4 form"),
             offset,
         });
     }
@@ -288,7 +285,7 @@ impl Layout for Slot {
             Sender::Cpu(cpu) => (2, cpu),
             Sender::Connection { from, to } => {
                 if from == 0 || to == 0 {
-                    return Err(invalid("port", "a connection has two"));
+                    return Err(invalid("port", "must not be zero"));
                 }
                 (3, u32::from(from) | u32::from(to) << 16)
             }

@@ -1,26 +1,28 @@
-//! How a session begins where an earlier one has left its ports blocked: it takes over what
-//! blocks, so that the ports are never open in between.
+//! How a session starts on ports that an earlier session left blocked: it takes over the blocking
+//! policies, so that the ports are never open in between.
 
 use super::Step;
 use crate::ipsec::object::{Object, Policy};
 use crate::mistake::{Mistake, planted};
 
-/// What an heir does.
+/// The steps by which a session (the heir) takes over ports.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Adoption {
-    /// In the place of the steps that begin it.
+    /// Replaces the session's initial steps.
     pub begin: Vec<Step>,
-    /// Policies to remove then at once: all of their packets the heir's own are for by now.
+    /// Policies to remove immediately afterwards: the heir's own policies cover all of their
+    /// packets.
     pub then: Vec<Policy>,
-    /// What still shuts ports of the heir's and others beside them: as
-    /// [`Adoption::when_quiet`], and the heir can begin in no other case.
+    /// Policies that block ports of the heir and also other ports: as [`Adoption::when_quiet`], and
+    /// the heir can start only if no connection uses them.
     pub in_the_way: Vec<Policy>,
-    /// Policies to remove when no connection is left on their ports, which are not the heir's.
+    /// Policies for ports outside the heir's range, to remove when no connection on these ports is
+    /// left.
     pub when_quiet: Vec<Policy>,
 }
 
-/// A session that begins by these steps, where these policies stand that an earlier one has left,
-/// after the steps of [`undo`](super::undo) that come at once.
+/// Returns how a session with the initial steps `begin` takes over the policies `left` of an
+/// earlier session, after the immediate steps of [`undo`](super::undo).
 #[must_use]
 pub fn adopt(begin: &[Step], left: &[Policy]) -> Adoption {
     let own = |step: &Step| step.added().and_then(Object::policy).copied();
@@ -66,10 +68,10 @@ pub(in crate::ipsec) mod tests {
     use super::*;
     use crate::ipsec::Mode;
     use crate::ipsec::model::{Kernel, Sent};
-    use crate::ipsec::plan::tests::{ends, life, parameters, removed, senders, standing};
+    use crate::ipsec::plan::tests::{ends, installed_by, life, parameters, removed, senders};
     use crate::ipsec::plan::{REQIDS, undo};
 
-    /// A mistake that is planted, and what finds it.
+    /// A planted mistake and the test that finds it.
     #[cfg(feature = "mistakes")]
     pub(in crate::ipsec) const FOUND_BY: [(Mistake, fn()); 1] =
         [(Mistake::HeirOpens, i6_an_heir_opens_no_port_while_it_begins)];
@@ -77,7 +79,7 @@ pub(in crate::ipsec) mod tests {
     proptest! {
         #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
 
-        /// An heir of a process that was killed after any step, with whatever ports.
+        /// The heir of a process that was killed after any step, with any ports.
         #[test]
         fn i6_an_heir_opens_no_port_while_it_begins(
             killed in any::<prop::sample::Index>(),
@@ -92,7 +94,7 @@ pub(in crate::ipsec) mod tests {
             let killed = begun + killed.index(quiet - begun);
             let mut kernel = Kernel::default();
             steps[..killed].iter().for_each(|step| kernel.apply(step));
-            let back = undo(&standing(&steps[..killed]));
+            let back = undo(&installed_by(&steps[..killed]));
             let mut after = parameters(heir, heir + more, mode);
             after.first_reqid = 9 * REQIDS;
             let shut = |kernel: &Kernel, port: u16| {
@@ -114,23 +116,23 @@ pub(in crate::ipsec) mod tests {
                 kernel.apply(&step);
                 prop_assert!((heir..=heir + more).all(|port| shut(&kernel, port)));
             }
-            // Nothing of the dead one's is ahead of the heir's own from here on.
+            // From here on no policy of the dead process has precedence over the heir's.
             for (own, other) in left.iter().flat_map(|other| {
                 after.begin().into_iter().filter_map(|step| match step {
                     Step::Add(Object::Policy(own)) => Some((own, *other)),
                     _ => None,
                 })
             }) {
-                let stands = kernel.policies.values().any(|policy| *policy == other);
-                prop_assert!(!(stands && own.is_rival_of(&other)), "{other} stands before {own}");
+                let is_installed = kernel.policies.values().any(|policy| *policy == other);
+                prop_assert!(!(is_installed && own.is_rival_of(&other)), "{other} has precedence over {own}");
             }
             removed(&adoption.when_quiet).for_each(|step| kernel.apply(&step));
             let begun: Vec<Policy> = kernel.policies.into_values().collect();
-            prop_assert_eq!(begun.len(), after.begin().len(), "the heir's alone are left");
+            prop_assert_eq!(begun.len(), after.begin().len(), "only the heir's policies are left");
         }
     }
 
-    /// The same ports again are replaced one by one, and nothing is left over.
+    /// On the same ports, policies are replaced one by one, and none is left over.
     #[test]
     fn the_same_ports_are_taken_over_in_place() {
         let dead = parameters(4444, 4446, Mode::Cpu);

@@ -10,16 +10,16 @@ use crate::ipsec::Slot;
 use crate::ipsec::key::{Role, context};
 use crate::ipsec::model::{Kernel, Packet, Sent};
 
-/// Mistakes that are planted, and what finds each.
+/// Planted mistakes and the tests that find them.
 #[cfg(feature = "mistakes")]
 pub(in crate::ipsec) const FOUND_BY: [(Mistake, fn()); 2] = [
     (
         Mistake::RequestIdKept,
-        new_keys_carry_nothing_before_a_policy_leads_to_them,
+        new_keys_carry_nothing_before_a_policy_selects_them,
     ),
     (
         Mistake::TakenBackUnblocked,
-        i6_what_a_dead_process_left_is_taken_back_without_a_moment_in_the_clear,
+        i6_removing_what_a_dead_process_left_sends_nothing_in_the_clear,
     ),
 ];
 
@@ -37,7 +37,7 @@ pub(super) fn parameters(first: u16, last: u16, mode: Mode) -> SessionParameters
     }
 }
 
-/// Slots from an index on, with SPIs that no other number gives.
+/// Slots starting at an index, with SPIs starting at `spi`.
 fn grants(senders: &[Sender], index: u32, spi: u32) -> Vec<Grant> {
     let grant = |(at, sender): (usize, &Sender)| {
         let at = u32::try_from(at).unwrap();
@@ -78,9 +78,9 @@ pub(super) fn ends(one: u16, other: u16) -> [Packet; 2] {
     ]
 }
 
-/// Everything that a session does in its life, as steps: begun, SAs, an SA more, new
-/// keys, taken back. The first number is how many steps begin it, the second after
-/// how many it is taken back, the third from which on it must be quiet.
+/// All steps of a session: initial policies, SAs, one more SA, new keys, removal. Also returns
+/// three step counts: after the initial policies, before the removal, and before the removal that
+/// requires quiet ports.
 pub(super) fn life(
     parameters: &SessionParameters,
     own: &[Sender],
@@ -100,7 +100,7 @@ pub(super) fn life(
     steps.extend(parameters.outbound(2, &grants(&known, 3000, 0x5000), true, &known));
     steps.extend(parameters.retire(1, &held, false));
     steps.extend(parameters.retire_inbound(1, &grants(peers, 0, 0x1000)));
-    let installed = standing(&steps);
+    let installed = installed_by(&steps);
     let undo = undo(&installed);
     let over = steps.len();
     steps.extend(undo.now);
@@ -109,14 +109,14 @@ pub(super) fn life(
     (steps, [begun, over, quiet])
 }
 
-/// The steps that remove these policies.
+/// Returns the steps that remove these policies.
 pub(in crate::ipsec) fn removed(policies: &[Policy]) -> impl Iterator<Item = Step> {
     let remove = |policy: &Policy| Step::Remove(Object::Policy(*policy));
     policies.iter().map(remove)
 }
 
-/// What a record of these steps holds.
-pub(super) fn standing(steps: &[Step]) -> Vec<Object> {
+/// Returns the objects in a record of these steps.
+pub(super) fn installed_by(steps: &[Step]) -> Vec<Object> {
     let mut objects: Vec<Object> = Vec::new();
     for step in steps {
         match step {
@@ -140,10 +140,10 @@ fn any_mode() -> impl Strategy<Value = Mode> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Nothing of the ports leaves or enters in the clear at any step between the
-    /// first policies and the quiet end, whatever the numbers of CPUs.
+    /// No packet of the ports leaves or enters in the clear at any step between the first policies
+    /// and the quiet end, for any numbers of CPUs.
     #[test]
-    fn i6_between_any_two_steps_nothing_of_the_ports_is_in_the_clear(
+    fn i6_no_packet_of_the_ports_is_in_the_clear_between_any_two_steps(
         mode in any_mode(),
         (one, other) in any::<(u16, u16)>(),
         own in btree_set(5..40_u16, 1..5),
@@ -177,7 +177,7 @@ proptest! {
                     if covered {
                         prop_assert_ne!(sent, Sent::Clear, "after {:?}", step);
                     } else if !own_connection {
-                        prop_assert_eq!(sent, Sent::Clear, "not ours, after {:?}", step);
+                        prop_assert_eq!(sent, Sent::Clear, "a foreign packet, after {:?}", step);
                     }
                 }
                 prop_assert_eq!(kernel.receives(inward, None), !covered, "after {:?}", step);
@@ -186,9 +186,9 @@ proptest! {
         prop_assert!(kernel.policies.is_empty() && kernel.associations.is_empty());
     }
 
-    /// Killed after any step, the record undoes everything in that same safety.
+    /// After a kill at any step, the record is undone without a packet in the clear.
     #[test]
-    fn i6_what_a_dead_process_left_is_taken_back_without_a_moment_in_the_clear(
+    fn i6_removing_what_a_dead_process_left_sends_nothing_in_the_clear(
         mode in any_mode(),
         killed in any::<prop::sample::Index>(),
         again in any::<prop::sample::Index>(),
@@ -200,7 +200,7 @@ proptest! {
         let mut kernel = Kernel::default();
         steps[..killed].iter().for_each(|step| kernel.apply(step));
         // The second process may be killed too.
-        let mut objects = standing(&steps[..killed]);
+        let mut objects = installed_by(&steps[..killed]);
         let first = undo(&objects);
         let cut = again.index(first.now.len() + 1);
         for step in &first.now[..cut] {
@@ -208,7 +208,7 @@ proptest! {
             prop_assert_ne!(kernel.send(ends(9, 4444)[0], 0), Sent::Clear);
         }
         let done: Vec<Step> = steps[..killed].iter().chain(&first.now[..cut]).copied().collect();
-        objects = standing(&done);
+        objects = installed_by(&done);
         let second = undo(&objects);
         for step in &second.now {
             kernel.apply(step);
@@ -221,7 +221,7 @@ proptest! {
 }
 
 #[test]
-fn every_cpu_that_has_an_sa_uses_it_and_the_others_the_fallback() {
+fn a_cpu_uses_its_own_sa_or_the_fallback() {
     let parameters = parameters(4444, 4444, Mode::Cpu);
     let own = senders(Mode::Cpu, &[0, 2]);
     let mut kernel = Kernel::default();
@@ -241,7 +241,7 @@ fn every_cpu_that_has_an_sa_uses_it_and_the_others_the_fallback() {
 }
 
 #[test]
-fn every_connection_that_has_an_sa_uses_it_and_the_others_the_fallback() {
+fn a_connection_uses_its_own_sa_or_the_fallback() {
     let parameters = parameters(4444, 4444, Mode::Connection);
     let own = senders(Mode::Connection, &[50_000, 50_002]);
     let mut kernel = Kernel::default();
@@ -259,7 +259,7 @@ fn every_connection_that_has_an_sa_uses_it_and_the_others_the_fallback() {
     assert_eq!(by(50_004), Sender::Fallback);
 }
 
-/// What one side seals the other opens, where their numbers of CPUs differ.
+/// One side opens what the other seals, although their numbers of CPUs differ.
 #[test]
 fn p14_two_cpus_and_four_open_what_the_other_seals() {
     let here = parameters(4444, 4444, Mode::Cpu);
@@ -366,10 +366,10 @@ fn sas_in_udp_differ_in_their_source_ports() {
     assert_eq!(inward, [(60_000, 4500)]);
 }
 
-/// Neither epoch's SAs are mixed with the other's: what goes by the old ones is led to the new by
-/// policies alone, once they all stand, and the end of the old ones changes nothing.
+/// The SAs of two epochs never mix: only policies move traffic from the old SAs to the new ones,
+/// once all are installed, and the removal of the old ones changes nothing.
 #[test]
-fn new_keys_carry_nothing_before_a_policy_leads_to_them() {
+fn new_keys_carry_nothing_before_a_policy_selects_them() {
     for mode in [Mode::Cpu, Mode::Connection] {
         let parameters = parameters(4444, 4444, mode);
         let own = senders(mode, &[2, 3]);
@@ -410,9 +410,9 @@ fn new_keys_carry_nothing_before_a_policy_leads_to_them() {
     }
 }
 
-/// By what a session derives its keys: each SA once, its two ends the same.
+/// Compares the contexts from which a session derives its keys.
 #[test]
-fn no_two_sas_of_a_life_have_one_key() {
+fn no_two_sas_of_a_session_share_a_key() {
     let mut seen = HashSet::new();
     let own = senders(Mode::Cpu, &[0, 1, 2]);
     let (steps, _) = life(
