@@ -1,4 +1,4 @@
-//! The side that is asked for sessions, by authorised peers.
+//! The server side: accepts sessions from authorised peers.
 
 use dunlin_lane::sync::lock;
 use dunlin_proto::text::harmless;
@@ -17,7 +17,7 @@ use dunlin_proto::ipsec::key::Role;
 use dunlin_proto::ipsec::message::Terms;
 use dunlin_proto::negotiate::{Features, Opening, Refusal, SessionId, Supported, VERSIONS, select};
 
-use super::bound::may_come;
+use super::bound::check_source;
 use super::error::{IpsecError, in_words};
 use super::session::{Beginning, Session, Status, clean_up_dead};
 use super::tables::Tables;
@@ -27,13 +27,13 @@ use dunlin_lane::control::ControlStream;
 use dunlin_lane::peers::PeerIdentity;
 use dunlin_lane::policy::ServerTls;
 
-/// Sessions at the same time, and those of one peer.
+/// The maximum number of sessions at the same time, in all and from one peer.
 const SESSIONS: usize = 64;
 const OF_ONE_PEER: usize = 8;
-/// How often it is looked whether sessions are over.
+/// The interval at which ended sessions are looked for.
 const TICK: Duration = Duration::from_millis(100);
 
-/// Takes sessions in. When it is dropped, it takes no more, and those that stand end.
+/// Accepts sessions. Dropping it stops accepting and ends the open sessions.
 pub struct Server {
     address: SocketAddr,
     held: Arc<Mutex<Vec<Held>>>,
@@ -48,32 +48,31 @@ pub(super) struct Held {
     pub(super) session: Session,
 }
 
-/// A session of a server, and with whom.
+/// A session of a server and its peer.
 #[derive(Clone, Debug)]
 pub struct Peer {
-    /// Who it is, by its certificate.
+    /// The peer's name, from its certificate.
     pub name: String,
-    /// How the session stands; none before both sides have agreed on terms.
+    /// The status of the session; `None` until both sides have agreed on terms.
     pub status: Option<Status>,
 }
 
 impl Server {
-    /// Begins to take sessions in, for those that `tls` authorises. What processes that
-    /// have died left in this network namespace is taken back first, save what blocks ports that
-    /// were protected.
+    /// Starts to accept sessions from peers that `tls` authorises. First removes what dead
+    /// processes left in this network namespace, except the policies that block ports that were
+    /// protected.
     ///
     /// # Errors
-    /// The kernel's IPsec cannot be used or lacks ESP, or a thread cannot be started.
+    /// The kernel's IPsec is not usable or lacks ESP, or a thread cannot be started.
     pub fn start(
         listener: TcpListener,
         tls: ServerTls,
         options: Options,
         observer: Observer,
     ) -> Result<Self, IpsecError> {
-        // Who may not ask the kernel, or whose kernel lacks ESP, learns it here, and not from the
-        // first peer.
+        // Report a missing capability or missing ESP here, not when the first peer connects.
         Tables::open(None)?.have_esp()?;
-        // Whatever cannot be taken back has been told.
+        // The observer has been notified of anything that cannot be removed.
         clean_up_dead(&options, &observer)?;
         let address = listener
             .local_addr()
@@ -108,16 +107,16 @@ impl Server {
         })
     }
 
-    /// Where it listens.
+    /// The address on which the server listens.
     #[must_use]
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// The sessions that stand.
+    /// The open sessions.
     ///
     /// # Errors
-    /// The kernel does not answer.
+    /// The kernel's tables cannot be read.
     pub fn peers(&self) -> Result<Vec<Peer>, IpsecError> {
         peers(&self.held)
     }
@@ -127,7 +126,7 @@ impl Server {
         lock(&self.held).iter().for_each(|one| one.session.rekey());
     }
 
-    /// Ends all sessions, and waits until everything is taken back.
+    /// Ends all sessions and waits until everything they installed is removed.
     pub fn stop(self) {
         drop(self);
     }
@@ -136,7 +135,7 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         self.stop.wake();
-        // The acceptor first: it makes no session any more then.
+        // The acceptor first: after it has ended, no new session starts.
         if let Some(acceptor) = self.threads.pop() {
             let _ = acceptor.join();
         }
@@ -158,7 +157,7 @@ impl std::fmt::Debug for Server {
     }
 }
 
-/// What the threads share of who takes sessions in.
+/// The state that the acceptor's threads share.
 #[derive(Clone)]
 pub(super) struct Site {
     pub(super) held: Arc<Mutex<Vec<Held>>>,
@@ -171,7 +170,7 @@ impl Site {
         peers(&self.held)
     }
 
-    /// The body of the thread that takes peers in.
+    /// The body of the thread that accepts peers.
     fn take(&self, listener: &TcpListener, tls: &ServerTls, stopped: &Wakeup) {
         let result = accept(listener, tls, stopped, |arrival| match arrival {
             Arrival::Control { stream, opening } => {
@@ -182,7 +181,7 @@ impl Site {
                 }
             }
             Arrival::Lane { .. } => {
-                let (from, why) = ("a lane", "IPsec sessions have none");
+                let (from, why) = ("a lane", "an IPsec session has no lanes");
                 let (from, why) = (from.to_owned(), why.to_owned());
                 (self.observer)(&Event::Rejected { from, why });
             }
@@ -191,23 +190,23 @@ impl Site {
                 (self.observer)(&Event::Rejected { from, why });
             }
             Arrival::Starved(error) => {
-                let (from, why) = ("somebody".to_owned(), error.to_string());
+                let (from, why) = ("a connection".to_owned(), error.to_string());
                 (self.observer)(&Event::Rejected { from, why });
             }
         });
         if let Err(error) = result {
-            let (from, why) = ("everybody".to_owned(), error.to_string());
+            let (from, why) = ("all connections".to_owned(), error.to_string());
             (self.observer)(&Event::Rejected { from, why });
         }
     }
 
-    /// Begins the session that an authenticated peer offers.
+    /// Starts the session that an authenticated peer offers.
     pub(super) fn begin(
         &self,
         control: ControlStream,
         opening: &Opening,
     ) -> Result<(), IpsecError> {
-        // The peer's host may vanish, and say nothing.
+        // Keepalive detects that the peer's host has vanished silently.
         set_liveness(control.socket(), &Liveness::default())
             .map_err(IpsecError::resources("keepalive of the control connection"))?;
         let agreed = self.answer(&control, opening);
@@ -218,7 +217,7 @@ impl Site {
         }
         control.send(&bytes)?;
         let (session, _) = agreed.map_err(|refusal| {
-            // The peer may have gone, and hears nothing then.
+            // Fails if the peer has already closed the connection.
             let _ = control.close();
             IpsecError::Refused {
                 fault: refusal.fault,
@@ -228,7 +227,7 @@ impl Site {
         let identity = control.peer().clone();
         let peer = harmless(&identity.to_string());
         let options = self.options.clone();
-        // They count where the peer asks for that mode.
+        // Used only if the peer requests mode cpu.
         let senders = options.senders(Mode::Cpu);
         let exchange = Exchange::responder(options.sas_max, options.udp, senders);
         let (session, _up): (Session, Receiver<()>) = Session::begin(Beginning {
@@ -258,7 +257,7 @@ impl Site {
             text: text.to_owned(),
         };
         let Opening::Offer(offer) = opening else {
-            let text = "an offer comes first on a control connection";
+            let text = "the first message on a control connection must be an offer";
             return Err(refuse(FaultCode::Malformed, text));
         };
         let supported = Supported {
@@ -271,24 +270,25 @@ impl Site {
         let selection = select(offer, &supported)?;
         if let Ok(address) = control.socket().peer_addr() {
             let address = address.ip().to_canonical();
-            let may = may_come(&self.options.bound, control.peer(), address);
+            let may = check_source(&self.options.bound, control.peer(), address);
             may.map_err(|error| refuse(error.fault(), &error.to_string()))?;
         }
         let held = lock(&self.held);
         let peer = control.peer().principal();
         let theirs = held.iter().filter(|one| one.identity.is(&peer));
         if held.len() >= SESSIONS || theirs.count() >= OF_ONE_PEER {
-            let text = "there are as many sessions as this side takes";
+            let text = "this side has reached its maximum number of sessions";
             return Err(refuse(FaultCode::Busy, text));
         }
         Ok((offer.session, selection))
     }
 
-    /// The body of the thread that tells of sessions that are over, until all are.
+    /// The body of the thread that removes ended sessions, until `ended` is set and no session is
+    /// left.
     fn reap(&self, ended: &Mutex<bool>) {
         loop {
             let last = *lock(ended);
-            self.bury();
+            self.remove_ended();
             if last && lock(&self.held).is_empty() {
                 return;
             }
@@ -296,13 +296,13 @@ impl Site {
         }
     }
 
-    /// Tells of sessions that are over, and has them no more.
-    pub(super) fn bury(&self) {
+    /// Removes ended sessions and reports each to the observer.
+    pub(super) fn remove_ended(&self) {
         let over: Vec<Held> = {
             let mut held = lock(&self.held);
             let all = std::mem::take(&mut *held);
-            let (over, standing) = all.into_iter().partition(|one| one.session.is_over());
-            *held = standing;
+            let (over, open) = all.into_iter().partition(|one| one.session.is_over());
+            *held = open;
             over
         };
         for Held { peer, session, .. } in over {
@@ -323,7 +323,7 @@ fn peers(held: &Mutex<Vec<Held>>) -> Result<Vec<Peer>, IpsecError> {
     peers.collect()
 }
 
-/// Whether a peer may ask for these ports.
+/// Checks whether the peer may request these ports.
 fn admits(options: &Options, terms: &Terms) -> Result<(), IpsecError> {
     let (asked, allowed) = (terms.ports, options.ports);
     if allowed.contains(asked.first()) && allowed.contains(asked.last()) {

@@ -1,5 +1,5 @@
-//! Which addresses a peer may come from: a certificate says who it is, and a session protects
-//! what goes to the address that its control connection comes from.
+//! Restricts the addresses from which a peer may connect. The certificate identifies the peer; a
+//! session protects packets to the address from which the control connection came.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -8,20 +8,20 @@ use std::str::FromStr;
 use super::error::IpsecError;
 use dunlin_lane::peers::{AuthorisedBy, Peer, PeerIdentity};
 
-/// An address, or all with the same first bits, written `192.0.2.0/24`.
+/// An address, or all addresses with a common prefix, written `192.0.2.0/24`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AddressBlock {
     address: IpAddr,
     bits: u8,
 }
 
-/// Not a block of addresses. The fault is in the configuration.
+/// The text is not an address or a block of addresses. The fault is in the configuration.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0:?} is no address: write 192.0.2.1, 192.0.2.0/24 or 2001:db8::/64")]
+#[error("invalid address {0:?}: expected a form such as 192.0.2.1, 192.0.2.0/24 or 2001:db8::/64")]
 pub struct NotAddresses(String);
 
 impl AddressBlock {
-    /// Whether an address lies in it.
+    /// Returns whether the block contains `address`.
     #[must_use]
     pub fn contains(&self, address: IpAddr) -> bool {
         let same = |own: u128, other: u128, all: u8| {
@@ -66,8 +66,9 @@ impl fmt::Display for AddressBlock {
     }
 }
 
-/// Whether a peer may come from an address: one that is bound to none may come from any.
-pub(super) fn may_come(
+/// Checks whether a peer may connect from an address. A peer without configured blocks may connect
+/// from any.
+pub(super) fn check_source(
     bound: &[(Peer, Vec<AddressBlock>)],
     peer: &PeerIdentity,
     address: IpAddr,
@@ -113,11 +114,14 @@ mod tests {
         }
         assert!(holds("0.0.0.0/0", "255.0.0.1") && holds("::/0", "ff00::1"));
         assert!(!holds("::/0", "192.0.2.1") && !holds("0.0.0.0/0", "::1"));
-        assert!(holds("192.0.2.1", "::ffff:192.0.2.1"), "it is the same one");
+        assert!(
+            holds("192.0.2.1", "::ffff:192.0.2.1"),
+            "the IPv4-mapped address is the same address"
+        );
     }
 
     #[test]
-    fn what_is_no_address_is_refused() {
+    fn text_that_is_not_an_address_is_rejected() {
         for text in [
             "",
             "host",

@@ -1,4 +1,4 @@
-//! The side that asks for a session.
+//! The client side: requests a session.
 
 use dunlin_proto::text::harmless;
 use std::io;
@@ -22,18 +22,18 @@ use dunlin_lane::control::{self, ControlStream};
 use dunlin_lane::dial::{Connector, DialCancel, StandardConnector};
 use dunlin_lane::policy::ClientTls;
 
-/// How often it is looked whether it is given up.
+/// The interval at which `given_up` is polled.
 const LOOK: Duration = Duration::from_millis(100);
-/// How much later than the limit the thread may end that opens a control connection: all that it
-/// does keeps to the limit, except the resolver of names.
+/// How long after the deadline the dialing thread may still run: every step keeps the deadline
+/// except name resolution.
 const RESOLVER_GRACE: Duration = Duration::from_secs(1);
 
-/// Connects to a [`Server`](super::Server) at `to`, and returns when the ports are
-/// protected on both hosts.
+/// Connects to a [`Server`](super::Server) at `to` and returns when the ports are protected on both
+/// hosts.
 ///
 /// # Errors
-/// Why they are not. Nothing is left then, unless this side's traffic was protected
-/// already: its ports stay blocked then.
+/// The reason why they are not. Nothing stays installed, unless this side's traffic was already
+/// protected: then its ports stay blocked.
 pub fn up(
     to: &str,
     tls: &ClientTls,
@@ -43,10 +43,10 @@ pub fn up(
     up_unless(to, tls, options, observer, &mut || false)
 }
 
-/// As [`up`], and given up soon after `given_up` has said so for the first time.
+/// Like [`up`], but gives up soon after `given_up` first returns true.
 ///
 /// # Errors
-/// As [`up`]; [`IpsecError::Ended`] where it was given up.
+/// As [`up`]; [`IpsecError::Ended`] if `given_up` returned true.
 pub fn up_unless(
     to: &str,
     tls: &ClientTls,
@@ -54,7 +54,7 @@ pub fn up_unless(
     observer: &Observer,
     given_up: &mut dyn FnMut() -> bool,
 ) -> Result<Session, IpsecError> {
-    // Whatever cannot be taken back has been told.
+    // The observer has been notified of anything that cannot be removed.
     clean_up_dead(options, observer)?;
     let session = random()?;
     let connector: Arc<dyn Connector> = Arc::new(StandardConnector);
@@ -63,9 +63,9 @@ pub fn up_unless(
     begin(control, session, options, observer, given_up)
 }
 
-/// Opens the control connection on a thread of its own, which is not waited for where it comes
-/// too late: nobody knows how long the resolver of names takes, and it cannot be interrupted.
-/// Everything else ends at once when it is given up, and keeps to the limit by itself.
+/// Opens the control connection on its own thread. The caller does not wait for a thread that
+/// exceeds the deadline: name resolution takes arbitrarily long and cannot be interrupted.
+/// Everything else stops at once on cancellation and keeps the deadline by itself.
 pub(super) fn open_beside(
     (to, connector): (&str, &Arc<dyn Connector>),
     tls: &ClientTls,
@@ -79,7 +79,7 @@ pub(super) fn open_beside(
     let cancel = DialCancel::new().map_err(IpsecError::resources("a waker"))?;
     let own = cancel.clone();
     let body = move || {
-        // What it has opened is closed where nobody takes it any more.
+        // If the caller no longer waits, the connection is dropped here and so closed.
         let _ = made.send(open(&name, &*connector, &tls, session, timeout, &own));
     };
     let thread = thread::Builder::new().name("dunlin-ipsec-dial".to_owned());
@@ -95,8 +95,7 @@ pub(super) fn open_beside(
                     to: to.to_owned(),
                     source: io::Error::new(
                         io::ErrorKind::TimedOut,
-                        "its name was not resolved in time: give an address, or check the name \
-                         servers",
+                        "name resolution timed out: use an address, or check the name servers",
                     ),
                 };
             }
@@ -106,8 +105,8 @@ pub(super) fn open_beside(
     Err(why)
 }
 
-/// Has a session over a control connection, and returns when the ports are protected on both
-/// hosts, or it is given up.
+/// Starts a session on a control connection. Returns when the ports are protected on both hosts, or
+/// `given_up` returns true.
 pub(super) fn begin(
     control: ControlStream,
     session: SessionId,
@@ -134,7 +133,7 @@ pub(super) fn begin(
         admits: |_, _| Ok(()),
     })?;
     loop {
-        // Whoever does not answer is given up by the session itself.
+        // The session itself times out a peer that does not answer.
         match up.recv_timeout(LOOK) {
             Ok(()) => return Ok(session),
             Err(RecvTimeoutError::Timeout) if !session.is_over() => {
@@ -150,7 +149,7 @@ pub(super) fn begin(
     }
 }
 
-/// Connects, and agrees that this is an IPsec session.
+/// Connects and negotiates an IPsec session.
 fn open(
     to: &str,
     connector: &dyn Connector,
@@ -200,7 +199,7 @@ fn open(
             text: harmless(&refusal.text),
         }),
         _ => Err(IpsecError::Breach(
-            "it answered the offer with something else".to_owned(),
+            "unexpected answer to the offer".to_owned(),
         )),
     }
 }

@@ -1,4 +1,4 @@
-//! Why an IPsec session does not begin, or is over.
+//! Why an IPsec session does not start, or has ended.
 
 use std::io;
 use std::net::IpAddr;
@@ -13,7 +13,7 @@ use thiserror::Error;
 use dunlin_lane::control::ControlError;
 use dunlin_lane::handshake::HandshakeError;
 
-/// What went wrong. What a session installed is gone then, save that ports which were
+/// An error of a session. What the session installed has been removed, except that ports that were
 /// protected stay blocked.
 #[derive(Debug, Error)]
 #[non_exhaustive]
@@ -21,162 +21,164 @@ pub enum IpsecError {
     /// The kernel's tables cannot be read or changed.
     #[error("{doing}: {source}")]
     Kernel {
-        /// What was to be done.
+        /// The failed operation.
         doing: String,
-        /// What the kernel said.
+        /// The kernel's error.
         source: xfrm::Error,
     },
-    /// What is installed cannot be remembered, so nothing is.
-    #[error("the record {path} cannot be {what}: free space there, or check the disk and the permissions", path = path.display())]
+    /// A record cannot be written, so nothing is installed.
+    #[error("record {path} cannot be {what}: free disk space, or check the disk and the permissions", path = path.display())]
     Record {
-        /// What was to be done to it.
+        /// The failed operation, as a participle: `opened`, `written`.
         what: &'static str,
         /// The file or directory.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
     /// A record is larger than any session makes it.
-    #[error("the record {path} is larger than 64 MiB, which no session's is: compare it with `ip xfrm state` and `ip xfrm policy`, remove what is left, then the file", path = path.display())]
+    #[error("record {path} exceeds 64 MiB, the limit of a session's record: compare it with `ip xfrm state` and `ip xfrm policy`, remove the remaining entries, then the file", path = path.display())]
     TooLarge {
         /// The file.
         path: PathBuf,
     },
-    /// Another process is in the midst of taking ports.
-    #[error("another process has held {path} for too long: `fuser {path}` shows which; end it, or wait", path = path.display())]
+    /// Another process holds the lock under which sessions allocate ports.
+    #[error("another process holds the lock {path} for too long: `fuser {path}` shows which one; end it, or wait", path = path.display())]
     Locked {
         /// The file.
         path: PathBuf,
     },
-    /// Others may write the directory of records.
-    #[error("the records in {path} have mode {mode:03o}: others could have policies removed; make it 700", path = path.display())]
+    /// Other users may write to the directory of records.
+    #[error("record directory {path} has mode {mode:03o}, with which other users could get policies removed: set it to 700", path = path.display())]
     Exposed {
         /// The directory.
         path: PathBuf,
         /// Its permission bits.
         mode: u32,
     },
-    /// A record does not say what is installed.
-    #[error("line {line} of {path} is no record of Dunlin's: compare it with `ip xfrm state` and `ip xfrm policy`, remove what is left, then the file", path = path.display())]
+    /// A line of a record cannot be parsed.
+    #[error("line {line} of record {path} is malformed: compare the file with `ip xfrm state` and `ip xfrm policy`, remove the remaining entries, then the file", path = path.display())]
     Unreadable {
         /// The file.
         path: PathBuf,
         /// The line, counted from 1.
         line: usize,
-        /// What is wrong with it.
+        /// The parse error.
         source: NotAnObject,
     },
-    /// What the system says of itself cannot be read.
+    /// A file of procfs cannot be read.
     #[error("{path} cannot be read")]
     System {
         /// The file of procfs.
         path: &'static str,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
-    /// Somebody else has policies for these packets.
+    /// Another program or session has policies for these packets.
     #[error(
         "another policy covers packets of these ports: {0}; choose other ports, or remove that policy"
     )]
     PortsTaken(String),
-    /// Somebody has removed or changed a policy of the session.
+    /// Another program has removed or changed a policy of the session.
     #[error(
-        "somebody else has removed or changed a policy of this session ({0}): packets may have \
-         left in the clear for as long as a second; find who did, with `ip xfrm monitor`"
+        "another program removed or changed a policy of this session ({0}): packets may have left in \
+        the clear for up to one second; identify the program with `ip xfrm monitor`"
     )]
     Removed(String),
-    /// Somebody has removed or changed an SA of the session.
+    /// Another program has removed or changed an SA of the session.
     #[error(
-        "somebody else has removed or changed an SA of this session ({0}): nothing went in the clear, \
-         and nothing went at all; find who did, with `ip xfrm monitor`, and begin the session anew"
+        "another program removed or changed an SA of this session ({0}): packets were dropped, and \
+        none left in the clear; identify the program with `ip xfrm monitor`, then start a new session"
     )]
     RemovedSa(String),
-    /// An earlier session has left ports blocked together with others, and connections use them.
+    /// An earlier session left a block of ports blocked that this session needs in part, and
+    /// connections use it.
     #[error(
-        "an earlier session has left ports blocked, of which some are to be protected now, and \
-         {connections} connections use them: end these, or ask for the same ports as before"
+        "an earlier session has left ports blocked, this session needs only some of them, and \
+        {connections} connections use them: end these, or request the same ports as before"
     )]
     LeftInTheWay {
-        /// How many connections there are.
+        /// The number of connections.
         connections: usize,
     },
-    /// A device takes no notice of IPsec's policies.
+    /// A device is configured to bypass IPsec policies.
     #[error(
-        "packets by {device} take no notice of IPsec's policies, since {sysctl} is set: \
-         `sysctl -w {sysctl}=0`"
+        "packets on device {device} bypass IPsec policies because {sysctl} is set: run \
+        `sysctl -w {sysctl}=0`"
     )]
     Unguarded {
-        /// The device by which the peer is reached.
+        /// The device on the route to the peer.
         device: String,
-        /// The setting.
+        /// The sysctl that is set.
         sysctl: String,
     },
-    /// Both ends are this host.
-    #[error(
-        "{0} is an address of this host: what it sends to itself passes no IPsec, and leaves no host"
-    )]
+    /// Both ends of the control connection are this host.
+    #[error("{0} is an address of this host: packets that a host sends to itself bypass IPsec")]
     SameHost(IpAddr),
-    /// The control connection would be blocked by what it sets up.
+    /// The session would block its own control connection.
     #[error(
-        "port {0} of the control connection is one of the ports to be protected: choose ports without it, or have the control connection elsewhere"
+        "port {0} of the control connection is one of the ports to protect: choose ports without it, \
+        or another port for the control connection"
     )]
     CoversControl(u16),
-    /// Another session's control connection would be blocked.
+    /// The session would block the control connection of another session.
     #[error(
-        "port {port} is that of the control connection of another session between these hosts (of \
-         ports {ports}, process {pid}), which would be cut: choose ports without it"
+        "port {port} is that of the control connection of another session between these hosts (ports \
+        {ports}, process {pid}), which would be blocked: choose ports without it"
     )]
     CoversOther {
         /// The port.
         port: u16,
-        /// What the other session protects.
+        /// The ports of the other session.
         ports: String,
-        /// Whose session it is.
+        /// The process of the other session.
         pid: u32,
     },
-    /// The control connection has got a port that another session protects.
+    /// The local port of the control connection belongs to another session.
     #[error(
-        "the control connection has port {port} here, which another policy is for ({by}): try again \
-         for another port, or keep the ports of sessions out of net.ipv4.ip_local_port_range"
+        "the control connection uses port {port} on this host, which another policy covers ({by}): try \
+        again to get another port, or keep the ports of sessions out of \
+        net.ipv4.ip_local_port_range"
     )]
     ControlCovered {
-        /// Its port.
+        /// The local port.
         port: u16,
         /// The policy.
         by: String,
     },
-    /// The peer may not come from there.
-    #[error("{peer} may not come from {address}: `serve --peer NAME={address}` would allow it")]
+    /// The peer is not allowed to connect from this address.
+    #[error("{peer} is not allowed to connect from {address}")]
     WrongAddress {
-        /// Who it is, as it was allowed.
+        /// The peer, as configured.
         peer: String,
-        /// Where it comes from.
+        /// The address of the control connection.
         address: IpAddr,
     },
-    /// A host has its SAs on CPUs, and its kernel has none for CPUs.
+    /// The session uses per-CPU SAs, which the kernel lacks.
     #[error(
-        "this kernel takes an SA for one CPU for one of all CPUs: use --mode connection, or a kernel that has them (Linux 6.13)"
+        "kernel lacks per-CPU SAs (needs Linux 6.13): use a newer kernel, or an SA for each connection"
     )]
     NoPerCpu,
-    /// No session for lanes could have its ports.
+    /// The range for lanes is too short for one session.
     #[error(
-        "{ports} has no whole block of {block} ports, at a multiple of {block}: name a longer range for lanes"
+        "port range {ports} for lanes contains no block of {block} ports aligned to {block}: use a \
+        longer range"
     )]
     TooFewPorts {
-        /// What was given.
+        /// The configured range.
         ports: String,
-        /// How many a session takes.
+        /// The size of a session's block.
         block: u16,
     },
-    /// The peer asks for what this side's operator does not allow.
-    #[error("the peer asks for ports {asked}, and {allowed} are allowed")]
+    /// The peer requests ports outside the range that this side allows.
+    #[error("the peer requests ports {asked}; allowed are {allowed}")]
     PortsNotAllowed {
-        /// What it asks for.
+        /// The requested ports.
         asked: String,
-        /// What it may.
+        /// The allowed ports.
         allowed: String,
     },
-    /// No connection to the peer.
+    /// The TCP connection to the peer failed.
     #[error("{to} cannot be reached")]
     Unreachable {
         /// The peer.
@@ -184,7 +186,7 @@ pub enum IpsecError {
         /// Why.
         source: io::Error,
     },
-    /// The peer is not who it has to be, or the other way round.
+    /// The TLS handshake failed: one side rejected the other.
     #[error("no secure control connection to {to}")]
     Handshake {
         /// The peer.
@@ -192,44 +194,44 @@ pub enum IpsecError {
         /// Why.
         source: HandshakeError,
     },
-    /// The control connection broke.
+    /// The control connection failed.
     #[error("the control connection was lost")]
     Control(#[from] ControlError),
-    /// The peer's words make no sense.
-    #[error("the peer's words make no sense")]
+    /// A message of the peer cannot be decoded.
+    #[error("malformed message from peer")]
     Malformed(#[from] DecodeError),
-    /// The peer says something out of order.
-    #[error("the peer breaks the protocol: {0}")]
+    /// The peer sent a message out of order.
+    #[error("protocol violation by the peer: {0}")]
     Breach(String),
-    /// Something of ours does not fit a message.
-    #[error("a message cannot be written")]
+    /// A value of this side does not fit a message.
+    #[error("message cannot be encoded")]
     Encode(#[from] EncodeError),
-    /// This side takes no session of the peer's in.
+    /// This side refused the peer's offer.
     #[error("{text} ({fault})")]
     Refused {
-        /// Why, as the peer is told.
+        /// The code sent to the peer.
         fault: FaultCode,
-        /// The same in words.
+        /// The text sent to the peer.
         text: String,
     },
-    /// The peer refuses, or has ended it.
-    #[error("the peer ended it: {text} ({fault})")]
+    /// The peer refused the session or ended it.
+    #[error("ended by the peer: {text} ({fault})")]
     EndedByPeer {
-        /// Its reason.
+        /// The peer's fault code.
         fault: FaultCode,
-        /// In its words, harmless for a terminal.
+        /// The peer's text, sanitized for a terminal.
         text: String,
     },
     /// The peer did not answer in time.
-    #[error("the peer did not say *{0}* in time: its process hangs, or the network does")]
+    #[error("timeout: the peer did not send *{0}* in time; its process or the network hangs")]
     Silent(&'static str),
-    /// This side was asked to end it.
-    #[error("the session was ended here")]
+    /// The session was ended on this side.
+    #[error("session ended on this side")]
     Ended,
-    /// A thread, a socket or random numbers cannot be had.
-    #[error("{what} cannot be had")]
+    /// A thread, a socket or random numbers are not available.
+    #[error("{what} is not available")]
     Resources {
-        /// What.
+        /// The resource.
         what: &'static str,
         /// Why.
         source: io::Error,
@@ -237,12 +239,12 @@ pub enum IpsecError {
 }
 
 impl IpsecError {
-    /// An error of the system about a resource.
+    /// Maps a system error about the resource `what`.
     pub(super) fn resources(what: &'static str) -> impl Fn(io::Error) -> Self + Copy {
         move |source| Self::Resources { what, source }
     }
 
-    /// The code that the peer is told, and that says who is at fault.
+    /// The fault code that is sent to the peer. It also identifies the side at fault.
     #[must_use]
     pub fn fault(&self) -> FaultCode {
         match self {
@@ -277,16 +279,16 @@ impl IpsecError {
     }
 }
 
-/// An error with its causes, in one line.
+/// Formats an error and its causes on one line.
 pub(super) fn in_words(error: &dyn std::error::Error) -> String {
-    let mut words = error.to_string();
+    let mut text = error.to_string();
     let mut next = error.source();
     while let Some(cause) = next {
-        let cause_words = cause.to_string();
-        if !words.contains(&cause_words) {
-            words = format!("{words}: {cause_words}");
+        let cause_text = cause.to_string();
+        if !text.contains(&cause_text) {
+            text = format!("{text}: {cause_text}");
         }
         next = cause.source();
     }
-    words
+    text
 }

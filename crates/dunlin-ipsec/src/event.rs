@@ -1,4 +1,4 @@
-//! What happens to sessions.
+//! Events of sessions.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -6,70 +6,71 @@ use std::sync::Arc;
 
 use dunlin_proto::ipsec::plan::SessionParameters;
 
-/// Something that happened. Prints as one line for a log.
+/// An event. `Display` writes one line for a log.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Event {
-    /// The traffic of both sides is protected.
+    /// The traffic in both directions is protected.
     Up(SessionParameters),
-    /// A session is over.
+    /// A session has ended.
     Over {
-        /// Who the peer was.
+        /// The name of the peer.
         peer: String,
-        /// Why; none where this side ended it.
+        /// The reason; `None` if this side ended it.
         why: Option<String>,
     },
-    /// A session is over, and its ports stay blocked for now: these many connections of
-    /// this host would go on in the clear.
+    /// A session has ended, and its ports stay blocked while connections of this host use them:
+    /// without the policies they would continue in the clear.
     StillUsed {
-        /// How many.
+        /// The number of connections.
         connections: usize,
     },
-    /// A session is over that nobody asked to end, or such connections have not ended in
-    /// time: its ports stay blocked, and nobody waits any more.
+    /// The ports stay blocked after a session, and no process waits to free them: the session was
+    /// not asked to end, or the connections on its ports did not end in time.
     Left {
-        /// The record by which a later process frees the ports.
+        /// The record with which a later process frees the ports.
         record: PathBuf,
-        /// How many connections there are.
+        /// The number of connections on the ports.
         connections: usize,
     },
-    /// What a dead process had left is gone.
+    /// What a dead process left has been removed.
     Cleaned {
-        /// Its record.
+        /// The record of that process.
         record: PathBuf,
-        /// How many policies and SAs the record had.
+        /// The number of policies and SAs in the record.
         objects: usize,
     },
-    /// What a dead process had left is gone, save what blocks ports that were protected.
+    /// What a dead process left has been removed, except the policies that block ports that were
+    /// protected.
     StaysBlocked {
-        /// The record by which a later session takes it over.
+        /// The record with which a later session takes the ports over.
         record: PathBuf,
     },
-    /// What a dead process had left could not be taken back, or is not known.
+    /// What a dead process left could not be removed, or is unknown.
     NotCleaned {
-        /// Why.
+        /// The reason.
         why: String,
     },
-    /// The peer has no room for an SA of this CPU's own: its lanes go by the fallback, which
-    /// one CPU at a time seals.
+    /// The peer grants no SA for this CPU, so its lanes use the fallback SA, which seals on one CPU
+    /// at a time.
     NoOwnAssociation {
-        /// Which.
+        /// The CPU.
         cpu: u32,
     },
-    /// Lanes of a CPU went by another SA than its own. They are led back to it.
+    /// Lanes of a CPU used an SA other than the CPU's own. They are moved back to it.
     Strayed {
-        /// Whose lanes.
+        /// The CPU.
         cpu: u32,
-        /// Bytes that they have sent since the last look.
+        /// Bytes that the lanes sent since the last check.
         sent: u64,
-        /// Bytes that the SA has carried meanwhile, at most.
+        /// Upper bound of the bytes that the SA carried in that time.
         carried: u64,
     },
-    /// Somebody was not taken in.
+    /// A connection or an offer was rejected.
     Rejected {
-        /// Where it came from.
+        /// Its source address, or the name of the peer.
         from: String,
-        /// Why.
+        /// The reason.
         why: String,
     },
 }
@@ -82,52 +83,53 @@ impl fmt::Display for Event {
                 "ports {} between {} and {} are protected, by {}",
                 parameters.ports, parameters.local, parameters.peer, parameters.mode
             ),
-            Self::Over { peer, why: None } => write!(formatter, "the session with {peer} is over"),
+            Self::Over { peer, why: None } => write!(formatter, "session with {peer} ended"),
             Self::Over {
                 peer,
                 why: Some(why),
-            } => write!(formatter, "the session with {peer} is over: {why}"),
+            } => write!(formatter, "session with {peer} ended: {why}"),
             Self::StillUsed { connections } => write!(
                 formatter,
-                "{connections} connections use the ports: these stay blocked until they have ended"
+                "{connections} connections use the ports, which stay blocked until these connections end"
             ),
             Self::Left {
                 record,
                 connections,
             } => write!(
                 formatter,
-                "the ports stay blocked; {connections} connections use them. The next session on \
-                 them takes them over, or `dunlin ipsec clean` frees them when there are none, by {}",
+                "the ports stay blocked; {connections} connections use them (record {})",
                 record.display()
             ),
             Self::Cleaned { record, objects } => write!(
                 formatter,
-                "{objects} policies and SAs of a process that has died are gone, by {}",
+                "removed {objects} policies and SAs of a dead process (record {})",
                 record.display()
             ),
             Self::StaysBlocked { record } => write!(
                 formatter,
-                "ports that a process protected that has died stay blocked, until the next session \
-                 on them or `dunlin ipsec clean`, by {}",
+                "ports of a dead process stay blocked until the next session on them (record {})",
                 record.display()
             ),
             Self::NotCleaned { why } => {
-                write!(formatter, "what a process has left stays: {why}")
+                write!(
+                    formatter,
+                    "entries of a dead process were not removed: {why}"
+                )
             }
             Self::NoOwnAssociation { cpu } => write!(
                 formatter,
-                "the peer grants no SA for CPU {cpu}: its lanes go by the fallback (allow more \
-                 there, or use fewer CPUs here)"
+                "the peer grants no SA for CPU {cpu}: its lanes use the fallback SA; raise the peer's \
+                limit, or use fewer CPUs on this host"
             ),
             Self::Strayed { cpu, sent, carried } => write!(
                 formatter,
-                "lanes of CPU {cpu} had strayed from its SA, which carried {carried} of {sent} \
-                 bytes; they are led back to it"
+                "lanes of CPU {cpu} strayed from its SA, which carried {carried} of {sent} bytes; \
+                they are moved back to it"
             ),
-            Self::Rejected { from, why } => write!(formatter, "{from} was not taken in: {why}"),
+            Self::Rejected { from, why } => write!(formatter, "rejected {from}: {why}"),
         }
     }
 }
 
-/// Who is told what happens, on the threads where it does.
+/// Receives each event, on the thread where it happens.
 pub type Observer = Arc<dyn Fn(&Event) + Send + Sync>;

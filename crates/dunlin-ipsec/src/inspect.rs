@@ -1,4 +1,4 @@
-//! What the kernel says of a connection whose TLS it does, for the crates that open no netlink
+//! Queries the kernel about a connection that uses kernel TLS, for crates that open no netlink
 //! sockets themselves.
 
 use std::net::TcpStream;
@@ -8,7 +8,7 @@ use dunlin_lane::kernel::{Device, Inspector, RecordEngines};
 use crate::netdev;
 use crate::sock_diag::record_engines;
 
-/// Asks over netlink. An answer that the kernel refuses is no answer.
+/// Queries the kernel over netlink. If the kernel refuses, the result is `None`.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Netlink;
 

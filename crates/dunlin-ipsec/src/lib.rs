@@ -1,13 +1,13 @@
-//! IPsec for the TCP ports between two hosts: security associations that two processes
-//! agree on over a TLS control connection, one for each CPU or each connection.
+//! IPsec for TCP ports between two hosts. Two processes negotiate the security associations (SAs)
+//! over a TLS control connection: one SA for each CPU or for each connection.
 //!
-//! [`up`] connects to a [`Server`] on the other host; both then have a session, which
-//! stands as long as both processes and their control connection do. Programs' plain
-//! TCP connections on the ports go by ESP in transport mode meanwhile, and by nothing
-//! else. When a session was asked to end, what it installed is taken back. When it ends
-//! for another reason, or its process is killed, the ports stay blocked until the next one
-//! on them with that peer takes them over, or [`clean_up`] frees them: whoever can cut the control
-//! connection must not have what follows sent in the clear.
+//! [`up`] connects to a [`Server`] on the other host and starts a session. The session lasts until
+//! either process or the control connection ends. Meanwhile the plain TCP connections of other
+//! programs on these ports use ESP in transport mode and nothing else. A session that is asked to
+//! end removes what it installed. If it ends for another reason, or its process is killed, the
+//! ports stay blocked until the next session with that peer takes them over or [`clean_up`] frees
+//! them: an attacker who can cut the control connection must not be able to make later packets go
+//! in the clear.
 //!
 //! ```text
 //!  Server, up ─▶ Session ─▶ thread: exchange (proto) decides ─▶ tables (the kernel's)
@@ -15,9 +15,9 @@
 //!                status               control connection         record on disk
 //! ```
 //!
-//! [`dunlin_proto::ipsec::plan`] has the order of everything and why nothing is ever in
-//! the clear. [`lanes`] has sessions for Dunlin's own lanes, with `--security ipsec`; [`xfrm`] the
-//! kernel's tables; [`inspect`] asks the kernel about a connection whose TLS it does.
+//! [`dunlin_proto::ipsec::plan`] documents the order of all steps and why nothing ever leaves in
+//! the clear. [`lanes`] runs sessions for Dunlin's own lanes (`--security ipsec`), [`xfrm`] wraps
+//! the kernel's tables, and [`inspect`] queries the kernel about a connection that uses kernel TLS.
 #![forbid(unsafe_code)]
 
 mod acceptor;

@@ -1,5 +1,5 @@
-//! The network device by which a connection leaves, and whether it is to seal and open TLS records
-//! (`tls-hw-tx-offload`, `tls-hw-rx-offload`, as `ethtool --show-features` has them).
+//! The network device on a connection's route, and whether the device seals and opens TLS records
+//! (`tls-hw-tx-offload`, `tls-hw-rx-offload`, as `ethtool --show-features` lists them).
 
 use std::ffi::CStr;
 use std::io;
@@ -9,29 +9,29 @@ use dunlin_linux::ethtool::features;
 
 use crate::netlink::{Request, ask, attribute, number};
 
-/// The question about a route, and of its answer the fixed part and the device's attribute
+/// The query for a route: of its answer, the fixed part and the attribute of the device
 /// (rtnetlink(7)).
 const RTM_GETROUTE: u16 = 26;
 const ROUTE_BYTES: usize = 12;
 const RTA_DST: u16 = 1;
 const RTA_OIF: u16 = 4;
-/// The same about a device by its number, which has its name.
+/// The query for a device by its index; the answer has the name.
 const RTM_GETLINK: u16 = 18;
 const LINK_BYTES: usize = 16;
 const IFLA_IFNAME: u16 = 3;
 
 use dunlin_lane::kernel::Device;
 
-/// The device by which a connection's segments leave now.
+/// Returns the device on which a connection's segments leave now.
 ///
 /// # Errors
-/// What the kernel says: there may be no netlink sockets, or no route any more.
+/// Errors of the kernel: the process may be denied netlink sockets, or the route may be gone.
 pub(crate) fn of(connection: &TcpStream) -> io::Result<Device> {
     let name = name_of(connection)?;
     let features = features(connection, &name).unwrap_or_default();
     let is_on = |wanted: &str| {
-        let mut known = features.iter();
-        known.find(|(name, _)| name == wanted).map(|(_, on)| *on)
+        let mut features = features.iter();
+        features.find(|(name, _)| name == wanted).map(|(_, on)| *on)
     };
     Ok(Device {
         tls_sends: is_on("tls-hw-tx-offload"),
@@ -40,7 +40,7 @@ pub(crate) fn of(connection: &TcpStream) -> io::Result<Device> {
     })
 }
 
-/// The name of the device by which a connection's segments leave now.
+/// Returns the name of the device on which a connection's segments leave now.
 ///
 /// # Errors
 /// As [`of`].
@@ -48,13 +48,13 @@ pub(crate) fn name_of(connection: &TcpStream) -> io::Result<String> {
     name(index(connection.peer_addr()?.ip())?)
 }
 
-/// The number of the device on the way to an address.
+/// Returns the index of the device on the route to an address.
 fn index(to: IpAddr) -> io::Result<u32> {
     let (family, address) = match to.to_canonical() {
         IpAddr::V4(to) => (libc::AF_INET, to.octets().to_vec()),
         IpAddr::V6(to) => (libc::AF_INET6, to.octets().to_vec()),
     };
-    // `rtmsg`: the family, how many bits of the address count, nothing else.
+    // `rtmsg`: only the family and the prefix length are set.
     let mut fixed = [0; ROUTE_BYTES];
     fixed[..2].copy_from_slice(&[family as u8, address.len() as u8 * 8]);
     let mut request = Request::new(RTM_GETROUTE, 0);
@@ -68,7 +68,7 @@ fn index(to: IpAddr) -> io::Result<u32> {
 }
 
 fn name(index: u32) -> io::Result<String> {
-    // `ifinfomsg`: any family, the device's number behind its type, of which nothing is said.
+    // `ifinfomsg`: any family, no type, the device's index.
     let mut fixed = [0; LINK_BYTES];
     fixed[4..8].copy_from_slice(&index.to_ne_bytes());
     let mut request = Request::new(RTM_GETLINK, 0);
@@ -86,20 +86,20 @@ mod tests {
 
     use super::*;
 
-    /// Some processes may have no netlink sockets.
+    /// Some processes may not open netlink sockets.
     #[test]
-    fn a_connection_to_ourselves_leaves_by_the_loopback_which_seals_nothing() {
+    fn a_local_connection_uses_the_loopback_device_which_seals_nothing() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let device = match of(&near) {
             Ok(device) => device,
-            Err(error) => return println!("not told here: {error}"),
+            Err(error) => return println!("not available here: {error}"),
         };
         assert_eq!((&*device.name, &*name_of(&near).unwrap()), ("lo", "lo"));
         assert_ne!(device.tls_sends, Some(true));
         assert_ne!(device.tls_receives, Some(true));
         let known = features(&near, "lo").unwrap();
-        // What every loopback has.
+        // A feature that every loopback device has.
         assert!(known.contains(&("loopback".to_owned(), true)), "{known:?}");
         assert!(features(&near, "no-such-device").is_err());
     }

@@ -1,4 +1,4 @@
-//! One request to the kernel and its answers, over a netlink socket (netlink(7)).
+//! Sends one request to the kernel and reads its answers over a netlink socket (netlink(7)).
 
 mod request;
 
@@ -15,25 +15,25 @@ pub(crate) use self::request::Request;
 const NOOP: u16 = 1;
 const ERROR: u16 = 2;
 const DONE: u16 = 3;
-/// The words of an error (`NLMSGERR_ATTR_MSG`, include/uapi/linux/netlink.h).
+/// The text of an error (`NLMSGERR_ATTR_MSG`, include/uapi/linux/netlink.h).
 const ERROR_TEXT: u16 = 1;
-/// Before its attributes an error has its number and the header of what was asked.
+/// Bytes before the attributes of an error: its number and the header of the request.
 const ERROR_HEAD: usize = 4 + HEADER;
-/// Bytes of `struct nlmsghdr`.
+/// The size of `struct nlmsghdr`.
 const HEADER: usize = 16;
-/// Room for what one receive brings: the kernel fills at most half of it when it lists.
+/// The buffer for one receive; the kernel fills at most half of it when it lists.
 const ROOM: usize = 64 << 10;
 
-/// Why a request came to nothing.
+/// Why a request failed.
 #[derive(Debug)]
 pub(crate) enum Failure {
-    /// The kernel says no: an error number (errno(3)), positive, and its words.
+    /// The kernel refused: an error number (errno(3)), positive, and its text.
     Kernel { code: i32, text: Option<String> },
     /// A list changed while it was read.
     Changed,
-    /// The socket fails.
+    /// The socket failed.
     Socket(io::Error),
-    /// What the kernel answers cannot be read, and why.
+    /// The kernel's answer is malformed, with the reason.
     Answer(&'static str),
 }
 
@@ -51,7 +51,7 @@ impl From<Failure> for io::Error {
     }
 }
 
-/// The socket, and the number of the last request.
+/// A netlink socket and the sequence number of the last request.
 pub(crate) struct Link {
     socket: Socket,
     sequence: u32,
@@ -64,16 +64,16 @@ impl std::fmt::Debug for Link {
 }
 
 impl Link {
-    /// Opens one in the calling thread's network namespace.
+    /// Opens a socket in the calling thread's network namespace.
     ///
     /// # Errors
-    /// What socket(2) says where there may be no netlink sockets, or none of this protocol.
+    /// Errors of socket(2): the process may be denied netlink sockets, or sockets of this protocol.
     pub(crate) fn open(protocol: libc::c_int) -> io::Result<Self> {
         let mut socket = Socket::new(protocol as isize)?;
         socket.bind_auto()?;
         socket.connect(&SocketAddr::new(0, 0))?;
         socket.set_ext_ack(true)?;
-        // Or an error brings back all that was asked, a key included.
+        // Otherwise an error would return the whole request, including a key.
         socket.set_cap_ack(true)?;
         Ok(Self {
             socket,
@@ -81,12 +81,12 @@ impl Link {
         })
     }
 
-    /// Sends `request` and gives each answer's type and body to `take`, until the kernel says that
-    /// there are no more. The kernel has done its work when the send returns, so that an answer
-    /// that is not there does not come.
+    /// Sends `request` and passes the type and body of each answer to `take`, until the kernel
+    /// marks the last one. The kernel has finished when the send returns, so an answer that is not
+    /// there then never arrives.
     ///
     /// # Errors
-    /// Each [`Failure`].
+    /// Any [`Failure`].
     pub(crate) fn exchange(
         &mut self,
         mut request: Request,
@@ -111,7 +111,7 @@ impl Link {
             })
             .map_err(Failure::Socket)?;
             let Some(received) = room.get_mut(..length) else {
-                return Err(Failure::Answer("it is longer than it may be"));
+                return Err(Failure::Answer("too long"));
             };
             if answers.read(received, &mut take)? {
                 return Ok(());
@@ -121,16 +121,17 @@ impl Link {
     }
 }
 
-/// The answers to one request, as far as they have come.
+/// The state of reading the answers to one request.
 struct Answers {
     sequence: u32,
-    /// Whether the last of them says that there are no more.
+    /// Whether an acknowledgement marks the end.
     acknowledged: bool,
     interrupted: bool,
 }
 
 impl Answers {
-    /// Gives to `take` what one receive has brought; says whether that was all.
+    /// Passes the messages of one receive to `take`; returns whether the last answer was among
+    /// them.
     fn read(
         &mut self,
         mut rest: &[u8],
@@ -138,15 +139,15 @@ impl Answers {
     ) -> Result<bool, Failure> {
         while !rest.is_empty() {
             let one = NetlinkBuffer::new_checked(rest)
-                .map_err(|_| Failure::Answer("a message is cut short"))?;
+                .map_err(|_| Failure::Answer("truncated message"))?;
             if (one.length() as usize) < HEADER {
-                return Err(Failure::Answer("a message is shorter than its header"));
+                return Err(Failure::Answer("message shorter than its header"));
             }
             let (kind, flags, of) = (one.message_type(), one.flags(), one.sequence_number());
             let body = one.payload();
             let whole = (one.length() as usize).next_multiple_of(4);
             rest = rest.get(whole..).unwrap_or_default();
-            // An answer to an earlier request that somebody has given up.
+            // An answer to an earlier request that was abandoned.
             if of != self.sequence {
                 continue;
             }
@@ -181,12 +182,12 @@ impl Answers {
     }
 }
 
-/// Asks about one thing, and returns the attributes of the answer, which has a fixed part of so many
-/// bytes.
+/// Sends a query and returns the attributes of its answer, which follow a fixed part of
+/// `fixed_bytes`.
 ///
 /// # Errors
-/// What socket(2) says where there may be no netlink sockets, what the kernel answers, and
-/// `InvalidData` for an answer that is none.
+/// Errors of socket(2) (the process may be denied netlink sockets) and of the kernel; `InvalidData`
+/// for a malformed answer.
 pub(crate) fn ask(
     protocol: libc::c_int,
     request: Request,
@@ -194,14 +195,14 @@ pub(crate) fn ask(
 ) -> io::Result<Vec<u8>> {
     let mut attributes = None;
     Link::open(protocol)?.exchange(request, |_, body| {
-        let behind = body.get(fixed_bytes..).ok_or("an answer is cut short")?;
+        let behind = body.get(fixed_bytes..).ok_or("truncated answer")?;
         attributes = Some(behind.to_vec());
         Ok(())
     })?;
     attributes.ok_or(io::ErrorKind::InvalidData.into())
 }
 
-/// The first attribute of a kind.
+/// Returns the first attribute of a kind.
 pub(crate) fn attribute(attributes: &[u8], wanted: u16) -> Option<&[u8]> {
     let attribute = NlasIterator::new(attributes)
         .map_while(Result::ok)
@@ -210,12 +211,12 @@ pub(crate) fn attribute(attributes: &[u8], wanted: u16) -> Option<&[u8]> {
     attribute.into_inner().get(4..)?.get(..length)
 }
 
-/// So many bytes from a place on.
+/// Returns `BYTES` bytes at an offset.
 pub(crate) fn number<const BYTES: usize>(bytes: &[u8], at: usize) -> Option<[u8; BYTES]> {
     bytes.get(at..)?.first_chunk().copied()
 }
 
-/// What the kernel says of an error beside its number.
+/// Returns the text of an error.
 fn text(error: &[u8]) -> Option<String> {
     let text = attribute(error.get(ERROR_HEAD..)?, ERROR_TEXT)?;
     let text = String::from_utf8_lossy(text);
@@ -231,7 +232,7 @@ fn until_not_interrupted<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Resu
     }
 }
 
-/// Attributes as the kernel sends them.
+/// Encodes attributes as the kernel does.
 #[cfg(test)]
 pub(crate) fn attributes(of: &[(u16, &[u8])]) -> Vec<u8> {
     let mut bytes = Vec::new();
@@ -249,7 +250,7 @@ pub(crate) fn attributes(of: &[(u16, &[u8])]) -> Vec<u8> {
 mod tests {
     use super::*;
 
-    /// A message with a header of these, to the request with the number 7.
+    /// A message with these header fields, for the request with sequence number 7.
     fn message(kind: u16, flags: u16, body: &[u8]) -> Vec<u8> {
         let mut bytes = ((HEADER + body.len()) as u32).to_ne_bytes().to_vec();
         bytes.extend(kind.to_ne_bytes());
@@ -260,7 +261,7 @@ mod tests {
         bytes
     }
 
-    /// What an answer brings of an attribute within one, and whether there is more to come.
+    /// Reads one nested attribute from each answer, and whether the list is complete.
     fn read(bytes: &[u8], acknowledged: bool) -> Result<(Vec<Vec<u8>>, bool), Failure> {
         let mut answers = Answers {
             sequence: 7,
@@ -277,9 +278,9 @@ mod tests {
     }
 
     #[test]
-    fn i7_a_message_that_was_cut_or_changed_anywhere_is_no_panic() {
+    fn i7_a_truncated_or_changed_message_does_not_panic() {
         let inner = attributes(&[(2, &[7; 9])]);
-        // The flag says that there are more within.
+        // The flag marks nested attributes.
         let whole = message(20, 0, &attributes(&[(8, &[0]), (0x8000 | 19, &inner)]));
         assert_eq!(read(&whole, false).unwrap(), (vec![vec![7; 9]], true));
         for end in 1..whole.len() {
@@ -296,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn a_list_is_whole_when_the_kernel_says_so_and_did_not_change() {
+    fn a_list_is_complete_when_the_kernel_ends_it_unchanged() {
         let one = message(
             20,
             NLM_F_MULTIPART,
@@ -310,14 +311,14 @@ mod tests {
         let changed = message(DONE, NLM_F_MULTIPART | NLM_F_DUMP_INTR, &[0; 4]);
         let error = read(&[&two[..], &changed].concat(), false).unwrap_err();
         assert!(matches!(error, Failure::Changed), "{error:?}");
-        // Of another request, which somebody has given up.
+        // The answer to another request that was abandoned.
         let mut other = done;
         other[8] = 6;
         assert_eq!(read(&other, false).unwrap(), (vec![], false));
     }
 
     #[test]
-    fn an_error_is_the_kernel_s_with_its_words() {
+    fn an_error_has_the_kernels_number_and_text() {
         let mut body = (-libc::ENOENT).to_ne_bytes().to_vec();
         body.resize(ERROR_HEAD, 0);
         body.extend(attributes(&[(ERROR_TEXT, b"none such\0")]));
@@ -332,7 +333,7 @@ mod tests {
         assert_eq!(said(0), (libc::ENOENT, None));
         let error = read(&message(ERROR, 0, &body), true).unwrap_err();
         assert_eq!(io::Error::from(error).kind(), io::ErrorKind::NotFound);
-        // An acknowledgement, behind what it is about.
+        // An acknowledgement after its answer.
         let body = attributes(&[(19, &attributes(&[(2, b"1")]))]);
         let both = [message(20, 0, &body), message(ERROR, 0, &[0; 20])].concat();
         assert_eq!(read(&both, true).unwrap(), (vec![b"1".to_vec()], true));

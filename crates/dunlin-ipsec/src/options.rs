@@ -1,4 +1,4 @@
-//! What a session is begun with.
+//! Options of a session.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -12,36 +12,36 @@ use dunlin_proto::ipsec::{Mode, Sender};
 use crate::bound::AddressBlock;
 use dunlin_lane::peers::Peer as Allowed;
 
-/// What a side wants, or allows.
+/// The options of one side: what a client requests, or what a server allows.
 #[derive(Clone)]
 pub struct Options {
-    /// How traffic is spread; a server does what it is asked.
+    /// How traffic is spread over SAs. A server uses the mode that the peer requests.
     pub mode: Mode,
-    /// The ports to protect; of a server, those that it may be asked for.
+    /// The ports to protect. For a server: the ports that peers may request.
     pub ports: PortRange,
-    /// CPUs of this host that send, each with an SA of its own (mode cpu).
+    /// CPUs of this host that send, each with its own SA (mode cpu).
     pub cpus: Vec<u32>,
-    /// This side's ports for ESP in UDP; of a server, if it is asked for that.
+    /// This side's ports for ESP in UDP. A server uses them if the peer requests it.
     pub udp: Option<Udp>,
-    /// SAs that the peer may have for what it sends, in one epoch.
+    /// The maximum number of SAs per epoch for what the peer sends.
     pub sas_max: u16,
-    /// How long a peer may take to answer.
+    /// The timeout for each answer of the peer.
     pub timeout: Duration,
-    /// After how long the keys of what this side sends are renewed.
+    /// The interval after which the keys of what this side sends are renewed.
     pub rekey_after: Option<Duration>,
-    /// Directory of the records of what is installed.
+    /// The directory of the records of installed objects.
     pub records: PathBuf,
-    /// How long an ended session waits for the end of connections on its ports before
-    /// it leaves them blocked, for a later process to free.
+    /// How long an ended session waits for the connections on its ports to end. After that it
+    /// leaves the ports blocked, and a later process frees them.
     pub quiet_wait: Duration,
-    /// Of a server: peers that may come from these addresses alone.
+    /// For a server: peers that may connect only from these addresses.
     pub bound: Vec<(Allowed, Vec<AddressBlock>)>,
     /// Called before each change of the kernel's tables, on the thread that makes it.
     pub before_change: Option<Hook>,
 }
 
 impl Options {
-    /// The usual ones, for these ports and with records in this directory.
+    /// The default options, with these ports and this directory of records.
     #[must_use]
     pub fn new(mode: Mode, ports: PortRange, records: PathBuf) -> Self {
         Self {
@@ -59,7 +59,7 @@ impl Options {
         }
     }
 
-    /// For whom this side wants SAs beside the fallback, at once.
+    /// The senders for which this side requests an SA at the start, besides the fallback.
     pub(crate) fn senders(&self, mode: Mode) -> Vec<Sender> {
         match mode {
             Mode::Cpu => self.cpus.iter().copied().map(Sender::Cpu).collect(),
@@ -79,5 +79,5 @@ impl fmt::Debug for Options {
     }
 }
 
-/// Who is told of each change of the kernel's tables before it is made.
+/// Called with each change of the kernel's tables before it is made.
 pub type Hook = Arc<dyn Fn(&Step) + Send + Sync>;

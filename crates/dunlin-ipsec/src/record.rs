@@ -1,7 +1,7 @@
-//! What this host has installed, on disk before it is installed: so that a later
-//! process removes exactly what a dead one has left.
+//! Records on disk of what this host has installed. An object is recorded before it is installed,
+//! so that a later process removes exactly what a dead one left.
 //!
-//! A session has a file, text, one line an object ([`dunlin_proto::ipsec::object`]):
+//! Each session has a text file with one line for each object ([`dunlin_proto::ipsec::object`]):
 //!
 //! ```text
 //! dunlin ipsec 1 boot 0b5c… namespace 4:4026531840
@@ -13,15 +13,16 @@
 //! ended
 //! ```
 //!
-//! `+` is synced before the kernel is told, `-` is written after it has been. `heir` says that
-//! its policies are in the place of an earlier session's that had protected the ports, `ended`
-//! that its owner asked for its end, `about` whose it is ([`Owner`]). Only the last line can be cut short, and then nothing was
-//! installed for it. A record of an earlier boot means nothing, since the kernel's tables went
-//! with it; one of another network namespace is left for a process there. The file is locked
-//! while its process lives.
+//! A `+` line is synced before the kernel installs the object; a `-` line is written after the
+//! kernel has removed it. `heir` means that the session's policies replaced those of an earlier
+//! session that had protected the ports; `ended` that its owner asked for its end; `about` names
+//! the owner ([`Owner`]). Only the last line can be truncated, and then nothing was installed for
+//! it. A record of an earlier boot is void, because the kernel's tables are gone; a record of
+//! another network namespace is left to a process there. The file is locked while its process
+//! lives.
 //!
-//! Where most lines are about what has gone, the file is written anew with what is there, under
-//! another name, synced, locked, and put in the place of the old one.
+//! When most lines concern removed objects, the file is rewritten: the remaining lines go to a new
+//! file under another name, which is synced, locked and renamed over the old one.
 
 use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
 use std::io::{self, ErrorKind, Read, Seek, SeekFrom, Write};
@@ -42,13 +43,13 @@ pub(super) use look::Seen;
 pub use owner::Owner;
 
 const EXTENSION: &str = "ipsec";
-/// Of a record while it is being written anew.
+/// The extension of a record that is being rewritten.
 const NEW_EXTENSION: &str = "new";
-/// Far more than the objects of two epochs, with as many lines about what has gone.
+/// Far more than the lines of two epochs and as many lines for removed objects need.
 const MOST_BYTES: u64 = 64 << 20;
-/// Lines about what has gone that a record may have whatever there is.
+/// Lines for removed objects that a record may have regardless of its size.
 const DEAD_LINES: usize = 64;
-/// How often it is tried to have a lock that somebody else has.
+/// The interval between attempts to take the lock.
 const BETWEEN_TRIES: Duration = Duration::from_millis(20);
 const FORMAT: &str = "dunlin ipsec 1 boot ";
 const ABOUT: &str = "about";
@@ -62,7 +63,7 @@ pub(super) struct RecordDirectory {
 }
 
 impl RecordDirectory {
-    /// Opens the directory, made (mode 0700) if it is not there.
+    /// Opens the directory; creates it with mode 0700 if it does not exist.
     pub(super) fn open(directory: &Path) -> Result<Self, IpsecError> {
         let failed = |what| io_error(what, directory);
         DirBuilder::new()
@@ -80,11 +81,11 @@ impl RecordDirectory {
         })
     }
 
-    /// Nobody else on this host looks for free ports and takes them until the lock is
-    /// dropped.
+    /// Takes the lock under which sessions on this host look for free ports and allocate them. It
+    /// is released when the file is dropped.
     ///
     /// # Errors
-    /// Somebody else has it for longer than `timeout`, or the file cannot be had.
+    /// Another process holds the lock for longer than `timeout`, or the file cannot be opened.
     pub(super) fn lock(&self, timeout: Duration) -> Result<File, IpsecError> {
         let path = self.directory.join("lock");
         let file = OpenOptions::new()
@@ -106,7 +107,7 @@ impl RecordDirectory {
         }
     }
 
-    /// Makes a session's record.
+    /// Creates the record of a session.
     pub(super) fn create(&self, session: &SessionId) -> Result<Record, IpsecError> {
         let name: String = session.iter().map(|byte| format!("{byte:02x}")).collect();
         let path = self.directory.join(name).with_extension(EXTENSION);
@@ -127,9 +128,9 @@ impl RecordDirectory {
         Ok(record)
     }
 
-    /// The records in this namespace whose processes have died; they are taken over.
-    /// Those of an earlier boot are removed. One that cannot be read is an error of its
-    /// own, and the others are there all the same.
+    /// Takes over the records of dead processes in this namespace and returns them. Records of an
+    /// earlier boot are removed. An unreadable record is an `Err` entry; the others are returned
+    /// all the same.
     pub(super) fn left(&self) -> Result<Vec<Result<Record, IpsecError>>, IpsecError> {
         let header = header()?;
         let mut left = Vec::new();
@@ -140,7 +141,7 @@ impl RecordDirectory {
                 };
                 match record.read(&header)? {
                     (Scope::Here, synced) => {
-                        // The next line must not begin behind what was never synced.
+                        // The next line must not follow an incomplete line.
                         let cut = record.file.set_len(synced);
                         cut.map_err(io_error("written", &path))?;
                         Ok(Some(record))
@@ -167,24 +168,24 @@ impl RecordDirectory {
     }
 }
 
-/// Which tables a record is about.
+/// The tables that a record refers to.
 enum Scope {
-    /// Those of this thread's network namespace.
+    /// The tables of this thread's network namespace.
     Here,
-    /// Those of another namespace.
+    /// The tables of another namespace.
     Elsewhere,
-    /// None: of an earlier boot, or without a whole header.
+    /// No tables: the record is of an earlier boot, or its header is incomplete.
     Nowhere,
 }
 
-/// One session's record, held by this process.
+/// The record of a session, locked by this process.
 #[derive(Debug)]
 pub(super) struct Record {
     file: File,
     path: PathBuf,
     owner: Option<Owner>,
     objects: Vec<Object>,
-    /// Of the file, without its header.
+    /// The number of lines after the header.
     lines: usize,
     is_heir: bool,
     has_ended: bool,
@@ -203,49 +204,50 @@ impl Record {
         }
     }
 
-    /// Whose session it is; none in a record of another release.
+    /// The owner; `None` in a record of another release.
     pub(super) fn owner(&self) -> Option<&Owner> {
         self.owner.as_ref()
     }
 
-    /// Says whose session it is, for whoever finds it. Synced with what is added first.
+    /// Records the owner of the session. Synced with the objects that are added first.
     pub(super) fn is_of(&mut self, owner: Owner) -> Result<(), IpsecError> {
         let line = format!("{ABOUT} {owner}\n");
         self.owner = Some(owner);
         self.write(&line)
     }
 
-    /// What may be installed.
+    /// The objects that may be installed.
     pub(super) fn objects(&self) -> &[Object] {
         &self.objects
     }
 
-    /// Whether packets have ever been let through by an SA, so that a connection may have
-    /// begun that relies on it: of this session, or of one whose policies it took over. Until
-    /// the policies go, the record has those that did that.
+    /// Whether the policies of this session, or of a predecessor, have ever let packets through an
+    /// SA: then a connection may exist that relies on it. The record keeps these policies until
+    /// they are removed.
     pub(super) fn has_protected(&self) -> bool {
         self.is_heir || self.policies().any(Policy::lets_out)
     }
 
-    /// The policies among what may be installed.
+    /// The policies among these objects.
     pub(super) fn policies(&self) -> impl Iterator<Item = &Policy> {
         self.objects.iter().filter_map(Object::policy)
     }
 
-    /// Whether the ports are to be free when no connection uses them: its owner has asked for the
-    /// end, or nothing relies on it.
+    /// Whether the ports are freed when no connection uses them: the owner asked for the end, or no
+    /// connection relies on the policies.
     pub(super) fn is_free(&self) -> bool {
         self.has_ended || !self.has_protected()
     }
 
-    /// Its policies come in the place of those of a session that has protected the ports.
+    /// Records that the session's policies replaced those of a session that had protected the
+    /// ports.
     pub(super) fn inherit(&mut self) -> Result<(), IpsecError> {
         self.is_heir = true;
         self.write(&format!("{HEIR}\n"))?;
         self.sync()
     }
 
-    /// Its owner has asked for the end.
+    /// Records that the owner asked for the end.
     pub(super) fn end(&mut self) -> Result<(), IpsecError> {
         self.has_ended = true;
         self.write(&format!("{ENDED}\n"))
@@ -255,7 +257,7 @@ impl Record {
         &self.path
     }
 
-    /// Remembers these, synced when it returns.
+    /// Records these objects; they are synced when this returns.
     pub(super) fn add(&mut self, objects: &[Object]) -> Result<(), IpsecError> {
         let new = |object: &&Object| !self.objects.contains(object);
         let new: Vec<Object> = objects.iter().filter(new).copied().collect();
@@ -263,7 +265,7 @@ impl Record {
             return Ok(());
         }
         let lines: String = new.iter().map(|object| format!("+ {object}\n")).collect();
-        // Before it is tried: a part of it may be there after a failure.
+        // Before the write: after a failure, part of it may be in the file.
         self.objects.extend(new);
         if self.lines > 2 * self.objects.len() + DEAD_LINES && self.compact().is_ok() {
             return Ok(());
@@ -272,8 +274,8 @@ impl Record {
         self.sync()
     }
 
-    /// Writes the file anew, with what there is alone. Whoever opened the old one finds that it
-    /// has gone as soon as he has locked it.
+    /// Rewrites the file with the remaining objects. A process that opened the old file detects
+    /// that it was replaced once it has locked it.
     fn compact(&mut self) -> Result<(), IpsecError> {
         let path = self.path.with_extension(NEW_EXTENSION);
         let failed = |what| io_error(what, &path);
@@ -307,7 +309,7 @@ impl Record {
         sync_directory(directory)
     }
 
-    /// This is gone, or was never there.
+    /// Records that an object was removed or never installed.
     pub(super) fn gone(&mut self, object: &Object) -> Result<(), IpsecError> {
         let before = self.objects.len();
         self.objects.retain(|one| one != object);
@@ -317,12 +319,12 @@ impl Record {
         self.write(&format!("- {object}\n"))
     }
 
-    /// Nothing is left: the file goes.
+    /// Removes the file, when nothing is left.
     pub(super) fn forget(self) -> Result<(), IpsecError> {
         fs::remove_file(&self.path).map_err(io_error("removed", &self.path))
     }
 
-    /// Takes a record whose process has died; none where it lives, or the file has gone.
+    /// Takes over the record of a dead process; `None` if the process lives or the file is gone.
     fn take(path: &Path) -> Result<Option<Self>, IpsecError> {
         let opened = OpenOptions::new().read(true).append(true).open(path);
         let Some(file) = unless_gone(opened, path)? else {
@@ -331,15 +333,15 @@ impl Record {
         if !is_locked(file.try_lock(), path)? {
             return Ok(None);
         }
-        // Its process may have removed it just now.
+        // The process may have removed the file in the meantime.
         let links = file.metadata().map_err(io_error("read", path))?.nlink();
         Ok((links > 0).then(|| Self::new(file, path.to_owned())))
     }
 
-    /// Reads the file, and takes in what it says if it has this header. Returns how many bytes whole
-    /// lines have: what follows them was never synced, or is being written.
+    /// Reads the file, and applies its lines if it has this header. Returns the length of all
+    /// complete lines: anything after them was never synced or is being written.
     fn read(&mut self, header: &str) -> Result<(Scope, u64), IpsecError> {
-        /// A header is shorter.
+        /// Longer than any header.
         const LONG: usize = 256;
         let mut text = Vec::new();
         let read = self.file.seek(SeekFrom::Start(0));
@@ -369,7 +371,7 @@ impl Record {
             return Err(IpsecError::TooLarge { path });
         }
         for (line, text) in lines.filter(|(_, text)| !text.is_empty()) {
-            self.take_in(text).map_err(|_| self.unreadable(line))?;
+            self.apply_line(text).map_err(|_| self.unreadable(line))?;
             self.lines += 1;
         }
         Ok((Scope::Here, synced as u64))
@@ -383,8 +385,8 @@ impl Record {
         }
     }
 
-    /// What a line says.
-    fn take_in(&mut self, line: &str) -> Result<(), NotAnObject> {
+    /// Applies one line.
+    fn apply_line(&mut self, line: &str) -> Result<(), NotAnObject> {
         match line.split_once(' ') {
             Some(("+", object)) => {
                 let object: Object = object.parse()?;
@@ -403,20 +405,20 @@ impl Record {
         Ok(())
     }
 
-    /// Writes whole lines, or none of them.
+    /// Appends complete lines, or nothing.
     fn write(&mut self, text: &str) -> Result<(), IpsecError> {
         let failed = io_error("written", &self.path);
         let before = self.file.metadata().map_err(&failed)?.len();
-        // It could not be read again.
+        // A larger file could not be read back.
         if before + text.len() as u64 > MOST_BYTES {
             let path = self.path.clone();
             return Err(IpsecError::TooLarge { path });
         }
-        // It may have been written anew, and stands where it was read to otherwise.
+        // The position may be elsewhere after a read or a rewrite.
         let end = self.file.seek(SeekFrom::Start(before));
         let written = end.and_then(|_| self.file.write_all(text.as_bytes()));
         written.map_err(|error| {
-            // A full disk may have taken a part of it.
+            // On a full disk, part of the text may have been written.
             let _ = self.file.set_len(before);
             failed(error)
         })?;
@@ -431,7 +433,7 @@ impl Record {
     }
 }
 
-/// What the kernel's tables are those of: this boot, and this thread's namespace.
+/// The header: it identifies this boot and this thread's network namespace.
 fn header() -> Result<String, IpsecError> {
     const BOOT: &str = "/proc/sys/kernel/random/boot_id";
     const NAMESPACE: &str = "/proc/thread-self/ns/net";
@@ -460,7 +462,7 @@ fn sync_directory(directory: &Path) -> Result<(), IpsecError> {
     synced.map_err(io_error("synced", directory))
 }
 
-/// The file; none if it has gone.
+/// Returns the file; `None` if it does not exist.
 fn unless_gone(opened: io::Result<File>, path: &Path) -> Result<Option<File>, IpsecError> {
     match opened {
         Ok(file) => Ok(Some(file)),
@@ -469,7 +471,7 @@ fn unless_gone(opened: io::Result<File>, path: &Path) -> Result<Option<File>, Ip
     }
 }
 
-/// Whether the lock was free.
+/// Returns whether the lock was taken.
 fn is_locked(tried: Result<(), TryLockError>, path: &Path) -> Result<bool, IpsecError> {
     match tried {
         Ok(()) => Ok(true),

@@ -1,5 +1,5 @@
-//! Sessions as their records and the kernel have them: of all processes in this network
-//! namespace, whether these answer or not.
+//! Sessions as read from their records and the kernel: those of all processes in this network
+//! namespace, whether or not the processes respond.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -10,39 +10,40 @@ use super::error::IpsecError;
 use super::record::{Owner, Record, RecordDirectory, Seen};
 use super::tables::{AssociationStatus, Tables};
 
-/// How long another process may be at taking ports before it is told of.
+/// How long to wait for another process that holds the lock.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A session that somebody has, or has left.
+/// A session on record, of a living or a dead process.
 #[derive(Clone, Debug)]
 pub struct Recorded {
-    /// Its record.
+    /// The record file.
     pub record: PathBuf,
-    /// Whether a process keeps it. If not, that process has died or given it up, and
-    /// [`clean_up`](super::clean_up) takes back what there is of it.
+    /// Whether a process holds the session. If not, that process has died or given the session up,
+    /// and [`clean_up`](super::clean_up) removes what is left of it.
     pub is_kept: bool,
-    /// Whose it is; none in a record of another release.
+    /// The owner; `None` in a record of another release.
     pub owner: Option<Owner>,
-    /// Whether what this host sends over the ports goes by its SAs; otherwise it is blocked.
+    /// Whether packets that this host sends on the ports use the session's SAs; otherwise they are
+    /// blocked.
     pub protects: bool,
-    /// Its SAs, with what they have carried as the kernel has counted it.
+    /// The session's SAs with the kernel's counters.
     pub associations: Vec<AssociationStatus>,
 }
 
-/// The sessions on record in this directory, of this network namespace. One that cannot be told
-/// of is an error of its own. Without a directory there are none. Changes nothing.
+/// Returns the sessions recorded in this directory for this network namespace. A session that
+/// cannot be read is an `Err` entry. Without a directory the list is empty. Changes nothing.
 ///
 /// # Errors
-/// The records cannot be looked for.
+/// The directory of records cannot be read.
 pub fn recorded(records: &Path) -> Result<Vec<Result<Recorded, IpsecError>>, IpsecError> {
-    let Some(records) = RecordDirectory::standing(records) else {
+    let Some(records) = RecordDirectory::existing(records) else {
         return Ok(Vec::new());
     };
     let found = {
         let _lock = records.lock(LOCK_TIMEOUT)?;
         records.all()?
     };
-    // Of one that has installed nothing yet there is nothing to tell.
+    // Skip sessions that have installed nothing yet.
     let has_objects =
         |found: &Seen| !matches!(found, Ok((record, _)) if record.objects().is_empty());
     let found: Vec<_> = found.into_iter().filter(has_objects).collect();
@@ -50,14 +51,14 @@ pub fn recorded(records: &Path) -> Result<Vec<Result<Recorded, IpsecError>>, Ips
         return Ok(Vec::new());
     }
     let tables = Tables::open(None)?;
-    let told = found.into_iter().map(|found| {
+    let results = found.into_iter().map(|found| {
         let (record, is_kept) = found?;
-        tell(&record, is_kept, &tables)
+        read(&record, is_kept, &tables)
     });
-    Ok(told.collect())
+    Ok(results.collect())
 }
 
-fn tell(record: &Record, is_kept: bool, tables: &Tables) -> Result<Recorded, IpsecError> {
+fn read(record: &Record, is_kept: bool, tables: &Tables) -> Result<Recorded, IpsecError> {
     let associations = record.objects().iter().filter_map(Object::association);
     Ok(Recorded {
         record: record.path().to_owned(),
@@ -68,8 +69,8 @@ fn tell(record: &Record, is_kept: bool, tables: &Tables) -> Result<Recorded, Ips
     })
 }
 
-/// Whether policies stand by which packets leave. What a process has left blocks them as soon as
-/// somebody has taken back its SAs, and the record names the policies until then.
+/// Whether policies are installed that let packets out. Once the SAs of a dead process are removed,
+/// its policies block packets, although the record still lists the policies.
 fn protects<'a>(mut policies: impl Iterator<Item = &'a Policy>, is_kept: bool) -> bool {
     is_kept && policies.any(Policy::lets_out)
 }
@@ -81,7 +82,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_session_protects_when_packets_leave_by_its_sas_and_somebody_keeps_it() {
+    fn a_session_protects_while_packets_leave_by_its_sas_and_a_process_holds_it() {
         let policy = |words: &str| -> Policy {
             let object: Object = format!("policy {words}").parse().unwrap();
             *object.policy().unwrap()

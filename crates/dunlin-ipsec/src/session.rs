@@ -1,4 +1,4 @@
-//! A session as its owner has it: a handle to the threads that keep it.
+//! The owner's handle to a session and its threads.
 
 use dunlin_lane::sync::lock;
 use std::fmt;
@@ -19,69 +19,69 @@ use super::{Event, Observer, Options};
 
 mod begin;
 mod driver;
-mod hear;
+mod reader;
 mod shared;
 mod system;
 
 use driver::Driver;
 pub(super) use shared::Beginning;
-use shared::{SharedStatus, Told};
+use shared::{Command, SharedStatus};
 pub(super) use system::{ends, random};
 
-/// A session between two hosts. When it is dropped, it is ended.
+/// A session between two hosts. Dropping it ends the session.
 pub struct Session {
-    commands: Channel<Told>,
-    standing: Arc<Mutex<SharedStatus>>,
+    commands: Channel<Command>,
+    shared: Arc<Mutex<SharedStatus>>,
     thread: Option<JoinHandle<Result<(), IpsecError>>>,
 }
 
-/// How a session stands.
+/// The status of a session.
 #[derive(Clone, Debug)]
 pub struct Status {
-    /// Both addresses, the ports, and how traffic is spread.
+    /// The addresses, the ports and the mode.
     pub parameters: SessionParameters,
-    /// Whether both sides' traffic is protected.
+    /// Whether the traffic in both directions is protected.
     pub up: bool,
-    /// Its SAs.
+    /// The session's SAs.
     pub associations: Vec<AssociationStatus>,
 }
 
 impl Session {
-    /// Begins one, on threads of its own. The tables are those of the calling thread's
-    /// network namespace.
+    /// Starts a session on its own threads. It uses the tables of the calling thread's network
+    /// namespace.
     pub(super) fn begin(beginning: Beginning) -> Result<(Self, Receiver<()>), IpsecError> {
-        let (commands, told) = mpsc::channel();
+        let (commands, received) = mpsc::channel();
         let (tell_up, up) = mpsc::channel();
-        let standing = Arc::<Mutex<SharedStatus>>::default();
-        let driver = Driver::new(beginning, Arc::clone(&standing), tell_up)?;
-        let heard = commands.clone();
-        let body = move || driver.run(&told, heard);
+        let shared = Arc::<Mutex<SharedStatus>>::default();
+        let driver = Driver::new(beginning, Arc::clone(&shared), tell_up)?;
+        let reader = commands.clone();
+        let body = move || driver.run(&received, reader);
         let thread = thread::Builder::new()
             .name("dunlin-ipsec".to_owned())
             .spawn(body)
             .map_err(IpsecError::resources("a thread"))?;
         let session = Self {
             commands,
-            standing,
+            shared,
             thread: Some(thread),
         };
         Ok((session, up))
     }
 
-    /// How it stands; none before both sides have agreed on terms.
+    /// Returns the status; `None` until both sides have agreed on terms.
     ///
     /// # Errors
-    /// The kernel does not answer.
+    /// The kernel's tables cannot be read.
     pub fn status(&self) -> Result<Option<Status>, IpsecError> {
-        let standing = lock(&self.standing);
-        let (Some(parameters), Some(xfrm)) = (standing.parameters, standing.xfrm.clone()) else {
+        let shared = lock(&self.shared);
+        let (Some(parameters), Some(xfrm)) = (shared.parameters, shared.xfrm.clone()) else {
             return Ok(None);
         };
-        let up = standing.up;
-        let mut steps = parameters.inbound(standing.inbound.0, &standing.inbound.1);
-        let (epoch, grants) = &standing.outbound;
+        let up = shared.up;
+        let mut steps = parameters.inbound(shared.inbound.0, &shared.inbound.1);
+        let (epoch, grants) = &shared.outbound;
         steps.extend(parameters.outbound(*epoch, grants, false, &[]));
-        drop(standing);
+        drop(shared);
         let associations = steps.iter().filter_map(|step| step.added()?.association());
         let associations = Tables::of(xfrm).statuses(associations)?;
         Ok(Some(Status {
@@ -91,50 +91,50 @@ impl Session {
         }))
     }
 
-    /// Wants an SA for one more CPU of this host, unless it has one.
+    /// Requests an SA for one more CPU of this host, unless the CPU has one.
     pub fn want_cpu(&self, cpu: u32) {
-        self.tell(Told::Want(Sender::Cpu(cpu)));
+        self.tell(Command::Want(Sender::Cpu(cpu)));
     }
 
-    /// Whether what this host sends for `sender` has an SA of its own in the kernel.
+    /// Returns whether the kernel has an SA for what `sender` on this host sends.
     pub(super) fn has(&self, sender: Sender) -> bool {
-        let standing = lock(&self.standing);
-        let mut held = standing.outbound.1.iter();
+        let shared = lock(&self.shared);
+        let mut held = shared.outbound.1.iter();
         held.any(|grant| grant.slot.sender == sender)
     }
 
-    /// Whether a connection between these two, as this host has them, is one that it protects;
-    /// none where that is not agreed on yet.
+    /// Returns whether the session protects a connection between these addresses, given from this
+    /// host's view; `None` until that is agreed on.
     pub(super) fn covers(&self, local: SocketAddr, peer: SocketAddr) -> Option<bool> {
-        let standing = lock(&self.standing);
-        let parameters = standing.parameters?;
+        let shared = lock(&self.shared);
+        let parameters = shared.parameters?;
         let covered = parameters.local == local.ip().to_canonical()
             && parameters.peer == peer.ip().to_canonical()
             && parameters.covers(local.port(), peer.port());
-        // Both hosts let nothing of it pass but by an SA then.
-        (!covered || standing.up).then_some(covered)
+        // From then on both hosts pass its packets only by an SA.
+        (!covered || shared.up).then_some(covered)
     }
 
     /// Renews the keys of what this side sends.
     pub fn rekey(&self) {
-        self.tell(Told::Rekey);
+        self.tell(Command::Rekey);
     }
 
-    /// Has it end; see [`Session::wait`].
+    /// Asks the session to end; see [`Session::wait`].
     pub fn end(&self) {
-        self.tell(Told::End);
+        self.tell(Command::End);
     }
 
-    /// Whether it is over.
+    /// Returns whether the session has ended.
     #[must_use]
     pub fn is_over(&self) -> bool {
         self.thread.as_ref().is_none_or(JoinHandle::is_finished)
     }
 
-    /// Waits until it is over and everything is taken back.
+    /// Waits until the session has ended and everything it installed is removed.
     ///
     /// # Errors
-    /// Why it is over, unless it was ended here.
+    /// The reason why it ended, unless it was ended on this side.
     pub fn wait(mut self) -> Result<(), IpsecError> {
         match self.thread.take().map(JoinHandle::join) {
             Some(Ok(result)) => result,
@@ -144,15 +144,15 @@ impl Session {
         }
     }
 
-    fn tell(&self, what: Told) {
-        // It is over where nobody listens.
+    fn tell(&self, what: Command) {
+        // Fails only if the session has already ended.
         let _ = self.commands.send(what);
     }
 }
 
 impl Drop for Session {
     fn drop(&mut self) {
-        self.tell(Told::End);
+        self.tell(Command::End);
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
@@ -165,13 +165,13 @@ impl fmt::Debug for Session {
     }
 }
 
-/// Takes back what processes that have died left in this network namespace, save what blocks
-/// ports that were protected, unless their owner had asked for the end: a session that begins
-/// takes it over. What cannot be taken back is told, and the first such error returned when the
-/// others are done.
+/// Removes what dead processes left in this network namespace. The policies that block ports that
+/// were protected stay, unless the owner had asked for the end: a new session takes those ports
+/// over. The observer is notified of each failure; the first is returned after all records have
+/// been handled.
 ///
 /// # Errors
-/// The records cannot be looked for, or the kernel not be asked.
+/// The directory of records cannot be read, or the kernel's tables cannot be opened.
 pub(super) fn clean_up_dead(
     options: &Options,
     observer: &Observer,
@@ -179,8 +179,9 @@ pub(super) fn clean_up_dead(
     take_back(options, observer, &Record::is_free)
 }
 
-/// As [`clean_up_dead`], and frees the ports in `options` too, which are for Dunlin's own lanes: nothing
-/// else sends from them, and a lane only while its session stands, so that they need no heir.
+/// Like [`clean_up_dead`], but also frees the ports in `options`, which belong to Dunlin's own
+/// lanes: no other program sends from them, and a lane sends only while its session is open, so the
+/// ports can be freed without a successor.
 ///
 /// # Errors
 /// As [`clean_up_dead`].
@@ -199,7 +200,7 @@ pub(super) fn clean_up_lanes(
     take_back(options, observer, &frees)
 }
 
-/// Of each record `frees` says whether its ports are to be free when it is quiet.
+/// `frees` decides for each record whether its ports are freed when no connection uses them.
 fn take_back(
     options: &Options,
     observer: &Observer,
@@ -207,7 +208,7 @@ fn take_back(
 ) -> Result<Option<IpsecError>, IpsecError> {
     let records = RecordDirectory::open(&options.records)?;
     let left = {
-        // Nobody has made a record and not locked it yet.
+        // Under this lock no process is between creating a record and locking it.
         let _lock = records.lock(options.timeout)?;
         records.left()?
     };
@@ -257,10 +258,11 @@ fn clean(
     Ok(())
 }
 
-/// Takes back what processes that have died left in this network namespace.
+/// Removes what dead processes left in this network namespace.
 ///
 /// # Errors
-/// The kernel does not answer, or a record cannot be read; the others are done first.
+/// The kernel's tables cannot be read, or a record cannot be read; all other records are handled
+/// first.
 pub fn clean_up(options: &Options, observer: &Observer) -> Result<(), IpsecError> {
     take_back(options, observer, &|_| true)?.map_or(Ok(()), Err)
 }

@@ -1,6 +1,5 @@
-//! Which TCP connections this host has: of the calling thread's network namespace. The kernel is
-//! asked for those in certain states (sock_diag), and where it does not answer that, procfs has
-//! all of them as text.
+//! The TCP connections in the calling thread's network namespace. The kernel lists the connections
+//! in given states (sock_diag); if it does not support that, procfs lists all of them as text.
 
 use std::fs;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -14,21 +13,21 @@ use super::error::IpsecError;
 pub(super) struct Connection {
     pub(super) local: SocketAddr,
     pub(super) peer: SocketAddr,
-    /// Whether its handshake is complete, and its end has not begun.
+    /// Whether its handshake is complete and neither side has closed it.
     pub(super) is_established: bool,
 }
 
 /// States of include/net/tcp_states.h that send no data: TIME_WAIT, CLOSE, LISTEN.
 const SILENT: [u8; 3] = [6, 7, 10];
 const ESTABLISHED: u8 = 1;
-/// The last of the states (`TCP_NEW_SYN_RECV`). A bit behind it would ask for sockets that are bound
-/// to a port and have no connection any more (`TCPF_BOUND_INACTIVE`).
+/// The last of the states (`TCP_NEW_SYN_RECV`). A higher bit would include sockets that are bound
+/// to a port and no longer have a connection (`TCPF_BOUND_INACTIVE`).
 const LAST: u8 = 12;
 
-/// All connections that may yet send data, those without an owner included.
+/// Returns all connections that may still send data, including those without an owner.
 pub(super) fn connections() -> Result<Vec<Connection>, IpsecError> {
-    let speaking = (ESTABLISHED..=LAST).filter(|state| !SILENT.contains(state));
-    let states = speaking.fold(0, |all, state| all | 1 << state);
+    let active = (ESTABLISHED..=LAST).filter(|state| !SILENT.contains(state));
+    let states = active.fold(0, |all, state| all | 1 << state);
     let Ok(listed) = tcp_connections(states) else {
         return by_procfs();
     };
@@ -53,7 +52,7 @@ fn by_procfs() -> Result<Vec<Connection>, IpsecError> {
     Ok(connections)
 }
 
-/// A row: its number, local and remote address in hexadecimal, state.
+/// A row: number, local and remote address in hexadecimal, state.
 fn parse(row: &str) -> Option<Connection> {
     let mut words = row.split_whitespace().skip(1);
     let (local, peer) = (address(words.next()?)?, address(words.next()?)?);
@@ -65,7 +64,7 @@ fn parse(row: &str) -> Option<Connection> {
     })
 }
 
-/// The address as words in the host's byte order, and the port.
+/// An address as 32-bit words in the host's byte order, and the port.
 fn address(text: &str) -> Option<SocketAddr> {
     let (host, port) = text.split_once(':')?;
     let port = u16::from_str_radix(port, 16).ok()?;
@@ -120,11 +119,11 @@ mod tests {
                 assert!(listed.iter().find(found).unwrap().is_established);
             }
             assert!(listed.iter().all(|one| one.peer.port() != 0));
-            // The side that ends first keeps a TIME_WAIT, which sends no data.
+            // The side that closes first keeps a TIME_WAIT socket, which sends no data.
             drop(client);
             drop(server);
             let mut left = connections().unwrap();
-            // Somebody else may have the port by now, for another peer.
+            // Another program may use the port by now, with another peer.
             left.retain(|one| one.local == from && one.peer == at && one.is_established);
             assert_eq!(left, []);
         }

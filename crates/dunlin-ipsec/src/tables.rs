@@ -1,5 +1,5 @@
-//! Steps of a plan, carried out on the kernel's tables: recorded before, read back
-//! after, and taken back without touching what is not ours.
+//! Applies the steps of a plan to the kernel's tables: records each object first, reads it back
+//! after installing it, and removes only objects of its own.
 
 use std::collections::BTreeMap;
 use std::net::{SocketAddr, UdpSocket};
@@ -25,32 +25,32 @@ use values::{
     connection_policy, describe, id_of, is_the_same, meet, only_crosses, policy_of, state_of,
 };
 
-/// How often in a row no connection may be found before the ports are free: procfs lists
-/// them in pieces, and one may be in none of them while it changes its state.
+/// How many checks in a row must find no connection before the ports are freed: procfs lists
+/// connections in pieces and may omit one that changes its state.
 const LOOKS: u32 = 3;
 const BETWEEN_LOOKS: Duration = Duration::from_millis(50);
 
-/// An SA, and what it has carried.
+/// An SA and its counters.
 #[derive(Clone, Debug)]
 pub struct AssociationStatus {
     /// The SA.
     pub association: Association,
-    /// What it has carried; none if another program has removed it.
+    /// The counters; `None` if another program has removed the SA.
     pub counters: Option<Counters>,
 }
 
-/// The kernel's tables in the namespace of the thread that opened them.
+/// The kernel's tables in the network namespace of the thread that opened them.
 pub(super) struct Tables {
     pub(super) xfrm: Arc<Xfrm>,
     hook: Option<Hook>,
     listener: Option<Arc<UdpSocket>>,
-    /// Whether the kernel keeps them, once that was looked for.
+    /// Whether the kernel stores directions of SAs; `None` until probed.
     keeps_directions: Option<bool>,
 }
 
 impl Tables {
     pub(super) fn open(hook: Option<Hook>) -> Result<Self, IpsecError> {
-        let xfrm = Xfrm::open().map_err(kernel("the kernel's IPsec is opened"))?;
+        let xfrm = Xfrm::open().map_err(kernel("opening the kernel's IPsec"))?;
         Ok(Self {
             xfrm: Arc::new(xfrm),
             hook,
@@ -59,22 +59,22 @@ impl Tables {
         })
     }
 
-    /// Whether the kernel has ESP at all, asked before a peer depends on it.
+    /// Checks that the kernel has ESP, before a peer depends on it.
     pub(super) fn have_esp(&self) -> Result<(), IpsecError> {
         let has = self.xfrm.esp();
-        has.map_err(kernel("the kernel's ESP is looked for"))
+        has.map_err(kernel("probing for ESP"))
     }
 
     /// Returns an error if an SA cannot belong to one CPU.
     pub(super) fn need_per_cpu_sas(&self) -> Result<(), IpsecError> {
         let has = self.xfrm.has_per_cpu_sas();
-        match has.map_err(kernel("SAs for CPUs are looked for"))? {
+        match has.map_err(kernel("probing for per-CPU SAs"))? {
             true => Ok(()),
             false => Err(IpsecError::NoPerCpu),
         }
     }
 
-    /// The same tables, to look at.
+    /// Returns the same tables, for reading.
     pub(super) fn of(xfrm: Arc<Xfrm>) -> Self {
         Self {
             xfrm,
@@ -84,15 +84,15 @@ impl Tables {
         }
     }
 
-    /// Whether nobody has a policy for any of these packets, but those that were inherited.
+    /// Checks that no policy other than the inherited ones covers any of these packets.
     pub(super) fn are_free(&self, steps: &[Step], inherited: &[Policy]) -> Result<(), IpsecError> {
-        let standing = self.xfrm.policies();
-        let mut standing = standing.map_err(kernel("policies are listed"))?;
+        let installed = self.xfrm.policies();
+        let mut installed = installed.map_err(kernel("listing policies"))?;
         let inherited: Vec<xfrm::Policy> = inherited.iter().map(policy_of).collect();
-        standing.retain(|policy| !inherited.contains(policy));
+        installed.retain(|policy| !inherited.contains(policy));
         for own in steps.iter().filter_map(|step| step.added()?.policy()) {
             let own = policy_of(own);
-            let met = standing
+            let met = installed
                 .iter()
                 .find(|other| meet(other, &own) && !only_crosses(other, &own));
             if let Some(other) = met {
@@ -102,21 +102,21 @@ impl Tables {
         Ok(())
     }
 
-    /// Whether no policy for certain ports covers the packets of a connection, as another
-    /// session's would that has one of its ports.
+    /// Checks that no policy for specific ports covers the packets of a connection, as the policy
+    /// of another session with one of its ports would.
     pub(super) fn leave_alone(
         &self,
         local: SocketAddr,
         peer: SocketAddr,
     ) -> Result<(), IpsecError> {
-        let standing = self.xfrm.policies();
-        let standing = standing.map_err(kernel("policies are listed"))?;
+        let installed = self.xfrm.policies();
+        let installed = installed.map_err(kernel("listing policies"))?;
         let connection = connection_policy(local, peer);
         let for_ports = |policy: &&xfrm::Policy| {
             let selector = &policy.selector;
             selector.source_ports.mask > 0 || selector.destination_ports.mask > 0
         };
-        let mut for_ports = standing.iter().filter(for_ports);
+        let mut for_ports = installed.iter().filter(for_ports);
         let met = for_ports.find(|policy| meet(policy, &connection));
         met.map_or(Ok(()), |policy| {
             Err(IpsecError::ControlCovered {
@@ -126,26 +126,23 @@ impl Tables {
         })
     }
 
-    /// Those of the policies that the kernel has just as they are.
-    pub(super) fn standing(&self, policies: &[Policy]) -> Result<Vec<Policy>, IpsecError> {
+    /// Returns those of the policies that the kernel has unchanged.
+    pub(super) fn installed(&self, policies: &[Policy]) -> Result<Vec<Policy>, IpsecError> {
         let all = self.xfrm.policies();
-        let all = all.map_err(kernel("policies are listed"))?;
-        let stands = |policy: &&Policy| all.contains(&policy_of(policy));
-        Ok(policies.iter().filter(stands).copied().collect())
+        let all = all.map_err(kernel("listing policies"))?;
+        let is_installed = |policy: &&Policy| all.contains(&policy_of(policy));
+        Ok(policies.iter().filter(is_installed).copied().collect())
     }
 
-    /// A block of request ids that nobody uses, by numbers that `random` gives.
+    /// Returns an unused block of request ids, chosen with numbers from `random`.
     pub(super) fn free_reqids(
         &self,
         blocks: u32,
         size: u32,
         mut random: impl FnMut() -> Result<u32, IpsecError>,
     ) -> Result<u32, IpsecError> {
-        let states = self.xfrm.states().map_err(kernel("SAs are listed"))?;
-        let policies = self
-            .xfrm
-            .policies()
-            .map_err(kernel("policies are listed"))?;
+        let states = self.xfrm.states().map_err(kernel("listing SAs"))?;
+        let policies = self.xfrm.policies().map_err(kernel("listing policies"))?;
         let of_policy = |policy: &xfrm::Policy| match policy.action {
             xfrm::Action::Protect { reqid, .. } => Some(reqid),
             _ => None,
@@ -165,8 +162,8 @@ impl Tables {
         }
     }
 
-    /// Carries steps out, in order. What it was at when it failed may stand, and is in
-    /// the record.
+    /// Performs steps in order. After a failure, the object of the failed step may be installed,
+    /// and is in the record.
     pub(super) fn apply(
         &mut self,
         steps: &[Step],
@@ -176,7 +173,7 @@ impl Tables {
         let coming: Vec<Object> = steps
             .iter()
             .filter_map(|step| match step {
-                // A socket goes with its process.
+                // A socket is closed when its process ends.
                 Step::Add(Object::Listener(_)) | Step::Remove(_) => None,
                 Step::Add(object) => Some(*object),
                 Step::Replace(policy) => Some(Object::Policy(*policy)),
@@ -200,17 +197,17 @@ impl Tables {
             Step::Add(Object::Policy(policy)) => {
                 let added = self.xfrm.add_policy(&policy_of(policy));
                 if let Err(xfrm::Error::Taken { .. }) = added {
-                    // Somebody was faster: that one is not ours.
+                    // Another program installed it first; it is not ours.
                     record.gone(&Object::Policy(*policy))?;
                     return Err(IpsecError::PortsTaken(policy.to_string()));
                 }
                 added.map_err(kernel(policy))?;
-                self.stands(policy)
+                self.verify_policy(policy)
             }
             Step::Add(Object::Association(one)) => {
                 let state = state_of(one, key(one)?, self.keeps_directions()?);
                 if let Err(source) = self.xfrm.add_state(&state) {
-                    if is_no(&source) {
+                    if is_refusal(&source) {
                         record.gone(&Object::Association(*one))?;
                     }
                     return Err(kernel(one)(source));
@@ -224,7 +221,7 @@ impl Tables {
             Step::Replace(policy) => {
                 let replaced = self.xfrm.replace_policy(&policy_of(policy));
                 replaced.map_err(kernel(policy))?;
-                self.stands(policy)?;
+                self.verify_policy(policy)?;
                 forget_replaced(policy, record)
             }
             Step::Remove(object) => {
@@ -234,22 +231,22 @@ impl Tables {
         }
     }
 
-    /// Whether the policies for ports and the SAs stand that the record has. In the place of a
-    /// policy that somebody has removed comes what blocks, or lets in only what an SA has opened.
+    /// Checks that the recorded policies for ports and SAs are installed. Replaces a policy that
+    /// another program removed by one that blocks, or that accepts only packets opened by an SA.
     ///
     /// # Errors
-    /// One is not there; it is named.
-    pub(super) fn still_stand(&self, record: &Record) -> Result<(), IpsecError> {
+    /// An object is missing; the error names it.
+    pub(super) fn verify_installed(&self, record: &Record) -> Result<(), IpsecError> {
         let mut missing = None;
-        // A connection's own one is ahead of these, and without it they serve.
+        // The policy of a connection has precedence over these, and these apply without it.
         for policy in record.policies().filter(|one| !one.is_for_connection()) {
             let expected = policy_of(policy);
-            let standing = self.xfrm.policy(&expected.selector, expected.direction);
-            let standing = standing.map_err(kernel(policy))?;
-            if standing.as_ref() == Some(&expected) {
+            let installed = self.xfrm.policy(&expected.selector, expected.direction);
+            let installed = installed.map_err(kernel(policy))?;
+            if installed.as_ref() == Some(&expected) {
                 continue;
             }
-            if standing.is_none() {
+            if installed.is_none() {
                 let safe = match policy.direction {
                     Direction::Out => Policy {
                         action: Action::Block,
@@ -265,7 +262,8 @@ impl Tables {
         if let Some(policy) = missing {
             return Err(IpsecError::Removed(policy.to_string()));
         }
-        // While others make many the list cannot be read; there is another look in a second.
+        // The list cannot be read while other programs change it quickly; the next check follows in
+        // a second.
         let Ok(states) = self.xfrm.states() else {
             return Ok(());
         };
@@ -273,16 +271,16 @@ impl Tables {
             states.into_iter().map(|one| (one.id, one)).collect();
         let mut associations = record.objects().iter().filter_map(Object::association);
         let lost = associations.find(|one| {
-            let standing = states.get(&id_of(one));
-            !standing.is_some_and(|standing| is_the_same(standing, one))
+            let installed = states.get(&id_of(one));
+            !installed.is_some_and(|installed| is_the_same(installed, one))
         });
         lost.map_or(Ok(()), |one| Err(IpsecError::RemovedSa(one.to_string())))
     }
 
-    /// Takes back everything that the record has, save the policies that block: these
-    /// are left as steps for [`Tables::finish`], once it is quiet. A record that cannot be
-    /// written any more, on a full disk, does not stop that: it names too much then, and
-    /// what is gone already is not looked for in vain.
+    /// Removes everything in the record except the policies that block; these remain for
+    /// [`Tables::finish`], when no connection uses the ports. A record that cannot be written, on a
+    /// full disk, does not stop this: it then lists too much, and removing an object that is
+    /// already gone has no effect.
     pub(super) fn take_back(&mut self, record: &mut Record) -> Result<Undo, IpsecError> {
         let mut undo = undo(record.objects());
         let recorded: Vec<Policy> = record.policies().copied().collect();
@@ -291,18 +289,18 @@ impl Tables {
             match step {
                 Step::Replace(policy) => {
                     let own = policy_of(&policy);
-                    let standing = self.xfrm.policy(&own.selector, own.direction);
-                    let standing = standing.map_err(kernel(&policy))?;
-                    let is_ours = standing.is_some_and(|standing| {
-                        let same = |one: &Policy| policy_of(one) == standing;
-                        // It may have been put there by one that died in the midst of this.
-                        standing == own || recorded.iter().any(same)
+                    let installed = self.xfrm.policy(&own.selector, own.direction);
+                    let installed = installed.map_err(kernel(&policy))?;
+                    let is_ours = installed.is_some_and(|installed| {
+                        let same = |one: &Policy| policy_of(one) == installed;
+                        // A process that died during this operation may have installed it.
+                        installed == own || recorded.iter().any(same)
                     });
                     if is_ours {
                         self.xfrm.replace_policy(&own).map_err(kernel(&policy))?;
-                        self.stands(&policy)?;
+                        self.verify_policy(&policy)?;
                     }
-                    // The record has it as one that protects, until it goes.
+                    // The record lists the original policy until this one is removed.
                 }
                 Step::Remove(object) => {
                     self.remove(&object)?;
@@ -315,9 +313,9 @@ impl Tables {
         Ok(undo)
     }
 
-    /// Removes what has blocked the ports since [`Tables::take_back`]; false while
-    /// connections of theirs are left, which would go on in the clear. Where nothing was
-    /// ever protected, those that are there were in the clear before, and go on.
+    /// Removes the policies that have blocked the ports since [`Tables::take_back`]; returns false
+    /// while connections use the ports, because they would continue in the clear. If nothing was
+    /// ever protected, existing connections were in the clear before and continue.
     pub(super) fn finish(
         &mut self,
         when_quiet: &[Policy],
@@ -337,7 +335,7 @@ impl Tables {
         Ok(true)
     }
 
-    /// Removes these.
+    /// Removes these policies.
     pub(super) fn remove_all(
         &mut self,
         policies: &[Policy],
@@ -356,19 +354,19 @@ impl Tables {
             return Ok(known);
         }
         let keeps = self.xfrm.keeps_directions();
-        let keeps = keeps.map_err(kernel("directions of SAs are looked for"))?;
+        let keeps = keeps.map_err(kernel("probing for directions of SAs"))?;
         self.keeps_directions = Some(keeps);
         Ok(keeps)
     }
 
-    /// What an SA has carried; none where it is gone.
+    /// Returns the counters of an SA; `None` if it is gone.
     fn counters(&self, one: &Association) -> Result<Option<Counters>, IpsecError> {
         let state = self.xfrm.state(&id_of(one)).map_err(kernel(one))?;
         let own = state.filter(|state| is_the_same(state, one));
         Ok(own.map(|state| state.counters))
     }
 
-    /// These SAs, with what they have carried.
+    /// Returns these SAs with their counters.
     pub(super) fn statuses<'a>(
         &self,
         associations: impl Iterator<Item = &'a Association>,
@@ -388,17 +386,17 @@ impl Tables {
         }
     }
 
-    /// Whether the kernel has this policy and no other in its place.
-    fn stands(&self, policy: &Policy) -> Result<(), IpsecError> {
+    /// Checks that the kernel has exactly this policy.
+    fn verify_policy(&self, policy: &Policy) -> Result<(), IpsecError> {
         let expected = policy_of(policy);
-        let standing = self.xfrm.policy(&expected.selector, expected.direction);
-        if standing.map_err(kernel(policy))? == Some(expected) {
+        let installed = self.xfrm.policy(&expected.selector, expected.direction);
+        if installed.map_err(kernel(policy))? == Some(expected) {
             return Ok(());
         }
         Err(kernel(policy)(xfrm::Error::Differs { what: "the policy" }))
     }
 
-    /// Removes this and nothing else.
+    /// Removes this object and nothing else.
     fn remove(&mut self, object: &Object) -> Result<(), IpsecError> {
         match object {
             Object::Policy(policy) => {
@@ -406,8 +404,8 @@ impl Tables {
                 removed.map(|_| ()).map_err(kernel(policy))
             }
             Object::Association(one) => {
-                let standing = self.xfrm.state(&id_of(one)).map_err(kernel(one))?;
-                if standing.is_some_and(|standing| is_the_same(&standing, one)) {
+                let installed = self.xfrm.state(&id_of(one)).map_err(kernel(one))?;
+                if installed.is_some_and(|installed| is_the_same(&installed, one)) {
                     let removed = self.xfrm.remove_state(&id_of(one));
                     removed.map_err(kernel(one))?;
                 }
@@ -421,7 +419,7 @@ impl Tables {
     }
 }
 
-/// Connections of this host whose packets these policies are for.
+/// Returns the number of connections of this host that these policies cover.
 pub(super) fn still_used(policies: &[Policy]) -> Result<usize, IpsecError> {
     let leaving = policies
         .iter()
@@ -445,7 +443,7 @@ pub(super) fn still_used(policies: &[Policy]) -> Result<usize, IpsecError> {
     Ok(used.count())
 }
 
-/// The record has the policy, and no other of its place.
+/// Removes policies that `policy` replaced from the record.
 fn forget_replaced(policy: &Policy, record: &mut Record) -> Result<(), IpsecError> {
     let replaced = |other: &&Policy| other.is_in_place_of(policy) && *other != policy;
     let before: Vec<Policy> = record.policies().filter(replaced).copied().collect();
@@ -453,9 +451,8 @@ fn forget_replaced(policy: &Policy, record: &mut Record) -> Result<(), IpsecErro
     before.try_for_each(|object| record.gone(&object))
 }
 
-/// Whether the kernel has surely not done what it was told. Where its answer was lost it
-/// may have.
-fn is_no(error: &xfrm::Error) -> bool {
+/// Whether the kernel certainly did not perform the request. If its answer was lost, it may have.
+fn is_refusal(error: &xfrm::Error) -> bool {
     use xfrm::Error::{NoEsp, NoSuchCpu, NotPermitted, Refused, Taken};
     matches!(
         error,

@@ -1,5 +1,5 @@
-//! UDP sockets by which the kernel takes ESP in UDP: one for an address and port, which
-//! all sessions of this process share.
+//! UDP sockets on which the kernel receives ESP in UDP. There is one for each address and port; all
+//! sessions of this process share it.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -13,22 +13,22 @@ use dunlin_linux::udp_encap::receive_encapsulated;
 /// A network namespace, by its inode, and an address there.
 type BoundAddress = (u64, SocketAddr);
 
-/// Those that some session has.
-static STANDING: Mutex<BTreeMap<BoundAddress, Weak<UdpSocket>>> = Mutex::new(BTreeMap::new());
+/// The sockets that are in use by a session.
+static OPEN: Mutex<BTreeMap<BoundAddress, Weak<UdpSocket>>> = Mutex::new(BTreeMap::new());
 
-/// The socket at an address of the calling thread's network namespace. It goes when
-/// nobody has it any more.
+/// Returns the socket at an address of the calling thread's network namespace. It is closed when
+/// the last user drops it.
 pub(super) fn listen(address: SocketAddr) -> io::Result<Arc<UdpSocket>> {
-    let place = (fs::metadata("/proc/thread-self/ns/net")?.ino(), address);
-    let mut standing = STANDING.lock().unwrap_or_else(PoisonError::into_inner);
-    standing.retain(|_, socket| socket.strong_count() > 0);
-    if let Some(socket) = standing.get(&place).and_then(Weak::upgrade) {
+    let key = (fs::metadata("/proc/thread-self/ns/net")?.ino(), address);
+    let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+    open.retain(|_, socket| socket.strong_count() > 0);
+    if let Some(socket) = open.get(&key).and_then(Weak::upgrade) {
         return Ok(socket);
     }
     let socket = UdpSocket::bind(address)?;
     receive_encapsulated(&socket)?;
     let socket = Arc::new(socket);
-    standing.insert(place, Arc::downgrade(&socket));
+    open.insert(key, Arc::downgrade(&socket));
     Ok(socket)
 }
 
@@ -47,7 +47,10 @@ mod tests {
         let other = listen(address).unwrap();
         assert!(Arc::ptr_eq(&one, &other));
         drop(one);
-        assert!(UdpSocket::bind(address).is_err(), "the other one has it");
+        assert!(
+            UdpSocket::bind(address).is_err(),
+            "the other user still holds it"
+        );
         drop(other);
         UdpSocket::bind(address).unwrap();
     }

@@ -1,5 +1,5 @@
-//! An IPsec session that is given up while the other side is silent: at once, and the other side
-//! hears of it.
+//! An IPsec session is cancelled while the peer is silent: it ends at once, and the peer sees the
+//! end.
 #![allow(clippy::unwrap_used)]
 
 use std::io::Read;
@@ -16,15 +16,15 @@ use dunlin_lane::provider::Crypto;
 use dunlin_test_base::Scratch;
 use dunlin_test_support::lane::{Authority, DESTINATION, SOURCE, names};
 
-/// Well below what anybody waits for, and more than a machine under load takes.
+/// Well below every timeout, and longer than a loaded machine takes.
 const AT_ONCE: Duration = Duration::from_secs(2);
 
-/// A peer that is silent from some point on: it calls the second argument then, and returns when
-/// the connection has ended.
+/// A peer that falls silent at some point: it then calls the third argument, and returns when the
+/// connection has ended.
 type Silent = fn(TcpStream, &ServerTls, &dyn Fn());
 
 #[test]
-fn a_session_is_given_up_while_its_peer_is_silent() {
+fn a_session_can_be_cancelled_while_its_peer_is_silent() {
     let before_tls: Silent = |mut stream, _, silent| {
         let mut first = [0; 1];
         stream.read_exact(&mut first).unwrap();
@@ -62,14 +62,14 @@ fn is_given_up(peer: Silent) {
     );
     options.timeout = Duration::from_secs(60);
     let since = Arc::<Mutex<Option<Instant>>>::default();
-    let (heard, end) = channel();
+    let (ended, end) = channel();
     let is_silent = Arc::clone(&since);
     let peer = thread::spawn(move || {
         let (stream, _) = listener.accept().unwrap();
         peer(stream, &server, &|| {
             *is_silent.lock().unwrap() = Some(Instant::now());
         });
-        heard.send(()).unwrap();
+        ended.send(()).unwrap();
     });
     let mut given_up = || since.lock().unwrap().is_some();
     let result = up_unless(

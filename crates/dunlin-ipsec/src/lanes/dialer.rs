@@ -1,4 +1,4 @@
-//! The side that opens lanes: sessions to one peer, and connections from their ports.
+//! The side that opens lanes: sessions with a peer, and connections from their ports.
 
 use std::collections::{BTreeSet, HashMap};
 use std::fmt;
@@ -19,7 +19,7 @@ use dunlin_proto::negotiate::SessionId;
 use thiserror::Error;
 
 use super::watch::{Look, strays};
-use super::{IpsecLanes, Shared, look_anew};
+use super::{IpsecLanes, Shared, refresh_route};
 use crate::dial;
 use crate::error::IpsecError;
 use crate::event::{Event, Observer};
@@ -33,65 +33,66 @@ use dunlin_lane::dial::{DialError, LaneDialer, LaneRequest};
 use dunlin_lane::peers::Principal;
 use dunlin_lane::sync::lock;
 
-/// Blocks of ports that are tried before none seems to be free.
+/// How many blocks of ports to try before giving up.
 const BLOCKS_TRIED: usize = 8;
-/// Sessions that are tried for one lane, where the ports of one are used up.
+/// How many sessions to try for one lane if all ports of a session are in use.
 const SESSIONS_TRIED: usize = 3;
-/// How long an SA of its own is waited for before a lane goes by the fallback.
+/// How long to wait for a lane's own SA before the lane uses the fallback.
 const SA_LIMIT: Duration = Duration::from_secs(2);
-/// How often in a row no connection may be found before its last acknowledgement has come to the
-/// other side, too: procfs may have left one out, and the network takes its time.
+/// How many checks in a row must find no connection before its last acknowledgement is taken to
+/// have reached the other side: procfs may omit one, and the network needs time.
 const LOOKS: u32 = 4;
 const BETWEEN_LOOKS: Duration = Duration::from_millis(50);
-/// How often it is looked whether something has come.
+/// The interval at which an expected SA is polled.
 const LOOK: Duration = Duration::from_millis(5);
-/// How often a lane that waits for a session looks whether it is to stop.
+/// The interval at which a lane that waits for a session checks for cancellation.
 const STEP: Duration = Duration::from_millis(50);
 
-/// Why there is no lane.
+/// Why a lane was not opened.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum LaneError {
-    /// There is no IPsec session.
+    /// The IPsec session failed.
     #[error("no IPsec session for a lane")]
     Session(#[from] IpsecError),
-    /// Somebody else answers where the lanes lead.
-    #[error("{to} answers with another certificate than the control lane's")]
+    /// Another peer answers at the endpoint of the lane.
+    #[error("{to} presented a certificate other than that of the control lane")]
     OtherPeer {
-        /// Where.
+        /// The endpoint.
         to: String,
     },
-    /// Every port of the session is taken.
-    #[error("no port of {ports} is free for a lane: others use them on this host")]
+    /// All ports of the session are in use.
+    #[error("no free port in {ports} for a lane: other programs on this host use them")]
     NoPort {
-        /// The session's.
+        /// The ports of the session.
         ports: String,
     },
-    /// The thread cannot be on its CPU.
-    #[error("the lane's thread cannot be kept on CPU {cpu}: choose others with --cpus")]
+    /// The lane's thread cannot be pinned to its CPU.
+    #[error("the lane's thread cannot be pinned to CPU {cpu}")]
     Cpu {
-        /// Which.
+        /// The CPU.
         cpu: u32,
-        /// Why.
+        /// The system's error.
         source: io::Error,
     },
-    /// No connection.
-    #[error("{to} cannot be reached from port {from} by IPsec")]
+    /// The connection failed.
+    #[error("connection from port {from} to {to} over IPsec failed")]
     Connect {
-        /// From where.
+        /// The source port.
         from: u16,
-        /// Where.
+        /// The address.
         to: SocketAddr,
-        /// Why.
+        /// The system's error.
         source: io::Error,
     },
-    /// It was given up here.
-    #[error("the lane was given up before it stood")]
+    /// The lane was cancelled on this side.
+    #[error("the lane was cancelled before it was open")]
     Stopped,
 }
 
 impl LaneError {
-    /// The code if the next attempt would fail in the same way; `None` if it may succeed.
+    /// Returns the fault code if the next attempt would fail in the same way; `None` if it may
+    /// succeed.
     #[must_use]
     pub fn permanent(&self) -> Option<FaultCode> {
         match self {
@@ -114,31 +115,31 @@ impl LaneError {
     }
 }
 
-/// Opens lanes over IPsec. When it is dropped, its sessions end; that waits until their
-/// connections are over, or for the options' `quiet_wait`.
+/// Opens lanes over IPsec. Dropping it ends its sessions, which waits until their connections are
+/// closed, or for the options' `quiet_wait`.
 pub struct IpsecDialer {
     lanes: IpsecLanes,
-    /// By where they lead, and who has to be there: a session is between two addresses.
+    /// Keyed by endpoint and required peer: a session is between two addresses.
     toward: Mutex<HashMap<Destination, Toward>>,
     changed: Condvar,
 }
 
-/// An endpoint, and the peer that has to be there.
+/// An endpoint and the peer that must answer there.
 type Destination = (String, Principal);
 
 #[derive(Default)]
 struct Toward {
-    /// Whether a thread is making a session.
+    /// Whether a thread is setting up a session.
     is_making: bool,
-    /// The newest is the last; those before have no port left, or are over.
+    /// The newest session is last; earlier ones have no free port or have ended.
     sessions: Vec<Arc<LaneSession>>,
-    /// Ports of sessions that are over. Their connections may still exist, so they are used again
-    /// only when all others are in use.
+    /// Ports of ended sessions. Their connections may still exist, so these ports are reused only
+    /// when all others are in use.
     over: Vec<PortRange>,
 }
 
 impl Toward {
-    /// Shuts the lanes of sessions that are over.
+    /// Removes ended sessions and shuts down their lanes.
     fn retire(&mut self) {
         let over = self.sessions.extract_if(.., |one| one.cut_if_over());
         for session in over {
@@ -149,7 +150,7 @@ impl Toward {
     }
 }
 
-/// A session, and the lanes on it.
+/// A session and its lanes.
 pub(super) struct LaneSession {
     pub(super) session: Session,
     pub(super) ports: PortRange,
@@ -159,32 +160,32 @@ pub(super) struct LaneSession {
     quiet_wait: Duration,
     is_full: AtomicBool,
     entries: Mutex<Vec<Weak<LaneEntry>>>,
-    /// CPUs that have waited in vain for an SA of their own.
+    /// CPUs that did not get their own SA in time.
     unserved: Mutex<BTreeSet<u32>>,
     last: Mutex<Look>,
-    /// Looks at which lanes had strayed.
+    /// The number of checks that found stray lanes.
     strayed: AtomicU64,
 }
 
-/// A lane's place among the others of its session.
+/// The entry of a lane in its session.
 struct LaneEntry {
     number: u64,
-    /// None in mode connection.
+    /// The CPU; `None` in mode connection.
     cpu: Option<u32>,
     stream: OnceLock<TcpStream>,
     has_strayed: AtomicBool,
 }
 
-/// A connection whose packets go by a session's SAs, and by nothing else.
+/// A connection that uses a session's SAs and nothing else.
 #[derive(Debug)]
 pub struct ProtectedLane {
-    /// The connection. The calling thread is kept on the CPU whose SA it has.
+    /// The connection. The calling thread is pinned to the CPU that has its SA.
     pub stream: TcpStream,
-    /// Its entry in the session, which the lane's thread keeps as long as the lane.
+    /// The entry in the session; the lane's thread must keep it as long as the lane exists.
     pub hold: LaneHold,
 }
 
-/// A lane's place among the others of its session; dropped with the lane.
+/// The entry of a lane in its session; dropped with the lane.
 pub struct LaneHold(Arc<LaneEntry>);
 
 impl LaneDialer for IpsecDialer {
@@ -202,21 +203,22 @@ impl LaneDialer for IpsecDialer {
 }
 
 impl LaneGuard for LaneHold {
-    /// A lane that was seen to go by another CPU's SA has its route looked up anew, by what this
-    /// thread sends next.
+    /// If the lane was seen to use another CPU's SA, makes the kernel look up its route again at
+    /// the next send of this thread.
     fn before_send(&self) {
         if self.0.has_strayed.load(Ordering::Relaxed)
             && self.0.has_strayed.swap(false, Ordering::Relaxed)
             && let Some(stream) = self.0.stream.get()
         {
-            // Where it fails the counters say so again.
-            let _ = look_anew(stream);
+            // If this fails, the next comparison of counters reports the lane again.
+            let _ = refresh_route(stream);
         }
     }
 }
 
 impl LaneHold {
-    /// The CPU on which the lane's thread is kept, and whose SA it has; none in mode connection.
+    /// The CPU to which the lane's thread is pinned and which has the lane's SA; `None` in mode
+    /// connection.
     #[must_use]
     pub fn cpu(&self) -> Option<u32> {
         self.0.cpu
@@ -241,7 +243,7 @@ impl fmt::Debug for IpsecDialer {
 }
 
 impl IpsecDialer {
-    /// A dialer without a session; the first lane starts one.
+    /// Creates a dialer without a session; the first lane starts one.
     #[must_use]
     pub fn new(lanes: IpsecLanes) -> Self {
         Self {
@@ -251,12 +253,12 @@ impl IpsecDialer {
         }
     }
 
-    /// A connection to the request's endpoint, by a session with its peer that exists or is made
-    /// for it. Called on the thread of the lane, which in mode cpu is kept on one CPU from now on.
+    /// Opens a connection to the request's endpoint, over an existing or a new session with its
+    /// peer. Must be called on the thread of the lane: mode cpu pins the thread to one CPU.
     ///
     /// # Errors
-    /// None by the deadline, or it was cancelled before: a session that is being agreed on is
-    /// given up then.
+    /// The deadline has passed, or the request was cancelled. A session that is being set up is
+    /// then given up.
     pub fn connect(&self, request: &LaneRequest<'_>) -> Result<ProtectedLane, LaneError> {
         let mut tried = 0;
         loop {
@@ -282,7 +284,8 @@ impl IpsecDialer {
         &self.lanes.0.shared
     }
 
-    /// One that can be used, made if there is none. Others wait meanwhile.
+    /// Returns a session with free ports, and starts one if there is none. Other callers wait
+    /// meanwhile.
     fn session(&self, request: &LaneRequest<'_>) -> Result<Arc<LaneSession>, LaneError> {
         let to = || (request.endpoint.to_owned(), request.peer.clone());
         let mut toward = lock(&self.toward);
@@ -300,7 +303,7 @@ impl IpsecDialer {
             }
             let waited = self.changed.wait_timeout(toward, STEP);
             toward = waited.unwrap_or_else(PoisonError::into_inner).0;
-            go_on(request)?;
+            check_limits(request)?;
         };
         drop(toward);
         let made = self.make(request, &over).map(Arc::new);
@@ -331,12 +334,12 @@ impl IpsecDialer {
             .free_blocks()
             .into_iter()
             .partition::<Vec<_>, _>(|block| over.contains(block));
-        let called_off = |error: IpsecError| match (go_on(request), error) {
+        let cancelled_or = |error: IpsecError| match (check_limits(request), error) {
             (Err(why), IpsecError::Ended) => why,
             (_, error) => error.into(),
         };
         for _ in 0..BLOCKS_TRIED {
-            go_on(request)?;
+            check_limits(request)?;
             let session: SessionId = random()?;
             if blocks.is_empty() {
                 mem::swap(&mut blocks, &mut later);
@@ -355,7 +358,7 @@ impl IpsecDialer {
                     .min(deadline.saturating_duration_since(Instant::now())),
                 ..shared.site.options.clone()
             };
-            let mut given_up = || go_on(request).is_err();
+            let mut given_up = || check_limits(request).is_err();
             let limit = options.timeout;
             let opened = dial::open_beside(
                 (to, request.connector),
@@ -364,7 +367,7 @@ impl IpsecDialer {
                 limit,
                 &mut given_up,
             );
-            let control = opened.map_err(called_off)?;
+            let control = opened.map_err(cancelled_or)?;
             if !control.peer().is(request.peer) {
                 let to = to.to_owned();
                 return Err(LaneError::OtherPeer { to });
@@ -387,9 +390,10 @@ impl IpsecDialer {
                         strayed: AtomicU64::new(0),
                     });
                 }
-                // On either host another session has them: the other side opens lanes too.
+                // Another session on one of the hosts has the ports: the other side opens lanes
+                // too.
                 Err(error) if error.fault() == FaultCode::PortsTaken => {}
-                Err(error) => return Err(called_off(error)),
+                Err(error) => return Err(cancelled_or(error)),
             }
         }
         let ports = shared.site.options.ports.to_string();
@@ -406,7 +410,7 @@ impl LaneSession {
     ) -> Result<ProtectedLane, LaneError> {
         let entry = self.enter(cpus);
         if let Some(cpu) = entry.cpu {
-            // The SA is that of the CPU on which connect(2) looks up the route.
+            // connect(2) looks up the route, and with it the SA, on the current CPU.
             pin_to(cpu as usize).map_err(|source| LaneError::Cpu { cpu, source })?;
             self.session.want_cpu(cpu);
             let is_served = self.await_own(Sender::Cpu(cpu), request)?;
@@ -415,7 +419,7 @@ impl LaneSession {
             }
         }
         let count = u32::from(self.ports.last() - self.ports.first()) + 1;
-        // Not one after the other: a port that was used lately waits for a minute.
+        // Rotate through the ports: a recently used port is unavailable for a minute (TIME_WAIT).
         let start = entry.number as u32 % count;
         for at in 0..count {
             let port = self.ports.first() + ((start + at) % count) as u16;
@@ -431,7 +435,8 @@ impl LaneSession {
                 Ok(stream) => {
                     if self.mode == Mode::Connection {
                         let to = self.peer.port();
-                        // Its first bytes may go by the fallback; the rest do not wait for it.
+                        // The first bytes may use the fallback; a failure to get the SA is not an
+                        // error.
                         let own = Sender::Connection { from: port, to };
                         self.await_own(own, request)?;
                     }
@@ -465,7 +470,7 @@ impl LaneSession {
         Err(LaneError::NoPort { ports })
     }
 
-    /// Enters a lane on the CPU that has the fewest lanes.
+    /// Adds an entry for a lane on the CPU with the fewest lanes.
     fn enter(&self, cpus: &[u32]) -> Arc<LaneEntry> {
         static NUMBERS: AtomicU64 = AtomicU64::new(0);
         let mut entries = lock(&self.entries);
@@ -483,19 +488,19 @@ impl LaneSession {
         entry
     }
 
-    /// Whether what is sent for this has an SA of its own, which may take a moment.
+    /// Waits for the SA of `sender`; returns whether it is installed in time.
     fn await_own(&self, sender: Sender, request: &LaneRequest<'_>) -> Result<bool, LaneError> {
         let until = Instant::now() + SA_LIMIT;
         loop {
             if self.session.has(sender) {
                 return Ok(true);
             }
-            let is_known =
+            let is_unserved =
                 matches!(sender, Sender::Cpu(cpu) if lock(&self.unserved).contains(&cpu));
-            if is_known || Instant::now() >= until {
+            if is_unserved || Instant::now() >= until {
                 return Ok(false);
             }
-            go_on(request)?;
+            check_limits(request)?;
             if self.session.is_over() {
                 return Err(IpsecError::Ended.into());
             }
@@ -514,27 +519,27 @@ impl LaneSession {
         entries.iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// The lanes of a session that is over are so, too: nothing leaves from their ports. Whether
-    /// it is over.
+    /// If the session has ended, shuts down its lanes: nothing leaves from their ports any more.
+    /// Returns whether it has ended.
     pub(super) fn cut_if_over(&self) -> bool {
         if !self.session.is_over() {
             return false;
         }
         for entry in self.entries() {
             if let Some(stream) = entry.stream.get() {
-                // It may be over already.
+                // The connection may be closed already.
                 let _ = stream.shutdown(Shutdown::Both);
             }
         }
         true
     }
 
-    /// Compares what lanes have sent with what SAs have carried since the last time.
+    /// Compares the bytes that lanes sent with the bytes that SAs carried since the last call.
     pub(super) fn watch(&self, observer: &Observer) {
         if self.mode != Mode::Cpu {
             return;
         }
-        // Whoever takes the SAs away is found out by the session.
+        // The session itself detects SAs that another program removed.
         let Some(now) = self.look() else {
             return;
         };
@@ -548,7 +553,7 @@ impl LaneSession {
                 entry.has_strayed.store(true, Ordering::Relaxed);
             }
         }
-        // One that cannot be helped is not told every second.
+        // Do not report a permanent stray every second.
         if (self.strayed.fetch_add(1, Ordering::Relaxed) + 1).is_power_of_two() {
             for stray in strays {
                 observer(&Event::Strayed {
@@ -585,14 +590,13 @@ impl LaneSession {
 }
 
 impl Drop for LaneSession {
-    /// Lets connections that were closed come to their end while their packets still pass: what
-    /// has to be said twice could not be, once the session is over, and its ports would stay
-    /// blocked until TCP gives them up.
+    /// Waits until closed connections have ended, while their packets still pass: once the session
+    /// is over, TCP could not retransmit, and the ports would stay blocked until TCP gives up.
     fn drop(&mut self) {
         let until = Instant::now() + self.quiet_wait;
         let mut looks = 0;
         while looks < LOOKS && !self.session.is_over() && Instant::now() < until {
-            // Where it cannot be asked the session finds out so itself.
+            // If the list is not available, the session itself reports that.
             let is_used = connections().is_ok_and(|all| all.iter().any(|one| self.has(one)));
             looks = if is_used { 0 } else { looks + 1 };
             thread::sleep(BETWEEN_LOOKS);
@@ -600,8 +604,8 @@ impl Drop for LaneSession {
     }
 }
 
-/// Unless it is late, or was called off.
-fn go_on(request: &LaneRequest<'_>) -> Result<(), LaneError> {
+/// Returns an error after the deadline or on cancellation.
+fn check_limits(request: &LaneRequest<'_>) -> Result<(), LaneError> {
     if request.cancel.is_cancelled() {
         return Err(LaneError::Stopped);
     }

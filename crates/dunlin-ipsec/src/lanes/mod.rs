@@ -1,9 +1,10 @@
-//! Lanes of Dunlin's own over IPsec: plain TCP connections whose packets the kernel seals.
+//! Dunlin's own lanes over IPsec: plain TCP connections with packets that the kernel seals.
 //!
-//! A [`IpsecLanes`] is what a process has for it, for lanes in both directions. Whoever opens
-//! lanes has [`IpsecDialer`] to one peer, which make a session when the first lane is wanted; whoever
-//! accepts hands the session's offer to [`SealedLanes::take`], and a lane that came in plain to
-//! [`LaneAcceptor::admit`], which asks [`IpsecLanes::covers`] whether it is one of that session.
+//! [`IpsecLanes`] holds a process's sessions for lanes in both directions. The side that opens
+//! lanes uses an [`IpsecDialer`], which starts a session when the first lane to a peer is dialed.
+//! The side that accepts lanes passes each arrival to [`SealedLanes::take`], which takes the offers
+//! of IPsec sessions, and each plain lane to [`LaneAcceptor::admit`], which checks with
+//! [`IpsecLanes::covers`] that the lane belongs to such a session.
 //!
 //! ```text
 //!  opens lanes                                                       accepts
@@ -15,13 +16,13 @@
 //!   watch: bytes of lanes against bytes of SAs, once a second
 //! ```
 //!
-//! Control lanes stay outside. A session protects a block of *source* ports of the side that
-//! opens lanes, so that the other side's listener goes on taking everybody in. It is apart from
-//! the control lane: new keys and the end of either do not meet.
+//! Control lanes do not use IPsec. A session protects a block of *source* ports of the side that
+//! opens lanes, so the listener of the other side still accepts any peer. A session is independent
+//! of the control lane: neither rekeying nor the end of one affects the other.
 //!
-//! With an SA for each CPU, the thread of a lane is kept on one CPU before it connects, and the
-//! SA of that CPU is asked for when its first lane comes. If the peer has no room
-//! for another SA, the lane uses the fallback.
+//! With an SA for each CPU, the thread of a lane is pinned to one CPU before it connects. The SA of
+//! that CPU is requested for its first lane. If the peer's SA table is full, the lane uses the
+//! fallback SA.
 
 mod dialer;
 mod watch;
@@ -59,24 +60,26 @@ use dunlin_lane::peers::{PeerIdentity, Principal};
 use dunlin_lane::security::SealedLanes;
 use dunlin_lane::sync::lock;
 
-/// Ports that a session protects: twice the lanes of most, since whoever closes a connection
-/// keeps its port for a minute. A power of two, so that it is one policy each way.
+/// The number of ports that a session protects: twice the maximum number of lanes, because the side
+/// that closes a connection keeps its port for a minute (TIME_WAIT). A power of two, so that one
+/// policy in each direction covers the block.
 pub const BLOCK_PORTS: u16 = 64;
-/// Offers that wait to be answered; they come from authorised peers, and more are dropped.
+/// The maximum number of offers that wait for an answer. Offers come from authorised peers; further
+/// ones are dropped.
 const OFFERS: usize = 8;
-/// Accepted lanes that wait for the SA of what they answer with.
+/// The maximum number of accepted lanes that wait for an SA for their answers.
 const ANSWERING: usize = 256;
-/// How long they do.
+/// How long such a lane waits.
 const ANSWERING_LIMIT: Duration = Duration::from_secs(10);
-/// How often offers, ends and accepted lanes are looked after.
+/// The interval at which ended sessions and accepted lanes are handled.
 const TICK: Duration = Duration::from_millis(100);
-/// How often the bytes of lanes are compared with those of SAs.
+/// The interval at which the bytes of lanes are compared with those of SAs.
 const WATCH: Duration = Duration::from_secs(1);
-/// How long a session that was just agreed on may take to stand.
+/// How long to wait for a session that is being set up.
 const SETTLING: Duration = Duration::from_secs(2);
 
-/// Lanes over IPsec, as this process opens and accepts them. Clones are the same one; when the
-/// last is dropped, sessions that peers have begun end.
+/// The IPsec lanes that this process opens and accepts. Clones share one state; when the last is
+/// dropped, sessions that peers started end.
 #[derive(Clone)]
 pub struct IpsecLanes(Arc<Inner>);
 
@@ -86,59 +89,60 @@ struct Inner {
     keeper: Option<JoinHandle<()>>,
 }
 
-/// What the threads share.
+/// The state that all threads share.
 struct Shared {
-    /// Its options are those of sessions that peers begin.
+    /// Its options apply to sessions that peers start.
     site: Site,
-    /// CPUs on which this side's lanes are.
+    /// CPUs to which this side's lanes are pinned.
     cpus: Vec<u32>,
-    /// Sessions that this side has begun.
+    /// Sessions that this side started.
     begun: Mutex<Vec<Weak<LaneSession>>>,
     answering: Mutex<Vec<Answering>>,
 }
 
-/// A session that a peer has asked for.
+/// The offer of a session by a peer.
 struct Offered {
     control: ControlStream,
     opening: Opening,
 }
 
-/// An accepted lane that answers by the fallback as yet.
+/// An accepted lane that still answers by the fallback SA.
 struct Answering {
     lane: TcpStream,
     cpu: u32,
     since: Instant,
 }
 
-/// Why a lane that came in plain is not one of a session.
+/// Why a plain lane does not belong to a session.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum NotProtected {
-    /// Its ends are not known.
-    #[error("its addresses are not known: {0}")]
+    /// The addresses of the connection are not available.
+    #[error("addresses of the connection are not available: {0}")]
     Socket(#[from] io::Error),
-    /// It did not come by an SA of this peer's.
-    #[error("it comes from {from}, which is no port of an IPsec session with this peer")]
+    /// The connection did not use an SA of this peer.
+    #[error("source {from} is not a port of an IPsec session with this peer")]
     NoSession {
-        /// Its source address.
+        /// The source address of the lane.
         from: SocketAddr,
     },
 }
 
 impl IpsecLanes {
-    /// Begins to open and accept such lanes, if the kernel can. `options.ports` are the source
-    /// ports from which blocks are taken on either side, `options.cpus` those on which this
-    /// side's lanes are: without any, all lanes go by one SA in mode cpu. What processes that have died left is taken back.
+    /// Starts opening and accepting such lanes, if the kernel supports them. Both sides take blocks
+    /// of source ports from `options.ports`. `options.cpus` are the CPUs to which this side's lanes
+    /// are pinned; if it is empty, all lanes use one SA in mode cpu. Removes what dead processes
+    /// left.
     ///
     /// # Errors
-    /// What the kernel lacks, or this process; no block of ports.
+    /// The kernel or this process lacks something, or the range contains no block of ports.
     pub fn new(options: Options, observer: Observer) -> Result<Self, IpsecError> {
         check(&options)?;
-        // Whatever cannot be taken back has been told.
+        // The observer has been notified of anything that cannot be removed.
         clean_up_lanes(&options, &observer)?;
         let cpus = options.cpus.clone();
         let options = Options {
-            // As they turn out to be needed.
+            // SAs for CPUs are requested when the first lane needs one.
             cpus: Vec::new(),
             ..options
         };
@@ -165,8 +169,8 @@ impl IpsecLanes {
         })))
     }
 
-    /// Takes the offer of an IPsec session out of what arrives at a listener of lanes; what else
-    /// arrives is given back.
+    /// Takes offers of IPsec sessions from what arrives at a listener of lanes; returns anything
+    /// else.
     fn take_in(&self, arrival: Arrival) -> Option<Arrival> {
         let Arrival::Control { stream, opening } = arrival else {
             return Some(arrival);
@@ -179,26 +183,26 @@ impl IpsecLanes {
         let from = harmless(&stream.peer().to_string());
         let control = stream;
         let taken = self.0.offers.as_ref().map(|offers| {
-            // Refused by silence: its connection is closed.
+            // On failure the connection is dropped, and so closed, without an answer.
             offers.try_send(Offered { control, opening }).is_ok()
         });
         if taken != Some(true) {
-            let why = "too many IPsec sessions are asked for at once".to_owned();
+            let why = "too many IPsec sessions requested at once".to_owned();
             self.0.shared.tell(&Event::Rejected { from, why });
         }
         None
     }
 
-    /// Whether a lane that came in plain, of a session with this peer, goes by SAs of an IPsec
-    /// session with the same peer: nothing else reaches this host from its port then (I6).
+    /// Checks that a plain lane of a session with this peer uses the SAs of an IPsec session with
+    /// the same peer. Then nothing else reaches this host from the lane's source port (I6).
     ///
     /// # Errors
-    /// It does not.
+    /// It does not use them.
     pub fn covers(&self, peer: &Principal, lane: &TcpStream) -> Result<(), NotProtected> {
         self.covers_if(&|other| other.is(peer), lane)
     }
 
-    /// The same for the peer that `is_peer` recognises.
+    /// Like [`IpsecLanes::covers`], for the peer that `is_peer` recognises.
     fn covers_if(
         &self,
         is_peer: &dyn Fn(&PeerIdentity) -> bool,
@@ -209,7 +213,7 @@ impl IpsecLanes {
         loop {
             match self.0.shared.is_covered(is_peer, local, from) {
                 Some(true) => break,
-                // The peer was up a moment earlier.
+                // The peer may have seen the session come up first.
                 None if Instant::now() < until => thread::sleep(Duration::from_millis(5)),
                 _ => return Err(NotProtected::NoSession { from }),
             }
@@ -225,10 +229,10 @@ impl IpsecLanes {
         Ok(())
     }
 
-    /// How the sessions stand that this side has begun, for the lanes that it opens.
+    /// Returns the status of the sessions that this side started, for the lanes that it opens.
     ///
     /// # Errors
-    /// The kernel does not answer.
+    /// The kernel's tables cannot be read.
     pub fn sessions(&self) -> Result<Vec<Status>, IpsecError> {
         let begun = self.0.shared.begun();
         begun
@@ -237,10 +241,10 @@ impl IpsecLanes {
             .collect()
     }
 
-    /// How the sessions stand that peers have begun.
+    /// Returns the status of the sessions that peers started.
     ///
     /// # Errors
-    /// The kernel does not answer.
+    /// The kernel's tables cannot be read.
     pub fn peers(&self) -> Result<Vec<super::Peer>, IpsecError> {
         self.0.shared.site.peers()
     }
@@ -306,7 +310,8 @@ impl fmt::Debug for IpsecLanes {
 }
 
 impl Shared {
-    /// The body of the thread that looks after everything.
+    /// The body of the thread that handles offers, ended sessions, accepted lanes and the
+    /// comparison of counters.
     fn keep(&self, offered: &Receiver<Offered>) {
         let mut watched = Instant::now();
         loop {
@@ -321,7 +326,7 @@ impl Shared {
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => break,
             }
-            self.site.bury();
+            self.site.remove_ended();
             self.move_answers();
             let begun = self.begun();
             for one in &begun {
@@ -337,7 +342,7 @@ impl Shared {
             .for_each(|one| one.session.end());
         while !lock(&self.site.held).is_empty() {
             thread::sleep(TICK);
-            self.site.bury();
+            self.site.remove_ended();
         }
     }
 
@@ -351,7 +356,7 @@ impl Shared {
         begun.iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// None where a session is being agreed on that may.
+    /// Returns `None` while a session that may cover the lane is being set up.
     fn is_covered(
         &self,
         is_peer: &dyn Fn(&PeerIdentity) -> bool,
@@ -359,34 +364,34 @@ impl Shared {
         peer: SocketAddr,
     ) -> Option<bool> {
         let held = lock(&self.site.held);
-        let mut is_known = true;
+        let mut is_agreed = true;
         for one in held.iter().filter(|one| is_peer(&one.identity)) {
             match one.session.covers(local, peer) {
                 Some(true) if !one.session.is_over() => return Some(true),
-                None => is_known = false,
+                None => is_agreed = false,
                 _ => {}
             }
         }
-        is_known.then_some(false)
+        is_agreed.then_some(false)
     }
 
-    /// An accepted lane answers by the SA of the CPU that took in its handshake. Where there is
-    /// none, one is asked for, and the lane goes over to it when it stands.
+    /// Moves the answers of each accepted lane to the SA of the CPU that received its handshake. If
+    /// that CPU has no SA, requests one and moves the lane when it is installed.
     fn move_answers(&self) {
         let held = lock(&self.site.held);
         lock(&self.answering).retain(|one| {
             let (Ok(local), Ok(peer)) = (one.lane.local_addr(), one.lane.peer_addr()) else {
                 return false;
             };
-            // Sessions have no port in common.
+            // The ports of sessions do not overlap.
             let covers = |held: &&Held| held.session.covers(local, peer) == Some(true);
             let session = held.iter().find(covers);
             let Some(session) = session else {
                 return false;
             };
             if session.session.has(Sender::Cpu(one.cpu)) {
-                // If it fails, the lane goes on by the fallback.
-                let _ = look_from(&one.lane, one.cpu);
+                // If this fails, the lane continues to use the fallback SA.
+                let _ = refresh_route_on(&one.lane, one.cpu);
                 return false;
             }
             session.session.want_cpu(one.cpu);
@@ -394,7 +399,7 @@ impl Shared {
         });
     }
 
-    /// Blocks of ports that no session of this process's has.
+    /// Returns the blocks of ports that no session of this process uses.
     fn free_blocks(&self) -> Vec<PortRange> {
         let used: Vec<PortRange> = self.begun().iter().map(|one| one.ports).collect();
         let pool = self.site.options.ports;
@@ -404,22 +409,22 @@ impl Shared {
     }
 }
 
-/// Has the kernel look for a connection's route, and with it for its SA, when it next sends.
-fn look_anew(connection: &TcpStream) -> io::Result<()> {
-    /// A class other than that of lanes: CS1, of low priority, for no packet at all.
+/// Makes the kernel look up the route of a connection, and with it the SA, at the next send.
+fn refresh_route(connection: &TcpStream) -> io::Result<()> {
+    /// A class other than that of lanes: CS1, low priority. No packet is sent with it.
     const OTHER: u8 = 0x20;
     set_traffic_class(connection, OTHER)?;
     set_traffic_class(connection, 0)
 }
 
-/// Has the kernel look on this CPU, at once. Else the next acknowledgement would look, which may
-/// be that of whoever reads, on a CPU without an SA; nothing would lead the connection away from
-/// the fallback again.
-fn look_from(connection: &TcpStream, cpu: u32) -> io::Result<()> {
+/// Makes the kernel look up the route on this CPU now. Otherwise the next acknowledgement would
+/// trigger the lookup, perhaps on a CPU without an SA where the reading thread runs, and nothing
+/// would move the connection away from the fallback again.
+fn refresh_route_on(connection: &TcpStream, cpu: u32) -> io::Result<()> {
     let before = allowed()?;
-    // Where this process may not use that CPU, it is left to whatever comes from there.
+    // If this process may not use that CPU, the next packet from there triggers the lookup.
     let there = pin_to(cpu as usize);
-    let looked = look_anew(connection).and_then(|()| match there {
+    let looked = refresh_route(connection).and_then(|()| match there {
         Ok(()) => send_window(connection),
         Err(_) => Ok(()),
     });
@@ -427,11 +432,11 @@ fn look_from(connection: &TcpStream, cpu: u32) -> io::Result<()> {
     looked
 }
 
-/// What would fail with the first lane.
+/// Checks in advance for what would make the first lane fail.
 fn check(options: &Options) -> Result<(), IpsecError> {
     has_a_block(options.ports)?;
     let kernel = |source| IpsecError::Kernel {
-        doing: "the kernel's IPsec is looked at".to_owned(),
+        doing: "checking the kernel's IPsec".to_owned(),
         source,
     };
     let tables = Tables::open(None)?;
@@ -460,9 +465,9 @@ mod tests {
 
     #[test]
     fn a_range_without_a_whole_block_is_refused() {
-        let looked_at = |ports: &str| has_a_block(ports.parse().unwrap());
-        looked_at("24577-24703").unwrap();
-        let error = looked_at("24577-24702").unwrap_err();
+        let checked = |ports: &str| has_a_block(ports.parse().unwrap());
+        checked("24577-24703").unwrap();
+        let error = checked("24577-24702").unwrap_err();
         assert!(matches!(error, IpsecError::TooFewPorts { .. }), "{error}");
     }
 }

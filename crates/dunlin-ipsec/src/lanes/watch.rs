@@ -1,40 +1,40 @@
-//! Whether lanes go by the SAs of their CPUs: what they have sent is compared with what these
-//! have carried.
+//! Detects lanes that do not use the SAs of their CPUs, by comparing the bytes that lanes sent with
+//! the bytes that SAs carried.
 //!
-//! A connection keeps the SA that it had when its route was last looked up, and that may happen
-//! on another CPU (a lost SYN, a timeout, a new address of the host). The counter of its own SA
-//! then falls behind the bytes that the lane has sent.
+//! A connection keeps the SA of its last route lookup, which may have happened on another CPU (a
+//! lost SYN, a timeout, a new address of the host). The counter of the right SA then falls behind
+//! the bytes that the lane sent.
 
 use std::collections::BTreeMap;
 
 use dunlin_proto::ipsec::Sender;
 
-/// Fewer bytes than this say nothing: a segment may be counted on either side of a look.
+/// Fewer bytes than this are not significant: a segment may be counted on either side of a sample.
 const LEAST_BYTES: u64 = 64 << 10;
 
-/// What was seen at one time.
+/// One sample of all counters.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Look {
-    /// For each SA of what this side sends its SPI and bytes, just before the lanes.
+    /// For each outbound SA, its SPI and bytes, read just before the lanes.
     pub(super) before: BTreeMap<Sender, (u32, u64)>,
-    /// For each lane, by its number here, its CPU and the bytes that it has sent.
+    /// For each lane, by its number, its CPU and the bytes that it sent.
     pub(super) lanes: BTreeMap<u64, (u32, u64)>,
-    /// As `before`, just after the lanes.
+    /// As `before`, read just after the lanes.
     pub(super) after: BTreeMap<Sender, (u32, u64)>,
 }
 
-/// Lanes of a CPU that do not go by its SA.
+/// Lanes of a CPU that do not use its SA.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Stray {
     pub(super) cpu: u32,
-    /// What they have sent since the last look.
+    /// Bytes that they sent since the last sample.
     pub(super) sent: u64,
-    /// What the SA has carried at most.
+    /// Upper bound of the bytes that the SA carried.
     pub(super) carried: u64,
 }
 
-/// Which CPUs' lanes have strayed between two looks. Epochs that changed in between, and CPUs
-/// without an SA of their own, are passed over.
+/// Returns the CPUs with lanes that strayed between two samples. CPUs without an SA, and SAs that
+/// were replaced by a new epoch in between, are skipped.
 pub(super) fn strays(last: &Look, now: &Look) -> Vec<Stray> {
     let carried = |sender: Sender| {
         let (spi, before) = last.before.get(&sender)?;
@@ -63,7 +63,7 @@ pub(super) fn strays(last: &Look, now: &Look) -> Vec<Stray> {
         .lanes
         .values()
         .all(|(cpu, _)| now.after.contains_key(&Sender::Cpu(*cpu)));
-    // Too little for either to be missed, and yet it went by the fallback.
+    // Each lane lost too little to be noticed, but the fallback carried something.
     if behind.is_empty() && all_served && carried(Sender::Fallback) >= Some(LEAST_BYTES) {
         return served.into_iter().filter(|one| one.sent > 0).collect();
     }
@@ -76,8 +76,8 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// One lane on each of two CPUs; what they have sent, and what each SA has carried: of
-    /// CPU 0, of CPU 1, and the fallback.
+    /// A sample with one lane on each of two CPUs: the bytes that the lanes sent, and the bytes of
+    /// the SAs of CPU 0, of CPU 1 and of the fallback.
     fn look(lanes: [u64; 2], sas: [u64; 3]) -> Look {
         let senders = [Sender::Cpu(0), Sender::Cpu(1), Sender::Fallback];
         let sas: BTreeMap<_, _> = senders.into_iter().zip((0x1000..).zip(sas)).collect();
@@ -89,18 +89,18 @@ mod tests {
     }
 
     #[test]
-    fn lanes_that_go_by_their_own_sas_have_not_strayed() {
+    fn lanes_that_use_their_own_sas_have_not_strayed() {
         let last = look([0; 2], [0; 3]);
         let now = look([MIB, 2 * MIB], [MIB + 4000, 2 * MIB + 8000, 0]);
         assert_eq!(strays(&last, &now), []);
-        // What an SA carries for others, or for lanes that are new, is no lack.
+        // Bytes of other connections, or of new lanes, do not count as a deficit.
         assert_eq!(strays(&last, &look([MIB, 0], [MIB, MIB, 0])), []);
         assert_eq!(strays(&Look::default(), &now), []);
         assert_eq!(strays(&now, &now), []);
     }
 
     #[test]
-    fn a_lane_whose_bytes_go_by_another_sa_is_found() {
+    fn a_lane_that_uses_another_sa_is_found() {
         let last = look([MIB; 2], [MIB, MIB, 0]);
         let expected = |carried| Stray {
             cpu: 1,
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_fallback_carries_is_somebodys() {
+    fn bytes_of_the_fallback_are_attributed_to_a_lane() {
         let last = look([MIB; 2], [MIB, MIB, 0]);
         let now = look([2 * MIB, MIB], [2 * MIB - MIB / 10, MIB, MIB / 10]);
         let found: Vec<u32> = strays(&last, &now).iter().map(|one| one.cpu).collect();

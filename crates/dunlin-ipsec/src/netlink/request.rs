@@ -1,15 +1,15 @@
-//! A question as the kernel reads it: a header, a fixed structure, attributes.
+//! A netlink request: a header, a fixed structure, attributes.
 
 use netlink_packet_core::{Emitable, NLM_F_REQUEST, NetlinkHeader};
 use zeroize::Zeroizing;
 
 use super::HEADER;
 
-/// More than the longest request, an SA with the longest replay window, takes; so that a key is
-/// never left behind in memory that a vector has moved out of.
+/// Larger than the longest request, an SA with the longest replay window. So the vector never
+/// reallocates and leaves a key behind in freed memory.
 const ROOM: usize = 2048;
 
-/// A request, which is wiped when it goes.
+/// A request. Wiped on drop.
 pub(crate) struct Request {
     bytes: Zeroizing<Vec<u8>>,
     kind: u16,
@@ -31,7 +31,7 @@ impl Request {
         self.flags
     }
 
-    /// The whole of it, with its number.
+    /// Writes the header with this sequence number and returns the whole request.
     pub(crate) fn finish(&mut self, sequence: u32) -> &[u8] {
         let mut header = NetlinkHeader::default();
         header.length = self.bytes.len() as u32;
@@ -54,12 +54,13 @@ impl Request {
 
     fn grow(&mut self, by: usize) -> usize {
         let at = self.bytes.len();
-        assert!(at + by <= ROOM, "no request is so long");
+        assert!(at + by <= ROOM, "a request fits into ROOM");
         self.bytes.resize(at + by, 0);
         at
     }
 
-    /// An attribute: its length and kind, what `fill` puts, and zeros up to four bytes.
+    /// Appends an attribute: its length and kind, the bytes that `fill` writes, and zeros up to a
+    /// multiple of four.
     pub(crate) fn attribute(&mut self, kind: u16, fill: impl FnOnce(&mut Self)) {
         let at = self.grow(4);
         fill(self);

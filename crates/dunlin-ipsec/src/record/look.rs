@@ -1,5 +1,4 @@
-//! Records as somebody finds them who does not take them over: of processes that live, and of
-//! those that have died.
+//! Reads records without taking them over: those of living and of dead processes.
 
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;
@@ -7,22 +6,22 @@ use std::path::Path;
 
 use super::{IpsecError, Record, RecordDirectory, Scope, header, io_error, is_locked, unless_gone};
 
-/// How often a record may be written anew just while it is opened.
+/// How many times a record may be rewritten while it is being opened.
 const TRIES: usize = 4;
 
-/// A record, and whether a process keeps it.
+/// A record, and whether a process holds it.
 pub(crate) type Seen = Result<(Record, bool), IpsecError>;
 
 impl RecordDirectory {
-    /// The directory, if it is there; it is neither made nor looked at.
-    pub(crate) fn standing(directory: &Path) -> Option<Self> {
+    /// Returns the directory if it exists; neither creates nor checks it.
+    pub(crate) fn existing(directory: &Path) -> Option<Self> {
         let directory = directory.to_owned();
         directory.is_dir().then_some(Self { directory })
     }
 
-    /// All records in this namespace, and whether a process keeps each. Whoever calls has the
-    /// directory's [lock](RecordDirectory::lock): a record that is looked at is locked for a moment, so that
-    /// others would take its process for alive, or not be able to make it.
+    /// Reads all records in this namespace and determines whether a process holds each. The caller
+    /// must hold the directory's [lock](RecordDirectory::lock): each record is locked for a moment,
+    /// so that another process could believe its owner alive or fail to create it.
     pub(crate) fn all(&self) -> Result<Vec<Seen>, IpsecError> {
         let header = header()?;
         let paths = self.paths()?.into_iter();
@@ -32,7 +31,8 @@ impl RecordDirectory {
     }
 }
 
-/// A record and whether a process keeps it; none where it has gone or is of another namespace.
+/// Reads a record and whether a process holds it; `None` if it is gone or belongs to another
+/// namespace.
 fn look(path: &Path, header: &str) -> Result<Option<(Record, bool)>, IpsecError> {
     for _ in 0..TRIES {
         let Some(file) = unless_gone(File::open(path), path)? else {
@@ -42,7 +42,7 @@ fn look(path: &Path, header: &str) -> Result<Option<(Record, bool)>, IpsecError>
         if !is_kept {
             file.unlock().map_err(io_error("locked", path))?;
         }
-        // Another may have been put in its place just now.
+        // The file may have been replaced in the meantime.
         if file.metadata().map_err(io_error("read", path))?.nlink() > 0 {
             let mut record = Record::new(file, path.to_owned());
             let (scope, _) = record.read(header)?;

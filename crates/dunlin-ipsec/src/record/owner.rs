@@ -1,4 +1,4 @@
-//! Whose session a record is of, for whoever finds it.
+//! The owner of a recorded session, for other processes.
 
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
@@ -8,26 +8,27 @@ use dunlin_proto::ipsec::Mode;
 use dunlin_proto::ipsec::object::NotAnObject;
 use dunlin_proto::ipsec::ports::PortRange;
 
-/// What a session says of itself on disk. Prints as a line of a record, and is read from one.
+/// The description of a session in its record. `Display` writes the line of a record, and `FromStr`
+/// parses it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Owner {
-    /// The process that began it.
+    /// The process that started the session.
     pub pid: u32,
-    /// How traffic is spread.
+    /// The mode of the session.
     pub mode: Mode,
-    /// The ports.
+    /// The protected ports.
     pub ports: PortRange,
-    /// This host's end of the control connection; its address is the session's.
+    /// The local end of the control connection; its address is the session's.
     pub local: SocketAddr,
-    /// The peer's end of it.
+    /// The peer's end of the control connection.
     pub peer: SocketAddr,
-    /// Who the peer is, by its certificate.
+    /// The peer's name, from its certificate.
     pub name: String,
 }
 
 impl Owner {
-    /// The port of the control connection, if there is one, that a session over these ports
-    /// between these addresses would take from it.
+    /// Returns the port of this session's control connection that a session over `ports` between
+    /// these addresses would block, if there is one.
     pub(crate) fn port_among(&self, ports: PortRange, local: IpAddr, peer: IpAddr) -> Option<u16> {
         if (self.local.ip(), self.peer.ip()) != (local, peer) {
             return None;
@@ -51,8 +52,8 @@ impl FromStr for Owner {
     type Err = NotAnObject;
 
     fn from_str(text: &str) -> Result<Self, NotAnObject> {
-        // The peer's name is the rest, whatever is in it.
-        let words: Vec<&str> = text.splitn(11, ' ').collect();
+        // The peer's name is the rest of the line and may contain spaces.
+        let fields: Vec<&str> = text.splitn(11, ' ').collect();
         let [
             "pid",
             pid,
@@ -65,7 +66,7 @@ impl FromStr for Owner {
             peer,
             "peer",
             name,
-        ] = words[..]
+        ] = fields[..]
         else {
             return Err(NotAnObject);
         };
@@ -104,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_that_names_no_owner_is_none() {
+    fn a_malformed_owner_line_is_rejected() {
         for (from, to) in [
             ("pid 7", "pid -7"),
             ("mode connection", "mode lane"),
@@ -118,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn a_session_would_take_a_control_connections_ports_between_the_same_hosts_alone() {
+    fn ports_of_a_control_connection_conflict_only_between_the_same_hosts() {
         let one: Owner = LINE.parse().unwrap();
         let (local, peer, other) = ([192, 0, 2, 1], [192, 0, 2, 2], [192, 0, 2, 3]);
         let among = |ports: &str, local: [u8; 4], peer: [u8; 4]| {
@@ -127,7 +128,7 @@ mod tests {
         assert_eq!(among("7300-7302", local, peer), Some(7302));
         assert_eq!(among("40000", local, peer), Some(40000));
         assert_eq!(among("7303-39999", local, peer), None);
-        // Its own ports are no concern of this.
+        // The session's own protected ports do not matter here.
         assert_eq!(among("49152-49215", local, peer), None);
         assert_eq!(among("7302", local, other), None);
         assert_eq!(among("7302", other, peer), None);

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::*;
 
-/// A directory that goes with the test.
+/// A directory that is removed with the test.
 struct Directory(PathBuf);
 
 impl Directory {
@@ -43,7 +43,7 @@ fn objects() -> [Object; 3] {
 }
 
 #[test]
-fn a_dead_processs_record_says_what_it_has_left() {
+fn the_record_of_a_dead_process_lists_what_it_left() {
     let directory = Directory::new();
     let [policy, inbound, outbound] = objects();
     let mut record = directory.records().create(&[7; 16]).unwrap();
@@ -62,7 +62,7 @@ fn a_dead_processs_record_says_what_it_has_left() {
 }
 
 #[test]
-fn a_line_that_was_cut_short_was_never_installed() {
+fn a_truncated_line_was_never_installed() {
     let directory = Directory::new();
     let [policy, inbound, _] = objects();
     let mut record = directory.records().create(&[7; 16]).unwrap();
@@ -75,7 +75,7 @@ fn a_line_that_was_cut_short_was_never_installed() {
         fs::write(&path, [&whole, &line.as_bytes()[..cut]].concat()).unwrap();
         let mut record = left(&directory).remove(0);
         assert_eq!(record.objects(), [policy]);
-        // What is written next is a line of its own.
+        // The next write starts on a new line.
         record.add(&[inbound]).unwrap();
         drop(record);
         assert_eq!(left(&directory)[0].objects(), [policy, inbound]);
@@ -83,7 +83,7 @@ fn a_line_that_was_cut_short_was_never_installed() {
 }
 
 #[test]
-fn a_line_that_means_nothing_is_named_and_nothing_removed() {
+fn a_malformed_line_is_reported_and_nothing_removed() {
     let directory = Directory::new();
     directory.records().create(&[8; 16]).unwrap();
     let record = directory.records().create(&[7; 16]).unwrap();
@@ -98,11 +98,7 @@ fn a_line_that_means_nothing_is_named_and_nothing_removed() {
         .unwrap()
         .into_iter()
         .partition(Result::is_ok);
-    assert_eq!(
-        (good.len(), bad.len()),
-        (1, 1),
-        "the other is no worse for it"
-    );
+    assert_eq!((good.len(), bad.len()), (1, 1), "the other record is read");
     let error = bad.into_iter().find_map(Result::err).unwrap();
     assert!(
         matches!(error, IpsecError::Unreadable { line: 2, .. }),
@@ -112,7 +108,7 @@ fn a_line_that_means_nothing_is_named_and_nothing_removed() {
 }
 
 #[test]
-fn a_record_of_another_boot_goes_and_one_of_another_namespace_stays() {
+fn a_record_of_another_boot_is_removed_and_one_of_another_namespace_stays() {
     let directory = Directory::new();
     let record = directory.records().create(&[7; 16]).unwrap();
     let path = record.path().to_owned();
@@ -121,14 +117,14 @@ fn a_record_of_another_boot_goes_and_one_of_another_namespace_stays() {
     let (before, _) = text.split_once(" namespace ").unwrap();
     fs::write(&path, format!("{before} namespace 4:1\n")).unwrap();
     assert!(left(&directory).is_empty());
-    assert!(path.exists(), "it is another namespace's");
+    assert!(path.exists(), "it belongs to another namespace");
     fs::write(&path, text.replace(" boot ", " boot 0")).unwrap();
     assert!(left(&directory).is_empty());
-    assert!(!path.exists(), "the kernel's tables went with that boot");
+    assert!(!path.exists(), "the tables of that boot are gone");
 }
 
 #[test]
-fn a_directory_that_others_may_write_is_refused() {
+fn a_directory_writable_by_others_is_rejected() {
     use std::os::unix::fs::PermissionsExt;
     let directory = Directory::new();
     directory.records();
@@ -141,7 +137,7 @@ fn a_directory_that_others_may_write_is_refused() {
 }
 
 #[test]
-fn a_record_says_whether_traffic_was_protected() {
+fn a_record_tells_whether_traffic_was_protected() {
     let directory = Directory::new();
     let [blocks, inbound, outbound] = objects();
     let mut record = directory.records().create(&[7; 16]).unwrap();
@@ -153,7 +149,7 @@ fn a_record_says_whether_traffic_was_protected() {
 }
 
 #[test]
-fn a_record_that_is_an_heir_s_or_was_asked_to_end_says_so_after_its_process_has_died() {
+fn the_heir_and_ended_flags_survive_the_death_of_the_process() {
     let directory = Directory::new();
     let [blocks, ..] = objects();
     let mut record = directory.records().create(&[7; 16]).unwrap();
@@ -177,7 +173,7 @@ fn association(spi: u32) -> Object {
 }
 
 #[test]
-fn a_record_does_not_grow_with_what_has_gone() {
+fn a_record_does_not_grow_with_removed_objects() {
     let directory = Directory::new();
     let [policy, ..] = objects();
     let mut record = directory.records().create(&[7; 16]).unwrap();
@@ -192,7 +188,7 @@ fn a_record_does_not_grow_with_what_has_gone() {
         }
         assert!(
             left(&directory).is_empty(),
-            "it is held while it is written anew"
+            "it is locked while it is rewritten"
         );
         let bytes = fs::metadata(&path).unwrap().len();
         assert!(bytes < 100 * (line as u64 + 3), "{bytes} bytes");
@@ -200,7 +196,7 @@ fn a_record_does_not_grow_with_what_has_gone() {
     drop(record);
     let record = left(&directory).remove(0);
     assert_eq!(record.objects(), [policy, association(0x1000 + 999)]);
-    assert!(record.has_protected(), "it is an heir still");
+    assert!(record.has_protected(), "the heir flag survives the rewrite");
     let names = fs::read_dir(&directory.0).unwrap();
     let names: Vec<_> = names.map(|entry| entry.unwrap().path()).collect();
     assert!(
@@ -211,9 +207,9 @@ fn a_record_does_not_grow_with_what_has_gone() {
     );
 }
 
-/// Its process died, or the disk was full, before it replaced the other.
+/// The process died, or the disk was full, before the new file replaced the old one.
 #[test]
-fn half_a_record_that_was_being_written_anew_means_nothing() {
+fn an_incomplete_rewrite_is_ignored() {
     let directory = Directory::new();
     let [policy, ..] = objects();
     let mut record = directory.records().create(&[7; 16]).unwrap();
@@ -231,7 +227,7 @@ fn half_a_record_that_was_being_written_anew_means_nothing() {
 }
 
 #[test]
-fn a_record_that_is_torn_is_named_and_kept() {
+fn a_damaged_record_is_reported_and_kept() {
     let directory = Directory::new();
     let [policy, inbound, _] = objects();
     let mut record = directory.records().create(&[7; 16]).unwrap();
@@ -251,7 +247,8 @@ fn a_record_that_is_torn_is_named_and_kept() {
             other => panic!("{other}"),
         }
     };
-    // A block of zeros in the header, in a line, over a line's end; a word that means nothing.
+    // A block of zeros in the header, within a line, and across the end of a line; then an unknown
+    // operator.
     assert_eq!(first(0, 8), 1);
     assert_eq!(first(lines[0] + 1, lines[0] + 3), 2);
     assert_eq!(first(lines[1] - 2, lines[1] + 4), 2);
@@ -268,7 +265,7 @@ fn a_record_that_is_torn_is_named_and_kept() {
 }
 
 #[test]
-fn a_record_that_is_too_large_is_refused_and_none_made_so_large() {
+fn an_oversized_record_is_rejected_and_never_written() {
     let directory = Directory::new();
     let [policy, inbound, _] = objects();
     let mut record = directory.records().create(&[7; 16]).unwrap();
@@ -286,7 +283,7 @@ fn a_record_that_is_too_large_is_refused_and_none_made_so_large() {
 }
 
 #[test]
-fn whoever_holds_the_lock_for_too_long_is_looked_for_and_not_waited_for() {
+fn a_lock_that_is_held_too_long_is_an_error() {
     let directory = Directory::new();
     let timeout = Duration::from_millis(60);
     let held = directory.records().lock(timeout).unwrap();
@@ -303,7 +300,7 @@ fn owner() -> Owner {
     line.parse().unwrap()
 }
 
-/// Of the one record in the directory.
+/// Reads the only record in the directory: objects, owner, and whether a process holds it.
 fn seen(directory: &Directory) -> (Vec<Object>, Option<Owner>, bool) {
     let records = directory.records();
     let _lock = records.lock(Duration::from_secs(5)).unwrap();
@@ -312,7 +309,7 @@ fn seen(directory: &Directory) -> (Vec<Object>, Option<Owner>, bool) {
 }
 
 #[test]
-fn a_record_is_looked_at_while_its_process_lives_and_when_it_has_died() {
+fn a_record_is_readable_while_its_process_lives_and_after_its_death() {
     let directory = Directory::new();
     let [policy, inbound, outbound] = objects();
     let mut record = directory.records().create(&[7; 16]).unwrap();
@@ -321,10 +318,10 @@ fn a_record_is_looked_at_while_its_process_lives_and_when_it_has_died() {
     assert_eq!(
         seen(&directory),
         (vec![policy, inbound], Some(owner()), true),
-        "it is not taken over by that"
+        "reading does not take it over"
     );
     record.gone(&inbound).unwrap();
-    // Half of a line is not there yet.
+    // An incomplete line does not count.
     let path = record.path().to_owned();
     let mut file = OpenOptions::new().append(true).open(&path).unwrap();
     file.write_all(format!("+ {outbound}").as_bytes()).unwrap();
@@ -333,12 +330,16 @@ fn a_record_is_looked_at_while_its_process_lives_and_when_it_has_died() {
     assert_eq!(seen(&directory), (vec![policy], Some(owner()), false));
     let before = fs::read(&path).unwrap();
     assert_eq!(seen(&directory).0, [policy]);
-    assert_eq!(fs::read(&path).unwrap(), before, "nothing is cut off");
+    assert_eq!(
+        fs::read(&path).unwrap(),
+        before,
+        "the file is not truncated"
+    );
     assert_eq!(left(&directory)[0].owner(), Some(&owner()));
 }
 
 #[test]
-fn a_record_that_is_written_anew_still_says_whose_it_is() {
+fn a_rewritten_record_keeps_its_owner() {
     let directory = Directory::new();
     let [policy, ..] = objects();
     let mut record = directory.records().create(&[7; 16]).unwrap();
@@ -349,6 +350,6 @@ fn a_record_that_is_written_anew_still_says_whose_it_is() {
     }
     record.add(&[policy]).unwrap();
     let text = fs::read_to_string(record.path()).unwrap();
-    assert!(text.lines().count() < 2 * DEAD_LINES, "it was written anew");
+    assert!(text.lines().count() < 2 * DEAD_LINES, "it was rewritten");
     assert_eq!(seen(&directory), (vec![policy], Some(owner()), true));
 }

@@ -1,4 +1,5 @@
-//! How a session blocks its ports, and takes over those that an earlier one has left blocked.
+//! The start of a session: it blocks its ports and takes over ports that an earlier session left
+//! blocked.
 
 use dunlin_proto::text::harmless;
 use std::net::SocketAddr;
@@ -16,7 +17,7 @@ use crate::record::{Owner, Record};
 use crate::tables::still_used;
 
 impl Driver {
-    /// Blocks the ports, if there is nothing against it.
+    /// Blocks the ports, after all checks.
     pub(super) fn begin(&mut self, terms: &Terms) -> Result<(), IpsecError> {
         (self.admits)(&self.options, terms)?;
         let socket = self.control.socket();
@@ -24,8 +25,8 @@ impl Driver {
         let (own, other) = (local.ip().to_canonical(), peer.ip().to_canonical());
         if (own, other) != (terms.other, terms.own) {
             return Err(IpsecError::Breach(format!(
-                "the peer calls itself {} and this side {}, which are {other} and {own} to this side: \
-                 something on the path translates addresses",
+                "the peer reports the addresses {} (its own) and {} (of this side), but this side sees \
+                 {other} and {own}: a device on the path translates addresses",
                 terms.own, terms.other
             )));
         }
@@ -45,7 +46,7 @@ impl Driver {
             .udp
             .zip(self.options.udp)
             .map(|(theirs, own)| (own, theirs));
-        // Held until the ports are this session's.
+        // Held until the ports belong to this session.
         let _lock = self.records.lock(self.options.timeout)?;
         let mut parameters = SessionParameters {
             local: own,
@@ -59,10 +60,10 @@ impl Driver {
         let inheritance = self.inheritance(&parameters.begin())?;
         self.tables.leave_alone(local, peer)?;
         self.tables
-            .are_free(&parameters.begin(), &inheritance.standing)?;
+            .are_free(&parameters.begin(), &inheritance.installed)?;
         let random = || random().map(u32::from_le_bytes);
         parameters.first_reqid = self.tables.free_reqids(REQID_BLOCKS, REQIDS, random)?;
-        let adoption = adopt(&parameters.begin(), &inheritance.standing);
+        let adoption = adopt(&parameters.begin(), &inheritance.installed);
         let connections = still_used(&adoption.in_the_way)?;
         if connections > 0 {
             return Err(IpsecError::LeftInTheWay { connections });
@@ -85,12 +86,11 @@ impl Driver {
         self.settle_inheritance(inheritance, &adoption)
     }
 
-    /// Whether no other session's control connection has one of the ports: what it says would be
-    /// held back, and it would be lost with its session. The directory of records is locked.
+    /// Checks that no other session's control connection uses one of the ports: the new policies
+    /// would block it, and its session would be lost. The caller holds the lock of the directory.
     fn spares_control_connections(&self, parameters: &SessionParameters) -> Result<(), IpsecError> {
         let others = self.records.all()?;
-        // Those whose processes have died have no connection, and one that cannot be read says
-        // nothing of it.
+        // Sessions of dead processes have no connection, and an unreadable record names none.
         let kept = others.iter().flatten().filter(|(_, is_kept)| *is_kept);
         for owner in kept.filter_map(|(record, _)| record.owner()) {
             if let Some(port) =
@@ -106,9 +106,9 @@ impl Driver {
         Ok(())
     }
 
-    /// What sessions on some of these ports with this peer have left whose processes or control
-    /// connections have died: their SAs go, and what blocks their ports stays. Sessions on other
-    /// ports have heirs of their own.
+    /// What sessions with this peer left on some of these ports after their process or control
+    /// connection died. Removes their SAs; the policies that block their ports stay. Sessions on
+    /// other ports are left to other successors.
     fn inheritance(&mut self, begin: &[Step]) -> Result<Inheritance, IpsecError> {
         let mut records = Vec::new();
         for record in self.records.left()? {
@@ -127,13 +127,13 @@ impl Driver {
         }
         let all: Vec<Policy> = records.iter().flat_map(blocking).collect();
         Ok(Inheritance {
-            standing: self.tables.standing(&all)?,
+            installed: self.tables.installed(&all)?,
             records,
         })
     }
 
-    /// Now that this session's own policies stand: what is in their shadow goes, and ports that
-    /// are not this session's are freed where no connection is left on them.
+    /// Called when this session's own policies are installed. Removes the policies that these
+    /// override, and frees ports that do not belong to this session where no connection uses them.
     fn settle_inheritance(
         &mut self,
         inheritance: Inheritance,
@@ -158,7 +158,8 @@ impl Driver {
                 gone.extend(&others);
             }
             self.tables.remove_all(&gone, &mut record)?;
-            // What was replaced is the heir's, and not waited for when this one's is.
+            // A replaced policy now belongs to this session, and the old record no longer waits for
+            // it.
             for object in record.objects().to_vec() {
                 if object
                     .policy()
@@ -185,15 +186,15 @@ impl Driver {
     }
 }
 
-/// What earlier sessions have left.
+/// What earlier sessions left.
 struct Inheritance {
     records: Vec<Record>,
-    /// What the kernel has of what blocks their ports.
-    standing: Vec<Policy>,
+    /// Those of their blocking policies that the kernel still has.
+    installed: Vec<Policy>,
 }
 
 impl Inheritance {
-    /// Whether a connection may have begun that relies on policies that are taken over.
+    /// Whether a connection may exist that relies on the policies that are taken over.
     fn protected(&self, adoption: &Adoption) -> bool {
         let replaced =
             |policy: &Policy| replaces(&adoption.begin, policy) || adoption.then.contains(policy);
@@ -203,7 +204,7 @@ impl Inheritance {
     }
 }
 
-/// Whether a record has policies for packets that these are to be for.
+/// Whether a record has policies for packets that the new policies cover.
 fn concerns(record: &Record, begin: &[Step]) -> bool {
     let left = blocking(record);
     let mut own = begin.iter().filter_map(|step| step.added()?.policy());
@@ -213,13 +214,13 @@ fn concerns(record: &Record, begin: &[Step]) -> bool {
     own.any(|own| left.iter().any(|other| meets(own, other)))
 }
 
-/// Whether one of these steps puts a policy in the place of this one.
+/// Whether one of these steps replaces `policy`.
 fn replaces(steps: &[Step], policy: &Policy) -> bool {
     let over = |step: &Step| matches!(step, Step::Replace(own) if own.is_in_place_of(policy));
     steps.iter().any(over)
 }
 
-/// What blocks a session's ports once everything else has been taken back.
+/// The policies that block a session's ports after everything else has been removed.
 fn blocking(record: &Record) -> Vec<Policy> {
     dunlin_proto::ipsec::plan::undo(record.objects()).when_quiet
 }

@@ -1,4 +1,4 @@
-//! A session's own thread: carries out what the exchange decides.
+//! The thread of a session: performs the actions of the exchange.
 
 use dunlin_proto::text::harmless;
 use std::collections::BTreeSet;
@@ -20,8 +20,8 @@ use dunlin_proto::limits::MAX_SAS;
 use dunlin_proto::negotiate::SessionId;
 use zeroize::Zeroizing;
 
-use super::hear::read;
-use super::shared::{Beginning, SharedStatus, Told};
+use super::reader::read;
+use super::shared::{Beginning, Command, SharedStatus};
 use super::system::{guarded, random};
 use crate::error::{IpsecError, in_words};
 use crate::event::{Event, Observer};
@@ -32,24 +32,26 @@ use crate::tables::{Tables, still_used};
 use dunlin_lane::control::ControlStream;
 use dunlin_lane::sync::lock;
 
-/// How often connections are looked for, and whether it is quiet.
+/// The interval at which connections are listed, and at which a session that ends checks whether
+/// its ports are still in use.
 const TICK: Duration = Duration::from_millis(200);
-/// How often it is looked whether policies and SAs stand.
+/// The interval at which installed policies and SAs are verified.
 const LOOK: Duration = Duration::from_secs(1);
-/// How long an outbound SA of an epoch that is over stays for what was sealed as the policies
-/// were switched: less than the peer's [`GRACE`].
+/// How long an outbound SA of the previous epoch stays, for packets that were sealed while the
+/// policies were switched. Less than the peer's [`GRACE`].
 const LINGER: Duration = Duration::from_secs(1);
-/// How long an inbound SA stays after its last packet was sent.
+/// How long an inbound SA stays after the peer sent its last packet.
 const GRACE: Duration = Duration::from_secs(2);
-/// How long a peer's last words may take that are to be heard where nothing can be said to it.
-const LAST_WORDS: Duration = Duration::from_secs(2);
-/// So many may stay for that; if a peer has more made and released, the oldest go earlier.
+/// After a send error, how long to drain the peer's final messages.
+const DRAIN_LIMIT: Duration = Duration::from_secs(2);
+/// The maximum number of SAs that stay for that time. If a peer creates and releases more, the
+/// oldest are removed early.
 const MOST_LATE: usize = 2 * MAX_SAS as usize;
 
-/// Steps, and when they are due.
+/// Steps and the time at which each is due.
 type Late = Vec<(Instant, Vec<Step>)>;
 
-/// What keeps a session.
+/// The state of a session's thread.
 pub(super) struct Driver {
     pub(super) control: Arc<ControlStream>,
     pub(super) session: SessionId,
@@ -61,20 +63,20 @@ pub(super) struct Driver {
     pub(super) tables: Tables,
     pub(super) records: RecordDirectory,
     pub(super) record: Option<Record>,
-    standing: Arc<Mutex<SharedStatus>>,
+    shared: Arc<Mutex<SharedStatus>>,
     tell_up: Channel<()>,
     pub(super) parameters: Option<SessionParameters>,
-    /// SAs that are to go, and when, the first first.
+    /// SAs to be removed, with the time; the earliest first.
     late: Late,
-    /// Connections that have an SA, or were given one.
+    /// Connections for which an SA was requested.
     known: BTreeSet<Connection>,
     waits_since: Option<(Awaited, Instant)>,
-    /// Why nothing can be said any more, and since when.
-    unsaid: Option<(IpsecError, Instant)>,
+    /// The first send error and its time; nothing is sent after it.
+    send_error: Option<(IpsecError, Instant)>,
     rekeyed: Instant,
-    /// When the policies were last seen to stand.
-    looked: Instant,
-    /// What ended it, in this side's own words.
+    /// When the policies and SAs were last verified.
+    verified: Instant,
+    /// The error that ended the session on this side.
     failed: Option<IpsecError>,
     over: bool,
 }
@@ -82,12 +84,12 @@ pub(super) struct Driver {
 impl Driver {
     pub(super) fn new(
         beginning: Beginning,
-        standing: Arc<Mutex<SharedStatus>>,
+        shared: Arc<Mutex<SharedStatus>>,
         tell_up: Channel<()>,
     ) -> Result<Self, IpsecError> {
         let options = beginning.options;
         let tables = Tables::open(options.before_change.clone())?;
-        lock(&standing).xfrm = Some(Arc::clone(&tables.xfrm));
+        lock(&shared).xfrm = Some(Arc::clone(&tables.xfrm));
         Ok(Self {
             control: Arc::new(beginning.control),
             session: beginning.session,
@@ -99,15 +101,15 @@ impl Driver {
             tables,
             options,
             record: None,
-            standing,
+            shared,
             tell_up,
             parameters: None,
             late: Vec::new(),
             known: BTreeSet::new(),
             waits_since: None,
-            unsaid: None,
+            send_error: None,
             rekeyed: Instant::now(),
-            looked: Instant::now(),
+            verified: Instant::now(),
             failed: None,
             over: false,
         })
@@ -115,30 +117,30 @@ impl Driver {
 
     pub(super) fn run(
         mut self,
-        told: &Receiver<Told>,
-        heard: Channel<Told>,
+        commands: &Receiver<Command>,
+        reader_commands: Channel<Command>,
     ) -> Result<(), IpsecError> {
         let control = Arc::clone(&self.control);
         let (dealt, next) = channel();
         let reader = thread::Builder::new()
             .name("dunlin-ipsec-control".to_owned())
-            .spawn(move || read(&control, &heard, &next));
+            .spawn(move || read(&control, &reader_commands, &next));
         if let Err(source) = &reader {
             let source = io::Error::from(source.kind());
             self.give_up(IpsecError::resources("a thread")(source));
         }
         self.settle();
         while !self.over {
-            match told.recv_timeout(TICK) {
-                Ok(Told::Heard(message)) => {
+            match commands.recv_timeout(TICK) {
+                Ok(Command::Received(message)) => {
                     self.exchange.handle_message(message);
                     self.settle();
                     let _ = dealt.send(());
                 }
-                Ok(Told::Lost(error)) => self.give_up(error),
-                Ok(Told::Want(sender)) => self.exchange.want(sender),
-                Ok(Told::Rekey) => self.rekey(),
-                Ok(Told::End) | Err(RecvTimeoutError::Disconnected) => {
+                Ok(Command::Lost(error)) => self.give_up(error),
+                Ok(Command::Want(sender)) => self.exchange.want(sender),
+                Ok(Command::Rekey) => self.rekey(),
+                Ok(Command::End) | Err(RecvTimeoutError::Disconnected) => {
                     self.give_up(IpsecError::Ended);
                 }
                 Err(RecvTimeoutError::Timeout) => {}
@@ -151,9 +153,9 @@ impl Driver {
                 self.settle();
             }
         }
-        // The reader waits for nobody now.
+        // Unblocks the reader.
         drop(dealt);
-        // The peer hears that nothing more comes; it may be gone.
+        // Tells the peer that nothing follows. Fails if the peer is gone.
         let _ = self.control.close();
         self.control.shutdown();
         if let Ok(reader) = reader {
@@ -165,11 +167,11 @@ impl Driver {
             None | Some(IpsecError::Ended) => Ok(()),
             Some(error) => Err(error),
         };
-        self.take_everything_back(told, asked)?;
+        self.take_everything_back(commands, asked)?;
         result
     }
 
-    /// Does what is to be done.
+    /// Performs all pending actions.
     fn settle(&mut self) {
         while let Some(action) = self.exchange.poll_action() {
             if let Err(error) = self.act(action) {
@@ -177,10 +179,10 @@ impl Driver {
             }
         }
         let (outbound, inbound) = (self.exchange.outbound(), self.exchange.inbound());
-        let mut standing = lock(&self.standing);
-        standing.outbound = (outbound.0, outbound.1.to_vec());
-        standing.inbound = (inbound.0, inbound.1.to_vec());
-        standing.parameters = self.parameters;
+        let mut shared = lock(&self.shared);
+        shared.outbound = (outbound.0, outbound.1.to_vec());
+        shared.inbound = (inbound.0, inbound.1.to_vec());
+        shared.parameters = self.parameters;
     }
 
     fn act(&mut self, action: Action) -> Result<(), IpsecError> {
@@ -203,8 +205,8 @@ impl Driver {
                 known,
             } => {
                 if first {
-                    // Every other epoch has the same request ids: none of the last but one is
-                    // to be found by the policies of this one.
+                    // Every other epoch uses the same request ids: no SA of the epoch before last
+                    // may match the policies of this one.
                     let lingering = lingering(&mut self.late);
                     self.apply(&lingering)?;
                 }
@@ -222,16 +224,16 @@ impl Driver {
                 if over {
                     return self.apply(&steps);
                 }
-                self.wait_with(LINGER, steps);
+                self.delay(LINGER, steps);
                 Ok(())
             }
             Action::RetireInbound { epoch, grants } => {
                 let steps = self.parameters()?.retire_inbound(epoch, &grants);
-                self.wait_with(GRACE, steps);
+                self.delay(GRACE, steps);
                 Ok(())
             }
             Action::Up => {
-                lock(&self.standing).up = true;
+                lock(&self.shared).up = true;
                 self.tell(Event::Up(self.parameters()?));
                 let _ = self.tell_up.send(());
                 Ok(())
@@ -253,14 +255,14 @@ impl Driver {
         }
     }
 
-    /// Does something later.
-    fn wait_with(&mut self, long: Duration, steps: Vec<Step>) {
-        let when = Instant::now() + long;
+    /// Schedules steps for later.
+    fn delay(&mut self, by: Duration, steps: Vec<Step>) {
+        let when = Instant::now() + by;
         let at = self.late.partition_point(|(other, _)| *other <= when);
         self.late.insert(at, (when, steps));
     }
 
-    /// Installs SAs of what the peer sends, each under an SPI that is free.
+    /// Installs SAs for what the peer sends, each under a free SPI.
     fn install_inbound(&mut self, epoch: u32, slots: &[Slot]) -> Result<Vec<u32>, IpsecError> {
         let parameters = self.parameters()?;
         let spi = || Ok::<_, IpsecError>(u32::from_le_bytes(random()?).max(LEAST_SPI));
@@ -271,13 +273,13 @@ impl Driver {
             })
         });
         let mut grants = grants.collect::<Result<Vec<_>, IpsecError>>()?;
-        // At once: each time the disk is waited for.
+        // All at once: each call waits for the disk.
         let coming = parameters.inbound(epoch, &grants);
         let coming = coming.iter().filter_map(Step::added).copied();
         let record = self.record.as_mut().ok_or(IpsecError::Ended)?;
         record.add(&coming.collect::<Vec<_>>())?;
         for grant in &mut grants {
-            // One in four thousand million is taken, for each that there is.
+            // The chance of a collision is one in 2^32 for each SA that exists.
             for attempt in 0.. {
                 match self.apply(&parameters.inbound(epoch, &[*grant])) {
                     Ok(()) => break,
@@ -310,14 +312,14 @@ impl Driver {
         self.tables.apply(steps, record, &key)
     }
 
-    /// What time brings: silence, connections that come and go, SAs that are to go.
+    /// Handles what depends on time: timeouts, new and closed connections, delayed steps.
     fn look_around(&mut self) -> Result<(), IpsecError> {
         let now = Instant::now();
-        if let Some((error, since)) = self.unsaid.take() {
-            if now.duration_since(since) >= LAST_WORDS {
+        if let Some((error, since)) = self.send_error.take() {
+            if now.duration_since(since) >= DRAIN_LIMIT {
                 return Err(error);
             }
-            self.unsaid = Some((error, since));
+            self.send_error = Some((error, since));
         }
         self.waits_since = match (self.exchange.waits_for(), self.waits_since) {
             (None, _) => None,
@@ -330,14 +332,14 @@ impl Driver {
             return Err(IpsecError::Silent(what.word));
         }
         if let Some(record) = &self.record
-            && now.duration_since(self.looked) >= LOOK
+            && now.duration_since(self.verified) >= LOOK
         {
-            self.tables.still_stand(record)?;
-            // No route for a while is none of this: nothing leaves then.
+            self.tables.verify_installed(record)?;
+            // A temporary lack of a route is not an error here: nothing leaves then.
             if let Err(error @ IpsecError::Unguarded { .. }) = guarded(self.control.socket()) {
                 return Err(error);
             }
-            self.looked = now;
+            self.verified = now;
         }
         let due = due(&mut self.late, now, MOST_LATE);
         if !due.is_empty() {
@@ -350,14 +352,15 @@ impl Driver {
         {
             self.rekey();
         }
-        if lock(&self.standing).up && self.parameters()?.mode == Mode::Connection {
+        if lock(&self.shared).up && self.parameters()?.mode == Mode::Connection {
             self.follow_connections()?;
         }
         self.settle();
         Ok(())
     }
 
-    /// Has an SA for each connection of the ports, and none for one that is over.
+    /// Requests an SA for each new connection on the ports and releases the SA of each connection
+    /// that has ended.
     fn follow_connections(&mut self) -> Result<(), IpsecError> {
         let parameters = self.parameters()?;
         let ours = |one: &Connection| {
@@ -370,11 +373,8 @@ impl Driver {
             from: one.local.port(),
             to: one.peer.port(),
         };
-        let standing: BTreeSet<Sender> = all.iter().filter(|one| ours(one)).map(sender).collect();
-        let gone = self
-            .known
-            .iter()
-            .filter(|one| !standing.contains(&sender(one)));
+        let open: BTreeSet<Sender> = all.iter().filter(|one| ours(one)).map(sender).collect();
+        let gone = self.known.iter().filter(|one| !open.contains(&sender(one)));
         for one in gone.copied().collect::<Vec<_>>() {
             self.known.remove(&one);
             self.exchange.release(sender(&one));
@@ -399,20 +399,21 @@ impl Driver {
         self.parameters.ok_or(IpsecError::Ended)
     }
 
-    /// A peer that has ended the session takes nothing any more, while its own word on that may
-    /// not have been heard yet: the end is then as it says, and no loss of the connection.
+    /// Sends a message. A peer that has ended the session receives nothing more, although its final
+    /// message may not have been read yet. So a send error does not end the session at once: the
+    /// peer's final message takes precedence over the loss of the connection.
     fn send(&mut self, message: &Message) -> Result<(), IpsecError> {
         let mut bytes = Vec::new();
         message.encode(&mut bytes)?;
-        if self.unsaid.is_none()
+        if self.send_error.is_none()
             && let Err(error) = self.control.send(&bytes)
         {
-            self.unsaid = Some((error.into(), Instant::now()));
+            self.send_error = Some((error.into(), Instant::now()));
         }
         Ok(())
     }
 
-    /// Ends the session for a reason of this side's; the first one counts.
+    /// Ends the session for a reason on this side; the first reason counts.
     fn give_up(&mut self, error: IpsecError) {
         let (fault, text) = (error.fault(), in_words(&error));
         self.exchange.end(fault, &text);
@@ -423,33 +424,33 @@ impl Driver {
         (self.observer)(&event);
     }
 
-    /// Takes back what was installed. While connections use the ports, these stay
-    /// blocked; after `quiet_wait` that is left to a later process. So it is at once where
-    /// nobody asked for the end: what can cut a connection, or have a peer say nonsense,
-    /// must not open the ports.
+    /// Removes what was installed. While connections use the ports, they stay blocked; after
+    /// `quiet_wait` a later process frees them. If the end was not asked for, they stay blocked at
+    /// once: an attacker who can cut a connection, or make a peer send garbage, must not be able to
+    /// open the ports.
     fn take_everything_back(
         &mut self,
-        told: &Receiver<Told>,
+        commands: &Receiver<Command>,
         asked: bool,
     ) -> Result<(), IpsecError> {
-        lock(&self.standing).up = false;
+        lock(&self.shared).up = false;
         let Some(mut record) = self.record.take() else {
             return Ok(());
         };
         if asked {
-            // A later process frees the ports if this one does not come to that. On a full disk
-            // it leaves them blocked.
+            // A later process frees the ports if this one dies first. If the disk is full, the
+            // ports stay blocked.
             let _ = record.end();
         }
         let undo = self.tables.take_back(&mut record)?;
         let is_left = !asked && record.has_protected();
         let began = Instant::now();
-        let mut said = false;
+        let mut reported = false;
         while is_left || !self.tables.finish(&undo.when_quiet, &mut record)? {
             let connections = still_used(&undo.when_quiet)?;
-            if !said && !is_left {
+            if !reported && !is_left {
                 self.tell(Event::StillUsed { connections });
-                said = true;
+                reported = true;
             }
             if is_left || began.elapsed() >= self.options.quiet_wait {
                 let record = record.path().to_owned();
@@ -459,14 +460,14 @@ impl Driver {
                 });
                 return Ok(());
             }
-            // Nothing that is told counts any more.
-            let _ = told.recv_timeout(TICK);
+            // Commands are ignored from here on.
+            let _ = commands.recv_timeout(TICK);
         }
         record.forget()
     }
 }
 
-/// Whether the owner of this side or of the other one asked for the end.
+/// Whether the owner of either side asked for the end.
 fn is_asked_for(why: Option<&IpsecError>) -> bool {
     matches!(
         why,
@@ -480,7 +481,7 @@ fn is_asked_for(why: Option<&IpsecError>) -> bool {
     )
 }
 
-/// Takes out what is about outbound SAs, whenever it is due.
+/// Removes from `late` all steps for outbound SAs, due or not, and returns them.
 fn lingering(late: &mut Late) -> Vec<Step> {
     let outbound = |step: &Step| matches!(step, Step::Remove(Object::Association(one)) if one.direction == Direction::Out);
     let (now, later) = std::mem::take(late)
@@ -491,7 +492,8 @@ fn lingering(late: &mut Late) -> Vec<Step> {
     now.into_iter().flat_map(|(_, steps)| steps).collect()
 }
 
-/// Takes out what is due by now, and the oldest while there are more than `most` steps.
+/// Removes the steps that are due from `late` and returns them; also the oldest while there are
+/// more than `most`.
 fn due(late: &mut Late, now: Instant, most: usize) -> Vec<Step> {
     let mut left: usize = late.iter().map(|(_, steps)| steps.len()).sum();
     let mut count = 0;
@@ -536,7 +538,7 @@ mod tests {
     }
 
     #[test]
-    fn outbound_sas_that_linger_go_before_their_request_ids_come_again() {
+    fn lingering_outbound_sas_are_removed_before_their_request_ids_are_reused() {
         let now = Instant::now();
         let step = |way: &str, spi: u32| {
             let line = format!(
@@ -556,7 +558,7 @@ mod tests {
     }
 
     #[test]
-    fn of_too_many_released_sas_the_oldest_go_at_once() {
+    fn the_oldest_of_too_many_released_sas_are_removed_at_once() {
         let now = Instant::now();
         let step = |spi: u32| {
             let line = format!(

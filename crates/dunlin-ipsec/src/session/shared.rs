@@ -1,4 +1,4 @@
-//! What a session and its thread share.
+//! Types that a session and its thread share.
 
 use std::sync::Arc;
 
@@ -16,16 +16,16 @@ use crate::event::Observer;
 use crate::options::Options;
 use crate::xfrm;
 
-/// What a session's thread is told.
-pub(super) enum Told {
-    Heard(Message),
+/// A command to a session's thread.
+pub(super) enum Command {
+    Received(Message),
     Lost(IpsecError),
     Want(Sender),
     Rekey,
     End,
 }
 
-/// What others may see of a session.
+/// The status of a session for other threads.
 #[derive(Default)]
 pub(super) struct SharedStatus {
     pub(super) parameters: Option<SessionParameters>,
@@ -35,7 +35,7 @@ pub(super) struct SharedStatus {
     pub(super) xfrm: Option<Arc<xfrm::Xfrm>>,
 }
 
-/// What a session begins with.
+/// The parameters of a new session.
 pub(crate) struct Beginning {
     pub(crate) control: ControlStream,
     pub(crate) session: SessionId,
@@ -43,6 +43,6 @@ pub(crate) struct Beginning {
     pub(crate) exchange: Exchange,
     pub(crate) options: Options,
     pub(crate) observer: Observer,
-    /// Whether the peer may ask for these terms.
+    /// Checks whether the peer may request these terms.
     pub(crate) admits: fn(&Options, &Terms) -> Result<(), IpsecError>,
 }

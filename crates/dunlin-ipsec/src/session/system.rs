@@ -1,4 +1,4 @@
-//! What a session asks of the system beside its IPsec.
+//! Queries to the system other than IPsec.
 
 use std::fs;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpStream, UdpSocket};
@@ -8,15 +8,15 @@ use crate::netdev;
 
 use crate::error::IpsecError;
 
-/// Whether packets to an address stay on this host: they come from it then, or from the
-/// loopback's.
+/// Returns whether packets to an address stay on this host: their source is then that address or a
+/// loopback address.
 pub(super) fn is_of_this_host(address: IpAddr) -> Result<bool, IpsecError> {
     const DISCARD: u16 = 9;
     let any: IpAddr = match address {
         IpAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
         IpAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
     };
-    // Nothing is sent by it.
+    // connect(2) on a UDP socket sends nothing.
     let routed = UdpSocket::bind((any, 0)).and_then(|socket| {
         socket.connect((address, DISCARD))?;
         let source = socket.local_addr()?.ip();
@@ -25,17 +25,17 @@ pub(super) fn is_of_this_host(address: IpAddr) -> Result<bool, IpsecError> {
     routed.map_err(IpsecError::resources("the route to the peer"))
 }
 
-/// The addresses of a control connection's ends: this side's, and the peer's.
+/// The addresses of a control connection: this side's, then the peer's.
 pub(crate) fn ends(connection: &TcpStream) -> Result<(SocketAddr, SocketAddr), IpsecError> {
     let failed = IpsecError::resources("the address of the control connection");
     let local = connection.local_addr().map_err(failed)?;
     Ok((local, connection.peer_addr().map_err(failed)?))
 }
 
-/// Whether IPsec's policies hold for packets to and from the peer of a connection: a device, or
-/// all of them, may be set to take no notice of them.
+/// Checks that IPsec policies apply to packets to and from the peer of a connection: the device, or
+/// all devices, may be configured to bypass them.
 pub(super) fn guarded(connection: &TcpStream) -> Result<(), IpsecError> {
-    let failed = IpsecError::resources("the device by which the peer is reached");
+    let failed = IpsecError::resources("the device on the route to the peer");
     let device = netdev::name_of(connection).map_err(failed)?;
     let (_, peer) = ends(connection)?;
     let family = match peer.ip().to_canonical() {
@@ -50,19 +50,19 @@ pub(super) fn guarded(connection: &TcpStream) -> Result<(), IpsecError> {
 
 const SYSCTLS: &str = "/proc/sys/net";
 
-/// The setting by which packets of a family pass a device unseen, if there is one.
+/// Returns the sysctl by which packets of a family bypass IPsec on a device, if one is set.
 fn unguarded(settings: &Path, family: &str, device: &str) -> Option<String> {
     let names = ["disable_xfrm", "disable_policy"];
     let all = names
         .iter()
         .flat_map(|name| [("all", name), (device, name)]);
     let is_set = |of: &str, name: &str| {
-        // Not every kernel has each of them for each family.
+        // Not every kernel has both settings for both families.
         let path = settings.join(family).join("conf").join(of).join(name);
         fs::read_to_string(path).is_ok_and(|value| value.trim() != "0")
     };
     let mut set = all.filter(|(of, name)| is_set(of, name));
-    // Names of devices may have dots in them, which sysctl(8) takes for slashes.
+    // Device names may contain dots, which sysctl(8) would read as slashes.
     set.next()
         .map(|(of, name)| format!("net/{family}/conf/{of}/{name}"))
 }
@@ -80,13 +80,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_address_of_this_host_is_known() {
+    fn an_address_of_this_host_is_recognised() {
         assert!(is_of_this_host([127, 0, 0, 1].into()).unwrap());
         assert!(is_of_this_host([127, 9, 0, 7].into()).unwrap());
     }
 
     #[test]
-    fn a_setting_of_the_device_or_of_all_that_passes_ipsec_by_is_named() {
+    fn a_setting_by_which_the_device_or_all_devices_bypass_ipsec_is_named() {
         let folder = std::env::temp_dir().join(format!("dunlin-linuxctls-{}", std::process::id()));
         let set = |of: &str, name: &str, value: &str| {
             let folder = folder.join("ipv4/conf").join(of);
@@ -99,7 +99,7 @@ mod tests {
         }
         let found = || unguarded(&folder, "ipv4", "eth0.5");
         set("lo", "disable_policy", "1\n");
-        assert_eq!(found(), None, "packets do not go by that one");
+        assert_eq!(found(), None, "packets do not use that device");
         set("eth0.5", "disable_policy", "1\n");
         assert_eq!(found().unwrap(), "net/ipv4/conf/eth0.5/disable_policy");
         assert_eq!(unguarded(&folder, "ipv6", "eth0.5"), None);

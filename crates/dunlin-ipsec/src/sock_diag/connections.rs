@@ -1,4 +1,4 @@
-//! All TCP connections of a network namespace, whoever has them.
+//! Lists all TCP connections of a network namespace, of any process.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -8,27 +8,27 @@ use netlink_packet_core::NLM_F_DUMP;
 use super::{FIXED_BYTES, REQUEST_BYTES, SOCK_DIAG_BY_FAMILY};
 use crate::netlink::{Failure, Link, Request, number};
 
-/// How often a list that changed while it was read is read again, before it is taken as it is.
+/// How many times to read a list that changes during the read before using it as it is.
 const ATTEMPTS: usize = 4;
 
 /// A connection. Its state is a number of include/net/tcp_states.h.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TcpConnection {
-    /// The end at this host.
+    /// The local address.
     pub local: SocketAddr,
-    /// The other one.
+    /// The peer's address.
     pub peer: SocketAddr,
-    /// Its state.
+    /// The state.
     pub state: u8,
 }
 
-/// Those of the calling thread's network namespace in one of these states, of which `states` has
-/// the bits; those without an owner are among them. An IPv4 address has that form whatever the
-/// socket's family.
+/// Returns the connections of the calling thread's network namespace in the given states; `states`
+/// is a bit mask. Connections without an owner are included. An IPv4 address has IPv4 form
+/// regardless of the socket's family.
 ///
 /// # Errors
-/// What socket(2) and netlink say, `NotFound` where the kernel has no inet_diag; `InvalidData` for
-/// an answer that is none.
+/// Errors of socket(2) and netlink; `NotFound` if the kernel has no inet_diag; `InvalidData` for a
+/// malformed answer.
 pub fn tcp_connections(states: u32) -> io::Result<Vec<TcpConnection>> {
     let mut link = Link::open(libc::NETLINK_SOCK_DIAG)?;
     let mut connections = Vec::new();
@@ -42,9 +42,9 @@ fn of_family(link: &mut Link, family: u8, states: u32) -> io::Result<Vec<TcpConn
     let mut all = Vec::new();
     for _ in 0..ATTEMPTS {
         all.clear();
-        let listed = link.exchange(question(family, states), |kind, body| {
+        let listed = link.exchange(query(family, states), |kind, body| {
             if kind == SOCK_DIAG_BY_FAMILY {
-                all.extend(connection(body).ok_or("a connection is cut short")?);
+                all.extend(connection(body).ok_or("truncated connection")?);
             }
             Ok(())
         });
@@ -57,8 +57,8 @@ fn of_family(link: &mut Link, family: u8, states: u32) -> io::Result<Vec<TcpConn
     Ok(all)
 }
 
-/// `struct inet_diag_req_v2`: any addresses and ports.
-fn question(family: u8, states: u32) -> Request {
+/// A `struct inet_diag_req_v2` for any addresses and ports.
+fn query(family: u8, states: u32) -> Request {
     let mut content = [0; REQUEST_BYTES];
     content[..2].copy_from_slice(&[family, libc::IPPROTO_TCP as u8]);
     content[4..8].copy_from_slice(&states.to_ne_bytes());
@@ -67,7 +67,7 @@ fn question(family: u8, states: u32) -> Request {
     request
 }
 
-/// `struct inet_diag_msg`; nothing of a family that is not asked for.
+/// Parses a `struct inet_diag_msg`; `Some(None)` for another address family.
 fn connection(body: &[u8]) -> Option<Option<TcpConnection>> {
     let fixed = body.get(..FIXED_BYTES)?;
     let end = |port: usize, address: usize| {
@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn i7_a_connection_that_was_cut_or_changed_anywhere_is_no_panic() {
+    fn i7_a_truncated_or_changed_connection_does_not_panic() {
         let whole = row(libc::AF_INET, 1);
         for end in 0..whole.len() {
             assert_eq!(connection(&whole[..end]), None, "{end}");
@@ -154,7 +154,7 @@ mod tests {
         let listed = |states| match tcp_connections(states) {
             Ok(listed) => Some(listed),
             Err(error) => {
-                println!("not told here: {error}");
+                println!("not available here: {error}");
                 None
             }
         };

@@ -1,4 +1,4 @@
-//! The objects of a plan as the kernel has them.
+//! Converts the objects of a plan to the kernel's form.
 
 use std::net::SocketAddr;
 
@@ -34,7 +34,7 @@ pub(super) fn policy_of(policy: &Policy) -> xfrm::Policy {
     }
 }
 
-/// What would block a connection's outgoing packets alone.
+/// A policy that would block only the outgoing packets of a connection.
 pub(super) fn connection_policy(local: SocketAddr, peer: SocketAddr) -> xfrm::Policy {
     policy_of(&Policy {
         direction: Direction::Out,
@@ -56,11 +56,12 @@ pub(super) fn id_of(one: &Association) -> StateId {
     }
 }
 
-/// An SA for a kernel that keeps directions, or for an older one.
+/// Returns an SA in the form for a kernel that stores directions, or for an older one.
 pub(super) fn state_of(one: &Association, key: KeyAndSalt, keeps_directions: bool) -> State {
     let replay_window = match one.direction {
         Direction::Out if keeps_directions => 0,
-        // A kernel without directions wants a window of all SAs with extended sequence numbers.
+        // A kernel without directions requires a window for every SA with extended sequence
+        // numbers.
         _ => LONGEST_REPLAY_WINDOW,
     };
     State {
@@ -68,7 +69,7 @@ pub(super) fn state_of(one: &Association, key: KeyAndSalt, keeps_directions: boo
         source: one.source,
         reqid: one.reqid,
         direction: one.direction,
-        // The sealing host's, so that only it says so to its kernel.
+        // The CPU is the sealing host's, so only that host sets it.
         cpu: match (one.direction, one.slot.sender) {
             (Direction::Out, Sender::Cpu(cpu)) => Some(cpu),
             _ => None,
@@ -76,7 +77,7 @@ pub(super) fn state_of(one: &Association, key: KeyAndSalt, keeps_directions: boo
         key,
         replay_window,
         encapsulation: one.encapsulation,
-        // What the peer seals is taken for TCP between the two, and for nothing else.
+        // Packets that the peer seals are accepted only as TCP between the two hosts.
         selector: (one.direction == Direction::In).then(|| xfrm::Selector {
             source: Network::one(one.source),
             destination: Network::one(one.destination),
@@ -87,18 +88,18 @@ pub(super) fn state_of(one: &Association, key: KeyAndSalt, keeps_directions: boo
     }
 }
 
-/// Whether what the kernel has is what was installed, by all that a record says.
-pub(super) fn is_the_same(standing: &Installed, one: &Association) -> bool {
-    standing.source == one.source
-        && standing.reqid == one.reqid
-        // A kernel before 6.10 takes no notice of it.
-        && standing.direction.is_none_or(|given| given == one.direction)
+/// Whether the kernel's SA is the installed one, by all fields in a record.
+pub(super) fn is_the_same(installed: &Installed, one: &Association) -> bool {
+    installed.source == one.source
+        && installed.reqid == one.reqid
+        // A kernel before 6.10 ignores the direction.
+        && installed.direction.is_none_or(|given| given == one.direction)
 }
 
-/// Whether some TCP packet is in both, whatever the priorities.
+/// Whether some TCP packet matches both policies, regardless of priorities.
 pub(super) fn meet(other: &xfrm::Policy, own: &xfrm::Policy) -> bool {
     let network = |other: Network, own: Network| match (other.address, own.address) {
-        // The kernel writes "any" with either family's zeros.
+        // The kernel writes "any" as zeros of either family.
         _ if other.prefix == 0 => true,
         (std::net::IpAddr::V4(other_address), std::net::IpAddr::V4(address)) => {
             let shift = 32 - u32::from(other.prefix.min(32));
@@ -122,9 +123,9 @@ pub(super) fn meet(other: &xfrm::Policy, own: &xfrm::Policy) -> bool {
         && theirs.destination_ports.meets(ours.destination_ports)
 }
 
-/// Whether `other` is a policy of another session between the same two hosts, and all that is in
-/// both are packets *from* the ports of one *to* those of the other. Either session seals these or
-/// blocks them, so that two sessions with different ports stand side by side.
+/// Whether `other` is a policy of another session between the same two hosts, and the only packets
+/// that match both go *from* ports of one *to* ports of the other. Either session seals or blocks
+/// these, so two sessions with different ports can coexist.
 pub(super) fn only_crosses(other: &xfrm::Policy, own: &xfrm::Policy) -> bool {
     let (theirs, ours) = (&other.selector, &own.selector);
     let of_sessions = FIRST_PRIORITY..=FIRST_PRIORITY + 2 * REQID_BLOCKS + 1;
@@ -165,18 +166,18 @@ mod tests {
         let line = "policy out 192.0.2.1 192.0.2.2 ports 0/0x0000 4444/0xfffc priority 103 block";
         match line.parse().unwrap() {
             Object::Policy(policy) => policy_of(&policy),
-            _ => unreachable!("it is a policy's"),
+            _ => unreachable!("the line is a policy's"),
         }
     }
 
     #[test]
-    fn an_outbound_sa_has_a_replay_window_where_the_kernel_has_no_directions() {
+    fn an_outbound_sa_has_a_replay_window_if_the_kernel_has_no_directions() {
         let window = |way: &str, keeps_directions: bool| {
             let line = format!(
                 "sa {way} 192.0.2.1 192.0.2.2 spi 0x00001001 reqid 65537 epoch 1 index 0 fallback"
             );
             let Object::Association(one) = line.parse().unwrap() else {
-                unreachable!("it is an SA's")
+                unreachable!("the line is an SA's")
             };
             let key = KeyAndSalt::new(&[7; KeyAndSalt::BYTES]);
             state_of(&one, key, keeps_directions).replay_window
@@ -190,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn sessions_with_different_ports_stand_side_by_side() {
+    fn sessions_with_different_ports_coexist() {
         let policy = |source: u16, destination: u16, action| xfrm::Policy {
             selector: xfrm::Selector {
                 source_ports: PortBlock {
@@ -211,9 +212,9 @@ mod tests {
         for (one, other) in [(from, to), (to, from)] {
             assert!(meet(&one, &other) && only_crosses(&one, &other));
         }
-        // The same way, and on the same ports: those who want them are in each other's way.
+        // The same direction and ports: these two conflict.
         assert!(!only_crosses(&policy(24_576, 0, block), &from));
-        // Others' policies let packets pass.
+        // Policies of other programs may let packets pass.
         assert!(!only_crosses(
             &policy(24_576, 0, xfrm::Action::Foreign),
             &to
@@ -229,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn a_policy_meets_those_that_a_packet_can_be_in_with_it() {
+    fn a_policy_meets_policies_that_match_a_common_packet() {
         let same = |change: fn(&mut xfrm::Policy)| {
             let mut other = own();
             change(&mut other);

@@ -1,5 +1,5 @@
-//! What the kernel answers. An attribute that nobody here asks for is passed over, and the one
-//! with the key is looked at where it lies.
+//! Decodes the kernel's answers. Unused attributes are skipped; the attribute with the key is
+//! compared in place.
 
 use std::net::IpAddr;
 
@@ -18,8 +18,9 @@ use super::values::{
 use dunlin_proto::ipsec::object::{Direction, Encapsulation};
 use dunlin_proto::ipsec::ports::PortBlock;
 
-const CUT_SHORT: &str = "it is cut short";
-/// `struct xfrm_usersa_info` and its attributes; `None` is an SA of something else than ESP.
+const CUT_SHORT: &str = "truncated";
+/// Parses `struct xfrm_usersa_info` and its attributes; `None` for an SA of a protocol other than
+/// ESP.
 pub(super) fn state(body: &[u8]) -> Result<Option<Installed>, &'static str> {
     let (fixed, attributes) = body
         .split_at_checked(XFRM_USER_SA_INFO_LEN)
@@ -53,7 +54,7 @@ pub(super) fn state(body: &[u8]) -> Result<Option<Installed>, &'static str> {
             integrity_failed: fixed.stats.integrity_failed,
         },
     };
-    // Algorithms of other kinds are no more than their being there.
+    // For other kinds of algorithms only the presence is recorded.
     let other = |name: &str| Algorithm {
         name: name.to_owned(),
         key_bits: 0,
@@ -95,7 +96,7 @@ pub(super) fn state(body: &[u8]) -> Result<Option<Installed>, &'static str> {
     Ok(Some(installed))
 }
 
-/// Whether the SA that [`state`] reads has this key. It takes as long whatever they have in common.
+/// Returns whether the SA in `body` has this key, in constant time.
 pub(super) fn has_key(body: &[u8], key: &KeyAndSalt) -> bool {
     let attributes = body.get(XFRM_USER_SA_INFO_LEN..).unwrap_or_default();
     NlasIterator::new(attributes)
@@ -113,7 +114,7 @@ pub(super) fn has_key(body: &[u8], key: &KeyAndSalt) -> bool {
         })
 }
 
-/// The beginning of `struct xfrm_algo_aead`.
+/// Parses the start of `struct xfrm_algo_aead`.
 fn algorithm(value: &[u8]) -> Result<Algorithm, &'static str> {
     let name = value.get(..NAME_BYTES).ok_or(CUT_SHORT)?;
     let name = name.split(|&byte| byte == 0).next().unwrap_or_default();
@@ -124,8 +125,8 @@ fn algorithm(value: &[u8]) -> Result<Algorithm, &'static str> {
     })
 }
 
-/// `struct xfrm_userpolicy_info` and its attributes, with the number under which the kernel keeps
-/// it; `None` is the policy of a single socket, or of packets that pass through this host.
+/// Parses `struct xfrm_userpolicy_info` and its attributes, with the kernel's index; `None` for the
+/// policy of a single socket or of forwarded packets.
 pub(super) fn policy(body: &[u8]) -> Result<Option<(Policy, u32)>, &'static str> {
     let (fixed, attributes) = body
         .split_at_checked(XFRM_USER_POLICY_INFO_LEN)
@@ -162,7 +163,7 @@ pub(super) fn policy(body: &[u8]) -> Result<Option<(Policy, u32)>, &'static str>
     Ok(Some((policy, fixed.index)))
 }
 
-/// What a template asks for, if it is one of those that are made here.
+/// Returns the action of a template, if it has the form that this crate creates.
 fn protect(template: &[u8]) -> Result<Option<Action>, &'static str> {
     let template = UserTemplate::parse(template).map_err(|_| CUT_SHORT)?;
     if template.id.proto != uapi::IPPROTO_ESP
@@ -179,7 +180,7 @@ fn protect(template: &[u8]) -> Result<Option<Action>, &'static str> {
     }))
 }
 
-/// An SA that is for some packets alone says which, any other says nothing but its family.
+/// Whether a selector matches all packets: an SA without a selector reports only its family.
 fn is_all(selector: &Selector) -> bool {
     selector.source.prefix == 0
         && selector.destination.prefix == 0
@@ -214,7 +215,7 @@ fn address(family: u16, address: &Address) -> Result<IpAddr, &'static str> {
     match family {
         uapi::AF_INET | uapi::AF_UNSPEC => Ok(address.to_ipv4().into()),
         uapi::AF_INET6 => Ok(address.to_ipv6().into()),
-        _ => Err("it is of an address family that has no IPsec"),
+        _ => Err("unknown address family"),
     }
 }
 

@@ -1,4 +1,4 @@
-//! What is asked of the kernel's IPsec, in its structures.
+//! Encodes requests to the kernel's IPsec.
 
 use std::net::IpAddr;
 
@@ -18,11 +18,11 @@ use super::values::{
 };
 use crate::netlink::Request;
 
-/// `XFRMA_SA_DIR`, which netlink-packet-xfrm does not know: one byte.
+/// `XFRMA_SA_DIR`, one byte; netlink-packet-xfrm lacks it.
 pub(super) const SA_DIRECTION: u16 = 33;
-/// `XFRMA_SA_PCPU`, which it does not know either: four bytes.
+/// `XFRMA_SA_PCPU`, four bytes; netlink-packet-xfrm lacks it.
 pub(super) const SA_CPU: u16 = 35;
-/// Bytes of an algorithm's name (`struct xfrm_algo_aead`).
+/// The size of an algorithm's name (`struct xfrm_algo_aead`).
 pub(super) const NAME_BYTES: usize = 64;
 
 fn direction_and_cpu(request: &mut Request, direction: Direction, cpu: Option<u32>) {
@@ -36,7 +36,7 @@ fn direction_and_cpu(request: &mut Request, direction: Direction, cpu: Option<u3
     }
 }
 
-/// Any free SPI.
+/// Requests any free SPI.
 pub(super) fn allocate_spi(from: IpAddr, to: IpAddr, direction: Direction, cpu: u32) -> Request {
     let mut request = Request::new(uapi::XFRM_MSG_ALLOCSPI, 0);
     request.put(&UserSpiInfo {
@@ -169,12 +169,12 @@ pub(super) fn list(kind: u16) -> Request {
 
 pub(super) fn database() -> Request {
     let mut request = Request::new(uapi::XFRM_MSG_GETSADINFO, 0);
-    // Flags, of which there are none.
+    // No flags.
     request.put_bytes(&[0; 4]);
     request
 }
 
-/// What every SA has in common.
+/// The fields that all SAs share.
 fn info(from: IpAddr, to: IpAddr, spi: u32, reqid: u32) -> UserSaInfo {
     UserSaInfo {
         id: Id {
@@ -191,7 +191,7 @@ fn info(from: IpAddr, to: IpAddr, spi: u32, reqid: u32) -> UserSaInfo {
     }
 }
 
-/// Zeros would be limits that are reached at once.
+/// Zeros would be limits that are reached immediately.
 fn without_limit() -> LifetimeConfig {
     LifetimeConfig {
         soft_byte_limit: uapi::XFRM_INF,

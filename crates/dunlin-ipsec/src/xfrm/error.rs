@@ -1,10 +1,10 @@
-//! What goes wrong when the kernel's IPsec is asked for something.
+//! Errors of the kernel's IPsec.
 
 use std::io;
 
 use crate::netlink::Failure;
 
-/// Why it was not done; nothing has changed.
+/// Why a request failed; the kernel has changed nothing.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -14,85 +14,85 @@ pub enum Error {
          it as root, or give it that capability"
     )]
     NotPermitted {
-        /// What was asked for.
+        /// The operation.
         doing: &'static str,
     },
-    /// The kernel has no IPsec that could be asked.
+    /// The kernel has no IPsec over netlink.
     #[error(
-        "this kernel has no IPsec over netlink (CONFIG_XFRM_USER): load the module xfrm_user as \
-         root, or use a kernel that has it"
+        "kernel lacks IPsec over netlink (CONFIG_XFRM_USER): load the module xfrm_user as root, or \
+        use another kernel"
     )]
     Absent,
-    /// The kernel has no ESP of this address family, or not the cipher.
+    /// The kernel lacks ESP for this address family, or the cipher.
     #[error(
-        "this kernel lacks ESP or rfc4106(gcm(aes)): load the modules esp4, esp6, seqiv and gcm as \
-         root, or use a kernel that has them{}", said(.0)
+        "kernel lacks ESP or rfc4106(gcm(aes)): load the modules esp4, esp6, seqiv and gcm as root, \
+        or use another kernel{}", said(.0)
     )]
     NoEsp(Option<String>),
-    /// Somebody else has what was to be ours.
-    #[error("another has this {what}: choose another, or remove that one")]
+    /// The identity is in use.
+    #[error("{what} already in use: choose another, or remove the existing entry")]
     Taken {
-        /// An SPI, or a selector.
+        /// `SPI` or `selector`.
         what: &'static str,
     },
-    /// A CPU that the machine cannot have.
+    /// The machine cannot have this CPU.
     #[error(
-        "there is no CPU {cpu} in this machine: choose one of /sys/devices/system/cpu/possible"
+        "CPU {cpu} does not exist on this machine: choose one of /sys/devices/system/cpu/possible"
     )]
     NoSuchCpu {
-        /// Its number.
+        /// The number of the CPU.
         cpu: u32,
     },
-    /// The kernel has something else than it was told.
-    #[error("the kernel has not installed what it was told: {what} is not so")]
+    /// The kernel's entry differs from the request.
+    #[error("the kernel's entry differs from the request in {what}")]
     Differs {
-        /// What of it.
+        /// The field that differs.
         what: &'static str,
     },
-    /// The kernel refuses.
+    /// The kernel refused the request.
     #[error("{doing} failed: {source}{}", said(.text))]
     Refused {
-        /// What was asked for.
+        /// The operation.
         doing: &'static str,
-        /// Its error number.
+        /// The kernel's error number.
         source: io::Error,
-        /// What else it says (`NLMSGERR_ATTR_MSG`).
+        /// The kernel's text (`NLMSGERR_ATTR_MSG`).
         text: Option<String>,
     },
-    /// The socket to the kernel fails.
-    #[error("the kernel cannot be asked, {doing}: {source}")]
+    /// The netlink socket failed.
+    #[error("{doing}: netlink socket failed: {source}")]
     Socket {
-        /// What was asked for.
+        /// The operation.
         doing: &'static str,
-        /// What the system says.
+        /// The system's error.
         source: io::Error,
     },
-    /// The kernel's answer is not what this program knows.
-    #[error("{doing} brought an answer that cannot be read: {what}; report the kernel's version")]
+    /// The kernel's answer cannot be parsed.
+    #[error("{doing}: malformed answer from the kernel: {what}; report the kernel's version")]
     Answer {
-        /// What was asked for.
+        /// The operation.
         doing: &'static str,
-        /// What of it.
+        /// The reason.
         what: &'static str,
     },
 }
 
 fn said(text: &Option<String>) -> String {
     text.as_ref()
-        .map(|text| format!(" (the kernel says: {text})"))
+        .map(|text| format!(" (kernel: {text})"))
         .unwrap_or_default()
 }
 
-/// Why an exchange of messages came to nothing, before it is known what that means for the caller.
+/// Why an exchange failed, before its meaning for the caller is determined.
 #[derive(Debug)]
 pub(super) struct Refusal {
-    /// What was asked for.
+    /// The operation.
     pub(super) doing: &'static str,
     pub(super) why: Failure,
 }
 
 impl Refusal {
-    /// The kernel's error number (errno(3)), positive.
+    /// Returns the kernel's error number (errno(3)), positive.
     pub(super) fn code(&self) -> Option<i32> {
         match &self.why {
             Failure::Kernel { code, .. } => Some(*code),
@@ -100,7 +100,7 @@ impl Refusal {
         }
     }
 
-    /// What it means for an SA of `cpu` that was to be added.
+    /// Converts to the error of adding an SA of `cpu`.
     pub(super) fn of_state(self, cpu: Option<u32>) -> Error {
         let code = self.code();
         match (self.why, cpu) {

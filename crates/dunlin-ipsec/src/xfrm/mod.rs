@@ -1,25 +1,26 @@
-//! The kernel's IPsec (xfrm) over netlink: security associations (SAs), which it calls states, and
-//! the policies that say which packets need one (include/uapi/linux/xfrm.h, net/xfrm/xfrm_user.c;
-//! RFC 4301, RFC 4303).
+//! The kernel's IPsec (xfrm) over netlink: security associations (SAs), which the kernel calls
+//! states, and the policies that select the packets that need one (include/uapi/linux/xfrm.h,
+//! net/xfrm/xfrm_user.c; RFC 4301, RFC 4303).
 //!
-//! What is made here is one kind alone: ESP in transport mode, AES-256-GCM with a 16-byte tag
+//! This module creates only one kind of SA: ESP in transport mode, AES-256-GCM with a 16-byte tag
 //! (RFC 4106), extended sequence numbers, IPv4 or IPv6. An SA may belong to one CPU
-//! (`XFRMA_SA_PCPU`, Linux 6.13): what that CPU sends prefers it to one that belongs to none, and
-//! no other CPU uses it. Receiving goes by the SPI alone, whatever the CPU. What the kernel makes
-//! of all this was tested, and stands in docs/decisions/0013-sas-without-a-daemon.md.
+//! (`XFRMA_SA_PCPU`, Linux 6.13): packets that this CPU sends prefer it to an SA without a CPU, and
+//! no other CPU uses it. Receiving uses only the SPI, on any CPU.
+//! docs/decisions/0013-sas-without-a-daemon.md has the tests of the kernel's behaviour.
 //!
-//! - [`Xfrm`] makes, reads and removes them, each by its exact identity; nothing here flushes
-//! - [`values`]: what is made and what is read back
-//! - [`esp_offload`], [`receive_encapsulated`](dunlin_linux::udp_encap::receive_encapsulated): what
-//!   goes with it
+//! - [`Xfrm`] creates, reads and removes SAs and policies, each by its exact identity; nothing here
+//!   flushes
+//! - [`values`]: the types of what is created and read back
+//! - [`esp_offload`], [`receive_encapsulated`](dunlin_linux::udp_encap::receive_encapsulated):
+//!   related kernel features
 //!
-//! Keys go from the caller to the kernel through memory that is wiped, and what the kernel says of
-//! them when it is asked is compared and wiped, never returned.
+//! Keys pass from the caller to the kernel through memory that is wiped. A key that the kernel
+//! returns is compared and wiped, never passed on.
 //!
-//! The layouts of messages and the walk over attributes are netlink-packet-xfrm's and
-//! netlink-packet-core's, the socket is netlink-sys's. Two attributes are newer than the first of
-//! these, and the one with the key is kept out of it, since it would copy keys into memory that
-//! nobody wipes.
+//! netlink-packet-xfrm and netlink-packet-core provide the message layouts and the iteration over
+//! attributes, netlink-sys the socket. Two attributes are too new for netlink-packet-xfrm; the
+//! attribute with the key is encoded here because that crate would copy keys into memory that is
+//! not wiped.
 
 mod decode;
 mod encode;
@@ -49,19 +50,19 @@ use dunlin_proto::ipsec::LEAST_SPI;
 use self::error::Refusal;
 use crate::netlink::{Failure, Link, Request};
 
-/// How often a list that changed while it was read is read again.
+/// How many times to read a list that changes during the read.
 const DUMP_ATTEMPTS: usize = 16;
 
 /// A netlink socket for the IPsec of one network namespace. It may be shared among threads, and
-/// stays with its namespace whichever thread uses it.
+/// keeps its namespace whichever thread uses it.
 #[derive(Debug)]
 pub struct Xfrm(Mutex<Link>);
 
 impl Xfrm {
-    /// Opens one in the calling thread's network namespace.
+    /// Opens a socket in the calling thread's network namespace.
     ///
     /// # Errors
-    /// [`Error::Absent`], [`Error::NotPermitted`], or what socket(2) says.
+    /// [`Error::Absent`], [`Error::NotPermitted`], or an error of socket(2).
     pub fn open() -> Result<Self, Error> {
         let link =
             Link::open(libc::NETLINK_XFRM).map_err(|source| match source.raw_os_error() {
@@ -72,7 +73,7 @@ impl Xfrm {
                 },
             })?;
         let xfrm = Self(Mutex::new(link));
-        // Fails here where the process lacks the capability.
+        // Fails here if the process lacks the capability.
         xfrm.exchange(
             "asking how many SAs there are",
             encode::database(),
@@ -81,21 +82,21 @@ impl Xfrm {
         Ok(xfrm)
     }
 
-    /// Adds an SA, which carries packets from then on.
+    /// Adds an SA. The kernel uses it from then on.
     ///
     /// # Errors
-    /// [`Error::Taken`] where another SA has its SPI, [`Error::NoSuchCpu`], [`Error::NoEsp`] where
-    /// the kernel lacks ESP or the cipher, and what else the kernel says.
+    /// [`Error::Taken`] if another SA has its SPI, [`Error::NoSuchCpu`], [`Error::NoEsp`] if the
+    /// kernel lacks ESP or the cipher, and other errors of the kernel.
     pub fn add_state(&self, state: &State) -> Result<(), Error> {
         let request = encode::add_state(state);
         let added = self.exchange("adding an SA", request, |_, _| Ok(()));
         added.map_err(|refusal| refusal.of_state(state.cpu))
     }
 
-    /// What the kernel has under this identity, a reservation too; `None` where it has nothing.
+    /// Returns the SA or reservation with this identity; `None` if there is none.
     ///
     /// # Errors
-    /// [`Error::NotPermitted`], and what else the kernel says.
+    /// [`Error::NotPermitted`], and other errors of the kernel.
     pub fn state(&self, id: &StateId) -> Result<Option<Installed>, Error> {
         let mut found = None;
         self.read_state(id, |body| {
@@ -105,16 +106,16 @@ impl Xfrm {
         Ok(found)
     }
 
-    /// Asks the kernel whether it has an SA just as `state` says, its key included.
+    /// Checks that the kernel's SA matches `state`, including its key.
     ///
     /// # Errors
-    /// [`Error::Differs`] with what is not so, for instance the CPU, which kernels without SAs of
-    /// one CPU pass over in silence; and as [`Xfrm::state`].
+    /// [`Error::Differs`] with the field that differs, for instance the CPU, which kernels without
+    /// per-CPU SAs ignore; and as [`Xfrm::state`].
     pub fn verify(&self, state: &State) -> Result<(), Error> {
-        let mut differs = Some("there is none");
+        let mut differs = Some("the SA is missing");
         self.read_state(&state.id, |body| {
             differs = match decode::state(body)? {
-                None => Some("it is none of ESP"),
+                None => Some("the protocol"),
                 Some(installed) => installed
                     .difference(state)
                     .or_else(|| (!decode::has_key(body, &state.key)).then_some("the key")),
@@ -141,11 +142,11 @@ impl Xfrm {
         }
     }
 
-    /// Removes one; `false`: it was not there. Connections that went by it look for another at
-    /// their next packet.
+    /// Removes an SA; returns `false` if it did not exist. Connections that used it look for
+    /// another at their next packet.
     ///
     /// # Errors
-    /// [`Error::NotPermitted`], and what else the kernel says.
+    /// [`Error::NotPermitted`], and other errors of the kernel.
     pub fn remove_state(&self, id: &StateId) -> Result<bool, Error> {
         let request = encode::state_by_id(uapi::XFRM_MSG_DELSA, id);
         match self.exchange("removing an SA", request, |_, _| Ok(())) {
@@ -155,10 +156,10 @@ impl Xfrm {
         }
     }
 
-    /// All SAs and reservations of ESP in the namespace, whoever made them.
+    /// Returns all ESP SAs and reservations in the namespace, of any program.
     ///
     /// # Errors
-    /// [`Error::NotPermitted`], and what else the kernel says.
+    /// [`Error::NotPermitted`], and other errors of the kernel.
     pub fn states(&self) -> Result<Vec<Installed>, Error> {
         self.list(
             "listing SAs",
@@ -168,11 +169,11 @@ impl Xfrm {
         )
     }
 
-    /// Adds a policy. Packets of connections that stand are judged by it from then on.
+    /// Adds a policy. It applies to existing connections from then on.
     ///
     /// # Errors
-    /// [`Error::Taken`] where a policy of the same selector and direction stands, whatever its
-    /// action and priority; the kernel keeps one.
+    /// [`Error::Taken`] if a policy with the same selector and direction exists, regardless of its
+    /// action and priority: the kernel keeps one.
     pub fn add_policy(&self, policy: &Policy) -> Result<(), Error> {
         let request = encode::add_policy(uapi::XFRM_MSG_NEWPOLICY, policy);
         match self.exchange("adding a policy", request, |_, _| Ok(())) {
@@ -183,21 +184,21 @@ impl Xfrm {
         }
     }
 
-    /// Puts a policy in the place of the one with the same selector and direction, whosever it
-    /// is, or adds it where there is none. There is no moment without either.
+    /// Replaces the policy with the same selector and direction, of any program, or adds it if
+    /// there is none. One of the two is in force at any moment.
     ///
     /// # Errors
-    /// [`Error::NotPermitted`], and what else the kernel says.
+    /// [`Error::NotPermitted`], and other errors of the kernel.
     pub fn replace_policy(&self, policy: &Policy) -> Result<(), Error> {
         let request = encode::add_policy(uapi::XFRM_MSG_UPDPOLICY, policy);
         self.exchange("replacing a policy", request, |_, _| Ok(()))
             .map_err(Error::from)
     }
 
-    /// The policy that the kernel has for just this selector and direction.
+    /// Returns the policy with exactly this selector and direction.
     ///
     /// # Errors
-    /// [`Error::NotPermitted`], and what else the kernel says.
+    /// [`Error::NotPermitted`], and other errors of the kernel.
     pub fn policy(
         &self,
         selector: &Selector,
@@ -227,11 +228,11 @@ impl Xfrm {
         }
     }
 
-    /// Removes just this policy; `false`: it is not there. One with the same selector that says
-    /// something else is another, and stays.
+    /// Removes exactly this policy; returns `false` if it does not exist. A policy with the same
+    /// selector but other contents stays.
     ///
     /// # Errors
-    /// [`Error::NotPermitted`], and what else the kernel says.
+    /// [`Error::NotPermitted`], and other errors of the kernel.
     pub fn remove_policy(&self, policy: &Policy) -> Result<bool, Error> {
         let index = match self.indexed_policy(&policy.selector, policy.direction)? {
             Some((held, index)) if held == *policy => index,
@@ -245,11 +246,11 @@ impl Xfrm {
         }
     }
 
-    /// All policies of the namespace, whoever made them, but for those of single sockets and of
-    /// packets that pass through the host.
+    /// Returns all policies of the namespace, of any program, except those of single sockets and of
+    /// forwarded packets.
     ///
     /// # Errors
-    /// [`Error::NotPermitted`], and what else the kernel says.
+    /// [`Error::NotPermitted`], and other errors of the kernel.
     pub fn policies(&self) -> Result<Vec<Policy>, Error> {
         let policies = self.list(
             "listing policies",
@@ -260,12 +261,11 @@ impl Xfrm {
         Ok(policies.into_iter().map(|(policy, _)| policy).collect())
     }
 
-    /// Whether the kernel has ESP with AES-GCM, over IPv4 or IPv6: adds an SA between
+    /// Checks that the kernel has ESP with AES-GCM, over IPv4 or IPv6: adds an SA between
     /// documentation addresses (RFC 5737, RFC 3849), which no policy uses, and removes it.
     ///
     /// # Errors
-    /// [`Error::NoEsp`] where it has neither, [`Error::NotPermitted`], and what else the kernel
-    /// says.
+    /// [`Error::NoEsp`] if it has neither, [`Error::NotPermitted`], and other errors of the kernel.
     pub fn esp(&self) -> Result<(), Error> {
         let [v4_source, v4] = [1, 2].map(|last| IpAddr::from([192, 0, 2, last]));
         let [v6_source, v6] = [1, 2].map(|last| IpAddr::from([0x2001, 0xdb8, 0, 0, 0, 0, 0, last]));
@@ -286,7 +286,7 @@ impl Xfrm {
             reqid: 1,
             direction: Direction::In,
             cpu: None,
-            // Nothing goes by it.
+            // No packet uses it.
             key: KeyAndSalt::new(&[0; KeyAndSalt::BYTES]),
             replay_window: 32,
             encapsulation: None,
@@ -294,34 +294,34 @@ impl Xfrm {
         });
         match added {
             Ok(()) => self.remove_state(&id).map(drop),
-            // The SA of another probe, which is evidence enough and not ours to remove.
+            // Another probe's SA: sufficient evidence, and not ours to remove.
             Err(Error::Taken { .. }) => Ok(()),
             Err(error) => Err(error),
         }
     }
 
-    /// Whether an SA may belong to one CPU. The kernel passes over the number in silence where it
-    /// may not. Linux 6.13 was the first with such SAs, and older series have taken them over: a
-    /// version does not tell.
+    /// Returns whether the kernel supports per-CPU SAs. A kernel that does not ignores the CPU
+    /// number. Linux 6.13 introduced them and older series have backports, so the version does not
+    /// tell.
     ///
     /// # Errors
-    /// [`Error::NotPermitted`], and what else the kernel says.
+    /// [`Error::NotPermitted`], and other errors of the kernel.
     pub fn has_per_cpu_sas(&self) -> Result<bool, Error> {
         Ok(self.probe()?.cpu == Some(0))
     }
 
-    /// Whether the kernel keeps which way an SA is used (Linux 6.10). One that does not wants a
-    /// replay window of outbound SAs with extended sequence numbers too.
+    /// Returns whether the kernel stores the direction of an SA (Linux 6.10). A kernel that does
+    /// not also requires a replay window for outbound SAs with extended sequence numbers.
     ///
     /// # Errors
-    /// [`Error::NotPermitted`], and what else the kernel says.
+    /// [`Error::NotPermitted`], and other errors of the kernel.
     pub fn keeps_directions(&self) -> Result<bool, Error> {
         Ok(self.probe()?.direction == Some(Direction::In))
     }
 
-    /// What the kernel keeps of an SA for CPU 0 with a direction: reserves an SPI between
-    /// documentation addresses (RFC 5737), reads the reservation back, and removes it. It needs no
-    /// key, and carries nothing.
+    /// Returns what the kernel stores of an SA for CPU 0 with a direction: reserves an SPI between
+    /// documentation addresses (RFC 5737), reads the reservation back, and removes it. A
+    /// reservation has no key and carries nothing.
     fn probe(&self) -> Result<Installed, Error> {
         const DOING: &str = "reserving an SPI";
         let [from, to] = [1, 2].map(|last| IpAddr::from([192, 0, 2, last]));
@@ -333,7 +333,7 @@ impl Xfrm {
             }
             Ok(())
         })?;
-        let what = "it names no SPI";
+        let what = "no SPI in the answer";
         let none = || Error::Answer { doing: DOING, what };
         let id = reserved.ok_or_else(none)?.id;
         let held = self.state(&id);
@@ -377,7 +377,7 @@ impl Xfrm {
         request: Request,
         take: impl FnMut(u16, &[u8]) -> Result<(), &'static str>,
     ) -> Result<(), Refusal> {
-        // What is behind the lock is a socket and a number, of which neither is left half done.
+        // The lock guards a socket and a counter; a panic leaves neither inconsistent.
         let mut link = lock(&self.0);
         link.exchange(request, take)
             .map_err(|why| Refusal { doing, why })

@@ -1,5 +1,5 @@
-//! Requests against the kernel's structures, and what can be asked of the kernel that runs this.
-//! What it does with all this is tested inside Debian's kernels (docs/testing.md).
+//! Compares requests with the kernel's structures, and tries queries on the running kernel. The
+//! behaviour of the kernel is tested inside Debian's kernels (docs/testing.md).
 #![allow(clippy::unwrap_used)]
 
 use std::mem::offset_of;
@@ -7,7 +7,7 @@ use std::net::IpAddr;
 
 use super::*;
 
-/// The structures of include/uapi/linux/xfrm.h as a C compiler lays them out, for their offsets.
+/// The structures of include/uapi/linux/xfrm.h in C layout, for their offsets.
 mod layout {
     #![allow(dead_code)]
 
@@ -132,7 +132,7 @@ mod layout {
 
 use layout::{Id, LifetimeConfig, UserPolicyInfo, UserSaId, UserSaInfo, UserSpiInfo, UserTemplate};
 
-/// Behind the header.
+/// The offset of the body, after the header.
 const BODY: usize = 16;
 
 fn addresses() -> (IpAddr, IpAddr) {
@@ -159,8 +159,8 @@ fn selector() -> Selector {
 fn state() -> State {
     let (source, destination) = addresses();
     let mut key = [0; KeyAndSalt::BYTES];
-    for (place, byte) in key.iter_mut().zip(100..) {
-        *place = byte;
+    for (target, byte) in key.iter_mut().zip(100..) {
+        *target = byte;
     }
     State {
         id: StateId {
@@ -181,7 +181,7 @@ fn state() -> State {
     }
 }
 
-/// The bytes of `request`, and the value of its attribute `kind`.
+/// Returns the value of the attribute `kind` of a request with `fixed` bytes before its attributes.
 fn attribute(message: &[u8], fixed: usize, kind: u16) -> Option<&[u8]> {
     let mut rest = &message[BODY + fixed..];
     while !rest.is_empty() {
@@ -196,12 +196,12 @@ fn attribute(message: &[u8], fixed: usize, kind: u16) -> Option<&[u8]> {
 }
 
 fn at(message: &[u8], offset: usize, bytes: &[u8]) {
-    let there = &message[BODY + offset..][..bytes.len()];
-    assert_eq!(there, bytes, "at {offset}");
+    let found = &message[BODY + offset..][..bytes.len()];
+    assert_eq!(found, bytes, "at {offset}");
 }
 
 #[test]
-fn an_sa_is_asked_for_in_the_kernels_layout() {
+fn a_request_to_add_an_sa_has_the_kernels_layout() {
     let state = state();
     let mut request = encode::add_state(&state);
     let message = request.finish(7).to_vec();
@@ -233,7 +233,7 @@ fn an_sa_is_asked_for_in_the_kernels_layout() {
     at(&message, offset_of!(UserSaInfo, reqid), &reqid);
     let family = 2_u16.to_ne_bytes();
     at(&message, offset_of!(UserSaInfo, family), &family);
-    // Transport mode, no window of the old kind, extended sequence numbers.
+    // Transport mode, no window of the legacy kind, extended sequence numbers.
     at(&message, offset_of!(UserSaInfo, mode), &[0, 0, 128]);
     let given = offset_of!(UserSaInfo, sel);
     at(
@@ -276,7 +276,7 @@ fn an_sa_is_asked_for_in_the_kernels_layout() {
 }
 
 #[test]
-fn an_outbound_sa_of_every_cpu_has_no_window_and_no_cpu() {
+fn an_outbound_sa_for_all_cpus_has_no_window_and_no_cpu() {
     let outbound = State {
         direction: Direction::Out,
         cpu: None,
@@ -306,7 +306,7 @@ fn the_longest_request_fits_without_moving_the_key() {
 }
 
 #[test]
-fn an_spi_is_asked_for_in_the_kernels_layout() {
+fn a_request_for_an_spi_has_the_kernels_layout() {
     let (from, to) = addresses();
     let mut request = encode::allocate_spi(from, to, Direction::Out, 3);
     let message = request.finish(1).to_vec();
@@ -326,7 +326,7 @@ fn an_spi_is_asked_for_in_the_kernels_layout() {
 }
 
 #[test]
-fn an_sa_is_named_in_the_kernels_layout() {
+fn the_id_of_an_sa_has_the_kernels_layout() {
     let id = StateId {
         destination: "fd00::9".parse().unwrap(),
         spi: 0x0102_0304,
@@ -346,7 +346,7 @@ fn an_sa_is_named_in_the_kernels_layout() {
 }
 
 #[test]
-fn a_policy_goes_to_the_kernel_and_comes_back_the_same() {
+fn a_policy_survives_a_round_trip() {
     let (from, to) = addresses();
     let protect = Action::Protect {
         reqid: 77,
@@ -397,7 +397,7 @@ fn a_policy_goes_to_the_kernel_and_comes_back_the_same() {
 }
 
 #[test]
-fn what_the_kernel_says_of_an_sa_is_compared_with_what_it_was_told() {
+fn an_installed_sa_is_compared_with_the_request() {
     let state = state();
     let mut request = encode::add_state(&state);
     let message = request.finish(1).to_vec();
@@ -431,7 +431,7 @@ fn what_the_kernel_says_of_an_sa_is_compared_with_what_it_was_told() {
 }
 
 #[test]
-fn answers_that_are_cut_short_are_errors() {
+fn truncated_answers_are_errors() {
     let mut request = encode::add_state(&state());
     let message = request.finish(1).to_vec();
     let body = &message[BODY..];
@@ -441,10 +441,10 @@ fn answers_that_are_cut_short_are_errors() {
     assert!(decode::policy(&body[..167]).is_err());
 }
 
-/// The machine that runs this may have neither IPsec nor the right to change it: each of these is
-/// said as what it is. Where there are both, nothing is changed: the namespace is not ours.
+/// The machine that runs this may lack IPsec or permit no changes: each has its own error. If it
+/// has both, the test changes nothing, because the namespace is not the test's own.
 #[test]
-fn whether_this_process_may_set_up_ipsec_is_said_clearly() {
+fn a_lack_of_ipsec_or_of_permission_has_its_own_error() {
     let xfrm = match Xfrm::open() {
         Ok(xfrm) => xfrm,
         Err(error @ (Error::Absent | Error::NotPermitted { .. })) => {

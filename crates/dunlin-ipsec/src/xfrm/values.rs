@@ -1,4 +1,4 @@
-//! What is asked of the kernel's IPsec, and what it says it has.
+//! Types of requests to the kernel's IPsec and of its answers.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -11,29 +11,29 @@ use zeroize::Zeroizing;
 pub const LONGEST_REPLAY_WINDOW: u32 = 4096;
 /// AES-GCM in ESP, as the kernel names it (crypto/seqiv.c, crypto/gcm.c).
 pub(super) const ALGORITHM: &str = "rfc4106(gcm(aes))";
-/// Of the key and the salt.
+/// The length of the key and the salt.
 pub(super) const KEY_BITS: u32 = 8 * KeyAndSalt::BYTES as u32;
-/// Of the tag.
+/// The length of the tag.
 pub(super) const TAG_BITS: u32 = 128;
 
-/// What an SA of ESP is known by.
+/// The identity of an ESP SA.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct StateId {
-    /// Where its packets go.
+    /// The destination of its packets.
     pub destination: IpAddr,
-    /// The number that the receiver gave it, in every packet (RFC 4303, section 2.1).
+    /// The SPI, which the receiver chose; it is in every packet (RFC 4303, section 2.1).
     pub spi: u32,
 }
 
-/// 32 bytes of key and four of salt for AES-256-GCM (RFC 4106, section 8.1). Wiped when it goes.
+/// 32 bytes of key and four of salt for AES-256-GCM (RFC 4106, section 8.1). Wiped on drop.
 #[derive(Clone)]
 pub struct KeyAndSalt(Zeroizing<[u8; Self::BYTES]>);
 
 impl KeyAndSalt {
-    /// How long both are together.
+    /// The length of both together.
     pub const BYTES: usize = 36;
 
-    /// Takes a copy; wiping the original is the caller's.
+    /// Copies the bytes; the caller must wipe the original.
     #[must_use]
     pub fn new(bytes: &[u8; Self::BYTES]) -> Self {
         Self(Zeroizing::new(*bytes))
@@ -56,53 +56,53 @@ impl fmt::Debug for KeyAndSalt {
     }
 }
 
-/// An SA as it is to be: ESP in transport mode, AES-256-GCM, extended sequence numbers from zero
-/// on. A key that has sealed anything may not be given to a second one: its nonces are the
-/// sequence numbers, and two packets with one nonce give the key away.
+/// An SA to install: ESP in transport mode, AES-256-GCM, extended sequence numbers starting at
+/// zero. A key that has sealed anything must not be used for a second SA: nonces are sequence
+/// numbers, and two packets with the same nonce reveal the key.
 #[derive(Clone, Debug)]
 pub struct State {
-    /// What it is known by.
+    /// The identity.
     pub id: StateId,
-    /// Where its packets come from; of the same family as the destination.
+    /// The source of its packets; same family as the destination.
     pub source: IpAddr,
-    /// What policies ask for; anything but zero.
+    /// The request id by which policies find it; not zero.
     pub reqid: u32,
-    /// Which way it is used here.
+    /// Its direction on this host.
     pub direction: Direction,
-    /// Outbound: the only CPU that uses it. Inbound the kernel keeps the number and ignores it.
+    /// Outbound: the only CPU that uses it. Inbound: the kernel stores the number and ignores it.
     pub cpu: Option<u32>,
-    /// The key, for this SA alone.
+    /// The key, used for this SA only.
     pub key: KeyAndSalt,
-    /// Inbound: how many packets may overtake another before that one is taken for a replay, at
-    /// most [`LONGEST_REPLAY_WINDOW`]. Outbound: 0, or any where the
-    /// kernel keeps no direction ([`Xfrm::keeps_directions`](super::Xfrm::keeps_directions)).
+    /// Inbound: how many packets may overtake another before it counts as a replay, at most
+    /// [`LONGEST_REPLAY_WINDOW`]. Outbound: 0; any value if the kernel stores no direction
+    /// ([`Xfrm::keeps_directions`](super::Xfrm::keeps_directions)).
     pub replay_window: u32,
     /// ESP within UDP (RFC 3948).
     pub encapsulation: Option<Encapsulation>,
-    /// The packets that it is for, within those that a policy names; `None` is all.
+    /// The packets that it accepts, within those of a policy; `None` means all.
     pub selector: Option<Selector>,
 }
 
-/// What the kernel has under a [`StateId`], as it says itself; without the key.
+/// The kernel's SA or reservation with a [`StateId`], without the key.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Installed {
-    /// What it is known by.
+    /// The identity.
     pub id: StateId,
-    /// Where its packets come from.
+    /// The source of its packets.
     pub source: IpAddr,
-    /// What policies ask for.
+    /// The request id.
     pub reqid: u32,
-    /// Which way it is used; `None` where nobody has said, or the kernel is older than 6.10.
+    /// The direction; `None` if it was not set or the kernel is older than 6.10.
     pub direction: Option<Direction>,
-    /// The CPU that it belongs to.
+    /// The CPU to which it belongs.
     pub cpu: Option<u32>,
-    /// Whether it is in transport mode.
+    /// Whether it uses transport mode.
     pub transport: bool,
     /// Whether its sequence numbers have 64 bits.
     pub extended: bool,
-    /// How it seals; `None` is a reservation of the SPI, which carries nothing.
+    /// The algorithm; `None` for a reservation of the SPI, which carries nothing.
     pub algorithm: Option<Algorithm>,
-    /// In packets.
+    /// The replay window in packets.
     pub replay_window: u32,
     /// The last sequence number that it sealed.
     pub sealed: u64,
@@ -110,41 +110,41 @@ pub struct Installed {
     pub opened: u64,
     /// ESP within UDP.
     pub encapsulation: Option<Encapsulation>,
-    /// The packets that it is for; `None` is all.
+    /// The packets that it accepts; `None` means all.
     pub selector: Option<Selector>,
-    /// What it has carried.
+    /// The counters.
     pub counters: Counters,
 }
 
-/// An algorithm as the kernel names it.
+/// An algorithm, named as in the kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Algorithm {
-    /// For instance `rfc4106(gcm(aes))`; the name of one that both seals and authenticates.
+    /// For instance `rfc4106(gcm(aes))`, an algorithm that both seals and authenticates.
     pub name: String,
-    /// Bits of key, the salt among them.
+    /// Bits of the key, including the salt.
     pub key_bits: u32,
     /// Bits of the tag.
     pub tag_bits: u32,
 }
 
-/// What an SA has carried and refused.
+/// The counters of an SA.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
-    /// Bytes; outbound those behind the IP header, before ESP is put around them.
+    /// Bytes; for outbound packets those after the IP header, before ESP encapsulation.
     pub bytes: u64,
-    /// Packets. One that is cut into segments behind the SA counts once at the sender.
+    /// Packets. A packet that is segmented after the SA counts once at the sender.
     pub packets: u64,
-    /// Packets whose sequence number had come before.
+    /// Packets with a sequence number that was received before.
     pub replay: u32,
-    /// Packets that were later than the replay window. With extended sequence numbers such a packet
-    /// is taken for one of the next 2^32, and counts as one that did not open.
+    /// Packets older than the replay window. With extended sequence numbers the kernel assigns such
+    /// a packet to the next 2^32 numbers and counts an integrity failure instead.
     pub replay_window: u32,
-    /// Packets that did not open.
+    /// Packets that failed authentication.
     pub integrity_failed: u32,
 }
 
 impl Installed {
-    /// What of it is not as `state` says; the key is not looked at.
+    /// Returns the first field that differs from `state`; the key is not compared.
     #[must_use]
     pub fn difference(&self, state: &State) -> Option<&'static str> {
         let aead = Algorithm {
@@ -156,7 +156,7 @@ impl Installed {
             (self.id == state.id, "the destination or the SPI"),
             (self.source == state.source, "the source"),
             (self.reqid == state.reqid, "the reqid"),
-            // A kernel before 6.10 passes over it. It has no SAs of one CPU either.
+            // A kernel before 6.10 ignores the direction. It has no per-CPU SAs either.
             (
                 self.direction.is_none_or(|given| given == state.direction),
                 "the direction",
@@ -181,33 +181,33 @@ impl Installed {
     }
 }
 
-/// The packets that a policy or an SA is for, as they go on the wire: source and destination are
-/// the packet's, in whichever direction it goes.
+/// The packets that a policy or an SA applies to, as on the wire: source and destination are the
+/// packet's, in either direction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Selector {
-    /// Where they come from.
+    /// The source addresses.
     pub source: Network,
-    /// Where they go.
+    /// The destination addresses.
     pub destination: Network,
-    /// Ports at the source.
+    /// The source ports.
     pub source_ports: PortBlock,
-    /// Ports at the destination.
+    /// The destination ports.
     pub destination_ports: PortBlock,
-    /// What is above IP.
+    /// The protocol above IP.
     pub protocol: Protocol,
 }
 
-/// Addresses with a common beginning.
+/// Addresses with a common prefix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Network {
-    /// One of them.
+    /// An address in the network.
     pub address: IpAddr,
-    /// How many bits they have in common; at most 32 and 128.
+    /// The length of the prefix: at most 32 (IPv4) or 128 (IPv6).
     pub prefix: u8,
 }
 
 impl Network {
-    /// One address alone.
+    /// A network of one address.
     #[must_use]
     pub fn one(address: IpAddr) -> Self {
         let prefix = match address {
@@ -218,12 +218,12 @@ impl Network {
     }
 }
 
-/// A number of the IANA's list of protocols above IP.
+/// A protocol number of the IANA's list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Protocol(pub u8);
 
 impl Protocol {
-    /// All of them.
+    /// All protocols.
     pub const ANY: Self = Self(0);
     /// TCP.
     pub const TCP: Self = Self(6);
@@ -231,27 +231,27 @@ impl Protocol {
     pub const UDP: Self = Self(17);
 }
 
-/// What is to become of packets.
+/// A policy: what the kernel does with certain packets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Policy {
-    /// Which packets.
+    /// The packets.
     pub selector: Selector,
-    /// On which way.
+    /// Their direction.
     pub direction: Direction,
-    /// What is to become of them.
+    /// What the kernel does with them.
     pub action: Action,
-    /// Of several policies that fit a packet the one with the smallest number holds; of equal
-    /// ones the one that was there first.
+    /// Of several policies that match a packet, the one with the smallest number applies; of equal
+    /// ones, the oldest.
     pub priority: u32,
 }
 
 /// What a policy does with packets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Action {
-    /// They need an SA in transport mode with this `reqid`: outbound they go by one or not at all,
-    /// inbound they have come by one or are dropped.
+    /// They need an SA in transport mode with this `reqid`: outbound packets use one or are
+    /// dropped, inbound packets arrived by one or are dropped.
     Protect {
-        /// What the SA is asked for by.
+        /// The request id of the SA.
         reqid: u32,
         /// The SA's source.
         from: IpAddr,
@@ -260,6 +260,6 @@ pub enum Action {
     },
     /// They are dropped.
     Block,
-    /// Something that is not made here, read back: packets pass, or need other SAs.
+    /// An action that this crate does not create: packets pass, or need other SAs.
     Foreign,
 }

@@ -1,35 +1,35 @@
-//! The thread that hears the peer.
+//! The thread that receives the peer's messages.
 
 use std::sync::mpsc::{Receiver, Sender as Channel};
 use std::time::{Duration, Instant};
 
 use dunlin_proto::ipsec::message::{Header, MESSAGE_HEADER_BYTES, Message};
 
-use super::shared::Told;
+use super::shared::Command;
 use crate::error::IpsecError;
 use dunlin_lane::control::{ControlError, ControlStream};
 
-/// How long the rest of a message may take.
+/// The timeout for the body of a message.
 const REST: Duration = Duration::from_secs(10);
 
-/// The body of the thread that hears the peer. It reads a message once the one before has
-/// been dealt with, so that a peer that says much waits, by TCP.
-pub(super) fn read(control: &ControlStream, heard: &Channel<Told>, dealt: &Receiver<()>) {
+/// The body of the thread. It reads a message only after the previous one has been handled, so that
+/// TCP slows down a peer that sends too much.
+pub(super) fn read(control: &ControlStream, commands: &Channel<Command>, handled: &Receiver<()>) {
     loop {
-        let told = match hear(control) {
+        let command = match receive(control) {
             Ok(None) => continue,
-            Ok(Some(message)) => Told::Heard(message),
-            Err(error) => Told::Lost(error),
+            Ok(Some(message)) => Command::Received(message),
+            Err(error) => Command::Lost(error),
         };
-        let last = matches!(told, Told::Lost(_));
-        if heard.send(told).is_err() || last || dealt.recv().is_err() {
+        let last = matches!(command, Command::Lost(_));
+        if commands.send(command).is_err() || last || handled.recv().is_err() {
             return;
         }
     }
 }
 
-/// One message; none where nothing came for long, or it may be skipped.
-fn hear(control: &ControlStream) -> Result<Option<Message>, IpsecError> {
+/// Reads one message; `None` if nothing arrived for a long time or the message may be skipped.
+fn receive(control: &ControlStream) -> Result<Option<Message>, IpsecError> {
     const LONG: Duration = Duration::from_secs(60);
     let mut bytes = [0; MESSAGE_HEADER_BYTES];
     match control.receive_exact(&mut bytes, Instant::now() + LONG) {
