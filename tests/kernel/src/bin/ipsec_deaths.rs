@@ -1,5 +1,5 @@
-//! Processes of IPsec sessions that die or hang between any two changes of the kernel's tables, at
-//! either host, while keys are renewed too; and what takes their place.
+//! Processes of IPsec sessions that die or hang between any two changes of the kernel's tables, on
+//! either host, also during rekeying; and the processes that replace them.
 
 use std::env;
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -11,6 +11,7 @@ use std::sync::mpsc::channel;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use dunlin::engine::vmm::FaultCode;
 use dunlin::lane::identity::{Identity, LoadOptions};
 use dunlin::lane::peers::Peer;
 use dunlin::lane::provider::Crypto;
@@ -33,41 +34,41 @@ const NEEDS: Needs = Needs {
     ..Needs::NOTHING
 };
 
-/// Asks this program to be one of a session's two processes.
+/// Makes this program act as one of the two processes of a session.
 const PARTY: &str = "--party";
-/// What a process does before the change of its tables that it was given.
+/// The action of a process before the given change of its tables.
 const DIES: &str = "dies";
 const STOPS: &str = "stops";
-/// It dies as soon as the session is up.
+/// The process dies as soon as the session is up.
 const DIES_UP: &str = "dies-up";
-/// Before each change until the session is up it tries to connect.
+/// The process tries to connect before each change until the session is up.
 const TRIES: &str = "tries";
-/// Somebody else takes the number of its first SA just before it does.
+/// Another program adds an SA with the SPI of its first SA just before it does.
 const COLLIDES: &str = "collides";
-/// It renews its keys and ends the session, and waits for nobody.
+/// The process renews its keys and ends the session at once.
 const LEAVES: &str = "leaves";
-/// It is slow with the first change that it makes while the session stands.
+/// The process is slow with its first change after the session is up.
 const LAGS: &str = "lags";
-/// Longer than the other one takes to leave.
+/// Longer than the other process takes to leave.
 const LAG: Duration = Duration::from_millis(1500);
-/// It has a session from its beginning to its end, with new keys in both directions.
+/// The process runs a complete session, with new keys in both directions.
 const LIVES: &str = "lives";
 
-/// Of SAs that are not ours.
+/// The key of foreign SAs.
 const KEY: &str = "0x000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f20212223";
 const PORT_B: &str = "10.0.0.2:4444";
 const PORT_A: &str = "10.0.0.1:4444";
-/// How long a process waits for one that hangs.
-const PATIENCE: Duration = Duration::from_secs(2);
+/// How long a process waits for a peer that hangs.
+const TIMEOUT: Duration = Duration::from_secs(2);
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = env::args().collect();
-    if let [_, word, role, deed, step, patience] = &arguments[..]
+    if let [_, word, role, action, step, timeout] = &arguments[..]
         && word == PARTY
     {
         let step = step.parse().expect("a number");
-        let patience = Duration::from_secs(patience.parse().expect("a number"));
-        return party(role, deed, step, patience);
+        let timeout = Duration::from_secs(timeout.parse().expect("a number"));
+        return party(role, action, step, timeout);
     }
     run(&NEEDS, |guest| {
         connect(guest);
@@ -76,22 +77,22 @@ fn main() -> ExitCode {
         for host in ["a", "b"] {
             foreign(guest, host, "add");
         }
-        // Whoever tries the ports finds somebody there, and fails where they are shut alone.
-        let entrances = [("a", PORT_A), ("b", PORT_B)]
+        // Listeners on the ports: a connection fails only if the ports are blocked.
+        let listeners = [("a", PORT_A), ("b", PORT_B)]
             .map(|(host, at)| inside(host, || TcpListener::bind(at)).expect("it is free"));
-        println!("i6_p13_the_side_that_asks_dies");
+        println!("i6_p13_the_client_dies");
         i6_p13_a_process_that_dies_leaves_nothing_in_the_clear(guest, "a");
-        println!("i6_p13_the_side_that_is_asked_dies");
+        println!("i6_p13_the_server_dies");
         i6_p13_a_process_that_dies_leaves_nothing_in_the_clear(guest, "b");
-        drop(entrances);
+        drop(listeners);
         println!("i6_p13_an_heir_opens_no_port");
         i6_p13_an_heir_opens_no_port(guest);
-        println!("p13_an_spi_that_is_taken_stays_its_owner_s");
-        p13_an_spi_that_is_taken_stays_its_owner_s(guest);
-        println!("an_end_is_heard_by_one_that_cannot_say_anything_any_more");
-        an_end_is_heard_by_one_that_cannot_say_anything_any_more(guest);
-        println!("i6_a_peer_that_hangs_is_given_up");
-        i6_a_peer_that_hangs_is_given_up(guest);
+        println!("p13_an_spi_in_use_stays_with_its_owner");
+        p13_an_spi_in_use_stays_with_its_owner(guest);
+        println!("a_peers_end_is_handled_after_a_send_error");
+        a_peers_end_is_handled_after_a_send_error(guest);
+        println!("i6_a_peer_that_hangs_times_out");
+        i6_a_peer_that_hangs_times_out(guest);
         for host in ["a", "b"] {
             foreign(guest, host, "delete");
         }
@@ -103,22 +104,22 @@ fn main() -> ExitCode {
     })
 }
 
-/// One of the two dies before each of its changes, forth, while keys are renewed, and back. Each
-/// time both take back what is theirs.
+/// One of the two dies before each of its changes: while installing, rekeying and removing. Each
+/// time both then remove what is theirs.
 fn i6_p13_a_process_that_dies_leaves_nothing_in_the_clear(guest: &Guest, dies: &str) {
     let every = if guest.is_soak() { 1 } else { 6 };
     let (mut deaths, mut replaced) = (0, false);
     let mut step = usize::from(dies == "b");
     loop {
-        let deed = |host| if host == dies { DIES } else { LIVES };
-        let serve = begin("b", deed("b"), step, LIMIT);
-        let asks = begin("a", deed("a"), step, LIMIT);
+        let action = |host| if host == dies { DIES } else { LIVES };
+        let serve = begin("b", action("b"), step, LIMIT);
+        let asks = begin("a", action("a"), step, LIMIT);
         let [asks, serves] = [asks, serve].map(|mut one| one.wait().expect("it ends"));
         let died = if dies == "a" { asks } else { serves };
         for (host, to) in [("a", PORT_B), ("b", PORT_A)] {
-            closed_where_ours(guest, host, to, step);
+            blocked_while_installed(guest, host, to, step);
             if host == dies && !replaced {
-                replaced = in_the_place_of_ours(guest, host, step);
+                replaced = replacements_stay(guest, host, step);
             }
             only_foreign(guest, host, step);
         }
@@ -128,14 +129,14 @@ fn i6_p13_a_process_that_dies_leaves_nothing_in_the_clear(guest: &Guest, dies: &
         deaths += 1;
         step += every;
     }
-    println!("died {deaths} times, of {step} changes");
+    println!("died {deaths} times in {step} changes");
     assert!(step >= 18, "{step} changes");
-    assert!(replaced, "an SA and a policy were left once");
+    assert!(replaced, "an SA and a policy were left at least once");
 }
 
-/// What somebody has put in the place of a dead one's SA and policy, under the same number and for
-/// the same packets, stays. False where it has left none such.
-fn in_the_place_of_ours(guest: &Guest, host: &str, step: usize) -> bool {
+/// An SA and a policy of another program that replaced those of a dead process, with the same SPI
+/// and selector, must stay. Returns false if the dead process left none.
+fn replacements_stay(guest: &Guest, host: &str, step: usize) -> bool {
     let (own, other) = match host {
         "a" => ("10.0.0.1", "10.0.0.2"),
         _ => ("10.0.0.2", "10.0.0.1"),
@@ -174,15 +175,16 @@ fn in_the_place_of_ours(guest: &Guest, host: &str, step: usize) -> bool {
     true
 }
 
-/// Takes back what processes of a host have left that have died.
+/// Removes what dead processes of a host left.
 fn clean(guest: &Guest, host: &str) {
     let folder = format!("left-{host}");
     let clean = ["dunlin", "ipsec", "clean", "--state-dir", &folder];
     guest.command("ip", &netns(host, &clean));
 }
 
-/// Where the ports are ours still, nothing of them is sent: the capture has all of it.
-fn closed_where_ours(guest: &Guest, host: &str, to: &str, step: usize) {
+/// While the session's policies are installed, no packet of the ports leaves: the capture shows all
+/// of them.
+fn blocked_while_installed(guest: &Guest, host: &str, to: &str, step: usize) {
     let policies = guest.output("ip", &["-n", host, "xfrm", "policy"]);
     if !policies.contains("dport 4444 ") {
         return;
@@ -194,7 +196,7 @@ fn closed_where_ours(guest: &Guest, host: &str, to: &str, step: usize) {
     assert!(tried.is_err(), "{host}, before change {step}: {policies}");
 }
 
-/// What a start takes back is all that was ours.
+/// The clean-up removes everything of the session and nothing else.
 fn only_foreign(guest: &Guest, host: &str, step: usize) {
     clean(guest, host);
     let left = guest.output("ip", &["-n", host, "xfrm", "state"]);
@@ -205,8 +207,8 @@ fn only_foreign(guest: &Guest, host: &str, step: usize) {
     assert!(left.contains("10.9.9.9"), "the foreign policy: {left}");
 }
 
-/// Both are killed while the session stands, and begin anew: each tries to send before every
-/// change that it makes until its ports are protected again.
+/// Both processes are killed while the session is up, and start again: each tries to send before
+/// every change until its ports are protected again.
 fn i6_p13_an_heir_opens_no_port(guest: &Guest) {
     let dead = [begin("b", DIES_UP, 0, LIMIT), begin("a", DIES_UP, 0, LIMIT)];
     for mut one in dead {
@@ -223,8 +225,8 @@ fn i6_p13_an_heir_opens_no_port(guest: &Guest) {
     }
 }
 
-/// The session takes another, and leaves the SA alone that has it.
-fn p13_an_spi_that_is_taken_stays_its_owner_s(guest: &Guest) {
+/// The session chooses another SPI, and leaves the SA that has the SPI alone.
+fn p13_an_spi_in_use_stays_with_its_owner(guest: &Guest) {
     let parties = [
         begin("b", COLLIDES, 0, LIMIT),
         begin("a", COLLIDES, 0, LIMIT),
@@ -237,7 +239,7 @@ fn p13_an_spi_that_is_taken_stays_its_owner_s(guest: &Guest) {
         assert_eq!(left.matches("proto esp").count(), 2, "{left}");
         assert!(
             left.contains("reqid 4242"),
-            "the one that was faster: {left}"
+            "the SA that was added first: {left}"
         );
         let own = if host == "a" { "10.0.0.1" } else { "10.0.0.2" };
         let line = format!("-n {host} xfrm state deleteall dst {own} reqid 4242");
@@ -246,9 +248,8 @@ fn p13_an_spi_that_is_taken_stays_its_owner_s(guest: &Guest) {
     }
 }
 
-/// What it has to say meanwhile finds nobody. The end was asked for all the same, and the ports
-/// are free.
-fn an_end_is_heard_by_one_that_cannot_say_anything_any_more(guest: &Guest) {
+/// Its messages no longer reach the peer. The end was still asked for, so the ports are free.
+fn a_peers_end_is_handled_after_a_send_error(guest: &Guest) {
     let parties = [begin("b", LAGS, 0, LIMIT), begin("a", LEAVES, 0, LIMIT)];
     for mut one in parties {
         assert!(one.wait().expect("it ends").success());
@@ -259,20 +260,20 @@ fn an_end_is_heard_by_one_that_cannot_say_anything_any_more(guest: &Guest) {
     }
 }
 
-/// It is stopped before one of its changes while the session begins. The other one says for what
-/// it has waited, and leaves no SA, nor a port that is open and was protected.
-fn i6_a_peer_that_hangs_is_given_up(guest: &Guest) {
-    // The side that is asked answers *terms* behind its 0th to 3rd change, and is waited for until
-    // its last policy is replaced by the 7th.
+/// One process is stopped before one of its changes while the session starts. The other times out,
+/// and leaves no SA, nor an open port that was protected.
+fn i6_a_peer_that_hangs_times_out(guest: &Guest) {
+    // The server answers *terms* after its changes 0 to 3, and the client waits until the server's
+    // last policy is replaced by change 7.
     let steps = if guest.is_soak() { 0..8 } else { 4..5 };
     for (stops, step) in ["a", "b"]
         .into_iter()
         .flat_map(|host| steps.clone().map(move |step| (host, step)))
     {
-        let deed = |host| if host == stops { STOPS } else { LIVES };
-        let patience = |host| if host == stops { LIMIT } else { PATIENCE };
-        let serve = begin("b", deed("b"), step, patience("b"));
-        let asks = begin("a", deed("a"), step, patience("a"));
+        let action = |host| if host == stops { STOPS } else { LIVES };
+        let timeout = |host| if host == stops { LIMIT } else { TIMEOUT };
+        let serve = begin("b", action("b"), step, timeout("b"));
+        let asks = begin("a", action("a"), step, timeout("a"));
         let (mut stopped, mut other) = if stops == "a" {
             (asks, serve)
         } else {
@@ -285,25 +286,25 @@ fn i6_a_peer_that_hangs_is_given_up(guest: &Guest) {
         );
         assert!(
             began.elapsed() < LIMIT,
-            "it was not waited for by its own patience"
+            "the timeout of the other process applies"
         );
         stopped.kill().expect("it is there");
         let _ = stopped.wait();
         for (host, to) in [("a", PORT_B), ("b", PORT_A)] {
-            closed_where_ours(guest, host, to, step);
+            blocked_while_installed(guest, host, to, step);
             only_foreign(guest, host, step);
         }
     }
 }
 
-/// Begins a party, and waits until it listens if it is the one that is asked.
-fn begin(host: &str, deed: &str, step: usize, patience: Duration) -> Child {
+/// Starts a party; if it is the server, waits until it listens.
+fn begin(host: &str, action: &str, step: usize, timeout: Duration) -> Child {
     let role = if host == "a" { "asks" } else { "serves" };
     let party = Command::new("ip")
         .args(["netns", "exec", host])
         .arg(env::current_exe().expect("it runs"))
-        .args([PARTY, role, deed, &step.to_string()])
-        .arg(patience.as_secs().to_string())
+        .args([PARTY, role, action, &step.to_string()])
+        .arg(timeout.as_secs().to_string())
         .spawn()
         .expect("ip starts");
     if host == "b" {
@@ -315,8 +316,8 @@ fn begin(host: &str, deed: &str, step: usize, patience: Duration) -> Child {
     party
 }
 
-/// What this program does as one of the two.
-fn party(role: &str, deed: &str, step: usize, patience: Duration) -> ExitCode {
+/// The body of this program as one of the two processes.
+fn party(role: &str, action: &str, step: usize, timeout: Duration) -> ExitCode {
     let (own, host) = if role == "asks" {
         ("host-a", "a")
     } else {
@@ -327,17 +328,17 @@ fn party(role: &str, deed: &str, step: usize, patience: Duration) -> ExitCode {
     let ports: PortRange = "4444".parse().expect("a port");
     let folder = format!("left-{host}");
     let mut options = Options::new(Mode::Connection, ports, Path::new(&folder).join("ipsec"));
-    options.timeout = patience;
+    options.timeout = timeout;
     let is_up = Arc::new(AtomicBool::new(false));
-    options.before_change = Some(hook(deed, step, host, &is_up));
-    let dies_up = deed == DIES_UP;
+    options.before_change = Some(hook(action, step, host, &is_up));
+    let dies_up = action == DIES_UP;
     if role == "asks" {
         let peers = [NAME.parse::<Peer>().expect("a name")]
             .into_iter()
             .collect();
         let tls = identity
             .client(&Crypto::auto(), peers)
-            .expect("the settings are whole");
+            .expect("the settings are valid");
         let observer: Observer = Arc::new(|event| println!("a: {event}"));
         let session = match up(SERVER, &tls, &options, &observer) {
             Ok(session) => session,
@@ -348,13 +349,13 @@ fn party(role: &str, deed: &str, step: usize, patience: Duration) -> ExitCode {
         };
         is_up.store(true, Ordering::SeqCst);
         if dies_up {
-            // The other one is up as well, or will be without this one.
+            // The peer is up too, or comes up without this process.
             thread::sleep(Duration::from_millis(500));
             std::process::abort();
         }
         session.rekey();
-        if deed == LEAVES {
-            // What it wants is on its way then.
+        if action == LEAVES {
+            // Its request has been sent by then.
             thread::sleep(Duration::from_millis(100));
         } else {
             renewed(&session);
@@ -373,16 +374,16 @@ fn party(role: &str, deed: &str, step: usize, patience: Duration) -> ExitCode {
         .collect();
     let tls = identity
         .server(&Crypto::auto(), peers)
-        .expect("the settings are whole");
-    let (tell, told) = channel();
+        .expect("the settings are valid");
+    let (sender, events) = channel();
     let observer: Observer = Arc::new(move |event| {
         println!("b: {event}");
-        let _ = tell.send(event.clone());
+        let _ = sender.send(event.clone());
     });
-    let listener = TcpListener::bind(SERVER).expect("nobody listens there");
+    let listener = TcpListener::bind(SERVER).expect("the address is free");
     let server = Server::start(listener, tls, options, observer).expect("it starts");
     loop {
-        match told.recv().expect("the server is there") {
+        match events.recv().expect("the server is there") {
             Event::Up(_) if dies_up => std::process::abort(),
             Event::Up(_) => {
                 is_up.store(true, Ordering::SeqCst);
@@ -390,9 +391,9 @@ fn party(role: &str, deed: &str, step: usize, patience: Duration) -> ExitCode {
             }
             Event::Over { why, .. } => {
                 server.stop();
-                // The other one asks for the end where all goes well.
+                // If all goes well, the other side asks for the end.
                 return match why {
-                    Some(why) if !why.contains("ended here") => ExitCode::FAILURE,
+                    Some(why) if !why.contains(FaultCode::Cancelled.name()) => ExitCode::FAILURE,
                     _ => ExitCode::SUCCESS,
                 };
             }
@@ -401,9 +402,9 @@ fn party(role: &str, deed: &str, step: usize, patience: Duration) -> ExitCode {
     }
 }
 
-/// What is done before a change of the kernel's tables.
-fn hook(deed: &str, step: usize, host: &str, is_up: &Arc<AtomicBool>) -> Hook {
-    let (deed, is_up) = (deed.to_owned(), Arc::clone(is_up));
+/// The hook that runs before each change of the kernel's tables.
+fn hook(action: &str, step: usize, host: &str, is_up: &Arc<AtomicBool>) -> Hook {
+    let (action, is_up) = (action.to_owned(), Arc::clone(is_up));
     let to: SocketAddr = if host == "a" { PORT_B } else { PORT_A }
         .parse()
         .expect("an address");
@@ -412,39 +413,39 @@ fn hook(deed: &str, step: usize, host: &str, is_up: &Arc<AtomicBool>) -> Hook {
     let lagged = AtomicBool::new(false);
     Arc::new(move |change| {
         let now = done.fetch_add(1, Ordering::SeqCst) == step;
-        if now && deed == DIES {
+        if now && action == DIES {
             println!("dies before {change:?}");
-            // As by SIGKILL: nothing is unwound or dropped.
+            // Like SIGKILL: nothing is unwound or dropped.
             std::process::abort();
         }
-        if now && deed == STOPS {
+        if now && action == STOPS {
             println!("stops before {change:?}");
             let own = std::process::id().to_string();
             let _ = Command::new("kill").args(["-STOP", &own]).status();
-            // The signal may reach another thread first: this one must not go on meanwhile, and is
-            // killed here.
+            // The signal may reach another thread first: this thread must not continue meanwhile,
+            // and is killed here.
             loop {
                 thread::park();
             }
         }
-        if deed == COLLIDES
+        if action == COLLIDES
             && let Step::Add(Object::Association(one)) = change
             && one.direction == Direction::In
             && !collided.swap(true, Ordering::SeqCst)
         {
             take(one);
         }
-        if deed == LAGS && is_up.load(Ordering::SeqCst) && !lagged.swap(true, Ordering::SeqCst) {
+        if action == LAGS && is_up.load(Ordering::SeqCst) && !lagged.swap(true, Ordering::SeqCst) {
             thread::sleep(LAG);
         }
-        if deed == TRIES && !is_up.load(Ordering::SeqCst) {
-            // The other host may have shut its ports already: what leaves this one is captured.
+        if action == TRIES && !is_up.load(Ordering::SeqCst) {
+            // The other host may block its ports already; the capture shows what leaves this one.
             let _ = TcpStream::connect_timeout(&to, Duration::from_millis(30));
         }
     })
 }
 
-/// An SA that is not ours, under the number that ours was to have.
+/// Adds a foreign SA with the SPI of the session's SA.
 fn take(one: &Association) {
     let Association {
         source,
@@ -460,7 +461,7 @@ fn take(one: &Association) {
     assert!(added.expect("ip starts").success());
 }
 
-/// Waits until both directions have new keys, or it is over.
+/// Waits until both directions have new keys, or the session is over.
 fn renewed(session: &Session) {
     let is_new = |status: &Status| {
         let mut all = status.associations.iter();
@@ -472,7 +473,7 @@ fn renewed(session: &Session) {
     });
 }
 
-/// An SA and a policy that are not ours.
+/// Adds or deletes a foreign SA and a foreign policy.
 fn foreign(guest: &Guest, host: &str, verb: &str) {
     let sa = "src 10.0.0.1 dst 10.9.9.9 proto esp spi 0x999";
     let add = format!("reqid 99 mode transport aead rfc4106(gcm(aes)) {KEY} 128");

@@ -1,4 +1,5 @@
-//! Lanes over IPsec: each goes by the SA of its CPU, or of its connection, is led back when it strays, and is taken from no other port.
+//! Lanes over IPsec: each uses the SA of its CPU or of its connection, is moved back when it
+//! strays, and is rejected from any other port.
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
@@ -41,9 +42,9 @@ const NEEDS: Needs = Needs {
     ..Needs::NOTHING
 };
 
-/// Where host b takes lanes.
+/// The address at which host b accepts lanes.
 const AT: &str = "10.0.0.2:7400";
-/// What a lane sends at a time.
+/// The bytes that a lane sends at a time.
 const BYTES: usize = 256 << 10;
 
 fn main() -> ExitCode {
@@ -51,22 +52,22 @@ fn main() -> ExitCode {
         connect(guest);
         let capture = Capture::begin("b", "lanes.pcap");
         let tls = Tls::new();
-        println!("lanes_go_by_the_sas_of_their_cpus");
+        println!("lanes_use_the_sas_of_their_cpus");
         let all = [(vec![0, 1], 4), (vec![2], 1), (vec![0, 1, 2, 3], 4)];
         let count = if guest.is_soak() { all.len() } else { 2 };
         for (cpus, lanes) in all.into_iter().take(count) {
-            lanes_go_by_the_sas_of_their_cpus(guest, &tls, &cpus, lanes);
+            lanes_use_the_sas_of_their_cpus(guest, &tls, &cpus, lanes);
         }
-        println!("another_cpus_sa_comes_while_lanes_send");
-        another_cpus_sa_comes_while_lanes_send(guest, &tls);
-        println!("a_lane_that_strays_is_led_back");
-        a_lane_that_strays_is_led_back(guest, &tls);
+        println!("an_sa_for_another_cpu_is_added_while_lanes_send");
+        an_sa_for_another_cpu_is_added_while_lanes_send(guest, &tls);
+        println!("a_lane_that_strays_is_moved_back");
+        a_lane_that_strays_is_moved_back(guest, &tls);
         println!("each_connection_has_an_sa");
         each_connection_has_an_sa(guest, &tls);
-        println!("i6_a_lane_from_another_port_or_peer_is_not_taken");
-        i6_a_lane_from_another_port_or_peer_is_not_taken(guest, &tls);
-        println!("i6_ports_of_a_lost_session_stay_blocked_and_the_next_lane_has_others");
-        i6_ports_of_a_lost_session_stay_blocked_and_the_next_lane_has_others(guest, &tls);
+        println!("i6_a_lane_from_another_port_or_peer_is_rejected");
+        i6_a_lane_from_another_port_or_peer_is_rejected(guest, &tls);
+        println!("i6_ports_of_a_lost_session_stay_blocked_and_the_next_lane_uses_others");
+        i6_ports_of_a_lost_session_stay_blocked_and_the_next_lane_uses_others(guest, &tls);
         capture.end(guest);
         let seen = |filter: &str| captured(guest, "lanes.pcap", filter);
         assert_eq!(seen(&format!("tcp portrange {POOL}")), 0, "in the clear");
@@ -77,7 +78,7 @@ fn main() -> ExitCode {
     })
 }
 
-fn lanes_go_by_the_sas_of_their_cpus(guest: &Guest, tls: &Tls, cpus: &[u32], count: usize) {
+fn lanes_use_the_sas_of_their_cpus(guest: &Guest, tls: &Tls, cpus: &[u32], count: usize) {
     let near = Near::new(tls, Mode::Cpu, cpus);
     let lanes: Vec<Lane> = (0..count).map(|_| near.lane()).collect();
     let mut each = BTreeMap::new();
@@ -91,11 +92,11 @@ fn lanes_go_by_the_sas_of_their_cpus(guest: &Guest, tls: &Tls, cpus: &[u32], cou
     );
     let answers = || {
         let sessions = near.far.sealed.peers().expect("the kernel answers");
-        let status = sessions[0].status.as_ref().expect("it stands");
+        let status = sessions[0].status.as_ref().expect("terms are agreed");
         carried(status)
     };
     let mut rounds = 0;
-    // At first by the fallback; each lane goes over when the SA of its CPU has come.
+    // Answers use the fallback at first; each lane switches when the SA of its CPU is installed.
     until("answers go by SAs of their own", || {
         let before = answers();
         lanes.iter().for_each(Lane::send);
@@ -116,13 +117,13 @@ fn lanes_go_by_the_sas_of_their_cpus(guest: &Guest, tls: &Tls, cpus: &[u32], cou
         let sum = rounds * sum;
         assert!((sum..sum + sum / 4).contains(&own), "{cpu}: {by:?}");
     }
-    assert_eq!(near.far.verdicts(), vec![true; count]);
+    assert_eq!(near.far.results(), vec![true; count]);
     drop(lanes);
     near.end(guest);
 }
 
-/// Its SA is there when its lane connects, and none comes too late or gets lost.
-fn another_cpus_sa_comes_while_lanes_send(guest: &Guest, tls: &Tls) {
+/// The SA is installed when its lane connects, and no packet is late or lost.
+fn an_sa_for_another_cpu_is_added_while_lanes_send(guest: &Guest, tls: &Tls) {
     let near = Near::new(tls, Mode::Cpu, &[0, 1, 2]);
     let lanes = [near.lane(), near.lane()];
     let before = near.carried();
@@ -148,8 +149,8 @@ fn another_cpus_sa_comes_while_lanes_send(guest: &Guest, tls: &Tls) {
     near.end(guest);
 }
 
-/// Somebody sends on the lane from another CPU just when its route is looked up.
-fn a_lane_that_strays_is_led_back(guest: &Guest, tls: &Tls) {
+/// Another thread sends on the lane from another CPU just when its route is looked up.
+fn a_lane_that_strays_is_moved_back(guest: &Guest, tls: &Tls) {
     let near = Near::new(tls, Mode::Cpu, &[1, 3]);
     let (lane, other) = (near.lane(), near.lane());
     assert_eq!((lane.cpu, other.cpu), (Some(1), Some(3)));
@@ -162,23 +163,23 @@ fn a_lane_that_strays_is_led_back(guest: &Guest, tls: &Tls) {
     let begun = near.carried();
     let until = Instant::now() + LIMIT;
     let mut sent = 0;
-    while !near.said.has("lanes of CPU 1 had strayed") {
+    while !near.said.has("lanes of CPU 1 strayed") {
         lane.send();
         lane.has_sent();
         sent += BYTES as u64;
-        assert!(Instant::now() < until, "nobody has missed it");
+        assert!(Instant::now() < until, "the stray lane is not reported");
     }
     let by = near.carried();
     let went = |sender| by[&sender] - begun[&sender];
     println!(
-        "strayed: {sent} bytes, of them {} by the own SA",
+        "strayed: {sent} bytes, {} of them with the lane's SA",
         went(Sender::Cpu(1))
     );
     assert!(
         went(Sender::Cpu(1)) < went(Sender::Cpu(3)),
         "{begun:?} {by:?}"
     );
-    // The thread of the lane has heard of it; should it have failed, it is tried again.
+    // The thread of the lane now refreshes the route; if that fails, it is repeated.
     loop {
         let before = near.carried();
         lane.send();
@@ -189,7 +190,10 @@ fn a_lane_that_strays_is_led_back(guest: &Guest, tls: &Tls) {
             assert!(went(Sender::Cpu(3)) < BYTES as u64 / 20, "{after:?}");
             break;
         }
-        assert!(Instant::now() < until, "it does not come back: {after:?}");
+        assert!(
+            Instant::now() < until,
+            "the lane does not return: {after:?}"
+        );
     }
     drop((lane, other, astray));
     near.end(guest);
@@ -207,29 +211,29 @@ fn each_connection_has_an_sa(guest: &Guest, tls: &Tls) {
         let own = by[&Sender::Connection { from, to }];
         assert!(own >= BYTES as u64, "{by:?}");
     }
-    // Handshakes and first words.
+    // Handshakes and first messages.
     assert!(by[&Sender::Fallback] < 8192, "{by:?}");
     drop(lanes);
     near.end(guest);
 }
 
-fn i6_a_lane_from_another_port_or_peer_is_not_taken(guest: &Guest, tls: &Tls) {
+fn i6_a_lane_from_another_port_or_peer_is_rejected(guest: &Guest, tls: &Tls) {
     let near = Near::new(tls, Mode::Cpu, &[0]);
     let lane = near.lane();
-    until("it is judged", || near.far.verdicts() == [true]);
-    // As whoever saw the first words of a lane would.
+    until("the lane is checked", || near.far.results() == [true]);
+    // Like an attacker who saw the first message of a lane.
     let mut plain = inside("a", || TcpStream::connect(AT)).expect("b listens");
-    plain.write_all(&first_words()).expect("it is read");
-    until("it is judged", || near.far.verdicts().len() == 2);
-    assert_eq!(near.far.verdicts(), [true, false]);
-    // One that comes by an SA, but belongs to a session with somebody else.
+    plain.write_all(&lane_open()).expect("it is read");
+    until("the lane is checked", || near.far.results().len() == 2);
+    assert_eq!(near.far.results(), [true, false]);
+    // A lane that uses an SA, but belongs to a session with another peer.
     let other = Tls::new();
     let (_other, identity) = Far::identify(&other);
-    *near.far.expected.lock().expect("nobody panics") = Some(identity);
+    *near.far.expected.lock().expect("no thread panicked") = Some(identity);
     let second = near.lane();
-    until("it is judged", || near.far.verdicts().len() == 3);
-    assert_eq!(near.far.verdicts(), [true, false, false]);
-    // Nor is a session begun with another peer than the control lane's.
+    until("the lane is checked", || near.far.results().len() == 3);
+    assert_eq!(near.far.results(), [true, false, false]);
+    // No session starts with a peer other than that of the control lane.
     let dialer = IpsecDialer::new(near.sealed.clone());
     let other = Principal::Certificate([0; 32]);
     let refused = inside("a", || dial(&dialer, &tls.client, &other));
@@ -241,10 +245,10 @@ fn i6_a_lane_from_another_port_or_peer_is_not_taken(guest: &Guest, tls: &Tls) {
     near.end(guest);
 }
 
-/// Control connections are lost one after the other: nobody opens a port by cutting those.
-fn i6_ports_of_a_lost_session_stay_blocked_and_the_next_lane_has_others(guest: &Guest, tls: &Tls) {
+/// Control connections are cut one after the other; this must not open a port.
+fn i6_ports_of_a_lost_session_stay_blocked_and_the_next_lane_uses_others(guest: &Guest, tls: &Tls) {
     const BLOCKS: usize = 4;
-    // As many blocks of 64 as sessions.
+    // As many blocks of 64 ports as sessions.
     let near = Near::with_ports(tls, Mode::Cpu, &[0], "28416-28671");
     let ports = || {
         let sessions = near.sealed.sessions().expect("the kernel answers");
@@ -271,9 +275,9 @@ fn i6_ports_of_a_lost_session_stay_blocked_and_the_next_lane_has_others(guest: &
         used.push(others);
         lanes.push(next);
     }
-    // What was on a lost lane cannot leave, and its owner sees an error.
+    // Data on a lost lane cannot leave, and its owner gets an error.
     lanes[..BLOCKS - 1].iter().for_each(Lane::fails);
-    // Nor can it be ended in order: as where its owners have died, the kernels forget it.
+    // Nor can it be closed in order: the kernels drop it, as if its owners had died.
     near.far.hang_up();
     for lane in &lanes {
         set_reset_on_close(&lane.stream).expect("a socket");
@@ -282,7 +286,7 @@ fn i6_ports_of_a_lost_session_stay_blocked_and_the_next_lane_has_others(guest: &
     near.end(guest);
 }
 
-/// The side that opens lanes, host a, and the other one, host b.
+/// Host a, which opens lanes, and host b, which accepts them.
 struct Near {
     sealed: IpsecLanes,
     said: Said,
@@ -304,12 +308,12 @@ impl Near {
         let control = inside("a", || {
             let stream = TcpStream::connect(AT).expect("b listens");
             let control = control::client(stream, &tls.client, Instant::now() + LIMIT);
-            let control = control.expect("they know each other");
+            let control = control.expect("the handshake succeeds");
             control.send(&offer()).expect("b listens");
             control
         });
-        until("b knows its peer", || {
-            far.expected.lock().expect("nobody panics").is_some()
+        until("b has its peer", || {
+            far.expected.lock().expect("no thread panicked").is_some()
         });
         let dialer = IpsecDialer::new(sealed.clone());
         let peer = control.peer().principal();
@@ -332,7 +336,7 @@ impl Near {
         )
     }
 
-    /// What the SAs of its one session have carried.
+    /// Returns the bytes of the SAs of its only session.
     fn carried(&self) -> BTreeMap<Sender, u64> {
         let sessions = self.sealed.sessions().expect("the kernel answers");
         let [session] = &sessions[..] else {
@@ -341,15 +345,15 @@ impl Near {
         carried(session)
     }
 
-    /// Ends everything; then nothing is left on either host.
+    /// Ends everything; nothing may be left on either host.
     fn end(self, guest: &Guest) {
-        // Its own ends, that is: those who read have theirs.
-        self.far.lanes.lock().expect("nobody panics").clear();
+        // These are its own clones; the reading threads have theirs.
+        self.far.lanes.lock().expect("no thread panicked").clear();
         let dialer = self.dialer;
         inside("a", || drop(dialer));
         drop(self.sealed);
         drop(self.far);
-        // What a session that was lost had left is freed once its connections are over.
+        // What a lost session left is freed when its connections have ended.
         for host in ["a", "b"] {
             until("what was left is free", || {
                 drop(ipsec_lanes(host, Mode::Connection, &[]));
@@ -360,12 +364,12 @@ impl Near {
     }
 }
 
-/// A lane, whose thread sends when it is told to.
+/// A lane with a thread that sends on command.
 struct Lane {
     cpu: Option<u32>,
     port: u16,
     stream: TcpStream,
-    told: Option<Channel<()>>,
+    orders: Option<Channel<()>>,
     done: Receiver<std::io::Result<()>>,
     thread: Option<JoinHandle<()>>,
 }
@@ -388,33 +392,33 @@ fn dial(
 
 impl Lane {
     fn open(dialer: Arc<IpsecDialer>, tls: ClientTls, peer: Principal) -> Self {
-        let (told, orders) = channel::<()>();
-        let (tell, done) = channel();
-        let (tell_stream, opened) = channel();
+        let (orders, received) = channel::<()>();
+        let (report, done) = channel();
+        let (send_stream, opened) = channel();
         let body = move || {
-            let lane = dial(&dialer, &tls, &peer).expect("there is a way");
+            let lane = dial(&dialer, &tls, &peer).expect("the lane opens");
             let (mut stream, hold) = (lane.stream, lane.hold);
             stream.set_nodelay(true).expect("a socket");
-            stream.write_all(&first_words()).expect("it is read");
+            stream.write_all(&lane_open()).expect("it is read");
             let same = stream.try_clone().expect("a descriptor");
-            tell_stream
+            send_stream
                 .send((same, hold.cpu()))
                 .expect("it is waited for");
-            // In pieces, as lanes send frames.
+            // In pieces, like the frames of a lane.
             let mut send = || {
                 let mut pieces = vec![7; BYTES];
                 pieces.chunks_mut(64 << 10).try_for_each(|piece| {
                     hold.before_send();
                     stream.write_all(piece)
                 })?;
-                // What stands in the socket has gone by no SA yet.
+                // Bytes in the socket buffer have not used an SA yet.
                 while unacknowledged_bytes(&stream)? > 0 {
                     thread::sleep(Duration::from_millis(1));
                 }
                 Ok(())
             };
-            while orders.recv().is_ok() {
-                let _ = tell.send(send());
+            while received.recv().is_ok() {
+                let _ = report.send(send());
             }
         };
         let thread = inside("a", || thread::spawn(body));
@@ -423,15 +427,15 @@ impl Lane {
             cpu,
             port: stream.local_addr().expect("it is connected").port(),
             stream,
-            told: Some(told),
+            orders: Some(orders),
             done,
             thread: Some(thread),
         }
     }
 
     fn send(&self) {
-        let told = self.told.as_ref().expect("it lives");
-        told.send(()).expect("its thread lives");
+        let orders = self.orders.as_ref().expect("it lives");
+        orders.send(()).expect("its thread lives");
     }
 
     fn has_sent(&self) {
@@ -441,27 +445,27 @@ impl Lane {
 
     fn fails(&self) {
         self.send();
-        let sent = self.done.recv_timeout(LIMIT).expect("it is told");
+        let sent = self.done.recv_timeout(LIMIT).expect("the thread reports");
         assert!(sent.is_err());
     }
 }
 
 impl Drop for Lane {
     fn drop(&mut self) {
-        self.told = None;
+        self.orders = None;
         if let Some(thread) = self.thread.take() {
             thread.join().expect("it does not panic");
         }
     }
 }
 
-/// Host b: takes lanes in, and reads what they bring.
+/// Host b: accepts lanes and reads from them.
 struct Far {
     sealed: IpsecLanes,
-    /// With whom its session is.
+    /// The peer of its session.
     expected: Arc<Mutex<Option<PeerIdentity>>>,
-    verdicts: Arc<Mutex<Vec<bool>>>,
-    /// The lanes that it reads.
+    results: Arc<Mutex<Vec<bool>>>,
+    /// The lanes from which it reads.
     lanes: Arc<Mutex<Vec<TcpStream>>>,
     stop: Waker,
     thread: Option<JoinHandle<()>>,
@@ -472,9 +476,9 @@ impl Far {
         let (sealed, _) = ipsec_lanes("b", mode, &[0, 1, 2, 3]);
         let listener = inside("b", || TcpListener::bind(AT)).expect("the port is free");
         let expected = Arc::<Mutex<Option<PeerIdentity>>>::default();
-        let verdicts = Arc::<Mutex<Vec<bool>>>::default();
+        let results = Arc::<Mutex<Vec<bool>>>::default();
         let (stop, stopped) = waker().expect("a descriptor");
-        let (own, known, judged) = (sealed.clone(), Arc::clone(&expected), Arc::clone(&verdicts));
+        let (own, known, checked) = (sealed.clone(), Arc::clone(&expected), Arc::clone(&results));
         let lanes = Arc::<Mutex<Vec<TcpStream>>>::default();
         let read = Arc::clone(&lanes);
         let server = tls.server.clone();
@@ -483,20 +487,20 @@ impl Far {
             accept(&listener, &server, &stopped, |arrival| {
                 match own.take(arrival) {
                     Some(Arrival::Control { stream, .. }) => {
-                        *known.lock().expect("nobody panics") = Some(stream.peer().clone());
+                        *known.lock().expect("no thread panicked") = Some(stream.peer().clone());
                         controls.push(stream);
                     }
                     Some(Arrival::Lane {
                         socket: LaneSocket::Plain(mut stream),
                         ..
                     }) => {
-                        let known = known.lock().expect("nobody panics");
+                        let known = known.lock().expect("no thread panicked");
                         let peer = known.as_ref().expect("it came first");
                         let covered = own.covers(&peer.principal(), &stream).is_ok();
-                        judged.lock().expect("nobody panics").push(covered);
+                        checked.lock().expect("no thread panicked").push(covered);
                         if covered {
                             let same = stream.try_clone().expect("a descriptor");
-                            read.lock().expect("nobody panics").push(same);
+                            read.lock().expect("no thread panicked").push(same);
                             thread::spawn(move || {
                                 let mut bytes = vec![0; 1 << 16];
                                 while matches!(stream.read(&mut bytes), Ok(1..)) {}
@@ -513,38 +517,39 @@ impl Far {
         Self {
             sealed,
             expected,
-            verdicts,
+            results,
             lanes,
             stop,
             thread: Some(thread),
         }
     }
 
-    /// Forgets its lanes as if it had died.
+    /// Drops its lanes as if it had died.
     fn hang_up(&self) {
-        for lane in self.lanes.lock().expect("nobody panics").drain(..) {
+        for lane in self.lanes.lock().expect("no thread panicked").drain(..) {
             set_reset_on_close(&lane).expect("a socket");
-            // Whoever reads it hears of it.
+            // The reading thread gets an error.
             let _ = lane.shutdown(Shutdown::Both);
         }
     }
 
-    fn verdicts(&self) -> Vec<bool> {
-        self.verdicts.lock().expect("nobody panics").clone()
+    fn results(&self) -> Vec<bool> {
+        self.results.lock().expect("no thread panicked").clone()
     }
 
-    /// How somebody of another authority is known to its peer.
+    /// Returns the identity of a peer of another authority.
     fn identify(tls: &Tls) -> (ControlStream, PeerIdentity) {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let at = listener.local_addr().expect("it is bound");
         let client = tls.client.clone();
         let near = thread::spawn(move || {
             let stream = TcpStream::connect(at).expect("it listens");
-            control::client(stream, &client, Instant::now() + LIMIT).expect("they know each other")
+            control::client(stream, &client, Instant::now() + LIMIT)
+                .expect("the handshake succeeds")
         });
         let (stream, _) = listener.accept().expect("it connects");
         let far = control::server(stream, &tls.server, Instant::now() + LIMIT);
-        let far = far.expect("they know each other");
+        let far = far.expect("the handshake succeeds");
         let identity = far.peer().clone();
         (near.join().expect("it does not panic"), identity)
     }
@@ -559,7 +564,7 @@ impl Drop for Far {
     }
 }
 
-/// What both hosts are known by.
+/// The identities of both hosts.
 struct Tls {
     client: ClientTls,
     server: ServerTls,
@@ -575,13 +580,13 @@ impl Tls {
         let client = source.client(&Crypto::auto(), names(&[DESTINATION]));
         let server = destination.server(&Crypto::auto(), names(&[SOURCE]));
         Self {
-            client: client.expect("the settings are whole"),
-            server: server.expect("the settings are whole"),
+            client: client.expect("the settings are valid"),
+            server: server.expect("the settings are valid"),
         }
     }
 }
 
-/// What opens a control lane.
+/// The first message of a control lane.
 fn offer() -> Vec<u8> {
     let offer = Offer {
         versions: VERSIONS,
@@ -597,8 +602,8 @@ fn offer() -> Vec<u8> {
     bytes
 }
 
-/// What opens a data lane.
-fn first_words() -> Vec<u8> {
+/// The first message of a data lane.
+fn lane_open() -> Vec<u8> {
     let open = LaneOpen {
         version: VERSIONS.max,
         session: [9; 16],

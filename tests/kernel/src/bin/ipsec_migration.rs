@@ -1,4 +1,5 @@
-//! The page engine over lanes that IPsec protects: a lane killed and new keys in the middle, pages compared, and nothing of it in the clear.
+//! Migrations over lanes that IPsec protects: a lane is killed and keys are renewed in the middle,
+//! pages are compared, and nothing is in the clear.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -43,7 +44,7 @@ const NEEDS: Needs = Needs {
     ..Needs::NOTHING
 };
 
-/// Where host b takes VMs in.
+/// The address at which host b accepts VMs.
 const AT: &str = "10.0.0.2:7400";
 
 fn main() -> ExitCode {
@@ -51,21 +52,21 @@ fn main() -> ExitCode {
         connect(guest);
         let capture = Capture::begin("b", "migration.pcap");
         let tls = tls();
-        println!("i3_sas_carry_what_their_lanes_do");
+        println!("i3_sas_carry_the_bytes_of_their_lanes");
         let all = [(&[0, 1, 2, 3][..], 4), (&[1], 1), (&[0, 1], 4)];
         let count = if guest.is_soak() { all.len() } else { 1 };
         for (cpus, lanes) in all.into_iter().take(count) {
-            i3_sas_carry_what_their_lanes_do(guest, &tls, cpus, lanes);
+            i3_sas_carry_the_bytes_of_their_lanes(guest, &tls, cpus, lanes);
         }
-        println!("i3_i4_a_guest_moves_while_a_lane_dies_and_keys_are_renewed");
-        i3_i4_a_guest_moves_while_a_lane_dies_and_keys_are_renewed(guest, &tls);
+        println!("i3_i4_a_guest_migrates_while_a_lane_dies_and_keys_are_renewed");
+        i3_i4_a_guest_migrates_while_a_lane_dies_and_keys_are_renewed(guest, &tls);
         println!("i6_a_plain_lane_of_an_ipsec_session_is_refused");
         i6_a_plain_lane_of_an_ipsec_session_is_refused(guest, &tls);
         println!("i6_a_destination_that_is_not_prepared_refuses");
         i6_a_destination_that_is_not_prepared_refuses(&tls);
-        println!("i2_a_cancelled_migration_waits_for_no_session");
+        println!("i2_a_cancelled_migration_does_not_wait_for_a_session");
         for answers in [false, true] {
-            i2_a_cancelled_migration_waits_for_no_session(guest, &tls, answers);
+            i2_a_cancelled_migration_does_not_wait_for_a_session(guest, &tls, answers);
         }
         capture.end(guest);
         let seen = |filter: &str| captured(guest, "migration.pcap", filter);
@@ -75,9 +76,9 @@ fn main() -> ExitCode {
     })
 }
 
-/// As many bytes as the lanes' on each CPU, with what TCP and the lanes themselves add; none on
-/// the fallback.
-fn i3_sas_carry_what_their_lanes_do(guest: &Guest, tls: &Tls, cpus: &[u32], lanes: u16) {
+/// The SA of each CPU carries the bytes of its lanes plus the overhead of TCP and of lanes; the
+/// fallback carries none.
+fn i3_sas_carry_the_bytes_of_their_lanes(guest: &Guest, tls: &Tls, cpus: &[u32], lanes: u16) {
     let vm = guest_of(8 << 20);
     let options = slowly(quick(lanes, 64).to_builder());
     let counted = Arc::<Mutex<Vec<(Sender, u64)>>>::default();
@@ -94,12 +95,12 @@ fn i3_sas_carry_what_their_lanes_do(guest: &Guest, tls: &Tls, cpus: &[u32], lane
             let [session] = &sessions[..] else {
                 panic!("{} sessions", sessions.len());
             };
-            *counted.lock().expect("nobody panics") = carried(session).into_iter().collect();
+            *counted.lock().expect("no thread panicked") = carried(session).into_iter().collect();
             is_shown(guest, &carried(session));
         }
     });
     drop(sealed);
-    let counted = counted.lock().expect("nobody panics");
+    let counted = counted.lock().expect("no thread panicked");
     println!("{cpus:?}: {counted:?}, lanes {:?}", report.lanes);
     assert_eq!(counted[0], (Sender::Fallback, 0));
     let by_cpu: Vec<u64> = counted[1..].iter().map(|(_, bytes)| *bytes).collect();
@@ -107,7 +108,7 @@ fn i3_sas_carry_what_their_lanes_do(guest: &Guest, tls: &Tls, cpus: &[u32], lane
     let sum: u64 = by_cpu.iter().sum();
     let wire = report.traffic.wire_bytes;
     assert!((wire..wire + wire / 4).contains(&sum), "{wire} of lanes");
-    // Lanes take what they can carry: of a CPU that has one alone it is known which.
+    // The load of lanes differs, so only a CPU with a single lane can be compared.
     if cpus.len() == usize::from(lanes) {
         let mut by_lane: Vec<u64> = report.lanes.iter().map(|(_, bytes)| *bytes).collect();
         let mut by_cpu = by_cpu;
@@ -123,7 +124,7 @@ fn i3_sas_carry_what_their_lanes_do(guest: &Guest, tls: &Tls, cpus: &[u32], lane
     nothing_left(guest);
 }
 
-/// What `dunlin ipsec status` says at both hosts, which asks no process for it.
+/// Checks the output of `dunlin ipsec status` on both hosts, which contacts no process for it.
 fn is_shown(guest: &Guest, carried: &BTreeMap<Sender, u64>) {
     let status = |host: &str, more: &[&str]| {
         let state = format!("state-{host}");
@@ -159,7 +160,7 @@ fn is_shown(guest: &Guest, carried: &BTreeMap<Sender, u64>) {
     println!("{said}");
 }
 
-fn i3_i4_a_guest_moves_while_a_lane_dies_and_keys_are_renewed(guest: &Guest, tls: &Tls) {
+fn i3_i4_a_guest_migrates_while_a_lane_dies_and_keys_are_renewed(guest: &Guest, tls: &Tls) {
     let modes = [Mode::Cpu, Mode::Connection];
     for mode in modes.into_iter().take(if guest.is_soak() { 2 } else { 1 }) {
         let vm = guest_of(16 << 20);
@@ -180,7 +181,8 @@ fn i3_i4_a_guest_moves_while_a_lane_dies_and_keys_are_renewed(guest: &Guest, tls
     }
 }
 
-/// Whoever knows the session's secret, and comes from elsewhere: nothing of it would be sealed.
+/// A peer that has the session's secret but connects from another port: its packets would not be
+/// sealed.
 fn i6_a_plain_lane_of_an_ipsec_session_is_refused(guest: &Guest, tls: &Tls) {
     let (receiving, far) = receive(tls);
     let (mut peer, answer) = inside("a", || {
@@ -197,11 +199,11 @@ fn i6_a_plain_lane_of_an_ipsec_session_is_refused(guest: &Guest, tls: &Tls) {
     match refused {
         Some(Message::LaneRefused { lane, fault, text }) => {
             assert_eq!((lane, fault), (1, FaultCode::SecurityNotAgreed));
-            assert!(text.contains("no port of an IPsec session"), "{text}");
+            assert!(text.contains("not a port of an IPsec session"), "{text}");
         }
         other => panic!("{other:?}"),
     }
-    // One that is sealed otherwise than was agreed is refused as well.
+    // A lane with a security other than the agreed one is refused as well.
     let open = lane_open(SESSION, &accept.secret, 2);
     let sealed = inside("a", || open_lane(receiving.address, Some(&tls.0), &open));
     let refused =
@@ -234,9 +236,8 @@ fn i6_a_destination_that_is_not_prepared_refuses(tls: &Tls) {
     assert!(receiving.finish(true).0.is_err());
 }
 
-/// The destination is silent about the offer of an IPsec session, or answers it and says nothing
-/// more.
-fn i2_a_cancelled_migration_waits_for_no_session(guest: &Guest, tls: &Tls, answers: bool) {
+/// The destination does not answer the offer of an IPsec session, or falls silent after its answer.
+fn i2_a_cancelled_migration_does_not_wait_for_a_session(guest: &Guest, tls: &Tls, answers: bool) {
     let listener = inside("b", || TcpListener::bind(AT)).expect("the port is free");
     let (near, _) = ipsec_lanes("a", Mode::Cpu, &[0]);
     let vm = guest_of(1 << 20);
@@ -264,11 +265,11 @@ fn i2_a_cancelled_migration_waits_for_no_session(guest: &Guest, tls: &Tls, answe
                 control::server(stream, &tls.1, Instant::now() + LIMIT).expect("it is known")
             };
             let mut first = [0; 1];
-            let heard = session.receive_exact(&mut first, Instant::now() + LIMIT);
-            heard.expect("it says what it wants");
-            asked.send(()).expect("somebody waits");
+            let received = session.receive_exact(&mut first, Instant::now() + LIMIT);
+            received.expect("a message arrives");
+            asked.send(()).expect("the test waits");
             while peer.receive().is_some() {}
-            // The session's connection ends with the migration.
+            // The session's connection is closed with the migration.
             while session
                 .receive_exact(&mut first, Instant::now() + LIMIT)
                 .is_ok()
@@ -296,16 +297,17 @@ fn i2_a_cancelled_migration_waits_for_no_session(guest: &Guest, tls: &Tls, answe
     assert!(no_records("a"));
 }
 
-/// How a guest moves.
+/// The parameters of a migration.
 struct How<'a> {
     options: Options,
     mode: Mode,
     cpus: &'a [u32],
-    /// Whether one of four lanes is killed on the way, and keys are renewed before and after.
+    /// Whether one of four lanes is killed during the migration, and keys are renewed before and
+    /// after.
     strikes: bool,
 }
 
-/// The host of a VMM that would be jailed: all its connections come from here.
+/// The host of a jailed VMM: it opens all connections of the VMM.
 #[derive(Default)]
 struct Counting {
     connected: AtomicU32,
@@ -334,7 +336,7 @@ impl Host for Counting {
     }
 }
 
-/// Moves the guest; `before_commit` is called when everything has been sent.
+/// Migrates the guest; `before_commit` is called when everything has been sent.
 fn moves(
     guest: &Guest,
     tls: &Tls,
@@ -355,34 +357,38 @@ fn moves(
         .security(LaneSecurity::Ipsec)
         .ipsec(Some(Arc::new(near.clone())))
         .build()
-        .expect("they fit together");
+        .expect("the options are consistent");
     let (result, events) = thread::scope(|scope| {
         let moving = scope.spawn(|| {
             inside("a", || {
                 let events = Mutex::new(Vec::new());
                 let observe = |event: &Event| {
-                    // All that lanes were to carry has arrived.
+                    // All data of the lanes has arrived.
                     if matches!(event, Event::Committing) {
                         before_commit(&near);
                     }
-                    events.lock().expect("nobody panics").push(event.clone());
+                    events
+                        .lock()
+                        .expect("no thread panicked")
+                        .push(event.clone());
                 };
                 let as_source: Arc<dyn SourceVm> = Arc::clone(vm) as _;
                 let counting = Arc::new(Counting::default());
                 let host: Arc<dyn Host> = Arc::clone(&counting) as _;
                 let none = Cancel::new();
                 let result = migrate(&as_source, AT, &tls.0, &options, &host, &observe, &none);
-                // The control lane and the IPsec session's; each lane from a port of its own.
+                // The control lane and the session's control connection; each lane from its own
+                // port.
                 if let Ok(report) = &result {
                     assert!(counting.connected.load(SeqCst) >= 2);
                     let lanes = u32::try_from(report.lanes.len()).expect("there are few");
                     assert!(lanes > 0 && counting.from_a_port.load(SeqCst) >= lanes);
                 }
-                (result, events.into_inner().expect("nobody panics"))
+                (result, events.into_inner().expect("no thread panicked"))
             })
         });
         if strikes {
-            until("a session stands", || {
+            until("a session is up", || {
                 near.sessions()
                     .is_ok_and(|all| all.iter().any(|one| one.up))
             });
@@ -392,7 +398,7 @@ fn moves(
             until("new keys", || epochs(&near) == 2);
             let ports = lane_ports(guest);
             cut(guest, "a", &format!("sport = :{}", ports[0]));
-            until("another lane comes", || {
+            until("another lane opens", || {
                 lane_ports(guest).iter().any(|port| !ports.contains(port))
             });
             near.rekey();
@@ -416,7 +422,7 @@ fn moves(
     (report, near)
 }
 
-/// The source ports of lanes that stand.
+/// Returns the source ports of open lanes.
 fn lane_ports(guest: &Guest) -> Vec<u16> {
     let filter =
         "ss -H -n -t state established dport = :7400 and sport >= :24576 and sport <= :28671";
@@ -432,7 +438,7 @@ fn lane_ports(guest: &Guest) -> Vec<u16> {
     said.lines().filter_map(port).collect()
 }
 
-/// The epoch of what this side sends.
+/// Returns the epoch of the outbound SAs.
 fn epochs(sealed: &IpsecLanes) -> u32 {
     let sessions = sealed.sessions().expect("the kernel answers");
     let associations = sessions.iter().flat_map(|one| &one.associations);
@@ -440,11 +446,11 @@ fn epochs(sealed: &IpsecLanes) -> u32 {
     outbound.map(|one| one.association.epoch).max().unwrap_or(0)
 }
 
-/// A destination at host b.
+/// Starts a destination on host b.
 fn receive(tls: &Tls) -> (Receiving, IpsecLanes) {
     let (far, _) = ipsec_lanes("b", Mode::Connection, &[]);
     let options = unhurried().to_builder().ipsec(Some(Arc::new(far.clone())));
-    let options: destination::Options = options.build().expect("they fit together");
+    let options: destination::Options = options.build().expect("the options are consistent");
     let listener = inside("b", || TcpListener::bind(AT)).expect("the port is free");
     let receiving = inside("b", || {
         Receiving::on(listener, &tls.1, &options, TestBuilder::default())
@@ -470,7 +476,7 @@ fn tls() -> Tls {
     let client = source.client(&Crypto::auto(), names(&[DESTINATION]));
     let server = destination.server(&Crypto::auto(), names(&[SOURCE]));
     (
-        client.expect("the settings are whole"),
-        server.expect("the settings are whole"),
+        client.expect("the settings are valid"),
+        server.expect("the settings are valid"),
     )
 }

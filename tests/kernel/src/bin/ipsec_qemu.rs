@@ -1,4 +1,5 @@
-//! An unmodified QEMU migrates by plain multifd under `dunlin ipsec up`: an SA for each of its connections, new keys on the way, and nothing in the clear.
+//! An unmodified QEMU migrates with plain multifd under `dunlin ipsec up`: an SA for each of its
+//! connections, new keys during the migration, and nothing in the clear.
 
 use std::collections::BTreeSet;
 use std::process::ExitCode;
@@ -24,9 +25,9 @@ const NEEDS: Needs = Needs {
     ..Needs::NOTHING
 };
 
-/// QEMU's connections for memory; the main one comes on top.
+/// QEMU's connections for memory, in addition to the main one.
 const CHANNELS: usize = 4;
-/// What the guest does while it moves. Of a page that is not zero every byte goes over the link.
+/// What the guest does during the migration. Every byte of a non-zero page is sent.
 const WORKLOAD: Workload = Workload {
     memory_mib: 64,
     pages: 6_000,
@@ -35,7 +36,7 @@ const WORKLOAD: Workload = Workload {
     content: Content::Random,
     seed: 0x5a,
 };
-/// So slow that new keys come while it moves.
+/// So slow that keys are renewed during the migration.
 const SLOW: u64 = 1 << 20;
 
 fn main() -> ExitCode {
@@ -94,7 +95,8 @@ fn migration(bandwidth: u64) -> Migration {
     migration
 }
 
-/// Given up on the way, its SAs go with its connections, and the guest runs on.
+/// Cancelled during the migration: its SAs are removed with its connections, and the guest
+/// continues to run.
 fn one_is_cancelled(guest: &Guest, setup: &Setup, source: &mut Machine) {
     let mut destination = destination(setup);
     begin(source, &mut destination, &migration(SLOW)).expect("it begins");
@@ -103,14 +105,14 @@ fn one_is_cancelled(guest: &Guest, setup: &Setup, source: &mut Machine) {
     });
     cancel(source).expect("it is not over yet");
     drop(destination);
-    until("SAs go with their connections", || {
+    until("SAs are removed with their connections", || {
         own(guest, "a").is_empty() && own(guest, "b").is_empty()
     });
     source.next_beat().expect("the guest runs on");
 }
 
-/// Migrates, with new keys in the middle. What each SA has carried is looked at when all but the
-/// last pages are there, since SAs go with their connections.
+/// Migrates, with new keys in the middle. Reads the counters of each SA before the last pages are
+/// sent, because SAs are removed with their connections.
 fn each_connection_has_its_sa(guest: &Guest, source: &mut Machine, destination: &mut Machine) {
     let wait = json!({"capabilities": [{"capability": "pause-before-switchover", "state": true}]});
     let qmp = |machine: &mut Machine, command: &str, arguments: Value| {
@@ -145,7 +147,7 @@ fn each_connection_has_its_sa(guest: &Guest, source: &mut Machine, destination: 
     event.expect("the guest moves");
     let used = own(guest, "a");
     let late = fallback(guest);
-    let bytes = |one: &Value| one["bytes"].as_u64().expect("it stands");
+    let bytes = |one: &Value| one["bytes"].as_u64().expect("the SA has counters");
     println!(
         "bytes by the fallback: {early}, then {late}; by connections: {:?}",
         used.iter().map(bytes).collect::<Vec<_>>()
@@ -157,7 +159,7 @@ fn each_connection_has_its_sa(guest: &Guest, source: &mut Machine, destination: 
     assert_eq!(ports.len(), CHANNELS + 1, "{used:?}");
     let carry = used.iter().filter(|one| bytes(one) > 1 << 20).count();
     assert_eq!(carry, CHANNELS, "each carries pages: {used:?}");
-    // New keys come with counters of their own. What was sent before them is in no counter.
+    // New SAs have new counters, without the bytes that were sent before.
     assert!(late < 64 << 10, "by the fallback: {late} bytes");
     assert!(used.iter().all(|one| one["not_authentic"] == 0), "{used:?}");
     qmp(
@@ -167,19 +169,19 @@ fn each_connection_has_its_sa(guest: &Guest, source: &mut Machine, destination: 
     );
     finish(source, "source").expect("it completes");
     finish(destination, "destination").expect("it completes");
-    until("SAs go with their connections", || {
+    until("SAs are removed with their connections", || {
         own(guest, "a").is_empty() && own(guest, "b").is_empty()
     });
 }
 
-/// The SAs of single connections by which a host sends.
+/// Returns the outbound SAs of single connections of a host.
 fn own(guest: &Guest, host: &str) -> Vec<Value> {
     let all = associations(guest, host);
     let own = |one: &Value| one["direction"] == "out" && !one["connection"].is_null();
     all.into_iter().filter(own).collect()
 }
 
-/// Bytes that host a has sent by the SA of all connections.
+/// Returns the bytes that host a has sent with the fallback SA.
 fn fallback(guest: &Guest) -> u64 {
     let all = associations(guest, "a");
     let found = all

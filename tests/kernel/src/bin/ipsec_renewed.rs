@@ -1,4 +1,5 @@
-//! Under load a session renews its keys, is taken back and begins anew, slowly, so that each half-way state lasts: nothing in the clear, and no connection breaks.
+//! Under load, a session renews its keys, ends and starts again, slowly, so that each intermediate
+//! state lasts: nothing is in the clear, and no connection breaks.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -31,12 +32,12 @@ const NEEDS: Needs = Needs {
     ..Needs::NOTHING
 };
 
-/// Asks this program to be the process that has the session.
+/// Makes this program act as the process of the session.
 const SLOWLY: &str = "--slowly";
-/// How long each half-way state lasts.
+/// How long each intermediate state lasts.
 const STEP: Duration = Duration::from_millis(50);
 const CONNECTIONS: usize = 4;
-/// What is written and read at a time; every byte is its piece's number.
+/// The size of a piece that is written and read; each of its bytes is the number of the piece.
 const PIECE: usize = 4096;
 
 fn main() -> ExitCode {
@@ -80,40 +81,40 @@ fn i6_nothing_is_in_the_clear_and_nothing_breaks(guest: &Guest, mode: &str) {
     let load = Load::default();
     thread::scope(|scope| {
         for (near, far) in &connections {
-            // Or what it still has to send would keep the ports blocked for minutes.
+            // Otherwise unsent bytes would keep the ports blocked for minutes.
             set_reset_on_close(near).expect("it is a connection");
             set_reset_on_close(far).expect("it is a connection");
             scope.spawn(|| load.write(near));
             scope.spawn(|| load.read(far));
         }
         let _ending = Ending(&load, &connections);
-        load.goes_on();
+        load.continues();
         for epoch in 2..4 {
-            session.ask("rekey");
+            session.command("rekey");
             guest.command("dunlin", &status("b", &["--rekey"]));
-            load.goes_on();
-            // The server's inbound SAs are those by which the other host seals.
+            load.continues();
+            // The server's inbound SAs are those with which the other host seals.
             until("new keys", || {
                 let all = associations(guest, "b");
                 all.iter().all(|one| one["epoch"] == epoch)
             });
-            load.goes_on();
+            load.continues();
         }
-        // From the first change on the ports are blocked; connections stand still and wait.
-        session.ask("end");
+        // From the first change on the ports are blocked; connections stall and wait.
+        session.command("end");
         until("nothing gets through", || {
             let before = load.read.load(Ordering::SeqCst);
             thread::sleep(Duration::from_millis(500));
             load.read.load(Ordering::SeqCst) == before
         });
-        session.hears("ended");
+        session.await_line("ended");
         println!("{} changes", session.changes);
         session.over();
-        // The next one takes the blocked ports over, and they go on.
+        // The next session takes the blocked ports over, and the connections continue.
         let mut session = Slow::begin(mode);
-        load.goes_on();
-        session.ask("end");
-        session.hears("ended");
+        load.continues();
+        session.command("end");
+        session.await_line("ended");
         assert_eq!(load.broken.load(Ordering::SeqCst), 0, "they wait");
         session.over();
     });
@@ -130,7 +131,7 @@ fn i6_nothing_is_in_the_clear_and_nothing_breaks(guest: &Guest, mode: &str) {
     nothing_left(guest);
 }
 
-/// What goes over all connections at once.
+/// The load on all connections at once.
 #[derive(Default)]
 struct Load {
     done: AtomicBool,
@@ -145,7 +146,7 @@ impl Load {
                 return;
             }
             if let Err(error) = near.write_all(&[number as u8; PIECE]) {
-                self.is_over(&error.to_string());
+                self.ended(&error.to_string());
                 return;
             }
         }
@@ -155,7 +156,7 @@ impl Load {
         let mut piece = [0; PIECE];
         for number in 0_u64.. {
             if let Err(error) = far.read_exact(&mut piece) {
-                self.is_over(&error.to_string());
+                self.ended(&error.to_string());
                 return;
             }
             assert!(piece == [number as u8; PIECE], "it is what was sent");
@@ -163,24 +164,24 @@ impl Load {
         }
     }
 
-    fn is_over(&self, why: &str) {
+    fn ended(&self, why: &str) {
         if !self.done.load(Ordering::SeqCst) {
             println!("a connection broke: {why}");
             self.broken.fetch_add(1, Ordering::SeqCst);
         }
     }
 
-    /// Waits until much more has arrived.
-    fn goes_on(&self) {
+    /// Waits until many more pieces have arrived.
+    fn continues(&self) {
         let before = self.read.load(Ordering::SeqCst);
-        until("the load goes on", || {
+        until("the load continues", || {
             assert_eq!(self.broken.load(Ordering::SeqCst), 0);
             self.read.load(Ordering::SeqCst) > before + 100
         });
     }
 }
 
-/// Ends the load with whoever looks at it.
+/// Ends the load when the test ends, also by a panic.
 struct Ending<'a>(&'a Load, &'a [(TcpStream, TcpStream)]);
 
 impl Drop for Ending<'_> {
@@ -193,11 +194,11 @@ impl Drop for Ending<'_> {
     }
 }
 
-/// The process at host a that has the session.
+/// The process of the session on host a.
 struct Slow {
     child: Child,
-    asked: ChildStdin,
-    said: BufReader<ChildStdout>,
+    commands: ChildStdin,
+    output: BufReader<ChildStdout>,
     changes: usize,
 }
 
@@ -211,28 +212,28 @@ impl Slow {
             .stdout(Stdio::piped())
             .spawn()
             .expect("ip starts");
-        let asked = child.stdin.take().expect("it was asked for");
-        let said = BufReader::new(child.stdout.take().expect("it was asked for"));
+        let commands = child.stdin.take().expect("it is piped");
+        let output = BufReader::new(child.stdout.take().expect("it is piped"));
         let mut slow = Self {
             child,
-            asked,
-            said,
+            commands,
+            output,
             changes: 0,
         };
-        slow.hears("up");
+        slow.await_line("up");
         slow
     }
 
-    fn ask(&mut self, what: &str) {
-        writeln!(self.asked, "{what}").expect("it reads");
+    fn command(&mut self, what: &str) {
+        writeln!(self.commands, "{what}").expect("it reads");
     }
 
-    /// Reads up to these words; everything else is a change that it makes.
-    fn hears(&mut self, words: &str) {
+    /// Reads up to this line; every other line is a change of the kernel's tables.
+    fn await_line(&mut self, words: &str) {
         loop {
             let mut line = String::new();
-            let read = self.said.read_line(&mut line).expect("it is text");
-            assert!(read > 0, "it ended before it said {words:?}");
+            let read = self.output.read_line(&mut line).expect("it is text");
+            assert!(read > 0, "it ended before the line {words:?}");
             if line.trim_end() == words {
                 return;
             }
@@ -241,13 +242,13 @@ impl Slow {
     }
 
     fn over(mut self) {
-        drop(self.asked);
+        drop(self.commands);
         assert!(self.child.wait().expect("it ends").success());
     }
 }
 
-/// The process that has the session: slow in each of its changes of the kernel's tables, and does
-/// what it is asked.
+/// The process of the session: slow in each change of the kernel's tables, and controlled by
+/// commands.
 fn slowly(mode: &str) -> ExitCode {
     let load = Identity::load(Path::new("host-a"), LoadOptions::default());
     let (identity, _) = load.expect("it was made");
@@ -256,7 +257,7 @@ fn slowly(mode: &str) -> ExitCode {
         .collect();
     let tls = identity
         .client(&Crypto::auto(), peers)
-        .expect("the settings are whole");
+        .expect("the settings are valid");
     let ports: PortRange = PORTS.parse().expect("ports");
     let mode = match mode {
         "cpu" => Mode::Cpu,
@@ -280,7 +281,7 @@ fn slowly(mode: &str) -> ExitCode {
                 session.end();
                 break;
             }
-            other => panic!("{other:?} is nothing to ask"),
+            other => panic!("unknown command {other:?}"),
         }
     }
     session.wait().expect("it ends");

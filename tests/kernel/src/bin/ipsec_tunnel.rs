@@ -1,4 +1,5 @@
-//! QEMU through a tunnel whose lanes go over IPsec: a lane killed and new keys on the way, pages compared, nothing in the clear; and bytes both ways.
+//! QEMU through a tunnel with lanes over IPsec: a lane is killed and keys are renewed during the
+//! migration, pages are compared, nothing is in the clear; and bytes pass in both directions.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -30,10 +31,10 @@ const WORKLOAD: Workload = Workload {
     content: Content::Random,
     seed: 0x7a,
 };
-/// So slow that a lane can be killed and keys be renewed while it moves.
+/// So slow that a lane can be killed and keys be renewed during the migration.
 const SLOW: u64 = 2 << 20;
 const LANES: usize = 4;
-/// What goes there and back.
+/// The bytes that are sent and returned.
 const BYTES: usize = 4 << 20;
 
 fn main() -> ExitCode {
@@ -41,7 +42,7 @@ fn main() -> ExitCode {
         connect(guest);
         for host in ["a", "b"] {
             guest.command("ip", &["-n", host, "link", "set", "lo", "up"]);
-            // What lanes of lost sessions still have to send is blocked, and given up.
+            // Unsent data of lanes of lost sessions is blocked; TCP should give it up soon.
             let sysctl = ["sysctl", "-q", "-w", "net.ipv4.tcp_orphan_retries=1"];
             guest.command("ip", &netns(host, &sysctl));
         }
@@ -50,13 +51,13 @@ fn main() -> ExitCode {
         let far = tunnel("b", "far", &far_config(guest, true, 7300));
         let unprepared = tunnel("b", "unprepared", &far_config(guest, false, 7301));
         let near = tunnel("a", "near", &near_config(guest));
-        println!("one_that_is_not_prepared_says_so");
-        one_that_is_not_prepared_says_so();
+        println!("a_peer_without_ipsec_refuses_the_channel");
+        a_peer_without_ipsec_refuses_the_channel();
         unprepared.end(guest);
-        println!("bytes_go_both_ways");
-        bytes_go_both_ways();
-        println!("i6_qemu_moves_while_a_lane_is_killed");
-        i6_qemu_moves_while_a_lane_is_killed(guest);
+        println!("bytes_pass_in_both_directions");
+        bytes_pass_in_both_directions();
+        println!("i6_qemu_migrates_while_a_lane_is_killed");
+        i6_qemu_migrates_while_a_lane_is_killed(guest);
         near.end(guest);
         far.end(guest);
         until("the ports of lost sessions are free", || {
@@ -67,7 +68,7 @@ fn main() -> ExitCode {
             empty(guest, "a") && empty(guest, "b")
         });
         let left = tap.end();
-        // The tunnels' own connections are TLS, and nothing else was in the clear.
+        // The tunnels' own connections use TLS, and nothing else was in the clear.
         assert!(left.is_sealed(&(24_576..=28_671)), "{left:?}");
         for (from, to) in left.clear.keys() {
             let is_tls = [7300, 7301].iter().any(|port| [from, to].contains(&port));
@@ -77,14 +78,14 @@ fn main() -> ExitCode {
         let clear: u64 = left.clear.values().sum();
         let least = (WORKLOAD.pages * 4096 + 2 * BYTES as u64) / 1500;
         assert!(sealed > least, "by ESP: {left:?}");
-        assert!(clear < least / 4, "control lanes alone: {left:?}");
+        assert!(clear < least / 4, "only control lanes: {left:?}");
         // An SA for each CPU and the fallback, at least twice.
         assert!(left.sealed.len() >= 2 * LANES, "new keys: {left:?}");
     })
 }
 
-/// A channel whose lanes the peer does not take is refused with the reason.
-fn one_that_is_not_prepared_says_so() {
+/// A channel is refused with the reason if the peer does not accept its lanes.
+fn a_peer_without_ipsec_refuses_the_channel() {
     let input = File::open("/dev/null").expect("it is there");
     let done = stdio("unprepared", input).output().expect("ip starts");
     assert_eq!(done.status.code(), Some(1));
@@ -92,15 +93,15 @@ fn one_that_is_not_prepared_says_so() {
     assert!(said.contains("not prepared for them"), "{said}");
 }
 
-/// Both sides open lanes, each for what it sends.
-fn bytes_go_both_ways() {
+/// Both sides open lanes, each for the data that it sends.
+fn bytes_pass_in_both_directions() {
     fs::write("content", pattern(BYTES, 7)).expect("the folder is ours");
     let input = File::open("content").expect("it was written");
     let done = stdio("echo", input).output().expect("ip starts");
     let log = || fs::read_to_string("near.log").unwrap_or_default();
     assert!(done.status.success(), "{done:?}\n{}", log());
     assert!(done.stdout == pattern(BYTES, 7), "it is what was sent");
-    fs::remove_file("content").expect("nobody has it");
+    fs::remove_file("content").expect("it is not in use");
 }
 
 fn stdio(route: &str, input: File) -> Command {
@@ -113,7 +114,7 @@ fn stdio(route: &str, input: File) -> Command {
     command
 }
 
-fn i6_qemu_moves_while_a_lane_is_killed(guest: &Guest) {
+fn i6_qemu_migrates_while_a_lane_is_killed(guest: &Guest) {
     let mut setup = Setup::new(
         &Qemu::installed(),
         guest::Guest::Bare,
@@ -125,17 +126,17 @@ fn i6_qemu_moves_while_a_lane_is_killed(guest: &Guest) {
     let mut destination =
         inside("b", || Machine::start_incoming(&setup, None)).expect("QEMU starts");
     source.wait_ready().expect("the guest fills its pages");
-    let unix = |name| format!("unix:{}", place(guest, name).display());
+    let unix = |name| format!("unix:{}", path_of(guest, name).display());
     let mut migration = Migration::through(&unix("ram.sock"), &unix("in.sock"));
     migration.multifd = Some(2);
     migration.bandwidth = Some(SLOW);
     begin(&mut source, &mut destination, &migration).expect("it begins");
-    until("all lanes stand", || lanes(guest).len() == LANES);
+    until("all lanes are open", || lanes(guest).len() == LANES);
     let killed = lanes(guest).remove(0);
     let filter = ["sport", "=", &format!(":{killed}")];
     let kill = [&["ss", "-K", "-H", "-n", "-t"][..], &filter].concat();
     guest.command("ip", &netns("a", &kill));
-    until("its end is noticed, and another stands", || {
+    until("the lane is replaced", || {
         let lanes = lanes(guest);
         lanes.len() == LANES && !lanes.contains(&killed)
     });
@@ -143,10 +144,10 @@ fn i6_qemu_moves_while_a_lane_is_killed(guest: &Guest) {
     assert!(said.contains("is lost"), "{said}");
     let epochs = keys(guest);
     until("new keys", || keys(guest).is_disjoint(&epochs));
-    // Without its SAs nothing leaves; the sessions of both ways end, and others begin.
+    // Without its SAs nothing leaves; the sessions of both directions end, and others start.
     let before = lanes(guest);
     guest.command("ip", &["-n", "a", "xfrm", "state", "flush"]);
-    until("lanes of another session stand", || {
+    until("lanes of another session are open", || {
         let lanes = lanes(guest);
         lanes.len() == LANES && lanes.iter().all(|port| !before.contains(port))
     });
@@ -163,7 +164,7 @@ fn i6_qemu_moves_while_a_lane_is_killed(guest: &Guest) {
     assert_eq!(pages, WORKLOAD.pages);
 }
 
-/// The source ports of the lanes that host a has opened.
+/// Returns the source ports of the lanes that host a has opened.
 fn lanes(guest: &Guest) -> Vec<u16> {
     let list = netns("a", &["ss", "-H", "-n", "-t", "state", "established"]);
     let lines = guest.output("ip", &list);
@@ -176,7 +177,7 @@ fn lanes(guest: &Guest) -> Vec<u16> {
     lines.lines().filter_map(port).collect()
 }
 
-/// The SPIs of what host a sends.
+/// Returns the SPIs of host a's outbound SAs.
 fn keys(guest: &Guest) -> std::collections::BTreeSet<String> {
     let states = guest.output(
         "ip",
@@ -189,7 +190,7 @@ fn keys(guest: &Guest) -> std::collections::BTreeSet<String> {
     states.lines().filter_map(spi).collect()
 }
 
-fn place(guest: &Guest, name: &str) -> PathBuf {
+fn path_of(guest: &Guest, name: &str) -> PathBuf {
     guest.folder().join(name)
 }
 
@@ -223,7 +224,7 @@ to = "10.0.0.2:7301"
 peers = ["host-b.example"]
 security = "ipsec"
 "#,
-        ram = place(guest, "ram.sock").display()
+        ram = path_of(guest, "ram.sock").display()
     )
 }
 
@@ -249,11 +250,11 @@ exec = ["/rig/bin/cat"]
 allow = ["host-a.example"]
 "#,
         ipsec = if is_prepared { "\n[ipsec]\n" } else { "" },
-        incoming = place(guest, "in.sock").display()
+        incoming = path_of(guest, "in.sock").display()
     )
 }
 
-/// A tunnel on a host; its log is in a file.
+/// Starts a tunnel on a host; its log goes to a file.
 fn tunnel(host: &str, name: &str, config: &str) -> Process {
     let file = format!("{name}.toml");
     fs::write(&file, config).expect("the folder is ours");

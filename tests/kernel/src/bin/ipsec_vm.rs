@@ -1,4 +1,5 @@
-//! VMs' processes that are confined, and have kept what lanes over IPsec take: one moves; and one that has not says so.
+//! Confined VM processes with the privileges for lanes over IPsec: a VM migrates. Without them the
+//! migration fails with the reason.
 
 use std::env;
 use std::io::{BufRead, BufReader};
@@ -63,8 +64,8 @@ fn main() -> ExitCode {
     })
 }
 
-/// `dunlin bench lanes --security ipsec`: with one SA, one for each CPU, one for each lane. What it
-/// measures means nothing here.
+/// `dunlin bench lanes --security ipsec`: with one SA, one for each CPU, one for each lane. The
+/// figures are meaningless here.
 fn lanes_are_measured_between_two_hosts(guest: &Guest) {
     let bench = "dunlin bench lanes --security ipsec --size 64M --rounds 1 --lanes 2";
     let at = |host: &str, more: &str| {
@@ -97,12 +98,12 @@ fn lanes_are_measured_between_two_hosts(guest: &Guest) {
             "{variant}"
         );
     }
-    // While it lives: what a killed one has not taken back yet stays until the next one.
+    // Before the process is killed: what it has not removed by then stays until the next one.
     nothing_left(guest);
     drop(listening);
 }
 
-/// The last thing that is said of a migration from host a.
+/// Migrates from host a and returns the last line of output.
 fn migrate(more: &[&str]) -> Value {
     let words: Vec<&str> = MIGRATE
         .split_whitespace()
@@ -118,7 +119,7 @@ fn migrate(more: &[&str]) -> Value {
     serde_json::from_str(last).expect("a JSON object")
 }
 
-/// A VM's process at a host.
+/// Starts the process of a VM on a host.
 fn start(host: &str, line: &str) -> Vm {
     let here = env::current_dir().expect("the runner has made it");
     let words: Vec<&str> = line.split_whitespace().collect();

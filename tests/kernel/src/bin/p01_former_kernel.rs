@@ -1,4 +1,5 @@
-//! A kernel that is older than SAs of one CPU (Linux 6.13) and their directions (6.10): one for each CPU is refused, one for each connection is served.
+//! A kernel without per-CPU SAs (Linux 6.13) and directions of SAs (6.10): a session with an SA for
+//! each CPU is refused, one with an SA for each connection works.
 
 use std::net::{TcpListener, TcpStream};
 use std::process::ExitCode;
@@ -23,18 +24,18 @@ const NEEDS: Needs = Needs {
 fn main() -> ExitCode {
     run(&NEEDS, |guest| {
         if keeps_directions(guest) {
-            guest.skip("this kernel knows directions of SAs");
+            guest.skip("this kernel has directions of SAs");
         }
-        println!("what_it_passes_over_is_found_by_reading_back");
-        what_it_passes_over_is_found_by_reading_back(guest);
+        println!("ignored_attributes_are_found_by_reading_back");
+        ignored_attributes_are_found_by_reading_back(guest);
         connect(guest);
         credentials(guest);
         let capture = Capture::begin("b", "former.pcap");
         let serve = Process::serve();
         println!("an_sa_for_each_cpu_is_refused_with_the_reason");
         an_sa_for_each_cpu_is_refused_with_the_reason(guest);
-        println!("i6_an_sa_for_each_connection_is_served");
-        i6_an_sa_for_each_connection_is_served(guest);
+        println!("i6_an_sa_for_each_connection_works");
+        i6_an_sa_for_each_connection_works(guest);
         serve.end(guest);
         capture.end(guest);
         let seen = |filter: &str| captured(guest, "former.pcap", filter);
@@ -44,7 +45,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// Asked through iproute2, which shares no code with the library.
+/// Queried through iproute2, which shares no code with the library.
 fn keeps_directions(guest: &Guest) -> bool {
     const SA: &str = "xfrm state add src 10.9.0.1 dst 10.9.0.2 proto esp spi 0x900 mode transport \
                       aead rfc4106(gcm(aes)) 0x000102030405060708090a0b0c0d0e0f10111213 128 dir out";
@@ -60,20 +61,20 @@ fn keeps_directions(guest: &Guest) -> bool {
     held.contains("dir out")
 }
 
-/// It takes either attribute without a word, and has forgotten it.
-fn what_it_passes_over_is_found_by_reading_back(guest: &Guest) {
+/// The kernel accepts either attribute silently and does not store it.
+fn ignored_attributes_are_found_by_reading_back(guest: &Guest) {
     let hosts = Hosts::new(guest);
     let Hosts { a, b, .. } = &hosts;
-    assert!(!a.xfrm.has_per_cpu_sas().expect("it can be asked"));
-    assert!(!a.xfrm.keeps_directions().expect("it can be asked"));
-    assert_eq!(a.xfrm.states().expect("it can be asked"), []);
+    assert!(!a.xfrm.has_per_cpu_sas().expect("the kernel answers"));
+    assert!(!a.xfrm.keeps_directions().expect("the kernel answers"));
+    assert_eq!(a.xfrm.states().expect("the kernel answers"), []);
     let mut state = Sa::new(0x1000).of_cpu(1).state(a, b, Direction::Out);
     let refused = a.xfrm.add_state(&state);
     println!("without a replay window: {refused:?}");
     assert!(refused.is_err(), "a window of outbound SAs too");
     state.replay_window = 32;
-    a.xfrm.add_state(&state).expect("without a word");
-    let held = a.xfrm.state(&state.id).expect("it can be asked");
+    a.xfrm.add_state(&state).expect("the kernel accepts it");
+    let held = a.xfrm.state(&state.id).expect("the kernel answers");
     let held = held.expect("it is there");
     assert_eq!((held.cpu, held.direction), (None, None));
     let verified = a.xfrm.verify(&state);
@@ -89,14 +90,14 @@ fn an_sa_for_each_cpu_is_refused_with_the_reason(guest: &Guest) {
     let said = String::from_utf8_lossy(&refused.stderr);
     println!("{said}");
     assert!(!refused.status.success());
-    for words in ["for one of all CPUs", "--mode connection", "Linux 6.13"] {
-        assert!(said.contains(words), "{words}: {said}");
+    for text in ["per-CPU SAs", "--mode connection", "Linux 6.13"] {
+        assert!(said.contains(text), "{text}: {said}");
     }
     nothing_left(guest);
 }
 
-/// As for a hypervisor with several connections: each has its SA, also with new keys.
-fn i6_an_sa_for_each_connection_is_served(guest: &Guest) {
+/// Like a hypervisor with several connections: each has its SA, also after rekeying.
+fn i6_an_sa_for_each_connection_works(guest: &Guest) {
     let session = Process::up("connection");
     let listener = inside("b", || TcpListener::bind(AT)).expect("b listens");
     let connections: Vec<(TcpStream, TcpStream)> = (0..4)

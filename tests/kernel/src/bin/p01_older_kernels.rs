@@ -1,4 +1,5 @@
-//! A kernel without SAs of one CPU passes over the number in silence; what it is asked to read back tells, where its version does not.
+//! A kernel without per-CPU SAs ignores the CPU number silently: reading the SA back detects this,
+//! the version does not.
 
 use std::net::IpAddr;
 use std::process::ExitCode;
@@ -19,40 +20,38 @@ fn main() -> ExitCode {
     run(&NEEDS, |guest| {
         let hosts = Hosts::new(guest);
         let Hosts { a, b, .. } = &hosts;
-        let knows = a.xfrm.has_per_cpu_sas().expect("it can be asked");
-        // SAs of one CPU need one.
-        assert!(a.xfrm.keeps_directions().expect("it can be asked"));
-        println!("SAs of one CPU: {knows}");
+        let has_per_cpu = a.xfrm.has_per_cpu_sas().expect("the kernel answers");
+        // Every kernel with per-CPU SAs also stores directions.
+        assert!(a.xfrm.keeps_directions().expect("the kernel answers"));
+        println!("per-CPU SAs: {has_per_cpu}");
         a.xfrm.esp().expect("it has ESP");
-        // What was reserved and added for these questions is gone.
-        assert_eq!(a.xfrm.states().expect("it can be asked"), []);
-        // An SA that another program has where the probe would put its own stays.
+        // What these probes reserved and added is removed.
+        assert_eq!(a.xfrm.states().expect("the kernel answers"), []);
+        // An SA of another program with the probe's identity stays.
         let mut other = Sa::new(LEAST_SPI).state(a, b, Direction::In);
         other.id.destination = IpAddr::from([192, 0, 2, 2]);
         a.xfrm.add_state(&other).expect("it is added");
         a.xfrm.esp().expect("it has ESP");
-        a.xfrm.verify(&other).expect("it is as it was");
+        a.xfrm.verify(&other).expect("it is unchanged");
         a.xfrm.remove_state(&other.id).expect("it is there");
 
         let sa = Sa::new(0x1000).of_cpu(1);
         let state = sa.state(a, b, Direction::Out);
-        a.xfrm
-            .add_state(&state)
-            .expect("it is added without a word");
-        let held = a.xfrm.state(&state.id).expect("it can be asked");
+        a.xfrm.add_state(&state).expect("the kernel accepts it");
+        let held = a.xfrm.state(&state.id).expect("the kernel answers");
         let held = held.expect("it is there");
-        assert_eq!(held.cpu, knows.then_some(1));
-        // Both kernels know directions (6.10).
+        assert_eq!(held.cpu, has_per_cpu.then_some(1));
+        // Both kernels store directions (6.10).
         assert_eq!(held.direction, Some(Direction::Out));
         match a.xfrm.verify(&state) {
-            Ok(()) => assert!(knows),
-            Err(Error::Differs { what: "the CPU" }) => assert!(!knows),
+            Ok(()) => assert!(has_per_cpu),
+            Err(Error::Differs { what: "the CPU" }) => assert!(!has_per_cpu),
             Err(other) => panic!("{other}"),
         }
 
-        // The right to change anything is asked for when it is opened.
+        // Opening the socket checks the capability.
         let refused = a.run(|| {
-            keep_capabilities(&[]).expect("they are its own");
+            keep_capabilities(&[]).expect("a thread may drop capabilities");
             Xfrm::open().map(drop)
         });
         let refused = refused.expect_err("it has no capabilities");

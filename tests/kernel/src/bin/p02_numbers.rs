@@ -1,4 +1,4 @@
-//! Numbers at their edges: CPUs that cannot be, windows of an outbound SA, SPIs that are taken.
+//! Limits of numbers: CPUs that do not exist, replay windows of outbound SAs, SPIs in use.
 
 use std::process::ExitCode;
 
@@ -29,7 +29,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// SAs of the first and the last CPU are added, one of the CPU behind is refused.
+/// SAs of the first and the last CPU are accepted, an SA of the next CPU is refused.
 fn cpus(Hosts { a, b, .. }: &Hosts) {
     for cpu in [0, CPUS - 1] {
         Sa::new(0x1000 + cpu).of_cpu(cpu).add_out(a, b);
@@ -42,7 +42,7 @@ fn cpus(Hosts { a, b, .. }: &Hosts) {
     );
 }
 
-/// A window is for what comes; the kernel says so in words, and those are kept.
+/// Only inbound SAs have a window; the text of the kernel's error is kept.
 fn windows(Hosts { a, b, .. }: &Hosts) {
     let outbound = State {
         replay_window: 64,
@@ -63,10 +63,14 @@ fn windows(Hosts { a, b, .. }: &Hosts) {
             .add_state(&inbound)
             .expect_err("it has no such window");
     }
-    assert_eq!(a.xfrm.state(&outbound.id).expect("it can be asked"), None);
+    assert_eq!(
+        a.xfrm.state(&outbound.id).expect("the kernel answers"),
+        None
+    );
 }
 
-/// An update of an SA with another key, by another program: the kernel says yes, and keeps the key.
+/// Another program updates an SA with another key: the kernel reports success and keeps the old
+/// key.
 fn updated(guest: &Guest, Hosts { a, b, .. }: &Hosts) {
     let state = Sa::new(0x1500).state(a, b, Direction::Out);
     a.xfrm.add_state(&state).expect("it is added");
@@ -78,35 +82,35 @@ fn updated(guest: &Guest, Hosts { a, b, .. }: &Hosts) {
         "77".repeat(36)
     );
     guest.command("ip", &line.split_whitespace().collect::<Vec<_>>());
-    a.xfrm.verify(&state).expect("it has the key of before");
+    a.xfrm.verify(&state).expect("it has the old key");
 }
 
-/// An SPI has one SA.
+/// An SPI identifies one SA.
 fn taken(Hosts { a, b, .. }: &Hosts, family: Family) {
     let wanted = Sa::new(0x1400).of(family).state(a, b, Direction::In);
     b.xfrm.add_state(&wanted).expect("it is added");
-    b.xfrm.verify(&wanted).expect("it is as it was told");
+    b.xfrm.verify(&wanted).expect("it matches the request");
     let stranger = State {
         reqid: REQID + 1,
         ..wanted.clone()
     };
-    let refused = b.xfrm.add_state(&stranger).expect_err("it is not its own");
+    let refused = b.xfrm.add_state(&stranger).expect_err("the SPI is in use");
     assert!(matches!(refused, Error::Taken { what: "SPI" }), "{refused}");
-    // A second one under the same SPI, for instance with another key, is refused.
-    let refused = b.xfrm.add_state(&wanted).expect_err("it is there");
+    // A second SA with the same SPI, for instance with another key, is refused.
+    let refused = b.xfrm.add_state(&wanted).expect_err("the SPI is in use");
     assert!(matches!(refused, Error::Taken { what: "SPI" }), "{refused}");
 
-    assert!(b.xfrm.remove_state(&wanted.id).expect("it can be"));
-    assert!(!b.xfrm.remove_state(&wanted.id).expect("it can be asked"));
+    assert!(b.xfrm.remove_state(&wanted.id).expect("the kernel answers"));
+    assert!(!b.xfrm.remove_state(&wanted.id).expect("the kernel answers"));
     let none = StateId {
         spi: 0x77,
         ..wanted.id
     };
-    assert!(!b.xfrm.remove_state(&none).expect("it can be asked"));
+    assert!(!b.xfrm.remove_state(&none).expect("the kernel answers"));
 }
 
-/// The kernel keeps one policy for a selector and direction, whatever its priority; it is replaced
-/// at once, and only the very one is removed.
+/// The kernel keeps one policy for a selector and direction, regardless of its priority; a
+/// replacement is atomic, and only exactly this policy is removed.
 fn same_selector(Hosts { a, b, .. }: &Hosts, family: Family) {
     let selector = lanes_from(a, b, family, Protocol::TCP);
     let (_, protect) = policies(&selector, a, b, REQID)[0];
@@ -118,7 +122,7 @@ fn same_selector(Hosts { a, b, .. }: &Hosts, family: Family) {
     };
     let held = || {
         let held = a.xfrm.policy(&selector, Direction::Out);
-        held.expect("it can be asked")
+        held.expect("the kernel answers")
     };
     a.xfrm.add_policy(&block).expect("it is the first");
     let refused = a.xfrm.add_policy(&protect).expect_err("there is one");
@@ -126,12 +130,12 @@ fn same_selector(Hosts { a, b, .. }: &Hosts, family: Family) {
         matches!(refused, Error::Taken { what: "selector" }),
         "{refused}"
     );
-    assert!(!a.xfrm.remove_policy(&protect).expect("it can be asked"));
+    assert!(!a.xfrm.remove_policy(&protect).expect("the kernel answers"));
     assert_eq!(held(), Some(block));
     a.xfrm.replace_policy(&protect).expect("it is replaced");
     assert_eq!(held(), Some(protect));
-    assert_eq!(a.xfrm.policies().expect("it can be asked"), [protect]);
-    assert!(a.xfrm.remove_policy(&protect).expect("it can be"));
-    assert!(!a.xfrm.remove_policy(&protect).expect("it can be asked"));
+    assert_eq!(a.xfrm.policies().expect("the kernel answers"), [protect]);
+    assert!(a.xfrm.remove_policy(&protect).expect("the kernel answers"));
+    assert!(!a.xfrm.remove_policy(&protect).expect("the kernel answers"));
     assert_eq!(held(), None);
 }

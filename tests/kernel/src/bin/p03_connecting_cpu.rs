@@ -1,4 +1,5 @@
-//! A connection goes by the SA of the CPU that connected it, wherever its thread moves; lost packets make it stray, and a new traffic class from its own CPU brings it back.
+//! A connection uses the SA of the CPU that connected it, wherever its thread moves; lost packets
+//! make it stray, and a new traffic class set on its own CPU moves it back.
 
 use std::process::ExitCode;
 use std::thread;
@@ -32,9 +33,9 @@ fn main() -> ExitCode {
     })
 }
 
-/// Four connections from each CPU: all of them by its SA, also when the thread has moved.
+/// Four connections from each CPU: all use the CPU's SA, also after the thread has moved.
 fn stays(scene: &Scene) {
-    // One that is closed would be heard of while the next is looked at.
+    // A closed connection would still send packets during the next check.
     let mut lanes = Vec::new();
     for round in 0..4 {
         for cpu in 0..CPUS {
@@ -51,8 +52,8 @@ fn stays(scene: &Scene) {
     }
 }
 
-/// Taken to another CPU's SA by a new traffic class, and back by another: each time at once, while
-/// nothing is under way.
+/// A new traffic class moves the connection to another CPU's SA, and another one back: each time at
+/// once, while no packet is in flight.
 fn strays_and_comes_back(scene: &Scene) {
     let lane = scene.lane(1);
     for round in 0..8 {
@@ -63,16 +64,16 @@ fn strays_and_comes_back(scene: &Scene) {
     }
 }
 
-/// Changes the class on `cpu` and reads what was sent for it.
+/// Changes the class on `cpu` and reads the bytes sent for that.
 fn move_to(_: &Scene, lane: &Lane, cpu: u32) {
     look_again(&lane.near, cpu, b"x");
     read_all(&lane.far, &mut [0; 2]);
-    // Until the far end's acknowledgement of it has come, one could be under way.
+    // Wait for the acknowledgement of the far end: otherwise it could be in flight.
     lane.send(cpu, 1);
 }
 
-/// Any address that comes or goes makes all connections of the host look for their way anew, when
-/// they next send and where that is.
+/// Any address that is added or removed makes all connections of the host look up their route
+/// again, at the next send and on the CPU of that send.
 fn a_changed_route(guest: &Guest, scene: &Scene) {
     let a = &scene.hosts.a;
     let lane = scene.lane(1);
@@ -82,7 +83,7 @@ fn a_changed_route(guest: &Guest, scene: &Scene) {
         }
         let by = scene.there(|| lane.send(3, BYTES));
         println!(
-            "{:?}, an address {what}: sent from CPU 3 by {by:?}",
+            "{:?}, an address {what}: sent from CPU 3 with {by:?}",
             scene.there.fallback.family
         );
         move_to(scene, &lane, 1);
@@ -90,26 +91,26 @@ fn a_changed_route(guest: &Guest, scene: &Scene) {
     }
 }
 
-/// Its SYNs are lost, since the receiver lacks the SA of CPU 2; then it is given it.
+/// SYNs are lost because the receiver lacks the SA of CPU 2; then it gets the SA.
 fn a_lost_syn(scene: &Scene) {
     let (a, b) = (&scene.hosts.a, &scene.hosts.b);
     let sa = scene.there.own[2];
     let mut strayed = 0;
     let mut lanes = Vec::new();
     for round in 0..1 {
-        assert!(b.xfrm.remove_state(&sa.id(b)).expect("it can be"));
+        assert!(b.xfrm.remove_state(&sa.id(b)).expect("the kernel answers"));
         let before = b.statistics().get("XfrmInNoStates");
         let mut lane = None;
         let by = scene.there(|| {
             thread::scope(|scope| {
                 let connecting = scope.spawn(|| scene.lane(2));
-                // The first has been lost, or it has strayed already and is through.
+                // The first SYN is lost, or the connection has already strayed and is established.
                 let until = Instant::now() + LIMIT;
                 while b.statistics().get("XfrmInNoStates") == before {
                     assert!(Instant::now() < until, "nothing is lost");
                     thread::sleep(Duration::from_millis(10));
                 }
-                // So long that SYNs are sent again and again, until one goes another way.
+                // Long enough for SYNs to be retransmitted until one uses another SA.
                 let begun = Instant::now();
                 while !connecting.is_finished() && begun.elapsed() < Duration::from_secs(8) {
                     thread::sleep(Duration::from_millis(10));
@@ -119,15 +120,15 @@ fn a_lost_syn(scene: &Scene) {
             });
         });
         let lane = lane.expect("it was made");
-        let goes_by = scene.there(|| lane.send(2, BYTES));
+        let sent_by = scene.there(|| lane.send(2, BYTES));
         println!(
-            "{:?} round {round}: SYNs by {by:?}, then by {goes_by:?}",
+            "{:?} round {round}: SYNs with {by:?}, then with {sent_by:?}",
             sa.family
         );
-        strayed += usize::from(goes_by != [Some(2)]);
+        strayed += usize::from(sent_by != [Some(2)]);
         move_to(scene, &lane, 2);
         assert_eq!(scene.there(|| lane.send(2, BYTES)), [Some(2)], "repaired");
-        // Or another is connected in its place.
+        // Alternatively another connection replaces it.
         let other = scene.lane(2);
         let by = scene.there(|| other.send(2, BYTES));
         assert_eq!(by, [Some(2)], "connected again");
@@ -136,10 +137,11 @@ fn a_lost_syn(scene: &Scene) {
     println!("{strayed} of 1 has strayed after lost SYNs");
 }
 
-/// Nothing gets through for three seconds and more, while a lane of each CPU sends.
+/// All packets are dropped for three seconds or more, while a lane of each CPU sends.
 fn a_cut(guest: &Guest, scene: &Scene) {
     let Scene { hosts, there, .. } = scene;
-    // Timeouts after which the way is looked for anew, three as the system has it: fewer are sooner.
+    // The number of timeouts after which the route is looked up again; the default is three, fewer
+    // are sooner.
     guest.command(
         "ip",
         &[
@@ -154,14 +156,14 @@ fn a_cut(guest: &Guest, scene: &Scene) {
     );
     let lanes: Vec<Lane> = (0..CPUS).map(|cpu| scene.lane(cpu)).collect();
     let before = there.packets(&hosts.a, &hosts.b);
-    // Without its inbound SAs the second host drops all that comes.
+    // Without its inbound SAs the second host drops all packets.
     for sa in there.all() {
         assert!(
             hosts
                 .b
                 .xfrm
                 .remove_state(&sa.id(&hosts.b))
-                .expect("it can be")
+                .expect("the kernel answers")
         );
     }
     let sums = |packets: &[u64]| packets.iter().sum::<u64>();
@@ -172,11 +174,11 @@ fn a_cut(guest: &Guest, scene: &Scene) {
             .map(|(lane, cpu)| scope.spawn(move || lane.send(cpu, BYTES)))
             .collect();
         let (begun, until) = (Instant::now(), Instant::now() + LIMIT);
-        // Each has sent, and sent again three times.
+        // Each lane has sent and retransmitted three times.
         while sums(&there.packets(&hosts.a, &hosts.b)) < sums(&before) + 16
             || begun.elapsed() < Duration::from_secs(3)
         {
-            assert!(Instant::now() < until, "nothing is sent again");
+            assert!(Instant::now() < until, "nothing is retransmitted");
             thread::sleep(Duration::from_millis(20));
         }
         for sa in there.all() {

@@ -1,4 +1,5 @@
-//! An accepted connection goes by the SA of the CPU that took in its handshake; a new traffic class takes it to that of the CPU which sends.
+//! An accepted connection uses the SA of the CPU that received its handshake; a new traffic class
+//! moves it to the SA of the CPU that sends.
 
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -28,13 +29,13 @@ fn main() -> ExitCode {
     })
 }
 
-/// Whatever CPU it was, the lane is on that of its choice afterwards.
+/// Whichever CPU it was, the lane uses the SA of the chosen CPU afterwards.
 fn moved(scene: &Scene) -> Vec<Lane> {
     let mut lanes = Vec::new();
     for cpu in 0..CPUS {
         let lane = scene.lane(cpu);
         let first = scene.back(|| lane.send_back((cpu + 1) % CPUS, BYTES));
-        println!("connected from CPU {cpu}: what was accepted goes by {first:?}");
+        println!("connected from CPU {cpu}: the accepted end uses {first:?}");
         assert_eq!(first.len(), 1);
         for to in 0..CPUS {
             look_again(&lane.far, to, b"x");
@@ -45,12 +46,12 @@ fn moved(scene: &Scene) -> Vec<Lane> {
         }
         lanes.push(lane);
     }
-    // One that is closed would be heard of later.
+    // A closed connection would still send packets later.
     lanes
 }
 
-/// While the other end sends without pause from CPU 3, and acknowledgements leave from wherever
-/// its packets are taken in, one of them may be the first to look for the SA: then once more.
+/// The other end sends continuously from CPU 3, and acknowledgements leave from the CPU that
+/// receives its packets. One of them may be the first to look up the SA: then the move is repeated.
 fn moved_under_load(scene: &Scene) {
     const ROUNDS: u32 = 12;
     let lane = scene.lane(3);
@@ -85,15 +86,15 @@ fn moved_under_load(scene: &Scene) {
             let mut tried = 0;
             loop {
                 tried += 1;
-                assert!(tried < 1000, "it does not come to CPU {cpu}");
+                assert!(tried < 1000, "the lane does not move to CPU {cpu}");
                 look_again(&lane.far, cpu, b"x");
                 read_all(&lane.near, &mut [0; 2]);
-                if goes_by(scene, &lane, cpu) == [Some(cpu)] {
+                if used_by(scene, &lane, cpu) == [Some(cpu)] {
                     break;
                 }
             }
-            // And there it stays: a connection that has its SA does not look again.
-            assert_eq!(goes_by(scene, &lane, cpu), [Some(cpu)]);
+            // The lane stays there: a connection with an SA does not look it up again.
+            assert_eq!(used_by(scene, &lane, cpu), [Some(cpu)]);
             tries += tried;
             most = most.max(tried);
         }
@@ -102,8 +103,8 @@ fn moved_under_load(scene: &Scene) {
     println!("under load: {tries} tries for {ROUNDS} moves, at most {most} for one");
 }
 
-/// The SAs by which something and all acknowledgements beside it come back.
-fn goes_by(scene: &Scene, lane: &Lane, cpu: u32) -> Vec<Option<u32>> {
+/// Returns the SAs that carry a reply and the acknowledgements beside it.
+fn used_by(scene: &Scene, lane: &Lane, cpu: u32) -> Vec<Option<u32>> {
     let Scene { hosts, back, .. } = scene;
     let by = used(back, &hosts.b, &hosts.a, || {
         on_cpu(cpu, || write_all(&lane.far, b"1234"));

@@ -1,4 +1,5 @@
-//! Whatever is added and removed under a stream, nothing of it leaves in the clear: it goes by another SA, or waits.
+//! No packet of a stream leaves in the clear, whatever is added or removed meanwhile: packets use
+//! another SA or wait.
 
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -29,43 +30,43 @@ fn main() -> ExitCode {
     })
 }
 
-/// A lane that is written to and read from without pause, and what has come.
+/// A lane that is written and read continuously.
 struct Stream<'a> {
-    came: &'a AtomicU64,
+    received: &'a AtomicU64,
     wire: &'a Wire,
 }
 
 impl Stream<'_> {
-    /// More has come.
-    fn goes_on(&self, after: &str) {
+    /// Waits until more data has arrived.
+    fn continues(&self, after: &str) {
         let until = Instant::now() + LIMIT;
-        let before = self.came.load(Ordering::Relaxed);
-        while self.came.load(Ordering::Relaxed) < before + 20_000 {
-            assert!(Instant::now() < until, "nothing comes after {after}");
+        let before = self.received.load(Ordering::Relaxed);
+        while self.received.load(Ordering::Relaxed) < before + 20_000 {
+            assert!(Instant::now() < until, "no data arrives after: {after}");
             thread::sleep(Duration::from_millis(1));
         }
         self.sealed(after);
     }
 
-    /// Nothing comes any more.
+    /// Waits until no more data arrives.
     fn stops(&self, after: &str) {
         let until = Instant::now() + LIMIT;
         loop {
-            let before = self.came.load(Ordering::Relaxed);
+            let before = self.received.load(Ordering::Relaxed);
             thread::sleep(Duration::from_millis(300));
-            if self.came.load(Ordering::Relaxed) == before {
+            if self.received.load(Ordering::Relaxed) == before {
                 break;
             }
-            assert!(Instant::now() < until, "it goes on after {after}");
+            assert!(Instant::now() < until, "data still arrives after: {after}");
         }
         self.sealed(after);
     }
 
-    /// What has left since was sealed.
+    /// Checks that all frames since the last call were sealed.
     fn sealed(&self, after: &str) {
         let left = self.wire.left();
         let leak = left.iter().find(|seen| seen.is_leak());
-        assert_eq!(leak, None, "after {after}");
+        assert_eq!(leak, None, "after: {after}");
     }
 }
 
@@ -85,9 +86,9 @@ fn under_a_stream(guest: &Guest, family: Family) {
     let all = protect(&hosts, family, Protocol::TCP);
     let listener = Acceptor::open(b, family, 0);
     let lane = Lane::connect(a, 1, &listener);
-    let (came, done) = (AtomicU64::new(0), AtomicBool::new(false));
+    let (received, done) = (AtomicU64::new(0), AtomicBool::new(false));
     let stream = Stream {
-        came: &came,
+        received: &received,
         wire: &wire,
     };
     thread::scope(|scope| {
@@ -96,7 +97,7 @@ fn under_a_stream(guest: &Guest, family: Family) {
                 let data = pattern(8 << 10);
                 while !done.load(Ordering::Relaxed) {
                     write_all(&lane.near, &data);
-                    // A guest's other threads go on.
+                    // Leave time for the guest's other threads.
                     thread::sleep(Duration::from_millis(1));
                 }
                 lane.near
@@ -109,7 +110,7 @@ fn under_a_stream(guest: &Guest, family: Family) {
             loop {
                 match std::io::Read::read(&mut &lane.far, &mut part).expect("it is open") {
                     0 => break,
-                    count => came.fetch_add(count as u64, Ordering::Relaxed),
+                    count => received.fetch_add(count as u64, Ordering::Relaxed),
                 };
             }
         });
@@ -117,7 +118,7 @@ fn under_a_stream(guest: &Guest, family: Family) {
             done: &done,
             lane: &lane,
         };
-        stream.goes_on("the beginning");
+        stream.continues("the beginning");
         changed_under(&stream, a, b, [fallback, own], family);
         for (host, policy) in &all {
             replaced(&stream, host, policy);
@@ -125,10 +126,10 @@ fn under_a_stream(guest: &Guest, family: Family) {
     });
     stream.sealed("all of it");
     drop(lane);
-    undone(&hosts, &wire, &all, [fallback, own, answers], family);
+    removed(&hosts, &wire, &all, [fallback, own, answers], family);
 }
 
-/// SAs go and come, and policies beside those of the lane.
+/// SAs are removed and added, and policies beside those of the lane.
 fn changed_under(
     stream: &Stream<'_>,
     a: &Host,
@@ -137,28 +138,41 @@ fn changed_under(
     family: Family,
 ) {
     let selector = lanes_from(a, b, family, Protocol::TCP);
-    // The one in use goes at the sender: the other takes over.
-    assert!(a.xfrm.remove_state(&own.id(b)).expect("it can be"));
+    // The SA in use is removed at the sender: the other one takes over.
+    assert!(a.xfrm.remove_state(&own.id(b)).expect("the kernel answers"));
     let before = a.carried(&fallback.id(b)).packets;
-    stream.goes_on("its SA went");
+    stream.continues("its SA was removed");
     assert!(a.carried(&fallback.id(b)).packets > before);
-    // With no SA at all it waits.
-    assert!(a.xfrm.remove_state(&fallback.id(b)).expect("it can be"));
-    stream.stops("the last SA went");
-    // A new one, with another key: the rest follows.
+    // Without any SA the stream waits.
+    assert!(
+        a.xfrm
+            .remove_state(&fallback.id(b))
+            .expect("the kernel answers")
+    );
+    stream.stops("the last SA was removed");
+    // A new SA with another key: the stream continues.
     let next = Sa::new(0x1800).of(family);
     next.add(a, b);
-    stream.goes_on("a new SA came");
-    // At the receiver: the sender seals on, and nothing is taken.
-    assert!(b.xfrm.remove_state(&next.id(b)).expect("it can be"));
-    stream.stops("the receiver's SA went");
+    stream.continues("a new SA was added");
+    // Removed at the receiver: the sender continues to seal, and nothing is accepted.
+    assert!(
+        b.xfrm
+            .remove_state(&next.id(b))
+            .expect("the kernel answers")
+    );
+    stream.stops("the receiver's SA was removed");
     assert!(b.statistics().get("XfrmInNoStates") > 0);
     let last = Sa::new(0x1801).of(family);
     last.add(a, b);
-    assert!(a.xfrm.remove_state(&next.id(b)).expect("it can be"));
-    stream.goes_on("both have another");
+    assert!(
+        a.xfrm
+            .remove_state(&next.id(b))
+            .expect("the kernel answers")
+    );
+    stream.continues("both hosts have another SA");
 
-    // Policies for other ports, and one that is wider and comes behind: all are looked at anew.
+    // A policy for other ports, and a wider one with lower precedence: each makes the kernel look
+    // up all connections again.
     let beside = Policy {
         selector: dunlin_ipsec::xfrm::Selector {
             destination_ports: PortBlock::only(9),
@@ -182,34 +196,40 @@ fn changed_under(
     };
     for policy in [beside, wider] {
         a.xfrm.add_policy(&policy).expect("it is added");
-        stream.goes_on("a policy came");
-        assert!(a.xfrm.remove_policy(&policy).expect("it can be"));
-        stream.goes_on("it went again");
+        stream.continues("a policy was added");
+        assert!(a.xfrm.remove_policy(&policy).expect("the kernel answers"));
+        stream.continues("it was removed again");
     }
 }
 
-/// A policy is replaced by one that blocks, and that again by itself.
+/// A policy is replaced by one that blocks, which is then replaced by the original.
 fn replaced(stream: &Stream<'_>, host: &Host, policy: &Policy) {
     let block = Policy {
         action: Action::Block,
         ..*policy
     };
-    host.xfrm.replace_policy(&block).expect("it can be");
+    host.xfrm
+        .replace_policy(&block)
+        .expect("the kernel answers");
     stream.stops("a policy blocks");
-    host.xfrm.replace_policy(policy).expect("it can be");
-    stream.goes_on("it protects again");
+    host.xfrm
+        .replace_policy(policy)
+        .expect("the kernel answers");
+    stream.continues("it protects again");
 }
 
-/// SAs first, policies last: until then whoever connects gets nowhere. Without policies it is in
-/// the clear, which shows that it would have been seen.
-fn undone(hosts: &Hosts, wire: &Wire, all: &[(&Host, Policy)], sas: [Sa; 3], family: Family) {
+/// SAs are removed first, policies last: until then no connection succeeds. Without policies a
+/// connection is in the clear, which shows that the tap would have seen it.
+fn removed(hosts: &Hosts, wire: &Wire, all: &[(&Host, Policy)], sas: [Sa; 3], family: Family) {
     let (a, b) = (&hosts.a, &hosts.b);
     let selector = lanes_from(a, b, family, Protocol::TCP);
     assert_eq!(all.len(), policies(&selector, a, b, REQID).len());
     for host in [a, b] {
-        for state in host.xfrm.states().expect("it can be asked") {
+        for state in host.xfrm.states().expect("the kernel answers") {
             assert!(state.algorithm.is_none() || sas.len() == 3);
-            host.xfrm.remove_state(&state.id).expect("it can be");
+            host.xfrm
+                .remove_state(&state.id)
+                .expect("the kernel answers");
         }
     }
     let listener = Acceptor::open(b, family, 1);
@@ -221,13 +241,13 @@ fn undone(hosts: &Hosts, wire: &Wire, all: &[(&Host, Policy)], sas: [Sa; 3], fam
     println!("without SAs: {error}");
     assert_eq!(wire.left().into_iter().find(|seen| seen.is_leak()), None);
     for (host, policy) in all {
-        assert!(host.xfrm.remove_policy(policy).expect("it can be"));
+        assert!(host.xfrm.remove_policy(policy).expect("the kernel answers"));
     }
-    connect().expect("nothing stands in the way");
+    connect().expect("no policy blocks it");
     let left = wire.left();
     assert!(
         left.iter().any(|seen| seen.is_leak()),
-        "it would have been seen"
+        "the tap sees packets in the clear"
     );
     assert!(!left.iter().any(|seen| matches!(seen, Seen::Esp { .. })));
 }

@@ -1,4 +1,4 @@
-//! What acknowledgements on another CPU let out goes by the connection's own SA all the same.
+//! Data that acknowledgements on another CPU release still uses the connection's own SA.
 
 use std::process::ExitCode;
 use std::thread;
@@ -26,7 +26,8 @@ fn main() -> ExitCode {
         let mut lanes = Vec::new();
         for (from, to) in [(0, 3), (2, 1), (1, 0)] {
             let lane = scene.lane(from);
-            // The writer waits for room most of the time, and acknowledgements let the rest out.
+            // The writer waits for buffer space most of the time, and acknowledgements release the
+            // rest.
             set_buffers(&lane.near, Some(16 << 10), None).expect("it is a connection");
             let by = scene.there(|| {
                 thread::scope(|scope| {
@@ -36,10 +37,12 @@ fn main() -> ExitCode {
                     assert!(all == pattern(BYTES));
                 });
             });
-            let heard = incoming_cpu(&lane.near).expect("it is a connection");
-            println!("from CPU {from}, read on {to}: acknowledged on {heard}, sent by {by:?}");
+            let acknowledged_on = incoming_cpu(&lane.near).expect("it is a connection");
+            println!(
+                "from CPU {from}, read on {to}: acknowledged on {acknowledged_on}, sent with {by:?}"
+            );
             assert_eq!(by, [Some(from)]);
-            elsewhere += u32::from(heard != from);
+            elsewhere += u32::from(acknowledged_on != from);
             lanes.push(lane);
         }
         println!("{elsewhere} of 3 were acknowledged on another CPU");

@@ -1,4 +1,5 @@
-//! A packet that others overtake is taken as long as the replay window reaches back to it, and once; behind the window it is taken for one of the next 2^32, and does not open.
+//! A packet that others overtake is accepted once, while it is within the replay window; behind the
+//! window the receiver assigns it to the next 2^32 sequence numbers, and it fails authentication.
 
 use std::net::UdpSocket;
 use std::process::ExitCode;
@@ -28,8 +29,8 @@ fn main() -> ExitCode {
     })
 }
 
-/// The first of 101 packets comes last.
-fn overtaken(guest: &Guest, family: Family, replay_window: u32, taken: bool) {
+/// The first of 101 packets arrives last.
+fn overtaken(guest: &Guest, family: Family, replay_window: u32, accepted: bool) {
     let hosts = Hosts::new(guest);
     let (a, b) = (&hosts.a, &hosts.b);
     let sa = Sa {
@@ -52,7 +53,7 @@ fn overtaken(guest: &Guest, family: Family, replay_window: u32, taken: bool) {
         let to = (b.address(family), LANES.port);
         near.send_to(&[byte], to).expect("it goes");
     };
-    // The receiver has no SA yet, and drops it.
+    // The receiver has no SA yet and drops the packet.
     send(1);
     let until = Instant::now() + LIMIT;
     let mut first = None;
@@ -98,7 +99,7 @@ fn overtaken(guest: &Guest, family: Family, replay_window: u32, taken: bool) {
     };
     expect(all);
     wire.send(&first.bytes).expect("it goes");
-    let late = match taken {
+    let late = match accepted {
         true => {
             assert_eq!(receive(&far), 1);
             let all = Counters {
@@ -106,12 +107,12 @@ fn overtaken(guest: &Guest, family: Family, replay_window: u32, taken: bool) {
                 ..all
             };
             expect(all);
-            // The same once more.
+            // The same packet once more.
             wire.send(&first.bytes).expect("it goes");
             Counters { replay: 1, ..all }
         }
-        // With extended numbers nothing is too late: the receiver completes what it is told of one
-        // to a later one (RFC 4303, appendix A2.2).
+        // With extended sequence numbers no packet is too late: the receiver infers the upper half
+        // of a later number (RFC 4303, appendix A2.2).
         false => Counters {
             integrity_failed: 1,
             ..all
@@ -120,15 +121,15 @@ fn overtaken(guest: &Guest, family: Family, replay_window: u32, taken: bool) {
     expect(late);
     let counted = |name| b.statistics().get(name);
     let errors = ["XfrmInStateSeqError", "XfrmInStateProtoError"].map(counted);
-    assert_eq!(errors, if taken { [1, 0] } else { [0, 1] });
-    // One bit of another is wrong: it does not open.
+    assert_eq!(errors, if accepted { [1, 0] } else { [0, 1] });
+    // A packet with one wrong bit fails authentication.
     send(102);
     assert_eq!(receive(&far), 102);
     let next = left(&wire).pop().expect("it has left");
     let mut wrong = next.bytes;
     let head = wrong.len() - 1;
     wrong[head] ^= 1;
-    // And it claims to be one that has not come.
+    // Its sequence number claims a packet that has not arrived.
     let sequence = 14 + if family == Family::V4 { 20 } else { 40 } + 4;
     wrong[sequence + 3] += 1;
     wire.send(&wrong).expect("it goes");
@@ -150,8 +151,8 @@ fn receive(socket: &UdpSocket) -> u8 {
     }
 }
 
-/// Four CPUs seal by one SA: its packets overtake each other on the way to the link, and with a
-/// window of 4096 all of them are taken.
+/// Four CPUs seal with one SA: its packets overtake each other on the way to the link, and with a
+/// window of 4096 all are accepted.
 fn four_cpus(guest: &Guest) {
     let hosts = Hosts::new(guest);
     let (a, b) = (&hosts.a, &hosts.b);

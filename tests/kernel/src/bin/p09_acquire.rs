@@ -1,4 +1,5 @@
-//! A policy that asks for an SA of each CPU drops packets while it waits, fallback or not; so no policy of ours asks.
+//! A policy that requests an SA for each CPU drops packets while it waits, with or without a
+//! fallback; so no policy of Dunlin requests one.
 
 use std::io;
 use std::net::TcpStream;
@@ -46,17 +47,21 @@ fn main() -> ExitCode {
             a.on_cpu(cpu, || TcpStream::connect_timeout(&listener.address, wait))
         };
 
-        // CPU 0 has an SA, and nothing is asked for.
+        // CPU 0 has an SA, and none is requested.
         let lane = Lane::connect(a, 0, &listener);
         assert_eq!(users(&there, a, b, || lane.send(0, 50_000)), [Some(0)]);
 
-        // From here on no CPU has one: what is sent again elsewhere would else get through.
-        assert!(a.xfrm.remove_state(&there.own[0].id(b)).expect("it can be"));
-        // Nobody listens: what is sent is dropped, though there is a fallback.
+        // From here on no CPU has one: otherwise a retransmission on another CPU would get through.
+        assert!(
+            a.xfrm
+                .remove_state(&there.own[0].id(b))
+                .expect("the kernel answers")
+        );
+        // Without a key manager packets are dropped, although there is a fallback.
         let before = (there.packets(a, b), a.statistics());
-        let error = connect(1).expect_err("it asks in vain");
+        let error = connect(1).expect_err("no key manager answers");
         let since = a.statistics();
-        println!("nobody listens: {error}, {:?}", since.since(&before.1));
+        println!("no key manager: {error}, {:?}", since.since(&before.1));
         assert_eq!(
             there.packets(a, b),
             before.0,
@@ -64,14 +69,16 @@ fn main() -> ExitCode {
         );
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
 
-        // Somebody listens, and does not answer.
-        let heard = a.run(Acquires::open).expect("it can be heard");
+        // A key manager listens and does not answer.
+        let acquires = a.run(Acquires::open).expect("the socket opens");
         let before = there.packets(a, b);
         let first = connect(2);
         let after = there.packets(a, b);
-        let asked = heard.asked().expect("it can be read");
-        println!("first: {first:?}, asked for {asked:?}, packets {before:?} then {after:?}");
-        assert!(asked.contains(&Some(2)), "{asked:?}");
+        let requested = acquires.asked().expect("it can be read");
+        println!(
+            "first: {first:?}, requested for {requested:?}, packets {before:?} then {after:?}"
+        );
+        assert!(requested.contains(&Some(2)), "{requested:?}");
         let dropped = a.statistics();
         let second = connect(2);
         let since = a.statistics();
@@ -80,13 +87,15 @@ fn main() -> ExitCode {
             since.since(&dropped)
         );
 
-        // Without that flag the fallback is used, and nobody is asked.
+        // Without that flag the fallback is used, and no SA is requested.
         for (host, policy) in &all {
-            host.xfrm.replace_policy(policy).expect("it can be");
+            host.xfrm
+                .replace_policy(policy)
+                .expect("the kernel answers");
         }
         drop((first, second));
         let lane = Lane::connect(a, 3, &listener);
         assert_eq!(users(&there, a, b, || lane.send(3, 50_000)), [None]);
-        assert_eq!(heard.asked().expect("it can be read"), []);
+        assert_eq!(acquires.asked().expect("it can be read"), []);
     })
 }

@@ -1,4 +1,5 @@
-//! Receive steering by flow (RPS) spreads SAs over CPUs, plain ESP by the SPI and ESP within UDP by its ports; one SA of IPv4 stays on one.
+//! Receive packet steering (RPS) spreads SAs over CPUs, plain ESP by the SPI and ESP in UDP by its
+//! ports; a single IPv4 SA stays on one CPU.
 
 use std::collections::BTreeSet;
 use std::net::UdpSocket;
@@ -21,10 +22,10 @@ const NEEDS: Needs = Needs {
 };
 
 const BYTES: usize = 50_000;
-/// The CPU that takes in what comes over the link.
+/// The CPU that receives packets from the link.
 const QUEUE: u32 = 1;
-/// The ports' hash is the kernel's, other at each start: so many lanes miss two of four CPUs once
-/// in a billion times.
+/// The kernel's hash of the ports differs at each boot: with this many lanes, fewer than three of
+/// four CPUs are used once in a billion runs.
 const MOST: u16 = 32;
 
 fn main() -> ExitCode {
@@ -45,7 +46,7 @@ fn main() -> ExitCode {
                     ..case
                 };
                 let seen = spread(guest, one_sa);
-                // Packets of IPv6 keep their connection's flow label, which the hash takes as well.
+                // IPv6 packets keep the flow label of their connection, which the hash includes.
                 assert!(
                     seen.len() == 1 || family == Family::V6,
                     "{one_sa:?}: {seen:?}"
@@ -60,18 +61,18 @@ fn main() -> ExitCode {
     })
 }
 
-/// What is tried.
+/// A test case.
 #[derive(Clone, Copy, Debug)]
 struct Case {
     family: Family,
     within_udp: bool,
-    /// Whether each lane has an SA of its own.
+    /// Whether each lane has its own SA.
     each: bool,
-    /// Whether the receiver steers by flow (RPS).
+    /// Whether the receiver uses RPS.
     steered: bool,
 }
 
-/// The CPUs on which lanes are taken in.
+/// Returns the CPUs that receive the packets of lanes.
 fn spread(guest: &Guest, case: Case) -> BTreeSet<u32> {
     let Case {
         family, within_udp, ..

@@ -1,4 +1,5 @@
-//! Without esp4_offload, loaded before the SA, each segment goes to the SA by itself; and what ESP adds makes segments shorter.
+//! Without esp4_offload, loaded before the SA is added, each segment passes the SA separately; and
+//! the overhead of ESP makes segments shorter.
 
 use std::net::UdpSocket;
 use std::process::ExitCode;
@@ -19,7 +20,7 @@ const NEEDS: Needs = Needs {
 };
 
 const BYTES: usize = 1 << 20;
-/// Of the link, in bytes.
+/// The MTU of the link, in bytes.
 const LONGEST_PACKET: u64 = 1500;
 
 fn main() -> ExitCode {
@@ -31,12 +32,12 @@ fn main() -> ExitCode {
     })
 }
 
-/// SAs and connections before and after the module.
+/// Compares SAs and connections before and after the module is loaded.
 fn before_and_after(guest: &Guest) {
     let _unloaded = guest.without_module("esp4_offload");
     let offload = esp_offload();
     assert!(!offload.ipv4);
-    println!("an operator is told: {:?}", offload.how_to_load());
+    println!("the advice is {:?}", offload.how_to_load());
     let hosts = Hosts::without_offload(guest);
     let (a, b) = (&hosts.a, &hosts.b);
     let _ = protect(&hosts, Family::V4, Protocol::TCP);
@@ -52,7 +53,7 @@ fn before_and_after(guest: &Guest) {
         let bytes = after.bytes - before.bytes;
         let packets = after.packets - before.packets;
         println!("{bytes} bytes in {packets} packets");
-        // The lane and what it says at its end go by the SA while it is looked at.
+        // The lane stays open: its final packets must not count for the SA.
         (bytes / packets, lane)
     };
     let (without, first) = bytes_of_a_packet(&old);
@@ -62,19 +63,19 @@ fn before_and_after(guest: &Guest) {
     let (late, second) = bytes_of_a_packet(&old);
     assert!(
         late < LONGEST_PACKET,
-        "an SA does not find it later: {late}"
+        "an existing SA does not use it: {late}"
     );
     let new = Sa::new(0x1001);
     new.add(a, b);
-    assert!(a.xfrm.remove_state(&old.id(b)).expect("it can be"));
+    assert!(a.xfrm.remove_state(&old.id(b)).expect("the kernel answers"));
     let (with, _third) = bytes_of_a_packet(&new);
     println!("bytes of a packet: without {without}, late {late}, with {with}");
-    // An average: acknowledgements and segments that are sent again are among them.
+    // An average that includes acknowledgements and retransmitted segments.
     assert!(with > 2 * LONGEST_PACKET, "{with}");
     drop((first, second));
 }
 
-/// How much data a segment has: without ESP, with it, and within UDP.
+/// Compares the data in a segment without ESP, with ESP, and with ESP in UDP.
 fn shorter(guest: &Guest, family: Family) {
     let data = |protected: bool, within_udp: bool| {
         let hosts = Hosts::new(guest);
@@ -107,8 +108,8 @@ fn shorter(guest: &Guest, family: Family) {
         "{family:?}: {plain} bytes of data without ESP, {esp} with it, {within_udp} within UDP"
     );
     assert!(plain > esp && esp > within_udp);
-    // SPI, sequence number, IV and tag, and up to five of padding and what tells of it; then the
-    // head of UDP.
+    // SPI, sequence number, IV and tag, and two to seven bytes of padding and trailer; then the UDP
+    // header.
     assert!(
         (8 + 8 + 16 + 2..8 + 8 + 16 + 8).contains(&(plain - esp)),
         "{plain} {esp}"

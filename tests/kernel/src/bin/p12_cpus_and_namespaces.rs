@@ -1,4 +1,5 @@
-//! A CPU that could be there may have an SA, also while it is off; and each network namespace has SAs of its own.
+//! A possible CPU may have an SA, also while it is offline; and each network namespace has its own
+//! SAs.
 
 use std::fs;
 use std::process::ExitCode;
@@ -23,34 +24,35 @@ fn main() -> ExitCode {
         needs_per_cpu(guest);
         let scene = Scene::new(guest, Family::V4, [CPUS, CPUS]);
         let (a, b) = (&scene.hosts.a, &scene.hosts.b);
-        // A third namespace, in which this test has begun, has none.
+        // The test's own namespace is a third one and has no SAs.
         let here = Xfrm::open().expect("the kernel has IPsec");
-        assert_eq!(here.states().expect("it can be asked"), []);
-        assert_eq!(here.policies().expect("it can be asked"), []);
-        assert_eq!(a.xfrm.states().expect("it can be asked").len(), 10);
+        assert_eq!(here.states().expect("the kernel answers"), []);
+        assert_eq!(here.policies().expect("the kernel answers"), []);
+        assert_eq!(a.xfrm.states().expect("the kernel answers").len(), 10);
         assert!(
             a.xfrm
                 .remove_state(&scene.there.own[0].id(b))
-                .expect("it can be")
+                .expect("the kernel answers")
         );
         let held = b.xfrm.state(&scene.there.own[0].id(b));
         assert!(
-            held.expect("it can be asked").is_some(),
-            "the other host's stays"
+            held.expect("the kernel answers").is_some(),
+            "the SA of the other host stays"
         );
 
         let lane = scene.lane(LAST);
         assert_eq!(scene.there(|| lane.send(LAST, 50_000)), [Some(LAST)]);
         let off = guest.set(&format!("/sys/devices/system/cpu/cpu{LAST}/online"), "0");
-        pin_to(LAST as usize).expect_err("it is off");
-        // What has been connected from it goes on, from any other.
+        pin_to(LAST as usize).expect_err("the CPU is offline");
+        // A connection made on it continues to work from any other CPU.
         assert_eq!(scene.there(|| lane.send(1, 50_000)), [Some(LAST)]);
         let possible = fs::read_to_string("/sys/devices/system/cpu/possible");
         assert_eq!(
             possible.expect("it is there").trim_end(),
             format!("0-{LAST}")
         );
-        // A second SA of the same CPU takes over what goes by the first, while that CPU is off.
+        // A second SA of the same CPU takes over the traffic of the first, while that CPU is
+        // offline.
         let next = Sa::new(0x3000).of_cpu(LAST);
         next.add(a, b);
         drop(off);

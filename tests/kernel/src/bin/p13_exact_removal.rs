@@ -1,4 +1,5 @@
-//! What is removed is ours alone, beside another's SA and policy; and a policy that is left behind shuts the port until it goes.
+//! Only own entries are removed, beside an SA and a policy of another program; and a policy that is
+//! left behind blocks the port until it is removed.
 
 use std::net::TcpStream;
 use std::process::ExitCode;
@@ -26,12 +27,12 @@ fn main() -> ExitCode {
     })
 }
 
-/// All that `ip` knows of a host's IPsec, without times and counts.
-fn known(guest: &Guest, host: &Host) -> [String; 2] {
+/// Returns the host's IPsec tables as `ip` lists them, without times and counters.
+fn tables(guest: &Guest, host: &Host) -> [String; 2] {
     ["state", "policy"].map(|what| guest.output("ip", &["-n", &host.name, "xfrm", what]))
 }
 
-/// Made by another program, with the same reqid as ours, of the same addresses and ports nearby.
+/// Entries of another program with the same reqid, addresses and neighbouring ports.
 fn beside_another(guest: &Guest, family: Family) {
     let hosts = Hosts::new(guest);
     let (a, b) = (&hosts.a, &hosts.b);
@@ -50,14 +51,14 @@ fn beside_another(guest: &Guest, family: Family) {
     for line in [state, policy] {
         guest.command("ip", &line.split_whitespace().collect::<Vec<_>>());
     }
-    let theirs = known(guest, a);
-    let read = a.xfrm.states().expect("it can be asked");
+    let theirs = tables(guest, a);
+    let read = a.xfrm.states().expect("the kernel answers");
     assert_eq!(read.len(), 1);
     assert_eq!(
         (read[0].id.spi, read[0].reqid, read[0].extended),
         (0x1005, 4242, false)
     );
-    let listed = a.xfrm.policies().expect("it can be asked");
+    let listed = a.xfrm.policies().expect("the kernel answers");
     assert!(matches!(listed[..], [one] if matches!(one.action, Action::Protect { .. })));
 
     let ours = [Sa::new(0x1004), Sa::new(0x1006)].map(|sa| sa.of(family));
@@ -65,22 +66,22 @@ fn beside_another(guest: &Guest, family: Family) {
         sa.add_out(a, b);
     }
     let all = protect(&hosts, family, Protocol::TCP);
-    assert_ne!(known(guest, a), theirs);
+    assert_ne!(tables(guest, a), theirs);
     for (host, policy) in &all {
-        assert!(host.xfrm.remove_policy(policy).expect("it can be"));
-        assert!(!host.xfrm.remove_policy(policy).expect("it can be asked"));
+        assert!(host.xfrm.remove_policy(policy).expect("the kernel answers"));
+        assert!(!host.xfrm.remove_policy(policy).expect("the kernel answers"));
     }
     for sa in &ours {
-        assert!(a.xfrm.remove_state(&sa.id(b)).expect("it can be"));
+        assert!(a.xfrm.remove_state(&sa.id(b)).expect("the kernel answers"));
     }
     assert_eq!(
-        known(guest, a),
+        tables(guest, a),
         theirs,
-        "the other program's are as they were"
+        "the other program's entries are unchanged"
     );
 }
 
-/// The second host has lost its SAs and kept its policies.
+/// The second host has lost its SAs but kept its policies.
 fn left_behind(guest: &Guest, family: Family) {
     let hosts = Hosts::new(guest);
     let (a, b) = (&hosts.a, &hosts.b);
@@ -89,18 +90,18 @@ fn left_behind(guest: &Guest, family: Family) {
     let all = protect(&hosts, family, Protocol::TCP);
     for (host, policy) in &all {
         if host.name == a.name {
-            assert!(host.xfrm.remove_policy(policy).expect("it can be"));
+            assert!(host.xfrm.remove_policy(policy).expect("the kernel answers"));
         }
     }
     let wait = Duration::from_secs(2);
     let connect = || a.run(|| TcpStream::connect_timeout(&listener.address, wait));
     let before = b.statistics();
     let wire = Wire::tap(&hosts);
-    let error = connect().expect_err("the port is shut");
+    let error = connect().expect_err("the port is blocked");
     println!("{error}: {:?}", b.statistics().since(&before));
     let dropped = b.statistics();
     assert!(!dropped.since(&before).is_empty(), "it is counted");
-    // What the second host would have answered is not in the clear either.
+    // The second host does not answer in the clear either.
     let answers = wire
         .left()
         .into_iter()
@@ -109,10 +110,10 @@ fn left_behind(guest: &Guest, family: Family) {
     println!("{answers} frames in the clear, all of them the first host's");
     for (host, policy) in &all {
         assert_eq!(
-            host.xfrm.remove_policy(policy).expect("it can be asked"),
+            host.xfrm.remove_policy(policy).expect("the kernel answers"),
             host.name == b.name
         );
     }
-    connect().expect("nothing stands in the way");
+    connect().expect("no policy blocks it");
     first.send(0, 1000);
 }

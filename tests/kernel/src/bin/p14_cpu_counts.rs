@@ -1,4 +1,5 @@
-//! Hosts with different numbers of CPUs: each way has as many SAs as its sender has CPUs; and one more comes while lanes send.
+//! Hosts with different numbers of CPUs: each direction has as many SAs as its sender has CPUs; and
+//! an SA is added while lanes send.
 
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -33,7 +34,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// A lane on each CPU of the side that has more; each way goes by the SA of its sender's CPU.
+/// A lane on each CPU of the side that has more; each direction uses the SA of the sender's CPU.
 fn one_each(scene: &Scene, [there, back]: [u32; 2]) -> Vec<Lane> {
     let (a, b) = (&scene.hosts.a, &scene.hosts.b);
     let lanes: Vec<Lane> = (0..CPUS).map(|number| scene.lane(number % there)).collect();
@@ -55,13 +56,13 @@ fn one_each(scene: &Scene, [there, back]: [u32; 2]) -> Vec<Lane> {
         println!("{} to {}: {by:?}", from.name, to.name);
         let own: Vec<_> = (0..cpus).map(Some).collect();
         let by: Vec<_> = by.into_iter().map(|(cpu, _)| cpu).collect();
-        assert_eq!(by, own, "and the fallback none");
+        assert_eq!(by, own, "the fallback carries nothing");
     }
     lanes
 }
 
-/// While the others send, an SA for another CPU is added, at the receiver first: no packet is lost
-/// for it, and its lane has it at once.
+/// While the others send, an SA for another CPU is added, at the receiver first: no packet is lost,
+/// and a new lane uses it at once.
 fn one_more(scene: &Scene, lanes: &[Lane], cpus: u32) {
     let (a, b) = (&scene.hosts.a, &scene.hosts.b);
     let done = AtomicBool::new(false);

@@ -1,4 +1,4 @@
-//! PAGEMAP_SCAN tracks a writer: it reports what was written since the last look, and loses nothing.
+//! PAGEMAP_SCAN tracks a writer: it reports the pages written since the last scan and misses none.
 
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,7 +13,7 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, VolatileSlice};
 const PAGE: usize = 4096;
 const PAGES: usize = 16 << 20 >> 12;
 
-/// Pages of a huge page.
+/// The number of pages in a huge page.
 const HUGE: usize = 512;
 
 fn main() -> ExitCode {
@@ -38,7 +38,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// Every page that was written, and no other, save those of the same transparent huge page.
+/// Reports every written page and no other, except pages of the same transparent huge page.
 fn reports_what_was_written(
     memory: &TrackedMemory,
     watch: &WriteWatch,
@@ -63,7 +63,7 @@ fn reports_what_was_written(
     }
 }
 
-/// Whatever is read of the pages that were reported, at the end it is what was written last.
+/// A copy that rereads the reported pages equals the memory at the end.
 fn loses_nothing_to_a_writer(
     memory: &TrackedMemory,
     watch: &WriteWatch,
@@ -84,7 +84,8 @@ fn loses_nothing_to_a_writer(
         scope.spawn(|| {
             let mut page = 1;
             for number in 2.. {
-                // Every page once in 4,096 (a full period: 5 - 1 is divisible by 4, 3 is odd).
+                // Visits every page once in 4,096 writes (a full period: 5 - 1 is divisible by 4, 3
+                // is odd).
                 page = (page * 5 + 3) % PAGES;
                 write(memory, page, number);
                 if stop.load(Ordering::Relaxed) {

@@ -1,5 +1,5 @@
-//! Policies that ask a key manager for SAs (`XFRM_MSG_ACQUIRE`). Dunlin adds its SAs before they are
-//! needed and installs no such policy; a test shows why.
+//! Policies that request SAs from a key manager (`XFRM_MSG_ACQUIRE`). Dunlin adds SAs before they
+//! are needed and installs no such policy; a test shows why.
 
 use std::io;
 use std::net::IpAddr;
@@ -13,18 +13,18 @@ use netlink_sys::{Socket, SocketAddr, protocols::NETLINK_XFRM};
 use uapi::policy::ModifyMessage;
 use uapi::{Address, Id, LifetimeConfig, UserPolicyInfo, UserTemplate, XfrmAttrs, XfrmMessage};
 
-/// `XFRMA_SA_PCPU`, which netlink-packet-xfrm does not have: four bytes.
+/// `XFRMA_SA_PCPU`, four bytes; netlink-packet-xfrm lacks it.
 const SA_CPU: u16 = 35;
-/// `XFRM_POLICY_CPU_ACQUIRE`: a CPU that has no SA asks for one (Linux 6.13).
+/// `XFRM_POLICY_CPU_ACQUIRE`: a CPU without an SA requests one (Linux 6.13).
 const CPU_ACQUIRE: u8 = 4;
 
 /// Adds an outbound policy with `CPU_ACQUIRE` in the calling thread's namespace.
 ///
 /// # Errors
-/// What socket(2) says, and the kernel.
+/// Errors of socket(2) and of the kernel.
 ///
 /// # Panics
-/// The policy is one that does not protect what leaves.
+/// The policy does not protect outgoing packets.
 pub fn add_policy_that_asks(policy: &Policy) -> io::Result<()> {
     let Action::Protect { reqid, from, to } = policy.action else {
         panic!("it protects");
@@ -95,8 +95,8 @@ pub fn add_policy_that_asks(policy: &Policy) -> io::Result<()> {
     }
 }
 
-/// Hears what the kernel asks for in one network namespace. While somebody hears it, the kernel
-/// waits for an answer.
+/// Receives the kernel's requests in one network namespace. While it is open, the kernel waits for
+/// an answer.
 pub struct Acquires(Socket);
 
 impl std::fmt::Debug for Acquires {
@@ -106,10 +106,10 @@ impl std::fmt::Debug for Acquires {
 }
 
 impl Acquires {
-    /// Opens one in the calling thread's namespace.
+    /// Opens a socket in the calling thread's namespace.
     ///
     /// # Errors
-    /// What socket(2), bind(2) and setsockopt(2) say.
+    /// Errors of socket(2), bind(2) and setsockopt(2).
     pub fn open() -> io::Result<Self> {
         let mut socket = Socket::new(NETLINK_XFRM)?;
         socket.bind(&SocketAddr::new(0, 0))?;
@@ -118,10 +118,11 @@ impl Acquires {
         Ok(Self(socket))
     }
 
-    /// For which CPUs SAs were asked since the last call; `None` is an SA of every CPU.
+    /// Returns the CPUs for which SAs were requested since the last call; `None` is an SA for all
+    /// CPUs.
     ///
     /// # Errors
-    /// What recv(2) says.
+    /// Errors of recv(2).
     pub fn asked(&self) -> io::Result<Vec<Option<u32>>> {
         let mut all = Vec::new();
         let mut room = vec![0; 4096];

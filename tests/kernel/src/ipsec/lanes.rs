@@ -1,4 +1,4 @@
-//! Connections from one host to another, made and used on given CPUs, and the SA by which they go.
+//! Connections from one host to another, made and used on given CPUs, and the SAs that they use.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -11,19 +11,19 @@ use dunlin_linux::tcp::set_traffic_class;
 
 use super::{Family, Host, Hosts, LANES, SaSet, on_cpu};
 
-/// How long anything is waited for that has to come.
+/// The timeout for any expected event.
 pub const LIMIT: Duration = Duration::from_secs(60);
 
-/// Where lanes arrive at a host.
+/// The listener for lanes on a host.
 #[derive(Debug)]
 pub struct Acceptor {
     listener: TcpListener,
-    /// Its address.
+    /// The address it listens on.
     pub address: SocketAddr,
 }
 
 impl Acceptor {
-    /// Opens one at the first port of lanes and so many further on.
+    /// Opens a listener at the first port of lanes plus `further`.
     ///
     /// # Panics
     /// The port is in use.
@@ -34,27 +34,27 @@ impl Acceptor {
         Self { listener, address }
     }
 
-    /// Takes the next connection.
+    /// Accepts the next connection.
     ///
     /// # Panics
-    /// None comes.
+    /// No connection arrives.
     #[must_use]
     pub fn accept(&self) -> TcpStream {
         let until = Instant::now() + LIMIT;
         assert!(
             wait_readable(&self.listener, until).expect("it can be polled"),
-            "nobody comes"
+            "no connection arrives"
         );
-        self.listener.accept().expect("somebody is there").0
+        self.listener.accept().expect("a connection is pending").0
     }
 }
 
-/// A lane: the connection at both ends.
+/// A lane: both ends of a connection.
 #[derive(Debug)]
 pub struct Lane {
     /// The end that connected.
     pub near: TcpStream,
-    /// The end that was accepted.
+    /// The accepted end.
     pub far: TcpStream,
 }
 
@@ -70,14 +70,13 @@ impl Lane {
         let far = listener.accept();
         for end in [&near, &far] {
             end.set_nodelay(true).expect("it is a connection");
-            // Or it would be there for minutes where its SA or its link goes first.
+            // Otherwise it would exist for minutes if its SA or link is removed first.
             set_reset_on_close(end).expect("it is a connection");
         }
         Self { near, far }
     }
 
-    /// Sends so many bytes from one CPU, and waits until the far end has them and the near end
-    /// knows it.
+    /// Sends bytes from one CPU, and waits until the far end has received and acknowledged them.
     ///
     /// # Panics
     /// They do not arrive.
@@ -85,7 +84,7 @@ impl Lane {
         send(&self.near, &self.far, cpu, bytes);
     }
 
-    /// The same the other way.
+    /// Like [`Lane::send`], in the opposite direction.
     ///
     /// # Panics
     /// As [`Lane::send`].
@@ -94,13 +93,13 @@ impl Lane {
     }
 }
 
-/// Ends a lane's threads with a test that fails, which would else wait for each other until the
+/// Ends a lane's threads if the test fails; otherwise they would wait for each other until the
 /// test's limit.
 #[derive(Debug)]
 pub struct Ending<'a> {
-    /// What they look at between two steps.
+    /// The flag that they check between two steps.
     pub done: &'a AtomicBool,
-    /// At which they wait.
+    /// The lane on which they wait.
     pub lane: &'a Lane,
 }
 
@@ -134,16 +133,16 @@ fn send(from: &TcpStream, to: &TcpStream, cpu: u32, bytes: usize) {
     }
 }
 
-/// Bytes that differ from their neighbours.
+/// Returns bytes that differ from their neighbours.
 #[must_use]
 pub fn pattern(bytes: usize) -> Vec<u8> {
     (0..bytes).map(|at| (at % 251) as u8).collect()
 }
 
-/// Reads all of it, whatever interrupts it, or panics where it does not come.
+/// Fills the buffer, also when interrupted.
 ///
 /// # Panics
-/// The connection ends or stands still.
+/// The connection ends or stalls.
 pub fn read_all(mut from: &TcpStream, mut to: &mut [u8]) {
     from.set_read_timeout(Some(LIMIT)).expect("it is open");
     while !to.is_empty() {
@@ -156,17 +155,17 @@ pub fn read_all(mut from: &TcpStream, mut to: &mut [u8]) {
     }
 }
 
-/// Writes all of it, or panics where it does not go.
+/// Writes all of the data.
 ///
 /// # Panics
-/// The connection ends or stands still.
+/// The connection ends or stalls.
 pub fn write_all(mut to: &TcpStream, data: &[u8]) {
     to.set_write_timeout(Some(LIMIT)).expect("it is open");
-    to.write_all(data).expect("it is taken");
+    to.write_all(data).expect("it is written");
 }
 
-/// Which SAs of a way have carried packets while `task` ran, at the sender: `None` is the
-/// fallback; with the number of packets.
+/// Returns the SAs of one direction that carried packets at the sender while `task` ran, with the
+/// number of packets; `None` is the fallback.
 pub fn used(way: &SaSet, from: &Host, to: &Host, task: impl FnOnce()) -> Vec<(Option<u32>, u64)> {
     let before = way.packets(from, to);
     task();
@@ -182,8 +181,8 @@ pub fn used(way: &SaSet, from: &Host, to: &Host, task: impl FnOnce()) -> Vec<(Op
         .collect()
 }
 
-/// The CPUs of [`used`] alone, without SAs that have carried a single packet: another lane's timer
-/// may send something a second time at any moment.
+/// Returns the CPUs of [`used`], without SAs that carried a single packet: another lane may
+/// retransmit at any moment.
 pub fn users(way: &SaSet, from: &Host, to: &Host, task: impl FnOnce()) -> Vec<Option<u32>> {
     let used = used(way, from, to, task);
     if used.len() != 1 {
@@ -195,13 +194,13 @@ pub fn users(way: &SaSet, from: &Host, to: &Host, task: impl FnOnce()) -> Vec<Op
         .collect()
 }
 
-/// Has the connection look for its SA anew when it next sends, which it then does on `cpu`: the
+/// Makes the connection look up its SA again at the next send, which then happens on `cpu`: the
 /// traffic class is changed, `first` is sent, and the class is changed back, with the same effect.
-/// With Nagle's algorithm the second would wait for an acknowledgement, and be sent on the CPU to
-/// which that comes.
+/// With Nagle's algorithm the second send would wait for an acknowledgement and happen on the CPU
+/// that receives it.
 ///
 /// # Panics
-/// The connection is not one.
+/// The socket is not connected.
 pub fn look_again(stream: &TcpStream, cpu: u32, first: &[u8]) {
     on_cpu(cpu, || {
         for class in [8, 0] {
@@ -211,21 +210,22 @@ pub fn look_again(stream: &TcpStream, cpu: u32, first: &[u8]) {
     });
 }
 
-/// Two hosts, SAs for every CPU on both ways, policies for the lanes of `family`, and a listener.
+/// Two hosts, SAs for every CPU in both directions, policies for the lanes of `family`, and a
+/// listener.
 #[derive(Debug)]
 pub struct Scene {
     /// The hosts.
     pub hosts: Hosts,
     /// The SAs from the first to the second.
     pub there: SaSet,
-    /// The SAs back.
+    /// The SAs in the opposite direction.
     pub back: SaSet,
-    /// Where lanes arrive.
+    /// The listener for lanes.
     pub listener: Acceptor,
 }
 
 impl Scene {
-    /// Sets all of it up: CPUs at each host for which there are SAs.
+    /// Sets up everything; `cpus` is the number of CPUs with SAs on each host.
     ///
     /// # Panics
     /// Something is missing.
@@ -246,7 +246,7 @@ impl Scene {
         }
     }
 
-    /// A lane from one CPU of the first host.
+    /// Opens a lane from one CPU of the first host.
     ///
     /// # Panics
     /// It does not connect.
@@ -255,12 +255,12 @@ impl Scene {
         Lane::connect(&self.hosts.a, cpu, &self.listener)
     }
 
-    /// Which SAs from the first host to the second carried packets while `task` ran.
+    /// Returns the SAs from the first host to the second that carried packets while `task` ran.
     pub fn there(&self, task: impl FnOnce()) -> Vec<Option<u32>> {
         users(&self.there, &self.hosts.a, &self.hosts.b, task)
     }
 
-    /// Which SAs back did.
+    /// Returns the SAs of the opposite direction that did.
     pub fn back(&self, task: impl FnOnce()) -> Vec<Option<u32>> {
         users(&self.back, &self.hosts.b, &self.hosts.a, task)
     }

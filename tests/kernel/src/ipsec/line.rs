@@ -1,6 +1,6 @@
-//! A link whose packets are taken in by one CPU, as from a network card with one queue, and bear
-//! nothing from the sender's kernel: over a veth pair they keep the hash of the connection that
-//! they are of, which no packet from a wire has.
+//! A link with a single receiving CPU, like a network card with one queue. The packets carry no
+//! state of the sender's kernel: over a veth pair they would keep the hash of their connection,
+//! which a packet from a wire does not have.
 
 use std::os::fd::AsFd;
 use std::thread::{self, JoinHandle};
@@ -9,7 +9,7 @@ use dunlin_linux::affinity::pin_to;
 use dunlin_linux::poll::{Interest, Waker, Wakeup, poll, waker};
 use dunlin_rig::linux::tun::{PACKET_BYTES, Tun};
 
-/// Carries packets between two TUN devices until it goes.
+/// Forwards packets between two TUN devices until it is dropped.
 #[derive(Debug)]
 pub(super) struct Line {
     stop: Waker,
@@ -17,7 +17,7 @@ pub(super) struct Line {
 }
 
 impl Line {
-    /// Carries them on one CPU.
+    /// Starts forwarding on one CPU.
     ///
     /// # Panics
     /// There is no such CPU, or the system is out of descriptors.
@@ -25,7 +25,7 @@ impl Line {
     pub(super) fn between(ends: [Tun; 2], cpu: u32) -> Self {
         let (stop, stopped) = waker().expect("there is a descriptor");
         let thread = thread::spawn(move || {
-            pin_to(cpu as usize).expect("there is such a CPU");
+            pin_to(cpu as usize).expect("the CPU exists");
             carry(&ends, &stopped);
         });
         Self {
@@ -60,7 +60,7 @@ fn carry(ends: &[Tun; 2], stopped: &Wakeup) {
         }
         for (from, to) in [(one, other), (other, one)] {
             while let Ok(length) = from.receive(&mut packet) {
-                // A device that is not up yet takes none, as a wire without an end.
+                // A device that is not up yet drops packets, like a disconnected wire.
                 let _ = to.send(&packet[..length]);
             }
         }

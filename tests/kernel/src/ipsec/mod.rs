@@ -1,13 +1,13 @@
-//! Two hosts with IPsec between them: their namespaces, the SAs and policies by which lanes go,
-//! and what leaves either host.
+//! Two hosts with IPsec between them: their namespaces, the SAs and policies of lanes, and the
+//! frames that leave either host.
 //!
 //! - [`Hosts`], [`Host`]: two namespaces with a link
-//! - [`Sa`], [`protect`]: what is set up between them
-//! - [`lanes`]: connections from and to given CPUs, and which SA has carried them
-//! - [`wire`]: frames as they leave
-//! - [`statistics`]: what IPsec has dropped
-//! - [`acquires`]: policies that ask for SAs, and what the kernel asks for
-//! - [`tap`]: the same, counted while sessions of `dunlin ipsec` are under load
+//! - [`Sa`], [`protect`]: SAs and policies between them
+//! - [`lanes`]: connections from and to given CPUs, and the SAs that they use
+//! - [`wire`]: frames as they leave a host
+//! - [`statistics`]: packets that IPsec dropped
+//! - [`acquires`]: policies that request SAs, and the kernel's requests
+//! - [`tap`]: frame counts while sessions of `dunlin ipsec` are under load
 
 pub mod acquires;
 pub mod lanes;
@@ -35,18 +35,18 @@ use self::line::Line;
 use self::statistics::Statistics;
 use crate::Guest;
 
-/// CPUs of a guest whose test is about them.
+/// The number of CPUs of a guest in tests that depend on it.
 pub const CPUS: u32 = 4;
-/// What policies and SAs of a test have in common.
+/// The request id of policies and SAs in a test.
 pub const REQID: u32 = 4242;
-/// Ports at which lanes arrive.
+/// The destination ports of lanes.
 pub const LANES: PortBlock = PortBlock {
     port: 0x1000,
     mask: 0xfff0,
 };
-/// The port at which ESP within UDP arrives (RFC 3948).
+/// The destination port of ESP in UDP (RFC 3948).
 pub const ENCAPSULATED: u16 = 4500;
-/// The priority of what protects lanes.
+/// The priority of policies for lanes.
 pub const PRIORITY: u32 = 1000;
 /// The interface of each host.
 pub const LINK: &str = "lane0";
@@ -67,35 +67,34 @@ pub struct Host {
     pub name: String,
     namespace: File,
     number: u8,
-    /// Its IPsec.
+    /// Its IPsec tables.
     pub xfrm: Xfrm,
 }
 
 /// Two hosts with a link between them.
 #[derive(Debug)]
 pub struct Hosts {
-    /// From which connections go.
+    /// The host that connects.
     pub a: Host,
-    /// At which they arrive.
+    /// The host that accepts.
     pub b: Host,
-    /// What carries packets, where that is no veth pair.
+    /// The link, if it is not a veth pair.
     #[expect(dead_code, reason = "held, not read")]
     line: Option<Line>,
 }
 
 impl Hosts {
-    /// Makes them. `esp4_offload` and `esp6_offload` are loaded before any SA, as on a host that
-    /// uses them.
+    /// Creates the hosts. Loads `esp4_offload` and `esp6_offload` before any SA is added.
     ///
     /// # Panics
-    /// When something is missing; the test needs the package `iproute2`.
+    /// If something is missing; the test needs the package `iproute2`.
     #[must_use]
     pub fn new(guest: &Guest) -> Self {
         guest.command("modprobe", &["-a", "esp4_offload", "esp6_offload"]);
         Self::without_offload(guest)
     }
 
-    /// Makes them, and loads nothing.
+    /// Creates the hosts and loads no module.
     ///
     /// # Panics
     /// As [`Hosts::new`].
@@ -111,7 +110,7 @@ impl Hosts {
         Self::up(guest, [a, b], None)
     }
 
-    /// Makes them with a link whose packets one CPU takes in, as from a network card with one
+    /// Creates the hosts with a link with a single receiving CPU, like a network card with one
     /// queue.
     ///
     /// # Panics
@@ -136,15 +135,16 @@ impl Hosts {
             let ip = |arguments: &[&str]| {
                 guest.command("ip", &[&["-n", host], arguments].concat());
             };
-            // Addresses that come by themselves come later, and make connections look for their
-            // way anew.
+            // Automatic addresses would be added later, and make connections look up their routes
+            // again.
             ip(&["link", "set", LINK, "addrgenmode", "none"]);
             ip(&["addr", "add", &v4, "dev", LINK]);
             ip(&["addr", "add", &v6, "dev", LINK, "nodad"]);
             ip(&["link", "set", "lo", "up"]);
             ip(&["link", "set", LINK, "up"]);
         }
-        // The kernel says so up to a second later, and all look for their way anew then.
+        // The kernel reports the link up to a second later, and then all connections look up their
+        // routes again.
         let until = Instant::now() + Duration::from_secs(30);
         for host in [&a, &b] {
             let is_up = || {
@@ -162,7 +162,7 @@ impl Hosts {
         }
     }
 
-    /// Both, from the first to the second and back.
+    /// Returns both directions, from the first host to the second and back.
     #[must_use]
     pub fn ways(&self) -> [(&Host, &Host); 2] {
         [(&self.a, &self.b), (&self.b, &self.a)]
@@ -193,7 +193,7 @@ impl Host {
         }
     }
 
-    /// Its address.
+    /// Returns its address.
     #[must_use]
     pub fn address(&self, family: Family) -> IpAddr {
         match family {
@@ -202,54 +202,54 @@ impl Host {
         }
     }
 
-    /// Does something inside, in a thread of its own.
+    /// Runs `task` inside, in its own thread.
     ///
     /// # Panics
-    /// When `task` does.
+    /// If `task` panics.
     pub fn run<T: Send>(&self, task: impl FnOnce() -> T + Send) -> T {
         netns::run_inside(&self.namespace, task).expect("it can be entered")
     }
 
-    /// Does something inside, on one CPU alone.
+    /// Runs `task` inside, on one CPU.
     ///
     /// # Panics
-    /// When `task` does, or there is no such CPU.
+    /// If `task` panics, or the CPU does not exist.
     pub fn on_cpu<T: Send>(&self, cpu: u32, task: impl FnOnce() -> T + Send) -> T {
         self.run(|| {
-            pin_to(cpu as usize).expect("there is such a CPU");
+            pin_to(cpu as usize).expect("the CPU exists");
             task()
         })
     }
 
-    /// What its IPsec has dropped.
+    /// Returns the host's IPsec counters.
     ///
     /// # Panics
-    /// The kernel does not count.
+    /// The kernel has no such counters.
     #[must_use]
     pub fn statistics(&self) -> Statistics {
         self.run(|| Statistics::read().expect("the kernel counts"))
     }
 
-    /// What an SA has carried; nothing where there is none.
+    /// Returns the counters of an SA; zeros if there is none.
     ///
     /// # Panics
-    /// The kernel does not say.
+    /// The kernel's tables cannot be read.
     #[must_use]
     pub fn carried(&self, id: &StateId) -> Counters {
-        let held = self.xfrm.state(id).expect("it can be asked");
+        let held = self.xfrm.state(id).expect("the kernel answers");
         held.map(|held| held.counters).unwrap_or_default()
     }
 }
 
-/// Does something on one CPU alone, in a thread of its own.
+/// Runs `task` on one CPU, in its own thread.
 ///
 /// # Panics
-/// When `task` does, or there is no such CPU.
+/// If `task` panics, or the CPU does not exist.
 pub fn on_cpu<T: Send>(cpu: u32, task: impl FnOnce() -> T + Send) -> T {
     thread::scope(|scope| {
         scope
             .spawn(|| {
-                pin_to(cpu as usize).expect("there is such a CPU");
+                pin_to(cpu as usize).expect("the CPU exists");
                 task()
             })
             .join()
@@ -257,25 +257,25 @@ pub fn on_cpu<T: Send>(cpu: u32, task: impl FnOnce() -> T + Send) -> T {
     })
 }
 
-/// An SA from one host to another, as each has it.
+/// An SA from one host to another, for both hosts.
 #[derive(Clone, Copy, Debug)]
 pub struct Sa {
-    /// Its number, from 0x100 on; keys go by it.
+    /// The SPI, at least 0x100; the key is derived from it.
     pub spi: u32,
-    /// The CPU at the sender.
+    /// The CPU of the sender.
     pub cpu: Option<u32>,
-    /// What it is asked for by.
+    /// The request id.
     pub reqid: u32,
-    /// Of the receiver, in packets.
+    /// The receiver's replay window, in packets.
     pub replay_window: u32,
-    /// ESP within UDP.
+    /// Ports of ESP in UDP.
     pub encapsulation: Option<Encapsulation>,
     /// The address family.
     pub family: Family,
 }
 
 impl Sa {
-    /// One of every CPU, of IPv4.
+    /// An IPv4 SA for all CPUs.
     #[must_use]
     pub const fn new(spi: u32) -> Self {
         Self {
@@ -288,7 +288,7 @@ impl Sa {
         }
     }
 
-    /// The same for one CPU.
+    /// The same SA for one CPU.
     #[must_use]
     pub const fn of_cpu(self, cpu: u32) -> Self {
         Self {
@@ -297,13 +297,13 @@ impl Sa {
         }
     }
 
-    /// The same of another address family.
+    /// The same SA with another address family.
     #[must_use]
     pub const fn of(self, family: Family) -> Self {
         Self { family, ..self }
     }
 
-    /// What both hosts know it by.
+    /// Returns its identity on both hosts.
     #[must_use]
     pub fn id(&self, to: &Host) -> StateId {
         StateId {
@@ -312,7 +312,7 @@ impl Sa {
         }
     }
 
-    /// As the kernel of one of the hosts is to have it.
+    /// Returns the SA for the kernel of one of the hosts.
     #[must_use]
     pub fn state(&self, from: &Host, to: &Host, direction: Direction) -> State {
         let mut key = [0; KeyAndSalt::BYTES];
@@ -324,7 +324,7 @@ impl Sa {
             source: from.address(self.family),
             reqid: self.reqid,
             direction,
-            // The receiver's CPUs are others, and it does not matter which.
+            // The receiver's CPUs differ and do not matter.
             cpu: if outbound { self.cpu } else { None },
             key: KeyAndSalt::new(&key),
             replay_window: if outbound { 0 } else { self.replay_window },
@@ -333,47 +333,47 @@ impl Sa {
         }
     }
 
-    /// Adds it at the receiver, and reads it back.
+    /// Adds it on the receiver and reads it back.
     ///
     /// # Panics
-    /// It is not there.
+    /// The SA is not added.
     pub fn add_in(&self, from: &Host, to: &Host) {
         let state = self.state(from, to, Direction::In);
         to.xfrm.add_state(&state).expect("it is added");
-        to.xfrm.verify(&state).expect("it is as it was told");
+        to.xfrm.verify(&state).expect("it matches the request");
     }
 
-    /// Adds it at the sender, and reads it back.
+    /// Adds it on the sender and reads it back.
     ///
     /// # Panics
-    /// It is not there.
+    /// The SA is not added.
     pub fn add_out(&self, from: &Host, to: &Host) {
         let state = self.state(from, to, Direction::Out);
         from.xfrm.add_state(&state).expect("it is added");
-        from.xfrm.verify(&state).expect("it is as it was told");
+        from.xfrm.verify(&state).expect("it matches the request");
     }
 
-    /// Adds it at both, the receiver first.
+    /// Adds it on both hosts, the receiver first.
     ///
     /// # Panics
-    /// It is not there.
+    /// The SA is not added.
     pub fn add(&self, from: &Host, to: &Host) {
         self.add_in(from, to);
         self.add_out(from, to);
     }
 }
 
-/// The SAs of one way: a fallback and one for each of some CPUs.
+/// The SAs of one direction: a fallback and one for each of some CPUs.
 #[derive(Clone, Debug)]
 pub struct SaSet {
-    /// Of every CPU; added first.
+    /// The SA for all CPUs; added first.
     pub fallback: Sa,
-    /// Of one CPU each.
+    /// One SA for each CPU.
     pub own: Vec<Sa>,
 }
 
 impl SaSet {
-    /// SPIs from `first` on, the fallback's first, for so many CPUs from 0 on.
+    /// SAs with SPIs starting at `first`, the fallback's, for `cpus` CPUs starting at 0.
     #[must_use]
     pub fn new(first: u32, cpus: u32, family: Family) -> Self {
         Self {
@@ -384,22 +384,22 @@ impl SaSet {
         }
     }
 
-    /// Adds all of them at both hosts.
+    /// Adds all SAs on both hosts.
     ///
     /// # Panics
-    /// One is not there.
+    /// An SA is not added.
     pub fn add(&self, from: &Host, to: &Host) {
         for sa in self.all() {
             sa.add(from, to);
         }
     }
 
-    /// The fallback, then the others.
+    /// Returns the fallback, then the others.
     pub fn all(&self) -> impl Iterator<Item = &Sa> {
         std::iter::once(&self.fallback).chain(&self.own)
     }
 
-    /// How many packets each has carried at the sender: the fallback, then CPU by CPU.
+    /// Returns the packets that each SA carried at the sender: the fallback first, then by CPU.
     #[must_use]
     pub fn packets(&self, from: &Host, to: &Host) -> Vec<u64> {
         self.all()
@@ -408,28 +408,28 @@ impl SaSet {
     }
 }
 
-/// Whether the kernel has SAs of one CPU; its version does not tell, since older series took them
-/// over.
+/// Returns whether the kernel has per-CPU SAs. The version does not tell, because older series have
+/// backports.
 ///
 /// # Panics
 /// The kernel has no IPsec.
 #[must_use]
 pub fn has_per_cpu() -> bool {
     let xfrm = Xfrm::open().expect("the kernel has IPsec");
-    xfrm.has_per_cpu_sas().expect("it can be asked")
+    xfrm.has_per_cpu_sas().expect("the kernel answers")
 }
 
-/// Skips the test where it has none.
+/// Skips the test if the kernel has none.
 ///
 /// # Panics
 /// As [`has_per_cpu`].
 pub fn needs_per_cpu(guest: &Guest) {
     if !has_per_cpu() {
-        guest.skip("this kernel has no SAs of one CPU");
+        guest.skip("this kernel has no per-CPU SAs");
     }
 }
 
-/// What a host's policy for lanes from `from` to `to` selects.
+/// Returns the selector of lanes from `from` to `to`.
 #[must_use]
 pub fn lanes_from(from: &Host, to: &Host, family: Family, protocol: Protocol) -> Selector {
     Selector {
@@ -441,7 +441,7 @@ pub fn lanes_from(from: &Host, to: &Host, family: Family, protocol: Protocol) ->
     }
 }
 
-/// The same for what comes back.
+/// Returns the selector of the opposite direction.
 #[must_use]
 pub fn back(selector: &Selector) -> Selector {
     Selector {
@@ -453,8 +453,8 @@ pub fn back(selector: &Selector) -> Selector {
     }
 }
 
-/// The policies of both hosts for what `selector` names on its way from `from` to `to` and back:
-/// each host's, out and in.
+/// Returns the policies of both hosts, out and in, for the packets of `selector` from `from` to
+/// `to` and for the opposite direction.
 #[must_use]
 pub fn policies<'a>(
     selector: &Selector,
@@ -498,10 +498,11 @@ fn family_of(selector: &Selector) -> Family {
     }
 }
 
-/// Lanes from `a` to `b`, and what comes back on them, need an SA of [`REQID`] at both hosts.
+/// Adds policies on both hosts that require an SA of [`REQID`] for lanes from `a` to `b`, in both
+/// directions.
 ///
 /// # Panics
-/// A policy is not there.
+/// A policy is not added.
 pub fn protect(hosts: &Hosts, family: Family, protocol: Protocol) -> Vec<(&Host, Policy)> {
     let Hosts { a, b, .. } = hosts;
     let selector = lanes_from(a, b, family, protocol);
@@ -509,7 +510,7 @@ pub fn protect(hosts: &Hosts, family: Family, protocol: Protocol) -> Vec<(&Host,
     for (host, policy) in &all {
         host.xfrm.add_policy(policy).expect("it is added");
         let held = host.xfrm.policy(&policy.selector, policy.direction);
-        assert_eq!(held.expect("it can be asked"), Some(*policy));
+        assert_eq!(held.expect("the kernel answers"), Some(*policy));
     }
     all
 }

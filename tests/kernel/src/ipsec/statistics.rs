@@ -1,23 +1,23 @@
-//! What IPsec has dropped in a network namespace, by reason
+//! The packets that IPsec dropped in a network namespace, by reason
 //! (Documentation/networking/xfrm/xfrm_proc.rst).
 
 use std::collections::BTreeMap;
 use std::fs;
 use std::io;
 
-/// Of the calling thread's namespace: `/proc/net` would be the main thread's.
+/// The file of the calling thread's namespace; `/proc/net` would be the main thread's.
 const FILE: &str = "/proc/thread-self/net/xfrm_stat";
 
-/// Counters since the namespace was made. They count packets, and have the kernel's names, for
-/// instance `XfrmInNoStates`.
+/// Packet counters since the namespace was created, with the kernel's names, for instance
+/// `XfrmInNoStates`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Statistics(BTreeMap<String, u64>);
 
 impl Statistics {
-    /// Reads those of the calling thread's network namespace.
+    /// Reads the counters of the calling thread's network namespace.
     ///
     /// # Errors
-    /// `NotFound`: the kernel does not count (`CONFIG_XFRM_STATISTICS`).
+    /// `NotFound` if the kernel has no counters (`CONFIG_XFRM_STATISTICS`).
     pub fn read() -> io::Result<Self> {
         fs::read_to_string(FILE).map(|text| Self::parse(&text))
     }
@@ -30,13 +30,13 @@ impl Statistics {
         Self(lines.collect())
     }
 
-    /// A counter; 0 where the kernel has none of that name.
+    /// Returns a counter; 0 if the kernel has none with that name.
     #[must_use]
     pub fn get(&self, name: &str) -> u64 {
         self.0.get(name).copied().unwrap_or_default()
     }
 
-    /// By how much each counter has grown since `earlier`, without those that have not.
+    /// Returns the growth of each counter since `earlier`, without counters that did not grow.
     #[must_use]
     pub fn since(&self, earlier: &Self) -> BTreeMap<&str, u64> {
         self.0

@@ -1,5 +1,4 @@
-//! What leaves two hosts while much goes on: counted as it leaves, since a capture of all of it
-//! would have no room.
+//! Counts the frames that leave two hosts under load: a capture of all frames would not fit.
 
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
@@ -13,26 +12,26 @@ use dunlin_rig::linux::packet::Packets;
 use super::wire::{Seen, seen};
 use crate::sessions::{HOSTS, inside};
 
-/// Counts what leaves both hosts of [`crate::sessions`].
+/// Counts the frames that leave both hosts of [`crate::sessions`].
 #[derive(Debug)]
 pub struct Tap {
     done: Arc<AtomicBool>,
     threads: Vec<JoinHandle<Left>>,
 }
 
-/// What has left the hosts.
+/// The frames that left the hosts.
 #[derive(Clone, Debug, Default)]
 pub struct Left {
-    /// Frames of ESP by SPI.
+    /// ESP frames by SPI.
     pub sealed: BTreeMap<u32, u64>,
-    /// Frames of TCP and UDP that were not sealed, by the ports of sender and receiver.
+    /// Unsealed TCP and UDP frames, by the ports of sender and receiver.
     pub clear: BTreeMap<(u16, u16), u64>,
-    /// Frames that there was no room for.
+    /// Frames lost for lack of buffer space.
     pub lost: u64,
 }
 
 impl Tap {
-    /// From now on.
+    /// Starts counting.
     ///
     /// # Panics
     /// A host has no link.
@@ -51,7 +50,7 @@ impl Tap {
         }
     }
 
-    /// Ends it: what has left both hosts up to now.
+    /// Stops, and returns the frames that left both hosts until now.
     ///
     /// # Panics
     /// The frames cannot be read.
@@ -72,7 +71,7 @@ impl Tap {
 }
 
 impl Left {
-    /// Whether all of it was counted, and nothing with one of these ports was in the clear.
+    /// Returns whether no frame was lost and no frame with one of these ports was in the clear.
     #[must_use]
     pub fn is_sealed(&self, ports: &RangeInclusive<u16>) -> bool {
         let leak = |(from, to): &(u16, u16)| ports.contains(from) || ports.contains(to);

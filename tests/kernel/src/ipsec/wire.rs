@@ -1,37 +1,37 @@
-//! What leaves a host, frame by frame.
+//! The frames that leave a host.
 //!
-//! It is looked at where it leaves. Where it arrives, the kernel may show a packet a second time
-//! when it has been opened (`esp4_offload` gives it to the interface again), which is no leak.
+//! Frames are observed where they leave. Where they arrive, the kernel may show a packet a second
+//! time after it was opened (`esp4_offload` passes it to the interface again), which is not a leak.
 
 use dunlin_rig::linux::packet::{Frame, Packets};
 
 use super::{Host, Hosts, LANES, LINK};
 
-/// What a frame is.
+/// The type of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Seen {
     /// ESP, with its SPI and the lower half of its sequence number.
     Esp {
-        /// The SA.
+        /// The SPI.
         spi: u32,
-        /// Counted by the sender.
+        /// The lower half of the sequence number.
         sequence: u32,
-        /// Ports of the UDP around it.
+        /// The UDP ports of ESP in UDP.
         udp: Option<(u16, u16)>,
     },
     /// TCP or UDP, with its ports.
     Clear {
-        /// The sender's.
+        /// The port of the sender.
         source: u16,
-        /// The receiver's.
+        /// The port of the receiver.
         destination: u16,
     },
-    /// Something else: ARP, ICMP.
+    /// Any other frame: ARP, ICMP.
     Other,
 }
 
 impl Seen {
-    /// Whether it is a lane's and not sealed.
+    /// Returns whether it belongs to a lane and is not sealed.
     #[must_use]
     pub fn is_leak(self) -> bool {
         match self {
@@ -44,24 +44,24 @@ impl Seen {
     }
 }
 
-/// Listens at the links of both hosts.
+/// A tap on the links of both hosts.
 #[derive(Debug)]
 pub struct Wire([Packets; 2]);
 
 impl Wire {
-    /// From now on.
+    /// Starts the tap.
     ///
     /// # Panics
-    /// There is no link.
+    /// A host has no link.
     #[must_use]
     pub fn tap(hosts: &Hosts) -> Self {
         Self([tap(&hosts.a), tap(&hosts.b)])
     }
 
-    /// Everything that has left either host, each host's in order; none was missed.
+    /// Returns all frames that left either host since the last call, in order for each host.
     ///
     /// # Panics
-    /// More has left than there was room for.
+    /// Frames were lost for lack of buffer space.
     #[must_use]
     pub fn left(&self) -> Vec<Seen> {
         self.0
@@ -72,19 +72,19 @@ impl Wire {
     }
 }
 
-/// Listens at the link of one host.
+/// Starts a tap on the link of one host.
 ///
 /// # Panics
-/// There is no link.
+/// The host has no link.
 #[must_use]
 pub fn tap(host: &Host) -> Packets {
     host.run(|| Packets::open(LINK)).expect("it has a link")
 }
 
-/// The frames that have left.
+/// Returns the frames that left since the last call.
 ///
 /// # Panics
-/// More has left than there was room for.
+/// Frames were lost for lack of buffer space.
 #[must_use]
 pub fn left(packets: &Packets) -> Vec<Frame> {
     let mut all = Vec::new();
@@ -97,10 +97,10 @@ pub fn left(packets: &Packets) -> Vec<Frame> {
     all
 }
 
-/// What a frame is.
+/// Returns the type of a frame.
 ///
 /// # Panics
-/// It is cut short.
+/// The frame is truncated.
 #[must_use]
 pub fn seen(frame: &Frame) -> Seen {
     let (ethernet, rest) = frame.bytes.split_at(14);
@@ -117,7 +117,8 @@ pub fn seen(frame: &Frame) -> Seen {
     };
     match protocol {
         50 => esp(inner, None),
-        // Four zeros after the head of UDP are an IKE message, anything else ESP (RFC 3948).
+        // Four zero bytes after the UDP header mark an IKE message; anything else is ESP (RFC
+        // 3948).
         17 if [port(0), port(2)].contains(&super::ENCAPSULATED) && word(inner, 8) != 0 => {
             esp(&inner[8..], Some((port(0), port(2))))
         }
