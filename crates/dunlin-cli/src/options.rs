@@ -20,6 +20,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::confine::LANE_PORTS;
 use crate::ipsec::ModeName;
+use crate::ipsec::advice::event_text;
 
 /// The directories of control sockets of tunnels and of IPsec, beside those of VMs.
 pub(crate) const TUNNELS: &str = "tunnels";
@@ -274,7 +275,7 @@ pub(crate) fn shelter(
     }
     let observer: Observer = Arc::new(move |event| match event {
         Event::Up(_) | Event::Over { why: None, .. } | Event::Cleaned { .. } => {}
-        event => warn(event.to_string()),
+        event => warn(event_text(event)),
     });
     Ok(IpsecLanes::new(options, observer)?)
 }

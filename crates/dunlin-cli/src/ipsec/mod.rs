@@ -4,6 +4,7 @@
 //! `serve` and `up` keep a session between them and a control socket each ([`control_service`]),
 //! over which `status` and `down` speak to them. `plan` shows what would be installed.
 
+pub(crate) mod advice;
 mod control_service;
 mod plan;
 mod run;

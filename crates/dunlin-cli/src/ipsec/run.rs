@@ -21,6 +21,7 @@ use dunlin_ipsec::{
 use dunlin_linux::signals::{EndSignal, EndSignals, HangUps};
 
 use super::ModeName;
+use super::advice::{event_text, with_advice};
 use super::control_service::{Answer, Request, SessionLine, stay_blocked};
 use crate::code::{CANCELLED, DONE, FAILED};
 use crate::control::{Pending, Service, Socket};
@@ -91,7 +92,7 @@ impl Own {
 }
 
 fn observer() -> Observer {
-    Arc::new(|event| say(&event.to_string()))
+    Arc::new(|event| say(&event_text(event)))
 }
 
 /// Records of sessions of this process whose ports stay blocked.
@@ -105,7 +106,7 @@ impl Blocked {
             if let Event::Left { record, .. } = event {
                 lock(&blocked.0).insert(record.clone());
             }
-            say(&event.to_string());
+            say(&event_text(event));
         })
     }
 
@@ -276,8 +277,9 @@ impl Up {
             ));
             return Ok(CANCELLED);
         }
-        let session =
-            session.with_context(|| format!("ports {} to {to} are not protected", self.ports))?;
+        let session = session
+            .map_err(with_advice)
+            .with_context(|| format!("ports {} to {to} are not protected", self.ports))?;
         if let Some(signal) = ended {
             let _ = told.send(Told::End(signal));
         }

@@ -24,6 +24,7 @@ use crate::code::{DONE, FAILED};
 use crate::confine::{self, ConfiningTunnel, Needs};
 use crate::control::Socket;
 use crate::identity::{chosen, crypto, load_identity};
+use crate::ipsec::advice::event_text;
 use crate::line::Line;
 use crate::log::{say, warn};
 use crate::options::{ControlPath, Cpus, ipsec_cpus, offload_advice};
@@ -182,7 +183,7 @@ impl Run {
         let mut options = Options::new(ipsec.mode, ipsec.ports, records);
         options.rekey_after = Some(ipsec.rekey_after);
         options.cpus = ipsec_cpus(ipsec.cpus.as_ref())?;
-        let observer: Observer = Arc::new(|event| say(&event.to_string()));
+        let observer: Observer = Arc::new(|event| say(&event_text(event)));
         IpsecLanes::new(options, observer).context("lanes cannot go over IPsec")
     }
 }

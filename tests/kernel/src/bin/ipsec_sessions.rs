@@ -221,7 +221,10 @@ fn what_is_in_the_way_is_named(guest: &Guest) {
             "4447",
             "port 4447 of the control connection is one of the ports",
         ),
-        ("4448-4451", "port 4447 here, which another policy is for"),
+        (
+            "4448-4451",
+            "port 4447 on this host, which another policy covers",
+        ),
     ] {
         says(up_at("10.0.0.2:4447", ports), why);
     }
@@ -362,7 +365,7 @@ fn ports_of_anothers_control_connection_are_refused(guest: &Guest) {
         assert!(!refused.status.success());
         let why = "port 7302 is that of the control connection of another session";
         assert!(said.contains(why) && said.contains(PORTS), "{said}");
-        assert_eq!(said.contains("the peer ended it"), is_peers, "{said}");
+        assert_eq!(said.contains("ended by the peer"), is_peers, "{said}");
         assert_eq!(policies(), before);
         server.end(guest);
     }
@@ -396,7 +399,7 @@ fn ports_of_anothers_control_connection_are_refused(guest: &Guest) {
 fn a_peer_is_bound_to_its_addresses(guest: &Guest) {
     let up = || up_at("10.0.0.2:7303", PORTS);
     let server = serve_at("[::]:7303", PORTS, "host-a.example=10.0.0.3,fd00::/64");
-    says(up(), "may not come from 10.0.0.1");
+    says(up(), "is not allowed to connect from 10.0.0.1");
     assert!(empty(guest, "a") && empty(guest, "b"));
     server.end(guest);
     let server = serve_at("[::]:7303", PORTS, "host-a.example=10.0.0.0/31");
