@@ -82,20 +82,20 @@ pub enum IpsecError {
     /// Another program has removed or changed a policy of the session.
     #[error(
         "another program removed or changed a policy of this session ({0}): packets may have left in \
-        the clear for up to one second; identify the program with `ip xfrm monitor`"
+         the clear for up to one second; identify the program with `ip xfrm monitor`"
     )]
     Removed(String),
     /// Another program has removed or changed an SA of the session.
     #[error(
         "another program removed or changed an SA of this session ({0}): packets were dropped, and \
-        none left in the clear; identify the program with `ip xfrm monitor`, then start a new session"
+         none left in the clear; identify the program with `ip xfrm monitor`, then start a new session"
     )]
     RemovedSa(String),
     /// An earlier session left a block of ports blocked that this session needs in part, and
     /// connections use it.
     #[error(
         "an earlier session has left ports blocked, this session needs only some of them, and \
-        {connections} connections use them: end these, or request the same ports as before"
+         {connections} connections use them: end these, or request the same ports as before"
     )]
     LeftInTheWay {
         /// The number of connections.
@@ -104,7 +104,7 @@ pub enum IpsecError {
     /// A device is configured to bypass IPsec policies.
     #[error(
         "packets on device {device} bypass IPsec policies because {sysctl} is set: run \
-        `sysctl -w {sysctl}=0`"
+         `sysctl -w {sysctl}=0`"
     )]
     Unguarded {
         /// The device on the route to the peer.
@@ -118,13 +118,13 @@ pub enum IpsecError {
     /// The session would block its own control connection.
     #[error(
         "port {0} of the control connection is one of the ports to protect: choose ports without it, \
-        or another port for the control connection"
+         or another port for the control connection"
     )]
     CoversControl(u16),
     /// The session would block the control connection of another session.
     #[error(
         "port {port} is that of the control connection of another session between these hosts (ports \
-        {ports}, process {pid}), which would be blocked: choose ports without it"
+         {ports}, process {pid}), which would be blocked: choose ports without it"
     )]
     CoversOther {
         /// The port.
@@ -137,8 +137,8 @@ pub enum IpsecError {
     /// The local port of the control connection belongs to another session.
     #[error(
         "the control connection uses port {port} on this host, which another policy covers ({by}): try \
-        again to get another port, or keep the ports of sessions out of \
-        net.ipv4.ip_local_port_range"
+         again to get another port, or keep the ports of sessions out of \
+         net.ipv4.ip_local_port_range"
     )]
     ControlCovered {
         /// The local port.
@@ -162,7 +162,7 @@ pub enum IpsecError {
     /// The range for lanes is too short for one session.
     #[error(
         "port range {ports} for lanes contains no block of {block} ports aligned to {block}: use a \
-        longer range"
+         longer range"
     )]
     TooFewPorts {
         /// The configured range.

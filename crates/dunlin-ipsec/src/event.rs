@@ -119,12 +119,12 @@ impl fmt::Display for Event {
             Self::NoOwnAssociation { cpu } => write!(
                 formatter,
                 "the peer grants no SA for CPU {cpu}: its lanes use the fallback SA; raise the peer's \
-                limit, or use fewer CPUs on this host"
+                 limit, or use fewer CPUs on this host"
             ),
             Self::Strayed { cpu, sent, carried } => write!(
                 formatter,
                 "lanes of CPU {cpu} strayed from its SA, which carried {carried} of {sent} bytes; \
-                they are moved back to it"
+                 they are moved back to it"
             ),
             Self::Rejected { from, why } => write!(formatter, "rejected {from}: {why}"),
         }

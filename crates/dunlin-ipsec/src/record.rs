@@ -210,7 +210,7 @@ impl Record {
     }
 
     /// Records the owner of the session. Synced with the objects that are added first.
-    pub(super) fn is_of(&mut self, owner: Owner) -> Result<(), IpsecError> {
+    pub(super) fn set_owner(&mut self, owner: Owner) -> Result<(), IpsecError> {
         let line = format!("{ABOUT} {owner}\n");
         self.owner = Some(owner);
         self.write(&line)

@@ -176,7 +176,7 @@ pub(super) fn clean_up_dead(
     options: &Options,
     observer: &Observer,
 ) -> Result<Option<IpsecError>, IpsecError> {
-    take_back(options, observer, &Record::is_free)
+    clean_up_records(options, observer, &Record::is_free)
 }
 
 /// Like [`clean_up_dead`], but also frees the ports in `options`, which belong to Dunlin's own
@@ -197,11 +197,11 @@ pub(super) fn clean_up_lanes(
         is_lanes(policy.selector.source_ports) || is_lanes(policy.selector.destination_ports)
     };
     let frees = |record: &Record| record.is_free() || record.policies().all(of_lanes);
-    take_back(options, observer, &frees)
+    clean_up_records(options, observer, &frees)
 }
 
 /// `frees` decides for each record whether its ports are freed when no connection uses them.
-fn take_back(
+fn clean_up_records(
     options: &Options,
     observer: &Observer,
     frees: &dyn Fn(&Record) -> bool,
@@ -238,7 +238,7 @@ fn clean(
     observer: &Observer,
 ) -> Result<(), IpsecError> {
     let objects = record.objects().len();
-    let undo = tables.take_back(&mut record)?;
+    let undo = tables.remove_recorded(&mut record)?;
     let path = record.path().to_owned();
     if !frees {
         observer(&Event::StaysBlocked { record: path });
@@ -264,5 +264,5 @@ fn clean(
 /// The kernel's tables cannot be read, or a record cannot be read; all other records are handled
 /// first.
 pub fn clean_up(options: &Options, observer: &Observer) -> Result<(), IpsecError> {
-    take_back(options, observer, &|_| true)?.map_or(Ok(()), Err)
+    clean_up_records(options, observer, &|_| true)?.map_or(Ok(()), Err)
 }

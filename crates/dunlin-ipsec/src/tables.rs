@@ -22,7 +22,7 @@ use super::udp;
 mod values;
 
 use values::{
-    connection_policy, describe, id_of, is_the_same, meet, only_crosses, policy_of, state_of,
+    connection_policy, describe, id_of, is_same, meet, only_crosses, policy_of, state_of,
 };
 
 /// How many checks in a row must find no connection before the ports are freed: procfs lists
@@ -104,7 +104,7 @@ impl Tables {
 
     /// Checks that no policy for specific ports covers the packets of a connection, as the policy
     /// of another session with one of its ports would.
-    pub(super) fn leave_alone(
+    pub(super) fn check_not_covered(
         &self,
         local: SocketAddr,
         peer: SocketAddr,
@@ -272,7 +272,7 @@ impl Tables {
         let mut associations = record.objects().iter().filter_map(Object::association);
         let lost = associations.find(|one| {
             let installed = states.get(&id_of(one));
-            !installed.is_some_and(|installed| is_the_same(installed, one))
+            !installed.is_some_and(|installed| is_same(installed, one))
         });
         lost.map_or(Ok(()), |one| Err(IpsecError::RemovedSa(one.to_string())))
     }
@@ -281,7 +281,7 @@ impl Tables {
     /// [`Tables::finish`], when no connection uses the ports. A record that cannot be written, on a
     /// full disk, does not stop this: it then lists too much, and removing an object that is
     /// already gone has no effect.
-    pub(super) fn take_back(&mut self, record: &mut Record) -> Result<Undo, IpsecError> {
+    pub(super) fn remove_recorded(&mut self, record: &mut Record) -> Result<Undo, IpsecError> {
         let mut undo = undo(record.objects());
         let recorded: Vec<Policy> = record.policies().copied().collect();
         for step in std::mem::take(&mut undo.now) {
@@ -313,7 +313,7 @@ impl Tables {
         Ok(undo)
     }
 
-    /// Removes the policies that have blocked the ports since [`Tables::take_back`]; returns false
+    /// Removes the policies that have blocked the ports since [`Tables::remove_recorded`]; returns false
     /// while connections use the ports, because they would continue in the clear. If nothing was
     /// ever protected, existing connections were in the clear before and continue.
     pub(super) fn finish(
@@ -362,7 +362,7 @@ impl Tables {
     /// Returns the counters of an SA; `None` if it is gone.
     fn counters(&self, one: &Association) -> Result<Option<Counters>, IpsecError> {
         let state = self.xfrm.state(&id_of(one)).map_err(kernel(one))?;
-        let own = state.filter(|state| is_the_same(state, one));
+        let own = state.filter(|state| is_same(state, one));
         Ok(own.map(|state| state.counters))
     }
 
@@ -405,7 +405,7 @@ impl Tables {
             }
             Object::Association(one) => {
                 let installed = self.xfrm.state(&id_of(one)).map_err(kernel(one))?;
-                if installed.is_some_and(|installed| is_the_same(&installed, one)) {
+                if installed.is_some_and(|installed| is_same(&installed, one)) {
                     let removed = self.xfrm.remove_state(&id_of(one));
                     removed.map_err(kernel(one))?;
                 }

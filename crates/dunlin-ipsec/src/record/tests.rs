@@ -313,7 +313,7 @@ fn a_record_is_readable_while_its_process_lives_and_after_its_death() {
     let directory = Directory::new();
     let [policy, inbound, outbound] = objects();
     let mut record = directory.records().create(&[7; 16]).unwrap();
-    record.is_of(owner()).unwrap();
+    record.set_owner(owner()).unwrap();
     record.add(&[policy, inbound]).unwrap();
     assert_eq!(
         seen(&directory),
@@ -343,7 +343,7 @@ fn a_rewritten_record_keeps_its_owner() {
     let directory = Directory::new();
     let [policy, ..] = objects();
     let mut record = directory.records().create(&[7; 16]).unwrap();
-    record.is_of(owner()).unwrap();
+    record.set_owner(owner()).unwrap();
     for _ in 0..=2 * DEAD_LINES {
         record.add(&[policy]).unwrap();
         record.gone(&policy).unwrap();

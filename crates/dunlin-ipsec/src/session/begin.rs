@@ -56,9 +56,9 @@ impl Driver {
             first_reqid: REQIDS,
             udp,
         };
-        self.spares_control_connections(&parameters)?;
+        self.check_control_connections(&parameters)?;
         let inheritance = self.inheritance(&parameters.begin())?;
-        self.tables.leave_alone(local, peer)?;
+        self.tables.check_not_covered(local, peer)?;
         self.tables
             .are_free(&parameters.begin(), &inheritance.installed)?;
         let random = || random().map(u32::from_le_bytes);
@@ -69,7 +69,7 @@ impl Driver {
             return Err(IpsecError::LeftInTheWay { connections });
         }
         let mut record = self.records.create(&self.session)?;
-        record.is_of(Owner {
+        record.set_owner(Owner {
             pid: std::process::id(),
             mode: terms.mode,
             ports: terms.ports,
@@ -88,7 +88,7 @@ impl Driver {
 
     /// Checks that no other session's control connection uses one of the ports: the new policies
     /// would block it, and its session would be lost. The caller holds the lock of the directory.
-    fn spares_control_connections(&self, parameters: &SessionParameters) -> Result<(), IpsecError> {
+    fn check_control_connections(&self, parameters: &SessionParameters) -> Result<(), IpsecError> {
         let others = self.records.all()?;
         // Sessions of dead processes have no connection, and an unreadable record names none.
         let kept = others.iter().flatten().filter(|(_, is_kept)| *is_kept);
@@ -121,7 +121,7 @@ impl Driver {
                 }
             };
             if concerns(&record, begin) {
-                self.tables.take_back(&mut record)?;
+                self.tables.remove_recorded(&mut record)?;
                 records.push(record);
             }
         }

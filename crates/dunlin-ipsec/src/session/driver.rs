@@ -167,7 +167,7 @@ impl Driver {
             None | Some(IpsecError::Ended) => Ok(()),
             Some(error) => Err(error),
         };
-        self.take_everything_back(commands, asked)?;
+        self.remove_installed(commands, asked)?;
         result
     }
 
@@ -428,7 +428,7 @@ impl Driver {
     /// `quiet_wait` a later process frees them. If the end was not asked for, they stay blocked at
     /// once: an attacker who can cut a connection, or make a peer send garbage, must not be able to
     /// open the ports.
-    fn take_everything_back(
+    fn remove_installed(
         &mut self,
         commands: &Receiver<Command>,
         asked: bool,
@@ -442,7 +442,7 @@ impl Driver {
             // ports stay blocked.
             let _ = record.end();
         }
-        let undo = self.tables.take_back(&mut record)?;
+        let undo = self.tables.remove_recorded(&mut record)?;
         let is_left = !asked && record.has_protected();
         let began = Instant::now();
         let mut reported = false;

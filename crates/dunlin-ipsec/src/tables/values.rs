@@ -89,7 +89,7 @@ pub(super) fn state_of(one: &Association, key: KeyAndSalt, keeps_directions: boo
 }
 
 /// Whether the kernel's SA is the installed one, by all fields in a record.
-pub(super) fn is_the_same(installed: &Installed, one: &Association) -> bool {
+pub(super) fn is_same(installed: &Installed, one: &Association) -> bool {
     installed.source == one.source
         && installed.reqid == one.reqid
         // A kernel before 6.10 ignores the direction.

@@ -20,13 +20,13 @@ pub enum Error {
     /// The kernel has no IPsec over netlink.
     #[error(
         "kernel lacks IPsec over netlink (CONFIG_XFRM_USER): load the module xfrm_user as root, or \
-        use another kernel"
+         use another kernel"
     )]
     Absent,
     /// The kernel lacks ESP for this address family, or the cipher.
     #[error(
         "kernel lacks ESP or rfc4106(gcm(aes)): load the modules esp4, esp6, seqiv and gcm as root, \
-        or use another kernel{}", said(.0)
+         or use another kernel{}", kernel_text(.0)
     )]
     NoEsp(Option<String>),
     /// The identity is in use.
@@ -50,7 +50,7 @@ pub enum Error {
         what: &'static str,
     },
     /// The kernel refused the request.
-    #[error("{doing} failed: {source}{}", said(.text))]
+    #[error("{doing} failed: {source}{}", kernel_text(.text))]
     Refused {
         /// The operation.
         doing: &'static str,
@@ -77,7 +77,7 @@ pub enum Error {
     },
 }
 
-fn said(text: &Option<String>) -> String {
+fn kernel_text(text: &Option<String>) -> String {
     text.as_ref()
         .map(|text| format!(" (kernel: {text})"))
         .unwrap_or_default()

@@ -41,7 +41,7 @@ use action::{Breach, malformed};
 use receiving::Receiving;
 use sending::Sending;
 
-/// The message for which a side waits. If two differ, the timeout of the later one starts anew.
+/// The message for which a side waits. If two differ, the timeout of the later one restarts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Awaited {
     /// The name of the message.
