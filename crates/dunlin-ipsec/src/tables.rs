@@ -313,9 +313,9 @@ impl Tables {
         Ok(undo)
     }
 
-    /// Removes the policies that have blocked the ports since [`Tables::remove_recorded`]; returns false
-    /// while connections use the ports, because they would continue in the clear. If nothing was
-    /// ever protected, existing connections were in the clear before and continue.
+    /// Removes the policies that have blocked the ports since [`Tables::remove_recorded`]; returns
+    /// false while connections use the ports, because they would continue in the clear. If nothing
+    /// was ever protected, existing connections were in the clear before and continue.
     pub(super) fn finish(
         &mut self,
         when_quiet: &[Policy],

@@ -29,14 +29,10 @@ impl Receiving {
     pub(super) fn wanted(&mut self, epoch: u32, slots: Vec<Slot>) -> Result<Action, Breach> {
         let next = Some(epoch) == self.epoch.checked_add(1);
         if self.installing.is_some() || !(next || epoch == self.epoch && epoch > 0) {
-            return Err(malformed(
-                "SAs requested for an epoch that is not the current or next one",
-            ));
+            return Err(malformed("SAs requested for an unexpected epoch"));
         }
         if next && self.previous.is_some() {
-            return Err(malformed(
-                "new epoch requested before the previous one was retired",
-            ));
+            return Err(malformed("new epoch before the last one is retired"));
         }
         let kept: &[Grant] = if next { &[] } else { &self.live };
         if kept.len() + slots.len() > self.limit {
