@@ -93,7 +93,7 @@ fn a_peer_that_the_route_does_not_allow_is_refused_with_a_reason() {
     assert_eq!(stream.read_once(&mut [0]).unwrap(), 0);
     let why = near.wait_for("was refused");
     assert!(why.contains("unauthorised"), "{why}");
-    assert!(why.contains("is not for this peer"), "{why}");
+    assert!(why.contains("may not use route"), "{why}");
 }
 
 #[test]

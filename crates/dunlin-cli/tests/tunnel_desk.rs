@@ -275,7 +275,7 @@ fn a_listener_is_closed_by_number_or_by_place() {
 fn i7_what_cannot_be_asked_is_refused_with_a_reason() {
     let scene = Scene::new();
     for (line, code, word) in [
-        ("open none", 1, "give it `to`"),
+        ("open none", 1, "leads to a peer"),
         ("open ram --param web", 2, "NAME=VALUE"),
         ("open ram --param vm=../x", 2, "letters, digits"),
         ("open ram --param vm=", 2, "letters, digits"),

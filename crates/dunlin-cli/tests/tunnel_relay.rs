@@ -310,7 +310,7 @@ fn openssl_s_server_speaks_with_a_relay() {
         // It dies without a word: that is no end.
         server.child.kill().unwrap();
         let why = near.wait_for("was aborted");
-        assert!(why.contains("was cut, and not closed"), "{why}");
+        assert!(why.contains("close_notify"), "{why}");
     }
 }
 
@@ -402,7 +402,7 @@ fn a_server_that_speaks_nothing_newer_needs_the_routes_word() {
     let near = scene.to(openssl_port(&server), "peers = [\"b.test\"]");
     assert_eq!(scene.connect().read_once(&mut [0]).unwrap(), 0);
     let why = near.wait_for("was refused");
-    assert!(why.contains("tls = \"1.2\""), "{why}");
+    assert!(why.contains("requires TLS 1.3"), "{why}");
 }
 
 /// Every packet is lost, and nobody is told: the host that sends hears of it by its own clock,
@@ -458,7 +458,7 @@ fn a_peer_that_vanishes_is_noticed_idle_and_busy() {
     for process in [&near, &far] {
         for _ in 0..2 {
             let why = process.wait_for("was aborted");
-            assert!(why.contains("it vanished"), "{why}");
+            assert!(why.contains("vanished"), "{why}");
         }
     }
     // Two seconds, and as much again for a machine that is busy; keep-alive alone, or the

@@ -133,7 +133,7 @@ fn i7_what_was_not_passed_or_does_not_listen_is_told() {
             "other:ram",
             "no socket of that name",
         ),
-        (&config, file(), "peers:ram", "no socket that listens"),
+        (&config, file(), "peers:ram", "not a listening socket"),
         (
             &config,
             peers().into(),
@@ -159,7 +159,7 @@ fn i7_what_was_not_passed_or_does_not_listen_is_told() {
     let entrance = listen(hosts.scratch.join("in"));
     let sockets = [entrance.into(), peers().into()];
     let tunnel = activated(&hosts, &passed, sockets, "peers:ram");
-    tunnel.wait_for("peers come over TCP");
+    tunnel.wait_for("peers connect over TCP");
 }
 
 /// What was passed to a parent is none of the tunnel's.

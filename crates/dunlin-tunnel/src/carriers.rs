@@ -1,4 +1,4 @@
-//! What carries an accepted connection to the peer: a trunk's channel or a relay.
+//! What carries an accepted connection to the peer: trunks or relays.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use super::site::Site;
 use super::socket::Socket;
 use super::trunks::Trunks;
 
-/// Clones are the same ones.
+/// Clones share the trunks and relays.
 #[derive(Clone)]
 pub(super) struct Carriers {
     pub(super) site: Arc<Site>,
@@ -17,8 +17,8 @@ pub(super) struct Carriers {
 }
 
 impl Carriers {
-    /// Carries a connection as the mode of its entrance says. The connections of one listener
-    /// come here in the order in which they were accepted.
+    /// Carries a connection in the mode of its entrance. Callers pass the connections of one
+    /// listener in the order of acceptance.
     pub(super) fn carry(
         &self,
         entrance: &Entrance,
@@ -35,7 +35,7 @@ impl Carriers {
         }
     }
 
-    /// Connections that are carried, or are about to be.
+    /// The number of connections that are carried or wait to be.
     pub(super) fn channels(&self) -> usize {
         self.trunks.channels() + self.relays.channels()
     }

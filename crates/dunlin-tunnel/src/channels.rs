@@ -10,7 +10,7 @@ use super::failure::Failure;
 use super::site::Site;
 use super::socket::Socket;
 
-/// By their numbers in the trunk.
+/// Channels by their numbers in the trunk.
 pub(super) struct Channels {
     site: Arc<Site>,
     open: BTreeMap<u32, Channel>,
@@ -19,8 +19,8 @@ pub(super) struct Channels {
 struct Channel {
     socket: Arc<Socket>,
     route: String,
-    /// The hypervisor that reads the connection has closed it. The channel is aborted for this
-    /// reason if its end does not follow.
+    /// The consumer has closed the connection. If the end of the channel does not follow, the
+    /// channel is aborted with this failure.
     gone: Option<Failure>,
 }
 
@@ -46,20 +46,20 @@ impl Channels {
         Some(Arc::clone(&one.socket))
     }
 
-    /// The routes of all channels.
+    /// The route of each channel.
     pub(super) fn routes(&self) -> Vec<String> {
         self.open.values().map(|one| one.route.clone()).collect()
     }
 
-    /// The channel's other half is connected.
+    /// Reports that the other half of a channel is connected.
     pub(super) fn opened(&self, channel: u32) {
         if let Some(one) = self.open.get(&channel) {
             let route = one.route.clone();
-            self.site.tell(Event::Opened { route, channel });
+            self.site.report(Event::Opened { route, channel });
         }
     }
 
-    /// The channel found no other half.
+    /// The other half of a channel could not be connected.
     pub(super) fn refused(&mut self, channel: u32, failure: Failure) {
         self.end(channel, |socket, route| {
             socket.fail(&failure);
@@ -67,7 +67,7 @@ impl Channels {
         });
     }
 
-    /// The consumer has closed the connection; the channel's end may follow.
+    /// The consumer has closed the connection; the end of the channel may follow.
     pub(super) fn consumer_gone(&mut self, channel: u32, failure: Failure) {
         if let Some(one) = self.open.get_mut(&channel) {
             one.gone.get_or_insert(failure);
@@ -82,8 +82,7 @@ impl Channels {
         });
     }
 
-    /// The channel has ended, except for a few bytes before the end that its consumer did not
-    /// read.
+    /// The channel has ended; its consumer left the last few bytes of one direction unread.
     pub(super) fn left_unread(&mut self, channel: u32, by_peer: bool) {
         self.end(channel, |socket, route| {
             socket.left_unread();
@@ -107,30 +106,30 @@ impl Channels {
         });
     }
 
-    /// Removes a channel and reports how `close` has ended its connection.
+    /// Removes a channel and reports the event that `close` returns.
     fn end(&mut self, channel: u32, close: impl FnOnce(&Socket, String) -> Event) {
         if let Some(one) = self.open.remove(&channel) {
-            self.site.tell(close(&one.socket, one.route));
+            self.site.report(close(&one.socket, one.route));
         }
     }
 
-    /// One of the two tunnels has given the channel up.
+    /// The core of this side, or the peer's tunnel, has aborted the channel.
     pub(super) fn given_up(&mut self, channel: u32, fault: FaultCode, by_peer: bool) {
         let Some(one) = self.open.get_mut(&channel) else {
             return;
         };
         let mut fault = fault;
         if fault == FaultCode::LeftUnread {
-            // A hypervisor that has only ended its own direction waits for an answer.
+            // A hypervisor that has only shut down its own direction still waits for an answer.
             if !by_peer || one.socket.is_gone() {
                 return self.left_unread(channel, by_peer);
             }
             fault = FaultCode::ChannelBroken;
         }
         let failure = match one.gone.take() {
-            _ if by_peer => Failure::of_peer(fault, "the peer's tunnel gave the channel up"),
+            _ if by_peer => Failure::of_peer(fault, "the peer's tunnel aborted the channel"),
             Some(failure) if fault == failure.code() => failure,
-            _ => Failure::new(fault, "this tunnel gave the channel up"),
+            _ => Failure::new(fault, "this tunnel aborted the channel"),
         };
         self.aborted(channel, failure);
     }

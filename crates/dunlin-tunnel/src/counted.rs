@@ -1,14 +1,14 @@
-//! One of a bounded number of things, such as a peer's channels or programs.
+//! Counts the members of a bounded set, such as the channels or programs of a peer.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Counts as one until it is dropped.
+/// Holds one place in the set until it is dropped.
 #[derive(Debug)]
 pub(super) struct Counted(Arc<AtomicUsize>);
 
 impl Counted {
-    /// One more, or `None` where there are `most` already.
+    /// Takes a place; `None` if `most` are taken.
     pub(super) fn one_more(count: &Arc<AtomicUsize>, most: usize) -> Option<Self> {
         let one = Self(Arc::clone(count));
         (one.0.fetch_add(1, Ordering::SeqCst) < most).then_some(one)
@@ -26,7 +26,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn i8_no_more_than_the_limit_are_counted_and_each_is_given_back() {
+    fn i8_no_more_than_the_limit_are_counted_and_a_dropped_one_is_freed() {
         let count = Arc::default();
         let one = Counted::one_more(&count, 1);
         assert!(one.is_some());

@@ -1,5 +1,5 @@
-//! Connections that are being made, and handshakes that are under way on either side: those of
-//! control lanes and of relays. The end of the tunnel cancels them.
+//! Dials and handshakes of control lanes and relays that are in progress, on both sides. The end of
+//! the tunnel cancels them.
 
 use dunlin_lane::dial::DialCancel;
 use dunlin_lane::sync::lock;
@@ -10,19 +10,19 @@ use dunlin_proto::fault::FaultCode;
 
 use super::failure::{Failure, OrFailure};
 
-/// All of a tunnel.
+/// The dials of a tunnel.
 #[derive(Default)]
 pub(super) struct Dials(Mutex<State>);
 
 #[derive(Default)]
 struct State {
-    /// The tunnel ends: none begins any more.
+    /// The tunnel is ending: no dial may begin.
     is_over: bool,
     last: u64,
     under_way: BTreeMap<u64, DialCancel>,
 }
 
-/// One of them, until this is dropped.
+/// A dial in progress. Dropping it removes it from the set.
 pub(super) struct Dialling<'a> {
     all: &'a Dials,
     number: u64,
@@ -30,15 +30,15 @@ pub(super) struct Dialling<'a> {
 }
 
 impl Dials {
-    /// One more.
+    /// Adds a dial.
     ///
     /// # Errors
-    /// The tunnel ends already, or no descriptors are left.
+    /// The tunnel is ending, or out of descriptors.
     pub(super) fn begin(&self) -> Result<Dialling<'_>, Failure> {
         let cancel = DialCancel::new().or_failure(FaultCode::Kernel, "cannot create an eventfd")?;
         let mut state = lock(&self.0);
         if state.is_over {
-            return Err(Failure::new(FaultCode::Ended, "this tunnel ends"));
+            return Err(Failure::new(FaultCode::Ended, "tunnel is shutting down"));
         }
         state.last += 1;
         let number = state.last;
@@ -50,7 +50,7 @@ impl Dials {
         })
     }
 
-    /// Cancels those that are under way. None begins any more.
+    /// Cancels all dials; no other may begin.
     pub(super) fn end(&self) {
         let mut state = lock(&self.0);
         state.is_over = true;

@@ -1,4 +1,4 @@
-//! Entrances: a listener for each, whose connections are carried to the peer.
+//! Entrances: listeners of the configuration. Their connections are carried to a peer.
 
 use dunlin_lane::sync::lock;
 use std::io;
@@ -14,22 +14,22 @@ use super::options::Entrance;
 use super::route::Listen;
 use super::threads::Worker;
 
-/// An entrance that is open. It is closed when this is dropped; channels stay.
+/// An open entrance. Dropping it closes the listener; its channels stay.
 pub(super) struct EntranceListener {
-    /// Where its connections go; a reload may change it.
+    /// Where its connections are carried. A reload may replace it.
     entrance: Arc<Mutex<Entrance>>,
-    /// Where it listens: a port of 0 is the one that the kernel chose.
+    /// Its address, with the port that the kernel chose in place of port 0.
     listens_on: Listen,
     _thread: Worker,
-    /// Removed when the thread has ended.
+    /// Removed after the thread has ended.
     _file: Option<SocketFile>,
 }
 
 impl EntranceListener {
-    /// Opens an entrance.
+    /// Opens the listener and starts its thread.
     ///
     /// # Errors
-    /// It cannot listen there.
+    /// The address cannot be bound.
     pub(super) fn open(
         carriers: &Carriers,
         entrance: Entrance,
@@ -59,16 +59,15 @@ impl EntranceListener {
         &self.listens_on
     }
 
-    /// Whether it is where an entrance is to be. One that left its port to the
-    /// kernel is known by its route.
+    /// Whether it listens at the address of `other`. With port 0 the route must be the same too.
     pub(super) fn is_at(&self, other: &Entrance) -> bool {
         let own = lock(&self.entrance);
         let chosen = matches!(&other.listen, Listen::Tcp(address) if address.port() == 0);
         own.listen == other.listen && (!chosen || own.route == other.route)
     }
 
-    /// Has its next connections go where another entrance of the same place leads.
-    pub(super) fn lead(&self, other: &Entrance) {
+    /// Carries later connections as `other` says, which has the same address.
+    pub(super) fn set_entrance(&self, other: &Entrance) {
         *lock(&self.entrance) = other.clone();
     }
 }
@@ -89,8 +88,8 @@ fn listen(
             Ok(false) => {}
             Err(error) => {
                 let route = &lock(entrance).route;
-                let text = format!("route {route} accepts no connections any more: {error}");
-                return site.tell(Event::Warning(text));
+                let text = format!("route {route} stopped accepting connections: {error}");
+                return site.report(Event::Warning(text));
             }
         }
         let was_short = std::mem::take(&mut short);
@@ -105,7 +104,7 @@ fn listen(
                 if !was_short {
                     let route = &lock(entrance).route;
                     let text = format!("route {route} cannot accept a connection: {error}");
-                    site.tell(Event::Warning(text));
+                    site.report(Event::Warning(text));
                 }
                 short = true;
             }

@@ -1,4 +1,4 @@
-//! Why a tunnel cannot run.
+//! Errors that keep a tunnel from starting or from taking a new configuration.
 
 use std::io;
 
@@ -7,33 +7,30 @@ use thiserror::Error;
 
 use crate::route::Listen;
 
-/// Why a tunnel cannot run, or not as it was asked to.
+/// Why a tunnel cannot start or cannot take a configuration.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum TunnelError {
-    /// The identity does not serve.
-    #[error("the identity cannot be used: {0}")]
+    /// The identity is invalid.
+    #[error("invalid identity: {0}")]
     Identity(#[from] SettingsError),
     /// An entrance cannot listen.
     #[error("route {route:?} cannot listen on {listen}: {error}")]
     Listen {
         /// The route.
         route: String,
-        /// Where.
+        /// The address.
         listen: Listen,
-        /// What the kernel says.
+        /// The kernel's error.
         error: io::Error,
     },
-    /// A route's lanes are to go over IPsec, for which the tunnel was not prepared.
-    #[error(
-        "route {route:?} goes over IPsec, for which this tunnel is not prepared: start it anew \
-         with what IPsec needs"
-    )]
+    /// A route needs IPsec, and [`Given::sealed`](crate::Given::sealed) is `None`.
+    #[error("route {route:?} needs IPsec, which is not enabled in this tunnel")]
     NoIpsec {
         /// The route.
         route: String,
     },
-    /// No descriptors or threads are left.
-    #[error("the tunnel cannot start: {0}")]
+    /// Out of descriptors or threads.
+    #[error("cannot start the tunnel: {0}")]
     Io(#[from] io::Error),
 }

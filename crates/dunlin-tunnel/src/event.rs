@@ -1,4 +1,4 @@
-//! What the tunnel reports to the program that runs it.
+//! Events that the tunnel reports to the program that runs it.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -7,27 +7,27 @@ use dunlin_proto::fault::FaultCode;
 
 use super::failure::Failure;
 
-/// Something that happened. Prints as one line for a log.
+/// An event of the tunnel. Its `Display` is one log line.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Event {
     /// A trunk is up.
     TrunkUp {
-        /// Who the peer is.
+        /// The peer's name.
         peer: String,
-        /// Where it is.
+        /// The peer's address.
         at: SocketAddr,
     },
-    /// There is no trunk with a peer, and connections for it are closed.
+    /// No trunk to a peer could be made; the connections that waited for it are closed.
     TrunkFailed {
-        /// Where the peer was to be.
+        /// The peer's address, as configured.
         to: String,
         /// Why.
         failure: Failure,
     },
     /// A trunk has ended.
     TrunkEnded {
-        /// Who the peer was.
+        /// The peer's name.
         peer: String,
         /// Why.
         fault: FaultCode,
@@ -39,28 +39,28 @@ pub enum Event {
         /// The channel's number in its trunk.
         channel: u32,
     },
-    /// A connection found no other half and was closed.
+    /// A connection was refused before the channel was open, and is closed.
     Refused {
         /// The route.
         route: String,
         /// Why.
         failure: Failure,
     },
-    /// A channel has ended both ways, in order.
+    /// A channel has ended in both directions, in order.
     Closed {
         /// The route.
         route: String,
         /// The channel's number in its trunk.
         channel: u32,
     },
-    /// A channel has ended, but for a few bytes before the end of one direction: the hypervisor
-    /// there had closed its connection without reading them.
+    /// A channel has ended, but a hypervisor closed its connection and left the last few bytes of
+    /// one direction unread.
     LeftUnread {
         /// The route.
         route: String,
         /// The channel's number in its trunk.
         channel: u32,
-        /// Whether that hypervisor is the peer's.
+        /// Whether that hypervisor is on the peer's host.
         by_peer: bool,
     },
     /// A channel was aborted.
@@ -69,36 +69,36 @@ pub enum Event {
         route: String,
         /// The channel's number in its trunk.
         channel: u32,
-        /// Why, and whose fault it is.
+        /// Why, and who is at fault.
         failure: Failure,
     },
-    /// A lane could not be opened or was lost; the others carry on.
+    /// A lane could not be opened or was lost; the other lanes continue.
     LaneLost {
         /// The lane's number.
         lane: u16,
         /// Why.
         why: String,
     },
-    /// The control lane was lost; a new one may take its place.
+    /// The control lane was lost; it may be resumed.
     ControlLost {
-        /// Who the peer is.
+        /// The peer's name.
         peer: String,
         /// Why.
         failure: Failure,
     },
-    /// A new control lane has taken its place.
+    /// The control lane was resumed.
     ControlResumed {
-        /// Who the peer is.
+        /// The peer's name.
         peer: String,
     },
     /// A connection to the tunnel's port was rejected.
     Rejected {
-        /// Where from.
+        /// The peer's address or kind.
         from: String,
         /// Why.
         why: String,
     },
-    /// Something is not as it should be, and the tunnel goes on.
+    /// Something is wrong, and the tunnel continues.
     Warning(String),
 }
 
@@ -107,10 +107,10 @@ impl fmt::Display for Event {
         match self {
             Self::TrunkUp { peer, at } => write!(formatter, "trunk to {peer} at {at}"),
             Self::TrunkFailed { to, failure } => {
-                write!(formatter, "no trunk to {to}: {failure}")
+                write!(formatter, "cannot make a trunk to {to}: {failure}")
             }
             Self::TrunkEnded { peer, fault } => {
-                write!(formatter, "the trunk to {peer} has ended: {fault}")
+                write!(formatter, "trunk to {peer} ended: {fault}")
             }
             Self::Opened { route, channel } => {
                 write!(formatter, "route {route}: channel {channel} is open")
@@ -136,8 +136,8 @@ impl fmt::Display for Event {
                 };
                 write!(
                     formatter,
-                    "route {route}: channel {channel} is closed: the hypervisor on {host} closed \
-                     its connection at the other end's last bytes, as QEMU does with its own TLS"
+                    "route {route}: channel {channel} is closed: the hypervisor on {host} left the \
+                     last bytes unread, as QEMU does with its own TLS"
                 )
             }
             Self::Aborted {
@@ -150,13 +150,13 @@ impl fmt::Display for Event {
             ),
             Self::LaneLost { lane, why } => write!(formatter, "lane {lane} is lost: {why}"),
             Self::ControlLost { peer, failure } => {
-                write!(formatter, "the control lane to {peer} is lost: {failure}")
+                write!(formatter, "control lane to {peer} is lost: {failure}")
             }
             Self::ControlResumed { peer } => {
-                write!(formatter, "a new control lane to {peer} stands")
+                write!(formatter, "control lane to {peer} resumed")
             }
             Self::Rejected { from, why } => {
-                write!(formatter, "a connection from {from} was rejected: {why}")
+                write!(formatter, "connection from {from} was rejected: {why}")
             }
             Self::Warning(text) => write!(formatter, "warning: {text}"),
         }

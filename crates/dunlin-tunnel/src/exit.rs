@@ -1,4 +1,4 @@
-//! The far half of a channel: whether the peer may have it, and the connection to the hypervisor.
+//! The far half of a channel: checks that the peer may use the route and connects to the target.
 
 use dunlin_proto::text::harmless;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use super::meter::Count;
 use super::socket::Socket;
 use super::{parameter, target};
 
-/// Connects a channel to its target and reports it to the core; the body of a thread.
+/// Connects a channel to its target and reports the result to the core; the body of a thread.
 pub(super) fn connect(hub: &Hub, channel: u32, route: &str, parameter: &str) {
     let reached = reach(hub, route, parameter);
     let mut core = hub.lock();
@@ -32,18 +32,21 @@ pub(super) fn connect(hub: &Hub, channel: u32, route: &str, parameter: &str) {
         Err(failure) => {
             let (code, text) = (failure.code(), failure.for_peer());
             core.trunk.refuse(channel, code, text, hub.now_ns());
-            // The name is the peer's.
+            // The peer chose the name: escape it.
             let route = harmless(route);
-            hub.site.tell(Event::Refused { route, failure });
+            hub.site.report(Event::Refused { route, failure });
         }
     }
     hub.settle(&mut core);
 }
 
-/// A connection to a route's target, and the route's window.
+/// Connects to a route's target. Returns the connection and the route's window.
 fn reach(hub: &Hub, route: &str, parameter: &str) -> Result<(Socket, u64), Failure> {
     let Some(exit) = hub.site.exit(route) else {
-        let text = format!("no route {:?} has a target here", harmless(route));
+        let text = format!(
+            "unknown route {:?}: no target on this side",
+            harmless(route)
+        );
         return Err(Failure::new(FaultCode::UnknownRoute, text));
     };
     let peer = &hub.terms.peer;
@@ -52,7 +55,7 @@ fn reach(hub: &Hub, route: &str, parameter: &str) -> Result<(Socket, u64), Failu
         .and_then(|()| exit.allow.authorise_further(peer))
         .or_failure(
             FaultCode::Unauthorised,
-            format!("route {route:?} is not for this peer"),
+            format!("peer may not use route {route:?}"),
         )?;
     let target = parameter::fill(route, &exit.target, parameter)?;
     let deadline = Instant::now() + hub.site.limits.connect;

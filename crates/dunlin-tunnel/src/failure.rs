@@ -1,4 +1,4 @@
-//! Why the tunnel could not do something: a code, and words for an operator.
+//! Why the tunnel could not do something: a code and a text for an operator.
 
 use dunlin_proto::text::harmless;
 use std::error::Error;
@@ -11,8 +11,8 @@ use dunlin_proto::wire::DecodeError;
 use dunlin_lane::control::ControlError;
 use dunlin_lane::handshake::HandshakeError;
 
-/// A failure with its causes in one text; prints what happened, whose fault it
-/// is and what to do.
+/// A failure, with all of its causes in one text. Its `Display` prints what happened, who is at
+/// fault and the advice for the code.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Failure {
     code: FaultCode,
@@ -30,7 +30,7 @@ impl Failure {
         }
     }
 
-    /// A failure that the peer reported; its text is made harmless.
+    /// A failure that the peer reported. The text is escaped.
     pub(super) fn of_peer(code: FaultCode, text: &str) -> Self {
         Self {
             code,
@@ -39,26 +39,26 @@ impl Failure {
         }
     }
 
-    /// The same with its cause, and the causes of that. An error that prints its own cause is not
-    /// followed by it once more.
+    /// Appends the cause and its sources to the text. A cause that the text already ends with is
+    /// not repeated.
     pub(super) fn because(mut self, cause: &dyn Error) -> Self {
         let mut next = Some(cause);
         while let Some(cause) = next {
-            let said = cause.to_string();
-            if !self.text.ends_with(&format!(": {said}")) {
-                self.text = format!("{}: {said}", self.text);
+            let text = cause.to_string();
+            if !self.text.ends_with(&format!(": {text}")) {
+                self.text = format!("{}: {text}", self.text);
             }
             next = cause.source();
         }
         self
     }
 
-    /// The reason as a code.
+    /// The fault code.
     pub fn code(&self) -> FaultCode {
         self.code
     }
 
-    /// Who has to change something, seen from here.
+    /// Who has to act, seen from this side.
     pub fn at_fault(&self) -> AtFault {
         let at_fault = self.code.at_fault();
         if self.of_peer {
@@ -73,7 +73,7 @@ impl Failure {
         &self.text
     }
 
-    /// The text for a message, cut to what one holds.
+    /// The text, truncated to the limit of a message.
     pub(super) fn for_peer(&self) -> String {
         let mut text = self.text.clone();
         let fits = |end: &usize| text.is_char_boundary(*end);
@@ -103,9 +103,9 @@ impl From<DecodeError> for Failure {
     }
 }
 
-/// Turns an error into a [`Failure`] that has it as its cause.
+/// Converts an error to a [`Failure`].
 pub(super) trait OrFailure<T> {
-    /// The value, or a failure with this code and text.
+    /// The value, or a failure with this code and text and the error as its cause.
     fn or_failure(self, code: FaultCode, text: impl Into<String>) -> Result<T, Failure>;
 }
 
@@ -134,7 +134,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn i7_a_peers_words_are_harmless_and_its_fault_is_seen_from_here() {
+    fn i7_a_peers_text_is_escaped_and_its_fault_is_seen_from_this_side() {
         let theirs = Failure::of_peer(FaultCode::TargetUnreachable, "no\x1b[2Jsocket\n");
         assert_eq!(theirs.text(), "no\\u{1b}[2Jsocket\\n");
         assert_eq!(theirs.at_fault(), AtFault::Peer);
@@ -144,17 +144,17 @@ mod tests {
     }
 
     #[test]
-    fn a_cause_that_is_in_the_text_is_not_said_again() {
+    fn a_cause_that_the_text_ends_with_is_not_repeated() {
         #[derive(Debug, thiserror::Error)]
-        #[error("it cannot be read: {0}")]
+        #[error("read failed: {0}")]
         struct Printing(#[source] std::io::Error);
         let cause = Printing(std::io::Error::other("gone"));
         let failure = Failure::new(FaultCode::LaneLost, "lost").because(&cause);
-        assert_eq!(failure.text(), "lost: it cannot be read: gone");
+        assert_eq!(failure.text(), "lost: read failed: gone");
     }
 
     #[test]
-    fn what_a_message_takes_is_cut_at_a_character() {
+    fn a_text_for_a_message_is_cut_at_a_character_boundary() {
         let long = Failure::new(FaultCode::Internal, "ä".repeat(MAX_TEXT_BYTES));
         assert_eq!(long.for_peer().len(), MAX_TEXT_BYTES / 2 * 2);
     }

@@ -1,4 +1,4 @@
-//! The handshake on a control lane, on both sides. Each step consumes the one before.
+//! The handshake on a control lane, on both sides. Each step consumes the previous one.
 //!
 //! ```text
 //!  dialling side                            accepting side
@@ -11,11 +11,11 @@
 //!    Agreed    ◀──────── accept: secret, lanes ─ Agreed, once lanes are taken
 //! ```
 //!
-//! A later control lane of a trunk has the same session and a higher epoch. It ends behind
-//! *select*: [`Selected::resumed`] and [`Answered::resumed`].
+//! A later control lane of a trunk has the same session and a higher epoch. Its handshake ends
+//! after *select*: [`Selected::resumed`] and [`Answered::resumed`].
 //!
-//! Dropping a step closes its connection, which is all that it has to undo; the peer then finds
-//! the control lane lost. Only [`Received`] owes the peer an answer: [`Received::refuse`].
+//! Dropping a step closes its connection, and nothing else has to be undone; the peer then loses
+//! the control lane. Only [`Received`] has to answer the peer: [`Received::refuse`].
 
 use std::io;
 use std::net::SocketAddr;
@@ -39,7 +39,7 @@ use super::site::Site;
 use super::terms::{Origin, Terms};
 use dunlin_lane::control::{self, ControlStream};
 
-/// The peer has selected from this side's offer on a control lane that this side dialled.
+/// The peer has selected from this side's offer, on a control lane that this side dialled.
 pub(super) struct Selected<'a> {
     dialling: Dialling<'a>,
     control: ControlStream,
@@ -48,7 +48,7 @@ pub(super) struct Selected<'a> {
     deadline: Instant,
 }
 
-/// The peer's offer can be met.
+/// The peer's offer is acceptable.
 pub(super) struct Received {
     pub(super) control: ControlStream,
     pub(super) offer: Offer,
@@ -59,7 +59,7 @@ pub(super) struct Received {
 /// This side has selected from the peer's offer.
 pub(super) struct Answered(Received);
 
-/// The terms are complete. The accepting side has yet to send *accept*.
+/// The terms are complete. The accepting side has not sent *accept* yet.
 pub(super) struct Agreed {
     pub(super) terms: Terms,
     pub(super) control: ControlStream,
@@ -69,8 +69,8 @@ impl<'a> Selected<'a> {
     /// Connects a control lane, sends the offer and reads what the peer has selected.
     ///
     /// # Errors
-    /// There is no authenticated connection by `deadline`, the tunnel ends, or the peer refuses or
-    /// selects what was not offered.
+    /// No authenticated connection by `deadline`, the tunnel ends, the peer refuses, or it selects
+    /// something that was not offered.
     pub(super) fn dial(
         site: &'a Site,
         to: &Destination,
@@ -91,7 +91,7 @@ impl<'a> Selected<'a> {
         let unreachable = format!("{at} cannot be reached");
         let stream = connect().or_failure(FaultCode::ControlLost, unreachable)?;
         let control = control::client(stream, &tls, deadline).map_err(|error| {
-            Failure::of_handshake(format!("no secure control lane to {at}"), &error)
+            Failure::of_handshake(format!("TLS handshake with {at} failed"), &error)
         })?;
         let offer = Offer {
             versions: VERSIONS,
@@ -105,7 +105,7 @@ impl<'a> Selected<'a> {
         let mut bytes = Vec::new();
         offer
             .encode(&mut bytes)
-            .or_failure(FaultCode::Internal, "no offer")?;
+            .or_failure(FaultCode::Internal, "cannot encode the offer")?;
         control.send(&bytes)?;
         let selection = match read_opening(&control, deadline)? {
             Opening::Select(selection) => selection,
@@ -113,13 +113,13 @@ impl<'a> Selected<'a> {
                 return Err(Failure::of_peer(refusal.fault, &refusal.text));
             }
             _ => {
-                let text = "the peer answered the offer with something else";
+                let text = "unexpected answer to the offer";
                 return Err(Failure::new(FaultCode::Malformed, text));
             }
         };
         selection.confirm(&offer).or_failure(
             FaultCode::SecurityNotAgreed,
-            "the peer selected something that was not offered",
+            "peer selected something that was not offered",
         )?;
         Ok(Self {
             dialling,
@@ -133,7 +133,7 @@ impl<'a> Selected<'a> {
     /// Exchanges *accept* for a new trunk.
     ///
     /// # Errors
-    /// The control lane is lost, or the peer sends something else.
+    /// The control lane is lost, or the peer sends another message.
     pub(super) fn agree(self, site: &Site, to: Destination, lanes: u16) -> Result<Agreed, Failure> {
         let own_secret = SessionSecret(random()?);
         send_accept(&self.control, &own_secret, site.port)?;
@@ -157,13 +157,13 @@ impl<'a> Selected<'a> {
         Ok(Agreed { terms, control })
     }
 
-    /// The control lane of a trunk that exists.
+    /// Returns the control lane, for a trunk that exists.
     ///
     /// # Errors
-    /// Another peer answers than before.
+    /// The peer is not the one of the trunk.
     pub(super) fn resumed(self, terms: &Terms) -> Result<ControlStream, Failure> {
         if !terms.is_the_peer(self.control.peer()) {
-            let text = "another peer answers than before";
+            let text = "another peer answers at this address";
             return Err(Failure::new(FaultCode::UnknownSession, text));
         }
         Ok(self.control)
@@ -174,7 +174,7 @@ impl Received {
     /// Checks what the peer sent first on a control lane.
     ///
     /// # Errors
-    /// It is no offer, or cannot be met. The peer is told.
+    /// The message is not an offer, or the offer is not acceptable. The peer receives the refusal.
     pub(super) fn new(
         site: &Site,
         control: ControlStream,
@@ -192,7 +192,7 @@ impl Received {
             Opening::Offer(offer) => select(offer, &supported).map(|selection| (offer, selection)),
             _ => Err(Refusal {
                 fault: FaultCode::Malformed,
-                text: "an offer comes first on a control lane".to_owned(),
+                text: "expected an offer as the first message of a control lane".to_owned(),
             }),
         };
         match met {
@@ -206,7 +206,7 @@ impl Received {
         }
     }
 
-    /// Refuses the offer, and returns why.
+    /// Refuses the offer. Returns the refusal as a failure.
     pub(super) fn refuse(self, refusal: Refusal) -> Failure {
         refuse(&self.control, refusal)
     }
@@ -218,14 +218,14 @@ impl Received {
     pub(super) fn select(self) -> Result<Answered, Failure> {
         let mut bytes = Vec::new();
         let encoded = self.selection.encode(&mut bytes);
-        encoded.or_failure(FaultCode::Internal, "no selection")?;
+        encoded.or_failure(FaultCode::Internal, "cannot encode the selection")?;
         self.control.send(&bytes)?;
         Ok(Answered(self))
     }
 }
 
 impl Answered {
-    /// The control lane of a trunk that exists, and its epoch.
+    /// Returns the control lane and its epoch, for a trunk that exists.
     pub(super) fn resumed(self) -> (ControlStream, u32) {
         (self.0.control, self.0.offer.epoch)
     }
@@ -233,7 +233,7 @@ impl Answered {
     /// Reads the peer's *accept* for a new trunk.
     ///
     /// # Errors
-    /// The control lane is lost, the peer sends something else, or the tunnel ends.
+    /// The control lane is lost, the peer sends another message, or the tunnel ends.
     pub(super) fn agree(self, site: &Site) -> Result<Agreed, Failure> {
         let Received {
             control,
@@ -243,14 +243,14 @@ impl Answered {
         } = self.0;
         let dialling = site.dials.begin()?;
         let covered = dialling.cancel.covers(control.socket());
-        covered.or_failure(FaultCode::Kernel, "no descriptor is left")?;
+        covered.or_failure(FaultCode::Kernel, "out of descriptors")?;
         let accepted = read_accept(&control, deadline)?;
         drop(dialling);
         if accepted.port == 0 {
-            let text = "the peer's tunnel names no port for lanes";
+            let text = "peer's accept message names no port for lanes";
             return Err(Failure::new(FaultCode::Malformed, text));
         }
-        // With its scope, where that is an IPv6 address of one link.
+        // For a link-local IPv6 address this keeps the scope.
         let mut lanes_at = peer_address(&control)?;
         lanes_at.set_port(accepted.port);
         let terms = Terms {
@@ -277,7 +277,7 @@ struct Accepted {
     port: u16,
 }
 
-/// Sends *accept*; the accepting side names no port.
+/// Sends *accept*. The accepting side sends port 0.
 ///
 /// # Errors
 /// The control lane is lost.
@@ -294,7 +294,7 @@ pub(super) fn send_accept(
     let mut bytes = Vec::new();
     accept
         .encode(1, &mut bytes)
-        .or_failure(FaultCode::Internal, "no accept")?;
+        .or_failure(FaultCode::Internal, "cannot encode accept")?;
     let sent = control.send(&bytes);
     bytes.zeroize();
     Ok(sent?)
@@ -319,7 +319,7 @@ fn read_accept(control: &ControlStream, deadline: Instant) -> Result<Accepted, F
             port,
         }),
         _ => {
-            let text = "the peer sends another message before it accepts";
+            let text = "unexpected message before accept";
             Err(Failure::new(FaultCode::Malformed, text))
         }
     }
@@ -334,11 +334,11 @@ fn read_opening(control: &ControlStream, deadline: Instant) -> Result<Opening, F
     Ok(Opening::decode(&prelude, &body)?)
 }
 
-/// Tells the peer why its control lane is refused.
+/// Sends the peer why its control lane is refused.
 fn refuse(control: &ControlStream, refusal: Refusal) -> Failure {
     let mut bytes = Vec::new();
     if refusal.encode(VERSIONS, &mut bytes).is_ok() {
-        // The peer may have gone.
+        // The peer may have closed the connection.
         let _ = control.send(&bytes).and_then(|()| control.close());
     }
     Failure::new(refusal.fault, refusal.text)
@@ -346,11 +346,11 @@ fn refuse(control: &ControlStream, refusal: Refusal) -> Failure {
 
 fn peer_address(control: &ControlStream) -> Result<SocketAddr, Failure> {
     let address = control.socket().peer_addr();
-    address.or_failure(FaultCode::ControlLost, "the control lane is gone")
+    address.or_failure(FaultCode::ControlLost, "the control lane was lost")
 }
 
 /// # Errors
-/// What getrandom(2) returns.
+/// The error of getrandom(2).
 pub(super) fn random<const N: usize>() -> Result<[u8; N], Failure> {
     let mut bytes = [0; N];
     random::fill(&mut bytes).or_failure(FaultCode::Internal, "the random number source failed")?;

@@ -1,5 +1,5 @@
-//! What the threads of a trunk share: the core that decides, behind one lock, and what its
-//! decisions do at once.
+//! The state that the threads of a trunk share: the core, which decides, behind one lock, and the
+//! decisions that are carried out at once.
 //!
 //! ```text
 //!   lane threads ──┐                       ┌──▶ sockets of channels, lanes' ends
@@ -8,9 +8,9 @@
 //!                           └─ messages ─▶ talker ─▶ control lane
 //! ```
 //!
-//! A thread that has reported something to the core calls [`Hub::settle`] under the same lock.
-//! It carries out the decisions that do not wait. A thread that is to be started and a message
-//! that is to be sent are left to the talker, which is the only caller of the layers above.
+//! A thread that has reported something to the core calls [`Hub::settle`] under the same lock,
+//! which carries out the decisions that need no waiting. Threads to start and messages to send are
+//! left to the talker, which alone calls the modules above this one.
 
 use dunlin_lane::sync::lock;
 use std::collections::{BTreeMap, BTreeSet};
@@ -45,21 +45,21 @@ pub(super) struct Hub {
     pub(super) terms: Terms,
     /// Admits the peer's lanes.
     pub(super) acceptor: Arc<dyn LaneAcceptor>,
-    /// Lanes of the peer that are being admitted.
+    /// The number of the peer's lanes that are being admitted.
     pub(super) admitting: Arc<AtomicUsize>,
     pub(super) pool: Arc<Pool>,
-    /// Sockets that can be read, for the lanes' threads.
+    /// Sockets to read from, watched by the lanes' threads.
     pub(super) reads: WatchedSockets,
-    /// Sockets that take bytes again or have failed, for the poller.
+    /// Sockets that were full or may fail, watched by the poller.
     pub(super) writes: WatchedSockets,
     core: Mutex<Core>,
-    /// The talker waits here.
+    /// Wakes the talker.
     pub(super) talk: Condvar,
-    /// The lanes' threads wait here, except the one that watches sockets.
+    /// Wakes the lanes' threads that wait for work, except the one that watches the sockets.
     pub(super) idle: Condvar,
-    /// Programs that run for this peer.
+    /// Running target programs of this peer.
     pub(super) programs: Arc<AtomicUsize>,
-    /// Ends the connecting to targets when the trunk is over.
+    /// Cancels connections to targets when the trunk is over.
     pub(super) stop: Stop,
     pub(super) threads: Threads,
     began: Instant,
@@ -69,39 +69,39 @@ pub(super) struct Core {
     pub(super) trunk: stripe::Trunk<Piece>,
     pub(super) channels: Channels,
     pub(super) control: Control,
-    /// End the lanes that are open, from another thread; ours and the peer's.
+    /// Cut the open lanes of both sides, from any thread.
     pub(super) cutters: BTreeMap<(Direction, u16), Box<dyn Fn() + Send>>,
-    /// Cancel those of ours that are being opened.
+    /// Cancel this side's lanes that are being opened.
     pub(super) dials: BTreeMap<u16, DialCancel>,
     pub(super) senders: Senders,
-    /// Threads that connect to targets. One goes on for a while behind a channel
-    /// that the peer has given up.
+    /// The number of threads that connect to targets. A thread continues for a while after the peer
+    /// has aborted its channel.
     pub(super) connecting: usize,
-    /// Threads that the talker is to start.
+    /// Threads for the talker to start.
     pub(super) starts: Vec<Start>,
     pub(super) talker: Talker,
 }
 
-/// The threads of our lanes: one watches all sockets, and the others wait.
+/// The threads of this side's lanes: one watches the sockets, the others wait for work.
 #[derive(Default)]
 pub(super) struct Senders {
-    /// All of them.
+    /// The number of threads.
     pub(super) count: usize,
     /// Whether one of them watches the sockets.
     pub(super) watched: bool,
-    /// How many of them wait for another to do so.
+    /// The number that waits for work while another watches.
     pub(super) followers: usize,
-    /// Whether one has been woken and not come yet.
+    /// Whether a woken thread has not run yet.
     pub(super) woken: bool,
-    /// Lanes that have been woken because they are to end.
+    /// Lanes that have to end; their threads have been woken.
     ending: BTreeSet<u16>,
 }
 
-/// What the talker does.
+/// The state of the talker.
 pub(super) enum Talker {
-    /// It looks at the core before it waits.
+    /// It runs, and looks at the core before it waits.
     Runs,
-    /// It waits for something to say or to start, at most until then.
+    /// It waits for a message or a thread to start, at most until then.
     Waits { until_ns: Option<u64> },
 }
 
@@ -117,14 +117,14 @@ pub(super) enum Start {
     },
 }
 
-/// Which way a lane carries bytes.
+/// The direction in which a lane carries bytes, seen from this side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Direction {
     Out,
     In,
 }
 
-/// The control lane of a trunk. Each one that is made has a higher epoch than the one before.
+/// The control lane of a trunk. Each new one has a higher epoch than the previous one.
 ///
 /// ```text
 ///         lost                  resumed
@@ -135,8 +135,8 @@ pub(super) enum Direction {
 ///   Closing ──────▶ Over
 /// ```
 ///
-/// A trunk is over from `Closing` on: nothing leads back. The unwind of `Up` and of `Closing` is
-/// the stream's: the talker closes it, so that the peer hears that nothing more comes.
+/// From `Closing` on the trunk is over, and no transition leads back. In `Up` and `Closing` the
+/// stream is open: the talker closes it, so that the peer reads an orderly end.
 pub(super) enum Control {
     Up {
         epoch: u32,
@@ -167,7 +167,7 @@ impl Control {
         self.fault().is_some()
     }
 
-    /// Whether a control lane of this epoch would come after the present one.
+    /// Whether `next` is the epoch of a later control lane, and the trunk is not over.
     pub(super) fn is_before(&self, next: u32) -> bool {
         match self {
             Self::Up { epoch, .. } | Self::Lost { epoch } => *epoch < next,
@@ -180,7 +180,7 @@ impl Control {
         matches!(self, Self::Up { epoch, .. } if *epoch == at)
     }
 
-    /// Up → Lost. `None` where the control lane of this epoch is not up.
+    /// Up → Lost. `None` unless the control lane of this epoch is up.
     pub(super) fn lose(&mut self, epoch: u32) -> Option<Arc<ControlStream>> {
         if !self.is_up(epoch) {
             return None;
@@ -191,8 +191,8 @@ impl Control {
         }
     }
 
-    /// Up or Lost → Up, with a later control lane. Returns whether it replaces the present one,
-    /// which is shut down.
+    /// Up or Lost → Up, with a later control lane; a present one is shut down. Returns false if
+    /// `epoch` is not a later one or the trunk is over.
     pub(super) fn resume(&mut self, epoch: u32, stream: &Arc<ControlStream>) -> bool {
         if !self.is_before(epoch) {
             return false;
@@ -205,7 +205,7 @@ impl Control {
         true
     }
 
-    /// Up → Closing, Lost → Over. The first reason counts.
+    /// Up → Closing, Lost → Over. The first reason is kept.
     fn give_up(&mut self, fault: FaultCode) {
         *self = match std::mem::replace(self, Self::Over { fault }) {
             Self::Up { stream, .. } => Self::Closing { fault, stream },
@@ -214,7 +214,7 @@ impl Control {
         };
     }
 
-    /// Closing → Over, with the stream that is to be closed.
+    /// Closing → Over. Returns the stream to close.
     pub(super) fn close(&mut self) -> Option<Arc<ControlStream>> {
         let fault = self.fault()?;
         match std::mem::replace(self, Self::Over { fault }) {
@@ -225,10 +225,10 @@ impl Control {
 }
 
 impl Hub {
-    /// A trunk whose first control lane is up.
+    /// A trunk with its first control lane up.
     ///
     /// # Errors
-    /// No descriptors are left.
+    /// Out of descriptors.
     pub(super) fn new(
         site: &Arc<Site>,
         terms: Terms,
@@ -277,8 +277,7 @@ impl Hub {
         }))
     }
 
-    /// The core. A thread that panicked has left it whole: its calls are the
-    /// smallest steps.
+    /// Locks the core. A poisoned lock is used: every call leaves the core consistent.
     pub(super) fn lock(&self) -> MutexGuard<'_, Core> {
         lock(&self.core)
     }
@@ -287,15 +286,15 @@ impl Hub {
         u64::try_from(self.began.elapsed().as_nanos()).unwrap_or(u64::MAX)
     }
 
-    /// Starts a thread that is joined before the trunk is forgotten.
+    /// Starts a thread that is joined before the trunk is removed.
     pub(super) fn spawn(&self, name: String, body: impl FnOnce() + Send + 'static) -> bool {
         self.site.spawn_in(&self.threads, name, body)
     }
 
-    /// A connection was accepted.
+    /// Opens a channel for an accepted connection.
     ///
     /// # Errors
-    /// Why it finds no other half; the caller closes it.
+    /// Why no channel can be opened; the caller closes the connection.
     pub(super) fn open(&self, socket: &Arc<Socket>, opening: Opening) -> Result<(), OpenError> {
         let mut core = self.lock();
         let route = opening.route.clone();
@@ -305,8 +304,8 @@ impl Hub {
         Ok(())
     }
 
-    /// Carries out what the core has decided since the last call, and wakes the threads that have
-    /// something to do.
+    /// Carries out the decisions of the core since the last call, and wakes the threads that have
+    /// work.
     pub(super) fn settle(&self, core: &mut Core) {
         let now_ns = self.now_ns();
         while let Some(action) = core.trunk.poll(now_ns) {
@@ -335,7 +334,7 @@ impl Hub {
                 parameter,
             } => {
                 if core.connecting >= self.site.limits.channels {
-                    let text = "too many connections to targets are being made".to_owned();
+                    let text = "too many connections to targets in progress".to_owned();
                     core.trunk.refuse(channel, FaultCode::Busy, text, now_ns);
                     return;
                 }
@@ -348,7 +347,7 @@ impl Hub {
             }
             Action::Count(channel) => {
                 if let Some(socket) = core.channels.socket(channel) {
-                    // A socket that has failed holds nothing.
+                    // A socket that has failed has nothing to read.
                     let unread = unread_bytes(&*socket).unwrap_or(0);
                     core.trunk.counted(channel, unread);
                 }
@@ -384,7 +383,7 @@ impl Hub {
             }
             Action::LaneRefused { lane, fault, text } => {
                 let why = Failure::of_peer(fault, &text).to_string();
-                self.site.tell(Event::LaneLost { lane, why });
+                self.site.report(Event::LaneLost { lane, why });
             }
             Action::GiveUp(fault) => {
                 core.control.give_up(fault);
@@ -401,7 +400,7 @@ impl Hub {
         }
     }
 
-    /// Wakes a lane's thread if there is something to send, and those that are to end.
+    /// Wakes a lane's thread if there are bytes to send, and the threads of lanes that have to end.
     fn wake_senders(&self, core: &mut Core) {
         let senders = &mut core.senders;
         if core.trunk.has_work() && !senders.woken {
@@ -427,7 +426,7 @@ impl Hub {
         self.reads.wake();
     }
 
-    /// A channel's other half is connected: its socket counts from now.
+    /// The other half of a channel is connected: watches its socket from now on.
     pub(super) fn watch(&self, core: &mut Core, channel: u32, now_ns: u64) {
         let Some(socket) = core.channels.socket(channel) else {
             return;
@@ -441,15 +440,15 @@ impl Hub {
             Ok(()) => core.channels.opened(channel),
             Err(error) => {
                 core.trunk.fail(channel, FaultCode::ChannelBroken, now_ns);
-                let what = "the hypervisor's connection cannot be watched";
+                let what = "cannot watch the hypervisor's connection";
                 let failure = Failure::new(FaultCode::ChannelBroken, what).because(&error);
                 core.channels.aborted(channel, failure);
             }
         }
     }
 
-    /// A channel's connection on this side failed. True where the channel stays for a moment, in
-    /// which its end may come.
+    /// A channel's connection on this side failed. Returns true if the channel stays for a moment,
+    /// because its end may still arrive.
     pub(super) fn fail(
         &self,
         core: &mut Core,
@@ -480,31 +479,31 @@ impl Hub {
         false
     }
 
-    /// The peer broke the protocol.
+    /// The peer broke the protocol: ends the trunk.
     pub(super) fn broken(&self, core: &mut Core, why: &dyn std::error::Error) {
-        let what = "the peer's tunnel breaks the protocol";
+        let what = "protocol violation by the peer's tunnel";
         let failure = Failure::new(FaultCode::Malformed, what).because(why);
         let peer = self.terms.peer_name();
-        self.site.tell(Event::ControlLost { peer, failure });
+        self.site.report(Event::ControlLost { peer, failure });
         core.trunk.end(FaultCode::Malformed);
         self.settle(core);
     }
 
-    /// Ends everything.
+    /// Ends the trunk and all its channels.
     pub(super) fn end(&self, fault: FaultCode) {
         let mut core = self.lock();
         core.trunk.end(fault);
         self.settle(&mut core);
     }
 
-    /// At least so many lanes from now on, or as many as the peer accepts.
+    /// Raises the number of lanes to `lanes`, or to the peer's limit.
     pub(super) fn raise_lanes(&self, lanes: u16) {
         let mut core = self.lock();
         core.trunk.raise_lanes(lanes.min(self.terms.peer_lanes));
         self.settle(&mut core);
     }
 
-    /// No channel is opened any more.
+    /// No more channels are opened.
     pub(super) fn drain(&self) {
         let mut core = self.lock();
         core.trunk.drain();

@@ -9,15 +9,15 @@ use dunlin_lane::provider::Crypto;
 
 use crate::options::{Entrance, Routes};
 
-/// Who a host is. A tunnel both connects and accepts, and lanes are made by both
-/// sides: it needs a certificate for each.
+/// The identities of a host. A tunnel connects and accepts, and both sides open lanes, so it needs
+/// a certificate for each role.
 #[derive(Clone)]
 pub struct Identities {
-    /// For what it connects.
+    /// For connections that it dials.
     pub connecting: Arc<Identity>,
-    /// For what it accepts.
+    /// For connections that it accepts.
     pub accepting: Arc<Identity>,
-    /// What is offered and chosen.
+    /// The TLS parameters to offer and accept.
     pub crypto: Crypto,
 }
 
@@ -26,7 +26,8 @@ impl Identities {
         self.connecting.client(&self.crypto, peers)
     }
 
-    /// Accepts the peers of all routes; each channel's route is checked when it is opened.
+    /// Admits the peers of all routes. [`Exit::allow`](crate::Exit::allow) is checked when a
+    /// channel is opened.
     pub(crate) fn server(&self, routes: &Routes) -> Result<ServerTls, SettingsError> {
         let is_stripe = |one: &&Entrance| one.mode.security().is_some();
         let entrances = routes.entrances.iter().filter(is_stripe);
@@ -34,7 +35,7 @@ impl Identities {
         let exits = routes.exits.iter().map(|one| &one.allow);
         let named = entrances.chain(exits).flat_map(|peers| match peers {
             Peers::OneOf(peers) => &peers[..],
-            // Routes name their peers.
+            // [`Routes`] requires that peers are named.
             Peers::AnyFromAuthority => &[],
         });
         let mut all = Vec::new();

@@ -1,4 +1,4 @@
-//! The tunnel: connections of hypervisors that know nothing of it, striped over
+//! The tunnel: carries TCP and unix socket connections of unmodified hypervisors, striped over
 //! lanes.
 //!
 //! ```text
@@ -7,9 +7,9 @@
 //!                          └── control lane: who, how far ──┘
 //! ```
 //!
-//! A [`Tunnel`] accepts connections at its *entrances* and, for its peers, connects to the targets
-//! of its *exits*. All channels to one peer share one *trunk*: a control lane, and lanes that are
-//! opened when there is something to carry. [`dunlin_proto::stripe`] makes the decisions without
+//! A [`Tunnel`] accepts connections at its *entrances*. For its peers it connects to the targets of
+//! its *exits*. All channels to one peer share one *trunk*: a control lane, and data lanes that are
+//! opened when a channel has bytes to send. [`dunlin_proto::stripe`] makes the decisions without
 //! sockets, threads or a clock; this crate carries them out.
 //!
 //! ```text
@@ -18,24 +18,28 @@
 //!                                          └─▶ handshake ────────────────────────────────▲
 //! ```
 //!
-//! Each file imports only files that are below it:
+//! A file imports only files below it:
 //!
-//! - `options`: routes and limits, checked before anything is opened. `route`: their ends.
-//! - `entrance`: listeners of the configuration; `on_demand`: those that are opened for one purpose
-//!   while the tunnel runs; `listener`: what both listen on. `port`: where the peers connect.
-//! - `carriers`: gives an accepted connection to a trunk or to a relay.
-//! - `trunks`: dials, accepts, keeps and forgets trunks. `handshake`: how one begins; `terms`: what
-//!   both sides have agreed on; `dials`: handshakes that end with the tunnel.
+//! - `options`: routes and limits, checked before anything is opened. `route`: the two ends of a
+//!   route.
+//! - `entrance`: the listeners of the configuration. `on_demand`: listeners that are opened for one
+//!   purpose while the tunnel runs. `listener`: the sockets of both. `port`: where the peers
+//!   connect.
+//! - `carriers`: passes an accepted connection to a trunk or a relay.
+//! - `trunks`: dials, accepts, keeps and removes trunks. `handshake`: how a trunk begins. `terms`:
+//!   what both sides have agreed on. `dials`: dials and handshakes, which the end of the tunnel
+//!   cancels.
 //! - `talk`: the talker and the control lane. `send` and `receive`: the lanes. `exit`: connects a
-//!   peer's channel; `target`: to a socket or a program; `parameter`: what a channel may choose.
-//! - `hub`: the core of a trunk under its lock, and its decisions that do not wait. `channels`: the
-//!   connections of a trunk, and how each ends.
-//! - `relay`: channels that are not striped, but carried on a TLS connection each, by any program.
+//!   channel of the peer. `target`: connects to a socket or starts a program. `parameter`: what a
+//!   channel may choose in a target.
+//! - `hub`: the core of a trunk, its lock, and the decisions that are carried out without waiting.
+//!   `channels`: the connections of a trunk, and how each ends.
+//! - `relay`: channels that are not striped; each has a TLS connection of its own, to any program.
 //! - `site`: what trunks and relays share. `piece`, `socket` and `watched`: the bytes and their
-//!   sockets; `meter` and `counted`: how many; `threads`: threads that are joined.
+//!   sockets. `meter` and `counted`: counters. `threads`: threads that are joined.
 //!
-//! Threads of a trunk: the talker, the reader of the control lane, the poller of slow consumers, and
-//! one for each lane and direction.
+//! A trunk has these threads: the talker, the reader of the control lane, the poller for slow
+//! consumers, and one per lane and direction.
 #![forbid(unsafe_code)]
 
 mod carriers;
@@ -109,22 +113,22 @@ use site::Site;
 use threads::Worker;
 use trunks::Trunks;
 
-/// Events that wait for whoever runs the tunnel.
+/// Events that may wait for the observer.
 const EVENTS: usize = 1024;
-/// How often a tunnel that drains looks whether it is done.
+/// How often [`Tunnel::drain`] checks whether all channels have ended.
 const DRAIN_STEP: Duration = Duration::from_millis(20);
 
-/// What a tunnel has from its process.
+/// What the process passes to its tunnel.
 #[derive(Debug, Default)]
 pub struct Given {
-    /// Sockets for routes that listen on [`Listen::Passed`].
+    /// Sockets of routes that listen on [`Listen::Passed`].
     pub sockets: Sockets,
-    /// By what lanes go over IPsec: those of [`Mode::StripeOverIpsec`], and those of peers that
-    /// ask for it. Without, such peers are refused.
+    /// Makes lanes over IPsec: for routes with [`Mode::StripeOverIpsec`] and for peers that offer
+    /// IPsec. Without it, the tunnel refuses such peers.
     pub sealed: Option<Arc<dyn SealedLanes>>,
 }
 
-/// A tunnel that runs. Dropped, it ends at once, and its channels with it.
+/// A running tunnel. Dropping it ends the tunnel and aborts its channels.
 pub struct Tunnel {
     site: Arc<Site>,
     carriers: Carriers,
@@ -133,16 +137,16 @@ pub struct Tunnel {
     on_demand: Mutex<Vec<OnDemandListener>>,
     sockets: Sockets,
     address: SocketAddr,
-    /// Accepts the peers until the tunnel ends.
+    /// Accepts connections of the peers until the tunnel ends.
     port: Option<Worker>,
 }
 
 impl Tunnel {
-    /// Starts a tunnel that takes its peers' connections from `listener`, and
-    /// tells `observer`, on a thread of its own, what happens.
+    /// Starts a tunnel that accepts its peers on `listener` and reports events to `observer`, which
+    /// runs on a thread of its own.
     ///
     /// # Errors
-    /// [`TunnelError`]; nothing runs then.
+    /// [`TunnelError`]; nothing is left running.
     pub fn start(
         listener: TcpListener,
         identities: Identities,
@@ -154,10 +158,10 @@ impl Tunnel {
         Self::start_with(listener, nothing, identities, routes, limits, observer)
     }
 
-    /// The same with what its process has for it.
+    /// Like [`Tunnel::start`], with sockets or IPsec lanes that the process passes.
     ///
     /// # Errors
-    /// [`TunnelError`]; nothing runs then.
+    /// [`TunnelError`]; nothing is left running.
     pub fn start_with(
         listener: TcpListener,
         given: Given,
@@ -170,9 +174,9 @@ impl Tunnel {
         check_sealed(sealed.is_some(), routes)?;
         let address = listener.local_addr()?;
         let tls = identities.server(routes)?;
-        // An identity that cannot connect is an error of the start, not of the first connection.
+        // Check here that the identity can connect, not when the first connection arrives.
         identities.client(Peers::OneOf(Vec::new()))?;
-        let (events, heard) = sync_channel(EVENTS);
+        let (events, queue) = sync_channel(EVENTS);
         let site = Site::new(
             limits,
             address.port(),
@@ -182,8 +186,8 @@ impl Tunnel {
             events,
         );
         let site = Arc::new(site);
-        // It ends with the last thread that could report an event.
-        let body = move || heard.iter().for_each(&mut observer);
+        // The thread ends when the last sender of events is dropped.
+        let body = move || queue.iter().for_each(&mut observer);
         let observing = thread::Builder::new().name("dunlin-events".to_owned());
         drop(observing.spawn(body)?);
         let carriers = Carriers {
@@ -209,13 +213,13 @@ impl Tunnel {
         Ok(tunnel)
     }
 
-    /// Where its peers reach it.
+    /// The address at which peers reach the tunnel.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Where its entrances listen, by their routes' names; a port of 0 is the one
-    /// that the kernel chose.
+    /// The name of each route that has a listener, and its address. A configured port of 0 is
+    /// replaced by the port that the kernel chose.
     pub fn entrances(&self) -> Vec<(String, Listen)> {
         let of = |listener: &EntranceListener| {
             (listener.entrance().route, listener.listens_on().clone())
@@ -223,22 +227,21 @@ impl Tunnel {
         lock(&self.entrances).iter().map(of).collect()
     }
 
-    /// Where its relays take TLS clients, by their routes' names.
+    /// The name of each relay route, and the address at which it accepts TLS clients.
     pub fn relay_ports(&self) -> Vec<(String, SocketAddr)> {
         self.carriers.relays.ports()
     }
 
-    /// Uses other routes and identities for all that comes from now on; channels
-    /// that are open stay as they are.
+    /// Replaces routes and identities. Open channels keep the old ones.
     ///
     /// # Errors
-    /// [`TunnelError`]; everything is as before then.
+    /// [`TunnelError`]; nothing is changed.
     pub fn replace(&self, identities: Identities, routes: &Routes) -> Result<(), TunnelError> {
         check_sealed(self.site.sealed.is_some(), routes)?;
         let tls = identities.server(routes)?;
         self.listen(&identities, routes)?;
         self.tls.replace(&tls);
-        // None is opened by what was configured before.
+        // Hold the lock: no listener may be opened with the old configuration meanwhile.
         let on_demand = lock(&self.on_demand);
         self.site.replace(identities, routes);
         for listener in on_demand.iter() {
@@ -249,11 +252,11 @@ impl Tunnel {
         Ok(())
     }
 
-    /// Opens a listener for one purpose, such as one VM's migration. It goes when
-    /// its last channel has ended, or with [`OnDemandListener::close`].
+    /// Opens a listener for one purpose, such as the migration of one VM. It closes when its last
+    /// channel has ended, or by [`OnDemandListener::close`].
     ///
     /// # Errors
-    /// [`DemandError`]; nothing listens then.
+    /// [`DemandError`]; no listener is opened.
     pub fn open(&self, demand: &Demand) -> Result<OnDemandListener, DemandError> {
         let route = &demand.route;
         let mut on_demand = lock(&self.on_demand);
@@ -290,14 +293,14 @@ impl Tunnel {
         Ok(listener)
     }
 
-    /// The listeners that [`Tunnel::open`] has opened and that are not over.
+    /// The listeners that [`Tunnel::open`] opened and that are not over.
     pub fn on_demand_listeners(&self) -> Vec<OnDemandListener> {
         let mut on_demand = lock(&self.on_demand);
         on_demand.retain(|listener| !listener.status().is_over());
         on_demand.clone()
     }
 
-    /// The routes of this side, and what went over them.
+    /// The routes of this side and their traffic.
     pub fn routes(&self) -> Vec<RouteStatus> {
         let mut routes = self.site.routes();
         for listener in lock(&self.entrances).iter() {
@@ -310,20 +313,19 @@ impl Tunnel {
         routes
     }
 
-    /// What is carried now.
+    /// What trunks and relays carry now.
     pub fn status(&self) -> Vec<Status> {
         let mut all = self.carriers.trunks.status();
         all.extend(self.carriers.relays.status());
         all
     }
 
-    /// Takes no more connections and waits until all channels have ended, at most
-    /// `limit`. Returns how many channels are left, which are cut off when this is
-    /// dropped.
+    /// Accepts no more connections and waits until all channels have ended, at most `limit`.
+    /// Returns the number of channels that are left; dropping the tunnel aborts them.
     pub fn drain(&self, limit: Duration) -> usize {
         let until = Instant::now() + limit;
         {
-            // Those that are there are closed below, and no other is opened.
+            // Under the lock no listener is opened; the present ones are closed below.
             let _held = lock(&self.on_demand);
             self.site.drain();
         }
@@ -338,8 +340,9 @@ impl Tunnel {
         }
     }
 
-    /// Opens what is new and closes what is no more. A place that stays is
-    /// listened at all the time, whoever's it becomes.
+    /// Opens new listeners and closes those that the configuration no longer has. A listener stays
+    /// open while its address stays in the configuration, even if another route now uses the
+    /// address.
     fn listen(&self, identities: &Identities, routes: &Routes) -> Result<(), TunnelError> {
         let mut entrances = lock(&self.entrances);
         let mut fresh = Vec::new();
@@ -363,7 +366,7 @@ impl Tunnel {
         let ports = relays.prepare(identities, routes)?;
         relays.open(ports);
         for (at, entrance) in &stay {
-            entrances[*at].lead(entrance);
+            entrances[*at].set_entrance(entrance);
         }
         let mut at = 0..;
         entrances.retain(|_| {
@@ -374,7 +377,7 @@ impl Tunnel {
         Ok(())
     }
 
-    /// Nothing listens any more.
+    /// Closes all listeners.
     fn close_all(&self) {
         lock(&self.entrances).clear();
         self.carriers.relays.close_ports();
@@ -384,11 +387,11 @@ impl Tunnel {
     }
 }
 
-/// Whether every route's lanes can go as they are to.
-fn check_sealed(is_there: bool, routes: &Routes) -> Result<(), TunnelError> {
+/// Returns an error if a route needs IPsec and `has_ipsec` is false.
+fn check_sealed(has_ipsec: bool, routes: &Routes) -> Result<(), TunnelError> {
     let over_ipsec = |one: &&Entrance| one.mode == Mode::StripeOverIpsec;
     match routes.entrances.iter().find(over_ipsec) {
-        Some(one) if !is_there => {
+        Some(one) if !has_ipsec => {
             let route = one.route.clone();
             Err(TunnelError::NoIpsec { route })
         }

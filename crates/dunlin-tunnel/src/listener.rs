@@ -1,4 +1,4 @@
-//! Sockets that accept connections: made here, or passed to the process by its parent.
+//! Listening sockets: created here, or passed to the process.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -16,25 +16,25 @@ use dunlin_linux::socket::{is_held, is_listening};
 use super::route::Listen;
 use super::socket::Stream;
 
-/// How long nothing is accepted when descriptors or memory are short.
+/// How long no connection is accepted after descriptors or memory ran out.
 const SHORTAGE_REST: Duration = Duration::from_millis(100);
 
-/// Sockets that listen already and were passed to the process, by name: a tunnel
-/// uses them where a route says [`Listen::Passed`]. They stay open as long as this,
-/// so that a route may be taken away and come back.
+/// Listening sockets that were passed to the process, by name. A route uses one with
+/// [`Listen::Passed`]. They stay open until this is dropped, so that a reload may remove a route
+/// and add it again.
 #[derive(Debug, Default)]
 pub struct Sockets(BTreeMap<String, Listener>);
 
 impl Sockets {
-    /// Adds one.
+    /// Adds a socket.
     ///
     /// # Errors
-    /// `InvalidInput`: it does not listen, is neither a unix nor a TCP socket, or
-    /// another has its name.
+    /// `InvalidInput`: the socket does not listen, is neither a unix nor a TCP socket, or the name
+    /// is taken.
     pub fn insert(&mut self, name: &str, socket: OwnedFd) -> io::Result<()> {
         let wrong = |text: &str| io::Error::new(io::ErrorKind::InvalidInput, text);
         if !is_listening(&socket).unwrap_or(false) {
-            return Err(wrong("it is no socket that listens for connections"));
+            return Err(wrong("not a listening socket"));
         }
         let unix = UnixListener::from(socket);
         let listener = if unix.local_addr().is_ok() {
@@ -42,7 +42,7 @@ impl Sockets {
         } else {
             let tcp = TcpListener::from(OwnedFd::from(unix));
             tcp.local_addr()
-                .map_err(|_| wrong("it is neither a unix nor a TCP socket"))?;
+                .map_err(|_| wrong("neither a unix nor a TCP socket"))?;
             Listener::Tcp(tcp)
         };
         if self.0.contains_key(name) {
@@ -52,60 +52,59 @@ impl Sockets {
         Ok(())
     }
 
-    /// The names, in their order.
+    /// The names, sorted.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.0.keys().map(String::as_str)
     }
 
-    /// The TCP socket of a name, for [`super::Tunnel::start`].
+    /// The TCP socket of this name, for [`super::Tunnel::start`].
     ///
     /// # Errors
-    /// `NotFound`, or `InvalidInput` where it is no TCP socket; what dup(2) says.
+    /// `NotFound`, `InvalidInput` if it is not a TCP socket, or the error of dup(2).
     pub fn tcp(&self, name: &str) -> io::Result<TcpListener> {
         match self.get(name)? {
             Listener::Tcp(listener) => listener.try_clone(),
             Listener::Unix(_) => Err(io::Error::new(
                 io::ErrorKind::InvalidInput,
-                "it is a unix socket, and peers come over TCP",
+                "not a TCP socket: peers connect over TCP",
             )),
         }
     }
 
     fn get(&self, name: &str) -> io::Result<&Listener> {
         self.0.get(name).ok_or_else(|| {
-            let text = "no socket of that name was passed to this process";
+            let text = "no socket of that name was passed to the process";
             io::Error::new(io::ErrorKind::NotFound, text)
         })
     }
 }
 
-/// A socket that listens, in non-blocking mode once a tunnel has it.
+/// A listening socket, in non-blocking mode once a tunnel uses it.
 #[derive(Debug)]
 pub(super) enum Listener {
     Unix(UnixListener),
     Tcp(TcpListener),
 }
 
-/// The file that a unix socket has made; removed with it.
+/// The file of a unix socket. Dropping this removes it.
 #[derive(Debug)]
 pub(super) struct SocketFile {
     path: PathBuf,
     id: FileId,
 }
 
-/// Numbers listeners: channels are connected in the order in which one listener
-/// has accepted them.
+/// The number of the next listener. The channels of one listener are connected in the order of
+/// acceptance.
 pub(super) fn next_number() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     NEXT.fetch_add(1, Ordering::Relaxed)
 }
 
 impl Listener {
-    /// Listens, and says in `listen` where: a port of 0 becomes the one that the
-    /// kernel chose.
+    /// Starts to listen. Replaces port 0 in `listen` by the port that the kernel chose.
     ///
     /// # Errors
-    /// It cannot listen there.
+    /// The address cannot be bound.
     pub(super) fn open(
         listen: &mut Listen,
         passed: &Sockets,
@@ -139,11 +138,11 @@ impl Listener {
         })
     }
 
-    /// Waits until there is a connection to accept or `wakeup` is used, and returns whether it is.
-    /// When descriptors or memory are `short`, connections wait for a moment.
+    /// Waits for a connection or for `wakeup`, and returns whether `wakeup` is readable. If
+    /// descriptors or memory are `short`, it waits a moment without accepting.
     ///
     /// # Errors
-    /// What poll(2) returns.
+    /// The error of poll(2).
     pub(super) fn wait(&self, wakeup: &Wakeup, short: bool) -> io::Result<bool> {
         let own = match self {
             Self::Unix(listener) => Interest::read(listener),
@@ -174,18 +173,18 @@ impl Listener {
     }
 }
 
-/// What accepting has returned.
+/// The result of accepting.
 pub(super) enum Accepted {
     Connection(Stream),
     Nothing,
-    /// Descriptors or memory are short; others may free some.
+    /// Out of descriptors or memory; both may become available.
     Short(io::Error),
 }
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
         if file_id(&self.path).is_ok_and(|id| id == self.id) {
-            // Another process may have removed it.
+            // Another process may have removed the file.
             let _ = std::fs::remove_file(&self.path);
         }
     }
@@ -199,13 +198,12 @@ fn file_id(path: &Path) -> io::Result<FileId> {
     Ok((found.dev(), found.ino()))
 }
 
-/// Listens at `path`, where nobody does: a socket that a tunnel has left behind
-/// is replaced, and nothing else.
+/// Listens at `path`. Replaces a socket file on which no process listens, and no other file.
 fn bind(path: &Path) -> io::Result<UnixListener> {
     match UnixListener::bind(path) {
         Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
             if !std::fs::symlink_metadata(path)?.file_type().is_socket() {
-                let text = "there is a file of that name, which is no socket";
+                let text = "a file of this name exists and is not a socket";
                 return Err(io::Error::new(io::ErrorKind::AlreadyExists, text));
             }
             if is_held(path)? {
@@ -225,17 +223,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_socket_that_is_left_behind_is_replaced_and_no_other_file() {
+    fn a_stale_socket_is_replaced_and_no_other_file() {
         let name = format!("dunlin-listen-{}", std::process::id());
         let path = std::env::temp_dir().join(name);
         drop(bind(&path).unwrap());
         assert!(file_id(&path).is_ok());
         let listener = bind(&path).unwrap();
-        // Somebody listens, and hears nothing of it.
+        // A socket on which a process listens stays, and accepts no connection from the check.
         assert_eq!(bind(&path).unwrap_err().kind(), io::ErrorKind::AddrInUse);
         listener.set_nonblocking(true).unwrap();
-        let nobody = listener.accept().unwrap_err();
-        assert_eq!(nobody.kind(), io::ErrorKind::WouldBlock);
+        let accepted = listener.accept().unwrap_err();
+        assert_eq!(accepted.kind(), io::ErrorKind::WouldBlock);
         drop(listener);
         std::fs::remove_file(&path).unwrap();
         std::fs::write(&path, "a disk").unwrap();

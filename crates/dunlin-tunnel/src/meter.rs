@@ -1,5 +1,4 @@
-//! What went over each route, counted where its bytes pass: at the sockets of its
-//! channels on this side.
+//! Traffic of each route, counted at the sockets of its channels on this side.
 
 use dunlin_lane::sync::lock;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -7,7 +6,7 @@ use std::sync::{Arc, Mutex};
 
 use super::failure::Failure;
 
-/// A route's figures since the tunnel began.
+/// A route's counters since the tunnel started.
 #[derive(Debug, Default)]
 pub(super) struct Meter {
     open: AtomicU64,
@@ -18,22 +17,21 @@ pub(super) struct Meter {
     written_bytes: AtomicU64,
 }
 
-/// What went over a route since the tunnel began.
+/// A route's traffic since the tunnel started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
-    /// Connections of this side that are there now, also those whose other half is
-    /// still being made.
+    /// Connections of this side that are open now, connected to their other half or not.
     pub open: u64,
-    /// Those that ended both ways, in order.
+    /// Connections that ended in both directions, in order.
     pub closed: u64,
-    /// Those that ended but for a few bytes before the end of one direction, which the hypervisor
-    /// there did not read before it closed. Whether all is well only the hypervisors know.
+    /// Connections that ended while a hypervisor left the last few bytes of one direction unread.
+    /// Only the hypervisors can tell whether that is a failure.
     pub left_unread: u64,
-    /// Those that were refused or aborted.
+    /// Connections that were refused or aborted.
     pub failed: u64,
-    /// Bytes that were read from connections of this side.
+    /// Bytes read from connections of this side.
     pub read_bytes: u64,
-    /// Bytes that were written to connections of this side.
+    /// Bytes written to connections of this side.
     pub written_bytes: u64,
 }
 
@@ -51,23 +49,22 @@ impl Meter {
     }
 }
 
-/// What counts the connections of one listener.
+/// Counts the connections of one listener.
 pub(super) trait Tally: std::fmt::Debug + Send + Sync {
     /// A connection begins.
     fn begins(&self);
 
-    /// A connection has ended like this.
+    /// A connection has ended.
     fn ends(&self, ending: Ending);
 }
 
-/// One connection in its route's figures and in those of the listener that was
-/// opened for it. It counts from when this is made to when it is dropped, and as
-/// in order or as left unread if either was reported, and as failed otherwise.
+/// Counts one connection for its route and for the listener that accepted it, from creation to
+/// drop. It counts as failed unless an orderly end or unread last bytes were reported.
 #[derive(Debug)]
 pub(super) struct Count {
     meter: Arc<Meter>,
     tally: Option<Arc<dyn Tally>>,
-    /// What was reported, if anything was.
+    /// The reported ending.
     ending: Mutex<Option<Ending>>,
 }
 
@@ -92,8 +89,8 @@ impl Count {
         add(&self.meter.written_bytes, bytes);
     }
 
-    /// The connection ends like this. What is worse than what was reported before replaces it, and
-    /// of the reasons the first counts: a second one is a consequence of it.
+    /// Reports how the connection ends. A worse ending replaces a better one. Of two failures the
+    /// first is kept: the second is a consequence of it.
     pub(super) fn ends(&self, ending: Ending) {
         let mut reported = lock(&self.ending);
         match (&*reported, &ending) {
@@ -108,11 +105,11 @@ impl Count {
 /// How a connection ended.
 #[derive(Debug)]
 pub(super) enum Ending {
-    /// Both ways, in order.
+    /// In both directions, in order.
     Well,
-    /// In order, except for a few bytes that the consumer left unread.
+    /// In order, but the consumer left the last few bytes unread.
     LeftUnread,
-    /// It was refused or aborted, and why, as far as it is known.
+    /// Refused or aborted, with the reason if there is one.
     Badly(Option<Failure>),
 }
 

@@ -1,5 +1,5 @@
-//! A listener that is opened for one purpose, such as one VM's migration, while the
-//! tunnel runs, and that goes when its last channel has ended.
+//! Listeners that are opened while the tunnel runs, each for one purpose such as the migration of
+//! one VM. A listener closes when its last channel has ended.
 //!
 //! ```text
 //!  Tunnel::open ─▶ listens ─▶ has channels ─▶ none is left: closed ─▶ over
@@ -7,8 +7,8 @@
 //!                     └─ close ────┴───────────────────────────────────┘
 //! ```
 //!
-//! Each has a number among all listeners, so that its channels, and no others, are
-//! connected in the order in which it has accepted them.
+//! A listener has a number among all listeners of the tunnel. Only the channels of one listener are
+//! connected in the order of acceptance.
 
 use dunlin_lane::sync::{self, lock};
 use std::io;
@@ -28,97 +28,94 @@ use super::options::Entrance;
 use super::parameter::Parameter;
 use super::route::Listen;
 
-/// Listeners that may be open at the same time by [`super::Tunnel::open`]: more
-/// than a host migrates VMs at once, and each costs a thread and a descriptor.
+/// How many listeners of [`super::Tunnel::open`] may exist at the same time: more than the VMs that
+/// a host migrates at once. Each costs a thread and a descriptor.
 pub const MAX_ON_DEMAND_LISTENERS: usize = 256;
 
-/// What is asked of [`super::Tunnel::open`].
+/// A request for a listener, for [`super::Tunnel::open`].
 #[derive(Clone, Debug)]
 pub struct Demand {
-    /// The route, by its name in the configuration; it leads to a peer.
+    /// The route's name. The route must have an entrance in the configuration.
     pub route: String,
-    /// What the route's target at the peer has a place for.
+    /// The value for the placeholder in the route's target at the peer.
     pub parameter: Option<Parameter>,
     /// Where to listen: a unix socket or a TCP port.
     pub listen: Listen,
-    /// At least so many lanes to the peer, 1 to 128, from now on.
+    /// Raises the lane count for the peer to at least this many, 1 to 128.
     pub lanes: Option<u16>,
-    /// Takes a single connection.
+    /// Accepts one connection only.
     pub once: bool,
 }
 
-/// Why there is no listener.
+/// Why no listener was opened.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum DemandError {
-    /// The configuration has no such way out.
-    #[error("no route {route:?} leads to a peer: give it `to` in the configuration")]
+    /// The configuration has no entrance for this route.
+    #[error("no route {route:?} leads to a peer")]
     Route {
         /// The route's name.
         route: String,
     },
-    /// The number of lanes is out of range.
+    /// The lane count is out of range.
     #[error("lane count {lanes} out of range (1–{MAX_LANES})")]
     Lanes {
-        /// The number.
+        /// The count.
         lanes: u16,
     },
-    /// Others are not over.
-    #[error(
-        "{MAX_ON_DEMAND_LISTENERS} listeners are open already: close some, or wait for their ends"
-    )]
+    /// Too many listeners are open.
+    #[error("too many listeners are open (at most {MAX_ON_DEMAND_LISTENERS})")]
     Busy,
-    /// It takes no more connections.
-    #[error("the tunnel is about to end: start it anew")]
+    /// The tunnel is draining.
+    #[error("tunnel is shutting down")]
     Ending,
-    /// It cannot listen.
+    /// The address cannot be bound.
     #[error("route {route:?} cannot listen on {listen}: {error}")]
     Listen {
         /// The route.
         route: String,
-        /// Where.
+        /// The address.
         listen: Listen,
-        /// What the kernel says.
+        /// The kernel's error.
         error: io::Error,
     },
 }
 
-/// A listener that [`super::Tunnel::open`] has opened. Clones are the same one; it
-/// stays when they are dropped.
+/// A listener that [`super::Tunnel::open`] opened. Clones refer to the same listener, which stays
+/// open when they are dropped.
 #[derive(Clone, Debug)]
 pub struct OnDemandListener(Arc<ListenerTally>);
 
 /// The status of a listener and its channels.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ListenerStatus {
-    /// Whether it takes connections.
+    /// Whether it accepts connections.
     pub listens: bool,
-    /// Channels that are there now.
+    /// Open channels.
     pub open: u64,
-    /// Channels that ended both ways, in order.
+    /// Channels that ended in both directions, in order.
     pub closed: u64,
-    /// Channels that ended but for a few bytes before the end of one direction, which the
-    /// hypervisor there did not read before it closed.
+    /// Channels that ended while a hypervisor left the last few bytes of one direction unread.
     pub left_unread: u64,
     /// Channels that were refused or aborted.
     pub failed: u64,
-    /// Why the first of these was, as far as it is known.
+    /// Why the first channel failed, if a reason was reported.
     pub why: Option<Failure>,
 }
 
 impl ListenerStatus {
-    /// Channels that have ended, in whatever way.
+    /// Channels that have ended, in any way.
     pub fn ended(&self) -> u64 {
         self.closed + self.left_unread + self.failed
     }
 
-    /// Whether nothing will change any more.
+    /// Whether the status is final: the listener is closed and no channel is open.
     pub fn is_over(&self) -> bool {
         !self.listens && self.open == 0
     }
 }
 
-/// What a listener and its channels share.
+/// The state that a listener and its channels share.
 #[derive(Debug)]
 pub(super) struct ListenerTally {
     number: u64,
@@ -133,15 +130,15 @@ pub(super) struct ListenerTally {
 #[derive(Debug)]
 struct Now {
     status: ListenerStatus,
-    /// It accepts no more connections.
+    /// No more connections are accepted.
     closing: bool,
 }
 
 impl OnDemandListener {
-    /// Opens a listener; the caller has looked up its entrance.
+    /// Opens a listener for an entrance that the caller has looked up.
     ///
     /// # Errors
-    /// It cannot listen there.
+    /// The address cannot be bound.
     pub(super) fn open(
         carriers: &Carriers,
         mut entrance: Entrance,
@@ -180,7 +177,7 @@ impl OnDemandListener {
         Ok(Self(tally))
     }
 
-    /// Its number among all listeners of the tunnel.
+    /// The listener's number, unique in the tunnel.
     pub fn number(&self) -> u64 {
         self.0.number
     }
@@ -190,29 +187,27 @@ impl OnDemandListener {
         &self.0.entrance.route
     }
 
-    /// What its channels say of themselves, `NAME=VALUE`; nothing where they have
-    /// no parameter.
+    /// The parameter of its channels, `NAME=VALUE`; empty without one.
     pub fn parameter(&self) -> &str {
         &self.0.parameter
     }
 
-    /// Where it listens.
+    /// The address.
     pub fn listen(&self) -> &Listen {
         &self.0.entrance.listen
     }
 
-    /// Its status now.
+    /// The current status.
     pub fn status(&self) -> ListenerStatus {
         self.0.lock().status.clone()
     }
 
-    /// Takes no more connections; its channels go on.
+    /// Stops accepting connections; open channels continue.
     pub fn close(&self) {
         self.0.close();
     }
 
-    /// Waits until it is over, or until `deadline` where there is one, and says how
-    /// it is then.
+    /// Waits until [`ListenerStatus::is_over`] or `deadline`. Returns the status at that time.
     pub fn wait(&self, deadline: Option<Instant>) -> ListenerStatus {
         let changed = &self.0.changed;
         let mut now = self.0.lock();
@@ -226,7 +221,7 @@ impl OnDemandListener {
         now.status.clone()
     }
 
-    /// Whether this is still its entrance.
+    /// Whether `entrance` is the one that this listener was opened for.
     pub(super) fn is_of(&self, entrance: &Entrance) -> bool {
         let own = &self.0.entrance;
         (&own.route, &own.to, &own.peers) == (&entrance.route, &entrance.to, &entrance.peers)
@@ -238,7 +233,7 @@ impl Tally for ListenerTally {
         self.lock().status.open += 1;
     }
 
-    /// Its caller may hold any lock but this one.
+    /// The caller may hold any lock except this one.
     fn ends(&self, ending: Ending) {
         let mut now = self.lock();
         let status = &mut now.status;
@@ -269,7 +264,7 @@ impl ListenerTally {
         self.waker.wake();
     }
 
-    /// Whether no more connections are taken.
+    /// Whether the listener is to close.
     fn is_done(&self) -> bool {
         let now = self.lock();
         let status = &now.status;
@@ -292,10 +287,11 @@ impl ListenerTally {
     ) {
         if let Err(error) = self.take(carriers, &listener, wakeup) {
             let (route, number) = (&self.entrance.route, self.number);
-            let text = format!("route {route}: listener {number} takes no more: {error}");
-            carriers.site.tell(Event::Warning(text));
+            let text =
+                format!("route {route}: listener {number} stopped accepting connections: {error}");
+            carriers.site.report(Event::Warning(text));
         }
-        // The file goes before the socket stops listening.
+        // Remove the file while the socket still listens.
         drop(file);
         drop(listener);
         self.lock().status.listens = false;
@@ -312,7 +308,7 @@ impl ListenerTally {
         loop {
             listener.wait(wakeup, short)?;
             wakeup.clear();
-            // Those that are in the backlog came before the last one ended.
+            // Connections in the backlog arrived before the last channel ended.
             short = loop {
                 if self.lock().closing || (self.once && self.is_done()) {
                     return Ok(());

@@ -1,5 +1,4 @@
-//! What a tunnel is asked to do: routes and limits, checked before anything is
-//! opened.
+//! Routes and limits of a tunnel, checked before anything is opened.
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
@@ -22,19 +21,19 @@ use dunlin_lane::record::RECORD_LIMIT;
 /// How a route's connections are carried.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Mode {
-    /// Striped over the lanes to a peer that is a tunnel too.
+    /// Striped over the lanes to a peer that is also a tunnel.
     #[default]
     Stripe,
-    /// The same over lanes of plain TCP that IPsec seals, with SAs that the two tunnels agree on;
-    /// both need [`super::Given::sealed`].
+    /// Striped over plain TCP lanes that IPsec protects, with SAs that the two tunnels negotiate.
+    /// Both need [`super::Given::sealed`].
     StripeOverIpsec,
-    /// Each on a TLS connection of its own, to a peer that may be any TLS server; with the oldest
-    /// TLS that it may speak. Lanes and window say nothing then.
+    /// Each on a TLS connection of its own, to a peer that may be any TLS server. The value is the
+    /// oldest TLS version that the peer may use. Lane count and window are ignored.
     Relay(OldestTls),
 }
 
 impl Mode {
-    /// What protects the lanes between the two tunnels; none where there are none.
+    /// The security of the lanes between the two tunnels; `None` for a relay.
     pub(super) fn security(self) -> Option<LaneSecurity> {
         match self {
             Self::Stripe => Some(LaneSecurity::Tls),
@@ -44,40 +43,39 @@ impl Mode {
     }
 }
 
-/// One end of a route, where connections come in.
+/// The end of a route that accepts connections of the local hypervisor.
 #[derive(Clone, Debug)]
 pub struct Entrance {
     /// The route's name, the same on both hosts.
     pub route: String,
-    /// Where connections are taken.
+    /// Where it accepts connections.
     pub listen: Listen,
-    /// The peer's tunnel: host and port.
+    /// The peer's tunnel, `host:port`.
     pub to: String,
-    /// Who may answer there.
+    /// The identities that may answer there.
     pub peers: Peers,
-    /// Lanes, 1 to 128. Routes to the same peer share them; the largest number
-    /// counts.
+    /// Lane count, 1 to 128. Routes to the same peer share lanes; the largest count applies.
     pub lanes: u16,
-    /// Bytes of a channel that may wait on this side.
+    /// The channel window on this side, in bytes: what may wait here.
     pub window_bytes: u64,
-    /// How they are carried.
+    /// How its connections are carried.
     pub mode: Mode,
 }
 
-/// The other end of a route, where connections are made.
+/// The end of a route that connects to the local hypervisor.
 #[derive(Clone, Debug)]
 pub struct Exit {
     /// The route's name, the same on both hosts.
     pub route: String,
-    /// Who may use it.
+    /// The peers that may use it.
     pub allow: Peers,
     /// What its channels are connected to.
     pub target: Target,
-    /// Bytes of a channel that may wait on this side.
+    /// The channel window on this side, in bytes: what may wait here.
     pub window_bytes: u64,
 }
 
-/// Both kinds of ends.
+/// A valid combination of entrances, exits and relays.
 #[derive(Clone, Debug, Default)]
 pub struct Routes {
     pub(super) entrances: Vec<Entrance>,
@@ -85,7 +83,7 @@ pub struct Routes {
     pub(super) relays: Vec<RelayExit>,
 }
 
-/// Why routes cannot be used. The configuration is at fault.
+/// Why routes are invalid. The configuration is at fault.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[error("{why} (route {route:?})")]
 pub struct BadRoute {
@@ -99,32 +97,32 @@ pub struct BadRoute {
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum BadRouteReason {
-    /// The name is empty or does not fit into a message.
-    #[error("a route's name has 1 to {MAX_NAME_BYTES} bytes: rename the route")]
+    /// The name is empty or longer than a message allows.
+    #[error("route name length out of range (1–{MAX_NAME_BYTES} bytes)")]
     Name,
     /// Another exit has this name.
-    #[error("two routes have this name and a target: rename one on both hosts")]
+    #[error("two routes with a target have the same name")]
     Twice,
-    /// Another route listens there.
-    #[error("two routes listen on {0}: give each its own")]
+    /// Another route has the same listener.
+    #[error("two routes listen on {0}")]
     SameListener(Listen),
-    /// The number of lanes is out of range.
-    #[error("lane count {0} out of range: give 1 to {MAX_LANES}")]
+    /// The lane count is out of range.
+    #[error("lane count {0} out of range (1–{MAX_LANES})")]
     Lanes(u16),
-    /// The window is smaller than a chunk or larger than a channel's maximum, in bytes.
-    #[error("window {0} out of range: give {LEAST_WINDOW_BYTES} to {MAX_WINDOW_BYTES} bytes")]
+    /// The window, in bytes, is out of range.
+    #[error("window of {0} bytes out of range ({LEAST_WINDOW_BYTES}–{MAX_WINDOW_BYTES})")]
     Window(u64),
-    /// The route names no peers.
-    #[error("any peer with a certificate of the authority could connect: name the peers")]
+    /// The route names no peers, so any peer with a certificate of the authority could connect.
+    #[error("no peers named: any certificate of the authority would be accepted")]
     AnyPeer,
-    /// The target has no program.
-    #[error("no program to execute: give the program and its arguments")]
+    /// The target names no program.
+    #[error("target names no program")]
     Exec,
     /// The route listens at its own target.
     #[error(
-        "listen \"{at}\" is also the target \"{target}\", and the hypervisor that binds the \
-         target would replace the tunnel's socket: give listen another place, or leave it out \
-         and open a listener for each VM"
+        "listener \"{at}\" is also the target \"{target}\": the hypervisor that binds the target \
+         would replace the tunnel's socket; use another listener, or open one on demand for \
+         each VM"
     )]
     OwnTarget {
         /// Where the route listens.
@@ -132,10 +130,10 @@ pub enum BadRouteReason {
         /// Its target.
         target: Target,
     },
-    /// The target is the listener of a route that leads back to a peer that may use the target.
+    /// The target is the listener of a route back to a peer that may use the target.
     #[error(
-        "the target \"{target}\" is where route {other:?} listens, which leads back to the same \
-         peer: give the target another place, or the listen of route {other:?}"
+        "target \"{target}\" is the listener of route {other:?}, which leads back to the same \
+         peer; change the target, or the listener of route {other:?}"
     )]
     Circle {
         /// The name of the route that listens there.
@@ -143,20 +141,19 @@ pub enum BadRouteReason {
         /// The target.
         target: Target,
     },
-    /// The target's places for parameters are invalid.
+    /// The target's parameter placeholders are invalid.
     #[error("invalid target: {0}")]
     Parameter(#[from] BadParameterTarget),
 }
 
-/// The largest window of a channel, in bytes: 100 Gbit/s over a round trip of
-/// 80 ms.
+/// The largest channel window, in bytes: 100 Gbit/s over a round trip of 80 ms.
 pub const MAX_WINDOW_BYTES: u64 = 1 << 30;
 
 impl Routes {
-    /// Routes that fit together.
+    /// Checks entrances and exits.
     ///
     /// # Errors
-    /// [`BadRoute`] names the first that does not.
+    /// [`BadRoute`], for the first invalid route.
     pub fn new(entrances: Vec<Entrance>, exits: Vec<Exit>) -> Result<Self, BadRoute> {
         let mut listeners = BTreeSet::new();
         for entrance in &entrances {
@@ -165,7 +162,7 @@ impl Routes {
             if entrance.lanes == 0 || entrance.lanes > MAX_LANES {
                 return Err(bad(BadRouteReason::Lanes(entrance.lanes)));
             }
-            // Port 0 is another one each time.
+            // Each listener with port 0 gets a port of its own.
             let any_port = matches!(entrance.listen, Listen::Tcp(at) if at.port() == 0);
             let nowhere = entrance.listen == Listen::OnDemand;
             if !listeners.insert(&entrance.listen) && !any_port && !nowhere {
@@ -188,10 +185,10 @@ impl Routes {
         })
     }
 
-    /// Adds relays' ports; a relay's other end is an [`Entrance`] of that mode.
+    /// Adds the exits of relays. The entrance of a relay is an [`Entrance`] with [`Mode::Relay`].
     ///
     /// # Errors
-    /// [`BadRoute`] names the first that does not fit.
+    /// [`BadRoute`], for the first invalid route.
     pub fn with_relays(mut self, exits: Vec<RelayExit>) -> Result<Self, BadRoute> {
         let mut names: BTreeSet<_> = self.exits.iter().map(|one| &one.route).collect();
         let listeners = self.entrances.iter().map(|one| one.listen.clone());
@@ -221,9 +218,9 @@ fn bad(route: &str, why: BadRouteReason) -> BadRoute {
     BadRoute { route, why }
 }
 
-/// Checks a target. Refuses one at which one of this host's routes listens, where that is a
-/// mistake: the same route, or one that leads back to a peer that may use the target. A target
-/// that is the listener of a route to another host is a chain of tunnels and allowed.
+/// Checks a target. A target at which a route of this host listens is an error if the route is the
+/// same one, or leads back to a peer that may use the target. A route that leads to another host
+/// makes a chain of tunnels, which is allowed.
 fn check_target(
     name: &str,
     target: &Target,
@@ -264,7 +261,7 @@ fn check(name: &str, peers: &Peers, window_bytes: u64) -> Result<(), BadRouteRea
     Ok(())
 }
 
-/// Whether a host and port, as written, is a listener of this host.
+/// Whether a `host:port` text names a listener of this host.
 fn is_port_of(to: &str, listen: SocketAddr) -> bool {
     let Some((host, port)) = to.rsplit_once(':') else {
         return false;
@@ -281,33 +278,31 @@ fn is_port_of(to: &str, listen: SocketAddr) -> bool {
         return false;
     };
     let address = address.to_canonical();
-    // Connecting to the unspecified address is connecting to this host; listening there takes every
-    // address of this host, of which loopback's are known.
+    // A connection to the unspecified address goes to this host. A listener on it accepts all
+    // addresses of this host; of those, only loopback is known here.
     address == at
         || (at.is_unspecified() && address.is_loopback())
         || (address.is_unspecified() && (at.is_loopback() || at.is_unspecified()))
 }
 
-/// The limits of a tunnel, all with defaults.
+/// The limits of a tunnel, all with defaults. Values out of range are clamped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Channels of one peer that are alive at the same time, 1 to 4096.
+    /// Channels of one peer that may exist at the same time, 1 to 4096.
     pub channels: usize,
-    /// Bytes of all channels of a peer that wait on this side (I8); at least
-    /// 256 KiB for each of its channels.
+    /// Bytes of all channels of a peer that may wait on this side (I8), at least 256 KiB per
+    /// channel.
     pub peer_bytes: u64,
-    /// Trunks that peers may have here at the same time.
+    /// Trunks that may exist at the same time.
     pub trunks: usize,
-    /// Lanes that this side opens to a peer that made the trunk, unless
-    /// that takes fewer.
+    /// Lanes that this side opens on a trunk that a peer dialled, unless the peer accepts fewer.
     pub lanes: u16,
-    /// After how long a peer counts as gone that has vanished without a word;
-    /// at least a second. Half of it is spent on noticing, half on coming back.
+    /// How long a peer may stay unreachable before its trunk ends; at least 1 s. Half of the time
+    /// is for detecting the loss, half for resuming.
     pub vanished: Duration,
-    /// How long a connection to a target may take to be made.
+    /// Timeout for connecting to a target.
     pub connect: Duration,
-    /// Records of a lane after which it is replaced; what its key is good for is
-    /// the most.
+    /// Records after which a lane is replaced, at most the limit of its key.
     pub lane_records: u64,
 }
 
@@ -325,16 +320,17 @@ impl Default for Limits {
     }
 }
 
-/// A lane of fewer records would carry little but its own beginning and end.
+/// Lower bound of [`Limits::lane_records`]: a shorter lane would carry little besides its handshake
+/// and its end.
 const LEAST_RECORDS: u64 = 1024;
 
-/// Lanes of a route that does not say how many.
+/// Lanes of a route that sets no lane count.
 pub const DEFAULT_LANES: u16 = 4;
-/// The window of a route that does not say how large, in bytes (I8).
+/// The window of a route that sets none, in bytes (I8).
 pub const WINDOW_BYTES: u64 = DEFAULT_WINDOW_BYTES;
 
 impl Limits {
-    /// The same, each within what there can be.
+    /// The same limits, clamped to their ranges.
     pub(super) fn bounded(self) -> Self {
         let channels = self.channels.clamp(1, MAX_CHANNELS);
         Self {
@@ -348,7 +344,7 @@ impl Limits {
         }
     }
 
-    /// How long the control lane may be silent.
+    /// How long the control lane may receive nothing before it counts as lost.
     pub(super) fn silence(&self) -> Duration {
         self.vanished / 2
     }
@@ -365,9 +361,8 @@ impl Limits {
 }
 
 impl Target {
-    /// Whether a connection to this target, with some parameter, can be one to that listener.
-    /// Paths are compared as they are written; what links and mounts make of them is not looked
-    /// at.
+    /// Whether a connection to this target, with any parameter, can reach that listener. Paths are
+    /// compared as text: symbolic links and mounts are not resolved.
     fn may_be(&self, listen: &Listen) -> bool {
         match (self, listen) {
             (Self::Unix(target), Listen::Unix(listen)) => may_be_path(target, listen),
@@ -412,7 +407,7 @@ mod tests {
     }
 
     #[test]
-    fn a_route_that_listens_at_its_own_target_is_refused() {
+    fn a_route_that_listens_at_its_own_target_is_invalid() {
         let both = |listen: &str, target: &str| {
             let listen = match listen.strip_prefix("tcp:") {
                 Some(at) => Listen::Tcp(at.parse().unwrap()),
@@ -471,7 +466,7 @@ mod tests {
             ("tcp:127.0.0.2:4444", "tcp:[::1]:4444"),
             ("tcp:192.0.2.1:4444", "tcp:localhost:4444"),
             ("tcp:192.0.2.1:4444", "tcp:0.0.0.0:4444"),
-            // Whether that address is this host's is not known here.
+            // This host may not have that address.
             ("tcp:0.0.0.0:4444", "tcp:192.0.2.1:4444"),
             ("tcp:127.0.0.1:4444", "tcp:host.test:4444"),
         ] {
@@ -481,7 +476,7 @@ mod tests {
     }
 
     #[test]
-    fn a_target_that_is_another_routes_listener_may_lead_on_but_not_back() {
+    fn a_target_may_be_a_listener_that_leads_on_but_not_one_that_leads_back() {
         let chained = |peer: &str| {
             let out = Entrance {
                 route: "out".to_owned(),
@@ -501,7 +496,7 @@ mod tests {
             matches!(&back.why, BadRouteReason::Circle { other, .. } if other == "out"),
             "{back}"
         );
-        // The same name is the same route, whomever it leads to.
+        // A route with the same name is the same route, whatever its peers are.
         let same = Entrance {
             peers: ["third.test".parse().unwrap()].into_iter().collect(),
             listen: Listen::Unix("/run/in".into()),
@@ -509,7 +504,7 @@ mod tests {
         };
         let same = Routes::new(vec![same], vec![exit()]);
         assert!(same.as_ref().is_err_and(is_own), "{same:?}");
-        // A relay's target is one too.
+        // The same holds for the target of a relay.
         let relay = RelayExit {
             route: "ram".to_owned(),
             listen: "127.0.0.1:1".parse().unwrap(),
@@ -523,25 +518,28 @@ mod tests {
     }
 
     #[test]
-    fn i7_routes_that_nobody_can_have_are_named() {
+    fn i7_invalid_routes_are_rejected() {
         assert!(Routes::new(vec![entrance()], vec![exit()]).is_ok());
         let bad = |change: fn(&mut Entrance)| {
             let mut one = entrance();
             change(&mut one);
-            Routes::new(vec![one], Vec::new()).unwrap_err().to_string()
+            Routes::new(vec![one], Vec::new()).unwrap_err().why
         };
-        for (error, word) in [
-            (bad(|one| one.route.clear()), "1 to 255"),
-            (bad(|one| one.lanes = 0), "1 to 128"),
-            (bad(|one| one.lanes = 129), "1 to 128"),
-            (bad(|one| one.window_bytes = 1), "262144"),
-            (bad(|one| one.window_bytes = 2 << 30), "1073741824"),
+        for (found, expected) in [
+            (bad(|one| one.route.clear()), BadRouteReason::Name),
+            (bad(|one| one.lanes = 0), BadRouteReason::Lanes(0)),
+            (bad(|one| one.lanes = 129), BadRouteReason::Lanes(129)),
+            (bad(|one| one.window_bytes = 1), BadRouteReason::Window(1)),
+            (
+                bad(|one| one.window_bytes = 2 << 30),
+                BadRouteReason::Window(2 << 30),
+            ),
             (
                 bad(|one| one.peers = Peers::AnyFromAuthority),
-                "name the peers",
+                BadRouteReason::AnyPeer,
             ),
         ] {
-            assert!(error.contains(word), "{error}");
+            assert_eq!(found, expected);
         }
         let twice = Routes::new(vec![entrance(), entrance()], Vec::new());
         assert!(matches!(
@@ -565,7 +563,7 @@ mod tests {
             any_host.unwrap_err().why,
             BadRouteReason::Parameter(_)
         ));
-        // Any number of routes may wait to be asked for a listener.
+        // Several routes may have no listener.
         let asked = |route: &str| Entrance {
             route: route.to_owned(),
             listen: Listen::OnDemand,
@@ -575,7 +573,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_are_brought_within_what_there_can_be() {
+    fn limits_are_clamped_to_their_ranges() {
         let wild = Limits {
             channels: 1 << 20,
             peer_bytes: 0,

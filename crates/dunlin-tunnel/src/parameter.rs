@@ -1,5 +1,4 @@
-//! What a channel says of itself beside its route, such as a VM's name, and the
-//! place that it has in a target.
+//! Parameters of channels, such as a VM's name, and their placeholders in targets.
 //!
 //! ```text
 //!  tunnel open ram --param vm=web          target = "unix:/run/qemu/{vm}.sock"
@@ -7,9 +6,9 @@
 //!            └─ "vm=web" ═══ the wire ═══▶ checked ─────────┘ /run/qemu/web.sock
 //! ```
 //!
-//! The value comes from a peer and enters a path or a program's arguments. It is
-//! one name, which leads nowhere else than where the configuration has its place
-//! (I7): no separator can be in it, and it is not a directory's own name.
+//! The value comes from a peer and becomes part of a path or of a program's arguments. It is
+//! restricted to one file name (I7): it contains no separator and is not `.` or `..`, so it cannot
+//! reach a path other than those that the configuration allows.
 
 use dunlin_proto::text::harmless;
 use std::fmt;
@@ -22,38 +21,38 @@ use thiserror::Error;
 use super::failure::Failure;
 use super::route::Target;
 
-/// The longest name of a parameter, in bytes. An operator chooses it.
+/// The longest parameter name, in bytes. The operator chooses it.
 const MAX_KEY_BYTES: usize = 32;
-/// The longest value, in bytes: longer than VMs' names and identifiers are, and
-/// with its name within what a message holds (255).
+/// The longest value, in bytes: longer than names and identifiers of VMs, and with its name within
+/// the limit of a message (255).
 const MAX_VALUE_BYTES: usize = 128;
 /// The longest path of a unix socket, in bytes (`sun_path`, unix(7)).
 const MAX_PATH_BYTES: usize = 107;
 
-/// A parameter: a name and a value that fits a target's place for it.
+/// A parameter of a channel: a name and a value, both checked.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Parameter {
     key: String,
     value: String,
 }
 
-/// Why a text is no parameter. Whoever gives it is at fault.
+/// Why a text is not a valid parameter.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum BadParameter {
     /// There is no `=`.
-    #[error("a parameter is NAME=VALUE, such as vm=web")]
+    #[error("parameter without \"=\" (expected NAME=VALUE, such as vm=web)")]
     NoValue,
-    /// The name is none.
+    /// The name is invalid.
     #[error(
-        "a parameter's name has 1 to {MAX_KEY_BYTES} small letters, digits and underscores and \
-         begins with a letter"
+        "invalid parameter name (1–{MAX_KEY_BYTES} lower-case letters, digits and \
+         underscores, starting with a letter)"
     )]
     Name,
-    /// The value is none that could stand for one file or one argument.
+    /// The value is invalid: it could be more than one file name or one argument.
     #[error(
-        "a parameter's value has 1 to {MAX_VALUE_BYTES} letters, digits, dots, underscores and \
-         hyphens, begins with no hyphen, and is not \".\" or \"..\""
+        "invalid parameter value (1–{MAX_VALUE_BYTES} letters, digits, dots, underscores and \
+         hyphens, not starting with a hyphen, not \".\" or \"..\")"
     )]
     Value,
 }
@@ -93,49 +92,50 @@ fn is_value(text: &str) -> bool {
     let each = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
     (1..=MAX_VALUE_BYTES).contains(&text.len())
         && text.bytes().all(each)
-        // A program would take it for an option.
+        // A program would parse it as an option.
         && !text.starts_with('-')
         && !matches!(text, "." | "..")
 }
 
-/// Why a target's places for a parameter make no sense. The configuration is at
-/// fault.
+/// Why the placeholders of a target are invalid. The configuration is at fault.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum BadParameterTarget {
-    /// A brace that is no part of one.
-    #[error("{text:?} has a brace that belongs to no parameter: write {{vm}} where one goes")]
+    /// A brace that is not part of a placeholder.
+    #[error("brace in {text:?} is not part of a placeholder such as {{vm}}")]
     Brace {
-        /// Where.
+        /// The path or argument.
         text: String,
     },
-    /// A channel has one parameter.
-    #[error("it has places for {{{one}}} and {{{other}}}: a channel has one parameter")]
+    /// Placeholders for two parameters; a channel has one.
+    #[error(
+        "placeholders for two parameters, {{{one}}} and {{{other}}}: a channel has one parameter"
+    )]
     Two {
-        /// The first.
+        /// The first name.
         one: String,
-        /// The other.
+        /// The other name.
         other: String,
     },
-    /// The peer would choose what it reaches.
+    /// A placeholder with which the peer would choose the host, the port or the program.
     #[error(
-        "a peer would choose the host, the port or the program: only a socket's path and a \
-         program's arguments may have a parameter"
+        "a placeholder would let a peer choose the host, the port or the program; only a \
+         socket's path and a program's arguments may have one"
     )]
     Chooses,
-    /// Its peers are any programs.
-    #[error("a relay's peers say no parameter: its target has no place for one")]
+    /// The target of a relay has a placeholder. TLS clients send no parameter.
+    #[error("a relay's target cannot have a placeholder: TLS clients send no parameter")]
     Relay,
 }
 
-fn none_in(text: &str) -> Result<Option<String>, BadParameterTarget> {
+fn no_placeholder(text: &str) -> Result<Option<String>, BadParameterTarget> {
     if text.contains(['{', '}']) {
         return Err(BadParameterTarget::Chooses);
     }
     Ok(None)
 }
 
-fn one_place<'a>(
+fn one_placeholder<'a>(
     texts: impl Iterator<Item = &'a str>,
 ) -> Result<Option<String>, BadParameterTarget> {
     let mut found: Option<&str> = None;
@@ -165,8 +165,8 @@ fn one_place<'a>(
     Ok(found.map(str::to_owned))
 }
 
-/// Whether a target's path can be this one, with some parameter. Both are brought to one form as
-/// they are written: no empty component, no `.`, no `..`.
+/// Whether a target's path, with any parameter, can equal `path`. Both are normalised as text:
+/// empty components, `.` and `..` are resolved.
 pub(super) fn may_be_path(target: &Path, path: &Path) -> bool {
     let (target, path) = (plain(target), plain(path));
     if target == path {
@@ -175,25 +175,26 @@ pub(super) fn may_be_path(target: &Path, path: &Path) -> bool {
     let (Some(template), Some(path)) = (target.to_str(), path.to_str()) else {
         return false;
     };
-    let Ok(Some(key)) = one_place([template].into_iter()) else {
+    let Ok(Some(key)) = one_placeholder([template].into_iter()) else {
         return false;
     };
-    let place = format!("{{{key}}}");
-    let places = template.matches(&place).count();
-    let fixed = template.len() - places * place.len();
-    let Some(before) = template.find(&place) else {
+    let placeholder = format!("{{{key}}}");
+    let count = template.matches(&placeholder).count();
+    let fixed = template.len() - count * placeholder.len();
+    let Some(before) = template.find(&placeholder) else {
         return false;
     };
-    // Every place has the same value: its length follows, and so does the value.
+    // Every placeholder is replaced by the same value, so the lengths
+    // determine the value.
     let value = path
         .len()
         .checked_sub(fixed)
-        .filter(|left| left % places == 0)
-        .and_then(|left| path.get(before..before + left / places));
-    value.is_some_and(|value| is_value(value) && template.replace(&place, value) == path)
+        .filter(|left| left % count == 0)
+        .and_then(|left| path.get(before..before + left / count));
+    value.is_some_and(|value| is_value(value) && template.replace(&placeholder, value) == path)
 }
 
-/// A path without components that change nothing.
+/// The path without empty components, `.` and `..`.
 fn plain(path: &Path) -> PathBuf {
     let mut plain = PathBuf::new();
     for component in path.components() {
@@ -206,21 +207,21 @@ fn plain(path: &Path) -> PathBuf {
     plain
 }
 
-/// The target of a channel: the route's, with what the peer gives in its place.
+/// The target of a channel: the route's target, with the peer's parameter filled in.
 ///
 /// # Errors
-/// What the peer gives is not what the route's target takes.
+/// The peer's parameter is invalid, or not the one that the route's target takes.
 pub(super) fn fill(route: &str, target: &Target, given: &str) -> Result<Target, Failure> {
     let refuse = |text: String| {
         let text = format!("route {route:?}: {text}");
         Err(Failure::new(FaultCode::ParameterRefused, text))
     };
-    // Routes were checked when they were made.
+    // [`Routes`](crate::Routes) accepts only valid targets.
     let key = target.parameter().ok().flatten();
     let (key, parameter) = match (key, given) {
         (None, "") => return Ok(target.clone()),
-        (None, _) => return refuse("its target takes no parameter".to_owned()),
-        (Some(key), "") => return refuse(format!("its target needs a parameter {key}=VALUE")),
+        (None, _) => return refuse("the target takes no parameter".to_owned()),
+        (Some(key), "") => return refuse(format!("the target needs a parameter {key}=VALUE")),
         (Some(key), given) => match given.parse::<Parameter>() {
             Ok(parameter) => (key, parameter),
             Err(error) => return refuse(format!("{:?}: {error}", harmless(given))),
@@ -228,18 +229,16 @@ pub(super) fn fill(route: &str, target: &Target, given: &str) -> Result<Target, 
     };
     if parameter.key != key {
         let given = &parameter.key;
-        return refuse(format!(
-            "its target needs a parameter {key}, and not {given}"
-        ));
+        return refuse(format!("the target needs a parameter {key}, not {given}"));
     }
-    let place = format!("{{{key}}}");
-    let filled = |text: &str| text.replace(&place, &parameter.value);
+    let placeholder = format!("{{{key}}}");
+    let filled = |text: &str| text.replace(&placeholder, &parameter.value);
     Ok(match target {
         Target::Unix(path) => {
             let path = filled(path.to_str().unwrap_or_default());
             if path.len() > MAX_PATH_BYTES {
                 let text = format!(
-                    "with {parameter} its target's path is longer than {MAX_PATH_BYTES} bytes"
+                    "the target's path with {parameter} is longer than {MAX_PATH_BYTES} bytes"
                 );
                 return refuse(text);
             }
@@ -258,19 +257,19 @@ pub(super) fn fill(route: &str, target: &Target, given: &str) -> Result<Target, 
 }
 
 impl Target {
-    /// The name of the parameter that it has a place for, if it has one.
+    /// The name of the parameter that the target has a placeholder for, if any.
     ///
     /// # Errors
-    /// [`BadParameterTarget`]: its places cannot be.
+    /// [`BadParameterTarget`]: the placeholders are invalid.
     pub fn parameter(&self) -> Result<Option<String>, BadParameterTarget> {
         match self {
-            // A path that is no text has no place.
-            Self::Unix(path) => one_place(path.to_str().into_iter()),
-            Self::Tcp(to) => none_in(to),
+            // A path that is not UTF-8 has no placeholder.
+            Self::Unix(path) => one_placeholder(path.to_str().into_iter()),
+            Self::Tcp(to) => no_placeholder(to),
             Self::Exec(words) => match words.split_first() {
                 Some((program, arguments)) => {
-                    none_in(program)?;
-                    one_place(arguments.iter().map(String::as_str))
+                    no_placeholder(program)?;
+                    one_placeholder(arguments.iter().map(String::as_str))
                 }
                 None => Ok(None),
             },
@@ -293,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn a_parameter_takes_its_place_and_nothing_else() {
+    fn a_parameter_fills_its_placeholders_and_nothing_else() {
         assert_eq!(
             fill("ram", &unix(), "vm=web-1.a_B").unwrap(),
             Target::Unix("/run/qemu/web-1.a_B/web-1.a_B.sock".into())
@@ -358,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn i7_a_place_is_one_parameter_in_a_path_or_an_argument() {
+    fn i7_placeholders_are_of_one_parameter_in_a_path_or_an_argument() {
         assert_eq!(unix().parameter(), Ok(Some("vm".to_owned())));
         assert_eq!(exec().parameter(), Ok(Some("vm".to_owned())));
         for path in [

@@ -1,11 +1,10 @@
-//! The memory that a channel's bytes lie in between two sockets.
+//! Buffers for the bytes of channels between two sockets.
 //!
-//! A piece is read into a buffer of the pool, sealed out of it, and kept there
-//! until it is acknowledged; at the other side it is opened into such a buffer
-//! and written out of it. Nothing is allocated for a piece once the pool is
-//! warm, and a buffer is at most twice as long as what lies in it, or so short
-//! that all chunks which a channel may have are within the least window; so what
-//! the windows allow is what is used (I8).
+//! A piece is read into a buffer of the pool, sealed from it, and kept there until it is
+//! acknowledged. The other side opens it into a buffer and writes it from there. Once the pool is
+//! warm, a piece costs no allocation. A buffer is at most twice as long as its content, except that
+//! the smallest buffers are so short that the maximum number of chunks of a channel fits into the
+//! smallest window. Memory use therefore follows the windows (I8).
 
 use dunlin_lane::sync::lock;
 use std::array;
@@ -13,19 +12,19 @@ use std::sync::{Arc, Mutex};
 
 use dunlin_proto::limits::{LEAST_WINDOW_BYTES, MAX_CHANNEL_CHUNKS, MAX_STRIPE_CHUNK_BYTES};
 
-/// The longest piece.
+/// The longest piece, in bytes.
 pub(super) const PIECE_BYTES: usize = MAX_STRIPE_CHUNK_BYTES as usize;
-/// As many of these as a channel may have chunks are its least window.
+/// The smallest buffer: with the maximum number of chunks a channel then fills the smallest window.
 const SMALLEST_BYTES: usize = LEAST_WINDOW_BYTES as usize / MAX_CHANNEL_CHUNKS;
-/// Sizes of buffers: each twice the one before.
+/// The number of buffer sizes. Each size is twice the previous one.
 const SIZES: usize = (PIECE_BYTES / SMALLEST_BYTES).ilog2() as usize + 1;
-/// What the pool keeps of buffers that nobody uses: what a few lanes have under
-/// way. More comes from the allocator and goes back to it.
+/// Unused buffers that the pool keeps, in bytes: what a few lanes have in flight. Further buffers
+/// come from the allocator and return to it.
 const KEPT_BYTES: usize = 16 << 20;
 
 const _: () = assert!(SMALLEST_BYTES << (SIZES - 1) == PIECE_BYTES);
 
-/// Buffers that are not in use.
+/// Unused buffers.
 #[derive(Debug)]
 pub(super) struct Pool(Mutex<Free>);
 
@@ -35,15 +34,14 @@ struct Free {
     bytes: usize,
 }
 
-/// A buffer. Whoever reads it needs it alone for a moment all the same: a cipher
-/// takes memory that nobody else could write.
+/// A buffer. Even a reader locks it, because a cipher needs memory that no other thread can write.
 #[derive(Debug)]
 struct Memory {
     size: usize,
     bytes: Mutex<Box<[u8]>>,
 }
 
-/// Some bytes of a channel. Clones share them.
+/// A part of a buffer with bytes of a channel. Clones share the buffer.
 #[derive(Clone, Debug)]
 pub(super) struct Piece {
     memory: Arc<Memory>,
@@ -60,7 +58,7 @@ impl Pool {
         })))
     }
 
-    /// Room for so many bytes, at most [`PIECE_BYTES`], with any content.
+    /// A buffer for `bytes` bytes, at most [`PIECE_BYTES`], with undefined content.
     pub(super) fn take(self: &Arc<Self>, bytes: usize) -> Piece {
         let size = (0..SIZES - 1)
             .find(|size| SMALLEST_BYTES << size >= bytes)
@@ -91,18 +89,18 @@ impl Piece {
         self.end - self.start
     }
 
-    /// Its bytes.
+    /// Calls `use_bytes` with the bytes, under the buffer's lock.
     pub(super) fn with<R>(&self, use_bytes: impl FnOnce(&mut [u8]) -> R) -> R {
         use_bytes(&mut lock(&self.memory.bytes)[self.start..self.end])
     }
 
-    /// What is left when the first `bytes` are gone; `None` is nothing.
+    /// The piece without its first `bytes` bytes; `None` if nothing is left.
     pub(super) fn behind(mut self, bytes: usize) -> Option<Self> {
         self.start += bytes.min(self.len());
         (self.start < self.end).then_some(self)
     }
 
-    /// Its first `bytes`, in a buffer that is not much longer than they are.
+    /// The first `bytes` bytes, in a buffer that is not much longer.
     pub(super) fn fitted(mut self, bytes: usize) -> Self {
         self.end = self.start + bytes.min(self.len());
         if self.len() * 2 > SMALLEST_BYTES << self.memory.size {
@@ -116,8 +114,8 @@ impl Piece {
 
 impl Drop for Piece {
     fn drop(&mut self) {
-        // Two last ones that go at the same time both leave it to the other: then
-        // the allocator has it back, which is as good.
+        // If the last two pieces are dropped at the same time, both may see two references; the
+        // buffer then returns to the allocator, which does no harm.
         if Arc::strong_count(&self.memory) > 1 {
             return;
         }

@@ -1,4 +1,4 @@
-//! The port for the peers: their control lanes and lanes.
+//! The port of the tunnel for its peers: accepts control lanes and data lanes.
 
 use dunlin_lane::sync::lock;
 use dunlin_proto::text::harmless;
@@ -14,10 +14,10 @@ use dunlin_lane::accept::{self, Arrival};
 use dunlin_lane::peers::{PeerIdentity, Principal};
 use dunlin_lane::policy::ServerTls;
 
-/// Control lanes whose handshake is under way at the same time. Their peers are authenticated;
+/// Control lanes that may be in their handshake at the same time. Their peers are authenticated;
 /// each has a thread until the handshake has ended.
 const HANDSHAKES: usize = 64;
-/// And those of one peer, so that none keeps others out.
+/// The same limit for one peer, so that no peer keeps others out.
 const OF_ONE_PEER: usize = 8;
 
 /// The body of the port's thread.
@@ -30,7 +30,7 @@ pub(super) fn listen(
 ) {
     let handshakes = Arc::<Mutex<Vec<Principal>>>::default();
     let result = accept::accept(listener, tls, stopped, |arrival| {
-        // Sessions that protect lanes exist apart from trunks.
+        // Connections that set up IPsec lanes belong to no trunk.
         let arrival = match &site.sealed {
             Some(lanes) => lanes.take(arrival),
             None => Some(arrival),
@@ -40,12 +40,12 @@ pub(super) fn listen(
         }
     });
     if let Err(error) = result {
-        let text = format!("no peer can reach this tunnel any more: {error}");
-        site.tell(Event::Warning(text));
+        let text = format!("stopped accepting peers: {error}");
+        site.report(Event::Warning(text));
     }
 }
 
-/// A connection to the port has sent what it is.
+/// Handles a connection that has sent its opening.
 fn take(
     trunks: &Arc<Trunks>,
     site: &Arc<Site>,
@@ -56,15 +56,15 @@ fn take(
         Arrival::Control { stream, opening } => {
             let from = harmless(&stream.peer().to_string());
             let Some(handshake) = Handshake::begin(handshakes, stream.peer()) else {
-                let why = "too many control lanes are in their handshakes".to_owned();
-                return site.tell(Event::Rejected { from, why });
+                let why = "too many control lanes in their handshake".to_owned();
+                return site.report(Event::Rejected { from, why });
             };
             let (own, trunks) = (Arc::clone(site), Arc::clone(trunks));
             site.spawn("dunlin-handshake".to_owned(), move || {
                 let _handshake = handshake;
                 if let Err(failure) = trunks.accept(stream, &opening) {
                     let why = failure.to_string();
-                    own.tell(Event::Rejected { from, why });
+                    own.report(Event::Rejected { from, why });
                 }
             });
         }
@@ -72,28 +72,28 @@ fn take(
             if let Err(why) = trunks.accept_lane(socket, &opening) {
                 let from = "a lane".to_owned();
                 let why = why.to_owned();
-                site.tell(Event::Rejected { from, why });
+                site.report(Event::Rejected { from, why });
             }
         }
-        Arrival::Rejected { from, reason } => site.tell(Event::Rejected {
+        Arrival::Rejected { from, reason } => site.report(Event::Rejected {
             from: from.to_string(),
             why: harmless(&reason.to_string()),
         }),
         Arrival::Starved(error) => {
-            let text = format!("no connection can be accepted for want of descriptors: {error}");
-            site.tell(Event::Warning(text));
+            let text = format!("out of descriptors, cannot accept connections: {error}");
+            site.report(Event::Warning(text));
         }
     }
 }
 
-/// The peer of a control lane whose handshake is under way.
+/// A control lane of this peer is in its handshake.
 struct Handshake {
     all: Arc<Mutex<Vec<Principal>>>,
     peer: Principal,
 }
 
 impl Handshake {
-    /// One more, if there is room for it.
+    /// Adds a handshake; `None` if a limit is reached.
     fn begin(all: &Arc<Mutex<Vec<Principal>>>, peer: &PeerIdentity) -> Option<Self> {
         let mut handshakes = lock(all);
         let theirs = handshakes.iter().filter(|one| peer.is(one)).count();

@@ -1,10 +1,9 @@
-//! A lane of the peer: its thread opens what comes, puts it in order, and writes
-//! what is next to its channel's socket.
+//! A lane of the peer. Its thread opens the records, puts the pieces in order, and writes those
+//! that are next to their channels' sockets.
 //!
-//! A consumer that is a little late is waited for, since handing its bytes to
-//! another thread costs more than it takes to read them. One that is later than
-//! that is left to the poller, and what comes for it is kept (I8): so a stalled
-//! channel holds no lane up.
+//! The thread waits for a consumer that is slightly late, because handing the bytes to another
+//! thread costs more than the wait. If the wait times out, the poller takes over and later pieces
+//! are kept (I8), so a stalled channel does not stop a lane.
 
 use std::io;
 use std::sync::Arc;
@@ -28,22 +27,21 @@ use dunlin_lane::admit::AdmitError;
 use dunlin_lane::data::{DataReceiver, ReceiveError};
 use dunlin_lane::peers::PeerIdentity;
 
-/// How long a lane waits for a consumer, for all of what it has to write at a time.
+/// How long a lane waits for a consumer, in total for the pieces that it writes in one go.
 ///
-/// Formula: a consumer that has just been woken reads within some tens of
-/// microseconds; one that is not running gets its turn within a scheduler's
-/// slice of a few milliseconds.
-/// Drawback: a channel that stalls holds up a lane for so long, once.
-/// Alternative: none at all; then bulk costs two more wake-ups for each piece.
+/// Formula: a consumer that has just been woken reads within tens of microseconds; one that is not
+/// running is scheduled within a few milliseconds.
+/// Drawback: a channel that stalls delays a lane once by this time.
+/// Alternative: no wait. Bulk transfers then cost two more wake-ups per piece.
 const CONSUMER_WAIT: Duration = Duration::from_millis(2);
 
-/// Starts the thread of a connection that has proved to be a lane of this trunk.
+/// Starts the thread for a connection that has proved to be a lane of this trunk.
 ///
 /// # Errors
 /// Too many lanes are being admitted.
 pub(super) fn start(hub: &Arc<Hub>, lane: u16, socket: LaneSocket) -> Result<(), &'static str> {
     let admitting = Counted::one_more(&hub.admitting, usize::from(MAX_LANES));
-    let admitting = admitting.ok_or("too many lanes of its trunk are being admitted")?;
+    let admitting = admitting.ok_or("too many lanes of the trunk are being admitted")?;
     let own = Arc::clone(hub);
     hub.spawn(format!("dunlin-lane-in-{lane}"), move || {
         let receiver = admit(&own, lane, socket);
@@ -55,14 +53,14 @@ pub(super) fn start(hub: &Arc<Hub>, lane: u16, socket: LaneSocket) -> Result<(),
     Ok(())
 }
 
-/// Admits a lane. One that is not the peer's or not protected as agreed is refused (I6) before it
-/// takes its number (I7). Nothing of it has been read but the proof that it is the trunk's.
+/// Admits a lane. A lane that is not the peer's, or not protected as agreed, is refused (I6) before
+/// its number counts as used (I7). Only its proof has been read so far.
 fn admit(hub: &Hub, lane: u16, socket: LaneSocket) -> Option<DataReceiver> {
     let is_peer = |peer: &PeerIdentity| hub.terms.is_the_peer(peer);
     match hub.acceptor.admit(socket, &is_peer) {
         Ok(receiver) => {
             let mut core = hub.lock();
-            // The core sends the peer the reason of a refusal.
+            // The core sends the reason of a refusal to the peer.
             let admitted = core.trunk.admit(lane);
             hub.settle(&mut core);
             admitted.is_ok().then_some(receiver)
@@ -73,7 +71,7 @@ fn admit(hub: &Hub, lane: u16, socket: LaneSocket) -> Option<DataReceiver> {
                 error,
                 AdmitError::OtherPeer | AdmitError::OtherSecurity { .. }
             );
-            // The trunk's peer has not opened a strange one, and may have another of this number.
+            // Such a lane is not from the trunk's peer, which may have another lane of this number.
             if !is_strange {
                 let mut core = hub.lock();
                 core.trunk
@@ -81,7 +79,7 @@ fn admit(hub: &Hub, lane: u16, socket: LaneSocket) -> Option<DataReceiver> {
                 hub.settle(&mut core);
             }
             let (from, why) = ("a lane".to_owned(), failure.to_string());
-            hub.site.tell(Event::Rejected { from, why });
+            hub.site.report(Event::Rejected { from, why });
             None
         }
     }
@@ -99,8 +97,8 @@ fn run(hub: &Hub, lane: u16, receiver: DataReceiver) {
     if let Err(error) = result
         && !is_over
     {
-        let why = format!("the peer's lane {lane} was lost: {error}");
-        hub.site.tell(Event::LaneLost { lane, why });
+        let why = format!("cannot receive on the peer's lane {lane}: {error}");
+        hub.site.report(Event::LaneLost { lane, why });
     }
 }
 
@@ -137,7 +135,7 @@ fn receive_all(hub: &Hub, lane: u16, mut receiver: DataReceiver) -> Result<(), R
                     hub.broken(&mut core, &fault);
                 }
                 drop(core);
-                // The peer may be gone already.
+                // The peer may have closed the connection.
                 let _ = receiver.close();
                 return Ok(());
             }
@@ -150,7 +148,7 @@ fn receive_all(hub: &Hub, lane: u16, mut receiver: DataReceiver) -> Result<(), R
     }
 }
 
-/// A whole piece has come. False where the trunk is over.
+/// A whole piece has arrived. Returns false if the trunk is over.
 fn arrived(hub: &Hub, lane: u16, data: &Data, piece: Piece) -> bool {
     let mut core = hub.lock();
     let channel = data.channel();
@@ -183,8 +181,8 @@ fn arrived(hub: &Hub, lane: u16, data: &Data, piece: Piece) -> bool {
     false
 }
 
-/// Writes a piece and all that follow it. Without a deadline, or when it has
-/// passed, what a full socket does not take is left to the poller.
+/// Writes a piece and those that follow it. After `until`, or without one, the poller writes what a
+/// full socket does not take.
 fn deliver(hub: &Hub, socket: &Socket, turn: Delivery<Piece>, until: Option<Instant>) {
     let channel = turn.channel;
     let mut piece = turn.token;
@@ -195,7 +193,7 @@ fn deliver(hub: &Hub, socket: &Socket, turn: Delivery<Piece>, until: Option<Inst
         let now_ns = hub.now_ns();
         if let Err(error) = result {
             if hub.fail(&mut core, channel, &error, now_ns) {
-                // The rest is discarded and counted, like the data behind it.
+                // The rest is discarded and counted, as are later pieces.
                 let rest = piece.behind(written);
                 core.trunk.wrote(channel, written as u32, rest, now_ns);
             }
@@ -206,8 +204,8 @@ fn deliver(hub: &Hub, socket: &Socket, turn: Delivery<Piece>, until: Option<Inst
         let is_stuck = rest.is_some();
         let next = core.trunk.wrote(channel, written as u32, rest, now_ns);
         hub.settle(&mut core);
-        // Asked for under the lock: whoever has the next turn may ask for
-        // something else, and the last to ask is heard.
+        // Rearm under the lock: the thread with the next turn may request another readiness, and
+        // the last request wins.
         let wait_for = match next {
             Some(next) => {
                 piece = next.token;
@@ -221,8 +219,7 @@ fn deliver(hub: &Hub, socket: &Socket, turn: Delivery<Piece>, until: Option<Inst
     }
 }
 
-/// Writes as much of `bytes` as the socket takes in time, and counts it in
-/// `written`.
+/// Writes as much of `bytes` as the socket takes before `until`, and adds the count to `written`.
 fn write(
     socket: &Socket,
     bytes: &[u8],
@@ -242,8 +239,8 @@ fn write(
     Ok(())
 }
 
-/// The body of the poller: goes on with sockets that were full, and finds those
-/// that have failed while nobody reads or writes them.
+/// The body of the poller: continues to write to sockets that were full, and finds sockets that
+/// have failed while no thread reads or writes them.
 pub(super) fn poll(hub: &Hub) {
     let mut ready = Vec::new();
     loop {
@@ -269,8 +266,8 @@ pub(super) fn poll(hub: &Hub) {
     }
 }
 
-/// Fails a channel whose socket tells that it was reset. What a unix socket has
-/// received is read first, and its error then.
+/// Fails a channel if its socket reports a reset at once. A unix socket returns its received bytes
+/// first, and the error then.
 fn fails(hub: &Hub, core: &mut Core, channel: u32) -> bool {
     let Some(socket) = core.channels.socket(channel) else {
         return true;

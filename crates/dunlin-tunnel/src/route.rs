@@ -1,4 +1,4 @@
-//! The ends of a route: where connections come in and go out, and the peer in between.
+//! The ends of a route: entrance, exit, and the peer in between.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -8,31 +8,29 @@ use dunlin_lane::peers::Peers;
 use dunlin_lane::policy::OldestTls;
 use dunlin_proto::negotiate::LaneSecurity;
 
-/// Where a route takes connections.
+/// Where a route accepts connections.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Listen {
-    /// A unix socket that the tunnel makes, and removes when it ends.
+    /// A unix socket, which the tunnel creates, and removes when it ends.
     Unix(PathBuf),
-    /// A TCP port. Anybody who reaches it is carried.
+    /// A TCP port. The tunnel does not authenticate its clients.
     Tcp(SocketAddr),
-    /// A socket that was passed to the process, by its name in
-    /// [`super::Sockets`].
+    /// A socket that was passed to the process, by its name in [`super::Sockets`].
     Passed(String),
-    /// Nowhere, until [`super::Tunnel::open`] is asked for a listener.
+    /// No listener until [`super::Tunnel::open`] opens one.
     OnDemand,
 }
 
-/// What a route's channels are connected to. `{NAME}` in a unix socket's path or
-/// in a program's arguments is where the channel's [`super::Parameter`] of that
-/// name goes.
+/// What a route's channels are connected to. In the path of a unix socket and in the arguments of a
+/// program, `{NAME}` is replaced by the value of the channel's [`super::Parameter`] of that name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Target {
     /// A unix socket.
     Unix(PathBuf),
     /// A host and a port.
     Tcp(String),
-    /// A program and its arguments, started for each channel, whose standard
-    /// input and output are the channel.
+    /// A program and its arguments. It is started once per channel, with the channel as its
+    /// standard input and output.
     Exec(Vec<String>),
 }
 
@@ -42,7 +40,7 @@ impl fmt::Display for Listen {
             Self::Unix(path) => write!(formatter, "unix:{}", path.display()),
             Self::Tcp(address) => write!(formatter, "tcp:{address}"),
             Self::Passed(name) => write!(formatter, "systemd:{name}"),
-            Self::OnDemand => formatter.write_str("nothing until it is asked for"),
+            Self::OnDemand => formatter.write_str("no listener until one is opened"),
         }
     }
 }
@@ -57,22 +55,23 @@ impl fmt::Display for Target {
     }
 }
 
-/// The end of a relay where any TLS client comes in.
+/// The end of a relay that accepts TLS clients.
 #[derive(Clone, Debug)]
 pub struct RelayExit {
     /// The route's name, for the log.
     pub route: String,
-    /// A port of its own. Nobody gets further there who is not in `allow`.
+    /// The address of the port, which belongs to this route alone. Clients that `allow` does not
+    /// name are rejected.
     pub listen: SocketAddr,
-    /// Who may use it.
+    /// The peers that may use it.
     pub allow: Peers,
     /// What its channels are connected to.
     pub target: Target,
-    /// The oldest TLS that clients may speak.
+    /// The oldest TLS version that clients may use.
     pub oldest_tls: OldestTls,
 }
 
-/// Where a peer is, who it has to be, and what protects the lanes to it.
+/// A peer's address, the identities that may answer there, and the security of the lanes to it.
 #[derive(Clone, PartialEq, Eq)]
 pub(super) struct Destination {
     pub(super) to: String,

@@ -1,9 +1,9 @@
-//! A lane that this side sends on: its thread connects it, reads channels'
-//! sockets in turn, and seals what it read.
+//! A lane that this side sends on. Its thread opens the lane, reads the sockets of channels in
+//! turn, and seals and sends what it read.
 //!
-//! One of the lanes' threads that have nothing to do watches all sockets, and
-//! sends what it finds by itself: so a dialogue costs one wake-up on each side. The
-//! others wait until there is more than that one can do.
+//! Of the threads that have no work, one watches all sockets and sends what it reads itself, so
+//! that a request and its answer cost one wake-up per side. The others wait until there is more
+//! work than one thread can do.
 
 use std::io;
 use std::sync::Arc;
@@ -25,11 +25,11 @@ use dunlin_lane::data::{DataSender, SendError};
 use dunlin_lane::dial::{DialCancel, LaneDialer, LaneRequest, LaneTicket};
 use dunlin_lane::sync;
 
-/// From this much on a read is worth another one at once, and its sending long
-/// enough that somebody else should watch the sockets meanwhile.
+/// A read of at least this many bytes is followed by another read at once. Sending that much takes
+/// long enough that another thread should watch the sockets meanwhile.
 const MUCH_BYTES: usize = 16 * 1024;
 
-/// The body of a lane's thread, from connecting to the end.
+/// The body of a lane's thread, from dialling to the end.
 pub(super) fn run(hub: &Hub, lane: u16, dialer: &dyn LaneDialer) {
     let result = open(hub, lane, dialer).and_then(|sender| send_all(hub, lane, sender));
     let mut core = hub.lock();
@@ -44,20 +44,20 @@ pub(super) fn run(hub: &Hub, lane: u16, dialer: &dyn LaneDialer) {
         && !is_over
     {
         let why = failure.to_string();
-        hub.site.tell(Event::LaneLost { lane, why });
+        hub.site.report(Event::LaneLost { lane, why });
     }
 }
 
-/// A lane that has said whose it is. Whatever part of it takes long ends with the trunk.
+/// Dials a lane and sends its proof. The end of the trunk cancels every step that waits.
 fn open(hub: &Hub, lane: u16, dialer: &dyn LaneDialer) -> Result<DataSender, Failure> {
     let terms = &hub.terms;
     let at = terms.lanes_at.to_string();
-    let what = "cannot create an eventfd for a lane";
+    let what = "cannot create an eventfd";
     let cancel = DialCancel::new().or_failure(FaultCode::LaneLost, what)?;
     {
         let mut core = hub.lock();
         if core.control.is_over() {
-            return Err(lost(format!("lane {lane} is not wanted any more")));
+            return Err(lost(format!("lane {lane} not opened: its trunk is over")));
         }
         core.dials.insert(lane, cancel.clone());
     }
@@ -73,7 +73,7 @@ fn open(hub: &Hub, lane: u16, dialer: &dyn LaneDialer) -> Result<DataSender, Fai
     let dialled = dialer.dial(&request);
     let mut sender = dialled.map_err(|error| {
         let code = error.permanent().unwrap_or(FaultCode::LaneLost);
-        Failure::new(code, format!("lane {lane} to {at} cannot be opened")).because(&error)
+        Failure::new(code, format!("cannot open lane {lane} to {at}")).because(&error)
     })?;
     let ticket = LaneTicket {
         version: terms.version,
@@ -87,7 +87,7 @@ fn open(hub: &Hub, lane: u16, dialer: &dyn LaneDialer) -> Result<DataSender, Fai
     let mut core = hub.lock();
     core.dials.remove(&lane);
     if !core.trunk.lane_stands(lane, hub.now_ns()) {
-        return Err(lost(format!("lane {lane} stood too late")));
+        return Err(lost(format!("lane {lane} was opened too late")));
     }
     core.cutters.insert(
         (Direction::Out, lane),
@@ -102,7 +102,7 @@ fn lost(what: String) -> Failure {
 }
 
 fn failed(lane: u16, error: &SendError) -> Failure {
-    Failure::new(FaultCode::LaneLost, format!("lane {lane} was lost")).because(error)
+    Failure::new(FaultCode::LaneLost, format!("cannot send on lane {lane}")).because(error)
 }
 
 fn send_all(hub: &Hub, lane: u16, mut sender: DataSender) -> Result<(), Failure> {
@@ -116,7 +116,7 @@ fn send_all(hub: &Hub, lane: u16, mut sender: DataSender) -> Result<(), Failure>
         let sent = match work {
             Work::Stop | Work::Wait => {
                 let what = format!(
-                    "lane {lane} was given up: the peer lost it, or acknowledged nothing in time"
+                    "lane {lane} abandoned: lost by the peer, or nothing acknowledged in time"
                 );
                 break Err(Failure::new(FaultCode::LaneLost, what));
             }
@@ -130,13 +130,13 @@ fn send_all(hub: &Hub, lane: u16, mut sender: DataSender) -> Result<(), Failure>
                 let most = most as usize;
                 let (found, idle) = read(hub, lane, channel, most, socket, &mut scratch);
                 match found {
-                    // Whoever waits for a full lane watches no sockets.
+                    // A thread that waits for a full lane cannot watch the sockets.
                     Some((data, piece)) if is_full(&sender) => {
                         watch_again(hub, channel, idle);
                         promote(hub, &hub.lock());
                         send(&mut sender, &data, &piece)
                     }
-                    // The other side waits for the piece, and nobody for the watch.
+                    // Send first: the peer waits for the piece, and no thread waits for the watch.
                     Some((data, piece)) => {
                         let sent = send(&mut sender, &data, &piece);
                         watch_again(hub, channel, idle);
@@ -157,7 +157,7 @@ fn send_all(hub: &Hub, lane: u16, mut sender: DataSender) -> Result<(), Failure>
     result
 }
 
-/// What the lane does next; waits until there is something.
+/// Waits until the lane has work.
 fn next(
     hub: &Hub,
     lane: u16,
@@ -195,7 +195,7 @@ fn next(
     }
 }
 
-/// Reports the sockets that can be read to the core.
+/// Reports readable sockets to the core.
 pub(super) fn take_ready(core: &mut Core, ready: &[Ready]) {
     for one in ready {
         if let Ok(channel) = u32::try_from(one.token) {
@@ -204,7 +204,7 @@ pub(super) fn take_ready(core: &mut Core, ready: &[Ready]) {
     }
 }
 
-/// Lets another thread watch the sockets, if nobody does.
+/// Wakes another thread to watch the sockets, if none does.
 fn promote(hub: &Hub, core: &Core) {
     if !core.senders.watched && core.senders.followers > 0 {
         hub.idle.notify_one();
@@ -215,8 +215,8 @@ fn is_full(sender: &DataSender) -> bool {
     !wait_writable(sender.socket(), Instant::now()).unwrap_or(false)
 }
 
-/// Has a channel's socket watched again. Behind the report of what was read, or the
-/// next would come while it is our turn and be lost.
+/// Rearms the watch of a channel's socket. Call it only after the read was reported: a readiness
+/// that arrives during the turn would be lost.
 fn watch_again(hub: &Hub, channel: u32, socket: Option<Arc<Socket>>) {
     if let Some(socket) = socket {
         let token = u64::from(channel);
@@ -224,8 +224,8 @@ fn watch_again(hub: &Hub, channel: u32, socket: Option<Arc<Socket>>) {
     }
 }
 
-/// Reads a channel's socket once, and tells the core what came of it. Returns
-/// what is to be sent, and the socket if it has no more for now.
+/// Reads a channel's socket once and reports the result to the core. Returns the piece to send, and
+/// the socket if it has no more bytes for now.
 fn read(
     hub: &Hub,
     lane: u16,
@@ -278,13 +278,13 @@ fn read(
     (data.zip(piece), socket.filter(|_| idle))
 }
 
-/// Seals a piece behind its header and writes both.
+/// Seals a piece after its header and writes both.
 fn send(sender: &mut DataSender, data: &Data, piece: &Piece) -> Result<(), SendError> {
     let header = Frame::Data(*data).to_bytes();
     piece.with(|bytes| {
         let memory = VolatileSlice::from(bytes);
         let mut frame = sender.frame();
-        // A piece is never longer than a frame, which is what its limit is made for.
+        // A piece fits into a frame: [`PIECE_BYTES`] is the largest payload.
         let added = frame.memory(&memory);
         debug_assert_eq!(added, Ok(()));
         frame.finish(&header)

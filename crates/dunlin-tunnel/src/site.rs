@@ -1,5 +1,5 @@
-//! What all trunks and relays of a tunnel share: routes and their figures, identities, limits,
-//! events, and threads. It refers to none of them.
+//! What the trunks and relays of a tunnel share: routes and their counters, identities, limits,
+//! events and threads. It refers to none of them.
 
 use dunlin_lane::sync::lock;
 use std::collections::BTreeMap;
@@ -25,25 +25,25 @@ use dunlin_lane::security::SealedLanes;
 
 pub(super) struct Site {
     pub(super) limits: Limits,
-    /// Where the peers' lanes are taken.
+    /// The port on which this side accepts the peers' lanes.
     pub(super) port: u16,
-    /// By what lanes go over IPsec.
+    /// Makes lanes over IPsec.
     pub(super) sealed: Option<Arc<dyn SealedLanes>>,
     pub(super) connector: Arc<dyn Connector>,
     identities: Mutex<Identities>,
     exits: Mutex<BTreeMap<String, Exit>>,
     entrances: Mutex<Vec<Entrance>>,
     relay_exits: Mutex<Vec<RelayExit>>,
-    /// By routes' names, of those that are or were in the configuration.
+    /// By route name, for routes that are or were configured.
     meters: Mutex<BTreeMap<String, Arc<Meter>>>,
-    /// Lanes to each peer, by where it is.
+    /// The lane count for each peer address.
     lanes: Mutex<Vec<(String, u16)>>,
     draining: AtomicBool,
     events: SyncSender<Event>,
-    /// Events that found no room.
+    /// Events dropped because the queue was full.
     dropped: AtomicUsize,
     threads: Threads,
-    /// Control lanes and relays that are being connected.
+    /// Control lanes and relays that are being dialled.
     pub(super) dials: Dials,
 }
 
@@ -75,7 +75,7 @@ impl Site {
         }
     }
 
-    /// Other routes and identities, for what comes from now on.
+    /// Replaces routes and identities for later connections.
     pub(super) fn replace(&self, identities: Identities, routes: &Routes) {
         *lock(&self.identities) = identities;
         *lock(&self.exits) = exits(routes);
@@ -88,19 +88,19 @@ impl Site {
         lock(&self.exits).get(route).cloned()
     }
 
-    /// How connections of this route leave the host.
+    /// The entrance of a route.
     pub(super) fn entrance(&self, route: &str) -> Option<Entrance> {
         let entrances = lock(&self.entrances);
         entrances.iter().find(|one| one.route == route).cloned()
     }
 
-    /// The figures of a route of this side's configuration.
+    /// The counters of a route.
     pub(super) fn meter(&self, route: &str) -> Arc<Meter> {
         let mut meters = lock(&self.meters);
         Arc::clone(meters.entry(route.to_owned()).or_default())
     }
 
-    /// The routes that are configured, with those that carry something still.
+    /// The configured routes, and those that still have open connections.
     pub(super) fn routes(&self) -> Vec<RouteStatus> {
         let mut routes = BTreeMap::<String, RouteStatus>::new();
         for one in lock(&self.entrances).iter() {
@@ -118,7 +118,7 @@ impl Site {
                 routes.entry(route.clone()).or_default();
             }
         }
-        // One that was taken out and carries nothing begins anew if it comes back.
+        // A route that was removed and has no open connections starts at zero if it is added again.
         meters.retain(|route, _| routes.contains_key(route));
         for (route, status) in &mut routes {
             status.route.clone_from(route);
@@ -130,7 +130,7 @@ impl Site {
         routes.into_values().collect()
     }
 
-    /// At least so many lanes to a peer from now on, until routes are replaced.
+    /// Raises the lane count for a peer to at least `lanes`, until the routes are replaced.
     pub(super) fn raise_lanes(&self, to: &str, lanes: u16) {
         for (at, most) in lock(&self.lanes).iter_mut() {
             if at == to {
@@ -139,7 +139,7 @@ impl Site {
         }
     }
 
-    /// Lanes of a trunk that this side dials there.
+    /// The lane count of a trunk that this side dials to this address.
     pub(super) fn lanes_to(&self, to: &str) -> u16 {
         let lanes = lock(&self.lanes);
         let found = lanes.iter().find(|(at, _)| at == to);
@@ -149,15 +149,15 @@ impl Site {
     pub(super) fn client_tls(&self, peers: Peers) -> Result<ClientTls, Failure> {
         self.identities().client(peers).or_failure(
             FaultCode::Unauthorised,
-            "our identity cannot be used to connect",
+            "own identity cannot be used to connect",
         )
     }
 
-    /// Looks a peer up whose trunk exists already: its key may have been denied, or its certificate
-    /// revoked, since.
+    /// Checks again a peer that has a trunk: its key may have been denied, or its certificate
+    /// revoked, since the handshake.
     ///
     /// # Errors
-    /// It gets no new channel.
+    /// The peer is refused and gets no new channel.
     pub(super) fn check_admitted(&self, peer: &PeerIdentity) -> Result<(), PeerRefused> {
         let identities = self.identities();
         identities.connecting.check_admitted(peer)?;
@@ -168,12 +168,12 @@ impl Site {
         lock(&self.identities)
     }
 
-    /// Reports an event. One that finds the observer's queue full is dropped and counted: no
+    /// Reports an event. If the observer's queue is full, the event is dropped and counted: no
     /// thread waits for the observer.
-    pub(super) fn tell(&self, event: Event) {
+    pub(super) fn report(&self, event: Event) {
         let dropped = self.dropped.swap(0, Ordering::Relaxed);
         if dropped > 0 {
-            let text = format!("{dropped} events were dropped: their queue was full");
+            let text = format!("{dropped} events dropped: event queue full");
             if self.events.try_send(Event::Warning(text)).is_err() {
                 self.dropped.fetch_add(dropped, Ordering::Relaxed);
             }
@@ -183,12 +183,12 @@ impl Site {
         }
     }
 
-    /// Starts a thread that is joined when the tunnel ends. Reports it if there is none.
+    /// Starts a thread that is joined when the tunnel ends. Reports a failure as an event.
     pub(super) fn spawn(&self, name: String, body: impl FnOnce() + Send + 'static) -> bool {
         self.spawn_in(&self.threads, name, body)
     }
 
-    /// Starts a thread that is joined with these.
+    /// Like [`Site::spawn`], with threads that are joined together elsewhere.
     pub(super) fn spawn_in(
         &self,
         threads: &Threads,
@@ -197,12 +197,12 @@ impl Site {
     ) -> bool {
         let started = threads.spawn(name, body);
         if let Err(error) = &started {
-            self.tell(Event::Warning(format!("cannot start a thread: {error}")));
+            self.report(Event::Warning(format!("cannot start a thread: {error}")));
         }
         started.is_ok()
     }
 
-    /// From now on [`Site::is_draining`].
+    /// Begins to drain: [`Site::is_draining`] is true from now on.
     pub(super) fn drain(&self) {
         self.draining.store(true, Ordering::SeqCst);
     }
@@ -211,7 +211,7 @@ impl Site {
         self.draining.load(Ordering::SeqCst)
     }
 
-    /// Waits for all threads, which were made to end.
+    /// Waits for all threads; the caller has made them end.
     pub(super) fn join(&self) {
         self.threads.join();
     }
@@ -222,7 +222,7 @@ fn exits(routes: &Routes) -> BTreeMap<String, Exit> {
     routes.exits.iter().map(named).collect()
 }
 
-/// The most lanes that any route wants to each place.
+/// The largest lane count of the routes to each address.
 fn lanes(routes: &Routes) -> Vec<(String, u16)> {
     let mut lanes = BTreeMap::<&str, u16>::new();
     for entrance in &routes.entrances {

@@ -15,11 +15,11 @@ use dunlin_linux::socket::{Liveness, set_buffers, set_liveness, set_reset_on_clo
 use super::failure::Failure;
 use super::meter::{Count, Ending};
 
-/// What is asked for as a unix socket's buffer towards the consumer: a piece and
-/// the kernel's own. The kernel cuts it to its limit, and says nothing.
+/// Requested size of a unix socket's send buffer towards the consumer: a piece and the kernel's
+/// overhead. The kernel silently limits it to `net.core.wmem_max`.
 const SEND_BUFFER_BYTES: u32 = 512 * 1024;
 
-/// A connection in non-blocking mode that no channel has yet.
+/// A connection in non-blocking mode that no channel uses yet.
 #[derive(Debug)]
 pub(super) enum Stream {
     Unix(UnixStream),
@@ -30,12 +30,12 @@ pub(super) enum Stream {
 #[derive(Debug)]
 pub(super) struct Socket {
     stream: Stream,
-    /// Whether an error of the connection has been returned to one thread. The kernel returns it
-    /// once; after that reading returns 0, as at an end.
+    /// Whether an error of the connection was returned to a thread. The kernel returns the error
+    /// once; later reads return 0, as at an end of file.
     is_reset: Mutex<bool>,
-    /// Whether a thread for each direction waits in the kernel.
+    /// Whether one thread per direction blocks in the kernel.
     blocks: AtomicBool,
-    /// Behind the stream: the connection is closed when its end is reported.
+    /// Declared after the stream, so that the connection is closed when its end is counted.
     count: Count,
 }
 
@@ -49,9 +49,8 @@ impl Stream {
     pub(super) fn tcp(stream: TcpStream) -> io::Result<Self> {
         stream.set_nonblocking(true)?;
         stream.set_nodelay(true)?;
-        // A consumer that does not read keeps its window closed for as long as
-        // it likes (TCP_USER_TIMEOUT would end that, tcp(7)); one that has gone
-        // answers no probe.
+        // A consumer may keep its window closed for any time, which TCP_USER_TIMEOUT would limit
+        // (tcp(7)). A consumer that has vanished answers no probe.
         let liveness = Liveness {
             user_timeout: Duration::ZERO,
             ..Liveness::default()
@@ -60,7 +59,7 @@ impl Stream {
         Ok(Self::Tcp(stream))
     }
 
-    /// The connection of a channel.
+    /// Makes it the connection of a channel.
     pub(super) fn counted(self, count: Count) -> Socket {
         Socket {
             stream: self,
@@ -78,7 +77,7 @@ impl Stream {
     }
 }
 
-/// Repeats a call that a signal has interrupted.
+/// Repeats a call while signals interrupt it.
 fn repeated(mut call: impl FnMut() -> io::Result<usize>) -> io::Result<usize> {
     loop {
         match call() {
@@ -112,8 +111,9 @@ impl Socket {
         Ok(written)
     }
 
-    /// Calls what may take the connection's error from the kernel. The lock is held meanwhile, so
-    /// that a thread which then reads 0 sees that there was one; not where a call may wait.
+    /// Makes a call that may take the connection's error from the kernel. If the call cannot block,
+    /// the lock is held during it, so that a thread which then reads 0 sees that there was an
+    /// error.
     fn noting_resets<R>(&self, call: impl FnOnce() -> io::Result<R>) -> io::Result<R> {
         let held = (!self.blocks.load(Ordering::Relaxed)).then(|| self.lock_reset());
         let result = call();
@@ -129,17 +129,17 @@ impl Socket {
         lock(&self.is_reset)
     }
 
-    /// The kernel has read so many bytes for this process.
+    /// Counts bytes that the kernel has read for this process.
     pub(super) fn has_read(&self, bytes: usize) {
         self.count.read(bytes);
     }
 
-    /// The kernel has written so many bytes for this process.
+    /// Counts bytes that the kernel has written for this process.
     pub(super) fn has_written(&self, bytes: usize) {
         self.count.wrote(bytes);
     }
 
-    /// Lets it block, for whoever has a thread for each direction.
+    /// Switches to blocking mode with timeouts, for a caller with one thread per direction.
     pub(super) fn block(&self, read: Duration, write: Duration) -> io::Result<()> {
         self.blocks.store(true, Ordering::Relaxed);
         match &self.stream {
@@ -156,18 +156,17 @@ impl Socket {
         }
     }
 
-    /// Wakes who reads, behind [`Socket::abort`], and says nothing to the
-    /// hypervisor, where an end would be a lie.
+    /// Wakes a blocked reader after [`Socket::abort`]. The hypervisor must not see an orderly end.
     pub(super) fn stop_reading(&self) {
         if matches!(self.stream, Stream::Tcp(_)) {
-            // Fails only where it has gone.
+            // Fails only if the connection is closed.
             let _ = self.stream.shutdown(Shutdown::Read);
         }
     }
 
-    /// Tells the hypervisor that nothing more comes.
+    /// Shuts down the direction to the hypervisor.
     pub(super) fn end(&self) {
-        // Fails only where it has gone, which reading tells.
+        // Fails only if the connection is closed, which the next read reports.
         let _ = self.stream.shutdown(Shutdown::Write);
     }
 
@@ -176,35 +175,36 @@ impl Socket {
         self.count.ends(Ending::Well);
     }
 
-    /// Both directions are over, and the consumer left a few bytes before the end unread. The rest
-    /// of the connection is aborted.
+    /// Both directions are over, and the consumer left the last few bytes unread. Aborts what is
+    /// left of the connection.
     pub(super) fn left_unread(&self) {
         self.count.ends(Ending::LeftUnread);
         self.close_at_once();
     }
 
-    /// Whether the hypervisor has closed its connection, and not only its own direction. A TCP
-    /// socket cannot tell the two apart and says yes; ask it only when its end has been read.
+    /// Whether the hypervisor has closed its connection, and not only shut down its own direction.
+    /// On a TCP socket the two look the same, and this returns true; call it only after reading the
+    /// end of file.
     pub(super) fn is_gone(&self) -> bool {
         match &self.stream {
             Stream::Tcp(_) => true,
             Stream::Unix(stream) => {
                 let nothing = Interest::failure(&stream);
-                // An error or a hang-up is reported without being requested (poll(2)).
+                // poll(2) reports errors and hang-ups even if they are not requested.
                 poll(&[nothing], Some(Duration::ZERO)).is_ok_and(|ready| ready == [true])
             }
         }
     }
 
-    /// Aborts it, and says why to whoever waits for its end.
+    /// Aborts the connection, and reports `why` as the reason.
     pub(super) fn fail(&self, why: &Failure) {
         self.count.ends(Ending::Badly(Some(why.clone())));
         self.abort();
     }
 
-    /// Lets the connection end as an abort when its last owner lets go. A unix
-    /// socket knows no such thing: its peer sees an end, in the middle of
-    /// whatever it was reading, and an error when it writes.
+    /// Makes the connection end as an abort when its last owner drops it. A unix socket cannot
+    /// signal an abort: its peer reads an end of file in the middle of the data, and an error when
+    /// it writes.
     pub(super) fn abort(&self) {
         self.count.ends(Ending::Badly(None));
         self.close_at_once();
@@ -213,18 +213,18 @@ impl Socket {
     fn close_at_once(&self) {
         match &self.stream {
             Stream::Unix(stream) => drop(stream.shutdown(Shutdown::Both)),
-            // Fails only where it has gone.
+            // Fails only if the connection is closed.
             Stream::Tcp(stream) => drop(set_reset_on_close(stream)),
         }
     }
 
-    /// Whether an error is told before what was received is read, so that it
-    /// has to be looked for while nobody reads.
+    /// Whether the kernel reports an error before the received data is read. Then the error has to
+    /// be polled for while no thread reads.
     pub(super) fn tells_resets(&self) -> bool {
         matches!(self.stream, Stream::Tcp(_))
     }
 
-    /// What it has failed of.
+    /// The error of the connection.
     pub(super) fn error(&self) -> io::Error {
         let error = self.noting_resets(|| {
             let error = match &self.stream {
@@ -262,9 +262,9 @@ mod tests {
         stream.counted(Count::new(std::sync::Arc::default(), None))
     }
 
-    /// The kernel returns the error once, to either of the two threads that find it.
+    /// The kernel returns the error once, to either of the two threads that call it.
     #[test]
-    fn a_reset_that_another_call_has_found_is_no_end() {
+    fn a_reset_that_another_call_returned_is_not_read_as_an_end() {
         type Find = fn(&Socket);
         let found: [(&str, Find); 2] = [
             ("error", |socket| {
@@ -290,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn an_end_is_one_after_a_full_socket() {
+    fn an_end_of_file_is_read_as_one_after_the_send_buffer_was_full() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let socket = accepted(&listener);

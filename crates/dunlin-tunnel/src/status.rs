@@ -1,24 +1,24 @@
-//! What a tunnel carries now.
+//! The status of a tunnel's trunks, relays and routes.
 
 use std::net::SocketAddr;
 
 use crate::meter::Traffic;
 use crate::route::{Listen, Target};
 
-/// What a trunk carries now.
+/// The status of one trunk, or of one channel of a relay.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Status {
-    /// Who the peer is.
+    /// The peer's name.
     pub peer: String,
-    /// Where it is.
+    /// The peer's address.
     pub at: SocketAddr,
-    /// Its channels that are open, by their routes' names.
+    /// The route of each open channel.
     pub channels: Vec<String>,
-    /// Lanes of both sides.
+    /// Open lanes, those of both sides.
     pub lanes: usize,
-    /// Bytes that wait here for consumers.
+    /// Bytes that wait on this side for consumers.
     pub held_bytes: u64,
-    /// Bytes that were sent and not acknowledged.
+    /// Bytes sent and not acknowledged.
     pub unacknowledged_bytes: u64,
 }
 
@@ -27,13 +27,13 @@ pub struct Status {
 pub struct RouteStatus {
     /// Its name.
     pub route: String,
-    /// Where it listens; one that was opened for a purpose is in
+    /// Where it listens. Listeners that were opened on demand are in
     /// [`Tunnel::on_demand_listeners`](crate::Tunnel::on_demand_listeners).
     pub listens: Option<Listen>,
-    /// Where its connections go, if any come in here.
+    /// The peer's address, if the route has an entrance on this side.
     pub to: Option<String>,
-    /// What the peers' connections are made to, if any go out here.
+    /// The target, if the route has an exit on this side.
     pub target: Option<Target>,
-    /// What it has carried since the tunnel began.
+    /// Its traffic since the tunnel started.
     pub traffic: Traffic,
 }

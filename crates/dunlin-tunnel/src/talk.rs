@@ -1,4 +1,4 @@
-//! The talker of a trunk, which sends its messages, keeps its time and starts its threads; the
+//! The talker of a trunk, which sends its messages, runs its timers and starts its threads; the
 //! reader of its control lane; and how a lost control lane is resumed.
 
 use std::sync::Arc;
@@ -20,17 +20,17 @@ use dunlin_lane::control::{ControlError, ControlStream};
 use dunlin_lane::dial::LaneDialer;
 use dunlin_lane::sync;
 
-/// Messages are gathered up to this for one write.
+/// Maximum size of a batch of messages for one write.
 const BATCH_BYTES: usize = 32 * 1024;
-/// The peer is asked whether it is there after this part of the time that it may be silent.
+/// After this fraction of the permitted silence the reader sends a ping.
 const ASK_PART: u32 = 5;
-/// A trunk that carries nothing is kept for so long by the side that made it: longer than
-/// its lanes are kept, so that the next migration finds it warm.
+/// How long the dialling side keeps a trunk without channels. It is longer than the lanes are kept,
+/// so the next migration finds the trunk up.
 const IDLE: Duration = Duration::from_secs(60);
-/// Between attempts to make a control lane anew.
+/// Delay between attempts to redial a control lane.
 const REDIAL: Duration = Duration::from_millis(200);
 
-/// Runs a trunk until it is over and its threads are joined; returns why it is over.
+/// Runs a trunk until it is over and its threads are joined. Returns the reason.
 pub(super) fn run(hub: &Arc<Hub>, dialer: &Arc<dyn LaneDialer>) -> FaultCode {
     let poller = Arc::clone(hub);
     let mut started = hub.spawn("dunlin-poller".to_owned(), move || receive::poll(&poller));
@@ -43,7 +43,7 @@ pub(super) fn run(hub: &Arc<Hub>, dialer: &Arc<dyn LaneDialer>) -> FaultCode {
     let fault = talk(hub, dialer);
     let control = hub.lock().control.close();
     if let Some(control) = control {
-        // The peer reads that nothing more comes; it may be gone.
+        // Send an orderly end; the peer may have closed the connection.
         let _ = control.close();
         control.shutdown();
     }
@@ -60,7 +60,7 @@ fn talk(hub: &Arc<Hub>, dialer: &Arc<dyn LaneDialer>) -> FaultCode {
         let mut core = hub.lock();
         core.talker = Talker::Runs;
         if core.senders.count == 0 {
-            // No lane's thread watches the sockets: find out here whether a lane is needed.
+            // No lane's thread watches the sockets: check here whether a lane is needed.
             hub.reads.wait(&mut ready, Some(Duration::ZERO));
             send::take_ready(&mut core, &ready);
         }
@@ -81,7 +81,7 @@ fn talk(hub: &Arc<Hub>, dialer: &Arc<dyn LaneDialer>) -> FaultCode {
             start(hub, &mut core, dialer, one);
             hub.settle(&mut core);
         }
-        // Behind everything that may have ended it: nothing wakes this thread again.
+        // Check after every call that may have ended the trunk: nothing wakes this thread again.
         if let Some(fault) = core.control.fault() {
             return fault;
         }
@@ -109,7 +109,7 @@ fn talk(hub: &Arc<Hub>, dialer: &Arc<dyn LaneDialer>) -> FaultCode {
     }
 }
 
-/// Starts a thread that the core wants.
+/// Starts a thread that the core requested.
 fn start(hub: &Arc<Hub>, core: &mut Core, dialer: &Arc<dyn LaneDialer>, one: Start) {
     let own = Arc::clone(hub);
     match one {
@@ -136,7 +136,7 @@ fn start(hub: &Arc<Hub>, core: &mut Core, dialer: &Arc<dyn LaneDialer>, one: Sta
     }
 }
 
-/// Encodes what there is to say. False where it cannot be.
+/// Encodes the messages that are due. False if one cannot be encoded.
 fn take_messages(hub: &Arc<Hub>, core: &mut Core, batch: &mut Vec<u8>) -> bool {
     batch.clear();
     let Control::Up { epoch, .. } = core.control else {
@@ -147,14 +147,14 @@ fn take_messages(hub: &Arc<Hub>, core: &mut Core, batch: &mut Vec<u8>) -> bool {
             break;
         };
         if let Err(error) = message.encode(epoch, batch) {
-            let text = format!("{} cannot be sent: {error}", message.kind());
-            hub.site.tell(Event::Warning(text));
+            let text = format!("cannot encode {}: {error}", message.kind());
+            hub.site.report(Event::Warning(text));
             core.trunk.end(FaultCode::Internal);
             hub.settle(core);
             return false;
         }
     }
-    // Saying the last of a channel ends it.
+    // Taking the last message of a channel ends the channel.
     hub.settle(core);
     true
 }
@@ -193,7 +193,7 @@ enum Broken {
     Message(#[from] DecodeError),
 }
 
-/// The next message; `None` for one that may be skipped.
+/// Reads the next message; `None` for one that may be skipped.
 fn read_one(
     hub: &Hub,
     control: &ControlStream,
@@ -208,8 +208,8 @@ fn read_one(
         match control.receive_exact(&mut bytes, until) {
             Ok(()) => break,
             Err(ControlError::Deadline) if Instant::now() < silent_at => {
-                // The core takes the answer for one to nothing, and it is: that it
-                // comes is all that counts.
+                // The core ignores the answer, because it did not send this ping: only its arrival
+                // matters.
                 let mut ask = Vec::new();
                 if (Message::Ping { token: 0 }).encode(epoch, &mut ask).is_ok() {
                     control.send(&ask)?;
@@ -226,7 +226,7 @@ fn read_one(
     Ok(message?)
 }
 
-/// The control lane of this epoch is over.
+/// The control lane of this epoch is lost.
 fn lost(hub: &Arc<Hub>, epoch: u32, error: ControlError) {
     let mut core = hub.lock();
     let Some(stream) = core.control.lose(epoch) else {
@@ -234,7 +234,7 @@ fn lost(hub: &Arc<Hub>, epoch: u32, error: ControlError) {
     };
     stream.shutdown();
     if matches!(error, ControlError::Closed) {
-        // The peer has ended the trunk.
+        // An orderly end: the peer has ended the trunk.
         core.trunk.end(FaultCode::Ended);
         return hub.settle(&mut core);
     }
@@ -243,14 +243,14 @@ fn lost(hub: &Arc<Hub>, epoch: u32, error: ControlError) {
     drop(core);
     let peer = hub.terms.peer_name();
     let failure = Failure::from(error);
-    hub.site.tell(Event::ControlLost { peer, failure });
+    hub.site.report(Event::ControlLost { peer, failure });
     if hub.terms.is_dialled() {
         let again = Arc::clone(hub);
         hub.spawn("dunlin-redial".to_owned(), move || redial(&again, epoch));
     }
 }
 
-/// Dials the control lane again until it is up or the trunk is over.
+/// Dials the control lane until it is up or the trunk is over.
 fn redial(hub: &Arc<Hub>, epoch: u32) {
     let Origin::Dialled(to) = &hub.terms.origin else {
         return;
@@ -264,16 +264,16 @@ fn redial(hub: &Arc<Hub>, epoch: u32) {
         match dialled {
             Ok(control) => return resume(hub, control, next),
             Err(failure) if failure.code() == FaultCode::UnknownSession => {
-                // Another process than before answers.
+                // The process that answers is not the one that had the trunk.
                 return hub.end(FaultCode::UnknownSession);
             }
-            // The core gives up when it has waited long enough.
+            // The core ends the trunk after its timeout.
             Err(_) => std::thread::sleep(REDIAL),
         }
     }
 }
 
-/// A control lane of a higher epoch takes the place of the one before. One that comes too late is
+/// Replaces the control lane with one of a higher epoch. A control lane that arrives too late is
 /// dropped.
 pub(super) fn resume(hub: &Arc<Hub>, control: ControlStream, epoch: u32) {
     let stream = Arc::new(control);
@@ -288,7 +288,7 @@ pub(super) fn resume(hub: &Arc<Hub>, control: ControlStream, epoch: u32) {
     hub.settle(&mut core);
     drop(core);
     let peer = hub.terms.peer_name();
-    hub.site.tell(Event::ControlResumed { peer });
+    hub.site.report(Event::ControlResumed { peer });
 }
 
 fn spawn_reader(hub: &Arc<Hub>, stream: &Arc<ControlStream>, epoch: u32) -> bool {

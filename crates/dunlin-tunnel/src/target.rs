@@ -1,4 +1,4 @@
-//! Connections to what a route's channels are connected to.
+//! Connects a route's channels to their target.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -20,11 +20,11 @@ use super::route::Target;
 use super::site::Site;
 use super::socket::Stream;
 
-/// Connects to a target; `programs` counts those that the same peers have had
-/// started and that have not ended.
+/// Connects to a target. `programs` counts the programs that were started for the same peers and
+/// have not ended.
 ///
 /// # Errors
-/// It cannot be reached before `deadline`, or `stop` becomes readable before that.
+/// The target cannot be reached before `deadline`, or `stop` becomes readable first.
 pub(super) fn open(
     site: &Arc<Site>,
     programs: &Arc<AtomicUsize>,
@@ -39,7 +39,7 @@ pub(super) fn open(
     }
 }
 
-/// Starts a program whose standard input and output are one end of a pair.
+/// Starts a program with one end of a socket pair as its standard input and output.
 fn execute(site: &Arc<Site>, programs: &Arc<AtomicUsize>, words: &[String]) -> io::Result<Stream> {
     let (program, arguments) = words
         .split_first()
@@ -47,37 +47,38 @@ fn execute(site: &Arc<Site>, programs: &Arc<AtomicUsize>, words: &[String]) -> i
     let (near, far) = UnixStream::pair()?;
     let near = Stream::unix(near)?;
     let input = OwnedFd::from(far.try_clone()?);
-    // A program need not end because its channel has.
+    // The program may outlive its channel, so programs are limited separately.
     let most = site.limits.channels;
     let running = Counted::one_more(programs, most).ok_or_else(|| {
-        let text = format!("{most} programs of this peer have not ended");
+        let text = format!("{most} programs of this peer are still running");
         io::Error::new(io::ErrorKind::QuotaExceeded, text)
     })?;
-    // The thread first: a program for which nobody waits stays as a zombie.
+    // Start the thread before the program: a program that no thread waits for stays as a zombie.
     let (started, child) = channel::<Child>();
     let (site, name) = (Arc::clone(site), program.clone());
     thread::Builder::new()
         .name("dunlin-exec".to_owned())
         .spawn(move || {
             let _running = running;
-            // Nothing comes where the program could not be started.
+            // Fails if the program was not started.
             let Ok(mut child) = child.recv() else { return };
             let text = match child.wait() {
                 Ok(status) if status.success() => return,
-                Ok(status) => format!("{name} ended with {status}"),
-                Err(error) => format!("{name} is lost: {error}"),
+                Ok(status) => format!("target program {name} failed: {status}"),
+                Err(error) => format!("cannot wait for target program {name}: {error}"),
             };
-            site.tell(Event::Warning(text));
+            site.report(Event::Warning(text));
         })?;
     let mut command = Command::new(program);
     command
         .args(arguments)
         .stdin(Stdio::from(input))
         .stdout(Stdio::from(OwnedFd::from(far)));
-    // This process may have a thread for its signals, and all others block them.
+    // This process may block its signals in all threads except one. The program must not inherit
+    // that.
     unblock_in(&mut command);
     let child = command.spawn()?;
-    // It waits until it gets it.
+    // The thread is blocked in `recv` until it receives the child.
     let _ = started.send(child);
     Ok(near)
 }

@@ -12,28 +12,29 @@ pub(super) struct Terms {
     pub(super) origin: Origin,
     pub(super) session: SessionId,
     pub(super) version: u16,
-    /// What protects the lanes.
+    /// The security of the lanes.
     pub(super) security: LaneSecurity,
-    /// A lane's handshake may admit any peer of this name: both certificates may be renewed, so
-    /// both are looked up when a lane is made, and [`Terms::is_the_peer`] decides.
+    /// The peer's identity at the handshake. A lane's handshake may admit any certificate of this
+    /// name, because both certificates may have been renewed: both are looked up when a lane is
+    /// opened, and [`Terms::is_the_peer`] decides.
     pub(super) peer: PeerIdentity,
     /// The only peer that may be at the other end of a lane.
     pub(super) principal: Principal,
-    /// Where this side's lanes go.
+    /// The address to which this side's lanes connect.
     pub(super) lanes_at: SocketAddr,
     /// Authenticates the peer's lanes.
     pub(super) own_secret: SessionSecret,
     /// Authenticates this side's lanes.
     pub(super) peer_secret: SessionSecret,
-    /// Lanes that this side opens.
+    /// The number of lanes that this side opens.
     pub(super) lanes: u16,
-    /// The most that the peer accepts.
+    /// The maximum number of this side's lanes that the peer accepts.
     pub(super) peer_lanes: u16,
 }
 
-/// Which side made the trunk, and makes a lost control lane anew.
+/// Which side dialled the trunk. That side also redials a lost control lane.
 pub(super) enum Origin {
-    /// This one, and where it dials.
+    /// This side, and the address it dials.
     Dialled(Destination),
     /// The peer.
     Accepted,
@@ -51,12 +52,12 @@ impl Terms {
         self.side() == Side::Connecting
     }
 
-    /// Whether this is the peer that the trunk is with.
+    /// Whether `other` is the peer of this trunk.
     pub(super) fn is_the_peer(&self, other: &PeerIdentity) -> bool {
         other.is(&self.principal)
     }
 
-    /// The peer's name for a log.
+    /// The peer's name, escaped for a log.
     pub(super) fn peer_name(&self) -> String {
         dunlin_proto::text::harmless(&self.peer.to_string())
     }

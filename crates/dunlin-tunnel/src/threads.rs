@@ -1,4 +1,4 @@
-//! Threads that are joined: all of a trunk or of a tunnel together, or one with its owner.
+//! Threads that are joined: those of a trunk or a tunnel together, or one by its owner.
 
 use dunlin_lane::sync::lock;
 use std::io;
@@ -12,7 +12,7 @@ use dunlin_linux::poll::{Waker, Wakeup, waker};
 pub(super) struct Threads(Mutex<Vec<JoinHandle<()>>>);
 
 impl Threads {
-    /// Starts one more.
+    /// Starts a thread.
     ///
     /// # Errors
     /// What clone(2) returns.
@@ -28,8 +28,8 @@ impl Threads {
         Ok(())
     }
 
-    /// Waits for all of them, also for those that they start meanwhile. The caller has made them
-    /// end and is none of them.
+    /// Waits for all threads, including those that they start meanwhile. The caller has made them
+    /// end and is not one of them.
     pub(super) fn join(&self) {
         loop {
             let threads = std::mem::take(&mut *lock(&self.0));
@@ -37,23 +37,23 @@ impl Threads {
                 return;
             }
             for thread in threads {
-                // A panic has been printed by its hook.
+                // The panic hook has printed the panic.
                 let _ = thread.join();
             }
         }
     }
 }
 
-/// A thread that ends when this is dropped, which waits for it.
+/// A thread that dropping this stops and joins.
 pub(super) struct Worker {
     stop: Waker,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Worker {
-    /// Starts a thread, which ends when its argument becomes readable.
+    /// Starts a thread, which must end when its argument becomes readable.
     ///
-    /// # Errors
+    /// Out of descriptors or threads.
     /// No descriptors or threads are left.
     pub(super) fn start(
         name: String,
@@ -74,7 +74,7 @@ impl Drop for Worker {
     fn drop(&mut self) {
         self.stop.wake();
         if let Some(thread) = self.thread.take() {
-            // A panic has been printed by its hook.
+            // The panic hook has printed the panic.
             let _ = thread.join();
         }
     }

@@ -1,5 +1,5 @@
-//! All trunks of a tunnel: dialled when the first connection for a peer is accepted, or accepted
-//! from a peer, and forgotten when they are over.
+//! The trunks of a tunnel. A trunk is dialled when the first connection for a peer is accepted, or
+//! accepted from a peer, and removed when it is over.
 //!
 //! ```text
 //!   carry ─▶ Dialling ──── up ───────▶ Up ─── over, or its peer is refused by now ─▶ Dialling
@@ -35,12 +35,11 @@ use dunlin_lane::peers::PeerIdentity;
 use dunlin_lane::proof::is_proved;
 use dunlin_lane::security::{acceptor, dialer};
 
-/// Connections that wait while their peer is being connected to; a hypervisor
-/// with the most channels that it can have.
+/// Connections that may wait while their trunk is dialled: as many as one hypervisor with the
+/// maximum number of channels has.
 const WAITING: usize = 512;
-/// Trunks with one peer: one for each of the other side's lists of who may
-/// answer, in either direction, and those that have yet to notice that they are
-/// over.
+/// Trunks with one peer: one per set of allowed identities on the other side, in either direction,
+/// and trunks that are over but have not noticed it.
 const OF_ONE_PEER: usize = 8;
 
 pub(super) struct Trunks {
@@ -49,24 +48,23 @@ pub(super) struct Trunks {
     peerings: Mutex<Vec<Peering>>,
 }
 
-/// A trunk whose lanes are accepted and whose threads have not started. [`Trunks::run`] is its
-/// unwind, also where it is over already.
+/// A trunk that accepts lanes, before its threads are started. [`Trunks::run`] unwinds it, even if
+/// it is already over.
 struct Kept {
     hub: Arc<Hub>,
     control: Arc<ControlStream>,
-    /// Opens this side's lanes. What it has set up is taken down when it is dropped.
+    /// Opens this side's lanes. Dropping it removes what it has set up.
     dialer: Arc<dyn LaneDialer>,
 }
 
-/// A peer to which this side makes the trunk.
+/// A peer to which this side dials the trunk.
 struct Peering {
     destination: Destination,
     state: State,
 }
 
 enum State {
-    /// A trunk is being made. These connections wait for it, in the order in which they were
-    /// accepted.
+    /// A trunk is being dialled. These connections wait for it, in the order of acceptance.
     Dialling(Vec<Connection>),
     Up(Arc<Hub>),
 }
@@ -86,8 +84,8 @@ impl Trunks {
         }
     }
 
-    /// Carries a connection that was accepted at an entrance. Connections of one entrance come
-    /// here in the order in which they were accepted.
+    /// Carries a connection that was accepted at an entrance. Callers pass the connections of one
+    /// entrance in the order of acceptance.
     pub(super) fn carry(
         self: &Arc<Self>,
         entrance: &Entrance,
@@ -118,13 +116,13 @@ impl Trunks {
                     return waiting.push(connection);
                 }
                 State::Dialling(_) => {
-                    let text = format!("{WAITING} connections wait for {} already", entrance.to);
+                    let text = format!("{WAITING} connections already wait for {}", entrance.to);
                     Failure::new(FaultCode::Busy, text)
                 }
                 State::Up(hub) => match self.open(hub, &connection) {
                     Ok(()) => return,
                     Err(OpenError::Over) => {
-                        // If the peer is still refused, the next handshake returns why.
+                        // If the peer is still refused, the next handshake returns the reason.
                         peering.state = State::Dialling(vec![connection]);
                         drop(peerings);
                         return self.dial(destination);
@@ -145,7 +143,7 @@ impl Trunks {
         self.refuse(&connection, failure);
     }
 
-    /// Opens a channel on a trunk, unless its peer is refused by now.
+    /// Opens a channel on a trunk, if its peer is still admitted.
     fn open(&self, hub: &Hub, connection: &Connection) -> Result<(), OpenError> {
         if self.site.check_admitted(&hub.terms.peer).is_err() {
             return Err(OpenError::Over);
@@ -160,7 +158,7 @@ impl Trunks {
             let made = trunks.make(&there, lanes);
             let hub = made.as_ref().ok().cloned();
             trunks.dialled(&there, made);
-            // More may have been asked for meanwhile.
+            // An on-demand listener may have raised the lane count during the dial.
             if let Some(hub) = hub {
                 hub.raise_lanes(trunks.site.lanes_to(&there.to));
             }
@@ -171,7 +169,7 @@ impl Trunks {
         }
     }
 
-    /// Makes a trunk.
+    /// Dials a trunk and starts it.
     fn make(self: &Arc<Self>, to: &Destination, lanes: u16) -> Result<Arc<Hub>, Failure> {
         let site = &self.site;
         let deadline = Instant::now() + site.limits.vanished;
@@ -183,7 +181,7 @@ impl Trunks {
         Ok(hub)
     }
 
-    /// Opens the channels that have waited, or closes them.
+    /// The dial has ended: opens a channel for each connection that waits, or refuses it.
     fn dialled(&self, to: &Destination, made: Result<Arc<Hub>, Failure>) {
         let mut peerings = lock(&self.peerings);
         let same =
@@ -209,7 +207,7 @@ impl Trunks {
                 let refused = dialling.into_iter().map(|one| (one, failure.clone()));
                 let refused = refused.collect();
                 let to = to.to.clone();
-                self.site.tell(Event::TrunkFailed { to, failure });
+                self.site.report(Event::TrunkFailed { to, failure });
                 refused
             }
         };
@@ -222,13 +220,13 @@ impl Trunks {
     fn refuse(&self, connection: &Connection, failure: Failure) {
         connection.socket.fail(&failure);
         let route = connection.opening.route.clone();
-        self.site.tell(Event::Refused { route, failure });
+        self.site.report(Event::Refused { route, failure });
     }
 
-    /// Accepts the trunk that a peer's control lane offers, or its next control lane.
+    /// Accepts the new trunk, or the later control lane of a trunk, that a peer offers.
     ///
     /// # Errors
-    /// Why not. The peer is told, as long as it waits for the answer to its offer.
+    /// Why it is refused. If the peer waits for the answer to its offer, it receives the reason.
     pub(super) fn accept(
         self: &Arc<Self>,
         control: ControlStream,
@@ -246,7 +244,7 @@ impl Trunks {
             return Ok(());
         }
         let agreed = answered.agree(&self.site)?;
-        // The peer's lanes may come as soon as it has the secret.
+        // The peer may open lanes as soon as it has the secret.
         let kept = self.keep(agreed)?;
         if let Err(failure) = send_accept(&kept.control, &kept.hub.terms.own_secret, 0) {
             kept.hub.end(failure.code());
@@ -257,8 +255,8 @@ impl Trunks {
         Ok(())
     }
 
-    /// The trunk that an offer belongs to, or `None` if it asks for a new one. What cannot be
-    /// met is found out here, as long as the peer can be told.
+    /// The trunk that an offer belongs to, or `None` if the offer asks for a new one. All refusals
+    /// are decided here, while the peer waits for an answer.
     fn trunk_of(&self, received: &Received) -> Result<Option<Arc<Hub>>, Refusal> {
         let refuse = |fault, text: &str| {
             let text = text.to_owned();
@@ -267,7 +265,7 @@ impl Trunks {
         let (offer, peer) = (&received.offer, received.control.peer());
         let Some(hub) = self.find(&offer.session) else {
             if offer.epoch != 1 {
-                let text = "no such trunk is known here";
+                let text = "unknown trunk";
                 return refuse(FaultCode::UnknownSession, text);
             }
             return match self.check_room(&lock(&self.all), peer) {
@@ -276,41 +274,39 @@ impl Trunks {
             };
         };
         if !hub.terms.is_the_peer(peer) {
-            let text = "that trunk is with another peer";
+            let text = "the trunk belongs to another peer";
             return refuse(FaultCode::WrongIdentity, text);
         }
         if hub.terms.security != received.selection.security {
-            let text = "the lanes of that trunk are secured otherwise";
+            let text = "the lanes of the trunk have another security";
             return refuse(FaultCode::SecurityNotAgreed, text);
         }
         if !hub.lock().control.is_before(offer.epoch) {
-            let text = "that trunk is over, or has a later control lane";
+            let text = "the trunk is over, or has a later control lane";
             return refuse(FaultCode::UnknownSession, text);
         }
         Ok(Some(hub))
     }
 
-    /// Accepts a lane that proves that it belongs to a trunk; its own thread admits it.
+    /// Accepts a connection that proves to be a lane of a trunk; a thread of its own admits it.
     ///
     /// # Errors
-    /// Why not.
+    /// Why it is rejected.
     pub(super) fn accept_lane(
         &self,
         socket: LaneSocket,
         opening: &negotiate::Opening,
     ) -> Result<(), &'static str> {
         let negotiate::Opening::Lane(open) = opening else {
-            return Err("it does not open as a lane");
+            return Err("not a lane");
         };
-        let hub = self
-            .find(&open.session)
-            .ok_or("it belongs to no trunk of this tunnel")?;
+        let hub = self.find(&open.session).ok_or("lane of an unknown trunk")?;
         let terms = &hub.terms;
         if !is_proved(&terms.own_secret, open) {
-            return Err("it does not prove its trunk's secret");
+            return Err("lane without the proof of its trunk's secret");
         }
         if open.version != terms.version {
-            return Err("it has another version than the control lane");
+            return Err("lane with another version than its control lane");
         }
         receive::start(&hub, open.lane, socket)
     }
@@ -319,25 +315,25 @@ impl Trunks {
         lock(&self.all).get(session).cloned()
     }
 
-    /// Whether there is room for one more trunk with a peer.
+    /// Checks the limits for one more trunk with a peer.
     ///
     /// # Errors
-    /// Why not.
+    /// The limit that is reached, or that the tunnel is ending.
     fn check_room(
         &self,
         trunks: &BTreeMap<SessionId, Arc<Hub>>,
         peer: &PeerIdentity,
     ) -> Result<(), Failure> {
         if self.site.is_draining() {
-            let text = "this tunnel is about to end";
+            let text = "tunnel is shutting down";
             return Err(Failure::new(FaultCode::Ended, text));
         }
         let full = |count: usize, of: &str| {
-            let text = format!("{count} trunks {of} exist already");
+            let text = format!("too many trunks {of}: {count}");
             Err(Failure::new(FaultCode::Busy, text))
         };
         if trunks.len() >= self.site.limits.trunks {
-            return full(trunks.len(), "of this tunnel");
+            return full(trunks.len(), "in this tunnel");
         }
         let theirs = trunks.values();
         match theirs.filter(|hub| hub.terms.is_the_peer(peer)).count() {
@@ -346,28 +342,26 @@ impl Trunks {
         }
     }
 
-    /// Makes an agreed trunk one of the tunnel's. Its lanes are accepted from now on.
+    /// Adds an agreed trunk. Its lanes are accepted from now on.
     fn keep(&self, agreed: Agreed) -> Result<Kept, Failure> {
         let Agreed { terms, control } = agreed;
         let (security, sealed) = (terms.security, self.site.sealed.as_ref());
         let (Some(dialer), Some(acceptor)) =
             (dialer(security, sealed), acceptor(security, false, sealed))
         else {
-            let text = "this tunnel is not prepared for IPsec";
+            let text = "IPsec is not enabled in this tunnel";
             return Err(Failure::new(FaultCode::SecurityNotAgreed, text));
         };
         let session = terms.session;
         let mut trunks = lock(&self.all);
         self.check_room(&trunks, &terms.peer)?;
         if trunks.contains_key(&session) {
-            let text = "the session's number is in use";
+            let text = "session identifier is in use";
             return Err(Failure::new(FaultCode::UnknownSession, text));
         }
         let control = Arc::new(control);
-        let hub = Hub::new(&self.site, terms, acceptor, &control).or_failure(
-            FaultCode::DescriptorLimit,
-            "no descriptors are left for a trunk",
-        )?;
+        let hub = Hub::new(&self.site, terms, acceptor, &control)
+            .or_failure(FaultCode::DescriptorLimit, "out of descriptors for a trunk")?;
         trunks.insert(session, Arc::clone(&hub));
         Ok(Kept {
             hub,
@@ -376,11 +370,11 @@ impl Trunks {
         })
     }
 
-    /// Starts a trunk's threads.
+    /// Starts the threads of a trunk.
     fn start(self: &Arc<Self>, kept: Kept) {
         let hub = Arc::clone(&kept.hub);
         let (peer, at) = (hub.terms.peer_name(), hub.terms.lanes_at);
-        self.site.tell(Event::TrunkUp { peer, at });
+        self.site.report(Event::TrunkUp { peer, at });
         let trunks = Arc::clone(self);
         let body = move || trunks.run(kept);
         if !self.site.spawn("dunlin-tunnel".to_owned(), body) {
@@ -389,7 +383,7 @@ impl Trunks {
         }
     }
 
-    /// Runs a trunk to its end, which all its threads have reached then.
+    /// Runs a trunk until it is over and all of its threads have ended.
     fn run(&self, kept: Kept) {
         let fault = talk::run(&kept.hub, &kept.dialer);
         drop(kept.dialer);
@@ -402,11 +396,11 @@ impl Trunks {
             .retain(|one| !matches!(&one.state, State::Up(up) if Arc::ptr_eq(up, hub)));
         if gone.is_some() {
             let peer = hub.terms.peer_name();
-            self.site.tell(Event::TrunkEnded { peer, fault });
+            self.site.report(Event::TrunkEnded { peer, fault });
         }
     }
 
-    /// At least so many lanes to a peer from now on.
+    /// Raises the number of lanes to a peer to at least `lanes`.
     pub(super) fn raise_lanes(&self, to: &str, lanes: u16) {
         for peering in lock(&self.peerings).iter() {
             if let State::Up(hub) = &peering.state
@@ -417,12 +411,12 @@ impl Trunks {
         }
     }
 
-    /// No channel is opened or accepted any more.
+    /// No channel may be opened or accepted any more.
     pub(super) fn drain(&self) {
         self.hubs().iter().for_each(|hub| hub.drain());
     }
 
-    /// Connections that are carried, or wait for their trunk.
+    /// The number of connections that are carried or wait for their trunk.
     pub(super) fn channels(&self) -> usize {
         let waiting = |one: &Peering| match &one.state {
             State::Dialling(waiting) => waiting.len(),

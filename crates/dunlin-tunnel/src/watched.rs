@@ -1,4 +1,4 @@
-//! Sockets that threads wait for together, and what wakes those threads.
+//! Sockets that several threads wait for together, and a waker for those threads.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -7,7 +7,7 @@ use std::time::Duration;
 use dunlin_linux::epoll::{Epoll, Readiness, Ready};
 use dunlin_linux::poll::{Waker, Wakeup, waker};
 
-/// The token of the wake-up; sockets have smaller ones.
+/// The token of the waker; sockets have smaller ones.
 const WAKE: u64 = u64::MAX;
 
 pub(super) struct WatchedSockets {
@@ -18,7 +18,7 @@ pub(super) struct WatchedSockets {
 
 impl WatchedSockets {
     /// # Errors
-    /// No descriptors are left.
+    /// Out of descriptors.
     pub(super) fn new() -> io::Result<Self> {
         let sockets = Epoll::new()?;
         let (waker, wakeup) = waker()?;
@@ -30,7 +30,7 @@ impl WatchedSockets {
         })
     }
 
-    /// Watches a socket until it is closed, and reports it once.
+    /// Watches a socket until it is closed. Its readiness is reported once.
     ///
     /// # Errors
     /// What epoll_ctl(2) returns.
@@ -38,17 +38,17 @@ impl WatchedSockets {
         self.sockets.add(socket, token, wanted)
     }
 
-    /// Reports a socket once more.
+    /// Rearms a socket, so that its readiness is reported once more.
     pub(super) fn again(&self, socket: impl AsFd, token: u64, wanted: Readiness) {
-        // Fails only where the socket has gone.
+        // Fails only if the socket is closed.
         let _ = self.sockets.again(socket, token, wanted);
     }
 
-    /// Waits until sockets are ready, [`WatchedSockets::wake`] was called, a signal arrives or
-    /// `timeout` has passed. `ready` then has the sockets alone.
+    /// Waits until sockets are ready, [`WatchedSockets::wake`] is called, a signal arrives or
+    /// `timeout` has passed. Fills `ready` with the sockets, without the waker.
     pub(super) fn wait(&self, ready: &mut Vec<Ready>, timeout: Option<Duration>) {
         ready.clear();
-        // Fails only for a descriptor that is no epoll instance.
+        // Fails only for a descriptor that is not an epoll instance.
         let _ = self.sockets.wait(ready, timeout);
         let sockets = ready.len();
         ready.retain(|one| one.token != WAKE);
@@ -57,7 +57,7 @@ impl WatchedSockets {
         }
     }
 
-    /// Ends the wait of one thread, now or when it next waits.
+    /// Ends the wait of one thread, now or at its next call.
     pub(super) fn wake(&self) {
         self.waker.wake();
     }

@@ -231,7 +231,7 @@ fn i7_a_lane_needs_the_session_the_secret_and_the_same_peer() {
     let peer = Peer::trunk(&pair);
     let secret = peer.secret.0;
     let _stray = peer.lane(&peer.tls, 1, [8; 16], &secret);
-    rejected(&pair, "no trunk");
+    rejected(&pair, "unknown trunk");
     let _guessed = peer.lane(&peer.tls, 1, SESSION, &[0; 32]);
     rejected(&pair, "secret");
     // Allowed, but other hosts: of another name, and of the same name from another authority.
@@ -588,7 +588,6 @@ fn i8_channels_that_are_given_up_at_once_are_bounded_while_their_target_is_silen
         }
     };
     assert_eq!(fault, FaultCode::Busy, "{text}");
-    assert!(text.contains("are being made"), "{text}");
     assert!(connecting() <= most, "{} threads", connecting());
 }
 

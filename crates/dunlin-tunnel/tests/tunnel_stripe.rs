@@ -5,6 +5,7 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::Shutdown;
 use std::time::{Duration, Instant};
 
+use dunlin_proto::fault::{AtFault, FaultCode};
 use dunlin_test_support::lane::ReadOnce as _;
 use dunlin_test_support::tunnel::{Pair, Setup, expect, join, send};
 use dunlin_tunnel::Event;
@@ -107,9 +108,8 @@ fn a_target_that_is_not_there_refuses_and_the_route_goes_on() {
         unreachable!()
     };
     assert_eq!(route, "ram");
-    let text = failure.to_string();
-    assert!(text.contains("cannot be reached"), "{text}");
-    assert!(text.contains("at fault: peer"), "{text}");
+    assert_eq!(failure.code(), FaultCode::TargetUnreachable, "{failure}");
+    assert_eq!(failure.at_fault(), AtFault::Peer, "{failure}");
     std::fs::rename(&aside, &target).unwrap();
     let (mut near, mut far) = pair.channel();
     near.write_all(b"x").unwrap();

@@ -1,10 +1,10 @@
-//! A relay's channel: a hypervisor's connection, a TLS connection, and a thread for each direction
-//! between them.
+//! A channel of a relay: the hypervisor's connection, a TLS connection, and one thread per
+//! direction.
 //!
-//! Both threads share one TLS session of rustls, and its lock, only while records are sealed or
-//! opened. Each waits in its socket's own read or write. A thread that finds the channel broken
-//! shuts both sockets down, which wakes the other; the last to go closes them. Where the kernel
-//! seals and opens, `splice` has the threads' bodies.
+//! Both threads share one TLS session, and hold its lock only while they seal or open records. Each
+//! blocks in the read or write of a socket. A thread that finds the channel broken shuts both
+//! sockets down, which wakes the other; the last thread to end closes them. If the kernel seals and
+//! opens the records, `splice` has the bodies of the threads.
 
 use dunlin_lane::sync::lock;
 use dunlin_proto::text::harmless;
@@ -33,26 +33,25 @@ use dunlin_lane::relayed::session::Session;
 use dunlin_lane::relayed::{Records, RelayError};
 use dunlin_lane::splice::Stop;
 
-/// Bytes that are sealed and sent at once, and that are received at once. A relay is one thread
-/// each way that is woken for each piece, so larger pieces cost less: docs/benchmarking.md has
-/// the figures.
+/// Bytes that are sealed and sent at once, and bytes that are received at once. Each piece wakes a
+/// thread, so larger pieces cost less CPU: docs/benchmarking.md has the figures.
 ///
-/// Drawback: a direction that is busy keeps twice as much, for the bytes and for their records.
+/// Drawback: a busy direction holds twice as much, for the bytes and for their records.
 const PIECE_BYTES: usize = 256 << 10;
-/// After so long without a byte a direction gives its buffer back.
+/// After this time without a byte a direction frees its buffer.
 const IDLE: Duration = Duration::from_secs(1);
-/// How often a direction whose consumer does not read looks whether the channel stands.
+/// How often a direction with a consumer that does not read checks whether the channel is aborted.
 ///
-/// Drawback: an abort reaches a hypervisor that stalls so much later.
-/// Alternative: a shutdown would wake the thread at once, and end the connection in order, which
-/// is what an abort must not do.
+/// Drawback: a hypervisor that stalls notices an abort this much later.
+/// Alternative: a shutdown would wake the thread at once, but the hypervisor would read an orderly
+/// end, which an abort must not be.
 pub(super) const STALL_LOOK: Duration = Duration::from_millis(20);
 
 const _: () = assert!(PIECE_BYTES >= 2 * RECEIVED_RECORD_BYTES);
-// A record is at most 29 bytes longer than its content, and rustls holds one more each way.
+// A record is at most 29 bytes longer than its content, and rustls buffers one more per direction.
 const _: () = assert!(CHANNEL_BYTES as usize >= 4 * PIECE_BYTES + 3 * RECEIVED_RECORD_BYTES);
 
-/// What a channel is made of.
+/// The parts of a channel.
 pub(super) struct Parts {
     pub(super) number: u32,
     pub(super) route: String,
@@ -62,14 +61,15 @@ pub(super) struct Parts {
 }
 
 impl Parts {
-    /// Sets what its sockets are to do. Where the kernel moves the bytes, what stops it.
+    /// Sets the options of the sockets. If the kernel moves the bytes, returns what stops each
+    /// thread.
     ///
     /// # Errors
-    /// What setsockopt(2) says, or no descriptors are left.
+    /// The error of setsockopt(2), or out of descriptors.
     pub(super) fn prepare(&self, vanished: Duration) -> io::Result<Option<[Stop; 2]>> {
         keep_alive(&self.relayed.stream, vanished)?;
         if let Records::Kernel(..) = self.relayed.records {
-            // A hypervisor's socket never blocks unless it is told to.
+            // The hypervisor's socket is in non-blocking mode until [`Socket::block`].
             self.relayed.stream.set_nonblocking(true)?;
             return Ok(Some([Stop::new()?, Stop::new()?]));
         }
@@ -78,19 +78,19 @@ impl Parts {
         Ok(None)
     }
 
-    /// Gives both connections up.
+    /// Aborts both connections.
     pub(super) fn refuse(self, failure: &Failure) {
         self.socket.fail(failure);
-        // Fails only where it has gone.
+        // Fails only if the connection is closed.
         let _ = set_reset_on_close(&self.relayed.stream);
     }
 }
 
-/// The TLS connection of a channel whose records this process seals and opens.
+/// The TLS connection of a channel, with records that this process seals and opens.
 struct Process {
     session: Session,
-    /// Held from when records are sealed until they are sent, since they must be sent in the order
-    /// of their numbers. The bytes are room for them.
+    /// The buffer for sealed records. Its lock is held from sealing to sending, because records
+    /// must be sent in the order of their numbers.
     sending: Mutex<Vec<u8>>,
 }
 
@@ -101,30 +101,30 @@ pub(super) struct Channel {
     at: SocketAddr,
     pub(super) plain: Socket,
     pub(super) tls: TcpStream,
-    /// Why it is given up; the first reason counts.
+    /// Why the channel is aborted; the first reason is kept.
     broken: Mutex<Option<Failure>>,
     pub(super) is_broken: AtomicBool,
-    /// The peer's connection was reset, which the thread that reads it may not know yet.
+    /// The peer's connection was reset; its reader may not have noticed.
     pub(super) is_reset: AtomicBool,
     /// The peer has ended its direction in order.
     pub(super) has_closed: AtomicBool,
-    /// Data was sent behind that.
+    /// Data was sent after that.
     pub(super) has_sent_since: AtomicBool,
     /// This side has ended its direction.
     pub(super) has_said_closed: AtomicBool,
-    /// At the last look something was due from the peer for longer than it may be.
+    /// At the last check, an answer of the peer was overdue.
     was_silent: AtomicBool,
-    /// Threads that have not ended.
+    /// The number of threads that have not ended.
     threads: AtomicU8,
-    /// Where the kernel moves the bytes: wakes the thread that carries them out, and in.
+    /// If the kernel moves the bytes: wakes the outbound and the inbound thread.
     pub(super) stops: Option<[Stop; 2]>,
     site: Arc<Site>,
-    /// Until its threads have ended.
+    /// Dropped when both threads have ended.
     counted: Mutex<Option<Counted>>,
 }
 
 impl Channel {
-    /// A channel of parts that are prepared, and the records for its threads.
+    /// Makes a channel of prepared parts. Returns it with the records for its threads.
     pub(super) fn new(
         site: &Arc<Site>,
         parts: Parts,
@@ -162,7 +162,7 @@ impl Channel {
         (Arc::new(channel), records)
     }
 
-    /// Starts its threads.
+    /// Starts the threads.
     pub(super) fn start(self: &Arc<Self>, records: Records) {
         let (outward, inward) = (Arc::clone(self), Arc::clone(self));
         match records {
@@ -196,7 +196,7 @@ impl Channel {
         }
     }
 
-    /// A thread has ended.
+    /// A thread has ended. The last one reports the end of the channel.
     fn done(&self, result: Result<(), Failure>) {
         if let Err(failure) = result {
             self.abort(failure);
@@ -204,10 +204,10 @@ impl Channel {
         if self.threads.fetch_sub(1, Ordering::SeqCst) > 1 {
             return;
         }
-        // Before the end is reported: the next connection may follow at once.
+        // Free the place before the end is reported: the next connection may follow at once.
         drop(lock(&self.counted).take());
         let (route, channel) = (self.route.clone(), self.number);
-        self.site.tell(match self.lock_broken().take() {
+        self.site.report(match self.lock_broken().take() {
             Some(failure) => Event::Aborted {
                 route,
                 channel,
@@ -220,7 +220,8 @@ impl Channel {
         });
     }
 
-    /// Gives the channel up. Both connections are reset when its threads are gone, which are woken.
+    /// Aborts the channel and wakes its threads. Both connections are reset when the threads have
+    /// ended.
     pub(super) fn abort(&self, failure: Failure) {
         let mut broken = self.lock_broken();
         if self.is_broken.swap(true, Ordering::SeqCst) {
@@ -229,7 +230,7 @@ impl Channel {
         self.plain.fail(&failure);
         *broken = Some(failure);
         drop(broken);
-        // All of these fail only where a connection has gone.
+        // All of these fail only if a connection is closed.
         let _ = set_reset_on_close(&self.tls);
         let _ = self.tls.shutdown(Shutdown::Both);
         self.plain.stop_reading();
@@ -238,7 +239,7 @@ impl Channel {
         }
     }
 
-    /// Whether its threads have ended.
+    /// Whether both threads have ended.
     pub(super) fn has_ended(&self) -> bool {
         self.threads.load(Ordering::SeqCst) == 0
     }
@@ -247,15 +248,15 @@ impl Channel {
         lock(&self.broken)
     }
 
-    /// The watch has found a socket that failed.
+    /// The watch has found that a socket failed.
     pub(super) fn has_failed(&self, is_tls: bool) {
         if is_tls {
-            // What came before it may be an end, so it is the reader's to find.
+            // An end may have arrived before the reset, so the reader decides.
             self.is_reset.store(true, Ordering::SeqCst);
             if let Some([_, inward]) = &self.stops {
                 inward.tell();
             }
-            // Behind the end nobody reads any more.
+            // After the end no thread reads.
             if self.has_closed.load(Ordering::SeqCst) {
                 self.is_lost_behind_its_end();
             }
@@ -264,16 +265,17 @@ impl Channel {
         }
     }
 
-    /// The peer's connection has failed when it had said its last: what is still to be sent, or is
-    /// not acknowledged, does not arrive.
+    /// The peer's connection failed after the peer's end. Aborts the channel if this side has not
+    /// sent its own end: data that is unsent or unacknowledged is lost.
     fn is_lost_behind_its_end(&self) {
         if !self.has_said_closed.load(Ordering::SeqCst) {
-            self.abort(self.lost("it was cut when this side had not ended"));
+            self.abort(self.lost("closed by the peer before this side's end"));
         }
     }
 
-    /// Looks whether the peer is there. Two looks in a row must find it silent: what is due by
-    /// the first may have been sent just before, after a long silence of both.
+    /// Checks whether the peer answers. The channel is aborted if two checks in a row find it
+    /// overdue: what is overdue at the first check may have been sent just before, after a long
+    /// silence on both sides.
     pub(super) fn look(&self, vanished: Duration) {
         let Ok(silent) = silence(&self.tls) else {
             return;
@@ -281,7 +283,7 @@ impl Channel {
         let is_silent = silent.is_overdue(vanished);
         let was_silent = self.was_silent.swap(is_silent, Ordering::SeqCst);
         if is_silent && was_silent {
-            self.abort(self.lost("it vanished: nothing that was sent is acknowledged"));
+            self.abort(self.lost("peer vanished: sent data is not acknowledged"));
         }
     }
 
@@ -292,43 +294,39 @@ impl Channel {
             channels: vec![self.route.clone()],
             lanes: 1,
             held_bytes: 0,
-            // A socket that cannot tell has failed, and has nothing.
+            // A socket that returns an error has failed and holds nothing.
             unacknowledged_bytes: unacknowledged_bytes(&self.tls).unwrap_or(0),
         }
     }
 
     pub(super) fn lost(&self, why: &str) -> Failure {
-        let text = format!(
-            "the connection to {} at {} is lost: {why}",
-            self.peer, self.at
-        );
+        let text = format!("connection to {} at {} lost: {why}", self.peer, self.at);
         Failure::new(FaultCode::LaneLost, text)
     }
 
     pub(super) fn of_io(&self, error: &io::Error) -> Failure {
         match error.kind() {
-            io::ErrorKind::TimedOut => self.lost("it vanished: it answers no probe"),
+            io::ErrorKind::TimedOut => {
+                self.lost("peer vanished: keep-alive probes are not answered")
+            }
             io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => {
-                self.lost("it was cut, and not closed")
+                self.lost("closed without close_notify")
             }
             _ => self.lost(&error.to_string()),
         }
     }
 
     pub(super) fn of_tls(&self, error: &RelayError) -> Failure {
-        // What servers say of a client's certificate, after its handshake is complete.
+        // Alerts that servers send about a client's certificate after the handshake.
         let code = match error {
             RelayError::PeerAlert(Alert(40..=51 | 116)) => FaultCode::Unauthorised,
             _ => FaultCode::LaneLost,
         };
-        let text = format!(
-            "the connection to {} at {} is over: {error}",
-            self.peer, self.at
-        );
+        let text = format!("connection to {} at {} failed: {error}", self.peer, self.at);
         Failure::new(code, text)
     }
 
-    /// The hypervisor's bytes, to the peer.
+    /// Carries the hypervisor's bytes to the peer.
     fn carry_out(&self, tls: &Process) -> Result<(), Failure> {
         let mut content = vec![0; PIECE_BYTES];
         loop {
@@ -357,7 +355,7 @@ impl Channel {
         }
     }
 
-    /// Ends the direction to the peer, for which `send` sends the end.
+    /// Ends the direction to the peer; `send` sends the end.
     pub(super) fn say_closed(
         &self,
         send: impl FnOnce() -> Result<(), Failure>,
@@ -365,7 +363,7 @@ impl Channel {
         self.has_said_closed.store(true, Ordering::SeqCst);
         let has_missed_something = self.has_sent_since.load(Ordering::SeqCst);
         match send() {
-            // Nothing is missed by a peer that has said its last and gone.
+            // A peer that has sent its end and closed misses nothing.
             Err(_) if self.has_closed.load(Ordering::SeqCst) && !has_missed_something => Ok(()),
             sent => sent,
         }
@@ -379,9 +377,9 @@ impl Channel {
         self.write_tls(&records[..count])
     }
 
-    /// Sends what TLS itself has to say, also while the hypervisor sends nothing. If the other
-    /// thread is sending, or the peer is not reading, the next piece or the next call takes it:
-    /// no thread that reads from the peer may wait until the peer reads.
+    /// Sends pending TLS messages, even while the hypervisor sends nothing. If the other thread is
+    /// sending, or the peer is not reading, a later call sends them: a thread that reads from the
+    /// peer must not wait until the peer reads.
     fn send_pending(&self, tls: &Process) -> Result<(), Failure> {
         if !tls.session.is_pending() {
             return Ok(());
@@ -391,7 +389,7 @@ impl Channel {
         };
         match wait_writable(&self.tls, Instant::now()) {
             Ok(true) => self.write_tls(&tls.session.take_pending()),
-            // Sending tells what is wrong, if something is.
+            // The next write reports the error.
             Ok(false) | Err(_) => Ok(()),
         }
     }
@@ -403,7 +401,7 @@ impl Channel {
         }
     }
 
-    /// The peer's bytes, to the hypervisor.
+    /// Carries the peer's bytes to the hypervisor.
     fn carry_in(&self, tls: &Process) -> Result<(), Failure> {
         let mut records = vec![0; PIECE_BYTES];
         let mut content = Vec::with_capacity(PIECE_BYTES);
@@ -442,8 +440,8 @@ impl Channel {
         }
     }
 
-    /// Writes all of it to the hypervisor, however long it takes to read it. Behind what the
-    /// peer's end vouches for a reset changes nothing.
+    /// Writes all bytes to the hypervisor, however long that takes. Once the peer's end vouches for
+    /// the bytes, a reset does not abort the write.
     fn write(&self, mut content: &[u8], is_over: bool) -> Result<(), Failure> {
         while !content.is_empty() {
             match self.plain.write(content) {
@@ -453,7 +451,7 @@ impl Channel {
                         return Ok(());
                     }
                     if !is_over && self.is_reset.load(Ordering::SeqCst) {
-                        return Err(self.lost("it was reset"));
+                        return Err(self.lost("connection reset"));
                     }
                 }
                 Err(error) => return self.unless_broken(of_hypervisor(&error)),
@@ -462,14 +460,14 @@ impl Channel {
         Ok(())
     }
 
-    /// Waits until there is something to read, without end.
+    /// Waits until there is something to read, without a timeout.
     fn wait(&self, socket: &impl AsFd) {
         let interest = Interest::read(&socket);
-        // Reading tells what is wrong, if something is.
+        // The next read reports the error.
         let _ = poll(&[interest], None);
     }
 
-    /// What was found by a thread that has been woken to end is no news.
+    /// Discards the failure of a thread that was woken because the channel is aborted.
     pub(super) fn unless_broken<T: Default>(&self, failure: Failure) -> Result<T, Failure> {
         if self.is_broken.load(Ordering::SeqCst) {
             Ok(T::default())
@@ -479,7 +477,7 @@ impl Channel {
     }
 }
 
-/// The lock, unless another thread has it.
+/// Locks the mutex, unless another thread holds it.
 pub(super) fn try_lock<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
     match mutex.try_lock() {
         Ok(guard) => Some(guard),
@@ -493,14 +491,15 @@ pub(super) fn of_hypervisor(error: &io::Error) -> Failure {
     Failure::new(FaultCode::ChannelBroken, what).because(error)
 }
 
-/// Whether a socket's time-out has passed; what has failed for want of answers says something else.
+/// Whether the socket's timeout has passed. A connection that failed because its peer does not
+/// answer has another error kind.
 fn is_early(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::WouldBlock
 }
 
-/// Keep-alive that notices within `vanished`. How long sent data may stay unacknowledged is for
-/// `watch` to see: the kernel's own limit would also end the connection of a peer that is there
-/// and does not read.
+/// Sets keep-alive so that a vanished peer is noticed within `vanished`. `watch` limits how long
+/// data may stay unacknowledged: the kernel's own limit would also end the connection of a peer
+/// that answers but does not read.
 fn keep_alive(stream: &TcpStream, vanished: Duration) -> io::Result<()> {
     let liveness = Liveness {
         keepalive_idle: vanished / 2,

@@ -1,21 +1,22 @@
-//! Relays: a connection of a hypervisor carried one-to-one on a TLS connection of its own, without
-//! any framing, so that the other end may be any program that speaks TLS.
+//! Relays: each connection of a hypervisor is carried on a TLS connection of its own, without
+//! framing, so that the other end may be any TLS program.
 //!
 //! ```text
 //!  hypervisor ─▶ entrance ─▶ queue ─▶ channel ══ TLS ══▶ any server
 //!  hypervisor ◀── target ◀── queue ◀─ channel ◀═ TLS ═══ port ◀── any client
 //! ```
 //!
-//! - `port`: where TLS clients come in, one for each route.
-//! - here: the queues of connections that wait for their other half. Each entrance and each port
-//!   has one; its connections are made one after the other, so that they arrive in the order of
+//! - `port`: accepts TLS clients, one port per route.
+//! - this file: queues of connections that wait for their other half. Each entrance and each port
+//!   has one, and connects its members one after the other, so that they arrive in the order of
 //!   acceptance.
-//! - `channel`: the two threads that carry bytes, one each way.
-//! - `watch`: the channels, and one thread that finds resets and peers that have vanished.
+//! - `channel`: the two threads that carry bytes, one per direction.
+//! - `splice`: the same threads when the kernel seals and opens the records.
+//! - `watch`: a thread that finds resets and peers that have vanished.
 //!
-//! An end is passed on as an end: of a hypervisor as *close_notify*, of a peer as what a shutdown
-//! is. All else is an abort and passed on as one, a connection that ends without *close_notify*
-//! too. An idle channel keeps no buffer.
+//! An end is passed on as an end: a shutdown by the hypervisor as *close_notify*, a *close_notify*
+//! from the peer as a shutdown. Everything else is an abort, including a connection that ends
+//! without *close_notify*, and is passed on as an abort. An idle channel holds no buffer.
 
 mod channel;
 mod port;
@@ -57,10 +58,10 @@ use channel::{Channel, Parts};
 use port::Port;
 use watch::Watch;
 
-/// What a channel holds while it carries bytes, both ways: a share of
+/// The buffers of a busy channel, for both directions, as a share of
 /// [`Limits::peer_bytes`](super::Limits::peer_bytes).
 const CHANNEL_BYTES: u64 = 2 * (560 << 10);
-/// Connections that wait in one queue.
+/// Connections that may wait in one queue.
 const WAITING: usize = 512;
 
 impl Identities {
@@ -89,22 +90,22 @@ enum Queue {
     Port(u64),
 }
 
-/// Half of a channel.
+/// One half of a channel, while the other half is not connected.
 enum Half {
     Accepted(Box<Entrance>, Socket),
     Authenticated(Box<RelayExit>, Box<Relayed>),
 }
 
-/// All relays of a tunnel.
+/// The relays of a tunnel.
 pub(super) struct Relays {
     site: Arc<Site>,
     state: Mutex<State>,
     ports: Mutex<Vec<Port>>,
-    /// Programs of all peers that have been started and not ended.
+    /// Running target programs, of all peers.
     programs: Arc<AtomicUsize>,
 }
 
-/// Ports as they are to be.
+/// The ports of a new configuration.
 pub(super) struct Ports {
     fresh: Vec<Port>,
     stay: Vec<(RelayExit, ServerTls)>,
@@ -113,9 +114,9 @@ pub(super) struct Ports {
 #[derive(Default)]
 struct State {
     next: u32,
-    /// One that is here has a thread that makes its connections.
+    /// Each queue has a thread that connects its members.
     queues: BTreeMap<Queue, VecDeque<(Half, Counted)>>,
-    /// Channels of each peer, made or being made.
+    /// Channels of each peer, including those that wait.
     peers: BTreeMap<String, Arc<AtomicUsize>>,
     watch: Option<Arc<Watch>>,
     over: bool,
@@ -135,10 +136,10 @@ impl Relays {
         lock(&self.state)
     }
 
-    /// Opens the ports that are new; the others are as before until [`Self::open`].
+    /// Opens the new ports. The present ones do not change until [`Self::open`].
     ///
     /// # Errors
-    /// [`TunnelError`]; all are as before then.
+    /// [`TunnelError`]; nothing is changed.
     pub(super) fn prepare(
         self: &Arc<Self>,
         identities: &Identities,
@@ -164,7 +165,8 @@ impl Relays {
         Ok(Ports { fresh, stay })
     }
 
-    /// Renews the ports that stay, closes those that are no more, and keeps the new ones.
+    /// Updates the ports that stay, closes those that the configuration no longer has, and keeps
+    /// the new ones.
     pub(super) fn open(&self, Ports { fresh, stay }: Ports) {
         let mut ports = lock(&self.ports);
         ports.retain(|port| {
@@ -181,14 +183,14 @@ impl Relays {
         lock(&self.ports).clear();
     }
 
-    /// Where its ports are, by their routes' names.
+    /// The name of each route with a port, and the port's address.
     pub(super) fn ports(&self) -> Vec<(String, SocketAddr)> {
         let of = |port: &Port| (port.route(), port.address);
         lock(&self.ports).iter().map(of).collect()
     }
 
-    /// A connection was accepted at an entrance. Connections of one entrance come here in the
-    /// order in which they were accepted.
+    /// Carries a connection that was accepted at an entrance. Callers pass the connections of one
+    /// entrance in the order of acceptance.
     pub(super) fn carry(
         self: &Arc<Self>,
         entrance: &Entrance,
@@ -198,7 +200,7 @@ impl Relays {
     ) {
         if !parameter.is_empty() {
             let text = format!(
-                "route {:?} is a relay, which says no parameter",
+                "route {:?} is a relay and carries no parameter",
                 entrance.route
             );
             let failure = Failure::new(FaultCode::ParameterRefused, text);
@@ -209,7 +211,7 @@ impl Relays {
         self.wait(queue, &peer, half);
     }
 
-    /// A TLS client is authenticated at a port.
+    /// Carries a TLS client that a port has authenticated.
     fn take(self: &Arc<Self>, port: u64, exit: RelayExit, relayed: Box<Relayed>) {
         let peer = relayed.peer.to_string();
         let half = Half::Authenticated(Box::new(exit), relayed);
@@ -225,7 +227,7 @@ impl Relays {
         let mut state = self.lock();
         if state.over || site.is_draining() {
             drop(state);
-            let failure = Failure::new(FaultCode::Ended, "this tunnel is about to end");
+            let failure = Failure::new(FaultCode::Ended, "tunnel is shutting down");
             return half.refuse(site, failure);
         }
         state
@@ -235,7 +237,7 @@ impl Relays {
         let Some(counted) = counted else {
             drop(state);
             let text = format!(
-                "{most} channels of {} are open already: raise the limit of channels or of memory",
+                "too many channels of {}: {most} are open, limited by channels or memory per peer",
                 harmless(peer)
             );
             return half.refuse(site, Failure::new(FaultCode::Busy, text));
@@ -246,7 +248,7 @@ impl Relays {
                 return;
             }
             drop(state);
-            let text = format!("{WAITING} connections wait for {} already", harmless(peer));
+            let text = format!("{WAITING} connections already wait for {}", harmless(peer));
             return half.refuse(site, Failure::new(FaultCode::Busy, text));
         }
         let waiting = VecDeque::from([(half, counted)]);
@@ -268,7 +270,7 @@ impl Relays {
         }
     }
 
-    /// Makes a half's other half.
+    /// Connects the other half of a channel.
     fn connect(&self, half: Half, counted: Counted) {
         let site = &self.site;
         let deadline = Instant::now() + site.limits.connect;
@@ -296,7 +298,7 @@ impl Relays {
         }
     }
 
-    /// The next in a queue; `None` ends it.
+    /// The next member of a queue. If there is none, the queue is removed.
     fn next(&self, queue: Queue) -> Option<(Half, Counted)> {
         let mut state = self.lock();
         let next = state.queues.get_mut(&queue).and_then(VecDeque::pop_front);
@@ -306,7 +308,7 @@ impl Relays {
         next
     }
 
-    /// A channel with both halves; its threads start.
+    /// Starts the threads of a channel with both halves.
     fn start(&self, route: &str, socket: Socket, relayed: Relayed, counted: Counted) {
         let site = &self.site;
         let mut state = self.lock();
@@ -322,7 +324,7 @@ impl Relays {
         let refuse = |parts: Parts, failure: Failure| {
             parts.refuse(&failure);
             let route = route.to_owned();
-            site.tell(Event::Refused { route, failure });
+            site.report(Event::Refused { route, failure });
         };
         if state.over {
             drop(state);
@@ -334,7 +336,7 @@ impl Relays {
             Ok(prepared) => prepared,
             Err(error) => {
                 drop(state);
-                let text = "no descriptors or threads are left for a channel";
+                let text = "out of descriptors or threads for a channel";
                 let failure = Failure::new(FaultCode::DescriptorLimit, text).because(&error);
                 return refuse(parts, failure);
             }
@@ -342,14 +344,14 @@ impl Relays {
         let (channel, opening) = Channel::new(site, parts, stops);
         watch.add(&channel);
         drop(state);
-        site.tell(Event::Opened {
+        site.report(Event::Opened {
             route: route.to_owned(),
             channel: number,
         });
         channel.start(opening);
     }
 
-    /// Channels that are carried, or are about to be.
+    /// The number of channels, including those that wait.
     pub(super) fn channels(&self) -> usize {
         let state = self.lock();
         let counts = state.peers.values();
@@ -362,7 +364,7 @@ impl Relays {
         channels.map(|one| one.status()).collect()
     }
 
-    /// Ends everything at once.
+    /// Ends all relays at once.
     pub(super) fn end(&self) {
         let mut state = self.lock();
         state.over = true;
@@ -389,17 +391,17 @@ impl Half {
                 entrance.route
             }
             Self::Authenticated(exit, relayed) => {
-                // Fails only where the peer has gone.
+                // Fails only if the connection is closed.
                 let _ = set_reset_on_close(&relayed.stream);
                 exit.route
             }
         };
-        site.tell(Event::Refused { route, failure });
+        site.report(Event::Refused { route, failure });
     }
 }
 
 fn ended() -> Failure {
-    let text = "this tunnel has ended before the channel did";
+    let text = "tunnel ended before the channel";
     Failure::new(FaultCode::Ended, text)
 }
 
@@ -415,7 +417,7 @@ fn reach(site: &Site, entrance: &Entrance, deadline: Instant) -> Result<Relayed,
     let tls = site.identities().relay_client(peers, oldest, to);
     let tls = tls.or_failure(
         FaultCode::Unauthorised,
-        "our identity cannot be used to connect",
+        "own identity cannot be used to connect",
     )?;
     let connected = site.connector.connect(to, deadline, cancel.wakeup());
     let covered = connected.and_then(|stream| cancel.covers(&stream).map(|()| stream));
@@ -430,10 +432,10 @@ fn reach(site: &Site, entrance: &Entrance, deadline: Instant) -> Result<Relayed,
             (
                 HandshakeError::PeerAlert(Alert(70)) | HandshakeError::Incompatible(_),
                 OldestTls::V1_3,
-            ) => "; a peer that speaks nothing newer than TLS 1.2 is allowed with tls = \"1.2\"",
+            ) => "; the route requires TLS 1.3",
             _ => "",
         };
-        let text = format!("no TLS connection to {to}: {error}{hint}");
+        let text = format!("TLS handshake with {to} failed: {error}{hint}");
         match error.of_control_lane() {
             FaultCode::ControlLost => Failure::of_peer(FaultCode::TargetUnreachable, &text),
             code => Failure::new(code, text),

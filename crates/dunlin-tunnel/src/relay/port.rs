@@ -1,4 +1,4 @@
-//! A relay's port, where any TLS client comes in.
+//! The port of a relay, which accepts TLS clients.
 
 use dunlin_lane::sync::lock;
 use dunlin_proto::text::harmless;
@@ -18,7 +18,7 @@ use dunlin_lane::accept::{RelayArrival, accept_relayed};
 use dunlin_lane::handshake::relay::Relayed;
 use dunlin_lane::policy::ServerTls;
 
-/// A port that is open. It is closed when this is dropped; channels stay.
+/// An open port. Dropping it closes the listener; its channels stay.
 pub(super) struct Port {
     pub(super) address: SocketAddr,
     exit: Arc<Mutex<RelayExit>>,
@@ -27,10 +27,10 @@ pub(super) struct Port {
 }
 
 impl Port {
-    /// Opens a port. `secured` takes each client that the route allows, with the port's number.
+    /// Opens a port. `secured` receives each client that the route allows, and the port's number.
     ///
     /// # Errors
-    /// It cannot listen there.
+    /// The address cannot be bound.
     pub(super) fn open(
         site: &Arc<Site>,
         exit: RelayExit,
@@ -52,8 +52,8 @@ impl Port {
             });
             if let Err(error) = result {
                 let route = of(&own).route;
-                let text = format!("route {route} accepts no TLS clients any more: {error}");
-                site.tell(Event::Warning(text));
+                let text = format!("route {route} stopped accepting TLS clients: {error}");
+                site.report(Event::Warning(text));
             }
         };
         let name = format!("dunlin-relay-port-{number}");
@@ -66,8 +66,7 @@ impl Port {
         })
     }
 
-    /// Whether it is where an exit is to be. One that left its port to the kernel is known by its
-    /// route.
+    /// Whether it listens at the address of `other`. With port 0 the route must be the same too.
     pub(super) fn is_at(&self, other: &RelayExit) -> bool {
         let own = of(&self.exit);
         own.listen == other.listen && (other.listen.port() != 0 || own.route == other.route)
@@ -77,7 +76,7 @@ impl Port {
         of(&self.exit).route
     }
 
-    /// Uses other settings for those that come from now on.
+    /// Replaces the settings for later clients.
     pub(super) fn renew(&self, exit: RelayExit, tls: &ServerTls) {
         *lock(&self.exit) = exit;
         self.tls.replace(tls);
@@ -88,13 +87,14 @@ fn of(exit: &Mutex<RelayExit>) -> RelayExit {
     lock(exit).clone()
 }
 
-/// The client, if the route allows it by now: the configuration that admitted it may be older.
+/// Returns the client if the route still allows it: the configuration may have changed since the
+/// handshake.
 fn allowed(site: &Site, exit: &RelayExit, arrival: RelayArrival) -> Option<Box<Relayed>> {
     let (from, why) = match arrival {
         RelayArrival::Secured(relayed) => match exit.allow.authorise_further(&relayed.peer) {
             Ok(_) => return Some(relayed),
             Err(refused) => {
-                // Fails only where the client has gone.
+                // Fails only if the connection is closed.
                 let _ = set_reset_on_close(&relayed.stream);
                 (relayed.at, refused.to_string())
             }
@@ -102,12 +102,13 @@ fn allowed(site: &Site, exit: &RelayExit, arrival: RelayArrival) -> Option<Box<R
         RelayArrival::Rejected { from, reason } => (from, reason.to_string()),
         RelayArrival::Starved(error) => {
             let route = &exit.route;
-            let text = format!("route {route} accepts no client for want of descriptors: {error}");
-            site.tell(Event::Warning(text));
+            let text =
+                format!("out of descriptors, route {route} cannot accept TLS clients: {error}");
+            site.report(Event::Warning(text));
             return None;
         }
     };
-    site.tell(Event::Rejected {
+    site.report(Event::Rejected {
         from: from.to_string(),
         why: harmless(&why),
     });

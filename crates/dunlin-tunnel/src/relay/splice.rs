@@ -1,5 +1,5 @@
-//! A relay's channel whose records the kernel seals and opens: its bytes go from socket to socket
-//! by splice(2), and never enter this process. What does are the records that are no data.
+//! A channel of a relay, with records that the kernel seals and opens. Its bytes go from socket to
+//! socket by splice(2) and never enter this process; only control records do.
 
 use std::io;
 use std::sync::Mutex;
@@ -19,11 +19,11 @@ use dunlin_lane::relayed::in_kernel::{Control, Held, Opening, Sealing};
 use dunlin_lane::splice::{Readiness, Stop, wait};
 use dunlin_lane::sync::lock;
 
-/// What splice(2) says where the next record is no data (net/tls/tls_sw.c).
+/// The error of splice(2) if the next record is not data (net/tls/tls_sw.c).
 const EINVAL: i32 = 22;
 
 impl Channel {
-    /// The hypervisor's bytes, to the peer.
+    /// Carries the hypervisor's bytes to the peer.
     pub(super) fn splice_out(&self, sealing: &Mutex<Sealing>) -> Result<(), Failure> {
         let Some([stop, _]) = &self.stops else {
             return Ok(());
@@ -38,7 +38,7 @@ impl Channel {
                 Ok(0) => return self.say_closed_by_kernel(sealing, stop),
                 Ok(count) => count,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    // Reading tells what is wrong, if something is.
+                    // The next read reports the error.
                     let _ = wait(&self.plain, Readiness::Readable, stop);
                     continue;
                 }
@@ -68,7 +68,7 @@ impl Channel {
         }
     }
 
-    /// The peer's bytes, to the hypervisor.
+    /// Carries the peer's bytes to the hypervisor.
     pub(super) fn splice_in(
         &self,
         sealing: &Mutex<Sealing>,
@@ -83,7 +83,7 @@ impl Channel {
                 return Ok(());
             }
             let is_over = match conduit.take(&self.tls) {
-                // An end, or a record without content, which is none.
+                // An end of file, or an empty record.
                 Ok(0) => self.take_record(&mut opening, true)?,
                 Ok(count) => {
                     opening.came(count).map_err(|error| self.of_tls(&error))?;
@@ -91,9 +91,9 @@ impl Channel {
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     if self.is_reset.load(Ordering::SeqCst) {
-                        return self.unless_broken(self.lost("it was reset"));
+                        return self.unless_broken(self.lost("connection reset"));
                     }
-                    // As above.
+                    // The next read reports the error.
                     let _ = wait(&self.tls, Readiness::Readable, stop);
                     continue;
                 }
@@ -120,8 +120,8 @@ impl Channel {
         }
     }
 
-    /// Writes all that is held to the hypervisor, however long it takes to read it. True where the
-    /// peer has ended behind it.
+    /// Writes all bytes in the pipe to the hypervisor, however long that takes. Returns true if the
+    /// peer's end followed them.
     fn deliver_by_kernel(
         &self,
         conduit: &mut Conduit,
@@ -151,22 +151,22 @@ impl Channel {
         let Some(behind) = behind else {
             return Ok(false);
         };
-        self.write_patiently(&behind)?;
+        self.write_fully(&behind)?;
         Ok(true)
     }
 
-    /// What the peer had sent before its connection was reset, up to its end: behind that a reset
-    /// changes nothing. It is no more than the socket holds.
+    /// Reads what the peer sent before its connection was reset, up to its end; if the end arrived,
+    /// the reset has no effect. The result is at most what the socket buffers.
     fn take_rest(&self, opening: &mut Opening) -> Result<Vec<u8>, Failure> {
         let mut rest = Vec::new();
         let mut part = vec![0; CONTENT_BYTES];
         loop {
             let Ok(received) = ktls::receive(&self.tls, &mut part) else {
-                return Err(self.lost("it was reset"));
+                return Err(self.lost("connection reset"));
             };
             let bytes = &part[..received.bytes];
             let held = match received.control {
-                None if bytes.is_empty() => return Err(self.lost("it was reset")),
+                None if bytes.is_empty() => return Err(self.lost("connection reset")),
                 None => opening.came(bytes.len()).map(|()| Held::Nothing),
                 Some(content_type) => opening.control(content_type, bytes, &self.tls),
             };
@@ -178,7 +178,7 @@ impl Channel {
         }
     }
 
-    fn write_patiently(&self, mut bytes: &[u8]) -> Result<(), Failure> {
+    fn write_fully(&self, mut bytes: &[u8]) -> Result<(), Failure> {
         while !bytes.is_empty() && !self.is_broken.load(Ordering::SeqCst) {
             match self.plain.write(bytes) {
                 Ok(count) => bytes = &bytes[count..],
@@ -191,12 +191,12 @@ impl Channel {
 
     /// Waits up to [`STALL_LOOK`] for the hypervisor to take bytes.
     fn wait_for_consumer(&self) {
-        // Writing tells what is wrong, if something is.
+        // The next write reports the error.
         let _ = wait_writable(&self.plain, Instant::now() + STALL_LOOK);
     }
 
-    /// Takes the record that splice(2) has left; whether it was the peer's end. Where splice(2)
-    /// said that there was nothing, the record may have been empty.
+    /// Reads the record at which splice(2) stopped. Returns whether it was the peer's end. With
+    /// `may_be_empty`, splice(2) returned 0, which an empty record causes too.
     fn take_record(&self, opening: &mut Opening, may_be_empty: bool) -> Result<bool, Failure> {
         let mut record = vec![0; CONTENT_BYTES];
         let received = match ktls::receive(&self.tls, &mut record) {
@@ -204,7 +204,7 @@ impl Channel {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                 let read = match may_be_empty {
                     true => opening.was_empty(),
-                    // It was no record, and the kernel reads no further.
+                    // The bytes are not a record, and the kernel reads no further.
                     false => Err(RelayError::Open(OpenError::NoRecord)),
                 };
                 return read.map(|()| false).map_err(|error| self.of_tls(&error));
@@ -222,11 +222,11 @@ impl Channel {
             Received {
                 bytes: 0,
                 control: None,
-            } => self.unless_broken(self.lost("it was cut, and not closed")),
-            // It was data after all.
+            } => self.unless_broken(self.lost("closed without close_notify")),
+            // A data record after all.
             Received { bytes, .. } => {
                 opening.came(bytes).map_err(|error| self.of_tls(&error))?;
-                self.write_patiently(&record[..bytes])?;
+                self.write_fully(&record[..bytes])?;
                 Ok(false)
             }
         }
@@ -239,7 +239,7 @@ impl Channel {
         self.say_closed(|| self.send_control(&close, stop))
     }
 
-    /// Sends a key update where one is due before more data.
+    /// Sends a key update if one is due before more data.
     fn renew_by_kernel(&self, sealing: &mut Sealing, stop: &Stop) -> Result<(), Failure> {
         if let Some(update) = sealing.renews().map_err(|error| self.of_tls(&error))? {
             self.send_control(&update, stop)?;
@@ -249,8 +249,8 @@ impl Channel {
         Ok(())
     }
 
-    /// The same although there may be no data to send. A thread that is sending does it when it is
-    /// done.
+    /// Sends a key update that is due even without data to send. If the other thread is sending, it
+    /// sends the update when it is done.
     fn renew_by_kernel_unless_sending(
         &self,
         sealing: &Mutex<Sealing>,

@@ -1,5 +1,5 @@
 //! The channels of all relays, and one thread that watches them: it finds resets while no thread
-//! reads or writes, and peers that have vanished without a word.
+//! reads or writes, and peers that have vanished.
 
 use dunlin_lane::sync::lock;
 use std::io;
@@ -13,21 +13,21 @@ use super::channel::Channel;
 use crate::site::Site;
 use crate::watched::WatchedSockets;
 
-/// Looks in the time within which a peer that has vanished is to be noticed.
+/// Checks per [`Limits::vanished`](crate::Limits::vanished).
 const LOOKS: u32 = 8;
 
 pub(super) struct Watch {
     sockets: WatchedSockets,
-    /// Their threads keep them.
+    /// Each channel is owned by its threads.
     channels: Mutex<Vec<Weak<Channel>>>,
     over: AtomicBool,
 }
 
 impl Watch {
-    /// The watch of a tunnel, which begins with its first channel.
+    /// The watch of a tunnel, which starts with the first channel.
     ///
     /// # Errors
-    /// No descriptors or threads are left.
+    /// Out of descriptors or threads.
     pub(super) fn of(site: &Site, watch: &mut Option<Arc<Self>>) -> io::Result<Arc<Self>> {
         if let Some(watch) = watch {
             return Ok(Arc::clone(watch));
@@ -39,7 +39,7 @@ impl Watch {
         });
         let own = Arc::clone(&made);
         let step = site.limits.vanished / LOOKS;
-        // It is found by two looks.
+        // Two checks in a row have to find a peer overdue.
         let vanished = site.limits.vanished - 2 * step;
         let body = move || own.run(step, vanished);
         if !site.spawn("dunlin-relay-watch".to_owned(), body) {
@@ -49,14 +49,14 @@ impl Watch {
         Ok(made)
     }
 
-    /// Looks after a channel from now on.
+    /// Watches a channel from now on.
     pub(super) fn add(&self, channel: &Arc<Channel>) {
         let mut channels = lock(&self.channels);
         channels.retain(|one| one.strong_count() > 0);
         channels.push(Arc::downgrade(channel));
         drop(channels);
         let token = u64::from(channel.number) << 1;
-        // A failure costs a reset that is found later, by whoever reads or writes.
+        // If this fails, a reset is found only by the next read or write.
         if channel.plain.tells_resets() {
             let _ = self.sockets.add(&channel.plain, token, Readiness::Failure);
         }

@@ -147,7 +147,7 @@ fn every_mistake_is_named_with_its_line_and_what_to_do() {
         ("window = \"32M\"", "window = \"1K\"", 15, "256K to 1G"),
         ("unix:/run/qemu/in.sock", "in.sock", 16, "unix:PATH"),
         ("qemu/in.sock", "{vm}/{id}.sock", 16, "one parameter"),
-        ("qemu/in.sock", "{VM}.sock", 16, "write {vm}"),
+        ("qemu/in.sock", "{VM}.sock", 16, "such as {vm}"),
         (
             "tcp:127.0.0.1:10809",
             "tcp:{vm}:10809",
@@ -266,13 +266,13 @@ fn a_route_whose_listen_is_its_target_is_a_mistake_of_that_route() {
             "unix:/run/qemu/in.sock",
             "unix:/run/dunlin//ram.sock",
             11,
-            ["route \"ram\"", "give listen another place"],
+            ["route \"ram\"", "is also the target"],
         ),
         (
             "unix:/run/qemu/{vm}.sock",
             "unix:/run/dunlin/{vm}.sock",
             27,
-            ["route \"each\"", "the listen of route \"ram\""],
+            ["route \"each\"", "the listener of route \"ram\""],
         ),
     ] {
         let text = GOOD.replacen(good, bad, 1);
