@@ -1,40 +1,36 @@
-//! A tunnel's *stripe*: the bytes of many connections over many lanes.
+//! The *stripe* of a tunnel: the bytes of many connections over many lanes.
 //!
 //! ```text
 //!   near                             data lanes, one way each                  far
-//!   socket ─▶ cut into chunks, ═══▶ whichever lane is free ═══▶ in order, ─▶ socket
-//!             a turn each                                       once
+//!   socket ─▶ cut into chunks, ═══▶ any free lane          ═══▶ in order, ─▶ socket
+//!             in turns                                          once
 //!          ◀─ the same the other way, on lanes that the far side opens ─
 //!             control lane, both ways: open, credit, acknowledgements, eof …
 //! ```
 //!
-//! Two tunnel processes have one *trunk*: a control lane, which may be
-//! lost and resumed, and data lanes. Data lanes carry data one way, so that no
-//! circle of blocked writers and readers can form. [`Trunk`] is one side
-//! of it and decides everything; [`frame`] and [`message`] are what it says to
-//! the other.
+//! Two tunnel processes share one *trunk*: a control lane, which may be lost and resumed, and data
+//! lanes. A data lane carries data in one direction, so that blocked writers and readers cannot
+//! form a cycle. [`Trunk`] is one side of a trunk and makes all decisions; [`frame`] and
+//! [`message`] are its wire formats.
 //!
-//! **Lost lanes.** A chunk is kept until it is acknowledged, and goes out again
-//! on another lane, with the same bounds, when its lane is lost. The bytes at an
-//! offset of a channel never change and no channel has the number of an earlier
-//! one; so it does not matter whether the lost lane's copy arrives too, and when:
-//! there is nothing to fence, and nothing to wait for.
+//! **Lost lanes.** A sender keeps a chunk until it is acknowledged. If the lane is lost, the sender
+//! resends the chunk, with the same bounds, on another lane. The bytes at an offset of a channel
+//! never change, and channel numbers are never reused. It therefore does not matter whether, or
+//! when, the lost lane's copy arrives too: no fence is needed, and nothing waits for one.
 //!
-//! **Lost control lanes.** Every message says how something stands and may be
-//! heard twice or late. A new control lane is resumed by both sides saying all of
-//! it again.
+//! **Lost control lanes.** Every message states a current value, not a change, and may arrive twice
+//! or late. To resume a control lane, both sides send all current values again.
 //!
-//! **Memory (I8).** A channel's bytes between its two sockets are within its
-//! window, which covers what it has delivered in the last round trip and 10 ms,
-//! and the windows of a peer are within a common bound ([`Config`]). A consumer
-//! that stalls keeps its window full and nobody else waiting. [`Trunk::granted`]
-//! and [`Trunk::held`] tell what is granted and here.
+//! **Memory (I8).** The bytes of a channel between its two sockets are limited by its window: what
+//! it delivered in the last round trip plus 10 ms. The windows of a peer share a bound
+//! ([`Config`]). A consumer that stalls fills its own window and delays no other channel.
+//! [`Trunk::granted`] and [`Trunk::held`] return the bytes that are granted and held.
 //!
-//! **Ends.** An end is passed on after the last byte before it, each way by
-//! itself; an abort at once, before all that waits. A side that has aborted or
-//! refused a channel remembers so until the other confirms with *gone*; it
-//! forgets one that has ended both ways without asking, and answers *gone* when
-//! asked about it. So *gone* about a living channel means that it ended well.
+//! **Ends.** Each direction ends by itself, after its last byte. An abort takes effect at once,
+//! before the bytes that wait. A side that has aborted or refused a channel keeps a record of it
+//! until the other side confirms with *gone*. A channel that has ended in both directions is
+//! forgotten without confirmation, and a later message about it is answered with *gone*. So *gone*
+//! for a live channel means that it ended in order.
 
 mod fault;
 pub mod frame;

@@ -86,7 +86,7 @@ fn open(hub: &Hub, lane: u16, dialer: &dyn LaneDialer) -> Result<DataSender, Fai
     let canceller = sender.canceller();
     let mut core = hub.lock();
     core.dials.remove(&lane);
-    if !core.trunk.lane_stands(lane, hub.now_ns()) {
+    if !core.trunk.lane_established(lane, hub.now_ns()) {
         return Err(lost(format!("lane {lane} was opened too late")));
     }
     core.cutters.insert(

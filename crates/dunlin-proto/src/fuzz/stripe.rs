@@ -1,5 +1,4 @@
-//! The tunnel: its decoders, and one side of a trunk against a peer that
-//! says anything.
+//! The tunnel: its decoders, and one side of a trunk against arbitrary messages of a peer.
 
 use super::{Choices, as_is_and_with_its_length};
 use crate::fault::FaultCode;
@@ -14,7 +13,7 @@ use crate::stripe::{
     Action, Arrival, Config, Delivery, KeyUsage, Opening, Outcome, Side, Timeouts, Trunk, Work,
 };
 
-/// A message of the tunnel, as it is and with the length that it has.
+/// A message of the tunnel, as it is and with its length corrected.
 pub fn fuzz_tunnel_message(bytes: &[u8]) {
     as_is_and_with_its_length(bytes, MESSAGE_HEADER_BYTES, message);
 }
@@ -61,8 +60,7 @@ fn message(bytes: &[u8]) {
     assert_eq!(Message::decode(&again, body), Ok(Some(message)));
 }
 
-/// A frame of a tunnel's lane: it has one encoding, and ends where no sum
-/// overflows.
+/// A frame of a tunnel's lane: it has one encoding, and its end does not overflow.
 pub fn fuzz_tunnel_frame(bytes: &[u8]) {
     let Ok(header) = <&[u8; FRAME_HEADER_BYTES]>::try_from(bytes) else {
         return;
@@ -80,9 +78,9 @@ pub fn fuzz_tunnel_frame(bytes: &[u8]) {
 const CHANNELS: usize = 4;
 const BYTES: u64 = 6 * LEAST_WINDOW_BYTES;
 
-/// One side against a peer that says and sends anything, and a caller that
-/// calls in any order: nothing panics, nothing is delivered twice or out of
-/// order, and what is held stays within its bounds (I7, I8).
+/// One side against a peer that sends anything, and a caller that makes calls in any order. Nothing
+/// panics, nothing is delivered twice or out of order, and the bytes that are held stay within
+/// their limits (I7, I8).
 pub fn fuzz_trunk(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let side = match choices.byte() % 2 {
@@ -120,11 +118,11 @@ struct Rig {
     trunk: Trunk<u64>,
     now_ns: u64,
     given_up: bool,
-    /// Turns to write that the caller has.
+    /// Turns to write that the caller has taken.
     writes: Vec<Delivery<u64>>,
-    /// Up to where each channel was written.
+    /// The offset up to which each channel was written.
     written: std::collections::BTreeMap<u32, u64>,
-    /// Turns to read that the caller has: lane, channel and length.
+    /// Turns to read that the caller has taken: lane, channel and length.
     reads: Vec<(u16, u32, u32)>,
 }
 
@@ -152,14 +150,14 @@ impl Rig {
             4 => trunk.refuse(channel, FaultCode::Busy, "no".repeat(700), now_ns),
             5 => trunk.fail(channel, FaultCode::Cancelled, now_ns),
             6 => {
-                let _ = trunk.lane_stands(lane, now_ns);
+                let _ = trunk.lane_established(lane, now_ns);
             }
             7 => trunk.lane_over(lane, now_ns),
             8 => trunk.readable(channel),
             9 => {
-                let wear =
+                let usage =
                     [KeyUsage::Fresh, KeyUsage::Worn, KeyUsage::Spent][choices.below(3) as usize];
-                if let Work::Read { channel, most } = trunk.next(lane, wear, now_ns) {
+                if let Work::Read { channel, most } = trunk.next(lane, usage, now_ns) {
                     assert!((1..=MAX_STRIPE_CHUNK_BYTES).contains(&most));
                     self.reads.push((lane, channel, most));
                 }
@@ -186,7 +184,7 @@ impl Rig {
                 trunk.control_up(now_ns);
             }
             _ => {
-                let message = said(channel, lane, choices);
+                let message = any_message(channel, lane, choices);
                 if trunk.handle(message, now_ns).is_err() && choices.byte() > 200 {
                     trunk.end(FaultCode::Malformed);
                 }
@@ -245,7 +243,7 @@ impl Rig {
         let channel = delivery.channel;
         assert!(
             self.writes.iter().all(|other| other.channel != channel),
-            "two have the turn of channel {channel}"
+            "two threads have the turn of channel {channel}"
         );
         let alive = self.trunk.held(channel).is_some();
         let at = self.written.entry(channel).or_default();
@@ -262,7 +260,7 @@ impl Rig {
         self.writes.extend(next);
     }
 
-    /// What a caller does after each call.
+    /// The calls that a caller makes after each report.
     fn settle(&mut self) {
         while let Some(action) = self.trunk.poll(self.now_ns) {
             assert!(!self.given_up, "{action:?} after the end");
@@ -272,13 +270,13 @@ impl Rig {
             let mut bytes = Vec::new();
             message
                 .encode(1, &mut bytes)
-                .expect("what is said is within every limit");
+                .expect("a message is within every limit");
         }
     }
 }
 
-/// Anything that a peer can say.
-fn said(channel: u32, lane: u16, choices: &mut Choices<'_>) -> Message {
+/// Any message that a peer can send.
+fn any_message(channel: u32, lane: u16, choices: &mut Choices<'_>) -> Message {
     let fault = FaultCode::Cancelled;
     let lane = lane.max(1);
     let offset = match choices.byte() % 3 {

@@ -1,5 +1,4 @@
-//! What the tunnel's data lanes carry after *lane open*: pieces of channels,
-//! and the end.
+//! Frames on the tunnel's data lanes after *lane open*: pieces of channels, and the end.
 //!
 //! ```text
 //!  either side ──▶ the other, one way only
@@ -7,8 +6,8 @@
 //!  [header 24]                end
 //! ```
 //!
-//! The kinds differ from those of a migration's lanes ([`crate::frame`]), so
-//! that neither is ever taken for the other.
+//! The kinds differ from those of a migration's lanes ([`crate::frame`]), so that the two cannot be
+//! confused.
 
 use crate::limits::{MAX_CHANNEL_OFFSET, MAX_STRIPE_CHUNK_BYTES};
 use crate::wire::{DecodeError, DecodeReason, Reader, bad_value, within};
@@ -19,11 +18,10 @@ pub const FRAME_HEADER_BYTES: usize = 24;
 const KIND_DATA: u16 = 16;
 const KIND_END: u16 = 17;
 
-/// A piece of a channel: which bytes of it the payload holds.
+/// A piece of a channel: the position and length of the payload in the channel.
 ///
-/// The bytes at an offset of a channel never change and a channel's number is
-/// never used twice, so that a frame says the same whenever it arrives: a lost
-/// lane needs no fence.
+/// The bytes at an offset of a channel never change, and channel numbers are never reused. A frame
+/// therefore means the same whenever it arrives, and a lost lane needs no fence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Data {
     channel: u32,
@@ -32,9 +30,8 @@ pub struct Data {
 }
 
 impl Data {
-    /// `length` bytes of `channel` from `offset` on; `None` where there are
-    /// none, or more than [`MAX_STRIPE_CHUNK_BYTES`], or where they end beyond
-    /// [`MAX_CHANNEL_OFFSET`].
+    /// `length` bytes of `channel` at `offset`. `None` if `length` is 0 or more than
+    /// [`MAX_STRIPE_CHUNK_BYTES`], or if the end exceeds [`MAX_CHANNEL_OFFSET`].
     #[must_use]
     pub fn new(channel: u32, offset: u64, length: u32) -> Option<Self> {
         let end = offset.checked_add(u64::from(length))?;
@@ -52,19 +49,19 @@ impl Data {
         self.channel
     }
 
-    /// Bytes of the payload, 1 to [`MAX_STRIPE_CHUNK_BYTES`].
+    /// The length of the payload, 1 to [`MAX_STRIPE_CHUNK_BYTES`].
     #[must_use]
     pub fn length(&self) -> u32 {
         self.length
     }
 
-    /// Bytes of the channel before it.
+    /// The offset of the piece in the channel.
     #[must_use]
     pub fn offset(&self) -> u64 {
         self.offset
     }
 
-    /// Bytes of the channel up to its end, at most [`MAX_CHANNEL_OFFSET`].
+    /// The offset after its last byte, at most [`MAX_CHANNEL_OFFSET`].
     #[must_use]
     pub fn end(&self) -> u64 {
         self.offset + u64::from(self.length)
@@ -76,9 +73,9 @@ impl Data {
 pub enum Frame {
     /// A piece of a channel; the payload follows.
     Data(Data),
-    /// This lane carries nothing more. End-of-file without it is a lost lane.
+    /// This lane ends. An end of file without it is a lost lane.
     End {
-        /// Frames of data that this lane has carried.
+        /// The number of data frames that this lane has carried.
         frames: u64,
     },
 }
@@ -87,8 +84,7 @@ impl Frame {
     /// Reads a header of exactly [`FRAME_HEADER_BYTES`].
     ///
     /// # Errors
-    /// An unknown kind, a number over its limit, or a field that is not zero
-    /// where the kind does not use it.
+    /// An unknown kind, a value over its limit, or a non-zero field that the kind does not use.
     pub fn decode(bytes: &[u8; FRAME_HEADER_BYTES]) -> Result<Self, DecodeError> {
         let mut reader = Reader::new(bytes);
         let kind = reader.u16("frame kind")?;
@@ -122,7 +118,7 @@ impl Frame {
         }
     }
 
-    /// The header as it goes on the lane.
+    /// The header in wire format.
     #[must_use]
     pub fn to_bytes(&self) -> [u8; FRAME_HEADER_BYTES] {
         let (kind, length, offset, channel) = match *self {

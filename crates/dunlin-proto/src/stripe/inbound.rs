@@ -1,9 +1,9 @@
-//! One direction of a channel where it arrives: put back in order, once.
+//! The receiving end of one direction of a channel: puts pieces in order and drops duplicates.
 //!
 //! ```text
 //!  0 ────────── delivered ────────── taken ──── kept ──── kept ──── limit
-//!   with the        with whoever has the      waits for what       may be
-//!   consumer        turn, or left over        is missing           sent
+//!   with the       being written, or       waits for           may be
+//!   consumer       left by the socket      missing bytes       sent
 //! ```
 
 use std::collections::BTreeMap;
@@ -14,38 +14,38 @@ use super::window::Meter;
 use crate::limits::MAX_CHANNEL_CHUNKS;
 use crate::mistake::{Mistake, planted};
 
-/// What becomes of a piece that has arrived.
+/// What the caller does with a piece that has arrived.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Arrival {
-    /// It is next, and the turn to write to the channel's socket is the
-    /// caller's: write it, then call `Trunk::wrote`.
+    /// It is next, and the caller has the turn to write to the channel's socket: write it, then
+    /// call `Trunk::wrote`.
     Deliver,
-    /// It is too early, or somebody else writes: put it into a buffer of its
-    /// own and call `Trunk::keep`.
+    /// Earlier bytes are missing, or another thread is writing: put it into a buffer of its own and
+    /// call `Trunk::keep`.
     Keep,
-    /// It has come before, or its channel is no more.
+    /// It is a duplicate, or its channel no longer exists.
     Drop,
 }
 
-/// A piece to write to a channel's socket; the turn is the caller's.
+/// A piece to write to a channel's socket; the caller has the turn.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Delivery<T> {
     /// The channel.
     pub channel: u32,
-    /// Bytes of it before the piece.
+    /// The offset of the piece in the channel.
     pub offset: u64,
-    /// Bytes of the piece.
+    /// The length of the piece.
     pub length: u32,
-    /// What was kept.
+    /// The caller's handle to the bytes.
     pub token: T,
 }
 
-/// See the module.
+/// The receiving end of one direction of a channel.
 #[derive(Debug)]
 pub(super) struct Inbound<T> {
     delivered: u64,
     taken: u64,
-    /// Whether somebody has the turn.
+    /// Whether a thread has the turn.
     writing: bool,
     /// What the socket did not take: from `delivered` to `taken`.
     rest: Option<T>,
@@ -53,11 +53,11 @@ pub(super) struct Inbound<T> {
     kept_bytes: u64,
     pub(super) limit: u64,
     pub(super) eof: Option<u64>,
-    /// Whether the consumer has been told of the end.
+    /// Whether the consumer has received the end.
     pub(super) shut: bool,
     pub(super) meter: Meter,
-    /// Pieces that were delivered and the sender has not been told of.
-    pub(super) untold: usize,
+    /// Delivered pieces that no credit has reported.
+    pub(super) unreported: usize,
 }
 
 impl<T> Inbound<T> {
@@ -73,26 +73,26 @@ impl<T> Inbound<T> {
             eof: None,
             shut: false,
             meter: Meter::default(),
-            untold: 0,
+            unreported: 0,
         }
     }
 
-    /// Bytes that the consumer has.
+    /// Bytes delivered to the consumer.
     pub(super) fn delivered(&self) -> u64 {
         self.delivered
     }
 
-    /// Bytes that may be here without being the consumer's.
+    /// Bytes that may be in flight or here, without those that were delivered.
     pub(super) fn granted(&self) -> u64 {
         self.limit - self.delivered
     }
 
-    /// Bytes that are here.
+    /// Bytes received and not delivered.
     pub(super) fn held(&self) -> u64 {
         self.taken - self.delivered + self.kept_bytes
     }
 
-    /// Bytes that the consumer has not: up to the end where that is known, else those that are
+    /// Bytes that the consumer has not read: up to the end if it is known, otherwise those that are
     /// here.
     pub(super) fn unread(&self) -> u64 {
         match self.eof {
@@ -106,7 +106,7 @@ impl<T> Inbound<T> {
         self.writing
     }
 
-    /// Whether the consumer shall be told of the end now.
+    /// Whether the end is to be passed to the consumer now.
     pub(super) fn at_end(&self) -> bool {
         if planted(Mistake::EndBeforeLastByte) {
             return !self.shut && self.eof.is_some() && !self.writing;
@@ -117,16 +117,16 @@ impl<T> Inbound<T> {
     /// The peer's direction ends at `offset`.
     pub(super) fn ends(&mut self, channel: u32, offset: u64) -> Result<(), PeerFault> {
         let kept_end = self.kept.last_key_value();
-        let come = kept_end.map_or(self.taken, |(o, (length, _))| o + u64::from(*length));
+        let arrived = kept_end.map_or(self.taken, |(o, (length, _))| o + u64::from(*length));
         let again = self.eof.is_some_and(|eof| eof != offset);
-        if again || offset > self.limit || offset < come {
+        if again || offset > self.limit || offset < arrived {
             return Err(PeerFault::End { channel, offset });
         }
         self.eof = Some(offset);
         Ok(())
     }
 
-    /// A piece is here.
+    /// A piece has arrived.
     pub(super) fn arrived(&mut self, data: &Data) -> Result<Arrival, PeerFault> {
         let (offset, end) = (data.offset(), data.end());
         let channel = data.channel();
@@ -170,7 +170,7 @@ impl<T> Inbound<T> {
         Ok(Arrival::Keep)
     }
 
-    /// Keeps a piece, unless it has come since or is to be written at once.
+    /// Keeps a piece, unless it is a duplicate or has become the next one.
     pub(super) fn keep(&mut self, data: &Data, token: T) -> Result<Option<Delivery<T>>, PeerFault> {
         match self.arrived(data)? {
             Arrival::Drop => Ok(None),
@@ -188,8 +188,8 @@ impl<T> Inbound<T> {
         }
     }
 
-    /// Whoever has the turn has written `bytes`, and `rest` holds what the
-    /// socket did not take. Gives the turn back, or on with the next piece.
+    /// The thread with the turn has written `bytes`; `rest` holds what the socket did not take.
+    /// Ends the turn, or returns the next piece.
     pub(super) fn wrote(
         &mut self,
         channel: u32,
@@ -202,7 +202,7 @@ impl<T> Inbound<T> {
         if self.rest.is_some() {
             return None;
         }
-        self.untold += 1;
+        self.unreported += 1;
         let next = self.kept.first_entry()?;
         if *next.key() != self.taken {
             return None;
@@ -219,7 +219,7 @@ impl<T> Inbound<T> {
         })
     }
 
-    /// The socket takes bytes again.
+    /// The socket is writable again.
     pub(super) fn writable(&mut self, channel: u32) -> Option<Delivery<T>> {
         let token = self.rest.take()?;
         self.writing = true;
@@ -236,7 +236,7 @@ impl<T> Inbound<T> {
         self.rest.is_some()
     }
 
-    /// Whether something waits for the socket to take it, or for a turn.
+    /// Whether bytes wait for the socket or for a turn.
     pub(super) fn waits(&self) -> bool {
         self.delivered < self.taken || !self.kept.is_empty()
     }

@@ -1,9 +1,8 @@
-//! The lanes that this side sends on, and what each of them carries until it is
-//! acknowledged. [`crate::lanes::lifecycle`] opens and replaces them.
+//! The lanes on which this side sends, and what each of them carries until it is acknowledged.
+//! [`crate::lanes::lifecycle`] opens and replaces them.
 //!
-//! TCP keeps the frames of a lane in order, so one number acknowledges them. A
-//! lost lane needs no fence ([`Loss::Dropped`]): its frames may still arrive, and
-//! are the same as those that are sent again.
+//! TCP keeps the frames of a lane in order, so one number acknowledges them. A lost lane needs no
+//! fence ([`Loss::Dropped`]): frames that still arrive are identical to those that are sent again.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -47,7 +46,7 @@ impl<T> Load for Frames<T> {
 #[derive(Debug)]
 pub(super) struct SendingLanes<T> {
     pub(super) life: Lifecycle<Frames<T>>,
-    /// What lost lanes carried, in the order in which it was first sent.
+    /// Pieces of lost lanes, in the order of their first sending.
     again: BTreeMap<u64, (Data, T)>,
     next_order: u64,
     /// Bytes that are held because they are not acknowledged.
@@ -69,12 +68,12 @@ impl<T: Clone> SendingLanes<T> {
         self.held_bytes
     }
 
-    /// Whether something waits to be sent again.
+    /// Whether pieces of lost lanes wait to be sent again.
     pub(super) fn has_lost(&self) -> bool {
         !self.again.is_empty()
     }
 
-    /// The lanes that have to ask for work, to be given their end.
+    /// The lanes that have to end and wait for their threads to call [`SendingLanes::end`].
     pub(super) fn leaving(&self) -> impl Iterator<Item = u16> {
         let lanes = self.life.iter();
         let leaving = lanes.filter(|(_, lane)| lane.is(State::Leaving));
@@ -95,7 +94,7 @@ impl<T: Clone> SendingLanes<T> {
         lane.is_some_and(|lane| lane.stands() && !lane.is(State::Ended))
     }
 
-    /// If this lane has to send its end: after how many frames. Returned once.
+    /// If this lane has to send its end, the number of its frames. Returned once.
     pub(super) fn end(&mut self, number: u16, now_ns: u64) -> Option<u64> {
         let lane = self.life.get_mut(number);
         let lane = lane.filter(|lane| lane.is(State::Leaving))?;
@@ -107,8 +106,8 @@ impl<T: Clone> SendingLanes<T> {
         Some(frames)
     }
 
-    /// Gives a piece that was read to this lane. If the lane has been lost, the
-    /// next one carries it, and this returns false.
+    /// Assigns a piece that was read to this lane. If the lane was lost, the next lane carries the
+    /// piece, and this returns false.
     pub(super) fn carry(&mut self, number: u16, data: Data, token: T, now_ns: u64) -> bool {
         self.held_bytes += u64::from(data.length());
         let order = self.next_order;
@@ -116,7 +115,7 @@ impl<T: Clone> SendingLanes<T> {
         self.give(number, order, data, token, now_ns)
     }
 
-    /// The next piece that a lost lane carried, for this lane.
+    /// Assigns the next piece of a lost lane to this lane.
     pub(super) fn carry_again(&mut self, number: u16, now_ns: u64) -> Option<(Data, T)> {
         let (order, (data, token)) = self.again.pop_first()?;
         let carried = self.give(number, order, data, token.clone(), now_ns);
@@ -139,7 +138,7 @@ impl<T: Clone> SendingLanes<T> {
         carries
     }
 
-    /// Drops what is under way of a channel that no longer exists.
+    /// Drops the pieces of a channel that no longer exists.
     pub(super) fn forget(&mut self, channel: u32) {
         let mut freed = 0;
         for (_, lane) in self.life.iter_mut() {
@@ -160,7 +159,7 @@ impl<T: Clone> SendingLanes<T> {
         self.held_bytes -= freed;
     }
 
-    /// The other side has `frames` frames of the lane.
+    /// The other side has received `frames` frames of the lane.
     pub(super) fn acknowledged(
         &mut self,
         number: u16,
@@ -185,14 +184,14 @@ impl<T: Clone> SendingLanes<T> {
         if lane.load.under_way.is_empty() {
             self.life.forget(number);
         }
-        // *lane open* has no answer: this is the first sign that it was taken.
+        // *lane open* is not answered: this is the first sign that the lane was accepted.
         if is_first {
             self.life.taken();
         }
         Ok(())
     }
 
-    /// Whether the number was given to a lane.
+    /// Whether the lane number was ever used by this side.
     pub(super) fn check(&self, number: u16) -> Result<(), PeerFault> {
         if self.life.was_opened(number) {
             return Ok(());
@@ -200,28 +199,27 @@ impl<T: Clone> SendingLanes<T> {
         Err(PeerFault::Lane { lane: number })
     }
 
-    /// The lane's connection is over. One that has ended waits for its last
-    /// acknowledgement; the frames of any other are sent again.
+    /// The lane's connection is over. A lane that has ended waits for its last acknowledgement; the
+    /// frames of any other lane are sent again.
     pub(super) fn over(&mut self, number: u16, now_ns: u64) {
         self.life.over(number, true, now_ns);
         self.send_again();
     }
 
-    /// Nothing more arrives on this lane: its frames are sent again. Returns
-    /// whether it was not lost before.
+    /// The lane is lost: its frames are sent again. Returns whether it was not lost before.
     pub(super) fn lose(&mut self, number: u16, now_ns: u64) -> bool {
         let news = self.life.lose(number, now_ns);
         self.send_again();
         news
     }
 
-    /// A new control lane is up: what was said on the old one may be lost.
+    /// A new control lane is up: messages on the old one may be lost.
     pub(super) fn resumed(&mut self, now_ns: u64) {
         self.life.resumed(now_ns);
         self.send_again();
     }
 
-    /// The next thing to do; `waits` says that something waits for a lane.
+    /// The next action. `waits` is true if bytes wait for a lane.
     pub(super) fn poll(&mut self, waits: bool, now_ns: u64) -> Option<Action> {
         let action = self.life.poll(waits && self.life.wanted() > 0, now_ns);
         self.send_again();

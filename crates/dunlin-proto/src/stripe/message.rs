@@ -1,8 +1,8 @@
-//! What the tunnel's control lane carries once a version is selected.
+//! Messages on the tunnel's control lane after a version was selected.
 //!
 //! ```text
-//!  the side that took a connection                 the side that makes one
-//!    │ open (where earlier channels stand) ──────────▶ │ waits for those, connects
+//!  the side that accepted a connection             the side that connects
+//!    │ open (with the marks of earlier channels) ────▶ │ waits for those, connects
 //!    │ ◀──────────────────────── opened, or refused    │
 //!    │ credit, acknowledgements, eof, closed … both ways, for both directions
 //!    │ reset ▶ ◀ gone   (either side, at any time)     │
@@ -10,11 +10,10 @@
 //!  either side: accept (once), lane refused, lane lost, ping, pong, drain
 //! ```
 //!
-//! A message is a header of 16 bytes, the kind's fixed part, and extension
-//! fields ([`crate::wire`]). Every message says how something stands, never
-//! what has changed, so that hearing it twice or late does no harm: a new
-//! control lane is resumed by saying again how everything stands. That is why
-//! the header needs no sequence number.
+//! A message is a header of 16 bytes, the fixed part of its kind, and extension fields
+//! ([`crate::wire`]). A message states a current value, never a change, so a message that arrives
+//! twice or late is harmless: to resume a control lane, both sides send all current values again.
+//! The header therefore needs no sequence number.
 
 mod body;
 
@@ -27,7 +26,7 @@ use crate::wire::{DecodeError, Reader, Start};
 /// Bytes of a message's header.
 pub const MESSAGE_HEADER_BYTES: usize = 16;
 
-/// The header of a message: within its limits, the kind perhaps unknown.
+/// The header of a message, checked against its limits. The kind may be unknown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
     start: Start,
@@ -47,146 +46,144 @@ impl Header {
         Ok(Self { start, epoch })
     }
 
-    /// Bytes that follow, at most [`MAX_TUNNEL_BODY_BYTES`].
+    /// The length of the body, at most [`MAX_TUNNEL_BODY_BYTES`].
     #[must_use]
     pub fn body_bytes(&self) -> usize {
         self.start.body_bytes()
     }
 
-    /// The control lane that the message was written for.
+    /// The epoch of the control lane for which the message was written.
     #[must_use]
     pub fn epoch(&self) -> u32 {
         self.epoch
     }
 }
 
-/// A connection was taken and wants its other half.
+/// A connection was accepted: requests its other half.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Open {
-    /// The channel: its lowest bit says which side opens it (0 the side that
-    /// made the trunk), and each side's numbers ascend.
+    /// The channel. Its lowest bit is 0 if the side that dialled the trunk opens the channel,
+    /// otherwise 1. The numbers of each side ascend.
     pub channel: u32,
-    /// Bytes that the other side may send on it.
+    /// The offset up to which the other side may send.
     pub limit: u64,
-    /// The route, by its name in both configurations; at most
-    /// [`crate::limits::MAX_NAME_BYTES`].
+    /// The route, by its name in both configurations; at most [`crate::limits::MAX_NAME_BYTES`].
     pub route: String,
-    /// What the route's pattern is matched against; at most
+    /// The channel's parameter, for the placeholder in the route's target; at most
     /// [`crate::limits::MAX_NAME_BYTES`].
     pub parameter: String,
-    /// What must have been delivered before the connection is made; at most
+    /// What has to be delivered before the target is connected; at most
     /// [`crate::limits::MAX_CHANNELS`].
     pub barrier: Vec<Mark>,
 }
 
-/// A place in a channel.
+/// A position in a channel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mark {
     /// The channel.
     pub channel: u32,
-    /// Bytes of it, at most [`crate::limits::MAX_CHANNEL_OFFSET`].
+    /// The offset in bytes, at most [`crate::limits::MAX_CHANNEL_OFFSET`].
     pub offset: u64,
 }
 
-/// How far a channel has come, and may go.
+/// How far a channel was delivered, and how far it may be sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Credit {
     /// The channel.
     pub channel: u32,
-    /// Bytes of it that its consumer has taken.
+    /// Bytes that its consumer has taken.
     pub delivered: u64,
-    /// Bytes of it that may be sent; never less than said before.
+    /// The offset up to which it may be sent; it never decreases.
     pub limit: u64,
 }
 
-/// How many frames of data of a lane are safe: with a consumer, or kept.
+/// How many data frames of a lane are safe: delivered to a consumer, or kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LaneAck {
     /// The lane's number, never 0.
     pub lane: u16,
-    /// Frames from the lane's first on.
+    /// Frames, counted from the lane's first.
     pub frames: u64,
 }
 
 /// A message of the tunnel's control lane.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Message {
-    /// Either side, first on a trunk's first control lane.
+    /// Either side, as the first message of a trunk's first control lane.
     Accept {
-        /// Under which the other side's lanes prove that they belong here.
+        /// The secret with which the other side's lanes prove that they belong to the trunk.
         secret: SessionSecret,
-        /// Data lanes of the other side that may be alive at the same time, 1
-        /// to [`crate::limits::MAX_LANES`].
+        /// Data lanes of the other side that may be open at the same time, 1 to
+        /// [`crate::limits::MAX_LANES`].
         lanes_max: u16,
-        /// Where they are taken: a port at the address from which the control
-        /// lane came. 0 is where the control lane was connected to.
+        /// The port that accepts them, at the address from which the control lane was dialled. 0
+        /// means the port to which the control lane was dialled.
         port: u16,
     },
     /// See [`Open`].
     Open(Open),
     /// The other half is connected.
     Opened {
-        /// The channel.
+        /// The other half is connected. Repeated on a later control lane.
         channel: u32,
-        /// Bytes that may be sent on it.
+        /// The offset up to which the other side may send.
         limit: u64,
     },
-    /// There is no other half. Repeated until *gone*.
+    /// The other half could not be connected. Repeated until *gone*.
     Refused {
         /// The channel.
         channel: u32,
         /// The reason as a code.
         fault: FaultCode,
-        /// The reason in words, at most [`crate::limits::MAX_TEXT_BYTES`].
+        /// The reason as text, at most [`crate::limits::MAX_TEXT_BYTES`].
         text: String,
     },
     /// See [`Credit`]; at most [`crate::limits::MAX_CREDITS`].
     Credit(Vec<Credit>),
     /// See [`LaneAck`]; at most [`crate::limits::MAX_LANES`].
     Ack(Vec<LaneAck>),
-    /// A lane was closed and not read from.
+    /// A lane was closed before anything was read from it.
     LaneRefused {
         /// The lane's number.
         lane: u16,
         /// The reason as a code.
         fault: FaultCode,
-        /// The reason in words, at most [`crate::limits::MAX_TEXT_BYTES`].
+        /// The reason as text, at most [`crate::limits::MAX_TEXT_BYTES`].
         text: String,
     },
-    /// A lane's connection is over before its end came, and this is all that
-    /// will ever be acknowledged of it.
+    /// A lane's connection was lost before its end arrived. The acknowledgement is the last one of
+    /// this lane.
     LaneLost(LaneAck),
-    /// The sender's direction of a channel ends here.
+    /// The sender's direction of a channel ends at this position.
     Eof(Mark),
-    /// Everything up to the other side's *eof* is with its consumer.
+    /// Everything up to the other side's *eof* was delivered to the consumer.
     Closed {
         /// The channel.
         channel: u32,
     },
-    /// The channel is aborted, both ways and at once. Repeated until *gone*.
+    /// The channel is aborted, in both directions and at once. Repeated until *gone*.
     Reset {
         /// The channel.
         channel: u32,
         /// The reason as a code.
         fault: FaultCode,
     },
-    /// The channel is not known, or no more.
+    /// The channel is unknown or no longer exists.
     Gone {
         /// The channel.
         channel: u32,
     },
-    /// Answer with the same token.
+    /// Requests *pong* with the same token.
     Ping {
         /// Any number.
         token: u64,
     },
-    /// The answer to a ping.
+    /// The answer to *ping*.
     Pong {
         /// The ping's token.
         token: u64,
     },
-    /// The sender opens no channel any more and takes none; the trunk
-    /// ends with its last channel.
+    /// The sender opens and accepts no more channels; the trunk ends with its last channel.
     Drain,
 }
 

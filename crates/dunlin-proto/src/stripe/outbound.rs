@@ -1,5 +1,5 @@
-//! One direction of a channel where it begins: what was read from its socket,
-//! and whether more may be.
+//! The sending end of one direction of a channel: what was read from its socket, and how much more
+//! may be read.
 
 use std::collections::VecDeque;
 
@@ -7,41 +7,41 @@ use super::fault::PeerFault;
 use super::frame::Data;
 use crate::limits::{MAX_CHANNEL_CHUNKS, MAX_CHANNEL_OFFSET, MAX_STRIPE_CHUNK_BYTES};
 
-/// Who may read the channel's socket.
+/// Which thread may read the channel's socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Turn {
-    /// Nobody: it has nothing to read.
+    /// None: there is nothing to read.
     Idle,
-    /// Nobody, although there may be something: the window is full, or the
-    /// socket's bytes are being counted.
+    /// None, although there may be bytes to read: the window is full, or the socket's bytes are
+    /// being counted.
     Held,
-    /// The next lane.
+    /// The next lane that asks for work.
     Waits,
-    /// A lane that has been told to.
+    /// The lane that has taken the turn.
     Taken,
-    /// Nobody any more: it has been read to its end.
+    /// None: the socket was read to its end.
     Ended,
 }
 
-/// See the module.
+/// The sending end of one direction of a channel.
 #[derive(Debug)]
 pub(super) struct Outbound {
-    /// Bytes that were read.
+    /// Bytes read from the socket.
     pub(super) sent: u64,
     pub(super) limit: u64,
-    /// Bytes that the consumer is known to have.
+    /// Bytes that the other side has reported as delivered.
     pub(super) delivered: u64,
-    /// Where the pieces end that it is not known to have.
+    /// The end offset of each piece that is not reported as delivered.
     ends: VecDeque<u64>,
     pub(super) turn: Turn,
-    /// Whether there was more to read when the last turn ended.
+    /// Whether there was more to read at the end of the last turn.
     pub(super) bulk: bool,
-    /// How many channels that are being opened want its bytes counted.
+    /// The number of channels being opened that wait for a count of its bytes.
     pub(super) counted_for: u32,
-    /// Whether it is connected at the other side.
+    /// Whether the other half is connected.
     pub(super) open: bool,
     pub(super) eof: Option<u64>,
-    /// Whether the other side has said *closed*.
+    /// Whether the other side has sent *closed*.
     pub(super) closed: bool,
 }
 
@@ -61,7 +61,7 @@ impl Outbound {
         }
     }
 
-    /// Bytes that may be read now; 0 while nothing may.
+    /// The number of bytes that may be read now; 0 if reading is not permitted.
     pub(super) fn room(&self) -> u32 {
         if !self.open || self.counted_for > 0 || self.ends.len() >= MAX_CHANNEL_CHUNKS {
             return 0;
@@ -70,7 +70,7 @@ impl Outbound {
         window.min(u64::from(MAX_STRIPE_CHUNK_BYTES)) as u32
     }
 
-    /// `length` bytes were read.
+    /// `length` bytes were read: returns the header for them.
     pub(super) fn cut(&mut self, channel: u32, length: u32) -> Option<Data> {
         let data = Data::new(channel, self.sent, length)?;
         self.sent = data.end();
@@ -78,8 +78,8 @@ impl Outbound {
         Some(data)
     }
 
-    /// What the other side says of it.
-    pub(super) fn told(
+    /// Handles a credit of the other side.
+    pub(super) fn credited(
         &mut self,
         channel: u32,
         delivered: u64,

@@ -1,5 +1,5 @@
-//! The lanes that this side receives on: which numbers have been used, and
-//! how many frames of each are safe.
+//! The lanes on which this side receives: which lane numbers were used, and how many frames of each
+//! lane are safe.
 
 use std::collections::BTreeMap;
 
@@ -7,24 +7,24 @@ use super::fault::PeerFault;
 use super::message::LaneAck;
 use crate::fault::FaultCode;
 
-/// Frames of a lane after which they are acknowledged without waiting for
-/// more: the sender keeps at most so many longer than it must.
+/// Unacknowledged frames of a lane after which an acknowledgement is due at once. It bounds what
+/// the sender keeps longer than necessary.
 const ACK_FRAMES: u64 = 16;
-/// The same in bytes.
+/// The same limit in bytes.
 const ACK_BYTES: u64 = 1024 * 1024;
-/// How long an acknowledgement may wait for others to go with. It frees the
-/// sender's memory and tells it that the lane lives, and nothing else waits
-/// for it; a tenth of the patience for a lane that stands still.
+/// How long an acknowledgement may be delayed to be sent with others. It frees the sender's memory
+/// and shows that the lane works; nothing else waits for it. A tenth of the timeout for a lane
+/// without progress.
 pub const ACK_DELAY_NS: u64 = 100_000_000;
 
 #[derive(Debug, Default)]
 struct Lane {
     frames: u64,
-    said: u64,
-    unsaid_bytes: u64,
-    /// When the oldest unsaid frame came.
+    acknowledged: u64,
+    unacknowledged_bytes: u64,
+    /// When the oldest frame that is not acknowledged arrived.
     since_ns: u64,
-    /// Whether its end has come.
+    /// Whether its end has arrived.
     ended: bool,
     /// Whether its connection is over.
     over: bool,
@@ -32,20 +32,24 @@ struct Lane {
 
 impl Lane {
     fn due_ns(&self) -> Option<u64> {
-        let unsaid = self.frames - self.said;
-        if self.ended || self.over || unsaid >= ACK_FRAMES || self.unsaid_bytes >= ACK_BYTES {
+        let unacknowledged = self.frames - self.acknowledged;
+        if self.ended
+            || self.over
+            || unacknowledged >= ACK_FRAMES
+            || self.unacknowledged_bytes >= ACK_BYTES
+        {
             return Some(0);
         }
-        (unsaid > 0).then(|| self.since_ns.saturating_add(ACK_DELAY_NS))
+        (unacknowledged > 0).then(|| self.since_ns.saturating_add(ACK_DELAY_NS))
     }
 }
 
-/// The lanes of the other side.
+/// The other side's lanes.
 #[derive(Debug)]
 pub(super) struct ReceivingLanes {
     most: usize,
     lanes: BTreeMap<u16, Lane>,
-    /// A bit for each number: no lane comes twice.
+    /// One bit per lane number: a number is used once.
     used: Box<[u64; 1024]>,
 }
 
@@ -65,8 +69,8 @@ impl ReceivingLanes {
         if number == 0 || *word & bit != 0 {
             return Err(FaultCode::DuplicateLane);
         }
-        // Those whose last acknowledgement has not been said count as well, or
-        // a peer that opens and closes lanes could make them any number.
+        // A lane counts until its last acknowledgement is sent. Otherwise a peer that opens and
+        // closes lanes could make this map grow without limit.
         if self.lanes.len() >= self.most {
             return Err(FaultCode::LaneLimit);
         }
@@ -75,7 +79,7 @@ impl ReceivingLanes {
         Ok(())
     }
 
-    /// Whether frames can come on this lane.
+    /// Whether frames can arrive on this lane.
     pub(super) fn is_open(&self, number: u16) -> bool {
         let lane = self.lanes.get(&number);
         lane.is_some_and(|lane| !lane.ended && !lane.over)
@@ -86,15 +90,15 @@ impl ReceivingLanes {
         if let Some(lane) = self.lanes.get_mut(&number)
             && !lane.over
         {
-            if lane.frames == lane.said {
+            if lane.frames == lane.acknowledged {
                 lane.since_ns = now_ns;
             }
             lane.frames += 1;
-            lane.unsaid_bytes += bytes;
+            lane.unacknowledged_bytes += bytes;
         }
     }
 
-    /// The lane says that it ends, and what it carried.
+    /// The lane's end has arrived, with the number of frames that it carried.
     pub(super) fn ended(&mut self, number: u16, frames: u64) -> Result<(), PeerFault> {
         let Some(lane) = self.lanes.get_mut(&number) else {
             return Ok(());
@@ -102,8 +106,8 @@ impl ReceivingLanes {
         if lane.frames != frames {
             return Err(PeerFault::LaneEnd {
                 lane: number,
-                said: frames,
-                come: lane.frames,
+                sent: frames,
+                arrived: lane.frames,
             });
         }
         lane.ended = true;
@@ -117,19 +121,19 @@ impl ReceivingLanes {
         }
     }
 
-    /// A new control lane stands: everything is said again.
-    pub(super) fn say_again(&mut self) {
+    /// A new control lane is up: all acknowledgements are sent again.
+    pub(super) fn resend_all(&mut self) {
         for lane in self.lanes.values_mut() {
-            lane.said = 0;
+            lane.acknowledged = 0;
         }
     }
 
-    /// When the next acknowledgement is due; 0 is at once.
+    /// When the next acknowledgement is due; 0 means at once.
     pub(super) fn due_ns(&self) -> Option<u64> {
         self.lanes.values().filter_map(Lane::due_ns).min()
     }
 
-    /// A lane that was lost and of which it has not been said.
+    /// A lost lane for which *lane lost* has not been sent.
     pub(super) fn take_lost(&mut self) -> Option<LaneAck> {
         let lost = |lane: &Lane| lane.over && !lane.ended;
         let (&number, _) = self.lanes.iter().find(|(_, lane)| lost(lane))?;
@@ -140,22 +144,22 @@ impl ReceivingLanes {
         })
     }
 
-    /// How far all lanes have come, if any of it is due.
+    /// The frames of all lanes, if any acknowledgement is due.
     pub(super) fn take_acks(&mut self, now_ns: u64) -> Option<Vec<LaneAck>> {
         if self.due_ns()? > now_ns {
             return None;
         }
         let mut acks = Vec::new();
         self.lanes.retain(|&number, lane| {
-            if lane.ended || lane.frames > lane.said {
+            if lane.ended || lane.frames > lane.acknowledged {
                 acks.push(LaneAck {
                     lane: number,
                     frames: lane.frames,
                 });
-                lane.said = lane.frames;
-                lane.unsaid_bytes = 0;
+                lane.acknowledged = lane.frames;
+                lane.unacknowledged_bytes = 0;
             }
-            // Its last word is said.
+            // Its last acknowledgement is sent.
             !lane.ended
         });
         Some(acks)
@@ -167,7 +171,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn i7_a_number_is_taken_once_and_only_so_many_lanes_at_a_time() {
+    fn i7_a_lane_number_is_used_once_and_open_lanes_are_limited() {
         let mut lanes = ReceivingLanes::new(2);
         assert_eq!(lanes.admit(0), Err(FaultCode::DuplicateLane));
         assert_eq!(lanes.admit(65_535), Ok(()));
@@ -182,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn an_acknowledgement_waits_for_others_but_not_for_long() {
+    fn an_acknowledgement_is_delayed_for_others_up_to_a_limit() {
         let mut lanes = ReceivingLanes::new(4);
         assert_eq!(lanes.admit(1), Ok(()));
         assert_eq!(lanes.due_ns(), None, "an idle lane costs nothing");
@@ -201,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn an_end_is_compared_and_acknowledged_last() {
+    fn a_lanes_end_is_checked_and_acknowledged_last() {
         let mut lanes = ReceivingLanes::new(4);
         assert_eq!(lanes.admit(1), Ok(()));
         lanes.safe(1, 1, 0);

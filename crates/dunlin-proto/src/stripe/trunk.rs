@@ -1,4 +1,4 @@
-//! One side of a trunk: its channels, its lanes, and what it says.
+//! One side of a trunk: its channels, its lanes, and its control messages.
 
 mod arriving;
 mod opening;
@@ -26,21 +26,20 @@ use crate::mistake::{Mistake, planted};
 pub use sending::{Outcome, Work};
 pub use values::{Action, Config, Left, OpenError, Opening, Side, Usage};
 
-/// Bytes of all channels after which one lane is not enough: less is a
-/// dialogue.
+/// Bytes of all channels after which one lane is not enough; fewer are a dialogue.
 const BULK_BYTES: u64 = START_WINDOW_BYTES;
 
 #[derive(Debug)]
 enum Stage {
-    /// Ours: the other side has not answered.
+    /// This side's: the other side has not answered.
     Opening(Asking),
-    /// Theirs: earlier channels have to come so far first.
+    /// The other side's: bytes of earlier channels have to be delivered first.
     Waiting {
         route: String,
         parameter: String,
         barrier: Vec<Mark>,
     },
-    /// Theirs: the caller connects.
+    /// The other side's: the caller connects the target.
     Connecting,
     Open,
 }
@@ -49,16 +48,16 @@ enum Stage {
 struct Asking {
     route: String,
     parameter: String,
-    /// Earlier channels whose unread bytes have not been counted.
+    /// Earlier channels for which the caller has not counted the unread bytes.
     counting: BTreeSet<u32>,
     barrier: Vec<Mark>,
-    /// Whether the other side may have heard of it.
-    said: bool,
+    /// Whether *open* was sent, so that the other side may have received it.
+    sent: bool,
 }
 
-/// What is to be said about a channel.
+/// Messages that are due for a channel.
 #[derive(Clone, Copy, Debug, Default)]
-struct Say {
+struct Due {
     opened: bool,
     eof: bool,
     closed: bool,
@@ -72,60 +71,56 @@ struct Channel<T> {
     window_bytes: u64,
     out: Outbound,
     inn: Inbound<T>,
-    say: Say,
+    due: Due,
 }
 
-/// What is remembered of a channel that this side has ended badly, until the
-/// other confirms it.
+/// The record of a channel that this side aborted or refused, kept until the other side confirms.
 #[derive(Debug)]
 struct Ended {
     fault: FaultCode,
-    /// With what *refused* says in words; else it is a *reset*.
+    /// The text of *refused*; `None` for *reset*.
     refused: Option<String>,
-    say: bool,
+    due: bool,
 }
 
-/// One side of a trunk, generic over what the caller keeps bytes in
-/// (`T`, such as a reference-counted buffer).
+/// One side of a trunk. `T` is the caller's handle to bytes, such as a reference-counted buffer.
 ///
-/// Getters: [`Trunk::usage`], [`Trunk::granted`],
-/// [`Trunk::held`], [`Trunk::channels`], [`Trunk::ready`],
-/// [`Trunk::has_work`], [`Trunk::leaving`],
-/// [`Trunk::has_message`], [`Trunk::drained`], [`Trunk::due_ns`]. Commands:
-/// [`Trunk::open`], [`Trunk::counted`], [`Trunk::connected`],
-/// [`Trunk::refuse`], [`Trunk::fail`], [`Trunk::left`],
-/// [`Trunk::raise_lanes`],
-/// [`Trunk::drain`], [`Trunk::end`]. From the threads of the lanes that this side sends on:
-/// [`Trunk::next`] and [`Trunk::read`]; of those that it receives
-/// on: [`Trunk::arrived`], [`Trunk::keep`], [`Trunk::wrote`].
-/// From whoever watches sockets: [`Trunk::readable`],
-/// [`Trunk::writable`]. Lanes: [`Trunk::lane_stands`],
-/// [`Trunk::lane_over`], [`Trunk::admit`],
-/// [`Trunk::lane_ended`], [`Trunk::admitted_over`]. Control lane:
-/// [`Trunk::control_up`], [`Trunk::control_down`],
-/// [`Trunk::handle`], and [`Trunk::next_message`] until it has
-/// nothing more to say. After each of them, and when [`Trunk::due_ns`] has
-/// come, [`Trunk::poll`] until it has nothing more to do. Time is the
-/// caller's, in nanoseconds from any beginning.
+/// Getters: [`Trunk::usage`], [`Trunk::granted`], [`Trunk::held`], [`Trunk::channels`],
+/// [`Trunk::ready`], [`Trunk::has_work`], [`Trunk::leaving`], [`Trunk::has_message`],
+/// [`Trunk::drained`], [`Trunk::due_ns`].
 ///
-/// A channel that has nothing to send costs no message, and no time is due
-/// because of it.
+/// Commands: [`Trunk::open`], [`Trunk::counted`], [`Trunk::connected`], [`Trunk::refuse`],
+/// [`Trunk::fail`], [`Trunk::left`], [`Trunk::raise_lanes`], [`Trunk::drain`], [`Trunk::end`].
+///
+/// Reports of threads: a lane that this side sends on calls [`Trunk::next`] and [`Trunk::read`]; a
+/// lane that it receives on calls [`Trunk::arrived`], [`Trunk::keep`] and [`Trunk::wrote`]; the
+/// thread that watches sockets calls [`Trunk::readable`] and [`Trunk::writable`].
+///
+/// Lanes: [`Trunk::lane_established`], [`Trunk::lane_over`], [`Trunk::admit`],
+/// [`Trunk::lane_ended`], [`Trunk::admitted_over`]. Control lane: [`Trunk::control_up`],
+/// [`Trunk::control_down`], [`Trunk::handle`], and [`Trunk::next_message`] until it returns `None`.
+///
+/// After each of these calls, and at [`Trunk::due_ns`], the caller calls [`Trunk::poll`] until it
+/// returns `None`. Times are nanoseconds of the caller's clock, from any origin.
+///
+/// A channel without bytes to send causes no message and no due time.
 #[derive(Debug)]
 pub struct Trunk<T> {
     config: Config,
     side: Side,
     channels: BTreeMap<u32, Channel<T>>,
     ended: BTreeMap<u32, Ended>,
-    /// The number of the next own channel; none is left once it no longer fits a `u32`.
+    /// The number of the next channel of this side. When it exceeds `u32::MAX`, no channel can be
+    /// opened.
     next_own: u64,
-    /// Theirs up to this have been opened.
+    /// The highest channel number that the other side has opened.
     highest_theirs: Option<u32>,
-    /// Theirs that wait for earlier ones.
+    /// The other side's channels that wait for earlier ones.
     waiting: BTreeSet<u32>,
-    /// Channels whose consumer is gone, and until when their end may still come.
+    /// Channels without a consumer, and until when their end may still arrive.
     leaving: BTreeMap<u32, u64>,
     turns: Turns,
-    /// Lanes' threads that are reading a socket.
+    /// The number of lanes' threads that are reading a socket.
     reading: u64,
     lanes: SendingLanes<T>,
     arriving: ReceivingLanes,
@@ -133,7 +128,7 @@ pub struct Trunk<T> {
     round_trip: RoundTrip,
     agenda: Agenda,
     control: Control,
-    /// Bytes that were read since there last was no channel.
+    /// Bytes read since there was last no channel.
     busy_bytes: u64,
     idle_since_ns: u64,
     draining: bool,
@@ -141,27 +136,27 @@ pub struct Trunk<T> {
     actions: VecDeque<Action>,
 }
 
-/// What is to be said on the control lane.
+/// Messages that are due on the control lane.
 #[derive(Debug, Default)]
 struct Agenda {
-    /// Ours that the other side has not heard of, or not on this control lane.
+    /// This side's channels for which *open* has not been sent on this control lane.
     opens: BTreeSet<u32>,
-    /// Channels about which there is something else to say.
+    /// Channels for which another message is due.
     news: BTreeSet<u32>,
     credits: BTreeSet<u32>,
-    /// Channels that the other side asks about, and that are gone.
+    /// Channels that no longer exist, for which the other side waits for *gone*.
     gone: BTreeSet<u32>,
     refusals: VecDeque<(u16, FaultCode, String)>,
     pong: Option<u64>,
     ping_wanted: bool,
-    /// The token of the last ping, which is the time of it.
+    /// The token of the last ping, which is the time at which it was sent.
     ping_ns: Option<u64>,
-    /// That this side drains.
-    say_drain: bool,
+    /// Whether *drain* is due.
+    drain_due: bool,
 }
 
-/// The newest control lane. `Over`: the trunk has ended, every channel is aborted, and nothing
-/// leads back.
+/// The newest control lane. In `Over` the trunk has ended and every channel is aborted; no
+/// transition leads out of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Control {
     Up,
@@ -170,8 +165,8 @@ enum Control {
 }
 
 impl<T: Clone> Trunk<T> {
-    /// One side, whose control lane does not stand yet. Numbers beyond what
-    /// [`Config`] allows are brought within it.
+    /// One side of a trunk, before its control lane is up. Values outside the ranges of [`Config`]
+    /// are clamped.
     #[must_use]
     pub fn new(side: Side, config: Config, now_ns: u64) -> Self {
         let channels = config.channels.clamp(1, MAX_CHANNELS);
@@ -211,14 +206,14 @@ impl<T: Clone> Trunk<T> {
         }
     }
 
-    /// How many channels live.
+    /// The number of live channels.
     #[must_use]
     pub fn channels(&self) -> usize {
         self.channels.len()
     }
 
-    /// Bytes of a channel that may be on their way here or wait here; `None`
-    /// is a channel that is no more.
+    /// Bytes of a channel that may be in flight to this side or wait here; `None` if the channel
+    /// does not exist.
     #[must_use]
     pub fn granted(&self, channel: u32) -> Option<u64> {
         let channel = self.channels.get(&channel)?;
@@ -232,7 +227,7 @@ impl<T: Clone> Trunk<T> {
         Some(channel.inn.held())
     }
 
-    /// What all channels hold together.
+    /// The totals over all channels.
     #[must_use]
     pub fn usage(&self) -> Usage {
         let inbound = || self.channels.values().map(|channel| &channel.inn);
@@ -243,46 +238,45 @@ impl<T: Clone> Trunk<T> {
         }
     }
 
-    /// Whether this side drains, and nothing of any channel is left.
+    /// Whether either side drains and nothing is left of any channel.
     #[must_use]
     pub fn drained(&self) -> bool {
         let left = !self.channels.is_empty() || !self.ended.is_empty();
-        (self.draining || self.peer_drains) && !left && !self.agenda.say_drain
+        (self.draining || self.peer_drains) && !left && !self.agenda.drain_due
     }
 
-    /// At least so many lanes from now on. The caller keeps within what the other
-    /// side takes.
+    /// Raises the lane count to at least `lanes`. The caller keeps within the other side's limit.
     pub fn raise_lanes(&mut self, lanes: u16) {
         self.config.lanes = self.config.lanes.max(lanes.clamp(1, MAX_LANES));
     }
 
-    /// Opens and takes no more channels; those that live go on.
+    /// Opens and accepts no more channels; live channels continue.
     pub fn drain(&mut self) {
-        self.agenda.say_drain |= !self.draining;
+        self.agenda.drain_due |= !self.draining;
         self.draining = true;
     }
 
-    /// Something failed on this side of a channel: the other is told at once,
-    /// and what waits for either is dropped. The caller closes the connection.
+    /// Aborts a channel because of a failure on this side: reports it to the other side and drops
+    /// all bytes that wait. The caller closes the connection.
     pub fn fail(&mut self, channel: u32, fault: FaultCode, now_ns: u64) {
         let Some(was) = self.channels.get(&channel) else {
             return;
         };
-        let unsaid = matches!(&was.stage, Stage::Opening(asking) if !asking.said);
+        let unsent = matches!(&was.stage, Stage::Opening(asking) if !asking.sent);
         self.forget(channel, now_ns);
-        if !unsaid {
+        if !unsent {
             let ended = Ended {
                 fault,
                 refused: None,
-                say: true,
+                due: true,
             };
             self.ended.insert(channel, ended);
         }
     }
 
-    /// The hypervisor at this end of a channel has closed its connection, and not in order. Where it
-    /// is the consumer that the other side has asked for, and next to nothing was to come for it
-    /// any more, that need not be an abort: see [`Left`].
+    /// The hypervisor at this end of a channel has closed its connection out of order. If it is the
+    /// consumer of a channel that the other side opened, and almost nothing was left to deliver,
+    /// this is not necessarily an abort: see [`Left`].
     pub fn left(&mut self, channel: u32, now_ns: u64) -> Left {
         let Some(one) = self.channels.get(&channel) else {
             return Left::Broken;
@@ -293,7 +287,8 @@ impl<T: Clone> Trunk<T> {
         let is_little = one.inn.unread() <= MAX_UNREAD_BYTES;
         let is_known = one.inn.eof.is_some() && !one.inn.is_writing();
         let code = match (is_known, is_little) {
-            // A source that is gone has cut its own direction off: that is passed on at once.
+            // A source that has closed its connection has truncated its own direction: report it at
+            // once.
             _ if one.ours => FaultCode::ChannelBroken,
             (true, true) => FaultCode::LeftUnread,
             (false, _) if is_little || one.inn.is_writing() => {
@@ -310,8 +305,8 @@ impl<T: Clone> Trunk<T> {
         }
     }
 
-    /// Decides about channels whose consumer is gone: the end has come in time behind the little
-    /// that it has not read, or it is an abort.
+    /// Decides about channels without a consumer. A channel has ended if its end arrived in time
+    /// after the few unread bytes; otherwise it is aborted.
     fn decide_leaving(&mut self, now_ns: u64) {
         let verdict = |channel: &u32, until_ns: &u64| {
             let one = self.channels.get(channel)?;
@@ -338,7 +333,7 @@ impl<T: Clone> Trunk<T> {
         }
     }
 
-    /// Ends the trunk: every channel is aborted.
+    /// Ends the trunk and aborts every channel.
     pub fn end(&mut self, fault: FaultCode) {
         if self.is_over() {
             return;
@@ -370,26 +365,26 @@ impl<T: Clone> Trunk<T> {
         self.actions.push_back(Action::GiveUp(fault));
     }
 
-    /// Whether a lane that asks [`Trunk::next`] may get something.
+    /// Whether a lane that calls [`Trunk::next`] may get work.
     #[must_use]
     pub fn ready(&self) -> bool {
         self.has_work() || (!self.is_over() && self.lanes.leaving().next().is_some())
     }
 
-    /// Whether any lane, whichever asks first, gets something to send.
+    /// Whether there are bytes to send, on any lane.
     #[must_use]
     pub fn has_work(&self) -> bool {
         let reads = !self.turns.is_empty() && self.may_read();
         !self.is_over() && (reads || self.lanes.has_lost())
     }
 
-    /// The lanes that are to end and have not asked since: nobody else can do
-    /// it for them.
+    /// Lanes that have to end and have not called [`Trunk::next`] since. Only their own threads can
+    /// end them.
     pub fn leaving(&self) -> impl Iterator<Item = u16> {
         self.lanes.leaving()
     }
 
-    /// The next thing to do.
+    /// The next action for the caller.
     pub fn poll(&mut self, now_ns: u64) -> Option<Action> {
         if !self.is_over() && self.actions.is_empty() {
             self.decide(now_ns);
@@ -427,8 +422,8 @@ impl<T: Clone> Trunk<T> {
         }
     }
 
-    /// When [`Trunk::poll`] or [`Trunk::next_message`] may have
-    /// something to say without anything else happening.
+    /// When [`Trunk::poll`] or [`Trunk::next_message`] may return something without another call
+    /// before.
     #[must_use]
     pub fn due_ns(&self) -> Option<u64> {
         let control = match self.control {
@@ -450,7 +445,7 @@ impl<T: Clone> Trunk<T> {
         self.idle_since_ns.saturating_add(self.config.warm_ns)
     }
 
-    /// Aborts what lives, here and at the other side.
+    /// Aborts all live channels, on both sides.
     fn abort_all(&mut self, fault: FaultCode, now_ns: u64) {
         let channels: Vec<u32> = self.channels.keys().copied().collect();
         for channel in channels {
@@ -463,7 +458,7 @@ impl<T: Clone> Trunk<T> {
         }
     }
 
-    /// Lets go of all that is held for a channel; nothing is said.
+    /// Drops the state of a channel; no message becomes due.
     fn forget(&mut self, channel: u32, now_ns: u64) {
         let Some(was) = self.channels.remove(&channel) else {
             return;
@@ -486,40 +481,40 @@ impl<T: Clone> Trunk<T> {
         self.look_at_barriers();
     }
 
-    /// Closes a channel that has ended both ways, as far as this side knows.
+    /// Closes a channel that has ended in both directions, according to the messages so far.
     fn close_if_done(&mut self, channel: u32, now_ns: u64) {
         let Some(one) = self.channels.get(&channel) else {
             return;
         };
-        let sent = one.out.closed && !one.say.eof;
-        let received = one.inn.shut && !one.say.closed;
+        let sent = one.out.closed && !one.due.eof;
+        let received = one.inn.shut && !one.due.closed;
         if sent && received {
             self.forget(channel, now_ns);
             self.actions.push_back(Action::Close(channel));
         }
     }
 
-    /// Tells the consumer of the end, where everything before it is written.
+    /// Passes the end to the consumer once everything before it is written.
     fn shut_if_at_end(&mut self, channel: u32) {
         if let Some(one) = self.channels.get_mut(&channel)
             && one.inn.at_end()
             && !self.leaving.contains_key(&channel)
         {
             one.inn.shut = true;
-            one.say.closed = true;
+            one.due.closed = true;
             self.agenda.news.insert(channel);
             self.agenda.credits.remove(&channel);
             self.actions.push_back(Action::ShutWrite(channel));
         }
     }
 
-    /// Grants what a channel is worth, if that is much more than it has.
+    /// Raises a channel's grant to its window, if the window is much larger.
     fn grant(&mut self, channel: u32, now_ns: u64) {
         let span_ns = self.round_trip.span_ns();
         let Some(one) = self.channels.get_mut(&channel) else {
             return;
         };
-        // Nothing more comes.
+        // No more bytes arrive.
         if one.inn.eof.is_some() {
             return;
         }
@@ -537,12 +532,12 @@ impl<T: Clone> Trunk<T> {
             one.inn.limit = (one.inn.limit + rise).min(MAX_CHANNEL_OFFSET);
             self.pool.changed(granted, one.inn.granted());
         }
-        if worth || one.inn.untold >= UNTOLD_CHUNKS {
+        if worth || one.inn.unreported >= UNREPORTED_CHUNKS {
             self.agenda.credits.insert(channel);
         }
     }
 
-    /// What a new channel may be sent before it is known how fast it is.
+    /// The first grant of a channel, before its rate is known.
     fn first_grant(&mut self, window_bytes: u64) -> u64 {
         let window = window_bytes.clamp(LEAST_WINDOW_BYTES, START_WINDOW_BYTES);
         let limit = window.min(self.pool.most(0));
@@ -550,7 +545,7 @@ impl<T: Clone> Trunk<T> {
         limit
     }
 
-    /// Puts a channel into the row of those that are read next, if it may be.
+    /// Queues a channel for reading, if it may be read.
     fn queue(&mut self, channel: u32) {
         if let Some(one) = self.channels.get_mut(&channel)
             && one.out.turn == Turn::Held
@@ -570,15 +565,15 @@ impl<T: Clone> Trunk<T> {
     }
 }
 
-/// Chunks that a sender may take for undelivered before it is told otherwise:
-/// few enough that it is never stopped by their number alone.
-const UNTOLD_CHUNKS: usize = crate::limits::MAX_CHANNEL_CHUNKS / 4;
+/// After this many delivered chunks a credit is due, so that a sender is not stopped by the number
+/// of its chunks alone.
+const UNREPORTED_CHUNKS: usize = crate::limits::MAX_CHANNEL_CHUNKS / 4;
 
-/// How long the end of a channel may take to come whose consumer is gone. The other hypervisor's
-/// last bytes come by a lane and the end behind them by the control lane, at about the same time;
-/// a round trip is not between them.
+/// How long the end of a channel without a consumer may take to arrive. The last bytes arrive on a
+/// data lane and the end on the control lane, at about the same time; no round trip lies between
+/// them.
 ///
-/// Drawback: so much later an abort is passed on of a channel on which nothing was under way.
+/// Drawback: the abort of a channel without bytes in flight is reported this much later.
 const END_MAY_COME_NS: u64 = 250_000_000;
 
 #[cfg(test)]

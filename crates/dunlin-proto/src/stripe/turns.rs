@@ -1,20 +1,18 @@
 //! Which channel is read next.
 //!
-//! Channels with much to send take turns, a chunk each. One that had nothing
-//! to send for a while goes before them, so that a few bytes of a dialogue do
-//! not wait for a chunk of everybody else; but never so often that the others
-//! stand still.
+//! Channels with much to send take turns, one chunk each. A channel that had nothing to send for a
+//! while goes first, so that a few bytes of a dialogue do not wait for a chunk of every other
+//! channel. A limit keeps the others from starving.
 
 use std::collections::VecDeque;
 
-/// How many channels may go first before one of the others has its turn.
+/// How many channels in a row may go first before one of the others has a turn.
 ///
-/// Drawback: many channels that each send now and then wait behind one chunk
-/// for every four of them. Alternative: no bound; then they could starve the
-/// others altogether.
+/// Drawback: if many channels each send now and then, four of them wait for one chunk.
+/// Alternative: no limit; then they could starve the others.
 const FIRST_IN_A_ROW: u32 = 4;
 
-/// The channels that have something to send and may.
+/// The channels that have bytes to send and may send them.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Turns {
     first: VecDeque<u32>,
@@ -23,8 +21,8 @@ pub(super) struct Turns {
 }
 
 impl Turns {
-    /// `channel`, which is in neither row, waits for its turn: `bulk` says
-    /// that it had more to send when its last turn ended.
+    /// Queues a channel that is not queued. `bulk` is whether it had more to send at the end of its
+    /// last turn.
     pub(super) fn add(&mut self, channel: u32, bulk: bool) {
         if bulk {
             self.others.push_back(channel);
@@ -33,7 +31,7 @@ impl Turns {
         }
     }
 
-    /// Takes the channel whose turn it is.
+    /// Removes and returns the channel with the next turn.
     pub(super) fn next(&mut self) -> Option<u32> {
         let first = self.in_a_row < FIRST_IN_A_ROW || self.others.is_empty();
         if first && let Some(channel) = self.first.pop_front() {
@@ -44,7 +42,7 @@ impl Turns {
         self.others.pop_front()
     }
 
-    /// `channel` wants no turn any more.
+    /// Removes a channel that needs no turn.
     pub(super) fn remove(&mut self, channel: u32) {
         self.first.retain(|one| *one != channel);
         self.others.retain(|one| *one != channel);
@@ -60,7 +58,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_channel_that_had_nothing_to_send_waits_for_nobodys_turn() {
+    fn a_channel_that_had_nothing_to_send_goes_first() {
         let mut turns = Turns::default();
         for channel in 0..64 {
             turns.add(channel, true);
@@ -79,7 +77,7 @@ mod tests {
         }
         let mut had = [0; 3];
         for _ in 0..150 {
-            // Somebody new always wants to go first.
+            // A channel that wants to go first arrives before each turn.
             turns.add(100, false);
             let channel = turns.next().unwrap_or_default();
             if channel < 3 {
@@ -92,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_removed_gets_no_turn() {
+    fn a_removed_channel_gets_no_turn() {
         let mut turns = Turns::default();
         turns.add(1, true);
         turns.add(2, false);

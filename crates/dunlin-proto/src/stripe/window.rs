@@ -1,21 +1,20 @@
-//! How large a channel's window is: bounded in time, in bytes, and together
-//! with the others' (I8).
+//! The size of a channel's window: bounded in time, in bytes, and together with the other windows
+//! (I8).
 
 use crate::limits::LEAST_WINDOW_BYTES;
 
-/// Beside the round trip, the time for which a channel's bytes may wait.
+/// How long a channel's bytes may wait in addition to the round trip.
 ///
-/// A hypervisor takes what the tunnel holds for what the link carries: it
-/// predicts the downtime from it, so that each millisecond here is a
-/// millisecond that it is wrong by. Ten cover a consumer that is scheduled
-/// late and a lane that is a few chunks behind.
+/// A hypervisor takes the bytes that wait in the tunnel for link capacity and predicts the downtime
+/// from it, so each millisecond here makes its prediction wrong by a millisecond. 10 ms cover a
+/// consumer that is scheduled late and a lane that is a few chunks behind.
 pub const SLACK_NS: u64 = 10_000_000;
 
-/// For how long the shortest round trip is believed. Longer ones, measured
-/// while queues on the path are full, would widen the windows that fill them.
+/// How long the shortest round trip is used. Longer ones, measured while queues on the path are
+/// full, would widen the windows that fill those queues.
 const ROUND_TRIP_AGE_NS: u64 = 10_000_000_000;
 
-/// What a channel has delivered lately, in two spans that slide.
+/// What a channel has delivered recently, in two sliding spans.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Meter {
     began_ns: u64,
@@ -36,8 +35,8 @@ impl Meter {
         self.current = self.current.saturating_add(bytes);
     }
 
-    /// What was delivered in the last `span_ns`, and a quarter to grow. Right
-    /// only just after [`Meter::add`], which is when it is wanted.
+    /// What was delivered in the last `span_ns`, plus a quarter to grow. Exact only just after
+    /// [`Meter::add`], which is when callers need it.
     pub(super) fn window(&self, span_ns: u64, now_ns: u64) -> u64 {
         let elapsed = now_ns.saturating_sub(self.began_ns).min(span_ns);
         let rest = u128::from(self.before) * u128::from(span_ns - elapsed);
@@ -47,7 +46,7 @@ impl Meter {
     }
 }
 
-/// The shortest round trip of the last while.
+/// The shortest recent round trip.
 #[derive(Clone, Debug, Default)]
 pub(super) struct RoundTrip {
     began_ns: u64,
@@ -73,16 +72,16 @@ impl RoundTrip {
         both.min().unwrap_or(0)
     }
 
-    /// The time in which a channel's recent bytes are counted.
+    /// The span over which a channel's recent bytes are counted.
     pub(super) fn span_ns(&self) -> u64 {
         self.shortest_ns().saturating_add(SLACK_NS)
     }
 }
 
-/// What all channels of the peer are granted beyond their least.
+/// The bytes granted to all channels of the peer beyond their minimum.
 ///
-/// The least of every channel that there can be is set aside, so that a new
-/// channel never waits for one that has stalled.
+/// The minimum for the largest permitted number of channels is reserved, so that a new channel
+/// never waits for one that has stalled.
 #[derive(Clone, Debug)]
 pub(super) struct Pool {
     room: u64,
@@ -103,7 +102,7 @@ impl Pool {
         self.used = (self.used + beyond(now)).saturating_sub(beyond(before));
     }
 
-    /// The most that a channel which is granted `now` can be granted instead.
+    /// The largest grant for a channel that is granted `now`.
     pub(super) fn most(&self, now: u64) -> u64 {
         LEAST_WINDOW_BYTES + beyond(now) + self.room.saturating_sub(self.used)
     }
@@ -125,7 +124,7 @@ mod tests {
 
     const MS: u64 = 1_000_000;
 
-    /// Delivers `bytes` each `step_ns` for a while; returns the window.
+    /// Delivers `bytes` every `step_ns`, 1000 times, and returns the window.
     fn steady(bytes: u64, step_ns: u64, span_ns: u64) -> u64 {
         let mut meter = Meter::default();
         let mut now = 5_000 * MS;
@@ -143,10 +142,10 @@ mod tests {
         assert!((12_400_000..12_900_000).contains(&window), "{window}");
     }
 
-    /// A burst of a whole window each round trip, as the window itself makes
-    /// them, must leave room to grow, or a long path never fills.
+    /// Bursts of a whole window per round trip, which is the pattern that the window itself causes,
+    /// must leave room to grow. Otherwise a long path never fills.
     #[test]
-    fn bursts_of_a_window_each_round_trip_grow_it() {
+    fn bursts_of_a_window_per_round_trip_grow_it() {
         for round_trip_ms in [1, 10, 50, 200] {
             let span = (round_trip_ms + 10) * MS;
             let window = steady(1 << 20, round_trip_ms * MS, span);
@@ -179,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn i8_the_pool_always_has_the_least_for_everybody() {
+    fn i8_the_pool_always_has_the_minimum_for_every_channel() {
         let mut pool = Pool::new(10 * LEAST_WINDOW_BYTES, 4);
         assert_eq!(pool.most(0), 7 * LEAST_WINDOW_BYTES);
         pool.changed(0, 7 * LEAST_WINDOW_BYTES);

@@ -52,11 +52,11 @@ impl World<'_> {
         self.after(for_ns, Event::LaneStands(side, number));
     }
 
-    pub(super) fn lane_stands(&mut self, side: usize, number: u16) {
+    pub(super) fn lane_established(&mut self, side: usize, number: u16) {
         if self.now_ns < self.no_lanes_until_ns {
             return self.sides[side].lane_over(number, self.now_ns);
         }
-        if !self.sides[side].lane_stands(number, self.now_ns) {
+        if !self.sides[side].lane_established(number, self.now_ns) {
             return;
         }
         self.lanes.push(Lane {

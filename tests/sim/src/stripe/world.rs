@@ -244,7 +244,7 @@ impl<'a> World<'a> {
             Event::Says(channel, side) => self.says(channel, side),
             Event::Takes(channel, side) => self.takes(channel, side),
             Event::Connected(channel, side) => self.connected(channel, side),
-            Event::LaneStands(side, lane) => self.lane_stands(side, lane),
+            Event::LaneStands(side, lane) => self.lane_established(side, lane),
             Event::Read(side, lane, number, most) => self.has_read(side, lane, number, most),
             Event::Free(lane) => self.is_free(lane),
             Event::Arrives(lane) => self.arrives(lane),

@@ -1,5 +1,4 @@
-//! The fixed part of every message. The tables of docs/wire.md say the same in
-//! the same order.
+//! The fixed part of every message, in the order of the tables in docs/wire.md.
 
 use super::{Credit, Header, Kind, LaneAck, Mark, Message, Open};
 use crate::limits::{
@@ -10,7 +9,7 @@ use crate::wire::codec::{Fields, LANES, List, NOT_ZERO, Plain, Text, Within, lay
 use crate::wire::message::bodies;
 use crate::wire::{DecodeError, EncodeError, Start};
 
-/// A place in a channel, which no sum with a length can overflow.
+/// A position in a channel; the limit makes sums with a length safe from overflow.
 const OFFSET: Within = Within {
     least: 0,
     most: MAX_CHANNEL_OFFSET,
@@ -35,13 +34,13 @@ const LANE_ACKS: List<Fields> = List {
 };
 
 impl Message {
-    /// Appends header and body. Every message of version 1 must be understood,
-    /// and says so in its header.
+    /// Appends header and body. The header marks every message of version 1 as mandatory to
+    /// understand.
     ///
-    /// *accept* puts a secret into `out`; the caller wipes it.
+    /// *accept* writes a secret to `out`, which the caller has to zeroize.
     ///
     /// # Errors
-    /// Something that a peer would refuse; `out` is then unchanged.
+    /// A value that a peer would reject; `out` is unchanged.
     pub fn encode(&self, epoch: u32, out: &mut Vec<u8>) -> Result<(), EncodeError> {
         let kind = self.kind().to_wire();
         Start::write(
@@ -56,12 +55,10 @@ impl Message {
         )
     }
 
-    /// Reads the body that follows `header`; `None` is a message that this
-    /// release does not know and may skip.
+    /// Decodes the body after `header`. `None` is a message of an unknown kind that may be skipped.
     ///
     /// # Errors
-    /// [`DecodeError`]; a body that is not exactly as long as announced is
-    /// one.
+    /// [`DecodeError`], also if the body is not exactly as long as announced.
     pub fn decode(header: &Header, bytes: &[u8]) -> Result<Option<Self>, DecodeError> {
         header.start.decode(bytes, Kind::from_wire, decode_body)
     }

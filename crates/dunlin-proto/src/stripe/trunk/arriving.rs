@@ -1,4 +1,4 @@
-//! What the lanes of the other side bring.
+//! The data that arrives on the other side's lanes.
 
 use super::Trunk;
 use crate::fault::FaultCode;
@@ -11,20 +11,22 @@ impl<T: Clone> Trunk<T> {
     /// A connection has proved to be this lane of the other side.
     ///
     /// # Errors
-    /// Why it is not let in; the other side is told, and the caller closes it.
+    /// Why the lane is refused. The other side receives the reason, and the caller closes the
+    /// connection.
     pub fn admit(&mut self, lane: u16) -> Result<(), FaultCode> {
         let admitted = match self.is_over() {
             true => Err(FaultCode::ControlLost),
             false => self.arriving.admit(lane),
         };
         if let Err(fault) = admitted {
-            let text = "the number was used before, or there are too many lanes";
+            let text = "lane number was used before, or too many lanes are open";
             self.refuse_lane(lane, fault, text.to_owned());
         }
         admitted
     }
 
-    /// Tells the peer why its lane is refused. The lane has not been admitted, and the caller closes it.
+    /// Sends the peer the reason for which its lane is refused. The lane has not been admitted; the
+    /// caller closes the connection.
     pub fn refuse_lane(&mut self, lane: u16, fault: FaultCode, text: String) {
         let refusals = &mut self.agenda.refusals;
         if lane != 0 && refusals.len() < usize::from(self.config.lanes_max) {
@@ -32,12 +34,12 @@ impl<T: Clone> Trunk<T> {
         }
     }
 
-    /// The payload of a piece is here, whole, on a lane that was admitted. What
-    /// is returned says what to do with it; where that is
-    /// [`Arrival::Deliver`], it is next and needs no buffer of its own.
+    /// The payload of a piece has arrived completely on an admitted lane. The return value decides
+    /// what the caller does with it. A piece with [`Arrival::Deliver`] is the next one and needs no
+    /// buffer of its own.
     ///
     /// # Errors
-    /// The peer breaks the protocol: [`Trunk::end`].
+    /// The peer violates the protocol: the caller calls [`Trunk::end`].
     pub fn arrived(&mut self, lane: u16, data: &Data, now_ns: u64) -> Result<Arrival, PeerFault> {
         let arrival = self.place(lane, data)?;
         if arrival != Arrival::Keep || planted(Mistake::AckBeforeKept) {
@@ -50,7 +52,7 @@ impl<T: Clone> Trunk<T> {
         let channel = data.channel();
         if let Some(one) = self.channels.get_mut(&channel) {
             if !self.arriving.is_open(lane) {
-                // Given up here: what it brings comes again.
+                // A lane that this side has given up: its pieces are sent again.
                 return Ok(Arrival::Drop);
             }
             return one.inn.arrived(data);
@@ -59,11 +61,11 @@ impl<T: Clone> Trunk<T> {
         Ok(Arrival::Drop)
     }
 
-    /// After [`Arrival::Keep`]: the piece in a buffer of its own. Its turn may
-    /// have come meanwhile, and is the caller's then.
+    /// After [`Arrival::Keep`]: stores the piece in a buffer of its own. If it has become the next
+    /// one meanwhile, it is returned, and the caller has the turn.
     ///
     /// # Errors
-    /// The peer breaks the protocol: [`Trunk::end`].
+    /// The peer violates the protocol: the caller calls [`Trunk::end`].
     pub fn keep(
         &mut self,
         lane: u16,
@@ -81,10 +83,9 @@ impl<T: Clone> Trunk<T> {
         }
     }
 
-    /// Whoever has the turn has written `bytes` to the channel's socket, and
-    /// `rest` holds what the socket did not take. Returns what to write next
-    /// with the same turn; else the turn is given back. Where there is a rest,
-    /// [`Trunk::writable`] goes on.
+    /// The thread with the turn has written `bytes` to the channel's socket; `rest` holds what the
+    /// socket did not take. Returns the piece to write next with the same turn, or ends the turn.
+    /// If there is a rest, [`Trunk::writable`] continues.
     pub fn wrote(
         &mut self,
         channel: u32,
@@ -104,29 +105,26 @@ impl<T: Clone> Trunk<T> {
         next
     }
 
-    /// The channel's socket takes bytes again. Returns what to write, with the
-    /// turn.
+    /// The channel's socket is writable again. Returns the piece to write; the caller has the turn.
     pub fn writable(&mut self, channel: u32) -> Option<Delivery<T>> {
         let one = self.channels.get_mut(&channel)?;
         one.inn.writable(channel)
     }
 
-    /// A lane of the other side says that it ends, after `frames` frames of
-    /// data.
+    /// A lane of the other side ends after `frames` data frames.
     ///
     /// # Errors
-    /// Another number has come: the peer breaks the protocol.
+    /// Another number of frames has arrived: the peer violates the protocol.
     pub fn lane_ended(&mut self, lane: u16, frames: u64) -> Result<(), PeerFault> {
         self.arriving.ended(lane, frames)
     }
 
-    /// The connection of a lane of the other side is over, and its thread
-    /// reports nothing more.
+    /// The connection of the other side's lane is over, and its thread reports nothing more.
     pub fn admitted_over(&mut self, lane: u16) {
         self.arriving.over(lane);
     }
 
-    /// A channel that is no more is one that has been.
+    /// Whether the channel was ever opened. One that does not exist may have ended.
     pub(super) fn was_opened(&self, channel: u32) -> Result<(), PeerFault> {
         let ever = if self.is_ours(channel) {
             u64::from(channel) < self.next_own

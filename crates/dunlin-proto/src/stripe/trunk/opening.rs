@@ -1,19 +1,19 @@
-//! Channels are opened, in the order of acceptance.
+//! Channels are opened in the order in which their connections were accepted.
 //!
-//! A later channel of a listener is connected when every byte of earlier ones
-//! has been delivered that had arrived here when it was accepted. Those bytes
-//! were read already or wait in the earlier channels' sockets. What waits there
-//! is counted while no lane reads the socket, lest bytes be missed that a lane
-//! has just read and not yet reported: such a lane finishes first.
+//! A later channel of a listener is connected only after the bytes of earlier channels that had
+//! arrived when it was accepted are delivered. Those bytes were read already, or wait in the
+//! sockets of the earlier channels. Waiting bytes are counted while no lane reads the socket;
+//! otherwise a lane could have read bytes without having reported them. If a lane is reading, it
+//! finishes first.
 //!
-//! An earlier channel whose consumer does not read holds nobody up: as soon as
-//! its socket is full it has all that a consumer could see without a tunnel, and
-//! it may be waiting for the very connection that would wait for it.
+//! An earlier channel with a consumer that does not read delays no other channel. When its socket
+//! is full, the consumer has all that it could see without a tunnel, and it may be waiting for the
+//! very connection that would wait for it.
 
 use std::collections::BTreeSet;
 
 use super::{
-    Action, Asking, Channel, Ended, Inbound, Mark, OpenError, Opening, Outbound, Say, Stage, Trunk,
+    Action, Asking, Channel, Due, Ended, Inbound, Mark, OpenError, Opening, Outbound, Stage, Trunk,
     Turn,
 };
 use crate::fault::FaultCode;
@@ -23,11 +23,11 @@ use crate::stripe::fault::PeerFault;
 use crate::stripe::message::Open;
 
 impl<T: Clone> Trunk<T> {
-    /// A connection was accepted: returns its channel. [`Action::Opened`] or
-    /// [`Action::Refused`] follows; nothing is read before.
+    /// Opens a channel for an accepted connection and returns its number. [`Action::Opened`] or
+    /// [`Action::Refused`] follows; nothing is read before that.
     ///
     /// # Errors
-    /// [`OpenError`]; nothing has changed then.
+    /// [`OpenError`]; nothing is changed.
     pub fn open(&mut self, opening: Opening) -> Result<u32, OpenError> {
         if self.is_over() {
             return Err(OpenError::Over);
@@ -68,7 +68,7 @@ impl<T: Clone> Trunk<T> {
             parameter: opening.parameter,
             counting,
             barrier,
-            said: false,
+            sent: false,
         };
         let channel = Channel {
             ours: true,
@@ -77,20 +77,20 @@ impl<T: Clone> Trunk<T> {
             window_bytes: opening.window_bytes,
             out: Outbound::new(0, false),
             inn: Inbound::new(limit),
-            say: Say::default(),
+            due: Due::default(),
         };
         self.channels.insert(number, channel);
         self.agenda.opens.insert(number);
         Ok(number)
     }
 
-    /// The answer to [`Action::Count`]: so many bytes can be read from the
-    /// channel's socket.
+    /// The answer to [`Action::Count`]: the number of bytes that can be read from the channel's
+    /// socket.
     pub fn counted(&mut self, channel: u32, unread_bytes: u64) {
         let Some(one) = self.channels.get_mut(&channel) else {
             return;
         };
-        // A lane has begun to read since: it is asked for again then.
+        // A lane has started to read since: the count is requested again after the read.
         if one.out.turn == Turn::Taken || one.out.counted_for == 0 {
             return;
         }
@@ -109,8 +109,7 @@ impl<T: Clone> Trunk<T> {
         self.queue(channel);
     }
 
-    /// A channel that was to be counted is no more: nothing of it is waited
-    /// for.
+    /// A channel that was to be counted no longer exists: nothing of it is waited for.
     pub(super) fn uncount(&mut self, channel: u32) {
         for later in &self.agenda.opens {
             if let Some(one) = self.channels.get_mut(later)
@@ -121,10 +120,9 @@ impl<T: Clone> Trunk<T> {
         }
     }
 
-    /// The answer to [`Action::Connect`]: the connection stands, and
-    /// `window_bytes` is the largest window that its route allows. The caller
-    /// reports from now on when its socket is readable. False where the channel
-    /// has ended meanwhile: close it.
+    /// The answer to [`Action::Connect`] if the target is connected. `window_bytes` is the largest
+    /// window that the route allows. From now on the caller reports when the socket is readable.
+    /// Returns false if the channel has ended meanwhile: the caller closes the connection.
     #[must_use]
     pub fn connected(&mut self, channel: u32, window_bytes: u64) -> bool {
         let connecting = |one: &Channel<T>| matches!(one.stage, Stage::Connecting);
@@ -137,15 +135,15 @@ impl<T: Clone> Trunk<T> {
             one.window_bytes = window_bytes;
             one.inn.limit = limit;
             one.out.open = true;
-            one.say.opened = true;
+            one.due.opened = true;
             self.agenda.news.insert(channel);
         }
         self.look_at_barriers();
         true
     }
 
-    /// The other answer to [`Action::Connect`]: there is no connection, and
-    /// why. The text is cut to what a message holds.
+    /// The answer to [`Action::Connect`] if the target is not connected, with the reason. The text
+    /// is truncated to the limit of a message.
     pub fn refuse(&mut self, channel: u32, fault: FaultCode, mut text: String, now_ns: u64) {
         let theirs = |one: &Channel<T>| !one.ours;
         if !self.channels.get(&channel).is_some_and(theirs) {
@@ -158,19 +156,19 @@ impl<T: Clone> Trunk<T> {
         let ended = Ended {
             fault,
             refused: Some(text),
-            say: true,
+            due: true,
         };
         self.ended.insert(channel, ended);
     }
 
-    /// The other side wants a channel.
+    /// Handles *open*.
     pub(super) fn asked(&mut self, open: Open, now_ns: u64) -> Result<(), PeerFault> {
         let number = open.channel;
         if self.is_ours(number) {
             return Err(PeerFault::WrongSide { channel: number });
         }
         if self.highest_theirs.is_some_and(|highest| number <= highest) {
-            // Heard before: on another control lane, perhaps.
+            // A repetition, perhaps on another control lane.
             return self.answer_if_gone(number);
         }
         for mark in &open.barrier {
@@ -197,14 +195,14 @@ impl<T: Clone> Trunk<T> {
             window_bytes: 0,
             out: Outbound::new(open.limit, false),
             inn: Inbound::new(0),
-            say: Say::default(),
+            due: Due::default(),
         };
         self.channels.insert(number, channel);
         if full || self.draining {
             let text = if full {
-                "there are as many channels as this side allows"
+                "channel limit reached"
             } else {
-                "the tunnel is about to end"
+                "tunnel is shutting down"
             };
             self.refuse(number, FaultCode::Busy, text.to_owned(), now_ns);
             return Ok(());
@@ -214,7 +212,7 @@ impl<T: Clone> Trunk<T> {
         Ok(())
     }
 
-    /// Connects whatever waits for nothing more.
+    /// Connects the channels that have nothing left to wait for.
     pub(super) fn look_at_barriers(&mut self) {
         let mut from = 0;
         while let Some(&number) = self.waiting.range(from..).next() {
@@ -244,8 +242,8 @@ impl<T: Clone> Trunk<T> {
         }
     }
 
-    /// Whether an earlier channel has come so far. One that is no more holds
-    /// nobody up.
+    /// Whether an earlier channel has delivered up to its mark. A channel that no longer exists
+    /// delays no other.
     fn is_delivered(&self, mark: &Mark) -> bool {
         let Some(earlier) = self.channels.get(&mark.channel) else {
             return true;
@@ -253,14 +251,14 @@ impl<T: Clone> Trunk<T> {
         matches!(earlier.stage, Stage::Open) && earlier.inn.delivered() >= mark.offset
     }
 
-    /// Whether an earlier channel's consumer has as much as it takes.
+    /// Whether the socket of an earlier channel's consumer is full.
     fn is_stuck(&self, mark: &Mark) -> bool {
         let earlier = self.channels.get(&mark.channel);
         earlier.is_some_and(|earlier| earlier.inn.is_stuck())
     }
 }
 
-/// What has to be waited for, if that is not known to be over.
+/// The mark to wait for; `None` if those bytes are known to be delivered.
 fn mark(channel: u32, out: &Outbound, offset: u64) -> Option<Mark> {
     let over = out.open && offset <= out.delivered;
     (!over).then_some(Mark { channel, offset })

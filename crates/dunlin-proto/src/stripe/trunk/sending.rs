@@ -1,11 +1,11 @@
-//! What the lanes of this side carry.
+//! The data that this side's lanes send.
 
 use super::{Trunk, Turn};
 use crate::lanes::KeyUsage;
 use crate::limits::MAX_STRIPE_CHUNK_BYTES;
 use crate::stripe::frame::Data;
 
-/// What a lane's thread shall do now.
+/// The next task of a lane's thread.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Work<T> {
     /// Send this piece, which a lost lane carried.
@@ -15,8 +15,8 @@ pub enum Work<T> {
         /// Its bytes.
         token: T,
     },
-    /// The turn to read this channel's socket: read at most `most` bytes
-    /// without waiting, and report by [`Trunk::read`] in any case.
+    /// Read this channel's socket: at most `most` bytes, without waiting. Report the result with
+    /// [`Trunk::read`] in any case.
     Read {
         /// The channel.
         channel: u32,
@@ -25,46 +25,46 @@ pub enum Work<T> {
     },
     /// Send the end, with this number of frames, and close the lane.
     End {
-        /// Frames of data that the lane has carried.
+        /// The number of data frames that the lane has carried.
         frames: u64,
     },
-    /// There is nothing: ask again when [`Trunk::ready`].
+    /// No work: call again when [`Trunk::ready`] is true.
     Wait,
     /// The lane was given up.
     Stop,
 }
 
-/// What came of reading a channel's socket.
+/// The result of reading a channel's socket.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Outcome<T> {
     /// Bytes.
     Bytes {
-        /// How many, at least one and at most what was allowed.
+        /// How many, from 1 to the permitted number.
         length: u32,
-        /// The same bytes, to be sent again if need be.
+        /// The caller's handle to the bytes, for sending them again.
         token: T,
-        /// Whether there may be more; if not, [`Trunk::readable`] tells.
+        /// Whether there may be more. If not, [`Trunk::readable`] reports more.
         more: bool,
     },
-    /// Nothing now; [`Trunk::readable`] tells.
+    /// No bytes now; [`Trunk::readable`] reports more.
     Nothing,
-    /// The end.
+    /// End of file.
     End,
 }
 
 impl<T: Clone> Trunk<T> {
-    /// A connection for this lane stands and *lane open* is on its way. False
-    /// where the lane has been given up in the meantime: close it.
-    pub fn lane_stands(&mut self, lane: u16, now_ns: u64) -> bool {
+    /// The connection of this lane is established and *lane open* is sent. Returns false if the
+    /// lane was given up meanwhile: the caller closes it.
+    pub fn lane_established(&mut self, lane: u16, now_ns: u64) -> bool {
         !self.is_over() && self.lanes.life.up(lane, now_ns)
     }
 
-    /// There is no connection for this lane, or no more.
+    /// The connection of this lane could not be established, or is over.
     pub fn lane_over(&mut self, lane: u16, now_ns: u64) {
         self.lanes.over(lane, now_ns);
     }
 
-    /// Something can be read from this channel's socket.
+    /// The channel's socket is readable.
     pub fn readable(&mut self, channel: u32) {
         if let Some(one) = self.channels.get_mut(&channel)
             && one.out.turn == Turn::Idle
@@ -75,7 +75,7 @@ impl<T: Clone> Trunk<T> {
         }
     }
 
-    /// What `lane` shall do now.
+    /// The next task of `lane`.
     pub fn next(&mut self, lane: u16, usage: KeyUsage, now_ns: u64) -> Work<T> {
         self.lanes.life.wear(lane, usage);
         if let Some(frames) = self.lanes.end(lane, now_ns) {
@@ -106,9 +106,8 @@ impl<T: Clone> Trunk<T> {
         Work::Wait
     }
 
-    /// What came of [`Work::Read`], whether the lane still lives or not.
-    /// Returns the header to send with the bytes; `None` where there is
-    /// nothing to send on this lane.
+    /// The result of [`Work::Read`], whether the lane still exists or not. Returns the header to
+    /// send with the bytes, or `None` if this lane has nothing to send.
     pub fn read(
         &mut self,
         lane: u16,
@@ -135,7 +134,7 @@ impl<T: Clone> Trunk<T> {
             Outcome::Nothing => Turn::Idle,
             Outcome::End => {
                 one.out.eof = Some(one.out.sent);
-                one.say.eof = true;
+                one.due.eof = true;
                 self.agenda.news.insert(channel);
                 Turn::Ended
             }
@@ -150,8 +149,7 @@ impl<T: Clone> Trunk<T> {
         carried.then_some(data)
     }
 
-    /// Whether what a lane reads now stays within the bound of what waits to
-    /// be acknowledged (I8).
+    /// Whether one more read keeps the unacknowledged bytes within their limit (I8).
     pub(super) fn may_read(&self) -> bool {
         let reading = (self.reading + 1) * u64::from(MAX_STRIPE_CHUNK_BYTES);
         self.lanes.held_bytes() + reading <= self.config.bytes

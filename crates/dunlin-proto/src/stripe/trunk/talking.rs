@@ -1,5 +1,4 @@
-//! What the two sides say to each other: every message tells how something
-//! stands.
+//! The control messages of a trunk. Every message states a current value.
 
 use super::{Action, Control, Stage, Trunk};
 use crate::fault::FaultCode;
@@ -8,11 +7,11 @@ use crate::mistake::{Mistake, planted};
 use crate::stripe::fault::PeerFault;
 use crate::stripe::message::{Credit, LaneAck, Mark, Message, Open};
 
-/// How long a measured round trip is good for, while credits are said.
+/// After this time a round trip is measured again, if credits are sent.
 const PING_NS: u64 = 1_000_000_000;
 
 impl<T: Clone> Trunk<T> {
-    /// A control lane stands, the first or another: everything is said again.
+    /// A control lane is up, the first or a later one: all current values are sent again.
     pub fn control_up(&mut self, now_ns: u64) {
         if self.is_over() {
             return;
@@ -20,24 +19,24 @@ impl<T: Clone> Trunk<T> {
         self.control = Control::Up;
         self.agenda.ping_wanted = true;
         self.agenda.ping_ns = None;
-        self.agenda.say_drain |= self.draining;
-        self.arriving.say_again();
+        self.agenda.drain_due |= self.draining;
+        self.arriving.resend_all();
         self.lanes.resumed(now_ns);
         for ended in self.ended.values_mut() {
-            ended.say = true;
+            ended.due = true;
         }
         for (&number, one) in &mut self.channels {
             match &one.stage {
                 Stage::Opening(asking) => {
                     self.agenda.opens.insert(number);
-                    if asking.said {
+                    if asking.sent {
                         self.agenda.credits.insert(number);
                     }
                 }
                 Stage::Open => {
-                    one.say.opened = !one.ours;
-                    one.say.eof = one.out.eof.is_some();
-                    one.say.closed = one.inn.shut;
+                    one.due.opened = !one.ours;
+                    one.due.eof = one.out.eof.is_some();
+                    one.due.closed = one.inn.shut;
                     self.agenda.news.insert(number);
                     if one.inn.eof.is_none() {
                         self.agenda.credits.insert(number);
@@ -55,24 +54,24 @@ impl<T: Clone> Trunk<T> {
         }
     }
 
-    /// Whether [`Trunk::next_message`] may have something to say.
+    /// Whether [`Trunk::next_message`] may return a message.
     #[must_use]
     pub fn has_message(&self, now_ns: u64) -> bool {
         let acks = self.arriving.due_ns();
         self.control == Control::Up
             && (self.agenda.pong.is_some()
                 || self.agenda.ping_wanted
-                || self.agenda.say_drain
+                || self.agenda.drain_due
                 || !self.agenda.opens.is_empty()
                 || !self.agenda.gone.is_empty()
                 || !self.agenda.refusals.is_empty()
                 || !self.agenda.news.is_empty()
                 || !self.agenda.credits.is_empty()
                 || acks.is_some_and(|due_ns| due_ns <= now_ns)
-                || self.ended.values().any(|ended| ended.say))
+                || self.ended.values().any(|ended| ended.due))
     }
 
-    /// The next thing to say on the control lane.
+    /// The next message for the control lane.
     pub fn next_message(&mut self, now_ns: u64) -> Option<Message> {
         if self.control != Control::Up {
             return None;
@@ -87,8 +86,8 @@ impl<T: Clone> Trunk<T> {
         if let Some(open) = self.next_open() {
             return Some(open);
         }
-        if let Some((&channel, ended)) = self.ended.iter_mut().find(|(_, ended)| ended.say) {
-            ended.say = false;
+        if let Some((&channel, ended)) = self.ended.iter_mut().find(|(_, ended)| ended.due) {
+            ended.due = false;
             let fault = ended.fault;
             return Some(match ended.refused.clone() {
                 Some(text) => Message::Refused {
@@ -117,11 +116,11 @@ impl<T: Clone> Trunk<T> {
         if let Some(acks) = self.arriving.take_acks(now_ns) {
             return Some(Message::Ack(acks));
         }
-        std::mem::take(&mut self.agenda.say_drain).then_some(Message::Drain)
+        std::mem::take(&mut self.agenda.drain_due).then_some(Message::Drain)
     }
 
-    /// Channels are said in the order of their numbers: the other side takes a
-    /// number below one that it has heard for a channel that has ended.
+    /// *open* is sent in the order of channel numbers: the other side takes a number below the
+    /// highest one for a channel that has ended.
     fn next_open(&mut self) -> Option<Message> {
         let &channel = self.agenda.opens.first()?;
         let one = self.channels.get_mut(&channel)?;
@@ -132,7 +131,7 @@ impl<T: Clone> Trunk<T> {
         if !asking.counting.is_empty() {
             return None;
         }
-        asking.said = true;
+        asking.sent = true;
         let open = Open {
             channel,
             limit,
@@ -147,16 +146,16 @@ impl<T: Clone> Trunk<T> {
     fn next_news(&mut self, now_ns: u64) -> Option<Message> {
         while let Some(&channel) = self.agenda.news.first() {
             if let Some(one) = self.channels.get_mut(&channel) {
-                if std::mem::take(&mut one.say.opened) {
+                if std::mem::take(&mut one.due.opened) {
                     let limit = one.inn.limit;
                     return Some(Message::Opened { channel, limit });
                 }
-                if std::mem::take(&mut one.say.eof) {
+                if std::mem::take(&mut one.due.eof) {
                     let offset = one.out.sent;
                     self.close_if_done(channel, now_ns);
                     return Some(Message::Eof(Mark { channel, offset }));
                 }
-                if std::mem::take(&mut one.say.closed) {
+                if std::mem::take(&mut one.due.closed) {
                     self.close_if_done(channel, now_ns);
                     return Some(Message::Closed { channel });
                 }
@@ -172,7 +171,7 @@ impl<T: Clone> Trunk<T> {
             && let Some(channel) = self.agenda.credits.pop_first()
         {
             if let Some(one) = self.channels.get_mut(&channel) {
-                one.inn.untold = 0;
+                one.inn.unreported = 0;
                 credits.push(Credit {
                     channel,
                     delivered: one.inn.delivered(),
@@ -188,11 +187,11 @@ impl<T: Clone> Trunk<T> {
         Some(Message::Credit(credits))
     }
 
-    /// The other side says something. A message of an older control lane does
-    /// no harm, but none may be heard once the trunk is over.
+    /// Handles a message of the other side. A late message of an older control lane is harmless.
+    /// After the end of the trunk messages are ignored.
     ///
     /// # Errors
-    /// The peer breaks the protocol: [`Trunk::end`].
+    /// The peer violates the protocol: the caller calls [`Trunk::end`].
     pub fn handle(&mut self, message: Message, now_ns: u64) -> Result<(), PeerFault> {
         if self.is_over() {
             return Ok(());
@@ -276,7 +275,7 @@ impl<T: Clone> Trunk<T> {
             return Ok(());
         };
         if let Stage::Opening(asking) = &one.stage {
-            if !asking.said {
+            if !asking.sent {
                 return Err(PeerFault::Impossible { channel });
             }
             one.stage = Stage::Open;
@@ -293,7 +292,7 @@ impl<T: Clone> Trunk<T> {
         let channel = credit.channel;
         self.was_opened(channel)?;
         if let Some(one) = self.channels.get_mut(&channel) {
-            one.out.told(channel, credit.delivered, credit.limit)?;
+            one.out.credited(channel, credit.delivered, credit.limit)?;
             self.queue(channel);
         }
         Ok(())
@@ -303,7 +302,7 @@ impl<T: Clone> Trunk<T> {
         let channel = mark.channel;
         self.was_opened(channel)?;
         match self.channels.get_mut(&channel) {
-            // Nothing is sent before *opened*, nor said of it.
+            // The other side sends nothing on a channel before *opened*, and no end of it.
             Some(one) if !matches!(one.stage, Stage::Open) => {
                 Err(PeerFault::Impossible { channel })
             }
@@ -317,20 +316,21 @@ impl<T: Clone> Trunk<T> {
         }
     }
 
-    /// The other side aborts a channel.
+    /// Handles *reset*.
     fn reset(&mut self, channel: u32, fault: FaultCode, now_ns: u64) -> Result<(), PeerFault> {
         if self.was_opened(channel).is_err() {
             if self.is_ours(channel) {
                 return Err(PeerFault::UnknownChannel { channel });
             }
-            // Its *open* was lost with a control lane.
+            // The *open* of the channel was lost with a control lane.
             self.highest_theirs = Some(channel);
         }
         if let Some(one) = self.channels.get(&channel) {
             if planted(Mistake::ResetBehindData) && one.inn.waits() {
                 return Ok(());
             }
-            // Only if this side has read its hypervisor's end.
+            // A consumer may leave bytes unread only if this side has read the end of its
+            // hypervisor.
             let fault = match fault {
                 FaultCode::LeftUnread if !one.ours || one.out.eof.is_none() => {
                     FaultCode::ChannelBroken
@@ -348,14 +348,15 @@ impl<T: Clone> Trunk<T> {
         self.answer_if_gone(channel)
     }
 
-    /// The other side knows nothing of a channel any more.
+    /// Handles *gone*: the other side has no state of the channel.
     fn confirmed(&mut self, channel: u32, now_ns: u64) -> Result<(), PeerFault> {
         self.was_opened(channel)?;
         self.ended.remove(&channel);
         let Some(one) = self.channels.get(&channel) else {
             return Ok(());
         };
-        // It forgets without asking only what has ended both ways.
+        // The other side forgets a channel without confirmation only if it has ended in both
+        // directions.
         if one.out.eof.is_none() || !one.inn.shut {
             return Err(PeerFault::Impossible { channel });
         }
@@ -364,13 +365,12 @@ impl<T: Clone> Trunk<T> {
         Ok(())
     }
 
-    /// Answers about a channel of which nothing is known here.
+    /// Queues *gone* for a channel that does not exist on this side.
     pub(super) fn answer_if_gone(&mut self, channel: u32) -> Result<(), PeerFault> {
         if self.channels.contains_key(&channel) || self.ended.contains_key(&channel) {
             return Ok(());
         }
-        // Those that the other side can have at the same time, and what it
-        // says twice.
+        // The channels that the other side can have at the same time, and a repetition of each.
         if self.agenda.gone.len() >= 2 * MAX_CHANNELS {
             return Err(PeerFault::TooManyChannels);
         }

@@ -9,13 +9,13 @@ use crate::stripe::{ACK_DELAY_NS, Arrival, KeyUsage, PeerFault, Timeouts};
 const MS: u64 = 1_000_000;
 const CHUNK: u32 = MAX_STRIPE_CHUNK_BYTES;
 
-/// Two sides whose messages arrive at once, and what they have to do.
+/// Two sides that receive each other's messages at once, and their actions.
 struct Pair {
     sides: [Trunk<u64>; 2],
     actions: [Vec<Action>; 2],
     now_ns: u64,
-    /// Messages that were said.
-    said: usize,
+    /// The number of messages sent.
+    sent: usize,
     /// The listener of the next channel.
     listener: u64,
 }
@@ -39,7 +39,7 @@ impl Pair {
             sides: [side(Side::Connecting), side(Side::Accepting)],
             actions: [vec![], vec![]],
             now_ns: 0,
-            said: 0,
+            sent: 0,
             listener: 1,
         };
         pair.resume();
@@ -53,7 +53,7 @@ impl Pair {
         self.settle();
     }
 
-    /// Says everything, and notes what is to be done.
+    /// Delivers all messages and collects all actions.
     fn settle(&mut self) {
         let mut more = true;
         while more {
@@ -64,8 +64,8 @@ impl Pair {
                 }
                 let has_message = self.sides[side].has_message(self.now_ns);
                 while let Some(message) = self.sides[side].next_message(self.now_ns) {
-                    assert!(has_message, "nobody would come for {message:?}");
-                    self.said += 1;
+                    assert!(has_message, "has_message is false before {message:?}");
+                    self.sent += 1;
                     more = true;
                     self.sides[1 - side].handle(message, self.now_ns).unwrap();
                 }
@@ -78,8 +78,8 @@ impl Pair {
         std::mem::take(&mut self.actions[side])
     }
 
-    /// A channel of the connecting side, by a listener of its own, connected,
-    /// with a lane each way.
+    /// A connected channel of the connecting side, with a listener of its own and a lane per
+    /// direction.
     fn channel(&mut self) -> u32 {
         let channel = self.sides[0].open(opening(self.listener)).unwrap();
         self.listener += 10;
@@ -87,7 +87,7 @@ impl Pair {
         assert!(self.sides[1].connected(channel, DEFAULT_WINDOW));
         self.settle();
         for side in 0..2 {
-            if self.sides[side].lane_stands(1, self.now_ns) {
+            if self.sides[side].lane_established(1, self.now_ns) {
                 self.sides[1 - side].admit(1).unwrap();
             }
             self.did(side);
@@ -95,7 +95,7 @@ impl Pair {
         channel
     }
 
-    /// Reads up to `length` bytes of the channel whose turn it is.
+    /// Reads up to `length` bytes of the channel with the next turn.
     fn reads(&mut self, side: usize, lane: u16, length: u32, more: bool) -> Option<Data> {
         let work = self.sides[side].next(lane, KeyUsage::Fresh, self.now_ns);
         let Work::Read { channel, most } = work else {
@@ -120,7 +120,7 @@ impl Pair {
     fn ends(&mut self, side: usize, channel: u32) {
         self.sides[side].readable(channel);
         let work = self.sides[side].next(1, KeyUsage::Fresh, self.now_ns);
-        assert!(matches!(work, Work::Read { channel: whose, .. } if whose == channel));
+        assert!(matches!(work, Work::Read { channel: read, .. } if read == channel));
         let nothing = self.sides[side].read(1, channel, Outcome::End, self.now_ns);
         assert_eq!(nothing, None);
     }
@@ -150,7 +150,7 @@ fn a_channel_is_carried_and_ends_both_ways() {
     pair.delivers(1, 1, &data);
     pair.ends(0, channel);
     assert_eq!(pair.did(1), [Action::ShutWrite(channel)]);
-    // The other direction is open still.
+    // The other direction is still open.
     pair.sides[1].readable(channel);
     let data = pair.reads(1, 1, 5, false).unwrap();
     pair.delivers(0, 1, &data);
@@ -176,24 +176,24 @@ fn an_idle_channel_costs_no_message_and_no_time() {
     pair.delivers(1, 1, &data);
     pair.now_ns += ACK_DELAY_NS;
     pair.settle();
-    let said = pair.said;
+    let sent = pair.sent;
     pair.now_ns += 3_600_000 * MS;
     pair.settle();
-    assert_eq!(pair.said, said);
+    assert_eq!(pair.sent, sent);
     for side in &pair.sides {
         assert_eq!((side.due_ns(), side.ready()), (None, false));
     }
 }
 
 #[test]
-fn a_few_bytes_wait_for_one_chunk_of_nobody() {
+fn a_few_bytes_wait_for_no_bulk_channel() {
     let mut pair = Pair::new();
     let bulk: Vec<u32> = (0..20).map(|_| pair.channel()).collect();
     let dialogue = pair.channel();
     for channel in &bulk {
         pair.sides[0].readable(*channel);
     }
-    // Each goes first once.
+    // Each channel goes first once.
     for _ in 0..3 * bulk.len() {
         assert_eq!(pair.reads(0, 1, 1000, true).unwrap().length(), 1000);
     }
@@ -211,7 +211,7 @@ fn i8_a_consumer_that_stalls_stops_its_channel_at_the_window_and_no_other() {
     while let Some(data) = pair.reads(0, 1, CHUNK, true) {
         let arrival = pair.sides[1].arrived(1, &data, 0).unwrap();
         if arrival == Arrival::Deliver {
-            // Its socket takes nothing.
+            // The socket is full.
             assert_eq!(pair.sides[1].wrote(stalled, 0, Some(0), 0), None);
         } else {
             assert_eq!(pair.sides[1].keep(1, &data, sent, 0), Ok(None));
@@ -221,11 +221,11 @@ fn i8_a_consumer_that_stalls_stops_its_channel_at_the_window_and_no_other() {
     }
     assert_eq!(sent, START_WINDOW_BYTES);
     assert_eq!(pair.sides[1].held(stalled), Some(sent));
-    // What is kept there need not be kept here.
+    // Kept bytes are safe, so the sender need not keep them.
     assert_eq!(pair.sides[0].usage().unacknowledged, 0);
     pair.sides[0].readable(other);
     assert_eq!(pair.reads(0, 1, 10, false).unwrap().channel(), other);
-    // It goes on when the consumer does.
+    // Sending continues when the consumer reads.
     let mut delivery = pair.sides[1].writable(stalled);
     while let Some(next) = delivery {
         delivery = pair.sides[1].wrote(stalled, next.length, None, pair.now_ns);
@@ -235,7 +235,7 @@ fn i8_a_consumer_that_stalls_stops_its_channel_at_the_window_and_no_other() {
 }
 
 #[test]
-fn i8_a_sender_of_single_bytes_is_stopped_by_their_number() {
+fn i8_a_sender_of_single_bytes_is_stopped_by_the_chunk_limit() {
     let mut pair = Pair::new();
     let channel = pair.channel();
     pair.sides[0].readable(channel);
@@ -252,11 +252,11 @@ fn i8_a_sender_of_single_bytes_is_stopped_by_their_number() {
 }
 
 #[test]
-fn windows_grow_with_what_is_delivered_up_to_the_routes() {
+fn windows_grow_with_the_delivered_rate_up_to_the_routes_window() {
     let mut pair = Pair::new();
     let channel = pair.channel();
     pair.sides[0].readable(channel);
-    // 256 KiB each 100 us: 25 MiB in 10 ms.
+    // 256 KiB per 100 µs: 25 MiB in 10 ms.
     for _ in 0..1000 {
         pair.now_ns += MS / 10;
         let data = pair.reads(0, 1, CHUNK, true).unwrap();
@@ -265,7 +265,7 @@ fn windows_grow_with_what_is_delivered_up_to_the_routes() {
     }
     let granted = pair.sides[1].granted(channel).unwrap();
     assert!((12 << 20..=DEFAULT_WINDOW).contains(&granted), "{granted}");
-    // Slower now: no more than the least is granted anew.
+    // A lower rate: nothing over the minimum is granted again.
     for _ in 0..200 {
         pair.now_ns += 20 * MS;
         let data = pair.reads(0, 1, 100_000, true).unwrap();
@@ -277,13 +277,13 @@ fn windows_grow_with_what_is_delivered_up_to_the_routes() {
 }
 
 #[test]
-fn an_abort_goes_before_what_waits_and_drops_it() {
+fn an_abort_overtakes_waiting_bytes_and_drops_them() {
     let mut pair = Pair::new();
     let channel = pair.channel();
     pair.sides[0].readable(channel);
     for offset in 0..3 {
         let data = pair.reads(0, 1, 100, true).unwrap();
-        // The first is missing.
+        // The first piece is missing.
         if offset > 0 {
             assert_eq!(pair.sides[1].arrived(1, &data, 0), Ok(Arrival::Keep));
             assert_eq!(pair.sides[1].keep(1, &data, 0, 0), Ok(None));
@@ -295,18 +295,18 @@ fn an_abort_goes_before_what_waits_and_drops_it() {
     for side in &pair.sides {
         assert_eq!((side.channels(), side.usage()), (0, Usage::default()));
     }
-    // Nothing is remembered once the other side has confirmed.
+    // The record is dropped once the other side has confirmed.
     assert!(pair.sides[0].ended.is_empty());
     assert_eq!(pair.sides[1].wrote(channel, 100, None, 0), None);
 }
 
-/// A consumer that is gone is done, and not broken, where the other side has ended and next to
-/// nothing before its end is unread.
+/// If the other side has ended and at most a few bytes before its end are unread, a consumer that
+/// closes its connection has finished, not failed.
 #[test]
 fn a_consumer_that_leaves_a_few_bytes_before_the_end_unread_aborts_nothing() {
     const MOST: u32 = MAX_UNREAD_BYTES as u32;
-    // Bytes at the end that it does not take, whether the end is known when it goes, and whether
-    // the end comes behind that.
+    // The number of unread bytes at the end; whether the end is known when the consumer closes;
+    // whether the end arrives later.
     for (unread, known, comes, at_once, verdict) in [
         (0, true, true, Left::Unread, FaultCode::LeftUnread),
         (MOST, true, true, Left::Unread, FaultCode::LeftUnread),
@@ -333,7 +333,7 @@ fn a_consumer_that_leaves_a_few_bytes_before_the_end_unread_aborts_nothing() {
             let rest = pair.reads(0, 1, unread, true).unwrap();
             let arrival = pair.sides[1].arrived(1, &rest, 0).unwrap();
             assert_eq!(arrival, Arrival::Deliver, "{case}");
-            // The socket does not take it.
+            // The socket is full.
             assert_eq!(pair.sides[1].wrote(channel, 0, Some(0), 0), None);
         }
         if known {
@@ -365,9 +365,9 @@ fn a_consumer_that_leaves_a_few_bytes_before_the_end_unread_aborts_nothing() {
     }
 }
 
-/// What comes for a consumer that is gone decides at once: it was not at its end.
+/// More bytes than a few after the consumer has closed decide at once: it had not read to its end.
 #[test]
-fn more_bytes_for_a_consumer_that_is_gone_are_an_abort_without_waiting() {
+fn more_bytes_for_a_consumer_that_has_closed_are_an_abort_at_once() {
     let mut pair = Pair::new();
     let channel = pair.channel();
     assert_eq!(pair.sides[1].left(channel, 0), Left::Waits);
@@ -382,9 +382,9 @@ fn more_bytes_for_a_consumer_that_is_gone_are_an_abort_without_waiting() {
     assert_eq!(pair.did(0), [abort(channel, broken, true)]);
 }
 
-/// The reset may be read before the thread that writes has said what the consumer has taken.
+/// A reset may be read before the writing thread reports what the consumer has taken.
 #[test]
-fn how_much_is_unread_is_judged_when_nobody_writes() {
+fn unread_bytes_are_judged_when_no_thread_writes() {
     for (written, fault) in [
         (CHUNK, FaultCode::LeftUnread),
         (0, FaultCode::ChannelBroken),
@@ -414,17 +414,17 @@ fn how_much_is_unread_is_judged_when_nobody_writes() {
     }
 }
 
-/// The side that accepts connections reports at once that one is gone, and accepts no report of an
-/// end that it has not read itself.
+/// The side with the source reports at once that the source has closed, and does not believe a
+/// report about an end that it has not read itself.
 #[test]
-fn a_source_that_is_gone_has_aborted_and_no_peer_says_otherwise() {
+fn a_source_that_has_closed_has_aborted_whatever_the_peer_reports() {
     let broken = FaultCode::ChannelBroken;
     let mut pair = Pair::new();
     let channel = pair.channel();
     assert_eq!(pair.sides[0].left(channel, 0), Left::Broken);
     assert_eq!(pair.did(1), [abort(channel, broken, true)]);
 
-    // Whether the other side had ended or not.
+    // The same after the other side has ended.
     let channel = pair.channel();
     pair.ends(1, channel);
     assert_eq!(pair.did(0), [Action::ShutWrite(channel)]);
@@ -439,7 +439,7 @@ fn a_source_that_is_gone_has_aborted_and_no_peer_says_otherwise() {
 }
 
 #[test]
-fn i7_what_no_honest_peer_sends_is_refused() {
+fn i7_protocol_violations_are_refused() {
     let mut pair = Pair::new();
     let channel = pair.channel();
     let far = &mut pair.sides[1];
@@ -515,7 +515,7 @@ fn i7_what_no_honest_peer_sends_is_refused() {
 }
 
 #[test]
-fn what_comes_late_for_a_channel_that_is_no_more_is_dropped() {
+fn late_bytes_for_a_channel_that_no_longer_exists_are_dropped() {
     let mut pair = Pair::new();
     let channel = pair.channel();
     pair.sides[1].fail(channel, FaultCode::Cancelled, 0);
@@ -526,7 +526,7 @@ fn what_comes_late_for_a_channel_that_is_no_more_is_dropped() {
 }
 
 #[test]
-fn a_lost_lanes_chunks_go_first_in_their_order_and_once() {
+fn a_lost_lanes_chunks_are_resent_first_in_order_and_once() {
     let mut pair = Pair::new();
     let channel = pair.channel();
     pair.sides[0].readable(channel);
@@ -535,10 +535,10 @@ fn a_lost_lanes_chunks_go_first_in_their_order_and_once() {
         .collect();
     pair.delivers(1, 1, &first[0]);
     pair.sides[0].lane_over(1, 0);
-    // Nothing had come of it: the next attempt waits a little.
+    // The lost lane carried nothing acknowledged: the next attempt is delayed.
     pair.now_ns += 100 * MS;
     assert_eq!(pair.did(0), [Action::OpenLane(2)]);
-    assert!(pair.sides[0].lane_stands(2, pair.now_ns));
+    assert!(pair.sides[0].lane_established(2, pair.now_ns));
     pair.sides[1].admit(2).unwrap();
     for data in &first {
         let work = pair.sides[0].next(2, KeyUsage::Fresh, pair.now_ns);
@@ -550,7 +550,7 @@ fn a_lost_lanes_chunks_go_first_in_their_order_and_once() {
     }
     assert_eq!(pair.sides[1].arrived(2, &first[0], 0), Ok(Arrival::Drop));
     pair.delivers(1, 2, &first[1]);
-    // The lost lane's copy arrives after all.
+    // The lost lane's copy arrives late.
     assert_eq!(pair.sides[1].arrived(1, &first[1], 0), Ok(Arrival::Drop));
     pair.delivers(1, 2, &first[2]);
     assert_eq!(pair.reads(0, 2, 100, true).unwrap().offset(), 300);
@@ -562,25 +562,28 @@ fn a_lane_that_acknowledges_nothing_is_given_up() {
     let channel = pair.channel();
     pair.sides[0].readable(channel);
     pair.reads(0, 1, 100, false).unwrap();
-    let patience_ns = Timeouts::default().progress_ns;
-    assert_eq!(pair.sides[0].due_ns(), Some(patience_ns));
-    pair.now_ns = patience_ns;
+    let timeout_ns = Timeouts::default().progress_ns;
+    assert_eq!(pair.sides[0].due_ns(), Some(timeout_ns));
+    pair.now_ns = timeout_ns;
     let did = pair.did(0);
     assert_eq!(did, [Action::CutLane(1)]);
 }
 
 #[test]
-fn a_worn_lane_is_replaced_before_it_ends() {
+fn a_lane_with_a_used_up_key_is_replaced_before_it_ends() {
     let mut pair = Pair::new();
     let channel = pair.channel();
     pair.sides[0].readable(channel);
     let data = pair.reads(0, 1, 100, true).unwrap();
     pair.delivers(1, 1, &data);
     let work = pair.sides[0].next(1, KeyUsage::Worn, 0);
-    assert!(matches!(work, Work::Read { .. }), "it goes on: {work:?}");
+    assert!(
+        matches!(work, Work::Read { .. }),
+        "the lane still sends: {work:?}"
+    );
     pair.sides[0].read(1, channel, Outcome::Nothing, 0);
     assert_eq!(pair.did(0), [Action::OpenLane(2)]);
-    assert!(pair.sides[0].lane_stands(2, 0));
+    assert!(pair.sides[0].lane_established(2, 0));
     let work = pair.sides[0].next(1, KeyUsage::Worn, 0);
     assert_eq!(work, Work::End { frames: 1 });
     assert_eq!(pair.sides[0].next(1, KeyUsage::Worn, 0), Work::Stop);
@@ -599,7 +602,7 @@ fn a_worn_lane_is_replaced_before_it_ends() {
 }
 
 #[test]
-fn a_later_channel_waits_for_bytes_that_a_lane_is_just_reading() {
+fn a_later_channel_waits_for_bytes_that_a_lane_is_reading() {
     let mut pair = Pair::new();
     let first = pair.channel();
     pair.sides[0].readable(first);
@@ -607,7 +610,7 @@ fn a_later_channel_waits_for_bytes_that_a_lane_is_just_reading() {
     assert!(matches!(work, Work::Read { .. }));
     let second = pair.sides[0].open(opening(1)).unwrap();
     let another = pair.sides[0].open(opening(2)).unwrap();
-    // Counted it would be wrong now, whatever the number.
+    // A lane is reading, so this count is ignored.
     pair.sides[0].counted(first, 7);
     assert_eq!(pair.did(1), []);
     let outcome = Outcome::Bytes {
@@ -617,7 +620,7 @@ fn a_later_channel_waits_for_bytes_that_a_lane_is_just_reading() {
     };
     let data = pair.sides[0].read(1, first, outcome, 0).unwrap();
     assert_eq!(pair.did(0), [Action::Count(first)]);
-    // Nothing is read until it is counted.
+    // Nothing is read until the bytes are counted.
     assert_eq!(pair.sides[0].next(1, KeyUsage::Fresh, 0), Work::Wait);
     pair.sides[0].counted(first, 50);
     let connects = |channel| Action::Connect {
@@ -657,7 +660,7 @@ fn a_refusal_is_repeated_until_it_is_confirmed() {
     pair.settle();
     let text = "é".repeat(600);
     pair.sides[1].refuse(channel, FaultCode::Unauthorised, text, 0);
-    // It is lost with the control lane.
+    // The refusal is lost with the control lane.
     let lost = pair.sides[1].next_message(0);
     assert!(matches!(lost, Some(Message::Refused { .. })));
     assert_eq!(pair.sides[0].channels(), 1);
@@ -673,7 +676,7 @@ fn a_refusal_is_repeated_until_it_is_confirmed() {
 }
 
 #[test]
-fn a_connection_that_stands_too_late_is_not_wanted() {
+fn a_target_that_connects_too_late_is_closed() {
     let mut pair = Pair::new();
     let channel = pair.sides[0].open(opening(1)).unwrap();
     pair.settle();
@@ -682,10 +685,9 @@ fn a_connection_that_stands_too_late_is_not_wanted() {
     assert!(!pair.sides[1].connected(channel, DEFAULT_WINDOW));
 }
 
-/// A host that was stopped has heard nothing meanwhile: its lanes are not to
-/// blame.
+/// A host that was stopped has received nothing meanwhile: its lanes do not time out.
 #[test]
-fn a_side_that_was_stopped_blames_no_lane() {
+fn a_side_that_was_stopped_gives_no_lane_up() {
     let mut pair = Pair::new();
     let channel = pair.channel();
     pair.sides[0].readable(channel);
@@ -699,35 +701,34 @@ fn a_side_that_was_stopped_blames_no_lane() {
     assert_eq!(pair.sides[0].usage().unacknowledged, 0);
 }
 
-/// While the control lane is away no lane is given up for what could only be
-/// said there; with the next one each has its time anew.
+/// While the control lane is down, no lane times out for lack of acknowledgements, which only the
+/// control lane carries. The timeouts restart when it is up again.
 #[test]
-fn a_lost_control_lane_is_no_lanes_fault() {
+fn lanes_do_not_time_out_while_the_control_lane_is_down() {
     let mut pair = Pair::new();
     let channel = pair.channel();
     pair.sides[0].readable(channel);
     pair.reads(0, 1, 100, false).unwrap();
-    let patience = Timeouts::default();
-    // Shorter than what ends the trunk, longer than a lane's time.
-    let away_ns = patience.alone_ns - MS;
-    assert!(away_ns > patience.progress_ns);
+    let timeouts = Timeouts::default();
+    // Shorter than the timeout of the trunk, longer than that of a lane.
+    let away_ns = timeouts.alone_ns - MS;
+    assert!(away_ns > timeouts.progress_ns);
     pair.sides[0].control_down(pair.now_ns);
     for _ in 0..away_ns / MS {
         pair.now_ns += MS;
         assert_eq!(pair.sides[0].poll(pair.now_ns), None, "{}", pair.now_ns);
     }
     pair.resume();
-    let due_ns = pair.now_ns + patience.progress_ns;
+    let due_ns = pair.now_ns + timeouts.progress_ns;
     assert_eq!(pair.sides[0].due_ns(), Some(due_ns));
     assert_eq!(pair.did(0), []);
     pair.now_ns = due_ns;
     assert_eq!(pair.did(0), [Action::CutLane(1)]);
 }
 
-/// A lane that is being opened needs no control lane, and has its time anew
-/// where that comes back.
+/// The timeout of a lane that is being opened restarts with the new control lane.
 #[test]
-fn a_lane_that_opens_has_its_time_from_the_new_control_lane_on() {
+fn the_timeout_for_opening_a_lane_restarts_with_a_new_control_lane() {
     let mut pair = Pair::new();
     pair.sides[0].open(opening(1)).unwrap();
     assert_eq!(pair.did(0), [Action::OpenLane(1)]);
@@ -742,11 +743,10 @@ fn a_lane_that_opens_has_its_time_from_the_new_control_lane_on() {
     assert_eq!(pair.did(0)[0], Action::CutLane(1));
 }
 
-/// The last acknowledgement of a lane that has ended is said once: where that
-/// may have been lost, its frames go out again with the next control lane and
-/// not only when the lane's time is over.
+/// The last acknowledgement of a lane that has ended is sent once. If it may have been lost, the
+/// frames are sent again with the next control lane, without waiting for the lane's timeout.
 #[test]
-fn an_ended_lane_is_lost_when_the_control_lane_comes_back() {
+fn an_ended_lane_is_lost_when_the_control_lane_is_resumed() {
     let mut pair = Pair::new();
     let channel = pair.channel();
     pair.sides[0].readable(channel);
@@ -759,10 +759,9 @@ fn an_ended_lane_is_lost_when_the_control_lane_comes_back() {
     assert_eq!(pair.sides[0].next(1, KeyUsage::Spent, pair.now_ns), end);
     pair.sides[0].lane_over(1, pair.now_ns);
     assert_eq!(pair.did(0), [Action::OpenLane(2)]);
-    assert!(pair.sides[0].lane_stands(2, pair.now_ns));
+    assert!(pair.sides[0].lane_established(2, pair.now_ns));
     pair.sides[1].admit(2).unwrap();
-    // The frame arrives; the other side forgets the lane, and what it said of it
-    // is lost.
+    // The frame arrives, the other side forgets the lane, and its messages about the lane are lost.
     pair.delivers(1, 1, &second);
     pair.sides[1].lane_ended(1, 2).unwrap();
     pair.sides[1].admitted_over(1);
@@ -770,7 +769,7 @@ fn an_ended_lane_is_lost_when_the_control_lane_comes_back() {
     for side in &mut pair.sides {
         side.control_down(pair.now_ns);
     }
-    // A lane that is open carries on with what it has.
+    // An open lane keeps its frames.
     pair.reads(0, 2, 100, false).unwrap();
     pair.now_ns += Timeouts::default().progress_ns + MS;
     assert_eq!(pair.sides[0].usage().unacknowledged, 200);
@@ -787,13 +786,13 @@ fn an_ended_lane_is_lost_when_the_control_lane_comes_back() {
 }
 
 #[test]
-fn who_did_not_hear_of_a_good_end_hears_that_the_channel_is_gone() {
+fn a_side_that_missed_an_orderly_end_receives_gone() {
     let mut pair = Pair::new();
     let channel = pair.channel();
     pair.ends(0, channel);
     pair.settle();
     pair.ends(1, channel);
-    // Its *eof* arrives, and the *closed* that answers it is lost.
+    // The *eof* arrives, and the *closed* that answers it is lost.
     let eof = pair.sides[1].next_message(0).unwrap();
     pair.sides[0].handle(eof, 0).unwrap();
     let lost = pair.sides[0].next_message(0);
@@ -812,13 +811,13 @@ fn without_a_lane_for_too_long_channels_are_aborted_on_both_sides() {
     pair.sides[0].lane_over(1, 0);
     pair.now_ns = 100 * MS;
     pair.settle();
-    // Nothing is lost by it while nothing is to be sent.
+    // Without bytes to send, no timeout runs.
     pair.now_ns += 2 * Timeouts::default().alone_ns;
     pair.settle();
     assert_eq!(pair.sides[0].channels(), 1);
     pair.sides[0].readable(channel);
     pair.settle();
-    // A caller that came only at the end would be excused.
+    // Poll all the time: a caller that polls only at the end is treated as if it had been stopped.
     let until_ns = pair.now_ns + Timeouts::default().alone_ns;
     while pair.now_ns < until_ns {
         assert!(pair.sides[0].channels() == 1 && pair.actions[1].is_empty());
@@ -830,7 +829,7 @@ fn without_a_lane_for_too_long_channels_are_aborted_on_both_sides() {
     assert!(pair.did(1).contains(&abort(channel, fault, true)));
     assert!(
         pair.sides[0].open(opening(1)).is_ok(),
-        "the next may do better"
+        "the next channel may succeed"
     );
 }
 
@@ -861,7 +860,7 @@ fn a_control_lane_does_not_bring_back_a_trunk_that_is_over() {
 }
 
 #[test]
-fn a_trunk_that_has_given_all_its_numbers_opens_no_channel() {
+fn a_trunk_without_unused_channel_numbers_opens_no_channel() {
     let mut pair = Pair::new();
     let (side, last) = (&mut pair.sides[0], u32::MAX - 1);
     side.next_own = u64::from(last);
@@ -872,7 +871,7 @@ fn a_trunk_that_has_given_all_its_numbers_opens_no_channel() {
 }
 
 #[test]
-fn i8_there_are_only_so_many_channels() {
+fn i8_channels_are_limited() {
     let config = Config {
         channels: 3,
         ..Config::default()
@@ -883,7 +882,7 @@ fn i8_there_are_only_so_many_channels() {
     }
     let error = pair.sides[0].open(opening(1));
     assert_eq!(error, Err(OpenError::TooMany { channels: 3 }));
-    // The other side's own bound holds for a peer whose bound is higher.
+    // A side enforces its own limit on a peer with a higher one.
     pair.sides[0].config.channels = 4;
     let channel = pair.sides[0].open(opening(3)).unwrap();
     let did = pair.did(0);
@@ -907,13 +906,13 @@ fn a_side_that_drains_ends_with_its_last_channel() {
 }
 
 #[test]
-fn lanes_are_opened_for_what_there_is_and_kept_for_a_while() {
+fn lanes_are_opened_for_the_load_and_kept_for_a_while() {
     let mut pair = Pair::new();
     assert_eq!(pair.did(0), []);
     let channel = pair.sides[0].open(opening(1)).unwrap();
     assert_eq!(pair.did(0), [Action::OpenLane(1)]);
     assert!(pair.sides[1].connected(channel, DEFAULT_WINDOW));
-    assert!(pair.sides[0].lane_stands(1, 0));
+    assert!(pair.sides[0].lane_established(1, 0));
     pair.sides[1].admit(1).unwrap();
     pair.sides[0].readable(channel);
     pair.did(0);
@@ -921,11 +920,7 @@ fn lanes_are_opened_for_what_there_is_and_kept_for_a_while() {
         pair.delivers(1, 1, &data);
     }
     let did = pair.did(0);
-    assert_eq!(
-        did,
-        [2, 3, 4].map(Action::OpenLane),
-        "bulk wants all of them"
-    );
+    assert_eq!(did, [2, 3, 4].map(Action::OpenLane), "bulk uses all lanes");
     pair.sides[0].fail(channel, FaultCode::Cancelled, 0);
     pair.settle();
     assert_eq!(pair.sides[0].next(1, KeyUsage::Fresh, 0), Work::Wait);

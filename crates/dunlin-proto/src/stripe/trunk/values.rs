@@ -1,4 +1,4 @@
-//! What goes into a trunk and comes out of it.
+//! Inputs and outputs of a trunk.
 
 use thiserror::Error;
 
@@ -6,33 +6,32 @@ use crate::fault::FaultCode;
 use crate::limits::{DEFAULT_CHANNELS, DEFAULT_PEER_BYTES, MAX_LANES};
 use crate::stripe::Timeouts;
 
-/// Which side this is; it decides which numbers its channels have.
+/// Which side of the trunk this is. It determines the numbers of its channels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
-    /// It made the trunk: its channels have even numbers.
+    /// The side that dialled the trunk: its channels have even numbers.
     Connecting,
-    /// It took it: its channels have odd numbers.
+    /// The side that accepted it: its channels have odd numbers.
     Accepting,
 }
 
-/// The bounds of a trunk on this side.
+/// The limits of a trunk on this side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Config {
-    /// Channels that are alive at the same time, those of both sides together;
-    /// at most [`crate::limits::MAX_CHANNELS`].
+    /// Channels that may be live at the same time, those of both sides together; at most
+    /// [`crate::limits::MAX_CHANNELS`].
     pub channels: usize,
-    /// Bytes of all channels that wait here for their consumers, and those
-    /// that wait to be acknowledged; at least `channels` times
-    /// [`crate::limits::LEAST_WINDOW_BYTES`] (I8).
+    /// Bytes of all channels that may wait here for consumers, and bytes that may wait for
+    /// acknowledgement; at least `channels` times [`crate::limits::LEAST_WINDOW_BYTES`] (I8).
     pub bytes: u64,
-    /// Lanes that this side opens, at least one.
+    /// Lanes that this side opens, at least 1.
     pub lanes: u16,
-    /// Lanes of the other side that may be open at the same time, at least
-    /// one; it needs some more than it uses while it replaces them.
+    /// Lanes of the other side that may be open at the same time, at least 1. While the other side
+    /// replaces lanes it has more open than it uses.
     pub lanes_max: u16,
-    /// How long it waits for what.
+    /// Timeouts of lanes and of the control lane.
     pub timeouts: Timeouts,
-    /// How long lanes are kept after the last channel, in nanoseconds.
+    /// How long lanes stay open after the last channel, in nanoseconds.
     pub warm_ns: u64,
 }
 
@@ -49,123 +48,121 @@ impl Default for Config {
     }
 }
 
-/// A connection that was accepted and wants its other half.
+/// An accepted connection, for which a channel is to be opened.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Opening {
-    /// The listener that accepted it, any number: the channels of one are
-    /// connected in their order.
+    /// The listener that accepted it; any number. The channels of one listener are connected in
+    /// order.
     pub listener: u64,
     /// The route, by its name in both configurations.
     pub route: String,
-    /// What the route's pattern is matched against.
+    /// The channel's parameter, for the placeholder in the route's target.
     pub parameter: String,
-    /// The channel's largest window here, in bytes: the route's.
+    /// The route's window: the largest window of the channel on this side, in bytes.
     pub window_bytes: u64,
 }
 
-/// Why a channel cannot be opened. It is closed to whoever has connected.
+/// Why a channel cannot be opened. The caller closes the accepted connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum OpenError {
-    /// There are as many as there may be.
-    #[error(
-        "{channels} channels are open, as many as there may be: raise the limit, or wait until some are closed"
-    )]
+    /// The channel limit is reached.
+    #[error("channel limit reached ({channels})")]
     TooMany {
-        /// How many.
+        /// The limit.
         channels: usize,
     },
-    /// One of the two sides is about to end.
-    #[error("the tunnel is about to end and opens no more channels: use another, or start it anew")]
+    /// One of the two sides is draining.
+    #[error("the tunnel is shutting down and opens no more channels")]
     Draining,
-    /// The trunk is over, or has given all its numbers.
-    #[error("the trunk with the peer is over: it is made anew for the next connection")]
+    /// The trunk is over, or all channel numbers are used.
+    #[error("the trunk to the peer is over")]
     Over,
-    /// A name is longer than a peer takes.
-    #[error("the name of a route and its parameter are at most 255 bytes each")]
+    /// A name is longer than a message allows.
+    #[error("name of the route, or parameter, longer than 255 bytes")]
     Name,
 }
 
-/// What the caller has to do. The channel is the one of that number, and no
-/// more where a lane's thread reports about it later.
+/// What the caller has to do. `channel` names one channel of the trunk, which may no longer exist
+/// when a lane's thread later reports about it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// Make the connection that the route and its parameter stand for, if they
-    /// may; then [`super::Trunk::connected`], or [`super::Trunk::refuse`].
+    /// Connect the route's target, if the peer may use it; then call [`super::Trunk::connected`] or
+    /// [`super::Trunk::refuse`].
     Connect {
         /// The channel.
         channel: u32,
-        /// The route's name, as the peer gives it.
+        /// The route's name, from the peer.
         route: String,
-        /// The parameter, as the peer gives it: check it before it is used.
+        /// The parameter, from the peer: check it before use.
         parameter: String,
     },
-    /// Say how many bytes can be read from this channel's socket now
-    /// ([`super::Trunk::counted`]). No lane is reading it.
+    /// Count the bytes that can be read from this channel's socket now, and call
+    /// [`super::Trunk::counted`]. No lane is reading the socket.
     Count(u32),
-    /// The other half is connected: report when the socket is readable.
+    /// The other half is connected: report from now on when the socket is readable.
     Opened(u32),
-    /// There is no other half: close the connection.
+    /// The other half was not connected: close the connection.
     Refused {
         /// The channel.
         channel: u32,
         /// The reason as a code.
         fault: FaultCode,
-        /// The reason in words, the peer's: escape it.
+        /// The reason as text, from the peer: escape it.
         text: String,
     },
-    /// Everything has been written: tell the consumer of the end.
+    /// All bytes have been written: shut down the direction to the consumer.
     ShutWrite(u32),
-    /// The channel has ended both ways: close the connection.
+    /// The channel has ended in both directions: close the connection.
     Close(u32),
-    /// Reset the connection now, whatever has not been written.
+    /// Reset the connection now and drop the bytes that wait.
     Abort {
         /// The channel.
         channel: u32,
         /// The reason as a code.
         fault: FaultCode,
-        /// Whether the other side decided it.
+        /// Whether the other side aborted it.
         by_peer: bool,
     },
-    /// Open a connection for a lane of this number; then
-    /// [`super::Trunk::lane_stands`], or [`super::Trunk::lane_over`].
+    /// Dial a lane of this number; then call [`super::Trunk::lane_established`] or
+    /// [`super::Trunk::lane_over`].
     OpenLane(u16),
-    /// Cut this lane's connection, so that its thread ends.
+    /// Cut this lane's connection, which ends its thread.
     CutLane(u16),
-    /// For the log: the other side does not take this lane.
+    /// For the log: the other side refused this lane.
     LaneRefused {
         /// The lane.
         lane: u16,
         /// The reason as a code.
         fault: FaultCode,
-        /// The reason in words, the peer's: escape it.
+        /// The reason as text, from the peer: escape it.
         text: String,
     },
     /// The trunk is over, and all its channels are aborted.
     GiveUp(FaultCode),
 }
 
-/// What it means that a channel's consumer has closed its connection before it had everything.
+/// The consequence when a channel's consumer closes its connection before it has read everything.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Left {
-    /// The other side had ended, and at most [`crate::limits::MAX_UNREAD_BYTES`] were left unread:
-    /// the channel is over, and the other side hears [`FaultCode::LeftUnread`].
+    /// The other side had ended its direction, and at most [`crate::limits::MAX_UNREAD_BYTES`] were
+    /// unread: the channel is over, and the other side receives [`FaultCode::LeftUnread`].
     Unread,
-    /// No more than that is left and the end may be on its way, or another thread is writing and
-    /// finds out how much is left: [`Action::Abort`] comes, with
-    /// [`FaultCode::LeftUnread`] or [`FaultCode::ChannelBroken`]. Until then nothing is to be
-    /// written.
+    /// Undecided: no more than that is unread and the end may be in flight, or another thread is
+    /// writing and will report how much is unread. [`Action::Abort`] follows, with
+    /// [`FaultCode::LeftUnread`] or [`FaultCode::ChannelBroken`]. Nothing may be written until
+    /// then.
     Waits,
-    /// There was more to come: the channel is aborted.
+    /// More was to be delivered: the channel is aborted.
     Broken,
 }
 
-/// What a side holds, in bytes; for tests, metrics and the status command.
+/// The bytes of one side, for tests, metrics and the status command.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
-    /// Granted to the other side and not with a consumer.
+    /// Granted to the other side and not delivered to a consumer.
     pub granted: u64,
-    /// Here, and not with a consumer.
+    /// Received and not delivered to a consumer.
     pub held: u64,
-    /// Sent, and not acknowledged.
+    /// Sent and not acknowledged.
     pub unacknowledged: u64,
 }
