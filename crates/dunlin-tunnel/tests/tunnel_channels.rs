@@ -15,7 +15,7 @@ use dunlin_lane::peers::Pin;
 use dunlin_proto::fault::FaultCode;
 use dunlin_test_support::lane::{Authority, ReadOnce as _, load};
 use dunlin_test_support::tunnel::{
-    FAR, NEAR, PATIENCE, Pair, Random, Setup, expect, fill_backlog, identities, join, send,
+    FAR, NEAR, Pair, Random, Setup, TIMEOUT, expect, fill_backlog, identities, join, send,
 };
 use dunlin_tunnel::{Event, Limits};
 use rcgen::{
@@ -194,13 +194,13 @@ fn lanes_that_are_cut_and_swallowed_are_not_noticed_above() {
     join(threads);
     let lost = |event: &Event| matches!(event, Event::LaneLost { .. });
     assert!(
-        pair.near_told.count(lost) >= 2,
+        pair.near_events.count(lost) >= 2,
         "{:#?}",
-        pair.near_told.all()
+        pair.near_events.all()
     );
     assert!(relay.count() >= 6, "lanes were replaced: {}", relay.count());
     let aborted = |event: &Event| matches!(event, Event::Aborted { .. });
-    assert_eq!(pair.near_told.count(aborted), 0);
+    assert_eq!(pair.near_events.count(aborted), 0);
 }
 
 /// A lane's key is good for so many records; before that another takes its place,
@@ -222,8 +222,8 @@ fn lanes_are_replaced_before_their_keys_are_used_up() {
     let relay = pair.relay.as_ref().unwrap();
     assert!(relay.count() > 8, "{} connections", relay.count());
     let lost = |event: &Event| matches!(event, Event::LaneLost { .. });
-    for told in [&pair.near_told, &pair.far_told] {
-        assert_eq!(told.count(lost), 0, "{:#?}", told.all());
+    for events in [&pair.near_events, &pair.far_events] {
+        assert_eq!(events.count(lost), 0, "{:#?}", events.all());
     }
 }
 
@@ -242,8 +242,8 @@ fn a_control_lane_that_is_cut_is_made_anew_and_bytes_go_on() {
     relay.wait_forwarded(1, 4 << 20);
     relay.cut(0);
     let resumed = |event: &Event| matches!(event, Event::ControlResumed { .. });
-    pair.near_told.wait("new control lane", resumed);
-    pair.far_told.wait("new control lane", resumed);
+    pair.near_events.wait("new control lane", resumed);
+    pair.far_events.wait("new control lane", resumed);
     join(threads);
     // And channels can still be opened.
     let (near, far) = pair.channel();
@@ -268,7 +268,7 @@ fn certificates_are_renewed_under_a_channel() {
         relay.cut(link);
     }
     let resumed = |event: &Event| matches!(event, Event::ControlResumed { .. });
-    pair.near_told.wait("new control lane", resumed);
+    pair.near_events.wait("new control lane", resumed);
     join(threads);
     let (near, far) = pair.channel();
     join(vec![send(&near, 22, 1 << 20), expect(&far, 22, 1 << 20)]);
@@ -337,14 +337,15 @@ fn i6_a_peer_that_is_denied_or_revoked_gets_no_channel_on_its_trunk() {
         let mut refused = pair.connect();
         assert_eq!(refused.read_once(&mut [0]).unwrap_or(0), 0);
         let unauthorised = |event: &Event| matches!(event, Event::Refused { failure, .. } if failure.code() == FaultCode::Unauthorised);
-        pair.near_told.wait("refusal", unauthorised);
+        pair.near_events.wait("refusal", unauthorised);
         let opened = |event: &Event| matches!(event, Event::Opened { .. });
-        assert_eq!(pair.far_told.count(opened), 1);
+        assert_eq!(pair.far_events.count(opened), 1);
         // The far side's event has a thread of its own.
         if is_far {
-            pair.far_told.wait("refusal by the far side", unauthorised);
+            pair.far_events
+                .wait("refusal by the far side", unauthorised);
         }
-        assert_eq!(pair.far_told.count(unauthorised), usize::from(is_far));
+        assert_eq!(pair.far_events.count(unauthorised), usize::from(is_far));
         // What was open goes on.
         exchange(&mut near, &mut far);
     }
@@ -370,7 +371,7 @@ fn a_peer_that_vanishes_is_missed_in_the_time_that_was_set() {
         "{:?}",
         begin.elapsed()
     );
-    pair.near_told
+    pair.near_events
         .wait("end", |event| matches!(event, Event::TrunkEnded { .. }));
 }
 
@@ -390,7 +391,7 @@ fn unreached() -> (Pair, Vec<OwnedFd>, UnixStream) {
         // One that has just ended has no name.
         name.is_ok_and(|name| name.starts_with("dunlin-target"))
     };
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIMEOUT;
     while !fs::read_dir("/proc/self/task").unwrap().any(is_connecting) {
         assert!(Instant::now() < until, "no target is connected to");
         thread::sleep(Duration::from_millis(2));
@@ -413,7 +414,7 @@ fn a_channel_whose_target_does_not_answer_ends_with_its_trunk() {
     let begun = Instant::now();
     drop(pair.near.take());
     let ended = |event: &Event| matches!(event, Event::TrunkEnded { .. });
-    pair.far_told.wait("end of the trunk", ended);
+    pair.far_events.wait("end of the trunk", ended);
     let took = begun.elapsed();
     assert!(took < Duration::from_secs(20), "{took:?}");
 }

@@ -30,7 +30,7 @@ use dunlin_proto::stripe::message::{Header, MESSAGE_HEADER_BYTES, Message, Open}
 use dunlin_test_base::Scratch;
 use dunlin_test_support::lane::{Authority, load, names, soon};
 use dunlin_test_support::tunnel::{
-    FAR, NEAR, OTHER, PATIENCE, Pair, Setup, Told, fill_backlog, identities,
+    Events, FAR, NEAR, OTHER, Pair, Setup, TIMEOUT, fill_backlog, identities,
 };
 use dunlin_tunnel::{
     Entrance, Event, Exit, Given, Limits, Listen, Mode, Routes, Target, Tunnel, WINDOW_BYTES,
@@ -211,7 +211,7 @@ impl Peer {
 }
 
 fn wait_until(what: &str, is_so: impl Fn() -> bool) {
-    let until = Instant::now() + dunlin_test_support::tunnel::PATIENCE;
+    let until = Instant::now() + dunlin_test_support::tunnel::TIMEOUT;
     while !is_so() {
         assert!(Instant::now() < until, "no {what}");
         std::thread::sleep(Duration::from_millis(5));
@@ -219,7 +219,7 @@ fn wait_until(what: &str, is_so: impl Fn() -> bool) {
 }
 
 fn rejected(pair: &Pair, words: &str) {
-    pair.far_told.wait(
+    pair.far_events.wait(
         words,
         |event| matches!(event, Event::Rejected { why, .. } if why.contains(words)),
     );
@@ -239,7 +239,7 @@ fn i7_a_lane_needs_the_session_the_secret_and_the_same_peer() {
     for (before, stranger) in strangers.iter().enumerate() {
         let _lane = peer.lane(&tls(stranger), 1, SESSION, &secret);
         let another = |event: &Event| matches!(event, Event::Rejected { why, .. } if why.contains("not from the peer of this session"));
-        wait_until("a rejection", || pair.far_told.count(another) > before);
+        wait_until("a rejection", || pair.far_events.count(another) > before);
     }
     // Of the same name: its certificate was renewed.
     let renewed = tls(&pair.authority.identity(&[NEAR]));
@@ -286,7 +286,7 @@ impl SealedLanes for Ipsec {
 }
 
 /// A tunnel whose lanes go over IPsec, and a trunk with it.
-fn over_ipsec(ipsec: &Arc<Ipsec>) -> (Tunnel, Told, Peer) {
+fn over_ipsec(ipsec: &Arc<Ipsec>) -> (Tunnel, Events, Peer) {
     let authority = Authority::new();
     let exit = Exit {
         route: "ram".to_owned(),
@@ -301,17 +301,17 @@ fn over_ipsec(ipsec: &Arc<Ipsec>) -> (Tunnel, Told, Peer) {
         ..Given::default()
     };
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let (own, told) = (identities(authority.identity(&[FAR])), Told::default());
+    let (own, events) = (identities(authority.identity(&[FAR])), Events::default());
     let limits = Limits::default();
-    let far = Tunnel::start_with(listener, given, own, &routes, limits, told.observer()).unwrap();
+    let far = Tunnel::start_with(listener, given, own, &routes, limits, events.observer()).unwrap();
     let peer = Peer::trunk_over_ipsec(far.address(), tls(&authority.identity(&[NEAR])));
-    (far, told, peer)
+    (far, events, peer)
 }
 
 #[test]
 fn i7_a_lane_that_is_not_protected_as_agreed_takes_no_number() {
     let ipsec = Arc::new(Ipsec::default());
-    let (far, told, mut peer) = over_ipsec(&ipsec);
+    let (far, events, mut peer) = over_ipsec(&ipsec);
     let _bare = peer.plain_lane(1);
     let refused = loop {
         match peer.hear() {
@@ -322,7 +322,7 @@ fn i7_a_lane_that_is_not_protected_as_agreed_takes_no_number() {
     };
     assert_eq!(refused, (1, FaultCode::SecurityNotAgreed));
     let rejected = |event: &Event| matches!(event, Event::Rejected { why, .. } if why.contains("nothing seals it"));
-    told.wait("rejection", rejected);
+    events.wait("rejection", rejected);
     ipsec.seals.store(true, Ordering::SeqCst);
     let _sealed = peer.plain_lane(1);
     wait_until("the sealed lane", || far.status()[0].lanes == 1);
@@ -332,13 +332,13 @@ fn i7_a_lane_that_is_not_protected_as_agreed_takes_no_number() {
 fn i8_a_trunk_admits_a_limited_number_of_lanes_at_a_time() {
     let ipsec = Arc::new(Ipsec::default());
     ipsec.seals.store(true, Ordering::SeqCst);
-    let (far, told, peer) = over_ipsec(&ipsec);
+    let (far, events, peer) = over_ipsec(&ipsec);
     let held = ipsec.admits.lock().unwrap();
     let _lanes: Vec<_> = (0..=MAX_LANES)
         .map(|lane| peer.plain_lane(lane + 1))
         .collect();
     let rejected = |event: &Event| matches!(event, Event::Rejected { why, .. } if why.contains("being admitted"));
-    told.wait("rejection", rejected);
+    events.wait("rejection", rejected);
     drop(held);
     let lanes = usize::from(MAX_LANES);
     wait_until("the others", || far.status()[0].lanes == lanes);
@@ -354,10 +354,10 @@ fn i6_a_trunk_is_resumed_by_its_own_peer_alone() {
         assert_eq!(refusal.fault, FaultCode::WrongIdentity, "{refusal}");
     }
     let resumed = |event: &Event| matches!(event, Event::ControlResumed { .. });
-    assert_eq!(pair.far_told.count(resumed), 0);
+    assert_eq!(pair.far_events.count(resumed), 0);
     let renewed = tls(&pair.authority.identity(&[NEAR]));
     let _newest = Peer::offer(peer.far, &renewed, SESSION, 2).unwrap();
-    pair.far_told.wait("resumption", resumed);
+    pair.far_events.wait("resumption", resumed);
     // One of its own that came late replaces no newer one.
     let refusal = Peer::offer(peer.far, &renewed, SESSION, 2).unwrap_err();
     assert_eq!(refusal.fault, FaultCode::UnknownSession, "{refusal}");
@@ -366,7 +366,7 @@ fn i6_a_trunk_is_resumed_by_its_own_peer_alone() {
 /// A far tunnel that speaks the protocol as far as a test wants it to.
 struct Far {
     near: Tunnel,
-    told: Told,
+    events: Events,
     listener: TcpListener,
     scratch: Scratch,
 }
@@ -375,7 +375,7 @@ impl Far {
     /// The tunnel of `identity`, whose route leads here.
     fn of(identity: Identity) -> Self {
         let any = || TcpListener::bind("127.0.0.1:0").unwrap();
-        let (listener, scratch, told) = (any(), Scratch::new(), Told::default());
+        let (listener, scratch, events) = (any(), Scratch::new(), Events::default());
         let entrance = Entrance {
             route: "ram".to_owned(),
             listen: Listen::Unix(scratch.join("in")),
@@ -387,17 +387,17 @@ impl Far {
         };
         let routes = Routes::new(vec![entrance], Vec::new()).unwrap();
         let own = identities(identity);
-        let near = Tunnel::start(any(), own, &routes, Limits::default(), told.observer());
+        let near = Tunnel::start(any(), own, &routes, Limits::default(), events.observer());
         Self {
             near: near.unwrap(),
-            told,
+            events,
             listener,
             scratch,
         }
     }
 
     fn accept(&self) -> TcpStream {
-        let until = Instant::now() + dunlin_test_support::tunnel::PATIENCE;
+        let until = Instant::now() + dunlin_test_support::tunnel::TIMEOUT;
         self.listener.set_nonblocking(true).unwrap();
         loop {
             match self.listener.accept() {
@@ -406,7 +406,7 @@ impl Far {
                     return stream;
                 }
                 Err(_) if Instant::now() < until => std::thread::sleep(Duration::from_millis(2)),
-                Err(error) => panic!("nobody connects: {error}: {:#?}", self.told.all()),
+                Err(error) => panic!("nobody connects: {error}: {:#?}", self.events.all()),
             }
         }
     }
@@ -456,7 +456,7 @@ fn i6_a_lane_goes_to_no_other_host_than_the_control_lane() {
     let _channel = UnixStream::connect(far.scratch.join("in")).unwrap();
     let _control = far.control(&itself);
     assert!(!far.lane(&twin), "a lane is opened to another host");
-    far.told
+    far.events
         .wait("lost lane", |event| matches!(event, Event::LaneLost { .. }));
     assert!(far.lane(&renewed));
     drop(far.near);
@@ -469,7 +469,7 @@ fn i6_a_control_lane_is_made_anew_with_no_other_host() {
         let far = Far::of(near);
         let channel = UnixStream::connect(far.scratch.join("in")).unwrap();
         let control = far.control(&hosts[0]);
-        far.told
+        far.events
             .wait("trunk", |event| matches!(event, Event::TrunkUp { .. }));
         // Its lane is on the way.
         drop(far.accept());
@@ -479,13 +479,13 @@ fn i6_a_control_lane_is_made_anew_with_no_other_host() {
     let resumed = |event: &Event| matches!(event, Event::ControlResumed { .. });
     let ([_, renewed, _], far, _channel) = cut();
     let _control = far.control(&renewed);
-    far.told.wait("resumption", resumed);
+    far.events.wait("resumption", resumed);
     let ([_, _, twin], far, _channel) = cut();
     let _control = far.control(&twin);
-    far.told.wait("end", |event| {
+    far.events.wait("end", |event| {
         matches!(event, Event::TrunkEnded { fault, .. } if *fault == FaultCode::UnknownSession)
     });
-    assert_eq!(far.told.count(resumed), 0);
+    assert_eq!(far.events.count(resumed), 0);
 }
 
 /// Each breach ends that peer's trunk, and nobody else's channel.
@@ -520,14 +520,14 @@ fn i7_who_breaks_the_protocol_is_cut_off_and_others_are_not() {
         let peer = Peer::trunk(&pair);
         breach(&peer);
         let broken = |event: &Event| matches!(event, Event::ControlLost { failure, .. } if failure.text().contains(words));
-        pair.far_told.wait(words, broken);
+        pair.far_events.wait(words, broken);
         let gone = |event: &Event| matches!(event, Event::TrunkEnded { .. });
-        let until = std::time::Instant::now() + dunlin_test_support::tunnel::PATIENCE;
-        while pair.far_told.count(gone) <= number {
+        let until = std::time::Instant::now() + dunlin_test_support::tunnel::TIMEOUT;
+        while pair.far_events.count(gone) <= number {
             assert!(
                 std::time::Instant::now() < until,
                 "{:#?}",
-                pair.far_told.all()
+                pair.far_events.all()
             );
             std::thread::sleep(std::time::Duration::from_millis(5));
         }
@@ -736,7 +736,7 @@ fn a_lane_whose_handshake_is_under_way_ends_with_the_tunnel() {
     relay.hold(
         || relay.cut(1),
         || {
-            let until = Instant::now() + PATIENCE;
+            let until = Instant::now() + TIMEOUT;
             while relay.count() < 3 {
                 assert!(Instant::now() < until, "no second lane");
                 std::thread::sleep(Duration::from_millis(1));

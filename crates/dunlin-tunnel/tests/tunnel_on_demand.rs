@@ -14,7 +14,7 @@ use dunlin_proto::fault::FaultCode;
 use dunlin_test_base::Scratch;
 use dunlin_test_support::lane::ReadOnce as _;
 use dunlin_test_support::lane::{Authority, names};
-use dunlin_test_support::tunnel::{FAR, NEAR, PATIENCE, Told, identities};
+use dunlin_test_support::tunnel::{Events, FAR, NEAR, TIMEOUT, identities};
 use dunlin_tunnel::{
     Demand, DemandError, Entrance, Event, Exit, Limits, Listen, ListenerStatus,
     MAX_ON_DEMAND_LISTENERS, Mode, OnDemandListener, Parameter, Routes, Target, Tunnel,
@@ -26,7 +26,7 @@ use dunlin_tunnel::{
 struct Scene {
     near: Tunnel,
     far: Tunnel,
-    near_told: Told,
+    near_events: Events,
     scratch: Scratch,
     authority: Authority,
 }
@@ -70,16 +70,16 @@ impl Scene {
         let far = identities(authority.identity(&[FAR]));
         let routes = Routes::new(Vec::new(), exits).unwrap();
         let far = Tunnel::start(any(), far, &routes, limits, |_| {}).unwrap();
-        let near_told = Told::default();
+        let near_events = Events::default();
         let near = identities(authority.identity(&[NEAR]));
         let to = far.address().to_string();
         let entrances = ["ram", "plain", "echo"].map(|route| entrance(route, &to));
         let routes = Routes::new(entrances.to_vec(), Vec::new()).unwrap();
-        let near = Tunnel::start(any(), near, &routes, limits, near_told.observer()).unwrap();
+        let near = Tunnel::start(any(), near, &routes, limits, near_events.observer()).unwrap();
         Self {
             near,
             far,
-            near_told,
+            near_events,
             scratch,
             authority,
         }
@@ -110,8 +110,8 @@ impl Scene {
 }
 
 fn patient(stream: UnixStream) -> UnixStream {
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
-    stream.set_write_timeout(Some(PATIENCE)).unwrap();
+    stream.set_read_timeout(Some(TIMEOUT)).unwrap();
+    stream.set_write_timeout(Some(TIMEOUT)).unwrap();
     stream
 }
 
@@ -127,9 +127,9 @@ fn accept(listener: &UnixListener) -> UnixStream {
 }
 
 fn over(listener: &OnDemandListener) -> ListenerStatus {
-    let standing = listener.wait(Some(Instant::now() + PATIENCE));
-    assert!(standing.is_over(), "{standing:?}");
-    standing
+    let status = listener.wait(Some(Instant::now() + TIMEOUT));
+    assert!(status.is_over(), "{status:?}");
+    status
 }
 
 fn is_there(path: &Path) -> bool {
@@ -157,15 +157,15 @@ fn each_migration_has_its_own_listener_which_goes_with_its_last_channel() {
     let near_more = connect(&first);
     let far_more = accept(&web);
     drop((near_web, far_web));
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIMEOUT;
     while first.status().closed == 0 {
         assert!(Instant::now() < until, "{:?}", first.status());
         thread::sleep(Duration::from_millis(5));
     }
     assert!(first.status().listens);
     drop((near_more, far_more));
-    let standing = over(&first);
-    assert_eq!((standing.closed, standing.failed), (2, 0), "{standing:?}");
+    let status = over(&first);
+    assert_eq!((status.closed, status.failed), (2, 0), "{status:?}");
     assert!(!is_there(&scene.path("first")));
     // And the other one goes on.
     near_mail.write_all(b"m").unwrap();
@@ -201,7 +201,7 @@ fn a_closed_listener_takes_no_more_and_its_channels_go_on() {
     let mut near = connect(&listener);
     let mut far = accept(&plain);
     listener.close();
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIMEOUT;
     while is_there(&scene.path("entrance")) {
         assert!(Instant::now() < until, "it stays");
         thread::sleep(Duration::from_millis(5));
@@ -228,7 +228,7 @@ fn a_listener_for_one_connection_takes_a_single_one() {
     let listener = scene.near.open(&demand).unwrap();
     let near = connect(&listener);
     let far = accept(&plain);
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIMEOUT;
     while listener.status().listens {
         assert!(Instant::now() < until, "it goes on listening");
         thread::sleep(Duration::from_millis(5));
@@ -257,15 +257,15 @@ fn i7_what_a_route_does_not_take_is_refused_at_the_far_side_with_a_reason() {
         let mut near = connect(&listener);
         // Whether it is reset or ends, nothing comes.
         assert!(!matches!(near.read_once(&mut [0]), Ok(1..)));
-        let standing = over(&listener);
-        let why = standing.why.unwrap();
+        let status = over(&listener);
+        let why = status.why.unwrap();
         assert_eq!(
-            (standing.failed, why.code()),
+            (status.failed, why.code()),
             (1, FaultCode::ParameterRefused)
         );
         assert!(why.text().contains(word), "{why}");
         let refused = |event: &Event| matches!(event, Event::Refused { failure, .. } if failure.text().contains(word));
-        scene.near_told.wait(word, refused);
+        scene.near_events.wait(word, refused);
     }
 }
 
@@ -331,7 +331,7 @@ fn a_route_that_is_taken_away_takes_its_listeners_along_and_no_channel() {
     let left = Routes::new(vec![entrance("ram", &to)], Vec::new()).unwrap();
     let identity = identities(scene.authority.identity(&[NEAR]));
     scene.near.replace(identity, &left).unwrap();
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIMEOUT;
     while listener.status().listens {
         assert!(Instant::now() < until, "it goes on listening");
         thread::sleep(Duration::from_millis(5));
@@ -341,7 +341,7 @@ fn a_route_that_is_taken_away_takes_its_listeners_along_and_no_channel() {
     far.read_exact(&mut [0]).unwrap();
     // One that drains keeps none of them.
     drop((near, far));
-    assert_eq!(scene.near.drain(PATIENCE), 0);
+    assert_eq!(scene.near.drain(TIMEOUT), 0);
     assert_eq!(over(&stays), ListenerStatus::default());
     let ending = scene.near.open(&scene.demand("ram", None, "late"));
     assert!(matches!(ending, Err(DemandError::Ending)));
@@ -361,7 +361,7 @@ fn lanes_can_be_asked_for_while_the_peers_are_connected() {
         let sent = thread::spawn(move || while out.write_all(&[7; 1 << 16]).is_ok() {});
         let (mut most, mut came) = (0, 0);
         let mut buffer = vec![0; 1 << 20];
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIMEOUT;
         while most < wanted && came < enough {
             assert!(Instant::now() < until, "{most} lanes");
             came += far.read_once(&mut buffer).unwrap() as u64;

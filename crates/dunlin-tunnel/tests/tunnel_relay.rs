@@ -19,7 +19,7 @@ use dunlin_test_base::Scratch;
 use dunlin_test_support::lane::ReadOnce as _;
 use dunlin_test_support::lane::{Authority, names};
 use dunlin_test_support::tunnel::relay::Relay;
-use dunlin_test_support::tunnel::{FAR, NEAR, PATIENCE, Told, expect, identities, join, send};
+use dunlin_test_support::tunnel::{Events, FAR, NEAR, TIMEOUT, expect, identities, join, send};
 use dunlin_tunnel::{
     Entrance, Event, Limits, Listen, Mode, RelayExit, Routes, Target, Tunnel, WINDOW_BYTES,
 };
@@ -59,8 +59,8 @@ impl Setup {
 struct Scene {
     near: Option<Tunnel>,
     far: Option<Tunnel>,
-    near_told: Told,
-    far_told: Told,
+    near_events: Events,
+    far_events: Events,
     network: Option<Relay>,
     target: TcpListener,
     scratch: Scratch,
@@ -82,9 +82,9 @@ impl Scene {
         };
         let none = Routes::new(Vec::new(), Vec::new()).unwrap();
         let routes = none.with_relays(vec![exit]).unwrap();
-        let far_told = Told::default();
+        let far_events = Events::default();
         let far = identities(setup.far);
-        let far = Tunnel::start(any(), far, &routes, setup.limits, far_told.observer()).unwrap();
+        let far = Tunnel::start(any(), far, &routes, setup.limits, far_events.observer()).unwrap();
         let port = far.relay_ports()[0].1;
         let network = setup.relayed.then(|| Relay::start(port));
         let scratch = Scratch::new();
@@ -104,14 +104,15 @@ impl Scene {
             entrance("tcp", Listen::Tcp("127.0.0.1:0".parse().unwrap())),
         ];
         let routes = Routes::new(entrances, Vec::new()).unwrap();
-        let near_told = Told::default();
+        let near_events = Events::default();
         let near = identities(setup.near);
-        let near = Tunnel::start(any(), near, &routes, setup.limits, near_told.observer()).unwrap();
+        let near =
+            Tunnel::start(any(), near, &routes, setup.limits, near_events.observer()).unwrap();
         Self {
             near: Some(near),
             far: Some(far),
-            near_told,
-            far_told,
+            near_events,
+            far_events,
             network,
             target,
             scratch,
@@ -120,8 +121,8 @@ impl Scene {
 
     fn unix(&self) -> UnixStream {
         let stream = UnixStream::connect(self.scratch.join("in")).unwrap();
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
-        stream.set_write_timeout(Some(PATIENCE)).unwrap();
+        stream.set_read_timeout(Some(TIMEOUT)).unwrap();
+        stream.set_write_timeout(Some(TIMEOUT)).unwrap();
         stream
     }
 
@@ -136,7 +137,7 @@ impl Scene {
 
     fn accept(&self) -> TcpStream {
         self.target.set_nonblocking(true).unwrap();
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIMEOUT;
         loop {
             match self.target.accept() {
                 Ok((stream, _)) => {
@@ -146,8 +147,8 @@ impl Scene {
                 Err(_) if Instant::now() < until => thread::sleep(Duration::from_millis(2)),
                 Err(error) => panic!(
                     "nobody connects: {error}: {:#?} {:#?}",
-                    self.near_told.all(),
-                    self.far_told.all()
+                    self.near_events.all(),
+                    self.far_events.all()
                 ),
             }
         }
@@ -158,7 +159,7 @@ impl Scene {
         let mut stream = self.unix();
         assert!(!matches!(stream.read_once(&mut [0]), Ok(1..)));
         let failed = |event: &Event| matches!(event, Event::Refused { .. } | Event::Aborted { .. });
-        match self.near_told.wait("refusal", failed) {
+        match self.near_events.wait("refusal", failed) {
             Event::Refused { failure, .. } | Event::Aborted { failure, .. } => {
                 (failure.code(), failure.to_string())
             }
@@ -170,15 +171,15 @@ impl Scene {
 impl Drop for Scene {
     fn drop(&mut self) {
         if thread::panicking() {
-            eprintln!("near: {:#?}", self.near_told.all());
-            eprintln!("far: {:#?}", self.far_told.all());
+            eprintln!("near: {:#?}", self.near_events.all());
+            eprintln!("far: {:#?}", self.far_events.all());
         }
     }
 }
 
 fn patient(stream: TcpStream) -> TcpStream {
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
-    stream.set_write_timeout(Some(PATIENCE)).unwrap();
+    stream.set_read_timeout(Some(TIMEOUT)).unwrap();
+    stream.set_write_timeout(Some(TIMEOUT)).unwrap();
     stream
 }
 
@@ -242,8 +243,8 @@ fn bytes_go_both_ways_and_each_end_by_itself_in_tls_1_3_and_1_2() {
         far.write_all(&back).unwrap();
         drop(far);
         join(vec![out, inward]);
-        scene.near_told.wait("end", is_closed);
-        scene.far_told.wait("end", is_closed);
+        scene.near_events.wait("end", is_closed);
+        scene.far_events.wait("end", is_closed);
         assert_eq!(scene.near.as_ref().unwrap().status(), []);
     }
 }
@@ -265,7 +266,7 @@ fn stalls_and_goes_on(stream: &UnixStream, sent: &[u8], stalled: &Barrier) {
     }
     stalled.wait();
     assert!(!left.is_empty(), "all of it fits into the buffers");
-    stream.set_write_timeout(Some(PATIENCE)).unwrap();
+    stream.set_write_timeout(Some(TIMEOUT)).unwrap();
     (&*stream).write_all(left).unwrap();
 }
 
@@ -304,8 +305,8 @@ fn i8_each_direction_flows_while_the_other_is_full() {
                 assert!(came == *sent, "{near_reads_first}");
             }
         });
-        scene.near_told.wait("end", is_closed);
-        scene.far_told.wait("end", is_closed);
+        scene.near_events.wait("end", is_closed);
+        scene.far_events.wait("end", is_closed);
     }
 }
 
@@ -363,7 +364,7 @@ fn keys_are_renewed_before_they_are_worn() {
         far.shutdown(Shutdown::Write).unwrap();
     });
     join(vec![back, expect(&near, 7, bytes)]);
-    scene.near_told.wait("end", is_closed);
+    scene.near_events.wait("end", is_closed);
 }
 
 #[test]
@@ -382,7 +383,7 @@ fn a_connection_that_is_cut_is_no_end() {
         scene.network.as_ref().unwrap().cut(0);
         assert_reset(&mut near);
         assert_reset(&mut far);
-        let Event::Aborted { failure, .. } = scene.near_told.wait("abort", is_aborted) else {
+        let Event::Aborted { failure, .. } = scene.near_events.wait("abort", is_aborted) else {
             panic!()
         };
         assert_eq!(failure.code(), FaultCode::LaneLost, "{failure}");
@@ -401,9 +402,9 @@ fn a_reset_is_passed_on_past_a_consumer_that_does_not_read() {
     while (&near).write_all(&[7; 100_000]).is_ok() {}
     set_reset_on_close(&near).unwrap();
     drop(near);
-    scene.near_told.wait("abort", is_aborted);
-    scene.far_told.wait("abort", is_aborted);
-    let until = Instant::now() + PATIENCE;
+    scene.near_events.wait("abort", is_aborted);
+    scene.far_events.wait("abort", is_aborted);
+    let until = Instant::now() + TIMEOUT;
     let error = loop {
         match (&far).write_all(&[0; 4096]) {
             Ok(()) => assert!(Instant::now() < until),
@@ -508,7 +509,7 @@ fn i7_what_is_no_tls_and_what_says_nothing_keeps_nobody_out() {
     let rejected = |event: &Event| {
         matches!(event, Event::Rejected { .. }) && event.to_string().contains("0x47")
     };
-    scene.far_told.wait("rejection", rejected);
+    scene.far_events.wait("rejection", rejected);
     drop(silent);
 }
 
@@ -531,8 +532,8 @@ fn i8_channels_beyond_the_limit_are_refused_and_the_others_stay() {
     }
     // One that ends makes room.
     drop(open.pop());
-    scene.near_told.wait("end", is_closed);
-    scene.far_told.wait("end", is_closed);
+    scene.near_events.wait("end", is_closed);
+    scene.far_events.wait("end", is_closed);
     let mut near = scene.unix();
     near.write_all(b"x").unwrap();
     scene.accept().read_exact(&mut [0]).unwrap();
@@ -547,8 +548,8 @@ fn a_drain_waits_for_channels_and_takes_no_more() {
     far.read_exact(&mut [0]).unwrap();
     let port = scene.far.as_ref().unwrap().relay_ports()[0].1;
     let tunnel = scene.far.take().unwrap();
-    let draining = thread::spawn(move || tunnel.drain(PATIENCE));
-    let until = Instant::now() + PATIENCE;
+    let draining = thread::spawn(move || tunnel.drain(TIMEOUT));
+    let until = Instant::now() + TIMEOUT;
     while TcpStream::connect(port).is_ok() {
         assert!(Instant::now() < until, "connections are still taken");
         thread::sleep(Duration::from_millis(5));
@@ -633,7 +634,7 @@ fn i6_a_reload_in_the_middle_of_a_handshake_lets_in_nobody_who_is_no_more_allowe
     );
     assert!(!matches!(stream.unwrap().read_once(&mut [0]), Ok(1..)));
     let rejected = |event: &Event| matches!(event, Event::Rejected { .. });
-    scene.far_told.wait("rejection", rejected);
+    scene.far_events.wait("rejection", rejected);
     scene.target.set_nonblocking(true).unwrap();
     assert!(scene.target.accept().is_err());
 }
@@ -669,7 +670,7 @@ fn fill_backlog(listener: &TcpListener) -> Vec<TcpStream> {
 /// Waits until a connection to an IPv4 address has sent a SYN that is not answered (proc(5)).
 fn wait_for_unanswered_syn(to: SocketAddr) {
     let remote = format!(":{:04X} 02 ", to.port());
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIMEOUT;
     let sent = || {
         let sockets = std::fs::read_to_string("/proc/self/net/tcp").unwrap();
         sockets.contains(&remote)
@@ -696,7 +697,7 @@ fn a_relay_whose_handshake_is_under_way_ends_with_the_tunnel() {
         || assert_ends_at_once(near),
     );
     let refused = |event: &Event| matches!(event, Event::Refused { .. });
-    scene.near_told.wait("refusal", refused);
+    scene.near_events.wait("refusal", refused);
 }
 
 /// A relay's peer whose host answers no SYN does not delay it.
@@ -736,9 +737,9 @@ fn a_target_that_is_not_there_ends_the_connection_with_an_error() {
     let mut stream = scene.unix();
     assert!(!matches!(stream.read_once(&mut [0]), Ok(1..)));
     let refused = |event: &Event| matches!(event, Event::Refused { .. });
-    let why = scene.far_told.wait("refusal", refused).to_string();
+    let why = scene.far_events.wait("refusal", refused).to_string();
     assert!(why.contains(&target.to_string()), "{why}");
     // At once, or within the handshake still.
     let ended = |event: &Event| is_aborted(event) || refused(event);
-    scene.near_told.wait("abort", ended);
+    scene.near_events.wait("abort", ended);
 }

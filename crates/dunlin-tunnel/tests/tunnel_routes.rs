@@ -18,7 +18,7 @@ use dunlin_test_base::Scratch;
 use dunlin_test_support::lane::ReadOnce as _;
 use dunlin_test_support::lane::{Authority, names, soon};
 use dunlin_test_support::tunnel::{
-    FAR, NEAR, PATIENCE, Pair, Setup, Told, fill_backlog, identities,
+    Events, FAR, NEAR, Pair, Setup, TIMEOUT, fill_backlog, identities,
 };
 use dunlin_tunnel::{
     Entrance, Event, Exit, Limits, Listen, Mode, Routes, Target, Tunnel, TunnelError, WINDOW_BYTES,
@@ -28,7 +28,7 @@ use dunlin_tunnel::{
 struct Scene {
     near: Tunnel,
     far: Tunnel,
-    near_told: Told,
+    near_events: Events,
 }
 
 impl Scene {
@@ -53,13 +53,13 @@ impl Scene {
             mode: Mode::Stripe,
         };
         let routes = Routes::new(exits.iter().map(entrance).collect(), Vec::new()).unwrap();
-        let near_told = Told::default();
+        let near_events = Events::default();
         let near = identities(authority.identity(&[NEAR]));
-        let near = Tunnel::start(any(), near, &routes, limits, near_told.observer()).unwrap();
+        let near = Tunnel::start(any(), near, &routes, limits, near_events.observer()).unwrap();
         Self {
             near,
             far,
-            near_told,
+            near_events,
         }
     }
 
@@ -82,7 +82,7 @@ impl Scene {
         let ended = TcpStream::connect(self.entrance(route))
             .and_then(|stream| patient(stream).read_once(&mut [0]));
         assert!(!matches!(ended, Ok(1..)), "{ended:?}");
-        let event = self.near_told.wait(
+        let event = self.near_events.wait(
             "refusal",
             |event| matches!(event, Event::Refused { route: of, .. } if of == route),
         );
@@ -94,8 +94,8 @@ impl Scene {
 }
 
 fn patient(stream: TcpStream) -> TcpStream {
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
-    stream.set_write_timeout(Some(PATIENCE)).unwrap();
+    stream.set_read_timeout(Some(TIMEOUT)).unwrap();
+    stream.set_write_timeout(Some(TIMEOUT)).unwrap();
     stream
 }
 
@@ -125,7 +125,7 @@ fn tcp_and_programs_are_ends_too_and_all_routes_use_one_port() {
     cat.read_to_string(&mut said).unwrap();
     assert_eq!(said, "to the program and back");
     let up = |event: &Event| matches!(event, Event::TrunkUp { .. });
-    assert_eq!(scene.near_told.count(up), 1);
+    assert_eq!(scene.near_events.count(up), 1);
 }
 
 /// A hypervisor that is cancelled resets its connection; the other one hears of it
@@ -144,7 +144,7 @@ fn a_reset_is_passed_on_at_once_past_a_full_window() {
     let begin = Instant::now();
     drop(near);
     let aborted = |event: &Event| matches!(event, Event::Aborted { .. });
-    scene.near_told.wait("abort", aborted);
+    scene.near_events.wait("abort", aborted);
     let error = loop {
         match far.write_all(&[0; 4096]) {
             Ok(()) => assert!(begin.elapsed() < Duration::from_secs(2)),
@@ -161,7 +161,7 @@ fn a_reset_is_passed_on_at_once_past_a_full_window() {
 
 /// Waits until there is something to read.
 fn wait_unread(stream: &UnixStream) {
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIMEOUT;
     while unread_bytes(stream).unwrap() == 0 {
         assert!(Instant::now() < until, "nothing comes");
         std::thread::sleep(Duration::from_millis(1));
@@ -170,7 +170,7 @@ fn wait_unread(stream: &UnixStream) {
 
 /// What became of a route's only channel on one side: in order, but for a few bytes, badly.
 fn ended(tunnel: &Tunnel) -> [u64; 3] {
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIMEOUT;
     loop {
         let traffic = tunnel.routes()[0].traffic;
         let ended = [traffic.closed, traffic.left_unread, traffic.failed];
@@ -207,10 +207,10 @@ fn a_consumer_that_resets_behind_the_others_end_has_aborted_nothing() {
             drop(near);
         }
         let left = |event: &Event| matches!(event, Event::LeftUnread { by_peer: true, .. });
-        scene.near_told.wait("end", left);
-        let told = scene.near_told.all();
-        assert_eq!(ended(&scene.near), [0, 1, 0], "{comes_first}: {told:#?}");
-        assert_eq!(ended(&scene.far), [0, 1, 0], "{comes_first}: {told:#?}");
+        scene.near_events.wait("end", left);
+        let events = scene.near_events.all();
+        assert_eq!(ended(&scene.near), [0, 1, 0], "{comes_first}: {events:#?}");
+        assert_eq!(ended(&scene.far), [0, 1, 0], "{comes_first}: {events:#?}");
     }
 }
 
@@ -235,12 +235,12 @@ fn a_consumer_that_closes_a_unix_socket_behind_the_others_end_has_aborted_nothin
             }
             // One that had read everything may have ended in order.
             let [near, far] = [&pair.near, &pair.far].map(|one| ended(one.as_ref().unwrap()));
-            let told = (pair.near_told.all(), pair.far_told.all());
+            let events = (pair.near_events.all(), pair.far_events.all());
             let good = [[1, 0, 0], [0, 1, 0]];
-            assert!(good.contains(&near) && good.contains(&far), "{told:#?}");
-            assert_eq!(near, far, "{told:#?}");
+            assert!(good.contains(&near) && good.contains(&far), "{events:#?}");
+            assert_eq!(near, far, "{events:#?}");
             if comes_first && !goodbye.is_empty() {
-                assert_eq!(near, [0, 1, 0], "{told:#?}");
+                assert_eq!(near, [0, 1, 0], "{events:#?}");
             }
         }
     }
@@ -275,11 +275,13 @@ fn a_consumer_that_resets_elsewhere_has_aborted_the_channel() {
         wait_unread(&far);
         let begin = Instant::now();
         drop(far);
-        let told = pair.near_told.wait(&format!("abort: {source:?}"), |event| {
-            matches!(event, Event::Aborted { .. })
-        });
-        let Event::Aborted { failure, .. } = told else {
-            panic!("{told}");
+        let events = pair
+            .near_events
+            .wait(&format!("abort: {source:?}"), |event| {
+                matches!(event, Event::Aborted { .. })
+            });
+        let Event::Aborted { failure, .. } = events else {
+            panic!("{events}");
         };
         assert_eq!(failure.code(), FaultCode::ChannelBroken, "{source:?}");
         assert_eq!(ended(pair.near.as_ref().unwrap()), [0, 0, 1], "{source:?}");
@@ -312,8 +314,8 @@ fn a_consumer_that_resets_while_the_source_is_idle_has_aborted_the_channel() {
     assert_eq!(ended(&scene.far), [0, 0, 1]);
     let why = |event: &Event| matches!(event, Event::Aborted { failure, .. } if failure.code() == FaultCode::ChannelBroken);
     // The tunnel updates its counters before it reports the event.
-    scene.near_told.wait("abort", why);
-    assert_eq!(scene.near_told.count(why), 1);
+    scene.near_events.wait("abort", why);
+    assert_eq!(scene.near_events.count(why), 1);
 }
 
 #[test]
@@ -502,7 +504,7 @@ fn i8_channels_beyond_the_limit_are_refused_and_the_others_stay() {
     let mut surplus = pair.connect();
     assert_eq!(surplus.read_once(&mut [0]).unwrap(), 0);
     let refused = |event: &Event| matches!(event, Event::Refused { .. });
-    let Event::Refused { failure, .. } = pair.near_told.wait("refusal", refused) else {
+    let Event::Refused { failure, .. } = pair.near_events.wait("refusal", refused) else {
         unreachable!()
     };
     assert_eq!(failure.code(), FaultCode::Busy, "{failure}");

@@ -22,8 +22,8 @@ fn bytes_go_both_ways_at_once_and_each_end_is_its_own() {
         expect(&near, 2, bytes / 2),
     ]);
     let closed = |event: &Event| matches!(event, Event::Closed { .. });
-    pair.near_told.wait("close", closed);
-    pair.far_told.wait("close", closed);
+    pair.near_events.wait("close", closed);
+    pair.far_events.wait("close", closed);
 }
 
 #[test]
@@ -102,7 +102,7 @@ fn a_target_that_is_not_there_refuses_and_the_route_goes_on() {
     let mut near = pair.connect();
     assert_eq!(near.read_once(&mut [0]).unwrap(), 0);
     let Event::Refused { route, failure } = pair
-        .near_told
+        .near_events
         .wait("refusal", |event| matches!(event, Event::Refused { .. }))
     else {
         unreachable!()

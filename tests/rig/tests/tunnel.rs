@@ -16,7 +16,7 @@ use dunlin_rig::machine::{self, Credentials, Machine, MachineError, Migration, S
 use dunlin_rig::need;
 use dunlin_test_base::Scratch;
 use dunlin_test_support::lane::names;
-use dunlin_test_support::tunnel::{Pair, Setup as Tunnels, Told};
+use dunlin_test_support::tunnel::{Events, Pair, Setup as Tunnels};
 use dunlin_tunnel::{
     Entrance, Event, Identities, Limits, Listen, Mode, Routes, Tunnel, WINDOW_BYTES,
 };
@@ -79,7 +79,7 @@ fn move_and_check(setup: &Setup, migration: &Migration) {
 
 /// How many connections QEMU had carried.
 fn opened(pair: &Pair) -> usize {
-    pair.near_told
+    pair.near_events
         .count(|event| matches!(event, Event::Opened { .. }))
 }
 
@@ -162,7 +162,7 @@ fn lanes_that_are_cut_and_swallowed_are_not_noticed_by_qemu() {
     migration.multifd = Some(4);
     move_and_check(&setup, &migration);
     harm.join().unwrap();
-    pair.near_told
+    pair.near_events
         .wait("lost lane", |event| matches!(event, Event::LaneLost { .. }));
 }
 
@@ -236,9 +236,9 @@ fn a_relay_speaks_with_qemus_own_tls() {
         mode: Mode::Relay(OldestTls::V1_3),
     };
     let routes = Routes::new(vec![entrance], Vec::new()).unwrap();
-    let told = Told::default();
+    let events = Events::default();
     let limits = Limits::default();
-    let _tunnel = Tunnel::start(any(), identities, &routes, limits, told.observer()).unwrap();
+    let _tunnel = Tunnel::start(any(), identities, &routes, limits, events.observer()).unwrap();
 
     let mut source = Machine::start(&setup, None).unwrap();
     let mut destination = Machine::start_incoming(&setup, None).unwrap();
@@ -260,6 +260,6 @@ fn a_relay_speaks_with_qemus_own_tls() {
     assert_eq!(source.first_difference(&mut destination).unwrap(), None);
     destination.resume().unwrap();
     assert_eq!(destination.check_pages().unwrap(), setup.workload.pages);
-    let opened = told.count(|event| matches!(event, Event::Opened { .. }));
-    assert_eq!(opened, 3, "{:#?}", told.all());
+    let opened = events.count(|event| matches!(event, Event::Opened { .. }));
+    assert_eq!(opened, 3, "{:#?}", events.all());
 }

@@ -11,7 +11,7 @@ use dunlin_rig::machine::{Credentials, Machine, Migration, migrate};
 use dunlin_rig::need;
 use dunlin_test_base::Scratch;
 use dunlin_test_support::lane::{Authority, names};
-use dunlin_test_support::tunnel::{FAR, NEAR, PATIENCE, identities};
+use dunlin_test_support::tunnel::{FAR, NEAR, TIMEOUT, identities};
 use dunlin_tunnel::{
     Demand, Entrance, Exit, Limits, Listen, Mode, Routes, Target, Tunnel, WINDOW_BYTES,
 };
@@ -86,10 +86,10 @@ fn a_listener_for_one_migration_carries_it_in_order_and_goes() {
     assert_eq!(destination.check_pages().unwrap(), setup.workload.pages);
 
     drop(source);
-    let standing = listener.wait(Some(Instant::now() + PATIENCE));
-    assert!(standing.is_over(), "{standing:?}");
-    println!("{standing:?}");
-    assert_eq!((standing.ended(), standing.failed), (5, 0), "{standing:?}");
+    let status = listener.wait(Some(Instant::now() + TIMEOUT));
+    assert!(status.is_over(), "{status:?}");
+    println!("{status:?}");
+    assert_eq!((status.ended(), status.failed), (5, 0), "{status:?}");
     let far = far.routes()[0].traffic;
     assert_eq!(
         (far.closed + far.left_unread, far.failed),

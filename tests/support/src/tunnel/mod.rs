@@ -1,5 +1,4 @@
-//! Two tunnels on loopback with real certificates, and hypervisors that are
-//! ordinary sockets.
+//! Two tunnels on loopback with real certificates. Ordinary sockets take the place of hypervisors.
 
 pub mod relay;
 
@@ -25,17 +24,17 @@ use dunlin_test_base::Scratch;
 use relay::Relay;
 
 pub const NEAR: &str = "near.test";
-/// Whom the far side lets in as well.
+/// Another peer that the far side admits.
 pub const OTHER: &str = "other.test";
 pub const FAR: &str = "far.test";
-/// Nothing that a test waits for takes longer.
-pub const PATIENCE: Duration = Duration::from_secs(30);
+/// The timeout of every wait in a test.
+pub const TIMEOUT: Duration = Duration::from_secs(30);
 
 pub fn identities(identity: Identity) -> Identities {
     identities_with(identity, offload())
 }
 
-/// Who seals records unless a test says so: `DUNLIN_OFFLOAD`.
+/// Where records are sealed unless a test sets it: `DUNLIN_OFFLOAD`.
 fn offload() -> Offload {
     match std::env::var("DUNLIN_OFFLOAD") {
         Ok(offload) => offload.parse().unwrap(),
@@ -55,14 +54,14 @@ pub fn identities_with(identity: Identity, offload: Offload) -> Identities {
     }
 }
 
-/// What a tunnel has told.
+/// The events that a tunnel has reported.
 #[derive(Clone, Default)]
-pub struct Told(Arc<Mutex<Vec<Event>>>);
+pub struct Events(Arc<Mutex<Vec<Event>>>);
 
-impl Told {
+impl Events {
     pub fn observer(&self) -> impl FnMut(Event) + Send + 'static {
-        let told = self.clone();
-        move |event| told.0.lock().unwrap().push(event)
+        let events = self.clone();
+        move |event| events.0.lock().unwrap().push(event)
     }
 
     pub fn all(&self) -> Vec<String> {
@@ -72,7 +71,7 @@ impl Told {
 
     /// Waits for an event.
     pub fn wait(&self, what: &str, which: impl Fn(&Event) -> bool) -> Event {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIMEOUT;
         loop {
             if let Some(event) = self.0.lock().unwrap().iter().find(|event| which(event)) {
                 return event.clone();
@@ -88,16 +87,16 @@ impl Told {
     }
 }
 
-/// What a pair of tunnels is to be like.
+/// The settings of a pair of tunnels.
 pub struct Setup {
     pub lanes: u16,
     pub window_bytes: u64,
     pub limits: Limits,
-    /// Whether something stands on the way to the far one.
+    /// Whether a [`Relay`] connects the tunnels.
     pub relayed: bool,
     /// Whether the test itself is the hypervisor at the far side.
     pub is_target: bool,
-    /// Who seals and opens, near and far.
+    /// Where records are sealed and opened, near and far.
     pub offload: [Offload; 2],
 }
 
@@ -118,12 +117,12 @@ impl Default for Setup {
 pub struct Pair {
     pub near: Option<Tunnel>,
     pub far: Option<Tunnel>,
-    pub near_told: Told,
-    pub far_told: Told,
+    pub near_events: Events,
+    pub far_events: Events,
     pub relay: Option<Relay>,
     pub scratch: Scratch,
     pub authority: Authority,
-    /// Another authority, which both trust.
+    /// Another authority, which both sides trust.
     pub other: Authority,
     pub near_routes: Routes,
     pub far_routes: Routes,
@@ -148,7 +147,7 @@ impl Pair {
             }],
         )
         .unwrap();
-        let far_told = Told::default();
+        let far_events = Events::default();
         let far = Tunnel::start(
             TcpListener::bind("127.0.0.1:0").unwrap(),
             identities_with(host(FAR), setup.offload[1]),
@@ -157,7 +156,7 @@ impl Pair {
                 lanes: setup.lanes,
                 ..setup.limits
             },
-            far_told.observer(),
+            far_events.observer(),
         )
         .unwrap();
         let relay = setup.relayed.then(|| Relay::start(far.address()));
@@ -175,20 +174,20 @@ impl Pair {
             Vec::new(),
         )
         .unwrap();
-        let near_told = Told::default();
+        let near_events = Events::default();
         let near = Tunnel::start(
             TcpListener::bind("127.0.0.1:0").unwrap(),
             identities_with(host(NEAR), setup.offload[0]),
             &near_routes,
             setup.limits,
-            near_told.observer(),
+            near_events.observer(),
         )
         .unwrap();
         Self {
             near: Some(near),
             far: Some(far),
-            near_told,
-            far_told,
+            near_events,
+            far_events,
             relay,
             scratch,
             authority,
@@ -210,14 +209,14 @@ impl Pair {
 
     pub fn connect(&self) -> UnixStream {
         let stream = UnixStream::connect(self.entrance()).unwrap();
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
-        stream.set_write_timeout(Some(PATIENCE)).unwrap();
+        stream.set_read_timeout(Some(TIMEOUT)).unwrap();
+        stream.set_write_timeout(Some(TIMEOUT)).unwrap();
         stream
     }
 
     /// The next connection at the target.
     pub fn accept(&self) -> UnixStream {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIMEOUT;
         let listener = self.listener.as_ref().unwrap();
         listener.set_nonblocking(true).unwrap();
         let stream = loop {
@@ -225,19 +224,19 @@ impl Pair {
                 Ok((stream, _)) => break stream,
                 Err(_) if Instant::now() < until => thread::sleep(Duration::from_millis(2)),
                 Err(error) => panic!(
-                    "nobody connects: {error}: {:#?} {:#?}",
-                    self.near_told.all(),
-                    self.far_told.all()
+                    "no connection: {error}: {:#?} {:#?}",
+                    self.near_events.all(),
+                    self.far_events.all()
                 ),
             }
         };
         stream.set_nonblocking(false).unwrap();
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
-        stream.set_write_timeout(Some(PATIENCE)).unwrap();
+        stream.set_read_timeout(Some(TIMEOUT)).unwrap();
+        stream.set_write_timeout(Some(TIMEOUT)).unwrap();
         stream
     }
 
-    /// A host that both trust, of the other authority.
+    /// A host of the other authority, which both sides trust.
     pub fn twin(&self, name: &str) -> Identity {
         load(&self.other.host_trusting(&[name], &[&self.authority]))
     }
@@ -248,14 +247,14 @@ impl Pair {
     }
 }
 
-/// Connects to a unix socket of somebody who never accepts, until nobody can.
+/// Connects to a unix socket on which no process accepts until its backlog is full.
 pub fn fill_backlog(path: &Path) -> Vec<OwnedFd> {
     let soon = || Instant::now() + Duration::from_millis(20);
     let connect = || dunlin_linux::socket::connect_unix(path, soon()).ok();
     std::iter::from_fn(|| connect().map(OwnedFd::from)).collect()
 }
 
-/// Numbers from a seed.
+/// Pseudo-random numbers from a seed.
 #[derive(Clone)]
 pub struct Random(u64);
 
@@ -283,7 +282,7 @@ impl Random {
     }
 }
 
-/// Sends `bytes` of `seed` in parts of random size, and then the end.
+/// Sends `bytes` bytes of `seed` in parts of random size, and then the end.
 pub fn send(stream: &UnixStream, seed: u64, bytes: usize) -> JoinHandle<()> {
     let mut stream = stream.try_clone().unwrap();
     thread::spawn(move || {
@@ -310,13 +309,13 @@ pub fn expect(stream: &UnixStream, seed: u64, bytes: usize) -> JoinHandle<()> {
         Random::new(seed).fill(&mut expected);
         let mut all = Vec::new();
         stream.read_to_end(&mut all).unwrap();
-        assert_eq!(all.len(), expected.len(), "bytes that came");
+        assert_eq!(all.len(), expected.len(), "number of bytes");
         let first = all.iter().zip(&expected).position(|(a, b)| a != b);
-        assert_eq!(first, None, "first byte that differs");
+        assert_eq!(first, None, "first different byte");
     })
 }
 
-/// Joins threads that must end in time.
+/// Joins threads and fails if one does not end in time.
 pub fn join(threads: Vec<JoinHandle<()>>) {
     let (sender, done): (_, Receiver<Result<(), _>>) = channel();
     let count = threads.len();
@@ -325,7 +324,7 @@ pub fn join(threads: Vec<JoinHandle<()>>) {
         thread::spawn(move || sender.send(one.join()));
     }
     for _ in 0..count {
-        let joined = done.recv_timeout(PATIENCE * 4).expect("a thread hangs");
+        let joined = done.recv_timeout(TIMEOUT * 4).expect("a thread hangs");
         if let Err(panic) = joined {
             std::panic::resume_unwind(panic);
         }

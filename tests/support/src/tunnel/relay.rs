@@ -1,4 +1,4 @@
-//! Something in the network on the way to the far tunnel.
+//! A TCP relay in front of the far tunnel, which can delay, cut or swallow its connections.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -7,22 +7,22 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::PATIENCE;
+use super::TIMEOUT;
 
 /// How long a delayed connection holds what it has read.
 const DELAY: Duration = Duration::from_millis(10);
 
-/// Forwards connections until it is told to do something else with them.
+/// Forwards connections, unless a test has it delay, cut or swallow them.
 #[derive(Clone)]
 pub struct Relay {
     pub address: SocketAddr,
     links: Arc<Mutex<Vec<Arc<Link>>>>,
     refuses: Arc<AtomicBool>,
-    /// The number of a connection that is late from its beginning.
+    /// The number of the connection that is delayed.
     delayed: Arc<AtomicUsize>,
-    /// What the far side says goes no further.
+    /// Whether bytes from the far side are held.
     held: Arc<AtomicBool>,
-    /// What it has said.
+    /// Bytes received from the far side.
     answered: Arc<AtomicU64>,
 }
 
@@ -49,7 +49,7 @@ impl Relay {
             answered: Arc::default(),
         };
         let own = relay.clone();
-        // It ends with the test's process.
+        // The thread ends with the process.
         thread::spawn(move || {
             for near in listener.incoming() {
                 let near = near.unwrap();
@@ -78,41 +78,47 @@ impl Relay {
         relay
     }
 
-    /// How many connections there have been.
+    /// The number of connections so far.
     pub fn count(&self) -> usize {
         self.links.lock().unwrap().len()
     }
 
-    /// What a connection has carried towards the far side.
+    /// Bytes that a connection has carried to the far side.
     pub fn forwarded(&self, link: usize) -> Option<u64> {
         Some(self.link(link)?.forwarded.load(Ordering::SeqCst))
     }
 
-    /// Waits until a connection has carried so much towards the far side.
+    /// Waits until a connection has carried `bytes` bytes to the far side.
     pub fn wait_forwarded(&self, link: usize, bytes: u64) {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIMEOUT;
         while self.forwarded(link) < Some(bytes) {
-            assert!(Instant::now() < until, "connection {link} carries nothing");
+            assert!(
+                Instant::now() < until,
+                "timeout: connection {link} has not carried {bytes} bytes"
+            );
             thread::sleep(Duration::from_millis(1));
         }
     }
 
-    /// Holds what the far side says, on every connection, and waits until `then` is done; it is
-    /// called when there is something to hold.
+    /// Holds what the far side sends, on every connection, from before `begin` until `then` has
+    /// returned. Calls `then` when there is something to hold.
     pub fn hold(&self, begin: impl FnOnce(), then: impl FnOnce()) {
         self.held.store(true, Ordering::SeqCst);
         let before = self.answered.load(Ordering::SeqCst);
         begin();
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIMEOUT;
         while self.answered.load(Ordering::SeqCst) == before {
-            assert!(Instant::now() < until, "the far side says nothing");
+            assert!(
+                Instant::now() < until,
+                "timeout: no bytes from the far side"
+            );
             thread::sleep(Duration::from_millis(1));
         }
         then();
         self.held.store(false, Ordering::SeqCst);
     }
 
-    /// Ends a connection.
+    /// Closes a connection.
     pub fn cut(&self, link: usize) {
         if let Some(link) = self.link(link) {
             let _ = link.near.shutdown(Shutdown::Both);
@@ -120,7 +126,7 @@ impl Relay {
         }
     }
 
-    /// Takes everything on a connection and forwards nothing.
+    /// Reads everything on a connection and forwards nothing.
     pub fn swallow(&self, link: usize) {
         self.link(link)
             .unwrap()
@@ -128,13 +134,12 @@ impl Relay {
             .store(true, Ordering::SeqCst);
     }
 
-    /// Holds whatever comes on a connection for 10 ms before it goes on; one that is yet to
-    /// come.
+    /// Delays everything on a later connection of this number by 10 ms.
     pub fn delay(&self, link: usize) {
         self.delayed.store(link, Ordering::SeqCst);
     }
 
-    /// Swallows everything there is, and answers nobody any more.
+    /// Swallows everything on all connections, and refuses new ones.
     pub fn vanish(&self) {
         self.refuses.store(true, Ordering::SeqCst);
         for link in &*self.links.lock().unwrap() {
