@@ -1,5 +1,5 @@
-//! Many channels over the lanes of one trunk: each byte once and in order,
-//! or an abort on both sides; nobody waits for one that stalls.
+//! Many channels over the lanes of one trunk: each byte arrives once and in order, or both sides
+//! see an abort. A channel that stalls delays no other.
 #![allow(clippy::unwrap_used)]
 
 use std::fs;
@@ -26,7 +26,7 @@ use rustls::pki_types::pem::PemObject;
 use x509_parser::certificate::X509Certificate;
 use x509_parser::prelude::FromDer;
 
-/// How large a test is: in the soak, larger.
+/// The size of a test, larger in the soak.
 fn soak(usual: usize, soak: usize) -> usize {
     match std::env::var("DUNLIN_SOAK") {
         Ok(value) if value == "1" => soak,
@@ -34,8 +34,8 @@ fn soak(usual: usize, soak: usize) -> usize {
     }
 }
 
-/// Sends random bytes of a stream that the other end knows, and perhaps goes away
-/// in the middle. Returns how many were taken.
+/// Sends random bytes that the other end can compute, and may close the connection in the middle.
+/// Returns how many were taken.
 fn send_some(stream: &UnixStream, seed: u64, bytes: usize, aborts: bool) -> usize {
     let mut stream = stream;
     let mut content = vec![0; bytes];
@@ -61,7 +61,7 @@ fn send_some(stream: &UnixStream, seed: u64, bytes: usize, aborts: bool) -> usiz
     sent
 }
 
-/// Reads to the end, or what there is of it: always a beginning of what was sent.
+/// Reads to the end or the abort, and compares: the bytes are a prefix of what was sent.
 fn take_some(stream: &UnixStream, seed: u64, bytes: usize, whole: bool) {
     let mut stream = stream;
     let mut all = Vec::new();
@@ -97,7 +97,7 @@ fn many_channels_carry_random_bytes_both_ways_and_some_are_aborted() {
         let mut threads: Vec<JoinHandle<()>> = Vec::new();
         for number in 0..channels {
             let (near, far) = pair.channel();
-            // One in four is aborted by one of its ends, in the middle.
+            // One in four channels is aborted by one of its ends, in the middle.
             let aborts = random.below(4) == 0;
             for (from, to) in [(&near, &far), (&far, &near)] {
                 let seed = random.number();
@@ -129,7 +129,7 @@ fn many_channels_carry_random_bytes_both_ways_and_some_are_aborted() {
 }
 
 #[test]
-fn i8_a_channel_that_stalls_holds_its_window_and_nobody_else_waits() {
+fn i8_a_channel_that_stalls_fills_its_window_and_delays_no_other() {
     let window_bytes = 1 << 20;
     let pair = Pair::start(&Setup {
         window_bytes,
@@ -148,7 +148,7 @@ fn i8_a_channel_that_stalls_holds_its_window_and_nobody_else_waits() {
         }
     };
     assert_eq!(error.kind(), ErrorKind::WouldBlock);
-    // Beside the window, both sockets' buffers.
+    // The buffers of both sockets hold bytes in addition to the window.
     assert!(taken < window_bytes + (2 << 20), "{taken} bytes were taken");
     let held = || pair.far.as_ref().unwrap().status()[0].held_bytes;
     assert!(held() <= window_bytes, "{} bytes are held", held());
@@ -164,7 +164,7 @@ fn i8_a_channel_that_stalls_holds_its_window_and_nobody_else_waits() {
     assert!(held() <= window_bytes);
 }
 
-/// Lanes that notice within two seconds that nothing arrives.
+/// Lanes that detect within 2 s that nothing arrives.
 fn relayed() -> Setup {
     Setup {
         relayed: true,
@@ -177,7 +177,7 @@ fn relayed() -> Setup {
 }
 
 #[test]
-fn lanes_that_are_cut_and_swallowed_are_not_noticed_above() {
+fn channels_survive_lanes_that_are_cut_or_swallowed() {
     let pair = Pair::start(&relayed());
     let relay = pair.relay.clone().unwrap();
     let (near, far) = pair.channel();
@@ -186,7 +186,7 @@ fn lanes_that_are_cut_and_swallowed_are_not_noticed_above() {
     let mut threads = vec![send(&near, 5, bytes), expect(&far, 5, bytes)];
     threads.push(send(&second_far, 6, bytes / 4));
     threads.push(expect(&second, 6, bytes / 4));
-    // The first is the control lane.
+    // The first connection is the control lane.
     relay.wait_forwarded(1, 1 << 20);
     relay.cut(1);
     relay.wait_forwarded(2, 2 << 20);
@@ -203,8 +203,7 @@ fn lanes_that_are_cut_and_swallowed_are_not_noticed_above() {
     assert_eq!(pair.near_events.count(aborted), 0);
 }
 
-/// A lane's key is good for so many records; before that another takes its place,
-/// and nothing is lost.
+/// Another lane takes over before the record limit of a lane's key is reached, and nothing is lost.
 #[test]
 fn lanes_are_replaced_before_their_keys_are_used_up() {
     let pair = Pair::start(&Setup {
@@ -228,7 +227,7 @@ fn lanes_are_replaced_before_their_keys_are_used_up() {
 }
 
 #[test]
-fn a_control_lane_that_is_cut_is_made_anew_and_bytes_go_on() {
+fn a_control_lane_that_is_cut_is_resumed_and_bytes_continue() {
     let pair = Pair::start(&relayed());
     let relay = pair.relay.clone().unwrap();
     let (near, far) = pair.channel();
@@ -245,13 +244,13 @@ fn a_control_lane_that_is_cut_is_made_anew_and_bytes_go_on() {
     pair.near_events.wait("new control lane", resumed);
     pair.far_events.wait("new control lane", resumed);
     join(threads);
-    // And channels can still be opened.
+    // Channels can still be opened.
     let (near, far) = pair.channel();
     join(vec![send(&near, 9, 100), expect(&far, 9, 100)]);
 }
 
-/// A reload with new certificates on either side is not noticed above, though
-/// every lane has to be made anew with them.
+/// Channels survive a reload with new certificates on either side, with which every lane is
+/// reopened.
 #[test]
 fn certificates_are_renewed_under_a_channel() {
     let pair = Pair::start(&relayed());
@@ -294,8 +293,7 @@ fn revoke(authority: &Authority, leaf: &CertificateDer<'_>) -> String {
     list.signed_by(&authority.issuer).unwrap().pem().unwrap()
 }
 
-/// Either side may learn that its peer is no longer to be admitted: by a denied key, or by a
-/// revocation list.
+/// Either side may stop admitting its peer: by a denied key or by a revocation list.
 #[test]
 fn i6_a_peer_that_is_denied_or_revoked_gets_no_channel_on_its_trunk() {
     for (is_denied, is_far) in [(true, true), (true, false), (false, true), (false, false)] {
@@ -340,19 +338,19 @@ fn i6_a_peer_that_is_denied_or_revoked_gets_no_channel_on_its_trunk() {
         pair.near_events.wait("refusal", unauthorised);
         let opened = |event: &Event| matches!(event, Event::Opened { .. });
         assert_eq!(pair.far_events.count(opened), 1);
-        // The far side's event has a thread of its own.
+        // The far side reports its event on another thread.
         if is_far {
             pair.far_events
                 .wait("refusal by the far side", unauthorised);
         }
         assert_eq!(pair.far_events.count(unauthorised), usize::from(is_far));
-        // What was open goes on.
+        // An open channel continues.
         exchange(&mut near, &mut far);
     }
 }
 
 #[test]
-fn a_peer_that_vanishes_is_missed_in_the_time_that_was_set() {
+fn a_vanished_peer_is_detected_within_the_limit() {
     let pair = Pair::start(&relayed());
     let (mut near, mut far) = pair.channel();
     near.write_all(b"x").unwrap();
@@ -375,7 +373,7 @@ fn a_peer_that_vanishes_is_missed_in_the_time_that_was_set() {
         .wait("end", |event| matches!(event, Event::TrunkEnded { .. }));
 }
 
-/// A channel whose target's backlog is full, and which is given a minute to be reached.
+/// A channel to a target with a full backlog, and a connect timeout of a minute.
 fn unreached() -> (Pair, Vec<OwnedFd>, UnixStream) {
     let pair = Pair::start(&Setup {
         limits: Limits {
@@ -388,7 +386,7 @@ fn unreached() -> (Pair, Vec<OwnedFd>, UnixStream) {
     let channel = pair.connect();
     let is_connecting = |entry: std::io::Result<fs::DirEntry>| {
         let name = fs::read_to_string(entry.unwrap().path().join("comm"));
-        // One that has just ended has no name.
+        // A thread that has just ended has no name.
         name.is_ok_and(|name| name.starts_with("dunlin-target"))
     };
     let until = Instant::now() + TIMEOUT;

@@ -40,7 +40,7 @@ use sha2::Sha256;
 
 const SESSION: SessionId = [9; 16];
 
-/// A peer that speaks the protocol as far as a test wants it to.
+/// A peer that follows the protocol as far as a test needs.
 struct Peer {
     far: SocketAddr,
     tls: ClientTls,
@@ -72,7 +72,7 @@ fn accept(port: u16) -> Message {
     }
 }
 
-/// The first words of the other side.
+/// The first message of the other side.
 fn read_opening(control: &ControlStream) -> Opening {
     let mut start = [0; PRELUDE_BYTES];
     control.receive_exact(&mut start, soon()).unwrap();
@@ -95,7 +95,7 @@ impl Peer {
         Ok(Self::on(far, tls, control))
     }
 
-    /// Makes a trunk whose lanes are to go over IPsec.
+    /// Makes a trunk with lanes over IPsec.
     fn trunk_over_ipsec(far: SocketAddr, tls: ClientTls) -> Self {
         let control = control::client(TcpStream::connect(far).unwrap(), &tls, soon()).unwrap();
         let offer = Offer {
@@ -110,7 +110,7 @@ impl Peer {
         Self::on(far, tls, control)
     }
 
-    /// The peer of a trunk that has been agreed on `control`.
+    /// The peer of a trunk that was agreed on `control`.
     fn on(far: SocketAddr, tls: ClientTls, control: ControlStream) -> Self {
         let mut peer = Self {
             far,
@@ -118,19 +118,19 @@ impl Peer {
             control,
             secret: SessionSecret([0; 32]),
         };
-        peer.hear_secret();
+        peer.receive_secret();
         peer
     }
 
-    fn hear_secret(&mut self) {
-        let Some(Message::Accept { secret, .. }) = self.hear() else {
+    fn receive_secret(&mut self) {
+        let Some(Message::Accept { secret, .. }) = self.receive() else {
             panic!("no accept")
         };
         self.secret = secret;
     }
 
-    /// A control lane for a trunk, or why it was refused; with the first one comes what
-    /// this side says of its lanes.
+    /// A control lane for a trunk, or why it was refused. On a trunk's first control lane this side
+    /// also sends *accept*.
     fn offer(
         far: SocketAddr,
         tls: &ClientTls,
@@ -162,7 +162,7 @@ impl Peer {
         }
     }
 
-    fn hear(&mut self) -> Option<Message> {
+    fn receive(&mut self) -> Option<Message> {
         let mut bytes = [0; MESSAGE_HEADER_BYTES];
         self.control.receive_exact(&mut bytes, soon()).unwrap();
         let header = Header::decode(&bytes).unwrap();
@@ -171,13 +171,13 @@ impl Peer {
         Message::decode(&header, &body).unwrap()
     }
 
-    fn say(&self, message: &Message) {
+    fn send(&self, message: &Message) {
         let mut bytes = Vec::new();
         message.encode(1, &mut bytes).unwrap();
         self.control.send(&bytes).unwrap();
     }
 
-    /// Opens a lane with a proof under `secret`.
+    /// Opens a lane with a proof made with `secret`.
     fn lane(&self, tls: &ClientTls, lane: u16, session: SessionId, secret: &[u8]) -> DataSender {
         let stream = TcpStream::connect(self.far).unwrap();
         let secured = handshake::client(stream, tls, soon()).unwrap();
@@ -186,7 +186,7 @@ impl Peer {
         sender
     }
 
-    /// Opens a lane that this process does not encrypt.
+    /// Opens a lane without TLS.
     fn plain_lane(&self, lane: u16) -> DataSender {
         let stream = TcpStream::connect(self.far).unwrap();
         let consent = PlainConsent::sealed_below();
@@ -234,14 +234,15 @@ fn i7_a_lane_needs_the_session_the_secret_and_the_same_peer() {
     rejected(&pair, "unknown trunk");
     let _guessed = peer.lane(&peer.tls, 1, SESSION, &[0; 32]);
     rejected(&pair, "secret");
-    // Allowed, but other hosts: of another name, and of the same name from another authority.
+    // Admitted peers that are other hosts: one of another name, one of the same name from another
+    // authority.
     let strangers = [pair.authority.identity(&[OTHER]), pair.twin(NEAR)];
     for (before, stranger) in strangers.iter().enumerate() {
         let _lane = peer.lane(&tls(stranger), 1, SESSION, &secret);
         let another = |event: &Event| matches!(event, Event::Rejected { why, .. } if why.contains("not from the peer of this session"));
         wait_until("a rejection", || pair.far_events.count(another) > before);
     }
-    // Of the same name: its certificate was renewed.
+    // The same host with a renewed certificate.
     let renewed = tls(&pair.authority.identity(&[NEAR]));
     let _good = peer.lane(&renewed, 1, SESSION, &secret);
     wait_until("the good lane", || {
@@ -249,7 +250,7 @@ fn i7_a_lane_needs_the_session_the_secret_and_the_same_peer() {
     });
 }
 
-/// Lanes over IPsec without a kernel's ESP.
+/// Lanes over IPsec without the kernel's ESP.
 #[derive(Debug, Default)]
 struct Ipsec {
     seals: AtomicBool,
@@ -285,7 +286,7 @@ impl SealedLanes for Ipsec {
     }
 }
 
-/// A tunnel whose lanes go over IPsec, and a trunk with it.
+/// A tunnel with lanes over IPsec, and a trunk with it.
 fn over_ipsec(ipsec: &Arc<Ipsec>) -> (Tunnel, Events, Peer) {
     let authority = Authority::new();
     let exit = Exit {
@@ -314,7 +315,7 @@ fn i7_a_lane_that_is_not_protected_as_agreed_takes_no_number() {
     let (far, events, mut peer) = over_ipsec(&ipsec);
     let _bare = peer.plain_lane(1);
     let refused = loop {
-        match peer.hear() {
+        match peer.receive() {
             Some(Message::LaneRefused { lane, fault, .. }) => break (lane, fault),
             Some(Message::LaneLost(lost)) => panic!("it was admitted: {lost:?}"),
             _ => {}
@@ -344,7 +345,7 @@ fn i8_a_trunk_admits_a_limited_number_of_lanes_at_a_time() {
     wait_until("the others", || far.status()[0].lanes == lanes);
 }
 
-/// Another host that the tunnel lets in may know the session, and takes no part in it.
+/// Another host that the tunnel admits may use the session identifier, and is refused.
 #[test]
 fn i6_a_trunk_is_resumed_by_its_own_peer_alone() {
     let pair = Pair::start(&Setup::default());
@@ -358,12 +359,12 @@ fn i6_a_trunk_is_resumed_by_its_own_peer_alone() {
     let renewed = tls(&pair.authority.identity(&[NEAR]));
     let _newest = Peer::offer(peer.far, &renewed, SESSION, 2).unwrap();
     pair.far_events.wait("resumption", resumed);
-    // One of its own that came late replaces no newer one.
+    // A late control lane of the peer replaces no newer one.
     let refusal = Peer::offer(peer.far, &renewed, SESSION, 2).unwrap_err();
     assert_eq!(refusal.fault, FaultCode::UnknownSession, "{refusal}");
 }
 
-/// A far tunnel that speaks the protocol as far as a test wants it to.
+/// A far tunnel that follows the protocol as far as a test needs.
 struct Far {
     near: Tunnel,
     events: Events,
@@ -372,7 +373,7 @@ struct Far {
 }
 
 impl Far {
-    /// The tunnel of `identity`, whose route leads here.
+    /// The tunnel of `identity`, with a route to this one.
     fn of(identity: Identity) -> Self {
         let any = || TcpListener::bind("127.0.0.1:0").unwrap();
         let (listener, scratch, events) = (any(), Scratch::new(), Events::default());
@@ -406,12 +407,12 @@ impl Far {
                     return stream;
                 }
                 Err(_) if Instant::now() < until => std::thread::sleep(Duration::from_millis(2)),
-                Err(error) => panic!("nobody connects: {error}: {:#?}", self.events.all()),
+                Err(error) => panic!("no connection: {error}: {:#?}", self.events.all()),
             }
         }
     }
 
-    /// Takes the next control lane in, as the host of `tls`.
+    /// Accepts the next control lane, as the host of `tls`.
     fn control(&self, tls: &ServerTls) -> ControlStream {
         let control = control::server(self.accept(), tls, soon()).unwrap();
         let Opening::Offer(offer) = read_opening(&control) else {
@@ -431,7 +432,8 @@ impl Far {
         control
     }
 
-    /// Takes the next lane in, as the host of `tls`; whether anything is said on it.
+    /// Accepts the next lane, as the host of `tls`. Returns whether the tunnel sends anything on
+    /// it.
     fn lane(&self, tls: &ServerTls) -> bool {
         let secured = handshake::server(self.accept(), tls, soon()).unwrap();
         let mut lane = DataReceiver::tls(secured, STALL_LIMIT).unwrap();
@@ -439,8 +441,8 @@ impl Far {
     }
 }
 
-/// Hosts by the name of the far one: itself, with a renewed certificate, and a twin of the other
-/// authority. All trust both, as does the near one, which is the last.
+/// Hosts with the name of the far one: itself, itself with a renewed certificate, and a twin of the
+/// other authority; then the near host. All trust both authorities.
 fn far_hosts() -> ([ServerTls; 3], Identity) {
     let (ours, theirs) = (Authority::named("one"), Authority::named("two"));
     let host = |name| load(&ours.host_trusting(&[name], &[&theirs]));
@@ -463,7 +465,7 @@ fn i6_a_lane_goes_to_no_other_host_than_the_control_lane() {
 }
 
 #[test]
-fn i6_a_control_lane_is_made_anew_with_no_other_host() {
+fn i6_a_control_lane_is_resumed_with_no_other_host() {
     let cut = || {
         let (hosts, near) = far_hosts();
         let far = Far::of(near);
@@ -471,7 +473,7 @@ fn i6_a_control_lane_is_made_anew_with_no_other_host() {
         let control = far.control(&hosts[0]);
         far.events
             .wait("trunk", |event| matches!(event, Event::TrunkUp { .. }));
-        // Its lane is on the way.
+        // The lane is being opened.
         drop(far.accept());
         control.shutdown();
         (hosts, far, channel)
@@ -488,9 +490,9 @@ fn i6_a_control_lane_is_made_anew_with_no_other_host() {
     assert_eq!(far.events.count(resumed), 0);
 }
 
-/// Each breach ends that peer's trunk, and nobody else's channel.
+/// Each violation ends the trunk of that peer, and no channel of another.
 #[test]
-fn i7_who_breaks_the_protocol_is_cut_off_and_others_are_not() {
+fn i7_a_protocol_violation_ends_the_trunk_of_that_peer_alone() {
     let pair = Pair::start(&Setup::default());
     let (near, far) = pair.channel();
     type Breach = fn(&Peer);
@@ -507,13 +509,13 @@ fn i7_who_breaks_the_protocol_is_cut_off_and_others_are_not() {
             lane.send(&Frame::End { frames: 7 }.to_bytes()).unwrap();
         }),
         ("cannot be", |peer| {
-            peer.say(&Message::LaneLost(dunlin_proto::stripe::message::LaneAck {
+            peer.send(&Message::LaneLost(dunlin_proto::stripe::message::LaneAck {
                 lane: 77,
                 frames: 1,
             }))
         }),
         ("never opened", |peer| {
-            peer.say(&Message::Closed { channel: 1 })
+            peer.send(&Message::Closed { channel: 1 })
         }),
     ];
     for (number, (words, breach)) in breaches.into_iter().enumerate() {
@@ -542,16 +544,16 @@ fn i7_who_breaks_the_protocol_is_cut_off_and_others_are_not() {
 fn connecting() -> usize {
     let of = |entry: std::io::Result<std::fs::DirEntry>| {
         let name = std::fs::read_to_string(entry.unwrap().path().join("comm"));
-        // One that has just ended has no name.
+        // A thread that has just ended has no name.
         name.is_ok_and(|name| name.starts_with("dunlin-target"))
     };
     let tasks = std::fs::read_dir("/proc/self/task").unwrap();
     tasks.map(of).filter(|is_one| *is_one).count()
 }
 
-/// A channel that is given up leaves a thread behind that still connects.
+/// After a channel is aborted, its thread continues to connect for a while.
 #[test]
-fn i8_channels_that_are_given_up_at_once_are_bounded_while_their_target_is_silent() {
+fn i8_threads_of_aborted_channels_are_limited_while_their_target_is_silent() {
     let most = 3;
     let pair = Pair::start(&Setup {
         limits: Limits {
@@ -565,7 +567,7 @@ fn i8_channels_that_are_given_up_at_once_are_bounded_while_their_target_is_silen
     let mut peer = Peer::trunk(&pair);
     let last = 100;
     for channel in (0..=last).step_by(2) {
-        peer.say(&Message::Open(Open {
+        peer.send(&Message::Open(Open {
             channel,
             limit: 1 << 20,
             route: "ram".to_owned(),
@@ -574,11 +576,11 @@ fn i8_channels_that_are_given_up_at_once_are_bounded_while_their_target_is_silen
         }));
         if channel < last {
             let fault = FaultCode::Ended;
-            peer.say(&Message::Reset { channel, fault });
+            peer.send(&Message::Reset { channel, fault });
         }
     }
     let (fault, text) = loop {
-        match peer.hear() {
+        match peer.receive() {
             Some(Message::Refused {
                 channel,
                 fault,
@@ -592,7 +594,7 @@ fn i8_channels_that_are_given_up_at_once_are_bounded_while_their_target_is_silen
 }
 
 #[test]
-fn i8_one_peer_has_so_many_trunks_and_is_told_so() {
+fn i8_trunks_of_one_peer_are_limited_and_the_refusal_has_a_reason() {
     let pair = Pair::start(&Setup::default());
     let (near, far) = pair.channel();
     let mut peers = Vec::new();
@@ -602,7 +604,7 @@ fn i8_one_peer_has_so_many_trunks_and_is_told_so() {
             Ok(peer) => peers.push(peer),
             Err(refusal) => break refusal,
         }
-        assert!(peers.len() < 20, "nobody is refused");
+        assert!(peers.len() < 20, "no trunk is refused");
     };
     assert_eq!(refusal.fault, FaultCode::Busy);
     assert!(refusal.text.contains("with this peer"), "{refusal}");
@@ -612,16 +614,16 @@ fn i8_one_peer_has_so_many_trunks_and_is_told_so() {
     ]);
 }
 
-/// Each control lane that is agreed on has a thread, as long as its peer says nothing.
+/// A control lane has a thread until its handshake has ended.
 #[test]
-fn i8_one_peer_has_so_many_control_lanes_agreed_on_and_keeps_no_other_out() {
+fn i8_handshakes_of_one_peer_are_limited_and_keep_no_other_out() {
     let pair = Pair::start(&Setup::default());
     let far = pair.far.as_ref().unwrap().address();
     let own = tls(&pair.authority.identity(&[NEAR]));
     let silent = (0..8).map(|number| Peer::offer_with(far, &own, [number; 16], 1, None).unwrap());
     let _silent: Vec<_> = silent.collect();
     let offered = std::thread::spawn(move || {
-        // It is closed without an answer.
+        // The control lane is closed without an answer.
         drop(
             control::client(TcpStream::connect(far).unwrap(), &own, soon()).map(|control| {
                 let mut bytes = Vec::new();
@@ -637,14 +639,14 @@ fn i8_one_peer_has_so_many_control_lanes_agreed_on_and_keeps_no_other_out() {
     Peer::offer(far, &other, [9; 16], 1).unwrap();
 }
 
-/// What a channel says of itself goes into the path of the far socket: whatever is
-/// not one plain name is refused, and the next channel opens.
+/// A channel's parameter becomes part of the path of the far socket. A value that is not one plain
+/// name is refused, and the next channel opens.
 #[test]
-fn i7_a_parameter_from_the_wire_leads_nowhere_but_to_its_place() {
+fn i7_a_parameter_from_the_wire_fills_its_placeholder_and_reaches_no_other_path() {
     let pair = Pair::start(&Setup::default());
     let directory = pair.scratch.path().to_owned();
     std::fs::create_dir(directory.join("vm")).unwrap();
-    // Somebody listens where "vm=../target" would lead: the pair's own target.
+    // A process listens where "vm=../target" would lead: the pair's own target.
     let routes = Routes::new(
         Vec::new(),
         vec![Exit {
@@ -692,11 +694,11 @@ fn i7_a_parameter_from_the_wire_leads_nowhere_but_to_its_place() {
     ];
     let mut channel = 0;
     let mut answer = |peer: &mut Peer, parameter: &str| {
-        peer.say(&open(channel, parameter));
+        peer.send(&open(channel, parameter));
         let answered = channel;
         channel += 2;
         loop {
-            match peer.hear() {
+            match peer.receive() {
                 Some(Message::Refused {
                     channel,
                     fault,
@@ -720,7 +722,8 @@ fn i7_a_parameter_from_the_wire_leads_nowhere_but_to_its_place() {
     answer(&mut peer, "vm=web").unwrap();
 }
 
-/// A peer that takes the connection of a lane and says nothing holds up no end of the tunnel.
+/// A peer that accepts the connection of a lane and sends nothing does not delay the end of the
+/// tunnel.
 #[test]
 fn a_lane_whose_handshake_is_under_way_ends_with_the_tunnel() {
     let mut pair = Pair::start(&Setup {
@@ -732,7 +735,7 @@ fn a_lane_whose_handshake_is_under_way_ends_with_the_tunnel() {
     let relay = pair.relay.clone().unwrap();
     let near = pair.near.take();
     let mut took = Duration::ZERO;
-    // Its only lane is lost; the next one's handshake gets no answer.
+    // The only lane is lost; the handshake of the next one gets no answer.
     relay.hold(
         || relay.cut(1),
         || {
@@ -751,7 +754,7 @@ fn a_lane_whose_handshake_is_under_way_ends_with_the_tunnel() {
     assert!(took < Duration::from_secs(2), "{took:?}");
 }
 
-/// So does the first control lane, while the far tunnel's answer is awaited.
+/// Neither does a first control lane that waits for the far tunnel's answer.
 #[test]
 fn a_control_lane_whose_handshake_is_under_way_ends_with_the_tunnel() {
     let mut pair = Pair::start(&Setup {
@@ -775,9 +778,9 @@ fn a_control_lane_whose_handshake_is_under_way_ends_with_the_tunnel() {
     assert!(took < Duration::from_secs(2), "{took:?}");
 }
 
-/// Nor does an authorised peer hold it up that has been selected and says nothing of its lanes.
+/// Neither does an authorised peer that sends no *accept* after the selection.
 #[test]
-fn a_peer_that_is_silent_behind_the_selection_holds_up_no_end() {
+fn a_peer_that_is_silent_after_the_selection_does_not_delay_the_end() {
     let mut pair = Pair::start(&Setup::default());
     let far = pair.far.take().unwrap();
     let tls = tls(&pair.authority.identity(&[NEAR]));

@@ -1,5 +1,5 @@
-//! Listeners that are opened while the tunnel runs, one for each migration, and
-//! what their channels say of themselves.
+//! Listeners that are opened while the tunnel runs, one per migration, and the parameters of their
+//! channels.
 #![allow(clippy::unwrap_used)]
 
 use std::fs;
@@ -21,8 +21,8 @@ use dunlin_tunnel::{
     WINDOW_BYTES,
 };
 
-/// Two tunnels: route *ram* to `VM.sock`, *plain* to one fixed socket, and *echo* to
-/// a program, all of them without listeners.
+/// Two tunnels with three routes without listeners: *ram* to `VM.sock`, *plain* to one fixed
+/// socket, and *echo* to a program.
 struct Scene {
     near: Tunnel,
     far: Tunnel,
@@ -109,7 +109,7 @@ impl Scene {
     }
 }
 
-fn patient(stream: UnixStream) -> UnixStream {
+fn with_timeout(stream: UnixStream) -> UnixStream {
     stream.set_read_timeout(Some(TIMEOUT)).unwrap();
     stream.set_write_timeout(Some(TIMEOUT)).unwrap();
     stream
@@ -119,11 +119,11 @@ fn connect(listener: &OnDemandListener) -> UnixStream {
     let Listen::Unix(path) = listener.listen() else {
         panic!("{}", listener.listen())
     };
-    patient(UnixStream::connect(path).unwrap())
+    with_timeout(UnixStream::connect(path).unwrap())
 }
 
 fn accept(listener: &UnixListener) -> UnixStream {
-    patient(listener.accept().unwrap().0)
+    with_timeout(listener.accept().unwrap().0)
 }
 
 fn over(listener: &OnDemandListener) -> ListenerStatus {
@@ -137,13 +137,13 @@ fn is_there(path: &Path) -> bool {
 }
 
 #[test]
-fn each_migration_has_its_own_listener_which_goes_with_its_last_channel() {
+fn each_migration_has_a_listener_that_closes_with_its_last_channel() {
     let scene = Scene::start();
     let (web, mail) = (scene.target("web.sock"), scene.target("mail.sock"));
     let first = scene.open("ram", Some("vm=web"), "first");
     let second = scene.open("ram", Some("vm=mail"), "second");
     assert_ne!(first.number(), second.number());
-    // Both at once, each to its own VM.
+    // Two listeners at the same time, each to its own VM.
     let (mut near_web, mut near_mail) = (connect(&first), connect(&second));
     near_web.write_all(b"w").unwrap();
     near_mail.write_all(b"m").unwrap();
@@ -153,7 +153,7 @@ fn each_migration_has_its_own_listener_which_goes_with_its_last_channel() {
     assert_eq!(&byte, b"w");
     far_mail.read_exact(&mut byte).unwrap();
     assert_eq!(&byte, b"m");
-    // A second channel keeps it when the first has ended.
+    // While a second channel is open, the listener stays after the end of the first.
     let near_more = connect(&first);
     let far_more = accept(&web);
     drop((near_web, far_web));
@@ -167,7 +167,7 @@ fn each_migration_has_its_own_listener_which_goes_with_its_last_channel() {
     let status = over(&first);
     assert_eq!((status.closed, status.failed), (2, 0), "{status:?}");
     assert!(!is_there(&scene.path("first")));
-    // And the other one goes on.
+    // The other listener stays open.
     near_mail.write_all(b"m").unwrap();
     far_mail.read_exact(&mut byte).unwrap();
     let numbers: Vec<u64> = scene
@@ -181,7 +181,7 @@ fn each_migration_has_its_own_listener_which_goes_with_its_last_channel() {
     let ram = routes.iter().find(|one| one.route == "ram").unwrap();
     assert_eq!((ram.traffic.open, ram.traffic.closed), (1, 2), "{ram:?}");
     assert_eq!(ram.traffic.read_bytes, 3, "{ram:?}");
-    // Counted behind the write, which the reader may overtake.
+    // The tunnel counts bytes after the write, which the reader may overtake.
     let written = || {
         let routes = scene.far.routes();
         let ram = routes.iter().find(|one| one.route == "ram").unwrap();
@@ -194,7 +194,7 @@ fn each_migration_has_its_own_listener_which_goes_with_its_last_channel() {
 }
 
 #[test]
-fn a_closed_listener_takes_no_more_and_its_channels_go_on() {
+fn a_closed_listener_accepts_no_more_and_its_channels_continue() {
     let scene = Scene::start();
     let plain = scene.target("plain.sock");
     let listener = scene.open("plain", None, "entrance");
@@ -218,7 +218,7 @@ fn a_closed_listener_takes_no_more_and_its_channels_go_on() {
 }
 
 #[test]
-fn a_listener_for_one_connection_takes_a_single_one() {
+fn a_listener_for_one_connection_accepts_exactly_one() {
     let scene = Scene::start();
     let plain = scene.target("plain.sock");
     let demand = Demand {
@@ -239,9 +239,9 @@ fn a_listener_for_one_connection_takes_a_single_one() {
 }
 
 #[test]
-fn i7_what_a_route_does_not_take_is_refused_at_the_far_side_with_a_reason() {
+fn i7_an_invalid_parameter_is_refused_by_the_far_side_with_a_reason() {
     let scene = Scene::start();
-    // Somebody listens wherever a mistake would lead.
+    // A process listens wherever a mistake would lead.
     let _all = [
         scene.target("web.sock"),
         scene.target(".sock"),
@@ -255,7 +255,7 @@ fn i7_what_a_route_does_not_take_is_refused_at_the_far_side_with_a_reason() {
     ] {
         let listener = scene.open(route, parameter, "entrance");
         let mut near = connect(&listener);
-        // Whether it is reset or ends, nothing comes.
+        // Reset or closed, no bytes arrive.
         assert!(!matches!(near.read_once(&mut [0]), Ok(1..)));
         let status = over(&listener);
         let why = status.why.unwrap();
@@ -284,7 +284,7 @@ fn a_parameter_is_part_of_a_programs_arguments() {
 }
 
 #[test]
-fn i7_what_cannot_be_opened_is_told_and_nothing_listens() {
+fn i7_an_invalid_demand_returns_an_error_and_opens_no_listener() {
     let scene = Scene::start();
     for bad in ["", "web", "vm=", "vm=..", "vm=a/b", "vm=a\0", "=x", "vm=-x"] {
         assert!(bad.parse::<Parameter>().is_err(), "{bad:?}");
@@ -306,7 +306,7 @@ fn i7_what_cannot_be_opened_is_told_and_nothing_listens() {
 }
 
 #[test]
-fn i8_listeners_are_bounded_and_those_that_are_over_make_room() {
+fn i8_listeners_are_limited_and_closed_ones_make_room() {
     let scene = Scene::start();
     let opened: Vec<OnDemandListener> = (0..MAX_ON_DEMAND_LISTENERS)
         .map(|number| scene.open("plain", None, &number.to_string()))
@@ -320,7 +320,7 @@ fn i8_listeners_are_bounded_and_those_that_are_over_make_room() {
 }
 
 #[test]
-fn a_route_that_is_taken_away_takes_its_listeners_along_and_no_channel() {
+fn removing_a_route_closes_its_listeners_and_no_channel() {
     let scene = Scene::start();
     let plain = scene.target("plain.sock");
     let listener = scene.open("plain", None, "entrance");
@@ -339,7 +339,7 @@ fn a_route_that_is_taken_away_takes_its_listeners_along_and_no_channel() {
     assert!(stays.status().listens);
     near.write_all(b"x").unwrap();
     far.read_exact(&mut [0]).unwrap();
-    // One that drains keeps none of them.
+    // A draining tunnel closes them all.
     drop((near, far));
     assert_eq!(scene.near.drain(TIMEOUT), 0);
     assert_eq!(over(&stays), ListenerStatus::default());
@@ -347,13 +347,13 @@ fn a_route_that_is_taken_away_takes_its_listeners_along_and_no_channel() {
     assert!(matches!(ending, Err(DemandError::Ending)));
 }
 
-/// Each way has one lane, as the route says; more are opened when a migration asks
-/// for them, also where the tunnels are connected already.
+/// Each direction has one lane, the route's count. More are opened when a demand asks for them,
+/// even if the tunnels are already connected.
 #[test]
-fn lanes_can_be_asked_for_while_the_peers_are_connected() {
+fn a_demand_raises_the_lane_count_of_connected_peers() {
     let scene = Scene::start();
     let plain = scene.target("plain.sock");
-    // Sends until there are as many lanes as are waited for, and says how many there were.
+    // Sends until `wanted` lanes are open or `enough` bytes have arrived. Returns the most lanes.
     let lanes = |listener: &OnDemandListener, wanted: usize, enough: u64| {
         let near = connect(listener);
         let mut far = accept(&plain);

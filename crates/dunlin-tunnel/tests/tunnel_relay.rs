@@ -1,5 +1,5 @@
-//! Relays: channels on TLS connections of their own, between two tunnels and with what lies
-//! between them. Other programs' TLS is tested beside the command.
+//! Relays: channels on TLS connections of their own, between two tunnels. crates/dunlin-cli tests
+//! them with the TLS of other programs.
 #![allow(clippy::unwrap_used)]
 
 use std::io::{ErrorKind, Read, Write};
@@ -24,7 +24,7 @@ use dunlin_tunnel::{
     Entrance, Event, Limits, Listen, Mode, RelayExit, Routes, Target, Tunnel, WINDOW_BYTES,
 };
 
-/// What differs between scenes.
+/// The differences between scenes.
 struct Setup {
     near: Identity,
     far: Identity,
@@ -34,7 +34,7 @@ struct Setup {
     far_tls: OldestTls,
     limits: Limits,
     relayed: bool,
-    /// Where the near side connects to, if not to the far one.
+    /// The address that the near side dials, if not the far one.
     to: Option<SocketAddr>,
 }
 
@@ -132,7 +132,7 @@ impl Scene {
             Listen::Tcp(address) => Some(*address),
             _ => None,
         });
-        patient(TcpStream::connect(port.unwrap()).unwrap())
+        with_timeout(TcpStream::connect(port.unwrap()).unwrap())
     }
 
     fn accept(&self) -> TcpStream {
@@ -142,11 +142,11 @@ impl Scene {
             match self.target.accept() {
                 Ok((stream, _)) => {
                     stream.set_nonblocking(false).unwrap();
-                    return patient(stream);
+                    return with_timeout(stream);
                 }
                 Err(_) if Instant::now() < until => thread::sleep(Duration::from_millis(2)),
                 Err(error) => panic!(
-                    "nobody connects: {error}: {:#?} {:#?}",
+                    "no connection: {error}: {:#?} {:#?}",
                     self.near_events.all(),
                     self.far_events.all()
                 ),
@@ -154,7 +154,7 @@ impl Scene {
         }
     }
 
-    /// What the near side says of a connection that finds no other half.
+    /// The near side's reason for refusing a connection.
     fn refused(&self) -> (FaultCode, String) {
         let mut stream = self.unix();
         assert!(!matches!(stream.read_once(&mut [0]), Ok(1..)));
@@ -177,7 +177,7 @@ impl Drop for Scene {
     }
 }
 
-fn patient(stream: TcpStream) -> TcpStream {
+fn with_timeout(stream: TcpStream) -> TcpStream {
     stream.set_read_timeout(Some(TIMEOUT)).unwrap();
     stream.set_write_timeout(Some(TIMEOUT)).unwrap();
     stream
@@ -191,12 +191,12 @@ fn is_aborted(event: &Event) -> bool {
     matches!(event, Event::Aborted { .. })
 }
 
-/// A connection that was reset ends with an error, and never with an end.
+/// A reset connection ends with an error, and never with an end of file.
 fn assert_reset(stream: &mut impl Read) {
     let mut scrap = vec![0; 1 << 16];
     loop {
         match stream.read(&mut scrap) {
-            Ok(0) => panic!("an abort came as an end"),
+            Ok(0) => panic!("an abort was read as an end of file"),
             Ok(_) => {}
             Err(error) => {
                 assert_eq!(error.kind(), ErrorKind::ConnectionReset, "{error}");
@@ -206,7 +206,7 @@ fn assert_reset(stream: &mut impl Read) {
     }
 }
 
-/// As tunnel_support's, for any socket.
+/// Like `tunnel::expect`, for a TCP socket.
 fn expect_all(mut stream: TcpStream, sent: Vec<u8>) -> thread::JoinHandle<()> {
     thread::spawn(move || {
         let mut came = Vec::new();
@@ -236,7 +236,7 @@ fn bytes_go_both_ways_and_each_end_by_itself_in_tls_1_3_and_1_2() {
         let mut sent = vec![0; 5_000_000];
         dunlin_test_support::tunnel::Random::new(1).fill(&mut sent);
         assert!(came == sent);
-        // The other direction stands alone.
+        // The other direction is open by itself.
         let inward = expect(&near, 2, 3_000_000);
         let mut back = vec![0; 3_000_000];
         dunlin_test_support::tunnel::Random::new(2).fill(&mut back);
@@ -249,7 +249,7 @@ fn bytes_go_both_ways_and_each_end_by_itself_in_tls_1_3_and_1_2() {
     }
 }
 
-/// Writes until nothing has been taken for a while, then the rest of `sent` as it is taken.
+/// Writes until the buffers have been full for a while, then the rest of `sent` as it is read.
 fn stalls_and_goes_on(stream: &UnixStream, sent: &[u8], stalled: &Barrier) {
     stream
         .set_write_timeout(Some(Duration::from_millis(500)))
@@ -311,7 +311,7 @@ fn i8_each_direction_flows_while_the_other_is_full() {
 }
 
 #[test]
-fn many_channels_stand_beside_each_other_and_arrive_in_order() {
+fn many_channels_are_open_at_the_same_time_and_arrive_in_order() {
     let scene = Scene::start(Setup::new());
     let mut threads = Vec::new();
     for seed in 0..24_u8 {
@@ -326,7 +326,7 @@ fn many_channels_stand_beside_each_other_and_arrive_in_order() {
         dunlin_test_support::tunnel::Random::new(seed.into()).fill(&mut sent);
         threads.push(expect_all(far, sent));
     }
-    // Not one waits for another to be accepted before it connects.
+    // No connection waits until another one is accepted.
     let waiting: Vec<_> = (0..8).map(|_| scene.unix()).collect();
     for (number, near) in waiting.iter().enumerate() {
         (&*near).write_all(&[number as u8]).unwrap();
@@ -339,10 +339,9 @@ fn many_channels_stand_beside_each_other_and_arrive_in_order() {
     join(threads);
 }
 
-/// No connection takes the place of one whose keys are worn: they are renewed, of both directions
-/// although bytes go one way.
+/// Keys are renewed on the same connection, in both directions, although bytes flow one way.
 #[test]
-fn keys_are_renewed_before_they_are_worn() {
+fn keys_are_renewed_before_they_are_used_up() {
     let limits = Limits {
         lane_records: 1024,
         ..Limits::default()
@@ -368,7 +367,7 @@ fn keys_are_renewed_before_they_are_worn() {
 }
 
 #[test]
-fn a_connection_that_is_cut_is_no_end() {
+fn a_connection_that_is_cut_is_an_abort() {
     for oldest in [OldestTls::V1_3, OldestTls::V1_2] {
         let scene = Scene::start(Setup {
             near_tls: oldest,
@@ -390,8 +389,8 @@ fn a_connection_that_is_cut_is_no_end() {
     }
 }
 
-/// A hypervisor that is cancelled resets its connection; the other one hears of it although it
-/// reads nothing, and long before any limit in time.
+/// A hypervisor that is cancelled resets its connection. The other one gets the abort although it
+/// reads nothing, and long before any timeout.
 #[test]
 fn a_reset_is_passed_on_past_a_consumer_that_does_not_read() {
     let scene = Scene::start(Setup::new());
@@ -434,7 +433,7 @@ fn a_consumer_may_stall_for_longer_than_a_peer_may_be_gone() {
 }
 
 #[test]
-fn i6_who_is_not_to_be_trusted_carries_nothing() {
+fn i6_an_untrusted_peer_carries_nothing() {
     let authority = Authority::new();
     let stranger = Authority::named("another authority");
     let pin = |of: &Identity| -> Peers {
@@ -479,7 +478,7 @@ fn i6_who_is_not_to_be_trusted_carries_nothing() {
         assert_eq!(code, FaultCode::Unauthorised, "{text}");
         assert!(text.contains(words), "{words}: {text}");
     }
-    // And one whose pin is right needs no authority.
+    // A peer with the pinned key needs no authority.
     let far = stranger.identity(&[FAR]);
     let scene = Scene::start(Setup {
         peers: pin(&far),
@@ -493,15 +492,15 @@ fn i6_who_is_not_to_be_trusted_carries_nothing() {
     scene.accept().read_exact(&mut [0]).unwrap();
 }
 
-/// What speaks TLS 1.2 alone, and a client without a certificate, are `openssl`'s part.
+/// Peers that only support TLS 1.2, and clients without a certificate, are tested with `openssl`.
 #[test]
-fn i7_what_is_no_tls_and_what_says_nothing_keeps_nobody_out() {
+fn i7_clients_without_tls_and_silent_clients_keep_no_other_out() {
     let scene = Scene::start(Setup::new());
     let port = scene.far.as_ref().unwrap().relay_ports()[0].1;
     let silent: Vec<_> = (0..300)
         .map(|_| TcpStream::connect(port).unwrap())
         .collect();
-    let mut loud = patient(TcpStream::connect(port).unwrap());
+    let mut loud = with_timeout(TcpStream::connect(port).unwrap());
     loud.write_all(b"GET / HTTP/1.0\r\n\r\n").unwrap();
     let mut near = scene.unix();
     near.write_all(b"x").unwrap();
@@ -530,7 +529,7 @@ fn i8_channels_beyond_the_limit_are_refused_and_the_others_stay() {
         near.write_all(b"x").unwrap();
         far.read_exact(&mut [0]).unwrap();
     }
-    // One that ends makes room.
+    // A channel that ends makes room.
     drop(open.pop());
     scene.near_events.wait("end", is_closed);
     scene.far_events.wait("end", is_closed);
@@ -540,7 +539,7 @@ fn i8_channels_beyond_the_limit_are_refused_and_the_others_stay() {
 }
 
 #[test]
-fn a_drain_waits_for_channels_and_takes_no_more() {
+fn a_drain_waits_for_channels_and_accepts_no_more() {
     let mut scene = Scene::start(Setup::new());
     let mut near = scene.unix();
     let mut far = scene.accept();
@@ -576,7 +575,7 @@ fn a_tunnel_that_ends_aborts_its_channels() {
 }
 
 #[test]
-fn a_reload_changes_whom_a_port_lets_in_and_no_channel() {
+fn a_reload_changes_the_peers_of_a_port_and_no_channel() {
     let authority = Authority::new();
     let scene = Scene::start(Setup {
         near: authority.identity(&[NEAR]),
@@ -606,9 +605,9 @@ fn a_reload_changes_whom_a_port_lets_in_and_no_channel() {
     far.read_exact(&mut [0]).unwrap();
 }
 
-/// Whoever is in the middle of his handshake is judged by what is configured at its end.
+/// A client is checked against the configuration at the end of its handshake.
 #[test]
-fn i6_a_reload_in_the_middle_of_a_handshake_lets_in_nobody_who_is_no_more_allowed() {
+fn i6_a_reload_during_a_handshake_admits_no_peer_that_is_no_longer_allowed() {
     let authority = Authority::new();
     let scene = Scene::start(Setup {
         near: authority.identity(&[NEAR]),
@@ -639,11 +638,11 @@ fn i6_a_reload_in_the_middle_of_a_handshake_lets_in_nobody_who_is_no_more_allowe
     assert!(scene.target.accept().is_err());
 }
 
-/// Longer than a test may take: what ends before it was cancelled.
+/// Longer than a test may take: a wait that ends earlier was cancelled.
 const NEVER: Duration = Duration::from_secs(60);
 const AT_ONCE: Duration = Duration::from_secs(20);
 
-fn patient_limits() -> Limits {
+fn long_limits() -> Limits {
     Limits {
         connect: NEVER,
         ..Limits::default()
@@ -658,7 +657,7 @@ fn assert_ends_at_once(tunnel: Option<Tunnel>) {
     assert!(took < AT_ONCE, "{took:?}");
 }
 
-/// Connects to a listener that never accepts, until the kernel answers no SYN any more.
+/// Connects to a listener that never accepts, until the kernel answers no more SYNs.
 fn fill_backlog(listener: &TcpListener) -> Vec<TcpStream> {
     let to = listener.local_addr().unwrap();
     let connect = || TcpStream::connect_timeout(&to, Duration::from_millis(100)).ok();
@@ -681,11 +680,12 @@ fn wait_for_unanswered_syn(to: SocketAddr) {
     }
 }
 
-/// A relay's peer that accepts the connection and sends nothing does not delay the tunnel's end.
+/// A relay's peer that accepts the connection and sends nothing does not delay the end of the
+/// tunnel.
 #[test]
 fn a_relay_whose_handshake_is_under_way_ends_with_the_tunnel() {
     let mut scene = Scene::start(Setup {
-        limits: patient_limits(),
+        limits: long_limits(),
         relayed: true,
         ..Setup::new()
     });
@@ -700,13 +700,13 @@ fn a_relay_whose_handshake_is_under_way_ends_with_the_tunnel() {
     scene.near_events.wait("refusal", refused);
 }
 
-/// A relay's peer whose host answers no SYN does not delay it.
+/// Neither does a peer with a host that answers no SYN.
 #[test]
 fn a_relay_whose_peer_does_not_answer_ends_with_the_tunnel() {
     let silent = any();
     let address = silent.local_addr().unwrap();
     let mut scene = Scene::start(Setup {
-        limits: patient_limits(),
+        limits: long_limits(),
         to: Some(address),
         ..Setup::new()
     });
@@ -716,11 +716,11 @@ fn a_relay_whose_peer_does_not_answer_ends_with_the_tunnel() {
     assert_ends_at_once(scene.near.take());
 }
 
-/// A relay's target whose host answers no SYN does not delay it.
+/// Neither does a target with a host that answers no SYN.
 #[test]
 fn a_relay_whose_target_does_not_answer_ends_with_the_tunnel() {
     let mut scene = Scene::start(Setup {
-        limits: patient_limits(),
+        limits: long_limits(),
         ..Setup::new()
     });
     let _waiting = fill_backlog(&scene.target);
@@ -739,7 +739,7 @@ fn a_target_that_is_not_there_ends_the_connection_with_an_error() {
     let refused = |event: &Event| matches!(event, Event::Refused { .. });
     let why = scene.far_events.wait("refusal", refused).to_string();
     assert!(why.contains(&target.to_string()), "{why}");
-    // At once, or within the handshake still.
+    // At once, or still within the handshake.
     let ended = |event: &Event| is_aborted(event) || refused(event);
     scene.near_events.wait("abort", ended);
 }

@@ -1,5 +1,5 @@
-//! Routes: TCP and programs at their ends, several over one port, who may use
-//! them, and what becomes of those that cannot be served.
+//! Routes: TCP and programs as ends, several routes over one port, which peers may use them, and
+//! refusals.
 #![allow(clippy::unwrap_used)]
 
 use std::io::{ErrorKind, Read, Write};
@@ -64,7 +64,7 @@ impl Scene {
     }
 
     fn connect(&self, route: &str) -> TcpStream {
-        patient(TcpStream::connect(self.entrance(route)).unwrap())
+        with_timeout(TcpStream::connect(self.entrance(route)).unwrap())
     }
 
     fn entrance(&self, route: &str) -> SocketAddr {
@@ -78,9 +78,9 @@ impl Scene {
 
     /// Why a connection to a route is closed.
     fn refused(&self, route: &str) -> (FaultCode, String) {
-        // A reset may come before connect(2) has returned, which then reports it.
+        // A reset may arrive before connect(2) has returned, which then reports it.
         let ended = TcpStream::connect(self.entrance(route))
-            .and_then(|stream| patient(stream).read_once(&mut [0]));
+            .and_then(|stream| with_timeout(stream).read_once(&mut [0]));
         assert!(!matches!(ended, Ok(1..)), "{ended:?}");
         let event = self.near_events.wait(
             "refusal",
@@ -93,7 +93,7 @@ impl Scene {
     }
 }
 
-fn patient(stream: TcpStream) -> TcpStream {
+fn with_timeout(stream: TcpStream) -> TcpStream {
     stream.set_read_timeout(Some(TIMEOUT)).unwrap();
     stream.set_write_timeout(Some(TIMEOUT)).unwrap();
     stream
@@ -106,7 +106,7 @@ fn listener() -> (TcpListener, Target) {
 }
 
 #[test]
-fn tcp_and_programs_are_ends_too_and_all_routes_use_one_port() {
+fn ends_may_be_tcp_or_programs_and_all_routes_use_one_port() {
     let (listener, target) = listener();
     let cat = Target::Exec(vec!["/bin/cat".to_owned()]);
     let exits = [("tcp", target, NEAR), ("cat", cat, NEAR)];
@@ -128,8 +128,8 @@ fn tcp_and_programs_are_ends_too_and_all_routes_use_one_port() {
     assert_eq!(scene.near_events.count(up), 1);
 }
 
-/// A hypervisor that is cancelled resets its connection; the other one hears of it
-/// although it has not read what came before, and long before any limit in time.
+/// A hypervisor that is cancelled resets its connection. The other one gets the abort although it
+/// has not read what was sent before, and long before any timeout.
 #[test]
 fn a_reset_is_passed_on_at_once_past_a_full_window() {
     let (listener, target) = listener();
@@ -168,7 +168,8 @@ fn wait_unread(stream: &UnixStream) {
     }
 }
 
-/// What became of a route's only channel on one side: in order, but for a few bytes, badly.
+/// How a route's only channel ended on one side: counts of in order, with bytes left unread, and
+/// failed.
 fn ended(tunnel: &Tunnel) -> [u64; 3] {
     let until = Instant::now() + TIMEOUT;
     loop {
@@ -182,10 +183,10 @@ fn ended(tunnel: &Tunnel) -> [u64; 3] {
     }
 }
 
-/// As QEMU's destination with its own TLS and multifd: it has all pages, and closes without the
-/// goodbye of the source's TLS, which comes before or behind that.
+/// QEMU's destination behaves like this with its own TLS and multifd: it has all pages and closes
+/// without reading the *close_notify* of the source, which arrives before or after that.
 #[test]
-fn a_consumer_that_resets_behind_the_others_end_has_aborted_nothing() {
+fn a_consumer_that_resets_after_the_others_end_aborts_nothing() {
     let goodbye = [21; 24];
     for comes_first in [true, false] {
         let (listener, target) = listener();
@@ -214,9 +215,9 @@ fn a_consumer_that_resets_behind_the_others_end_has_aborted_nothing() {
     }
 }
 
-/// The same between unix sockets, which have no resets but where bytes were unread.
+/// The same with unix sockets, which report a reset only if bytes were unread.
 #[test]
-fn a_consumer_that_closes_a_unix_socket_behind_the_others_end_has_aborted_nothing() {
+fn a_consumer_that_closes_a_unix_socket_after_the_others_end_aborts_nothing() {
     for goodbye in [&[][..], &[21; 24]] {
         for comes_first in [true, false] {
             let pair = Pair::start(&Setup::default());
@@ -233,7 +234,7 @@ fn a_consumer_that_closes_a_unix_socket_behind_the_others_end_has_aborted_nothin
             } else {
                 drop((far, near));
             }
-            // One that had read everything may have ended in order.
+            // If it had read everything, the channel may have ended in order.
             let [near, far] = [&pair.near, &pair.far].map(|one| ended(one.as_ref().unwrap()));
             let events = (pair.near_events.all(), pair.far_events.all());
             let good = [[1, 0, 0], [0, 1, 0]];
@@ -246,10 +247,10 @@ fn a_consumer_that_closes_a_unix_socket_behind_the_others_end_has_aborted_nothin
     }
 }
 
-/// None of these is near its end: a source that still sends, one that waits for an answer, and one
-/// of which much is still unread.
+/// None of these has almost ended: a source that still sends, one that waits for an answer, and one
+/// with many unread bytes.
 #[test]
-fn a_consumer_that_resets_elsewhere_has_aborted_the_channel() {
+fn a_consumer_that_resets_before_the_end_aborts_the_channel() {
     #[derive(Debug, PartialEq)]
     enum Source {
         Sends,
@@ -264,7 +265,7 @@ fn a_consumer_that_resets_elsewhere_has_aborted_the_channel() {
         match source {
             Source::Sends => near.as_mut().unwrap().write_all(&[7; 600_000]).unwrap(),
             Source::Awaits => near.as_ref().unwrap().shutdown(Shutdown::Write).unwrap(),
-            // More than sockets take: what they have taken counts as read.
+            // More than the sockets take: bytes in their buffers count as read.
             Source::SentMuch => {
                 let mut much = near.take().unwrap();
                 much.set_write_timeout(Some(Duration::from_millis(300)))
@@ -286,7 +287,7 @@ fn a_consumer_that_resets_elsewhere_has_aborted_the_channel() {
         assert_eq!(failure.code(), FaultCode::ChannelBroken, "{source:?}");
         assert_eq!(ended(pair.near.as_ref().unwrap()), [0, 0, 1], "{source:?}");
         if let Some(mut near) = near {
-            // The source hears of it soon, whatever else was waited for.
+            // The source gets the abort soon, whatever else the tunnel waits for.
             assert!(!matches!(near.read_once(&mut [0]), Ok(1..)), "{source:?}");
         }
         let took = begin.elapsed();
@@ -294,9 +295,9 @@ fn a_consumer_that_resets_elsewhere_has_aborted_the_channel() {
     }
 }
 
-/// A source that has nothing to send just now is not at its end either: it hears of the reset.
+/// A source that has nothing to send for now has not ended either: it gets the abort.
 #[test]
-fn a_consumer_that_resets_while_the_source_is_idle_has_aborted_the_channel() {
+fn a_consumer_that_resets_while_the_source_is_idle_aborts_the_channel() {
     let (listener, target) = listener();
     let exits = [("tcp", target, NEAR)];
     let scene = Scene::start(&Authority::new(), &exits, Limits::default());
@@ -319,13 +320,13 @@ fn a_consumer_that_resets_while_the_source_is_idle_has_aborted_the_channel() {
 }
 
 #[test]
-fn what_cannot_be_served_is_refused_with_a_reason_and_others_go_on() {
+fn refusals_have_a_reason_and_other_channels_continue() {
     let scratch = Scratch::new();
     let full = scratch.join("full");
-    // A backlog that one connection fills, of somebody who never accepts.
+    // A listener that never accepts, with a backlog for one connection.
     let silent = UnixListener::bind(&full).unwrap();
     let _waiting = fill_backlog(&full);
-    let nobody = Target::Unix(scratch.join("none"));
+    let missing = Target::Unix(scratch.join("none"));
     let refusing = {
         let (listener, target) = listener();
         drop(listener);
@@ -335,7 +336,7 @@ fn what_cannot_be_served_is_refused_with_a_reason_and_others_go_on() {
     let exits = [
         ("good", good.clone(), NEAR),
         ("forbidden", good, "other.test"),
-        ("missing", nobody, NEAR),
+        ("missing", missing, NEAR),
         ("refusing", refusing, NEAR),
         ("full", Target::Unix(full.clone()), NEAR),
         ("broken", Target::Exec(vec!["/none".to_owned()]), NEAR),
@@ -362,7 +363,7 @@ fn what_cannot_be_served_is_refused_with_a_reason_and_others_go_on() {
     far.read_exact(&mut [0]).unwrap();
     drop(silent);
 
-    // A route that the peer has no more.
+    // A route that the peer has removed.
     let other = Routes::new(
         Vec::new(),
         vec![Exit {
@@ -380,7 +381,7 @@ fn what_cannot_be_served_is_refused_with_a_reason_and_others_go_on() {
     far.read_exact(&mut [0]).unwrap();
 }
 
-/// What a tunnel answers to an offer, or a page engine's words to a tunnel.
+/// The tunnel's answer to an offer of a tunnel or a page engine.
 fn answer(to: SocketAddr, authority: &Authority, required: Features) -> Opening {
     answer_to(to, authority, required, LaneSecurity::Tls)
 }
@@ -418,11 +419,11 @@ fn answer_to(
 }
 
 #[test]
-fn a_migration_that_comes_to_a_tunnel_is_refused_with_a_reason() {
+fn a_migration_that_dials_a_tunnel_is_refused_with_a_reason() {
     let pair = Pair::start(&Setup::default());
     let far = pair.far.as_ref().unwrap().address();
     let Opening::Refuse(_, refusal) = answer(far, &pair.authority, Features::NONE) else {
-        panic!("a migration is taken in")
+        panic!("a migration is accepted")
     };
     assert_eq!(refusal.fault, FaultCode::FeatureMissing);
     assert!(refusal.text.contains("tunnel"), "{refusal}");
@@ -431,7 +432,7 @@ fn a_migration_that_comes_to_a_tunnel_is_refused_with_a_reason() {
 }
 
 #[test]
-fn i6_lanes_over_ipsec_or_in_the_clear_are_refused_where_nobody_prepared_them() {
+fn i6_lanes_over_ipsec_or_in_the_clear_are_refused_unless_enabled() {
     let pair = Pair::start(&Setup::default());
     let far = pair.far.as_ref().unwrap().address();
     for (security, what) in [
@@ -448,7 +449,7 @@ fn i6_lanes_over_ipsec_or_in_the_clear_are_refused_where_nobody_prepared_them() 
 }
 
 #[test]
-fn a_route_over_ipsec_needs_a_tunnel_that_was_prepared_for_it() {
+fn a_route_over_ipsec_needs_a_tunnel_with_ipsec() {
     let authority = Authority::new();
     let any = || TcpListener::bind("127.0.0.1:0").unwrap();
     let routes = |mode| {
@@ -471,11 +472,11 @@ fn a_route_over_ipsec_needs_a_tunnel_that_was_prepared_for_it() {
     let tunnel = Tunnel::start(any(), near(), &routes(Mode::Stripe), limits, |_| {}).unwrap();
     let refused = tunnel.replace(near(), &over_ipsec);
     assert!(matches!(refused, Err(TunnelError::NoIpsec { .. })));
-    assert_eq!(tunnel.routes().len(), 1, "everything is as before");
+    assert_eq!(tunnel.routes().len(), 1, "nothing is changed");
 }
 
 #[test]
-fn i7_silent_connections_keep_nobody_out() {
+fn i7_silent_connections_keep_no_other_out() {
     let pair = Pair::start(&Setup::default());
     let far = pair.far.as_ref().unwrap().address();
     let silent: Vec<_> = (0..300).map(|_| TcpStream::connect(far).unwrap()).collect();
@@ -515,7 +516,7 @@ fn i8_channels_beyond_the_limit_are_refused_and_the_others_stay() {
     }
 }
 
-/// A reload either happens as a whole or not at all.
+/// A reload is applied completely or not at all.
 #[test]
 fn a_reload_that_cannot_listen_everywhere_changes_nothing() {
     let (listener, target) = listener();
@@ -551,7 +552,7 @@ fn a_reload_that_cannot_listen_everywhere_changes_nothing() {
     near.write_all(b"x").unwrap();
     listener.accept().unwrap().0.read_exact(&mut [0]).unwrap();
 
-    // What stays is listened at all the time, and leads elsewhere from now on.
+    // A listener that stays is never closed, and its connections go to another target from now on.
     let entrances = vec![entrance("good", free, &far), entrance("new", free, &far)];
     replace(entrances).unwrap();
     assert_eq!(scene.entrance("good"), at);

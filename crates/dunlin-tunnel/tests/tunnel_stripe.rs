@@ -1,4 +1,4 @@
-//! A route from unix socket to unix socket: bytes both ways, ends, aborts.
+//! A route from unix socket to unix socket: bytes in both directions, ends and aborts.
 #![allow(clippy::unwrap_used)]
 
 use std::io::{ErrorKind, Read, Write};
@@ -11,7 +11,7 @@ use dunlin_test_support::tunnel::{Pair, Setup, expect, join, send};
 use dunlin_tunnel::Event;
 
 #[test]
-fn bytes_go_both_ways_at_once_and_each_end_is_its_own() {
+fn bytes_flow_both_ways_at_once_and_each_direction_ends_by_itself() {
     let pair = Pair::start(&Setup::default());
     let (near, far) = pair.channel();
     let bytes = 24 << 20;
@@ -27,7 +27,7 @@ fn bytes_go_both_ways_at_once_and_each_end_is_its_own() {
 }
 
 #[test]
-fn a_half_that_has_ended_leaves_the_other_open() {
+fn a_direction_that_has_ended_leaves_the_other_open() {
     let pair = Pair::start(&Setup::default());
     let (mut near, mut far) = pair.channel();
     near.write_all(b"question").unwrap();
@@ -46,12 +46,12 @@ fn a_half_that_has_ended_leaves_the_other_open() {
 }
 
 #[test]
-fn who_goes_away_is_missed_at_once_at_the_other_side() {
+fn a_closed_connection_is_noticed_at_once_on_the_other_side() {
     let pair = Pair::start(&Setup::default());
     for near_goes in [true, false] {
         let (near, far) = pair.channel();
         let (goes, mut stays) = if near_goes { (near, far) } else { (far, near) };
-        // What it has not read makes its end a reset.
+        // Unread bytes make its end a reset.
         stays.write_all(b"unread").unwrap();
         std::thread::sleep(Duration::from_millis(100));
         let begin = Instant::now();
@@ -75,7 +75,7 @@ fn who_goes_away_is_missed_at_once_at_the_other_side() {
 }
 
 #[test]
-fn a_byte_waits_for_no_other() {
+fn a_byte_is_sent_without_waiting_for_more() {
     let pair = Pair::start(&Setup::default());
     let (mut near, mut far) = pair.channel();
     let begin = Instant::now();
@@ -88,13 +88,13 @@ fn a_byte_waits_for_no_other() {
         near.read_exact(&mut byte).unwrap();
         assert_eq!(byte, [round as u8]);
     }
-    // Far above what it takes, and far below any timer.
+    // Far more than a byte takes, and far less than any timer.
     let each = begin.elapsed() / rounds;
     assert!(each < Duration::from_millis(20), "{each:?}");
 }
 
 #[test]
-fn a_target_that_is_not_there_refuses_and_the_route_goes_on() {
+fn a_missing_target_refuses_the_channel_and_the_route_continues() {
     let pair = Pair::start(&Setup::default());
     let target = pair.scratch.join("target");
     let aside = pair.scratch.join("aside");
