@@ -508,7 +508,7 @@ fn i7_a_protocol_violation_ends_the_trunk_of_that_peer_alone() {
             let mut lane = peer.lane(&peer.tls, 1, SESSION, &peer.secret.0);
             lane.send(&Frame::End { frames: 7 }.to_bytes()).unwrap();
         }),
-        ("cannot be", |peer| {
+        ("impossible message", |peer| {
             peer.send(&Message::LaneLost(dunlin_proto::stripe::message::LaneAck {
                 lane: 77,
                 frames: 1,
